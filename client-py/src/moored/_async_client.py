@@ -1,0 +1,454 @@
+"""The async client: the twin of the sync one, method by method."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from . import _requests as requests
+from ._channel import QUICK_S, RETRY_S, endpoint_of, metadata_of, options_for
+from ._claims import AsyncHold, AsyncReservedMemory
+from ._errors import InternalError, error_of, not_ready
+from ._generated import generation_pb2, jobs_pb2, residency_pb2, server_pb2
+from ._latents import Latent, chunks_of
+from ._mirror import mirror
+from ._records import (
+    FreedComponent,
+    JobInfo,
+    LatentInfo,
+    ModelInfo,
+    Plan,
+    ServerInfo,
+    Status,
+    Unloaded,
+)
+from ._requests import ImageInput, ImageOptions, JobOptions, ModelLike, OutputFormat
+from ._results import (
+    Gathered,
+    ImageResult,
+    JobResult,
+    LatentResult,
+    image_result,
+    job_result,
+    latent_result,
+)
+from ._streams import AsyncEventStream, AsyncStatusStream, AsyncStream
+from ._stubs import AsyncStubs
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from typing_extensions import Unpack
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """A connection to a moored service, for one event loop: the one that it is first used in.
+
+    async with moored.AsyncClient() as client:
+        result = await client.generate_image("a red cube on a blue plane")
+
+    Cancelling a task that waits for a job cancels the job.
+
+    `timeout` is in seconds everywhere, and becomes the deadline of the call: when it passes, the
+    service gives up. None is no deadline. What the service refuses or fails at is a MooredError.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        token: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
+        client_id: str | None = None,
+    ) -> None:
+        """Connects when first used.
+
+        endpoint: `host:port` or `unix:path`; default: MOORED_ENDPOINT, else localhost:50051.
+        token, token_file: what the service asks for; default: the file named by MOORED_TOKEN_FILE.
+        client_id: who asks, for fair shares; default: the address that the service sees.
+        """
+        self.endpoint = endpoint_of(endpoint)
+        self.client_id = client_id
+        self._metadata = metadata_of(token, token_file)
+        self._closed = False
+        self._channel: grpc.aio.Channel | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._made: AsyncStubs | None = None
+        # Closing a channel of grpc.aio does not end all of its calls.
+        self._streams: weakref.WeakSet[AsyncStream[Any]] = weakref.WeakSet()
+
+    # Pictures.
+
+    async def generate_image(
+        self, prompt: str, *, timeout: float | None = None, **options: Unpack[ImageOptions]
+    ) -> ImageResult:
+        """Paints one or several pictures. For the options see ImageOptions and JobOptions."""
+        return await self.stream_image(prompt, timeout=timeout, **options).result()
+
+    def stream_image(
+        self, prompt: str, *, timeout: float | None = None, **options: Unpack[ImageOptions]
+    ) -> AsyncEventStream[ImageResult]:
+        """The same as an iterator of events; closing it cancels the job."""
+        request = requests.image_request(prompt, options, self.client_id)
+        return self._events(self._stubs.generation.GenerateImage, request, timeout, image_result)
+
+    async def encode_image(
+        self,
+        image: ImageInput,
+        *,
+        model: ModelLike | None = None,
+        width: int | None = None,
+        height: int | None = None,
+        seed: int = 0,
+        timeout: float | None = None,
+        **options: Unpack[JobOptions],
+    ) -> LatentResult:
+        """Encodes a picture to a latent, which stays in the service.
+
+        Width and height in pixels say what to scale to. The latent is a sample of the posterior,
+        drawn by `seed`.
+        """
+        return await self.stream_encode(
+            image,
+            model=model,
+            width=width,
+            height=height,
+            seed=seed,
+            timeout=timeout,
+            **options,
+        ).result()
+
+    def stream_encode(
+        self,
+        image: ImageInput,
+        *,
+        model: ModelLike | None = None,
+        width: int | None = None,
+        height: int | None = None,
+        seed: int = 0,
+        timeout: float | None = None,
+        **options: Unpack[JobOptions],
+    ) -> AsyncEventStream[LatentResult]:
+        """The same as an iterator of events; closing it cancels the job."""
+        job = requests.job_request(options, self.client_id)
+        request = requests.encode_request(image, model, width, height, seed, job)
+        return self._events(self._stubs.generation.EncodeImage, request, timeout, latent_result)
+
+    async def decode_latent(
+        self,
+        latent: str | LatentInfo,
+        *,
+        model: ModelLike | None = None,
+        output: OutputFormat | None = None,
+        timeout: float | None = None,
+        **options: Unpack[JobOptions],
+    ) -> ImageResult:
+        """Decodes a latent that is in the service, by its handle."""
+        return await self.stream_decode(
+            latent, model=model, output=output, timeout=timeout, **options
+        ).result()
+
+    def stream_decode(
+        self,
+        latent: str | LatentInfo,
+        *,
+        model: ModelLike | None = None,
+        output: OutputFormat | None = None,
+        timeout: float | None = None,
+        **options: Unpack[JobOptions],
+    ) -> AsyncEventStream[ImageResult]:
+        """The same as an iterator of events; closing it cancels the job."""
+        job = requests.job_request(options, self.client_id)
+        request = requests.decode_request(latent, model, output, job)
+        return self._events(self._stubs.generation.DecodeLatent, request, timeout, image_result)
+
+    async def get_latent(self, latent: str | LatentInfo, *, timeout: float | None = None) -> Latent:
+        """Reads a latent of the service: `.array` is a numpy array, `.data` its bytes."""
+        request = generation_pb2.GetLatentRequest(latent_id=requests.latent_id(latent))
+        call = self._stubs.generation.GetLatent(request, timeout=timeout, metadata=self._metadata)
+        info, data = None, bytearray()
+        try:
+            async for chunk in call:
+                if info is None:
+                    info = mirror(LatentInfo, chunk.info)
+                data += chunk.chunk
+        except grpc.RpcError as error:
+            raise error_of(error, self.endpoint, begun=info is not None) from error
+        finally:
+            call.cancel()
+        if info is None:
+            raise InternalError("The service sent a latent without a word of what it is")
+        return Latent(info, bytes(data))
+
+    async def put_latent(
+        self, latent: Latent | NDArray[Any], *, vae_id: str = "", timeout: float | None = None
+    ) -> LatentInfo:
+        """Brings a latent to the service: one that was read, or an array and whose VAE it is of."""
+        return mirror(
+            LatentInfo,
+            await self._unary(self._stubs.generation.PutLatent, chunks_of(latent, vae_id), timeout),
+        )
+
+    # Residency.
+
+    async def list_models(self, *, timeout: float | None = QUICK_S) -> tuple[ModelInfo, ...]:
+        """Models that can be named, with their components and defaults."""
+        request = residency_pb2.ListModelsRequest()
+        models = (await self._unary(self._stubs.residency.ListModels, request, timeout)).models
+        return tuple(mirror(ModelInfo, model) for model in models)
+
+    async def load(
+        self,
+        model: ModelLike,
+        *,
+        components: Sequence[str] = (),
+        timeout: float | None = None,
+        **options: Unpack[JobOptions],
+    ) -> JobResult:
+        """Brings a model in, ahead of use: all of its components, or those named."""
+        return await self.stream_load(
+            model, components=components, timeout=timeout, **options
+        ).result()
+
+    def stream_load(
+        self,
+        model: ModelLike,
+        *,
+        components: Sequence[str] = (),
+        timeout: float | None = None,
+        **options: Unpack[JobOptions],
+    ) -> AsyncEventStream[JobResult]:
+        """The same as an iterator of events; closing it cancels the job."""
+        request = residency_pb2.LoadRequest(
+            model=requests.model_of(model),
+            options=requests.job_request(options, self.client_id),
+            components=requests.component_names(components),
+        )
+        return self._events(self._stubs.residency.Load, request, timeout, job_result)
+
+    async def unload(
+        self,
+        model: ModelLike | None = None,
+        *,
+        force: bool = False,
+        timeout: float | None = None,
+    ) -> Unloaded:
+        """Takes a model out, or all; waits for jobs that use it, or cancels them by `force`."""
+        request = residency_pb2.UnloadRequest(model=requests.model_of(model), force=force)
+        return mirror(Unloaded, await self._unary(self._stubs.residency.Unload, request, timeout))
+
+    async def pin(self, model: ModelLike, *, timeout: float | None = None) -> tuple[str, ...]:
+        """Keeps a model in until it is unpinned. Returns the keys of all that are pinned now."""
+        request = residency_pb2.PinRequest(model=requests.model_of(model))
+        return tuple((await self._unary(self._stubs.residency.Pin, request, timeout)).pinned)
+
+    async def unpin(self, model: ModelLike, *, timeout: float | None = None) -> tuple[str, ...]:
+        """Takes a pin off. Returns the keys of all that are pinned now."""
+        request = residency_pb2.PinRequest(model=requests.model_of(model), unpin=True)
+        return tuple((await self._unary(self._stubs.residency.Pin, request, timeout)).pinned)
+
+    async def hold(
+        self,
+        model: ModelLike,
+        *,
+        ttl_s: float | None = None,
+        client_id: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncHold:
+        """Keeps a model in for `ttl_s` seconds: at most an hour; default: a minute.
+
+        Usable by `async with await`. Asking again, by the same client, renews it.
+        """
+        request = residency_pb2.HoldRequest(
+            model=requests.model_of(model),
+            client_id=client_id or self.client_id or "",
+            ttl=requests.duration(ttl_s),
+        )
+        held = await self._unary(self._stubs.residency.Hold, request, timeout)
+
+        async def release() -> bool:
+            request = residency_pb2.ReleaseHoldRequest(hold_id=held.hold_id)
+            return bool(
+                (await self._unary(self._stubs.residency.ReleaseHold, request, QUICK_S)).released
+            )
+
+        return AsyncHold(release, held.hold_id, requests.seconds_of(held.ttl))
+
+    async def plan(
+        self,
+        prompt: str = "",
+        *,
+        timeout: float | None = QUICK_S,
+        **options: Unpack[ImageOptions],
+    ) -> Plan:
+        """What `generate_image` with the same arguments would need and do, without doing it."""
+        generate = requests.image_request(prompt, options, self.client_id)
+        request = residency_pb2.PlanRequest(generate=generate, card=generate.options.card)
+        return mirror(Plan, await self._unary(self._stubs.residency.Plan, request, timeout))
+
+    async def status(self, *, timeout: float | None = QUICK_S) -> Status:
+        """The cards as they are."""
+        request = residency_pb2.GetStatusRequest()
+        return mirror(Status, await self._unary(self._stubs.residency.GetStatus, request, timeout))
+
+    def watch_status(
+        self, *, interval_s: float = 0.25, timeout: float | None = None
+    ) -> AsyncStatusStream:
+        """The same, each time it changes, no oftener than every `interval_s` seconds."""
+        request = residency_pb2.WatchStatusRequest(interval_ms=requests.milliseconds(interval_s))
+        call = self._stubs.residency.WatchStatus(request, timeout=timeout, metadata=self._metadata)
+        stream = AsyncStatusStream(call, self.endpoint)
+        self._streams.add(stream)
+        return stream
+
+    async def trim(self, card: str = "", *, timeout: float | None = None) -> int:
+        """Hands slack back to the driver, of one card or all. Returns bytes."""
+        request = residency_pb2.TrimRequest(card=card)
+        return int((await self._unary(self._stubs.residency.Trim, request, timeout)).freed_bytes)
+
+    async def reserve(
+        self,
+        size_bytes: int,
+        *,
+        ttl_s: float | None = None,
+        label: str = "",
+        card: str = "",
+        timeout: float | None = None,
+    ) -> AsyncReservedMemory:
+        """Makes room for another program on a card: idle components leave, the bytes stay free.
+
+        For `ttl_s` seconds: at most a day; default: ten minutes. Usable by `async with await`.
+        """
+        request = requests.reserve_request(size_bytes, ttl_s, label, card)
+        made = await self._unary(self._stubs.residency.Reserve, request, timeout)
+
+        async def release() -> bool:
+            request = residency_pb2.ReleaseReservationRequest(reservation_id=made.reservation_id)
+            return bool(
+                (
+                    await self._unary(self._stubs.residency.ReleaseReservation, request, QUICK_S)
+                ).released
+            )
+
+        evicted = tuple(mirror(FreedComponent, one) for one in made.evicted)
+        return AsyncReservedMemory(release, made.reservation_id, made.bytes, made.card, evicted)
+
+    # Jobs and the service.
+
+    async def jobs(
+        self, *, include_ended: bool = False, timeout: float | None = QUICK_S
+    ) -> tuple[JobInfo, ...]:
+        """The jobs of all clients: queued, waiting, running; on request those that ended lately."""
+        request = jobs_pb2.ListJobsRequest(include_ended=include_ended)
+        jobs = (await self._unary(self._stubs.jobs.List, request, timeout)).jobs
+        return tuple(mirror(JobInfo, job) for job in jobs)
+
+    async def cancel(self, job_id: str, *, timeout: float | None = QUICK_S) -> bool:
+        """Ends a job, anybody's. False: it had ended already."""
+        request = jobs_pb2.CancelJobRequest(job_id=job_id)
+        return bool((await self._unary(self._stubs.jobs.Cancel, request, timeout)).cancelled)
+
+    async def server_info(self, *, timeout: float | None = QUICK_S) -> ServerInfo:
+        """Version, capabilities and cards of the service."""
+        request = server_pb2.GetServerInfoRequest()
+        return mirror(
+            ServerInfo, await self._unary(self._stubs.server.GetServerInfo, request, timeout)
+        )
+
+    async def health(self, card: str = "", *, timeout: float | None = QUICK_S) -> str:
+        """`serving`, `not_serving` or `unknown`: the service as a whole, or one card of it."""
+        return requests.health_word(
+            await self._unary(self._stubs.check_health, requests.health_request(card), timeout)
+        )
+
+    async def wait_until_ready(self, timeout: float = 60.0, *, card: str = "") -> None:
+        """Returns once the service, or one card of it, is serving.
+
+        Raises ConnectionFailed when nothing answers within `timeout` seconds, CardNotReady when it
+        answers but is not serving by then.
+        """
+        watch = self._stubs.watch_health
+        until, said = time.monotonic() + timeout, ""
+        while (left := until - time.monotonic()) > 0:
+            call = watch(
+                requests.health_request(card),
+                timeout=left,
+                metadata=self._metadata,
+                wait_for_ready=True,
+            )
+            try:
+                async for answer in call:
+                    said = requests.health_word(answer)
+                    if said == "serving":
+                        return
+            except grpc.RpcError as error:
+                if not requests.worth_waiting(error):
+                    raise error_of(error, self.endpoint) from error
+            finally:
+                call.cancel()
+            await asyncio.sleep(max(0.0, min(RETRY_S, until - time.monotonic())))
+        raise not_ready(self.endpoint, said, timeout)
+
+    # The connection.
+
+    async def close(self) -> None:
+        """Ends all calls and closes the connection. Again is harmless."""
+        if not self._closed:
+            self._closed = True
+            for stream in self._streams:
+                stream._drop()
+            if self._channel is not None:
+                await self._channel.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"AsyncClient({self.endpoint!r})"
+
+    @property
+    def _stubs(self) -> AsyncStubs:
+        if self._closed:
+            raise RuntimeError("The client is closed")
+        loop = asyncio.get_running_loop()
+        if self._made is None:
+            self._loop = loop
+            self._channel = grpc.aio.insecure_channel(self.endpoint, options_for(self.endpoint))
+            self._made = AsyncStubs(self._channel)
+        elif self._loop is not loop:
+            raise RuntimeError("An AsyncClient belongs to the event loop that it was first used in")
+        return self._made
+
+    async def _unary(
+        self, method: Callable[..., Awaitable[T]], request: object, timeout: float | None
+    ) -> T:
+        try:
+            return await method(request, timeout=timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise error_of(error, self.endpoint) from error
+
+    def _events(
+        self, method: Any, request: Any, timeout: float | None, finish: Callable[[Gathered], R]
+    ) -> AsyncEventStream[R]:
+        call = method(request, timeout=timeout, metadata=self._metadata)
+        stream = AsyncEventStream(call, self.endpoint, finish)
+        self._streams.add(stream)
+        return stream

@@ -1,0 +1,107 @@
+"""What a client has of a card for a while: a model held in, memory kept free."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TypeVar
+
+from ._records import FreedComponent
+
+Self = TypeVar("Self", bound="_Claim")
+AsyncSelf = TypeVar("AsyncSelf", bound="_AsyncClaim")
+
+
+@dataclass(eq=False)
+class _Claim:
+    _release: Callable[[], bool] = field(repr=False)
+    id: str
+    """Its handle."""
+    released: bool | None = field(default=None, init=False)
+    """None: not yet; True: it was given back; False: it had expired before."""
+
+    def release(self) -> bool:
+        """Gives it back. False: it had expired already. Again is harmless and says the same."""
+        if self.released is None:
+            self.released = self._release()
+        return self.released
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+@dataclass(eq=False)
+class _AsyncClaim:
+    _release: Callable[[], Awaitable[bool]] = field(repr=False)
+    id: str
+    """Its handle."""
+    released: bool | None = field(default=None, init=False)
+    """None: not yet; True: it was given back; False: it had expired before."""
+
+    async def release(self) -> bool:
+        """Gives it back. False: it had expired already. Again is harmless and says the same."""
+        if self.released is None:
+            self.released = await self._release()
+        return self.released
+
+    async def __aenter__(self: AsyncSelf) -> AsyncSelf:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.release()
+
+
+@dataclass(eq=False)
+class _Model:
+    ttl_s: float = 0.0
+    """Seconds that it was granted for."""
+
+
+@dataclass(eq=False)
+class _Memory:
+    bytes: int = 0
+    """Bytes that stay free."""
+    card: str = ""
+    """The card."""
+    evicted: tuple[FreedComponent, ...] = ()
+    """What left for it."""
+
+
+@dataclass(eq=False)
+class Hold(_Model, _Claim):
+    """A model that stays in until `release()`, or until `ttl_s` seconds are over.
+
+    It does not renew itself: asking again, by the same `client_id`, does.
+    """
+
+
+@dataclass(eq=False)
+class AsyncHold(_Model, _AsyncClaim):
+    """A model that stays in until `release()`, or until `ttl_s` seconds are over.
+
+    It does not renew itself: asking again, by the same `client_id`, does.
+    """
+
+
+@dataclass(eq=False)
+class ReservedMemory(_Memory, _Claim):
+    """Memory of a card that stays free for another program, until `release()` or its end."""
+
+
+@dataclass(eq=False)
+class AsyncReservedMemory(_Memory, _AsyncClaim):
+    """Memory of a card that stays free for another program, until `release()` or its end."""

@@ -1,0 +1,422 @@
+"""The sync client."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+
+from . import _requests as requests
+from ._channel import QUICK_S, RETRY_S, endpoint_of, metadata_of, options_for
+from ._claims import Hold, ReservedMemory
+from ._errors import InternalError, error_of, not_ready
+from ._generated import generation_pb2, jobs_pb2, residency_pb2, server_pb2
+from ._latents import Latent, chunks_of
+from ._mirror import mirror
+from ._records import (
+    FreedComponent,
+    JobInfo,
+    LatentInfo,
+    ModelInfo,
+    Plan,
+    ServerInfo,
+    Status,
+    Unloaded,
+)
+from ._requests import ImageInput, ImageOptions, JobOptions, ModelLike, OutputFormat
+from ._results import (
+    Gathered,
+    ImageResult,
+    JobResult,
+    LatentResult,
+    image_result,
+    job_result,
+    latent_result,
+)
+from ._streams import EventStream, StatusStream
+from ._stubs import Stubs
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from typing_extensions import Unpack
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class Client:
+    """A connection to a moored service. Threads may share one.
+
+    with moored.Client() as client:
+        client.generate_image("a red cube on a blue plane").image.save("cube.png")
+
+    `timeout` is in seconds everywhere, and becomes the deadline of the call: when it passes, the
+    service gives up. None is no deadline. What the service refuses or fails at is a MooredError.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        token: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
+        client_id: str | None = None,
+    ) -> None:
+        """Connects when first used.
+
+        endpoint: `host:port` or `unix:path`; default: MOORED_ENDPOINT, else localhost:50051.
+        token, token_file: what the service asks for; default: the file named by MOORED_TOKEN_FILE.
+        client_id: who asks, for fair shares; default: the address that the service sees.
+        """
+        self.endpoint = endpoint_of(endpoint)
+        self.client_id = client_id
+        self._metadata = metadata_of(token, token_file)
+        self._closed = False
+        self._channel = grpc.insecure_channel(self.endpoint, options_for(self.endpoint))
+        self._made = Stubs(self._channel)
+
+    # Pictures.
+
+    def generate_image(
+        self, prompt: str, *, timeout: float | None = None, **options: Unpack[ImageOptions]
+    ) -> ImageResult:
+        """Paints one or several pictures. For the options see ImageOptions and JobOptions."""
+        return self.stream_image(prompt, timeout=timeout, **options).result()
+
+    def stream_image(
+        self, prompt: str, *, timeout: float | None = None, **options: Unpack[ImageOptions]
+    ) -> EventStream[ImageResult]:
+        """The same as an iterator of events; closing it cancels the job."""
+        request = requests.image_request(prompt, options, self.client_id)
+        return self._events(self._stubs.generation.GenerateImage, request, timeout, image_result)
+
+    def encode_image(
+        self,
+        image: ImageInput,
+        *,
+        model: ModelLike | None = None,
+        width: int | None = None,
+        height: int | None = None,
+        seed: int = 0,
+        timeout: float | None = None,
+        **options: Unpack[JobOptions],
+    ) -> LatentResult:
+        """Encodes a picture to a latent, which stays in the service.
+
+        Width and height in pixels say what to scale to. The latent is a sample of the posterior,
+        drawn by `seed`.
+        """
+        return self.stream_encode(
+            image,
+            model=model,
+            width=width,
+            height=height,
+            seed=seed,
+            timeout=timeout,
+            **options,
+        ).result()
+
+    def stream_encode(
+        self,
+        image: ImageInput,
+        *,
+        model: ModelLike | None = None,
+        width: int | None = None,
+        height: int | None = None,
+        seed: int = 0,
+        timeout: float | None = None,
+        **options: Unpack[JobOptions],
+    ) -> EventStream[LatentResult]:
+        """The same as an iterator of events; closing it cancels the job."""
+        job = requests.job_request(options, self.client_id)
+        request = requests.encode_request(image, model, width, height, seed, job)
+        return self._events(self._stubs.generation.EncodeImage, request, timeout, latent_result)
+
+    def decode_latent(
+        self,
+        latent: str | LatentInfo,
+        *,
+        model: ModelLike | None = None,
+        output: OutputFormat | None = None,
+        timeout: float | None = None,
+        **options: Unpack[JobOptions],
+    ) -> ImageResult:
+        """Decodes a latent that is in the service, by its handle."""
+        return self.stream_decode(
+            latent, model=model, output=output, timeout=timeout, **options
+        ).result()
+
+    def stream_decode(
+        self,
+        latent: str | LatentInfo,
+        *,
+        model: ModelLike | None = None,
+        output: OutputFormat | None = None,
+        timeout: float | None = None,
+        **options: Unpack[JobOptions],
+    ) -> EventStream[ImageResult]:
+        """The same as an iterator of events; closing it cancels the job."""
+        job = requests.job_request(options, self.client_id)
+        request = requests.decode_request(latent, model, output, job)
+        return self._events(self._stubs.generation.DecodeLatent, request, timeout, image_result)
+
+    def get_latent(self, latent: str | LatentInfo, *, timeout: float | None = None) -> Latent:
+        """Reads a latent of the service: `.array` is a numpy array, `.data` its bytes."""
+        request = generation_pb2.GetLatentRequest(latent_id=requests.latent_id(latent))
+        call = self._stubs.generation.GetLatent(request, timeout=timeout, metadata=self._metadata)
+        info, data = None, bytearray()
+        try:
+            for chunk in call:
+                if info is None:
+                    info = mirror(LatentInfo, chunk.info)
+                data += chunk.chunk
+        except grpc.RpcError as error:
+            raise error_of(error, self.endpoint, begun=info is not None) from error
+        finally:
+            call.cancel()
+        if info is None:
+            raise InternalError("The service sent a latent without a word of what it is")
+        return Latent(info, bytes(data))
+
+    def put_latent(
+        self, latent: Latent | NDArray[Any], *, vae_id: str = "", timeout: float | None = None
+    ) -> LatentInfo:
+        """Brings a latent to the service: one that was read, or an array and whose VAE it is of."""
+        return mirror(
+            LatentInfo,
+            self._unary(self._stubs.generation.PutLatent, chunks_of(latent, vae_id), timeout),
+        )
+
+    # Residency.
+
+    def list_models(self, *, timeout: float | None = QUICK_S) -> tuple[ModelInfo, ...]:
+        """Models that can be named, with their components and defaults."""
+        request = residency_pb2.ListModelsRequest()
+        models = self._unary(self._stubs.residency.ListModels, request, timeout).models
+        return tuple(mirror(ModelInfo, model) for model in models)
+
+    def load(
+        self,
+        model: ModelLike,
+        *,
+        components: Sequence[str] = (),
+        timeout: float | None = None,
+        **options: Unpack[JobOptions],
+    ) -> JobResult:
+        """Brings a model in, ahead of use: all of its components, or those named."""
+        return self.stream_load(model, components=components, timeout=timeout, **options).result()
+
+    def stream_load(
+        self,
+        model: ModelLike,
+        *,
+        components: Sequence[str] = (),
+        timeout: float | None = None,
+        **options: Unpack[JobOptions],
+    ) -> EventStream[JobResult]:
+        """The same as an iterator of events; closing it cancels the job."""
+        request = residency_pb2.LoadRequest(
+            model=requests.model_of(model),
+            options=requests.job_request(options, self.client_id),
+            components=requests.component_names(components),
+        )
+        return self._events(self._stubs.residency.Load, request, timeout, job_result)
+
+    def unload(
+        self,
+        model: ModelLike | None = None,
+        *,
+        force: bool = False,
+        timeout: float | None = None,
+    ) -> Unloaded:
+        """Takes a model out, or all; waits for jobs that use it, or cancels them by `force`."""
+        request = residency_pb2.UnloadRequest(model=requests.model_of(model), force=force)
+        return mirror(Unloaded, self._unary(self._stubs.residency.Unload, request, timeout))
+
+    def pin(self, model: ModelLike, *, timeout: float | None = None) -> tuple[str, ...]:
+        """Keeps a model in until it is unpinned. Returns the keys of all that are pinned now."""
+        request = residency_pb2.PinRequest(model=requests.model_of(model))
+        return tuple(self._unary(self._stubs.residency.Pin, request, timeout).pinned)
+
+    def unpin(self, model: ModelLike, *, timeout: float | None = None) -> tuple[str, ...]:
+        """Takes a pin off. Returns the keys of all that are pinned now."""
+        request = residency_pb2.PinRequest(model=requests.model_of(model), unpin=True)
+        return tuple(self._unary(self._stubs.residency.Pin, request, timeout).pinned)
+
+    def hold(
+        self,
+        model: ModelLike,
+        *,
+        ttl_s: float | None = None,
+        client_id: str | None = None,
+        timeout: float | None = None,
+    ) -> Hold:
+        """Keeps a model in for `ttl_s` seconds: at most an hour; default: a minute.
+
+        Usable by `with`. Asking again, by the same client, renews it.
+        """
+        request = residency_pb2.HoldRequest(
+            model=requests.model_of(model),
+            client_id=client_id or self.client_id or "",
+            ttl=requests.duration(ttl_s),
+        )
+        held = self._unary(self._stubs.residency.Hold, request, timeout)
+
+        def release() -> bool:
+            request = residency_pb2.ReleaseHoldRequest(hold_id=held.hold_id)
+            return bool(self._unary(self._stubs.residency.ReleaseHold, request, QUICK_S).released)
+
+        return Hold(release, held.hold_id, requests.seconds_of(held.ttl))
+
+    def plan(
+        self,
+        prompt: str = "",
+        *,
+        timeout: float | None = QUICK_S,
+        **options: Unpack[ImageOptions],
+    ) -> Plan:
+        """What `generate_image` with the same arguments would need and do, without doing it."""
+        generate = requests.image_request(prompt, options, self.client_id)
+        request = residency_pb2.PlanRequest(generate=generate, card=generate.options.card)
+        return mirror(Plan, self._unary(self._stubs.residency.Plan, request, timeout))
+
+    def status(self, *, timeout: float | None = QUICK_S) -> Status:
+        """The cards as they are."""
+        request = residency_pb2.GetStatusRequest()
+        return mirror(Status, self._unary(self._stubs.residency.GetStatus, request, timeout))
+
+    def watch_status(
+        self, *, interval_s: float = 0.25, timeout: float | None = None
+    ) -> StatusStream:
+        """The same, each time it changes, no oftener than every `interval_s` seconds."""
+        request = residency_pb2.WatchStatusRequest(interval_ms=requests.milliseconds(interval_s))
+        call = self._stubs.residency.WatchStatus(request, timeout=timeout, metadata=self._metadata)
+        return StatusStream(call, self.endpoint)
+
+    def trim(self, card: str = "", *, timeout: float | None = None) -> int:
+        """Hands slack back to the driver, of one card or all. Returns bytes."""
+        request = residency_pb2.TrimRequest(card=card)
+        return int(self._unary(self._stubs.residency.Trim, request, timeout).freed_bytes)
+
+    def reserve(
+        self,
+        size_bytes: int,
+        *,
+        ttl_s: float | None = None,
+        label: str = "",
+        card: str = "",
+        timeout: float | None = None,
+    ) -> ReservedMemory:
+        """Makes room for another program on a card: idle components leave, the bytes stay free.
+
+        For `ttl_s` seconds: at most a day; default: ten minutes. Usable by `with`.
+        """
+        request = requests.reserve_request(size_bytes, ttl_s, label, card)
+        made = self._unary(self._stubs.residency.Reserve, request, timeout)
+
+        def release() -> bool:
+            request = residency_pb2.ReleaseReservationRequest(reservation_id=made.reservation_id)
+            return bool(
+                self._unary(self._stubs.residency.ReleaseReservation, request, QUICK_S).released
+            )
+
+        evicted = tuple(mirror(FreedComponent, one) for one in made.evicted)
+        return ReservedMemory(release, made.reservation_id, made.bytes, made.card, evicted)
+
+    # Jobs and the service.
+
+    def jobs(
+        self, *, include_ended: bool = False, timeout: float | None = QUICK_S
+    ) -> tuple[JobInfo, ...]:
+        """The jobs of all clients: queued, waiting, running; on request those that ended lately."""
+        request = jobs_pb2.ListJobsRequest(include_ended=include_ended)
+        jobs = self._unary(self._stubs.jobs.List, request, timeout).jobs
+        return tuple(mirror(JobInfo, job) for job in jobs)
+
+    def cancel(self, job_id: str, *, timeout: float | None = QUICK_S) -> bool:
+        """Ends a job, anybody's. False: it had ended already."""
+        request = jobs_pb2.CancelJobRequest(job_id=job_id)
+        return bool(self._unary(self._stubs.jobs.Cancel, request, timeout).cancelled)
+
+    def server_info(self, *, timeout: float | None = QUICK_S) -> ServerInfo:
+        """Version, capabilities and cards of the service."""
+        request = server_pb2.GetServerInfoRequest()
+        return mirror(ServerInfo, self._unary(self._stubs.server.GetServerInfo, request, timeout))
+
+    def health(self, card: str = "", *, timeout: float | None = QUICK_S) -> str:
+        """`serving`, `not_serving` or `unknown`: the service as a whole, or one card of it."""
+        return requests.health_word(
+            self._unary(self._stubs.check_health, requests.health_request(card), timeout)
+        )
+
+    def wait_until_ready(self, timeout: float = 60.0, *, card: str = "") -> None:
+        """Returns once the service, or one card of it, is serving.
+
+        Raises ConnectionFailed when nothing answers within `timeout` seconds, CardNotReady when it
+        answers but is not serving by then.
+        """
+        watch = self._stubs.watch_health
+        until, said = time.monotonic() + timeout, ""
+        while (left := until - time.monotonic()) > 0:
+            call = watch(
+                requests.health_request(card),
+                timeout=left,
+                metadata=self._metadata,
+                wait_for_ready=True,
+            )
+            try:
+                for answer in call:
+                    said = requests.health_word(answer)
+                    if said == "serving":
+                        return
+            except grpc.RpcError as error:
+                if not requests.worth_waiting(error):
+                    raise error_of(error, self.endpoint) from error
+            finally:
+                call.cancel()
+            time.sleep(max(0.0, min(RETRY_S, until - time.monotonic())))
+        raise not_ready(self.endpoint, said, timeout)
+
+    # The connection.
+
+    def close(self) -> None:
+        """Ends all calls and closes the connection. Again is harmless."""
+        if not self._closed:
+            self._closed = True
+            self._channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Client({self.endpoint!r})"
+
+    @property
+    def _stubs(self) -> Stubs:
+        if self._closed:
+            raise RuntimeError("The client is closed")
+        return self._made
+
+    def _unary(self, method: Callable[..., T], request: object, timeout: float | None) -> T:
+        try:
+            return method(request, timeout=timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise error_of(error, self.endpoint) from error
+
+    def _events(
+        self, method: Any, request: Any, timeout: float | None, finish: Callable[[Gathered], R]
+    ) -> EventStream[R]:
+        call = method(request, timeout=timeout, metadata=self._metadata)
+        return EventStream(call, self.endpoint, finish)

@@ -1,0 +1,330 @@
+"""The errors of the service, as exceptions: one for each reason of errors.proto.
+
+    MooredError
+    ├── InvalidRequest        a field is wrong: `.violations`
+    ├── ModelNotFound         no such model
+    ├── ModelDamaged          its files are damaged or incomplete
+    ├── ModelUnsupported      its files are no pipeline that the service knows
+    ├── NotBuilt              the API names it, this service has not built it yet
+    ├── MemoryShortage        `.needed_bytes`, `.free_bytes`, `.holders`, `.fallbacks`
+    │   ├── NeverFits         larger than the card can ever hold
+    │   ├── MemoryTaken       did not come free within the patience: `.retry_after_s`
+    │   └── OutOfMemory       inside a stage, although it was admitted
+    ├── QueueFull             `.retry_after_s`
+    ├── Deadline              the timeout passed
+    ├── Cancelled             by this client, or by somebody else
+    ├── WorkerDied            two worker processes died of this job
+    ├── CardNotReady          no card is ready: `.retry_after_s`
+    ├── NotFinite             a value that is no number
+    ├── LatentNotFound        no such latent, or it has expired
+    ├── LatentMismatch        a latent of another VAE, or of another shape
+    ├── JobNotFound           no such job
+    ├── InUse                 jobs use the model: unload with `force` cancels them
+    ├── Unauthenticated       the token is missing or wrong
+    ├── ShuttingDown          the service is shutting down
+    ├── KeyReused             the idempotency key belongs to another request
+    ├── InternalError         a fault of the service
+    └── ConnectionFailed      the service cannot be reached, or was lost
+
+A reason that this version does not know is a plain MooredError, with `.reason`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from ._generated import errors_pb2, rpc_pb2
+from ._mirror import mirror
+from ._records import Fallback, Holder, LatentInfo, MemoryShortfall
+
+DOMAIN = "moored"
+DETAILS_KEY = "grpc-status-details-bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A field of the request that is wrong, and why."""
+
+    field: str
+    description: str
+
+
+class MooredError(Exception):
+    """Base of all errors of this package; its text is one sentence for people."""
+
+    message: str
+    """The sentence."""
+    reason: str
+    """Stable name of the reason, as in errors.proto; empty where the service named none."""
+    retry_after_s: float | None
+    """Seconds after which it is worth asking again; None where the service does not say."""
+    violations: tuple[Violation, ...]
+    """Fields that are wrong."""
+    shortfall: MemoryShortfall | None
+    """By how much memory is short."""
+    metadata: Mapping[str, str]
+    """What else the service says, for programs."""
+    job_id: str
+    """The job that failed; empty where there was none."""
+    latents: tuple[LatentInfo, ...]
+    """Latents that the job left in the service: a failed decode can be had by `decode_latent`."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str = "",
+        retry_after_s: float | None = None,
+        violations: Sequence[Violation] = (),
+        shortfall: MemoryShortfall | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+        self.violations = tuple(violations)
+        self.shortfall = shortfall
+        self.metadata = dict(metadata or {})
+        self.job_id = ""
+        self.latents = ()
+
+
+class InvalidRequest(MooredError):
+    """A field of the request is wrong: see `violations`."""
+
+
+class ModelNotFound(MooredError):
+    """There is no such model."""
+
+
+class ModelDamaged(MooredError):
+    """The model's files are damaged or incomplete."""
+
+
+class ModelUnsupported(MooredError):
+    """The files are no pipeline that this service knows."""
+
+
+class NotBuilt(MooredError):
+    """The API names it, but the service has not built it yet."""
+
+
+class MemoryShortage(MooredError):
+    """Memory is short. All figures are bytes, and 0 where the service did not tell."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes needed at the peak."""
+        return self.shortfall.needed_bytes if self.shortfall else 0
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that were usable."""
+        return self.shortfall.free_bytes if self.shortfall else 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that the card could give at the most."""
+        return self.shortfall.capacity_bytes if self.shortfall else 0
+
+    @property
+    def holders(self) -> tuple[Holder, ...]:
+        """Who holds memory."""
+        return self.shortfall.holders if self.shortfall else ()
+
+    @property
+    def fallbacks(self) -> tuple[Fallback, ...]:
+        """What would fit instead, closest first."""
+        return self.shortfall.fallbacks if self.shortfall else ()
+
+    @property
+    def stage(self) -> str:
+        """The stage that was short."""
+        return self.shortfall.stage if self.shortfall else ""
+
+
+class NeverFits(MemoryShortage):
+    """Larger than the card can ever hold."""
+
+
+class MemoryTaken(MemoryShortage):
+    """Memory did not come free within the patience."""
+
+
+class OutOfMemory(MemoryShortage):
+    """Out of memory inside a stage, although it was admitted."""
+
+
+class QueueFull(MooredError):
+    """The queue is full."""
+
+
+class Deadline(MooredError):
+    """The timeout of the call passed."""
+
+
+class Cancelled(MooredError):
+    """The job was cancelled."""
+
+
+class WorkerDied(MooredError):
+    """Two worker processes died of this job."""
+
+
+class CardNotReady(MooredError):
+    """No card is ready."""
+
+
+class NotFinite(MooredError):
+    """The computation met a value that is not finite."""
+
+
+class LatentNotFound(MooredError):
+    """There is no such latent, or it has expired."""
+
+
+class LatentMismatch(MooredError):
+    """The latent belongs to another VAE, or has another shape."""
+
+
+class JobNotFound(MooredError):
+    """There is no such job."""
+
+
+class InUse(MooredError):
+    """Jobs use the model; `force` would cancel them."""
+
+
+class Unauthenticated(MooredError):
+    """The token is missing or wrong."""
+
+
+class ShuttingDown(MooredError):
+    """The service is shutting down."""
+
+
+class KeyReused(MooredError):
+    """The idempotency key was used before, for another request."""
+
+
+class InternalError(MooredError):
+    """A fault of the service."""
+
+
+class ConnectionFailed(MooredError):
+    """The service cannot be reached, or the connection to it was lost."""
+
+
+# A test holds this against errors.proto.
+BY_REASON: dict[str, type[MooredError]] = {
+    "INVALID_REQUEST": InvalidRequest,
+    "MODEL_NOT_FOUND": ModelNotFound,
+    "MODEL_DAMAGED": ModelDamaged,
+    "MODEL_UNSUPPORTED": ModelUnsupported,
+    "NOT_BUILT": NotBuilt,
+    "NEVER_FITS": NeverFits,
+    "MEMORY_TAKEN": MemoryTaken,
+    "OUT_OF_MEMORY": OutOfMemory,
+    "QUEUE_FULL": QueueFull,
+    "DEADLINE": Deadline,
+    "CANCELLED": Cancelled,
+    "WORKER_DIED": WorkerDied,
+    "CARD_NOT_READY": CardNotReady,
+    "NOT_FINITE": NotFinite,
+    "LATENT_NOT_FOUND": LatentNotFound,
+    "LATENT_MISMATCH": LatentMismatch,
+    "JOB_NOT_FOUND": JobNotFound,
+    "IN_USE": InUse,
+    "UNAUTHENTICATED": Unauthenticated,
+    "SHUTTING_DOWN": ShuttingDown,
+    "INTERNAL": InternalError,
+    "KEY_REUSED": KeyReused,
+}
+
+# Where there is no reason of ours, gRPC itself speaks: on either side, or a proxy between.
+_BY_CODE: dict[grpc.StatusCode, type[MooredError]] = {
+    grpc.StatusCode.UNAVAILABLE: ConnectionFailed,
+    grpc.StatusCode.DEADLINE_EXCEEDED: Deadline,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: Unauthenticated,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    # What the service's gRPC says of a message that is too large.
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
+    grpc.StatusCode.UNIMPLEMENTED: NotBuilt,
+    grpc.StatusCode.INTERNAL: InternalError,
+    grpc.StatusCode.UNKNOWN: InternalError,
+}
+
+
+def unreachable(endpoint: str, why: str) -> ConnectionFailed:
+    """The error for a service that does not answer."""
+    return ConnectionFailed(
+        f"No moored service answers at {endpoint}: start it with `moored serve`, or name its "
+        f"address by MOORED_ENDPOINT ({why})"
+    )
+
+
+def not_ready(endpoint: str, said: str, timeout: float) -> MooredError:
+    """The error of wait_until_ready; `said` is the service's last word on its health, if any."""
+    if not said:
+        return unreachable(endpoint, f"nothing within {timeout:g} s")
+    return CardNotReady(f"{endpoint} answers {said!r}, still after {timeout:g} s")
+
+
+def error_of(error: grpc.RpcError, endpoint: str, *, begun: bool = False) -> MooredError:
+    """The exception for what gRPC raised; `begun` once the service had answered with something."""
+    # Both kinds of RpcError that a call raises are calls too; the base class alone says nothing.
+    call: Any = error
+    code, text = call.code(), call.details() or ""
+    for key, value in call.trailing_metadata() or ():
+        if key == DETAILS_KEY:
+            detailed = _from_details(value, text)
+            if detailed is not None:
+                return detailed
+    kind = _BY_CODE.get(code, MooredError)
+    if kind is ConnectionFailed:
+        lost = f"The connection to {endpoint} was lost before the job ended ({text})"
+        return ConnectionFailed(lost) if begun else unreachable(endpoint, text)
+    if kind is Deadline:
+        return Deadline(f"The timeout passed before {endpoint} had finished")
+    return kind(text or f"{endpoint} answered {code.name}")
+
+
+def _from_details(value: bytes, text: str) -> MooredError | None:
+    """The exception that a `google.rpc.Status` describes; None when it is not one of ours."""
+    info, retry_after_s, shortfall = None, None, None
+    violations: list[Violation] = []
+    try:
+        status = rpc_pb2.Status.FromString(value)
+        for detail in status.details:
+            name = detail.type_url.rpartition("/")[2]
+            if name == "google.rpc.ErrorInfo":
+                info = rpc_pb2.ErrorInfo.FromString(detail.value)
+            elif name == "google.rpc.RetryInfo":
+                delay = rpc_pb2.RetryInfo.FromString(detail.value).retry_delay
+                retry_after_s = delay.seconds + delay.nanos / 1e9
+            elif name == "google.rpc.BadRequest":
+                bad = rpc_pb2.BadRequest.FromString(detail.value)
+                violations = [Violation(one.field, one.description) for one in bad.field_violations]
+            elif name == "moored.v1.MemoryShortfall":
+                short = errors_pb2.MemoryShortfall.FromString(detail.value)
+                shortfall = mirror(MemoryShortfall, short)
+    except DecodeError:
+        return None
+    if info is None or info.domain != DOMAIN:
+        return None
+    return BY_REASON.get(info.reason, MooredError)(
+        text or status.message or info.reason,
+        reason=info.reason,
+        retry_after_s=retry_after_s,
+        violations=violations,
+        shortfall=shortfall,
+        metadata=dict(info.metadata),
+    )

@@ -1,0 +1,222 @@
+"""The events of a job: frozen mirrors of events.proto, and the one conversion that makes them.
+
+Every event knows its job, and when it happened (`at_ms`, milliseconds since the job was accepted).
+`match` takes them apart:
+
+    for event in client.stream_image("a red cube"):
+        match event:
+            case moored.Step(n, of):
+                print(n, of)
+            case moored.Waiting():
+                print(moored.describe(event))
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from ._extras import pillow
+from ._generated import events_pb2
+from ._mirror import mirror, mirrors
+from ._records import Component, Holder, LatentInfo, ResolvedModel, StageReport
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseEvent:
+    """What all events have: the job, and milliseconds since it was accepted."""
+
+    job_id: str = ""
+    at_ms: int = 0
+
+
+@mirrors(events_pb2.Accepted)
+@dataclass(frozen=True, slots=True)
+class Accepted(BaseEvent):
+    """The job is recorded. First event of every stream.
+
+    `joined`: an idempotency key matched a job that was there already.
+    """
+
+    model: ResolvedModel
+    joined: bool
+
+
+@mirrors(events_pb2.Queued)
+@dataclass(frozen=True, slots=True)
+class Queued(BaseEvent):
+    """Behind our own jobs: `position` of them; 0 is next. `estimate_ms` is None while unknown."""
+
+    position: int
+    estimate_ms: int | None = None
+
+
+@mirrors(events_pb2.Waiting)
+@dataclass(frozen=True, slots=True)
+class Waiting(BaseEvent):
+    """Waiting for late or foreign memory, bounded by patience. Twice a second.
+
+    `cause` is `late_eviction`, `foreign` or `reservation`.
+    """
+
+    needed_bytes: int
+    free_bytes: int
+    holders: tuple[Holder, ...]
+    patience_left_ms: int
+    cause: str
+    stage: str
+
+
+@mirrors(events_pb2.Evicting)
+@dataclass(frozen=True, slots=True)
+class Evicting(BaseEvent):
+    """A component leaves to make room."""
+
+    component: Component
+    card: str
+
+
+@mirrors(events_pb2.Loading)
+@dataclass(frozen=True, slots=True)
+class Loading(BaseEvent):
+    """A component is being read: bytes on the card so far, and in all."""
+
+    component: Component
+    bytes_done: int
+    bytes_total: int
+    card: str
+
+
+@mirrors(events_pb2.Retrying)
+@dataclass(frozen=True, slots=True)
+class Retrying(BaseEvent):
+    """Something failed that is tried again: `WORKER_DIED`, `OUT_OF_MEMORY`."""
+
+    reason: str
+    message: str
+    stage: str
+
+
+@mirrors(events_pb2.StageStarted)
+@dataclass(frozen=True, slots=True)
+class StageStarted(BaseEvent):
+    """A stage begins (`encode_text`, `denoise`, ...): `index` from 1, `picture` from 0."""
+
+    name: str
+    index: int
+    of: int
+    chunking: str
+    cached: bool
+    card: str
+    picture: int
+
+
+@mirrors(events_pb2.Step)
+@dataclass(frozen=True, slots=True)
+class Step(BaseEvent):
+    """A denoising step is done: `n` from 1, `picture` from 0."""
+
+    n: int
+    of: int
+    picture: int
+
+
+@mirrors(events_pb2.Preview)
+@dataclass(frozen=True, slots=True)
+class Preview(BaseEvent):
+    """What the picture looks like so far: a JPEG of at most 512 pixels on the longer side."""
+
+    jpeg: bytes
+    step: int
+    picture: int
+
+    @property
+    def image(self) -> Image.Image:
+        """The preview as a PIL image, decoded anew at each access. Needs `moored[images]`."""
+        image: Image.Image = pillow().open(io.BytesIO(self.jpeg))
+        image.load()
+        return image
+
+
+@mirrors(events_pb2.Artifact)
+@dataclass(frozen=True, slots=True)
+class Artifact(BaseEvent):
+    """A piece of a result. `EventStream.pictures` puts them together.
+
+    The first piece of an artifact carries its metadata and `total_bytes`; the last has `last` set.
+    """
+
+    index: int
+    media_type: str
+    metadata: Mapping[str, str]
+    chunk: bytes
+    total_bytes: int
+    last: bool
+
+
+@mirrors(events_pb2.LatentKept)
+@dataclass(frozen=True, slots=True)
+class LatentKept(BaseEvent):
+    """A latent is in the store of the service, on request or because a decode failed."""
+
+    latent: LatentInfo
+    picture: int
+
+
+@mirrors(events_pb2.Done)
+@dataclass(frozen=True, slots=True)
+class Done(BaseEvent):
+    """The job is finished. Picture i used `seed` + i. `approximations`: what memory forced."""
+
+    seed: int
+    stages: tuple[StageReport, ...]
+    resident_already: tuple[str, ...]
+    approximations: tuple[str, ...]
+    total_ms: int
+    model: ResolvedModel
+
+
+Event: TypeAlias = (
+    Accepted
+    | Queued
+    | Waiting
+    | Evicting
+    | Loading
+    | Retrying
+    | StageStarted
+    | Step
+    | Preview
+    | Artifact
+    | LatentKept
+    | Done
+)
+
+# By the field of the oneof that carries it. A test holds this against events.proto.
+EVENTS: dict[str, type[Event]] = {
+    "accepted": Accepted,
+    "queued": Queued,
+    "waiting": Waiting,
+    "evicting": Evicting,
+    "loading": Loading,
+    "retrying": Retrying,
+    "stage": StageStarted,
+    "step": Step,
+    "preview": Preview,
+    "artifact": Artifact,
+    "done": Done,
+    "latent": LatentKept,
+}
+
+
+def event_of(message: events_pb2.Event) -> Event | None:
+    """The typed event of a message; None for one that this version does not know."""
+    field = message.WhichOneof("event")
+    if field is None or field not in EVENTS:
+        return None
+    inner = getattr(message, field)
+    return mirror(EVENTS[field], inner, job_id=message.job_id, at_ms=message.at_ms)

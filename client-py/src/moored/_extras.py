@@ -1,0 +1,25 @@
+"""The optional packages, imported when they are first needed."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+_HINT = "it comes with the extra `images`: pip install 'moored[images]'"
+
+
+def pillow() -> ModuleType:
+    """`PIL.Image`."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(f"This needs pillow; {_HINT}") from error
+    return Image
+
+
+def numpy() -> ModuleType:
+    """`numpy`."""
+    try:
+        import numpy as np
+    except ImportError as error:
+        raise ImportError(f"This needs numpy; {_HINT}") from error
+    return np

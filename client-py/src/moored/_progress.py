@@ -1,0 +1,255 @@
+"""Events in words, and a display that follows them: in a terminal, a notebook, or a log."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from typing import Any, Generic, TextIO, TypeVar, overload
+
+from ._events import (
+    Accepted,
+    Artifact,
+    Done,
+    Event,
+    Evicting,
+    LatentKept,
+    Loading,
+    Preview,
+    Queued,
+    Retrying,
+    StageStarted,
+    Step,
+    Waiting,
+)
+from ._streams import AsyncEventStream, EventStream
+
+R = TypeVar("R")
+
+_STAGES = {
+    "encode_text": "Encoding the text",
+    "encode_image": "Encoding the picture",
+    "denoise": "Denoising",
+    "decode": "Decoding",
+    "load": "Loading",
+}
+
+
+def describe(event: Event) -> str:
+    """An event in a few words, for people: `Step 7/20`, `Loading transformer 6.1/11.9 GB`."""
+    # Longer than most functions here: one case an event, and mypy sees that none is missing.
+    match event:
+        case Accepted():
+            return "Joined" if event.joined else "Accepted"
+        case Queued():
+            place = f"{event.position} ahead" if event.position else "next"
+            soon = event.estimate_ms
+            return f"Queued, {place}" + (f", about {_time(soon)}" if soon is not None else "")
+        case Waiting():
+            return _waiting(event)
+        case Evicting():
+            return f"Evicting {event.component.name}, {_size(event.component.bytes)}"
+        case Loading():
+            return f"Loading {event.component.name} {_of(event.bytes_done, event.bytes_total)}"
+        case Retrying():
+            return f"Retrying {event.stage}: {event.message or event.reason}"
+        case StageStarted():
+            words = _STAGES.get(event.name, event.name)
+            if event.cached:
+                return f"{words}, already done"
+            return words + (f", {event.chunking}" if event.chunking not in ("", "whole") else "")
+        case Step():
+            return f"Step {event.n}/{event.of}"
+        case Preview():
+            return f"Preview at step {event.step}"
+        case Artifact():
+            return f"Receiving picture {event.index + 1}"
+        case LatentKept():
+            return f"Latent {event.latent.id} kept"
+        case Done():
+            exact = "".join(f", approximated: {one}" for one in event.approximations)
+            return f"Done in {_time(event.total_ms)}{exact}"
+
+
+def _waiting(event: Waiting) -> str:
+    words = [f"Waiting for {_size(max(0, event.needed_bytes - event.free_bytes))}"]
+    for holder in sorted(event.holders, key=lambda one: -one.bytes)[:2]:
+        pid = f" {holder.pid}" if holder.pid else ""
+        words.append(f"{holder.name}{pid} holds {_size(holder.bytes)}")
+    words.append(f"{_time(event.patience_left_ms)} left")
+    return ", ".join(words)
+
+
+def _size(size: int) -> str:
+    divisor, unit = _unit(size)
+    return f"{size / divisor:.1f} {unit}"
+
+
+def _of(done: int, total: int) -> str:
+    divisor, unit = _unit(total)
+    return f"{done / divisor:.1f}/{total / divisor:.1f} {unit}"
+
+
+def _unit(size: int) -> tuple[float, str]:
+    return (1e9, "GB") if size >= 1e8 else (1e6, "MB")
+
+
+def _time(milliseconds: int) -> str:
+    seconds = milliseconds / 1000
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def _phase(event: Event) -> tuple[object, ...] | None:
+    """What shares a line with it; None for what is not shown."""
+    match event:
+        case Preview() | Artifact() | LatentKept() | Accepted():
+            return None
+        case Evicting() | Loading():
+            return (type(event), event.component.id, event.component.name)
+        case StageStarted():
+            return (event.name, event.picture)
+        case Step():
+            return ("denoise", event.picture)
+        case Waiting() | Retrying():
+            return (type(event), event.stage)
+        case Queued() | Done():
+            return (type(event),)
+
+
+class _Display:
+    """One line a phase, kept up to date where that is possible."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._phase: tuple[object, ...] | None = None
+        self._lines: list[str] = []
+        self._notebook = _notebook() if file is sys.stderr else None
+        self._live = self._notebook is None and file.isatty()
+
+    def show(self, event: Event) -> None:
+        phase = _phase(event)
+        if phase is None:
+            return
+        fresh = phase != self._phase
+        self._phase = phase
+        text = describe(event)
+        if self._notebook is not None:
+            self._lines = [*self._lines, text] if fresh else [*self._lines[:-1], text]
+            self._notebook("\n".join(self._lines))
+        elif self._live:
+            start = "\n" if fresh and self._lines else "\r\x1b[K"
+            self._lines = [text]
+            self._write(f"{start}{text}")
+        elif fresh:
+            self._write(f"{text}\n")
+
+    def finish(self) -> None:
+        if self._live and self._lines:
+            self._write("\n")
+        self._lines = []
+
+    def _write(self, text: str) -> None:
+        self._file.write(text)
+        self._file.flush()
+
+
+def _notebook() -> Callable[[str], None] | None:
+    """What shows a text in the notebook's cell, in the place of the last one; None elsewhere."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if type(shell).__name__ != "ZMQInteractiveShell":
+        return None
+    from IPython.display import display
+
+    handle = display({"text/plain": ""}, raw=True, display_id=True)
+
+    def show(text: str) -> None:
+        handle.update({"text/plain": text}, raw=True)
+
+    return show
+
+
+class Progress(Generic[R]):
+    """Events that are shown as they pass. Iterate over it, or ask for the `result()`."""
+
+    def __init__(self, events: Iterable[Event], file: TextIO | None = None) -> None:
+        self._events = events
+        self._iterator = iter(events)
+        self._display = _Display(file or sys.stderr)
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def __next__(self) -> Event:
+        try:
+            event = next(self._iterator)
+        except BaseException:
+            self._display.finish()
+            raise
+        self._display.show(event)
+        return event
+
+    def result(self) -> R:
+        """Shows what is left of the events and returns the job's result."""
+        if not isinstance(self._events, EventStream):
+            raise TypeError("Only the stream of a client has a result")
+        with self._events:
+            for _ in self:
+                pass
+        result: R = self._events.result()
+        return result
+
+
+class AsyncProgress(Generic[R]):
+    """Events that are shown as they pass. Iterate over it, or await the `result()`."""
+
+    def __init__(self, events: AsyncIterable[Event], file: TextIO | None = None) -> None:
+        self._events = events
+        self._iterator = aiter(events)
+        self._display = _Display(file or sys.stderr)
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self
+
+    async def __anext__(self) -> Event:
+        try:
+            event = await anext(self._iterator)
+        except BaseException:
+            self._display.finish()
+            raise
+        self._display.show(event)
+        return event
+
+    async def result(self) -> R:
+        """Shows what is left of the events and returns the job's result."""
+        if not isinstance(self._events, AsyncEventStream):
+            raise TypeError("Only the stream of a client has a result")
+        async with self._events:
+            async for _ in self:
+                pass
+        result: R = await self._events.result()
+        return result
+
+
+@overload
+def progress(events: EventStream[R], *, file: TextIO | None = None) -> Progress[R]: ...
+@overload
+def progress(events: AsyncEventStream[R], *, file: TextIO | None = None) -> AsyncProgress[R]: ...
+@overload
+def progress(events: Iterable[Event], *, file: TextIO | None = None) -> Progress[Any]: ...
+@overload
+def progress(events: AsyncIterable[Event], *, file: TextIO | None = None) -> AsyncProgress[Any]: ...
+def progress(
+    events: Iterable[Event] | AsyncIterable[Event], *, file: TextIO | None = None
+) -> Progress[Any] | AsyncProgress[Any]:
+    """Shows a job's events while they are iterated over, or while the `result()` is waited for.
+
+    result = moored.progress(client.stream_image("a red cube")).result()
+
+    One line a phase: kept up to date in a terminal and in a notebook's cell, else written once. To
+    stderr, unless `file` names another.
+    """
+    if isinstance(events, AsyncIterable):
+        return AsyncProgress(events, file)
+    return Progress(events, file)

@@ -1,0 +1,317 @@
+"""What the service tells of its models, cards and jobs: frozen mirrors of the messages in proto/.
+
+Numbers carry their unit in their name; everything that is not named otherwise is a count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ._generated import errors_pb2, events_pb2, model_pb2, residency_pb2, server_pb2
+from ._mirror import mirrors
+
+
+@mirrors(model_pb2.Component)
+@dataclass(frozen=True, slots=True)
+class Component:
+    """A part of a model that is loaded and evicted as one; `bytes` is exact, on the card."""
+
+    id: str
+    name: str
+    bytes: int
+
+
+@mirrors(model_pb2.ResolvedModel)
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """A model, with its revision and quantization resolved; `key` is its key in the cache."""
+
+    key: str
+    id: str
+    revision: str
+    family: str
+    quantization: Mapping[str, str]
+
+
+@mirrors(model_pb2.LatentInfo)
+@dataclass(frozen=True, slots=True)
+class LatentInfo:
+    """A latent in the store of the service: handle (`id`), shape, dtype, whose VAE it is of."""
+
+    id: str
+    shape: tuple[int, ...]
+    dtype: str
+    vae_id: str
+    expires_in_ms: int
+    bytes: int
+
+
+@mirrors(events_pb2.Holder)
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Somebody who holds memory of a card: process name and id where visible (`pid` 0: not)."""
+
+    name: str
+    pid: int
+    bytes: int
+
+
+@mirrors(errors_pb2.Fallback)
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """A request like the refused one that would fit: at once, or after idle components leave."""
+
+    label: str
+    peak_bytes: int
+    fits_now: bool
+
+
+@mirrors(errors_pb2.MemoryShortfall)
+@dataclass(frozen=True, slots=True)
+class MemoryShortfall:
+    """By how much memory is short, who holds it, and what would fit instead, closest first."""
+
+    needed_bytes: int
+    free_bytes: int
+    capacity_bytes: int
+    holders: tuple[Holder, ...]
+    fallbacks: tuple[Fallback, ...]
+    stage: str
+
+
+@mirrors(events_pb2.StageReport)
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """What one stage of a job took: milliseconds and bytes."""
+
+    name: str
+    run_ms: int
+    move_ms: int
+    wait_ms: int
+    peak_scratch_bytes: int
+    peak_bytes: int
+    predicted_scratch_bytes: int
+    chunking: str
+    cached: bool
+    picture: int
+    card: str
+
+
+@mirrors(residency_pb2.ModelDefaults)
+@dataclass(frozen=True, slots=True)
+class ModelDefaults:
+    """What a request takes where it leaves a field open."""
+
+    steps: int
+    guidance: float
+    max_sequence_length: int
+    width: int
+    height: int
+
+
+@mirrors(residency_pb2.ModelInfo)
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model that can be named. `problem` says why it cannot be used; empty: it can."""
+
+    id: str
+    revision: str
+    family: str
+    components: tuple[Component, ...]
+    defaults: ModelDefaults
+    problem: str
+    is_default: bool
+    resident: tuple[str, ...]
+    pinned: bool
+
+
+@mirrors(residency_pb2.FreedComponent)
+@dataclass(frozen=True, slots=True)
+class FreedComponent:
+    """A component that left: bytes as booked, and bytes as the driver's figures confirm."""
+
+    component: Component
+    card: str
+    booked_bytes: int
+    freed_bytes: int
+
+
+@mirrors(residency_pb2.KeptComponent)
+@dataclass(frozen=True, slots=True)
+class KeptComponent:
+    """A component that stayed, and why: `shared with owner/other`, `pinned`, `held by CLIENT`."""
+
+    component: Component
+    card: str
+    reason: str
+
+
+@mirrors(residency_pb2.UnloadResponse)
+@dataclass(frozen=True, slots=True)
+class Unloaded:
+    """What an unload did."""
+
+    freed: tuple[FreedComponent, ...]
+    kept: tuple[KeptComponent, ...]
+    cancelled_jobs: tuple[str, ...]
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that came free in all, as the driver's figures confirm."""
+        return sum(one.freed_bytes for one in self.freed)
+
+
+@mirrors(residency_pb2.PlannedStage)
+@dataclass(frozen=True, slots=True)
+class PlannedStage:
+    """One stage of a plan. `verdict`: `run`, `wait` or `never`; `shortfall`: why not `run`."""
+
+    name: str
+    components: tuple[Component, ...]
+    resident_already: tuple[str, ...]
+    component_bytes: int
+    scratch_bytes: int
+    scratch_learned: bool
+    moves: tuple[str, ...]
+    verdict: str
+    chunking: str
+    approximate: bool
+    shortfall: MemoryShortfall | None = None
+
+
+@mirrors(residency_pb2.PlanResponse)
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a request would need and do. Moves are predicted in seconds, before the first step."""
+
+    model: ResolvedModel
+    card: str
+    stages: tuple[PlannedStage, ...]
+    runs_now: bool
+    predicted_move_seconds: float
+
+
+@mirrors(residency_pb2.MemoryAccounts)
+@dataclass(frozen=True, slots=True)
+class MemoryAccounts:
+    """Every byte of a card in exactly one account; they add up to `total`. All in bytes.
+
+    `usable` is what a plan may use: free and slack, less headroom and reservations.
+    """
+
+    total: int
+    components: int
+    scratch: int
+    slack: int
+    workspaces: int
+    context: int
+    foreign: int
+    unexplained: int
+    free: int
+    usable: int
+
+
+@mirrors(residency_pb2.ResidentComponent)
+@dataclass(frozen=True, slots=True)
+class ResidentComponent:
+    """A component on a card; `entries` are the keys of the models that use it."""
+
+    component: Component
+    state: str
+    leases: int
+    pinned: bool
+    held: bool
+    idle_ms: int
+    entries: tuple[str, ...]
+
+
+@mirrors(residency_pb2.Reservation)
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Memory that is kept free for another program."""
+
+    id: str
+    label: str
+    bytes: int
+    expires_in_ms: int
+
+
+@mirrors(residency_pb2.CardStatus)
+@dataclass(frozen=True, slots=True)
+class CardStatus:
+    """One card. `state` is `starting`, `ready`, `busy`, `restarting` or `lost`."""
+
+    id: str
+    name: str
+    kind: str
+    state: str
+    memory: MemoryAccounts
+    residents: tuple[ResidentComponent, ...]
+    holders: tuple[Holder, ...]
+    reservations: tuple[Reservation, ...]
+    worker_restarts: int
+    worker_pid: int
+    job_id: str
+    policy: str
+
+
+@mirrors(residency_pb2.JobInfo)
+@dataclass(frozen=True, slots=True)
+class JobInfo:
+    """A job. `state` is `queued`, `waiting`, `running`, `done`, `failed` or `cancelled`."""
+
+    id: str
+    client_id: str
+    priority: str
+    state: str
+    kind: str
+    model_key: str
+    card: str
+    stage: str
+    step: int
+    steps: int
+    queue_position: int
+    age_ms: int
+    error: str
+
+
+@mirrors(residency_pb2.Status)
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Everything that the service knows of its cards."""
+
+    cards: tuple[CardStatus, ...]
+    jobs: tuple[JobInfo, ...]
+    latents: int
+    latent_bytes: int
+    text_encodings: int
+    text_encoding_bytes: int
+    uptime_ms: int
+
+
+@mirrors(server_pb2.CardInfo)
+@dataclass(frozen=True, slots=True)
+class CardInfo:
+    """A card as it was found at the start."""
+
+    id: str
+    name: str
+    kind: str
+    total_bytes: int
+    compute_capability: str
+    compute_dtype: str
+
+
+@mirrors(server_pb2.ServerInfo)
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """Version, capabilities and cards of a service."""
+
+    version: str
+    capabilities: tuple[str, ...]
+    not_built: tuple[str, ...]
+    cards: tuple[CardInfo, ...]
+    default_model: str
+    families: tuple[str, ...]
+    max_message_bytes: int

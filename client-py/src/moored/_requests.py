@@ -1,0 +1,356 @@
+"""What a caller says, as the messages of the service: the same for both clients.
+
+Seconds here are milliseconds or a Duration there; None leaves a field to the service.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Union
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from ._errors import InvalidRequest
+from ._generated import generation_pb2, model_pb2, residency_pb2, rpc_pb2
+from ._records import LatentInfo
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+ImageInput: TypeAlias = Union[bytes, bytearray, memoryview, str, "os.PathLike[str]", "Image.Image"]
+"""A picture: the bytes of a PNG, JPEG or WebP; a path to one; or a PIL image."""
+
+Priority: TypeAlias = Literal["low", "normal", "high"]
+"""`low` runs when nothing else wants the card; `high` has four shares."""
+
+OutputFormat: TypeAlias = Literal["png", "raw"]
+"""How pictures travel: as PNG, or as raw RGB, which costs more bytes and no encoding."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA or its like: `owner/name` or a file, and its strength (1: as trained)."""
+
+    id: str
+    strength: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """Which model, and how its weights are held.
+
+    moored.ModelRef("owner/name", quantization="4-bit", formats={"text_encoder_2": "int8"})
+    """
+
+    id: str
+    """`owner/name`, or the name of a model folder."""
+    quantization: str = ""
+    """Preset for what `formats` leaves open: `full` (default), `8-bit`, `4-bit`."""
+    formats: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Component name -> `full`, `fp8`, `int8` or `nf4`."""
+    revision: str = ""
+    """Revision of a model in the hub cache; empty: the one that is there."""
+    adapters: tuple[Adapter, ...] = ()
+    """Adapters, applied in order."""
+
+
+ModelLike: TypeAlias = str | ModelRef
+"""A model's id, or a ModelRef that says more."""
+
+
+class JobOptions(TypedDict, total=False):
+    """How a job is queued and admitted. None is the same as left out."""
+
+    client_id: str | None
+    """Who asks, for fair shares. Default: the client's own `client_id`, else the peer's address."""
+    priority: Priority | None
+    """Default: `normal`."""
+    patience_s: float | None
+    """Seconds to wait for memory that is late or taken. Default: the service's setting."""
+    allow_low_memory: bool | None
+    """Admit a stage that memory is short for. If it runs out of memory, only this job ends."""
+    card: str | None
+    """Prefer this card. A hint."""
+    idempotency_key: str | None
+    """A second request with the same key joins the first's job instead of starting another."""
+    detach: bool | None
+    """Go on when the stream is dropped; join again by the idempotency key."""
+
+
+class ImageOptions(JobOptions, total=False):
+    """What a picture is made with. None is the same as left out: the model's default."""
+
+    model: ModelLike | None
+    """Default: the service's default model."""
+    width: int | None
+    """Pixels across; a multiple of 16."""
+    height: int | None
+    """Pixels down; a multiple of 16."""
+    steps: int | None
+    """Denoising steps, 1 to 200."""
+    guidance: float | None
+    """Embedded guidance."""
+    seed: int | None
+    """Default: random, told in the result. Picture i of several uses seed + i."""
+    max_sequence_length: int | None
+    """T5 tokens, 1 to 512."""
+    count: int | None
+    """How many pictures, 1 to 64."""
+    init_image: ImageInput | None
+    """Image to image: what to start from; scaled to width x height."""
+    init_latent: str | LatentInfo | None
+    """Image to image: start from this latent of the service instead."""
+    strength: float | None
+    """Image to image: over 0 to 1, how much of the schedule runs. Default: 0.6."""
+    output: OutputFormat | None
+    """Default: `png`."""
+    omit_metadata: bool | None
+    """Leave prompt, seed, settings and model out of the PNG."""
+    keep_latent: bool | None
+    """Keep each picture's latent in the service."""
+    latent_only: bool | None
+    """Give the latent only: no decode, no picture."""
+    preview_interval_s: float | None
+    """Seconds between previews, at least 0.1. Default: none."""
+
+
+@contextmanager
+def _checked() -> Iterator[None]:
+    """A number that a field cannot hold is a wrong request, like those that the service finds."""
+    try:
+        yield
+    except ValueError as error:
+        raise InvalidRequest(str(error), reason="INVALID_REQUEST") from error
+
+
+def model_of(model: ModelLike | None) -> model_pb2.ModelRef | None:
+    """A model's name as a message; None for none."""
+    if model is None:
+        return None
+    if isinstance(model, str):
+        return model_pb2.ModelRef(id=model)
+    quantization = model_pb2.Quantization(preset=model.quantization, components=model.formats)
+    adapters = [model_pb2.Adapter(id=one.id, strength=one.strength) for one in model.adapters]
+    has_quantization = bool(model.quantization or model.formats)
+    return model_pb2.ModelRef(
+        id=model.id,
+        revision=model.revision,
+        quantization=quantization if has_quantization else None,
+        adapters=adapters,
+    )
+
+
+def job_options(
+    *,
+    client_id: str | None = None,
+    priority: Priority | None = None,
+    patience_s: float | None = None,
+    allow_low_memory: bool | None = False,
+    card: str | None = None,
+    idempotency_key: str | None = None,
+    detach: bool | None = False,
+) -> generation_pb2.JobOptions:
+    """JobOptions as a message."""
+    priorities = {
+        "low": generation_pb2.LOW,
+        "normal": generation_pb2.NORMAL,
+        "high": generation_pb2.HIGH,
+    }
+    if priority is not None and priority not in priorities:
+        raise InvalidRequest(f"priority is low, normal or high, not {priority!r}")
+    with _checked():
+        return generation_pb2.JobOptions(
+            client_id=client_id or "",
+            priority=priorities[priority or "normal"],
+            patience_ms=None if patience_s is None else milliseconds(patience_s),
+            allow_low_memory=bool(allow_low_memory),
+            card=card or "",
+            idempotency_key=idempotency_key or "",
+            detach=bool(detach),
+        )
+
+
+def generate_image(
+    prompt: str,
+    *,
+    model: ModelLike | None = None,
+    width: int | None = None,
+    height: int | None = None,
+    steps: int | None = None,
+    guidance: float | None = None,
+    seed: int | None = None,
+    max_sequence_length: int | None = None,
+    count: int | None = None,
+    init_image: ImageInput | None = None,
+    init_latent: str | LatentInfo | None = None,
+    strength: float | None = None,
+    output: OutputFormat | None = None,
+    omit_metadata: bool | None = False,
+    keep_latent: bool | None = False,
+    latent_only: bool | None = False,
+    preview_interval_s: float | None = None,
+    options: generation_pb2.JobOptions,
+) -> generation_pb2.GenerateImageRequest:
+    """ImageOptions as a message."""
+    with _checked():
+        return generation_pb2.GenerateImageRequest(
+            model=model_of(model),
+            prompt=prompt,
+            width=width or 0,
+            height=height or 0,
+            steps=steps or 0,
+            guidance=guidance,
+            seed=seed,
+            max_sequence_length=max_sequence_length or 0,
+            count=count or 0,
+            init_image=b"" if init_image is None else image_bytes(init_image),
+            init_latent_id="" if init_latent is None else latent_id(init_latent),
+            strength=strength,
+            output=output_of(output),
+            omit_metadata=bool(omit_metadata),
+            keep_latent=bool(keep_latent),
+            latent_only=bool(latent_only),
+            preview_interval_ms=milliseconds(preview_interval_s or 0),
+            options=options,
+        )
+
+
+def image_request(
+    prompt: str, options: ImageOptions, client_id: str | None
+) -> generation_pb2.GenerateImageRequest:
+    """The request of generate_image and its like; `client_id` is the client's own."""
+    job = JobOptions()
+    rest = dict(options)
+    for name in JobOptions.__annotations__:
+        if name in rest:
+            job[name] = rest.pop(name)  # type: ignore[literal-required]
+    return generate_image(prompt, **rest, options=job_request(job, client_id))  # type: ignore[arg-type]
+
+
+def job_request(options: JobOptions, client_id: str | None) -> generation_pb2.JobOptions:
+    """The options of any long call; `client_id` is the client's own."""
+    named = options.copy()
+    named["client_id"] = options.get("client_id") or client_id
+    return job_options(**named)
+
+
+def encode_request(
+    image: ImageInput,
+    model: ModelLike | None,
+    width: int | None,
+    height: int | None,
+    seed: int,
+    options: generation_pb2.JobOptions,
+) -> generation_pb2.EncodeImageRequest:
+    """The request of encode_image."""
+    with _checked():
+        return generation_pb2.EncodeImageRequest(
+            model=model_of(model),
+            image=image_bytes(image),
+            width=width or 0,
+            height=height or 0,
+            seed=seed,
+            options=options,
+        )
+
+
+def decode_request(
+    latent: str | LatentInfo,
+    model: ModelLike | None,
+    output: OutputFormat | None,
+    options: generation_pb2.JobOptions,
+) -> generation_pb2.DecodeLatentRequest:
+    """The request of decode_latent."""
+    return generation_pb2.DecodeLatentRequest(
+        model=model_of(model),
+        latent_id=latent_id(latent),
+        output=output_of(output),
+        options=options,
+    )
+
+
+def output_of(output: OutputFormat | None) -> generation_pb2.OutputFormat.ValueType:
+    """An output format as its number."""
+    if output is None or output == "png":
+        return generation_pb2.PNG
+    if output == "raw":
+        return generation_pb2.RAW_RGB
+    raise InvalidRequest(f"output is png or raw, not {output!r}")
+
+
+def latent_id(latent: str | LatentInfo) -> str:
+    """The handle of a latent."""
+    return latent.id if isinstance(latent, LatentInfo) else latent
+
+
+def image_bytes(image: ImageInput) -> bytes:
+    """The bytes of an encoded picture."""
+    if isinstance(image, (bytes, bytearray, memoryview)):
+        return bytes(image)
+    if isinstance(image, (str, os.PathLike)):
+        return Path(image).read_bytes()
+    encoded = io.BytesIO()
+    image.save(encoded, format="PNG")
+    return encoded.getvalue()
+
+
+def milliseconds(seconds: float) -> int:
+    """Whole milliseconds; less than one, but not nothing, is one."""
+    return max(1, round(seconds * 1000)) if seconds > 0 else round(seconds * 1000)
+
+
+def duration(seconds: float | None) -> Duration | None:
+    """Seconds as a Duration; None for none."""
+    if seconds is None:
+        return None
+    whole = int(seconds)
+    return Duration(seconds=whole, nanos=round((seconds - whole) * 1e9))
+
+
+def seconds_of(duration: Duration) -> float:
+    """A Duration as seconds."""
+    return duration.seconds + duration.nanos / 1e9
+
+
+def component_names(components: Sequence[str]) -> list[str]:
+    """Component names; a single string is a slip, not a list of letters."""
+    if isinstance(components, str):
+        raise InvalidRequest("components is a list of names, not one string")
+    return list(components)
+
+
+def reserve_request(
+    size_bytes: int, ttl_s: float | None, label: str, card: str
+) -> residency_pb2.ReserveRequest:
+    """The request of reserve."""
+    with _checked():
+        return residency_pb2.ReserveRequest(
+            bytes=size_bytes, ttl=duration(ttl_s), label=label, card=card
+        )
+
+
+def health_request(card: str) -> rpc_pb2.HealthCheckRequest:
+    """Asks for the service as a whole, or for one card."""
+    return rpc_pb2.HealthCheckRequest(service=f"moored.card.{card}" if card else "")
+
+
+def health_word(answer: rpc_pb2.HealthCheckResponse) -> str:
+    """What the service says of its health, as a word."""
+    return rpc_pb2.HealthCheckResponse.ServingStatus.Name(answer.status).lower()
+
+
+def worth_waiting(error: grpc.RpcError) -> bool:
+    """Whether a service that answers so may be ready later."""
+    call: Any = error
+    code = call.code()
+    return code in (
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,
+    )

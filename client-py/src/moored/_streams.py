@@ -1,0 +1,258 @@
+"""Streams of the service as iterators, sync and async.
+
+Leaving one early ends the call, and with it the job: by `close()`, by `with`, by `break` (once
+nothing refers to the stream), by Ctrl-C, by cancelling the task. A job that was asked to `detach`
+goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import grpc
+import grpc.aio
+
+from ._errors import Cancelled, MooredError, error_of
+from ._events import Event, event_of
+from ._generated import residency_pb2
+from ._mirror import mirror
+from ._records import LatentInfo, Status
+from ._results import Gathered, Picture
+
+T = TypeVar("T")
+R = TypeVar("R")
+Self = TypeVar("Self", bound="Stream[Any]")
+AsyncSelf = TypeVar("AsyncSelf", bound="AsyncStream[Any]")
+
+_CLOSED = "The stream was closed before the job ended"
+
+
+class _Reading(Generic[T]):
+    """What both kinds of stream do with a message, and with an error."""
+
+    _ended = False
+    _closed = False
+    _begun = False
+
+    def __init__(self, call: Any, endpoint: str) -> None:
+        self._call = call
+        self._endpoint = endpoint
+
+    def _read(self, message: Any) -> T | None:
+        """The item of a message; None to pass over it."""
+        raise NotImplementedError
+
+    def _error(self, error: grpc.RpcError) -> MooredError:
+        if self._closed:
+            return self._cancelled()
+        return error_of(error, self._endpoint, begun=self._begun)
+
+    def _cancelled(self) -> MooredError:
+        return Cancelled(_CLOSED)
+
+    def _end(self) -> None:
+        """Ends the call at both ends. A call that has ended stays as it is."""
+        self._ended = self._closed = True
+        self._call.cancel()
+
+
+class Stream(_Reading[T]):
+    """Items as they arrive. One thread reads; any thread may close."""
+
+    def __iter__(self: Self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        while not self._ended:
+            try:
+                message = next(self._call)
+                self._begun = True
+                item = self._read(message)
+            except StopIteration:
+                self._ended = True
+                raise
+            except grpc.RpcError as error:
+                self._ended = True
+                raise self._error(error) from error
+            except BaseException:
+                self.close()
+                raise
+            if item is not None:
+                return item
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the call, and the job with it unless it is detached. Again is harmless."""
+        if not self._ended:
+            self._end()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # The interpreter may be half gone already.
+        with contextlib.suppress(Exception):
+            self.close()
+
+
+class AsyncStream(_Reading[T]):
+    """Items as they arrive, for `async for`."""
+
+    def __aiter__(self: AsyncSelf) -> AsyncSelf:
+        return self
+
+    async def __anext__(self) -> T:
+        while not self._ended:
+            try:
+                message = await self._call.read()
+                if message is grpc.aio.EOF:
+                    self._ended = True
+                    # Older gRPC ends a call quietly that its channel has cancelled.
+                    if self._call.cancelled():
+                        raise self._cancelled()
+                    break
+                self._begun = True
+                item = self._read(message)
+            except grpc.RpcError as error:
+                self._ended = True
+                raise self._error(error) from error
+            except asyncio.CancelledError:
+                # gRPC says the same for a call that somebody else has ended, and for a task that is
+                # cancelled. The first is no reason for the task to stop.
+                task_stops = self._task_is_cancelled()
+                self._end()
+                if not task_stops:
+                    raise self._cancelled() from None
+                raise
+            except BaseException:
+                await self.close()
+                raise
+            if item is not None:
+                return item
+        raise StopAsyncIteration
+
+    async def close(self) -> None:
+        """Ends the call, and the job with it unless it is detached. Again is harmless."""
+        if not self._ended:
+            self._end()
+
+    aclose = close
+
+    def _drop(self) -> None:
+        """Ends the call because its client is closed: whoever reads is told."""
+        if not self._ended:
+            self._closed = True
+            self._call.cancel()
+
+    def _task_is_cancelled(self) -> bool:
+        cancelling = getattr(asyncio.current_task(), "cancelling", None)
+        # Python 3.10 cannot tell: there, only a stream that was closed is known to be no such case.
+        return bool(cancelling()) if cancelling is not None else not self._closed
+
+    async def __aenter__(self: AsyncSelf) -> AsyncSelf:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def __del__(self) -> None:
+        # The loop may be closed already: then there is no call to end.
+        with contextlib.suppress(Exception):
+            if not self._ended:
+                self._end()
+
+
+class _Events(_Reading[Event], Generic[R]):
+    """What both kinds of event stream know of their job."""
+
+    def __init__(self, call: Any, endpoint: str, finish: Callable[[Gathered], R]) -> None:
+        super().__init__(call, endpoint)
+        self._gathered = Gathered()
+        self._finish = finish
+        self._result: R | None = None
+
+    def _read(self, message: Any) -> Event | None:
+        event = event_of(message)
+        if event is not None:
+            self._gathered.add(event)
+        return event
+
+    def _error(self, error: grpc.RpcError) -> MooredError:
+        return self._gathered.failed(super()._error(error))
+
+    def _cancelled(self) -> MooredError:
+        return self._gathered.failed(super()._cancelled())
+
+    def _finished(self) -> R:
+        if self._result is None:
+            if self._closed and self._gathered.done is None:
+                raise self._cancelled()
+            self._result = self._finish(self._gathered)
+        return self._result
+
+    @property
+    def job_id(self) -> str:
+        """The job; empty before its first event."""
+        return self._gathered.job_id
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """The pictures that are complete so far, in order."""
+        return self._gathered.pictures
+
+    @property
+    def latents(self) -> tuple[LatentInfo, ...]:
+        """The latents that the job has left in the service so far."""
+        return self._gathered.latents
+
+
+class EventStream(_Events[R], Stream[Event]):
+    """The events of a job. `result()` is what the blocking call would have returned."""
+
+    def result(self) -> R:
+        """Reads what is left of the events and returns the job's result; again, the same one."""
+        with self:
+            for _ in self:
+                pass
+        return self._finished()
+
+
+class AsyncEventStream(_Events[R], AsyncStream[Event]):
+    """The events of a job. `await result()` is what the plain call would have returned."""
+
+    async def result(self) -> R:
+        """Reads what is left of the events and returns the job's result; again, the same one."""
+        async with self:
+            async for _ in self:
+                pass
+        return self._finished()
+
+
+class _Statuses(_Reading[Status]):
+    def _read(self, message: residency_pb2.Status) -> Status:
+        return mirror(Status, message)
+
+
+class StatusStream(_Statuses, Stream[Status]):
+    """The cards, each time they change. Endless: leave it by `break` or `close()`."""
+
+
+class AsyncStatusStream(_Statuses, AsyncStream[Status]):
+    """The cards, each time they change. Endless: leave it by `break` or `close()`."""

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from pathlib import Path
+
+import grpc
+import pytest
+from conftest import Ask
+from scripted import WAIT_S, Service, accepted, pieces, reason, refuse
+
+import moored
+from moored import _channel
+from moored._generated import residency_pb2, rpc_pb2
+
+SERVING = rpc_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = rpc_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture
+def nowhere() -> str:
+    """An address where nothing listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{held.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (None, "localhost:50051"),
+        ("box", "box:50051"),
+        ("box:1", "box:1"),
+        ("http://box:1/", "box:1"),
+        ("127.0.0.1", "127.0.0.1:50051"),
+        ("[::1]", "[::1]:50051"),
+        ("[::1]:1", "[::1]:1"),
+        ("::1", "[::1]:50051"),
+        ("unix:/run/moored.sock", "unix:/run/moored.sock"),
+    ],
+)
+def test_endpoints(given: str | None, meant: str) -> None:
+    assert _channel.endpoint_of(given) == meant
+
+
+def test_where_the_endpoint_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOORED_ENDPOINT", "box:7")
+    assert moored.Client().endpoint == "box:7"
+    assert moored.AsyncClient("other:8").endpoint == "other:8"
+    assert repr(moored.Client()) == "Client('box:7')"
+    with pytest.raises(ValueError, match="tunnel"):
+        moored.Client("https://box")
+
+
+def test_no_proxy_stands_before_loopback() -> None:
+    off = ("grpc.enable_http_proxy", 0)
+    for endpoint in ("localhost:1", "127.0.0.1:1", "[::1]:1", "unix:/a"):
+        assert off in _channel.options_for(endpoint)
+    assert off not in _channel.options_for("box:1")
+
+
+def test_the_token(
+    service: Service, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.on("GetStatus", residency_pb2.Status())
+    service.on("GenerateImage", [accepted()])
+    ask("status")
+    assert "authorization" not in service.metadata
+    assert service.metadata["user-agent"].startswith("moored-python/")
+    (tmp_path / "token").write_text("from-file\n")
+    monkeypatch.setenv("MOORED_TOKEN_FILE", str(tmp_path / "token"))
+    ask("status")
+    assert service.metadata["authorization"] == "Bearer from-file"
+    ask.settings["token"] = "given"
+    ask.items("stream_image", "x")
+    assert service.metadata["authorization"] == "Bearer given"
+    with pytest.raises(moored.Unauthenticated, match="gone"):
+        moored.Client(token_file=tmp_path / "gone")
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_nothing_there(nowhere: str, kind: str) -> None:
+    ask = Ask(kind, nowhere, {})
+    for method, *args in (["status"], ["generate_image", "x"], ["get_latent", "l"], ["health"]):
+        with pytest.raises(moored.ConnectionFailed, match="moored serve") as caught:
+            ask(method, *args)
+        assert nowhere in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_nothing_comes(nowhere: str, kind: str) -> None:
+    with pytest.raises(moored.ConnectionFailed, match=r"within 0\.2 s"):
+        Ask(kind, nowhere, {})("wait_until_ready", 0.2)
+
+
+def test_a_lost_connection() -> None:
+    service, begun = Service(), threading.Event()
+
+    def answer(request: object, context: grpc.ServicerContext) -> object:
+        yield accepted()
+        begun.set()
+        threading.Event().wait(0.5)
+
+    service.on("GenerateImage", answer)
+    server, address = service.start()
+    with moored.Client(address) as client:
+        stream = client.stream_image("x")
+        next(stream)
+        assert begun.wait(WAIT_S)
+        server.stop(None).wait()
+        with pytest.raises((moored.ConnectionFailed, moored.Cancelled)) as caught:
+            next(stream)
+        assert caught.value.job_id == "job-1"
+
+
+def test_health(service: Service, ask: Ask) -> None:
+    assert ask("health") == "serving"
+    assert service.requests["Check"].service == ""
+    service.health = [NOT_SERVING]
+    assert ask("health", "cuda:0") == "not_serving"
+    assert service.requests["Check"].service == "moored.card.cuda:0"
+
+
+def test_wait_until_ready(service: Service, ask: Ask) -> None:
+    service.health = [NOT_SERVING, NOT_SERVING, SERVING]
+    assert ask("wait_until_ready", WAIT_S, card="cpu") is None
+    assert service.requests["Watch"].service == "moored.card.cpu"
+    service.health = [NOT_SERVING]
+    with pytest.raises(moored.CardNotReady, match="not_serving"):
+        ask("wait_until_ready", 0.2)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_service_that_starts_late(nowhere: str, kind: str) -> None:
+    service, failed = Service(), []
+
+    def wait() -> None:
+        try:
+            Ask(kind, nowhere, {})("wait_until_ready", WAIT_S)
+        except moored.MooredError as error:
+            failed.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    server, _ = service.start(nowhere)
+    waiting.join()
+    server.stop(None).wait()
+    assert not failed
+
+
+def test_a_service_that_was_restarted(nowhere: str) -> None:
+    service = Service()
+    service.on("GetStatus", residency_pb2.Status(uptime_ms=3))
+    with moored.Client(nowhere) as client:
+        for _ in range(2):
+            server, _ = service.start(nowhere)
+            client.wait_until_ready(WAIT_S)
+            assert client.status().uptime_ms == 3
+            server.stop(None).wait()
+            with pytest.raises(moored.ConnectionFailed):
+                client.status()
+
+
+def test_a_wrong_token_is_not_waited_for(service: Service, ask: Ask) -> None:
+    def refused(request: object, context: grpc.ServicerContext) -> None:
+        refuse(context, grpc.StatusCode.UNAUTHENTICATED, "Whose token?", reason("UNAUTHENTICATED"))
+
+    service.on("GetStatus", refused)
+    with pytest.raises(moored.Unauthenticated, match="Whose"):
+        ask("status")
+
+
+def test_large_messages_pass(service: Service, ask: Ask) -> None:
+    # Over the 4 MiB that gRPC takes unless told otherwise.
+    data = bytes(5_000_000)
+    service.on("GenerateImage", lambda request, context: iter([*pieces(data, size=len(data))]))
+    (artifact,) = ask.items("stream_image", "x", init_image=data)
+    assert len(artifact.chunk) == len(data)
+    assert len(service.requests["GenerateImage"].init_image) == len(data)
+
+
+def test_an_async_client_can_be_made_without_a_loop(service: Service, address: str) -> None:
+    service.on("GetStatus", residency_pb2.Status(uptime_ms=3))
+    client = moored.AsyncClient(address)
+
+    async def main() -> int:
+        async with client:
+            return (await client.status()).uptime_ms
+
+    assert asyncio.run(main()) == 3

@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import io
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Ask
+from scripted import Service, accepted, done, event, pieces, resolved, step
+
+import moored
+from moored._generated import events_pb2, generation_pb2, model_pb2
+
+
+def test_a_picture(service: Service, ask: Ask, png: bytes) -> None:
+    chunks = pieces(png, size=40, width="32", height="16", seed="7")
+    assert len(chunks) > 2
+    approximations = ["decoded in tiles of 64"]
+    last = done(approximations=approximations, resident_already=["vae"])
+    service.on("GenerateImage", [accepted(), step(1), *chunks, last])
+    result = ask("generate_image", "a red cube")
+    assert result.pictures[0].data == png
+    assert result.image.size == (32, 16)
+    assert result.image is result.images[0]
+    assert result.image.getpixel((3, 3)) == (200, 10, 30)
+    assert result.pictures[0].array.shape == (16, 32, 3)
+    assert result.metadata == {"width": "32", "height": "16", "seed": "7"}
+    assert (result.seed, result.pictures[0].seed, result.job_id) == (7, 7, "job-1")
+    assert result.timings["decode"] == moored.StageTiming(run_ms=21)
+    assert result.timings["denoise"] == moored.StageTiming(100, 40, 5)
+    assert result.total_ms == 200
+    assert result.approximations == ("decoded in tiles of 64",)
+    assert result.resident_already == ("vae",)
+    assert result.model.key == "demo@main"
+    assert result.latents == ()
+
+
+def test_several_pictures_out_of_order_and_interleaved(service: Service, ask: Ask) -> None:
+    data = [random.Random(n).randbytes(1000 + n) for n in range(3)]
+    streams = [pieces(data[n], index=n, size=300, seed=str(7 + n)) for n in range(3)]
+    mixed = [streams[2][0], streams[0][0], *streams[2][1:], *streams[1], *streams[0][1:]]
+    service.on("GenerateImage", [accepted(), *mixed, done()])
+    result = ask("generate_image", "cubes", count=3)
+    assert [picture.data for picture in result.pictures] == data
+    assert [picture.seed for picture in result.pictures] == [7, 8, 9]
+    assert [picture.index for picture in result.pictures] == [0, 1, 2]
+
+
+def test_raw_pixels(service: Service, ask: Ask, tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    data = bytes([1, 2, 3] * 6)
+    chunks = pieces(data, size=5, media_type="image/x-raw-rgb", width="3", height="2")
+    service.on("GenerateImage", [accepted(), *chunks, done()])
+    result = ask("generate_image", "x", output="raw")
+    assert service.requests["GenerateImage"].output == generation_pb2.RAW_RGB
+    assert result.image.size == (3, 2)
+    assert result.image.getpixel((2, 1)) == (1, 2, 3)
+    result.save(tmp_path / "raw.png")
+    assert (tmp_path / "raw.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_a_png_is_saved_as_it_came(service: Service, ask: Ask, png: bytes, tmp_path: Path) -> None:
+    service.on("GenerateImage", [accepted(), *pieces(png), done()])
+    result = ask("generate_image", "x")
+    result.save(tmp_path / "same.png")
+    result.save(tmp_path / "other.bmp")
+    assert (tmp_path / "same.png").read_bytes() == png
+    assert (tmp_path / "other.bmp").read_bytes()[:2] == b"BM"
+
+
+def test_a_picture_that_lacks_bytes_is_an_error(service: Service, ask: Ask) -> None:
+    chunks = pieces(b"x" * 250, size=100)
+    service.on("GenerateImage", [accepted(), chunks[0], chunks[2], done()])
+    with pytest.raises(moored.InternalError, match="150 of 250 bytes") as caught:
+        ask("generate_image", "x")
+    assert caught.value.reason == ""
+
+
+def test_a_stream_without_an_end_is_an_error(service: Service, ask: Ask) -> None:
+    service.on("GenerateImage", [accepted()])
+    with pytest.raises(moored.InternalError, match="without a result") as caught:
+        ask("generate_image", "x")
+    assert caught.value.job_id == "job-1"
+
+
+def test_a_latent_only(service: Service, ask: Ask) -> None:
+    kept = events_pb2.LatentKept(latent=model_pb2.LatentInfo(id="lat-1", shape=[1, 16, 2, 2]))
+    service.on("GenerateImage", [accepted(), event(latent=kept), done()])
+    result = ask("generate_image", "x", latent_only=True)
+    assert result.latents[0].id == "lat-1"
+    assert result.latents[0].shape == (1, 16, 2, 2)
+    with pytest.raises(LookupError, match="latents"):
+        _ = result.image
+
+
+def test_all_options_reach_the_service(service: Service, ask: Ask) -> None:
+    service.on("GenerateImage", [accepted(), done()])
+    ask.settings["client_id"] = "the-client"
+    latent = moored.LatentInfo("lat-9", (1,), "f32", "vae", 0, 4)
+    ask(
+        "generate_image",
+        "a cube",
+        model=moored.ModelRef(
+            "demo",
+            quantization="4-bit",
+            formats={"vae": "full"},
+            revision="main",
+            adapters=(moored.Adapter("lora", 0.5),),
+        ),
+        width=64,
+        height=32,
+        steps=3,
+        guidance=0.0,
+        seed=0,
+        max_sequence_length=128,
+        count=2,
+        init_image=b"picture",
+        init_latent=latent,
+        strength=0.25,
+        output="png",
+        omit_metadata=True,
+        keep_latent=True,
+        latent_only=True,
+        preview_interval_s=0.5,
+        priority="high",
+        patience_s=1.5,
+        allow_low_memory=True,
+        card="cuda:1",
+        idempotency_key="key",
+        detach=True,
+    )
+    assert service.requests["GenerateImage"] == generation_pb2.GenerateImageRequest(
+        model=model_pb2.ModelRef(
+            id="demo",
+            revision="main",
+            quantization=model_pb2.Quantization(preset="4-bit", components={"vae": "full"}),
+            adapters=[model_pb2.Adapter(id="lora", strength=0.5)],
+        ),
+        prompt="a cube",
+        width=64,
+        height=32,
+        steps=3,
+        guidance=0.0,
+        seed=0,
+        max_sequence_length=128,
+        count=2,
+        init_image=b"picture",
+        init_latent_id="lat-9",
+        strength=0.25,
+        output=generation_pb2.PNG,
+        omit_metadata=True,
+        keep_latent=True,
+        latent_only=True,
+        preview_interval_ms=500,
+        options=generation_pb2.JobOptions(
+            client_id="the-client",
+            priority=generation_pb2.HIGH,
+            patience_ms=1500,
+            allow_low_memory=True,
+            card="cuda:1",
+            idempotency_key="key",
+            detach=True,
+        ),
+    )
+
+
+def test_what_is_left_open_stays_open(service: Service, ask: Ask) -> None:
+    service.on("GenerateImage", [accepted(), done()])
+    ask("generate_image", "x", model=None, seed=None, guidance=None, patience_s=None, detach=None)
+    request = service.requests["GenerateImage"]
+    for field in ("model", "seed", "guidance", "strength"):
+        assert not request.HasField(field)
+    assert not request.options.HasField("patience_ms")
+    assert request.options.client_id == ""
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"seed": -1}, {"width": 2**40}, {"priority": "urgent"}, {"output": "gif"}],
+)
+def test_what_no_field_can_hold_is_refused_here(ask: Ask, wrong: dict[str, Any]) -> None:
+    with pytest.raises(moored.InvalidRequest):
+        ask("generate_image", "x", **wrong)
+
+
+def test_a_misspelt_option_is_a_type_error(client: moored.Client) -> None:
+    with pytest.raises(TypeError, match="widht"):
+        client.generate_image("x", widht=3)  # type: ignore[call-arg]
+
+
+def test_a_picture_to_start_from(service: Service, ask: Ask, png: bytes, tmp_path: Path) -> None:
+    service.on("GenerateImage", [accepted(), done()])
+    (tmp_path / "in.png").write_bytes(png)
+    image = pytest.importorskip("PIL.Image")
+    for given in (png, bytearray(png), tmp_path / "in.png", str(tmp_path / "in.png")):
+        ask("generate_image", "x", init_image=given)
+        assert service.requests["GenerateImage"].init_image == png
+    ask("generate_image", "x", init_image=image.open(io.BytesIO(png)))
+    sent = image.open(io.BytesIO(service.requests["GenerateImage"].init_image))
+    assert sent.size == (32, 16)
+
+
+def test_encode_decode(service: Service, ask: Ask, png: bytes) -> None:
+    kept = events_pb2.LatentKept(latent=model_pb2.LatentInfo(id="lat-1", vae_id="vae-a"))
+    service.on("EncodeImage", [accepted(), event(latent=kept), done()])
+    service.on("DecodeLatent", [accepted(), *pieces(png), done()])
+    encoded = ask("encode_image", png, model="demo", width=32, height=16, seed=3, priority="low")
+    assert encoded.latent.vae_id == "vae-a"
+    request = service.requests["EncodeImage"]
+    assert (request.width, request.height, request.seed) == (32, 16, 3)
+    assert request.options.priority == generation_pb2.LOW
+    decoded = ask("decode_latent", encoded.latent, model="demo", output="png")
+    assert decoded.pictures[0].data == png
+    assert service.requests["DecodeLatent"].latent_id == "lat-1"
+    assert service.requests["DecodeLatent"].model.id == "demo"
+
+
+def test_a_stream_gives_pictures_as_they_are_complete(
+    service: Service, client: moored.Client
+) -> None:
+    chunks = [*pieces(b"a" * 150, index=1), *pieces(b"b" * 50, index=0)]
+    service.on("GenerateImage", [accepted(), *chunks, done()])
+    with client.stream_image("x") as stream:
+        seen = [len(stream.pictures) for event in stream if isinstance(event, moored.Artifact)]
+        assert seen == [0, 1, 2]
+        assert stream.job_id == "job-1"
+        assert stream.result() is stream.result()
+
+
+def test_without_pillow_the_error_says_what_to_install() -> None:
+    program = (
+        "import sys; sys.modules['PIL'] = sys.modules['numpy'] = None\n"
+        "import moored\n"
+        "picture = moored.Picture(0, 'image/png', b'')\n"
+        "try: picture.image\n"
+        "except ImportError as error: print(error)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "pip install 'moored[images]'" in said.stdout, said.stderr
+
+
+def test_the_model_of_a_result(service: Service, ask: Ask) -> None:
+    service.on("GenerateImage", [accepted(), done()])
+    model = ask("generate_image", "x").model
+    assert (model.id, dict(model.quantization)) == (resolved().id, {"vae": "full"})

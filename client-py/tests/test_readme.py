@@ -1,0 +1,45 @@
+"""The examples of the README do what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from scripted import Service, accepted, done, event, pieces, step
+
+from moored._generated import events_pb2
+
+README = Path(__file__).parent.parent / "README.md"
+EXAMPLES = re.findall(
+    r"^```python\n(.*?)^```$", README.read_text("utf-8"), re.MULTILINE | re.DOTALL
+)
+SAID = [
+    "7 {'encode_text': 3, 'denoise': 100, 'decode': 21}\n",
+    "step 1 of 4\nWaiting for 3.0 GB, 4.0 s left\n2 pictures\n",
+    "demo@main ()\n",
+]
+
+
+def test_there_are_three() -> None:
+    assert len(EXAMPLES) == 3
+
+
+@pytest.mark.parametrize(("example", "said"), [*zip(EXAMPLES, SAID, strict=True)])
+def test_an_example(
+    example: str,
+    said: str,
+    service: Service,
+    address: str,
+    png: bytes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    waiting = events_pb2.Waiting(needed_bytes=3_000_000_000, patience_left_ms=4000)
+    pictures = [*pieces(png), *pieces(png, index=1)]
+    service.on("GenerateImage", [accepted(), step(1), event(waiting=waiting), *pictures, done()])
+    monkeypatch.setenv("MOORED_ENDPOINT", address)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out == said

@@ -1,0 +1,87 @@
+"""The judge accepts drawn ground truth and refuses other scenes. Run: pytest demo/test_judge.py."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import judge  # noqa: E402
+import scenes  # noqa: E402
+
+
+def _pairs(count: int) -> list[tuple[scenes.Scene, np.ndarray]]:
+    rng = random.Random(7)
+    drawn = [scenes.sample_scene(rng, 1 + index % 3) for index in range(count)]
+    return [(scene, scenes.draw(scene, rng)) for scene in drawn]
+
+
+def test_accepts_ground_truth() -> None:
+    pairs = _pairs(600)
+    verdicts = [judge.judge(picture, scene.to_json()) for scene, picture in pairs]
+    wrong = [(pair[0], v) for pair, v in zip(pairs, verdicts, strict=True) if not v.right]
+    assert len(wrong) <= 6, wrong
+
+
+def test_refuses_shuffled_scenes() -> None:
+    pairs = _pairs(150)
+    others = [scene for scene, _ in pairs[3:] + pairs[:3]]  # the same number of shapes
+    verdicts = [judge.judge(p, s.to_json()) for (_, p), s in zip(pairs, others, strict=True)]
+    assert sum(verdict.right for verdict in verdicts) == 0
+
+
+@pytest.mark.parametrize("kind", ["shape", "colour", "size", "place"])
+def test_names_the_changed_attribute(kind: str) -> None:
+    rng = random.Random(11)
+    choices = {"shape": scenes.SHAPES, "size": scenes.SIZES}
+    choices |= {"colour": scenes.COLOURS, "place": scenes.PLACES}
+    right = 0
+    for _ in range(60):
+        scene = scenes.sample_scene(rng, 2)
+        first, second = scene.objects
+        taken = {getattr(first, kind), scene.background, second.place}
+        value = rng.choice([choice for choice in choices[kind] if choice not in taken])
+        changed = replace(scene, objects=(replace(first, **{kind: value}), second))
+        verdict = judge.judge(scenes.draw(changed, rng), scene.to_json())
+        right += verdict.mistakes == (kind,)
+    assert right >= 59
+
+
+def test_names_background_missing_and_extra() -> None:
+    rng = random.Random(13)
+    scene = scenes.sample_scene(rng, 2)
+    used = {scene.background, *(thing.colour for thing in scene.objects)}
+    other = next(colour for colour in scenes.COLOURS if colour not in used)
+    picture = scenes.draw(replace(scene, background=other))
+    assert judge.judge(picture, scene.to_json()).mistakes == ("background colour",)
+    fewer = replace(scene, objects=scene.objects[:1])
+    assert judge.judge(scenes.draw(fewer), scene.to_json()).mistakes == ("missing object",)
+    assert judge.judge(scenes.draw(scene), fewer.to_json()).mistakes == ("extra object",)
+
+
+def test_refuses_an_empty_and_a_noisy_picture() -> None:
+    scene = scenes.sample_scene(random.Random(1), 3).to_json()
+    empty = np.full((128, 128, 3), scenes.PALETTE[scene["background"]], np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (128, 128, 3), np.uint8)
+    assert judge.judge(empty, scene).mistakes == ("missing object",) * 3
+    assert not judge.judge(noise, scene).right
+
+
+def test_palettes_agree() -> None:
+    assert judge.PALETTE == scenes.PALETTE
+    assert judge.RADII == scenes.RADII
+
+
+def test_held_out_prompts_are_the_files() -> None:
+    rows = (Path(__file__).resolve().parent / "heldout.jsonl").read_text().splitlines()
+    import json
+
+    loaded = [json.loads(row) for row in rows]
+    assert loaded == scenes.held_out_prompts(len(rows) // 3)
+    assert all(scenes.is_held_out(scenes.Scene.from_json(row["scene"])) for row in loaded)

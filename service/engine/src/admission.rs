@@ -1,0 +1,256 @@
+//! Which rung of a stage's ladder runs on a ledger, and with which moves. The supervisor asks before it sends an
+//! order, the worker asks again before it runs one: both by this rule, so that they disagree only where their
+//! ledgers do.
+
+use pipelines::Rung;
+use residency::{
+    Bytes, Component, Ledger, Millis, Move, Policy, StageNeed, Verdict, WaitCause, plan, plan_low_memory,
+};
+
+/// The answer for a whole ladder.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Admission {
+    /// This rung, after these moves.
+    Run {
+        /// Index among the rungs.
+        rung: usize,
+        /// Evictions, then a trim if one is needed, then loads.
+        moves: Vec<Move>,
+    },
+    /// No rung fits now; the one that is short of the least would if somebody gave memory back.
+    Wait {
+        /// Index of that rung.
+        rung: usize,
+        /// Bytes that it is short of.
+        short: Bytes,
+        /// Who would have to give them back.
+        cause: WaitCause,
+    },
+    /// No rung fits on this card, whoever leaves.
+    Never {
+        /// Peak bytes of the smallest rung.
+        needed: Bytes,
+        /// What the card could give at the most.
+        capacity: Bytes,
+    },
+}
+
+/// An admission of a stage that memory may be short for.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LowAdmission {
+    /// Index of the rung that needs the least.
+    pub rung: usize,
+    /// What can be freed, and what is loaded.
+    pub moves: Vec<Move>,
+    /// What will be missing at the peak if every prediction is right.
+    pub short: Bytes,
+}
+
+/// Chooses a rung: the first exact one that runs without evicting anything, else the first exact one that runs, and
+/// approximate ones by the same rule only where no exact one runs. No rungs at all is a plain load: the components
+/// and no scratch, rung 0.
+pub fn choose_rung(
+    ledger: &Ledger,
+    components: &[Component],
+    rungs: &[Rung],
+    policy: Policy,
+    now: Millis,
+) -> Admission {
+    let verdicts: Vec<(bool, Verdict)> = ladder(rungs)
+        .map(|(scratch, approximate)| (approximate, plan(ledger, &need(components, scratch), policy, now)))
+        .collect();
+    for approximate in [false, true] {
+        let runs = |evicting_too: bool| {
+            verdicts
+                .iter()
+                .enumerate()
+                .find_map(|(rung, (differs, verdict))| match verdict {
+                    Verdict::Run { moves } if *differs == approximate && (evicting_too || !evicts(moves)) => {
+                        Some(Admission::Run {
+                            rung,
+                            moves: moves.clone(),
+                        })
+                    }
+                    _ => None,
+                })
+        };
+        if let Some(admission) = runs(false).or_else(|| runs(true)) {
+            return admission;
+        }
+    }
+    least_short(&verdicts)
+}
+
+/// Admits the rung that needs the least although memory may be short; `None` where its components alone exceed the
+/// card.
+pub fn choose_rung_low_memory(
+    ledger: &Ledger,
+    components: &[Component],
+    rungs: &[Rung],
+    policy: Policy,
+    now: Millis,
+) -> Option<LowAdmission> {
+    let weights = need(components, Bytes::ZERO);
+    if matches!(plan(ledger, &weights, policy, now), Verdict::Never { .. }) {
+        return None;
+    }
+    let (rung, (scratch, _)) = ladder(rungs)
+        .enumerate()
+        .min_by_key(|(_, (scratch, _))| *scratch)?;
+    let low = plan_low_memory(ledger, &need(components, scratch), policy, now);
+    Some(LowAdmission {
+        rung,
+        moves: low.moves,
+        short: low.short,
+    })
+}
+
+/// Bytes that a stage needs at its peak and that have nothing booked yet.
+pub fn not_resident_yet(ledger: &Ledger, components: &[Component], scratch: Bytes) -> Bytes {
+    let missing = components.iter().filter(|c| ledger.resident(&c.id).is_none());
+    missing.map(|c| c.bytes).sum::<Bytes>() + scratch
+}
+
+fn ladder(rungs: &[Rung]) -> impl Iterator<Item = (Bytes, bool)> {
+    let plain_load = rungs.is_empty().then_some((Bytes::ZERO, false));
+    plain_load
+        .into_iter()
+        .chain(rungs.iter().map(|r| (r.scratch, r.approximate)))
+}
+
+fn need(components: &[Component], scratch: Bytes) -> StageNeed {
+    StageNeed {
+        name: String::new(),
+        components: components.to_vec(),
+        scratch,
+    }
+}
+
+fn evicts(moves: &[Move]) -> bool {
+    moves.iter().any(|m| matches!(m, Move::Evict(_)))
+}
+
+fn least_short(verdicts: &[(bool, Verdict)]) -> Admission {
+    let mut wait: Option<(usize, Bytes, WaitCause)> = None;
+    let mut never = (Bytes(u64::MAX), Bytes::ZERO);
+    for (rung, (_, verdict)) in verdicts.iter().enumerate() {
+        match *verdict {
+            Verdict::Wait { short, cause } if wait.is_none_or(|(_, least, _)| short < least) => {
+                wait = Some((rung, short, cause));
+            }
+            Verdict::Never { needed, capacity } if needed < never.0 => never = (needed, capacity),
+            _ => {}
+        }
+    }
+    match wait {
+        Some((rung, short, cause)) => Admission::Wait { rung, short, cause },
+        None => Admission::Never {
+            needed: never.0,
+            capacity: never.1,
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use residency::{ComponentId, DriverTruth};
+
+    const CARD: Bytes = Bytes::gib(10);
+
+    fn component(name: &str, gib: u64) -> Component {
+        Component {
+            id: ComponentId::new(name),
+            name: name.into(),
+            bytes: Bytes::gib(gib),
+            reload_seconds: 1.0,
+        }
+    }
+
+    fn rung(label: &str, gib: u64, approximate: bool) -> Rung {
+        Rung {
+            label: label.into(),
+            scratch: Bytes::gib(gib),
+            approximate,
+        }
+    }
+
+    fn ledger_with(residents: &[Component]) -> Ledger {
+        let mut ledger = Ledger::new(CARD, Bytes::ZERO);
+        for c in residents {
+            ledger.begin_load(c, Millis(0)).unwrap();
+            ledger.complete_load(&c.id, Millis(0)).unwrap();
+        }
+        ledger
+    }
+
+    fn foreign(gib: u64) -> Ledger {
+        let mut ledger = Ledger::new(CARD, Bytes::ZERO);
+        let truth = DriverTruth {
+            total: CARD,
+            free: CARD - Bytes::gib(gib),
+            ..DriverTruth::default()
+        };
+        ledger.reconcile(&truth);
+        ledger
+    }
+
+    fn chosen(ledger: &Ledger, rungs: &[Rung]) -> Admission {
+        choose_rung(ledger, &[component("vae", 1)], rungs, Policy::Shared, Millis(0))
+    }
+
+    #[test]
+    fn a_smaller_rung_is_better_than_an_eviction_and_an_eviction_better_than_an_approximation() {
+        let full = ledger_with(&[component("vae", 1), component("other", 5)]);
+        let rungs = [
+            rung("whole", 6, false),
+            rung("strips", 4, false),
+            rung("tiles", 1, true),
+        ];
+        assert!(matches!(chosen(&full, &rungs), Admission::Run { rung: 1, moves } if moves.is_empty()));
+        let rungs = [rung("whole", 6, false), rung("tiles", 1, true)];
+        assert!(matches!(chosen(&full, &rungs), Admission::Run { rung: 0, moves } if moves.len() == 1));
+    }
+
+    #[test]
+    fn an_approximation_is_better_than_waiting() {
+        let rungs = [rung("whole", 6, false), rung("tiles", 1, true)];
+        assert!(matches!(
+            chosen(&foreign(7), &rungs),
+            Admission::Run { rung: 1, .. }
+        ));
+    }
+
+    #[test]
+    fn a_wait_is_for_the_rung_that_is_short_of_the_least() {
+        let rungs = [rung("whole", 8, false), rung("strips", 4, false)];
+        let expected = Admission::Wait {
+            rung: 1,
+            short: Bytes::gib(2),
+            cause: WaitCause::Foreign,
+        };
+        assert_eq!(chosen(&foreign(7), &rungs), expected);
+        let never = [rung("whole", 80, false), rung("strips", 40, false)];
+        let expected = Admission::Never {
+            needed: Bytes::gib(41),
+            capacity: CARD,
+        };
+        assert_eq!(chosen(&foreign(7), &never), expected);
+    }
+
+    #[test]
+    fn no_rungs_are_a_plain_load() {
+        assert!(
+            matches!(chosen(&ledger_with(&[]), &[]), Admission::Run { rung: 0, moves } if moves.len() == 1)
+        );
+    }
+
+    #[test]
+    fn low_memory_takes_the_smallest_rung_and_refuses_weights_that_exceed_the_card() {
+        let rungs = [rung("whole", 20, false), rung("strips", 12, false)];
+        let low = |c: Component| choose_rung_low_memory(&foreign(7), &[c], &rungs, Policy::Shared, Millis(0));
+        let admission = low(component("vae", 1)).unwrap();
+        assert_eq!((admission.rung, admission.short), (1, Bytes::gib(10)));
+        assert_eq!(low(component("huge", 11)), None);
+    }
+}

@@ -1,0 +1,305 @@
+//! One attempt at an order: the model is opened, the driver is asked, moves are made until the plan has none left,
+//! and the stage runs.
+
+use std::sync::Arc;
+
+use pipelines::{Model, Rung};
+use residency::{Bytes, Component, ComponentId, Move, StageNeed, WaitCause};
+
+use super::moves::MoveError;
+use super::stage::StageRun;
+use super::{Card, Flow, Link};
+use crate::admission::{Admission, choose_rung, choose_rung_low_memory, not_resident_yet};
+use crate::messages::{Completed, Event, Failure, Order, Outcome, Shortage, Ticket, Work};
+
+/// How often a plan is made anew when the moves of the one before came to less than was planned: others were faster,
+/// or freed bytes are late.
+const ROUNDS: usize = 4;
+
+/// Why an attempt ended before its work was done.
+#[derive(Debug)]
+pub(super) enum Halt {
+    /// With this answer; the card is well.
+    With(Box<Outcome>),
+    /// The card is lost.
+    Lost(String),
+}
+
+impl Halt {
+    pub(super) fn failed(failure: Failure) -> Halt {
+        Halt::With(Box::new(Outcome::Failed(failure)))
+    }
+
+    pub(super) fn internal(message: impl ToString) -> Halt {
+        Halt::failed(Failure::Internal(message.to_string()))
+    }
+
+    pub(super) fn cancelled() -> Halt {
+        Halt::With(Box::new(Outcome::Cancelled))
+    }
+}
+
+impl From<MoveError> for Halt {
+    fn from(error: MoveError) -> Halt {
+        match error {
+            MoveError::Cancelled => Halt::cancelled(),
+            MoveError::NoRoom => Halt::internal("memory that was planned with is gone"),
+            MoveError::Model(message) => Halt::failed(Failure::Model { message }),
+            MoveError::Refused(message) => Halt::internal(message),
+            MoveError::Lost(reason) => Halt::Lost(reason),
+        }
+    }
+}
+
+/// What an order needs on the card.
+pub(super) struct Need<'a> {
+    /// The stage's name, or `load`.
+    pub(super) name: &'static str,
+    pub(super) components: &'a [Component],
+    /// None for a plain load.
+    pub(super) rungs: &'a [Rung],
+}
+
+impl<'a> Need<'a> {
+    fn of(order: &'a Order) -> Need<'a> {
+        match &order.work {
+            Work::Load(components) => Need {
+                name: "load",
+                components,
+                rungs: &[],
+            },
+            Work::Stage(work) => {
+                let plan = &work.plan;
+                Need {
+                    name: plan.kind.name(),
+                    components: &plan.components,
+                    rungs: &plan.rungs,
+                }
+            }
+        }
+    }
+
+    fn scratch(&self, rung: usize) -> Bytes {
+        self.rungs.get(rung).map_or(Bytes::ZERO, |r| r.scratch)
+    }
+
+    pub(super) fn at(&self, rung: usize) -> StageNeed {
+        StageNeed {
+            name: self.name.to_owned(),
+            components: self.components.to_vec(),
+            scratch: self.scratch(rung),
+        }
+    }
+}
+
+impl Card {
+    /// One attempt, with exactly one answer, unless the card is lost in it.
+    pub(super) fn run(&mut self, order: &Order, link: &mut dyn Link) -> Flow {
+        let outcome = match self.attempt(order, link) {
+            Ok(completed) => Outcome::Completed(Box::new(completed)),
+            Err(Halt::With(outcome)) => *outcome,
+            Err(Halt::Lost(reason)) => {
+                tracing::error!(job = order.job, reason, "the card is lost");
+                return Flow::Lost(reason);
+            }
+        };
+        self.publish(link);
+        link.emit(Event::Finished {
+            ticket: order.ticket,
+            outcome,
+        });
+        Flow::Continue
+    }
+
+    fn attempt(&mut self, order: &Order, link: &mut dyn Link) -> Result<Completed, Halt> {
+        if link.cancelled(order.ticket) {
+            return Err(Halt::cancelled());
+        }
+        let model = self.open(order)?;
+        let need = Need::of(order);
+        check(order, &need, &*model)?;
+        let resident_already = need.components.iter().filter(|c| self.ledger.is_resident(&c.id));
+        let resident_already = resident_already.map(|c| c.name.clone()).collect();
+
+        let started = self.clock.micros();
+        let mut load_seconds = Vec::new();
+        let rung = self.make_ready(order, &need, &*model, &mut load_seconds, link)?;
+        let move_ms = self.clock.micros().saturating_sub(started) / 1000;
+
+        let mut completed = Completed {
+            output: None,
+            chunking: String::new(),
+            approximate: false,
+            resident_already,
+            move_ms,
+            run_ms: 0,
+            room: self.ledger.usable(),
+            predicted_scratch: Bytes::ZERO,
+            peak_scratch: Bytes::ZERO,
+            peak_bytes: self.ours(),
+            load_seconds,
+        };
+        if let Work::Stage(work) = &order.work {
+            let run = StageRun {
+                ticket: order.ticket,
+                work,
+                need,
+                model: &*model,
+            };
+            self.run_stage(&run, rung, &mut completed, link)?;
+        }
+        Ok(completed)
+    }
+
+    fn open(&mut self, order: &Order) -> Result<Arc<dyn Model>, Halt> {
+        self.models.open(&order.model.path).map_err(|error| {
+            tracing::warn!(job = order.job, model = order.model.key, %error, "a model cannot be opened");
+            Halt::failed(Failure::Model {
+                message: error.to_string(),
+            })
+        })
+    }
+
+    /// Makes moves until a plan has none left, and says which rung that plan is for.
+    fn make_ready(
+        &mut self,
+        order: &Order,
+        need: &Need<'_>,
+        model: &dyn Model,
+        load_seconds: &mut Vec<(ComponentId, f64)>,
+        link: &mut dyn Link,
+    ) -> Result<usize, Halt> {
+        for _ in 0..ROUNDS {
+            self.reconcile()?;
+            self.publish(link);
+            let (rung, moves) = self.admit(order, need)?;
+            if moves.is_empty() {
+                return Ok(rung);
+            }
+            match self.carry_out(&moves, order.ticket, model, load_seconds, link) {
+                Ok(()) => {}
+                Err(MoveError::NoRoom) => {
+                    self.hand_back_slack(link)?;
+                    // The next plan finds out what is missing, unless it is one that does not ask.
+                    let late = self.ledger.late();
+                    if order.allow_low_memory && late > Bytes::ZERO {
+                        return Err(self.wait(need, rung, late, WaitCause::LateEviction));
+                    }
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let last = need.rungs.len().saturating_sub(1);
+        Err(self.out_of_memory(need, last))
+    }
+
+    /// The rung to run and the moves before it; or the answer that there is none.
+    fn admit(&self, order: &Order, need: &Need<'_>) -> Result<(usize, Vec<Move>), Halt> {
+        let now = self.clock.now();
+        let (components, rungs) = (need.components, need.rungs);
+        let admission = choose_rung(&self.ledger, components, rungs, order.policy, now);
+        if let Admission::Run { rung, moves } = admission {
+            return Ok((rung, moves));
+        }
+        if order.allow_low_memory
+            && let Some(low) = choose_rung_low_memory(&self.ledger, components, rungs, order.policy, now)
+        {
+            tracing::warn!(job = order.job, stage = need.name, short = %low.short, "admitted although memory is short");
+            return Ok((low.rung, low.moves));
+        }
+        match admission {
+            Admission::Run { rung, moves } => Ok((rung, moves)),
+            Admission::Wait { rung, short, cause } => Err(self.wait(need, rung, short, cause)),
+            Admission::Never { needed, capacity } => {
+                Err(Halt::With(Box::new(Outcome::Never { needed, capacity })))
+            }
+        }
+    }
+
+    fn wait(&self, need: &Need<'_>, rung: usize, short: Bytes, cause: WaitCause) -> Halt {
+        let shortage = Shortage {
+            short,
+            needed: not_resident_yet(&self.ledger, need.components, need.scratch(rung)),
+            usable: self.ledger.usable(),
+            cause,
+            holders: self.ledger.holders(),
+        };
+        Halt::With(Box::new(Outcome::Wait(shortage)))
+    }
+
+    /// Out of memory, in spite of a plan that said otherwise.
+    pub(super) fn out_of_memory(&self, need: &Need<'_>, rung: usize) -> Halt {
+        Halt::failed(Failure::OutOfMemory {
+            stage: need.name.to_owned(),
+            needed: need.at(rung).peak(),
+            usable: self.ledger.usable(),
+            holders: self.ledger.holders(),
+        })
+    }
+
+    fn carry_out(
+        &mut self,
+        moves: &[Move],
+        ticket: Ticket,
+        model: &dyn Model,
+        load_seconds: &mut Vec<(ComponentId, f64)>,
+        link: &mut dyn Link,
+    ) -> Result<(), MoveError> {
+        for each in moves {
+            if link.cancelled(ticket) {
+                return Err(MoveError::Cancelled);
+            }
+            match each {
+                Move::Evict(component) => {
+                    self.evict(component, Some(ticket), link)?;
+                }
+                Move::Trim => {
+                    self.hand_back_slack(link)?;
+                }
+                Move::Load(component) => {
+                    let plan = model.load_plan(&component.name).ok_or_else(|| {
+                        MoveError::Model(format!("the model has no component {}", component.name))
+                    })?;
+                    let seconds = self.load(component, plan, ticket, link)?;
+                    load_seconds.push((component.id.clone(), seconds));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes on the card that are ours at this moment, slack apart.
+    pub(super) fn ours(&self) -> Bytes {
+        let accounts = self.ledger.accounts();
+        accounts.components + accounts.scratch + accounts.workspaces + accounts.context
+    }
+}
+
+/// Whether the order is about this model as it is now. Its identities are the supervisor's; names and bytes must be the
+/// model's, since the supervisor opened the same files, though not at the same time.
+fn check(order: &Order, need: &Need<'_>, model: &dyn Model) -> Result<(), Halt> {
+    let changed = |message: String| {
+        let key = &order.model.key;
+        Halt::failed(Failure::Model {
+            message: format!("{key} has changed since it was opened: {message}"),
+        })
+    };
+    for component in need.components {
+        let plan = model
+            .load_plan(&component.name)
+            .ok_or_else(|| changed(format!("it has no component {}", component.name)))?;
+        if plan.bytes() != component.bytes {
+            let (name, was, is) = (&component.name, component.bytes, plan.bytes());
+            return Err(changed(format!(
+                "its {name} had {} bytes and has {}",
+                was.0, is.0
+            )));
+        }
+    }
+    if matches!(order.work, Work::Stage(_)) && need.rungs.is_empty() {
+        return Err(Halt::failed(Failure::BadInput(
+            "a stage without a way to run it".to_owned(),
+        )));
+    }
+    Ok(())
+}

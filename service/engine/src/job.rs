@@ -1,0 +1,293 @@
+//! What a job is to whoever submits it: its specification, and the events of its life.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use pipelines::{HostTensor, ImageRequest};
+use residency::{Bytes, Component, Holder};
+use tokio::time::Instant;
+
+use crate::error::Error;
+use crate::library::Entry;
+
+/// Name of a job, for people and for cancelling.
+pub type JobId = Arc<str>;
+
+/// Order among the jobs of all clients: the share of a client's next job.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Priority {
+    /// A quarter of a share.
+    Low,
+    /// One share.
+    #[default]
+    Normal,
+    /// Four shares.
+    High,
+}
+
+/// Everything about a job that does not depend on what it makes.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct JobOptions {
+    /// Who asks, for fair shares.
+    pub client: String,
+    /// Its share.
+    pub priority: Priority,
+    /// For late or foreign memory; none: the service's setting.
+    pub patience: Option<Duration>,
+    /// Admit a stage that is short of memory.
+    pub allow_low_memory: bool,
+    /// A card to prefer; empty: any.
+    pub card_hint: String,
+    /// Jobs with the same key are one job; empty: none.
+    pub idempotency_key: String,
+    /// Go on when nobody listens any more.
+    pub detach: bool,
+    /// When it must be done.
+    pub deadline: Option<Instant>,
+}
+
+/// A job.
+#[derive(Clone, Debug)]
+pub struct JobSpec {
+    /// How it is queued.
+    pub options: JobOptions,
+    /// The model.
+    pub entry: Arc<Entry>,
+    /// What it makes.
+    pub work: JobWork,
+}
+
+/// What a job makes.
+#[derive(Clone, Debug, PartialEq)]
+pub enum JobWork {
+    /// Pictures.
+    Generate(Generate),
+    /// A latent of `request.init_image` (`request.seed` draws the sample).
+    Encode {
+        /// Width, height, init image, seed.
+        request: ImageRequest,
+    },
+    /// A picture of a latent in the store.
+    Decode {
+        /// Which.
+        latent: String,
+    },
+    /// Nothing: components come in.
+    Load {
+        /// Names; empty: all.
+        components: Vec<String>,
+    },
+}
+
+/// Pictures to make.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Generate {
+    /// The request of the first picture; picture i uses seed + i.
+    pub request: ImageRequest,
+    /// How many.
+    pub count: u32,
+    /// Keep each picture's latent.
+    pub keep_latent: bool,
+    /// Stop before the decode.
+    pub latent_only: bool,
+    /// Least milliseconds between previews; 0: none.
+    pub preview_interval_ms: u32,
+    /// Start from a latent in the store.
+    pub init_latent: Option<String>,
+}
+
+/// What happens to a job, in order. Exactly one of `Done` and `Failed` comes, last.
+#[derive(Clone, Debug, PartialEq)]
+pub struct JobEvent {
+    /// Milliseconds since the job was accepted.
+    pub at_ms: u64,
+    /// What.
+    pub kind: JobEventKind,
+}
+
+/// Kinds of events. Queue, waiting, loading, step and preview are coalesced for a slow reader (the latest
+/// wins); the others are never lost.
+#[derive(Clone, Debug, PartialEq)]
+pub enum JobEventKind {
+    /// Recorded.
+    Accepted {
+        /// Whether an idempotency key joined it to a job that was there.
+        joined: bool,
+    },
+    /// Behind our own jobs.
+    Queued {
+        /// Jobs ahead.
+        position: u32,
+        /// Until it starts.
+        estimate: Option<Duration>,
+    },
+    /// For late or foreign memory.
+    Waiting {
+        /// The stage.
+        stage: &'static str,
+        /// Bytes needed that are not resident.
+        needed: Bytes,
+        /// Bytes usable.
+        free: Bytes,
+        /// Who has it.
+        holders: Vec<Holder>,
+        /// How long it will still wait.
+        patience_left: Duration,
+        /// `late_eviction`, `foreign`, `leases`, `reservation`.
+        cause: &'static str,
+    },
+    /// A component leaves.
+    Evicting {
+        /// Which.
+        component: Component,
+        /// From where.
+        card: String,
+    },
+    /// A component comes in.
+    Loading {
+        /// Which.
+        component: Component,
+        /// So far.
+        done: Bytes,
+        /// To where.
+        card: String,
+    },
+    /// Tried again.
+    Retrying {
+        /// Stable.
+        reason: String,
+        /// For people.
+        message: String,
+        /// The stage.
+        stage: &'static str,
+    },
+    /// A stage begins.
+    Stage {
+        /// Its name.
+        name: &'static str,
+        /// From 1.
+        index: u32,
+        /// In all.
+        of: u32,
+        /// How it runs.
+        chunking: String,
+        /// Taken from a cache.
+        cached: bool,
+        /// Where.
+        card: String,
+        /// Which picture.
+        picture: u32,
+    },
+    /// A step is done.
+    Step {
+        /// From 1.
+        n: u32,
+        /// In all.
+        of: u32,
+        /// Which picture.
+        picture: u32,
+    },
+    /// So far.
+    Preview {
+        /// The step.
+        step: u32,
+        /// Which picture.
+        picture: u32,
+        /// Pixels across.
+        width: u32,
+        /// Pixels down.
+        height: u32,
+        /// RGB.
+        rgb: Arc<[u8]>,
+    },
+    /// A finished picture, as pixels: whoever serves it encodes it.
+    Picture {
+        /// Which.
+        picture: u32,
+        /// Its seed.
+        seed: u64,
+        /// Pixels across.
+        width: u32,
+        /// Pixels down.
+        height: u32,
+        /// RGB.
+        rgb: Arc<[u8]>,
+    },
+    /// A latent is in the store.
+    Latent {
+        /// Its description.
+        info: LatentInfo,
+        /// Which picture.
+        picture: u32,
+    },
+    /// The end.
+    Done(Arc<JobReport>),
+    /// The other end.
+    Failed(Error),
+}
+
+/// What a finished job took.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct JobReport {
+    /// Seed of the first picture.
+    pub seed: u64,
+    /// Stages in order.
+    pub stages: Vec<StageReport>,
+    /// Components that were there already.
+    pub resident_already: Vec<String>,
+    /// Approximations that memory forced.
+    pub approximations: Vec<String>,
+    /// From acceptance to the end.
+    pub total: Duration,
+}
+
+/// What one stage took.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StageReport {
+    /// Its name.
+    pub name: &'static str,
+    /// Computing.
+    pub run: Duration,
+    /// Loading and evicting.
+    pub moves: Duration,
+    /// Waiting for memory.
+    pub wait: Duration,
+    /// Highest activation bytes.
+    pub peak_scratch: Bytes,
+    /// Highest bytes of ours.
+    pub peak_bytes: Bytes,
+    /// Predicted activation bytes.
+    pub predicted_scratch: Bytes,
+    /// How it ran.
+    pub chunking: String,
+    /// Taken from a cache.
+    pub cached: bool,
+    /// Which picture.
+    pub picture: u32,
+    /// Where.
+    pub card: String,
+}
+
+/// A latent in the store.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LatentInfo {
+    /// Handle.
+    pub id: String,
+    /// Shape.
+    pub shape: Vec<usize>,
+    /// Identity of its VAE.
+    pub vae_id: String,
+    /// Until it is dropped.
+    pub expires_in: Duration,
+    /// Its bytes.
+    pub bytes: Bytes,
+}
+
+/// A latent with its numbers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Latent {
+    /// Its description.
+    pub info: LatentInfo,
+    /// Its numbers.
+    pub tensor: HostTensor,
+}

@@ -1,0 +1,224 @@
+//! A card as the queue sees it: its worker's generation, its last ledger, the one order that is with it.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use gpu::CardDescription;
+use residency::{Bytes, Component, ComponentId, Ledger, Millis};
+use tokio::time::Instant;
+
+use super::record::Need;
+use super::standing::Wanted;
+use super::{CardPort, CardSlot};
+use crate::job::JobId;
+use crate::library::Entry;
+use crate::messages::{Command, Order, Standing, Ticket};
+
+/// Seconds until a worker that is starting is ready, as long as nobody knows.
+const STARTING_SECONDS: f64 = 3.0;
+
+/// What a card is doing.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Health {
+    Starting,
+    Ready,
+    Restarting { until: Instant },
+}
+
+/// The order that is with a worker.
+pub(super) struct InFlight {
+    pub(super) ticket: Ticket,
+    /// None: pinned components that are brought back.
+    pub(super) job: Option<JobId>,
+    pub(super) need: Need,
+    pub(super) sent: Instant,
+    /// When the worker last said something of it.
+    pub(super) heard: Instant,
+    pub(super) expected_ms: f64,
+    pub(super) cancelled: Option<Instant>,
+}
+
+/// What an answer of a worker is for.
+pub(super) enum Errand {
+    Unload {
+        unload: u64,
+        components: Vec<ComponentId>,
+    },
+    Trim {
+        trim: u64,
+    },
+    Reserve(Wanted),
+    KeepAlive,
+}
+
+pub(super) struct Card {
+    pub(super) description: CardDescription,
+    port: Box<dyn CardPort>,
+    pub(super) health: Health,
+    pub(super) generation: u64,
+    /// Generations up to this one are dead: nothing that they say counts.
+    dead_generation: u64,
+    pub(super) restarts: u32,
+    pub(super) ledger: Arc<Ledger>,
+    ledger_at: Instant,
+    ledger_latest: Millis,
+    /// How many ledgers it has published.
+    pub(super) snapshots: u64,
+    pub(super) in_flight: Option<InFlight>,
+    pub(super) errands: BTreeMap<u64, Errand>,
+    pub(super) errand_since: Option<Instant>,
+    recycled: bool,
+    standing: Standing,
+    /// What was on the card when its worker was lost.
+    pub(super) lost_residents: BTreeSet<ComponentId>,
+    /// Pinned components to bring back.
+    pub(super) restore: VecDeque<(Arc<Entry>, Vec<Component>)>,
+}
+
+impl Card {
+    pub(super) fn new(slot: CardSlot, headroom: Bytes, now: Instant) -> Card {
+        Card {
+            ledger: Arc::new(Ledger::new(slot.description.total, headroom)),
+            description: slot.description,
+            port: slot.port,
+            health: Health::Starting,
+            generation: 0,
+            dead_generation: 0,
+            restarts: 0,
+            ledger_at: now,
+            ledger_latest: Millis(0),
+            snapshots: 0,
+            in_flight: None,
+            errands: BTreeMap::new(),
+            errand_since: None,
+            recycled: false,
+            standing: Standing::default(),
+            lost_residents: BTreeSet::new(),
+            restore: VecDeque::new(),
+        }
+    }
+
+    pub(super) fn is_ready(&self) -> bool {
+        self.health == Health::Ready
+    }
+
+    /// Whether it would take an order at once. While room is made for another program, nothing new may take it.
+    pub(super) fn is_free(&self) -> bool {
+        let making_room = self.errands.values().any(|e| matches!(e, Errand::Reserve(_)));
+        self.is_ready() && self.in_flight.is_none() && !self.recycled && !making_room
+    }
+
+    /// Whether a worker of this generation may speak.
+    pub(super) fn listens_to(&self, generation: u64) -> bool {
+        let current = !self.is_ready() || generation == self.generation;
+        generation > self.dead_generation && current
+    }
+
+    /// Whether a new worker announces itself although the old one's loss was not reported.
+    pub(super) fn is_replaced_by(&self, generation: u64) -> bool {
+        self.is_ready() && generation > self.generation
+    }
+
+    /// A worker is ready: what it has on its books starts from its own snapshots.
+    pub(super) fn ready(&mut self, generation: u64, description: CardDescription) {
+        self.health = Health::Ready;
+        self.generation = generation;
+        self.description = description;
+        self.recycled = false;
+    }
+
+    /// The worker is gone, and all that it had on the card with it.
+    pub(super) fn lost(&mut self, generation: u64, restarts_in: Duration, headroom: Bytes, now: Instant) {
+        self.dead_generation = self.dead_generation.max(generation).max(self.generation);
+        self.health = Health::Restarting {
+            until: now + restarts_in,
+        };
+        self.restarts += 1;
+        self.lost_residents
+            .extend(self.ledger.residents().map(|r| r.component.id.clone()));
+        self.ledger = Arc::new(Ledger::new(self.description.total, headroom));
+        self.snapshots += 1;
+        self.recycled = false;
+        self.errand_since = None;
+        self.restore.clear();
+    }
+
+    pub(super) fn snapshot(&mut self, ledger: Arc<Ledger>, now: Instant) {
+        self.ledger_latest = ledger.residents().map(|r| r.last_used).max().unwrap_or(Millis(0));
+        self.ledger = ledger;
+        self.ledger_at = now;
+        self.snapshots += 1;
+    }
+
+    /// What time it is by the worker's clock, of which the latest use of a component is the latest that is known.
+    pub(super) fn ledger_now(&self, now: Instant) -> Millis {
+        self.ledger_latest
+            .after(now.duration_since(self.ledger_at).as_millis() as u64)
+    }
+
+    pub(super) fn order(&mut self, order: Order, in_flight: InFlight) {
+        self.in_flight = Some(in_flight);
+        self.port.send(Command::Run(Box::new(order)));
+    }
+
+    /// Asks the worker to let go of what runs.
+    pub(super) fn cancel(&mut self, now: Instant) {
+        if let Some(in_flight) = &mut self.in_flight
+            && in_flight.cancelled.is_none()
+        {
+            in_flight.cancelled = Some(now);
+            self.port.send(Command::Cancel(in_flight.ticket));
+        }
+    }
+
+    pub(super) fn errand(&mut self, id: u64, errand: Errand, command: Command, now: Instant) {
+        self.errands.insert(id, errand);
+        self.errand_since = Some(now);
+        self.port.send(command);
+    }
+
+    /// Kills the worker, once.
+    pub(super) fn recycle(&mut self, reason: &str) {
+        if !self.recycled && self.is_ready() {
+            self.recycled = true;
+            tracing::warn!(card = %self.description.id, reason, "the worker is recycled");
+            self.port.recycle(reason);
+        }
+    }
+
+    pub(super) fn is_recycled(&self) -> bool {
+        self.recycled
+    }
+
+    /// Tells the worker what must stay, if that is new to it.
+    pub(super) fn stand(&mut self, standing: Standing, fresh_worker: bool) {
+        if self.is_ready() && (fresh_worker || standing != self.standing) {
+            self.standing = standing.clone();
+            self.port.send(Command::Standing(standing));
+        }
+    }
+
+    pub(super) fn state_name(&self) -> &'static str {
+        match self.health {
+            Health::Starting => "starting",
+            Health::Restarting { .. } => "restarting",
+            Health::Ready if self.in_flight.is_some() => "busy",
+            Health::Ready => "ready",
+        }
+    }
+
+    /// Predicted seconds until it could start something.
+    pub(super) fn busy_seconds(&self, now: Instant) -> f64 {
+        match self.health {
+            Health::Starting => STARTING_SECONDS,
+            Health::Restarting { until } => {
+                STARTING_SECONDS + until.saturating_duration_since(now).as_secs_f64()
+            }
+            Health::Ready => self.in_flight.as_ref().map_or(0.0, |running| {
+                let gone = now.duration_since(running.sent).as_secs_f64();
+                (running.expected_ms / 1000.0 - gone).max(0.0)
+            }),
+        }
+    }
+}

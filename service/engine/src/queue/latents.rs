@@ -1,0 +1,203 @@
+//! Latents that outlive the stage that made them: bounded, each with a time to live that use renews.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use pipelines::{HostTensor, HostType};
+use residency::Bytes;
+use tokio::time::Instant;
+
+use crate::error::Error;
+use crate::job::{Latent, LatentInfo};
+
+/// The store. What is leased (a job needs it) is never dropped.
+pub(super) struct Latents {
+    bound: Bytes,
+    ttl: Duration,
+    kept: BTreeMap<String, Kept>,
+}
+
+struct Kept {
+    tensor: HostTensor,
+    vae_id: String,
+    last_used: Instant,
+    leases: u32,
+    /// Whether it stays when the job that made it is done with it.
+    keep: bool,
+}
+
+impl Latents {
+    pub(super) fn new(bound: Bytes, ttl: Duration) -> Latents {
+        Latents {
+            bound,
+            ttl,
+            kept: BTreeMap::new(),
+        }
+    }
+
+    /// Takes what a job made, under a lease: sampling that was paid for is kept whatever the bound says.
+    pub(super) fn put_leased(
+        &mut self,
+        tensor: HostTensor,
+        vae_id: String,
+        keep: bool,
+        now: Instant,
+    ) -> String {
+        self.make_room(bytes_of(&tensor));
+        self.insert(Kept {
+            tensor,
+            vae_id,
+            last_used: now,
+            leases: 1,
+            keep,
+        })
+    }
+
+    /// Takes what a client brings.
+    pub(super) fn put(
+        &mut self,
+        tensor: HostTensor,
+        vae_id: String,
+        now: Instant,
+    ) -> Result<LatentInfo, Error> {
+        check_numbers(&tensor)?;
+        self.make_room(bytes_of(&tensor));
+        if self.bytes() + bytes_of(&tensor) > self.bound {
+            let problem = format!(
+                "a latent of {} exceeds the store of {}",
+                bytes_of(&tensor),
+                self.bound
+            );
+            return Err(Error::LatentMismatch(problem));
+        }
+        let id = self.insert(Kept {
+            tensor,
+            vae_id,
+            last_used: now,
+            leases: 0,
+            keep: true,
+        });
+        self.info(&id, now)
+    }
+
+    /// Its numbers; that is a use.
+    pub(super) fn get(&mut self, id: &str, now: Instant) -> Result<Latent, Error> {
+        let kept = self
+            .kept
+            .get_mut(id)
+            .ok_or_else(|| Error::LatentNotFound(id.to_owned()))?;
+        kept.last_used = now;
+        let tensor = kept.tensor.clone();
+        Ok(Latent {
+            info: self.info(id, now)?,
+            tensor,
+        })
+    }
+
+    pub(super) fn info(&self, id: &str, now: Instant) -> Result<LatentInfo, Error> {
+        let kept = self
+            .kept
+            .get(id)
+            .ok_or_else(|| Error::LatentNotFound(id.to_owned()))?;
+        Ok(LatentInfo {
+            id: id.to_owned(),
+            shape: kept.tensor.shape.clone(),
+            vae_id: kept.vae_id.clone(),
+            expires_in: (kept.last_used + self.ttl).saturating_duration_since(now),
+            bytes: bytes_of(&kept.tensor),
+        })
+    }
+
+    pub(super) fn lease(&mut self, id: &str, now: Instant) -> Result<(), Error> {
+        let kept = self
+            .kept
+            .get_mut(id)
+            .ok_or_else(|| Error::LatentNotFound(id.to_owned()))?;
+        kept.leases += 1;
+        kept.last_used = now;
+        Ok(())
+    }
+
+    /// Whoever hears of a latent may ask for it: it stays after its job.
+    pub(super) fn keep(&mut self, id: &str) {
+        if let Some(kept) = self.kept.get_mut(id) {
+            kept.keep = true;
+        }
+    }
+
+    /// Ends a lease. A latent that nobody was told of goes with the last one.
+    pub(super) fn release(&mut self, id: &str, now: Instant) {
+        let Some(kept) = self.kept.get_mut(id) else { return };
+        kept.leases = kept.leases.saturating_sub(1);
+        kept.last_used = now;
+        if kept.leases == 0 && !kept.keep {
+            self.kept.remove(id);
+        }
+    }
+
+    /// Drops what nobody used for too long.
+    pub(super) fn expire(&mut self, now: Instant) {
+        let ttl = self.ttl;
+        self.kept
+            .retain(|_, kept| kept.leases > 0 || now < kept.last_used + ttl);
+    }
+
+    pub(super) fn next_expiry(&self) -> Option<Instant> {
+        let idle = self.kept.values().filter(|kept| kept.leases == 0);
+        idle.map(|kept| kept.last_used + self.ttl).min()
+    }
+
+    pub(super) fn leases(&self) -> usize {
+        self.kept.values().map(|kept| kept.leases as usize).sum()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.kept.len()
+    }
+
+    pub(super) fn bytes(&self) -> Bytes {
+        self.kept.values().map(|kept| bytes_of(&kept.tensor)).sum()
+    }
+
+    fn insert(&mut self, kept: Kept) -> String {
+        let id = format!("latent-{}", uuid::Uuid::new_v4().simple());
+        self.kept.insert(id.clone(), kept);
+        id
+    }
+
+    fn make_room(&mut self, wanted: Bytes) {
+        while self.bytes() + wanted > self.bound {
+            let idle = self.kept.iter().filter(|(_, kept)| kept.leases == 0);
+            let Some(oldest) = idle
+                .min_by_key(|(_, kept)| kept.last_used)
+                .map(|(id, _)| id.clone())
+            else {
+                return;
+            };
+            self.kept.remove(&oldest);
+        }
+    }
+}
+
+fn bytes_of(tensor: &HostTensor) -> Bytes {
+    Bytes(tensor.data.len() as u64)
+}
+
+fn check_numbers(tensor: &HostTensor) -> Result<(), Error> {
+    let width = match tensor.dtype {
+        HostType::F32 => 4,
+        HostType::F16 | HostType::Bf16 => 2,
+    };
+    let numbers = tensor
+        .shape
+        .iter()
+        .try_fold(1_usize, |product, side| product.checked_mul(*side));
+    let expected = numbers.and_then(|n| n.checked_mul(width));
+    if tensor.shape.len() != 4 || expected == Some(0) || expected != Some(tensor.data.len()) {
+        let (shape, found) = (&tensor.shape, tensor.data.len());
+        return Err(Error::LatentMismatch(format!(
+            "a latent is [1, channels, height / 8, width / 8]; this one says {shape:?} and has {found} bytes"
+        )));
+    }
+    Ok(())
+}

@@ -1,0 +1,172 @@
+//! What earlier jobs taught: activation peaks, seconds of stages and of loads, and which requests kill workers.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use gpu::CardDescription;
+use pipelines::StagePlan;
+use residency::{Bytes, Component, ComponentId, RunOutcome, ScratchBook, ScratchKey};
+use tokio::time::Instant;
+
+use crate::job::JobId;
+use crate::messages::Completed;
+
+/// Jobs of one model and shape that may end by the death of their workers before others like them are refused.
+const DEADLY_AFTER: usize = 2;
+/// For how long.
+const DEADLY_FOR: Duration = Duration::from_secs(600);
+/// Entries of each table; beyond, it starts afresh.
+const REMEMBERED: usize = 4096;
+
+/// A stage of a model at a shape: (entry key, stage, shape).
+pub(super) type StageKey = (String, &'static str, String);
+
+#[derive(Default)]
+pub(super) struct Learned {
+    scratch: ScratchBook,
+    stage_ms: BTreeMap<StageKey, f64>,
+    load_seconds: BTreeMap<ComponentId, f64>,
+    deadly: BTreeMap<(String, String), Deadly>,
+}
+
+struct Deadly {
+    jobs: BTreeSet<JobId>,
+    last: Instant,
+}
+
+impl Learned {
+    /// Puts learned peaks into a stage's rungs, and learned seconds into its components.
+    pub(super) fn improve(&self, plan: &mut StagePlan, family: &str, card: &CardDescription) {
+        let mut key = scratch_key(family, plan, "", card);
+        for rung in &mut plan.rungs {
+            key.shape = shape_of_rung(&plan.shape, &rung.label);
+            rung.scratch = self.scratch.estimate(&key, rung.scratch);
+        }
+        self.time_loads(&mut plan.components);
+    }
+
+    pub(super) fn time_loads(&self, components: &mut [Component]) {
+        for component in components {
+            if let Some(&seconds) = self.load_seconds.get(&component.id) {
+                component.reload_seconds = seconds;
+            }
+        }
+    }
+
+    pub(super) fn knows_scratch(
+        &self,
+        plan: &StagePlan,
+        rung: &str,
+        family: &str,
+        card: &CardDescription,
+    ) -> bool {
+        self.scratch
+            .peaks(&scratch_key(family, plan, rung, card))
+            .next()
+            .is_some()
+    }
+
+    /// A stage ran to its end.
+    pub(super) fn stage_completed(
+        &mut self,
+        key: StageKey,
+        family: &str,
+        plan: &StagePlan,
+        card: &CardDescription,
+        completed: &Completed,
+    ) {
+        let scratch_key = scratch_key(family, plan, &completed.chunking, card);
+        self.scratch.learn(
+            &scratch_key,
+            completed.peak_scratch,
+            RunOutcome::Succeeded { room: completed.room },
+        );
+        if self.stage_ms.len() >= REMEMBERED && !self.stage_ms.contains_key(&key) {
+            self.stage_ms.clear();
+        }
+        let ms = completed.run_ms as f64;
+        self.stage_ms
+            .entry(key)
+            .and_modify(|known| *known = *known * 0.7 + ms * 0.3)
+            .or_insert(ms);
+    }
+
+    /// A stage ran out of memory: so little room is not enough after all.
+    pub(super) fn out_of_memory(
+        &mut self,
+        family: &str,
+        plan: &StagePlan,
+        card: &CardDescription,
+        room: Bytes,
+    ) {
+        for rung in &plan.rungs {
+            let key = scratch_key(family, plan, &rung.label, card);
+            self.scratch
+                .learn(&key, Bytes::ZERO, RunOutcome::OutOfMemory { room });
+        }
+    }
+
+    pub(super) fn loads_completed(&mut self, loads: &[(ComponentId, f64)]) {
+        for (id, seconds) in loads {
+            if self.load_seconds.len() >= REMEMBERED && !self.load_seconds.contains_key(id) {
+                self.load_seconds.clear();
+            }
+            self.load_seconds.insert(id.clone(), *seconds);
+        }
+    }
+
+    /// Milliseconds that a stage is expected to take, if one like it ran before.
+    pub(super) fn stage_ms(&self, key: &StageKey) -> Option<f64> {
+        self.stage_ms.get(key).copied()
+    }
+
+    /// A job ended because its workers died in a stage of this shape.
+    pub(super) fn died(&mut self, model_key: &str, shape: &str, job: &JobId, now: Instant) {
+        let pair = (model_key.to_owned(), shape.to_owned());
+        let deadly = self.deadly.entry(pair).or_insert_with(|| Deadly {
+            jobs: BTreeSet::new(),
+            last: now,
+        });
+        deadly.jobs.insert(job.clone());
+        deadly.last = now;
+    }
+
+    /// How many jobs have died of it, if they are enough to refuse another.
+    pub(super) fn refuses(&self, model_key: &str, shape: &str) -> Option<u32> {
+        let deadly = self.deadly.get(&(model_key.to_owned(), shape.to_owned()))?;
+        (deadly.jobs.len() >= DEADLY_AFTER).then_some(deadly.jobs.len() as u32)
+    }
+
+    /// An entry was unloaded: it gets another chance.
+    pub(super) fn forgive(&mut self, model_key: Option<&str>) {
+        self.deadly
+            .retain(|(key, _), _| model_key.is_some_and(|forgiven| forgiven != key));
+    }
+
+    pub(super) fn expire(&mut self, now: Instant) {
+        self.deadly.retain(|_, deadly| now < deadly.last + DEADLY_FOR);
+    }
+
+    pub(super) fn next_expiry(&self) -> Option<Instant> {
+        self.deadly.values().map(|deadly| deadly.last + DEADLY_FOR).min()
+    }
+}
+
+fn shape_of_rung(shape: &str, rung: &str) -> String {
+    format!("{shape} {rung}")
+}
+
+fn scratch_key(family: &str, plan: &StagePlan, rung: &str, card: &CardDescription) -> ScratchKey {
+    let capability = card
+        .compute_capability
+        .map(|(major, minor)| format!("{major}.{minor}"));
+    ScratchKey {
+        family: family.to_owned(),
+        stage: plan.kind.name().to_owned(),
+        shape: shape_of_rung(&plan.shape, rung),
+        dtype: card.compute_dtype.clone(),
+        kernels: String::new(), // one set a build
+        build: env!("CARGO_PKG_VERSION").to_owned(),
+        compute_capability: capability.unwrap_or_else(|| "cpu".to_owned()),
+    }
+}

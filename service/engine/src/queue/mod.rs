@@ -1,0 +1,417 @@
+//! The supervisor's half: jobs, waiting room, fair shares, patience, latents, standing claims.
+//!
+//! One actor task owns all of it and takes no lock. Handles ([`Queue`]) send it requests, workers send it signals,
+//! and each turn ends with a look at which job can start where. It plans on the ledgers that workers publish; a
+//! worker plans again and may answer that memory is short after all.
+//!
+//! # The words
+//! *Queued* is behind our own jobs: it is bounded by the deadline and spends no patience. *Waiting* is for memory
+//! that is late or that others have: it is bounded by patience. The *fair order* is that in which jobs would start
+//! if all of them fitted; starting a job out of it *overtakes* those before it, each at most so often.
+
+mod actor;
+mod cards;
+mod dispatch;
+mod ending;
+mod intake;
+mod latents;
+mod learned;
+mod listener;
+mod order;
+mod placing;
+mod planning;
+mod record;
+mod report;
+mod request;
+mod shares;
+mod signals;
+mod standing;
+mod status;
+mod texts;
+mod unload;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use gpu::CardDescription;
+use pipelines::HostTensor;
+use residency::{Bytes, Patience, Policy};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::Instant;
+
+pub use listener::Job;
+pub use report::{
+    CardStatus, Freed, JobInfo, Kept, PlanReport, PlannedStage, ReservationStatus, Reserved, StatusReport,
+    UnloadReport,
+};
+use request::{OpenModels, Reply, Request, Submission};
+
+use crate::error::Error;
+use crate::job::{Generate, JobSpec, JobWork, Latent, LatentInfo};
+use crate::library::{Entry, Library};
+use crate::messages::{Command, Event};
+
+/// How the queue behaves.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Jobs that it takes before it says that it is full.
+    pub max_jobs: usize,
+    /// How often a job may be overtaken.
+    pub overtaking_bound: u32,
+    /// For late and foreign memory, where a job does not say.
+    pub patience: Patience,
+    /// How room is made.
+    pub policy: Policy,
+    /// Bytes of a card that are never planned into.
+    pub headroom: Bytes,
+    /// Bound on cached text encodings.
+    pub text_cache: Bytes,
+    /// Bound on latents.
+    pub latents: Bytes,
+    /// How long a latent is kept after its last use.
+    pub latent_ttl: Duration,
+    /// How many ended jobs are listed.
+    pub ended_kept: usize,
+    /// A worker that says nothing of a running stage for so long is recycled.
+    pub stall_limit: Duration,
+    /// Entries that nobody used for so long leave; none: when their memory is wanted.
+    pub keep_alive: Option<Duration>,
+}
+
+impl Default for Settings {
+    fn default() -> Settings {
+        Settings {
+            max_jobs: 256,
+            overtaking_bound: 3,
+            patience: Patience::default(),
+            policy: Policy::Shared,
+            headroom: Bytes::mib(512),
+            text_cache: Bytes::mib(256),
+            latents: Bytes::mib(512),
+            latent_ttl: Duration::from_secs(600),
+            ended_kept: 100,
+            stall_limit: Duration::from_secs(120),
+            keep_alive: None,
+        }
+    }
+}
+
+/// The way to a card's worker.
+pub trait CardPort: Send + 'static {
+    /// Sends it a command. One that cannot be delivered is lost: [`Signal::Lost`] tells of it.
+    fn send(&mut self, command: Command);
+    /// Kills the worker; [`Signal::Lost`] follows.
+    fn recycle(&mut self, reason: &str);
+}
+
+/// What happens at a card.
+#[derive(Clone, Debug)]
+pub enum Signal {
+    /// Its worker says something.
+    Event(Event),
+    /// Its worker is gone.
+    Lost {
+        /// For people.
+        reason: String,
+        /// Until another is started.
+        restarts_in: Duration,
+    },
+}
+
+/// A signal and whose it is.
+#[derive(Clone, Debug)]
+pub struct CardSignal {
+    /// Index among the slots.
+    pub card: usize,
+    /// Which worker process of that card, counted from 1. What an earlier one says after its loss is ignored.
+    pub generation: u64,
+    /// What happens.
+    pub signal: Signal,
+}
+
+/// A card that the queue may use.
+pub struct CardSlot {
+    /// What it is.
+    pub description: CardDescription,
+    /// The way there.
+    pub port: Box<dyn CardPort>,
+}
+
+/// A handle to the queue. When the last one is dropped the queue ends, and all its jobs with it.
+#[derive(Clone)]
+pub struct Queue {
+    requests: mpsc::UnboundedSender<Request>,
+    status: watch::Receiver<Arc<StatusReport>>,
+    library: Arc<Library>,
+}
+
+impl Queue {
+    /// Starts the actor on the current runtime.
+    pub fn start(
+        settings: Settings,
+        library: Arc<Library>,
+        cards: Vec<CardSlot>,
+        signals: mpsc::UnboundedReceiver<CardSignal>,
+    ) -> Queue {
+        let (requests, received) = mpsc::unbounded_channel();
+        let (published, status) = watch::channel(Arc::new(StatusReport::default()));
+        let own_requests = requests.downgrade();
+        let actor = actor::Actor::new(settings, library.clone(), cards, published, own_requests);
+        tokio::spawn(actor.run(received, signals));
+        Queue {
+            requests,
+            status,
+            library,
+        }
+    }
+
+    /// Puts a job into the queue.
+    ///
+    /// # Errors
+    /// Whatever can be known before it runs: fields that are wrong, a model that cannot be opened, a latent that is
+    /// not there, a queue that is full.
+    pub async fn submit(&self, spec: JobSpec) -> Result<Job, Error> {
+        let submission = self.prepare(spec).await?;
+        self.ask(|reply| Request::Submit { submission, reply }).await?
+    }
+
+    /// Cancels a job: in the queue and in waits at once, else as soon as its worker lets go. False: it had ended.
+    ///
+    /// # Errors
+    /// [`Error::JobNotFound`].
+    pub async fn cancel(&self, id: &str) -> Result<bool, Error> {
+        self.ask(|reply| Request::Cancel {
+            job: id.to_owned(),
+            reply,
+        })
+        .await?
+    }
+
+    /// The jobs there are, oldest first, and on request those that have ended lately, the latest first.
+    pub async fn jobs(&self, include_ended: bool) -> Vec<JobInfo> {
+        self.ask(|reply| Request::Jobs { include_ended, reply })
+            .await
+            .unwrap_or_default()
+    }
+
+    /// What a job would need and do, on a card or (`card` empty) on the one that would be picked.
+    ///
+    /// # Errors
+    /// As [`Queue::submit`], and [`Error::CardNotReady`].
+    pub async fn plan(&self, spec: JobSpec, card: &str) -> Result<PlanReport, Error> {
+        let submission = self.prepare(spec).await?;
+        self.ask(|reply| Request::Plan {
+            submission,
+            card: card.to_owned(),
+            reply,
+        })
+        .await?
+    }
+
+    /// Takes an entry (or everything) off all cards, after the jobs that use it, which `force` cancels. Jobs that are
+    /// submitted meanwhile start after it.
+    ///
+    /// # Errors
+    /// When the model cannot be opened, or a worker fails at it.
+    pub async fn unload(&self, entry: Option<Arc<Entry>>, force: bool) -> Result<UnloadReport, Error> {
+        let entry = match entry {
+            Some(entry) => Some((entry.clone(), self.open(entry).await?)),
+            None => None,
+        };
+        self.ask(|reply| Request::Unload { entry, force, reply }).await?
+    }
+
+    /// Keeps an entry where it is, or will be loaded, until it is unpinned. Returns the keys of all that are pinned.
+    ///
+    /// # Errors
+    /// When the model cannot be opened.
+    pub async fn pin(&self, entry: Arc<Entry>, unpin: bool) -> Result<Vec<String>, Error> {
+        let models = self.open(entry.clone()).await?;
+        self.ask(|reply| Request::Pin {
+            entry,
+            models,
+            unpin,
+            reply,
+        })
+        .await
+    }
+
+    /// Keeps an entry for a client, for a time. The same client asking again renews its hold.
+    ///
+    /// # Errors
+    /// When the model cannot be opened.
+    pub async fn hold(&self, entry: Arc<Entry>, client: String, ttl: Duration) -> Result<String, Error> {
+        let models = self.open(entry.clone()).await?;
+        self.ask(|reply| Request::Hold {
+            entry,
+            models,
+            client,
+            ttl,
+            reply,
+        })
+        .await
+    }
+
+    /// Ends a hold. False: there was none, or it had expired.
+    pub async fn release_hold(&self, id: &str) -> bool {
+        self.ask(|reply| Request::ReleaseHold {
+            id: id.to_owned(),
+            reply,
+        })
+        .await
+        .unwrap_or(false)
+    }
+
+    /// Hands slack of a card (empty: of every card) back to the driver.
+    ///
+    /// # Errors
+    /// [`Error::CardNotReady`].
+    pub async fn trim(&self, card: &str) -> Result<Bytes, Error> {
+        self.ask(|reply| Request::Trim {
+            card: card.to_owned(),
+            reply,
+        })
+        .await?
+    }
+
+    /// Makes room for another program on a card (empty: the one with the most room) and keeps it free for a time.
+    ///
+    /// # Errors
+    /// [`Error::CardNotReady`]; [`Error::MemoryTaken`] when what is idle is not enough.
+    pub async fn reserve(
+        &self,
+        card: &str,
+        bytes: Bytes,
+        ttl: Duration,
+        label: String,
+    ) -> Result<Reserved, Error> {
+        self.ask(|reply| Request::Reserve {
+            card: card.to_owned(),
+            bytes,
+            ttl,
+            label,
+            reply,
+        })
+        .await?
+    }
+
+    /// Ends a reservation. False: there was none, or it had expired.
+    pub async fn release_reservation(&self, id: &str) -> bool {
+        self.ask(|reply| Request::ReleaseReservation {
+            id: id.to_owned(),
+            reply,
+        })
+        .await
+        .unwrap_or(false)
+    }
+
+    /// A latent with its numbers.
+    ///
+    /// # Errors
+    /// [`Error::LatentNotFound`].
+    pub async fn latent(&self, id: &str) -> Result<Latent, Error> {
+        self.ask(|reply| Request::Latent {
+            id: id.to_owned(),
+            reply,
+        })
+        .await?
+    }
+
+    /// Takes a client's latent into the store.
+    ///
+    /// # Errors
+    /// [`Error::LatentMismatch`] when the numbers are not those of a latent of that shape, or the store is too small.
+    pub async fn put_latent(&self, tensor: HostTensor, vae_id: String) -> Result<LatentInfo, Error> {
+        self.ask(|reply| Request::PutLatent {
+            tensor,
+            vae_id,
+            reply,
+        })
+        .await?
+    }
+
+    /// Everything that the queue knows, published as it changes, ten times a second at the most.
+    pub fn status(&self) -> watch::Receiver<Arc<StatusReport>> {
+        self.status.clone()
+    }
+
+    /// Refuses new jobs, waits for those that are there until the deadline, then cancels the rest. Returns when no job
+    /// is left.
+    pub async fn drain(&self, deadline: Instant) {
+        let _ = self.ask(|reply| Request::Drain { deadline, reply }).await; // a queue that has ended is drained
+    }
+
+    /// How many of everything the queue keeps: at rest, nothing but what is meant to stay. For tests.
+    #[doc(hidden)]
+    pub async fn census(&self) -> Vec<(&'static str, usize)> {
+        self.ask(|reply| Request::Census { reply })
+            .await
+            .unwrap_or_default()
+    }
+
+    async fn ask<T>(&self, request: impl FnOnce(Reply<T>) -> Request) -> Result<T, Error> {
+        let (reply, answer) = oneshot::channel();
+        self.requests
+            .send(request(reply))
+            .map_err(|_| Error::ShuttingDown)?;
+        answer.await.map_err(|_| Error::ShuttingDown)
+    }
+
+    /// Opens an entry for every kind of card, away from the async threads: headers are read, small files hashed.
+    async fn open(&self, entry: Arc<Entry>) -> Result<OpenModels, Error> {
+        let cards = self.card_descriptions();
+        let library = self.library.clone();
+        blocking(move || open_for(&library, &entry, &cards)).await
+    }
+
+    async fn prepare(&self, spec: JobSpec) -> Result<Box<Submission>, Error> {
+        let cards = self.card_descriptions();
+        let library = self.library.clone();
+        blocking(move || {
+            let models = open_for(&library, &spec.entry, &cards)?;
+            let Some(any) = models.values().next() else {
+                return Err(Error::CardNotReady("there is no card".into()));
+            };
+            let refused = |problem| Error::Invalid(vec![problem]);
+            let text_key = match &spec.work {
+                JobWork::Generate(Generate { request, .. }) => {
+                    any.model.validate(request).map_err(Error::Invalid)?;
+                    Some(any.model.text_key(request).map_err(refused)?)
+                }
+                JobWork::Encode { .. } | JobWork::Decode { .. } | JobWork::Load { .. } => None,
+            };
+            Ok(Box::new(Submission {
+                spec,
+                models,
+                text_key,
+            }))
+        })
+        .await
+    }
+
+    fn card_descriptions(&self) -> Vec<CardDescription> {
+        self.status
+            .borrow()
+            .cards
+            .iter()
+            .map(|c| c.description.clone())
+            .collect()
+    }
+}
+
+fn open_for(library: &Library, entry: &Entry, cards: &[CardDescription]) -> Result<OpenModels, Error> {
+    let mut models = OpenModels::new();
+    for card in cards {
+        if !models.contains_key(&card.compute_dtype) {
+            models.insert(card.compute_dtype.clone(), library.open(entry, card)?);
+        }
+    }
+    Ok(models)
+}
+
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Error> + Send + 'static,
+) -> Result<T, Error> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.unwrap_or_else(|panic| Err(Error::Internal(format!("opening a model ended: {panic}"))))
+}

@@ -1,0 +1,262 @@
+//! Plans for those who only ask, and for those who are refused: what is short, and what would fit instead.
+
+use pipelines::{ImageRequest, StageKind, StagePlan};
+use residency::{Alternative, Bytes, Fallback, Move, fallbacks};
+use tokio::time::Instant;
+
+use super::actor::Actor;
+use super::placing::Placement;
+use super::record::{JobRecord, Need, Phase};
+use super::report::{PlanReport, PlannedStage};
+use super::request::Submission;
+use crate::admission::{Admission, choose_rung, not_resident_yet};
+use crate::error::{Error, Shortfall};
+use crate::job::{JobId, JobWork};
+
+/// Sides of the same picture in quarters, the closest first.
+const SMALLER: [u32; 3] = [3, 2, 1];
+/// Sides are multiples of this.
+const SIDE: u32 = 16;
+
+impl Actor {
+    /// What a submission would need and do on a card, or on the one that would be picked.
+    pub(super) fn plan_report(
+        &mut self,
+        submission: Submission,
+        card: &str,
+        now: Instant,
+    ) -> Result<PlanReport, Error> {
+        let job = self.record(submission, now)?;
+        let index = self
+            .card_to_plan_on(&job, card, now)
+            .ok_or_else(|| self.not_ready(card))?;
+        let dtype = self.cards[index].description.compute_dtype.clone();
+        let stages: Vec<PlannedStage> = (0..job.steps.len())
+            .filter_map(|step| self.planned_stage(&job, step, index, &dtype, now))
+            .collect();
+        let ahead = (0..job.steps.len()).filter_map(|step| self.need_on(&job, step, index));
+        let first = ahead.take(self.next_step(&job, &dtype) + 1).last();
+        let (ledger, policy) = (&self.cards[index].ledger, self.settings.policy);
+        let seconds = first.map_or(0.0, |need| {
+            let need = need.with_scratch(need.least_scratch());
+            residency::predicted_move_seconds(ledger, &need, policy, self.cards[index].ledger_now(now))
+        });
+        Ok(PlanReport {
+            card: self.cards[index].description.id.clone(),
+            runs_now: stages.iter().all(|stage| stage.verdict == "run"),
+            stages,
+            predicted_move_seconds: if seconds.is_finite() { seconds } else { 0.0 },
+        })
+    }
+
+    fn card_to_plan_on(&self, job: &JobRecord, card: &str, now: Instant) -> Option<usize> {
+        let ready = |index: &usize| self.cards[*index].is_ready();
+        if !card.is_empty() {
+            return self
+                .cards
+                .iter()
+                .position(|c| c.description.id == card)
+                .filter(ready);
+        }
+        match self.place(job, &self.seconds_ahead(now), now) {
+            Placement::Start { card, .. } | Placement::Behind { card } | Placement::Never { card, .. } => {
+                Some(card)
+            }
+            Placement::Held | Placement::Short { .. } | Placement::Nowhere => None,
+        }
+        .filter(ready)
+        .or_else(|| (0..self.cards.len()).find(ready))
+    }
+
+    fn planned_stage(
+        &self,
+        job: &JobRecord,
+        step: usize,
+        card: usize,
+        dtype: &str,
+        now: Instant,
+    ) -> Option<PlannedStage> {
+        let need = self.need_on(job, step, card)?;
+        let (ledger, description) = (&self.cards[card].ledger, &self.cards[card].description);
+        let ledger_now = self.cards[card].ledger_now(now);
+        let admission = choose_rung(
+            ledger,
+            &need.components,
+            &need.rungs,
+            self.settings.policy,
+            ledger_now,
+        );
+        let cached = job.is_at(step, StageKind::EncodeText) && self.has_text(job, dtype);
+        let last = need.rungs.len().saturating_sub(1);
+        let (rung, verdict, moves, capacity): (usize, _, Vec<Move>, _) = match admission {
+            _ if cached => (0, "run", Vec::new(), None),
+            Admission::Run { rung, moves } => (rung, "run", moves, None),
+            Admission::Wait { rung, .. } => (rung, "wait", Vec::new(), Some(ledger.total())),
+            Admission::Never { capacity, .. } => (last, "never", Vec::new(), Some(capacity)),
+        };
+        let chosen = need.rungs.get(rung);
+        let scratch = chosen.map_or(Bytes::ZERO, |rung| rung.scratch);
+        let family = job.models.get(dtype)?.model.family();
+        let label = chosen.map(|rung| rung.label.clone()).unwrap_or_default();
+        let here = |c: &&residency::Component| ledger.is_resident(&c.id);
+        Some(PlannedStage {
+            name: need.name,
+            resident_already: need
+                .components
+                .iter()
+                .filter(here)
+                .map(|c| c.name.clone())
+                .collect(),
+            component_bytes: need.components.iter().map(|c| c.bytes).sum(),
+            scratch,
+            scratch_learned: need
+                .plan
+                .as_ref()
+                .is_some_and(|plan| self.learned.knows_scratch(plan, &label, family, description)),
+            moves,
+            verdict,
+            shortfall: capacity.map(|capacity| Shortfall {
+                capacity,
+                ..self.shortfall(job, card, &need, need.with_scratch(scratch).peak(), now)
+            }),
+            chunking: label,
+            approximate: chosen.is_some_and(|rung| rung.approximate),
+            cached,
+            components: need.components,
+        })
+    }
+
+    /// Ends a job that exceeds every card.
+    pub(super) fn never_fits(
+        &mut self,
+        id: &JobId,
+        card: usize,
+        index: usize,
+        needed: Bytes,
+        capacity: Bytes,
+        now: Instant,
+    ) {
+        let Some(mut job) = self.jobs.remove(id) else {
+            return;
+        };
+        let Some(need) = self.need_on(&job, index, card) else {
+            return;
+        };
+        let shortfall = Shortfall {
+            capacity,
+            ..self.shortfall(&job, card, &need, needed, now)
+        };
+        job.enter(Phase::Queued, now);
+        self.end(job, Err(Error::NeverFits(Box::new(shortfall))), now);
+    }
+
+    /// What was short when patience was over.
+    pub(super) fn shortfall_after_waiting(&self, job: &JobRecord, now: Instant) -> Shortfall {
+        let card = (0..self.cards.len())
+            .find(|&card| self.may_use(job, card))
+            .unwrap_or(0);
+        let waited = job.patience.as_ref().map(|patience| &patience.shortage);
+        let (needed, free, holders) = waited.map_or((Bytes::ZERO, Bytes::ZERO, Vec::new()), |shortage| {
+            (shortage.needed, shortage.usable, shortage.holders.clone())
+        });
+        let stage = job.step().map_or("", |step| step.kind.name()).to_owned();
+        Shortfall {
+            stage,
+            needed,
+            free,
+            capacity: self.cards[card].ledger.total(),
+            holders,
+            fallbacks: self.fallbacks(job, card, now),
+        }
+    }
+
+    /// What a stage is short of on a card as it is now.
+    pub(super) fn shortfall(
+        &self,
+        job: &JobRecord,
+        card: usize,
+        need: &Need,
+        needed: Bytes,
+        now: Instant,
+    ) -> Shortfall {
+        let ledger = &self.cards[card].ledger;
+        let not_there = not_resident_yet(ledger, &need.components, Bytes::ZERO);
+        Shortfall {
+            stage: need.name.to_owned(),
+            needed: needed.max(not_there),
+            free: ledger.usable(),
+            capacity: ledger.total(),
+            holders: ledger.holders(),
+            fallbacks: self.fallbacks(job, card, now),
+        }
+    }
+
+    /// The same request in smaller sizes, as far as they would run on this card.
+    fn fallbacks(&self, job: &JobRecord, card: usize, now: Instant) -> Vec<Fallback> {
+        let request = match &job.work {
+            JobWork::Generate(generate) => &generate.request,
+            JobWork::Encode { request } => request,
+            JobWork::Decode { .. } | JobWork::Load { .. } => return Vec::new(),
+        };
+        let alternatives: Vec<Alternative> = SMALLER
+            .iter()
+            .filter_map(|&quarters| self.alternative(job, request, quarters, card))
+            .collect();
+        let ledger_now = self.cards[card].ledger_now(now);
+        fallbacks(
+            &self.cards[card].ledger,
+            &alternatives,
+            self.settings.policy,
+            ledger_now,
+        )
+    }
+
+    fn alternative(
+        &self,
+        job: &JobRecord,
+        request: &ImageRequest,
+        quarters: u32,
+        card: usize,
+    ) -> Option<Alternative> {
+        let description = &self.cards[card].description;
+        let open = job.models.get(&description.compute_dtype)?;
+        let smaller = |side: u32| side * quarters / 4 / SIDE * SIDE;
+        let (width, height) = (smaller(request.width), smaller(request.height));
+        if width == 0 || height == 0 {
+            return None;
+        }
+        let request = ImageRequest {
+            width,
+            height,
+            ..request.clone()
+        };
+        let plans: Vec<StagePlan> = match &job.work {
+            JobWork::Encode { .. } => vec![open.model.lone_stage(StageKind::EncodeImage, width, height)],
+            JobWork::Generate(_) | JobWork::Decode { .. } | JobWork::Load { .. } => {
+                open.model.validate(&request).ok()?;
+                open.model.stages(&request)
+            }
+        };
+        let wanted = plans
+            .into_iter()
+            .filter(|plan| job.steps.iter().any(|step| step.kind.name() == plan.kind.name()));
+        let stages = wanted.map(|mut plan| {
+            self.learned.improve(&mut plan, open.model.family(), description);
+            for component in &mut plan.components {
+                super::intake::rename(component, &open.components);
+            }
+            let need = Need {
+                name: plan.kind.name(),
+                components: plan.components.clone(),
+                rungs: plan.rungs.clone(),
+                plan: None,
+            };
+            need.with_scratch(need.least_scratch())
+        });
+        Some(Alternative {
+            label: format!("{width}x{height}"),
+            fidelity: quarters,
+            stages: stages.collect(),
+        })
+    }
+}

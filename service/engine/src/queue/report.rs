@@ -1,0 +1,187 @@
+//! What the queue tells those who ask: jobs, plans, unloads, cards.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use gpu::CardDescription;
+use residency::{Bytes, Component, ComponentId, Ledger, Millis, Move};
+
+use crate::error::{Error, Shortfall};
+use crate::job::{JobId, Priority};
+
+/// A job as lists show it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct JobInfo {
+    /// Its name.
+    pub id: JobId,
+    /// Who asked.
+    pub client: String,
+    /// Its share.
+    pub priority: Priority,
+    /// `queued`, `waiting`, `running`, `done`, `failed`, `cancelled`.
+    pub state: &'static str,
+    /// The call: `GenerateImage`, `EncodeImage`, `DecodeLatent`, `Load`.
+    pub kind: &'static str,
+    /// Key of its entry.
+    pub model_key: String,
+    /// Where it runs or ran last; empty: nowhere yet.
+    pub card: String,
+    /// Its stage; empty: none yet.
+    pub stage: &'static str,
+    /// Step within the stage, from 1; 0: none yet.
+    pub step: u32,
+    /// Steps of the stage.
+    pub steps: u32,
+    /// Jobs ahead, while it is queued.
+    pub position: u32,
+    /// Since it was accepted; for a job that has ended, how long it took.
+    pub age: Duration,
+    /// Why it failed.
+    pub error: Option<Error>,
+}
+
+/// What a request would need and do.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlanReport {
+    /// The card that it was planned on.
+    pub card: String,
+    /// Stages in order.
+    pub stages: Vec<PlannedStage>,
+    /// Whether each of them would run now.
+    pub runs_now: bool,
+    /// Seconds of moves before the first step.
+    pub predicted_move_seconds: f64,
+}
+
+/// One stage of a plan.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlannedStage {
+    /// `encode_text`, ..., `load`.
+    pub name: &'static str,
+    /// What must be resident.
+    pub components: Vec<Component>,
+    /// Names of those that are.
+    pub resident_already: Vec<String>,
+    /// Bytes of all of them.
+    pub component_bytes: Bytes,
+    /// Activation bytes of the rung that was chosen.
+    pub scratch: Bytes,
+    /// Whether that figure was measured by earlier jobs.
+    pub scratch_learned: bool,
+    /// What would be moved.
+    pub moves: Vec<Move>,
+    /// `run`, `wait`, `never`.
+    pub verdict: &'static str,
+    /// Set unless the verdict is `run`.
+    pub shortfall: Option<Shortfall>,
+    /// Label of the rung.
+    pub chunking: String,
+    /// Whether that differs from the whole by more than rounding.
+    pub approximate: bool,
+    /// Whether nothing would run, as the result is cached.
+    pub cached: bool,
+}
+
+/// What an unload did.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct UnloadReport {
+    /// What left.
+    pub freed: Vec<Freed>,
+    /// What stayed.
+    pub kept: Vec<Kept>,
+    /// Jobs that `force` cancelled.
+    pub cancelled_jobs: Vec<JobId>,
+}
+
+/// A component that left a card.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Freed {
+    /// Which.
+    pub component: Component,
+    /// From where.
+    pub card: String,
+    /// Bytes that were booked to it.
+    pub booked: Bytes,
+    /// Bytes that the driver shows as free since.
+    pub freed: Bytes,
+}
+
+/// A component that stayed on a card.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Kept {
+    /// Which.
+    pub component: Component,
+    /// Where.
+    pub card: String,
+    /// `shared with KEY`, `pinned`, `held by CLIENT`, `in use`.
+    pub reason: String,
+}
+
+/// Room that was made for another program.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Reserved {
+    /// Its name, for giving it up.
+    pub id: String,
+    /// Where.
+    pub card: String,
+    /// How much.
+    pub bytes: Bytes,
+    /// What left for it.
+    pub evicted: Vec<Freed>,
+}
+
+/// Everything that the queue knows.
+#[derive(Clone, Debug, Default)]
+pub struct StatusReport {
+    /// In the order of configuration.
+    pub cards: Vec<CardStatus>,
+    /// Jobs that have not ended.
+    pub jobs: Vec<JobInfo>,
+    /// Latents in the store.
+    pub latents: usize,
+    /// Their bytes.
+    pub latent_bytes: Bytes,
+    /// Cached text encodings.
+    pub texts: usize,
+    /// Their bytes.
+    pub text_bytes: Bytes,
+    /// Keys of entries that are pinned.
+    pub pinned: Vec<String>,
+    /// Keys of entries that are known to use a component.
+    pub users: Arc<BTreeMap<ComponentId, Vec<String>>>,
+}
+
+/// A card and its worker.
+#[derive(Clone, Debug)]
+pub struct CardStatus {
+    /// What it is.
+    pub description: CardDescription,
+    /// `starting`, `ready`, `busy`, `restarting`.
+    pub state: &'static str,
+    /// Which worker process it is on; 0 before the first is ready.
+    pub generation: u64,
+    /// Workers that were lost.
+    pub restarts: u32,
+    /// Its memory as last published; an empty card while no worker is there.
+    pub ledger: Arc<Ledger>,
+    /// What time it is by the ledger's clock.
+    pub ledger_now: Millis,
+    /// The job that runs.
+    pub job: Option<JobId>,
+    /// Room that is kept for other programs.
+    pub reservations: Vec<ReservationStatus>,
+}
+
+/// Room kept for another program.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ReservationStatus {
+    /// Its name.
+    pub id: String,
+    /// Who wants it.
+    pub label: String,
+    /// How much.
+    pub bytes: Bytes,
+    /// Until it is given up.
+    pub expires_in: Duration,
+}

@@ -1,0 +1,107 @@
+//! What handles ask of the actor.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use pipelines::HostTensor;
+use residency::Bytes;
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use super::listener::Job;
+use super::report::{JobInfo, PlanReport, Reserved, UnloadReport};
+use crate::error::Error;
+use crate::job::{JobId, JobSpec, Latent, LatentInfo};
+use crate::library::{Entry, OpenModel};
+
+/// An entry as every kind of card would hold it, by compute dtype.
+pub(super) type OpenModels = BTreeMap<String, OpenModel>;
+
+/// Where an answer goes.
+pub(super) type Reply<T> = oneshot::Sender<T>;
+
+/// A specification with its model opened and its request validated, outside the actor: that reads files.
+pub(super) struct Submission {
+    pub(super) spec: JobSpec,
+    pub(super) models: OpenModels,
+    /// Of the prompt, without the encoders' identities.
+    pub(super) text_key: Option<String>,
+}
+
+pub(super) enum Request {
+    Submit {
+        submission: Box<Submission>,
+        reply: Reply<Result<Job, Error>>,
+    },
+    Left {
+        job: JobId,
+        listener: u64,
+    },
+    Cancel {
+        job: String,
+        reply: Reply<Result<bool, Error>>,
+    },
+    Jobs {
+        include_ended: bool,
+        reply: Reply<Vec<JobInfo>>,
+    },
+    Plan {
+        submission: Box<Submission>,
+        card: String,
+        reply: Reply<Result<PlanReport, Error>>,
+    },
+    Unload {
+        entry: Option<(Arc<Entry>, OpenModels)>,
+        force: bool,
+        reply: Reply<Result<UnloadReport, Error>>,
+    },
+    Pin {
+        entry: Arc<Entry>,
+        models: OpenModels,
+        unpin: bool,
+        reply: Reply<Vec<String>>,
+    },
+    Hold {
+        entry: Arc<Entry>,
+        models: OpenModels,
+        client: String,
+        ttl: Duration,
+        reply: Reply<String>,
+    },
+    ReleaseHold {
+        id: String,
+        reply: Reply<bool>,
+    },
+    Trim {
+        card: String,
+        reply: Reply<Result<Bytes, Error>>,
+    },
+    Reserve {
+        card: String,
+        bytes: Bytes,
+        ttl: Duration,
+        label: String,
+        reply: Reply<Result<Reserved, Error>>,
+    },
+    ReleaseReservation {
+        id: String,
+        reply: Reply<bool>,
+    },
+    Latent {
+        id: String,
+        reply: Reply<Result<Latent, Error>>,
+    },
+    PutLatent {
+        tensor: HostTensor,
+        vae_id: String,
+        reply: Reply<Result<LatentInfo, Error>>,
+    },
+    Census {
+        reply: Reply<Vec<(&'static str, usize)>>,
+    },
+    Drain {
+        deadline: Instant,
+        reply: Reply<()>,
+    },
+}

@@ -1,0 +1,366 @@
+//! What must stay on cards, and what must stay free: pins, holds, reservations, each with an end that is kept here.
+//! Workers are told in full whenever it changes, and when they are new.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use residency::{Bytes, Component, ComponentId};
+use tokio::time::Instant;
+
+use super::actor::Actor;
+use super::cards::Errand;
+use super::report::{Freed, ReservationStatus, Reserved};
+use super::request::{OpenModels, Reply};
+use crate::error::{Error, Shortfall};
+use crate::library::Entry;
+use crate::messages::{Answer, Command, Standing};
+
+/// All claims, and the entries that are known.
+#[derive(Default)]
+pub(super) struct Claims {
+    entries: BTreeMap<String, Known>,
+    pins: BTreeSet<String>,
+    holds: BTreeMap<String, Hold>,
+    reservations: BTreeMap<String, Reservation>,
+}
+
+/// An entry that has components on cards, or a claim to.
+pub(super) struct Known {
+    pub(super) entry: Arc<Entry>,
+    /// Components by compute dtype.
+    components: BTreeMap<String, Vec<Component>>,
+    pub(super) last_used: Instant,
+}
+
+struct Hold {
+    client: String,
+    key: String,
+    until: Instant,
+}
+
+struct Reservation {
+    card: usize,
+    label: String,
+    bytes: Bytes,
+    until: Instant,
+}
+
+impl Known {
+    pub(super) fn components(&self, dtype: &str) -> &[Component] {
+        self.components.get(dtype).map_or(&[], Vec::as_slice)
+    }
+
+    pub(super) fn ids(&self) -> impl Iterator<Item = &ComponentId> {
+        self.components.values().flatten().map(|c| &c.id)
+    }
+
+    pub(super) fn names(&self, id: &ComponentId) -> bool {
+        self.ids().any(|own| own == id)
+    }
+}
+
+impl Claims {
+    /// An entry is named by a request.
+    pub(super) fn learn(&mut self, entry: &Arc<Entry>, models: &OpenModels, now: Instant) {
+        let components = models
+            .iter()
+            .map(|(dtype, open)| (dtype.clone(), open.components.clone()));
+        let known = Known {
+            entry: entry.clone(),
+            components: components.collect(),
+            last_used: now,
+        };
+        self.entries.insert(entry.key.clone(), known);
+    }
+
+    pub(super) fn used(&mut self, key: &str, now: Instant) {
+        if let Some(known) = self.entries.get_mut(key) {
+            known.last_used = now;
+        }
+    }
+
+    pub(super) fn known(&self) -> impl Iterator<Item = (&String, &Known)> {
+        self.entries.iter()
+    }
+
+    pub(super) fn get(&self, key: &str) -> Option<&Known> {
+        self.entries.get(key)
+    }
+
+    /// Forgets entries that nothing speaks for any more.
+    pub(super) fn forget(&mut self, speaks_for: impl Fn(&str, &Known) -> bool) {
+        let (pins, holds) = (&self.pins, &self.holds);
+        let claimed = |key: &String| pins.contains(key) || holds.values().any(|hold| hold.key == *key);
+        self.entries
+            .retain(|key, known| claimed(key) || speaks_for(key, known));
+    }
+
+    pub(super) fn pinned(&self) -> Vec<String> {
+        self.pins.iter().cloned().collect()
+    }
+
+    pub(super) fn is_pinned(&self, key: &str) -> bool {
+        self.pins.contains(key)
+    }
+
+    /// The client that holds an entry, if any does.
+    pub(super) fn holder(&self, key: &str) -> Option<&str> {
+        self.holds
+            .values()
+            .find(|hold| hold.key == key)
+            .map(|hold| hold.client.as_str())
+    }
+
+    /// Ends what has run out; true if anything has.
+    pub(super) fn expire(&mut self, now: Instant) -> bool {
+        let before = self.holds.len() + self.reservations.len();
+        self.holds.retain(|_, hold| now < hold.until);
+        self.reservations.retain(|_, reservation| now < reservation.until);
+        before != self.holds.len() + self.reservations.len()
+    }
+
+    pub(super) fn next_expiry(&self) -> Option<Instant> {
+        let holds = self.holds.values().map(|hold| hold.until);
+        holds
+            .chain(self.reservations.values().map(|reservation| reservation.until))
+            .min()
+    }
+
+    pub(super) fn reservations(&self, card: usize, now: Instant) -> Vec<ReservationStatus> {
+        let of_card = self
+            .reservations
+            .iter()
+            .filter(|(_, reservation)| reservation.card == card);
+        of_card
+            .map(|(id, reservation)| ReservationStatus {
+                id: id.clone(),
+                label: reservation.label.clone(),
+                bytes: reservation.bytes,
+                expires_in: reservation.until.saturating_duration_since(now),
+            })
+            .collect()
+    }
+
+    /// What the worker of a card must keep.
+    fn standing(&self, card: usize, dtype: &str) -> Standing {
+        let ids = |key: &String| -> Vec<ComponentId> {
+            let known = self.entries.get(key);
+            known
+                .map_or(&[][..], |known| known.components(dtype))
+                .iter()
+                .map(|c| c.id.clone())
+                .collect()
+        };
+        let pins: BTreeSet<ComponentId> = self.pins.iter().flat_map(ids).collect();
+        let reservations = self
+            .reservations
+            .iter()
+            .filter(|(_, reservation)| reservation.card == card);
+        Standing {
+            pins: pins.into_iter().collect(),
+            holds: self
+                .holds
+                .iter()
+                .map(|(id, hold)| (id.clone(), ids(&hold.key)))
+                .collect(),
+            reservations: reservations
+                .map(|(id, r)| (id.clone(), r.label.clone(), r.bytes))
+                .collect(),
+        }
+    }
+}
+
+impl Actor {
+    pub(super) fn pin(
+        &mut self,
+        entry: &Arc<Entry>,
+        models: &OpenModels,
+        unpin: bool,
+        now: Instant,
+    ) -> Vec<String> {
+        let models = self.refreshed(entry, models);
+        self.claims.learn(entry, &models, now);
+        if unpin {
+            self.claims.pins.remove(&entry.key);
+        } else {
+            self.claims.pins.insert(entry.key.clone());
+        }
+        self.claims_changed(now);
+        self.claims.pinned()
+    }
+
+    pub(super) fn hold(
+        &mut self,
+        entry: &Arc<Entry>,
+        models: &OpenModels,
+        client: String,
+        ttl: Duration,
+        now: Instant,
+    ) -> String {
+        let models = self.refreshed(entry, models);
+        self.claims.learn(entry, &models, now);
+        let mut same = self.claims.holds.iter_mut();
+        let renewed = same.find(|(_, hold)| hold.client == client && hold.key == entry.key);
+        if let Some((id, hold)) = renewed {
+            hold.until = now + ttl;
+            return id.clone();
+        }
+        let id = format!("hold-{}", uuid::Uuid::new_v4().simple());
+        self.claims.holds.insert(
+            id.clone(),
+            Hold {
+                client,
+                key: entry.key.clone(),
+                until: now + ttl,
+            },
+        );
+        self.claims_changed(now);
+        id
+    }
+
+    pub(super) fn release_hold(&mut self, id: &str, now: Instant) -> bool {
+        let released = self.claims.holds.remove(id).is_some();
+        self.claims_changed(now);
+        released
+    }
+
+    pub(super) fn release_reservation(&mut self, id: &str, now: Instant) -> bool {
+        let released = self.claims.reservations.remove(id).is_some();
+        self.claims_changed(now);
+        released
+    }
+
+    /// Tells the workers whom it concerns.
+    pub(super) fn claims_changed(&mut self, _now: Instant) {
+        for index in 0..self.cards.len() {
+            self.stand(index, false);
+        }
+        self.replan = true;
+        self.dirty = true;
+    }
+
+    /// Tells one worker what must stay, and brings a fresh one's pinned components back.
+    pub(super) fn stand(&mut self, index: usize, fresh_worker: bool) {
+        let dtype = self.cards[index].description.compute_dtype.clone();
+        let standing = self.claims.standing(index, &dtype);
+        let card = &mut self.cards[index];
+        card.stand(standing, fresh_worker);
+        if !fresh_worker {
+            return;
+        }
+        let lost = std::mem::take(&mut card.lost_residents);
+        for known in self
+            .claims
+            .pins
+            .iter()
+            .filter_map(|key| self.claims.entries.get(key))
+        {
+            let back = known.components(&dtype).iter().filter(|c| lost.contains(&c.id));
+            let back: Vec<Component> = back.cloned().collect();
+            if !back.is_empty() {
+                card.restore.push_back((known.entry.clone(), back));
+            }
+        }
+    }
+
+    pub(super) fn reserve(
+        &mut self,
+        card: &str,
+        bytes: Bytes,
+        ttl: Duration,
+        label: String,
+        reply: Reply<Result<Reserved, Error>>,
+        now: Instant,
+    ) {
+        let room =
+            |index: usize| self.cards[index].ledger.total() - self.cards[index].ledger.accounts().foreign;
+        let ready = (0..self.cards.len()).filter(|&index| self.cards[index].is_ready());
+        let wanted = ready.filter(|&index| card.is_empty() || self.cards[index].description.id == card);
+        let Some(index) = wanted.max_by_key(|&index| room(index)) else {
+            let _ = reply.send(Err(self.not_ready(card)));
+            return;
+        };
+        let id = self.number();
+        let errand = Errand::Reserve(Wanted {
+            label,
+            bytes,
+            ttl,
+            reply,
+        });
+        self.cards[index].errand(id, errand, Command::MakeRoom { id, bytes }, now);
+    }
+
+    /// The worker has made room, or as much as it could. Until now nothing was sent that could have taken it.
+    pub(super) fn room_made(&mut self, index: usize, wanted: Wanted, answer: Answer, now: Instant) {
+        let Wanted {
+            label,
+            bytes,
+            ttl,
+            reply,
+        } = wanted;
+        let card = self.cards[index].description.id.clone();
+        let result = match answer {
+            Answer::Unloaded { freed, short, .. } if short == Bytes::ZERO => {
+                let id = format!("reservation-{}", uuid::Uuid::new_v4().simple());
+                let reservation = Reservation {
+                    card: index,
+                    label,
+                    bytes,
+                    until: now + ttl,
+                };
+                self.claims.reservations.insert(id.clone(), reservation);
+                let evicted = freed.into_iter().map(|(component, unloaded)| Freed {
+                    component,
+                    card: card.clone(),
+                    booked: unloaded.booked,
+                    freed: unloaded.freed,
+                });
+                Ok(Reserved {
+                    id,
+                    bytes,
+                    evicted: evicted.collect(),
+                    card: card.clone(),
+                })
+            }
+            Answer::Unloaded { short, .. } => {
+                let ledger = &self.cards[index].ledger;
+                Err(Error::MemoryTaken(Box::new(Shortfall {
+                    stage: "reserve".into(),
+                    needed: bytes,
+                    free: bytes - short,
+                    capacity: ledger.total(),
+                    holders: ledger.holders(),
+                    fallbacks: Vec::new(),
+                })))
+            }
+            Answer::Trimmed(_) => Err(Error::Internal(
+                "a worker trimmed when it was to make room".into(),
+            )),
+            Answer::Failed(problem) => Err(Error::Internal(problem)),
+        };
+        if let Err(Ok(unwanted)) = reply.send(result) {
+            self.claims.reservations.remove(&unwanted.id); // whoever asked has left
+        }
+        self.claims_changed(now);
+    }
+
+    pub(super) fn not_ready(&self, card: &str) -> Error {
+        if card.is_empty() || self.cards.iter().any(|c| c.description.id == card) {
+            let states = self
+                .cards
+                .iter()
+                .map(|c| format!("{} is {}", c.description.id, c.state_name()));
+            return Error::CardNotReady(states.collect::<Vec<_>>().join(", "));
+        }
+        Error::CardNotReady(format!("there is no card {card}"))
+    }
+}
+
+/// A reservation that is being made.
+pub(super) struct Wanted {
+    pub(super) label: String,
+    pub(super) bytes: Bytes,
+    pub(super) ttl: Duration,
+    pub(super) reply: Reply<Result<Reserved, Error>>,
+}

@@ -1,0 +1,297 @@
+//! What is asked of a card beside running something.
+
+use engine::messages::*;
+use pipelines::StageKind::{Decode, Denoise, EncodeText};
+use residency::*;
+
+use crate::support::*;
+
+fn id(text: &str) -> ComponentId {
+    ComponentId::new(text)
+}
+
+fn names(list: &[(Component, gpu::Unloaded)]) -> Vec<&str> {
+    list.iter()
+        .map(|(component, _)| component.name.as_str())
+        .collect()
+}
+
+/// A bench of 200 MiB with all four components of a model (170 MiB) on it.
+fn full_bench(folder: &tempfile::TempDir) -> (Bench, std::path::PathBuf) {
+    let path = write_model(folder.path(), "m", "");
+    let mut bench = bench("200MiB");
+    let order = bench.load(&path, &["transformer", "text_encoder", "text_encoder_2", "vae"]);
+    bench.completed(order);
+    (bench, path)
+}
+
+#[test]
+fn standing_claims_are_replaced_in_full() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut bench, _) = full_bench(&folder);
+    bench.handle(Command::Standing(Standing {
+        pins: vec![id("instant:m-vae"), id("instant:later")],
+        holds: vec![
+            ("h".into(), vec![id("instant:m-transformer")]),
+            ("i".into(), vec![id("instant:m-vae")]),
+        ],
+        reservations: vec![("r".into(), "blender".into(), Bytes::mib(10))],
+    }));
+    let ledger = bench.card.ledger();
+    assert!(ledger.resident(&id("instant:m-vae")).unwrap().pinned);
+    assert_eq!(ledger.resident(&id("instant:m-transformer")).unwrap().held, 1);
+    assert_eq!(
+        ledger.pins().count(),
+        2,
+        "what is not there yet is pinned when it comes"
+    );
+    assert_eq!(ledger.usable(), Bytes::mib(20));
+
+    bench.handle(Command::Standing(Standing {
+        pins: vec![id("instant:m-transformer")],
+        holds: vec![("h".into(), vec![id("instant:m-text_encoder")])],
+        reservations: vec![("s".into(), "krita".into(), Bytes::mib(5))],
+    }));
+    let ledger = bench.card.ledger();
+    let vae = ledger.resident(&id("instant:m-vae")).unwrap();
+    assert!(!vae.pinned && vae.held == 0);
+    let transformer = ledger.resident(&id("instant:m-transformer")).unwrap();
+    assert!(transformer.pinned && transformer.held == 0);
+    assert_eq!(ledger.resident(&id("instant:m-text_encoder")).unwrap().held, 1);
+    assert_eq!(ledger.usable(), Bytes::mib(25));
+
+    bench.handle(Command::Standing(Standing::default()));
+    assert!(bench.card.ledger().residents().all(Resident::is_idle));
+    assert_eq!(bench.card.ledger().usable(), Bytes::mib(30));
+}
+
+#[test]
+fn what_is_said_again_does_not_count_twice() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut bench, _) = full_bench(&folder);
+    let standing = Standing {
+        pins: vec![],
+        holds: vec![("h".into(), vec![id("instant:m-vae")])],
+        reservations: vec![("r".into(), "blender".into(), Bytes::mib(20))],
+    };
+    bench.handle(Command::Standing(standing.clone()));
+    bench.world.hold("blender", Some(41), Bytes::mib(15));
+    bench.tick_after(250);
+    assert_eq!(
+        bench.card.ledger().usable(),
+        Bytes::mib(10),
+        "5 of the 20 are still to be taken"
+    );
+    bench.handle(Command::Standing(standing));
+    assert_eq!(bench.card.ledger().usable(), Bytes::mib(10));
+    assert_eq!(
+        bench.card.ledger().resident(&id("instant:m-vae")).unwrap().held,
+        1
+    );
+}
+
+#[test]
+fn an_unload_says_what_left_to_the_byte_and_why_the_rest_stayed() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut bench, _) = full_bench(&folder);
+    bench.handle(Command::Standing(Standing {
+        pins: vec![id("instant:m-vae")],
+        holds: vec![("h".into(), vec![id("instant:m-text_encoder")])],
+        reservations: vec![],
+    }));
+    let all = [
+        "m-transformer",
+        "m-text_encoder",
+        "m-text_encoder_2",
+        "m-vae",
+        "m-vae",
+        "unknown",
+    ];
+    let components = all.iter().map(|name| id(&format!("instant:{name}"))).collect();
+    let Answer::Unloaded { freed, kept, short } = bench.answer(Command::Unload { id: 9, components }) else {
+        panic!("no answer to an unload")
+    };
+    assert_eq!(names(&freed), ["text_encoder_2", "transformer"]);
+    assert!(
+        freed
+            .iter()
+            .all(|(c, u)| u.booked == c.bytes && u.freed == c.bytes)
+    );
+    let kept: Vec<(&str, &str)> = kept
+        .iter()
+        .map(|(c, why)| (c.name.as_str(), why.as_str()))
+        .collect();
+    assert_eq!(kept, [("text_encoder", "held"), ("vae", "pinned")]);
+    assert_eq!(short, Bytes::ZERO);
+    assert_eq!(bench.card.ledger().accounts().free, Bytes::mib(170));
+}
+
+#[test]
+fn room_is_made_with_what_is_idle() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut bench, _) = full_bench(&folder);
+    let Answer::Unloaded { freed, kept, short } = bench.answer(Command::MakeRoom {
+        id: 1,
+        bytes: Bytes::mib(60),
+    }) else {
+        panic!("no answer")
+    };
+    assert_eq!(short, Bytes::ZERO);
+    assert!(kept.is_empty() && !freed.is_empty());
+    assert!(bench.card.ledger().accounts().free >= Bytes::mib(60));
+}
+
+#[test]
+fn room_that_cannot_be_had_in_full_is_made_as_far_as_it_goes() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut bench, _) = full_bench(&folder);
+    let Answer::Unloaded { freed, short, .. } = bench.answer(Command::MakeRoom {
+        id: 2,
+        bytes: Bytes::mib(500),
+    }) else {
+        panic!("no answer")
+    };
+    assert!(
+        freed.is_empty(),
+        "nothing leaves for what the card can never give"
+    );
+    assert_eq!(short, Bytes::mib(470));
+
+    bench.handle(Command::Standing(Standing {
+        holds: vec![("h".into(), vec![id("instant:m-transformer")])],
+        ..Standing::default()
+    }));
+    let Answer::Unloaded { freed, kept, short } = bench.answer(Command::MakeRoom {
+        id: 1,
+        bytes: Bytes::mib(150),
+    }) else {
+        panic!("no answer")
+    };
+    assert_eq!(freed.len(), 3);
+    assert_eq!(
+        kept.iter().map(|(c, why)| (&*c.name, &**why)).collect::<Vec<_>>(),
+        [("transformer", "held")]
+    );
+    assert_eq!(short, Bytes::mib(50));
+}
+
+#[test]
+fn room_counts_what_the_driver_calls_free() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write_model(folder.path(), "m", "");
+    let mut bench = bench("200MiB,slack=keep");
+    bench.run_stage(&path, Decode);
+    assert_eq!(bench.card.ledger().accounts().slack, Bytes::mib(64));
+    let Answer::Unloaded { freed, short, .. } = bench.answer(Command::MakeRoom {
+        id: 1,
+        bytes: Bytes::mib(190),
+    }) else {
+        panic!("no answer")
+    };
+    assert!(freed.is_empty(), "slack was enough");
+    assert_eq!(short, Bytes::ZERO);
+    assert_eq!(bench.card.ledger().accounts().free, Bytes::mib(190));
+}
+
+#[test]
+fn a_pinned_component_makes_a_stage_wait_or_never_run_but_never_leaves() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut bench, _) = full_bench(&folder);
+    let other = write_model(folder.path(), "other", "");
+    bench.handle(Command::Standing(Standing {
+        pins: vec![id("instant:m-transformer")],
+        ..Standing::default()
+    }));
+    assert!(matches!(bench.run_stage(&other, Denoise), Outcome::Never { .. }));
+    bench.handle(Command::Standing(Standing {
+        holds: vec![("h".into(), vec![id("instant:m-transformer")])],
+        ..Standing::default()
+    }));
+    let Outcome::Wait(shortage) = bench.run_stage(&other, Denoise) else {
+        panic!("it waits for the hold")
+    };
+    assert_eq!(shortage.cause, WaitCause::Leases);
+    assert_eq!(bench.resident().len(), 4);
+}
+
+#[test]
+fn a_trim_says_what_it_gave_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write_model(folder.path(), "m", "");
+    let mut bench = bench("200MiB,slack=keep");
+    bench.run_stage(&path, Decode);
+    assert_eq!(
+        bench.answer(Command::Trim { id: 1 }),
+        Answer::Trimmed(Bytes::mib(64))
+    );
+    assert_eq!(
+        bench.answer(Command::Trim { id: 2 }),
+        Answer::Trimmed(Bytes::ZERO)
+    );
+}
+
+#[test]
+fn the_janitor_trims_an_idle_card_and_only_that() {
+    let mut bench = bench("64GiB,slack=keep");
+    bench.run_stage(&sample("flux-full"), Decode);
+    assert_eq!(bench.card.ledger().accounts().slack, Bytes::gib(3));
+    bench.tick_after(1900);
+    assert!(
+        !bench.calls().contains(&"trim".to_owned()),
+        "not idle for long enough"
+    );
+    bench.run_stage(&sample("flux-full"), Decode);
+    bench.tick_after(1900);
+    assert!(
+        !bench.calls().contains(&"trim".to_owned()),
+        "the stage made it busy again"
+    );
+    bench.tick_after(100);
+    assert_eq!(bench.card.ledger().accounts().slack, Bytes::ZERO);
+    for _ in 0..10 {
+        bench.tick_after(2000);
+    }
+    assert_eq!(
+        bench.calls().iter().filter(|c| *c == "trim").count(),
+        1,
+        "nothing to trim, nothing trimmed"
+    );
+    assert_eq!(bench.resident(), ["instant:flux-vae"], "components stay");
+}
+
+#[test]
+fn an_idle_card_unloads_what_nobody_used_where_it_is_told_to() {
+    let settings = engine::card::Settings {
+        unload_after: Some(std::time::Duration::from_secs(60)),
+        ..engine::card::Settings::default()
+    };
+    let mut bench = bench_with("64GiB", settings);
+    bench.run_stage(&sample("flux-full"), EncodeText);
+    bench.tick_after(59_000);
+    assert_eq!(bench.resident().len(), 2);
+    bench.tick_after(2_000);
+    assert_eq!(bench.resident().len(), 0);
+}
+
+#[test]
+fn what_others_change_is_published_once_and_within_a_poll() {
+    let mut bench = bench("64GiB");
+    bench.card.announce(&mut bench.link);
+    assert!(matches!(bench.link.events[0], Event::Ready { .. }));
+    let before = bench.link.events.len();
+    bench.world.hold("blender", Some(41), Bytes::gib(8));
+    bench.tick_after(100);
+    assert_eq!(bench.link.events.len(), before, "not yet");
+    bench.tick_after(150);
+    let Some(Event::Snapshot(ledger)) = bench.link.events.last() else {
+        panic!("no snapshot")
+    };
+    assert_eq!(ledger.accounts().foreign, Bytes::gib(8));
+    let published = bench.link.events.len();
+    bench.tick_after(250);
+    assert_eq!(
+        bench.link.events.len(),
+        published,
+        "nothing changed, nothing is said"
+    );
+}

@@ -1,0 +1,66 @@
+//! What a simulated card's settings say must go wrong.
+
+use engine::card::Flow;
+use engine::messages::*;
+use pipelines::StageKind::{Decode, Denoise};
+use residency::Bytes;
+
+use crate::support::*;
+
+#[test]
+fn a_card_that_dies_leaves_the_order_without_an_answer() {
+    for (place, kind) in [("denoise", Denoise), ("load", Decode)] {
+        let mut bench = bench(&format!("32GiB,die-at={place}:1"));
+        let order = bench.stage(&sample("flux-full"), kind);
+        let flow = bench.card.handle(Command::Run(Box::new(order)), &mut bench.link);
+        assert!(matches!(flow, Flow::Lost(_)));
+        assert_eq!(*bench.faults.0.borrow(), [format!("die {place}")]);
+        assert!(
+            !bench
+                .link
+                .events
+                .iter()
+                .any(|e| matches!(e, Event::Finished { .. }))
+        );
+    }
+}
+
+#[test]
+fn a_card_that_hangs_and_is_let_go_goes_on() {
+    let mut bench = bench("32GiB,hang-at=decode:2");
+    for _ in 0..3 {
+        assert!(matches!(
+            bench.run_stage(&sample("flux-full"), Decode),
+            Outcome::Completed(_)
+        ));
+    }
+    assert_eq!(*bench.faults.0.borrow(), ["hang decode"]);
+}
+
+#[test]
+fn a_card_that_is_lost_in_a_stage_or_a_load_says_so() {
+    for place in ["denoise", "load"] {
+        let mut bench = bench(&format!("32GiB,lose-at={place}:1"));
+        let order = bench.stage(&sample("flux-full"), Denoise);
+        let flow = bench.card.handle(Command::Run(Box::new(order)), &mut bench.link);
+        assert!(matches!(flow, Flow::Lost(_)), "{flow:?}");
+        assert!(
+            !bench
+                .link
+                .events
+                .iter()
+                .any(|e| matches!(e, Event::Finished { .. }))
+        );
+        bench.clock.advance_ms(250);
+        assert!(matches!(bench.card.tick(&mut bench.link), Flow::Lost(_)));
+        assert!(matches!(
+            bench.card.handle(Command::Trim { id: 1 }, &mut bench.link),
+            Flow::Lost(_)
+        ));
+        let room = Command::MakeRoom {
+            id: 2,
+            bytes: Bytes(1),
+        };
+        assert!(matches!(bench.card.handle(room, &mut bench.link), Flow::Lost(_)));
+    }
+}

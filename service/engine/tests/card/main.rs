@@ -1,0 +1,10 @@
+//! The worker's half on a simulated card, with models that exist in a file only.
+#![allow(clippy::unwrap_used)] // In helpers too, which clippy.toml's exception for tests passes over.
+
+mod claims;
+mod faults;
+mod moves;
+mod schedules;
+mod stages;
+mod support;
+mod thread;

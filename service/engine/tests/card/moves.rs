@@ -1,0 +1,410 @@
+//! Making room: which moves, in which order, and what is left when one fails.
+
+use engine::messages::*;
+use pipelines::StageKind::{Decode, Denoise, EncodeText};
+use residency::*;
+
+use crate::support::*;
+
+const FULL: &str = "instant:flux-full-transformer";
+const CLIP: &str = "instant:clip-l";
+const T5: &str = "instant:t5-xxl";
+const VAE: &str = "instant:flux-vae";
+
+#[test]
+fn a_stage_finds_its_components_resident_and_a_second_one_moves_nothing() {
+    let mut bench = bench("48GiB");
+    let order = bench.stage(&sample("flux-full"), EncodeText);
+    let completed = bench.completed(order);
+    assert_eq!(completed.resident_already, Vec::<String>::new());
+    assert_eq!(completed.load_seconds.len(), 2);
+    assert_eq!(completed.chunking, "whole");
+    assert_eq!(completed.predicted_scratch, completed.peak_scratch);
+    assert_eq!(bench.resident(), [CLIP, T5]);
+
+    let calls = bench.calls();
+    let order = bench.stage(&sample("flux-full"), EncodeText);
+    let completed = bench.completed(order);
+    assert_eq!(completed.resident_already, ["text_encoder", "text_encoder_2"]);
+    assert_eq!(bench.calls(), calls, "nothing was moved");
+}
+
+#[test]
+fn under_pressure_evictions_come_before_loads_and_each_is_announced_before_it_is_made() {
+    let mut bench = bench("32GiB");
+    bench.run_stage(&sample("flux-full"), EncodeText);
+    let before = bench.progress().len();
+    bench.run_stage(&sample("flux-full"), Denoise);
+    assert_eq!(bench.resident(), [CLIP, FULL]);
+    let expected = [
+        format!("load {CLIP}"),
+        format!("load {T5}"),
+        format!("unload {T5}"),
+        format!("load {FULL}"),
+    ];
+    assert_eq!(bench.calls(), expected);
+    let said: Vec<String> = bench.progress()[before..]
+        .iter()
+        .map(|p| match p {
+            Progress::Evicting(c) => format!("evicting {}", c.name),
+            Progress::Loading { component, done } if *done == component.bytes => {
+                format!("loaded {}", component.name)
+            }
+            Progress::Loading { component, .. } => format!("loading {}", component.name),
+            Progress::Started { chunking } => format!("started {chunking}"),
+            Progress::Step { n, of } => format!("{n}/{of}"),
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    let expected = [
+        "evicting text_encoder_2",
+        "loading transformer",
+        "loaded transformer",
+        "started whole",
+        "1/4",
+        "2/4",
+        "3/4",
+        "4/4",
+    ];
+    assert_eq!(said, expected);
+}
+
+#[test]
+fn a_snapshot_shows_each_move_while_it_is_made_and_the_lease_of_the_stage() {
+    let mut bench = bench("32GiB");
+    bench.run_stage(&sample("flux-full"), EncodeText);
+    bench.link.events.clear();
+    bench.run_stage(&sample("flux-full"), Denoise);
+    let mut shown: Vec<String> = Vec::new();
+    for event in &bench.link.events {
+        let Event::Snapshot(ledger) = event else { continue };
+        let state = |r: &Resident| match (r.state, r.leases) {
+            (ResidentState::Loading, _) => Some(format!("loading {}", r.component.name)),
+            (ResidentState::Evicting, _) => Some(format!("evicting {}", r.component.name)),
+            (ResidentState::Resident, 0) => None,
+            (ResidentState::Resident, _) => Some(format!("in use {}", r.component.name)),
+        };
+        shown.extend(ledger.residents().filter_map(state));
+    }
+    assert_eq!(
+        shown,
+        [
+            "evicting text_encoder_2",
+            "loading transformer",
+            "in use transformer"
+        ]
+    );
+    assert!(
+        matches!(bench.link.events[bench.link.events.len() - 2], Event::Snapshot(_)),
+        "then the end"
+    );
+}
+
+#[test]
+fn a_whole_picture_swaps_between_two_models_and_shares_what_is_the_same() {
+    let mut bench = bench("34GiB");
+    for name in ["flux-full", "flux-other", "flux-full"] {
+        for kind in [EncodeText, Denoise, Decode] {
+            let outcome = bench.run_stage(&sample(name), kind);
+            assert!(
+                matches!(outcome, Outcome::Completed(_)),
+                "{name} {kind:?}: {outcome:?}"
+            );
+        }
+    }
+    let loads = |what: &str| {
+        bench
+            .calls()
+            .iter()
+            .filter(|c| **c == format!("load {what}"))
+            .count()
+    };
+    assert_eq!(loads(VAE), 1, "the VAE that both share was loaded once");
+    assert_eq!(loads(CLIP), 1);
+}
+
+#[test]
+fn exclusive_leaves_one_large_component_and_no_slack() {
+    let mut bench = bench("48GiB,slack=keep");
+    bench.run_stage(&sample("flux-full"), EncodeText);
+    let mut order = bench.stage(&sample("flux-full"), Denoise);
+    order.policy = Policy::Exclusive;
+    bench.completed(order);
+    assert_eq!(bench.resident(), [CLIP, FULL]);
+    assert!(bench.calls().contains(&"trim".to_owned()));
+}
+
+#[test]
+fn reports_on_a_load_are_the_first_the_last_and_one_each_fifty_milliseconds() {
+    let mut bench = bench("32GiB,speed=1GiB/s");
+    let order = bench.load(&sample("flux-full"), &["text_encoder_2"]);
+    let completed = bench.completed(order);
+    let (_, seconds) = &completed.load_seconds[0];
+    assert!((8.8..9.0).contains(seconds), "{seconds} s");
+    assert!((8800..9000).contains(&completed.move_ms));
+    let done: Vec<u64> = bench
+        .progress()
+        .iter()
+        .map(|p| match p {
+            Progress::Loading { done, .. } => done.0,
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert_eq!(done[0], 0);
+    assert_eq!(*done.last().unwrap(), (8.9 * 1024.0) as u64 * MIB);
+    assert!(done.is_sorted());
+    // One each 32 MiB would be 31 ms apart: every second one is passed over.
+    assert!((140..180).contains(&done.len()), "{} reports", done.len());
+}
+
+#[test]
+fn a_plain_load_brings_components_in_and_runs_nothing() {
+    let mut bench = bench("32GiB");
+    let order = bench.load(&sample("flux-full"), &["vae", "text_encoder"]);
+    let completed = bench.completed(order);
+    assert_eq!(completed.output, None);
+    assert_eq!(completed.chunking, "");
+    assert_eq!(bench.resident(), [CLIP, VAE]);
+    assert!(
+        !bench
+            .progress()
+            .iter()
+            .any(|p| matches!(p, Progress::Started { .. }))
+    );
+}
+
+#[test]
+fn what_others_hold_is_waited_for_without_a_move() {
+    let mut bench = bench("32GiB");
+    bench.run_stage(&sample("flux-full"), EncodeText);
+    let calls = bench.calls();
+    bench.world.hold("blender", Some(41), Bytes::gib(20));
+    let Outcome::Wait(shortage) = bench.run_stage(&sample("flux-full"), Denoise) else {
+        panic!("it waits")
+    };
+    assert_eq!(shortage.cause, WaitCause::Foreign);
+    assert_eq!(
+        shortage.holders[0],
+        Holder {
+            name: "blender".into(),
+            pid: Some(41),
+            bytes: Bytes::gib(20)
+        }
+    );
+    let peak = Bytes((22.2 * 1024.0) as u64 * MIB) + Bytes::mib(1536);
+    assert_eq!(shortage.needed, peak);
+    assert_eq!(bench.calls(), calls, "no move was made");
+    assert_eq!(bench.resident(), [CLIP, T5]);
+
+    bench.world.hold("blender", None, Bytes::ZERO);
+    assert!(matches!(
+        bench.run_stage(&sample("flux-full"), Denoise),
+        Outcome::Completed(_)
+    ));
+}
+
+#[test]
+fn what_exceeds_the_card_is_never_run_and_nothing_leaves_for_it() {
+    let mut bench = bench("32GiB,context=1GiB");
+    bench.run_stage(&sample("flux-full"), EncodeText);
+    let calls = bench.calls();
+    let outcome = bench.run_stage(&sample("huge"), Denoise);
+    let (needed, capacity) = (Bytes::gib(40) + Bytes::mib(1536), Bytes::gib(31));
+    assert_eq!(outcome, Outcome::Never { needed, capacity });
+    let mut order = bench.stage(&sample("huge"), Denoise);
+    order.allow_low_memory = true;
+    assert!(
+        matches!(bench.run(order), Outcome::Never { .. }),
+        "weights that exceed the card are no low memory"
+    );
+    assert_eq!(bench.calls(), calls);
+}
+
+#[test]
+fn low_memory_is_admitted_where_it_was_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    // In truth the decode takes half of what is predicted.
+    let model = write_model(
+        folder.path(),
+        "frugal",
+        &format!(r#","real_scratch":{{"decode":{}}}"#, 32 * MIB),
+    );
+    let mut bench = bench("50MiB");
+    let mut order = bench.stage(&model, Decode);
+    if let Work::Stage(work) = &mut order.work {
+        work.plan.rungs.truncate(1);
+    }
+    let mut again = order.clone();
+    assert!(matches!(bench.run(order), Outcome::Never { .. }));
+    again.allow_low_memory = true;
+    again.ticket = Ticket(77);
+    let completed = bench.completed(again);
+    assert_eq!(completed.predicted_scratch, Bytes::mib(64));
+    assert_eq!(completed.peak_scratch, Bytes::mib(32));
+    assert_eq!(completed.room, Bytes::mib(40));
+}
+
+#[test]
+fn a_load_that_is_cancelled_leaves_nothing_and_finished_evictions_stand() {
+    let mut bench = bench("32GiB");
+    bench.run_stage(&sample("flux-full"), EncodeText);
+    let order = bench.stage(&sample("flux-full"), Denoise);
+    bench.link.cancel_in.set(Some(20));
+    assert_eq!(bench.run(order), Outcome::Cancelled);
+    bench.link.cancel_in.set(None);
+    assert_eq!(bench.resident(), [CLIP]);
+    assert!(
+        bench
+            .progress()
+            .iter()
+            .any(|p| matches!(p, Progress::Loading { .. }))
+    );
+    assert!(matches!(
+        bench.run_stage(&sample("flux-full"), Denoise),
+        Outcome::Completed(_)
+    ));
+}
+
+#[test]
+fn what_is_cancelled_before_it_starts_moves_nothing() {
+    let mut bench = bench("32GiB");
+    let order = bench.stage(&sample("flux-full"), EncodeText);
+    bench.link.cancel_in.set(Some(0));
+    assert_eq!(bench.run(order), Outcome::Cancelled);
+    assert_eq!(bench.calls(), Vec::<String>::new());
+}
+
+#[test]
+fn a_load_that_fails_leaves_nothing_and_works_the_next_time() {
+    let mut bench = bench("32GiB,fail-load=2:io,fail-load=3:damaged");
+    let Outcome::Failed(Failure::Model { message }) = bench.run_stage(&sample("flux-full"), EncodeText)
+    else {
+        panic!("the second load fails")
+    };
+    assert!(message.contains("cannot read"), "{message}");
+    assert_eq!(bench.resident(), [CLIP], "what was loaded before it stands");
+    let outcome = bench.run_stage(&sample("flux-full"), EncodeText);
+    assert!(matches!(outcome, Outcome::Failed(Failure::Model { message }) if message.contains("damaged")));
+    assert!(matches!(
+        bench.run_stage(&sample("flux-full"), EncodeText),
+        Outcome::Completed(_)
+    ));
+}
+
+#[test]
+fn a_load_that_runs_out_of_memory_is_planned_again() {
+    let mut bench = bench("32GiB,fail-load=1");
+    let order = bench.stage(&sample("flux-full"), EncodeText);
+    let completed = bench.completed(order);
+    assert_eq!(completed.load_seconds.len(), 2);
+}
+
+#[test]
+fn a_card_that_never_has_what_it_says_ends_in_out_of_memory() {
+    let every: String = (1..20).map(|n| format!(",fail-load={n}")).collect();
+    let mut bench = bench(&format!("32GiB{every}"));
+    let outcome = bench.run_stage(&sample("flux-full"), EncodeText);
+    assert!(matches!(outcome, Outcome::Failed(Failure::OutOfMemory { stage, .. }) if stage == "encode_text"));
+    assert_eq!(bench.resident(), Vec::<String>::new());
+}
+
+#[test]
+fn bytes_that_come_back_late_are_waited_for() {
+    let mut bench = bench("31500MiB,lag=200ms");
+    let order = bench.load(&sample("flux-full"), &["text_encoder", "text_encoder_2"]);
+    bench.completed(order);
+    let Outcome::Wait(shortage) = bench.run_stage(&sample("flux-full"), Denoise) else {
+        panic!("they are late")
+    };
+    assert_eq!(shortage.cause, WaitCause::LateEviction);
+    assert_eq!(
+        bench.resident(),
+        [CLIP],
+        "the eviction stands, the load had no room"
+    );
+    assert_eq!(
+        bench.card.rest().as_millis(),
+        25,
+        "late bytes are looked for more often"
+    );
+
+    let published = bench.link.events.len();
+    bench.tick_after(100);
+    assert_eq!(
+        bench.link.events.len(),
+        published,
+        "nothing changed, nothing is said"
+    );
+    bench.tick_after(100);
+    assert_eq!(bench.card.ledger().late(), Bytes::ZERO);
+    assert!(
+        matches!(bench.link.events.last(), Some(Event::Snapshot(_))),
+        "whoever waits is told"
+    );
+    assert!(matches!(
+        bench.run_stage(&sample("flux-full"), Denoise),
+        Outcome::Completed(_)
+    ));
+}
+
+#[test]
+fn a_load_that_has_room_does_not_wait_for_late_bytes() {
+    let mut bench = bench("32GiB,lag=200ms");
+    let order = bench.load(&sample("flux-full"), &["text_encoder", "text_encoder_2"]);
+    bench.completed(order);
+    let outcome = bench.run_stage(&sample("flux-full"), Denoise);
+    assert!(
+        matches!(outcome, Outcome::Wait(s) if s.cause == WaitCause::LateEviction && s.needed < Bytes::gib(2))
+    );
+    assert_eq!(
+        bench.resident(),
+        [CLIP, FULL],
+        "only the activations have to wait"
+    );
+    bench.tick_after(200);
+    let order = bench.stage(&sample("flux-full"), Denoise);
+    assert_eq!(bench.completed(order).resident_already, ["transformer"]);
+}
+
+#[test]
+fn low_memory_waits_for_late_bytes_where_weights_have_no_room_without_them() {
+    let mut bench = bench("31500MiB,lag=200ms");
+    let order = bench.load(&sample("flux-full"), &["text_encoder", "text_encoder_2"]);
+    bench.completed(order);
+    let mut order = bench.stage(&sample("flux-full"), Denoise);
+    order.allow_low_memory = true;
+    assert!(matches!(bench.run(order), Outcome::Wait(s) if s.cause == WaitCause::LateEviction));
+}
+
+#[test]
+fn models_that_are_missing_damaged_or_changed_fail_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write_model(folder.path(), "m", "");
+    let mut bench = bench("1GiB");
+    let order = bench.stage(&path, Decode);
+    let retried = |n: u64| Order {
+        ticket: Ticket(100 + n),
+        ..order.clone()
+    };
+
+    std::fs::write(&path, "{").unwrap();
+    let outcome = bench.run(retried(1));
+    assert!(matches!(outcome, Outcome::Failed(Failure::Model { message }) if message.contains("damaged")));
+
+    write_model(folder.path(), "m", "");
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replace(&(10 * MIB).to_string(), "12345678")).unwrap();
+    let outcome = bench.run(retried(2));
+    assert!(
+        matches!(outcome, Outcome::Failed(Failure::Model { message }) if message.contains("has changed"))
+    );
+
+    write_model(folder.path(), "m", "");
+    assert!(matches!(bench.run(retried(3)), Outcome::Completed(_)));
+
+    std::fs::remove_file(&path).unwrap();
+    assert!(matches!(
+        bench.run(retried(4)),
+        Outcome::Failed(Failure::Model { .. })
+    ));
+}

@@ -1,0 +1,284 @@
+//! Running a stage: progress, previews, and what happens when it fails.
+
+use engine::messages::*;
+use pipelines::StageKind::{Decode, Denoise, EncodeText};
+use pipelines::{HostTensor, StageOutput};
+use residency::*;
+
+use crate::support::*;
+
+fn retries(bench: &Bench) -> usize {
+    bench
+        .progress()
+        .iter()
+        .filter(|p| matches!(p, Progress::Retrying { .. }))
+        .count()
+}
+
+#[test]
+fn a_picture_follows_from_prompt_and_seed() {
+    let mut bench = bench("1GiB");
+    let folder = tempfile::tempdir().unwrap();
+    let path = write_model(folder.path(), "m", "");
+    let mut paint = |prompt: &str, seed: u64| {
+        let mut request = request(&*bench.open(&path));
+        (request.prompt, request.seed) = (prompt.into(), seed);
+        let order = bench.stage_of(&path, EncodeText, request.clone());
+        let Some(StageOutput::Text(text)) = bench.completed(order).output else {
+            panic!("no text")
+        };
+        let mut order = bench.stage_of(&path, Denoise, request.clone());
+        if let Work::Stage(work) = &mut order.work {
+            work.input.text = Some(text);
+        }
+        let Some(StageOutput::Latent(latent)) = bench.completed(order).output else {
+            panic!("no latent")
+        };
+        let mut order = bench.stage_of(&path, Decode, request);
+        if let Work::Stage(work) = &mut order.work {
+            work.input.latent = Some(latent);
+        }
+        let Some(StageOutput::Picture {
+            width: 64,
+            height: 64,
+            rgb,
+        }) = bench.completed(order).output
+        else {
+            panic!("no picture")
+        };
+        assert_eq!(rgb.len(), 64 * 64 * 3);
+        rgb
+    };
+    let first = paint("a red cube", 1);
+    assert_eq!(first, paint("a red cube", 1));
+    assert_ne!(first, paint("a red cube", 2));
+    assert_ne!(first, paint("a blue cube", 1));
+}
+
+#[test]
+fn out_of_memory_is_tried_once_more_and_then_in_smaller_pieces() {
+    let folder = tempfile::tempdir().unwrap();
+    // Predicted 64 whole and 32 in strips; in truth 160 and 80: only strips fit into 110.
+    let greedy = write_model(
+        folder.path(),
+        "greedy",
+        &format!(r#","real_scratch":{{"decode":{}}}"#, 160 * MIB),
+    );
+    let mut bench = bench("120MiB");
+    let order = bench.stage(&greedy, Decode);
+    let completed = bench.completed(order);
+    assert_eq!(completed.chunking, "strips of 16");
+    assert!(!completed.approximate);
+    assert_eq!(completed.predicted_scratch, Bytes::mib(32));
+    assert_eq!(completed.peak_scratch, Bytes::mib(80));
+    assert_eq!(completed.peak_bytes, Bytes::mib(90));
+    let messages: Vec<String> = bench
+        .progress()
+        .into_iter()
+        .filter_map(|p| match p {
+            Progress::Retrying { reason, message } => {
+                assert_eq!(reason, "OUT_OF_MEMORY");
+                Some(message)
+            }
+            _ => None,
+        })
+        .collect();
+    assert_eq!(messages.len(), 2, "{messages:?}");
+    assert!(messages[0].contains("trying once more") && messages[1].contains("trying strips of 16"));
+}
+
+#[test]
+fn a_smaller_piece_that_is_not_predicted_to_need_less_is_not_tried() {
+    let folder = tempfile::tempdir().unwrap();
+    let greedy = write_model(
+        folder.path(),
+        "greedy",
+        &format!(r#","real_scratch":{{"decode":{}}}"#, 160 * MIB),
+    );
+    let mut bench = bench("120MiB");
+    let mut order = bench.stage(&greedy, Decode);
+    if let Work::Stage(work) = &mut order.work {
+        work.plan.rungs[1].scratch = work.plan.rungs[0].scratch;
+    }
+    assert_eq!(bench.completed(order).chunking, "tiles of 64");
+}
+
+#[test]
+fn the_end_of_the_ladder_is_a_failure_that_names_who_holds_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let glutton = write_model(
+        folder.path(),
+        "glutton",
+        &format!(r#","real_scratch":{{"decode":{}}}"#, 4096 * MIB),
+    );
+    let mut bench = bench("200MiB");
+    bench.world.hold("blender", Some(41), Bytes::mib(50));
+    let Outcome::Failed(Failure::OutOfMemory {
+        stage,
+        needed,
+        usable,
+        holders,
+    }) = bench.run_stage(&glutton, Decode)
+    else {
+        panic!("it cannot fit")
+    };
+    assert_eq!(stage, "decode");
+    assert_eq!(needed, Bytes::mib(10 + 16), "the last rung's peak");
+    assert_eq!(usable, Bytes::mib(140));
+    assert_eq!(holders[0].name, "blender");
+    assert_eq!(retries(&bench), 3, "the same again, strips, tiles");
+    assert_eq!(bench.resident(), ["instant:glutton-vae"]);
+}
+
+#[test]
+fn denoising_is_tried_once_more_and_no_more() {
+    let folder = tempfile::tempdir().unwrap();
+    let greedy = write_model(
+        folder.path(),
+        "greedy",
+        &format!(r#","real_scratch":{{"denoise":{}}}"#, 4096 * MIB),
+    );
+    let mut bench = bench("200MiB");
+    let outcome = bench.run_stage(&greedy, Denoise);
+    assert!(matches!(outcome, Outcome::Failed(Failure::OutOfMemory { stage, .. }) if stage == "denoise"));
+    assert_eq!(retries(&bench), 1);
+}
+
+#[test]
+fn slack_that_stands_in_the_way_is_handed_back_before_a_stage_is_tried_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write_model(folder.path(), "m", "");
+    let other = write_model(folder.path(), "n", "");
+    // Decode leaves 64 MiB of slack, which components cannot have without a trim.
+    let mut bench = bench("180MiB,slack=keep");
+    assert!(matches!(bench.run_stage(&path, Decode), Outcome::Completed(_)));
+    assert_eq!(bench.card.ledger().accounts().slack, Bytes::mib(64));
+    let outcome = bench.run_stage(&other, Denoise);
+    assert!(matches!(outcome, Outcome::Completed(_)), "{outcome:?}");
+}
+
+#[test]
+fn a_smaller_piece_is_better_than_an_eviction() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write_model(folder.path(), "m", "");
+    let mut bench = bench("150MiB");
+    let order = bench.load(&path, &["transformer"]);
+    bench.run(order);
+    let order = bench.stage(&path, Decode);
+    let completed = bench.completed(order);
+    assert_eq!(completed.chunking, "strips of 16");
+    assert_eq!(bench.resident().len(), 2, "the transformer stays");
+}
+
+#[test]
+fn a_panic_ends_the_stage_and_nothing_else() {
+    let folder = tempfile::tempdir().unwrap();
+    let faulty = write_model(folder.path(), "faulty", r#","panic_at":"denoise""#);
+    let mut bench = bench("1GiB");
+    let Outcome::Failed(Failure::Internal(message)) = bench.run_stage(&faulty, Denoise) else {
+        panic!("it panics")
+    };
+    assert!(message.contains("panicked"), "{message}");
+    assert!(
+        matches!(bench.run_stage(&faulty, Decode), Outcome::Completed(_)),
+        "the card goes on"
+    );
+    bench.unload_all();
+    assert_eq!(
+        bench.resident(),
+        Vec::<String>::new(),
+        "no tensor was left behind"
+    );
+}
+
+#[test]
+fn numbers_that_are_not_finite_name_the_component_and_the_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let faulty = write_model(folder.path(), "faulty", r#","not_finite_at_step":3"#);
+    let mut bench = bench("1GiB");
+    let outcome = bench.run_stage(&faulty, Denoise);
+    let expected = Failure::NotFinite {
+        component: "transformer".into(),
+        step: 3,
+    };
+    assert_eq!(outcome, Outcome::Failed(expected));
+    assert_eq!(retries(&bench), 0);
+}
+
+#[test]
+fn input_that_does_not_fit_is_refused() {
+    let mut bench = bench("1GiB");
+    let mut order = bench.stage(&sample("small"), Decode);
+    if let Work::Stage(work) = &mut order.work {
+        let odd = HostTensor {
+            dtype: pipelines::HostType::F32,
+            shape: vec![1, 2],
+            data: vec![0; 8].into(),
+        };
+        work.input.latent = Some(odd);
+    }
+    assert!(matches!(bench.run(order), Outcome::Failed(Failure::BadInput(_))));
+    let mut order = bench.stage(&sample("small"), Decode);
+    if let Work::Stage(work) = &mut order.work {
+        work.plan.rungs.clear();
+    }
+    assert!(matches!(bench.run(order), Outcome::Failed(Failure::BadInput(_))));
+}
+
+#[test]
+fn a_stage_is_cancelled_between_steps() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write_model(folder.path(), "m", "");
+    let mut bench = bench("1GiB");
+    bench.run_stage(&path, Denoise);
+    let order = bench.stage(&path, Denoise);
+    let steps = |bench: &Bench| {
+        bench
+            .progress()
+            .iter()
+            .filter(|p| matches!(p, Progress::Step { .. }))
+            .count()
+    };
+    let before = steps(&bench);
+    // Before it starts, before the stage, before its first, second and third step.
+    bench.link.cancel_in.set(Some(5));
+    assert_eq!(bench.run(order), Outcome::Cancelled);
+    assert_eq!(steps(&bench) - before, 2);
+    assert_eq!(bench.resident().len(), 1);
+}
+
+#[test]
+fn previews_come_no_more_often_than_they_were_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write_model(folder.path(), "m", "");
+    let mut bench = bench("1GiB");
+    let previews = |bench: &mut Bench, interval: u32| {
+        let mut wanted = request(&*bench.open(&path));
+        (wanted.preview, wanted.steps) = (true, 10);
+        let mut order = bench.stage_of(&path, Denoise, wanted);
+        if let Work::Stage(work) = &mut order.work {
+            work.preview_interval_ms = interval;
+        }
+        let before = bench.progress().len();
+        bench.completed(order);
+        let all = bench.progress()[before..].to_vec();
+        let steps = all.iter().filter_map(|p| match p {
+            Progress::Preview {
+                step,
+                width: 8,
+                height: 8,
+                rgb,
+            } if rgb.len() == 192 => Some(*step),
+            _ => None,
+        });
+        steps.collect::<Vec<u32>>()
+    };
+    assert_eq!(previews(&mut bench, 0), Vec::<u32>::new());
+    // The clock stands still: after the first, none is due.
+    assert_eq!(previews(&mut bench, 100), [1]);
+    assert_eq!(
+        bench.resident(),
+        ["instant:m-transformer", "instant:m-vae"],
+        "the decoder is resident beside it"
+    );
+}

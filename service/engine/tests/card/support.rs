@@ -1,0 +1,444 @@
+//! A card under test: a simulated one, a clock that stands still, and a listener that remembers and checks.
+
+use std::cell::{Cell, RefCell};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use candle_core::{DType, Device};
+use engine::card::{Card, Clock, Faults, Flow, Link, Settings};
+use engine::messages::*;
+use gpu::*;
+use pipelines::*;
+use residency::*;
+
+pub(crate) const MIB: u64 = 1 << 20;
+
+/// The lead's clock for the card, over the simulated card's.
+pub(crate) struct TestClock(pub(crate) ManualClock);
+
+impl Clock for TestClock {
+    fn now(&self) -> Millis {
+        Millis(self.0.now_ms())
+    }
+}
+
+/// What the simulated card itself knows, past everything that is told to the ledger.
+#[derive(Default)]
+pub(crate) struct Seen {
+    pub(crate) accounts: SimulatedAccounts,
+    /// `load vae`, `unload vae`, `trim`, in order.
+    pub(crate) calls: Vec<String>,
+}
+
+/// The simulated card, watched.
+struct Probe {
+    card: SimulatedCard,
+    seen: Rc<RefCell<Seen>>,
+}
+
+impl Probe {
+    fn saw(&self, call: impl Into<String>) {
+        let mut seen = self.seen.borrow_mut();
+        seen.accounts = self.card.accounts();
+        let call = call.into();
+        if !call.is_empty() {
+            seen.calls.push(call);
+        }
+    }
+}
+
+impl Gpu for Probe {
+    fn describe(&self) -> &CardDescription {
+        self.card.describe()
+    }
+    fn device(&self) -> &Device {
+        self.card.device()
+    }
+    fn compute_dtype(&self) -> DType {
+        self.card.compute_dtype()
+    }
+    fn memory(&mut self) -> Result<DriverTruth, GpuError> {
+        let truth = self.card.memory();
+        self.saw("");
+        truth
+    }
+    fn load(
+        &mut self,
+        component: &Component,
+        plan: &LoadPlan,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+    ) -> Result<(), LoadError> {
+        let result = self.card.load(component, plan, progress);
+        self.saw(format!("load {}", component.id));
+        result
+    }
+    fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError> {
+        self.card.tensors(id)
+    }
+    fn unload(&mut self, id: &ComponentId) -> Result<Unloaded, GpuError> {
+        let result = self.card.unload(id);
+        self.saw(format!("unload {id}"));
+        result
+    }
+    fn trim(&mut self) -> Result<Bytes, GpuError> {
+        let result = self.card.trim();
+        self.saw("trim");
+        result
+    }
+    fn begin_stage(&mut self) {
+        self.card.begin_stage();
+    }
+    fn stage_peak(&mut self) -> Bytes {
+        self.card.stage_peak()
+    }
+    fn fault_at(&mut self, place: &str) -> Option<FaultAction> {
+        self.card.fault_at(place)
+    }
+}
+
+/// Remembers every event, and checks what must hold in each.
+#[derive(Default)]
+pub(crate) struct Recorder {
+    pub(crate) events: Vec<Event>,
+    /// After so many more questions whether an attempt is cancelled, it is.
+    pub(crate) cancel_in: Cell<Option<u32>>,
+}
+
+impl Link for Recorder {
+    fn emit(&mut self, event: Event) {
+        if let Event::Snapshot(ledger) = &event {
+            assert_eq!(
+                ledger.accounts().sum(),
+                ledger.total(),
+                "bytes are conserved in {ledger:#?}"
+            );
+            let last = self.events.iter().rev().find_map(|e| match e {
+                Event::Snapshot(ledger) => Some(ledger),
+                _ => None,
+            });
+            assert_ne!(last, Some(ledger), "the same snapshot twice");
+            let leaves_in_use = |r: &Resident| r.state == ResidentState::Evicting && r.leases > 0;
+            assert!(
+                !ledger.residents().any(leaves_in_use),
+                "nothing leaves that a stage runs on"
+            );
+        }
+        self.events.push(event);
+    }
+
+    fn cancelled(&self, _ticket: Ticket) -> bool {
+        let left = self.cancel_in.get();
+        self.cancel_in.set(left.map(|n| n.saturating_sub(1)));
+        left == Some(0)
+    }
+}
+
+/// Faults that are remembered, and nothing else.
+#[derive(Clone, Default)]
+pub(crate) struct RememberedFaults(pub(crate) Rc<RefCell<Vec<String>>>);
+
+impl Faults for RememberedFaults {
+    fn die(&self, place: &str) {
+        self.0.borrow_mut().push(format!("die {place}"));
+    }
+    fn hang(&self, place: &str) {
+        self.0.borrow_mut().push(format!("hang {place}"));
+    }
+}
+
+/// Everything that a test needs.
+pub(crate) struct Bench {
+    pub(crate) card: Card,
+    pub(crate) link: Recorder,
+    pub(crate) clock: ManualClock,
+    pub(crate) world: SimulatedWorld,
+    pub(crate) seen: Rc<RefCell<Seen>>,
+    pub(crate) faults: RememberedFaults,
+    catalogue: Catalogue,
+    tickets: u64,
+}
+
+pub(crate) fn catalogue() -> Catalogue {
+    Catalogue::new(vec![Box::new(pipelines::instant::Instant)])
+}
+
+/// A bench with a card like `32GiB,lag=200ms`, headroom 0.
+pub(crate) fn bench(card: &str) -> Bench {
+    bench_with(
+        card,
+        Settings {
+            headroom: Bytes::ZERO,
+            ..Settings::default()
+        },
+    )
+}
+
+pub(crate) fn bench_with(card: &str, settings: Settings) -> Bench {
+    let clock = ManualClock::default();
+    let world = SimulatedWorld::new();
+    let simulated: SimulatedSettings = card.parse().unwrap();
+    let simulated = SimulatedCard::new(simulated, 1, world.clone(), Arc::new(clock.clone()));
+    let seen = Rc::new(RefCell::new(Seen::default()));
+    let faults = RememberedFaults::default();
+    let probe = Probe {
+        card: simulated,
+        seen: Rc::clone(&seen),
+    };
+    let card = Card::new(
+        Box::new(probe),
+        catalogue(),
+        settings,
+        Box::new(TestClock(clock.clone())),
+    )
+    .unwrap();
+    let card = card.with_faults(Box::new(faults.clone()));
+    Bench {
+        card,
+        link: Recorder::default(),
+        clock,
+        world,
+        seen,
+        faults,
+        catalogue: catalogue(),
+        tickets: 0,
+    }
+}
+
+/// One of the models that ship with the tests.
+pub(crate) fn sample(name: &str) -> PathBuf {
+    let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/models/instant");
+    tests.join(format!("{name}.instant.json"))
+}
+
+/// Writes a model whose four components are `name`'s own, of 100, 20, 40 and 10 MiB; `more` is what else its file says.
+pub(crate) fn write_model(folder: &Path, name: &str, more: &str) -> PathBuf {
+    let component = |kind: &str, mib: u64| {
+        format!(
+            r#"{{"name":"{kind}","bytes":{},"identity":"{name}-{kind}"}}"#,
+            mib * MIB
+        )
+    };
+    let components = [
+        component("transformer", 100),
+        component("text_encoder", 20),
+        component("text_encoder_2", 40),
+        component("vae", 10),
+    ];
+    let scratch = format!(
+        r#"{{"encode_text":{},"denoise":{},"decode":{}}}"#,
+        4 * MIB,
+        8 * MIB,
+        64 * MIB
+    );
+    let text = format!(
+        r#"{{"name":"{name}","components":[{}],"scratch":{scratch}{more},"defaults":{{"width":64,"height":64}}}}"#,
+        components.join(",")
+    );
+    let path = folder.join(format!("{name}.instant.json"));
+    std::fs::write(&path, text).unwrap();
+    path
+}
+
+pub(crate) fn request(model: &dyn Model) -> ImageRequest {
+    let defaults = model.defaults();
+    ImageRequest {
+        prompt: "a red cube".into(),
+        width: defaults.width,
+        height: defaults.height,
+        steps: defaults.steps,
+        guidance: defaults.guidance,
+        seed: 7,
+        max_sequence_length: 16,
+        init_image: None,
+        strength: 1.0,
+        preview: false,
+    }
+}
+
+impl Bench {
+    pub(crate) fn open(&self, path: &Path) -> Arc<dyn Model> {
+        self.catalogue
+            .open(path, Precision { dtype: DType::F32 })
+            .unwrap()
+    }
+
+    fn order(&mut self, path: &Path, work: Work) -> Order {
+        self.tickets += 1;
+        Order {
+            ticket: Ticket(self.tickets),
+            job: format!("job {}", self.tickets),
+            model: ModelLocation {
+                key: path.display().to_string(),
+                path: path.to_owned(),
+            },
+            work,
+            policy: Policy::Shared,
+            allow_low_memory: false,
+        }
+    }
+
+    /// An order for a stage, given what it would be given.
+    pub(crate) fn stage(&mut self, path: &Path, kind: StageKind) -> Order {
+        let request = request(&*self.open(path));
+        self.stage_of(path, kind, request)
+    }
+
+    pub(crate) fn stage_of(&mut self, path: &Path, kind: StageKind, request: ImageRequest) -> Order {
+        let model = self.open(path);
+        let plan = model
+            .stages(&request)
+            .into_iter()
+            .find(|plan| plan.kind == kind)
+            .unwrap();
+        let number = HostTensor {
+            dtype: HostType::F32,
+            shape: vec![1],
+            data: vec![0; 4].into(),
+        };
+        let text = EncodedText {
+            tensors: vec![("pooled".into(), number)],
+        };
+        let shape = model.latent_shape(request.width, request.height);
+        let bytes = shape.iter().product::<usize>() * 4;
+        let latent = HostTensor {
+            dtype: HostType::F32,
+            shape,
+            data: vec![0; bytes].into(),
+        };
+        let input = match kind {
+            StageKind::Denoise => StageInput {
+                text: Some(text),
+                latent: None,
+            },
+            StageKind::Decode => StageInput {
+                text: None,
+                latent: Some(latent),
+            },
+            StageKind::EncodeText | StageKind::EncodeImage => StageInput::default(),
+        };
+        let work = StageWork {
+            plan,
+            request,
+            input,
+            preview_interval_ms: 0,
+        };
+        self.order(path, Work::Stage(Box::new(work)))
+    }
+
+    /// An order to bring in some components of a model.
+    pub(crate) fn load(&mut self, path: &Path, names: &[&str]) -> Order {
+        let model = self.open(path);
+        let components = model
+            .components()
+            .iter()
+            .filter(|c| names.contains(&c.name.as_str()))
+            .cloned()
+            .collect();
+        self.order(path, Work::Load(components))
+    }
+
+    pub(crate) fn handle(&mut self, command: Command) {
+        assert_eq!(self.card.handle(command, &mut self.link), Flow::Continue);
+        self.check();
+    }
+
+    pub(crate) fn run(&mut self, order: Order) -> Outcome {
+        let ticket = order.ticket;
+        self.handle(Command::Run(Box::new(order)));
+        let ends = self.link.events.iter().filter_map(|event| match event {
+            Event::Finished { ticket: t, outcome } if *t == ticket => Some(outcome),
+            _ => None,
+        });
+        let mut ends: Vec<Outcome> = ends.cloned().collect();
+        assert_eq!(ends.len(), 1, "exactly one end for each order");
+        ends.remove(0)
+    }
+
+    pub(crate) fn run_stage(&mut self, path: &Path, kind: StageKind) -> Outcome {
+        let order = self.stage(path, kind);
+        self.run(order)
+    }
+
+    pub(crate) fn completed(&mut self, order: Order) -> Completed {
+        match self.run(order) {
+            Outcome::Completed(completed) => *completed,
+            other => panic!("it did not complete: {other:?}"),
+        }
+    }
+
+    pub(crate) fn answer(&mut self, command: Command) -> Answer {
+        self.handle(command);
+        match self.link.events.last() {
+            Some(Event::Answer { answer, .. }) => answer.clone(),
+            other => panic!("no answer, but {other:?}"),
+        }
+    }
+
+    pub(crate) fn tick_after(&mut self, milliseconds: u64) {
+        self.clock.advance_ms(milliseconds);
+        assert_eq!(self.card.tick(&mut self.link), Flow::Continue);
+        self.check();
+    }
+
+    /// What must hold whenever nothing is under way.
+    pub(crate) fn check(&self) {
+        let ledger = self.card.ledger();
+        assert_eq!(ledger.accounts().sum(), ledger.total());
+        assert_eq!(ledger.leases(), 0, "nothing is leased at rest");
+        assert!(
+            ledger.residents().all(|r| r.state == ResidentState::Resident),
+            "nothing moves at rest"
+        );
+        let booked: Bytes = ledger.residents().map(|r| r.component.bytes).sum();
+        assert_eq!(
+            booked,
+            self.seen.borrow().accounts.components,
+            "the card holds what is booked"
+        );
+        assert_eq!(
+            self.seen.borrow().accounts.scratch,
+            Bytes::ZERO,
+            "no scratch at rest"
+        );
+    }
+
+    /// Names of what is resident, sorted.
+    pub(crate) fn resident(&self) -> Vec<String> {
+        let mut names: Vec<String> = self
+            .card
+            .ledger()
+            .residents()
+            .map(|r| r.component.id.to_string())
+            .collect();
+        names.sort();
+        names
+    }
+
+    pub(crate) fn calls(&self) -> Vec<String> {
+        self.seen.borrow().calls.clone()
+    }
+
+    /// Progress since the beginning.
+    pub(crate) fn progress(&self) -> Vec<Progress> {
+        let progress = self.link.events.iter().filter_map(|event| match event {
+            Event::Progress { progress, .. } => Some(progress.clone()),
+            _ => None,
+        });
+        progress.collect()
+    }
+
+    /// Everything out: what is left then is what was there at the start.
+    pub(crate) fn unload_all(&mut self) {
+        let components = self
+            .card
+            .ledger()
+            .residents()
+            .map(|r| r.component.id.clone())
+            .collect();
+        self.handle(Command::Standing(Standing::default()));
+        self.handle(Command::Unload { id: 0, components });
+        self.handle(Command::Trim { id: 0 });
+    }
+}

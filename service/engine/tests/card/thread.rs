@@ -1,0 +1,149 @@
+//! The card on a thread of its own.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use engine::card::{Card, CardError, CardThread, End, Settings, SystemClock, spawn};
+use engine::messages::*;
+use gpu::*;
+use pipelines::StageKind::Denoise;
+use residency::ComponentId;
+
+use crate::support::*;
+
+const LONG: Duration = Duration::from_secs(20);
+
+fn start(card: &str) -> (CardThread, Receiver<Event>) {
+    let settings: SimulatedSettings = card.parse().unwrap();
+    let (sender, events) = channel();
+    let card = move || {
+        let clock = Arc::new(RealClock::default());
+        let card = SimulatedCard::new(settings, 1, SimulatedWorld::new(), clock);
+        let settings = Settings {
+            poll: Duration::from_millis(5),
+            ..Settings::default()
+        };
+        Card::new(
+            Box::new(card),
+            catalogue(),
+            settings,
+            Box::new(SystemClock::new()),
+        )
+    };
+    let thread = spawn(card, move |event| drop(sender.send(event))).unwrap();
+    assert!(matches!(events.recv_timeout(LONG).unwrap(), Event::Ready { card } if card.id == "sim:0"));
+    assert!(matches!(events.recv_timeout(LONG).unwrap(), Event::Snapshot(_)));
+    (thread, events)
+}
+
+fn outcome(events: &Receiver<Event>) -> Outcome {
+    loop {
+        if let Event::Finished { outcome, .. } = events.recv_timeout(LONG).unwrap() {
+            return outcome;
+        }
+    }
+}
+
+fn until_step(events: &Receiver<Event>) {
+    let is_step = |event: &Event| {
+        matches!(
+            event,
+            Event::Progress {
+                progress: Progress::Step { .. },
+                ..
+            }
+        )
+    };
+    while !is_step(&events.recv_timeout(LONG).unwrap()) {}
+}
+
+#[test]
+fn orders_run_and_a_shutdown_ends_the_thread() {
+    let (thread, events) = start("32GiB");
+    let mut bench = bench("32GiB");
+    assert!(thread.send(Command::Run(Box::new(bench.stage(&sample("small"), Denoise)))));
+    assert!(matches!(outcome(&events), Outcome::Completed(_)));
+    assert!(thread.send(Command::Shutdown));
+    assert!(matches!(thread.join(), End::Shutdown));
+}
+
+#[test]
+fn a_running_stage_and_a_queued_one_are_cancelled_beside_the_thread() {
+    let (thread, events) = start("32GiB");
+    let mut bench = bench("32GiB");
+    let (running, queued) = (
+        bench.stage(&sample("slow"), Denoise),
+        bench.stage(&sample("slow"), Denoise),
+    );
+    let (first, second) = (running.ticket, queued.ticket);
+    thread.send(Command::Cancel(first)); // It was not sent yet: nobody is cancelled.
+    thread.send(Command::Run(Box::new(running)));
+    thread.send(Command::Run(Box::new(queued)));
+    until_step(&events);
+    let asked = Instant::now();
+    let commands = thread.commands();
+    commands.send(Command::Cancel(first));
+    commands.send(Command::Cancel(second));
+    assert_eq!(outcome(&events), Outcome::Cancelled);
+    assert!(
+        asked.elapsed() < Duration::from_millis(500),
+        "{:?}",
+        asked.elapsed()
+    );
+    assert_eq!(outcome(&events), Outcome::Cancelled);
+    thread.send(Command::Run(Box::new(bench.stage(&sample("small"), Denoise))));
+    assert!(matches!(outcome(&events), Outcome::Completed(_)));
+}
+
+#[test]
+fn a_slow_load_is_cancelled_beside_the_thread() {
+    let (thread, events) = start("32GiB,speed=1GiB/s");
+    let mut bench = bench("32GiB");
+    let order = bench.load(&sample("flux-full"), &["transformer"]);
+    let ticket = order.ticket;
+    thread.send(Command::Run(Box::new(order)));
+    let is_loading = |e: &Event| {
+        matches!(
+            e,
+            Event::Progress {
+                progress: Progress::Loading { .. },
+                ..
+            }
+        )
+    };
+    while !is_loading(&events.recv_timeout(LONG).unwrap()) {}
+    let asked = Instant::now();
+    thread.send(Command::Cancel(ticket));
+    assert_eq!(outcome(&events), Outcome::Cancelled);
+    assert!(
+        asked.elapsed() < Duration::from_millis(500),
+        "{:?}",
+        asked.elapsed()
+    );
+}
+
+#[test]
+fn a_lost_card_ends_the_thread() {
+    let (thread, events) = start("32GiB,lose-at=denoise:1");
+    let mut bench = bench("32GiB");
+    thread.send(Command::Run(Box::new(bench.stage(&sample("small"), Denoise))));
+    assert!(matches!(thread.join(), End::Lost(_)));
+    assert!(!events.iter().any(|event| matches!(event, Event::Finished { .. })));
+}
+
+#[test]
+fn a_card_that_cannot_be_made_never_gets_ready() {
+    let (sender, events) = channel::<Event>();
+    let broken = || Err(CardError::Gpu(GpuError::NotLoaded(ComponentId::new("canary"))));
+    let thread = spawn(broken, move |event| drop(sender.send(event))).unwrap();
+    assert!(matches!(thread.join(), End::NeverReady(CardError::Gpu(_))));
+    assert!(events.recv().is_err(), "nothing was said");
+}
+
+#[test]
+fn nobody_left_to_command_it_ends_the_thread() {
+    let (thread, events) = start("32GiB");
+    assert!(matches!(thread.join(), End::Shutdown));
+    drop(events);
+}

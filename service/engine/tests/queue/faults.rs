@@ -1,0 +1,281 @@
+//! When it goes wrong: workers that die or hang, stages that fail, deadlines, cancels, the end of the service.
+
+use std::time::Duration;
+
+use engine::Error;
+use engine::job::JobEventKind;
+use engine::messages::{Command, Event, Failure, Outcome};
+use engine::queue::{Job, Settings};
+use residency::Bytes;
+use tokio::time::Instant;
+
+use crate::fixture::{
+    Wire, at_rest, completed, end, entry, events, load, one_card, one_card_with, picture, settle, stage_of,
+};
+
+#[tokio::test(start_paused = true)]
+async fn a_stage_whose_worker_dies_is_tried_once_more() {
+    let (queue, mut worker) = one_card().await;
+    let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+    worker.work(1).await;
+    let dead = worker.order().await;
+    worker.die();
+    settle().await;
+    worker.finish(dead.ticket, completed(&dead, Vec::new())); // the dead say nothing
+    assert!(worker.is_idle().await);
+    let mut queued = queue.submit(load("b", "me", &["vae"])).await.unwrap();
+    worker.ready();
+    let again = worker.order().await;
+    assert!(stage_of(&again) == "denoise" && again.ticket != dead.ticket);
+    worker.complete(&again);
+    worker.work(1).await;
+    worker.work(1).await;
+    end(&mut queued).await.unwrap();
+    let seen = events(&mut job).await;
+    let retries = seen.iter().filter(|event| {
+        matches!(event, JobEventKind::Retrying { reason, stage: "denoise", .. } if reason == "WORKER_DIED")
+    });
+    assert_eq!(retries.count(), 1);
+    assert!(matches!(seen.last(), Some(JobEventKind::Done(_))));
+    at_rest(&queue).await;
+}
+
+async fn die_twice(worker: &mut crate::fixture::Worker, stage: &str) {
+    for _ in 0..2 {
+        let mut order = worker.order().await;
+        while stage_of(&order) != stage {
+            worker.complete(&order);
+            order = worker.order().await;
+        }
+        worker.die();
+        settle().await;
+        worker.ready();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_second_death_ends_the_job_and_two_such_jobs_end_those_like_them() {
+    let (queue, mut worker) = one_card().await;
+    for prompt in ["one", "two"] {
+        let mut job = queue.submit(picture("a", "me", prompt)).await.unwrap();
+        die_twice(&mut worker, "denoise").await;
+        let card = "sim:0".to_owned();
+        let expected = Error::WorkerDied {
+            card,
+            stage: "denoise".into(),
+            deaths: 2,
+        };
+        assert_eq!(end(&mut job).await, Err(expected));
+    }
+    assert!(matches!(
+        queue.submit(picture("a", "me", "three")).await,
+        Err(Error::WorkerDied { .. })
+    ));
+    let mut other = queue.submit(picture("b", "me", "three")).await.unwrap();
+    for _ in 0..3 {
+        worker.work(1).await;
+    }
+    end(&mut other).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(601)).await;
+    let job = queue.submit(picture("a", "me", "four")).await.unwrap();
+    queue.cancel(&job.id).await.unwrap();
+    let order = worker.order().await;
+    worker.finish(order.ticket, Outcome::Cancelled);
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_decode_that_fails_keeps_its_latent_and_a_retry_starts_at_the_decode() {
+    let (queue, mut worker) = one_card().await;
+    let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+    die_twice(&mut worker, "decode").await;
+    let seen = events(&mut job).await;
+    let denoised = seen
+        .iter()
+        .filter(|e| matches!(e, JobEventKind::Stage { name: "denoise", .. }))
+        .count();
+    assert_eq!(denoised, 1, "the sampling is paid for once");
+    let [
+        ..,
+        JobEventKind::Latent { info, picture: 0 },
+        JobEventKind::Failed(_),
+    ] = &seen[..]
+    else {
+        panic!("{seen:?}")
+    };
+    assert!(queue.latent(&info.id).await.is_ok());
+
+    let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+    worker.work(1).await;
+    let order = worker.order().await;
+    let (stage, needed, usable) = ("decode".to_owned(), Bytes::gib(3), Bytes::gib(2));
+    let failure = Failure::OutOfMemory {
+        stage,
+        needed,
+        usable,
+        holders: Vec::new(),
+    };
+    worker.finish(order.ticket, Outcome::Failed(failure));
+    let seen = events(&mut job).await;
+    let [
+        ..,
+        JobEventKind::Latent { .. },
+        JobEventKind::Failed(Error::OutOfMemory(shortfall)),
+    ] = &seen[..]
+    else {
+        panic!("{seen:?}")
+    };
+    assert_eq!((shortfall.needed, shortfall.free), (needed, usable));
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_hangs_is_recycled() {
+    let stall_limit = Duration::from_secs(20);
+    let (queue, mut worker) = one_card_with(Settings {
+        stall_limit,
+        ..Settings::default()
+    })
+    .await;
+    let mut job = queue.submit(load("a", "me", &["vae"])).await.unwrap();
+    worker.order().await;
+    let before = Instant::now();
+    assert!(matches!(worker.next().await, Wire::Recycle));
+    assert_eq!(before.elapsed().as_secs(), 20);
+    worker.die();
+    worker.ready();
+    worker.work(1).await;
+    end(&mut job).await.unwrap();
+    at_rest(&queue).await;
+}
+
+/// A job that is queued, one that waits, and one that runs.
+async fn three(deadline: Option<Duration>) -> (engine::queue::Queue, crate::fixture::Worker, [Job; 3]) {
+    let (queue, mut worker) = one_card().await;
+    worker.set_foreign(Bytes::gib(16));
+    settle().await;
+    let at = deadline.map(|after| Instant::now() + after);
+    let with = |mut spec: engine::job::JobSpec| {
+        spec.options.deadline = at;
+        spec.options.patience = Some(Duration::from_secs(60));
+        spec
+    };
+    let running = queue.submit(with(load("b", "r", &["vae"]))).await.unwrap();
+    settle().await;
+    let waiting = queue
+        .submit(with(load("a", "w", &["transformer"])))
+        .await
+        .unwrap();
+    let queued = queue.submit(with(load("b", "q", &["vae"]))).await.unwrap();
+    settle().await;
+    let states: Vec<_> = queue.jobs(false).await.iter().map(|job| job.state).collect();
+    assert_eq!(states, ["running", "waiting", "queued"]);
+    (queue, worker, [running, waiting, queued])
+}
+
+#[tokio::test(start_paused = true)]
+async fn jobs_are_cancelled_in_every_state() {
+    let (queue, mut worker, [mut running, mut waiting, mut queued]) = three(None).await;
+    let order = worker.order().await;
+    for job in [&mut queued, &mut waiting] {
+        assert!(queue.cancel(&job.id).await.unwrap());
+        let before = Instant::now();
+        assert_eq!(end(job).await, Err(Error::Cancelled));
+        assert!(before.elapsed().as_millis() == 0, "at once");
+        assert!(!queue.cancel(&job.id).await.unwrap());
+    }
+    assert!(queue.cancel(&running.id).await.unwrap());
+    let Wire::Command(Command::Cancel(ticket)) = worker.next().await else {
+        panic!()
+    };
+    assert_eq!(ticket, order.ticket);
+    let before = Instant::now();
+    assert!(matches!(worker.next().await, Wire::Recycle), "it does not let go");
+    assert_eq!(before.elapsed().as_secs(), 3);
+    worker.die();
+    assert_eq!(end(&mut running).await, Err(Error::Cancelled));
+    assert_eq!(
+        queue.cancel("job-none").await,
+        Err(Error::JobNotFound("job-none".into()))
+    );
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn deadlines_end_jobs_in_every_state() {
+    let (queue, mut worker, jobs) = three(Some(Duration::from_secs(2))).await;
+    let order = worker.order().await;
+    let Wire::Command(Command::Cancel(_)) = worker.next().await else {
+        panic!()
+    };
+    worker.finish(order.ticket, Outcome::Cancelled);
+    for (mut job, state) in jobs.into_iter().zip(["running", "waiting", "queued"]) {
+        assert_eq!(end(&mut job).await, Err(Error::Deadline { state: state.into() }));
+    }
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_refuses_waits_and_then_cancels() {
+    let (queue, mut worker) = one_card().await;
+    let mut first = queue.submit(load("a", "me", &["vae"])).await.unwrap();
+    let order = worker.order().await;
+    let mut second = queue.submit(load("b", "me", &["vae"])).await.unwrap();
+    let draining = queue.clone();
+    let drain = tokio::spawn(async move { draining.drain(Instant::now() + Duration::from_secs(5)).await });
+    settle().await;
+    assert_eq!(
+        queue.submit(load("a", "me", &["vae"])).await.err(),
+        Some(Error::ShuttingDown)
+    );
+    worker.complete(&order);
+    end(&mut first).await.unwrap();
+    let order = worker.order().await;
+    assert!(!drain.is_finished());
+    let Wire::Command(Command::Cancel(_)) = worker.next().await else {
+        panic!()
+    };
+    worker.finish(order.ticket, Outcome::Cancelled);
+    assert_eq!(end(&mut second).await, Err(Error::ShuttingDown));
+    drain.await.unwrap();
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn jobs_end_with_the_queue() {
+    let (queue, mut worker) = one_card().await;
+    let mut job = queue.submit(load("a", "me", &["vae"])).await.unwrap();
+    worker.order().await;
+    drop(queue);
+    assert_eq!(end(&mut job).await, Err(Error::ShuttingDown));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_fresh_worker_hears_what_must_stay_and_gets_the_pinned_back_first() {
+    let (queue, mut worker) = one_card().await;
+    let mut job = queue.submit(load("a", "me", &["vae"])).await.unwrap();
+    worker.work(1).await;
+    end(&mut job).await.unwrap();
+    queue.pin(entry("a"), false).await.unwrap();
+    assert!(worker.is_idle().await);
+    worker.die();
+    let mut waiting = queue.submit(load("b", "me", &["vae"])).await.unwrap();
+    settle().await;
+    worker.standing = Default::default();
+    worker.ready();
+    let order = worker.order().await;
+    assert_eq!(worker.standing.pins.len(), 3);
+    assert!(order.job.contains("restore") && crate::fixture::needs(&order).0.len() == 1);
+    worker.complete(&order);
+    worker.work(1).await;
+    end(&mut waiting).await.unwrap();
+    let status = queue.status();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let card = status.borrow().cards[0].clone();
+    assert_eq!((card.state, card.generation, card.restarts), ("ready", 2, 1));
+    worker.say(Event::Finished {
+        ticket: order.ticket,
+        outcome: Outcome::Cancelled,
+    }); // an old ticket
+    at_rest(&queue).await;
+}

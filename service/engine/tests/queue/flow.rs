@@ -1,0 +1,330 @@
+//! How jobs go when nothing goes wrong.
+
+use std::time::Duration;
+
+use engine::Error;
+use engine::job::{JobEventKind, JobWork};
+use engine::messages::Work;
+use engine::queue::Settings;
+use residency::{Bytes, Policy};
+
+use crate::fixture::{
+    at_rest, completed, end, events, exclusive, one_card, one_card_with, picture, stage_of, start,
+};
+
+fn names(events: &[JobEventKind]) -> Vec<String> {
+    let name = |event: &JobEventKind| match event {
+        JobEventKind::Accepted { joined } => format!("accepted {joined}"),
+        JobEventKind::Stage {
+            name,
+            index,
+            of,
+            cached,
+            ..
+        } => format!("{name} {index}/{of} {cached}"),
+        JobEventKind::Picture { picture, seed, .. } => format!("picture {picture} seed {seed}"),
+        JobEventKind::Latent { picture, .. } => format!("latent {picture}"),
+        JobEventKind::Done(_) => "done".into(),
+        JobEventKind::Failed(error) => format!("failed: {error}"),
+        JobEventKind::Retrying { reason, stage, .. } => format!("retrying {reason} {stage}"),
+        _ => String::new(),
+    };
+    events.iter().map(name).filter(|name| !name.is_empty()).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_picture_goes_through_its_stages_and_the_same_prompt_is_encoded_once() {
+    let (queue, mut worker) = one_card().await;
+    let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+    for expected in ["encode_text", "denoise", "decode"] {
+        assert_eq!(worker.work(10).await.1, expected);
+    }
+    let seen = events(&mut job).await;
+    let expected = [
+        "accepted false",
+        "encode_text 1/3 false",
+        "denoise 2/3 false",
+        "decode 3/3 false",
+        "picture 0 seed 7",
+        "done",
+    ];
+    assert_eq!(names(&seen), expected);
+    let Some(JobEventKind::Done(report)) = seen.last() else {
+        panic!()
+    };
+    assert_eq!((report.seed, report.stages.len()), (7, 3));
+    assert_eq!(report.stages[1].run, Duration::from_millis(100));
+
+    let mut again = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+    assert_eq!(worker.work(10).await.1, "denoise");
+    assert_eq!(worker.work(10).await.1, "decode");
+    let expected = [
+        "accepted false",
+        "encode_text 1/3 true",
+        "denoise 2/3 false",
+        "decode 3/3 false",
+        "picture 0 seed 7",
+        "done",
+    ];
+    assert_eq!(names(&events(&mut again).await), expected);
+    at_rest(&queue).await;
+    let status = queue.status().borrow().clone();
+    assert_eq!(
+        (status.latents, status.texts),
+        (0, 1),
+        "a latent that nobody was told of is gone"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn several_pictures_are_decoded_one_by_one_or_last_as_the_policy_has_it() {
+    for (policy, expected) in [
+        (
+            Policy::Shared,
+            ["encode_text", "denoise", "decode", "denoise", "decode"],
+        ),
+        (
+            Policy::Exclusive,
+            ["encode_text", "denoise", "denoise", "decode", "decode"],
+        ),
+    ] {
+        let (queue, mut worker) = one_card_with(Settings {
+            policy,
+            ..exclusive()
+        })
+        .await;
+        let mut spec = picture("a", "me", "two cats");
+        let JobWork::Generate(generate) = &mut spec.work else {
+            panic!()
+        };
+        generate.count = 2;
+        let mut job = queue.submit(spec).await.unwrap();
+        let mut seeds = Vec::new();
+        for expected in expected {
+            let order = worker.order().await;
+            assert_eq!(stage_of(&order), expected);
+            if let Work::Stage(stage) = &order.work {
+                seeds.push(stage.request.seed);
+            }
+            worker.complete(&order);
+        }
+        assert!(seeds.contains(&7) && seeds.contains(&8));
+        let pictures = names(&events(&mut job).await);
+        assert!(
+            pictures.contains(&"picture 0 seed 7".to_owned())
+                && pictures.contains(&"picture 1 seed 8".to_owned())
+        );
+        at_rest(&queue).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_learned_replaces_what_was_predicted() {
+    let (queue, mut worker) = one_card().await;
+    for expected in [Bytes::gib(1), Bytes(1 << 29) + Bytes(1 << 24) + Bytes::mib(16)] {
+        let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+        let mut order = worker.order().await;
+        while stage_of(&order) != "denoise" {
+            worker.complete(&order);
+            order = worker.order().await;
+        }
+        let Work::Stage(stage) = &order.work else { panic!() };
+        assert_eq!(stage.plan.rungs[0].scratch, expected);
+        worker.complete(&order);
+        worker.work(1).await;
+        end(&mut job).await.unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn latents_are_kept_encoded_and_decoded_on_request() {
+    let (queue, mut worker) = one_card().await;
+    let mut spec = picture("a", "me", "a cat");
+    let JobWork::Generate(generate) = &mut spec.work else {
+        panic!()
+    };
+    generate.latent_only = true;
+    let mut job = queue.submit(spec).await.unwrap();
+    worker.work(1).await;
+    worker.work(1).await;
+    let seen = events(&mut job).await;
+    assert_eq!(
+        names(&seen)[1..],
+        ["encode_text 1/2 false", "denoise 2/2 false", "latent 0", "done"]
+    );
+    let id = seen
+        .iter()
+        .find_map(|event| match event {
+            JobEventKind::Latent { info, .. } => Some(info.id.clone()),
+            _ => None,
+        })
+        .unwrap();
+
+    let mut spec = picture("a", "me", "");
+    spec.work = JobWork::Decode { latent: id.clone() };
+    let mut job = queue.submit(spec.clone()).await.unwrap();
+    let order = worker.order().await;
+    let Work::Stage(stage) = &order.work else { panic!() };
+    assert!(stage.input.latent.is_some() && stage.request.width == 1024);
+    worker.complete(&order);
+    assert_eq!(
+        names(&events(&mut job).await)[1..],
+        ["decode 1/1 false", "picture 0 seed 0", "done"]
+    );
+
+    spec.entry = crate::fixture::entry("b");
+    assert!(
+        matches!(queue.submit(spec.clone()).await, Err(Error::LatentMismatch(_))),
+        "another VAE's"
+    );
+    spec.work = JobWork::Decode {
+        latent: "latent-none".into(),
+    };
+    assert!(matches!(queue.submit(spec).await, Err(Error::LatentNotFound(_))));
+
+    let latent = queue.latent(&id).await.unwrap();
+    let brought = queue
+        .put_latent(latent.tensor.clone(), latent.info.vae_id.clone())
+        .await
+        .unwrap();
+    assert_ne!(brought.id, id);
+    let mut wrong = latent.tensor;
+    wrong.shape[0] = 3;
+    assert!(matches!(
+        queue.put_latent(wrong, latent.info.vae_id).await,
+        Err(Error::LatentMismatch(_))
+    ));
+    tokio::time::sleep(Duration::from_secs(601)).await;
+    assert!(
+        matches!(queue.latent(&id).await, Err(Error::LatentNotFound(_))),
+        "its time is over"
+    );
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_exceeds_the_card_is_refused_at_once_with_what_would_fit() {
+    let (queue, mut worker) = one_card().await;
+    let mut spec = picture("a", "me", "a wall");
+    let JobWork::Generate(generate) = &mut spec.work else {
+        panic!()
+    };
+    (generate.request.width, generate.request.height) = (4096, 4096);
+    let mut job = queue.submit(spec.clone()).await.unwrap();
+    let Err(Error::NeverFits(shortfall)) = end(&mut job).await else {
+        panic!()
+    };
+    assert_eq!(
+        (shortfall.stage.as_str(), shortfall.needed),
+        ("denoise", Bytes::gib(28))
+    );
+    let labels: Vec<&str> = shortfall
+        .fallbacks
+        .iter()
+        .map(|fallback| fallback.label.as_str())
+        .collect();
+    assert_eq!(labels, ["3072x3072", "2048x2048", "1024x1024"]);
+    assert!(worker.is_idle().await);
+
+    spec.options.allow_low_memory = true;
+    let mut risky = queue.submit(spec).await.unwrap();
+    worker.work(1).await;
+    let order = worker.order().await;
+    assert!(order.allow_low_memory && stage_of(&order) == "denoise");
+    worker.finish(order.ticket, completed(&order, Vec::new()));
+    worker.work(1).await;
+    end(&mut risky).await.unwrap();
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_model_that_is_damaged_or_a_field_that_is_wrong_is_refused() {
+    let (queue, _worker) = one_card().await;
+    assert!(matches!(
+        queue.submit(picture("broken", "me", "")).await,
+        Err(Error::ModelDamaged(_))
+    ));
+    let mut spec = picture("a", "me", "");
+    let JobWork::Generate(generate) = &mut spec.work else {
+        panic!()
+    };
+    generate.request.width = 0;
+    assert!(matches!(queue.submit(spec).await, Err(Error::Invalid(_))));
+    let (full, _worker) = one_card_with(Settings {
+        max_jobs: 1,
+        ..Settings::default()
+    })
+    .await;
+    let _first = full.submit(picture("a", "me", "")).await.unwrap();
+    assert!(matches!(
+        full.submit(picture("a", "me", "")).await,
+        Err(Error::QueueFull { limit: 1 })
+    ));
+}
+
+#[tokio::test(start_paused = true)]
+async fn jobs_wait_for_a_card_and_go_to_the_one_that_is_done_first() {
+    let (queue, mut workers) = start(
+        Settings {
+            headroom: Bytes::ZERO,
+            ..Settings::default()
+        },
+        2,
+    );
+    let mut cold = queue.submit(picture("a", "me", "one")).await.unwrap();
+    let (mut second, mut first) = (workers.pop().unwrap(), workers.pop().unwrap());
+    first.ready();
+    for _ in 0..3 {
+        first.work(10).await;
+    }
+    end(&mut cold).await.unwrap();
+    second.ready();
+    crate::fixture::settle().await;
+    let mut warm = queue.submit(picture("a", "me", "two")).await.unwrap();
+    let order = first.order().await;
+    assert!(second.is_idle().await, "the card that has the model is preferred");
+    let mut spec = picture("b", "me", "three");
+    spec.options.card_hint = "sim:1".into();
+    let mut beside = queue.submit(spec).await.unwrap();
+    assert_eq!(
+        second.order().await.job,
+        beside.id.to_string(),
+        "a hint is heeded"
+    );
+    let mut spec = picture("a", "me", "four");
+    spec.options.card_hint = "sim:1".into();
+    let hinted = queue.submit(spec).await.unwrap();
+    first.complete(&order);
+    first.work(1).await;
+    first.work(1).await;
+    end(&mut warm).await.unwrap();
+    assert!(first.is_idle().await, "even where it means to wait");
+    drop(hinted);
+    queue.cancel(&beside.id).await.unwrap();
+    second.die();
+    assert_eq!(end(&mut beside).await, Err(Error::Cancelled));
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_plan_says_what_would_happen_and_does_nothing() {
+    let (queue, mut worker) = one_card().await;
+    let plan = queue.plan(picture("a", "me", "a cat"), "").await.unwrap();
+    assert!(plan.runs_now && plan.card == "sim:0" && plan.predicted_move_seconds > 3.0);
+    let stages: Vec<_> = plan
+        .stages
+        .iter()
+        .map(|stage| (stage.name, stage.moves.len()))
+        .collect();
+    assert_eq!(stages, [("encode_text", 1), ("denoise", 1), ("decode", 1)]);
+    assert!(matches!(
+        queue.plan(picture("a", "me", "a cat"), "sim:9").await,
+        Err(Error::CardNotReady(_))
+    ));
+    worker.set_foreign(Bytes::gib(20));
+    crate::fixture::settle().await;
+    let plan = queue.plan(picture("a", "me", "a cat"), "sim:0").await.unwrap();
+    assert_eq!(plan.stages[1].verdict, "wait");
+    assert!(plan.stages[1].shortfall.is_some() && !plan.runs_now && worker.is_idle().await);
+    at_rest(&queue).await;
+}

@@ -1,0 +1,9 @@
+//! The queue against workers that are played by hand, in time that stands still unless all wait for it.
+#![allow(unreachable_pub)] // one test binary of several files
+
+mod faults;
+mod fixture;
+mod flow;
+mod room;
+mod schedule;
+mod shares;

@@ -1,0 +1,368 @@
+//! Memory: waiting for it with patience, taking it back, keeping it, giving it to others.
+
+use std::time::Duration;
+
+use engine::Error;
+use engine::job::{JobEvent, JobEventKind};
+use engine::messages::{Answer, Command, Outcome, Shortage};
+use engine::queue::{Job, Queue, Settings};
+use residency::{Bytes, ComponentId, WaitCause};
+
+use crate::fixture::{
+    Wire, Worker, at_rest, end, entry, events, load, one_card, one_card_with, picture, settle,
+};
+
+/// Milliseconds at which it ticked while it waited, and how it ended.
+async fn ticks(job: &mut Job) -> (Vec<u64>, &'static str, JobEventKind) {
+    let (mut at, mut why) = (Vec::new(), "");
+    loop {
+        let JobEvent { at_ms, kind } = job.next().await.expect("it ends");
+        match kind {
+            JobEventKind::Waiting { cause, .. } => {
+                at.push(at_ms);
+                why = cause;
+            }
+            JobEventKind::Done(_) | JobEventKind::Failed(_) => return (at, why, kind),
+            _ => {}
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn patience_for_what_others_hold_lasts_seven_seconds_and_is_told_every_half() {
+    let (queue, mut worker) = one_card().await;
+    worker.set_foreign(Bytes::gib(16));
+    let mut job = queue.submit(load("a", "me", &["transformer"])).await.unwrap();
+    let (at, why, last) = ticks(&mut job).await;
+    let every_half: Vec<u64> = (0..14).map(|n| n * 500).collect();
+    assert_eq!((at, why), (every_half, "foreign"));
+    let JobEventKind::Failed(Error::MemoryTaken(shortfall)) = last else {
+        panic!("{last:?}")
+    };
+    assert_eq!(
+        (shortfall.needed, shortfall.free),
+        (Bytes::gib(12), Bytes::gib(8))
+    );
+    assert_eq!(shortfall.holders[0].name, "other processes");
+    assert!(worker.is_idle().await);
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn patience_for_a_late_eviction_lasts_five_seconds() {
+    let (queue, mut worker) = one_card().await;
+    let mut job = queue.submit(load("b", "me", &["transformer"])).await.unwrap();
+    worker.work(1).await;
+    end(&mut job).await.unwrap();
+    settle().await;
+    let id = ComponentId::new("path:/b#transformer@F32");
+    worker.ledger.begin_evict(&id).unwrap();
+    worker.ledger.complete_evict(&id, worker.now()).unwrap();
+    worker.publish(); // gone, and not shown as free
+    settle().await;
+    let mut spec = load("a", "me", &[]);
+    let mut job = queue.submit(spec.clone()).await.unwrap();
+    let (at, why, last) = ticks(&mut job).await;
+    assert_eq!((at.len(), why), (10, "late_eviction"));
+    assert!(matches!(last, JobEventKind::Failed(Error::MemoryTaken(_))));
+    spec.options.patience = Some(Duration::from_secs(1));
+    let mut job = queue.submit(spec).await.unwrap();
+    assert_eq!(ticks(&mut job).await.0.len(), 2, "a job's own patience");
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn it_goes_on_the_moment_that_it_fits() {
+    let (queue, mut worker) = one_card().await;
+    worker.set_foreign(Bytes::gib(16));
+    let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+    worker.work(1).await;
+    tokio::time::sleep(Duration::from_millis(1210)).await;
+    assert_eq!(queue.jobs(false).await[0].state, "waiting");
+    assert!(worker.try_next().is_none());
+    worker.set_foreign(Bytes::gib(2));
+    settle().await;
+    let Some(Wire::Command(Command::Run(order))) = worker.try_next() else {
+        panic!("at once")
+    };
+    worker.complete(&order);
+    worker.work(1).await;
+    let seen = events(&mut job).await;
+    let Some(JobEventKind::Done(report)) = seen.last() else {
+        panic!()
+    };
+    assert_eq!(report.stages[1].wait.as_millis() / 10, 121);
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_allows_low_memory_runs_when_patience_is_over() {
+    let (queue, mut worker) = one_card().await;
+    worker.set_foreign(Bytes::gib(16));
+    let mut spec = load("a", "me", &["transformer"]);
+    spec.options.allow_low_memory = true;
+    let mut job = queue.submit(spec).await.unwrap();
+    let before = tokio::time::Instant::now();
+    let order = worker.order().await;
+    assert!(order.allow_low_memory && before.elapsed().as_secs() == 7);
+    worker.finish(order.ticket, crate::fixture::completed(&order, Vec::new()));
+    end(&mut job).await.unwrap();
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_says_wait_is_asked_again_and_patience_runs_on() {
+    let (queue, mut worker) = one_card().await;
+    let mut job = queue.submit(load("a", "me", &["transformer"])).await.unwrap();
+    let mut asked = 0;
+    loop {
+        tokio::select! {
+            biased;
+            seen = ticks(&mut job) => {
+                assert!(matches!(seen.2, JobEventKind::Failed(Error::MemoryTaken(_))));
+                break;
+            }
+            order = worker.order() => {
+                asked += 1;
+                let (short, usable) = (Bytes::gib(4), Bytes::gib(8));
+                let shortage =
+                    Shortage { short, needed: short, usable, cause: WaitCause::Foreign, holders: Vec::new() };
+                worker.finish(order.ticket, Outcome::Wait(shortage));
+            }
+        }
+    }
+    assert!((13..=15).contains(&asked), "{asked}");
+    at_rest(&queue).await;
+}
+
+async fn resident(queue: &Queue, worker: &mut Worker, name: &str) {
+    let mut job = queue.submit(load(name, "loader", &[])).await.unwrap();
+    worker.work(1).await;
+    end(&mut job).await.unwrap();
+    settle().await;
+}
+
+/// Answers the unload that comes next, and says what was to leave.
+async fn answer_unload(worker: &mut Worker) -> usize {
+    let Wire::Command(Command::Unload { id, components }) = worker.next().await else {
+        panic!()
+    };
+    worker.unload(id, &components);
+    components.len()
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_unload_waits_for_jobs_and_those_that_come_later_wait_for_it() {
+    let (queue, mut worker) = one_card().await;
+    let mut first = queue.submit(load("a", "me", &[])).await.unwrap();
+    let order = worker.order().await;
+    let asking = queue.clone();
+    let unload = tokio::spawn(async move { asking.unload(Some(entry("a")), false).await });
+    settle().await;
+    let mut later = queue.submit(load("a", "me", &[])).await.unwrap();
+    settle().await;
+    worker.complete(&order);
+    end(&mut first).await.unwrap();
+    assert_eq!(answer_unload(&mut worker).await, 3);
+    let report = unload.await.unwrap().unwrap();
+    assert_eq!(
+        (report.freed.len(), report.kept.len(), report.cancelled_jobs.len()),
+        (3, 0, 0)
+    );
+    assert_eq!(
+        report.freed.iter().map(|f| f.freed).sum::<Bytes>(),
+        Bytes::gib(17)
+    );
+    worker.work(1).await;
+    end(&mut later).await.unwrap();
+
+    let mut running = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+    let order = worker.order().await;
+    let asking = queue.clone();
+    let unload = tokio::spawn(async move { asking.unload(None, true).await });
+    let Wire::Command(Command::Cancel(ticket)) = worker.next().await else {
+        panic!()
+    };
+    assert_eq!(ticket, order.ticket);
+    worker.finish(ticket, Outcome::Cancelled);
+    assert_eq!(end(&mut running).await, Err(Error::Cancelled));
+    answer_unload(&mut worker).await;
+    assert_eq!(
+        unload.await.unwrap().unwrap().cancelled_jobs,
+        [running.id.clone()]
+    );
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_others_share_pin_or_hold_stays() {
+    let (queue, mut worker) = one_card().await;
+    resident(&queue, &mut worker, "a").await;
+    assert_eq!(queue.pin(entry("b"), false).await.unwrap(), ["b"]);
+    let asking = queue.clone();
+    let unload = tokio::spawn(async move { asking.unload(Some(entry("a")), false).await });
+    assert_eq!(answer_unload(&mut worker).await, 2);
+    let report = unload.await.unwrap().unwrap();
+    let kept: Vec<_> = report
+        .kept
+        .iter()
+        .map(|k| (k.component.name.as_str(), k.reason.as_str()))
+        .collect();
+    assert_eq!(kept, [("text_encoder_2", "shared with b")]);
+
+    let report = queue.unload(Some(entry("b")), false).await.unwrap();
+    assert_eq!(report.kept[0].reason, "pinned");
+    queue.pin(entry("b"), true).await.unwrap();
+    queue
+        .hold(entry("b"), "me".into(), Duration::from_secs(60))
+        .await
+        .unwrap();
+    let report = queue.unload(Some(entry("b")), false).await.unwrap();
+    assert_eq!(report.kept[0].reason, "held by me");
+    tokio::time::sleep(Duration::from_secs(61)).await;
+    let asking = queue.clone();
+    let unload = tokio::spawn(async move { asking.unload(Some(entry("b")), false).await });
+    assert_eq!(answer_unload(&mut worker).await, 1);
+    assert!(unload.await.unwrap().unwrap().kept.is_empty());
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn holds_end_when_they_are_not_renewed_and_workers_hear_of_it() {
+    let (queue, mut worker) = one_card().await;
+    let hold = queue
+        .hold(entry("a"), "me".into(), Duration::from_secs(10))
+        .await
+        .unwrap();
+    assert!(worker.is_idle().await);
+    assert_eq!(worker.standing.holds[0].1.len(), 3);
+    tokio::time::sleep(Duration::from_secs(8)).await;
+    let renewed = queue
+        .hold(entry("a"), "me".into(), Duration::from_secs(10))
+        .await
+        .unwrap();
+    assert_eq!(renewed, hold);
+    tokio::time::sleep(Duration::from_secs(8)).await;
+    assert!(worker.is_idle().await);
+    assert_eq!(worker.standing.holds.len(), 1);
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    assert!(worker.is_idle().await);
+    assert!(worker.standing.holds.is_empty() && !queue.release_hold(&hold).await);
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_job_behind_a_hold_is_queued_and_spends_no_patience() {
+    let (queue, mut worker) = one_card().await;
+    resident(&queue, &mut worker, "a").await;
+    let hold = queue
+        .hold(entry("a"), "me".into(), Duration::from_secs(3600))
+        .await
+        .unwrap();
+    assert!(worker.is_idle().await);
+    let mut job = queue.submit(load("b", "other", &["transformer"])).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    assert_eq!(queue.jobs(false).await[0].state, "queued");
+    for _ in 0..6 {
+        let mut small = queue.submit(load("a", "me", &["vae"])).await.unwrap();
+        worker.work(1).await;
+        end(&mut small).await.unwrap();
+    }
+    assert!(queue.release_hold(&hold).await);
+    worker.work(1).await;
+    end(&mut job).await.unwrap();
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn room_is_made_for_others_and_nothing_is_sent_meanwhile() {
+    let (queue, mut worker) = one_card().await;
+    let asking = queue.clone();
+    let reserve = tokio::spawn(async move {
+        asking
+            .reserve("", Bytes::gib(6), Duration::from_secs(60), "game".into())
+            .await
+    });
+    let Wire::Command(Command::MakeRoom { id, bytes }) = worker.next().await else {
+        panic!()
+    };
+    assert_eq!(bytes, Bytes::gib(6));
+    let mut job = queue.submit(load("a", "me", &["vae"])).await.unwrap();
+    assert!(worker.is_idle().await);
+    let freed = vec![];
+    worker.say(engine::messages::Event::Answer {
+        id,
+        answer: Answer::Unloaded {
+            freed,
+            kept: Vec::new(),
+            short: Bytes::ZERO,
+        },
+    });
+    let reserved = reserve.await.unwrap().unwrap();
+    worker.work(1).await;
+    end(&mut job).await.unwrap();
+    assert_eq!(
+        worker.standing.reservations,
+        [(reserved.id.clone(), "game".to_owned(), Bytes::gib(6))]
+    );
+    settle().await;
+    let mut big = queue.submit(load("a", "me", &[])).await.unwrap();
+    worker.work(1).await;
+    end(&mut big).await.unwrap();
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let status = queue.status().borrow().clone();
+    assert_eq!(status.cards[0].reservations[0].label, "game");
+    assert!(queue.release_reservation(&reserved.id).await);
+
+    let asking = queue.clone();
+    let reserve = tokio::spawn(async move {
+        asking
+            .reserve("sim:0", Bytes::gib(60), Duration::from_secs(60), "".into())
+            .await
+    });
+    let Wire::Command(Command::MakeRoom { id, .. }) = worker.next().await else {
+        panic!()
+    };
+    let answer = Answer::Unloaded {
+        freed: Vec::new(),
+        kept: Vec::new(),
+        short: Bytes::gib(40),
+    };
+    worker.say(engine::messages::Event::Answer { id, answer });
+    assert!(matches!(reserve.await.unwrap(), Err(Error::MemoryTaken(_))));
+
+    let asking = queue.clone();
+    let trim = tokio::spawn(async move { asking.trim("").await });
+    let Wire::Command(Command::Trim { id }) = worker.next().await else {
+        panic!()
+    };
+    worker.say(engine::messages::Event::Answer {
+        id,
+        answer: Answer::Trimmed(Bytes::mib(3)),
+    });
+    assert_eq!(trim.await.unwrap(), Ok(Bytes::mib(3)));
+    assert!(matches!(queue.trim("sim:9").await, Err(Error::CardNotReady(_))));
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn entries_that_nobody_uses_leave_after_their_keep_alive() {
+    let keep_alive = Some(Duration::from_secs(30));
+    let (queue, mut worker) = one_card_with(Settings {
+        keep_alive,
+        ..Settings::default()
+    })
+    .await;
+    resident(&queue, &mut worker, "a").await;
+    tokio::time::sleep(Duration::from_secs(29)).await;
+    assert!(worker.is_idle().await);
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let Some(Wire::Command(Command::Unload { id, components })) = worker.try_next() else {
+        panic!()
+    };
+    worker.unload(id, &components);
+    tokio::time::sleep(Duration::from_secs(600)).await;
+    assert!(worker.is_idle().await);
+    assert!(queue.status().borrow().users.is_empty());
+    at_rest(&queue).await;
+}

@@ -1,0 +1,340 @@
+//! Thousands of random steps: jobs of several clients, deaths, cancels, memory that others take, answers of the dead.
+//! Whatever happens, each job ends once, nothing that a dead worker says counts, and nothing is left at rest.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use engine::job::{JobEventKind, JobSpec, JobWork, Priority};
+use engine::messages::{Answer, Command, Event, Failure, Order, Outcome, Progress, Ticket};
+use engine::queue::{Job, Queue, Settings};
+use pipelines::StageOutput;
+use rand::rngs::StdRng;
+use rand::seq::{IndexedMutRandom, IndexedRandom};
+use rand::{Rng, SeedableRng};
+use residency::{Bytes, ComponentId, Policy};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use crate::fixture::{Wire, Worker, at_rest, completed, entry, load, picture, settle, start};
+
+/// What a picture of a dead worker looks like.
+const DEAD: [u8; 3] = [66, 66, 66];
+
+/// A worker that does one thing at a time, and forgets all when it dies.
+struct Played {
+    worker: Worker,
+    alive: bool,
+    /// What it has been asked for and has not answered, of its present life.
+    order: Option<Order>,
+    begun: bool,
+    unloads: Vec<(u64, Vec<ComponentId>)>,
+    others: Vec<(u64, bool)>,
+    /// What it was asked for in earlier lives.
+    past: Vec<(u64, Order)>,
+    tickets: BTreeSet<Ticket>,
+}
+
+impl Played {
+    fn listen(&mut self) {
+        while let Some(wire) = self.worker.try_next() {
+            match wire {
+                Wire::Command(Command::Run(order)) => {
+                    assert!(self.tickets.insert(order.ticket), "a ticket is used once");
+                    if self.alive {
+                        assert!(self.order.is_none(), "one order at a time");
+                        (self.order, self.begun) = (Some(*order), false);
+                    }
+                }
+                Wire::Command(Command::Cancel(ticket)) => {
+                    if self.order.as_ref().is_some_and(|order| order.ticket == ticket) {
+                        self.order = None;
+                        self.worker.finish(ticket, Outcome::Cancelled);
+                    }
+                }
+                Wire::Command(Command::Unload { id, components }) if self.alive => {
+                    self.unloads.push((id, components));
+                }
+                Wire::Command(Command::Trim { id }) if self.alive => self.others.push((id, true)),
+                Wire::Command(Command::MakeRoom { id, .. }) if self.alive => self.others.push((id, false)),
+                Wire::Command(_) => {}
+                Wire::Recycle => self.die(),
+            }
+        }
+    }
+
+    fn die(&mut self) {
+        if self.alive {
+            self.alive = false;
+            self.worker.die();
+            self.past
+                .extend(self.order.take().map(|order| (self.worker.generation, order)));
+            self.unloads.clear();
+            self.others.clear();
+        }
+    }
+
+    fn live(&mut self) {
+        if !self.alive {
+            self.alive = true;
+            self.worker.ready();
+        }
+    }
+
+    /// A worker that was lost says that all went well.
+    fn haunt(&mut self) {
+        for (generation, order) in &self.past {
+            let Outcome::Completed(mut done) = completed(order, Vec::new()) else {
+                continue;
+            };
+            if let Some(StageOutput::Picture { rgb, .. }) = &mut done.output {
+                *rgb = DEAD.into();
+            }
+            let (ticket, outcome) = (order.ticket, Outcome::Completed(done));
+            let event = Event::Finished { ticket, outcome };
+            self.worker
+                .signal(*generation, engine::queue::Signal::Event(event));
+        }
+    }
+
+    fn answer(&mut self) {
+        for (id, components) in std::mem::take(&mut self.unloads) {
+            let here = |id: &ComponentId| self.worker.ledger.resident(id).is_some();
+            let components: Vec<ComponentId> = components.into_iter().filter(here).collect();
+            self.worker.unload(id, &components);
+        }
+        for (id, trims) in std::mem::take(&mut self.others) {
+            let room = Answer::Unloaded {
+                freed: Vec::new(),
+                kept: Vec::new(),
+                short: Bytes::ZERO,
+            };
+            let answer = if trims { Answer::Trimmed(Bytes::ZERO) } else { room };
+            self.worker.say(Event::Answer { id, answer });
+        }
+    }
+
+    /// One step of what it does: begin, then end well or badly.
+    fn step(&mut self, random: &mut StdRng) {
+        self.answer();
+        let Some(order) = self.order.clone() else { return };
+        if !self.begun {
+            match self.worker.begin(&order) {
+                Ok(_) => self.begun = true,
+                Err(outcome) => self.finish(&order, outcome),
+            }
+            return;
+        }
+        match random.random_range(0..20) {
+            0 => self.finish(&order, Outcome::Failed(Failure::Internal("chance".into()))),
+            1 => {
+                let (stage, needed) = ("decode".to_owned(), Bytes::gib(3));
+                let failure = Failure::OutOfMemory {
+                    stage,
+                    needed,
+                    usable: Bytes::ZERO,
+                    holders: Vec::new(),
+                };
+                self.finish(&order, Outcome::Failed(failure));
+            }
+            2..8 => self.worker.progress(order.ticket, Progress::Step { n: 1, of: 4 }),
+            _ => self.finish(&order, completed(&order, Vec::new())),
+        }
+    }
+
+    fn finish(&mut self, order: &Order, outcome: Outcome) {
+        self.order = None;
+        self.worker.finish(order.ticket, outcome);
+    }
+}
+
+fn random_job(random: &mut StdRng, number: u64) -> JobSpec {
+    let model = *["a", "b", "c"].choose(random).unwrap();
+    let client = *["x", "y", "z"].choose(random).unwrap();
+    let mut spec = match random.random_range(0..4) {
+        0 => load(model, client, &["vae"]),
+        1 => load(model, client, &[]),
+        _ => picture(model, client, &format!("prompt {}", number % 7)),
+    };
+    if let JobWork::Generate(generate) = &mut spec.work {
+        generate.count = random.random_range(1..3);
+        generate.keep_latent = random.random_bool(0.2);
+        if random.random_bool(0.05) {
+            generate.request.width = 8192;
+        }
+    }
+    spec.options.priority = *[Priority::Low, Priority::Normal, Priority::High]
+        .choose(random)
+        .unwrap();
+    spec.options.allow_low_memory = random.random_bool(0.1);
+    spec.options.detach = random.random_bool(0.1);
+    if random.random_bool(0.2) {
+        spec.options.deadline = Some(Instant::now() + Duration::from_millis(random.random_range(0..20_000)));
+    }
+    if random.random_bool(0.2) {
+        spec.options.idempotency_key = format!("key {}", number % 5);
+    }
+    if random.random_bool(0.1) {
+        spec.options.card_hint = "sim:1".into();
+    }
+    spec
+}
+
+/// Listens to a job, and sees that it ends once and that no dead worker's picture is among its events.
+async fn listen(mut job: Job, for_events: usize, ends: Ends) {
+    let (mut terminals, mut end) = (0, String::new());
+    for _ in 0..for_events {
+        let Some(event) = job.next().await else { break };
+        assert_eq!(terminals, 0, "nothing comes after the end");
+        match event.kind {
+            JobEventKind::Done(_) => {
+                terminals += 1;
+                end = "Done".to_owned();
+            }
+            JobEventKind::Failed(error) => {
+                terminals += 1;
+                end = format!("{error:?}")
+                    .split(['(', ' '])
+                    .next()
+                    .unwrap_or_default()
+                    .to_owned();
+            }
+            JobEventKind::Picture { rgb, .. } => assert_ne!(rgb[..], DEAD, "no success from the dead"),
+            _ => {}
+        }
+    }
+    if for_events == usize::MAX {
+        assert_eq!(terminals, 1, "each job ends once");
+        ends.lock().unwrap().push(end);
+    }
+}
+
+/// How jobs ended.
+type Ends = Arc<Mutex<Vec<String>>>;
+
+fn disturb(queue: &Queue, random: &mut StdRng, tasks: &mut JoinSet<()>) {
+    let (queue, model) = (queue.clone(), entry(["a", "b", "c"].choose(random).unwrap()));
+    let (force, unpin, what) = (
+        random.random_bool(0.3),
+        random.random_bool(0.7),
+        random.random_range(0..6),
+    );
+    let ttl = Duration::from_secs(5);
+    tasks.spawn(async move {
+        // How these end depends on chance; that they end is what counts.
+        match what {
+            0 => drop(queue.unload(Some(model), force).await),
+            1 => drop(queue.unload(None, force).await),
+            2 => drop(queue.pin(model, unpin).await),
+            3 => drop(queue.hold(model, "x".into(), ttl).await),
+            4 => drop(queue.reserve("", Bytes::gib(2), ttl, "other".into()).await),
+            _ => drop(queue.trim("").await),
+        }
+    });
+}
+
+async fn run(seed: u64, steps: u64) -> Vec<String> {
+    let random = &mut StdRng::seed_from_u64(seed);
+    let policy = if seed % 2 == 0 {
+        Policy::Shared
+    } else {
+        Policy::Exclusive
+    };
+    let settings = Settings {
+        policy,
+        headroom: Bytes::ZERO,
+        max_jobs: 40,
+        ..Settings::default()
+    };
+    let (queue, workers) = start(settings, 2);
+    let played = |worker| Played {
+        worker,
+        alive: false,
+        order: None,
+        begun: false,
+        unloads: Vec::new(),
+        others: Vec::new(),
+        past: Vec::new(),
+        tickets: BTreeSet::new(),
+    };
+    let mut workers: Vec<Played> = workers.into_iter().map(played).collect();
+    let (mut tasks, mut ids) = (JoinSet::new(), Vec::new());
+    let (ends, mut listened) = (Ends::default(), 0);
+    for number in 0..steps {
+        let worker = workers.choose_mut(random).unwrap();
+        match random.random_range(0..40) {
+            0..6 => {
+                if let Ok(job) = queue.submit(random_job(random, number)).await {
+                    let leaves = random.random_bool(0.1);
+                    let for_events = if leaves {
+                        random.random_range(0..6)
+                    } else {
+                        usize::MAX
+                    };
+                    listened += usize::from(!leaves);
+                    ids.push(job.id.clone());
+                    tasks.spawn(listen(job, for_events, ends.clone()));
+                }
+            }
+            6 => {
+                if let Some(id) = ids.choose(random) {
+                    let _ = queue.cancel(id).await;
+                }
+            }
+            7 => worker.die(),
+            8..11 => worker.live(),
+            11 if worker.alive => worker.worker.set_foreign(Bytes::gib(random.random_range(0..22))),
+            12 => worker.haunt(),
+            13 => disturb(&queue, random, &mut tasks),
+            14..17 => tokio::time::sleep(Duration::from_millis(random.random_range(0..3000))).await,
+            _ if worker.alive => worker.step(random),
+            _ => {}
+        }
+        settle().await;
+        workers.iter_mut().for_each(Played::listen);
+    }
+    for model in ["a", "b", "c"] {
+        queue.pin(entry(model), true).await.unwrap();
+    }
+    for _ in 0..20_000 {
+        if queue.jobs(false).await.is_empty() && tasks.is_empty() {
+            break;
+        }
+        for worker in &mut workers {
+            worker.live();
+            worker.worker.set_foreign(Bytes::ZERO);
+            worker.step(random);
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        workers.iter_mut().for_each(Played::listen);
+        while let Some(task) = tasks.try_join_next() {
+            task.unwrap();
+        }
+    }
+    assert!(tasks.is_empty(), "seed {seed}: {:?}", queue.jobs(false).await);
+    let ends = std::mem::take(&mut *ends.lock().unwrap());
+    assert_eq!(ends.len(), listened);
+    for worker in &mut workers {
+        worker.step(random);
+    }
+    at_rest(&queue).await;
+    ends
+}
+
+#[tokio::test(start_paused = true)]
+async fn whatever_happens_each_job_ends_once_and_nothing_is_left() {
+    let mut seen = BTreeSet::new();
+    for seed in 0..8 {
+        seen.extend(run(seed, 2000).await);
+    }
+    let ways = [
+        "Done",
+        "Cancelled",
+        "Deadline",
+        "MemoryTaken",
+        "NeverFits",
+        "OutOfMemory",
+        "WorkerDied",
+    ];
+    assert!(ways.iter().all(|way| seen.contains(*way)), "too tame: {seen:?}");
+}

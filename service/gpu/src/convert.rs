@@ -1,0 +1,248 @@
+//! Numbers as a checkpoint stores them, into numbers as a card wants them.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use candle_core::{DType, Device, Tensor};
+use half::slice::HalfFloatSliceExt;
+use half::vec::HalfBitsVecExt;
+use half::{bf16, f16};
+
+use crate::load::Stored;
+
+// Checkpoints are little-endian, and bytes are read straight into numbers.
+const _: () = assert!(
+    cfg!(target_endian = "little"),
+    "moored runs on little-endian machines only"
+);
+
+/// Numbers converted at a time: small enough that they are still in the second-level cache when they are read
+/// again.
+const PIECE: usize = 64 << 10;
+
+/// A number of which every bit pattern is a value.
+///
+/// # Safety
+/// The type has no padding and no invalid bit pattern.
+unsafe trait Plain: Copy + Default {}
+// SAFETY: primitive numbers, or (halves) a transparent wrapper of u16.
+unsafe impl Plain for f32 {}
+// SAFETY: as above.
+unsafe impl Plain for f64 {}
+// SAFETY: as above.
+unsafe impl Plain for u8 {}
+// SAFETY: as above.
+unsafe impl Plain for i64 {}
+// SAFETY: as above.
+unsafe impl Plain for f16 {}
+// SAFETY: as above.
+unsafe impl Plain for bf16 {}
+
+fn as_bytes<T: Plain>(numbers: &mut [T]) -> &mut [u8] {
+    // SAFETY: the bytes are those of `numbers`, borrowed for as long; `Plain` has no padding to read and no
+    // bit pattern that writing could make invalid; bytes have no alignment.
+    unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), std::mem::size_of_val(numbers)) }
+}
+
+/// The numbers of a tensor while it is read.
+pub(crate) enum Numbers {
+    F32(Vec<f32>),
+    F64(Vec<f64>),
+    F16(Vec<f16>),
+    Bf16(Vec<bf16>),
+    U8(Vec<u8>),
+    I64(Vec<i64>),
+}
+
+/// A part of [`Numbers`], to be filled by one thread.
+pub(crate) enum Part<'a> {
+    F32(&'a mut [f32]),
+    F64(&'a mut [f64]),
+    F16(&'a mut [f16]),
+    Bf16(&'a mut [bf16]),
+    U8(&'a mut [u8]),
+    I64(&'a mut [i64]),
+}
+
+/// Whether numbers stored so can be made into a tensor of that dtype. Integers stay integers or become
+/// floats; nothing becomes an integer that was none.
+pub(crate) fn converts(stored: Stored, target: DType) -> bool {
+    match target {
+        DType::F32 | DType::F64 | DType::F16 | DType::BF16 => true,
+        DType::U8 => stored == Stored::U8,
+        DType::I64 => matches!(stored, Stored::I64 | Stored::U8),
+        _ => false,
+    }
+}
+
+impl Numbers {
+    /// Room for `count` numbers, zeroed by the system, which costs nothing until a page is written. `None` for
+    /// a dtype that is not read into system memory.
+    pub(crate) fn zeroed(target: DType, count: usize) -> Option<Numbers> {
+        Some(match target {
+            DType::F32 => Numbers::F32(vec![0.0; count]),
+            DType::F64 => Numbers::F64(vec![0.0; count]),
+            // As bits: zeros of a type that the library does not know would be written one by one.
+            DType::F16 => Numbers::F16(vec![0u16; count].reinterpret_into()),
+            DType::BF16 => Numbers::Bf16(vec![0u16; count].reinterpret_into()),
+            DType::U8 => Numbers::U8(vec![0; count]),
+            DType::I64 => Numbers::I64(vec![0; count]),
+            _ => return None,
+        })
+    }
+
+    pub(crate) fn part(&mut self) -> Part<'_> {
+        match self {
+            Numbers::F32(n) => Part::F32(n),
+            Numbers::F64(n) => Part::F64(n),
+            Numbers::F16(n) => Part::F16(n),
+            Numbers::Bf16(n) => Part::Bf16(n),
+            Numbers::U8(n) => Part::U8(n),
+            Numbers::I64(n) => Part::I64(n),
+        }
+    }
+
+    pub(crate) fn into_tensor(self, shape: &[usize]) -> candle_core::Result<Tensor> {
+        match self {
+            Numbers::F32(n) => Tensor::from_vec(n, shape, &Device::Cpu),
+            Numbers::F64(n) => Tensor::from_vec(n, shape, &Device::Cpu),
+            Numbers::F16(n) => Tensor::from_vec(n, shape, &Device::Cpu),
+            Numbers::Bf16(n) => Tensor::from_vec(n, shape, &Device::Cpu),
+            Numbers::U8(n) => Tensor::from_vec(n, shape, &Device::Cpu),
+            Numbers::I64(n) => Tensor::from_vec(n, shape, &Device::Cpu),
+        }
+    }
+}
+
+impl<'a> Part<'a> {
+    /// The first `count` numbers, and the rest.
+    pub(crate) fn split(self, count: usize) -> (Part<'a>, Part<'a>) {
+        macro_rules! halves {
+            ($variant:ident, $numbers:expr) => {{
+                let (first, rest) = $numbers.split_at_mut(count);
+                (Part::$variant(first), Part::$variant(rest))
+            }};
+        }
+        match self {
+            Part::F32(n) => halves!(F32, n),
+            Part::F64(n) => halves!(F64, n),
+            Part::F16(n) => halves!(F16, n),
+            Part::Bf16(n) => halves!(Bf16, n),
+            Part::U8(n) => halves!(U8, n),
+            Part::I64(n) => halves!(I64, n),
+        }
+    }
+
+    /// Fills the part with the numbers that begin at `offset` in the file. Where the dtype stays, bytes go
+    /// straight to their place, and a NaN keeps its payload; otherwise NaN stays NaN.
+    pub(crate) fn read(self, file: &File, offset: u64, stored: Stored) -> std::io::Result<()> {
+        match (self, stored) {
+            (Part::F32(to), Stored::F32) => file.read_exact_at(as_bytes(to), offset),
+            (Part::F64(to), Stored::F64) => file.read_exact_at(as_bytes(to), offset),
+            (Part::F16(to), Stored::F16) => file.read_exact_at(as_bytes(to), offset),
+            (Part::Bf16(to), Stored::Bf16) => file.read_exact_at(as_bytes(to), offset),
+            (Part::I64(to), Stored::I64) => file.read_exact_at(as_bytes(to), offset),
+            (Part::U8(to), Stored::U8) => file.read_exact_at(to, offset),
+            (Part::F32(to), stored) => read_f32(file, offset, stored, to),
+            (Part::F64(to), stored) => read_f64(file, offset, stored, to),
+            (Part::F16(to), stored) => read_f16(file, offset, stored, to),
+            (Part::Bf16(to), stored) => read_bf16(file, offset, stored, to),
+            (Part::I64(to), Stored::U8) => {
+                through(file, offset, to, |from: &[u8], to| each(from, to, i64::from))
+            }
+            (Part::U8(_) | Part::I64(_), _) => {
+                // `converts` said no to these before anything was read.
+                Err(std::io::Error::other("floats cannot be read as integers"))
+            }
+        }
+    }
+}
+
+/// Reads piece by piece through a buffer of stored numbers.
+fn through<S: Plain, D>(
+    file: &File,
+    offset: u64,
+    to: &mut [D],
+    convert: impl Fn(&[S], &mut [D]),
+) -> std::io::Result<()> {
+    let mut buffer = vec![S::default(); PIECE.min(to.len())];
+    let mut offset = offset;
+    for piece in to.chunks_mut(PIECE) {
+        let from = &mut buffer[..piece.len()];
+        let bytes = as_bytes(from);
+        file.read_exact_at(bytes, offset)?;
+        offset += bytes.len() as u64;
+        convert(from, piece);
+    }
+    Ok(())
+}
+
+/// Written so that the compiler vectorises it.
+fn each<S: Copy, D>(from: &[S], to: &mut [D], convert: impl Fn(S) -> D) {
+    for (to, from) in to.iter_mut().zip(from) {
+        *to = convert(*from);
+    }
+}
+
+fn read_f32(file: &File, offset: u64, stored: Stored, to: &mut [f32]) -> std::io::Result<()> {
+    match stored {
+        Stored::F32 => file.read_exact_at(as_bytes(to), offset),
+        // A brain float is the upper half of a single: a shift, which vectorises, where `to_f32` branches.
+        Stored::Bf16 => through(file, offset, to, |from: &[bf16], to| {
+            each(from, to, |x| f32::from_bits(u32::from(x.to_bits()) << 16));
+        }),
+        Stored::F16 => through(file, offset, to, |from: &[f16], to| from.convert_to_f32_slice(to)),
+        Stored::F64 => through(file, offset, to, |from: &[f64], to| each(from, to, |x| x as f32)),
+        Stored::U8 => through(file, offset, to, |from: &[u8], to| each(from, to, f32::from)),
+        Stored::I64 => through(file, offset, to, |from: &[i64], to| each(from, to, |x| x as f32)),
+    }
+}
+
+fn read_f64(file: &File, offset: u64, stored: Stored, to: &mut [f64]) -> std::io::Result<()> {
+    match stored {
+        Stored::F64 => file.read_exact_at(as_bytes(to), offset),
+        Stored::F32 => through(file, offset, to, |from: &[f32], to| each(from, to, f64::from)),
+        Stored::Bf16 => through(file, offset, to, |from: &[bf16], to| each(from, to, bf16::to_f64)),
+        Stored::F16 => through(file, offset, to, |from: &[f16], to| from.convert_to_f64_slice(to)),
+        Stored::U8 => through(file, offset, to, |from: &[u8], to| each(from, to, f64::from)),
+        Stored::I64 => through(file, offset, to, |from: &[i64], to| each(from, to, |x| x as f64)),
+    }
+}
+
+fn read_f16(file: &File, offset: u64, stored: Stored, to: &mut [f16]) -> std::io::Result<()> {
+    match stored {
+        Stored::F16 => file.read_exact_at(as_bytes(to), offset),
+        Stored::F32 => through(file, offset, to, |from: &[f32], to| {
+            to.convert_from_f32_slice(from)
+        }),
+        Stored::F64 => through(file, offset, to, |from: &[f64], to| {
+            to.convert_from_f64_slice(from)
+        }),
+        Stored::Bf16 => through(file, offset, to, |from: &[bf16], to| {
+            each(from, to, |x| f16::from_f32(x.to_f32()));
+        }),
+        Stored::U8 => through(file, offset, to, |from: &[u8], to| each(from, to, f16::from)),
+        Stored::I64 => through(file, offset, to, |from: &[i64], to| {
+            each(from, to, |x| f16::from_f64(x as f64));
+        }),
+    }
+}
+
+fn read_bf16(file: &File, offset: u64, stored: Stored, to: &mut [bf16]) -> std::io::Result<()> {
+    match stored {
+        Stored::Bf16 => file.read_exact_at(as_bytes(to), offset),
+        Stored::F32 => through(file, offset, to, |from: &[f32], to| {
+            to.convert_from_f32_slice(from)
+        }),
+        Stored::F64 => through(file, offset, to, |from: &[f64], to| {
+            to.convert_from_f64_slice(from)
+        }),
+        Stored::F16 => through(file, offset, to, |from: &[f16], to| {
+            each(from, to, |x| bf16::from_f32(x.to_f32()));
+        }),
+        Stored::U8 => through(file, offset, to, |from: &[u8], to| each(from, to, bf16::from)),
+        Stored::I64 => through(file, offset, to, |from: &[i64], to| {
+            each(from, to, |x| bf16::from_f64(x as f64));
+        }),
+    }
+}

@@ -1,0 +1,219 @@
+//! System memory as a card.
+
+use std::collections::HashMap;
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+use candle_core::{DType, Device};
+use residency::{Bytes, Component, ComponentId, DriverTruth, Holder};
+use serde::{Deserialize, Serialize};
+
+use crate::allocator;
+use crate::card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
+use crate::load::{LoadError, LoadPlan, LoadProgress};
+use crate::reader::read_tensors;
+use crate::system::{SystemReader, give_back};
+use crate::tensors::ComponentTensors;
+
+/// What can be set about system memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CpuSettings {
+    /// The most that may be used; all of the system's (or cgroup's) memory where it is `None` or larger.
+    pub capacity: Option<Bytes>,
+}
+
+/// System memory and the processor. Bytes of components are booked by their tensors; activations are what
+/// the [`crate::CountingAllocator`] has counted besides, and zero where it is not installed.
+pub struct CpuCard {
+    settings: CpuSettings,
+    description: CardDescription,
+    system: SystemReader,
+    held: HashMap<ComponentId, Held>,
+    /// Bytes that were allocated when the card was opened: code and state of the process itself.
+    context: Bytes,
+    /// Bytes that were allocated when the stage began.
+    stage_began: Bytes,
+}
+
+struct Held {
+    tensors: Arc<ComponentTensors>,
+    booked: Bytes,
+}
+
+impl CpuCard {
+    /// Opens system memory as a card.
+    ///
+    /// # Errors
+    /// [`GpuError::Truth`] if the system does not say how much memory it has.
+    pub fn new(settings: CpuSettings) -> Result<CpuCard, GpuError> {
+        let mut system = SystemReader::new()?;
+        let total = capacity(&settings, system.read()?.total);
+        Ok(CpuCard {
+            settings,
+            description: CardDescription {
+                id: "cpu".to_owned(),
+                kind: CardKind::Cpu,
+                name: "system memory".to_owned(),
+                total,
+                compute_capability: None,
+                compute_dtype: DType::F32.as_str().to_owned(),
+            },
+            system,
+            held: HashMap::new(),
+            context: allocator::live(),
+            stage_began: allocator::live(),
+        })
+    }
+
+    /// What the card would be called, without opening it.
+    ///
+    /// # Errors
+    /// [`GpuError::Truth`] if the system does not say how much memory it has.
+    pub fn describe_unopened(settings: CpuSettings) -> Result<CardDescription, GpuError> {
+        CpuCard::new(settings).map(|card| card.description)
+    }
+
+    fn components(&self) -> Bytes {
+        self.held.values().map(|held| held.booked).sum()
+    }
+}
+
+fn capacity(settings: &CpuSettings, system_total: Bytes) -> Bytes {
+    settings
+        .capacity
+        .map_or(system_total, |wanted| wanted.min(system_total))
+}
+
+impl Gpu for CpuCard {
+    fn describe(&self) -> &CardDescription {
+        &self.description
+    }
+
+    fn device(&self) -> &Device {
+        &Device::Cpu
+    }
+
+    fn compute_dtype(&self) -> DType {
+        DType::F32
+    }
+
+    fn memory(&mut self) -> Result<DriverTruth, GpuError> {
+        let system = self.system.read()?;
+        let total = capacity(&self.settings, system.total);
+        let components = self.components();
+        let scratch = allocator::live() - components - self.context;
+        let ours = components + scratch + self.context;
+        // Never more than the system has, and never more than our own capacity leaves.
+        let free = system.available.min(total - ours);
+        let others = total - ours - free;
+        let holders = match others {
+            Bytes::ZERO => Vec::new(),
+            bytes => vec![Holder {
+                name: "other processes".to_owned(),
+                pid: None,
+                bytes,
+            }],
+        };
+        Ok(DriverTruth {
+            total,
+            free,
+            components,
+            scratch,
+            slack: Bytes::ZERO,
+            workspaces: Bytes::ZERO,
+            context: self.context,
+            holders,
+        })
+    }
+
+    fn load(
+        &mut self,
+        component: &Component,
+        plan: &LoadPlan,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+    ) -> Result<(), LoadError> {
+        let LoadPlan::Files(sources) = plan else {
+            return Err(LoadError::Unsupported(
+                "bytes without content go to simulated cards only".to_owned(),
+            ));
+        };
+        if self.held.contains_key(&component.id) {
+            return Err(LoadError::Unsupported(format!(
+                "component {} is already there",
+                component.id
+            )));
+        }
+        let needed = plan.bytes();
+        if needed != component.bytes {
+            tracing::warn!(component = %component.id, planned = %needed, announced = %component.bytes,
+                "the plan of a component has other bytes than were announced; the plan's are booked");
+        }
+        self.system.expire();
+        let free = self.memory().map_err(|e| LoadError::Lost(e.to_string()))?.free;
+        if needed > free {
+            return Err(LoadError::OutOfMemory { needed, free });
+        }
+        let outcome = read_tensors(sources, progress);
+        self.system.expire();
+        match outcome {
+            Ok(tensors) => {
+                let tensors = Arc::new(ComponentTensors::new(tensors));
+                self.held.insert(
+                    component.id.clone(),
+                    Held {
+                        tensors,
+                        booked: needed,
+                    },
+                );
+                Ok(())
+            }
+            Err(error) => {
+                give_back();
+                Err(error)
+            }
+        }
+    }
+
+    fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError> {
+        let held = self.held.get(id).ok_or_else(|| GpuError::NotLoaded(id.clone()))?;
+        Ok(Arc::clone(&held.tensors))
+    }
+
+    fn unload(&mut self, id: &ComponentId) -> Result<Unloaded, GpuError> {
+        let held = self.held.get(id).ok_or_else(|| GpuError::NotLoaded(id.clone()))?;
+        let others = Arc::strong_count(&held.tensors) - 1;
+        if others > 0 {
+            return Err(GpuError::StillInUse(id.clone(), others));
+        }
+        let booked = held.booked;
+        let before = allocator::thread_net();
+        self.held.remove(id);
+        let freed = before - allocator::thread_net();
+        give_back();
+        self.system.expire();
+        // A tensor that somebody cloned keeps its storage: what this thread freed says so. Without the
+        // counting allocator only the booking is known.
+        let freed = if allocator::installed() {
+            Bytes(freed.max(0) as u64).min(booked)
+        } else {
+            booked
+        };
+        Ok(Unloaded { booked, freed })
+    }
+
+    fn trim(&mut self) -> Result<Bytes, GpuError> {
+        self.system.expire();
+        let before = self.system.read()?.available;
+        give_back();
+        self.system.expire();
+        Ok(self.system.read()?.available - before)
+    }
+
+    fn begin_stage(&mut self) {
+        self.stage_began = allocator::mark();
+    }
+
+    fn stage_peak(&mut self) -> Bytes {
+        allocator::peak_since_mark() - self.stage_began
+    }
+}

@@ -1,0 +1,344 @@
+//! A card that exists in arithmetic only: capacity, transfer speed, faults and other holders of its memory are
+//! settings. Everything above can be tested on it, and small real models run on it too: their tensors live in
+//! system memory and are booked at their bytes here.
+
+mod book;
+mod clock;
+mod settings;
+mod world;
+
+use std::collections::HashMap;
+use std::io;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::{DType, Device};
+use residency::{Bytes, Component, ComponentId, DriverTruth};
+
+use crate::allocator;
+use crate::card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
+use crate::load::{LoadError, LoadPlan, LoadProgress};
+use crate::reader::{Progress, read_tensors};
+use crate::system::give_back;
+use crate::tensors::ComponentTensors;
+
+use book::SharedBook;
+pub use book::{OutOfMemory, ScratchGuard, SimulatedAccounts, simulated_scratch};
+pub use clock::{ManualClock, RealClock, SimulatedClock};
+pub use settings::{FailLoad, Fault, FaultAction, LoadFailure, SettingsError, SimulatedSettings};
+pub use world::SimulatedWorld;
+
+/// Bytes that a synthetic load moves between two calls of `progress`.
+const SYNTHETIC_CHUNK: u64 = 32 << 20;
+
+/// A simulated card. See the module.
+pub struct SimulatedCard {
+    settings: SimulatedSettings,
+    description: CardDescription,
+    clock: Arc<dyn SimulatedClock>,
+    book: SharedBook,
+    held: HashMap<ComponentId, Held>,
+    /// Whether faults still happen in this process.
+    faulty: bool,
+    /// How often each place of a fault was passed.
+    passed: HashMap<String, u64>,
+    loads: u64,
+    lost: Option<String>,
+    /// Bytes of this process when the stage began, for real mathematics on a simulated card.
+    stage_began: Bytes,
+}
+
+struct Held {
+    tensors: Arc<ComponentTensors>,
+    booked: Bytes,
+    /// Whether there are tensors, and not only bytes.
+    real: bool,
+}
+
+impl SimulatedCard {
+    /// A card. `generation` is the how manieth process this is for the card, from 1 (0 counts as 1): faults
+    /// happen in the first `die-generations` only.
+    pub fn new(
+        settings: SimulatedSettings,
+        generation: u64,
+        world: SimulatedWorld,
+        clock: Arc<dyn SimulatedClock>,
+    ) -> SimulatedCard {
+        if settings.foreign > Bytes::ZERO {
+            world.hold("another process", None, settings.foreign);
+        }
+        if let Some(script) = &settings.world {
+            world.follow(script.clone());
+        }
+        SimulatedCard {
+            description: SimulatedCard::describe_unopened(&settings),
+            book: SharedBook::new(&settings, world, Arc::clone(&clock)),
+            faulty: generation.max(1) <= settings.die_generations,
+            settings,
+            clock,
+            held: HashMap::new(),
+            passed: HashMap::new(),
+            loads: 0,
+            lost: None,
+            stage_began: Bytes::ZERO,
+        }
+    }
+
+    /// What a card with these settings is called.
+    pub fn describe_unopened(settings: &SimulatedSettings) -> CardDescription {
+        CardDescription {
+            id: format!("sim:{}", settings.index),
+            kind: CardKind::Simulated,
+            name: format!("simulated card of {}", settings.capacity),
+            total: settings.capacity,
+            compute_capability: None,
+            compute_dtype: DType::F32.as_str().to_owned(),
+        }
+    }
+
+    /// All accounts as they are now, in more detail than [`Gpu::memory`] shows: a driver does not tell what
+    /// is on its way back.
+    pub fn accounts(&self) -> SimulatedAccounts {
+        self.book.lock().accounts()
+    }
+
+    /// Takes memory for activations until the guard is dropped. Slack is used before free memory.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`]; nothing is taken then.
+    pub fn use_scratch(&self, bytes: Bytes) -> Result<ScratchGuard, OutOfMemory> {
+        self.book.use_scratch(bytes)
+    }
+
+    fn alive(&self) -> Result<(), String> {
+        self.lost.clone().map_or(Ok(()), Err)
+    }
+
+    /// The failure that the settings ask for, for the load that begins now.
+    fn failing(&mut self) -> Option<LoadFailure> {
+        self.loads += 1;
+        self.settings
+            .fail_loads
+            .iter()
+            .find(|fail| fail.nth == self.loads)
+            .map(|fail| fail.how)
+    }
+
+    /// Moves the bytes of a plan; their room is booked.
+    fn transfer(&self, plan: &LoadPlan, progress: Progress<'_>) -> Result<ComponentTensors, LoadError> {
+        let began_ms = self.clock.now_ms();
+        match plan {
+            LoadPlan::Synthetic(total) => {
+                let mut done = Bytes::ZERO;
+                loop {
+                    self.wait_for_transfer(began_ms, done);
+                    if progress(LoadProgress { done, total: *total }).is_break() {
+                        return Err(LoadError::Cancelled);
+                    }
+                    if done == *total {
+                        return Ok(ComponentTensors::default());
+                    }
+                    done = (done + Bytes(SYNTHETIC_CHUNK)).min(*total);
+                }
+            }
+            LoadPlan::Files(sources) => {
+                let tensors = read_tensors(sources, &mut |told| {
+                    self.wait_for_transfer(began_ms, told.done);
+                    progress(told)
+                })?;
+                Ok(ComponentTensors::new(tensors))
+            }
+        }
+    }
+
+    /// Sleeps until so many bytes can have come over, at the card's speed.
+    fn wait_for_transfer(&self, began_ms: u64, done: Bytes) {
+        let speed = u128::from(self.settings.bytes_per_second.0);
+        if speed == 0 {
+            return;
+        }
+        let needs_ms = u64::try_from(u128::from(done.0) * 1000 / speed).unwrap_or(u64::MAX);
+        let left_ms = began_ms
+            .saturating_add(needs_ms)
+            .saturating_sub(self.clock.now_ms());
+        if left_ms > 0 {
+            self.clock.sleep_ms(left_ms);
+        }
+    }
+}
+
+fn file_of(plan: &LoadPlan) -> PathBuf {
+    let first = match plan {
+        LoadPlan::Files(sources) => sources.first().map(|source| source.file.to_path_buf()),
+        LoadPlan::Synthetic(_) => None,
+    };
+    first.unwrap_or_else(|| Path::new("a simulated checkpoint").to_owned())
+}
+
+impl Gpu for SimulatedCard {
+    fn describe(&self) -> &CardDescription {
+        &self.description
+    }
+
+    fn device(&self) -> &Device {
+        &Device::Cpu
+    }
+
+    fn compute_dtype(&self) -> DType {
+        DType::F32
+    }
+
+    fn memory(&mut self) -> Result<DriverTruth, GpuError> {
+        self.alive().map_err(GpuError::Lost)?;
+        let accounts = self.accounts();
+        Ok(DriverTruth {
+            total: self.settings.capacity,
+            free: accounts.free,
+            components: accounts.components,
+            scratch: accounts.scratch,
+            slack: accounts.slack,
+            workspaces: accounts.workspaces,
+            context: accounts.context,
+            holders: accounts.foreign,
+        })
+    }
+
+    fn load(
+        &mut self,
+        component: &Component,
+        plan: &LoadPlan,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+    ) -> Result<(), LoadError> {
+        self.alive().map_err(LoadError::Lost)?;
+        if self.held.contains_key(&component.id) {
+            return Err(LoadError::Unsupported(format!(
+                "component {} is already there",
+                component.id
+            )));
+        }
+        let booked = plan.bytes();
+        let failing = self.failing();
+        match failing {
+            Some(LoadFailure::Io) => {
+                let source = io::Error::other("the settings of the simulated card ask for this");
+                return Err(LoadError::Io {
+                    file: file_of(plan),
+                    source,
+                });
+            }
+            Some(LoadFailure::Damaged) => {
+                let problem = "the settings of the simulated card ask for this".to_owned();
+                return Err(LoadError::Damaged {
+                    file: file_of(plan),
+                    problem,
+                });
+            }
+            Some(LoadFailure::OutOfMemory) | None => {}
+        }
+        let out_of_memory = |e: OutOfMemory| LoadError::OutOfMemory {
+            needed: e.needed,
+            free: e.free,
+        };
+        self.book.lock().take_component(booked).map_err(out_of_memory)?;
+
+        let mut failed_at = None;
+        let outcome = self.transfer(plan, &mut |told| {
+            if failing.is_some() && told.done.0 >= booked.0 / 2 {
+                failed_at = Some(told.done);
+                return ControlFlow::Break(());
+            }
+            progress(told)
+        });
+        match (outcome, failed_at) {
+            (Ok(tensors), _) => {
+                let real = matches!(plan, LoadPlan::Files(_));
+                self.held.insert(
+                    component.id.clone(),
+                    Held {
+                        tensors: Arc::new(tensors),
+                        booked,
+                        real,
+                    },
+                );
+                Ok(())
+            }
+            (Err(error), failed_at) => {
+                self.book.lock().return_component(booked, true);
+                match failed_at {
+                    Some(done) => Err(LoadError::OutOfMemory {
+                        needed: booked - done,
+                        free: self.accounts().free,
+                    }),
+                    None => Err(error),
+                }
+            }
+        }
+    }
+
+    fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError> {
+        self.alive().map_err(GpuError::Lost)?;
+        let held = self.held.get(id).ok_or_else(|| GpuError::NotLoaded(id.clone()))?;
+        Ok(Arc::clone(&held.tensors))
+    }
+
+    fn unload(&mut self, id: &ComponentId) -> Result<Unloaded, GpuError> {
+        self.alive().map_err(GpuError::Lost)?;
+        let held = self.held.get(id).ok_or_else(|| GpuError::NotLoaded(id.clone()))?;
+        let others = Arc::strong_count(&held.tensors) - 1;
+        if others > 0 {
+            return Err(GpuError::StillInUse(id.clone(), others));
+        }
+        let (booked, real) = (held.booked, held.real);
+        self.held.remove(id);
+        if real {
+            give_back();
+        }
+        self.book.lock().return_component(booked, false);
+        // What lags is not free yet, and a driver would say so.
+        let freed = if self.settings.lag_ms == 0 {
+            booked
+        } else {
+            Bytes::ZERO
+        };
+        Ok(Unloaded { booked, freed })
+    }
+
+    fn trim(&mut self) -> Result<Bytes, GpuError> {
+        self.alive().map_err(GpuError::Lost)?;
+        Ok(self.book.lock().trim())
+    }
+
+    fn begin_stage(&mut self) {
+        self.book.make_current();
+        self.book.lock().begin_stage();
+        self.stage_began = allocator::mark();
+    }
+
+    fn stage_peak(&mut self) -> Bytes {
+        let simulated = self.book.lock().stage_peak();
+        if !self.held.values().any(|held| held.real) {
+            return simulated;
+        }
+        // Real mathematics books no scratch here. Its peak must still be learned, or the planner would come
+        // to believe that it needs none.
+        simulated.max(allocator::peak_since_mark() - self.stage_began)
+    }
+
+    fn fault_at(&mut self, place: &str) -> Option<FaultAction> {
+        let passed = self.passed.entry(place.to_owned()).or_default();
+        *passed += 1;
+        let fault = self
+            .settings
+            .faults
+            .iter()
+            .find(|f| f.place == place && f.nth == *passed)?;
+        if !self.faulty {
+            return None;
+        }
+        if fault.action == FaultAction::Lose {
+            self.lost = Some(format!("its settings say so, at {place} for time {passed}"));
+        }
+        Some(fault.action)
+    }
+}

@@ -1,0 +1,307 @@
+//! What a simulated card is, in one line of text.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use residency::Bytes;
+
+use crate::size::{SizeError, exact_bytes, parse_bytes};
+
+/// Capacity, speed and faults of a simulated card. As text: `24GiB`, then options behind commas:
+/// `24GiB,speed=50GiB/s,lag=200ms,fail-load=3,die-at=denoise:2,hang-at=decode:1,foreign=4GiB`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SimulatedSettings {
+    /// Memory of the card.
+    pub capacity: Bytes,
+    /// `index`: the number in its id, `sim:0` unless told.
+    pub index: u32,
+    /// `speed`: bytes of a load per second; 0 loads in no time.
+    pub bytes_per_second: Bytes,
+    /// `context`: bytes that the process itself takes of the card.
+    pub context: Bytes,
+    /// `workspaces`: bytes that libraries take of the card.
+    pub workspaces: Bytes,
+    /// `slack=keep`: freed scratch stays reserved until a trim.
+    pub keeps_slack: bool,
+    /// `lag`: milliseconds until freed bytes show up as free.
+    pub lag_ms: u64,
+    /// `foreign`: bytes that others hold from the start.
+    pub foreign: Bytes,
+    /// `world`: a file of foreign holders, read each time that memory is looked at; see
+    /// [`super::SimulatedWorld::follow`].
+    pub world: Option<PathBuf>,
+    /// `fail-load`: which loads fail, and how. May be given several times.
+    pub fail_loads: Vec<FailLoad>,
+    /// `die-at`, `hang-at`, `lose-at`: what goes wrong where. May be given several times.
+    pub faults: Vec<Fault>,
+    /// `die-generations`: faults happen in this many first processes of the card only, so that a worker that
+    /// was started again lives. 1 unless told; 0 is never.
+    pub die_generations: u64,
+}
+
+/// A load that fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FailLoad {
+    /// The how manieth load of a process, from 1.
+    pub nth: u64,
+    /// How it fails.
+    pub how: LoadFailure,
+}
+
+/// How a load fails.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LoadFailure {
+    /// `oom`: out of memory, halfway.
+    #[default]
+    OutOfMemory,
+    /// `io`: the file cannot be read.
+    Io,
+    /// `damaged`: the file is not what its header says.
+    Damaged,
+}
+
+/// Something that goes wrong at a place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// What goes wrong.
+    pub action: FaultAction,
+    /// The name of a stage, or `load`.
+    pub place: String,
+    /// The how manieth time that the process comes there, from 1.
+    pub nth: u64,
+}
+
+/// What a worker must do because its simulated card says so.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FaultAction {
+    /// End the process at once, as a crash does.
+    Die,
+    /// Never come back.
+    Hang,
+    /// The card is lost: from here on it answers so by itself.
+    Lose,
+}
+
+impl FaultAction {
+    const ALL: [(&'static str, FaultAction); 3] = [
+        ("die-at", FaultAction::Die),
+        ("hang-at", FaultAction::Hang),
+        ("lose-at", FaultAction::Lose),
+    ];
+
+    fn option(self) -> &'static str {
+        match self {
+            FaultAction::Die => "die-at",
+            FaultAction::Hang => "hang-at",
+            FaultAction::Lose => "lose-at",
+        }
+    }
+}
+
+/// Settings that cannot be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SettingsError {
+    /// The capacity, or an option's size, is no size.
+    #[error("{what} of a simulated card: {source}")]
+    Size {
+        /// `capacity`, or the option.
+        what: String,
+        /// What is wrong with it.
+        source: SizeError,
+    },
+    /// There is no such option.
+    #[error(
+        "a simulated card has no option {given:?}; there are speed=, lag=, foreign=, context=, workspaces=, \
+         slack=keep, fail-load=, die-at=, hang-at=, lose-at=, die-generations=, world=, index="
+    )]
+    UnknownOption {
+        /// What was written.
+        given: String,
+    },
+    /// The option is there, its value is not one.
+    #[error("{option}={given} of a simulated card is not understood: write {expected}")]
+    Value {
+        /// The option.
+        option: String,
+        /// What was written.
+        given: String,
+        /// What is allowed.
+        expected: &'static str,
+    },
+    /// Context, workspaces and others leave no memory.
+    #[error("context, workspaces and foreign memory of a simulated card exceed its capacity of {capacity}")]
+    NoRoom {
+        /// The capacity.
+        capacity: Bytes,
+    },
+}
+
+impl SimulatedSettings {
+    /// A card of this capacity, instant and without faults.
+    pub fn new(capacity: Bytes) -> SimulatedSettings {
+        SimulatedSettings {
+            capacity,
+            index: 0,
+            bytes_per_second: Bytes::ZERO,
+            context: Bytes::ZERO,
+            workspaces: Bytes::ZERO,
+            keeps_slack: false,
+            lag_ms: 0,
+            foreign: Bytes::ZERO,
+            world: None,
+            fail_loads: Vec::new(),
+            faults: Vec::new(),
+            die_generations: 1,
+        }
+    }
+
+    fn set(&mut self, option: &str, value: &str) -> Result<(), SettingsError> {
+        let wrong = |expected| SettingsError::Value {
+            option: option.to_owned(),
+            given: value.to_owned(),
+            expected,
+        };
+        let size = |text: &str| {
+            parse_bytes(text).map_err(|source| SettingsError::Size {
+                what: option.to_owned(),
+                source,
+            })
+        };
+        match option {
+            "speed" => self.bytes_per_second = size(value.strip_suffix("/s").unwrap_or(value))?,
+            "context" => self.context = size(value)?,
+            "workspaces" => self.workspaces = size(value)?,
+            "foreign" => self.foreign = size(value)?,
+            "lag" => {
+                self.lag_ms = milliseconds(value).ok_or_else(|| wrong("a time such as 200ms or 2s"))?;
+            }
+            "slack" if value == "keep" => self.keeps_slack = true,
+            "slack" => return Err(wrong("slack=keep")),
+            "world" if value.is_empty() => return Err(wrong("the path of a file")),
+            "world" => self.world = Some(PathBuf::from(value)),
+            "index" => self.index = value.parse().map_err(|_| wrong("a number"))?,
+            "die-generations" => {
+                self.die_generations = value.parse().map_err(|_| wrong("a number of processes"))?;
+            }
+            "fail-load" => {
+                let failure =
+                    fail_load(value).ok_or_else(|| wrong("which load, as in 3, 3:oom, 3:io or 3:damaged"))?;
+                self.fail_loads.push(failure);
+            }
+            _ => {
+                let (_, action) = FaultAction::ALL
+                    .into_iter()
+                    .find(|(name, _)| *name == option)
+                    .ok_or_else(|| SettingsError::UnknownOption {
+                        given: option.to_owned(),
+                    })?;
+                let (place, nth) =
+                    place(value).ok_or_else(|| wrong("a stage and which time, as in denoise:2"))?;
+                self.faults.push(Fault { action, place, nth });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn milliseconds(text: &str) -> Option<u64> {
+    if let Some(number) = text.strip_suffix("ms") {
+        return number.parse().ok();
+    }
+    text.strip_suffix('s')?.parse::<u64>().ok()?.checked_mul(1000)
+}
+
+fn count(text: &str) -> Option<u64> {
+    text.parse().ok().filter(|&nth| nth > 0)
+}
+
+fn fail_load(text: &str) -> Option<FailLoad> {
+    let (nth, how) = text.split_once(':').unwrap_or((text, "oom"));
+    let how = match how {
+        "oom" => LoadFailure::OutOfMemory,
+        "io" => LoadFailure::Io,
+        "damaged" => LoadFailure::Damaged,
+        _ => return None,
+    };
+    Some(FailLoad {
+        nth: count(nth)?,
+        how,
+    })
+}
+
+fn place(text: &str) -> Option<(String, u64)> {
+    let (place, nth) = text.split_once(':').unwrap_or((text, "1"));
+    let named = !place.is_empty() && place.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+    Some((place.to_owned(), count(nth)?)).filter(|_| named)
+}
+
+impl FromStr for SimulatedSettings {
+    type Err = SettingsError;
+
+    fn from_str(text: &str) -> Result<SimulatedSettings, SettingsError> {
+        let mut parts = text.split(',');
+        let capacity = parts.next().unwrap_or_default();
+        let capacity = parse_bytes(capacity).map_err(|source| SettingsError::Size {
+            what: "the capacity".to_owned(),
+            source,
+        })?;
+        let mut settings = SimulatedSettings::new(capacity);
+        for part in parts {
+            let (option, value) = part.split_once('=').ok_or_else(|| SettingsError::UnknownOption {
+                given: part.to_owned(),
+            })?;
+            settings.set(option.trim(), value.trim())?;
+        }
+        if settings.context + settings.workspaces + settings.foreign > capacity {
+            return Err(SettingsError::NoRoom { capacity });
+        }
+        Ok(settings)
+    }
+}
+
+impl fmt::Display for SimulatedSettings {
+    /// The text that [`FromStr`] reads back; what was not set is left out.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&exact_bytes(self.capacity))?;
+        if self.index != 0 {
+            write!(f, ",index={}", self.index)?;
+        }
+        if self.bytes_per_second != Bytes::ZERO {
+            write!(f, ",speed={}/s", exact_bytes(self.bytes_per_second))?;
+        }
+        for (option, bytes) in [
+            ("context", self.context),
+            ("workspaces", self.workspaces),
+            ("foreign", self.foreign),
+        ] {
+            if bytes != Bytes::ZERO {
+                write!(f, ",{option}={}", exact_bytes(bytes))?;
+            }
+        }
+        if self.keeps_slack {
+            f.write_str(",slack=keep")?;
+        }
+        if self.lag_ms != 0 {
+            write!(f, ",lag={}ms", self.lag_ms)?;
+        }
+        if let Some(world) = &self.world {
+            write!(f, ",world={}", world.display())?;
+        }
+        for fail in &self.fail_loads {
+            let how = match fail.how {
+                LoadFailure::OutOfMemory => "",
+                LoadFailure::Io => ":io",
+                LoadFailure::Damaged => ":damaged",
+            };
+            write!(f, ",fail-load={}{how}", fail.nth)?;
+        }
+        for fault in &self.faults {
+            write!(f, ",{}={}:{}", fault.action.option(), fault.place, fault.nth)?;
+        }
+        if self.die_generations != 1 {
+            write!(f, ",die-generations={}", self.die_generations)?;
+        }
+        Ok(())
+    }
+}

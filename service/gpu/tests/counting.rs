@@ -1,0 +1,131 @@
+//! With the counting allocator installed: bytes by our own counters. One test, since the counters are those of
+//! the whole process.
+#![allow(clippy::unwrap_used)]
+
+use std::io::Write;
+use std::ops::ControlFlow;
+use std::time::Instant;
+
+use candle_core::DType;
+use gpu::{CpuCard, CpuSettings, Gpu, LoadPlan, SafetensorsFile, allocator};
+use residency::{Bytes, Component, ComponentId};
+
+#[global_allocator]
+static ALLOCATOR: gpu::CountingAllocator = gpu::CountingAllocator;
+
+/// Bookkeeping of the test harness and of the card besides what is measured.
+const NOISE: Bytes = Bytes::mib(1);
+
+fn near(found: Bytes, expected: Bytes) -> bool {
+    found - expected <= NOISE && expected - found <= NOISE
+}
+
+/// A checkpoint of brain floats, `count` in each of 50 tensors.
+fn checkpoint(count: usize) -> tempfile::NamedTempFile {
+    let bytes = count * 2;
+    let entries: Vec<String> = (0..50)
+        .map(|i| {
+            let (begin, end) = (i * bytes, (i + 1) * bytes);
+            format!(r#""t{i}":{{"dtype":"BF16","shape":[{count}],"data_offsets":[{begin},{end}]}}"#)
+        })
+        .collect();
+    let header = format!("{{{}}}", entries.join(","));
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+    file.write_all(header.as_bytes()).unwrap();
+    for _ in 0..50 {
+        file.write_all(&vec![0x3f; bytes]).unwrap();
+    }
+    file.flush().unwrap();
+    file
+}
+
+#[test]
+fn bytes_are_counted_to_the_card_and_back() {
+    assert!(allocator::installed());
+    let file = checkpoint(2 << 20);
+    let mut card = CpuCard::new(CpuSettings::default()).unwrap();
+    let before = card.memory().unwrap();
+    assert!(near(before.scratch, Bytes::ZERO), "{before:?}");
+
+    let read = SafetensorsFile::open(file.path()).unwrap();
+    let sources = read
+        .tensors()
+        .map(|(name, _)| read.source(name, name, DType::F32).unwrap())
+        .collect();
+    let plan = LoadPlan::Files(sources);
+    let id = ComponentId::new("c");
+    let component = Component {
+        id: id.clone(),
+        name: "c".to_owned(),
+        bytes: plan.bytes(),
+        reload_seconds: 0.0,
+    };
+    let mut times = Vec::new();
+    for _ in 0..3 {
+        let began = Instant::now();
+        card.load(&component, &plan, &mut |_| ControlFlow::Continue(()))
+            .unwrap();
+        let loaded = began.elapsed();
+        let truth = card.memory().unwrap();
+        assert_eq!(truth.components, plan.bytes());
+        assert!(near(truth.scratch, Bytes::ZERO), "{truth:?}");
+
+        let began = Instant::now();
+        let unloaded = card.unload(&id).unwrap();
+        times.push((loaded, began.elapsed()));
+        assert_eq!(unloaded.freed, unloaded.booked);
+        assert_eq!(card.memory().unwrap().components, Bytes::ZERO);
+    }
+    let speed = read.size().0 as f64 / times.iter().map(|t| t.0.as_secs_f64()).fold(f64::MAX, f64::min) / 1e9;
+    println!(
+        "load and unload of {} in a file: {times:?}, {speed:.2} GB/s of the file",
+        read.size()
+    );
+
+    // A tensor that somebody kept is not free, and the card says so.
+    card.load(&component, &plan, &mut |_| ControlFlow::Continue(()))
+        .unwrap();
+    let kept = card.tensors(&id).unwrap().get("t7").unwrap();
+    let unloaded = card.unload(&id).unwrap();
+    let one = Bytes(8 << 20);
+    assert!(near(unloaded.booked - unloaded.freed, one), "{unloaded:?}");
+    assert!(near(card.memory().unwrap().scratch, one));
+    drop(kept);
+
+    // A stage's peak is its own, whatever lived before.
+    let earlier = vec![1u8; 3 << 20];
+    card.begin_stage();
+    let first = vec![1u8; 40 << 20];
+    drop(std::hint::black_box(first));
+    let second = vec![1u8; 10 << 20];
+    assert!(near(card.stage_peak(), Bytes::mib(40)), "{}", card.stage_peak());
+    assert!(near(card.memory().unwrap().scratch, Bytes::mib(13)));
+    drop(std::hint::black_box((earlier, second)));
+    card.begin_stage();
+    assert!(near(card.stage_peak(), Bytes::ZERO));
+
+    // Never more than there is, and cheap enough for the hot path.
+    let began = Instant::now();
+    for _ in 0..1000 {
+        let truth = card.memory().unwrap();
+        let others: Bytes = truth.holders.iter().map(|h| h.bytes).sum();
+        let sum = truth.components + truth.scratch + truth.context + truth.free + others;
+        assert_eq!(sum, truth.total, "{truth:?}");
+    }
+    println!("a remembered reading: {:?}", began.elapsed() / 1000);
+    let mut fresh: Vec<_> = (0..9)
+        .map(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(55));
+            let began = Instant::now();
+            card.memory().unwrap();
+            began.elapsed()
+        })
+        .collect();
+    fresh.sort();
+    println!(
+        "a fresh reading: {:?} typically, {:?} at worst",
+        fresh[4], fresh[8]
+    );
+    println!("a trim gave back {}", card.trim().unwrap());
+}

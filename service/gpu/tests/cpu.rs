@@ -1,0 +1,334 @@
+//! System memory as a card: what is read, converted, refused, cancelled and given back.
+#![allow(clippy::unwrap_used)]
+
+use std::io::Write;
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{DType, Tensor};
+use gpu::{
+    ByteRange, CpuCard, CpuSettings, Gpu, GpuError, LoadError, LoadPlan, LoadProgress, SafetensorsFile,
+    Stored, TensorSource,
+};
+use half::{bf16, f16};
+use residency::{Bytes, Component, ComponentId};
+
+fn card() -> CpuCard {
+    CpuCard::new(CpuSettings::default()).unwrap()
+}
+
+fn component(name: &str, plan: &LoadPlan) -> Component {
+    Component {
+        id: ComponentId::new(name),
+        name: name.to_owned(),
+        bytes: plan.bytes(),
+        reload_seconds: 1.0,
+    }
+}
+
+fn file_of(bytes: &[u8]) -> tempfile::NamedTempFile {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    file.write_all(bytes).unwrap();
+    file.flush().unwrap();
+    file
+}
+
+fn source(file: &Path, name: &str, stored: Stored, shape: &[usize], target: DType) -> TensorSource {
+    let length = (shape.iter().product::<usize>() * stored.width()) as u64;
+    TensorSource {
+        name: name.to_owned(),
+        file: file.into(),
+        ranges: vec![ByteRange { offset: 0, length }],
+        stored,
+        shape: shape.to_vec(),
+        target,
+    }
+}
+
+fn go_on(_: LoadProgress) -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
+
+fn load_one(card: &mut CpuCard, source: TensorSource) -> Result<Tensor, LoadError> {
+    let name = source.name.clone();
+    let plan = LoadPlan::Files(vec![source]);
+    let component = component("c", &plan);
+    card.load(&component, &plan, &mut go_on)?;
+    let tensor = card.tensors(&component.id).unwrap().get(&name).unwrap();
+    card.unload(&component.id).unwrap();
+    Ok(tensor)
+}
+
+/// What each stored dtype means as f32, by arithmetic of its own.
+fn samples(stored: Stored) -> (Vec<u8>, Vec<f32>) {
+    let values = [
+        0.0f32,
+        -0.0,
+        1.0,
+        -2.5,
+        65504.0,
+        6e-8,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        f32::NAN,
+    ];
+    match stored {
+        Stored::F32 => (
+            values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            values.to_vec(),
+        ),
+        Stored::F64 => (
+            values.iter().flat_map(|v| f64::from(*v).to_le_bytes()).collect(),
+            values.to_vec(),
+        ),
+        Stored::F16 => {
+            let halves: Vec<f16> = values.iter().map(|v| f16::from_f32(*v)).collect();
+            let means = halves.iter().map(|h| h.to_f32()).collect();
+            (halves.iter().flat_map(|h| h.to_le_bytes()).collect(), means)
+        }
+        Stored::Bf16 => {
+            let halves: Vec<bf16> = values.iter().map(|v| bf16::from_f32(*v)).collect();
+            let means = halves.iter().map(|h| h.to_f32()).collect();
+            (halves.iter().flat_map(|h| h.to_le_bytes()).collect(), means)
+        }
+        Stored::U8 => ((0..=255).collect(), (0..=255u8).map(f32::from).collect()),
+        Stored::I64 => {
+            let whole = [0i64, 1, -1, 1 << 20];
+            (
+                whole.iter().flat_map(|v| v.to_le_bytes()).collect(),
+                whole.iter().map(|v| *v as f32).collect(),
+            )
+        }
+    }
+}
+
+fn same(found: f32, expected: f32) -> bool {
+    found.to_bits() == expected.to_bits() || (found.is_nan() && expected.is_nan())
+}
+
+#[test]
+fn every_stored_dtype_becomes_f32_and_nan_stays_nan() {
+    for stored in [
+        Stored::F32,
+        Stored::F64,
+        Stored::F16,
+        Stored::Bf16,
+        Stored::U8,
+        Stored::I64,
+    ] {
+        let (bytes, means) = samples(stored);
+        let file = file_of(&bytes);
+        for target in [DType::F32, DType::BF16, DType::F16, DType::F64] {
+            let source = source(file.path(), "w", stored, &[means.len()], target);
+            let tensor = load_one(&mut card(), source).unwrap();
+            assert_eq!(tensor.dtype(), target);
+            let found = tensor.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
+            for (found, mean) in found.iter().zip(&means) {
+                let expected = match target {
+                    DType::BF16 => bf16::from_f32(*mean).to_f32(),
+                    DType::F16 => f16::from_f32(*mean).to_f32(),
+                    _ => *mean,
+                };
+                assert!(
+                    same(*found, expected),
+                    "{stored:?} as {target:?}: {found} for {expected}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn integers_stay_integers_and_floats_do_not_become_any() {
+    let file = file_of(&7i64.to_le_bytes());
+    let number = load_one(
+        &mut card(),
+        source(file.path(), "n", Stored::I64, &[], DType::I64),
+    )
+    .unwrap();
+    assert_eq!(number.to_scalar::<i64>().unwrap(), 7);
+    let refused = load_one(
+        &mut card(),
+        source(file.path(), "n", Stored::F32, &[2], DType::U8),
+    );
+    assert!(matches!(refused, Err(LoadError::Unsupported(problem)) if problem.contains("tensor n")));
+}
+
+#[test]
+fn ranges_are_joined_in_their_order() {
+    let numbers: Vec<u8> = (0..6u32).flat_map(|i| (i as f32).to_le_bytes()).collect();
+    let file = file_of(&numbers);
+    let mut source = source(file.path(), "w", Stored::F32, &[4], DType::F32);
+    source.ranges = vec![
+        ByteRange {
+            offset: 16,
+            length: 8,
+        },
+        ByteRange { offset: 0, length: 8 },
+    ];
+    let tensor = load_one(&mut card(), source).unwrap();
+    assert_eq!(tensor.to_vec1::<f32>().unwrap(), [4.0, 5.0, 0.0, 1.0]);
+}
+
+/// A tensor of several reads, with every number telling its place.
+#[test]
+fn large_tensors_arrive_whole() {
+    let count = 9_000_001;
+    let numbers: Vec<u8> = (0..count)
+        .flat_map(|i| bf16::from_f32((i % 251) as f32).to_le_bytes())
+        .collect();
+    let file = file_of(&numbers);
+    let tensor = load_one(
+        &mut card(),
+        source(file.path(), "w", Stored::Bf16, &[count], DType::F32),
+    )
+    .unwrap();
+    let found = tensor.to_vec1::<f32>().unwrap();
+    assert!(found.iter().enumerate().all(|(i, v)| *v == (i % 251) as f32));
+}
+
+#[test]
+fn progress_is_told_at_least_every_64_mib_and_at_both_ends() {
+    let count = 50_000_000;
+    let file = file_of(&vec![0; count * 2]);
+    let plan = LoadPlan::Files(vec![source(file.path(), "w", Stored::Bf16, &[count], DType::F32)]);
+    let component = component("c", &plan);
+    let mut told = Vec::new();
+    let mut card = card();
+    card.load(&component, &plan, &mut |p| {
+        assert_eq!(p.total, plan.bytes());
+        told.push(p.done);
+        ControlFlow::Continue(())
+    })
+    .unwrap();
+    assert_eq!((told[0], *told.last().unwrap()), (Bytes::ZERO, plan.bytes()));
+    assert!(
+        told.windows(2)
+            .all(|w| w[0] <= w[1] && w[1] - w[0] <= Bytes::mib(64)),
+        "{told:?}"
+    );
+}
+
+#[test]
+fn a_cancelled_load_leaves_nothing() {
+    let count = 20_000_000;
+    let file = file_of(&vec![0; count * 2]);
+    let plan = LoadPlan::Files(vec![source(file.path(), "w", Stored::Bf16, &[count], DType::F32)]);
+    let component = component("c", &plan);
+    let mut card = card();
+    for stop_at in [Bytes::ZERO, Bytes(1), plan.bytes()] {
+        let outcome = card.load(&component, &plan, &mut |p| match p.done >= stop_at {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        });
+        assert!(matches!(outcome, Err(LoadError::Cancelled)));
+        assert!(matches!(card.tensors(&component.id), Err(GpuError::NotLoaded(_))));
+        assert_eq!(card.memory().unwrap().components, Bytes::ZERO);
+    }
+    card.load(&component, &plan, &mut go_on).unwrap();
+}
+
+#[test]
+fn files_that_changed_are_damaged() {
+    let file = file_of(&[0; 64]);
+    let long = source(file.path(), "w", Stored::F32, &[17], DType::F32);
+    assert!(
+        matches!(load_one(&mut card(), long), Err(LoadError::Damaged { problem, .. }) if problem.contains("w"))
+    );
+
+    // Cut short after the checks, while it is read.
+    let whole = source(file.path(), "w", Stored::F32, &[16], DType::F32);
+    let plan = LoadPlan::Files(vec![whole.clone()]);
+    let outcome = card().load(&component("c", &plan), &plan, &mut |_| {
+        file.as_file().set_len(8).unwrap();
+        ControlFlow::Continue(())
+    });
+    assert!(matches!(outcome, Err(LoadError::Damaged { .. })), "{outcome:?}");
+
+    // Written over with as many bytes.
+    file.as_file().set_len(64).unwrap();
+    let outcome = card().load(&component("c", &plan), &plan, &mut |_| {
+        let later = std::time::SystemTime::now() + std::time::Duration::from_secs(5);
+        file.as_file().set_modified(later).unwrap();
+        ControlFlow::Continue(())
+    });
+    assert!(matches!(outcome, Err(LoadError::Damaged { problem, .. }) if problem.contains("changed")));
+
+    let mut lying = whole.clone();
+    lying.shape = vec![15];
+    assert!(matches!(
+        load_one(&mut card(), lying),
+        Err(LoadError::Unsupported(_))
+    ));
+    let mut huge = whole.clone();
+    huge.ranges = vec![ByteRange {
+        offset: u64::MAX - 4,
+        length: 64,
+    }];
+    assert!(matches!(
+        load_one(&mut card(), huge),
+        Err(LoadError::Unsupported(_))
+    ));
+    let mut gone = whole;
+    gone.file = Arc::from(Path::new("/nowhere/w.safetensors"));
+    assert!(matches!(load_one(&mut card(), gone), Err(LoadError::Io { .. })));
+}
+
+#[test]
+fn what_is_in_use_stays_and_what_is_unknown_is_named() {
+    let file = file_of(&[0; 64]);
+    let plan = LoadPlan::Files(vec![source(file.path(), "w", Stored::F32, &[16], DType::F32)]);
+    let component = component("c", &plan);
+    let mut card = card();
+    assert!(matches!(card.unload(&component.id), Err(GpuError::NotLoaded(_))));
+    card.load(&component, &plan, &mut go_on).unwrap();
+    assert!(matches!(
+        card.load(&component, &plan, &mut go_on),
+        Err(LoadError::Unsupported(_))
+    ));
+    let handles = [
+        card.tensors(&component.id).unwrap(),
+        card.tensors(&component.id).unwrap(),
+    ];
+    assert!(matches!(
+        card.unload(&component.id),
+        Err(GpuError::StillInUse(_, 2))
+    ));
+    assert_eq!(card.memory().unwrap().components, Bytes(64));
+    drop(handles);
+    assert_eq!(card.unload(&component.id).unwrap().booked, Bytes(64));
+    assert_eq!(card.memory().unwrap().components, Bytes::ZERO);
+}
+
+#[test]
+fn a_capacity_is_a_limit() {
+    let mut card = CpuCard::new(CpuSettings {
+        capacity: Some(Bytes::mib(1)),
+    })
+    .unwrap();
+    assert_eq!(card.describe().total, Bytes::mib(1));
+    assert_eq!(card.memory().unwrap().total, Bytes::mib(1));
+    let file = file_of(&vec![0; 2 << 20]);
+    let plan = LoadPlan::Files(vec![source(file.path(), "w", Stored::U8, &[2 << 20], DType::U8)]);
+    let outcome = card.load(&component("c", &plan), &plan, &mut go_on);
+    assert!(matches!(outcome, Err(LoadError::OutOfMemory { needed, .. }) if needed == Bytes::mib(2)));
+    let outcome = card.load(&component("c", &plan), &LoadPlan::Synthetic(Bytes(1)), &mut go_on);
+    assert!(matches!(outcome, Err(LoadError::Unsupported(_))));
+}
+
+#[test]
+fn a_checkpoint_goes_from_header_to_tensor() {
+    let data: Vec<u8> = (0..24u32).flat_map(|i| (i as f32).to_le_bytes()).collect();
+    let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, vec![6, 4], &data).unwrap();
+    let file = file_of(&safetensors::serialize([("fused", view)], None).unwrap());
+    let read = SafetensorsFile::open(file.path()).unwrap();
+    let mut source = read.source("fused", "second", DType::F32).unwrap();
+    let rows = read.get("fused").unwrap().rows(2, 2).unwrap();
+    (source.ranges, source.shape) = (vec![rows.range], rows.shape);
+    let tensor = load_one(&mut card(), source).unwrap();
+    assert_eq!(
+        tensor.to_vec2::<f32>().unwrap(),
+        [[8.0, 9.0, 10.0, 11.0], [12.0, 13.0, 14.0, 15.0]]
+    );
+}

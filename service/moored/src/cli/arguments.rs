@@ -1,0 +1,260 @@
+//! What can be written on the command line.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::config::Flags;
+
+/// Diffusion models, moored in GPU memory and shared by every frontend.
+#[derive(Debug, Parser)]
+#[command(name = "moored", version, propagate_version = true)]
+pub(super) struct Arguments {
+    /// Configuration file [env: MOORED_CONFIG]
+    #[arg(long, global = true, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Any setting by name, e.g. --set queue.max_jobs=64
+    #[arg(long, global = true, value_name = "NAME=VALUE")]
+    set: Vec<String>,
+    /// The service to talk to [env: MOORED_ENDPOINT]
+    #[arg(long, global = true, value_name = "URL")]
+    endpoint: Option<String>,
+    /// File with the bearer token [env: MOORED_TOKEN_FILE]
+    #[arg(long, global = true, value_name = "FILE")]
+    token_file: Option<String>,
+    /// One JSON object a line, for scripts
+    #[arg(long, global = true)]
+    pub(super) json: bool,
+    #[command(subcommand)]
+    pub(super) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(super) enum Command {
+    /// Run the service
+    Serve(Serve),
+    /// Paint a picture through a running service
+    Generate(Generate),
+    /// Start a service with the shipped model, paint a set of pictures, and end it
+    Demo(Demo),
+    /// The cards: what is resident, what is free, what runs
+    Status(Status),
+    /// The models that can be named
+    Models,
+    /// Bring a model in, ahead of use
+    Load(Load),
+    /// Take a model out
+    Unload(Unload),
+    /// Keep a model in
+    Pin(Pin),
+    /// What a request would need and do, without doing it
+    Plan(Generate),
+    /// The jobs of all clients
+    Jobs {
+        /// Also those that have ended
+        #[arg(long)]
+        all: bool,
+    },
+    /// End a job
+    Cancel {
+        /// Its id, as `moored jobs` lists it
+        job: String,
+    },
+    /// The configuration in force, and where each value comes from
+    Config {
+        /// Print the commented defaults instead: a file to start from
+        #[arg(long)]
+        defaults: bool,
+    },
+    /// Check this machine, the configuration and the models
+    Doctor,
+    /// One card's process, started by the service
+    #[command(hide = true)]
+    Worker,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Serve {
+    /// Address to listen on
+    #[arg(long, value_name = "ADDRESS")]
+    listen: Option<String>,
+    /// A card: cpu, cpu:16GiB, sim:24GiB; may be repeated
+    #[arg(long = "device", value_name = "DEVICE")]
+    devices: Vec<String>,
+    /// A folder to look for models in; may be repeated
+    #[arg(long = "models", value_name = "FOLDER")]
+    models: Vec<String>,
+    /// How room is made: shared or exclusive
+    #[arg(long)]
+    policy: Option<String>,
+    /// Folder for locks and hashes
+    #[arg(long, value_name = "FOLDER")]
+    state: Option<String>,
+    /// Drain and end when standard input is closed, i.e. when the program that started this one is gone
+    #[arg(long)]
+    pub(super) end_with_stdin: bool,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Generate {
+    /// The prompt; from standard input when it is left out or "-"
+    pub(super) prompt: Option<String>,
+    /// The model [default: the service's]
+    #[arg(short, long, value_name = "ID")]
+    pub(super) model: Option<String>,
+    /// Where to write: a .png file, a folder, or - for standard output
+    #[arg(short, long, value_name = "PATH", default_value = "moored.png")]
+    pub(super) out: String,
+    /// Pixels across
+    #[arg(short = 'W', long)]
+    pub(super) width: Option<u32>,
+    /// Pixels down
+    #[arg(short = 'H', long)]
+    pub(super) height: Option<u32>,
+    /// Denoising steps
+    #[arg(short, long)]
+    pub(super) steps: Option<u32>,
+    /// Guidance scale
+    #[arg(short, long)]
+    pub(super) guidance: Option<f32>,
+    /// Seed; picture i uses seed + i [default: random]
+    #[arg(long)]
+    pub(super) seed: Option<u64>,
+    /// How many pictures
+    #[arg(short = 'n', long, default_value_t = 1)]
+    pub(super) count: u32,
+    /// T5 tokens
+    #[arg(long, value_name = "TOKENS")]
+    pub(super) max_sequence_length: Option<u32>,
+    /// Image to image: the picture to start from
+    #[arg(long, value_name = "PICTURE")]
+    pub(super) init: Option<PathBuf>,
+    /// Image to image: how much of the schedule runs, over 0 to 1
+    #[arg(long)]
+    pub(super) strength: Option<f32>,
+    /// Repeat a picture of ours from its metadata; other options change it
+    #[arg(long, value_name = "PICTURE")]
+    pub(super) from: Option<PathBuf>,
+    /// Leave prompt, seed and settings out of the PNG
+    #[arg(long)]
+    pub(super) no_metadata: bool,
+    /// Start although memory is short
+    #[arg(long)]
+    pub(super) allow_low_memory: bool,
+    /// How long to wait for memory that others hold, e.g. 10s
+    #[arg(long, value_name = "TIME")]
+    pub(super) patience: Option<humantime::Duration>,
+    /// Share of the card
+    #[arg(long, value_enum, default_value_t = PriorityChoice::Normal)]
+    pub(super) priority: PriorityChoice,
+    /// Who asks, for fair shares
+    #[arg(long, value_name = "NAME")]
+    pub(super) client: Option<String>,
+    /// Prefer this card
+    #[arg(long)]
+    pub(super) card: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(super) enum PriorityChoice {
+    Low,
+    Normal,
+    High,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Demo {
+    /// Folder for the pictures
+    #[arg(long, value_name = "DIR", default_value = "moored-demo")]
+    pub(super) out: PathBuf,
+    /// Seed of the first picture
+    #[arg(long, default_value_t = 1)]
+    pub(super) seed: u64,
+    /// The card to paint on
+    #[arg(long, default_value = "cpu")]
+    pub(super) device: String,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Status {
+    /// Go on, redrawing at each change
+    #[arg(short, long)]
+    pub(super) watch: bool,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Load {
+    /// The model
+    pub(super) model: String,
+    /// Only these components
+    #[arg(long = "component", value_name = "NAME")]
+    pub(super) components: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Unload {
+    /// The model; every model with --all
+    #[arg(required_unless_present = "all")]
+    pub(super) model: Option<String>,
+    /// Every model
+    #[arg(long, conflicts_with = "model")]
+    pub(super) all: bool,
+    /// Cancel the jobs that use it instead of waiting for them
+    #[arg(long)]
+    pub(super) force: bool,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Pin {
+    /// The model
+    pub(super) model: String,
+    /// Take the pin off
+    #[arg(long)]
+    pub(super) off: bool,
+}
+
+impl Arguments {
+    /// The configuration file and the settings that flags set.
+    pub(super) fn layers(&self) -> (Option<PathBuf>, Flags) {
+        let mut flags = Flags::new();
+        let mut text = |name: &str, value: &Option<String>| {
+            if let Some(value) = value {
+                flags.push((name.to_owned(), value.clone().into()));
+            }
+        };
+        text("client.endpoint", &self.endpoint);
+        match &self.command {
+            Command::Serve(serve) => {
+                text("service.token_file", &self.token_file);
+                text("service.listen", &serve.listen);
+                text("service.state", &serve.state);
+                text("cards.policy", &serve.policy);
+                if !serve.devices.is_empty() {
+                    flags.push(("cards.devices".to_owned(), serve.devices.clone().into()));
+                }
+                if !serve.models.is_empty() {
+                    flags.push(("models.folders".to_owned(), serve.models.clone().into()));
+                }
+            }
+            Command::Demo(demo) => flags.push(("cards.devices".to_owned(), vec![demo.device.clone()].into())),
+            _ => text("client.token_file", &self.token_file),
+        }
+        for setting in &self.set {
+            let (name, value) = setting.split_once('=').unwrap_or((setting, ""));
+            flags.push((name.to_owned(), figment::value::Value::from(value)));
+        }
+        (self.config.clone(), flags)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Arguments::command().debug_assert();
+    }
+}

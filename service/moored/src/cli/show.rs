@@ -1,0 +1,218 @@
+//! A job's events as a person or a script wants to see them: bars on a terminal, plain lines in a pipe, JSON.
+
+use std::io::IsTerminal as _;
+
+use indicatif::{ProgressBar, ProgressStyle};
+use residency::Bytes;
+use serde_json::json;
+
+use super::{CliError, screen};
+use crate::proto::v1;
+use crate::proto::v1::event::Event as Kind;
+
+/// Shows events one by one.
+pub(super) struct Show {
+    form: Form,
+    bar: Option<(String, ProgressBar)>,
+    last_line: String,
+    last_loaded: String,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Form {
+    Bars,
+    Lines,
+    Json,
+    Silent,
+}
+
+impl Show {
+    /// In the form that suits where the output goes.
+    pub(super) fn new(json: bool) -> Show {
+        let form = match (json, std::io::stderr().is_terminal()) {
+            (true, _) => Form::Json,
+            (false, true) => Form::Bars,
+            (false, false) => Form::Lines,
+        };
+        Show { form, bar: None, last_line: String::new(), last_loaded: String::new() }
+    }
+
+    /// Nothing at all.
+    pub(super) fn silent() -> Show {
+        Show { form: Form::Silent, bar: None, last_line: String::new(), last_loaded: String::new() }
+    }
+
+    /// Shows one event.
+    pub(super) fn event(&mut self, event: &v1::Event) -> Result<(), CliError> {
+        let Some(kind) = &event.event else { return Ok(()) };
+        match self.form {
+            Form::Json => screen::json(&as_json(event, kind)),
+            Form::Bars => {
+                self.draw(kind);
+                Ok(())
+            }
+            Form::Lines => {
+                self.line(kind);
+                Ok(())
+            }
+            Form::Silent => Ok(()),
+        }
+    }
+
+    /// Takes the last bar off the screen.
+    pub(super) fn end(&mut self) {
+        if let Some((_, bar)) = self.bar.take() {
+            bar.finish_and_clear();
+        }
+    }
+
+    fn draw(&mut self, kind: &Kind) {
+        match kind {
+            Kind::Loading(loading) => {
+                let name = loading.component.as_ref().map(|c| c.name.as_str()).unwrap_or("a component");
+                let bar = self.bar(&format!("loading {name}"), loading.bytes_total, BYTES);
+                bar.set_position(loading.bytes_done);
+            }
+            Kind::Step(step) => {
+                let title = format!("denoise, picture {}", step.picture + 1);
+                self.bar(&title, step.of.into(), STEPS).set_position(step.n.into());
+            }
+            Kind::Stage(stage) if !stage.cached => {
+                let title = format!("{}, picture {}", stage.name, stage.picture + 1);
+                self.bar(&title, 0, SPINNER).tick();
+            }
+            Kind::Done(_) => self.end(),
+            other => {
+                if let Some(line) = words(other) {
+                    self.bar(&line, 0, SPINNER).tick();
+                }
+            }
+        }
+    }
+
+    /// The bar of this title; another's is finished.
+    fn bar(&mut self, title: &str, length: u64, template: &str) -> &ProgressBar {
+        if !matches!(&self.bar, Some((shown, _)) if shown == title) {
+            self.end();
+        }
+        let (_, bar) = self.bar.get_or_insert_with(|| {
+            let bar = ProgressBar::new(length);
+            if let Ok(style) = ProgressStyle::with_template(template) {
+                bar.set_style(style.progress_chars("█▉▊▋▌▍▎▏ "));
+            }
+            bar.set_message(title.to_owned());
+            bar.enable_steady_tick(std::time::Duration::from_millis(100));
+            (title.to_owned(), bar)
+        });
+        bar
+    }
+
+    fn line(&mut self, kind: &Kind) {
+        if let Kind::Loading(loading) = kind {
+            // One line when a component begins; the bytes between would flood a log.
+            let name = loading.component.as_ref().map(|c| c.name.clone()).unwrap_or_default();
+            if name == self.last_loaded {
+                return;
+            }
+            self.last_loaded = name;
+        }
+        if let Some(line) = words(kind)
+            && line != self.last_line
+        {
+            screen::note(&line);
+            self.last_line = line;
+        }
+    }
+}
+
+const BYTES: &str = "{msg:28} {bar:30} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}";
+const STEPS: &str = "{msg:28} {bar:30} {pos}/{len} {elapsed}";
+const SPINNER: &str = "{msg:28} {spinner} {elapsed}";
+
+/// An event in a line, if it is worth one.
+fn words(kind: &Kind) -> Option<String> {
+    Some(match kind {
+        Kind::Queued(queued) if queued.position == 0 => "queued, next".to_owned(),
+        Kind::Queued(queued) => format!("queued, {} ahead", queued.position),
+        Kind::Waiting(waiting) => {
+            let who: Vec<String> =
+                waiting.holders.iter().map(|h| format!("{} holds {}", h.name, Bytes(h.bytes))).collect();
+            format!(
+                "waiting for memory: {} needed, {} free, {:.1} s of patience left{}{}",
+                Bytes(waiting.needed_bytes),
+                Bytes(waiting.free_bytes),
+                waiting.patience_left_ms as f64 / 1000.0,
+                if who.is_empty() { "" } else { "; " },
+                who.join(", ")
+            )
+        }
+        Kind::Evicting(evicting) => {
+            let component = evicting.component.clone().unwrap_or_default();
+            format!("evicting {} ({})", component.name, Bytes(component.bytes))
+        }
+        Kind::Loading(loading) => {
+            let component = loading.component.clone().unwrap_or_default();
+            format!("loading {} ({})", component.name, Bytes(loading.bytes_total))
+        }
+        Kind::Retrying(retrying) => format!("retrying {}: {}", retrying.stage, retrying.message),
+        Kind::Stage(stage) => format!(
+            "{} (stage {} of {}){}{}",
+            stage.name,
+            stage.index,
+            stage.of,
+            if stage.cached { ", cached" } else { "" },
+            match stage.chunking.as_str() {
+                "" | "whole" => String::new(),
+                chunking => format!(", {chunking}"),
+            }
+        ),
+        Kind::Step(step) => format!("step {} of {}", step.n, step.of),
+        Kind::Latent(kept) => format!("latent kept: {}", kept.latent.clone().unwrap_or_default().id),
+        Kind::Accepted(_) | Kind::Preview(_) | Kind::Artifact(_) | Kind::Done(_) => return None,
+    })
+}
+
+/// An event as JSON; the bytes of pictures stay out.
+fn as_json(event: &v1::Event, kind: &Kind) -> serde_json::Value {
+    let mut object = match kind {
+        Kind::Accepted(accepted) => json!({"event": "accepted", "joined": accepted.joined,
+            "model": accepted.model.clone().unwrap_or_default().key}),
+        Kind::Queued(queued) => {
+            json!({"event": "queued", "position": queued.position, "estimate_ms": queued.estimate_ms})
+        }
+        Kind::Waiting(waiting) => json!({"event": "waiting", "needed_bytes": waiting.needed_bytes,
+            "free_bytes": waiting.free_bytes, "patience_left_ms": waiting.patience_left_ms,
+            "cause": waiting.cause, "stage": waiting.stage,
+            "holders": waiting.holders.iter().map(|h| json!({"name": h.name, "pid": h.pid, "bytes": h.bytes})).collect::<Vec<_>>()}),
+        Kind::Evicting(evicting) => {
+            json!({"event": "evicting", "component": evicting.component.clone().unwrap_or_default().name})
+        }
+        Kind::Loading(loading) => json!({"event": "loading",
+            "component": loading.component.clone().unwrap_or_default().name,
+            "bytes_done": loading.bytes_done, "bytes_total": loading.bytes_total}),
+        Kind::Retrying(retrying) => json!({"event": "retrying", "reason": retrying.reason,
+            "message": retrying.message, "stage": retrying.stage}),
+        Kind::Stage(stage) => json!({"event": "stage", "name": stage.name, "index": stage.index, "of": stage.of,
+            "chunking": stage.chunking, "cached": stage.cached, "card": stage.card, "picture": stage.picture}),
+        Kind::Step(step) => json!({"event": "step", "n": step.n, "of": step.of, "picture": step.picture}),
+        Kind::Preview(preview) => json!({"event": "preview", "step": preview.step, "bytes": preview.jpeg.len()}),
+        Kind::Artifact(artifact) => json!({"event": "artifact", "index": artifact.index,
+            "media_type": artifact.media_type, "metadata": artifact.metadata, "bytes": artifact.chunk.len(),
+            "last": artifact.last}),
+        Kind::Latent(kept) => {
+            let latent = kept.latent.clone().unwrap_or_default();
+            json!({"event": "latent", "id": latent.id, "shape": latent.shape, "picture": kept.picture})
+        }
+        Kind::Done(done) => json!({"event": "done", "seed": done.seed, "total_ms": done.total_ms,
+            "resident_already": done.resident_already, "approximations": done.approximations,
+            "stages": done.stages.iter().map(|s| json!({"name": s.name, "run_ms": s.run_ms, "move_ms": s.move_ms,
+                "wait_ms": s.wait_ms, "peak_scratch_bytes": s.peak_scratch_bytes, "peak_bytes": s.peak_bytes,
+                "predicted_scratch_bytes": s.predicted_scratch_bytes, "chunking": s.chunking, "cached": s.cached,
+                "picture": s.picture, "card": s.card})).collect::<Vec<_>>()}),
+    };
+    if let Some(map) = object.as_object_mut() {
+        map.insert("job_id".to_owned(), event.job_id.clone().into());
+        map.insert("at_ms".to_owned(), event.at_ms.into());
+    }
+    object
+}

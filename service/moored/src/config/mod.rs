@@ -1,0 +1,218 @@
+//! Configuration: the embedded defaults, then a file, then `MOORED_*`, then flags; read into meaningful
+//! types, with all mistakes reported at once. The only room that reads the environment.
+
+mod reader;
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use figment::Figment;
+use figment::providers::{Env, Format as _, Serialized, Toml};
+use gpu::DeviceSpec;
+use residency::{Bytes, Policy};
+use serde::Deserialize;
+
+pub(crate) use reader::Mistakes;
+use reader::Reader;
+
+/// The commented defaults, as `moored config --defaults` prints them.
+pub(crate) const DEFAULTS: &str = include_str!("default.toml");
+
+/// Everything that is configured, resolved.
+#[derive(Clone, Debug)]
+pub(crate) struct Config {
+    pub(crate) service: Service,
+    pub(crate) models: Models,
+    pub(crate) cards: Cards,
+    pub(crate) queue: Queue,
+    pub(crate) client: Client,
+    pub(crate) log: Log,
+    /// Every setting with its value and where it comes from, for `moored config`.
+    pub(crate) sources: Vec<Setting>,
+}
+
+/// One setting as it is in force.
+#[derive(Clone, Debug, serde::Serialize)]
+pub(crate) struct Setting {
+    pub(crate) name: String,
+    pub(crate) value: String,
+    pub(crate) source: String,
+}
+
+/// `[service]`.
+#[derive(Clone, Debug)]
+pub(crate) struct Service {
+    pub(crate) listen: SocketAddr,
+    pub(crate) token_file: Option<PathBuf>,
+    pub(crate) max_message: Bytes,
+    pub(crate) drain: Duration,
+    pub(crate) state: PathBuf,
+}
+
+/// `[models]`.
+#[derive(Clone, Debug)]
+pub(crate) struct Models {
+    pub(crate) folders: Vec<PathBuf>,
+    pub(crate) default: Option<String>,
+    pub(crate) paths: BTreeMap<String, PathBuf>,
+    pub(crate) settings: BTreeMap<String, ModelSettings>,
+}
+
+/// `[models.settings."id"]`: what requests for one model take where they leave a field open.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ModelSettings {
+    pub(crate) steps: Option<u32>,
+    pub(crate) guidance: Option<f32>,
+    pub(crate) max_sequence_length: Option<u32>,
+    pub(crate) width: Option<u32>,
+    pub(crate) height: Option<u32>,
+}
+
+/// `[cards]`.
+#[derive(Clone, Debug)]
+pub(crate) struct Cards {
+    pub(crate) devices: Vec<DeviceSpec>,
+    pub(crate) policy: Policy,
+    pub(crate) headroom: Bytes,
+    pub(crate) slack_limit: Bytes,
+}
+
+/// `[queue]`.
+#[derive(Clone, Debug)]
+pub(crate) struct Queue {
+    pub(crate) max_jobs: usize,
+    pub(crate) overtaking_bound: u32,
+    pub(crate) patience_after_eviction: Duration,
+    pub(crate) patience_foreign: Duration,
+    pub(crate) text_cache: Bytes,
+    pub(crate) latents: Bytes,
+    pub(crate) latent_ttl: Duration,
+    pub(crate) keep_alive: Option<Duration>,
+    pub(crate) stall_limit: Duration,
+}
+
+/// `[client]`.
+#[derive(Clone, Debug)]
+pub(crate) struct Client {
+    pub(crate) endpoint: String,
+    pub(crate) token_file: Option<PathBuf>,
+}
+
+/// `[log]`.
+#[derive(Clone, Debug)]
+pub(crate) struct Log {
+    pub(crate) filter: String,
+    pub(crate) json: bool,
+}
+
+/// What flags say: (setting, value) pairs such as (`service.listen`, "127.0.0.1:0").
+pub(crate) type Flags = Vec<(String, figment::value::Value)>;
+
+impl Config {
+    /// Reads all layers.
+    ///
+    /// # Errors
+    /// Every mistake in every layer, each with its source.
+    pub(crate) fn load(file: Option<PathBuf>, flags: Flags) -> Result<Config, Mistakes> {
+        let mut figment = Figment::new().merge(Toml::string(DEFAULTS));
+        if let Some(path) = configuration_file(file)? {
+            figment = figment.merge(Toml::file_exact(path));
+        }
+        figment = figment.merge(environment());
+        for (name, value) in flags {
+            figment = figment.merge(Serialized::default(&name, value));
+        }
+        Config::extract(figment)
+    }
+
+    fn extract(figment: Figment) -> Result<Config, Mistakes> {
+        let mut r = Reader::new(figment);
+        let service = Service {
+            listen: r.parsed("service.listen", "an address such as 127.0.0.1:50051"),
+            token_file: r.optional_path("service.token_file"),
+            max_message: r.size("service.max_message"),
+            drain: r.duration("service.drain"),
+            state: r.optional_path("service.state").unwrap_or_else(state_folder),
+        };
+        let models = Models {
+            folders: r.paths("models.folders"),
+            default: r.optional_text("models.default"),
+            paths: r.table("models.paths"),
+            settings: r.table("models.settings"),
+        };
+        let cards = Cards {
+            devices: r.parsed_list("cards.devices"),
+            policy: r.choice("cards.policy", &[("shared", Policy::Shared), ("exclusive", Policy::Exclusive)]),
+            headroom: r.size("cards.headroom"),
+            slack_limit: r.size("cards.slack_limit"),
+        };
+        let queue = Queue {
+            max_jobs: r.at_least("queue.max_jobs", 1),
+            overtaking_bound: r.at_least("queue.overtaking_bound", 0),
+            patience_after_eviction: r.duration("queue.patience_after_eviction"),
+            patience_foreign: r.duration("queue.patience_foreign"),
+            text_cache: r.size("queue.text_cache"),
+            latents: r.size("queue.latents"),
+            latent_ttl: r.duration("queue.latent_ttl"),
+            keep_alive: r.optional_duration("queue.keep_alive"),
+            stall_limit: r.duration("queue.stall_limit"),
+        };
+        let client =
+            Client { endpoint: r.text("client.endpoint"), token_file: r.optional_path("client.token_file") };
+        let log = Log {
+            filter: r.text("log.filter"),
+            json: r.choice("log.format", &[("text", false), ("json", true)]),
+        };
+        if !service.listen.ip().is_loopback() && service.token_file.is_none() {
+            r.mistake(
+                "service.listen",
+                "reaches beyond this machine, which needs a token: set service.token_file to a file with one \
+                 (e.g. `openssl rand -hex 32 > token`)",
+            );
+        }
+        if cards.devices.is_empty() {
+            r.mistake("cards.devices", "names no card; \"cpu\" always works");
+        }
+        let sources = r.finish()?;
+        Ok(Config { service, models, cards, queue, client, log, sources })
+    }
+}
+
+/// The configuration file: the one named, or the user's if there is one.
+fn configuration_file(named: Option<PathBuf>) -> Result<Option<PathBuf>, Mistakes> {
+    let named = named.or_else(|| std::env::var_os("MOORED_CONFIG").map(PathBuf::from));
+    if let Some(path) = named {
+        if path.is_file() {
+            return Ok(Some(path));
+        }
+        return Err(Mistakes::one(format!("there is no configuration file {}", path.display())));
+    }
+    let users = project_folders().map(|folders| folders.config_dir().join("moored.toml"));
+    Ok(users.filter(|path| path.is_file()))
+}
+
+/// `MOORED_SECTION_SETTING` is `section.setting`. The client's two have short names, which the Python
+/// client reads too.
+fn environment() -> Env {
+    Env::prefixed("MOORED_").filter(|key| key != "config").map(|key| match key.as_str() {
+        "endpoint" | "ENDPOINT" => "client.endpoint".into(),
+        "token_file" | "TOKEN_FILE" => "client.token_file".into(),
+        other => other.replacen('_', ".", 1).to_lowercase().into(),
+    })
+}
+
+fn project_folders() -> Option<directories::ProjectDirs> {
+    directories::ProjectDirs::from("", "", "moored")
+}
+
+fn state_folder() -> PathBuf {
+    project_folders()
+        .map(|folders| folders.state_dir().unwrap_or_else(|| folders.data_local_dir()).to_owned())
+        .unwrap_or_else(|| std::env::temp_dir().join("moored"))
+}
+
+#[cfg(test)]
+mod tests;

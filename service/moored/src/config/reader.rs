@@ -1,0 +1,285 @@
+//! Reads settings one by one, so that one mistake does not hide the next.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use figment::{Figment, Provider as _};
+use figment::value::{Dict, Value};
+use residency::Bytes;
+use serde::de::DeserializeOwned;
+
+use super::Setting;
+
+/// Everything that is wrong with the configuration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Mistakes(Vec<String>);
+
+impl Mistakes {
+    pub(super) fn one(mistake: String) -> Mistakes {
+        Mistakes(vec![mistake])
+    }
+}
+
+impl fmt::Display for Mistakes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the configuration has {} mistake(s):", self.0.len())?;
+        for mistake in &self.0 {
+            write!(f, "\n  {mistake}")?;
+        }
+        write!(f, "\n`moored config --defaults` prints every setting with what it means")
+    }
+}
+
+impl std::error::Error for Mistakes {}
+
+/// Takes settings out of the layers and remembers what was wrong and what was asked for.
+pub(super) struct Reader {
+    figment: Figment,
+    asked_for: Vec<&'static str>,
+    /// Tables whose keys are the user's own.
+    open_tables: Vec<&'static str>,
+    mistakes: Vec<String>,
+}
+
+impl Reader {
+    pub(super) fn new(figment: Figment) -> Reader {
+        Reader { figment, asked_for: Vec::new(), open_tables: Vec::new(), mistakes: Vec::new() }
+    }
+
+    /// Notes a mistake in a setting.
+    pub(super) fn mistake(&mut self, name: &str, problem: impl fmt::Display) {
+        let source = self.source(name);
+        self.mistakes.push(format!("{name} ({source}): {problem}"));
+    }
+
+    /// A string that stands for something.
+    pub(super) fn parsed<T: FromStr>(&mut self, name: &'static str, expected: &str) -> T
+    where
+        T: FromStr,
+        T: Placeholder,
+    {
+        let text = self.text(name);
+        text.parse().unwrap_or_else(|_| {
+            self.mistake(name, format!("{text:?} is not {expected}"));
+            T::placeholder()
+        })
+    }
+
+    /// A list of strings that stand for something. A single string is a list of one, split at spaces, as
+    /// variables and flags write it.
+    pub(super) fn parsed_list<T>(&mut self, name: &'static str) -> Vec<T>
+    where
+        T: FromStr,
+        T::Err: fmt::Display,
+    {
+        let mut values = Vec::new();
+        for text in self.texts(name) {
+            match text.parse() {
+                Ok(value) => values.push(value),
+                Err(problem) => self.mistake(name, problem),
+            }
+        }
+        values
+    }
+
+    /// A folder or file for each string.
+    pub(super) fn paths(&mut self, name: &'static str) -> Vec<PathBuf> {
+        self.texts(name).into_iter().map(PathBuf::from).collect()
+    }
+
+    /// A whole number.
+    pub(super) fn at_least<T>(&mut self, name: &'static str, least: T) -> T
+    where
+        T: DeserializeOwned + PartialOrd + fmt::Display + Copy,
+    {
+        match self.value::<T>(name) {
+            Some(number) if number >= least => number,
+            Some(number) => {
+                self.mistake(name, format!("{number} is less than {least}"));
+                least
+            }
+            None => least,
+        }
+    }
+
+    /// A size such as "512MiB"; a bare number is bytes.
+    pub(super) fn size(&mut self, name: &'static str) -> Bytes {
+        let text = self.text(name);
+        match text.parse::<bytesize::ByteSize>() {
+            Ok(size) => Bytes(size.as_u64()),
+            Err(_) => {
+                self.mistake(name, format!("{text:?} is not a size such as \"512MiB\""));
+                Bytes::ZERO
+            }
+        }
+    }
+
+    /// A time such as "30s".
+    pub(super) fn duration(&mut self, name: &'static str) -> Duration {
+        let text = self.text(name);
+        humantime::parse_duration(&text).unwrap_or_else(|_| {
+            self.mistake(name, format!("{text:?} is not a time such as \"30s\""));
+            Duration::ZERO
+        })
+    }
+
+    /// A time, or "".
+    pub(super) fn optional_duration(&mut self, name: &'static str) -> Option<Duration> {
+        if self.peek(name).is_some_and(|text| text.is_empty()) {
+            self.asked_for.push(name);
+            return None;
+        }
+        Some(self.duration(name))
+    }
+
+    /// A path, or "".
+    pub(super) fn optional_path(&mut self, name: &'static str) -> Option<PathBuf> {
+        self.optional_text(name).map(PathBuf::from)
+    }
+
+    /// A text, or "".
+    pub(super) fn optional_text(&mut self, name: &'static str) -> Option<String> {
+        Some(self.text(name)).filter(|text| !text.is_empty())
+    }
+
+    /// One of a few words.
+    pub(super) fn choice<T: Clone>(&mut self, name: &'static str, choices: &[(&str, T)]) -> T {
+        let text = self.text(name);
+        if let Some((_, value)) = choices.iter().find(|(word, _)| *word == text) {
+            return value.clone();
+        }
+        let words: Vec<&str> = choices.iter().map(|(word, _)| *word).collect();
+        self.mistake(name, format!("{text:?} is none of {}", words.join(", ")));
+        choices[0].1.clone()
+    }
+
+    /// A table whose keys are the user's.
+    pub(super) fn table<T: DeserializeOwned>(&mut self, name: &'static str) -> BTreeMap<String, T> {
+        self.open_tables.push(name);
+        self.value(name).unwrap_or_default()
+    }
+
+    /// A text as it is. Numbers are taken as text too: a size may be a bare number.
+    pub(super) fn text(&mut self, name: &'static str) -> String {
+        self.asked_for.push(name);
+        match self.figment.find_value(name) {
+            Ok(Value::String(_, text)) => text,
+            Ok(Value::Num(_, number)) => number
+                .to_u128()
+                .map(|n| n.to_string())
+                .or_else(|| number.to_f64().map(|n| n.to_string()))
+                .unwrap_or_default(),
+            Ok(_) => {
+                self.mistake(name, "is to be written in quotes");
+                String::new()
+            }
+            Err(problem) => {
+                self.mistakes.push(problem.to_string());
+                String::new()
+            }
+        }
+    }
+
+    /// Ends the reading: the settings with their sources, or all mistakes.
+    pub(super) fn finish(mut self) -> Result<Vec<Setting>, Mistakes> {
+        match self.figment.data() {
+            Ok(profiles) => {
+                for dict in profiles.values() {
+                    self.find_unknown("", dict);
+                }
+            }
+            Err(problem) => self.mistakes.extend(problem.into_iter().map(|p| p.to_string())),
+        }
+        self.mistakes.sort();
+        self.mistakes.dedup();
+        if !self.mistakes.is_empty() {
+            return Err(Mistakes(self.mistakes));
+        }
+        let names = self.asked_for.iter().chain(&self.open_tables);
+        let mut settings: Vec<Setting> = names
+            .map(|name| Setting {
+                name: (*name).to_owned(),
+                value: self.figment.find_value(name).map(|v| show(&v)).unwrap_or_default(),
+                source: self.source(name),
+            })
+            .collect();
+        settings.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(settings)
+    }
+
+    fn find_unknown(&mut self, prefix: &str, dict: &Dict) {
+        for (key, value) in dict {
+            let name = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
+            if self.asked_for.contains(&name.as_str()) || self.open_tables.contains(&name.as_str()) {
+                continue;
+            }
+            match value {
+                Value::Dict(_, inner) => self.find_unknown(&name, inner),
+                _ => self.mistake(&name, "there is no such setting"),
+            }
+        }
+    }
+
+    fn texts(&mut self, name: &'static str) -> Vec<String> {
+        self.asked_for.push(name);
+        match self.figment.find_value(name) {
+            Ok(Value::String(_, text)) => text.split_whitespace().map(str::to_owned).collect(),
+            Ok(_) => match self.figment.extract_inner::<Vec<String>>(name) {
+                Ok(texts) => texts,
+                Err(problem) => {
+                    self.mistake(name, problem);
+                    Vec::new()
+                }
+            },
+            Err(problem) => {
+                self.mistakes.push(problem.to_string());
+                Vec::new()
+            }
+        }
+    }
+
+    fn value<T: DeserializeOwned>(&mut self, name: &'static str) -> Option<T> {
+        self.asked_for.push(name);
+        match self.figment.extract_inner(name) {
+            Ok(value) => Some(value),
+            Err(problem) => {
+                for each in problem {
+                    self.mistake(name, each.kind);
+                }
+                None
+            }
+        }
+    }
+
+    fn peek(&self, name: &str) -> Option<String> {
+        self.figment.find_value(name).ok()?.into_string()
+    }
+
+    fn source(&self, name: &str) -> String {
+        let Some(metadata) = self.figment.find_metadata(name) else { return "default".to_owned() };
+        match &metadata.source {
+            Some(figment::Source::File(path)) => path.display().to_string(),
+            _ if metadata.name.contains("environment") => "environment".to_owned(),
+            _ if metadata.name.contains("TOML") => "default".to_owned(),
+            _ => "flag".to_owned(),
+        }
+    }
+}
+
+fn show(value: &Value) -> String {
+    serde_json::to_string(value).unwrap_or_default()
+}
+
+/// What stands in for a value that could not be read, until all mistakes are told. It is never used.
+pub(super) trait Placeholder {
+    fn placeholder() -> Self;
+}
+
+impl Placeholder for std::net::SocketAddr {
+    fn placeholder() -> Self {
+        (std::net::Ipv4Addr::LOCALHOST, 0).into()
+    }
+}

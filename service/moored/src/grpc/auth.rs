@@ -1,0 +1,77 @@
+//! The bearer token.
+
+use std::path::Path;
+
+use tonic::service::Interceptor;
+use tonic::{Request, Status};
+
+use super::status::unauthenticated;
+
+/// The token that calls must carry, if there is one.
+#[derive(Clone)]
+pub(crate) struct Token {
+    expected: Option<std::sync::Arc<str>>,
+}
+
+impl Token {
+    /// From a file; `None`: calls need no token.
+    pub(crate) fn read(file: Option<&Path>) -> Result<Token, String> {
+        let Some(file) = file else { return Ok(Token { expected: None }) };
+        let text = std::fs::read_to_string(file)
+            .map_err(|problem| format!("the token file {} cannot be read: {problem}", file.display()))?;
+        let token = text.trim();
+        if token.len() < 16 {
+            return Err(format!("the token in {} is shorter than 16 characters", file.display()));
+        }
+        Ok(Token { expected: Some(token.into()) })
+    }
+}
+
+impl Interceptor for Token {
+    fn call(&mut self, request: Request<()>) -> Result<Request<()>, Status> {
+        let Some(expected) = &self.expected else { return Ok(request) };
+        let sent = request.metadata().get("authorization").and_then(|value| value.to_str().ok());
+        match sent.and_then(|value| value.strip_prefix("Bearer ")) {
+            Some(token) if same(token.as_bytes(), expected.as_bytes()) => Ok(request),
+            Some(_) => Err(unauthenticated("the token is wrong")),
+            None => Err(unauthenticated("this service wants a token: send `authorization: Bearer TOKEN`")),
+        }
+    }
+}
+
+/// Compares in a time that does not tell how much was right.
+fn same(a: &[u8], b: &[u8]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).fold(0, |difference, (x, y)| difference | (x ^ y)) == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn call(token: &Token, header: Option<&'static str>) -> bool {
+        let mut request = Request::new(());
+        if let Some(header) = header {
+            request.metadata_mut().insert("authorization", header.parse().unwrap());
+        }
+        token.clone().call(request).is_ok()
+    }
+
+    #[test]
+    fn only_the_right_token_passes() {
+        let token = Token { expected: Some("0123456789abcdef".into()) };
+        assert!(call(&token, Some("Bearer 0123456789abcdef")));
+        for wrong in [None, Some("Bearer 0123456789abcdeX"), Some("Bearer "), Some("0123456789abcdef")] {
+            assert!(!call(&token, wrong), "{wrong:?}");
+        }
+        assert!(call(&Token { expected: None }, None));
+    }
+
+    #[test]
+    fn a_short_token_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("token");
+        std::fs::write(&file, "short\n").unwrap();
+        assert!(Token::read(Some(&file)).is_err());
+        assert!(Token::read(Some(&folder.path().join("none"))).is_err());
+    }
+}

@@ -1,0 +1,182 @@
+//! House words to protocol words.
+
+use engine::job::{JobEvent, JobEventKind, JobReport, LatentInfo, Priority, StageReport};
+use engine::library::Entry;
+use engine::queue::JobInfo;
+use residency::{Component, Fallback, Fits, Holder};
+
+use crate::proto::v1;
+use crate::proto::v1::event::Event as Kind;
+
+pub(super) fn component_out(component: &Component) -> v1::Component {
+    v1::Component { id: component.id.to_string(), name: component.name.clone(), bytes: component.bytes.0 }
+}
+
+pub(super) fn holder_out(holder: &Holder) -> v1::Holder {
+    v1::Holder { name: holder.name.clone(), pid: holder.pid.unwrap_or(0), bytes: holder.bytes.0 }
+}
+
+pub(super) fn fallback_out(fallback: &Fallback) -> v1::Fallback {
+    v1::Fallback {
+        label: fallback.label.clone(),
+        peak_bytes: fallback.peak.0,
+        fits_now: fallback.fits == Fits::Now,
+    }
+}
+
+pub(super) fn latent_out(info: &LatentInfo) -> v1::LatentInfo {
+    v1::LatentInfo {
+        id: info.id.clone(),
+        shape: info.shape.iter().map(|&n| u32::try_from(n).unwrap_or(u32::MAX)).collect(),
+        dtype: "f32".to_owned(),
+        vae_id: info.vae_id.clone(),
+        expires_in_ms: millis(info.expires_in),
+        bytes: info.bytes.0,
+    }
+}
+
+pub(super) fn millis(duration: std::time::Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// An entry; its family is known once it has been opened.
+pub(super) fn resolved(entry: &Entry, family: &str) -> v1::ResolvedModel {
+    v1::ResolvedModel {
+        key: entry.key.clone(),
+        id: entry.id.clone(),
+        revision: entry.revision.clone(),
+        family: family.to_owned(),
+        quantization: std::collections::HashMap::new(),
+    }
+}
+
+pub(super) fn priority_in(priority: i32) -> Priority {
+    match v1::Priority::try_from(priority) {
+        Ok(v1::Priority::Low) => Priority::Low,
+        Ok(v1::Priority::High) => Priority::High,
+        Ok(v1::Priority::Normal | v1::Priority::Unspecified) | Err(_) => Priority::Normal,
+    }
+}
+
+fn priority_out(priority: Priority) -> i32 {
+    match priority {
+        Priority::Low => v1::Priority::Low,
+        Priority::Normal => v1::Priority::Normal,
+        Priority::High => v1::Priority::High,
+    }
+    .into()
+}
+
+pub(super) fn job_out(job: &JobInfo) -> v1::JobInfo {
+    v1::JobInfo {
+        id: job.id.to_string(),
+        client_id: job.client.clone(),
+        priority: priority_out(job.priority),
+        state: job.state.to_owned(),
+        kind: job.kind.to_owned(),
+        model_key: job.model_key.clone(),
+        card: job.card.clone(),
+        stage: job.stage.to_owned(),
+        step: job.step,
+        steps: job.steps,
+        queue_position: job.position,
+        age_ms: millis(job.age),
+        error: job.error.as_ref().map(ToString::to_string).unwrap_or_default(),
+    }
+}
+
+/// An event in the protocol's words, around a kind.
+pub(super) fn event(job_id: &str, at_ms: u64, kind: Kind) -> v1::Event {
+    v1::Event { job_id: job_id.to_owned(), at_ms, event: Some(kind) }
+}
+
+/// What becomes of a job event.
+pub(super) enum Converted {
+    /// It is sent as it is.
+    Event(Kind),
+    /// It carries pixels, which are encoded first.
+    Pixels,
+    /// It ends the stream with an error.
+    Failed(engine::Error),
+}
+
+/// Converts an event. Pictures and previews are left to the caller, who encodes them.
+pub(super) fn convert(event: &JobEvent, model: &v1::ResolvedModel) -> Converted {
+    Converted::Event(match &event.kind {
+        JobEventKind::Accepted { joined } => {
+            Kind::Accepted(v1::Accepted { model: Some(model.clone()), joined: *joined })
+        }
+        JobEventKind::Queued { position, estimate } => {
+            Kind::Queued(v1::Queued { position: *position, estimate_ms: estimate.map(millis) })
+        }
+        JobEventKind::Waiting { stage, needed, free, holders, patience_left, cause } => {
+            Kind::Waiting(v1::Waiting {
+                needed_bytes: needed.0,
+                free_bytes: free.0,
+                holders: holders.iter().map(holder_out).collect(),
+                patience_left_ms: millis(*patience_left),
+                cause: (*cause).to_owned(),
+                stage: (*stage).to_owned(),
+            })
+        }
+        JobEventKind::Evicting { component, card } => {
+            Kind::Evicting(v1::Evicting { component: Some(component_out(component)), card: card.clone() })
+        }
+        JobEventKind::Loading { component, done, card } => Kind::Loading(v1::Loading {
+            component: Some(component_out(component)),
+            bytes_done: done.0,
+            bytes_total: component.bytes.0,
+            card: card.clone(),
+        }),
+        JobEventKind::Retrying { reason, message, stage } => Kind::Retrying(v1::Retrying {
+            reason: reason.clone(),
+            message: message.clone(),
+            stage: (*stage).to_owned(),
+        }),
+        JobEventKind::Stage { name, index, of, chunking, cached, card, picture } => {
+            Kind::Stage(v1::StageStarted {
+                name: (*name).to_owned(),
+                index: *index,
+                of: *of,
+                chunking: chunking.clone(),
+                cached: *cached,
+                card: card.clone(),
+                picture: *picture,
+            })
+        }
+        JobEventKind::Step { n, of, picture } => Kind::Step(v1::Step { n: *n, of: *of, picture: *picture }),
+        JobEventKind::Latent { info, picture } => {
+            Kind::Latent(v1::LatentKept { latent: Some(latent_out(info)), picture: *picture })
+        }
+        JobEventKind::Done(report) => Kind::Done(done_out(report, model)),
+        JobEventKind::Preview { .. } | JobEventKind::Picture { .. } => return Converted::Pixels,
+        JobEventKind::Failed(error) => return Converted::Failed(error.clone()),
+    })
+}
+
+fn done_out(report: &JobReport, model: &v1::ResolvedModel) -> v1::Done {
+    v1::Done {
+        seed: report.seed,
+        stages: report.stages.iter().map(stage_out).collect(),
+        resident_already: report.resident_already.clone(),
+        approximations: report.approximations.clone(),
+        total_ms: millis(report.total),
+        model: Some(model.clone()),
+    }
+}
+
+fn stage_out(stage: &StageReport) -> v1::StageReport {
+    v1::StageReport {
+        name: stage.name.to_owned(),
+        run_ms: millis(stage.run),
+        move_ms: millis(stage.moves),
+        wait_ms: millis(stage.wait),
+        peak_scratch_bytes: stage.peak_scratch.0,
+        peak_bytes: stage.peak_bytes.0,
+        predicted_scratch_bytes: stage.predicted_scratch.0,
+        chunking: stage.chunking.clone(),
+        cached: stage.cached,
+        picture: stage.picture,
+        card: stage.card.clone(),
+    }
+}

@@ -1,0 +1,421 @@
+//! `moored.v1.Generation`.
+
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use engine::Error;
+use engine::job::{Generate, JobOptions, JobSpec, JobWork};
+use engine::library::{Entry, OpenModel};
+use futures::{Stream, StreamExt as _};
+use pipelines::{Defaults, HostTensor, HostType, ImageRequest, InitImage};
+use tokio::time::Instant;
+use tonic::{Request, Response, Status, Streaming};
+
+use super::convert::{latent_out, priority_in, resolved};
+use super::server::Service;
+use super::status::{invalid, status_of};
+use super::stream::{CHUNK_BYTES, EventStream, Output, events_of};
+use crate::pictures::{self, Pixels, Recipe};
+use crate::proto::v1;
+use crate::proto::v1::generation_server::Generation;
+
+/// Longest prompt, in characters. T5 reads 512 tokens at the most: what is longer is a mistake.
+const LONGEST_PROMPT_CHARACTERS: usize = 10_000;
+/// Pictures of one request.
+const MOST_PICTURES: u32 = 64;
+/// Least time between previews.
+const LEAST_PREVIEW_INTERVAL_MS: u32 = 100;
+/// Strength where a request for image to image names none.
+const DEFAULT_STRENGTH: f32 = 0.6;
+/// Largest latent that a client may bring: 4096 x 4096 pixels in f32, sixteen channels.
+const LARGEST_LATENT_BYTES: usize = 16 * 512 * 512 * 4;
+
+#[tonic::async_trait]
+impl Generation for Service {
+    type GenerateImageStream = EventStream;
+
+    async fn generate_image(
+        &self,
+        request: Request<v1::GenerateImageRequest>,
+    ) -> Result<Response<EventStream>, Status> {
+        let caller = Caller::of(&request);
+        let prepared = self.prepare_generate(request.into_inner(), &caller).await.map_err(|e| status_of(&e))?;
+        let job = self.queue.submit(prepared.spec).await.map_err(|e| status_of(&e))?;
+        Ok(Response::new(events_of(job, prepared.model, prepared.output)))
+    }
+
+    type EncodeImageStream = EventStream;
+
+    async fn encode_image(
+        &self,
+        request: Request<v1::EncodeImageRequest>,
+    ) -> Result<Response<EventStream>, Status> {
+        let caller = Caller::of(&request);
+        let stream = self.start_encode(request.into_inner(), &caller).await;
+        stream.map(Response::new).map_err(|e| status_of(&e))
+    }
+
+    type DecodeLatentStream = EventStream;
+
+    async fn decode_latent(
+        &self,
+        request: Request<v1::DecodeLatentRequest>,
+    ) -> Result<Response<EventStream>, Status> {
+        let caller = Caller::of(&request);
+        let stream = self.start_decode(request.into_inner(), &caller).await;
+        stream.map(Response::new).map_err(|e| status_of(&e))
+    }
+
+    type GetLatentStream = Pin<Box<dyn Stream<Item = Result<v1::LatentChunk, Status>> + Send>>;
+
+    async fn get_latent(
+        &self,
+        request: Request<v1::GetLatentRequest>,
+    ) -> Result<Response<Self::GetLatentStream>, Status> {
+        let id = request.into_inner().latent_id;
+        let latent = self.queue.latent(&id).await.map_err(|e| status_of(&e))?;
+        let info = latent_out(&latent.info);
+        let data = bytes::Bytes::from_owner(latent.tensor.data);
+        let chunks = (0..data.len().max(1)).step_by(CHUNK_BYTES).map(move |start| {
+            let end = (start + CHUNK_BYTES).min(data.len());
+            let info = (start == 0).then(|| info.clone());
+            Ok(v1::LatentChunk { info, chunk: data.slice(start..end) })
+        });
+        Ok(Response::new(Box::pin(futures::stream::iter(chunks.collect::<Vec<_>>()))))
+    }
+
+    async fn put_latent(
+        &self,
+        request: Request<Streaming<v1::LatentChunk>>,
+    ) -> Result<Response<v1::LatentInfo>, Status> {
+        let (tensor, vae_id) = receive_latent(request.into_inner()).await?;
+        let info = self.queue.put_latent(tensor, vae_id).await.map_err(|e| status_of(&e))?;
+        Ok(Response::new(latent_out(&info)))
+    }
+}
+
+/// A job that is ready to be queued, with what its stream will need.
+pub(super) struct Prepared {
+    pub(super) spec: JobSpec,
+    pub(super) model: v1::ResolvedModel,
+    pub(super) output: Output,
+}
+
+/// Who calls, and until when they wait.
+pub(super) struct Caller {
+    address: Option<SocketAddr>,
+    deadline: Option<Instant>,
+}
+
+impl Caller {
+    pub(super) fn of<T>(request: &Request<T>) -> Caller {
+        let timeout = request.metadata().get("grpc-timeout").and_then(|v| v.to_str().ok()).and_then(timeout_of);
+        Caller { address: request.remote_addr(), deadline: timeout.map(|t| Instant::now() + t) }
+    }
+
+    pub(super) fn options(&self, options: Option<v1::JobOptions>) -> JobOptions {
+        let options = options.unwrap_or_default();
+        let client = if options.client_id.is_empty() {
+            self.address.map(|address| address.ip().to_string()).unwrap_or_else(|| "unknown".to_owned())
+        } else {
+            options.client_id
+        };
+        JobOptions {
+            client,
+            priority: priority_in(options.priority),
+            patience: options.patience_ms.map(Duration::from_millis),
+            allow_low_memory: options.allow_low_memory,
+            card_hint: options.card,
+            idempotency_key: options.idempotency_key,
+            detach: options.detach,
+            deadline: self.deadline,
+        }
+    }
+}
+
+/// `grpc-timeout`: at most eight digits and a unit.
+fn timeout_of(header: &str) -> Option<Duration> {
+    let unit = header.chars().last()?;
+    let number: u64 = header.strip_suffix(unit)?.parse().ok()?;
+    Some(match unit {
+        'H' => Duration::from_secs(number * 3600),
+        'M' => Duration::from_secs(number * 60),
+        'S' => Duration::from_secs(number),
+        'm' => Duration::from_millis(number),
+        'u' => Duration::from_micros(number),
+        'n' => Duration::from_nanos(number),
+        _ => return None,
+    })
+}
+
+impl Service {
+    /// Opens a model away from the async threads: headers are read.
+    pub(super) async fn open(&self, entry: &Arc<Entry>) -> Result<OpenModel, Error> {
+        let (library, card, entry) = (self.library.clone(), self.first_card(), entry.clone());
+        let opened = tokio::task::spawn_blocking(move || library.open(&entry, &card)).await;
+        opened.map_err(|panic| Error::Internal(panic.to_string()))?
+    }
+
+    /// Turns a request into a job, with the model's defaults in.
+    pub(super) async fn prepare_generate(
+        &self,
+        request: v1::GenerateImageRequest,
+        caller: &Caller,
+    ) -> Result<Prepared, Error> {
+        check_generate(&request)?;
+        let entry = self.models.resolve(request.model.as_ref())?;
+        let open = self.open(&entry).await?;
+        let defaults = self.models.defaults(&entry.id, open.model.defaults());
+        let (width, height, init_image) = self.size_and_start(&request, defaults).await?;
+        let image = ImageRequest {
+            prompt: request.prompt,
+            width,
+            height,
+            steps: or(request.steps, defaults.steps),
+            guidance: request.guidance.unwrap_or(defaults.guidance),
+            seed: request.seed.unwrap_or_else(random_seed),
+            max_sequence_length: or(request.max_sequence_length, defaults.max_sequence_length),
+            strength: request.strength.unwrap_or(DEFAULT_STRENGTH),
+            init_image,
+            preview: request.preview_interval_ms > 0,
+        };
+        let output = Output {
+            raw: request.output == v1::OutputFormat::RawRgb as i32,
+            recipe: recipe_of(&image, &entry, !request.init_latent_id.is_empty()),
+            omit_metadata: request.omit_metadata,
+        };
+        let work = JobWork::Generate(Generate {
+            request: image,
+            count: request.count.max(1),
+            keep_latent: request.keep_latent || request.latent_only,
+            latent_only: request.latent_only,
+            preview_interval_ms: request.preview_interval_ms,
+            init_latent: Some(request.init_latent_id).filter(|id| !id.is_empty()),
+        });
+        let model = resolved(&entry, open.model.family());
+        let spec = JobSpec { options: caller.options(request.options), entry, work };
+        Ok(Prepared { spec, model, output })
+    }
+
+    /// Size of the picture and the image to start from. A size that is left open is that of what it starts
+    /// from, cut to a multiple of 16, or the model's default.
+    async fn size_and_start(
+        &self,
+        request: &v1::GenerateImageRequest,
+        defaults: Defaults,
+    ) -> Result<(u32, u32, Option<InitImage>), Error> {
+        if !request.init_latent_id.is_empty() {
+            let latent = self.queue.latent(&request.init_latent_id).await?;
+            let side = |n: usize| u32::try_from(n * 8).unwrap_or(u32::MAX);
+            let (height, width) = match latent.info.shape[..] {
+                [_, _, h, w] => (side(h), side(w)),
+                _ => (defaults.height, defaults.width),
+            };
+            return Ok((or(request.width, width), or(request.height, height), None));
+        }
+        if request.init_image.is_empty() {
+            return Ok((or(request.width, defaults.width), or(request.height, defaults.height), None));
+        }
+        let asked = (request.width > 0 && request.height > 0).then_some((request.width, request.height));
+        let pixels = decode_picture("init_image", request.init_image.clone(), asked).await?;
+        let width = or(request.width, pixels.width / 16 * 16);
+        let height = or(request.height, pixels.height / 16 * 16);
+        let pixels = if (pixels.width, pixels.height) == (width, height) {
+            pixels
+        } else {
+            decode_picture("init_image", request.init_image.clone(), Some((width, height))).await?
+        };
+        Ok((width, height, Some(init_image(pixels))))
+    }
+
+    async fn start_encode(
+        &self,
+        request: v1::EncodeImageRequest,
+        caller: &Caller,
+    ) -> Result<EventStream, Error> {
+        let entry = self.models.resolve(request.model.as_ref())?;
+        let open = self.open(&entry).await?;
+        let asked = (request.width > 0 && request.height > 0).then_some((request.width, request.height));
+        if let Some((width, height)) = asked {
+            check_sides(width, height)?;
+        }
+        let pixels = decode_picture("image", request.image, asked).await?;
+        check_sides(pixels.width, pixels.height)?;
+        let image = ImageRequest {
+            prompt: String::new(),
+            width: pixels.width,
+            height: pixels.height,
+            steps: 1,
+            guidance: 0.0,
+            seed: request.seed,
+            max_sequence_length: 1,
+            strength: 1.0,
+            init_image: Some(init_image(pixels)),
+            preview: false,
+        };
+        let output = Output { raw: false, recipe: recipe_of(&image, &entry, false), omit_metadata: true };
+        let model = resolved(&entry, open.model.family());
+        let work = JobWork::Encode { request: image };
+        let spec = JobSpec { options: caller.options(request.options), entry, work };
+        Ok(events_of(self.queue.submit(spec).await?, model, output))
+    }
+
+    async fn start_decode(
+        &self,
+        request: v1::DecodeLatentRequest,
+        caller: &Caller,
+    ) -> Result<EventStream, Error> {
+        let entry = self.models.resolve(request.model.as_ref())?;
+        let open = self.open(&entry).await?;
+        let output = Output {
+            raw: request.output == v1::OutputFormat::RawRgb as i32,
+            recipe: Recipe::default(),
+            omit_metadata: true,
+        };
+        let model = resolved(&entry, open.model.family());
+        let work = JobWork::Decode { latent: request.latent_id };
+        let spec = JobSpec { options: caller.options(request.options), entry, work };
+        Ok(events_of(self.queue.submit(spec).await?, model, output))
+    }
+}
+
+/// What can be said of a request before its model is known: all of it at once.
+fn check_generate(request: &v1::GenerateImageRequest) -> Result<(), Error> {
+    let mut problems = Vec::new();
+    let mut problem = |field: &str, problem: String| {
+        problems.push(pipelines::RequestError { field: field.to_owned(), problem });
+    };
+    let characters = request.prompt.chars().count();
+    if characters > LONGEST_PROMPT_CHARACTERS {
+        problem("prompt", format!("has {characters} characters; {LONGEST_PROMPT_CHARACTERS} are the most"));
+    }
+    for (field, value) in [("width", request.width), ("height", request.height)] {
+        if value % 16 != 0 {
+            let below = (value / 16 * 16).max(16);
+            problem(field, format!("{value} is no multiple of 16; {below} and {} are", below + 16));
+        }
+    }
+    if request.count > MOST_PICTURES {
+        problem("count", format!("{} is more than {MOST_PICTURES}", request.count));
+    }
+    if (1..LEAST_PREVIEW_INTERVAL_MS).contains(&request.preview_interval_ms) {
+        problem("preview_interval_ms", format!("is less than {LEAST_PREVIEW_INTERVAL_MS}; 0 leaves previews off"));
+    }
+    if let Some(strength) = request.strength
+        && !(strength > 0.0 && strength <= 1.0)
+    {
+        problem("strength", format!("{strength} is not over 0 and up to 1"));
+    }
+    if !request.init_image.is_empty() && !request.init_latent_id.is_empty() {
+        problem("init_latent_id", "excludes init_image: leave one out".to_owned());
+    }
+    if problems.is_empty() { Ok(()) } else { Err(Error::Invalid(problems)) }
+}
+
+fn check_sides(width: u32, height: u32) -> Result<(), Error> {
+    if width % 16 == 0 && height % 16 == 0 && width > 0 && height > 0 {
+        return Ok(());
+    }
+    let problem = format!("{width}x{height} is no multiple of 16 on both sides; name width and height to scale it");
+    Err(invalid("image", problem))
+}
+
+async fn decode_picture(
+    field: &'static str,
+    data: bytes::Bytes,
+    scale_to: Option<(u32, u32)>,
+) -> Result<Pixels, Error> {
+    if let Some((width, height)) = scale_to
+        && (width > 8192 || height > 8192)
+    {
+        return Err(invalid("width", format!("{width}x{height} is larger than 8192 pixels on a side")));
+    }
+    let decoded = tokio::task::spawn_blocking(move || pictures::decode(&data, scale_to)).await;
+    decoded
+        .map_err(|panic| Error::Internal(panic.to_string()))?
+        .map_err(|problem| invalid(field, problem.to_string()))
+}
+
+fn init_image(pixels: Pixels) -> InitImage {
+    InitImage { width: pixels.width, height: pixels.height, rgb: pixels.rgb.into() }
+}
+
+fn or(value: u32, default: u32) -> u32 {
+    if value == 0 { default } else { value }
+}
+
+/// Of 32 bits: other tools take no more.
+fn random_seed() -> u64 {
+    uuid::Uuid::new_v4().as_u128() as u64 & 0xffff_ffff
+}
+
+fn recipe_of(image: &ImageRequest, entry: &Entry, from_latent: bool) -> Recipe {
+    Recipe {
+        prompt: image.prompt.clone(),
+        seed: image.seed,
+        width: image.width,
+        height: image.height,
+        steps: image.steps,
+        guidance: image.guidance,
+        max_sequence_length: image.max_sequence_length,
+        strength: (image.init_image.is_some() || from_latent).then_some(image.strength),
+        model: entry.id.clone(),
+        model_key: entry.key.clone(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+    }
+}
+
+async fn receive_latent(mut chunks: Streaming<v1::LatentChunk>) -> Result<(HostTensor, String), Status> {
+    let mut info: Option<v1::LatentInfo> = None;
+    let mut data = Vec::new();
+    while let Some(chunk) = chunks.next().await {
+        let chunk = chunk?;
+        if info.is_none() {
+            info = chunk.info;
+        }
+        if data.len() + chunk.chunk.len() > LARGEST_LATENT_BYTES {
+            let problem = format!("is larger than {} MiB", LARGEST_LATENT_BYTES >> 20);
+            return Err(status_of(&invalid("chunk", problem)));
+        }
+        data.extend_from_slice(&chunk.chunk);
+    }
+    let info = info.ok_or_else(|| status_of(&invalid("info", "is missing on the first chunk")))?;
+    if info.dtype != "f32" {
+        return Err(status_of(&invalid("info.dtype", format!("{:?} is not f32", info.dtype))));
+    }
+    let shape: Vec<usize> = info.shape.iter().map(|&n| n as usize).collect();
+    let tensor = HostTensor { dtype: HostType::F32, shape, data: data.into() };
+    Ok((tensor, info.vae_id))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn timeouts_are_read_in_every_unit() {
+        assert_eq!(timeout_of("5S"), Some(Duration::from_secs(5)));
+        assert_eq!(timeout_of("1500m"), Some(Duration::from_millis(1500)));
+        assert_eq!(timeout_of("2H"), Some(Duration::from_secs(7200)));
+        assert_eq!(timeout_of("x"), None);
+        assert_eq!(timeout_of(""), None);
+    }
+
+    #[test]
+    fn every_wrong_field_is_told_at_once() {
+        let request = v1::GenerateImageRequest {
+            prompt: "x".repeat(100_000),
+            width: 17,
+            height: 130,
+            count: 1000,
+            strength: Some(f32::NAN),
+            preview_interval_ms: 5,
+            ..Default::default()
+        };
+        let Err(Error::Invalid(problems)) = check_generate(&request) else { panic!("it passed") };
+        let fields: Vec<&str> = problems.iter().map(|p| p.field.as_str()).collect();
+        assert_eq!(fields, ["prompt", "width", "height", "count", "preview_interval_ms", "strength"]);
+    }
+}

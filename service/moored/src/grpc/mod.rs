@@ -1,0 +1,15 @@
+//! The gRPC room: the only one that knows the public protocol. It validates, converts and serves; it never
+//! sees a tensor.
+
+mod auth;
+mod convert;
+mod generation;
+mod health;
+mod jobs;
+mod residency;
+mod server;
+mod status;
+mod stream;
+
+pub(crate) use auth::Token;
+pub(crate) use server::{Service, serve};

@@ -1,0 +1,375 @@
+//! `moored.v1.Residency`.
+
+use std::collections::BTreeSet;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use engine::Error;
+use engine::job::{JobSpec, JobWork};
+use engine::queue::{CardStatus, Freed, Kept, PlannedStage, StatusReport};
+use futures::Stream;
+use gpu::CardKind;
+use residency::{Bytes, Move, Resident, ResidentState};
+use tonic::{Request, Response, Status};
+
+use super::convert::{component_out, holder_out, job_out, millis, resolved};
+use super::generation::Caller;
+use super::server::Service;
+use super::status::{invalid, shortfall_out, status_of};
+use super::stream::{EventStream, Output, events_of};
+use crate::models::Found;
+use crate::pictures::Recipe;
+use crate::proto::v1;
+use crate::proto::v1::residency_server::Residency;
+
+const DEFAULT_HOLD: Duration = Duration::from_secs(60);
+const LONGEST_HOLD: Duration = Duration::from_secs(3600);
+const DEFAULT_RESERVATION: Duration = Duration::from_secs(600);
+const LONGEST_RESERVATION: Duration = Duration::from_secs(86_400);
+/// Least time between two statuses of one watcher.
+const WATCH_INTERVAL: Duration = Duration::from_millis(250);
+
+#[tonic::async_trait]
+impl Residency for Service {
+    async fn list_models(
+        &self,
+        _request: Request<v1::ListModelsRequest>,
+    ) -> Result<Response<v1::ListModelsResponse>, Status> {
+        let models = self.models.clone();
+        let found = tokio::task::spawn_blocking(move || models.list())
+            .await
+            .map_err(|panic| status_of(&Error::Internal(panic.to_string())))?;
+        let default = self.models.default_id().unwrap_or_default();
+        let report = self.queue.status().borrow().clone();
+        let mut listed = Vec::with_capacity(found.len());
+        for model in found.iter() {
+            listed.push(self.model_info(model, &default, &report).await);
+        }
+        Ok(Response::new(v1::ListModelsResponse { models: listed }))
+    }
+
+    type LoadStream = EventStream;
+
+    async fn load(&self, request: Request<v1::LoadRequest>) -> Result<Response<EventStream>, Status> {
+        let caller = Caller::of(&request);
+        let request = request.into_inner();
+        let start = async {
+            let entry = self.models.resolve(request.model.as_ref())?;
+            let open = self.open(&entry).await?;
+            for name in &request.components {
+                if !open.components.iter().any(|component| component.name == *name) {
+                    let there: Vec<&str> = open.components.iter().map(|c| c.name.as_str()).collect();
+                    return Err(invalid("components", format!("{name:?} is none of {}", there.join(", "))));
+                }
+            }
+            let model = resolved(&entry, open.model.family());
+            let work = JobWork::Load { components: request.components };
+            let job = self.queue.submit(JobSpec { options: caller.options(request.options), entry, work }).await?;
+            let output = Output { raw: false, recipe: Recipe::default(), omit_metadata: true };
+            Ok(events_of(job, model, output))
+        };
+        start.await.map(Response::new).map_err(|e: Error| status_of(&e))
+    }
+
+    async fn unload(&self, request: Request<v1::UnloadRequest>) -> Result<Response<v1::UnloadResponse>, Status> {
+        let request = request.into_inner();
+        let named = request.model.as_ref().filter(|model| !model.id.is_empty());
+        let entry = named.map(|model| self.models.resolve(Some(model))).transpose().map_err(|e| status_of(&e))?;
+        let report = self.queue.unload(entry, request.force).await.map_err(|e| status_of(&e))?;
+        Ok(Response::new(v1::UnloadResponse {
+            freed: report.freed.iter().map(freed_out).collect(),
+            kept: report.kept.iter().map(kept_out).collect(),
+            cancelled_jobs: report.cancelled_jobs.iter().map(ToString::to_string).collect(),
+        }))
+    }
+
+    async fn pin(&self, request: Request<v1::PinRequest>) -> Result<Response<v1::PinResponse>, Status> {
+        let request = request.into_inner();
+        let entry = self.models.resolve(request.model.as_ref()).map_err(|e| status_of(&e))?;
+        let pinned = self.queue.pin(entry, request.unpin).await.map_err(|e| status_of(&e))?;
+        Ok(Response::new(v1::PinResponse { pinned }))
+    }
+
+    async fn hold(&self, request: Request<v1::HoldRequest>) -> Result<Response<v1::HoldResponse>, Status> {
+        let request = request.into_inner();
+        let ttl = time_to_live(request.ttl, DEFAULT_HOLD, LONGEST_HOLD).map_err(|e| status_of(&e))?;
+        let entry = self.models.resolve(request.model.as_ref()).map_err(|e| status_of(&e))?;
+        let hold_id = self.queue.hold(entry, request.client_id, ttl).await.map_err(|e| status_of(&e))?;
+        Ok(Response::new(v1::HoldResponse { hold_id, ttl: prost_types::Duration::try_from(ttl).ok() }))
+    }
+
+    async fn release_hold(
+        &self,
+        request: Request<v1::ReleaseHoldRequest>,
+    ) -> Result<Response<v1::ReleaseHoldResponse>, Status> {
+        let released = self.queue.release_hold(&request.into_inner().hold_id).await;
+        Ok(Response::new(v1::ReleaseHoldResponse { released }))
+    }
+
+    async fn plan(&self, request: Request<v1::PlanRequest>) -> Result<Response<v1::PlanResponse>, Status> {
+        let caller = Caller::of(&request);
+        let request = request.into_inner();
+        let plan = async {
+            let generate = request.generate.unwrap_or_default();
+            let prepared = self.prepare_generate(generate, &caller).await?;
+            let report = self.queue.plan(prepared.spec, &request.card).await?;
+            Ok(v1::PlanResponse {
+                model: Some(prepared.model),
+                card: report.card,
+                stages: report.stages.iter().map(planned_out).collect(),
+                runs_now: report.runs_now,
+                predicted_move_seconds: report.predicted_move_seconds,
+            })
+        };
+        plan.await.map(Response::new).map_err(|e: Error| status_of(&e))
+    }
+
+    async fn get_status(
+        &self,
+        _request: Request<v1::GetStatusRequest>,
+    ) -> Result<Response<v1::Status>, Status> {
+        let report = self.queue.status().borrow().clone();
+        Ok(Response::new(self.status_out(&report)))
+    }
+
+    type WatchStatusStream = Pin<Box<dyn Stream<Item = Result<v1::Status, Status>> + Send>>;
+
+    async fn watch_status(
+        &self,
+        request: Request<v1::WatchStatusRequest>,
+    ) -> Result<Response<Self::WatchStatusStream>, Status> {
+        let asked = Duration::from_millis(request.into_inner().interval_ms.into());
+        let interval = if asked.is_zero() { WATCH_INTERVAL } else { asked };
+        let service = self.clone();
+        let mut reports = self.queue.status();
+        let mut stopping = self.stopping.clone();
+        Ok(Response::new(Box::pin(async_stream::stream! {
+            loop {
+                let report = reports.borrow_and_update().clone();
+                yield Ok(service.status_out(&report));
+                tokio::time::sleep(interval).await;
+                tokio::select! {
+                    changed = reports.changed() => if changed.is_err() { return },
+                    _ = stopping.wait_for(|stopping| *stopping) => return,
+                }
+            }
+        })))
+    }
+
+    async fn trim(&self, request: Request<v1::TrimRequest>) -> Result<Response<v1::TrimResponse>, Status> {
+        let freed = self.queue.trim(&request.into_inner().card).await.map_err(|e| status_of(&e))?;
+        Ok(Response::new(v1::TrimResponse { freed_bytes: freed.0 }))
+    }
+
+    async fn reserve(
+        &self,
+        request: Request<v1::ReserveRequest>,
+    ) -> Result<Response<v1::ReserveResponse>, Status> {
+        let request = request.into_inner();
+        let reserve = async {
+            let ttl = time_to_live(request.ttl, DEFAULT_RESERVATION, LONGEST_RESERVATION)?;
+            if request.bytes == 0 {
+                return Err(invalid("bytes", "is 0: nothing to make room for"));
+            }
+            self.queue.reserve(&request.card, Bytes(request.bytes), ttl, request.label).await
+        };
+        let reserved = reserve.await.map_err(|e| status_of(&e))?;
+        Ok(Response::new(v1::ReserveResponse {
+            reservation_id: reserved.id,
+            bytes: reserved.bytes.0,
+            evicted: reserved.evicted.iter().map(freed_out).collect(),
+            card: reserved.card,
+        }))
+    }
+
+    async fn release_reservation(
+        &self,
+        request: Request<v1::ReleaseReservationRequest>,
+    ) -> Result<Response<v1::ReleaseReservationResponse>, Status> {
+        let released = self.queue.release_reservation(&request.into_inner().reservation_id).await;
+        Ok(Response::new(v1::ReleaseReservationResponse { released }))
+    }
+}
+
+impl Service {
+    async fn model_info(&self, model: &Found, default: &str, report: &StatusReport) -> v1::ModelInfo {
+        let mut info = v1::ModelInfo {
+            id: model.id.clone(),
+            revision: model.revision.clone(),
+            is_default: model.id == default,
+            ..Default::default()
+        };
+        let reference =
+            v1::ModelRef { id: model.id.clone(), revision: model.revision.clone(), ..Default::default() };
+        let opened = match self.models.resolve(Some(&reference)) {
+            Ok(entry) => self.open(&entry).await.map(|open| (entry, open)),
+            Err(error) => Err(error),
+        };
+        let (entry, open) = match opened {
+            Ok(opened) => opened,
+            Err(error) => {
+                info.problem = error.to_string();
+                return info;
+            }
+        };
+        let defaults = self.models.defaults(&model.id, open.model.defaults());
+        info.family = open.model.family().to_owned();
+        info.defaults = Some(v1::ModelDefaults {
+            steps: defaults.steps,
+            guidance: defaults.guidance,
+            max_sequence_length: defaults.max_sequence_length,
+            width: defaults.width,
+            height: defaults.height,
+        });
+        let resident: BTreeSet<&str> = open
+            .components
+            .iter()
+            .filter(|c| report.cards.iter().any(|card| card.ledger.is_resident(&c.id)))
+            .map(|c| c.name.as_str())
+            .collect();
+        info.resident = resident.into_iter().map(str::to_owned).collect();
+        info.components = open.components.iter().map(component_out).collect();
+        info.pinned = report.pinned.contains(&entry.key);
+        info
+    }
+
+    fn status_out(&self, report: &Arc<StatusReport>) -> v1::Status {
+        v1::Status {
+            cards: report
+                .cards
+                .iter()
+                .zip(self.workers.pids())
+                .map(|(card, worker_pid)| v1::CardStatus {
+                    worker_pid,
+                    policy: self.policy_name().to_owned(),
+                    ..card_out(card, report)
+                })
+                .collect(),
+            jobs: report.jobs.iter().map(job_out).collect(),
+            latents: u32::try_from(report.latents).unwrap_or(u32::MAX),
+            latent_bytes: report.latent_bytes.0,
+            text_encodings: u32::try_from(report.texts).unwrap_or(u32::MAX),
+            text_encoding_bytes: report.text_bytes.0,
+            uptime_ms: millis(self.started.elapsed()),
+        }
+    }
+}
+
+/// `cpu`, `simulated`, `cuda`.
+pub(super) fn kind_out(kind: CardKind) -> String {
+    match kind {
+        CardKind::Cpu => "cpu",
+        CardKind::Simulated => "simulated",
+        CardKind::Cuda => "cuda",
+    }
+    .to_owned()
+}
+
+fn card_out(card: &CardStatus, report: &StatusReport) -> v1::CardStatus {
+    let accounts = card.ledger.accounts();
+    v1::CardStatus {
+        id: card.description.id.clone(),
+        name: card.description.name.clone(),
+        kind: kind_out(card.description.kind),
+        state: card.state.to_owned(),
+        memory: Some(v1::MemoryAccounts {
+            total: card.ledger.total().0,
+            components: accounts.components.0,
+            scratch: accounts.scratch.0,
+            slack: accounts.slack.0,
+            workspaces: accounts.workspaces.0,
+            context: accounts.context.0,
+            foreign: accounts.foreign.0,
+            unexplained: accounts.unexplained.0,
+            free: accounts.free.0,
+            usable: card.ledger.usable().0,
+        }),
+        residents: card.ledger.residents().map(|resident| resident_out(resident, card, report)).collect(),
+        holders: card.ledger.holders().iter().map(holder_out).collect(),
+        reservations: card
+            .reservations
+            .iter()
+            .map(|reservation| v1::Reservation {
+                id: reservation.id.clone(),
+                label: reservation.label.clone(),
+                bytes: reservation.bytes.0,
+                expires_in_ms: millis(reservation.expires_in),
+            })
+            .collect(),
+        worker_restarts: card.restarts,
+        job_id: card.job.as_ref().map(ToString::to_string).unwrap_or_default(),
+        ..Default::default()
+    }
+}
+
+fn resident_out(resident: &Resident, card: &CardStatus, report: &StatusReport) -> v1::ResidentComponent {
+    let state = match resident.state {
+        ResidentState::Loading => "loading",
+        ResidentState::Resident => "resident",
+        ResidentState::Evicting => "evicting",
+    };
+    v1::ResidentComponent {
+        component: Some(component_out(&resident.component)),
+        state: state.to_owned(),
+        leases: resident.leases,
+        pinned: resident.pinned,
+        held: resident.held > 0,
+        idle_ms: card.ledger_now.since(resident.last_used),
+        entries: report.users.get(&resident.component.id).cloned().unwrap_or_default(),
+    }
+}
+
+fn freed_out(freed: &Freed) -> v1::FreedComponent {
+    v1::FreedComponent {
+        component: Some(component_out(&freed.component)),
+        card: freed.card.clone(),
+        booked_bytes: freed.booked.0,
+        freed_bytes: freed.freed.0,
+    }
+}
+
+fn kept_out(kept: &Kept) -> v1::KeptComponent {
+    v1::KeptComponent {
+        component: Some(component_out(&kept.component)),
+        card: kept.card.clone(),
+        reason: kept.reason.clone(),
+    }
+}
+
+fn planned_out(stage: &PlannedStage) -> v1::PlannedStage {
+    v1::PlannedStage {
+        name: stage.name.to_owned(),
+        components: stage.components.iter().map(component_out).collect(),
+        resident_already: stage.resident_already.clone(),
+        component_bytes: stage.component_bytes.0,
+        scratch_bytes: stage.scratch.0,
+        scratch_learned: stage.scratch_learned,
+        moves: stage.moves.iter().map(move_out).collect(),
+        verdict: stage.verdict.to_owned(),
+        shortfall: stage.shortfall.as_ref().map(shortfall_out),
+        chunking: stage.chunking.clone(),
+        approximate: stage.approximate,
+    }
+}
+
+fn move_out(planned: &Move) -> String {
+    match planned {
+        Move::Evict(component) => format!("evict {} ({})", component.name, component.bytes),
+        Move::Load(component) => format!("load {} ({})", component.name, component.bytes),
+        Move::Trim => "trim".to_owned(),
+    }
+}
+
+fn time_to_live(
+    asked: Option<prost_types::Duration>,
+    default: Duration,
+    longest: Duration,
+) -> Result<Duration, Error> {
+    let Some(asked) = asked else { return Ok(default) };
+    let ttl = Duration::try_from(asked).map_err(|_| invalid("ttl", "is negative"))?;
+    if ttl.is_zero() || ttl > longest {
+        return Err(invalid("ttl", format!("is to be over 0 and up to {}", humantime::format_duration(longest))));
+    }
+    Ok(ttl)
+}

@@ -1,0 +1,153 @@
+//! The service as a whole, and `moored.v1.Server`.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use engine::library::Library;
+use engine::queue::Queue;
+use gpu::CardDescription;
+use residency::{Bytes, Policy};
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tonic::transport::Server as Transport;
+use tonic::{Request, Response, Status};
+
+use super::auth::Token;
+use super::health;
+use super::residency::kind_out;
+use crate::models::Models;
+use crate::process::supervisor::WorkerPids;
+use crate::proto::v1;
+use crate::proto::v1::generation_server::GenerationServer;
+use crate::proto::v1::jobs_server::JobsServer;
+use crate::proto::v1::residency_server::ResidencyServer;
+use crate::proto::v1::server_server::{Server, ServerServer};
+
+/// What is built.
+const CAPABILITIES: [&str; 7] = [
+    "text_to_image",
+    "image_to_image",
+    "encode_image",
+    "decode_latent",
+    "latents",
+    "preview",
+    "reserve",
+];
+/// What the API names and this build has not.
+const NOT_BUILT: [&str; 5] = ["adapters", "controlnet", "quantization", "video", "audio"];
+/// HTTP/2 windows: a picture crosses without waiting for acknowledgements.
+const STREAM_WINDOW_BYTES: u32 = 8 << 20;
+const CONNECTION_WINDOW_BYTES: u32 = 32 << 20;
+
+/// Everything that a call needs. Cheap to clone.
+#[derive(Clone)]
+pub(crate) struct Service {
+    pub(crate) queue: Queue,
+    pub(crate) library: Arc<Library>,
+    pub(crate) models: Arc<Models>,
+    pub(crate) started: Instant,
+    pub(crate) max_message: Bytes,
+    pub(crate) policy: Policy,
+    pub(crate) workers: WorkerPids,
+    /// Becomes true when the service is going down: streams without an end then end.
+    pub(crate) stopping: watch::Receiver<bool>,
+}
+
+impl Service {
+    /// The card whose dtype a model is opened for where any would do.
+    pub(super) fn first_card(&self) -> CardDescription {
+        self.cards().into_iter().next().unwrap_or_else(|| CardDescription {
+            id: "cpu".to_owned(),
+            kind: gpu::CardKind::Cpu,
+            name: String::new(),
+            total: Bytes::ZERO,
+            compute_capability: None,
+            compute_dtype: "f32".to_owned(),
+        })
+    }
+
+    /// As the configuration names it.
+    pub(super) fn policy_name(&self) -> &'static str {
+        match self.policy {
+            Policy::Shared => "shared",
+            Policy::Exclusive => "exclusive",
+        }
+    }
+
+    fn cards(&self) -> Vec<CardDescription> {
+        self.queue.status().borrow().cards.iter().map(|card| card.description.clone()).collect()
+    }
+}
+
+/// Serves until `stopped` becomes true; calls that run then are finished by the queue's drain.
+pub(crate) async fn serve(
+    service: Service,
+    token: Token,
+    listener: TcpListener,
+    mut stopped: watch::Receiver<bool>,
+) -> Result<(), tonic::transport::Error> {
+    let limit = usize::try_from(service.max_message.0).unwrap_or(usize::MAX);
+    let (reporter, health_service) = tonic_health::server::health_reporter();
+    tokio::spawn(health::follow(reporter, service.queue.status(), service.stopping.clone()));
+    let reflection = tonic_reflection::server::Builder::configure()
+        .register_encoded_file_descriptor_set(v1::DESCRIPTORS)
+        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+        .build_v1()
+        .ok();
+    macro_rules! limited {
+        ($server:ident) => {
+            tonic::service::interceptor::InterceptedService::new(
+                $server::new(service.clone()).max_decoding_message_size(limit).max_encoding_message_size(limit),
+                token.clone(),
+            )
+        };
+    }
+    Transport::builder()
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .http2_keepalive_interval(Some(std::time::Duration::from_secs(20)))
+        .tcp_nodelay(true)
+        .add_service(health_service)
+        .add_optional_service(reflection)
+        .add_service(limited!(GenerationServer))
+        .add_service(limited!(ResidencyServer))
+        .add_service(limited!(JobsServer))
+        .add_service(limited!(ServerServer))
+        .serve_with_incoming_shutdown(tokio_stream::wrappers::TcpListenerStream::new(listener), async move {
+            let _ = stopped.wait_for(|stopped| *stopped).await; // a sender that is gone has stopped too
+        })
+        .await
+}
+
+#[tonic::async_trait]
+impl Server for Service {
+    async fn get_server_info(
+        &self,
+        _request: Request<v1::GetServerInfoRequest>,
+    ) -> Result<Response<v1::ServerInfo>, Status> {
+        let capability = |card: &CardDescription| match card.compute_capability {
+            Some((major, minor)) => format!("{major}.{minor}"),
+            None => String::new(),
+        };
+        let cards = self.cards();
+        Ok(Response::new(v1::ServerInfo {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            capabilities: CAPABILITIES.map(str::to_owned).to_vec(),
+            not_built: NOT_BUILT.map(str::to_owned).to_vec(),
+            cards: cards
+                .iter()
+                .map(|card| v1::CardInfo {
+                    id: card.id.clone(),
+                    name: card.name.clone(),
+                    kind: kind_out(card.kind),
+                    total_bytes: card.total.0,
+                    compute_capability: capability(card),
+                    compute_dtype: card.compute_dtype.clone(),
+                })
+                .collect(),
+            default_model: self.models.default_id().unwrap_or_default(),
+            families: pipelines::catalogue().names().map(str::to_owned).collect(),
+            max_message_bytes: self.max_message.0,
+        }))
+    }
+}

@@ -1,0 +1,179 @@
+//! Errors become statuses, in one exhaustive match: code, stable reason, and what a client can act on.
+
+use std::time::Duration;
+
+use engine::{Error, Shortfall};
+use prost::Message as _;
+use prost_types::Any;
+use tonic::{Code, Status};
+use tonic_types::pb;
+
+use super::convert::{fallback_out, holder_out};
+use crate::proto::v1;
+use crate::proto::v1::Reason;
+
+/// Domain of our `ErrorInfo`.
+const DOMAIN: &str = "moored";
+
+/// When a client had better try again.
+const RETRY_FULL_QUEUE: Duration = Duration::from_secs(2);
+const RETRY_MEMORY: Duration = Duration::from_secs(5);
+const RETRY_CARD: Duration = Duration::from_secs(1);
+
+/// A domain error as gRPC tells it.
+pub(crate) fn status_of(error: &Error) -> Status {
+    let (code, reason) = code_of(error);
+    let mut details = vec![error_info(reason)];
+    match error {
+        Error::Invalid(fields) => details.push(bad_request(fields)),
+        Error::NeverFits(shortfall) | Error::OutOfMemory(shortfall) => details.push(memory(shortfall)),
+        Error::MemoryTaken(shortfall) => {
+            details.push(memory(shortfall));
+            details.push(retry(RETRY_MEMORY));
+        }
+        Error::QueueFull { .. } => details.push(retry(RETRY_FULL_QUEUE)),
+        Error::CardNotReady(_) => details.push(retry(RETRY_CARD)),
+        Error::ModelNotFound { .. }
+        | Error::ModelDamaged(_)
+        | Error::ModelUnsupported(_)
+        | Error::NotBuilt { .. }
+        | Error::Deadline { .. }
+        | Error::Cancelled
+        | Error::WorkerDied { .. }
+        | Error::NotFinite { .. }
+        | Error::LatentNotFound(_)
+        | Error::LatentMismatch(_)
+        | Error::JobNotFound(_)
+        | Error::InUse(_)
+        | Error::KeyReused(_)
+        | Error::ShuttingDown
+        | Error::Internal(_) => {}
+    }
+    with_details(code, &error.to_string(), details)
+}
+
+/// A token that is missing or wrong.
+pub(crate) fn unauthenticated(problem: &str) -> Status {
+    with_details(Code::Unauthenticated, problem, vec![error_info(Reason::Unauthenticated)])
+}
+
+/// One field that is wrong, found before there is a job.
+pub(crate) fn invalid(field: &str, problem: impl Into<String>) -> Error {
+    Error::Invalid(vec![pipelines::RequestError { field: field.to_owned(), problem: problem.into() }])
+}
+
+fn code_of(error: &Error) -> (Code, Reason) {
+    match error {
+        Error::Invalid(_) => (Code::InvalidArgument, Reason::InvalidRequest),
+        Error::ModelNotFound { .. } => (Code::NotFound, Reason::ModelNotFound),
+        Error::ModelDamaged(_) => (Code::FailedPrecondition, Reason::ModelDamaged),
+        Error::ModelUnsupported(_) => (Code::FailedPrecondition, Reason::ModelUnsupported),
+        Error::NotBuilt { .. } => (Code::Unimplemented, Reason::NotBuilt),
+        Error::NeverFits(_) => (Code::FailedPrecondition, Reason::NeverFits),
+        Error::MemoryTaken(_) => (Code::ResourceExhausted, Reason::MemoryTaken),
+        Error::OutOfMemory(_) => (Code::ResourceExhausted, Reason::OutOfMemory),
+        Error::QueueFull { .. } => (Code::ResourceExhausted, Reason::QueueFull),
+        Error::Deadline { .. } => (Code::DeadlineExceeded, Reason::Deadline),
+        Error::Cancelled => (Code::Cancelled, Reason::Cancelled),
+        Error::WorkerDied { .. } => (Code::Aborted, Reason::WorkerDied),
+        Error::CardNotReady(_) => (Code::Unavailable, Reason::CardNotReady),
+        Error::NotFinite { .. } => (Code::Internal, Reason::NotFinite),
+        Error::LatentNotFound(_) => (Code::NotFound, Reason::LatentNotFound),
+        Error::LatentMismatch(_) => (Code::FailedPrecondition, Reason::LatentMismatch),
+        Error::JobNotFound(_) => (Code::NotFound, Reason::JobNotFound),
+        Error::InUse(_) => (Code::FailedPrecondition, Reason::InUse),
+        Error::KeyReused(_) => (Code::AlreadyExists, Reason::KeyReused),
+        Error::ShuttingDown => (Code::Unavailable, Reason::ShuttingDown),
+        Error::Internal(_) => (Code::Internal, Reason::Internal),
+    }
+}
+
+fn with_details(code: Code, message: &str, details: Vec<Any>) -> Status {
+    let status = pb::Status { code: code as i32, message: message.to_owned(), details };
+    Status::with_details(code, message, status.encode_to_vec().into())
+}
+
+fn any(name: &str, message: &impl prost::Message) -> Any {
+    Any { type_url: format!("type.googleapis.com/{name}"), value: message.encode_to_vec() }
+}
+
+fn error_info(reason: Reason) -> Any {
+    let info = pb::ErrorInfo {
+        reason: reason.as_str_name().to_owned(),
+        domain: DOMAIN.to_owned(),
+        metadata: std::collections::HashMap::new(),
+    };
+    any("google.rpc.ErrorInfo", &info)
+}
+
+fn bad_request(fields: &[pipelines::RequestError]) -> Any {
+    let field_violations = fields
+        .iter()
+        .map(|field| pb::bad_request::FieldViolation {
+            field: field.field.clone(),
+            description: field.problem.clone(),
+            ..Default::default()
+        })
+        .collect();
+    any("google.rpc.BadRequest", &pb::BadRequest { field_violations })
+}
+
+fn retry(after: Duration) -> Any {
+    let retry_delay = prost_types::Duration::try_from(after).ok();
+    any("google.rpc.RetryInfo", &pb::RetryInfo { retry_delay })
+}
+
+fn memory(shortfall: &Shortfall) -> Any {
+    any("moored.v1.MemoryShortfall", &shortfall_out(shortfall))
+}
+
+/// A shortfall as errors and plans tell it.
+pub(crate) fn shortfall_out(shortfall: &Shortfall) -> v1::MemoryShortfall {
+    v1::MemoryShortfall {
+        needed_bytes: shortfall.needed.0,
+        free_bytes: shortfall.free.0,
+        capacity_bytes: shortfall.capacity.0,
+        holders: shortfall.holders.iter().map(holder_out).collect(),
+        fallbacks: shortfall.fallbacks.iter().map(fallback_out).collect(),
+        stage: shortfall.stage.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn details(status: &Status) -> Vec<String> {
+        let decoded = pb::Status::decode(status.details()).unwrap();
+        assert_eq!(decoded.message, status.message());
+        decoded.details.into_iter().map(|any| any.type_url).collect()
+    }
+
+    #[test]
+    fn a_wrong_field_names_itself() {
+        let status = status_of(&invalid("width", "17 is no multiple of 16; 16 or 32 would do"));
+        assert_eq!(status.code(), Code::InvalidArgument);
+        assert!(status.message().contains("width"));
+        assert_eq!(
+            details(&status),
+            ["type.googleapis.com/google.rpc.ErrorInfo", "type.googleapis.com/google.rpc.BadRequest"]
+        );
+    }
+
+    #[test]
+    fn memory_that_is_taken_tells_how_much_and_when_to_try_again() {
+        let shortfall = Shortfall {
+            stage: "denoise".to_owned(),
+            needed: residency::Bytes::gib(24),
+            free: residency::Bytes::gib(3),
+            capacity: residency::Bytes::gib(80),
+            holders: Vec::new(),
+            fallbacks: Vec::new(),
+        };
+        let status = status_of(&Error::MemoryTaken(Box::new(shortfall)));
+        assert_eq!(status.code(), Code::ResourceExhausted);
+        let urls = details(&status);
+        assert!(urls.contains(&"type.googleapis.com/moored.v1.MemoryShortfall".to_owned()), "{urls:?}");
+        assert!(urls.contains(&"type.googleapis.com/google.rpc.RetryInfo".to_owned()), "{urls:?}");
+    }
+}

@@ -1,0 +1,165 @@
+//! Locks that keep two services off one card, and find workers that a killed service left behind.
+
+use std::fs::{File, OpenOptions};
+use std::io::{Read as _, Seek as _, Write as _};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use gpu::DeviceSpec;
+
+/// A worker ends by itself when its supervisor is gone; one that does not within this has hung.
+const STRAY_GRACE: Duration = Duration::from_secs(3);
+const STRAY_POLL: Duration = Duration::from_millis(100);
+
+/// Why a card cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum LockError {
+    /// Another service runs on it.
+    #[error(
+        "another service (pid {pid}) has the card {card}; stop it, or give this one another card or another \
+         state folder (service.state)"
+    )]
+    Taken {
+        /// Which.
+        card: String,
+        /// Whose.
+        pid: String,
+    },
+    /// A worker without a supervisor.
+    #[error(
+        "worker process {pid} of a service that was killed still holds the card {card}: end it with `kill -9 {pid}` \
+         and start again"
+    )]
+    Stray {
+        /// Which.
+        card: String,
+        /// The worker.
+        pid: String,
+    },
+    /// The file.
+    #[error("the lock {} cannot be used: {problem} (service.state names another folder)", file.display())]
+    File {
+        /// Which.
+        file: PathBuf,
+        /// Why not.
+        problem: std::io::Error,
+    },
+}
+
+/// The locks of a service; dropping them gives the cards up.
+#[derive(Debug)]
+pub(crate) struct Locks {
+    _files: Vec<File>,
+}
+
+impl Locks {
+    /// Takes the lock of each card that could be shared by mistake, and waits for strays to end.
+    pub(crate) async fn take(state: &Path, devices: &[DeviceSpec]) -> Result<Locks, LockError> {
+        let mut files = Vec::new();
+        for device in devices {
+            if matches!(device, DeviceSpec::Simulated(_)) {
+                continue; // it exists in one service's arithmetic only
+            }
+            let card = card_of(device);
+            let path = lock_folder(state).join(format!("{card}.lock"));
+            let file = take(&path)?.map_err(|pid| LockError::Taken { card: card.clone(), pid })?;
+            files.push(file);
+            wait_for_strays(state, &card).await?;
+        }
+        Ok(Locks { _files: files })
+    }
+}
+
+/// The file that a card's worker keeps locked.
+pub(crate) fn worker_lock(state: &Path, device: &DeviceSpec, card: &str) -> Option<PathBuf> {
+    (!matches!(device, DeviceSpec::Simulated(_))).then(|| lock_folder(state).join(format!("{card}.worker.lock")))
+}
+
+/// Locks a file and writes our process id into it; the inner error is who has it.
+pub(crate) fn take(path: &Path) -> Result<Result<File, String>, LockError> {
+    let fails = |problem| LockError::File { file: path.to_owned(), problem };
+    if let Some(folder) = path.parent() {
+        std::fs::create_dir_all(folder).map_err(fails)?;
+    }
+    let mut file =
+        OpenOptions::new().create(true).truncate(false).read(true).write(true).open(path).map_err(fails)?;
+    match fs4::FileExt::try_lock(&file) {
+        Ok(()) => {
+            file.set_len(0).and_then(|()| file.rewind()).map_err(fails)?;
+            write!(file, "{}", std::process::id()).map_err(fails)?;
+            Ok(Ok(file))
+        }
+        Err(fs4::TryLockError::WouldBlock) => {
+            let mut holder = String::new();
+            file.read_to_string(&mut holder).map_err(fails)?;
+            Ok(Err(holder.trim().to_owned()))
+        }
+        Err(fs4::TryLockError::Error(problem)) => Err(fails(problem)),
+    }
+}
+
+async fn wait_for_strays(state: &Path, card: &str) -> Result<(), LockError> {
+    let path = lock_folder(state).join(format!("{card}.worker.lock"));
+    let mut waited = Duration::ZERO;
+    loop {
+        match take(&path)? {
+            Ok(_released_at_once) => return Ok(()),
+            Err(pid) if waited >= STRAY_GRACE => return Err(LockError::Stray { card: card.to_owned(), pid }),
+            Err(_) => {
+                tokio::time::sleep(STRAY_POLL).await;
+                waited += STRAY_POLL;
+            }
+        }
+    }
+}
+
+fn lock_folder(state: &Path) -> PathBuf {
+    state.join("locks")
+}
+
+/// The card of a device, as a file name.
+fn card_of(device: &DeviceSpec) -> String {
+    match device.describe() {
+        Ok(description) => description.id,
+        Err(_) => device.to_string(),
+    }
+    .replace(['/', ':'], "-")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cpu() -> [DeviceSpec; 1] {
+        ["cpu".parse().unwrap()]
+    }
+
+    #[tokio::test]
+    async fn a_second_service_is_kept_off_and_told_who_has_the_card() {
+        let state = tempfile::tempdir().unwrap();
+        let first = Locks::take(state.path(), &cpu()).await.unwrap();
+        let refused = Locks::take(state.path(), &cpu()).await.unwrap_err();
+        assert!(refused.to_string().contains(&format!("pid {}", std::process::id())), "{refused}");
+        drop(first);
+        Locks::take(state.path(), &cpu()).await.unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stray_worker_is_named() {
+        let state = tempfile::tempdir().unwrap();
+        let path = worker_lock(state.path(), &cpu()[0], "cpu").unwrap();
+        let stray = take(&path).unwrap().unwrap();
+        let refused = Locks::take(state.path(), &cpu()).await.unwrap_err();
+        assert!(matches!(refused, LockError::Stray { .. }), "{refused}");
+        drop(stray);
+        Locks::take(state.path(), &cpu()).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn simulated_cards_are_not_locked() {
+        let state = tempfile::tempdir().unwrap();
+        let simulated = ["sim:1GiB".parse().unwrap()];
+        let _first = Locks::take(state.path(), &simulated).await.unwrap();
+        Locks::take(state.path(), &simulated).await.unwrap();
+    }
+}

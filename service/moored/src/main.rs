@@ -1,0 +1,22 @@
+//! SERVES. The binary: command line, configuration, gRPC, supervisor and worker processes, telemetry.
+
+mod cli;
+mod config;
+mod grpc;
+mod locks;
+mod models;
+mod pictures;
+mod process;
+mod proto;
+mod serve;
+mod telemetry;
+
+use std::process::ExitCode;
+
+/// Counts every allocation: on a CPU card this is the truth about activation memory.
+#[global_allocator]
+static ALLOCATOR: gpu::CountingAllocator = gpu::CountingAllocator;
+
+fn main() -> ExitCode {
+    cli::run()
+}

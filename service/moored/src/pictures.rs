@@ -1,0 +1,190 @@
+//! Pictures at the edge: PNG with what made them, init images within limits, previews as JPEG.
+
+use std::io::Cursor;
+
+use image::imageops::FilterType;
+use image::{DynamicImage, ImageDecoder as _, ImageReader, Limits};
+use serde::{Deserialize, Serialize};
+
+/// Largest side of a picture that a client may send.
+const LONGEST_SIDE_PIXELS: u32 = 8192;
+/// Bytes that decoding one may take: a decompression bomb ends here.
+const DECODE_LIMIT_BYTES: u64 = 256 << 20;
+/// Largest side of a preview.
+const PREVIEW_SIDE_PIXELS: u32 = 512;
+const PREVIEW_JPEG_QUALITY: u8 = 80;
+/// Name of the PNG text chunk that holds [`Recipe`] as JSON.
+const RECIPE_KEYWORD: &str = "moored";
+
+/// A picture as pixels.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Pixels {
+    pub(crate) width: u32,
+    pub(crate) height: u32,
+    /// RGB, 8 bits each, row-major.
+    pub(crate) rgb: Vec<u8>,
+}
+
+/// Everything that made a picture: enough to make it again.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Recipe {
+    pub(crate) prompt: String,
+    pub(crate) seed: u64,
+    pub(crate) width: u32,
+    pub(crate) height: u32,
+    pub(crate) steps: u32,
+    pub(crate) guidance: f32,
+    pub(crate) max_sequence_length: u32,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) strength: Option<f32>,
+    /// Id of the model.
+    pub(crate) model: String,
+    /// Entry key: revision and quantization too.
+    pub(crate) model_key: String,
+    /// Version of the service.
+    pub(crate) version: String,
+}
+
+/// Why a picture cannot be taken.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum PictureError {
+    /// Not an image, or a damaged one.
+    #[error("cannot be read as PNG, JPEG or WebP: {0}")]
+    Unreadable(String),
+    /// Too large.
+    #[error(
+        "is larger than {LONGEST_SIDE_PIXELS} pixels on a side or than {} MiB decoded",
+        DECODE_LIMIT_BYTES >> 20
+    )]
+    TooLarge,
+    /// No pixels.
+    #[error("has no pixels")]
+    Empty,
+}
+
+/// Decodes a picture that a client sent, upright, and scales it.
+pub(crate) fn decode(data: &[u8], scale_to: Option<(u32, u32)>) -> Result<Pixels, PictureError> {
+    let unreadable = |problem: image::ImageError| match problem {
+        image::ImageError::Limits(_) => PictureError::TooLarge,
+        other => PictureError::Unreadable(other.to_string()),
+    };
+    let mut reader = ImageReader::new(Cursor::new(data))
+        .with_guessed_format()
+        .map_err(|problem| PictureError::Unreadable(problem.to_string()))?;
+    let mut limits = Limits::default();
+    limits.max_image_width = Some(LONGEST_SIDE_PIXELS);
+    limits.max_image_height = Some(LONGEST_SIDE_PIXELS);
+    limits.max_alloc = Some(DECODE_LIMIT_BYTES);
+    reader.limits(limits);
+    let mut decoder = reader.into_decoder().map_err(unreadable)?;
+    let (width, height) = decoder.dimensions();
+    if width == 0 || height == 0 {
+        return Err(PictureError::Empty);
+    }
+    if width > LONGEST_SIDE_PIXELS || height > LONGEST_SIDE_PIXELS || decoder.total_bytes() > DECODE_LIMIT_BYTES {
+        return Err(PictureError::TooLarge);
+    }
+    let orientation = decoder.orientation().map_err(unreadable)?;
+    let mut picture = DynamicImage::from_decoder(decoder).map_err(unreadable)?;
+    picture.apply_orientation(orientation);
+    let picture = match scale_to {
+        Some((w, h)) if (w, h) != (picture.width(), picture.height()) => {
+            picture.resize_exact(w, h, FilterType::Lanczos3)
+        }
+        _ => picture,
+    };
+    let rgb = picture.into_rgb8();
+    Ok(Pixels { width: rgb.width(), height: rgb.height(), rgb: rgb.into_raw() })
+}
+
+/// Encodes a PNG, fast, with its recipe in it unless that is left out.
+pub(crate) fn png(width: u32, height: u32, rgb: &[u8], recipe: Option<&Recipe>) -> Result<Vec<u8>, String> {
+    let mut file = Vec::with_capacity(rgb.len() / 2);
+    let mut encoder = png::Encoder::new(&mut file, width, height);
+    encoder.set_color(png::ColorType::Rgb);
+    encoder.set_depth(png::BitDepth::Eight);
+    encoder.set_compression(png::Compression::Fast);
+    if let Some(recipe) = recipe {
+        let json = serde_json::to_string(recipe).map_err(|e| e.to_string())?;
+        encoder.add_itxt_chunk(RECIPE_KEYWORD.to_owned(), json).map_err(|e| e.to_string())?;
+    }
+    let mut writer = encoder.write_header().map_err(|e| e.to_string())?;
+    writer.write_image_data(rgb).map_err(|e| e.to_string())?;
+    writer.finish().map_err(|e| e.to_string())?;
+    Ok(file)
+}
+
+/// The recipe in a PNG of ours.
+pub(crate) fn recipe_of(file: &[u8]) -> Result<Recipe, String> {
+    let mut reader = png::Decoder::new(Cursor::new(file)).read_info().map_err(|e| format!("it is no PNG: {e}"))?;
+    let _ = reader.finish(); // text chunks may stand behind the pixels
+    let chunk = reader
+        .info()
+        .utf8_text
+        .iter()
+        .find(|chunk| chunk.keyword == RECIPE_KEYWORD)
+        .ok_or("it carries no recipe of moored's")?;
+    let text = chunk.get_text().map_err(|e| e.to_string())?;
+    serde_json::from_str(&text).map_err(|e| format!("its recipe cannot be read: {e}"))
+}
+
+/// A preview as JPEG, scaled down to what a preview needs.
+pub(crate) fn preview_jpeg(width: u32, height: u32, rgb: &[u8]) -> Result<Vec<u8>, String> {
+    let buffer = image::RgbImage::from_raw(width, height, rgb.to_vec()).ok_or("the preview has too few pixels")?;
+    let mut picture = DynamicImage::ImageRgb8(buffer);
+    if width.max(height) > PREVIEW_SIDE_PIXELS {
+        picture = picture.thumbnail(PREVIEW_SIDE_PIXELS, PREVIEW_SIDE_PIXELS);
+    }
+    let mut file = Vec::new();
+    let encoder = image::codecs::jpeg::JpegEncoder::new_with_quality(&mut file, PREVIEW_JPEG_QUALITY);
+    picture.write_with_encoder(encoder).map_err(|e| e.to_string())?;
+    Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn recipe() -> Recipe {
+        Recipe { prompt: "ein rotes Quadrat – 🟥".to_owned(), seed: u64::MAX, width: 32, height: 16, ..Default::default() }
+    }
+
+    #[test]
+    fn a_png_gives_back_its_pixels_and_its_recipe() {
+        let rgb: Vec<u8> = (0..32 * 16 * 3).map(|i| (i % 251) as u8).collect();
+        let file = png(32, 16, &rgb, Some(&recipe())).unwrap();
+        assert_eq!(decode(&file, None).unwrap(), Pixels { width: 32, height: 16, rgb });
+        assert_eq!(recipe_of(&file).unwrap(), recipe());
+    }
+
+    #[test]
+    fn metadata_can_be_left_out() {
+        let file = png(1, 1, &[1, 2, 3], None).unwrap();
+        assert!(recipe_of(&file).unwrap_err().contains("no recipe"));
+    }
+
+    #[test]
+    fn what_is_no_picture_is_refused() {
+        assert!(matches!(decode(b"", None), Err(PictureError::Unreadable(_))));
+        assert!(matches!(decode(b"not a picture at all", None), Err(PictureError::Unreadable(_))));
+        let mut cut = png(32, 16, &[7; 32 * 16 * 3], None).unwrap();
+        cut.truncate(cut.len() / 2);
+        assert!(matches!(decode(&cut, None), Err(PictureError::Unreadable(_))));
+    }
+
+    #[test]
+    fn a_bomb_is_refused_before_it_is_decoded() {
+        let mut file = Vec::new();
+        let mut encoder = png::Encoder::new(&mut file, 40_000, 40_000);
+        encoder.set_color(png::ColorType::Rgb);
+        drop(encoder.write_header().unwrap());
+        assert!(matches!(decode(&file, None), Err(PictureError::TooLarge)), "{:?}", decode(&file, None));
+    }
+
+    #[test]
+    fn previews_are_small() {
+        let file = preview_jpeg(1024, 512, &vec![9; 1024 * 512 * 3]).unwrap();
+        let small = decode(&file, None).unwrap();
+        assert_eq!((small.width, small.height), (512, 256));
+    }
+}

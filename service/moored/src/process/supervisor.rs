@@ -1,0 +1,257 @@
+//! One task per card: it starts the worker process, carries frames, reaps it, and starts the next.
+
+use std::path::PathBuf;
+use std::process::{ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use engine::messages::{Command, Event};
+use engine::queue::{CardPort, CardSignal, CardSlot, Signal};
+use futures::{SinkExt as _, StreamExt as _};
+use gpu::CardDescription;
+use tokio::process::{Child, ChildStdin, ChildStdout};
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+use tokio_util::codec::{FramedRead, FramedWrite};
+
+use super::command_frames::command_out;
+use super::event_frames::{Outgoing, event_in};
+use super::frames::Frames;
+use crate::proto::worker as wire;
+
+/// Waits between two starts: doubled from the first to the last while workers die young.
+const FIRST_BACK_OFF: Duration = Duration::from_millis(100);
+const LAST_BACK_OFF: Duration = Duration::from_secs(10);
+/// A worker that lived so long has shown that it can: the next death starts over with the first back-off.
+const OLD_ENOUGH: Duration = Duration::from_secs(60);
+/// What a worker may take to end after `Shutdown` before it is killed.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
+
+/// Process ids of the workers, in the order of the cards; 0 where none runs.
+#[derive(Clone, Debug)]
+pub(crate) struct WorkerPids(Arc<[AtomicU32]>);
+
+impl WorkerPids {
+    pub(crate) fn new(cards: usize) -> WorkerPids {
+        WorkerPids((0..cards).map(|_| AtomicU32::new(0)).collect())
+    }
+
+    pub(crate) fn pids(&self) -> impl Iterator<Item = u32> {
+        self.0.iter().map(|pid| pid.load(Ordering::Relaxed))
+    }
+
+    fn set(&self, card: usize, pid: Option<u32>) {
+        if let Some(own) = self.0.get(card) {
+            own.store(pid.unwrap_or(0), Ordering::Relaxed);
+        }
+    }
+}
+
+/// What a card's worker is told when it starts.
+#[derive(Clone, Debug)]
+pub(crate) struct WorkerSettings {
+    /// As `--device` names it.
+    pub(crate) device: String,
+    /// Bytes that are never planned into.
+    pub(crate) headroom_bytes: u64,
+    /// Slack that an idle card may keep.
+    pub(crate) slack_limit_bytes: u64,
+    /// tracing filter.
+    pub(crate) log: String,
+    /// What the worker keeps locked while it lives; none for a card that cannot be shared by mistake.
+    pub(crate) lock_file: Option<PathBuf>,
+}
+
+/// To the task of one card.
+enum Request {
+    Send(Box<Command>),
+    Recycle(String),
+}
+
+/// The queue's end of a card's task.
+struct Port {
+    requests: mpsc::UnboundedSender<Request>,
+}
+
+impl CardPort for Port {
+    fn send(&mut self, command: Command) {
+        // A send fails only when the task has ended, and it ends only with the service.
+        let _ = self.requests.send(Request::Send(Box::new(command)));
+    }
+
+    fn recycle(&mut self, reason: &str) {
+        let _ = self.requests.send(Request::Recycle(reason.to_owned()));
+    }
+}
+
+/// Starts the task of one card. The worker is started at once, and again whenever it ends, until the queue
+/// drops the slot.
+pub(crate) fn start_card(
+    card: usize,
+    description: CardDescription,
+    settings: WorkerSettings,
+    signals: mpsc::UnboundedSender<CardSignal>,
+    pids: WorkerPids,
+) -> CardSlot {
+    let (requests, receiver) = mpsc::unbounded_channel();
+    let keeper = Keeper { card, settings, signals, requests: receiver, generation: 0, pids };
+    tokio::spawn(keeper.run());
+    CardSlot { description, port: Box::new(Port { requests }) }
+}
+
+/// Keeps one card's worker alive.
+struct Keeper {
+    card: usize,
+    settings: WorkerSettings,
+    signals: mpsc::UnboundedSender<CardSignal>,
+    requests: mpsc::UnboundedReceiver<Request>,
+    generation: u64,
+    pids: WorkerPids,
+}
+
+/// How a worker's life ended.
+enum End {
+    /// It is to be started again.
+    Died(String),
+    /// The service is going down.
+    Dismissed,
+}
+
+impl Keeper {
+    async fn run(mut self) {
+        let mut back_off = FIRST_BACK_OFF;
+        loop {
+            self.generation += 1;
+            let born = Instant::now();
+            let reason = match self.one_life().await {
+                End::Dismissed => return,
+                End::Died(reason) => reason,
+            };
+            if born.elapsed() >= OLD_ENOUGH {
+                back_off = FIRST_BACK_OFF;
+            }
+            tracing::warn!(card = self.card, generation = self.generation, %reason, ?back_off, "the worker ended");
+            self.signal(Signal::Lost { reason, restarts_in: back_off });
+            tokio::time::sleep(back_off).await;
+            back_off = (back_off * 2).min(LAST_BACK_OFF);
+            // What was sent to the dead one is answered by `Lost`, not by its successor.
+            while let Ok(request) = self.requests.try_recv() {
+                drop(request);
+            }
+            if self.requests.is_closed() {
+                return;
+            }
+        }
+    }
+
+    /// Runs one worker from start to end.
+    async fn one_life(&mut self) -> End {
+        let mut child = match spawn() {
+            Ok(child) => child,
+            Err(problem) => return End::Died(format!("the worker cannot be started: {problem}")),
+        };
+        let (Some(stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
+            return End::Died("the worker has no pipes".to_owned());
+        };
+        self.pids.set(self.card, child.id());
+        let end = self.carry(stdin, stdout, &mut child).await;
+        self.pids.set(self.card, None);
+        // The write end is closed by now, which ends a healthy worker.
+        let status = match tokio::time::timeout(SHUTDOWN_GRACE, child.wait()).await {
+            Ok(Ok(status)) => describe(status),
+            Ok(Err(problem)) => problem.to_string(),
+            Err(_) => {
+                let _ = child.kill().await;
+                "killed, since it did not end".to_owned()
+            }
+        };
+        match end {
+            Some(End::Died(reason)) => End::Died(format!("{reason} ({status})")),
+            Some(End::Dismissed) => End::Dismissed,
+            None => End::Died(status),
+        }
+    }
+
+    /// Carries frames both ways until one side ends; `None` when the worker closed its end.
+    async fn carry(&mut self, stdin: ChildStdin, stdout: ChildStdout, child: &mut Child) -> Option<End> {
+        let mut to_worker = FramedWrite::new(stdin, Frames::<wire::Event>::new());
+        let mut from_worker = FramedRead::new(stdout, Frames::<wire::Event>::new());
+        let configure = wire::Configure {
+            device: self.settings.device.clone(),
+            generation: self.generation,
+            headroom: self.settings.headroom_bytes,
+            slack_limit: self.settings.slack_limit_bytes,
+            log: self.settings.log.clone(),
+            lock_file: self.settings.lock_file.as_deref().map(|p| p.to_string_lossy().into_owned()).unwrap_or_default(),
+        };
+        let first = wire::Command { command: Some(wire::command::Command::Configure(configure)) };
+        if let Err(problem) = to_worker.send(first).await {
+            return Some(End::Died(problem.to_string()));
+        }
+        loop {
+            tokio::select! {
+                event = from_worker.next() => match event {
+                    None => return None,
+                    Some(Err(problem)) => {
+                        let _ = child.start_kill();
+                        return Some(End::Died(problem.to_string()));
+                    }
+                    Some(Ok(frame)) => match event_in(frame) {
+                        Ok(Outgoing::Event(event)) => self.pass_on(event, child),
+                        Ok(Outgoing::Refused(why)) => return Some(End::Died(why)),
+                        Err(problem) => {
+                            let _ = child.start_kill();
+                            return Some(End::Died(problem.to_string()));
+                        }
+                    },
+                },
+                request = self.requests.recv() => match request {
+                    None => return Some(End::Dismissed),
+                    Some(Request::Send(command)) => {
+                        if let Err(problem) = to_worker.send(command_out(&command)).await {
+                            return Some(End::Died(problem.to_string()));
+                        }
+                    }
+                    Some(Request::Recycle(reason)) => {
+                        let _ = child.start_kill();
+                        return Some(End::Died(format!("recycled: {reason}")));
+                    }
+                },
+            }
+        }
+    }
+
+    fn pass_on(&self, event: Event, child: &Child) {
+        if let Event::Ready { card } = &event {
+            tracing::info!(card = %card.id, generation = self.generation, pid = child.id(), "the worker is ready");
+        }
+        self.signal(Signal::Event(event));
+    }
+
+    fn signal(&self, signal: Signal) {
+        let _ = self.signals.send(CardSignal { card: self.card, generation: self.generation, signal });
+    }
+}
+
+/// The same binary, in another part. It has a process group of its own, so that a Ctrl-C in the terminal
+/// reaches the supervisor alone, which then drains.
+fn spawn() -> std::io::Result<Child> {
+    tokio::process::Command::new(std::env::current_exe()?)
+        .arg("worker")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::inherit())
+        .process_group(0)
+        .kill_on_drop(true)
+        .spawn()
+}
+
+fn describe(status: ExitStatus) -> String {
+    use std::os::unix::process::ExitStatusExt as _;
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("exit code {code}"),
+        (None, Some(signal)) => format!("signal {signal}"),
+        (None, None) => "no exit status".to_owned(),
+    }
+}

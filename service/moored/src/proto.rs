@@ -1,0 +1,15 @@
+//! The generated protocol types: `v1` is public, `worker` private.
+#![allow(missing_docs, unreachable_pub, clippy::all, clippy::unwrap_used)]
+
+/// The public API, `proto/moored/v1`.
+pub mod v1 {
+    tonic::include_proto!("moored.v1");
+
+    /// Descriptors, for reflection.
+    pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/moored.v1.bin"));
+}
+
+/// Between supervisor and worker, `proto/moored/worker`.
+pub mod worker {
+    tonic::include_proto!("moored.worker");
+}

@@ -1,0 +1,171 @@
+//! The service from configuration to the last drained job.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use engine::library::Library;
+use engine::queue::{Queue, Settings};
+use residency::Patience;
+use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::Instant;
+
+use crate::config::Config;
+use crate::grpc::{self, Service, Token};
+use crate::locks::{LockError, Locks, worker_lock};
+use crate::models::Models;
+use crate::process::supervisor::{self, WorkerPids, WorkerSettings};
+
+/// Why the service could not start.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ServeError {
+    /// The token.
+    #[error("{0}")]
+    Token(String),
+    /// The address.
+    #[error("cannot listen on {address}: {problem}; is another service there? (`--listen` takes another address)")]
+    Listen {
+        /// Where.
+        address: SocketAddr,
+        /// Why not.
+        problem: std::io::Error,
+    },
+    /// The folder for state.
+    #[error("the state folder {} cannot be used: {problem} (service.state names another)", folder.display())]
+    State {
+        /// Which.
+        folder: PathBuf,
+        /// Why not.
+        problem: std::io::Error,
+    },
+    /// A card that is not free.
+    #[error(transparent)]
+    Locked(#[from] LockError),
+    /// A card that cannot be described.
+    #[error("{0}")]
+    Card(#[from] gpu::OpenError),
+    /// Signals.
+    #[error("signals cannot be handled: {0}")]
+    Signals(std::io::Error),
+    /// The transport.
+    #[error("the gRPC transport failed: {0}")]
+    Transport(#[from] tonic::transport::Error),
+}
+
+/// Runs until it is told to stop: by signal, or through `stop`. `ready` is told the address.
+pub(crate) async fn run(
+    config: Config,
+    ready: Option<oneshot::Sender<SocketAddr>>,
+    stop: Option<oneshot::Receiver<()>>,
+) -> Result<(), ServeError> {
+    let token = Token::read(config.service.token_file.as_deref()).map_err(ServeError::Token)?;
+    std::fs::create_dir_all(&config.service.state)
+        .map_err(|problem| ServeError::State { folder: config.service.state.clone(), problem })?;
+    let _locks = Locks::take(&config.service.state, &config.cards.devices).await?;
+    let address = config.service.listen;
+    let listener =
+        TcpListener::bind(address).await.map_err(|problem| ServeError::Listen { address, problem })?;
+    let address = listener.local_addr().map_err(|problem| ServeError::Listen { address, problem })?;
+
+    let library =
+        Arc::new(Library::new(pipelines::catalogue(), Some(config.service.state.join("identities.json"))));
+    let workers = WorkerPids::new(config.cards.devices.len());
+    let queue = start_queue(&config, library.clone(), workers.clone())?;
+    let (stopping, stopping_seen) = watch::channel(false);
+    let (stopped, stopped_seen) = watch::channel(false);
+    let service = Service {
+        queue: queue.clone(),
+        library,
+        models: Arc::new(Models::new(config.models.clone())),
+        started: std::time::Instant::now(),
+        max_message: config.service.max_message,
+        policy: config.cards.policy,
+        workers,
+        stopping: stopping_seen,
+    };
+    tracing::info!(%address, cards = ?config.cards.devices.iter().map(ToString::to_string).collect::<Vec<_>>(), "moored is listening");
+    if let Some(ready) = ready {
+        let _ = ready.send(address);
+    }
+    let shutdown = shut_down(queue, config.service.drain, stop, stopping, stopped)?;
+    let serving = tokio::spawn(grpc::serve(service, token, listener, stopped_seen));
+    shutdown.await;
+    // Streams of cancelled jobs end by themselves; a client that does not read does not hold us up.
+    match tokio::time::timeout(Duration::from_secs(2), serving).await {
+        Ok(Ok(result)) => result?,
+        Ok(Err(_)) | Err(_) => {}
+    }
+    Ok(())
+}
+
+fn start_queue(config: &Config, library: Arc<Library>, workers: WorkerPids) -> Result<Queue, ServeError> {
+    let (signals, received) = mpsc::unbounded_channel();
+    let log = if config.log.json { format!("json:{}", config.log.filter) } else { config.log.filter.clone() };
+    let mut slots = Vec::with_capacity(config.cards.devices.len());
+    for (card, device) in config.cards.devices.iter().enumerate() {
+        let description = device.describe()?;
+        let settings = WorkerSettings {
+            device: device.to_string(),
+            headroom_bytes: config.cards.headroom.0,
+            slack_limit_bytes: config.cards.slack_limit.0,
+            log: log.clone(),
+            lock_file: worker_lock(&config.service.state, device, &description.id),
+        };
+        slots.push(supervisor::start_card(card, description, settings, signals.clone(), workers.clone()));
+    }
+    let millis = |duration: Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
+    let settings = Settings {
+        max_jobs: config.queue.max_jobs,
+        overtaking_bound: config.queue.overtaking_bound,
+        patience: Patience {
+            after_eviction_ms: millis(config.queue.patience_after_eviction),
+            foreign_ms: millis(config.queue.patience_foreign),
+        },
+        policy: config.cards.policy,
+        headroom: config.cards.headroom,
+        text_cache: config.queue.text_cache,
+        latents: config.queue.latents,
+        latent_ttl: config.queue.latent_ttl,
+        keep_alive: config.queue.keep_alive,
+        stall_limit: config.queue.stall_limit,
+        ..Settings::default()
+    };
+    Ok(Queue::start(settings, library, slots, received))
+}
+
+/// The first signal drains: no new jobs, running ones finish until the deadline. The second ends them now.
+fn shut_down(
+    queue: Queue,
+    drain: Duration,
+    stop: Option<oneshot::Receiver<()>>,
+    stopping: watch::Sender<bool>,
+    stopped: watch::Sender<bool>,
+) -> Result<impl Future<Output = ()>, ServeError> {
+    let mut terminate = signal(SignalKind::terminate()).map_err(ServeError::Signals)?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(ServeError::Signals)?;
+    Ok(async move {
+        let asked = async {
+            match stop {
+                Some(stop) => drop(stop.await),
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+            () = asked => {}
+        }
+        tracing::info!(?drain, "draining; a second signal ends running jobs at once");
+        stopping.send_replace(true);
+        tokio::select! {
+            () = queue.drain(Instant::now() + drain) => {}
+            _ = terminate.recv() => queue.drain(Instant::now()).await,
+            _ = interrupt.recv() => queue.drain(Instant::now()).await,
+        }
+        stopped.send_replace(true);
+    })
+}
+

@@ -1,0 +1,144 @@
+//! Layer norm over the last axis, with a second pass for the variance: one pass loses it to cancellation
+//! where the mean is large.
+
+use candle_core::{D, DType, Result, Tensor};
+
+use crate::rows::{accumulate, map_rows, on_cpu, sum, with_numbers};
+
+/// Mean and reciprocal standard deviation of a row.
+fn statistics(row: &[f32], eps: f32) -> (f32, f32) {
+    let mean = sum(row) / row.len() as f32;
+    let variance = accumulate(row, |v| (v - mean) * (v - mean)) / row.len() as f32;
+    (mean, 1.0 / (variance + eps).sqrt())
+}
+
+/// The normalised rows in f32, by candle's operations.
+fn normalised(x: &Tensor, eps: f64) -> Result<Tensor> {
+    let x = x.to_dtype(DType::F32)?;
+    let centred = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+    let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
+    centred.broadcast_div(&(variance + eps)?.sqrt()?)
+}
+
+/// `torch.nn.LayerNorm` over the last axis: `x` is `[.., d]`, `weight` and `bias` are `[d]`.
+///
+/// # Errors
+/// When shapes do not fit.
+pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
+    let width = x.dim(D::Minus1)?;
+    if weight.dims() != [width] || bias.dims() != [width] {
+        candle_core::bail!(
+            "layer norm over {width} with weight {:?}, bias {:?}",
+            weight.dims(),
+            bias.dims()
+        );
+    }
+    if !on_cpu(x) {
+        return composed(x, weight, bias, eps);
+    }
+    with_numbers(weight, |weight| {
+        with_numbers(bias, |bias| {
+            map_rows(x, |_, row, out| {
+                let (mean, factor) = statistics(row, eps as f32);
+                for (((o, &v), &w), &b) in out.iter_mut().zip(row).zip(weight).zip(bias) {
+                    *o = (v - mean) * factor * w + b;
+                }
+            })
+        })
+    })
+}
+
+fn composed(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
+    let (weight, bias) = (weight.to_dtype(DType::F32)?, bias.to_dtype(DType::F32)?);
+    normalised(x, eps)?
+        .broadcast_mul(&weight)?
+        .broadcast_add(&bias)?
+        .to_dtype(x.dtype())
+}
+
+/// Layer norm without weights, then `* (1 + scale) + shift`: the adaptive norm of diffusion transformers.
+/// `x` is `[b, n, d]`; `scale` and `shift` are `[b, d]`.
+///
+/// # Errors
+/// When shapes do not fit.
+pub fn modulated_layer_norm(x: &Tensor, scale: &Tensor, shift: &Tensor, eps: f64) -> Result<Tensor> {
+    let (batch, tokens, width) = x.dims3()?;
+    if scale.dims() != [batch, width] || shift.dims() != [batch, width] {
+        candle_core::bail!(
+            "modulation of {:?} by {:?} and {:?}",
+            x.dims(),
+            scale.dims(),
+            shift.dims()
+        );
+    }
+    if !on_cpu(x) {
+        return composed_modulation(x, scale, shift, eps);
+    }
+    with_numbers(scale, |scale| {
+        with_numbers(shift, |shift| {
+            map_rows(x, |row_index, row, out| {
+                let (mean, factor) = statistics(row, eps as f32);
+                let of_batch = (row_index / tokens) * width..(row_index / tokens + 1) * width;
+                let modulation = scale[of_batch.clone()].iter().zip(&shift[of_batch]);
+                for ((o, &v), (&scale, &shift)) in out.iter_mut().zip(row).zip(modulation) {
+                    *o = (v - mean) * factor * (1.0 + scale) + shift;
+                }
+            })
+        })
+    })
+}
+
+fn composed_modulation(x: &Tensor, scale: &Tensor, shift: &Tensor, eps: f64) -> Result<Tensor> {
+    let scale = (scale.to_dtype(DType::F32)? + 1.0)?.unsqueeze(1)?;
+    let shift = shift.to_dtype(DType::F32)?.unsqueeze(1)?;
+    normalised(x, eps)?
+        .broadcast_mul(&scale)?
+        .broadcast_add(&shift)?
+        .to_dtype(x.dtype())
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+    use crate::testing::{assert_close, random};
+
+    #[test]
+    fn layer_norm_equals_its_definition() -> Result<()> {
+        let x = (random(&[2, 7, 37], 1)? + 5.0)?;
+        let (weight, bias) = (random(&[37], 2)?, random(&[37], 3)?);
+        let expected = composed(&x, &weight, &bias, 1e-6)?;
+        assert_close(&layer_norm(&x, &weight, &bias, 1e-6)?, &expected, 1e-6)
+    }
+
+    #[test]
+    fn modulation_is_per_batch() -> Result<()> {
+        let x = random(&[2, 7, 37], 1)?;
+        let (scale, shift) = (random(&[2, 37], 2)?, random(&[2, 37], 3)?);
+        let expected = composed_modulation(&x, &scale, &shift, 1e-6)?;
+        assert_close(&modulated_layer_norm(&x, &scale, &shift, 1e-6)?, &expected, 1e-6)
+    }
+
+    #[test]
+    fn a_large_mean_does_not_drown_the_variance() -> Result<()> {
+        let around_zero = random(&[1, 1, 512], 4)?;
+        let far_away = (&around_zero + 4096.0)?;
+        let zeros = Tensor::zeros((1, 512), DType::F32, &Device::Cpu)?;
+        let far = modulated_layer_norm(&far_away, &zeros, &zeros, 1e-6)?;
+        // Adding 4096 itself rounds to 2^-12 or so; a one-pass variance would be off by whole units.
+        assert_close(
+            &far,
+            &modulated_layer_norm(&around_zero, &zeros, &zeros, 1e-6)?,
+            1e-3,
+        )
+    }
+
+    #[test]
+    fn shapes_that_do_not_fit_are_refused() -> Result<()> {
+        let x = random(&[1, 3, 8], 1)?;
+        assert!(layer_norm(&x, &random(&[7], 1)?, &random(&[8], 1)?, 1e-6).is_err());
+        assert!(modulated_layer_norm(&x, &random(&[2, 8], 1)?, &random(&[1, 8], 1)?, 1e-6).is_err());
+        Ok(())
+    }
+}

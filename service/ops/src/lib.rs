@@ -1,0 +1,24 @@
+//! COMPUTES. Tensor operations that candle lacks or does badly, one file each: fused, blocked, with
+//! statistics in f32. Every function takes and gives candle tensors of any float dtype on any device; on
+//! the CPU it runs its own loops over all cores, elsewhere it is composed of candle's operations. Each
+//! file's test holds it against a naive composition.
+
+mod activation;
+mod attention;
+mod group_norm;
+mod layer_norm;
+mod residual;
+mod rms_norm;
+mod rope;
+mod rows;
+
+pub use activation::{gelu, gelu_tanh, quick_gelu, silu};
+pub use attention::{attention, attention_in_chunks, softmax};
+pub use group_norm::{GroupStatistics, group_norm, group_norm_with, group_statistics};
+pub use layer_norm::{layer_norm, modulated_layer_norm};
+pub use residual::gated_add;
+pub use rms_norm::rms_norm;
+pub use rope::rope;
+
+#[cfg(test)]
+mod testing;

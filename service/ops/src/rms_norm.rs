@@ -1,0 +1,57 @@
+//! Root-mean-square norm over the last axis.
+
+use candle_core::{D, DType, Result, Tensor};
+
+use crate::rows::{accumulate, map_rows, on_cpu, with_numbers};
+
+/// `torch.nn.RMSNorm` and transformers' `T5LayerNorm`: `x / sqrt(mean(x²) + eps) * weight`, `x` is
+/// `[.., d]`, `weight` is `[d]`. No mean is taken away and there is no bias.
+///
+/// # Errors
+/// When shapes do not fit.
+pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    let width = x.dim(D::Minus1)?;
+    if weight.dims() != [width] {
+        candle_core::bail!(
+            "root-mean-square norm over {width} with weight {:?}",
+            weight.dims()
+        );
+    }
+    if !on_cpu(x) {
+        return composed(x, weight, eps);
+    }
+    with_numbers(weight, |weight| {
+        map_rows(x, |_, row, out| {
+            let mean_square = accumulate(row, |v| v * v) / row.len() as f32;
+            let factor = 1.0 / (mean_square + eps as f32).sqrt();
+            for ((o, &v), &w) in out.iter_mut().zip(row).zip(weight) {
+                *o = v * factor * w;
+            }
+        })
+    })
+}
+
+fn composed(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    let numbers = x.to_dtype(DType::F32)?;
+    let mean_square = numbers.sqr()?.mean_keepdim(D::Minus1)?;
+    let normalised = numbers.broadcast_div(&(mean_square + eps)?.sqrt()?)?;
+    normalised
+        .broadcast_mul(&weight.to_dtype(DType::F32)?)?
+        .to_dtype(x.dtype())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{assert_close, random};
+
+    #[test]
+    fn rms_norm_equals_its_definition() -> Result<()> {
+        let (x, weight) = (random(&[2, 3, 5, 19], 1)?, random(&[19], 2)?);
+        let expected = composed(&x, &weight, 1e-6)?;
+        assert_close(&rms_norm(&x, &weight, 1e-6)?, &expected, 1e-6)?;
+        let narrow = rms_norm(&x.to_dtype(DType::BF16)?, &weight.to_dtype(DType::BF16)?, 1e-6)?;
+        assert_eq!(narrow.dtype(), DType::BF16);
+        assert_close(&narrow.to_dtype(DType::F32)?, &expected, 1e-2)
+    }
+}

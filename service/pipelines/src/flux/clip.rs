@@ -1,0 +1,312 @@
+//! CLIP's text encoder: transformers' `CLIPTextModel`, of which FLUX takes the pooled output.
+
+use candle_core::{DType, Tensor};
+use gpu::{ComponentTensors, MissingTensor};
+use residency::Bytes;
+use serde::Deserialize;
+
+use super::linear::Linear;
+use crate::family::StageError;
+
+/// The component's name.
+const COMPONENT: &str = "text_encoder";
+
+/// The legacy `eos_token_id` that published configurations have and no tokenizer has: the end of the prompt is
+/// then the highest id in it.
+const LEGACY_END: u32 = 2;
+
+/// `text_encoder/config.json`. Fields that the file leaves out have the defaults of transformers'
+/// `CLIPTextConfig`.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(default)]
+pub struct ClipConfig {
+    /// Tokens that there are.
+    pub vocab_size: usize,
+    /// Width of a token.
+    pub hidden_size: usize,
+    /// Width within the feed-forward layers.
+    pub intermediate_size: usize,
+    /// Layers.
+    pub num_hidden_layers: usize,
+    /// Heads of each attention.
+    pub num_attention_heads: usize,
+    /// Tokens that a prompt may have.
+    pub max_position_embeddings: usize,
+    /// `quick_gelu`, `gelu`, `gelu_new`.
+    pub hidden_act: String,
+    /// Epsilon of the layer norms.
+    pub layer_norm_eps: f64,
+    /// The token that pooling looks for.
+    pub eos_token_id: u32,
+}
+
+impl Default for ClipConfig {
+    fn default() -> ClipConfig {
+        ClipConfig {
+            vocab_size: 49408,
+            hidden_size: 512,
+            intermediate_size: 2048,
+            num_hidden_layers: 12,
+            num_attention_heads: 8,
+            max_position_embeddings: 77,
+            hidden_act: "quick_gelu".to_owned(),
+            layer_norm_eps: 1e-5,
+            eos_token_id: 49407,
+        }
+    }
+}
+
+impl ClipConfig {
+    /// Whether this is an encoder that the mathematics here knows.
+    ///
+    /// # Errors
+    /// Says what it is instead.
+    pub fn check(&self) -> Result<(), String> {
+        Activation::named(&self.hidden_act).map(|_| ())?;
+        if self.num_attention_heads == 0 || !self.hidden_size.is_multiple_of(self.num_attention_heads) {
+            return Err(format!(
+                "a width of {} in {} heads",
+                self.hidden_size, self.num_attention_heads
+            ));
+        }
+        Ok(())
+    }
+
+    /// Predicted peak of activations while a prompt of `tokens` is encoded.
+    pub fn scratch(&self, tokens: usize, dtype: DType) -> Bytes {
+        let attention = 6 * self.hidden_size + 3 * self.num_attention_heads * tokens;
+        let feed_forward = 2 * self.hidden_size + 3 * self.intermediate_size;
+        Bytes((attention.max(feed_forward) * tokens * dtype.size_in_bytes()) as u64)
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Activation {
+    QuickGelu,
+    Gelu,
+    GeluTanh,
+}
+
+impl Activation {
+    fn named(name: &str) -> Result<Activation, String> {
+        match name {
+            "quick_gelu" => Ok(Activation::QuickGelu),
+            "gelu" => Ok(Activation::Gelu),
+            "gelu_new" | "gelu_pytorch_tanh" => Ok(Activation::GeluTanh),
+            other => Err(format!(
+                "the activation {other:?}; quick_gelu, gelu and gelu_new are known"
+            )),
+        }
+    }
+
+    fn apply(self, x: &Tensor) -> candle_core::Result<Tensor> {
+        match self {
+            Activation::QuickGelu => ops::quick_gelu(x),
+            Activation::Gelu => ops::gelu(x),
+            Activation::GeluTanh => ops::gelu_tanh(x),
+        }
+    }
+}
+
+/// A layer norm's weight and bias, `[width]` each.
+#[derive(Clone, Debug)]
+struct LayerNorm {
+    weight: Tensor,
+    bias: Tensor,
+    eps: f64,
+}
+
+impl LayerNorm {
+    fn new(tensors: &ComponentTensors, name: &str, config: &ClipConfig) -> Result<LayerNorm, MissingTensor> {
+        let width = [config.hidden_size];
+        Ok(LayerNorm {
+            weight: tensors.shaped(&format!("{name}.weight"), &width)?,
+            bias: tensors.shaped(&format!("{name}.bias"), &width)?,
+            eps: config.layer_norm_eps,
+        })
+    }
+
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        ops::layer_norm(x, &self.weight, &self.bias, self.eps)
+    }
+}
+
+/// `CLIPEncoderLayer`: norms before attention and feed-forward.
+#[derive(Clone, Debug)]
+struct Layer {
+    norm1: LayerNorm,
+    query: Linear,
+    key: Linear,
+    value: Linear,
+    out: Linear,
+    norm2: LayerNorm,
+    widen: Linear,
+    narrow: Linear,
+}
+
+impl Layer {
+    fn new(tensors: &ComponentTensors, name: &str, config: &ClipConfig) -> Result<Layer, MissingTensor> {
+        let (width, inner) = (config.hidden_size, config.intermediate_size);
+        let square = |part: &str| Linear::new(tensors, &format!("{name}.self_attn.{part}"), width, width);
+        Ok(Layer {
+            norm1: LayerNorm::new(tensors, &format!("{name}.layer_norm1"), config)?,
+            query: square("q_proj")?,
+            key: square("k_proj")?,
+            value: square("v_proj")?,
+            out: square("out_proj")?,
+            norm2: LayerNorm::new(tensors, &format!("{name}.layer_norm2"), config)?,
+            widen: Linear::new(tensors, &format!("{name}.mlp.fc1"), width, inner)?,
+            narrow: Linear::new(tensors, &format!("{name}.mlp.fc2"), inner, width)?,
+        })
+    }
+
+    /// `x` is `[1, tokens, width]`.
+    fn forward(&self, x: &Tensor, heads: usize, activation: Activation) -> candle_core::Result<Tensor> {
+        let (_, tokens, width) = x.dims3()?;
+        let head = width / heads;
+        let normed = self.norm1.forward(x)?;
+        let by_head = |layer: &Linear| {
+            layer
+                .forward(&normed)?
+                .reshape((1, tokens, heads, head))?
+                .transpose(1, 2)?
+                .contiguous()
+        };
+        let scale = 1.0 / (head as f64).sqrt();
+        let (query, key, value) = (by_head(&self.query)?, by_head(&self.key)?, by_head(&self.value)?);
+        let seen = ops::attention(&query, &key, &value, scale, None, true)?;
+        let seen = seen.transpose(1, 2)?.contiguous()?.reshape((1, tokens, width))?;
+        let x = (x + self.out.forward(&seen)?)?;
+        let inner = activation.apply(&self.widen.forward(&self.norm2.forward(&x)?)?)?;
+        x + self.narrow.forward(&inner)?
+    }
+}
+
+/// What the encoder gives.
+#[derive(Clone, Debug)]
+pub struct ClipOutput {
+    /// `[1, tokens, width]`, after the last norm: `last_hidden_state`.
+    pub last_hidden: Tensor,
+    /// `[1, width]`: that of the prompt's end: `pooler_output`.
+    pub pooled: Tensor,
+}
+
+/// CLIP's text encoder.
+#[derive(Clone, Debug)]
+pub struct ClipEncoder {
+    tokens: Tensor,
+    positions: Tensor,
+    layers: Vec<Layer>,
+    norm: LayerNorm,
+    activation: Activation,
+    config: ClipConfig,
+}
+
+impl ClipEncoder {
+    /// From the tensors of the `text_encoder` component. Names begin with `text_model.` in published
+    /// checkpoints, and not in those that transformers 5 saves: both are read.
+    ///
+    /// # Errors
+    /// [`StageError::BadInput`] for an encoder that is not known, [`StageError::Missing`] for a tensor that is
+    /// not there or not of the configuration's shape.
+    pub fn new(config: &ClipConfig, tensors: &ComponentTensors) -> Result<ClipEncoder, StageError> {
+        let bad = |problem| StageError::BadInput(format!("the CLIP encoder has {problem}"));
+        config.check().map_err(bad)?;
+        let activation = Activation::named(&config.hidden_act).map_err(bad)?;
+        let probe = "text_model.final_layer_norm.weight";
+        let prefix = if tensors.contains(probe) {
+            "text_model."
+        } else {
+            ""
+        };
+        let read = || -> Result<ClipEncoder, MissingTensor> {
+            let embedding = |name: &str, rows: usize| {
+                let name = format!("{prefix}embeddings.{name}_embedding.weight");
+                tensors.shaped(&name, &[rows, config.hidden_size])
+            };
+            let layers = 0..config.num_hidden_layers;
+            let layers = layers.map(|i| Layer::new(tensors, &format!("{prefix}encoder.layers.{i}"), config));
+            Ok(ClipEncoder {
+                tokens: embedding("token", config.vocab_size)?,
+                positions: embedding("position", config.max_position_embeddings)?,
+                layers: layers.collect::<Result<_, _>>()?,
+                norm: LayerNorm::new(tensors, &format!("{prefix}final_layer_norm"), config)?,
+                activation,
+                config: config.clone(),
+            })
+        };
+        read().map_err(|missing| StageError::Missing {
+            component: COMPONENT.to_owned(),
+            missing,
+        })
+    }
+
+    /// Encodes the tokens of one prompt; pads among them are tokens like others. `cancelled` is asked before
+    /// every layer.
+    ///
+    /// # Errors
+    /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for tokens that there are
+    /// not, or too many.
+    pub fn forward(&self, ids: &[u32], cancelled: &dyn Fn() -> bool) -> Result<ClipOutput, StageError> {
+        check_ids(ids, self.config.vocab_size, self.config.max_position_embeddings)?;
+        let rows = Tensor::new(ids, self.tokens.device())?;
+        let embedded = self.tokens.index_select(&rows, 0)?;
+        let mut x = (embedded + self.positions.narrow(0, 0, ids.len())?)?.unsqueeze(0)?;
+        for layer in &self.layers {
+            if cancelled() {
+                return Err(StageError::Cancelled);
+            }
+            x = layer.forward(&x, self.config.num_attention_heads, self.activation)?;
+        }
+        let last_hidden = self.norm.forward(&x)?;
+        check_finite(&last_hidden, COMPONENT)?;
+        let pooled = last_hidden
+            .narrow(1, self.end_of(ids), 1)?
+            .squeeze(1)?
+            .contiguous()?;
+        Ok(ClipOutput { last_hidden, pooled })
+    }
+
+    /// The first token of those that end a prompt: the first `eos_token_id`, or the first of the highest id
+    /// under the legacy configuration. The first of all where there is none, as transformers has it.
+    fn end_of(&self, ids: &[u32]) -> usize {
+        let end = match self.config.eos_token_id {
+            LEGACY_END => ids.iter().copied().max().unwrap_or(0),
+            id => id,
+        };
+        ids.iter().position(|id| *id == end).unwrap_or(0)
+    }
+}
+
+/// Whether there are such tokens.
+pub(super) fn check_ids(ids: &[u32], vocabulary: usize, most: usize) -> Result<(), StageError> {
+    if ids.is_empty() || ids.len() > most {
+        return Err(StageError::BadInput(format!(
+            "{} tokens where 1 to {most} are expected",
+            ids.len()
+        )));
+    }
+    match ids.iter().find(|id| **id as usize >= vocabulary) {
+        Some(id) => Err(StageError::BadInput(format!(
+            "token {id} of a vocabulary of {vocabulary}"
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Whether an encoding is finite throughout.
+pub(super) fn check_finite(encoding: &Tensor, component: &str) -> Result<(), StageError> {
+    // A value that is not finite makes the sum so.
+    let sum = encoding
+        .to_dtype(DType::F32)?
+        .abs()?
+        .sum_all()?
+        .to_scalar::<f32>()?;
+    if sum.is_finite() {
+        return Ok(());
+    }
+    Err(StageError::NotFinite {
+        component: component.to_owned(),
+        step: 0,
+    })
+}

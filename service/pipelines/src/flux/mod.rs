@@ -1,0 +1,31 @@
+//! FLUX.1: what it is made of (`checkpoint`), its stages (`stages`), and its mathematics.
+//!
+//! References are diffusers' `FluxPipeline` and `FluxImg2ImgPipeline` with their models; tensors have
+//! diffusers' names.
+
+mod blocks;
+mod bounds;
+mod checkpoint;
+pub mod clip;
+mod config;
+mod layout;
+mod linear;
+mod model;
+mod noise;
+mod positions;
+mod scheduler;
+mod stages;
+pub mod t5;
+mod tensors;
+pub mod tokenizers;
+mod transformer;
+pub mod vae;
+
+pub use bounds::{LONGEST_PROMPT, LONGEST_SIDE, MOST_STEPS, MOST_TOKENS, PIXELS_PER_TOKEN};
+pub use config::TransformerConfig;
+pub use model::{Flux, FluxModel};
+pub use noise::Generator;
+pub use positions::{Rotations, positions, rotations};
+pub use scheduler::{SchedulerConfig, first_step};
+pub use stages::{POOLED, SEQUENCE, Stage};
+pub use transformer::{Conditioning, Prompted, Transformer, denoise_scratch, pack, unpack};

@@ -1,0 +1,427 @@
+//! A FLUX checkpoint, recognised: what it consists of, what it can be asked, and the stages of a request.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use gpu::LoadPlan;
+use residency::{Bytes, Component};
+use serde::Deserialize;
+
+use super::bounds::{PIXELS_PER_TOKEN, problems};
+use super::checkpoint::{
+    ComponentFiles, Recognised, config_of_single_file, damaged, read_json, recognise, transformer_of_folder,
+    transformer_of_single_file, unsupported, whole_component,
+};
+use super::clip::ClipConfig;
+use super::config::TransformerConfig;
+use super::scheduler::{SchedulerConfig, first_step};
+use super::t5::T5Config;
+use super::tokenizers::{ClipTokenizer, T5Tokenizer};
+use super::transformer::denoise_scratch;
+use super::vae::Chunking;
+use super::vae::{VaeConfig, decode_scratch, encode_ladder, ladder};
+use crate::{
+    Defaults, Family, ImageRequest, Model, ModelError, Precision, RequestError, Rung, StageKind, StagePlan,
+    provisional_identity,
+};
+
+/// Bytes a second that a reload is predicted to take until it was measured.
+const RELOAD_BYTES_PER_SECOND: f64 = 4e9;
+
+/// The family.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Flux;
+
+impl Family for Flux {
+    fn name(&self) -> &'static str {
+        "flux"
+    }
+
+    fn open(&self, path: &Path, precision: Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
+        Ok(FluxModel::open(path, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
+    }
+}
+
+/// A FLUX.1 checkpoint, dev or schnell.
+#[derive(Debug)]
+pub struct FluxModel {
+    pub(super) precision: Precision,
+    pub(super) transformer: TransformerConfig,
+    pub(super) vae: VaeConfig,
+    pub(super) clip: ClipConfig,
+    pub(super) t5: T5Config,
+    pub(super) scheduler: SchedulerConfig,
+    pub(super) clip_tokenizer: ClipTokenizer,
+    pub(super) t5_tokenizer: T5Tokenizer,
+    defaults: Defaults,
+    components: Vec<Component>,
+    files: Vec<ComponentFiles>,
+}
+
+impl FluxModel {
+    /// Opens a folder in diffusers' layout or a single file of Black Forest Labs, by headers and
+    /// configurations; `None` if it is neither.
+    ///
+    /// # Errors
+    /// When it is FLUX and damaged or not supported.
+    pub fn open(path: &Path, precision: Precision) -> Result<Option<FluxModel>, ModelError> {
+        let Some(recognised) = recognise(path)? else {
+            return Ok(None);
+        };
+        let target = precision.dtype;
+        let base = match &recognised {
+            Recognised::Folder(folder) => folder,
+            Recognised::SingleFile { base, .. } => base,
+        };
+        let base = &std::fs::canonicalize(base).map_err(|e| damaged(base, e.to_string()))?;
+        let folder_config = base.join("transformer").join("config.json");
+        let (transformer, transformer_files) = match &recognised {
+            Recognised::Folder(_) => {
+                let config: TransformerConfig = checked(&folder_config, TransformerConfig::check)?;
+                let files = transformer_of_folder(&base.join("transformer"), &config, target)?;
+                (config, files)
+            }
+            Recognised::SingleFile { file, prefix, .. } => {
+                let of_base = match folder_config.is_file() {
+                    true => read_json(&folder_config)?,
+                    false => TransformerConfig::default(),
+                };
+                let config = config_of_single_file(file, prefix, &of_base)?;
+                config
+                    .check()
+                    .map_err(|problem| unsupported(file.path(), problem))?;
+                let files = transformer_of_single_file(file, prefix, &config, target)?;
+                (config, files)
+            }
+        };
+        let vae: VaeConfig = checked(&base.join("vae/config.json"), VaeConfig::check)?;
+        let clip: ClipConfig = checked(&base.join("text_encoder/config.json"), ClipConfig::check)?;
+        let t5: T5Config = checked(&base.join("text_encoder_2/config.json"), T5Config::check)?;
+        check_widths(base, &transformer, &vae, &clip, &t5)?;
+        let files = vec![
+            transformer_files,
+            whole_component(&base.join("vae"), target, |_| false)?,
+            whole_component(&base.join("text_encoder"), target, not_of_clip)?,
+            whole_component(&base.join("text_encoder_2"), target, not_of_t5)?,
+        ];
+        let names = ["transformer", "vae", "text_encoder", "text_encoder_2"];
+        let components = names
+            .iter()
+            .zip(&files)
+            .map(|(name, files)| component(name, files, precision));
+        Ok(Some(FluxModel {
+            precision,
+            components: components.collect(),
+            files,
+            scheduler: checked(
+                &base.join("scheduler/scheduler_config.json"),
+                SchedulerConfig::check,
+            )?,
+            clip_tokenizer: ClipTokenizer::open(&base.join("tokenizer"))?,
+            t5_tokenizer: T5Tokenizer::open(&base.join("tokenizer_2"))?,
+            defaults: defaults(base, transformer.guidance_embeds)?,
+            transformer,
+            vae,
+            clip,
+            t5,
+        }))
+    }
+
+    fn component(&self, name: &str) -> Vec<Component> {
+        self.components
+            .iter()
+            .filter(|component| component.name == name)
+            .cloned()
+            .collect()
+    }
+
+    /// Sides of the latent of a picture: height, then width.
+    fn latent_sides(&self, width: u32, height: u32) -> (usize, usize) {
+        (
+            height as usize / self.vae.factor(),
+            width as usize / self.vae.factor(),
+        )
+    }
+
+    fn encode_text_stage(&self, request: &ImageRequest) -> StagePlan {
+        let tokens = request.max_sequence_length as usize;
+        let dtype = self.precision.dtype;
+        let scratch = self
+            .clip
+            .scratch(self.clip_tokenizer.length(), dtype)
+            .max(self.t5.scratch(tokens, dtype));
+        StagePlan {
+            kind: StageKind::EncodeText,
+            components: [self.component("text_encoder"), self.component("text_encoder_2")].concat(),
+            rungs: vec![Rung {
+                label: "whole".to_owned(),
+                scratch,
+                approximate: false,
+            }],
+            shape: format!("t{tokens}"),
+            steps: 1,
+        }
+    }
+
+    fn denoise_stage(&self, request: &ImageRequest) -> StagePlan {
+        let &ImageRequest {
+            width,
+            height,
+            max_sequence_length: tokens,
+            ..
+        } = request;
+        let picture = (width / PIXELS_PER_TOKEN) as usize * (height / PIXELS_PER_TOKEN) as usize;
+        let start = request
+            .init_image
+            .as_ref()
+            .map_or(0, |_| first_step(request.steps, request.strength));
+        let steps = request.steps.saturating_sub(start);
+        let dtype = self.precision.dtype;
+        let mut scratch = Bytes(denoise_scratch(
+            &self.transformer,
+            tokens as usize,
+            picture,
+            steps,
+            dtype,
+        ));
+        let mut components = self.component("transformer");
+        if request.preview {
+            components.extend(self.component("vae"));
+            // What is conditioned stays while a preview is decoded at half the size.
+            let (h, w) = self.latent_sides(width / 2, height / 2);
+            scratch += decode_scratch(&self.vae, h, w, Chunking::Whole, dtype);
+        }
+        StagePlan {
+            kind: StageKind::Denoise,
+            components,
+            rungs: vec![Rung {
+                label: "whole".to_owned(),
+                scratch,
+                approximate: false,
+            }],
+            shape: format!(
+                "{width}x{height} t{tokens}{}",
+                if request.preview { " preview" } else { "" }
+            ),
+            steps,
+        }
+    }
+}
+
+/// A component's identity and size.
+fn component(name: &str, files: &ComponentFiles, precision: Precision) -> Component {
+    let bytes = files.plan.bytes();
+    Component {
+        id: provisional_identity(&files.place, name, precision),
+        name: name.to_owned(),
+        bytes,
+        reload_seconds: bytes.0 as f64 / RELOAD_BYTES_PER_SECOND,
+    }
+}
+
+/// A configuration that this build knows.
+fn checked<T: serde::de::DeserializeOwned>(
+    path: &Path,
+    check: impl Fn(&T) -> Result<(), String>,
+) -> Result<T, ModelError> {
+    let config = read_json(path)?;
+    check(&config).map_err(|problem| unsupported(path, problem))?;
+    Ok(config)
+}
+
+/// Components of one pipeline fit together.
+fn check_widths(
+    base: &Path,
+    transformer: &TransformerConfig,
+    vae: &VaeConfig,
+    clip: &ClipConfig,
+    t5: &T5Config,
+) -> Result<(), ModelError> {
+    let pairs = [
+        (
+            "the VAE's latent channels",
+            vae.latent_channels,
+            transformer.latent_channels(),
+        ),
+        (
+            "the VAE's pixels per latent cell",
+            vae.factor(),
+            PIXELS_PER_TOKEN as usize / 2,
+        ),
+        ("the VAE's channels of a picture", vae.out_channels, 3),
+        ("the VAE's channels of a picture to encode", vae.in_channels, 3),
+        (
+            "CLIP's width",
+            clip.hidden_size,
+            transformer.pooled_projection_dim,
+        ),
+        ("T5's width", t5.d_model, transformer.joint_attention_dim),
+    ];
+    match pairs.into_iter().find(|(_, found, expected)| found != expected) {
+        Some((what, found, expected)) => Err(unsupported(
+            base,
+            format!("{what}: {found}, and the transformer takes {expected}"),
+        )),
+        None => Ok(()),
+    }
+}
+
+/// Tensors of a whole CLIP that its text encoder has not.
+fn not_of_clip(name: &str) -> bool {
+    [
+        "vision_model.",
+        "visual_projection.",
+        "text_projection.",
+        "logit_scale",
+    ]
+    .iter()
+    .any(|prefix| name.starts_with(prefix))
+}
+
+/// Tensors of a whole T5 that its encoder has not, and the second name of its embedding.
+fn not_of_t5(name: &str) -> bool {
+    name == "encoder.embed_tokens.weight" || name.starts_with("decoder.") || name.starts_with("lm_head.")
+}
+
+/// What `moored.json` in the model's folder says, over what dev or schnell are used with.
+fn defaults(base: &Path, guided: bool) -> Result<Defaults, ModelError> {
+    #[derive(Default, Deserialize)]
+    #[serde(default)]
+    struct Told {
+        steps: Option<u32>,
+        guidance: Option<f32>,
+        max_sequence_length: Option<u32>,
+        width: Option<u32>,
+        height: Option<u32>,
+    }
+    let path = base.join("moored.json");
+    let told: Told = if path.is_file() {
+        read_json(&path)?
+    } else {
+        Told::default()
+    };
+    let (steps, guidance, tokens) = if guided { (28, 3.5, 512) } else { (4, 0.0, 256) };
+    Ok(Defaults {
+        steps: told.steps.unwrap_or(steps),
+        guidance: told.guidance.unwrap_or(guidance),
+        max_sequence_length: told.max_sequence_length.unwrap_or(tokens),
+        width: told.width.unwrap_or(1024),
+        height: told.height.unwrap_or(1024),
+    })
+}
+
+impl Model for FluxModel {
+    fn family(&self) -> &'static str {
+        "flux"
+    }
+
+    fn defaults(&self) -> Defaults {
+        self.defaults
+    }
+
+    fn components(&self) -> &[Component] {
+        &self.components
+    }
+
+    fn load_plan(&self, component_name: &str) -> Option<&LoadPlan> {
+        let index = self
+            .components
+            .iter()
+            .position(|component| component.name == component_name)?;
+        Some(&self.files[index].plan)
+    }
+
+    fn files_of(&self, component_name: &str) -> Vec<Arc<Path>> {
+        let index = self
+            .components
+            .iter()
+            .position(|component| component.name == component_name);
+        index
+            .map(|index| self.files[index].files.clone())
+            .unwrap_or_default()
+    }
+
+    fn validate(&self, request: &ImageRequest) -> Result<(), Vec<RequestError>> {
+        let problems = problems(request);
+        if problems.is_empty() {
+            Ok(())
+        } else {
+            Err(problems)
+        }
+    }
+
+    fn stages(&self, request: &ImageRequest) -> Vec<StagePlan> {
+        let &ImageRequest { width, height, .. } = request;
+        let encode_image = request.init_image.as_ref();
+        let encode_image = encode_image.map(|_| self.lone_stage(StageKind::EncodeImage, width, height));
+        std::iter::once(self.encode_text_stage(request))
+            .chain(encode_image)
+            .chain([
+                self.denoise_stage(request),
+                self.lone_stage(StageKind::Decode, width, height),
+            ])
+            .collect()
+    }
+
+    fn lone_stage(&self, kind: StageKind, width: u32, height: u32) -> StagePlan {
+        let (h, w) = self.latent_sides(width, height);
+        let rungs = match kind {
+            StageKind::EncodeImage => encode_ladder(&self.vae, h, w, self.precision.dtype),
+            StageKind::Decode | StageKind::EncodeText | StageKind::Denoise => {
+                ladder(&self.vae, h, w, self.precision.dtype)
+            }
+        };
+        StagePlan {
+            kind,
+            components: self.component("vae"),
+            rungs: rungs.into_iter().map(|(_, rung)| rung).collect(),
+            shape: format!("{width}x{height}"),
+            steps: 1,
+        }
+    }
+
+    fn text_key(&self, request: &ImageRequest) -> Result<String, RequestError> {
+        let refused = |error: super::tokenizers::TokenizeError| RequestError {
+            field: "prompt".to_owned(),
+            problem: error.to_string(),
+        };
+        let clip = self.clip_tokenizer.encode(&request.prompt).map_err(refused)?;
+        let t5 = self
+            .t5_tokenizer
+            .encode(&request.prompt, request.max_sequence_length as usize);
+        let t5 = t5.map_err(refused)?;
+        let mut hash = blake3::Hasher::new();
+        for ids in [clip, t5] {
+            hash.update(&(ids.len() as u64).to_le_bytes());
+            ids.iter().for_each(|id| {
+                hash.update(&id.to_le_bytes());
+            });
+        }
+        Ok(format!("flux:{}", hash.finalize().to_hex()))
+    }
+
+    fn latent_shape(&self, width: u32, height: u32) -> Vec<usize> {
+        let (h, w) = self.latent_sides(width, height);
+        vec![1, self.vae.latent_channels, h, w]
+    }
+
+    fn run(
+        &self,
+        plan: &StagePlan,
+        rung: usize,
+        request: &ImageRequest,
+        input: &crate::StageInput,
+        tensors: &dyn Fn(&str) -> Result<Arc<gpu::ComponentTensors>, crate::StageError>,
+        device: &candle_core::Device,
+        observer: &mut dyn crate::Observer,
+    ) -> Result<crate::StageOutput, crate::StageError> {
+        let mut stage = super::stages::Stage {
+            model: self,
+            request,
+            tensors,
+            device,
+            observer,
+        };
+        stage.run(plan.kind, rung, input)
+    }
+}

@@ -1,0 +1,134 @@
+//! Noise that users know: `torch.randn` of `torch.Generator("cpu").manual_seed(seed)`.
+//!
+//! A Mersenne Twister (MT19937, 32 bits) whose numbers PyTorch turns into normal ones in two ways: sixteen
+//! or more at a time in f32, by blocks of sixteen; fewer one by one in f64. Both are here, and a generator
+//! goes on where it stopped, so several draws follow one another as they do there.
+
+/// Numbers of state.
+const STATE: usize = 624;
+/// Distance of the recurrence.
+const SHIFT: usize = 397;
+/// Numbers that torch transforms at once.
+const BLOCK: usize = 16;
+
+/// A CPU generator of PyTorch.
+pub struct Generator {
+    state: [u32; STATE],
+    next: usize,
+    /// The second of a pair of normal numbers, when only the first was asked for.
+    kept: Option<f64>,
+}
+
+impl Generator {
+    /// `torch.Generator("cpu").manual_seed(seed)`. The twister takes the low 32 bits of the seed.
+    pub fn new(seed: u64) -> Generator {
+        let mut state = [0u32; STATE];
+        state[0] = seed as u32;
+        for i in 1..STATE {
+            let previous = state[i - 1];
+            state[i] = 1_812_433_253u32
+                .wrapping_mul(previous ^ (previous >> 30))
+                .wrapping_add(i as u32);
+        }
+        Generator {
+            state,
+            next: STATE,
+            kept: None,
+        }
+    }
+
+    /// `torch.randn(count, generator=self)`: f32, mean 0, deviation 1.
+    pub fn normal(&mut self, count: usize) -> Vec<f32> {
+        if count < BLOCK {
+            return (0..count).map(|_| self.one_normal() as f32).collect();
+        }
+        let mut numbers: Vec<f32> = (0..count).map(|_| self.uniform()).collect();
+        numbers.chunks_exact_mut(BLOCK).for_each(transform);
+        if !count.is_multiple_of(BLOCK) {
+            // The last sixteen are drawn again, over what was there.
+            let last = &mut numbers[count - BLOCK..];
+            last.iter_mut().for_each(|number| *number = self.uniform());
+            transform(last);
+        }
+        numbers
+    }
+
+    /// One normal number in f64; every second call takes what the first left over.
+    fn one_normal(&mut self) -> f64 {
+        if let Some(kept) = self.kept.take() {
+            return kept;
+        }
+        let (angle, length) = (self.uniform_f64(), self.uniform_f64());
+        let radius = (-2.0 * (-length).ln_1p()).sqrt();
+        let (sin, cos) = (std::f64::consts::TAU * angle).sin_cos();
+        self.kept = Some(radius * sin);
+        radius * cos
+    }
+
+    /// Uniform over 0 to 1, without 1, in steps of 2^-24.
+    fn uniform(&mut self) -> f32 {
+        (self.bits() & 0x00FF_FFFF) as f32 / (1u32 << 24) as f32
+    }
+
+    /// Uniform over 0 to 1, without 1, in steps of 2^-53.
+    fn uniform_f64(&mut self) -> f64 {
+        let high = u64::from(self.bits());
+        let low = u64::from(self.bits());
+        ((high << 32 | low) & ((1 << 53) - 1)) as f64 / (1u64 << 53) as f64
+    }
+
+    /// The twister's next 32 bits.
+    fn bits(&mut self) -> u32 {
+        if self.next == STATE {
+            self.twist();
+        }
+        let mut bits = self.state[self.next];
+        self.next += 1;
+        bits ^= bits >> 11;
+        bits ^= (bits << 7) & 0x9D2C_5680;
+        bits ^= (bits << 15) & 0xEFC6_0000;
+        bits ^ (bits >> 18)
+    }
+
+    /// The next 624 words of state.
+    fn twist(&mut self) {
+        for i in 0..STATE {
+            let joined = (self.state[i] & 0x8000_0000) | (self.state[(i + 1) % STATE] & 0x7FFF_FFFF);
+            let factor = if joined & 1 == 1 { 0x9908_B0DF } else { 0 };
+            self.state[i] = self.state[(i + SHIFT) % STATE] ^ (joined >> 1) ^ factor;
+        }
+        self.next = 0;
+    }
+}
+
+/// Sixteen uniform numbers to normal ones by Box and Muller: eight radii, eight angles; eight cosines,
+/// then eight sines.
+fn transform(block: &mut [f32]) {
+    let (radii, angles) = block.split_at_mut(BLOCK / 2);
+    for (radius, angle) in radii.iter_mut().zip(angles) {
+        let length = (-2.0 * (1.0 - *radius).ln()).sqrt();
+        let (sin, cos) = (std::f32::consts::TAU * *angle).sin_cos();
+        (*radius, *angle) = (length * cos, length * sin);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_twister_is_the_published_one() {
+        // First word of mt19937 seeded with 5489; the 10,000th is what the C++ standard asks for.
+        let mut generator = Generator::new(5489);
+        let words: Vec<u32> = (0..10_000).map(|_| generator.bits()).collect();
+        assert_eq!((words[0], words[9_999]), (3_499_211_612, 4_123_659_995));
+    }
+
+    #[test]
+    fn only_the_low_half_of_a_seed_counts() {
+        assert_eq!(
+            Generator::new(5).normal(40),
+            Generator::new(5 + (9 << 32)).normal(40)
+        );
+    }
+}

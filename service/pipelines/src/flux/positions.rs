@@ -1,0 +1,52 @@
+//! Where tokens are, as angles: FLUX's rotary embedding over three axes.
+
+use candle_core::{Device, Result, Tensor};
+
+/// Base of the frequencies.
+const THETA: f64 = 10_000.0;
+
+/// Cosine and sine of every pair of a head, `[tokens, head_width / 2]` in f32 whatever the dtype of the
+/// card: at the far end of a picture an angle in bf16 is off by whole tenths.
+#[derive(Debug, Clone)]
+pub struct Rotations {
+    /// Cosines.
+    pub cos: Tensor,
+    /// Sines.
+    pub sin: Tensor,
+}
+
+/// Positions of `text` tokens, all zero, and behind them those of a picture of `rows` by `columns` tokens:
+/// `[0, row, column]`, row-major. (`FluxPipeline._prepare_latent_image_ids`.)
+pub fn positions(text: usize, rows: usize, columns: usize) -> Vec<[u32; 3]> {
+    let picture = (0..rows as u32).flat_map(|row| (0..columns as u32).map(move |column| [0, row, column]));
+    std::iter::repeat_n([0; 3], text).chain(picture).collect()
+}
+
+/// The rotations of these positions: `FluxPosEmbed`, computed in f64 and rounded once. `axes` are the
+/// widths that each axis has in a head (16, 56 and 56 of 128).
+///
+/// # Errors
+/// Those of candle.
+pub fn rotations(positions: &[[u32; 3]], axes: [usize; 3], device: &Device) -> Result<Rotations> {
+    let frequencies = axes.map(|width| {
+        let frequency = |i: usize| THETA.powf(-((2 * i) as f64) / width as f64);
+        (0..width / 2).map(frequency).collect::<Vec<_>>()
+    });
+    let pairs = axes.iter().sum::<usize>() / 2;
+    let mut cos = Vec::with_capacity(positions.len() * pairs);
+    let mut sin = Vec::with_capacity(positions.len() * pairs);
+    for position in positions {
+        for (&at, frequencies) in position.iter().zip(&frequencies) {
+            for frequency in frequencies {
+                let (s, c) = (f64::from(at) * frequency).sin_cos();
+                cos.push(c as f32);
+                sin.push(s as f32);
+            }
+        }
+    }
+    let shape = (positions.len(), pairs);
+    Ok(Rotations {
+        cos: Tensor::from_vec(cos, shape, device)?,
+        sin: Tensor::from_vec(sin, shape, device)?,
+    })
+}

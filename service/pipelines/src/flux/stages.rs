@@ -1,0 +1,347 @@
+//! The stages of a request, computed.
+//!
+//! A request has one generator, and its draws follow one another as in the reference: image to image first
+//! draws the sample of the encoded picture (`retrieve_latents`), then the noise of the latent. The two are
+//! different stages here, so denoising draws the first again and drops it.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use gpu::ComponentTensors;
+
+use super::bounds::PIXELS_PER_TOKEN;
+use super::clip::ClipEncoder;
+use super::model::FluxModel;
+use super::noise::Generator;
+use super::scheduler::first_step;
+use super::t5::T5Encoder;
+use super::tensors::{all_finite, from_host, to_host};
+use super::transformer::{Prompted, Transformer, pack, unpack};
+use super::vae::{Chunking, VaeDecoder, VaeEncoder, encode_ladder, from_rgb8, ladder, to_rgb8};
+use crate::{
+    EncodedText, HostTensor, ImageRequest, Model, Observer, StageError, StageInput, StageKind, StageOutput,
+};
+
+/// Name of CLIP's pooled output among the encodings.
+pub const POOLED: &str = "pooled";
+/// Name of T5's last hidden states among the encodings.
+pub const SEQUENCE: &str = "sequence";
+
+/// Everything that a stage of one request is computed from.
+pub struct Stage<'a> {
+    /// The checkpoint.
+    pub model: &'a FluxModel,
+    /// What is painted; must be valid.
+    pub request: &'a ImageRequest,
+    /// The tensors of a resident component.
+    pub tensors: &'a dyn Fn(&str) -> Result<Arc<ComponentTensors>, StageError>,
+    /// Where they are.
+    pub device: &'a Device,
+    /// Who watches.
+    pub observer: &'a mut dyn Observer,
+}
+
+/// Where the denoising of a request begins, and what it begins with.
+struct Start {
+    /// Sigmas of the steps that are run, and the last, zero.
+    sigmas: Vec<f32>,
+    /// f32 `[1, channels, h, w]`.
+    latent: Tensor,
+}
+
+impl Stage<'_> {
+    /// Computes a stage on one of its rungs.
+    ///
+    /// # Errors
+    /// [`StageError`].
+    pub fn run(
+        &mut self,
+        kind: StageKind,
+        rung: usize,
+        input: &StageInput,
+    ) -> Result<StageOutput, StageError> {
+        let result = match kind {
+            StageKind::EncodeText => self.encode_text().map(StageOutput::Text),
+            StageKind::EncodeImage => self.encode_image(rung).map(StageOutput::Latent),
+            StageKind::Denoise => self.denoise(input).map(StageOutput::Latent),
+            StageKind::Decode => self.decode(rung, input),
+        };
+        result.map_err(|error| named_if_out_of_memory(error, kind))
+    }
+
+    fn go_on(&self) -> Result<(), StageError> {
+        if self.observer.cancelled() {
+            Err(StageError::Cancelled)
+        } else {
+            Ok(())
+        }
+    }
+
+    fn encode_text(&mut self) -> Result<EncodedText, StageError> {
+        let ImageRequest {
+            prompt,
+            max_sequence_length,
+            ..
+        } = self.request;
+        let refused = |error: super::tokenizers::TokenizeError| StageError::BadInput(error.to_string());
+        let cancelled = || self.observer.cancelled();
+
+        let ids = self.model.clip_tokenizer.encode(prompt).map_err(refused)?;
+        let clip = ClipEncoder::new(&self.model.clip, &*(self.tensors)("text_encoder")?)?;
+        let pooled = to_host(&clip.forward(&ids, &cancelled)?.pooled)?;
+
+        let ids = self
+            .model
+            .t5_tokenizer
+            .encode(prompt, *max_sequence_length as usize)
+            .map_err(refused)?;
+        let t5 = T5Encoder::new(&self.model.t5, &*(self.tensors)("text_encoder_2")?)?;
+        let sequence = to_host(&t5.forward(&ids, &cancelled)?)?;
+        Ok(EncodedText {
+            tensors: vec![(POOLED.to_owned(), pooled), (SEQUENCE.to_owned(), sequence)],
+        })
+    }
+
+    fn encode_image(&mut self, rung: usize) -> Result<HostTensor, StageError> {
+        let image = self.request.init_image.as_ref();
+        let image = image.ok_or_else(|| StageError::BadInput("there is no image to encode".to_owned()))?;
+        let (width, height) = (image.width as usize, image.height as usize);
+        let vae = &self.model.vae;
+        let rungs = encode_ladder(
+            vae,
+            height / vae.factor(),
+            width / vae.factor(),
+            self.model.precision.dtype,
+        );
+        let chunking = chunking_of(&rungs, rung)?;
+        let picture = from_rgb8(&image.rgb, width, height, self.device)?;
+        let encoder = VaeEncoder::new(vae, &*(self.tensors)("vae")?)?;
+        let moments = encoder.encode(&picture, chunking, &|| self.observer.cancelled())?;
+        let noise = Generator::new(self.request.seed).normal(moments.mean.elem_count());
+        let noise = Tensor::from_vec(noise, moments.mean.shape(), self.device)?;
+        to_host(&vae.scaled(&moments.sample(&noise)?)?)
+    }
+
+    /// The noise that a request starts from, mixed with the encoded image if there is one:
+    /// `FluxImg2ImgPipeline.get_timesteps` and `prepare_latents`.
+    fn start(&self, image_latent: Option<&HostTensor>) -> Result<Start, StageError> {
+        let ImageRequest {
+            width,
+            height,
+            steps,
+            seed,
+            strength,
+            ..
+        } = *self.request;
+        let shape = self.model.latent_shape(width, height);
+        let count = shape.iter().product();
+        let tokens = (width / PIXELS_PER_TOKEN) as usize * (height / PIXELS_PER_TOKEN) as usize;
+        let mut sigmas = self.model.scheduler.sigmas(steps, tokens);
+
+        let mut generator = Generator::new(seed);
+        if self.request.init_image.is_some() {
+            let _sample_of_the_encoded_image = generator.normal(count);
+        }
+        let noise = Tensor::from_vec(generator.normal(count), shape.as_slice(), self.device)?;
+        let Some(image_latent) = image_latent else {
+            if self.request.init_image.is_some() {
+                return Err(StageError::BadInput("the init image was not encoded".to_owned()));
+            }
+            return Ok(Start {
+                sigmas,
+                latent: noise,
+            });
+        };
+        if image_latent.shape != shape {
+            let problem = format!(
+                "a latent of shape {:?} where {shape:?} is expected",
+                image_latent.shape
+            );
+            return Err(StageError::BadInput(problem));
+        }
+        let first = first_step(steps, strength);
+        if first >= steps {
+            return Err(StageError::BadInput(format!(
+                "a strength of {strength} leaves none of {steps} steps"
+            )));
+        }
+        sigmas.drain(..first as usize);
+        let image = from_host(image_latent, "the latent", DType::F32, self.device)?;
+        let sigma = f64::from(sigmas[0]);
+        let latent = ((noise * sigma)? + (image * (1.0 - sigma))?)?;
+        Ok(Start { sigmas, latent })
+    }
+
+    fn denoise(&mut self, input: &StageInput) -> Result<HostTensor, StageError> {
+        let text = input.text.as_ref();
+        let text = text.ok_or_else(|| StageError::BadInput("there is no encoded text".to_owned()))?;
+        let config = &self.model.transformer;
+        let pooled = self.encoding(text, POOLED, &[1, config.pooled_projection_dim])?;
+        let tokens = self.request.max_sequence_length as usize;
+        let sequence = self.encoding(text, SEQUENCE, &[1, tokens, config.joint_attention_dim])?;
+        let Start { sigmas, latent } = self.start(input.latent.as_ref())?;
+
+        let component = (self.tensors)("transformer")?;
+        let transformer = Transformer::new(config, &component).map_err(|missing| StageError::Missing {
+            component: "transformer".to_owned(),
+            missing,
+        })?;
+        let rows = (self.request.height / PIXELS_PER_TOKEN) as usize;
+        let columns = (self.request.width / PIXELS_PER_TOKEN) as usize;
+        let guidance = self.request.guidance;
+        let prompted = Prompted {
+            sequence: &sequence,
+            pooled: &pooled,
+            guidance,
+            rows,
+            columns,
+        };
+        let steps = sigmas.len() - 1;
+        // The reference makes timesteps of the sigmas and sigmas of those, rounding twice.
+        let times: Vec<f32> = sigmas[..steps]
+            .iter()
+            .map(|sigma| sigma * 1000.0 / 1000.0)
+            .collect();
+        self.go_on()?;
+        let conditioning = transformer.condition(&prompted, &times)?;
+
+        let mut latent = pack(&latent)?;
+        for step in 0..steps {
+            self.go_on()?;
+            let seen = latent.to_dtype(self.model.precision.dtype)?;
+            let velocity = transformer.velocity(&seen, &conditioning, step, &mut || self.go_on())?;
+            let velocity = velocity.to_dtype(DType::F32)?;
+            let (sigma, next) = (sigmas[step], sigmas[step + 1]);
+            let before = latent;
+            latent = (&before + (&velocity * f64::from(next - sigma))?)?;
+            // To look is to wait for a GPU: there, the last step looks for all.
+            if (self.device.is_cpu() || step + 1 == steps) && !all_finite(&latent)? {
+                let step = step as u32 + 1;
+                return Err(StageError::NotFinite {
+                    component: "transformer".to_owned(),
+                    step,
+                });
+            }
+            self.observer.step(step as u32 + 1, steps as u32);
+            if self.request.preview && step + 1 < steps && self.observer.wants_preview() {
+                let clean = (before - (velocity * f64::from(sigma))?)?;
+                self.preview(&unpack(&clean, rows, columns)?)?;
+            }
+        }
+        to_host(&unpack(&latent, rows, columns)?)
+    }
+
+    /// One tensor of the encoded text, in the dtype of the card.
+    fn encoding(&self, text: &EncodedText, name: &str, shape: &[usize]) -> Result<Tensor, StageError> {
+        let tensor = text
+            .tensors
+            .iter()
+            .find(|(found, _)| found == name)
+            .map(|(_, tensor)| tensor);
+        let tensor = tensor.filter(|tensor| tensor.shape == shape).ok_or_else(|| {
+            let found: Vec<_> = text
+                .tensors
+                .iter()
+                .map(|(name, tensor)| (name, &tensor.shape))
+                .collect();
+            StageError::BadInput(format!(
+                "encoded text of {found:?} where {name} {shape:?} is expected"
+            ))
+        })?;
+        from_host(tensor, name, self.model.precision.dtype, self.device)
+    }
+
+    /// Shows the picture that the denoising heads for, at half its size. A preview that fails costs no job.
+    fn preview(&mut self, latent: &Tensor) -> Result<(), StageError> {
+        let small = latent.avg_pool2d(2)?;
+        match self
+            .decoded(&small, Chunking::Whole)
+            .and_then(|picture| Ok((to_rgb8(&picture)?, picture)))
+        {
+            Ok((rgb, picture)) => {
+                let (_, _, height, width) = picture.dims4()?;
+                self.observer.preview(width as u32, height as u32, rgb);
+                Ok(())
+            }
+            Err(StageError::Cancelled) => Err(StageError::Cancelled),
+            Err(error) => {
+                tracing::warn!(%error, "a preview could not be decoded");
+                Ok(())
+            }
+        }
+    }
+
+    fn decode(&mut self, rung: usize, input: &StageInput) -> Result<StageOutput, StageError> {
+        let latent = input.latent.as_ref();
+        let latent = latent.ok_or_else(|| StageError::BadInput("there is no latent to decode".to_owned()))?;
+        let &[1, _, h, w] = latent.shape.as_slice() else {
+            return Err(StageError::BadInput(format!(
+                "a latent of shape {:?}",
+                latent.shape
+            )));
+        };
+        let chunking = chunking_of(&ladder(&self.model.vae, h, w, self.model.precision.dtype), rung)?;
+        let latent = from_host(latent, "the latent", DType::F32, self.device)?;
+        let picture = self.decoded(&latent, chunking)?;
+        let (_, _, height, width) = picture.dims4()?;
+        Ok(StageOutput::Picture {
+            width: width as u32,
+            height: height as u32,
+            rgb: to_rgb8(&picture)?,
+        })
+    }
+
+    /// Decodes a latent, scaled as the transformer sees it, to f32 `[1, 3, height, width]` over -1 to 1, not
+    /// clamped.
+    ///
+    /// # Errors
+    /// [`StageError`].
+    pub fn decoded(&self, latent: &Tensor, chunking: Chunking) -> Result<Tensor, StageError> {
+        let decoder = VaeDecoder::new(&self.model.vae, &*(self.tensors)("vae")?)?;
+        let latent = self.model.vae.unscaled(latent)?;
+        decoder.decode(&latent, chunking, &|| self.observer.cancelled())
+    }
+}
+
+fn chunking_of(rungs: &[(Chunking, crate::Rung)], rung: usize) -> Result<Chunking, StageError> {
+    let chosen = rungs.get(rung).map(|(chunking, _)| *chunking);
+    chosen.ok_or_else(|| StageError::BadInput(format!("there is no rung {rung}; there are {}", rungs.len())))
+}
+
+/// An error of the tensor library that means that memory ran out says so in its text only.
+fn named_if_out_of_memory(error: StageError, kind: StageKind) -> StageError {
+    match error {
+        StageError::Tensor(error) if means_out_of_memory(&error.to_string()) => {
+            StageError::OutOfMemory { stage: kind.name() }
+        }
+        other => other,
+    }
+}
+
+/// The driver's words for it, through cudarc, and those of cuBLAS and cuDNN.
+fn means_out_of_memory(message: &str) -> bool {
+    ["OUT_OF_MEMORY", "out of memory", "ALLOC_FAILED"]
+        .iter()
+        .any(|words| message.contains(words))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn out_of_memory_is_told_from_other_failures() {
+        let of = |text: &str| {
+            let error = StageError::Tensor(candle_core::Error::Msg(text.to_owned()));
+            matches!(
+                named_if_out_of_memory(error, StageKind::Decode),
+                StageError::OutOfMemory { stage: "decode" }
+            )
+        };
+        assert!(of("DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")"));
+        assert!(of("CublasError(CUBLAS_STATUS_ALLOC_FAILED)"));
+        assert!(!of(
+            "DriverError(CUDA_ERROR_ILLEGAL_ADDRESS, \"an illegal memory access\")"
+        ));
+    }
+}

@@ -1,0 +1,297 @@
+//! T5's encoder, version 1.1: transformers' `T5EncoderModel`. FLUX pads prompts and passes no mask, so pads
+//! attend and are attended to like any token.
+
+use candle_core::{DType, Tensor};
+use gpu::{ComponentTensors, MissingTensor};
+use residency::Bytes;
+use serde::Deserialize;
+
+use super::clip::{check_finite, check_ids};
+use crate::family::StageError;
+
+/// The component's name.
+const COMPONENT: &str = "text_encoder_2";
+
+/// Tokens beyond which a prompt is refused: attention needs their square.
+const MOST_TOKENS: usize = 4096;
+
+/// `text_encoder_2/config.json`. Fields that the file leaves out have the defaults of transformers' `T5Config`.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(default)]
+pub struct T5Config {
+    /// Tokens that there are.
+    pub vocab_size: usize,
+    /// Width of a token.
+    pub d_model: usize,
+    /// Width of a head.
+    pub d_kv: usize,
+    /// Width within the feed-forward layers.
+    pub d_ff: usize,
+    /// Layers.
+    pub num_layers: usize,
+    /// Heads of each attention.
+    pub num_heads: usize,
+    /// Buckets of distances between tokens that have a bias of their own.
+    pub relative_attention_num_buckets: usize,
+    /// The distance from which on all share one.
+    pub relative_attention_max_distance: usize,
+    /// Epsilon of the norms.
+    pub layer_norm_epsilon: f64,
+    /// Only `gated-gelu` is known.
+    pub feed_forward_proj: String,
+}
+
+impl Default for T5Config {
+    fn default() -> T5Config {
+        T5Config {
+            vocab_size: 32128,
+            d_model: 512,
+            d_kv: 64,
+            d_ff: 2048,
+            num_layers: 6,
+            num_heads: 8,
+            relative_attention_num_buckets: 32,
+            relative_attention_max_distance: 128,
+            layer_norm_epsilon: 1e-6,
+            feed_forward_proj: "relu".to_owned(),
+        }
+    }
+}
+
+impl T5Config {
+    /// Whether this is an encoder that the mathematics here knows.
+    ///
+    /// # Errors
+    /// Says what it is instead.
+    pub fn check(&self) -> Result<(), String> {
+        if self.feed_forward_proj != "gated-gelu" {
+            return Err(format!(
+                "{:?} feed-forward layers; only gated-gelu is known",
+                self.feed_forward_proj
+            ));
+        }
+        let buckets = self.relative_attention_num_buckets;
+        if buckets < 4 || !buckets.is_multiple_of(2) || self.relative_attention_max_distance <= buckets / 4 {
+            return Err(format!(
+                "{buckets} buckets for distances up to {}",
+                self.relative_attention_max_distance
+            ));
+        }
+        if self.num_heads == 0 || self.d_kv == 0 {
+            return Err("attention without heads".to_owned());
+        }
+        Ok(())
+    }
+
+    /// Predicted peak of activations while a prompt of `tokens` is encoded.
+    pub fn scratch(&self, tokens: usize, dtype: DType) -> Bytes {
+        let (size, inner) = (dtype.size_in_bytes(), self.num_heads * self.d_kv);
+        // The sum is f32 throughout; the bias of all layers; scores, their sum with the bias, their softmax.
+        let kept = tokens * self.d_model * 4 + self.num_heads * tokens * tokens * size;
+        let attention = tokens * (self.d_model + 5 * inner) * size
+            + self.num_heads * tokens * tokens * (2 * size + if size == 4 { 0 } else { 8 });
+        let feed_forward = tokens * (self.d_model + 3 * self.d_ff) * size;
+        Bytes((kept + attention.max(feed_forward)) as u64)
+    }
+
+    /// The bucket of a distance: `T5Attention._relative_position_bucket`, both ways. Half of the buckets are
+    /// for what is behind the query, half for what is before; of each, half are single distances, and the
+    /// others grow by the logarithm.
+    pub fn bucket(&self, key: usize, query: usize) -> usize {
+        let one_way = self.relative_attention_num_buckets / 2;
+        let base = if key > query { one_way } else { 0 };
+        let distance = key.abs_diff(query);
+        let exact = one_way / 2;
+        if distance < exact {
+            return base + distance;
+        }
+        // In f32, as the reference has it: at some distances the bucket hangs on the rounding.
+        let span = (self.relative_attention_max_distance as f64 / exact as f64).ln() as f32;
+        let far = (distance as f32 / exact as f32).ln() / span * (one_way - exact) as f32;
+        base + (exact + far as usize).min(one_way - 1)
+    }
+}
+
+/// A linear layer without a bias: T5 has no others.
+#[derive(Clone, Debug)]
+struct Projection {
+    /// `[outputs, inputs]`.
+    weight: Tensor,
+}
+
+impl Projection {
+    fn new(
+        tensors: &ComponentTensors,
+        name: &str,
+        inputs: usize,
+        outputs: usize,
+    ) -> Result<Projection, MissingTensor> {
+        Ok(Projection {
+            weight: tensors.shaped(&format!("{name}.weight"), &[outputs, inputs])?,
+        })
+    }
+
+    /// `x` is `[1, tokens, inputs]`.
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        x.squeeze(0)?.matmul(&self.weight.t()?)?.unsqueeze(0)
+    }
+}
+
+/// `T5Block` of an encoder.
+#[derive(Clone, Debug)]
+struct Layer {
+    norm1: Tensor,
+    query: Projection,
+    key: Projection,
+    value: Projection,
+    out: Projection,
+    norm2: Tensor,
+    gate: Projection,
+    widen: Projection,
+    narrow: Projection,
+}
+
+impl Layer {
+    fn new(tensors: &ComponentTensors, name: &str, config: &T5Config) -> Result<Layer, MissingTensor> {
+        let (width, inner) = (config.d_model, config.num_heads * config.d_kv);
+        let attention = |part: &str, from: usize, to: usize| {
+            Projection::new(tensors, &format!("{name}.layer.0.SelfAttention.{part}"), from, to)
+        };
+        let feed_forward = |part: &str, from: usize, to: usize| {
+            Projection::new(
+                tensors,
+                &format!("{name}.layer.1.DenseReluDense.{part}"),
+                from,
+                to,
+            )
+        };
+        Ok(Layer {
+            norm1: tensors.shaped(&format!("{name}.layer.0.layer_norm.weight"), &[width])?,
+            query: attention("q", width, inner)?,
+            key: attention("k", width, inner)?,
+            value: attention("v", width, inner)?,
+            out: attention("o", inner, width)?,
+            norm2: tensors.shaped(&format!("{name}.layer.1.layer_norm.weight"), &[width])?,
+            gate: feed_forward("wi_0", width, config.d_ff)?,
+            widen: feed_forward("wi_1", width, config.d_ff)?,
+            narrow: feed_forward("wo", config.d_ff, width)?,
+        })
+    }
+
+    /// `x` is f32 `[1, tokens, width]`, `bias` `[1, heads, tokens, tokens]`.
+    fn forward(&self, x: &Tensor, bias: &Tensor, config: &T5Config) -> candle_core::Result<Tensor> {
+        let (_, tokens, _) = x.dims3()?;
+        let (heads, head) = (config.num_heads, config.d_kv);
+        let normed = self.norm(x, &self.norm1, config)?;
+        let by_head = |layer: &Projection| {
+            layer
+                .forward(&normed)?
+                .reshape((1, tokens, heads, head))?
+                .transpose(1, 2)?
+                .contiguous()
+        };
+        let (query, key, value) = (by_head(&self.query)?, by_head(&self.key)?, by_head(&self.value)?);
+        // T5 does not scale: its weights are initialised so that it need not.
+        let seen = ops::attention(&query, &key, &value, 1.0, Some(bias), false)?;
+        drop((query, key, value));
+        let seen = seen
+            .transpose(1, 2)?
+            .contiguous()?
+            .reshape((1, tokens, heads * head))?;
+        let x = (x + self.out.forward(&seen)?.to_dtype(DType::F32)?)?;
+        let normed = self.norm(&x, &self.norm2, config)?;
+        let gate = ops::gelu_tanh(&self.gate.forward(&normed)?)?;
+        let inner = (gate * self.widen.forward(&normed)?)?;
+        x + self.narrow.forward(&inner)?.to_dtype(DType::F32)?
+    }
+
+    /// The norm in f32, then the dtype of the weights.
+    fn norm(&self, x: &Tensor, weight: &Tensor, config: &T5Config) -> candle_core::Result<Tensor> {
+        ops::rms_norm(x, weight, config.layer_norm_epsilon)?.to_dtype(weight.dtype())
+    }
+}
+
+/// T5's encoder.
+#[derive(Clone, Debug)]
+pub struct T5Encoder {
+    tokens: Tensor,
+    /// `[buckets, heads]`: the first layer has it, all use it.
+    biases: Tensor,
+    layers: Vec<Layer>,
+    norm: Tensor,
+    config: T5Config,
+}
+
+impl T5Encoder {
+    /// From the tensors of the `text_encoder_2` component, by transformers' names (`shared.weight`,
+    /// `encoder.block.*`).
+    ///
+    /// # Errors
+    /// [`StageError::BadInput`] for an encoder that is not known, [`StageError::Missing`] for a tensor that is
+    /// not there or not of the configuration's shape.
+    pub fn new(config: &T5Config, tensors: &ComponentTensors) -> Result<T5Encoder, StageError> {
+        let bad = |problem| StageError::BadInput(format!("the T5 encoder has {problem}"));
+        config.check().map_err(bad)?;
+        let read = || -> Result<T5Encoder, MissingTensor> {
+            // The table of tokens is tied to the encoder's own, and saved under either name.
+            let shared = ["shared.weight", "encoder.embed_tokens.weight"];
+            let shared = shared
+                .into_iter()
+                .find(|name| tensors.contains(name))
+                .unwrap_or(shared[0]);
+            let biases = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight";
+            let layers = 0..config.num_layers;
+            let layers = layers.map(|i| Layer::new(tensors, &format!("encoder.block.{i}"), config));
+            Ok(T5Encoder {
+                tokens: tensors.shaped(shared, &[config.vocab_size, config.d_model])?,
+                biases: tensors.shaped(biases, &[config.relative_attention_num_buckets, config.num_heads])?,
+                layers: layers.collect::<Result<_, _>>()?,
+                norm: tensors.shaped("encoder.final_layer_norm.weight", &[config.d_model])?,
+                config: config.clone(),
+            })
+        };
+        read().map_err(|missing| StageError::Missing {
+            component: COMPONENT.to_owned(),
+            missing,
+        })
+    }
+
+    /// Encodes the tokens of one prompt, pads included: `[1, tokens, d_model]` in the dtype of the weights.
+    /// What the layers add up is f32, since it outgrows what f16 holds. `cancelled` is asked before every
+    /// layer.
+    ///
+    /// # Errors
+    /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for tokens that there are
+    /// not, or too many.
+    pub fn forward(&self, ids: &[u32], cancelled: &dyn Fn() -> bool) -> Result<Tensor, StageError> {
+        check_ids(ids, self.config.vocab_size, MOST_TOKENS)?;
+        let rows = Tensor::new(ids, self.tokens.device())?;
+        let mut x = self
+            .tokens
+            .index_select(&rows, 0)?
+            .to_dtype(DType::F32)?
+            .unsqueeze(0)?;
+        let bias = self.position_bias(ids.len())?;
+        for layer in &self.layers {
+            if cancelled() {
+                return Err(StageError::Cancelled);
+            }
+            x = layer.forward(&x, &bias, &self.config)?;
+        }
+        let encoded = ops::rms_norm(&x, &self.norm, self.config.layer_norm_epsilon)?;
+        let encoded = encoded.to_dtype(self.tokens.dtype())?;
+        check_finite(&encoded, COMPONENT)?;
+        Ok(encoded)
+    }
+
+    /// `[1, heads, tokens, tokens]`: what is added to the score of a key for a query.
+    fn position_bias(&self, tokens: usize) -> candle_core::Result<Tensor> {
+        let buckets: Vec<u32> = (0..tokens)
+            .flat_map(|query| (0..tokens).map(move |key| (key, query)))
+            .map(|(key, query)| self.config.bucket(key, query) as u32)
+            .collect();
+        let buckets = Tensor::from_vec(buckets, tokens * tokens, self.biases.device())?;
+        let biases = self.biases.index_select(&buckets, 0)?.t()?.contiguous()?;
+        biases.reshape((1, self.config.num_heads, tokens, tokens))
+    }
+}

@@ -1,0 +1,320 @@
+//! Prompts to tokens, as transformers' `CLIPTokenizer` and `T5Tokenizer` make them.
+//!
+//! Those classes take a vocabulary from a folder and put their own fixed rules around it, whatever rules the
+//! folder's `tokenizer.json` has; so do these. Truncation and padding are done here: ids end with the prompt's
+//! end token however long the prompt is.
+
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+use tokenizers::Tokenizer;
+
+use crate::family::ModelError;
+
+/// Why a prompt has no tokens.
+#[derive(Debug, thiserror::Error)]
+#[error("the prompt cannot be tokenized: {0}")]
+pub struct TokenizeError(String);
+
+/// What CLIP takes for a word.
+const CLIP_WORD: &str =
+    r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+";
+
+/// The tokenizer of the `text_encoder` component.
+#[derive(Clone, Debug)]
+pub struct ClipTokenizer {
+    tokenizer: Tokenizer,
+    start: u32,
+    end: u32,
+    pad: u32,
+    length: usize,
+}
+
+impl ClipTokenizer {
+    /// From a folder `tokenizer/`: its `tokenizer.json`, or its `vocab.json` and `merges.txt`, and its
+    /// `tokenizer_config.json`.
+    ///
+    /// # Errors
+    /// [`ModelError::Damaged`] for a file that is missing or not what it should be.
+    pub fn open(folder: &Path) -> Result<ClipTokenizer, ModelError> {
+        let settings = Settings::open(folder)?;
+        let whole = folder.join("tokenizer.json");
+        let (vocabulary, merges, baked) = if whole.is_file() {
+            let mut file = read_json(&whole)?;
+            let baked = file["added_tokens"].take();
+            (
+                file["model"]["vocab"].take(),
+                file["model"]["merges"].take(),
+                baked,
+            )
+        } else {
+            (
+                read_json(&folder.join("vocab.json"))?,
+                read_merges(&folder.join("merges.txt"))?,
+                Value::Null,
+            )
+        };
+        let unknown = settings.token("unk_token", "<|endoftext|>");
+        let start = settings.token("bos_token", "<|startoftext|>");
+        let end = settings.token("eos_token", "<|endoftext|>");
+        let pad = settings.token("pad_token", "<|endoftext|>");
+        let added = settings.added_tokens(baked, &vocabulary, &[&start, &end, &unknown, &pad]);
+        let description = json!({
+            "version": "1.0",
+            "truncation": null,
+            "padding": null,
+            "added_tokens": added,
+            "normalizer": {"type": "Sequence", "normalizers": [
+                {"type": "NFC"},
+                {"type": "Replace", "pattern": {"Regex": r"\s+"}, "content": " "},
+                {"type": "Lowercase"},
+            ]},
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": CLIP_WORD}, "behavior": "Removed", "invert": true},
+                {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+            ]},
+            "post_processor": null,
+            "decoder": null,
+            "model": {
+                "type": "BPE",
+                "dropout": null,
+                "unk_token": unknown,
+                "continuing_subword_prefix": "",
+                "end_of_word_suffix": "</w>",
+                "fuse_unk": false,
+                "byte_fallback": false,
+                "ignore_merges": false,
+                "vocab": vocabulary,
+                "merges": merges,
+            },
+        });
+        let tokenizer = build(folder, &description)?;
+        Ok(ClipTokenizer {
+            start: id_of(folder, &tokenizer, &start)?,
+            end: id_of(folder, &tokenizer, &end)?,
+            pad: id_of(folder, &tokenizer, &pad)?,
+            length: settings.length(77),
+            tokenizer,
+        })
+    }
+
+    /// The tokens of a prompt: the start, its first words, the end, and pads up to `model_max_length` (77).
+    ///
+    /// # Errors
+    /// [`TokenizeError`], which no text is known to cause.
+    pub fn encode(&self, prompt: &str) -> Result<Vec<u32>, TokenizeError> {
+        let mut ids = vec![self.start];
+        ids.extend(words(&self.tokenizer, prompt)?);
+        ids.truncate(self.length.saturating_sub(1));
+        ids.push(self.end);
+        ids.resize(self.length.max(1), self.pad);
+        Ok(ids)
+    }
+
+    /// Tokens that [`ClipTokenizer::encode`] gives.
+    pub fn length(&self) -> usize {
+        self.length
+    }
+}
+
+/// The tokenizer of the `text_encoder_2` component.
+#[derive(Clone, Debug)]
+pub struct T5Tokenizer {
+    tokenizer: Tokenizer,
+    end: u32,
+    pad: u32,
+}
+
+impl T5Tokenizer {
+    /// From a folder `tokenizer_2/`: its `tokenizer.json` and its `tokenizer_config.json`.
+    ///
+    /// # Errors
+    /// [`ModelError::Damaged`] for a file that is missing or not what it should be.
+    pub fn open(folder: &Path) -> Result<T5Tokenizer, ModelError> {
+        let settings = Settings::open(folder)?;
+        let mut description = read_json(&folder.join("tokenizer.json"))?;
+        let unknown = settings.token("unk_token", "<unk>");
+        let end = settings.token("eos_token", "</s>");
+        let pad = settings.token("pad_token", "<pad>");
+        let vocabulary = description["model"]["vocab"].take();
+        let baked = description["added_tokens"].take();
+        let added = settings.added_tokens(baked, &vocabulary, &[&end, &unknown, &pad]);
+        let space = json!({
+            "type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true,
+        });
+        let description = json!({
+            "version": "1.0",
+            "truncation": null,
+            "padding": null,
+            "added_tokens": added,
+            "normalizer": precompiled_of(&description["normalizer"]),
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, space]},
+            "post_processor": null,
+            "decoder": null,
+            "model": {"type": "Unigram", "unk_id": 2, "vocab": vocabulary, "byte_fallback": false},
+        });
+        let tokenizer = build(folder, &description)?;
+        Ok(T5Tokenizer {
+            end: id_of(folder, &tokenizer, &end)?,
+            pad: id_of(folder, &tokenizer, &pad)?,
+            tokenizer,
+        })
+    }
+
+    /// The tokens of a prompt: its first words, the end, and pads up to `max_sequence_length`.
+    ///
+    /// # Errors
+    /// [`TokenizeError`], which no text is known to cause.
+    pub fn encode(&self, prompt: &str, max_sequence_length: usize) -> Result<Vec<u32>, TokenizeError> {
+        let mut ids = words(&self.tokenizer, prompt)?;
+        ids.truncate(max_sequence_length.saturating_sub(1));
+        ids.push(self.end);
+        ids.resize(max_sequence_length.max(1), self.pad);
+        Ok(ids)
+    }
+}
+
+/// The tokens of a text alone.
+fn words(tokenizer: &Tokenizer, prompt: &str) -> Result<Vec<u32>, TokenizeError> {
+    let encoding = tokenizer
+        .encode_fast(prompt, false)
+        .map_err(|error| TokenizeError(error.to_string()))?;
+    Ok(encoding.get_ids().to_vec())
+}
+
+/// `tokenizer_config.json`, and beneath it `special_tokens_map.json`: either may be missing.
+struct Settings {
+    config: Value,
+    specials: Value,
+}
+
+impl Settings {
+    fn open(folder: &Path) -> Result<Settings, ModelError> {
+        let read = |name: &str| {
+            let path = folder.join(name);
+            if path.is_file() {
+                read_json(&path)
+            } else {
+                Ok(Value::Null)
+            }
+        };
+        Ok(Settings {
+            config: read("tokenizer_config.json")?,
+            specials: read("special_tokens_map.json")?,
+        })
+    }
+
+    /// A token by its role, which files write as text or as an object.
+    fn token(&self, role: &str, default: &str) -> String {
+        let of = |file: &Value| {
+            let token = &file[role];
+            token
+                .as_str()
+                .or_else(|| token["content"].as_str())
+                .map(str::to_owned)
+        };
+        of(&self.config)
+            .or_else(|| of(&self.specials))
+            .unwrap_or_else(|| default.to_owned())
+    }
+
+    /// `model_max_length`, which transformers writes as an enormous number where there is none.
+    fn length(&self, default: usize) -> usize {
+        let length = self.config["model_max_length"]
+            .as_u64()
+            .and_then(|length| usize::try_from(length).ok());
+        length
+            .filter(|length| (2..=100_000).contains(length))
+            .unwrap_or(default)
+    }
+
+    /// The tokens that are recognised within a prompt: those of `tokenizer_config.json`, or else those of
+    /// `tokenizer.json`, and the special ones whatever the files say.
+    fn added_tokens(&self, baked: Value, vocabulary: &Value, specials: &[&String]) -> Vec<Value> {
+        let mut added: Vec<Value> = match (&self.config["added_tokens_decoder"], baked) {
+            (Value::Object(tokens), _) => tokens
+                .iter()
+                .filter_map(|(id, token)| with_id(id, token))
+                .collect(),
+            (_, Value::Array(tokens)) => tokens,
+            _ => Vec::new(),
+        };
+        for special in specials {
+            let known = added
+                .iter()
+                .any(|token| token["content"].as_str() == Some(special));
+            if let (false, Some(id)) = (known, id_in(vocabulary, special)) {
+                added.push(json!({
+                    "id": id, "content": special, "single_word": false, "lstrip": false, "rstrip": false,
+                    "normalized": false, "special": true,
+                }));
+            }
+        }
+        added.sort_by_key(|token| token["id"].as_u64());
+        added
+    }
+}
+
+/// An entry of `added_tokens_decoder` as `tokenizer.json` would have it.
+fn with_id(id: &str, token: &Value) -> Option<Value> {
+    let mut entry: Map<String, Value> = token.as_object()?.clone();
+    entry.remove("__type");
+    entry.insert("id".to_owned(), id.parse::<u64>().ok()?.into());
+    Some(Value::Object(entry))
+}
+
+/// The id of a token in the vocabulary of a BPE (an object) or of a unigram model (a list of pairs).
+fn id_in(vocabulary: &Value, token: &str) -> Option<u64> {
+    match vocabulary {
+        Value::Object(ids) => ids.get(token)?.as_u64(),
+        Value::Array(pairs) => pairs.iter().position(|pair| pair[0] == token).map(|id| id as u64),
+        _ => None,
+    }
+}
+
+/// The map of characters that SentencePiece compiled, alone or in a sequence: the only normalizer that
+/// `T5Tokenizer` keeps.
+fn precompiled_of(normalizer: &Value) -> Value {
+    let parts = normalizer["normalizers"]
+        .as_array()
+        .map_or(std::slice::from_ref(normalizer), Vec::as_slice);
+    parts
+        .iter()
+        .find(|part| part["type"] == "Precompiled")
+        .cloned()
+        .unwrap_or(Value::Null)
+}
+
+fn build(folder: &Path, description: &Value) -> Result<Tokenizer, ModelError> {
+    Tokenizer::from_bytes(description.to_string()).map_err(|error| damaged(folder, error.to_string()))
+}
+
+fn id_of(folder: &Path, tokenizer: &Tokenizer, token: &str) -> Result<u32, ModelError> {
+    tokenizer
+        .token_to_id(token)
+        .ok_or_else(|| damaged(folder, format!("the vocabulary has no {token:?}")))
+}
+
+fn read_json(path: &Path) -> Result<Value, ModelError> {
+    serde_json::from_str(&read_text(path)?).map_err(|error| damaged(path, error.to_string()))
+}
+
+/// `merges.txt`: a pair a line, the most frequent first; the first line may name a version.
+fn read_merges(path: &Path) -> Result<Value, ModelError> {
+    let text = read_text(path)?;
+    let lines = text
+        .lines()
+        .filter(|line| !line.starts_with("#version") && !line.is_empty());
+    Ok(lines.collect())
+}
+
+fn read_text(path: &Path) -> Result<String, ModelError> {
+    std::fs::read_to_string(path).map_err(|error| damaged(path, error.to_string()))
+}
+
+fn damaged(path: &Path, problem: String) -> ModelError {
+    ModelError::Damaged {
+        path: path.to_owned(),
+        problem,
+    }
+}

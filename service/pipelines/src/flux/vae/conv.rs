@@ -1,0 +1,412 @@
+//! Convolution of a strip of rows.
+//!
+//! A strip is first read into a *padded strip*: the rows that its outputs look at, normalised, activated and
+//! enlarged as the layer wants them, with zeros only where the map truly ends. The convolution itself then has
+//! no edges, and its outputs do not depend on where strips begin. Neither the normalised nor the enlarged map
+//! ever exists as a whole.
+
+use candle_core::{DType, Device, Result, Storage, Tensor};
+use rayon::prelude::*;
+
+use super::norm::Affine;
+
+/// Bounds of the buffer that a convolution unrolls patches into: a third of the whole unrolled strip at most.
+const LEAST_UNROLLED_BYTES: usize = 1 << 20;
+const MOST_UNROLLED_BYTES: usize = 32 << 20;
+
+/// Zeros around a map.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Padding {
+    pub(super) before: usize,
+    pub(super) after: usize,
+}
+
+impl Padding {
+    /// None: 1x1 convolutions.
+    pub(super) const NONE: Padding = Padding { before: 0, after: 0 };
+    /// What keeps the size under 3x3.
+    pub(super) const AROUND: Padding = Padding { before: 1, after: 1 };
+    /// `Downsample2D` pads below and on the right only.
+    pub(super) const BEHIND: Padding = Padding { before: 0, after: 1 };
+}
+
+/// How rows of a map are read into a padded strip.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Reading<'a> {
+    /// Group norm as a factor and a summand per channel, followed by SiLU.
+    pub(super) normed: Option<&'a Affine>,
+    /// Nearest-neighbour enlargement by two.
+    pub(super) enlarged: bool,
+    pub(super) padding: Padding,
+}
+
+impl Reading<'_> {
+    /// Height or width of what is read, of a map of this height or width.
+    pub(super) fn size(&self, size: usize) -> usize {
+        if self.enlarged { size * 2 } else { size }
+    }
+
+    /// Rows `first..first + rows` of the padded map (counted from its topmost row of zeros) of `map`
+    /// `[1, c, h, w]`, as `[1, c, rows, w + padding]`.
+    pub(super) fn strip(&self, map: &Tensor, first: usize, rows: usize) -> Result<Tensor> {
+        match map.device() {
+            Device::Cpu if map.dtype() == DType::F32 => self.strip_on_cpu(map, first, rows),
+            _ => self.strip_by_operations(map, first, rows),
+        }
+    }
+
+    fn strip_on_cpu(&self, map: &Tensor, first: usize, rows: usize) -> Result<Tensor> {
+        let (_, channels, map_height, map_width) = map.dims4()?;
+        let (height, width) = (self.size(map_height), self.size(map_width));
+        let padded_width = width + self.padding.before + self.padding.after;
+        let affine = self.normed.map(Affine::to_vecs).transpose()?;
+        let mut padded = vec![0f32; channels * rows * padded_width];
+        with_f32_slice(map, |data| {
+            padded
+                .par_chunks_mut(rows * padded_width)
+                .enumerate()
+                .for_each(|(channel, target)| {
+                    let plane = &data[channel * map_height * map_width..][..map_height * map_width];
+                    for (row, target) in target.chunks_mut(padded_width).enumerate() {
+                        let Some(y) = (first + row)
+                            .checked_sub(self.padding.before)
+                            .filter(|y| *y < height)
+                        else {
+                            continue;
+                        };
+                        let y = if self.enlarged { y / 2 } else { y };
+                        let source = &plane[y * map_width..][..map_width];
+                        let target = &mut target[self.padding.before..][..width];
+                        let wide = if self.enlarged { 2 } else { 1 };
+                        match &affine {
+                            Some((factors, summands)) => {
+                                let (factor, summand) = (factors[channel], summands[channel]);
+                                for (target, value) in target.chunks_mut(wide).zip(source) {
+                                    let value = value * factor + summand;
+                                    target.fill(value / (1.0 + (-value).exp()));
+                                }
+                            }
+                            None if self.enlarged => {
+                                target
+                                    .chunks_mut(wide)
+                                    .zip(source)
+                                    .for_each(|(pair, value)| pair.fill(*value));
+                            }
+                            None => target.copy_from_slice(source),
+                        }
+                    }
+                });
+        })?;
+        Tensor::from_vec(padded, (1, channels, rows, padded_width), &Device::Cpu)
+    }
+
+    /// The same by tensor operations, wherever the map is. Channels are taken some at a time, so that the
+    /// temporaries in f32 stay small beside the strip.
+    fn strip_by_operations(&self, map: &Tensor, first: usize, rows: usize) -> Result<Tensor> {
+        const MOST_PARTS: usize = 16;
+        const PART_BYTES: usize = 8 << 20;
+        let (_, channels, map_height, map_width) = map.dims4()?;
+        let height = self.size(map_height);
+        let padded_width = self.size(map_width) + self.padding.before + self.padding.after;
+        // The rows that are not zeros: from `top` up to `bottom`, counted in what is read.
+        let top = first.saturating_sub(self.padding.before).min(height);
+        let bottom = (first + rows).saturating_sub(self.padding.before).min(height);
+        let zeros_above = self.padding.before.saturating_sub(first).min(rows);
+        let zeros_below = rows - zeros_above - (bottom - top);
+        let parts = (channels * rows * padded_width * size_of::<f32>() / PART_BYTES).clamp(1, MOST_PARTS);
+        let part = channels.div_ceil(parts);
+        let padded = Tensor::zeros((1, channels, rows, padded_width), map.dtype(), map.device())?;
+        for channel in (0..channels).step_by(part) {
+            let part = part.min(channels - channel);
+            let scale = if self.enlarged { 2 } else { 1 };
+            let (map_top, map_bottom) = (top / scale, bottom.div_ceil(scale));
+            let mut piece = map
+                .narrow(1, channel, part)?
+                .narrow(2, map_top, map_bottom - map_top)?;
+            if let Some(affine) = self.normed {
+                piece = affine.apply(&piece, channel)?.silu()?.to_dtype(map.dtype())?;
+            }
+            if self.enlarged {
+                piece = piece
+                    .contiguous()?
+                    .upsample_nearest2d((map_bottom - map_top) * 2, map_width * 2)?
+                    .narrow(2, top - map_top * 2, bottom - top)?;
+            }
+            let piece = piece
+                .pad_with_zeros(2, zeros_above, zeros_below)?
+                .pad_with_zeros(3, self.padding.before, self.padding.after)?
+                .contiguous()?;
+            padded.slice_set(&piece, 1, channel)?;
+        }
+        Ok(padded)
+    }
+}
+
+/// A convolution with its bias.
+#[derive(Clone, Debug)]
+pub(super) struct Convolution {
+    /// `[out, in, k, k]`.
+    weight: Tensor,
+    /// `[out]`.
+    bias: Tensor,
+    stride: usize,
+}
+
+impl Convolution {
+    /// Of a weight `[out, in, k, k]` and a bias `[out]`.
+    pub(super) fn new(weight: Tensor, bias: Tensor, stride: usize) -> Result<Convolution> {
+        Ok(Convolution {
+            weight: weight.contiguous()?,
+            bias: bias.contiguous()?,
+            stride,
+        })
+    }
+
+    pub(super) fn out_channels(&self) -> Result<usize> {
+        self.weight.dim(0)
+    }
+
+    /// Rows of a padded strip that so many rows of outputs look at.
+    pub(super) fn rows_in(&self, rows_out: usize) -> Result<usize> {
+        Ok((rows_out - 1) * self.stride + self.weight.dim(2)?)
+    }
+
+    /// The row of the padded map that a row of outputs begins at.
+    pub(super) fn first_row_in(&self, row_out: usize) -> usize {
+        row_out * self.stride
+    }
+
+    /// Every output that lies wholly in `padded` `[1, in, h, w]`.
+    pub(super) fn forward(&self, padded: &Tensor) -> Result<Tensor> {
+        let (out_channels, in_channels, kernel, _) = self.weight.dims4()?;
+        let (_, _, height, width) = padded.dims4()?;
+        let (rows, columns) = (
+            (height - kernel) / self.stride + 1,
+            (width - kernel) / self.stride + 1,
+        );
+        let slab = slab_rows(in_channels, kernel, rows, columns, padded.dtype().size_in_bytes());
+        match padded.device() {
+            Device::Cpu if padded.dtype() == DType::F32 => {
+                let geometry = Geometry {
+                    in_channels,
+                    kernel,
+                    stride: self.stride,
+                    width,
+                    height,
+                    columns,
+                };
+                self.forward_on_cpu(padded, geometry, out_channels, rows, slab)
+            }
+            _ => self.forward_by_operations(padded, out_channels, (rows, columns), slab),
+        }
+    }
+
+    /// Patches of some rows at a time are unrolled into a matrix, and one multiplication does them all.
+    /// candle's own convolution on the CPU transposes the whole map first and unrolls value by value: it takes
+    /// several times as long.
+    fn forward_on_cpu(
+        &self,
+        padded: &Tensor,
+        geometry: Geometry,
+        out_channels: usize,
+        rows: usize,
+        slab: usize,
+    ) -> Result<Tensor> {
+        let columns = geometry.columns;
+        let unrolled_rows = geometry.in_channels * geometry.kernel * geometry.kernel;
+        let weight = self.weight.reshape((out_channels, unrolled_rows))?;
+        let bias = self.bias.to_vec1::<f32>()?;
+        let mut out = vec![0f32; out_channels * rows * columns];
+        for first in (0..rows).step_by(slab) {
+            let count = slab.min(rows - first);
+            let unrolled = with_f32_slice(padded, |data| geometry.unroll(data, first, count))?;
+            let unrolled = Tensor::from_vec(unrolled, (unrolled_rows, count * columns), &Device::Cpu)?;
+            let product = weight.matmul(&unrolled)?;
+            with_f32_slice(&product, |product| {
+                out.par_chunks_mut(rows * columns)
+                    .zip(product.par_chunks(count * columns))
+                    .zip(&bias)
+                    .for_each(|((plane, product), bias)| {
+                        let target = &mut plane[first * columns..][..count * columns];
+                        target
+                            .iter_mut()
+                            .zip(product)
+                            .for_each(|(target, value)| *target = value + bias);
+                    });
+            })?;
+        }
+        Tensor::from_vec(out, (1, out_channels, rows, columns), &Device::Cpu)
+    }
+
+    fn forward_by_operations(
+        &self,
+        padded: &Tensor,
+        out_channels: usize,
+        (rows, columns): (usize, usize),
+        slab: usize,
+    ) -> Result<Tensor> {
+        let bias = self.bias.reshape((1, out_channels, 1, 1))?;
+        let convolve = |first: usize, count: usize| -> Result<Tensor> {
+            padded
+                .narrow(2, first * self.stride, self.rows_in(count)?)?
+                .contiguous()?
+                .conv2d(&self.weight, 0, self.stride, 1, 1)?
+                .broadcast_add(&bias)
+        };
+        if slab >= rows {
+            return convolve(0, rows);
+        }
+        let out = Tensor::zeros((1, out_channels, rows, columns), padded.dtype(), padded.device())?;
+        for first in (0..rows).step_by(slab) {
+            let count = slab.min(rows - first);
+            out.slice_set(&convolve(first, count)?.contiguous()?, 2, first)?;
+        }
+        Ok(out)
+    }
+}
+
+/// Rows of outputs whose patches are unrolled at a time.
+pub(super) fn slab_rows(
+    in_channels: usize,
+    kernel: usize,
+    rows: usize,
+    columns: usize,
+    bytes_per_value: usize,
+) -> usize {
+    let bytes_per_row = in_channels * kernel * kernel * columns * bytes_per_value;
+    let budget = (bytes_per_row * rows / 3).clamp(LEAST_UNROLLED_BYTES, MOST_UNROLLED_BYTES);
+    (budget / bytes_per_row.max(1)).clamp(1, rows.max(1))
+}
+
+#[derive(Clone, Copy)]
+struct Geometry {
+    in_channels: usize,
+    kernel: usize,
+    stride: usize,
+    width: usize,
+    height: usize,
+    columns: usize,
+}
+
+impl Geometry {
+    /// The matrix `[in * k * k, count * columns]` whose columns are the patches of rows `first..` of outputs.
+    fn unroll(&self, padded: &[f32], first: usize, count: usize) -> Vec<f32> {
+        let taps = self.kernel * self.kernel;
+        let line = count * self.columns;
+        let mut unrolled = vec![0f32; self.in_channels * taps * line];
+        unrolled
+            .par_chunks_mut(taps * line)
+            .enumerate()
+            .for_each(|(channel, block)| {
+                let plane = &padded[channel * self.height * self.width..][..self.height * self.width];
+                for (tap, block) in block.chunks_mut(line).enumerate() {
+                    let (dy, dx) = (tap / self.kernel, tap % self.kernel);
+                    for (row, target) in block.chunks_mut(self.columns).enumerate() {
+                        let source = &plane[((first + row) * self.stride + dy) * self.width + dx..];
+                        if self.stride == 1 {
+                            target.copy_from_slice(&source[..self.columns]);
+                        } else {
+                            let strided = source.iter().step_by(self.stride);
+                            target
+                                .iter_mut()
+                                .zip(strided)
+                                .for_each(|(target, value)| *target = *value);
+                        }
+                    }
+                }
+            });
+        unrolled
+    }
+}
+
+/// Calls `f` with the values of a contiguous f32 tensor on the CPU, without copying them.
+pub(super) fn with_f32_slice<R>(tensor: &Tensor, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
+        candle_core::bail!("a contiguous tensor on the CPU is expected")
+    };
+    Ok(f(&storage.as_slice::<f32>()?[start..end]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::norm::GroupNorm;
+    use super::*;
+
+    /// Numbers of about -1 to 1 without a pattern.
+    fn numbers(shape: &[usize], seed: u32) -> Result<Tensor> {
+        let next = |state: &mut u32| {
+            *state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            Some((*state >> 8) as f32 / (1 << 23) as f32 - 1.0)
+        };
+        let values = std::iter::repeat_n((), shape.iter().product()).scan(seed, |state, ()| next(state));
+        Tensor::from_vec(values.collect(), shape, &Device::Cpu)
+    }
+
+    fn assert_close(actual: &Tensor, expected: &Tensor) -> Result<()> {
+        assert_eq!(actual.dims(), expected.dims());
+        let worst = (actual - expected)?
+            .abs()?
+            .flatten_all()?
+            .max(0)?
+            .to_scalar::<f32>()?;
+        assert!(worst < 1e-5, "{worst:e}");
+        Ok(())
+    }
+
+    /// Cards take the road of tensor operations; it can be walked on the CPU too.
+    #[test]
+    fn tensor_operations_read_the_same_strips() -> Result<()> {
+        let map = (numbers(&[1, 40, 7, 5], 1)? * 3.0)?;
+        let norm = GroupNorm::new(numbers(&[40], 2)?, numbers(&[40], 3)?, 8)?;
+        let affine = norm.measure(&map)?;
+        for padding in [Padding::NONE, Padding::AROUND, Padding::BEHIND] {
+            for (normed, enlarged) in [(None, false), (Some(&affine), false), (None, true)] {
+                let reading = Reading {
+                    normed,
+                    enlarged,
+                    padding,
+                };
+                let height = reading.size(7) + padding.before + padding.after;
+                for first in 0..height - 2 {
+                    for rows in 3..=height - first {
+                        assert_close(
+                            &reading.strip_by_operations(&map, first, rows)?,
+                            &reading.strip_on_cpu(&map, first, rows)?,
+                        )?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn tensor_operations_convolve_the_same() -> Result<()> {
+        for (kernel, stride) in [(3, 1), (3, 2), (1, 1)] {
+            let convolution =
+                Convolution::new(numbers(&[7, 5, kernel, kernel], 1)?, numbers(&[7], 2)?, stride)?;
+            let padded = numbers(&[1, 5, 13, 9], 3)?;
+            let whole = padded.conv2d(&convolution.weight, 0, stride, 1, 1)?;
+            let expected = whole.broadcast_add(&convolution.bias.reshape((1, 7, 1, 1))?)?;
+            let (_, _, rows, columns) = expected.dims4()?;
+            let geometry = Geometry {
+                in_channels: 5,
+                kernel,
+                stride,
+                width: 9,
+                height: 13,
+                columns,
+            };
+            for slab in [1, 2, 5, rows] {
+                assert_close(
+                    &convolution.forward_on_cpu(&padded, geometry, 7, rows, slab)?,
+                    &expected,
+                )?;
+                let by_operations = convolution.forward_by_operations(&padded, 7, (rows, columns), slab)?;
+                assert_close(&by_operations, &expected)?;
+            }
+        }
+        Ok(())
+    }
+}

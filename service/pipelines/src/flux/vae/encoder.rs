@@ -1,0 +1,196 @@
+//! Picture to latent: diffusers' `Encoder`, and `AutoencoderKL.encode` around it.
+
+use candle_core::{DType, Tensor};
+use gpu::ComponentTensors;
+
+use super::blocks::{Middle, Resnet, Source, Walk, norm_and_convolve, plain};
+use super::config::VaeConfig;
+use super::conv::{Convolution, Padding};
+use super::decoder::dtype_of_maps;
+use super::norm::GroupNorm;
+use super::scratch::Chunking;
+use super::tiles::encode_tiles;
+use crate::family::StageError;
+
+/// One resolution: residual blocks, then half the size.
+#[derive(Clone, Debug)]
+struct DownBlock {
+    resnets: Vec<Resnet>,
+    downsampler: Option<Convolution>,
+}
+
+/// The encoder of an autoencoder.
+#[derive(Clone, Debug)]
+pub struct VaeEncoder {
+    config: VaeConfig,
+    dtype: DType,
+    conv_in: Convolution,
+    down_blocks: Vec<DownBlock>,
+    middle: Middle,
+    norm_out: GroupNorm,
+    conv_out: Convolution,
+    quant: Option<Convolution>,
+}
+
+/// What an encoder gives: a Gaussian for each value of the latent (`DiagonalGaussianDistribution`).
+#[derive(Clone, Debug)]
+pub struct Moments {
+    /// f32 `[1, latent_channels, h, w]`: the distribution's `mode()`.
+    pub mean: Tensor,
+    /// f32 `[1, latent_channels, h, w]`, clamped to -30 to 20.
+    pub log_variance: Tensor,
+}
+
+impl Moments {
+    /// The sample that standard-normal `noise` of the mean's shape stands for: `mean + exp(log_variance / 2)
+    /// * noise`.
+    ///
+    /// # Errors
+    /// When shapes do not fit.
+    pub fn sample(&self, noise: &Tensor) -> candle_core::Result<Tensor> {
+        &self.mean + ((&self.log_variance * 0.5)?.exp()? * noise)?
+    }
+}
+
+impl VaeEncoder {
+    /// From the tensors of the `vae` component, by diffusers' names (`encoder.*`, `quant_conv.*`).
+    ///
+    /// # Errors
+    /// [`StageError::BadInput`] for an autoencoder that is not known, [`StageError::Missing`] for a tensor that
+    /// is not there or not of the configuration's shape.
+    pub fn new(config: &VaeConfig, tensors: &ComponentTensors) -> Result<VaeEncoder, StageError> {
+        config
+            .check()
+            .map_err(|problem| StageError::BadInput(format!("the VAE has {problem}")))?;
+        let dtype = dtype_of_maps(tensors, "encoder.conv_in.weight")?;
+        let source = Source {
+            tensors,
+            dtype,
+            groups: config.norm_num_groups,
+        };
+        let channels = &config.block_out_channels;
+        let (finest, coarsest) = (channels[0], channels[channels.len() - 1]);
+        let moments = 2 * config.latent_channels;
+        let mut down_blocks = Vec::with_capacity(channels.len());
+        let mut before = finest;
+        for (level, &width) in channels.iter().enumerate() {
+            let name = format!("encoder.down_blocks.{level}");
+            let mut resnets = Vec::with_capacity(config.layers_per_block);
+            for layer in 0..config.layers_per_block {
+                resnets.push(Resnet::new(
+                    source,
+                    &format!("{name}.resnets.{layer}"),
+                    (before, width),
+                )?);
+                before = width;
+            }
+            let downsampler = match level + 1 < channels.len() {
+                true => {
+                    Some(source.convolution(&format!("{name}.downsamplers.0.conv"), (width, width), 3, 2)?)
+                }
+                false => None,
+            };
+            down_blocks.push(DownBlock { resnets, downsampler });
+        }
+        Ok(VaeEncoder {
+            dtype,
+            conv_in: source.convolution("encoder.conv_in", (config.in_channels, finest), 3, 1)?,
+            down_blocks,
+            middle: Middle::new(
+                source,
+                "encoder.mid_block",
+                coarsest,
+                config.mid_block_add_attention,
+            )?,
+            norm_out: source.norm("encoder.conv_norm_out", coarsest)?,
+            conv_out: source.convolution("encoder.conv_out", (coarsest, moments), 3, 1)?,
+            quant: match config.use_quant_conv {
+                true => Some(source.convolution("quant_conv", (moments, moments), 1, 1)?),
+                false => None,
+            },
+            config: config.clone(),
+        })
+    }
+
+    /// Encodes `picture` `[1, in_channels, height, width]` of -1 to 1, both sizes multiples of
+    /// [`VaeConfig::factor`]: `AutoencoderKL.encode`. Strips and tiles are counted in latent rows.
+    ///
+    /// # Errors
+    /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for a picture of another
+    /// shape.
+    pub fn encode(
+        &self,
+        picture: &Tensor,
+        chunking: Chunking,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<Moments, StageError> {
+        let (factor, expected) = (self.config.factor(), self.config.in_channels);
+        let latent_height = match *picture.dims() {
+            [1, channels, height, width]
+                if channels == expected
+                    && height > 0
+                    && width > 0
+                    && height.is_multiple_of(factor)
+                    && width.is_multiple_of(factor) =>
+            {
+                height / factor
+            }
+            ref other => {
+                return Err(StageError::BadInput(format!(
+                    "a picture of shape {other:?} where [1, {expected}, h, w] in multiples of {factor} is expected"
+                )));
+            }
+        };
+        let picture = picture.to_dtype(self.dtype)?.contiguous()?;
+        let moments = match chunking {
+            Chunking::Whole => self.encode_map(&picture, latent_height, cancelled)?,
+            Chunking::Strips { latent_rows } => self.encode_map(&picture, latent_rows, cancelled)?,
+            Chunking::Tiles { latent_size } => encode_tiles(&picture, latent_size, factor, &|tile| {
+                self.encode_map(tile, tile.dim(2)? / factor, cancelled)
+            })?,
+        };
+        let moments = moments.to_dtype(DType::F32)?;
+        if !moments.abs()?.sum_all()?.to_scalar::<f32>()?.is_finite() {
+            return Err(StageError::NotFinite {
+                component: "vae".to_owned(),
+                step: 0,
+            });
+        }
+        let channels = self.config.latent_channels;
+        Ok(Moments {
+            mean: moments.narrow(1, 0, channels)?.contiguous()?,
+            log_variance: moments
+                .narrow(1, channels, channels)?
+                .clamp(-30f32, 20f32)?
+                .contiguous()?,
+        })
+    }
+
+    fn encode_map(
+        &self,
+        picture: &Tensor,
+        latent_rows: usize,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<Tensor, StageError> {
+        let walk = Walk {
+            latent_height: picture.dim(2)? / self.config.factor(),
+            latent_rows,
+            cancelled,
+        };
+        let mut map = plain(picture, &self.conv_in, Padding::AROUND, walk)?;
+        for block in &self.down_blocks {
+            for resnet in &block.resnets {
+                map = resnet.forward(map, walk)?;
+            }
+            if let Some(convolution) = &block.downsampler {
+                map = plain(&map, convolution, Padding::BEHIND, walk)?;
+            }
+        }
+        map = self.middle.forward(map, walk)?;
+        let moments = norm_and_convolve(&map, &self.norm_out, &self.conv_out, walk)?;
+        match &self.quant {
+            Some(convolution) => plain(&moments, convolution, Padding::NONE, walk),
+            None => Ok(moments),
+        }
+    }
+}

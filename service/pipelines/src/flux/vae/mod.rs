@@ -1,0 +1,24 @@
+//! FLUX's autoencoder: diffusers' `AutoencoderKL`.
+//!
+//! Decoding (and encoding) whole and in strips is one road: every layer goes through its map strip by strip,
+//! and "whole" is one strip. What spans strips is taken of the whole map: group norm measures it first, the
+//! middle attention sees all of it, and convolutions read the rows around their strip. So the size of the
+//! strips changes the memory that is needed, and nothing else.
+
+mod blocks;
+mod config;
+mod conv;
+mod decoder;
+mod encoder;
+mod names;
+mod norm;
+mod picture;
+mod scratch;
+mod tiles;
+
+pub use config::VaeConfig;
+pub use decoder::VaeDecoder;
+pub use encoder::{Moments, VaeEncoder};
+pub use names::diffusers_name_of_bfl;
+pub use picture::{from_rgb8, to_rgb8};
+pub use scratch::{Chunking, decode_scratch, encode_ladder, encode_scratch, ladder};

@@ -1,0 +1,171 @@
+//! The `instant` family: models that exist in a JSON file only. They hold memory on a simulated card and paint
+//! one colour, so that everything around a model can be tested without one.
+//!
+//! ```json
+//! { "name": "small",
+//!   "components": [ { "name": "transformer", "bytes": 4194304, "identity": "small-transformer" } ],
+//!   "scratch": { "encode_text": 1048576, "denoise": 2097152, "decode": 8388608 },
+//!   "steps_ms": 0,
+//!   "defaults": { "steps": 4, "width": 1024, "height": 1024 } }
+//! ```
+//!
+//! Equal identities are one component, in whichever files they stand. Scratch figures are those of a picture of the
+//! default size. Faults for tests: `real_scratch` (what a stage takes in truth, where that differs from what is
+//! predicted), `not_finite_at_step`, `panic_at` (a stage's name).
+
+mod model;
+mod paint;
+#[cfg(test)]
+mod tests;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use residency::Bytes;
+use serde::Deserialize;
+
+use crate::family::{Family, Model, ModelError, Precision, StageKind};
+use crate::request::Defaults;
+
+use model::InstantModel;
+
+/// How the name of a model's file ends.
+const FILE_ENDING: &str = ".instant.json";
+
+/// What the file is called inside of a model's folder.
+const FILE_IN_FOLDER: &str = "instant.json";
+
+/// The family.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Instant;
+
+impl Family for Instant {
+    fn name(&self) -> &'static str {
+        "instant"
+    }
+
+    fn open(&self, path: &Path, _precision: Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
+        let Some(file) = description_of(path) else {
+            return Ok(None);
+        };
+        let damaged = |problem: String| ModelError::Damaged {
+            path: file.clone(),
+            problem,
+        };
+        let text = std::fs::read_to_string(&file).map_err(|e| damaged(e.to_string()))?;
+        let description: Description = serde_json::from_str(&text).map_err(|e| damaged(e.to_string()))?;
+        if let Some(unknown) = description
+            .components
+            .iter()
+            .find(|c| !NAMES.contains(&c.name.as_str()))
+        {
+            return Err(damaged(format!(
+                "{} is none of {}",
+                unknown.name,
+                NAMES.join(", ")
+            )));
+        }
+        tracing::debug!(model = description.name, file = %file.display(), "an instant model was opened");
+        Ok(Some(Arc::new(InstantModel::new(description))))
+    }
+}
+
+/// Components that stages ask for.
+const NAMES: [&str; 4] = ["text_encoder", "text_encoder_2", "transformer", "vae"];
+
+/// The file that describes the model at a path, if the path is one of this family.
+fn description_of(path: &Path) -> Option<PathBuf> {
+    let name = path
+        .file_name()
+        .and_then(|name| name.to_str())
+        .unwrap_or_default();
+    if name.ends_with(FILE_ENDING) {
+        return Some(path.to_owned());
+    }
+    let inside = path.join(FILE_IN_FOLDER);
+    inside.is_file().then_some(inside)
+}
+
+/// A model's file.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Description {
+    name: String,
+    components: Vec<DescribedComponent>,
+    #[serde(default)]
+    scratch: StageBytes,
+    #[serde(default)]
+    real_scratch: StageBytes,
+    #[serde(default)]
+    steps_ms: u64,
+    #[serde(default)]
+    defaults: DescribedDefaults,
+    #[serde(default)]
+    not_finite_at_step: Option<u32>,
+    #[serde(default)]
+    panic_at: Option<StageKind>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct DescribedComponent {
+    name: String,
+    bytes: Bytes,
+    identity: String,
+}
+
+/// Activation bytes of the stages.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct StageBytes {
+    encode_text: Option<Bytes>,
+    /// As much as the decode where it is not said.
+    encode_image: Option<Bytes>,
+    denoise: Option<Bytes>,
+    decode: Option<Bytes>,
+}
+
+impl StageBytes {
+    fn of(&self, kind: StageKind) -> Option<Bytes> {
+        match kind {
+            StageKind::EncodeText => self.encode_text,
+            StageKind::EncodeImage => self.encode_image.or(self.decode),
+            StageKind::Denoise => self.denoise,
+            StageKind::Decode => self.decode,
+        }
+    }
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct DescribedDefaults {
+    steps: u32,
+    guidance: f32,
+    max_sequence_length: u32,
+    width: u32,
+    height: u32,
+}
+
+impl Default for DescribedDefaults {
+    fn default() -> DescribedDefaults {
+        DescribedDefaults {
+            steps: 4,
+            guidance: 3.5,
+            max_sequence_length: 512,
+            width: 1024,
+            height: 1024,
+        }
+    }
+}
+
+impl From<&DescribedDefaults> for Defaults {
+    fn from(d: &DescribedDefaults) -> Defaults {
+        Defaults {
+            steps: d.steps,
+            guidance: d.guidance,
+            max_sequence_length: d.max_sequence_length,
+            width: d.width,
+            height: d.height,
+        }
+    }
+}

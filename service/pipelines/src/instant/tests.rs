@@ -1,0 +1,239 @@
+use std::cell::Cell;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant as Moment};
+
+use candle_core::{DType, Device};
+use gpu::{ComponentTensors, LoadPlan};
+use residency::Bytes;
+
+use super::*;
+use crate::family::{Observer, StageError, StageInput, StageOutput, Unobserved};
+use crate::request::{ImageRequest, InitImage};
+
+const PRECISION: Precision = Precision { dtype: DType::F32 };
+
+fn sample(name: &str) -> PathBuf {
+    let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/models/instant");
+    tests.join(format!("{name}.instant.json"))
+}
+
+fn open(path: &Path) -> Arc<dyn Model> {
+    Instant
+        .open(path, PRECISION)
+        .unwrap()
+        .expect("it is of this family")
+}
+
+fn request(model: &dyn Model) -> ImageRequest {
+    let defaults = model.defaults();
+    ImageRequest {
+        prompt: "a red cube".into(),
+        width: defaults.width,
+        height: defaults.height,
+        steps: defaults.steps,
+        guidance: defaults.guidance,
+        seed: 1,
+        max_sequence_length: 8,
+        init_image: None,
+        strength: 1.0,
+        preview: false,
+    }
+}
+
+fn run(
+    model: &dyn Model,
+    kind: StageKind,
+    request: &ImageRequest,
+    input: &StageInput,
+    observer: &mut dyn Observer,
+) -> Result<StageOutput, StageError> {
+    let plan = model
+        .stages(request)
+        .into_iter()
+        .find(|plan| plan.kind == kind)
+        .unwrap();
+    let tensors = |_: &str| Ok(Arc::new(ComponentTensors::default()));
+    model.run(&plan, 0, request, input, &tensors, &Device::Cpu, observer)
+}
+
+/// All stages, and the picture's first pixel.
+fn paint(model: &dyn Model, request: &ImageRequest) -> [u8; 3] {
+    let mut input = StageInput::default();
+    for plan in model.stages(request) {
+        match run(model, plan.kind, request, &input, &mut Unobserved).unwrap() {
+            StageOutput::Text(text) => input.text = Some(text),
+            StageOutput::Latent(latent) => {
+                assert_eq!(latent.shape, model.latent_shape(request.width, request.height));
+                input.latent = Some(latent);
+            }
+            StageOutput::Picture { width, height, rgb } => {
+                assert_eq!((width, height), (request.width, request.height));
+                assert_eq!(rgb.len(), (width * height * 3) as usize);
+                return [rgb[0], rgb[1], rgb[2]];
+            }
+        }
+    }
+    panic!("no picture")
+}
+
+#[test]
+fn the_models_that_ship_with_the_tests_open_and_share_what_is_the_same() {
+    let full = open(&sample("flux-full"));
+    let other = open(&sample("flux-other"));
+    for (ours, theirs) in full.components().iter().zip(other.components()) {
+        assert_eq!(ours.id == theirs.id, ours.name != "transformer", "{}", ours.name);
+        assert_eq!(full.load_plan(&ours.name), Some(&LoadPlan::Synthetic(ours.bytes)));
+    }
+    assert_eq!(&*full.components()[0].id.0, "instant:flux-full-transformer");
+    assert_eq!(open(&sample("huge")).components()[0].bytes, Bytes::gib(40));
+    assert!(
+        open(&sample("small"))
+            .components()
+            .iter()
+            .all(|c| c.bytes <= Bytes::mib(4))
+    );
+    assert!(full.files_of("vae").is_empty());
+}
+
+#[test]
+fn a_folder_with_a_description_is_a_model_and_other_paths_are_not() {
+    let folder = tempfile::tempdir().unwrap();
+    assert!(Instant.open(folder.path(), PRECISION).unwrap().is_none());
+    assert!(
+        Instant
+            .open(Path::new("/nowhere/model.safetensors"), PRECISION)
+            .unwrap()
+            .is_none()
+    );
+    std::fs::copy(sample("small"), folder.path().join("instant.json")).unwrap();
+    assert_eq!(open(folder.path()).family(), "instant");
+    std::fs::write(
+        folder.path().join("instant.json"),
+        r#"{"name":"x","components":[],"sratch":{}}"#,
+    )
+    .unwrap();
+    let error = Instant.open(folder.path(), PRECISION).err().unwrap();
+    assert!(error.to_string().contains("sratch"), "{error}");
+    assert!(
+        Instant
+            .open(Path::new("/nowhere/x.instant.json"), PRECISION)
+            .is_err()
+    );
+}
+
+#[test]
+fn scratch_grows_with_the_picture_and_falls_with_the_rungs() {
+    let model = open(&sample("flux-full"));
+    let large = model.lone_stage(StageKind::Decode, 1024, 1024);
+    assert_eq!(large.rungs[0].scratch, Bytes::gib(3));
+    let labels: Vec<&str> = large.rungs.iter().map(|r| r.label.as_str()).collect();
+    assert_eq!(labels, ["whole", "strips of 16", "tiles of 64"]);
+    assert!(large.rungs.is_sorted_by(|a, b| a.scratch > b.scratch));
+    assert_eq!(
+        large.rungs.iter().map(|r| r.approximate).collect::<Vec<_>>(),
+        [false, false, true]
+    );
+    assert_eq!(
+        model.lone_stage(StageKind::Decode, 512, 512).rungs[0].scratch,
+        Bytes::mib(768)
+    );
+}
+
+#[test]
+fn every_field_of_a_request_counts() {
+    let model = open(&sample("small"));
+    let plain = request(&*model);
+    let colour = paint(&*model, &plain);
+    assert_eq!(colour, paint(&*model, &plain));
+    let variants: [fn(&mut ImageRequest); 4] = [
+        |r| r.prompt = "a blue cube".into(),
+        |r| r.seed = 2,
+        |r| r.steps = 5,
+        |r| r.guidance = 1.0,
+    ];
+    for change in variants {
+        let mut changed = plain.clone();
+        change(&mut changed);
+        assert_ne!(colour, paint(&*model, &changed));
+    }
+    let grey: Arc<[u8]> = vec![128; 64 * 64 * 3].into();
+    let mut from_image = plain.clone();
+    from_image.init_image = Some(InitImage {
+        width: 64,
+        height: 64,
+        rgb: grey,
+    });
+    from_image.strength = 0.01;
+    let near = paint(&*model, &from_image);
+    assert!(
+        near.iter().all(|byte| byte.abs_diff(128) <= 2),
+        "{near:?} is near the image"
+    );
+    let kinds: Vec<StageKind> = model.stages(&from_image).iter().map(|plan| plan.kind).collect();
+    assert_eq!(
+        kinds,
+        [
+            StageKind::EncodeText,
+            StageKind::EncodeImage,
+            StageKind::Denoise,
+            StageKind::Decode
+        ]
+    );
+}
+
+#[test]
+fn what_cannot_be_painted_is_named_field_by_field() {
+    let model = open(&sample("small"));
+    assert_eq!(model.validate(&request(&*model)), Ok(()));
+    let mut wrong = request(&*model);
+    (wrong.width, wrong.steps, wrong.guidance) = (60, 0, f32::NAN);
+    wrong.init_image = Some(InitImage {
+        width: 64,
+        height: 64,
+        rgb: Arc::from([0_u8; 3]),
+    });
+    let fields: Vec<String> = model
+        .validate(&wrong)
+        .unwrap_err()
+        .into_iter()
+        .map(|e| e.field)
+        .collect();
+    assert_eq!(fields, ["width", "steps", "guidance", "init_image"]);
+}
+
+#[test]
+fn a_slow_model_takes_its_time_and_is_cancelled_within_a_step() {
+    struct Impatient(Moment, Cell<u32>);
+    impl Observer for Impatient {
+        fn step(&mut self, n: u32, _of: u32) {
+            self.1.set(n);
+        }
+        fn wants_preview(&mut self) -> bool {
+            false
+        }
+        fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
+        fn cancelled(&self) -> bool {
+            self.0.elapsed() > Duration::from_millis(75)
+        }
+    }
+    let model = open(&sample("slow"));
+    let request = request(&*model);
+    let Ok(StageOutput::Text(text)) = run(
+        &*model,
+        StageKind::EncodeText,
+        &request,
+        &StageInput::default(),
+        &mut Unobserved,
+    ) else {
+        panic!("no text")
+    };
+    let input = StageInput {
+        text: Some(text),
+        latent: None,
+    };
+    let mut observer = Impatient(Moment::now(), Cell::new(0));
+    let result = run(&*model, StageKind::Denoise, &request, &input, &mut observer);
+    assert!(matches!(result, Err(StageError::Cancelled)));
+    assert_eq!(observer.1.get(), 1, "in the second step of 50 ms");
+}

@@ -1,0 +1,20 @@
+//! PAINTS. Model families: how their checkpoints are recognised and read, the stages of a request, and
+//! their mathematics. A family never loads, evicts, or knows who asked.
+
+mod family;
+pub mod flux;
+mod host;
+pub mod instant;
+mod request;
+
+pub use family::{
+    Catalogue, EncodedText, Family, Model, ModelError, Observer, Precision, Rung, StageError, StageInput,
+    StageKind, StageOutput, StagePlan, Unobserved, provisional_identity,
+};
+pub use host::{HostTensor, HostType};
+pub use request::{Defaults, ImageRequest, InitImage, RequestError};
+
+/// Every family that this build knows. Adding one is a folder and a line here.
+pub fn catalogue() -> Catalogue {
+    Catalogue::new(vec![Box::new(flux::Flux), Box::new(instant::Instant)])
+}

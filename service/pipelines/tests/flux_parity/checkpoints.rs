@@ -1,0 +1,357 @@
+//! How checkpoints are recognised, read, and refused.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+
+use candle_core::Tensor;
+use pipelines::flux::{Flux, FluxModel};
+use pipelines::{Catalogue, Model, ModelError};
+
+use crate::numbers::{fixtures, numbers, tensors};
+use crate::workshop::{F32, Workshop, copy_of, folder};
+
+const WEIGHTS: &str = "transformer/diffusion_pytorch_model.safetensors";
+
+fn open(path: &Path) -> Result<Option<FluxModel>, ModelError> {
+    FluxModel::open(path, F32)
+}
+
+/// Every tensor that a model loads for a component is this one, to the bit.
+fn assert_tensors(workshop: &Workshop, expected: &HashMap<String, Tensor>) {
+    let found = workshop.tensors("transformer");
+    assert_eq!(found.names().count(), expected.len());
+    for (name, expected) in expected {
+        let found = found.shaped(name, expected.dims()).expect("the tensor");
+        assert_eq!(numbers(&found), numbers(expected), "{name}");
+    }
+}
+
+fn write_json(path: &Path, value: serde_json::Value) {
+    std::fs::write(path, value.to_string()).expect("a file");
+}
+
+/// Changes one number or text of a JSON file.
+fn set(path: &Path, key: &str, value: serde_json::Value) {
+    let text = std::fs::read_to_string(path).expect("a file");
+    let mut json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    json[key] = value;
+    write_json(path, json);
+}
+
+#[test]
+fn a_folder_is_a_model_and_its_sizes_are_exact() {
+    let model = open(folder("dev").path()).expect("sound").expect("FLUX");
+    let names: Vec<_> = model
+        .components()
+        .iter()
+        .map(|component| component.name.as_str())
+        .collect();
+    assert_eq!(names, ["transformer", "vae", "text_encoder", "text_encoder_2"]);
+    for component in model.components() {
+        assert_eq!(
+            model.load_plan(&component.name).expect("a plan").bytes(),
+            component.bytes
+        );
+        let files = model.files_of(&component.name);
+        assert!(
+            files.iter().any(|file| file.ends_with("config.json")),
+            "{files:?}"
+        );
+        assert!(
+            files.iter().all(|file| file.is_file()) && files.len() == 2,
+            "{files:?}"
+        );
+    }
+    let half = FluxModel::open(
+        folder("dev").path(),
+        pipelines::Precision {
+            dtype: candle_core::DType::BF16,
+        },
+    );
+    let half = half.expect("sound").expect("FLUX");
+    assert_eq!(half.components()[0].bytes.0 * 2, model.components()[0].bytes.0);
+    assert_ne!(half.components()[0].id, model.components()[0].id);
+}
+
+#[test]
+fn a_single_file_gives_the_folders_tensors() {
+    let expected = tensors(&format!("flux-tiny/{WEIGHTS}"));
+    let beside = copy_of(&["flux-tiny-bfl"]);
+    let file = beside.path().join("flux-tiny.safetensors");
+
+    // Nothing says where its companions are.
+    let Err(ModelError::Unsupported { problem, .. }) = open(&file) else {
+        panic!("opened")
+    };
+    assert!(
+        problem.contains("flux-tiny.moored.json") && problem.contains("base"),
+        "{problem}"
+    );
+
+    // A sidecar does.
+    let sidecar = beside.path().join("flux-tiny.moored.json");
+    write_json(
+        &sidecar,
+        serde_json::json!({"base": fixtures().join("flux-tiny")}),
+    );
+    assert_tensors(&Workshop::open(&file), &expected);
+    write_json(&sidecar, serde_json::json!({"base": "nowhere"}));
+    assert!(matches!(open(&file), Err(ModelError::Damaged { path, .. }) if path == sidecar));
+
+    // In a diffusers folder it needs none, and one such folder beside it will do.
+    let inside = copy_of(&["flux-tiny", "flux-tiny-bfl"]);
+    assert_tensors(
+        &Workshop::open(&inside.path().join("flux-tiny.safetensors")),
+        &expected,
+    );
+    std::fs::remove_file(&sidecar).expect("no sidecar");
+    std::fs::rename(inside.path(), beside.path().join("base")).expect("a folder beside");
+    assert_tensors(&Workshop::open(&file), &expected);
+}
+
+#[test]
+fn a_single_file_with_a_prefix_and_neighbours_is_read() {
+    let folder = copy_of(&["flux-tiny"]);
+    let file = folder.path().join("whole.safetensors");
+    let bfl = tensors("flux-tiny-bfl/flux-tiny.safetensors");
+    let mut prefixed: HashMap<String, Tensor> = bfl
+        .iter()
+        .map(|(name, tensor)| (format!("model.diffusion_model.{name}"), tensor.clone()))
+        .collect();
+    prefixed.insert("vae.decoder.conv_in.bias".to_owned(), bfl["img_in.bias"].clone());
+    candle_core::safetensors::save(&prefixed, &file).expect("a file");
+    assert_tensors(&Workshop::open(&file), &tensors(&format!("flux-tiny/{WEIGHTS}")));
+}
+
+/// Splits a copy's transformer into two shards with an index.
+fn shard(folder: &Path) -> PathBuf {
+    let whole = folder.join(WEIGHTS);
+    let tensors: BTreeMap<String, Tensor> = candle_core::safetensors::load(&whole, &candle_core::Device::Cpu)
+        .expect("tensors")
+        .into_iter()
+        .collect();
+    std::fs::remove_file(&whole).expect("no whole file");
+    let mut weight_map = BTreeMap::new();
+    for part in 0..2 {
+        let file = format!("diffusion_pytorch_model-0000{}-of-00002.safetensors", part + 1);
+        let shard: HashMap<_, _> = tensors
+            .iter()
+            .skip(part)
+            .step_by(2)
+            .map(|(n, t)| (n.clone(), t.clone()))
+            .collect();
+        weight_map.extend(shard.keys().map(|name| (name.clone(), file.clone())));
+        candle_core::safetensors::save(&shard, folder.join("transformer").join(file)).expect("a shard");
+    }
+    let index = folder.join("transformer/diffusion_pytorch_model.safetensors.index.json");
+    write_json(
+        &index,
+        serde_json::json!({"metadata": {"total_size": 0}, "weight_map": weight_map}),
+    );
+    index
+}
+
+#[test]
+fn shards_are_one_component() {
+    let folder = copy_of(&["flux-tiny"]);
+    let index = shard(folder.path());
+    let workshop = Workshop::open(folder.path());
+    assert_tensors(&workshop, &tensors(&format!("flux-tiny/{WEIGHTS}")));
+    assert_eq!(workshop.model.files_of("transformer").len(), 3);
+
+    // An index that lies, in three ways.
+    let sound = std::fs::read_to_string(&index).expect("the index");
+    for (from, to) in [
+        ("-00002-of-", "-00001-of-"),
+        (
+            "diffusion_pytorch_model-00002",
+            "../transformer/diffusion_pytorch_model-00002",
+        ),
+        ("diffusion_pytorch_model-00002", "diffusion_pytorch_model-00007"),
+    ] {
+        std::fs::write(&index, sound.replace(from, to)).expect("the index");
+        let result = open(folder.path());
+        assert!(
+            matches!(result, Err(ModelError::Damaged { .. })),
+            "{to}: {:?}",
+            result.err()
+        );
+    }
+}
+
+#[test]
+fn damage_is_told_by_file() {
+    let truncated = |path: &Path| {
+        let bytes = std::fs::read(path).expect("a file");
+        std::fs::write(path, &bytes[..bytes.len() - 4]).expect("a file");
+    };
+    let lying = |path: &Path| {
+        let mut bytes = std::fs::read(path).expect("a file");
+        bytes[..8].copy_from_slice(&u64::MAX.to_le_bytes());
+        std::fs::write(path, bytes).expect("a file");
+    };
+    let missing = |path: &Path| std::fs::remove_file(path).expect("a file");
+    let files = [
+        WEIGHTS,
+        "vae/diffusion_pytorch_model.safetensors",
+        "text_encoder/model.safetensors",
+        "text_encoder_2/model.safetensors",
+    ];
+    let spoil: [&dyn Fn(&Path); 3] = [&truncated, &lying, &missing];
+    for file in files {
+        for spoil in spoil {
+            let folder = copy_of(&["flux-tiny"]);
+            spoil(&folder.path().join(file));
+            let result = open(folder.path());
+            let Err(ModelError::Damaged { path, .. }) = &result else {
+                panic!("{file}: {:?}", result.err())
+            };
+            let component = file.split('/').next().expect("a folder");
+            assert!(path.to_string_lossy().contains(component), "{}", path.display());
+        }
+    }
+    for file in [
+        "transformer/config.json",
+        "vae/config.json",
+        "tokenizer/vocab.json",
+        "tokenizer_2/tokenizer.json",
+    ] {
+        let folder = copy_of(&["flux-tiny"]);
+        std::fs::write(folder.path().join(file), "{").expect("a file");
+        assert!(
+            matches!(open(folder.path()), Err(ModelError::Damaged { .. })),
+            "{file}"
+        );
+    }
+}
+
+#[test]
+fn a_configuration_that_does_not_fit_the_weights_is_damage() {
+    for (key, value) in [
+        ("num_layers", 3),
+        ("num_attention_heads", 3),
+        ("pooled_projection_dim", 31),
+    ] {
+        let folder = copy_of(&["flux-tiny"]);
+        set(&folder.path().join("transformer/config.json"), key, value.into());
+        let result = open(folder.path());
+        assert!(
+            matches!(
+                result,
+                Err(ModelError::Damaged { .. } | ModelError::Unsupported { .. })
+            ),
+            "{key}: {:?}",
+            result.err()
+        );
+    }
+}
+
+#[test]
+fn what_is_not_supported_is_said() {
+    let cases = [
+        (
+            "scheduler/scheduler_config.json",
+            "shift_terminal",
+            serde_json::json!(0.1),
+            "shift_terminal",
+        ),
+        (
+            "scheduler/scheduler_config.json",
+            "_class_name",
+            "DDIMScheduler".into(),
+            "DDIMScheduler",
+        ),
+        ("transformer/config.json", "patch_size", 2.into(), "patch_size"),
+        (
+            "vae/config.json",
+            "latent_channels",
+            8.into(),
+            "the VAE's latent channels",
+        ),
+        (
+            "transformer/config.json",
+            "num_layers",
+            serde_json::json!(1u64 << 60),
+            "beyond all reason",
+        ),
+        (
+            "transformer/config.json",
+            "num_layers",
+            1.into(),
+            "no part of a FLUX transformer",
+        ),
+        (
+            "model_index.json",
+            "_class_name",
+            "FluxFillPipeline".into(),
+            "FluxFillPipeline",
+        ),
+    ];
+    for (file, key, value, words) in cases {
+        let folder = copy_of(&["flux-tiny"]);
+        set(&folder.path().join(file), key, value);
+        let Err(ModelError::Unsupported { problem, .. }) = open(folder.path()) else {
+            panic!("{key}")
+        };
+        assert!(problem.contains(words), "{key}: {problem}");
+    }
+}
+
+#[test]
+fn what_is_no_pipeline_is_left_to_others() {
+    let empty = tempfile::TempDir::new().expect("a folder");
+    assert!(matches!(open(empty.path()), Ok(None)));
+    assert!(matches!(open(Path::new("/nowhere")), Ok(None)));
+    assert!(matches!(
+        open(&fixtures().join("flux-tiny").join(WEIGHTS)),
+        Ok(None)
+    ));
+    write_json(
+        &empty.path().join("model_index.json"),
+        serde_json::json!({"_class_name": "WanPipeline"}),
+    );
+    assert!(matches!(open(empty.path()), Ok(None)));
+    let catalogue = Catalogue::new(vec![Box::new(Flux)]);
+    assert!(matches!(
+        catalogue.open(empty.path(), F32),
+        Err(ModelError::NotAPipeline { .. })
+    ));
+    assert!(
+        catalogue
+            .open(folder("dev").path(), F32)
+            .is_ok_and(|model| model.family() == "flux")
+    );
+}
+
+#[test]
+fn defaults_are_the_models_own() {
+    let dev = open(folder("dev").path())
+        .expect("sound")
+        .expect("FLUX")
+        .defaults();
+    assert_eq!(
+        (dev.steps, dev.guidance, dev.max_sequence_length, dev.width),
+        (28, 3.5, 512, 1024)
+    );
+    let copy = folder("schnell");
+    let schnell = open(copy.path()).expect("sound").expect("FLUX").defaults();
+    assert_eq!(
+        (schnell.steps, schnell.guidance, schnell.max_sequence_length),
+        (4, 0.0, 256)
+    );
+
+    write_json(
+        &copy.path().join("moored.json"),
+        serde_json::json!({"steps": 8, "width": 128, "height": 96}),
+    );
+    let told = open(copy.path()).expect("sound").expect("FLUX").defaults();
+    assert_eq!(
+        (told.steps, told.width, told.height, told.max_sequence_length),
+        (8, 128, 96, 256)
+    );
+    write_json(
+        &copy.path().join("moored.json"),
+        serde_json::json!({"steps": "many"}),
+    );
+    assert!(matches!(open(copy.path()), Err(ModelError::Damaged { .. })));
+}

@@ -1,0 +1,161 @@
+//! Each part by itself.
+
+use std::collections::HashMap;
+
+use candle_core::{DType, Device, Tensor};
+use gpu::ComponentTensors;
+use pipelines::flux::{
+    Generator, Prompted, SchedulerConfig, Transformer, TransformerConfig, positions, rotations,
+};
+
+use crate::numbers::{component, distance, json, largest_difference, numbers, tensors};
+
+/// What every component must keep.
+pub(crate) const TOLERANCE: f64 = 1e-5;
+
+/// The transformer of a fixture over these tensors, asked what the reference was asked.
+pub(crate) fn velocity(folder: &str, tensors: &ComponentTensors, inputs: &HashMap<String, Tensor>) -> Tensor {
+    let config: TransformerConfig = json(&format!("{folder}/transformer/config.json"));
+    let transformer = Transformer::new(&config, tensors).expect("all tensors");
+    let prompted = Prompted {
+        sequence: &inputs["encoder_hidden_states"],
+        pooled: &inputs["pooled_projections"],
+        guidance: inputs
+            .get("guidance")
+            .map_or(0.0, |guidance| numbers(guidance)[0]),
+        rows: 4,
+        columns: 6,
+    };
+    // Two steps: the one that is asked for must not see the other's modulation.
+    let times = [0.25, numbers(&inputs["timestep"])[0]];
+    let conditioning = transformer.condition(&prompted, &times).expect("conditioning");
+    transformer
+        .velocity(&inputs["hidden_states"], &conditioning, 1, &mut || Ok(()))
+        .expect("a velocity")
+}
+
+#[test]
+fn the_transformer_equals_the_reference() {
+    for (folder, expected) in [
+        ("flux-tiny", "transformer.safetensors"),
+        ("flux-tiny-schnell", "transformer_schnell.safetensors"),
+    ] {
+        let weights = component(&format!(
+            "{folder}/transformer/diffusion_pytorch_model.safetensors"
+        ));
+        let inputs = tensors(&format!("flux-tiny/expected/{expected}"));
+        let apart = distance(&velocity(folder, &weights, &inputs), &inputs["output"]);
+        println!("{folder} transformer: {apart:.2e}");
+        assert!(apart < TOLERANCE, "{folder}: {apart:e}");
+    }
+}
+
+#[test]
+fn bf16_is_the_same_model_within_its_rounding() {
+    let narrow = |tensors: &HashMap<String, Tensor>| -> HashMap<String, Tensor> {
+        let narrow = |tensor: &Tensor| tensor.to_dtype(DType::BF16).expect("a tensor");
+        tensors
+            .iter()
+            .map(|(name, tensor)| (name.clone(), narrow(tensor)))
+            .collect()
+    };
+    let weights = tensors("flux-tiny/transformer/diffusion_pytorch_model.safetensors");
+    let inputs = tensors("flux-tiny/expected/transformer.safetensors");
+    let mut narrow_inputs = narrow(&inputs);
+    for exact in ["timestep", "guidance"] {
+        narrow_inputs.insert(exact.to_owned(), inputs[exact].clone());
+    }
+    let found = velocity(
+        "flux-tiny",
+        &ComponentTensors::new(narrow(&weights)),
+        &narrow_inputs,
+    );
+    assert_eq!(found.dtype(), DType::BF16);
+    let apart = distance(&found, &inputs["output"]);
+    println!("flux-tiny transformer in bf16: {apart:.2e}");
+    assert!(apart < 3e-2, "{apart:e}");
+}
+
+#[test]
+fn rotations_hold_at_the_far_end_of_a_large_picture() {
+    let expected = tensors("flux-tiny/expected/rope.safetensors");
+    let rows = expected["rows"].to_vec1::<i64>().expect("rows");
+    let all = positions(512, 64, 64);
+    let places: Vec<_> = rows.iter().map(|&row| all[row as usize]).collect();
+    let found = rotations(&places, [16, 56, 56], &Device::Cpu).expect("rotations");
+    // The reference holds every angle twice, in neighbouring columns.
+    let every_second = Tensor::arange_step(0u32, 128, 2, &Device::Cpu).expect("indices");
+    for (name, found) in [("cos", &found.cos), ("sin", &found.sin)] {
+        let expected = expected[name].index_select(&every_second, 1).expect("columns");
+        let largest = largest_difference(found, &expected);
+        println!("rope {name}: {largest:.2e}");
+        assert!(largest <= 1e-7, "{name}: {largest:e}");
+    }
+    let rotated = ops::rope(&expected["x"], &found.cos, &found.sin).expect("a rotation");
+    let apart = distance(&rotated, &expected["rotated"]);
+    println!("rotated: {apart:.2e}");
+    assert!(apart < 1e-6, "{apart:e}");
+}
+
+#[test]
+fn noise_is_torchs() {
+    let expected = tensors("flux-tiny/expected/noise.safetensors");
+    let mut largest = 0f32;
+    for (name, expected) in &expected {
+        let parts: Vec<&str> = name.split('.').collect();
+        let found = match parts[..] {
+            ["sequence", seed, sizes] => {
+                let mut generator = Generator::new(seed.parse().expect("a seed"));
+                let sizes = sizes.split('_').map(|size| size.parse().expect("a size"));
+                sizes
+                    .flat_map(|size| generator.normal(size))
+                    .collect::<Vec<f32>>()
+            }
+            [seed, size, ..] => {
+                let numbers =
+                    Generator::new(seed.parse().expect("a seed")).normal(size.parse().expect("a size"));
+                let stride = if parts.len() > 2 { 61 } else { 1 };
+                numbers.into_iter().step_by(stride).collect()
+            }
+            _ => panic!("{name}"),
+        };
+        let found = Tensor::new(found, &Device::Cpu).expect("a tensor");
+        let difference = largest_difference(&found, expected);
+        assert!(difference <= 2e-6, "{name}: {difference:e}");
+        largest = largest.max(difference);
+    }
+    println!("noise: {largest:.2e}");
+}
+
+#[test]
+fn sigmas_are_the_schedulers() {
+    let expected = tensors("flux-tiny/expected/scheduler.safetensors");
+    let base = SchedulerConfig::default();
+    let configuration = |name: &str| match name {
+        "dev" => SchedulerConfig {
+            shift: 3.0,
+            use_dynamic_shifting: true,
+            ..base.clone()
+        },
+        "static" => SchedulerConfig {
+            shift: 3.0,
+            ..base.clone()
+        },
+        "linear" => SchedulerConfig {
+            use_dynamic_shifting: true,
+            time_shift_type: "linear".to_owned(),
+            ..base.clone()
+        },
+        _ => base.clone(),
+    };
+    for (name, expected) in expected.iter().filter(|(name, _)| name.ends_with("sigmas")) {
+        let parts: Vec<&str> = name.split('.').collect();
+        let (steps, tokens) = (
+            parts[1].parse().expect("steps"),
+            parts[2].parse().expect("tokens"),
+        );
+        let found = Tensor::new(configuration(parts[0]).sigmas(steps, tokens), &Device::Cpu).expect("sigmas");
+        let largest = largest_difference(&found, expected);
+        assert!(largest <= 1.2e-7, "{name}: {largest:e}");
+    }
+}

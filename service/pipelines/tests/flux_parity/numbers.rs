@@ -1,0 +1,69 @@
+//! Reading fixtures and measuring distances.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use gpu::ComponentTensors;
+use serde::de::DeserializeOwned;
+
+/// The folder of the fixtures.
+pub(crate) fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures")
+}
+
+/// All tensors of a file below the fixtures.
+pub(crate) fn tensors(path: &str) -> HashMap<String, Tensor> {
+    candle_core::safetensors::load(fixtures().join(path), &Device::Cpu).expect("a fixture")
+}
+
+/// A component of a fixture's pipeline.
+pub(crate) fn component(path: &str) -> ComponentTensors {
+    ComponentTensors::new(tensors(path))
+}
+
+/// A JSON file below the fixtures.
+pub(crate) fn json<T: DeserializeOwned>(path: &str) -> T {
+    let text = std::fs::read_to_string(fixtures().join(path)).expect("a fixture");
+    serde_json::from_str(&text).expect("a fixture's JSON")
+}
+
+/// All numbers of a tensor.
+pub(crate) fn numbers(tensor: &Tensor) -> Vec<f32> {
+    let flat = tensor
+        .to_dtype(DType::F32)
+        .and_then(|t| t.flatten_all())
+        .and_then(|t| t.to_vec1());
+    flat.expect("numbers")
+}
+
+/// `|found - expected| / |expected|`, in f64. Infinite where shapes differ or a number is not finite.
+pub(crate) fn distance(found: &Tensor, expected: &Tensor) -> f64 {
+    if found.dims() != expected.dims() {
+        return f64::INFINITY;
+    }
+    let length = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
+    let (found, expected) = (numbers(found), numbers(expected));
+    let apart = length(
+        &mut found
+            .iter()
+            .zip(&expected)
+            .map(|(f, e)| f64::from(*f) - f64::from(*e)),
+    );
+    let relative = apart / length(&mut expected.iter().map(|e| f64::from(*e)));
+    if relative.is_finite() {
+        relative
+    } else {
+        f64::INFINITY
+    }
+}
+
+/// The largest difference of two numbers.
+pub(crate) fn largest_difference(found: &Tensor, expected: &Tensor) -> f32 {
+    assert_eq!(found.dims(), expected.dims());
+    numbers(found)
+        .iter()
+        .zip(numbers(expected))
+        .map(|(f, e)| (f - e).abs())
+        .fold(0.0, f32::max)
+}

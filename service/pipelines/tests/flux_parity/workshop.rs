@@ -1,0 +1,220 @@
+//! A model whose components are all on a card, and its stages one after the other.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use gpu::{ComponentTensors, CpuCard, CpuSettings, Gpu};
+use pipelines::flux::{FluxModel, Stage};
+use pipelines::{
+    HostTensor, ImageRequest, InitImage, Model, Observer, Precision, StageError, StageInput, StageKind,
+    StageOutput, StagePlan, Unobserved,
+};
+use tempfile::TempDir;
+
+use crate::numbers::fixtures;
+
+/// The precision of the fixtures.
+pub(crate) const F32: Precision = Precision { dtype: DType::F32 };
+
+/// A copy of fixture folders, one over the other, that a test may spoil.
+pub(crate) fn copy_of(folders: &[&str]) -> TempDir {
+    fn copy(from: &Path, to: &Path) {
+        std::fs::create_dir_all(to).expect("a folder");
+        for entry in std::fs::read_dir(from).expect("a folder").flatten() {
+            let target = to.join(entry.file_name());
+            if entry.path().is_dir() {
+                copy(&entry.path(), &target);
+            } else {
+                std::fs::copy(entry.path(), target).expect("a copy");
+            }
+        }
+    }
+    let folder = TempDir::new().expect("a folder");
+    folders
+        .iter()
+        .for_each(|name| copy(&fixtures().join(name), folder.path()));
+    folder
+}
+
+/// A folder that is kept, or goes with whoever holds it.
+pub(crate) enum Folder {
+    Fixture(PathBuf),
+    Copy(TempDir),
+}
+
+impl Folder {
+    pub(crate) fn path(&self) -> &Path {
+        match self {
+            Folder::Fixture(path) => path,
+            Folder::Copy(folder) => folder.path(),
+        }
+    }
+}
+
+/// The fixture of this kind: `dev` or `schnell`.
+pub(crate) fn folder(kind: &str) -> Folder {
+    match kind {
+        "dev" => Folder::Fixture(fixtures().join("flux-tiny")),
+        _ => Folder::Copy(copy_of(&["flux-tiny", "flux-tiny-schnell"])),
+    }
+}
+
+/// A model with everything resident.
+pub(crate) struct Workshop {
+    pub(crate) model: FluxModel,
+    components: RefCell<HashMap<String, Arc<ComponentTensors>>>,
+    /// Components that were asked for since the last look.
+    pub(crate) asked: RefCell<Vec<String>>,
+}
+
+impl Workshop {
+    /// Opens a model and loads it with the CPU card.
+    pub(crate) fn open(path: &Path) -> Workshop {
+        let model = FluxModel::open(path, F32)
+            .expect("a sound model")
+            .expect("a FLUX model");
+        let mut card = CpuCard::new(CpuSettings::default()).expect("a card");
+        let mut components = HashMap::new();
+        for component in model.components() {
+            let plan = model.load_plan(&component.name).expect("a plan");
+            assert_eq!(plan.bytes(), component.bytes, "{}", component.name);
+            card.load(component, plan, &mut |_| ControlFlow::Continue(()))
+                .expect("a load");
+            components.insert(
+                component.name.clone(),
+                card.tensors(&component.id).expect("tensors"),
+            );
+        }
+        Workshop {
+            model,
+            components: RefCell::new(components),
+            asked: RefCell::default(),
+        }
+    }
+
+    /// Puts other tensors in a component's place.
+    pub(crate) fn replace(&self, name: &str, tensors: HashMap<String, Tensor>) {
+        self.components
+            .borrow_mut()
+            .insert(name.to_owned(), Arc::new(ComponentTensors::new(tensors)));
+    }
+
+    pub(crate) fn tensors(&self, name: &str) -> Arc<ComponentTensors> {
+        Arc::clone(&self.components.borrow()[name])
+    }
+
+    fn give(&self, name: &str) -> Result<Arc<ComponentTensors>, StageError> {
+        self.asked.borrow_mut().push(name.to_owned());
+        Ok(self.tensors(name))
+    }
+
+    /// Runs one stage, and checks that it asked for no more than it had named.
+    pub(crate) fn run(
+        &self,
+        plan: &StagePlan,
+        rung: usize,
+        request: &ImageRequest,
+        input: &StageInput,
+        observer: &mut dyn Observer,
+    ) -> Result<StageOutput, StageError> {
+        self.asked.borrow_mut().clear();
+        let tensors = |name: &str| self.give(name);
+        let result = self
+            .model
+            .run(plan, rung, request, input, &tensors, &Device::Cpu, observer);
+        for asked in self.asked.borrow().iter() {
+            assert!(
+                plan.components.iter().any(|component| component.name == *asked),
+                "{asked}"
+            );
+        }
+        result
+    }
+
+    /// All stages but the decode: the final latent.
+    pub(crate) fn paint(
+        &self,
+        request: &ImageRequest,
+        observer: &mut dyn Observer,
+    ) -> Result<HostTensor, StageError> {
+        self.model.validate(request).expect("a valid request");
+        let mut input = StageInput::default();
+        for plan in self.model.stages(request) {
+            if plan.kind == StageKind::Decode {
+                break;
+            }
+            match self.run(&plan, 0, request, &input, observer)? {
+                StageOutput::Text(text) => input.text = Some(text),
+                StageOutput::Latent(latent) => input.latent = Some(latent),
+                StageOutput::Picture { .. } => panic!("a picture from {:?}", plan.kind),
+            }
+        }
+        Ok(input.latent.expect("a latent"))
+    }
+
+    /// The picture of a latent in floats over 0 to 1, as `output_type="pt"`.
+    pub(crate) fn picture(&self, request: &ImageRequest, latent: &Tensor) -> Tensor {
+        let tensors = |name: &str| self.give(name);
+        let mut observer = Unobserved;
+        let stage = Stage {
+            model: &self.model,
+            request,
+            tensors: &tensors,
+            device: &Device::Cpu,
+            observer: &mut observer,
+        };
+        let picture = stage
+            .decoded(latent, pipelines::flux::vae::Chunking::Whole)
+            .expect("a picture");
+        picture
+            .affine(0.5, 0.5)
+            .and_then(|picture| picture.clamp(0f32, 1f32))
+            .expect("a picture")
+    }
+}
+
+/// A host tensor of f32 as a tensor.
+pub(crate) fn on_cpu(tensor: &HostTensor) -> Tensor {
+    let numbers: Vec<f32> = tensor
+        .data
+        .as_chunks::<4>()
+        .0
+        .iter()
+        .map(|&b| f32::from_le_bytes(b))
+        .collect();
+    Tensor::from_vec(numbers, tensor.shape.as_slice(), &Device::Cpu).expect("a tensor")
+}
+
+/// A small request.
+pub(crate) fn request() -> ImageRequest {
+    ImageRequest {
+        prompt: "a red circle on a blue square".to_owned(),
+        width: 64,
+        height: 64,
+        steps: 4,
+        guidance: 3.5,
+        seed: 7,
+        max_sequence_length: 48,
+        init_image: None,
+        strength: 1.0,
+        preview: false,
+    }
+}
+
+/// An init image of a fixture, `[height, width, 3]` bytes.
+pub(crate) fn init_image(picture: &Tensor) -> InitImage {
+    let (height, width, _) = picture.dims3().expect("a picture");
+    let rgb = picture
+        .flatten_all()
+        .and_then(|bytes| bytes.to_vec1::<u8>())
+        .expect("bytes");
+    InitImage {
+        width: width as u32,
+        height: height as u32,
+        rgb: rgb.into(),
+    }
+}

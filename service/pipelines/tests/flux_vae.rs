@@ -1,0 +1,496 @@
+//! FLUX's autoencoder against diffusers' own (fixtures/make_fixtures.py), and its strips and tiles against
+//! the whole.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+#![allow(unsafe_code)] // The counting allocator.
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::RwLock;
+
+use candle_core::{DType, Device, Tensor};
+use gpu::ComponentTensors;
+use pipelines::StageError;
+use pipelines::flux::vae::{
+    Chunking, VaeConfig, VaeDecoder, VaeEncoder, decode_scratch, diffusers_name_of_bfl, encode_ladder,
+    encode_scratch, from_rgb8, ladder, to_rgb8,
+};
+
+#[path = "flux_vae/counting.rs"]
+mod counting;
+#[path = "flux_vae/made_up.rs"]
+mod made_up;
+
+use counting::peak_of;
+use made_up::{latent, made_up, noise};
+
+type Tensors = HashMap<String, Tensor>;
+
+/// Tests read it; the ones that measure write it, so that they are alone.
+static ALONE: RwLock<()> = RwLock::new(());
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/flux-tiny")
+}
+
+fn load(path: &str) -> Tensors {
+    candle_core::safetensors::load(fixtures().join(path), &Device::Cpu).expect(path)
+}
+
+fn weights() -> Tensors {
+    load("vae/diffusion_pytorch_model.safetensors")
+}
+
+fn config() -> VaeConfig {
+    let text = std::fs::read_to_string(fixtures().join("vae/config.json")).expect("config");
+    serde_json::from_str(&text).expect("a VAE's configuration")
+}
+
+fn decoder_of(tensors: Tensors) -> VaeDecoder {
+    VaeDecoder::new(&config(), &ComponentTensors::new(tensors)).expect("a decoder")
+}
+
+fn decode(decoder: &VaeDecoder, latent: &Tensor, chunking: Chunking) -> Tensor {
+    decoder.decode(latent, chunking, &|| false).expect("a picture")
+}
+
+/// Relative error in L2.
+fn distance(actual: &Tensor, expected: &Tensor) -> f64 {
+    assert_eq!(actual.dims(), expected.dims());
+    let norm = |t: &Tensor| -> f64 {
+        let t = t.to_dtype(DType::F64).unwrap();
+        t.sqr()
+            .unwrap()
+            .sum_all()
+            .unwrap()
+            .to_scalar::<f64>()
+            .unwrap()
+            .sqrt()
+    };
+    norm(&(actual - expected).unwrap()) / norm(expected)
+}
+
+fn picture_of(bytes: &Tensor) -> Tensor {
+    let (height, width, _) = bytes.dims3().unwrap();
+    let bytes = bytes.flatten_all().unwrap().to_vec1::<u8>().unwrap();
+    from_rgb8(&bytes, width, height, &Device::Cpu).unwrap()
+}
+
+#[test]
+fn decoding_equals_diffusers() {
+    let _together = ALONE.read();
+    let (decoder, expected) = (decoder_of(weights()), load("expected/vae.safetensors"));
+    for name in ["square", "tall"] {
+        let picture = decode(
+            &decoder,
+            &expected[&format!("decode.{name}.latent")],
+            Chunking::Whole,
+        );
+        let error = distance(&picture, &expected[&format!("decode.{name}.picture")]);
+        println!("decode {name}: {error:.2e}");
+        assert!(error < 1e-5, "{name}: {error:e}");
+    }
+}
+
+#[test]
+fn encoding_equals_diffusers_whole_and_in_strips() {
+    let _together = ALONE.read();
+    let encoder = VaeEncoder::new(&config(), &ComponentTensors::new(weights())).expect("an encoder");
+    let expected = load("expected/vae.safetensors");
+    for name in ["square", "wide"] {
+        let picture = picture_of(&expected[&format!("encode.{name}.picture")]);
+        for chunking in [1, 2, 3, 5]
+            .map(|latent_rows| Chunking::Strips { latent_rows })
+            .into_iter()
+            .chain([Chunking::Whole])
+        {
+            let moments = encoder.encode(&picture, chunking, &|| false).expect("moments");
+            let mean = distance(&moments.mean, &expected[&format!("encode.{name}.mean")]);
+            let spread = distance(&moments.log_variance, &expected[&format!("encode.{name}.logvar")]);
+            println!("encode {name} {}: {mean:.2e} {spread:.2e}", chunking.label());
+            assert!(
+                mean < 1e-5 && spread < 1e-5,
+                "{name} {chunking:?}: {mean:e} {spread:e}"
+            );
+        }
+    }
+}
+
+#[test]
+fn strips_of_any_size_are_the_whole() {
+    let _together = ALONE.read();
+    let decoder = decoder_of(weights());
+    let mut worst = 0f64;
+    for (h, w) in [(13, 9), (6, 17), (1, 5), (16, 16)] {
+        let latent = latent(h, w);
+        let whole = decode(&decoder, &latent, Chunking::Whole);
+        for latent_rows in 1..=h + 1 {
+            let strips = decode(&decoder, &latent, Chunking::Strips { latent_rows });
+            let error = distance(&strips, &whole);
+            worst = worst.max(error);
+            assert!(error < 1e-5, "{h}x{w} in strips of {latent_rows}: {error:e}");
+        }
+    }
+    println!("strips: {worst:.2e}");
+}
+
+#[test]
+fn tiles_equal_diffusers_tiles() {
+    let _together = ALONE.read();
+    let (decoder, expected) = (decoder_of(weights()), load("expected/vae.safetensors"));
+    let latent = &expected["decode.tall.latent"];
+    let tiled = decode(&decoder, latent, Chunking::Tiles { latent_size: 8 });
+    let error = distance(&tiled, &expected["decode.tall.tiled_8"]);
+    println!("tiles: {error:.2e}");
+    assert!(error < 1e-4, "{error:e}");
+    let from_whole = distance(&tiled, &expected["decode.tall.picture"]);
+    assert!(from_whole > 1e-3, "tiles are an approximation: {from_whole:e}");
+    // What fits in one tile is not tiled.
+    let one = decode(&decoder, latent, Chunking::Tiles { latent_size: 16 });
+    assert!(distance(&one, &decode(&decoder, latent, Chunking::Whole)) == 0.0);
+}
+
+#[test]
+fn mistakes_in_the_mapping_would_be_seen() {
+    let _together = ALONE.read();
+    let expected = load("expected/vae.safetensors");
+    let latent = &expected["decode.square.latent"];
+    let decode_error = |change: &dyn Fn(&mut Tensors)| {
+        let mut tensors = weights();
+        change(&mut tensors);
+        distance(
+            &decode(&decoder_of(tensors), latent, Chunking::Whole),
+            &expected["decode.square.picture"],
+        )
+    };
+    let swap = |tensors: &mut Tensors, a: &str, b: &str| {
+        let (first, second) = (tensors[a].clone(), tensors[b].clone());
+        tensors.insert(a.to_owned(), second);
+        tensors.insert(b.to_owned(), first);
+    };
+    let drop_it = |tensors: &mut Tensors, name: &str| {
+        let zeros = tensors[name].zeros_like().unwrap();
+        assert!(tensors.insert(name.to_owned(), zeros).is_some());
+    };
+    let resnet = "decoder.up_blocks.1.resnets.0";
+    let attention = "decoder.mid_block.attentions.0";
+    type Change<'a> = Box<dyn Fn(&mut Tensors) + 'a>;
+    let mut mutations: Vec<(String, Change<'_>)> = Vec::new();
+    for name in [
+        "decoder.conv_in.bias",
+        "decoder.mid_block.resnets.1.norm1.bias",
+        "decoder.mid_block.attentions.0.to_v.bias",
+        "decoder.mid_block.attentions.0.to_out.0.bias",
+        "decoder.mid_block.attentions.0.group_norm.bias",
+        "decoder.up_blocks.0.upsamplers.0.conv.bias",
+        "decoder.up_blocks.2.resnets.1.conv1.bias",
+        "decoder.up_blocks.3.resnets.0.conv_shortcut.bias",
+        "decoder.conv_norm_out.bias",
+        "decoder.conv_out.bias",
+    ] {
+        mutations.push((format!("no {name}"), Box::new(move |t| drop_it(t, name))));
+    }
+    for part in ["weight", "bias"] {
+        mutations.push((
+            format!("norms swapped: {part}"),
+            Box::new(move |t| {
+                swap(
+                    t,
+                    &format!("{resnet}.norm1.{part}"),
+                    &format!("{resnet}.norm2.{part}"),
+                )
+            }),
+        ));
+        mutations.push((
+            format!("q and v swapped: {part}"),
+            Box::new(move |t| {
+                swap(
+                    t,
+                    &format!("{attention}.to_q.{part}"),
+                    &format!("{attention}.to_v.{part}"),
+                )
+            }),
+        ));
+        mutations.push((
+            format!("middle blocks swapped: {part}"),
+            Box::new(move |t| {
+                let name = |i: usize| format!("decoder.mid_block.resnets.{i}.conv1.{part}");
+                swap(t, &name(0), &name(1));
+            }),
+        ));
+    }
+    mutations.push((
+        "a norm's scale and shift swapped".to_owned(),
+        Box::new(|t| {
+            swap(
+                t,
+                &format!("{resnet}.norm1.weight"),
+                &format!("{resnet}.norm1.bias"),
+            )
+        }),
+    ));
+    mutations.push((
+        "a kernel transposed".to_owned(),
+        Box::new(|t| {
+            let name = "decoder.conv_in.weight";
+            let transposed = t[name].transpose(2, 3).unwrap().contiguous().unwrap();
+            t.insert(name.to_owned(), transposed);
+        }),
+    ));
+    for (name, change) in &mutations {
+        let error = decode_error(change);
+        assert!(error > 1e-3, "{name}: {error:e}");
+    }
+}
+
+#[test]
+fn bfl_names_cover_the_whole_autoencoder() {
+    let _together = ALONE.read();
+    // Every diffusers name, made BFL's by hand, comes back.
+    for name in weights().keys() {
+        let mut bfl = name
+            .replace("mid_block.resnets.0", "mid.block_1")
+            .replace("mid_block.resnets.1", "mid.block_2")
+            .replace("mid_block.attentions.0.group_norm", "mid.attn_1.norm")
+            .replace("mid_block.attentions.0.to_out.0", "mid.attn_1.proj_out")
+            .replace("mid_block.attentions.0.to_", "mid.attn_1.")
+            .replace("conv_norm_out", "norm_out")
+            .replace("conv_shortcut", "nin_shortcut")
+            .replace("downsamplers.0", "downsample")
+            .replace("upsamplers.0", "upsample")
+            .replace("resnets", "block")
+            .replace("down_blocks", "down");
+        for level in 0..4 {
+            bfl = bfl.replace(&format!("up_blocks.{level}"), &format!("up.{}", 3 - level));
+        }
+        assert_eq!(diffusers_name_of_bfl(&bfl).as_ref(), Some(name), "{bfl}");
+    }
+    for strange in [
+        "",
+        "decoder",
+        "decoder.up.4.block.0.conv1.weight",
+        "encoder.up.0.block.0.conv1.weight",
+    ] {
+        assert_eq!(diffusers_name_of_bfl(strange), None, "{strange}");
+    }
+    for strange in [
+        "decoder.mid.attn_1.q.scale",
+        "double_blocks.0.img_mod.lin.weight",
+        "decoder.conv_in",
+    ] {
+        assert_eq!(diffusers_name_of_bfl(strange), None, "{strange}");
+    }
+}
+
+#[test]
+fn attention_may_be_kept_as_1x1_convolutions() {
+    let _together = ALONE.read();
+    let latent = latent(4, 4);
+    let expected = decode(&decoder_of(weights()), &latent, Chunking::Whole);
+    let mut tensors = weights();
+    for layer in ["to_q", "to_k", "to_v", "to_out.0"] {
+        let name = format!("decoder.mid_block.attentions.0.{layer}.weight");
+        let (out, into) = tensors[&name].dims2().unwrap();
+        let convolution = tensors[&name].reshape((out, into, 1, 1)).unwrap();
+        tensors.insert(name, convolution);
+    }
+    assert_eq!(
+        distance(&decode(&decoder_of(tensors), &latent, Chunking::Whole), &expected),
+        0.0
+    );
+}
+
+#[test]
+fn a_decode_that_nobody_wants_ends_early() {
+    let _together = ALONE.read();
+    let decoder = decoder_of(weights());
+    for chunking in [
+        Chunking::Whole,
+        Chunking::Strips { latent_rows: 1 },
+        Chunking::Tiles { latent_size: 8 },
+    ] {
+        let asked = Cell::new(0);
+        let cancelled = || {
+            asked.set(asked.get() + 1);
+            asked.get() > 7
+        };
+        let result = decoder.decode(&latent(16, 16), chunking, &cancelled);
+        assert!(matches!(result, Err(StageError::Cancelled)), "{chunking:?}");
+        assert_eq!(asked.get(), 8, "{chunking:?}");
+    }
+}
+
+#[test]
+fn values_that_are_not_finite_are_told() {
+    let _together = ALONE.read();
+    let mut tensors = weights();
+    let name = "decoder.up_blocks.1.resnets.0.conv2.bias";
+    let infinite = (tensors[name].ones_like().unwrap() * f64::INFINITY).unwrap();
+    tensors.insert(name.to_owned(), infinite);
+    let result = decoder_of(tensors).decode(&latent(4, 4), Chunking::Whole, &|| false);
+    assert!(matches!(result, Err(StageError::NotFinite { ref component, step: 0 }) if component == "vae"));
+}
+
+#[test]
+fn what_does_not_fit_is_refused_by_name() {
+    let _together = ALONE.read();
+    let mut tensors = weights();
+    tensors.remove("decoder.mid_block.attentions.0.to_k.bias");
+    let error = VaeDecoder::new(&config(), &ComponentTensors::new(tensors)).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains("decoder.mid_block.attentions.0.to_k.bias"),
+        "{error}"
+    );
+    let wrong = decoder_of(weights()).decode(&noise(&[1, 4, 8, 8], 1.0), Chunking::Whole, &|| false);
+    assert!(matches!(wrong, Err(StageError::BadInput(_))));
+    let strange = VaeConfig {
+        act_fn: "mish".to_owned(),
+        ..config()
+    };
+    assert!(VaeDecoder::new(&strange, &ComponentTensors::new(weights())).is_err());
+}
+
+#[test]
+fn pictures_become_bytes_as_diffusers_makes_them() {
+    let _together = ALONE.read();
+    let values: Vec<f32> = vec![
+        -2.0,
+        -1.0,
+        0.0,
+        1.0 / 255.0,
+        1.0,
+        3.0,
+        -0.5,
+        0.5,
+        0.25,
+        0.1,
+        0.2,
+        0.3,
+    ];
+    let picture = Tensor::from_vec(values, (1, 3, 2, 2), &Device::Cpu).unwrap();
+    let expected = [0, 255, 159, 0, 255, 140, 128, 64, 153, 128, 191, 166];
+    assert_eq!(to_rgb8(&picture).unwrap(), expected);
+    let bytes: Vec<u8> = (0..=254).collect();
+    assert_eq!(
+        to_rgb8(&from_rgb8(&bytes, 17, 5, &Device::Cpu).unwrap()).unwrap(),
+        bytes
+    );
+}
+
+/// About what the demonstration model has, and somewhat more.
+fn small_config() -> VaeConfig {
+    VaeConfig {
+        block_out_channels: vec![32, 64, 64, 64],
+        layers_per_block: 1,
+        norm_num_groups: 8,
+        sample_size: 256,
+        ..VaeConfig::flux()
+    }
+}
+
+#[test]
+fn predicted_scratch_is_what_a_decode_needs() {
+    let _alone = ALONE.write();
+    let wide = VaeConfig {
+        block_out_channels: vec![64, 64],
+        ..small_config()
+    };
+    let shallow = VaeConfig {
+        block_out_channels: vec![64],
+        ..small_config()
+    };
+    for (config, h, w) in [(small_config(), 16, 12), (wide, 24, 24), (shallow, 32, 32)] {
+        let decoder = VaeDecoder::new(&config, &ComponentTensors::new(made_up(&config))).expect("a decoder");
+        let latent = latent(h, w);
+        drop(decode(&decoder, &latent, Chunking::Whole)); // threads and their buffers
+        for (chunking, rung) in ladder(&config, h, w, DType::F32) {
+            let (measured, picture) = peak_of(|| decode(&decoder, &latent, chunking));
+            drop(picture);
+            let ratio = rung.scratch.0 as f64 / measured as f64;
+            println!(
+                "{:?} {h}x{w} {}: predicted {} measured {measured} ({ratio:.2})",
+                config.block_out_channels, rung.label, rung.scratch.0
+            );
+            assert!((0.8..1.25).contains(&ratio), "{chunking:?}");
+            assert_eq!(rung.scratch, decode_scratch(&config, h, w, chunking, DType::F32));
+        }
+    }
+}
+
+#[test]
+fn predicted_scratch_is_what_an_encode_needs() {
+    let _alone = ALONE.write();
+    let encoder = VaeEncoder::new(&config(), &ComponentTensors::new(weights())).expect("an encoder");
+    let picture = noise(&[1, 3, 256, 192], 0.5);
+    let (own, _) = peak_of(|| picture.copy().expect("a copy"));
+    drop(encoder.encode(&picture, Chunking::Whole, &|| false));
+    for (chunking, rung) in encode_ladder(&config(), 32, 24, DType::F32) {
+        let (measured, moments) = peak_of(|| encoder.encode(&picture, chunking, &|| false));
+        drop(moments);
+        let ratio = rung.scratch.0 as f64 / (measured + own) as f64;
+        println!(
+            "{}: predicted {} measured {} ({ratio:.2})",
+            rung.label,
+            rung.scratch.0,
+            measured + own
+        );
+        assert!((0.8..1.25).contains(&ratio), "{chunking:?}");
+    }
+}
+
+#[test]
+fn every_rung_is_predicted_to_need_less_than_the_one_before() {
+    let _together = ALONE.read();
+    for (h, w) in [(128, 128), (64, 96), (256, 256), (16, 16), (2, 2)] {
+        let rungs = ladder(&VaeConfig::flux(), h, w, DType::BF16);
+        println!("{h}x{w}");
+        for (_, rung) in &rungs {
+            println!("  {} {} MiB", rung.label, rung.scratch.0 >> 20);
+        }
+        assert_eq!(rungs[0].0, Chunking::Whole);
+        assert!(rungs.windows(2).all(|pair| pair[1].1.scratch < pair[0].1.scratch));
+        assert!(
+            rungs
+                .iter()
+                .all(|(chunking, rung)| chunking.is_approximate() == rung.approximate)
+        );
+        let encode = encode_ladder(&VaeConfig::flux(), h, w, DType::BF16);
+        assert!(
+            encode
+                .windows(2)
+                .all(|pair| pair[1].1.scratch < pair[0].1.scratch)
+        );
+        assert_eq!(
+            encode[0].1.scratch,
+            encode_scratch(&VaeConfig::flux(), h, w, Chunking::Whole, DType::BF16)
+        );
+    }
+}
+
+/// `cargo test -p pipelines --test flux_vae --release -- --ignored --nocapture how_long`
+#[test]
+#[ignore = "prints times"]
+fn how_long_a_decode_takes() {
+    let _alone = ALONE.write();
+    for (config, h, w) in [
+        (small_config(), 16, 16),
+        (small_config(), 64, 64),
+        (VaeConfig::flux(), 16, 16),
+    ] {
+        let decoder = VaeDecoder::new(&config, &ComponentTensors::new(made_up(&config))).expect("a decoder");
+        for chunking in [Chunking::Whole, Chunking::Strips { latent_rows: 4 }] {
+            for _ in 0..3 {
+                let start = std::time::Instant::now();
+                drop(decode(&decoder, &latent(h, w), chunking));
+                println!(
+                    "{:?} {h}x{w} {}: {:?}",
+                    config.block_out_channels,
+                    chunking.label(),
+                    start.elapsed()
+                );
+            }
+        }
+    }
+}

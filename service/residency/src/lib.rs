@@ -1,0 +1,76 @@
+//! DECIDES. Pure arithmetic over a ledger of one card's memory: no IO, no async, no clock, no tensors.
+//!
+//! # The rooms
+//! - [`Ledger`]: double entry. Every byte of the card is in exactly one account, and the driver has the last word:
+//!   moves and leases *book*, [`Ledger::reconcile`] lays the driver's figures underneath.
+//! - [`plan`]: which [`Move`]s make room for a stage ([`Verdict::Run`]), who would have to give memory back
+//!   ([`Verdict::Wait`]), or that the card is too small ([`Verdict::Never`]). Beside it [`plan_low_memory`] for those
+//!   who risk it, [`make_room`] for other programs, [`idle_moves`] for the janitor.
+//! - [`ScratchBook`]: what stages really needed. [`Wait`]: patience as a state. [`fallbacks`]: what would fit instead.
+//!   [`choose`]: which card is finished first.
+//!
+//! # The words
+//! A *component* is loaded, leased, pinned and evicted as one. A *stage* needs components and *scratch*. A *lease* is
+//! a running stage's; a *hold* is a client's, with a time to live; a *pin* lasts until unpinned; a *reservation* is
+//! another program's. *Usable* is what the driver calls free and our own *slack*, less *headroom* and what is spoken
+//! for. *Late* bytes were freed by us and are not shown as free yet. *Foreign* bytes are held by others.
+//!
+//! # One stage, start to end
+//! ```
+//! use residency::*;
+//!
+//! let now = Millis(0);
+//! let mut ledger = Ledger::new(Bytes::gib(24), Bytes::mib(512));
+//! let vae = Component {
+//!     id: ComponentId::new("vae@bf16"),
+//!     name: "vae".into(),
+//!     bytes: Bytes::mib(160),
+//!     reload_seconds: 0.02,
+//! };
+//! let need = StageNeed { name: "decode".into(), components: vec![vae], scratch: Bytes::gib(3) };
+//!
+//! let Verdict::Run { moves } = plan(&ledger, &need, Policy::Shared, now) else { panic!("it fits") };
+//! for each in moves {
+//!     match each {
+//!         Move::Load(c) => {
+//!             ledger.begin_load(&c, now)?; // then bytes are copied, then:
+//!             ledger.complete_load(&c.id, now)?;
+//!         }
+//!         Move::Evict(c) => {
+//!             ledger.begin_evict(&c.id)?;
+//!             ledger.complete_evict(&c.id, now)?;
+//!         }
+//!         Move::Trim => {} // the card does it, and reconciling shows it
+//!     }
+//! }
+//! let lease = ledger.lease(&need, now)?; // the stage runs
+//! ledger.release(lease, now)?;
+//! assert_eq!(ledger.accounts().sum(), Bytes::gib(24));
+//! # Ok::<(), LedgerError>(())
+//! ```
+//!
+//! # What is absent
+//! Clocks (every call says what time it is), randomness, hash-ordered iteration, threads, and any knowledge of
+//! families, drivers or clients.
+#![deny(unsafe_code)]
+
+mod choose;
+mod fallback;
+mod ledger;
+mod nouns;
+mod patience;
+mod plan;
+mod resident;
+mod scratch;
+
+pub use choose::{Candidate, choose, predicted_move_seconds};
+pub use fallback::{Alternative, Fallback, Fits, fallbacks, peak_of};
+pub use ledger::{Accounts, Expired, HoldId, LATE_AT_MOST_MS, LeaseId, Ledger, LedgerError, ReservationId};
+pub use nouns::{Bytes, Component, ComponentId, DriverTruth, Holder, Millis, StageNeed};
+pub use patience::{Patience, Wait};
+pub use plan::{
+    IdlePolicy, LowMemory, Move, Policy, Verdict, WaitCause, idle_moves, large_from, make_room, plan,
+    plan_low_memory,
+};
+pub use resident::{HEAT_HALF_LIFE_MS, Resident, ResidentState};
+pub use scratch::{KEYS_REMEMBERED, RUNS_REMEMBERED, RunOutcome, ScratchBook, ScratchKey};

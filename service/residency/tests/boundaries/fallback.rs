@@ -1,0 +1,80 @@
+use residency::{
+    Alternative, Bytes, Component, DriverTruth, Fallback, Fits, Ledger, Millis, Policy, fallbacks, peak_of,
+};
+
+use crate::given::{card_with, component, stage, truth};
+
+fn alternative(label: &str, fidelity: u32, components: &[&Component], scratch_gib: u64) -> Alternative {
+    let small = stage(&[], Bytes::gib(1));
+    let stages = vec![small.clone(), stage(components, Bytes::gib(scratch_gib)), small];
+    Alternative {
+        label: label.into(),
+        fidelity,
+        stages,
+    }
+}
+
+fn offered(ledger: &Ledger, alternatives: &[Alternative]) -> Vec<(String, Fits)> {
+    let fallbacks = fallbacks(ledger, alternatives, Policy::Shared, Millis(0));
+    fallbacks.into_iter().map(|f| (f.label, f.fits)).collect()
+}
+
+#[test]
+fn what_would_fit_is_offered_closest_first_with_what_it_saves() {
+    let (full, half, quarter) = (
+        component("full", 23),
+        component("half", 12),
+        component("quarter", 6),
+    );
+    let ledger = card_with(&[&component("other", 10)]);
+    let alternatives = [
+        alternative("4-bit", 1, &[&quarter], 4),
+        alternative("as asked", 3, &[&full], 4),
+        alternative("8-bit", 2, &[&half, &half], 4),
+    ];
+    let gib = Bytes::gib;
+    let eight = Fallback {
+        label: "8-bit".into(),
+        peak: gib(16),
+        fits: Fits::AfterEvictions,
+        saved: gib(11),
+    };
+    let four = Fallback {
+        label: "4-bit".into(),
+        peak: gib(10),
+        fits: Fits::Now,
+        saved: gib(17),
+    };
+    assert_eq!(
+        fallbacks(&ledger, &alternatives, Policy::Shared, Millis(0)),
+        [eight, four]
+    );
+}
+
+#[test]
+fn what_needs_memory_of_others_is_not_offered_but_what_waits_for_ours_is() {
+    let (busy, new) = (component("busy", 10), component("new", 12));
+    let mut ledger = card_with(&[&busy]);
+    ledger.lease(&stage(&[&busy], Bytes::ZERO), Millis(0)).unwrap();
+    let asked = [alternative("smaller", 1, &[&new], 6)];
+    assert_eq!(
+        offered(&ledger, &asked),
+        [("smaller".into(), Fits::AfterEvictions)]
+    );
+    ledger.reconcile(&DriverTruth {
+        free: Bytes::gib(1),
+        ..truth(&ledger)
+    });
+    assert_eq!(offered(&ledger, &asked), []);
+}
+
+#[test]
+fn one_stage_that_never_fits_takes_the_whole_alternative_out() {
+    let huge = component("huge", 30);
+    assert_eq!(
+        offered(&card_with(&[]), &[alternative("huge", 1, &[&huge], 0)]),
+        []
+    );
+    assert_eq!(offered(&card_with(&[]), &[]), []);
+    assert_eq!(peak_of(&[]), Bytes::ZERO);
+}

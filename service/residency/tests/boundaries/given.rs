@@ -1,0 +1,61 @@
+//! Cards, components and stages to begin with.
+
+use residency::{Bytes, Component, ComponentId, DriverTruth, Ledger, Millis, StageNeed};
+
+/// A component of `gib` GiB that takes a second per GiB to bring back.
+pub(crate) fn component(name: &str, gib: u64) -> Component {
+    let id = ComponentId::new(name);
+    Component {
+        id,
+        name: name.into(),
+        bytes: Bytes::gib(gib),
+        reload_seconds: gib as f64,
+    }
+}
+
+pub(crate) fn stage(components: &[&Component], scratch: Bytes) -> StageNeed {
+    StageNeed {
+        name: "denoise".into(),
+        components: components.iter().map(|&c| c.clone()).collect(),
+        scratch,
+    }
+}
+
+/// A ledger over 24 GiB without headroom, with these components resident since 0.
+pub(crate) fn card_with(components: &[&Component]) -> Ledger {
+    let mut ledger = Ledger::new(Bytes::gib(24), Bytes::ZERO);
+    for c in components {
+        load(&mut ledger, c, Millis(0));
+    }
+    ledger.reconcile(&truth(&ledger));
+    ledger
+}
+
+pub(crate) fn load(ledger: &mut Ledger, c: &Component, now: Millis) {
+    ledger.begin_load(c, now).unwrap();
+    ledger.complete_load(&c.id, now).unwrap();
+}
+
+pub(crate) fn evict(ledger: &mut Ledger, c: &Component, now: Millis) {
+    ledger.begin_evict(&c.id).unwrap();
+    ledger.complete_evict(&c.id, now).unwrap();
+}
+
+/// Uses it `times` times, the last time at `now`.
+pub(crate) fn use_at(ledger: &mut Ledger, c: &Component, times: u32, now: Millis) {
+    for _ in 0..times {
+        let lease = ledger.lease(&stage(&[c], Bytes::ZERO), now).unwrap();
+        ledger.release(lease, now).unwrap();
+    }
+}
+
+/// A driver that agrees with the books: what is booked for components is there, all else is free.
+pub(crate) fn truth(ledger: &Ledger) -> DriverTruth {
+    let components: Bytes = ledger.residents().map(|r| r.component.bytes).sum();
+    DriverTruth {
+        total: ledger.total(),
+        free: ledger.total() - components,
+        components,
+        ..DriverTruth::default()
+    }
+}

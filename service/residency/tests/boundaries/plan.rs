@@ -1,0 +1,391 @@
+use residency::{
+    Bytes, Component, ComponentId, DriverTruth, HoldId, IdlePolicy, Ledger, Millis, Move, Policy,
+    ReservationId, Verdict, WaitCause, idle_moves, large_from, make_room, plan, plan_low_memory,
+};
+
+use crate::given::{card_with, component, evict, stage, truth, use_at};
+
+const NOW: Millis = Millis(60_000);
+
+fn evict_of(c: &Component) -> Move {
+    Move::Evict(c.clone())
+}
+
+fn load_of(c: &Component) -> Move {
+    Move::Load(c.clone())
+}
+
+fn run(moves: impl Into<Vec<Move>>) -> Verdict {
+    Verdict::Run { moves: moves.into() }
+}
+
+fn wait(gib: u64, cause: WaitCause) -> Verdict {
+    Verdict::Wait {
+        short: Bytes::gib(gib),
+        cause,
+    }
+}
+
+fn shared(ledger: &Ledger, components: &[&Component], scratch_gib: u64) -> Verdict {
+    plan(
+        ledger,
+        &stage(components, Bytes::gib(scratch_gib)),
+        Policy::Shared,
+        NOW,
+    )
+}
+
+#[test]
+fn what_fits_to_the_byte_runs_and_one_byte_more_never_does() {
+    let (ledger, c) = (card_with(&[]), component("c", 20));
+    assert_eq!(shared(&ledger, &[&c], 4), run([load_of(&c)]));
+    let more = stage(&[&c], Bytes::gib(4) + Bytes(1));
+    let never = Verdict::Never {
+        needed: Bytes::gib(24) + Bytes(1),
+        capacity: Bytes::gib(24),
+    };
+    assert_eq!(plan(&ledger, &more, Policy::Shared, NOW), never);
+}
+
+#[test]
+fn what_is_resident_is_counted_once_and_so_is_what_is_named_twice() {
+    let (a, b) = (component("a", 12), component("b", 8));
+    let ledger = card_with(&[&a]);
+    assert_eq!(shared(&ledger, &[&a, &b, &a, &b], 4), run([load_of(&b)]));
+    assert_eq!(shared(&card_with(&[&a, &b]), &[&a, &b], 4), run([]));
+}
+
+#[test]
+fn loads_keep_the_order_of_the_stage() {
+    let [z, a, m] = ["z", "a", "m"].map(|name| component(name, 1));
+    assert_eq!(
+        shared(&card_with(&[]), &[&z, &a, &m], 0),
+        run([load_of(&z), load_of(&a), load_of(&m)])
+    );
+}
+
+#[test]
+fn headroom_is_never_planned_into() {
+    let (mut ledger, c) = (card_with(&[]), component("c", 20));
+    ledger.set_headroom(Bytes::gib(1));
+    let never = Verdict::Never {
+        needed: Bytes::gib(24),
+        capacity: Bytes::gib(23),
+    };
+    assert_eq!(shared(&ledger, &[&c], 4), never);
+    assert_eq!(shared(&ledger, &[&c], 3), run([load_of(&c)]));
+}
+
+#[test]
+fn the_cheapest_to_bring_back_leaves_first() {
+    let mut a = component("a", 8);
+    let (b, new) = (component("b", 8), component("new", 8));
+    a.reload_seconds = 1.0;
+    let ledger = card_with(&[&a, &b]);
+    assert_eq!(shared(&ledger, &[&new], 4), run([evict_of(&a), load_of(&new)]));
+}
+
+#[test]
+fn what_is_used_often_or_lately_stays() {
+    let (a, b, new) = (component("a", 8), component("b", 8), component("new", 8));
+    let mut ledger = card_with(&[&a, &b]);
+    use_at(&mut ledger, &a, 5, NOW);
+    use_at(&mut ledger, &b, 1, NOW);
+    assert_eq!(shared(&ledger, &[&new], 4), run([evict_of(&b), load_of(&new)]));
+    // Much later b is used again, and a's many uses have faded.
+    let later = Millis(NOW.0 + 6 * residency::HEAT_HALF_LIFE_MS);
+    use_at(&mut ledger, &b, 1, later);
+    ledger.reconcile(&truth(&ledger));
+    let verdict = plan(&ledger, &stage(&[&new], Bytes::gib(4)), Policy::Shared, later);
+    assert_eq!(verdict, run([evict_of(&a), load_of(&new)]));
+}
+
+#[test]
+fn what_is_no_longer_kept_alive_leaves_before_all_others() {
+    let (a, mut b, new) = (component("a", 8), component("b", 8), component("new", 8));
+    b.reload_seconds = 100.0;
+    let mut ledger = card_with(&[&a, &b]);
+    ledger.set_keep_alive(&b.id, Some(NOW));
+    assert_eq!(shared(&ledger, &[&new], 4), run([evict_of(&b), load_of(&new)]));
+}
+
+#[test]
+fn no_more_leaves_than_has_to() {
+    let (mut small, mut large, new) = (
+        component("small", 2),
+        component("large", 16),
+        component("new", 18),
+    );
+    (small.reload_seconds, large.reload_seconds) = (0.1, 16.0);
+    let ledger = card_with(&[&small, &large]);
+    // The small one is cheaper and not enough; with the large one gone it may stay after all.
+    assert_eq!(
+        shared(&ledger, &[&new], 4),
+        run([evict_of(&large), load_of(&new)])
+    );
+}
+
+#[test]
+fn exclusive_lets_everything_large_leave_and_trims_before_it_loads() {
+    assert_eq!(large_from(Bytes::gib(24)), Bytes::gib(1));
+    assert_eq!(large_from(Bytes::gib(8)), Bytes::mib(512));
+    let (transformer, vae) = (component("transformer", 12), component("vae", 1));
+    let mut small = component("small", 1);
+    small.bytes -= Bytes(1);
+    let mut ledger = card_with(&[&transformer, &small]);
+    ledger.reconcile(&DriverTruth {
+        slack: Bytes::gib(2),
+        free: Bytes::gib(9),
+        ..truth(&ledger)
+    });
+    let decode = stage(&[&vae], Bytes::gib(2));
+    let exclusive = |ledger: &Ledger| plan(ledger, &decode, Policy::Exclusive, NOW);
+    assert_eq!(
+        exclusive(&ledger),
+        run([evict_of(&transformer), Move::Trim, load_of(&vae)])
+    );
+    assert_eq!(plan(&ledger, &decode, Policy::Shared, NOW), run([load_of(&vae)]));
+    // What it may not evict it leaves alone: it fits all the same.
+    ledger.pin(transformer.id.clone());
+    assert_eq!(exclusive(&ledger), run([Move::Trim, load_of(&vae)]));
+}
+
+#[test]
+fn slack_is_usable_and_trimmed_only_where_a_load_needs_it() {
+    let (mut ledger, c) = (card_with(&[]), component("c", 10));
+    let slack = |free| DriverTruth {
+        slack: Bytes::gib(24 - free),
+        free: Bytes::gib(free),
+        ..DriverTruth::default()
+    };
+    ledger.reconcile(&slack(9));
+    assert_eq!(shared(&ledger, &[&c], 14), run([Move::Trim, load_of(&c)]));
+    assert_eq!(shared(&ledger, &[], 24), run([]));
+    ledger.reconcile(&slack(10));
+    assert_eq!(shared(&ledger, &[&c], 14), run([load_of(&c)]));
+    ledger.set_headroom(Bytes(1)); // has to stay free at the driver
+    assert_eq!(shared(&ledger, &[&c], 1), run([Move::Trim, load_of(&c)]));
+}
+
+#[test]
+fn slack_stays_where_an_eviction_is_enough() {
+    let (a, new) = (component("a", 8), component("new", 20));
+    let mut ledger = card_with(&[&a]);
+    ledger.reconcile(&DriverTruth {
+        slack: Bytes::gib(2),
+        free: Bytes::gib(14),
+        ..truth(&ledger)
+    });
+    assert_eq!(shared(&ledger, &[&new], 0), run([evict_of(&a), load_of(&new)]));
+    assert_eq!(shared(&ledger, &[&new], 3), run([evict_of(&a), load_of(&new)]));
+}
+
+#[test]
+fn waits_name_whose_memory_would_be_enough() {
+    let (a, b, new) = (component("a", 8), component("b", 8), component("new", 20));
+    let mut ledger = card_with(&[&a, &b]);
+    let lease = ledger.lease(&stage(&[&a], Bytes::gib(2)), NOW).unwrap();
+    // 6 are free, b is idle with 8; a and its scratch are busy with 10.
+    assert_eq!(shared(&ledger, &[&new], 0), wait(6, WaitCause::Leases));
+    let larger = component("larger", 23);
+    assert_eq!(
+        shared(&ledger, &[&larger], 0),
+        wait(9, WaitCause::Leases),
+        "the component and its scratch"
+    );
+    ledger.release(lease, NOW).unwrap();
+    ledger.reconcile(&truth(&ledger));
+    evict(&mut ledger, &a, NOW);
+    assert_eq!(shared(&ledger, &[&new], 0), wait(4, WaitCause::LateEviction));
+    ledger.reconcile(&truth(&ledger));
+    ledger.reserve(
+        ReservationId::new("r"),
+        "r".into(),
+        Bytes::gib(10),
+        Millis(u64::MAX),
+    );
+    assert_eq!(shared(&ledger, &[&new], 0), wait(6, WaitCause::Reservation));
+    ledger.release_reservation(&ReservationId::new("r"));
+    ledger.reconcile(&DriverTruth {
+        free: Bytes::gib(6),
+        ..truth(&ledger)
+    });
+    assert_eq!(shared(&ledger, &[&new], 0), wait(6, WaitCause::Foreign));
+}
+
+#[test]
+fn a_held_component_is_waited_for_like_a_busy_one() {
+    let (a, new) = (component("a", 16), component("new", 16));
+    let mut ledger = card_with(&[&a]);
+    ledger.hold(HoldId::new("h"), vec![a.id.clone()], Millis(u64::MAX));
+    assert_eq!(shared(&ledger, &[&new], 0), wait(8, WaitCause::Leases));
+    assert_eq!(shared(&ledger, &[&a], 8), run([]), "its own stage runs on it");
+}
+
+#[test]
+fn what_is_on_its_way_is_waited_for_and_not_loaded_twice() {
+    let (mut ledger, c) = (card_with(&[]), component("c", 8));
+    ledger.begin_load(&c, NOW).unwrap();
+    assert_eq!(shared(&ledger, &[&c], 8), wait(0, WaitCause::Leases));
+    ledger.complete_load(&c.id, NOW).unwrap();
+    assert_eq!(shared(&ledger, &[&c], 8), run([]));
+    ledger.begin_evict(&c.id).unwrap();
+    assert_eq!(shared(&ledger, &[&c], 8), wait(0, WaitCause::Leases));
+}
+
+#[test]
+fn never_counts_context_pins_and_leaks_but_not_what_may_leave() {
+    let (pinned, leased, new) = (
+        component("pinned", 6),
+        component("leased", 6),
+        component("new", 10),
+    );
+    let mut ledger = card_with(&[&pinned, &leased]);
+    ledger.pin(pinned.id.clone());
+    ledger.lease(&stage(&[&leased], Bytes::ZERO), NOW).unwrap();
+    let leak_and_context = |ledger: &Ledger, foreign: u64| DriverTruth {
+        components: Bytes::gib(13),
+        context: Bytes::gib(1),
+        free: Bytes::gib(10 - foreign),
+        ..truth(ledger)
+    };
+    ledger.reconcile(&leak_and_context(&ledger, 3));
+    let never = Verdict::Never {
+        needed: Bytes::gib(17),
+        capacity: Bytes::gib(16),
+    };
+    assert_eq!(shared(&ledger, &[&new], 7), never);
+    assert_eq!(shared(&ledger, &[&new], 6), wait(9, WaitCause::Foreign));
+    assert_eq!(
+        shared(&ledger, &[&new, &pinned], 6),
+        wait(9, WaitCause::Foreign),
+        "a pin of its own"
+    );
+    ledger.reconcile(&leak_and_context(&ledger, 0));
+    assert_eq!(shared(&ledger, &[&new], 6), wait(6, WaitCause::Leases));
+}
+
+#[test]
+fn late_bytes_do_not_make_a_never() {
+    let (a, new) = (component("a", 20), component("new", 24));
+    let mut ledger = card_with(&[&a]);
+    evict(&mut ledger, &a, NOW);
+    assert_eq!(shared(&ledger, &[&new], 0), wait(20, WaitCause::LateEviction));
+}
+
+#[test]
+fn who_takes_nothing_runs_on_an_overdrawn_card() {
+    let c = component("c", 8);
+    let mut ledger = card_with(&[&c]);
+    ledger.set_headroom(Bytes::gib(16));
+    ledger.reconcile(&DriverTruth {
+        free: Bytes::gib(1),
+        ..truth(&ledger)
+    });
+    assert_eq!(shared(&ledger, &[&c], 0), run([]));
+    assert_eq!(
+        plan(&ledger, &stage(&[&c], Bytes(0)), Policy::Exclusive, NOW),
+        run([])
+    );
+}
+
+#[test]
+fn low_memory_frees_what_can_be_freed_and_says_what_is_missing() {
+    let (a, b, new) = (component("a", 8), component("b", 8), component("new", 20));
+    let mut ledger = card_with(&[&a, &b]);
+    ledger.pin(a.id.clone());
+    let plan =
+        |ledger: &Ledger, scratch| plan_low_memory(ledger, &stage(&[&new], scratch), Policy::Shared, NOW);
+    let short = plan(&ledger, Bytes::gib(1));
+    assert_eq!(
+        (short.short, short.moves),
+        (Bytes::gib(5), vec![evict_of(&b), load_of(&new)])
+    );
+    ledger.unpin(&a.id);
+    let ordinary = plan(&ledger, Bytes::ZERO);
+    assert_eq!(ordinary.short, Bytes::ZERO);
+    assert_eq!(run(ordinary.moves), shared(&ledger, &[&new], 0));
+}
+
+#[test]
+fn room_for_others_is_free_at_the_driver() {
+    let a = component("a", 8);
+    let mut ledger = card_with(&[&a]);
+    assert_eq!(make_room(&ledger, Bytes::gib(16), NOW), run([]));
+    assert_eq!(make_room(&ledger, Bytes::gib(17), NOW), run([evict_of(&a)]));
+    ledger.reconcile(&DriverTruth {
+        slack: Bytes::gib(1),
+        free: Bytes::gib(15),
+        ..truth(&ledger)
+    });
+    assert_eq!(make_room(&ledger, Bytes::gib(16), NOW), run([Move::Trim]));
+    ledger.pin(a.id.clone());
+    let never = Verdict::Never {
+        needed: Bytes::gib(17),
+        capacity: Bytes::gib(16),
+    };
+    assert_eq!(make_room(&ledger, Bytes::gib(17), NOW), never);
+}
+
+#[test]
+fn the_janitor_trims_above_its_limit_only() {
+    let mut ledger = card_with(&[]);
+    let limit = IdlePolicy::default();
+    assert_eq!(limit.slack_limit, Bytes::mib(512));
+    for (slack, moves) in [
+        (Bytes::mib(512), vec![]),
+        (Bytes::mib(512) + Bytes(1), vec![Move::Trim]),
+    ] {
+        ledger.reconcile(&DriverTruth {
+            slack,
+            free: Bytes::gib(24) - slack,
+            ..DriverTruth::default()
+        });
+        assert_eq!(idle_moves(&ledger, NOW, limit), moves);
+    }
+    ledger.lease(&stage(&[], Bytes::ZERO), NOW).unwrap();
+    assert_eq!(idle_moves(&ledger, NOW, limit), [], "something runs");
+}
+
+#[test]
+fn the_janitor_unloads_what_was_kept_long_enough() {
+    let [kept, lapsed, idle, used, pinned] =
+        ["kept", "lapsed", "idle", "used", "pinned"].map(|name| component(name, 1));
+    let mut ledger = card_with(&[&kept, &lapsed, &idle, &used, &pinned]);
+    ledger.set_keep_alive(&kept.id, Some(Millis(NOW.0 + 1)));
+    ledger.set_keep_alive(&lapsed.id, Some(NOW));
+    ledger.pin(pinned.id.clone());
+    use_at(&mut ledger, &used, 1, Millis(1));
+    let policy = |after| IdlePolicy {
+        unload_all_after_ms: after,
+        ..IdlePolicy::default()
+    };
+    assert_eq!(idle_moves(&ledger, NOW, policy(None)), [evict_of(&lapsed)]);
+    assert_eq!(
+        idle_moves(&ledger, NOW, policy(Some(NOW.0))),
+        [evict_of(&idle), evict_of(&lapsed)]
+    );
+}
+
+#[test]
+fn the_words_on_the_wire_are_snake_case() {
+    let text = |value: &Verdict| serde_json::to_string(value).unwrap();
+    assert_eq!(
+        text(&wait(0, WaitCause::LateEviction)),
+        r#"{"wait":{"short":0,"cause":"late_eviction"}}"#
+    );
+    assert_eq!(text(&run([Move::Trim])), r#"{"run":{"moves":["trim"]}}"#);
+    assert_eq!(serde_json::to_string(&Policy::default()).unwrap(), r#""shared""#);
+}
+
+#[test]
+fn a_component_of_no_bytes_is_planned_like_any_other() {
+    let empty = Component {
+        bytes: Bytes::ZERO,
+        ..component("empty", 1)
+    };
+    let gone = ComponentId::new("gone");
+    let ledger = card_with(&[]);
+    assert_eq!(shared(&ledger, &[&empty], 24), run([load_of(&empty)]));
+    assert!(ledger.resident(&gone).is_none());
+}

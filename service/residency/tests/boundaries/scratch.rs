@@ -1,0 +1,115 @@
+use residency::{Bytes, KEYS_REMEMBERED, RUNS_REMEMBERED, RunOutcome, ScratchBook, ScratchKey};
+
+const PREDICTED: Bytes = Bytes::gib(4);
+
+fn key(shape: &str) -> ScratchKey {
+    ScratchKey {
+        family: "flux".into(),
+        stage: "denoise".into(),
+        shape: shape.into(),
+        ..ScratchKey::default()
+    }
+}
+
+/// A success in so much room that the room proves little.
+fn success() -> RunOutcome {
+    RunOutcome::Succeeded { room: Bytes::gib(20) }
+}
+
+#[test]
+fn the_family_is_believed_until_something_was_learned() {
+    let mut book = ScratchBook::new();
+    assert_eq!(book.estimate(&key("1"), PREDICTED), PREDICTED);
+    for outcome in [
+        RunOutcome::Failed,
+        RunOutcome::Cancelled,
+        RunOutcome::OutOfMemory { room: PREDICTED },
+    ] {
+        book.learn(&key("1"), Bytes::gib(30), outcome);
+        assert!(book.is_empty(), "{outcome:?} teaches nothing");
+    }
+    book.learn(&key("1"), Bytes::gib(2), success());
+    assert_eq!(
+        book.estimate(&key("1"), PREDICTED),
+        Bytes::gib(2) + Bytes::mib(64) + Bytes::mib(16)
+    );
+    assert_eq!(book.estimate(&key("2"), PREDICTED), PREDICTED);
+}
+
+#[test]
+fn estimates_fall_when_the_last_runs_needed_less() {
+    let mut book = ScratchBook::new();
+    book.learn(&key("1"), Bytes::gib(8), success());
+    let high = book.estimate(&key("1"), PREDICTED);
+    for _ in 1..RUNS_REMEMBERED {
+        book.learn(&key("1"), Bytes::gib(1), success());
+        assert_eq!(book.estimate(&key("1"), PREDICTED), high);
+    }
+    book.learn(&key("1"), Bytes::gib(1), success());
+    assert!(book.estimate(&key("1"), PREDICTED) < Bytes::gib(2));
+    assert_eq!(book.peaks(&key("1")).count(), RUNS_REMEMBERED);
+}
+
+#[test]
+fn what_ran_once_is_not_refused_in_the_same_room() {
+    let mut book = ScratchBook::new();
+    // It was predicted to need 4 GiB and needed 5, in 5 GiB of room: no margin would fit in there.
+    let room = Bytes::gib(5);
+    book.learn(&key("1"), Bytes::gib(5), RunOutcome::Succeeded { room });
+    assert!(!book.would_refuse(&key("1"), PREDICTED, room));
+    assert!(book.would_refuse(&key("1"), PREDICTED, room - Bytes(1)));
+    // A hundred runs in more room do not make anybody forget.
+    (0..100).for_each(|_| book.learn(&key("1"), Bytes::gib(5), success()));
+    assert!(!book.would_refuse(&key("1"), PREDICTED, room));
+    // Running out of memory in more room than that does.
+    book.learn(
+        &key("1"),
+        Bytes::gib(5),
+        RunOutcome::OutOfMemory {
+            room: room - Bytes(1),
+        },
+    );
+    assert!(
+        !book.would_refuse(&key("1"), PREDICTED, room),
+        "in less room it proves nothing"
+    );
+    book.learn(&key("1"), Bytes::gib(5), RunOutcome::OutOfMemory { room });
+    assert!(book.would_refuse(&key("1"), PREDICTED, room));
+    assert!(
+        book.estimate(&key("1"), PREDICTED) < Bytes::gib(6),
+        "and does not inflate the estimate"
+    );
+}
+
+#[test]
+fn an_overdrawn_card_proves_nothing() {
+    let mut book = ScratchBook::new();
+    book.learn(
+        &key("1"),
+        Bytes::gib(5),
+        RunOutcome::Succeeded { room: Bytes::ZERO },
+    );
+    assert_eq!(book.proven(&key("1")), None);
+    assert!(book.estimate(&key("1"), PREDICTED) > Bytes::gib(5));
+}
+
+#[test]
+fn the_key_taught_longest_ago_is_forgotten_first() {
+    let mut book = ScratchBook::new();
+    let teach = |book: &mut ScratchBook, n: usize| book.learn(&key(&n.to_string()), Bytes(1), success());
+    (0..KEYS_REMEMBERED).for_each(|n| teach(&mut book, n));
+    teach(&mut book, 0);
+    teach(&mut book, KEYS_REMEMBERED);
+    assert_eq!(book.len(), KEYS_REMEMBERED);
+    assert_eq!(book.peaks(&key("1")).count(), 0);
+    assert_eq!(book.peaks(&key("0")).count(), 2);
+}
+
+#[test]
+fn a_book_survives_a_restart() {
+    let mut book = ScratchBook::new();
+    book.learn(&key("1"), Bytes::gib(2), success());
+    book.learn(&key("2"), Bytes::gib(3), success());
+    let text = serde_json::to_string(&book).unwrap();
+    assert_eq!(serde_json::from_str::<ScratchBook>(&text).unwrap(), book);
+}

@@ -1,0 +1,212 @@
+//! The invariants, each from the model's side: none of them asks the code that it checks.
+
+use residency::{Bytes, ComponentId, Move, Resident, ResidentState, StageNeed, Verdict};
+
+use crate::defect::{Defect, Invariant, Violation};
+use crate::jobs::Job;
+use crate::queue::OVERTAKEN_AT_MOST;
+use crate::world::World;
+
+impl World {
+    /// What has to hold after every turn.
+    pub(crate) fn check(&mut self) -> Result<(), Violation> {
+        self.check_bytes()?;
+        if self.ledger.leases() != self.running.len() {
+            let what = format!(
+                "{} leases, {} stages run",
+                self.ledger.leases(),
+                self.running.len()
+            );
+            return Err(self.violation(Invariant::NoOrphanLease, what));
+        }
+        self.check_nobody_idles()
+    }
+
+    fn check_bytes(&mut self) -> Result<(), Violation> {
+        let lost = |what: String| self.violation(Invariant::BytesAreConserved, what);
+        let books = self.ledger.accounts();
+        if books.sum() != self.card.total {
+            return Err(lost(format!(
+                "a card of {:?}, and the books say {books:?}",
+                self.card.total
+            )));
+        }
+        let mut known = 0;
+        for resident in self.ledger.residents() {
+            let there = self.card.components.get(&resident.component.id).copied();
+            known += usize::from(there.is_some());
+            let booked = resident.component.bytes;
+            let agree = match resident.state {
+                ResidentState::Resident => there == Some(booked),
+                ResidentState::Loading => there.is_none_or(|bytes| bytes <= booked),
+                ResidentState::Evicting => true,
+            };
+            if !agree {
+                return Err(lost(format!("{there:?} there, {booked:?} booked: {resident:?}")));
+            }
+        }
+        if known != self.card.components.len() {
+            return Err(lost(format!("not booked: {:?}", self.card.components)));
+        }
+        self.ledger.reconcile(&self.card.truth());
+        let books = self.ledger.accounts();
+        let ours = books.components + books.scratch + books.slack + books.free;
+        let card = self.card.in_components() + self.card.scratch + self.card.slack + self.card.free();
+        let others = books.foreign + books.unexplained;
+        let theirs = self.card.foreign + self.card.late();
+        let fixed = (books.context, books.workspaces) == (self.card.context, self.card.workspaces);
+        if books.sum() != self.card.total || ours != card || others != theirs || !fixed {
+            let what = format!("{ours:?} for {card:?}, {others:?} for {theirs:?}: {books:?}");
+            return Err(self.violation(Invariant::BytesAreConserved, what));
+        }
+        Ok(())
+    }
+
+    /// A lane is free and nothing moves: then whoever may go first would have to wait.
+    fn check_nobody_idles(&self) -> Result<(), Violation> {
+        if self.mover.is_some() || self.running.len() >= self.lanes {
+            return Ok(());
+        }
+        let mut asked: Vec<(usize, usize, bool)> = Vec::with_capacity(self.queue.len());
+        for job in &self.queue {
+            let same = (job.kind, job.stage, job.low_memory);
+            if !asked.contains(&same) {
+                asked.push(same);
+                if let Verdict::Run { moves } = self.verdict(job)? {
+                    let what = format!("job {} waits, and would run after {} moves", job.id, moves.len());
+                    return Err(self.violation(Invariant::NoCardIdles, what));
+                }
+            }
+            if self.overtaken.get(&job.id).copied().unwrap_or(0) >= OVERTAKEN_AT_MOST {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    /// A plan is made if and only if what is usable and what is idle are enough.
+    pub(crate) fn check_verdict(&self, need: &StageNeed, verdict: &Verdict) -> Result<(), Violation> {
+        let mut wanted = need.scratch;
+        let mut idle = Bytes::ZERO;
+        let mut seen: Vec<&ComponentId> = Vec::with_capacity(4);
+        for component in &need.components {
+            if !seen.contains(&&component.id) {
+                seen.push(&component.id);
+                match self.ledger.resident(&component.id).map(|r| r.state) {
+                    None => wanted += component.bytes,
+                    Some(ResidentState::Resident) => {}
+                    Some(ResidentState::Loading | ResidentState::Evicting) => return Ok(()),
+                }
+            }
+        }
+        for r in self
+            .ledger
+            .residents()
+            .filter(|r| !seen.contains(&&r.component.id))
+        {
+            let stays = r.leases > 0 || r.pinned || r.held > 0 || r.state != ResidentState::Resident;
+            idle += if stays { Bytes::ZERO } else { r.component.bytes };
+        }
+        let usable = self.ledger.usable();
+        let fits = usable + idle >= wanted;
+        let overdrawn = usable == Bytes::ZERO; // by how much cannot be seen from outside
+        if fits != matches!(verdict, Verdict::Run { .. }) && !overdrawn {
+            let what = format!("usable {usable}, idle {idle}, wanted {wanted}: {verdict:?}");
+            return Err(self.violation(Invariant::WhatFitsIsPlanned, what));
+        }
+        Ok(())
+    }
+
+    /// Carried out as planned, it leaves the driver enough for each load: component pools cannot use slack.
+    pub(crate) fn check_plan(&self, job: &Job, moves: &[Move]) -> Result<(), Violation> {
+        let mut free = self.card.free();
+        for each in moves {
+            match each {
+                Move::Evict(component) => free += component.bytes,
+                Move::Trim => free += self.card.slack,
+                Move::Load(component) if component.bytes > free && !job.low_memory => {
+                    let what = format!("{free} at the driver for {} of {moves:?}", component.bytes);
+                    return Err(self.violation(Invariant::PlansSuffice, what));
+                }
+                Move::Load(component) => free -= component.bytes,
+            }
+        }
+        Ok(())
+    }
+
+    /// Something leaves the card.
+    pub(crate) fn check_departure(&self, id: &ComponentId, planned: bool) -> Result<(), Violation> {
+        if self.running.iter().any(|stage| stage.needs.contains(id)) {
+            return Err(self.violation(Invariant::NothingLeasedIsEvicted, format!("a stage runs on {id}")));
+        }
+        if self.pins.contains(id) {
+            return Err(self.violation(Invariant::NothingPinnedIsEvicted, format!("{id} is pinned")));
+        }
+        if planned
+            && self
+                .holds
+                .values()
+                .any(|(ids, until)| *until > self.now && ids.contains(id))
+        {
+            return Err(self.violation(Invariant::NothingHeldIsPlannedAway, format!("{id} is held")));
+        }
+        Ok(())
+    }
+
+    /// A stage starts: what it asked for is on the card, and so is the memory that it was promised.
+    pub(crate) fn check_start(&self, job: &Job, booked: Bytes, fits: bool) -> Result<(), Violation> {
+        for component in &self.kinds[job.kind].stages[job.stage].need.components {
+            if self.card.components.get(&component.id) != Some(&component.bytes) {
+                let what = format!("job {} starts without {}", job.id, component.id);
+                return Err(self.violation(Invariant::StagesHaveTheirComponents, what));
+            }
+        }
+        // In one sum, as the driver shows it: nobody can see which of several stages took what.
+        let booked_before: Bytes = self.running.iter().map(|stage| stage.booked).sum();
+        let promised = booked_before - self.card.scratch;
+        let there = self.card.free() + self.card.slack;
+        if fits && !job.low_memory && promised + booked > there {
+            let what = format!("{there} there, {promised} promised, {booked} asked for");
+            return Err(self.violation(Invariant::AdmittedStagesFit, what));
+        }
+        Ok(())
+    }
+
+    /// Everything came to its end and was unloaded.
+    pub(crate) fn check_rest(&self) -> Result<(), Violation> {
+        let books = self.ledger.accounts();
+        let held = books.components + books.scratch + books.foreign + books.unexplained + self.ledger.late();
+        let empty = self.ledger.residents().next().is_none() && self.ledger.leases() == 0;
+        let fixed = self.card.context + self.card.workspaces + self.ledger.headroom();
+        if held > Bytes::ZERO || !empty || self.ledger.usable() != self.card.total - fixed {
+            return Err(self.violation(Invariant::RestIsEmpty, format!("{books:?}")));
+        }
+        Ok(())
+    }
+
+    /// A plan as a broken planner would have made it.
+    pub(crate) fn spoil(&mut self, mut moves: Vec<Move>) -> Vec<Move> {
+        if let Some(victim) = self.ledger.residents().find(|r| self.is_wrong_victim(r)) {
+            moves.insert(0, Move::Evict(victim.component.clone()));
+        }
+        if self.defect == Defect::PlannerForgetsToTrim {
+            moves.retain(|m| *m != Move::Trim);
+        }
+        if self.defect == Defect::StartsWithoutAComponent {
+            let load = moves.iter().position(|m| matches!(m, Move::Load(_)));
+            load.map(|at| moves.remove(at));
+        }
+        moves
+    }
+
+    /// What the broken planner at hand picks, and a sound one never would.
+    pub(crate) fn is_wrong_victim(&self, r: &Resident) -> bool {
+        let is_there = r.state == ResidentState::Resident;
+        match self.defect {
+            Defect::PlannerEvictsLeased => is_there && r.leases > 0,
+            Defect::PlannerEvictsPinned => is_there && r.pinned && r.leases == 0,
+            Defect::PlannerEvictsHeld => is_there && r.held > 0 && r.leases == 0 && !r.pinned,
+            _ => false,
+        }
+    }
+}
