@@ -30,6 +30,7 @@ import tokens
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline
 from diffusers import FluxTransformer2DModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel
@@ -636,6 +637,12 @@ def export(work: Path, out: Path) -> None:
     for name in ("tokenizer", "tokenizer_2"):
         shutil.rmtree(out / name)
     write_tokenizers(out)
+    # CLIP checkpoints name their tensors text_model.*; newer transformers drop that on saving.
+    clip_file = out / "text_encoder" / "model.safetensors"
+    named = {"text_model." + k.removeprefix("text_model."): v for k, v in load_file(clip_file).items()}
+    save_file(named, clip_file, metadata={"format": "pt"})
+    for file in out.rglob("*.safetensors"):
+        file.chmod(0o644)
     (out / "moored.json").write_text(json.dumps(DEFAULTS, indent=2) + "\n")
     total = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     for name, module in (("vae", vae), *painter.shipped()):

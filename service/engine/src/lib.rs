@@ -12,4 +12,4 @@ pub mod queue;
 
 mod error;
 
-pub use error::{Error, Shortfall};
+pub use error::{Error, Fallback, Shortfall};

@@ -41,24 +41,8 @@ impl Actor {
             match self.place(job, &ahead, now) {
                 Placement::Start { card, low_memory } => {
                     let rest = &order[place_in_order + 1..];
-                    match self.who_starts(id, card, rest, &passed, now) {
-                        Some(starter) => {
-                            let overtaken = if starter == *id {
-                                &passed[..]
-                            } else {
-                                &[&passed[..], &[id.clone()]].concat()
-                            };
-                            self.count_overtaken(overtaken, card);
-                            self.start(&starter, card, low_memory && starter == *id, now);
-                            if starter != *id {
-                                self.queue_up(id, now);
-                                passed.push(id.clone());
-                            }
-                        }
-                        None => {
-                            self.queue_up(id, now);
-                            passed.push(id.clone());
-                        }
+                    if !self.start_by_turn(id, card, low_memory, rest, &passed, now) {
+                        passed.push(id.clone());
                     }
                 }
                 Placement::Behind { card } => {
@@ -82,6 +66,35 @@ impl Actor {
             }
         }
         self.tell_positions(&order, now);
+    }
+
+    /// Starts whoever's turn it is on a card that `id` could take. False: that was not `id`.
+    fn start_by_turn(
+        &mut self,
+        id: &JobId,
+        card: usize,
+        low_memory: bool,
+        rest: &[JobId],
+        passed: &[JobId],
+        now: Instant,
+    ) -> bool {
+        let starter = self.who_starts(id, card, rest, passed, now);
+        if starter.is_some() {
+            self.count_overtaken(passed, card);
+        }
+        match starter {
+            Some(starter) if starter == *id => {
+                self.start(id, card, low_memory, now);
+                return true;
+            }
+            Some(starter) => {
+                self.count_overtaken(std::slice::from_ref(id), card);
+                self.start(&starter, card, false, now);
+            }
+            None => {}
+        }
+        self.queue_up(id, now);
+        false
     }
 
     /// Pinned components come back to a fresh worker before anything runs on it.

@@ -9,9 +9,8 @@ use engine::queue::{Job, Settings};
 use residency::Bytes;
 use tokio::time::Instant;
 
-use crate::fixture::{
-    Wire, at_rest, completed, end, entry, events, load, one_card, one_card_with, picture, settle, stage_of,
-};
+use crate::fixture::{entry, load, picture};
+use crate::worker::{Wire, at_rest, completed, end, events, one_card, one_card_with, settle, stage_of};
 
 #[tokio::test(start_paused = true)]
 async fn a_stage_whose_worker_dies_is_tried_once_more() {
@@ -40,7 +39,7 @@ async fn a_stage_whose_worker_dies_is_tried_once_more() {
     at_rest(&queue).await;
 }
 
-async fn die_twice(worker: &mut crate::fixture::Worker, stage: &str) {
+async fn die_twice(worker: &mut crate::worker::Worker, stage: &str) {
     for _ in 0..2 {
         let mut order = worker.order().await;
         while stage_of(&order) != stage {
@@ -150,7 +149,7 @@ async fn a_worker_that_hangs_is_recycled() {
 }
 
 /// A job that is queued, one that waits, and one that runs.
-async fn three(deadline: Option<Duration>) -> (engine::queue::Queue, crate::fixture::Worker, [Job; 3]) {
+async fn three(deadline: Option<Duration>) -> (engine::queue::Queue, crate::worker::Worker, [Job; 3]) {
     let (queue, mut worker) = one_card().await;
     worker.set_foreign(Bytes::gib(16));
     settle().await;
@@ -265,7 +264,7 @@ async fn a_fresh_worker_hears_what_must_stay_and_gets_the_pinned_back_first() {
     worker.ready();
     let order = worker.order().await;
     assert_eq!(worker.standing.pins.len(), 3);
-    assert!(order.job.contains("restore") && crate::fixture::needs(&order).0.len() == 1);
+    assert!(order.job.contains("restore") && crate::worker::needs(&order).0.len() == 1);
     worker.complete(&order);
     worker.work(1).await;
     end(&mut waiting).await.unwrap();

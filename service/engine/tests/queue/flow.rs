@@ -8,9 +8,8 @@ use engine::messages::Work;
 use engine::queue::Settings;
 use residency::{Bytes, Policy};
 
-use crate::fixture::{
-    at_rest, completed, end, events, exclusive, one_card, one_card_with, picture, stage_of, start,
-};
+use crate::fixture::picture;
+use crate::worker::{at_rest, completed, end, events, exclusive, one_card, one_card_with, stage_of, start};
 
 fn names(events: &[JobEventKind]) -> Vec<String> {
     let name = |event: &JobEventKind| match event {
@@ -279,7 +278,7 @@ async fn jobs_wait_for_a_card_and_go_to_the_one_that_is_done_first() {
     }
     end(&mut cold).await.unwrap();
     second.ready();
-    crate::fixture::settle().await;
+    crate::worker::settle().await;
     let mut warm = queue.submit(picture("a", "me", "two")).await.unwrap();
     let order = first.order().await;
     assert!(second.is_idle().await, "the card that has the model is preferred");
@@ -322,7 +321,7 @@ async fn a_plan_says_what_would_happen_and_does_nothing() {
         Err(Error::CardNotReady(_))
     ));
     worker.set_foreign(Bytes::gib(20));
-    crate::fixture::settle().await;
+    crate::worker::settle().await;
     let plan = queue.plan(picture("a", "me", "a cat"), "sim:0").await.unwrap();
     assert_eq!(plan.stages[1].verdict, "wait");
     assert!(plan.stages[1].shortfall.is_some() && !plan.runs_now && worker.is_idle().await);

@@ -1,5 +1,5 @@
 //! The queue against workers that are played by hand, in time that stands still unless all wait for it.
-#![allow(unreachable_pub)] // one test binary of several files
+#![allow(unreachable_pub, clippy::unwrap_used, clippy::expect_used)] // a test binary of several files
 
 mod faults;
 mod fixture;
@@ -7,3 +7,4 @@ mod flow;
 mod room;
 mod schedule;
 mod shares;
+mod worker;

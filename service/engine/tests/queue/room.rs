@@ -8,9 +8,8 @@ use engine::messages::{Answer, Command, Outcome, Shortage};
 use engine::queue::{Job, Queue, Settings};
 use residency::{Bytes, ComponentId, WaitCause};
 
-use crate::fixture::{
-    Wire, Worker, at_rest, end, entry, events, load, one_card, one_card_with, picture, settle,
-};
+use crate::fixture::{entry, load, picture};
+use crate::worker::{Wire, Worker, at_rest, end, events, one_card, one_card_with, settle};
 
 /// Milliseconds at which it ticked while it waited, and how it ended.
 async fn ticks(job: &mut Job) -> (Vec<u64>, &'static str, JobEventKind) {
@@ -105,7 +104,7 @@ async fn who_allows_low_memory_runs_when_patience_is_over() {
     let before = tokio::time::Instant::now();
     let order = worker.order().await;
     assert!(order.allow_low_memory && before.elapsed().as_secs() == 7);
-    worker.finish(order.ticket, crate::fixture::completed(&order, Vec::new()));
+    worker.finish(order.ticket, crate::worker::completed(&order, Vec::new()));
     end(&mut job).await.unwrap();
     at_rest(&queue).await;
 }

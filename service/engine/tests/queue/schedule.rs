@@ -16,7 +16,8 @@ use residency::{Bytes, ComponentId, Policy};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use crate::fixture::{Wire, Worker, at_rest, completed, entry, load, picture, settle, start};
+use crate::fixture::{entry, load, picture};
+use crate::worker::{Wire, Worker, at_rest, completed, settle, start};
 
 /// What a picture of a dead worker looks like.
 const DEAD: [u8; 3] = [66, 66, 66];
@@ -235,7 +236,7 @@ fn disturb(queue: &Queue, random: &mut StdRng, tasks: &mut JoinSet<()>) {
 
 async fn run(seed: u64, steps: u64) -> Vec<String> {
     let random = &mut StdRng::seed_from_u64(seed);
-    let policy = if seed % 2 == 0 {
+    let policy = if seed.is_multiple_of(2) {
         Policy::Shared
     } else {
         Policy::Exclusive

@@ -8,7 +8,8 @@ use engine::messages::{Command, Progress};
 use engine::queue::{Job, Queue, Settings};
 use residency::Bytes;
 
-use crate::fixture::{Wire, Worker, at_rest, end, events, load, one_card, one_card_with, picture, settle};
+use crate::fixture::{load, picture};
+use crate::worker::{Wire, Worker, at_rest, end, events, one_card, one_card_with, settle};
 
 async fn submit_all(queue: &Queue, count: usize, spec: impl Fn(usize) -> engine::job::JobSpec) -> Vec<Job> {
     let mut jobs = Vec::new();
@@ -221,7 +222,7 @@ async fn a_slow_reader_gets_the_latest_step_and_every_event_that_matters() {
     for n in 1..=1000 {
         worker.progress(order.ticket, Progress::Step { n, of: 1000 });
     }
-    worker.finish(order.ticket, crate::fixture::completed(&order, Vec::new()));
+    worker.finish(order.ticket, crate::worker::completed(&order, Vec::new()));
     worker.work(1).await;
     let seen = events(&mut job).await;
     let steps: Vec<_> = seen

@@ -178,6 +178,13 @@ pub(super) fn layout(config: &TransformerConfig) -> Vec<TensorSpec> {
     list.0
 }
 
+impl TransformerConfig {
+    /// Names and shapes of all tensors of such a transformer.
+    pub fn tensor_shapes(&self) -> impl Iterator<Item = (String, Vec<usize>)> {
+        layout(self).into_iter().map(|spec| (spec.name, spec.shape))
+    }
+}
+
 struct List(Vec<TensorSpec>);
 
 impl List {

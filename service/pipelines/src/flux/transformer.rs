@@ -228,6 +228,9 @@ pub fn unpack(tokens: &Tensor, rows: usize, columns: usize) -> candle_core::Resu
         .reshape((batch, width / 4, rows * 2, columns * 2))
 }
 
+/// Bytes that matrix products pack their operands into, and what else does not depend on the request.
+const LIBRARIES: u64 = 2 << 20;
+
 /// Predicted activation bytes of a step over `text` and `picture` tokens, and of the modulation of
 /// `steps` steps.
 pub fn denoise_scratch(
@@ -239,12 +242,17 @@ pub fn denoise_scratch(
 ) -> u64 {
     let (tokens, width) = ((text + picture) as u64, config.width() as u64);
     let number = dtype.size_in_bytes() as u64;
-    // A single block at its widest: the residual, its norm, queries, keys and values before and after the
-    // rotation, the attended tokens, and the raised tokens before, within and after the activation.
-    let tokens_bytes = tokens * width * (1 + 1 + 3 + 3 + 1 + 3 * 4 + 5) * number;
-    // Where the dtype is narrower than f32 one norm or activation at a time is held in f32.
-    let widened = if number < 4 { tokens * width * 4 * 3 * 4 } else { 0 };
+    // A single block at its widest. Either it attends: residual, norm, queries, keys and values, rotated
+    // queries and keys, operands in the order of the product, what is attended. Or it ends: residual, norm,
+    // attended and raised tokens, and both behind one another.
+    let of_tokens = tokens * width * 13 * number;
+    // Where the dtype is narrower than f32, norms, rotations and softmax hold copies in f32.
+    let narrow = number < 4;
+    let widened = if narrow { tokens * width * 4 * 5 } else { 0 };
     let scores = (config.num_attention_heads as u64 * tokens * tokens * 4).min(64 << 20);
+    let scores = scores * if narrow { 5 } else { 2 };
+    let rotations = tokens * config.attention_head_dim as u64 * 4;
     let modulations = (config.num_layers * 12 + config.num_single_layers * 3 + 2) as u64;
-    tokens_bytes + widened + 4 * scores + modulations * width * u64::from(steps) * number
+    let modulations = modulations * width * u64::from(steps) * number;
+    of_tokens + widened + scores + rotations + modulations + LIBRARIES
 }

@@ -1,5 +1,7 @@
 //! FLUX against its diffusers reference, on the tiny pipelines of `fixtures/make_fixtures.py`.
 
+#![allow(clippy::expect_used)] // What tests share is outside of them.
+
 mod checkpoints;
 mod components;
 mod mutations;

@@ -261,7 +261,11 @@ fn a_lease_books_scratch_until_the_driver_shows_it() {
     ledger.release(lease, T0).unwrap();
     assert_eq!(ledger.release(lease, T0), Err(LedgerError::UnknownLease(lease)));
     assert_eq!(ledger.usable(), Bytes::gib(20));
-    assert_eq!(ledger.accounts().slack, Bytes::gib(8), "pools keep what they have had");
+    assert_eq!(
+        ledger.accounts().slack,
+        Bytes::gib(8),
+        "pools keep what they have had"
+    );
     assert_eq!(ledger.begin_evict(&c.id), Ok(()));
 }
 
@@ -447,6 +451,11 @@ fn a_load_that_somebody_else_was_faster_than_shows_as_overbooked() {
         (Bytes::gib(15), Bytes::gib(9))
     );
     assert_eq!(ledger.accounts().sum(), Bytes::gib(24));
+    ledger.abort_load(&c.id).unwrap();
+    assert_eq!(
+        (ledger.late(), ledger.accounts().sum()),
+        (Bytes::gib(15), Bytes::gib(24))
+    );
 }
 
 #[test]

@@ -1,0 +1,454 @@
+//! A worker that a test plays by hand, with a real ledger.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use engine::admission::{Admission, choose_rung, choose_rung_low_memory};
+use engine::job::{JobEvent, JobEventKind};
+use engine::library::Library;
+use engine::messages::{
+    Answer, Command, Completed, Event, Failure, Order, Outcome, Progress, Shortage, Standing, Ticket, Work,
+};
+use engine::queue::{CardPort, CardSignal, CardSlot, Job, Queue, Settings, Signal};
+use gpu::{CardDescription, CardKind, Unloaded};
+use pipelines::{Catalogue, EncodedText, Rung, StageKind, StageOutput};
+use residency::{
+    Bytes, Component, ComponentId, DriverTruth, HoldId, Ledger, Millis, Move, Policy, ReservationId,
+};
+use tokio::sync::mpsc;
+
+use crate::fixture::{CARD, FakeFamily, latent};
+
+pub enum Wire {
+    Command(Command),
+    Recycle,
+}
+
+struct Port(mpsc::UnboundedSender<Wire>);
+
+impl CardPort for Port {
+    fn send(&mut self, command: Command) {
+        let _ = self.0.send(Wire::Command(command));
+    }
+    fn recycle(&mut self, _reason: &str) {
+        let _ = self.0.send(Wire::Recycle);
+    }
+}
+
+/// A worker played by hand, with a real ledger.
+pub struct Worker {
+    pub card: usize,
+    pub generation: u64,
+    pub commands: mpsc::UnboundedReceiver<Wire>,
+    signals: mpsc::UnboundedSender<CardSignal>,
+    pub ledger: Ledger,
+    /// Bytes that others hold.
+    pub foreign: Bytes,
+    pub standing: Standing,
+    started: tokio::time::Instant,
+}
+
+/// Lets everything that can happen now happen.
+pub async fn settle() {
+    tokio::time::sleep(Duration::from_millis(1)).await;
+}
+
+pub fn start(settings: Settings, cards: usize) -> (Queue, Vec<Worker>) {
+    let (signals, received) = mpsc::unbounded_channel();
+    let (mut slots, mut workers) = (Vec::new(), Vec::new());
+    for card in 0..cards {
+        let (port, commands) = mpsc::unbounded_channel();
+        slots.push(CardSlot {
+            description: description(card),
+            port: Box::new(Port(port)),
+        });
+        workers.push(Worker {
+            card,
+            generation: 0,
+            commands,
+            signals: signals.clone(),
+            ledger: Ledger::new(CARD, Bytes::ZERO),
+            foreign: Bytes::ZERO,
+            standing: Standing::default(),
+            started: tokio::time::Instant::now(),
+        });
+    }
+    let library = Arc::new(Library::new(Catalogue::new(vec![Box::new(FakeFamily)]), None));
+    (Queue::start(settings, library, slots, received), workers)
+}
+
+/// One card, ready.
+pub async fn one_card() -> (Queue, Worker) {
+    one_card_with(Settings::default()).await
+}
+
+pub async fn one_card_with(settings: Settings) -> (Queue, Worker) {
+    let (queue, mut workers) = start(
+        Settings {
+            headroom: Bytes::ZERO,
+            ..settings
+        },
+        1,
+    );
+    let mut worker = workers.remove(0);
+    worker.ready();
+    settle().await;
+    (queue, worker)
+}
+
+pub fn description(card: usize) -> CardDescription {
+    CardDescription {
+        id: format!("sim:{card}"),
+        kind: CardKind::Simulated,
+        name: "fake".into(),
+        total: CARD,
+        compute_capability: None,
+        compute_dtype: "f32".into(),
+    }
+}
+
+impl Worker {
+    pub fn now(&self) -> Millis {
+        Millis(self.started.elapsed().as_millis() as u64)
+    }
+
+    pub fn signal(&self, generation: u64, signal: Signal) {
+        let _ = self.signals.send(CardSignal {
+            card: self.card,
+            generation,
+            signal,
+        });
+    }
+
+    pub fn say(&self, event: Event) {
+        self.signal(self.generation, Signal::Event(event));
+    }
+
+    /// A fresh worker process.
+    pub fn ready(&mut self) {
+        self.generation += 1;
+        self.ledger = Ledger::new(CARD, Bytes::ZERO);
+        self.say(Event::Ready {
+            card: description(self.card),
+        });
+        self.reconcile();
+    }
+
+    /// The process dies.
+    pub fn die(&mut self) {
+        let restarts_in = Duration::from_secs(1);
+        self.signal(
+            self.generation,
+            Signal::Lost {
+                reason: "killed".into(),
+                restarts_in,
+            },
+        );
+    }
+
+    /// The driver is asked, and the ledger published.
+    pub fn reconcile(&mut self) {
+        let components = self.ledger.residents().map(|r| r.component.bytes).sum::<Bytes>();
+        let free = CARD - components - self.foreign;
+        let truth = DriverTruth {
+            total: CARD,
+            free,
+            components,
+            ..DriverTruth::default()
+        };
+        self.ledger.reconcile(&truth);
+        self.publish();
+    }
+
+    pub fn publish(&self) {
+        self.say(Event::Snapshot(Arc::new(self.ledger.clone())));
+    }
+
+    pub fn set_foreign(&mut self, bytes: Bytes) {
+        self.foreign = bytes;
+        self.reconcile();
+    }
+
+    /// What the supervisor says next, claims aside.
+    pub async fn next(&mut self) -> Wire {
+        loop {
+            let wire = tokio::time::timeout(Duration::from_secs(60), self.commands.recv()).await;
+            match wire
+                .expect("the supervisor says something")
+                .expect("the supervisor is there")
+            {
+                Wire::Command(Command::Standing(standing)) => self.stand(standing),
+                other => return other,
+            }
+        }
+    }
+
+    /// What it has said already.
+    pub fn try_next(&mut self) -> Option<Wire> {
+        loop {
+            match self.commands.try_recv().ok()? {
+                Wire::Command(Command::Standing(standing)) => self.stand(standing),
+                other => return Some(other),
+            }
+        }
+    }
+
+    fn stand(&mut self, standing: Standing) {
+        let forever = Millis(u64::MAX);
+        for id in &self.standing.pins {
+            self.ledger.unpin(id);
+        }
+        for (hold, _) in &self.standing.holds {
+            self.ledger.release_hold(&HoldId::new(hold.as_str()));
+        }
+        for (reservation, _, _) in &self.standing.reservations {
+            self.ledger
+                .release_reservation(&ReservationId::new(reservation.as_str()));
+        }
+        for id in &standing.pins {
+            self.ledger.pin(id.clone());
+        }
+        for (hold, ids) in &standing.holds {
+            self.ledger.hold(HoldId::new(hold.as_str()), ids.clone(), forever);
+        }
+        for (id, label, bytes) in &standing.reservations {
+            self.ledger
+                .reserve(ReservationId::new(id.as_str()), label.clone(), *bytes, forever);
+        }
+        self.standing = standing;
+        self.publish();
+    }
+
+    pub async fn order(&mut self) -> Order {
+        match self.next().await {
+            Wire::Command(Command::Run(order)) => *order,
+            Wire::Command(other) => panic!("an order was expected, not {other:?}"),
+            Wire::Recycle => panic!("an order was expected, not the end"),
+        }
+    }
+
+    /// That nothing is asked of it.
+    pub async fn is_idle(&mut self) -> bool {
+        settle().await;
+        self.try_next().is_none()
+    }
+
+    /// Brings the components in, as a worker would; false if it does not fit.
+    pub fn load(&mut self, order: &Order) -> Result<Vec<String>, Outcome> {
+        let (components, rungs) = needs(order);
+        let now = self.now();
+        let here = |c: &&Component| self.ledger.is_resident(&c.id);
+        let resident: Vec<String> = components.iter().filter(here).map(|c| c.name.clone()).collect();
+        let moves = match choose_rung(&self.ledger, components, rungs, order.policy, now) {
+            Admission::Run { moves, .. } => moves,
+            _ if order.allow_low_memory => {
+                choose_rung_low_memory(&self.ledger, components, rungs, order.policy, now)
+                    .expect("weights fit")
+                    .moves
+            }
+            Admission::Wait { short, cause, .. } => {
+                let (usable, holders) = (self.ledger.usable(), self.ledger.holders());
+                return Err(Outcome::Wait(Shortage {
+                    short,
+                    needed: short,
+                    usable,
+                    cause,
+                    holders,
+                }));
+            }
+            Admission::Never { needed, capacity } => return Err(Outcome::Never { needed, capacity }),
+        };
+        for step in moves {
+            match step {
+                Move::Evict(component) => {
+                    self.progress(order.ticket, Progress::Evicting(component.clone()));
+                    self.ledger.begin_evict(&component.id).unwrap();
+                    self.ledger.complete_evict(&component.id, now).unwrap();
+                }
+                Move::Load(component) => {
+                    if self.ledger.begin_load(&component, now).is_err() {
+                        let (stage, needed, usable) = ("load".into(), component.bytes, self.ledger.usable());
+                        let failure = Failure::OutOfMemory {
+                            stage,
+                            needed,
+                            usable,
+                            holders: Vec::new(),
+                        };
+                        return Err(Outcome::Failed(failure));
+                    }
+                    self.ledger.complete_load(&component.id, now).unwrap();
+                    let done = component.bytes;
+                    self.progress(order.ticket, Progress::Loading { component, done });
+                }
+                Move::Trim => {}
+            }
+            self.reconcile();
+        }
+        Ok(resident)
+    }
+
+    pub fn progress(&self, ticket: Ticket, progress: Progress) {
+        self.say(Event::Progress { ticket, progress });
+    }
+
+    pub fn finish(&self, ticket: Ticket, outcome: Outcome) {
+        self.say(Event::Finished { ticket, outcome });
+    }
+
+    pub fn begin(&mut self, order: &Order) -> Result<Vec<String>, Outcome> {
+        let resident = self.load(order)?;
+        self.progress(
+            order.ticket,
+            Progress::Started {
+                chunking: "whole".into(),
+            },
+        );
+        Ok(resident)
+    }
+
+    /// Does all that an order asks for, at once.
+    pub fn complete(&mut self, order: &Order) {
+        let outcome = match self.begin(order) {
+            Ok(resident) => completed(order, resident),
+            Err(outcome) => outcome,
+        };
+        self.finish(order.ticket, outcome);
+    }
+
+    /// Takes an order, works for so long, completes it. Says whose it was and which stage.
+    pub async fn work(&mut self, ms: u64) -> (String, &'static str) {
+        let order = self.order().await;
+        tokio::time::sleep(Duration::from_millis(ms)).await;
+        self.complete(&order);
+        (order.job.clone(), stage_of(&order))
+    }
+
+    /// Answers an unload as a worker would.
+    pub fn unload(&mut self, id: u64, components: &[ComponentId]) {
+        let (mut freed, mut kept) = (Vec::new(), Vec::new());
+        let now = self.now();
+        for component in components {
+            let resident = self.ledger.resident(component).unwrap().component.clone();
+            if self.ledger.begin_evict(component).is_err() {
+                kept.push((resident, "in use".to_owned()));
+                continue;
+            }
+            self.ledger.complete_evict(component, now).unwrap();
+            let bytes = resident.bytes;
+            freed.push((
+                resident,
+                Unloaded {
+                    booked: bytes,
+                    freed: bytes,
+                },
+            ));
+        }
+        self.reconcile();
+        self.say(Event::Answer {
+            id,
+            answer: Answer::Unloaded {
+                freed,
+                kept,
+                short: Bytes::ZERO,
+            },
+        });
+    }
+}
+
+pub fn needs(order: &Order) -> (&[Component], &[Rung]) {
+    match &order.work {
+        Work::Load(components) => (components, &[]),
+        Work::Stage(stage) => (&stage.plan.components, &stage.plan.rungs),
+    }
+}
+
+pub fn stage_of(order: &Order) -> &'static str {
+    match &order.work {
+        Work::Load(_) => "load",
+        Work::Stage(stage) => stage.plan.kind.name(),
+    }
+}
+
+/// What a stage that went well reports: it took half of what was predicted.
+pub fn completed(order: &Order, resident_already: Vec<String>) -> Outcome {
+    let (components, rungs) = needs(order);
+    let predicted = rungs.first().map_or(Bytes::ZERO, |rung| rung.scratch);
+    Outcome::Completed(Box::new(Completed {
+        output: output_of(order),
+        chunking: rungs.first().map(|rung| rung.label.clone()).unwrap_or_default(),
+        approximate: false,
+        resident_already,
+        move_ms: 5,
+        run_ms: 100,
+        predicted_scratch: predicted,
+        room: predicted,
+        peak_scratch: Bytes(predicted.0 / 2),
+        peak_bytes: predicted,
+        load_seconds: components
+            .iter()
+            .map(|c| (c.id.clone(), c.reload_seconds))
+            .collect(),
+    }))
+}
+
+fn output_of(order: &Order) -> Option<StageOutput> {
+    let Work::Stage(stage) = &order.work else {
+        return None;
+    };
+    Some(match stage.plan.kind {
+        StageKind::EncodeText => StageOutput::Text(EncodedText {
+            tensors: vec![("sequence".into(), latent())],
+        }),
+        StageKind::EncodeImage | StageKind::Denoise => StageOutput::Latent(latent()),
+        StageKind::Decode => StageOutput::Picture {
+            width: 2,
+            height: 1,
+            rgb: vec![1, 2, 3, 4, 5, 6],
+        },
+    })
+}
+
+/// All events of a job to its end.
+pub async fn events(job: &mut Job) -> Vec<JobEventKind> {
+    let mut all = Vec::new();
+    while let Some(JobEvent { kind, .. }) = tokio::time::timeout(Duration::from_secs(600), job.next())
+        .await
+        .expect("the job ends")
+    {
+        all.push(kind);
+    }
+    all
+}
+
+/// How a job ended.
+pub async fn end(job: &mut Job) -> Result<(), engine::Error> {
+    match events(job).await.pop() {
+        Some(JobEventKind::Done(_)) => Ok(()),
+        Some(JobEventKind::Failed(error)) => Err(error),
+        other => panic!("a job ended with {other:?}"),
+    }
+}
+
+/// That nothing is left of anything.
+pub async fn at_rest(queue: &Queue) {
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(queue.jobs(false).await.is_empty());
+    let census = queue.census().await;
+    assert!(
+        census.len() > 5 && census.iter().all(|(_, count)| *count == 0),
+        "{census:?}"
+    );
+    let status = queue.status().borrow().clone();
+    assert!(status.jobs.is_empty());
+    assert!(
+        status.cards.iter().all(|card| card.job.is_none()),
+        "an order is left"
+    );
+}
+
+pub fn exclusive() -> Settings {
+    Settings {
+        policy: Policy::Exclusive,
+        ..Settings::default()
+    }
+}

@@ -1,0 +1,226 @@
+//! What models go by: the content of their files as soon as it is known, and at a moment when nothing goes by
+//! anything else.
+#![allow(clippy::unwrap_used)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::Device;
+use engine::Error;
+use engine::library::{Entry, Library, OpenModel};
+use gpu::{CardDescription, CardKind, ComponentTensors, LoadPlan};
+use pipelines::{
+    Catalogue, Defaults, Family, ImageRequest, Model, ModelError, Observer, Precision, RequestError,
+    StageError, StageInput, StageKind, StageOutput, StagePlan, provisional_identity,
+};
+use residency::{Bytes, Component};
+
+/// A folder with `transformer` and `vae`, one file each.
+struct Folder {
+    path: PathBuf,
+    components: Vec<Component>,
+}
+
+impl Model for Folder {
+    fn family(&self) -> &'static str {
+        "folder"
+    }
+    fn defaults(&self) -> Defaults {
+        Defaults {
+            steps: 1,
+            guidance: 0.0,
+            max_sequence_length: 1,
+            width: 16,
+            height: 16,
+        }
+    }
+    fn components(&self) -> &[Component] {
+        &self.components
+    }
+    fn load_plan(&self, _component_name: &str) -> Option<&LoadPlan> {
+        None
+    }
+    fn files_of(&self, component_name: &str) -> Vec<Arc<Path>> {
+        vec![self.path.join(component_name).into()]
+    }
+    fn validate(&self, _request: &ImageRequest) -> Result<(), Vec<RequestError>> {
+        Ok(())
+    }
+    fn stages(&self, _request: &ImageRequest) -> Vec<StagePlan> {
+        Vec::new()
+    }
+    fn lone_stage(&self, kind: StageKind, _width: u32, _height: u32) -> StagePlan {
+        StagePlan {
+            kind,
+            components: Vec::new(),
+            rungs: Vec::new(),
+            shape: String::new(),
+            steps: 1,
+        }
+    }
+    fn text_key(&self, _request: &ImageRequest) -> Result<String, RequestError> {
+        Ok(String::new())
+    }
+    fn latent_shape(&self, _width: u32, _height: u32) -> Vec<usize> {
+        Vec::new()
+    }
+    fn run(
+        &self,
+        _plan: &StagePlan,
+        _rung: usize,
+        _request: &ImageRequest,
+        _input: &StageInput,
+        _tensors: &dyn Fn(&str) -> Result<Arc<ComponentTensors>, StageError>,
+        _device: &Device,
+        _observer: &mut dyn Observer,
+    ) -> Result<StageOutput, StageError> {
+        Err(StageError::Cancelled)
+    }
+}
+
+struct Folders;
+
+impl Family for Folders {
+    fn name(&self) -> &'static str {
+        "folder"
+    }
+    fn open(&self, path: &Path, precision: Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
+        if !path.join("vae").exists() {
+            return Ok(None);
+        }
+        let component = |name: &str| Component {
+            id: provisional_identity(path, name, precision),
+            name: name.into(),
+            bytes: Bytes(1),
+            reload_seconds: 0.0,
+        };
+        let components = vec![component("transformer"), component("vae")];
+        Ok(Some(Arc::new(Folder {
+            path: path.to_owned(),
+            components,
+        })))
+    }
+}
+
+fn library(cache: Option<PathBuf>) -> Library {
+    Library::new(Catalogue::new(vec![Box::new(Folders)]), cache)
+}
+
+fn card(dtype: &str) -> CardDescription {
+    CardDescription {
+        id: "cpu".into(),
+        kind: CardKind::Cpu,
+        name: String::new(),
+        total: Bytes::gib(1),
+        compute_capability: None,
+        compute_dtype: dtype.into(),
+    }
+}
+
+fn model(folder: &Path, name: &str, transformer: &[u8], vae: &[u8]) -> Entry {
+    let path = folder.join(name);
+    fs::create_dir_all(&path).unwrap();
+    fs::write(path.join("transformer"), transformer).unwrap();
+    fs::write(path.join("vae"), vae).unwrap();
+    Entry {
+        key: name.into(),
+        id: name.into(),
+        revision: String::new(),
+        path,
+    }
+}
+
+fn ids(open: &OpenModel) -> Vec<String> {
+    open.components.iter().map(|c| c.id.to_string()).collect()
+}
+
+#[test]
+fn equal_content_is_one_identity_and_another_dtype_or_content_another() {
+    let folder = tempfile::tempdir().unwrap();
+    let library = library(None);
+    let (a, b) = (
+        model(folder.path(), "a", b"one", b"vae"),
+        model(folder.path(), "b", b"two", b"vae"),
+    );
+    let (open_a, open_b) = (
+        library.open(&a, &card("f32")).unwrap(),
+        library.open(&b, &card("f32")).unwrap(),
+    );
+    let (ids_a, ids_b) = (ids(&open_a), ids(&open_b));
+    assert_ne!(ids_a[0], ids_b[0]);
+    assert_eq!(ids_a[1], ids_b[1], "one VAE");
+    assert!(ids_a[1].len() == 20 && ids_a[1].ends_with(":f32"), "{}", ids_a[1]);
+    let other = ids(&library.open(&a, &card("bf16")).unwrap());
+    assert_eq!(other[1], ids_a[1].replace(":f32", ":bf16"));
+
+    model(folder.path(), "a", b"three", b"vae");
+    let changed = ids(&library.open(&a, &card("f32")).unwrap());
+    assert!(
+        changed[0] != ids_a[0] && changed[1] == ids_a[1],
+        "a file that has changed is read again"
+    );
+}
+
+#[test]
+fn components_that_are_one_file_are_not_one_identity() {
+    let folder = tempfile::tempdir().unwrap();
+    let entry = model(folder.path(), "a", b"same", b"same");
+    let ids = ids(&library(None).open(&entry, &card("f32")).unwrap());
+    assert_ne!(ids[0], ids[1]);
+}
+
+#[test]
+fn large_files_go_by_their_path_until_their_hash_is_known_and_nothing_uses_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let cache = folder.path().join("identities.json");
+    let entry = model(folder.path(), "a", b"", b"vae");
+    fs::File::options()
+        .write(true)
+        .open(entry.path.join("transformer"))
+        .and_then(|file| file.set_len((256 << 20) + 1)) // a hole: nothing is written
+        .unwrap();
+    let first = library(Some(cache.clone()));
+    let open = first.open(&entry, &card("f32")).unwrap();
+    assert!(ids(&open)[0].starts_with("path:") && first.is_hashing());
+    let waited = std::time::Instant::now();
+    let is_known =
+        || !ids(&library(Some(cache.clone())).open(&entry, &card("f32")).unwrap())[0].starts_with("path:");
+    while !is_known() {
+        assert!(waited.elapsed().as_secs() < 300);
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+    let vae = open.components[1].id.clone();
+    first.adopt(&|id| *id == vae);
+    assert!(first.is_hashing(), "not while any of its components is in use");
+    first.adopt(&|_| false);
+    assert!(!first.is_hashing());
+    let known = first.components(&entry, "f32").unwrap();
+    assert!(known[0].id.0.ends_with(":f32"), "{}", known[0].id);
+
+    let second = library(Some(cache.clone()));
+    let open = second.open(&entry, &card("f32")).unwrap();
+    assert_eq!(open.components[0].id, known[0].id, "remembered");
+    fs::write(&cache, b"not json").unwrap();
+    assert!(ids(&library(Some(cache)).open(&entry, &card("f32")).unwrap())[0].starts_with("path:"));
+}
+
+#[test]
+fn what_is_no_model_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let entry = Entry {
+        key: "x".into(),
+        id: "x".into(),
+        revision: String::new(),
+        path: folder.path().into(),
+    };
+    assert!(matches!(
+        library(None).open(&entry, &card("f32")),
+        Err(Error::ModelUnsupported(_))
+    ));
+    let entry = model(folder.path(), "a", b"one", b"vae");
+    assert!(matches!(
+        library(None).open(&entry, &card("int3")),
+        Err(Error::Internal(_))
+    ));
+}

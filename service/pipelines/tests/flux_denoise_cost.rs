@@ -1,0 +1,98 @@
+//! What a denoising step costs: memory against the prediction, and time on the processor.
+#![allow(clippy::expect_used)] // What tests share is outside of them.
+
+use std::collections::HashMap;
+use std::time::Instant;
+
+use candle_core::{DType, Device, Tensor};
+use gpu::{ComponentTensors, allocator};
+use pipelines::flux::{Generator, Prompted, Transformer, TransformerConfig, denoise_scratch};
+
+#[global_allocator]
+static ALLOCATOR: gpu::CountingAllocator = gpu::CountingAllocator;
+
+fn random(shape: &[usize], generator: &mut Generator) -> Tensor {
+    let gain = (shape.last().copied().unwrap_or(1) as f32).powf(-0.5);
+    let numbers = generator
+        .normal(shape.iter().product())
+        .into_iter()
+        .map(|number| number * gain);
+    Tensor::from_vec(numbers.collect::<Vec<f32>>(), shape, &Device::Cpu).expect("a tensor")
+}
+
+/// The size of the demo model.
+fn demo() -> TransformerConfig {
+    TransformerConfig {
+        num_layers: 2,
+        num_single_layers: 4,
+        attention_head_dim: 32,
+        num_attention_heads: 6,
+        joint_attention_dim: 128,
+        pooled_projection_dim: 96,
+        guidance_embeds: true,
+        axes_dims_rope: [8, 12, 12],
+        ..TransformerConfig::default()
+    }
+}
+
+/// Seconds of `steps` steps over a square picture, and the bytes that they took at most.
+fn denoise(config: &TransformerConfig, side: usize, text: usize, steps: usize) -> (f64, u64) {
+    let mut generator = Generator::new(1);
+    let tensors: HashMap<String, Tensor> = config
+        .tensor_shapes()
+        .map(|(name, shape)| (name, random(&shape, &mut generator)))
+        .collect();
+    let tensors = ComponentTensors::new(tensors);
+    let transformer = Transformer::new(config, &tensors).expect("all tensors");
+    let sequence = random(&[1, text, config.joint_attention_dim], &mut generator);
+    let pooled = random(&[1, config.pooled_projection_dim], &mut generator);
+    let mut latent = random(&[1, side * side, config.in_channels], &mut generator);
+    let times: Vec<f32> = (0..steps).map(|step| 1.0 - step as f32 / steps as f32).collect();
+
+    let before = allocator::mark();
+    let start = Instant::now();
+    let prompted = Prompted {
+        sequence: &sequence,
+        pooled: &pooled,
+        guidance: 3.5,
+        rows: side,
+        columns: side,
+    };
+    let conditioning = transformer.condition(&prompted, &times).expect("conditioning");
+    for step in 0..steps {
+        let velocity = transformer
+            .velocity(&latent, &conditioning, step, &mut || Ok(()))
+            .expect("a velocity");
+        latent = (latent - (velocity / steps as f64).expect("a step")).expect("a step");
+    }
+    (
+        start.elapsed().as_secs_f64(),
+        allocator::peak_since_mark().0 - before.0,
+    )
+}
+
+#[test]
+fn the_prediction_covers_what_is_taken_and_little_more() {
+    let wide = TransformerConfig {
+        num_attention_heads: 12,
+        ..demo()
+    };
+    for (config, side, text) in [(demo(), 8, 48), (demo(), 32, 128), (wide, 48, 512)] {
+        let (seconds, taken) = denoise(&config, side, text, 2);
+        let predicted = denoise_scratch(&config, text, side * side, 2, DType::F32);
+        println!("{side}x{side} and {text} tokens: {taken} bytes, {predicted} predicted, {seconds:.3} s");
+        assert!(taken <= predicted, "{taken} taken, {predicted} predicted");
+        assert!(
+            predicted <= taken * 2 + (2 << 20),
+            "{taken} taken, {predicted} predicted"
+        );
+    }
+}
+
+#[test]
+fn the_demo_model_is_quick() {
+    let (seconds, _) = denoise(&demo(), 8, 48, 8);
+    println!("8 steps of the demo model: {seconds:.3} s");
+    // Well below a second on two idle cores; the bound leaves room for busy ones.
+    assert!(seconds < 5.0, "{seconds}");
+}
