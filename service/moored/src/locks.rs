@@ -62,7 +62,10 @@ impl Locks {
             }
             let card = card_of(device);
             let path = lock_folder(state).join(format!("{card}.lock"));
-            let file = take(&path)?.map_err(|pid| LockError::Taken { card: card.clone(), pid })?;
+            let file = take(&path)?.map_err(|pid| LockError::Taken {
+                card: card.clone(),
+                pid,
+            })?;
             files.push(file);
             wait_for_strays(state, &card).await?;
         }
@@ -72,17 +75,26 @@ impl Locks {
 
 /// The file that a card's worker keeps locked.
 pub(crate) fn worker_lock(state: &Path, device: &DeviceSpec, card: &str) -> Option<PathBuf> {
-    (!matches!(device, DeviceSpec::Simulated(_))).then(|| lock_folder(state).join(format!("{card}.worker.lock")))
+    (!matches!(device, DeviceSpec::Simulated(_)))
+        .then(|| lock_folder(state).join(format!("{card}.worker.lock")))
 }
 
 /// Locks a file and writes our process id into it; the inner error is who has it.
 pub(crate) fn take(path: &Path) -> Result<Result<File, String>, LockError> {
-    let fails = |problem| LockError::File { file: path.to_owned(), problem };
+    let fails = |problem| LockError::File {
+        file: path.to_owned(),
+        problem,
+    };
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder).map_err(fails)?;
     }
-    let mut file =
-        OpenOptions::new().create(true).truncate(false).read(true).write(true).open(path).map_err(fails)?;
+    let mut file = OpenOptions::new()
+        .create(true)
+        .truncate(false)
+        .read(true)
+        .write(true)
+        .open(path)
+        .map_err(fails)?;
     match fs4::FileExt::try_lock(&file) {
         Ok(()) => {
             file.set_len(0).and_then(|()| file.rewind()).map_err(fails)?;
@@ -104,7 +116,12 @@ async fn wait_for_strays(state: &Path, card: &str) -> Result<(), LockError> {
     loop {
         match take(&path)? {
             Ok(_released_at_once) => return Ok(()),
-            Err(pid) if waited >= STRAY_GRACE => return Err(LockError::Stray { card: card.to_owned(), pid }),
+            Err(pid) if waited >= STRAY_GRACE => {
+                return Err(LockError::Stray {
+                    card: card.to_owned(),
+                    pid,
+                });
+            }
             Err(_) => {
                 tokio::time::sleep(STRAY_POLL).await;
                 waited += STRAY_POLL;
@@ -139,7 +156,12 @@ mod tests {
         let state = tempfile::tempdir().unwrap();
         let first = Locks::take(state.path(), &cpu()).await.unwrap();
         let refused = Locks::take(state.path(), &cpu()).await.unwrap_err();
-        assert!(refused.to_string().contains(&format!("pid {}", std::process::id())), "{refused}");
+        assert!(
+            refused
+                .to_string()
+                .contains(&format!("pid {}", std::process::id())),
+            "{refused}"
+        );
         drop(first);
         Locks::take(state.path(), &cpu()).await.unwrap();
     }

@@ -37,7 +37,10 @@ pub(crate) struct Models {
 
 impl Models {
     pub(crate) fn new(settings: Settings) -> Models {
-        Models { settings, listing: RwLock::new(None) }
+        Models {
+            settings,
+            listing: RwLock::new(None),
+        }
     }
 
     /// Where models are looked for.
@@ -63,11 +66,17 @@ impl Models {
             path: path.clone(),
         });
         let scanned = self.settings.folders.iter().flat_map(|folder| scan(folder));
-        let shipped =
-            shipped_model().map(|path| Found { id: SHIPPED_ID.to_owned(), revision: String::new(), path });
+        let shipped = shipped_model().map(|path| Found {
+            id: SHIPPED_ID.to_owned(),
+            revision: String::new(),
+            path,
+        });
         let mut found: Vec<Found> = Vec::new();
         for model in configured.chain(scanned).chain(shipped) {
-            if !found.iter().any(|other| other.id == model.id && other.revision == model.revision) {
+            if !found
+                .iter()
+                .any(|other| other.id == model.id && other.revision == model.revision)
+            {
                 found.push(model);
             }
         }
@@ -99,18 +108,25 @@ impl Models {
         let none = v1::ModelRef::default();
         let model = model.unwrap_or(&none);
         if !model.adapters.is_empty() {
-            return Err(Error::NotBuilt { what: "adapters".to_owned() });
+            return Err(Error::NotBuilt {
+                what: "adapters".to_owned(),
+            });
         }
         check_quantization(model.quantization.as_ref())?;
         let id = if model.id.is_empty() {
-            self.default_id().ok_or_else(|| invalid("model.id", "is empty, and no default model is configured"))?
+            self.default_id()
+                .ok_or_else(|| invalid("model.id", "is empty, and no default model is configured"))?
         } else {
             model.id.clone()
         };
         let found = find(&self.list(), &id, &model.revision)
             .or_else(|| find(&self.rescan(), &id, &model.revision))
             .ok_or_else(|| Error::ModelNotFound { id: id.clone() })?;
-        let revision = if found.revision.is_empty() { String::new() } else { format!("@{}", found.revision) };
+        let revision = if found.revision.is_empty() {
+            String::new()
+        } else {
+            format!("@{}", found.revision)
+        };
         Ok(Arc::new(Entry {
             key: format!("{}{revision}+full", found.id),
             id: found.id,
@@ -134,24 +150,41 @@ impl Models {
 }
 
 fn invalid(field: &str, problem: &str) -> Error {
-    Error::Invalid(vec![RequestError { field: field.to_owned(), problem: problem.to_owned() }])
+    Error::Invalid(vec![RequestError {
+        field: field.to_owned(),
+        problem: problem.to_owned(),
+    }])
 }
 
 fn check_quantization(quantization: Option<&v1::Quantization>) -> Result<(), Error> {
-    let Some(quantization) = quantization else { return Ok(()) };
+    let Some(quantization) = quantization else {
+        return Ok(());
+    };
     match quantization.preset.as_str() {
         "" | "full" => {}
-        "8-bit" | "4-bit" => return Err(Error::NotBuilt { what: format!("quantization {}", quantization.preset) }),
+        "8-bit" | "4-bit" => {
+            return Err(Error::NotBuilt {
+                what: format!("quantization {}", quantization.preset),
+            });
+        }
         other => {
-            return Err(invalid("model.quantization.preset", &format!("{other:?} is none of full, 8-bit, 4-bit")));
+            return Err(invalid(
+                "model.quantization.preset",
+                &format!("{other:?} is none of full, 8-bit, 4-bit"),
+            ));
         }
     }
     for (component, format) in &quantization.components {
         if FORMATS.contains(&format.as_str()) {
-            return Err(Error::NotBuilt { what: format!("quantization {format}") });
+            return Err(Error::NotBuilt {
+                what: format!("quantization {format}"),
+            });
         }
         if format != "full" {
-            let problem = format!("{format:?} for {component} is none of full, {}", FORMATS.join(", "));
+            let problem = format!(
+                "{format:?} for {component} is none of full, {}",
+                FORMATS.join(", ")
+            );
             return Err(invalid("model.quantization.components", &problem));
         }
     }
@@ -164,7 +197,10 @@ fn find(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
     if let Some(found) = listing.iter().filter(fits).find(|m| m.id == id) {
         return Some(found.clone());
     }
-    let mut by_name = listing.iter().filter(fits).filter(|m| m.id.rsplit('/').next() == Some(id));
+    let mut by_name = listing
+        .iter()
+        .filter(fits)
+        .filter(|m| m.id.rsplit('/').next() == Some(id));
     match (by_name.next(), by_name.next()) {
         (Some(only), None) => Some(only.clone()),
         _ => None,
@@ -176,7 +212,12 @@ fn find(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
 fn shipped_model() -> Option<PathBuf> {
     let program = std::env::current_exe().ok();
     let here = std::env::current_dir().ok();
-    let above = |start: &Path| start.ancestors().map(|folder| folder.join("demo/model")).collect::<Vec<_>>();
+    let above = |start: &Path| {
+        start
+            .ancestors()
+            .map(|folder| folder.join("demo/model"))
+            .collect::<Vec<_>>()
+    };
     [program, here]
         .into_iter()
         .flatten()
@@ -187,25 +228,50 @@ fn shipped_model() -> Option<PathBuf> {
 /// Models in a folder: itself, its children, and their children one level down.
 fn scan(folder: &Path) -> Vec<Found> {
     let mut found = Vec::new();
-    let name = folder.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    let name = folder
+        .file_name()
+        .map(|n| n.to_string_lossy().into_owned())
+        .unwrap_or_default();
     if is_pipeline(folder) {
-        found.push(Found { id: name, revision: String::new(), path: folder.to_owned() });
+        found.push(Found {
+            id: name,
+            revision: String::new(),
+            path: folder.to_owned(),
+        });
         return found;
     }
     for child in children(folder) {
-        let name = child.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        let name = child
+            .file_name()
+            .map(|n| n.to_string_lossy().into_owned())
+            .unwrap_or_default();
         if let Some(id) = name.strip_prefix("models--") {
             found.extend(hub_model(&child, &id.replacen("--", "/", 1)));
         } else if let Some(id) = single_file_id(&child) {
-            found.push(Found { id, revision: String::new(), path: child });
+            found.push(Found {
+                id,
+                revision: String::new(),
+                path: child,
+            });
         } else if is_pipeline(&child) {
-            found.push(Found { id: name, revision: String::new(), path: child });
+            found.push(Found {
+                id: name,
+                revision: String::new(),
+                path: child,
+            });
         } else if child.is_dir() {
-            for grandchild in children(&child).into_iter().filter(|g| is_pipeline(g) || single_file_id(g).is_some()) {
+            for grandchild in children(&child)
+                .into_iter()
+                .filter(|g| is_pipeline(g) || single_file_id(g).is_some())
+            {
                 let own = single_file_id(&grandchild)
                     .or_else(|| grandchild.file_name().map(|n| n.to_string_lossy().into_owned()))
                     .unwrap_or_default();
-                found.push(Found { id: format!("{name}/{own}"), revision: String::new(), path: grandchild });
+                found.push(Found {
+                    id: format!("{name}/{own}"),
+                    revision: String::new(),
+                    path: grandchild,
+                });
             }
         }
     }
@@ -218,12 +284,16 @@ fn is_pipeline(folder: &Path) -> bool {
 
 fn single_file_id(path: &Path) -> Option<String> {
     let name = path.file_name()?.to_str()?;
-    let stem = name.strip_suffix(".instant.json").or_else(|| name.strip_suffix(".safetensors"))?;
+    let stem = name
+        .strip_suffix(".instant.json")
+        .or_else(|| name.strip_suffix(".safetensors"))?;
     path.is_file().then(|| stem.to_owned())
 }
 
 fn children(folder: &Path) -> Vec<PathBuf> {
-    let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
+    let Ok(entries) = std::fs::read_dir(folder) else {
+        return Vec::new();
+    };
     let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
     paths.sort();
     paths
@@ -232,10 +302,15 @@ fn children(folder: &Path) -> Vec<PathBuf> {
 /// The snapshots of a repository in a hub cache; the one that `main` points to, or the newest, comes first.
 fn hub_model(repository: &Path, id: &str) -> Vec<Found> {
     let main = std::fs::read_to_string(repository.join("refs/main")).unwrap_or_default();
-    let mut snapshots: Vec<PathBuf> =
-        children(&repository.join("snapshots")).into_iter().filter(|s| is_pipeline(s)).collect();
+    let mut snapshots: Vec<PathBuf> = children(&repository.join("snapshots"))
+        .into_iter()
+        .filter(|s| is_pipeline(s))
+        .collect();
     let age = |path: &PathBuf| {
-        let changed = path.metadata().and_then(|m| m.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
+        let changed = path
+            .metadata()
+            .and_then(|m| m.modified())
+            .unwrap_or(SystemTime::UNIX_EPOCH);
         SystemTime::now().duration_since(changed).unwrap_or_default()
     };
     snapshots.sort_by_key(|path| (!path.ends_with(main.trim()), age(path)));
@@ -243,7 +318,10 @@ fn hub_model(repository: &Path, id: &str) -> Vec<Found> {
         .into_iter()
         .map(|path| Found {
             id: id.to_owned(),
-            revision: path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default(),
+            revision: path
+                .file_name()
+                .map(|n| n.to_string_lossy().into_owned())
+                .unwrap_or_default(),
             path,
         })
         .collect()
@@ -275,7 +353,10 @@ mod tests {
     }
 
     fn reference(id: &str) -> v1::ModelRef {
-        v1::ModelRef { id: id.to_owned(), ..Default::default() }
+        v1::ModelRef {
+            id: id.to_owned(),
+            ..Default::default()
+        }
     }
 
     #[test]
@@ -295,13 +376,18 @@ mod tests {
         for id in ["plain", "owner/name", "name", "single", "quick", "me/mine"] {
             assert!(models.resolve(Some(&reference(id))).is_ok(), "{id}");
         }
-        assert!(matches!(models.resolve(Some(&reference("other"))), Err(Error::ModelNotFound { .. })));
+        assert!(matches!(
+            models.resolve(Some(&reference("other"))),
+            Err(Error::ModelNotFound { .. })
+        ));
     }
 
     #[test]
     fn a_revision_is_part_of_the_key() {
         let folder = folder_with(&["models--me--mine/snapshots/abc/model_index.json"]);
-        let entry = models(folder.path()).resolve(Some(&reference("me/mine"))).unwrap();
+        let entry = models(folder.path())
+            .resolve(Some(&reference("me/mine")))
+            .unwrap();
         assert_eq!(entry.key, "me/mine@abc+full");
     }
 
@@ -310,13 +396,25 @@ mod tests {
         let folder = folder_with(&["plain/model_index.json"]);
         let models = models(folder.path());
         let mut asked = reference("plain");
-        asked.quantization = Some(v1::Quantization { preset: "4-bit".to_owned(), ..Default::default() });
-        assert!(matches!(models.resolve(Some(&asked)), Err(Error::NotBuilt { .. })));
-        asked.quantization = Some(v1::Quantization { preset: "5-bit".to_owned(), ..Default::default() });
+        asked.quantization = Some(v1::Quantization {
+            preset: "4-bit".to_owned(),
+            ..Default::default()
+        });
+        assert!(matches!(
+            models.resolve(Some(&asked)),
+            Err(Error::NotBuilt { .. })
+        ));
+        asked.quantization = Some(v1::Quantization {
+            preset: "5-bit".to_owned(),
+            ..Default::default()
+        });
         assert!(matches!(models.resolve(Some(&asked)), Err(Error::Invalid(_))));
         asked.quantization = None;
         asked.adapters.push(v1::Adapter::default());
-        assert!(matches!(models.resolve(Some(&asked)), Err(Error::NotBuilt { .. })));
+        assert!(matches!(
+            models.resolve(Some(&asked)),
+            Err(Error::NotBuilt { .. })
+        ));
     }
 
     #[test]

@@ -81,7 +81,10 @@ pub(crate) fn decode(data: &[u8], scale_to: Option<(u32, u32)>) -> Result<Pixels
     if width == 0 || height == 0 {
         return Err(PictureError::Empty);
     }
-    if width > LONGEST_SIDE_PIXELS || height > LONGEST_SIDE_PIXELS || decoder.total_bytes() > DECODE_LIMIT_BYTES {
+    if width > LONGEST_SIDE_PIXELS
+        || height > LONGEST_SIDE_PIXELS
+        || decoder.total_bytes() > DECODE_LIMIT_BYTES
+    {
         return Err(PictureError::TooLarge);
     }
     let orientation = decoder.orientation().map_err(unreadable)?;
@@ -94,7 +97,11 @@ pub(crate) fn decode(data: &[u8], scale_to: Option<(u32, u32)>) -> Result<Pixels
         _ => picture,
     };
     let rgb = picture.into_rgb8();
-    Ok(Pixels { width: rgb.width(), height: rgb.height(), rgb: rgb.into_raw() })
+    Ok(Pixels {
+        width: rgb.width(),
+        height: rgb.height(),
+        rgb: rgb.into_raw(),
+    })
 }
 
 /// Encodes a PNG, fast, with its recipe in it unless that is left out.
@@ -106,7 +113,9 @@ pub(crate) fn png(width: u32, height: u32, rgb: &[u8], recipe: Option<&Recipe>) 
     encoder.set_compression(png::Compression::Fast);
     if let Some(recipe) = recipe {
         let json = serde_json::to_string(recipe).map_err(|e| e.to_string())?;
-        encoder.add_itxt_chunk(RECIPE_KEYWORD.to_owned(), json).map_err(|e| e.to_string())?;
+        encoder
+            .add_itxt_chunk(RECIPE_KEYWORD.to_owned(), json)
+            .map_err(|e| e.to_string())?;
     }
     let mut writer = encoder.write_header().map_err(|e| e.to_string())?;
     writer.write_image_data(rgb).map_err(|e| e.to_string())?;
@@ -116,7 +125,9 @@ pub(crate) fn png(width: u32, height: u32, rgb: &[u8], recipe: Option<&Recipe>) 
 
 /// The recipe in a PNG of ours.
 pub(crate) fn recipe_of(file: &[u8]) -> Result<Recipe, String> {
-    let mut reader = png::Decoder::new(Cursor::new(file)).read_info().map_err(|e| format!("it is no PNG: {e}"))?;
+    let mut reader = png::Decoder::new(Cursor::new(file))
+        .read_info()
+        .map_err(|e| format!("it is no PNG: {e}"))?;
     let _ = reader.finish(); // text chunks may stand behind the pixels
     let chunk = reader
         .info()
@@ -130,7 +141,8 @@ pub(crate) fn recipe_of(file: &[u8]) -> Result<Recipe, String> {
 
 /// A preview as JPEG, scaled down to what a preview needs.
 pub(crate) fn preview_jpeg(width: u32, height: u32, rgb: &[u8]) -> Result<Vec<u8>, String> {
-    let buffer = image::RgbImage::from_raw(width, height, rgb.to_vec()).ok_or("the preview has too few pixels")?;
+    let buffer =
+        image::RgbImage::from_raw(width, height, rgb.to_vec()).ok_or("the preview has too few pixels")?;
     let mut picture = DynamicImage::ImageRgb8(buffer);
     if width.max(height) > PREVIEW_SIDE_PIXELS {
         picture = picture.thumbnail(PREVIEW_SIDE_PIXELS, PREVIEW_SIDE_PIXELS);
@@ -146,14 +158,27 @@ mod tests {
     use super::*;
 
     fn recipe() -> Recipe {
-        Recipe { prompt: "ein rotes Quadrat – 🟥".to_owned(), seed: u64::MAX, width: 32, height: 16, ..Default::default() }
+        Recipe {
+            prompt: "ein rotes Quadrat – 🟥".to_owned(),
+            seed: u64::MAX,
+            width: 32,
+            height: 16,
+            ..Default::default()
+        }
     }
 
     #[test]
     fn a_png_gives_back_its_pixels_and_its_recipe() {
         let rgb: Vec<u8> = (0..32 * 16 * 3).map(|i| (i % 251) as u8).collect();
         let file = png(32, 16, &rgb, Some(&recipe())).unwrap();
-        assert_eq!(decode(&file, None).unwrap(), Pixels { width: 32, height: 16, rgb });
+        assert_eq!(
+            decode(&file, None).unwrap(),
+            Pixels {
+                width: 32,
+                height: 16,
+                rgb
+            }
+        );
         assert_eq!(recipe_of(&file).unwrap(), recipe());
     }
 
@@ -166,7 +191,10 @@ mod tests {
     #[test]
     fn what_is_no_picture_is_refused() {
         assert!(matches!(decode(b"", None), Err(PictureError::Unreadable(_))));
-        assert!(matches!(decode(b"not a picture at all", None), Err(PictureError::Unreadable(_))));
+        assert!(matches!(
+            decode(b"not a picture at all", None),
+            Err(PictureError::Unreadable(_))
+        ));
         let mut cut = png(32, 16, &[7; 32 * 16 * 3], None).unwrap();
         cut.truncate(cut.len() / 2);
         assert!(matches!(decode(&cut, None), Err(PictureError::Unreadable(_))));
@@ -178,7 +206,11 @@ mod tests {
         let mut encoder = png::Encoder::new(&mut file, 40_000, 40_000);
         encoder.set_color(png::ColorType::Rgb);
         drop(encoder.write_header().unwrap());
-        assert!(matches!(decode(&file, None), Err(PictureError::TooLarge)), "{:?}", decode(&file, None));
+        assert!(
+            matches!(decode(&file, None), Err(PictureError::TooLarge)),
+            "{:?}",
+            decode(&file, None)
+        );
     }
 
     #[test]

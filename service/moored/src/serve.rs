@@ -26,7 +26,9 @@ pub(crate) enum ServeError {
     #[error("{0}")]
     Token(String),
     /// The address.
-    #[error("cannot listen on {address}: {problem}; is another service there? (`--listen` takes another address)")]
+    #[error(
+        "cannot listen on {address}: {problem}; is another service there? (`--listen` takes another address)"
+    )]
     Listen {
         /// Where.
         address: SocketAddr,
@@ -62,16 +64,23 @@ pub(crate) async fn run(
     stop: Option<oneshot::Receiver<()>>,
 ) -> Result<(), ServeError> {
     let token = Token::read(config.service.token_file.as_deref()).map_err(ServeError::Token)?;
-    std::fs::create_dir_all(&config.service.state)
-        .map_err(|problem| ServeError::State { folder: config.service.state.clone(), problem })?;
+    std::fs::create_dir_all(&config.service.state).map_err(|problem| ServeError::State {
+        folder: config.service.state.clone(),
+        problem,
+    })?;
     let _locks = Locks::take(&config.service.state, &config.cards.devices).await?;
     let address = config.service.listen;
-    let listener =
-        TcpListener::bind(address).await.map_err(|problem| ServeError::Listen { address, problem })?;
-    let address = listener.local_addr().map_err(|problem| ServeError::Listen { address, problem })?;
+    let listener = TcpListener::bind(address)
+        .await
+        .map_err(|problem| ServeError::Listen { address, problem })?;
+    let address = listener
+        .local_addr()
+        .map_err(|problem| ServeError::Listen { address, problem })?;
 
-    let library =
-        Arc::new(Library::new(pipelines::catalogue(), Some(config.service.state.join("identities.json"))));
+    let library = Arc::new(Library::new(
+        pipelines::catalogue(),
+        Some(config.service.state.join("identities.json")),
+    ));
     let workers = WorkerPids::new(config.cards.devices.len());
     let queue = start_queue(&config, library.clone(), workers.clone())?;
     let (stopping, stopping_seen) = watch::channel(false);
@@ -103,7 +112,11 @@ pub(crate) async fn run(
 
 fn start_queue(config: &Config, library: Arc<Library>, workers: WorkerPids) -> Result<Queue, ServeError> {
     let (signals, received) = mpsc::unbounded_channel();
-    let log = if config.log.json { format!("json:{}", config.log.filter) } else { config.log.filter.clone() };
+    let log = if config.log.json {
+        format!("json:{}", config.log.filter)
+    } else {
+        config.log.filter.clone()
+    };
     let mut slots = Vec::with_capacity(config.cards.devices.len());
     for (card, device) in config.cards.devices.iter().enumerate() {
         let description = device.describe()?;
@@ -114,7 +127,13 @@ fn start_queue(config: &Config, library: Arc<Library>, workers: WorkerPids) -> R
             log: log.clone(),
             lock_file: worker_lock(&config.service.state, device, &description.id),
         };
-        slots.push(supervisor::start_card(card, description, settings, signals.clone(), workers.clone()));
+        slots.push(supervisor::start_card(
+            card,
+            description,
+            settings,
+            signals.clone(),
+            workers.clone(),
+        ));
     }
     let millis = |duration: Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
     let settings = Settings {
@@ -168,4 +187,3 @@ fn shut_down(
         stopped.send_replace(true);
     })
 }
-

@@ -14,7 +14,11 @@ pub(crate) fn start(log: &Log) {
         .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr);
     // Fails only when a logger is there already, as in tests.
-    let _ = if log.json { builder.json().try_init() } else { builder.with_target(false).try_init() };
+    let _ = if log.json {
+        builder.json().try_init()
+    } else {
+        builder.with_target(false).try_init()
+    };
 }
 
 /// Starts logging in a worker, whose lines mix with the supervisor's.

@@ -58,7 +58,7 @@ pub(super) struct Card {
     pub(super) health: Health,
     pub(super) generation: u64,
     /// Generations up to this one are dead: nothing that they say counts.
-    dead_generation: u64,
+    dead_generation: Option<u64>,
     pub(super) restarts: u32,
     pub(super) ledger: Arc<Ledger>,
     ledger_at: Instant,
@@ -84,7 +84,7 @@ impl Card {
             port: slot.port,
             health: Health::Starting,
             generation: 0,
-            dead_generation: 0,
+            dead_generation: None,
             restarts: 0,
             ledger_at: now,
             ledger_latest: Millis(0),
@@ -112,7 +112,7 @@ impl Card {
     /// Whether a worker of this generation may speak.
     pub(super) fn listens_to(&self, generation: u64) -> bool {
         let current = !self.is_ready() || generation == self.generation;
-        generation > self.dead_generation && current
+        self.dead_generation.is_none_or(|dead| generation > dead) && current
     }
 
     /// Whether a new worker announces itself although the old one's loss was not reported.
@@ -130,7 +130,7 @@ impl Card {
 
     /// The worker is gone, and all that it had on the card with it.
     pub(super) fn lost(&mut self, generation: u64, restarts_in: Duration, headroom: Bytes, now: Instant) {
-        self.dead_generation = self.dead_generation.max(generation).max(self.generation);
+        self.dead_generation = self.dead_generation.max(Some(generation.max(self.generation)));
         self.health = Health::Restarting {
             until: now + restarts_in,
         };
@@ -176,6 +176,11 @@ impl Card {
         self.errands.insert(id, errand);
         self.errand_since = Some(now);
         self.port.send(command);
+    }
+
+    /// The worker has ended an order: what else it was asked for is next.
+    pub(super) fn is_free_again(&mut self, now: Instant) {
+        self.errand_since = Some(now);
     }
 
     /// Kills the worker, once.

@@ -38,6 +38,10 @@ impl Actor {
                 self.queue_up(id, now);
                 continue;
             }
+            if let Err(refused) = self.refuse_deadly(job) {
+                self.refuse(id, refused, now);
+                continue;
+            }
             match self.place(job, &ahead, now) {
                 Placement::Start { card, low_memory } => {
                     let rest = &order[place_in_order + 1..];
@@ -66,6 +70,12 @@ impl Actor {
             }
         }
         self.tell_positions(&order, now);
+    }
+
+    fn refuse(&mut self, id: &JobId, why: Error, now: Instant) {
+        if let Some(job) = self.jobs.remove(id) {
+            self.end(job, Err(why), now);
+        }
     }
 
     /// Starts whoever's turn it is on a card that `id` could take. False: that was not `id`.
@@ -241,7 +251,7 @@ impl Actor {
         });
         patience.wait.update(time, shortage.cause);
         patience.shortage = shortage;
-        if patience.wait.is_over(time) {
+        if patience.wait.is_over(time) && !job.low_memory {
             self.end_of_patience(id, now);
             return false;
         }
@@ -249,7 +259,8 @@ impl Actor {
         if job.phase != Phase::Waiting || patience.next_tick <= now {
             let shortage = patience.shortage.clone();
             let over = now + std::time::Duration::from_millis(left);
-            patience.next_tick = (now + TICK).min(over);
+            let at_the_end = (over > now).then_some(over); // a worker may say wait to one who risks it
+            patience.next_tick = at_the_end.map_or(now + TICK, |over| over.min(now + TICK));
             let event = JobEventKind::Waiting {
                 stage: job.step().map_or("", |step| step.kind.name()),
                 needed: shortage.needed,

@@ -217,7 +217,11 @@ impl Actor {
             })
     }
 
-    fn refuse_deadly(&self, job: &JobRecord) -> Result<(), Error> {
+    /// A job that has not begun is refused if others like it have killed their workers.
+    pub(super) fn refuse_deadly(&self, job: &JobRecord) -> Result<(), Error> {
+        if job.begun || !self.learned.knows_deadly() {
+            return Ok(());
+        }
         for (dtype, index) in job
             .plans
             .keys()

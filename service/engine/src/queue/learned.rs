@@ -131,6 +131,11 @@ impl Learned {
         deadly.last = now;
     }
 
+    /// Whether any request has killed workers lately.
+    pub(super) fn knows_deadly(&self) -> bool {
+        !self.deadly.is_empty()
+    }
+
     /// How many jobs have died of it, if they are enough to refuse another.
     pub(super) fn refuses(&self, model_key: &str, shape: &str) -> Option<u32> {
         let deadly = self.deadly.get(&(model_key.to_owned(), shape.to_owned()))?;

@@ -147,19 +147,19 @@ impl Actor {
                 },
             });
         }
-        if low {
-            let seconds = self.move_seconds(index, &needs, ledger_now);
-            return Some(Answer::Start {
-                seconds,
-                low_memory: true,
-            });
-        }
         if let Some(refusal) = job
             .refusals
             .get(&index)
             .filter(|r| r.snapshot == card.snapshots && now < r.until)
         {
             return Some(Answer::Short(refusal.shortage.clone()));
+        }
+        if low {
+            let seconds = self.move_seconds(index, &needs, ledger_now);
+            return Some(Answer::Start {
+                seconds,
+                low_memory: true,
+            });
         }
         Some(
             match choose_rung(&card.ledger, &need.components, &need.rungs, policy, ledger_now) {

@@ -139,6 +139,7 @@ impl Actor {
             return;
         };
         self.replan = true;
+        self.cards[index].is_free_again(now);
         if let Outcome::Completed(completed) = &outcome {
             self.learned.loads_completed(&completed.load_seconds);
         }

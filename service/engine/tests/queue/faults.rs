@@ -21,6 +21,9 @@ async fn a_stage_whose_worker_dies_is_tried_once_more() {
     worker.die();
     settle().await;
     worker.finish(dead.ticket, completed(&dead, Vec::new())); // the dead say nothing
+    worker.say(Event::Ready {
+        card: crate::worker::description(0),
+    });
     assert!(worker.is_idle().await);
     let mut queued = queue.submit(load("b", "me", &["vae"])).await.unwrap();
     worker.ready();
@@ -276,5 +279,87 @@ async fn a_fresh_worker_hears_what_must_stay_and_gets_the_pinned_back_first() {
         ticket: order.ticket,
         outcome: Outcome::Cancelled,
     }); // an old ticket
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn those_in_the_queue_are_refused_too_when_others_like_them_were_deadly() {
+    let (queue, mut worker) = one_card().await;
+    let mut jobs = Vec::new();
+    for prompt in ["one", "two", "three"] {
+        jobs.push(queue.submit(picture("a", "me", prompt)).await.unwrap());
+    }
+    for job in &mut jobs[..2] {
+        die_twice(&mut worker, "denoise").await;
+        assert!(matches!(end(job).await, Err(Error::WorkerDied { deaths: 2, .. })));
+    }
+    assert!(matches!(end(&mut jobs[2]).await, Err(Error::WorkerDied { .. })));
+    let (unload, ()) = tokio::join!(queue.unload(Some(entry("a")), false), settle());
+    assert!(unload.is_ok(), "nothing is there");
+    let forgiven = queue.submit(picture("a", "me", "four")).await.unwrap();
+    drop(forgiven);
+    let order = worker.order().await;
+    worker.finish(order.ticket, Outcome::Cancelled);
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_may_say_wait_even_to_one_who_risks_it() {
+    let (queue, mut worker) = one_card().await;
+    let mut spec = load("a", "me", &["transformer"]);
+    spec.options.allow_low_memory = true;
+    let mut job = queue.submit(spec).await.unwrap();
+    let mut asked = 0;
+    for second in 0..20 {
+        while let Some(Wire::Command(Command::Run(order))) = worker.try_next() {
+            asked += 1;
+            let (short, usable) = (Bytes::gib(4), Bytes::gib(8));
+            let shortage = engine::messages::Shortage {
+                short,
+                needed: short,
+                usable,
+                cause: residency::WaitCause::LateEviction,
+                holders: Vec::new(),
+            };
+            if second < 19 {
+                worker.finish(order.ticket, Outcome::Wait(shortage));
+            } else {
+                worker.complete(&order);
+            }
+        }
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    assert!((15..=25).contains(&asked), "{asked}");
+    end(&mut job).await.unwrap();
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_worker_was_asked_for_during_a_long_stage_may_take_its_time_after_it() {
+    let stall_limit = Duration::from_secs(20);
+    let (queue, mut worker) = one_card_with(Settings {
+        stall_limit,
+        ..Settings::default()
+    })
+    .await;
+    let mut job = queue.submit(load("a", "me", &["vae"])).await.unwrap();
+    let order = worker.order().await;
+    let asking = queue.clone();
+    let trim = tokio::spawn(async move { asking.trim("").await });
+    for _ in 0..5 {
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        worker.progress(order.ticket, engine::messages::Progress::Step { n: 1, of: 2 });
+    }
+    let Some(Wire::Command(Command::Trim { id })) = worker.try_next() else {
+        panic!()
+    };
+    worker.complete(&order);
+    end(&mut job).await.unwrap();
+    assert!(worker.is_idle().await, "it is not killed");
+    worker.say(Event::Answer {
+        id,
+        answer: engine::messages::Answer::Trimmed(Bytes::ZERO),
+    });
+    assert_eq!(trim.await.unwrap(), Ok(Bytes::ZERO));
     at_rest(&queue).await;
 }

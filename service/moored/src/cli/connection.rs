@@ -53,7 +53,10 @@ impl Connection {
             Some(_) => client.endpoint.clone(),
             None => format!("http://{}", client.endpoint),
         };
-        let unreachable = |problem: String| CliError::Unreachable { endpoint: endpoint.clone(), problem };
+        let unreachable = |problem: String| CliError::Unreachable {
+            endpoint: endpoint.clone(),
+            problem,
+        };
         let channel = Endpoint::from_shared(endpoint.clone())
             .map_err(|problem| unreachable(problem.to_string()))?
             .connect_timeout(CONNECT_TIMEOUT)
@@ -64,11 +67,23 @@ impl Connection {
             .await
             .map_err(|problem| unreachable(root_cause(&problem)))?;
         let header = client.token_file.as_deref().map(|file| {
-            let failed = |problem: String| CliError::File { path: file.display().to_string(), problem };
+            let failed = |problem: String| CliError::File {
+                path: file.display().to_string(),
+                problem,
+            };
             let token = std::fs::read_to_string(file).map_err(|e| failed(e.to_string()))?;
-            format!("Bearer {}", token.trim()).parse().map_err(|_| failed("holds no token".to_owned()))
+            format!("Bearer {}", token.trim())
+                .parse()
+                .map_err(|_| failed("holds no token".to_owned()))
         });
-        Ok(Connection { wire: InterceptedService::new(channel, Credentials { header: header.transpose()? }) })
+        Ok(Connection {
+            wire: InterceptedService::new(
+                channel,
+                Credentials {
+                    header: header.transpose()?,
+                },
+            ),
+        })
     }
 
     pub(super) fn generation(&self) -> GenerationClient<Wire> {
@@ -135,7 +150,9 @@ impl Refusal {
         Some(match v1::Reason::from_str_name(&self.reason)? {
             v1::Reason::ModelNotFound => "`moored models` lists what there is; models.folders adds folders",
             v1::Reason::Unauthenticated => "name the token's file with --token-file or MOORED_TOKEN_FILE",
-            v1::Reason::QueueFull | v1::Reason::CardNotReady | v1::Reason::ShuttingDown => "try again in a while",
+            v1::Reason::QueueFull | v1::Reason::CardNotReady | v1::Reason::ShuttingDown => {
+                "try again in a while"
+            }
             v1::Reason::MemoryTaken => "`moored status` shows who holds memory; --patience waits longer",
             v1::Reason::LatentNotFound => "latents expire; queue.latent_ttl keeps them longer",
             v1::Reason::WorkerDied => "the service's log has the worker's last words",
@@ -166,8 +183,17 @@ impl fmt::Display for Refusal {
                 write!(f, "\n  {} holds {}", holder.name, residency::Bytes(holder.bytes))?;
             }
             for fallback in &shortfall.fallbacks {
-                let when = if fallback.fits_now { "now" } else { "after evicting what is idle" };
-                write!(f, "\n  {} would fit {when} ({})", fallback.label, residency::Bytes(fallback.peak_bytes))?;
+                let when = if fallback.fits_now {
+                    "now"
+                } else {
+                    "after evicting what is idle"
+                };
+                write!(
+                    f,
+                    "\n  {} would fit {when} ({})",
+                    fallback.label,
+                    residency::Bytes(fallback.peak_bytes)
+                )?;
             }
         }
         match self.remedy() {

@@ -41,13 +41,18 @@ pub(super) async fn run(mut config: Config, options: Demo, as_json: bool) -> Res
     let service = tokio::spawn(serve::run(config, Some(ready), Some(stopped)));
     let outcome = match address.await {
         Ok(address) => {
-            let client = Client { endpoint: format!("http://{address}"), token_file: None };
+            let client = Client {
+                endpoint: format!("http://{address}"),
+                token_file: None,
+            };
             paint_all(&client, &options, as_json).await
         }
         Err(_) => Ok(()), // the service ended before it listened: its own error tells
     };
     drop(stop);
-    let served = service.await.map_err(|panic| CliError::Usage(panic.to_string()))?;
+    let served = service
+        .await
+        .map_err(|panic| CliError::Usage(panic.to_string()))?;
     let _ = std::fs::remove_dir_all(state);
     served?;
     outcome
@@ -63,10 +68,16 @@ async fn paint_all(client: &Client, options: &Demo, as_json: bool) -> Result<(),
             screen::text(&format!("\n{}. {prompt}", index + 1))?;
         }
         let request = v1::GenerateImageRequest {
-            model: Some(v1::ModelRef { id: SHIPPED_ID.to_owned(), ..Default::default() }),
+            model: Some(v1::ModelRef {
+                id: SHIPPED_ID.to_owned(),
+                ..Default::default()
+            }),
             prompt: prompt.to_owned(),
             seed: Some(options.seed + index as u64),
-            options: Some(v1::JobOptions { client_id: "demo".to_owned(), ..Default::default() }),
+            options: Some(v1::JobOptions {
+                client_id: "demo".to_owned(),
+                ..Default::default()
+            }),
             ..Default::default()
         };
         let mut show = Show::new(as_json);
@@ -74,25 +85,41 @@ async fn paint_all(client: &Client, options: &Demo, as_json: bool) -> Result<(),
         let resident = resident_names(&connection).await?;
         report(index, prompt, &painted, &resident, options, as_json)?;
         for file in painted.pictures.into_values() {
-            sheet.push(image::load_from_memory(&file).map_err(|e| CliError::Usage(e.to_string()))?.into_rgb8());
+            sheet.push(
+                image::load_from_memory(&file)
+                    .map_err(|e| CliError::Usage(e.to_string()))?
+                    .into_rgb8(),
+            );
         }
     }
     let path = options.out.join("contact-sheet.png");
     write_sheet(&sheet, &path)?;
     let seconds = started.elapsed().as_secs_f64();
     if as_json {
-        return screen::json(&json!({"event": "contact_sheet", "path": path.display().to_string(),
-            "pictures": sheet.len(), "seconds": seconds}));
+        return screen::json(
+            &json!({"event": "contact_sheet", "path": path.display().to_string(),
+            "pictures": sheet.len(), "seconds": seconds}),
+        );
     }
-    let status = connection.residency().get_status(v1::GetStatusRequest {}).await?.into_inner();
+    let status = connection
+        .residency()
+        .get_status(v1::GetStatusRequest {})
+        .await?
+        .into_inner();
     screen::text(&format!("\n{}\n", picture(&status)))?;
-    screen::text(&format!("{} pictures in {seconds:.1} s; look at {}", sheet.len(), path.display()))
+    screen::text(&format!(
+        "{} pictures in {seconds:.1} s; look at {}",
+        sheet.len(),
+        path.display()
+    ))
 }
 
 /// The service answers before its worker does; grpc.health.v1 says when.
 async fn wait_until_ready(client: &Client) -> Result<(), CliError> {
-    let unreachable =
-        |problem: String| CliError::Unreachable { endpoint: client.endpoint.clone(), problem };
+    let unreachable = |problem: String| CliError::Unreachable {
+        endpoint: client.endpoint.clone(),
+        problem,
+    };
     let channel = Endpoint::from_shared(client.endpoint.clone()).map_err(|e| unreachable(e.to_string()))?;
     let mut health = HealthClient::new(channel.connect().await.map_err(|e| unreachable(e.to_string()))?);
     let watch = async {
@@ -111,9 +138,19 @@ async fn wait_until_ready(client: &Client) -> Result<(), CliError> {
 }
 
 async fn resident_names(connection: &Connection) -> Result<Vec<String>, CliError> {
-    let status = connection.residency().get_status(v1::GetStatusRequest {}).await?.into_inner();
-    let components = status.cards.into_iter().flat_map(|card| card.residents).filter_map(|r| r.component);
-    Ok(components.map(|c| format!("{} {}", c.name, residency::Bytes(c.bytes))).collect())
+    let status = connection
+        .residency()
+        .get_status(v1::GetStatusRequest {})
+        .await?
+        .into_inner();
+    let components = status
+        .cards
+        .into_iter()
+        .flat_map(|card| card.residents)
+        .filter_map(|r| r.component);
+    Ok(components
+        .map(|c| format!("{} {}", c.name, residency::Bytes(c.bytes)))
+        .collect())
 }
 
 fn report(
@@ -138,7 +175,9 @@ fn report(
 }
 
 fn write_sheet(pictures: &[RgbImage], path: &std::path::Path) -> Result<(), CliError> {
-    let Some(first) = pictures.first() else { return Ok(()) };
+    let Some(first) = pictures.first() else {
+        return Ok(());
+    };
     let (width, height) = (first.width() + MARGIN_PIXELS, first.height() + MARGIN_PIXELS);
     let count = u32::try_from(pictures.len()).unwrap_or(u32::MAX);
     let columns = SHEET_COLUMNS.min(count);
@@ -149,8 +188,14 @@ fn write_sheet(pictures: &[RgbImage], path: &std::path::Path) -> Result<(), CliE
         Rgb([255, 255, 255]),
     );
     for (index, picture) in (0_u32..).zip(pictures) {
-        let (x, y) = (index % columns * width + MARGIN_PIXELS, index / columns * height + MARGIN_PIXELS);
+        let (x, y) = (
+            index % columns * width + MARGIN_PIXELS,
+            index / columns * height + MARGIN_PIXELS,
+        );
         imageops::replace(&mut sheet, picture, x.into(), y.into());
     }
-    sheet.save(path).map_err(|e| CliError::File { path: path.display().to_string(), problem: e.to_string() })
+    sheet.save(path).map_err(|e| CliError::File {
+        path: path.display().to_string(),
+        problem: e.to_string(),
+    })
 }

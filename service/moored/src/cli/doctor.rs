@@ -24,8 +24,16 @@ pub(super) async fn run(config: Config, as_json: bool) -> Result<(), CliError> {
     let mut findings = Vec::new();
     for device in &config.cards.devices {
         findings.push(match device.describe() {
-            Ok(card) => Finding { well: true, what: "card", found: format!("{} ({}), {}", card.id, card.name, card.total) },
-            Err(error) => Finding { well: false, what: "card", found: format!("{device}: {error}") },
+            Ok(card) => Finding {
+                well: true,
+                what: "card",
+                found: format!("{} ({}), {}", card.id, card.name, card.total),
+            },
+            Err(error) => Finding {
+                well: false,
+                what: "card",
+                found: format!("{device}: {error}"),
+            },
         });
     }
     findings.push(state_folder(&config));
@@ -52,10 +60,21 @@ fn state_folder(config: &Config) -> Finding {
         .and_then(|()| std::fs::write(&probe, b"x"))
         .and_then(|()| std::fs::remove_file(&probe));
     match tried {
-        Ok(()) => Finding { well: true, what: "state", found: folder.display().to_string() },
+        Ok(()) => Finding {
+            well: true,
+            what: "state",
+            found: folder.display().to_string(),
+        },
         Err(problem) => {
-            let found = format!("{}: {problem}; service.state names another folder", folder.display());
-            Finding { well: false, what: "state", found }
+            let found = format!(
+                "{}: {problem}; service.state names another folder",
+                folder.display()
+            );
+            Finding {
+                well: false,
+                what: "state",
+                found,
+            }
         }
     }
 }
@@ -63,7 +82,12 @@ fn state_folder(config: &Config) -> Finding {
 async fn models(config: &Config) -> Vec<Finding> {
     let models = Models::new(config.models.clone());
     let library = Arc::new(Library::new(pipelines::catalogue(), None));
-    let Some(card) = config.cards.devices.first().and_then(|device| device.describe().ok()) else {
+    let Some(card) = config
+        .cards
+        .devices
+        .first()
+        .and_then(|device| device.describe().ok())
+    else {
         return Vec::new();
     };
     let look = move || {
@@ -71,7 +95,11 @@ async fn models(config: &Config) -> Vec<Finding> {
         for folder in models.folders() {
             if !folder.is_dir() {
                 let found = format!("{} is no folder (models.folders)", folder.display());
-                findings.push(Finding { well: false, what: "models", found });
+                findings.push(Finding {
+                    well: false,
+                    what: "models",
+                    found,
+                });
             }
         }
         for model in models.list().iter() {
@@ -80,19 +108,33 @@ async fn models(config: &Config) -> Vec<Finding> {
                 revision: model.revision.clone(),
                 ..Default::default()
             };
-            let opened = models.resolve(Some(&reference)).and_then(|entry| library.open(&entry, &card));
+            let opened = models
+                .resolve(Some(&reference))
+                .and_then(|entry| library.open(&entry, &card));
             findings.push(match opened {
                 Ok(open) => {
                     let bytes: Bytes = open.components.iter().map(|c| c.bytes).sum();
                     let found = format!("{} ({}, {bytes} on the card)", model.id, open.model.family());
-                    Finding { well: true, what: "model", found }
+                    Finding {
+                        well: true,
+                        what: "model",
+                        found,
+                    }
                 }
-                Err(error) => Finding { well: false, what: "model", found: format!("{}: {error}", model.id) },
+                Err(error) => Finding {
+                    well: false,
+                    what: "model",
+                    found: format!("{}: {error}", model.id),
+                },
             });
         }
         if findings.is_empty() {
             let found = "none found: set models.folders".to_owned();
-            findings.push(Finding { well: false, what: "models", found });
+            findings.push(Finding {
+                well: false,
+                what: "models",
+                found,
+            });
         }
         findings
     };
@@ -103,17 +145,36 @@ async fn service(config: &Config) -> Finding {
     let connection = match Connection::open(&config.client).await {
         Ok(connection) => connection,
         Err(_) => {
-            let found = format!("none runs at {} (not needed for this check)", config.client.endpoint);
-            return Finding { well: true, what: "service", found };
+            let found = format!(
+                "none runs at {} (not needed for this check)",
+                config.client.endpoint
+            );
+            return Finding {
+                well: true,
+                what: "service",
+                found,
+            };
         }
     };
-    match connection.server().get_server_info(v1::GetServerInfoRequest {}).await {
+    match connection
+        .server()
+        .get_server_info(v1::GetServerInfoRequest {})
+        .await
+    {
         Ok(info) => {
             let info = info.into_inner();
             let own = env!("CARGO_PKG_VERSION");
             let found = format!("version {} at {}", info.version, config.client.endpoint);
-            Finding { well: info.version == own, what: "service", found }
+            Finding {
+                well: info.version == own,
+                what: "service",
+                found,
+            }
         }
-        Err(status) => Finding { well: false, what: "service", found: status.message().to_owned() },
+        Err(status) => Finding {
+            well: false,
+            what: "service",
+            found: status.message().to_owned(),
+        },
     }
 }

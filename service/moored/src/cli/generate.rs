@@ -22,13 +22,21 @@ pub(super) async fn run(client: &Client, options: Generate, json: bool) -> Resul
     let request = request_of(&options)?;
     let to_stdout = options.out == "-";
     if to_stdout && std::io::stdout().is_terminal() {
-        return Err(CliError::Usage("a picture is not written to a terminal: redirect it, or use -o FILE".to_owned()));
+        return Err(CliError::Usage(
+            "a picture is not written to a terminal: redirect it, or use -o FILE".to_owned(),
+        ));
     }
     if to_stdout && options.count > 1 {
-        return Err(CliError::Usage("standard output takes one picture: use -o FOLDER for several".to_owned()));
+        return Err(CliError::Usage(
+            "standard output takes one picture: use -o FOLDER for several".to_owned(),
+        ));
     }
     let connection = Connection::open(client).await?;
-    let mut show = if json && to_stdout { Show::silent() } else { Show::new(json) };
+    let mut show = if json && to_stdout {
+        Show::silent()
+    } else {
+        Show::new(json)
+    };
     let painted = paint(&connection, request, &mut show).await?;
     for (index, picture) in &painted.pictures {
         if to_stdout {
@@ -55,12 +63,21 @@ pub(super) async fn plan(client: &Client, options: Generate, json: bool) -> Resu
         generate: Some(request_of(&options)?),
         card: options.card.clone().unwrap_or_default(),
     };
-    let plan = Connection::open(client).await?.residency().plan(request).await?.into_inner();
+    let plan = Connection::open(client)
+        .await?
+        .residency()
+        .plan(request)
+        .await?
+        .into_inner();
     if json {
         return screen::json(&plan_json(&plan));
     }
     let rows = plan.stages.iter().map(|stage| {
-        let scratch = if stage.scratch_learned { "measured" } else { "predicted" };
+        let scratch = if stage.scratch_learned {
+            "measured"
+        } else {
+            "predicted"
+        };
         vec![
             stage.name.clone(),
             Bytes(stage.component_bytes).to_string(),
@@ -70,14 +87,28 @@ pub(super) async fn plan(client: &Client, options: Generate, json: bool) -> Resu
             stage.moves.join(", "),
         ]
     });
-    screen::table(&["stage", "components", "scratch", "chunking", "verdict", "moves"], rows.collect())?;
+    screen::table(
+        &["stage", "components", "scratch", "chunking", "verdict", "moves"],
+        rows.collect(),
+    )?;
     for shortfall in plan.stages.iter().filter_map(|stage| stage.shortfall.as_ref()) {
         for fallback in &shortfall.fallbacks {
-            screen::text(&format!("{} would fit: {}", fallback.label, Bytes(fallback.peak_bytes)))?;
+            screen::text(&format!(
+                "{} would fit: {}",
+                fallback.label,
+                Bytes(fallback.peak_bytes)
+            ))?;
         }
     }
-    let when = if plan.runs_now { "runs now" } else { "does not run now" };
-    screen::text(&format!("on {}: {when}; {:.2} s of moves first", plan.card, plan.predicted_move_seconds))
+    let when = if plan.runs_now {
+        "runs now"
+    } else {
+        "does not run now"
+    };
+    screen::text(&format!(
+        "on {}: {when}; {:.2} s of moves first",
+        plan.card, plan.predicted_move_seconds
+    ))
 }
 
 /// What a generate call gave.
@@ -93,8 +124,15 @@ pub(super) async fn paint(
     request: v1::GenerateImageRequest,
     show: &mut Show,
 ) -> Result<Painted, CliError> {
-    let mut events = connection.generation().generate_image(request).await?.into_inner();
-    let mut painted = Painted { pictures: BTreeMap::new(), done: v1::Done::default() };
+    let mut events = connection
+        .generation()
+        .generate_image(request)
+        .await?
+        .into_inner();
+    let mut painted = Painted {
+        pictures: BTreeMap::new(),
+        done: v1::Done::default(),
+    };
     loop {
         let event = tokio::select! {
             event = events.next() => event,
@@ -108,7 +146,11 @@ pub(super) async fn paint(
         show.event(&event)?;
         match event.event {
             Some(Kind::Artifact(artifact)) => {
-                painted.pictures.entry(artifact.index).or_default().extend_from_slice(&artifact.chunk);
+                painted
+                    .pictures
+                    .entry(artifact.index)
+                    .or_default()
+                    .extend_from_slice(&artifact.chunk);
             }
             Some(Kind::Done(done)) => painted.done = done,
             _ => {}
@@ -146,7 +188,10 @@ fn request_of(options: &Generate) -> Result<v1::GenerateImageRequest, CliError> 
         steps: options.steps.or(zero(recipe.steps)).unwrap_or(0),
         guidance: options.guidance.or(from_recipe.then_some(recipe.guidance)),
         seed: options.seed.or(from_recipe.then_some(recipe.seed)),
-        max_sequence_length: options.max_sequence_length.or(zero(recipe.max_sequence_length)).unwrap_or(0),
+        max_sequence_length: options
+            .max_sequence_length
+            .or(zero(recipe.max_sequence_length))
+            .unwrap_or(0),
         count: options.count,
         init_image: init_image.into(),
         strength: options.strength.or(recipe.strength),
@@ -160,7 +205,9 @@ fn request_of(options: &Generate) -> Result<v1::GenerateImageRequest, CliError> 
                 PriorityChoice::High => v1::Priority::High,
             }
             .into(),
-            patience_ms: options.patience.map(|p| u64::try_from(p.as_millis()).unwrap_or(u64::MAX)),
+            patience_ms: options
+                .patience
+                .map(|p| u64::try_from(p.as_millis()).unwrap_or(u64::MAX)),
             allow_low_memory: options.allow_low_memory,
             card: options.card.clone().unwrap_or_default(),
             ..Default::default()
@@ -171,7 +218,9 @@ fn request_of(options: &Generate) -> Result<v1::GenerateImageRequest, CliError> 
 
 fn prompt_from_stdin() -> Result<String, CliError> {
     if std::io::stdin().is_terminal() {
-        return Err(CliError::Usage("a prompt is missing: write it behind `generate`, or pipe it in".to_owned()));
+        return Err(CliError::Usage(
+            "a prompt is missing: write it behind `generate`, or pipe it in".to_owned(),
+        ));
     }
     let mut prompt = String::new();
     std::io::stdin().read_to_string(&mut prompt)?;
@@ -182,19 +231,25 @@ fn prompt_from_stdin() -> Result<String, CliError> {
 }
 
 fn recipe_of(path: &Path) -> Result<Recipe, CliError> {
-    pictures::recipe_of(&read(path)?)
-        .map_err(|problem| CliError::File { path: path.display().to_string(), problem })
+    pictures::recipe_of(&read(path)?).map_err(|problem| CliError::File {
+        path: path.display().to_string(),
+        problem,
+    })
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, CliError> {
-    std::fs::read(path)
-        .map_err(|problem| CliError::File { path: path.display().to_string(), problem: problem.to_string() })
+    std::fs::read(path).map_err(|problem| CliError::File {
+        path: path.display().to_string(),
+        problem: problem.to_string(),
+    })
 }
 
 /// Writes a file, making its folder.
 pub(super) fn write(path: &Path, contents: &[u8]) -> Result<(), CliError> {
-    let failed =
-        |problem: std::io::Error| CliError::File { path: path.display().to_string(), problem: problem.to_string() };
+    let failed = |problem: std::io::Error| CliError::File {
+        path: path.display().to_string(),
+        problem: problem.to_string(),
+    };
     if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
         std::fs::create_dir_all(folder).map_err(failed)?;
     }
@@ -232,7 +287,12 @@ pub(super) fn summary(done: &v1::Done) -> String {
         }
         parts.push(part);
     }
-    let mut line = format!("seed {}, {}: {}", done.seed, seconds(done.total_ms), parts.join(", "));
+    let mut line = format!(
+        "seed {}, {}: {}",
+        done.seed,
+        seconds(done.total_ms),
+        parts.join(", ")
+    );
     for approximation in &done.approximations {
         line += &format!("\napproximate: {approximation}");
     }

@@ -76,7 +76,9 @@ pub(crate) fn run() -> ExitCode {
     let json = arguments.json;
     match dispatch(arguments) {
         Ok(()) => ExitCode::SUCCESS,
-        Err(CliError::Output(problem)) if problem.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+        Err(CliError::Output(problem)) if problem.kind() == std::io::ErrorKind::BrokenPipe => {
+            ExitCode::SUCCESS
+        }
         Err(error) => {
             screen::fail(&error, json);
             ExitCode::FAILURE

@@ -10,6 +10,9 @@ pub(super) fn configuration(config: &Config, as_json: bool) -> Result<(), CliErr
     if as_json {
         return screen::json(&json!(config.sources));
     }
-    let rows = config.sources.iter().map(|s| vec![s.name.clone(), s.value.clone(), s.source.clone()]);
+    let rows = config
+        .sources
+        .iter()
+        .map(|s| vec![s.name.clone(), s.value.clone(), s.source.clone()]);
     screen::table(&["setting", "value", "from"], rows.collect())
 }

@@ -12,12 +12,19 @@ use crate::config::Client;
 use crate::proto::v1;
 
 fn reference(id: &str) -> Option<v1::ModelRef> {
-    Some(v1::ModelRef { id: id.to_owned(), ..Default::default() })
+    Some(v1::ModelRef {
+        id: id.to_owned(),
+        ..Default::default()
+    })
 }
 
 pub(super) async fn models(client: &Client, json: bool) -> Result<(), CliError> {
     let mut residency = Connection::open(client).await?.residency();
-    let listed = residency.list_models(v1::ListModelsRequest {}).await?.into_inner().models;
+    let listed = residency
+        .list_models(v1::ListModelsRequest {})
+        .await?
+        .into_inner()
+        .models;
     if json {
         for model in listed {
             screen::json(&json!({
@@ -29,7 +36,9 @@ pub(super) async fn models(client: &Client, json: bool) -> Result<(), CliError> 
         return Ok(());
     }
     if listed.is_empty() {
-        return screen::text("no models: add a folder with `moored serve --models FOLDER` or in models.folders");
+        return screen::text(
+            "no models: add a folder with `moored serve --models FOLDER` or in models.folders",
+        );
     }
     let rows = listed.into_iter().map(|model| {
         let bytes: u64 = model.components.iter().map(|c| c.bytes).sum();
@@ -44,9 +53,18 @@ pub(super) async fn models(client: &Client, json: bool) -> Result<(), CliError> 
             notes.push(format!("resident: {}", model.resident.join(", ")));
         }
         notes.extend(Some(model.problem).filter(|problem| !problem.is_empty()));
-        vec![model.id, model.revision, model.family, Bytes(bytes).to_string(), notes.join("; ")]
+        vec![
+            model.id,
+            model.revision,
+            model.family,
+            Bytes(bytes).to_string(),
+            notes.join("; "),
+        ]
     });
-    screen::table(&["model", "revision", "family", "on the card", ""], rows.collect())
+    screen::table(
+        &["model", "revision", "family", "on the card", ""],
+        rows.collect(),
+    )
 }
 
 pub(super) async fn load(client: &Client, options: Load, json: bool) -> Result<(), CliError> {
@@ -63,7 +81,11 @@ pub(super) async fn load(client: &Client, options: Load, json: bool) -> Result<(
         show.event(&event)?;
     }
     show.end();
-    if json { Ok(()) } else { screen::text(&format!("{} is resident", options.model)) }
+    if json {
+        Ok(())
+    } else {
+        screen::text(&format!("{} is resident", options.model))
+    }
 }
 
 pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Result<(), CliError> {
@@ -84,10 +106,20 @@ pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Resu
         }));
     }
     for freed in &done.freed {
-        screen::text(&format!("freed {} from {}: {}", name(&freed.component), freed.card, Bytes(freed.freed_bytes)))?;
+        screen::text(&format!(
+            "freed {} from {}: {}",
+            name(&freed.component),
+            freed.card,
+            Bytes(freed.freed_bytes)
+        ))?;
     }
     for kept in &done.kept {
-        screen::text(&format!("kept {} on {}: {}", name(&kept.component), kept.card, kept.reason))?;
+        screen::text(&format!(
+            "kept {} on {}: {}",
+            name(&kept.component),
+            kept.card,
+            kept.reason
+        ))?;
     }
     let total: u64 = done.freed.iter().map(|f| f.freed_bytes).sum();
     screen::text(&format!("{} freed in all", Bytes(total)))
@@ -95,18 +127,29 @@ pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Resu
 
 pub(super) async fn pin(client: &Client, options: Pin, json: bool) -> Result<(), CliError> {
     let mut residency = Connection::open(client).await?.residency();
-    let request = v1::PinRequest { model: reference(&options.model), unpin: options.off };
+    let request = v1::PinRequest {
+        model: reference(&options.model),
+        unpin: options.off,
+    };
     let pinned = residency.pin(request).await?.into_inner().pinned;
     if json {
         return screen::json(&json!({ "pinned": pinned }));
     }
-    let all = if pinned.is_empty() { "nothing".to_owned() } else { pinned.join(", ") };
+    let all = if pinned.is_empty() {
+        "nothing".to_owned()
+    } else {
+        pinned.join(", ")
+    };
     screen::text(&format!("pinned: {all}"))
 }
 
 pub(super) async fn jobs(client: &Client, all: bool, json: bool) -> Result<(), CliError> {
     let mut jobs = Connection::open(client).await?.jobs();
-    let listed = jobs.list(v1::ListJobsRequest { include_ended: all }).await?.into_inner().jobs;
+    let listed = jobs
+        .list(v1::ListJobsRequest { include_ended: all })
+        .await?
+        .into_inner()
+        .jobs;
     if json {
         for job in listed {
             screen::json(&job_json(&job))?;
@@ -117,7 +160,11 @@ pub(super) async fn jobs(client: &Client, all: bool, json: bool) -> Result<(), C
         return screen::text("no jobs");
     }
     let rows = listed.into_iter().map(|job| {
-        let progress = if job.steps > 1 { format!(" {}/{}", job.step, job.steps) } else { String::new() };
+        let progress = if job.steps > 1 {
+            format!(" {}/{}", job.step, job.steps)
+        } else {
+            String::new()
+        };
         vec![
             job.id,
             job.client_id,
@@ -130,7 +177,12 @@ pub(super) async fn jobs(client: &Client, all: bool, json: bool) -> Result<(), C
             job.error,
         ]
     });
-    screen::table(&["job", "client", "call", "state", "model", "card", "stage", "age", ""], rows.collect())
+    screen::table(
+        &[
+            "job", "client", "call", "state", "model", "card", "stage", "age", "",
+        ],
+        rows.collect(),
+    )
 }
 
 /// A job for scripts.
@@ -144,9 +196,17 @@ pub(super) fn job_json(job: &v1::JobInfo) -> serde_json::Value {
 
 pub(super) async fn cancel(client: &Client, job: String, json: bool) -> Result<(), CliError> {
     let mut jobs = Connection::open(client).await?.jobs();
-    let cancelled = jobs.cancel(v1::CancelJobRequest { job_id: job }).await?.into_inner().cancelled;
+    let cancelled = jobs
+        .cancel(v1::CancelJobRequest { job_id: job })
+        .await?
+        .into_inner()
+        .cancelled;
     if json {
         return screen::json(&json!({ "cancelled": cancelled }));
     }
-    screen::text(if cancelled { "cancelled" } else { "it had ended already" })
+    screen::text(if cancelled {
+        "cancelled"
+    } else {
+        "it had ended already"
+    })
 }

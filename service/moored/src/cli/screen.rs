@@ -33,7 +33,9 @@ pub(super) fn table(heading: &[&str], rows: Vec<Vec<String>>) -> Result<(), CliE
         return Ok(());
     }
     let mut table = Table::new();
-    table.load_style(presets::UTF8_HORIZONTAL_ONLY).set_header(heading.iter().copied());
+    table
+        .load_style(presets::UTF8_HORIZONTAL_ONLY)
+        .set_header(heading.iter().copied());
     for row in rows {
         table.add_row(row);
     }
@@ -51,7 +53,10 @@ pub(super) fn fail(error: &CliError, as_json: bool) {
             CliError::File { .. } | CliError::Output(_) => "FILE".to_owned(),
             CliError::Usage(_) => "USAGE".to_owned(),
         };
-        println!("{}", json!({"event": "failed", "reason": reason, "message": error.to_string()}));
+        println!(
+            "{}",
+            json!({"event": "failed", "reason": reason, "message": error.to_string()})
+        );
     } else {
         eprintln!("moored: {error}");
     }

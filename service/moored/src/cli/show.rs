@@ -34,12 +34,22 @@ impl Show {
             (false, true) => Form::Bars,
             (false, false) => Form::Lines,
         };
-        Show { form, bar: None, last_line: String::new(), last_loaded: String::new() }
+        Show {
+            form,
+            bar: None,
+            last_line: String::new(),
+            last_loaded: String::new(),
+        }
     }
 
     /// Nothing at all.
     pub(super) fn silent() -> Show {
-        Show { form: Form::Silent, bar: None, last_line: String::new(), last_loaded: String::new() }
+        Show {
+            form: Form::Silent,
+            bar: None,
+            last_line: String::new(),
+            last_loaded: String::new(),
+        }
     }
 
     /// Shows one event.
@@ -69,13 +79,18 @@ impl Show {
     fn draw(&mut self, kind: &Kind) {
         match kind {
             Kind::Loading(loading) => {
-                let name = loading.component.as_ref().map(|c| c.name.as_str()).unwrap_or("a component");
+                let name = loading
+                    .component
+                    .as_ref()
+                    .map(|c| c.name.as_str())
+                    .unwrap_or("a component");
                 let bar = self.bar(&format!("loading {name}"), loading.bytes_total, BYTES);
                 bar.set_position(loading.bytes_done);
             }
             Kind::Step(step) => {
                 let title = format!("denoise, picture {}", step.picture + 1);
-                self.bar(&title, step.of.into(), STEPS).set_position(step.n.into());
+                self.bar(&title, step.of.into(), STEPS)
+                    .set_position(step.n.into());
             }
             Kind::Stage(stage) if !stage.cached => {
                 let title = format!("{}, picture {}", stage.name, stage.picture + 1);
@@ -110,7 +125,11 @@ impl Show {
     fn line(&mut self, kind: &Kind) {
         if let Kind::Loading(loading) = kind {
             // One line when a component begins; the bytes between would flood a log.
-            let name = loading.component.as_ref().map(|c| c.name.clone()).unwrap_or_default();
+            let name = loading
+                .component
+                .as_ref()
+                .map(|c| c.name.clone())
+                .unwrap_or_default();
             if name == self.last_loaded {
                 return;
             }
@@ -135,8 +154,11 @@ fn words(kind: &Kind) -> Option<String> {
         Kind::Queued(queued) if queued.position == 0 => "queued, next".to_owned(),
         Kind::Queued(queued) => format!("queued, {} ahead", queued.position),
         Kind::Waiting(waiting) => {
-            let who: Vec<String> =
-                waiting.holders.iter().map(|h| format!("{} holds {}", h.name, Bytes(h.bytes))).collect();
+            let who: Vec<String> = waiting
+                .holders
+                .iter()
+                .map(|h| format!("{} holds {}", h.name, Bytes(h.bytes)))
+                .collect();
             format!(
                 "waiting for memory: {} needed, {} free, {:.1} s of patience left{}{}",
                 Bytes(waiting.needed_bytes),
@@ -192,10 +214,14 @@ fn as_json(event: &v1::Event, kind: &Kind) -> serde_json::Value {
             "bytes_done": loading.bytes_done, "bytes_total": loading.bytes_total}),
         Kind::Retrying(retrying) => json!({"event": "retrying", "reason": retrying.reason,
             "message": retrying.message, "stage": retrying.stage}),
-        Kind::Stage(stage) => json!({"event": "stage", "name": stage.name, "index": stage.index, "of": stage.of,
-            "chunking": stage.chunking, "cached": stage.cached, "card": stage.card, "picture": stage.picture}),
+        Kind::Stage(stage) => {
+            json!({"event": "stage", "name": stage.name, "index": stage.index, "of": stage.of,
+            "chunking": stage.chunking, "cached": stage.cached, "card": stage.card, "picture": stage.picture})
+        }
         Kind::Step(step) => json!({"event": "step", "n": step.n, "of": step.of, "picture": step.picture}),
-        Kind::Preview(preview) => json!({"event": "preview", "step": preview.step, "bytes": preview.jpeg.len()}),
+        Kind::Preview(preview) => {
+            json!({"event": "preview", "step": preview.step, "bytes": preview.jpeg.len()})
+        }
         Kind::Artifact(artifact) => json!({"event": "artifact", "index": artifact.index,
             "media_type": artifact.media_type, "metadata": artifact.metadata, "bytes": artifact.chunk.len(),
             "last": artifact.last}),

@@ -24,7 +24,10 @@ pub(super) async fn run(client: &Client, options: Status, json: bool) -> Result<
         let status = residency.get_status(v1::GetStatusRequest {}).await?.into_inner();
         return show(&status, json);
     }
-    let mut changes = residency.watch_status(v1::WatchStatusRequest { interval_ms: 250 }).await?.into_inner();
+    let mut changes = residency
+        .watch_status(v1::WatchStatusRequest { interval_ms: 250 })
+        .await?
+        .into_inner();
     while let Some(status) = changes.next().await {
         if !json && std::io::stdout().is_terminal() {
             screen::text(CLEAR)?;
@@ -35,7 +38,11 @@ pub(super) async fn run(client: &Client, options: Status, json: bool) -> Result<
 }
 
 fn show(status: &v1::Status, json: bool) -> Result<(), CliError> {
-    if json { screen::json(&status_json(status)) } else { screen::text(&picture(status)) }
+    if json {
+        screen::json(&status_json(status))
+    } else {
+        screen::text(&picture(status))
+    }
 }
 
 /// The status as lines of text.
@@ -46,7 +53,11 @@ pub(super) fn picture(status: &v1::Status) -> String {
         lines.push(String::new());
     }
     for job in &status.jobs {
-        let progress = if job.steps > 1 { format!(" {}/{}", job.step, job.steps) } else { String::new() };
+        let progress = if job.steps > 1 {
+            format!(" {}/{}", job.step, job.steps)
+        } else {
+            String::new()
+        };
         lines.push(format!(
             "{}  {}  {} of {}  {}{progress}  {:.1} s",
             job.id,
@@ -77,12 +88,23 @@ fn card_lines(card: &v1::CardStatus) -> Vec<String> {
         n => format!(", worker restarted {n} time(s)"),
     };
     let mut lines = vec![
-        format!("{} ({}), {}, {}{restarts}", card.id, card.name, card.state, card.policy),
-        format!("[{}] {} usable of {}", bar(&memory), Bytes(memory.usable), Bytes(memory.total)),
+        format!(
+            "{} ({}), {}, {}{restarts}",
+            card.id, card.name, card.state, card.policy
+        ),
+        format!(
+            "[{}] {} usable of {}",
+            bar(&memory),
+            Bytes(memory.usable),
+            Bytes(memory.total)
+        ),
     ];
     let accounts = shares(&memory).into_iter().filter(|(_, _, bytes)| *bytes > 0);
     lines.push(
-        accounts.map(|(mark, name, bytes)| format!("{mark} {name} {}", Bytes(bytes))).collect::<Vec<_>>().join("  "),
+        accounts
+            .map(|(mark, name, bytes)| format!("{mark} {name} {}", Bytes(bytes)))
+            .collect::<Vec<_>>()
+            .join("  "),
     );
     for resident in &card.residents {
         let component = resident.component.clone().unwrap_or_default();

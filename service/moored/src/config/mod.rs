@@ -145,7 +145,10 @@ impl Config {
         };
         let cards = Cards {
             devices: r.parsed_list("cards.devices"),
-            policy: r.choice("cards.policy", &[("shared", Policy::Shared), ("exclusive", Policy::Exclusive)]),
+            policy: r.choice(
+                "cards.policy",
+                &[("shared", Policy::Shared), ("exclusive", Policy::Exclusive)],
+            ),
             headroom: r.size("cards.headroom"),
             slack_limit: r.size("cards.slack_limit"),
         };
@@ -160,8 +163,10 @@ impl Config {
             keep_alive: r.optional_duration("queue.keep_alive"),
             stall_limit: r.duration("queue.stall_limit"),
         };
-        let client =
-            Client { endpoint: r.text("client.endpoint"), token_file: r.optional_path("client.token_file") };
+        let client = Client {
+            endpoint: r.text("client.endpoint"),
+            token_file: r.optional_path("client.token_file"),
+        };
         let log = Log {
             filter: r.text("log.filter"),
             json: r.choice("log.format", &[("text", false), ("json", true)]),
@@ -177,7 +182,15 @@ impl Config {
             r.mistake("cards.devices", "names no card; \"cpu\" always works");
         }
         let sources = r.finish()?;
-        Ok(Config { service, models, cards, queue, client, log, sources })
+        Ok(Config {
+            service,
+            models,
+            cards,
+            queue,
+            client,
+            log,
+            sources,
+        })
     }
 }
 
@@ -188,7 +201,10 @@ fn configuration_file(named: Option<PathBuf>) -> Result<Option<PathBuf>, Mistake
         if path.is_file() {
             return Ok(Some(path));
         }
-        return Err(Mistakes::one(format!("there is no configuration file {}", path.display())));
+        return Err(Mistakes::one(format!(
+            "there is no configuration file {}",
+            path.display()
+        )));
     }
     let users = project_folders().map(|folders| folders.config_dir().join("moored.toml"));
     Ok(users.filter(|path| path.is_file()))
@@ -197,11 +213,13 @@ fn configuration_file(named: Option<PathBuf>) -> Result<Option<PathBuf>, Mistake
 /// `MOORED_SECTION_SETTING` is `section.setting`. The client's two have short names, which the Python
 /// client reads too.
 fn environment() -> Env {
-    Env::prefixed("MOORED_").filter(|key| key != "config").map(|key| match key.as_str() {
-        "endpoint" | "ENDPOINT" => "client.endpoint".into(),
-        "token_file" | "TOKEN_FILE" => "client.token_file".into(),
-        other => other.replacen('_', ".", 1).to_lowercase().into(),
-    })
+    Env::prefixed("MOORED_")
+        .filter(|key| key != "config")
+        .map(|key| match key.as_str() {
+            "endpoint" | "ENDPOINT" => "client.endpoint".into(),
+            "token_file" | "TOKEN_FILE" => "client.token_file".into(),
+            other => other.replacen('_', ".", 1).to_lowercase().into(),
+        })
 }
 
 fn project_folders() -> Option<directories::ProjectDirs> {
@@ -210,7 +228,12 @@ fn project_folders() -> Option<directories::ProjectDirs> {
 
 fn state_folder() -> PathBuf {
     project_folders()
-        .map(|folders| folders.state_dir().unwrap_or_else(|| folders.data_local_dir()).to_owned())
+        .map(|folders| {
+            folders
+                .state_dir()
+                .unwrap_or_else(|| folders.data_local_dir())
+                .to_owned()
+        })
         .unwrap_or_else(|| std::env::temp_dir().join("moored"))
 }
 

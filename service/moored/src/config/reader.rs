@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use figment::{Figment, Provider as _};
 use figment::value::{Dict, Value};
+use figment::{Figment, Provider as _};
 use residency::Bytes;
 use serde::de::DeserializeOwned;
 
@@ -29,7 +29,10 @@ impl fmt::Display for Mistakes {
         for mistake in &self.0 {
             write!(f, "\n  {mistake}")?;
         }
-        write!(f, "\n`moored config --defaults` prints every setting with what it means")
+        write!(
+            f,
+            "\n`moored config --defaults` prints every setting with what it means"
+        )
     }
 }
 
@@ -46,7 +49,12 @@ pub(super) struct Reader {
 
 impl Reader {
     pub(super) fn new(figment: Figment) -> Reader {
-        Reader { figment, asked_for: Vec::new(), open_tables: Vec::new(), mistakes: Vec::new() }
+        Reader {
+            figment,
+            asked_for: Vec::new(),
+            open_tables: Vec::new(),
+            mistakes: Vec::new(),
+        }
     }
 
     /// Notes a mistake in a setting.
@@ -202,7 +210,11 @@ impl Reader {
         let mut settings: Vec<Setting> = names
             .map(|name| Setting {
                 name: (*name).to_owned(),
-                value: self.figment.find_value(name).map(|v| show(&v)).unwrap_or_default(),
+                value: self
+                    .figment
+                    .find_value(name)
+                    .map(|v| show(&v))
+                    .unwrap_or_default(),
                 source: self.source(name),
             })
             .collect();
@@ -212,7 +224,11 @@ impl Reader {
 
     fn find_unknown(&mut self, prefix: &str, dict: &Dict) {
         for (key, value) in dict {
-            let name = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
+            let name = if prefix.is_empty() {
+                key.clone()
+            } else {
+                format!("{prefix}.{key}")
+            };
             if self.asked_for.contains(&name.as_str()) || self.open_tables.contains(&name.as_str()) {
                 continue;
             }
@@ -259,7 +275,9 @@ impl Reader {
     }
 
     fn source(&self, name: &str) -> String {
-        let Some(metadata) = self.figment.find_metadata(name) else { return "default".to_owned() };
+        let Some(metadata) = self.figment.find_metadata(name) else {
+            return "default".to_owned();
+        };
         match &metadata.source {
             Some(figment::Source::File(path)) => path.display().to_string(),
             _ if metadata.name.contains("environment") => "environment".to_owned(),

@@ -16,25 +16,39 @@ pub(crate) struct Token {
 impl Token {
     /// From a file; `None`: calls need no token.
     pub(crate) fn read(file: Option<&Path>) -> Result<Token, String> {
-        let Some(file) = file else { return Ok(Token { expected: None }) };
+        let Some(file) = file else {
+            return Ok(Token { expected: None });
+        };
         let text = std::fs::read_to_string(file)
             .map_err(|problem| format!("the token file {} cannot be read: {problem}", file.display()))?;
         let token = text.trim();
         if token.len() < 16 {
-            return Err(format!("the token in {} is shorter than 16 characters", file.display()));
+            return Err(format!(
+                "the token in {} is shorter than 16 characters",
+                file.display()
+            ));
         }
-        Ok(Token { expected: Some(token.into()) })
+        Ok(Token {
+            expected: Some(token.into()),
+        })
     }
 }
 
 impl Interceptor for Token {
     fn call(&mut self, request: Request<()>) -> Result<Request<()>, Status> {
-        let Some(expected) = &self.expected else { return Ok(request) };
-        let sent = request.metadata().get("authorization").and_then(|value| value.to_str().ok());
+        let Some(expected) = &self.expected else {
+            return Ok(request);
+        };
+        let sent = request
+            .metadata()
+            .get("authorization")
+            .and_then(|value| value.to_str().ok());
         match sent.and_then(|value| value.strip_prefix("Bearer ")) {
             Some(token) if same(token.as_bytes(), expected.as_bytes()) => Ok(request),
             Some(_) => Err(unauthenticated("the token is wrong")),
-            None => Err(unauthenticated("this service wants a token: send `authorization: Bearer TOKEN`")),
+            None => Err(unauthenticated(
+                "this service wants a token: send `authorization: Bearer TOKEN`",
+            )),
         }
     }
 }
@@ -51,16 +65,25 @@ mod tests {
     fn call(token: &Token, header: Option<&'static str>) -> bool {
         let mut request = Request::new(());
         if let Some(header) = header {
-            request.metadata_mut().insert("authorization", header.parse().unwrap());
+            request
+                .metadata_mut()
+                .insert("authorization", header.parse().unwrap());
         }
         token.clone().call(request).is_ok()
     }
 
     #[test]
     fn only_the_right_token_passes() {
-        let token = Token { expected: Some("0123456789abcdef".into()) };
+        let token = Token {
+            expected: Some("0123456789abcdef".into()),
+        };
         assert!(call(&token, Some("Bearer 0123456789abcdef")));
-        for wrong in [None, Some("Bearer 0123456789abcdeX"), Some("Bearer "), Some("0123456789abcdef")] {
+        for wrong in [
+            None,
+            Some("Bearer 0123456789abcdeX"),
+            Some("Bearer "),
+            Some("0123456789abcdef"),
+        ] {
             assert!(!call(&token, wrong), "{wrong:?}");
         }
         assert!(call(&Token { expected: None }, None));

@@ -9,11 +9,19 @@ use crate::proto::v1;
 use crate::proto::v1::event::Event as Kind;
 
 pub(super) fn component_out(component: &Component) -> v1::Component {
-    v1::Component { id: component.id.to_string(), name: component.name.clone(), bytes: component.bytes.0 }
+    v1::Component {
+        id: component.id.to_string(),
+        name: component.name.clone(),
+        bytes: component.bytes.0,
+    }
 }
 
 pub(super) fn holder_out(holder: &Holder) -> v1::Holder {
-    v1::Holder { name: holder.name.clone(), pid: holder.pid.unwrap_or(0), bytes: holder.bytes.0 }
+    v1::Holder {
+        name: holder.name.clone(),
+        pid: holder.pid.unwrap_or(0),
+        bytes: holder.bytes.0,
+    }
 }
 
 pub(super) fn fallback_out(fallback: &Fallback) -> v1::Fallback {
@@ -27,7 +35,11 @@ pub(super) fn fallback_out(fallback: &Fallback) -> v1::Fallback {
 pub(super) fn latent_out(info: &LatentInfo) -> v1::LatentInfo {
     v1::LatentInfo {
         id: info.id.clone(),
-        shape: info.shape.iter().map(|&n| u32::try_from(n).unwrap_or(u32::MAX)).collect(),
+        shape: info
+            .shape
+            .iter()
+            .map(|&n| u32::try_from(n).unwrap_or(u32::MAX))
+            .collect(),
         dtype: "f32".to_owned(),
         vae_id: info.vae_id.clone(),
         expires_in_ms: millis(info.expires_in),
@@ -87,7 +99,11 @@ pub(super) fn job_out(job: &JobInfo) -> v1::JobInfo {
 
 /// An event in the protocol's words, around a kind.
 pub(super) fn event(job_id: &str, at_ms: u64, kind: Kind) -> v1::Event {
-    v1::Event { job_id: job_id.to_owned(), at_ms, event: Some(kind) }
+    v1::Event {
+        job_id: job_id.to_owned(),
+        at_ms,
+        event: Some(kind),
+    }
 }
 
 /// What becomes of a job event.
@@ -103,51 +119,78 @@ pub(super) enum Converted {
 /// Converts an event. Pictures and previews are left to the caller, who encodes them.
 pub(super) fn convert(event: &JobEvent, model: &v1::ResolvedModel) -> Converted {
     Converted::Event(match &event.kind {
-        JobEventKind::Accepted { joined } => {
-            Kind::Accepted(v1::Accepted { model: Some(model.clone()), joined: *joined })
-        }
-        JobEventKind::Queued { position, estimate } => {
-            Kind::Queued(v1::Queued { position: *position, estimate_ms: estimate.map(millis) })
-        }
-        JobEventKind::Waiting { stage, needed, free, holders, patience_left, cause } => {
-            Kind::Waiting(v1::Waiting {
-                needed_bytes: needed.0,
-                free_bytes: free.0,
-                holders: holders.iter().map(holder_out).collect(),
-                patience_left_ms: millis(*patience_left),
-                cause: (*cause).to_owned(),
-                stage: (*stage).to_owned(),
-            })
-        }
-        JobEventKind::Evicting { component, card } => {
-            Kind::Evicting(v1::Evicting { component: Some(component_out(component)), card: card.clone() })
-        }
-        JobEventKind::Loading { component, done, card } => Kind::Loading(v1::Loading {
+        JobEventKind::Accepted { joined } => Kind::Accepted(v1::Accepted {
+            model: Some(model.clone()),
+            joined: *joined,
+        }),
+        JobEventKind::Queued { position, estimate } => Kind::Queued(v1::Queued {
+            position: *position,
+            estimate_ms: estimate.map(millis),
+        }),
+        JobEventKind::Waiting {
+            stage,
+            needed,
+            free,
+            holders,
+            patience_left,
+            cause,
+        } => Kind::Waiting(v1::Waiting {
+            needed_bytes: needed.0,
+            free_bytes: free.0,
+            holders: holders.iter().map(holder_out).collect(),
+            patience_left_ms: millis(*patience_left),
+            cause: (*cause).to_owned(),
+            stage: (*stage).to_owned(),
+        }),
+        JobEventKind::Evicting { component, card } => Kind::Evicting(v1::Evicting {
+            component: Some(component_out(component)),
+            card: card.clone(),
+        }),
+        JobEventKind::Loading {
+            component,
+            done,
+            card,
+        } => Kind::Loading(v1::Loading {
             component: Some(component_out(component)),
             bytes_done: done.0,
             bytes_total: component.bytes.0,
             card: card.clone(),
         }),
-        JobEventKind::Retrying { reason, message, stage } => Kind::Retrying(v1::Retrying {
+        JobEventKind::Retrying {
+            reason,
+            message,
+            stage,
+        } => Kind::Retrying(v1::Retrying {
             reason: reason.clone(),
             message: message.clone(),
             stage: (*stage).to_owned(),
         }),
-        JobEventKind::Stage { name, index, of, chunking, cached, card, picture } => {
-            Kind::Stage(v1::StageStarted {
-                name: (*name).to_owned(),
-                index: *index,
-                of: *of,
-                chunking: chunking.clone(),
-                cached: *cached,
-                card: card.clone(),
-                picture: *picture,
-            })
-        }
-        JobEventKind::Step { n, of, picture } => Kind::Step(v1::Step { n: *n, of: *of, picture: *picture }),
-        JobEventKind::Latent { info, picture } => {
-            Kind::Latent(v1::LatentKept { latent: Some(latent_out(info)), picture: *picture })
-        }
+        JobEventKind::Stage {
+            name,
+            index,
+            of,
+            chunking,
+            cached,
+            card,
+            picture,
+        } => Kind::Stage(v1::StageStarted {
+            name: (*name).to_owned(),
+            index: *index,
+            of: *of,
+            chunking: chunking.clone(),
+            cached: *cached,
+            card: card.clone(),
+            picture: *picture,
+        }),
+        JobEventKind::Step { n, of, picture } => Kind::Step(v1::Step {
+            n: *n,
+            of: *of,
+            picture: *picture,
+        }),
+        JobEventKind::Latent { info, picture } => Kind::Latent(v1::LatentKept {
+            latent: Some(latent_out(info)),
+            picture: *picture,
+        }),
         JobEventKind::Done(report) => Kind::Done(done_out(report, model)),
         JobEventKind::Preview { .. } | JobEventKind::Picture { .. } => return Converted::Pixels,
         JobEventKind::Failed(error) => return Converted::Failed(error.clone()),

@@ -41,8 +41,15 @@ impl Generation for Service {
         request: Request<v1::GenerateImageRequest>,
     ) -> Result<Response<EventStream>, Status> {
         let caller = Caller::of(&request);
-        let prepared = self.prepare_generate(request.into_inner(), &caller).await.map_err(|e| status_of(&e))?;
-        let job = self.queue.submit(prepared.spec).await.map_err(|e| status_of(&e))?;
+        let prepared = self
+            .prepare_generate(request.into_inner(), &caller)
+            .await
+            .map_err(|e| status_of(&e))?;
+        let job = self
+            .queue
+            .submit(prepared.spec)
+            .await
+            .map_err(|e| status_of(&e))?;
         Ok(Response::new(events_of(job, prepared.model, prepared.output)))
     }
 
@@ -81,9 +88,14 @@ impl Generation for Service {
         let chunks = (0..data.len().max(1)).step_by(CHUNK_BYTES).map(move |start| {
             let end = (start + CHUNK_BYTES).min(data.len());
             let info = (start == 0).then(|| info.clone());
-            Ok(v1::LatentChunk { info, chunk: data.slice(start..end) })
+            Ok(v1::LatentChunk {
+                info,
+                chunk: data.slice(start..end),
+            })
         });
-        Ok(Response::new(Box::pin(futures::stream::iter(chunks.collect::<Vec<_>>()))))
+        Ok(Response::new(Box::pin(futures::stream::iter(
+            chunks.collect::<Vec<_>>(),
+        ))))
     }
 
     async fn put_latent(
@@ -91,7 +103,11 @@ impl Generation for Service {
         request: Request<Streaming<v1::LatentChunk>>,
     ) -> Result<Response<v1::LatentInfo>, Status> {
         let (tensor, vae_id) = receive_latent(request.into_inner()).await?;
-        let info = self.queue.put_latent(tensor, vae_id).await.map_err(|e| status_of(&e))?;
+        let info = self
+            .queue
+            .put_latent(tensor, vae_id)
+            .await
+            .map_err(|e| status_of(&e))?;
         Ok(Response::new(latent_out(&info)))
     }
 }
@@ -111,14 +127,23 @@ pub(super) struct Caller {
 
 impl Caller {
     pub(super) fn of<T>(request: &Request<T>) -> Caller {
-        let timeout = request.metadata().get("grpc-timeout").and_then(|v| v.to_str().ok()).and_then(timeout_of);
-        Caller { address: request.remote_addr(), deadline: timeout.map(|t| Instant::now() + t) }
+        let timeout = request
+            .metadata()
+            .get("grpc-timeout")
+            .and_then(|v| v.to_str().ok())
+            .and_then(timeout_of);
+        Caller {
+            address: request.remote_addr(),
+            deadline: timeout.map(|t| Instant::now() + t),
+        }
     }
 
     pub(super) fn options(&self, options: Option<v1::JobOptions>) -> JobOptions {
         let options = options.unwrap_or_default();
         let client = if options.client_id.is_empty() {
-            self.address.map(|address| address.ip().to_string()).unwrap_or_else(|| "unknown".to_owned())
+            self.address
+                .map(|address| address.ip().to_string())
+                .unwrap_or_else(|| "unknown".to_owned())
         } else {
             options.client_id
         };
@@ -195,7 +220,11 @@ impl Service {
             init_latent: Some(request.init_latent_id).filter(|id| !id.is_empty()),
         });
         let model = resolved(&entry, open.model.family());
-        let spec = JobSpec { options: caller.options(request.options), entry, work };
+        let spec = JobSpec {
+            options: caller.options(request.options),
+            entry,
+            work,
+        };
         Ok(Prepared { spec, model, output })
     }
 
@@ -216,7 +245,11 @@ impl Service {
             return Ok((or(request.width, width), or(request.height, height), None));
         }
         if request.init_image.is_empty() {
-            return Ok((or(request.width, defaults.width), or(request.height, defaults.height), None));
+            return Ok((
+                or(request.width, defaults.width),
+                or(request.height, defaults.height),
+                None,
+            ));
         }
         let asked = (request.width > 0 && request.height > 0).then_some((request.width, request.height));
         let pixels = decode_picture("init_image", request.init_image.clone(), asked).await?;
@@ -255,10 +288,18 @@ impl Service {
             init_image: Some(init_image(pixels)),
             preview: false,
         };
-        let output = Output { raw: false, recipe: recipe_of(&image, &entry, false), omit_metadata: true };
+        let output = Output {
+            raw: false,
+            recipe: recipe_of(&image, &entry, false),
+            omit_metadata: true,
+        };
         let model = resolved(&entry, open.model.family());
         let work = JobWork::Encode { request: image };
-        let spec = JobSpec { options: caller.options(request.options), entry, work };
+        let spec = JobSpec {
+            options: caller.options(request.options),
+            entry,
+            work,
+        };
         Ok(events_of(self.queue.submit(spec).await?, model, output))
     }
 
@@ -275,8 +316,14 @@ impl Service {
             omit_metadata: true,
         };
         let model = resolved(&entry, open.model.family());
-        let work = JobWork::Decode { latent: request.latent_id };
-        let spec = JobSpec { options: caller.options(request.options), entry, work };
+        let work = JobWork::Decode {
+            latent: request.latent_id,
+        };
+        let spec = JobSpec {
+            options: caller.options(request.options),
+            entry,
+            work,
+        };
         Ok(events_of(self.queue.submit(spec).await?, model, output))
     }
 }
@@ -285,23 +332,35 @@ impl Service {
 fn check_generate(request: &v1::GenerateImageRequest) -> Result<(), Error> {
     let mut problems = Vec::new();
     let mut problem = |field: &str, problem: String| {
-        problems.push(pipelines::RequestError { field: field.to_owned(), problem });
+        problems.push(pipelines::RequestError {
+            field: field.to_owned(),
+            problem,
+        });
     };
     let characters = request.prompt.chars().count();
     if characters > LONGEST_PROMPT_CHARACTERS {
-        problem("prompt", format!("has {characters} characters; {LONGEST_PROMPT_CHARACTERS} are the most"));
+        problem(
+            "prompt",
+            format!("has {characters} characters; {LONGEST_PROMPT_CHARACTERS} are the most"),
+        );
     }
     for (field, value) in [("width", request.width), ("height", request.height)] {
         if value % 16 != 0 {
             let below = (value / 16 * 16).max(16);
-            problem(field, format!("{value} is no multiple of 16; {below} and {} are", below + 16));
+            problem(
+                field,
+                format!("{value} is no multiple of 16; {below} and {} are", below + 16),
+            );
         }
     }
     if request.count > MOST_PICTURES {
         problem("count", format!("{} is more than {MOST_PICTURES}", request.count));
     }
     if (1..LEAST_PREVIEW_INTERVAL_MS).contains(&request.preview_interval_ms) {
-        problem("preview_interval_ms", format!("is less than {LEAST_PREVIEW_INTERVAL_MS}; 0 leaves previews off"));
+        problem(
+            "preview_interval_ms",
+            format!("is less than {LEAST_PREVIEW_INTERVAL_MS}; 0 leaves previews off"),
+        );
     }
     if let Some(strength) = request.strength
         && !(strength > 0.0 && strength <= 1.0)
@@ -311,14 +370,19 @@ fn check_generate(request: &v1::GenerateImageRequest) -> Result<(), Error> {
     if !request.init_image.is_empty() && !request.init_latent_id.is_empty() {
         problem("init_latent_id", "excludes init_image: leave one out".to_owned());
     }
-    if problems.is_empty() { Ok(()) } else { Err(Error::Invalid(problems)) }
+    if problems.is_empty() {
+        Ok(())
+    } else {
+        Err(Error::Invalid(problems))
+    }
 }
 
 fn check_sides(width: u32, height: u32) -> Result<(), Error> {
     if width % 16 == 0 && height % 16 == 0 && width > 0 && height > 0 {
         return Ok(());
     }
-    let problem = format!("{width}x{height} is no multiple of 16 on both sides; name width and height to scale it");
+    let problem =
+        format!("{width}x{height} is no multiple of 16 on both sides; name width and height to scale it");
     Err(invalid("image", problem))
 }
 
@@ -330,7 +394,10 @@ async fn decode_picture(
     if let Some((width, height)) = scale_to
         && (width > 8192 || height > 8192)
     {
-        return Err(invalid("width", format!("{width}x{height} is larger than 8192 pixels on a side")));
+        return Err(invalid(
+            "width",
+            format!("{width}x{height} is larger than 8192 pixels on a side"),
+        ));
     }
     let decoded = tokio::task::spawn_blocking(move || pictures::decode(&data, scale_to)).await;
     decoded
@@ -339,7 +406,11 @@ async fn decode_picture(
 }
 
 fn init_image(pixels: Pixels) -> InitImage {
-    InitImage { width: pixels.width, height: pixels.height, rgb: pixels.rgb.into() }
+    InitImage {
+        width: pixels.width,
+        height: pixels.height,
+        rgb: pixels.rgb.into(),
+    }
 }
 
 fn or(value: u32, default: u32) -> u32 {
@@ -383,10 +454,17 @@ async fn receive_latent(mut chunks: Streaming<v1::LatentChunk>) -> Result<(HostT
     }
     let info = info.ok_or_else(|| status_of(&invalid("info", "is missing on the first chunk")))?;
     if info.dtype != "f32" {
-        return Err(status_of(&invalid("info.dtype", format!("{:?} is not f32", info.dtype))));
+        return Err(status_of(&invalid(
+            "info.dtype",
+            format!("{:?} is not f32", info.dtype),
+        )));
     }
     let shape: Vec<usize> = info.shape.iter().map(|&n| n as usize).collect();
-    let tensor = HostTensor { dtype: HostType::F32, shape, data: data.into() };
+    let tensor = HostTensor {
+        dtype: HostType::F32,
+        shape,
+        data: data.into(),
+    };
     Ok((tensor, info.vae_id))
 }
 
@@ -414,8 +492,20 @@ mod tests {
             preview_interval_ms: 5,
             ..Default::default()
         };
-        let Err(Error::Invalid(problems)) = check_generate(&request) else { panic!("it passed") };
+        let Err(Error::Invalid(problems)) = check_generate(&request) else {
+            panic!("it passed")
+        };
         let fields: Vec<&str> = problems.iter().map(|p| p.field.as_str()).collect();
-        assert_eq!(fields, ["prompt", "width", "height", "count", "preview_interval_ms", "strength"]);
+        assert_eq!(
+            fields,
+            [
+                "prompt",
+                "width",
+                "height",
+                "count",
+                "preview_interval_ms",
+                "strength"
+            ]
+        );
     }
 }

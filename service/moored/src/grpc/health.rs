@@ -22,7 +22,13 @@ pub(super) async fn follow(
         for card in &report.cards {
             let serves = !down && matches!(card.state, "ready" | "busy");
             any |= serves;
-            tell(&reporter, &mut told, format!("moored.card.{}", card.description.id), serves).await;
+            tell(
+                &reporter,
+                &mut told,
+                format!("moored.card.{}", card.description.id),
+                serves,
+            )
+            .await;
         }
         tell(&reporter, &mut told, String::new(), any).await;
         if down {
@@ -39,7 +45,11 @@ async fn tell(reporter: &HealthReporter, told: &mut BTreeMap<String, bool>, serv
     if told.get(&service) == Some(&serves) {
         return;
     }
-    let status = if serves { ServingStatus::Serving } else { ServingStatus::NotServing };
+    let status = if serves {
+        ServingStatus::Serving
+    } else {
+        ServingStatus::NotServing
+    };
     reporter.set_service_status(&service, status).await;
     told.insert(service, serves);
 }

@@ -10,16 +10,25 @@ use crate::proto::v1::jobs_server::Jobs;
 
 #[tonic::async_trait]
 impl Jobs for Service {
-    async fn list(&self, request: Request<v1::ListJobsRequest>) -> Result<Response<v1::ListJobsResponse>, Status> {
+    async fn list(
+        &self,
+        request: Request<v1::ListJobsRequest>,
+    ) -> Result<Response<v1::ListJobsResponse>, Status> {
         let jobs = self.queue.jobs(request.into_inner().include_ended).await;
-        Ok(Response::new(v1::ListJobsResponse { jobs: jobs.iter().map(job_out).collect() }))
+        Ok(Response::new(v1::ListJobsResponse {
+            jobs: jobs.iter().map(job_out).collect(),
+        }))
     }
 
     async fn cancel(
         &self,
         request: Request<v1::CancelJobRequest>,
     ) -> Result<Response<v1::CancelJobResponse>, Status> {
-        let cancelled = self.queue.cancel(&request.into_inner().job_id).await.map_err(|e| status_of(&e))?;
+        let cancelled = self
+            .queue
+            .cancel(&request.into_inner().job_id)
+            .await
+            .map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::CancelJobResponse { cancelled }))
     }
 }

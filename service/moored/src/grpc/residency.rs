@@ -60,23 +60,49 @@ impl Residency for Service {
             for name in &request.components {
                 if !open.components.iter().any(|component| component.name == *name) {
                     let there: Vec<&str> = open.components.iter().map(|c| c.name.as_str()).collect();
-                    return Err(invalid("components", format!("{name:?} is none of {}", there.join(", "))));
+                    return Err(invalid(
+                        "components",
+                        format!("{name:?} is none of {}", there.join(", ")),
+                    ));
                 }
             }
             let model = resolved(&entry, open.model.family());
-            let work = JobWork::Load { components: request.components };
-            let job = self.queue.submit(JobSpec { options: caller.options(request.options), entry, work }).await?;
-            let output = Output { raw: false, recipe: Recipe::default(), omit_metadata: true };
+            let work = JobWork::Load {
+                components: request.components,
+            };
+            let job = self
+                .queue
+                .submit(JobSpec {
+                    options: caller.options(request.options),
+                    entry,
+                    work,
+                })
+                .await?;
+            let output = Output {
+                raw: false,
+                recipe: Recipe::default(),
+                omit_metadata: true,
+            };
             Ok(events_of(job, model, output))
         };
         start.await.map(Response::new).map_err(|e: Error| status_of(&e))
     }
 
-    async fn unload(&self, request: Request<v1::UnloadRequest>) -> Result<Response<v1::UnloadResponse>, Status> {
+    async fn unload(
+        &self,
+        request: Request<v1::UnloadRequest>,
+    ) -> Result<Response<v1::UnloadResponse>, Status> {
         let request = request.into_inner();
         let named = request.model.as_ref().filter(|model| !model.id.is_empty());
-        let entry = named.map(|model| self.models.resolve(Some(model))).transpose().map_err(|e| status_of(&e))?;
-        let report = self.queue.unload(entry, request.force).await.map_err(|e| status_of(&e))?;
+        let entry = named
+            .map(|model| self.models.resolve(Some(model)))
+            .transpose()
+            .map_err(|e| status_of(&e))?;
+        let report = self
+            .queue
+            .unload(entry, request.force)
+            .await
+            .map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::UnloadResponse {
             freed: report.freed.iter().map(freed_out).collect(),
             kept: report.kept.iter().map(kept_out).collect(),
@@ -86,17 +112,34 @@ impl Residency for Service {
 
     async fn pin(&self, request: Request<v1::PinRequest>) -> Result<Response<v1::PinResponse>, Status> {
         let request = request.into_inner();
-        let entry = self.models.resolve(request.model.as_ref()).map_err(|e| status_of(&e))?;
-        let pinned = self.queue.pin(entry, request.unpin).await.map_err(|e| status_of(&e))?;
+        let entry = self
+            .models
+            .resolve(request.model.as_ref())
+            .map_err(|e| status_of(&e))?;
+        let pinned = self
+            .queue
+            .pin(entry, request.unpin)
+            .await
+            .map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::PinResponse { pinned }))
     }
 
     async fn hold(&self, request: Request<v1::HoldRequest>) -> Result<Response<v1::HoldResponse>, Status> {
         let request = request.into_inner();
         let ttl = time_to_live(request.ttl, DEFAULT_HOLD, LONGEST_HOLD).map_err(|e| status_of(&e))?;
-        let entry = self.models.resolve(request.model.as_ref()).map_err(|e| status_of(&e))?;
-        let hold_id = self.queue.hold(entry, request.client_id, ttl).await.map_err(|e| status_of(&e))?;
-        Ok(Response::new(v1::HoldResponse { hold_id, ttl: prost_types::Duration::try_from(ttl).ok() }))
+        let entry = self
+            .models
+            .resolve(request.model.as_ref())
+            .map_err(|e| status_of(&e))?;
+        let hold_id = self
+            .queue
+            .hold(entry, request.client_id, ttl)
+            .await
+            .map_err(|e| status_of(&e))?;
+        Ok(Response::new(v1::HoldResponse {
+            hold_id,
+            ttl: prost_types::Duration::try_from(ttl).ok(),
+        }))
     }
 
     async fn release_hold(
@@ -158,7 +201,11 @@ impl Residency for Service {
     }
 
     async fn trim(&self, request: Request<v1::TrimRequest>) -> Result<Response<v1::TrimResponse>, Status> {
-        let freed = self.queue.trim(&request.into_inner().card).await.map_err(|e| status_of(&e))?;
+        let freed = self
+            .queue
+            .trim(&request.into_inner().card)
+            .await
+            .map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::TrimResponse { freed_bytes: freed.0 }))
     }
 
@@ -172,7 +219,9 @@ impl Residency for Service {
             if request.bytes == 0 {
                 return Err(invalid("bytes", "is 0: nothing to make room for"));
             }
-            self.queue.reserve(&request.card, Bytes(request.bytes), ttl, request.label).await
+            self.queue
+                .reserve(&request.card, Bytes(request.bytes), ttl, request.label)
+                .await
         };
         let reserved = reserve.await.map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::ReserveResponse {
@@ -187,7 +236,10 @@ impl Residency for Service {
         &self,
         request: Request<v1::ReleaseReservationRequest>,
     ) -> Result<Response<v1::ReleaseReservationResponse>, Status> {
-        let released = self.queue.release_reservation(&request.into_inner().reservation_id).await;
+        let released = self
+            .queue
+            .release_reservation(&request.into_inner().reservation_id)
+            .await;
         Ok(Response::new(v1::ReleaseReservationResponse { released }))
     }
 }
@@ -200,8 +252,11 @@ impl Service {
             is_default: model.id == default,
             ..Default::default()
         };
-        let reference =
-            v1::ModelRef { id: model.id.clone(), revision: model.revision.clone(), ..Default::default() };
+        let reference = v1::ModelRef {
+            id: model.id.clone(),
+            revision: model.revision.clone(),
+            ..Default::default()
+        };
         let opened = match self.models.resolve(Some(&reference)) {
             Ok(entry) => self.open(&entry).await.map(|open| (entry, open)),
             Err(error) => Err(error),
@@ -285,7 +340,11 @@ fn card_out(card: &CardStatus, report: &StatusReport) -> v1::CardStatus {
             free: accounts.free.0,
             usable: card.ledger.usable().0,
         }),
-        residents: card.ledger.residents().map(|resident| resident_out(resident, card, report)).collect(),
+        residents: card
+            .ledger
+            .residents()
+            .map(|resident| resident_out(resident, card, report))
+            .collect(),
         holders: card.ledger.holders().iter().map(holder_out).collect(),
         reservations: card
             .reservations
@@ -316,7 +375,11 @@ fn resident_out(resident: &Resident, card: &CardStatus, report: &StatusReport) -
         pinned: resident.pinned,
         held: resident.held > 0,
         idle_ms: card.ledger_now.since(resident.last_used),
-        entries: report.users.get(&resident.component.id).cloned().unwrap_or_default(),
+        entries: report
+            .users
+            .get(&resident.component.id)
+            .cloned()
+            .unwrap_or_default(),
     }
 }
 
@@ -369,7 +432,13 @@ fn time_to_live(
     let Some(asked) = asked else { return Ok(default) };
     let ttl = Duration::try_from(asked).map_err(|_| invalid("ttl", "is negative"))?;
     if ttl.is_zero() || ttl > longest {
-        return Err(invalid("ttl", format!("is to be over 0 and up to {}", humantime::format_duration(longest))));
+        return Err(invalid(
+            "ttl",
+            format!(
+                "is to be over 0 and up to {}",
+                humantime::format_duration(longest)
+            ),
+        ));
     }
     Ok(ttl)
 }

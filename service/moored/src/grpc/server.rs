@@ -56,14 +56,17 @@ pub(crate) struct Service {
 impl Service {
     /// The card whose dtype a model is opened for where any would do.
     pub(super) fn first_card(&self) -> CardDescription {
-        self.cards().into_iter().next().unwrap_or_else(|| CardDescription {
-            id: "cpu".to_owned(),
-            kind: gpu::CardKind::Cpu,
-            name: String::new(),
-            total: Bytes::ZERO,
-            compute_capability: None,
-            compute_dtype: "f32".to_owned(),
-        })
+        self.cards()
+            .into_iter()
+            .next()
+            .unwrap_or_else(|| CardDescription {
+                id: "cpu".to_owned(),
+                kind: gpu::CardKind::Cpu,
+                name: String::new(),
+                total: Bytes::ZERO,
+                compute_capability: None,
+                compute_dtype: "f32".to_owned(),
+            })
     }
 
     /// As the configuration names it.
@@ -75,7 +78,13 @@ impl Service {
     }
 
     fn cards(&self) -> Vec<CardDescription> {
-        self.queue.status().borrow().cards.iter().map(|card| card.description.clone()).collect()
+        self.queue
+            .status()
+            .borrow()
+            .cards
+            .iter()
+            .map(|card| card.description.clone())
+            .collect()
     }
 }
 
@@ -88,7 +97,11 @@ pub(crate) async fn serve(
 ) -> Result<(), tonic::transport::Error> {
     let limit = usize::try_from(service.max_message.0).unwrap_or(usize::MAX);
     let (reporter, health_service) = tonic_health::server::health_reporter();
-    tokio::spawn(health::follow(reporter, service.queue.status(), service.stopping.clone()));
+    tokio::spawn(health::follow(
+        reporter,
+        service.queue.status(),
+        service.stopping.clone(),
+    ));
     let reflection = tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(v1::DESCRIPTORS)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
@@ -97,7 +110,9 @@ pub(crate) async fn serve(
     macro_rules! limited {
         ($server:ident) => {
             tonic::service::interceptor::InterceptedService::new(
-                $server::new(service.clone()).max_decoding_message_size(limit).max_encoding_message_size(limit),
+                $server::new(service.clone())
+                    .max_decoding_message_size(limit)
+                    .max_encoding_message_size(limit),
                 token.clone(),
             )
         };
@@ -113,9 +128,12 @@ pub(crate) async fn serve(
         .add_service(limited!(ResidencyServer))
         .add_service(limited!(JobsServer))
         .add_service(limited!(ServerServer))
-        .serve_with_incoming_shutdown(tokio_stream::wrappers::TcpListenerStream::new(listener), async move {
-            let _ = stopped.wait_for(|stopped| *stopped).await; // a sender that is gone has stopped too
-        })
+        .serve_with_incoming_shutdown(
+            tokio_stream::wrappers::TcpListenerStream::new(listener),
+            async move {
+                let _ = stopped.wait_for(|stopped| *stopped).await; // a sender that is gone has stopped too
+            },
+        )
         .await
 }
 

@@ -54,12 +54,19 @@ pub(crate) fn status_of(error: &Error) -> Status {
 
 /// A token that is missing or wrong.
 pub(crate) fn unauthenticated(problem: &str) -> Status {
-    with_details(Code::Unauthenticated, problem, vec![error_info(Reason::Unauthenticated)])
+    with_details(
+        Code::Unauthenticated,
+        problem,
+        vec![error_info(Reason::Unauthenticated)],
+    )
 }
 
 /// One field that is wrong, found before there is a job.
 pub(crate) fn invalid(field: &str, problem: impl Into<String>) -> Error {
-    Error::Invalid(vec![pipelines::RequestError { field: field.to_owned(), problem: problem.into() }])
+    Error::Invalid(vec![pipelines::RequestError {
+        field: field.to_owned(),
+        problem: problem.into(),
+    }])
 }
 
 fn code_of(error: &Error) -> (Code, Reason) {
@@ -89,12 +96,19 @@ fn code_of(error: &Error) -> (Code, Reason) {
 }
 
 fn with_details(code: Code, message: &str, details: Vec<Any>) -> Status {
-    let status = pb::Status { code: code as i32, message: message.to_owned(), details };
+    let status = pb::Status {
+        code: code as i32,
+        message: message.to_owned(),
+        details,
+    };
     Status::with_details(code, message, status.encode_to_vec().into())
 }
 
 fn any(name: &str, message: &impl prost::Message) -> Any {
-    Any { type_url: format!("type.googleapis.com/{name}"), value: message.encode_to_vec() }
+    Any {
+        type_url: format!("type.googleapis.com/{name}"),
+        value: message.encode_to_vec(),
+    }
 }
 
 fn error_info(reason: Reason) -> Any {
@@ -156,7 +170,10 @@ mod tests {
         assert!(status.message().contains("width"));
         assert_eq!(
             details(&status),
-            ["type.googleapis.com/google.rpc.ErrorInfo", "type.googleapis.com/google.rpc.BadRequest"]
+            [
+                "type.googleapis.com/google.rpc.ErrorInfo",
+                "type.googleapis.com/google.rpc.BadRequest"
+            ]
         );
     }
 
@@ -173,7 +190,13 @@ mod tests {
         let status = status_of(&Error::MemoryTaken(Box::new(shortfall)));
         assert_eq!(status.code(), Code::ResourceExhausted);
         let urls = details(&status);
-        assert!(urls.contains(&"type.googleapis.com/moored.v1.MemoryShortfall".to_owned()), "{urls:?}");
-        assert!(urls.contains(&"type.googleapis.com/google.rpc.RetryInfo".to_owned()), "{urls:?}");
+        assert!(
+            urls.contains(&"type.googleapis.com/moored.v1.MemoryShortfall".to_owned()),
+            "{urls:?}"
+        );
+        assert!(
+            urls.contains(&"type.googleapis.com/google.rpc.RetryInfo".to_owned()),
+            "{urls:?}"
+        );
     }
 }

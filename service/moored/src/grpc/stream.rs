@@ -48,17 +48,30 @@ pub(super) fn events_of(mut job: Job, model: v1::ResolvedModel, output: Output) 
 
 async fn encode(happened: JobEvent, output: Output) -> Result<Vec<Kind>, Status> {
     let encoded = tokio::task::spawn_blocking(move || match happened.kind {
-        JobEventKind::Preview { step, picture, width, height, rgb } => {
+        JobEventKind::Preview {
+            step,
+            picture,
+            width,
+            height,
+            rgb,
+        } => {
             let jpeg = pictures::preview_jpeg(width, height, &rgb)?.into();
             Ok(vec![Kind::Preview(v1::Preview { jpeg, step, picture })])
         }
-        JobEventKind::Picture { picture, seed, width, height, rgb } => {
-            artifact(picture, seed, width, height, &rgb, output)
-        }
+        JobEventKind::Picture {
+            picture,
+            seed,
+            width,
+            height,
+            rgb,
+        } => artifact(picture, seed, width, height, &rgb, output),
         _ => Ok(Vec::new()),
     });
     let internal = |why: String| status_of(&engine::Error::Internal(why));
-    encoded.await.map_err(|panic| internal(panic.to_string()))?.map_err(internal)
+    encoded
+        .await
+        .map_err(|panic| internal(panic.to_string()))?
+        .map_err(internal)
 }
 
 fn artifact(
@@ -69,7 +82,12 @@ fn artifact(
     rgb: &[u8],
     output: Output,
 ) -> Result<Vec<Kind>, String> {
-    let recipe = Recipe { seed, width, height, ..output.recipe };
+    let recipe = Recipe {
+        seed,
+        width,
+        height,
+        ..output.recipe
+    };
     let mut metadata = HashMap::from([
         ("width".to_owned(), width.to_string()),
         ("height".to_owned(), height.to_string()),
@@ -79,7 +97,10 @@ fn artifact(
     if let Some(recipe) = kept {
         metadata.insert("prompt".to_owned(), recipe.prompt.clone());
         metadata.insert("model".to_owned(), recipe.model_key.clone());
-        metadata.insert("recipe".to_owned(), serde_json::to_string(recipe).map_err(|e| e.to_string())?);
+        metadata.insert(
+            "recipe".to_owned(),
+            serde_json::to_string(recipe).map_err(|e| e.to_string())?,
+        );
     }
     let (media_type, file) = if output.raw {
         ("image/x-raw-rgb", rgb.to_vec())
@@ -94,7 +115,11 @@ fn artifact(
         chunks.push(Kind::Artifact(v1::Artifact {
             index,
             media_type: media_type.to_owned(),
-            metadata: if start == 0 { std::mem::take(&mut metadata) } else { HashMap::new() },
+            metadata: if start == 0 {
+                std::mem::take(&mut metadata)
+            } else {
+                HashMap::new()
+            },
             chunk: file.slice(start..end),
             total_bytes: total as u64,
             last: end == total,
@@ -110,16 +135,25 @@ mod tests {
     #[test]
     fn a_large_picture_is_cut_and_adds_up() {
         let rgb = vec![5_u8; 1024 * 1024 * 3];
-        let output = Output { raw: true, recipe: Recipe::default(), omit_metadata: true };
+        let output = Output {
+            raw: true,
+            recipe: Recipe::default(),
+            omit_metadata: true,
+        };
         let kinds = artifact(2, 9, 1024, 1024, &rgb, output).unwrap();
         assert_eq!(kinds.len(), 3);
         let mut joined = Vec::new();
         for (i, kind) in kinds.iter().enumerate() {
-            let Kind::Artifact(artifact) = kind else { panic!("{kind:?}") };
+            let Kind::Artifact(artifact) = kind else {
+                panic!("{kind:?}")
+            };
             assert_eq!((artifact.index, artifact.total_bytes), (2, rgb.len() as u64));
             assert_eq!(artifact.last, i == 2);
             assert_eq!(artifact.metadata.is_empty(), i > 0);
-            assert!(!artifact.metadata.contains_key("prompt"), "metadata was to be left out");
+            assert!(
+                !artifact.metadata.contains_key("prompt"),
+                "metadata was to be left out"
+            );
             joined.extend_from_slice(&artifact.chunk);
         }
         assert_eq!(joined, rgb);

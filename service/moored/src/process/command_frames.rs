@@ -21,11 +21,15 @@ pub(crate) fn command_out(command: &Command) -> wire::Command {
         Command::Run(order) => Frame::Run(order_out(order)),
         Command::Cancel(ticket) => Frame::Cancel(ticket.0),
         Command::Standing(standing) => Frame::Standing(standing_out(standing)),
-        Command::Unload { id, components } => {
-            Frame::Unload(wire::Unload { id: *id, components: ids_out(components) })
-        }
+        Command::Unload { id, components } => Frame::Unload(wire::Unload {
+            id: *id,
+            components: ids_out(components),
+        }),
         Command::Trim { id } => Frame::Trim(*id),
-        Command::MakeRoom { id, bytes } => Frame::MakeRoom(wire::MakeRoom { id: *id, bytes: bytes.0 }),
+        Command::MakeRoom { id, bytes } => Frame::MakeRoom(wire::MakeRoom {
+            id: *id,
+            bytes: bytes.0,
+        }),
         Command::Shutdown => Frame::Shutdown(wire::Shutdown {}),
     };
     wire::Command { command: Some(frame) }
@@ -46,9 +50,15 @@ pub(crate) fn command_in(command: wire::Command) -> Result<Incoming, FrameError>
         Frame::Run(order) => Command::Run(Box::new(order_in(order)?)),
         Frame::Cancel(ticket) => Command::Cancel(Ticket(ticket)),
         Frame::Standing(standing) => Command::Standing(standing_in(standing)),
-        Frame::Unload(unload) => Command::Unload { id: unload.id, components: ids_in(unload.components) },
+        Frame::Unload(unload) => Command::Unload {
+            id: unload.id,
+            components: ids_in(unload.components),
+        },
         Frame::Trim(id) => Command::Trim { id },
-        Frame::MakeRoom(room) => Command::MakeRoom { id: room.id, bytes: Bytes(room.bytes) },
+        Frame::MakeRoom(room) => Command::MakeRoom {
+            id: room.id,
+            bytes: Bytes(room.bytes),
+        },
         Frame::Shutdown(wire::Shutdown {}) => Command::Shutdown,
     }))
 }
@@ -78,9 +88,16 @@ fn order_in(order: wire::Order) -> Result<Order, FrameError> {
     Ok(Order {
         ticket: Ticket(order.ticket),
         job: order.job,
-        model: ModelLocation { key: order.model_key, path: PathBuf::from(order.model_path) },
+        model: ModelLocation {
+            key: order.model_key,
+            path: PathBuf::from(order.model_path),
+        },
         work,
-        policy: if order.exclusive { Policy::Exclusive } else { Policy::Shared },
+        policy: if order.exclusive {
+            Policy::Exclusive
+        } else {
+            Policy::Shared
+        },
         allow_low_memory: order.allow_low_memory,
     })
 }
@@ -133,7 +150,11 @@ fn stage_in(work: wire::StageWork) -> Result<StageWork, FrameError> {
         },
         request: request_in(need(work.request, "a request")?),
         input: StageInput {
-            text: if work.has_text { Some(text_in(work.text)?) } else { None },
+            text: if work.has_text {
+                Some(text_in(work.text)?)
+            } else {
+                None
+            },
             latent: work.latent.map(tensor_in),
         },
         preview_interval_ms: work.preview_interval_ms,
@@ -184,7 +205,10 @@ fn standing_out(standing: &Standing) -> wire::Standing {
         holds: standing
             .holds
             .iter()
-            .map(|(id, components)| wire::Hold { id: id.clone(), components: ids_out(components) })
+            .map(|(id, components)| wire::Hold {
+                id: id.clone(),
+                components: ids_out(components),
+            })
             .collect(),
         reservations: standing
             .reservations
@@ -201,7 +225,15 @@ fn standing_out(standing: &Standing) -> wire::Standing {
 fn standing_in(standing: wire::Standing) -> Standing {
     Standing {
         pins: ids_in(standing.pins),
-        holds: standing.holds.into_iter().map(|hold| (hold.id, ids_in(hold.components))).collect(),
-        reservations: standing.reservations.into_iter().map(|r| (r.id, r.label, Bytes(r.bytes))).collect(),
+        holds: standing
+            .holds
+            .into_iter()
+            .map(|hold| (hold.id, ids_in(hold.components)))
+            .collect(),
+        reservations: standing
+            .reservations
+            .into_iter()
+            .map(|r| (r.id, r.label, Bytes(r.bytes)))
+            .collect(),
     }
 }

@@ -24,7 +24,9 @@ use crate::proto::worker::progress::Progress as ProgressFrame;
 pub(crate) fn event_out(event: &Event) -> wire::Event {
     let frame = match event {
         Event::Ready { card } => Frame::Ready(card_out(card)),
-        Event::Snapshot(ledger) => Frame::Snapshot(serde_json::to_vec(ledger.as_ref()).unwrap_or_default().into()),
+        Event::Snapshot(ledger) => {
+            Frame::Snapshot(serde_json::to_vec(ledger.as_ref()).unwrap_or_default().into())
+        }
         Event::Progress { ticket, progress } => Frame::Progress(progress_out(*ticket, progress)),
         Event::Finished { ticket, outcome } => Frame::Finished(finished_out(*ticket, outcome)),
         Event::Answer { id, answer } => Frame::Answer(answer_out(*id, answer)),
@@ -48,15 +50,19 @@ pub(crate) fn event_in(event: wire::Event) -> Result<Outgoing, FrameError> {
         Frame::Snapshot(ledger) => Event::Snapshot(Arc::new(serde_json::from_slice(&ledger)?)),
         Frame::Progress(progress) => {
             let ticket = Ticket(progress.ticket);
-            Event::Progress { ticket, progress: progress_in(need(progress.progress, "progress")?)? }
+            Event::Progress {
+                ticket,
+                progress: progress_in(need(progress.progress, "progress")?)?,
+            }
         }
         Frame::Finished(finished) => Event::Finished {
             ticket: Ticket(finished.ticket),
             outcome: outcome_in(need(finished.outcome, "an outcome")?)?,
         },
-        Frame::Answer(answer) => {
-            Event::Answer { id: answer.id, answer: answer_in(need(answer.answer, "an answer")?)? }
-        }
+        Frame::Answer(answer) => Event::Answer {
+            id: answer.id,
+            answer: answer_in(need(answer.answer, "an answer")?)?,
+        },
     }))
 }
 
@@ -71,7 +77,10 @@ fn card_out(card: &CardDescription) -> wire::Card {
         kind: kind.into(),
         name: card.name.clone(),
         total: card.total.0,
-        compute_capability: card.compute_capability.map(|(a, b)| vec![a, b]).unwrap_or_default(),
+        compute_capability: card
+            .compute_capability
+            .map(|(a, b)| vec![a, b])
+            .unwrap_or_default(),
         compute_dtype: card.compute_dtype.clone(),
     }
 }
@@ -103,7 +112,12 @@ fn progress_out(ticket: Ticket, progress: &Progress) -> wire::Progress {
         }),
         Progress::Started { chunking } => ProgressFrame::Started(chunking.clone()),
         Progress::Step { n, of } => ProgressFrame::Step(wire::Step { n: *n, of: *of }),
-        Progress::Preview { step, width, height, rgb } => ProgressFrame::Preview(wire::Preview {
+        Progress::Preview {
+            step,
+            width,
+            height,
+            rgb,
+        } => ProgressFrame::Preview(wire::Preview {
             step: *step,
             picture: Some(wire::Picture {
                 width: *width,
@@ -116,7 +130,10 @@ fn progress_out(ticket: Ticket, progress: &Progress) -> wire::Progress {
             message: message.clone(),
         }),
     };
-    wire::Progress { ticket: ticket.0, progress: Some(frame) }
+    wire::Progress {
+        ticket: ticket.0,
+        progress: Some(frame),
+    }
 }
 
 fn progress_in(frame: ProgressFrame) -> Result<Progress, FrameError> {
@@ -127,7 +144,10 @@ fn progress_in(frame: ProgressFrame) -> Result<Progress, FrameError> {
             done: Bytes(loading.done),
         },
         ProgressFrame::Started(chunking) => Progress::Started { chunking },
-        ProgressFrame::Step(step) => Progress::Step { n: step.n, of: step.of },
+        ProgressFrame::Step(step) => Progress::Step {
+            n: step.n,
+            of: step.of,
+        },
         ProgressFrame::Preview(preview) => {
             let picture = need(preview.picture, "a picture")?;
             Progress::Preview {
@@ -137,9 +157,10 @@ fn progress_in(frame: ProgressFrame) -> Result<Progress, FrameError> {
                 rgb: Arc::from(&picture.rgb[..]),
             }
         }
-        ProgressFrame::Retrying(retrying) => {
-            Progress::Retrying { reason: retrying.reason, message: retrying.message }
-        }
+        ProgressFrame::Retrying(retrying) => Progress::Retrying {
+            reason: retrying.reason,
+            message: retrying.message,
+        },
     })
 }
 
@@ -147,22 +168,27 @@ fn finished_out(ticket: Ticket, outcome: &Outcome) -> wire::Finished {
     let frame = match outcome {
         Outcome::Completed(completed) => OutcomeFrame::Completed(completed_out(completed)),
         Outcome::Wait(shortage) => OutcomeFrame::Wait(shortage_out(shortage)),
-        Outcome::Never { needed, capacity } => {
-            OutcomeFrame::Never(wire::Never { needed: needed.0, capacity: capacity.0 })
-        }
+        Outcome::Never { needed, capacity } => OutcomeFrame::Never(wire::Never {
+            needed: needed.0,
+            capacity: capacity.0,
+        }),
         Outcome::Cancelled => OutcomeFrame::Cancelled(wire::Cancelled {}),
         Outcome::Failed(failure) => OutcomeFrame::Failed(failure_out(failure)),
     };
-    wire::Finished { ticket: ticket.0, outcome: Some(frame) }
+    wire::Finished {
+        ticket: ticket.0,
+        outcome: Some(frame),
+    }
 }
 
 fn outcome_in(frame: OutcomeFrame) -> Result<Outcome, FrameError> {
     Ok(match frame {
         OutcomeFrame::Completed(completed) => Outcome::Completed(Box::new(completed_in(completed)?)),
         OutcomeFrame::Wait(shortage) => Outcome::Wait(shortage_in(shortage)),
-        OutcomeFrame::Never(never) => {
-            Outcome::Never { needed: Bytes(never.needed), capacity: Bytes(never.capacity) }
-        }
+        OutcomeFrame::Never(never) => Outcome::Never {
+            needed: Bytes(never.needed),
+            capacity: Bytes(never.capacity),
+        },
         OutcomeFrame::Cancelled(wire::Cancelled {}) => Outcome::Cancelled,
         OutcomeFrame::Failed(failure) => Outcome::Failed(failure_in(need(failure.failure, "a failure")?)),
     })
@@ -170,7 +196,9 @@ fn outcome_in(frame: OutcomeFrame) -> Result<Outcome, FrameError> {
 
 fn completed_out(completed: &Completed) -> wire::Completed {
     let output = completed.output.as_ref().map(|output| match output {
-        StageOutput::Text(text) => OutputFrame::Text(wire::EncodedText { tensors: text_out(text) }),
+        StageOutput::Text(text) => OutputFrame::Text(wire::EncodedText {
+            tensors: text_out(text),
+        }),
         StageOutput::Latent(latent) => OutputFrame::Latent(tensor_out(latent)),
         StageOutput::Picture { width, height, rgb } => OutputFrame::Picture(wire::Picture {
             width: *width,
@@ -192,7 +220,10 @@ fn completed_out(completed: &Completed) -> wire::Completed {
         load_seconds: completed
             .load_seconds
             .iter()
-            .map(|(id, seconds)| wire::LoadTime { component: id.to_string(), seconds: *seconds })
+            .map(|(id, seconds)| wire::LoadTime {
+                component: id.to_string(),
+                seconds: *seconds,
+            })
             .collect(),
     }
 }
@@ -260,17 +291,21 @@ fn shortage_in(shortage: wire::Shortage) -> Shortage {
 
 fn failure_out(failure: &Failure) -> wire::Failure {
     let frame = match failure {
-        Failure::OutOfMemory { stage, needed, usable, holders } => {
-            FailureFrame::OutOfMemory(wire::OutOfMemory {
-                stage: stage.clone(),
-                needed: needed.0,
-                usable: usable.0,
-                holders: holders_out(holders),
-            })
-        }
-        Failure::NotFinite { component, step } => {
-            FailureFrame::NotFinite(wire::NotFinite { component: component.clone(), step: *step })
-        }
+        Failure::OutOfMemory {
+            stage,
+            needed,
+            usable,
+            holders,
+        } => FailureFrame::OutOfMemory(wire::OutOfMemory {
+            stage: stage.clone(),
+            needed: needed.0,
+            usable: usable.0,
+            holders: holders_out(holders),
+        }),
+        Failure::NotFinite { component, step } => FailureFrame::NotFinite(wire::NotFinite {
+            component: component.clone(),
+            step: *step,
+        }),
         Failure::Model { message } => FailureFrame::Model(message.clone()),
         Failure::BadInput(message) => FailureFrame::BadInput(message.clone()),
         Failure::Internal(message) => FailureFrame::Internal(message.clone()),
@@ -286,9 +321,10 @@ fn failure_in(frame: FailureFrame) -> Failure {
             usable: Bytes(oom.usable),
             holders: holders_in(oom.holders),
         },
-        FailureFrame::NotFinite(found) => {
-            Failure::NotFinite { component: found.component, step: found.step }
-        }
+        FailureFrame::NotFinite(found) => Failure::NotFinite {
+            component: found.component,
+            step: found.step,
+        },
         FailureFrame::Model(message) => Failure::Model { message },
         FailureFrame::BadInput(message) => Failure::BadInput(message),
         FailureFrame::Internal(message) => Failure::Internal(message),
@@ -318,7 +354,10 @@ fn answer_out(id: u64, answer: &Answer) -> wire::Answer {
         Answer::Trimmed(bytes) => AnswerFrame::Trimmed(bytes.0),
         Answer::Failed(why) => AnswerFrame::Failed(why.clone()),
     };
-    wire::Answer { id, answer: Some(frame) }
+    wire::Answer {
+        id,
+        answer: Some(frame),
+    }
 }
 
 fn answer_in(frame: AnswerFrame) -> Result<Answer, FrameError> {
@@ -328,7 +367,10 @@ fn answer_in(frame: AnswerFrame) -> Result<Answer, FrameError> {
                 .freed
                 .into_iter()
                 .map(|f| {
-                    let bytes = Unloaded { booked: Bytes(f.booked), freed: Bytes(f.freed) };
+                    let bytes = Unloaded {
+                        booked: Bytes(f.booked),
+                        freed: Bytes(f.freed),
+                    };
                     Ok((component_in(need(f.component, "a component")?), bytes))
                 })
                 .collect::<Result<_, FrameError>>()?,

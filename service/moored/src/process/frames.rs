@@ -36,7 +36,9 @@ pub(crate) struct Frames<In> {
 impl<In> Frames<In> {
     pub(crate) fn new() -> Frames<In> {
         Frames {
-            lengths: LengthDelimitedCodec::builder().max_frame_length(LONGEST_FRAME_BYTES).new_codec(),
+            lengths: LengthDelimitedCodec::builder()
+                .max_frame_length(LONGEST_FRAME_BYTES)
+                .new_codec(),
             read: std::marker::PhantomData,
         }
     }
@@ -59,7 +61,9 @@ impl<In, Out: Message> Encoder<Out> for Frames<In> {
     type Error = FrameError;
 
     fn encode(&mut self, message: Out, buffer: &mut BytesMut) -> Result<(), FrameError> {
-        Ok(self.lengths.encode(Bytes::from(message.encode_to_vec()), buffer)?)
+        Ok(self
+            .lengths
+            .encode(Bytes::from(message.encode_to_vec()), buffer)?)
     }
 }
 
@@ -83,7 +87,10 @@ pub(crate) fn read_blocking<In: Message + Default>(
     }
     let length = (&length[..]).get_u32() as usize;
     if length > LONGEST_FRAME_BYTES {
-        return Err(FrameError::Pipe(io::Error::new(io::ErrorKind::InvalidData, "a frame of over 1 GiB")));
+        return Err(FrameError::Pipe(io::Error::new(
+            io::ErrorKind::InvalidData,
+            "a frame of over 1 GiB",
+        )));
     }
     let mut frame = vec![0_u8; length];
     pipe.read_exact(&mut frame)?;

@@ -41,11 +41,25 @@ pub(super) fn ids_in(ids: Vec<String>) -> Vec<ComponentId> {
 }
 
 pub(super) fn holders_out(holders: &[Holder]) -> Vec<wire::Holder> {
-    holders.iter().map(|h| wire::Holder { name: h.name.clone(), pid: h.pid, bytes: h.bytes.0 }).collect()
+    holders
+        .iter()
+        .map(|h| wire::Holder {
+            name: h.name.clone(),
+            pid: h.pid,
+            bytes: h.bytes.0,
+        })
+        .collect()
 }
 
 pub(super) fn holders_in(holders: Vec<wire::Holder>) -> Vec<Holder> {
-    holders.into_iter().map(|h| Holder { name: h.name, pid: h.pid, bytes: Bytes(h.bytes) }).collect()
+    holders
+        .into_iter()
+        .map(|h| Holder {
+            name: h.name,
+            pid: h.pid,
+            bytes: Bytes(h.bytes),
+        })
+        .collect()
 }
 
 pub(super) fn tensor_out(tensor: &HostTensor) -> wire::HostTensor {
@@ -69,7 +83,11 @@ pub(super) fn tensor_in(tensor: wire::HostTensor) -> HostTensor {
     };
     HostTensor {
         dtype,
-        shape: tensor.shape.iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX)).collect(),
+        shape: tensor
+            .shape
+            .iter()
+            .map(|&n| usize::try_from(n).unwrap_or(usize::MAX))
+            .collect(),
         data: Arc::from(&tensor.data[..]),
     }
 }
@@ -77,7 +95,10 @@ pub(super) fn tensor_in(tensor: wire::HostTensor) -> HostTensor {
 pub(super) fn text_out(text: &EncodedText) -> Vec<wire::NamedTensor> {
     text.tensors
         .iter()
-        .map(|(name, tensor)| wire::NamedTensor { name: name.clone(), tensor: Some(tensor_out(tensor)) })
+        .map(|(name, tensor)| wire::NamedTensor {
+            name: name.clone(),
+            tensor: Some(tensor_out(tensor)),
+        })
         .collect()
 }
 

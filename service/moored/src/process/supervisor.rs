@@ -95,9 +95,19 @@ pub(crate) fn start_card(
     pids: WorkerPids,
 ) -> CardSlot {
     let (requests, receiver) = mpsc::unbounded_channel();
-    let keeper = Keeper { card, settings, signals, requests: receiver, generation: 0, pids };
+    let keeper = Keeper {
+        card,
+        settings,
+        signals,
+        requests: receiver,
+        generation: 0,
+        pids,
+    };
     tokio::spawn(keeper.run());
-    CardSlot { description, port: Box::new(Port { requests }) }
+    CardSlot {
+        description,
+        port: Box::new(Port { requests }),
+    }
 }
 
 /// Keeps one card's worker alive.
@@ -132,7 +142,10 @@ impl Keeper {
                 back_off = FIRST_BACK_OFF;
             }
             tracing::warn!(card = self.card, generation = self.generation, %reason, ?back_off, "the worker ended");
-            self.signal(Signal::Lost { reason, restarts_in: back_off });
+            self.signal(Signal::Lost {
+                reason,
+                restarts_in: back_off,
+            });
             tokio::time::sleep(back_off).await;
             back_off = (back_off * 2).min(LAST_BACK_OFF);
             // What was sent to the dead one is answered by `Lost`, not by its successor.
@@ -183,9 +196,16 @@ impl Keeper {
             headroom: self.settings.headroom_bytes,
             slack_limit: self.settings.slack_limit_bytes,
             log: self.settings.log.clone(),
-            lock_file: self.settings.lock_file.as_deref().map(|p| p.to_string_lossy().into_owned()).unwrap_or_default(),
+            lock_file: self
+                .settings
+                .lock_file
+                .as_deref()
+                .map(|p| p.to_string_lossy().into_owned())
+                .unwrap_or_default(),
         };
-        let first = wire::Command { command: Some(wire::command::Command::Configure(configure)) };
+        let first = wire::Command {
+            command: Some(wire::command::Command::Configure(configure)),
+        };
         if let Err(problem) = to_worker.send(first).await {
             return Some(End::Died(problem.to_string()));
         }
@@ -230,7 +250,11 @@ impl Keeper {
     }
 
     fn signal(&self, signal: Signal) {
-        let _ = self.signals.send(CardSignal { card: self.card, generation: self.generation, signal });
+        let _ = self.signals.send(CardSignal {
+            card: self.card,
+            generation: self.generation,
+            signal,
+        });
     }
 }
 

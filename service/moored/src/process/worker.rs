@@ -29,14 +29,18 @@ pub(crate) fn run() -> ExitCode {
 
 fn serve() -> Result<ExitCode, FrameError> {
     let mut pipe = std::io::stdin();
-    let Some(first) = read_blocking::<wire::Command>(&mut pipe)? else { return Ok(ExitCode::SUCCESS) };
+    let Some(first) = read_blocking::<wire::Command>(&mut pipe)? else {
+        return Ok(ExitCode::SUCCESS);
+    };
     let Incoming::Configure(configure) = command_in(first)? else {
         return Err(FrameError::Lacks("its configuration"));
     };
     telemetry::start_worker(&configure.log);
     let events = start_writer();
     let refuse = |why: String| {
-        let refused = wire::Event { event: Some(wire::event::Event::Refused(why)) };
+        let refused = wire::Event {
+            event: Some(wire::event::Event::Refused(why)),
+        };
         let _ = events.send(Frame::Event(refused)); // a supervisor that is gone need not know
     };
     let _lock = match lock(&configure.lock_file) {
@@ -86,7 +90,9 @@ fn lock(path: &str) -> Result<Option<std::fs::File>, String> {
     }
     match locks::take(Path::new(path)) {
         Ok(Ok(file)) => Ok(Some(file)),
-        Ok(Err(pid)) => Err(format!("worker process {pid} still holds the card; it ends, or needs `kill -9 {pid}`")),
+        Ok(Err(pid)) => Err(format!(
+            "worker process {pid} still holds the card; it ends, or needs `kill -9 {pid}`"
+        )),
         Err(problem) => Err(problem.to_string()),
     }
 }
@@ -106,7 +112,11 @@ fn start_writer() -> mpsc::Sender<Frame> {
         for frame in receiver {
             match frame {
                 Frame::Event(event) => {
-                    if pipe.write_all(&to_bytes(&event)).and_then(|()| pipe.flush()).is_err() {
+                    if pipe
+                        .write_all(&to_bytes(&event))
+                        .and_then(|()| pipe.flush())
+                        .is_err()
+                    {
                         std::process::exit(0);
                     }
                 }
@@ -137,7 +147,12 @@ fn start_card(configure: wire::Configure, events: mpsc::Sender<Frame>) -> Result
             slack_limit: Bytes(configure.slack_limit),
             ..Settings::default()
         };
-        Card::new(gpu, pipelines::catalogue(), settings, Box::new(SystemClock::new()))
+        Card::new(
+            gpu,
+            pipelines::catalogue(),
+            settings,
+            Box::new(SystemClock::new()),
+        )
     };
     let emit = move |event| {
         let _ = events.send(Frame::Event(event_out(&event))); // the writer ends the process when the pipe is gone

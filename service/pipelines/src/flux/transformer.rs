@@ -229,7 +229,7 @@ pub fn unpack(tokens: &Tensor, rows: usize, columns: usize) -> candle_core::Resu
 }
 
 /// Bytes that matrix products pack their operands into, and what else does not depend on the request.
-const LIBRARIES: u64 = 2 << 20;
+const LIBRARIES: u64 = 4 << 20;
 
 /// Predicted activation bytes of a step over `text` and `picture` tokens, and of the modulation of
 /// `steps` steps.
