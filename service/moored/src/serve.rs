@@ -103,9 +103,8 @@ pub(crate) async fn run(
     let serving = tokio::spawn(grpc::serve(service, token, listener, stopped_seen));
     shutdown.await;
     // Streams of cancelled jobs end by themselves; a client that does not read does not hold us up.
-    match tokio::time::timeout(Duration::from_secs(2), serving).await {
-        Ok(Ok(result)) => result?,
-        Ok(Err(_)) | Err(_) => {}
+    if let Ok(Ok(served)) = tokio::time::timeout(Duration::from_secs(2), serving).await {
+        served?;
     }
     Ok(())
 }

@@ -1,5 +1,7 @@
 //! The house's arrows and "nevers" (docs/ARCHITECTURE.md), read off the manifests and the sources.
 
+#![allow(clippy::unwrap_used)] // a test
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use crate::rows::{map_numbers, on_cpu};
+use crate::rows::{exp, map_numbers, on_cpu};
 
 /// `x * sigmoid(x)`: `torch.nn.SiLU`.
 ///
@@ -10,7 +10,7 @@ use crate::rows::{map_numbers, on_cpu};
 /// Those of candle.
 pub fn silu(x: &Tensor) -> Result<Tensor> {
     if on_cpu(x) {
-        map_numbers(x, |v| v / (1.0 + (-v).exp()))
+        map_numbers(x, |v| v / (1.0 + exp(-v)))
     } else {
         x.silu()
     }
@@ -24,7 +24,7 @@ pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
     // (1 + tanh u) / 2 = 1 / (1 + exp -2u): one exponential, and no cancellation far below zero.
     use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
     const TWICE_ROOT_2_OVER_PI: f32 = (2.0 * FRAC_2_SQRT_PI * FRAC_1_SQRT_2) as f32;
-    let one = |v: f32| v / (1.0 + (-TWICE_ROOT_2_OVER_PI * (v + 0.044_715 * v * v * v)).exp());
+    let one = |v: f32| v / (1.0 + exp(-TWICE_ROOT_2_OVER_PI * (v + 0.044_715 * v * v * v)));
     if on_cpu(x) { map_numbers(x, one) } else { x.gelu() }
 }
 
@@ -48,7 +48,7 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
 /// Those of candle.
 pub fn quick_gelu(x: &Tensor) -> Result<Tensor> {
     if on_cpu(x) {
-        map_numbers(x, |v| v / (1.0 + (-1.702 * v).exp()))
+        map_numbers(x, |v| v / (1.0 + exp(-1.702 * v)))
     } else {
         composed_quick_gelu(x)
     }

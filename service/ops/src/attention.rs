@@ -2,7 +2,7 @@
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
-use crate::rows::{map_rows, on_cpu};
+use crate::rows::{exp, highest, map_rows, on_cpu, sum};
 
 /// Bytes of scores that a chunk may take.
 const SCORE_BYTES: usize = 64 << 20;
@@ -16,13 +16,11 @@ pub fn softmax(x: &Tensor) -> Result<Tensor> {
         return composed_softmax(x);
     }
     map_rows(x, |_, row, out| {
-        let highest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let mut total = 0.0;
+        let highest = highest(row);
         for (o, &v) in out.iter_mut().zip(row) {
-            *o = (v - highest).exp();
-            total += *o;
+            *o = exp(v - highest);
         }
-        let factor = 1.0 / total;
+        let factor = 1.0 / sum(out);
         out.iter_mut().for_each(|o| *o *= factor);
     })
 }

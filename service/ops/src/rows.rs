@@ -80,3 +80,78 @@ pub(crate) fn accumulate(row: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     let rest: f32 = eights.remainder().iter().map(|&v| f(v)).sum();
     partial.iter().sum::<f32>() + rest
 }
+
+/// The largest number of a row, in eight lanes side by side; minus infinity of none.
+pub(crate) fn highest(row: &[f32]) -> f32 {
+    let larger = |a: f32, b: f32| if b > a { b } else { a };
+    let mut lanes = [f32::NEG_INFINITY; 8];
+    let mut eights = row.chunks_exact(8);
+    for eight in &mut eights {
+        for (lane, &v) in lanes.iter_mut().zip(eight) {
+            *lane = larger(*lane, v);
+        }
+    }
+    lanes
+        .iter()
+        .chain(eights.remainder())
+        .copied()
+        .fold(f32::NEG_INFINITY, larger)
+}
+
+/// `e` to the `x`, to two units in the last place, without a branch or a call, so that loops over it become
+/// vector instructions. Arguments below -87 give 1e-38 rather than 0, above 88 give 1.7e38.
+///
+/// `x` is `n` times ln 2 and a rest of at most half of it. The rest goes through a polynomial (Cephes'), and
+/// `n`, rounded by adding a number whose last digit is a one, is already in place to become an exponent.
+#[inline(always)]
+pub(crate) fn exp(x: f32) -> f32 {
+    const ROUNDER: f32 = 12_582_912.0; // 1.5 * 2^23
+    const LN_2_HIGH: f32 = 0.693_359_4;
+    const LN_2_LOW: f32 = -2.121_944_4e-4;
+    const POLYNOMIAL: [f32; 6] = [
+        1.987_569_1e-4,
+        1.398_199_9e-3,
+        8.333_452e-3,
+        4.166_579_6e-2,
+        0.166_666_65,
+        0.5,
+    ];
+    let x = x.clamp(-87.0, 88.0);
+    let rounded = x * std::f32::consts::LOG2_E + ROUNDER;
+    let n = rounded - ROUNDER;
+    let rest = (x - n * LN_2_HIGH) - n * LN_2_LOW;
+    let mut sum = POLYNOMIAL[0];
+    for coefficient in &POLYNOMIAL[1..] {
+        sum = sum * rest + coefficient;
+    }
+    let power = f32::from_bits(rounded.to_bits().wrapping_add(127) << 23);
+    (sum * rest * rest + rest + 1.0) * power
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exponentials_are_right_to_two_units_in_the_last_place() {
+        for i in -870_000..880_000 {
+            let x = i as f32 / 10_000.0;
+            let right = f64::from(x).exp();
+            let apart = (f64::from(exp(x)) - right).abs() / right;
+            assert!(apart <= 2.5 * f64::from(f32::EPSILON), "{x}: {apart:e}");
+        }
+        assert!(exp(f32::NEG_INFINITY) < 2e-38 && exp(f32::INFINITY) > 1e38 && exp(f32::NAN).is_nan());
+        assert_eq!(exp(0.0), 1.0);
+    }
+
+    #[test]
+    fn the_highest_is_found_wherever_it_is() {
+        for length in [1, 7, 8, 9, 31] {
+            for place in 0..length {
+                let mut row = vec![-5.0; length];
+                row[place] = -1.0;
+                assert_eq!(highest(&row), -1.0);
+            }
+        }
+    }
+}

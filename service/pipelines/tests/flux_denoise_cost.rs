@@ -71,13 +71,21 @@ fn denoise(config: &TransformerConfig, side: usize, text: usize, steps: usize) -
     )
 }
 
+/// One test, since there is one counter: nothing else must allocate meanwhile.
 #[test]
-fn the_prediction_covers_what_is_taken_and_little_more() {
+fn a_step_takes_what_was_predicted_and_is_quick() {
+    let (seconds, _) = denoise(&demo(), 8, 48, 8);
+    println!("8 steps of the demo model: {seconds:.3} s");
+    // A third of a second on two idle cores; the bound leaves room for busy ones.
+    assert!(seconds < 5.0, "{seconds}");
+
     let wide = TransformerConfig {
         num_attention_heads: 12,
+        num_layers: 1,
+        num_single_layers: 1,
         ..demo()
     };
-    for (config, side, text) in [(demo(), 8, 48), (demo(), 32, 128), (wide, 48, 512)] {
+    for (config, side, text) in [(demo(), 8, 48), (demo(), 24, 128), (wide, 32, 256)] {
         let (seconds, taken) = denoise(&config, side, text, 2);
         let predicted = denoise_scratch(&config, text, side * side, 2, DType::F32);
         println!("{side}x{side} and {text} tokens: {taken} bytes, {predicted} predicted, {seconds:.3} s");
@@ -87,12 +95,4 @@ fn the_prediction_covers_what_is_taken_and_little_more() {
             "{taken} taken, {predicted} predicted"
         );
     }
-}
-
-#[test]
-fn the_demo_model_is_quick() {
-    let (seconds, _) = denoise(&demo(), 8, 48, 8);
-    println!("8 steps of the demo model: {seconds:.3} s");
-    // Well below a second on two idle cores; the bound leaves room for busy ones.
-    assert!(seconds < 5.0, "{seconds}");
 }

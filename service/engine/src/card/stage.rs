@@ -203,7 +203,7 @@ impl Card {
         let accounts = self.ledger.accounts();
         let allocated = accounts.components + accounts.scratch;
         let reserved = allocated + accounts.slack;
-        tracing::info!(stage, when, free = %accounts.free, %allocated, %reserved, "memory of the card");
+        tracing::debug!(stage, when, free = %accounts.free, %allocated, %reserved, "memory of the card");
     }
 }
 

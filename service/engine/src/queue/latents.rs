@@ -201,3 +201,60 @@ fn check_numbers(tensor: &HostTensor) -> Result<(), Error> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tensor() -> HostTensor {
+        HostTensor {
+            dtype: HostType::F32,
+            shape: vec![1, 1, 2, 2],
+            data: vec![0; 16].into(),
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_oldest_goes_first_and_what_is_leased_never_does() {
+        let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
+        let put = |latents: &mut Latents| latents.put(tensor(), "vae".into(), Instant::now());
+        let leased = latents.put_leased(tensor(), "vae".into(), true, Instant::now());
+        let first = put(&mut latents).unwrap();
+        tokio::time::advance(Duration::from_secs(1)).await;
+        let second = put(&mut latents).unwrap();
+        let now = Instant::now();
+        assert!(latents.get(&first.id, now).is_err() && latents.get(&second.id, now).is_ok());
+        let paid_for = latents.put_leased(tensor(), "vae".into(), false, now);
+        assert!(latents.get(&leased, now).is_ok() && latents.get(&paid_for, now).is_ok());
+        latents.lease(&paid_for, now).unwrap();
+        latents.release(&paid_for, now);
+        assert!(latents.get(&paid_for, now).is_ok(), "leased twice");
+        latents.release(&paid_for, now);
+        assert!(latents.get(&paid_for, now).is_err(), "nobody was told of it");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn use_renews_its_time() {
+        let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
+        let info = latents.put(tensor(), "vae".into(), Instant::now()).unwrap();
+        for _ in 0..3 {
+            tokio::time::advance(Duration::from_secs(9)).await;
+            latents.expire(Instant::now());
+            assert!(latents.get(&info.id, Instant::now()).is_ok());
+        }
+        tokio::time::advance(Duration::from_secs(10)).await;
+        latents.expire(Instant::now());
+        assert_eq!(latents.len(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_store_that_is_full_of_leased_latents_takes_none_from_clients() {
+        let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
+        for _ in 0..3 {
+            latents.put_leased(tensor(), "vae".into(), true, Instant::now());
+        }
+        let refused = latents.put(tensor(), "vae".into(), Instant::now());
+        assert!(matches!(refused, Err(Error::LatentMismatch(_))));
+        assert_eq!(latents.bytes(), Bytes(48), "what was paid for stays");
+    }
+}

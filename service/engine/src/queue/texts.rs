@@ -84,3 +84,39 @@ fn bytes_of(text: &EncodedText) -> Bytes {
             .sum(),
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use pipelines::{HostTensor, HostType};
+
+    use super::*;
+
+    fn text(bytes: usize) -> EncodedText {
+        let data: Arc<[u8]> = vec![0; bytes].into();
+        let tensor = HostTensor {
+            dtype: HostType::F16,
+            shape: vec![bytes / 2],
+            data,
+        };
+        EncodedText {
+            tensors: vec![(String::new(), tensor)],
+        }
+    }
+
+    #[test]
+    fn what_was_used_longest_ago_goes_first_and_what_exceeds_the_bound_is_not_taken() {
+        let mut texts = Texts::new(Bytes(100));
+        texts.put("one".into(), text(40));
+        texts.put("two".into(), text(40));
+        assert!(texts.get("one").is_some());
+        texts.put("three".into(), text(40));
+        assert!(texts.contains("one") && !texts.contains("two") && texts.contains("three"));
+        assert_eq!((texts.len(), texts.bytes()), (2, Bytes(80)));
+        texts.put("huge".into(), text(102));
+        assert!(!texts.contains("huge") && texts.len() == 2);
+        texts.put("one".into(), text(20));
+        assert_eq!(texts.bytes(), Bytes(60), "one that is replaced is counted once");
+    }
+}

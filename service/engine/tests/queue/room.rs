@@ -146,6 +146,7 @@ async fn answer_unload(worker: &mut Worker) -> usize {
     let Wire::Command(Command::Unload { id, components }) = worker.next().await else {
         panic!()
     };
+    assert!(worker.is_idle().await, "nothing starts before it");
     worker.unload(id, &components);
     components.len()
 }

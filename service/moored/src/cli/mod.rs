@@ -44,7 +44,7 @@ pub(crate) enum CliError {
     },
     /// The service said no.
     #[error("{0}")]
-    Refused(connection::Refusal),
+    Refused(Box<connection::Refusal>),
     /// A file.
     #[error("{path}: {problem}")]
     File {
@@ -63,7 +63,7 @@ pub(crate) enum CliError {
 
 impl From<tonic::Status> for CliError {
     fn from(status: tonic::Status) -> CliError {
-        CliError::Refused(connection::Refusal::of(&status))
+        CliError::Refused(Box::new(connection::Refusal::of(&status)))
     }
 }
 

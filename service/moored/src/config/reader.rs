@@ -64,10 +64,9 @@ impl Reader {
     }
 
     /// A string that stands for something.
-    pub(super) fn parsed<T: FromStr>(&mut self, name: &'static str, expected: &str) -> T
+    pub(super) fn parsed<T>(&mut self, name: &'static str, expected: &str) -> T
     where
-        T: FromStr,
-        T: Placeholder,
+        T: FromStr + Placeholder,
     {
         let text = self.text(name);
         text.parse().unwrap_or_else(|_| {

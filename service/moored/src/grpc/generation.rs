@@ -345,7 +345,7 @@ fn check_generate(request: &v1::GenerateImageRequest) -> Result<(), Error> {
         );
     }
     for (field, value) in [("width", request.width), ("height", request.height)] {
-        if value % 16 != 0 {
+        if !value.is_multiple_of(16) {
             let below = (value / 16 * 16).max(16);
             problem(
                 field,
@@ -378,7 +378,7 @@ fn check_generate(request: &v1::GenerateImageRequest) -> Result<(), Error> {
 }
 
 fn check_sides(width: u32, height: u32) -> Result<(), Error> {
-    if width % 16 == 0 && height % 16 == 0 && width > 0 && height > 0 {
+    if width.is_multiple_of(16) && height.is_multiple_of(16) && width > 0 && height > 0 {
         return Ok(());
     }
     let problem =
