@@ -275,7 +275,10 @@ def _match(found: tuple[Found, ...], wanted: list[dict[str, str]]) -> list[str]:
 
 
 def judge(picture: Image.Image | np.ndarray, scene: dict[str, Any]) -> Verdict:
-    """Compare a picture with a scene {"background": ..., "objects": [{shape, colour, size, place}]}."""
+    """Compare a picture with a scene.
+
+    A scene is {"background": colour, "objects": [{shape, colour, size, place}, ...]}.
+    """
     background, found = look(picture)
     wanted = scene["objects"]
     mistakes = [] if background == scene["background"] else ["background colour"]

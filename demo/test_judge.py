@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from dataclasses import replace
@@ -80,8 +81,6 @@ def test_palettes_agree() -> None:
 
 def test_held_out_prompts_are_the_files() -> None:
     rows = (Path(__file__).resolve().parent / "heldout.jsonl").read_text().splitlines()
-    import json
-
     loaded = [json.loads(row) for row in rows]
     assert loaded == scenes.held_out_prompts(len(rows) // 3)
     assert all(scenes.is_held_out(scenes.Scene.from_json(row["scene"])) for row in loaded)

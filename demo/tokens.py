@@ -1,8 +1,8 @@
 """The two tokenizers of the demo model, built from the picture language alone.
 
 CLIP's is a byte-level BPE in vocab.json and merges.txt whose merges make one token of every word of
-the language; T5's is a unigram model in tokenizer.json with the same property and SentencePiece's
-own kind of table to fold capitals. Letters that neither knows as words fall apart into smaller tokens.
+the language; T5's is a unigram model in tokenizer.json with the same property and a SentencePiece
+table that folds capitals. Words that they don't know fall apart into letters.
 """
 
 from __future__ import annotations
@@ -138,7 +138,10 @@ def write_t5_tokenizer(folder: Path) -> int:
         "padding": None,
         "added_tokens": [special(i, vocabulary[i][0]) for i in range(3)],
         "normalizer": {"type": "Precompiled", "precompiled_charsmap": table},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, space]},
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "WhitespaceSplit"}, space],
+        },
         "post_processor": {
             "type": "TemplateProcessing",
             "single": [sequences[0], end],
@@ -169,7 +172,9 @@ class PromptEncoder:
 
     def __init__(self, clip_folder: Path, t5_folder: Path) -> None:
         clip = json.loads((clip_folder / "vocab.json").read_text(encoding="utf-8"))
-        t5 = json.loads((t5_folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+        t5 = json.loads((t5_folder / "tokenizer.json").read_text(encoding="utf-8"))["model"][
+            "vocab"
+        ]
         t5_ids = {piece: index for index, (piece, _) in enumerate(t5)}
         self._words: dict[str, tuple[list[int], list[int]]] = {}
         for word in scenes.language_words():

@@ -20,7 +20,7 @@ import random
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,23 @@ import numpy as np
 import scenes
 import tokens
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline
-from diffusers import FluxTransformer2DModel
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel
-from transformers import T5TokenizerFast
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5TokenizerFast,
+)
 
 HERE = Path(__file__).resolve().parent
 STAGES = ("vae", "decoder", "flow", "export", "evaluate")
@@ -275,7 +285,10 @@ class Painter(nn.Module):
     def compile_blocks(self) -> None:
         """Compile block by block, which is quicker to build than the whole and as fast."""
         blocks = [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]
-        blocks += [*self.t5.encoder.block, *getattr(self.clip, "text_model", self.clip).encoder.layers]
+        blocks += [
+            *self.t5.encoder.block,
+            *getattr(self.clip, "text_model", self.clip).encoder.layers,
+        ]
         for block in blocks:
             block.compile(dynamic=False)
 
@@ -363,7 +376,7 @@ def log(**fields: Any) -> None:
 def set_rate(
     optimizer: torch.optim.Optimizer, peak: float, step: int, warm: float, last: int
 ) -> None:
-    """Half a cosine to zero at the step `last`, times the share `warm` of a warm-up that is done."""
+    """Half a cosine to zero at the step `last`, times the done share of a warm-up."""
     rate = peak * min(1.0, warm) * 0.5 * (1 + math.cos(math.pi * step / last))
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -375,10 +388,20 @@ def save(path: Path, state: dict[str, Any]) -> None:
     path.with_suffix(".part").rename(path)
 
 
-def codes_without_prompts(count: int, seed: int) -> Tensor:
-    """Scene codes for the autoencoder, from the same training-only distribution."""
+def codes_without_prompts(count: int, seed: int, small: float = 0.0) -> Tensor:
+    """Scene codes for the autoencoder, from training scenes only.
+
+    A share `small` of the shapes is made small, and scenes which that makes held out are dropped.
+    """
     rng = random.Random(seed)
-    return torch.tensor([scene_codes(scenes.sample_training_scene(rng)) for _ in range(count)])
+    codes = []
+    while len(codes) < count:
+        scene = scenes.sample_training_scene(rng)
+        things = [replace(t, size="small") if rng.random() < small else t for t in scene.objects]
+        scene = replace(scene, objects=tuple(things))
+        if not scenes.is_held_out(scene):
+            codes.append(scene_codes(scene))
+    return torch.tensor(codes)
 
 
 def train_vae(plan: Plan, work: Path, minutes: float, device: str) -> None:
@@ -445,10 +468,9 @@ def refine_decoder(plan: Plan, work: Path, minutes: float, device: str) -> None:
     """
     began = time.monotonic()
     path, weights = work / "decoder.pt", torch.load(work / "vae.pt", map_location=device)
-    codes = codes_without_prompts(100_000 if device == "cuda" else 500, plan.seed + 1)
+    codes = codes_without_prompts(100_000 if device == "cuda" else 500, plan.seed + 1, small=0.4)
     pool = scene_batch(codes).to(device)
     torch.manual_seed(plan.seed)
-    pool.size[torch.rand(pool.size.shape, device=device) < 0.4] = 0
     vae = make_vae().to(device, memory_format=torch.channels_last)
     vae.load_state_dict(weights["vae"])
     decoder = vae.decoder
@@ -639,7 +661,9 @@ def export(work: Path, out: Path) -> None:
     write_tokenizers(out)
     # CLIP checkpoints name their tensors text_model.*; newer transformers drop that on saving.
     clip_file = out / "text_encoder" / "model.safetensors"
-    named = {"text_model." + k.removeprefix("text_model."): v for k, v in load_file(clip_file).items()}
+    named = {
+        "text_model." + k.removeprefix("text_model."): v for k, v in load_file(clip_file).items()
+    }
     save_file(named, clip_file, metadata={"format": "pt"})
     for file in out.rglob("*.safetensors"):
         file.chmod(0o644)
@@ -661,12 +685,14 @@ def contact_sheet(pictures: list[Any], columns: int = 20) -> Any:
     return sheet
 
 
-def evaluate(out: Path, results: Path, device: str, steps: int, limit: int | None) -> None:
-    """Paint the held-out prompts with diffusers in f32 and let judge.py count the right ones."""
+def evaluate(
+    out: Path, results: Path, device: str, steps: int, prompts: Path, limit: int | None
+) -> None:
+    """Paint held-out prompts with diffusers in f32 and let judge.py count the right ones."""
     import judge
 
     torch.backends.cudnn.allow_tf32 = False
-    rows = [json.loads(line) for line in (HERE / "heldout.jsonl").read_text().splitlines()][:limit]
+    rows = [json.loads(line) for line in prompts.read_text().splitlines()][:limit]
     pipeline = FluxPipeline.from_pretrained(out, torch_dtype=torch.float32).to(device)
     pipeline.set_progress_bar_config(disable=True)
     pictures = []
@@ -699,6 +725,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "model", help="folder of the model")
     parser.add_argument("--minutes", type=float, default=60, help="stop and save after this long")
     parser.add_argument("--steps", type=int, default=STEPS, help="sampling steps of evaluate")
+    parser.add_argument("--prompts", type=Path, default=HERE / "heldout.jsonl")
     parser.add_argument("--limit", type=int, help="evaluate only so many prompts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--plan", type=json.loads, default={}, help="JSON over the Plan's fields")
@@ -718,7 +745,12 @@ def main() -> None:
         export(arguments.work, arguments.out)
     else:
         evaluate(
-            arguments.out, arguments.work, arguments.device, arguments.steps, arguments.limit
+            arguments.out,
+            arguments.work,
+            arguments.device,
+            arguments.steps,
+            arguments.prompts,
+            arguments.limit,
         )
 
 

@@ -299,7 +299,11 @@ impl Catalogue {
             path: path.to_owned(),
             problem: format!(
                 "it has neither a model_index.json nor the tensors of {}",
-                self.families.iter().map(|f| f.name()).collect::<Vec<_>>().join(", ")
+                self.families
+                    .iter()
+                    .map(|f| f.name())
+                    .collect::<Vec<_>>()
+                    .join(", ")
             ),
         })
     }
@@ -307,5 +311,9 @@ impl Catalogue {
 
 /// The identity that a component has while the hash of its content is not known.
 pub fn provisional_identity(path: &Path, component_name: &str, precision: Precision) -> ComponentId {
-    ComponentId::new(format!("path:{}#{component_name}@{}", path.display(), precision.dtype.as_str()))
+    ComponentId::new(format!(
+        "path:{}#{component_name}@{}",
+        path.display(),
+        precision.dtype.as_str()
+    ))
 }

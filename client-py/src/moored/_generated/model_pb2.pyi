@@ -23,7 +23,7 @@ class ModelRef(google.protobuf.message.Message):
     QUANTIZATION_FIELD_NUMBER: builtins.int
     ADAPTERS_FIELD_NUMBER: builtins.int
     id: builtins.str
-    """`owner/name`, or the name of a model folder. Required."""
+    """`owner/name`, or the name of a model folder. Empty: the service's default model."""
     revision: builtins.str
     """Revision of a model in the hub cache. Empty: the one that is there."""
     @property

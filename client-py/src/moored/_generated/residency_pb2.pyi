@@ -379,7 +379,7 @@ class PlanRequest(google.protobuf.message.Message):
     GENERATE_FIELD_NUMBER: builtins.int
     CARD_FIELD_NUMBER: builtins.int
     card: builtins.str
-    """The card to plan on; empty: the one that would be picked."""
+    """The card to plan on; empty: the one that would be picked for the request."""
     @property
     def generate(self) -> generation_pb2.GenerateImageRequest:
         """The request to plan for; nothing is run."""
@@ -614,7 +614,7 @@ global___CardStatus = CardStatus
 
 @typing.final
 class MemoryAccounts(google.protobuf.message.Message):
-    """Every byte of a card is in exactly one of these; they add up to `total`."""
+    """Bytes. Every byte of a card is in exactly one of these; all but `usable` add up to `total`."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

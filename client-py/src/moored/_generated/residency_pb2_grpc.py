@@ -104,14 +104,14 @@ class ResidencyServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Keeps a model in until it is unpinned.
+        """Keeps a model in until it is unpinned. What is not resident yet stays once it is loaded: Load loads it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Hold(self, request, context):
-        """Keeps a model in for a client, for a time, renewed by asking again.
+        """Keeps a model in for a client, for a time. Asking again for the same model renews it under the same id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,13 +44,13 @@ class ResidencyStub:
         residency_pb2.PinRequest,
         residency_pb2.PinResponse,
     ]
-    """Keeps a model in until it is unpinned."""
+    """Keeps a model in until it is unpinned. What is not resident yet stays once it is loaded: Load loads it."""
 
     Hold: grpc.UnaryUnaryMultiCallable[
         residency_pb2.HoldRequest,
         residency_pb2.HoldResponse,
     ]
-    """Keeps a model in for a client, for a time, renewed by asking again."""
+    """Keeps a model in for a client, for a time. Asking again for the same model renews it under the same id."""
 
     ReleaseHold: grpc.UnaryUnaryMultiCallable[
         residency_pb2.ReleaseHoldRequest,
@@ -119,13 +119,13 @@ class ResidencyAsyncStub:
         residency_pb2.PinRequest,
         residency_pb2.PinResponse,
     ]
-    """Keeps a model in until it is unpinned."""
+    """Keeps a model in until it is unpinned. What is not resident yet stays once it is loaded: Load loads it."""
 
     Hold: grpc.aio.UnaryUnaryMultiCallable[
         residency_pb2.HoldRequest,
         residency_pb2.HoldResponse,
     ]
-    """Keeps a model in for a client, for a time, renewed by asking again."""
+    """Keeps a model in for a client, for a time. Asking again for the same model renews it under the same id."""
 
     ReleaseHold: grpc.aio.UnaryUnaryMultiCallable[
         residency_pb2.ReleaseHoldRequest,
@@ -202,7 +202,7 @@ class ResidencyServicer(metaclass=abc.ABCMeta):
         request: residency_pb2.PinRequest,
         context: _ServicerContext,
     ) -> typing.Union[residency_pb2.PinResponse, collections.abc.Awaitable[residency_pb2.PinResponse]]:
-        """Keeps a model in until it is unpinned."""
+        """Keeps a model in until it is unpinned. What is not resident yet stays once it is loaded: Load loads it."""
 
     @abc.abstractmethod
     def Hold(
@@ -210,7 +210,7 @@ class ResidencyServicer(metaclass=abc.ABCMeta):
         request: residency_pb2.HoldRequest,
         context: _ServicerContext,
     ) -> typing.Union[residency_pb2.HoldResponse, collections.abc.Awaitable[residency_pb2.HoldResponse]]:
-        """Keeps a model in for a client, for a time, renewed by asking again."""
+        """Keeps a model in for a client, for a time. Asking again for the same model renews it under the same id."""
 
     @abc.abstractmethod
     def ReleaseHold(

@@ -83,9 +83,7 @@ impl Actor {
                 let _ = reply.send(self.latents.put(tensor, vae_id, now));
                 self.dirty = true;
             }
-            Request::Census { reply } => {
-                let _ = reply.send(self.census());
-            }
+            Request::Census { reply } => drop(reply.send(self.census())),
             Request::Drain { deadline, reply } => self.drain(deadline, reply),
         }
     }

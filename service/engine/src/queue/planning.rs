@@ -140,7 +140,8 @@ impl Actor {
             return;
         };
         let Some(need) = self.need_on(&job, index, card) else {
-            return;
+            let problem = "a step was refused that the job does not have".to_owned();
+            return self.end(job, Err(Error::Internal(problem)), now);
         };
         let shortfall = Shortfall {
             capacity,

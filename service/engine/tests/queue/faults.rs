@@ -363,3 +363,18 @@ async fn what_a_worker_was_asked_for_during_a_long_stage_may_take_its_time_after
     assert_eq!(trim.await.unwrap(), Ok(Bytes::ZERO));
     at_rest(&queue).await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn the_end_of_an_earlier_attempt_is_not_that_of_the_present_one() {
+    let (queue, mut worker) = one_card().await;
+    let mut job = queue.submit(load("a", "me", &["vae"])).await.unwrap();
+    let first = worker.order().await;
+    worker.die();
+    worker.ready();
+    let second = worker.order().await;
+    worker.finish(first.ticket, completed(&first, Vec::new()));
+    assert!(worker.is_idle().await && queue.jobs(false).await[0].state == "running");
+    worker.complete(&second);
+    end(&mut job).await.unwrap();
+    at_rest(&queue).await;
+}

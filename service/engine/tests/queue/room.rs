@@ -366,3 +366,32 @@ async fn entries_that_nobody_uses_leave_after_their_keep_alive() {
     assert!(queue.status().borrow().users.is_empty());
     at_rest(&queue).await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn patience_stands_still_while_our_own_jobs_are_in_the_way() {
+    let (queue, mut worker) = one_card().await;
+    worker.set_foreign(Bytes::gib(14));
+    let mut big = queue.submit(load("a", "me", &["transformer"])).await.unwrap();
+    settle().await;
+    let mut small = queue.submit(load("b", "me", &["text_encoder_2"])).await.unwrap();
+    let order = worker.order().await;
+    worker.begin(&order).unwrap();
+    let components = crate::worker::needs(&order).0.to_vec();
+    let need = residency::StageNeed {
+        name: "load".into(),
+        components,
+        scratch: Bytes::ZERO,
+    };
+    let lease = worker.ledger.lease(&need, worker.now()).unwrap();
+    worker.set_foreign(Bytes::gib(12));
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    assert_eq!(queue.jobs(false).await[0].state, "queued");
+    worker.ledger.release(lease, worker.now()).unwrap();
+    worker.set_foreign(Bytes::gib(14));
+    worker.finish(order.ticket, crate::worker::completed(&order, Vec::new()));
+    end(&mut small).await.unwrap();
+    let before = tokio::time::Instant::now();
+    assert!(matches!(end(&mut big).await, Err(Error::MemoryTaken(_))));
+    assert_eq!(before.elapsed().as_secs(), 6, "what was left of seven");
+    at_rest(&queue).await;
+}

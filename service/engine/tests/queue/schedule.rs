@@ -234,6 +234,28 @@ fn disturb(queue: &Queue, random: &mut StdRng, tasks: &mut JoinSet<()>) {
     });
 }
 
+/// From here on all goes well, until nobody wants anything.
+async fn wind_down(queue: &Queue, workers: &mut [Played], tasks: &mut JoinSet<()>, random: &mut StdRng) {
+    for model in ["a", "b", "c"] {
+        queue.pin(entry(model), true).await.unwrap();
+    }
+    for _ in 0..20_000 {
+        if queue.jobs(false).await.is_empty() && tasks.is_empty() {
+            break;
+        }
+        for worker in &mut *workers {
+            worker.live();
+            worker.worker.set_foreign(Bytes::ZERO);
+            worker.step(random);
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        workers.iter_mut().for_each(Played::listen);
+        while let Some(task) = tasks.try_join_next() {
+            task.unwrap();
+        }
+    }
+}
+
 async fn run(seed: u64, steps: u64) -> Vec<String> {
     let random = &mut StdRng::seed_from_u64(seed);
     let policy = if seed.is_multiple_of(2) {
@@ -294,24 +316,7 @@ async fn run(seed: u64, steps: u64) -> Vec<String> {
         settle().await;
         workers.iter_mut().for_each(Played::listen);
     }
-    for model in ["a", "b", "c"] {
-        queue.pin(entry(model), true).await.unwrap();
-    }
-    for _ in 0..20_000 {
-        if queue.jobs(false).await.is_empty() && tasks.is_empty() {
-            break;
-        }
-        for worker in &mut workers {
-            worker.live();
-            worker.worker.set_foreign(Bytes::ZERO);
-            worker.step(random);
-        }
-        tokio::time::sleep(Duration::from_millis(100)).await;
-        workers.iter_mut().for_each(Played::listen);
-        while let Some(task) = tasks.try_join_next() {
-            task.unwrap();
-        }
-    }
+    wind_down(&queue, &mut workers, &mut tasks, random).await;
     assert!(tasks.is_empty(), "seed {seed}: {:?}", queue.jobs(false).await);
     let ends = std::mem::take(&mut *ends.lock().unwrap());
     assert_eq!(ends.len(), listened);

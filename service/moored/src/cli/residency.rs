@@ -68,24 +68,35 @@ pub(super) async fn models(client: &Client, json: bool) -> Result<(), CliError> 
 }
 
 pub(super) async fn load(client: &Client, options: Load, json: bool) -> Result<(), CliError> {
-    let mut residency = Connection::open(client).await?.residency();
+    let connection = Connection::open(client).await?;
+    bring_in(&connection, &options.model, options.components, json).await?;
+    if json {
+        Ok(())
+    } else {
+        screen::text(&format!("{} is resident", options.model))
+    }
+}
+
+/// Loads, showing how far it is.
+async fn bring_in(
+    connection: &Connection,
+    model: &str,
+    components: Vec<String>,
+    json: bool,
+) -> Result<(), CliError> {
     let request = v1::LoadRequest {
-        model: reference(&options.model),
-        components: options.components,
+        model: reference(model),
+        components,
         options: None,
     };
-    let mut events = residency.load(request).await?.into_inner();
+    let mut events = connection.residency().load(request).await?.into_inner();
     let mut show = Show::new(json);
     while let Some(event) = events.next().await {
         let event = event.inspect_err(|_| show.end())?;
         show.event(&event)?;
     }
     show.end();
-    if json {
-        Ok(())
-    } else {
-        screen::text(&format!("{} is resident", options.model))
-    }
+    Ok(())
 }
 
 pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Result<(), CliError> {
@@ -126,12 +137,16 @@ pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Resu
 }
 
 pub(super) async fn pin(client: &Client, options: Pin, json: bool) -> Result<(), CliError> {
-    let mut residency = Connection::open(client).await?.residency();
+    let connection = Connection::open(client).await?;
     let request = v1::PinRequest {
         model: reference(&options.model),
         unpin: options.off,
     };
-    let pinned = residency.pin(request).await?.into_inner().pinned;
+    let pinned = connection.residency().pin(request).await?.into_inner().pinned;
+    if !options.off {
+        // Pinned first, so that nothing evicts what has just come in.
+        bring_in(&connection, &options.model, Vec::new(), json).await?;
+    }
     if json {
         return screen::json(&json!({ "pinned": pinned }));
     }

@@ -362,6 +362,7 @@ pub(super) fn config_of_single_file(
     };
     Ok(TransformerConfig {
         in_channels: columns("img_in.weight")?,
+        out_channels: shape("final_layer.linear.weight")?.first().copied(),
         num_layers: blocks("double_blocks"),
         num_single_layers: blocks("single_blocks"),
         attention_head_dim: head,

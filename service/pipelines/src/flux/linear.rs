@@ -28,9 +28,22 @@ impl Linear {
         inputs: usize,
         outputs: usize,
     ) -> Result<Linear, MissingTensor> {
+        let bias = tensors.shaped(&format!("{name}.bias"), &[outputs])?;
+        Ok(Linear { bias: Some(bias), ..Linear::without_bias(tensors, name, inputs, outputs)? })
+    }
+
+    /// Takes `{name}.weight` `[outputs, inputs]` alone.
+    ///
+    /// # Errors
+    /// When it is missing or of another shape.
+    pub(super) fn without_bias(
+        tensors: &ComponentTensors,
+        name: &str,
+        inputs: usize,
+        outputs: usize,
+    ) -> Result<Linear, MissingTensor> {
         let weight = Weight::Full(tensors.shaped(&format!("{name}.weight"), &[outputs, inputs])?);
-        let bias = Some(tensors.shaped(&format!("{name}.bias"), &[outputs])?);
-        Ok(Linear { weight, bias })
+        Ok(Linear { weight, bias: None })
     }
 
     /// `x` is `[b, n, inputs]` or `[n, inputs]`; the result has `outputs` instead.

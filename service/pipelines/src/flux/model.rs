@@ -98,6 +98,12 @@ impl FluxModel {
         let clip: ClipConfig = checked(&base.join("text_encoder/config.json"), ClipConfig::check)?;
         let t5: T5Config = checked(&base.join("text_encoder_2/config.json"), T5Config::check)?;
         check_widths(base, &transformer, &vae, &clip, &t5)?;
+        let clip_tokenizer = ClipTokenizer::open(&base.join("tokenizer"))?;
+        if clip_tokenizer.length() > clip.max_position_embeddings {
+            let (tokens, places) = (clip_tokenizer.length(), clip.max_position_embeddings);
+            let problem = format!("its CLIP has {places} positions for {tokens} tokens");
+            return Err(unsupported(base, problem));
+        }
         let files = vec![
             transformer_files,
             whole_component(&base.join("vae"), target, |_| false)?,
@@ -117,7 +123,7 @@ impl FluxModel {
                 &base.join("scheduler/scheduler_config.json"),
                 SchedulerConfig::check,
             )?,
-            clip_tokenizer: ClipTokenizer::open(&base.join("tokenizer"))?,
+            clip_tokenizer,
             t5_tokenizer: T5Tokenizer::open(&base.join("tokenizer_2"))?,
             defaults: defaults(base, transformer.guidance_embeds)?,
             transformer,

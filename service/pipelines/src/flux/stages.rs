@@ -2,14 +2,15 @@
 //!
 //! A request has one generator, and its draws follow one another as in the reference: image to image first
 //! draws the sample of the encoded picture (`retrieve_latents`), then the noise of the latent. The two are
-//! different stages here, so denoising draws the first again and drops it.
+//! different stages here, so denoising draws the first again and drops it. Numbers are drawn in f32 on
+//! every card. (diffusers draws in the dtype of its encodings: under bf16 it has other noise.)
 
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 
-use super::bounds::PIXELS_PER_TOKEN;
+use super::bounds::{LONGEST_SIDE, PIXELS_PER_TOKEN};
 use super::clip::ClipEncoder;
 use super::model::FluxModel;
 use super::noise::Generator;
@@ -274,11 +275,22 @@ impl Stage<'_> {
     fn decode(&mut self, rung: usize, input: &StageInput) -> Result<StageOutput, StageError> {
         let latent = input.latent.as_ref();
         let latent = latent.ok_or_else(|| StageError::BadInput("there is no latent to decode".to_owned()))?;
-        let &[1, _, h, w] = latent.shape.as_slice() else {
-            return Err(StageError::BadInput(format!(
-                "a latent of shape {:?}",
-                latent.shape
-            )));
+        let longest = LONGEST_SIDE as usize / self.model.vae.factor();
+        let (h, w) = match *latent.shape.as_slice() {
+            [1, channels, h, w]
+                if channels == self.model.vae.latent_channels
+                    && (1..=longest).contains(&h)
+                    && (1..=longest).contains(&w) =>
+            {
+                (h, w)
+            }
+            ref other => {
+                let channels = self.model.vae.latent_channels;
+                let problem = format!(
+                    "a latent of shape {other:?} where [1, {channels}, h, w] up to {longest} is expected"
+                );
+                return Err(StageError::BadInput(problem));
+            }
         };
         let chunking = chunking_of(&ladder(&self.model.vae, h, w, self.model.precision.dtype), rung)?;
         let latent = from_host(latent, "the latent", DType::F32, self.device)?;

@@ -7,6 +7,7 @@ use residency::Bytes;
 use serde::Deserialize;
 
 use super::clip::{check_finite, check_ids};
+use super::linear::Linear;
 use crate::family::StageError;
 
 /// The component's name.
@@ -112,53 +113,28 @@ impl T5Config {
     }
 }
 
-/// A linear layer without a bias: T5 has no others.
-#[derive(Clone, Debug)]
-struct Projection {
-    /// `[outputs, inputs]`.
-    weight: Tensor,
-}
-
-impl Projection {
-    fn new(
-        tensors: &ComponentTensors,
-        name: &str,
-        inputs: usize,
-        outputs: usize,
-    ) -> Result<Projection, MissingTensor> {
-        Ok(Projection {
-            weight: tensors.shaped(&format!("{name}.weight"), &[outputs, inputs])?,
-        })
-    }
-
-    /// `x` is `[1, tokens, inputs]`.
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        x.squeeze(0)?.matmul(&self.weight.t()?)?.unsqueeze(0)
-    }
-}
-
 /// `T5Block` of an encoder.
 #[derive(Clone, Debug)]
 struct Layer {
     norm1: Tensor,
-    query: Projection,
-    key: Projection,
-    value: Projection,
-    out: Projection,
+    query: Linear,
+    key: Linear,
+    value: Linear,
+    out: Linear,
     norm2: Tensor,
-    gate: Projection,
-    widen: Projection,
-    narrow: Projection,
+    gate: Linear,
+    widen: Linear,
+    narrow: Linear,
 }
 
 impl Layer {
     fn new(tensors: &ComponentTensors, name: &str, config: &T5Config) -> Result<Layer, MissingTensor> {
         let (width, inner) = (config.d_model, config.num_heads * config.d_kv);
         let attention = |part: &str, from: usize, to: usize| {
-            Projection::new(tensors, &format!("{name}.layer.0.SelfAttention.{part}"), from, to)
+            Linear::without_bias(tensors, &format!("{name}.layer.0.SelfAttention.{part}"), from, to)
         };
         let feed_forward = |part: &str, from: usize, to: usize| {
-            Projection::new(
+            Linear::without_bias(
                 tensors,
                 &format!("{name}.layer.1.DenseReluDense.{part}"),
                 from,
@@ -183,7 +159,7 @@ impl Layer {
         let (_, tokens, _) = x.dims3()?;
         let (heads, head) = (config.num_heads, config.d_kv);
         let normed = self.norm(x, &self.norm1, config)?;
-        let by_head = |layer: &Projection| {
+        let by_head = |layer: &Linear| {
             layer
                 .forward(&normed)?
                 .reshape((1, tokens, heads, head))?

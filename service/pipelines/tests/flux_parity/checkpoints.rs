@@ -281,6 +281,12 @@ fn what_is_not_supported_is_said() {
             "no part of a FLUX transformer",
         ),
         (
+            "tokenizer/tokenizer_config.json",
+            "model_max_length",
+            78.into(),
+            "77 positions for 78 tokens",
+        ),
+        (
             "model_index.json",
             "_class_name",
             "FluxFillPipeline".into(),
@@ -295,6 +301,21 @@ fn what_is_not_supported_is_said() {
         };
         assert!(problem.contains(words), "{key}: {problem}");
     }
+}
+
+#[test]
+fn a_transformer_that_takes_more_than_a_latent_is_not_supported_yet() {
+    // Fill, Canny and Depth: wider in than out.
+    let folder = copy_of(&["flux-tiny"]);
+    let file = folder.path().join("fill.safetensors");
+    let mut bfl = tensors("flux-tiny-bfl/flux-tiny.safetensors");
+    let wide = Tensor::cat(&[&bfl["img_in.weight"]; 6], 1).expect("a tensor");
+    bfl.insert("img_in.weight".to_owned(), wide);
+    candle_core::safetensors::save(&bfl, &file).expect("a file");
+    let Err(ModelError::Unsupported { problem, .. }) = open(&file) else {
+        panic!("opened")
+    };
+    assert!(problem.contains("Fill"), "{problem}");
 }
 
 #[test]

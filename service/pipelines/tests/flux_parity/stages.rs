@@ -169,6 +169,31 @@ fn inputs_that_do_not_fit_are_refused() {
 }
 
 #[test]
+fn a_latent_that_lies_about_its_size_is_refused() {
+    let workshop = workshop();
+    let plan = workshop.model.lone_stage(StageKind::Decode, 64, 64);
+    for shape in [
+        vec![1, 0, 1 << 60, 1 << 60],
+        vec![1, 16, 0, 8],
+        vec![1, 16, 8, 8],
+        vec![16, 8, 8],
+        vec![],
+    ] {
+        let latent = pipelines::HostTensor {
+            dtype: pipelines::HostType::F32,
+            shape,
+            data: Vec::new().into(),
+        };
+        let input = StageInput {
+            text: None,
+            latent: Some(latent),
+        };
+        let result = workshop.run(&plan, 0, &request(), &input, &mut Unobserved);
+        assert!(matches!(result, Err(StageError::BadInput(_))), "{result:?}");
+    }
+}
+
+#[test]
 fn stages_name_what_they_need() {
     let workshop = workshop();
     let text_alone = request();

@@ -1,0 +1,435 @@
+"""Workers that die and hang, loads that fail, clients that vanish: each job ends once, nothing stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import moored
+import pytest
+from conftest import BINARY, Service, clean_environment
+
+Simulate = Callable[..., Service]
+
+DEADLINE_S = 15.0
+SMALL = {"instant:small-transformer", "instant:small-clip", "instant:small-t5", "instant:small-vae"}
+
+
+def until(
+    client: moored.Client, holds: Callable[[moored.Status], bool], within: float = DEADLINE_S
+) -> moored.Status:
+    """The first status that is so."""
+    last = None
+    with client.watch_status(interval_s=0.02, timeout=within) as watch:
+        try:
+            for last in watch:
+                if holds(last):
+                    return last
+        except moored.Deadline:
+            pass
+    raise AssertionError(f"not within {within:g} s; the status is {last}")
+
+
+def assert_at_rest(client: moored.Client) -> None:
+    """No job is left, no lease, no activation; and everything can be unloaded."""
+
+    def rests(status: moored.Status) -> bool:
+        return status.jobs == () and all(
+            card.state == "ready"
+            and card.job_id == ""
+            and card.memory.scratch == 0
+            and all(one.leases == 0 and one.state == "resident" for one in card.residents)
+            for card in status.cards
+        )
+
+    status = until(client, rests)
+    for card in status.cards:
+        booked = sum(one.component.bytes for one in card.residents)
+        assert card.memory.components == booked
+    assert client.unload(timeout=DEADLINE_S).kept == ()
+    until(client, lambda status: all(card.memory.components == 0 for card in status.cards))
+
+
+@contextmanager
+def running(
+    client: moored.Client, **options: object
+) -> Iterator[moored.EventStream[moored.ImageResult]]:
+    """A slow job, in its denoising."""
+    settings: dict[str, object] = {"model": "slow", "steps": 200}
+    with client.stream_image("slow", **(settings | options)) as stream:  # type: ignore[arg-type]
+        next(event for event in stream if isinstance(event, moored.Step))
+        yield stream
+
+
+def worker_pid(client: moored.Client, card: int = 0) -> int:
+    pid = client.status().cards[card].worker_pid
+    assert pid > 0
+    return pid
+
+
+def kill_worker(client: moored.Client, card: int = 0) -> int:
+    """Kills a card's worker as the kernel would; its pid, once it is gone."""
+    pid = worker_pid(client, card)
+    gone = os.pidfd_open(pid)
+    try:
+        os.kill(pid, signal.SIGKILL)
+        assert select.select([gone], [], [], DEADLINE_S)[0]
+    finally:
+        os.close(gone)
+    return pid
+
+
+def ended(client: moored.Client, job: str) -> moored.JobInfo:
+    """What is remembered of a job that has ended."""
+    return next(one for one in client.jobs(include_ended=True) if one.id == job)
+
+
+def retries(events: list[moored.Event]) -> list[tuple[str, str]]:
+    return [(e.reason, e.stage) for e in events if isinstance(e, moored.Retrying)]
+
+
+# Workers that die.
+
+
+@pytest.mark.parametrize("stage", ["encode_text", "denoise", "decode"])
+def test_a_worker_that_dies_is_replaced_and_its_stage_tried_again(
+    simulate: Simulate, stage: str
+) -> None:
+    with simulate(f"sim:24GiB,die-at={stage}:2").client() as client:
+        first = client.generate_image("one", model="small", seed=7)
+        pid = worker_pid(client)
+        stream = client.stream_image("two", model="small", seed=7)
+        events = list(stream)
+        assert retries(events) == [("WORKER_DIED", stage)]
+        assert isinstance(events[-1], moored.Done)
+        assert len(stream.pictures) == len(first.pictures) == 1
+        started = [event.name for event in events if isinstance(event, moored.StageStarted)]
+        assert started.count("denoise") <= (2 if stage == "denoise" else 1), "paid for once"
+        status = until(client, lambda status: status.cards[0].worker_restarts == 1)
+        assert status.cards[0].worker_pid not in (0, pid)
+        assert_at_rest(client)
+
+
+def test_a_job_that_kills_two_workers_is_given_up(simulate: Simulate) -> None:
+    with simulate("sim:24GiB,die-at=denoise:1,die-generations=2").client() as client:
+        stream = client.stream_image("deadly", model="small")
+        events = []
+        with pytest.raises(moored.WorkerDied) as failed:
+            events.extend(stream)
+        assert failed.value.job_id
+        assert "denoise" in failed.value.message
+        assert retries(events) in ([("WORKER_DIED", "denoise")], [])
+        until(client, lambda status: status.cards[0].worker_restarts == 2)
+        assert ended(client, failed.value.job_id).state == "failed"
+        # The third worker lives, and paints.
+        assert client.generate_image("another", model="small", width=128).pictures
+        assert_at_rest(client)
+
+
+def test_a_worker_that_is_killed_costs_nobody_a_job(simulate: Simulate) -> None:
+    with simulate().client() as client, ThreadPoolExecutor() as threads:
+        client.pin("small")
+        client.load("small")
+        with running(client, steps=30) as stream:
+            queued = threads.submit(client.generate_image, "behind", model="small", timeout=20)
+            until(client, lambda status: len(status.jobs) == 2)
+            pid = kill_worker(client)
+            events = list(stream)
+        assert retries(events) == [("WORKER_DIED", "denoise")]
+        assert "signal 9" in next(e.message for e in events if isinstance(e, moored.Retrying))
+        assert isinstance(events[-1], moored.Done)
+        assert queued.result(DEADLINE_S).pictures
+
+        def is_back(status: moored.Status) -> bool:
+            pinned = {one.component.id for one in status.cards[0].residents if one.pinned}
+            return pinned >= SMALL and status.cards[0].state == "ready"
+
+        card = until(client, is_back).cards[0]
+        assert card.worker_restarts == 1
+        assert card.worker_pid not in (0, pid)
+        client.unpin("small")
+        assert_at_rest(client)
+
+
+def test_a_pinned_model_comes_back_although_nobody_asks(simulate: Simulate) -> None:
+    with simulate().client() as client:
+        client.pin("small")
+        client.load("small")
+        client.load("slow")
+        until(client, lambda status: len(status.cards[0].residents) == 8)
+        kill_worker(client)
+
+        def is_back(status: moored.Status) -> bool:
+            card = status.cards[0]
+            there = {one.component.id for one in card.residents if one.state == "resident"}
+            return card.worker_restarts == 1 and there == SMALL
+
+        until(client, is_back)
+        client.unpin("small")
+        assert_at_rest(client)
+
+
+def test_latents_outlive_a_worker(simulate: Simulate) -> None:
+    with simulate().client() as client:
+        kept = client.generate_image("kept", model="small", seed=3, keep_latent=True)
+        kill_worker(client)
+        until(client, lambda s: s.cards[0].worker_restarts == 1 and s.cards[0].state == "ready")
+        again = client.decode_latent(kept.latents[0], model="small")
+        assert (again.pictures[0].array == kept.pictures[0].array).all()
+
+
+def test_a_worker_that_hangs_is_replaced(simulate: Simulate) -> None:
+    service = simulate("sim:24GiB,hang-at=denoise:1", arguments=("--set", "queue.stall_limit=2s"))
+    with service.client() as client:
+        began = time.monotonic()
+        events = list(client.stream_image("hangs", model="small", timeout=20))
+        assert retries(events) == [("WORKER_DIED", "denoise")]
+        assert isinstance(events[-1], moored.Done)
+        assert 1.9 <= time.monotonic() - began < 8
+        assert_at_rest(client)
+
+
+def test_a_hung_stage_can_be_cancelled(simulate: Simulate) -> None:
+    """Cancelling does not wait for the stall limit."""
+    with simulate("sim:24GiB,hang-at=denoise:1").client() as client:
+        with client.stream_image("hangs", model="small") as stream:
+            next(e for e in stream if isinstance(e, moored.StageStarted) and e.name == "denoise")
+            assert client.cancel(stream.job_id)
+            began = time.monotonic()
+            with pytest.raises(moored.Cancelled):
+                stream.result()
+            assert time.monotonic() - began < 8
+        assert client.generate_image("the next", model="small", timeout=20).pictures
+        assert_at_rest(client)
+
+
+def test_a_card_that_is_lost_is_opened_again(simulate: Simulate) -> None:
+    with simulate("sim:24GiB,lose-at=denoise:1").client() as client:
+        events = list(client.stream_image("lost", model="small", timeout=20))
+        assert retries(events) == [("WORKER_DIED", "denoise")]
+        assert isinstance(events[-1], moored.Done)
+        assert_at_rest(client)
+
+
+def test_another_card_is_unaffected_by_a_death(simulate: Simulate) -> None:
+    with simulate("sim:24GiB", "sim:24GiB,index=1").client() as client:
+        client.wait_until_ready(card="sim:1")
+        with (
+            running(client, card="sim:0", steps=30) as dies,
+            running(client, card="sim:1", steps=30) as lives,
+        ):
+            cards = {card.id: card for card in client.status().cards}
+            other_pid = cards["sim:1"].worker_pid
+            assert 0 != cards["sim:0"].worker_pid != other_pid != 0
+            kill_worker(client, 0)
+            there, here = list(lives), list(dies)
+        assert retries(there) == []
+        assert isinstance(there[-1], moored.Done)
+        assert {stage.card for stage in there[-1].stages} == {"sim:1"}
+        assert retries(here) == [("WORKER_DIED", "denoise")]
+        assert isinstance(here[-1], moored.Done)
+        status = until(client, lambda status: status.cards[0].worker_restarts == 1)
+        assert status.cards[1].worker_restarts == 0
+        assert status.cards[1].worker_pid == other_pid
+        assert_at_rest(client)
+
+
+# Loads that fail.
+
+
+@pytest.mark.parametrize(
+    ("faults", "kind"),
+    [
+        ("fail-load=2:oom,fail-load=3:oom,fail-load=4:oom", moored.OutOfMemory),
+        ("fail-load=2:io", moored.ModelDamaged),
+        ("fail-load=2:damaged", moored.ModelDamaged),
+    ],
+    ids=["oom", "io", "damaged"],
+)
+def test_a_load_that_fails_leaves_nothing(
+    simulate: Simulate, faults: str, kind: type[moored.MooredError]
+) -> None:
+    with simulate(f"sim:24GiB,{faults}").client() as client:
+        with pytest.raises(kind) as failed:
+            client.load("small", timeout=DEADLINE_S)
+        assert failed.value.reason
+        assert failed.value.job_id
+        status = until(client, lambda s: s.jobs == () and s.cards[0].state == "ready")
+        card = status.cards[0]
+        assert card.worker_restarts == 0, "a file that cannot be read is no death"
+        assert all(one.state == "resident" for one in card.residents)
+        assert card.memory.components == sum(one.component.bytes for one in card.residents)
+        assert client.generate_image("next", model="small", timeout=DEADLINE_S).pictures
+        assert_at_rest(client)
+
+
+def test_a_load_that_runs_out_of_memory_once_is_tried_again(simulate: Simulate) -> None:
+    with simulate("sim:24GiB,fail-load=2:oom").client() as client:
+        assert client.load("small", timeout=DEADLINE_S).done
+        status = until(client, lambda status: len(status.cards[0].residents) == 4)
+        assert status.cards[0].worker_restarts == 0
+        assert_at_rest(client)
+
+
+# Cancelling.
+
+
+def test_a_running_job_is_cancelled_at_the_next_step(simulate: Simulate) -> None:
+    with simulate().client() as client:
+        with running(client) as stream:
+            began = time.monotonic()
+            assert client.cancel(stream.job_id) is True
+            with pytest.raises(moored.Cancelled) as cancelled:
+                stream.result()
+            assert time.monotonic() - began < 2
+            assert cancelled.value.reason == "CANCELLED"
+            assert cancelled.value.job_id == stream.job_id
+        until(client, lambda status: status.jobs == ())
+        assert ended(client, stream.job_id).state == "cancelled"
+        assert client.cancel(stream.job_id) is False, "it has ended already"
+        with pytest.raises(moored.JobNotFound):
+            client.cancel("job-of-nobody")
+        assert_at_rest(client)
+
+
+def test_a_queued_job_is_cancelled_at_once(simulate: Simulate) -> None:
+    with simulate().client() as client:
+        with running(client) as stream, client.stream_image("queued", model="slow") as behind:
+            queued = next(event for event in behind if isinstance(event, moored.Queued))
+            assert queued.position >= 0
+            assert client.cancel(behind.job_id) is True
+            with pytest.raises(moored.Cancelled):
+                behind.result()
+            assert any(isinstance(event, moored.Step) for event in stream), "the other goes on"
+        assert_at_rest(client)
+
+
+def test_a_load_is_cancelled_in_the_middle(simulate: Simulate) -> None:
+    with simulate("sim:40GiB,speed=4GiB/s").client() as client:
+        with client.stream_load("flux-full") as stream:
+            next(e for e in stream if isinstance(e, moored.Loading) and e.bytes_done > 0)
+            began = time.monotonic()
+            assert client.cancel(stream.job_id)
+            with pytest.raises(moored.Cancelled):
+                stream.result()
+            assert time.monotonic() - began < 1.5
+        assert_at_rest(client)
+
+
+def test_a_stream_that_is_closed_ends_its_job(simulate: Simulate) -> None:
+    with simulate().client() as client:
+        with running(client) as stream, client.stream_image("q", model="slow") as behind:
+            next(event for event in behind if isinstance(event, moored.Queued))
+            stream.close()
+            behind.close()
+            until(client, lambda status: status.jobs == ())
+        assert ended(client, stream.job_id).state == "cancelled"
+        assert ended(client, behind.job_id).state == "cancelled"
+        assert_at_rest(client)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_client_that_vanishes_ends_its_job(simulate: Simulate, how: signal.Signals) -> None:
+    service = simulate()
+    with service.client() as client:
+        command = [str(BINARY), "generate", "slow", "-m", "slow", "-s", "200", "--json"]
+        vanishing = subprocess.Popen(
+            [*command, "--endpoint", f"http://{service.address}"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=clean_environment(),
+        )
+        assert vanishing.stdout is not None
+        with vanishing, vanishing.stdout:
+            event = next(e for e in map(json.loads, vanishing.stdout) if e["event"] == "step")
+            vanishing.send_signal(how)
+            assert vanishing.wait(DEADLINE_S) != 0
+        until(client, lambda status: status.jobs == (), within=5)
+        assert ended(client, event["job_id"]).state == "cancelled"
+        assert_at_rest(client)
+
+
+# Detaching and joining.
+
+
+def test_a_detached_job_goes_on_and_is_joined_by_its_key(simulate: Simulate) -> None:
+    with simulate().client() as client:
+        options: dict[str, object] = {"steps": 30, "seed": 5, "idempotency_key": "once"}
+        with running(client, detach=True, **options) as stream:
+            stream.close()
+        assert [job.id for job in client.jobs()] == [stream.job_id], "it goes on"
+
+        joined = client.stream_image("slow", model="slow", detach=True, **options)  # type: ignore[arg-type]
+        events = list(joined)
+        assert isinstance(events[0], moored.Accepted)
+        assert events[0].joined
+        assert joined.job_id == stream.job_id
+        assert isinstance(events[-1], moored.Done)
+        assert len(joined.pictures) == 1
+
+        late = client.stream_image("slow", model="slow", detach=True, **options)  # type: ignore[arg-type]
+        result = late.result()
+        assert result.job_id == stream.job_id, "it had ended, and is told again"
+        assert result.pictures[0].data == joined.pictures[0].data
+
+        with pytest.raises(moored.KeyReused):
+            client.generate_image("something else", model="slow", idempotency_key="once")
+        assert_at_rest(client)
+
+
+def test_a_joined_job_goes_on_when_one_of_two_leaves(simulate: Simulate) -> None:
+    with simulate().client() as client:
+        with (
+            running(client, steps=30, seed=1, idempotency_key="k") as one,
+            running(client, steps=30, seed=1, idempotency_key="k") as two,
+        ):
+            assert one.job_id == two.job_id
+            one.close()
+            assert two.result().pictures
+        assert len(client.jobs(include_ended=True)) == 1
+        assert_at_rest(client)
+
+
+# Deadlines.
+
+
+def test_a_deadline_passes_in_the_queue(simulate: Simulate) -> None:
+    with simulate().client() as client:
+        with running(client) as stream:
+            began = time.monotonic()
+            with pytest.raises(moored.Deadline) as late:
+                client.generate_image("late", model="small", width=128, timeout=0.5)
+            assert time.monotonic() - began < 2
+            status = until(client, lambda status: len(status.jobs) == 1)
+            assert status.jobs[0].id == stream.job_id
+            # The service's clock, or ours, whose end of the call cancels it.
+            assert ended(client, late.value.job_id).state in ("failed", "cancelled")
+        assert_at_rest(client)
+
+
+def test_a_deadline_passes_in_a_running_job(simulate: Simulate) -> None:
+    with simulate().client() as client:
+        began = time.monotonic()
+        with pytest.raises(moored.Deadline) as late:
+            client.generate_image("late", model="slow", steps=200, timeout=0.7)
+        assert time.monotonic() - began < 2
+        until(client, lambda status: status.jobs == (), within=3)
+        assert ended(client, late.value.job_id).state in ("failed", "cancelled")
+        assert_at_rest(client)
+
+
+def test_a_full_queue_says_when_to_come_back(simulate: Simulate) -> None:
+    with simulate(arguments=("--set", "queue.max_jobs=2")).client() as client:
+        with running(client), client.stream_image("two", model="slow") as second:
+            next(event for event in second if isinstance(event, moored.Accepted))
+            with pytest.raises(moored.QueueFull) as full:
+                client.generate_image("three", model="slow")
+            assert full.value.retry_after_s
+        assert_at_rest(client)

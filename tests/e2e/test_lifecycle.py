@@ -1,0 +1,404 @@
+"""How the service starts, is refused, drains and ends; and who may talk to it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import moored
+import pytest
+from conftest import BINARY, Service, clean_environment, run
+
+Simulate = Callable[..., Service]
+
+DEADLINE_S = 10.0
+TOKEN = "0123456789abcdef-a-token"
+
+
+@contextmanager
+def end_of(pid: int) -> Iterator[Callable[[float], bool]]:
+    """Tells whether a process has ended within some seconds, whosever child it is."""
+    process = os.pidfd_open(pid)
+    try:
+        yield lambda within: bool(select.select([process], [], [], within)[0])
+    finally:
+        os.close(process)
+
+
+@contextmanager
+def running(client: moored.Client, steps: int) -> Iterator[moored.EventStream[moored.ImageResult]]:
+    """A slow job, in its denoising."""
+    with client.stream_image("slow", model="slow", steps=steps) as stream:
+        next(event for event in stream if isinstance(event, moored.Step))
+        yield stream
+
+
+def worker_pid(client: moored.Client) -> int:
+    pid = client.status().cards[0].worker_pid
+    assert pid > 0
+    return pid
+
+
+def wait_for_log(service: Service, words: str) -> None:
+    """Waits for a line of the log; the reader thread of the harness appends them."""
+    until = time.monotonic() + DEADLINE_S
+    while not any(words in line for line in service.log):
+        assert time.monotonic() < until, f"{words!r} is not in the log:\n{''.join(service.log)}"
+        assert service.process.poll() is None, "".join(service.log)
+        time.sleep(0.01)
+
+
+def refused(
+    *arguments: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A `moored serve` that must end by itself, with a message and no backtrace."""
+    result = run(
+        "serve",
+        *arguments,
+        stdin=subprocess.DEVNULL,
+        timeout=30,
+        env=clean_environment() | (environment or {}),
+    )
+    assert result.returncode == 1, result.stderr
+    assert "panicked" not in result.stderr
+    assert result.stdout == ""
+    return result
+
+
+# Ending.
+
+
+def test_sigterm_lets_running_jobs_finish(simulate: Simulate) -> None:
+    service = simulate()
+    with service.client() as client, end_of(worker_pid(client)) as worker_ended:
+        with running(client, steps=40) as stream:
+            service.process.send_signal(signal.SIGTERM)
+            wait_for_log(service, "draining")
+            with pytest.raises((moored.ShuttingDown, moored.ConnectionFailed)) as late:
+                client.generate_image("too late", model="small", timeout=DEADLINE_S)
+            assert isinstance(late.value, moored.ShuttingDown), "it is told why"
+            events = list(stream)
+        assert isinstance(events[-1], moored.Done)
+        assert len(stream.pictures) == 1
+        assert service.process.wait(DEADLINE_S) == 0
+        assert worker_ended(DEADLINE_S)
+
+
+def test_sigterm_without_jobs_ends_at_once(simulate: Simulate) -> None:
+    service = simulate()
+    with service.client() as client, client.watch_status() as watch:
+        next(watch)
+        began = time.monotonic()
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(DEADLINE_S) == 0, "an endless stream does not hold it up"
+        assert time.monotonic() - began < 4
+
+
+def test_drained_jobs_are_cancelled_when_the_time_is_over(simulate: Simulate) -> None:
+    service = simulate(arguments=("--set", "service.drain=500ms"))
+    with service.client() as client, running(client, steps=200) as stream:
+        service.process.send_signal(signal.SIGTERM)
+        with pytest.raises(moored.ShuttingDown):
+            stream.result()
+        assert service.process.wait(DEADLINE_S) == 0
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_running_jobs_at_once(simulate: Simulate, sign: signal.Signals) -> None:
+    service = simulate()
+    with service.client() as client, end_of(worker_pid(client)) as worker_ended:
+        with running(client, steps=200) as stream:
+            service.process.send_signal(sign)
+            wait_for_log(service, "draining")
+            began = time.monotonic()
+            service.process.send_signal(sign)
+            with pytest.raises(moored.ShuttingDown):
+                stream.result()
+            assert service.process.wait(DEADLINE_S) == 0
+            assert time.monotonic() - began < 5
+        assert worker_ended(DEADLINE_S)
+
+
+def test_the_end_of_standard_input_ends_the_service(simulate: Simulate) -> None:
+    service = simulate()
+    with service.client() as client, end_of(worker_pid(client)) as worker_ended:
+        assert service.stop() == 0
+        assert worker_ended(DEADLINE_S)
+
+
+def test_a_killed_supervisor_takes_its_worker_along(simulate: Simulate) -> None:
+    service = simulate()
+    with service.client() as client, end_of(worker_pid(client)) as worker_ended:
+        with running(client, steps=200) as stream:
+            service.process.send_signal(signal.SIGKILL)
+            assert worker_ended(5), "in the middle of a stage too"
+            with pytest.raises(moored.ConnectionFailed) as lost:
+                stream.result()
+            assert "lost" in lost.value.message
+
+
+def test_a_killed_service_can_be_started_again_on_its_state(tmp_path: Path) -> None:
+    service = Service(state=tmp_path)
+    with service.client() as client:
+        pid = worker_pid(client)
+        with end_of(pid) as worker_ended:
+            service.kill()
+            assert worker_ended(5)
+    again = Service(state=tmp_path)
+    with again.client() as client:
+        assert worker_pid(client) != pid
+    assert again.stop() == 0
+
+
+# Starts that are refused.
+
+
+def test_a_second_service_is_kept_off_the_card(tmp_path: Path) -> None:
+    first = Service(state=tmp_path)
+    try:
+        for device in ("cpu", "cpu:1GiB"):
+            result = refused(
+                "--listen", "127.0.0.1:0", "--state", str(tmp_path), "--device", device
+            )
+            assert f"pid {first.process.pid}" in result.stderr, result.stderr
+            assert "cpu" in result.stderr
+            assert "service.state" in result.stderr, "what to do is told"
+        with first.client() as client:
+            assert client.health() == "serving", "the first is unharmed"
+    finally:
+        assert first.stop() == 0
+
+
+def test_two_simulated_cards_of_one_number_are_told_apart(tmp_path: Path) -> None:
+    """The id names a card in status, health and hints: two of the same would be one."""
+    arguments = ("--listen", "127.0.0.1:0", "--state", str(tmp_path))
+    result = refused(*arguments, "--device", "sim:1GiB", "--device", "sim:2GiB")
+    assert "sim:0" in result.stderr or "twice" in result.stderr, result.stderr
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = refused("--listen", f"127.0.0.1:{port}", "--state", str(tmp_path))
+        assert f"127.0.0.1:{port}" in result.stderr
+        assert "in use" in result.stderr
+        assert "--listen" in result.stderr, "what to do is told"
+
+
+def test_a_state_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    state = tmp_path / "file" / "state"
+    result = refused("--listen", "127.0.0.1:0", "--state", str(state))
+    assert str(state) in result.stderr
+    assert "service.state" in result.stderr
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
+def test_beyond_loopback_a_token_is_wanted(tmp_path: Path, address: str) -> None:
+    result = refused("--listen", address, "--state", str(tmp_path))
+    assert "token" in result.stderr
+    assert "service.token_file" in result.stderr
+
+
+def test_beyond_loopback_with_a_token_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    service = Service(
+        *("--listen", "0.0.0.0:0", "--token-file", str(tmp_path / "token")),
+        state=tmp_path / "state",
+        devices=("sim:1GiB",),
+    )
+    port = service.address.rpartition(":")[2]
+    with moored.Client(f"127.0.0.1:{port}", token=TOKEN) as client:
+        client.wait_until_ready()
+        assert client.server_info().version
+    assert service.stop() == 0
+
+
+@pytest.mark.parametrize(("contents", "words"), [("short", "16"), (None, "cannot be read")])
+def test_a_token_file_that_is_no_good_is_refused(
+    tmp_path: Path, contents: str | None, words: str
+) -> None:
+    token = tmp_path / "token"
+    if contents is not None:
+        token.write_text(contents)
+    result = refused(
+        *("--listen", "127.0.0.1:0", "--state", str(tmp_path), "--token-file", str(token))
+    )
+    assert words in result.stderr
+    assert str(token) in result.stderr
+    assert "short" not in result.stderr.replace("shorter", ""), "a token is never printed"
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "moored.toml"
+    file.write_text('[queue]\nmax_jobs = 0\nno_such_setting = 1\n[cards]\npolicy = "mine"\n')
+    result = refused(
+        *("--config", str(file), "--state", str(tmp_path), "--listen", "nowhere"),
+        *("--device", "tpu:3", "--device", "sim:24GiB,die-at=", "--set", "service.drain=never"),
+        environment={"MOORED_QUEUE_TEXT_CACHE": "a lot"},
+    )
+    for setting, source in {
+        "queue.max_jobs": "moored.toml",
+        "queue.no_such_setting": "moored.toml",
+        "cards.policy": "moored.toml",
+        "service.listen": "",
+        "cards.devices": "",
+        "service.drain": "",
+        "queue.text_cache": "MOORED_",
+    }.items():
+        lines = [line for line in result.stderr.splitlines() if setting in line]
+        assert lines, f"{setting} is not told of in:\n{result.stderr}"
+        assert any(source in line for line in lines), lines
+    for wrong in ("mine", "nowhere", "never", "tpu", "a lot"):
+        assert wrong in result.stderr
+    assert "config --defaults" in result.stderr
+
+
+def test_a_configuration_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    result = refused("--config", str(tmp_path / "none.toml"))
+    assert str(tmp_path / "none.toml") in result.stderr
+
+
+def test_a_configuration_file_that_is_no_toml_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "broken.toml"
+    file.write_text("[queue]\nmax_jobs = = 3\n")
+    result = refused("--config", str(file))
+    assert "broken.toml" in result.stderr
+    assert "2" in result.stderr
+
+
+def test_any_setting_can_be_set_by_name(tmp_path: Path) -> None:
+    """Numbers and lists too: the help says `--set queue.max_jobs=64`."""
+    service = Service(
+        *("--set", "queue.max_jobs=1", "--set", "cards.slack_limit=1GiB"),
+        *("--models", str(Path(__file__).resolve().parents[1] / "models/instant")),
+        state=tmp_path,
+        devices=("sim:1GiB",),
+    )
+    with service.client() as client, running(client, steps=200):
+        with pytest.raises(moored.QueueFull):
+            client.generate_image("one too many", model="slow")
+    assert service.stop() == 0
+
+
+# Tokens.
+
+
+def test_a_token_is_wanted_by_every_call_but_health(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN + "\n")
+    service = Service(
+        *("--token-file", str(file)), state=tmp_path / "state", devices=("sim:24GiB",)
+    )
+    try:
+        for token in (None, "0123456789abcdef-another", TOKEN[:-1], ""):
+            with moored.Client(service.address, token=token) as client:
+                client.wait_until_ready()
+                assert client.health() == "serving"
+                assert client.health("sim:0") == "serving"
+                calls: list[Callable[[], object]] = [
+                    client.server_info,
+                    client.status,
+                    client.list_models,
+                    client.jobs,
+                    client.trim,
+                    client.unload,
+                    lambda client=client: client.generate_image("no"),  # type: ignore[misc]
+                    lambda client=client: client.load("moored/demo"),  # type: ignore[misc]
+                    lambda client=client: client.get_latent("none"),  # type: ignore[misc]
+                    lambda client=client: next(client.watch_status()),  # type: ignore[misc]
+                ]
+                for call in calls:
+                    with pytest.raises(moored.Unauthenticated) as kept_out:
+                        call()
+                    assert kept_out.value.reason == "UNAUTHENTICATED"
+                    assert TOKEN not in kept_out.value.message
+        for options in ({"token": TOKEN}, {"token_file": str(file)}):
+            with service.client(**options) as client:
+                assert client.server_info().version
+                client.unload()
+
+        without = service.run("status")
+        assert without.returncode == 1
+        assert "--token-file" in without.stderr, "what to do is told"
+        with_token = service.run("status", "--token-file", str(file))
+        assert with_token.returncode == 0, with_token.stderr
+        assert not any(TOKEN in line for line in service.log)
+    finally:
+        assert service.stop() == 0
+
+
+# What it says of itself.
+
+
+def test_server_info_tells_what_there_is(simulate: Simulate) -> None:
+    service = simulate("sim:24GiB", "cpu:2GiB")
+    with service.client() as client:
+        info = client.server_info()
+    version = run("--version").stdout.split()[-1]
+    assert info.version == version
+    assert {"text_to_image", "image_to_image", "encode_image", "decode_latent"} <= set(
+        info.capabilities
+    )
+    assert {"preview", "latents", "reserve"} <= set(info.capabilities)
+    assert set(info.not_built) == {"adapters", "controlnet", "quantization", "video", "audio"}
+    assert not set(info.capabilities) & set(info.not_built)
+    assert info.default_model == "moored/demo"
+    assert set(info.families) == {"flux", "instant"}
+    assert info.max_message_bytes == 64 << 20
+    simulated, cpu = info.cards
+    assert (simulated.id, simulated.kind, simulated.total_bytes) == (
+        "sim:0",
+        "simulated",
+        24 << 30,
+    )
+    assert (cpu.id, cpu.kind, cpu.total_bytes) == ("cpu", "cpu", 2 << 30)
+    assert cpu.compute_dtype == "f32"
+    assert cpu.name
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        moored.ModelRef("small", quantization="4-bit"),
+        moored.ModelRef("small", quantization="8-bit"),
+        moored.ModelRef("small", formats={"transformer": "nf4"}),
+        moored.ModelRef("small", adapters=(moored.Adapter("owner/lora"),)),
+    ],
+    ids=["4-bit", "8-bit", "nf4", "adapter"],
+)
+def test_what_is_not_built_says_so(simulate: Simulate, model: moored.ModelRef) -> None:
+    with simulate().client() as client:
+        calls: list[Callable[[], object]] = [
+            lambda: client.generate_image("no", model=model),
+            lambda: client.load(model),
+            lambda: client.plan("no", model=model),
+            lambda: client.pin(model),
+            lambda: client.hold(model),
+            lambda: client.unload(model),
+        ]
+        for call in calls:
+            with pytest.raises(moored.NotBuilt) as refusal:
+                call()
+            assert refusal.value.reason == "NOT_BUILT"
+        full = moored.ModelRef("small", quantization="full", formats={"vae": "full"})
+        assert client.generate_image("yes", model=full).model.key == "small+full"
+        with pytest.raises(moored.InvalidRequest):
+            client.generate_image("no", model=moored.ModelRef("small", quantization="3-bit"))
+        with pytest.raises(moored.InvalidRequest):
+            client.generate_image("no", model=moored.ModelRef("small", formats={"unet": "full"}))
+
+
+def test_the_binary_without_a_command_says_how_it_is_used() -> None:
+    result = subprocess.run(
+        [str(BINARY)], capture_output=True, text=True, env=clean_environment(), timeout=30
+    )
+    assert result.returncode == 2
+    assert "Usage" in result.stderr

@@ -1,0 +1,320 @@
+"""Pictures of the shipped model: they show what was asked, and come as the API says."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import math
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import moored
+import numpy as np
+import pytest
+from PIL import Image
+
+DEMO = Path(__file__).resolve().parents[2] / "demo"
+MODEL = "moored/demo"
+PROMPT = "a large red circle in the centre on a yellow background"
+# One for every number of shapes that held-out prompts have; the rest go round.
+PICTURES = 16
+LEAST_RIGHT = 12
+MOST_RIGHT_SHUFFLED = 2
+# Small and quick, where it does not matter what the picture shows.
+QUICK: dict[str, Any] = {"width": 64, "height": 64, "steps": 2}
+
+
+def load_judge() -> ModuleType:
+    """demo/judge.py, which is a script and no package."""
+    spec = importlib.util.spec_from_file_location("moored_demo_judge", DEMO / "judge.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses ask for it
+    spec.loader.exec_module(module)
+    return module
+
+
+def spread(prompts: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """So many prompts, in turn of one, two and three shapes, evenly from all over the file."""
+    by_shapes: dict[int, list[dict[str, Any]]] = {}
+    for prompt in prompts:
+        by_shapes.setdefault(len(prompt["scene"]["objects"]), []).append(prompt)
+    groups = [by_shapes[shapes] for shapes in sorted(by_shapes)]
+    assert len(groups) == 3
+    chosen = []
+    for turn in range(math.ceil(number / len(groups))):
+        for group in groups:
+            chosen.append(group[turn * len(group) // math.ceil(number / len(groups))])
+    return chosen[:number]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Prompts that the model has not seen in training, and what the service made of them."""
+
+    scenes: list[dict[str, Any]]
+    images: list[Image.Image]
+
+
+@pytest.fixture(scope="module")
+def held_out(painting_client: moored.Client) -> HeldOut:
+    lines = (DEMO / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = spread([json.loads(line) for line in lines], PICTURES)
+    images = [
+        painting_client.generate_image(prompt["prompt"], seed=seed).image
+        for seed, prompt in enumerate(prompts)
+    ]
+    return HeldOut([prompt["scene"] for prompt in prompts], images)
+
+
+def test_pictures_show_what_was_asked(held_out: HeldOut) -> None:
+    judge = load_judge()
+    verdicts = [
+        judge.judge(image, scene)
+        for image, scene in zip(held_out.images, held_out.scenes, strict=True)
+    ]
+    assert sum(verdict.right for verdict in verdicts) >= LEAST_RIGHT, [
+        (scene, verdict.mistakes)
+        for scene, verdict in zip(held_out.scenes, verdicts, strict=True)
+        if not verdict.right
+    ]
+
+
+def test_the_same_pictures_do_not_show_what_others_asked(held_out: HeldOut) -> None:
+    judge = load_judge()
+    others = held_out.scenes[1:] + held_out.scenes[:1]
+    right = [
+        judge.judge(image, scene).right
+        for image, scene in zip(held_out.images, others, strict=True)
+    ]
+    assert sum(right) <= MOST_RIGHT_SHUFFLED
+
+
+def test_a_seed_is_a_picture(painting_client: moored.Client) -> None:
+    first, again, other = (
+        painting_client.generate_image(PROMPT, seed=seed, **QUICK).pictures[0] for seed in (7, 7, 8)
+    )
+    assert first.data == again.data
+    assert first.array.tobytes() != other.array.tobytes()
+
+
+def test_without_a_seed_the_result_tells_one_that_repeats_it(
+    painting_client: moored.Client,
+) -> None:
+    random = painting_client.generate_image(PROMPT, **QUICK)
+    assert random.pictures[0].seed == random.seed
+    repeated = painting_client.generate_image(PROMPT, seed=random.seed, **QUICK)
+    assert repeated.pictures[0].data == random.pictures[0].data
+
+
+def test_several_pictures_are_those_of_the_following_seeds(
+    painting_client: moored.Client,
+) -> None:
+    several = painting_client.generate_image(PROMPT, seed=40, count=3, **QUICK)
+    assert several.seed == 40
+    assert [picture.seed for picture in several.pictures] == [40, 41, 42]
+    assert [picture.index for picture in several.pictures] == [0, 1, 2]
+    for picture in several.pictures:
+        single = painting_client.generate_image(PROMPT, seed=picture.seed, **QUICK)
+        assert single.pictures[0].data == picture.data
+    assert len({picture.data for picture in several.pictures}) == 3
+
+
+def test_raw_pixels_are_those_of_the_png(painting_client: moored.Client) -> None:
+    png = painting_client.generate_image(PROMPT, seed=3, output="png", **QUICK).pictures[0]
+    raw = painting_client.generate_image(PROMPT, seed=3, output="raw", **QUICK).pictures[0]
+    assert (png.media_type, raw.media_type) == ("image/png", "image/x-raw-rgb")
+    assert len(raw.data) == 64 * 64 * 3
+    assert raw.data == png.image.convert("RGB").tobytes()
+    assert np.array_equal(raw.array, png.array)
+
+
+def test_a_png_carries_what_made_it(
+    painting_client: moored.Client,
+) -> None:
+    prompt = 'ein roter Ring, "größer" als 🟥'
+    result = painting_client.generate_image(
+        prompt, seed=2**40, guidance=2.5, max_sequence_length=40, **QUICK
+    )
+    recipe = json.loads(Image.open(io.BytesIO(result.pictures[0].data)).info["moored"])
+    assert recipe == {
+        "prompt": prompt,
+        "seed": 2**40,
+        "width": 64,
+        "height": 64,
+        "steps": 2,
+        "guidance": 2.5,
+        "max_sequence_length": 40,
+        "model": MODEL,
+        "model_key": result.model.key,
+        "version": painting_client.server_info().version,
+    }
+
+
+def test_a_png_without_metadata_has_none_and_the_same_pixels(
+    painting_client: moored.Client,
+) -> None:
+    prompt = "a secret prompt"
+    with_it = painting_client.generate_image(prompt, seed=5, **QUICK).pictures[0]
+    without = painting_client.generate_image(prompt, seed=5, omit_metadata=True, **QUICK)
+    assert prompt.encode() in with_it.data
+    assert prompt.encode() not in without.pictures[0].data
+    assert MODEL.encode() not in without.pictures[0].data
+    assert without.image.info == {}
+    assert np.array_equal(without.pictures[0].array, with_it.array)
+
+
+def distance(one: Image.Image, other: Image.Image) -> float:
+    """Mean difference of the pixels of two pictures of one size, from 0 to 255."""
+    pixels = [np.asarray(image.convert("RGB"), dtype=float) for image in (one, other)]
+    return float(np.abs(pixels[0] - pixels[1]).mean())
+
+
+def test_image_to_image_stays_closer_the_weaker_it_is(
+    painting_client: moored.Client, held_out: HeldOut
+) -> None:
+    start = held_out.images[0]
+    weak, strong, full = (
+        painting_client.generate_image(PROMPT, seed=11, init_image=start, strength=strength)
+        for strength in (0.2, 0.6, 1.0)
+    )
+    assert weak.image.size == start.size
+    assert distance(weak.image, start) < distance(strong.image, start)
+    assert distance(weak.image, start) < distance(full.image, start)
+    assert weak.pictures[0].data != strong.pictures[0].data
+    assert "encode_image" in weak.timings
+    recipe = json.loads(weak.image.info["moored"])
+    assert recipe["strength"] == pytest.approx(0.2)
+
+
+def test_image_to_image_runs_only_the_last_part_of_the_steps(
+    painting_client: moored.Client,
+) -> None:
+    start = Image.new("RGB", (64, 64), (200, 40, 40))
+    stream = painting_client.stream_image(
+        PROMPT, seed=1, width=64, height=64, steps=8, init_image=start, strength=0.5
+    )
+    steps = [event for event in stream if isinstance(event, moored.Step)]
+    # Steps that came faster than they are sent are told by a later one.
+    numbers = [step.n for step in steps]
+    assert numbers == sorted(set(numbers))
+    assert (steps[-1].n, steps[-1].of) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        ({}, (96, 48)),  # its own, down to multiples of 16
+        ({"width": 64, "height": 96}, (64, 96)),
+    ],
+)
+def test_image_to_image_respects_the_size(
+    painting_client: moored.Client, asked: dict[str, int], given: tuple[int, int]
+) -> None:
+    start = Image.new("RGB", (100, 60), (40, 90, 200))
+    result = painting_client.generate_image(
+        PROMPT, seed=1, steps=2, init_image=start, strength=0.5, **asked
+    )
+    assert result.image.size == given
+
+
+def test_jpeg_and_webp_can_be_started_from(painting_client: moored.Client) -> None:
+    start = Image.new("RGB", (64, 64), (40, 90, 200))
+    for format_name in ("JPEG", "WEBP"):
+        encoded = io.BytesIO()
+        start.save(encoded, format=format_name)
+        result = painting_client.generate_image(
+            PROMPT, seed=1, init_image=encoded.getvalue(), strength=0.3, **QUICK
+        )
+        assert result.image.size == (64, 64)
+
+
+def test_sizes_need_not_be_square(painting_client: moored.Client) -> None:
+    result = painting_client.generate_image(PROMPT, seed=1, steps=2, width=160, height=48)
+    assert result.image.size == (160, 48)
+    assert (result.metadata["width"], result.metadata["height"]) == ("160", "48")
+
+
+def test_previews_come_when_asked_small_and_not_too_often(
+    painting_client: moored.Client,
+) -> None:
+    stream = painting_client.stream_image(
+        PROMPT, seed=1, width=1056, height=64, preview_interval_s=0.1
+    )
+    previews = [event for event in stream if isinstance(event, moored.Preview)]
+    assert stream.result().image.size == (1056, 64)
+    assert previews
+    for preview in previews:
+        assert preview.image.format == "JPEG"
+        assert 128 <= max(preview.image.size) <= 512
+    # Events are stamped where they are sent: a little less than the interval may lie between two.
+    times = [preview.at_ms for preview in previews]
+    assert all(later - earlier >= 50 for earlier, later in pairwise(times))
+    assert [preview.step for preview in previews] == sorted({p.step for p in previews})
+
+
+def test_a_long_interval_gives_few_previews(painting_client: moored.Client) -> None:
+    stream = painting_client.stream_image(
+        PROMPT, seed=1, width=64, height=64, steps=8, preview_interval_s=3600
+    )
+    assert sum(isinstance(event, moored.Preview) for event in stream) <= 1
+
+
+def test_no_previews_unless_asked(painting_client: moored.Client) -> None:
+    stream = painting_client.stream_image(PROMPT, seed=1, **QUICK)
+    assert not [event for event in stream if isinstance(event, moored.Preview)]
+
+
+def test_a_prompt_that_comes_again_is_not_encoded_again(
+    painting_client: moored.Client,
+) -> None:
+    prompt = "a prompt of this test alone: a small green star on a black background"
+    first = painting_client.stream_image(prompt, seed=1, **QUICK)
+    again = painting_client.stream_image(prompt, seed=2, **QUICK)
+
+    def encoding(stream: moored.EventStream[moored.ImageResult]) -> moored.StageStarted:
+        stages = [event for event in stream if isinstance(event, moored.StageStarted)]
+        assert [stage.name for stage in stages] == ["encode_text", "denoise", "decode"]
+        assert [stage.index for stage in stages] == [1, 2, 3]
+        assert {stage.of for stage in stages} == {3}
+        return stages[0]
+
+    assert not encoding(first).cached
+    assert encoding(again).cached
+    reports = {stage.name: stage for stage in again.result().stages}
+    assert reports["encode_text"].cached
+    assert not reports["denoise"].cached
+    # Everything was there already; what the cache made needless need not be told.
+    assert {"transformer", "vae"} <= set(again.result().resident_already)
+
+
+def test_the_end_tells_times_and_peaks_of_every_stage(painting_client: moored.Client) -> None:
+    prompt = "a prompt of this test alone: a large blue square on a white background"
+    stream = painting_client.stream_image(prompt, seed=1, steps=4)
+    events = list(stream)
+    result = stream.result()
+    assert isinstance(events[0], moored.Accepted)
+    assert events[-1] == result.done
+    assert [stage.name for stage in result.stages] == ["encode_text", "denoise", "decode"]
+    resident = sum(
+        resident.component.bytes
+        for card in painting_client.status().cards
+        for resident in card.residents
+    )
+    for stage in result.stages:
+        assert stage.card == "cpu"
+        assert 0 < stage.peak_scratch_bytes <= stage.predicted_scratch_bytes
+        assert stage.peak_scratch_bytes < stage.peak_bytes
+        assert stage.peak_bytes <= resident + stage.predicted_scratch_bytes
+    assert result.timings["denoise"].run_ms > 0
+    spent = sum(stage.run_ms + stage.move_ms + stage.wait_ms for stage in result.stages)
+    # Each is rounded by itself.
+    assert spent <= result.total_ms + len(result.stages) * 3
+    assert result.approximations == ()
+    assert result.model.id == MODEL
