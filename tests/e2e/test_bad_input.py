@@ -195,9 +195,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "fields"), WRONG_FIELDS, ids=lambda value: f"{value!r:.50}"
-)
+@pytest.mark.parametrize(("wrong", "fields"), WRONG_FIELDS, ids=lambda value: f"{value!r:.50}")
 def test_a_wrong_field_is_named(
     client: moored.Client, wrong: dict[str, Any], fields: set[str]
 ) -> None:
@@ -455,9 +453,13 @@ def strange_dtype(header: dict[str, Any]) -> None:
     header[largest(header)]["dtype"] = "F1"
 
 
-def renamed_tensor(header: dict[str, Any]) -> None:
-    name = largest(header)
-    header["nobody_asks_for.this"] = header.pop(name)
+def rename(name: str) -> Callable[[dict[str, Any]], None]:
+    """A tensor is missing, and one is there that nobody asks for."""
+
+    def change(header: dict[str, Any]) -> None:
+        header["nobody_asks_for.this"] = header.pop(name)
+
+    return change
 
 
 def cut(path: str, part: float) -> Breaker:
@@ -524,7 +526,7 @@ BROKEN: dict[str, tuple[Breaker, tuple[type[moored.MooredError], ...], str]] = {
     "shape-of-2^124": (edit(TRANSFORMER, absurd_shape), DAMAGED, TRANSFORMER),
     "shape-turned": (edit(TRANSFORMER, turned_shape), DAMAGED, TRANSFORMER),
     "dtype-of-none": (edit(VAE, strange_dtype), STRANGE, VAE),
-    "tensor-missing": (edit(VAE, renamed_tensor), DAMAGED, VAE),
+    "tensor-missing": (edit(VAE, rename("decoder.conv_out.weight")), DAMAGED, VAE),
     "no-transformer-file": (remove(TRANSFORMER), DAMAGED, "transformer"),
     "no-transformer": (remove("transformer"), DAMAGED, "transformer"),
     "no-vae": (remove("vae"), DAMAGED, "vae"),
@@ -584,6 +586,15 @@ def test_a_broken_model_is_told_by_its_file(client: moored.Client, name: str) ->
     # Again: the first time may have been special.
     with pytest.raises(expected):
         client.generate_image("x", model=name, **QUICK)
+
+
+def test_half_a_vae_is_told_at_the_latest_when_it_encodes(
+    client: moored.Client, models: Path
+) -> None:
+    edit(VAE, rename("encoder.conv_in.weight"))(copy_tiny(models / "no-encoder"))
+    with pytest.raises(moored.ModelDamaged, match="encoder.conv_in.weight"):
+        client.encode_image(Image.new("RGB", (32, 32)), model="no-encoder")
+    shutil.rmtree(models / "no-encoder")
 
 
 @pytest.mark.parametrize("name", ["lone-garbage", "lone-empty", "bad"])

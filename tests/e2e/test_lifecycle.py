@@ -63,7 +63,7 @@ def refused(
         "serve",
         *arguments,
         stdin=subprocess.DEVNULL,
-        timeout=30,
+        timeout=10,
         env=clean_environment() | (environment or {}),
     )
     assert result.returncode == 1, result.stderr
@@ -210,7 +210,7 @@ def test_beyond_loopback_a_token_is_wanted(tmp_path: Path, address: str) -> None
 def test_beyond_loopback_with_a_token_is_fine(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN)
     service = Service(
-        *("--listen", "0.0.0.0:0", "--token-file", str(tmp_path / "token")),
+        *("--set", "service.listen=0.0.0.0:0", "--token-file", str(tmp_path / "token")),
         state=tmp_path / "state",
         devices=("sim:1GiB",),
     )
@@ -251,7 +251,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         "service.listen": "",
         "cards.devices": "",
         "service.drain": "",
-        "queue.text_cache": "MOORED_",
+        "queue.text_cache": "environment",
     }.items():
         lines = [line for line in result.stderr.splitlines() if setting in line]
         assert lines, f"{setting} is not told of in:\n{result.stderr}"

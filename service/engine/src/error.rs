@@ -71,7 +71,9 @@ pub enum Error {
     #[error("cancelled")]
     Cancelled,
     /// Two workers died of it.
-    #[error("the worker of {card} died {deaths} times while it ran {stage} of this job; it is not tried again")]
+    #[error(
+        "the worker of {card} died {deaths} times while it ran {stage} of this job; it is not tried again"
+    )]
     WorkerDied {
         /// The card.
         card: String,

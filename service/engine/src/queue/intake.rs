@@ -28,6 +28,9 @@ impl Actor {
             Request::Cancel { job, reply } => {
                 let _ = reply.send(self.cancel(&job, now));
             }
+            Request::Status { reply } => {
+                let _ = reply.send(Arc::new(self.status_report(now)));
+            }
             Request::Jobs { include_ended, reply } => {
                 let _ = reply.send(self.infos(include_ended, now));
             }

@@ -335,6 +335,14 @@ impl Queue {
         self.status.clone()
     }
 
+    /// The same as of now: whoever asks after a job's last event sees its card at rest.
+    pub async fn status_now(&self) -> Arc<StatusReport> {
+        let last_published = || self.status.borrow().clone();
+        self.ask(|reply| Request::Status { reply })
+            .await
+            .unwrap_or_else(|_| last_published())
+    }
+
     /// Refuses new jobs, waits for those that are there until the deadline, then cancels the rest. Returns when no job
     /// is left.
     pub async fn drain(&self, deadline: Instant) {

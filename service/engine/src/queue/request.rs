@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::listener::Job;
-use super::report::{JobInfo, PlanReport, Reserved, UnloadReport};
+use super::report::{JobInfo, PlanReport, Reserved, StatusReport, UnloadReport};
 use crate::error::Error;
 use crate::job::{JobId, JobSpec, Latent, LatentInfo};
 use crate::library::{Entry, OpenModel};
@@ -103,5 +103,8 @@ pub(super) enum Request {
     Drain {
         deadline: Instant,
         reply: Reply<()>,
+    },
+    Status {
+        reply: Reply<Arc<StatusReport>>,
     },
 }

@@ -41,7 +41,7 @@ impl Residency for Service {
             .await
             .map_err(|panic| status_of(&Error::Internal(panic.to_string())))?;
         let default = self.models.default_id().unwrap_or_default();
-        let report = self.queue.status().borrow().clone();
+        let report = self.queue.status_now().await;
         let mut listed = Vec::with_capacity(found.len());
         for model in found.iter() {
             listed.push(self.model_info(model, &default, &report).await);
@@ -172,7 +172,7 @@ impl Residency for Service {
         &self,
         _request: Request<v1::GetStatusRequest>,
     ) -> Result<Response<v1::Status>, Status> {
-        let report = self.queue.status().borrow().clone();
+        let report = self.queue.status_now().await;
         Ok(Response::new(self.status_out(&report)))
     }
 
