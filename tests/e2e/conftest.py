@@ -93,7 +93,10 @@ def clean_environment() -> dict[str, str]:
 def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     """A command of the binary."""
     settings: dict[str, object] = {
-        "capture_output": True, "text": True, "timeout": 120, "env": clean_environment(),
+        "capture_output": True,
+        "text": True,
+        "timeout": 120,
+        "env": clean_environment(),
     }
     return subprocess.run([str(BINARY), *arguments], **(settings | options))  # type: ignore[call-overload]
 
@@ -126,7 +129,11 @@ def simulate(tmp_path: Path) -> Iterator[Callable[..., Service]]:
     def start(*devices: str, arguments: tuple[str, ...] = ()) -> Service:
         state = tmp_path / f"state-{len(started)}"
         service = Service(
-            "--models", str(INSTANT_MODELS), *arguments, state=state, devices=devices or ("sim:24GiB",)
+            "--models",
+            str(INSTANT_MODELS),
+            *arguments,
+            state=state,
+            devices=devices or ("sim:24GiB",),
         )
         started.append(service)
         return service

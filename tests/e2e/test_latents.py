@@ -192,7 +192,7 @@ def test_a_latent_of_another_size_is_no_start(painting_client: moored.Client) ->
     assert "[1, 16, 8, 16]" in refused.value.message
 
 
-def put_raw(client: moored.Client, *chunks: generation_pb2.LatentChunk) -> moored.LatentInfo:
+def put_raw(client: moored.Client, *chunks: generation_pb2.LatentChunk) -> model_pb2.LatentInfo:
     """PutLatent with messages that the client itself would not send."""
     return client._unary(client._stubs.generation.PutLatent, iter(chunks), 30)
 
@@ -239,7 +239,7 @@ def test_a_latent_that_is_not_what_it_says_is_refused(
 def test_a_latent_of_no_vae_is_no_models(painting_client: moored.Client) -> None:
     sent = chunk(b"\0" * 4096, shape=[1, 16, 8, 8], dtype="f32", vae_id="")
     with pytest.raises((moored.InvalidRequest, moored.LatentMismatch)):
-        painting_client.decode_latent(put_raw(painting_client, sent))
+        painting_client.decode_latent(put_raw(painting_client, sent).id)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

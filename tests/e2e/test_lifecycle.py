@@ -390,10 +390,10 @@ def test_what_is_not_built_says_so(simulate: Simulate, model: moored.ModelRef) -
             assert refusal.value.reason == "NOT_BUILT"
         full = moored.ModelRef("small", quantization="full", formats={"vae": "full"})
         assert client.generate_image("yes", model=full).model.key == "small+full"
-        with pytest.raises(moored.InvalidRequest):
-            client.generate_image("no", model=moored.ModelRef("small", quantization="3-bit"))
-        with pytest.raises(moored.InvalidRequest):
-            client.generate_image("no", model=moored.ModelRef("small", formats={"unet": "full"}))
+        for unknown in ({"quantization": "3-bit"}, {"formats": {"vae": "int3"}}):
+            with pytest.raises(moored.InvalidRequest) as wrong:
+                client.generate_image("no", model=moored.ModelRef("small", **unknown))  # type: ignore[arg-type]
+            assert "quantization" in wrong.value.violations[0].field
 
 
 def test_the_binary_without_a_command_says_how_it_is_used() -> None:

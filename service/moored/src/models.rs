@@ -114,8 +114,12 @@ impl Models {
         }
         check_quantization(model.quantization.as_ref())?;
         let id = if model.id.is_empty() {
-            self.default_id()
-                .ok_or_else(|| invalid("model.id", "is empty, and no default model is configured"))?
+            self.default_id().ok_or_else(|| {
+                invalid(
+                    "model.id",
+                    "is empty, and there is no default model: set models.default",
+                )
+            })?
         } else {
             model.id.clone()
         };
@@ -207,18 +211,19 @@ fn find(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
     }
 }
 
-/// The model that ships in `demo/model`: beside the program, above it (as in a checkout), or above the
-/// current folder.
+/// The model that ships in `demo/model`: beside the program or above it (as in a checkout), above the current
+/// folder, or where this program was built.
 fn shipped_model() -> Option<PathBuf> {
     let program = std::env::current_exe().ok();
     let here = std::env::current_dir().ok();
+    let built = Some(PathBuf::from(env!("CARGO_MANIFEST_DIR")));
     let above = |start: &Path| {
         start
             .ancestors()
             .map(|folder| folder.join("demo/model"))
             .collect::<Vec<_>>()
     };
-    [program, here]
+    [program, here, built]
         .into_iter()
         .flatten()
         .flat_map(|start| above(&start))

@@ -3,11 +3,11 @@
 //! # The rooms
 //! - [`Ledger`]: double entry. Every byte of the card is in exactly one account, and the driver has the last word:
 //!   moves and leases *book*, [`Ledger::reconcile`] lays the driver's figures underneath.
-//! - [`plan`]: which [`Move`]s make room for a stage ([`Verdict::Run`]), who would have to give memory back
+//! - [`plan()`]: which [`Move`]s make room for a stage ([`Verdict::Run`]), who would have to give memory back
 //!   ([`Verdict::Wait`]), or that the card is too small ([`Verdict::Never`]). Beside it [`plan_low_memory`] for those
 //!   who risk it, [`make_room`] for other programs, [`idle_moves`] for the janitor.
 //! - [`ScratchBook`]: what stages really needed. [`Wait`]: patience as a state. [`fallbacks`]: what would fit instead.
-//!   [`choose`]: which card is finished first.
+//!   [`choose()`]: which card is finished first.
 //!
 //! # The words
 //! A *component* is loaded, leased, pinned and evicted as one. A *stage* needs components and *scratch*. A *lease* is

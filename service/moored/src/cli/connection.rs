@@ -148,7 +148,9 @@ impl Refusal {
     /// What a person can do about it.
     fn remedy(&self) -> Option<&'static str> {
         Some(match v1::Reason::from_str_name(&self.reason)? {
-            v1::Reason::ModelNotFound => "`moored models` lists what there is; models.folders adds folders",
+            v1::Reason::ModelNotFound => {
+                "models.folders (`moored serve --models FOLDER`) adds folders to look in"
+            }
             v1::Reason::Unauthenticated => "name the token's file with --token-file or MOORED_TOKEN_FILE",
             v1::Reason::QueueFull | v1::Reason::CardNotReady | v1::Reason::ShuttingDown => {
                 "try again in a while"

@@ -1,0 +1,645 @@
+"""The command line, as people and scripts use it: in a pipe, with exit codes, with help in errors."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import threading
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import moored
+import pytest
+from conftest import BINARY, INSTANT_MODELS, Service, clean_environment, run
+from PIL import Image
+
+Simulate = Callable[..., Service]
+Completed = subprocess.CompletedProcess[str]
+
+DEADLINE_S = 15.0
+PROMPT = "a large red circle in the centre"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One service for all commands that leave it as it was."""
+    service = Service(
+        *("--models", str(INSTANT_MODELS)),
+        state=tmp_path_factory.mktemp("cli"),
+        devices=("sim:40GiB",),
+    )
+    service.client().close()
+    yield service
+    assert service.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> Iterator[moored.Client]:
+    with service.client() as client:
+        yield client
+
+
+def good(result: Completed) -> str:
+    """What a command printed, which went well and left the terminal alone."""
+    assert result.returncode == 0, result.stderr
+    assert_plain(result)
+    return result.stdout
+
+
+def bad(result: Completed, code: int = 1) -> str:
+    """What a command complained of."""
+    assert result.returncode == code, (result.stdout, result.stderr)
+    assert_plain(result)
+    assert "panicked" not in result.stderr
+    assert "transport error" not in result.stderr
+    return result.stderr
+
+
+def assert_plain(result: Completed) -> None:
+    for text in (result.stdout, result.stderr):
+        assert "\x1b" not in text, "no escape codes in a pipe"
+        assert "\r" not in text
+
+
+def objects(text: str) -> list[dict[str, object]]:
+    """One JSON object a line, and nothing else."""
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert all(isinstance(line, dict) for line in lines)
+    return lines
+
+
+def table(text: str) -> list[dict[str, str]]:
+    """Rows by their headings."""
+    heading, *rows = (line.split("\t") for line in text.splitlines())
+    assert all(len(row) == len(heading) for row in rows)
+    return [dict(zip(heading, row, strict=True)) for row in rows]
+
+
+def pixels(path: Path) -> tuple[tuple[int, int], bytes]:
+    with Image.open(path) as image:
+        return image.size, image.convert("RGB").tobytes()
+
+
+# generate
+
+
+def test_generate_writes_a_file_and_prints_where(service: Service, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "red.png"
+    result = service.run("generate", PROMPT, "-m", "small", "-o", str(out), "--seed", "3")
+    assert good(result).splitlines() == [str(out)]
+    assert "seed 3" in result.stderr
+    assert "denoise" in result.stderr
+    with Image.open(out) as image:
+        assert image.size == (64, 64)
+        assert image.format == "PNG"
+        recipe = json.loads(image.text["moored"])  # type: ignore[attr-defined]
+    assert recipe["prompt"] == PROMPT
+    assert recipe["seed"] == 3
+    assert recipe["model"] == "small"
+
+
+def test_generate_takes_every_option(service: Service, tmp_path: Path) -> None:
+    out = tmp_path / "out.png"
+    given = [*("-m", "small", "-W", "96", "-H", "32", "-s", "3", "-g", "2.5", "--seed", "9")]
+    given += ["--max-sequence-length", "32", "--priority", "high", "--client", "ann"]
+    given += ["--card", "sim:0", "--patience", "10s", "--allow-low-memory"]
+    good(service.run("generate", PROMPT, *given, "-o", str(out)))
+    with Image.open(out) as image:
+        assert image.size == (96, 32)
+        recipe = json.loads(image.text["moored"])  # type: ignore[attr-defined]
+    assert (recipe["steps"], recipe["guidance"], recipe["max_sequence_length"]) == (3, 2.5, 32)
+    jobs = table(good(service.run("jobs", "--all")))
+    assert jobs[0]["client"] == "ann"
+
+    bare = tmp_path / "bare.png"
+    good(service.run("generate", PROMPT, *given, "-o", str(bare), "--no-metadata"))
+    with Image.open(bare) as image:
+        assert image.info == {} or not any("red circle" in str(v) for v in image.info.values())
+    assert b"red circle" not in bare.read_bytes()
+    assert pixels(bare) == pixels(out)
+
+
+def test_generate_writes_to_standard_output(service: Service) -> None:
+    command = ["generate", PROMPT, "-m", "small", "-o", "-"]
+    result = subprocess.run(
+        [str(BINARY), *command, "--endpoint", service.address],
+        capture_output=True,
+        env=clean_environment(),
+        timeout=DEADLINE_S,
+    )
+    assert result.returncode == 0, result.stderr
+    with Image.open(io.BytesIO(result.stdout)) as image:
+        image.load()
+        assert image.size == (64, 64)
+    assert b"\x1b" not in result.stderr
+    several = service.run(*command, "-n", "2")
+    assert "-o" in bad(several), "what to do is told"
+
+
+@pytest.mark.parametrize("words", [[], ["-"]], ids=["left out", "dash"])
+def test_generate_reads_the_prompt_from_standard_input(
+    service: Service, tmp_path: Path, words: list[str]
+) -> None:
+    out = tmp_path / "piped.png"
+    result = service.run(
+        "generate", *words, "-m", "small", "-o", str(out), input="from a pipe – 🟥\n"
+    )
+    good(result)
+    with Image.open(out) as image:
+        recipe = json.loads(image.text["moored"])  # type: ignore[attr-defined]
+    assert recipe["prompt"] == "from a pipe – 🟥"
+    empty = service.run("generate", *words, "-m", "small", "-o", str(out), input=" \n")
+    assert "prompt" in bad(empty)
+
+
+def test_generate_speaks_json(service: Service, tmp_path: Path) -> None:
+    out = tmp_path / "j.png"
+    result = service.run("generate", PROMPT, "-m", "small", "-o", str(out), "--json", "--seed", "1")
+    events = objects(good(result))
+    names = [event["event"] for event in events]
+    assert names[0] == "accepted"
+    assert {"stage", "step", "artifact", "done", "written"} <= set(names)
+    assert events[names.index("done")]["seed"] == 1
+    assert events[-1]["event"] == "written"
+    assert events[-1]["path"] == str(out)
+    assert out.is_file()
+    jobs = {event["job_id"] for event in events if "job_id" in event}
+    assert len(jobs) == 1
+    assert result.stderr == "", "a script reads one stream"
+
+
+@pytest.mark.parametrize(
+    ("out", "names"),
+    [
+        ("some.png", ["some-0000.png", "some-0001.png", "some-0002.png"]),
+        ("folder", ["folder/0000.png", "folder/0001.png", "folder/0002.png"]),
+        ("slash/", ["slash/0000.png", "slash/0001.png", "slash/0002.png"]),
+    ],
+)
+def test_generate_numbers_several_pictures(
+    service: Service, tmp_path: Path, out: str, names: list[str]
+) -> None:
+    given = ["-m", "small", "-n", "3", "--seed", "5"]
+    target = f"{tmp_path}/{out}"
+    printed = good(service.run("generate", PROMPT, *given, "-o", target)).splitlines()
+    assert printed == [str(tmp_path / name) for name in names]
+    assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == [tmp_path / n for n in names]
+    pictures = [pixels(tmp_path / name) for name in names]
+    assert len(set(pictures)) == 3, "seeds differ"
+    third = tmp_path / "third.png"
+    good(service.run("generate", PROMPT, "-m", "small", "--seed", "7", "-o", str(third)))
+    assert pixels(third) == pictures[2], "picture i has seed + i"
+
+
+def test_from_repeats_a_picture_and_options_change_it(service: Service, tmp_path: Path) -> None:
+    first = tmp_path / "first.png"
+    given = ["-m", "small", "-W", "80", "-H", "48", "-s", "7", "-g", "1.5"]
+    good(service.run("generate", PROMPT, *given, "-o", str(first)))
+
+    again = tmp_path / "again.png"
+    good(service.run("generate", "--from", str(first), "-o", str(again)))
+    assert pixels(again) == pixels(first)
+    assert again.read_bytes() == first.read_bytes(), "recipe and all"
+
+    for option in (["-s", "6"], ["-g", "2"], ["--seed", "12345"]):
+        changed = tmp_path / "changed.png"
+        good(service.run("generate", "--from", str(first), *option, "-o", str(changed)))
+        assert pixels(changed)[0] == (80, 48)
+        assert pixels(changed)[1] != pixels(first)[1], option
+    good(service.run("generate", "another prompt", "--from", str(first), "-o", str(changed)))
+    assert pixels(changed)[1] != pixels(first)[1]
+    good(service.run("generate", "--from", str(first), "-W", "32", "-o", str(changed)))
+    assert pixels(changed)[0] == (32, 48)
+
+
+def test_a_picture_of_several_can_be_repeated(service: Service, tmp_path: Path) -> None:
+    good(service.run("generate", PROMPT, "-m", "small", "-n", "2", "-o", str(tmp_path / "s")))
+    second = tmp_path / "s" / "0001.png"
+    again = tmp_path / "again.png"
+    good(service.run("generate", "--from", str(second), "-o", str(again)))
+    assert pixels(again) == pixels(second)
+
+
+def test_image_to_image(service: Service, tmp_path: Path) -> None:
+    init = tmp_path / "init.png"
+    Image.new("RGB", (50, 40), (200, 100, 0)).save(init)
+    out = tmp_path / "out.png"
+    given = ["-m", "small", "--init", str(init), "--strength", "0.1", "-W", "64", "-H", "64"]
+    good(service.run("generate", PROMPT, *given, "-o", str(out)))
+    size, rgb = pixels(out)
+    assert size == (64, 64)
+    for value, started in zip(rgb[:3], (200, 100, 0), strict=True):
+        assert abs(value - started) <= 27, "a tenth of the way"
+    again = service.run("generate", "--from", str(out), "-o", str(tmp_path / "again.png"))
+    assert "--init" in bad(again), "what is missing is told"
+    good(
+        service.run(
+            "generate", "--from", str(out), "--init", str(init), "-o", str(tmp_path / "again.png")
+        )
+    )
+    assert pixels(tmp_path / "again.png") == pixels(out)
+
+
+def test_progress_in_a_pipe_is_plain_lines(simulate: Simulate, tmp_path: Path) -> None:
+    service = simulate("sim:40GiB,speed=200GiB/s")
+    service.client().close()
+    out = str(tmp_path / "p.png")
+    result = service.run("generate", PROMPT, "-m", "flux-full", "-o", out)
+    good(result)
+    lines = result.stderr.splitlines()
+    assert any("transformer" in line for line in lines)
+    assert any("denoise" in line for line in lines)
+    assert all(line.strip() for line in lines)
+
+
+def test_ctrl_c_cancels_the_job(service: Service, client: moored.Client) -> None:
+    command = ["generate", PROMPT, "-m", "slow", "-s", "200", "--json", "-o", "never.png"]
+    painting = subprocess.Popen(
+        [str(BINARY), *command, "--endpoint", f"http://{service.address}"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=clean_environment(),
+    )
+    assert painting.stdout is not None
+    with painting, painting.stdout:
+        job = next(e["job_id"] for e in map(json.loads, painting.stdout) if e["event"] == "step")
+        painting.send_signal(signal.SIGINT)
+        assert painting.wait(DEADLINE_S) != 0
+    with client.watch_status(timeout=DEADLINE_S) as watch:
+        next(status for status in watch if status.jobs == ())
+    (state,) = [one.state for one in client.jobs(include_ended=True) if one.id == job]
+    assert state == "cancelled"
+    assert not Path("never.png").exists()
+
+
+# models, load, unload, pin, plan, status
+
+
+def test_models_are_listed(service: Service) -> None:
+    rows = {row["model"]: row for row in table(good(service.run("models")))}
+    assert {"flux-full", "flux-other", "huge", "moored/demo", "slow", "small"} <= set(rows)
+    assert rows["flux-full"]["family"] == "instant"
+    assert rows["flux-full"]["on the card"] == "31.5 GiB"
+    listed = {str(one["id"]): one for one in objects(good(service.run("models", "--json")))}
+    assert set(listed) == set(rows)
+    assert listed["moored/demo"]["default"] is True
+    assert listed["small"]["bytes"] == 8 << 20
+
+
+def test_load_pin_and_unload(simulate: Simulate) -> None:
+    service = simulate("sim:40GiB")
+    service.client().close()
+    assert "flux-full is resident" in good(service.run("load", "flux-full"))
+    rows = {row["model"]: row for row in table(good(service.run("models")))}
+    assert any("transformer" in cell for cell in rows["flux-full"].values())
+
+    assert good(service.run("pin", "flux-full")).strip() == "pinned: flux-full+full"
+    kept = good(service.run("unload", "flux-full"))
+    assert "kept transformer on sim:0: pinned" in kept
+    assert "0 B freed in all" in kept
+    (pinned,) = objects(good(service.run("pin", "small", "--json")))
+    assert pinned == {"pinned": ["flux-full+full", "small+full"]}
+    good(service.run("pin", "small", "--off"))
+    assert good(service.run("pin", "flux-full", "--off")).strip() == "pinned: nothing"
+
+    freed = good(service.run("unload", "flux-full"))
+    assert "freed transformer from sim:0: 22.2 GiB" in freed
+    assert "31.5 GiB freed in all" in freed
+
+    good(service.run("load", "small", "--component", "vae"))
+    (unloaded,) = objects(good(service.run("unload", "--all", "--json")))
+    assert unloaded["kept"] == []
+    assert unloaded["cancelled_jobs"] == []
+    assert unloaded["freed"] == [
+        {"component": "vae", "card": "sim:0", "booked_bytes": 1 << 20, "freed_bytes": 1 << 20}
+    ]
+    events = objects(good(service.run("load", "small", "--json")))
+    assert [event["event"] for event in (events[0], events[-1])] == ["accepted", "done"]
+    assert "required" in bad(service.run("unload"), 2), "everything is unloaded by --all only"
+
+
+def test_a_plan_is_a_table(service: Service) -> None:
+    result = good(service.run("plan", PROMPT, "-m", "small", "-W", "128"))
+    *lines, last = result.splitlines()
+    rows = table("\n".join(lines))
+    assert [row["stage"] for row in rows] == ["encode_text", "denoise", "decode"]
+    assert {row["verdict"] for row in rows} == {"run"}
+    assert last.startswith("on sim:0: runs now")
+
+    never = good(service.run("plan", PROMPT, "-m", "huge"))
+    assert "does not run now" in never
+    (plan,) = objects(good(service.run("plan", PROMPT, "-m", "huge", "--json")))
+    assert plan["runs_now"] is False
+    assert plan["model"] == "huge+full"
+
+
+def test_status_shows_the_card(service: Service, client: moored.Client) -> None:
+    client.load("small")
+    shown = good(service.run("status"))
+    assert "sim:0" in shown
+    assert "40.0 GiB" in shown
+    for word in ("components", "free", "transformer", "small+full", "no jobs"):
+        assert word in shown
+    (status,) = objects(good(service.run("status", "--json")))
+    (card,) = status["cards"]  # type: ignore[misc]
+    memory = card["memory"]
+    total = memory.pop("total")
+    memory.pop("usable")
+    assert sum(memory.values()) == total == 40 << 30
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_status_can_be_watched(service: Service, as_json: bool) -> None:
+    command = [str(BINARY), "status", "--watch", "--endpoint", f"http://{service.address}"]
+    watching = subprocess.Popen(
+        [*command, *(["--json"] if as_json else [])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment(),
+    )
+    assert watching.stdout is not None
+    # A watch that shows nothing ends the test, not the day.
+    too_late = threading.Timer(DEADLINE_S, watching.kill)
+    too_late.start()
+    try:
+        lines = []
+        for line in watching.stdout:
+            lines.append(line)
+            if as_json or line.startswith("latents"):
+                break
+        assert watching.poll() is None, "it goes on"
+    finally:
+        too_late.cancel()
+        watching.kill()
+        _, errors = watching.communicate()
+    assert errors == ""
+    assert "\x1b" not in "".join(lines)
+    if as_json:
+        assert json.loads(lines[0])["cards"]
+    else:
+        assert any("sim:0" in line for line in lines)
+
+
+# jobs and cancel
+
+
+def test_jobs_are_listed_and_cancelled(simulate: Simulate) -> None:
+    service = simulate()
+    with service.client(client_id="ann") as client:
+        assert good(service.run("jobs")).strip() == "no jobs"
+        with client.stream_image("slow", model="slow", steps=200) as stream:
+            next(event for event in stream if isinstance(event, moored.Step))
+            (row,) = table(good(service.run("jobs")))
+            assert row["job"] == stream.job_id
+            assert row["client"] == "ann"
+            assert row["call"] == "GenerateImage"
+            assert row["state"] == "running"
+            assert row["model"] == "slow+full"
+            assert row["card"] == "sim:0"
+            assert "denoise" in row["stage"]
+            (listed,) = objects(good(service.run("jobs", "--json")))
+            assert listed["id"] == stream.job_id
+            assert listed["steps"] == 200
+
+            assert good(service.run("cancel", stream.job_id)).strip() == "cancelled"
+            with pytest.raises(moored.Cancelled):
+                stream.result()
+        (ended,) = table(good(service.run("jobs", "--all")))
+        assert (ended["job"], ended["state"]) == (stream.job_id, "cancelled")
+        assert good(service.run("jobs")).strip() == "no jobs"
+        again = good(service.run("cancel", stream.job_id))
+        assert "ended already" in again
+        assert "job-of-nobody" in bad(service.run("cancel", "job-of-nobody"))
+
+
+# config and doctor
+
+
+def flat(settings: dict[str, object], above: str = "") -> set[str]:
+    names = set()
+    for name, value in settings.items():
+        full = f"{above}{name}"
+        names |= flat(value, f"{full}.") if isinstance(value, dict) and value else {full}
+    return names
+
+
+def test_config_defaults_are_a_file_to_start_from(tmp_path: Path) -> None:
+    text = good(run("config", "--defaults"))
+    defaults = flat(tomllib.loads(text))
+    assert "#" in text, "every setting is explained"
+    listed = json.loads(good(run("config", "--json")))
+    assert {setting["name"] for setting in listed} == defaults
+
+    file = tmp_path / "moored.toml"
+    file.write_text(text)
+    from_file = json.loads(good(run("config", "--json", "--config", str(file))))
+    assert {s["name"]: s["value"] for s in from_file} == {s["name"]: s["value"] for s in listed}
+    assert any(str(file) in setting["source"] for setting in from_file)
+
+
+def test_config_says_where_each_value_comes_from(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[queue]\nlatent_ttl = "3m"\ntext_cache = "1MiB"\nlatents = "2MiB"\n')
+    environment = clean_environment() | {
+        "MOORED_QUEUE_TEXT_CACHE": "5MiB",
+        "MOORED_QUEUE_LATENTS": "6MiB",
+        "MOORED_QUEUE_MAX_JOBS": "64",
+        "MOORED_ENDPOINT": "http://127.0.0.1:1",
+    }
+    result = run(
+        *("config", "--config", str(file), "--set", "queue.latents=7MiB"), env=environment
+    )
+    rows = {row["setting"]: row for row in table(good(result))}
+    rows = {name: {k: v.strip('"') for k, v in row.items()} for name, row in rows.items()}
+    assert rows["queue.latent_ttl"]["value"] == "3m"
+    assert "mine.toml" in rows["queue.latent_ttl"]["from"]
+    assert rows["queue.text_cache"]["value"] == "5MiB"
+    assert "environment" in rows["queue.text_cache"]["from"].lower()
+    assert rows["queue.max_jobs"]["value"] == "64"
+    assert rows["queue.latents"]["value"] == "7MiB"
+    assert "flag" in rows["queue.latents"]["from"]
+    assert rows["queue.keep_alive"]["from"] == "default"
+    assert rows["client.endpoint"]["value"] == "http://127.0.0.1:1"
+
+
+def test_config_takes_numbers_by_set() -> None:
+    """`--set queue.max_jobs=64` is the example in the help."""
+    rows = {row["setting"]: row for row in table(good(run("config", "--set", "queue.max_jobs=64")))}
+    assert rows["queue.max_jobs"]["value"] == "64"
+
+
+@pytest.mark.parametrize(
+    "setting", ["queue.nothing=1", "queue.max_jobs=few", "nonsense", "cards.policy=other"]
+)
+def test_config_refuses_what_is_no_setting(setting: str) -> None:
+    complaint = bad(run("config", "--set", setting))
+    assert setting.partition("=")[0] in complaint
+    assert "--defaults" in complaint
+
+
+def test_doctor_finds_all_well(service: Service, tmp_path: Path) -> None:
+    arguments = ("--set", f"service.state={tmp_path / 'state'}")
+    shown = good(service.run("doctor", *arguments))
+    assert all(line.startswith("ok") for line in shown.splitlines())
+    for word in ("cpu", "state", "moored/demo", "version"):
+        assert word in shown
+    findings = objects(good(service.run("doctor", *arguments, "--json")))
+    assert {finding["check"] for finding in findings} >= {"card", "state", "model", "service"}
+    assert all(finding["well"] is True for finding in findings)
+    alone = good(run("doctor", *arguments, "--endpoint", "http://127.0.0.1:1"))
+    assert "none runs at" in alone, "which is no fault"
+
+
+def test_doctor_finds_what_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "models" / "broken").mkdir(parents=True)
+    (tmp_path / "models" / "broken" / "model_index.json").write_text("{")
+    file = tmp_path / "moored.toml"
+    folders = [str(tmp_path / "models"), str(tmp_path / "nowhere")]
+    file.write_text(
+        f'[service]\nstate = "{tmp_path}/file/state"\n[models]\nfolders = {json.dumps(folders)}\n'
+        '[client]\nendpoint = "http://127.0.0.1:1"\n'
+    )
+    result = run("doctor", "--config", str(file))
+    assert "3 thing(s) to mend" in bad(result)
+    wrong = [line for line in result.stdout.splitlines() if line.startswith("BAD")]
+    for word in ("service.state", "nowhere", "broken"):
+        assert any(word in line for line in wrong), wrong
+
+
+# Errors that help.
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", PROMPT],
+        ["models"],
+        ["load", "small"],
+        ["unload", "--all"],
+        ["pin", "small"],
+        ["plan", PROMPT],
+        ["status"],
+        ["status", "--watch"],
+        ["jobs"],
+        ["cancel", "job-1"],
+    ],
+    ids=" ".join,
+)
+def test_no_service_is_told_with_a_remedy(command: list[str]) -> None:
+    complaint = bad(run(*command, "--endpoint", "http://127.0.0.1:1"))
+    assert "http://127.0.0.1:1" in complaint
+    assert "refused" in complaint
+    for remedy in ("moored serve", "--endpoint", "MOORED_ENDPOINT"):
+        assert remedy in complaint
+    result = run(*command, "--endpoint", "http://127.0.0.1:1", "--json")
+    assert result.returncode == 1
+    (failure,) = objects(result.stdout)
+    assert failure["event"] == "failed"
+    assert failure["reason"] == "UNREACHABLE"
+
+
+@pytest.mark.parametrize("command", ["generate", "plan"])
+def test_wrong_requests_are_told_with_a_remedy(
+    service: Service, tmp_path: Path, command: str
+) -> None:
+    out = tmp_path / "never.png"
+    for given, words in {
+        ("-m", "nope"): ("nope", "moored models"),
+        ("-m", "small", "-W", "65"): ("width", "multiple of 16", "64"),
+        ("-m", "small", "-s", "201"): ("steps", "200"),
+        ("-m", "small", "-n", "65"): ("count", "64"),
+        ("-m", "small", "--init", str(tmp_path / "none.png")): ("none.png",),
+        ("-m", "small", "--from", str(tmp_path / "none.png")): ("none.png",),
+        ("-m", "small", "--strength", "1.5"): ("strength",),
+    }.items():
+        complaint = bad(service.run(command, PROMPT, *given, "-o", str(out)))
+        for word in words:
+            assert word in complaint, (given, complaint)
+    assert not out.exists()
+
+
+def test_models_that_are_not_there_are_told_by_every_command(service: Service) -> None:
+    for command in ("load", "unload", "pin"):
+        complaint = bad(service.run(command, "nope"))
+        assert "nope" in complaint
+        assert "moored models" in complaint
+    complaint = bad(service.run("load", "small", "--component", "unet"))
+    assert "unet" in complaint
+    assert "transformer" in complaint
+
+
+def test_failures_speak_json(service: Service) -> None:
+    result = service.run("generate", PROMPT, "-m", "nope", "--json")
+    assert result.returncode == 1
+    failure = objects(result.stdout)[-1]
+    assert failure["event"] == "failed"
+    assert failure["reason"] == "MODEL_NOT_FOUND"
+    assert "nope" in str(failure["message"])
+    assert result.stderr == ""
+
+
+def test_what_never_fits_is_told_with_what_would(simulate: Simulate, tmp_path: Path) -> None:
+    service = simulate("sim:24GiB")
+    service.client().close()
+    given = ["-m", "flux-full", "-W", "2048", "-H", "2048", "-o", str(tmp_path / "n.png")]
+    complaint = bad(service.run("generate", PROMPT, *given))
+    assert "28.2 GiB" in complaint
+    assert "1024x1024 would fit" in complaint
+    assert "1024x1024 would fit" in good(service.run("plan", PROMPT, *given))
+
+
+def test_a_picture_without_a_recipe_is_told(service: Service, tmp_path: Path) -> None:
+    plain = tmp_path / "plain.png"
+    Image.new("RGB", (16, 16)).save(plain)
+    complaint = bad(service.run("generate", "--from", str(plain), "-o", str(tmp_path / "n.png")))
+    assert "plain.png" in complaint
+    assert "recipe" in complaint
+    text = tmp_path / "text.png"
+    text.write_text("no picture")
+    assert "PNG" in bad(service.run("generate", "--from", str(text)))
+
+
+def test_a_place_that_cannot_be_written_is_told(service: Service, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "x.png"
+    assert str(out) in bad(service.run("generate", PROMPT, "-m", "small", "-o", str(out)))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["paint"], ["generate", "a", "b"], ["load"], ["cancel"], ["generate", "a", "-W", "wide"]],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_is_2(arguments: list[str]) -> None:
+    assert "--help" in bad(run(*arguments), 2)
+
+
+def test_help_names_every_command_and_no_private_one() -> None:
+    shown = good(run("--help"))
+    commands = ["serve", "generate", "demo", "status", "models", "load", "unload", "pin", "plan"]
+    for command in [*commands, "jobs", "cancel", "config", "doctor"]:
+        assert f"\n  {command} " in shown
+        assert "Usage" in good(run(command, "--help"))
+    assert "worker" not in shown
+
+
+def test_a_reader_that_leaves_is_no_error(service: Service) -> None:
+    """`moored models | head -1` ends quietly."""
+    listing = subprocess.Popen(
+        [str(BINARY), "models", "--endpoint", f"http://{service.address}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment(),
+    )
+    assert listing.stdout is not None
+    assert listing.stderr is not None
+    listing.stdout.close()
+    with listing.stderr:
+        assert listing.stderr.read() == ""
+    assert listing.wait(DEADLINE_S) == 0

@@ -1,0 +1,87 @@
+"""`moored demo`: one command that shows everything, and leaves nothing behind but pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, clean_environment, run
+from PIL import Image
+
+PROMPTS = (ROOT / "service/moored/src/cli/demo_prompts.txt").read_text(encoding="utf-8").split("\n")
+PROMPTS = [prompt for prompt in PROMPTS if prompt]
+COMPONENTS = ("text_encoder", "text_encoder_2", "transformer", "vae")
+PHASES = ("encode_text", "denoise", "decode")
+DEMO_TIMEOUT_S = 600
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """An environment whose temporary folder can be looked into afterwards."""
+    (tmp_path / "temporary").mkdir()
+    return clean_environment() | {"TMPDIR": str(tmp_path / "temporary")}
+
+
+def check_pictures(out: Path) -> None:
+    names = [f"{number:02}.png" for number in range(1, len(PROMPTS) + 1)]
+    assert sorted(path.name for path in out.iterdir()) == [*names, "contact-sheet.png"]
+    for name, prompt in zip(names, PROMPTS, strict=True):
+        with Image.open(out / name) as picture:
+            assert picture.size == (128, 128)
+            assert json.loads(picture.info["moored"])["prompt"] == prompt
+    with Image.open(out / "contact-sheet.png") as sheet:
+        # Four in a row, with their margins.
+        assert sheet.width > 4 * 128
+        assert sheet.height > -(-len(PROMPTS) // 4) * 128
+
+
+def test_the_demo_paints_and_tells_what_it_does(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    out = tmp_path / "out"
+    demo = run("demo", "--out", str(out), env=environment, timeout=DEMO_TIMEOUT_S)
+    assert demo.returncode == 0, demo.stderr
+    check_pictures(out)
+    for number, prompt in enumerate(PROMPTS, start=1):
+        assert f"{number}. {prompt}" in demo.stdout
+    # One line for each picture with what its phases took, and one with what is resident.
+    summaries = re.findall(r"^.*\.png: seed \d+, .*$", demo.stdout, re.MULTILINE)
+    assert len(summaries) == len(PROMPTS)
+    for summary in summaries:
+        for phase in PHASES:
+            assert re.search(rf"\b{phase} \d+\.\d+ s", summary), summary
+    residents = re.findall(r"^ *resident: (.*)$", demo.stdout, re.MULTILINE)
+    assert len(residents) == len(PROMPTS)
+    for line in residents:
+        for component in COMPONENTS:
+            assert re.search(rf"\b{component} \d+\.\d+ [KM]iB", line), line
+    assert str(out / "contact-sheet.png") in demo.stdout
+    # Piped: no colours, no cursor movements.
+    assert "\x1b" not in demo.stdout + demo.stderr
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_the_demo_tells_programs_too(tmp_path: Path, environment: dict[str, str]) -> None:
+    out = tmp_path / "out"
+    demo = run("--json", "demo", "--out", str(out), env=environment, timeout=DEMO_TIMEOUT_S)
+    assert demo.returncode == 0, demo.stderr
+    check_pictures(out)
+    lines = [json.loads(line) for line in demo.stdout.splitlines()]
+    written = [line for line in lines if line.get("event") == "written"]
+    assert [line["prompt"] for line in written] == PROMPTS
+    assert all(Path(line["path"]).is_file() for line in written)
+    assert lines[-1]["event"] == "contact_sheet"
+    assert lines[-1]["pictures"] == len(PROMPTS)
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_demo_that_cannot_write_says_so_and_leaves_nothing(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    (tmp_path / "file").write_text("not a folder", encoding="utf-8")
+    demo = run("demo", "--out", str(tmp_path / "file/out"), env=environment)
+    assert demo.returncode != 0
+    assert str(tmp_path / "file") in demo.stderr
+    assert list((tmp_path / "temporary").iterdir()) == []

@@ -1,0 +1,329 @@
+"""Dockerfile and docker-compose.yml: right by themselves, and right for the binary.
+
+No container is built or run here. What the files say is read, and the binary is started with the
+environment and the commands that they give it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import moored
+import pytest
+import yaml
+from conftest import BINARY, ROOT, START_TIMEOUT_S, clean_environment
+
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+DEFAULTS = (ROOT / "service/moored/src/config/default.toml").read_text(encoding="utf-8")
+TOKEN_PATH = "/run/secrets/moored_token"
+STATE_PATH = "/var/lib/moored"
+MODELS_PATH = "/models"
+LISTEN = "0.0.0.0:50051"
+TOKEN = "0123456789abcdef" * 4
+PORT = 50051
+
+_DURATION = {"type": "string", "pattern": r"^(\d+h)?(\d+m)?(\d+s)?$"}
+_SIZE = {"type": "string", "pattern": r"^\d+[bkmg]$"}
+_WORDS = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+# A schema of our own for the part of the Compose specification that we use: what is not in here, is
+# a key that nobody has thought about. The whole schema of compose-spec is not in this repository.
+OUR_PART_OF_COMPOSE: dict[str, Any] = {
+    "type": "object",
+    "required": ["services"],
+    "additionalProperties": False,
+    "properties": {
+        "services": {
+            "type": "object",
+            "additionalProperties": {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {
+                    "build": {"type": "string"},
+                    "image": {"type": "string"},
+                    "command": {"type": "array", "items": {"type": "string"}},
+                    "mem_limit": _SIZE,
+                    "ports": _WORDS,
+                    "secrets": _WORDS,
+                    "volumes": _WORDS,
+                    "tmpfs": _WORDS,
+                    "read_only": {"type": "boolean"},
+                    "cap_drop": _WORDS,
+                    "security_opt": _WORDS,
+                    "restart": {"enum": ["no", "always", "on-failure", "unless-stopped"]},
+                    "stop_grace_period": _DURATION,
+                    "healthcheck": {
+                        "type": "object",
+                        "required": ["test", "interval", "timeout", "retries"],
+                        "additionalProperties": False,
+                        "properties": {
+                            "test": {"type": "array", "items": {"type": "string"}},
+                            "interval": _DURATION,
+                            "timeout": _DURATION,
+                            "retries": {"type": "integer", "minimum": 1},
+                            "start_period": _DURATION,
+                        },
+                    },
+                },
+            },
+        },
+        "secrets": {
+            "type": "object",
+            "additionalProperties": {
+                "type": "object",
+                "required": ["file"],
+                "additionalProperties": False,
+                "properties": {"file": {"type": "string"}},
+            },
+        },
+        "volumes": {"type": "object", "additionalProperties": {"type": "null"}},
+    },
+}
+
+
+def seconds(text: str) -> int:
+    """`1m30s` in seconds."""
+    units = {"h": 3600, "m": 60, "s": 1}
+    return sum(int(number) * units[unit] for number, unit in re.findall(r"(\d+)([hms])", text))
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile as (instruction, rest), lines joined and comments left out."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    found = [line.strip().split(None, 1) for line in joined.splitlines() if line.strip()]
+    return [(word.upper(), rest) for word, rest in found]
+
+
+def final_stage() -> list[tuple[str, str]]:
+    """What makes the image that is run."""
+    everything = instructions()
+    last = max(index for index, (word, _) in enumerate(everything) if word == "FROM")
+    return everything[last:]
+
+
+def value_of(instruction: str) -> str:
+    """What the final stage says last by this instruction."""
+    return [rest for word, rest in final_stage() if word == instruction][-1]
+
+
+def image_environment() -> dict[str, str]:
+    """ENV of the image."""
+    pairs = [shlex.split(rest) for word, rest in final_stage() if word == "ENV"]
+    return dict(pair.split("=", 1) for group in pairs for pair in group)
+
+
+def the_service() -> dict[str, Any]:
+    service: dict[str, Any] = COMPOSE["services"]["moored"]
+    return service
+
+
+# Dockerfile.
+
+
+def test_the_image_drains_on_its_stop_signal() -> None:
+    assert value_of("STOPSIGNAL") == "SIGTERM"
+    # As a list: a shell in between would keep the signal to itself.
+    assert json.loads(value_of("ENTRYPOINT")) == ["moored", "serve"]
+
+
+def test_the_image_runs_as_nobody_special() -> None:
+    user = value_of("USER")
+    assert user == "moored"
+    made = " ".join(rest for word, rest in final_stage() if word == "RUN")
+    assert re.search(r"useradd .*--uid 10001 .*\bmoored\b", made)
+    assert f"install -d -o {user} -g {user} {STATE_PATH} {MODELS_PATH}" in made
+    # Nothing is done as root after the user has changed.
+    words = [word for word, _ in final_stage()]
+    assert set(words[words.index("USER") :]) <= {"USER", "EXPOSE", "STOPSIGNAL", "ENTRYPOINT"}
+
+
+def test_the_image_is_small_and_complete() -> None:
+    stages = [rest for word, rest in instructions() if word == "FROM"]
+    assert stages == ["rust:1-bookworm AS builder", "debian:bookworm-slim"]
+    copied = [rest.split() for word, rest in final_stage() if word == "COPY"]
+    assert ["--from=builder", "/out/moored", "/usr/local/bin/moored"] in copied
+    assert ["demo/model", f"{value_of('WORKDIR')}/demo/model"] in copied
+    assert (ROOT / "demo/model/model_index.json").is_file()
+    for source in [rest.split()[:-1] for word, rest in instructions() if word == "COPY"]:
+        for path in source:
+            if not path.startswith("--") and not path.startswith("/"):
+                assert (ROOT / path).exists(), path
+    built = " ".join(rest for word, rest in instructions() if word == "RUN")
+    assert "cargo build --release --locked" in built
+
+
+def test_the_image_asks_for_a_token() -> None:
+    environment = image_environment()
+    assert environment["MOORED_SERVICE_LISTEN"] == LISTEN
+    assert environment["MOORED_SERVICE_TOKEN_FILE"] == TOKEN_PATH
+    assert environment["MOORED_TOKEN_FILE"] == TOKEN_PATH
+    assert value_of("EXPOSE") == str(PORT)
+
+
+# docker-compose.yml.
+
+
+def test_compose_is_what_our_schema_says() -> None:
+    jsonschema.validate(COMPOSE, OUR_PART_OF_COMPOSE)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("stop_grace", "45s"), ("mem_limit", "16 GB"), ("ports", "50051"), ("restart", "often")],
+)
+def test_the_schema_would_find_mistakes(key: str, value: str) -> None:
+    wrong = {"services": {"moored": the_service() | {key: value}}}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(wrong, OUR_PART_OF_COMPOSE)
+
+
+def test_running_jobs_may_finish_before_the_container_is_killed() -> None:
+    drain = re.search(r'^drain = "(\w+)"$', DEFAULTS, re.MULTILINE)
+    assert drain
+    assert seconds(the_service()["stop_grace_period"]) > seconds(drain[1])
+    assert "MOORED_SERVICE_DRAIN" not in image_environment()
+
+
+def test_the_port_is_this_machines_alone() -> None:
+    assert the_service()["ports"] == [f"127.0.0.1:{PORT}:{PORT}"]
+
+
+def test_the_secret_is_the_token_of_the_image() -> None:
+    (secret,) = the_service()["secrets"]
+    assert f"/run/secrets/{secret}" == TOKEN_PATH
+    assert set(COMPOSE["secrets"]) == {secret}
+    ignored = subprocess.run(
+        ["git", "ls-files", COMPOSE["secrets"][secret]["file"]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ignored.stdout == "", "the token is in the repository"
+
+
+def test_volumes_are_where_the_image_looks() -> None:
+    environment = image_environment()
+    assert environment["MOORED_SERVICE_STATE"] == STATE_PATH
+    assert environment["MOORED_MODELS_FOLDERS"] == MODELS_PATH
+    mounts = {re.sub(r"^\$\{.*?\}|^[^:]*", "", volume) for volume in the_service()["volumes"]}
+    assert mounts == {f":{MODELS_PATH}:ro", f":{STATE_PATH}"}
+    named = {volume.split(":")[0] for volume in the_service()["volumes"] if volume[0].isalpha()}
+    assert named == set(COMPOSE["volumes"])
+
+
+def test_the_card_is_smaller_than_the_container() -> None:
+    limit = int(the_service()["mem_limit"].removesuffix("g"))
+    command = the_service()["command"]
+    card = re.fullmatch(r"cpu:(\d+)GiB", command[command.index("--device") + 1])
+    assert card
+    assert int(card[1]) + 2 <= limit
+
+
+def test_what_is_not_needed_is_taken_away() -> None:
+    service = the_service()
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert "privileged" not in service
+
+
+# The binary, as image and compose start it.
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def environment_of_the_image(tmp_path: Path, port: int) -> dict[str, str]:
+    """ENV of the image, with its places moved to where this test may write."""
+    places = {
+        TOKEN_PATH: str(tmp_path / "token"),
+        STATE_PATH: str(tmp_path / "state"),
+        MODELS_PATH: str(tmp_path / "models"),
+        LISTEN: f"0.0.0.0:{port}",
+    }
+    moved = {name: places[value] for name, value in image_environment().items()}
+    return clean_environment() | moved
+
+
+def compose_command() -> list[str]:
+    """`command` of the service, with a card that this machine has for certain."""
+    return [re.sub(r"^cpu:\d+GiB$", "cpu:1GiB", word) for word in the_service()["command"]]
+
+
+def test_without_a_token_it_does_not_start(tmp_path: Path) -> None:
+    environment = environment_of_the_image(tmp_path, free_port())
+    (tmp_path / "models").mkdir()
+    for missing in ({}, {"MOORED_SERVICE_TOKEN_FILE": ""}):
+        started = subprocess.run(
+            [str(BINARY), "serve", *compose_command()],
+            env=environment | missing,
+            capture_output=True,
+            text=True,
+            timeout=START_TIMEOUT_S,
+            check=False,
+        )
+        assert started.returncode != 0
+        assert "token" in started.stderr
+
+
+def test_as_composed_it_serves_heals_and_drains(tmp_path: Path) -> None:
+    port = free_port()
+    environment = environment_of_the_image(tmp_path, port)
+    (tmp_path / "token").write_text(f"{TOKEN}\n", encoding="utf-8")
+    (tmp_path / "models").mkdir()
+    workdir = tmp_path / "share"
+    workdir.mkdir()
+    (workdir / "demo").symlink_to(ROOT / "demo")
+    process = subprocess.Popen(
+        [str(BINARY), "serve", *compose_command()],
+        env=environment,
+        cwd=workdir,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        with moored.Client(f"127.0.0.1:{port}", token=TOKEN) as client:
+            client.wait_until_ready(START_TIMEOUT_S)
+            assert client.server_info().default_model == "moored/demo"
+            (card,) = client.status().cards
+            assert card.memory.total == 2**30
+        with (
+            moored.Client(f"127.0.0.1:{port}", token=TOKEN[::-1]) as stranger,
+            pytest.raises(moored.Unauthenticated),
+        ):
+            stranger.status()
+        assert healthcheck(environment, port) == 0
+        assert list((tmp_path / "state").iterdir())
+        process.terminate()
+        assert process.wait(seconds(the_service()["stop_grace_period"])) == 0
+        assert healthcheck(environment, port) != 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def healthcheck(environment: dict[str, str], port: int) -> int:
+    """The exit code of the container's health check, with the port that this test has."""
+    kind, program, *arguments = the_service()["healthcheck"]["test"]
+    assert (kind, program) == ("CMD", "moored")
+    return subprocess.run(
+        [str(BINARY), *arguments],
+        env=environment | {"MOORED_ENDPOINT": f"http://127.0.0.1:{port}"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        timeout=seconds(the_service()["healthcheck"]["timeout"]) * 6,
+        check=False,
+    ).returncode
