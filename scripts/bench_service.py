@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import grpc
 import moored
@@ -177,7 +178,7 @@ def lean_call(channel: grpc.Channel, client_id: str) -> Callable[[], int]:
     """GenerateImage with nothing around: bytes go out, bytes come in, none is looked at."""
     from moored._generated import generation_pb2, model_pb2
 
-    stub = channel.unary_stream("/moored.v1.Generation/GenerateImage")
+    stub: Any = channel.unary_stream("/moored.v1.Generation/GenerateImage")
     request = generation_pb2.GenerateImageRequest(
         model=model_pb2.ModelRef(id="small"),
         prompt="a red cube",

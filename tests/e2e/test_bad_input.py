@@ -27,7 +27,7 @@ import moored
 import pytest
 from conftest import ROOT, Service, clean_environment
 from moored._errors import error_of
-from moored._generated import generation_pb2, model_pb2, residency_pb2
+from moored._generated import events_pb2, generation_pb2, model_pb2, residency_pb2
 from PIL import Image
 
 TINY = ROOT / "service/pipelines/fixtures/flux-tiny"
@@ -139,7 +139,7 @@ def test_at_rest_no_scratch_is_booked(house: Service, rest: moored.Status) -> No
 # Requests.
 
 
-def send(client: moored.Client, **fields: Any) -> list[generation_pb2.JobOptions]:
+def send(client: moored.Client, **fields: Any) -> list[events_pb2.Event]:
     """GenerateImage as it stands, past the checks and conversions of the client."""
     request = generation_pb2.GenerateImageRequest(**({"prompt": "x"} | QUICK | fields))
     try:
@@ -682,11 +682,9 @@ def test_garbage_on_the_port_does_no_harm(
 
 def raw_call(client: moored.Client, method: str, *messages: bytes) -> grpc.StatusCode:
     """A call with any bytes for messages; the status that it ends with."""
-    call = client._channel.stream_stream(f"/moored.v1.{method}", None, None)(
-        iter(messages), timeout=30
-    )
+    call: Any = client._channel.stream_stream(f"/moored.v1.{method}", None, None)
     try:
-        list(call)
+        list(call(iter(messages), timeout=30))
     except grpc.RpcError as error:
         code: grpc.StatusCode = error.code()
         return code

@@ -92,7 +92,7 @@ def test_the_service_and_its_card_are_checked(simulate: Simulate) -> None:
         for unknown in ("moored.card.sim:1", "moored.card.", "something.else"):
             with pytest.raises(grpc.RpcError) as refused:
                 check(channel, unknown)
-            assert refused.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
+            assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 def test_the_cpu_is_a_card_too(painter: Service) -> None:
@@ -191,7 +191,9 @@ def reflect(
         request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
         response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
     )
-    answer: reflection_pb2.ServerReflectionResponse = next(call(iter([request]), timeout=DEADLINE_S))
+    answer: reflection_pb2.ServerReflectionResponse = next(
+        call(iter([request]), timeout=DEADLINE_S)
+    )
     return answer
 
 
@@ -219,7 +221,7 @@ def test_reflection_knows_what_it_does_not_know(simulate: Simulate) -> None:
         try:
             code = reflect(channel, "v1", request).error_response.error_code
         except grpc.RpcError as error:
-            code = error.code().value[0]  # type: ignore[attr-defined]
+            code = error.code().value[0]
     assert code == grpc.StatusCode.NOT_FOUND.value[0]
 
 

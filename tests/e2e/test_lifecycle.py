@@ -111,7 +111,9 @@ def test_drained_jobs_are_cancelled_when_the_time_is_over(simulate: Simulate) ->
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_running_jobs_at_once(simulate: Simulate, sign: signal.Signals) -> None:
+def test_a_second_signal_ends_running_jobs_at_once(
+    simulate: Simulate, sign: signal.Signals
+) -> None:
     service = simulate()
     with service.client() as client, end_of(worker_pid(client)) as worker_ended:
         with running(client, steps=200) as stream:
@@ -135,13 +137,16 @@ def test_the_end_of_standard_input_ends_the_service(simulate: Simulate) -> None:
 
 def test_a_killed_supervisor_takes_its_worker_along(simulate: Simulate) -> None:
     service = simulate()
-    with service.client() as client, end_of(worker_pid(client)) as worker_ended:
-        with running(client, steps=200) as stream:
-            service.process.send_signal(signal.SIGKILL)
-            assert worker_ended(5), "in the middle of a stage too"
-            with pytest.raises(moored.ConnectionFailed) as lost:
-                stream.result()
-            assert "lost" in lost.value.message
+    with (
+        service.client() as client,
+        end_of(worker_pid(client)) as worker_ended,
+        running(client, steps=200) as stream,
+    ):
+        service.process.send_signal(signal.SIGKILL)
+        assert worker_ended(5), "in the middle of a stage too"
+        with pytest.raises(moored.ConnectionFailed) as lost:
+            stream.result()
+        assert "lost" in lost.value.message
 
 
 def test_a_killed_service_can_be_started_again_on_its_state(tmp_path: Path) -> None:
@@ -282,9 +287,11 @@ def test_any_setting_can_be_set_by_name(tmp_path: Path) -> None:
         state=tmp_path,
         devices=("sim:1GiB",),
     )
-    with service.client() as client, running(client, steps=200):
+    with service.client() as client, running(client, steps=200) as first:
+        second = client.stream_image("one too many", model="slow")
         with pytest.raises(moored.QueueFull):
-            client.generate_image("one too many", model="slow")
+            second.result()
+        first.close()
     assert service.stop() == 0
 
 
@@ -392,7 +399,7 @@ def test_what_is_not_built_says_so(simulate: Simulate, model: moored.ModelRef) -
         assert client.generate_image("yes", model=full).model.key == "small+full"
         for unknown in ({"quantization": "3-bit"}, {"formats": {"vae": "int3"}}):
             with pytest.raises(moored.InvalidRequest) as wrong:
-                client.generate_image("no", model=moored.ModelRef("small", **unknown))  # type: ignore[arg-type]
+                client.generate_image("no", model=moored.ModelRef("small", **unknown))
             assert "quantization" in wrong.value.violations[0].field
 
 

@@ -215,7 +215,7 @@ def test_image_to_image_runs_only_the_last_part_of_the_steps(
     ],
 )
 def test_image_to_image_respects_the_size(
-    painting_client: moored.Client, asked: dict[str, int], given: tuple[int, int]
+    painting_client: moored.Client, asked: dict[str, Any], given: tuple[int, int]
 ) -> None:
     start = Image.new("RGB", (100, 60), (40, 90, 200))
     result = painting_client.generate_image(

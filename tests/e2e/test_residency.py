@@ -1,4 +1,4 @@
-"""What is in a card's memory, and what should be: loads, swaps, unloads, claims, plans, foreign memory."""
+"""What is in a card's memory, and what should be: loads, claims, plans, memory of others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 
 import moored
@@ -29,12 +30,14 @@ COMPONENTS = {"transformer", *SHARED}
 def until(
     client: moored.Client, holds: Callable[[moored.CardStatus], bool], within: float = DEADLINE_S
 ) -> moored.CardStatus:
-    """The first status in which the first card is so."""
+    """The first status in which the first card is so. Until then its accounts add up."""
     last = None
     with client.watch_status(interval_s=0.02, timeout=within) as watch:
         try:
-            for status in watch:
-                last = status.cards[0]
+            for tick in watch:
+                last = client.status().cards[0]
+                for card in (tick.cards[0], last):
+                    assert accounts_sum(card.memory) == card.memory.total, card
                 if holds(last):
                     return last
         except moored.Deadline:
@@ -309,6 +312,19 @@ def test_a_forced_unload_cancels_a_running_job(simulate: Simulate) -> None:
         assert_at_rest(client)
 
 
+def test_an_unload_that_nobody_waits_for_any_more_holds_up_nobody(simulate: Simulate) -> None:
+    with simulate().client() as client:
+        with running(client.stream_image("slow", model="slow", steps=60)) as job:
+            with pytest.raises(moored.Deadline):
+                client.unload("slow", timeout=0.3)
+            behind = client.stream_image("behind", model="slow", steps=2)
+            assert client.cancel(job)
+        assert behind.result().pictures
+        card = until(client, lambda card: card.state == "ready")
+        assert len(resident(card)) == 4, "it was not unloaded after all"
+        assert_at_rest(client)
+
+
 # Plans and reservations.
 
 
@@ -446,9 +462,7 @@ def test_a_reservation_of_nothing_is_refused(simulate: Simulate) -> None:
 
 
 def test_a_trim_hands_slack_back(simulate: Simulate) -> None:
-    service = simulate(
-        "sim:40GiB,slack=keep", arguments=("--set", "cards.slack_limit=40GiB")
-    )
+    service = simulate("sim:40GiB,slack=keep", arguments=("--set", "cards.slack_limit=40GiB"))
     with service.client() as client:
         client.generate_image("leaves slack", model="flux-full")
         slack = until(client, lambda card: card.memory.slack > 0 and card.state == "ready")
@@ -498,10 +512,8 @@ def test_accounts_add_up_at_every_moment(simulate: Simulate) -> None:
         watch = client.watch_status(interval_s=0.001)
 
         def follow() -> None:
-            try:
+            with suppress(moored.Cancelled):
                 ticks.extend(status.cards[0] for status in watch)
-            except moored.Cancelled:
-                pass
 
         follower = threading.Thread(target=follow)
         follower.start()
@@ -521,7 +533,7 @@ def test_accounts_add_up_at_every_moment(simulate: Simulate) -> None:
         for card in ticks:
             assert accounts_sum(card.memory) == card.memory.total == 40 * GIB, card.memory
             assert card.memory.usable <= card.memory.free + card.memory.slack
-            assert card.memory.foreign == GIB
+            assert card.memory.foreign >= GIB
             assert (card.memory.context, card.memory.workspaces) == (300 * MIB, 100 * MIB)
             booked = sum(one.component.bytes for one in card.residents if one.state == "resident")
             loading = sum(one.component.bytes for one in card.residents if one.state == "loading")
@@ -532,7 +544,7 @@ def test_accounts_add_up_at_every_moment(simulate: Simulate) -> None:
 
 
 def test_late_memory_is_waited_for(simulate: Simulate) -> None:
-    """Evicted bytes that the driver does not show yet: the job waits, and runs when they are there."""
+    """Evicted bytes that the driver does not show yet: the job waits, then runs."""
     with simulate("sim:24GiB,lag=700ms").client() as client:
         client.load("flux-full", components=["transformer"])
         began = time.monotonic()
@@ -550,15 +562,32 @@ def test_a_reservation_waits_for_late_memory(simulate: Simulate) -> None:
         assert reserved.release() is True
 
 
+def test_late_slack_is_not_taken_for_others(simulate: Simulate) -> None:
+    """Slack that was handed back and is not shown as free yet was ours: nobody else holds it."""
+    service = simulate(
+        "sim:40GiB,slack=keep,lag=600ms", arguments=("--set", "cards.slack_limit=40GiB")
+    )
+    with service.client() as client:
+        client.generate_image("leaves slack", model="flux-full")
+        assert client.status().cards[0].memory.slack == 3 * GIB
+        client.trim()
+        card = client.status().cards[0]
+        assert card.memory.slack == 0
+        assert card.memory.foreign == 0, card.memory
+        assert card.memory.unexplained + card.memory.free == 40 * GIB - FLUX_BYTES
+        until(client, lambda card: card.memory.free == 40 * GIB - FLUX_BYTES)
+
+
 def test_late_memory_is_unexplained_until_the_driver_shows_it(simulate: Simulate) -> None:
-    """Freed is what the driver confirms, and what it does not show yet is in an account of its own."""
+    """Freed is what the driver confirms; what it does not show yet has its own account."""
     with simulate("sim:40GiB,lag=400ms").client() as client:
         client.load("flux-full")
         unloaded = client.unload("flux-full", timeout=DEADLINE_S)
         assert sum(one.booked_bytes for one in unloaded.freed) == FLUX_BYTES
         assert unloaded.freed_bytes <= FLUX_BYTES
-        late = until(client, lambda card: card.memory.components == 0)
-        assert unloaded.freed_bytes == FLUX_BYTES or late.memory.unexplained > 0
+        memory = client.status().cards[0].memory
+        assert memory.components == 0
+        assert unloaded.freed_bytes == FLUX_BYTES or memory.unexplained > 0
         until(client, lambda card: card.memory.unexplained == 0 and card.memory.free == 40 * GIB)
 
 
@@ -598,7 +627,7 @@ def test_foreign_memory_is_waited_for_and_its_holder_is_named(
                 assert [(holder.pid, holder.bytes) for holder in named] == [(4242, 20 * GIB)]
             left = [tick.patience_left_ms for tick in ticks]
             assert left[0] <= 20_000
-            for earlier, later in zip(left, left[1:], strict=False):
+            for earlier, later in pairwise(left):
                 assert 300 <= earlier - later <= 1500, "twice a second"
             (shown,) = client.jobs()
             assert shown.state == "waiting"
@@ -658,7 +687,9 @@ def test_low_memory_is_risked_on_request(simulate: Simulate, tmp_path: Path) -> 
         until(client, lambda card: card.memory.foreign > 0)
         with pytest.raises(moored.MemoryTaken):
             client.generate_image("no", model="flux-full", patience_s=0.5, timeout=DEADLINE_S)
-        result = client.generate_image("yes", model="flux-full", allow_low_memory=True, patience_s=0.5)
+        result = client.generate_image(
+            "yes", model="flux-full", allow_low_memory=True, patience_s=0.5
+        )
         assert result.pictures
         assert_at_rest(client)
 
