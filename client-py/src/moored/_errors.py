@@ -263,6 +263,10 @@ _BY_CODE: dict[grpc.StatusCode, type[MooredError]] = {
 }
 
 
+# What the service's gRPC says when the caller's timeout is over there a moment before it is here.
+_TIMEOUT_OF_THE_SERVICE = "Timeout expired"
+
+
 def unreachable(endpoint: str, why: str) -> ConnectionFailed:
     """The error for a service that does not answer."""
     return ConnectionFailed(
@@ -289,6 +293,8 @@ def error_of(error: grpc.RpcError, endpoint: str, *, begun: bool = False) -> Moo
             if detailed is not None:
                 return detailed
     kind = _BY_CODE.get(code, MooredError)
+    if code is grpc.StatusCode.CANCELLED and text == _TIMEOUT_OF_THE_SERVICE:
+        kind = Deadline
     if kind is ConnectionFailed:
         lost = f"The connection to {endpoint} was lost before the job ended ({text})"
         return ConnectionFailed(lost) if begun else unreachable(endpoint, text)

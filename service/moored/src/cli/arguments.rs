@@ -241,7 +241,9 @@ impl Arguments {
         }
         for setting in &self.set {
             let (name, value) = setting.split_once('=').unwrap_or((setting, ""));
-            flags.push((name.to_owned(), figment::value::Value::from(value)));
+            // As a variable is read: a number, a list or a table where it looks like one, else text.
+            let value = value.parse().unwrap_or_else(|never| match never {});
+            flags.push((name.to_owned(), value));
         }
         (self.config.clone(), flags)
     }

@@ -69,11 +69,15 @@ pub(super) async fn models(client: &Client, json: bool) -> Result<(), CliError> 
 
 pub(super) async fn load(client: &Client, options: Load, json: bool) -> Result<(), CliError> {
     let connection = Connection::open(client).await?;
+    let what = match &options.components[..] {
+        [] => options.model.clone(),
+        some => format!("{} of {}", some.join(", "), options.model),
+    };
     bring_in(&connection, &options.model, options.components, json).await?;
     if json {
         Ok(())
     } else {
-        screen::text(&format!("{} is resident", options.model))
+        screen::text(&format!("{what} is resident"))
     }
 }
 

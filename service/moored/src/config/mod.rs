@@ -181,6 +181,14 @@ impl Config {
         if cards.devices.is_empty() {
             r.mistake("cards.devices", "names no card; \"cpu\" always works");
         }
+        for name in names_of_several(&cards.devices) {
+            r.mistake(
+                "cards.devices",
+                format!(
+                    "names the card {name} twice; simulated cards take a number, as in sim:24GiB,index=1"
+                ),
+            );
+        }
         let sources = r.finish()?;
         Ok(Config {
             service,
@@ -192,6 +200,20 @@ impl Config {
             sources,
         })
     }
+}
+
+/// Ids of cards that are named more than once.
+fn names_of_several(devices: &[DeviceSpec]) -> Vec<String> {
+    let mut ids: Vec<String> = devices
+        .iter()
+        .filter_map(|d| d.describe().ok())
+        .map(|card| card.id)
+        .collect();
+    ids.sort();
+    ids.chunk_by(|a, b| a == b)
+        .filter(|same| same.len() > 1)
+        .map(|same| same[0].clone())
+        .collect()
 }
 
 /// The configuration file: the one named, or the user's if there is one.

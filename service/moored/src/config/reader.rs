@@ -279,10 +279,19 @@ impl Reader {
         };
         match &metadata.source {
             Some(figment::Source::File(path)) => path.display().to_string(),
-            _ if metadata.name.contains("environment") => "environment".to_owned(),
+            _ if metadata.name.contains("environment") => variable(name),
             _ if metadata.name.contains("TOML") => "default".to_owned(),
             _ => "flag".to_owned(),
         }
+    }
+}
+
+/// The variable that a setting can be given by.
+fn variable(name: &str) -> String {
+    match name {
+        "client.endpoint" => "MOORED_ENDPOINT".to_owned(),
+        "client.token_file" => "MOORED_TOKEN_FILE".to_owned(),
+        other => format!("MOORED_{}", other.replace('.', "_").to_uppercase()),
     }
 }
 

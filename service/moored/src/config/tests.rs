@@ -77,3 +77,12 @@ fn model_settings_are_a_table_of_the_users_own() {
         .to_string();
     assert!(told.contains("stepz"), "{told}");
 }
+
+#[test]
+fn one_card_is_named_once() {
+    let told = with("cards.devices = ['sim:1GiB', 'sim:2GiB']")
+        .unwrap_err()
+        .to_string();
+    assert!(told.contains("sim:0 twice"), "{told}");
+    assert!(with("cards.devices = ['sim:1GiB', 'sim:2GiB,index=1']").is_ok());
+}

@@ -347,9 +347,10 @@ fn check_generate(request: &v1::GenerateImageRequest) -> Result<(), Error> {
     for (field, value) in [("width", request.width), ("height", request.height)] {
         if !value.is_multiple_of(16) {
             let below = (value / 16 * 16).max(16);
+            let above = below.saturating_add(16);
             problem(
                 field,
-                format!("{value} is no multiple of 16; {below} and {} are", below + 16),
+                format!("{value} is no multiple of 16; {below} and {above} are"),
             );
         }
     }

@@ -10,6 +10,7 @@ use residency::{Bytes, Policy};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tonic::transport::Server as Transport;
+use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status};
 
 use super::auth::Token;
@@ -95,6 +96,9 @@ pub(crate) async fn serve(
     listener: TcpListener,
     mut stopped: watch::Receiver<bool>,
 ) -> Result<(), tonic::transport::Error> {
+    // Here, since the builder's own setting does not reach a listener that is brought along: without it
+    // every small answer waits 40 ms for an acknowledgement.
+    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
     let limit = usize::try_from(service.max_message.0).unwrap_or(usize::MAX);
     let (reporter, health_service) = tonic_health::server::health_reporter();
     tokio::spawn(health::follow(
@@ -102,11 +106,11 @@ pub(crate) async fn serve(
         service.queue.status(),
         service.stopping.clone(),
     ));
-    let reflection = tonic_reflection::server::Builder::configure()
-        .register_encoded_file_descriptor_set(v1::DESCRIPTORS)
-        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-        .build_v1()
-        .ok();
+    let reflection = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(v1::DESCRIPTORS)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
     macro_rules! limited {
         ($server:ident) => {
             tonic::service::interceptor::InterceptedService::new(
@@ -121,19 +125,16 @@ pub(crate) async fn serve(
         .initial_stream_window_size(STREAM_WINDOW_BYTES)
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
         .http2_keepalive_interval(Some(std::time::Duration::from_secs(20)))
-        .tcp_nodelay(true)
         .add_service(health_service)
-        .add_optional_service(reflection)
+        .add_optional_service(reflection().build_v1().ok())
+        .add_optional_service(reflection().build_v1alpha().ok()) // what most tools still ask
         .add_service(limited!(GenerationServer))
         .add_service(limited!(ResidencyServer))
         .add_service(limited!(JobsServer))
         .add_service(limited!(ServerServer))
-        .serve_with_incoming_shutdown(
-            tokio_stream::wrappers::TcpListenerStream::new(listener),
-            async move {
-                let _ = stopped.wait_for(|stopped| *stopped).await; // a sender that is gone has stopped too
-            },
-        )
+        .serve_with_incoming_shutdown(incoming, async move {
+            let _ = stopped.wait_for(|stopped| *stopped).await; // a sender that is gone has stopped too
+        })
         .await
 }
 

@@ -95,10 +95,23 @@ fn code_of(error: &Error) -> (Code, Reason) {
     }
 }
 
+/// An error travels in headers, of which clients take 8 KiB: what repeats a client's own words is cut.
+const LONGEST_MESSAGE_CHARACTERS: usize = 1_000;
+const LONGEST_PROBLEM_CHARACTERS: usize = 300;
+const MOST_LISTED: usize = 12;
+
+fn cut(text: &str, longest: usize) -> String {
+    match text.char_indices().nth(longest) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
 fn with_details(code: Code, message: &str, details: Vec<Any>) -> Status {
+    let message = cut(message, LONGEST_MESSAGE_CHARACTERS);
     let status = pb::Status {
         code: code as i32,
-        message: message.to_owned(),
+        message: message.clone(),
         details,
     };
     Status::with_details(code, message, status.encode_to_vec().into())
@@ -123,9 +136,10 @@ fn error_info(reason: Reason) -> Any {
 fn bad_request(fields: &[pipelines::RequestError]) -> Any {
     let field_violations = fields
         .iter()
+        .take(MOST_LISTED)
         .map(|field| pb::bad_request::FieldViolation {
             field: field.field.clone(),
-            description: field.problem.clone(),
+            description: cut(&field.problem, LONGEST_PROBLEM_CHARACTERS),
             ..Default::default()
         })
         .collect();
@@ -147,8 +161,18 @@ pub(crate) fn shortfall_out(shortfall: &Shortfall) -> v1::MemoryShortfall {
         needed_bytes: shortfall.needed.0,
         free_bytes: shortfall.free.0,
         capacity_bytes: shortfall.capacity.0,
-        holders: shortfall.holders.iter().map(holder_out).collect(),
-        fallbacks: shortfall.fallbacks.iter().map(fallback_out).collect(),
+        holders: shortfall
+            .holders
+            .iter()
+            .take(MOST_LISTED)
+            .map(holder_out)
+            .collect(),
+        fallbacks: shortfall
+            .fallbacks
+            .iter()
+            .take(MOST_LISTED)
+            .map(fallback_out)
+            .collect(),
         stage: shortfall.stage.clone(),
     }
 }
@@ -175,6 +199,16 @@ mod tests {
                 "type.googleapis.com/google.rpc.BadRequest"
             ]
         );
+    }
+
+    #[test]
+    fn an_error_fits_into_headers_whatever_it_repeats() {
+        let status = status_of(&invalid("model.id", "ü".repeat(100_000)));
+        assert!(status.message().len() + status.details().len() * 4 / 3 < 8 << 10);
+        let status = status_of(&Error::ModelNotFound {
+            id: "x".repeat(100_000),
+        });
+        assert!(status.message().len() + status.details().len() * 4 / 3 < 8 << 10);
     }
 
     #[test]
