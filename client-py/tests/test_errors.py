@@ -119,6 +119,13 @@ def test_a_status_that_is_not_of_moored(
     assert caught.value.reason == ""
 
 
+def test_a_timeout_that_the_service_saw_first(service: Service, ask: Ask) -> None:
+    code = grpc.StatusCode.CANCELLED
+    service.on("GetStatus", lambda request, context: context.abort(code, "Timeout expired"))
+    with pytest.raises(moored.Deadline):
+        ask("status")
+
+
 def test_details_that_are_not_ours(service: Service, ask: Ask) -> None:
     foreign = rpc_pb2.ErrorInfo(reason="MEMORY_TAKEN", domain="example.com")
     service.on("GetStatus", refusal(grpc.StatusCode.NOT_FOUND, "Elsewhere.", foreign))
