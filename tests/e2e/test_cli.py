@@ -458,7 +458,7 @@ def test_config_says_where_each_value_comes_from(tmp_path: Path) -> None:
     assert rows["queue.latent_ttl"]["value"] == "3m"
     assert "mine.toml" in rows["queue.latent_ttl"]["from"]
     assert rows["queue.text_cache"]["value"] == "5MiB"
-    assert "environment" in rows["queue.text_cache"]["from"].lower()
+    assert rows["queue.text_cache"]["from"] == "MOORED_QUEUE_TEXT_CACHE"
     assert rows["queue.max_jobs"]["value"] == "64"
     assert rows["queue.latents"]["value"] == "7MiB"
     assert "flag" in rows["queue.latents"]["from"]

@@ -256,7 +256,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         "service.listen": "",
         "cards.devices": "",
         "service.drain": "",
-        "queue.text_cache": "environment",
+        "queue.text_cache": "MOORED_QUEUE_TEXT_CACHE",
     }.items():
         lines = [line for line in result.stderr.splitlines() if setting in line]
         assert lines, f"{setting} is not told of in:\n{result.stderr}"
