@@ -29,7 +29,10 @@ impl Linear {
         outputs: usize,
     ) -> Result<Linear, MissingTensor> {
         let bias = tensors.shaped(&format!("{name}.bias"), &[outputs])?;
-        Ok(Linear { bias: Some(bias), ..Linear::without_bias(tensors, name, inputs, outputs)? })
+        Ok(Linear {
+            bias: Some(bias),
+            ..Linear::without_bias(tensors, name, inputs, outputs)?
+        })
     }
 
     /// Takes `{name}.weight` `[outputs, inputs]` alone.
