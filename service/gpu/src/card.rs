@@ -115,10 +115,11 @@ pub trait Gpu {
     /// [`GpuError::Lost`].
     fn trim(&mut self) -> Result<Bytes, GpuError>;
 
-    /// Starts measuring activation memory for a stage.
+    /// Starts measuring activation memory for a stage, which [`Gpu::stage_peak`] ends.
     fn begin_stage(&mut self);
 
-    /// Highest activation bytes since [`Gpu::begin_stage`].
+    /// Ends the stage, whose tensors are dropped by now: the highest activation bytes since [`Gpu::begin_stage`].
+    /// Asked once for each stage.
     fn stage_peak(&mut self) -> Bytes;
 
     /// What must go wrong here, on a simulated card whose settings say so. The worker asks before each stage

@@ -22,17 +22,24 @@ pub struct CpuSettings {
     pub capacity: Option<Bytes>,
 }
 
-/// System memory and the processor. Bytes of components are booked by their tensors; activations are what
-/// the [`crate::CountingAllocator`] has counted besides, and zero where it is not installed.
+/// System memory and the processor. Bytes of components are booked by their tensors. What the
+/// [`crate::CountingAllocator`] counts besides is the process's own context, and what a stage adds to that while
+/// it runs is its activations; both are zero where it is not installed.
 pub struct CpuCard {
     settings: CpuSettings,
     description: CardDescription,
     system: SystemReader,
     held: HashMap<ComponentId, Held>,
-    /// Bytes that were allocated when the card was opened: code and state of the process itself.
+    /// The stage that is being measured.
+    stage: Option<Stage>,
+}
+
+/// What was there when a stage began.
+struct Stage {
+    /// All bytes that were allocated.
+    allocated: Bytes,
+    /// Those that were no component's.
     context: Bytes,
-    /// Bytes that were allocated when the stage began.
-    stage_began: Bytes,
 }
 
 struct Held {
@@ -60,8 +67,7 @@ impl CpuCard {
             },
             system,
             held: HashMap::new(),
-            context: allocator::live(),
-            stage_began: allocator::live(),
+            stage: None,
         })
     }
 
@@ -101,8 +107,11 @@ impl Gpu for CpuCard {
         let system = self.system.read()?;
         let total = capacity(&self.settings, system.total);
         let components = self.components();
-        let scratch = allocator::live() - components - self.context;
-        let ours = components + scratch + self.context;
+        let ours = allocator::live().max(components);
+        let besides = ours - components;
+        // Without a stage nothing is scratch: opened models, buffers of the service and the like are context.
+        let context = self.stage.as_ref().map_or(besides, |s| besides.min(s.context));
+        let scratch = besides - context;
         // Never more than the system has, and never more than our own capacity leaves.
         let free = system.available.min(total - ours);
         let others = total - ours - free;
@@ -121,7 +130,7 @@ impl Gpu for CpuCard {
             scratch,
             slack: Bytes::ZERO,
             workspaces: Bytes::ZERO,
-            context: self.context,
+            context,
             holders,
         })
     }
@@ -210,10 +219,13 @@ impl Gpu for CpuCard {
     }
 
     fn begin_stage(&mut self) {
-        self.stage_began = allocator::mark();
+        let allocated = allocator::mark();
+        let context = allocated - self.components();
+        self.stage = Some(Stage { allocated, context });
     }
 
     fn stage_peak(&mut self) -> Bytes {
-        allocator::peak_since_mark() - self.stage_began
+        let stage = self.stage.take();
+        stage.map_or(Bytes::ZERO, |s| allocator::peak_since_mark() - s.allocated)
     }
 }

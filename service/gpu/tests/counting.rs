@@ -46,7 +46,7 @@ fn bytes_are_counted_to_the_card_and_back() {
     let file = checkpoint(2 << 20);
     let mut card = CpuCard::new(CpuSettings::default()).unwrap();
     let before = card.memory().unwrap();
-    assert!(near(before.scratch, Bytes::ZERO), "{before:?}");
+    assert_eq!(before.scratch, Bytes::ZERO, "{before:?}");
 
     let read = SafetensorsFile::open(file.path()).unwrap();
     let sources = read
@@ -69,7 +69,8 @@ fn bytes_are_counted_to_the_card_and_back() {
         let loaded = began.elapsed();
         let truth = card.memory().unwrap();
         assert_eq!(truth.components, plan.bytes());
-        assert!(near(truth.scratch, Bytes::ZERO), "{truth:?}");
+        assert_eq!(truth.scratch, Bytes::ZERO, "{truth:?}");
+        assert!(near(truth.context, before.context), "{truth:?}");
 
         let began = Instant::now();
         let unloaded = card.unload(&id).unwrap();
@@ -90,20 +91,33 @@ fn bytes_are_counted_to_the_card_and_back() {
     let unloaded = card.unload(&id).unwrap();
     let one = Bytes(8 << 20);
     assert!(near(unloaded.booked - unloaded.freed, one), "{unloaded:?}");
-    assert!(near(card.memory().unwrap().scratch, one));
+    let truth = card.memory().unwrap();
+    assert!(near(truth.context - before.context, one), "{truth:?}");
     drop(kept);
 
-    // A stage's peak is its own, whatever lived before.
+    // What the process keeps between stages, such as opened models, is nobody's scratch.
     let earlier = vec![1u8; 3 << 20];
+    let truth = card.memory().unwrap();
+    assert_eq!(truth.scratch, Bytes::ZERO, "{truth:?}");
+    assert!(near(truth.context - before.context, Bytes::mib(3)), "{truth:?}");
+
+    // A stage's scratch and peak are its own, whatever lived before, and its scratch ends with it.
     card.begin_stage();
     let first = vec![1u8; 40 << 20];
     drop(std::hint::black_box(first));
     let second = vec![1u8; 10 << 20];
-    assert!(near(card.stage_peak(), Bytes::mib(40)), "{}", card.stage_peak());
-    assert!(near(card.memory().unwrap().scratch, Bytes::mib(13)));
+    let truth = card.memory().unwrap();
+    assert!(near(truth.scratch, Bytes::mib(10)), "{truth:?}");
+    assert!(near(truth.context - before.context, Bytes::mib(3)), "{truth:?}");
+    let peak = card.stage_peak();
+    assert!(near(peak, Bytes::mib(40)), "{peak}");
+    let truth = card.memory().unwrap();
+    assert_eq!(truth.scratch, Bytes::ZERO, "{truth:?}");
+    assert!(near(truth.context - before.context, Bytes::mib(13)), "{truth:?}");
     drop(std::hint::black_box((earlier, second)));
     card.begin_stage();
-    assert!(near(card.stage_peak(), Bytes::ZERO));
+    let peak = card.stage_peak();
+    assert!(near(peak, Bytes::ZERO), "{peak}");
 
     // Never more than there is, and cheap enough for the hot path.
     let began = Instant::now();

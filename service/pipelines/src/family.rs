@@ -8,6 +8,7 @@ use gpu::{ComponentTensors, LoadPlan};
 use residency::{Bytes, Component, ComponentId};
 use serde::{Deserialize, Serialize};
 
+use crate::files::pipeline_class;
 use crate::host::HostTensor;
 use crate::request::{Defaults, ImageRequest, RequestError};
 
@@ -262,6 +263,11 @@ pub trait Family: Send + Sync {
     /// `flux`.
     fn name(&self) -> &'static str;
 
+    /// The classes in `model_index.json` that it opens.
+    fn pipelines(&self) -> &'static [&'static str] {
+        &[]
+    }
+
     /// Opens a folder or file if it is of this family; `None` if it is of another.
     ///
     /// # Errors
@@ -295,16 +301,31 @@ impl Catalogue {
                 return Ok(model);
             }
         }
+        let problem = match pipeline_class(path)? {
+            Some(class) => {
+                let found = match class.as_str() {
+                    "" => "no pipeline",
+                    class => class,
+                };
+                let known: Vec<&str> = self
+                    .families
+                    .iter()
+                    .flat_map(|f| f.pipelines())
+                    .copied()
+                    .collect();
+                format!(
+                    "its model_index.json names {found}, and what is supported is {}",
+                    known.join(", ")
+                )
+            }
+            None => format!(
+                "it has neither a model_index.json nor the tensors of {}",
+                self.names().collect::<Vec<_>>().join(", ")
+            ),
+        };
         Err(ModelError::NotAPipeline {
             path: path.to_owned(),
-            problem: format!(
-                "it has neither a model_index.json nor the tensors of {}",
-                self.families
-                    .iter()
-                    .map(|f| f.name())
-                    .collect::<Vec<_>>()
-                    .join(", ")
-            ),
+            problem,
         })
     }
 }

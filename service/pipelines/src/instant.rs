@@ -25,6 +25,7 @@ use residency::Bytes;
 use serde::Deserialize;
 
 use crate::family::{Family, Model, ModelError, Precision, StageKind};
+use crate::files::{damaged, read_json};
 use crate::request::Defaults;
 
 use model::InstantModel;
@@ -48,22 +49,14 @@ impl Family for Instant {
         let Some(file) = description_of(path) else {
             return Ok(None);
         };
-        let damaged = |problem: String| ModelError::Damaged {
-            path: file.clone(),
-            problem,
-        };
-        let text = std::fs::read_to_string(&file).map_err(|e| damaged(e.to_string()))?;
-        let description: Description = serde_json::from_str(&text).map_err(|e| damaged(e.to_string()))?;
+        let description: Description = read_json(&file)?;
         if let Some(unknown) = description
             .components
             .iter()
             .find(|c| !NAMES.contains(&c.name.as_str()))
         {
-            return Err(damaged(format!(
-                "{} is none of {}",
-                unknown.name,
-                NAMES.join(", ")
-            )));
+            let problem = format!("{} is none of {}", unknown.name, NAMES.join(", "));
+            return Err(damaged(&file, problem));
         }
         tracing::debug!(model = description.name, file = %file.display(), "an instant model was opened");
         Ok(Some(Arc::new(InstantModel::new(description))))

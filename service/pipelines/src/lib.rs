@@ -2,6 +2,7 @@
 //! their mathematics. A family never loads, evicts, or knows who asked.
 
 mod family;
+mod files;
 pub mod flux;
 mod host;
 pub mod instant;

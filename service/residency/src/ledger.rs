@@ -19,7 +19,7 @@ use crate::resident::{Resident, ResidentState};
 pub use claims::{Expired, HoldId, ReservationId};
 pub use moves::{LeaseId, LedgerError};
 
-/// Evicted bytes that the driver has not shown as free after this long are somebody else's by now.
+/// Bytes given back that the driver has not shown as free after this long are somebody else's by now.
 pub const LATE_AT_MOST_MS: u64 = 30_000;
 
 /// All accounts of a card. Their sum is the card, always.
@@ -37,7 +37,7 @@ pub struct Accounts {
     pub context: Bytes,
     /// Held by others.
     pub foreign: Bytes,
-    /// Ours as far as anybody can tell, and no component's: evicted but not shown as free yet, or leaked.
+    /// Ours as far as anybody can tell, and no component's: given back but not shown as free yet, or leaked.
     pub unexplained: Bytes,
     /// Free, less what is booked and not visible yet.
     pub free: Bytes,
@@ -193,7 +193,7 @@ impl Ledger {
         self.total - self.book.context - self.book.workspaces - self.headroom - lost
     }
 
-    /// Evicted bytes that the driver does not show as free yet.
+    /// Bytes that we gave back, components and slack, and that the driver does not show as free yet.
     pub fn late(&self) -> Bytes {
         self.late
     }

@@ -86,7 +86,7 @@ class JobOptions(google.protobuf.message.Message):
     priority: global___Priority.ValueType
     """LOW runs when nothing else wants the card."""
     patience_ms: builtins.int
-    """Patience for memory that is late or taken by others; absent: the service's setting."""
+    """Patience for memory that is late or taken by others, at most 10 minutes; absent: the service's setting."""
     allow_low_memory: builtins.bool
     """Admit a stage that memory is short for. If it then runs out of memory, only this job ends."""
     card: builtins.str

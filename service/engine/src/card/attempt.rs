@@ -10,7 +10,7 @@ use super::moves::MoveError;
 use super::stage::StageRun;
 use super::{Card, Flow, Link};
 use crate::admission::{Admission, choose_rung, choose_rung_low_memory, not_resident_yet};
-use crate::messages::{Completed, Event, Failure, Order, Outcome, Shortage, Ticket, Work};
+use crate::messages::{Completed, Event, Failure, Order, Outcome, Progress, Shortage, Ticket, Work};
 
 /// How often a plan is made anew when the moves of the one before came to less than was planned: others were faster,
 /// or freed bytes are late.
@@ -139,14 +139,23 @@ impl Card {
             peak_bytes: self.ours(),
             load_seconds,
         };
-        if let Work::Stage(work) = &order.work {
-            let run = StageRun {
+        match &order.work {
+            // Like any stage it begins when its components are there, and then there is nothing left to do.
+            Work::Load(_) => link.emit(Event::Progress {
                 ticket: order.ticket,
-                work,
-                need,
-                model: &*model,
-            };
-            self.run_stage(&run, rung, &mut completed, link)?;
+                progress: Progress::Started {
+                    chunking: String::new(),
+                },
+            }),
+            Work::Stage(work) => {
+                let run = StageRun {
+                    ticket: order.ticket,
+                    work,
+                    need,
+                    model: &*model,
+                };
+                self.run_stage(&run, rung, &mut completed, link)?;
+            }
         }
         Ok(completed)
     }

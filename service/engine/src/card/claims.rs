@@ -1,21 +1,32 @@
 //! What others ask of the card beside running something: that components stay, leave, or make room.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use gpu::Unloaded;
-use residency::{Bytes, Component, ComponentId, HoldId, Millis, Move, ReservationId, Resident, Verdict};
+use residency::{
+    Bytes, Component, ComponentId, HoldId, Ledger, Millis, Move, ReservationId, Resident, Verdict,
+};
 
 use super::moves::MoveError;
-use super::{Card, Flow, Link};
+use super::{Card, Flow, Link, millis};
 use crate::messages::{Answer, Event, Standing};
 
 /// The supervisor keeps the times to live: here a claim stands until it is no longer said.
 const UNTIL_SAID_OTHERWISE: Millis = Millis(u64::MAX);
 
+/// How long an unload waits for the driver to show what left, so that it can say so.
+const CONFIRMED_WITHIN: Duration = Duration::from_secs(2);
+
+/// How long room that is made waits for bytes that were given back: as long as patience after an eviction.
+const LATE_WITHIN: Duration = Duration::from_secs(5);
+
 /// What left, what stayed and why.
 #[derive(Default)]
 struct Departures {
     freed: Vec<(Component, Unloaded)>,
+    /// Bytes of it that the driver did not show when they left.
+    late: Bytes,
     kept: Vec<(Component, String)>,
 }
 
@@ -69,6 +80,7 @@ impl Card {
         let asked: BTreeSet<&ComponentId> = components.iter().collect();
         let mut left = Departures::default();
         let done = self.take_out(&asked, &mut left, link);
+        let done = done.and_then(|()| self.await_departed(&mut left, link));
         self.answer(id, done.map(|()| left.answer(Bytes::ZERO)), link)
     }
 
@@ -85,11 +97,31 @@ impl Card {
             let component = resident.component.clone();
             match reason_to_stay(resident) {
                 Some(reason) => left.kept.push((component, reason.to_owned())),
-                None => {
-                    let unloaded = self.evict(&component, None, link)?;
-                    left.freed.push((component, unloaded));
-                }
+                None => self.depart(component, left, link)?,
             }
+        }
+        Ok(())
+    }
+
+    fn depart(
+        &mut self,
+        component: Component,
+        left: &mut Departures,
+        link: &mut dyn Link,
+    ) -> Result<(), MoveError> {
+        let before = self.ledger.late();
+        let unloaded = self.evict(&component, None, link)?;
+        left.late += self.ledger.late() - before;
+        left.freed.push((component, unloaded));
+        Ok(())
+    }
+
+    /// Waits a little for the driver to show what left, if it did not at once.
+    fn await_departed(&mut self, left: &mut Departures, link: &mut dyn Link) -> Result<(), MoveError> {
+        if left.unconfirmed().min(left.late) > Bytes::ZERO {
+            let until = self.clock.now().after(millis(CONFIRMED_WITHIN));
+            self.await_late(until, |_| false, link)?;
+            left.confirm(self.ledger.late());
         }
         Ok(())
     }
@@ -114,7 +146,15 @@ impl Card {
         left: &mut Departures,
         link: &mut dyn Link,
     ) -> Result<Bytes, MoveError> {
+        let until = self.clock.now().after(millis(LATE_WITHIN));
+        // Waiting ends with the room, or once it would not be enough.
+        let done = |ledger: &Ledger| {
+            let usable = ledger.usable();
+            usable >= bytes || usable + ledger.late() < bytes
+        };
         self.reconcile()?;
+        // Nothing leaves for room that is on its way.
+        self.await_late(until, done, link)?;
         let victims: Vec<Component> = match residency::make_room(&self.ledger, bytes, self.clock.now()) {
             Verdict::Run { moves } => moves.into_iter().filter_map(evicted).collect(),
             Verdict::Wait { .. } => {
@@ -124,11 +164,12 @@ impl Card {
             Verdict::Never { .. } => Vec::new(),
         };
         for component in victims {
-            let unloaded = self.evict(&component, None, link)?;
-            left.freed.push((component, unloaded));
+            self.depart(component, left, link)?;
         }
         // Other programs see what the driver calls free, and nothing of our slack.
         self.hand_back_slack(link)?;
+        self.await_late(until, done, link)?;
+        left.confirm(self.ledger.late());
         let short = bytes - self.ledger.usable();
         if short > Bytes::ZERO {
             let stays = self
@@ -155,6 +196,21 @@ impl Card {
 }
 
 impl Departures {
+    /// Bytes that left and that nobody has seen to be free.
+    fn unconfirmed(&self) -> Bytes {
+        self.freed.iter().map(|(_, u)| u.booked - u.freed).sum()
+    }
+
+    /// Books as freed what the driver has shown since, when so much is late now.
+    fn confirm(&mut self, late: Bytes) {
+        let mut shown = self.late - late;
+        for (_, unloaded) in &mut self.freed {
+            let more = shown.min(unloaded.booked - unloaded.freed);
+            unloaded.freed += more;
+            shown -= more;
+        }
+    }
+
     fn answer(self, short: Bytes) -> Answer {
         Answer::Unloaded {
             freed: self.freed,

@@ -1,7 +1,7 @@
 //! What the card is given from outside: somebody who listens, and the time.
 
 use std::fmt;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use residency::Millis;
 
@@ -23,6 +23,11 @@ pub trait Clock {
     /// The same point in microseconds, for what takes less than a millisecond.
     fn micros(&self) -> u64 {
         self.now().0.saturating_mul(1000)
+    }
+
+    /// Lets so much time pass.
+    fn sleep(&self, duration: Duration) {
+        std::thread::sleep(duration);
     }
 }
 

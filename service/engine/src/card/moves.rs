@@ -4,7 +4,7 @@
 use std::ops::ControlFlow;
 
 use gpu::{FaultAction, GpuError, LoadError, LoadPlan, LoadProgress, Unloaded};
-use residency::{Bytes, Component, LedgerError, Millis, Move, idle_moves};
+use residency::{Bytes, Component, Ledger, LedgerError, Millis, Move, idle_moves};
 
 use super::{Card, Link, millis};
 use crate::messages::{Event, Progress, Ticket};
@@ -175,10 +175,28 @@ impl Card {
 
     /// Hands slack back to the driver and says how much that was.
     pub(super) fn hand_back_slack(&mut self, link: &mut dyn Link) -> Result<Bytes, MoveError> {
+        // What others took meanwhile must not pass for what is given back here.
+        self.look_again()?;
         let trimmed = self.gpu.trim()?;
+        self.ledger.complete_trim(trimmed, self.clock.now());
         self.look_again()?;
         self.publish(link);
         Ok(trimmed)
+    }
+
+    /// Waits for bytes that are late, until there is no more to wait for as `done` sees it, or the time is over.
+    pub(super) fn await_late(
+        &mut self,
+        until: Millis,
+        done: impl Fn(&Ledger) -> bool,
+        link: &mut dyn Link,
+    ) -> Result<(), MoveError> {
+        while self.ledger.late() > Bytes::ZERO && !done(&self.ledger) && self.clock.now() < until {
+            self.clock.sleep(self.settings.poll_while_late);
+            self.look_again()?;
+            self.publish(link);
+        }
+        Ok(())
     }
 
     /// Carries out what must go wrong at this place, on a simulated card that says so.

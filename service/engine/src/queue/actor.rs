@@ -179,7 +179,7 @@ impl Actor {
 
     /// Carries out what a point in time asks for.
     fn pass_time(&mut self, now: Instant) {
-        self.latents.expire(now);
+        self.dirty |= self.latents.expire(now);
         self.learned.expire(now);
         self.ended.expire(now);
         if self.claims.expire(now) {

@@ -236,13 +236,17 @@ impl Actor {
     /// Waits for memory of others, or ends that. True while it waits.
     fn wait(&mut self, id: &JobId, shortage: Shortage, now: Instant) -> bool {
         let time = self.millis(now);
-        let budget = self.settings.patience;
+        let (budget, longest) = (self.settings.patience, self.settings.longest_patience);
         let Some(job) = self.jobs.get_mut(id) else {
             return false;
         };
-        let budget = job.options.patience.map_or(budget, |own| residency::Patience {
-            after_eviction_ms: own.as_millis() as u64,
-            foreign_ms: own.as_millis() as u64,
+        let own = job
+            .options
+            .patience
+            .map(|own| own.min(longest).as_millis() as u64);
+        let budget = own.map_or(budget, |ms| residency::Patience {
+            after_eviction_ms: ms,
+            foreign_ms: ms,
         });
         let patience = job.patience.get_or_insert_with(|| Patience {
             wait: residency::Wait::new(time, shortage.cause, &budget),

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use pipelines::{HostTensor, HostType};
+use pipelines::{HostTensor, HostType, RequestError};
 use residency::Bytes;
 use tokio::time::Instant;
 
@@ -60,6 +60,12 @@ impl Latents {
         vae_id: String,
         now: Instant,
     ) -> Result<LatentInfo, Error> {
+        if vae_id.trim().is_empty() {
+            return Err(Error::Invalid(vec![RequestError {
+                field: "info.vae_id".into(),
+                problem: "is empty; it says whose VAE the latent is of".into(),
+            }]));
+        }
         check_numbers(&tensor)?;
         self.make_room(bytes_of(&tensor));
         if self.bytes() + bytes_of(&tensor) > self.bound {
@@ -135,11 +141,12 @@ impl Latents {
         }
     }
 
-    /// Drops what nobody used for too long.
-    pub(super) fn expire(&mut self, now: Instant) {
-        let ttl = self.ttl;
+    /// Drops what nobody used for too long; true if there was any.
+    pub(super) fn expire(&mut self, now: Instant) -> bool {
+        let (ttl, before) = (self.ttl, self.kept.len());
         self.kept
             .retain(|_, kept| kept.leases > 0 || now < kept.last_used + ttl);
+        before != self.kept.len()
     }
 
     pub(super) fn next_expiry(&self) -> Option<Instant> {

@@ -161,12 +161,25 @@ fn shape_of_rung(shape: &str, rung: &str) -> String {
     format!("{shape} {rung}")
 }
 
+/// A peak depends on the architecture that a stage runs, and a family has many: its smallest model must teach the
+/// largest nothing. What stands for the architecture is each component's name and bytes on the card (their dtype is
+/// part of the key anyway). Identities would not do better: other weights of the same architecture need the same
+/// scratch, and a component that goes by its hash one day instead of its path would have to learn again. Stages that
+/// agree in all of that and differ in architecture all the same are not known among checkpoints.
+fn architecture(family: &str, components: &[Component]) -> String {
+    let mut words = family.to_owned();
+    for component in components {
+        words.push_str(&format!(" {}={}", component.name, component.bytes.0));
+    }
+    words
+}
+
 fn scratch_key(family: &str, plan: &StagePlan, rung: &str, card: &CardDescription) -> ScratchKey {
     let capability = card
         .compute_capability
         .map(|(major, minor)| format!("{major}.{minor}"));
     ScratchKey {
-        family: family.to_owned(),
+        family: architecture(family, &plan.components),
         stage: plan.kind.name().to_owned(),
         shape: shape_of_rung(&plan.shape, rung),
         dtype: card.compute_dtype.clone(),

@@ -68,14 +68,21 @@ struct Contents {
 }
 
 impl Mailbox {
-    /// Adds an event. One that may be coalesced takes the place of an unread one of its kind.
+    /// Adds an event. One that may be coalesced takes the place of an unread one that it says more of: of the same
+    /// kind and subject, with no event between them that is never lost. So every component's load, and every picture's
+    /// steps in each of its stages, is read to its end, however slowly; and for each event that is never lost, at the
+    /// most one of every kind and subject is unread.
     pub(super) fn push(&self, event: JobEvent) {
         let mut contents = self.lock();
         if is_coalescible(&event.kind) {
-            let kind = std::mem::discriminant(&event.kind);
-            contents
-                .events
-                .retain(|unread| std::mem::discriminant(&unread.kind) != kind);
+            let unread = contents.events.iter().enumerate().rev();
+            let outdated = unread
+                .take_while(|(_, unread)| is_coalescible(&unread.kind))
+                .find(|(_, unread)| are_of_one_thing(&unread.kind, &event.kind))
+                .map(|(index, _)| index);
+            if let Some(index) = outdated {
+                contents.events.remove(index);
+            }
         }
         contents.events.push_back(event);
         drop(contents);
@@ -91,6 +98,17 @@ impl Mailbox {
     /// A listener that panicked in between left the contents whole: every change is one call.
     fn lock(&self) -> MutexGuard<'_, Contents> {
         self.contents.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Whether two events are of the same kind, and of the same component or picture where they are of one.
+fn are_of_one_thing(earlier: &JobEventKind, later: &JobEventKind) -> bool {
+    use JobEventKind::{Loading, Preview, Step};
+    match (earlier, later) {
+        (Loading { component: a, .. }, Loading { component: b, .. }) => a.id == b.id,
+        (Step { picture: a, .. }, Step { picture: b, .. })
+        | (Preview { picture: a, .. }, Preview { picture: b, .. }) => a == b,
+        _ => std::mem::discriminant(earlier) == std::mem::discriminant(later),
     }
 }
 

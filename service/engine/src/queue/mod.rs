@@ -60,6 +60,9 @@ pub struct Settings {
     pub overtaking_bound: u32,
     /// For late and foreign memory, where a job does not say.
     pub patience: Patience,
+    /// What a job asks for beyond it counts as it: one that waits and has been overtaken as often as it may be keeps a
+    /// card idle, so that no client's patience may be without end.
+    pub longest_patience: Duration,
     /// How room is made.
     pub policy: Policy,
     /// Bytes of a card that are never planned into.
@@ -84,6 +87,7 @@ impl Default for Settings {
             max_jobs: 256,
             overtaking_bound: 3,
             patience: Patience::default(),
+            longest_patience: Duration::from_secs(600),
             policy: Policy::Shared,
             headroom: Bytes::mib(512),
             text_cache: Bytes::mib(256),
@@ -320,7 +324,7 @@ impl Queue {
     /// Takes a client's latent into the store.
     ///
     /// # Errors
-    /// [`Error::LatentMismatch`] when the numbers are not those of a latent of that shape, or the store is too small.
+    /// [`Error::Invalid`] when no VAE is named; [`Error::LatentMismatch`] when the numbers are not those of a latent of that shape, or the store is too small.
     pub async fn put_latent(&self, tensor: HostTensor, vae_id: String) -> Result<LatentInfo, Error> {
         self.ask(|reply| Request::PutLatent {
             tensor,

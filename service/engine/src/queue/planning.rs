@@ -1,7 +1,7 @@
 //! Plans for those who only ask, and for those who are refused: what is short, and what would fit instead.
 
 use pipelines::{ImageRequest, StageKind, StagePlan};
-use residency::{Alternative, Bytes, Fallback, Move, fallbacks};
+use residency::{Alternative, Bytes, Component, Fallback, Move, StageNeed, fallbacks};
 use tokio::time::Instant;
 
 use super::actor::Actor;
@@ -192,12 +192,13 @@ impl Actor {
         }
     }
 
-    /// The same request in smaller sizes, as far as they would run on this card.
+    /// What would fit instead: the same request in smaller sizes, a load in parts.
     fn fallbacks(&self, job: &JobRecord, card: usize, now: Instant) -> Vec<Fallback> {
         let request = match &job.work {
             JobWork::Generate(generate) => &generate.request,
             JobWork::Encode { request } => request,
-            JobWork::Decode { .. } | JobWork::Load { .. } => return Vec::new(),
+            JobWork::Load { .. } => return self.parts_of_load(job, card, now),
+            JobWork::Decode { .. } => return Vec::new(),
         };
         let alternatives: Vec<Alternative> = SMALLER
             .iter()
@@ -210,6 +211,54 @@ impl Actor {
             self.settings.policy,
             ledger_now,
         )
+    }
+
+    /// Components of a load to name instead of all, as many at once as would fit, the largest first. None if there is
+    /// nothing to leave out.
+    fn parts_of_load(&self, job: &JobRecord, card: usize, now: Instant) -> Vec<Fallback> {
+        let Some(need) = self.need_on(job, job.cursor, card) else {
+            return Vec::new();
+        };
+        let (ledger, policy) = (&self.cards[card].ledger, self.settings.policy);
+        let ledger_now = self.cards[card].ledger_now(now);
+        let whole = need.with_scratch(Bytes::ZERO).peak();
+        let try_them = |components: &[Component]| {
+            let names: Vec<&str> = components.iter().map(|c| c.name.as_str()).collect();
+            let stage = StageNeed {
+                name: need.name.to_owned(),
+                components: components.to_vec(),
+                scratch: Bytes::ZERO,
+            };
+            let part = Alternative {
+                label: format!("components {}", names.join(", ")),
+                fidelity: 0,
+                stages: vec![stage],
+            };
+            fallbacks(ledger, &[part], policy, ledger_now).pop()
+        };
+        let mut left = need.components.clone();
+        left.sort_by_key(|component| std::cmp::Reverse(component.bytes));
+        let mut parts = Vec::new();
+        loop {
+            let (mut taken, mut fallback) = (Vec::new(), None);
+            left.retain(|component| {
+                taken.push(component.clone());
+                let fits = try_them(&taken);
+                if fits.is_none() {
+                    taken.pop();
+                    return true;
+                }
+                fallback = fits;
+                false
+            });
+            match fallback {
+                Some(fallback) if fallback.peak < whole => parts.push(Fallback {
+                    saved: whole - fallback.peak,
+                    ..fallback
+                }),
+                _ => return parts,
+            }
+        }
     }
 
     fn alternative(

@@ -31,6 +31,8 @@ pub(super) struct Known {
     /// Components by compute dtype.
     components: BTreeMap<String, Vec<Component>>,
     pub(super) last_used: Instant,
+    /// When it was to leave last because nobody used it.
+    pub(super) asked: Option<Instant>,
 }
 
 struct Hold {
@@ -70,6 +72,7 @@ impl Claims {
             entry: entry.clone(),
             components: components.collect(),
             last_used: now,
+            asked: None,
         };
         self.entries.insert(entry.key.clone(), known);
     }
@@ -77,6 +80,13 @@ impl Claims {
     pub(super) fn used(&mut self, key: &str, now: Instant) {
         if let Some(known) = self.entries.get_mut(key) {
             known.last_used = now;
+        }
+    }
+
+    /// It was to leave because nobody uses it.
+    pub(super) fn asked(&mut self, key: &str, now: Instant) {
+        if let Some(known) = self.entries.get_mut(key) {
+            known.asked = Some(now);
         }
     }
 
@@ -88,12 +98,14 @@ impl Claims {
         self.entries.get(key)
     }
 
-    /// Forgets entries that nothing speaks for any more.
-    pub(super) fn forget(&mut self, speaks_for: impl Fn(&str, &Known) -> bool) {
+    /// Forgets entries that nothing speaks for any more; true if there were any.
+    pub(super) fn forget(&mut self, speaks_for: impl Fn(&str, &Known) -> bool) -> bool {
+        let before = self.entries.len();
         let (pins, holds) = (&self.pins, &self.holds);
         let claimed = |key: &String| pins.contains(key) || holds.values().any(|hold| hold.key == *key);
         self.entries
             .retain(|key, known| claimed(key) || speaks_for(key, known));
+        before != self.entries.len()
     }
 
     pub(super) fn pinned(&self) -> Vec<String> {

@@ -11,6 +11,7 @@ use super::cards::Errand;
 use super::record::JobRecord;
 use super::report::{Freed, Kept, UnloadReport};
 use super::request::{OpenModels, Reply};
+use super::standing::Known;
 use crate::error::Error;
 use crate::job::JobId;
 use crate::library::Entry;
@@ -37,7 +38,54 @@ pub(super) struct PendingTrim {
     reply: Reply<Result<Bytes, Error>>,
 }
 
+/// What is to leave.
+enum Leaving<'a> {
+    Everything,
+    /// An entry, with the components that it has on cards of one dtype.
+    Entry {
+        key: &'a str,
+        components: &'a [Component],
+    },
+    /// Entries that nobody has used for long.
+    Idle(&'a BTreeSet<String>),
+}
+
+impl Leaving<'_> {
+    fn has(&self, entry: &str) -> bool {
+        match self {
+            Leaving::Everything => true,
+            Leaving::Entry { key, .. } => *key == entry,
+            Leaving::Idle(keys) => keys.contains(entry),
+        }
+    }
+
+    /// Whether these are the same model under another name, that is asked to leave by this one.
+    fn is(&self, others: &[Component]) -> bool {
+        let Leaving::Entry { components, .. } = self else {
+            return false;
+        };
+        let ids = |components: &[Component]| -> BTreeSet<ComponentId> {
+            components.iter().map(|c| c.id.clone()).collect()
+        };
+        ids(components) == ids(others)
+    }
+}
+
 impl PendingUnload {
+    fn leaving(&self, dtype: &str) -> Leaving<'_> {
+        match &self.entry {
+            None => Leaving::Everything,
+            Some((entry, models)) => Leaving::Entry {
+                key: &entry.key,
+                components: models.get(dtype).map_or(&[], |open| &open.components),
+            },
+        }
+    }
+
+    fn takes(&self, entry: &str) -> bool {
+        self.entry.as_ref().is_none_or(|(own, _)| own.key == entry)
+    }
+
     pub(super) fn job_ended(&mut self, id: &JobId) {
         self.waits_for.remove(id);
     }
@@ -48,9 +96,7 @@ impl PendingUnload {
     }
 
     fn concerns(&self, job: &JobRecord) -> bool {
-        self.entry
-            .as_ref()
-            .is_none_or(|(entry, _)| entry.key == job.entry.key)
+        self.takes(&job.entry.key)
     }
 }
 
@@ -118,14 +164,16 @@ impl Actor {
 
     fn send_unload(&mut self, position: usize, now: Instant) {
         let id = self.unloads[position].id;
-        let entry = self.unloads[position]
-            .entry
-            .as_ref()
-            .map(|(entry, _)| entry.key.clone());
         let mut outstanding = 0;
         for index in 0..self.cards.len() {
-            let residents = self.residents_of(position, index);
-            let (leave, keep) = self.who_may_leave(entry.as_deref(), residents, index);
+            let card = &self.cards[index];
+            let leaving = self.unloads[position].leaving(&card.description.compute_dtype);
+            let residents = card.ledger.residents().map(|r| &r.component);
+            let concerned = residents.filter(|c| match leaving {
+                Leaving::Everything | Leaving::Idle(_) => true,
+                Leaving::Entry { components, .. } => components.iter().any(|own| own.id == c.id),
+            });
+            let (leave, keep) = self.who_may_leave(&leaving, concerned.cloned().collect(), index);
             self.unloads[position].report.kept.extend(keep);
             if !leave.is_empty() && self.cards[index].is_ready() {
                 let errand = self.number();
@@ -144,32 +192,17 @@ impl Actor {
         self.unloads[position].outstanding = Some(outstanding);
     }
 
-    fn residents_of(&self, position: usize, index: usize) -> Vec<Component> {
-        let card = &self.cards[index];
-        let residents = card.ledger.residents().map(|r| r.component.clone());
-        match &self.unloads[position].entry {
-            None => residents.collect(),
-            Some((_, models)) => {
-                let open = models.get(&card.description.compute_dtype);
-                let own = open.map_or(&[][..], |open| &open.components);
-                residents
-                    .filter(|c| own.iter().any(|own| own.id == c.id))
-                    .collect()
-            }
-        }
-    }
-
-    /// Which components of an entry (none: of all) may leave a card; the others with the reason why they stay.
+    /// Which of the components may leave a card; the others with the reason why they stay.
     fn who_may_leave(
         &self,
-        entry: Option<&str>,
+        leaving: &Leaving<'_>,
         residents: Vec<Component>,
         index: usize,
     ) -> (Vec<ComponentId>, Vec<Kept>) {
         let card = &self.cards[index].description;
         let (mut leave, mut keep) = (Vec::new(), Vec::new());
         for component in residents {
-            match self.why_it_stays(entry, &component.id, &card.compute_dtype) {
+            match self.why_it_stays(leaving, &component.id, index) {
                 Some(reason) => keep.push(Kept {
                     component,
                     card: card.id.clone(),
@@ -181,14 +214,15 @@ impl Actor {
         (leave, keep)
     }
 
-    fn why_it_stays(&self, entry: Option<&str>, id: &ComponentId, dtype: &str) -> Option<String> {
+    fn why_it_stays(&self, leaving: &Leaving<'_>, id: &ComponentId, index: usize) -> Option<String> {
+        let dtype = &self.cards[index].description.compute_dtype;
         let users = self
             .claims
             .known()
             .filter(|(_, known)| known.components(dtype).iter().any(|c| c.id == *id));
         let mut shared = None;
-        for (key, _) in users {
-            let is_own = entry.is_none_or(|entry| entry == key);
+        for (key, known) in users {
+            let is_own = leaving.has(key);
             let holder = self.claims.holder(key);
             let in_use = || {
                 self.jobs
@@ -201,11 +235,19 @@ impl Actor {
             if let Some(holder) = holder.filter(|_| is_own) {
                 return Some(format!("held by {holder}"));
             }
-            if !is_own && (self.claims.is_pinned(key) || holder.is_some() || in_use()) {
+            let is_whole = || !leaving.is(known.components(dtype)) && self.stays_whole(key, known, index);
+            if !is_own && (self.claims.is_pinned(key) || holder.is_some() || in_use() || is_whole()) {
                 shared.get_or_insert_with(|| format!("shared with {key}"));
             }
         }
         shared
+    }
+
+    /// Whether a card has all of an entry, which nobody wants to leave: it would have to come back in part.
+    fn stays_whole(&self, key: &str, known: &Known, index: usize) -> bool {
+        let card = &self.cards[index];
+        let mut own = known.components(&card.description.compute_dtype).iter();
+        own.all(|c| card.ledger.is_resident(&c.id)) && !self.unloads.iter().any(|unload| unload.takes(key))
     }
 
     pub(super) fn unloaded(&mut self, id: u64, index: usize, answer: Answer) {
@@ -292,60 +334,64 @@ impl Actor {
         let _ = trim.reply.send(result); // whoever asked may have left
     }
 
-    /// Entries that nobody has used for long leave the cards.
+    /// Entries that nobody has used for long leave the cards, those of the same time together: none keeps what it
+    /// shares for another of them.
     pub(super) fn unload_idle_entries(&mut self, now: Instant) {
-        let idle: Vec<String> = self
-            .idle_entries()
-            .filter(|(_, at)| *at <= now)
-            .map(|(key, _)| key)
-            .collect();
-        for key in idle {
-            self.claims.used(&key, now); // asked once, then again after as long
+        if self.next_idle_unload().is_some_and(|at| at <= now) {
+            let keep_alive = self.settings.keep_alive.unwrap_or_default();
+            let idle = self
+                .unused()
+                .filter(|(_, known)| known.last_used + keep_alive <= now);
+            let idle: BTreeSet<String> = idle.map(|(key, _)| key.clone()).collect();
+            for key in &idle {
+                self.claims.asked(key, now); // asked once, then again after as long
+            }
             for index in 0..self.cards.len() {
-                let card = &self.cards[index];
-                if !card.is_ready() {
-                    continue;
-                }
-                let dtype = &card.description.compute_dtype;
-                let known = self
-                    .claims
-                    .get(&key)
-                    .map_or(&[][..], |known| known.components(dtype));
-                let residents = known
-                    .iter()
-                    .filter(|c| card.ledger.is_resident(&c.id))
-                    .cloned()
-                    .collect();
-                let (leave, _) = self.who_may_leave(Some(&key), residents, index);
-                if !leave.is_empty() {
-                    let id = self.number();
-                    let command = Command::Unload {
-                        id,
-                        components: leave,
-                    };
-                    self.cards[index].errand(id, Errand::KeepAlive, command, now);
-                }
+                self.send_idle_away(&idle, index, now);
             }
         }
         self.forget_entries();
     }
 
-    pub(super) fn next_idle_unload(&self) -> Option<Instant> {
-        self.idle_entries().map(|(_, at)| at).min()
+    fn send_idle_away(&mut self, idle: &BTreeSet<String>, index: usize, now: Instant) {
+        let card = &self.cards[index];
+        if !card.is_ready() {
+            return;
+        }
+        let dtype = &card.description.compute_dtype;
+        let known = idle.iter().filter_map(|key| self.claims.get(key));
+        let mut residents: Vec<Component> = known
+            .flat_map(|known| known.components(dtype))
+            .filter(|c| card.ledger.is_resident(&c.id))
+            .cloned()
+            .collect();
+        residents.sort_by(|a, b| a.id.cmp(&b.id));
+        residents.dedup_by(|a, b| a.id == b.id);
+        let (components, _) = self.who_may_leave(&Leaving::Idle(idle), residents, index);
+        if !components.is_empty() {
+            let id = self.number();
+            let command = Command::Unload { id, components };
+            self.cards[index].errand(id, Errand::KeepAlive, command, now);
+        }
     }
 
-    fn idle_entries(&self) -> impl Iterator<Item = (String, Instant)> {
-        let keep_alive = self.settings.keep_alive;
-        let unused = self
-            .claims
-            .known()
-            .filter(|(key, _)| !self.jobs.values().any(|job| job.entry.key == **key));
-        unused.filter_map(move |(key, known)| Some((key.clone(), known.last_used + keep_alive?)))
+    pub(super) fn next_idle_unload(&self) -> Option<Instant> {
+        let keep_alive = self.settings.keep_alive?;
+        let since = self
+            .unused()
+            .map(|(_, known)| known.asked.unwrap_or(known.last_used).max(known.last_used));
+        since.min().map(|since| since + keep_alive)
+    }
+
+    /// Entries that no job is of.
+    fn unused(&self) -> impl Iterator<Item = (&String, &Known)> {
+        let known = self.claims.known();
+        known.filter(|(key, _)| !self.jobs.values().any(|job| job.entry.key == **key))
     }
 
     fn forget_entries(&mut self) {
         let (jobs, cards) = (&self.jobs, &self.cards);
-        self.claims.forget(|key, known| {
+        self.dirty |= self.claims.forget(|key, known| {
             jobs.values().any(|job| job.entry.key == key)
                 || cards
                     .iter()

@@ -1,6 +1,7 @@
 //! What is asked of a card beside running something.
 
 use engine::messages::*;
+use gpu::SimulatedClock;
 use pipelines::StageKind::{Decode, Denoise, EncodeText};
 use residency::*;
 
@@ -293,5 +294,103 @@ fn what_others_change_is_published_once_and_within_a_poll() {
         bench.link.events.len(),
         published,
         "nothing changed, nothing is said"
+    );
+}
+
+#[test]
+fn room_waits_for_what_left_for_it_and_then_says_that_it_is_free() {
+    let mut bench = bench("40GiB,lag=300ms");
+    let order = bench.load(&sample("flux-full"), &["transformer", "text_encoder_2", "vae"]);
+    bench.completed(order);
+    let bytes = Bytes::gib(20);
+    let Answer::Unloaded { freed, short, .. } = bench.answer(Command::MakeRoom { id: 1, bytes }) else {
+        panic!("no answer")
+    };
+    assert_eq!(short, Bytes::ZERO);
+    assert!(
+        !freed.is_empty() && freed.iter().all(|(_, u)| u.freed == u.booked),
+        "{freed:?}"
+    );
+    assert!(bench.card.ledger().accounts().free >= bytes);
+    assert!(bench.clock.now_ms() <= 325, "{}", bench.clock.now_ms());
+}
+
+#[test]
+fn nothing_leaves_for_room_that_is_on_its_way() {
+    let mut bench = bench("40GiB,lag=3s");
+    let order = bench.load(&sample("flux-full"), &["transformer", "vae"]);
+    bench.completed(order);
+    let components = vec![id("instant:flux-full-transformer")];
+    bench.handle(Command::Unload { id: 1, components });
+    assert!(
+        bench.card.ledger().late() > Bytes::ZERO,
+        "two seconds were not enough"
+    );
+    let bytes = Bytes::gib(39);
+    let Answer::Unloaded { freed, short, .. } = bench.answer(Command::MakeRoom { id: 2, bytes }) else {
+        panic!("no answer")
+    };
+    assert_eq!((freed, short), (vec![], Bytes::ZERO));
+    assert_eq!(bench.resident(), ["instant:flux-vae"]);
+}
+
+#[test]
+fn room_that_does_not_come_is_not_waited_for_long() {
+    for (lag, bytes, waited) in [("3600s", 20, 5000), ("3600s", 39, 0)] {
+        let mut bench = bench(&format!("40GiB,lag={lag}"));
+        let order = bench.load(&sample("flux-full"), &["transformer", "vae"]);
+        bench.completed(order);
+        bench.handle(Command::Standing(Standing {
+            pins: vec![id("instant:flux-vae")],
+            reservations: vec![("r".into(), "blender".into(), Bytes::gib(2))],
+            ..Standing::default()
+        }));
+        let bytes = Bytes::gib(bytes);
+        let Answer::Unloaded { short, .. } = bench.answer(Command::MakeRoom { id: 1, bytes }) else {
+            panic!("no answer")
+        };
+        assert!(short > Bytes::ZERO);
+        assert_eq!(bench.clock.now_ms(), waited);
+    }
+}
+
+#[test]
+fn an_unload_waits_a_little_for_the_driver_to_show_what_left() {
+    for (lag, waited, confirmed) in [(0, 0, true), (300, 300, true), (60_000, 2000, false)] {
+        let mut bench = bench(&format!("40GiB,lag={lag}ms"));
+        let order = bench.load(&sample("flux-full"), &["transformer", "vae"]);
+        bench.completed(order);
+        let components = vec![id("instant:flux-full-transformer"), id("instant:flux-vae")];
+        let Answer::Unloaded { freed, .. } = bench.answer(Command::Unload { id: 1, components }) else {
+            panic!("no answer")
+        };
+        assert_eq!(freed.len(), 2);
+        for (component, unloaded) in freed {
+            assert_eq!(unloaded.booked, component.bytes);
+            let shown = if confirmed { component.bytes } else { Bytes::ZERO };
+            assert_eq!(unloaded.freed, shown, "after a lag of {lag}");
+        }
+        assert_eq!(bench.clock.now_ms(), waited);
+    }
+}
+
+#[test]
+fn slack_that_comes_back_late_is_nobody_elses() {
+    let mut bench = bench("40GiB,slack=keep,lag=600ms");
+    bench.run_stage(&sample("flux-full"), Decode);
+    let answer = bench.answer(Command::Trim { id: 1 });
+    assert_eq!(answer, Answer::Trimmed(Bytes::gib(3)));
+    let ledger = bench.card.ledger();
+    assert_eq!(ledger.late(), Bytes::gib(3));
+    let accounts = ledger.accounts();
+    assert_eq!(
+        (accounts.slack, accounts.foreign, accounts.unexplained),
+        (Bytes::ZERO, Bytes::ZERO, Bytes::gib(3))
+    );
+    bench.tick_after(600);
+    let ledger = bench.card.ledger();
+    assert_eq!(
+        (ledger.late(), ledger.accounts().unexplained),
+        (Bytes::ZERO, Bytes::ZERO)
     );
 }

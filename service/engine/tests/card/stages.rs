@@ -282,3 +282,53 @@ fn previews_come_no_more_often_than_they_were_asked_for() {
         "the decoder is resident beside it"
     );
 }
+
+#[test]
+fn what_was_learned_of_a_stage_does_not_change_what_it_needs() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write_model(folder.path(), "m", "");
+    let mut bench = bench("1GiB");
+    for kind in [EncodeText, Denoise, Decode] {
+        let mut order = bench.stage(&path, kind);
+        let Work::Stage(work) = &mut order.work else {
+            panic!("it is a stage")
+        };
+        let needed = work.plan.rungs[0].scratch;
+        work.plan.rungs[0].scratch += Bytes::mib(16);
+        let completed = bench.completed(order);
+        assert_eq!(completed.predicted_scratch, needed + Bytes::mib(16));
+        assert_eq!(completed.peak_scratch, needed);
+    }
+}
+
+#[test]
+fn a_load_begins_like_any_stage_once_its_components_are_there() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write_model(folder.path(), "m", "");
+    let mut bench = bench("1GiB");
+    for _ in 0..2 {
+        bench.link.events.clear();
+        let order = bench.load(&path, &["vae"]);
+        bench.completed(order);
+        let starts: Vec<Progress> = bench.progress().into_iter().filter(is_start).collect();
+        assert_eq!(
+            starts,
+            [Progress::Started {
+                chunking: String::new()
+            }]
+        );
+        assert!(
+            bench.progress().last().is_some_and(is_start),
+            "what it brings in comes first"
+        );
+    }
+
+    let mut bench = bench_with("100MiB", engine::card::Settings::default());
+    let order = bench.load(&path, &["transformer"]);
+    assert!(matches!(bench.run(order), Outcome::Never { .. }));
+    assert!(!bench.progress().iter().any(is_start), "it never began");
+}
+
+fn is_start(progress: &Progress) -> bool {
+    matches!(progress, Progress::Started { .. })
+}

@@ -22,6 +22,9 @@ impl Clock for TestClock {
     fn now(&self) -> Millis {
         Millis(self.0.now_ms())
     }
+    fn sleep(&self, duration: std::time::Duration) {
+        self.0.advance_ms(duration.as_millis() as u64);
+    }
 }
 
 /// What the simulated card itself knows, past everything that is told to the ledger.

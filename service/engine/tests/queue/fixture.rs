@@ -16,7 +16,7 @@ use residency::{Bytes, Component, ComponentId};
 /// Capacity of every card.
 pub const CARD: Bytes = Bytes::gib(24);
 
-/// All models share one T5; `a` has its own transformer and VAE, and so on.
+/// All models share one T5; `a` has its own transformer and VAE, and so on. The transformers of `small` and `large` are that.
 pub struct FakeModel {
     components: Vec<Component>,
 }
@@ -33,9 +33,18 @@ fn component(id: &str, name: &str, gib: u64) -> Component {
 
 impl FakeModel {
     pub fn named(name: &str) -> FakeModel {
+        let transformer_gib = match name {
+            "small" => 2,
+            "large" => 22,
+            _ => 12,
+        };
         let components = vec![
             component("path:/t5#text_encoder_2@F32", "text_encoder_2", 4),
-            component(&format!("path:/{name}#transformer@F32"), "transformer", 12),
+            component(
+                &format!("path:/{name}#transformer@F32"),
+                "transformer",
+                transformer_gib,
+            ),
             component(&format!("path:/{name}#vae@F32"), "vae", 1),
         ];
         FakeModel { components }

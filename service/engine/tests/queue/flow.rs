@@ -187,6 +187,13 @@ async fn latents_are_kept_encoded_and_decoded_on_request() {
         .await
         .unwrap();
     assert_ne!(brought.id, id);
+    for nobody in ["", " "] {
+        let refused = queue.put_latent(latent.tensor.clone(), nobody.into()).await;
+        let Err(Error::Invalid(problems)) = refused else {
+            panic!("a latent of no VAE was taken: {refused:?}")
+        };
+        assert_eq!(problems[0].field, "info.vae_id");
+    }
     let mut wrong = latent.tensor;
     wrong.shape[0] = 3;
     assert!(matches!(

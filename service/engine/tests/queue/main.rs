@@ -7,4 +7,6 @@ mod flow;
 mod room;
 mod schedule;
 mod shares;
+mod sharing;
+mod watching;
 mod worker;

@@ -71,6 +71,67 @@ async fn patience_for_a_late_eviction_lasts_five_seconds() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn nobody_waits_longer_than_the_longest_patience_whatever_they_ask_for() {
+    let (queue, mut worker) = one_card().await;
+    worker.set_foreign(Bytes::gib(16));
+    for asked in [Duration::from_secs(86_400), Duration::MAX] {
+        let mut spec = load("a", "patient", &["transformer"]);
+        spec.options.patience = Some(asked);
+        let mut patient = queue.submit(spec).await.unwrap();
+        let small = queue.submit(load("b", "other", &["vae"])).await.unwrap();
+        worker.work(1).await;
+        let before = tokio::time::Instant::now();
+        assert!(matches!(end(&mut patient).await, Err(Error::MemoryTaken(_))));
+        assert_eq!(before.elapsed().as_secs().div_ceil(60), 10);
+        drop(small);
+    }
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_load_that_exceeds_the_card_is_told_which_components_to_name() {
+    let (queue, mut worker) = one_card().await;
+    let mut job = queue.submit(load("large", "me", &[])).await.unwrap();
+    let Err(Error::NeverFits(shortfall)) = end(&mut job).await else {
+        panic!()
+    };
+    assert_eq!(shortfall.stage, "load");
+    assert_eq!(
+        (shortfall.needed, shortfall.capacity),
+        (Bytes::gib(27), Bytes::gib(24))
+    );
+    let told = shortfall
+        .fallbacks
+        .iter()
+        .map(|f| (f.label.as_str(), f.peak, f.saved));
+    let expected = [
+        ("components transformer, vae", Bytes::gib(23), Bytes::gib(4)),
+        ("components text_encoder_2", Bytes::gib(4), Bytes::gib(23)),
+    ];
+    assert_eq!(told.collect::<Vec<_>>(), expected);
+    let plan = queue.plan(load("large", "me", &[]), "").await.unwrap();
+    assert_eq!(
+        plan.stages[0].shortfall.as_ref().map(|s| &s.fallbacks),
+        Some(&shortfall.fallbacks)
+    );
+
+    let mut job = queue
+        .submit(load("large", "me", &["transformer", "vae"]))
+        .await
+        .unwrap();
+    worker.work(1).await;
+    assert_eq!(end(&mut job).await, Ok(()), "as told");
+    worker.set_foreign(Bytes::gib(1));
+    settle().await;
+    let mut spec = load("a", "me", &[]);
+    spec.options.patience = Some(Duration::from_secs(1));
+    let mut fits = queue.submit(spec.clone()).await.unwrap();
+    worker.work(1).await;
+    assert_eq!(end(&mut fits).await, Ok(()), "what fits is not split");
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn it_goes_on_the_moment_that_it_fits() {
     let (queue, mut worker) = one_card().await;
     worker.set_foreign(Bytes::gib(16));

@@ -1,19 +1,18 @@
 //! `moored.v1.Generation`.
 
-use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
 
 use engine::Error;
-use engine::job::{Generate, JobOptions, JobSpec, JobWork};
+use engine::job::{Generate, JobSpec, JobWork};
 use engine::library::{Entry, OpenModel};
-use futures::{Stream, StreamExt as _};
-use pipelines::{Defaults, HostTensor, HostType, ImageRequest, InitImage};
-use tokio::time::Instant;
+use futures::Stream;
+use pipelines::{Defaults, ImageRequest, InitImage};
 use tonic::{Request, Response, Status, Streaming};
 
-use super::convert::{latent_out, priority_in, resolved};
+use super::caller::Caller;
+use super::convert::{latent_out, resolved};
+use super::latent_upload::receive_latent;
 use super::server::Service;
 use super::status::{invalid, status_of};
 use super::stream::{CHUNK_BYTES, EventStream, Output, events_of};
@@ -29,9 +28,6 @@ const MOST_PICTURES: u32 = 64;
 const LEAST_PREVIEW_INTERVAL_MS: u32 = 100;
 /// Strength where a request for image to image names none.
 const DEFAULT_STRENGTH: f32 = 0.6;
-/// Largest latent that a client may bring: 4096 x 4096 pixels in f32, sixteen channels.
-const LARGEST_LATENT_BYTES: usize = 16 * 512 * 512 * 4;
-
 #[tonic::async_trait]
 impl Generation for Service {
     type GenerateImageStream = EventStream;
@@ -117,62 +113,6 @@ pub(super) struct Prepared {
     pub(super) spec: JobSpec,
     pub(super) model: v1::ResolvedModel,
     pub(super) output: Output,
-}
-
-/// Who calls, and until when they wait.
-pub(super) struct Caller {
-    address: Option<SocketAddr>,
-    deadline: Option<Instant>,
-}
-
-impl Caller {
-    pub(super) fn of<T>(request: &Request<T>) -> Caller {
-        let timeout = request
-            .metadata()
-            .get("grpc-timeout")
-            .and_then(|v| v.to_str().ok())
-            .and_then(timeout_of);
-        Caller {
-            address: request.remote_addr(),
-            deadline: timeout.map(|t| Instant::now() + t),
-        }
-    }
-
-    pub(super) fn options(&self, options: Option<v1::JobOptions>) -> JobOptions {
-        let options = options.unwrap_or_default();
-        let client = if options.client_id.is_empty() {
-            self.address
-                .map(|address| address.ip().to_string())
-                .unwrap_or_else(|| "unknown".to_owned())
-        } else {
-            options.client_id
-        };
-        JobOptions {
-            client,
-            priority: priority_in(options.priority),
-            patience: options.patience_ms.map(Duration::from_millis),
-            allow_low_memory: options.allow_low_memory,
-            card_hint: options.card,
-            idempotency_key: options.idempotency_key,
-            detach: options.detach,
-            deadline: self.deadline,
-        }
-    }
-}
-
-/// `grpc-timeout`: at most eight digits and a unit.
-fn timeout_of(header: &str) -> Option<Duration> {
-    let unit = header.chars().last()?;
-    let number: u64 = header.strip_suffix(unit)?.parse().ok()?;
-    Some(match unit {
-        'H' => Duration::from_secs(number * 3600),
-        'M' => Duration::from_secs(number * 60),
-        'S' => Duration::from_secs(number),
-        'm' => Duration::from_millis(number),
-        'u' => Duration::from_micros(number),
-        'n' => Duration::from_nanos(number),
-        _ => return None,
-    })
 }
 
 impl Service {
@@ -439,48 +379,9 @@ fn recipe_of(image: &ImageRequest, entry: &Entry, from_latent: bool) -> Recipe {
     }
 }
 
-async fn receive_latent(mut chunks: Streaming<v1::LatentChunk>) -> Result<(HostTensor, String), Status> {
-    let mut info: Option<v1::LatentInfo> = None;
-    let mut data = Vec::new();
-    while let Some(chunk) = chunks.next().await {
-        let chunk = chunk?;
-        if info.is_none() {
-            info = chunk.info;
-        }
-        if data.len() + chunk.chunk.len() > LARGEST_LATENT_BYTES {
-            let problem = format!("is larger than {} MiB", LARGEST_LATENT_BYTES >> 20);
-            return Err(status_of(&invalid("chunk", problem)));
-        }
-        data.extend_from_slice(&chunk.chunk);
-    }
-    let info = info.ok_or_else(|| status_of(&invalid("info", "is missing on the first chunk")))?;
-    if info.dtype != "f32" {
-        return Err(status_of(&invalid(
-            "info.dtype",
-            format!("{:?} is not f32", info.dtype),
-        )));
-    }
-    let shape: Vec<usize> = info.shape.iter().map(|&n| n as usize).collect();
-    let tensor = HostTensor {
-        dtype: HostType::F32,
-        shape,
-        data: data.into(),
-    };
-    Ok((tensor, info.vae_id))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn timeouts_are_read_in_every_unit() {
-        assert_eq!(timeout_of("5S"), Some(Duration::from_secs(5)));
-        assert_eq!(timeout_of("1500m"), Some(Duration::from_millis(1500)));
-        assert_eq!(timeout_of("2H"), Some(Duration::from_secs(7200)));
-        assert_eq!(timeout_of("x"), None);
-        assert_eq!(timeout_of(""), None);
-    }
 
     #[test]
     fn every_wrong_field_is_told_at_once() {

@@ -2,10 +2,12 @@
 //! sees a tensor.
 
 mod auth;
+mod caller;
 mod convert;
 mod generation;
 mod health;
 mod jobs;
+mod latent_upload;
 mod residency;
 mod server;
 mod status;

@@ -13,8 +13,8 @@ use gpu::CardKind;
 use residency::{Bytes, Move, Resident, ResidentState};
 use tonic::{Request, Response, Status};
 
+use super::caller::Caller;
 use super::convert::{component_out, holder_out, job_out, millis, resolved};
-use super::generation::Caller;
 use super::server::Service;
 use super::status::{invalid, shortfall_out, status_of};
 use super::stream::{EventStream, Output, events_of};

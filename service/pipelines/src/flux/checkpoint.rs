@@ -4,40 +4,31 @@
 //! folder of its own (in one file, or sharded with an index). A **single file of Black Forest Labs**
 //! (`flux1-dev.safetensors`) has the transformer only. Its companions come from a diffusers folder: the one
 //! that `X.moored.json` beside `X.safetensors` names (`{"base": "relative/path"}`), or else the folder that
-//! the file lies in, or else the only FLUX folder beside it.
+//! the file lies in, or else the only FLUX folder beside it. If that folder has no `vae/`, the autoencoder is
+//! `ae.safetensors` beside the file or in that folder.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::DType;
-use gpu::{LoadError, LoadPlan, SafetensorsFile, Stored, TensorSource};
+use gpu::{SafetensorsFile, Stored, TensorSource};
 use serde::Deserialize;
-use serde::de::DeserializeOwned;
 
+use super::components::{ComponentFiles, component_files, is_float, of_header};
 use super::config::TransformerConfig;
 use super::layout::{TensorSpec, layout};
 use crate::ModelError;
+use crate::files::{damaged, pipeline_class, read_json, unsupported};
 
 /// Pipelines whose checkpoints are run here.
-const PIPELINES: [&str; 2] = ["FluxPipeline", "FluxImg2ImgPipeline"];
+pub(super) const PIPELINES: [&str; 2] = ["FluxPipeline", "FluxImg2ImgPipeline"];
 
 /// What some single files put in front of every name of the transformer.
 const PREFIXES: [&str; 2] = ["", "model.diffusion_model."];
 
 /// A tensor that only a transformer of Black Forest Labs has.
 const BFL_MARK: &str = "double_blocks.0.img_attn.qkv.weight";
-
-/// One component as files: how it is read and what it consists of.
-#[derive(Debug, Clone)]
-pub(super) struct ComponentFiles {
-    /// The folder or file that names it.
-    pub(super) place: PathBuf,
-    /// Which bytes become which tensors.
-    pub(super) plan: LoadPlan,
-    /// All files whose content it depends on.
-    pub(super) files: Vec<Arc<Path>>,
-}
 
 /// What a path turned out to be.
 pub(super) enum Recognised {
@@ -49,38 +40,6 @@ pub(super) enum Recognised {
         prefix: &'static str,
         base: PathBuf,
     },
-}
-
-pub(super) fn damaged(path: &Path, problem: impl Into<String>) -> ModelError {
-    ModelError::Damaged {
-        path: path.to_owned(),
-        problem: problem.into(),
-    }
-}
-
-pub(super) fn unsupported(path: &Path, problem: impl Into<String>) -> ModelError {
-    ModelError::Unsupported {
-        path: path.to_owned(),
-        problem: problem.into(),
-    }
-}
-
-/// A header that could not be read, in the words of a model.
-fn of_header(path: &Path, error: LoadError) -> ModelError {
-    match error {
-        LoadError::Io { file, source } => damaged(&file, format!("it cannot be read: {source}")),
-        LoadError::Damaged { file, problem } => ModelError::Damaged { path: file, problem },
-        LoadError::Unsupported(problem) => unsupported(path, problem),
-        error @ (LoadError::Cancelled | LoadError::OutOfMemory { .. } | LoadError::Lost(_)) => {
-            damaged(path, error.to_string())
-        }
-    }
-}
-
-/// Reads a JSON file.
-pub(super) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, ModelError> {
-    let text = std::fs::read_to_string(path).map_err(|e| damaged(path, format!("it cannot be read: {e}")))?;
-    serde_json::from_str(&text).map_err(|e| damaged(path, format!("it cannot be parsed: {e}")))
 }
 
 /// Looks what a path is. `None`: nothing of this family.
@@ -109,19 +68,12 @@ pub(super) fn recognise(path: &Path) -> Result<Option<Recognised>, ModelError> {
 
 /// Whether a folder's `model_index.json` names a pipeline of this family.
 fn is_flux_folder(path: &Path) -> Result<bool, ModelError> {
-    #[derive(Deserialize)]
-    struct Index {
-        #[serde(rename = "_class_name", default)]
-        class_name: String,
-    }
-    let index = path.join("model_index.json");
-    if !index.is_file() {
+    let Some(class_name) = pipeline_class(path)? else {
         return Ok(false);
-    }
-    let Index { class_name } = read_json(&index)?;
+    };
     if class_name.starts_with("Flux") && !PIPELINES.contains(&class_name.as_str()) {
         return Err(unsupported(
-            &index,
+            &path.join("model_index.json"),
             format!("it is a {class_name}; {} are supported", PIPELINES.join(" and ")),
         ));
     }
@@ -172,152 +124,6 @@ fn base_folder(file: &Path) -> Result<PathBuf, ModelError> {
             ),
         )),
     }
-}
-
-/// The headers of a component's folder: one file, or the shards of an index.
-struct Headers {
-    /// The file of each tensor.
-    tensors: BTreeMap<String, Arc<SafetensorsFile>>,
-    files: Vec<Arc<Path>>,
-}
-
-fn headers(folder: &Path) -> Result<Headers, ModelError> {
-    #[derive(Deserialize)]
-    struct Index {
-        weight_map: BTreeMap<String, String>,
-    }
-    let open = |path: &Path| {
-        SafetensorsFile::open(path)
-            .map(Arc::new)
-            .map_err(|e| of_header(path, e))
-    };
-    for stem in ["diffusion_pytorch_model", "model"] {
-        let single = folder.join(format!("{stem}.safetensors"));
-        if single.is_file() {
-            let file = open(&single)?;
-            let tensors = file
-                .tensors()
-                .map(|(name, _)| (name.to_owned(), Arc::clone(&file)))
-                .collect();
-            return Ok(Headers {
-                tensors,
-                files: vec![Arc::clone(file.path())],
-            });
-        }
-        let index_path = folder.join(format!("{stem}.safetensors.index.json"));
-        if !index_path.is_file() {
-            continue;
-        }
-        let Index { weight_map } = read_json(&index_path)?;
-        let mut shards: BTreeMap<String, Arc<SafetensorsFile>> = BTreeMap::new();
-        let mut tensors = BTreeMap::new();
-        for (name, shard) in weight_map {
-            if Path::new(&shard).components().count() != 1 || shard.contains("..") {
-                return Err(damaged(&index_path, format!("{shard:?} is no plain file name")));
-            }
-            if !shards.contains_key(&shard) {
-                shards.insert(shard.clone(), open(&folder.join(&shard))?);
-            }
-            let file = &shards[&shard];
-            if file.get(&name).is_none() {
-                return Err(damaged(
-                    file.path(),
-                    format!("tensor {name} is not in it, and the index says so"),
-                ));
-            }
-            tensors.insert(name, Arc::clone(file));
-        }
-        let files = shards.values().map(|file| Arc::clone(file.path())).collect();
-        return Ok(Headers { tensors, files });
-    }
-    Err(damaged(
-        folder,
-        "it has neither diffusion_pytorch_model.safetensors, model.safetensors nor an index",
-    ))
-}
-
-/// A component all of whose floating-point tensors are read under their own names, but for those that
-/// `skip` picks.
-pub(super) fn whole_component(
-    folder: &Path,
-    target: DType,
-    skip: impl Fn(&str) -> bool,
-) -> Result<ComponentFiles, ModelError> {
-    let Headers { tensors, files } = headers(folder)?;
-    let mut sources = Vec::with_capacity(tensors.len());
-    for (name, file) in &tensors {
-        let Some(source) = file.source(name, name.as_str(), target) else {
-            continue;
-        };
-        // Position ids and the like: the mathematics counts for itself.
-        if source.stored == Stored::I64 || skip(name) {
-            continue;
-        }
-        if source.stored == Stored::U8 {
-            return Err(unsupported(file.path(), format!("tensor {name} is quantized")));
-        }
-        sources.push(source);
-    }
-    Ok(component_files(
-        folder.to_owned(),
-        sources,
-        files,
-        Some(folder.join("config.json")),
-    ))
-}
-
-fn component_files(
-    place: PathBuf,
-    sources: Vec<TensorSource>,
-    mut files: Vec<Arc<Path>>,
-    config: Option<PathBuf>,
-) -> ComponentFiles {
-    files.extend(config.filter(|path| path.is_file()).map(Arc::from));
-    files.sort();
-    ComponentFiles {
-        place,
-        plan: LoadPlan::Files(sources),
-        files,
-    }
-}
-
-/// The transformer of a diffusers folder: exactly the tensors that its configuration asks for.
-pub(super) fn transformer_of_folder(
-    folder: &Path,
-    config: &TransformerConfig,
-    target: DType,
-) -> Result<ComponentFiles, ModelError> {
-    let Headers { mut tensors, files } = headers(folder)?;
-    let mut sources = Vec::new();
-    for TensorSpec { name, shape, .. } in layout(config) {
-        let file = tensors.remove(&name);
-        let source = file
-            .as_ref()
-            .and_then(|file| file.source(&name, name.as_str(), target));
-        let Some(source) = source else {
-            return Err(damaged(folder, format!("tensor {name} is missing")));
-        };
-        if source.shape != shape || !is_float(source.stored) {
-            let found = (source.stored, &source.shape);
-            let problem = format!("tensor {name} is {found:?} where {shape:?} is expected");
-            return Err(damaged(&source.file, problem));
-        }
-        sources.push(source);
-    }
-    if let Some((name, file)) = tensors.first_key_value() {
-        let problem = format!("tensor {name} is no part of a FLUX transformer in full precision");
-        return Err(unsupported(file.path(), problem));
-    }
-    Ok(component_files(
-        folder.to_owned(),
-        sources,
-        files,
-        Some(folder.join("config.json")),
-    ))
-}
-
-fn is_float(stored: Stored) -> bool {
-    matches!(stored, Stored::F32 | Stored::F16 | Stored::Bf16 | Stored::F64)
 }
 
 /// The configuration of a single file's transformer, from the shapes of its tensors. The widths of the

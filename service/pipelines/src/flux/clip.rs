@@ -11,6 +11,9 @@ use crate::family::StageError;
 /// The component's name.
 const COMPONENT: &str = "text_encoder";
 
+/// What published checkpoints put in front of every name.
+const PREFIX: &str = "text_model.";
+
 /// The legacy `eos_token_id` that published configurations have and no tokenizer has: the end of the prompt is
 /// then the highest id in it.
 const LEGACY_END: u32 = 2;
@@ -62,6 +65,18 @@ impl ClipConfig {
     /// # Errors
     /// Says what it is instead.
     pub fn check(&self) -> Result<(), String> {
+        // Far above anything published: what a file says must not overflow, nor fill memory with names.
+        let widths = [
+            self.hidden_size,
+            self.intermediate_size,
+            self.max_position_embeddings,
+        ];
+        if widths.iter().any(|width| *width > 1 << 16)
+            || self.vocab_size > 1 << 24
+            || self.num_hidden_layers > 1 << 10
+        {
+            return Err("sizes beyond all reason".to_owned());
+        }
         Activation::named(&self.hidden_act).map(|_| ())?;
         if self.num_attention_heads == 0 || !self.hidden_size.is_multiple_of(self.num_attention_heads) {
             return Err(format!(
@@ -70,6 +85,42 @@ impl ClipConfig {
             ));
         }
         Ok(())
+    }
+
+    /// Names and shapes of all tensors of such an encoder, as [`ClipEncoder::new`] asks for them. Names begin
+    /// with `text_model.` if those that `has` knows do.
+    pub fn tensor_shapes(&self, has: &dyn Fn(&str) -> bool) -> Vec<(String, Vec<usize>)> {
+        let (width, inner) = (self.hidden_size, self.intermediate_size);
+        // Any of them tells, so that one which is missing is called by its name.
+        let first = "embeddings.token_embedding.weight";
+        let prefixed = ["final_layer_norm.weight", "final_layer_norm.bias", first]
+            .iter()
+            .any(|name| has(&format!("{PREFIX}{name}")));
+        let prefix = if prefixed { PREFIX } else { "" };
+        let places = "embeddings.position_embedding.weight";
+        let mut list = vec![
+            (format!("{prefix}{first}"), vec![self.vocab_size, width]),
+            (
+                format!("{prefix}{places}"),
+                vec![self.max_position_embeddings, width],
+            ),
+        ];
+        let mut layer = |name: String, shape: &[usize]| {
+            list.push((format!("{prefix}{name}.weight"), shape.to_vec()));
+            list.push((format!("{prefix}{name}.bias"), shape[..1].to_vec()));
+        };
+        for i in 0..self.num_hidden_layers {
+            let block = format!("encoder.layers.{i}");
+            layer(format!("{block}.layer_norm1"), &[width]);
+            for part in ["q_proj", "k_proj", "v_proj", "out_proj"] {
+                layer(format!("{block}.self_attn.{part}"), &[width, width]);
+            }
+            layer(format!("{block}.layer_norm2"), &[width]);
+            layer(format!("{block}.mlp.fc1"), &[inner, width]);
+            layer(format!("{block}.mlp.fc2"), &[width, inner]);
+        }
+        layer("final_layer_norm".to_owned(), &[width]);
+        list
     }
 
     /// Predicted peak of activations while a prompt of `tokens` is encoded.
@@ -213,12 +264,8 @@ impl ClipEncoder {
         let bad = |problem| StageError::BadInput(format!("the CLIP encoder has {problem}"));
         config.check().map_err(bad)?;
         let activation = Activation::named(&config.hidden_act).map_err(bad)?;
-        let probe = "text_model.final_layer_norm.weight";
-        let prefix = if tensors.contains(probe) {
-            "text_model."
-        } else {
-            ""
-        };
+        let probe = format!("{PREFIX}final_layer_norm.weight");
+        let prefix = if tensors.contains(&probe) { PREFIX } else { "" };
         let read = || -> Result<ClipEncoder, MissingTensor> {
             let embedding = |name: &str, rows: usize| {
                 let name = format!("{prefix}embeddings.{name}_embedding.weight");

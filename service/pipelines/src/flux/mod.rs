@@ -7,6 +7,7 @@ mod blocks;
 mod bounds;
 mod checkpoint;
 pub mod clip;
+mod components;
 mod config;
 mod layout;
 mod linear;

@@ -1,6 +1,6 @@
 //! A FLUX checkpoint, recognised: what it consists of, what it can be asked, and the stages of a request.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use gpu::LoadPlan;
@@ -9,10 +9,12 @@ use serde::Deserialize;
 
 use super::bounds::{PIXELS_PER_TOKEN, problems};
 use super::checkpoint::{
-    ComponentFiles, Recognised, config_of_single_file, damaged, read_json, recognise, transformer_of_folder,
-    transformer_of_single_file, unsupported, whole_component,
+    PIPELINES, Recognised, config_of_single_file, recognise, transformer_of_single_file,
 };
 use super::clip::ClipConfig;
+use super::components::{
+    ComponentFiles, autoencoder_of_single_file, component_of_folder, transformer_of_folder,
+};
 use super::config::TransformerConfig;
 use super::scheduler::{SchedulerConfig, first_step};
 use super::t5::T5Config;
@@ -20,6 +22,7 @@ use super::tokenizers::{ClipTokenizer, T5Tokenizer};
 use super::transformer::denoise_scratch;
 use super::vae::Chunking;
 use super::vae::{VaeConfig, decode_scratch, encode_ladder, ladder};
+use crate::files::{damaged, read_json, unsupported};
 use crate::{
     Defaults, Family, ImageRequest, Model, ModelError, Precision, RequestError, Rung, StageKind, StagePlan,
     provisional_identity,
@@ -35,6 +38,10 @@ pub struct Flux;
 impl Family for Flux {
     fn name(&self) -> &'static str {
         "flux"
+    }
+
+    fn pipelines(&self) -> &'static [&'static str] {
+        &PIPELINES
     }
 
     fn open(&self, path: &Path, precision: Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
@@ -94,7 +101,14 @@ impl FluxModel {
                 (config, files)
             }
         };
-        let vae: VaeConfig = checked(&base.join("vae/config.json"), VaeConfig::check)?;
+        let bfl_vae = match &recognised {
+            Recognised::Folder(_) => None,
+            Recognised::SingleFile { file, .. } => bfl_vae(file.path(), base),
+        };
+        let vae = match bfl_vae {
+            Some(_) => VaeConfig::flux(),
+            None => checked(&base.join("vae/config.json"), VaeConfig::check)?,
+        };
         let clip: ClipConfig = checked(&base.join("text_encoder/config.json"), ClipConfig::check)?;
         let t5: T5Config = checked(&base.join("text_encoder_2/config.json"), T5Config::check)?;
         check_widths(base, &transformer, &vae, &clip, &t5)?;
@@ -106,9 +120,12 @@ impl FluxModel {
         }
         let files = vec![
             transformer_files,
-            whole_component(&base.join("vae"), target, |_| false)?,
-            whole_component(&base.join("text_encoder"), target, not_of_clip)?,
-            whole_component(&base.join("text_encoder_2"), target, not_of_t5)?,
+            match bfl_vae {
+                Some(file) => autoencoder_of_single_file(&file, vae.tensor_shapes(), target)?,
+                None => component_of_folder(&base.join("vae"), target, |_| vae.tensor_shapes())?,
+            },
+            component_of_folder(&base.join("text_encoder"), target, |has| clip.tensor_shapes(has))?,
+            component_of_folder(&base.join("text_encoder_2"), target, |has| t5.tensor_shapes(has))?,
         ];
         let names = ["transformer", "vae", "text_encoder", "text_encoder_2"];
         let components = names
@@ -272,21 +289,17 @@ fn check_widths(
     }
 }
 
-/// Tensors of a whole CLIP that its text encoder has not.
-fn not_of_clip(name: &str) -> bool {
-    [
-        "vision_model.",
-        "visual_projection.",
-        "text_projection.",
-        "logit_scale",
-    ]
-    .iter()
-    .any(|prefix| name.starts_with(prefix))
-}
-
-/// Tensors of a whole T5 that its encoder has not, and the second name of its embedding.
-fn not_of_t5(name: &str) -> bool {
-    name == "encoder.embed_tokens.weight" || name.starts_with("decoder.") || name.starts_with("lm_head.")
+/// The autoencoder of Black Forest Labs that belongs to a single file: beside it or in its base, if the base
+/// has none in diffusers' layout.
+fn bfl_vae(file: &Path, base: &Path) -> Option<PathBuf> {
+    if base.join("vae").is_dir() {
+        return None;
+    }
+    let folders = [file.parent().unwrap_or(Path::new(".")), base];
+    folders
+        .into_iter()
+        .map(|folder| folder.join("ae.safetensors"))
+        .find(|path| path.is_file())
 }
 
 /// What `moored.json` in the model's folder says, over what dev or schnell are used with.
@@ -307,13 +320,34 @@ fn defaults(base: &Path, guided: bool) -> Result<Defaults, ModelError> {
         Told::default()
     };
     let (steps, guidance, tokens) = if guided { (28, 3.5, 512) } else { (4, 0.0, 256) };
-    Ok(Defaults {
+    let defaults = Defaults {
         steps: told.steps.unwrap_or(steps),
         guidance: told.guidance.unwrap_or(guidance),
         max_sequence_length: told.max_sequence_length.unwrap_or(tokens),
         width: told.width.unwrap_or(1024),
         height: told.height.unwrap_or(1024),
-    })
+    };
+    let request = ImageRequest {
+        prompt: String::new(),
+        width: defaults.width,
+        height: defaults.height,
+        steps: defaults.steps,
+        guidance: defaults.guidance,
+        seed: 0,
+        max_sequence_length: defaults.max_sequence_length,
+        init_image: None,
+        strength: 1.0,
+        preview: false,
+    };
+    let problems = problems(&request);
+    if problems.is_empty() {
+        return Ok(defaults);
+    }
+    let problems: Vec<String> = problems
+        .into_iter()
+        .map(|RequestError { field, problem }| format!("{field} {problem}"))
+        .collect();
+    Err(damaged(&path, problems.join("; ")))
 }
 
 impl Model for FluxModel {

@@ -16,6 +16,17 @@ const COMPONENT: &str = "text_encoder_2";
 /// Tokens beyond which a prompt is refused: attention needs their square.
 const MOST_TOKENS: usize = 4096;
 
+/// The first layer has the biases of all.
+const BIASES: &str = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight";
+
+const LAST_NORM: &str = "encoder.final_layer_norm.weight";
+
+/// The name of the table of tokens: it is tied to the encoder's own, and saved under either name.
+fn table(has: &dyn Fn(&str) -> bool) -> &'static str {
+    let names = ["shared.weight", "encoder.embed_tokens.weight"];
+    names.into_iter().find(|name| has(name)).unwrap_or(names[0])
+}
+
 /// `text_encoder_2/config.json`. Fields that the file leaves out have the defaults of transformers' `T5Config`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default)]
@@ -65,6 +76,20 @@ impl T5Config {
     /// # Errors
     /// Says what it is instead.
     pub fn check(&self) -> Result<(), String> {
+        // Far above anything published: what a file says must not overflow, nor fill memory with names.
+        let widths = [
+            self.d_model,
+            self.d_kv,
+            self.d_ff,
+            self.relative_attention_num_buckets,
+        ];
+        let counts = [self.num_layers, self.num_heads];
+        if widths.iter().any(|width| *width > 1 << 16)
+            || counts.iter().any(|count| *count > 1 << 10)
+            || self.vocab_size > 1 << 24
+        {
+            return Err("sizes beyond all reason".to_owned());
+        }
         if self.feed_forward_proj != "gated-gelu" {
             return Err(format!(
                 "{:?} feed-forward layers; only gated-gelu is known",
@@ -82,6 +107,36 @@ impl T5Config {
             return Err("attention without heads".to_owned());
         }
         Ok(())
+    }
+
+    /// Names and shapes of all tensors of such an encoder, as [`T5Encoder::new`] asks for them. The table of
+    /// tokens has that of its names that `has` knows.
+    pub fn tensor_shapes(&self, has: &dyn Fn(&str) -> bool) -> Vec<(String, Vec<usize>)> {
+        let (width, inner) = (self.d_model, self.num_heads * self.d_kv);
+        let mut list = vec![
+            (table(has).to_owned(), vec![self.vocab_size, width]),
+            (
+                BIASES.to_owned(),
+                vec![self.relative_attention_num_buckets, self.num_heads],
+            ),
+        ];
+        for i in 0..self.num_layers {
+            let block = format!("encoder.block.{i}");
+            let mut add = |name: &str, shape: &[usize]| {
+                list.push((format!("{block}.{name}.weight"), shape.to_vec()));
+            };
+            add("layer.0.layer_norm", &[width]);
+            for part in ["q", "k", "v"] {
+                add(&format!("layer.0.SelfAttention.{part}"), &[inner, width]);
+            }
+            add("layer.0.SelfAttention.o", &[width, inner]);
+            add("layer.1.layer_norm", &[width]);
+            add("layer.1.DenseReluDense.wi_0", &[self.d_ff, width]);
+            add("layer.1.DenseReluDense.wi_1", &[self.d_ff, width]);
+            add("layer.1.DenseReluDense.wo", &[width, self.d_ff]);
+        }
+        list.push((LAST_NORM.to_owned(), vec![width]));
+        list
     }
 
     /// Predicted peak of activations while a prompt of `tokens` is encoded.
@@ -209,20 +264,14 @@ impl T5Encoder {
         let bad = |problem| StageError::BadInput(format!("the T5 encoder has {problem}"));
         config.check().map_err(bad)?;
         let read = || -> Result<T5Encoder, MissingTensor> {
-            // The table of tokens is tied to the encoder's own, and saved under either name.
-            let shared = ["shared.weight", "encoder.embed_tokens.weight"];
-            let shared = shared
-                .into_iter()
-                .find(|name| tensors.contains(name))
-                .unwrap_or(shared[0]);
-            let biases = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight";
+            let table = table(&|name| tensors.contains(name));
             let layers = 0..config.num_layers;
             let layers = layers.map(|i| Layer::new(tensors, &format!("encoder.block.{i}"), config));
             Ok(T5Encoder {
-                tokens: tensors.shaped(shared, &[config.vocab_size, config.d_model])?,
-                biases: tensors.shaped(biases, &[config.relative_attention_num_buckets, config.num_heads])?,
+                tokens: tensors.shaped(table, &[config.vocab_size, config.d_model])?,
+                biases: tensors.shaped(BIASES, &[config.relative_attention_num_buckets, config.num_heads])?,
                 layers: layers.collect::<Result<_, _>>()?,
-                norm: tensors.shaped("encoder.final_layer_norm.weight", &[config.d_model])?,
+                norm: tensors.shaped(LAST_NORM, &[config.d_model])?,
                 config: config.clone(),
             })
         };

@@ -4,12 +4,15 @@
 //! folder's `tokenizer.json` has; so do these. Truncation and padding are done here: ids end with the prompt's
 //! end token however long the prompt is.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
-use tokenizers::Tokenizer;
+use tokenizers::{AddedToken, Tokenizer};
 
 use crate::family::ModelError;
+use crate::files::{damaged, read_json, read_text};
 
 /// Why a prompt has no tokens.
 #[derive(Debug, thiserror::Error)]
@@ -39,20 +42,24 @@ impl ClipTokenizer {
     pub fn open(folder: &Path) -> Result<ClipTokenizer, ModelError> {
         let settings = Settings::open(folder)?;
         let whole = folder.join("tokenizer.json");
-        let (vocabulary, merges, baked) = if whole.is_file() {
-            let mut file = read_json(&whole)?;
-            let baked = file["added_tokens"].take();
+        let (words_file, merges_file) = match whole.is_file() {
+            true => (whole.clone(), whole),
+            false => (folder.join("vocab.json"), folder.join("merges.txt")),
+        };
+        let (vocabulary, merges, baked) = if words_file == merges_file {
+            let mut file = read_json(&words_file)?;
             (
-                file["model"]["vocab"].take(),
-                file["model"]["merges"].take(),
-                baked,
+                take(&mut file, "/model/vocab"),
+                take(&mut file, "/model/merges"),
+                take(&mut file, "/added_tokens"),
             )
         } else {
-            (
-                read_json(&folder.join("vocab.json"))?,
-                read_merges(&folder.join("merges.txt"))?,
-                Value::Null,
-            )
+            // Ids are looked at here, so that what fails below is not the vocabulary.
+            let ids: BTreeMap<String, u32> = read_json(&words_file)?;
+            if ids.is_empty() {
+                return Err(damaged(&words_file, "it has no words"));
+            }
+            (json!(ids), read_merges(&merges_file)?, Value::Null)
         };
         let unknown = settings.token("unk_token", "<|endoftext|>");
         let start = settings.token("bos_token", "<|startoftext|>");
@@ -88,11 +95,11 @@ impl ClipTokenizer {
                 "merges": merges,
             },
         });
-        let tokenizer = build(folder, &description)?;
+        let tokenizer = build(&merges_file, &description)?;
         Ok(ClipTokenizer {
-            start: id_of(folder, &tokenizer, &start)?,
-            end: id_of(folder, &tokenizer, &end)?,
-            pad: id_of(folder, &tokenizer, &pad)?,
+            start: id_of(&words_file, &tokenizer, &start)?,
+            end: id_of(&words_file, &tokenizer, &end)?,
+            pad: id_of(&words_file, &tokenizer, &pad)?,
             length: settings.length(77),
             tokenizer,
         })
@@ -132,12 +139,13 @@ impl T5Tokenizer {
     /// [`ModelError::Damaged`] for a file that is missing or not what it should be.
     pub fn open(folder: &Path) -> Result<T5Tokenizer, ModelError> {
         let settings = Settings::open(folder)?;
-        let mut description = read_json(&folder.join("tokenizer.json"))?;
+        let file = folder.join("tokenizer.json");
+        let mut description = read_json(&file)?;
         let unknown = settings.token("unk_token", "<unk>");
         let end = settings.token("eos_token", "</s>");
         let pad = settings.token("pad_token", "<pad>");
-        let vocabulary = description["model"]["vocab"].take();
-        let baked = description["added_tokens"].take();
+        let vocabulary = take(&mut description, "/model/vocab");
+        let baked = take(&mut description, "/added_tokens");
         let added = settings.added_tokens(baked, &vocabulary, &[&end, &unknown, &pad]);
         let space = json!({
             "type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true,
@@ -153,10 +161,10 @@ impl T5Tokenizer {
             "decoder": null,
             "model": {"type": "Unigram", "unk_id": 2, "vocab": vocabulary, "byte_fallback": false},
         });
-        let tokenizer = build(folder, &description)?;
+        let tokenizer = build(&file, &description)?;
         Ok(T5Tokenizer {
-            end: id_of(folder, &tokenizer, &end)?,
-            pad: id_of(folder, &tokenizer, &pad)?,
+            end: id_of(&file, &tokenizer, &end)?,
+            pad: id_of(&file, &tokenizer, &pad)?,
             tokenizer,
         })
     }
@@ -198,10 +206,18 @@ impl Settings {
                 Ok(Value::Null)
             }
         };
-        Ok(Settings {
+        let settings = Settings {
             config: read("tokenizer_config.json")?,
             specials: read("special_tokens_map.json")?,
-        })
+        };
+        let added = settings.config["added_tokens_decoder"].as_object();
+        for (id, token) in added.into_iter().flatten() {
+            AddedToken::deserialize(token).map_err(|error| {
+                let problem = format!("the added token {id} cannot be read: {error}");
+                damaged(&folder.join("tokenizer_config.json"), problem)
+            })?;
+        }
+        Ok(settings)
     }
 
     /// A token by its role, which files write as text or as an object.
@@ -285,18 +301,19 @@ fn precompiled_of(normalizer: &Value) -> Value {
         .unwrap_or(Value::Null)
 }
 
-fn build(folder: &Path, description: &Value) -> Result<Tokenizer, ModelError> {
-    Tokenizer::from_bytes(description.to_string()).map_err(|error| damaged(folder, error.to_string()))
+/// Takes a value out of a file, wherever in it; null if there is none.
+fn take(file: &mut Value, pointer: &str) -> Value {
+    file.pointer_mut(pointer).map(Value::take).unwrap_or_default()
 }
 
-fn id_of(folder: &Path, tokenizer: &Tokenizer, token: &str) -> Result<u32, ModelError> {
+fn build(file: &Path, description: &Value) -> Result<Tokenizer, ModelError> {
+    Tokenizer::from_bytes(description.to_string()).map_err(|error| damaged(file, error.to_string()))
+}
+
+fn id_of(file: &Path, tokenizer: &Tokenizer, token: &str) -> Result<u32, ModelError> {
     tokenizer
         .token_to_id(token)
-        .ok_or_else(|| damaged(folder, format!("the vocabulary has no {token:?}")))
-}
-
-fn read_json(path: &Path) -> Result<Value, ModelError> {
-    serde_json::from_str(&read_text(path)?).map_err(|error| damaged(path, error.to_string()))
+        .ok_or_else(|| damaged(file, format!("the vocabulary has no {token:?}")))
 }
 
 /// `merges.txt`: a pair a line, the most frequent first; the first line may name a version.
@@ -306,15 +323,4 @@ fn read_merges(path: &Path) -> Result<Value, ModelError> {
         .lines()
         .filter(|line| !line.starts_with("#version") && !line.is_empty());
     Ok(lines.collect())
-}
-
-fn read_text(path: &Path) -> Result<String, ModelError> {
-    std::fs::read_to_string(path).map_err(|error| damaged(path, error.to_string()))
-}
-
-fn damaged(path: &Path, problem: String) -> ModelError {
-    ModelError::Damaged {
-        path: path.to_owned(),
-        problem,
-    }
 }

@@ -133,14 +133,15 @@ impl InstantModel {
         }
     }
 
-    /// What the rung really takes: its prediction, unless the model's file says otherwise.
-    fn real_scratch(&self, plan: &StagePlan, rung: usize, request: &ImageRequest) -> Bytes {
-        let predicted = plan.rungs.get(rung).map_or(Bytes::ZERO, |r| r.scratch);
-        let Some(real) = self.description.real_scratch.of(plan.kind) else {
-            return predicted;
+    /// What the rung really takes: the file's own prediction, unless the file says otherwise. What a plan says of it
+    /// may have been learned from here.
+    fn real_scratch(&self, kind: StageKind, rung: usize, request: &ImageRequest) -> Bytes {
+        let Some(real) = self.description.real_scratch.of(kind) else {
+            let rungs = self.rungs(kind, request.width, request.height);
+            return rungs.get(rung).map_or(Bytes::ZERO, |r| r.scratch);
         };
         let part = 1_u64 << rung.min(2);
-        match plan.kind {
+        match kind {
             StageKind::EncodeText => real,
             StageKind::Denoise | StageKind::EncodeImage | StageKind::Decode => {
                 Bytes(self.scaled(Some(real), request.width, request.height).0 / part)
@@ -268,9 +269,9 @@ impl Model for InstantModel {
         require(size_is_right(request.width), "width", size);
         require(size_is_right(request.height), "height", size);
         require(
-            (1..=1000).contains(&request.steps),
+            (1..=200).contains(&request.steps),
             "steps",
-            "must be between 1 and 1000",
+            "must be between 1 and 200",
         );
         require(
             request.guidance.is_finite() && request.guidance >= 0.0,
@@ -350,7 +351,7 @@ impl Model for InstantModel {
             .iter()
             .map(|c| tensors(&c.name))
             .collect::<Result<_, _>>()?;
-        let _scratch = take_scratch(self.real_scratch(plan, rung, request), plan.kind)?;
+        let _scratch = take_scratch(self.real_scratch(plan.kind, rung, request), plan.kind)?;
         if observer.cancelled() {
             return Err(StageError::Cancelled);
         }

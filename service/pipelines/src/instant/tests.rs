@@ -203,6 +203,31 @@ fn what_cannot_be_painted_is_named_field_by_field() {
 }
 
 #[test]
+fn steps_end_where_the_api_says() {
+    let model = open(&sample("small"));
+    for (steps, fits) in [(1, true), (200, true), (201, false), (1000, false)] {
+        let asked = ImageRequest {
+            steps,
+            ..request(&*model)
+        };
+        assert_eq!(model.validate(&asked).is_ok(), fits, "{steps}");
+    }
+}
+
+#[test]
+fn a_description_that_is_a_list_is_damaged() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("instant.json");
+    // What serde would take for a name and no components.
+    std::fs::write(&file, r#"["x", []]"#).unwrap();
+    let error = Instant.open(folder.path(), PRECISION).err().unwrap();
+    assert!(
+        matches!(&error, ModelError::Damaged { path, .. } if *path == file),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_slow_model_takes_its_time_and_is_cancelled_within_a_step() {
     struct Impatient(Moment, Cell<u32>);
     impl Observer for Impatient {

@@ -26,12 +26,12 @@ fn assert_tensors(workshop: &Workshop, expected: &HashMap<String, Tensor>) {
     }
 }
 
-fn write_json(path: &Path, value: serde_json::Value) {
+pub(crate) fn write_json(path: &Path, value: serde_json::Value) {
     std::fs::write(path, value.to_string()).expect("a file");
 }
 
 /// Changes one number or text of a JSON file.
-fn set(path: &Path, key: &str, value: serde_json::Value) {
+pub(crate) fn set(path: &Path, key: &str, value: serde_json::Value) {
     let text = std::fs::read_to_string(path).expect("a file");
     let mut json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
     json[key] = value;

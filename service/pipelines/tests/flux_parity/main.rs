@@ -7,5 +7,6 @@ mod components;
 mod mutations;
 mod numbers;
 mod pictures;
+mod refusals;
 mod stages;
 mod workshop;

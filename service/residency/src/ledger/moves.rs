@@ -122,6 +122,17 @@ impl Ledger {
         Ok(())
     }
 
+    /// Slack was handed back to the driver. It is late until the driver shows it as free.
+    pub fn complete_trim(&mut self, trimmed: Bytes, now: Millis) {
+        let bytes = trimmed.min(self.book.slack);
+        if bytes > Bytes::ZERO {
+            self.book.slack -= bytes;
+            self.book.unexplained += bytes;
+            self.late += bytes;
+            self.late_since = Some(now);
+        }
+    }
+
     /// A stage starts: all its components must be resident; its scratch is booked, as far as there are bytes for it.
     pub fn lease(&mut self, need: &StageNeed, now: Millis) -> Result<LeaseId, LedgerError> {
         let mut components: Vec<ComponentId> = need.components.iter().map(|c| c.id.clone()).collect();

@@ -403,6 +403,29 @@ fn a_keep_alive_is_reported_once_and_again_after_it_was_renewed() {
 }
 
 #[test]
+fn slack_that_was_handed_back_is_late_and_not_foreign() {
+    let mut ledger = card_with(&[]);
+    let shown = |slack, free| DriverTruth {
+        total: Bytes::gib(24),
+        slack: Bytes::gib(slack),
+        free: Bytes::gib(free),
+        ..DriverTruth::default()
+    };
+    ledger.reconcile(&shown(4, 20));
+    ledger.complete_trim(Bytes::gib(9), T0); // no more than there was
+    for (driver, late) in [(shown(0, 20), 4), (shown(0, 22), 2), (shown(0, 24), 0)] {
+        ledger.reconcile(&driver);
+        let accounts = ledger.accounts();
+        assert_eq!(
+            (ledger.late(), accounts.unexplained),
+            (Bytes::gib(late), Bytes::gib(late))
+        );
+        assert_eq!((accounts.foreign, accounts.slack), (Bytes::ZERO, Bytes::ZERO));
+        assert_eq!(accounts.sum(), ledger.total());
+    }
+}
+
+#[test]
 fn holders_name_who_has_what() {
     let (a, b, c) = (component("a", 1), component("b", 2), component("c", 3));
     let mut ledger = card_with(&[&a, &b, &c]);

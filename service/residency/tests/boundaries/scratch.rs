@@ -113,3 +113,16 @@ fn a_book_survives_a_restart() {
     let text = serde_json::to_string(&book).unwrap();
     assert_eq!(serde_json::from_str::<ScratchBook>(&text).unwrap(), book);
 }
+
+#[test]
+fn the_margin_is_on_top_of_what_was_needed_and_never_of_itself() {
+    let mut book = ScratchBook::new();
+    let peak = Bytes::mib(4);
+    for _ in 0..3 * RUNS_REMEMBERED {
+        book.learn(&key("1"), peak, success());
+        let estimate = book.estimate(&key("1"), PREDICTED);
+        assert_eq!(estimate, peak + Bytes(peak.0 / 32) + Bytes::mib(16));
+        // What was estimated last is no prediction of the family's either, should somebody take it for one.
+        assert_eq!(book.estimate(&key("1"), estimate), estimate);
+    }
+}

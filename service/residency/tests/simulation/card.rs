@@ -98,7 +98,10 @@ impl Card {
         self.slack += bytes;
     }
 
-    pub(crate) fn trim(&mut self) {
-        self.slack = Bytes::ZERO;
+    pub(crate) fn trim(&mut self, shown_at: Option<Millis>) {
+        let slack = std::mem::take(&mut self.slack);
+        if let Some(at) = shown_at {
+            self.late.push((slack, at));
+        }
     }
 }

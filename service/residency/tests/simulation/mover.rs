@@ -50,7 +50,7 @@ impl World {
         }
         match mover.moves.pop_front() {
             None => return self.start(mover.job),
-            Some(Move::Trim) => self.card.trim(),
+            Some(Move::Trim) => self.trim(),
             Some(Move::Evict(component)) => {
                 if !self.evict(&component, true)? {
                     self.wait_again(mover.job);
@@ -126,6 +126,13 @@ impl World {
             self.ledger.reconcile(&self.card.truth());
         }
         Ok(true)
+    }
+
+    /// Slack goes back to the driver, which may show it late.
+    pub(crate) fn trim(&mut self) {
+        let (slack, shown_at) = (self.card.slack, self.late_or_not());
+        self.card.trim(shown_at);
+        self.ledger.complete_trim(slack, self.now);
     }
 
     /// All moves are done: memory may have changed, so it is planned again, and then the stage runs under a lease.

@@ -270,7 +270,7 @@ impl World {
     fn carry_out(&mut self, moves: &[Move]) -> Result<(), Violation> {
         for each in moves {
             match each {
-                Move::Trim => self.card.trim(),
+                Move::Trim => self.trim(),
                 Move::Evict(component) => {
                     assert!(self.evict(component, true)?, "nothing changed since the plan")
                 }

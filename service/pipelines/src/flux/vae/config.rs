@@ -92,6 +92,16 @@ impl VaeConfig {
     /// # Errors
     /// Says what it is instead.
     pub fn check(&self) -> Result<(), String> {
+        // Far above anything published: what a file says must not overflow, nor fill memory with names.
+        let widths = [self.in_channels, self.out_channels, self.latent_channels];
+        if widths
+            .iter()
+            .chain(&self.block_out_channels)
+            .any(|width| *width > 1 << 16)
+            || self.layers_per_block > 1 << 6
+        {
+            return Err("sizes beyond all reason".to_owned());
+        }
         if self.act_fn != "silu" {
             return Err(format!("the activation {:?}; only silu is known", self.act_fn));
         }

@@ -14,6 +14,7 @@ mod names;
 mod norm;
 mod picture;
 mod scratch;
+mod shapes;
 mod tiles;
 
 pub use config::VaeConfig;

@@ -1,0 +1,182 @@
+//! Models that have something in common, and what one of them does to the other: learned peaks, unloads.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use engine::library::Entry;
+use engine::messages::{Command, Order, Work};
+use engine::queue::{Queue, Settings, UnloadReport};
+use residency::Bytes;
+
+use crate::fixture::{entry, load, picture};
+use crate::worker::{Wire, Worker, at_rest, end, one_card, one_card_with, settle, stage_of};
+
+/// Paints, and says with how much scratch the denoising was ordered.
+async fn scratch_of_denoise(queue: &Queue, worker: &mut Worker, name: &str) -> Bytes {
+    let mut job = queue.submit(picture(name, "me", "a cat")).await.unwrap();
+    let mut scratch = Bytes::ZERO;
+    loop {
+        let order: Order = worker.order().await;
+        if let (Work::Stage(stage), "denoise") = (&order.work, stage_of(&order)) {
+            scratch = stage.plan.rungs[0].scratch;
+        }
+        worker.complete(&order);
+        if stage_of(&order) == "decode" {
+            break;
+        }
+    }
+    end(&mut job).await.unwrap();
+    settle().await;
+    scratch
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_model_teaches_its_peaks_to_those_of_its_size_alone() {
+    let (queue, mut worker) = one_card().await;
+    let (predicted, learned) = (Bytes::gib(1), Bytes::mib(512) + Bytes::mib(16) + Bytes::mib(16));
+    assert_eq!(scratch_of_denoise(&queue, &mut worker, "small").await, predicted);
+    assert_eq!(scratch_of_denoise(&queue, &mut worker, "small").await, learned);
+    let plan = queue.plan(picture("a", "me", "a cat"), "").await.unwrap();
+    assert!(
+        !plan.stages[1].scratch_learned,
+        "a small model says nothing of a large one"
+    );
+    assert_eq!(scratch_of_denoise(&queue, &mut worker, "a").await, predicted);
+    assert_eq!(
+        scratch_of_denoise(&queue, &mut worker, "b").await,
+        learned,
+        "another training of the same model needs the same"
+    );
+    at_rest(&queue).await;
+}
+
+async fn resident(queue: &Queue, worker: &mut Worker, entry: Arc<Entry>) {
+    let mut spec = load("a", "loader", &[]);
+    spec.entry = entry;
+    let mut job = queue.submit(spec).await.unwrap();
+    worker.work(1).await;
+    end(&mut job).await.unwrap();
+    settle().await;
+}
+
+/// Unloads, with a worker that does as it is told.
+async fn unload(queue: &Queue, worker: &mut Worker, entry: Option<Arc<Entry>>) -> UnloadReport {
+    let asking = queue.clone();
+    let unload = tokio::spawn(async move { asking.unload(entry, false).await });
+    settle().await;
+    while let Some(wire) = worker.try_next() {
+        let Wire::Command(Command::Unload { id, components }) = wire else {
+            panic!()
+        };
+        worker.unload(id, &components);
+        settle().await;
+    }
+    unload.await.unwrap().unwrap()
+}
+
+fn names(report: &UnloadReport) -> (Vec<&str>, Vec<(&str, &str)>) {
+    let freed = report.freed.iter().map(|f| f.component.name.as_str());
+    let kept = report.kept.iter();
+    let kept = kept.map(|k| (k.component.name.as_str(), k.reason.as_str()));
+    (freed.collect(), kept.collect())
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_unload_does_not_take_apart_another_model_that_is_there_as_a_whole() {
+    let (queue, mut worker) = one_card().await;
+    resident(&queue, &mut worker, entry("a")).await;
+    resident(&queue, &mut worker, entry("small")).await;
+    let report = unload(&queue, &mut worker, Some(entry("a"))).await;
+    let (freed, kept) = names(&report);
+    assert_eq!(
+        (freed.len(), kept),
+        (2, vec![("text_encoder_2", "shared with small")])
+    );
+    let report = unload(&queue, &mut worker, Some(entry("small"))).await;
+    assert_eq!(
+        (report.freed.len(), report.kept.len()),
+        (3, 0),
+        "nobody else is whole"
+    );
+
+    resident(&queue, &mut worker, entry("a")).await;
+    resident(&queue, &mut worker, entry("small")).await;
+    let report = unload(&queue, &mut worker, None).await;
+    assert_eq!((report.freed.len(), report.kept.len()), (5, 0), "everything");
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_models_that_are_unloaded_at_once_do_not_keep_what_they_share_for_each_other() {
+    let (queue, mut worker) = one_card().await;
+    resident(&queue, &mut worker, entry("a")).await;
+    resident(&queue, &mut worker, entry("small")).await;
+    let mut running = queue.submit(load("small", "me", &[])).await.unwrap();
+    let order = worker.order().await;
+    let asking = queue.clone();
+    let second = tokio::spawn(async move { asking.unload(Some(entry("small")), false).await });
+    settle().await;
+    let report = unload(&queue, &mut worker, Some(entry("a"))).await;
+    assert_eq!(
+        names(&report).1,
+        [("text_encoder_2", "shared with small")],
+        "a job uses it"
+    );
+    worker.complete(&order);
+    end(&mut running).await.unwrap();
+    let Wire::Command(Command::Unload { id, components }) = worker.next().await else {
+        panic!()
+    };
+    worker.unload(id, &components);
+    assert_eq!(second.await.unwrap().unwrap().freed.len(), 3);
+    assert_eq!(worker.ledger.residents().count(), 0);
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_model_leaves_by_any_of_its_names() {
+    let (queue, mut worker) = one_card().await;
+    let again = Arc::new(Entry {
+        key: "again".into(),
+        ..(*entry("a")).clone()
+    });
+    resident(&queue, &mut worker, entry("a")).await;
+    resident(&queue, &mut worker, again.clone()).await;
+    let report = unload(&queue, &mut worker, Some(again)).await;
+    assert_eq!((report.freed.len(), report.kept.len()), (3, 0));
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_nobody_uses_leaves_after_its_keep_alive_though_another_shares_it() {
+    let keep_alive = Some(Duration::from_secs(30));
+    let (queue, mut worker) = one_card_with(Settings {
+        keep_alive,
+        ..Settings::default()
+    })
+    .await;
+    resident(&queue, &mut worker, entry("a")).await;
+    tokio::time::sleep(Duration::from_secs(20)).await;
+    let again = Arc::new(Entry {
+        key: "again".into(),
+        ..(*entry("a")).clone()
+    });
+    resident(&queue, &mut worker, again).await;
+    resident(&queue, &mut worker, entry("small")).await;
+    tokio::time::sleep(Duration::from_secs(15)).await;
+    assert!(worker.is_idle().await, "one of its names was used lately");
+    for expected in [2, 3] {
+        let Wire::Command(Command::Unload { id, components }) = worker.next().await else {
+            panic!()
+        };
+        assert_eq!(
+            components.len(),
+            expected,
+            "both names first, then the other model"
+        );
+        worker.unload(id, &components);
+    }
+    tokio::time::sleep(Duration::from_secs(100)).await;
+    assert!(worker.is_idle().await && worker.ledger.residents().count() == 0);
+    at_rest(&queue).await;
+}
