@@ -529,7 +529,7 @@ BROKEN: dict[str, tuple[Breaker, tuple[type[moored.MooredError], ...], str]] = {
     "tensor-missing": (
         edit(VAE, rename("decoder.conv_out.weight")),
         DAMAGED,
-        "vae: tensor decoder.conv_out.weight",
+        "vae/diffusion_pytorch_model.safetensors is damaged: tensor decoder.conv_out.weight",
     ),
     "no-transformer-file": (remove(TRANSFORMER), DAMAGED, "transformer"),
     "no-transformer": (remove("transformer"), DAMAGED, "transformer"),
