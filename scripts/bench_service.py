@@ -298,6 +298,7 @@ def measure_demo(rows: Rows, binary: Path, scale: Scale) -> None:
         statistics.median(times),
         "s",
         "lower",
+        target=2.0,
     )
 
 

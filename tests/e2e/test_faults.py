@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import moored
 import pytest
 from conftest import BINARY, Service, clean_environment
+from PIL import Image
 
 Simulate = Callable[..., Service]
 
@@ -232,6 +233,37 @@ def test_a_worker_that_hangs_is_replaced(simulate: Simulate) -> None:
         assert isinstance(events[-1], moored.Done)
         assert 1.9 <= time.monotonic() - began < 8
         assert_at_rest(client)
+
+
+def test_a_frozen_worker_is_replaced_although_it_reads_nothing(simulate: Simulate) -> None:
+    """What does not fit into the pipe to it must not keep the service from replacing it."""
+    service = simulate("sim:24GiB", arguments=("--set", "queue.stall_limit=2s"))
+    with service.client() as client:
+        client.load("small")
+        pid = client.status().cards[0].worker_pid
+        os.kill(pid, signal.SIGSTOP)
+        start = Image.effect_noise((512, 512), 100)
+        result = client.generate_image("thaw", model="small", init_image=start, timeout=40)
+        assert result.pictures
+        assert client.status().cards[0].worker_pid != pid
+        assert_at_rest(client)
+
+
+def test_a_key_without_a_seed_joins_its_job(simulate: Simulate) -> None:
+    """Asking again by key is what a client does whose connection was cut: it need not know the seed."""
+    with simulate("sim:24GiB").client() as client:
+        first = client.generate_image("again", model="small", idempotency_key="k")
+        again = client.generate_image("again", model="small", idempotency_key="k")
+        assert (first.job_id, first.seed) == (again.job_id, again.seed)
+
+
+def test_names_that_are_no_names_are_refused(simulate: Simulate) -> None:
+    with simulate("sim:24GiB").client() as client:
+        for option in ("client_id", "card", "idempotency_key"):
+            with pytest.raises(moored.InvalidRequest, match=option):
+                client.generate_image("x", model="small", **{option: "x" * 1000})
+        with pytest.raises(moored.InvalidRequest, match="label"):
+            client.reserve(1 << 20, label="x" * 1000)
 
 
 def test_a_hung_stage_can_be_cancelled(simulate: Simulate) -> None:

@@ -16,8 +16,7 @@ const STRAY_POLL: Duration = Duration::from_millis(100);
 pub(crate) enum LockError {
     /// Another service runs on it.
     #[error(
-        "another service (pid {pid}) has the card {card}; stop it, or give this one another card or another \
-         state folder (service.state)"
+        "another service (pid {pid}) has the card {card}; stop it, or give this one another card"
     )]
     Taken {
         /// Which.

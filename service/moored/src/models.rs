@@ -17,6 +17,9 @@ pub(crate) const SHIPPED_ID: &str = "moored/demo";
 /// A folder listing is believed for so long; a model that is not found is looked for at once.
 const LISTING_LIFETIME: Duration = Duration::from_secs(10);
 
+/// Misses do not make it look oftener than this.
+const LISTING_PAUSE: Duration = Duration::from_secs(1);
+
 /// Formats that a quantization may name, beside `full`, once quantization is built.
 const FORMATS: [&str; 3] = ["fp8", "int8", "nf4"];
 
@@ -53,6 +56,15 @@ impl Models {
         let cached = self.listing.read().ok().and_then(|l| l.clone());
         match cached {
             Some((when, listing)) if when.elapsed() < LISTING_LIFETIME => listing,
+            _ => self.rescan(),
+        }
+    }
+
+    /// Looks once more, unless somebody just did.
+    fn list_again(&self) -> Arc<Vec<Found>> {
+        let cached = self.listing.read().ok().and_then(|l| l.clone());
+        match cached {
+            Some((when, listing)) if when.elapsed() < LISTING_PAUSE => listing,
             _ => self.rescan(),
         }
     }
@@ -124,7 +136,7 @@ impl Models {
             model.id.clone()
         };
         let found = find(&self.list(), &id, &model.revision)
-            .or_else(|| find(&self.rescan(), &id, &model.revision))
+            .or_else(|| find(&self.list_again(), &id, &model.revision))
             .ok_or_else(|| Error::ModelNotFound { id: id.clone() })?;
         let revision = if found.revision.is_empty() {
             String::new()
@@ -211,22 +223,18 @@ fn find(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
     }
 }
 
-/// The model that ships in `demo/model`: beside the program or above it (as in a checkout), above the current
-/// folder, or where this program was built.
+/// The model that ships in `demo/model`: beside the program, in the checkout that it was built in, or in the
+/// current folder.
 fn shipped_model() -> Option<PathBuf> {
     let program = std::env::current_exe().ok();
-    let here = std::env::current_dir().ok();
-    let built = Some(PathBuf::from(env!("CARGO_MANIFEST_DIR")));
-    let above = |start: &Path| {
-        start
-            .ancestors()
-            .map(|folder| folder.join("demo/model"))
-            .collect::<Vec<_>>()
-    };
-    [program, here, built]
-        .into_iter()
-        .flatten()
-        .flat_map(|start| above(&start))
+    let beside = program
+        .iter()
+        .flat_map(|program| program.ancestors().skip(1).take(3).map(Path::to_owned));
+    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    beside
+        .chain(std::env::current_dir().ok())
+        .chain([built])
+        .map(|folder| folder.join("demo/model"))
         .find(|folder| folder.join("model_index.json").is_file())
 }
 

@@ -10,7 +10,7 @@ use engine::queue::{Queue, Settings};
 use residency::Patience;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio::time::Instant;
 
 use crate::config::Config;
@@ -93,13 +93,16 @@ pub(crate) async fn run(
         max_message: config.service.max_message,
         policy: config.cards.policy,
         workers,
+        decoding: Arc::new(Semaphore::new(
+            std::thread::available_parallelism().map_or(2, usize::from),
+        )),
         stopping: stopping_seen,
     };
+    let shutdown = shut_down(queue, config.service.drain, stop, stopping, stopped)?;
     tracing::info!(%address, cards = ?config.cards.devices.iter().map(ToString::to_string).collect::<Vec<_>>(), "moored is listening");
     if let Some(ready) = ready {
         let _ = ready.send(address);
     }
-    let shutdown = shut_down(queue, config.service.drain, stop, stopping, stopped)?;
     let serving = tokio::spawn(grpc::serve(service, token, listener, stopped_seen));
     shutdown.await;
     // Streams of cancelled jobs end by themselves; a client that does not read does not hold us up.

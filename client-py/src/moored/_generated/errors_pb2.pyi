@@ -124,7 +124,7 @@ global___Reason = Reason
 
 @typing.final
 class MemoryShortfall(google.protobuf.message.Message):
-    """Every error is a `google.rpc.Status` with an `ErrorInfo` (domain `moored`, a stable reason; see Reason),
+    """Every error of ours (a message that gRPC itself cannot take comes with its code alone) is a `google.rpc.Status` with an `ErrorInfo` (domain `moored`, a stable reason; see Reason),
     and as it applies a `BadRequest` with field violations, a `RetryInfo`, and this.
     """
 

@@ -84,7 +84,7 @@ class JobOptions(google.protobuf.message.Message):
     client_id: builtins.str
     """Who asks, for fair shares. Empty: the peer's address."""
     priority: global___Priority.ValueType
-    """LOW runs when nothing else wants the card."""
+    """A share of the card's time."""
     patience_ms: builtins.int
     """Patience for memory that is late or taken by others, at most 10 minutes; absent: the service's setting."""
     allow_low_memory: builtins.bool
@@ -94,7 +94,7 @@ class JobOptions(google.protobuf.message.Message):
     idempotency_key: builtins.str
     """A second request with the same key joins the first's job instead of starting another."""
     detach: builtins.bool
-    """Go on when the stream is dropped; join again by the idempotency key."""
+    """Go on when the stream is dropped, and past its deadline; join again by the idempotency key."""
     def __init__(
         self,
         *,
@@ -139,15 +139,15 @@ class GenerateImageRequest(google.protobuf.message.Message):
     prompt: builtins.str
     """At most 10,000 characters."""
     width: builtins.int
-    """Pixels across; a multiple of 16."""
+    """Pixels across; a multiple of 16, at most 4096."""
     height: builtins.int
-    """Pixels down; a multiple of 16."""
+    """Pixels down; a multiple of 16, at most 4096."""
     steps: builtins.int
     """Denoising steps, 1 to 200."""
     guidance: builtins.float
     """Embedded guidance."""
     seed: builtins.int
-    """Absent: random, told in `done`."""
+    """Absent: told in `done`; random, but for an idempotency key always the same."""
     max_sequence_length: builtins.int
     """T5 tokens, 1 to 512."""
     count: builtins.int
@@ -218,7 +218,7 @@ class EncodeImageRequest(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     image: builtins.bytes
-    """PNG, JPEG or WebP; sides are multiples of 16, unless width and height say what to scale to."""
+    """PNG, JPEG or WebP; sides are multiples of 16, unless width and height both say what to scale to."""
     width: builtins.int
     """Scale to this; 0: as it is."""
     height: builtins.int
@@ -248,7 +248,7 @@ global___EncodeImageRequest = EncodeImageRequest
 
 @typing.final
 class DecodeLatentRequest(google.protobuf.message.Message):
-    """A latent to decode."""
+    """A latent to decode. The PNG carries no recipe: a latent does not know what it was made from."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -575,7 +575,7 @@ class CardStatus(google.protobuf.message.Message):
     kind: builtins.str
     """`cpu`, `simulated`, `cuda`."""
     state: builtins.str
-    """`starting`, `ready`, `busy`, `restarting`, `lost`."""
+    """`starting`, `ready`, `busy`, `restarting`."""
     worker_restarts: builtins.int
     """Worker processes that died since the service started."""
     worker_pid: builtins.int

@@ -187,10 +187,11 @@ impl Actor {
         }
         self.watch_workers(now);
         self.unload_idle_entries(now);
+        self.stop_what_nobody_reads(now);
         let late: Vec<JobId> = self
             .jobs
             .values()
-            .filter(|job| job.ending.is_none() && job.options.deadline.is_some_and(|at| at <= now))
+            .filter(|job| job.ending.is_none() && job.deadline().is_some_and(|at| at <= now))
             .map(|job| job.id.clone())
             .collect();
         for id in late {
@@ -207,6 +208,16 @@ impl Actor {
         }
     }
 
+    /// A job whose last listener was dropped because it does not read ends as if that one had left.
+    fn stop_what_nobody_reads(&mut self, now: Instant) {
+        let jobs = self.jobs.values();
+        let unread = jobs.filter(|job| job.ending.is_none() && !job.detached && job.listeners.is_empty());
+        let unread: Vec<JobId> = unread.map(|job| job.id.clone()).collect();
+        for id in unread {
+            self.stop(&id, Error::Cancelled, now);
+        }
+    }
+
     /// The next moment at which time alone changes something.
     fn next_wake(&self) -> Option<Instant> {
         let now = Instant::now();
@@ -214,7 +225,7 @@ impl Actor {
             .jobs
             .values()
             .filter(|job| job.ending.is_none())
-            .filter_map(|job| job.options.deadline);
+            .filter_map(JobRecord::deadline);
         let looks = self
             .jobs
             .values()

@@ -4,18 +4,22 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
+use residency::Bytes;
 use tokio::time::Instant;
 
 use super::actor::Actor;
-use super::record::{JobRecord, Phase, StepKind};
+use super::listener::picture_bytes;
+use super::record::{JobRecord, Phase, StepKind, input_bytes};
 use super::report::JobInfo;
 use crate::error::Error;
 use crate::job::{JobEvent, JobEventKind, JobId, JobWork};
 
 /// How long the events of a job with an idempotency key are kept after its end.
 const RETAINED_FOR: Duration = Duration::from_secs(60);
-/// Bound on the pictures among them, over all ended jobs.
-const RETAINED_BYTES: usize = 256 << 20;
+/// Bound on the pictures among them and on the init images of their jobs, over all ended jobs.
+const RETAINED_BYTES: Bytes = Bytes::mib(256);
+/// How many of these jobs there are at the most.
+const RETAINED_JOBS: usize = 1_000;
 
 /// Jobs that have ended.
 #[derive(Default)]
@@ -64,18 +68,21 @@ impl Ended {
 
     fn retain(&mut self, retained: Retained) {
         self.retained.push_back(retained);
-        while self.retained.iter().map(picture_bytes).sum::<usize>() > RETAINED_BYTES {
-            self.retained.pop_front();
+        let mut bytes = self.retained.iter().map(Retained::bytes).sum::<Bytes>();
+        while bytes > RETAINED_BYTES || self.retained.len() > RETAINED_JOBS {
+            let Some(oldest) = self.retained.pop_front() else {
+                return;
+            };
+            bytes -= oldest.bytes();
         }
     }
 }
 
-fn picture_bytes(retained: &Retained) -> usize {
-    let bytes = retained.events.iter().map(|event| match &event.kind {
-        JobEventKind::Picture { rgb, .. } => rgb.len(),
-        _ => 0,
-    });
-    bytes.sum()
+impl Retained {
+    fn bytes(&self) -> Bytes {
+        let pictures = self.events.iter().map(|event| picture_bytes(&event.kind));
+        pictures.sum::<Bytes>() + input_bytes(&self.work)
+    }
 }
 
 impl Actor {
@@ -173,5 +180,59 @@ impl Actor {
             job.told.insert(picture);
             job.emit(now, JobEventKind::Latent { info, picture });
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use pipelines::{ImageRequest, InitImage};
+
+    use super::*;
+
+    fn retained(key: usize, rgb: Option<Arc<[u8]>>) -> Retained {
+        let request = ImageRequest {
+            prompt: String::new(),
+            width: 16,
+            height: 16,
+            steps: 1,
+            guidance: 0.0,
+            seed: 0,
+            max_sequence_length: 0,
+            init_image: rgb.map(|rgb| InitImage {
+                width: 16,
+                height: 16,
+                rgb,
+            }),
+            strength: 1.0,
+            preview: false,
+        };
+        Retained {
+            key: key.to_string(),
+            id: "job".into(),
+            model_key: "a".into(),
+            work: JobWork::Encode { request },
+            events: Vec::new(),
+            until: Instant::now() + RETAINED_FOR,
+        }
+    }
+
+    fn oldest_of(count: usize, rgb: Option<Arc<[u8]>>) -> (usize, String) {
+        let mut ended = Ended::default();
+        for key in 0..count {
+            ended.retain(retained(key, rgb.clone()));
+        }
+        let oldest = ended.retained.front().map(|retained| retained.key.clone());
+        (ended.retained.len(), oldest.unwrap_or_default())
+    }
+
+    #[tokio::test]
+    async fn what_is_retained_is_bounded_in_number_and_in_bytes_and_the_oldest_goes_first() {
+        assert_eq!(oldest_of(1_002, None), (1_000, "2".to_owned()));
+        let image: Arc<[u8]> = vec![0; 48 << 20].into();
+        assert_eq!(
+            oldest_of(7, Some(image)),
+            (5, "2".to_owned()),
+            "an init image counts"
+        );
     }
 }

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pipelines::{HostTensor, StageKind, StagePlan};
-use residency::{Component, ComponentId};
+use residency::{Bytes, Component, ComponentId};
 use tokio::time::Instant;
 
 use super::actor::Actor;
 use super::listener::{Job, Mailbox};
-use super::record::{JobRecord, Phase, StepKind, size_of_latent, steps_of};
+use super::record::{JobRecord, Phase, StepKind, input_bytes, size_of_latent, steps_of};
 use super::report::JobInfo;
 use super::request::{OpenModels, Request, Submission};
 use crate::error::Error;
@@ -114,6 +114,7 @@ impl Actor {
                 limit: self.settings.max_jobs,
             });
         }
+        self.refuse_heavy(&submission.spec.work)?;
         let mut job = self.record(submission, now)?;
         self.refuse_deadly(&job)?;
         self.lease_input(&mut job, now)?;
@@ -124,6 +125,18 @@ impl Actor {
         self.jobs.insert(job.id.clone(), job);
         self.replan = true;
         Ok(handle)
+    }
+
+    /// A job is refused while the init images of those before it leave no room for its own.
+    fn refuse_heavy(&self, work: &JobWork) -> Result<(), Error> {
+        let (own, others) = (input_bytes(work), self.jobs.values());
+        let kept = others.map(|job| input_bytes(&job.work)).sum::<Bytes>();
+        if own > Bytes::ZERO && kept > Bytes::ZERO && kept + own > self.settings.input_bytes {
+            return Err(Error::QueueFull {
+                limit: self.jobs.len(),
+            });
+        }
+        Ok(())
     }
 
     /// A job as it would be submitted, on nobody's list yet.
@@ -290,7 +303,7 @@ impl Actor {
 
     fn listen(&mut self, job: &mut JobRecord, joined: bool) -> Job {
         let listener = self.number();
-        let mailbox = Arc::new(Mailbox::default());
+        let mailbox = Arc::new(Mailbox::new(self.settings.unread_pictures));
         job.listeners.insert(listener, mailbox.clone());
         let requests = self.own_requests.clone();
         Job {
@@ -310,7 +323,7 @@ impl Actor {
         };
         let handle = if job.entry.key == spec.entry.key && job.work == spec.work {
             let handle = self.listen(&mut job, true);
-            job.detached |= spec.options.detach;
+            job.joined_by(&spec.options);
             let at_ms = now.duration_since(job.accepted).as_millis() as u64;
             replay(
                 &handle.mailbox,
@@ -335,7 +348,7 @@ impl Actor {
             .by_key(key)
             .filter(same)
             .ok_or_else(|| Error::KeyReused(key.clone()))?;
-        let mailbox = Arc::new(Mailbox::default());
+        let mailbox = Arc::new(Mailbox::new(self.settings.unread_pictures));
         let at_ms = retained.events.last().map_or(0, |event| event.at_ms);
         replay(&mailbox, at_ms, &retained.events);
         mailbox.close();
@@ -419,7 +432,7 @@ fn replay(mailbox: &Mailbox, at_ms: u64, events: &[JobEvent]) {
         .iter()
         .filter(|event| !matches!(event.kind, JobEventKind::Accepted { .. }));
     for event in missed {
-        mailbox.push(event.clone());
+        mailbox.push_missed(event.clone());
     }
 }
 

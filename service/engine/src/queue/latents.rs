@@ -7,7 +7,7 @@ use pipelines::{HostTensor, HostType, RequestError};
 use residency::Bytes;
 use tokio::time::Instant;
 
-use crate::error::Error;
+use crate::error::{Error, Shortfall};
 use crate::job::{Latent, LatentInfo};
 
 /// The store. What is leased (a job needs it) is never dropped.
@@ -67,15 +67,23 @@ impl Latents {
             }]));
         }
         check_numbers(&tensor)?;
-        self.make_room(bytes_of(&tensor));
-        if self.bytes() + bytes_of(&tensor) > self.bound {
-            let problem = format!(
-                "a latent of {} exceeds the store of {}",
-                bytes_of(&tensor),
-                self.bound
-            );
+        let wanted = bytes_of(&tensor);
+        if wanted > self.bound {
+            let problem = format!("a latent of {wanted} exceeds the store of {}", self.bound);
             return Err(Error::LatentMismatch(problem));
         }
+        let leased = self.leased_bytes();
+        if leased + wanted > self.bound {
+            return Err(Error::MemoryTaken(Box::new(Shortfall {
+                stage: "the store of latents".into(),
+                needed: wanted,
+                free: Bytes(self.bound.0.saturating_sub(leased.0)),
+                capacity: self.bound,
+                holders: Vec::new(),
+                fallbacks: Vec::new(),
+            })));
+        }
+        self.make_room(wanted);
         let id = self.insert(Kept {
             tensor,
             vae_id,
@@ -131,7 +139,8 @@ impl Latents {
         }
     }
 
-    /// Ends a lease. A latent that nobody was told of goes with the last one.
+    /// Ends a lease. A latent that nobody was told of goes with the last one, and others go if leases had the store
+    /// exceed its bound.
     pub(super) fn release(&mut self, id: &str, now: Instant) {
         let Some(kept) = self.kept.get_mut(id) else { return };
         kept.leases = kept.leases.saturating_sub(1);
@@ -139,6 +148,7 @@ impl Latents {
         if kept.leases == 0 && !kept.keep {
             self.kept.remove(id);
         }
+        self.make_room(Bytes::ZERO);
     }
 
     /// Drops what nobody used for too long; true if there was any.
@@ -164,6 +174,11 @@ impl Latents {
 
     pub(super) fn bytes(&self) -> Bytes {
         self.kept.values().map(|kept| bytes_of(&kept.tensor)).sum()
+    }
+
+    fn leased_bytes(&self) -> Bytes {
+        let leased = self.kept.values().filter(|kept| kept.leases > 0);
+        leased.map(|kept| bytes_of(&kept.tensor)).sum()
     }
 
     fn insert(&mut self, kept: Kept) -> String {
@@ -255,13 +270,32 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_store_that_is_full_of_leased_latents_takes_none_from_clients() {
+    async fn a_store_that_is_full_of_leased_latents_takes_none_from_clients_until_they_are_released() {
         let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
-        for _ in 0..3 {
-            latents.put_leased(tensor(), "vae".into(), true, Instant::now());
-        }
-        let refused = latents.put(tensor(), "vae".into(), Instant::now());
-        assert!(matches!(refused, Err(Error::LatentMismatch(_))));
+        let now = Instant::now();
+        let lease = |_| latents.put_leased(tensor(), "vae".into(), true, now);
+        let leased: Vec<String> = (0..3).map(lease).collect();
+        let refused = latents.put(tensor(), "vae".into(), now);
+        assert!(matches!(refused, Err(Error::MemoryTaken(short)) if short.free == Bytes::ZERO));
         assert_eq!(latents.bytes(), Bytes(48), "what was paid for stays");
+        latents.release(&leased[0], now);
+        assert_eq!(latents.bytes(), Bytes(32), "while it is needed");
+        assert!(latents.get(&leased[0], now).is_err() && latents.get(&leased[1], now).is_ok());
+        latents.release(&leased[1], now);
+        assert_eq!(latents.bytes(), Bytes(32), "the store is within its bound");
+        assert!(latents.put(tensor(), "vae".into(), now).is_ok());
+        assert!(latents.get(&leased[1], now).is_err() && latents.get(&leased[2], now).is_ok());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_latent_that_is_refused_drops_none_and_one_that_exceeds_the_store_is_no_matter_of_time() {
+        let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
+        let now = Instant::now();
+        let idle = latents.put(tensor(), "vae".into(), now).unwrap();
+        let mut large = tensor();
+        (large.shape, large.data) = (vec![1, 1, 4, 4], vec![0; 64].into());
+        let refused = latents.put(large, "vae".into(), now);
+        assert!(matches!(refused, Err(Error::LatentMismatch(_))));
+        assert!(latents.get(&idle.id, now).is_ok());
     }
 }

@@ -1,11 +1,14 @@
-//! How a job's events reach those who listen: a mailbox each, that a slow reader cannot make grow without bound.
+//! How a job's events reach those who listen: a mailbox each, that a slow reader cannot make grow without bound. Most
+//! events are coalesced; pictures cannot be, and whoever leaves too many bytes of them unread is no listener any more.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use residency::Bytes;
 use tokio::sync::{Notify, mpsc};
 
 use super::request::Request;
+use crate::error::Error;
 use crate::job::{JobEvent, JobEventKind, JobId};
 use crate::library::Entry;
 
@@ -31,6 +34,7 @@ impl Job {
             {
                 let mut contents = self.mailbox.lock();
                 if let Some(event) = contents.events.pop_front() {
+                    contents.unread -= picture_bytes(&event.kind);
                     return Some(event);
                 }
                 if contents.closed {
@@ -55,7 +59,7 @@ impl Drop for Job {
 }
 
 /// Events that one listener has not read yet.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Mailbox {
     contents: Mutex<Contents>,
     changed: Notify,
@@ -64,16 +68,52 @@ pub(super) struct Mailbox {
 #[derive(Debug, Default)]
 struct Contents {
     events: VecDeque<JobEvent>,
+    /// Of the pictures among the events.
+    unread: Bytes,
+    /// On those bytes; a single picture may exceed it.
+    bound: Bytes,
     closed: bool,
 }
 
 impl Mailbox {
+    pub(super) fn new(bound: Bytes) -> Mailbox {
+        let contents = Contents {
+            bound,
+            ..Contents::default()
+        };
+        Mailbox {
+            contents: Mutex::new(contents),
+            changed: Notify::new(),
+        }
+    }
+
+    /// Adds an event of before the listener came: it is kept elsewhere too, and nobody could have read it yet.
+    pub(super) fn push_missed(&self, event: JobEvent) {
+        self.lock().bound += picture_bytes(&event.kind);
+        self.push(event);
+    }
+
     /// Adds an event. One that may be coalesced takes the place of an unread one that it says more of: of the same
     /// kind and subject, with no event between them that is never lost. So every component's load, and every picture's
     /// steps in each of its stages, is read to its end, however slowly; and for each event that is never lost, at the
     /// most one of every kind and subject is unread.
-    pub(super) fn push(&self, event: JobEvent) {
+    ///
+    /// False: the reader does not read. What it has not read is dropped, and it hears no more than that it is over.
+    pub(super) fn push(&self, event: JobEvent) -> bool {
         let mut contents = self.lock();
+        let bytes = picture_bytes(&event.kind);
+        if bytes > Bytes::ZERO && contents.unread > Bytes::ZERO && contents.unread + bytes > contents.bound {
+            contents.unread = Bytes::ZERO;
+            contents.events = VecDeque::from([JobEvent {
+                at_ms: event.at_ms,
+                kind: JobEventKind::Failed(Error::Cancelled),
+            }]);
+            contents.closed = true;
+            drop(contents);
+            self.changed.notify_one();
+            return false;
+        }
+        contents.unread += bytes;
         if is_coalescible(&event.kind) {
             let unread = contents.events.iter().enumerate().rev();
             let outdated = unread
@@ -87,6 +127,7 @@ impl Mailbox {
         contents.events.push_back(event);
         drop(contents);
         self.changed.notify_one();
+        true
     }
 
     /// No event comes any more.
@@ -98,6 +139,14 @@ impl Mailbox {
     /// A listener that panicked in between left the contents whole: every change is one call.
     fn lock(&self) -> MutexGuard<'_, Contents> {
         self.contents.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What an event weighs that cannot be coalesced.
+pub(super) fn picture_bytes(kind: &JobEventKind) -> Bytes {
+    match kind {
+        JobEventKind::Picture { rgb, .. } => Bytes(rgb.len() as u64),
+        _ => Bytes::ZERO,
     }
 }
 

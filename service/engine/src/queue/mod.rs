@@ -56,6 +56,8 @@ use crate::messages::{Command, Event};
 pub struct Settings {
     /// Jobs that it takes before it says that it is full.
     pub max_jobs: usize,
+    /// Bytes of init images of all jobs before it says that it is full; a single job may exceed it.
+    pub input_bytes: Bytes,
     /// How often a job may be overtaken.
     pub overtaking_bound: u32,
     /// For late and foreign memory, where a job does not say.
@@ -69,6 +71,8 @@ pub struct Settings {
     pub headroom: Bytes,
     /// Bound on cached text encodings.
     pub text_cache: Bytes,
+    /// Bound on the pictures that one listener has not read yet; beyond, it is dropped as one that does not read.
+    pub unread_pictures: Bytes,
     /// Bound on latents.
     pub latents: Bytes,
     /// How long a latent is kept after its last use.
@@ -85,12 +89,14 @@ impl Default for Settings {
     fn default() -> Settings {
         Settings {
             max_jobs: 256,
+            input_bytes: Bytes::gib(1),
             overtaking_bound: 3,
             patience: Patience::default(),
             longest_patience: Duration::from_secs(600),
             policy: Policy::Shared,
             headroom: Bytes::mib(512),
             text_cache: Bytes::mib(256),
+            unread_pictures: Bytes::mib(256),
             latents: Bytes::mib(512),
             latent_ttl: Duration::from_secs(600),
             ended_kept: 100,
@@ -201,7 +207,7 @@ impl Queue {
     /// What a job would need and do, on a card or (`card` empty) on the one that would be picked.
     ///
     /// # Errors
-    /// As [`Queue::submit`], and [`Error::CardNotReady`].
+    /// As [`Queue::submit`], and [`Error::CardNotReady`]; [`Error::Invalid`] when there is no such card.
     pub async fn plan(&self, spec: JobSpec, card: &str) -> Result<PlanReport, Error> {
         let submission = self.prepare(spec).await?;
         self.ask(|reply| Request::Plan {
@@ -269,7 +275,7 @@ impl Queue {
     /// Hands slack of a card (empty: of every card) back to the driver.
     ///
     /// # Errors
-    /// [`Error::CardNotReady`].
+    /// [`Error::CardNotReady`]; [`Error::Invalid`] when there is no such card.
     pub async fn trim(&self, card: &str) -> Result<Bytes, Error> {
         self.ask(|reply| Request::Trim {
             card: card.to_owned(),
@@ -281,7 +287,7 @@ impl Queue {
     /// Makes room for another program on a card (empty: the one with the most room) and keeps it free for a time.
     ///
     /// # Errors
-    /// [`Error::CardNotReady`]; [`Error::MemoryTaken`] when what is idle is not enough.
+    /// As [`Queue::trim`], and [`Error::MemoryTaken`] when what is idle is not enough.
     pub async fn reserve(
         &self,
         card: &str,
@@ -324,7 +330,8 @@ impl Queue {
     /// Takes a client's latent into the store.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when no VAE is named; [`Error::LatentMismatch`] when the numbers are not those of a latent of that shape, or the store is too small.
+    /// [`Error::Invalid`] when no VAE is named; [`Error::LatentMismatch`] when the numbers are not those of a latent of
+    /// that shape, or exceed the store; [`Error::MemoryTaken`] while jobs need what is in it.
     pub async fn put_latent(&self, tensor: HostTensor, vae_id: String) -> Result<LatentInfo, Error> {
         self.ask(|reply| Request::PutLatent {
             tensor,

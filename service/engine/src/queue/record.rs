@@ -287,9 +287,26 @@ impl JobRecord {
         {
             retained.push(event.clone());
         }
-        for mailbox in self.listeners.values() {
-            mailbox.push(event.clone());
-        }
+        let id = &self.id;
+        self.listeners.retain(|listener, mailbox| {
+            let reads = mailbox.push(event.clone());
+            if !reads {
+                tracing::warn!(job = %id, listener, "a listener does not read its pictures: it is dropped");
+            }
+            reads
+        });
+    }
+
+    /// Another submission of the same job: it is detached if any of them is, and has until the latest deadline.
+    pub(super) fn joined_by(&mut self, options: &JobOptions) {
+        self.detached |= options.detach;
+        let deadlines = self.options.deadline.zip(options.deadline);
+        self.options.deadline = deadlines.map(|(earlier, other)| earlier.max(other));
+    }
+
+    /// When it must be done. A caller's deadline is no end to a job that goes on without its callers.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.options.deadline.filter(|_| !self.detached)
     }
 
     /// Changes phase, and books the time that was spent waiting.
@@ -307,6 +324,17 @@ impl JobRecord {
         }
         self.phase = phase;
     }
+}
+
+/// What a piece of work brings along and keeps in memory.
+pub(super) fn input_bytes(work: &JobWork) -> Bytes {
+    let request = match work {
+        JobWork::Generate(generate) => &generate.request,
+        JobWork::Encode { request } => request,
+        JobWork::Decode { .. } | JobWork::Load { .. } => return Bytes::ZERO,
+    };
+    let image = request.init_image.as_ref();
+    image.map_or(Bytes::ZERO, |image| Bytes(image.rgb.len() as u64))
 }
 
 /// The steps of a piece of work, in the order that suits the policy: where one large component at a time is on the

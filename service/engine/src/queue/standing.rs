@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use pipelines::RequestError;
 use residency::{Bytes, Component, ComponentId};
 use tokio::time::Instant;
 
@@ -357,15 +358,21 @@ impl Actor {
         self.claims_changed(now);
     }
 
+    /// Why none of the cards that were asked for (empty: all) can be used.
     pub(super) fn not_ready(&self, card: &str) -> Error {
-        if card.is_empty() || self.cards.iter().any(|c| c.description.id == card) {
-            let states = self
-                .cards
-                .iter()
-                .map(|c| format!("{} is {}", c.description.id, c.state_name()));
-            return Error::CardNotReady(states.collect::<Vec<_>>().join(", "));
+        let ids = || self.cards.iter().map(|c| c.description.id.as_str());
+        if !card.is_empty() && ids().all(|id| id != card) {
+            let there_are = ids().collect::<Vec<_>>().join(", ");
+            return Error::Invalid(vec![RequestError {
+                field: "card".into(),
+                problem: format!("is {card:?}; there are {there_are}"),
+            }]);
         }
-        Error::CardNotReady(format!("there is no card {card}"))
+        let states = self
+            .cards
+            .iter()
+            .map(|c| format!("{} is {}", c.description.id, c.state_name()));
+        Error::CardNotReady(states.collect::<Vec<_>>().join(", "))
     }
 }
 

@@ -325,7 +325,7 @@ async fn a_plan_says_what_would_happen_and_does_nothing() {
     assert_eq!(stages, [("encode_text", 1), ("denoise", 1), ("decode", 1)]);
     assert!(matches!(
         queue.plan(picture("a", "me", "a cat"), "sim:9").await,
-        Err(Error::CardNotReady(_))
+        Err(Error::Invalid(_))
     ));
     worker.set_foreign(Bytes::gib(20));
     crate::worker::settle().await;

@@ -1,6 +1,7 @@
 //! The queue against workers that are played by hand, in time that stands still unless all wait for it.
 #![allow(unreachable_pub, clippy::unwrap_used, clippy::expect_used)] // a test binary of several files
 
+mod bounds;
 mod faults;
 mod fixture;
 mod flow;

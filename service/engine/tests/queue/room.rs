@@ -402,7 +402,7 @@ async fn room_is_made_for_others_and_nothing_is_sent_meanwhile() {
         answer: Answer::Trimmed(Bytes::mib(3)),
     });
     assert_eq!(trim.await.unwrap(), Ok(Bytes::mib(3)));
-    assert!(matches!(queue.trim("sim:9").await, Err(Error::CardNotReady(_))));
+    assert!(matches!(queue.trim("sim:9").await, Err(Error::Invalid(_))));
     at_rest(&queue).await;
 }
 

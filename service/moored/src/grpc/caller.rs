@@ -3,11 +3,13 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use engine::Error;
 use engine::job::JobOptions;
 use tokio::time::Instant;
 use tonic::Request;
 
 use super::convert::priority_in;
+use super::status::short;
 use crate::proto::v1;
 
 /// Who calls, and until when they wait.
@@ -25,21 +27,34 @@ impl Caller {
             .and_then(timeout_of);
         Caller {
             address: request.remote_addr(),
-            deadline: timeout.map(|t| Instant::now() + t),
+            deadline: timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
         }
     }
 
-    pub(super) fn options(&self, options: Option<v1::JobOptions>) -> JobOptions {
+    /// The client's name: its own, or its address.
+    ///
+    /// # Errors
+    /// When it is too long to be a name.
+    pub(super) fn name(&self, client_id: String) -> Result<String, Error> {
+        short("client_id", &client_id)?;
+        if !client_id.is_empty() {
+            return Ok(client_id);
+        }
+        Ok(self
+            .address
+            .map_or_else(|| "unknown".to_owned(), |address| address.ip().to_string()))
+    }
+
+    /// How a job is queued.
+    ///
+    /// # Errors
+    /// When a name in it is too long to be one.
+    pub(super) fn options(&self, options: Option<v1::JobOptions>) -> Result<JobOptions, Error> {
         let options = options.unwrap_or_default();
-        let client = if options.client_id.is_empty() {
-            self.address
-                .map(|address| address.ip().to_string())
-                .unwrap_or_else(|| "unknown".to_owned())
-        } else {
-            options.client_id
-        };
-        JobOptions {
-            client,
+        short("options.card", &options.card)?;
+        short("options.idempotency_key", &options.idempotency_key)?;
+        Ok(JobOptions {
+            client: self.name(options.client_id)?,
             priority: priority_in(options.priority),
             patience: options.patience_ms.map(Duration::from_millis),
             allow_low_memory: options.allow_low_memory,
@@ -47,23 +62,25 @@ impl Caller {
             idempotency_key: options.idempotency_key,
             detach: options.detach,
             deadline: self.deadline,
-        }
+        })
     }
 }
 
 /// `grpc-timeout`: at most eight digits and a unit.
 fn timeout_of(header: &str) -> Option<Duration> {
     let unit = header.chars().last()?;
-    let number: u64 = header.strip_suffix(unit)?.parse().ok()?;
-    Some(match unit {
-        'H' => Duration::from_secs(number * 3600),
-        'M' => Duration::from_secs(number * 60),
-        'S' => Duration::from_secs(number),
-        'm' => Duration::from_millis(number),
-        'u' => Duration::from_micros(number),
-        'n' => Duration::from_nanos(number),
+    let digits = header.strip_suffix(unit).filter(|digits| digits.len() <= 8)?;
+    let number: u32 = digits.parse().ok()?;
+    let unit = match unit {
+        'H' => Duration::from_secs(3600),
+        'M' => Duration::from_secs(60),
+        'S' => Duration::from_secs(1),
+        'm' => Duration::from_millis(1),
+        'u' => Duration::from_micros(1),
+        'n' => Duration::from_nanos(1),
         _ => return None,
-    })
+    };
+    Some(unit * number)
 }
 
 #[cfg(test)]
@@ -77,5 +94,10 @@ mod tests {
         assert_eq!(timeout_of("2H"), Some(Duration::from_secs(7200)));
         assert_eq!(timeout_of("x"), None);
         assert_eq!(timeout_of(""), None);
+        assert_eq!(
+            timeout_of("99999999H"),
+            Some(Duration::from_secs(99_999_999 * 3600))
+        );
+        assert_eq!(timeout_of("9999999999999999999S"), None);
     }
 }

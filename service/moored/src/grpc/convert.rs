@@ -1,7 +1,7 @@
 //! House words to protocol words.
 
 use engine::job::{JobEvent, JobEventKind, JobReport, LatentInfo, Priority, StageReport};
-use engine::library::Entry;
+use engine::library::{Entry, OpenModel};
 use engine::queue::JobInfo;
 use residency::{Component, Fallback, Fits, Holder};
 
@@ -51,14 +51,18 @@ pub(super) fn millis(duration: std::time::Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// An entry; its family is known once it has been opened.
-pub(super) fn resolved(entry: &Entry, family: &str) -> v1::ResolvedModel {
+/// An entry as it was opened. Every component is held in full precision: quantization is not built yet.
+pub(super) fn resolved(entry: &Entry, open: &OpenModel) -> v1::ResolvedModel {
     v1::ResolvedModel {
         key: entry.key.clone(),
         id: entry.id.clone(),
         revision: entry.revision.clone(),
-        family: family.to_owned(),
-        quantization: std::collections::HashMap::new(),
+        family: open.model.family().to_owned(),
+        quantization: open
+            .components
+            .iter()
+            .map(|c| (c.name.clone(), "full".to_owned()))
+            .collect(),
     }
 }
 

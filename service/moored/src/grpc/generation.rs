@@ -1,5 +1,6 @@
 //! `moored.v1.Generation`.
 
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::pin::Pin;
 use std::sync::Arc;
 
@@ -22,6 +23,8 @@ use crate::proto::v1::generation_server::Generation;
 
 /// Longest prompt, in characters. T5 reads 512 tokens at the most: what is longer is a mistake.
 const LONGEST_PROMPT_CHARACTERS: usize = 10_000;
+/// Longest side of a picture that is painted or encoded; a model may take less.
+const LONGEST_SIDE_PIXELS: u32 = 4096;
 /// Pictures of one request.
 const MOST_PICTURES: u32 = 64;
 /// Least time between previews.
@@ -123,6 +126,13 @@ impl Service {
         opened.map_err(|panic| Error::Internal(panic.to_string()))?
     }
 
+    /// The entry that a reference means: folders may be looked through.
+    pub(super) async fn entry(&self, model: Option<v1::ModelRef>) -> Result<Arc<Entry>, Error> {
+        let models = self.models.clone();
+        let resolved = tokio::task::spawn_blocking(move || models.resolve(model.as_ref())).await;
+        resolved.map_err(|panic| Error::Internal(panic.to_string()))?
+    }
+
     /// Turns a request into a job, with the model's defaults in.
     pub(super) async fn prepare_generate(
         &self,
@@ -130,7 +140,7 @@ impl Service {
         caller: &Caller,
     ) -> Result<Prepared, Error> {
         check_generate(&request)?;
-        let entry = self.models.resolve(request.model.as_ref())?;
+        let entry = self.entry(request.model.clone()).await?;
         let open = self.open(&entry).await?;
         let defaults = self.models.defaults(&entry.id, open.model.defaults());
         let (width, height, init_image) = self.size_and_start(&request, defaults).await?;
@@ -140,7 +150,7 @@ impl Service {
             height,
             steps: or(request.steps, defaults.steps),
             guidance: request.guidance.unwrap_or(defaults.guidance),
-            seed: request.seed.unwrap_or_else(random_seed),
+            seed: request.seed.unwrap_or_else(|| seed_of(request.options.as_ref())),
             max_sequence_length: or(request.max_sequence_length, defaults.max_sequence_length),
             strength: request.strength.unwrap_or(DEFAULT_STRENGTH),
             init_image,
@@ -159,9 +169,9 @@ impl Service {
             preview_interval_ms: request.preview_interval_ms,
             init_latent: Some(request.init_latent_id).filter(|id| !id.is_empty()),
         });
-        let model = resolved(&entry, open.model.family());
+        let model = resolved(&entry, &open);
         let spec = JobSpec {
-            options: caller.options(request.options),
+            options: caller.options(request.options)?,
             entry,
             work,
         };
@@ -192,15 +202,38 @@ impl Service {
             ));
         }
         let asked = (request.width > 0 && request.height > 0).then_some((request.width, request.height));
-        let pixels = decode_picture("init_image", request.init_image.clone(), asked).await?;
-        let width = or(request.width, pixels.width / 16 * 16);
-        let height = or(request.height, pixels.height / 16 * 16);
+        let pixels = self
+            .decode_picture("init_image", request.init_image.clone(), asked)
+            .await?;
+        let cut = |side: u32| (side / 16 * 16).min(LONGEST_SIDE_PIXELS);
+        let width = or(request.width, cut(pixels.width));
+        let height = or(request.height, cut(pixels.height));
         let pixels = if (pixels.width, pixels.height) == (width, height) {
             pixels
         } else {
-            decode_picture("init_image", request.init_image.clone(), Some((width, height))).await?
+            self.decode_picture("init_image", request.init_image.clone(), Some((width, height)))
+                .await?
         };
         Ok((width, height, Some(init_image(pixels))))
+    }
+
+    /// Decodes and scales a client's picture, as many at a time as there are processors: each may take a quarter
+    /// of a GiB.
+    async fn decode_picture(
+        &self,
+        field: &'static str,
+        data: bytes::Bytes,
+        scale_to: Option<(u32, u32)>,
+    ) -> Result<Pixels, Error> {
+        let _turn = self
+            .decoding
+            .acquire()
+            .await
+            .map_err(|closed| Error::Internal(closed.to_string()))?;
+        let decoded = tokio::task::spawn_blocking(move || pictures::decode(&data, scale_to)).await;
+        decoded
+            .map_err(|panic| Error::Internal(panic.to_string()))?
+            .map_err(|problem| invalid(field, problem.to_string()))
     }
 
     async fn start_encode(
@@ -208,13 +241,21 @@ impl Service {
         request: v1::EncodeImageRequest,
         caller: &Caller,
     ) -> Result<EventStream, Error> {
-        let entry = self.models.resolve(request.model.as_ref())?;
+        let entry = self.entry(request.model.clone()).await?;
         let open = self.open(&entry).await?;
         let asked = (request.width > 0 && request.height > 0).then_some((request.width, request.height));
-        if let Some((width, height)) = asked {
-            check_sides(width, height)?;
+        match asked {
+            Some((width, height)) => check_sides(width, height)?,
+            None if request.width != request.height => {
+                let problem = "one side is named: name both, or neither".to_owned();
+                return Err(invalid(
+                    if request.width == 0 { "width" } else { "height" },
+                    problem,
+                ));
+            }
+            None => {}
         }
-        let pixels = decode_picture("image", request.image, asked).await?;
+        let pixels = self.decode_picture("image", request.image, asked).await?;
         check_sides(pixels.width, pixels.height)?;
         let image = ImageRequest {
             prompt: String::new(),
@@ -233,10 +274,10 @@ impl Service {
             recipe: recipe_of(&image, &entry, false),
             omit_metadata: true,
         };
-        let model = resolved(&entry, open.model.family());
+        let model = resolved(&entry, &open);
         let work = JobWork::Encode { request: image };
         let spec = JobSpec {
-            options: caller.options(request.options),
+            options: caller.options(request.options)?,
             entry,
             work,
         };
@@ -248,19 +289,19 @@ impl Service {
         request: v1::DecodeLatentRequest,
         caller: &Caller,
     ) -> Result<EventStream, Error> {
-        let entry = self.models.resolve(request.model.as_ref())?;
+        let entry = self.entry(request.model.clone()).await?;
         let open = self.open(&entry).await?;
         let output = Output {
             raw: request.output == v1::OutputFormat::RawRgb as i32,
             recipe: Recipe::default(),
             omit_metadata: true,
         };
-        let model = resolved(&entry, open.model.family());
+        let model = resolved(&entry, &open);
         let work = JobWork::Decode {
             latent: request.latent_id,
         };
         let spec = JobSpec {
-            options: caller.options(request.options),
+            options: caller.options(request.options)?,
             entry,
             work,
         };
@@ -292,6 +333,8 @@ fn check_generate(request: &v1::GenerateImageRequest) -> Result<(), Error> {
                 field,
                 format!("{value} is no multiple of 16; {below} and {above} are"),
             );
+        } else if value > LONGEST_SIDE_PIXELS {
+            problem(field, format!("{value} is more than {LONGEST_SIDE_PIXELS}"));
         }
     }
     if request.count > MOST_PICTURES {
@@ -319,31 +362,15 @@ fn check_generate(request: &v1::GenerateImageRequest) -> Result<(), Error> {
 }
 
 fn check_sides(width: u32, height: u32) -> Result<(), Error> {
-    if width.is_multiple_of(16) && height.is_multiple_of(16) && width > 0 && height > 0 {
+    let fits = |side: u32| side > 0 && side.is_multiple_of(16) && side <= LONGEST_SIDE_PIXELS;
+    if fits(width) && fits(height) {
         return Ok(());
     }
-    let problem =
-        format!("{width}x{height} is no multiple of 16 on both sides; name width and height to scale it");
+    let problem = format!(
+        "{width}x{height} is no multiple of 16 up to {LONGEST_SIDE_PIXELS} on both sides; name width and height to \
+         scale it"
+    );
     Err(invalid("image", problem))
-}
-
-async fn decode_picture(
-    field: &'static str,
-    data: bytes::Bytes,
-    scale_to: Option<(u32, u32)>,
-) -> Result<Pixels, Error> {
-    if let Some((width, height)) = scale_to
-        && (width > 8192 || height > 8192)
-    {
-        return Err(invalid(
-            "width",
-            format!("{width}x{height} is larger than 8192 pixels on a side"),
-        ));
-    }
-    let decoded = tokio::task::spawn_blocking(move || pictures::decode(&data, scale_to)).await;
-    decoded
-        .map_err(|panic| Error::Internal(panic.to_string()))?
-        .map_err(|problem| invalid(field, problem.to_string()))
 }
 
 fn init_image(pixels: Pixels) -> InitImage {
@@ -358,9 +385,18 @@ fn or(value: u32, default: u32) -> u32 {
     if value == 0 { default } else { value }
 }
 
-/// Of 32 bits: other tools take no more.
-fn random_seed() -> u64 {
-    uuid::Uuid::new_v4().as_u128() as u64 & 0xffff_ffff
+/// A seed for a request that names none: random, but for an idempotency key always the same, so that asking
+/// again is the same request. Of 32 bits: other tools take no more.
+fn seed_of(options: Option<&v1::JobOptions>) -> u64 {
+    let key = options.map_or("", |options| options.idempotency_key.as_str());
+    let seed = if key.is_empty() {
+        uuid::Uuid::new_v4().as_u128() as u64
+    } else {
+        let mut hasher = DefaultHasher::new();
+        key.hash(&mut hasher);
+        hasher.finish()
+    };
+    seed & 0xffff_ffff
 }
 
 fn recipe_of(image: &ImageRequest, entry: &Entry, from_latent: bool) -> Recipe {

@@ -16,7 +16,7 @@ use tonic::{Request, Response, Status};
 use super::caller::Caller;
 use super::convert::{component_out, holder_out, job_out, millis, resolved};
 use super::server::Service;
-use super::status::{invalid, shortfall_out, status_of};
+use super::status::{invalid, short, shortfall_out, status_of};
 use super::stream::{EventStream, Output, events_of};
 use crate::models::Found;
 use crate::pictures::Recipe;
@@ -55,7 +55,7 @@ impl Residency for Service {
         let caller = Caller::of(&request);
         let request = request.into_inner();
         let start = async {
-            let entry = self.models.resolve(request.model.as_ref())?;
+            let entry = self.entry(request.model.clone()).await?;
             let open = self.open(&entry).await?;
             for name in &request.components {
                 if !open.components.iter().any(|component| component.name == *name) {
@@ -66,14 +66,14 @@ impl Residency for Service {
                     ));
                 }
             }
-            let model = resolved(&entry, open.model.family());
+            let model = resolved(&entry, &open);
             let work = JobWork::Load {
                 components: request.components,
             };
             let job = self
                 .queue
                 .submit(JobSpec {
-                    options: caller.options(request.options),
+                    options: caller.options(request.options)?,
                     entry,
                     work,
                 })
@@ -94,10 +94,10 @@ impl Residency for Service {
     ) -> Result<Response<v1::UnloadResponse>, Status> {
         let request = request.into_inner();
         let named = request.model.as_ref().filter(|model| !model.id.is_empty());
-        let entry = named
-            .map(|model| self.models.resolve(Some(model)))
-            .transpose()
-            .map_err(|e| status_of(&e))?;
+        let entry = match named {
+            Some(model) => Some(self.entry(Some(model.clone())).await.map_err(|e| status_of(&e))?),
+            None => None,
+        };
         let report = self
             .queue
             .unload(entry, request.force)
@@ -113,8 +113,8 @@ impl Residency for Service {
     async fn pin(&self, request: Request<v1::PinRequest>) -> Result<Response<v1::PinResponse>, Status> {
         let request = request.into_inner();
         let entry = self
-            .models
-            .resolve(request.model.as_ref())
+            .entry(request.model.clone())
+            .await
             .map_err(|e| status_of(&e))?;
         let pinned = self
             .queue
@@ -125,15 +125,17 @@ impl Residency for Service {
     }
 
     async fn hold(&self, request: Request<v1::HoldRequest>) -> Result<Response<v1::HoldResponse>, Status> {
+        let caller = Caller::of(&request);
         let request = request.into_inner();
+        let client = caller.name(request.client_id).map_err(|e| status_of(&e))?;
         let ttl = time_to_live(request.ttl, DEFAULT_HOLD, LONGEST_HOLD).map_err(|e| status_of(&e))?;
         let entry = self
-            .models
-            .resolve(request.model.as_ref())
+            .entry(request.model.clone())
+            .await
             .map_err(|e| status_of(&e))?;
         let hold_id = self
             .queue
-            .hold(entry, request.client_id, ttl)
+            .hold(entry, client, ttl)
             .await
             .map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::HoldResponse {
@@ -216,6 +218,7 @@ impl Residency for Service {
         let request = request.into_inner();
         let reserve = async {
             let ttl = time_to_live(request.ttl, DEFAULT_RESERVATION, LONGEST_RESERVATION)?;
+            short("label", &request.label)?;
             if request.bytes == 0 {
                 return Err(invalid("bytes", "is 0: nothing to make room for"));
             }
@@ -257,7 +260,7 @@ impl Service {
             revision: model.revision.clone(),
             ..Default::default()
         };
-        let opened = match self.models.resolve(Some(&reference)) {
+        let opened = match self.entry(Some(reference)).await {
             Ok(entry) => self.open(&entry).await.map(|open| (entry, open)),
             Err(error) => Err(error),
         };

@@ -8,7 +8,7 @@ use engine::queue::Queue;
 use gpu::CardDescription;
 use residency::{Bytes, Policy};
 use tokio::net::TcpListener;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tonic::transport::Server as Transport;
 use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status};
@@ -50,6 +50,8 @@ pub(crate) struct Service {
     pub(crate) max_message: Bytes,
     pub(crate) policy: Policy,
     pub(crate) workers: WorkerPids,
+    /// Turns at decoding clients' pictures.
+    pub(crate) decoding: Arc<Semaphore>,
     /// Becomes true when the service is going down: streams without an end then end.
     pub(crate) stopping: watch::Receiver<bool>,
 }

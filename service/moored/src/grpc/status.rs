@@ -31,7 +31,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
             details.push(memory(shortfall));
             details.push(retry(RETRY_MEMORY));
         }
-        Error::QueueFull { .. } => details.push(retry(RETRY_FULL_QUEUE)),
+        Error::QueueFull { .. } | Error::ShuttingDown => details.push(retry(RETRY_FULL_QUEUE)),
         Error::CardNotReady(_) => details.push(retry(RETRY_CARD)),
         Error::ModelNotFound { .. }
         | Error::ModelDamaged(_)
@@ -46,7 +46,6 @@ pub(crate) fn status_of(error: &Error) -> Status {
         | Error::JobNotFound(_)
         | Error::InUse(_)
         | Error::KeyReused(_)
-        | Error::ShuttingDown
         | Error::Internal(_) => {}
     }
     with_details(code, &error.to_string(), details)
@@ -67,6 +66,21 @@ pub(crate) fn invalid(field: &str, problem: impl Into<String>) -> Error {
         field: field.to_owned(),
         problem: problem.into(),
     }])
+}
+
+/// Most characters of a client's name, a key, a label: they are kept, repeated and sent to workers.
+const LONGEST_NAME_CHARACTERS: usize = 256;
+
+/// Refuses a name that is too long to be one.
+pub(crate) fn short(field: &str, name: &str) -> Result<(), Error> {
+    if name.len() <= LONGEST_NAME_CHARACTERS {
+        return Ok(());
+    }
+    let problem = format!(
+        "has {} characters; {LONGEST_NAME_CHARACTERS} are the most",
+        name.chars().count()
+    );
+    Err(invalid(field, problem))
 }
 
 fn code_of(error: &Error) -> (Code, Reason) {

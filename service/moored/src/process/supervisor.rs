@@ -12,12 +12,13 @@ use futures::{SinkExt as _, StreamExt as _};
 use gpu::CardDescription;
 use tokio::process::{Child, ChildStdin, ChildStdout};
 use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::codec::{FramedRead, FramedWrite};
 
 use super::command_frames::command_out;
 use super::event_frames::{Outgoing, event_in};
-use super::frames::Frames;
+use super::frames::{FrameError, Frames};
 use crate::proto::worker as wire;
 
 /// Waits between two starts: doubled from the first to the last while workers die young.
@@ -25,6 +26,8 @@ const FIRST_BACK_OFF: Duration = Duration::from_millis(100);
 const LAST_BACK_OFF: Duration = Duration::from_secs(10);
 /// A worker that lived so long has shown that it can: the next death starts over with the first back-off.
 const OLD_ENOUGH: Duration = Duration::from_secs(60);
+/// A worker that has not opened its card and computed its canary by then never will.
+const START_LIMIT: Duration = Duration::from_secs(120);
 /// What a worker may take to end after `Shutdown` before it is killed.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 
@@ -186,59 +189,65 @@ impl Keeper {
         }
     }
 
-    /// Carries frames both ways until one side ends; `None` when the worker closed its end.
+    /// Carries frames both ways until one side ends; `None` when the worker closed its end. Writing has a task
+    /// of its own: a worker that does not read must not keep us from hearing that it is to be replaced.
     async fn carry(&mut self, stdin: ChildStdin, stdout: ChildStdout, child: &mut Child) -> Option<End> {
-        let mut to_worker = FramedWrite::new(stdin, Frames::<wire::Event>::new());
+        let (frames, mut writing) = start_writer(stdin);
         let mut from_worker = FramedRead::new(stdout, Frames::<wire::Event>::new());
+        let _ = frames.send(self.configuration()); // a writer that has ended is told of below
+        let start_limit = tokio::time::sleep(START_LIMIT);
+        tokio::pin!(start_limit);
+        let mut is_ready = false;
+        let end = loop {
+            tokio::select! {
+                event = from_worker.next() => match event {
+                    None => break None,
+                    Some(Err(problem)) => break Some(End::Died(problem.to_string())),
+                    Some(Ok(frame)) => match event_in(frame) {
+                        Ok(Outgoing::Event(event)) => {
+                            is_ready |= matches!(event, Event::Ready { .. });
+                            self.pass_on(event, child);
+                        }
+                        Ok(Outgoing::Refused(why)) => break Some(End::Died(why)),
+                        Err(problem) => break Some(End::Died(problem.to_string())),
+                    },
+                },
+                request = self.requests.recv() => match request {
+                    None => break Some(End::Dismissed),
+                    Some(Request::Send(command)) => drop(frames.send(command_out(&command))),
+                    Some(Request::Recycle(reason)) => break Some(End::Died(format!("recycled: {reason}"))),
+                },
+                written = &mut writing => {
+                    let problem = written.map_or_else(|panic| panic.to_string(), |problem| problem.to_string());
+                    break Some(End::Died(problem));
+                }
+                () = &mut start_limit, if !is_ready => {
+                    break Some(End::Died(format!("it was not ready within {} s", START_LIMIT.as_secs())));
+                }
+            }
+        };
+        writing.abort(); // which closes the worker's standard input
+        if matches!(end, Some(End::Died(_))) {
+            let _ = child.start_kill(); // it may have ended already
+        }
+        end
+    }
+
+    /// The first frame.
+    fn configuration(&self) -> wire::Command {
+        let lock_file = self.settings.lock_file.as_deref();
         let configure = wire::Configure {
             device: self.settings.device.clone(),
             generation: self.generation,
             headroom: self.settings.headroom_bytes,
             slack_limit: self.settings.slack_limit_bytes,
             log: self.settings.log.clone(),
-            lock_file: self
-                .settings
-                .lock_file
-                .as_deref()
-                .map(|p| p.to_string_lossy().into_owned())
+            lock_file: lock_file
+                .map(|path| path.to_string_lossy().into_owned())
                 .unwrap_or_default(),
         };
-        let first = wire::Command {
+        wire::Command {
             command: Some(wire::command::Command::Configure(configure)),
-        };
-        if let Err(problem) = to_worker.send(first).await {
-            return Some(End::Died(problem.to_string()));
-        }
-        loop {
-            tokio::select! {
-                event = from_worker.next() => match event {
-                    None => return None,
-                    Some(Err(problem)) => {
-                        let _ = child.start_kill();
-                        return Some(End::Died(problem.to_string()));
-                    }
-                    Some(Ok(frame)) => match event_in(frame) {
-                        Ok(Outgoing::Event(event)) => self.pass_on(event, child),
-                        Ok(Outgoing::Refused(why)) => return Some(End::Died(why)),
-                        Err(problem) => {
-                            let _ = child.start_kill();
-                            return Some(End::Died(problem.to_string()));
-                        }
-                    },
-                },
-                request = self.requests.recv() => match request {
-                    None => return Some(End::Dismissed),
-                    Some(Request::Send(command)) => {
-                        if let Err(problem) = to_worker.send(command_out(&command)).await {
-                            return Some(End::Died(problem.to_string()));
-                        }
-                    }
-                    Some(Request::Recycle(reason)) => {
-                        let _ = child.start_kill();
-                        return Some(End::Died(format!("recycled: {reason}")));
-                    }
-                },
-            }
         }
     }
 
@@ -256,6 +265,21 @@ impl Keeper {
             signal,
         });
     }
+}
+
+/// Writes frames to the worker until the pipe fails.
+fn start_writer(stdin: ChildStdin) -> (mpsc::UnboundedSender<wire::Command>, JoinHandle<FrameError>) {
+    let (frames, mut received) = mpsc::unbounded_channel();
+    let writing = tokio::spawn(async move {
+        let mut to_worker = FramedWrite::new(stdin, Frames::<wire::Event>::new());
+        while let Some(frame) = received.recv().await {
+            if let Err(problem) = to_worker.send(frame).await {
+                return problem;
+            }
+        }
+        FrameError::Lacks("anybody who writes it")
+    });
+    (frames, writing)
 }
 
 /// The same binary, in another part. It has a process group of its own, so that a Ctrl-C in the terminal

@@ -1,0 +1,189 @@
+//! What clients cannot make grow without bound: the lives of jobs, and the memory that they hold.
+
+use std::time::Duration;
+
+use engine::Error;
+use engine::job::{JobEventKind, JobSpec, JobWork};
+use engine::queue::{Job, Queue, Settings};
+use pipelines::InitImage;
+use residency::Bytes;
+use tokio::time::Instant;
+
+use crate::fixture::{load, picture};
+use crate::worker::{Worker, at_rest, end, events, one_card, one_card_with};
+
+/// A load under a key with a deadline in so many seconds (0: none).
+fn keyed(seconds: u64, detach: bool) -> JobSpec {
+    let mut spec = load("a", "me", &[]);
+    spec.options.idempotency_key = "key".into();
+    spec.options.detach = detach;
+    spec.options.deadline = (seconds > 0).then(|| Instant::now() + Duration::from_secs(seconds));
+    spec
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_detached_job_outlives_its_callers_deadlines() {
+    let (queue, mut worker) = one_card().await;
+    let mut job = queue.submit(keyed(2, true)).await.unwrap();
+    let mut joined = queue.submit(keyed(1, false)).await.unwrap();
+    worker.work(5_000).await;
+    assert_eq!((end(&mut job).await, end(&mut joined).await), (Ok(()), Ok(())));
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_latest_deadline_of_all_who_joined_counts() {
+    for (deadlines, work_ms, ends) in [
+        ([2, 10], 5_000, Ok(())),
+        ([10, 2], 5_000, Ok(())),
+        ([2, 0], 5_000, Ok(())),
+        ([0, 2], 5_000, Ok(())),
+        ([2, 4], 5_000, Err("running")),
+    ] {
+        let (queue, mut worker) = one_card().await;
+        let mut first = queue.submit(keyed(deadlines[0], false)).await.unwrap();
+        let mut second = queue.submit(keyed(deadlines[1], false)).await.unwrap();
+        worker.work(work_ms).await;
+        let expected = ends.map_err(|state: &str| Error::Deadline { state: state.into() });
+        assert_eq!(end(&mut first).await, expected, "{deadlines:?}");
+        assert_eq!(end(&mut second).await, expected, "{deadlines:?}");
+    }
+}
+
+/// Four pictures of 6 bytes each.
+fn four_pictures() -> JobSpec {
+    let mut spec = picture("a", "me", "cats");
+    let JobWork::Generate(generate) = &mut spec.work else {
+        panic!()
+    };
+    generate.count = 4;
+    spec.options.idempotency_key = "key".into();
+    spec
+}
+
+/// Where two unread pictures are the most.
+async fn two_unread() -> (Queue, Worker) {
+    one_card_with(Settings {
+        unread_pictures: Bytes(12),
+        ..Settings::default()
+    })
+    .await
+}
+
+async fn pictures(job: &mut Job) -> usize {
+    let all = events(job).await;
+    let pictures = all.iter().filter(|e| matches!(e, JobEventKind::Picture { .. }));
+    pictures.count()
+}
+
+#[tokio::test(start_paused = true)]
+async fn whoever_does_not_read_its_pictures_is_dropped_and_its_job_with_it() {
+    let (queue, mut worker) = two_unread().await;
+    let mut job = queue.submit(four_pictures()).await.unwrap();
+    for _ in 0..7 {
+        worker.work(1).await; // the text, and three pictures
+    }
+    assert!(worker.is_idle().await, "nobody reads the fourth");
+    let seen = events(&mut job).await;
+    assert_eq!(seen, [JobEventKind::Failed(Error::Cancelled)]);
+    let ended = queue.jobs(true).await;
+    assert_eq!((ended.len(), ended[0].state), (1, "cancelled"));
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn others_read_on_and_what_a_joiner_missed_is_not_held_against_it() {
+    let (queue, mut worker) = two_unread().await;
+    let mut idle = queue.submit(four_pictures()).await.unwrap();
+    let mut reader = queue.submit(four_pictures()).await.unwrap();
+    let reading = tokio::spawn(async move { pictures(&mut reader).await });
+    for _ in 0..7 {
+        worker.work(1).await;
+    }
+    let mut late = queue.submit(four_pictures()).await.unwrap();
+    for _ in 0..2 {
+        worker.work(1).await;
+    }
+    assert_eq!((reading.await.unwrap(), pictures(&mut late).await), (4, 4));
+    assert_eq!(end(&mut idle).await, Err(Error::Cancelled));
+    let mut afterwards = queue.submit(four_pictures()).await.unwrap();
+    assert_eq!(pictures(&mut afterwards).await, 4);
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_detached_job_goes_on_without_those_who_do_not_read() {
+    let (queue, mut worker) = two_unread().await;
+    let mut spec = four_pictures();
+    spec.options.detach = true;
+    let mut job = queue.submit(spec).await.unwrap();
+    for _ in 0..9 {
+        worker.work(1).await;
+    }
+    assert_eq!(end(&mut job).await, Err(Error::Cancelled));
+    assert_eq!(queue.jobs(true).await[0].state, "done");
+    at_rest(&queue).await;
+}
+
+/// A picture of a picture of so many bytes.
+fn of_image(bytes: usize) -> JobSpec {
+    let mut spec = picture("a", "me", "a cat");
+    let JobWork::Generate(generate) = &mut spec.work else {
+        panic!()
+    };
+    generate.request.init_image = Some(InitImage {
+        width: 1024,
+        height: 1024,
+        rgb: vec![0; bytes].into(),
+    });
+    spec
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_queue_is_full_when_its_jobs_bring_too_much_along() {
+    let (queue, mut worker) = one_card_with(Settings {
+        input_bytes: Bytes(100),
+        ..Settings::default()
+    })
+    .await;
+    let mut first = queue.submit(of_image(60)).await.unwrap();
+    let second = queue.submit(of_image(40)).await.unwrap();
+    assert!(matches!(
+        queue.submit(of_image(1)).await,
+        Err(Error::QueueFull { limit: 2 })
+    ));
+    let others = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+    drop(second);
+    drop(others);
+    for _ in 0..4 {
+        worker.work(1).await;
+    }
+    end(&mut first).await.unwrap();
+    let alone = queue.submit(of_image(200)).await;
+    assert!(alone.is_ok(), "one job is never too many");
+    drop(alone);
+    let order = worker.order().await;
+    worker.finish(order.ticket, engine::messages::Outcome::Cancelled);
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_card_that_there_is_not_is_a_mistake_and_no_matter_of_time() {
+    let (queue, mut worker) = one_card().await;
+    let (ttl, bytes) = (Duration::from_secs(10), Bytes::gib(1));
+    let refusals = [
+        queue.plan(picture("a", "me", ""), "sim:9").await.err(),
+        queue.trim("sim:9").await.err(),
+        queue.reserve("sim:9", bytes, ttl, "game".into()).await.err(),
+    ];
+    for refusal in refusals {
+        let Some(Error::Invalid(problems)) = refusal else {
+            panic!("{refusal:?}")
+        };
+        assert_eq!(problems[0].field, "card");
+        assert!(problems[0].problem.contains("sim:9") && problems[0].problem.contains("sim:0"));
+    }
+    worker.die();
+    assert!(matches!(queue.trim("sim:0").await, Err(Error::CardNotReady(_))));
+    at_rest(&queue).await;
+}
