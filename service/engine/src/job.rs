@@ -40,9 +40,9 @@ pub struct JobOptions {
     pub card_hint: String,
     /// Jobs with the same key are one job; empty: none.
     pub idempotency_key: String,
-    /// Go on when nobody listens any more.
+    /// Go on when nobody listens any more, and past the deadline.
     pub detach: bool,
-    /// When it must be done.
+    /// When it must be done; of several who join it, the latest counts.
     pub deadline: Option<Instant>,
 }
 
@@ -106,7 +106,7 @@ pub struct JobEvent {
 }
 
 /// Kinds of events. Queue, waiting, loading, step and preview are coalesced for a slow reader (the latest
-/// wins); the others are never lost.
+/// wins); the others are never lost to whoever reads: a listener that leaves too many pictures unread is closed.
 #[derive(Clone, Debug, PartialEq)]
 pub enum JobEventKind {
     /// Recorded.

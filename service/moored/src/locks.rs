@@ -15,9 +15,7 @@ const STRAY_POLL: Duration = Duration::from_millis(100);
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LockError {
     /// Another service runs on it.
-    #[error(
-        "another service (pid {pid}) has the card {card}; stop it, or give this one another card"
-    )]
+    #[error("another service (pid {pid}) has the card {card}; stop it, or give this one another card")]
     Taken {
         /// Which.
         card: String,

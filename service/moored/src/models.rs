@@ -17,9 +17,6 @@ pub(crate) const SHIPPED_ID: &str = "moored/demo";
 /// A folder listing is believed for so long; a model that is not found is looked for at once.
 const LISTING_LIFETIME: Duration = Duration::from_secs(10);
 
-/// Misses do not make it look oftener than this.
-const LISTING_PAUSE: Duration = Duration::from_secs(1);
-
 /// Formats that a quantization may name, beside `full`, once quantization is built.
 const FORMATS: [&str; 3] = ["fp8", "int8", "nf4"];
 
@@ -56,15 +53,6 @@ impl Models {
         let cached = self.listing.read().ok().and_then(|l| l.clone());
         match cached {
             Some((when, listing)) if when.elapsed() < LISTING_LIFETIME => listing,
-            _ => self.rescan(),
-        }
-    }
-
-    /// Looks once more, unless somebody just did.
-    fn list_again(&self) -> Arc<Vec<Found>> {
-        let cached = self.listing.read().ok().and_then(|l| l.clone());
-        match cached {
-            Some((when, listing)) if when.elapsed() < LISTING_PAUSE => listing,
             _ => self.rescan(),
         }
     }
@@ -136,7 +124,7 @@ impl Models {
             model.id.clone()
         };
         let found = find(&self.list(), &id, &model.revision)
-            .or_else(|| find(&self.list_again(), &id, &model.revision))
+            .or_else(|| find(&self.rescan(), &id, &model.revision))
             .ok_or_else(|| Error::ModelNotFound { id: id.clone() })?;
         let revision = if found.revision.is_empty() {
             String::new()
