@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
 import asyncio
 import contextlib
-import sys
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -72,10 +71,8 @@ def test_interrupt(endless: Endless, client: moored.Client) -> None:
 
     def interrupt() -> None:
         endless.begun.wait(WAIT_S)
-        # As Ctrl-C does nearly always: while the call is waited for, not in the midst of gRPC.
-        while sys._current_frames()[main].f_code.co_name != "wait":
-            pass
-        _thread.interrupt_main()
+        # A real Ctrl-C, wherever the main thread is just then.
+        signal.pthread_kill(main, signal.SIGINT)
 
     interrupter = threading.Thread(target=interrupt)
     interrupter.start()

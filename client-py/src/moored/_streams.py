@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -29,6 +31,11 @@ Self = TypeVar("Self", bound="Stream[Any]")
 AsyncSelf = TypeVar("AsyncSelf", bound="AsyncStream[Any]")
 
 _CLOSED = "The stream was closed before the job ended"
+
+# Messages that are read ahead of whoever takes them; then gRPC's flow control holds the service.
+_AHEAD = 8
+# A reader whose messages nobody takes looks this often whether anybody still will.
+_LEFT_POLL_S = 0.2
 
 
 class _Reading(Generic[T]):
@@ -60,8 +67,65 @@ class _Reading(Generic[T]):
         self._call.cancel()
 
 
+class _Pump:
+    """Reads a call in a thread of its own, a few messages ahead.
+
+    Whoever wants a message waits on a plain queue. There Ctrl-C is safe, as it is not inside of
+    gRPC: an interrupt that lands in its code can leave a call that never says how it ended.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._inbox: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(_AHEAD)
+        self._left = threading.Event()
+        # It knows nothing of the stream: one that nobody refers to any more can so be ended.
+        arguments = (call, self._inbox, self._left)
+        threading.Thread(target=_pump, args=arguments, daemon=True, name="moored stream").start()
+
+    def take(self) -> Any:
+        """The next message, or the error that ended the call; StopIteration at its good end."""
+        message, end = self._inbox.get()
+        if end is not None:
+            self._inbox.put((None, end))
+            raise end
+        return message
+
+    def leave(self) -> None:
+        """Nobody will take any more."""
+        self._left.set()
+
+
+def _pump(
+    call: Any, inbox: queue.Queue[tuple[Any, BaseException | None]], left: threading.Event
+) -> None:
+    end: BaseException = StopIteration()
+    try:
+        for message in call:
+            if not _put(inbox, (message, None), left):
+                return
+    except BaseException as error:
+        end = error  # raised where the messages are read
+    _put(inbox, (None, end), left)
+
+
+def _put(
+    inbox: queue.Queue[tuple[Any, BaseException | None]],
+    item: tuple[Any, BaseException | None],
+    left: threading.Event,
+) -> bool:
+    """Whether the item found a place before everybody had left."""
+    while True:
+        try:
+            inbox.put(item, timeout=_LEFT_POLL_S)
+            return True
+        except queue.Full:
+            if left.is_set():
+                return False
+
+
 class Stream(_Reading[T]):
     """Items as they arrive. One thread reads; any thread may close."""
+
+    _pump: _Pump | None = None
 
     def __iter__(self: Self) -> Self:
         return self
@@ -69,7 +133,9 @@ class Stream(_Reading[T]):
     def __next__(self) -> T:
         while not self._ended:
             try:
-                message = next(self._call)
+                if self._pump is None:
+                    self._pump = _Pump(self._call)
+                message = self._pump.take()
                 self._begun = True
                 item = self._read(message)
             except StopIteration:
@@ -87,6 +153,8 @@ class Stream(_Reading[T]):
 
     def close(self) -> None:
         """Ends the call, and the job with it unless it is detached. Again is harmless."""
+        if self._pump is not None:
+            self._pump.leave()
         if not self._ended:
             self._end()
 
