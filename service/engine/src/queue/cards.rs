@@ -149,6 +149,37 @@ impl Card {
         self.ledger = ledger;
         self.ledger_at = now;
         self.snapshots += 1;
+        self.see_our_pins();
+    }
+
+    /// Pins are ours to say: a ledger that was published before the worker heard of a change must not have a job
+    /// refused for a pin that is off already.
+    fn see_our_pins(&mut self) {
+        let stale: Vec<ComponentId> = self
+            .ledger
+            .pins()
+            .filter(|id| !self.standing.pins.contains(id))
+            .cloned()
+            .collect();
+        let missing: Vec<ComponentId> = {
+            let seen: BTreeSet<&ComponentId> = self.ledger.pins().collect();
+            self.standing
+                .pins
+                .iter()
+                .filter(|id| !seen.contains(id))
+                .cloned()
+                .collect()
+        };
+        if stale.is_empty() && missing.is_empty() {
+            return;
+        }
+        let ledger = Arc::make_mut(&mut self.ledger);
+        for id in stale {
+            ledger.unpin(&id);
+        }
+        for id in missing {
+            ledger.pin(id);
+        }
     }
 
     /// What time it is by the worker's clock, of which the latest use of a component is the latest that is known.
@@ -200,6 +231,7 @@ impl Card {
     pub(super) fn stand(&mut self, standing: Standing, fresh_worker: bool) {
         if self.is_ready() && (fresh_worker || standing != self.standing) {
             self.standing = standing.clone();
+            self.see_our_pins();
             self.port.send(Command::Standing(standing));
         }
     }
