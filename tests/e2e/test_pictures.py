@@ -275,6 +275,7 @@ def test_a_prompt_that_comes_again_is_not_encoded_again(
     painting_client: moored.Client,
 ) -> None:
     prompt = "a prompt of this test alone: a small green star on a black background"
+
     def encoding(stream: moored.EventStream[moored.ImageResult]) -> moored.StageStarted:
         stages = [event for event in stream if isinstance(event, moored.StageStarted)]
         assert [stage.name for stage in stages] == ["encode_text", "denoise", "decode"]
