@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use futures::StreamExt as _;
 use residency::Bytes;
 use serde_json::json;
+use tokio::signal::unix::{SignalKind, signal};
 
 use super::arguments::{Generate, PriorityChoice};
 use super::connection::Connection;
@@ -124,6 +125,8 @@ pub(super) async fn paint(
     request: v1::GenerateImageRequest,
     show: &mut Show,
 ) -> Result<Painted, CliError> {
+    // Before the job exists, and one listener for all of it: a Ctrl-C between two events is not lost.
+    let mut interrupted = signal(SignalKind::interrupt())?;
     let mut events = connection
         .generation()
         .generate_image(request)
@@ -136,7 +139,7 @@ pub(super) async fn paint(
     loop {
         let event = tokio::select! {
             event = events.next() => event,
-            _ = tokio::signal::ctrl_c() => {
+            _ = interrupted.recv() => {
                 show.end();
                 return Err(CliError::Usage("cancelled".to_owned()));
             }
