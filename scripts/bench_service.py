@@ -30,10 +30,11 @@ import moored
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS_FILE = ROOT / "docs/benchmarks/service.json"
+CARD_ROWS_FILE = ROOT / "docs/benchmarks/card.json"  # written by tests/gpu/run
 DOCUMENT = ROOT / "docs/BENCHMARKS.md"
 INSTANT_MODELS = ROOT / "tests/models/instant"
 PROMPTS = ROOT / "service/moored/src/cli/demo_prompts.txt"
-BEGIN, END = "<!-- service.json -->", "<!-- end -->"
+END = "<!-- end -->"
 START_TIMEOUT_S = 60
 CLIENTS = 64
 MIB = 2**20
@@ -304,26 +305,32 @@ def measure_demo(rows: Rows, binary: Path, scale: Scale) -> None:
 
 def table_of(rows: list[dict[str, object]]) -> str:
     """The rows for people, in Markdown."""
+    peers = any(row["peer"] for row in rows)
     lines = ["| Measure | Value | Target | Met |", "| --- | ---: | ---: | :---: |"]
+    if peers:
+        lines = [f"{lines[0]} Others |", f"{lines[1]} --- |"]
     for row in rows:
         one = Row(**row)  # type: ignore[arg-type]
         sign = "≤" if one.better == "lower" else "≥"
         target = "" if one.target is None else f"{sign} {one.target:g} {one.unit}"
         met = {None: "", True: "yes", False: "no"}[one.met]
-        lines.append(f"| {one.measure} | {one.value:g} {one.unit} | {target} | {met} |")
+        line = f"| {one.measure} | {one.value:g} {one.unit} | {target} | {met} |"
+        other = f"{one.peer}: {one.peer_value:g} {one.unit}" if one.peer else ""
+        lines.append(f"{line} {other} |" if peers else line)
     machines = sorted({f"{row['device']}, {row['date']}" for row in rows})
     return "\n".join([*lines, "", "Measured on: " + "; ".join(machines) + "."])
 
 
-def write_table(rows: list[dict[str, object]]) -> None:
-    """Puts the table between its markers in the document, where there is one with them."""
+def write_table(rows: list[dict[str, object]], name: str = ROWS_FILE.name) -> None:
+    """Puts the table of a rows file between its markers in the document, where there is one with them."""
+    marker = f"<!-- {name} -->"
     text = DOCUMENT.read_text(encoding="utf-8") if DOCUMENT.is_file() else ""
-    before, begin, rest = text.partition(BEGIN)
+    before, begin, rest = text.partition(marker)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        print(f"{DOCUMENT} has no {BEGIN} ... {END}: the table is not written", file=sys.stderr)
+        print(f"{DOCUMENT} has no {marker} ... {END}: the table is not written", file=sys.stderr)
         return
-    DOCUMENT.write_text(f"{before}{BEGIN}\n\n{table_of(rows)}\n\n{END}{after}", encoding="utf-8")
+    DOCUMENT.write_text(f"{before}{marker}\n\n{table_of(rows)}\n\n{END}{after}", encoding="utf-8")
 
 
 def main() -> int:
@@ -335,7 +342,9 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="only write what is recorded anew")
     arguments = parser.parse_args()
     if arguments.table:
-        write_table(json.loads(ROWS_FILE.read_text(encoding="utf-8")))
+        for file in (ROWS_FILE, CARD_ROWS_FILE):
+            if file.is_file():
+                write_table(json.loads(file.read_text(encoding="utf-8")), file.name)
         return 0
     if not arguments.binary:
         parser.error("--binary is needed")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 
 import pytest
 from conftest import Ask
@@ -19,9 +20,7 @@ from moored._generated import (
 
 COMPONENT = model_pb2.Component(id="c1", name="vae", bytes=100)
 MIRRORED = moored.Component("c1", "vae", 100)
-FREED = residency_pb2.FreedComponent(
-    component=COMPONENT, card="cpu", booked_bytes=100, freed_bytes=99
-)
+FREED = model_pb2.FreedComponent(component=COMPONENT, card="cpu", booked_bytes=100, freed_bytes=99)
 
 
 def test_models(service: Service, ask: Ask) -> None:
@@ -50,8 +49,29 @@ def test_load(service: Service, ask: Ask) -> None:
         ask("load", "demo", components="vae")
 
 
+def test_a_load_may_replace_and_prove(service: Service, ask: Ask) -> None:
+    kept = model_pb2.KeptComponent(component=COMPONENT, card="cpu", reason="shared with b")
+    service.on("Load", [accepted(), done(freed=[FREED], kept=[kept])])
+    result = ask("load", "new", replace=moored.ModelRef("old", revision="r"))
+    request = service.requests["Load"]
+    assert (request.replace.id, request.replace.revision, request.prove) == ("old", "r", False)
+    assert result.freed == (moored.FreedComponent(MIRRORED, "cpu", 100, 99),)
+    assert result.done.kept == (moored.KeptComponent(MIRRORED, "cpu", "shared with b"),)
+    ask("load", "new", prove=True)
+    request = service.requests["Load"]
+    assert request.prove
+    assert not request.HasField("replace")
+    assert len(ask.items("stream_load", "new", replace="old")) == 2
+    assert service.requests["Load"].replace.id == "old"
+
+
+def test_every_field_of_a_load_has_an_argument() -> None:
+    arguments = set(inspect.signature(moored.Client.load).parameters) - {"self", "timeout"}
+    assert arguments == set(residency_pb2.LoadRequest.DESCRIPTOR.fields_by_name)
+
+
 def test_unload(service: Service, ask: Ask) -> None:
-    kept = residency_pb2.KeptComponent(component=COMPONENT, card="cpu", reason="pinned")
+    kept = model_pb2.KeptComponent(component=COMPONENT, card="cpu", reason="pinned")
     response = residency_pb2.UnloadResponse(freed=[FREED], kept=[kept], cancelled_jobs=["j"])
     service.on("Unload", response)
     unloaded = ask("unload", "demo", force=True)

@@ -719,3 +719,113 @@ def test_the_ledger_rests_after_everything(simulate: Simulate) -> None:
             pass
         assert_at_rest(client)
         assert client.status().latents == 0
+
+
+# Swaps.
+
+
+def names(events: list[moored.Event], kind: type) -> list[str]:
+    return [event.component.name for event in events if isinstance(event, kind)]  # type: ignore[attr-defined]
+
+
+def whole(client: moored.Client, model: str) -> bool:
+    listed = {one.id: one for one in client.list_models()}
+    return set(listed[model].resident) == COMPONENTS
+
+
+def test_where_both_fit_the_old_model_leaves_when_the_new_one_is_proven(simulate: Simulate) -> None:
+    with simulate("sim:80GiB").client() as client:
+        client.load("flux-full")
+        client.pin("flux-full")
+        events = list(client.stream_load("flux-other", replace="flux-full"))
+        done = events[-1]
+        assert isinstance(done, moored.Done)
+        stages = ["load", "encode_text", "denoise", "decode", "unload"]
+        assert [stage.name for stage in done.stages] == stages
+        (freed,) = done.freed
+        assert (freed.component.name, freed.freed_bytes) == ("transformer", TRANSFORMER)
+        assert freed.booked_bytes == TRANSFORMER
+        began = [event.name for event in events if isinstance(event, moored.StageStarted)]
+        assert began == stages[:-1]
+        assert names(events, moored.Evicting) == ["transformer"]
+        assert not of_kind(events, moored.Artifact)
+        assert isinstance(events[-2], moored.Evicting), "the old one leaves last"
+        assert whole(client, "flux-other")
+        assert not whole(client, "flux-full")
+        listed = {one.id: one.pinned for one in client.list_models()}
+        assert (listed["flux-full"], listed["flux-other"]) == (False, True)
+        client.unpin("flux-other")
+        assert_at_rest(client)
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "brought_back"),
+    [
+        ("sim:80GiB,fail-load=5:damaged", moored.ModelDamaged, False),
+        ("sim:40GiB,fail-load=5:damaged", moored.ModelDamaged, True),
+        ("sim:80GiB,die-at=denoise:1,die-generations=2", moored.WorkerDied, True),
+        ("sim:40GiB,die-at=denoise:1,die-generations=2", moored.WorkerDied, True),
+    ],
+)
+def test_whatever_goes_wrong_the_old_model_is_back_before_the_error(
+    simulate: Simulate, device: str, error: type[moored.MooredError], brought_back: bool
+) -> None:
+    with simulate(device).client() as client:
+        client.load("flux-full")
+        client.pin("flux-full")
+        events = []
+        with (
+            pytest.raises(error),
+            client.stream_load("flux-other", replace="flux-full", timeout=60) as stream,
+        ):
+            events.extend(stream)
+        retries = [event for event in events if isinstance(event, moored.Retrying)]
+        restorings = [event for event in retries if event.reason == "RESTORING"]
+        assert [event.stage for event in restorings] == ["restore"] * brought_back
+        if brought_back and "40GiB" in device:  # where both fit, a pin brings it back by itself
+            at = events.index(restorings[0])
+            assert "transformer" in names(events[at:], moored.Loading), "it is seen to come back"
+        assert whole(client, "flux-full")
+        assert not whole(client, "flux-other")
+        card = until(client, lambda card: card.memory.components == FLUX_BYTES)
+        assert all(one.pinned and not one.held for one in card.residents)
+        client.unpin("flux-full")
+        assert_at_rest(client)
+
+
+def test_a_swap_that_is_cancelled_is_undone(simulate: Simulate) -> None:
+    with simulate("sim:40GiB,speed=10GiB/s").client() as client:
+        client.load("flux-full")
+        with client.stream_load("flux-other", replace="flux-full") as stream:
+            next(event for event in stream if isinstance(event, moored.Loading))
+        until(client, lambda card: card.memory.components == FLUX_BYTES and card.job_id == "")
+        assert whole(client, "flux-full")
+        assert_at_rest(client)
+
+
+def test_a_swap_on_the_command_line(simulate: Simulate) -> None:
+    service = simulate("sim:40GiB")
+    with service.client() as client:
+        client.load("flux-full")
+        swapped = service.run("load", "flux-other", "--replace", "flux-full")
+        assert swapped.returncode == 0, swapped.stderr
+        assert "flux-other is proven and resident in place of flux-full" in swapped.stdout
+        proven = service.run("load", "flux-other", "--prove")
+        assert "flux-other is proven and resident" in proven.stdout
+        for wrong in (["--replace", "flux-other"], ["--replace", "no-such-model"]):
+            assert service.run("load", "flux-other", *wrong).returncode != 0
+        part = service.run("load", "flux-other", "--prove", "--component", "vae")
+        assert "--component" in part.stderr
+        assert_at_rest(client)
+
+
+def test_a_real_model_proves_itself(painting_client: moored.Client) -> None:
+    result = painting_client.load("moored/demo", prove=True)
+    stages = ["load", "encode_text", "denoise", "decode"]
+    assert [stage.name for stage in result.stages] == stages
+    with pytest.raises(moored.InvalidRequest, match="components"):
+        painting_client.load("moored/demo", components=["vae"], prove=True)
+    with pytest.raises(moored.InvalidRequest, match="replace"):
+        painting_client.load("moored/demo", replace="moored/demo")
+    with pytest.raises(moored.InvalidRequest, match=r"replace\.id"):
+        painting_client.load("moored/demo", replace="")

@@ -204,17 +204,28 @@ class Client:
         model: ModelLike,
         *,
         components: Sequence[str] = (),
+        replace: ModelLike | None = None,
+        prove: bool = False,
         timeout: float | None = None,
         **options: Unpack[JobOptions],
     ) -> JobResult:
-        """Brings a model in, ahead of use: all of its components, or those named."""
-        return self.stream_load(model, components=components, timeout=timeout, **options).result()
+        """Brings a model in, ahead of use: all of its components, or those named.
+
+        `prove` makes the smallest picture with it and throws it away: the load succeeds only if
+        the model works. `replace` names the model whose place it takes: that one leaves when the
+        new one is proven, and is back before an error is raised if anything fails.
+        """
+        return self.stream_load(
+            model, components=components, replace=replace, prove=prove, timeout=timeout, **options
+        ).result()
 
     def stream_load(
         self,
         model: ModelLike,
         *,
         components: Sequence[str] = (),
+        replace: ModelLike | None = None,
+        prove: bool = False,
         timeout: float | None = None,
         **options: Unpack[JobOptions],
     ) -> EventStream[JobResult]:
@@ -223,6 +234,8 @@ class Client:
             model=requests.model_of(model),
             options=requests.job_request(options, self.client_id),
             components=requests.component_names(components),
+            replace=requests.model_of(replace),
+            prove=prove,
         )
         return self._events(self._stubs.residency.Load, request, timeout, job_result)
 

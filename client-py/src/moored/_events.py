@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, TypeAlias
 from ._extras import pillow
 from ._generated import events_pb2
 from ._mirror import mirror, mirrors
-from ._records import Component, Holder, LatentInfo, ResolvedModel, StageReport
+from ._records import (
+    Component,
+    FreedComponent,
+    Holder,
+    KeptComponent,
+    LatentInfo,
+    ResolvedModel,
+    StageReport,
+)
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -171,7 +179,10 @@ class LatentKept(BaseEvent):
 @mirrors(events_pb2.Done)
 @dataclass(frozen=True, slots=True)
 class Done(BaseEvent):
-    """The job is finished. Picture i used `seed` + i. `approximations`: what memory forced."""
+    """The job is finished. Picture i used `seed` + i. `approximations`: what memory forced.
+
+    `freed` and `kept` are what left and what stayed of a model that a load replaced.
+    """
 
     seed: int
     stages: tuple[StageReport, ...]
@@ -179,6 +190,8 @@ class Done(BaseEvent):
     approximations: tuple[str, ...]
     total_ms: int
     model: ResolvedModel
+    freed: tuple[FreedComponent, ...] = ()
+    kept: tuple[KeptComponent, ...] = ()
 
 
 Event: TypeAlias = (

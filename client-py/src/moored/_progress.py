@@ -31,6 +31,7 @@ _STAGES = {
     "denoise": "Denoising",
     "decode": "Decoding",
     "load": "Loading",
+    "restore": "Restoring",
 }
 
 
@@ -50,6 +51,8 @@ def describe(event: Event) -> str:
             return f"Evicting {event.component.name}, {_size(event.component.bytes)}"
         case Loading():
             return f"Loading {event.component.name} {_of(event.bytes_done, event.bytes_total)}"
+        case Retrying(reason="RESTORING"):
+            return event.message or event.reason
         case Retrying():
             return f"Retrying {event.stage}: {event.message or event.reason}"
         case StageStarted():

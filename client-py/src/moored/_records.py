@@ -126,7 +126,7 @@ class ModelInfo:
     pinned: bool
 
 
-@mirrors(residency_pb2.FreedComponent)
+@mirrors(model_pb2.FreedComponent)
 @dataclass(frozen=True, slots=True)
 class FreedComponent:
     """A component that left: bytes as booked, and bytes as the driver's figures confirm."""
@@ -137,7 +137,7 @@ class FreedComponent:
     freed_bytes: int
 
 
-@mirrors(residency_pb2.KeptComponent)
+@mirrors(model_pb2.KeptComponent)
 @dataclass(frozen=True, slots=True)
 class KeptComponent:
     """A component that stayed, and why: `shared with owner/other`, `pinned`, `held by CLIENT`."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ._errors import InternalError, MooredError
 from ._events import Accepted, Artifact, Done, Event, LatentKept
 from ._extras import numpy, pillow
-from ._records import LatentInfo, ResolvedModel, StageReport
+from ._records import FreedComponent, LatentInfo, ResolvedModel, StageReport
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -122,6 +122,11 @@ class JobResult:
     def total_ms(self) -> int:
         """Milliseconds from acceptance to the end."""
         return self.done.total_ms
+
+    @property
+    def freed(self) -> tuple[FreedComponent, ...]:
+        """What left of the model that a load replaced."""
+        return self.done.freed
 
     @property
     def model(self) -> ResolvedModel:

@@ -9,6 +9,7 @@ use tokio::time::Instant;
 
 use crate::error::Error;
 use crate::library::Entry;
+use crate::queue::{Freed, Kept};
 
 /// Name of a job, for people and for cancelling.
 pub type JobId = Arc<str>;
@@ -74,8 +75,12 @@ pub enum JobWork {
     },
     /// Nothing: components come in.
     Load {
-        /// Names; empty: all.
+        /// Names; empty: all. All it must be if anything follows.
         components: Vec<String>,
+        /// The entry whose place it takes once it is proven, or that is brought back.
+        replace: Option<Arc<Entry>>,
+        /// Make the smallest picture with it, as a proof; whatever replaces does so anyway.
+        prove: bool,
     },
 }
 
@@ -239,6 +244,10 @@ pub struct JobReport {
     pub approximations: Vec<String>,
     /// From acceptance to the end.
     pub total: Duration,
+    /// What left of the model that was replaced.
+    pub freed: Vec<Freed>,
+    /// What stayed of it.
+    pub kept: Vec<Kept>,
 }
 
 /// What one stage took.

@@ -8,8 +8,8 @@ use candle_core::{DType, Device};
 use residency::{Bytes, Component, ComponentId, DriverTruth};
 use serde::{Deserialize, Serialize};
 
+use crate::faults::FaultAction;
 use crate::load::{LoadError, LoadPlan, LoadProgress};
-use crate::simulated::FaultAction;
 use crate::tensors::ComponentTensors;
 
 /// What sort of card it is.
@@ -59,6 +59,17 @@ pub enum GpuError {
     /// Someone still holds tensors of the component: unloading would free nothing.
     #[error("component {0} is still in use by {1} holder(s) of its tensors")]
     StillInUse(ComponentId, usize),
+    /// A component has left, and its memory has not: somebody keeps tensors of it. Only a new worker process brings
+    /// these bytes back.
+    #[error("component {component} left {bytes} behind, in {}", tensors.join(", "))]
+    Leaked {
+        /// What was unloaded.
+        component: ComponentId,
+        /// What stayed.
+        bytes: Bytes,
+        /// Its tensors that are still allocated.
+        tensors: Vec<String>,
+    },
     /// The driver's figures cannot be had.
     #[error("the memory figures of the card cannot be read: {0}")]
     Truth(String),
@@ -106,7 +117,8 @@ pub trait Gpu {
     /// Drops a component and verifies by the driver's figures that its bytes came back.
     ///
     /// # Errors
-    /// [`GpuError::StillInUse`] when tensor handles are still out; nothing is freed then.
+    /// [`GpuError::StillInUse`] when tensor handles are still out; nothing is freed then. [`GpuError::Leaked`] when it
+    /// left and its memory did not.
     fn unload(&mut self, id: &ComponentId) -> Result<Unloaded, GpuError>;
 
     /// Hands slack back to the driver and says how much.
@@ -114,6 +126,15 @@ pub trait Gpu {
     /// # Errors
     /// [`GpuError::Lost`].
     fn trim(&mut self) -> Result<Bytes, GpuError>;
+
+    /// The largest single allocation that would succeed now, as far as `enough`: free memory that is there but not in
+    /// one piece is of no use to whoever needs one piece. Slack of the activation pool is not counted.
+    ///
+    /// # Errors
+    /// [`GpuError::Lost`] or [`GpuError::Truth`].
+    fn largest_allocation(&mut self, enough: Bytes) -> Result<Bytes, GpuError> {
+        Ok(self.memory()?.free.min(enough))
+    }
 
     /// Starts measuring activation memory for a stage, which [`Gpu::stage_peak`] ends.
     fn begin_stage(&mut self);

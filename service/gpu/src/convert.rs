@@ -114,7 +114,41 @@ impl Numbers {
     }
 }
 
+/// The numbers that these bytes have room for. `None` where they are not aligned for them.
+fn numbers_in<T: Plain>(bytes: &mut [u8]) -> Option<&mut [T]> {
+    // SAFETY: `Plain` has no bit pattern that is invalid, and no padding that reading it as bytes would reach.
+    let (before, numbers, behind) = unsafe { bytes.align_to_mut::<T>() };
+    (before.is_empty() && behind.is_empty()).then_some(numbers)
+}
+
 impl<'a> Part<'a> {
+    /// Bytes that hold numbers of this dtype and nothing else. `None` for a dtype that is not read, and for bytes that
+    /// are not aligned for it.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // pinned memory is CUDA's
+    pub(crate) fn over(bytes: &'a mut [u8], target: DType) -> Option<Part<'a>> {
+        Some(match target {
+            DType::F32 => Part::F32(numbers_in(bytes)?),
+            DType::F64 => Part::F64(numbers_in(bytes)?),
+            DType::F16 => Part::F16(numbers_in(bytes)?),
+            DType::BF16 => Part::Bf16(numbers_in(bytes)?),
+            DType::U8 => Part::U8(bytes),
+            DType::I64 => Part::I64(numbers_in(bytes)?),
+            _ => return None,
+        })
+    }
+
+    /// How many numbers it has.
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Part::F32(n) => n.len(),
+            Part::F64(n) => n.len(),
+            Part::F16(n) => n.len(),
+            Part::Bf16(n) => n.len(),
+            Part::U8(n) => n.len(),
+            Part::I64(n) => n.len(),
+        }
+    }
+
     /// The first `count` numbers, and the rest.
     pub(crate) fn split(self, count: usize) -> (Part<'a>, Part<'a>) {
         macro_rules! halves {

@@ -9,11 +9,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::card::{CardDescription, Gpu, GpuError};
 use crate::cpu::{CpuCard, CpuSettings};
+use crate::cuda_settings::{CudaSettings, CudaSettingsError, CudaWhich};
+use crate::profile::MemoryProfile;
 use crate::simulated::{RealClock, SettingsError, SimulatedCard, SimulatedSettings, SimulatedWorld};
 use crate::size::{SizeError, exact_bytes, parse_bytes};
 
-/// A card as it is named in configuration: `cpu`, `cpu:16GiB`, `cuda`, `cuda:1`, or `sim:` with
-/// [`SimulatedSettings`]. What is displayed parses to the same, and it is serialised as that text.
+/// A card as it is named in configuration: `cpu`, `cpu:16GiB`, `cuda`, `cuda:1`, `cuda:GPU-8f2c...` with
+/// [`CudaSettings`], or `sim:` with [`SimulatedSettings`]. What is displayed parses to the same, and it is serialised
+/// as that text.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum DeviceSpec {
@@ -24,18 +27,33 @@ pub enum DeviceSpec {
     },
     /// A simulated card.
     Simulated(SimulatedSettings),
-    /// An NVIDIA card, by its number in the driver's order.
-    Cuda {
-        /// From 0.
-        ordinal: u32,
-    },
+    /// An NVIDIA card.
+    Cuda(CudaSettings),
+}
+
+/// A card by name, or whatever there is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// `auto`: all NVIDIA cards, or system memory where there are none or this build cannot drive them.
+    Auto,
+    /// This one.
+    Card(DeviceSpec),
+}
+
+/// What choices come to on this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Discovered {
+    /// Each card, NVIDIA cards by their whole UUIDs.
+    pub devices: Vec<DeviceSpec>,
+    /// Why `auto` came to system memory, for people; `None` where it did not.
+    pub fallback: Option<String>,
 }
 
 /// A name of a card that cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DeviceSpecError {
     /// No such sort of card.
-    #[error("{given:?} is no device: write cpu, cpu:16GiB, cuda, cuda:0, or sim:24GiB")]
+    #[error("{given:?} is no device: write auto, cpu, cpu:16GiB, cuda, cuda:0, or sim:24GiB")]
     Unknown {
         /// What was written.
         given: String,
@@ -46,6 +64,9 @@ pub enum DeviceSpecError {
     /// The simulated card's settings.
     #[error(transparent)]
     Settings(#[from] SettingsError),
+    /// The NVIDIA card's.
+    #[error(transparent)]
+    Cuda(#[from] CudaSettingsError),
 }
 
 /// A card that cannot be opened.
@@ -53,11 +74,20 @@ pub enum DeviceSpecError {
 pub enum OpenError {
     /// This build cannot drive such a card.
     #[error(
-        "this build has no CUDA: {device} needs the build with the `cuda` feature; cpu and sim: work here"
+        "this build has no CUDA: {device} needs one made with `cargo build --release --features cuda`; cpu and sim: \
+         work here"
     )]
     NoCuda {
         /// The device that was asked for, as it was written.
         device: String,
+    },
+    /// The driver was asked for the card and does not show it.
+    #[error("cannot find {device}: {problem}")]
+    NotFound {
+        /// The device that was asked for, as it was written.
+        device: String,
+        /// What the driver said, and what to do about it.
+        problem: String,
     },
     /// The card does not answer.
     #[error("cannot open {device}: {source}")]
@@ -74,7 +104,7 @@ impl DeviceSpec {
     /// is made, so that the supervisor may ask.
     ///
     /// # Errors
-    /// [`OpenError`] as [`open`].
+    /// [`OpenError`] as [`open`], and [`OpenError::NotFound`].
     pub fn describe(&self) -> Result<CardDescription, OpenError> {
         match self {
             DeviceSpec::Cpu { capacity } => CpuCard::describe_unopened(CpuSettings { capacity: *capacity })
@@ -83,36 +113,152 @@ impl DeviceSpec {
                     source,
                 }),
             DeviceSpec::Simulated(settings) => Ok(SimulatedCard::describe_unopened(settings)),
-            DeviceSpec::Cuda { .. } => Err(OpenError::NoCuda {
-                device: self.to_string(),
-            }),
+            DeviceSpec::Cuda(settings) => describe_cuda(settings),
         }
+    }
+
+    /// The same card under a name that stays true while cards come and go: NVIDIA cards by their whole UUIDs.
+    ///
+    /// # Errors
+    /// As [`DeviceSpec::describe`].
+    pub fn resolved(&self) -> Result<DeviceSpec, OpenError> {
+        let DeviceSpec::Cuda(settings) = self else {
+            return Ok(self.clone());
+        };
+        let which = CudaWhich::Uuid(describe_cuda(settings)?.id);
+        Ok(DeviceSpec::Cuda(CudaSettings {
+            which,
+            ..settings.clone()
+        }))
     }
 }
 
+impl DeviceChoice {
+    /// What several choices come to, in their order.
+    ///
+    /// # Errors
+    /// As [`DeviceSpec::describe`], for a card that was named; `auto` always comes to something.
+    pub fn resolve(choices: &[DeviceChoice]) -> Result<Discovered, OpenError> {
+        let mut discovered = Discovered {
+            devices: Vec::new(),
+            fallback: None,
+        };
+        for choice in choices {
+            match choice {
+                DeviceChoice::Card(device) => discovered.devices.push(device.resolved()?),
+                DeviceChoice::Auto => match all_cuda() {
+                    Ok(found) => discovered.devices.extend(found),
+                    Err(why) => {
+                        discovered.devices.push(DeviceSpec::Cpu { capacity: None });
+                        discovered.fallback = Some(why);
+                    }
+                },
+            }
+        }
+        Ok(discovered)
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn describe_cuda(settings: &CudaSettings) -> Result<CardDescription, OpenError> {
+    crate::nvml::describe(settings).map_err(|problem| OpenError::NotFound {
+        device: format!("cuda:{settings}"),
+        problem: problem.to_string(),
+    })
+}
+
+#[cfg(not(feature = "cuda"))]
+fn describe_cuda(settings: &CudaSettings) -> Result<CardDescription, OpenError> {
+    Err(OpenError::NoCuda {
+        device: format!("cuda:{settings}"),
+    })
+}
+
+#[cfg(feature = "cuda")]
+fn all_cuda() -> Result<Vec<DeviceSpec>, String> {
+    let cards = crate::nvml::cards().map_err(|problem| problem.to_string())?;
+    let named = |card: crate::nvml::NvmlCard| DeviceSpec::Cuda(CudaSettings::new(CudaWhich::Uuid(card.uuid)));
+    Ok(cards.into_iter().map(named).collect())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn all_cuda() -> Result<Vec<DeviceSpec>, String> {
+    Err("this build has no CUDA".to_owned())
+}
+
 /// Opens a card, on the thread that will own it. `generation` is the how manieth worker process this is for
-/// the card, from 1: faults of simulated cards depend on it.
+/// the card, from 1: faults that are asked for depend on it. System memory and simulated cards allocate as they always
+/// do, whatever the profile.
 ///
 /// # Errors
 /// [`OpenError::NoCuda`] if this build cannot drive it, [`OpenError::Card`] if it does not answer.
-pub fn open(device: &DeviceSpec, generation: u64) -> Result<Box<dyn Gpu>, OpenError> {
+pub fn open(
+    device: &DeviceSpec,
+    generation: u64,
+    profile: &MemoryProfile,
+) -> Result<Box<dyn Gpu>, OpenError> {
+    let failed = |source| OpenError::Card {
+        device: device.to_string(),
+        source,
+    };
     match device {
-        DeviceSpec::Cpu { capacity } => match CpuCard::new(CpuSettings { capacity: *capacity }) {
-            Ok(card) => Ok(Box::new(card)),
-            Err(source) => Err(OpenError::Card {
-                device: device.to_string(),
-                source,
-            }),
-        },
+        DeviceSpec::Cpu { capacity } => {
+            let card = CpuCard::new(CpuSettings { capacity: *capacity }).map_err(failed)?;
+            Ok(Box::new(card))
+        }
         DeviceSpec::Simulated(settings) => Ok(Box::new(SimulatedCard::new(
             settings.clone(),
             generation,
             SimulatedWorld::new(),
             Arc::new(RealClock::default()),
         ))),
-        DeviceSpec::Cuda { .. } => Err(OpenError::NoCuda {
-            device: device.to_string(),
+        DeviceSpec::Cuda(settings) => open_cuda(settings, generation, profile),
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn open_cuda(
+    settings: &CudaSettings,
+    generation: u64,
+    profile: &MemoryProfile,
+) -> Result<Box<dyn Gpu>, OpenError> {
+    match crate::cuda::CudaCard::new(settings, profile, generation) {
+        Ok(card) => Ok(Box::new(card)),
+        Err(source) => Err(OpenError::Card {
+            device: format!("cuda:{settings}"),
+            source,
         }),
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn open_cuda(
+    settings: &CudaSettings,
+    _generation: u64,
+    _profile: &MemoryProfile,
+) -> Result<Box<dyn Gpu>, OpenError> {
+    Err(OpenError::NoCuda {
+        device: format!("cuda:{settings}"),
+    })
+}
+
+impl FromStr for DeviceChoice {
+    type Err = DeviceSpecError;
+
+    fn from_str(text: &str) -> Result<DeviceChoice, DeviceSpecError> {
+        match text {
+            "auto" => Ok(DeviceChoice::Auto),
+            card => Ok(DeviceChoice::Card(card.parse()?)),
+        }
+    }
+}
+
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DeviceChoice::Auto => f.write_str("auto"),
+            DeviceChoice::Card(device) => device.fmt(f),
+        }
     }
 }
 
@@ -120,9 +266,9 @@ impl FromStr for DeviceSpec {
     type Err = DeviceSpecError;
 
     fn from_str(text: &str) -> Result<DeviceSpec, DeviceSpecError> {
-        let unknown = || DeviceSpecError::Unknown {
-            given: text.to_owned(),
-        };
+        if let Some(options) = text.strip_prefix("cuda,") {
+            return Ok(DeviceSpec::Cuda(format!("0,{options}").parse()?));
+        }
         match text
             .split_once(':')
             .map_or((text, None), |(kind, rest)| (kind, Some(rest)))
@@ -132,11 +278,11 @@ impl FromStr for DeviceSpec {
                 capacity: Some(parse_bytes(capacity)?),
             }),
             ("sim", Some(settings)) => Ok(DeviceSpec::Simulated(settings.parse()?)),
-            ("cuda", None) => Ok(DeviceSpec::Cuda { ordinal: 0 }),
-            ("cuda", Some(ordinal)) => Ok(DeviceSpec::Cuda {
-                ordinal: ordinal.parse().map_err(|_| unknown())?,
+            ("cuda", None) => Ok(DeviceSpec::Cuda(CudaSettings::new(CudaWhich::Ordinal(0)))),
+            ("cuda", Some(settings)) => Ok(DeviceSpec::Cuda(settings.parse()?)),
+            _ => Err(DeviceSpecError::Unknown {
+                given: text.to_owned(),
             }),
-            _ => Err(unknown()),
         }
     }
 }
@@ -163,7 +309,7 @@ impl fmt::Display for DeviceSpec {
                 capacity: Some(bytes),
             } => write!(f, "cpu:{}", exact_bytes(*bytes)),
             DeviceSpec::Simulated(settings) => write!(f, "sim:{settings}"),
-            DeviceSpec::Cuda { ordinal } => write!(f, "cuda:{ordinal}"),
+            DeviceSpec::Cuda(settings) => write!(f, "cuda:{settings}"),
         }
     }
 }

@@ -9,12 +9,21 @@ mod checkpoint;
 #[allow(unsafe_code)] // Numbers are read as bytes.
 mod convert;
 mod cpu;
+#[cfg(feature = "cuda")]
+#[allow(unsafe_code)] // The driver's allocator is C.
+mod cuda;
+mod cuda_settings;
 mod discover;
+mod faults;
+mod holders;
 mod load;
+#[cfg(feature = "cuda")]
+pub mod nvml;
+mod profile;
 mod reader;
 mod simulated;
 mod size;
-#[allow(unsafe_code)] // `malloc_trim` is C.
+#[allow(unsafe_code)] // `malloc_trim` and `_exit` are C.
 mod system;
 mod tensors;
 
@@ -22,12 +31,16 @@ pub use allocator::CountingAllocator;
 pub use card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
 pub use checkpoint::{FileStamp, LONGEST_HEADER, SafetensorsFile, TensorEntry};
 pub use cpu::{CpuCard, CpuSettings};
-pub use discover::{DeviceSpec, DeviceSpecError, OpenError, open};
+pub use cuda_settings::{CudaDtype, CudaSettings, CudaSettingsError, CudaWhich};
+pub use discover::{DeviceChoice, DeviceSpec, DeviceSpecError, Discovered, OpenError, open};
+pub use faults::{Fault, FaultAction};
+pub use holders::{CardProcess, UNLISTED, UNSEEN, foreign_holders, process_name};
 pub use load::{ByteRange, LoadError, LoadPlan, LoadProgress, Stored, TensorSource};
+pub use profile::{MemoryProfile, ProfileError, ProfileName};
 pub use simulated::{
-    FailLoad, Fault, FaultAction, LoadFailure, ManualClock, OutOfMemory, RealClock, ScratchGuard,
-    SettingsError, SimulatedAccounts, SimulatedCard, SimulatedClock, SimulatedSettings, SimulatedWorld,
-    simulated_scratch,
+    FailLoad, LoadFailure, ManualClock, OutOfMemory, RealClock, ScratchGuard, SettingsError,
+    SimulatedAccounts, SimulatedCard, SimulatedClock, SimulatedSettings, SimulatedWorld, simulated_scratch,
 };
 pub use size::{SizeError, exact_bytes, parse_bytes};
+pub use system::end_process;
 pub use tensors::{ComponentTensors, MissingTensor};

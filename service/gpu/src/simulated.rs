@@ -18,6 +18,7 @@ use residency::{Bytes, Component, ComponentId, DriverTruth};
 
 use crate::allocator;
 use crate::card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
+use crate::faults::{FaultAction, FaultSchedule};
 use crate::load::{LoadError, LoadPlan, LoadProgress};
 use crate::reader::{Progress, read_tensors};
 use crate::system::give_back;
@@ -26,7 +27,7 @@ use crate::tensors::ComponentTensors;
 use book::SharedBook;
 pub use book::{OutOfMemory, ScratchGuard, SimulatedAccounts, simulated_scratch};
 pub use clock::{ManualClock, RealClock, SimulatedClock};
-pub use settings::{FailLoad, Fault, FaultAction, LoadFailure, SettingsError, SimulatedSettings};
+pub use settings::{FailLoad, LoadFailure, SettingsError, SimulatedSettings};
 pub use world::SimulatedWorld;
 
 /// Bytes that a synthetic load moves between two calls of `progress`.
@@ -39,10 +40,7 @@ pub struct SimulatedCard {
     clock: Arc<dyn SimulatedClock>,
     book: SharedBook,
     held: HashMap<ComponentId, Held>,
-    /// Whether faults still happen in this process.
-    faulty: bool,
-    /// How often each place of a fault was passed.
-    passed: HashMap<String, u64>,
+    faults: FaultSchedule,
     loads: u64,
     lost: Option<String>,
     /// Bytes of this process when the stage began, for real mathematics on a simulated card.
@@ -74,11 +72,10 @@ impl SimulatedCard {
         SimulatedCard {
             description: SimulatedCard::describe_unopened(&settings),
             book: SharedBook::new(&settings, world, Arc::clone(&clock)),
-            faulty: generation.max(1) <= settings.die_generations,
+            faults: FaultSchedule::new(settings.faults.clone(), generation, settings.die_generations),
             settings,
             clock,
             held: HashMap::new(),
-            passed: HashMap::new(),
             loads: 0,
             lost: None,
             stage_began: Bytes::ZERO,
@@ -149,6 +146,13 @@ impl SimulatedCard {
                 })?;
                 Ok(ComponentTensors::new(tensors))
             }
+        }
+    }
+
+    /// Takes the time that giving memory back takes.
+    fn release(&self) {
+        if self.settings.release_ms > 0 {
+            self.clock.sleep_ms(self.settings.release_ms);
         }
     }
 
@@ -290,6 +294,7 @@ impl Gpu for SimulatedCard {
             return Err(GpuError::StillInUse(id.clone(), others));
         }
         let (booked, real) = (held.booked, held.real);
+        self.release();
         self.held.remove(id);
         if real {
             give_back();
@@ -306,7 +311,13 @@ impl Gpu for SimulatedCard {
 
     fn trim(&mut self) -> Result<Bytes, GpuError> {
         self.alive().map_err(GpuError::Lost)?;
+        self.release();
         Ok(self.book.lock().trim())
+    }
+
+    fn largest_allocation(&mut self, enough: Bytes) -> Result<Bytes, GpuError> {
+        let free = self.memory()?.free;
+        Ok(free.min(self.settings.largest.unwrap_or(free)).min(enough))
     }
 
     fn begin_stage(&mut self) {
@@ -326,19 +337,10 @@ impl Gpu for SimulatedCard {
     }
 
     fn fault_at(&mut self, place: &str) -> Option<FaultAction> {
-        let passed = self.passed.entry(place.to_owned()).or_default();
-        *passed += 1;
-        let fault = self
-            .settings
-            .faults
-            .iter()
-            .find(|f| f.place == place && f.nth == *passed)?;
-        if !self.faulty {
-            return None;
+        let action = self.faults.at(place)?;
+        if matches!(action, FaultAction::Lose | FaultAction::Poison) {
+            self.lost = Some(format!("its settings say so, at {place}"));
         }
-        if fault.action == FaultAction::Lose {
-            self.lost = Some(format!("its settings say so, at {place} for time {passed}"));
-        }
-        Some(fault.action)
+        Some(action)
     }
 }

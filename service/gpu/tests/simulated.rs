@@ -9,9 +9,10 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use gpu::{
-    ByteRange, DeviceSpec, FaultAction, Gpu, GpuError, LoadError, LoadPlan, ManualClock, OpenError,
-    ScratchGuard, SimulatedAccounts, SimulatedCard, SimulatedClock, SimulatedSettings, SimulatedWorld,
-    Stored, TensorSource, exact_bytes, open, parse_bytes, simulated_scratch,
+    ByteRange, DeviceSpec, FaultAction, Gpu, GpuError, LoadError, LoadPlan, ManualClock, MemoryProfile,
+    OpenError, ProfileName, ScratchGuard, SimulatedAccounts, SimulatedCard, SimulatedClock,
+    SimulatedSettings, SimulatedWorld, Stored, TensorSource, exact_bytes, open, parse_bytes,
+    simulated_scratch,
 };
 use proptest::prelude::*;
 use residency::{Bytes, Component, ComponentId, Holder};
@@ -96,6 +97,37 @@ fn a_load_takes_as_long_as_its_bytes_need_and_can_be_cancelled() {
     assert!(told.windows(2).all(|w| w[1] - w[0] <= Bytes::mib(64)));
     assert_eq!(b.free(), Bytes::gib(6) - Bytes::mib(512));
     assert!(matches!(b.card.tensors(&id("b")), Err(GpuError::NotLoaded(_))));
+}
+
+#[test]
+fn giving_back_takes_as_long_as_it_is_said_to() {
+    let mut b = bench("4GiB,slack=keep,release=300ms");
+    b.load("a", Bytes::gib(1)).unwrap();
+    drop(b.card.use_scratch(Bytes::gib(1)).unwrap());
+    assert_eq!(b.clock.now_ms(), 0);
+    b.card.unload(&id("a")).unwrap();
+    assert_eq!((b.clock.now_ms(), b.free()), (300, Bytes::gib(3)));
+    assert_eq!(b.card.trim().unwrap(), Bytes::gib(1));
+    assert_eq!((b.clock.now_ms(), b.free()), (600, Bytes::gib(4)));
+}
+
+#[test]
+fn free_memory_in_pieces_serves_nobody_who_needs_one_piece() {
+    let mut b = bench("8GiB,largest=1GiB");
+    let enough = Bytes::gib(4);
+    assert_eq!(b.card.largest_allocation(enough).unwrap(), Bytes::gib(1));
+    assert_eq!(b.card.largest_allocation(Bytes::mib(5)).unwrap(), Bytes::mib(5));
+    let refused = b.card.use_scratch(Bytes::gib(2)).unwrap_err();
+    assert_eq!((refused.needed, refused.free), (Bytes::gib(2), Bytes::gib(1)));
+    let pieces: Vec<ScratchGuard> = (0..8)
+        .map(|_| b.card.use_scratch(Bytes::gib(1)).unwrap())
+        .collect();
+    assert_eq!(b.card.largest_allocation(enough).unwrap(), Bytes::ZERO);
+    drop(pieces);
+    assert_eq!(
+        bench("2GiB").card.largest_allocation(enough).unwrap(),
+        Bytes::gib(2)
+    );
 }
 
 #[test]
@@ -264,6 +296,10 @@ fn real_tensors_live_on_a_simulated_card() {
     assert_eq!(b.card.unload(&component.id).unwrap().freed, Bytes(4));
 }
 
+fn profile() -> MemoryProfile {
+    MemoryProfile::of(ProfileName::Balanced, Bytes::gib(1))
+}
+
 #[test]
 fn settings_that_cannot_be_read_say_what_is_allowed() {
     let cases = [
@@ -280,7 +316,7 @@ fn settings_that_cannot_be_read_say_what_is_allowed() {
         ("sim:1GiB,foreign=2GiB", "exceed"),
         ("gpu", "sim:24GiB"),
         ("cpu:", "24GiB"),
-        ("cuda:x", "cuda:0"),
+        ("cuda:x", "cuda:1"),
     ];
     for (text, word) in cases {
         let error = text.parse::<DeviceSpec>().unwrap_err().to_string();
@@ -302,7 +338,7 @@ fn devices_open_by_name() {
         let json = serde_json::to_string(&device).unwrap();
         assert_eq!(json, format!("{text:?}"));
         assert_eq!(serde_json::from_str::<DeviceSpec>(&json).unwrap(), device);
-        let mut card = open(&device, 1).unwrap();
+        let mut card = open(&device, 1, &profile()).unwrap();
         assert_eq!(card.describe().id, expected);
         assert_eq!(card.describe(), &device.describe().unwrap());
         assert_eq!(card.describe().compute_dtype, "f32");
@@ -312,9 +348,11 @@ fn devices_open_by_name() {
     assert_eq!(slow.to_string(), "sim:1536MiB,speed=1000000000B/s,lag=2000ms");
     let cuda: DeviceSpec = "cuda".parse().unwrap();
     assert_eq!(cuda.to_string(), "cuda:0");
-    let error = open(&cuda, 1).unwrap_err();
-    assert!(matches!(error, OpenError::NoCuda { .. }));
-    assert!(error.to_string().contains("this build has no CUDA: cuda:0"));
+    if cfg!(not(feature = "cuda")) {
+        let error = open(&cuda, 1, &profile()).unwrap_err();
+        assert!(matches!(error, OpenError::NoCuda { .. }));
+        assert!(error.to_string().contains("this build has no CUDA: cuda:0"));
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -465,6 +503,8 @@ proptest! {
         settings.workspaces = Bytes(sizes[3] % (sizes[0] / 4 + 1));
         settings.foreign = Bytes(sizes[4] % (sizes[0] / 4 + 1));
         settings.lag_ms = sizes[5];
+        settings.release_ms = sizes[5] / 2;
+        settings.largest = (sizes[5] % 2 == 0).then_some(Bytes(sizes[3]));
         settings.keeps_slack = slack;
         settings.index = numbers[0] as u32;
         settings.die_generations = numbers[1];

@@ -5,7 +5,7 @@ use std::io::{Read as _, Seek as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use gpu::DeviceSpec;
+use gpu::{CardDescription, CardKind};
 
 /// A worker ends by itself when its supervisor is gone; one that does not within this has hung.
 const STRAY_GRACE: Duration = Duration::from_secs(3);
@@ -51,29 +51,33 @@ pub(crate) struct Locks {
 
 impl Locks {
     /// Takes the lock of each card that could be shared by mistake, and waits for strays to end.
-    pub(crate) async fn take(state: &Path, devices: &[DeviceSpec]) -> Result<Locks, LockError> {
+    pub(crate) async fn take(state: &Path, cards: &[CardDescription]) -> Result<Locks, LockError> {
         let mut files = Vec::new();
-        for device in devices {
-            if matches!(device, DeviceSpec::Simulated(_)) {
-                continue; // it exists in one service's arithmetic only
-            }
-            let card = card_of(device);
-            let path = lock_folder(state).join(format!("{card}.lock"));
+        for card in cards {
+            let Some(path) = lock_file(state, card, "lock") else {
+                continue;
+            };
             let file = take(&path)?.map_err(|pid| LockError::Taken {
-                card: card.clone(),
+                card: card.id.clone(),
                 pid,
             })?;
             files.push(file);
-            wait_for_strays(state, &card).await?;
+            wait_for_strays(state, card).await?;
         }
         Ok(Locks { _files: files })
     }
 }
 
 /// The file that a card's worker keeps locked.
-pub(crate) fn worker_lock(state: &Path, device: &DeviceSpec, card: &str) -> Option<PathBuf> {
-    (!matches!(device, DeviceSpec::Simulated(_)))
-        .then(|| lock_folder(state).join(format!("{card}.worker.lock")))
+pub(crate) fn worker_lock(state: &Path, card: &CardDescription) -> Option<PathBuf> {
+    lock_file(state, card, "worker.lock")
+}
+
+/// A lock of a card: named after its id, which for an NVIDIA card is the UUID, however it was asked for. A simulated
+/// card has none: it exists in one service's arithmetic only.
+fn lock_file(state: &Path, card: &CardDescription, kind: &str) -> Option<PathBuf> {
+    let name = card.id.replace(['/', ':'], "-");
+    (card.kind != CardKind::Simulated).then(|| state.join("locks").join(format!("{name}.{kind}")))
 }
 
 /// Locks a file and writes our process id into it; the inner error is who has it.
@@ -107,15 +111,17 @@ pub(crate) fn take(path: &Path) -> Result<Result<File, String>, LockError> {
     }
 }
 
-async fn wait_for_strays(state: &Path, card: &str) -> Result<(), LockError> {
-    let path = lock_folder(state).join(format!("{card}.worker.lock"));
+async fn wait_for_strays(state: &Path, card: &CardDescription) -> Result<(), LockError> {
+    let Some(path) = worker_lock(state, card) else {
+        return Ok(());
+    };
     let mut waited = Duration::ZERO;
     loop {
         match take(&path)? {
             Ok(_released_at_once) => return Ok(()),
             Err(pid) if waited >= STRAY_GRACE => {
                 return Err(LockError::Stray {
-                    card: card.to_owned(),
+                    card: card.id.clone(),
                     pid,
                 });
             }
@@ -127,25 +133,24 @@ async fn wait_for_strays(state: &Path, card: &str) -> Result<(), LockError> {
     }
 }
 
-fn lock_folder(state: &Path) -> PathBuf {
-    state.join("locks")
-}
-
-/// The card of a device, as a file name.
-fn card_of(device: &DeviceSpec) -> String {
-    match device.describe() {
-        Ok(description) => description.id,
-        Err(_) => device.to_string(),
-    }
-    .replace(['/', ':'], "-")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn cpu() -> [DeviceSpec; 1] {
-        ["cpu".parse().unwrap()]
+    fn card(device: &str) -> CardDescription {
+        device.parse::<gpu::DeviceSpec>().unwrap().describe().unwrap()
+    }
+
+    fn cpu() -> [CardDescription; 1] {
+        [card("cpu")]
+    }
+
+    fn nvidia(uuid: &str) -> CardDescription {
+        CardDescription {
+            id: uuid.to_owned(),
+            kind: CardKind::Cuda,
+            ..card("cpu")
+        }
     }
 
     #[tokio::test]
@@ -166,7 +171,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_stray_worker_is_named() {
         let state = tempfile::tempdir().unwrap();
-        let path = worker_lock(state.path(), &cpu()[0], "cpu").unwrap();
+        let path = worker_lock(state.path(), &cpu()[0]).unwrap();
         let stray = take(&path).unwrap().unwrap();
         let refused = Locks::take(state.path(), &cpu()).await.unwrap_err();
         assert!(matches!(refused, LockError::Stray { .. }), "{refused}");
@@ -177,8 +182,17 @@ mod tests {
     #[tokio::test]
     async fn simulated_cards_are_not_locked() {
         let state = tempfile::tempdir().unwrap();
-        let simulated = ["sim:1GiB".parse().unwrap()];
+        let simulated = [card("sim:1GiB")];
         let _first = Locks::take(state.path(), &simulated).await.unwrap();
         Locks::take(state.path(), &simulated).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn an_nvidia_card_is_locked_by_its_uuid() {
+        let state = tempfile::tempdir().unwrap();
+        let _first = Locks::take(state.path(), &[nvidia("GPU-1a")]).await.unwrap();
+        let _other = Locks::take(state.path(), &[nvidia("GPU-2b")]).await.unwrap();
+        let refused = Locks::take(state.path(), &[nvidia("GPU-1a")]).await.unwrap_err();
+        assert!(refused.to_string().contains("GPU-1a"), "{refused}");
     }
 }

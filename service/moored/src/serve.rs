@@ -7,13 +7,14 @@ use std::time::Duration;
 
 use engine::library::Library;
 use engine::queue::{Queue, Settings};
-use residency::Patience;
+use gpu::{CardDescription, DeviceChoice, DeviceSpec};
+use residency::{Patience, Policy};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio::time::Instant;
 
-use crate::config::Config;
+use crate::config::{Cards, Config};
 use crate::grpc::{self, Service, Token};
 use crate::locks::{LockError, Locks, worker_lock};
 use crate::models::Models;
@@ -49,6 +50,12 @@ pub(crate) enum ServeError {
     /// A card that cannot be described.
     #[error("{0}")]
     Card(#[from] gpu::OpenError),
+    /// Two names of one card.
+    #[error("cards.devices names the card {0} twice")]
+    Twice(String),
+    /// The search itself.
+    #[error("the cards cannot be looked for: {0}")]
+    Discovery(String),
     /// Signals.
     #[error("signals cannot be handled: {0}")]
     Signals(std::io::Error),
@@ -68,7 +75,10 @@ pub(crate) async fn run(
         folder: config.service.state.clone(),
         problem,
     })?;
-    let _locks = Locks::take(&config.service.state, &config.cards.devices).await?;
+    let cards = find_cards(&config.cards).await?;
+    let descriptions: Vec<CardDescription> = cards.iter().map(|(_, card)| card.clone()).collect();
+    let _locks = Locks::take(&config.service.state, &descriptions).await?;
+    let policy = config.cards.policy_on(&descriptions);
     let address = config.service.listen;
     let listener = TcpListener::bind(address)
         .await
@@ -81,8 +91,8 @@ pub(crate) async fn run(
         pipelines::catalogue(),
         Some(config.service.state.join("identities.json")),
     ));
-    let workers = WorkerPids::new(config.cards.devices.len());
-    let queue = start_queue(&config, library.clone(), workers.clone())?;
+    let workers = WorkerPids::new(cards.len());
+    let queue = start_queue(&config, &cards, policy, library.clone(), workers.clone());
     let (stopping, stopping_seen) = watch::channel(false);
     let (stopped, stopped_seen) = watch::channel(false);
     let service = Service {
@@ -91,7 +101,7 @@ pub(crate) async fn run(
         models: Arc::new(Models::new(config.models.clone())),
         started: std::time::Instant::now(),
         max_message: config.service.max_message,
-        policy: config.cards.policy,
+        policy,
         workers,
         decoding: Arc::new(Semaphore::new(
             std::thread::available_parallelism().map_or(2, usize::from),
@@ -99,7 +109,7 @@ pub(crate) async fn run(
         stopping: stopping_seen,
     };
     let shutdown = shut_down(queue, config.service.drain, stop, stopping, stopped)?;
-    tracing::info!(%address, cards = ?config.cards.devices.iter().map(ToString::to_string).collect::<Vec<_>>(), "moored is listening");
+    tracing::info!(%address, cards = ?cards.iter().map(|(device, _)| device.to_string()).collect::<Vec<_>>(), "moored is listening");
     if let Some(ready) = ready {
         let _ = ready.send(address);
     }
@@ -112,26 +122,58 @@ pub(crate) async fn run(
     Ok(())
 }
 
-fn start_queue(config: &Config, library: Arc<Library>, workers: WorkerPids) -> Result<Queue, ServeError> {
+/// The cards that are configured, under names that stay true: a worker is told the UUID of its card.
+async fn find_cards(cards: &Cards) -> Result<Vec<(DeviceSpec, CardDescription)>, ServeError> {
+    let choices = cards.devices.clone();
+    let look = move || {
+        let discovered = DeviceChoice::resolve(&choices)?;
+        if let Some(why) = discovered.fallback {
+            tracing::info!("no NVIDIA card is used, models run on the CPU: {why}");
+        }
+        let mut found: Vec<(DeviceSpec, CardDescription)> = Vec::new();
+        for device in discovered.devices {
+            let card = device.describe()?;
+            if found.iter().any(|(_, known)| known.id == card.id) {
+                return Err(ServeError::Twice(card.id));
+            }
+            found.push((device, card));
+        }
+        Ok(found)
+    };
+    // A driver that nobody has used for a while takes seconds to answer.
+    tokio::task::spawn_blocking(look)
+        .await
+        .map_err(|panic| ServeError::Discovery(panic.to_string()))?
+}
+
+fn start_queue(
+    config: &Config,
+    cards: &[(DeviceSpec, CardDescription)],
+    policy: Policy,
+    library: Arc<Library>,
+    workers: WorkerPids,
+) -> Queue {
     let (signals, received) = mpsc::unbounded_channel();
     let log = if config.log.json {
         format!("json:{}", config.log.filter)
     } else {
         config.log.filter.clone()
     };
-    let mut slots = Vec::with_capacity(config.cards.devices.len());
-    for (card, device) in config.cards.devices.iter().enumerate() {
-        let description = device.describe()?;
+    let mut slots = Vec::with_capacity(cards.len());
+    for (index, (device, card)) in cards.iter().enumerate() {
+        let memory = config.cards.memory_of(card);
+        tracing::info!(card = card.id, name = card.name, total = %card.total, profile = %config.cards.profile_of(card),
+            %memory, "a card is managed");
         let settings = WorkerSettings {
             device: device.to_string(),
             headroom_bytes: config.cards.headroom.0,
-            slack_limit_bytes: config.cards.slack_limit.0,
+            memory,
             log: log.clone(),
-            lock_file: worker_lock(&config.service.state, device, &description.id),
+            lock_file: worker_lock(&config.service.state, card),
         };
         slots.push(supervisor::start_card(
-            card,
-            description,
+            index,
+            card.clone(),
             settings,
             signals.clone(),
             workers.clone(),
@@ -145,16 +187,17 @@ fn start_queue(config: &Config, library: Arc<Library>, workers: WorkerPids) -> R
             after_eviction_ms: millis(config.queue.patience_after_eviction),
             foreign_ms: millis(config.queue.patience_foreign),
         },
-        policy: config.cards.policy,
+        policy,
         headroom: config.cards.headroom,
         text_cache: config.queue.text_cache,
         latents: config.queue.latents,
         latent_ttl: config.queue.latent_ttl,
         keep_alive: config.queue.keep_alive,
         stall_limit: config.queue.stall_limit,
+        stall_floor: config.queue.stall_floor,
         ..Settings::default()
     };
-    Ok(Queue::start(settings, library, slots, received))
+    Queue::start(settings, library, slots, received)
 }
 
 /// The first signal drains: no new jobs, running ones finish until the deadline. The second ends them now.

@@ -165,7 +165,7 @@ pub fn group_norm_with(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{assert_close, random};
+    use crate::testing::{assert_close, here, random};
 
     fn naive(x: &Tensor, groups: usize, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
         let (batch, channels, height, width) = x.dims4()?;
@@ -186,7 +186,7 @@ mod tests {
         let x = (random(&[2, 12, 7, 5], 1)? + 3.0)?;
         let (weight, bias) = (random(&[12], 2)?, random(&[12], 3)?);
         assert_close(
-            &group_norm(&x, 4, &weight, &bias, 1e-6)?,
+            &group_norm(&here(&x), 4, &here(&weight), &here(&bias), 1e-6)?,
             &naive(&x, 4, &weight, &bias, 1e-6)?,
             2e-6,
         )
@@ -194,8 +194,8 @@ mod tests {
 
     #[test]
     fn strips_make_the_whole() -> Result<()> {
-        let x = random(&[1, 8, 11, 6], 1)?;
-        let (weight, bias) = (random(&[8], 2)?, random(&[8], 3)?);
+        let x = here(&random(&[1, 8, 11, 6], 1)?);
+        let (weight, bias) = (here(&random(&[8], 2)?), here(&random(&[8], 3)?));
         let strips = [x.narrow(2, 0, 4)?, x.narrow(2, 4, 4)?, x.narrow(2, 8, 3)?];
         let mut statistics = group_statistics(&strips[0], 2)?;
         for strip in &strips[1..] {

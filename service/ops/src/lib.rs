@@ -13,12 +13,13 @@ mod rope;
 mod rows;
 
 pub use activation::{gelu, gelu_tanh, quick_gelu, silu};
-pub use attention::{attention, attention_in_chunks, softmax};
+pub use attention::{attention, attention_in_chunks, attention_scratch, softmax};
 pub use group_norm::{GroupStatistics, group_norm, group_norm_with, group_statistics};
 pub use layer_norm::{layer_norm, modulated_layer_norm};
 pub use residual::gated_add;
 pub use rms_norm::rms_norm;
 pub use rope::rope;
+pub use rows::PART_BYTES;
 
 #[cfg(test)]
 mod testing;

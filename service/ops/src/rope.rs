@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::rows::{map_rows, on_cpu, with_numbers};
+use crate::rows::{in_parts, map_rows, on_cpu, with_numbers};
 
 /// Rotates neighbouring pairs of the last axis: `(a, b)` becomes `(a cos - b sin, b cos + a sin)`, in f32.
 /// `x` is `[b, h, n, d]`; `cos` and `sin` are f32 `[n, d / 2]`, one angle a pair (diffusers'
@@ -22,7 +22,8 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
         );
     }
     if !on_cpu(x) {
-        return composed(x, cos, sin);
+        // Heads turn alike.
+        return in_parts(x, 1, |heads, _| composed(heads, cos, sin));
     }
     with_numbers(cos, |cos| {
         with_numbers(sin, |sin| {
@@ -51,9 +52,9 @@ fn composed(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     );
     let rotated_first = (first.broadcast_mul(&cos)? - second.broadcast_mul(&sin)?)?;
     let rotated_second = (second.broadcast_mul(&cos)? + first.broadcast_mul(&sin)?)?;
-    Tensor::cat(&[rotated_first, rotated_second], 4)?
-        .reshape(x.shape())?
-        .to_dtype(x.dtype())
+    drop(numbers);
+    let rotated = Tensor::cat(&[rotated_first, rotated_second], 4)?;
+    rotated.reshape(x.shape())?.to_dtype(x.dtype())
 }
 
 #[cfg(test)]
@@ -61,7 +62,7 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
-    use crate::testing::{assert_close, random};
+    use crate::testing::{assert_close, assert_defined, here, random};
 
     #[test]
     fn a_rotation_by_a_right_angle_swaps_the_pair() -> Result<()> {
@@ -69,7 +70,9 @@ mod tests {
         let cos = Tensor::new(&[[0f32, 1.0]], &Device::Cpu)?;
         let sin = Tensor::new(&[[1f32, 0.0]], &Device::Cpu)?;
         assert_eq!(
-            rope(&x, &cos, &sin)?.flatten_all()?.to_vec1::<f32>()?,
+            rope(&here(&x), &here(&cos), &here(&sin))?
+                .flatten_all()?
+                .to_vec1::<f32>()?,
             [-2.0, 1.0, 3.0, 4.0]
         );
         Ok(())
@@ -80,6 +83,18 @@ mod tests {
         let x = random(&[2, 3, 5, 8], 1)?;
         let angles = random(&[5, 4], 2)?;
         let (cos, sin) = (angles.cos()?, angles.sin()?);
-        assert_close(&rope(&x, &cos, &sin)?, &composed(&x, &cos, &sin)?, 1e-6)
+        let expected = composed(&x, &cos, &sin)?;
+        // Angles are f32 whatever the dtype is.
+        let (cos, sin) = (here(&cos), here(&sin));
+        assert_defined(&[&x], |x| rope(&x[0], &cos, &sin), &expected, 1e-6)
+    }
+
+    #[test]
+    fn tokens_may_lie_before_heads() -> Result<()> {
+        // As projections give them: `[b, n, h, d]`, transposed.
+        let x = here(&random(&[1, 5, 3, 8], 1)?).transpose(1, 2)?;
+        let angles = random(&[5, 4], 2)?;
+        let (cos, sin) = (here(&angles.cos()?), here(&angles.sin()?));
+        assert_close(&rope(&x, &cos, &sin)?, &rope(&x.contiguous()?, &cos, &sin)?, 0.0)
     }
 }

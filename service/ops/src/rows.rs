@@ -3,6 +3,9 @@
 use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor};
 use rayon::prelude::*;
 
+/// Bytes that a part of a tensor has in f32 where our own loops do not run, unless one row has more.
+pub const PART_BYTES: usize = 16 << 20;
+
 /// Numbers that one task works on at least: below, sharing work costs more than it gives.
 const GRAIN: usize = 16 * 1024;
 
@@ -44,6 +47,35 @@ pub(crate) fn map_rows(x: &Tensor, write: impl Fn(usize, &[f32], &mut [f32]) + S
         })?;
     }
     Tensor::from_vec(result, x.shape(), &Device::Cpu)?.to_dtype(x.dtype())
+}
+
+/// A tensor like `x`, composed of candle's operations a part along `axis` at a time: `compose` gets a part and the
+/// index that it begins at, and gives one of the same shape and dtype. Its temporaries in f32 are as large as a part
+/// of [`PART_BYTES`] each, however large `x` is; what is computed for a row does not depend on the parts.
+pub(crate) fn in_parts(
+    x: &Tensor,
+    axis: usize,
+    compose: impl Fn(&Tensor, usize) -> Result<Tensor>,
+) -> Result<Tensor> {
+    let rows = x.dim(axis)?;
+    let row_bytes = x.elem_count() / rows.max(1) * size_of::<f32>();
+    let part = (PART_BYTES / row_bytes.max(1)).clamp(1, rows.max(1));
+    if part >= rows {
+        return compose(x, 0);
+    }
+    let out = Tensor::zeros(x.shape(), x.dtype(), x.device())?;
+    for start in (0..rows).step_by(part) {
+        let composed = compose(&x.narrow(axis, start, part.min(rows - start))?, start)?;
+        out.slice_set(&composed.contiguous()?, axis, start)?;
+    }
+    Ok(out)
+}
+
+/// [`in_parts`] over the rows of the last axis, all others taken together: `compose` gets `[rows, width]`.
+pub(crate) fn in_parts_of_rows(x: &Tensor, compose: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+    let width = x.dim(candle_core::D::Minus1)?;
+    let rows = x.reshape((x.elem_count() / width.max(1), width))?;
+    in_parts(&rows, 0, |part, _| compose(part))?.reshape(x.shape())
 }
 
 /// A tensor like `x` with `f` of every number.
@@ -131,6 +163,7 @@ pub(crate) fn exp(x: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::{assert_close, here, random};
 
     #[test]
     fn exponentials_are_right_to_two_units_in_the_last_place() {
@@ -142,6 +175,19 @@ mod tests {
         }
         assert!(exp(f32::NEG_INFINITY) < 2e-38 && exp(f32::INFINITY) > 1e38 && exp(f32::NAN).is_nan());
         assert_eq!(exp(0.0), 1.0);
+    }
+
+    #[test]
+    fn parts_make_the_whole() -> Result<()> {
+        let x = here(&random(&[3, 2_500_000], 1)?);
+        let twice = |part: &Tensor, start: usize| {
+            // A row has less than a part, two of them more.
+            assert_eq!((part.dim(0)?, part.dtype()), (1, DType::F32));
+            (part * 2.0)? + start as f64
+        };
+        let rows = here(&Tensor::new(&[[0f32], [1.0], [2.0]], &Device::Cpu)?);
+        assert_close(&in_parts(&x, 0, twice)?, &(&x * 2.0)?.broadcast_add(&rows)?, 0.0)?;
+        assert_close(&in_parts_of_rows(&x, |part| part.sqr())?, &x.sqr()?, 0.0)
     }
 
     #[test]

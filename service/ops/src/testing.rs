@@ -1,6 +1,11 @@
 //! What the tests of every operation need.
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
+
+#[path = "../tests/device/mod.rs"]
+mod device;
+
+pub(crate) use device::{BF16_OPERATION, here, test_device, tolerances};
 
 /// Numbers over -1 to 1 that depend on the seed alone.
 pub(crate) fn random(shape: &[usize], seed: u64) -> Result<Tensor> {
@@ -16,11 +21,16 @@ pub(crate) fn random(shape: &[usize], seed: u64) -> Result<Tensor> {
     Tensor::from_vec(numbers, shape, &Device::Cpu)
 }
 
-/// Asserts shapes, and that the distance is at most `tolerance` of the expected length.
+/// Asserts shapes, and that the distance is at most `tolerance` of the expected length, or what the device of the
+/// tests is allowed if that is more.
 pub(crate) fn assert_close(found: &Tensor, expected: &Tensor, tolerance: f64) -> Result<()> {
     assert_eq!(found.dims(), expected.dims());
-    let found = found.flatten_all()?.to_vec1::<f32>()?;
-    let expected = expected.flatten_all()?.to_vec1::<f32>()?;
+    let tolerance = match test_device().is_cpu() {
+        true => tolerance,
+        false => tolerance.max(tolerances().operation),
+    };
+    let numbers = |t: &Tensor| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+    let (found, expected) = (numbers(found)?, numbers(expected)?);
     let square = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
     let distance = square(
         &mut found
@@ -32,4 +42,20 @@ pub(crate) fn assert_close(found: &Tensor, expected: &Tensor, tolerance: f64) ->
     let relative = (distance / length).sqrt();
     assert!(relative <= tolerance, "relative distance {relative:e}");
     Ok(())
+}
+
+/// Asserts that an operation gives on the device of the tests, in f32 and in bf16, what `expected` is: its definition,
+/// computed from the same inputs on the CPU in f32.
+pub(crate) fn assert_defined(
+    inputs: &[&Tensor],
+    operation: impl Fn(&[Tensor]) -> Result<Tensor>,
+    expected: &Tensor,
+    tolerance: f64,
+) -> Result<()> {
+    let exact: Vec<Tensor> = inputs.iter().map(|input| here(input)).collect();
+    assert_close(&operation(&exact)?, expected, tolerance)?;
+    let narrow = exact.iter().map(|input| input.to_dtype(DType::BF16));
+    let found = operation(&narrow.collect::<Result<Vec<_>>>()?)?;
+    assert_eq!(found.dtype(), DType::BF16);
+    assert_close(&found, expected, BF16_OPERATION)
 }

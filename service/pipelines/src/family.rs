@@ -240,6 +240,32 @@ pub trait Model: Send + Sync {
     /// Shape of a latent for a picture of this size.
     fn latent_shape(&self, width: u32, height: u32) -> Vec<usize>;
 
+    /// The smallest picture that it can make, in one step: run through all stages, it proves that the model works.
+    fn canary_request(&self) -> ImageRequest {
+        let defaults = self.defaults();
+        let square = |side: u32| ImageRequest {
+            prompt: "a canary".to_owned(),
+            width: side,
+            height: side,
+            steps: 1,
+            guidance: defaults.guidance,
+            seed: 0,
+            max_sequence_length: defaults.max_sequence_length,
+            init_image: None,
+            strength: 1.0,
+            preview: false,
+        };
+        let sides = (4..10).map(|power| square(1 << power));
+        sides
+            .into_iter()
+            .find(|request| self.validate(request).is_ok())
+            .unwrap_or_else(|| ImageRequest {
+                width: defaults.width,
+                height: defaults.height,
+                ..square(0)
+            })
+    }
+
     /// Runs one stage. `tensors` are those of the stage's components by name; `rung` indexes
     /// [`StagePlan::rungs`].
     ///

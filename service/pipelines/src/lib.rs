@@ -6,6 +6,7 @@ mod files;
 pub mod flux;
 mod host;
 pub mod instant;
+mod out_of_memory;
 mod request;
 
 pub use family::{
@@ -13,9 +14,14 @@ pub use family::{
     StageKind, StageOutput, StagePlan, Unobserved, provisional_identity,
 };
 pub use host::{HostTensor, HostType};
+pub use out_of_memory::is_out_of_memory;
 pub use request::{Defaults, ImageRequest, InitImage, RequestError};
 
 /// Every family that this build knows. Adding one is a folder and a line here.
 pub fn catalogue() -> Catalogue {
     Catalogue::new(vec![Box::new(flux::Flux), Box::new(instant::Instant)])
 }
+
+#[cfg(test)]
+#[path = "../../ops/tests/device/mod.rs"]
+mod device;

@@ -266,7 +266,9 @@ class Retrying(google.protobuf.message.Message):
     MESSAGE_FIELD_NUMBER: builtins.int
     STAGE_FIELD_NUMBER: builtins.int
     reason: builtins.str
-    """Stable: `WORKER_DIED`, `OUT_OF_MEMORY`."""
+    """Stable: `WORKER_DIED`, `OUT_OF_MEMORY`; `RESTORING`: a load that was to replace a model failed, and the old model is
+    brought back before the job ends.
+    """
     message: builtins.str
     """For people."""
     stage: builtins.str
@@ -296,7 +298,7 @@ class StageStarted(google.protobuf.message.Message):
     CARD_FIELD_NUMBER: builtins.int
     PICTURE_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """`encode_text`, `encode_image`, `denoise`, `decode`, `load`."""
+    """`encode_text`, `encode_image`, `denoise`, `decode`, `load`, `restore`."""
     index: builtins.int
     """From 1."""
     of: builtins.int
@@ -467,6 +469,8 @@ class Done(google.protobuf.message.Message):
     APPROXIMATIONS_FIELD_NUMBER: builtins.int
     TOTAL_MS_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
+    FREED_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
     seed: builtins.int
     """Seed of the first picture; picture i used seed + i."""
     total_ms: builtins.int
@@ -487,6 +491,14 @@ class Done(google.protobuf.message.Message):
     def model(self) -> model_pb2.ResolvedModel:
         """The model."""
 
+    @property
+    def freed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[model_pb2.FreedComponent]:
+        """What left of the model that a load replaced, with the bytes that the driver shows as free since."""
+
+    @property
+    def kept(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[model_pb2.KeptComponent]:
+        """What stayed of it, and why."""
+
     def __init__(
         self,
         *,
@@ -496,9 +508,11 @@ class Done(google.protobuf.message.Message):
         approximations: collections.abc.Iterable[builtins.str] | None = ...,
         total_ms: builtins.int = ...,
         model: model_pb2.ResolvedModel | None = ...,
+        freed: collections.abc.Iterable[model_pb2.FreedComponent] | None = ...,
+        kept: collections.abc.Iterable[model_pb2.KeptComponent] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["approximations", b"approximations", "model", b"model", "resident_already", b"resident_already", "seed", b"seed", "stages", b"stages", "total_ms", b"total_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["approximations", b"approximations", "freed", b"freed", "kept", b"kept", "model", b"model", "resident_already", b"resident_already", "seed", b"seed", "stages", b"stages", "total_ms", b"total_ms"]) -> None: ...
 
 global___Done = Done
 
@@ -520,7 +534,7 @@ class StageReport(google.protobuf.message.Message):
     PICTURE_FIELD_NUMBER: builtins.int
     CARD_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """`encode_text`, ..."""
+    """`encode_text`, ...; `unload` is what a model that replaces another had to leave."""
     run_ms: builtins.int
     """Milliseconds of computing."""
     move_ms: builtins.int

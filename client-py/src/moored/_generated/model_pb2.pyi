@@ -190,6 +190,62 @@ class Component(google.protobuf.message.Message):
 global___Component = Component
 
 @typing.final
+class FreedComponent(google.protobuf.message.Message):
+    """A component that left a card."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COMPONENT_FIELD_NUMBER: builtins.int
+    CARD_FIELD_NUMBER: builtins.int
+    BOOKED_BYTES_FIELD_NUMBER: builtins.int
+    FREED_BYTES_FIELD_NUMBER: builtins.int
+    card: builtins.str
+    booked_bytes: builtins.int
+    """Booked."""
+    freed_bytes: builtins.int
+    """Verified by the driver's figures."""
+    @property
+    def component(self) -> global___Component: ...
+    def __init__(
+        self,
+        *,
+        component: global___Component | None = ...,
+        card: builtins.str = ...,
+        booked_bytes: builtins.int = ...,
+        freed_bytes: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["component", b"component"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["booked_bytes", b"booked_bytes", "card", b"card", "component", b"component", "freed_bytes", b"freed_bytes"]) -> None: ...
+
+global___FreedComponent = FreedComponent
+
+@typing.final
+class KeptComponent(google.protobuf.message.Message):
+    """A component that stayed although its model was to leave."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COMPONENT_FIELD_NUMBER: builtins.int
+    CARD_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    card: builtins.str
+    reason: builtins.str
+    """`shared with owner/other`, `pinned`, `held by CLIENT`."""
+    @property
+    def component(self) -> global___Component: ...
+    def __init__(
+        self,
+        *,
+        component: global___Component | None = ...,
+        card: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["component", b"component"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["card", b"card", "component", b"component", "reason", b"reason"]) -> None: ...
+
+global___KeptComponent = KeptComponent
+
+@typing.final
 class LatentInfo(google.protobuf.message.Message):
     """A latent picture: what a VAE encodes to, and what a transformer paints."""
 

@@ -131,13 +131,29 @@ class LoadRequest(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     COMPONENTS_FIELD_NUMBER: builtins.int
+    REPLACE_FIELD_NUMBER: builtins.int
+    PROVE_FIELD_NUMBER: builtins.int
+    prove: builtins.bool
+    """Make the smallest picture that the model takes, in one step and through all stages: the load succeeds only if all
+    numbers were finite and the picture is whole. The picture is thrown away. `replace` implies it.
+    """
     @property
     def model(self) -> model_pb2.ModelRef: ...
     @property
     def options(self) -> generation_pb2.JobOptions: ...
     @property
     def components(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Component names; empty: all."""
+        """Component names; empty: all. With `replace` or `prove` it must be empty."""
+
+    @property
+    def replace(self) -> model_pb2.ModelRef:
+        """The model whose place this one takes, without loss: it is not forgotten before the new one has proven itself as by
+        `prove`. Where both fit, it stays beside the new one until then. Where they do not, it leaves first, pinned and held
+        as it may be, and jobs that need it are queued until the end. Once the new model is proven, pins and holds of the old
+        one are its own, and what it does not share leaves every card: Done says what was freed. If anything fails, and also
+        when the job is cancelled, what came in is unloaded, the old model is brought back (Retrying with `RESTORING`, then
+        Loading), and the job ends with the error after that. Absent: nothing is replaced.
+        """
 
     def __init__(
         self,
@@ -145,9 +161,11 @@ class LoadRequest(google.protobuf.message.Message):
         model: model_pb2.ModelRef | None = ...,
         options: generation_pb2.JobOptions | None = ...,
         components: collections.abc.Iterable[builtins.str] | None = ...,
+        replace: model_pb2.ModelRef | None = ...,
+        prove: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["model", b"model", "options", b"options"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["components", b"components", "model", b"model", "options", b"options"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["model", b"model", "options", b"options", "replace", b"replace"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["components", b"components", "model", b"model", "options", b"options", "prove", b"prove", "replace", b"replace"]) -> None: ...
 
 global___LoadRequest = LoadRequest
 
@@ -182,11 +200,11 @@ class UnloadResponse(google.protobuf.message.Message):
     KEPT_FIELD_NUMBER: builtins.int
     CANCELLED_JOBS_FIELD_NUMBER: builtins.int
     @property
-    def freed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FreedComponent]:
+    def freed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[model_pb2.FreedComponent]:
         """What left, with the bytes that the driver shows as free since."""
 
     @property
-    def kept(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___KeptComponent]:
+    def kept(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[model_pb2.KeptComponent]:
         """What stayed, and why."""
 
     @property
@@ -196,65 +214,13 @@ class UnloadResponse(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        freed: collections.abc.Iterable[global___FreedComponent] | None = ...,
-        kept: collections.abc.Iterable[global___KeptComponent] | None = ...,
+        freed: collections.abc.Iterable[model_pb2.FreedComponent] | None = ...,
+        kept: collections.abc.Iterable[model_pb2.KeptComponent] | None = ...,
         cancelled_jobs: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["cancelled_jobs", b"cancelled_jobs", "freed", b"freed", "kept", b"kept"]) -> None: ...
 
 global___UnloadResponse = UnloadResponse
-
-@typing.final
-class FreedComponent(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    COMPONENT_FIELD_NUMBER: builtins.int
-    CARD_FIELD_NUMBER: builtins.int
-    BOOKED_BYTES_FIELD_NUMBER: builtins.int
-    FREED_BYTES_FIELD_NUMBER: builtins.int
-    card: builtins.str
-    booked_bytes: builtins.int
-    """Booked."""
-    freed_bytes: builtins.int
-    """Verified by the driver's figures."""
-    @property
-    def component(self) -> model_pb2.Component: ...
-    def __init__(
-        self,
-        *,
-        component: model_pb2.Component | None = ...,
-        card: builtins.str = ...,
-        booked_bytes: builtins.int = ...,
-        freed_bytes: builtins.int = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["component", b"component"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["booked_bytes", b"booked_bytes", "card", b"card", "component", b"component", "freed_bytes", b"freed_bytes"]) -> None: ...
-
-global___FreedComponent = FreedComponent
-
-@typing.final
-class KeptComponent(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    COMPONENT_FIELD_NUMBER: builtins.int
-    CARD_FIELD_NUMBER: builtins.int
-    REASON_FIELD_NUMBER: builtins.int
-    card: builtins.str
-    reason: builtins.str
-    """`shared with owner/other`, `pinned`, `held by CLIENT`."""
-    @property
-    def component(self) -> model_pb2.Component: ...
-    def __init__(
-        self,
-        *,
-        component: model_pb2.Component | None = ...,
-        card: builtins.str = ...,
-        reason: builtins.str = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["component", b"component"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["card", b"card", "component", b"component", "reason", b"reason"]) -> None: ...
-
-global___KeptComponent = KeptComponent
 
 @typing.final
 class PinRequest(google.protobuf.message.Message):
@@ -849,7 +815,7 @@ class ReserveResponse(google.protobuf.message.Message):
     bytes: builtins.int
     card: builtins.str
     @property
-    def evicted(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FreedComponent]:
+    def evicted(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[model_pb2.FreedComponent]:
         """What left for it."""
 
     def __init__(
@@ -857,7 +823,7 @@ class ReserveResponse(google.protobuf.message.Message):
         *,
         reservation_id: builtins.str = ...,
         bytes: builtins.int = ...,
-        evicted: collections.abc.Iterable[global___FreedComponent] | None = ...,
+        evicted: collections.abc.Iterable[model_pb2.FreedComponent] | None = ...,
         card: builtins.str = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "card", b"card", "evicted", b"evicted", "reservation_id", b"reservation_id"]) -> None: ...

@@ -118,7 +118,7 @@ impl Card {
         settings: Settings,
         clock: Box<dyn Clock>,
     ) -> Result<Card, CardError> {
-        canary::sing(gpu.device()).map_err(CardError::Canary)?;
+        canary::sing(gpu.device(), gpu.compute_dtype()).map_err(CardError::Canary)?;
         let truth = gpu.memory()?;
         let mut ledger = Ledger::new(gpu.describe().total, settings.headroom);
         ledger.reconcile(&truth);

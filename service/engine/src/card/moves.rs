@@ -30,6 +30,8 @@ impl From<GpuError> for MoveError {
             GpuError::NotLoaded(_) | GpuError::StillInUse(..) | GpuError::Truth(_) => {
                 MoveError::Refused(error.to_string())
             }
+            // Bytes that will not come back end the worker: the last rung of the ladder.
+            GpuError::Leaked { .. } => MoveError::Lost(error.to_string()),
             GpuError::Lost(reason) => MoveError::Lost(reason),
         }
     }
@@ -152,7 +154,7 @@ impl Card {
                 tracing::error!(component = component.name, %error, "an unload was refused");
                 return Err(error.into());
             }
-            Err(GpuError::Lost(reason)) => return Err(MoveError::Lost(reason)),
+            Err(error @ (GpuError::Leaked { .. } | GpuError::Lost(_))) => return Err(error.into()),
             // It is not there any more, either way; the figures below say what became of its bytes.
             Err(error @ (GpuError::NotLoaded(_) | GpuError::Truth(_))) => {
                 tracing::error!(component = component.name, %error, "an unload could not be verified");
@@ -202,7 +204,8 @@ impl Card {
     /// Carries out what must go wrong at this place, on a simulated card that says so.
     pub(super) fn suffer(&mut self, place: &str) -> Result<(), MoveError> {
         match self.gpu.fault_at(place) {
-            None | Some(FaultAction::Lose) => Ok(()),
+            // A card that is lost or poisoned answers so by itself from here on.
+            None | Some(FaultAction::Lose | FaultAction::Poison) => Ok(()),
             Some(FaultAction::Hang) => {
                 self.faults.hang(place);
                 Ok(())

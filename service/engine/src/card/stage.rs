@@ -9,6 +9,7 @@ use pipelines::{Model, Observer, StageError, StageKind, StageOutput};
 use residency::{Bytes, Millis};
 
 use super::attempt::{Halt, Need};
+use super::moves::MoveError;
 use super::{Card, Clock, Link, canary};
 use crate::messages::{Completed, Event, Failure, Progress, StageWork, Ticket};
 
@@ -99,6 +100,7 @@ impl Card {
         link: &mut dyn Link,
     ) -> Result<Result<StageOutput, Failed>, Halt> {
         let stage = run.need.at(rung);
+        self.gather(stage.scratch, link)?;
         let room = self.ledger.usable();
         let lease = self
             .ledger
@@ -126,6 +128,26 @@ impl Card {
         report.peak_scratch = peak;
         report.peak_bytes = at_rest + peak;
         Ok(result)
+    }
+
+    /// Sees to it that a stage's scratch can be had in one piece, where the driver is to supply it: slack that lies
+    /// between is handed back. What is still missing then shows in the log, and the stage finds out what it needs of it.
+    fn gather(&mut self, scratch: Bytes, link: &mut dyn Link) -> Result<(), MoveError> {
+        let slack = self.ledger.accounts().slack;
+        if scratch <= slack {
+            return Ok(()); // the pool has it
+        }
+        let mut largest = self.gpu.largest_allocation(scratch)?;
+        if largest < scratch && slack > Bytes::ZERO {
+            self.hand_back_slack(link)?;
+            largest = self.gpu.largest_allocation(scratch)?;
+        }
+        let free = self.ledger.accounts().free;
+        tracing::debug!(%scratch, %largest, %free, "the largest allocation that would succeed");
+        if largest < scratch {
+            tracing::warn!(%scratch, %largest, %free, "memory for a stage is not there in one piece");
+        }
+        Ok(())
     }
 
     /// The family's mathematics, observed. A panic ends the stage only: tensors are dropped on its way up.
@@ -193,7 +215,7 @@ impl Card {
 
     fn internal_unless_lost(&mut self, message: String) -> Halt {
         tracing::error!(message, "a stage failed");
-        match canary::sing(self.gpu.device()) {
+        match canary::sing(self.gpu.device(), self.gpu.compute_dtype()) {
             Ok(()) => Halt::internal(message),
             Err(reason) => Halt::Lost(format!("{message}; then the card failed a computation: {reason}")),
         }
@@ -230,15 +252,11 @@ fn retry_message(work: &StageWork, rung: usize, next: usize, freed: Bytes) -> St
     format!("out of memory ({}): trying {}", label(rung), label(next))
 }
 
-/// Whether memory is what was missing. Families say so; where one let the tensor library's own error through, its text
-/// does.
+/// Whether memory is what was missing. Families say so; where one let the tensor library's own error through, that does.
 fn ran_out_of_memory(error: &StageError) -> bool {
     match error {
         StageError::OutOfMemory { .. } => true,
-        StageError::Tensor(error) => {
-            let text = error.to_string().to_ascii_lowercase();
-            text.contains("out of memory") || text.contains("out_of_memory")
-        }
+        StageError::Tensor(error) => pipelines::is_out_of_memory(error),
         StageError::Cancelled
         | StageError::NotFinite { .. }
         | StageError::BadInput(_)

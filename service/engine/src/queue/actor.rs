@@ -9,7 +9,7 @@ use residency::Millis;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
-use super::cards::{Card, Health};
+use super::cards::Card;
 use super::ending::Ended;
 use super::latents::Latents;
 use super::learned::Learned;
@@ -26,8 +26,6 @@ use crate::job::JobId;
 use crate::library::Library;
 use crate::messages::Ticket;
 
-/// A worker that was told to let go is killed after this.
-pub(super) const CANCEL_GRACE: Duration = Duration::from_secs(3);
 /// Whoever waits for memory hears of it this often.
 pub(super) const TICK: Duration = Duration::from_millis(500);
 /// The status is published this often at the most.
@@ -254,41 +252,6 @@ impl Actor {
             .chain(workers)
             .chain(expiries.into_iter().flatten())
             .min()
-    }
-
-    /// When a worker is taken for hung.
-    fn next_worry(&self, card: &Card) -> Option<Instant> {
-        if card.is_recycled() || card.health != Health::Ready {
-            return None;
-        }
-        let running = card.in_flight.as_ref().map(|running| {
-            let stalled = running.heard + self.settings.stall_limit;
-            running
-                .cancelled
-                .map_or(stalled, |at| stalled.min(at + CANCEL_GRACE))
-        });
-        running.or_else(|| {
-            let since = card.errand_since.filter(|_| !card.errands.is_empty());
-            since.map(|since| since + self.settings.stall_limit)
-        })
-    }
-
-    fn watch_workers(&mut self, now: Instant) {
-        let worries: Vec<usize> = (0..self.cards.len())
-            .filter(|&index| self.next_worry(&self.cards[index]).is_some_and(|at| at <= now))
-            .collect();
-        for index in worries {
-            let cancelled = self.cards[index]
-                .in_flight
-                .as_ref()
-                .is_some_and(|running| running.cancelled.is_some());
-            let reason = if cancelled {
-                "it did not let go of a cancelled stage".to_owned()
-            } else {
-                format!("it said nothing for {:?}", self.settings.stall_limit)
-            };
-            self.cards[index].recycle(&reason);
-        }
     }
 
     pub(super) fn drain(&mut self, deadline: Instant, reply: Reply<()>) {

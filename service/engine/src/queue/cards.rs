@@ -5,11 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gpu::CardDescription;
-use residency::{Bytes, Component, ComponentId, Ledger, Millis};
+use residency::{Bytes, Component, ComponentId, HoldId, Ledger, Millis, ReservationId};
 use tokio::time::Instant;
 
 use super::record::Need;
 use super::standing::Wanted;
+use super::watchdog::Pace;
 use super::{CardPort, CardSlot};
 use crate::job::JobId;
 use crate::library::Entry;
@@ -35,6 +36,8 @@ pub(super) struct InFlight {
     pub(super) sent: Instant,
     /// When the worker last said something of it.
     pub(super) heard: Instant,
+    /// How fast it goes on, by what the worker said.
+    pub(super) pace: Pace,
     pub(super) expected_ms: f64,
     pub(super) cancelled: Option<Instant>,
 }
@@ -49,6 +52,11 @@ pub(super) enum Errand {
         trim: u64,
     },
     Reserve(Wanted),
+    /// Room for a model that replaces another, or what became of either.
+    Swap {
+        job: JobId,
+        components: Vec<ComponentId>,
+    },
     KeepAlive,
 }
 
@@ -103,9 +111,11 @@ impl Card {
         self.health == Health::Ready
     }
 
-    /// Whether it would take an order at once. While room is made for another program, nothing new may take it.
+    /// Whether it would take an order at once. While room is made for another program, or for a
+    /// swap, nothing new may take it.
     pub(super) fn is_free(&self) -> bool {
-        let making_room = self.errands.values().any(|e| matches!(e, Errand::Reserve(_)));
+        let mut errands = self.errands.values();
+        let making_room = errands.any(|e| matches!(e, Errand::Reserve(_) | Errand::Swap { .. }));
         self.is_ready() && self.in_flight.is_none() && !self.recycled && !making_room
     }
 
@@ -137,6 +147,12 @@ impl Card {
         self.restarts += 1;
         self.lost_residents
             .extend(self.ledger.residents().map(|r| r.component.id.clone()));
+        // What was to be brought back and had not come yet is lost as well.
+        let restoring = self.in_flight.iter().filter(|order| order.job.is_none());
+        let coming = restoring.flat_map(|order| &order.need.components);
+        let to_come = self.restore.iter().flat_map(|(_, components)| components);
+        self.lost_residents
+            .extend(coming.chain(to_come).map(|c| c.id.clone()));
         self.ledger = Arc::new(Ledger::new(self.description.total, headroom));
         self.snapshots += 1;
         self.recycled = false;
@@ -204,12 +220,15 @@ impl Card {
     }
 
     pub(super) fn errand(&mut self, id: u64, errand: Errand, command: Command, now: Instant) {
+        // Asking more of a worker that does not answer must not make it look alive.
+        if self.errands.is_empty() {
+            self.errand_since = Some(now);
+        }
         self.errands.insert(id, errand);
-        self.errand_since = Some(now);
         self.port.send(command);
     }
 
-    /// The worker has ended an order: what else it was asked for is next.
+    /// The worker has ended an order, or answered: what else it was asked for is next.
     pub(super) fn is_free_again(&mut self, now: Instant) {
         self.errand_since = Some(now);
     }
@@ -230,9 +249,25 @@ impl Card {
     /// Tells the worker what must stay, if that is new to it.
     pub(super) fn stand(&mut self, standing: Standing, fresh_worker: bool) {
         if self.is_ready() && (fresh_worker || standing != self.standing) {
-            self.standing = standing.clone();
+            let before = std::mem::replace(&mut self.standing, standing.clone());
             self.see_our_pins();
+            self.see_ended_claims(&before);
             self.port.send(Command::Standing(standing));
+        }
+    }
+
+    /// A worker that hangs never says that a hold or a reservation is over: jobs must not be queued behind it for ever.
+    fn see_ended_claims(&mut self, before: &Standing) {
+        let (ledger, now) = (Arc::make_mut(&mut self.ledger), &self.standing);
+        for (id, _) in before.holds.iter().filter(|hold| !now.holds.contains(hold)) {
+            ledger.release_hold(&HoldId::new(id.as_str()));
+        }
+        for (id, ..) in before
+            .reservations
+            .iter()
+            .filter(|one| !now.reservations.contains(one))
+        {
+            ledger.release_reservation(&ReservationId::new(id.as_str()));
         }
     }
 

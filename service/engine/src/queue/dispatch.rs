@@ -8,6 +8,7 @@ use super::cards::InFlight;
 use super::placing::{Placement, text_cache_key};
 use super::record::{JobRecord, Need, Patience, Phase, Step, StepKind};
 use super::shares::AFFINITY_WINDOW_MS;
+use super::watchdog::Pace;
 use crate::error::Error;
 use crate::job::{JobEventKind, JobId, JobWork, StageReport};
 use crate::messages::{Order, Shortage, StageWork, Work};
@@ -126,6 +127,7 @@ impl Actor {
             let in_flight = InFlight {
                 ticket,
                 job: None,
+                pace: Pace::of(&entry.key, &need),
                 need,
                 sent: now,
                 heard: now,
@@ -295,7 +297,10 @@ impl Actor {
 
     /// Sends a job's next step to a card.
     fn start(&mut self, id: &JobId, index: usize, low_memory: bool, now: Instant) {
-        let Some(mut job) = self.jobs.remove(id) else {
+        let Some(job) = self.jobs.remove(id) else {
+            return;
+        };
+        let Some(mut job) = self.make_way(job, index, now) else {
             return;
         };
         self.take_cached_text(&mut job, index, now);
@@ -317,7 +322,10 @@ impl Actor {
         let order = Order {
             ticket,
             job: id.to_string(),
-            model: job.entry.location(),
+            model: match (step.kind, &job.swap) {
+                (StepKind::Restore, Some(swap)) => swap.old.location(),
+                _ => job.entry.location(),
+            },
             work,
             policy: self.settings.policy,
             allow_low_memory: low_memory,
@@ -325,6 +333,7 @@ impl Actor {
         let in_flight = InFlight {
             ticket,
             job: Some(id.clone()),
+            pace: Pace::of(&job.entry.key, &need),
             need,
             sent: now,
             heard: now,

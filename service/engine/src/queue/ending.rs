@@ -91,6 +91,11 @@ impl Actor {
         let Some(mut job) = self.jobs.remove(id) else {
             return;
         };
+        let decided = job.swap.as_ref().is_some_and(|swap| swap.is_decided());
+        if decided && why != Error::ShuttingDown {
+            self.jobs.insert(id.clone(), job); // it ends by itself
+            return;
+        }
         if job.phase != Phase::Running {
             self.end(job, Err(why), now);
             return;
@@ -105,10 +110,15 @@ impl Actor {
         self.dirty = true;
     }
 
-    /// The last that a job does. It must have been taken off the list of jobs.
-    pub(super) fn end(&mut self, mut job: JobRecord, result: Result<(), Error>, now: Instant) {
+    /// The last that a job does, but for what a swap still owes. It must have been taken off the list of jobs.
+    pub(super) fn end(&mut self, job: JobRecord, result: Result<(), Error>, now: Instant) {
+        self.replan = true;
+        self.dirty = true;
+        let Some((mut job, result)) = self.see_swap_through(job, result, now) else {
+            return;
+        };
         job.enter(Phase::Queued, now);
-        if result.as_ref().is_err_and(|error| *error != Error::Cancelled) {
+        if !job.is_load() && result.as_ref().is_err_and(|error| *error != Error::Cancelled) {
             self.tell_of_latents_that_were_paid_for(&mut job, now);
         }
         let mut info = self.info(&job, None, now);
@@ -138,6 +148,10 @@ impl Actor {
         }
         self.shares.leave(&job.options.client);
         self.claims.used(&job.entry.key, now);
+        if let Some(swap) = &job.swap {
+            self.claims.used(&swap.old.key, now);
+            self.claims_changed(now);
+        }
         self.ended.list(info, self.settings.ended_kept);
         if let Some(events) = job.retained.take() {
             self.ended.retain(Retained {
@@ -152,8 +166,6 @@ impl Actor {
         for unload in &mut self.unloads {
             unload.job_ended(&job.id);
         }
-        self.replan = true;
-        self.dirty = true;
     }
 
     /// A job that fails before a decode hands out the latent, so that the sampling need not be paid for again.

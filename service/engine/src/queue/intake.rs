@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use pipelines::{HostTensor, StageKind, StagePlan};
+use pipelines::{HostTensor, ImageRequest, StageKind, StagePlan};
 use residency::{Bytes, Component, ComponentId};
 use tokio::time::Instant;
 
@@ -13,6 +13,7 @@ use super::listener::{Job, Mailbox};
 use super::record::{JobRecord, Phase, StepKind, input_bytes, size_of_latent, steps_of};
 use super::report::JobInfo;
 use super::request::{OpenModels, Request, Submission};
+use super::swap::Swap;
 use crate::error::Error;
 use crate::job::{JobEvent, JobEventKind, JobId, JobReport, JobSpec, JobWork};
 use crate::library::{Entry, OpenModel};
@@ -119,6 +120,9 @@ impl Actor {
         self.refuse_deadly(&job)?;
         self.lease_input(&mut job, now)?;
         self.claims.learn(&job.entry, &job.models, now);
+        if let Some(swap) = &job.swap {
+            self.claims.learn(&swap.old, &swap.old_models, now);
+        }
         self.shares.arrive(&job.options.client);
         let handle = self.listen(&mut job, false);
         job.emit(now, JobEventKind::Accepted { joined: false });
@@ -144,6 +148,7 @@ impl Actor {
         let Submission {
             spec,
             models,
+            old,
             text_key,
         } = submission;
         let JobSpec { options, entry, work } = spec;
@@ -156,7 +161,17 @@ impl Actor {
             }
             JobWork::Encode { .. } | JobWork::Load { .. } => None,
         };
-        let plans = plans_of(&work, &models, init.as_ref());
+        let canary = match &work {
+            JobWork::Load { replace, prove, .. } if *prove || replace.is_some() => {
+                models.values().next().map(|open| open.model.canary_request())
+            }
+            _ => None,
+        };
+        let swap = old.map(|(old, opened)| {
+            let opened = self.refreshed(&old, &opened);
+            Box::new(Swap::new(old, opened, now))
+        });
+        let plans = plans_of(&work, &models, init.as_ref(), canary.as_ref());
         let arrival = self.number();
         let retained = (!options.idempotency_key.is_empty()).then(Vec::new);
         Ok(JobRecord {
@@ -174,6 +189,8 @@ impl Actor {
             cursor: 0,
             text: None,
             init,
+            canary,
+            swap,
             latents: BTreeMap::new(),
             told: BTreeSet::new(),
             input_latent: None,
@@ -226,6 +243,7 @@ impl Actor {
         let mut known = self.claims.known();
         self.cards.iter().any(|card| card.ledger.resident(id).is_some())
             || of_jobs.any(|component| component.id == *id)
+            || self.jobs.values().any(|job| job.replaces(id))
             || known.any(|(key, known)| {
                 (self.claims.is_pinned(key) || self.claims.holder(key).is_some()) && known.names(id)
             })
@@ -440,6 +458,7 @@ fn plans_of(
     work: &JobWork,
     models: &OpenModels,
     init: Option<&HostTensor>,
+    canary: Option<&ImageRequest>,
 ) -> BTreeMap<String, Vec<StagePlan>> {
     let plans = models.iter().map(|(dtype, open)| {
         let mut plans = match work {
@@ -454,7 +473,7 @@ fn plans_of(
                 let (width, height) = init.map_or((0, 0), size_of_latent);
                 vec![open.model.lone_stage(StageKind::Decode, width, height)]
             }
-            JobWork::Load { .. } => Vec::new(),
+            JobWork::Load { .. } => canary.map_or(Vec::new(), |request| open.model.stages(request)),
         };
         for component in plans.iter_mut().flat_map(|plan| &mut plan.components) {
             rename(component, &open.components);

@@ -8,6 +8,7 @@ use pipelines::StagePlan;
 use residency::{Bytes, Component, ComponentId, RunOutcome, ScratchBook, ScratchKey};
 use tokio::time::Instant;
 
+use super::watchdog::PaceKey;
 use crate::job::JobId;
 use crate::messages::Completed;
 
@@ -26,6 +27,13 @@ pub(super) struct Learned {
     scratch: ScratchBook,
     stage_ms: BTreeMap<StageKey, f64>,
     load_seconds: BTreeMap<ComponentId, f64>,
+    /// The longest time between two steps.
+    between_steps: BTreeMap<PaceKey, Duration>,
+    /// How long stages without steps run, each with the generation of the worker that it last ran on: the first in a
+    /// worker may take longer.
+    wholes: BTreeMap<PaceKey, (Duration, u64)>,
+    /// Bytes a second of loads, by card.
+    load_speed: BTreeMap<usize, f64>,
     deadly: BTreeMap<(String, String), Deadly>,
 }
 
@@ -120,6 +128,71 @@ impl Learned {
         self.stage_ms.get(key).copied()
     }
 
+    /// Components came in on a card, with the seconds that each took. A slow load counts at once, fast ones bit by bit.
+    pub(super) fn load_speed(&mut self, card: usize, components: &[Component], loads: &[(ComponentId, f64)]) {
+        let bytes_of = |id: &ComponentId| components.iter().find(|c| c.id == *id).map(|c| c.bytes);
+        for (bytes, seconds) in loads.iter().filter_map(|(id, s)| Some((bytes_of(id)?, *s))) {
+            if bytes > Bytes::ZERO && seconds > 0.0 {
+                let speed = bytes.0 as f64 / seconds;
+                let known = self.load_speed.entry(card).or_insert(speed);
+                *known = if speed < *known {
+                    speed
+                } else {
+                    *known * 0.7 + speed * 0.3
+                };
+            }
+        }
+    }
+
+    pub(super) fn bytes_per_second(&self, card: usize) -> Option<f64> {
+        self.load_speed.get(&card).copied()
+    }
+
+    /// A stage ran to its end with so much between two of its steps. What takes longer counts at once.
+    pub(super) fn stepped(&mut self, key: PaceKey, longest: Duration) {
+        if self.between_steps.len() >= REMEMBERED && !self.between_steps.contains_key(&key) {
+            self.between_steps.clear();
+        }
+        let known = self.between_steps.entry(key).or_insert(longest);
+        *known = slower_at_once(*known, longest);
+    }
+
+    pub(super) fn between_steps(&self, key: &PaceKey) -> Option<Duration> {
+        self.between_steps.get(key).copied()
+    }
+
+    /// A stage ran to its end in a worker of this generation.
+    pub(super) fn ran(&mut self, key: PaceKey, run: Duration, generation: u64) {
+        if self.wholes.len() >= REMEMBERED && !self.wholes.contains_key(&key) {
+            self.wholes.clear();
+        }
+        let known = self.wholes.entry(key).or_insert((run, generation));
+        *known = (slower_at_once(known.0, run), generation);
+    }
+
+    /// How long a stage takes, if a worker of this generation has run it already.
+    pub(super) fn whole(&self, key: &PaceKey, generation: u64) -> Option<Duration> {
+        let (run, of) = self.wholes.get(key)?;
+        (*of == generation).then_some(*run)
+    }
+
+    /// A worker was ended by what was learned of a stage: the next may take this long, should that have been wrong.
+    pub(super) fn may_take(&mut self, key: &PaceKey, usual: Duration) {
+        if let Some(known) = self.between_steps.get_mut(key) {
+            *known = usual.max(*known);
+        }
+        if let Some((known, _)) = self.wholes.get_mut(key) {
+            *known = usual.max(*known);
+        }
+    }
+
+    /// The same of a load.
+    pub(super) fn loads_may_take(&mut self, card: usize, bytes: Bytes, usual: Duration) {
+        if let Some(known) = self.load_speed.get_mut(&card) {
+            *known = known.min(bytes.0 as f64 / usual.as_secs_f64().max(1e-3));
+        }
+    }
+
     /// A job ended because its workers died in a stage of this shape.
     pub(super) fn died(&mut self, model_key: &str, shape: &str, job: &JobId, now: Instant) {
         let pair = (model_key.to_owned(), shape.to_owned());
@@ -154,6 +227,14 @@ impl Learned {
 
     pub(super) fn next_expiry(&self) -> Option<Instant> {
         self.deadly.values().map(|deadly| deadly.last + DEADLY_FOR).min()
+    }
+}
+
+fn slower_at_once(known: Duration, now: Duration) -> Duration {
+    if now > known {
+        now
+    } else {
+        known.mul_f64(0.7) + now.mul_f64(0.3)
     }
 }
 

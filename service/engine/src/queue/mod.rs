@@ -27,14 +27,16 @@ mod shares;
 mod signals;
 mod standing;
 mod status;
+mod swap;
 mod texts;
 mod unload;
+mod watchdog;
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use gpu::CardDescription;
-use pipelines::HostTensor;
+use pipelines::{HostTensor, RequestError};
 use residency::{Bytes, Patience, Policy};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
@@ -79,8 +81,11 @@ pub struct Settings {
     pub latent_ttl: Duration,
     /// How many ended jobs are listed.
     pub ended_kept: usize,
-    /// A worker that says nothing of a running stage for so long is recycled.
+    /// A worker that says nothing of a running stage for so long is recycled, whatever it does.
     pub stall_limit: Duration,
+    /// The least that a worker may be silent where it is known how long what it does takes: the limit is then ten times
+    /// that, between this and `stall_limit`.
+    pub stall_floor: Duration,
     /// Entries that nobody used for so long leave; none: when their memory is wanted.
     pub keep_alive: Option<Duration>,
 }
@@ -101,6 +106,7 @@ impl Default for Settings {
             latent_ttl: Duration::from_secs(600),
             ended_kept: 100,
             stall_limit: Duration::from_secs(120),
+            stall_floor: Duration::from_secs(10),
             keep_alive: None,
         }
     }
@@ -392,6 +398,27 @@ impl Queue {
                 return Err(Error::CardNotReady("there is no card".into()));
             };
             let refused = |problem| Error::Invalid(vec![problem]);
+            let mut old = None;
+            if let JobWork::Load {
+                components,
+                replace,
+                prove,
+            } = &spec.work
+            {
+                let invalid = |field: &str, problem: &str| {
+                    let (field, problem) = (field.to_owned(), problem.to_owned());
+                    Err(Error::Invalid(vec![RequestError { field, problem }]))
+                };
+                if (*prove || replace.is_some()) && !components.is_empty() {
+                    return invalid("components", "must be empty: a proof takes the whole model");
+                }
+                if let Some(replaced) = replace {
+                    if replaced.key == spec.entry.key {
+                        return invalid("replace", "is the model itself; name another");
+                    }
+                    old = Some((replaced.clone(), open_for(&library, replaced, &cards)?));
+                }
+            }
             let text_key = match &spec.work {
                 JobWork::Generate(Generate { request, .. }) => {
                     any.model.validate(request).map_err(Error::Invalid)?;
@@ -402,6 +429,7 @@ impl Queue {
             Ok(Box::new(Submission {
                 spec,
                 models,
+                old,
                 text_key,
             }))
         })

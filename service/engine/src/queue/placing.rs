@@ -1,7 +1,7 @@
 //! Where a job could go: each card's answer for its next step, and the best of them.
 
 use pipelines::StageKind;
-use residency::{Bytes, Millis, StageNeed, WaitCause, predicted_move_seconds};
+use residency::{Bytes, Ledger, Millis, StageNeed, WaitCause, predicted_move_seconds};
 use tokio::time::Instant;
 
 use super::actor::Actor;
@@ -108,10 +108,14 @@ impl Actor {
         }
     }
 
-    /// The card that the client prefers, as long as it is there.
+    /// The card that the client prefers, as long as it is there; a swap's is where the old model is.
     fn hinted(&self, job: &JobRecord) -> Option<usize> {
+        if let Some(begun) = job.swap.as_ref().and_then(|swap| swap.card()) {
+            return Some(begun);
+        }
         let hint = &job.options.card_hint;
-        let card = self.cards.iter().position(|card| card.description.id == *hint)?;
+        let named = self.cards.iter().position(|card| card.description.id == *hint);
+        let card = named.or_else(|| self.card_of_swap(job))?;
         self.cards[card].is_ready().then_some(card)
     }
 
@@ -127,23 +131,29 @@ impl Actor {
         let card = &self.cards[index];
         let dtype = &card.description.compute_dtype;
         let ledger_now = card.ledger_now(now);
+        let ledger = &*self.ledger_for(job, index);
         let next = self.next_step(job, dtype);
         let needs: Vec<(usize, Need)> = self.remaining_needs(job, next, index)?;
-        if let Some(never) = self.never(job, index, &needs, ledger_now) {
+        if let Some(never) = self.never(job, index, ledger, &needs, ledger_now) {
             return Some(never);
         }
         let (_, need) = needs.first()?;
         let policy = self.settings.policy;
-        let low = job.low_memory || (job.options.allow_low_memory && self.exceeds(index, need, ledger_now));
+        let low = job.low_memory || (job.options.allow_low_memory && self.exceeds(ledger, need, ledger_now));
+        if self.is_behind_a_swap(job, index) {
+            return Some(Answer::Behind {
+                seconds: card.busy_seconds(now),
+            });
+        }
         if !card.is_free() {
             // Whether it fits will be seen when the card is free; memory of others is waited for meanwhile.
-            let admission = choose_rung(&card.ledger, &need.components, &need.rungs, policy, ledger_now);
+            let admission = choose_rung(ledger, &need.components, &need.rungs, policy, ledger_now);
             return Some(match admission {
                 Admission::Wait { rung, short, cause } if cause != WaitCause::Leases && !low => {
                     Answer::Short(self.shortage(index, need, rung, short, cause))
                 }
                 _ => Answer::Behind {
-                    seconds: self.move_seconds(index, &needs, ledger_now),
+                    seconds: self.move_seconds(ledger, &needs, ledger_now),
                 },
             });
         }
@@ -155,16 +165,16 @@ impl Actor {
             return Some(Answer::Short(refusal.shortage.clone()));
         }
         if low {
-            let seconds = self.move_seconds(index, &needs, ledger_now);
+            let seconds = self.move_seconds(ledger, &needs, ledger_now);
             return Some(Answer::Start {
                 seconds,
                 low_memory: true,
             });
         }
         Some(
-            match choose_rung(&card.ledger, &need.components, &need.rungs, policy, ledger_now) {
+            match choose_rung(ledger, &need.components, &need.rungs, policy, ledger_now) {
                 Admission::Run { .. } => Answer::Start {
-                    seconds: self.move_seconds(index, &needs, ledger_now),
+                    seconds: self.move_seconds(ledger, &needs, ledger_now),
                     low_memory: false,
                 },
                 Admission::Wait { rung, short, cause } => {
@@ -216,13 +226,19 @@ impl Actor {
         Some(needs)
     }
 
-    fn never(&self, job: &JobRecord, card: usize, needs: &[(usize, Need)], now: Millis) -> Option<Answer> {
-        let ledger = &self.cards[card].ledger;
+    fn never(
+        &self,
+        job: &JobRecord,
+        card: usize,
+        ledger: &Ledger,
+        needs: &[(usize, Need)],
+        now: Millis,
+    ) -> Option<Answer> {
         needs.iter().find_map(|(index, need)| {
             let admission = choose_rung(ledger, &need.components, &need.rungs, self.settings.policy, now);
             match admission {
                 Admission::Never { needed, capacity } => {
-                    let risks_it = job.options.allow_low_memory && self.could_risk(card, need, now);
+                    let risks_it = job.options.allow_low_memory && self.could_risk(ledger, need, now);
                     (!risks_it).then_some(Answer::Never {
                         index: *index,
                         needed,
@@ -242,19 +258,16 @@ impl Actor {
         })
     }
 
-    fn exceeds(&self, card: usize, need: &Need, now: Millis) -> bool {
-        let ledger = &self.cards[card].ledger;
+    fn exceeds(&self, ledger: &Ledger, need: &Need, now: Millis) -> bool {
         let admission = choose_rung(ledger, &need.components, &need.rungs, self.settings.policy, now);
         matches!(admission, Admission::Never { .. })
     }
 
-    fn could_risk(&self, card: usize, need: &Need, now: Millis) -> bool {
-        let ledger = &self.cards[card].ledger;
+    fn could_risk(&self, ledger: &Ledger, need: &Need, now: Millis) -> bool {
         choose_rung_low_memory(ledger, &need.components, &need.rungs, self.settings.policy, now).is_some()
     }
 
-    fn move_seconds(&self, card: usize, needs: &[(usize, Need)], now: Millis) -> f64 {
-        let ledger = &self.cards[card].ledger;
+    fn move_seconds(&self, ledger: &Ledger, needs: &[(usize, Need)], now: Millis) -> f64 {
         let seconds = |need: &StageNeed| predicted_move_seconds(ledger, need, self.settings.policy, now);
         let each = needs
             .iter()

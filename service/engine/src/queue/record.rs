@@ -10,6 +10,7 @@ use tokio::time::Instant;
 
 use super::listener::{Mailbox, is_coalescible};
 use super::request::OpenModels;
+use super::swap::Swap;
 use crate::error::Error;
 use crate::job::{JobEvent, JobEventKind, JobId, JobOptions, JobReport, JobWork};
 use crate::library::Entry;
@@ -20,6 +21,8 @@ use crate::messages::Shortage;
 pub(super) enum StepKind {
     Stage(StageKind),
     Load,
+    /// What a swap that failed had displaced comes back.
+    Restore,
 }
 
 impl StepKind {
@@ -27,6 +30,7 @@ impl StepKind {
         match self {
             StepKind::Stage(kind) => kind.name(),
             StepKind::Load => "load",
+            StepKind::Restore => "restore",
         }
     }
 }
@@ -132,6 +136,10 @@ pub(super) struct JobRecord {
     pub(super) cursor: usize,
     pub(super) text: Option<EncodedText>,
     pub(super) init: Option<HostTensor>,
+    /// What a load makes to prove its model.
+    pub(super) canary: Option<ImageRequest>,
+    /// What a load replaces.
+    pub(super) swap: Option<Box<Swap>>,
     /// Latents in the store by picture, each under a lease of this job.
     pub(super) latents: BTreeMap<u32, String>,
     /// Pictures whose latents the client knows of.
@@ -206,6 +214,7 @@ impl JobRecord {
         let kind = match step.kind {
             StepKind::Stage(kind) => kind,
             StepKind::Load => return self.load_need(dtype),
+            StepKind::Restore => return self.restore_need(),
         };
         let plan = self
             .plans
@@ -223,7 +232,10 @@ impl JobRecord {
     }
 
     fn load_need(&self, dtype: &str) -> Option<Need> {
-        let JobWork::Load { components: names } = &self.work else {
+        let JobWork::Load {
+            components: names, ..
+        } = &self.work
+        else {
             return None;
         };
         let all = self.models.get(dtype)?.components.iter();
@@ -231,6 +243,15 @@ impl JobRecord {
         Some(Need {
             name: "load",
             components: named.cloned().collect(),
+            rungs: Vec::new(),
+            plan: None,
+        })
+    }
+
+    fn restore_need(&self) -> Option<Need> {
+        Some(Need {
+            name: StepKind::Restore.name(),
+            components: self.swap.as_ref()?.before().to_vec(),
             rungs: Vec::new(),
             plan: None,
         })
@@ -245,6 +266,9 @@ impl JobRecord {
                 request
             }
             JobWork::Encode { request } => request.clone(),
+            JobWork::Load { .. } if self.canary.is_some() => {
+                self.canary.clone().unwrap_or_else(|| blank_request(0, 0))
+            }
             JobWork::Decode { .. } | JobWork::Load { .. } => {
                 let (width, height) = self.size();
                 blank_request(width, height)
@@ -258,7 +282,10 @@ impl JobRecord {
             JobWork::Generate(generate) => (generate.request.width, generate.request.height),
             JobWork::Encode { request } => (request.width, request.height),
             JobWork::Decode { .. } => self.init.as_ref().map_or((0, 0), size_of_latent),
-            JobWork::Load { .. } => (0, 0),
+            JobWork::Load { .. } => {
+                let canary = self.canary.as_ref();
+                canary.map_or((0, 0), |request| (request.width, request.height))
+            }
         }
     }
 
@@ -270,9 +297,9 @@ impl JobRecord {
                 latent: self.init.clone(),
             },
             StepKind::Stage(StageKind::Decode) => StageInput { text: None, latent },
-            StepKind::Stage(StageKind::EncodeText | StageKind::EncodeImage) | StepKind::Load => {
-                StageInput::default()
-            }
+            StepKind::Stage(StageKind::EncodeText | StageKind::EncodeImage)
+            | StepKind::Load
+            | StepKind::Restore => StageInput::default(),
         }
     }
 
@@ -304,9 +331,11 @@ impl JobRecord {
         self.options.deadline = deadlines.map(|(earlier, other)| earlier.max(other));
     }
 
-    /// When it must be done. A caller's deadline is no end to a job that goes on without its callers.
+    /// When it must be done. A caller's deadline is no end to a job that goes on without its callers, nor to a swap that
+    /// is past its turning point.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.options.deadline.filter(|_| !self.detached)
+        let decided = self.swap.as_ref().is_some_and(|swap| swap.is_decided());
+        self.options.deadline.filter(|_| !self.detached && !decided)
     }
 
     /// Changes phase, and books the time that was spent waiting.
@@ -348,11 +377,16 @@ pub(super) fn steps_of(work: &JobWork, policy: Policy) -> Vec<Step> {
         JobWork::Generate(generate) => generate,
         JobWork::Encode { .. } => return vec![stage(StageKind::EncodeImage, 0)],
         JobWork::Decode { .. } => return vec![stage(StageKind::Decode, 0)],
-        JobWork::Load { .. } => {
-            return vec![Step {
+        JobWork::Load { replace, prove, .. } => {
+            let mut steps = vec![Step {
                 kind: StepKind::Load,
                 picture: 0,
             }];
+            if *prove || replace.is_some() {
+                let proof = [StageKind::EncodeText, StageKind::Denoise, StageKind::Decode];
+                steps.extend(proof.map(|kind| stage(kind, 0)));
+            }
+            return steps;
         }
     };
     let mut steps = vec![stage(StageKind::EncodeText, 0)];

@@ -25,6 +25,8 @@ pub(super) type Reply<T> = oneshot::Sender<T>;
 pub(super) struct Submission {
     pub(super) spec: JobSpec,
     pub(super) models: OpenModels,
+    /// What it replaces.
+    pub(super) old: Option<(Arc<Entry>, OpenModels)>,
     /// Of the prompt, without the encoders' identities.
     pub(super) text_key: Option<String>,
 }

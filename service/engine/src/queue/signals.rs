@@ -9,6 +9,7 @@ use super::cards::{Errand, InFlight};
 use super::intake::{VAE, content_of};
 use super::placing::text_cache_key;
 use super::record::{JobRecord, Phase, Refusal, StepKind};
+use super::swap::check_proof;
 use super::{CardSignal, Signal};
 use crate::error::Error;
 use crate::job::{JobEventKind, JobWork, StageReport};
@@ -55,6 +56,7 @@ impl Actor {
             Signal::Event(Event::Answer { id, answer }) => {
                 let errand = self.cards[index].errands.remove(&id);
                 if let Some(errand) = errand {
+                    self.cards[index].is_free_again(now);
                     self.answered(index, errand, answer, now);
                 }
             }
@@ -67,6 +69,7 @@ impl Actor {
             Errand::Unload { unload, .. } => self.unloaded(unload, index, answer),
             Errand::Trim { trim } => self.trimmed(trim, answer),
             Errand::Reserve(wanted) => self.room_made(index, wanted, answer, now),
+            Errand::Swap { job, .. } => self.sent_away(&job, index, answer, now),
             Errand::KeepAlive => {}
         }
         self.replan = true;
@@ -78,8 +81,13 @@ impl Actor {
         let Some(running) = card.in_flight.as_mut().filter(|running| running.ticket == ticket) else {
             return;
         };
-        running.heard = now;
-        let Some(job) = running.job.as_ref().and_then(|id| self.jobs.get_mut(id)) else {
+        running.hear(&progress, now);
+        self.allow_silence(index);
+        let running = self.cards[index].in_flight.as_ref();
+        let Some(job) = running
+            .and_then(|running| running.job.as_ref())
+            .and_then(|id| self.jobs.get_mut(id))
+        else {
             return;
         };
         let Some(step) = job.step() else { return };
@@ -142,6 +150,7 @@ impl Actor {
         self.cards[index].is_free_again(now);
         if let Outcome::Completed(completed) = &outcome {
             self.learned.loads_completed(&completed.load_seconds);
+            self.learn_pace(index, &running, completed, now);
         }
         let Some(mut job) = running.job.as_ref().and_then(|id| self.jobs.remove(id)) else {
             if !matches!(outcome, Outcome::Completed(_)) {
@@ -181,6 +190,9 @@ impl Actor {
     }
 
     fn refused(&mut self, job: &mut JobRecord, index: usize, shortage: Shortage, now: Instant) {
+        if self.gives_way(job) {
+            return; // asked again when the old entry has left
+        }
         if job.low_memory {
             tracing::warn!(job = %job.id, "a worker did not risk what the job allows");
         }
@@ -252,7 +264,7 @@ impl Actor {
     ) -> Result<(), Error> {
         let Some(step) = job.step() else { return Ok(()) };
         match (step.kind, output) {
-            (StepKind::Load, None) => {}
+            (StepKind::Load | StepKind::Restore, None) => {}
             (StepKind::Stage(StageKind::EncodeText), Some(StageOutput::Text(text))) => {
                 if let Some(key) = text_cache_key(job, dtype) {
                     self.texts.put(key, text.clone());
@@ -276,6 +288,11 @@ impl Actor {
                 }
             }
             (StepKind::Stage(StageKind::Decode), Some(StageOutput::Picture { width, height, rgb })) => {
+                if job.is_load() {
+                    check_proof(job, width, height, &rgb)?;
+                    self.forget_latent(job, step.picture, now);
+                    return Ok(());
+                }
                 let (picture, seed) = (step.picture, job.seed().wrapping_add(u64::from(step.picture)));
                 job.emit(
                     now,
@@ -287,9 +304,7 @@ impl Actor {
                         rgb: rgb.into(),
                     },
                 );
-                if let Some(id) = job.latents.remove(&step.picture) {
-                    self.latents.release(&id, now);
-                }
+                self.forget_latent(job, step.picture, now);
             }
             (kind, _) => {
                 return Err(Error::Internal(format!(
@@ -299,6 +314,12 @@ impl Actor {
             }
         }
         Ok(())
+    }
+
+    fn forget_latent(&mut self, job: &mut JobRecord, picture: u32, now: Instant) {
+        if let Some(id) = job.latents.remove(&picture) {
+            self.latents.release(&id, now);
+        }
     }
 
     fn failed(
@@ -354,7 +375,7 @@ impl Actor {
         for errand in errands.into_values() {
             let answer = match &errand {
                 // A process that is gone has given all of its memory back.
-                Errand::Unload { components, .. } => {
+                Errand::Unload { components, .. } | Errand::Swap { components, .. } => {
                     let gone = residents.iter().filter(|c| components.contains(&c.id));
                     let freed = |c: &residency::Component| gpu::Unloaded {
                         booked: c.bytes,

@@ -125,6 +125,29 @@ impl Claims {
             .map(|hold| hold.client.as_str())
     }
 
+    /// The holds of an entry.
+    pub(super) fn holds_of<'a>(&'a self, key: &'a str) -> impl Iterator<Item = &'a str> {
+        let holds = self.holds.iter().filter(move |(_, hold)| hold.key == key);
+        holds.map(|(id, _)| id.as_str())
+    }
+
+    /// Whether another pinned entry has a component too.
+    pub(super) fn is_pinned_by_another(&self, key: &str, id: &ComponentId) -> bool {
+        let others = self.pins.iter().filter(|other| *other != key);
+        let mut known = others.filter_map(|other| self.entries.get(other));
+        known.any(|known| known.names(id))
+    }
+
+    /// An entry takes another's place: its pins and holds are its from now on.
+    pub(super) fn pass_on(&mut self, from: &str, to: &str) {
+        if self.pins.remove(from) {
+            self.pins.insert(to.to_owned());
+        }
+        for hold in self.holds.values_mut().filter(|hold| hold.key == from) {
+            to.clone_into(&mut hold.key);
+        }
+    }
+
     /// Ends what has run out; true if anything has.
     pub(super) fn expire(&mut self, now: Instant) -> bool {
         let before = self.holds.len() + self.reservations.len();
@@ -155,8 +178,15 @@ impl Claims {
             .collect()
     }
 
-    /// What the worker of a card must keep.
-    fn standing(&self, card: usize, dtype: &str) -> Standing {
+    /// What the worker of a card must keep. Claims on entries that are `away` do not count there for now; what stands
+    /// `beside` a model that is to replace it is held.
+    fn standing(
+        &self,
+        card: usize,
+        dtype: &str,
+        away: &BTreeSet<&str>,
+        beside: Vec<(String, Vec<ComponentId>)>,
+    ) -> Standing {
         let ids = |key: &String| -> Vec<ComponentId> {
             let known = self.entries.get(key);
             known
@@ -165,17 +195,21 @@ impl Claims {
                 .map(|c| c.id.clone())
                 .collect()
         };
-        let pins: BTreeSet<ComponentId> = self.pins.iter().flat_map(ids).collect();
+        let pins = self.pins.iter().filter(|key| !away.contains(key.as_str()));
+        let pins: BTreeSet<ComponentId> = pins.flat_map(ids).collect();
+        let holds = self
+            .holds
+            .iter()
+            .filter(|(_, hold)| !away.contains(hold.key.as_str()));
         let reservations = self
             .reservations
             .iter()
             .filter(|(_, reservation)| reservation.card == card);
         Standing {
             pins: pins.into_iter().collect(),
-            holds: self
-                .holds
-                .iter()
+            holds: holds
                 .map(|(id, hold)| (id.clone(), ids(&hold.key)))
+                .chain(beside)
                 .collect(),
             reservations: reservations
                 .map(|(id, r)| (id.clone(), r.label.clone(), r.bytes))
@@ -256,7 +290,9 @@ impl Actor {
     /// Tells one worker what must stay, and brings a fresh one's pinned components back.
     pub(super) fn stand(&mut self, index: usize, fresh_worker: bool) {
         let dtype = self.cards[index].description.compute_dtype.clone();
-        let standing = self.claims.standing(index, &dtype);
+        let (away, beside) = self.swaps_on(index);
+        let standing = self.claims.standing(index, &dtype, &away, beside);
+        let away: BTreeSet<String> = away.into_iter().map(str::to_owned).collect();
         let card = &mut self.cards[index];
         card.stand(standing, fresh_worker);
         if !fresh_worker {
@@ -267,6 +303,7 @@ impl Actor {
             .claims
             .pins
             .iter()
+            .filter(|key| !away.contains(*key)) // its swap brings it back
             .filter_map(|key| self.claims.entries.get(key))
         {
             let back = known.components(&dtype).iter().filter(|c| lost.contains(&c.id));

@@ -39,7 +39,7 @@ pub(super) struct PendingTrim {
 }
 
 /// What is to leave.
-enum Leaving<'a> {
+pub(super) enum Leaving<'a> {
     Everything,
     /// An entry, with the components that it has on cards of one dtype.
     Entry {
@@ -96,7 +96,7 @@ impl PendingUnload {
     }
 
     fn concerns(&self, job: &JobRecord) -> bool {
-        self.takes(&job.entry.key)
+        self.entry.as_ref().is_none_or(|(own, _)| job.concerns(&own.key))
     }
 }
 
@@ -193,7 +193,7 @@ impl Actor {
     }
 
     /// Which of the components may leave a card; the others with the reason why they stay.
-    fn who_may_leave(
+    pub(super) fn who_may_leave(
         &self,
         leaving: &Leaving<'_>,
         residents: Vec<Component>,
@@ -386,13 +386,13 @@ impl Actor {
     /// Entries that no job is of.
     fn unused(&self) -> impl Iterator<Item = (&String, &Known)> {
         let known = self.claims.known();
-        known.filter(|(key, _)| !self.jobs.values().any(|job| job.entry.key == **key))
+        known.filter(|(key, _)| !self.jobs.values().any(|job| job.concerns(key)))
     }
 
     fn forget_entries(&mut self) {
         let (jobs, cards) = (&self.jobs, &self.cards);
         self.dirty |= self.claims.forget(|key, known| {
-            jobs.values().any(|job| job.entry.key == key)
+            jobs.values().any(|job| job.concerns(key))
                 || cards
                     .iter()
                     .any(|card| card.ledger.residents().any(|r| known.names(&r.component.id)))

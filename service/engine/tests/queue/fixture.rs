@@ -56,7 +56,7 @@ impl FakeModel {
             components: vec![self.components[component].clone()],
             rungs,
             shape,
-            steps: 4,
+            steps: if kind == StageKind::Denoise { 4 } else { 1 },
         }
     }
 }
@@ -211,8 +211,23 @@ pub fn load(name: &str, client: &str, components: &[&str]) -> JobSpec {
     JobSpec {
         options,
         entry: entry(name),
-        work: JobWork::Load { components },
+        work: JobWork::Load {
+            components,
+            replace: None,
+            prove: false,
+        },
     }
+}
+
+/// A load that takes another model's place.
+pub fn swap(new: &str, old: &str, client: &str) -> JobSpec {
+    let mut spec = load(new, client, &[]);
+    spec.work = JobWork::Load {
+        components: Vec::new(),
+        replace: Some(entry(old)),
+        prove: false,
+    };
+    spec
 }
 
 pub fn latent() -> HostTensor {

@@ -9,5 +9,7 @@ mod room;
 mod schedule;
 mod shares;
 mod sharing;
+mod swaps;
+mod watchdog;
 mod watching;
 mod worker;

@@ -16,7 +16,7 @@ use residency::{Bytes, ComponentId, Policy};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use crate::fixture::{entry, load, picture};
+use crate::fixture::{entry, load, picture, swap};
 use crate::worker::{Wire, Worker, at_rest, completed, settle, start};
 
 /// What a picture of a dead worker looks like.
@@ -59,7 +59,7 @@ impl Played {
                 Wire::Command(Command::Trim { id }) if self.alive => self.others.push((id, true)),
                 Wire::Command(Command::MakeRoom { id, .. }) if self.alive => self.others.push((id, false)),
                 Wire::Command(_) => {}
-                Wire::Recycle => self.die(),
+                Wire::Recycle(_) => self.die(),
             }
         }
     }
@@ -152,7 +152,12 @@ impl Played {
 fn random_job(random: &mut StdRng, number: u64) -> JobSpec {
     let model = *["a", "b", "c"].choose(random).unwrap();
     let client = *["x", "y", "z"].choose(random).unwrap();
-    let mut spec = match random.random_range(0..4) {
+    let (swap_in, swap_out) = (
+        *["a", "b", "small"].choose(random).unwrap(),
+        *["a", "b", "small"].choose(random).unwrap(),
+    );
+    let mut spec = match random.random_range(0..5) {
+        4 => swap(swap_in, swap_out, client),
         0 => load(model, client, &["vae"]),
         1 => load(model, client, &[]),
         _ => picture(model, client, &format!("prompt {}", number % 7)),
@@ -236,7 +241,7 @@ fn disturb(queue: &Queue, random: &mut StdRng, tasks: &mut JoinSet<()>) {
 
 /// From here on all goes well, until nobody wants anything.
 async fn wind_down(queue: &Queue, workers: &mut [Played], tasks: &mut JoinSet<()>, random: &mut StdRng) {
-    for model in ["a", "b", "c"] {
+    for model in ["a", "b", "c", "small"] {
         queue.pin(entry(model), true).await.unwrap();
     }
     for _ in 0..20_000 {
@@ -324,6 +329,14 @@ async fn run(seed: u64, steps: u64) -> Vec<String> {
         worker.step(random);
     }
     at_rest(&queue).await;
+    for worker in &mut workers {
+        worker.listen();
+        let holds = &worker.worker.standing.holds;
+        assert!(
+            holds.iter().all(|(id, _)| !id.contains("swap")),
+            "a swap left {holds:?}"
+        );
+    }
     ends
 }
 

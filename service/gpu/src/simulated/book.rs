@@ -51,6 +51,8 @@ pub(crate) struct Book {
     workspaces: Bytes,
     keeps_slack: bool,
     lag_ms: u64,
+    /// The largest piece of activations that can be had.
+    largest: Option<Bytes>,
     clock: Arc<dyn SimulatedClock>,
     world: SimulatedWorld,
     components: Bytes,
@@ -111,6 +113,7 @@ impl Book {
 
     fn take_scratch(&mut self, bytes: Bytes) -> Result<(), OutOfMemory> {
         let usable = self.accounts().free + self.slack;
+        let usable = usable.min(self.largest.unwrap_or(usable));
         if bytes > usable {
             return Err(OutOfMemory {
                 needed: bytes,
@@ -167,6 +170,7 @@ impl SharedBook {
             workspaces: settings.workspaces.min(settings.capacity - context),
             keeps_slack: settings.keeps_slack,
             lag_ms: settings.lag_ms,
+            largest: settings.largest,
             clock,
             world,
             components: Bytes::ZERO,

@@ -6,6 +6,7 @@ use std::str::FromStr;
 
 use residency::Bytes;
 
+use crate::faults::{Fault, FaultAction};
 use crate::size::{SizeError, exact_bytes, parse_bytes};
 
 /// Capacity, speed and faults of a simulated card. As text: `24GiB`, then options behind commas:
@@ -26,6 +27,10 @@ pub struct SimulatedSettings {
     pub keeps_slack: bool,
     /// `lag`: milliseconds until freed bytes show up as free.
     pub lag_ms: u64,
+    /// `release`: milliseconds that it takes to drop a component or to hand slack back, in which nothing else is done.
+    pub release_ms: u64,
+    /// `largest`: the largest single allocation of activations that succeeds, however much is free.
+    pub largest: Option<Bytes>,
     /// `foreign`: bytes that others hold from the start.
     pub foreign: Bytes,
     /// `world`: a file of foreign holders, read each time that memory is looked at; see
@@ -33,7 +38,7 @@ pub struct SimulatedSettings {
     pub world: Option<PathBuf>,
     /// `fail-load`: which loads fail, and how. May be given several times.
     pub fail_loads: Vec<FailLoad>,
-    /// `die-at`, `hang-at`, `lose-at`: what goes wrong where. May be given several times.
+    /// `die-at`, `hang-at`, `lose-at`, `poison-at`: what goes wrong where. May be given several times.
     pub faults: Vec<Fault>,
     /// `die-generations`: faults happen in this many first processes of the card only, so that a worker that
     /// was started again lives. 1 unless told; 0 is never.
@@ -61,44 +66,6 @@ pub enum LoadFailure {
     Damaged,
 }
 
-/// Something that goes wrong at a place.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fault {
-    /// What goes wrong.
-    pub action: FaultAction,
-    /// The name of a stage, or `load`.
-    pub place: String,
-    /// The how manieth time that the process comes there, from 1.
-    pub nth: u64,
-}
-
-/// What a worker must do because its simulated card says so.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FaultAction {
-    /// End the process at once, as a crash does.
-    Die,
-    /// Never come back.
-    Hang,
-    /// The card is lost: from here on it answers so by itself.
-    Lose,
-}
-
-impl FaultAction {
-    const ALL: [(&'static str, FaultAction); 3] = [
-        ("die-at", FaultAction::Die),
-        ("hang-at", FaultAction::Hang),
-        ("lose-at", FaultAction::Lose),
-    ];
-
-    fn option(self) -> &'static str {
-        match self {
-            FaultAction::Die => "die-at",
-            FaultAction::Hang => "hang-at",
-            FaultAction::Lose => "lose-at",
-        }
-    }
-}
-
 /// Settings that cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SettingsError {
@@ -112,8 +79,9 @@ pub enum SettingsError {
     },
     /// There is no such option.
     #[error(
-        "a simulated card has no option {given:?}; there are speed=, lag=, foreign=, context=, workspaces=, \
-         slack=keep, fail-load=, die-at=, hang-at=, lose-at=, die-generations=, world=, index="
+        "a simulated card has no option {given:?}; there are speed=, lag=, release=, largest=, foreign=, context=, workspaces=, \
+         slack=keep, fail-load=, die-at=, hang-at=, lose-at=, poison-at=, die-generations=, world=, \
+         index="
     )]
     UnknownOption {
         /// What was written.
@@ -148,6 +116,8 @@ impl SimulatedSettings {
             workspaces: Bytes::ZERO,
             keeps_slack: false,
             lag_ms: 0,
+            release_ms: 0,
+            largest: None,
             foreign: Bytes::ZERO,
             world: None,
             fail_loads: Vec::new(),
@@ -176,6 +146,10 @@ impl SimulatedSettings {
             "lag" => {
                 self.lag_ms = milliseconds(value).ok_or_else(|| wrong("a time such as 200ms or 2s"))?;
             }
+            "release" => {
+                self.release_ms = milliseconds(value).ok_or_else(|| wrong("a time such as 200ms or 2s"))?;
+            }
+            "largest" => self.largest = Some(size(value)?),
             "slack" if value == "keep" => self.keeps_slack = true,
             "slack" => return Err(wrong("slack=keep")),
             "world" if value.is_empty() => return Err(wrong("the path of a file")),
@@ -190,15 +164,11 @@ impl SimulatedSettings {
                 self.fail_loads.push(failure);
             }
             _ => {
-                let (_, action) = FaultAction::ALL
-                    .into_iter()
-                    .find(|(name, _)| *name == option)
-                    .ok_or_else(|| SettingsError::UnknownOption {
-                        given: option.to_owned(),
-                    })?;
-                let (place, nth) =
-                    place(value).ok_or_else(|| wrong("a stage and which time, as in denoise:2"))?;
-                self.faults.push(Fault { action, place, nth });
+                let action = FaultAction::of_option(option).ok_or_else(|| SettingsError::UnknownOption {
+                    given: option.to_owned(),
+                })?;
+                self.faults
+                    .push(Fault::at(action, value).ok_or_else(|| wrong(Fault::EXPECTED))?);
             }
         }
         Ok(())
@@ -228,12 +198,6 @@ fn fail_load(text: &str) -> Option<FailLoad> {
         nth: count(nth)?,
         how,
     })
-}
-
-fn place(text: &str) -> Option<(String, u64)> {
-    let (place, nth) = text.split_once(':').unwrap_or((text, "1"));
-    let named = !place.is_empty() && place.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
-    Some((place.to_owned(), count(nth)?)).filter(|_| named)
 }
 
 impl FromStr for SimulatedSettings {
@@ -285,6 +249,12 @@ impl fmt::Display for SimulatedSettings {
         if self.lag_ms != 0 {
             write!(f, ",lag={}ms", self.lag_ms)?;
         }
+        if self.release_ms != 0 {
+            write!(f, ",release={}ms", self.release_ms)?;
+        }
+        if let Some(largest) = self.largest {
+            write!(f, ",largest={}", exact_bytes(largest))?;
+        }
         if let Some(world) = &self.world {
             write!(f, ",world={}", world.display())?;
         }
@@ -297,7 +267,7 @@ impl fmt::Display for SimulatedSettings {
             write!(f, ",fail-load={}{how}", fail.nth)?;
         }
         for fault in &self.faults {
-            write!(f, ",{}={}:{}", fault.action.option(), fault.place, fault.nth)?;
+            write!(f, ",{fault}")?;
         }
         if self.die_generations != 1 {
             write!(f, ",die-generations={}", self.die_generations)?;

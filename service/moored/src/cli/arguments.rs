@@ -78,7 +78,7 @@ pub(super) struct Serve {
     /// Address to listen on
     #[arg(long, value_name = "ADDRESS")]
     listen: Option<String>,
-    /// A card: cpu, cpu:16GiB, sim:24GiB; may be repeated
+    /// A card: auto, cpu, cpu:16GiB, cuda:0, sim:24GiB; may be repeated
     #[arg(long = "device", value_name = "DEVICE")]
     devices: Vec<String>,
     /// A folder to look for models in; may be repeated
@@ -187,8 +187,14 @@ pub(super) struct Load {
     /// The model
     pub(super) model: String,
     /// Only these components
-    #[arg(long = "component", value_name = "NAME")]
+    #[arg(long = "component", value_name = "NAME", conflicts_with_all = ["replace", "prove"])]
     pub(super) components: Vec<String>,
+    /// The model whose place it takes: that one leaves when the new one is proven, and comes back if that fails
+    #[arg(long, value_name = "MODEL")]
+    pub(super) replace: Option<String>,
+    /// Prove it: make the smallest picture and throw it away (--replace does so anyway)
+    #[arg(long)]
+    pub(super) prove: bool,
 }
 
 #[derive(Debug, Args)]

@@ -14,8 +14,8 @@ use tonic_health::pb::health_client::HealthClient;
 use super::arguments::Demo;
 use super::connection::Connection;
 use super::generate::{Painted, paint, summary, write};
+use super::picture::{Canvas, picture};
 use super::show::Show;
-use super::status::picture;
 use super::{CliError, screen};
 use crate::config::{Client, Config};
 use crate::models::SHIPPED_ID;
@@ -106,7 +106,7 @@ async fn paint_all(client: &Client, options: &Demo, as_json: bool) -> Result<(),
         .get_status(v1::GetStatusRequest {})
         .await?
         .into_inner();
-    screen::text(&format!("\n{}\n", picture(&status)))?;
+    screen::text(&format!("\n{}\n", picture(&status, Canvas::of_stdout())))?;
     screen::text(&format!(
         "{} pictures in {seconds:.1} s; look at {}",
         sheet.len(),

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use engine::library::Library;
-use residency::Bytes;
+use gpu::{CardKind, DeviceChoice, DeviceSpec};
+use residency::{Bytes, Policy};
 use serde_json::json;
 
 use super::connection::Connection;
 use super::{CliError, screen};
-use crate::config::Config;
+use crate::config::{Cards, Config};
 use crate::models::Models;
 use crate::proto::v1;
 
@@ -22,20 +23,7 @@ struct Finding {
 /// Looks at the cards, the state folder, the models and the service. Fails when something is wrong.
 pub(super) async fn run(config: Config, as_json: bool) -> Result<(), CliError> {
     let mut findings = Vec::new();
-    for device in &config.cards.devices {
-        findings.push(match device.describe() {
-            Ok(card) => Finding {
-                well: true,
-                what: "card",
-                found: format!("{} ({}), {}", card.id, card.name, card.total),
-            },
-            Err(error) => Finding {
-                well: false,
-                what: "card",
-                found: format!("{device}: {error}"),
-            },
-        });
-    }
+    findings.extend(cards(&config).await);
     findings.push(state_folder(&config));
     findings.extend(models(&config).await);
     findings.push(service(&config).await);
@@ -51,6 +39,134 @@ pub(super) async fn run(config: Config, as_json: bool) -> Result<(), CliError> {
         0 => Ok(()),
         wrong => Err(CliError::Usage(format!("{wrong} thing(s) to mend"))),
     }
+}
+
+/// The cards that are configured, and why `auto` came to none.
+async fn cards(config: &Config) -> Vec<Finding> {
+    let cards = config.cards.clone();
+    let look = move || {
+        let mut findings = Vec::new();
+        let mut ids: Vec<String> = Vec::new();
+        for choice in &cards.devices {
+            match DeviceChoice::resolve(std::slice::from_ref(choice)) {
+                Ok(discovered) => {
+                    let devices = discovered.devices;
+                    findings.extend(discovered.fallback.map(|why| Finding {
+                        well: true,
+                        what: "cards",
+                        found: format!("auto comes to cpu: {why}"),
+                    }));
+                    for device in devices {
+                        let finding = card(&cards, &device);
+                        if let Ok(description) = device.describe() {
+                            ids.push(description.id);
+                        }
+                        findings.push(finding);
+                    }
+                }
+                Err(error) => findings.push(Finding {
+                    well: false,
+                    what: "card",
+                    found: error.to_string(),
+                }),
+            }
+        }
+        ids.sort();
+        for same in ids.chunk_by(|a, b| a == b).filter(|same| same.len() > 1) {
+            findings.push(Finding {
+                well: false,
+                what: "cards",
+                found: format!("cards.devices names the card {} twice", same[0]),
+            });
+        }
+        findings
+    };
+    tokio::task::spawn_blocking(look).await.unwrap_or_default()
+}
+
+/// What a card is, and how its memory is managed.
+fn card(cards: &Cards, device: &DeviceSpec) -> Finding {
+    let description = match device.describe() {
+        Ok(description) => description,
+        Err(error) => {
+            return Finding {
+                well: false,
+                what: "card",
+                found: error.to_string(),
+            };
+        }
+    };
+    let suits = if cards.profile.is_some() { "set" } else { "auto" };
+    let policy = match cards.policy_on([&description]) {
+        Policy::Shared => "shared",
+        Policy::Exclusive => "exclusive",
+    };
+    let mut found = vec![
+        format!("{} ({})", description.id, description.name),
+        description.total.to_string(),
+    ];
+    found.extend(driver_facts(device));
+    found.push(format!("computes in {}", description.compute_dtype));
+    let memory = cards.memory_of(&description);
+    let memory = match description.kind {
+        CardKind::Cuda => memory.to_string(),
+        // The rest of a profile is about a driver's pools and pinned memory.
+        CardKind::Cpu | CardKind::Simulated => format!("trims above {} of slack", memory.slack_limit),
+    };
+    found.push(format!(
+        "profile {} ({suits}): {policy}, {memory}",
+        cards.profile_of(&description)
+    ));
+    Finding {
+        well: true,
+        what: "card",
+        found: found.join(", "),
+    }
+}
+
+/// What only the driver of an NVIDIA card knows.
+#[cfg(feature = "cuda")]
+fn driver_facts(device: &DeviceSpec) -> Vec<String> {
+    use gpu::nvml::{Mig, NvmlCard, driver_version};
+
+    let DeviceSpec::Cuda(settings) = device else {
+        return Vec::new();
+    };
+    let Ok(card) = NvmlCard::open(&settings.which) else {
+        return Vec::new(); // describing it has told why
+    };
+    let mut facts = Vec::new();
+    facts.push(match card.memory() {
+        Ok(memory) => format!("{} free", memory.free),
+        Err(problem) => problem.to_string(),
+    });
+    let (major, minor) = card.compute_capability;
+    facts.push(format!("compute capability {major}.{minor}"));
+    if let Ok(version) = driver_version() {
+        facts.push(format!("driver {version}"));
+    }
+    facts.push(match card.link {
+        Some(link) if link.current == link.max => format!("PCIe {}.0 x{}", link.max.0, link.max.1),
+        Some(link) => format!(
+            "PCIe {}.0 x{} of {}.0 x{} (an idle card may slow its link down)",
+            link.current.0, link.current.1, link.max.0, link.max.1
+        ),
+        None => "PCIe link unknown".to_owned(),
+    });
+    facts.push(
+        match card.mig {
+            Mig::Unsupported => "MIG not supported",
+            Mig::Off => "MIG off",
+            Mig::Slice => "a MIG slice",
+        }
+        .to_owned(),
+    );
+    facts
+}
+
+#[cfg(not(feature = "cuda"))]
+fn driver_facts(_device: &DeviceSpec) -> Vec<String> {
+    Vec::new()
 }
 
 fn state_folder(config: &Config) -> Finding {
@@ -82,15 +198,13 @@ fn state_folder(config: &Config) -> Finding {
 async fn models(config: &Config) -> Vec<Finding> {
     let models = Models::new(config.models.clone());
     let library = Arc::new(Library::new(pipelines::catalogue(), None));
-    let Some(card) = config
-        .cards
-        .devices
-        .first()
-        .and_then(|device| device.describe().ok())
-    else {
-        return Vec::new();
-    };
+    let choices = config.cards.devices.clone();
     let look = move || {
+        let found = DeviceChoice::resolve(&choices).ok();
+        let first = found.and_then(|found| found.devices.first()?.describe().ok());
+        let Some(card) = first else {
+            return Vec::new(); // the cards have their own findings
+        };
         let mut findings = Vec::new();
         for folder in models.folders() {
             if !folder.is_dir() {

@@ -6,6 +6,7 @@ mod connection;
 mod demo;
 mod doctor;
 mod generate;
+mod picture;
 mod reports;
 mod residency;
 mod screen;
@@ -71,7 +72,7 @@ impl From<tonic::Status> for CliError {
 pub(crate) fn run() -> ExitCode {
     let arguments = Arguments::parse();
     if matches!(arguments.command, Command::Worker) {
-        return process::worker::run();
+        process::worker::run();
     }
     let json = arguments.json;
     match dispatch(arguments) {

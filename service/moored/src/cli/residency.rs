@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::arguments::{Load, Pin, Unload};
 use super::connection::Connection;
-use super::show::Show;
+use super::show::{Show, freed_json, kept_json};
 use super::{CliError, screen};
 use crate::config::Client;
 use crate::proto::v1;
@@ -69,38 +69,46 @@ pub(super) async fn models(client: &Client, json: bool) -> Result<(), CliError> 
 
 pub(super) async fn load(client: &Client, options: Load, json: bool) -> Result<(), CliError> {
     let connection = Connection::open(client).await?;
-    let what = match &options.components[..] {
-        [] => options.model.clone(),
-        some => format!("{} of {}", some.join(", "), options.model),
+    let model = &options.model;
+    let what = match (&options.components[..], &options.replace) {
+        ([], Some(old)) => format!("{model} is proven and resident in place of {old}"),
+        ([], None) if options.prove => format!("{model} is proven and resident"),
+        ([], None) => format!("{model} is resident"),
+        (some, _) => format!("{} of {model} is resident", some.join(", ")),
     };
-    bring_in(&connection, &options.model, options.components, json).await?;
+    let request = v1::LoadRequest {
+        model: reference(model),
+        replace: options.replace.as_deref().and_then(reference),
+        components: options.components,
+        prove: options.prove,
+        options: None,
+    };
+    let done = bring_in(&connection, request, json).await?;
     if json {
-        Ok(())
-    } else {
-        screen::text(&format!("{what} is resident"))
+        return Ok(());
     }
+    left(&done.freed, &done.kept)?;
+    screen::text(&what)
 }
 
 /// Loads, showing how far it is.
 async fn bring_in(
     connection: &Connection,
-    model: &str,
-    components: Vec<String>,
+    request: v1::LoadRequest,
     json: bool,
-) -> Result<(), CliError> {
-    let request = v1::LoadRequest {
-        model: reference(model),
-        components,
-        options: None,
-    };
+) -> Result<v1::Done, CliError> {
     let mut events = connection.residency().load(request).await?.into_inner();
     let mut show = Show::new(json);
+    let mut done = v1::Done::default();
     while let Some(event) = events.next().await {
         let event = event.inspect_err(|_| show.end())?;
         show.event(&event)?;
+        if let Some(v1::event::Event::Done(last)) = event.event {
+            done = last;
+        }
     }
     show.end();
-    Ok(())
+    Ok(done)
 }
 
 pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Result<(), CliError> {
@@ -110,17 +118,22 @@ pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Resu
         force: options.force,
     };
     let done = residency.unload(request).await?.into_inner();
-    let name = |component: &Option<v1::Component>| component.clone().unwrap_or_default().name;
     if json {
         return screen::json(&json!({
-            "freed": done.freed.iter().map(|f| json!({"component": name(&f.component), "card": f.card,
-                "booked_bytes": f.booked_bytes, "freed_bytes": f.freed_bytes})).collect::<Vec<_>>(),
-            "kept": done.kept.iter().map(|k| json!({"component": name(&k.component), "card": k.card,
-                "reason": k.reason})).collect::<Vec<_>>(),
+            "freed": done.freed.iter().map(freed_json).collect::<Vec<_>>(),
+            "kept": done.kept.iter().map(kept_json).collect::<Vec<_>>(),
             "cancelled_jobs": done.cancelled_jobs,
         }));
     }
-    for freed in &done.freed {
+    left(&done.freed, &done.kept)?;
+    let total: u64 = done.freed.iter().map(|f| f.freed_bytes).sum();
+    screen::text(&format!("{} freed in all", Bytes(total)))
+}
+
+/// What left and what stayed, a line each.
+fn left(freed: &[v1::FreedComponent], kept: &[v1::KeptComponent]) -> Result<(), CliError> {
+    let name = |component: &Option<v1::Component>| component.clone().unwrap_or_default().name;
+    for freed in freed {
         screen::text(&format!(
             "freed {} from {}: {}",
             name(&freed.component),
@@ -128,7 +141,7 @@ pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Resu
             Bytes(freed.freed_bytes)
         ))?;
     }
-    for kept in &done.kept {
+    for kept in kept {
         screen::text(&format!(
             "kept {} on {}: {}",
             name(&kept.component),
@@ -136,8 +149,7 @@ pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Resu
             kept.reason
         ))?;
     }
-    let total: u64 = done.freed.iter().map(|f| f.freed_bytes).sum();
-    screen::text(&format!("{} freed in all", Bytes(total)))
+    Ok(())
 }
 
 pub(super) async fn pin(client: &Client, options: Pin, json: bool) -> Result<(), CliError> {
@@ -149,7 +161,11 @@ pub(super) async fn pin(client: &Client, options: Pin, json: bool) -> Result<(),
     let pinned = connection.residency().pin(request).await?.into_inner().pinned;
     if !options.off {
         // Pinned first, so that nothing evicts what has just come in.
-        bring_in(&connection, &options.model, Vec::new(), json).await?;
+        let request = v1::LoadRequest {
+            model: reference(&options.model),
+            ..Default::default()
+        };
+        bring_in(&connection, request, json).await?;
     }
     if json {
         return screen::json(&json!({ "pinned": pinned }));

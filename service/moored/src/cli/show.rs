@@ -176,6 +176,7 @@ fn words(kind: &Kind) -> Option<String> {
             let component = loading.component.clone().unwrap_or_default();
             format!("loading {} ({})", component.name, Bytes(loading.bytes_total))
         }
+        Kind::Retrying(retrying) if retrying.reason == "RESTORING" => retrying.message.clone(),
         Kind::Retrying(retrying) => format!("retrying {}: {}", retrying.stage, retrying.message),
         Kind::Stage(stage) => format!(
             "{} (stage {} of {}){}{}",
@@ -192,6 +193,18 @@ fn words(kind: &Kind) -> Option<String> {
         Kind::Latent(kept) => format!("latent kept: {}", kept.latent.clone().unwrap_or_default().id),
         Kind::Accepted(_) | Kind::Preview(_) | Kind::Artifact(_) | Kind::Done(_) => return None,
     })
+}
+
+/// A component that left, as JSON.
+pub(super) fn freed_json(freed: &v1::FreedComponent) -> serde_json::Value {
+    let name = freed.component.clone().unwrap_or_default().name;
+    json!({"component": name, "card": freed.card, "booked_bytes": freed.booked_bytes, "freed_bytes": freed.freed_bytes})
+}
+
+/// One that stayed.
+pub(super) fn kept_json(kept: &v1::KeptComponent) -> serde_json::Value {
+    let name = kept.component.clone().unwrap_or_default().name;
+    json!({"component": name, "card": kept.card, "reason": kept.reason})
 }
 
 /// An event as JSON; the bytes of pictures stay out.
@@ -234,7 +247,9 @@ fn as_json(event: &v1::Event, kind: &Kind) -> serde_json::Value {
             "stages": done.stages.iter().map(|s| json!({"name": s.name, "run_ms": s.run_ms, "move_ms": s.move_ms,
                 "wait_ms": s.wait_ms, "peak_scratch_bytes": s.peak_scratch_bytes, "peak_bytes": s.peak_bytes,
                 "predicted_scratch_bytes": s.predicted_scratch_bytes, "chunking": s.chunking, "cached": s.cached,
-                "picture": s.picture, "card": s.card})).collect::<Vec<_>>()}),
+                "picture": s.picture, "card": s.card})).collect::<Vec<_>>(),
+            "freed": done.freed.iter().map(freed_json).collect::<Vec<_>>(),
+            "kept": done.kept.iter().map(kept_json).collect::<Vec<_>>()}),
     };
     if let Some(map) = object.as_object_mut() {
         map.insert("job_id".to_owned(), event.job_id.clone().into());

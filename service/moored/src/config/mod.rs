@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use figment::Figment;
 use figment::providers::{Env, Format as _, Serialized, Toml};
-use gpu::DeviceSpec;
+use gpu::{CardDescription, DeviceChoice, DeviceSpec, MemoryProfile, ProfileName};
 use residency::{Bytes, Policy};
 use serde::Deserialize;
 
@@ -74,10 +74,44 @@ pub(crate) struct ModelSettings {
 /// `[cards]`.
 #[derive(Clone, Debug)]
 pub(crate) struct Cards {
-    pub(crate) devices: Vec<DeviceSpec>,
-    pub(crate) policy: Policy,
+    pub(crate) devices: Vec<DeviceChoice>,
+    /// `None`: by the card.
+    pub(crate) profile: Option<ProfileName>,
+    /// `None`: by the profile.
+    pub(crate) policy: Option<Policy>,
     pub(crate) headroom: Bytes,
-    pub(crate) slack_limit: Bytes,
+    /// `None`: by the profile.
+    pub(crate) slack_limit: Option<Bytes>,
+}
+
+impl Cards {
+    /// The profile of one card: the one that is set, else what suits the card.
+    pub(crate) fn profile_of(&self, card: &CardDescription) -> ProfileName {
+        self.profile
+            .unwrap_or_else(|| ProfileName::suggested(card.kind, card.total))
+    }
+
+    /// How the memory of one card is managed: its profile, with what is set beside it.
+    pub(crate) fn memory_of(&self, card: &CardDescription) -> MemoryProfile {
+        let profile = MemoryProfile::of(self.profile_of(card), card.total);
+        MemoryProfile {
+            slack_limit: self.slack_limit.unwrap_or(profile.slack_limit),
+            ..profile
+        }
+    }
+
+    /// How room is made. One policy holds for a service, as a job is ordered before it is known where it runs: where a
+    /// profile asks for `exclusive`, all cards have it.
+    pub(crate) fn policy_on<'a>(&self, cards: impl IntoIterator<Item = &'a CardDescription>) -> Policy {
+        self.policy.unwrap_or_else(|| {
+            let exclusive = |card| self.profile_of(card).policy() == Policy::Exclusive;
+            if cards.into_iter().any(exclusive) {
+                Policy::Exclusive
+            } else {
+                Policy::Shared
+            }
+        })
+    }
 }
 
 /// `[queue]`.
@@ -92,6 +126,7 @@ pub(crate) struct Queue {
     pub(crate) latent_ttl: Duration,
     pub(crate) keep_alive: Option<Duration>,
     pub(crate) stall_limit: Duration,
+    pub(crate) stall_floor: Duration,
 }
 
 /// `[client]`.
@@ -145,12 +180,17 @@ impl Config {
         };
         let cards = Cards {
             devices: r.parsed_list("cards.devices"),
+            profile: r.choice("cards.profile", &profiles()),
             policy: r.choice(
                 "cards.policy",
-                &[("shared", Policy::Shared), ("exclusive", Policy::Exclusive)],
+                &[
+                    ("", None),
+                    ("shared", Some(Policy::Shared)),
+                    ("exclusive", Some(Policy::Exclusive)),
+                ],
             ),
             headroom: r.size("cards.headroom"),
-            slack_limit: r.size("cards.slack_limit"),
+            slack_limit: r.optional_size("cards.slack_limit"),
         };
         let queue = Queue {
             max_jobs: r.at_least("queue.max_jobs", 1),
@@ -162,6 +202,7 @@ impl Config {
             latent_ttl: r.duration("queue.latent_ttl"),
             keep_alive: r.optional_duration("queue.keep_alive"),
             stall_limit: r.duration("queue.stall_limit"),
+            stall_floor: r.duration("queue.stall_floor"),
         };
         let client = Client {
             endpoint: r.text("client.endpoint"),
@@ -179,7 +220,7 @@ impl Config {
             );
         }
         if cards.devices.is_empty() {
-            r.mistake("cards.devices", "names no card; \"cpu\" always works");
+            r.mistake("cards.devices", "names no card; \"auto\" always works");
         }
         for name in names_of_several(&cards.devices) {
             r.mistake(
@@ -202,15 +243,24 @@ impl Config {
     }
 }
 
-/// Ids of cards that are named more than once.
-fn names_of_several(devices: &[DeviceSpec]) -> Vec<String> {
-    let mut ids: Vec<String> = devices
-        .iter()
-        .filter_map(|d| d.describe().ok())
-        .map(|card| card.id)
-        .collect();
-    ids.sort();
-    ids.chunk_by(|a, b| a == b)
+/// The words for `cards.profile`.
+fn profiles() -> Vec<(&'static str, Option<ProfileName>)> {
+    let named = ProfileName::ALL.map(|name| (name.as_str(), Some(name)));
+    std::iter::once(("auto", None)).chain(named).collect()
+}
+
+/// Cards that are named more than once. NVIDIA cards may have several names: only who asks the driver knows, so that
+/// these are compared once more when the service starts.
+fn names_of_several(devices: &[DeviceChoice]) -> Vec<String> {
+    let name = |device: &DeviceChoice| match device {
+        DeviceChoice::Card(DeviceSpec::Cuda(settings)) => Some(format!("cuda:{}", settings.which)),
+        DeviceChoice::Card(other) => Some(other.describe().ok()?.id),
+        DeviceChoice::Auto => Some("auto".to_owned()),
+    };
+    let mut names: Vec<String> = devices.iter().filter_map(name).collect();
+    names.sort();
+    names
+        .chunk_by(|a, b| a == b)
         .filter(|same| same.len() > 1)
         .map(|same| same[0].clone())
         .collect()

@@ -124,6 +124,15 @@ impl Reader {
         }
     }
 
+    /// A size, or "".
+    pub(super) fn optional_size(&mut self, name: &'static str) -> Option<Bytes> {
+        if self.peek(name).is_some_and(|text| text.is_empty()) {
+            self.asked_for.push(name);
+            return None;
+        }
+        Some(self.size(name))
+    }
+
     /// A time such as "30s".
     pub(super) fn duration(&mut self, name: &'static str) -> Duration {
         let text = self.text(name);
@@ -158,7 +167,11 @@ impl Reader {
         if let Some((_, value)) = choices.iter().find(|(word, _)| *word == text) {
             return value.clone();
         }
-        let words: Vec<&str> = choices.iter().map(|(word, _)| *word).collect();
+        let words: Vec<&str> = choices
+            .iter()
+            .map(|(word, _)| *word)
+            .filter(|word| !word.is_empty())
+            .collect();
         self.mistake(name, format!("{text:?} is none of {}", words.join(", ")));
         choices[0].1.clone()
     }

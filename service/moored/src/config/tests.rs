@@ -86,3 +86,68 @@ fn one_card_is_named_once() {
     assert!(told.contains("sim:0 twice"), "{told}");
     assert!(with("cards.devices = ['sim:1GiB', 'sim:2GiB,index=1']").is_ok());
 }
+
+fn card(device: &str) -> CardDescription {
+    device.parse::<DeviceSpec>().unwrap().describe().unwrap()
+}
+
+#[test]
+fn a_profile_goes_by_the_card_unless_it_is_set() {
+    let automatic = with("").unwrap().cards;
+    assert_eq!(automatic.profile_of(&card("sim:8GiB")), ProfileName::Constrained);
+    assert_eq!(automatic.profile_of(&card("sim:24GiB")), ProfileName::Balanced);
+    assert_eq!(automatic.profile_of(&card("sim:80GiB")), ProfileName::Inference);
+    assert_eq!(automatic.profile_of(&card("cpu:1GiB")), ProfileName::Balanced);
+    let set = with("cards.profile = 'quantization-heavy'").unwrap().cards;
+    assert_eq!(set.profile_of(&card("sim:8GiB")), ProfileName::QuantizationHeavy);
+    let told = with("cards.profile = 'turbo'").unwrap_err().to_string();
+    assert!(
+        told.contains("auto, inference, balanced, constrained, quantization-heavy"),
+        "{told}"
+    );
+}
+
+#[test]
+fn what_is_set_by_itself_wins_over_the_profile() {
+    let small = card("sim:8GiB");
+    let by_profile = with("cards.profile = 'constrained'").unwrap().cards;
+    assert_eq!(by_profile.memory_of(&small).slack_limit, Bytes::mib(64));
+    assert_eq!(by_profile.policy_on([&small]), Policy::Exclusive);
+    let set = with("cards.profile = 'constrained'\ncards.policy = 'shared'\ncards.slack_limit = '1GiB'")
+        .unwrap()
+        .cards;
+    let (memory, profile) = (set.memory_of(&small), by_profile.memory_of(&small));
+    assert_eq!(memory.slack_limit, Bytes::gib(1));
+    assert_eq!(
+        MemoryProfile {
+            slack_limit: Bytes::mib(64),
+            ..memory
+        },
+        profile
+    );
+    assert_eq!(set.policy_on([&small]), Policy::Shared);
+}
+
+#[test]
+fn one_small_card_makes_the_whole_service_exclusive() {
+    let cards = with("").unwrap().cards;
+    let (small, large) = (card("sim:8GiB"), card("sim:80GiB,index=1"));
+    assert_eq!(cards.policy_on([&large]), Policy::Shared);
+    assert_eq!(cards.policy_on([&large, &small]), Policy::Exclusive);
+}
+
+#[test]
+fn nvidia_cards_are_named_without_asking_the_driver() {
+    let config = with("cards.devices = ['cuda:0', 'cuda:GPU-8f2c']").unwrap();
+    assert_eq!(config.cards.devices.len(), 2);
+    let told = with("cards.devices = ['cuda', 'cuda:0,dtype=f16']")
+        .unwrap_err()
+        .to_string();
+    assert!(told.contains("cuda:0 twice"), "{told}");
+    assert!(
+        with("cards.devices = 'auto auto'")
+            .unwrap_err()
+            .to_string()
+            .contains("twice")
+    );
+}

@@ -5,6 +5,7 @@ use engine::library::{Entry, OpenModel};
 use engine::queue::JobInfo;
 use residency::{Component, Fallback, Fits, Holder};
 
+use super::residency::{freed_out, kept_out};
 use crate::proto::v1;
 use crate::proto::v1::event::Event as Kind;
 
@@ -113,7 +114,7 @@ pub(super) fn event(job_id: &str, at_ms: u64, kind: Kind) -> v1::Event {
 /// What becomes of a job event.
 pub(super) enum Converted {
     /// It is sent as it is.
-    Event(Kind),
+    Event(Box<Kind>),
     /// It carries pixels, which are encoded first.
     Pixels,
     /// It ends the stream with an error.
@@ -122,7 +123,7 @@ pub(super) enum Converted {
 
 /// Converts an event. Pictures and previews are left to the caller, who encodes them.
 pub(super) fn convert(event: &JobEvent, model: &v1::ResolvedModel) -> Converted {
-    Converted::Event(match &event.kind {
+    Converted::Event(Box::new(match &event.kind {
         JobEventKind::Accepted { joined } => Kind::Accepted(v1::Accepted {
             model: Some(model.clone()),
             joined: *joined,
@@ -198,7 +199,7 @@ pub(super) fn convert(event: &JobEvent, model: &v1::ResolvedModel) -> Converted 
         JobEventKind::Done(report) => Kind::Done(done_out(report, model)),
         JobEventKind::Preview { .. } | JobEventKind::Picture { .. } => return Converted::Pixels,
         JobEventKind::Failed(error) => return Converted::Failed(error.clone()),
-    })
+    }))
 }
 
 fn done_out(report: &JobReport, model: &v1::ResolvedModel) -> v1::Done {
@@ -209,6 +210,8 @@ fn done_out(report: &JobReport, model: &v1::ResolvedModel) -> v1::Done {
         approximations: report.approximations.clone(),
         total_ms: millis(report.total),
         model: Some(model.clone()),
+        freed: report.freed.iter().map(freed_out).collect(),
+        kept: report.kept.iter().map(kept_out).collect(),
     }
 }
 

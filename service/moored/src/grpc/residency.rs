@@ -67,8 +67,20 @@ impl Residency for Service {
                 }
             }
             let model = resolved(&entry, &open);
+            let replace = match request.replace {
+                Some(old) if old.id.is_empty() => {
+                    return Err(invalid(
+                        "replace.id",
+                        "is empty: name the model whose place it takes",
+                    ));
+                }
+                Some(old) => Some(self.entry(Some(old)).await?),
+                None => None,
+            };
             let work = JobWork::Load {
                 components: request.components,
+                prove: request.prove || replace.is_some(),
+                replace,
             };
             let job = self
                 .queue
@@ -386,7 +398,7 @@ fn resident_out(resident: &Resident, card: &CardStatus, report: &StatusReport) -
     }
 }
 
-fn freed_out(freed: &Freed) -> v1::FreedComponent {
+pub(super) fn freed_out(freed: &Freed) -> v1::FreedComponent {
     v1::FreedComponent {
         component: Some(component_out(&freed.component)),
         card: freed.card.clone(),
@@ -395,7 +407,7 @@ fn freed_out(freed: &Freed) -> v1::FreedComponent {
     }
 }
 
-fn kept_out(kept: &Kept) -> v1::KeptComponent {
+pub(super) fn kept_out(kept: &Kept) -> v1::KeptComponent {
     v1::KeptComponent {
         component: Some(component_out(&kept.component)),
         card: kept.card.clone(),

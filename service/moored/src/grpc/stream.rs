@@ -33,7 +33,7 @@ pub(super) fn events_of(mut job: Job, model: v1::ResolvedModel, output: Output) 
     Box::pin(async_stream::try_stream! {
         while let Some(happened) = job.next().await {
             match convert(&happened, &model) {
-                Converted::Event(kind) => yield event(&job.id, happened.at_ms, kind),
+                Converted::Event(kind) => yield event(&job.id, happened.at_ms, *kind),
                 Converted::Failed(error) => Err(status_of(&error))?,
                 Converted::Pixels => {
                     let at_ms = happened.at_ms;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes as Raw;
+use gpu::MemoryProfile;
 use pipelines::{EncodedText, HostTensor, HostType};
 use residency::{Bytes, Component, ComponentId, Holder};
 
@@ -29,6 +30,24 @@ pub(super) fn component_in(component: wire::Component) -> Component {
         name: component.name,
         bytes: Bytes(component.bytes),
         reload_seconds: component.reload_seconds,
+    }
+}
+
+pub(super) fn memory_out(profile: &MemoryProfile) -> wire::MemoryProfile {
+    wire::MemoryProfile {
+        release_threshold: profile.release_threshold.map(|bytes| bytes.0),
+        slack_limit: profile.slack_limit.0,
+        staging: profile.staging_bytes.0,
+        staging_chunk: profile.staging_chunk.0,
+    }
+}
+
+pub(super) fn memory_in(profile: &wire::MemoryProfile) -> MemoryProfile {
+    MemoryProfile {
+        release_threshold: profile.release_threshold.map(Bytes),
+        slack_limit: Bytes(profile.slack_limit),
+        staging_bytes: Bytes(profile.staging),
+        staging_chunk: Bytes(profile.staging_chunk),
     }
 }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 use engine::messages::{Command, Event};
 use engine::queue::{CardPort, CardSignal, CardSlot, Signal};
 use futures::{SinkExt as _, StreamExt as _};
-use gpu::CardDescription;
+use gpu::{CardDescription, MemoryProfile};
 use tokio::process::{Child, ChildStdin, ChildStdout};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -19,6 +19,7 @@ use tokio_util::codec::{FramedRead, FramedWrite};
 use super::command_frames::command_out;
 use super::event_frames::{Outgoing, event_in};
 use super::frames::{FrameError, Frames};
+use super::noun_frames::memory_out;
 use crate::proto::worker as wire;
 
 /// Waits between two starts: doubled from the first to the last while workers die young.
@@ -58,8 +59,8 @@ pub(crate) struct WorkerSettings {
     pub(crate) device: String,
     /// Bytes that are never planned into.
     pub(crate) headroom_bytes: u64,
-    /// Slack that an idle card may keep.
-    pub(crate) slack_limit_bytes: u64,
+    /// How its memory is managed.
+    pub(crate) memory: MemoryProfile,
     /// tracing filter.
     pub(crate) log: String,
     /// What the worker keeps locked while it lives; none for a card that cannot be shared by mistake.
@@ -240,7 +241,7 @@ impl Keeper {
             device: self.settings.device.clone(),
             generation: self.generation,
             headroom: self.settings.headroom_bytes,
-            slack_limit: self.settings.slack_limit_bytes,
+            memory: Some(memory_out(&self.settings.memory)),
             log: self.settings.log.clone(),
             lock_file: lock_file
                 .map(|path| path.to_string_lossy().into_owned())

@@ -2,7 +2,6 @@
 
 use std::io::Write as _;
 use std::path::Path;
-use std::process::ExitCode;
 use std::sync::mpsc;
 
 use engine::card::{Card, CardCommands, CardError, CardThread, End, Settings, SystemClock};
@@ -12,25 +11,29 @@ use residency::Bytes;
 use super::command_frames::{Incoming, command_in};
 use super::event_frames::event_out;
 use super::frames::{FrameError, read_blocking, to_bytes};
+use super::noun_frames::memory_in;
 use crate::locks;
 use crate::proto::worker as wire;
 use crate::telemetry;
 
-/// Runs until the supervisor says so, or is gone.
-pub(crate) fn run() -> ExitCode {
-    match serve() {
-        Ok(code) => code,
-        Err(problem) => {
-            tracing::error!(%problem, "the worker ends");
-            ExitCode::FAILURE
-        }
-    }
+/// How the process ends when all went well, and when not.
+const SUCCESS: i32 = 0;
+const FAILURE: i32 = 1;
+
+/// Runs until the supervisor says so, or is gone. A worker always ends at once: whatever its libraries would do on the
+/// way out, they would do to a card that may be lost, or beside a thread that computes.
+pub(crate) fn run() -> ! {
+    let code = serve().unwrap_or_else(|problem| {
+        tracing::error!(%problem, "the worker ends");
+        FAILURE
+    });
+    gpu::end_process(code)
 }
 
-fn serve() -> Result<ExitCode, FrameError> {
+fn serve() -> Result<i32, FrameError> {
     let mut pipe = std::io::stdin();
     let Some(first) = read_blocking::<wire::Command>(&mut pipe)? else {
-        return Ok(ExitCode::SUCCESS);
+        return Ok(SUCCESS);
     };
     let Incoming::Configure(configure) = command_in(first)? else {
         return Err(FrameError::Lacks("its configuration"));
@@ -54,7 +57,7 @@ fn serve() -> Result<ExitCode, FrameError> {
     let commands = thread.commands();
     std::thread::spawn(move || pass_on(&commands));
     match thread.join() {
-        End::Shutdown => return Ok(ExitCode::SUCCESS),
+        End::Shutdown => return Ok(SUCCESS),
         End::NeverReady(error) => refuse(error.to_string()),
         End::Lost(why) => {
             tracing::error!(%why, "the card is lost");
@@ -75,10 +78,10 @@ fn pass_on(commands: &CardCommands) {
                 commands.send(command);
             }
             Ok(Some(Incoming::Configure(_))) => {}
-            Ok(None) => std::process::exit(0),
+            Ok(None) => gpu::end_process(SUCCESS),
             Err(problem) => {
                 tracing::error!(%problem, "the supervisor cannot be understood");
-                std::process::exit(1);
+                gpu::end_process(FAILURE);
             }
         }
     }
@@ -117,7 +120,7 @@ fn start_writer() -> mpsc::Sender<Frame> {
                         .and_then(|()| pipe.flush())
                         .is_err()
                     {
-                        std::process::exit(0);
+                        gpu::end_process(SUCCESS);
                     }
                 }
                 Frame::Flush(done) => drop(done.send(())),
@@ -127,24 +130,28 @@ fn start_writer() -> mpsc::Sender<Frame> {
     sender
 }
 
-fn last_words(events: &mpsc::Sender<Frame>) -> ExitCode {
+fn last_words(events: &mpsc::Sender<Frame>) -> i32 {
     let (done, written) = mpsc::channel();
     let _ = events.send(Frame::Flush(done));
     let _ = written.recv(); // an error says that the writer has ended
-    ExitCode::FAILURE
+    FAILURE
 }
 
 fn start_card(configure: wire::Configure, events: mpsc::Sender<Frame>) -> Result<CardThread, FrameError> {
     let open = move || {
         let lost = |why: String| CardError::Gpu(GpuError::Lost(why));
         let device: DeviceSpec = configure.device.parse().map_err(|e| lost(format!("{e}")))?;
-        let gpu = gpu::open(&device, configure.generation).map_err(|error| match error {
+        let memory = configure
+            .memory
+            .ok_or_else(|| lost(FrameError::Lacks("how memory is managed").to_string()))?;
+        let memory = memory_in(&memory);
+        let gpu = gpu::open(&device, configure.generation, &memory).map_err(|error| match error {
             OpenError::Card { source, .. } => CardError::Gpu(source),
-            OpenError::NoCuda { .. } => lost(error.to_string()),
+            OpenError::NoCuda { .. } | OpenError::NotFound { .. } => lost(error.to_string()),
         })?;
         let settings = Settings {
             headroom: Bytes(configure.headroom),
-            slack_limit: Bytes(configure.slack_limit),
+            slack_limit: memory.slack_limit,
             ..Settings::default()
         };
         Card::new(

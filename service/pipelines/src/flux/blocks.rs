@@ -50,21 +50,28 @@ impl Projection {
     fn forward(&self, x: &Tensor) -> candle_core::Result<[Tensor; 3]> {
         let (batch, tokens, width) = x.dims3()?;
         let by_head = |x: Tensor| x.reshape((batch, tokens, self.heads, width / self.heads));
-        Ok([
-            ops::rms_norm(&by_head(self.query.forward(x)?)?, &self.query_norm, EPS)?,
-            ops::rms_norm(&by_head(self.key.forward(x)?)?, &self.key_norm, EPS)?,
-            by_head(self.value.forward(x)?)?,
-        ])
+        // One after the other, so that what was projected goes before the next is.
+        let query = by_head(self.query.forward(x)?)?;
+        let query = normed(query, &self.query_norm)?;
+        let key = by_head(self.key.forward(x)?)?;
+        let key = normed(key, &self.key_norm)?;
+        Ok([query, key, by_head(self.value.forward(x)?)?])
     }
+}
+
+/// The norm of queries or keys; takes them, so that they go.
+fn normed(x: Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
+    ops::rms_norm(&x, weight, EPS)
 }
 
 /// Attention over all tokens: `[1, tokens, heads, head_width]` thrice to `[1, tokens, width]`.
 fn attend([query, key, value]: [Tensor; 3], rotations: &Rotations) -> candle_core::Result<Tensor> {
-    let head_width = query.dim(3)?;
-    let query = ops::rope(&query.transpose(1, 2)?, &rotations.cos, &rotations.sin)?;
-    let key = ops::rope(&key.transpose(1, 2)?, &rotations.cos, &rotations.sin)?;
-    let scale = (head_width as f64).powf(-0.5);
-    ops::attention(&query, &key, &value.transpose(1, 2)?, scale, None, false)?
+    let scale = (query.dim(3)? as f64).powf(-0.5);
+    // Each takes what was before it, so that there are three of them, and four while one is made.
+    let turned = |x: Tensor| ops::rope(&x.transpose(1, 2)?, &rotations.cos, &rotations.sin);
+    let by_head = |x: Tensor| x.transpose(1, 2)?.contiguous();
+    let (query, key, value) = (turned(query)?, turned(key)?, by_head(value)?);
+    ops::attention(&query, &key, &value, scale, None, false)?
         .transpose(1, 2)?
         .flatten_from(2)
 }
@@ -89,7 +96,10 @@ impl FeedForward {
     }
 
     fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.down.forward(&ops::gelu_tanh(&self.up.forward(x)?)?)
+        let up = self.up.forward(x)?;
+        let raised = ops::gelu_tanh(&up)?;
+        drop(up);
+        self.down.forward(&raised)
     }
 }
 
@@ -212,11 +222,9 @@ impl DoubleBlock {
         let normed_text = ops::modulated_layer_norm(text, &of_text[1], &of_text[0], EPS)?;
         let [pq, pk, pv] = self.picture.projection.forward(&normed_picture)?;
         let [tq, tk, tv] = self.text.projection.forward(&normed_text)?;
-        let joint = [
-            Tensor::cat(&[tq, pq], 1)?,
-            Tensor::cat(&[tk, pk], 1)?,
-            Tensor::cat(&[tv, pv], 1)?,
-        ];
+        drop((normed_picture, normed_text));
+        let joined = |text: Tensor, picture: Tensor| Tensor::cat(&[text, picture], 1);
+        let joint = [joined(tq, pq)?, joined(tk, pk)?, joined(tv, pv)?];
         let attended = attend(joint, rotations)?;
         let (text_tokens, picture_tokens) = (text.dim(1)?, picture.dim(1)?);
         let attended_text = attended.narrow(1, 0, text_tokens)?;
@@ -268,8 +276,13 @@ impl SingleBlock {
         let modulation = at_step(modulation, step)?;
         let normed = ops::modulated_layer_norm(x, &modulation[1], &modulation[0], EPS)?;
         let attended = attend(self.projection.forward(&normed)?, rotations)?;
-        let raised = ops::gelu_tanh(&self.up.forward(&normed)?)?;
-        let output = self.output.forward(&Tensor::cat(&[attended, raised], 2)?)?;
+        let up = self.up.forward(&normed)?;
+        drop(normed);
+        let raised = ops::gelu_tanh(&up)?;
+        drop(up);
+        let both = Tensor::cat(&[attended, raised], 2)?;
+        let output = self.output.forward(&both)?;
+        drop(both);
         ops::gated_add(x, &output, &modulation[2])
     }
 }

@@ -127,7 +127,10 @@ impl ClipConfig {
     pub fn scratch(&self, tokens: usize, dtype: DType) -> Bytes {
         let attention = 6 * self.hidden_size + 3 * self.num_attention_heads * tokens;
         let feed_forward = 2 * self.hidden_size + 3 * self.intermediate_size;
-        Bytes((attention.max(feed_forward) * tokens * dtype.size_in_bytes()) as u64)
+        // Where the dtype is narrower than f32, operations hold up to two copies in f32 beside it.
+        let size = dtype.size_in_bytes();
+        let number = if size < 4 { size + 8 } else { size };
+        Bytes((attention.max(feed_forward) * tokens * number) as u64)
     }
 }
 

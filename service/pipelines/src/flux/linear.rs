@@ -59,12 +59,11 @@ impl Linear {
         let Some(width) = shape.pop() else {
             candle_core::bail!("a linear layer of a scalar")
         };
-        // One large product rather than one a batch.
-        let flat = x.reshape((x.elem_count() / width, width))?.matmul(&weight.t()?)?;
-        let flat = match &self.bias {
-            Some(bias) => flat.broadcast_add(bias)?,
-            None => flat,
-        };
+        // One large product rather than one a batch. It goes when the bias is added: at no time are there three.
+        let mut flat = x.reshape((x.elem_count() / width, width))?.matmul(&weight.t()?)?;
+        if let Some(bias) = &self.bias {
+            flat = flat.broadcast_add(bias)?;
+        }
         shape.push(weight.dim(0)?);
         flat.reshape(shape)
     }

@@ -142,12 +142,19 @@ impl T5Config {
     /// Predicted peak of activations while a prompt of `tokens` is encoded.
     pub fn scratch(&self, tokens: usize, dtype: DType) -> Bytes {
         let (size, inner) = (dtype.size_in_bytes(), self.num_heads * self.d_kv);
-        // The sum is f32 throughout; the bias of all layers; scores, their sum with the bias, their softmax.
-        let kept = tokens * self.d_model * 4 + self.num_heads * tokens * tokens * size;
-        let attention = tokens * (self.d_model + 5 * inner) * size
-            + self.num_heads * tokens * tokens * (2 * size + if size == 4 { 0 } else { 8 });
-        let feed_forward = tokens * (self.d_model + 3 * self.d_ff) * size;
-        Bytes((kept + attention.max(feed_forward)) as u64)
+        // The sum is f32 throughout, and so is a norm until it is narrowed; the bias of all layers.
+        let kept = tokens * self.d_model * 8 + self.num_heads * tokens * tokens * size;
+        let attention = tokens * (self.d_model + 3 * inner) * size
+            + ops::attention_scratch(self.num_heads, tokens, tokens, self.d_kv, size);
+        // Two projections, the activation of one, and their product.
+        let feed_forward = tokens * (self.d_model + 4 * self.d_ff) * size;
+        // A part of a norm or an activation in f32, thrice, where the dtype is narrower.
+        let widened = if size < 4 {
+            3 * (tokens * self.d_ff * 4).min(ops::PART_BYTES)
+        } else {
+            0
+        };
+        Bytes((kept + attention.max(feed_forward + widened)) as u64)
     }
 
     /// The bucket of a distance: `T5Attention._relative_position_bucket`, both ways. Half of the buckets are
@@ -231,7 +238,8 @@ impl Layer {
             .reshape((1, tokens, heads * head))?;
         let x = (x + self.out.forward(&seen)?.to_dtype(DType::F32)?)?;
         let normed = self.norm(&x, &self.norm2, config)?;
-        let gate = ops::gelu_tanh(&self.gate.forward(&normed)?)?;
+        let gate = self.gate.forward(&normed)?;
+        let gate = ops::gelu_tanh(&gate)?;
         let inner = (gate * self.widen.forward(&normed)?)?;
         x + self.narrow.forward(&inner)?.to_dtype(DType::F32)?
     }

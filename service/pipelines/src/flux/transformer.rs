@@ -233,6 +233,17 @@ const LIBRARIES: u64 = 4 << 20;
 
 /// Predicted activation bytes of a step over `text` and `picture` tokens, and of the modulation of
 /// `steps` steps.
+///
+/// Counted in tokens times the hidden width, with the picture's share `p` of the tokens. Every block holds its input.
+/// Then, in a card's narrow dtype, where operations are composed and norms, rotations and activations go part by part:
+///
+/// - attending, both kinds: the normed input (single), queries, keys and values, and what [`ops::attention_scratch`]
+///   has: 5 and that; while one is projected 4 and its product with and without bias;
+/// - the feed-forward of a double block: attended (1), and of the picture alone: after attention, normed, raised, and
+///   as much again (the product without the bias, or what the activation gives): 2 + 10 p;
+/// - the end of a single block: normed, attended, 4 and 4 as above: 11; or attended and raised (5) twice over: 11.
+///
+/// On the CPU, in f32, operations hold no copies, and the widest is the same.
 pub fn denoise_scratch(
     config: &TransformerConfig,
     text: usize,
@@ -242,17 +253,28 @@ pub fn denoise_scratch(
 ) -> u64 {
     let (tokens, width) = ((text + picture) as u64, config.width() as u64);
     let number = dtype.size_in_bytes() as u64;
-    // A single block at its widest. Either it attends: residual, norm, queries, keys and values, rotated
-    // queries and keys, operands in the order of the product, what is attended. Or it ends: residual, norm,
-    // attended and raised tokens, and both behind one another.
-    let of_tokens = tokens * width * 13 * number;
-    // Where the dtype is narrower than f32, norms, rotations and softmax hold copies in f32.
-    let narrow = number < 4;
-    let widened = if narrow { tokens * width * 4 * 5 } else { 0 };
-    let scores = (config.num_attention_heads as u64 * tokens * tokens * 4).min(64 << 20);
-    let scores = scores * if narrow { 5 } else { 2 };
+    let unit = tokens * width * number;
+    let of_picture = text.max(picture) as u64 * width * number;
+    let fed_forward = (2 * unit + 10 * of_picture).max(11 * unit);
+    // Where the dtype is narrower than f32, parts of norms, rotations and activations are held in f32, thrice.
+    let widened = if number < 4 {
+        3 * (tokens * width * 4 * 4).min(ops::PART_BYTES as u64)
+    } else {
+        0
+    };
+    let attending = ops::attention_scratch(
+        config.num_attention_heads,
+        text + picture,
+        text + picture,
+        config.attention_head_dim,
+        dtype.size_in_bytes(),
+    ) as u64;
+    let of_step = (fed_forward + widened).max(5 * unit + attending.max(3 * unit + widened));
     let rotations = tokens * config.attention_head_dim as u64 * 4;
     let modulations = (config.num_layers * 12 + config.num_single_layers * 3 + 2) as u64;
     let modulations = modulations * width * u64::from(steps) * number;
-    of_tokens + widened + scores + rotations + modulations + LIBRARIES
+    // The latent, its velocity and their sum in f32, and the embedded text.
+    let latents =
+        picture as u64 * config.in_channels as u64 * (5 * 4 + number) + text as u64 * width * number;
+    of_step + rotations + modulations + latents + LIBRARIES
 }

@@ -8,18 +8,16 @@ use pipelines::flux::{
     Generator, Prompted, SchedulerConfig, Transformer, TransformerConfig, positions, rotations,
 };
 
-use crate::numbers::{component, distance, json, largest_difference, numbers, tensors};
+use crate::device::{BF16_COMPONENT, here, test_device, tolerances};
+use crate::numbers::{component, distance, json, largest_difference, numbers, resident, tensors};
 
-/// What every component must keep.
-pub(crate) const TOLERANCE: f64 = 1e-5;
-
-/// The transformer of a fixture over these tensors, asked what the reference was asked.
+/// The transformer of a fixture over these tensors, asked what the reference was asked, on the device of the tests.
 pub(crate) fn velocity(folder: &str, tensors: &ComponentTensors, inputs: &HashMap<String, Tensor>) -> Tensor {
     let config: TransformerConfig = json(&format!("{folder}/transformer/config.json"));
     let transformer = Transformer::new(&config, tensors).expect("all tensors");
     let prompted = Prompted {
-        sequence: &inputs["encoder_hidden_states"],
-        pooled: &inputs["pooled_projections"],
+        sequence: &here(&inputs["encoder_hidden_states"]),
+        pooled: &here(&inputs["pooled_projections"]),
         guidance: inputs
             .get("guidance")
             .map_or(0.0, |guidance| numbers(guidance)[0]),
@@ -30,7 +28,7 @@ pub(crate) fn velocity(folder: &str, tensors: &ComponentTensors, inputs: &HashMa
     let times = [0.25, numbers(&inputs["timestep"])[0]];
     let conditioning = transformer.condition(&prompted, &times).expect("conditioning");
     transformer
-        .velocity(&inputs["hidden_states"], &conditioning, 1, &mut || Ok(()))
+        .velocity(&here(&inputs["hidden_states"]), &conditioning, 1, &mut || Ok(()))
         .expect("a velocity")
 }
 
@@ -46,7 +44,7 @@ fn the_transformer_equals_the_reference() {
         let inputs = tensors(&format!("flux-tiny/expected/{expected}"));
         let apart = distance(&velocity(folder, &weights, &inputs), &inputs["output"]);
         println!("{folder} transformer: {apart:.2e}");
-        assert!(apart < TOLERANCE, "{folder}: {apart:e}");
+        assert!(apart < tolerances().component, "{folder}: {apart:e}");
     }
 }
 
@@ -65,15 +63,11 @@ fn bf16_is_the_same_model_within_its_rounding() {
     for exact in ["timestep", "guidance"] {
         narrow_inputs.insert(exact.to_owned(), inputs[exact].clone());
     }
-    let found = velocity(
-        "flux-tiny",
-        &ComponentTensors::new(narrow(&weights)),
-        &narrow_inputs,
-    );
+    let found = velocity("flux-tiny", &resident(&narrow(&weights)), &narrow_inputs);
     assert_eq!(found.dtype(), DType::BF16);
     let apart = distance(&found, &inputs["output"]);
     println!("flux-tiny transformer in bf16: {apart:.2e}");
-    assert!(apart < 3e-2, "{apart:e}");
+    assert!(apart < BF16_COMPONENT, "{apart:e}");
 }
 
 #[test]
@@ -82,7 +76,7 @@ fn rotations_hold_at_the_far_end_of_a_large_picture() {
     let rows = expected["rows"].to_vec1::<i64>().expect("rows");
     let all = positions(512, 64, 64);
     let places: Vec<_> = rows.iter().map(|&row| all[row as usize]).collect();
-    let found = rotations(&places, [16, 56, 56], &Device::Cpu).expect("rotations");
+    let found = rotations(&places, [16, 56, 56], test_device()).expect("rotations");
     // The reference holds every angle twice, in neighbouring columns.
     let every_second = Tensor::arange_step(0u32, 128, 2, &Device::Cpu).expect("indices");
     for (name, found) in [("cos", &found.cos), ("sin", &found.sin)] {
@@ -91,10 +85,10 @@ fn rotations_hold_at_the_far_end_of_a_large_picture() {
         println!("rope {name}: {largest:.2e}");
         assert!(largest <= 1e-7, "{name}: {largest:e}");
     }
-    let rotated = ops::rope(&expected["x"], &found.cos, &found.sin).expect("a rotation");
+    let rotated = ops::rope(&here(&expected["x"]), &found.cos, &found.sin).expect("a rotation");
     let apart = distance(&rotated, &expected["rotated"]);
     println!("rotated: {apart:.2e}");
-    assert!(apart < 1e-6, "{apart:e}");
+    assert!(apart < tolerances().operation, "{apart:e}");
 }
 
 #[test]

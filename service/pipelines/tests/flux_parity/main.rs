@@ -4,6 +4,8 @@
 
 mod checkpoints;
 mod components;
+#[path = "../../../ops/tests/device/mod.rs"]
+mod device;
 mod mutations;
 mod numbers;
 mod pictures;

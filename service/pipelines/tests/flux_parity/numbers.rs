@@ -1,25 +1,33 @@
 //! Reading fixtures and measuring distances.
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 use serde::de::DeserializeOwned;
 
+use crate::device::{here, room};
+
 /// The folder of the fixtures.
 pub(crate) fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures")
+    room().join("fixtures")
 }
 
-/// All tensors of a file below the fixtures.
+/// All tensors of a file below the fixtures, in host memory.
 pub(crate) fn tensors(path: &str) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(fixtures().join(path), &Device::Cpu).expect("a fixture")
 }
 
-/// A component of a fixture's pipeline.
+/// A component of these tensors, on the device of the tests.
+pub(crate) fn resident(tensors: &HashMap<String, Tensor>) -> ComponentTensors {
+    let copies = tensors.iter().map(|(name, tensor)| (name.clone(), here(tensor)));
+    ComponentTensors::new(copies.collect())
+}
+
+/// A component of a fixture's pipeline, on the device of the tests.
 pub(crate) fn component(path: &str) -> ComponentTensors {
-    ComponentTensors::new(tensors(path))
+    resident(&tensors(path))
 }
 
 /// A JSON file below the fixtures.

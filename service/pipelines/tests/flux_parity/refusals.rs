@@ -12,6 +12,7 @@ use pipelines::flux::vae::{VaeConfig, diffusers_name_of_bfl};
 use pipelines::{Model, ModelError, catalogue};
 
 use crate::checkpoints::{set, write_json};
+use crate::device::room;
 use crate::numbers::tensors;
 use crate::workshop::{F32, Workshop, copy_of, request};
 
@@ -394,6 +395,6 @@ fn the_autoencoder_of_a_single_file_may_be_bfls_own() {
 
 #[test]
 fn the_model_that_ships_opens() {
-    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../demo/model");
+    let demo = room().join("../../demo/model");
     assert!(matches!(FluxModel::open(&demo, F32), Ok(Some(_))));
 }

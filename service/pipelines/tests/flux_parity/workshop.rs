@@ -15,10 +15,13 @@ use pipelines::{
 };
 use tempfile::TempDir;
 
-use crate::numbers::fixtures;
+use crate::device::{here, test_device};
+use crate::numbers::{fixtures, resident};
 
 /// The precision of the fixtures.
 pub(crate) const F32: Precision = Precision { dtype: DType::F32 };
+/// That of a card.
+pub(crate) const BF16: Precision = Precision { dtype: DType::BF16 };
 
 /// A copy of fixture folders, one over the other, that a test may spoil.
 pub(crate) fn copy_of(folders: &[&str]) -> TempDir {
@@ -72,9 +75,14 @@ pub(crate) struct Workshop {
 }
 
 impl Workshop {
-    /// Opens a model and loads it with the CPU card.
+    /// Opens a model in f32, loads it with the CPU card and puts it on the device of the tests.
     pub(crate) fn open(path: &Path) -> Workshop {
-        let model = FluxModel::open(path, F32)
+        Workshop::open_in(path, F32)
+    }
+
+    /// The same in another precision.
+    pub(crate) fn open_in(path: &Path, precision: Precision) -> Workshop {
+        let model = FluxModel::open(path, precision)
             .expect("a sound model")
             .expect("a FLUX model");
         let mut card = CpuCard::new(CpuSettings::default()).expect("a card");
@@ -84,10 +92,14 @@ impl Workshop {
             assert_eq!(plan.bytes(), component.bytes, "{}", component.name);
             card.load(component, plan, &mut |_| ControlFlow::Continue(()))
                 .expect("a load");
-            components.insert(
-                component.name.clone(),
-                card.tensors(&component.id).expect("tensors"),
-            );
+            let mut tensors = card.tensors(&component.id).expect("tensors");
+            if !test_device().is_cpu() {
+                let all = tensors
+                    .names()
+                    .map(|name| (name.to_owned(), tensors.get(name).expect("a tensor")));
+                tensors = Arc::new(resident(&all.collect()));
+            }
+            components.insert(component.name.clone(), tensors);
         }
         Workshop {
             model,
@@ -100,7 +112,7 @@ impl Workshop {
     pub(crate) fn replace(&self, name: &str, tensors: HashMap<String, Tensor>) {
         self.components
             .borrow_mut()
-            .insert(name.to_owned(), Arc::new(ComponentTensors::new(tensors)));
+            .insert(name.to_owned(), Arc::new(resident(&tensors)));
     }
 
     pub(crate) fn tensors(&self, name: &str) -> Arc<ComponentTensors> {
@@ -125,7 +137,7 @@ impl Workshop {
         let tensors = |name: &str| self.give(name);
         let result = self
             .model
-            .run(plan, rung, request, input, &tensors, &Device::Cpu, observer);
+            .run(plan, rung, request, input, &tensors, test_device(), observer);
         for asked in self.asked.borrow().iter() {
             assert!(
                 plan.components.iter().any(|component| component.name == *asked),
@@ -164,11 +176,11 @@ impl Workshop {
             model: &self.model,
             request,
             tensors: &tensors,
-            device: &Device::Cpu,
+            device: test_device(),
             observer: &mut observer,
         };
         let picture = stage
-            .decoded(latent, pipelines::flux::vae::Chunking::Whole)
+            .decoded(&here(latent), pipelines::flux::vae::Chunking::Whole)
             .expect("a picture");
         picture
             .affine(0.5, 0.5)

@@ -54,10 +54,22 @@ impl VaeDecoder {
     /// [`StageError::BadInput`] for an autoencoder that is not known, [`StageError::Missing`] for a tensor that
     /// is not there or not of the configuration's shape.
     pub fn new(config: &VaeConfig, tensors: &ComponentTensors) -> Result<VaeDecoder, StageError> {
+        VaeDecoder::in_dtype(config, tensors, dtype_of_maps(tensors, "decoder.conv_in.weight")?)
+    }
+
+    /// The same with maps of this dtype, wherever the tensors are: what a card computes in a narrow one can be walked on
+    /// the CPU.
+    ///
+    /// # Errors
+    /// Those of [`VaeDecoder::new`].
+    pub fn in_dtype(
+        config: &VaeConfig,
+        tensors: &ComponentTensors,
+        dtype: DType,
+    ) -> Result<VaeDecoder, StageError> {
         config
             .check()
             .map_err(|problem| StageError::BadInput(format!("the VAE has {problem}")))?;
-        let dtype = dtype_of_maps(tensors, "decoder.conv_in.weight")?;
         let source = Source {
             tensors,
             dtype,

@@ -59,10 +59,21 @@ impl VaeEncoder {
     /// [`StageError::BadInput`] for an autoencoder that is not known, [`StageError::Missing`] for a tensor that
     /// is not there or not of the configuration's shape.
     pub fn new(config: &VaeConfig, tensors: &ComponentTensors) -> Result<VaeEncoder, StageError> {
+        VaeEncoder::in_dtype(config, tensors, dtype_of_maps(tensors, "encoder.conv_in.weight")?)
+    }
+
+    /// The same with maps of this dtype, wherever the tensors are (see [`super::VaeDecoder::in_dtype`]).
+    ///
+    /// # Errors
+    /// Those of [`VaeEncoder::new`].
+    pub fn in_dtype(
+        config: &VaeConfig,
+        tensors: &ComponentTensors,
+        dtype: DType,
+    ) -> Result<VaeEncoder, StageError> {
         config
             .check()
             .map_err(|problem| StageError::BadInput(format!("the VAE has {problem}")))?;
-        let dtype = dtype_of_maps(tensors, "encoder.conv_in.weight")?;
         let source = Source {
             tensors,
             dtype,

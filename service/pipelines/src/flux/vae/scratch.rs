@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::blocks::{MOST_SCORES_BYTES, queries_at_a_time};
 use super::config::VaeConfig;
-use super::conv::slab_rows;
+use super::conv::{PART_BYTES, slab_rows};
 use crate::family::Rung;
 
 /// How much of a map is worked on at a time.
@@ -167,14 +167,32 @@ impl Account {
         });
         let out = self.map(Map { height: rows, ..to });
         let slab = slab_rows(from.channels, kernel, rows, to.width, self.bytes_per_value);
-        let unrolled =
-            (from.channels * kernel * kernel + to.channels) * slab * to.width * self.bytes_per_value;
         let target = if in_strips && !over { self.map(to) } else { 0 };
         let unwritten = if in_strips { out } else { 0 };
-        let convolving = strip + (out + unrolled).max(unwritten);
+        let unrolled = from.channels * kernel * kernel;
+        let (unrolled, widened) = if self.composed() {
+            // Patches (twice where they are picked out one by one) and their product; then the product as it is,
+            // padded, and with its bias. Beside the strip while it is read: a part in f32, multiplied, and added to.
+            let line = slab * (from.width + kernel - 1) * self.bytes_per_value;
+            let unrolled = if stride == 1 { unrolled } else { 2 * unrolled };
+            let part = from.channels * rows_in * (from.width + kernel - 1) * 4;
+            let least = rows_in * (from.width + kernel - 1) * 4;
+            let widened = 3 * part.min(PART_BYTES.max(least));
+            ((unrolled + to.channels).max(3 * to.channels) * line, widened)
+        } else {
+            let line = slab * to.width * self.bytes_per_value;
+            ((unrolled + to.channels) * line, 0)
+        };
+        let convolving = strip + (out + unrolled).max(unwritten + widened);
         self.peak = self
             .peak
             .max(alive + target + convolving.max(out * (1 + summands)));
+    }
+
+    /// Whether operations are composed of the tensor library's: where numbers are narrower than f32. The CPU has loops
+    /// of its own, in f32.
+    fn composed(&self) -> bool {
+        self.bytes_per_value < 4
     }
 
     /// A 3x3 convolution of a map, read as another, to a third.

@@ -74,7 +74,7 @@ fn in_tiles(
             row.push(
                 tile.narrow(2, 0, kept.min(tile.dim(2)?))?
                     .narrow(3, 0, kept.min(tile.dim(3)?))?
-                    .copy()?,
+                    .force_contiguous()?,
             );
         }
         rows.push(Tensor::cat(&row, 3)?);
@@ -86,7 +86,9 @@ fn in_tiles(
 /// The last `count` rows (axis 2) or columns (axis 3).
 fn last(tile: &Tensor, axis: usize, count: usize) -> Result<Tensor> {
     let count = count.min(tile.dim(axis)?);
-    tile.narrow(axis, tile.dim(axis)? - count, count)?.copy()
+    // A copy of these alone: `copy` would take along all that the tile has.
+    tile.narrow(axis, tile.dim(axis)? - count, count)?
+        .force_contiguous()
 }
 
 /// `blend_v` (axis 2) and `blend_h` (axis 3): the first rows of `tile` go over from the last of `before`.

@@ -1,0 +1,274 @@
+//! When a worker is taken for hung: it is silent for much longer than what it does has ever taken, or it does not let
+//! go of what was cancelled.
+//!
+//! What is measured is the time between two reports of an order. Steps of denoising teach it by their intervals, stages
+//! without steps by how long they run, loads by their bytes a second on that card. What nothing is known of yet, and
+//! what may take long for once (the first step of a stage, with kernels to load; moves before it), has the whole
+//! `stall_limit`.
+
+use std::time::Duration;
+
+use residency::Bytes;
+use tokio::time::Instant;
+
+use super::actor::Actor;
+use super::cards::{Card, Health, InFlight};
+use super::learned::{Learned, StageKey};
+use super::record::Need;
+use crate::messages::{Completed, Progress};
+
+/// A worker may be silent for so many times what is usual.
+const PATIENT: u32 = 10;
+/// A cancel is answered within so many steps...
+const CANCEL_STEPS: u32 = 3;
+/// ...or within this, if that is longer.
+const CANCEL_FLOOR: Duration = Duration::from_secs(2);
+/// A limit that has ended a worker was perhaps too strict: the next is so many times as long.
+const LENIENT: u32 = 4;
+
+/// A stage of a model at a shape and a rung, on a card (by index): what a pace is learned of.
+pub(super) type PaceKey = (StageKey, usize);
+
+/// What an order does, as far as its worker has told.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+enum Doing {
+    /// Room is made, files are opened, something is tried again: nobody knows how long that takes.
+    #[default]
+    Preparing,
+    /// A component of so many bytes comes in.
+    Loading(Bytes),
+    /// The stage runs and has no step behind it.
+    Stage,
+    /// It has steps behind it.
+    Steps,
+}
+
+/// The pace of one order.
+#[derive(Debug, Default)]
+pub(super) struct Pace {
+    /// Of a stage: what it is, its rung once it runs, and how many steps it has.
+    stage: Option<(StageKey, u32)>,
+    chunking: String,
+    doing: Doing,
+    last_step: Option<Instant>,
+    /// The longest time between two steps so far.
+    longest: Option<Duration>,
+    /// What is known of the stage's steps from earlier orders.
+    learned: Option<Duration>,
+    allowance: Option<Allowance>,
+}
+
+/// How long a worker may be silent, and why so long.
+#[derive(Clone, Debug, PartialEq)]
+struct Allowance {
+    limit: Duration,
+    /// What it follows from: words for the usual time, and that time.
+    usual: Option<(&'static str, Duration)>,
+}
+
+impl Pace {
+    pub(super) fn of(model_key: &str, need: &Need) -> Pace {
+        let stage = need.plan.as_ref().map(|plan| {
+            let key = (model_key.to_owned(), need.name, plan.shape.clone());
+            (key, plan.steps)
+        });
+        Pace {
+            stage,
+            ..Pace::default()
+        }
+    }
+
+    /// What the worker says of its order.
+    pub(super) fn heard(&mut self, progress: &Progress, now: Instant) {
+        match progress {
+            Progress::Evicting(_) => self.doing = Doing::Preparing,
+            Progress::Loading { component, done } => {
+                self.doing = if *done < component.bytes {
+                    Doing::Loading(component.bytes)
+                } else {
+                    Doing::Preparing
+                };
+            }
+            Progress::Started { chunking } => {
+                self.chunking.clone_from(chunking);
+                self.doing = Doing::Stage;
+            }
+            Progress::Step { .. } => {
+                if let Some(last) = self.last_step.replace(now) {
+                    self.longest = self.longest.max(Some(now.duration_since(last)));
+                }
+                self.doing = Doing::Steps;
+            }
+            Progress::Preview { .. } => {}
+            // Another rung: what was measured so far is not its pace.
+            Progress::Retrying { .. } => {
+                (self.doing, self.last_step, self.longest) = (Doing::Preparing, None, None);
+            }
+        }
+    }
+
+    /// What a stage that ran to its end teaches: the longest silence after its first step. Its last one counts, as the
+    /// card may be behind what was reported; it alone says nothing of a step.
+    pub(super) fn between_steps(&self, now: Instant) -> Option<Duration> {
+        let end = now.duration_since(self.last_step?);
+        self.longest.map(|longest| longest.max(end))
+    }
+
+    pub(super) fn key(&self, chunking: &str, card: usize) -> Option<PaceKey> {
+        let ((model_key, stage, shape), _) = self.stage.clone()?;
+        Some(((model_key, stage, format!("{shape} {chunking}")), card))
+    }
+
+    fn step(&self) -> Option<Duration> {
+        self.learned.max(self.longest)
+    }
+
+    /// The usual time of what it does now, with words for it; none: not known.
+    fn usual(&self, learned: &Learned, card: usize, generation: u64) -> Option<(&'static str, Duration)> {
+        match self.doing {
+            Doing::Preparing => None,
+            Doing::Loading(bytes) => {
+                let seconds = bytes.0 as f64 / learned.bytes_per_second(card)?;
+                let usual = Duration::try_from_secs_f64(seconds).ok()?;
+                Some(("that this component takes to load", usual))
+            }
+            Doing::Stage => {
+                let (_, steps) = self.stage.as_ref()?;
+                let key = self.key(&self.chunking, card)?;
+                let whole = learned.whole(&key, generation).filter(|_| *steps <= 1)?;
+                Some(("that this stage takes", whole))
+            }
+            Doing::Steps => Some((
+                "between two steps",
+                self.learned?.max(self.longest.unwrap_or_default()),
+            )),
+        }
+    }
+}
+
+impl InFlight {
+    /// A worker says something of it.
+    pub(super) fn hear(&mut self, progress: &Progress, now: Instant) {
+        self.heard = now;
+        self.pace.heard(progress, now);
+    }
+
+    /// How long a cancel may go unanswered.
+    fn grace(&self) -> Duration {
+        let steps = self.pace.step().unwrap_or_default() * CANCEL_STEPS;
+        steps.max(CANCEL_FLOOR)
+    }
+}
+
+impl Actor {
+    /// Says anew how long a card's worker may be silent, after it has said something.
+    pub(super) fn allow_silence(&mut self, index: usize) {
+        let (floor, longest) = (self.settings.stall_floor, self.settings.stall_limit);
+        let card = &mut self.cards[index];
+        let generation = card.generation;
+        let Some(pace) = card.in_flight.as_mut().map(|running| &mut running.pace) else {
+            return;
+        };
+        pace.learned = pace
+            .key(&pace.chunking, index)
+            .and_then(|key| self.learned.between_steps(&key));
+        let usual = pace.usual(&self.learned, index, generation);
+        let limit = usual.map_or(longest, |(_, usual)| (usual * PATIENT).max(floor).min(longest));
+        pace.allowance = Some(Allowance { limit, usual });
+    }
+
+    /// What an order that ran to its end teaches of the next.
+    pub(super) fn learn_pace(
+        &mut self,
+        index: usize,
+        running: &InFlight,
+        completed: &Completed,
+        now: Instant,
+    ) {
+        self.learned
+            .load_speed(index, &running.need.components, &completed.load_seconds);
+        let Some(key) = running.pace.key(&completed.chunking, index) else {
+            return;
+        };
+        if let Some(between) = running.pace.between_steps(now) {
+            self.learned.stepped(key, between);
+        } else if running.need.plan.as_ref().is_some_and(|plan| plan.steps <= 1) {
+            let run = Duration::from_millis(completed.run_ms);
+            self.learned.ran(key, run, self.cards[index].generation);
+        }
+    }
+
+    /// When a worker is taken for hung.
+    pub(super) fn next_worry(&self, card: &Card) -> Option<Instant> {
+        if card.is_recycled() || card.health != Health::Ready {
+            return None;
+        }
+        let running = card.in_flight.as_ref().map(|running| {
+            let silent = running.heard + self.silence(running);
+            let cancelled = running.cancelled.map(|at| at + running.grace());
+            cancelled.map_or(silent, |at| at.min(silent))
+        });
+        running.or_else(|| {
+            let since = card.errand_since.filter(|_| !card.errands.is_empty());
+            since.map(|since| since + self.settings.stall_limit)
+        })
+    }
+
+    fn silence(&self, running: &InFlight) -> Duration {
+        let allowance = running.pace.allowance.as_ref();
+        allowance.map_or(self.settings.stall_limit, |allowance| allowance.limit)
+    }
+
+    pub(super) fn watch_workers(&mut self, now: Instant) {
+        for index in 0..self.cards.len() {
+            if self.next_worry(&self.cards[index]).is_some_and(|at| at <= now) {
+                let (limit, reason) = self.worry(index, now);
+                let card = &self.cards[index].description.id;
+                tracing::warn!(%card, ?limit, reason, "a worker is taken for hung");
+                self.cards[index].recycle(&reason);
+            }
+        }
+    }
+
+    /// The limit that a worker has exceeded, and words for it. One that was learned is not held against the next
+    /// attempt.
+    fn worry(&mut self, index: usize, now: Instant) -> (Duration, String) {
+        let (floor, longest) = (self.settings.stall_floor, self.settings.stall_limit);
+        let Some(running) = &self.cards[index].in_flight else {
+            return (
+                longest,
+                format!("it did not do what it was asked for within the stall limit of {longest:?}"),
+            );
+        };
+        let (stage, grace) = (running.need.name, running.grace());
+        if running.cancelled.is_some_and(|at| at + grace <= now) {
+            let steps = running.pace.step().map_or_else(
+                || "the least that it gets".to_owned(),
+                |step| format!("{CANCEL_STEPS} steps of {step:?}, at least {CANCEL_FLOOR:?}"),
+            );
+            return (
+                grace,
+                format!("it did not let go of a cancelled {stage} within {grace:?} ({steps})"),
+            );
+        }
+        let limit = self.silence(running);
+        let usual = running
+            .pace
+            .allowance
+            .as_ref()
+            .and_then(|allowance| allowance.usual);
+        let Some((what, usual)) = usual else {
+            let why = "the stall limit, as it is not known yet how long it takes";
+            return (limit, format!("it said nothing of {stage} for {limit:?} ({why})"));
+        };
+        let lenient = limit * LENIENT / PATIENT;
+        if let Doing::Loading(bytes) = running.pace.doing {
+            self.learned.loads_may_take(index, bytes, lenient);
+        } else if let Some(key) = running.pace.key(&running.pace.chunking, index) {
+            self.learned.may_take(&key, lenient);
+        }
+        let bounds = format!("at least {floor:?} and at most {longest:?}");
+        let why = format!("{PATIENT} times the {usual:?} {what}, {bounds}");
+        (limit, format!("it said nothing of {stage} for {limit:?} ({why})"))
+    }
+}

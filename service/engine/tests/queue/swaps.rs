@@ -1,0 +1,639 @@
+//! A model takes another's place. `a` and `b` are 17 GiB with the T5 that they share and do not fit together; `small`
+//! fits beside either.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use engine::Error;
+use engine::job::{JobEventKind, JobReport, JobWork};
+use engine::messages::{Command, Failure, Order, Outcome};
+use engine::queue::{Job, Queue, Settings};
+use pipelines::StageOutput;
+use residency::Bytes;
+use tokio::time::Instant;
+
+use crate::fixture::{entry, load, picture, swap};
+use crate::worker::{Wire, Worker, at_rest, completed, end, events, one_card, settle, stage_of, start};
+
+/// What becomes of an order.
+enum Fate {
+    Well,
+    /// Its components come in, then it ends like this.
+    Ends(Outcome),
+    Dies,
+    /// Nothing: it goes on until it is cancelled.
+    Cancelled,
+}
+
+/// Plays a worker until a job has ended, and tells what happened to the job. `fate` hears of each order.
+async fn play(
+    queue: &Queue,
+    worker: &mut Worker,
+    mut job: Job,
+    mut fate: impl FnMut(&Order) -> Fate,
+) -> Vec<JobEventKind> {
+    let id = job.id.clone();
+    let listening = tokio::spawn(async move { events(&mut job).await });
+    for _ in 0..1000 {
+        settle().await;
+        match worker.try_next() {
+            Some(Wire::Command(Command::Run(order))) => match fate(&order) {
+                Fate::Well => worker.complete(&order),
+                Fate::Ends(outcome) => {
+                    let outcome = worker.begin(&order).err().unwrap_or(outcome);
+                    worker.finish(order.ticket, outcome);
+                }
+                Fate::Dies => {
+                    worker.die();
+                    settle().await;
+                    worker.ready();
+                }
+                Fate::Cancelled => {
+                    worker.begin(&order).unwrap();
+                    queue.cancel(&id).await.unwrap();
+                }
+            },
+            Some(Wire::Command(Command::Unload { id, components })) => worker.unload(id, &components),
+            Some(Wire::Command(Command::Cancel(ticket))) => worker.finish(ticket, Outcome::Cancelled),
+            Some(_) => panic!("that was not to be expected"),
+            None if listening.is_finished() => return listening.await.unwrap(),
+            None => {}
+        }
+    }
+    panic!("it does not end");
+}
+
+async fn resident(queue: &Queue, worker: &mut Worker, name: &str) {
+    let job = queue.submit(load(name, "me", &[])).await.unwrap();
+    play(queue, worker, job, |_| Fate::Well).await;
+}
+
+/// Names of what is on the card, e.g. `a transformer`.
+fn on_card(worker: &Worker) -> BTreeSet<String> {
+    let name = |id: &str| {
+        id.trim_start_matches("path:/")
+            .replace('#', " ")
+            .replace("@F32", "")
+    };
+    worker
+        .ledger
+        .residents()
+        .map(|r| name(&r.component.id.0))
+        .collect()
+}
+
+fn whole(name: &str) -> BTreeSet<String> {
+    [
+        format!("{name} transformer"),
+        format!("{name} vae"),
+        "t5 text_encoder_2".into(),
+    ]
+    .into()
+}
+
+fn report(seen: &[JobEventKind]) -> &JobReport {
+    match seen.last() {
+        Some(JobEventKind::Done(report)) => report,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn restorings(seen: &[JobEventKind]) -> usize {
+    let is_one = |event: &&JobEventKind| matches!(event, JobEventKind::Retrying { reason, stage: "restore", .. } if reason == "RESTORING");
+    seen.iter().filter(is_one).count()
+}
+
+fn stages(seen: &[JobEventKind]) -> Vec<&'static str> {
+    report(seen).stages.iter().map(|stage| stage.name).collect()
+}
+
+fn pinned_by_worker(worker: &Worker) -> BTreeSet<String> {
+    worker.standing.pins.iter().map(|id| id.0.to_string()).collect()
+}
+
+/// Model `a` is there, pinned, and held by a client.
+async fn kept_a() -> (Queue, Worker, String) {
+    let (queue, mut worker) = one_card().await;
+    resident(&queue, &mut worker, "a").await;
+    queue.pin(entry("a"), false).await.unwrap();
+    let hold = queue
+        .hold(entry("a"), "client".into(), Duration::from_secs(3600))
+        .await
+        .unwrap();
+    settle().await;
+    assert!(worker.is_idle().await);
+    (queue, worker, hold)
+}
+
+async fn pinned(queue: &Queue) -> Vec<String> {
+    queue.status_now().await.pinned.clone()
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_both_fit_the_old_model_stays_until_the_new_one_is_proven() {
+    let (queue, mut worker, hold) = kept_a().await;
+    let job = queue.submit(swap("small", "a", "me")).await.unwrap();
+    let mut order = worker.order().await;
+    for stage in ["load", "encode_text", "denoise", "decode"] {
+        assert_eq!(stage_of(&order), stage);
+        assert!(on_card(&worker).is_superset(&whole("a")));
+        assert!(
+            worker
+                .standing
+                .holds
+                .iter()
+                .any(|(id, ids)| id.contains("swap") && ids.len() == 2)
+        );
+        worker.complete(&order);
+        if stage == "decode" {
+            break;
+        }
+        order = worker.order().await;
+    }
+    let seen = play(&queue, &mut worker, job, |_| panic!("nothing is left to do")).await;
+    assert_eq!(
+        stages(&seen),
+        ["load", "encode_text", "denoise", "decode", "unload"]
+    );
+    let freed: Vec<_> = report(&seen)
+        .freed
+        .iter()
+        .map(|f| (&*f.component.name, f.freed))
+        .collect();
+    assert_eq!(freed, [("transformer", Bytes::gib(12)), ("vae", Bytes::gib(1))]);
+    assert!(report(&seen).kept.is_empty() && restorings(&seen) == 0);
+    assert!(
+        !seen
+            .iter()
+            .any(|event| matches!(event, JobEventKind::Picture { .. } | JobEventKind::Latent { .. }))
+    );
+    assert_eq!(on_card(&worker), whole("small"));
+    assert_eq!(pinned(&queue).await, ["small"]);
+    assert!(worker.is_idle().await);
+    assert!(
+        worker
+            .standing
+            .pins
+            .iter()
+            .all(|id| worker.ledger.is_resident(id))
+    );
+    let [(held, ids)] = &worker.standing.holds[..] else {
+        panic!()
+    };
+    assert!(*held == hold && ids.len() == 3 && ids.iter().all(|id| worker.ledger.is_resident(id)));
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_they_do_not_the_old_one_leaves_first_in_spite_of_its_pins() {
+    let (queue, mut worker, _) = kept_a().await;
+    let job = queue.submit(swap("b", "a", "me")).await.unwrap();
+    let Wire::Command(Command::Unload { id, components }) = worker.next().await else {
+        panic!("the old one leaves first")
+    };
+    assert_eq!(components.len(), 2, "what they share stays");
+    assert_eq!(pinned(&queue).await, ["a"], "its pin is not off");
+    worker.unload(id, &components);
+    let mut orders = Vec::new();
+    let seen = play(&queue, &mut worker, job, |order| {
+        orders.push(stage_of(order));
+        Fate::Well
+    })
+    .await;
+    assert_eq!(orders, ["load", "encode_text", "denoise", "decode"]);
+    assert_eq!(
+        stages(&seen),
+        ["unload", "load", "encode_text", "denoise", "decode"]
+    );
+    assert_eq!(
+        (on_card(&worker), pinned(&queue).await),
+        (whole("b"), vec!["b".to_owned()])
+    );
+    assert!(worker.is_idle().await && pinned_by_worker(&worker).len() == 3);
+    at_rest(&queue).await;
+}
+
+fn not_finite() -> Outcome {
+    let component = "transformer".to_owned();
+    Outcome::Failed(Failure::NotFinite { component, step: 1 })
+}
+
+fn damaged() -> Outcome {
+    let message = "it is damaged".to_owned();
+    Outcome::Failed(Failure::Model { message })
+}
+
+fn out_of_memory() -> Outcome {
+    Outcome::Failed(Failure::OutOfMemory {
+        stage: "denoise".into(),
+        needed: Bytes::gib(3),
+        usable: Bytes::gib(2),
+        holders: Vec::new(),
+    })
+}
+
+/// A proof whose picture has another size than it should.
+fn another_picture(order: &Order) -> Outcome {
+    let Outcome::Completed(mut report) = completed(order, Vec::new()) else {
+        panic!()
+    };
+    let rgb = vec![0; 3 * 8 * 8];
+    let (width, height) = (8, 8);
+    report.output = Some(StageOutput::Picture { width, height, rgb });
+    Outcome::Completed(report)
+}
+
+type Failing = (&'static str, fn(&Order) -> Fate, fn(&Error) -> bool);
+
+const FAILURES: [Failing; 7] = [
+    (
+        "load",
+        |_| Fate::Ends(damaged()),
+        |e| matches!(e, Error::ModelDamaged(_)),
+    ),
+    ("load", |_| Fate::Cancelled, |e| *e == Error::Cancelled),
+    (
+        "encode_text",
+        |_| Fate::Ends(not_finite()),
+        |e| matches!(e, Error::NotFinite { .. }),
+    ),
+    (
+        "denoise",
+        |_| Fate::Ends(out_of_memory()),
+        |e| matches!(e, Error::OutOfMemory(_)),
+    ),
+    (
+        "denoise",
+        |_| Fate::Dies,
+        |e| matches!(e, Error::WorkerDied { deaths: 2, .. }),
+    ),
+    ("denoise", |_| Fate::Cancelled, |e| *e == Error::Cancelled),
+    (
+        "decode",
+        |order| Fate::Ends(another_picture(order)),
+        |e| matches!(e, Error::ModelDamaged(_)),
+    ),
+];
+
+#[tokio::test(start_paused = true)]
+async fn whatever_goes_wrong_the_old_model_is_there_afterwards_and_the_new_one_is_not() {
+    for new in ["small", "b"] {
+        for (number, (stage, fate, is_expected)) in FAILURES.iter().enumerate() {
+            let what = format!("{new}, failure {number} in {stage}");
+            let (queue, mut worker, hold) = kept_a().await;
+            let job = queue.submit(swap(new, "a", "me")).await.unwrap();
+            let mut orders = Vec::new();
+            let seen = play(&queue, &mut worker, job, |order| {
+                orders.push((stage_of(order), order.model.key.clone()));
+                let own = order.model.key == new && stage_of(order) == *stage;
+                if own { fate(order) } else { Fate::Well }
+            })
+            .await;
+            let Some(JobEventKind::Failed(error)) = seen.last() else {
+                panic!("{what}: {seen:?}")
+            };
+            assert!(is_expected(error), "{what}: {error:?}");
+            assert_eq!(on_card(&worker), whole("a"), "{what}: {orders:?}");
+            let died = matches!(error, Error::WorkerDied { .. });
+            let left = new == "b" || died; // a worker's death takes all with it
+            assert_eq!(restorings(&seen), usize::from(left), "{what}: {seen:?}");
+            if !left {
+                assert!(!orders.iter().any(|(_, key)| key == "a"), "{what}: it never left");
+            }
+            assert_eq!(pinned(&queue).await, ["a"], "{what}");
+            assert!(worker.is_idle().await);
+            assert_eq!(pinned_by_worker(&worker).len(), 3, "{what}");
+            let [(held, _)] = &worker.standing.holds[..] else {
+                panic!("{what}")
+            };
+            assert_eq!(*held, hold);
+            at_rest(&queue).await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cancel_while_the_old_one_leaves_brings_it_back() {
+    let (queue, mut worker, _) = kept_a().await;
+    let job = queue.submit(swap("b", "a", "me")).await.unwrap();
+    let Wire::Command(Command::Unload { id, components }) = worker.next().await else {
+        panic!()
+    };
+    assert!(queue.cancel(&job.id).await.unwrap());
+    worker.unload(id, &components);
+    let mut orders = Vec::new();
+    let seen = play(&queue, &mut worker, job, |order| {
+        orders.push(order.model.key.clone());
+        Fate::Well
+    })
+    .await;
+    assert!(orders == ["a"] && restorings(&seen) == 1);
+    assert!(matches!(
+        seen.last(),
+        Some(JobEventKind::Failed(Error::Cancelled))
+    ));
+    assert_eq!(on_card(&worker), whole("a"));
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_goes_away_in_the_middle_leaves_the_old_model_behind() {
+    let (queue, mut worker, _) = kept_a().await;
+    let mut spec = swap("b", "a", "me");
+    spec.options.deadline = Some(Instant::now() + Duration::from_secs(5));
+    let job = queue.submit(spec).await.unwrap();
+    let Wire::Command(Command::Unload { id, components }) = worker.next().await else {
+        panic!()
+    };
+    worker.unload(id, &components);
+    let order = worker.order().await;
+    worker.begin(&order).unwrap();
+    drop(job);
+    let Wire::Command(Command::Cancel(ticket)) = worker.next().await else {
+        panic!()
+    };
+    worker.finish(ticket, Outcome::Cancelled);
+    let Wire::Command(Command::Unload { id, components }) = worker.next().await else {
+        panic!("what came in leaves again")
+    };
+    worker.unload(id, &components);
+    let restore = worker.order().await;
+    tokio::time::sleep(Duration::from_secs(10)).await; // past the deadline, with nobody there
+    worker.complete(&restore);
+    assert!(worker.is_idle().await);
+    assert_eq!(on_card(&worker), whole("a"));
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn those_who_need_the_old_model_queue_while_it_is_away_and_spend_no_patience() {
+    let (queue, mut worker, _) = kept_a().await;
+    let job = queue.submit(swap("b", "a", "me")).await.unwrap();
+    let Wire::Command(Command::Unload { id, components }) = worker.next().await else {
+        panic!()
+    };
+    let waiting = queue.submit(picture("a", "you", "a cat")).await.unwrap();
+    settle().await;
+    worker.unload(id, &components);
+    worker.set_foreign(Bytes::gib(10)); // the swap has to wait in the middle
+    for _ in 0..3 {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert!(worker.try_next().is_none());
+    }
+    let states: Vec<_> = queue
+        .jobs(false)
+        .await
+        .into_iter()
+        .map(|job| (job.kind, job.state))
+        .collect();
+    assert_eq!(states, [("Load", "waiting"), ("GenerateImage", "queued")]);
+    worker.set_foreign(Bytes::ZERO);
+    let mut orders = Vec::new();
+    let whose = |order: &Order| match order.job == *waiting.id {
+        true => "waits",
+        false => "swap",
+    };
+    let swapped = play(&queue, &mut worker, job, |order| {
+        orders.push((whose(order), stage_of(order)));
+        match orders.len() {
+            1 => Fate::Ends(damaged()),
+            _ => Fate::Well,
+        }
+    });
+    swapped.await;
+    assert!(
+        orders.starts_with(&[("swap", "load"), ("swap", "load")]),
+        "first the old model is back: {orders:?}"
+    );
+    let seen = play(&queue, &mut worker, waiting, |_| Fate::Well).await;
+    assert!(
+        seen.iter()
+            .all(|event| !matches!(event, JobEventKind::Waiting { .. }))
+    );
+    assert_eq!(
+        report(&seen).resident_already.len(),
+        3,
+        "nothing of it had to be loaded"
+    );
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_is_short_of_memory_makes_the_old_one_give_way() {
+    let (queue, mut worker, _) = kept_a().await;
+    let job = queue.submit(swap("small", "a", "me")).await.unwrap();
+    let order = worker.order().await;
+    worker.set_foreign(Bytes::gib(6)); // which the queue did not know
+    let Err(outcome) = worker.begin(&order) else {
+        panic!("it does not fit")
+    };
+    worker.finish(order.ticket, outcome);
+    let seen = play(&queue, &mut worker, job, |_| Fate::Well).await;
+    assert_eq!(
+        stages(&seen),
+        ["unload", "load", "encode_text", "denoise", "decode"]
+    );
+    assert_eq!(on_card(&worker), whole("small"));
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_old_model_that_cannot_be_brought_back_does_not_hide_the_first_failure() {
+    let (queue, mut worker, _) = kept_a().await;
+    let job = queue.submit(swap("b", "a", "me")).await.unwrap();
+    let seen = play(&queue, &mut worker, job, |order| match order.model.key.as_str() {
+        "b" => Fate::Ends(not_finite()),
+        _ => Fate::Ends(damaged()),
+    })
+    .await;
+    assert!(matches!(
+        seen.last(),
+        Some(JobEventKind::Failed(Error::NotFinite { .. }))
+    ));
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_dies_at_any_moment_costs_no_model() {
+    // Which life it dies in the middle of what: 0 unloads the old one, 1 unloads the new one, 2 brings the old one back.
+    for moment in 0..3 {
+        let (queue, mut worker, _) = kept_a().await;
+        let job = queue.submit(swap("b", "a", "me")).await.unwrap();
+        let (mut unloads, mut died) = (0, false);
+        let mut job = Some(job);
+        let mut listening = None;
+        for _ in 0..200 {
+            if let Some(mut job) = job.take() {
+                listening = Some(tokio::spawn(async move { events(&mut job).await }));
+            }
+            settle().await;
+            let mut dies = false;
+            match worker.try_next() {
+                Some(Wire::Command(Command::Unload { id, components })) => {
+                    dies = !died && unloads == moment;
+                    unloads += 1;
+                    if !dies {
+                        worker.unload(id, &components);
+                    }
+                }
+                Some(Wire::Command(Command::Run(order))) if order.model.key == "b" => {
+                    let outcome = worker.begin(&order).err().unwrap_or_else(damaged);
+                    worker.finish(order.ticket, outcome);
+                }
+                Some(Wire::Command(Command::Run(order))) => {
+                    dies = !died && moment == 2;
+                    if !dies {
+                        worker.complete(&order);
+                    }
+                }
+                _ => {}
+            }
+            if dies {
+                died = true;
+                worker.die();
+                settle().await;
+                worker.ready();
+            }
+        }
+        let seen = listening.unwrap().await.unwrap();
+        assert!(died, "moment {moment} came");
+        assert!(
+            matches!(seen.last(), Some(JobEventKind::Failed(Error::ModelDamaged(_)))),
+            "{seen:?}"
+        );
+        assert_eq!(
+            (on_card(&worker), restorings(&seen)),
+            (whole("a"), 1),
+            "moment {moment}"
+        );
+        at_rest(&queue).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_ends_a_swap_in_the_middle() {
+    let (queue, mut worker, _) = kept_a().await;
+    let mut job = queue.submit(swap("b", "a", "me")).await.unwrap();
+    let Wire::Command(Command::Unload { id, components }) = worker.next().await else {
+        panic!()
+    };
+    worker.unload(id, &components);
+    let order = worker.order().await;
+    worker.finish(order.ticket, damaged());
+    let order = worker.order().await;
+    assert_eq!(order.model.key, "a");
+    let draining = queue.clone();
+    let drain = tokio::spawn(async move { draining.drain(Instant::now()).await });
+    let Wire::Command(Command::Cancel(ticket)) = worker.next().await else {
+        panic!()
+    };
+    worker.finish(ticket, Outcome::Cancelled);
+    drain.await.unwrap();
+    assert!(matches!(end(&mut job).await, Err(Error::ModelDamaged(_))));
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_load_may_be_proven_without_replacing_anything() {
+    let (queue, mut worker, _) = kept_a().await;
+    let mut spec = load("small", "me", &[]);
+    spec.work = JobWork::Load {
+        components: Vec::new(),
+        replace: None,
+        prove: true,
+    };
+    let job = queue.submit(spec.clone()).await.unwrap();
+    let seen = play(&queue, &mut worker, job, |_| Fate::Well).await;
+    assert_eq!(stages(&seen), ["load", "encode_text", "denoise", "decode"]);
+    let job = queue.submit(spec).await.unwrap();
+    let seen = play(&queue, &mut worker, job, |order| match stage_of(order) {
+        "decode" => Fate::Ends(another_picture(order)),
+        _ => Fate::Well,
+    })
+    .await;
+    assert!(matches!(
+        seen.last(),
+        Some(JobEventKind::Failed(Error::ModelDamaged(_)))
+    ));
+    assert!(on_card(&worker).is_superset(&whole("a")));
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_not_there_is_replaced_by_a_proof_alone() {
+    let (queue, mut worker) = one_card().await;
+    queue.pin(entry("a"), false).await.unwrap();
+    let job = queue.submit(swap("b", "a", "me")).await.unwrap();
+    let seen = play(&queue, &mut worker, job, |_| Fate::Well).await;
+    assert_eq!(stages(&seen), ["load", "encode_text", "denoise", "decode"]);
+    assert_eq!(
+        (on_card(&worker), pinned(&queue).await),
+        (whole("b"), vec!["b".to_owned()])
+    );
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_swap_goes_where_the_old_model_is_and_unloads_it_on_every_card() {
+    let settings = Settings {
+        headroom: Bytes::ZERO,
+        ..Settings::default()
+    };
+    let (queue, workers) = start(settings, 2);
+    let [mut first, mut second]: [Worker; 2] = workers.try_into().ok().unwrap();
+    first.ready();
+    second.ready();
+    settle().await;
+    let mut spec = load("a", "me", &[]);
+    spec.options.card_hint = "sim:1".into();
+    let job = queue.submit(spec).await.unwrap();
+    play(&queue, &mut second, job, |_| Fate::Well).await;
+    let mut spec = load("a", "me", &["vae"]);
+    spec.options.card_hint = "sim:0".into();
+    let job = queue.submit(spec).await.unwrap();
+    play(&queue, &mut first, job, |_| Fate::Well).await;
+    let mut job = queue.submit(swap("small", "a", "me")).await.unwrap();
+    for _ in 0..4 {
+        second.work(1).await;
+    }
+    for worker in [&mut first, &mut second] {
+        let Wire::Command(Command::Unload { id, components }) = worker.next().await else {
+            panic!()
+        };
+        worker.unload(id, &components);
+    }
+    let seen = events(&mut job).await;
+    let cards: Vec<_> = report(&seen)
+        .freed
+        .iter()
+        .map(|freed| freed.card.as_str())
+        .collect();
+    assert_eq!(cards, ["sim:0", "sim:1", "sim:1"]);
+    assert_eq!(
+        (on_card(&first), on_card(&second)),
+        (BTreeSet::new(), whole("small"))
+    );
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_swap_that_makes_no_sense_is_refused() {
+    let (queue, _worker) = one_card().await;
+    let mut part = swap("b", "a", "me");
+    if let JobWork::Load { components, .. } = &mut part.work {
+        components.push("vae".into());
+    }
+    for (spec, field) in [(part, "components"), (swap("a", "a", "me"), "replace")] {
+        let Err(Error::Invalid(problems)) = queue.submit(spec).await else {
+            panic!()
+        };
+        assert_eq!(problems[0].field, field);
+    }
+    assert!(matches!(
+        queue.submit(swap("a", "broken", "me")).await,
+        Err(Error::ModelDamaged(_))
+    ));
+    let mut job = queue.submit(swap("large", "a", "me")).await.unwrap();
+    assert!(matches!(end(&mut job).await, Err(Error::NeverFits(_))));
+    at_rest(&queue).await;
+}

@@ -1,0 +1,206 @@
+//! Clients: what they ask for, and what has to be true of what they hear.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use engine::job::{Generate, JobEventKind, JobOptions, JobSpec, JobWork, Priority};
+use engine::queue::Job;
+use pipelines::ImageRequest;
+use rand::Rng;
+use rand::seq::IndexedRandom;
+use rand_chacha::ChaCha8Rng;
+use tokio::time::Instant;
+
+use crate::defect::{Defect, Invariant};
+use crate::models::{Models, NAMES, request};
+use crate::slot::{Broken, DEAD, Records};
+
+/// What all of them have heard.
+#[derive(Default)]
+pub(crate) struct Heard {
+    pub(crate) broken: Option<Broken>,
+    /// How jobs ended.
+    pub(crate) ends: BTreeMap<String, u64>,
+    /// Latents that were kept, and the pictures that they decode to.
+    pub(crate) latents: Vec<(String, Arc<[u8]>)>,
+}
+
+pub(crate) type Ears = Arc<Mutex<Heard>>;
+
+/// A job, and the pictures that it must make, by their number.
+pub(crate) struct Wish {
+    pub(crate) spec: JobSpec,
+    pub(crate) pictures: Vec<Arc<[u8]>>,
+}
+
+pub(crate) fn random_wish(
+    models: &Models,
+    heard: &Heard,
+    random: &mut ChaCha8Rng,
+    painted: &mut BTreeMap<String, Arc<[u8]>>,
+) -> Wish {
+    let name = if random.random_ratio(2, 3) {
+        NAMES[random.random_range(0..2)]
+    } else {
+        *NAMES.choose(random).unwrap()
+    };
+    let from_image = random.random_ratio(1, 6);
+    let (prompt, steps) = (
+        format!("prompt {}", random.random_range(0..5)),
+        random.random_range(1..4),
+    );
+    let request = request(&prompt, steps, random.random_range(0..4), from_image);
+    let mut paint = |request: &ImageRequest| {
+        let key = format!("{prompt} {steps} {} {from_image}", request.seed);
+        painted
+            .entry(key)
+            .or_insert_with(|| models.paint(request).into())
+            .clone()
+    };
+    let (work, pictures) = match random.random_range(0..12) {
+        0 => (
+            JobWork::Load {
+                components: Vec::new(),
+                replace: None,
+                prove: false,
+            },
+            Vec::new(),
+        ),
+        1 => {
+            let components = vec!["transformer".to_owned(), "vae".to_owned()];
+            (
+                JobWork::Load {
+                    components,
+                    replace: None,
+                    prove: false,
+                },
+                Vec::new(),
+            )
+        }
+        2 if from_image => (JobWork::Encode { request }, Vec::new()),
+        3 | 4 if !heard.latents.is_empty() => {
+            let (latent, picture) = heard.latents.choose(random).unwrap().clone();
+            (JobWork::Decode { latent }, vec![picture])
+        }
+        _ => {
+            let count = random.random_range(1..3);
+            let generate = Generate {
+                count,
+                keep_latent: random.random_ratio(1, 3),
+                latent_only: random.random_ratio(1, 12),
+                preview_interval_ms: 0,
+                init_latent: None,
+                request: request.clone(),
+            };
+            let pictures = (0..u64::from(count)).map(|n| {
+                paint(&ImageRequest {
+                    seed: request.seed + n,
+                    ..request.clone()
+                })
+            });
+            let pictures = pictures.collect();
+            (JobWork::Generate(generate), pictures)
+        }
+    };
+    let options = random_options(random);
+    let entry = models.entry(name);
+    let spec = JobSpec { options, entry, work };
+    Wish { spec, pictures }
+}
+
+fn random_options(random: &mut ChaCha8Rng) -> JobOptions {
+    let deadline = random.random_ratio(1, 6).then(|| random.random_range(0..20_000));
+    let patience = random.random_ratio(1, 4).then(|| random.random_range(0..10_000));
+    JobOptions {
+        client: ["x", "y", "z"].choose(random).copied().unwrap().into(),
+        priority: *[Priority::Low, Priority::Normal, Priority::High]
+            .choose(random)
+            .unwrap(),
+        patience: patience.map(Duration::from_millis),
+        allow_low_memory: random.random_ratio(1, 6),
+        card_hint: if random.random_ratio(1, 10) { "sim:1" } else { "" }.into(),
+        idempotency_key: if random.random_ratio(1, 8) { "key" } else { "" }.into(),
+        detach: random.random_ratio(1, 10),
+        deadline: deadline.map(|ms| Instant::now() + Duration::from_millis(ms)),
+    }
+}
+
+/// Listens to a job for so many events, and to its end if they are not enough.
+pub(crate) async fn listen(
+    mut job: Job,
+    pictures: Vec<Arc<[u8]>>,
+    for_events: usize,
+    records: Arc<Mutex<Records>>,
+    ears: Ears,
+    defect: Defect,
+) {
+    let mut ends = 0;
+    let mut painted = 0;
+    let mut broken: Option<Broken> = None;
+    let mut found = |invariant: Invariant, what: String| {
+        broken.get_or_insert((invariant, what));
+    };
+    for _ in 0..for_events {
+        let Some(event) = job.next().await else { break };
+        if ends > 0 {
+            found(
+                Invariant::EveryJobEndsOnce,
+                format!("after its end, {:?}", event.kind),
+            );
+        }
+        match event.kind {
+            JobEventKind::Done(report) => {
+                ends += 1 + u32::from(defect == Defect::EndsTwice);
+                let ran = report.stages.iter().filter(|stage| !stage.cached).count();
+                let completed = records.lock().unwrap().completed.get(&*job.id).copied();
+                if ran > completed.unwrap_or_default() {
+                    let what = format!("{ran} stages are said to have run, {completed:?} did");
+                    found(Invariant::NothingOfTheDeadCounts, what);
+                }
+                *ears.lock().unwrap().ends.entry("Done".to_owned()).or_default() += 1;
+            }
+            JobEventKind::Failed(error) => {
+                ends += 1;
+                let name = format!("{error:?}");
+                let name = name.split(['(', ' ']).next().unwrap_or_default().to_owned();
+                *ears.lock().unwrap().ends.entry(name).or_default() += 1;
+            }
+            JobEventKind::Picture { rgb, picture, .. } => {
+                painted += 1;
+                if rgb.iter().all(|&number| number == DEAD) {
+                    let what = "a picture that a dead worker painted".to_owned();
+                    found(Invariant::NothingOfTheDeadCounts, what);
+                } else if pictures
+                    .get(picture as usize)
+                    .is_some_and(|expected| expected[..] != rgb[..])
+                {
+                    let what = format!("picture {picture} is of colour {:?}", &rgb[..3]);
+                    found(Invariant::PicturesAreRight, what);
+                }
+            }
+            JobEventKind::Latent { info, picture } => {
+                if let Some(expected) = pictures.get(picture as usize) {
+                    let mut ears = ears.lock().unwrap();
+                    ears.latents.push((info.id, expected.clone()));
+                }
+            }
+            JobEventKind::Accepted { .. }
+            | JobEventKind::Queued { .. }
+            | JobEventKind::Waiting { .. }
+            | JobEventKind::Evicting { .. }
+            | JobEventKind::Loading { .. }
+            | JobEventKind::Retrying { .. }
+            | JobEventKind::Stage { .. }
+            | JobEventKind::Step { .. }
+            | JobEventKind::Preview { .. } => {}
+        }
+    }
+    if for_events == usize::MAX && ends != 1 {
+        let what = format!("{ends} ends after {painted} pictures");
+        found(Invariant::EveryJobEndsOnce, what);
+    }
+    if broken.is_some() {
+        ears.lock().unwrap().broken.get_or_insert(broken.take().unwrap());
+    }
+}

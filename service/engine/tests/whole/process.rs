@@ -1,0 +1,350 @@
+//! A worker process: a card on a thread of its own, which runs only while it has the baton. Wherever it could be
+//! interrupted it hands the baton back, and whoever gets it decides whether it goes on, hangs, or has died there.
+//!
+//! A process that has died runs on to the end of what it was doing, on a card that nobody sees any more: what it says
+//! from then on is kept, for a schedule in which messages of the dead arrive late.
+
+use std::collections::BTreeSet;
+use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use candle_core::{DType, Device};
+use engine::card::{Card, Clock, Faults, Flow, Link, Settings};
+use engine::messages::{Command, Event, Progress, Ticket};
+use gpu::{
+    CardDescription, ComponentTensors, FaultAction, Gpu, GpuError, LoadError, LoadPlan, LoadProgress,
+    SimulatedAccounts, SimulatedCard, SimulatedClock, SimulatedSettings, SimulatedWorld, Unloaded,
+};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use residency::{Bytes, Component, ComponentId, DriverTruth, Millis};
+
+use crate::defect::Defect;
+use crate::models::catalogue;
+
+/// Where a process handed the baton back.
+pub(crate) enum Stop {
+    /// It has nothing to do but to look around in so many milliseconds.
+    Idle(u64),
+    /// It goes on in so many milliseconds.
+    Busy(u64),
+    /// It does not go on by itself.
+    Hung,
+    /// It crashed.
+    Died,
+    /// It ended by itself.
+    Ended(String),
+}
+
+/// What a process is told when it gets the baton.
+pub(crate) enum Go {
+    On,
+    Tick,
+    Do(Command),
+}
+
+pub(crate) struct Process {
+    go: Option<Sender<Go>>,
+    stopped: Receiver<Stop>,
+    pub(crate) shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What a process and the world around it both see. Only whoever has the baton looks.
+pub(crate) struct Shared {
+    /// Milliseconds of the world.
+    now: Arc<AtomicU64>,
+    /// How much longer a dead process has lived on.
+    afterlife: AtomicU64,
+    dead: AtomicBool,
+    pub(crate) cancelled: Mutex<BTreeSet<Ticket>>,
+    said: Mutex<Vec<Event>>,
+    /// What the card really holds.
+    pub(crate) accounts: Mutex<SimulatedAccounts>,
+}
+
+impl Process {
+    pub(crate) fn start(
+        settings: &SimulatedSettings,
+        generation: u64,
+        world: &SimulatedWorld,
+        now: &Arc<AtomicU64>,
+        seed: u64,
+        defect: Defect,
+    ) -> Process {
+        let (go, told) = channel();
+        let (stops, stopped) = channel();
+        let shared = Arc::new(Shared {
+            now: Arc::clone(now),
+            afterlife: AtomicU64::new(0),
+            dead: AtomicBool::new(false),
+            cancelled: Mutex::default(),
+            said: Mutex::default(),
+            accounts: Mutex::default(),
+        });
+        let baton = Baton {
+            shared: Arc::clone(&shared),
+            told: Arc::new(Mutex::new(told)),
+            stops,
+        };
+        let (settings, world) = (settings.clone(), world.clone());
+        let life = move || {
+            let why = live(settings, generation, world, &baton, seed, defect);
+            let _ = baton.stops.send(Stop::Ended(why)); // nobody waits for one that was let go
+        };
+        let thread = std::thread::spawn(life);
+        Process {
+            go: Some(go),
+            stopped,
+            shared,
+            thread: Some(thread),
+        }
+    }
+
+    /// Lets it have the baton, and waits until it hands it back.
+    pub(crate) fn give(&self, go: Go) -> Stop {
+        let gone = || Stop::Ended("its thread panicked".to_owned());
+        let Some(baton) = &self.go else { return gone() };
+        if baton.send(go).is_err() {
+            return gone();
+        }
+        self.wait()
+    }
+
+    /// Waits for the first stop.
+    pub(crate) fn wait(&self) -> Stop {
+        let panicked = || Stop::Ended("its thread panicked".to_owned());
+        self.stopped.recv().unwrap_or_else(|_| panicked())
+    }
+
+    /// What it has said since it was last asked.
+    pub(crate) fn said(&self) -> Vec<Event> {
+        std::mem::take(&mut *self.shared.said.lock().unwrap())
+    }
+
+    /// It is dead from here on. Returns what it says all the same.
+    pub(crate) fn die(mut self) -> Vec<Event> {
+        self.shared.dead.store(true, SeqCst);
+        self.go = None;
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+        self.said()
+    }
+}
+
+/// What a process does from its start to its end, which it explains.
+fn live(
+    settings: SimulatedSettings,
+    generation: u64,
+    world: SimulatedWorld,
+    baton: &Baton,
+    seed: u64,
+    defect: Defect,
+) -> String {
+    let gpu = Watched {
+        card: SimulatedCard::new(settings, generation, world, Arc::new(baton.clone())),
+        shared: Arc::clone(&baton.shared),
+        defect,
+    };
+    let settings = Settings {
+        headroom: Bytes::ZERO,
+        ..Settings::default()
+    };
+    let card = match Card::new(Box::new(gpu), catalogue(), settings, Box::new(baton.clone())) {
+        Ok(card) => card,
+        Err(error) => return error.to_string(),
+    };
+    let mut card = card.with_faults(Box::new(baton.clone()));
+    let mut wire = Wire {
+        baton,
+        random: ChaCha8Rng::seed_from_u64(seed),
+    };
+    card.announce(&mut wire);
+    loop {
+        let rest = u64::try_from(card.rest().as_millis()).unwrap_or(u64::MAX);
+        let flow = match baton.hand_back(Stop::Idle(rest)) {
+            None => return "it is dead".to_owned(),
+            Some(Go::Do(command)) => card.handle(command, &mut wire),
+            Some(Go::Tick | Go::On) => card.tick(&mut wire),
+        };
+        match flow {
+            Flow::Continue => {}
+            Flow::Shutdown => return "it was told to".to_owned(),
+            Flow::Lost(why) => return why,
+        }
+    }
+}
+
+/// A process' side of it.
+#[derive(Clone)]
+struct Baton {
+    shared: Arc<Shared>,
+    told: Arc<Mutex<Receiver<Go>>>,
+    stops: Sender<Stop>,
+}
+
+impl Baton {
+    /// Lets the world go on. None: it is dead.
+    fn hand_back(&self, stop: Stop) -> Option<Go> {
+        if self.shared.dead.load(SeqCst) {
+            return None;
+        }
+        let _ = self.stops.send(stop);
+        self.told.lock().unwrap().recv().ok()
+    }
+}
+
+impl SimulatedClock for Baton {
+    fn now_ms(&self) -> u64 {
+        self.shared.now.load(SeqCst) + self.shared.afterlife.load(SeqCst)
+    }
+
+    fn sleep_ms(&self, milliseconds: u64) {
+        if self.hand_back(Stop::Busy(milliseconds)).is_none() {
+            self.shared.afterlife.fetch_add(milliseconds, SeqCst);
+        }
+    }
+}
+
+impl Clock for Baton {
+    fn now(&self) -> Millis {
+        Millis(self.now_ms())
+    }
+
+    fn sleep(&self, duration: Duration) {
+        self.sleep_ms(u64::try_from(duration.as_millis()).unwrap_or(u64::MAX));
+    }
+}
+
+impl Faults for Baton {
+    fn die(&self, _place: &str) {
+        self.hand_back(Stop::Died);
+    }
+
+    fn hang(&self, _place: &str) {
+        self.hand_back(Stop::Hung);
+    }
+}
+
+/// What a process says, and how long the things take that take no time on a simulated card.
+struct Wire<'a> {
+    baton: &'a Baton,
+    random: ChaCha8Rng,
+}
+
+impl Link for Wire<'_> {
+    fn emit(&mut self, event: Event) {
+        let takes_ms = match &event {
+            Event::Progress { progress, .. } => match progress {
+                Progress::Step { .. } => Some(self.random.random_range(1..400)),
+                Progress::Started { .. } | Progress::Evicting(_) => Some(self.random.random_range(1..60)),
+                _ => self
+                    .random
+                    .random_ratio(1, 2)
+                    .then(|| self.random.random_range(1..120)),
+            },
+            Event::Snapshot(_) => self
+                .random
+                .random_ratio(1, 3)
+                .then(|| self.random.random_range(1..30)),
+            Event::Ready { .. } | Event::Finished { .. } | Event::Answer { .. } => None,
+        };
+        self.baton.shared.said.lock().unwrap().push(event);
+        if let Some(ms) = takes_ms {
+            self.baton.sleep_ms(ms);
+        }
+    }
+
+    fn cancelled(&self, ticket: Ticket) -> bool {
+        self.baton.shared.cancelled.lock().unwrap().contains(&ticket)
+    }
+}
+
+/// The simulated card, watched past everything that is told to the ledger.
+struct Watched {
+    card: SimulatedCard,
+    shared: Arc<Shared>,
+    defect: Defect,
+}
+
+impl Watched {
+    fn look(&self) {
+        *self.shared.accounts.lock().unwrap() = self.card.accounts();
+    }
+}
+
+impl Gpu for Watched {
+    fn describe(&self) -> &CardDescription {
+        self.card.describe()
+    }
+
+    fn device(&self) -> &Device {
+        self.card.device()
+    }
+
+    fn compute_dtype(&self) -> DType {
+        self.card.compute_dtype()
+    }
+
+    fn memory(&mut self) -> Result<DriverTruth, GpuError> {
+        let truth = self.card.memory();
+        self.look();
+        truth
+    }
+
+    fn load(
+        &mut self,
+        component: &Component,
+        plan: &LoadPlan,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+    ) -> Result<(), LoadError> {
+        let result = self.card.load(component, plan, progress);
+        if self.defect == Defect::KeepsAFailedLoad && matches!(result, Err(LoadError::Cancelled)) {
+            let _ = self
+                .card
+                .load(component, plan, &mut |_| ControlFlow::Continue(()));
+        }
+        self.look();
+        result
+    }
+
+    fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError> {
+        self.card.tensors(id)
+    }
+
+    fn unload(&mut self, id: &ComponentId) -> Result<Unloaded, GpuError> {
+        if self.defect == Defect::KeepsWhatItUnloads {
+            return Ok(Unloaded::default());
+        }
+        let result = self.card.unload(id);
+        self.look();
+        result
+    }
+
+    fn trim(&mut self) -> Result<Bytes, GpuError> {
+        let result = self.card.trim();
+        self.look();
+        result
+    }
+
+    fn largest_allocation(&mut self, enough: Bytes) -> Result<Bytes, GpuError> {
+        self.card.largest_allocation(enough)
+    }
+
+    fn begin_stage(&mut self) {
+        self.card.begin_stage();
+    }
+
+    fn stage_peak(&mut self) -> Bytes {
+        self.card.stage_peak()
+    }
+
+    fn fault_at(&mut self, place: &str) -> Option<FaultAction> {
+        self.card.fault_at(place)
+    }
+}

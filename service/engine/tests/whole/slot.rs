@@ -1,0 +1,647 @@
+//! One card with its worker processes, one after the other: what the supervisor says to them, what they say, and what
+//! has to hold of both.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use engine::messages::{Answer, Command, Event, Order, Outcome, Standing, Ticket, Work};
+use engine::queue::{CardPort, CardSignal, Signal};
+use gpu::{SimulatedSettings, SimulatedWorld, Unloaded};
+use pipelines::StageOutput;
+use rand::Rng;
+use rand_chacha::ChaCha8Rng;
+use residency::{Bytes, ComponentId, DriverTruth, Ledger, Millis, ResidentState, StageNeed};
+use tokio::sync::mpsc;
+
+use crate::defect::{Defect, Invariant};
+use crate::process::{Go, Process, Stop};
+
+/// Every number of a picture that a dead worker painted.
+pub(crate) const DEAD: u8 = 66;
+
+/// A worker that has not said that it is ready by then is killed, as the supervisor does it.
+pub(crate) const START_LIMIT_MS: u64 = 120_000;
+
+/// What did not hold.
+pub(crate) type Broken = (Invariant, String);
+
+pub(crate) enum Said {
+    Command(Command),
+    Recycle,
+}
+
+pub(crate) struct Port(pub(crate) mpsc::UnboundedSender<Said>);
+
+impl CardPort for Port {
+    fn send(&mut self, command: Command) {
+        let _ = self.0.send(Said::Command(command));
+    }
+    fn recycle(&mut self, _reason: &str) {
+        let _ = self.0.send(Said::Recycle);
+    }
+}
+
+/// What a worker is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    /// There is none until then.
+    Down { until: u64 },
+    /// It has been started and says nothing; it is given up then.
+    Mute { until: u64 },
+    /// It waits for commands, and looks around then.
+    Idle { tick: u64 },
+    /// It goes on then.
+    Busy { until: u64 },
+    /// It does not go on.
+    Hung,
+}
+
+/// How the life of a worker begins.
+enum Fate {
+    Well,
+    /// It is started and never says that it is ready.
+    Mute,
+    /// It says that it is ready, and hears nothing from then on.
+    Deaf,
+    /// It says that it is ready, and dies of the first thing that it is asked for.
+    Frail,
+}
+
+/// What was seen of all cards.
+#[derive(Debug, Default)]
+pub(crate) struct Records {
+    /// Orders that workers completed while they lived, by job.
+    pub(crate) completed: BTreeMap<String, usize>,
+    /// How often something happened.
+    pub(crate) happened: BTreeMap<String, u64>,
+}
+
+impl Records {
+    pub(crate) fn note(&mut self, what: impl Into<String>) {
+        *self.happened.entry(what.into()).or_default() += 1;
+    }
+}
+
+pub(crate) struct Slot {
+    card: usize,
+    settings: SimulatedSettings,
+    pub(crate) world: SimulatedWorld,
+    said: mpsc::UnboundedReceiver<Said>,
+    signals: mpsc::UnboundedSender<CardSignal>,
+    now: Arc<AtomicU64>,
+    seed: u64,
+    defect: Defect,
+    process: Option<Process>,
+    pub(crate) generation: u64,
+    pub(crate) state: State,
+    frail: bool,
+    back_off_ms: u64,
+    inbox: VecDeque<Command>,
+    /// The order that the worker has and has not answered.
+    order: Option<Order>,
+    tickets: BTreeSet<Ticket>,
+    /// What the worker knows to be pinned.
+    pins: BTreeSet<ComponentId>,
+    pub(crate) ledger: Option<Arc<Ledger>>,
+    /// What the dead have said.
+    past: Vec<CardSignal>,
+}
+
+impl Slot {
+    pub(crate) fn new(
+        card: usize,
+        settings: SimulatedSettings,
+        said: mpsc::UnboundedReceiver<Said>,
+        signals: mpsc::UnboundedSender<CardSignal>,
+        now: Arc<AtomicU64>,
+        seed: u64,
+        defect: Defect,
+    ) -> Slot {
+        Slot {
+            card,
+            settings,
+            world: SimulatedWorld::new(),
+            said,
+            signals,
+            now,
+            seed,
+            defect,
+            process: None,
+            generation: 0,
+            state: State::Down { until: 0 },
+            frail: false,
+            back_off_ms: 100,
+            inbox: VecDeque::new(),
+            order: None,
+            tickets: BTreeSet::new(),
+            pins: BTreeSet::new(),
+            ledger: None,
+            past: Vec::new(),
+        }
+    }
+
+    /// When it does something next by itself.
+    pub(crate) fn due(&self) -> Option<u64> {
+        match self.state {
+            State::Down { until } | State::Mute { until } | State::Busy { until } => Some(until),
+            State::Idle { .. } if !self.inbox.is_empty() => Some(0),
+            State::Idle { tick } => Some(tick),
+            State::Hung => None,
+        }
+    }
+
+    /// Takes what the supervisor has said.
+    pub(crate) fn listen(&mut self, now: u64, records: &mut Records) -> Result<(), Broken> {
+        while let Ok(said) = self.said.try_recv() {
+            let command = match said {
+                Said::Recycle if self.defect == Defect::HangsForEver => continue,
+                Said::Recycle => {
+                    records.note("recycled");
+                    self.die("recycled", now, records);
+                    continue;
+                }
+                Said::Command(command) => command,
+            };
+            match command {
+                Command::Cancel(ticket) => {
+                    if let Some(process) = &self.process {
+                        process.shared.cancelled.lock().unwrap().insert(ticket);
+                    }
+                }
+                Command::Run(order) => {
+                    if self.defect == Defect::OrdersTwice {
+                        self.take(order.clone())?;
+                    }
+                    self.take(order)?;
+                }
+                other if self.process.is_some() => self.inbox.push_back(other),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes an order, which is lost where there is no worker.
+    fn take(&mut self, order: Box<Order>) -> Result<(), Broken> {
+        if !self.tickets.insert(order.ticket) {
+            let what = format!("{:?} was used before", order.ticket);
+            return Err((Invariant::OneOrderAtATime, what));
+        }
+        if self.process.is_none() {
+            return Ok(());
+        }
+        // Who is taken for dead is not asked whether it is done.
+        if let Some(other) = &self.order
+            && !self.defect.hears_the_dead()
+        {
+            let what = format!("{:?} while {:?} is with it", order.ticket, other.ticket);
+            return Err((Invariant::OneOrderAtATime, what));
+        }
+        self.order = Some((*order).clone());
+        self.inbox.push_back(Command::Run(order));
+        Ok(())
+    }
+
+    /// Does what is due. True if somebody may have heard of it.
+    pub(crate) fn step(
+        &mut self,
+        now: u64,
+        calm: bool,
+        random: &mut ChaCha8Rng,
+        records: &mut Records,
+    ) -> Result<bool, Broken> {
+        let stop = match self.state {
+            State::Hung => return Ok(false),
+            State::Down { .. } => {
+                if self.defect == Defect::NeverComesBack && self.generation > 0 {
+                    self.state = State::Down { until: u64::MAX };
+                    return Ok(false);
+                }
+                return self.start(now, calm, random, records).map(|()| true);
+            }
+            State::Mute { .. } => {
+                self.die("it was not ready in time", now, records);
+                return Ok(true);
+            }
+            State::Busy { .. } => self.give(Go::On),
+            State::Idle { .. } => match self.inbox.pop_front() {
+                Some(_) if self.frail => {
+                    records.note("died of the first command");
+                    self.die("it died of the first command", now, records);
+                    return Ok(true);
+                }
+                Some(command) => {
+                    let Some(command) = self.tampered(command) else {
+                        return Ok(true);
+                    };
+                    self.give(Go::Do(command))
+                }
+                None => self.give(Go::Tick),
+            },
+        };
+        let spoke = self.forward(records)?;
+        self.stopped(stop, now, records)?;
+        Ok(spoke || matches!(self.state, State::Down { .. }))
+    }
+
+    /// A command as the worker gets it.
+    fn tampered(&mut self, command: Command) -> Option<Command> {
+        match command {
+            Command::Standing(standing) => {
+                self.pins = standing.pins.iter().cloned().collect();
+                let pins = if self.defect == Defect::ForgetsPins {
+                    Vec::new()
+                } else {
+                    standing.pins
+                };
+                Some(Command::Standing(Standing { pins, ..standing }))
+            }
+            Command::Unload { id, components } if self.defect == Defect::AnswersWithoutUnloading => {
+                let here = |id| self.ledger.as_ref().and_then(|ledger| ledger.resident(id));
+                let freed = components.iter().filter_map(here).map(|resident| {
+                    let (booked, freed) = (resident.component.bytes, resident.component.bytes);
+                    (resident.component.clone(), Unloaded { booked, freed })
+                });
+                let answer = Answer::Unloaded {
+                    freed: freed.collect(),
+                    kept: Vec::new(),
+                    short: Bytes::ZERO,
+                };
+                self.signal(Signal::Event(Event::Answer { id, answer }));
+                None
+            }
+            other => Some(other),
+        }
+    }
+
+    fn give(&self, go: Go) -> Stop {
+        let missing = || Stop::Ended("there is no process".to_owned());
+        self.process
+            .as_ref()
+            .map_or_else(missing, |process| process.give(go))
+    }
+
+    fn stopped(&mut self, stop: Stop, now: u64, records: &mut Records) -> Result<(), Broken> {
+        match stop {
+            Stop::Idle(rest) => {
+                self.state = State::Idle { tick: now + rest };
+                self.check_at_rest()?;
+            }
+            Stop::Busy(ms) => self.state = State::Busy { until: now + ms },
+            Stop::Hung => {
+                records.note("hung as its settings say");
+                self.state = State::Hung;
+            }
+            Stop::Died => {
+                records.note("died as its settings say");
+                self.die("it crashed", now, records);
+            }
+            Stop::Ended(why) => {
+                records.note("the card was lost");
+                self.die(&why, now, records);
+            }
+        }
+        Ok(())
+    }
+
+    fn start(
+        &mut self,
+        now: u64,
+        calm: bool,
+        random: &mut ChaCha8Rng,
+        records: &mut Records,
+    ) -> Result<(), Broken> {
+        let fate = match random.random_range(0..24) {
+            _ if calm => Fate::Well,
+            0 => Fate::Mute,
+            1 => Fate::Deaf,
+            2 | 3 => Fate::Frail,
+            _ => Fate::Well,
+        };
+        self.generation += 1;
+        self.frail = matches!(fate, Fate::Frail);
+        self.pins.clear();
+        self.ledger = None;
+        if matches!(fate, Fate::Mute) {
+            records.note("was never ready");
+            self.state = State::Mute {
+                until: now + START_LIMIT_MS,
+            };
+            return Ok(());
+        }
+        let seed = self.seed ^ (self.generation << 8) ^ self.card as u64;
+        let process = Process::start(
+            &self.settings,
+            self.generation,
+            &self.world,
+            &self.now,
+            seed,
+            self.defect,
+        );
+        let stop = process.wait();
+        self.process = Some(process);
+        self.forward(records)?;
+        self.stopped(stop, now, records)?;
+        if matches!(fate, Fate::Deaf) {
+            records.note("was deaf");
+            self.state = State::Hung;
+        }
+        Ok(())
+    }
+
+    /// Its worker does not go on.
+    pub(crate) fn hang(&mut self, records: &mut Records) {
+        if self.process.is_some() {
+            records.note(format!("hung while {}", self.doing()));
+            self.state = State::Hung;
+        }
+    }
+
+    /// What its worker is doing, for the records.
+    pub(crate) fn doing(&self) -> &'static str {
+        if self.process.is_none() {
+            return "starting";
+        }
+        let in_state = |state: ResidentState| {
+            let ledger = self.ledger.as_ref();
+            ledger.is_some_and(|ledger| ledger.residents().any(|r| r.state == state))
+        };
+        let leased = self.ledger.as_ref().is_some_and(|ledger| ledger.leases() > 0);
+        if in_state(ResidentState::Evicting) {
+            return "evicting";
+        }
+        match &self.order {
+            Some(order) => match &order.work {
+                Work::Stage(stage) if leased => stage.plan.kind.name(),
+                _ if in_state(ResidentState::Loading) => "loading",
+                _ => "beginning",
+            },
+            None if self.inbox.is_empty() && matches!(self.state, State::Idle { .. }) => "idle",
+            None => "on an errand",
+        }
+    }
+
+    /// The worker ends, wherever it is.
+    pub(crate) fn die(&mut self, why: &str, now: u64, records: &mut Records) {
+        let doing = self.doing();
+        if let Some(process) = self.process.take() {
+            records.note(format!("died while {doing}"));
+            for mut event in process.die() {
+                poison(&mut event);
+                self.remember(event);
+            }
+        } else if matches!(self.state, State::Mute { .. }) {
+            records.note(format!("died while {doing}"));
+        } else {
+            return;
+        }
+        self.inbox.clear();
+        // What it would have said of the order that it had, if it had lived.
+        if let Some(order) = self.order.take()
+            && let Some(outcome) = self.invented(&order)
+        {
+            self.remember(Event::Finished {
+                ticket: order.ticket,
+                outcome,
+            });
+        }
+        self.signal(Signal::Lost {
+            reason: why.to_owned(),
+            restarts_in: Duration::from_millis(self.back_off_ms),
+        });
+        self.state = State::Down {
+            until: now + self.back_off_ms,
+        };
+        self.back_off_ms = (self.back_off_ms * 2).min(10_000);
+    }
+
+    /// A success of an order that was never carried out.
+    fn invented(&self, order: &Order) -> Option<Outcome> {
+        let ledger = Ledger::new(self.settings.capacity, Bytes::ZERO);
+        let completed = |output| {
+            Outcome::Completed(Box::new(engine::messages::Completed {
+                output,
+                chunking: "whole".into(),
+                approximate: false,
+                resident_already: Vec::new(),
+                move_ms: 0,
+                run_ms: 0,
+                room: ledger.usable(),
+                predicted_scratch: Bytes::ZERO,
+                peak_scratch: Bytes::ZERO,
+                peak_bytes: Bytes::ZERO,
+                load_seconds: Vec::new(),
+            }))
+        };
+        match &order.work {
+            Work::Load(_) => Some(completed(None)),
+            Work::Stage(stage) if stage.plan.kind == pipelines::StageKind::Decode => {
+                let (width, height) = (stage.request.width, stage.request.height);
+                let rgb = vec![DEAD; width as usize * height as usize * 3];
+                Some(completed(Some(StageOutput::Picture { width, height, rgb })))
+            }
+            Work::Stage(_) => None,
+        }
+    }
+
+    fn remember(&mut self, event: Event) {
+        self.past.push(CardSignal {
+            card: self.card,
+            generation: self.generation,
+            signal: Signal::Event(event),
+        });
+    }
+
+    /// What the dead have said arrives.
+    pub(crate) fn haunt(&mut self, records: &mut Records) {
+        for signal in self.past.clone() {
+            records.note("heard of the dead");
+            let _ = self.signals.send(signal);
+        }
+        let Some(order) = &self.order else { return };
+        // A supervisor that took a dead worker's word for its successor's.
+        let heard = match (&order.work, self.defect) {
+            (Work::Load(_), Defect::TheDeadAreHeardOfLoads) => self.invented(order),
+            (Work::Stage(_), Defect::TheDeadAreHeard) => self.invented(order),
+            _ => None,
+        };
+        if let Some(outcome) = heard {
+            let ticket = order.ticket;
+            self.signal(Signal::Event(Event::Finished { ticket, outcome }));
+        }
+    }
+
+    fn signal(&self, signal: Signal) {
+        let _ = self.signals.send(CardSignal {
+            card: self.card,
+            generation: self.generation,
+            signal,
+        });
+    }
+
+    /// Passes on what the worker has said, and looks at it. True if it said anything.
+    fn forward(&mut self, records: &mut Records) -> Result<bool, Broken> {
+        let said = self.process.as_ref().map(Process::said).unwrap_or_default();
+        let spoke = !said.is_empty();
+        for mut event in said {
+            match &mut event {
+                Event::Snapshot(ledger) => {
+                    if let Some(other) = self.broken_ledger(ledger) {
+                        *ledger = Arc::new(other);
+                    }
+                    let ledger = ledger.clone();
+                    self.check_ledger(&ledger)?;
+                    self.ledger = Some(ledger);
+                }
+                Event::Finished { ticket, outcome } => {
+                    let Some(order) = self.order.take_if(|order| order.ticket == *ticket) else {
+                        if self.defect.hears_the_dead() {
+                            continue;
+                        }
+                        let what = format!("{ticket:?} was answered, which nobody waits for");
+                        return Err((Invariant::OneOrderAtATime, what));
+                    };
+                    records.note(name_of(outcome));
+                    if let Outcome::Completed(completed) = outcome {
+                        *records.completed.entry(order.job).or_default() += 1;
+                        if self.defect == Defect::PaintsSomethingElse
+                            && let Some(StageOutput::Picture { rgb, .. }) = &mut completed.output
+                        {
+                            rgb[0] ^= 1;
+                        }
+                    }
+                }
+                Event::Ready { .. } | Event::Progress { .. } | Event::Answer { .. } => {}
+            }
+            self.signal(Signal::Event(event));
+        }
+        Ok(spoke)
+    }
+
+    /// A ledger as a worker with a defect would publish it.
+    fn broken_ledger(&self, ledger: &Ledger) -> Option<Ledger> {
+        match self.defect {
+            Defect::LosesALease if ledger.residents().count() > 2 => {
+                let mut leased = ledger.clone();
+                let need = StageNeed {
+                    name: "lost".into(),
+                    components: Vec::new(),
+                    scratch: Bytes::ZERO,
+                };
+                leased.lease(&need, Millis(0)).ok()?;
+                Some(leased)
+            }
+            Defect::ForgetsAByte => {
+                let total = self.settings.capacity - Bytes(1);
+                let mut short = Ledger::new(total, Bytes::ZERO);
+                short.reconcile(&DriverTruth {
+                    total,
+                    free: ledger.accounts().free,
+                    ..DriverTruth::default()
+                });
+                Some(short)
+            }
+            _ => None,
+        }
+    }
+
+    fn check_ledger(&self, ledger: &Ledger) -> Result<(), Broken> {
+        let (sum, total) = (ledger.accounts().sum(), self.settings.capacity);
+        if sum != total || ledger.total() != total {
+            let what = format!("{sum} of {total} in {ledger:#?}");
+            return Err((Invariant::AccountsAddUp, what));
+        }
+        let Some(before) = &self.ledger else { return Ok(()) };
+        let gone = before.residents().find(|r| {
+            let id = &r.component.id;
+            r.state == ResidentState::Resident && self.pins.contains(id) && !ledger.is_resident(id)
+        });
+        match gone {
+            Some(gone) => Err((Invariant::NothingPinnedLeaves, gone.component.id.to_string())),
+            None => Ok(()),
+        }
+    }
+
+    fn check_at_rest(&self) -> Result<(), Broken> {
+        let (Some(ledger), Some(process)) = (&self.ledger, &self.process) else {
+            return Ok(());
+        };
+        if ledger.leases() > 0 || ledger.residents().any(|r| r.state != ResidentState::Resident) {
+            let what = format!("an idle card has {ledger:#?}");
+            return Err((Invariant::NoOrphanLease, what));
+        }
+        let held = process.shared.accounts.lock().unwrap();
+        let booked: Bytes = ledger.residents().map(|r| r.component.bytes).sum();
+        let accounts = ledger.accounts();
+        if booked != held.components || accounts.components != booked || held.scratch > Bytes::ZERO {
+            let what = format!("{booked} are booked, {accounts:#?}, and the card holds {held:#?}");
+            return Err((Invariant::BooksAreTheCards, what));
+        }
+        Ok(())
+    }
+
+    /// That nothing is on the card but what was there before anything was loaded.
+    pub(crate) fn check_empty(&self) -> Result<(), Broken> {
+        let (Some(ledger), Some(process)) = (&self.ledger, &self.process) else {
+            return Ok(());
+        };
+        let held = process.shared.accounts.lock().unwrap();
+        let free = self.settings.capacity - self.settings.context;
+        let left = ledger.residents().count();
+        if left > 0 || held.free != free || ledger.usable() != free || ledger.accounts().free != free {
+            let what =
+                format!("{left} components are left; {free} should be free in {held:#?} and {ledger:#?}");
+            return Err((Invariant::FreeToTheByte, what));
+        }
+        Ok(())
+    }
+
+    /// That its worker is there and does nothing.
+    pub(crate) fn check_ready(&self) -> Result<(), Broken> {
+        match self.state {
+            State::Idle { .. } if self.order.is_none() => Ok(()),
+            state => {
+                let (card, generation) = (self.card, self.generation);
+                let what = format!("worker {generation} of card {card} is {state:?}");
+                Err((Invariant::CardsComeBack, what))
+            }
+        }
+    }
+}
+
+fn name_of(outcome: &Outcome) -> &'static str {
+    match outcome {
+        Outcome::Completed(_) => "an order was completed",
+        Outcome::Wait(_) => "a worker said wait",
+        Outcome::Never { .. } => "a worker said never",
+        Outcome::Cancelled => "a worker let go",
+        Outcome::Failed(_) => "an order failed",
+    }
+}
+
+/// Makes what a dead worker made recognisable.
+fn poison(event: &mut Event) {
+    let Event::Finished {
+        outcome: Outcome::Completed(completed),
+        ..
+    } = event
+    else {
+        return;
+    };
+    let all_dead = |numbers: usize| -> Arc<[u8]> {
+        let dead = (f32::from(DEAD) / 255.0).to_le_bytes();
+        dead.repeat(numbers / 4).into()
+    };
+    match &mut completed.output {
+        Some(StageOutput::Picture { rgb, .. }) => rgb.fill(DEAD),
+        Some(StageOutput::Latent(latent)) => latent.data = all_dead(latent.data.len()),
+        Some(StageOutput::Text(text)) => {
+            for (_, tensor) in &mut text.tensors {
+                tensor.data = all_dead(tensor.data.len());
+            }
+        }
+        None => {}
+    }
+}

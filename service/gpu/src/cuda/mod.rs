@@ -1,0 +1,566 @@
+//! An NVIDIA card.
+//!
+//! Each component has a memory pool of its own, allocated from explicitly; activations live in the device's default pool,
+//! which nothing of ours ever replaces. What the pools have in use and in reserve, together with the driver's free bytes,
+//! is the ledger's truth. One thread owns the card and makes every allocation's last drop; reading threads only fill
+//! pinned memory and ask for copies.
+
+mod pool;
+mod staging;
+
+use std::collections::HashMap;
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+use candle_core::cuda_backend::CudaStorageSlice;
+use candle_core::op::BackpropOp;
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Storage, Tensor};
+use cudarc::driver::{CudaContext, CudaStream, DriverError, PushKernelArg as _, sys};
+use residency::{Bytes, Component, ComponentId, DriverTruth};
+
+use crate::card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
+use crate::cuda_settings::CudaSettings;
+use crate::faults::{FaultAction, FaultSchedule};
+use crate::load::{LoadError, LoadPlan, LoadProgress, TensorSource};
+use crate::nvml::NvmlCard;
+use crate::profile::MemoryProfile;
+use crate::reader;
+use crate::tensors::ComponentTensors;
+use pool::{Pool, has_in_one_piece, is_allocated, is_out_of_memory};
+use staging::{Allocation, Staging};
+
+/// cuBLAS takes a workspace of its own, unseen, unless it is given one. This is what it takes on compute capability 9;
+/// older cards need less and lose nothing.
+const CUBLAS_WORKSPACE: Bytes = Bytes::mib(32);
+
+/// What code and stacks of newly loaded kernels may add to the context within one stage. Where NVML does not show our own
+/// process, what exceeds it is taken for somebody else's.
+const CONTEXT_GROWTH: Bytes = Bytes::mib(256);
+
+/// How close the search for the largest allocation comes.
+const PROBE_STEP: Bytes = Bytes::mib(16);
+
+/// An NVIDIA card, with its context in this process.
+pub(crate) struct CudaCard {
+    description: CardDescription,
+    dtype: DType,
+    device: Device,
+    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
+    activations: Pool,
+    /// Library workspaces: allocated once.
+    workspaces: Pool,
+    staging: Staging,
+    held: HashMap<ComponentId, Held>,
+    nvml: NvmlCard,
+    context_bytes: Bytes,
+    /// Allocated from the activation pool when the stage that is measured began.
+    stage_began: Bytes,
+    faults: FaultSchedule,
+    /// Why nothing of the card may be touched any more. cudarc tells of an error once and then looks healthy.
+    lost: Option<String>,
+}
+
+struct Held {
+    tensors: Arc<ComponentTensors>,
+    /// Name and address of each tensor, to name those that do not come back.
+    addresses: Vec<(String, sys::CUdeviceptr)>,
+    pool: Pool,
+    booked: Bytes,
+}
+
+impl CudaCard {
+    /// Opens a card on this thread, which is to own it. `generation` is the how manieth worker process this is for it.
+    ///
+    /// # Errors
+    /// [`GpuError::Lost`] if there is no such card or it does not answer.
+    pub(crate) fn new(
+        settings: &CudaSettings,
+        profile: &MemoryProfile,
+        generation: u64,
+    ) -> Result<CudaCard, GpuError> {
+        let nvml = NvmlCard::open(&settings.which).map_err(|e| GpuError::Lost(e.to_string()))?;
+        let free_before = nvml.memory().map_err(|e| GpuError::Lost(e.to_string()))?.free;
+        let ordinal = ordinal_of(nvml.uuid())?;
+        let device = CudaDevice::new_with_stream(ordinal).map_err(|e| GpuError::Lost(e.to_string()))?;
+        // SAFETY: one stream computes and one thread drops; the copy streams are synchronised before anything that they
+        // wrote is used or freed.
+        unsafe { device.disable_event_tracking() };
+        let stream = device.cuda_stream();
+        let context = Arc::clone(stream.context());
+        let activations = Pool::of_activations(&context, profile.release_threshold).map_err(lost)?;
+        let workspaces = Pool::new(&context).map_err(lost)?;
+        give_workspace(&device, &workspaces, &stream)?;
+        let staging = Staging::new(&stream, profile.staging_bytes, profile.staging_chunk).map_err(lost)?;
+        let mut description = nvml.describe();
+        let (major, minor) = context.compute_capability().map_err(lost)?;
+        let dtype = settings.compute_dtype((major as u32, minor as u32));
+        dtype.as_str().clone_into(&mut description.compute_dtype);
+        description.kind = CardKind::Cuda;
+        description.compute_capability = Some((major as u32, minor as u32));
+        let mut card = CudaCard {
+            description,
+            dtype,
+            device: Device::Cuda(device),
+            context,
+            stream,
+            activations,
+            workspaces,
+            staging,
+            held: HashMap::new(),
+            nvml,
+            context_bytes: Bytes::ZERO,
+            stage_began: Bytes::ZERO,
+            faults: FaultSchedule::new(settings.faults.clone(), generation, settings.die_generations),
+            lost: None,
+        };
+        card.warm_up()?;
+        let free_now = card
+            .nvml
+            .memory()
+            .map_err(|e| GpuError::Lost(e.to_string()))?
+            .free;
+        let pools = card.pools()?;
+        card.context_bytes = (free_before - free_now) - pools.reserved();
+        card.description.total = card.driver_memory()?.1;
+        tracing::info!(
+            card = card.description.id, context = %card.context_bytes, pinned = %card.staging.bytes(), %profile,
+            "the card is open"
+        );
+        Ok(card)
+    }
+
+    /// Makes the libraries load what every stage needs, so that the context is its size from the start.
+    fn warm_up(&mut self) -> Result<(), GpuError> {
+        let warm = || -> candle_core::Result<()> {
+            let ones = Tensor::ones((64, 64), self.dtype, &self.device)?;
+            ones.matmul(&ones)?
+                .to_dtype(DType::F32)?
+                .sum_all()?
+                .to_scalar::<f32>()?;
+            Ok(())
+        };
+        warm().map_err(|e| GpuError::Lost(e.to_string()))
+    }
+
+    fn alive(&self) -> Result<(), GpuError> {
+        match &self.lost {
+            Some(why) => Err(GpuError::Lost(why.clone())),
+            None => Ok(()),
+        }
+    }
+
+    /// Remembers that the card is lost, if this says so.
+    fn latch<T>(&mut self, result: Result<T, DriverError>) -> Result<T, GpuError> {
+        result.map_err(|error| {
+            let why = error.to_string();
+            self.lost.get_or_insert_with(|| why.clone());
+            GpuError::Lost(why)
+        })
+    }
+
+    /// Free and total bytes, as the driver has them.
+    fn driver_memory(&self) -> Result<(Bytes, Bytes), GpuError> {
+        let (free, total) = self.context.mem_get_info().map_err(lost)?;
+        Ok((Bytes(free as u64), Bytes(total as u64)))
+    }
+
+    fn pools(&self) -> Result<Pools, GpuError> {
+        let mut components = (Bytes::ZERO, Bytes::ZERO);
+        for held in self.held.values() {
+            components.0 += held.booked;
+            components.1 += held.pool.reserved().map_err(lost)?;
+        }
+        Ok(Pools {
+            components: components.0,
+            components_reserved: components.1,
+            scratch: self.activations.used().map_err(lost)?,
+            scratch_reserved: self.activations.reserved().map_err(lost)?,
+            workspaces: self.workspaces.reserved().map_err(lost)?,
+        })
+    }
+
+    /// Sees to it that what a stage's kernels added to the context is not taken for somebody else's memory.
+    fn measure_context(&mut self, may_have_grown: bool) -> Result<(), GpuError> {
+        let pools = self.pools()?;
+        let (free, total) = self.driver_memory()?;
+        let besides = total - free - pools.reserved();
+        let own = self.nvml.own_bytes().map(|own| own - pools.reserved());
+        self.context_bytes = match own {
+            Some(own) => own.min(besides),
+            None if may_have_grown && besides - self.context_bytes <= CONTEXT_GROWTH => besides,
+            None => self.context_bytes.min(besides),
+        };
+        Ok(())
+    }
+
+    fn free_all(&mut self, allocations: &[Allocation<'_>], pool: Pool) -> Result<(), GpuError> {
+        for allocation in allocations {
+            // SAFETY: allocated for a load that came to nothing; all copies to it have been waited for.
+            let freed = unsafe { pool::free(allocation.pointer, &self.stream) };
+            self.latch(freed)?;
+        }
+        let done = self.stream.synchronize().and_then(|()| pool.trim());
+        self.latch(done)
+    }
+
+    /// Makes tensors of allocations, each of which is filled.
+    fn tensors_of(&self, allocations: &[Allocation<'_>]) -> Result<ComponentTensors, LoadError> {
+        let Device::Cuda(device) = &self.device else {
+            return Err(LoadError::Lost("the card is not a CUDA device".to_owned()));
+        };
+        let mut tensors = HashMap::with_capacity(allocations.len());
+        for Allocation { source, pointer } in allocations {
+            let tensor = tensor_at(source, *pointer, &self.stream, device).ok_or_else(|| {
+                LoadError::Unsupported(format!(
+                    "tensor {} cannot be {:?} on this card",
+                    source.name, source.target
+                ))
+            })?;
+            tensors.insert(source.name.clone(), tensor);
+        }
+        Ok(ComponentTensors::new(tensors))
+    }
+}
+
+/// What the pools have, each by its own account.
+struct Pools {
+    /// As booked.
+    components: Bytes,
+    components_reserved: Bytes,
+    scratch: Bytes,
+    scratch_reserved: Bytes,
+    workspaces: Bytes,
+}
+
+impl Pools {
+    /// All that they have of the card.
+    fn reserved(&self) -> Bytes {
+        self.components_reserved + self.scratch_reserved + self.workspaces
+    }
+}
+
+impl Gpu for CudaCard {
+    fn describe(&self) -> &CardDescription {
+        &self.description
+    }
+
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn compute_dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn memory(&mut self) -> Result<DriverTruth, GpuError> {
+        self.alive()?;
+        let pools = self.pools()?;
+        let (free, total) = self.driver_memory()?;
+        let besides = total - free - pools.reserved();
+        let context = self.context_bytes.min(besides);
+        Ok(DriverTruth {
+            total,
+            free,
+            components: pools.components,
+            scratch: pools.scratch,
+            slack: pools.scratch_reserved - pools.scratch,
+            // The driver hands memory out in pieces: what a component's pool has beyond its tensors is of no use to
+            // anybody else while it is there.
+            workspaces: pools.workspaces + (pools.components_reserved - pools.components),
+            context,
+            holders: self.nvml.holders(besides - context),
+        })
+    }
+
+    fn load(
+        &mut self,
+        component: &Component,
+        plan: &LoadPlan,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+    ) -> Result<(), LoadError> {
+        let gone = |error: GpuError| LoadError::Lost(error.to_string());
+        self.alive().map_err(gone)?;
+        let LoadPlan::Files(sources) = plan else {
+            return Err(LoadError::Unsupported(
+                "bytes without content go to simulated cards only".to_owned(),
+            ));
+        };
+        if self.held.contains_key(&component.id) {
+            return Err(LoadError::Unsupported(format!(
+                "component {} is already there",
+                component.id
+            )));
+        }
+        let booked = plan.bytes();
+        let files = reader::open(sources)?;
+        reader::tell(progress, Bytes::ZERO, booked)?;
+        let (free, _) = self.driver_memory().map_err(gone)?;
+        if booked > free {
+            return Err(LoadError::OutOfMemory { needed: booked, free });
+        }
+        let pool = Pool::new(&self.context);
+        let pool = self.latch(pool).map_err(gone)?;
+        let mut made = Vec::with_capacity(sources.len());
+        let outcome = self
+            .staging
+            .load(sources, &files, &pool, &mut made, progress)
+            .and_then(|()| reader::check_unchanged(&files))
+            .and_then(|()| reader::tell(progress, booked, booked))
+            .and_then(|()| self.tensors_of(&made));
+        match outcome {
+            Ok(tensors) => {
+                let trimmed = pool.trim();
+                self.latch(trimmed).map_err(gone)?;
+                let named = |a: &Allocation<'_>| (a.source.name.clone(), a.pointer);
+                self.held.insert(
+                    component.id.clone(),
+                    Held {
+                        tensors: Arc::new(tensors),
+                        addresses: made.iter().map(named).collect(),
+                        pool,
+                        booked,
+                    },
+                );
+                Ok(())
+            }
+            Err(LoadError::Lost(why)) => {
+                // Nothing of a lost card may be touched, not even to free it.
+                std::mem::forget(pool);
+                self.lost.get_or_insert_with(|| why.clone());
+                Err(LoadError::Lost(why))
+            }
+            Err(error) => {
+                self.free_all(&made, pool).map_err(gone)?;
+                Err(error)
+            }
+        }
+    }
+
+    fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError> {
+        self.alive()?;
+        let held = self.held.get(id).ok_or_else(|| GpuError::NotLoaded(id.clone()))?;
+        Ok(Arc::clone(&held.tensors))
+    }
+
+    fn unload(&mut self, id: &ComponentId) -> Result<Unloaded, GpuError> {
+        self.alive()?;
+        let held = self.held.get(id).ok_or_else(|| GpuError::NotLoaded(id.clone()))?;
+        let others = Arc::strong_count(&held.tensors) - 1;
+        if others > 0 {
+            return Err(GpuError::StillInUse(id.clone(), others));
+        }
+        let Some(Held {
+            tensors,
+            addresses,
+            pool,
+            booked,
+        }) = self.held.remove(id)
+        else {
+            return Err(GpuError::NotLoaded(id.clone()));
+        };
+        drop(tensors);
+        // A failed drop is recorded in the context and comes out of this synchronisation.
+        let synchronised = self.stream.synchronize();
+        self.latch(synchronised)?;
+        let trimmed = pool.trim().and_then(|()| Ok((pool.used()?, pool.reserved()?)));
+        let (used, reserved) = self.latch(trimmed)?;
+        if used > Bytes::ZERO {
+            let names = addresses.into_iter().filter(|(_, at)| is_allocated(*at));
+            return Err(GpuError::Leaked {
+                component: id.clone(),
+                bytes: used,
+                tensors: names.map(|(name, _)| name).collect(),
+            });
+        }
+        Ok(Unloaded {
+            booked,
+            freed: booked - reserved,
+        })
+    }
+
+    fn trim(&mut self) -> Result<Bytes, GpuError> {
+        self.alive()?;
+        let before = self.activations.reserved();
+        let before = self.latch(before)?;
+        let trimmed = self.stream.synchronize().and_then(|()| self.activations.trim());
+        self.latch(trimmed)?;
+        let after = self.activations.reserved();
+        Ok(before - self.latch(after)?)
+    }
+
+    fn largest_allocation(&mut self, enough: Bytes) -> Result<Bytes, GpuError> {
+        self.alive()?;
+        let (free, _) = self.driver_memory()?;
+        let most = enough.min(free);
+        let has = has_in_one_piece(&self.context, most);
+        if self.latch(has)? {
+            return Ok(most);
+        }
+        let (mut least, mut most) = (Bytes::ZERO, most);
+        while most - least > PROBE_STEP {
+            let middle = Bytes(least.0 + (most.0 - least.0) / 2);
+            let has = has_in_one_piece(&self.context, middle);
+            if self.latch(has)? {
+                least = middle;
+            } else {
+                most = middle;
+            }
+        }
+        Ok(least)
+    }
+
+    fn begin_stage(&mut self) {
+        let began = self
+            .activations
+            .forget_peak()
+            .and_then(|()| self.activations.used());
+        self.stage_began = self.latch(began).unwrap_or(Bytes::ZERO);
+    }
+
+    fn stage_peak(&mut self) -> Bytes {
+        let peak = self.stream.synchronize().and_then(|()| self.activations.peak());
+        let peak = self.latch(peak).unwrap_or(self.stage_began);
+        if let Err(error) = self.measure_context(true) {
+            tracing::warn!(%error, "the size of the context is not known");
+        }
+        peak - self.stage_began
+    }
+
+    fn fault_at(&mut self, place: &str) -> Option<FaultAction> {
+        let action = self.faults.at(place)?;
+        match action {
+            FaultAction::Poison => {
+                if let Err(error) = self.poison() {
+                    tracing::error!(%error, "the card could not be poisoned");
+                }
+            }
+            FaultAction::Lose => self.lost = Some(format!("its settings say so, at {place}")),
+            FaultAction::Die | FaultAction::Hang => {}
+        }
+        Some(action)
+    }
+}
+
+impl CudaCard {
+    /// Writes to an address that nobody has, as a faulty kernel does. What follows on the card fails.
+    fn poison(&mut self) -> candle_core::Result<()> {
+        const KERNEL: &str = "
+            .version 7.0
+            .target sm_70
+            .address_size 64
+            .visible .entry poison(.param .u64 address) {
+                .reg .u64 %address;
+                .reg .u32 %value;
+                ld.param.u64 %address, [address];
+                mov.u32 %value, 1;
+                st.global.u32 [%address], %value;
+                ret;
+            }";
+        let Device::Cuda(device) = &self.device else {
+            return Ok(());
+        };
+        let kernel = device.get_or_load_custom_func("poison", "moored_poison", KERNEL)?;
+        let address = 0x10_u64;
+        let mut launch = kernel.builder();
+        launch.arg(&address);
+        let one = cudarc::driver::LaunchConfig::for_num_elems(1);
+        // SAFETY: none at all, which is the point: the worker's settings ask for an illegal access, and the worker is
+        // ended for it. It writes nothing: the address is mapped nowhere.
+        unsafe { launch.launch(one) }.map_err(candle_core::Error::wrap)?;
+        Ok(())
+    }
+}
+
+/// The card's number in the order of CUDA, which is not NVML's. No context is made for any of those that are asked.
+fn ordinal_of(uuid: &str) -> Result<usize, GpuError> {
+    cudarc::driver::result::init().map_err(lost)?;
+    let count = cudarc::driver::result::device::get_count().map_err(lost)?;
+    for ordinal in 0..count {
+        let device = cudarc::driver::result::device::get(ordinal).map_err(lost)?;
+        let found = cudarc::driver::result::device::get_uuid(device).map_err(lost)?;
+        if uuid.eq_ignore_ascii_case(&uuid_text(&found)) {
+            return Ok(ordinal as usize);
+        }
+    }
+    Err(GpuError::Lost(format!(
+        "CUDA shows {count} card(s), and {uuid} is none of them: is CUDA_VISIBLE_DEVICES set?"
+    )))
+}
+
+/// As NVML writes it: `GPU-` and 32 hexadecimal digits in five groups.
+fn uuid_text(uuid: &sys::CUuuid) -> String {
+    let digits: String = uuid.bytes.iter().map(|b| format!("{:02x}", *b as u8)).collect();
+    let [a, b, c, d, e] = [
+        &digits[..8],
+        &digits[8..12],
+        &digits[12..16],
+        &digits[16..20],
+        &digits[20..],
+    ];
+    format!("GPU-{a}-{b}-{c}-{d}-{e}")
+}
+
+/// Hands cuBLAS a workspace that is booked.
+fn give_workspace(device: &CudaDevice, pool: &Pool, stream: &CudaStream) -> Result<(), GpuError> {
+    let workspace = pool.allocate(CUBLAS_WORKSPACE.0, stream).map_err(|error| {
+        if is_out_of_memory(error) {
+            GpuError::Lost(format!("there is not even {CUBLAS_WORKSPACE} for cuBLAS"))
+        } else {
+            lost(error)
+        }
+    })?;
+    stream.synchronize().map_err(lost)?;
+    let blas = device.cublas_handle();
+    // SAFETY: the handle is alive; the workspace is of this size, in this context, and is never freed: it ends with the
+    // process, as the handle does.
+    let set = unsafe {
+        cudarc::cublas::sys::cublasSetWorkspace_v2(
+            *blas.handle(),
+            workspace as *mut std::ffi::c_void,
+            CUBLAS_WORKSPACE.0 as usize,
+        )
+    };
+    set.result()
+        .map_err(|e| GpuError::Lost(format!("cuBLAS takes no workspace: {e:?}")))
+}
+
+/// A tensor over an allocation, which it frees when its last clone is dropped. `None` for a dtype that has no CUDA form.
+fn tensor_at(
+    source: &TensorSource,
+    pointer: sys::CUdeviceptr,
+    stream: &Arc<CudaStream>,
+    device: &CudaDevice,
+) -> Option<Tensor> {
+    let count = source.shape.iter().product();
+    macro_rules! slice {
+        ($variant:ident) => {
+            // SAFETY: the allocation is live, of this many numbers of this width, filled, and freed by nobody else.
+            CudaStorageSlice::$variant(unsafe { stream.upgrade_device_ptr(pointer, count) })
+        };
+    }
+    let slice = match source.target {
+        DType::U8 => slice!(U8),
+        DType::I64 => slice!(I64),
+        DType::F16 => slice!(F16),
+        DType::BF16 => slice!(BF16),
+        DType::F32 => slice!(F32),
+        DType::F64 => slice!(F64),
+        _ => return None,
+    };
+    let storage = CudaStorage {
+        slice,
+        device: device.clone(),
+    };
+    let shape = source.shape.as_slice();
+    Some(Tensor::from_storage(
+        Storage::Cuda(storage),
+        shape,
+        BackpropOp::none(),
+        false,
+    ))
+}
+
+fn lost(error: DriverError) -> GpuError {
+    GpuError::Lost(error.to_string())
+}

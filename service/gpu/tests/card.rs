@@ -1,0 +1,248 @@
+//! An NVIDIA card: what is loaded, converted, refused, cancelled, leaked and given back, by the driver's own figures.
+//! These tests need a card, so they are run where one is: `tests/gpu/parity`, one at a time.
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used)]
+
+use std::io::Write as _;
+use std::ops::ControlFlow;
+use std::path::Path;
+
+use candle_core::{DType, Device};
+use gpu::{
+    ByteRange, CpuCard, CpuSettings, DeviceSpec, Gpu, GpuError, LoadError, LoadPlan, MemoryProfile,
+    ProfileName, Stored, TensorSource,
+};
+use residency::{Bytes, Component, ComponentId};
+
+/// What another process, or a driver that maps in pieces, may move between two readings.
+const NOISE: Bytes = Bytes::mib(4);
+
+/// None, with a word, where the tests run without a card: they are part of every CUDA build.
+fn card() -> Option<Box<dyn Gpu>> {
+    if std::env::var_os("MOORED_TEST_DEVICE").is_none_or(|device| device != "cuda") {
+        eprintln!("no card is meant to be here: MOORED_TEST_DEVICE is not cuda");
+        return None;
+    }
+    let device: DeviceSpec = "cuda".parse().unwrap();
+    let profile = MemoryProfile::of(ProfileName::Balanced, Bytes::gib(80));
+    Some(gpu::open(&device, 1, &profile).unwrap())
+}
+
+fn component(name: &str, plan: &LoadPlan) -> Component {
+    Component {
+        id: ComponentId::new(name),
+        name: name.to_owned(),
+        bytes: plan.bytes(),
+        reload_seconds: 1.0,
+    }
+}
+
+/// A file of so many f32, each of them different from its neighbours.
+fn file_of_numbers(count: usize) -> tempfile::NamedTempFile {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    let numbers: Vec<u8> = (0..count)
+        .flat_map(|i| ((i % 65_521) as f32 / 7.0 - 4000.0).to_le_bytes())
+        .collect();
+    file.write_all(&numbers).unwrap();
+    file
+}
+
+fn source(file: &Path, name: &str, offset: u64, shape: &[usize], target: DType) -> TensorSource {
+    TensorSource {
+        name: name.to_owned(),
+        file: file.into(),
+        ranges: vec![ByteRange {
+            offset,
+            length: (shape.iter().product::<usize>() * 4) as u64,
+        }],
+        stored: Stored::F32,
+        shape: shape.to_vec(),
+        target,
+    }
+}
+
+/// Tensors of many sizes: one number, odd ones, and several that fill more than a slot of the ring.
+fn plan(file: &Path, target: DType) -> LoadPlan {
+    let shapes: [&[usize]; 6] = [&[1], &[3], &[1021, 1031], &[7, 5, 3], &[9_000_001], &[4096, 4096]];
+    let mut offset = 0;
+    let mut sources = Vec::new();
+    for (number, shape) in shapes.into_iter().enumerate() {
+        sources.push(source(file, &format!("tensor.{number}"), offset, shape, target));
+        offset += (shape.iter().product::<usize>() * 4) as u64;
+    }
+    LoadPlan::Files(sources)
+}
+
+const NUMBERS: usize = 40 << 20;
+
+#[test]
+fn every_number_arrives_and_every_byte_leaves() {
+    let Some(mut card) = card() else { return };
+    let file = file_of_numbers(NUMBERS);
+    for target in [DType::F32, DType::BF16, DType::F16] {
+        let plan = plan(file.path(), target);
+        let component = component("c", &plan);
+        let before = card.memory().unwrap();
+        for _ in 0..3 {
+            card.load(&component, &plan, &mut |_| ControlFlow::Continue(()))
+                .unwrap();
+            let there = card.memory().unwrap();
+            assert_eq!(there.components, component.bytes);
+            assert!(before.free - there.free >= component.bytes);
+
+            let mut system = CpuCard::new(CpuSettings::default()).unwrap();
+            system
+                .load(&component, &plan, &mut |_| ControlFlow::Continue(()))
+                .unwrap();
+            let (here, right) = (
+                card.tensors(&component.id).unwrap(),
+                system.tensors(&component.id).unwrap(),
+            );
+            for name in right.names() {
+                let bits = |tensor: candle_core::Tensor| -> Vec<u32> {
+                    let numbers = tensor
+                        .to_device(&Device::Cpu)
+                        .unwrap()
+                        .to_dtype(DType::F32)
+                        .unwrap();
+                    let numbers = numbers.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                    numbers.into_iter().map(f32::to_bits).collect()
+                };
+                assert!(
+                    bits(here.get(name).unwrap()) == bits(right.get(name).unwrap()),
+                    "{name} as {target:?}"
+                );
+            }
+            drop(here);
+            let unloaded = card.unload(&component.id).unwrap();
+            assert_eq!(
+                (unloaded.booked, unloaded.freed),
+                (component.bytes, component.bytes)
+            );
+        }
+        card.trim().unwrap();
+        let after = card.memory().unwrap();
+        assert_eq!(after.components, Bytes::ZERO);
+        assert!(
+            before.free - after.free <= NOISE,
+            "{} are gone",
+            before.free - after.free
+        );
+    }
+}
+
+#[test]
+fn a_cancelled_load_leaves_nothing() {
+    let Some(mut card) = card() else { return };
+    let file = file_of_numbers(NUMBERS);
+    let plan = plan(file.path(), DType::F32);
+    let component = component("c", &plan);
+    let before = card.memory().unwrap().free;
+    for calls in [0, 1, 2] {
+        let mut left = calls;
+        let outcome = card.load(&component, &plan, &mut |_| {
+            left -= 1;
+            if left < 0 {
+                ControlFlow::Break(())
+            } else {
+                ControlFlow::Continue(())
+            }
+        });
+        assert!(matches!(outcome, Err(LoadError::Cancelled)), "{outcome:?}");
+        assert!(matches!(card.tensors(&component.id), Err(GpuError::NotLoaded(_))));
+        assert!(before - card.memory().unwrap().free <= NOISE);
+    }
+}
+
+#[test]
+fn a_file_that_is_too_short_and_a_card_that_is_too_small_leave_nothing() {
+    let Some(mut card) = card() else { return };
+    let file = file_of_numbers(1 << 20);
+    let before = card.memory().unwrap().free;
+    let short = plan(file.path(), DType::F32);
+    let outcome = card.load(
+        &component("c", &short),
+        &short,
+        &mut |_| ControlFlow::Continue(()),
+    );
+    assert!(matches!(outcome, Err(LoadError::Damaged { .. })), "{outcome:?}");
+
+    let sparse = tempfile::NamedTempFile::new().unwrap();
+    sparse.as_file().set_len(400 << 30).unwrap();
+    let large = LoadPlan::Files(vec![source(sparse.path(), "large", 0, &[100 << 30], DType::F32)]);
+    let outcome = card.load(
+        &component("c", &large),
+        &large,
+        &mut |_| ControlFlow::Continue(()),
+    );
+    assert!(
+        matches!(outcome, Err(LoadError::OutOfMemory { .. })),
+        "{outcome:?}"
+    );
+    assert!(before - card.memory().unwrap().free <= NOISE);
+}
+
+#[test]
+fn what_somebody_keeps_is_named() {
+    let Some(mut card) = card() else { return };
+    let file = file_of_numbers(NUMBERS);
+    let plan = plan(file.path(), DType::BF16);
+    let component = component("c", &plan);
+    card.load(&component, &plan, &mut |_| ControlFlow::Continue(()))
+        .unwrap();
+    let tensors = card.tensors(&component.id).unwrap();
+    assert!(matches!(
+        card.unload(&component.id),
+        Err(GpuError::StillInUse(_, 1))
+    ));
+    let kept = tensors.get("tensor.4").unwrap();
+    drop(tensors);
+    match card.unload(&component.id) {
+        Err(GpuError::Leaked { bytes, tensors, .. }) => {
+            assert_eq!(tensors, ["tensor.4"]);
+            assert!(bytes >= Bytes(2 * 9_000_001));
+        }
+        other => panic!("{other:?}"),
+    }
+    drop(kept);
+}
+
+#[test]
+fn scratch_is_measured_and_slack_is_handed_back() {
+    let Some(mut card) = card() else { return };
+    card.trim().unwrap();
+    card.begin_stage();
+    let block = candle_core::Tensor::zeros(256 << 20, DType::U8, card.device()).unwrap();
+    assert_eq!(card.memory().unwrap().scratch, Bytes::mib(256));
+    drop(block);
+    let peak = card.stage_peak();
+    assert!(peak >= Bytes::mib(256) && peak <= Bytes::mib(264), "{peak}");
+    let slack = card.memory().unwrap().slack;
+    assert!(slack >= Bytes::mib(256), "the pool keeps what it has: {slack}");
+    assert!(card.trim().unwrap() >= Bytes::mib(256));
+    assert!(card.memory().unwrap().slack <= Bytes::mib(32));
+    card.begin_stage();
+    assert!(
+        card.stage_peak() <= Bytes::mib(1),
+        "a peak is forgotten with its stage"
+    );
+}
+
+#[test]
+fn the_largest_allocation_is_found_by_asking_for_it() {
+    let Some(mut card) = card() else { return };
+    let free = card.memory().unwrap().free;
+    assert_eq!(
+        card.largest_allocation(Bytes::gib(1)).unwrap(),
+        Bytes::gib(1).min(free)
+    );
+    let largest = card.largest_allocation(Bytes(u64::MAX)).unwrap();
+    assert!(
+        largest <= free && largest >= Bytes(free.0 / 10 * 9),
+        "{largest} of {free}"
+    );
+    assert!(
+        free - card.memory().unwrap().free <= NOISE,
+        "a probe keeps nothing"
+    );
+}

@@ -1,0 +1,135 @@
+//! Whether an error of the tensor library means that a card's memory ran out.
+
+use candle_core::Error;
+
+/// Whether memory of the card is what was missing: the driver's, or what cuBLAS, cuDNN or cuRAND wanted of it.
+///
+/// candle boxes the errors of the libraries and keeps their words alone, so these are looked at; and only those of the
+/// innermost error, since a backtrace around it may name anything.
+pub fn is_out_of_memory(error: &Error) -> bool {
+    match error {
+        Error::WithBacktrace { inner, .. } | Error::Context { inner, .. } | Error::WithPath { inner, .. } => {
+            is_out_of_memory(inner)
+        }
+        Error::WrappedContext { wrapped, .. } => match wrapped.downcast_ref::<Error>() {
+            Some(inner) => is_out_of_memory(inner),
+            None => says_out_of_memory(&wrapped.to_string()),
+        },
+        Error::Cuda(cause) => says_out_of_memory(&cause.to_string()),
+        Error::Wrapped(cause) => says_out_of_memory(&cause.to_string()),
+        Error::Msg(words) => says_out_of_memory(words),
+        _ => false,
+    }
+}
+
+/// The libraries' words for it, as cudarc prints their codes. cuDNN says of memory of the host that it could not be
+/// allocated, too: nothing that a card gives back helps there.
+fn says_out_of_memory(words: &str) -> bool {
+    const CODES: [&str; 6] = [
+        "CUDA_ERROR_OUT_OF_MEMORY",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "CUDNN_STATUS_ALLOC_FAILED",
+        "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "CURAND_STATUS_ALLOCATION_FAILED",
+        "out of memory",
+    ];
+    CODES.iter().any(|code| words.contains(code))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An error of a library, whose words are all that candle keeps.
+    #[derive(Debug)]
+    struct Library(&'static str);
+
+    impl std::fmt::Display for Library {
+        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str(self.0)
+        }
+    }
+
+    impl std::error::Error for Library {}
+
+    #[test]
+    fn memory_is_told_from_other_failures_of_the_libraries() {
+        for (words, expected) in [
+            ("DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")", true),
+            (
+                "DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"\") when loading reduce",
+                true,
+            ),
+            ("CublasError(CUBLAS_STATUS_ALLOC_FAILED)", true),
+            ("CudnnError(CUDNN_STATUS_ALLOC_FAILED)", true),
+            (
+                "CudnnError(CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)",
+                true,
+            ),
+            ("CurandError(CURAND_STATUS_ALLOCATION_FAILED)", true),
+            (
+                "CudnnError(CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED)",
+                false,
+            ),
+            (
+                "DriverError(CUDA_ERROR_ILLEGAL_ADDRESS, \"an illegal memory access\")",
+                false,
+            ),
+            ("CublasError(CUBLAS_STATUS_EXECUTION_FAILED)", false),
+            ("no kernel image is available", false),
+        ] {
+            assert_eq!(
+                is_out_of_memory(&Error::Cuda(Box::new(Library(words)))),
+                expected,
+                "{words}"
+            );
+            assert_eq!(
+                is_out_of_memory(&Error::wrap(Library(words))),
+                expected,
+                "{words}"
+            );
+            assert_eq!(
+                is_out_of_memory(&Error::Msg(words.to_owned())),
+                expected,
+                "{words}"
+            );
+        }
+    }
+
+    #[test]
+    fn only_the_innermost_error_counts() {
+        let memory = || Error::Cuda(Box::new(Library("DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"\")")));
+        assert!(is_out_of_memory(
+            &memory().context("in a block").with_path("a file")
+        ));
+        let traced = |inner: Error| Error::WithBacktrace {
+            inner: Box::new(inner),
+            backtrace: Box::new(std::backtrace::Backtrace::force_capture()),
+        };
+        assert!(is_out_of_memory(&traced(memory())));
+        // What stands around the error does not say what it is.
+        let other = || Error::Msg("a shape does not fit".to_owned());
+        assert!(!is_out_of_memory(&traced(
+            other().context("CUDA_ERROR_OUT_OF_MEMORY")
+        )));
+        assert!(!is_out_of_memory(&other()));
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn the_libraries_own_errors_are_known() {
+        use candle_core::cuda_backend::{CudaError, cudarc};
+        let of = |error: CudaError| is_out_of_memory(&Error::from(error));
+        let driver = |code| CudaError::Cuda(cudarc::driver::DriverError(code));
+        assert!(of(driver(
+            cudarc::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY
+        )));
+        assert!(!of(driver(
+            cudarc::driver::sys::CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+        )));
+        let cublas = |code| CudaError::Cublas(cudarc::cublas::result::CublasError(code));
+        assert!(of(cublas(
+            cudarc::cublas::sys::cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED
+        )));
+    }
+}

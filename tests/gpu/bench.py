@@ -1,0 +1,427 @@
+"""What every part has: a service, a witness of the card's memory, a hog, and where figures go."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import moored
+from figures import Recorder
+
+ROOT = Path(__file__).resolve().parents[2]
+BESIDE = Path(__file__).with_name("beside.py")
+START_TIMEOUT_S = 60.0
+SIMULATED_WORLD = "world.txt"
+
+
+class NeedsCard(Exception):
+    """This part can only be run on a real card, and the run is a small one."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    load_rounds: int
+    unload_rounds: int
+    small_unload_rounds: int
+    swap_rounds: int
+    drift_cycles: int
+    drift_seconds: float
+    jobs: int
+    job_seconds: float
+    cancel_rounds: int
+    picture: int
+    """Width and height of a large picture."""
+    job_picture: int
+    """Width and height of the picture of a small job."""
+    stall_limit_s: float
+    """The watchdog's limit where a worker hangs."""
+    cpu_steps: int
+    """Steps of the jobs on the CPU card beside a worker that ends."""
+    tight_bytes: int
+    """What the hog leaves for a decode."""
+    job_bytes: int
+    """What the hog leaves for a job whose components are resident."""
+    waiting_bytes: int
+    """What the hog leaves where a job must wait."""
+    settings: tuple[str, ...] = ()
+
+
+FULL = Scale(
+    load_rounds=8,
+    unload_rounds=24,
+    small_unload_rounds=40,
+    swap_rounds=5,
+    drift_cycles=1000,
+    drift_seconds=240.0,
+    jobs=1000,
+    job_seconds=180.0,
+    cancel_rounds=6,
+    picture=1024,
+    job_picture=256,
+    stall_limit_s=4.0,
+    cpu_steps=200,
+    tight_bytes=1 << 30,
+    job_bytes=4 << 30,
+    waiting_bytes=2 << 30,
+)
+SMALL = Scale(
+    load_rounds=3,
+    unload_rounds=3,
+    small_unload_rounds=3,
+    swap_rounds=2,
+    drift_cycles=40,
+    drift_seconds=20.0,
+    jobs=20,
+    job_seconds=20.0,
+    cancel_rounds=2,
+    picture=256,
+    job_picture=64,
+    stall_limit_s=8.0,
+    cpu_steps=40,
+    tight_bytes=24 << 20,
+    job_bytes=200 << 20,
+    waiting_bytes=2 << 20,
+    settings=("cards.headroom=1MiB",),
+)
+
+
+class Companion:
+    """A process beside the service that answers a line with a line."""
+
+    def __init__(self, python: str, *arguments: str) -> None:
+        """Starts it and reads its first answer."""
+        self._process = subprocess.Popen(
+            [python, str(BESIDE), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.first = self._answer()
+
+    def ask(self, command: str) -> dict[str, Any]:
+        """Its answer to a command."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._process.args!r} ended with {self._process.wait(10)}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def end(self) -> None:
+        """Closes its input, and ends it if that is not enough."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Service:
+    """A running `moored serve`."""
+
+    def __init__(self, command: list[str]) -> None:
+        """Starts it and waits until it listens."""
+        self.log: list[str] = []
+        self.address = ""
+        self._listening = threading.Event()
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("MOORED_")}
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+        )
+        self._reader = threading.Thread(target=self._read_log, daemon=True)
+        self._reader.start()
+        if not self._listening.wait(START_TIMEOUT_S) or not self.address:
+            self.stop()
+            raise RuntimeError("the service did not start:\n" + "".join(self.log))
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            found = re.search(r"moored is listening address=(\S+)", line)
+            if found:
+                self.address = found[1]
+                self._listening.set()
+        self._listening.set()
+
+    def stop(self) -> None:
+        """Closes its standard input, which drains it; ends it if that is not enough."""
+        if self.process.stdin and not self.process.stdin.closed:
+            self.process.stdin.close()
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait(10)
+        self._reader.join(10)
+
+
+@dataclass
+class Running:
+    """A service with a client of it, and what is known of its card."""
+
+    service: Service
+    client: moored.Client
+    card: str
+    _used: Callable[[], int]
+
+    def used(self) -> int:
+        """Bytes of the card that are used, by a second process's reading."""
+        return self._used()
+
+    def settled(self, tolerance_bytes: int = 0, within_s: float = 2.0) -> int:
+        """The same once two readings 50 ms apart agree."""
+        until, last = time.monotonic() + within_s, self.used()
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            now = self.used()
+            if abs(now - last) <= tolerance_bytes:
+                return now
+            last = now
+        return last
+
+    def back_at(self, bytes_used: int, since: float, within_s: float = 3.0) -> float:
+        """Seconds since a moment until no more than so much is used; `within_s` if it does not come to it."""
+        while time.monotonic() - since < within_s:
+            if self.used() <= bytes_used:
+                return time.monotonic() - since
+            time.sleep(0.002)
+        return within_s
+
+    def status(self) -> moored.CardStatus:
+        """The card's own entry of the status."""
+        return next(card for card in self.client.status().cards if card.id == self.card)
+
+
+@dataclass
+class Bench:
+    """One part's surroundings."""
+
+    binary: Path
+    work: Path
+    out: Path
+    device: str
+    small: bool
+    torch_python: str
+    threads: int
+    record: Recorder
+    scale: Scale
+    services: list[Service] = field(default_factory=list)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the card exists in arithmetic only."""
+        return not self.device.startswith("cuda")
+
+    @property
+    def index(self) -> int:
+        """Number of the card."""
+        number = self.device.partition(":")[2].partition(",")[0]
+        return int(number) if not self.simulated and number.isdigit() else 0
+
+    @property
+    def models(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.work / "models"
+
+    def spec(self, *options: str) -> str:
+        """The device with options. A simulated card is lost where a real one is given an illegal address."""
+        told = [
+            option.replace("poison-at", "lose-at") if self.simulated else option
+            for option in options
+            if not (self.simulated and option.startswith("dtype="))
+        ]
+        if self.simulated:
+            told.append(f"world={self.world}")
+        return ",".join([self.device, *told])
+
+    @property
+    def world(self) -> Path:
+        """Who else is on a simulated card."""
+        return self.work / SIMULATED_WORLD
+
+    def needs_card(self) -> None:
+        """Ends this part here if there is no card, and names the card."""
+        if self.simulated:
+            raise NeedsCard("needs a card")
+        witness = self.witness()
+        witness.end()
+
+    def witness(self) -> Companion:
+        """A process that reads the card's memory; the figures are of its card."""
+        witness = Companion(sys.executable, "witness", "--index", str(self.index))
+        self.record.device(f"{witness.first['name']}, {self.cores} cores")
+        return witness
+
+    @property
+    def cores(self) -> int:
+        """Processors that this process may use."""
+        return len(os.sched_getaffinity(0))
+
+    def beside(self, program: str, *arguments: str, timeout_s: float = 300) -> dict[str, Any]:
+        """The answer of a program that runs once."""
+        command = [self.torch_python, str(BESIDE), program, "--index", str(self.index), *arguments]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=timeout_s)
+        if done.returncode != 0:
+            raise RuntimeError(f"{program} ended with {done.returncode}")
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return answer
+
+    def knows(self, setting: str) -> bool:
+        """Whether the program has a setting of this name."""
+        command = [str(self.binary), "config", "--defaults"]
+        text = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        name = setting.rpartition(".")[2]
+        return re.search(rf"^{name}\s*=", text, re.MULTILINE) is not None
+
+    @contextmanager
+    def serve(self, *devices: str, settings: tuple[str, ...] = ()) -> Iterator[Running]:
+        """A service on these devices, by default on the card, once its card is ready."""
+        command = [str(self.binary), "serve", "--listen", "127.0.0.1:0", "--end-with-stdin"]
+        command += ["--state", str(self.work / "state"), "--models", str(self.models)]
+        if self.simulated:
+            command += ["--models", str(ROOT / "tests/models/instant")]
+        for device in devices or (self.spec(),):
+            command += ["--device", device]
+        for setting in (*self.scale.settings, *settings):
+            command += ["--set", setting]
+        self.world.write_text("")
+        service = Service(command)
+        self.services.append(service)
+        witness: Companion | None = None
+        try:
+            with moored.Client(service.address) as client:
+                client.wait_until_ready(START_TIMEOUT_S)
+                cards = client.server_info().cards
+                card = next((c for c in cards if c.kind != "cpu"), cards[0])
+                client.wait_until_ready(START_TIMEOUT_S, card=card.id)
+                if card.kind == "cuda":
+                    witness = self.witness()
+                else:
+                    self.record.device(f"{card.name}, {self.cores} cores")
+                yield Running(service, client, card.id, _used_by(witness, client, card.id))
+        finally:
+            if witness is not None:
+                witness.end()
+            service.stop()
+
+    @contextmanager
+    def hog(self, running: Running) -> Iterator[Hog]:
+        """Another program on the card."""
+        hog = SimulatedHog(self.world, running) if self.simulated else CardHog(self)
+        try:
+            yield hog
+        finally:
+            hog.end()
+
+
+def _used_by(witness: Companion | None, client: moored.Client, card: str) -> Callable[[], int]:
+    if witness is not None:
+        return lambda: int(witness.ask("used")["used"])
+
+    def by_status() -> int:
+        memory = next(one for one in client.status().cards if one.id == card).memory
+        return memory.total - memory.free
+
+    return by_status
+
+
+class Hog:
+    """Another program that takes the card's memory."""
+
+    def hold(self, leave_bytes: int) -> int:
+        """Takes memory until so much is free; how much it holds."""
+        raise NotImplementedError
+
+    def free(self) -> float:
+        """Gives all of it back; when that was done, on the monotonic clock."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Ends it."""
+
+
+class CardHog(Hog):
+    """PyTorch in a process of its own."""
+
+    def __init__(self, bench: Bench) -> None:
+        """Starts it, holding nothing but its context."""
+        self._process = Companion(bench.torch_python, "hog", "--index", str(bench.index))
+
+    def hold(self, leave_bytes: int) -> int:
+        """See Hog."""
+        return int(self._process.ask(f"hold {leave_bytes}")["held"])
+
+    def free(self) -> float:
+        """See Hog."""
+        return float(self._process.ask("free")["at"])
+
+    def end(self) -> None:
+        """See Hog."""
+        self._process.end()
+
+
+class SimulatedHog(Hog):
+    """A line in the file that a simulated card reads."""
+
+    def __init__(self, world: Path, running: Running) -> None:
+        """Holds nothing yet."""
+        self._world, self._running = world, running
+
+    def hold(self, leave_bytes: int) -> int:
+        """See Hog."""
+        held = self._running.status().memory.free - leave_bytes
+        self._write(f"hog {held}B\n")
+        return held
+
+    def free(self) -> float:
+        """See Hog."""
+        self._write("")
+        return time.monotonic()
+
+    def end(self) -> None:
+        """See Hog."""
+        self._write("")
+
+    def _write(self, text: str) -> None:
+        whole = self._world.with_suffix(".new")
+        whole.write_text(text)
+        whole.rename(self._world)
+
+
+def takes_replace(client: moored.Client) -> bool:
+    """Whether this client can swap one model for another in one call."""
+    return "replace" in inspect.signature(client.load).parameters
+
+
+def gigabytes(count: int) -> float:
+    """Bytes as GB."""
+    return count / 1e9
