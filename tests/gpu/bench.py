@@ -53,6 +53,8 @@ class Scale:
     """Steps of the jobs on the CPU card beside a worker that ends."""
     tight_bytes: int
     """What the hog leaves for a decode."""
+    hopeless_bytes: int
+    """What it leaves where a decode cannot be done."""
     job_bytes: int
     """What the hog leaves for a job whose components are resident."""
     waiting_bytes: int
@@ -75,6 +77,7 @@ FULL = Scale(
     stall_limit_s=4.0,
     cpu_steps=200,
     tight_bytes=1 << 30,
+    hopeless_bytes=16 << 20,
     job_bytes=4 << 30,
     waiting_bytes=2 << 30,
 )
@@ -93,6 +96,7 @@ SMALL = Scale(
     stall_limit_s=8.0,
     cpu_steps=40,
     tight_bytes=24 << 20,
+    hopeless_bytes=1 << 20,
     job_bytes=200 << 20,
     waiting_bytes=2 << 20,
     settings=("cards.headroom=1MiB",),

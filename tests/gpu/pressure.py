@@ -84,6 +84,56 @@ def _what_happened(events: Iterable[moored.Event]) -> str:
     return ", ".join(said)
 
 
+def oom(bench: Bench) -> None:
+    """A decode that risks what is not there: it alone pays for it, and its latent is still good."""
+    model, side = checkpoints.MODELS[0], bench.scale.picture
+    with bench.serve() as running, bench.hog(running) as hog:
+        client = running.client
+        latent = client.generate_image(
+            "out of memory",
+            model=model,
+            width=side,
+            height=side,
+            steps=1,
+            latent_only=True,
+            timeout=240,
+        ).latents[0]
+        client.load(model, timeout=120)
+        client.pin(model)
+        client.trim()
+        worker = running.status().worker_pid
+        hog.hold(bench.scale.hopeless_bytes)
+        events: list[moored.Event] = []
+        ended = "done"
+        try:
+            with client.stream_decode(
+                latent, model=model, output="raw", allow_low_memory=True, timeout=60
+            ) as stream:
+                events.extend(stream)
+        except moored.MooredError as error:
+            ended = type(error).__name__
+            bench.record.note(f"oom: {error}")
+        hog.free()
+        again = client.decode_latent(latent, model=model, output="raw", timeout=60)
+        client.unpin(model)
+        same = running.status().worker_pid == worker
+    left = bench.scale.hopeless_bytes // MIB
+    what = f"decode {side}x{side} with allow_low_memory where {left} MiB are left"
+    add = bench.record.add
+    typed = ended in ("OutOfMemory", "done")
+    add("oom.typed", f"{what}: ends typed", float(typed), "of 1", "higher", 1.0)
+    add("oom.worker", f"{what}: the worker lives", float(same), "of 1", "higher", 1.0)
+    add(
+        "oom.again",
+        f"{what}: decodes once there is room",
+        float(bool(again.pictures)),
+        "of 1",
+        "higher",
+        1.0,
+    )
+    bench.record.note(f"oom: {ended}; {_what_happened(events)}")
+
+
 def hog(bench: Bench) -> None:
     """A job that finds the card taken, until the hog goes after four seconds."""
     model, side = checkpoints.MODELS[0], bench.scale.job_picture
@@ -169,4 +219,4 @@ def _small_job(bench: Bench, client: moored.Client, seed: int) -> bool:
     return waited
 
 
-PARTS = {"decode": decode, "hog": hog, "repeat": repeat}
+PARTS = {"decode": decode, "oom": oom, "hog": hog, "repeat": repeat}

@@ -92,10 +92,10 @@ impl MemoryProfile {
     /// What a profile comes to on a card of this capacity.
     pub fn of(name: ProfileName, total: Bytes) -> MemoryProfile {
         let (release_percent, slack_mib, staging_mib, chunk_mib) = match name {
-            ProfileName::Inference => (90, 512, 512, 16),
-            ProfileName::Balanced => (80, 512, 256, 16),
-            ProfileName::QuantizationHeavy => (75, 128, 128, 8),
-            ProfileName::Constrained => (70, 64, 64, 4),
+            ProfileName::Inference => (90, 512, 128, 4),
+            ProfileName::Balanced => (80, 512, 128, 4),
+            ProfileName::QuantizationHeavy => (75, 128, 64, 2),
+            ProfileName::Constrained => (70, 64, 32, 2),
         };
         MemoryProfile {
             release_threshold: Some(Bytes(total.0 / 100 * release_percent)),
@@ -126,7 +126,7 @@ impl FromStr for ProfileName {
 }
 
 impl fmt::Display for MemoryProfile {
-    /// `releases above 72.0 GiB, trims above 512.0 MiB of slack, stages 512.0 MiB in chunks of 16.0 MiB`.
+    /// `releases above 72.0 GiB, trims above 512.0 MiB of slack, stages 128.0 MiB in chunks of 4.0 MiB`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.release_threshold {
             Some(bytes) => write!(f, "releases above {bytes}")?,

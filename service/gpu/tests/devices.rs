@@ -3,7 +3,7 @@
 use candle_core::DType;
 use gpu::{
     CardKind, CudaDtype, CudaSettings, CudaWhich, DeviceChoice, DeviceSpec, FaultAction, MemoryProfile,
-    OpenError, ProfileName,
+    ProfileName,
 };
 use proptest::prelude::*;
 use residency::{Bytes, Policy};
@@ -119,7 +119,7 @@ fn without_cuda_auto_is_system_memory_and_a_named_card_is_refused_with_a_remedy(
     assert!(found.fallback.is_some());
     let named: DeviceChoice = "cuda:0".parse().unwrap();
     let refused = DeviceChoice::resolve(&[named]).unwrap_err();
-    assert!(matches!(refused, OpenError::NoCuda { .. }));
+    assert!(matches!(refused, gpu::OpenError::NoCuda { .. }));
     assert!(refused.to_string().contains("--features cuda"), "{refused}");
 }
 

@@ -1,5 +1,6 @@
 //! The service from configuration to the last drained job.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -193,6 +194,8 @@ fn start_queue(
         latents: config.queue.latents,
         latent_ttl: config.queue.latent_ttl,
         keep_alive: config.queue.keep_alive,
+        keep_alive_of: keep_alive_of_models(config),
+        unload_when_idle: config.queue.unload_when_idle,
         stall_limit: config.queue.stall_limit,
         stall_floor: config.queue.stall_floor,
         ..Settings::default()
@@ -231,4 +234,12 @@ fn shut_down(
         }
         stopped.send_replace(true);
     })
+}
+
+/// The models whose keep-alive is set apart.
+fn keep_alive_of_models(config: &Config) -> BTreeMap<String, Option<Duration>> {
+    let settings = config.models.settings.iter();
+    settings
+        .filter_map(|(id, own)| Some((id.clone(), own.keep_alive?)))
+        .collect()
 }

@@ -143,7 +143,7 @@ impl Card {
             largest = self.gpu.largest_allocation(scratch)?;
         }
         let free = self.ledger.accounts().free;
-        tracing::debug!(%scratch, %largest, %free, "the largest allocation that would succeed");
+        tracing::info!(%scratch, %largest, %free, "the largest allocation that would succeed");
         if largest < scratch {
             tracing::warn!(%scratch, %largest, %free, "memory for a stage is not there in one piece");
         }
@@ -225,7 +225,7 @@ impl Card {
         let accounts = self.ledger.accounts();
         let allocated = accounts.components + accounts.scratch;
         let reserved = allocated + accounts.slack;
-        tracing::debug!(stage, when, free = %accounts.free, %allocated, %reserved, "memory of the card");
+        tracing::info!(stage, when, free = %accounts.free, %allocated, %reserved, "memory of the card");
     }
 }
 

@@ -32,6 +32,7 @@ mod texts;
 mod unload;
 mod watchdog;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -88,6 +89,10 @@ pub struct Settings {
     pub stall_floor: Duration,
     /// Entries that nobody used for so long leave; none: when their memory is wanted.
     pub keep_alive: Option<Duration>,
+    /// The same for models of these ids.
+    pub keep_alive_of: BTreeMap<String, Option<Duration>>,
+    /// Without any job for so long, everything leaves that is neither pinned nor held.
+    pub unload_when_idle: Option<Duration>,
 }
 
 impl Default for Settings {
@@ -108,6 +113,8 @@ impl Default for Settings {
             stall_limit: Duration::from_secs(120),
             stall_floor: Duration::from_secs(10),
             keep_alive: None,
+            keep_alive_of: BTreeMap::new(),
+            unload_when_idle: None,
         }
     }
 }

@@ -338,10 +338,9 @@ impl Actor {
     /// shares for another of them.
     pub(super) fn unload_idle_entries(&mut self, now: Instant) {
         if self.next_idle_unload().is_some_and(|at| at <= now) {
-            let keep_alive = self.settings.keep_alive.unwrap_or_default();
             let idle = self
                 .unused()
-                .filter(|(_, known)| known.last_used + keep_alive <= now);
+                .filter(|(_, known)| self.leaves_at(known, known.last_used).is_some_and(|at| at <= now));
             let idle: BTreeSet<String> = idle.map(|(key, _)| key.clone()).collect();
             for key in &idle {
                 self.claims.asked(key, now); // asked once, then again after as long
@@ -376,11 +375,25 @@ impl Actor {
     }
 
     pub(super) fn next_idle_unload(&self) -> Option<Instant> {
-        let keep_alive = self.settings.keep_alive?;
-        let since = self
-            .unused()
-            .map(|(_, known)| known.asked.unwrap_or(known.last_used).max(known.last_used));
-        since.min().map(|since| since + keep_alive)
+        let asked_or_used = |known: &Known| known.asked.unwrap_or(known.last_used).max(known.last_used);
+        self.unused()
+            .filter_map(|(_, known)| self.leaves_at(known, asked_or_used(known)))
+            .min()
+    }
+
+    /// When an entry that nobody uses leaves: its own keep-alive after `since`, or once there has been no job at all for
+    /// so long that everything leaves.
+    fn leaves_at(&self, known: &Known, since: Instant) -> Option<Instant> {
+        let settings = &self.settings;
+        let keep_alive = settings.keep_alive_of.get(&known.entry.id);
+        let keep_alive = keep_alive.copied().unwrap_or(settings.keep_alive);
+        let own = keep_alive.map(|keep_alive| since + keep_alive);
+        let last_use = self.claims.known().map(|(_, known)| known.last_used).max();
+        let with_all = settings
+            .unload_when_idle
+            .filter(|_| self.jobs.is_empty())
+            .map(|idle| since.max(last_use.unwrap_or(since)) + idle);
+        own.into_iter().chain(with_all).min()
     }
 
     /// Entries that no job is of.

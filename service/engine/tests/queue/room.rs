@@ -456,3 +456,67 @@ async fn patience_stands_still_while_our_own_jobs_are_in_the_way() {
     assert_eq!(before.elapsed().as_secs(), 6, "what was left of seven");
     at_rest(&queue).await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_model_may_have_a_keep_alive_of_its_own() {
+    let (queue, mut worker) = one_card_with(Settings {
+        keep_alive: Some(Duration::from_secs(30)),
+        keep_alive_of: [
+            ("a".to_owned(), None),
+            ("b".to_owned(), Some(Duration::from_secs(5))),
+        ]
+        .into(),
+        ..Settings::default()
+    })
+    .await;
+    for (name, parts) in [("a", "transformer"), ("b", "vae"), ("c", "text_encoder_2")] {
+        let mut job = queue.submit(load(name, "loader", &[parts])).await.unwrap();
+        worker.work(1).await;
+        end(&mut job).await.unwrap();
+        settle().await;
+    }
+    for (seconds, leaves) in [(6, "vae"), (25, "text_encoder_2")] {
+        tokio::time::sleep(Duration::from_secs(seconds)).await;
+        let Some(Wire::Command(Command::Unload { id, components })) = worker.try_next() else {
+            panic!("{leaves} stays")
+        };
+        let names: Vec<&str> = components
+            .iter()
+            .filter_map(|id| worker.ledger.resident(id))
+            .map(|resident| resident.component.name.as_str())
+            .collect();
+        assert_eq!(names, [leaves]);
+        worker.unload(id, &components);
+        settle().await;
+    }
+    tokio::time::sleep(Duration::from_secs(3600)).await;
+    assert!(worker.is_idle().await, "a stays");
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_any_job_for_long_everything_leaves_at_once() {
+    let (queue, mut worker) = one_card_with(Settings {
+        unload_when_idle: Some(Duration::from_secs(60)),
+        ..Settings::default()
+    })
+    .await;
+    let mut job = queue.submit(load("a", "loader", &["transformer"])).await.unwrap();
+    worker.work(1).await;
+    end(&mut job).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(50)).await;
+    let mut job = queue.submit(load("b", "loader", &["vae"])).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(100)).await;
+    worker.work(1).await; // there was a job all the time
+    end(&mut job).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(59)).await;
+    assert!(worker.is_idle().await);
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let Some(Wire::Command(Command::Unload { id, components })) = worker.try_next() else {
+        panic!()
+    };
+    assert_eq!(components.len(), 2);
+    worker.unload(id, &components);
+    settle().await;
+    at_rest(&queue).await;
+}

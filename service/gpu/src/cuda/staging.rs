@@ -7,6 +7,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaEvent, CudaStream, DriverError, sys};
 use residency::Bytes;
@@ -35,6 +36,8 @@ struct Lane {
     stream: Arc<CudaStream>,
     slots: Vec<Slot>,
     next: usize,
+    /// The allocation that its stream has waited for last: those before it are there as well.
+    waited_for: Option<sys::CUdeviceptr>,
 }
 
 #[derive(Debug)]
@@ -56,6 +59,8 @@ struct Piece<'a> {
     source: &'a TensorSource,
     file: &'a OpenFile,
     read: Read,
+    /// The tensor's place.
+    allocation: sys::CUdeviceptr,
     to: sys::CUdeviceptr,
 }
 
@@ -79,6 +84,7 @@ impl Staging {
                 stream: context.new_stream()?,
                 slots: (0..slots).map(|_| slot()).collect::<Result<_, _>>()?,
                 next: 0,
+                waited_for: None,
             })
         };
         Ok(Staging {
@@ -117,14 +123,16 @@ impl Staging {
             waiting: VecDeque::new(),
             total,
             booked: Bytes::ZERO,
+            allocating: Duration::ZERO,
         };
         let allocated = &self.allocated;
         let workers = self.lanes.iter_mut().map(|lane| {
             move |piece: Result<Piece<'a>, LoadError>| piece.and_then(|piece| lane.carry(&piece, allocated))
         });
         let outcome = reader::run(pieces, workers, total, progress);
-        for lane in &self.lanes {
+        for lane in &mut self.lanes {
             lane.stream.synchronize().map_err(lost)?;
+            lane.waited_for = None; // an address may be given out again
         }
         outcome
     }
@@ -137,6 +145,7 @@ impl Lane {
             source,
             file,
             read,
+            allocation,
             to,
         } = piece;
         let slot = &mut self.slots[self.next];
@@ -151,7 +160,10 @@ impl Lane {
                 LoadError::Unsupported(format!("tensor {} has no place in pinned memory", source.name))
             })?;
         reader::read_part(part, source, file, read.offset)?;
-        self.stream.wait(allocated).map_err(lost)?;
+        if self.waited_for != Some(*allocation) {
+            self.stream.wait(allocated).map_err(lost)?;
+            self.waited_for = Some(*allocation);
+        }
         // SAFETY: `to` lies in an allocation of the source's size, which is not freed before this lane's stream has been
         // synchronised; the slot is not touched before `copied`, recorded behind the copy, has happened.
         unsafe { slot.memory.copy_to(*to, length, &self.stream) }.map_err(lost)?;
@@ -174,13 +186,18 @@ struct Pieces<'a, 'b> {
     waiting: VecDeque<Piece<'a>>,
     total: Bytes,
     booked: Bytes,
+    /// Time that the driver took to map memory.
+    allocating: Duration,
 }
 
 impl<'a> Pieces<'a, '_> {
     fn allocate(&mut self, source: &'a TensorSource) -> Result<(), LoadError> {
         let file = reader::file_of(source, self.files)?;
         let bytes = source.bytes_on_card();
-        let pointer = self.pool.allocate(bytes.0, self.stream).map_err(|error| {
+        let began = Instant::now();
+        let pointer = self.pool.allocate(bytes.0, self.stream);
+        self.allocating += began.elapsed();
+        let pointer = pointer.map_err(|error| {
             if is_out_of_memory(error) {
                 let free = cudarc::driver::result::mem_get_info().map_or(0, |(free, _)| free as u64);
                 LoadError::OutOfMemory {
@@ -202,6 +219,7 @@ impl<'a> Pieces<'a, '_> {
                 source,
                 file,
                 read,
+                allocation: pointer,
                 to: pointer + (read.first * width) as u64,
             }));
         Ok(())
@@ -216,7 +234,13 @@ impl<'a> Iterator for Pieces<'a, '_> {
             if let Some(piece) = self.waiting.pop_front() {
                 return Some(Ok(piece));
             }
-            let source = self.sources.next()?;
+            let Some(source) = self.sources.next() else {
+                let (tensors, allocating) = (self.made.len(), std::mem::take(&mut self.allocating));
+                if allocating > Duration::ZERO {
+                    tracing::debug!(tensors, ?allocating, "all of a component has its place");
+                }
+                return None;
+            };
             if let Err(error) = self.allocate(source) {
                 self.sources = [].iter();
                 return Some(Err(error));

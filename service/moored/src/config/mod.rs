@@ -69,6 +69,9 @@ pub(crate) struct ModelSettings {
     pub(crate) max_sequence_length: Option<u32>,
     pub(crate) width: Option<u32>,
     pub(crate) height: Option<u32>,
+    /// `queue.keep_alive` for this model: some time, or ("") none.
+    #[serde(default, deserialize_with = "reader::keep_alive")]
+    pub(crate) keep_alive: Option<Option<Duration>>,
 }
 
 /// `[cards]`.
@@ -125,6 +128,7 @@ pub(crate) struct Queue {
     pub(crate) latents: Bytes,
     pub(crate) latent_ttl: Duration,
     pub(crate) keep_alive: Option<Duration>,
+    pub(crate) unload_when_idle: Option<Duration>,
     pub(crate) stall_limit: Duration,
     pub(crate) stall_floor: Duration,
 }
@@ -201,6 +205,7 @@ impl Config {
             latents: r.size("queue.latents"),
             latent_ttl: r.duration("queue.latent_ttl"),
             keep_alive: r.optional_duration("queue.keep_alive"),
+            unload_when_idle: r.optional_duration("queue.unload_when_idle"),
             stall_limit: r.duration("queue.stall_limit"),
             stall_floor: r.duration("queue.stall_floor"),
         };

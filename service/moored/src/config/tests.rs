@@ -72,6 +72,19 @@ fn a_flag_wins_and_is_named_as_the_source() {
 fn model_settings_are_a_table_of_the_users_own() {
     let config = with("[models.settings.\"a/b\"]\nsteps = 3\n[models.paths]\n\"a/b\" = \"/x\"").unwrap();
     assert_eq!(config.models.settings["a/b"].steps, Some(3));
+    assert_eq!(config.models.settings["a/b"].keep_alive, None);
+    let keep_alive = |text: &str| {
+        let config = with(&format!("[models.settings.\"a/b\"]\nkeep_alive = \"{text}\""));
+        config.map(|config| config.models.settings["a/b"].keep_alive)
+    };
+    assert_eq!(keep_alive("10m").unwrap(), Some(Some(Duration::from_secs(600))));
+    assert_eq!(keep_alive("").unwrap(), Some(None));
+    assert!(
+        keep_alive("long")
+            .unwrap_err()
+            .to_string()
+            .contains("write a time")
+    );
     let told = with("[models.settings.\"a/b\"]\nstepz = 3")
         .unwrap_err()
         .to_string();
