@@ -343,7 +343,7 @@ def test_status_shows_the_card(service: Service, client: moored.Client) -> None:
     shown = good(service.run("status"))
     assert "sim:0" in shown
     assert "40.0 GiB" in shown
-    for word in ("components", "free", "transformer", "small+full", "no jobs"):
+    for word in ("usable", "free", "transformer", "small+full", "no jobs"):
         assert word in shown
     (status,) = objects(good(service.run("status", "--json")))
     card: Any = status["cards"][0]  # type: ignore[index]

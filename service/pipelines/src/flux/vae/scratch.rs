@@ -173,12 +173,12 @@ impl Account {
         let (unrolled, widened) = if self.composed() {
             // Patches (twice where they are picked out one by one) and their product; then the product as it is,
             // padded, and with its bias. Beside the strip while it is read: a part in f32, multiplied, added to, and
-            // activated.
+            // activated; and as much for what the card's allocator rounds up.
             let line = slab * (from.width + kernel - 1) * self.bytes_per_value;
             let unrolled = if stride == 1 { unrolled } else { 2 * unrolled };
             let part = from.channels * rows_in * (from.width + kernel - 1) * 4;
             let least = rows_in * (from.width + kernel - 1) * 4;
-            let widened = 4 * part.min(PART_BYTES.max(least));
+            let widened = 5 * part.min(PART_BYTES.max(least));
             ((unrolled + to.channels).max(3 * to.channels) * line, widened)
         } else {
             let line = slab * to.width * self.bytes_per_value;
