@@ -582,6 +582,19 @@ def test_a_worker_that_ends_on_an_errand(services: Services, errand: Errand) -> 
         assert_as_before(scene)
 
 
+def test_an_unload_that_leaves_bytes_behind_ends_the_worker(services: Services) -> None:
+    """The last rung of the ladder: what nothing else brings back comes back with the process."""
+    with scene_of(services, "sim:24GiB,leak-at=unload:1") as scene:
+        pin(scene.client)
+        scene.client.load("small")
+        before = scene.client.status()
+        freed = scene.client.unload("small").freed
+        assert len(freed) == 4
+        assert all(one.freed_bytes == one.booked_bytes > 0 for one in freed)
+        assert_recovered(scene, before)
+        assert_as_before(scene)
+
+
 @pytest.mark.parametrize("loaded", [False, True], ids=["empty", "loaded"])
 def test_a_worker_that_ends_while_it_is_idle(services: Services, loaded: bool) -> None:
     with scene_of(services, "sim:24GiB") as scene:

@@ -16,7 +16,7 @@ pub struct CudaSettings {
     pub which: CudaWhich,
     /// `dtype`: what pipelines compute in; see [`CudaSettings::compute_dtype`].
     pub dtype: Option<CudaDtype>,
-    /// `poison-at`, `die-at`, `hang-at`: what goes wrong where, for tests. May be given several times.
+    /// `poison-at`, `leak-at`, `die-at`, `hang-at`: what goes wrong where, for tests. May be given several times.
     pub faults: Vec<Fault>,
     /// `die-generations`: faults happen in this many first processes of the card only. 1 unless told; 0 is never.
     pub die_generations: u64,
@@ -55,7 +55,7 @@ pub enum CudaSettingsError {
     },
     /// There is no such option.
     #[error(
-        "an NVIDIA card has no option {given:?}; there are dtype=, poison-at=, die-at=, hang-at=, die-generations="
+        "an NVIDIA card has no option {given:?}; there are dtype=, poison-at=, leak-at=, die-at=, hang-at=, die-generations="
     )]
     UnknownOption {
         /// What was written.

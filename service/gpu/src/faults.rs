@@ -8,7 +8,7 @@ use std::fmt;
 pub struct Fault {
     /// What goes wrong.
     pub action: FaultAction,
-    /// The name of a stage, or `load`.
+    /// The name of a stage, `load`, or `unload`.
     pub place: String,
     /// The how manieth time that the process comes there, from 1.
     pub nth: u64,
@@ -25,6 +25,8 @@ pub enum FaultAction {
     Lose,
     /// A kernel touches an illegal address, after which the driver refuses everything. A simulated card is lost.
     Poison,
+    /// Somebody keeps a tensor of the component that leaves: at `unload`, and nowhere else.
+    Leak,
 }
 
 impl FaultAction {
@@ -35,6 +37,7 @@ impl FaultAction {
             FaultAction::Hang => "hang-at",
             FaultAction::Lose => "lose-at",
             FaultAction::Poison => "poison-at",
+            FaultAction::Leak => "leak-at",
         }
     }
 
@@ -45,6 +48,7 @@ impl FaultAction {
             FaultAction::Hang,
             FaultAction::Lose,
             FaultAction::Poison,
+            FaultAction::Leak,
         ]
         .into_iter()
         .find(|action| action.option() == option)

@@ -296,6 +296,14 @@ impl Gpu for SimulatedCard {
         let (booked, real) = (held.booked, held.real);
         self.release();
         self.held.remove(id);
+        if self.faults.at("unload") == Some(FaultAction::Leak) {
+            // The bytes stay taken for as long as the process lives.
+            return Err(GpuError::Leaked {
+                component: id.clone(),
+                bytes: booked,
+                tensors: vec!["as its settings say".to_owned()],
+            });
+        }
         if real {
             give_back();
         }

@@ -205,7 +205,7 @@ impl Card {
     pub(super) fn suffer(&mut self, place: &str) -> Result<(), MoveError> {
         match self.gpu.fault_at(place) {
             // A card that is lost or poisoned answers so by itself from here on.
-            None | Some(FaultAction::Lose | FaultAction::Poison) => Ok(()),
+            None | Some(FaultAction::Lose | FaultAction::Poison | FaultAction::Leak) => Ok(()),
             Some(FaultAction::Hang) => {
                 self.faults.hang(place);
                 Ok(())

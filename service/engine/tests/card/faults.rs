@@ -64,3 +64,27 @@ fn a_card_that_is_lost_in_a_stage_or_a_load_says_so() {
         assert!(matches!(bench.card.handle(room, &mut bench.link), Flow::Lost(_)));
     }
 }
+
+#[test]
+fn memory_that_does_not_come_back_ends_the_card() {
+    let mut bench = bench("32GiB,leak-at=unload:2");
+    let loaded = bench.load(&sample("flux-full"), &["transformer", "vae"]);
+    assert!(matches!(bench.run(loaded), Outcome::Completed(_)));
+    let residents = bench.card.ledger().residents();
+    let components: Vec<_> = residents.map(|resident| resident.component.id.clone()).collect();
+    let unload = Command::Unload { id: 1, components };
+    let Flow::Lost(why) = bench.card.handle(unload, &mut bench.link) else {
+        panic!("it goes on with memory that is gone")
+    };
+    assert!(
+        why.contains("left") && why.contains("behind, in as its settings say"),
+        "{why}"
+    );
+    assert!(
+        !bench
+            .link
+            .events
+            .iter()
+            .any(|e| matches!(e, Event::Answer { .. }))
+    );
+}

@@ -38,7 +38,7 @@ pub struct SimulatedSettings {
     pub world: Option<PathBuf>,
     /// `fail-load`: which loads fail, and how. May be given several times.
     pub fail_loads: Vec<FailLoad>,
-    /// `die-at`, `hang-at`, `lose-at`, `poison-at`: what goes wrong where. May be given several times.
+    /// `die-at`, `hang-at`, `lose-at`, `poison-at`, `leak-at`: what goes wrong where. May be given several times.
     pub faults: Vec<Fault>,
     /// `die-generations`: faults happen in this many first processes of the card only, so that a worker that
     /// was started again lives. 1 unless told; 0 is never.
@@ -80,7 +80,7 @@ pub enum SettingsError {
     /// There is no such option.
     #[error(
         "a simulated card has no option {given:?}; there are speed=, lag=, release=, largest=, foreign=, context=, workspaces=, \
-         slack=keep, fail-load=, die-at=, hang-at=, lose-at=, poison-at=, die-generations=, world=, \
+         slack=keep, fail-load=, die-at=, hang-at=, lose-at=, poison-at=, leak-at=, die-generations=, world=, \
          index="
     )]
     UnknownOption {
