@@ -201,9 +201,19 @@ impl Account {
         self.convolve(read, to, 3, self.map(from), false, 0);
     }
 
+    /// Statistics of a map, with `alive` bytes held, itself among them: composed, they take a part in f32, its
+    /// deviations and their squares.
+    fn norm(&mut self, map: Map, alive: usize) {
+        if self.composed() {
+            let part = (map.channels * map.height * map.width * 4).min(PART_BYTES);
+            self.peak = self.peak.max(alive + 3 * part + part / 16);
+        }
+    }
+
     fn resnet(&mut self, from: Map, channels: usize) -> Map {
         let to = Map { channels, ..from };
         self.convolve(from, to, 3, self.map(from), false, 0);
+        self.norm(to, self.map(from) + self.map(to));
         let summands = if channels == from.channels { 1 } else { 2 };
         self.convolve(to, to, 3, self.map(from) + self.map(to), true, summands);
         to
