@@ -41,6 +41,7 @@ def running(client: moored.Client, steps: int) -> Iterator[moored.EventStream[mo
 
 
 def worker_pid(client: moored.Client) -> int:
+    client.wait_until_ready(card=client.status().cards[0].id)
     pid = client.status().cards[0].worker_pid
     assert pid > 0
     return pid
