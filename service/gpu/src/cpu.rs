@@ -141,11 +141,7 @@ impl Gpu for CpuCard {
         plan: &LoadPlan,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError> {
-        let LoadPlan::Files(sources) = plan else {
-            return Err(LoadError::Unsupported(
-                "bytes without content go to simulated cards only".to_owned(),
-            ));
-        };
+        let sources = plan.files()?;
         if self.held.contains_key(&component.id) {
             return Err(LoadError::Unsupported(format!(
                 "component {} is already there",

@@ -84,6 +84,19 @@ pub enum LoadPlan {
 }
 
 impl LoadPlan {
+    /// What is read from files.
+    ///
+    /// # Errors
+    /// [`LoadError::Unsupported`] for bytes without content: only a simulated card takes them.
+    pub(crate) fn files(&self) -> Result<&[TensorSource], LoadError> {
+        match self {
+            LoadPlan::Files(sources) => Ok(sources),
+            LoadPlan::Synthetic(_) => Err(LoadError::Unsupported(
+                "bytes without content go to simulated cards only".to_owned(),
+            )),
+        }
+    }
+
     /// Exact bytes on the card.
     pub fn bytes(&self) -> Bytes {
         match self {

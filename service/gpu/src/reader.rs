@@ -67,7 +67,7 @@ pub(crate) fn reads(source: &TensorSource, most: usize) -> Vec<Read> {
 /// A checkpoint file that is being read.
 pub(crate) struct OpenFile {
     path: Arc<Path>,
-    pub(crate) file: File,
+    file: File,
     stamp: FileStamp,
 }
 

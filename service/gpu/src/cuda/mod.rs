@@ -18,7 +18,7 @@ use candle_core::{CudaDevice, CudaStorage, DType, Device, Storage, Tensor};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, PushKernelArg as _, sys};
 use residency::{Bytes, Component, ComponentId, DriverTruth};
 
-use crate::card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
+use crate::card::{CardDescription, Gpu, GpuError, Unloaded};
 use crate::cuda_settings::CudaSettings;
 use crate::faults::{FaultAction, FaultSchedule};
 use crate::load::{LoadError, LoadPlan, LoadProgress, TensorSource};
@@ -93,11 +93,8 @@ impl CudaCard {
         give_workspace(&device, &workspaces, &stream)?;
         let staging = Staging::new(&stream, profile.staging_bytes, profile.staging_chunk).map_err(lost)?;
         let mut description = nvml.describe();
-        let (major, minor) = context.compute_capability().map_err(lost)?;
-        let dtype = settings.compute_dtype((major as u32, minor as u32));
+        let dtype = settings.compute_dtype(nvml.compute_capability);
         dtype.as_str().clone_into(&mut description.compute_dtype);
-        description.kind = CardKind::Cuda;
-        description.compute_capability = Some((major as u32, minor as u32));
         let mut card = CudaCard {
             description,
             dtype,
@@ -280,11 +277,7 @@ impl Gpu for CudaCard {
     ) -> Result<(), LoadError> {
         let gone = |error: GpuError| LoadError::Lost(error.to_string());
         self.alive().map_err(gone)?;
-        let LoadPlan::Files(sources) = plan else {
-            return Err(LoadError::Unsupported(
-                "bytes without content go to simulated cards only".to_owned(),
-            ));
-        };
+        let sources = plan.files()?;
         if self.held.contains_key(&component.id) {
             return Err(LoadError::Unsupported(format!(
                 "component {} is already there",

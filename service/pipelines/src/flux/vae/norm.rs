@@ -148,6 +148,19 @@ fn sum_f64(values: &[f32], f: impl Fn(f64) -> f64) -> f64 {
 mod tests {
     use super::*;
 
+    fn assert_measured_alike(norm: &GroupNorm, map: &Tensor, limit: f32) -> Result<()> {
+        let (means, deviations) = norm.statistics_on_cpu(map)?;
+        let (other_means, other_deviations) = norm.statistics_by_operations(&crate::device::here(map))?;
+        for (a, b) in [(means, other_means), (deviations, other_deviations)] {
+            let worst = (a - b.to_device(&Device::Cpu)?)?
+                .abs()?
+                .max(0)?
+                .to_scalar::<f32>()?;
+            assert!(worst < limit, "{worst:e}");
+        }
+        Ok(())
+    }
+
     #[test]
     fn tensor_operations_measure_the_same() -> Result<()> {
         let values: Vec<f32> = (0..24 * 35)
@@ -156,16 +169,7 @@ mod tests {
         let map = Tensor::from_vec(values, (1, 24, 7, 5), &Device::Cpu)?;
         let ones = Tensor::ones(24, DType::F32, &Device::Cpu)?;
         let norm = GroupNorm::new(ones.clone(), ones, 6)?;
-        let (means, deviations) = norm.statistics_on_cpu(&map)?;
-        let (other_means, other_deviations) = norm.statistics_by_operations(&crate::device::here(&map))?;
-        for (a, b) in [(means, other_means), (deviations, other_deviations)] {
-            let worst = (a - b.to_device(&Device::Cpu)?)?
-                .abs()?
-                .max(0)?
-                .to_scalar::<f32>()?;
-            assert!(worst < 1e-5, "{worst:e}");
-        }
-        Ok(())
+        assert_measured_alike(&norm, &map, 1e-5)
     }
 
     #[test]
@@ -177,15 +181,6 @@ mod tests {
             .contiguous()?;
         let ones = Tensor::ones(2, DType::F32, &Device::Cpu)?;
         let norm = GroupNorm::new(ones.clone(), ones, 2)?;
-        let (means, deviations) = norm.statistics_on_cpu(&map)?;
-        let (other_means, other_deviations) = norm.statistics_by_operations(&crate::device::here(&map))?;
-        for (a, b) in [(means, other_means), (deviations, other_deviations)] {
-            let worst = (a - b.to_device(&Device::Cpu)?)?
-                .abs()?
-                .max(0)?
-                .to_scalar::<f32>()?;
-            assert!(worst < 1e-4, "{worst:e}");
-        }
-        Ok(())
+        assert_measured_alike(&norm, &map, 1e-4)
     }
 }
