@@ -8,29 +8,29 @@ use tokio::sync::watch;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
-/// Follows the cards' states until the service stops. The whole serves while one card does.
-pub(super) async fn follow(
+/// Says how the cards are, and follows them until the service stops. When this returns the first word
+/// is said: a reporter of its own accord calls the whole serving until it is told otherwise.
+pub(super) async fn report(
     reporter: HealthReporter,
+    reports: watch::Receiver<Arc<StatusReport>>,
+    stopping: watch::Receiver<bool>,
+) {
+    let mut told = BTreeMap::new();
+    let (first, down) = (reports.borrow().clone(), *stopping.borrow());
+    tell_all(&reporter, &mut told, &first, down).await;
+    tokio::spawn(follow(reporter, told, reports, stopping));
+}
+
+async fn follow(
+    reporter: HealthReporter,
+    mut told: BTreeMap<String, bool>,
     mut reports: watch::Receiver<Arc<StatusReport>>,
     mut stopping: watch::Receiver<bool>,
 ) {
-    let mut told: BTreeMap<String, bool> = BTreeMap::new();
     loop {
         let down = *stopping.borrow();
         let report = reports.borrow_and_update().clone();
-        let mut any = false;
-        for card in &report.cards {
-            let serves = !down && matches!(card.state, "ready" | "busy");
-            any |= serves;
-            tell(
-                &reporter,
-                &mut told,
-                format!("moored.card.{}", card.description.id),
-                serves,
-            )
-            .await;
-        }
-        tell(&reporter, &mut told, String::new(), any).await;
+        tell_all(&reporter, &mut told, &report, down).await;
         if down {
             return;
         }
@@ -39,6 +39,23 @@ pub(super) async fn follow(
             changed = stopping.changed() => if changed.is_err() { return },
         }
     }
+}
+
+/// Each card, and the whole, which serves while one card does.
+async fn tell_all(
+    reporter: &HealthReporter,
+    told: &mut BTreeMap<String, bool>,
+    report: &StatusReport,
+    down: bool,
+) {
+    let mut any = false;
+    for card in &report.cards {
+        let serves = !down && matches!(card.state, "ready" | "busy");
+        any |= serves;
+        let name = format!("moored.card.{}", card.description.id);
+        tell(reporter, told, name, serves).await;
+    }
+    tell(reporter, told, String::new(), any).await;
 }
 
 async fn tell(reporter: &HealthReporter, told: &mut BTreeMap<String, bool>, service: String, serves: bool) {
@@ -52,4 +69,29 @@ async fn tell(reporter: &HealthReporter, told: &mut BTreeMap<String, bool>, serv
     };
     reporter.set_service_status(&service, status).await;
     told.insert(service, serves);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tonic_health::pb::HealthCheckRequest;
+    use tonic_health::pb::health_server::Health;
+    use tonic_health::server::HealthService;
+
+    #[tokio::test]
+    async fn nothing_serves_before_a_card_is_ready() {
+        let (reporter, _) = tonic_health::server::health_reporter();
+        let (_reports, reported) = watch::channel(Arc::new(StatusReport::default()));
+        let (_stop, stopping) = watch::channel(false);
+        report(reporter.clone(), reported, stopping).await;
+        // On this thread the task that follows has had no turn yet.
+        let service = HealthService::from_health_reporter(reporter);
+        let asked = tonic::Request::new(HealthCheckRequest::default());
+        let answer = service
+            .check(asked)
+            .await
+            .map(|answer| answer.into_inner().status);
+        let not_serving = tonic_health::pb::health_check_response::ServingStatus::NotServing;
+        assert_eq!(answer.ok(), Some(i32::from(not_serving)));
+    }
 }

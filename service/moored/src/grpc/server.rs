@@ -103,11 +103,7 @@ pub(crate) async fn serve(
     let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
     let limit = usize::try_from(service.max_message.0).unwrap_or(usize::MAX);
     let (reporter, health_service) = tonic_health::server::health_reporter();
-    tokio::spawn(health::follow(
-        reporter,
-        service.queue.status(),
-        service.stopping.clone(),
-    ));
+    health::report(reporter, service.queue.status(), service.stopping.clone()).await;
     let reflection = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(v1::DESCRIPTORS)
