@@ -8,6 +8,7 @@ use half::slice::HalfFloatSliceExt;
 use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
+use crate::format::e4m3_to_f32;
 use crate::load::Stored;
 
 // Checkpoints are little-endian, and bytes are read straight into numbers.
@@ -44,6 +45,11 @@ fn as_bytes<T: Plain>(numbers: &mut [T]) -> &mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), std::mem::size_of_val(numbers)) }
 }
 
+fn bytes_of<T: Plain>(numbers: &[T]) -> &[u8] {
+    // SAFETY: as above, and nothing is written.
+    unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast(), std::mem::size_of_val(numbers)) }
+}
+
 /// The numbers of a tensor while it is read.
 pub(crate) enum Numbers {
     F32(Vec<f32>),
@@ -68,7 +74,9 @@ pub(crate) enum Part<'a> {
 /// floats; nothing becomes an integer that was none.
 pub(crate) fn converts(stored: Stored, target: DType) -> bool {
     match target {
-        DType::F32 | DType::F64 | DType::F16 | DType::BF16 => true,
+        DType::F32 | DType::F64 | DType::F16 | DType::BF16 => {
+            stored.is_float() || matches!(stored, Stored::U8 | Stored::I64 | Stored::F8E4M3)
+        }
         DType::U8 => stored == Stored::U8,
         DType::I64 => matches!(stored, Stored::I64 | Stored::U8),
         _ => false,
@@ -99,6 +107,18 @@ impl Numbers {
             Numbers::Bf16(n) => Part::Bf16(n),
             Numbers::U8(n) => Part::U8(n),
             Numbers::I64(n) => Part::I64(n),
+        }
+    }
+
+    /// As they lie in memory, and in a file.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        match self {
+            Numbers::F32(n) => bytes_of(n),
+            Numbers::F64(n) => bytes_of(n),
+            Numbers::F16(n) => bytes_of(n),
+            Numbers::Bf16(n) => bytes_of(n),
+            Numbers::U8(n) => n,
+            Numbers::I64(n) => bytes_of(n),
         }
     }
 
@@ -138,6 +158,7 @@ impl<'a> Part<'a> {
     }
 
     /// How many numbers it has.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // pinned memory is CUDA's
     pub(crate) fn len(&self) -> usize {
         match self {
             Part::F32(n) => n.len(),
@@ -184,12 +205,14 @@ impl<'a> Part<'a> {
             (Part::I64(to), Stored::U8) => {
                 through(file, offset, to, |from: &[u8], to| each(from, to, i64::from))
             }
-            (Part::U8(_) | Part::I64(_), _) => {
-                // `converts` said no to these before anything was read.
-                Err(std::io::Error::other("floats cannot be read as integers"))
-            }
+            (Part::U8(_) | Part::I64(_), _) => Err(not_converted()),
         }
     }
+}
+
+/// What [`converts`] said no to before anything was read.
+fn not_converted() -> std::io::Error {
+    std::io::Error::other("these numbers are not read so")
 }
 
 /// Reads piece by piece through a buffer of stored numbers.
@@ -228,6 +251,8 @@ fn read_f32(file: &File, offset: u64, stored: Stored, to: &mut [f32]) -> std::io
         Stored::F16 => through(file, offset, to, |from: &[f16], to| from.convert_to_f32_slice(to)),
         Stored::F64 => through(file, offset, to, |from: &[f64], to| each(from, to, |x| x as f32)),
         Stored::U8 => through(file, offset, to, |from: &[u8], to| each(from, to, f32::from)),
+        Stored::F8E4M3 => through(file, offset, to, |from: &[u8], to| each(from, to, e4m3_to_f32)),
+        Stored::I8 | Stored::Gguf(_) => Err(not_converted()),
         Stored::I64 => through(file, offset, to, |from: &[i64], to| each(from, to, |x| x as f32)),
     }
 }
@@ -239,6 +264,10 @@ fn read_f64(file: &File, offset: u64, stored: Stored, to: &mut [f64]) -> std::io
         Stored::Bf16 => through(file, offset, to, |from: &[bf16], to| each(from, to, bf16::to_f64)),
         Stored::F16 => through(file, offset, to, |from: &[f16], to| from.convert_to_f64_slice(to)),
         Stored::U8 => through(file, offset, to, |from: &[u8], to| each(from, to, f64::from)),
+        Stored::F8E4M3 => through(file, offset, to, |from: &[u8], to| {
+            each(from, to, |x| f64::from(e4m3_to_f32(x)));
+        }),
+        Stored::I8 | Stored::Gguf(_) => Err(not_converted()),
         Stored::I64 => through(file, offset, to, |from: &[i64], to| each(from, to, |x| x as f64)),
     }
 }
@@ -256,6 +285,10 @@ fn read_f16(file: &File, offset: u64, stored: Stored, to: &mut [f16]) -> std::io
             each(from, to, |x| f16::from_f32(x.to_f32()));
         }),
         Stored::U8 => through(file, offset, to, |from: &[u8], to| each(from, to, f16::from)),
+        Stored::F8E4M3 => through(file, offset, to, |from: &[u8], to| {
+            each(from, to, |x| f16::from_f32(e4m3_to_f32(x)));
+        }),
+        Stored::I8 | Stored::Gguf(_) => Err(not_converted()),
         Stored::I64 => through(file, offset, to, |from: &[i64], to| {
             each(from, to, |x| f16::from_f64(x as f64));
         }),
@@ -275,6 +308,10 @@ fn read_bf16(file: &File, offset: u64, stored: Stored, to: &mut [bf16]) -> std::
             each(from, to, |x| bf16::from_f32(x.to_f32()));
         }),
         Stored::U8 => through(file, offset, to, |from: &[u8], to| each(from, to, bf16::from)),
+        Stored::F8E4M3 => through(file, offset, to, |from: &[u8], to| {
+            each(from, to, |x| bf16::from_f32(e4m3_to_f32(x)));
+        }),
+        Stored::I8 | Stored::Gguf(_) => Err(not_converted()),
         Stored::I64 => through(file, offset, to, |from: &[i64], to| {
             each(from, to, |x| bf16::from_f64(x as f64));
         }),

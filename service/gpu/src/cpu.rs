@@ -162,7 +162,7 @@ impl Gpu for CpuCard {
         self.system.expire();
         match outcome {
             Ok(tensors) => {
-                let tensors = Arc::new(ComponentTensors::new(tensors));
+                let tensors = Arc::new(ComponentTensors::of_weights(tensors));
                 self.held.insert(
                     component.id.clone(),
                     Held {

@@ -15,11 +15,15 @@ mod cuda;
 mod cuda_settings;
 mod discover;
 mod faults;
+mod format;
 mod holders;
+mod kept;
 mod load;
 #[cfg(feature = "cuda")]
 pub mod nvml;
 mod profile;
+#[allow(unsafe_code)] // Wider registers are asked for.
+mod quantize;
 mod reader;
 mod simulated;
 mod size;
@@ -29,18 +33,24 @@ mod tensors;
 
 pub use allocator::CountingAllocator;
 pub use card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
-pub use checkpoint::{FileStamp, LONGEST_HEADER, SafetensorsFile, TensorEntry};
+pub use checkpoint::{CheckpointFile, FileStamp, LONGEST_HEADER, TensorEntry};
 pub use cpu::{CpuCard, CpuSettings};
 pub use cuda_settings::{CudaDtype, CudaSettings, CudaSettingsError, CudaWhich};
 pub use discover::{DeviceChoice, DeviceSpec, DeviceSpecError, Discovered, OpenError, open};
 pub use faults::{Fault, FaultAction};
+pub use format::{
+    Fp8Scales, GgufType, INT8_STEP, NF4_BLOCK, NF4_NESTED_BLOCK, WeightFormat, WeightFormatError, WeightPart,
+    e4m3_to_f32, rows_and_columns,
+};
 pub use holders::{CardProcess, UNLISTED, UNSEEN, foreign_holders, process_name};
-pub use load::{ByteRange, LoadError, LoadPlan, LoadProgress, Stored, TensorSource};
+pub use kept::{KeepError, KeptFolder, keep, kept_bytes, kept_plan};
+pub use load::{ByteRange, LoadError, LoadPlan, LoadProgress, SourcePiece, Stored, Target, TensorSource};
 pub use profile::{MemoryProfile, ProfileError, ProfileName};
+pub use quantize::{QuantizeError, nested_table, nf4_table, quantize};
 pub use simulated::{
     FailLoad, LoadFailure, ManualClock, OutOfMemory, RealClock, ScratchGuard, SettingsError,
     SimulatedAccounts, SimulatedCard, SimulatedClock, SimulatedSettings, SimulatedWorld, simulated_scratch,
 };
 pub use size::{SizeError, exact_bytes, parse_bytes};
 pub use system::end_process;
-pub use tensors::{ComponentTensors, MissingTensor};
+pub use tensors::{ComponentTensors, MissingTensor, QuantizedWeight, Weight};

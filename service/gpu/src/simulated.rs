@@ -19,7 +19,7 @@ use residency::{Bytes, Component, ComponentId, DriverTruth};
 use crate::allocator;
 use crate::card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
 use crate::faults::{FaultAction, FaultSchedule};
-use crate::load::{LoadError, LoadPlan, LoadProgress};
+use crate::load::{LoadError, LoadPlan, LoadProgress, TensorSource};
 use crate::reader::{Progress, read_tensors};
 use crate::system::give_back;
 use crate::tensors::ComponentTensors;
@@ -144,7 +144,7 @@ impl SimulatedCard {
                     self.wait_for_transfer(began_ms, told.done);
                     progress(told)
                 })?;
-                Ok(ComponentTensors::new(tensors))
+                Ok(ComponentTensors::of_weights(tensors))
             }
         }
     }
@@ -174,7 +174,11 @@ impl SimulatedCard {
 
 fn file_of(plan: &LoadPlan) -> PathBuf {
     let first = match plan {
-        LoadPlan::Files(sources) => sources.first().map(|source| source.file.to_path_buf()),
+        LoadPlan::Files(sources) => sources
+            .iter()
+            .flat_map(TensorSource::files)
+            .next()
+            .map(|file| file.to_path_buf()),
         LoadPlan::Synthetic(_) => None,
     };
     first.unwrap_or_else(|| Path::new("a simulated checkpoint").to_owned())

@@ -7,7 +7,7 @@ use std::ops::ControlFlow;
 use std::time::Instant;
 
 use candle_core::DType;
-use gpu::{CpuCard, CpuSettings, Gpu, LoadPlan, SafetensorsFile, allocator};
+use gpu::{CheckpointFile, CpuCard, CpuSettings, Gpu, LoadPlan, allocator};
 use residency::{Bytes, Component, ComponentId};
 
 #[global_allocator]
@@ -48,7 +48,7 @@ fn bytes_are_counted_to_the_card_and_back() {
     let before = card.memory().unwrap();
     assert_eq!(before.scratch, Bytes::ZERO, "{before:?}");
 
-    let read = SafetensorsFile::open(file.path()).unwrap();
+    let read = CheckpointFile::open(file.path()).unwrap();
     let sources = read
         .tensors()
         .map(|(name, _)| read.source(name, name, DType::F32).unwrap())

@@ -4,12 +4,11 @@
 use std::io::Write;
 use std::ops::ControlFlow;
 use std::path::Path;
-use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
 use gpu::{
-    ByteRange, CpuCard, CpuSettings, Gpu, GpuError, LoadError, LoadPlan, LoadProgress, SafetensorsFile,
-    Stored, TensorSource,
+    ByteRange, CheckpointFile, CpuCard, CpuSettings, Gpu, GpuError, LoadError, LoadPlan, LoadProgress,
+    SourcePiece, Stored, TensorSource,
 };
 use half::{bf16, f16};
 use residency::{Bytes, Component, ComponentId};
@@ -36,14 +35,16 @@ fn file_of(bytes: &[u8]) -> tempfile::NamedTempFile {
 
 fn source(file: &Path, name: &str, stored: Stored, shape: &[usize], target: DType) -> TensorSource {
     let length = (shape.iter().product::<usize>() * stored.width()) as u64;
-    TensorSource {
-        name: name.to_owned(),
+    let range = ByteRange { offset: 0, length };
+    TensorSource::full(name, &file.into(), [range], stored, shape.to_vec(), target)
+}
+
+fn pieces(file: &Path, ranges: &[ByteRange]) -> Vec<SourcePiece> {
+    let piece = |range: &ByteRange| SourcePiece::File {
         file: file.into(),
-        ranges: vec![ByteRange { offset: 0, length }],
-        stored,
-        shape: shape.to_vec(),
-        target,
-    }
+        range: *range,
+    };
+    ranges.iter().map(piece).collect()
 }
 
 fn go_on(_: LoadProgress) -> ControlFlow<()> {
@@ -100,6 +101,21 @@ fn samples(stored: Stored) -> (Vec<u8>, Vec<f32>) {
                 whole.iter().map(|v| *v as f32).collect(),
             )
         }
+        Stored::F8E4M3 => {
+            let codes: Vec<u8> = (0..=255).collect();
+            let value = |code: &u8| {
+                let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+                let size = match (exponent, code & 7) {
+                    (15, 7) => f32::NAN,
+                    (0, _) => mantissa * 2f32.powi(-9),
+                    _ => (8.0 + mantissa) * 2f32.powi(exponent - 10),
+                };
+                size.copysign(if *code < 128 { 1.0 } else { -1.0 })
+            };
+            let means = codes.iter().map(value).collect();
+            (codes, means)
+        }
+        Stored::I8 | Stored::Gguf(_) => (Vec::new(), Vec::new()), // read as bytes only
     }
 }
 
@@ -116,6 +132,7 @@ fn every_stored_dtype_becomes_f32_and_nan_stays_nan() {
         Stored::Bf16,
         Stored::U8,
         Stored::I64,
+        Stored::F8E4M3,
     ] {
         let (bytes, means) = samples(stored);
         let file = file_of(&bytes);
@@ -160,13 +177,8 @@ fn ranges_are_joined_in_their_order() {
     let numbers: Vec<u8> = (0..6u32).flat_map(|i| (i as f32).to_le_bytes()).collect();
     let file = file_of(&numbers);
     let mut source = source(file.path(), "w", Stored::F32, &[4], DType::F32);
-    source.ranges = vec![
-        ByteRange {
-            offset: 16,
-            length: 8,
-        },
-        ByteRange { offset: 0, length: 8 },
-    ];
+    let swapped = [16, 0].map(|offset| ByteRange { offset, length: 8 });
+    source.pieces = pieces(file.path(), &swapped);
     let tensor = load_one(&mut card(), source).unwrap();
     assert_eq!(tensor.to_vec1::<f32>().unwrap(), [4.0, 5.0, 0.0, 1.0]);
 }
@@ -262,16 +274,21 @@ fn files_that_changed_are_damaged() {
         Err(LoadError::Unsupported(_))
     ));
     let mut huge = whole.clone();
-    huge.ranges = vec![ByteRange {
+    let beyond = ByteRange {
         offset: u64::MAX - 4,
         length: 64,
-    }];
+    };
+    huge.pieces = pieces(file.path(), &[beyond]);
     assert!(matches!(
         load_one(&mut card(), huge),
         Err(LoadError::Unsupported(_))
     ));
     let mut gone = whole;
-    gone.file = Arc::from(Path::new("/nowhere/w.safetensors"));
+    let range = ByteRange {
+        offset: 0,
+        length: gone.bytes_in_file().0,
+    };
+    gone.pieces = pieces(Path::new("/nowhere/w.safetensors"), &[range]);
     assert!(matches!(load_one(&mut card(), gone), Err(LoadError::Io { .. })));
 }
 
@@ -322,10 +339,10 @@ fn a_checkpoint_goes_from_header_to_tensor() {
     let data: Vec<u8> = (0..24u32).flat_map(|i| (i as f32).to_le_bytes()).collect();
     let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, vec![6, 4], &data).unwrap();
     let file = file_of(&safetensors::serialize([("fused", view)], None).unwrap());
-    let read = SafetensorsFile::open(file.path()).unwrap();
+    let read = CheckpointFile::open(file.path()).unwrap();
     let mut source = read.source("fused", "second", DType::F32).unwrap();
     let rows = read.get("fused").unwrap().rows(2, 2).unwrap();
-    (source.ranges, source.shape) = (vec![rows.range], rows.shape);
+    (source.pieces, source.shape) = (pieces(file.path(), &[rows.range]), rows.shape);
     let tensor = load_one(&mut card(), source).unwrap();
     assert_eq!(
         tensor.to_vec2::<f32>().unwrap(),

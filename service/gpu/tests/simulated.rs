@@ -272,14 +272,14 @@ fn faults_happen_at_their_place_and_in_their_generations() {
 fn real_tensors_live_on_a_simulated_card() {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(&1.5f32.to_le_bytes()).unwrap();
-    let plan = LoadPlan::Files(vec![TensorSource {
-        name: "w".to_owned(),
-        file: file.path().into(),
-        ranges: vec![ByteRange { offset: 0, length: 4 }],
-        stored: Stored::F32,
-        shape: vec![1],
-        target: DType::F32,
-    }]);
+    let plan = LoadPlan::Files(vec![TensorSource::full(
+        "w",
+        &file.path().into(),
+        [ByteRange { offset: 0, length: 4 }],
+        Stored::F32,
+        vec![1],
+        DType::F32,
+    )]);
     let mut b = bench("1GiB");
     let component = Component {
         id: id("a"),

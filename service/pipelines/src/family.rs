@@ -1,22 +1,36 @@
 //! What a model family is to the rest of the house.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::DType;
-use gpu::{ComponentTensors, LoadPlan};
+use gpu::{ComponentTensors, LoadPlan, Target, TensorSource, WeightFormat};
 use residency::{Bytes, Component, ComponentId};
 use serde::{Deserialize, Serialize};
 
 use crate::files::pipeline_class;
 use crate::host::HostTensor;
+use crate::quantization::Quantization;
 use crate::request::{Defaults, ImageRequest, RequestError};
 
-/// How weights are held: the dtype that a card computes in. (Quantization joins it here.)
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// How weights are held.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Precision {
-    /// Dtype of weights and activations on the card.
+    /// The dtype that a card computes in: that of activations, and of weights in full precision.
     pub dtype: DType,
+    /// What components are quantized to while they are loaded.
+    pub quantization: Quantization,
+}
+
+impl Precision {
+    /// Everything as it is stored, computed in this dtype.
+    pub const fn full(dtype: DType) -> Precision {
+        Precision {
+            dtype,
+            quantization: Quantization::NONE,
+        }
+    }
 }
 
 /// A stage of a job.
@@ -161,6 +175,14 @@ pub enum ModelError {
         /// What is not supported and what is.
         problem: String,
     },
+    /// What was asked of a component's weights cannot be.
+    #[error("{problem}")]
+    Quantization {
+        /// The component that it was asked of.
+        component: String,
+        /// What cannot be, and what can.
+        problem: String,
+    },
 }
 
 /// Why a stage failed.
@@ -214,6 +236,15 @@ pub trait Model: Send + Sync {
 
     /// How a component is read.
     fn load_plan(&self, component_name: &str) -> Option<&LoadPlan>;
+
+    /// The quantized format that most of a component's quantized bytes are held in, whether it is made at load or
+    /// stored so; `None` where nothing is quantized.
+    fn format_of(&self, component_name: &str) -> Option<WeightFormat> {
+        match self.load_plan(component_name)? {
+            LoadPlan::Files(sources) => format_of_plan(sources),
+            LoadPlan::Synthetic(_) => None,
+        }
+    }
 
     /// The files whose content is the component's identity.
     fn files_of(&self, component_name: &str) -> Vec<Arc<Path>>;
@@ -298,7 +329,7 @@ pub trait Family: Send + Sync {
     ///
     /// # Errors
     /// When it is of this family and cannot be run.
-    fn open(&self, path: &Path, precision: Precision) -> Result<Option<Arc<dyn Model>>, ModelError>;
+    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError>;
 }
 
 /// All families that this build knows, in one explicit list.
@@ -321,7 +352,7 @@ impl Catalogue {
     ///
     /// # Errors
     /// [`ModelError`]; [`ModelError::NotAPipeline`] when no family recognises it.
-    pub fn open(&self, path: &Path, precision: Precision) -> Result<Arc<dyn Model>, ModelError> {
+    pub fn open(&self, path: &Path, precision: &Precision) -> Result<Arc<dyn Model>, ModelError> {
         for family in &self.families {
             if let Some(model) = family.open(path, precision)? {
                 return Ok(model);
@@ -356,11 +387,25 @@ impl Catalogue {
     }
 }
 
+/// The quantized format that most quantized bytes of these tensors are held in.
+pub(crate) fn format_of_plan<'a>(
+    sources: impl IntoIterator<Item = &'a TensorSource>,
+) -> Option<WeightFormat> {
+    let mut bytes: BTreeMap<WeightFormat, Bytes> = BTreeMap::new();
+    for source in sources {
+        if let Target::Quantized(format) = source.target {
+            *bytes.entry(format).or_default() += source.bytes_on_card();
+        }
+    }
+    let most = bytes.into_iter().max_by_key(|(_, bytes)| *bytes);
+    most.map(|(format, _)| format)
+}
+
 /// The identity that a component has while the hash of its content is not known.
-pub fn provisional_identity(path: &Path, component_name: &str, precision: Precision) -> ComponentId {
-    ComponentId::new(format!(
-        "path:{}#{component_name}@{}",
-        path.display(),
-        precision.dtype.as_str()
-    ))
+pub fn provisional_identity(path: &Path, component_name: &str, precision: &Precision) -> ComponentId {
+    let (path, dtype) = (path.display(), precision.dtype.as_str());
+    ComponentId::new(match precision.quantization.format_of(component_name) {
+        None => format!("path:{path}#{component_name}@{dtype}"),
+        Some(format) => format!("path:{path}#{component_name}@{dtype}:{format}"),
+    })
 }

@@ -7,6 +7,7 @@ pub mod flux;
 mod host;
 pub mod instant;
 mod out_of_memory;
+mod quantization;
 mod request;
 
 pub use family::{
@@ -15,6 +16,7 @@ pub use family::{
 };
 pub use host::{HostTensor, HostType};
 pub use out_of_memory::is_out_of_memory;
+pub use quantization::{FULL, Preset, Quantization};
 pub use request::{Defaults, ImageRequest, InitImage, RequestError};
 
 /// Every family that this build knows. Adding one is a folder and a line here.

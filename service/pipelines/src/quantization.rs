@@ -1,0 +1,179 @@
+//! How a model's weights are asked for: a format for each component that is not to be held in full precision.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use gpu::{WeightFormat, WeightFormatError};
+use serde::{Deserialize, Serialize};
+
+/// What users call a model whose weights are left as they are stored.
+pub const FULL: &str = "full";
+
+/// The components that a preset quantizes, in every family: those that most of a model's bytes are in. The others are
+/// small, and pay for a loss of precision out of proportion.
+const LARGE_COMPONENTS: [&str; 2] = ["transformer", "text_encoder_2"];
+
+/// Sets of formats under one name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Preset {
+    /// Everything as it is stored.
+    Full,
+    /// `int8`: half the bytes of bf16, at the smallest loss.
+    EightBit,
+    /// `nf4`: 28% of the bytes of bf16.
+    FourBit,
+}
+
+impl Preset {
+    /// Every preset, the most faithful first.
+    pub const ALL: [Preset; 3] = [Preset::Full, Preset::EightBit, Preset::FourBit];
+
+    /// `full`, `8-bit`, `4-bit`.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Preset::Full => FULL,
+            Preset::EightBit => "8-bit",
+            Preset::FourBit => "4-bit",
+        }
+    }
+
+    /// What it makes of a large component.
+    pub fn format(self) -> Option<WeightFormat> {
+        match self {
+            Preset::Full => None,
+            Preset::EightBit => Some(WeightFormat::Int8),
+            Preset::FourBit => Some(WeightFormat::Nf4),
+        }
+    }
+
+    /// The preset of this name; the empty one is `full`.
+    pub fn named(name: &str) -> Option<Preset> {
+        match name {
+            "" => Some(Preset::Full),
+            name => Preset::ALL.into_iter().find(|preset| preset.as_str() == name),
+        }
+    }
+}
+
+/// The formats that components are to be quantized to while they are loaded. Two ways to say the same thing are equal.
+/// What a checkpoint stores quantized needs no mention here, and takes none.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Quantization {
+    formats: BTreeMap<String, WeightFormat>,
+}
+
+impl Quantization {
+    /// Everything as it is stored.
+    pub const NONE: Quantization = Quantization {
+        formats: BTreeMap::new(),
+    };
+
+    /// From a preset, and formats by component that go over it: `full` or what [`WeightFormat`] parses.
+    ///
+    /// # Errors
+    /// The component, and what its format is not.
+    pub fn of<'a>(
+        preset: Preset,
+        components: impl IntoIterator<Item = (&'a str, &'a str)>,
+    ) -> Result<Quantization, (String, WeightFormatError)> {
+        let large = LARGE_COMPONENTS.into_iter();
+        let mut formats: BTreeMap<String, WeightFormat> = large
+            .filter_map(|name| Some((name.to_owned(), preset.format()?)))
+            .collect();
+        for (component, format) in components {
+            if format == FULL {
+                formats.remove(component);
+                continue;
+            }
+            let format = format.parse().map_err(|e| (component.to_owned(), e))?;
+            formats.insert(component.to_owned(), format);
+        }
+        Ok(Quantization { formats })
+    }
+
+    /// This, with the large components among `components` in `format` where they would be held more faithfully otherwise.
+    #[must_use]
+    pub fn reduced<'a>(
+        &self,
+        format: WeightFormat,
+        components: impl IntoIterator<Item = &'a str>,
+    ) -> Quantization {
+        let place = |format| {
+            WeightFormat::MADE_AT_LOAD
+                .iter()
+                .position(|other| *other == format)
+        };
+        let large = components
+            .into_iter()
+            .filter(|name| LARGE_COMPONENTS.contains(name));
+        let less_faithful = large.filter(|name| {
+            self.format_of(name)
+                .is_none_or(|held| place(held) < place(format))
+        });
+        let mut formats = self.formats.clone();
+        formats.extend(less_faithful.map(|name| (name.to_owned(), format)));
+        Quantization { formats }
+    }
+
+    /// What a component is to be quantized to; `None`: it is left as it is stored.
+    pub fn format_of(&self, component: &str) -> Option<WeightFormat> {
+        self.formats.get(component).copied()
+    }
+
+    /// Components and formats, by name in order.
+    pub fn formats(&self) -> impl Iterator<Item = (&str, WeightFormat)> {
+        self.formats.iter().map(|(name, format)| (name.as_str(), *format))
+    }
+}
+
+impl fmt::Display for Quantization {
+    /// `full`, or `text_encoder_2=nf4,transformer=nf4`: a part of an entry's key.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.formats.is_empty() {
+            return f.write_str(FULL);
+        }
+        for (index, (component, format)) in self.formats.iter().enumerate() {
+            let comma = if index == 0 { "" } else { "," };
+            write!(f, "{comma}{component}={format}")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_ways_to_say_the_same_are_one() {
+        let preset = Quantization::of(Preset::FourBit, []).unwrap();
+        let said =
+            Quantization::of(Preset::Full, [("transformer", "nf4"), ("text_encoder_2", "nf4")]).unwrap();
+        assert_eq!(preset, said);
+        assert_eq!(preset.to_string(), "text_encoder_2=nf4,transformer=nf4");
+        let undone = Quantization::of(
+            Preset::EightBit,
+            [("transformer", "full"), ("text_encoder_2", "full")],
+        );
+        assert_eq!(undone.unwrap().to_string(), "full");
+        assert!(Quantization::of(Preset::Full, [("vae", "int7")]).is_err());
+        assert_eq!(Preset::named("3-bit"), None);
+    }
+
+    #[test]
+    fn what_is_reduced_is_never_more_faithful_than_before() {
+        let mixed = Quantization::of(Preset::Full, [("transformer", "nf4"), ("vae", "int8")]).unwrap();
+        let names = ["transformer", "text_encoder", "text_encoder_2", "vae"];
+        let to = |format| mixed.reduced(format, names).to_string();
+        assert_eq!(
+            to(WeightFormat::Int8),
+            "text_encoder_2=int8,transformer=nf4,vae=int8"
+        );
+        assert_eq!(
+            to(WeightFormat::Nf4Double),
+            "text_encoder_2=nf4-double,transformer=nf4-double,vae=int8"
+        );
+        let alone = Quantization::NONE.reduced(WeightFormat::Nf4, ["transformer", "vae"]);
+        assert_eq!(alone.to_string(), "transformer=nf4");
+    }
+}
