@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::io::Write;
 
-use gpu::{LoadError, SafetensorsFile, Stored};
+use gpu::{CheckpointFile, LoadError, Stored};
 use proptest::prelude::*;
 use safetensors::tensor::{Dtype, TensorView, serialize};
 
@@ -43,7 +43,7 @@ fn a_file_of_the_reference_writer_is_read() {
     let bytes = valid_bytes();
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(&bytes).unwrap();
-    let read = SafetensorsFile::open(file.path()).unwrap();
+    let read = CheckpointFile::open(file.path()).unwrap();
 
     assert_eq!(read.size().0, bytes.len() as u64);
     assert_eq!(read.metadata()["format"], "pt");
@@ -66,7 +66,7 @@ fn a_file_of_the_reference_writer_is_read() {
 #[test]
 fn rows_are_slices_of_the_first_dimension() {
     let file = with_header(r#"{"w":{"dtype":"F16","shape":[6,4],"data_offsets":[0,48]}}"#, 48);
-    let read = SafetensorsFile::open(file.path()).unwrap();
+    let read = CheckpointFile::open(file.path()).unwrap();
     let whole = read.get("w").unwrap();
     let middle = whole.rows(2, 3).unwrap();
     assert_eq!(middle.shape, [3, 4]);
@@ -140,7 +140,7 @@ fn lies_are_refused_by_name() {
     ];
     for (header, data_bytes, word) in cases {
         let file = with_header(header, *data_bytes);
-        match SafetensorsFile::open(file.path()) {
+        match CheckpointFile::open(file.path()) {
             Err(error @ LoadError::Damaged { .. }) => {
                 assert!(
                     error.to_string().contains(word),
@@ -154,11 +154,11 @@ fn lies_are_refused_by_name() {
 
 #[test]
 fn a_dtype_that_we_do_not_read_is_named_with_its_tensor() {
-    let file = with_header(r#"{"q":{"dtype":"F8_E4M3","shape":[4],"data_offsets":[0,4]}}"#, 4);
-    let error = SafetensorsFile::open(file.path()).unwrap_err();
+    let file = with_header(r#"{"q":{"dtype":"F8_E5M2","shape":[4],"data_offsets":[0,4]}}"#, 4);
+    let error = CheckpointFile::open(file.path()).unwrap_err();
     assert!(matches!(error, LoadError::Unsupported(_)));
     assert!(
-        error.to_string().contains("tensor q is stored as F8_E4M3"),
+        error.to_string().contains("tensor q is stored as F8_E5M2"),
         "{error}"
     );
 }
@@ -174,37 +174,37 @@ fn lengths_that_lie_cost_no_memory() {
     ];
     for (length, word) in cases {
         let file = raw_file(length, b"{}", b"");
-        let error = SafetensorsFile::open(file.path()).unwrap_err();
+        let error = CheckpointFile::open(file.path()).unwrap_err();
         assert!(matches!(error, LoadError::Damaged { .. }));
         assert!(error.to_string().contains(word), "{length}: {error}");
     }
     let mut short = tempfile::NamedTempFile::new().unwrap();
     short.write_all(b"1234567").unwrap();
     assert!(matches!(
-        SafetensorsFile::open(short.path()),
+        CheckpointFile::open(short.path()),
         Err(LoadError::Damaged { .. })
     ));
     let utf = raw_file(3, b"{\xff}", b"");
     assert!(
-        SafetensorsFile::open(utf.path())
+        CheckpointFile::open(utf.path())
             .unwrap_err()
             .to_string()
             .contains("UTF-8")
     );
-    let gone = SafetensorsFile::open("/nowhere/at/all".as_ref());
+    let gone = CheckpointFile::open("/nowhere/at/all".as_ref());
     assert!(matches!(gone, Err(LoadError::Io { .. })));
 }
 
 #[test]
 fn an_empty_file_of_tensors_is_fine() {
     let file = with_header("{}  ", 0);
-    assert_eq!(SafetensorsFile::open(file.path()).unwrap().tensors().count(), 0);
+    assert_eq!(CheckpointFile::open(file.path()).unwrap().tensors().count(), 0);
     let nothing = with_header(
         r#"{"__metadata__":null,"e":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}"#,
         0,
     );
     assert_eq!(
-        SafetensorsFile::open(nothing.path())
+        CheckpointFile::open(nothing.path())
             .unwrap()
             .get("e")
             .unwrap()
@@ -217,7 +217,7 @@ fn an_empty_file_of_tensors_is_fine() {
 fn check_ranges(bytes: &[u8]) {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(bytes).unwrap();
-    let Ok(read) = SafetensorsFile::open(file.path()) else {
+    let Ok(read) = CheckpointFile::open(file.path()) else {
         return;
     };
     for (name, entry) in read.tensors() {

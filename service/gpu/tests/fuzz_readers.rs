@@ -1,0 +1,272 @@
+//! Whatever bytes a checkpoint has: reading its header neither panics nor hangs, asks for no more memory than a
+//! small file can be worth, and answers no range outside the file. One test, since the allocator's counters are those
+//! of the whole process.
+//!
+//! `BOLERO_RANDOM_ITERATIONS` sets how many files are tried of each kind, and `BOLERO_RANDOM_SEED` repeats one that
+//! failed.
+#![allow(clippy::unwrap_used)]
+
+use std::fs::OpenOptions;
+use std::io::{Cursor, Read, Write};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+use bolero::{TypeGenerator, check};
+use gpu::{CheckpointFile, allocator};
+use residency::Bytes;
+
+#[global_allocator]
+static ALLOCATOR: gpu::CountingAllocator = gpu::CountingAllocator;
+
+/// Files that are tried of each kind: some seconds in all.
+const ITERATIONS: usize = 10_000;
+/// The most that a file of some kilobytes may cost.
+const MOST_MEMORY: Bytes = Bytes::mib(64);
+
+/// Where a file is changed.
+#[derive(Clone, Debug, TypeGenerator)]
+enum Place {
+    Anywhere,
+    /// Of an archive, its end.
+    Directory,
+    /// Of an archive, the pickle, with the rest kept sound.
+    Pickle,
+}
+
+/// Changes to one file: with more, the first check refuses nearly all, and what is behind it is never tried.
+const MOST_EDITS: usize = 2;
+
+/// A change to a file.
+#[derive(Clone, Debug, TypeGenerator)]
+enum Edit {
+    /// One byte is another.
+    Byte(u16, u8),
+    /// One bit is another.
+    Bit(u16, u8),
+    /// A number of 4 or 8 bytes, where small ones and the largest are tried most.
+    Number(u16, Number, bool),
+    /// Bytes are left out.
+    Remove(u16, u8),
+    /// Bytes are put between.
+    Insert(u16, [u8; 3]),
+    /// A part is there twice.
+    Repeat(u16, u8),
+    /// A part takes the place of another.
+    Copy(u16, u16, u8),
+    /// The rest is missing.
+    Cut(u16),
+}
+
+#[derive(Clone, Debug, TypeGenerator)]
+enum Number {
+    Small(u8),
+    Largest(u8),
+    Power(u8),
+    Any(u64),
+}
+
+impl Number {
+    fn value(&self) -> u64 {
+        match *self {
+            Number::Small(value) => value.into(),
+            Number::Largest(less) => u64::MAX - u64::from(less),
+            Number::Power(exponent) => 1 << (exponent % 64),
+            Number::Any(value) => value,
+        }
+    }
+}
+
+impl Edit {
+    fn apply(&self, bytes: &mut Vec<u8>) {
+        let length = bytes.len();
+        if length == 0 {
+            return;
+        }
+        let end = |at: usize, count: u8| (at + usize::from(count)).min(length);
+        match *self {
+            Edit::Byte(at, value) => bytes[usize::from(at) % length] = value,
+            Edit::Bit(at, bit) => bytes[usize::from(at) % length] ^= 1 << (bit % 8),
+            Edit::Number(at, ref number, wide) => {
+                let at = usize::from(at) % length;
+                let value = number.value().to_le_bytes();
+                let count = if wide { 8 } else { 4 }.min(length - at);
+                bytes[at..at + count].copy_from_slice(&value[..count]);
+            }
+            Edit::Remove(at, count) => {
+                let at = usize::from(at) % length;
+                bytes.drain(at..end(at, count));
+            }
+            Edit::Insert(at, value) => {
+                let at = usize::from(at) % length;
+                bytes.splice(at..at, value);
+            }
+            Edit::Repeat(at, count) => {
+                let at = usize::from(at) % length;
+                let part = bytes[at..end(at, count)].to_vec();
+                bytes.splice(at..at, part);
+            }
+            Edit::Copy(from, to, count) => {
+                let (from, to) = (usize::from(from) % length, usize::from(to) % length);
+                let count = (end(from, count) - from).min(length - to);
+                bytes.copy_within(from..from + count, to);
+            }
+            Edit::Cut(at) => bytes.truncate(usize::from(at) % length),
+        }
+    }
+}
+
+/// Reads a file of these bytes, and checks all that is promised of any file. Whether it was accepted.
+fn check_file(path: &Path, bytes: &[u8]) -> bool {
+    // Written over rather than made anew, which file systems are slow at.
+    let file = OpenOptions::new()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(path)
+        .unwrap();
+    file.write_all_at(bytes, 0).unwrap();
+    file.set_len(bytes.len() as u64).unwrap();
+    let before = allocator::mark();
+    let read = CheckpointFile::open(path);
+    let peak = allocator::peak_since_mark();
+    assert!(
+        peak <= before + MOST_MEMORY,
+        "{} bytes cost {:?} of memory",
+        bytes.len(),
+        peak - before
+    );
+    let Ok(read) = read else {
+        return false;
+    };
+    for (name, entry) in read.tensors() {
+        let end = entry.range.offset.checked_add(entry.range.length).unwrap();
+        assert!(
+            end <= bytes.len() as u64,
+            "{name} ends at {end} of {}",
+            bytes.len()
+        );
+        let (in_block, width) = entry.stored.block();
+        let blocks = entry.elements() / in_block;
+        assert_eq!((blocks * width) as u64, entry.range.length, "{name}");
+        let rows = entry.shape.first().copied().unwrap_or(0);
+        if let Some(last) = rows.checked_sub(1).and_then(|row| entry.rows(row, 1)) {
+            assert_eq!(last.range.offset + last.range.length, end, "{name}");
+        }
+    }
+    true
+}
+
+#[test]
+fn no_file_breaks_a_reader() {
+    assert!(allocator::installed());
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoint");
+    for name in [
+        "tiny.safetensors",
+        "tiny.gguf",
+        "tiny.pth",
+        "nested.pth",
+        "transposed.pth",
+        "code.pth",
+    ] {
+        let seed = std::fs::read(fixtures.join(name)).unwrap();
+        let accepted = AtomicUsize::new(0);
+        let tried = AtomicUsize::new(0);
+        let parts = name.ends_with(".pth").then(|| entries(&seed));
+        check!()
+            .with_iterations(ITERATIONS)
+            .with_max_len(256)
+            .with_type::<(Place, Vec<Edit>)>()
+            .for_each(|(place, edits)| {
+                let edit = |mut bytes: Vec<u8>| {
+                    edits
+                        .iter()
+                        .take(MOST_EDITS)
+                        .for_each(|edit| edit.apply(&mut bytes));
+                    bytes
+                };
+                let bytes = match (place, &parts) {
+                    (Place::Directory, Some(_)) => {
+                        let (front, directory) = seed.split_at(seed.len() - seed.len().min(1200));
+                        [front, &edit(directory.to_vec())].concat()
+                    }
+                    (Place::Pickle, Some(parts)) => {
+                        let edited = |(name, bytes): &(String, Vec<u8>)| {
+                            let bytes = bytes.clone();
+                            let is_pickle = name.ends_with("data.pkl");
+                            (name.clone(), if is_pickle { edit(bytes) } else { bytes })
+                        };
+                        archive(&parts.iter().map(edited).collect::<Vec<_>>())
+                    }
+                    _ => edit(seed.clone()),
+                };
+                tried.fetch_add(1, Relaxed);
+                accepted.fetch_add(usize::from(check_file(&path, &bytes)), Relaxed);
+            });
+        // Some of either: else what is behind the checks was never tried.
+        eprintln!(
+            "{name}: {} of {} accepted",
+            accepted.load(Relaxed),
+            tried.load(Relaxed)
+        );
+    }
+
+    // Bytes of no file, behind each way in which one begins.
+    let starts: [&[u8]; 4] = [
+        b"",
+        b"GGUF\x03\0\0\0\x01\0\0\0\0\0\0\0",
+        b"PK\x03\x04",
+        b"PK\x05\x06",
+    ];
+    check!()
+        .with_iterations(ITERATIONS)
+        .with_max_len(2048)
+        .with_type::<(u8, Vec<u8>)>()
+        .for_each(|(start, rest)| {
+            let start = starts[usize::from(*start) % starts.len()];
+            check_file(&path, &[start, rest].concat());
+        });
+
+    // Any pickle in a sound archive, opcodes preferred.
+    const OPCODES: &[u8] =
+        b".\x80\x95(012qr\x94hjN\x88\x89JKM\x8a\x8bG\x8cUXT\x8dCB\x8e)\x85\x86\x87t]\x8fl\x91aeu}dsbcR\x93Q";
+    check!()
+        .with_iterations(ITERATIONS)
+        .with_max_len(1024)
+        .with_type::<Vec<(bool, u8)>>()
+        .for_each(|program| {
+            let byte = |&(opcode, byte): &(bool, u8)| match opcode {
+                true => OPCODES[usize::from(byte) % OPCODES.len()],
+                false => byte % 8,
+            };
+            let pickle: Vec<u8> = program.iter().map(byte).collect();
+            let storage = ("a/data/0".to_owned(), vec![0; 24]);
+            check_file(&path, &archive(&[("a/data.pkl".to_owned(), pickle), storage]));
+        });
+}
+
+/// The entries of an archive.
+fn entries(bytes: &[u8]) -> Vec<(String, Vec<u8>)> {
+    let mut archive = zip::ZipArchive::new(Cursor::new(bytes)).unwrap();
+    let count = archive.len();
+    let entry = |index| {
+        let mut entry = archive.by_index(index).unwrap();
+        let mut bytes = Vec::new();
+        entry.read_to_end(&mut bytes).unwrap();
+        (entry.name().unwrap().into_owned(), bytes)
+    };
+    (0..count).map(entry).collect()
+}
+
+/// An archive of these entries.
+fn archive(entries: &[(String, Vec<u8>)]) -> Vec<u8> {
+    let options = zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored);
+    let mut writer = zip::ZipWriter::new(Cursor::new(Vec::new()));
+    for (name, bytes) in entries {
+        writer.start_file(name.as_str(), options).unwrap();
+        writer.write_all(bytes).unwrap();
+    }
+    writer.finish().unwrap().into_inner()
+}
