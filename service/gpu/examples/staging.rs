@@ -2,8 +2,10 @@
 //! were chosen by, and may be again on another machine.
 //!
 //! ```sh
-//! cargo run --release -p gpu --features cuda --example staging -- FILE.safetensors [FILE...]
+//! cargo run --release -p gpu --features cuda --example staging -- [--as FORMAT] FILE.safetensors [FILE...]
 //! ```
+//!
+//! With `--as nf4` (int8, fp8, nf4-double) every matrix is quantized on its way. Rates are of what is read.
 
 #![allow(clippy::print_stdout)] // a table is what it is for
 
@@ -11,7 +13,9 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::Instant;
 
-use gpu::{DeviceSpec, LoadPlan, MemoryProfile, ProfileName, SafetensorsFile, TensorSource};
+use gpu::{
+    CheckpointFile, DeviceSpec, LoadPlan, MemoryProfile, ProfileName, Target, TensorSource, WeightFormat,
+};
 use residency::{Bytes, Component, ComponentId};
 
 type Failure = Box<dyn std::error::Error>;
@@ -31,9 +35,15 @@ const REPEATS: usize = 5;
 
 fn main() -> Result<(), Failure> {
     let mut sources = Vec::new();
-    for file in std::env::args().skip(1) {
-        sources.extend(sources_of(Path::new(&file))?);
+    let mut arguments = std::env::args().skip(1).peekable();
+    let mut format = None;
+    if arguments.next_if(|argument| argument == "--as").is_some() {
+        format = Some(arguments.next().ok_or("--as: no format")?.parse()?);
     }
+    for file in arguments {
+        sources.extend(sources_of(Path::new(&file), format)?);
+    }
+    let read: Bytes = sources.iter().map(TensorSource::bytes_in_file).sum();
     let plan = LoadPlan::Files(sources);
     let component = Component {
         id: ComponentId::new("swept"),
@@ -42,7 +52,7 @@ fn main() -> Result<(), Failure> {
         reload_seconds: 0.0,
     };
     println!(
-        "{} in {} threads",
+        "{read} into {} in {} threads",
         plan.bytes(),
         std::thread::available_parallelism()?
     );
@@ -67,17 +77,23 @@ fn main() -> Result<(), Failure> {
         seconds.sort_by(f64::total_cmp);
         unloads.sort_by(f64::total_cmp);
         let (best, median) = (seconds[0], seconds[REPEATS / 2]);
-        let rate = plan.bytes().0 as f64 / median / 1e9;
+        let rate = read.0 as f64 / median / 1e9;
         let unload = unloads[REPEATS / 2] * 1e3;
         println!("{chunk_kib:>9}  {ring_mib:>8}  {best:>6.3}  {median:>8.3}  {rate:>11.2}  {unload:>9.1}");
     }
     Ok(())
 }
 
-/// Every tensor of a file, in bf16.
-fn sources_of(path: &Path) -> Result<Vec<TensorSource>, Failure> {
-    let file = SafetensorsFile::open(path)?;
+/// Every tensor of a file, in bf16, but for matrices where a format is given.
+fn sources_of(path: &Path, format: Option<WeightFormat>) -> Result<Vec<TensorSource>, Failure> {
+    let file = CheckpointFile::open(path)?;
     let names = file.tensors().map(|(name, _)| name);
     let target = candle_core::DType::BF16;
-    Ok(names.filter_map(|name| file.source(name, name, target)).collect())
+    let mut sources: Vec<TensorSource> = names.filter_map(|name| file.source(name, name, target)).collect();
+    for source in &mut sources {
+        if let (Some(format), true, 2) = (format, source.stored.is_float(), source.shape.len()) {
+            source.target = Target::Quantized(format);
+        }
+    }
+    Ok(sources)
 }

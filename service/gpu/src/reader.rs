@@ -9,16 +9,23 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use residency::Bytes;
 
 use crate::checkpoint::FileStamp;
 use crate::convert::{Numbers, Part, converts};
-use crate::load::{LoadError, LoadProgress, TensorSource};
+use crate::format::{WeightFormat, rows_and_columns};
+use crate::load::{LoadError, LoadProgress, SourcePiece, Target, TensorSource};
+use crate::quantize::{self, Nested, Parts, Scales};
+use crate::tensors::{QuantizedWeight, Weight};
 
 /// Bytes of a file that one thread reads at a time: large enough to stream, small enough that a cancelled
 /// load ends in milliseconds.
 const CHUNK: u64 = 4 << 20;
+
+/// Numbers that one thread quantizes at a time: few enough that they are still in the second-level cache when they are
+/// read again.
+const QUANTIZED_AT_ONCE: usize = 128 << 10;
 
 /// Progress is told after so many bytes on the card, at the latest.
 const PROGRESS_EVERY: u64 = 32 << 20;
@@ -29,39 +36,175 @@ const MOST_THREADS: usize = 16;
 /// What a caller hears of progress through, and answers.
 pub(crate) type Progress<'a> = &'a mut dyn FnMut(LoadProgress) -> ControlFlow<()>;
 
-/// One read of one thread into system memory.
-struct Task<'a> {
-    part: Part<'a>,
+/// What one thread does at a time, in system memory.
+enum Task<'a> {
+    /// Reads numbers to where they stay.
+    Read {
+        part: Part<'a>,
+        source: &'a TensorSource,
+        read: Read<'a>,
+    },
+    /// Reads numbers and leaves codes and scales of them.
+    Quantize(Quantize<'a>),
+}
+
+/// A chunk of a weight that is quantized while it is loaded.
+struct Quantize<'a> {
     source: &'a TensorSource,
-    file: &'a OpenFile,
-    offset: u64,
+    format: WeightFormat,
+    /// Numbers that share a scale.
+    unit: usize,
+    chunk: Chunk<'a>,
+    codes: &'a mut [u8],
+    scales: ScalesTo<'a>,
+}
+
+/// Where the scales of a chunk go.
+enum ScalesTo<'a> {
+    /// To their place.
+    Place(&'a mut [u8]),
+    /// To all others of their weight, which are quantized together by whoever brings the last.
+    Collected(Arc<Mutex<Collected<'a>>>),
+}
+
+/// Scales of a weight until they are quantized themselves.
+struct Collected<'a> {
+    /// Empty until the first chunk is done: of a component, only few weights are under way.
+    absmax: Vec<f32>,
+    /// How many there will be.
+    blocks: usize,
+    /// Chunks that are not done.
+    left: usize,
+    /// Where they go.
+    nested: Option<Nested<'a>>,
+}
+
+/// What a thread keeps from one chunk to the next.
+#[derive(Default)]
+struct Buffers {
+    numbers: Vec<f32>,
+    scales: Vec<f32>,
+}
+
+/// How a load is cut up. What is read does not depend on it.
+#[derive(Clone, Copy)]
+struct Pace {
+    threads: usize,
+    /// Numbers that are quantized at a time.
+    at_once: usize,
 }
 
 /// A run of numbers of one tensor that is read at a time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Read {
-    /// Where it begins in the file.
-    pub(crate) offset: u64,
+#[derive(Clone, Copy)]
+pub(crate) struct Read<'a> {
+    from: Origin<'a>,
     /// Its first number, counted within the tensor.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // system memory is cut up in order
     pub(crate) first: usize,
     /// How many numbers it has.
     pub(crate) count: usize,
 }
 
+/// Where the bytes of a read are.
+#[derive(Clone, Copy)]
+enum Origin<'a> {
+    File { file: &'a OpenFile, offset: u64 },
+    Inline(&'a [u8]),
+}
+
+/// The dtype of what is read for a target: a quantized weight that is taken as it is stored is bytes.
+pub(crate) fn read_as(target: Target) -> DType {
+    match target {
+        Target::Full(dtype) => dtype,
+        Target::Quantized(_) => DType::U8,
+    }
+}
+
 /// Cuts a tensor into reads of at most so many numbers, in order.
-pub(crate) fn reads(source: &TensorSource, most: usize) -> Vec<Read> {
-    let width = source.stored.width() as u64;
+///
+/// # Errors
+/// [`LoadError::Unsupported`], if a file of it is not open.
+pub(crate) fn reads<'a>(
+    source: &'a TensorSource,
+    files: &'a OpenFiles,
+    most: usize,
+) -> Result<Vec<Read<'a>>, LoadError> {
+    let width = source.stored.width();
     let most = most.max(1);
     let (mut first, mut cuts) = (0, Vec::new());
-    for range in &source.ranges {
-        let (mut offset, mut left) = (range.offset, (range.length / width) as usize);
-        while left > 0 {
-            let count = most.min(left);
-            cuts.push(Read { offset, first, count });
-            (offset, first, left) = (offset + count as u64 * width, first + count, left - count);
+    for piece in &source.pieces {
+        let numbers = piece.length() as usize / width;
+        let mut done = 0;
+        while done < numbers {
+            let count = most.min(numbers - done);
+            let from = match piece {
+                SourcePiece::File { file, range } => Origin::File {
+                    file: file_of(file, source, files)?,
+                    offset: range.offset + (done * width) as u64,
+                },
+                SourcePiece::Inline(bytes) => Origin::Inline(&bytes[done * width..(done + count) * width]),
+            };
+            cuts.push(Read { from, first, count });
+            (done, first) = (done + count, first + count);
         }
     }
-    cuts
+    Ok(cuts)
+}
+
+/// A run of numbers that is quantized at a time: whole units of the format, which may begin in one piece and end in
+/// another.
+pub(crate) struct Chunk<'a> {
+    /// Its first number, counted within the tensor.
+    pub(crate) first: usize,
+    /// How many numbers it has.
+    pub(crate) count: usize,
+    /// What fills it, in order.
+    pub(crate) reads: Vec<Read<'a>>,
+}
+
+/// Cuts a tensor into chunks of whole units (but for the last, if the tensor ends within one), each of at most `most`
+/// numbers, or of one unit where that is larger.
+///
+/// # Errors
+/// [`LoadError::Unsupported`], if a file of it is not open.
+pub(crate) fn chunks<'a>(
+    source: &'a TensorSource,
+    files: &'a OpenFiles,
+    unit: usize,
+    most: usize,
+) -> Result<Vec<Chunk<'a>>, LoadError> {
+    let unit = unit.max(1);
+    let size = (most / unit).max(1) * unit;
+    let width = source.stored.width();
+    let mut chunks: Vec<Chunk<'a>> = Vec::new();
+    for whole in reads(source, files, usize::MAX)? {
+        let mut done = 0;
+        while done < whole.count {
+            let first = whole.first + done;
+            let count = (whole.count - done).min(size - first % size);
+            let from = match whole.from {
+                Origin::File { file, offset } => Origin::File {
+                    file,
+                    offset: offset + (done * width) as u64,
+                },
+                Origin::Inline(bytes) => Origin::Inline(&bytes[done * width..(done + count) * width]),
+            };
+            let read = Read { from, first, count };
+            match chunks.last_mut() {
+                Some(chunk) if first % size != 0 => {
+                    chunk.count += count;
+                    chunk.reads.push(read);
+                }
+                _ => chunks.push(Chunk {
+                    first,
+                    count,
+                    reads: vec![read],
+                }),
+            }
+            done += count;
+        }
+    }
+    Ok(chunks)
 }
 
 /// A checkpoint file that is being read.
@@ -82,30 +225,77 @@ pub(crate) type OpenFiles = HashMap<Arc<Path>, OpenFile>;
 pub(crate) fn read_tensors(
     sources: &[TensorSource],
     progress: Progress<'_>,
-) -> Result<HashMap<String, Tensor>, LoadError> {
+) -> Result<HashMap<String, Weight>, LoadError> {
     let files = open(sources)?;
     let total: Bytes = sources.iter().map(TensorSource::bytes_on_card).sum();
     tell(progress, Bytes::ZERO, total)?;
 
-    let mut numbers = Vec::with_capacity(sources.len());
-    for source in sources {
-        let count = source.shape.iter().product();
-        numbers.push(Numbers::zeroed(source.target, count).ok_or_else(|| no_conversion(source))?);
-    }
-    let tasks = tasks(sources, &mut numbers, &files)?;
-    let workers = (0..threads()).map(|_| carry_out);
-    run(tasks.into_iter(), workers, total, progress)?;
+    let numbers = read_numbers(sources, &files, progress)?;
     check_unchanged(&files)?;
 
     let mut tensors = HashMap::with_capacity(sources.len());
     for (source, numbers) in sources.iter().zip(numbers) {
+        let shape = match source.target {
+            Target::Full(_) => source.shape.clone(),
+            Target::Quantized(_) => vec![source.bytes_on_card().0 as usize],
+        };
         let tensor = numbers
-            .into_tensor(&source.shape)
+            .into_tensor(&shape)
             .map_err(|e| LoadError::Unsupported(format!("tensor {}: {e}", source.name)))?;
-        tensors.insert(source.name.clone(), tensor);
+        tensors.insert(source.name.clone(), weight_of(source, tensor));
     }
     tell(progress, total, total)?;
     Ok(tensors)
+}
+
+/// The numbers of sources whose files are open, in order. Progress is told in between.
+///
+/// # Errors
+/// As [`crate::Gpu::load`].
+pub(crate) fn read_numbers(
+    sources: &[TensorSource],
+    files: &OpenFiles,
+    progress: Progress<'_>,
+) -> Result<Vec<Numbers>, LoadError> {
+    let pace = Pace {
+        threads: threads(),
+        at_once: QUANTIZED_AT_ONCE,
+    };
+    read_at_pace(sources, files, pace, progress)
+}
+
+fn read_at_pace(
+    sources: &[TensorSource],
+    files: &OpenFiles,
+    pace: Pace,
+    progress: Progress<'_>,
+) -> Result<Vec<Numbers>, LoadError> {
+    let total = sources.iter().map(TensorSource::bytes_on_card).sum();
+    let mut numbers = Vec::with_capacity(sources.len());
+    for source in sources {
+        let dtype = read_as(source.target);
+        let count = source.bytes_on_card().0 as usize / dtype.size_in_bytes();
+        numbers.push(Numbers::zeroed(dtype, count).ok_or_else(|| no_conversion(source))?);
+    }
+    let tasks = tasks(sources, &mut numbers, files, pace.at_once)?;
+    let worker = |_| {
+        let mut buffers = Buffers::default();
+        move |task: Task<'_>| carry_out(task, &mut buffers)
+    };
+    run(tasks.into_iter(), (0..pace.threads).map(worker), total, progress)?;
+    Ok(numbers)
+}
+
+/// What a source has become, given all its numbers.
+pub(crate) fn weight_of(source: &TensorSource, tensor: Tensor) -> Weight {
+    match source.target {
+        Target::Full(_) => Weight::Full(tensor),
+        Target::Quantized(format) => Weight::Quantized(QuantizedWeight {
+            bytes: tensor,
+            format,
+            shape: source.shape.clone(),
+        }),
+    }
 }
 
 /// Tells progress, and hears whether to go on.
@@ -126,13 +316,14 @@ pub(crate) fn open(sources: &[TensorSource]) -> Result<OpenFiles, LoadError> {
     Ok(files)
 }
 
-/// The file of a source.
-///
-/// # Errors
-/// [`LoadError::Unsupported`], if it was not among those that were opened.
-pub(crate) fn file_of<'a>(source: &TensorSource, files: &'a OpenFiles) -> Result<&'a OpenFile, LoadError> {
+/// A file of a source.
+fn file_of<'a>(
+    file: &Arc<Path>,
+    source: &TensorSource,
+    files: &'a OpenFiles,
+) -> Result<&'a OpenFile, LoadError> {
     files
-        .get(&source.file)
+        .get(file)
         .ok_or_else(|| LoadError::Unsupported(format!("tensor {} has no file", source.name)))
 }
 
@@ -152,9 +343,9 @@ pub(crate) fn check_unchanged(files: &OpenFiles) -> Result<(), LoadError> {
 
 fn open_files(sources: &[TensorSource]) -> Result<OpenFiles, LoadError> {
     let mut files = OpenFiles::new();
-    for source in sources {
-        if !files.contains_key(&source.file) {
-            let path = Arc::clone(&source.file);
+    for path in sources.iter().flat_map(TensorSource::files) {
+        if !files.contains_key(path) {
+            let path = Arc::clone(path);
             let file = File::open(&path).map_err(|e| io(&path, e))?;
             let stamp = FileStamp::of(&file).map_err(|e| io(&path, e))?;
             files.insert(Arc::clone(&path), OpenFile { path, file, stamp });
@@ -171,71 +362,139 @@ fn check(sources: &[TensorSource], files: &OpenFiles) -> Result<(), LoadError> {
         if !names.insert(source.name.as_str()) {
             return Err(refuse("is named twice in one component"));
         }
-        if !converts(source.stored, source.target) {
+        let dtype = read_as(source.target);
+        if !source.is_made_at_load() && !converts(source.stored, dtype)
+            || source.is_made_at_load() && !source.stored.is_float()
+        {
             return Err(no_conversion(source));
         }
         let width = source.stored.width() as u64;
-        let in_shape = source
+        let numbers = source
             .shape
             .iter()
             .try_fold(1u64, |product, &n| product.checked_mul(n as u64))
-            .and_then(|n| n.checked_mul(width))
+            .and_then(|n| n.checked_mul(width.max(dtype.size_in_bytes() as u64)).map(|_| n))
             .ok_or_else(|| refuse("has an impossible shape"))?;
-        let mut in_ranges = 0u64;
-        for range in &source.ranges {
-            if range.length % width != 0 {
+        let needed = match source.target {
+            Target::Quantized(format) => {
+                let (_, columns) = rows_and_columns(&source.shape);
+                if !format.fits(columns) {
+                    return Err(refuse(&format!(
+                        "has rows of {columns}, which {format} cannot hold"
+                    )));
+                }
+                match source.is_made_at_load() {
+                    true => numbers * width,
+                    false => source.bytes_on_card().0,
+                }
+            }
+            Target::Full(_) => numbers * width,
+        };
+        let mut given = 0u64;
+        for piece in &source.pieces {
+            if piece.length() % width != 0 {
                 return Err(refuse("has a range that cuts a number apart"));
             }
-            let end = range
-                .offset
-                .checked_add(range.length)
-                .ok_or_else(|| refuse("ends nowhere"))?;
-            let length = files.get(&source.file).map_or(0, |f| f.stamp.length);
-            if end > length {
-                return Err(damaged(
-                    &source.file,
-                    format!(
-                        "tensor {} ends {} bytes behind the end of the file",
-                        source.name,
-                        end - length
-                    ),
-                ));
+            if let SourcePiece::File { file, range } = piece {
+                let end = range
+                    .offset
+                    .checked_add(range.length)
+                    .ok_or_else(|| refuse("ends nowhere"))?;
+                let length = files.get(file).map_or(0, |f| f.stamp.length);
+                if end > length {
+                    let (name, behind) = (&source.name, end - length);
+                    let problem = format!("tensor {name} ends {behind} bytes behind the end of the file");
+                    return Err(damaged(file, problem));
+                }
             }
-            in_ranges = in_ranges
-                .checked_add(range.length)
+            given = given
+                .checked_add(piece.length())
                 .ok_or_else(|| refuse("ends nowhere"))?;
         }
-        if in_ranges != in_shape {
+        if given != needed {
             return Err(refuse(&format!(
-                "has {in_ranges} bytes in the file and needs {in_shape}"
+                "has {given} bytes in the file and needs {needed}"
             )));
         }
     }
     Ok(())
 }
 
-/// Cuts all tensors into reads, in the order of the plan.
+/// Cuts all tensors into tasks, in the order of the plan.
 fn tasks<'a>(
     sources: &'a [TensorSource],
     numbers: &'a mut [Numbers],
     files: &'a OpenFiles,
+    at_once: usize,
 ) -> Result<Vec<Task<'a>>, LoadError> {
     let mut tasks = Vec::new();
     for (source, numbers) in sources.iter().zip(numbers) {
-        let file = file_of(source, files)?;
-        let mut rest = numbers.part();
-        for read in reads(source, CHUNK as usize / source.stored.width()) {
-            let (part, behind) = rest.split(read.count);
-            rest = behind;
-            tasks.push(Task {
-                part,
-                source,
-                file,
-                offset: read.offset,
-            });
+        match (source.target, numbers.part()) {
+            (Target::Quantized(format), Part::U8(bytes)) if source.is_made_at_load() => {
+                quantize_tasks(&mut tasks, source, format, bytes, files, at_once)?;
+            }
+            (_, mut rest) => {
+                for read in reads(source, files, CHUNK as usize / source.stored.width())? {
+                    let (part, behind) = rest.split(read.count);
+                    rest = behind;
+                    tasks.push(Task::Read { part, source, read });
+                }
+            }
         }
     }
     Ok(tasks)
+}
+
+/// Cuts a weight that is quantized while it is loaded into tasks, each with places of its own.
+fn quantize_tasks<'a>(
+    tasks: &mut Vec<Task<'a>>,
+    source: &'a TensorSource,
+    format: WeightFormat,
+    bytes: &'a mut [u8],
+    files: &'a OpenFiles,
+    at_once: usize,
+) -> Result<(), LoadError> {
+    let (rows, columns) = rows_and_columns(&source.shape);
+    let unit = quantize::unit(format, columns).ok_or_else(|| no_conversion(source))?;
+    let chunks = chunks(source, files, unit, at_once)?;
+    let Parts { scales, mut codes } = Parts::of(bytes, format, rows, columns);
+    let (mut places, collected): (&mut [u8], _) = match scales {
+        Scales::Plain(places) => (places, None),
+        Scales::Nested(nested) if chunks.is_empty() => {
+            nested.fill(Vec::new());
+            return Ok(());
+        }
+        Scales::Nested(nested) => {
+            let collected = Collected {
+                absmax: Vec::new(),
+                blocks: (rows * columns).div_ceil(unit),
+                left: chunks.len(),
+                nested: Some(nested),
+            };
+            (&mut [], Some(Arc::new(Mutex::new(collected))))
+        }
+    };
+    for chunk in chunks {
+        let (own_codes, behind) = codes.split_at_mut(quantize::code_bytes(format, chunk.count));
+        codes = behind;
+        let scales = match &collected {
+            Some(collected) => ScalesTo::Collected(Arc::clone(collected)),
+            None => {
+                let (own, behind) = places.split_at_mut(4 * chunk.count.div_ceil(unit));
+                places = behind;
+                ScalesTo::Place(own)
+            }
+        };
+        tasks.push(Task::Quantize(Quantize {
+            source,
+            format,
+            unit,
+            chunk,
+            codes: own_codes,
+            scales,
+        }));
+    }
+    Ok(())
 }
 
 /// How many threads read a component.
@@ -308,28 +567,82 @@ where
     })
 }
 
-fn carry_out(task: Task<'_>) -> Result<u64, LoadError> {
-    let numbers = task.part.len();
-    let Task {
-        part,
-        source,
-        file,
-        offset,
-    } = task;
-    read_part(part, source, file, offset)?;
-    Ok((numbers * source.target.size_in_bytes()) as u64)
+fn carry_out(task: Task<'_>, buffers: &mut Buffers) -> Result<u64, LoadError> {
+    match task {
+        Task::Read { part, source, read } => {
+            read_part(part, source, &read)?;
+            Ok((read.count * read_as(source.target).size_in_bytes()) as u64)
+        }
+        Task::Quantize(task) => task.carry_out(buffers),
+    }
 }
 
-/// Fills a part of a source with the numbers that begin at `offset` of its file.
+impl Quantize<'_> {
+    /// Answers with the bytes on the card that are done.
+    fn carry_out(self, buffers: &mut Buffers) -> Result<u64, LoadError> {
+        let Chunk { first, count, reads } = self.chunk;
+        buffers.numbers.resize(count, 0.0);
+        let mut rest = buffers.numbers.as_mut_slice();
+        for read in &reads {
+            let (part, behind) = rest.split_at_mut(read.count);
+            rest = behind;
+            read_part(Part::F32(part), self.source, read)?;
+        }
+        let scales = &mut buffers.scales;
+        scales.resize(count.div_ceil(self.unit), 0.0);
+        quantize::make_codes(self.format, self.unit, &buffers.numbers, scales, self.codes).map_err(|_| {
+            LoadError::NotFinite {
+                tensor: self.source.name.clone(),
+            }
+        })?;
+        let scale_bytes = match self.scales {
+            ScalesTo::Place(place) => {
+                quantize::write_f32s(place, scales);
+                place.len()
+            }
+            ScalesTo::Collected(collected) => {
+                let last = {
+                    let mut collected = collected.lock().unwrap_or_else(PoisonError::into_inner);
+                    collected.take(first / self.unit, scales)
+                };
+                if let Some((nested, absmax)) = last {
+                    nested.fill(absmax);
+                }
+                scales.len()
+            }
+        };
+        Ok((self.codes.len() + scale_bytes) as u64)
+    }
+}
+
+impl<'a> Collected<'a> {
+    /// Takes the scales from block `first` on. With the last, all that there are, and where they go.
+    fn take(&mut self, first: usize, scales: &[f32]) -> Option<(Nested<'a>, Vec<f32>)> {
+        self.absmax.resize(self.blocks, 0.0);
+        self.absmax[first..first + scales.len()].copy_from_slice(scales);
+        self.left -= 1;
+        let nested = (self.left == 0).then(|| self.nested.take()).flatten()?;
+        Some((nested, std::mem::take(&mut self.absmax)))
+    }
+}
+
+/// Fills a part of a source with the numbers of a read, of which it has as many.
 ///
 /// # Errors
 /// [`LoadError::Damaged`] where the file ends early, [`LoadError::Io`] else.
-pub(crate) fn read_part(
-    part: Part<'_>,
-    source: &TensorSource,
-    file: &OpenFile,
-    offset: u64,
-) -> Result<(), LoadError> {
+pub(crate) fn read_part(part: Part<'_>, source: &TensorSource, read: &Read<'_>) -> Result<(), LoadError> {
+    let (file, offset) = match read.from {
+        Origin::File { file, offset } => (file, offset),
+        Origin::Inline(bytes) => {
+            return match part {
+                Part::U8(to) => {
+                    to.copy_from_slice(bytes);
+                    Ok(())
+                }
+                _ => Err(no_conversion(source)),
+            };
+        }
+    };
     match part.read(&file.file, offset, source.stored) {
         Ok(()) => Ok(()),
         Err(error) if error.kind() == ErrorKind::UnexpectedEof => Err(damaged(
@@ -358,5 +671,79 @@ fn damaged(path: &Path, problem: String) -> LoadError {
     LoadError::Damaged {
         file: path.to_owned(),
         problem,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    use half::bf16;
+    use proptest::prelude::*;
+
+    use crate::load::{ByteRange, Stored};
+
+    fn pieces(file: &Arc<Path>, length: usize, width: usize, cuts: &[usize]) -> Vec<SourcePiece> {
+        let numbers = length / width;
+        let mut ends: Vec<usize> = cuts.iter().map(|c| c % (numbers + 1) * width).collect();
+        ends.push(length);
+        ends.sort_unstable();
+        let mut begin = 0;
+        let piece = |end: usize| {
+            let range = ByteRange {
+                offset: begin as u64,
+                length: (end - begin) as u64,
+            };
+            begin = end;
+            let file = Arc::clone(file);
+            SourcePiece::File { file, range }
+        };
+        ends.into_iter().map(piece).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn neither_threads_nor_chunks_nor_pieces_change_a_byte(
+            (rows, columns) in (0usize..9, prop_oneof![0usize..200, 4000usize..5000]),
+            seed in any::<u32>(),
+            cuts in proptest::collection::vec(any::<usize>(), 0..4),
+            threads in 1usize..5,
+            at_once in prop_oneof![1usize..300, Just(QUANTIZED_AT_ONCE)],
+        ) {
+            let next = |i: usize| {
+                let bits = (i as u32).wrapping_mul(2_654_435_761) ^ seed;
+                bf16::from_f32((bits.wrapping_mul(bits | 1) as i32) as f32 * 1e-9)
+            };
+            let numbers: Vec<bf16> = (0..rows * columns).map(next).collect();
+            let wide: Vec<f32> = numbers.iter().map(|x| x.to_f32()).collect();
+            for (stored, bytes) in [
+                (Stored::Bf16, numbers.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>()),
+                (Stored::F32, wide.iter().flat_map(|x| x.to_le_bytes()).collect()),
+                (Stored::F64, wide.iter().flat_map(|x| f64::from(*x).to_le_bytes()).collect()),
+            ] {
+                let file = tempfile::NamedTempFile::new().unwrap();
+                std::fs::write(file.path(), &bytes).unwrap();
+                let path: Arc<Path> = file.path().into();
+                let sources: Vec<TensorSource> = WeightFormat::MADE_AT_LOAD.iter().map(|format| TensorSource {
+                    name: format.to_string(),
+                    pieces: pieces(&path, bytes.len(), stored.width(), &cuts),
+                    stored,
+                    shape: vec![rows, columns],
+                    target: Target::Quantized(*format),
+                }).collect();
+                let files = open(&sources).unwrap();
+                let pace = Pace { threads, at_once };
+                let total: Bytes = sources.iter().map(TensorSource::bytes_on_card).sum();
+                let made = read_at_pace(&sources, &files, pace, &mut |p| {
+                    assert!(p.done <= p.total && p.total == total);
+                    ControlFlow::Continue(())
+                }).unwrap();
+                for (format, made) in WeightFormat::MADE_AT_LOAD.into_iter().zip(made) {
+                    let expected = quantize::quantize(format, &wide, rows, columns).unwrap();
+                    prop_assert_eq!(made.bytes(), expected, "{} {:?}", format, stored);
+                }
+            }
+        }
     }
 }

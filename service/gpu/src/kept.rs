@@ -1,0 +1,514 @@
+//! Kept copies: what a plan makes, in a file of its own, so that the next load reads only the small bytes.
+//!
+//! A copy is a safetensors file. A tensor in full precision is there in the dtype that it has on the card, a quantized
+//! one as the bytes of its layout, `U8`; formats and shapes are in the metadata, under one key. Its numbers are not
+//! hashed: a copy is whole, or it has no name.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::{File, FileTimes, TryLockError};
+use std::io::{BufWriter, Write};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use candle_core::DType;
+use residency::Bytes;
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
+use serde::{Deserialize, Serialize};
+use tempfile::NamedTempFile;
+
+use crate::checkpoint::{CheckpointFile, LONGEST_HEADER, TensorEntry};
+use crate::format::WeightFormat;
+use crate::load::{LoadError, LoadPlan, SourcePiece, Stored, Target, TensorSource};
+use crate::reader::{check_unchanged, open, read_numbers};
+
+/// The version of how quantized weights lie in a copy. It rises when a layout or what is made at load changes: older
+/// copies are made again then.
+const LAYOUT: u32 = 2;
+
+/// The key in the metadata.
+const KEY: &str = "moored.kept";
+
+/// Names of finished copies end so, and those of copies that are being written. Nothing else in a folder is touched.
+const ENDING: &str = ".kept.safetensors";
+const UNFINISHED: &str = ".kept.part";
+
+/// What is made before it is written, in bytes; more where one tensor is larger.
+const AT_ONCE: Bytes = Bytes(64 << 20);
+
+/// Why there is no copy. Nothing is left behind.
+#[derive(Debug, thiserror::Error)]
+pub enum KeepError {
+    /// The caller said stop.
+    #[error("the copy was cancelled")]
+    Cancelled,
+    /// The copy needs more than the folder may hold.
+    #[error("a copy needs {needed}, and {limit} may be kept: raise the limit, or load without a copy")]
+    TooLarge {
+        /// Bytes of the copy.
+        needed: Bytes,
+        /// What the folder may hold.
+        limit: Bytes,
+    },
+    /// The checkpoint cannot be read.
+    #[error(transparent)]
+    Load(LoadError),
+    /// The copy cannot be written.
+    #[error("cannot write {}: {source}; see that there is room and that the folder can be written", file.display())]
+    Write {
+        /// The file, or its folder.
+        file: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+}
+
+impl From<LoadError> for KeepError {
+    fn from(error: LoadError) -> KeepError {
+        match error {
+            LoadError::Cancelled => KeepError::Cancelled,
+            error => KeepError::Load(error),
+        }
+    }
+}
+
+fn write_error(file: &Path) -> impl Fn(std::io::Error) -> KeepError + use<> {
+    let file = file.to_owned();
+    move |source| KeepError::Write {
+        file: file.clone(),
+        source,
+    }
+}
+
+/// What the metadata says of a copy.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Contents {
+    layout: u32,
+    quantized: BTreeMap<String, Quantized>,
+}
+
+/// A quantized weight of a copy.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Quantized {
+    format: WeightFormat,
+    shape: Vec<usize>,
+}
+
+impl Contents {
+    fn of(sources: &[TensorSource]) -> Contents {
+        let quantized = sources.iter().filter_map(|source| match source.target {
+            Target::Quantized(format) => {
+                let shape = source.shape.clone();
+                Some((source.name.clone(), Quantized { format, shape }))
+            }
+            Target::Full(_) => None,
+        });
+        Contents {
+            layout: LAYOUT,
+            quantized: quantized.collect(),
+        }
+    }
+}
+
+/// How a tensor is stored in a copy, and its shape there.
+fn kept_as(source: &TensorSource) -> Option<(Dtype, Stored, Vec<usize>)> {
+    let (dtype, stored) = match source.target {
+        Target::Quantized(_) => {
+            let bytes = source.bytes_on_card().0 as usize;
+            return Some((Dtype::U8, Stored::U8, vec![bytes]));
+        }
+        Target::Full(DType::F32) => (Dtype::F32, Stored::F32),
+        Target::Full(DType::F64) => (Dtype::F64, Stored::F64),
+        Target::Full(DType::F16) => (Dtype::F16, Stored::F16),
+        Target::Full(DType::BF16) => (Dtype::BF16, Stored::Bf16),
+        Target::Full(DType::U8) => (Dtype::U8, Stored::U8),
+        Target::Full(DType::I64) => (Dtype::I64, Stored::I64),
+        Target::Full(_) => return None,
+    };
+    Some((dtype, stored, source.shape.clone()))
+}
+
+fn kept(source: &TensorSource) -> Result<(Dtype, Stored, Vec<usize>), LoadError> {
+    kept_as(source).ok_or_else(|| {
+        LoadError::Unsupported(format!(
+            "tensor {} as {:?} is not kept",
+            source.name, source.target
+        ))
+    })
+}
+
+/// Length and header of a copy, padded so that the numbers behind begin at a multiple of 8.
+fn header(sources: &[TensorSource]) -> Result<Vec<u8>, LoadError> {
+    let refuse = |problem: String| LoadError::Unsupported(format!("no copy of this can be kept: {problem}"));
+    let contents = serde_json::to_string(&Contents::of(sources)).map_err(|e| refuse(e.to_string()))?;
+    let (mut end, mut tensors) = (0, Vec::with_capacity(sources.len()));
+    for source in sources {
+        if source.name == "__metadata__" {
+            return Err(refuse("a tensor has the name of the metadata".to_owned()));
+        }
+        let (dtype, _, shape) = kept(source)?;
+        let begin = end;
+        end += source.bytes_on_card().0 as usize;
+        let data_offsets = (begin, end);
+        tensors.push((
+            source.name.clone(),
+            TensorInfo {
+                dtype,
+                shape,
+                data_offsets,
+            },
+        ));
+    }
+    let metadata = HashMap::from([(KEY.to_owned(), contents)]);
+    let metadata = Metadata::new(Some(metadata), tensors).map_err(|e| refuse(e.to_string()))?;
+    let mut text = serde_json::to_vec(&metadata).map_err(|e| refuse(e.to_string()))?;
+    text.resize(text.len().next_multiple_of(8), b' ');
+    if text.len() as u64 > LONGEST_HEADER {
+        return Err(refuse("its header would be too long".to_owned()));
+    }
+    let mut header = (text.len() as u64).to_le_bytes().to_vec();
+    header.extend(text);
+    Ok(header)
+}
+
+/// Exact bytes of the file that [`keep`] writes.
+///
+/// # Errors
+/// [`LoadError::Unsupported`] for a plan that has no files, or of which no copy can be kept.
+pub fn kept_bytes(plan: &LoadPlan) -> Result<Bytes, LoadError> {
+    Ok(Bytes(header(plan.files()?)?.len() as u64) + plan.bytes())
+}
+
+/// Makes what a plan makes, and writes it to a file, which replaces one that is there: first to a temporary file in the
+/// same folder, which gets its name once the disk has it. `go_on` is asked before each group of tensors and, in groups
+/// that come to more, after every 32 MiB. The answer is the length of the file.
+///
+/// # Errors
+/// [`KeepError`]; nothing is left behind then.
+pub fn keep(plan: &LoadPlan, to: &Path, go_on: &dyn Fn() -> bool) -> Result<Bytes, KeepError> {
+    let folder = match to.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    };
+    let file = temporary(folder).map_err(write_error(folder))?;
+    write_copy(plan, file, folder, to, go_on)
+}
+
+/// A temporary file of this process, locked: whoever tidies up sees that it is being written. It is gone when it is
+/// dropped.
+fn temporary(folder: &Path) -> std::io::Result<NamedTempFile> {
+    loop {
+        let file = tempfile::Builder::new()
+            .prefix("copy-")
+            .suffix(UNFINISHED)
+            .tempfile_in(folder)?;
+        // Between its making and its locking somebody may have tidied up.
+        match file.as_file().try_lock() {
+            Ok(()) if file.path().try_exists()? => return Ok(file),
+            Ok(()) | Err(TryLockError::WouldBlock) => {}
+            Err(TryLockError::Error(error)) => return Err(error),
+        }
+    }
+}
+
+fn write_copy(
+    plan: &LoadPlan,
+    file: NamedTempFile,
+    folder: &Path,
+    to: &Path,
+    go_on: &dyn Fn() -> bool,
+) -> Result<Bytes, KeepError> {
+    let sources = plan.files()?;
+    let header = header(sources)?;
+    let length = Bytes(header.len() as u64) + plan.bytes();
+    let files = open(sources)?;
+    let failed = write_error(to);
+    // Its whole length from the start, so that who adds up the folder counts it.
+    file.as_file().set_len(length.0).map_err(&failed)?;
+    let mut writer = BufWriter::with_capacity(1 << 20, file.as_file());
+    writer.write_all(&header).map_err(&failed)?;
+    let mut rest = sources;
+    while !rest.is_empty() {
+        let (group, behind) = rest.split_at(group_of(rest));
+        rest = behind;
+        if !go_on() {
+            return Err(KeepError::Cancelled);
+        }
+        let numbers = read_numbers(group, &files, &mut |_| match go_on() {
+            true => ControlFlow::Continue(()),
+            false => ControlFlow::Break(()),
+        })?;
+        for numbers in numbers {
+            writer.write_all(numbers.bytes()).map_err(&failed)?;
+        }
+    }
+    writer.flush().map_err(&failed)?;
+    drop(writer);
+    check_unchanged(&files)?;
+    file.as_file().sync_all().map_err(&failed)?;
+    if !go_on() {
+        return Err(KeepError::Cancelled);
+    }
+    file.persist(to).map_err(|e| failed(e.error))?;
+    // The name is safe once its folder is.
+    File::open(folder)
+        .and_then(|folder| folder.sync_all())
+        .map_err(write_error(folder))?;
+    Ok(length)
+}
+
+/// How many tensors are made together: at least one.
+fn group_of(sources: &[TensorSource]) -> usize {
+    let mut bytes = Bytes::ZERO;
+    let fits = |source: &&TensorSource| {
+        bytes += source.bytes_on_card();
+        bytes <= AT_ONCE
+    };
+    sources.iter().take_while(fits).count().max(1)
+}
+
+/// The same tensors, read from a copy.
+///
+/// # Errors
+/// [`LoadError::Damaged`] if the copy is not one of this plan: other names, shapes, formats, dtypes, or of another
+/// version; or if its header contradicts itself or the file. [`LoadError::Io`] if it cannot be read, and
+/// [`LoadError::Unsupported`] for a plan that has no files.
+pub fn kept_plan(path: &Path, plan: &LoadPlan) -> Result<LoadPlan, LoadError> {
+    let sources = plan.files()?;
+    let copy = CheckpointFile::open(path)?;
+    let refuse = |problem: String| LoadError::Damaged {
+        file: path.to_owned(),
+        problem: format!("it is no copy of this component: {problem}"),
+    };
+    let contents = copy
+        .metadata()
+        .get(KEY)
+        .ok_or_else(|| refuse(format!("it does not say {KEY}")))?;
+    let contents: Contents = serde_json::from_str(contents).map_err(|e| refuse(format!("{KEY}: {e}")))?;
+    if contents.layout != LAYOUT {
+        let found = contents.layout;
+        return Err(refuse(format!(
+            "its layout is of version {found}, and {LAYOUT} is read"
+        )));
+    }
+    if contents != Contents::of(sources) {
+        return Err(refuse(
+            "other tensors are quantized, or to another format".to_owned(),
+        ));
+    }
+    let there = copy.tensors().count();
+    if there != sources.len() {
+        return Err(refuse(format!(
+            "it has {there} tensors, and {} are needed",
+            sources.len()
+        )));
+    }
+    let from_copy = |source: &TensorSource| {
+        let (_, stored, shape) = kept(source)?;
+        let name = &source.name;
+        let entry = copy
+            .get(name)
+            .ok_or_else(|| refuse(format!("tensor {name} is missing")))?;
+        let range = match entry {
+            TensorEntry {
+                stored: found,
+                shape: its,
+                range,
+            } if *found == stored && *its == shape => *range,
+            TensorEntry {
+                stored: found,
+                shape: its,
+                ..
+            } => {
+                let problem =
+                    format!("tensor {name} is {found:?} {its:?}, and {stored:?} {shape:?} is needed");
+                return Err(refuse(problem));
+            }
+        };
+        Ok(TensorSource {
+            name: name.clone(),
+            pieces: vec![SourcePiece::File {
+                file: Arc::clone(copy.path()),
+                range,
+            }],
+            stored,
+            shape: source.shape.clone(),
+            target: source.target,
+        })
+    };
+    Ok(LoadPlan::Files(
+        sources.iter().map(from_copy).collect::<Result<_, _>>()?,
+    ))
+}
+
+/// A folder of copies, bounded in size. What was used longest ago leaves first. Several processes may share it; it
+/// touches files of copies alone.
+#[derive(Clone, Debug)]
+pub struct KeptFolder {
+    folder: PathBuf,
+    limit: Bytes,
+}
+
+/// A finished copy in a folder.
+struct Copy {
+    path: PathBuf,
+    bytes: Bytes,
+    used: SystemTime,
+}
+
+impl KeptFolder {
+    /// Opens a folder, makes it where there is none, and removes what processes that are gone left unfinished.
+    ///
+    /// # Errors
+    /// [`KeepError::Write`].
+    pub fn open(folder: impl Into<PathBuf>, limit: Bytes) -> Result<KeptFolder, KeepError> {
+        let kept = KeptFolder {
+            folder: folder.into(),
+            limit,
+        };
+        let failed = write_error(&kept.folder);
+        std::fs::create_dir_all(&kept.folder).map_err(&failed)?;
+        kept.remove_abandoned().map_err(&failed)?;
+        Ok(kept)
+    }
+
+    /// Removes what processes that are gone left unfinished.
+    fn remove_abandoned(&self) -> std::io::Result<()> {
+        for path in self.files_ending(UNFINISHED)? {
+            // A lock is held for as long as its process writes. What is gone meanwhile, or not ours, may stay.
+            let abandoned = File::open(&path).is_ok_and(|file| match file.try_lock() {
+                Ok(()) => std::fs::remove_file(&path).is_ok(),
+                Err(_) => false,
+            });
+            if abandoned {
+                tracing::info!(file = %path.display(), "removed an unfinished copy of a process that is gone");
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the copy of this key is, or would be: the readable beginning of the key, and a hash of it and of the layout.
+    /// Versions of moored that lay out weights in different ways may share a folder; neither takes the other's copies for
+    /// its own.
+    pub fn path_of(&self, key: &str) -> PathBuf {
+        const READABLE: usize = 80;
+        let readable = |c: char| match c {
+            'a'..='z' | 'A'..='Z' | '0'..='9' | '-' | '_' => c,
+            _ => '_',
+        };
+        let name: String = key.chars().take(READABLE).map(readable).collect();
+        let hash = blake3::hash(format!("{LAYOUT} {key}").as_bytes()).to_hex();
+        self.folder.join(format!("{name}-{}{ENDING}", &hash[..32]))
+    }
+
+    /// The copy of this key, if there is one. It counts as used now.
+    pub fn find(&self, key: &str) -> Option<PathBuf> {
+        let path = self.path_of(key);
+        let file = File::open(&path).ok()?;
+        // The time of its last reading alone: that of its last writing tells loads under way that it is the same file.
+        if let Err(error) = file.set_times(FileTimes::new().set_accessed(SystemTime::now())) {
+            // A folder that is only read from is none to complain of at each request.
+            tracing::debug!(file = %path.display(), %error, "cannot note that a copy was used");
+        }
+        Some(path)
+    }
+
+    /// Removes what processes that are gone left unfinished, and copies, what was used longest ago first, until so many
+    /// bytes more stay within the limit.
+    ///
+    /// # Errors
+    /// [`KeepError::TooLarge`] where they would not, beside the copies that are being written: no copy is removed then.
+    /// [`KeepError::Write`] if the folder cannot be read or a copy cannot be removed.
+    pub fn make_room(&self, needed: Bytes) -> Result<(), KeepError> {
+        self.make_room_beside(needed, None)
+    }
+
+    /// Makes room for a copy of a plan, and keeps it under this key. The answer is where.
+    ///
+    /// # Errors
+    /// As [`keep`], and [`KeepError::TooLarge`].
+    pub fn keep(&self, key: &str, plan: &LoadPlan, go_on: &dyn Fn() -> bool) -> Result<PathBuf, KeepError> {
+        let to = self.path_of(key);
+        // Whoever clears the folder may remove it.
+        std::fs::create_dir_all(&self.folder).map_err(write_error(&self.folder))?;
+        self.make_room(kept_bytes(plan)?)?;
+        keep(plan, &to, go_on)?;
+        // Another process may have kept something at the same time.
+        self.make_room_beside(Bytes::ZERO, Some(&to))?;
+        Ok(to)
+    }
+
+    /// Removes the copy of this key, if there is one: it was refused.
+    ///
+    /// # Errors
+    /// [`KeepError::Write`].
+    pub fn remove(&self, key: &str) -> Result<(), KeepError> {
+        remove(&self.path_of(key))
+    }
+
+    fn make_room_beside(&self, needed: Bytes, beside: Option<&Path>) -> Result<(), KeepError> {
+        let failed = write_error(&self.folder);
+        let mut held = needed;
+        self.remove_abandoned().map_err(&failed)?;
+        for path in self.files_ending(UNFINISHED).map_err(&failed)? {
+            held += std::fs::metadata(&path).map_or(Bytes::ZERO, |facts| Bytes(facts.len()));
+        }
+        let limit = self.limit;
+        if needed > Bytes::ZERO && held > limit {
+            return Err(KeepError::TooLarge { needed, limit });
+        }
+        let mut copies = self.copies().map_err(&failed)?;
+        copies.sort_by(|a, b| (a.used, &a.path).cmp(&(b.used, &b.path)));
+        held += copies.iter().map(|copy| copy.bytes).sum();
+        for copy in copies {
+            if held <= limit {
+                break;
+            }
+            if beside != Some(copy.path.as_path()) {
+                remove(&copy.path)?;
+                held -= copy.bytes;
+                tracing::info!(file = %copy.path.display(), "removed a kept copy to make room");
+            }
+        }
+        Ok(())
+    }
+
+    fn copies(&self) -> std::io::Result<Vec<Copy>> {
+        let copy = |path: PathBuf| {
+            // One that another process has just removed is no error.
+            let facts = std::fs::metadata(&path).ok()?;
+            Some(Copy {
+                path,
+                bytes: Bytes(facts.len()),
+                used: facts.accessed().or_else(|_| facts.modified()).ok()?,
+            })
+        };
+        Ok(self.files_ending(ENDING)?.into_iter().filter_map(copy).collect())
+    }
+
+    fn files_ending(&self, ending: &str) -> std::io::Result<Vec<PathBuf>> {
+        let mut files = Vec::new();
+        for entry in std::fs::read_dir(&self.folder)? {
+            let entry = entry?;
+            let named = entry
+                .file_name()
+                .to_str()
+                .is_some_and(|name| name.ends_with(ending));
+            // What is gone meanwhile was no file of ours.
+            if named && entry.file_type().is_ok_and(|kind| kind.is_file()) {
+                files.push(entry.path());
+            }
+        }
+        Ok(files)
+    }
+}
+
+/// Removes a file, if it is there.
+fn remove(path: &Path) -> Result<(), KeepError> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(write_error(path)(error)),
+        _ => Ok(()),
+    }
+}
