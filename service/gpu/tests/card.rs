@@ -3,6 +3,9 @@
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)]
 
+#[path = "card/quantize.rs"]
+mod quantize;
+
 use std::io::Write as _;
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -48,17 +51,9 @@ fn file_of_numbers(count: usize) -> tempfile::NamedTempFile {
 }
 
 fn source(file: &Path, name: &str, offset: u64, shape: &[usize], target: DType) -> TensorSource {
-    TensorSource {
-        name: name.to_owned(),
-        file: file.into(),
-        ranges: vec![ByteRange {
-            offset,
-            length: (shape.iter().product::<usize>() * 4) as u64,
-        }],
-        stored: Stored::F32,
-        shape: shape.to_vec(),
-        target,
-    }
+    let length = (shape.iter().product::<usize>() * 4) as u64;
+    let range = ByteRange { offset, length };
+    TensorSource::full(name, &file.into(), [range], Stored::F32, shape.to_vec(), target)
 }
 
 /// Tensors of many sizes: one number, odd ones, and several that fill more than a slot of the ring.

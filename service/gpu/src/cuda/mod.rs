@@ -6,6 +6,7 @@
 //! pinned memory and ask for copies.
 
 mod pool;
+mod quantize;
 mod staging;
 
 use std::collections::HashMap;
@@ -21,12 +22,13 @@ use residency::{Bytes, Component, ComponentId, DriverTruth};
 use crate::card::{CardDescription, Gpu, GpuError, Unloaded};
 use crate::cuda_settings::CudaSettings;
 use crate::faults::{FaultAction, FaultSchedule};
-use crate::load::{LoadError, LoadPlan, LoadProgress, TensorSource};
+use crate::load::{LoadError, LoadPlan, LoadProgress, Target, TensorSource};
 use crate::nvml::NvmlCard;
 use crate::profile::MemoryProfile;
 use crate::reader;
 use crate::tensors::ComponentTensors;
 use pool::{Pool, has_in_one_piece, is_allocated, is_out_of_memory};
+use quantize::Kernels;
 use staging::{Allocation, Staging};
 
 /// cuBLAS takes a workspace of its own, unseen, unless it is given one. This is what it takes on compute capability 9;
@@ -36,6 +38,10 @@ const CUBLAS_WORKSPACE: Bytes = Bytes::mib(32);
 /// What code and stacks of newly loaded kernels may add to the context within one stage. Where NVML does not show our own
 /// process, what exceeds it is taken for somebody else's.
 const CONTEXT_GROWTH: Bytes = Bytes::mib(256);
+
+/// What the pools of a component and of the load's own workspace may take beside what is allocated from them: each grows
+/// by pieces of 32 MiB.
+const POOL_ROUNDING: Bytes = Bytes::mib(64);
 
 /// How close the search for the largest allocation comes.
 const PROBE_STEP: Bytes = Bytes::mib(16);
@@ -91,7 +97,13 @@ impl CudaCard {
         let activations = Pool::of_activations(&context, profile.release_threshold).map_err(lost)?;
         let workspaces = Pool::new(&context).map_err(lost)?;
         give_workspace(&device, &workspaces, &stream)?;
-        let staging = Staging::new(&stream, profile.staging_bytes, profile.staging_chunk).map_err(lost)?;
+        let kernels = Kernels::new(&context).map_err(|error| {
+            GpuError::Lost(format!(
+                "its kernels cannot be loaded ({error}): moored needs compute capability 7.5 or newer"
+            ))
+        })?;
+        let staging =
+            Staging::new(&stream, kernels, profile.staging_bytes, profile.staging_chunk).map_err(lost)?;
         let mut description = nvml.describe();
         let dtype = settings.compute_dtype(nvml.compute_capability);
         dtype.as_str().clone_into(&mut description.compute_dtype);
@@ -213,9 +225,9 @@ impl CudaCard {
             let tensor = tensor_at(source, *pointer, &self.stream, device).ok_or_else(|| {
                 LoadError::Lost(format!("tensor {} has no form {:?}", source.name, source.target))
             })?;
-            tensors.insert(source.name.clone(), tensor);
+            tensors.insert(source.name.clone(), reader::weight_of(source, tensor));
         }
-        Ok(ComponentTensors::new(tensors))
+        Ok(ComponentTensors::of_weights(tensors))
     }
 }
 
@@ -287,16 +299,19 @@ impl Gpu for CudaCard {
         let booked = plan.bytes();
         let files = reader::open(sources)?;
         reader::tell(progress, Bytes::ZERO, booked)?;
+        // Some of it for the load alone, out of what plans leave free: a load that quantizes makes do with what is there.
+        let needed = booked + self.staging.least_workspace(sources)?;
         let (free, _) = self.driver_memory().map_err(gone)?;
-        if booked > free {
-            return Err(LoadError::OutOfMemory { needed: booked, free });
+        if needed > free {
+            return Err(LoadError::OutOfMemory { needed, free });
         }
+        let room = free - booked - POOL_ROUNDING;
         let pool = Pool::new(&self.context);
         let pool = self.latch(pool).map_err(gone)?;
         let mut made = Vec::with_capacity(sources.len());
         let outcome = self
             .staging
-            .load(sources, &files, &pool, &mut made, progress)
+            .load(sources, &files, &pool, &mut made, room, progress)
             .and_then(|()| reader::check_unchanged(&files))
             .and_then(|()| reader::tell(progress, booked, booked))
             .and_then(|()| self.tensors_of(&made));
@@ -533,14 +548,15 @@ fn tensor_at(
     stream: &Arc<CudaStream>,
     device: &CudaDevice,
 ) -> Option<Tensor> {
-    let count = source.shape.iter().product();
+    let dtype = reader::read_as(source.target);
+    let count = source.bytes_on_card().0 as usize / dtype.size_in_bytes();
     macro_rules! slice {
         ($variant:ident) => {
             // SAFETY: the allocation is live, of this many numbers of this width, filled, and freed by nobody else.
             CudaStorageSlice::$variant(unsafe { stream.upgrade_device_ptr(pointer, count) })
         };
     }
-    let slice = match source.target {
+    let slice = match dtype {
         DType::U8 => slice!(U8),
         DType::I64 => slice!(I64),
         DType::F16 => slice!(F16),
@@ -553,7 +569,10 @@ fn tensor_at(
         slice,
         device: device.clone(),
     };
-    let shape = source.shape.as_slice();
+    let shape = match source.target {
+        Target::Full(_) => source.shape.clone(),
+        Target::Quantized(_) => vec![count],
+    };
     Some(Tensor::from_storage(
         Storage::Cuda(storage),
         shape,

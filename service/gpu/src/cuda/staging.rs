@@ -4,18 +4,25 @@
 //! asks for an asynchronous copy, and goes on with the next slot, while the card's copy engine works through all lanes.
 //! Nothing is pageable, nothing is pinned for a load, and nobody waits for a tensor: a lane waits only for the slot that
 //! it is about to fill, and the load waits once, at its end.
+//!
+//! Numbers that are to be quantized take the same way to memory of the lane's own on the card, and a kernel behind their
+//! copy makes codes and scales of them at the tensor's place, while the next bytes arrive.
 
 use std::collections::VecDeque;
+use std::ops::ControlFlow;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
+use candle_core::DType;
 use cudarc::driver::{CudaEvent, CudaStream, DriverError, sys};
 use residency::Bytes;
 
 use super::pool::{PinnedBuffer, Pool, is_out_of_memory};
+use super::quantize::{Arrived, Bench, Kernels, Making, Workspace, WorkspaceSize};
 use crate::convert::Part;
-use crate::load::{LoadError, TensorSource};
-use crate::reader::{self, OpenFile, OpenFiles, Progress, Read};
+use crate::load::{LoadError, LoadProgress, TensorSource};
+use crate::reader::{self, Chunk, OpenFiles, Progress, Read};
 
 /// Slots of a lane: one is read into while others are copied from.
 const LEAST_SLOTS: usize = 2;
@@ -29,6 +36,7 @@ pub(super) struct Staging {
     stream: Arc<CudaStream>,
     /// Says, in any stream, that all allocations so far may be used.
     allocated: CudaEvent,
+    kernels: Kernels,
 }
 
 #[derive(Debug)]
@@ -43,7 +51,7 @@ struct Lane {
 #[derive(Debug)]
 struct Slot {
     memory: PinnedBuffer,
-    /// The last copy out of it.
+    /// The last copy out of it, and what was made of the copy.
     copied: CudaEvent,
 }
 
@@ -54,20 +62,39 @@ pub(super) struct Allocation<'a> {
     pub(super) pointer: sys::CUdeviceptr,
 }
 
-/// One read and one copy.
+/// What one lane does at a time.
 struct Piece<'a> {
     source: &'a TensorSource,
-    file: &'a OpenFile,
-    read: Read,
     /// The tensor's place.
     allocation: sys::CUdeviceptr,
-    to: sys::CUdeviceptr,
+    work: Work<'a>,
+}
+
+enum Work<'a> {
+    /// One read, and one copy to where the numbers stay.
+    Copy { read: Read<'a>, to: sys::CUdeviceptr },
+    /// Numbers that are quantized: one chunk, or, where scales must be known first, all of the tensor.
+    Make { making: Making, chunks: Vec<Chunk<'a>> },
+}
+
+/// What lanes share while a load is under way.
+#[derive(Clone, Copy)]
+struct Shared<'a> {
+    allocated: &'a CudaEvent,
+    kernels: &'a Kernels,
+    /// The load was cancelled: what is long need not be done to its end.
+    cancelled: &'a AtomicBool,
 }
 
 impl Staging {
     /// A ring of about `total` bytes in chunks of about `chunk` bytes, for as many threads as read. What is loaded is
     /// allocated in the order of `stream`.
-    pub(super) fn new(stream: &Arc<CudaStream>, total: Bytes, chunk: Bytes) -> Result<Staging, DriverError> {
+    pub(super) fn new(
+        stream: &Arc<CudaStream>,
+        kernels: Kernels,
+        total: Bytes,
+        chunk: Bytes,
+    ) -> Result<Staging, DriverError> {
         let context = stream.context();
         let chunk = (chunk.0.max(64 << 10) as usize).next_multiple_of(4096);
         let threads = reader::threads();
@@ -92,6 +119,7 @@ impl Staging {
             chunk,
             stream: Arc::clone(stream),
             allocated: context.new_event(None)?,
+            kernels,
         })
     }
 
@@ -101,19 +129,70 @@ impl Staging {
         Bytes((slots * self.chunk) as u64)
     }
 
-    /// Allocates every source from `pool` and fills it. Each allocation is in `made` as soon
-    /// as it exists, whatever the outcome; when this returns, no copy is under way.
+    /// The least bytes on the card that a load of these sources takes besides its tensors, while it lasts: those of one
+    /// lane.
+    ///
+    /// # Errors
+    /// [`LoadError::Unsupported`] if one of them is to be quantized in a way that is not known, or does not fit the ring.
+    pub(super) fn least_workspace(&self, sources: &[TensorSource]) -> Result<Bytes, LoadError> {
+        let size = self.workspace_size(&self.makings(sources)?, 1);
+        Ok(size.map_or(Bytes::ZERO, WorkspaceSize::bytes))
+    }
+
+    fn makings(&self, sources: &[TensorSource]) -> Result<Vec<Option<Making>>, LoadError> {
+        let numbered = sources.iter().enumerate();
+        numbered
+            .map(|(number, source)| Making::of(source, number, self.chunk))
+            .collect()
+    }
+
+    fn workspace_size(&self, makings: &[Option<Making>], lanes: usize) -> Option<WorkspaceSize> {
+        let slots = self.lanes.first().map_or(0, |lane| lane.slots.len());
+        WorkspaceSize::of(makings, lanes, slots, self.chunk)
+    }
+
+    /// Takes the memory for what is quantized, if anything is, for as many lanes as have it within `room`: one at least. Says
+    /// how many lanes may work.
+    fn workspace(
+        &self,
+        makings: &[Option<Making>],
+        total: Bytes,
+        room: Bytes,
+    ) -> Result<(Option<Workspace>, usize), LoadError> {
+        let all = self.lanes.len();
+        let fits = |lanes: &usize| {
+            let size = self.workspace_size(makings, *lanes);
+            size.is_none_or(|size| size.bytes() <= room)
+        };
+        let lanes = (1..=all).rev().find(fits).unwrap_or(1);
+        let Some(size) = self.workspace_size(makings, lanes) else {
+            return Ok((None, all));
+        };
+        if lanes < all {
+            tracing::info!(lanes, all, "little memory is left to quantize in");
+        }
+        Workspace::new(size, &self.stream)
+            .map(|workspace| (Some(workspace), lanes))
+            .map_err(|error| out_of_memory_or_lost(error, size.bytes() + total))
+    }
+
+    /// Allocates every source from `pool` and fills it. Each allocation is in `made` as soon as it exists, whatever the
+    /// outcome; when this returns, no copy and no kernel is under way, and what a load has besides is given back (but on
+    /// a card that is lost). That is no more than `room`, or what one lane needs.
     pub(super) fn load<'a>(
         &mut self,
         sources: &'a [TensorSource],
         files: &'a OpenFiles,
         pool: &Pool,
         made: &mut Vec<Allocation<'a>>,
+        room: Bytes,
         progress: Progress<'_>,
     ) -> Result<(), LoadError> {
         let total = sources.iter().map(TensorSource::bytes_on_card).sum();
+        let makings = self.makings(sources)?;
+        let (workspace, lanes) = self.workspace(&makings, total, room)?;
         let pieces = Pieces {
-            sources: sources.iter(),
+            sources: sources.iter().zip(makings),
             files,
             pool,
             stream: &self.stream,
@@ -125,58 +204,183 @@ impl Staging {
             booked: Bytes::ZERO,
             allocating: Duration::ZERO,
         };
-        let allocated = &self.allocated;
-        let workers = self.lanes.iter_mut().map(|lane| {
-            move |piece: Result<Piece<'a>, LoadError>| piece.and_then(|piece| lane.carry(&piece, allocated))
-        });
-        let outcome = reader::run(pieces, workers, total, progress);
+        let cancelled = AtomicBool::new(false);
+        let shared = Shared {
+            allocated: &self.allocated,
+            kernels: &self.kernels,
+            cancelled: &cancelled,
+        };
+        let workers = self
+            .lanes
+            .iter_mut()
+            .take(lanes)
+            .enumerate()
+            .map(|(number, lane)| {
+                let bench = workspace.as_ref().map(|workspace| workspace.bench(number));
+                move |piece: Result<Piece<'a>, LoadError>| {
+                    piece.and_then(|piece| lane.carry(&piece, bench.as_ref(), shared))
+                }
+            });
+        let mut listening = |at: LoadProgress| -> ControlFlow<()> {
+            let answer = progress(at);
+            cancelled.fetch_or(answer.is_break(), Relaxed);
+            answer
+        };
+        let outcome = reader::run(pieces, workers, total, &mut listening);
         for lane in &mut self.lanes {
             lane.stream.synchronize().map_err(lost)?;
             lane.waited_for = None; // an address may be given out again
         }
-        outcome
+        if matches!(outcome, Err(LoadError::Lost(_))) {
+            return outcome;
+        }
+        let not_finite = match workspace {
+            Some(workspace) => workspace.close(&self.stream).map_err(lost)?,
+            None => None,
+        };
+        outcome?;
+        match not_finite.and_then(|number| sources.get(number)) {
+            Some(source) => Err(LoadError::NotFinite {
+                tensor: source.name.clone(),
+            }),
+            None => Ok(()),
+        }
     }
 }
 
 impl Lane {
-    /// Reads one piece and asks for its copy. Says how many bytes on the card that is.
-    fn carry(&mut self, piece: &Piece<'_>, allocated: &CudaEvent) -> Result<u64, LoadError> {
-        let Piece {
-            source,
-            file,
-            read,
-            allocation,
-            to,
-        } = piece;
+    /// Reads one piece and asks for its copy, and for what is made of it. Says how many bytes on the card that is.
+    fn carry(
+        &mut self,
+        piece: &Piece<'_>,
+        bench: Option<&Bench>,
+        shared: Shared<'_>,
+    ) -> Result<u64, LoadError> {
+        match &piece.work {
+            Work::Copy { read, to } => self.copy(piece, read, *to, shared),
+            Work::Make { making, chunks } => {
+                let bench = bench.ok_or_else(|| {
+                    LoadError::Unsupported(format!(
+                        "tensor {} has no room to be quantized in",
+                        piece.source.name
+                    ))
+                })?;
+                self.make(piece, making, chunks, bench, shared)
+            }
+        }
+    }
+
+    fn copy(
+        &mut self,
+        piece: &Piece<'_>,
+        read: &Read<'_>,
+        to: sys::CUdeviceptr,
+        shared: Shared<'_>,
+    ) -> Result<u64, LoadError> {
+        let dtype = reader::read_as(piece.source.target);
+        let length = self.fill(piece.source, dtype, std::slice::from_ref(read))?;
+        self.wait_for(piece.allocation, shared.allocated)?;
+        let slot = &self.slots[self.next];
+        // SAFETY: `to` lies in an allocation of the source's size, which is not freed before this lane's stream has been
+        // synchronised; the slot is not touched before `copied`, recorded behind the copy, has happened.
+        unsafe { slot.memory.copy_to(to, length, &self.stream) }.map_err(lost)?;
+        self.pass_on()?;
+        Ok(length as u64)
+    }
+
+    /// Takes chunks to the bench, each followed by the kernel that quantizes it.
+    fn make(
+        &mut self,
+        piece: &Piece<'_>,
+        making: &Making,
+        chunks: &[Chunk<'_>],
+        bench: &Bench,
+        shared: Shared<'_>,
+    ) -> Result<u64, LoadError> {
+        let Shared {
+            allocated,
+            kernels,
+            cancelled,
+        } = shared;
+        for chunk in chunks {
+            if cancelled.load(Relaxed) {
+                return Err(LoadError::Cancelled);
+            }
+            let length = self.fill(piece.source, making.dtype(), &chunk.reads)?;
+            self.wait_for(piece.allocation, allocated)?;
+            let slot = &self.slots[self.next];
+            let arrived = Arrived {
+                at: bench.input(self.next),
+                first: chunk.first,
+                count: chunk.count,
+            };
+            // SAFETY: the bench has as many bytes for this slot as it has itself, and what was made of the last copy to
+            // them is done, since `copied` is recorded behind that; for the rest, as for `copy`.
+            unsafe { slot.memory.copy_to(arrived.at, length, &self.stream) }.map_err(lost)?;
+            // SAFETY: the allocation is of the source's size, and the chunk one of its; neither allocation nor bench is
+            // freed before this lane's stream has been synchronised.
+            unsafe { kernels.quantize(making, arrived, piece.allocation, bench, &self.stream) }
+                .map_err(lost)?;
+            self.pass_on()?;
+        }
+        if making.is_nested() {
+            // SAFETY: all chunks of the tensor went before, in this stream; the next tensor's come behind.
+            unsafe { kernels.nest(making, piece.allocation, bench, &self.stream) }.map_err(lost)?;
+        }
+        Ok(share_of(piece.source.bytes_on_card(), making.numbers(), chunks))
+    }
+
+    /// Waits for the next slot and fills it, read behind read. Says how many bytes it has then.
+    fn fill(&mut self, source: &TensorSource, dtype: DType, reads: &[Read<'_>]) -> Result<usize, LoadError> {
         let slot = &mut self.slots[self.next];
         slot.copied.synchronize().map_err(lost)?;
-        let length = read.count * source.target.size_in_bytes();
+        let numbers: usize = reads.iter().map(|read| read.count).sum();
+        let length = numbers * dtype.size_in_bytes();
         // SAFETY: the last copy out of the slot was waited for just now.
         let memory = unsafe { slot.memory.fill() };
-        let part = memory
+        let mut rest = memory
             .get_mut(..length)
-            .and_then(|bytes| Part::over(bytes, source.target))
+            .and_then(|bytes| Part::over(bytes, dtype))
             .ok_or_else(|| {
                 LoadError::Unsupported(format!("tensor {} has no place in pinned memory", source.name))
             })?;
-        reader::read_part(part, source, file, read.offset)?;
-        if self.waited_for != Some(*allocation) {
-            self.stream.wait(allocated).map_err(lost)?;
-            self.waited_for = Some(*allocation);
+        for read in reads {
+            let (part, behind) = rest.split(read.count);
+            reader::read_part(part, source, read)?;
+            rest = behind;
         }
-        // SAFETY: `to` lies in an allocation of the source's size, which is not freed before this lane's stream has been
-        // synchronised; the slot is not touched before `copied`, recorded behind the copy, has happened.
-        unsafe { slot.memory.copy_to(*to, length, &self.stream) }.map_err(lost)?;
-        slot.copied.record(&self.stream).map_err(lost)?;
-        self.next = (self.next + 1) % self.slots.len();
-        Ok(length as u64)
+        debug_assert_eq!(rest.len(), 0, "the reads fill what was counted for them");
+        Ok(length)
     }
+
+    /// Has the stream wait until this allocation may be used.
+    fn wait_for(&mut self, allocation: sys::CUdeviceptr, allocated: &CudaEvent) -> Result<(), LoadError> {
+        if self.waited_for != Some(allocation) {
+            self.stream.wait(allocated).map_err(lost)?;
+            self.waited_for = Some(allocation);
+        }
+        Ok(())
+    }
+
+    /// Lets the slot go once all that was asked for by now is done, and goes on to the next.
+    fn pass_on(&mut self) -> Result<(), LoadError> {
+        self.slots[self.next].copied.record(&self.stream).map_err(lost)?;
+        self.next = (self.next + 1) % self.slots.len();
+        Ok(())
+    }
+}
+
+/// The bytes on the card of these chunks, out of all of a tensor: what its chunks have in all is exact.
+fn share_of(bytes: Bytes, numbers: usize, chunks: &[Chunk<'_>]) -> u64 {
+    let until = |number: usize| (u128::from(bytes.0) * number as u128 / numbers.max(1) as u128) as u64;
+    let of_chunk = |chunk: &Chunk<'_>| until(chunk.first + chunk.count) - until(chunk.first);
+    chunks.iter().map(of_chunk).sum()
 }
 
 /// Allocates tensor after tensor as the lanes come to them, so that the first bytes travel while the card still maps
 /// memory for the last.
 struct Pieces<'a, 'b> {
-    sources: std::slice::Iter<'a, TensorSource>,
+    sources: std::iter::Zip<std::slice::Iter<'a, TensorSource>, std::vec::IntoIter<Option<Making>>>,
     files: &'a OpenFiles,
     pool: &'b Pool,
     stream: &'b CudaStream,
@@ -191,37 +395,69 @@ struct Pieces<'a, 'b> {
 }
 
 impl<'a> Pieces<'a, '_> {
-    fn allocate(&mut self, source: &'a TensorSource) -> Result<(), LoadError> {
-        let file = reader::file_of(source, self.files)?;
+    fn allocate(&mut self, source: &'a TensorSource, making: Option<Making>) -> Result<(), LoadError> {
         let bytes = source.bytes_on_card();
         let began = Instant::now();
         let pointer = self.pool.allocate(bytes.0, self.stream);
         self.allocating += began.elapsed();
-        let pointer = pointer.map_err(|error| {
-            if is_out_of_memory(error) {
-                let free = cudarc::driver::result::mem_get_info().map_or(0, |(free, _)| free as u64);
-                LoadError::OutOfMemory {
-                    needed: self.total - self.booked,
-                    free: Bytes(free),
-                }
-            } else {
-                lost(error)
-            }
-        })?;
+        let pointer = pointer.map_err(|error| out_of_memory_or_lost(error, self.total - self.booked))?;
         self.made.push(Allocation { source, pointer });
         self.booked += bytes;
+        if making.is_some_and(|making| making.numbers() == 0) {
+            // SAFETY: the allocation is of so many bytes. No kernel comes to the scales of rows without numbers.
+            unsafe { sys::cuMemsetD8Async(pointer, 0, bytes.0 as usize, self.stream.cu_stream()) }
+                .result()
+                .map_err(lost)?;
+        }
         self.allocated.record(self.stream).map_err(lost)?;
-        let width = source.target.size_in_bytes();
+        match making {
+            Some(making) => self.make(source, making, pointer),
+            None => self.copy(source, pointer),
+        }
+    }
+
+    fn copy(&mut self, source: &'a TensorSource, pointer: sys::CUdeviceptr) -> Result<(), LoadError> {
+        let width = reader::read_as(source.target).size_in_bytes();
         // A conversion never reads more at a time than a slot holds of either dtype.
         let most = self.chunk / width.max(source.stored.width());
-        self.waiting
-            .extend(reader::reads(source, most).into_iter().map(|read| Piece {
-                source,
-                file,
-                read,
-                allocation: pointer,
+        let reads = reader::reads(source, self.files, most)?;
+        self.waiting.extend(reads.into_iter().map(|read| Piece {
+            source,
+            allocation: pointer,
+            work: Work::Copy {
                 to: pointer + (read.first * width) as u64,
-            }));
+                read,
+            },
+        }));
+        Ok(())
+    }
+
+    fn make(
+        &mut self,
+        source: &'a TensorSource,
+        making: Making,
+        pointer: sys::CUdeviceptr,
+    ) -> Result<(), LoadError> {
+        let mut chunks = reader::chunks(source, self.files, making.unit(), making.most(self.chunk))?;
+        if chunks.is_empty() {
+            // Without numbers there are tables still.
+            chunks.push(Chunk {
+                first: 0,
+                count: 0,
+                reads: Vec::new(),
+            });
+        }
+        let piece = |chunks| Piece {
+            source,
+            allocation: pointer,
+            work: Work::Make { making, chunks },
+        };
+        if making.is_nested() {
+            self.waiting.push_back(piece(chunks));
+        } else {
+            self.waiting
+                .extend(chunks.into_iter().map(|chunk| piece(vec![chunk])));
+        }
         Ok(())
     }
 }
@@ -234,18 +470,30 @@ impl<'a> Iterator for Pieces<'a, '_> {
             if let Some(piece) = self.waiting.pop_front() {
                 return Some(Ok(piece));
             }
-            let Some(source) = self.sources.next() else {
+            let Some((source, making)) = self.sources.next() else {
                 let (tensors, allocating) = (self.made.len(), std::mem::take(&mut self.allocating));
                 if allocating > Duration::ZERO {
                     tracing::debug!(tensors, ?allocating, "all of a component has its place");
                 }
                 return None;
             };
-            if let Err(error) = self.allocate(source) {
-                self.sources = [].iter();
+            if let Err(error) = self.allocate(source, making) {
+                self.sources = [].iter().zip(Vec::new());
                 return Some(Err(error));
             }
         }
+    }
+}
+
+/// What it means that so many bytes could not be allocated.
+fn out_of_memory_or_lost(error: DriverError, needed: Bytes) -> LoadError {
+    if !is_out_of_memory(error) {
+        return lost(error);
+    }
+    let free = cudarc::driver::result::mem_get_info().map_or(0, |(free, _)| free as u64);
+    LoadError::OutOfMemory {
+        needed,
+        free: Bytes(free),
     }
 }
 
