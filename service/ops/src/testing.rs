@@ -1,11 +1,19 @@
 //! What the tests of every operation need.
 
 use candle_core::{DType, Device, Result, Tensor};
+use gpu::{Fp8Scales, GgufType, QuantizedWeight, WeightFormat, WeightPart};
 
 #[path = "../tests/device/mod.rs"]
 mod device;
 
+#[cfg(feature = "cuda")]
+pub(crate) use device::pool::peak_of;
 pub(crate) use device::{BF16_OPERATION, here, test_device, tolerances};
+
+/// Where the fixtures lie.
+pub(crate) fn fixtures() -> std::path::PathBuf {
+    device::room().join("tests/fixtures")
+}
 
 /// Numbers over -1 to 1 that depend on the seed alone.
 pub(crate) fn random(shape: &[usize], seed: u64) -> Result<Tensor> {
@@ -19,6 +27,60 @@ pub(crate) fn random(shape: &[usize], seed: u64) -> Result<Tensor> {
         })
         .collect();
     Tensor::from_vec(numbers, shape, &Device::Cpu)
+}
+
+/// Random bytes of a quantized weight, in which scales are finite: f32 from -1 to 1, f16 below 2.
+pub(crate) fn random_bytes(format: WeightFormat, rows: usize, columns: usize, seed: u64) -> Vec<u8> {
+    let mut bytes = vec![0; format.bytes(rows, columns).0 as usize];
+    let numbers = random(&[bytes.len()], seed).unwrap().to_vec1::<f32>().unwrap();
+    for (byte, number) in bytes.iter_mut().zip(&numbers) {
+        *byte = (number.abs() * 65536.0) as u32 as u8;
+    }
+    for (part, range) in format.layout(rows, columns) {
+        let narrow = format == WeightFormat::Nf4Double && part == WeightPart::Scales;
+        if part != WeightPart::Codes && !narrow {
+            for (scale, number) in bytes[range].chunks_exact_mut(4).zip(&numbers) {
+                scale.copy_from_slice(&number.to_le_bytes());
+            }
+        }
+    }
+    if let WeightFormat::Gguf(kind) = format {
+        for block in bytes.chunks_exact_mut(kind.block().1) {
+            for at in halves(kind) {
+                block[at + 1] &= 0xBF; // the exponent's highest bit
+            }
+        }
+    }
+    bytes
+}
+
+/// Where the f16 of a block are.
+fn halves(kind: GgufType) -> Vec<usize> {
+    match kind {
+        GgufType::Q4_0 | GgufType::Q5_0 | GgufType::Q8_0 => vec![0],
+        GgufType::Q4_1 | GgufType::Q5_1 | GgufType::Q4K | GgufType::Q5K => vec![0, 2],
+        GgufType::Q2K => vec![80, 82],
+        GgufType::Q3K => vec![108],
+        GgufType::Q6K => vec![208],
+    }
+}
+
+/// Every format.
+pub(crate) fn formats() -> Vec<WeightFormat> {
+    let fp8 = [Fp8Scales::None, Fp8Scales::Tensor, Fp8Scales::Rows].map(WeightFormat::Fp8);
+    let others = [WeightFormat::Int8, WeightFormat::Nf4, WeightFormat::Nf4Double];
+    let gguf = GgufType::ALL.map(WeightFormat::Gguf);
+    fp8.into_iter().chain(others).chain(gguf).collect()
+}
+
+/// A quantized weight on the device of the tests.
+pub(crate) fn quantized(format: WeightFormat, shape: &[usize], bytes: Vec<u8>) -> QuantizedWeight {
+    let count = bytes.len();
+    QuantizedWeight {
+        bytes: here(&Tensor::from_vec(bytes, count, &Device::Cpu).unwrap()),
+        format,
+        shape: shape.to_vec(),
+    }
 }
 
 /// Asserts shapes, and that the distance is at most `tolerance` of the expected length, or what the device of the

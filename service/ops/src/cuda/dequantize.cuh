@@ -1,0 +1,326 @@
+// Quantized weights as numbers in f32, f16 or bf16. A thread writes eight numbers that follow each other, sixteen bytes of
+// a narrow dtype. Each format's `read` gives eight numbers of one group of its scales; what is computed, and in which
+// order, is said beside the loops of the CPU (`dequantize/*.rs`), which give the same bits: nothing may be fused
+// (`-fmad=false`), and denormal numbers are kept.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace moored {
+
+constexpr unsigned UNIT = 8;
+
+// Where the parts of a weight are, and its size. The weight itself is aligned to 16 bytes.
+struct Weight {
+    const uint8_t* bytes;
+    const uint8_t* scales;
+    const uint8_t* codes;
+    unsigned numbers;
+    unsigned columns;
+};
+
+__device__ inline float f32_at(const uint8_t* bytes, unsigned index) {
+    return reinterpret_cast<const float*>(bytes)[index];
+}
+
+__device__ inline float f16_at(const uint8_t* bytes) {
+    return __half2float(*reinterpret_cast<const __half*>(bytes));
+}
+
+// One load or store of a whole `Wide`, which the place must be aligned to; what it holds is copied byte by byte, which
+// costs nothing in registers.
+template <class Wide>
+__device__ inline void load(const void* from, void* to) {
+    const Wide wide = *static_cast<const Wide*>(from);
+    memcpy(to, &wide, sizeof(Wide));
+}
+
+template <class Wide>
+__device__ inline void store(const void* from, void* to) {
+    Wide wide;
+    memcpy(&wide, from, sizeof(Wide));
+    *static_cast<Wide*>(to) = wide;
+}
+
+// Eight bytes by the widest loads that their place allows. A warp's loads follow each other.
+__device__ inline void load8(const uint8_t* from, uint8_t* to) {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(from);
+    if (at % 8 == 0) {
+        load<uint2>(from, to);
+    } else if (at % 4 == 0) {
+        for (int i = 0; i < 8; i += 4) load<uint32_t>(from + i, to + i);
+    } else if (at % 2 == 0) {
+        for (int i = 0; i < 8; i += 2) load<uint16_t>(from + i, to + i);
+    } else {
+        for (int i = 0; i < 8; i++) to[i] = from[i];
+    }
+}
+
+__device__ inline void load4(const uint8_t* from, uint8_t* to) {
+    if (reinterpret_cast<uintptr_t>(from) % 4 == 0) {
+        load<uint32_t>(from, to);
+    } else {
+        for (int i = 0; i < 4; i++) to[i] = from[i];
+    }
+}
+
+// 1 sign, 4 exponent (bias 7), 3 mantissa. Their bits in place of f32's are 2^120 times too small; 0x7F is NaN.
+__device__ inline float e4m3(uint8_t code) {
+    const float size = __uint_as_float((code & 0x7Fu) << 20) * __uint_as_float((127u + 120u) << 23);
+    const float number = (code & 0x7F) == 0x7F ? __uint_as_float(0x7FC00000u) : size;
+    return code & 0x80 ? -number : number;
+}
+
+// One byte a number: `Value::of(code, scale)`, with the scale that the row has.
+template <class Value>
+struct ByRow {
+    __device__ static void read(const Weight& w, unsigned first, unsigned count, float* out) {
+        uint8_t codes[UNIT];
+        if (count == UNIT) {
+            load8(w.codes + first, codes);
+        } else {
+            for (unsigned i = 0; i < count; i++) codes[i] = w.codes[first + i];
+        }
+        unsigned row = first / w.columns, column = first % w.columns;
+        float scale = Value::scale(w, row);
+        for (unsigned i = 0; i < UNIT && i < count; i++, column++) {
+            if (column == w.columns) {
+                column = 0;
+                scale = Value::scale(w, ++row);
+            }
+            out[i] = Value::of(codes[i], scale);
+        }
+    }
+};
+
+struct Int8Value {
+    __device__ static float scale(const Weight& w, unsigned row) { return f32_at(w.scales, row); }
+    // 1/127 as bitsandbytes writes it.
+    __device__ static float of(uint8_t code, float absmax) {
+        return static_cast<float>(static_cast<int8_t>(code)) * absmax * 7.874015718698502e-3f;
+    }
+};
+
+struct Fp8Value {
+    __device__ static float of(uint8_t code, float scale) { return e4m3(code) * scale; }
+};
+struct Fp8None : Fp8Value {
+    __device__ static float scale(const Weight&, unsigned) { return 1.0f; }
+};
+struct Fp8Tensor : Fp8Value {
+    __device__ static float scale(const Weight& w, unsigned) { return f32_at(w.scales, 0); }
+};
+struct Fp8Rows : Fp8Value {
+    __device__ static float scale(const Weight& w, unsigned row) { return f32_at(w.scales, row); }
+};
+
+// Eight nibbles, the high one first, of a block of 64 with one absolute maximum.
+template <class Absmax>
+struct ByTable {
+    __device__ static void read(const Weight& w, unsigned first, unsigned count, float* out) {
+        uint8_t codes[UNIT / 2];
+        if (count == UNIT) {
+            load4(w.codes + first / 2, codes);
+        } else {
+            for (unsigned i = 0; i < (count + 1) / 2; i++) codes[i] = w.codes[first / 2 + i];
+        }
+        const float absmax = Absmax::of(w, first / 64);
+        for (unsigned i = 0; i < UNIT && i < count; i++) {
+            const unsigned code = i % 2 == 0 ? codes[i / 2] >> 4 : codes[i / 2] & 15;
+            out[i] = f32_at(w.bytes, code) * absmax;
+        }
+    }
+};
+
+struct PlainAbsmax {
+    __device__ static float of(const Weight& w, unsigned block) { return f32_at(w.scales, block); }
+};
+// The table of 16, then the nested one of 256, the offset, and the nested absolute maxima.
+struct NestedAbsmax {
+    __device__ static float of(const Weight& w, unsigned block) {
+        const float value = f32_at(w.bytes, 16 + w.scales[block]);
+        return value * f32_at(w.bytes, 16 + 256 + 1 + block / 256) + f32_at(w.bytes, 16 + 256);
+    }
+};
+
+// Blocks of llama.cpp: `Block::read(block, j, out)` gives numbers j to j + 8 of one.
+template <class Block>
+struct ByBlock {
+    __device__ static void read(const Weight& w, unsigned first, unsigned, float* out) {
+        const size_t block = first / Block::NUMBERS;
+        Block::read(w.codes + block * Block::BYTES, first % Block::NUMBERS, out);
+    }
+};
+
+struct Q4_0 {
+    static constexpr unsigned NUMBERS = 32, BYTES = 18;
+    __device__ static void read(const uint8_t* b, unsigned j, float* out) {
+        uint8_t codes[UNIT];
+        load8(b + 2 + j % 16, codes);
+        const float d = f16_at(b);
+        for (unsigned i = 0; i < UNIT; i++) out[i] = d * static_cast<float>((codes[i] >> (j / 16 * 4) & 15) - 8);
+    }
+};
+
+struct Q4_1 {
+    static constexpr unsigned NUMBERS = 32, BYTES = 20;
+    __device__ static void read(const uint8_t* b, unsigned j, float* out) {
+        uint8_t codes[UNIT];
+        load8(b + 4 + j % 16, codes);
+        const float d = f16_at(b), least = f16_at(b + 2);
+        for (unsigned i = 0; i < UNIT; i++) out[i] = d * static_cast<float>(codes[i] >> (j / 16 * 4) & 15) + least;
+    }
+};
+
+// Codes of five bits: eight fifth bits are one byte.
+__device__ inline void five_bits(const uint8_t* b, unsigned j, int* out) {
+    uint8_t codes[UNIT];
+    load8(b + 4 + j % 16, codes);
+    const unsigned fifth = b[j / 8];
+    for (unsigned i = 0; i < UNIT; i++) out[i] = (codes[i] >> (j / 16 * 4) & 15) | (fifth >> i & 1) << 4;
+}
+
+struct Q5_0 {
+    static constexpr unsigned NUMBERS = 32, BYTES = 22;
+    __device__ static void read(const uint8_t* b, unsigned j, float* out) {
+        int codes[UNIT];
+        five_bits(b + 2, j, codes);
+        const float d = f16_at(b);
+        for (unsigned i = 0; i < UNIT; i++) out[i] = d * static_cast<float>(codes[i] - 16);
+    }
+};
+
+struct Q5_1 {
+    static constexpr unsigned NUMBERS = 32, BYTES = 24;
+    __device__ static void read(const uint8_t* b, unsigned j, float* out) {
+        int codes[UNIT];
+        five_bits(b + 4, j, codes);
+        const float d = f16_at(b), least = f16_at(b + 2);
+        for (unsigned i = 0; i < UNIT; i++) out[i] = d * static_cast<float>(codes[i]) + least;
+    }
+};
+
+struct Q8_0 {
+    static constexpr unsigned NUMBERS = 32, BYTES = 34;
+    __device__ static void read(const uint8_t* b, unsigned j, float* out) {
+        uint8_t codes[UNIT];
+        load8(b + 2 + j, codes);
+        const float d = f16_at(b);
+        for (unsigned i = 0; i < UNIT; i++) out[i] = static_cast<float>(static_cast<int8_t>(codes[i])) * d;
+    }
+};
+
+struct Q2_K {
+    static constexpr unsigned NUMBERS = 256, BYTES = 84;
+    __device__ static void read(const uint8_t* b, unsigned j, float* out) {
+        uint8_t codes[UNIT];
+        load8(b + 16 + j / 128 * 32 + j % 32, codes);
+        const unsigned shift = j % 128 / 32 * 2, both = b[j / 16];
+        const float scale = f16_at(b + 80) * static_cast<float>(both & 15);
+        const float least = f16_at(b + 82) * static_cast<float>(both >> 4);
+        for (unsigned i = 0; i < UNIT; i++) out[i] = scale * static_cast<float>(codes[i] >> shift & 3) - least;
+    }
+};
+
+struct Q3_K {
+    static constexpr unsigned NUMBERS = 256, BYTES = 110;
+    __device__ static void read(const uint8_t* b, unsigned j, float* out) {
+        uint8_t codes[UNIT], masks[UNIT];
+        load8(b + 32 + j / 128 * 32 + j % 32, codes);
+        load8(b + j % 32, masks);
+        const unsigned group = j / 16, shift = j % 128 / 32 * 2;
+        const int low = b[96 + group % 8] >> (group / 8 * 4) & 15;
+        const int high = b[104 + group % 4] >> (group / 4 * 2) & 3;
+        const float scale = f16_at(b + 108) * static_cast<float>((low | high << 4) - 32);
+        for (unsigned i = 0; i < UNIT; i++) {
+            const int missing = masks[i] >> (j / 32) & 1 ? 0 : 4;
+            out[i] = scale * static_cast<float>((codes[i] >> shift & 3) - missing);
+        }
+    }
+};
+
+// Scale and minimum of 32 numbers, in six bits each.
+__device__ inline void scale_and_least(const uint8_t* b, unsigned group, float* scale, float* least) {
+    const float d = f16_at(b), d_least = f16_at(b + 2);
+    const uint8_t* s = b + 4 + group;
+    const int scale_code = group < 4 ? s[0] & 63 : (s[4] & 15) | (s[-4] >> 2 & 0x30);
+    const int least_code = group < 4 ? s[4] & 63 : s[4] >> 4 | (s[0] >> 2 & 0x30);
+    *scale = d * static_cast<float>(scale_code);
+    *least = d_least * static_cast<float>(least_code);
+}
+
+struct Q4_K {
+    static constexpr unsigned NUMBERS = 256, BYTES = 144;
+    __device__ static void read(const uint8_t* b, unsigned j, float* out) {
+        uint8_t codes[UNIT];
+        load8(b + 16 + j / 64 * 32 + j % 32, codes);
+        float scale, least;
+        scale_and_least(b, j / 32, &scale, &least);
+        const unsigned shift = j % 64 / 32 * 4;
+        for (unsigned i = 0; i < UNIT; i++) out[i] = scale * static_cast<float>(codes[i] >> shift & 15) - least;
+    }
+};
+
+struct Q5_K {
+    static constexpr unsigned NUMBERS = 256, BYTES = 176;
+    __device__ static void read(const uint8_t* b, unsigned j, float* out) {
+        uint8_t codes[UNIT], fifths[UNIT];
+        load8(b + 48 + j / 64 * 32 + j % 32, codes);
+        load8(b + 16 + j % 32, fifths);
+        float scale, least;
+        scale_and_least(b, j / 32, &scale, &least);
+        const unsigned shift = j % 64 / 32 * 4;
+        for (unsigned i = 0; i < UNIT; i++) {
+            const int code = (codes[i] >> shift & 15) | (fifths[i] >> (j / 32) & 1) << 4;
+            out[i] = scale * static_cast<float>(code) - least;
+        }
+    }
+};
+
+struct Q6_K {
+    static constexpr unsigned NUMBERS = 256, BYTES = 210;
+    __device__ static void read(const uint8_t* b, unsigned j, float* out) {
+        uint8_t lows[UNIT], highs[UNIT];
+        load8(b + j / 128 * 64 + j % 64, lows);
+        load8(b + 128 + j / 128 * 32 + j % 32, highs);
+        const unsigned low_shift = j % 128 / 64 * 4, high_shift = j % 128 / 32 * 2;
+        const float scale = f16_at(b + 208) * static_cast<float>(static_cast<int8_t>(b[192 + j / 16]));
+        for (unsigned i = 0; i < UNIT; i++) {
+            const int code = (lows[i] >> low_shift & 15) | (highs[i] >> high_shift & 3) << 4;
+            out[i] = scale * static_cast<float>(code - 32);
+        }
+    }
+};
+
+__device__ inline void round_to(float number, float* out) { *out = number; }
+__device__ inline void round_to(float number, __half* out) { *out = __float2half_rn(number); }
+__device__ inline void round_to(float number, __nv_bfloat16* out) { *out = __float2bfloat16_rn(number); }
+
+// Eight numbers that follow each other, aligned to their size, by sixteen bytes at a time.
+template <class T>
+__device__ inline void store8(const float* numbers, T* out) {
+    constexpr unsigned IN_STORE = 16 / sizeof(T);
+    T rounded[UNIT];
+    for (unsigned i = 0; i < UNIT; i++) round_to(numbers[i], &rounded[i]);
+    for (unsigned i = 0; i < UNIT; i += IN_STORE) store<uint4>(rounded + i, out + i);
+}
+
+template <class Format, class T>
+__device__ inline void dequantize(const Weight& w, T* out) {
+    const size_t wide = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * UNIT;
+    if (wide >= w.numbers) return;
+    const unsigned first = static_cast<unsigned>(wide);
+    const unsigned count = min(UNIT, w.numbers - first);
+    float numbers[UNIT] = {};
+    Format::read(w, first, count, numbers);
+    if (count == UNIT) {
+        store8(numbers, out + first);
+    } else {
+        for (unsigned i = 0; i < count; i++) round_to(numbers[i], &out[first + i]);
+    }
+}
+
+}  // namespace moored

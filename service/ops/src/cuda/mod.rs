@@ -1,0 +1,202 @@
+//! Our own kernels on a CUDA device. They are queued on the device's stream, and nothing here waits for the card. What
+//! is allocated comes from candle's device, which is the pool of activations.
+#![allow(unsafe_code)] // Launches, and cuBLASLt.
+
+mod fp8;
+
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+
+use candle_core::cuda_backend::{CudaDType, WrapErr as _};
+use candle_core::op::BackpropOp;
+use candle_core::{CudaDevice, CudaStorage, DType, Result, Shape, Storage, Tensor};
+use cudarc::driver::{
+    CudaFunction, CudaModule, CudaSlice, CudaStream, CudaView, DevicePtr as _, DeviceRepr, LaunchConfig,
+    PushKernelArg as _,
+};
+use cudarc::nvrtc::Ptx;
+use gpu::{Fp8Scales, GgufType, QuantizedWeight, WeightFormat, WeightPart, rows_and_columns};
+use half::{bf16, f16};
+
+pub(crate) use fp8::{WORKSPACE_BYTES, linear_fp8};
+
+/// Machine code of `kernels.cu`. Empty where only types are checked.
+static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
+
+/// Numbers that a thread writes, and threads of a block (`dequantize.cuh`).
+const UNIT: usize = 8;
+const THREADS: usize = 256;
+
+/// What wide loads ask of an address.
+const ALIGNMENT: u64 = 16;
+
+/// What is kept for one context, as long as the process lives.
+struct Card {
+    module: Arc<CudaModule>,
+    functions: Mutex<HashMap<String, CudaFunction>>,
+    /// Major and minor.
+    compute_capability: (i32, i32),
+    products: Mutex<fp8::Products>,
+}
+
+impl Card {
+    /// The card of a device; its kernels are loaded when it is first asked for.
+    fn of(device: &CudaDevice) -> Result<Arc<Card>> {
+        static CARDS: LazyLock<Mutex<HashMap<usize, Arc<Card>>>> = LazyLock::new(Mutex::default);
+        let stream = device.cuda_stream();
+        let context = stream.context();
+        let mut cards = CARDS.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = context.cu_ctx() as usize;
+        if let Some(card) = cards.get(&key) {
+            return Ok(Arc::clone(card));
+        }
+        let card = Arc::new(Card {
+            module: context.load_module(Ptx::from_binary(KERNELS.to_vec())).w()?,
+            functions: Mutex::default(),
+            compute_capability: context.compute_capability().w()?,
+            products: Mutex::new(fp8::Products::new(context)?),
+        });
+        cards.insert(key, Arc::clone(&card));
+        Ok(card)
+    }
+
+    fn function(&self, name: String) -> Result<CudaFunction> {
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = functions.get(&name) {
+            return Ok(function.clone());
+        }
+        let function = self.module.load_function(&name).w()?;
+        functions.insert(name, function.clone());
+        Ok(function)
+    }
+}
+
+/// Numbers that our kernels write.
+trait Number: CudaDType + DeviceRepr {
+    /// As the kernels' names have it.
+    const NAME: &'static str;
+}
+
+impl Number for f32 {
+    const NAME: &'static str = "f32";
+}
+impl Number for f16 {
+    const NAME: &'static str = "f16";
+}
+impl Number for bf16 {
+    const NAME: &'static str = "bf16";
+}
+
+/// [`crate::dequantize`] of a weight on a CUDA device. The weight was checked, and has a number.
+pub(crate) fn dequantize(weight: &QuantizedWeight, dtype: DType) -> Result<Tensor> {
+    match dtype {
+        DType::F32 => dequantize_to::<f32>(weight),
+        DType::F16 => dequantize_to::<f16>(weight),
+        DType::BF16 => dequantize_to::<bf16>(weight),
+        other => candle_core::bail!("a weight is dequantized to f32, f16 or bf16, not {other:?}"),
+    }
+}
+
+fn dequantize_to<T: Number>(weight: &QuantizedWeight) -> Result<Tensor> {
+    let device = weight.bytes.device().as_cuda_device()?;
+    let card = Card::of(device)?;
+    let stream = device.cuda_stream();
+    let (rows, columns) = rows_and_columns(&weight.shape);
+    let numbers = rows * columns;
+    let (Ok(count), Ok(width)) = (u32::try_from(numbers), u32::try_from(columns)) else {
+        candle_core::bail!("a weight of shape {:?} has more than 2^32 numbers", weight.shape);
+    };
+    let bytes = aligned(&weight.bytes)?;
+    let (storage, layout) = bytes.storage_and_layout();
+    let bytes = view::<u8>(&storage, layout)?;
+    let place = |wanted| place_of(weight.format, rows, columns, wanted) as u64;
+    let (scales_at, codes_at) = (place(WeightPart::Scales), place(WeightPart::Codes));
+    // SAFETY: the kernel writes every number before anybody reads one: all work goes through this stream.
+    let out = unsafe { device.alloc::<T>(numbers)? };
+    let function = card.function(format!("dequantize_{}_{}", kernel_of(weight.format), T::NAME))?;
+    let mut launch = stream.launch_builder(&function);
+    launch.arg(&bytes);
+    launch.arg(&scales_at);
+    launch.arg(&codes_at);
+    launch.arg(&count);
+    launch.arg(&width);
+    launch.arg(&out);
+    // SAFETY: the arguments are those of `DEQUANTIZE_TO` in `kernels.cu`. The bytes are as many as format and shape say
+    // (`dequantize::checked`) and aligned; the result has room for every number; nothing is read or written beyond.
+    unsafe { launch.launch(blocks_of(numbers)) }.w()?;
+    Ok(tensor(out, device, weight.shape.as_slice()))
+}
+
+/// A launch with a thread for each [`UNIT`] numbers. There are fewer than 2^32 of those, so the blocks can be counted.
+fn blocks_of(numbers: usize) -> LaunchConfig {
+    LaunchConfig {
+        grid_dim: (numbers.div_ceil(UNIT * THREADS) as u32, 1, 1),
+        block_dim: (THREADS as u32, 1, 1),
+        shared_mem_bytes: 0,
+    }
+}
+
+/// Where a part of a weight begins. A part that the format does not have is not read.
+fn place_of(format: WeightFormat, rows: usize, columns: usize, wanted: WeightPart) -> usize {
+    let layout = format.layout(rows, columns);
+    let range = layout.into_iter().find(|(part, _)| *part == wanted);
+    range.map_or(0, |(_, range)| range.start)
+}
+
+/// A format as the kernels' names have it.
+fn kernel_of(format: WeightFormat) -> &'static str {
+    match format {
+        WeightFormat::Int8 => "int8",
+        WeightFormat::Fp8(Fp8Scales::None) => "fp8_none",
+        WeightFormat::Fp8(Fp8Scales::Tensor) => "fp8_tensor",
+        WeightFormat::Fp8(Fp8Scales::Rows) => "fp8_rows",
+        WeightFormat::Nf4 => "nf4",
+        WeightFormat::Nf4Double => "nf4_double",
+        WeightFormat::Gguf(kind) => match kind {
+            GgufType::Q4_0 => "q4_0",
+            GgufType::Q4_1 => "q4_1",
+            GgufType::Q5_0 => "q5_0",
+            GgufType::Q5_1 => "q5_1",
+            GgufType::Q8_0 => "q8_0",
+            GgufType::Q2K => "q2_k",
+            GgufType::Q3K => "q3_k",
+            GgufType::Q4K => "q4_k",
+            GgufType::Q5K => "q5_k",
+            GgufType::Q6K => "q6_k",
+        },
+    }
+}
+
+/// The bytes of a weight where wide loads can be made. An allocation of its own, which every weight is, is so already.
+fn aligned(bytes: &Tensor) -> Result<Tensor> {
+    let is_aligned = {
+        let (storage, layout) = bytes.storage_and_layout();
+        layout.is_contiguous() && {
+            let stream = bytes.device().as_cuda_device()?.cuda_stream();
+            address(&view::<u8>(&storage, layout)?, &stream).is_multiple_of(ALIGNMENT)
+        }
+    };
+    if is_aligned {
+        Ok(bytes.clone())
+    } else {
+        bytes.force_contiguous()
+    }
+}
+
+/// The numbers of a contiguous tensor on a CUDA device.
+fn view<'a, T: CudaDType>(storage: &'a Storage, layout: &candle_core::Layout) -> Result<CudaView<'a, T>> {
+    let (Storage::Cuda(storage), Some((start, end))) = (storage, layout.contiguous_offsets()) else {
+        candle_core::bail!("a contiguous tensor on a CUDA device is expected");
+    };
+    Ok(storage.as_cuda_slice::<T>()?.slice(start..end))
+}
+
+fn address<T>(view: &CudaView<'_, T>, stream: &CudaStream) -> u64 {
+    view.device_ptr(stream).0
+}
+
+/// A tensor over an allocation.
+fn tensor<T: CudaDType>(slice: CudaSlice<T>, device: &CudaDevice, shape: impl Into<Shape>) -> Tensor {
+    let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(slice, device.clone()));
+    Tensor::from_storage(storage, shape, BackpropOp::none(), false)
+}

@@ -1,0 +1,195 @@
+//! The numbers of a quantized weight: one file a group of formats.
+//!
+//! A number is computed in f32, with products and sums rounded one by one in the order that its format's own library
+//! has, and rounded once more to the dtype that is asked for. On the CPU our own loops run over all cores; on a CUDA
+//! device our own kernels (`cuda/dequantize.cuh`) give the same bits.
+
+mod gguf;
+mod nf4;
+mod rows;
+
+use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor};
+use gpu::{QuantizedWeight, WeightFormat, WeightPart, rows_and_columns};
+use half::slice::HalfFloatSliceExt as _;
+use half::vec::HalfBitsVecExt as _;
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+/// Numbers that are read at a time: whole blocks of every format, and in f32 no more than the nearest cache holds.
+const PIECE: usize = 2048;
+
+/// Numbers that one task reads at most.
+const TASK: usize = 16 * PIECE;
+
+/// Codes on the CPU that can be read in any order.
+trait Codes: Sync {
+    /// Writes the numbers from `first` on. `first` is a multiple of [`PIECE`], and `out` is at most that long and ends
+    /// with a block or with the weight.
+    fn read(&self, first: usize, out: &mut [f32]);
+}
+
+/// The numbers of a quantized weight in `dtype` (f32, f16 or bf16), in its shape, on its device. On a card nothing
+/// waits: the work is queued on the device's stream.
+///
+/// In f32 they are bit for bit those of `bitsandbytes` (int8, nf4), of the `gguf` Python package, and of the product
+/// of code and scale (fp8). Where such a number is NaN, which NaN it is depends on the device.
+///
+/// # Errors
+/// When the bytes are not as many as format and shape say, blocks do not fit the rows, or for another dtype; those of
+/// candle.
+pub fn dequantize(weight: &QuantizedWeight, dtype: DType) -> Result<Tensor> {
+    let numbers = checked(weight)?;
+    if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+        candle_core::bail!(
+            "a weight in {} is dequantized to f32, f16 or bf16, not {dtype:?}",
+            weight.format
+        );
+    }
+    if numbers == 0 {
+        return Tensor::zeros(weight.shape.as_slice(), dtype, weight.bytes.device());
+    }
+    match weight.bytes.device() {
+        Device::Cpu => on_cpu(weight, numbers, dtype),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => crate::cuda::dequantize(weight, dtype),
+        other => candle_core::bail!("a weight in {} is not dequantized on {other:?}", weight.format),
+    }
+}
+
+/// How many numbers a weight has, once its bytes are known to be what its format and shape say.
+fn checked(weight: &QuantizedWeight) -> Result<usize> {
+    let QuantizedWeight { bytes, format, shape } = weight;
+    // No format takes more than a few bytes for a number or a row, so that no size overflows below these bounds.
+    let numbers = shape.iter().try_fold(1usize, |all, &n| all.checked_mul(n));
+    let Some(numbers) = numbers.filter(|&numbers| numbers <= isize::MAX as usize / 16) else {
+        candle_core::bail!("a weight of shape {shape:?} has more numbers than there is memory for");
+    };
+    let (rows, columns) = rows_and_columns(shape);
+    if rows > isize::MAX as usize / 16 {
+        candle_core::bail!("a weight of shape {shape:?} has more rows than there is memory for");
+    }
+    if !format.fits(columns) {
+        candle_core::bail!("a weight of shape {shape:?} does not have whole blocks of {format} in each row");
+    }
+    let expected = format.bytes(rows, columns).0;
+    if bytes.dtype() != DType::U8 || bytes.rank() != 1 || bytes.elem_count() as u64 != expected {
+        candle_core::bail!(
+            "a weight of shape {shape:?} in {format} is {expected} bytes, not {:?} of {:?}: the file it came from is \
+             damaged or of another format",
+            bytes.dtype(),
+            bytes.dims()
+        );
+    }
+    Ok(numbers)
+}
+
+/// The bytes of one part of a weight, found by its name; none if the format has no such part.
+fn part(format: WeightFormat, rows: usize, columns: usize, wanted: WeightPart, bytes: &[u8]) -> &[u8] {
+    let layout = format.layout(rows, columns);
+    let range = layout.into_iter().find(|(part, _)| *part == wanted);
+    range.map_or(&[], |(_, range)| &bytes[range])
+}
+
+/// The f32 at an index. The bytes may lie anywhere.
+fn f32_at(bytes: &[u8], index: usize) -> f32 {
+    let at = 4 * index;
+    f32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+fn on_cpu(weight: &QuantizedWeight, numbers: usize, dtype: DType) -> Result<Tensor> {
+    let bytes = weight.bytes.contiguous()?;
+    let (storage, layout) = bytes.storage_and_layout();
+    let (Storage::Cpu(CpuStorage::U8(bytes)), Some((start, end))) = (&*storage, layout.contiguous_offsets())
+    else {
+        candle_core::bail!("contiguous bytes on the CPU are expected");
+    };
+    let bytes = &bytes[start..end];
+    let (rows, columns) = rows_and_columns(&weight.shape);
+    let part = |wanted| part(weight.format, rows, columns, wanted, bytes);
+    let codes: Box<dyn Codes + '_> = match weight.format {
+        WeightFormat::Int8 => Box::new(rows::Int8::new(
+            part(WeightPart::Scales),
+            part(WeightPart::Codes),
+            columns,
+        )),
+        WeightFormat::Fp8(scales) => {
+            let (scale, codes) = (part(WeightPart::Scales), part(WeightPart::Codes));
+            Box::new(rows::Fp8::new(scales, scale, codes, columns))
+        }
+        WeightFormat::Nf4 => Box::new(nf4::Nf4::new(
+            part(WeightPart::Table),
+            nf4::Absmax::Plain(part(WeightPart::Scales)),
+            part(WeightPart::Codes),
+        )),
+        WeightFormat::Nf4Double => Box::new(nf4::Nf4::new(
+            part(WeightPart::Table),
+            nf4::Absmax::Nested {
+                table: part(WeightPart::NestedTable),
+                offset: f32_at(part(WeightPart::Offset), 0),
+                absmax: part(WeightPart::NestedAbsmax),
+                codes: part(WeightPart::Scales),
+            },
+            part(WeightPart::Codes),
+        )),
+        WeightFormat::Gguf(kind) => Box::new(gguf::Blocks::new(kind, part(WeightPart::Codes))),
+    };
+    let codes = &*codes;
+    let shape = weight.shape.as_slice();
+    match dtype {
+        DType::F32 => {
+            let mut out = vec![0f32; numbers];
+            in_pieces(&mut out, |first, out| codes.read(first, out));
+            Tensor::from_vec(out, shape, &Device::Cpu)
+        }
+        // Memory of plain integers comes zeroed from the system, so that the tasks are the first to touch it.
+        DType::BF16 => {
+            let mut out = vec![0u16; numbers];
+            in_pieces(&mut out, |first, out| {
+                with_piece(codes, first, out.len(), |piece| {
+                    for (bits, &number) in out.iter_mut().zip(piece) {
+                        *bits = bf16_bits(number);
+                    }
+                });
+            });
+            Tensor::from_vec(out.reinterpret_into::<bf16>(), shape, &Device::Cpu)
+        }
+        _ => {
+            let mut out = vec![0u16; numbers];
+            in_pieces(&mut out, |first, out| {
+                use half::slice::HalfBitsSliceExt as _;
+                with_piece(codes, first, out.len(), |piece| {
+                    out.reinterpret_cast_mut::<f16>().convert_from_f32_slice(piece);
+                });
+            });
+            Tensor::from_vec(out.reinterpret_into::<f16>(), shape, &Device::Cpu)
+        }
+    }
+}
+
+/// Calls `read` with every piece of `out` and the index that it begins at, on all cores.
+fn in_pieces<T: Send>(out: &mut [T], read: impl Fn(usize, &mut [T]) + Sync) {
+    out.par_chunks_mut(TASK).enumerate().for_each(|(task, out)| {
+        for (piece, out) in out.chunks_mut(PIECE).enumerate() {
+            read(task * TASK + piece * PIECE, out);
+        }
+    });
+}
+
+fn with_piece(codes: &dyn Codes, first: usize, length: usize, then: impl FnOnce(&[f32])) {
+    let mut piece = [0f32; PIECE];
+    codes.read(first, &mut piece[..length]);
+    then(&piece[..length]);
+}
+
+/// bf16 of a number, to nearest even, as `half` rounds it but without a branch, so that the loop becomes vector
+/// instructions.
+#[inline(always)]
+fn bf16_bits(number: f32) -> u16 {
+    let bits = number.to_bits();
+    let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1)) >> 16;
+    let quiet = bits >> 16 | 0x40;
+    (if number.is_nan() { quiet } else { rounded }) as u16
+}
+
+#[cfg(test)]
+mod tests;
