@@ -9,7 +9,9 @@
 //!   "defaults": { "steps": 4, "width": 1024, "height": 1024 } }
 //! ```
 //!
-//! Equal identities are one component, in whichever files they stand. Scratch figures are those of a picture of the
+//! Equal identities are one component, in whichever files they stand, as long as they are held in the same format.
+//! `bytes` are those of bf16, and what is quantized at load takes as many as its format leaves of them. With
+//! `"stored": "Q4_K"` a component is quantized in its file already: its bytes are as they stand. Scratch figures are those of a picture of the
 //! default size. Faults for tests: `real_scratch` (what a stage takes in truth, where that differs from what is
 //! predicted), `not_finite_at_step`, `panic_at` (a stage's name).
 
@@ -21,11 +23,13 @@ mod tests;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use gpu::{Fp8Scales, GgufType, WeightFormat};
 use residency::Bytes;
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 
 use crate::family::{Family, Model, ModelError, Precision, StageKind};
 use crate::files::{damaged, read_json};
+use crate::quantization::Quantization;
 use crate::request::Defaults;
 
 use model::InstantModel;
@@ -45,7 +49,7 @@ impl Family for Instant {
         "instant"
     }
 
-    fn open(&self, path: &Path, _precision: Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
+    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
         let Some(file) = description_of(path) else {
             return Ok(None);
         };
@@ -58,9 +62,38 @@ impl Family for Instant {
             let problem = format!("{} is none of {}", unknown.name, NAMES.join(", "));
             return Err(damaged(&file, problem));
         }
+        check(&precision.quantization, &description)?;
         tracing::debug!(model = description.name, file = %file.display(), "an instant model was opened");
-        Ok(Some(Arc::new(InstantModel::new(description))))
+        Ok(Some(Arc::new(InstantModel::new(
+            description,
+            &precision.quantization,
+        ))))
     }
+}
+
+/// Refuses formats of components that there are not, or that are stored quantized.
+fn check(quantization: &Quantization, description: &Description) -> Result<(), ModelError> {
+    for (component, _) in quantization.formats() {
+        let described = description.components.iter().find(|c| c.name == component);
+        let problem = match described.map(|c| c.stored) {
+            Some(None) => continue,
+            Some(Some(stored)) => {
+                format!(
+                    "{component} is stored as {stored} already: leave its quantization out, with {component}=full beside a preset"
+                )
+            }
+            None if NAMES.contains(&component) => continue, // a preset names more than a model need have
+            None => format!(
+                "there is no component {component:?} to quantize: there are {}",
+                NAMES.join(", ")
+            ),
+        };
+        return Err(ModelError::Quantization {
+            component: component.to_owned(),
+            problem,
+        });
+    }
+    Ok(())
 }
 
 /// Components that stages ask for.
@@ -105,6 +138,21 @@ struct DescribedComponent {
     name: String,
     bytes: Bytes,
     identity: String,
+    #[serde(default, deserialize_with = "stored_format")]
+    stored: Option<WeightFormat>,
+}
+
+/// A format as it is displayed: those that are made at load, and those that only checkpoints have.
+fn stored_format<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<WeightFormat>, D::Error> {
+    let name = String::deserialize(deserializer)?;
+    let scales = [Fp8Scales::None, Fp8Scales::Tensor].map(WeightFormat::Fp8);
+    let mut known = WeightFormat::MADE_AT_LOAD
+        .into_iter()
+        .chain(scales)
+        .chain(GgufType::ALL.map(WeightFormat::Gguf));
+    let found = known.find(|format| format.to_string() == name);
+    let unknown = || serde::de::Error::custom(format!("{name:?} is no format that weights are stored in"));
+    found.map(Some).ok_or_else(unknown)
 }
 
 /// Activation bytes of the stages.

@@ -1,23 +1,22 @@
 //! How FLUX checkpoints are recognised and read: by headers alone.
 //!
 //! Two shapes are known. A **folder in diffusers' layout** has `model_index.json`, and each component in a
-//! folder of its own (in one file, or sharded with an index). A **single file of Black Forest Labs**
-//! (`flux1-dev.safetensors`) has the transformer only. Its companions come from a diffusers folder: the one
-//! that `X.moored.json` beside `X.safetensors` names (`{"base": "relative/path"}`), or else the folder that
-//! the file lies in, or else the only FLUX folder beside it. If that folder has no `vae/`, the autoencoder is
-//! `ae.safetensors` beside the file or in that folder.
+//! folder of its own (in one file, or sharded with an index). A **single file** (`flux1-dev.safetensors`, `.gguf`,
+//! `.pth`, `.pt`) has the transformer only, in the names of Black Forest Labs or of diffusers. Its companions come
+//! from a diffusers folder: the one that `X.moored.json` beside `X.safetensors` names (`{"base": "relative/path"}`),
+//! or else the folder that the file lies in, or else the only FLUX folder beside it. If that folder has no `vae/`,
+//! the autoencoder is `ae.safetensors` beside the file or in that folder.
+//!
+//! Either may be quantized (`stored`), and what is not may be quantized while it is loaded (`quantize_rule`).
 
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
-use candle_core::DType;
-use gpu::{SafetensorsFile, Stored, TensorSource};
 use serde::Deserialize;
 
-use super::components::{ComponentFiles, component_files, is_float, of_header};
+use super::components::open;
 use super::config::TransformerConfig;
 use super::layout::{TensorSpec, layout};
+use super::stored::Checkpoint;
 use crate::ModelError;
 use crate::files::{damaged, pipeline_class, read_json, unsupported};
 
@@ -27,17 +26,56 @@ pub(super) const PIPELINES: [&str; 2] = ["FluxPipeline", "FluxImg2ImgPipeline"];
 /// What some single files put in front of every name of the transformer.
 const PREFIXES: [&str; 2] = ["", "model.diffusion_model."];
 
-/// A tensor that only a transformer of Black Forest Labs has.
-const BFL_MARK: &str = "double_blocks.0.img_attn.qkv.weight";
+/// What single files are called.
+const EXTENSIONS: [&str; 4] = ["safetensors", "gguf", "pth", "pt"];
+
+/// Whose names a single file's tensors have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Naming {
+    /// Black Forest Labs'.
+    Bfl,
+    /// diffusers'.
+    Diffusers,
+}
+
+impl Naming {
+    /// Names that only FLUX's transformer begins with, so. Whatever quantized it, they do.
+    fn marks(self) -> &'static [&'static str] {
+        match self {
+            Naming::Bfl => &["double_blocks.0.img_attn.", "single_blocks.0."],
+            Naming::Diffusers => &[
+                "transformer_blocks.0.",
+                "single_transformer_blocks.0.",
+                "x_embedder.weight",
+            ],
+        }
+    }
+
+    /// The tensors that a transformer of this configuration is made of in such a file.
+    pub(super) fn specs(self, config: &TransformerConfig) -> Vec<TensorSpec> {
+        match self {
+            Naming::Bfl => layout(config),
+            Naming::Diffusers => config
+                .tensor_shapes()
+                .map(|(name, shape)| TensorSpec::whole(name, shape))
+                .collect(),
+        }
+    }
+}
 
 /// What a path turned out to be.
 pub(super) enum Recognised {
     /// A folder in diffusers' layout.
     Folder(PathBuf),
-    /// A single file, the prefix of its names, and the folder of its companions.
+    /// A single file.
     SingleFile {
-        file: SafetensorsFile,
-        prefix: &'static str,
+        /// Where it is.
+        path: PathBuf,
+        /// The tensors of its transformer.
+        checkpoint: Checkpoint,
+        /// Whose names they have.
+        naming: Naming,
+        /// The folder of its companions.
         base: PathBuf,
     },
 }
@@ -50,20 +88,33 @@ pub(super) fn recognise(path: &Path) -> Result<Option<Recognised>, ModelError> {
     if path.is_dir() {
         return Ok(is_flux_folder(path)?.then(|| Recognised::Folder(path.to_owned())));
     }
-    if path
-        .extension()
-        .is_none_or(|extension| extension != "safetensors")
-        || !path.is_file()
-    {
+    let extension = path.extension().and_then(|extension| extension.to_str());
+    let known = |extension: &str| {
+        EXTENSIONS
+            .iter()
+            .any(|known| extension.eq_ignore_ascii_case(known))
+    };
+    if !extension.is_some_and(known) || !path.is_file() {
         return Ok(None);
     }
-    let file = SafetensorsFile::open(path).map_err(|e| of_header(path, e))?;
-    let marked = |prefix: &&str| file.get(&format!("{prefix}{BFL_MARK}")).is_some();
-    let Some(prefix) = PREFIXES.into_iter().find(marked) else {
+    let file = open(path)?;
+    let marked = |(prefix, naming): &(&str, Naming)| {
+        naming.marks().iter().all(|mark| {
+            let mark = format!("{prefix}{mark}");
+            file.tensors().any(|(name, _)| name.starts_with(&mark))
+        })
+    };
+    let pairs = PREFIXES.map(|prefix| [(prefix, Naming::Bfl), (prefix, Naming::Diffusers)]);
+    let Some((prefix, naming)) = pairs.into_iter().flatten().find(marked) else {
         return Ok(None);
     };
-    let base = base_folder(path)?;
-    Ok(Some(Recognised::SingleFile { file, prefix, base }))
+    let without_prefix = |name: &str| name.strip_prefix(prefix).map(str::to_owned);
+    Ok(Some(Recognised::SingleFile {
+        checkpoint: Checkpoint::of_file(&file, without_prefix)?,
+        path: path.to_owned(),
+        naming,
+        base: base_folder(path)?,
+    }))
 }
 
 /// Whether a folder's `model_index.json` names a pipeline of this family.
@@ -129,36 +180,60 @@ fn base_folder(file: &Path) -> Result<PathBuf, ModelError> {
 /// The configuration of a single file's transformer, from the shapes of its tensors. The widths of the
 /// rotary axes cannot be seen there: they are the base's, or those of every published FLUX.1.
 pub(super) fn config_of_single_file(
-    file: &SafetensorsFile,
-    prefix: &str,
+    path: &Path,
+    checkpoint: &Checkpoint,
+    naming: Naming,
     base: &TransformerConfig,
 ) -> Result<TransformerConfig, ModelError> {
-    let shape = |name: &str| {
-        let entry = file.get(&format!("{prefix}{name}"));
-        entry
-            .map(|entry| entry.shape.clone())
-            .ok_or_else(|| damaged(file.path(), format!("tensor {name} is missing")))
+    let [
+        picture_in,
+        text_in,
+        pooled_in,
+        guidance_in,
+        norm,
+        out,
+        double,
+        single,
+    ] = match naming {
+        Naming::Bfl => [
+            "img_in.weight",
+            "txt_in.weight",
+            "vector_in.in_layer.weight",
+            "guidance_in.in_layer.weight",
+            "double_blocks.0.img_attn.norm.query_norm.scale",
+            "final_layer.linear.weight",
+            "double_blocks",
+            "single_blocks",
+        ],
+        Naming::Diffusers => [
+            "x_embedder.weight",
+            "context_embedder.weight",
+            "time_text_embed.text_embedder.linear_1.weight",
+            "time_text_embed.guidance_embedder.linear_1.weight",
+            "transformer_blocks.0.attn.norm_q.weight",
+            "proj_out.weight",
+            "transformer_blocks",
+            "single_transformer_blocks",
+        ],
     };
+    let shape = |name: &str| Ok(checkpoint.tensor(name)?.shape);
     let columns = |name: &str| {
-        shape(name)?
-            .get(1)
-            .copied()
-            .ok_or_else(|| damaged(file.path(), format!("tensor {name} is no matrix")))
+        let shape: Vec<usize> = shape(name)?;
+        let columns = shape.get(1).copied();
+        columns.ok_or_else(|| damaged(path, format!("tensor {name} is no matrix")))
     };
-    let head = shape("double_blocks.0.img_attn.norm.query_norm.scale")?
-        .iter()
-        .product::<usize>();
-    let width = shape("img_in.weight")?.first().copied().unwrap_or_default();
+    let head = shape(norm)?.iter().product::<usize>();
+    let width = shape(picture_in)?.first().copied().unwrap_or_default();
     if head == 0 || !width.is_multiple_of(head) {
         return Err(damaged(
-            file.path(),
+            path,
             format!("{width} channels do not divide into heads of {head}"),
         ));
     }
     let blocks = |kind: &str| {
         let has = |i: &usize| {
-            file.tensors()
-                .any(|(name, _)| name.starts_with(&format!("{prefix}{kind}.{i}.")))
+            let block = format!("{kind}.{i}.");
+            checkpoint.names().any(|name| name.starts_with(&block))
         };
         (0..).take_while(has).count()
     };
@@ -167,83 +242,16 @@ pub(super) fn config_of_single_file(
         false => TransformerConfig::default().axes_dims_rope,
     };
     Ok(TransformerConfig {
-        in_channels: columns("img_in.weight")?,
-        out_channels: shape("final_layer.linear.weight")?.first().copied(),
-        num_layers: blocks("double_blocks"),
-        num_single_layers: blocks("single_blocks"),
+        in_channels: columns(picture_in)?,
+        out_channels: shape(out)?.first().copied(),
+        num_layers: blocks(double),
+        num_single_layers: blocks(single),
         attention_head_dim: head,
         num_attention_heads: width / head,
-        joint_attention_dim: columns("txt_in.weight")?,
-        pooled_projection_dim: columns("vector_in.in_layer.weight")?,
-        guidance_embeds: file
-            .get(&format!("{prefix}guidance_in.in_layer.weight"))
-            .is_some(),
+        joint_attention_dim: columns(text_in)?,
+        pooled_projection_dim: columns(pooled_in)?,
+        guidance_embeds: checkpoint.has(guidance_in),
         axes_dims_rope: axes,
         ..TransformerConfig::default()
     })
-}
-
-/// The transformer of a single file: rows of fused tensors become tensors of diffusers' names. What lies
-/// beside the transformer's prefix is not looked at.
-pub(super) fn transformer_of_single_file(
-    file: &SafetensorsFile,
-    prefix: &str,
-    config: &TransformerConfig,
-    target: DType,
-) -> Result<ComponentFiles, ModelError> {
-    let path = file.path();
-    let mut covered: HashMap<String, usize> = HashMap::new();
-    let mut sources = Vec::new();
-    for TensorSpec { name, shape, rows } in layout(config) {
-        let mut ranges = Vec::with_capacity(rows.len());
-        let mut stored = Stored::U8;
-        for part in &rows {
-            let full_name = format!("{prefix}{}", part.tensor);
-            let Some(entry) = file.get(&full_name) else {
-                return Err(damaged(path, format!("tensor {full_name} is missing")));
-            };
-            let taken = entry
-                .rows(part.first, part.count)
-                .filter(|taken| taken.shape[1..] == shape[1..]);
-            let Some(taken) = taken.filter(|taken| is_float(taken.stored)) else {
-                let found = (entry.stored, &entry.shape);
-                return Err(damaged(
-                    path,
-                    format!("tensor {full_name} is {found:?}, which cannot hold {name}"),
-                ));
-            };
-            ranges.push(taken.range);
-            stored = taken.stored;
-            *covered.entry(full_name).or_default() += part.count;
-        }
-        sources.push(TensorSource {
-            name,
-            file: Arc::clone(path),
-            ranges,
-            stored,
-            shape,
-            target,
-        });
-    }
-    for (name, entry) in file.tensors().filter(|(name, _)| name.starts_with(prefix)) {
-        match covered.get(name) {
-            Some(rows) if entry.shape.first() == Some(rows) => {}
-            Some(rows) => {
-                return Err(damaged(
-                    path,
-                    format!("tensor {name} has {:?} where {rows} rows belong", entry.shape),
-                ));
-            }
-            None => {
-                let problem = format!("tensor {name} is no part of a FLUX transformer in full precision");
-                return Err(unsupported(path, problem));
-            }
-        }
-    }
-    Ok(component_files(
-        path.to_path_buf(),
-        sources,
-        vec![Arc::clone(path)],
-        None,
-    ))
 }

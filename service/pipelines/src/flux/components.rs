@@ -2,18 +2,21 @@
 //! asks for is looked up here, by name and shape, so that a checkpoint that lacks one is refused when it is
 //! opened.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::DType;
-use gpu::{LoadError, LoadPlan, SafetensorsFile, Stored, TensorSource};
-use serde::Deserialize;
+use gpu::{CheckpointFile, LoadError, LoadPlan, Stored, Target, TensorSource, WeightFormat};
 
 use super::config::TransformerConfig;
+use super::layout::TensorSpec;
+use super::quantize_rule::{Role, role};
+use super::stored::{Checkpoint, Held, SUPPORTED, StoredTensor, foreign, quantized_by};
 use super::vae::diffusers_name_of_bfl;
 use crate::ModelError;
-use crate::files::{damaged, read_json, unsupported};
+use crate::family::format_of_plan;
+use crate::files::{damaged, unsupported};
 
 /// Names and shapes of tensors.
 pub(super) type Shapes = Vec<(String, Vec<usize>)>;
@@ -29,6 +32,17 @@ pub(super) struct ComponentFiles {
     pub(super) files: Vec<Arc<Path>>,
 }
 
+/// What is wanted of a component.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Wanted {
+    /// The component's name.
+    pub(super) component: &'static str,
+    /// The dtype of what is held in full precision.
+    pub(super) dtype: DType,
+    /// What it is to be quantized to while it is loaded.
+    pub(super) format: Option<WeightFormat>,
+}
+
 /// A header that could not be read, in the words of a model.
 pub(super) fn of_header(path: &Path, error: LoadError) -> ModelError {
     match error {
@@ -37,174 +51,228 @@ pub(super) fn of_header(path: &Path, error: LoadError) -> ModelError {
         LoadError::Unsupported(problem) => {
             // The reader names the file, and so does what this becomes.
             let named = format!("{}: ", path.display());
-            unsupported(path, problem.strip_prefix(&named).unwrap_or(&problem))
+            unsupported(path, of_type(problem.strip_prefix(&named).unwrap_or(&problem)))
         }
-        error @ (LoadError::Cancelled | LoadError::OutOfMemory { .. } | LoadError::Lost(_)) => {
-            damaged(path, error.to_string())
-        }
+        error @ (LoadError::Cancelled
+        | LoadError::OutOfMemory { .. }
+        | LoadError::NotFinite { .. }
+        | LoadError::Lost(_)) => damaged(path, error.to_string()),
     }
 }
 
-fn open(path: &Path) -> Result<SafetensorsFile, ModelError> {
-    SafetensorsFile::open(path).map_err(|e| of_header(path, e))
+/// What the reader says of a tensor whose type it does not know, and whose quantization that is: the reader stops there,
+/// before anybody looks at names.
+fn of_type(problem: &str) -> String {
+    let tensor = problem.strip_prefix("tensor ");
+    let Some((name, _)) = tensor.and_then(|tensor| tensor.split_once(" is stored as ")) else {
+        return problem.to_owned();
+    };
+    match foreign(&[name]) {
+        Some(foreign) => format!("{problem}: {}", quantized_by(foreign)),
+        // Of GGUF the reader says what is read.
+        None if problem.contains("what is read") => problem.to_owned(),
+        None => format!("{problem}; {SUPPORTED}"),
+    }
 }
 
-/// The headers of a component: one file, or the shards of an index.
-struct Headers {
-    /// The file, or the index.
-    place: PathBuf,
-    /// The whole of each tensor.
-    tensors: BTreeMap<String, TensorSource>,
-    files: Vec<Arc<Path>>,
+pub(super) fn open(path: &Path) -> Result<CheckpointFile, ModelError> {
+    CheckpointFile::open(path).map_err(|e| of_header(path, e))
 }
 
-impl Headers {
-    /// Those of one file, whose tensors go by the names that `rename` gives them.
-    fn of_file(
-        path: &Path,
-        target: DType,
-        rename: impl Fn(&str) -> Option<String>,
-    ) -> Result<Headers, ModelError> {
-        let file = open(path)?;
-        let tensors = file.tensors().filter_map(|(name, _)| {
-            let to = rename(name)?;
-            Some((to.clone(), file.source(name, to, target)?))
-        });
-        Ok(Headers {
-            place: path.to_owned(),
-            tensors: tensors.collect(),
-            files: vec![Arc::clone(file.path())],
-        })
-    }
-
-    /// Those that an index names.
-    fn of_index(index: &Path, folder: &Path, target: DType) -> Result<Headers, ModelError> {
-        #[derive(Deserialize)]
-        struct Index {
-            weight_map: BTreeMap<String, String>,
+/// The sources of a component's tensors.
+///
+/// # Errors
+/// The first tensor that is missing, of another shape, or stored in a way that cannot be held; and a component that
+/// is stored quantized where a format is asked for.
+fn sources(
+    checkpoint: &Checkpoint,
+    specs: &[TensorSpec],
+    wanted: Wanted,
+) -> Result<Vec<TensorSource>, ModelError> {
+    // Fused tensors are named by several: each is looked at once.
+    let mut found: BTreeMap<&str, (StoredTensor, usize)> = BTreeMap::new();
+    let mut sources = Vec::with_capacity(specs.len());
+    for spec in specs {
+        let tensor = spec.tensor.as_str();
+        if !found.contains_key(tensor) {
+            found.insert(tensor, (checkpoint.tensor(tensor)?, 0));
         }
-        let Index { weight_map } = read_json(index)?;
-        let mut shards: BTreeMap<String, SafetensorsFile> = BTreeMap::new();
-        let mut tensors = BTreeMap::new();
-        for (name, shard) in weight_map {
-            if Path::new(&shard).components().count() != 1 || shard.contains("..") {
-                return Err(damaged(index, format!("{shard:?} is no plain file name")));
-            }
-            if !shards.contains_key(&shard) {
-                shards.insert(shard.clone(), open(&folder.join(&shard))?);
-            }
-            let file = &shards[&shard];
-            let source = file.source(&name, name.as_str(), target).ok_or_else(|| {
-                let problem = format!("tensor {name} is not in it, and the index says so");
-                damaged(file.path(), problem)
-            })?;
-            tensors.insert(name, source);
-        }
-        Ok(Headers {
-            place: index.to_owned(),
-            tensors,
-            files: shards.values().map(|file| Arc::clone(file.path())).collect(),
-        })
-    }
-
-    /// Those of a component's folder.
-    fn of_folder(folder: &Path, target: DType) -> Result<Headers, ModelError> {
-        for stem in ["diffusion_pytorch_model", "model"] {
-            let single = folder.join(format!("{stem}.safetensors"));
-            if single.is_file() {
-                return Headers::of_file(&single, target, |name| Some(name.to_owned()));
-            }
-            let index = folder.join(format!("{stem}.safetensors.index.json"));
-            if index.is_file() {
-                return Headers::of_index(&index, folder, target);
-            }
-        }
-        Err(damaged(
-            folder,
-            "it has neither diffusion_pytorch_model.safetensors, model.safetensors nor an index",
-        ))
-    }
-
-    /// Takes one tensor, which must be of this shape and of floating-point numbers.
-    fn take(&mut self, name: &str, shape: &[usize]) -> Result<TensorSource, ModelError> {
-        let Some(mut source) = self.tensors.remove(name) else {
-            return Err(damaged(&self.place, format!("tensor {name} is missing")));
+        let Some((stored, covered)) = found.get_mut(tensor) else {
+            continue;
         };
-        if source.stored == Stored::U8 {
-            return Err(unsupported(&source.file, format!("tensor {name} is quantized")));
-        }
-        // BFL keeps some matrices as convolutions of one cell: the same numbers in the same order.
-        if let [rows, columns, 1, 1] = *source.shape
-            && shape == [rows, columns]
-        {
-            source.shape = shape.to_vec();
-        }
-        if source.shape != shape || !is_float(source.stored) {
-            let found = (source.stored, &source.shape);
-            let problem = format!("tensor {name} is {found:?} where {shape:?} is expected");
-            return Err(damaged(&source.file, problem));
-        }
-        Ok(source)
+        *covered += spec.rows.iter().map(|rows| rows.count).sum::<usize>();
+        sources.push(source(stored, spec, wanted)?);
     }
+    for (name, (stored, covered)) in &found {
+        if stored.shape.first() != Some(covered) {
+            let problem = format!("tensor {name} is {:?} where {covered} rows belong", stored.shape);
+            return Err(damaged(stored.file(), problem));
+        }
+    }
+    let stored: Vec<&TensorSource> = sources
+        .iter()
+        .filter(|source| !source.is_made_at_load())
+        .collect();
+    if wanted.format.is_some()
+        && let Some(format) = format_of_plan(stored.iter().copied())
+    {
+        let component = wanted.component;
+        return Err(ModelError::Quantization {
+            component: component.to_owned(),
+            problem: format!(
+                "{component} is stored as {format} already: leave its quantization out, with {component}=full beside a preset"
+            ),
+        });
+    }
+    Ok(sources)
+}
 
-    fn take_all(&mut self, shapes: Shapes) -> Result<Vec<TensorSource>, ModelError> {
-        shapes
-            .into_iter()
-            .map(|(name, shape)| self.take(&name, &shape))
-            .collect()
+/// The source of one tensor.
+fn source(stored: &StoredTensor, spec: &TensorSpec, wanted: Wanted) -> Result<TensorSource, ModelError> {
+    let TensorSpec {
+        name,
+        shape,
+        tensor,
+        rows,
+    } = spec;
+    let role = role(wanted.component, name);
+    let mut stored = match role {
+        Role::Quantized => stored.clone().into_unscaled_fp8(),
+        Role::AsStored | Role::Full => stored.clone(),
+    };
+    // BFL keeps some matrices as convolutions of one cell: the same numbers in the same order.
+    if let [outputs, inputs, 1, 1] = *stored.shape
+        && shape.len() == 2
+    {
+        stored.shape = vec![outputs, inputs];
     }
+    let wrong = |expected: &str| {
+        let (held, found) = (&stored.held, &stored.shape);
+        let problem = match held {
+            Held::Plain(numbers) => format!("tensor {tensor} is {numbers:?} {found:?} where {expected}"),
+            Held::Quantized(format) => format!("tensor {tensor} is {format} {found:?} where {expected}"),
+        };
+        (stored.file().to_owned(), problem)
+    };
+    let last_row = rows.iter().map(|rows| rows.first + rows.count).max();
+    if stored.shape.get(1..) != shape.get(1..) || stored.shape.first().copied() < last_row {
+        let (file, problem) = wrong(&format!("{shape:?} is expected"));
+        return Err(damaged(&file, problem));
+    }
+    let (as_stored, target) = match stored.held {
+        Held::Plain(numbers) if numbers.is_float() || numbers == Stored::F8E4M3 => {
+            let target = match (role, wanted.format) {
+                (Role::Quantized, Some(format)) => Target::Quantized(format),
+                _ => Target::Full(wanted.dtype),
+            };
+            (numbers, target)
+        }
+        Held::Plain(_) => {
+            let (file, problem) = wrong(&format!("floats of {shape:?} are expected"));
+            return Err(damaged(&file, problem));
+        }
+        Held::Quantized(_) if role == Role::Full => {
+            let (file, problem) = wrong("full precision is needed");
+            return Err(unsupported(&file, format!("{problem}; {SUPPORTED}")));
+        }
+        Held::Quantized(format) => {
+            let (_, columns) = gpu::rows_and_columns(shape);
+            if !format.fits(columns) {
+                let (file, problem) = wrong(&format!("rows of {columns} do not divide into its blocks"));
+                return Err(unsupported(&file, problem));
+            }
+            (Stored::U8, Target::Quantized(format))
+        }
+    };
+    let mut pieces = stored.pieces(rows)?;
+    pieces.retain(|piece| piece.length() > 0);
+    Ok(TensorSource {
+        name: name.clone(),
+        pieces,
+        stored: as_stored,
+        shape: shape.clone(),
+        target,
+    })
+}
+
+fn whole(shapes: Shapes) -> Vec<TensorSpec> {
+    let whole = |(name, shape)| TensorSpec::whole(name, shape);
+    shapes.into_iter().map(whole).collect()
 }
 
 /// A component in a folder: the tensors that its configuration asks for. `shapes` may ask which names there are.
 /// What there is beside them is not read.
 pub(super) fn component_of_folder(
     folder: &Path,
-    target: DType,
+    wanted: Wanted,
     shapes: impl FnOnce(&dyn Fn(&str) -> bool) -> Shapes,
 ) -> Result<ComponentFiles, ModelError> {
-    let mut headers = Headers::of_folder(folder, target)?;
-    let shapes = shapes(&|name| headers.tensors.contains_key(name));
-    let sources = headers.take_all(shapes)?;
+    let checkpoint = Checkpoint::of_folder(folder)?;
+    let shapes = shapes(&|name| checkpoint.has(name));
+    let sources = sources(&checkpoint, &whole(shapes), wanted)?;
     Ok(component_files(
         folder.to_owned(),
         sources,
-        headers.files,
+        checkpoint.files,
         Some(folder.join("config.json")),
     ))
+}
+
+/// The transformer of a checkpoint: exactly these tensors.
+fn transformer(
+    checkpoint: &Checkpoint,
+    specs: &[TensorSpec],
+    wanted: Wanted,
+) -> Result<Vec<TensorSource>, ModelError> {
+    let sources = sources(checkpoint, specs, wanted)?;
+    let known: BTreeSet<String> = specs.iter().map(|spec| spec.tensor.clone()).collect();
+    if let Some((name, file)) = checkpoint.left_over(&known) {
+        let problem = format!("tensor {name} is no part of a FLUX transformer; {SUPPORTED}");
+        return Err(unsupported(file, problem));
+    }
+    Ok(sources)
 }
 
 /// The transformer of a diffusers folder: exactly the tensors that its configuration asks for.
 pub(super) fn transformer_of_folder(
     folder: &Path,
     config: &TransformerConfig,
-    target: DType,
+    wanted: Wanted,
 ) -> Result<ComponentFiles, ModelError> {
-    let mut headers = Headers::of_folder(folder, target)?;
-    let sources = headers.take_all(config.tensor_shapes().collect())?;
-    if let Some((name, source)) = headers.tensors.first_key_value() {
-        let problem = format!("tensor {name} is no part of a FLUX transformer in full precision");
-        return Err(unsupported(&source.file, problem));
-    }
+    let checkpoint = Checkpoint::of_folder(folder)?;
+    let specs = whole(config.tensor_shapes().collect());
+    let sources = transformer(&checkpoint, &specs, wanted)?;
     Ok(component_files(
         folder.to_owned(),
         sources,
-        headers.files,
+        checkpoint.files,
         Some(folder.join("config.json")),
     ))
+}
+
+/// The transformer of a single file, of these tensors.
+pub(super) fn transformer_of_single_file(
+    file: &Path,
+    checkpoint: Checkpoint,
+    specs: &[TensorSpec],
+    wanted: Wanted,
+) -> Result<ComponentFiles, ModelError> {
+    let sources = transformer(&checkpoint, specs, wanted)?;
+    Ok(component_files(file.to_owned(), sources, checkpoint.files, None))
 }
 
 /// The autoencoder in a single file of Black Forest Labs.
 pub(super) fn autoencoder_of_single_file(
     file: &Path,
     shapes: Shapes,
-    target: DType,
+    wanted: Wanted,
 ) -> Result<ComponentFiles, ModelError> {
-    let mut headers = Headers::of_file(file, target, diffusers_name_of_bfl)?;
-    let sources = headers.take_all(shapes)?;
-    Ok(component_files(file.to_owned(), sources, headers.files, None))
+    let checkpoint = Checkpoint::of_file(&open(file)?, diffusers_name_of_bfl)?;
+    let sources = sources(&checkpoint, &whole(shapes), wanted)?;
+    Ok(component_files(file.to_owned(), sources, checkpoint.files, None))
 }
 
-pub(super) fn component_files(
+fn component_files(
     place: PathBuf,
     sources: Vec<TensorSource>,
     mut files: Vec<Arc<Path>>,
@@ -217,8 +285,4 @@ pub(super) fn component_files(
         plan: LoadPlan::Files(sources),
         files,
     }
-}
-
-pub(super) fn is_float(stored: Stored) -> bool {
-    matches!(stored, Stored::F32 | Stored::F16 | Stored::Bf16 | Stored::F64)
 }

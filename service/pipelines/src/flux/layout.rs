@@ -5,10 +5,8 @@
 use super::config::TransformerConfig;
 
 /// Rows of a tensor of a single file.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Rows {
-    /// The tensor's name there.
-    pub(super) tensor: String,
     /// The first row.
     pub(super) first: usize,
     /// How many.
@@ -22,8 +20,23 @@ pub(super) struct TensorSpec {
     pub(super) name: String,
     /// Row-major.
     pub(super) shape: Vec<usize>,
-    /// Where it lies in a single file, part behind part.
+    /// The tensor of a single file that it lies in.
+    pub(super) tensor: String,
+    /// Where it lies there, part behind part.
     pub(super) rows: Vec<Rows>,
+}
+
+impl TensorSpec {
+    /// A tensor that is the whole of one of the same name.
+    pub(super) fn whole(name: String, shape: Vec<usize>) -> TensorSpec {
+        let count = shape.first().copied().unwrap_or_default();
+        TensorSpec {
+            tensor: name.clone(),
+            name,
+            shape,
+            rows: vec![Rows { first: 0, count }],
+        }
+    }
 }
 
 /// Names of both worlds for one stream of a double block.
@@ -165,14 +178,7 @@ pub(super) fn layout(config: &TransformerConfig) -> Vec<TensorSpec> {
     );
     for spec in list.0.iter_mut().rev().take(2) {
         let swapped = [(width, width), (0, width)];
-        let tensor = spec.rows[0].tensor.clone();
-        spec.rows = swapped
-            .map(|(first, count)| Rows {
-                tensor: tensor.clone(),
-                first,
-                count,
-            })
-            .to_vec();
+        spec.rows = swapped.map(|(first, count)| Rows { first, count }).to_vec();
     }
     list.linear("proj_out", [config.in_channels, width], "final_layer.linear", 0);
     list.0
@@ -192,29 +198,27 @@ impl List {
     /// `first` on.
     fn linear(&mut self, name: &str, [outputs, inputs]: [usize; 2], bfl: &str, first: usize) {
         for (kind, shape) in [("weight", vec![outputs, inputs]), ("bias", vec![outputs])] {
-            let rows = vec![Rows {
-                tensor: format!("{bfl}.{kind}"),
-                first,
-                count: outputs,
-            }];
             self.0.push(TensorSpec {
                 name: format!("{name}.{kind}"),
                 shape,
-                rows,
+                tensor: format!("{bfl}.{kind}"),
+                rows: vec![Rows {
+                    first,
+                    count: outputs,
+                }],
             });
         }
     }
 
     fn norm(&mut self, name: &str, width: usize, bfl: String) {
-        let rows = vec![Rows {
-            tensor: bfl,
-            first: 0,
-            count: width,
-        }];
         self.0.push(TensorSpec {
             name: format!("{name}.weight"),
             shape: vec![width],
-            rows,
+            tensor: bfl,
+            rows: vec![Rows {
+                first: 0,
+                count: width,
+            }],
         });
     }
 }
@@ -249,11 +253,9 @@ mod tests {
         let names: BTreeSet<_> = specs.iter().map(|spec| &spec.name).collect();
         assert_eq!(names.len(), specs.len());
         let mut spans: BTreeMap<&str, Vec<(usize, usize)>> = BTreeMap::new();
-        for rows in specs.iter().flat_map(|spec| &spec.rows) {
-            spans
-                .entry(&rows.tensor)
-                .or_default()
-                .push((rows.first, rows.count));
+        for spec in &specs {
+            let of_tensor = spans.entry(&spec.tensor).or_default();
+            of_tensor.extend(spec.rows.iter().map(|rows| (rows.first, rows.count)));
         }
         for (tensor, spans) in &mut spans {
             spans.sort_unstable();

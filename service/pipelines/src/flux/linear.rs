@@ -1,20 +1,14 @@
-//! The one linear layer of this family: what a quantized weight will have to stand in for.
+//! The one linear layer of this family, however its weight is held.
 
 use candle_core::Tensor;
-use gpu::{ComponentTensors, MissingTensor};
+use gpu::{ComponentTensors, MissingTensor, Weight};
 
 /// `x Wᵀ + b`, as `torch.nn.Linear`.
 #[derive(Debug, Clone)]
 pub(super) struct Linear {
+    /// `[outputs, inputs]`.
     weight: Weight,
     bias: Option<Tensor>,
-}
-
-/// How a weight is held.
-#[derive(Debug, Clone)]
-enum Weight {
-    /// `[outputs, inputs]` in the dtype of the card.
-    Full(Tensor),
 }
 
 impl Linear {
@@ -45,7 +39,7 @@ impl Linear {
         inputs: usize,
         outputs: usize,
     ) -> Result<Linear, MissingTensor> {
-        let weight = Weight::Full(tensors.shaped(&format!("{name}.weight"), &[outputs, inputs])?);
+        let weight = tensors.shaped_weight(&format!("{name}.weight"), &[outputs, inputs])?;
         Ok(Linear { weight, bias: None })
     }
 
@@ -54,17 +48,15 @@ impl Linear {
     /// # Errors
     /// Those of candle.
     pub(super) fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let Weight::Full(weight) = &self.weight;
         let mut shape = x.dims().to_vec();
         let Some(width) = shape.pop() else {
             candle_core::bail!("a linear layer of a scalar")
         };
-        // One large product rather than one a batch. It goes when the bias is added: at no time are there three.
-        let mut flat = x.reshape((x.elem_count() / width, width))?.matmul(&weight.t()?)?;
-        if let Some(bias) = &self.bias {
-            flat = flat.broadcast_add(bias)?;
-        }
-        shape.push(weight.dim(0)?);
+        let outputs = self.weight.dims()[0];
+        // One large product rather than one a batch.
+        let flat = x.contiguous()?.reshape((x.elem_count() / width, width))?;
+        let flat = ops::linear(&flat, &self.weight, self.bias.as_ref())?;
+        shape.push(outputs);
         flat.reshape(shape)
     }
 }

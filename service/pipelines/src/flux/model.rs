@@ -3,17 +3,16 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use gpu::LoadPlan;
+use gpu::{LoadPlan, Target, TensorSource};
 use residency::{Bytes, Component};
 use serde::Deserialize;
 
 use super::bounds::{PIXELS_PER_TOKEN, problems};
-use super::checkpoint::{
-    PIPELINES, Recognised, config_of_single_file, recognise, transformer_of_single_file,
-};
+use super::checkpoint::{PIPELINES, Recognised, config_of_single_file, recognise};
 use super::clip::ClipConfig;
 use super::components::{
-    ComponentFiles, autoencoder_of_single_file, component_of_folder, transformer_of_folder,
+    ComponentFiles, Wanted, autoencoder_of_single_file, component_of_folder, transformer_of_folder,
+    transformer_of_single_file,
 };
 use super::config::TransformerConfig;
 use super::scheduler::{SchedulerConfig, first_step};
@@ -27,6 +26,9 @@ use crate::{
     Defaults, Family, ImageRequest, Model, ModelError, Precision, RequestError, Rung, StageKind, StagePlan,
     provisional_identity,
 };
+
+/// Its components, in the order of [`FluxModel::components`].
+const COMPONENTS: [&str; 4] = ["transformer", "vae", "text_encoder", "text_encoder_2"];
 
 /// Bytes a second that a reload is predicted to take until it was measured.
 const RELOAD_BYTES_PER_SECOND: f64 = 4e9;
@@ -44,7 +46,7 @@ impl Family for Flux {
         &PIPELINES
     }
 
-    fn open(&self, path: &Path, precision: Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
+    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
         Ok(FluxModel::open(path, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
     }
 }
@@ -66,44 +68,62 @@ pub struct FluxModel {
 }
 
 impl FluxModel {
-    /// Opens a folder in diffusers' layout or a single file of Black Forest Labs, by headers and
-    /// configurations; `None` if it is neither.
+    /// Opens a folder in diffusers' layout or a single file, by headers and configurations; `None` if it is neither.
     ///
     /// # Errors
-    /// When it is FLUX and damaged or not supported.
-    pub fn open(path: &Path, precision: Precision) -> Result<Option<FluxModel>, ModelError> {
+    /// When it is FLUX and damaged or not supported, or cannot be quantized as it is asked for.
+    pub fn open(path: &Path, precision: &Precision) -> Result<Option<FluxModel>, ModelError> {
         let Some(recognised) = recognise(path)? else {
             return Ok(None);
         };
-        let target = precision.dtype;
+        let formats = &precision.quantization;
+        if let Some((unknown, _)) = formats.formats().find(|(name, _)| !COMPONENTS.contains(name)) {
+            return Err(ModelError::Quantization {
+                component: unknown.to_owned(),
+                problem: format!(
+                    "there is no component {unknown:?} to quantize: this model has {}",
+                    COMPONENTS.join(", ")
+                ),
+            });
+        }
+        let wanted = |component: &'static str| Wanted {
+            component,
+            dtype: precision.dtype,
+            format: formats.format_of(component),
+        };
         let base = match &recognised {
             Recognised::Folder(folder) => folder,
             Recognised::SingleFile { base, .. } => base,
         };
         let base = &std::fs::canonicalize(base).map_err(|e| damaged(base, e.to_string()))?;
         let folder_config = base.join("transformer").join("config.json");
-        let (transformer, transformer_files) = match &recognised {
+        let is_folder = matches!(recognised, Recognised::Folder(_));
+        let (transformer, transformer_files) = match recognised {
             Recognised::Folder(_) => {
                 let config: TransformerConfig = checked(&folder_config, TransformerConfig::check)?;
-                let files = transformer_of_folder(&base.join("transformer"), &config, target)?;
+                let files = transformer_of_folder(&base.join("transformer"), &config, wanted("transformer"))?;
                 (config, files)
             }
-            Recognised::SingleFile { file, prefix, .. } => {
+            Recognised::SingleFile {
+                path,
+                checkpoint,
+                naming,
+                ..
+            } => {
                 let of_base = match folder_config.is_file() {
                     true => read_json(&folder_config)?,
                     false => TransformerConfig::default(),
                 };
-                let config = config_of_single_file(file, prefix, &of_base)?;
-                config
-                    .check()
-                    .map_err(|problem| unsupported(file.path(), problem))?;
-                let files = transformer_of_single_file(file, prefix, &config, target)?;
+                let config = config_of_single_file(&path, &checkpoint, naming, &of_base)?;
+                config.check().map_err(|problem| unsupported(&path, problem))?;
+                let specs = naming.specs(&config);
+                let files = transformer_of_single_file(&path, checkpoint, &specs, wanted("transformer"))?;
                 (config, files)
             }
         };
-        let bfl_vae = match &recognised {
-            Recognised::Folder(_) => None,
-            Recognised::SingleFile { file, .. } => bfl_vae(file.path(), base),
+        let bfl_vae = match is_folder {
+            true => None,
+            false => bfl_vae(path, base),
         };
         let vae = match bfl_vae {
             Some(_) => VaeConfig::flux(),
@@ -121,19 +141,22 @@ impl FluxModel {
         let files = vec![
             transformer_files,
             match bfl_vae {
-                Some(file) => autoencoder_of_single_file(&file, vae.tensor_shapes(), target)?,
-                None => component_of_folder(&base.join("vae"), target, |_| vae.tensor_shapes())?,
+                Some(file) => autoencoder_of_single_file(&file, vae.tensor_shapes(), wanted("vae"))?,
+                None => component_of_folder(&base.join("vae"), wanted("vae"), |_| vae.tensor_shapes())?,
             },
-            component_of_folder(&base.join("text_encoder"), target, |has| clip.tensor_shapes(has))?,
-            component_of_folder(&base.join("text_encoder_2"), target, |has| t5.tensor_shapes(has))?,
+            component_of_folder(&base.join("text_encoder"), wanted("text_encoder"), |has| {
+                clip.tensor_shapes(has)
+            })?,
+            component_of_folder(&base.join("text_encoder_2"), wanted("text_encoder_2"), |has| {
+                t5.tensor_shapes(has)
+            })?,
         ];
-        let names = ["transformer", "vae", "text_encoder", "text_encoder_2"];
-        let components = names
+        let components = COMPONENTS
             .iter()
             .zip(&files)
             .map(|(name, files)| component(name, files, precision));
         Ok(Some(FluxModel {
-            precision,
+            precision: precision.clone(),
             components: components.collect(),
             files,
             scheduler: checked(
@@ -158,6 +181,23 @@ impl FluxModel {
             .collect()
     }
 
+    /// Activation bytes that the quantized layers of a component take beside what the mathematics does, over so many
+    /// tokens: one layer is run at a time, and the largest counts.
+    fn dequantizing(&self, component_name: &str, tokens: usize) -> Bytes {
+        let Some(LoadPlan::Files(sources)) = self.load_plan(component_name) else {
+            return Bytes(0);
+        };
+        let dtype = self.precision.dtype;
+        let of_layer = |source: &TensorSource| match source.target {
+            Target::Quantized(format) => {
+                let (rows, columns) = gpu::rows_and_columns(&source.shape);
+                Some(ops::linear_scratch(format, rows, columns, tokens, dtype))
+            }
+            Target::Full(_) => None,
+        };
+        Bytes(sources.iter().filter_map(of_layer).max().unwrap_or_default())
+    }
+
     /// Sides of the latent of a picture: height, then width.
     fn latent_sides(&self, width: u32, height: u32) -> (usize, usize) {
         (
@@ -169,10 +209,9 @@ impl FluxModel {
     fn encode_text_stage(&self, request: &ImageRequest) -> StagePlan {
         let tokens = request.max_sequence_length as usize;
         let dtype = self.precision.dtype;
-        let scratch = self
-            .clip
-            .scratch(self.clip_tokenizer.length(), dtype)
-            .max(self.t5.scratch(tokens, dtype));
+        let pooled = self.clip_tokenizer.length();
+        let scratch = (self.clip.scratch(pooled, dtype) + self.dequantizing("text_encoder", pooled))
+            .max(self.t5.scratch(tokens, dtype) + self.dequantizing("text_encoder_2", tokens));
         StagePlan {
             kind: StageKind::EncodeText,
             components: [self.component("text_encoder"), self.component("text_encoder_2")].concat(),
@@ -207,12 +246,13 @@ impl FluxModel {
             steps,
             dtype,
         ));
+        scratch += self.dequantizing("transformer", tokens as usize + picture);
         let mut components = self.component("transformer");
         if request.preview {
             components.extend(self.component("vae"));
             // What is conditioned stays while a preview is decoded at half the size.
             let (h, w) = self.latent_sides(width / 2, height / 2);
-            scratch += decode_scratch(&self.vae, h, w, Chunking::Whole, dtype);
+            scratch += decode_scratch(&self.vae, h, w, Chunking::Whole, dtype) + self.dequantizing("vae", 0);
         }
         StagePlan {
             kind: StageKind::Denoise,
@@ -232,7 +272,7 @@ impl FluxModel {
 }
 
 /// A component's identity and size.
-fn component(name: &str, files: &ComponentFiles, precision: Precision) -> Component {
+fn component(name: &str, files: &ComponentFiles, precision: &Precision) -> Component {
     let bytes = files.plan.bytes();
     Component {
         id: provisional_identity(&files.place, name, precision),
@@ -411,10 +451,18 @@ impl Model for FluxModel {
                 ladder(&self.vae, h, w, self.precision.dtype)
             }
         };
+        // Convolutions are dequantized whatever their format: no tokens are.
+        let dequantizing = self.dequantizing("vae", 0);
         StagePlan {
             kind,
             components: self.component("vae"),
-            rungs: rungs.into_iter().map(|(_, rung)| rung).collect(),
+            rungs: rungs
+                .into_iter()
+                .map(|(_, rung)| Rung {
+                    scratch: rung.scratch + dequantizing,
+                    ..rung
+                })
+                .collect(),
             shape: format!("{width}x{height}"),
             steps: 1,
         }

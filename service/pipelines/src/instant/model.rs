@@ -4,14 +4,15 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gpu::{ComponentTensors, LoadPlan, ScratchGuard, simulated_scratch};
+use gpu::{ComponentTensors, LoadPlan, ScratchGuard, WeightFormat, simulated_scratch};
 use residency::{Bytes, Component, ComponentId};
 
-use super::Description;
 use super::paint::{CHANNELS, PIXELS_PER_LATENT, colour_of, encode, fill, latent_of, mean_of, read_latent};
+use super::{DescribedComponent, Description};
 use crate::family::{
     EncodedText, Model, Observer, Rung, StageError, StageInput, StageKind, StageOutput, StagePlan,
 };
+use crate::quantization::Quantization;
 use crate::request::{Defaults, ImageRequest, RequestError};
 
 /// What a component's reload is predicted to run at, in bytes a second.
@@ -27,26 +28,53 @@ const GRAIN: u32 = 16;
 pub(super) struct InstantModel {
     description: Description,
     components: Vec<Component>,
+    formats: Vec<Option<WeightFormat>>,
     plans: Vec<LoadPlan>,
 }
 
+/// Bytes of a component in the format that it is held in. What is made at load takes its part of bf16: half for 8 bits;
+/// for nf4 half a byte for each number and 4 for each block of 64; with double quantization 1 for each block and 4 for
+/// each 256 of them.
+fn bytes_in(described: &DescribedComponent, format: Option<WeightFormat>) -> Bytes {
+    let (numerator, denominator) = match format {
+        _ if described.stored.is_some() => (1, 1),
+        None | Some(WeightFormat::Gguf(_)) => (1, 1),
+        Some(WeightFormat::Int8 | WeightFormat::Fp8(_)) => (1, 2),
+        Some(WeightFormat::Nf4) => (9, 32),
+        Some(WeightFormat::Nf4Double) => (2113, 8192),
+    };
+    Bytes((u128::from(described.bytes.0) * numerator / denominator) as u64)
+}
+
 impl InstantModel {
-    pub(super) fn new(description: Description) -> InstantModel {
-        let components = description.components.iter().map(|c| Component {
-            id: ComponentId::new(format!("instant:{}", c.identity)),
-            name: c.name.clone(),
-            bytes: c.bytes,
-            reload_seconds: c.bytes.0 as f64 / LOAD_SPEED,
-        });
-        let components = components.collect();
-        let plans = description
-            .components
-            .iter()
-            .map(|c| LoadPlan::Synthetic(c.bytes))
+    pub(super) fn new(description: Description, quantization: &Quantization) -> InstantModel {
+        let described = description.components.iter();
+        let formats: Vec<Option<WeightFormat>> = described
+            .clone()
+            .map(|c| c.stored.or_else(|| quantization.format_of(&c.name)))
             .collect();
+        let components: Vec<Component> = described
+            .zip(&formats)
+            .map(|(c, &format)| {
+                let bytes = bytes_in(c, format);
+                // What is stored so has it in its identity; what is made differs from what it was made of.
+                let id = match format.filter(|_| c.stored.is_none()) {
+                    Some(format) => format!("instant:{}:{format}", c.identity),
+                    None => format!("instant:{}", c.identity),
+                };
+                Component {
+                    id: ComponentId::new(id),
+                    name: c.name.clone(),
+                    bytes,
+                    reload_seconds: bytes.0 as f64 / LOAD_SPEED,
+                }
+            })
+            .collect();
+        let plans = components.iter().map(|c| LoadPlan::Synthetic(c.bytes)).collect();
         InstantModel {
             description,
             components,
+            formats,
             plans,
         }
     }
@@ -247,6 +275,11 @@ impl Model for InstantModel {
     fn load_plan(&self, component_name: &str) -> Option<&LoadPlan> {
         let index = self.components.iter().position(|c| c.name == component_name)?;
         self.plans.get(index)
+    }
+
+    fn format_of(&self, component_name: &str) -> Option<WeightFormat> {
+        let index = self.components.iter().position(|c| c.name == component_name)?;
+        *self.formats.get(index)?
     }
 
     /// None: the identity stands in the model's file.

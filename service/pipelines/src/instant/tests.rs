@@ -9,9 +9,10 @@ use residency::Bytes;
 
 use super::*;
 use crate::family::{Observer, StageError, StageInput, StageOutput, Unobserved};
+use crate::quantization::Preset;
 use crate::request::{ImageRequest, InitImage};
 
-const PRECISION: Precision = Precision { dtype: DType::F32 };
+const PRECISION: Precision = Precision::full(DType::F32);
 
 fn sample(name: &str) -> PathBuf {
     let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/models/instant");
@@ -20,7 +21,7 @@ fn sample(name: &str) -> PathBuf {
 
 fn open(path: &Path) -> Arc<dyn Model> {
     Instant
-        .open(path, PRECISION)
+        .open(path, &PRECISION)
         .unwrap()
         .expect("it is of this family")
 }
@@ -99,10 +100,10 @@ fn the_models_that_ship_with_the_tests_open_and_share_what_is_the_same() {
 #[test]
 fn a_folder_with_a_description_is_a_model_and_other_paths_are_not() {
     let folder = tempfile::tempdir().unwrap();
-    assert!(Instant.open(folder.path(), PRECISION).unwrap().is_none());
+    assert!(Instant.open(folder.path(), &PRECISION).unwrap().is_none());
     assert!(
         Instant
-            .open(Path::new("/nowhere/model.safetensors"), PRECISION)
+            .open(Path::new("/nowhere/model.safetensors"), &PRECISION)
             .unwrap()
             .is_none()
     );
@@ -113,11 +114,11 @@ fn a_folder_with_a_description_is_a_model_and_other_paths_are_not() {
         r#"{"name":"x","components":[],"sratch":{}}"#,
     )
     .unwrap();
-    let error = Instant.open(folder.path(), PRECISION).err().unwrap();
+    let error = Instant.open(folder.path(), &PRECISION).err().unwrap();
     assert!(error.to_string().contains("sratch"), "{error}");
     assert!(
         Instant
-            .open(Path::new("/nowhere/x.instant.json"), PRECISION)
+            .open(Path::new("/nowhere/x.instant.json"), &PRECISION)
             .is_err()
     );
 }
@@ -220,7 +221,7 @@ fn a_description_that_is_a_list_is_damaged() {
     let file = folder.path().join("instant.json");
     // What serde would take for a name and no components.
     std::fs::write(&file, r#"["x", []]"#).unwrap();
-    let error = Instant.open(folder.path(), PRECISION).err().unwrap();
+    let error = Instant.open(folder.path(), &PRECISION).err().unwrap();
     assert!(
         matches!(&error, ModelError::Damaged { path, .. } if *path == file),
         "{error}"
@@ -261,4 +262,79 @@ fn a_slow_model_takes_its_time_and_is_cancelled_within_a_step() {
     let result = run(&*model, StageKind::Denoise, &request, &input, &mut observer);
     assert!(matches!(result, Err(StageError::Cancelled)));
     assert_eq!(observer.1.get(), 1, "in the second step of 50 ms");
+}
+
+fn open_in(path: &Path, formats: &[(&str, &str)]) -> Result<Arc<dyn Model>, ModelError> {
+    let quantization = Quantization::of(Preset::Full, formats.iter().copied()).unwrap();
+    let precision = Precision {
+        quantization,
+        ..PRECISION
+    };
+    let model = Instant.open(path, &precision)?;
+    Ok(model.expect("it is of this family"))
+}
+
+#[test]
+fn a_quantized_component_takes_its_part_and_goes_by_another_name() {
+    let sample = sample("small");
+    let full = open(&sample);
+    let of = |model: &dyn Model, name: &str| {
+        let mut components = model.components().iter();
+        components.find(|c| c.name == name).cloned().unwrap()
+    };
+    let plain = of(&*full, "transformer");
+    assert_eq!(full.format_of("transformer"), None);
+    for (format, bytes) in [
+        ("int8", 2_097_152),
+        ("fp8", 2_097_152),
+        ("nf4", 1_179_648),
+        ("nf4-double", 1_081_856),
+    ] {
+        let model = open_in(&sample, &[("transformer", format)]).unwrap();
+        let held = of(&*model, "transformer");
+        assert_eq!(held.bytes, Bytes(bytes), "{format}");
+        assert_eq!(
+            model.load_plan("transformer"),
+            Some(&LoadPlan::Synthetic(held.bytes))
+        );
+        assert_ne!(held.id, plain.id);
+        assert_eq!(model.format_of("transformer").unwrap().to_string(), format);
+        assert_eq!(of(&*model, "vae"), of(&*full, "vae"), "the rest is shared");
+    }
+}
+
+#[test]
+fn a_format_is_refused_for_what_is_not_there_or_is_stored_quantized() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("stored.instant.json");
+    let description = r#"{"name": "stored", "components": [
+        {"name": "transformer", "bytes": 4096, "identity": "t", "stored": "Q4_K"},
+        {"name": "vae", "bytes": 4096, "identity": "v"}]}"#;
+    std::fs::write(&file, description).unwrap();
+    let model = open(&file);
+    let formats = ["transformer", "vae"].map(|name| model.format_of(name).map(|f| f.to_string()));
+    assert_eq!(formats, [Some("Q4_K".to_owned()), None]);
+    assert_eq!(model.components()[0].bytes, Bytes(4096));
+
+    let refused = |formats: &[(&str, &str)]| match open_in(&file, formats) {
+        Err(ModelError::Quantization { component, problem }) => (component, problem),
+        Err(other) => panic!("{other}"),
+        Ok(_) => panic!("{formats:?} was taken"),
+    };
+    let (component, problem) = refused(&[("transformer", "nf4")]);
+    assert!(
+        component == "transformer" && problem.contains("Q4_K"),
+        "{problem}"
+    );
+    let (component, problem) = refused(&[("unet", "nf4")]);
+    assert!(
+        component == "unet" && problem.contains("transformer"),
+        "{problem}"
+    );
+    // What a family has and this model has not: a preset names it all the same.
+    assert!(open_in(&file, &[("text_encoder_2", "nf4")]).is_ok());
+
+    std::fs::write(&file, description.replace("Q4_K", "Q4_X")).unwrap();
+    let error = Instant.open(&file, &PRECISION).err().unwrap();
+    assert!(error.to_string().contains("Q4_X"), "{error}");
 }

@@ -13,7 +13,7 @@ use crate::workshop::{F32, Workshop, copy_of, folder};
 const WEIGHTS: &str = "transformer/diffusion_pytorch_model.safetensors";
 
 fn open(path: &Path) -> Result<Option<FluxModel>, ModelError> {
-    FluxModel::open(path, F32)
+    FluxModel::open(path, &F32)
 }
 
 /// Every tensor that a model loads for a component is this one, to the bit.
@@ -64,9 +64,7 @@ fn a_folder_is_a_model_and_its_sizes_are_exact() {
     }
     let half = FluxModel::open(
         folder("dev").path(),
-        pipelines::Precision {
-            dtype: candle_core::DType::BF16,
-        },
+        &pipelines::Precision::full(candle_core::DType::BF16),
     );
     let half = half.expect("sound").expect("FLUX");
     assert_eq!(half.components()[0].bytes.0 * 2, model.components()[0].bytes.0);
@@ -323,8 +321,9 @@ fn what_is_no_pipeline_is_left_to_others() {
     let empty = tempfile::TempDir::new().expect("a folder");
     assert!(matches!(open(empty.path()), Ok(None)));
     assert!(matches!(open(Path::new("/nowhere")), Ok(None)));
+    let autoencoder = "vae/diffusion_pytorch_model.safetensors";
     assert!(matches!(
-        open(&fixtures().join("flux-tiny").join(WEIGHTS)),
+        open(&fixtures().join("flux-tiny").join(autoencoder)),
         Ok(None)
     ));
     write_json(
@@ -334,12 +333,12 @@ fn what_is_no_pipeline_is_left_to_others() {
     assert!(matches!(open(empty.path()), Ok(None)));
     let catalogue = Catalogue::new(vec![Box::new(Flux)]);
     assert!(matches!(
-        catalogue.open(empty.path(), F32),
+        catalogue.open(empty.path(), &F32),
         Err(ModelError::NotAPipeline { .. })
     ));
     assert!(
         catalogue
-            .open(folder("dev").path(), F32)
+            .open(folder("dev").path(), &F32)
             .is_ok_and(|model| model.family() == "flux")
     );
 }

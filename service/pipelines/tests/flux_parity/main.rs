@@ -9,6 +9,7 @@ mod device;
 mod mutations;
 mod numbers;
 mod pictures;
+mod quantized;
 mod refusals;
 mod stages;
 mod workshop;

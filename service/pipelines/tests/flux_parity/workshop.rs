@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use gpu::{ComponentTensors, CpuCard, CpuSettings, Gpu};
+use gpu::{ComponentTensors, CpuCard, CpuSettings, Gpu, QuantizedWeight, Weight};
 use pipelines::flux::{FluxModel, Stage};
 use pipelines::{
     HostTensor, ImageRequest, InitImage, Model, Observer, Precision, StageError, StageInput, StageKind,
@@ -19,9 +19,9 @@ use crate::device::{here, test_device};
 use crate::numbers::{fixtures, resident};
 
 /// The precision of the fixtures.
-pub(crate) const F32: Precision = Precision { dtype: DType::F32 };
+pub(crate) const F32: Precision = Precision::full(DType::F32);
 /// That of a card.
-pub(crate) const BF16: Precision = Precision { dtype: DType::BF16 };
+pub(crate) const BF16: Precision = Precision::full(DType::BF16);
 
 /// A copy of fixture folders, one over the other, that a test may spoil.
 pub(crate) fn copy_of(folders: &[&str]) -> TempDir {
@@ -66,6 +66,21 @@ pub(crate) fn folder(kind: &str) -> Folder {
     }
 }
 
+/// A component on the device of the tests.
+fn moved(tensors: &ComponentTensors) -> ComponentTensors {
+    let weights = tensors.names().map(|name| {
+        let weight = match tensors.weight(name).expect("a tensor") {
+            Weight::Full(tensor) => Weight::Full(here(&tensor)),
+            Weight::Quantized(quantized) => Weight::Quantized(QuantizedWeight {
+                bytes: here(&quantized.bytes),
+                ..quantized
+            }),
+        };
+        (name.to_owned(), weight)
+    });
+    ComponentTensors::of_weights(weights.collect())
+}
+
 /// A model with everything resident.
 pub(crate) struct Workshop {
     pub(crate) model: FluxModel,
@@ -82,7 +97,7 @@ impl Workshop {
 
     /// The same in another precision.
     pub(crate) fn open_in(path: &Path, precision: Precision) -> Workshop {
-        let model = FluxModel::open(path, precision)
+        let model = FluxModel::open(path, &precision)
             .expect("a sound model")
             .expect("a FLUX model");
         let mut card = CpuCard::new(CpuSettings::default()).expect("a card");
@@ -94,10 +109,7 @@ impl Workshop {
                 .expect("a load");
             let mut tensors = card.tensors(&component.id).expect("tensors");
             if !test_device().is_cpu() {
-                let all = tensors
-                    .names()
-                    .map(|name| (name.to_owned(), tensors.get(name).expect("a tensor")));
-                tensors = Arc::new(resident(&all.collect()));
+                tensors = Arc::new(moved(&tensors));
             }
             components.insert(component.name.clone(), tensors);
         }

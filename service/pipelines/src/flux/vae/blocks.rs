@@ -1,9 +1,9 @@
 //! The blocks that the encoder and the decoder are made of, over maps `[1, c, h, w]`.
 
 use candle_core::{D, DType, Result, Tensor};
-use gpu::ComponentTensors;
+use gpu::{ComponentTensors, Weight};
 
-use super::conv::{Convolution, Padding, Reading};
+use super::conv::{Convolution, Padding, Reading, in_full};
 use super::norm::{Affine, GroupNorm};
 use crate::family::StageError;
 
@@ -46,15 +46,16 @@ pub(super) struct Source<'a> {
 
 impl Source<'_> {
     fn tensor(&self, name: &str, shape: &[usize]) -> std::result::Result<Tensor, StageError> {
-        let missing = |missing| StageError::Missing {
-            component: "vae".to_owned(),
-            missing,
-        };
-        Ok(self
-            .tensors
-            .shaped(name, shape)
-            .map_err(missing)?
-            .to_dtype(self.dtype)?)
+        let tensor = self.tensors.shaped(name, shape).map_err(missing)?;
+        Ok(tensor.to_dtype(self.dtype)?)
+    }
+
+    /// A weight, in the dtype of maps where it is in full precision.
+    fn weight(&self, name: &str, shape: &[usize]) -> std::result::Result<Weight, StageError> {
+        match self.tensors.shaped_weight(name, shape).map_err(missing)? {
+            Weight::Full(tensor) => Ok(Weight::Full(tensor.to_dtype(self.dtype)?)),
+            quantized @ Weight::Quantized(_) => Ok(quantized),
+        }
     }
 
     /// A convolution of a square kernel.
@@ -65,10 +66,8 @@ impl Source<'_> {
         kernel: usize,
         stride: usize,
     ) -> std::result::Result<Convolution, StageError> {
-        let weight = self.tensor(
-            &format!("{name}.weight"),
-            &[out_channels, in_channels, kernel, kernel],
-        )?;
+        let shape = [out_channels, in_channels, kernel, kernel];
+        let weight = self.weight(&format!("{name}.weight"), &shape)?;
         let bias = self.tensor(&format!("{name}.bias"), &[out_channels])?;
         Ok(Convolution::new(weight, bias, stride)?)
     }
@@ -80,17 +79,45 @@ impl Source<'_> {
     }
 
     /// A linear layer `[c, c]`, which BFL's checkpoints keep as a 1x1 convolution `[c, c, 1, 1]`.
-    fn square(&self, name: &str, channels: usize) -> std::result::Result<(Tensor, Tensor), StageError> {
+    fn square(&self, name: &str, channels: usize) -> std::result::Result<Square, StageError> {
         let weight = format!("{name}.weight");
-        let as_convolution = self.tensors.get(&weight).is_ok_and(|tensor| tensor.rank() == 4);
+        let found = self.tensors.weight(&weight);
+        let as_convolution = found.is_ok_and(|weight| weight.dims().len() == 4);
         let shape: &[usize] = if as_convolution {
             &[channels, channels, 1, 1]
         } else {
             &[channels, channels]
         };
-        let weight = self.tensor(&weight, shape)?.reshape((channels, channels))?;
+        let weight = self.weight(&weight, shape)?;
         let bias = self.tensor(&format!("{name}.bias"), &[channels])?;
-        Ok((weight, bias.reshape((channels, 1))?))
+        Ok(Square {
+            weight,
+            bias: bias.reshape((channels, 1))?,
+        })
+    }
+}
+
+fn missing(missing: gpu::MissingTensor) -> StageError {
+    StageError::Missing {
+        component: "vae".to_owned(),
+        missing,
+    }
+}
+
+/// A linear layer of as many outputs as inputs over columns `[c, n]`.
+#[derive(Clone, Debug)]
+struct Square {
+    /// `[c, c]` or `[c, c, 1, 1]`.
+    weight: Weight,
+    /// `[c, 1]`.
+    bias: Tensor,
+}
+
+impl Square {
+    fn forward(&self, columns: &Tensor) -> Result<Tensor> {
+        let channels = self.bias.dim(0)?;
+        let weight = in_full(&self.weight, columns.dtype())?.reshape((channels, channels))?;
+        weight.matmul(columns)?.broadcast_add(&self.bias)
     }
 }
 
@@ -115,12 +142,12 @@ pub(super) fn convolve(
     let (_, _, map_height, map_width) = map.dims4()?;
     let padding = reading.padding.before + reading.padding.after;
     let padded_height = reading.size(map_height) + padding;
-    let one_row = convolution.rows_in(1)?;
+    let one_row = convolution.rows_in(1);
     let height = (padded_height - one_row) / convolution.first_row_in(1) + 1;
     let width = (reading.size(map_width) + padding - one_row) / convolution.first_row_in(1) + 1;
     let rows = walk.rows(height);
     let convolve_strip = |first: usize, count: usize, before_convolving: &mut dyn FnMut() -> Result<()>| {
-        let strip = reading.strip(map, convolution.first_row_in(first), convolution.rows_in(count)?)?;
+        let strip = reading.strip(map, convolution.first_row_in(first), convolution.rows_in(count))?;
         before_convolving()?;
         let out = convolution.forward(&strip)?;
         drop(strip);
@@ -132,7 +159,7 @@ pub(super) fn convolve(
     }
     let out = match destination {
         Destination::New => {
-            let shape = (1, convolution.out_channels()?, height, width);
+            let shape = (1, convolution.out_channels(), height, width);
             Tensor::zeros(shape, map.dtype(), map.device())?
         }
         Destination::Over(map) => map.clone(),
@@ -289,10 +316,10 @@ impl Resnet {
 #[derive(Clone, Debug)]
 pub(super) struct Attention {
     norm: GroupNorm,
-    to_q: (Tensor, Tensor),
-    to_k: (Tensor, Tensor),
-    to_v: (Tensor, Tensor),
-    to_out: (Tensor, Tensor),
+    to_q: Square,
+    to_k: Square,
+    to_v: Square,
+    to_out: Square,
 }
 
 impl Attention {
@@ -317,11 +344,10 @@ impl Attention {
             .apply(map, 0)?
             .to_dtype(map.dtype())?
             .reshape((channels, cells))?;
-        let project = |(weight, bias): &(Tensor, Tensor), of: &Tensor| weight.matmul(of)?.broadcast_add(bias);
         let scale = 1.0 / (channels as f64).sqrt();
-        let queries = (project(&self.to_q, &normed)?.to_dtype(DType::F32)? * scale)?;
-        let keys = project(&self.to_k, &normed)?.to_dtype(DType::F32)?;
-        let values = project(&self.to_v, &normed)?.to_dtype(DType::F32)?;
+        let queries = (self.to_q.forward(&normed)?.to_dtype(DType::F32)? * scale)?;
+        let keys = self.to_k.forward(&normed)?.to_dtype(DType::F32)?;
+        let values = self.to_v.forward(&normed)?.to_dtype(DType::F32)?;
         drop(normed);
         let chunk = queries_at_a_time(cells);
         let mut seen = Vec::with_capacity(cells.div_ceil(chunk));
@@ -331,7 +357,7 @@ impl Attention {
             seen.push(attend(&queries, &keys, &values)?.to_dtype(map.dtype())?);
         }
         let seen = Tensor::cat(&seen, 1)?;
-        Ok((project(&self.to_out, &seen)?.reshape(map.shape())? + map)?)
+        Ok((self.to_out.forward(&seen)?.reshape(map.shape())? + map)?)
     }
 }
 

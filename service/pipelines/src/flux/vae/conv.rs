@@ -6,6 +6,7 @@
 //! ever exists as a whole.
 
 use candle_core::{DType, Device, Result, Storage, Tensor};
+use gpu::Weight;
 use rayon::prelude::*;
 
 use super::norm::Affine;
@@ -152,8 +153,8 @@ impl Reading<'_> {
 /// A convolution with its bias.
 #[derive(Clone, Debug)]
 pub(super) struct Convolution {
-    /// `[out, in, k, k]`.
-    weight: Tensor,
+    /// `[out, in, k, k]`. One that is held quantized is dequantized whenever it is run: convolutions are small.
+    weight: Weight,
     /// `[out]`.
     bias: Tensor,
     stride: usize,
@@ -161,21 +162,41 @@ pub(super) struct Convolution {
 
 impl Convolution {
     /// Of a weight `[out, in, k, k]` and a bias `[out]`.
-    pub(super) fn new(weight: Tensor, bias: Tensor, stride: usize) -> Result<Convolution> {
+    ///
+    /// # Errors
+    /// When the weight has another rank.
+    pub(super) fn new(weight: Weight, bias: Tensor, stride: usize) -> Result<Convolution> {
+        if weight.dims().len() != 4 {
+            candle_core::bail!("a convolution with a weight of shape {:?}", weight.dims())
+        }
+        let weight = match weight {
+            Weight::Full(weight) => Weight::Full(weight.contiguous()?),
+            quantized @ Weight::Quantized(_) => quantized,
+        };
         Ok(Convolution {
-            weight: weight.contiguous()?,
+            weight,
             bias: bias.contiguous()?,
             stride,
         })
     }
 
-    pub(super) fn out_channels(&self) -> Result<usize> {
-        self.weight.dim(0)
+    pub(super) fn out_channels(&self) -> usize {
+        self.weight.dims()[0]
+    }
+
+    fn kernel(&self) -> usize {
+        self.weight.dims()[2]
+    }
+
+    /// The weight as a matrix `[out, in * k * k]` in this dtype.
+    fn matrix(&self, dtype: DType) -> Result<Tensor> {
+        let (rows, columns) = gpu::rows_and_columns(self.weight.dims());
+        in_full(&self.weight, dtype)?.reshape((rows, columns))
     }
 
     /// Rows of a padded strip that so many rows of outputs look at.
-    pub(super) fn rows_in(&self, rows_out: usize) -> Result<usize> {
-        Ok((rows_out - 1) * self.stride + self.weight.dim(2)?)
+    pub(super) fn rows_in(&self, rows_out: usize) -> usize {
+        (rows_out - 1) * self.stride + self.kernel()
     }
 
     /// The row of the padded map that a row of outputs begins at.
@@ -185,7 +206,7 @@ impl Convolution {
 
     /// Every output that lies wholly in `padded` `[1, in, h, w]`.
     pub(super) fn forward(&self, padded: &Tensor) -> Result<Tensor> {
-        let (out_channels, in_channels, kernel, _) = self.weight.dims4()?;
+        let (out_channels, in_channels, kernel) = (self.out_channels(), self.weight.dims()[1], self.kernel());
         let (_, _, height, width) = padded.dims4()?;
         let (rows, columns) = (
             (height - kernel) / self.stride + 1,
@@ -221,7 +242,7 @@ impl Convolution {
     ) -> Result<Tensor> {
         let columns = geometry.columns;
         let unrolled_rows = geometry.in_channels * geometry.kernel * geometry.kernel;
-        let weight = self.weight.reshape((out_channels, unrolled_rows))?;
+        let weight = self.matrix(DType::F32)?;
         let bias = self.bias.to_vec1::<f32>()?;
         let mut out = vec![0f32; out_channels * rows * columns];
         for first in (0..rows).step_by(slab) {
@@ -255,8 +276,7 @@ impl Convolution {
         (rows, columns): (usize, usize),
         slab: usize,
     ) -> Result<Tensor> {
-        let unrolled_rows = self.weight.elem_count() / out_channels;
-        let weight = self.weight.reshape((out_channels, unrolled_rows))?;
+        let weight = self.matrix(padded.dtype())?;
         let bias = self.bias.reshape((1, out_channels, 1, 1))?;
         let convolve = |first: usize, count: usize| -> Result<Tensor> {
             let unrolled = match self.stride {
@@ -290,7 +310,7 @@ impl Convolution {
     /// last such patches.
     fn unroll_neighbours(&self, padded: &Tensor, first: usize, count: usize) -> Result<Tensor> {
         let (_, channels, height, width) = padded.dims4()?;
-        let kernel = self.weight.dim(2)?;
+        let kernel = self.kernel();
         let run = count * width - (kernel - 1);
         let flat = padded.reshape((channels, height * width))?;
         let tap = |tap: usize| {
@@ -306,7 +326,7 @@ impl Convolution {
     /// The matrix `[in * k * k, count * columns]` of the patches of `count` rows of outputs under any stride.
     fn unroll_strided(&self, padded: &Tensor, first: usize, count: usize, columns: usize) -> Result<Tensor> {
         let channels = padded.dim(1)?;
-        let kernel = self.weight.dim(2)?;
+        let kernel = self.kernel();
         let every = |first: usize, count: usize| {
             let indices: Vec<u32> = (0..count).map(|i| (first + i * self.stride) as u32).collect();
             Tensor::new(indices, padded.device())
@@ -320,6 +340,14 @@ impl Convolution {
             }
         }
         Tensor::cat(&taps, 1)?.reshape((channels * kernel * kernel, count * columns))
+    }
+}
+
+/// A weight in full precision: as it is, or dequantized to this dtype.
+pub(super) fn in_full(weight: &Weight, dtype: DType) -> Result<Tensor> {
+    match weight {
+        Weight::Full(weight) => Ok(weight.clone()),
+        Weight::Quantized(quantized) => ops::dequantize(quantized, dtype),
     }
 }
 
@@ -459,10 +487,10 @@ mod tests {
     #[test]
     fn tensor_operations_convolve_the_same() -> Result<()> {
         for (kernel, stride) in [(3, 1), (3, 2), (1, 1)] {
-            let convolution =
-                Convolution::new(numbers(&[7, 5, kernel, kernel], 1)?, numbers(&[7], 2)?, stride)?;
+            let weight = numbers(&[7, 5, kernel, kernel], 1)?;
+            let convolution = Convolution::new(Weight::Full(weight.clone()), numbers(&[7], 2)?, stride)?;
             let padded = numbers(&[1, 5, 13, 9], 3)?;
-            let whole = padded.conv2d(&convolution.weight, 0, stride, 1, 1)?;
+            let whole = padded.conv2d(&weight, 0, stride, 1, 1)?;
             let expected = whole.broadcast_add(&convolution.bias.reshape((1, 7, 1, 1))?)?;
             let (_, _, rows, columns) = expected.dims4()?;
             let geometry = Geometry {
@@ -473,7 +501,7 @@ mod tests {
                 height: 13,
                 columns,
             };
-            let there = Convolution::new(here(&convolution.weight), here(&convolution.bias), stride)?;
+            let there = Convolution::new(Weight::Full(here(&weight)), here(&convolution.bias), stride)?;
             let padded_there = here(&padded);
             for slab in [1, 2, 5, rows] {
                 assert_close(
@@ -485,5 +513,33 @@ mod tests {
             }
         }
         Ok(())
+    }
+
+    #[test]
+    fn a_quantized_weight_convolves_as_the_numbers_that_it_stands_for() -> Result<()> {
+        // Codes of int8 in a pattern, and other scales for every row.
+        let shape = [4, 5, 3, 3];
+        let scales = [0.5f32, 1.0, 2.0, 3.0];
+        let code = |i: usize| (i * 37 % 251) as u8 as i8;
+        let numbers: Vec<f32> = (0..4 * 45)
+            .map(|i| f32::from(code(i)) * scales[i / 45] * gpu::INT8_STEP)
+            .collect();
+        let mut bytes: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+        bytes.extend((0..4 * 45).map(|i| code(i) as u8));
+        let length = bytes.len();
+        let held = gpu::QuantizedWeight {
+            bytes: here(&Tensor::from_vec(bytes, length, &Device::Cpu)?),
+            format: gpu::WeightFormat::Int8,
+            shape: shape.to_vec(),
+        };
+        let quantized = Convolution::new(Weight::Quantized(held), here(&numbers_of_bias()?), 1)?;
+        let full = Tensor::from_vec(numbers, &shape, &Device::Cpu)?;
+        let full = Convolution::new(Weight::Full(full), numbers_of_bias()?, 1)?;
+        let padded = self::numbers(&[1, 5, 7, 6], 3)?;
+        assert_close(&quantized.forward(&here(&padded))?, &full.forward(&padded)?)
+    }
+
+    fn numbers_of_bias() -> Result<Tensor> {
+        numbers(&[4], 2)
     }
 }

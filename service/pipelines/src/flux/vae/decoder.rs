@@ -31,7 +31,7 @@ pub struct VaeDecoder {
     conv_out: Convolution,
 }
 
-/// The dtype that maps have: that of the weights on a card, f32 on the CPU.
+/// The dtype that maps have: that of a card's biases, which are in full precision always; f32 on the CPU.
 pub(super) fn dtype_of_maps(
     tensors: &ComponentTensors,
     probe: &str,
@@ -54,7 +54,7 @@ impl VaeDecoder {
     /// [`StageError::BadInput`] for an autoencoder that is not known, [`StageError::Missing`] for a tensor that
     /// is not there or not of the configuration's shape.
     pub fn new(config: &VaeConfig, tensors: &ComponentTensors) -> Result<VaeDecoder, StageError> {
-        VaeDecoder::in_dtype(config, tensors, dtype_of_maps(tensors, "decoder.conv_in.weight")?)
+        VaeDecoder::in_dtype(config, tensors, dtype_of_maps(tensors, "decoder.conv_in.bias")?)
     }
 
     /// The same with maps of this dtype, wherever the tensors are: what a card computes in a narrow one can be walked on

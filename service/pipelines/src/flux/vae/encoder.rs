@@ -59,7 +59,7 @@ impl VaeEncoder {
     /// [`StageError::BadInput`] for an autoencoder that is not known, [`StageError::Missing`] for a tensor that
     /// is not there or not of the configuration's shape.
     pub fn new(config: &VaeConfig, tensors: &ComponentTensors) -> Result<VaeEncoder, StageError> {
-        VaeEncoder::in_dtype(config, tensors, dtype_of_maps(tensors, "encoder.conv_in.weight")?)
+        VaeEncoder::in_dtype(config, tensors, dtype_of_maps(tensors, "encoder.conv_in.bias")?)
     }
 
     /// The same with maps of this dtype, wherever the tensors are (see [`super::VaeDecoder::in_dtype`]).

@@ -1,0 +1,147 @@
+//! The written rule of what is quantized at load, and of what may be held quantized at all.
+//!
+//! Where a component is asked for in a format, these of its tensors are quantized, and no others:
+//!
+//! - **transformer**: the weight of every linear layer in a block, of attention, feed-forward and modulation
+//!   (`norm1.linear`, `norm1_context.linear`, a single block's `norm.linear`: a quarter of all weights, read once a
+//!   request), and the last modulation, `norm_out.linear`. Not what else stands before and behind the blocks
+//!   (`x_embedder`, `context_embedder`, `time_text_embed`, `proj_out`): a third of a percent of the bytes, and every
+//!   number of the picture goes through it.
+//! - **text_encoder_2** (T5): attention and feed-forward. Not the table of tokens (`shared`), nor the biases by
+//!   distance.
+//! - **text_encoder** (CLIP): attention and feed-forward. Not the tables of tokens and positions.
+//! - **vae**: convolutions and linear layers. Not `conv_in` and `conv_out`.
+//!
+//! Norms and biases stay in full precision everywhere.
+//!
+//! What a checkpoint stores quantized is another matter: there the file decides, and any weight that a layer
+//! multiplies with may be quantized. Tables, norms and biases may not, but for unscaled fp8, which is read as the
+//! numbers that it is.
+
+/// What becomes of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Role {
+    /// Quantized where the component is asked for in a format.
+    Quantized,
+    /// In full precision unless the checkpoint stores it quantized.
+    AsStored,
+    /// In full precision.
+    Full,
+}
+
+/// The role of a tensor, by its name within its component in diffusers' words.
+pub(super) fn role(component: &str, name: &str) -> Role {
+    let Some(layer) = name.strip_suffix(".weight") else {
+        return Role::Full;
+    };
+    let last = layer.rsplit('.').next().unwrap_or(layer);
+    match component {
+        "transformer" if last.starts_with("norm") => Role::Full,
+        "transformer" if layer.starts_with("transformer_blocks.") => Role::Quantized,
+        "transformer" if layer.starts_with("single_transformer_blocks.") => Role::Quantized,
+        "transformer" if layer == "norm_out.linear" => Role::Quantized,
+        "transformer" => Role::AsStored,
+        "text_encoder_2" if last == "relative_attention_bias" => Role::Full,
+        "text_encoder_2" if layer.contains(".SelfAttention.") || layer.contains(".DenseReluDense.") => {
+            Role::Quantized
+        }
+        "text_encoder" if layer.contains(".self_attn.") || layer.contains(".mlp.") => Role::Quantized,
+        "vae" if last.contains("norm") => Role::Full,
+        "vae" if last == "conv_in" || last == "conv_out" => Role::AsStored,
+        "vae" => Role::Quantized,
+        _ => Role::Full,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gpu::{Fp8Scales, Target, WeightFormat};
+
+    use super::super::clip::ClipConfig;
+    use super::super::config::TransformerConfig;
+    use super::super::t5::T5Config;
+    use super::super::vae::VaeConfig;
+    use super::*;
+
+    fn dev() -> TransformerConfig {
+        TransformerConfig {
+            guidance_embeds: true,
+            ..TransformerConfig::default()
+        }
+    }
+
+    /// Names of a component's tensors that the rule leaves in full precision.
+    fn left(component: &str, shapes: impl IntoIterator<Item = (String, Vec<usize>)>) -> Vec<String> {
+        let names = shapes.into_iter().map(|(name, _)| name);
+        names
+            .filter(|name| role(component, name) != Role::Quantized && !name.ends_with(".bias"))
+            .collect()
+    }
+
+    #[test]
+    fn the_published_transformer_has_the_bytes_that_are_promised() {
+        let bytes = |format: WeightFormat| -> u64 {
+            let held = |(name, shape): (String, Vec<usize>)| match role("transformer", &name) {
+                Role::Quantized => Target::Quantized(format).bytes(&shape).0,
+                Role::AsStored | Role::Full => Target::Full(candle_core::DType::BF16).bytes(&shape).0,
+            };
+            dev().tensor_shapes().map(held).sum()
+        };
+        for (format, most) in [
+            (WeightFormat::Nf4, 6_770_000_000),
+            (WeightFormat::Nf4Double, 6_300_000_000),
+            (WeightFormat::Int8, 12_100_000_000),
+            (WeightFormat::Fp8(Fp8Scales::Rows), 12_100_000_000),
+        ] {
+            let found = bytes(format);
+            println!("{format}: {found}");
+            assert!(found <= most && found > most / 10 * 9, "{format}: {found}");
+        }
+    }
+
+    #[test]
+    fn what_is_left_in_full_precision_is_what_is_written() {
+        let of_transformer = left("transformer", dev().tensor_shapes());
+        let of_transformer: Vec<_> = of_transformer
+            .iter()
+            .filter(|name| !name.contains(".attn.norm_"))
+            .collect();
+        assert_eq!(
+            of_transformer,
+            [
+                "x_embedder.weight",
+                "context_embedder.weight",
+                "time_text_embed.timestep_embedder.linear_1.weight",
+                "time_text_embed.timestep_embedder.linear_2.weight",
+                "time_text_embed.guidance_embedder.linear_1.weight",
+                "time_text_embed.guidance_embedder.linear_2.weight",
+                "time_text_embed.text_embedder.linear_1.weight",
+                "time_text_embed.text_embedder.linear_2.weight",
+                "proj_out.weight",
+            ]
+        );
+        let t5 = left("text_encoder_2", T5Config::default().tensor_shapes(&|_| true));
+        assert!(
+            t5.iter().all(|name| name.contains("layer_norm")
+                || name.contains("relative_attention_bias")
+                || name == "shared.weight"),
+            "{t5:?}"
+        );
+        let clip = left("text_encoder", ClipConfig::default().tensor_shapes(&|_| true));
+        assert!(
+            clip.iter()
+                .all(|name| name.contains("layer_norm") || name.contains("embedding")),
+            "{clip:?}"
+        );
+        let vae = left("vae", VaeConfig::flux().tensor_shapes());
+        assert!(
+            vae.iter().all(|name| name.contains("norm")
+                || name.ends_with("coder.conv_in.weight")
+                || name.ends_with("coder.conv_out.weight")),
+            "{vae:?}"
+        );
+        // Twelve layers of six weights, 24 of seven: nothing is left that should not be.
+        assert_eq!(clip.len(), 2 + 2 * 12 + 1);
+        assert_eq!(t5.len(), 2 + 2 * T5Config::default().num_layers + 1);
+    }
+}

@@ -1,0 +1,685 @@
+//! What a checkpoint's tensors are, in full precision or quantized by somebody else: which tensors belong to one
+//! weight, and which of their bytes are its rows.
+//!
+//! | format | tensors of a weight `X.weight` |
+//! |---|---|
+//! | bitsandbytes nf4 | `X.weight` (U8, or its bytes as another type), `.absmax`, `.quant_map`, `.quant_state.bitsandbytes__nf4` (JSON); doubly quantized also `.nested_absmax`, `.nested_quant_map` |
+//! | bitsandbytes int8 | `X.weight` (I8), `X.SCB` |
+//! | ComfyUI fp8 | `X.weight` (F8_E4M3), and `X.weight_scale` or `X.scale_weight` (F32, `[]`, `[1]`) unless it is unscaled |
+//! | fp8 of Black Forest Labs | the same with a scale for each row (F32, `[rows]`, `[rows, 1]`) |
+//! | GGUF | `X.weight` in blocks |
+//!
+//! Shapes and types of all parts are checked by headers. Their numbers are not looked at: scales that are not finite
+//! are held as they are, and the stage that computes with them fails (`StageError::NotFinite`). The one number that is
+//! read here, the offset of doubly quantized scales, must be finite.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use gpu::{
+    ByteRange, CheckpointFile, Fp8Scales, NF4_BLOCK, NF4_NESTED_BLOCK, SourcePiece, Stored, TensorEntry,
+    WeightFormat, WeightPart, rows_and_columns,
+};
+use serde::Deserialize;
+
+use super::components::open;
+use super::layout::Rows;
+use crate::ModelError;
+use crate::files::{damaged, read_json, unsupported};
+
+/// What is said of a quantization that is not read.
+pub(super) const SUPPORTED: &str = "what is read is full precision, bitsandbytes nf4 and int8, GGUF, and fp8 (e4m3) of ComfyUI and \
+                                    Black Forest Labs";
+
+/// The longest JSON about one tensor that is read.
+const LONGEST_STATE: u64 = 64 << 10;
+
+const NF4_STATE: &str = ".quant_state.bitsandbytes__nf4";
+const FP4_STATE: &str = ".quant_state.bitsandbytes__fp4";
+
+/// What is written behind the name of a weight `X.weight`.
+const BEHIND_WEIGHT: [&str; 5] = [
+    ".absmax",
+    ".quant_map",
+    ".nested_absmax",
+    ".nested_quant_map",
+    NF4_STATE,
+];
+/// What is written behind the name `X` of its layer: scales, and what says how a layer was quantized. Scales of
+/// activations are not used: activations are not quantized, or by their own maxima.
+const BEHIND_LAYER: [&str; 7] = [
+    ".SCB",
+    ".weight_format",
+    ".weight_scale",
+    ".scale_weight",
+    ".input_scale",
+    ".scale_input",
+    ".comfy_quant",
+];
+/// The scales among them.
+const SCALES: [&str; 2] = [".weight_scale", ".scale_weight"];
+/// What ComfyUI marks files of scaled fp8 with.
+const MARKER: &str = "scaled_fp8";
+
+/// A tensor and its file.
+#[derive(Clone, Debug)]
+struct Place {
+    file: Arc<Path>,
+    entry: TensorEntry,
+}
+
+impl Place {
+    fn piece(&self) -> SourcePiece {
+        SourcePiece::File {
+            file: Arc::clone(&self.file),
+            range: self.entry.range,
+        }
+    }
+}
+
+/// How a weight is stored.
+#[derive(Clone, Debug)]
+pub(super) enum Held {
+    /// As numbers.
+    Plain(Stored),
+    /// As the parts of this format.
+    Quantized(WeightFormat),
+}
+
+/// A tensor of a checkpoint, with all that belongs to it.
+#[derive(Clone, Debug)]
+pub(super) struct StoredTensor {
+    name: String,
+    file: Arc<Path>,
+    /// The shape of its numbers, not of the bytes that they are packed into.
+    pub(super) shape: Vec<usize>,
+    pub(super) held: Held,
+    /// Whole parts, in the order of the format; the numbers where there is none.
+    parts: Vec<SourcePiece>,
+}
+
+impl StoredTensor {
+    /// The file that holds its numbers.
+    pub(super) fn file(&self) -> &Path {
+        &self.file
+    }
+
+    /// As codes of fp8 without scales, where it is stored as such.
+    pub(super) fn into_unscaled_fp8(mut self) -> StoredTensor {
+        if matches!(self.held, Held::Plain(Stored::F8E4M3)) {
+            self.held = Held::Quantized(WeightFormat::Fp8(Fp8Scales::None));
+            self.parts.insert(0, SourcePiece::Inline(Arc::from([])));
+        }
+        self
+    }
+
+    /// The pieces of some of its rows, one behind the other.
+    ///
+    /// # Errors
+    /// When a format's blocks reach over the ends of these rows.
+    pub(super) fn pieces(&self, rows: &[Rows]) -> Result<Vec<SourcePiece>, ModelError> {
+        let (all, columns) = rows_and_columns(&self.shape);
+        if let [Rows { first: 0, count }] = rows
+            && *count == all
+        {
+            return Ok(self.parts.clone());
+        }
+        let units: Vec<Option<(usize, usize)>> = match self.held {
+            Held::Plain(stored) => vec![Some(stored.block())],
+            Held::Quantized(format) => {
+                let parts = format.layout(all, columns).into_iter();
+                parts.map(|(part, _)| unit(format, part, columns)).collect()
+            }
+        };
+        let mut pieces = Vec::new();
+        for (part, unit) in self.parts.iter().zip(units) {
+            let Some((numbers, bytes)) = unit else {
+                pieces.push(part.clone());
+                continue;
+            };
+            for &Rows { first, count } in rows {
+                let (begin, length) = (first * columns, count * columns);
+                if begin % numbers != 0 || length % numbers != 0 {
+                    let (name, held) = (&self.name, self.format_name());
+                    let problem = format!(
+                        "tensor {name} holds several layers, and in {held} its blocks of {numbers} reach over the ends of \
+                         them: take a file of single layers (in diffusers' names), or another format"
+                    );
+                    return Err(unsupported(&self.file, problem));
+                }
+                let from = (begin / numbers * bytes) as u64;
+                let length = (length / numbers * bytes) as u64;
+                if let SourcePiece::File { file, range } = part {
+                    pieces.push(SourcePiece::File {
+                        file: Arc::clone(file),
+                        range: ByteRange {
+                            offset: range.offset + from,
+                            length,
+                        },
+                    });
+                }
+            }
+        }
+        Ok(pieces)
+    }
+
+    fn format_name(&self) -> String {
+        match self.held {
+            Held::Plain(stored) => format!("{stored:?}"),
+            Held::Quantized(format) => format.to_string(),
+        }
+    }
+}
+
+/// Numbers that share an entry of a part, and the entry's bytes; `None` for what the whole weight shares.
+fn unit(format: WeightFormat, part: WeightPart, columns: usize) -> Option<(usize, usize)> {
+    match (format, part) {
+        (_, WeightPart::Table | WeightPart::NestedTable | WeightPart::Offset | WeightPart::Padding) => None,
+        (WeightFormat::Fp8(Fp8Scales::None | Fp8Scales::Tensor), WeightPart::Scales) => None,
+        (WeightFormat::Nf4Double, WeightPart::Scales) => Some((NF4_BLOCK, 1)),
+        (WeightFormat::Nf4, WeightPart::Scales) => Some((NF4_BLOCK, 4)),
+        (_, WeightPart::Scales) => Some((columns, 4)),
+        (_, WeightPart::NestedAbsmax) => Some((NF4_BLOCK * NF4_NESTED_BLOCK, 4)),
+        (WeightFormat::Nf4 | WeightFormat::Nf4Double, WeightPart::Codes) => Some((2, 1)),
+        (WeightFormat::Gguf(kind), WeightPart::Codes) => Some(kind.block()),
+        (WeightFormat::Int8 | WeightFormat::Fp8(_), WeightPart::Codes) => Some((1, 1)),
+    }
+}
+
+fn zeros(bytes: usize) -> SourcePiece {
+    SourcePiece::Inline(vec![0; bytes].into())
+}
+
+/// The tensors of a component: of one file, or of the shards of an index.
+pub(super) struct Checkpoint {
+    /// The file, or the index.
+    place: PathBuf,
+    tensors: BTreeMap<String, Place>,
+    pub(super) files: Vec<Arc<Path>>,
+}
+
+impl Checkpoint {
+    /// Those of one file, whose tensors go by the names that `rename` gives them; the others are not looked at. What
+    /// belongs to a weight goes by the weight's name.
+    ///
+    /// # Errors
+    /// When it is quantized in a way that is not read.
+    pub(super) fn of_file(
+        file: &CheckpointFile,
+        rename: impl Fn(&str) -> Option<String>,
+    ) -> Result<Checkpoint, ModelError> {
+        let tensors = file.tensors().filter_map(|(name, entry)| {
+            let place = Place {
+                file: Arc::clone(file.path()),
+                entry: entry.clone(),
+            };
+            Some((rename_with_parts(name, &rename)?, place))
+        });
+        let checkpoint = Checkpoint {
+            place: file.path().to_path_buf(),
+            tensors: tensors.collect(),
+            files: vec![Arc::clone(file.path())],
+        };
+        check_metadata(file)?;
+        checkpoint.check_foreign()?;
+        Ok(checkpoint)
+    }
+
+    /// Those that an index names.
+    fn of_index(index: &Path, folder: &Path) -> Result<Checkpoint, ModelError> {
+        #[derive(Deserialize)]
+        struct Index {
+            weight_map: BTreeMap<String, String>,
+        }
+        let Index { weight_map } = read_json(index)?;
+        let mut shards: BTreeMap<String, CheckpointFile> = BTreeMap::new();
+        let mut tensors = BTreeMap::new();
+        for (name, shard) in weight_map {
+            if Path::new(&shard).components().count() != 1 || shard.contains("..") {
+                return Err(damaged(index, format!("{shard:?} is no plain file name")));
+            }
+            if !shards.contains_key(&shard) {
+                let file = open(&folder.join(&shard))?;
+                check_metadata(&file)?;
+                shards.insert(shard.clone(), file);
+            }
+            let file = &shards[&shard];
+            let entry = file.get(&name).cloned().ok_or_else(|| {
+                let problem = format!("tensor {name} is not in it, and the index says so");
+                damaged(file.path(), problem)
+            })?;
+            let file = Arc::clone(file.path());
+            tensors.insert(name, Place { file, entry });
+        }
+        let checkpoint = Checkpoint {
+            place: index.to_owned(),
+            tensors,
+            files: shards.values().map(|file| Arc::clone(file.path())).collect(),
+        };
+        checkpoint.check_foreign()?;
+        Ok(checkpoint)
+    }
+
+    /// Those of a component's folder, whose configuration says how they are quantized.
+    ///
+    /// # Errors
+    /// When there are none, or they are quantized in a way that is not read.
+    pub(super) fn of_folder(folder: &Path) -> Result<Checkpoint, ModelError> {
+        check_configuration(&folder.join("config.json"))?;
+        for stem in ["diffusion_pytorch_model", "model"] {
+            let single = folder.join(format!("{stem}.safetensors"));
+            if single.is_file() {
+                return Checkpoint::of_file(&open(&single)?, |name| Some(name.to_owned()));
+            }
+            let index = folder.join(format!("{stem}.safetensors.index.json"));
+            if index.is_file() {
+                return Checkpoint::of_index(&index, folder);
+            }
+        }
+        Err(damaged(
+            folder,
+            "it has neither diffusion_pytorch_model.safetensors, model.safetensors nor an index",
+        ))
+    }
+
+    /// Whether there is a tensor of this name.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// Names of all tensors, in order.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// A tensor that is in neither of these names, nor belongs to one that is: its name and file.
+    pub(super) fn left_over<'a>(&'a self, known: &BTreeSet<String>) -> Option<(&'a str, &'a Path)> {
+        let belongs = |name: &str| {
+            let weight = BEHIND_WEIGHT.iter().find_map(|behind| name.strip_suffix(behind));
+            let layer = BEHIND_LAYER.iter().find_map(|behind| name.strip_suffix(behind));
+            name == MARKER
+                || weight.is_some_and(|weight| known.contains(weight))
+                || layer.is_some_and(|layer| known.contains(&format!("{layer}.weight")))
+        };
+        self.tensors
+            .iter()
+            .find(|(name, _)| !known.contains(*name) && !belongs(name))
+            .map(|(name, place)| (name.as_str(), &*place.file))
+    }
+
+    /// A tensor by name, with what belongs to it.
+    ///
+    /// # Errors
+    /// When it is missing, or stored in a way that is not read.
+    pub(super) fn tensor(&self, name: &str) -> Result<StoredTensor, ModelError> {
+        let Some(place) = self.tensors.get(name) else {
+            return Err(damaged(&self.place, format!("tensor {name} is missing")));
+        };
+        let Some(layer) = name.strip_suffix(".weight") else {
+            return Ok(plain(name, place));
+        };
+        let scales = SCALES
+            .iter()
+            .find_map(|behind| self.tensors.get(&format!("{layer}{behind}")));
+        // Its bytes may be called by the name of another type (`bnb_4bit_quant_storage`).
+        if self.has(&format!("{name}{NF4_STATE}")) {
+            return self.nf4(name, place);
+        }
+        match place.entry.stored {
+            Stored::U8 => Err(unsupported(
+                &place.file,
+                format!("tensor {name} is quantized in a way that is not known here: {SUPPORTED}"),
+            )),
+            Stored::I8 => self.int8(name, layer, place),
+            Stored::F8E4M3 => match (scales, self.unknown_part(layer)) {
+                (Some(scales), _) => self.fp8(name, place, scales),
+                (None, None) => Ok(plain(name, place)),
+                (None, Some(unknown)) => Err(unsupported(
+                    &place.file,
+                    format!("tensor {name} is fp8 with {unknown}, which is not known here: {SUPPORTED}"),
+                )),
+            },
+            Stored::Gguf(kind) => Ok(StoredTensor {
+                held: Held::Quantized(WeightFormat::Gguf(kind)),
+                ..plain(name, place)
+            }),
+            Stored::F32 | Stored::F16 | Stored::Bf16 | Stored::F64 | Stored::I64 => match scales {
+                Some(_) => Err(unsupported(
+                    &place.file,
+                    format!(
+                        "tensor {name} has a scale and is stored as {:?}: {SUPPORTED}",
+                        place.entry.stored
+                    ),
+                )),
+                None => Ok(plain(name, place)),
+            },
+        }
+    }
+
+    /// A tensor of this layer that is neither its weight nor its bias, nor known as a part of its weight: numbers without
+    /// the scales that somebody calls otherwise would be wrong.
+    fn unknown_part(&self, layer: &str) -> Option<&str> {
+        let of_layer = format!("{layer}.");
+        let known = |behind: &str| {
+            ["weight", "bias"].contains(&behind) || BEHIND_LAYER.contains(&&*format!(".{behind}"))
+        };
+        self.names()
+            .find(|name| name.strip_prefix(&of_layer).is_some_and(|behind| !known(behind)))
+    }
+
+    /// A tensor that belongs to `name`, stored so and of as many numbers.
+    fn part(&self, of: &str, name: &str, stored: Stored, count: usize) -> Result<SourcePiece, ModelError> {
+        let Some(place) = self.tensors.get(name) else {
+            let problem = format!("tensor {name} is missing, and {of} cannot be read without it");
+            return Err(damaged(&self.place, problem));
+        };
+        if place.entry.stored != stored || place.entry.elements() != count {
+            let (found, shape) = (place.entry.stored, &place.entry.shape);
+            let problem =
+                format!("tensor {name} is {found:?} {shape:?} where {count} of {stored:?} are expected");
+            return Err(damaged(&place.file, problem));
+        }
+        Ok(place.piece())
+    }
+
+    fn nf4(&self, name: &str, place: &Place) -> Result<StoredTensor, ModelError> {
+        #[derive(Deserialize)]
+        struct State {
+            quant_type: String,
+            blocksize: usize,
+            shape: Vec<usize>,
+            nested_blocksize: Option<usize>,
+            nested_offset: Option<f64>,
+        }
+        let state_name = format!("{name}{NF4_STATE}");
+        let State {
+            quant_type,
+            blocksize,
+            shape,
+            nested_blocksize,
+            nested_offset,
+        } = self.state(&state_name)?;
+        if quant_type != "nf4" || blocksize != NF4_BLOCK {
+            let problem = format!(
+                "tensor {name} is {quant_type} in blocks of {blocksize}; nf4 in blocks of {NF4_BLOCK} is read"
+            );
+            return Err(unsupported(&place.file, problem));
+        }
+        let numbers = shape
+            .iter()
+            .try_fold(1usize, |product, &side| product.checked_mul(side));
+        let packed = place.entry.range.length;
+        if numbers.is_none_or(|numbers| numbers == 0 || numbers.div_ceil(2) as u64 != packed) {
+            let problem = format!("tensor {name} has {packed} bytes for a shape of {shape:?}");
+            return Err(damaged(&place.file, problem));
+        }
+        let (rows, columns) = rows_and_columns(&shape);
+        let format = match nested_offset {
+            None => WeightFormat::Nf4,
+            Some(_) => WeightFormat::Nf4Double,
+        };
+        if let Some(offset) = nested_offset
+            && !(offset as f32).is_finite()
+        {
+            let problem = format!("tensor {state_name} says an offset of {offset}, which is no f32");
+            return Err(damaged(&place.file, problem));
+        }
+        if let Some(nested) = nested_blocksize
+            && nested != NF4_NESTED_BLOCK
+        {
+            let problem = format!(
+                "tensor {name} has scales in blocks of {nested}; blocks of {NF4_NESTED_BLOCK} are read"
+            );
+            return Err(unsupported(&place.file, problem));
+        }
+        let part = |(part, range): (WeightPart, std::ops::Range<usize>)| {
+            let of = |behind: &str, stored: Stored| {
+                let count = range.len() / stored.width();
+                self.part(name, &format!("{name}{behind}"), stored, count)
+            };
+            match part {
+                WeightPart::Table => of(".quant_map", Stored::F32),
+                WeightPart::NestedTable => of(".nested_quant_map", Stored::F32),
+                WeightPart::NestedAbsmax => of(".nested_absmax", Stored::F32),
+                WeightPart::Scales if format == WeightFormat::Nf4Double => of(".absmax", Stored::U8),
+                WeightPart::Scales => of(".absmax", Stored::F32),
+                WeightPart::Codes => Ok(place.piece()),
+                WeightPart::Padding => Ok(zeros(range.len())),
+                WeightPart::Offset => {
+                    let offset = nested_offset.unwrap_or_default() as f32;
+                    Ok(SourcePiece::Inline(Arc::from(offset.to_le_bytes())))
+                }
+            }
+        };
+        let parts = format.layout(rows, columns).into_iter().map(part);
+        Ok(StoredTensor {
+            held: Held::Quantized(format),
+            parts: parts.collect::<Result<_, _>>()?,
+            shape,
+            ..plain(name, place)
+        })
+    }
+
+    fn int8(&self, name: &str, layer: &str, place: &Place) -> Result<StoredTensor, ModelError> {
+        let (rows, _) = rows_and_columns(&place.entry.shape);
+        if let Some(scales) = SCALES.iter().find(|behind| self.has(&format!("{layer}{behind}"))) {
+            let problem = format!("tensor {name} is int8 with scales in {layer}{scales}: {SUPPORTED}");
+            return Err(unsupported(&place.file, problem));
+        }
+        let order = format!("{layer}.weight_format");
+        if let Some(order) = self.tensors.get(&order)
+            && self.small(order)?.iter().any(|&byte| byte != 0)
+        {
+            let problem =
+                format!("tensor {name} is stored in the order of a card of NVIDIA's; rows are read");
+            return Err(unsupported(&place.file, problem));
+        }
+        Ok(StoredTensor {
+            held: Held::Quantized(WeightFormat::Int8),
+            parts: vec![
+                self.part(name, &format!("{layer}.SCB"), Stored::F32, rows)?,
+                place.piece(),
+            ],
+            ..plain(name, place)
+        })
+    }
+
+    fn fp8(&self, name: &str, place: &Place, scales: &Place) -> Result<StoredTensor, ModelError> {
+        let (rows, columns) = rows_and_columns(&place.entry.shape);
+        // Scales by column, or by squares of the matrix, may be as many as it has rows: the shape tells.
+        let held = match (scales.entry.stored, scales.entry.shape.as_slice()) {
+            (Stored::F32, [] | [1] | [1, 1]) => Fp8Scales::Tensor,
+            (Stored::F32, &[count] | &[count, 1]) if count == rows => Fp8Scales::Rows,
+            (stored, shape) => {
+                let problem = format!(
+                    "the scales of tensor {name} are {stored:?} {shape:?}; one or {rows} (one a row) of F32 are read \
+                     ({SUPPORTED})"
+                );
+                return Err(unsupported(&place.file, problem));
+            }
+        };
+        let format = WeightFormat::Fp8(held);
+        let parts = format
+            .layout(rows, columns)
+            .into_iter()
+            .map(|(part, range)| match part {
+                WeightPart::Scales => scales.piece(),
+                WeightPart::Padding => zeros(range.len()),
+                _ => place.piece(),
+            });
+        Ok(StoredTensor {
+            held: Held::Quantized(format),
+            parts: parts.collect(),
+            ..plain(name, place)
+        })
+    }
+
+    /// The bytes of a small tensor.
+    fn small(&self, place: &Place) -> Result<Vec<u8>, ModelError> {
+        let ByteRange { offset, length } = place.entry.range;
+        if length > LONGEST_STATE {
+            let problem = format!("{length} bytes say how one tensor is quantized; {LONGEST_STATE} are read");
+            return Err(damaged(&place.file, problem));
+        }
+        let read = || -> std::io::Result<Vec<u8>> {
+            let mut file = File::open(&place.file)?;
+            file.seek(SeekFrom::Start(offset))?;
+            let mut bytes = vec![0; length as usize];
+            file.read_exact(&mut bytes)?;
+            Ok(bytes)
+        };
+        read().map_err(|e| damaged(&place.file, format!("it cannot be read: {e}")))
+    }
+
+    /// A tensor that is a JSON text.
+    fn state<T: serde::de::DeserializeOwned>(&self, name: &str) -> Result<T, ModelError> {
+        let Some(place) = self.tensors.get(name) else {
+            return Err(damaged(&self.place, format!("tensor {name} is missing")));
+        };
+        let bytes = self.small(place)?;
+        serde_json::from_slice(&bytes)
+            .map_err(|e| damaged(&place.file, format!("tensor {name} cannot be parsed: {e}")))
+    }
+
+    /// Whether the names of tensors are of a quantization that is not read.
+    fn check_foreign(&self) -> Result<(), ModelError> {
+        let names: Vec<&str> = self.names().collect();
+        if let Some(foreign) = foreign(&names) {
+            return Err(unsupported(&self.place, quantized_by(foreign)));
+        }
+        #[derive(Deserialize)]
+        struct ComfyQuant {
+            format: String,
+        }
+        for name in self.names().filter(|name| name.ends_with(".comfy_quant")) {
+            let ComfyQuant { format } = self.state(name)?;
+            if format != "float8_e4m3fn" {
+                return Err(unsupported(&self.place, quantized_by(&format)));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The quantization that is not read and that tensors of these names are of.
+pub(super) fn foreign(names: &[&str]) -> Option<&'static str> {
+    let ends = |ends: &[&str]| {
+        names
+            .iter()
+            .any(|name| ends.iter().any(|end| name.ends_with(end)))
+    };
+    if ends(&[".wscales", ".smooth_factor", ".smooth", ".proj_down"]) {
+        Some("SVDQuant (Nunchaku)")
+    } else if ends(&[".qweight"]) {
+        Some("SVDQuant (Nunchaku), AWQ or GPTQ")
+    } else if ends(&[".weight_scale_2"]) {
+        Some("nvfp4")
+    } else if ends(&[":_data", ":qdata", ".qdata", "weight_qdata", ":int_data"]) {
+        Some("torchao")
+    } else if ends(&[".weight._data"]) {
+        Some("quanto")
+    } else if ends(&[FP4_STATE]) {
+        Some("bitsandbytes fp4")
+    } else {
+        None
+    }
+}
+
+pub(super) fn quantized_by(what: &str) -> String {
+    format!("it is quantized as {what}, which is not supported: {SUPPORTED}")
+}
+
+/// A tensor that nothing else belongs to.
+fn plain(name: &str, place: &Place) -> StoredTensor {
+    StoredTensor {
+        name: name.to_owned(),
+        file: Arc::clone(&place.file),
+        shape: place.entry.shape.clone(),
+        held: Held::Plain(place.entry.stored),
+        parts: vec![place.piece()],
+    }
+}
+
+/// Whether the free text of a file says of a quantization that is not read.
+fn check_metadata(file: &CheckpointFile) -> Result<(), ModelError> {
+    #[derive(Deserialize)]
+    struct Layer {
+        format: String,
+    }
+    #[derive(Deserialize)]
+    struct Quantized {
+        #[serde(default)]
+        layers: BTreeMap<String, Layer>,
+    }
+    let Some(text) = file.metadata().get("_quantization_metadata") else {
+        return Ok(());
+    };
+    let Quantized { layers } = serde_json::from_str(text).map_err(|e| {
+        damaged(
+            file.path(),
+            format!("its _quantization_metadata cannot be parsed: {e}"),
+        )
+    })?;
+    match layers.values().find(|layer| layer.format != "float8_e4m3fn") {
+        Some(Layer { format }) => Err(unsupported(file.path(), quantized_by(format))),
+        None => Ok(()),
+    }
+}
+
+/// Whether a component's configuration says of a quantization that is not read.
+fn check_configuration(path: &Path) -> Result<(), ModelError> {
+    #[derive(Deserialize)]
+    struct Quantized {
+        quant_method: Option<String>,
+        #[serde(default)]
+        load_in_4bit: bool,
+        #[serde(default)]
+        load_in_8bit: bool,
+        bnb_4bit_quant_type: Option<String>,
+    }
+    #[derive(Deserialize)]
+    struct Configuration {
+        quantization_config: Option<Quantized>,
+    }
+    if !path.is_file() {
+        return Ok(());
+    }
+    let Configuration { quantization_config } = read_json(path)?;
+    let Some(quantized) = quantization_config else {
+        return Ok(());
+    };
+    let bitsandbytes = quantized.load_in_4bit || quantized.load_in_8bit;
+    let method = quantized
+        .quant_method
+        .unwrap_or_else(|| if bitsandbytes { "bitsandbytes" } else { "unnamed" }.to_owned());
+    if method != "bitsandbytes" {
+        return Err(unsupported(path, quantized_by(&method)));
+    }
+    match quantized.bnb_4bit_quant_type {
+        Some(kind) if quantized.load_in_4bit && kind != "nf4" => {
+            Err(unsupported(path, quantized_by(&format!("bitsandbytes {kind}"))))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The new name of a tensor, or of one that belongs to a weight, as the weight's is.
+fn rename_with_parts(name: &str, rename: &impl Fn(&str) -> Option<String>) -> Option<String> {
+    let of_weight = |behind: &&str| {
+        name.strip_suffix(*behind)
+            .and_then(rename)
+            .map(|to| format!("{to}{behind}"))
+    };
+    let of_layer = |behind: &&str| {
+        let weight = rename(&format!("{}.weight", name.strip_suffix(*behind)?))?;
+        Some(format!("{}{behind}", weight.strip_suffix(".weight")?))
+    };
+    BEHIND_WEIGHT
+        .iter()
+        .find_map(of_weight)
+        .or_else(|| BEHIND_LAYER.iter().find_map(of_layer))
+        .or_else(|| rename(name))
+}
