@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use gpu::{CardDescription, Unloaded};
-use pipelines::{ImageRequest, StageInput, StageOutput, StagePlan};
+use pipelines::{ImageRequest, Quantization, StageInput, StageOutput, StagePlan};
 use residency::{Bytes, Component, ComponentId, Holder, Ledger, Policy, WaitCause};
 use serde::{Deserialize, Serialize};
 
@@ -22,6 +22,10 @@ pub struct ModelLocation {
     pub key: String,
     /// The folder or file.
     pub path: PathBuf,
+    /// What its components are quantized to.
+    pub quantization: Quantization,
+    /// Copies of components as they are quantized, by name: to be read instead, if they can be.
+    pub kept: Vec<(String, PathBuf)>,
 }
 
 /// A piece of work for the card: bring the components in, then run the stage (if there is one).

@@ -11,8 +11,8 @@ use engine::Error;
 use engine::library::{Entry, Library, OpenModel};
 use gpu::{CardDescription, CardKind, ComponentTensors, LoadPlan};
 use pipelines::{
-    Catalogue, Defaults, Family, ImageRequest, Model, ModelError, Observer, Precision, RequestError,
-    StageError, StageInput, StageKind, StageOutput, StagePlan, provisional_identity,
+    Catalogue, Defaults, Family, ImageRequest, Model, ModelError, Observer, Precision, Preset, Quantization,
+    RequestError, StageError, StageInput, StageKind, StageOutput, StagePlan, provisional_identity,
 };
 use residency::{Bytes, Component};
 
@@ -85,7 +85,7 @@ impl Family for Folders {
     fn name(&self) -> &'static str {
         "folder"
     }
-    fn open(&self, path: &Path, precision: Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
+    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
         if !path.join("vae").exists() {
             return Ok(None);
         }
@@ -128,6 +128,7 @@ fn model(folder: &Path, name: &str, transformer: &[u8], vae: &[u8]) -> Entry {
         id: name.into(),
         revision: String::new(),
         path,
+        quantization: pipelines::Quantization::NONE,
     }
 }
 
@@ -190,11 +191,20 @@ fn large_files_go_by_their_path_until_their_hash_is_known_and_nothing_uses_it() 
         assert!(waited.elapsed().as_secs() < 300);
         std::thread::sleep(std::time::Duration::from_millis(100));
     }
+    // The same files with another component in another format, while the large one is on a card: it is one component.
+    let vae_of_int8 = Quantization::of(Preset::Full, [("vae", "int8")]).unwrap();
+    let other = entry.quantized(vae_of_int8);
+    let open_other = first.open(&other, &card("f32")).unwrap();
+    assert_eq!(ids(&open_other)[0], ids(&open)[0]);
+    assert_ne!(ids(&open_other)[1], ids(&open)[1]);
+    let large = open.components[0].id.clone();
+    first.adopt(&|id| *id == large);
+    assert!(first.is_hashing(), "not while it is in use");
     let vae = open.components[1].id.clone();
     first.adopt(&|id| *id == vae);
-    assert!(first.is_hashing(), "not while any of its components is in use");
-    first.adopt(&|_| false);
-    assert!(!first.is_hashing());
+    assert!(!first.is_hashing(), "whatever else of the models is");
+    let both = [&entry, &other].map(|entry| first.components(entry, "f32").unwrap()[0].id.clone());
+    assert_eq!(both[0], both[1]);
     let known = first.components(&entry, "f32").unwrap();
     assert!(known[0].id.0.ends_with(":f32"), "{}", known[0].id);
 
@@ -213,6 +223,7 @@ fn what_is_no_model_is_refused() {
         id: "x".into(),
         revision: String::new(),
         path: folder.path().into(),
+        quantization: pipelines::Quantization::NONE,
     };
     assert!(matches!(
         library(None).open(&entry, &card("f32")),

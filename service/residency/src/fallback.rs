@@ -23,7 +23,7 @@ pub struct Alternative {
 pub enum Fits {
     /// Beside everything that is resident now.
     Now,
-    /// After idle components left, or after our own stages, late bytes or a reservation came to their end.
+    /// After idle components left, or after our own stages or late bytes came to their end.
     AfterEvictions,
 }
 
@@ -41,8 +41,8 @@ pub struct Fallback {
     pub saved: Bytes,
 }
 
-/// Those of the alternatives that would run on this card, the closest first. What needs memory of others to come free
-/// is not among them.
+/// Those of the alternatives that would run on this card, the closest first. What needs memory of others to come free,
+/// or what is reserved for them, is not among them.
 pub fn fallbacks(
     ledger: &Ledger,
     alternatives: &[Alternative],
@@ -83,7 +83,7 @@ fn fits(ledger: &Ledger, stages: &[StageNeed], policy: Policy, now: Millis) -> O
             Verdict::Run { moves } if !moves.iter().any(|m| matches!(m, Move::Evict(_))) => {}
             Verdict::Run { .. } => fits = Fits::AfterEvictions,
             Verdict::Wait {
-                cause: WaitCause::Foreign,
+                cause: WaitCause::Foreign | WaitCause::Reservation,
                 ..
             }
             | Verdict::Never { .. } => return None,

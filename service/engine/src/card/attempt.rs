@@ -1,8 +1,10 @@
 //! One attempt at an order: the model is opened, the driver is asked, moves are made until the plan has none left,
 //! and the stage runs.
 
+use std::path::Path;
 use std::sync::Arc;
 
+use gpu::LoadPlan;
 use pipelines::{Model, Rung};
 use residency::{Bytes, Component, ComponentId, Move, StageNeed, WaitCause};
 
@@ -10,7 +12,7 @@ use super::moves::MoveError;
 use super::stage::StageRun;
 use super::{Card, Flow, Link};
 use crate::admission::{Admission, choose_rung, choose_rung_low_memory, not_resident_yet};
-use crate::messages::{Completed, Event, Failure, Order, Outcome, Progress, Shortage, Ticket, Work};
+use crate::messages::{Completed, Event, Failure, Order, Outcome, Progress, Shortage, Work};
 
 /// How often a plan is made anew when the moves of the one before came to less than was planned: others were faster,
 /// or freed bytes are late.
@@ -161,7 +163,7 @@ impl Card {
     }
 
     fn open(&mut self, order: &Order) -> Result<Arc<dyn Model>, Halt> {
-        self.models.open(&order.model.path).map_err(|error| {
+        self.models.open(&order.model).map_err(|error| {
             tracing::warn!(job = order.job, model = order.model.key, %error, "a model cannot be opened");
             Halt::failed(Failure::Model {
                 message: error.to_string(),
@@ -185,7 +187,7 @@ impl Card {
             if moves.is_empty() {
                 return Ok(rung);
             }
-            match self.carry_out(&moves, order.ticket, model, load_seconds, link) {
+            match self.carry_out(&moves, order, model, load_seconds, link) {
                 Ok(()) => {}
                 Err(MoveError::NoRoom) => {
                     self.hand_back_slack(link)?;
@@ -249,11 +251,12 @@ impl Card {
     fn carry_out(
         &mut self,
         moves: &[Move],
-        ticket: Ticket,
+        order: &Order,
         model: &dyn Model,
         load_seconds: &mut Vec<(ComponentId, f64)>,
         link: &mut dyn Link,
     ) -> Result<(), MoveError> {
+        let ticket = order.ticket;
         for each in moves {
             if link.cancelled(ticket) {
                 return Err(MoveError::Cancelled);
@@ -269,7 +272,11 @@ impl Card {
                     let plan = model.load_plan(&component.name).ok_or_else(|| {
                         MoveError::Model(format!("the model has no component {}", component.name))
                     })?;
-                    let seconds = self.load(component, plan, ticket, link)?;
+                    let kept = order.model.kept.iter();
+                    let copy = kept
+                        .filter(|(name, _)| *name == component.name)
+                        .find_map(|(_, path)| from_copy(path, plan));
+                    let seconds = self.load(component, plan, copy.as_ref(), ticket, link)?;
                     load_seconds.push((component.id.clone(), seconds));
                 }
             }
@@ -282,6 +289,13 @@ impl Card {
         let accounts = self.ledger.accounts();
         accounts.components + accounts.scratch + accounts.workspaces + accounts.context
     }
+}
+
+/// The plan that reads a copy instead, if there is one and it is right.
+fn from_copy(path: &Path, plan: &LoadPlan) -> Option<LoadPlan> {
+    gpu::kept_plan(path, plan)
+        .inspect_err(|error| tracing::warn!(%error, "a kept copy is not used: its checkpoint is"))
+        .ok()
 }
 
 /// Whether the order is about this model as it is now. Its identities are the supervisor's; names and bytes must be the

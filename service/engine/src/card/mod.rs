@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gpu::{CardDescription, Gpu, GpuError};
-use pipelines::{Catalogue, Precision};
+use pipelines::Catalogue;
 use residency::{Bytes, IdlePolicy, Ledger, Millis};
 
 use crate::messages::{Command, Event, Standing};
@@ -122,14 +122,12 @@ impl Card {
         let truth = gpu.memory()?;
         let mut ledger = Ledger::new(gpu.describe().total, settings.headroom);
         ledger.reconcile(&truth);
-        let precision = Precision {
-            dtype: gpu.compute_dtype(),
-        };
+        let dtype = gpu.compute_dtype();
         let now = clock.now();
         Ok(Card {
             gpu,
             ledger,
-            models: Models::new(catalogue, precision),
+            models: Models::new(catalogue, dtype),
             settings,
             clock,
             faults: Box::new(ProcessFaults),

@@ -5,17 +5,20 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use candle_core::DType;
 use gpu::FileStamp;
-use pipelines::{Catalogue, Model, ModelError, Precision};
+use pipelines::{Catalogue, Model, ModelError, Precision, Quantization};
+
+use crate::messages::ModelLocation;
 
 /// How many are kept. Opening one again costs milliseconds.
 const MOST: usize = 256;
 
-/// Opened models by path.
+/// Opened models by path, and by what they are quantized to.
 pub(super) struct Models {
     catalogue: Catalogue,
-    precision: Precision,
-    opened: HashMap<PathBuf, Opened>,
+    dtype: DType,
+    opened: HashMap<(PathBuf, Quantization), Opened>,
 }
 
 struct Opened {
@@ -33,29 +36,35 @@ impl std::fmt::Debug for Models {
 }
 
 impl Models {
-    pub(super) fn new(catalogue: Catalogue, precision: Precision) -> Models {
+    pub(super) fn new(catalogue: Catalogue, dtype: DType) -> Models {
         Models {
             catalogue,
-            precision,
+            dtype,
             opened: HashMap::new(),
         }
     }
 
     /// The model at a path: the one that was opened before, as long as none of its files has changed.
-    pub(super) fn open(&mut self, path: &Path) -> Result<Arc<dyn Model>, ModelError> {
-        if let Some(known) = self.opened.get(path)
+    pub(super) fn open(&mut self, location: &ModelLocation) -> Result<Arc<dyn Model>, ModelError> {
+        let (path, quantization) = (&location.path, &location.quantization);
+        let shelf = (path.clone(), quantization.clone());
+        if let Some(known) = self.opened.get(&shelf)
             && known.stamps == stamps(path, &*known.model)
         {
             return Ok(Arc::clone(&known.model));
         }
-        self.opened.remove(path);
-        let model = self.catalogue.open(path, self.precision)?;
+        self.opened.remove(&shelf);
+        let precision = Precision {
+            dtype: self.dtype,
+            quantization: quantization.clone(),
+        };
+        let model = self.catalogue.open(path, &precision)?;
         if self.opened.len() >= MOST {
             self.opened.clear();
         }
         let stamps = stamps(path, &*model);
         self.opened.insert(
-            path.to_owned(),
+            shelf,
             Opened {
                 model: Arc::clone(&model),
                 stamps,

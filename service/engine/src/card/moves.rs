@@ -57,9 +57,10 @@ impl From<LoadError> for MoveError {
         match error {
             LoadError::Cancelled => MoveError::Cancelled,
             LoadError::OutOfMemory { .. } => MoveError::NoRoom,
-            LoadError::Io { .. } | LoadError::Damaged { .. } | LoadError::Unsupported(_) => {
-                MoveError::Model(error.to_string())
-            }
+            LoadError::Io { .. }
+            | LoadError::Damaged { .. }
+            | LoadError::NotFinite { .. }
+            | LoadError::Unsupported(_) => MoveError::Model(error.to_string()),
             LoadError::Lost(reason) => MoveError::Lost(reason),
         }
     }
@@ -85,11 +86,13 @@ impl Card {
         }
     }
 
-    /// Brings a component in and says how many seconds that took.
+    /// Brings a component in and says how many seconds that took. A copy is read first, where there is one; if that fails
+    /// the component comes from where its plan says.
     pub(super) fn load(
         &mut self,
         component: &Component,
         plan: &LoadPlan,
+        copy: Option<&LoadPlan>,
         ticket: Ticket,
         link: &mut dyn Link,
     ) -> Result<f64, MoveError> {
@@ -97,6 +100,7 @@ impl Card {
         self.ledger.begin_load(component, self.clock.now())?;
         self.publish(link);
         self.suffer("load")?;
+        let mut from = if copy.is_some() { "kept copy" } else { "checkpoint" };
         let loaded = {
             let interval = millis(self.settings.progress_interval);
             let mut reports = LoadReports {
@@ -108,8 +112,19 @@ impl Card {
             };
             reports.report(Bytes::ZERO, self.clock.now());
             let clock = &*self.clock;
-            self.gpu
-                .load(component, plan, &mut |progress| reports.on(progress, clock.now()))
+            let mut load = |plan: &LoadPlan| {
+                self.gpu
+                    .load(component, plan, &mut |progress| reports.on(progress, clock.now()))
+            };
+            match copy.map(&mut load) {
+                None => load(plan),
+                Some(Err(error @ (LoadError::Io { .. } | LoadError::Damaged { .. }))) => {
+                    tracing::warn!(component = component.name, %error, "a kept copy cannot be read: its checkpoint is");
+                    from = "checkpoint";
+                    load(plan)
+                }
+                Some(loaded) => loaded,
+            }
         };
         if let Err(error) = loaded {
             self.ledger.abort_load(&component.id)?;
@@ -121,7 +136,7 @@ impl Card {
         self.ledger.complete_load(&component.id, self.clock.now())?;
         self.look_again()?;
         let seconds = self.clock.micros().saturating_sub(started) as f64 / 1e6;
-        tracing::info!(component = component.name, id = %component.id, bytes = %component.bytes, seconds, "loaded");
+        tracing::info!(component = component.name, id = %component.id, bytes = %component.bytes, seconds, from, "loaded");
         let progress = Progress::Loading {
             component: component.clone(),
             done: component.bytes,

@@ -43,7 +43,16 @@ pub(super) fn stamp_of(path: &Path) -> Option<Stamp> {
 /// Hashes files, now or in the background.
 pub(super) struct Hasher {
     shared: Arc<Shared>,
-    background: mpsc::Sender<(Arc<Path>, Stamp)>,
+    background: mpsc::Sender<Task>,
+}
+
+/// What is known of a file that looks like this.
+pub(super) type KnownHash<'a> = &'a dyn Fn(&Stamp) -> Option<String>;
+
+/// What the thread does, in the order in which it was asked for.
+enum Task {
+    Hash(Arc<Path>, Stamp),
+    Then(Box<dyn FnOnce(KnownHash<'_>) + Send>),
 }
 
 struct Shared {
@@ -78,11 +87,14 @@ impl Hasher {
             cache,
             stop: AtomicBool::new(false),
         });
-        let (background, files) = mpsc::channel::<(Arc<Path>, Stamp)>();
+        let (background, tasks) = mpsc::channel::<Task>();
         let of_thread = shared.clone();
         let work = move || {
-            for (file, stamp) in files {
-                of_thread.hash(&file, stamp);
+            for task in tasks {
+                match task {
+                    Task::Hash(file, stamp) => of_thread.hash(&file, stamp),
+                    Task::Then(next) => next(&|stamp| of_thread.known(stamp)),
+                }
             }
         };
         if let Err(error) = thread::Builder::new().name("hash files".into()).spawn(work) {
@@ -93,7 +105,7 @@ impl Hasher {
 
     /// The hash of a file that was hashed while it looked like this.
     pub(super) fn known(&self, stamp: &Stamp) -> Option<String> {
-        self.shared.lock().hashes.get(stamp).cloned()
+        self.shared.known(stamp)
     }
 
     /// Hashes a file on this thread, unless its hash is known.
@@ -107,8 +119,15 @@ impl Hasher {
     pub(super) fn hash_soon(&self, file: &Arc<Path>, stamp: Stamp) {
         let mut known = self.shared.lock();
         if !known.hashes.contains_key(&stamp) && known.pending.insert(stamp) {
-            let _ = self.background.send((file.clone(), stamp)); // without the thread, paths remain
+            let _ = self.background.send(Task::Hash(file.clone(), stamp)); // without the thread, paths remain
         }
+    }
+}
+
+impl Hasher {
+    /// Calls this once all that was asked for before is hashed, as far as it can be.
+    pub(super) fn then(&self, next: impl FnOnce(KnownHash<'_>) + Send + 'static) {
+        let _ = self.background.send(Task::Then(Box::new(next))); // without the thread, never
     }
 }
 
@@ -119,6 +138,10 @@ impl Drop for Hasher {
 }
 
 impl Shared {
+    fn known(&self, stamp: &Stamp) -> Option<String> {
+        self.lock().hashes.get(stamp).cloned()
+    }
+
     fn hash(&self, file: &Path, stamp: Stamp) {
         let hashed = hash_file(file, &self.stop);
         let unchanged = stamp_of(file) == Some(stamp);

@@ -31,7 +31,7 @@ impl Actor {
                 continue;
             };
             // Once no card is free only those are asked who wait for memory, or were not asked before.
-            let must_ask = job.phase == Phase::Waiting || job.position.is_none();
+            let must_ask = job.phase == Phase::Waiting || job.position.is_none() || job.is_near_refusal();
             if !any_free && !must_ask {
                 continue;
             }
@@ -66,7 +66,11 @@ impl Actor {
                     needed,
                     capacity,
                 } => {
-                    self.never_fits(id, card, index, needed, capacity, now);
+                    if self.knows_reductions(id) {
+                        self.never_fits(id, card, index, needed, capacity, now);
+                    } else {
+                        self.queue_up(id, now);
+                    }
                 }
             }
         }
@@ -137,7 +141,9 @@ impl Actor {
             let order = Order {
                 ticket,
                 job: format!("restore {}", entry.key),
-                model: entry.location(),
+                model: self
+                    .library
+                    .location(&entry, &self.cards[index].description.compute_dtype),
                 work: Work::Load(components),
                 policy: self.settings.policy,
                 allow_low_memory: false,
@@ -290,9 +296,23 @@ impl Actor {
             self.replan = true;
             return;
         }
+        if !self.knows_reductions(id) {
+            self.look_again_later(id, now);
+            return;
+        }
         let Some(job) = self.jobs.remove(id) else { return };
         let shortfall = self.shortfall_after_waiting(&job, now);
         self.end(job, Err(Error::MemoryTaken(Box::new(shortfall))), now);
+    }
+
+    /// A job whose patience is over goes on waiting for what its refusal is to say.
+    fn look_again_later(&mut self, id: &JobId, now: Instant) {
+        if let Some(job) = self.jobs.get_mut(id) {
+            if let Some(patience) = &mut job.patience {
+                patience.next_tick = now + TICK;
+            }
+            job.enter(Phase::Waiting, now);
+        }
     }
 
     /// Sends a job's next step to a card.
@@ -323,8 +343,8 @@ impl Actor {
             ticket,
             job: id.to_string(),
             model: match (step.kind, &job.swap) {
-                (StepKind::Restore, Some(swap)) => swap.old.location(),
-                _ => job.entry.location(),
+                (StepKind::Restore, Some(swap)) => self.library.location(&swap.old, &dtype),
+                _ => self.library.location(&job.entry, &dtype),
             },
             work,
             policy: self.settings.policy,

@@ -11,6 +11,7 @@ use tokio::time::Instant;
 use super::actor::Actor;
 use super::listener::{Job, Mailbox};
 use super::record::{JobRecord, Phase, StepKind, input_bytes, size_of_latent, steps_of};
+use super::reductions::Reductions;
 use super::report::JobInfo;
 use super::request::{OpenModels, Request, Submission};
 use super::swap::Swap;
@@ -25,6 +26,7 @@ impl Actor {
             Request::Submit { submission, reply } => {
                 let _ = reply.send(self.submit(*submission, now));
             }
+            Request::Reductions { job, reductions } => self.reductions_opened(&job, reductions),
             Request::Left { job, listener } => self.left(&job, listener, now),
             Request::Cancel { job, reply } => {
                 let _ = reply.send(self.cancel(&job, now));
@@ -150,6 +152,7 @@ impl Actor {
             models,
             old,
             text_key,
+            reductions,
         } = submission;
         let JobSpec { options, entry, work } = spec;
         let models = self.refreshed(&entry, &models);
@@ -183,6 +186,7 @@ impl Actor {
             entry,
             work,
             models,
+            reductions: reductions.map_or(Reductions::Unknown, Reductions::Known),
             plans,
             text_key,
             accepted: now,
@@ -434,10 +438,14 @@ impl Actor {
 /// Name of the component that latents belong to.
 pub(super) const VAE: &str = "vae";
 
-/// An identity without its dtype: a latent fits the same VAE on every card.
+/// An identity without its dtype and format: a latent fits the same VAE on every card, however it is held there.
 pub(super) fn content_of(id: &ComponentId) -> &str {
-    let separator = if id.0.starts_with("path:") { '@' } else { ':' };
-    id.0.rsplit_once(separator).map_or(&*id.0, |(content, _)| content)
+    let parts = if id.0.starts_with("path:") {
+        id.0.rsplit_once('@')
+    } else {
+        id.0.split_once(':')
+    };
+    parts.map_or(&*id.0, |(content, _)| content)
 }
 
 /// What somebody who joins late has missed.

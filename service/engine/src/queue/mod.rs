@@ -21,6 +21,7 @@ mod order;
 mod placing;
 mod planning;
 mod record;
+mod reductions;
 mod report;
 mod request;
 mod shares;
@@ -43,6 +44,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 
 pub use listener::Job;
+use reductions::open_reductions;
 pub use report::{
     CardStatus, Freed, JobInfo, Kept, PlanReport, PlannedStage, ReservationStatus, Reserved, StatusReport,
     UnloadReport,
@@ -222,13 +224,27 @@ impl Queue {
     /// # Errors
     /// As [`Queue::submit`], and [`Error::CardNotReady`]; [`Error::Invalid`] when there is no such card.
     pub async fn plan(&self, spec: JobSpec, card: &str) -> Result<PlanReport, Error> {
-        let submission = self.prepare(spec).await?;
-        self.ask(|reply| Request::Plan {
-            submission,
-            card: card.to_owned(),
-            reply,
-        })
-        .await?
+        let submission = self.prepare(spec.clone()).await?;
+        let ask = |submission| {
+            self.ask(|reply| Request::Plan {
+                submission,
+                card: card.to_owned(),
+                reply,
+            })
+        };
+        let report = ask(submission).await??;
+        if report.stages.iter().all(|stage| stage.shortfall.is_none()) {
+            return Ok(report);
+        }
+        // Something is short: again, with what the model would be in fewer bytes.
+        let mut submission = self.prepare(spec).await?;
+        let (cards, library) = (self.card_descriptions(), self.library.clone());
+        let submission = blocking(move || {
+            let (entry, models) = (&submission.spec.entry, &submission.models);
+            submission.reductions = Some(open_reductions(&library, entry, models, &cards));
+            Ok(submission)
+        });
+        ask(submission.await?).await?
     }
 
     /// Takes an entry (or everything) off all cards, after the jobs that use it, which `force` cancels. Jobs that are
@@ -438,6 +454,7 @@ impl Queue {
                 models,
                 old,
                 text_key,
+                reductions: None,
             }))
         })
         .await

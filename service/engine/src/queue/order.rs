@@ -116,7 +116,8 @@ impl Actor {
                 continue;
             };
             let (ms, is_known) = self.expected_ms(job);
-            let tell = job.phase == Phase::Queued && job.position != Some(position);
+            let is_told = job.phase == Phase::Queued && !job.is_near_refusal();
+            let tell = is_told && job.position != Some(position);
             if tell && let Some(job) = self.jobs.get_mut(id) {
                 job.position = Some(position);
                 let estimate = known.then(|| Duration::from_secs_f64(ahead_ms / 1000.0 / working));

@@ -60,7 +60,7 @@ impl Actor {
         let mut best: Option<(f64, Placement)> = None;
         let mut held = false;
         let mut short: Option<Shortage> = None;
-        let mut never: Option<Placement> = None;
+        let (mut never, mut most): (Option<Placement>, Option<Bytes>) = (None, None);
         for (card, seconds_ahead) in ahead.iter().enumerate() {
             if hinted.is_some_and(|hinted| hinted != card) {
                 continue;
@@ -86,12 +86,16 @@ impl Actor {
                     needed,
                     capacity,
                 } => {
-                    never = never.or(Some(Placement::Never {
-                        card,
-                        index,
-                        needed,
-                        capacity,
-                    }));
+                    // The card that gives the most says what is missing.
+                    if most.is_none_or(|most| most < capacity) {
+                        most = Some(capacity);
+                        never = Some(Placement::Never {
+                            card,
+                            index,
+                            needed,
+                            capacity,
+                        });
+                    }
                     continue;
                 }
             };

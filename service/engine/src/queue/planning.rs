@@ -1,7 +1,7 @@
 //! Plans for those who only ask, and for those who are refused: what is short, and what would fit instead.
 
 use pipelines::{ImageRequest, StageKind, StagePlan};
-use residency::{Alternative, Bytes, Component, Fallback, Move, StageNeed, fallbacks};
+use residency::{Alternative, Bytes, Component, Fallback, Fits, Move, StageNeed, fallbacks, peak_of};
 use tokio::time::Instant;
 
 use super::actor::Actor;
@@ -12,6 +12,7 @@ use super::request::Submission;
 use crate::admission::{Admission, choose_rung, not_resident_yet};
 use crate::error::{Error, Shortfall};
 use crate::job::{JobId, JobWork};
+use crate::library::OpenModel;
 
 /// Sides of the same picture in quarters, the closest first.
 const SMALLER: [u32; 3] = [3, 2, 1];
@@ -117,7 +118,8 @@ impl Actor {
             verdict,
             shortfall: capacity.map(|capacity| Shortfall {
                 capacity,
-                ..self.shortfall(job, card, &need, need.with_scratch(scratch).peak(), now)
+                fallbacks: self.fallbacks(job, &[card], now),
+                ..self.shortfall(card, &need, need.with_scratch(scratch).peak())
             }),
             chunking: label,
             approximate: chosen.is_some_and(|rung| rung.approximate),
@@ -145,7 +147,8 @@ impl Actor {
         };
         let shortfall = Shortfall {
             capacity,
-            ..self.shortfall(&job, card, &need, needed, now)
+            fallbacks: self.fallbacks(&job, &self.usable_cards(&job), now),
+            ..self.shortfall(card, &need, needed)
         };
         job.enter(Phase::Queued, now);
         self.end(job, Err(Error::NeverFits(Box::new(shortfall))), now);
@@ -167,19 +170,18 @@ impl Actor {
             free,
             capacity: self.cards[card].ledger.total(),
             holders,
-            fallbacks: self.fallbacks(job, card, now),
+            fallbacks: self.fallbacks(job, &self.usable_cards(job), now),
         }
     }
 
-    /// What a stage is short of on a card as it is now.
-    pub(super) fn shortfall(
-        &self,
-        job: &JobRecord,
-        card: usize,
-        need: &Need,
-        needed: Bytes,
-        now: Instant,
-    ) -> Shortfall {
+    /// The cards that a job could run on now.
+    pub(super) fn usable_cards(&self, job: &JobRecord) -> Vec<usize> {
+        let usable = |card: &usize| self.may_use(job, *card) && self.cards[*card].is_ready();
+        (0..self.cards.len()).filter(usable).collect()
+    }
+
+    /// What a stage is short of on a card as it is now, without what would fit instead.
+    pub(super) fn shortfall(&self, card: usize, need: &Need, needed: Bytes) -> Shortfall {
         let ledger = &self.cards[card].ledger;
         let not_there = not_resident_yet(ledger, &need.components, Bytes::ZERO);
         Shortfall {
@@ -188,12 +190,132 @@ impl Actor {
             free: ledger.usable(),
             capacity: ledger.total(),
             holders: ledger.holders(),
-            fallbacks: self.fallbacks(job, card, now),
+            fallbacks: Vec::new(),
         }
     }
 
-    /// What would fit instead: the same request in smaller sizes, a load in parts.
-    fn fallbacks(&self, job: &JobRecord, card: usize, now: Instant) -> Vec<Fallback> {
+    /// What would fit on one of these cards instead, the closest first: the same request of the model in fewer bytes, then
+    /// in smaller sizes or, for a load, in parts.
+    pub(super) fn fallbacks(&self, job: &JobRecord, cards: &[usize], now: Instant) -> Vec<Fallback> {
+        let reduced: Vec<Fallback> = cards
+            .iter()
+            .flat_map(|&card| self.reduced(job, card, now))
+            .collect();
+        let mut closest_first: Vec<Fallback> = Vec::new();
+        for reduction in job.reductions() {
+            let same = reduced
+                .iter()
+                .filter(|fallback| fallback.label == reduction.label);
+            closest_first.extend(
+                same.min_by_key(|fallback| fallback.fits == Fits::AfterEvictions)
+                    .cloned(),
+            );
+        }
+        // A card that has room for more offers the same and more.
+        let less = cards
+            .iter()
+            .rev()
+            .map(|&card| self.with_less_of_it(job, card, now));
+        let most = less.max_by_key(|fallbacks| fallbacks.first().map(|closest| closest.peak));
+        closest_first.extend(most.unwrap_or_default());
+        closest_first
+    }
+
+    /// The quantizations of the job's model that would fit.
+    fn reduced(&self, job: &JobRecord, card: usize, now: Instant) -> Vec<Fallback> {
+        let dtype = &self.cards[card].description.compute_dtype;
+        let request = match &job.work {
+            JobWork::Generate(generate) => Some(&generate.request),
+            JobWork::Encode { request } => Some(request),
+            JobWork::Load { .. } => job.canary.as_ref(),
+            JobWork::Decode { .. } => None,
+        };
+        let steps = (0..job.steps.len()).filter_map(|step| self.need_on(job, step, card));
+        let asked: Vec<StageNeed> = steps
+            .map(|need| need.with_scratch(need.least_scratch()))
+            .collect();
+        let whole = peak_of(&asked);
+        let fidelities = (1..=job.reductions().len() as u32).rev();
+        let reductions = job.reductions().iter().zip(fidelities);
+        let alternatives: Vec<Alternative> = reductions
+            .filter_map(|(reduction, fidelity)| {
+                let open = reduction.models.get(dtype)?;
+                Some(Alternative {
+                    label: reduction.label.clone(),
+                    fidelity,
+                    stages: self.stages_with(job, open, request, card)?,
+                })
+            })
+            .collect();
+        let ledger_now = self.cards[card].ledger_now(now);
+        let (ledger, policy) = (self.ledger_for(job, card), self.settings.policy);
+        let fitting = fallbacks(&ledger, &alternatives, policy, ledger_now).into_iter();
+        let smaller = fitting.filter(|fallback| fallback.peak < whole);
+        smaller
+            .map(|fallback| Fallback {
+                saved: whole - fallback.peak,
+                ..fallback
+            })
+            .collect()
+    }
+
+    /// The job's stages with its model opened in another way, or for another request.
+    fn stages_with(
+        &self,
+        job: &JobRecord,
+        open: &OpenModel,
+        request: Option<&ImageRequest>,
+        card: usize,
+    ) -> Option<Vec<StageNeed>> {
+        let description = &self.cards[card].description;
+        let plans: Vec<StagePlan> = match (&job.work, request) {
+            (JobWork::Encode { .. }, Some(request)) => {
+                vec![
+                    open.model
+                        .lone_stage(StageKind::EncodeImage, request.width, request.height),
+                ]
+            }
+            (_, Some(request)) => {
+                open.model.validate(request).ok()?;
+                open.model.stages(request)
+            }
+            (_, None) => Vec::new(),
+        };
+        let loaded = match &job.work {
+            JobWork::Load {
+                components: names, ..
+            } => {
+                let all = open.components.iter();
+                let named = all.filter(|c| names.is_empty() || names.contains(&c.name));
+                Some(StageNeed {
+                    name: "load".to_owned(),
+                    components: named.cloned().collect(),
+                    scratch: Bytes::ZERO,
+                })
+            }
+            JobWork::Generate(_) | JobWork::Encode { .. } | JobWork::Decode { .. } => None,
+        };
+        let wanted = plans
+            .into_iter()
+            .filter(|plan| job.steps.iter().any(|step| step.kind.name() == plan.kind.name()));
+        let stages = wanted.map(|mut plan| {
+            self.learned.improve(&mut plan, open.model.family(), description);
+            for component in &mut plan.components {
+                super::intake::rename(component, &open.components);
+            }
+            let need = Need {
+                name: plan.kind.name(),
+                components: plan.components.clone(),
+                rungs: plan.rungs.clone(),
+                plan: None,
+            };
+            need.with_scratch(need.least_scratch())
+        });
+        let all: Vec<StageNeed> = loaded.into_iter().chain(stages).collect();
+        (!all.is_empty()).then_some(all)
+    }
+
+    fn with_less_of_it(&self, job: &JobRecord, card: usize, now: Instant) -> Vec<Fallback> {
         let request = match &job.work {
             JobWork::Generate(generate) => &generate.request,
             JobWork::Encode { request } => request,
@@ -268,8 +390,7 @@ impl Actor {
         quarters: u32,
         card: usize,
     ) -> Option<Alternative> {
-        let description = &self.cards[card].description;
-        let open = job.models.get(&description.compute_dtype)?;
+        let open = job.models.get(&self.cards[card].description.compute_dtype)?;
         let smaller = |side: u32| side * quarters / 4 / SIDE * SIDE;
         let (width, height) = (smaller(request.width), smaller(request.height));
         if width == 0 || height == 0 {
@@ -280,33 +401,10 @@ impl Actor {
             height,
             ..request.clone()
         };
-        let plans: Vec<StagePlan> = match &job.work {
-            JobWork::Encode { .. } => vec![open.model.lone_stage(StageKind::EncodeImage, width, height)],
-            JobWork::Generate(_) | JobWork::Decode { .. } | JobWork::Load { .. } => {
-                open.model.validate(&request).ok()?;
-                open.model.stages(&request)
-            }
-        };
-        let wanted = plans
-            .into_iter()
-            .filter(|plan| job.steps.iter().any(|step| step.kind.name() == plan.kind.name()));
-        let stages = wanted.map(|mut plan| {
-            self.learned.improve(&mut plan, open.model.family(), description);
-            for component in &mut plan.components {
-                super::intake::rename(component, &open.components);
-            }
-            let need = Need {
-                name: plan.kind.name(),
-                components: plan.components.clone(),
-                rungs: plan.rungs.clone(),
-                plan: None,
-            };
-            need.with_scratch(need.least_scratch())
-        });
         Some(Alternative {
             label: format!("{width}x{height}"),
             fidelity: quarters,
-            stages: stages.collect(),
+            stages: self.stages_with(job, open, Some(&request), card)?,
         })
     }
 }

@@ -9,6 +9,7 @@ use residency::{Bytes, Component, Policy, StageNeed, Wait};
 use tokio::time::Instant;
 
 use super::listener::{Mailbox, is_coalescible};
+use super::reductions::Reductions;
 use super::request::OpenModels;
 use super::swap::Swap;
 use crate::error::Error;
@@ -127,6 +128,7 @@ pub(super) struct JobRecord {
     pub(super) entry: Arc<Entry>,
     pub(super) work: JobWork,
     pub(super) models: OpenModels,
+    pub(super) reductions: Reductions,
     /// Plans by compute dtype.
     pub(super) plans: BTreeMap<String, Vec<StagePlan>>,
     pub(super) text_key: Option<String>,

@@ -10,6 +10,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::listener::Job;
+use super::reductions::Reduction;
 use super::report::{JobInfo, PlanReport, Reserved, StatusReport, UnloadReport};
 use crate::error::Error;
 use crate::job::{JobId, JobSpec, Latent, LatentInfo};
@@ -29,12 +30,19 @@ pub(super) struct Submission {
     pub(super) old: Option<(Arc<Entry>, OpenModels)>,
     /// Of the prompt, without the encoders' identities.
     pub(super) text_key: Option<String>,
+    /// The model in fewer bytes, where that is known already.
+    pub(super) reductions: Option<Vec<Reduction>>,
 }
 
 pub(super) enum Request {
     Submit {
         submission: Box<Submission>,
         reply: Reply<Result<Job, Error>>,
+    },
+    /// The actor's own: what it had opened for a refusal.
+    Reductions {
+        job: JobId,
+        reductions: Vec<Reduction>,
     },
     Left {
         job: JobId,

@@ -11,7 +11,7 @@ use super::placing::text_cache_key;
 use super::record::{JobRecord, Phase, Refusal, StepKind};
 use super::swap::check_proof;
 use super::{CardSignal, Signal};
-use crate::error::Error;
+use crate::error::{Error, Shortfall};
 use crate::job::{JobEventKind, JobWork, StageReport};
 use crate::messages::{Answer, Completed, Event, Failure, Outcome, Progress, Shortage, Ticket};
 
@@ -158,6 +158,12 @@ impl Actor {
             }
             return;
         };
+        if let Outcome::Completed(completed) = &outcome
+            && !completed.load_seconds.is_empty()
+        {
+            let dtype = &self.cards[index].description.compute_dtype;
+            self.library.keep_soon(&job.entry, dtype);
+        }
         let card_ms = now.duration_since(running.sent).as_secs_f64() * 1000.0;
         if !matches!(outcome, Outcome::Wait(_) | Outcome::Never { .. }) {
             self.shares
@@ -342,8 +348,13 @@ impl Actor {
                     self.learned
                         .out_of_memory(open.model.family(), plan, card, usable);
                 }
-                let mut shortfall = self.shortfall(job, index, &running.need, needed, now);
-                (shortfall.stage, shortfall.free, shortfall.holders) = (stage, usable, holders);
+                let shortfall = Shortfall {
+                    stage,
+                    free: usable,
+                    holders,
+                    fallbacks: self.fallbacks(job, &self.usable_cards(job), now),
+                    ..self.shortfall(index, &running.need, needed)
+                };
                 Error::OutOfMemory(Box::new(shortfall))
             }
             Failure::NotFinite { component, step } => Error::NotFinite { component, step },

@@ -262,9 +262,7 @@ pub(crate) fn request(model: &dyn Model) -> ImageRequest {
 
 impl Bench {
     pub(crate) fn open(&self, path: &Path) -> Arc<dyn Model> {
-        self.catalogue
-            .open(path, Precision { dtype: DType::F32 })
-            .unwrap()
+        self.catalogue.open(path, &Precision::full(DType::F32)).unwrap()
     }
 
     fn order(&mut self, path: &Path, work: Work) -> Order {
@@ -275,6 +273,8 @@ impl Bench {
             model: ModelLocation {
                 key: path.display().to_string(),
                 path: path.to_owned(),
+                quantization: pipelines::Quantization::NONE,
+                kept: Vec::new(),
             },
             work,
             policy: Policy::Shared,

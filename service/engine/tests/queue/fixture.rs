@@ -6,15 +6,28 @@ use std::sync::Arc;
 use candle_core::Device;
 use engine::job::{Generate, JobOptions, JobSpec, JobWork};
 use engine::library::Entry;
-use gpu::{ComponentTensors, LoadPlan};
+use gpu::{ComponentTensors, LoadPlan, WeightFormat};
 use pipelines::{
-    Defaults, Family, HostTensor, HostType, ImageRequest, Model, ModelError, Observer, Precision,
-    RequestError, Rung, StageError, StageInput, StageKind, StageOutput, StagePlan,
+    Defaults, Family, HostTensor, HostType, ImageRequest, Model, ModelError, Observer, Precision, Preset,
+    Quantization, RequestError, Rung, StageError, StageInput, StageKind, StageOutput, StagePlan,
 };
 use residency::{Bytes, Component, ComponentId};
 
 /// Capacity of every card.
 pub const CARD: Bytes = Bytes::gib(24);
+
+/// A byte for each two of bf16, or for each four: near enough.
+fn quantized(mut component: Component, quantization: &Quantization) -> Component {
+    if let Some(format) = quantization.format_of(&component.name) {
+        let parts = match format {
+            WeightFormat::Nf4 | WeightFormat::Nf4Double => 4,
+            _ => 2,
+        };
+        component.bytes = Bytes(component.bytes.0 / parts);
+        component.id = ComponentId::new(format!("{}:{format}", component.id));
+    }
+    component
+}
 
 /// All models share one T5; `a` has its own transformer and VAE, and so on. The transformers of `small` and `large` are that.
 pub struct FakeModel {
@@ -32,7 +45,7 @@ fn component(id: &str, name: &str, gib: u64) -> Component {
 }
 
 impl FakeModel {
-    pub fn named(name: &str) -> FakeModel {
+    pub fn named(name: &str, quantization: &Quantization) -> FakeModel {
         let transformer_gib = match name {
             "small" => 2,
             "large" => 22,
@@ -47,7 +60,10 @@ impl FakeModel {
             ),
             component(&format!("path:/{name}#vae@F32"), "vae", 1),
         ];
-        FakeModel { components }
+        let components = components.into_iter().map(|c| quantized(c, quantization));
+        FakeModel {
+            components: components.collect(),
+        }
     }
 
     fn plan(&self, kind: StageKind, component: usize, rungs: Vec<Rung>, shape: String) -> StagePlan {
@@ -143,7 +159,7 @@ impl Family for FakeFamily {
     fn name(&self) -> &'static str {
         "fake"
     }
-    fn open(&self, path: &Path, _precision: Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
+    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or("a");
         if name == "broken" {
             let problem = "it is broken".to_owned();
@@ -152,7 +168,7 @@ impl Family for FakeFamily {
                 problem,
             });
         }
-        Ok(Some(Arc::new(FakeModel::named(name))))
+        Ok(Some(Arc::new(FakeModel::named(name, &precision.quantization))))
     }
 }
 
@@ -162,6 +178,7 @@ pub fn entry(name: &str) -> Arc<Entry> {
         id: name.into(),
         revision: String::new(),
         path: format!("/models/{name}").into(),
+        quantization: pipelines::Quantization::NONE,
     })
 }
 
@@ -178,6 +195,21 @@ pub fn request(prompt: &str) -> ImageRequest {
         strength: 0.6,
         preview: false,
     }
+}
+
+/// What a refusal says of the quantizations of a model in full precision that would all fit, in its words.
+pub const REDUCTIONS: [&str; 4] = [
+    "quantization 8-bit (int8)",
+    "quantization text_encoder_2=fp8,transformer=fp8",
+    "quantization 4-bit (nf4)",
+    "quantization text_encoder_2=nf4-double,transformer=nf4-double",
+];
+
+/// A specification's model, with some of its components quantized.
+pub fn with_formats(mut spec: JobSpec, formats: &[(&str, &str)]) -> JobSpec {
+    let quantization = Quantization::of(Preset::Full, formats.iter().copied()).unwrap();
+    spec.entry = Arc::new(spec.entry.quantized(quantization));
+    spec
 }
 
 /// A picture of model `name` for a client; each prompt is encoded anew unless it was there before.

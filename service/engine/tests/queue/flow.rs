@@ -8,7 +8,7 @@ use engine::messages::Work;
 use engine::queue::Settings;
 use residency::{Bytes, Policy};
 
-use crate::fixture::picture;
+use crate::fixture::{REDUCTIONS, picture};
 use crate::worker::{at_rest, completed, end, events, exclusive, one_card, one_card_with, stage_of, start};
 
 fn names(events: &[JobEventKind]) -> Vec<String> {
@@ -229,7 +229,11 @@ async fn what_exceeds_the_card_is_refused_at_once_with_what_would_fit() {
         .iter()
         .map(|fallback| fallback.label.as_str())
         .collect();
-    assert_eq!(labels, ["3072x3072", "2048x2048", "1024x1024"]);
+    assert_eq!(
+        labels[REDUCTIONS.len()..],
+        ["3072x3072", "2048x2048", "1024x1024"]
+    );
+    assert_eq!(labels[..REDUCTIONS.len()], REDUCTIONS);
     assert!(worker.is_idle().await);
 
     spec.options.allow_low_memory = true;

@@ -77,9 +77,9 @@ impl Models {
         ] {
             write(folder.path(), name, more);
         }
-        let precision = Precision { dtype: DType::F32 };
+        let precision = Precision::full(DType::F32);
         let plain = folder.path().join("plain.instant.json");
-        let painter = catalogue().open(&plain, precision).unwrap();
+        let painter = catalogue().open(&plain, &precision).unwrap();
         Models { folder, painter }
     }
 
@@ -89,6 +89,7 @@ impl Models {
             id: name.into(),
             revision: String::new(),
             path: self.folder.path().join(format!("{name}.instant.json")),
+            quantization: pipelines::Quantization::NONE,
         })
     }
 

@@ -1,5 +1,6 @@
 use residency::{
-    Alternative, Bytes, Component, DriverTruth, Fallback, Fits, Ledger, Millis, Policy, fallbacks, peak_of,
+    Alternative, Bytes, Component, DriverTruth, Fallback, Fits, Ledger, Millis, Policy, ReservationId,
+    fallbacks, peak_of,
 };
 
 use crate::given::{card_with, component, stage, truth};
@@ -66,6 +67,15 @@ fn what_needs_memory_of_others_is_not_offered_but_what_waits_for_ours_is() {
         ..truth(&ledger)
     });
     assert_eq!(offered(&ledger, &asked), []);
+
+    let mut reserved = card_with(&[]);
+    let small = [alternative("small", 1, &[&component("small", 2)], 2)];
+    let id = ReservationId::new("game");
+    reserved.reserve(id.clone(), "a game".into(), Bytes::gib(12), Millis(9));
+    assert_eq!(offered(&reserved, &asked), [], "a reservation may last for a day");
+    assert_eq!(offered(&reserved, &small), [("small".into(), Fits::Now)]);
+    reserved.release_reservation(&id);
+    assert_eq!(offered(&reserved, &asked), [("smaller".into(), Fits::Now)]);
 }
 
 #[test]

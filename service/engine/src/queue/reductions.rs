@@ -1,0 +1,142 @@
+//! The same model in fewer bytes: what a refusal offers before smaller pictures. To know it models are opened anew, so
+//! that is done only when a refusal is near, away from the actor; the refusal waits for it.
+
+use gpu::{CardDescription, WeightFormat};
+use pipelines::{Preset, Quantization};
+use residency::Bytes;
+
+use super::actor::Actor;
+use super::open_for;
+use super::record::JobRecord;
+use super::request::{OpenModels, Request};
+use crate::job::JobId;
+use crate::library::{Entry, Library, OpenModel};
+
+/// A quantization of a job's model in which it is smaller.
+pub(super) struct Reduction {
+    /// For people, who can ask for it by these words.
+    pub(super) label: String,
+    pub(super) entry: Entry,
+    pub(super) models: OpenModels,
+}
+
+/// What a job knows of the reductions of its model.
+#[derive(Default)]
+pub(super) enum Reductions {
+    /// Nobody has asked.
+    #[default]
+    Unknown,
+    /// They are being opened.
+    Opening,
+    /// The most faithful first.
+    Known(Vec<Reduction>),
+}
+
+impl JobRecord {
+    pub(super) fn reductions(&self) -> &[Reduction] {
+        match &self.reductions {
+            Reductions::Known(reductions) => reductions,
+            Reductions::Unknown | Reductions::Opening => &[],
+        }
+    }
+
+    /// Whether its refusal is decided, or was, as far as it is known.
+    pub(super) fn is_near_refusal(&self) -> bool {
+        !matches!(self.reductions, Reductions::Unknown)
+    }
+}
+
+impl Actor {
+    /// Whether a job's reductions are known; if not, they are as soon as they are opened, and the job is looked at again.
+    pub(super) fn knows_reductions(&mut self, id: &JobId) -> bool {
+        let Some(job) = self.jobs.get_mut(id) else {
+            return true;
+        };
+        match job.reductions {
+            Reductions::Known(_) => return true,
+            Reductions::Opening => return false,
+            Reductions::Unknown => job.reductions = Reductions::Opening,
+        }
+        let (entry, models, id) = (job.entry.clone(), job.models.clone(), id.clone());
+        let cards: Vec<CardDescription> = self.cards.iter().map(|card| card.description.clone()).collect();
+        let (library, requests) = (self.library.clone(), self.own_requests.clone());
+        let open = move || open_reductions(&library, &entry, &models, &cards);
+        tokio::spawn(async move {
+            // Even if that panicked: the refusal waits.
+            let reductions = tokio::task::spawn_blocking(open).await.unwrap_or_default();
+            if let Some(requests) = requests.upgrade() {
+                let _ = requests.send(Request::Reductions { job: id, reductions }); // a queue that has ended refuses nobody
+            }
+        });
+        false
+    }
+
+    pub(super) fn reductions_opened(&mut self, id: &JobId, mut reductions: Vec<Reduction>) {
+        for reduction in &mut reductions {
+            // Under the identities that they go by now, as the job's own.
+            reduction.models = self.refreshed(&reduction.entry, &reduction.models);
+        }
+        if let Some(job) = self.jobs.get_mut(id) {
+            job.reductions = Reductions::Known(reductions);
+        }
+        self.replan = true;
+    }
+}
+
+/// Opens an entry in each format that makes it smaller. One that cannot be opened is none.
+pub(super) fn open_reductions(
+    library: &Library,
+    entry: &Entry,
+    models: &OpenModels,
+    cards: &[CardDescription],
+) -> Vec<Reduction> {
+    let Some(open) = models.values().next() else {
+        return Vec::new();
+    };
+    let stored =
+        |name: &str| open.model.format_of(name).is_some() && entry.quantization.format_of(name).is_none();
+    let names: Vec<&str> = open
+        .components
+        .iter()
+        .map(|c| c.name.as_str())
+        .filter(|name| !stored(name))
+        .collect();
+    let mut reductions: Vec<Reduction> = Vec::new();
+    for format in WeightFormat::MADE_AT_LOAD {
+        let quantization = entry.quantization.reduced(format, names.iter().copied());
+        if quantization == entry.quantization
+            || reductions.iter().any(|r| r.entry.quantization == quantization)
+        {
+            continue;
+        }
+        let smaller = entry.quantized(quantization);
+        match open_for(library, &smaller, cards) {
+            Ok(reduced) if bytes_of(reduced.values().next()) < bytes_of(Some(open)) => {
+                reductions.push(Reduction {
+                    label: label_of(&smaller.quantization),
+                    entry: smaller,
+                    models: reduced,
+                });
+            }
+            Ok(_) => {}
+            Err(error) => tracing::debug!(entry = smaller.key, %error, "not offered"),
+        }
+    }
+    reductions
+}
+
+fn bytes_of(open: Option<&OpenModel>) -> Bytes {
+    let components = open.map(|open| &open.components[..]).unwrap_or_default();
+    components.iter().map(|c| c.bytes).sum()
+}
+
+/// `quantization 8-bit (int8)`, or by component where no preset is just that.
+fn label_of(quantization: &Quantization) -> String {
+    let preset = Preset::ALL
+        .into_iter()
+        .find(|preset| Quantization::of(*preset, []).as_ref() == Ok(quantization));
+    match preset.and_then(|preset| Some((preset, preset.format()?))) {
+        Some((preset, format)) => format!("quantization {} ({format})", preset.as_str()),
+        None => format!("quantization {quantization}"),
+    }
+}
