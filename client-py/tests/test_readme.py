@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from scripted import Service, accepted, done, event, pieces, step
 
-from moored._generated import events_pb2
+from moored._generated import events_pb2, residency_pb2
 
 README = Path(__file__).parent.parent / "README.md"
 EXAMPLES = re.findall(
@@ -18,11 +18,12 @@ SAID = [
     "7 {'encode_text': 3, 'denoise': 100, 'decode': 21}\n",
     "step 1 of 4\nWaiting for 3.0 GB, 4.0 s left\n2 pictures\n",
     "demo@main ()\n",
+    "demo@main {'vae': 'full'}\ndemo {'full': 100, '4-bit': 30}\n",
 ]
 
 
-def test_there_are_three() -> None:
-    assert len(EXAMPLES) == 3
+def test_there_are_four() -> None:
+    assert len(EXAMPLES) == 4
 
 
 @pytest.mark.parametrize(("example", "said"), [*zip(EXAMPLES, SAID, strict=True)])
@@ -39,6 +40,11 @@ def test_an_example(
     waiting = events_pb2.Waiting(needed_bytes=3_000_000_000, patience_left_ms=4000)
     pictures = [*pieces(png), *pieces(png, index=1)]
     service.on("GenerateImage", [accepted(), step(1), event(waiting=waiting), *pictures, done()])
+    choices = {"full": 100, "4-bit": 30}
+    model = residency_pb2.ModelInfo(id="demo")
+    for preset, size in choices.items():
+        model.choices.add(preset=preset, bytes=size)
+    service.on("ListModels", residency_pb2.ListModelsResponse(models=[model]))
     monkeypatch.setenv("MOORED_ENDPOINT", address)
     monkeypatch.chdir(tmp_path)
     exec(compile(example, "README.md", "exec"), {"__name__": "readme"})

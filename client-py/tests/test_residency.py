@@ -31,12 +31,33 @@ def test_models(service: Service, ask: Ask) -> None:
         defaults=residency_pb2.ModelDefaults(steps=4, guidance=3.5, width=64, height=32),
         is_default=True,
         resident=["vae"],
+        quantization={"vae": "full"},
+        choices=[residency_pb2.QuantizationChoice(preset="4-bit", bytes=30)],
     )
     service.on("ListModels", residency_pb2.ListModelsResponse(models=[model]))
     (seen,) = ask("list_models")
     assert (seen.id, seen.components, seen.resident) == ("demo", (MIRRORED,), ("vae",))
     assert seen.defaults == moored.ModelDefaults(4, 3.5, 0, 64, 32)
     assert (seen.is_default, seen.pinned, seen.problem) == (True, False, "")
+    assert (seen.quantization, seen.choices) == (
+        {"vae": "full"},
+        (moored.QuantizationChoice("4-bit", 30),),
+    )
+
+
+def test_a_model_in_other_formats_may_be_loaded_replaced_and_unloaded(
+    service: Service, ask: Ask
+) -> None:
+    service.on("Load", [accepted(), done()])
+    service.on("Unload", residency_pb2.UnloadResponse())
+    small = moored.ModelRef("demo", quantization="4-bit", formats={"text_encoder_2": "int8"})
+    asked = model_pb2.Quantization(preset="4-bit", components={"text_encoder_2": "int8"})
+    ask("load", small, replace="demo")
+    request = service.requests["Load"]
+    assert (request.model.id, request.model.quantization) == ("demo", asked)
+    assert not request.replace.HasField("quantization")
+    ask("unload", small)
+    assert service.requests["Unload"].model.quantization == asked
 
 
 def test_load(service: Service, ask: Ask) -> None:

@@ -110,10 +110,23 @@ class ModelDefaults:
     height: int
 
 
+@mirrors(residency_pb2.QuantizationChoice)
+@dataclass(frozen=True, slots=True)
+class QuantizationChoice:
+    """What a preset (`full`, `8-bit`, `4-bit`) makes of a model: exact bytes on the card."""
+
+    preset: str
+    bytes: int
+
+
 @mirrors(residency_pb2.ModelInfo)
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model that can be named. `problem` says why it cannot be used; empty: it can."""
+    """A model that can be named. `problem` says why it cannot be used; empty: it can.
+
+    `quantization` is the format of each component as it is stored, and `choices` are the presets
+    that the model can be loaded with.
+    """
 
     id: str
     revision: str
@@ -124,6 +137,8 @@ class ModelInfo:
     is_default: bool
     resident: tuple[str, ...]
     pinned: bool
+    quantization: Mapping[str, str]
+    choices: tuple[QuantizationChoice, ...]
 
 
 @mirrors(model_pb2.FreedComponent)

@@ -49,11 +49,19 @@ class ModelRef:
     """
 
     id: str
-    """`owner/name`, or the name of a model folder."""
+    """`owner/name`, or the name of a model folder.
+
+    Or an entry as reports call it, quantization included: `owner/name+4-bit`,
+    `owner/name+text_encoder_2=nf4,transformer=int8`.
+    """
     quantization: str = ""
-    """Preset for what `formats` leaves open: `full` (default), `8-bit`, `4-bit`."""
+    """Preset for what `formats` leaves open: `full` (default), `8-bit` or `4-bit`.
+
+    `full` is as it is stored, `8-bit` is int8, `4-bit` is nf4: of the transformer and the large
+    text encoder (`text_encoder_2`).
+    """
     formats: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Component name -> `full`, `fp8`, `int8` or `nf4`."""
+    """Component name -> `full`, `int8`, `fp8`, `nf4` or `nf4-double`."""
     revision: str = ""
     """Revision of a model in the hub cache; empty: the one that is there."""
     adapters: tuple[Adapter, ...] = ()

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use engine::Error;
 use engine::library::Entry;
-use pipelines::{Defaults, RequestError};
+use gpu::WeightFormat;
+use pipelines::{Defaults, FULL, Preset, Quantization, RequestError};
 
 use crate::config::{ModelSettings, Models as Settings};
 use crate::proto::v1;
@@ -14,11 +15,11 @@ use crate::proto::v1;
 /// Id of the model that ships with the project.
 pub(crate) const SHIPPED_ID: &str = "moored/demo";
 
+/// How the names of models in one file end.
+const SINGLE_FILES: [&str; 5] = [".instant.json", ".safetensors", ".gguf", ".pth", ".pt"];
+
 /// A folder listing is believed for so long; a model that is not found is looked for at once.
 const LISTING_LIFETIME: Duration = Duration::from_secs(10);
-
-/// Formats that a quantization may name, beside `full`, once quantization is built.
-const FORMATS: [&str; 3] = ["fp8", "int8", "nf4"];
 
 /// A model that can be named.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -112,7 +113,7 @@ impl Models {
                 what: "adapters".to_owned(),
             });
         }
-        check_quantization(model.quantization.as_ref())?;
+        let (model, quantization) = self.formats_of(model)?;
         let id = if model.id.is_empty() {
             self.default_id().ok_or_else(|| {
                 invalid(
@@ -126,17 +127,50 @@ impl Models {
         let found = find(&self.list(), &id, &model.revision)
             .or_else(|| find(&self.rescan(), &id, &model.revision))
             .ok_or_else(|| Error::ModelNotFound { id: id.clone() })?;
-        let revision = if found.revision.is_empty() {
-            String::new()
-        } else {
-            format!("@{}", found.revision)
+        let entry = Entry::new(found.id, found.revision, found.path, quantization);
+        Ok(Arc::new(entry))
+    }
+
+    /// What a reference asks for. Its name may say that too, as entries are called in reports: `ID+4-bit`,
+    /// `ID@REVISION+text_encoder_2=nf4,transformer=int8`. A model that is called just so goes before that.
+    fn formats_of(&self, model: &v1::ModelRef) -> Result<(v1::ModelRef, Quantization), Error> {
+        let asked = model.quantization.as_ref();
+        let by_key = || match named_by_key(&self.list(), model) {
+            Some(named) => named,
+            None => named_by_key(&self.rescan(), model).flatten(),
         };
-        Ok(Arc::new(Entry {
-            key: format!("{}{revision}+full", found.id),
-            id: found.id,
-            revision: found.revision,
-            path: found.path,
-        }))
+        let by_key = if model.id.contains('+') { by_key() } else { None };
+        let Some((name, revision, formats)) = by_key else {
+            return Ok((model.clone(), quantization_of(asked)?));
+        };
+        if asked.is_some_and(|asked| !asked.preset.is_empty() || !asked.components.is_empty()) {
+            let problem = format!("says {formats} already: ask for formats there, or by model.quantization");
+            return Err(invalid("model.id", &problem));
+        }
+        let (named, presets): (Vec<&str>, Vec<&str>) =
+            formats.split(',').partition(|each| each.contains('='));
+        let preset = match &presets[..] {
+            [] => "",
+            [""] | [_, _, ..] => {
+                let problem =
+                    format!("ends in {formats:?}: write one preset, or formats such as transformer=nf4");
+                return Err(invalid("model.id", &problem));
+            }
+            [preset] => *preset,
+        };
+        let components = named.into_iter().filter_map(|each| each.split_once('='));
+        let quantization = quantization_of(Some(&v1::Quantization {
+            preset: preset.to_owned(),
+            components: components
+                .map(|(name, format)| (name.to_owned(), format.to_owned()))
+                .collect(),
+        }))?;
+        let model = v1::ModelRef {
+            id: name.to_owned(),
+            revision: revision.to_owned(),
+            ..Default::default()
+        };
+        Ok((model, quantization))
     }
 
     /// A model's defaults with the configured ones over them.
@@ -160,39 +194,45 @@ fn invalid(field: &str, problem: &str) -> Error {
     }])
 }
 
-fn check_quantization(quantization: Option<&v1::Quantization>) -> Result<(), Error> {
-    let Some(quantization) = quantization else {
-        return Ok(());
-    };
-    match quantization.preset.as_str() {
-        "" | "full" => {}
-        "8-bit" | "4-bit" => {
-            return Err(Error::NotBuilt {
-                what: format!("quantization {}", quantization.preset),
-            });
-        }
-        other => {
-            return Err(invalid(
-                "model.quantization.preset",
-                &format!("{other:?} is none of full, 8-bit, 4-bit"),
-            ));
-        }
+fn quantization_of(asked: Option<&v1::Quantization>) -> Result<Quantization, Error> {
+    let none = v1::Quantization::default();
+    let asked = asked.unwrap_or(&none);
+    let preset = Preset::named(&asked.preset).ok_or_else(|| {
+        let known = Preset::ALL.map(Preset::as_str).join(", ");
+        let instead = match asked.preset.parse::<WeightFormat>() {
+            Ok(format) => {
+                format!("; {format} is a format, to be asked for by component: transformer={format}")
+            }
+            Err(_) => String::new(),
+        };
+        invalid(
+            "model.quantization.preset",
+            &format!("{:?} is none of {known}{instead}", asked.preset),
+        )
+    })?;
+    let formats = asked.components.iter();
+    let formats = formats.map(|(component, format)| (component.as_str(), format.as_str()));
+    Quantization::of(preset, formats).map_err(|(component, error)| {
+        let problem = format!("for {component}: {error}, nor {FULL}");
+        invalid("model.quantization.components", &problem)
+    })
+}
+
+/// Name, revision and formats of a reference that names an entry by its key; an inner `None` where its id is a model's
+/// name as it is, an outer one where there is no such model.
+fn named_by_key<'a>(
+    listing: &[Found],
+    model: &'a v1::ModelRef,
+) -> Option<Option<(&'a str, &'a str, &'a str)>> {
+    if find(listing, &model.id, &model.revision).is_some() {
+        return Some(None);
     }
-    for (component, format) in &quantization.components {
-        if FORMATS.contains(&format.as_str()) {
-            return Err(Error::NotBuilt {
-                what: format!("quantization {format}"),
-            });
-        }
-        if format != "full" {
-            let problem = format!(
-                "{format:?} for {component} is none of full, {}",
-                FORMATS.join(", ")
-            );
-            return Err(invalid("model.quantization.components", &problem));
-        }
+    let (name, formats) = model.id.rsplit_once('+')?;
+    if name.is_empty() || find(listing, name, &model.revision).is_some() {
+        return Some(Some((name, &model.revision, formats)));
     }
-    Ok(())
+    let (name, revision) = name.rsplit_once('@')?;
+    find(listing, name, revision).map(|_| Some((name, revision, formats)))
 }
 
 /// An id matches whole, or by its last part when only one model ends so.
@@ -285,9 +325,7 @@ fn is_pipeline(folder: &Path) -> bool {
 
 fn single_file_id(path: &Path) -> Option<String> {
     let name = path.file_name()?.to_str()?;
-    let stem = name
-        .strip_suffix(".instant.json")
-        .or_else(|| name.strip_suffix(".safetensors"))?;
+    let stem = SINGLE_FILES.iter().find_map(|ending| name.strip_suffix(ending))?;
     path.is_file().then(|| stem.to_owned())
 }
 
@@ -366,6 +404,9 @@ mod tests {
             "plain/model_index.json",
             "owner/name/model_index.json",
             "single.safetensors",
+            "blocks.gguf",
+            "pickled.pth",
+            "owner/short.pt",
             "quick.instant.json",
             "models--me--mine/snapshots/abc/model_index.json",
             "models--me--mine/snapshots/def/model_index.json",
@@ -374,7 +415,11 @@ mod tests {
         std::fs::create_dir_all(folder.path().join("models--me--mine/refs")).unwrap();
         std::fs::write(folder.path().join("models--me--mine/refs/main"), "def\n").unwrap();
         let models = models(folder.path());
-        for id in ["plain", "owner/name", "name", "single", "quick", "me/mine"] {
+        let single = ["single", "blocks", "pickled", "owner/short"];
+        for id in ["plain", "owner/name", "name", "quick", "me/mine"]
+            .into_iter()
+            .chain(single)
+        {
             assert!(models.resolve(Some(&reference(id))).is_ok(), "{id}");
         }
         assert!(matches!(
@@ -393,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_built_says_so() {
+    fn what_is_asked_for_is_part_of_the_key_or_refused() {
         let folder = folder_with(&["plain/model_index.json"]);
         let models = models(folder.path());
         let mut asked = reference("plain");
@@ -401,10 +446,8 @@ mod tests {
             preset: "4-bit".to_owned(),
             ..Default::default()
         });
-        assert!(matches!(
-            models.resolve(Some(&asked)),
-            Err(Error::NotBuilt { .. })
-        ));
+        let entry = models.resolve(Some(&asked)).unwrap();
+        assert_eq!(entry.key, "plain+text_encoder_2=nf4,transformer=nf4");
         asked.quantization = Some(v1::Quantization {
             preset: "5-bit".to_owned(),
             ..Default::default()
@@ -416,6 +459,59 @@ mod tests {
             models.resolve(Some(&asked)),
             Err(Error::NotBuilt { .. })
         ));
+    }
+
+    #[test]
+    fn an_entry_is_named_by_its_key_too() {
+        let folder = folder_with(&[
+            "plain/model_index.json",
+            "a+b/model_index.json",
+            "at@home/model_index.json",
+            "models--me--mine/snapshots/abc/model_index.json",
+        ]);
+        let models = models(folder.path());
+        let key = |id: &str| {
+            models
+                .resolve(Some(&reference(id)))
+                .map(|entry| entry.key.clone())
+        };
+        for (id, means) in [
+            ("plain+full", "plain+full"),
+            ("plain+4-bit", "plain+text_encoder_2=nf4,transformer=nf4"),
+            (
+                "plain+8-bit,vae=nf4",
+                "plain+text_encoder_2=int8,transformer=int8,vae=nf4",
+            ),
+            ("plain+transformer=fp8", "plain+transformer=fp8"),
+            ("a+b", "a+b+full"),
+            ("a+b+vae=nf4", "a+b+vae=nf4"),
+            ("at@home+vae=nf4", "at@home+vae=nf4"),
+            ("me/mine@abc+vae=nf4", "me/mine@abc+vae=nf4"),
+            ("mine+full", "me/mine@abc+full"),
+        ] {
+            assert_eq!(key(id).unwrap(), means, "{id}");
+        }
+        for wrong in [
+            "plain+",
+            "plain+5-bit",
+            "plain+4-bit,8-bit",
+            "plain+vae=int7",
+            "plain+vae",
+        ] {
+            assert!(matches!(key(wrong), Err(Error::Invalid(_))), "{wrong}");
+        }
+        for missing in ["other+full", "me/mine@abd+full", "a+c"] {
+            assert!(
+                matches!(key(missing), Err(Error::ModelNotFound { .. })),
+                "{missing}"
+            );
+        }
+        let mut twice = reference("plain+4-bit");
+        twice.quantization = Some(v1::Quantization {
+            preset: "8-bit".to_owned(),
+            ..Default::default()
+        });
+        assert!(matches!(models.resolve(Some(&twice)), Err(Error::Invalid(_))));
     }
 
     #[test]

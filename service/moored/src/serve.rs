@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use engine::library::Library;
 use engine::queue::{Queue, Settings};
-use gpu::{CardDescription, DeviceChoice, DeviceSpec};
+use gpu::{CardDescription, DeviceChoice, DeviceSpec, KeepError, KeptFolder};
 use residency::{Patience, Policy};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
@@ -45,6 +45,9 @@ pub(crate) enum ServeError {
         /// Why not.
         problem: std::io::Error,
     },
+    /// The folder for copies.
+    #[error("copies cannot be kept (quantization.keep_folder): {0}")]
+    Copies(#[from] KeepError),
     /// A card that is not free.
     #[error(transparent)]
     Locked(#[from] LockError),
@@ -88,17 +91,14 @@ pub(crate) async fn run(
         .local_addr()
         .map_err(|problem| ServeError::Listen { address, problem })?;
 
-    let library = Arc::new(Library::new(
-        pipelines::catalogue(),
-        Some(config.service.state.join("identities.json")),
-    ));
+    let library = Arc::new(open_library(&config)?);
     let workers = WorkerPids::new(cards.len());
     let queue = start_queue(&config, &cards, policy, library.clone(), workers.clone());
     let (stopping, stopping_seen) = watch::channel(false);
     let (stopped, stopped_seen) = watch::channel(false);
     let service = Service {
         queue: queue.clone(),
-        library,
+        library: library.clone(),
         models: Arc::new(Models::new(config.models.clone())),
         started: std::time::Instant::now(),
         max_message: config.service.max_message,
@@ -116,11 +116,23 @@ pub(crate) async fn run(
     }
     let serving = tokio::spawn(grpc::serve(service, token, listener, stopped_seen));
     shutdown.await;
+    let _ = tokio::task::spawn_blocking(move || library.stop_keeping()).await; // its panic has been told of
     // Streams of cancelled jobs end by themselves; a client that does not read does not hold us up.
     if let Ok(Ok(served)) = tokio::time::timeout(Duration::from_secs(2), serving).await {
         served?;
     }
     Ok(())
+}
+
+/// The library, with copies if they are to be kept.
+fn open_library(config: &Config) -> Result<Library, ServeError> {
+    let hashes = config.service.state.join("identities.json");
+    let library = Library::new(pipelines::catalogue(), Some(hashes));
+    let Some(folder) = &config.quantization.keep_folder else {
+        return Ok(library);
+    };
+    let folder = KeptFolder::open(folder, config.quantization.keep_limit)?;
+    Ok(library.with_copies(folder))
 }
 
 /// The cards that are configured, under names that stay true: a worker is told the UUID of its card.

@@ -176,7 +176,7 @@ class Fallback(google.protobuf.message.Message):
     PEAK_BYTES_FIELD_NUMBER: builtins.int
     FITS_NOW_FIELD_NUMBER: builtins.int
     label: builtins.str
-    """`512x512`, `4-bit`, `components transformer, vae`."""
+    """`quantization 8-bit (int8)`, `quantization transformer=nf4-double`, `512x512`, `components transformer, vae`."""
     peak_bytes: builtins.int
     """Bytes at its peak."""
     fits_now: builtins.bool

@@ -23,7 +23,9 @@ class ModelRef(google.protobuf.message.Message):
     QUANTIZATION_FIELD_NUMBER: builtins.int
     ADAPTERS_FIELD_NUMBER: builtins.int
     id: builtins.str
-    """`owner/name`, or the name of a model folder. Empty: the service's default model."""
+    """`owner/name`, or the name of a model folder. Empty: the service's default model. Or an entry as reports call it,
+    quantization included: `owner/name+4-bit`, `owner/name+text_encoder_2=nf4,transformer=int8`.
+    """
     revision: builtins.str
     """Revision of a model in the hub cache. Empty: the one that is there."""
     @property
@@ -74,10 +76,14 @@ class Quantization(google.protobuf.message.Message):
     PRESET_FIELD_NUMBER: builtins.int
     COMPONENTS_FIELD_NUMBER: builtins.int
     preset: builtins.str
-    """`full` (default), `8-bit`, `4-bit`."""
+    """`full` (default): as it is stored. `8-bit` is int8 and `4-bit` is nf4, for the transformer and the large text
+    encoder (`text_encoder_2`).
+    """
     @property
     def components(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Component name (`transformer`, `text_encoder_2`, ...) to format (`full`, `fp8`, `int8`, `nf4`)."""
+        """Component name (`transformer`, `text_encoder_2`, ...) to format (`full`, `int8`, `fp8`, `nf4`, `nf4-double`). What
+        is stored quantized is left so: no other format can be asked for.
+        """
 
     def __init__(
         self,
@@ -139,7 +145,7 @@ class ResolvedModel(google.protobuf.message.Message):
     FAMILY_FIELD_NUMBER: builtins.int
     QUANTIZATION_FIELD_NUMBER: builtins.int
     key: builtins.str
-    """The key, for people and logs: `id@revision+transformer=nf4`."""
+    """The key, for people and logs: `id@revision+text_encoder_2=nf4,transformer=nf4`, or `id@revision+full`."""
     id: builtins.str
     """The id as configured."""
     revision: builtins.str
@@ -148,7 +154,9 @@ class ResolvedModel(google.protobuf.message.Message):
     """Family: `flux`."""
     @property
     def quantization(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Format of each component."""
+        """Format of each component as it is held: `full`, what it is quantized to at load (`nf4`), or how it is stored
+        (`Q4_K`).
+        """
 
     def __init__(
         self,

@@ -49,6 +49,22 @@ class ModelInfo(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class QuantizationEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     ID_FIELD_NUMBER: builtins.int
     REVISION_FIELD_NUMBER: builtins.int
     FAMILY_FIELD_NUMBER: builtins.int
@@ -58,6 +74,8 @@ class ModelInfo(google.protobuf.message.Message):
     IS_DEFAULT_FIELD_NUMBER: builtins.int
     RESIDENT_FIELD_NUMBER: builtins.int
     PINNED_FIELD_NUMBER: builtins.int
+    QUANTIZATION_FIELD_NUMBER: builtins.int
+    CHOICES_FIELD_NUMBER: builtins.int
     id: builtins.str
     revision: builtins.str
     family: builtins.str
@@ -67,6 +85,7 @@ class ModelInfo(google.protobuf.message.Message):
     is_default: builtins.bool
     """True for the model of requests that name none."""
     pinned: builtins.bool
+    """In whichever format."""
     @property
     def components(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[model_pb2.Component]: ...
     @property
@@ -75,7 +94,19 @@ class ModelInfo(google.protobuf.message.Message):
 
     @property
     def resident(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of components that are resident, on any card."""
+        """Names of components that are resident, on any card.
+        In whichever format.
+        """
+
+    @property
+    def quantization(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Format of each component as it is stored: `full`, or what the file is quantized to, such as `Q4_K`. The bytes of
+        `components` are those of these formats.
+        """
+
+    @property
+    def choices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___QuantizationChoice]:
+        """The presets that it can be loaded with, the most faithful first."""
 
     def __init__(
         self,
@@ -89,11 +120,35 @@ class ModelInfo(google.protobuf.message.Message):
         is_default: builtins.bool = ...,
         resident: collections.abc.Iterable[builtins.str] | None = ...,
         pinned: builtins.bool = ...,
+        quantization: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        choices: collections.abc.Iterable[global___QuantizationChoice] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["defaults", b"defaults"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["components", b"components", "defaults", b"defaults", "family", b"family", "id", b"id", "is_default", b"is_default", "pinned", b"pinned", "problem", b"problem", "resident", b"resident", "revision", b"revision"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choices", b"choices", "components", b"components", "defaults", b"defaults", "family", b"family", "id", b"id", "is_default", b"is_default", "pinned", b"pinned", "problem", b"problem", "quantization", b"quantization", "resident", b"resident", "revision", b"revision"]) -> None: ...
 
 global___ModelInfo = ModelInfo
+
+@typing.final
+class QuantizationChoice(google.protobuf.message.Message):
+    """What a preset makes of a model."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PRESET_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    preset: builtins.str
+    """`full`, `8-bit`, `4-bit`."""
+    bytes: builtins.int
+    """Exact bytes of all components on the card."""
+    def __init__(
+        self,
+        *,
+        preset: builtins.str = ...,
+        bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "preset", b"preset"]) -> None: ...
+
+global___QuantizationChoice = QuantizationChoice
 
 @typing.final
 class ModelDefaults(google.protobuf.message.Message):

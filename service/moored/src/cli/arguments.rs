@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::config::Flags;
+use crate::proto::v1;
 
 /// Diffusion models, moored in GPU memory and shared by every frontend.
 #[derive(Debug, Parser)]
@@ -102,6 +103,8 @@ pub(super) struct Generate {
     /// The model [default: the service's]
     #[arg(short, long, value_name = "ID")]
     pub(super) model: Option<String>,
+    #[command(flatten)]
+    pub(super) formats: Formats,
     /// Where to write: a .png file, a folder, or - for standard output
     #[arg(short, long, value_name = "PATH", default_value = "moored.png")]
     pub(super) out: String,
@@ -155,6 +158,57 @@ pub(super) struct Generate {
     pub(super) card: Option<String>,
 }
 
+/// How a model's weights are held.
+#[derive(Debug, Default, Args)]
+pub(super) struct Formats {
+    /// How weights are held: full, 8-bit or 4-bit [default: full, which is as they are stored]; MODEL+4-bit is the same
+    #[arg(long, value_name = "PRESET")]
+    quantization: Option<String>,
+    /// How one component is held (full, int8, fp8, nf4, nf4-double), over the preset; may be repeated
+    #[arg(long = "format", value_name = "COMPONENT=FORMAT", value_parser = component_and_format)]
+    formats: Vec<(String, String)>,
+}
+
+fn component_and_format(text: &str) -> Result<(String, String), String> {
+    let (component, format) = text
+        .split_once('=')
+        .filter(|(component, format)| !component.is_empty() && !format.is_empty())
+        .ok_or("write a component and its format, such as transformer=nf4")?;
+    Ok((component.to_owned(), format.to_owned()))
+}
+
+impl Formats {
+    /// Those of an entry's key, as a picture of ours has it.
+    pub(super) fn of_key(key: &str) -> Formats {
+        let formats = key.rsplit_once('+').map_or("", |(_, formats)| formats);
+        let named = formats.split(',').filter_map(|each| each.split_once('='));
+        Formats {
+            quantization: None,
+            formats: named
+                .map(|(component, format)| (component.to_owned(), format.to_owned()))
+                .collect(),
+        }
+    }
+
+    /// Whether nothing is asked for.
+    pub(super) fn is_empty(&self) -> bool {
+        self.quantization.is_none() && self.formats.is_empty()
+    }
+
+    /// A model of this id, held so.
+    pub(super) fn of(&self, id: &str) -> v1::ModelRef {
+        let quantization = v1::Quantization {
+            preset: self.quantization.clone().unwrap_or_default(),
+            components: self.formats.iter().cloned().collect(),
+        };
+        v1::ModelRef {
+            id: id.to_owned(),
+            quantization: (!self.is_empty()).then_some(quantization),
+            ..Default::default()
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(super) enum PriorityChoice {
     Low,
@@ -189,12 +243,15 @@ pub(super) struct Load {
     /// Only these components
     #[arg(long = "component", value_name = "NAME", conflicts_with_all = ["replace", "prove"])]
     pub(super) components: Vec<String>,
-    /// The model whose place it takes: that one leaves when the new one is proven, and comes back if that fails
+    /// The model whose place it takes: that one leaves when the new one is proven, and comes back if that fails. One that
+    /// is held in other formats is named by them too: MODEL+4-bit, or as `moored status` prints it
     #[arg(long, value_name = "MODEL")]
     pub(super) replace: Option<String>,
     /// Prove it: make the smallest picture and throw it away (--replace does so anyway)
     #[arg(long)]
     pub(super) prove: bool,
+    #[command(flatten)]
+    pub(super) formats: Formats,
 }
 
 #[derive(Debug, Args)]
@@ -208,6 +265,8 @@ pub(super) struct Unload {
     /// Cancel the jobs that use it instead of waiting for them
     #[arg(long)]
     pub(super) force: bool,
+    #[command(flatten)]
+    pub(super) formats: Formats,
 }
 
 #[derive(Debug, Args)]
@@ -217,6 +276,8 @@ pub(super) struct Pin {
     /// Take the pin off
     #[arg(long)]
     pub(super) off: bool,
+    #[command(flatten)]
+    pub(super) formats: Formats,
 }
 
 impl Arguments {
@@ -264,5 +325,13 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Arguments::command().debug_assert();
+    }
+
+    #[test]
+    fn formats_are_read_off_a_key() {
+        let told = |key: &str| Formats::of_key(key).of("a").quantization.map(|q| q.components);
+        let both = told("me/a+b@1+text_encoder_2=nf4,transformer=int8").unwrap();
+        assert_eq!((both.len(), both["transformer"].as_str()), (2, "int8"));
+        assert_eq!((told("me/a+full"), told("a")), (None, None));
     }
 }

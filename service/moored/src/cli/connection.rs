@@ -177,6 +177,15 @@ impl Refusal {
     }
 }
 
+/// When a fallback would fit, in words.
+pub(super) fn when_of(fallback: &v1::Fallback) -> &'static str {
+    if fallback.fits_now {
+        "now"
+    } else {
+        "after evicting what is idle"
+    }
+}
+
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)?;
@@ -185,11 +194,7 @@ impl fmt::Display for Refusal {
                 write!(f, "\n  {} holds {}", holder.name, residency::Bytes(holder.bytes))?;
             }
             for fallback in &shortfall.fallbacks {
-                let when = if fallback.fits_now {
-                    "now"
-                } else {
-                    "after evicting what is idle"
-                };
+                let when = when_of(fallback);
                 write!(
                     f,
                     "\n  {} would fit {when} ({})",

@@ -9,8 +9,8 @@ use residency::Bytes;
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::arguments::{Generate, PriorityChoice};
-use super::connection::Connection;
+use super::arguments::{Formats, Generate, PriorityChoice};
+use super::connection::{Connection, when_of};
 use super::show::Show;
 use super::{CliError, screen};
 use crate::config::Client;
@@ -95,8 +95,9 @@ pub(super) async fn plan(client: &Client, options: Generate, json: bool) -> Resu
     for shortfall in plan.stages.iter().filter_map(|stage| stage.shortfall.as_ref()) {
         for fallback in &shortfall.fallbacks {
             screen::text(&format!(
-                "{} would fit: {}",
+                "{} would fit {} ({})",
                 fallback.label,
+                when_of(fallback),
                 Bytes(fallback.peak_bytes)
             ))?;
         }
@@ -180,11 +181,13 @@ fn request_of(options: &Generate) -> Result<v1::GenerateImageRequest, CliError> 
             "that picture was made from another: name it with --init to repeat it".to_owned(),
         ));
     }
+    let model = match &options.model {
+        None if options.formats.is_empty() => Formats::of_key(&recipe.model_key).of(&recipe.model),
+        None => options.formats.of(&recipe.model),
+        Some(model) => options.formats.of(model),
+    };
     Ok(v1::GenerateImageRequest {
-        model: Some(v1::ModelRef {
-            id: options.model.clone().unwrap_or(recipe.model),
-            ..Default::default()
-        }),
+        model: Some(model),
         prompt,
         width: options.width.or(zero(recipe.width)).unwrap_or(0),
         height: options.height.or(zero(recipe.height)).unwrap_or(0),

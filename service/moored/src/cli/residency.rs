@@ -1,22 +1,18 @@
 //! `moored models`, `load`, `unload`, `pin`, `jobs`, `cancel`.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use futures::StreamExt as _;
+use pipelines::FULL;
 use residency::Bytes;
 use serde_json::json;
 
-use super::arguments::{Load, Pin, Unload};
+use super::arguments::{Formats, Load, Pin, Unload};
 use super::connection::Connection;
 use super::show::{Show, freed_json, kept_json};
 use super::{CliError, screen};
 use crate::config::Client;
 use crate::proto::v1;
-
-fn reference(id: &str) -> Option<v1::ModelRef> {
-    Some(v1::ModelRef {
-        id: id.to_owned(),
-        ..Default::default()
-    })
-}
 
 pub(super) async fn models(client: &Client, json: bool) -> Result<(), CliError> {
     let mut residency = Connection::open(client).await?.residency();
@@ -31,6 +27,9 @@ pub(super) async fn models(client: &Client, json: bool) -> Result<(), CliError> 
                 "id": model.id, "revision": model.revision, "family": model.family, "problem": model.problem,
                 "default": model.is_default, "pinned": model.pinned, "resident": model.resident,
                 "bytes": model.components.iter().map(|c| c.bytes).sum::<u64>(),
+                "quantization": model.quantization.into_iter().collect::<BTreeMap<_, _>>(),
+                "choices": model.choices.iter()
+                    .map(|c| json!({"preset": c.preset, "bytes": c.bytes})).collect::<Vec<_>>(),
             }))?;
         }
         return Ok(());
@@ -42,6 +41,11 @@ pub(super) async fn models(client: &Client, json: bool) -> Result<(), CliError> 
     }
     let rows = listed.into_iter().map(|model| {
         let bytes: u64 = model.components.iter().map(|c| c.bytes).sum();
+        let formats = formats(&model);
+        let smaller = model.choices.iter().filter(|choice| choice.bytes < bytes);
+        let choices: Vec<String> = smaller
+            .map(|choice| format!("{} {}", choice.preset, Bytes(choice.bytes)))
+            .collect();
         let mut notes = Vec::new();
         if model.is_default {
             notes.push("default".to_owned());
@@ -58,27 +62,49 @@ pub(super) async fn models(client: &Client, json: bool) -> Result<(), CliError> 
             model.revision,
             model.family,
             Bytes(bytes).to_string(),
+            formats,
+            choices.join(", "),
             notes.join("; "),
         ]
     });
     screen::table(
-        &["model", "revision", "family", "on the card", ""],
+        &[
+            "model",
+            "revision",
+            "family",
+            "on the card",
+            "formats",
+            "quantized",
+            "",
+        ],
         rows.collect(),
     )
 }
 
+/// How a model is stored: `full`, or what is quantized in its files.
+fn formats(model: &v1::ModelInfo) -> String {
+    let quantized = model.quantization.iter().filter(|(_, format)| *format != FULL);
+    let mut words: Vec<String> = quantized
+        .map(|(component, format)| format!("{component} {format}"))
+        .collect();
+    words.sort();
+    match (&words[..], model.quantization.is_empty()) {
+        ([], true) => String::new(),
+        ([], false) => FULL.to_owned(),
+        (words, _) => words.join(", "),
+    }
+}
+
 pub(super) async fn load(client: &Client, options: Load, json: bool) -> Result<(), CliError> {
     let connection = Connection::open(client).await?;
-    let model = &options.model;
-    let what = match (&options.components[..], &options.replace) {
-        ([], Some(old)) => format!("{model} is proven and resident in place of {old}"),
-        ([], None) if options.prove => format!("{model} is proven and resident"),
-        ([], None) => format!("{model} is resident"),
-        (some, _) => format!("{} of {model} is resident", some.join(", ")),
-    };
+    let (old, components, prove) = (
+        options.replace.clone(),
+        options.components.join(", "),
+        options.prove,
+    );
     let request = v1::LoadRequest {
-        model: reference(model),
-        replace: options.replace.as_deref().and_then(reference),
+        model: Some(options.formats.of(&options.model)),
+        replace: options.replace.as_deref().map(|old| Formats::default().of(old)),
         components: options.components,
         prove: options.prove,
         options: None,
@@ -88,7 +114,13 @@ pub(super) async fn load(client: &Client, options: Load, json: bool) -> Result<(
         return Ok(());
     }
     left(&done.freed, &done.kept)?;
-    screen::text(&what)
+    let model = done.model.map_or(options.model, |model| model.key);
+    screen::text(&match (&*components, old) {
+        ("", Some(old)) => format!("{model} is proven and resident in place of {old}"),
+        ("", None) if prove => format!("{model} is proven and resident"),
+        ("", None) => format!("{model} is resident"),
+        (some, _) => format!("{some} of {model} is resident"),
+    })
 }
 
 /// Loads, showing how far it is.
@@ -113,8 +145,9 @@ async fn bring_in(
 
 pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Result<(), CliError> {
     let mut residency = Connection::open(client).await?.residency();
+    let what = options.model.clone();
     let request = v1::UnloadRequest {
-        model: options.model.as_deref().and_then(reference),
+        model: options.model.as_deref().map(|model| options.formats.of(model)),
         force: options.force,
     };
     let done = residency.unload(request).await?.into_inner();
@@ -127,7 +160,21 @@ pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Resu
     }
     left(&done.freed, &done.kept)?;
     let total: u64 = done.freed.iter().map(|f| f.freed_bytes).sum();
-    screen::text(&format!("{} freed in all", Bytes(total)))
+    screen::text(&format!("{} freed in all", Bytes(total)))?;
+    // Nothing was there under this name: perhaps it is under another, in another format.
+    if let Some(model) = what.filter(|_| done.freed.is_empty() && done.kept.is_empty()) {
+        let status = residency.get_status(v1::GetStatusRequest {}).await?.into_inner();
+        let residents = status.cards.into_iter().flat_map(|card| card.residents);
+        let entries: BTreeSet<String> = residents.flat_map(|resident| resident.entries).collect();
+        if !entries.is_empty() {
+            let entries: Vec<String> = entries.into_iter().collect();
+            screen::text(&format!(
+                "{model} was not resident as it is named here; what is: {}",
+                entries.join(", ")
+            ))?;
+        }
+    }
+    Ok(())
 }
 
 /// What left and what stayed, a line each.
@@ -155,14 +202,14 @@ fn left(freed: &[v1::FreedComponent], kept: &[v1::KeptComponent]) -> Result<(), 
 pub(super) async fn pin(client: &Client, options: Pin, json: bool) -> Result<(), CliError> {
     let connection = Connection::open(client).await?;
     let request = v1::PinRequest {
-        model: reference(&options.model),
+        model: Some(options.formats.of(&options.model)),
         unpin: options.off,
     };
     let pinned = connection.residency().pin(request).await?.into_inner().pinned;
     if !options.off {
         // Pinned first, so that nothing evicts what has just come in.
         let request = v1::LoadRequest {
-            model: reference(&options.model),
+            model: Some(options.formats.of(&options.model)),
             ..Default::default()
         };
         bring_in(&connection, request, json).await?;

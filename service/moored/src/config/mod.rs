@@ -27,6 +27,7 @@ pub(crate) struct Config {
     pub(crate) models: Models,
     pub(crate) cards: Cards,
     pub(crate) queue: Queue,
+    pub(crate) quantization: Quantization,
     pub(crate) client: Client,
     pub(crate) log: Log,
     /// Every setting with its value and where it comes from, for `moored config`.
@@ -133,6 +134,14 @@ pub(crate) struct Queue {
     pub(crate) stall_floor: Duration,
 }
 
+/// `[quantization]`.
+#[derive(Clone, Debug)]
+pub(crate) struct Quantization {
+    /// `None`: no copies are kept.
+    pub(crate) keep_folder: Option<PathBuf>,
+    pub(crate) keep_limit: Bytes,
+}
+
 /// `[client]`.
 #[derive(Clone, Debug)]
 pub(crate) struct Client {
@@ -209,6 +218,10 @@ impl Config {
             stall_limit: r.duration("queue.stall_limit"),
             stall_floor: r.duration("queue.stall_floor"),
         };
+        let quantization = Quantization {
+            keep_folder: r.optional_path("quantization.keep_folder"),
+            keep_limit: r.size("quantization.keep_limit"),
+        };
         let client = Client {
             endpoint: r.text("client.endpoint"),
             token_file: r.optional_path("client.token_file"),
@@ -241,6 +254,7 @@ impl Config {
             models,
             cards,
             queue,
+            quantization,
             client,
             log,
             sources,

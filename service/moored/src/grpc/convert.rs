@@ -1,8 +1,11 @@
 //! House words to protocol words.
 
+use std::collections::HashMap;
+
 use engine::job::{JobEvent, JobEventKind, JobReport, LatentInfo, Priority, StageReport};
 use engine::library::{Entry, OpenModel};
 use engine::queue::JobInfo;
+use pipelines::FULL;
 use residency::{Component, Fallback, Fits, Holder};
 
 use super::residency::{freed_out, kept_out};
@@ -52,18 +55,26 @@ pub(super) fn millis(duration: std::time::Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// An entry as it was opened. Every component is held in full precision: quantization is not built yet.
+/// The format that each component is held in: `full`, `nf4`, `Q4_K`.
+pub(super) fn formats_out(open: &OpenModel) -> HashMap<String, String> {
+    let format = |name: &str| open.model.format_of(name).map(|format| format.to_string());
+    let components = open.components.iter();
+    components
+        .map(|c| {
+            let format = format(&c.name).unwrap_or_else(|| FULL.to_owned());
+            (c.name.clone(), format)
+        })
+        .collect()
+}
+
+/// An entry as it was opened.
 pub(super) fn resolved(entry: &Entry, open: &OpenModel) -> v1::ResolvedModel {
     v1::ResolvedModel {
         key: entry.key.clone(),
         id: entry.id.clone(),
         revision: entry.revision.clone(),
         family: open.model.family().to_owned(),
-        quantization: open
-            .components
-            .iter()
-            .map(|c| (c.name.clone(), "full".to_owned()))
-            .collect(),
+        quantization: formats_out(open),
     }
 }
 

@@ -7,14 +7,16 @@ use std::time::Duration;
 
 use engine::Error;
 use engine::job::{JobSpec, JobWork};
+use engine::library::{Entry, OpenModel};
 use engine::queue::{CardStatus, Freed, Kept, PlannedStage, StatusReport};
 use futures::Stream;
 use gpu::CardKind;
-use residency::{Bytes, Move, Resident, ResidentState};
+use pipelines::{FULL, Preset, Quantization};
+use residency::{Bytes, Component, Move, Resident, ResidentState};
 use tonic::{Request, Response, Status};
 
 use super::caller::Caller;
-use super::convert::{component_out, holder_out, job_out, millis, resolved};
+use super::convert::{component_out, formats_out, holder_out, job_out, millis, resolved};
 use super::server::Service;
 use super::status::{invalid, short, shortfall_out, status_of};
 use super::stream::{EventStream, Output, events_of};
@@ -292,16 +294,47 @@ impl Service {
             width: defaults.width,
             height: defaults.height,
         });
-        let resident: BTreeSet<&str> = open
-            .components
-            .iter()
-            .filter(|c| report.cards.iter().any(|card| card.ledger.is_resident(&c.id)))
-            .map(|c| c.name.as_str())
-            .collect();
-        info.resident = resident.into_iter().map(str::to_owned).collect();
+        let resident = |component: &Component| {
+            report
+                .cards
+                .iter()
+                .any(|card| card.ledger.is_resident(&component.id))
+        };
+        let here = open.components.iter().filter(|c| resident(c));
+        let mut names: BTreeSet<String> = here.map(|c| c.name.clone()).collect();
+        // The same model in other formats.
+        let any_format = entry.key.trim_end_matches(FULL);
+        let is_of_it = |key: &String| key.starts_with(any_format);
+        let residents = report.cards.iter().flat_map(|card| card.ledger.residents());
+        let in_other_formats = residents.map(|r| &r.component).filter(|c| {
+            let users = report.users.get(&c.id);
+            resident(c) && users.is_some_and(|users| users.iter().any(is_of_it))
+        });
+        names.extend(in_other_formats.map(|c| c.name.clone()));
+        info.resident = names.into_iter().collect();
         info.components = open.components.iter().map(component_out).collect();
-        info.pinned = report.pinned.contains(&entry.key);
+        info.pinned = report.pinned.iter().any(is_of_it);
+        info.quantization = formats_out(&open);
+        info.choices = self.choices(&entry, &open).await;
         info
+    }
+
+    /// The presets that a model can be loaded with: those that make it smaller, beside `full`.
+    async fn choices(&self, entry: &Entry, open: &OpenModel) -> Vec<v1::QuantizationChoice> {
+        let full: u64 = open.components.iter().map(|c| c.bytes.0).sum();
+        let (library, card, entry) = (self.library.clone(), self.first_card(), entry.clone());
+        let measured = tokio::task::spawn_blocking(move || {
+            let smaller = Preset::ALL.into_iter().filter_map(|preset| {
+                let quantization = Quantization::of(preset, []).ok()?;
+                let bytes = library.bytes(&entry.quantized(quantization), &card).ok()?.0;
+                (preset == Preset::Full || bytes < full).then(|| v1::QuantizationChoice {
+                    preset: preset.as_str().to_owned(),
+                    bytes,
+                })
+            });
+            smaller.collect()
+        });
+        measured.await.unwrap_or_default()
     }
 
     fn status_out(&self, report: &Arc<StatusReport>) -> v1::Status {

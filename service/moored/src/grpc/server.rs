@@ -25,7 +25,7 @@ use crate::proto::v1::residency_server::ResidencyServer;
 use crate::proto::v1::server_server::{Server, ServerServer};
 
 /// What is built.
-const CAPABILITIES: [&str; 7] = [
+const CAPABILITIES: [&str; 8] = [
     "text_to_image",
     "image_to_image",
     "encode_image",
@@ -33,9 +33,10 @@ const CAPABILITIES: [&str; 7] = [
     "latents",
     "preview",
     "reserve",
+    "quantization",
 ];
 /// What the API names and this build has not.
-const NOT_BUILT: [&str; 5] = ["adapters", "controlnet", "quantization", "video", "audio"];
+const NOT_BUILT: [&str; 4] = ["adapters", "controlnet", "video", "audio"];
 /// HTTP/2 windows: a picture crosses without waiting for acknowledgements.
 const STREAM_WINDOW_BYTES: u32 = 8 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 32 << 20;

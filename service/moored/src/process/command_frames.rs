@@ -1,11 +1,12 @@
 //! Commands, in and out of frames.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use bytes::Bytes as Raw;
 use engine::messages::{Command, ModelLocation, Order, StageWork, Standing, Ticket, Work};
-use pipelines::{ImageRequest, InitImage, Rung, StageInput, StageKind, StagePlan};
+use pipelines::{ImageRequest, InitImage, Preset, Quantization, Rung, StageInput, StageKind, StagePlan};
 use residency::{Bytes, Policy};
 
 use super::frames::FrameError;
@@ -73,11 +74,30 @@ fn order_out(order: &Order) -> wire::Order {
         job: order.job.clone(),
         model_key: order.model.key.clone(),
         model_path: order.model.path.to_string_lossy().into_owned(),
+        model_formats: order
+            .model
+            .quantization
+            .formats()
+            .map(|(component, format)| (component.to_owned(), format.to_string()))
+            .collect(),
+        model_copies: order
+            .model
+            .kept
+            .iter()
+            .map(|(component, path)| (component.clone(), path.to_string_lossy().into_owned()))
+            .collect(),
         exclusive: order.policy == Policy::Exclusive,
         allow_low_memory: order.allow_low_memory,
         load,
         stage,
     }
+}
+
+fn quantization_in(formats: &HashMap<String, String>) -> Result<Quantization, FrameError> {
+    let formats = formats
+        .iter()
+        .map(|(component, format)| (component.as_str(), format.as_str()));
+    Quantization::of(Preset::Full, formats).map_err(|_| FrameError::Lacks("a known weight format"))
 }
 
 fn order_in(order: wire::Order) -> Result<Order, FrameError> {
@@ -91,6 +111,12 @@ fn order_in(order: wire::Order) -> Result<Order, FrameError> {
         model: ModelLocation {
             key: order.model_key,
             path: PathBuf::from(order.model_path),
+            quantization: quantization_in(&order.model_formats)?,
+            kept: order
+                .model_copies
+                .into_iter()
+                .map(|(component, path)| (component, PathBuf::from(path)))
+                .collect(),
         },
         work,
         policy: if order.exclusive {
