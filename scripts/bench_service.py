@@ -30,7 +30,11 @@ import moored
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS_FILE = ROOT / "docs/benchmarks/service.json"
-CARD_ROWS_FILE = ROOT / "docs/benchmarks/card.json"  # written by tests/gpu/run
+# Written by tests/gpu/run.
+CARD_ROWS_FILES = (
+    ROOT / "docs/benchmarks/card.json",
+    ROOT / "docs/benchmarks/quantization.json",
+)
 DOCUMENT = ROOT / "docs/BENCHMARKS.md"
 INSTANT_MODELS = ROOT / "tests/models/instant"
 PROMPTS = ROOT / "service/moored/src/cli/demo_prompts.txt"
@@ -342,7 +346,7 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="only write what is recorded anew")
     arguments = parser.parse_args()
     if arguments.table:
-        for file in (ROWS_FILE, CARD_ROWS_FILE):
+        for file in (ROWS_FILE, *CARD_ROWS_FILES):
             if file.is_file():
                 write_table(json.loads(file.read_text(encoding="utf-8")), file.name)
         return 0

@@ -13,6 +13,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import moored
 import pytest
@@ -83,6 +84,18 @@ class Service:
             self.process.send_signal(signal.SIGKILL)
         self.process.wait(10)
         self._reader.join(10)
+
+
+def as_told(label: str, model: str) -> dict[str, Any]:
+    """The options of a request that a fallback's label asks for."""
+    words = label.split()
+    if words[0] != "quantization":
+        width, height = (int(side) for side in label.split("x"))
+        return {"model": model, "width": width, "height": height}
+    if "=" in words[1]:
+        formats = dict(each.split("=") for each in words[1].split(","))
+        return {"model": moored.ModelRef(model, formats=formats)}
+    return {"model": moored.ModelRef(model, quantization=words[1])}
 
 
 def clean_environment() -> dict[str, str]:

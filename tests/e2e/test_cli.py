@@ -288,12 +288,17 @@ def test_models_are_listed(service: Service) -> None:
     assert set(listed) == set(rows)
     assert listed["moored/demo"]["default"] is True
     assert listed["small"]["bytes"] == 8 << 20
+    assert rows["flux-full"]["formats"] == "full"
+    assert rows["flux-full"]["quantized"] == "8-bit 15.9 GiB, 4-bit 9.1 GiB"
+    assert listed["small"]["quantization"]["transformer"] == "full"
+    presets = {one["preset"]: one["bytes"] for one in listed["small"]["choices"]}
+    assert presets == {"full": 8 << 20, "8-bit": 5 << 20, "4-bit": (2 << 20) + (6 << 20) * 9 // 32}
 
 
 def test_load_pin_and_unload(simulate: Simulate) -> None:
     service = simulate("sim:40GiB")
     service.client().close()
-    assert "flux-full is resident" in good(service.run("load", "flux-full"))
+    assert "flux-full+full is resident" in good(service.run("load", "flux-full"))
     rows = {row["model"]: row for row in table(good(service.run("models")))}
     assert any("transformer" in cell for cell in rows["flux-full"].values())
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import moored
 import pytest
-from conftest import Service
+from conftest import Service, as_told
 
 Simulate = Callable[..., Service]
 
@@ -369,15 +369,17 @@ def test_a_plan_of_what_never_fits_tells_what_would(simulate: Simulate) -> None:
         assert shortfall.needed_bytes == TRANSFORMER + 4 * 1536 * MIB
         assert shortfall.capacity_bytes == 24 * GIB - HEADROOM
         labels = [fallback.label for fallback in shortfall.fallbacks]
-        assert labels == ["1024x1024", "512x512"], "the closest first, none that does not fit"
+        sizes = [label for label in labels if not label.startswith("quantization")]
+        assert sizes == ["1024x1024", "512x512"], "the closest first, none that does not fit"
+        assert labels[-2:] == sizes, "the model in fewer bytes comes before smaller pictures"
 
         with pytest.raises(moored.NeverFits) as refused:
             client.generate_image("too large", model="flux-full", width=2048, height=2048)
         assert refused.value.fallbacks == shortfall.fallbacks
         for fallback in refused.value.fallbacks:
-            width, height = (int(side) for side in fallback.label.split("x"))
             assert fallback.peak_bytes <= shortfall.capacity_bytes
-            client.generate_image("as told", model="flux-full", width=width, height=height)
+            size = {"width": 2048, "height": 2048}
+            client.generate_image("as told", **(size | as_told(fallback.label, "flux-full")))
         assert_at_rest(client)
 
 
@@ -392,7 +394,11 @@ def test_what_exceeds_the_card_is_refused_at_once(simulate: Simulate) -> None:
         assert shortfall.stage == "denoise"
         assert shortfall.needed_bytes == 40 * GIB + 1536 * MIB
         assert shortfall.capacity_bytes == 24 * GIB - HEADROOM
-        assert shortfall.fallbacks == (), "no size makes weights smaller"
+        labels = [fallback.label for fallback in shortfall.fallbacks]
+        assert labels[0] == "quantization 8-bit (int8)"
+        assert all(label.startswith("quantization") for label in labels), (
+            "no size makes weights smaller"
+        )
         assert refused.value.retry_after_s is None
         with pytest.raises(moored.NeverFits):
             client.load("huge", timeout=DEADLINE_S)
@@ -672,10 +678,7 @@ def test_a_smaller_picture_is_offered_where_others_hold_memory(
             client.generate_image("waits", model="flux-full", patience_s=0.5, timeout=DEADLINE_S)
         assert refused.value.fallbacks
         for fallback in refused.value.fallbacks:
-            width, height = (int(side) for side in fallback.label.split("x"))
-            client.generate_image(
-                "as told", model="flux-full", width=width, height=height, patience_s=0.5
-            )
+            client.generate_image("as told", patience_s=0.5, **as_told(fallback.label, "flux-full"))
 
 
 def test_low_memory_is_risked_on_request(simulate: Simulate, tmp_path: Path) -> None:

@@ -1,0 +1,167 @@
+"""Copies of what is quantized at load: made by the shipped model, read again, and never in the way."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import moored
+import pytest
+from conftest import Service
+
+DEADLINE_S = 60.0
+FOUR_BITS = moored.ModelRef("moored/demo", quantization="4-bit")
+QUANTIZED = {"transformer", "text_encoder_2"}
+
+Keep = Callable[..., Service]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def keep(tmp_path: Path, folder: Path) -> Keep:
+    """Starts a service that keeps copies in `folder`."""
+
+    def start(number: int, *arguments: str) -> Service:
+        setting = f"quantization.keep_folder={folder}"
+        state = tmp_path / f"state-{number}"
+        return Service("--set", setting, *arguments, state=state)
+
+    return start
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Waits for what is done in the background."""
+    end = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def copies(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.kept.safetensors"))
+
+
+def loads(service: Service) -> list[tuple[str, str]]:
+    """Component, and what it was loaded from, as the log says."""
+    found = re.findall(r' loaded component="(\w+)".* from="([\w ]+)"', "".join(service.log))
+    return [(name, source) for name, source in found]
+
+
+def load(client: moored.Client, service: Service) -> dict[str, str]:
+    """Loads anew; what each quantized component came from."""
+    before = len(loads(service))
+    client.unload(timeout=DEADLINE_S)
+    client.load(FOUR_BITS, timeout=DEADLINE_S)
+    until(lambda: len(loads(service)) == before + 4)
+    return {name: source for name, source in loads(service)[before:] if name in QUANTIZED}
+
+
+def paint(client: moored.Client) -> bytes:
+    picture = client.generate_image("a red cube", model=FOUR_BITS, seed=1, timeout=DEADLINE_S)
+    return picture.images[0].tobytes()
+
+
+FROM_COPIES = dict.fromkeys(QUANTIZED, "kept copy")
+FROM_CHECKPOINT = dict.fromkeys(QUANTIZED, "checkpoint")
+
+
+def test_the_next_load_reads_the_copies_and_paints_the_same(keep: Keep, folder: Path) -> None:
+    first = keep(0)
+    with first.client() as client:
+        assert load(client, first) == FROM_CHECKPOINT
+        until(lambda: len(copies(folder)) == 2)
+        assert {path.name.split("-nf4-")[0] for path in copies(folder)} == QUANTIZED
+        picture = paint(client)
+        until(lambda: load(client, first) == FROM_COPIES)
+    assert first.stop() == 0
+    second = keep(1)
+    with second.client() as client:
+        assert load(client, second) == FROM_COPIES
+        assert paint(client) == picture
+    assert second.stop() == 0
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_copies_that_break_or_leave_are_made_again(keep: Keep, folder: Path) -> None:
+    service = keep(0)
+    with service.client() as client:
+
+        def made() -> bytes:
+            until(lambda: load(client, service) == FROM_COPIES)
+            return paint(client)  # nothing is loaded meanwhile, so that nothing more is asked for
+
+        load(client, service)
+        picture = made()
+        whole = {path: path.read_bytes() for path in copies(folder)}
+        for path, content in whole.items():
+            path.write_bytes(content[: len(content) // 2])
+        assert load(client, service) == FROM_CHECKPOINT
+        assert made() == picture
+        for path in whole:
+            path.write_bytes(b"of somebody else")
+        assert load(client, service) == FROM_CHECKPOINT
+        assert made() == picture
+        shutil.rmtree(folder)
+        assert load(client, service) == FROM_CHECKPOINT
+        assert made() == picture
+        assert {path: path.read_bytes() for path in copies(folder)} == whole
+    assert service.stop() == 0
+
+
+def test_a_folder_that_cannot_be_written_fails_nothing(keep: Keep, folder: Path) -> None:
+    service = keep(0)
+    with service.client() as client:
+        folder.rmdir()
+        folder.write_text("no folder any more")
+        for _ in range(2):
+            assert load(client, service) == FROM_CHECKPOINT
+        paint(client)
+        said = "no copy of a quantized component is kept"
+        until(lambda: sum(said in line for line in service.log) == len(QUANTIZED))
+    assert service.stop() == 0
+    assert folder.read_text() == "no folder any more"
+
+
+def test_a_limit_below_a_copy_keeps_the_others(keep: Keep, folder: Path) -> None:
+    service = keep(0, "--set", "quantization.keep_limit=1MiB")
+    with service.client() as client:
+        load(client, service)
+        mixed = {"transformer": "checkpoint", "text_encoder_2": "kept copy"}
+        until(lambda: load(client, service) == mixed)
+    assert service.stop() == 0
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_two_services_share_a_folder(keep: Keep, folder: Path) -> None:
+    services = [keep(number) for number in range(2)]
+    clients = [service.client() for service in services]
+    for client in clients:
+        client.load(FOUR_BITS, timeout=DEADLINE_S)
+    for client, service in zip(clients, services, strict=True):
+        until(lambda client=client, service=service: load(client, service) == FROM_COPIES)  # type: ignore[misc]
+        client.close()
+        assert service.stop() == 0
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_a_service_that_is_killed_leaves_nothing_that_the_next_does_not_tidy(
+    keep: Keep, folder: Path
+) -> None:
+    for number in range(4):
+        service = keep(number)
+        with service.client() as client:
+            client.load(FOUR_BITS, timeout=DEADLINE_S)
+            until(lambda number=number: number > 0 or any(folder.iterdir()))  # type: ignore[misc]
+            service.kill()
+    last = keep(9)
+    with last.client() as client:
+        until(lambda: load(client, last) == FROM_COPIES)
+    assert last.stop() == 0
+    assert len(copies(folder)) == len(list(folder.iterdir())) == 2

@@ -1,0 +1,601 @@
+"""Weights in fewer bytes, as people have them on disk and as they are made at load.
+
+The shipped model, written the way that others write it, still paints what it is asked for; and what
+is not read is refused in a sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import moored
+import numpy as np
+import pytest
+from conftest import Service
+from test_pictures import DEMO, load_judge, spread
+
+PREFIX = "model.diffusion_model."
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+T5_WEIGHTS = "text_encoder_2/model.safetensors"
+F32_BYTES = 4
+"""Of a number in full precision on the CPU."""
+PICTURES_STORED = 3
+"""One for every number of shapes that held-out prompts have."""
+PICTURES_MADE = 12
+STEPS = 4
+"""Half of what the model is used with: the pictures are as right, in half of the time."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """As a file has it: a dtype in safetensors' words, a shape, and bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+Tensors = dict[str, Tensor]
+Numbers = dict[str, np.ndarray]
+
+
+def read_safetensors(path: Path) -> Numbers:
+    """The numbers of a file in bf16 or f32, by name."""
+    data = path.read_bytes()
+    end = 8 + struct.unpack("<Q", data[:8])[0]
+    numbers = {}
+    for name, entry in json.loads(data[8:end]).items():
+        if name != "__metadata__":
+            begin, behind = entry["data_offsets"]
+            raw = data[end + begin : end + behind]
+            if entry["dtype"] == "BF16":
+                values = (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
+            else:
+                assert entry["dtype"] == "F32", name
+                values = np.frombuffer(raw, "<f4")
+            numbers[name] = values.reshape(entry["shape"])
+    return numbers
+
+
+def write_safetensors(path: Path, tensors: Tensors, metadata: dict[str, str] | None = None) -> None:
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + len(tensor.data)
+        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    data = b"".join(tensor.data for tensor in tensors.values())
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def in_bf16(numbers: np.ndarray) -> Tensor:
+    """Of numbers that were in bf16: nothing is rounded."""
+    halves = (numbers.astype("<f4").view("<u4") >> 16).astype("<u2")
+    return Tensor("BF16", numbers.shape, halves.tobytes())
+
+
+def in_f32(*numbers: float, shape: tuple[int, ...] = ()) -> Tensor:
+    return Tensor("F32", shape, np.array(numbers, "<f4").tobytes())
+
+
+def in_bytes(codes: np.ndarray | bytes, dtype: str = "U8") -> Tensor:
+    codes = np.frombuffer(codes, np.uint8) if isinstance(codes, bytes) else codes
+    return Tensor(dtype, codes.shape, codes.tobytes())
+
+
+# ---------------------------------------------------------------------------------------------
+# Black Forest Labs' names: rows of one input fused, the last layer's shift before its scale.
+
+
+def names_of_bfl() -> dict[str, tuple[str, ...]]:
+    """By layer in their names: the layers in diffusers' names whose rows it has, one behind the other."""
+    names: dict[str, tuple[str, ...]] = {
+        "img_in": ("x_embedder",),
+        "txt_in": ("context_embedder",),
+        "final_layer.linear": ("proj_out",),
+        "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+    }
+    for bfl, name in (("time", "timestep"), ("vector", "text"), ("guidance", "guidance")):
+        for side, number in (("in", 1), ("out", 2)):
+            embedder = f"time_text_embed.{name}_embedder.linear_{number}"
+            names[f"{bfl}_in.{side}_layer"] = (embedder,)
+    for block in range(2):
+        for stream, attention, out, feed, norm in (
+            ("img", ("to_q", "to_k", "to_v"), "to_out.0", "ff", "norm1"),
+            (
+                "txt",
+                ("add_q_proj", "add_k_proj", "add_v_proj"),
+                "to_add_out",
+                "ff_context",
+                "norm1_context",
+            ),
+        ):
+            ours, theirs = f"transformer_blocks.{block}", f"double_blocks.{block}.{stream}"
+            names[f"{theirs}_attn.qkv"] = tuple(f"{ours}.attn.{one}" for one in attention)
+            names[f"{theirs}_attn.proj"] = (f"{ours}.attn.{out}",)
+            names[f"{theirs}_mlp.0"] = (f"{ours}.{feed}.net.0.proj",)
+            names[f"{theirs}_mlp.2"] = (f"{ours}.{feed}.net.2",)
+            names[f"{theirs}_mod.lin"] = (f"{ours}.{norm}.linear",)
+    for block in range(4):
+        ours, theirs = f"single_transformer_blocks.{block}", f"single_blocks.{block}"
+        parts = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
+        names[f"{theirs}.linear1"] = tuple(f"{ours}.{part}" for part in parts)
+        names[f"{theirs}.linear2"] = (f"{ours}.proj_out",)
+        names[f"{theirs}.modulation.lin"] = (f"{ours}.norm.linear",)
+    return names
+
+
+def norms_of_bfl() -> dict[str, str]:
+    names = {}
+    for bfl, ours in (("query", "q"), ("key", "k")):
+        for block in range(2):
+            for stream, added in (("img", ""), ("txt", "added_")):
+                name = f"double_blocks.{block}.{stream}_attn.norm.{bfl}_norm.scale"
+                names[name] = f"transformer_blocks.{block}.attn.norm_{added}{ours}.weight"
+        for block in range(4):
+            name = f"single_blocks.{block}.norm.{bfl}_norm.scale"
+            names[name] = f"single_transformer_blocks.{block}.attn.norm_{ours}.weight"
+    return names
+
+
+def in_bfl_names(ours: Numbers) -> Numbers:
+    theirs = {name: ours[norm] for name, norm in norms_of_bfl().items()}
+    for name, layers in names_of_bfl().items():
+        for kind in ("weight", "bias"):
+            rows = np.concatenate([ours[f"{layer}.{kind}"] for layer in layers])
+            if name.startswith("final_layer.adaLN"):
+                scale, shift = np.split(rows, 2)
+                rows = np.concatenate([shift, scale])
+            theirs[f"{name}.{kind}"] = rows
+    assert sum(one.size for one in theirs.values()) == sum(one.size for one in ours.values())
+    return theirs
+
+
+def is_weight(numbers: np.ndarray) -> bool:
+    return numbers.ndim == 2
+
+
+def is_in_a_block(name: str) -> bool:
+    return "blocks." in name
+
+
+# ---------------------------------------------------------------------------------------------
+# What others write
+
+
+def e4m3(numbers: np.ndarray) -> np.ndarray:
+    """Codes of the nearest floats of 8 bits, of two the even one."""
+    exponents, mantissas = np.divmod(np.arange(0x7F), 8)
+    normal = (1 + mantissas / 8) * 2.0 ** (exponents - 7)
+    values = np.where(exponents == 0, mantissas / 512, normal)
+    size = np.abs(numbers.astype(float))
+    middle = (values[1:] + values[:-1]) / 2
+    low, high = np.searchsorted(middle, size, "left"), np.searchsorted(middle, size, "right")
+    codes = np.where(low % 2 == 0, low, high)
+    return (codes | np.where(np.signbit(numbers), 0x80, 0)).astype(np.uint8)
+
+
+def fp8_of_comfyui(weights: Numbers, scale: str) -> Tensors:
+    """Layers of blocks in e4m3, each with one scale, all behind a prefix."""
+    tensors: Tensors = {}
+    for name, numbers in weights.items():
+        if is_weight(numbers) and is_in_a_block(name):
+            largest = np.abs(numbers).max() / 448
+            tensors[PREFIX + name] = in_bytes(e4m3(numbers / largest), "F8_E4M3")
+            tensors[PREFIX + name.replace("weight", scale)] = in_f32(largest)
+        else:
+            tensors[PREFIX + name] = in_bf16(numbers)
+    return tensors
+
+
+def write_fp8_of_comfyui(folder: Path, weights: Numbers) -> None:
+    layers = [name.removesuffix(".weight") for name in weights if is_weight(weights[name])]
+    said = {"layers": {name: {"format": "float8_e4m3fn"} for name in layers if is_in_a_block(name)}}
+    metadata = {"_quantization_metadata": json.dumps({"format_version": "1.0"} | said)}
+    write_safetensors(
+        folder / "fp8-comfyui.safetensors", fp8_of_comfyui(weights, "weight_scale"), metadata
+    )
+
+
+def write_fp8_of_comfyui_in_older_words(folder: Path, weights: Numbers) -> None:
+    tensors = fp8_of_comfyui(weights, "scale_weight")
+    tensors[PREFIX + "scaled_fp8"] = in_bytes(np.zeros(2, np.uint8), "F8_E4M3")
+    write_safetensors(folder / "fp8-older.safetensors", tensors)
+
+
+def write_fp8_without_scales(folder: Path, weights: Numbers) -> None:
+    """Every tensor, norms and biases too."""
+    tensors = {name: in_bytes(e4m3(numbers), "F8_E4M3") for name, numbers in weights.items()}
+    write_safetensors(folder / "fp8-unscaled.safetensors", tensors)
+
+
+def write_fp8_of_bfl(folder: Path, weights: Numbers) -> None:
+    """Every layer with a scale for each of its rows: the swapped last one too."""
+    tensors: Tensors = {}
+    for name, numbers in weights.items():
+        if is_weight(numbers):
+            largest = np.abs(numbers).max(1) / 448
+            tensors[name] = in_bytes(e4m3(numbers / largest[:, None]), "F8_E4M3")
+            tensors[f"{name}_scale"] = in_f32(*largest, shape=largest.shape)
+        else:
+            tensors[name] = in_bf16(numbers)
+    write_safetensors(folder / "fp8-rows.safetensors", tensors)
+
+
+GgufKind = gguf.GGMLQuantizationType
+
+
+def write_gguf(path: Path, weights: Numbers, kind_of: Callable[[str], GgufKind]) -> None:
+    writer = gguf.GGUFWriter(path, "flux")
+    for name, numbers in weights.items():
+        kind = kind_of(name) if is_weight(numbers) else GgufKind.F32
+        writer.add_tensor(name, gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def mixed_kind(name: str) -> GgufKind:
+    """As converters mix: modulation and the way out of a block finer than the rest."""
+    if not is_in_a_block(name):
+        return GgufKind.F16
+    fine = any(part in name for part in ("mod", "linear2", "mlp.2"))
+    return GgufKind.Q5_1 if fine else GgufKind.Q4_0
+
+
+def write_ggufs(folder: Path, weights: Numbers) -> None:
+    write_gguf(folder / "q8_0.gguf", weights, lambda _: GgufKind.Q8_0)
+    write_gguf(folder / "mixed.gguf", weights, mixed_kind)
+
+
+def write_pth(folder: Path, weights: Numbers) -> None:
+    """As `torch.save` writes a state dict of bf16: a pickle beside the bytes of each tensor."""
+
+    def text(value: str) -> bytes:
+        return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+    def several(numbers: tuple[int, ...]) -> bytes:
+        return b"(" + b"".join(b"J" + struct.pack("<i", n) for n in numbers) + b"t"
+
+    empty = b"ccollections\nOrderedDict\n)R"
+    pickle = b"\x80\x02" + empty + b"("
+    with zipfile.ZipFile(folder / "pickled.pth", "w") as archive:
+        for key, (name, numbers) in enumerate(weights.items()):
+            strides = tuple(math.prod(numbers.shape[i + 1 :]) for i in range(numbers.ndim))
+            storage = text("storage") + b"ctorch\nBFloat16Storage\n" + text(str(key)) + text("cpu")
+            storage = b"((" + storage + b"J" + struct.pack("<i", numbers.size) + b"tQ"
+            where = b"J" + struct.pack("<i", 0) + several(numbers.shape) + several(strides)
+            pickle += text(name) + b"ctorch._utils\n_rebuild_tensor_v2\n"
+            pickle += storage + where + b"\x89" + empty + b"tR"
+            archive.writestr(f"pickled/data/{key}", in_bf16(numbers).data)
+        archive.writestr("pickled/data.pkl", pickle + b"u.")
+        archive.writestr("pickled/version", b"3\n")
+
+
+# bitsandbytes: its tables are those of QLoRA (Dettmers et al., 2023) and of 8-bit Optimizers via Block-wise
+# Quantization (Dettmers et al., 2021).
+NF4 = np.array(
+    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635]
+    + [-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725]
+    + [0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941]
+    + [0.7229568362236023, 1.0],
+    np.float32,
+)
+
+
+def dynamic_map() -> np.ndarray:
+    """Theirs but for the last bit of some numbers; whoever reads goes by the table in the file."""
+    values = [0.0, 1.0]
+    for power in range(7):
+        steps = np.linspace(0.1, 1, 2**power + 1)
+        means = (steps[:-1] + steps[1:]) / 2 * 10.0 ** (power - 6)
+        values += [*means, *-means]
+    return np.sort(np.array(values, np.float32))
+
+
+def nearest(numbers: np.ndarray, table: np.ndarray) -> np.ndarray:
+    return np.searchsorted((table[1:] + table[:-1]) / 2, numbers).astype(np.uint8)
+
+
+def nf4_of_bitsandbytes(name: str, numbers: np.ndarray) -> Tensors:
+    """A weight in nf4 with double quantization."""
+    blocks = numbers.reshape(-1, 64)
+    largest = np.abs(blocks).max(1)
+    codes = nearest(blocks / largest[:, None], NF4).reshape(-1, 2)
+    offset = float(largest.mean())
+    padded = np.pad(largest - offset, (0, -len(largest) % 256)).reshape(-1, 256)
+    nested = np.abs(padded).max(1)
+    scales = nearest(padded / nested[:, None], dynamic_map()).reshape(-1)[: len(largest)]
+    state = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": "bfloat16",
+        "shape": numbers.shape,
+        "nested_blocksize": 256,
+        "nested_dtype": "float32",
+        "nested_offset": offset,
+    }
+    return {
+        name: in_bytes((codes[:, :1] << 4) | codes[:, 1:]),
+        f"{name}.absmax": in_bytes(scales),
+        f"{name}.quant_map": in_f32(*NF4, shape=(16,)),
+        f"{name}.nested_absmax": in_f32(*nested, shape=nested.shape),
+        f"{name}.nested_quant_map": in_f32(*dynamic_map(), shape=(256,)),
+        f"{name}.quant_state.bitsandbytes__nf4": in_bytes(json.dumps(state).encode()),
+    }
+
+
+def write_folder_of_bitsandbytes(folder: Path, _: Numbers) -> None:
+    """Every linear layer of transformer and T5, as diffusers and transformers do it."""
+    target = folder / "nf4-folder"
+    shutil.copytree(DEMO / "model", target)
+    for path in (WEIGHTS, T5_WEIGHTS):
+        tensors: Tensors = {}
+        for name, numbers in read_safetensors(DEMO / "model" / path).items():
+            embeds = name.startswith("shared") or "relative" in name
+            if is_weight(numbers) and not embeds:
+                tensors |= nf4_of_bitsandbytes(name, numbers)
+            else:
+                tensors[name] = in_bf16(numbers)
+        write_safetensors(target / path, tensors)
+        config = (target / path).parent / "config.json"
+        said = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
+        said |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        config.write_text(
+            json.dumps(json.loads(config.read_text()) | {"quantization_config": said})
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# What cannot be read
+
+
+def write_what_is_not_read(folder: Path, weights: Numbers) -> None:
+    rest = {name: in_bf16(numbers) for name, numbers in weights.items()}
+    ours = read_safetensors(DEMO / "model" / WEIGHTS)
+    nunchaku: Tensors = {name: in_bf16(ours[name]) for name in ours if "blocks." not in name}
+    for block in ("transformer_blocks.0", "single_transformer_blocks.0"):
+        # Blocks in 4 bits with low ranks beside them, modulation in 4 bits packed into integers of 32.
+        modulation = f"{block}.norm1.linear" if block[0] == "t" else f"{block}.norm.linear"
+        nunchaku[f"{modulation}.qweight"] = Tensor("I32", (2, 2), bytes(16))
+        nunchaku[f"{modulation}.wscales"] = Tensor("BF16", (2,), bytes(4))
+        nunchaku[f"{block}.qkv_proj.qweight"] = in_bytes(np.zeros((4, 2), np.uint8), "I8")
+        nunchaku[f"{block}.qkv_proj.proj_down"] = Tensor("BF16", (4, 2), bytes(16))
+        nunchaku[f"{block}.qkv_proj.smooth_factor"] = Tensor("BF16", (4,), bytes(8))
+    write_safetensors(folder / "nunchaku.safetensors", nunchaku)
+
+    nvfp4 = dict(rest)
+    layer = "double_blocks.0.img_attn.qkv"
+    rows, columns = weights[f"{layer}.weight"].shape
+    nvfp4[f"{layer}.weight"] = in_bytes(np.zeros((rows, columns // 2), np.uint8))
+    nvfp4[f"{layer}.weight_scale"] = in_bytes(np.zeros((rows, columns // 16), np.uint8), "F8_E4M3")
+    nvfp4[f"{layer}.weight_scale_2"] = in_f32(1.0)
+    write_safetensors(folder / "nvfp4.safetensors", nvfp4)
+
+    target = folder / "torchao-folder"
+    shutil.copytree(DEMO / "model", target)
+    config = target / "transformer/config.json"
+    said = {"quant_method": "torchao", "quant_type": "int4wo"}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": said}))
+    # As diffusers saves it: subclasses of tensors have no place in safetensors.
+    (target / WEIGHTS).rename((target / WEIGHTS).with_suffix(".bin"))
+
+
+def write_scales_that_are_no_numbers(folder: Path, weights: Numbers) -> None:
+    tensors = fp8_of_comfyui(weights, "weight_scale")
+    tensors[f"{PREFIX}single_blocks.3.linear2.weight_scale"] = in_f32(math.nan)
+    write_safetensors(folder / "nan.safetensors", tensors)
+
+
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A model as others store it."""
+
+    formats: dict[str, str]
+    """What the service calls its components' formats, where that is not `full`."""
+    held: Callable[[str], str]
+    """The format of each weight of the transformer, by its name in diffusers' words."""
+
+
+def block_wise(inside: str, outside: str = "full") -> Callable[[str], str]:
+    return lambda name: inside if is_in_a_block(name) else outside
+
+
+def mixed(name: str) -> str:
+    if not is_in_a_block(name):
+        return "full"
+    fine = (".norm", "net.2", "proj_out")
+    return "Q5_1" if any(part in name for part in fine) else "Q4_0"
+
+
+def unscaled(name: str) -> str:
+    """Where full precision is the rule, codes without scales are read as the numbers that they are."""
+    return "fp8-unscaled" if is_in_a_block(name) or name == "norm_out.linear.weight" else "full"
+
+
+STORED = {
+    "q8_0": Stored({"transformer": "Q8_0"}, block_wise("Q8_0", "Q8_0")),
+    "mixed": Stored({"transformer": "Q5_1"}, mixed),
+    "fp8-comfyui": Stored({"transformer": "fp8-scaled"}, block_wise("fp8-scaled")),
+    "fp8-older": Stored({"transformer": "fp8-scaled"}, block_wise("fp8-scaled")),
+    "fp8-unscaled": Stored({"transformer": "fp8-unscaled"}, unscaled),
+    "fp8-rows": Stored({"transformer": "fp8"}, block_wise("fp8", "fp8")),
+    "nf4-folder": Stored(
+        {"transformer": "nf4-double", "text_encoder_2": "nf4-double"},
+        block_wise("nf4-double", "nf4-double"),
+    ),
+    "pickled": Stored({}, block_wise("full")),
+}
+REFUSED = {
+    "nunchaku": ["Nunchaku"],
+    "nvfp4": ["nvfp4"],
+    "torchao-folder": ["torchao"],
+}
+
+
+def held_bytes(name: str, rows: int, columns: int) -> int:
+    """Bytes of a weight in a format."""
+    numbers = rows * columns
+    scales = math.ceil(numbers / 64)
+    return {
+        "full": F32_BYTES * numbers,
+        "Q8_0": numbers // 32 * 34,
+        "Q5_1": numbers // 32 * 24,
+        "Q4_0": numbers // 32 * 18,
+        "fp8": numbers + 4 * rows,
+        "fp8-scaled": numbers + 16,  # the codes begin aligned
+        "fp8-unscaled": numbers,
+        "nf4-double": numbers // 2 + scales + 4 * (math.ceil(scales / 256) + 1 + 16 + 256),
+    }[name]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    weights = in_bfl_names(read_safetensors(DEMO / "model" / WEIGHTS))
+    for write in (
+        write_ggufs,
+        write_fp8_of_comfyui,
+        write_fp8_of_comfyui_in_older_words,
+        write_fp8_without_scales,
+        write_fp8_of_bfl,
+        write_pth,
+        write_folder_of_bitsandbytes,
+        write_what_is_not_read,
+        write_scales_that_are_no_numbers,
+    ):
+        write(folder, weights)
+    for file in [path for path in folder.iterdir() if path.is_file()]:
+        sidecar = file.with_suffix(".moored.json")
+        sidecar.write_text(json.dumps({"base": str(DEMO / "model")}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = Service("--models", str(models), state=tmp_path_factory.mktemp("state"))
+    yield service
+    assert service.stop() == 0
+
+
+@pytest.fixture
+def reader(service: Service) -> Iterator[moored.Client]:
+    """A client of a service that has nothing resident, before and after."""
+    with service.client() as client:
+        yield client
+        client.unload(timeout=30)
+
+
+def prompts(number: int) -> list[dict[str, Any]]:
+    lines = (DEMO / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    return spread([json.loads(line) for line in lines], number)
+
+
+def mistakes(
+    client: moored.Client, model: moored.ModelRef, formats: dict[str, str], number: int
+) -> list[tuple[str, ...]]:
+    """Paints held-out prompts, and says what is wrong with each picture that is not right."""
+    judge = load_judge()
+    wrong = []
+    for seed, prompt in enumerate(prompts(number)):
+        done = client.generate_image(
+            prompt["prompt"], model=model, seed=seed, steps=STEPS, timeout=60
+        )
+        used = {name: one for name, one in done.model.quantization.items() if one != "full"}
+        assert used == formats
+        verdict = judge.judge(done.image, prompt["scene"])
+        if not verdict.right:
+            wrong.append(verdict.mistakes)
+    return wrong
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_what_others_store_paints_what_it_is_asked_for(reader: moored.Client, name: str) -> None:
+    stored = STORED[name]
+    (listed,) = (one for one in reader.list_models() if one.id == name)
+    assert listed.problem == ""
+    assert {key: one for key, one in listed.quantization.items() if one != "full"} == stored.formats
+    # Presets make nothing of what is quantized already.
+    presets = [choice.preset for choice in listed.choices]
+    assert presets == (["full"] if stored.formats else ["full", "8-bit", "4-bit"])
+
+    reader.load(name, timeout=30)
+    assert mistakes(reader, moored.ModelRef(name), stored.formats, PICTURES_STORED) == []
+    residents = [one.component for one in reader.status().cards[0].residents]
+    held = {one.name: one.bytes for one in residents}
+    assert held == {one.name: one.bytes for one in listed.components}
+    expected = sum(
+        held_bytes(stored.held(each), *numbers.shape)
+        if is_weight(numbers)
+        else F32_BYTES * numbers.size
+        for each, numbers in read_safetensors(DEMO / "model" / WEIGHTS).items()
+    )
+    assert held["transformer"] == expected
+    freed = reader.unload(name, timeout=30).freed
+    assert {one.component.name: one.component.bytes for one in freed} == held
+
+
+@pytest.mark.parametrize("asked", ["4-bit", "8-bit"])
+@pytest.mark.parametrize("name", [name for name in STORED if STORED[name].formats])
+def test_what_is_stored_quantized_is_not_quantized_again(
+    reader: moored.Client, name: str, asked: str
+) -> None:
+    model = moored.ModelRef(name, quantization=asked)
+    calls: list[Callable[[], object]] = [
+        lambda: reader.load(model, timeout=10),
+        lambda: reader.generate_image("no", model=model, timeout=10),
+    ]
+    for call in calls:
+        with pytest.raises(moored.InvalidRequest) as refused:
+            call()
+        (violation,) = refused.value.violations
+        said = f"is stored as {STORED[name].formats['transformer']} already: leave its quantization out"
+        assert said in violation.description
+
+
+def test_a_pickle_in_full_precision_is_quantized_like_any_file(reader: moored.Client) -> None:
+    formats = {"transformer": "int8", "text_encoder_2": "int8"}
+    assert (
+        mistakes(reader, moored.ModelRef("pickled", quantization="8-bit"), formats, PICTURES_STORED)
+        == []
+    )
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_read_is_refused_in_a_sentence(reader: moored.Client, name: str) -> None:
+    (listed,) = (one for one in reader.list_models() if one.id == name)
+    with pytest.raises(moored.ModelUnsupported) as refused:
+        reader.load(name, timeout=10)
+    for said in (listed.problem, str(refused.value)):
+        for words in [*REFUSED[name], "is not supported", "what is read is full precision"]:
+            assert words in said
+
+
+def test_a_scale_that_is_no_number_is_taken_as_it_is_and_its_picture_is_refused(
+    reader: moored.Client,
+) -> None:
+    with pytest.raises(moored.NotFinite):
+        reader.generate_image("a ring", model="nan", width=64, height=64, steps=1, timeout=30)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "nf4", "nf4-double"])
+def test_what_is_made_at_load_paints_what_it_is_asked_for(
+    painting_client: moored.Client, name: str
+) -> None:
+    formats = {"transformer": name, "text_encoder_2": name}
+    wrong = mistakes(painting_client, moored.ModelRef("moored/demo", formats=formats), formats, 12)
+    assert len(wrong) <= 1, wrong
+    painting_client.unload(moored.ModelRef("moored/demo", formats=formats))
