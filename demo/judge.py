@@ -1,8 +1,10 @@
 """Judge pictures against scenes by their pixels alone, knowing nothing of the model.
 
     python demo/judge.py --prompts demo/heldout.jsonl --pictures DIR [--json] [--shuffle]
+    python demo/judge.py --prompts demo/heldout.jsonl --through HOST:PORT [--quantization nf4,int8] [--json]
 
-DIR/0000.png belongs to the first line of the prompts, and so on. Needs numpy and pillow.
+DIR/0000.png belongs to the first line of the prompts, and so on. Needs numpy and pillow. With --through the
+pictures are painted by a moored service, once for each quantization; needs the package moored besides.
 
 The background is the commonest palette colour. What differs from it falls apart into connected
 pieces; each piece's colour is that of its inside, its place the ninth of the picture that holds its
@@ -17,6 +19,7 @@ import argparse
 import itertools
 import json
 import math
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -66,6 +69,8 @@ LEAST_OVERLAP = 0.6
 LEAST_PURE = 0.75
 """Share of a piece's inside that must be of its colour."""
 _GRID = 40
+FORMATS = ("full", "int8", "fp8", "nf4", "nf4-double")
+"""Formats of weights that a service is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,11 +336,82 @@ def report(scenes: list[dict[str, Any]], verdicts: list[Verdict]) -> dict[str, A
     }
 
 
+def judge_through(
+    client: Any, prompts: list[dict[str, Any]], formats: list[str], components: list[str]
+) -> dict[str, Any]:
+    """Paint every prompt in every format of weights and judge it; by format, the summary of `report`.
+
+    `client` is a moored.Client; prompt i is painted with seed i. `difference` is how far the pictures are
+    from those of the first format, as the mean over all values of 0 to 255. A format that the service does
+    not say it has used is a RuntimeError.
+    """
+    import moored
+
+    first: list[np.ndarray] = []
+    results = {}
+    scenes = [prompt["scene"] for prompt in prompts]
+    for name in formats:
+        asked = {} if name == "full" else dict.fromkeys(components, name)
+        pictures = []
+        for seed, prompt in enumerate(prompts):
+            model = moored.ModelRef("moored/demo", formats=asked)
+            done = client.generate_image(prompt["prompt"], model=model, seed=seed, timeout=300)
+            used = done.model.quantization
+            if any(used.get(component) != name for component in asked):
+                raise RuntimeError(f"{name} was asked for, and the service used {dict(used)}")
+            pictures.append(np.asarray(done.image.convert("RGB"), dtype=float))
+        first = first or pictures
+        apart = [np.abs(one - two).mean() for one, two in zip(first, pictures, strict=True)]
+        verdicts = [judge(one, scene) for one, scene in zip(pictures, scenes, strict=True)]
+        summary = report(scenes, verdicts)["summary"]
+        results[name] = summary | {"difference": round(float(np.mean(apart)), 3)}
+    return results
+
+
+def table(results: dict[str, Any]) -> str:
+    """A row of a Markdown table for each format."""
+    counts = sorted({count for one in results.values() for count in one["by_number_of_shapes"]})
+    shapes = [f"{count} shape(s)" for count in counts]
+    columns = ["weights", *shapes, "all", f"mean difference from {next(iter(results))}, of 255"]
+    lines = [columns, ["---"] * len(columns)]
+    for name, one in results.items():
+        by_count = (one["by_number_of_shapes"].get(count, (0, 0)) for count in counts)
+        cells = [f"{right} of {total}" for right, total in by_count]
+        whole = f"{one['right']} of {one['pictures']}"
+        lines.append([name, *cells, whole, f"{one['difference']:g}"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _through(arguments: argparse.Namespace, prompts: list[dict[str, Any]]) -> None:
+    import moored
+
+    formats, components = (
+        [name for name in text.split(",") if name]
+        for text in (arguments.quantization, arguments.components)
+    )
+    with moored.Client(arguments.through) as client:
+        client.wait_until_ready(60)
+        results = judge_through(client, prompts, formats, components)
+    if arguments.json:
+        print(json.dumps(results, indent=1))
+    print(table(results), file=sys.stderr if arguments.json else sys.stdout)
+
+
 def main() -> None:
-    """Judge a folder of pictures and print the result."""
+    """Judge a folder of pictures, or those that a service paints, and print the result."""
     parser = argparse.ArgumentParser(description="Judge pictures against their scenes.")
     parser.add_argument("--prompts", type=Path, required=True, help="heldout.jsonl")
-    parser.add_argument("--pictures", type=Path, required=True, help="folder with NNNN.png")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--pictures", type=Path, help="folder with NNNN.png")
+    source.add_argument("--through", metavar="HOST:PORT", help="a moored service that paints them")
+    parser.add_argument(
+        "--quantization", default=",".join(FORMATS), help="with --through: formats of weights"
+    )
+    parser.add_argument(
+        "--components",
+        default="transformer,text_encoder_2",
+        help="with --through: what is held in the format; everything else is as it is stored",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--limit", type=int, help="judge only the first so many pictures")
     parser.add_argument(
@@ -343,7 +419,13 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     lines = arguments.prompts.read_text(encoding="utf-8").splitlines()
-    scenes = [json.loads(line)["scene"] for line in lines if line.strip()][: arguments.limit]
+    prompts = [json.loads(line) for line in lines if line.strip()][: arguments.limit]
+    if arguments.through:
+        if arguments.shuffle:
+            parser.error("--shuffle is for --pictures")
+        _through(arguments, prompts)
+        return
+    scenes = [prompt["scene"] for prompt in prompts]
     if arguments.shuffle:
         scenes = scenes[1:] + scenes[:1]
     result = judge_folder(scenes, arguments.pictures)

@@ -7,9 +7,12 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -72,6 +75,47 @@ def test_refuses_an_empty_and_a_noisy_picture() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (128, 128, 3), np.uint8)
     assert judge.judge(empty, scene).mistakes == ("missing object",) * 3
     assert not judge.judge(noise, scene).right
+
+
+class _Service:
+    """A client of a service that draws the scene itself; in nf4 it draws nothing for the second prompt."""
+
+    def __init__(self, ignores: str = "") -> None:
+        self.asked: list[tuple[int, dict[str, str]]] = []
+        self._ignores = ignores
+
+    def generate_image(self, prompt: str, *, model: Any, seed: int, timeout: float) -> Any:
+        self.asked.append((seed, dict(model.formats)))
+        scene = scenes.Scene.from_json(json.loads(prompt))
+        if seed == 1 and "nf4" in model.formats.values():
+            scene = replace(scene, objects=())
+        used = {"transformer": "full", "vae": "full"}
+        if self._ignores not in model.formats.values():
+            used |= model.formats
+        image = Image.fromarray(scenes.draw(scene))
+        return SimpleNamespace(image=image, model=SimpleNamespace(quantization=used))
+
+
+def test_formats_are_judged_one_by_one() -> None:
+    rng = random.Random(5)
+    drawn = [scenes.sample_scene(rng, count).to_json() for count in (1, 2, 3)]
+    prompts = [{"prompt": json.dumps(scene), "scene": scene} for scene in drawn]
+    service = _Service()
+    found = judge.judge_through(service, prompts, ["full", "nf4"], ["transformer"])
+    assert service.asked[:3] == [(seed, {}) for seed in range(3)]
+    assert service.asked[3:] == [(seed, {"transformer": "nf4"}) for seed in range(3)]
+    assert (found["full"]["right"], found["full"]["difference"]) == (3, 0)
+    assert found["nf4"]["by_number_of_shapes"] == {"1": [1, 1], "2": [0, 1], "3": [1, 1]}
+    assert found["nf4"]["difference"] > 0
+    *_, last = judge.table(found).splitlines()
+    assert last.startswith("| nf4 | 1 of 1 | 0 of 1 | 1 of 1 | 2 of 3 | ")
+
+
+def test_a_format_that_was_not_used_is_an_error() -> None:
+    scene = scenes.sample_scene(random.Random(5), 1).to_json()
+    prompts = [{"prompt": json.dumps(scene), "scene": scene}]
+    with pytest.raises(RuntimeError, match="int8 was asked for"):
+        judge.judge_through(_Service(ignores="int8"), prompts, ["int8"], ["transformer"])
 
 
 def test_palettes_agree() -> None:

@@ -59,6 +59,18 @@ class Scale:
     """What the hog leaves for a job whose components are resident."""
     waiting_bytes: int
     """What the hog leaves where a job must wait."""
+    format_rounds: int
+    """Loads of the transformer in each format."""
+    format_steps: int
+    """Steps that are timed in each format, after one that is not."""
+    kept_rounds: int
+    """Loads of each kept copy."""
+    mixed_cycles: int
+    mixed_seconds: float
+    peer_rounds: int
+    """Loads of each format by another program."""
+    peer_seconds: float
+    """The most that each of its formats may take."""
     settings: tuple[str, ...] = ()
 
 
@@ -80,6 +92,13 @@ FULL = Scale(
     hopeless_bytes=16 << 20,
     job_bytes=4 << 30,
     waiting_bytes=2 << 30,
+    format_rounds=6,
+    format_steps=4,
+    kept_rounds=5,
+    mixed_cycles=200,
+    mixed_seconds=170.0,
+    peer_rounds=3,
+    peer_seconds=75.0,
 )
 SMALL = Scale(
     load_rounds=3,
@@ -99,6 +118,13 @@ SMALL = Scale(
     hopeless_bytes=1 << 20,
     job_bytes=200 << 20,
     waiting_bytes=2 << 20,
+    format_rounds=2,
+    format_steps=2,
+    kept_rounds=2,
+    mixed_cycles=40,
+    mixed_seconds=30.0,
+    peer_rounds=2,
+    peer_seconds=60.0,
     settings=("cards.headroom=1MiB",),
 )
 
@@ -238,6 +264,8 @@ class Bench:
     threads: int
     record: Recorder
     scale: Scale
+    models_made: int = 2
+    """How many of the checkpoints are made, or are there."""
     services: list[Service] = field(default_factory=list)
 
     @property

@@ -185,15 +185,136 @@ def peers(index: int, folder: Path) -> None:
     )
 
 
+def quantized(place: str, folder: Path, name: str, rounds: int, steps: int, side: int) -> None:
+    """diffusers with bitsandbytes on the same files: seconds, bytes on the card, a step, bytes left.
+
+    `name`: `full` (no bitsandbytes), `int8`, `nf4`, `nf4-double`. The first round computes besides, so that
+    what a library keeps for good is there before bytes that are left are counted.
+    """
+    try:
+        say(**_quantized(place, folder, name, rounds, steps, side))
+    except Exception as error:  # Whatever another program meets is a result.
+        say(error=f"{type(error).__name__}: {error}")
+
+
+def _quantized(
+    place: str, folder: Path, name: str, rounds: int, steps: int, side: int
+) -> dict[str, object]:
+    import diffusers
+    import torch
+
+    on_card = place.startswith("cuda")
+    versions = f"diffusers {diffusers.__version__}, torch {torch.__version__}"
+    options: dict[str, Any] = {}
+    if name != "full":
+        import bitsandbytes
+
+        versions += f", bitsandbytes {bitsandbytes.__version__}"
+        asked: dict[str, Any] = {"load_in_8bit": True}
+        if name != "int8":
+            asked = {
+                "load_in_4bit": True,
+                "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_use_double_quant": name == "nf4-double",
+                "bnb_4bit_compute_dtype": torch.bfloat16,
+            }
+        # Where there is a device map, quantized weights are made on that device as they are read.
+        options = {
+            "quantization_config": diffusers.BitsAndBytesConfig(**asked),
+            "device_map": {"": place},
+        }
+    used = nvml_reader(torch.device(place).index or 0)[0] if on_card else int
+    synchronize = torch.cuda.synchronize if on_card else int
+    allocated = torch.cuda.memory_allocated if on_card else int
+    empty_cache = torch.cuda.empty_cache if on_card else int
+    torch.zeros(1, device=place)
+    synchronize()
+    family: Any = diffusers.FluxTransformer2DModel  # imported by being named
+    found, step_s = [], []
+    for number in range(rounds):
+        before, taken, began = used(), allocated(), time.perf_counter()
+        model: Any = family.from_pretrained(
+            folder, dtype=torch.bfloat16, local_files_only=True, **options
+        )
+        if name == "full":
+            model.to(place)
+        synchronize()
+        loaded = time.perf_counter()
+        one = {
+            "load_s": loaded - began,
+            "allocated": allocated() - taken,
+            "used": used() - before,
+        }
+        if number == 0:
+            step_s = _steps(model, place, steps, side, synchronize)
+        began = time.perf_counter()
+        del model
+        gc.collect()
+        empty_cache()
+        synchronize()
+        one |= {"unload_s": time.perf_counter() - began, "left": used() - before}
+        found.append(one)
+    return {"rounds": found, "steps": step_s, "versions": versions}
+
+
+def _steps(
+    model: Any, place: str, steps: int, side: int, synchronize: Callable[[], object]
+) -> list[float]:
+    """Seconds of each forward pass for a picture of so many pixels a side, after one that is not counted."""
+    import torch
+
+    sides, words, config = side // 16, 512, model.config
+    kind: dict[str, Any] = {"device": place, "dtype": torch.bfloat16}
+    ids = torch.zeros(sides, sides, 3)
+    ids[..., 1] += torch.arange(sides)[:, None]
+    ids[..., 2] += torch.arange(sides)[None]
+    given = {
+        "hidden_states": torch.randn(1, sides * sides, config.in_channels, **kind),
+        "encoder_hidden_states": torch.randn(1, words, config.joint_attention_dim, **kind),
+        "pooled_projections": torch.randn(1, config.pooled_projection_dim, **kind),
+        "timestep": torch.full((1,), 0.5, **kind),
+        "guidance": torch.full((1,), 3.5, **kind),
+        "img_ids": ids.reshape(-1, 3).to(**kind),
+        "txt_ids": torch.zeros(words, 3, **kind),
+    }
+    seconds = []
+    with torch.no_grad():
+        for _ in range(steps + 1):
+            synchronize()
+            began = time.perf_counter()
+            model(**given, return_dict=False)
+            synchronize()
+            seconds.append(time.perf_counter() - began)
+    return seconds[1:]
+
+
 def main() -> None:
     """Runs one of them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("program", choices=["witness", "hog", "link", "peers"])
+    parser.add_argument("program", choices=["witness", "hog", "link", "peers", "quantized"])
     parser.add_argument("--index", type=int, default=0, help="number of the card")
-    parser.add_argument("--folder", type=Path, help="a transformer's folder, for peers")
+    parser.add_argument(
+        "--folder", type=Path, help="a transformer's folder, for peers and quantized"
+    )
+    parser.add_argument(
+        "--place", help="for quantized: default cuda:INDEX; cpu to see that it works"
+    )
+    parser.add_argument("--format", default="full", help="for quantized")
+    parser.add_argument("--rounds", type=int, default=3, help="for quantized: loads")
+    parser.add_argument("--steps", type=int, default=4, help="for quantized: steps that are timed")
+    parser.add_argument("--side", type=int, default=1024, help="for quantized: pixels of a side")
     arguments = parser.parse_args()
     if arguments.program == "peers":
         peers(arguments.index, arguments.folder)
+    elif arguments.program == "quantized":
+        quantized(
+            arguments.place or f"cuda:{arguments.index}",
+            arguments.folder,
+            arguments.format,
+            arguments.rounds,
+            arguments.steps,
+            arguments.side,
+        )
     else:
         {"witness": witness, "hog": hog, "link": link}[arguments.program](arguments.index)
 

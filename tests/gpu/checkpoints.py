@@ -385,46 +385,54 @@ class Writer:
         return write
 
 
-def make(models: Path, sizes: Sizes, threads: int) -> tuple[int, float]:
-    """Makes both models, unless they are there. Bytes written, and seconds; zeros if nothing was to do."""
+def make(models: Path, sizes: Sizes, threads: int, count: int = 2) -> tuple[int, float]:
+    """Makes both models, or the first alone, unless they are there.
+
+    Bytes written, and seconds; zeros if nothing was to do.
+    """
     done = models / DONE
-    told = json.dumps({"sizes": repr(sizes), "deviation": DEVIATION})
-    if done.is_file() and done.read_text(encoding="utf-8") == told:
+    told = {"sizes": repr(sizes), "deviation": DEVIATION}
+    there = json.loads(done.read_text(encoding="utf-8")) if done.is_file() else {}
+    if there.pop("models", 0) >= count and there == told:
         return 0, 0.0
     began = time.monotonic()
     for name in MODELS:
         shutil.rmtree(models / name, ignore_errors=True)
-    first, second = (models / name for name in MODELS)
-    first.mkdir(parents=True)
-    second.mkdir(parents=True)
+    folders = [models / name for name in MODELS[:count]]
+    first, *others = folders
+    for folder in folders:
+        folder.mkdir(parents=True)
     shared = {
         "vae": vae(sizes),
         "text_encoder": text_encoder(sizes),
         "text_encoder_2": text_encoder_2(sizes),
     }
     weights = transformer(sizes)
-    total = 2 * bytes_of(weights) + sum(map(bytes_of, shared.values()))
-    _place_of_second(second, total, bytes_of(weights))
+    total = count * bytes_of(weights) + sum(map(bytes_of, shared.values()))
+    for second in others:
+        _place_of_second(second, total, bytes_of(weights))
     with ThreadPoolExecutor(threads) as pool:
         writer = Writer(random_block(sizes.block_numbers), pool)
         stem = "diffusion_pytorch_model"
-        for start, folder in ((0, first), (2 * sizes.block_numbers // 3, second)):
+        for number, folder in enumerate(folders):
+            start = number * 2 * sizes.block_numbers // 3
             writer.component(folder / "transformer", stem, weights, sizes.shard_bytes, start)
         for name, shapes in shared.items():
             own = stem if name == "vae" else "model"
             writer.component(first / name, own, shapes, sizes.shard_bytes // 2, 0)
         writer.finish()
     for place, told_there in configurations(sizes).items():
-        for folder in (first, second):
+        for folder in folders:
             (folder / place).parent.mkdir(parents=True, exist_ok=True)
             (folder / place).write_text(json.dumps(told_there, indent=2) + "\n")
-    for folder in (first, second):
+    for folder in folders:
         for name in ("tokenizer", "tokenizer_2"):
             shutil.copytree(DEMO / name, folder / name)
     for name in shared:
         for file in (first / name).glob("*.safetensors*"):
-            os.link(file, second / name / file.name)
-    done.write_text(told)
+            for second in others:
+                os.link(file, second / name / file.name)
+    done.write_text(json.dumps(told | {"models": count}))
     return total, time.monotonic() - began
 
 
@@ -444,12 +452,12 @@ def _place_of_second(second: Path, total: int, weights: int) -> None:
     )
 
 
-def warm(folder: Path, threads: int = 16) -> int:
+def warm(folder: Path, threads: int = 16, ending: str = ".safetensors") -> int:
     """Reads all weights beneath a folder, so that they are in the page cache. How many bytes."""
     files = {
         (file.stat().st_dev, file.stat().st_ino): file
         for place, _, names in os.walk(folder, followlinks=True)
-        for file in (Path(place) / name for name in names if name.endswith(".safetensors"))
+        for file in (Path(place) / name for name in names if name.endswith(ending))
     }
     pieces = [
         (file, offset)

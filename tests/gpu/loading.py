@@ -21,7 +21,7 @@ SAMPLE_EVERY = 10
 def make(bench: Bench) -> None:
     """The checkpoints, and the hashes of their content, by which the service knows what two models share."""
     sizes = checkpoints.SMALL if bench.small else checkpoints.FULL
-    written, seconds = checkpoints.make(bench.models, sizes, bench.threads)
+    written, seconds = checkpoints.make(bench.models, sizes, bench.threads, bench.models_made)
     if written:
         bench.record.note(f"made {gigabytes(written):.2f} GB in {seconds:.1f} s")
     else:
@@ -32,29 +32,36 @@ def make(bench: Bench) -> None:
     bench.record.note(f"read {gigabytes(read):.2f} GB into the page cache in {seconds:.1f} s")
     began = time.monotonic()
     with bench.serve() as running:
-        while not _shared_files_are_known(running.client):
-            if time.monotonic() - began > HASH_TIMEOUT_S:
-                raise TimeoutError("the service has not hashed the files in time")
-            time.sleep(0.5)
+        wait_for_hashes(running.client, checkpoints.MODELS[: bench.models_made])
     bench.record.note(f"hashed by the service in {time.monotonic() - began:.1f} s")
 
 
-def _shared_files_are_known(client: moored.Client) -> bool:
+def wait_for_hashes(client: moored.Client, names: tuple[str, ...]) -> None:
+    """Waits until the service knows these checkpoints by their content, or raises a TimeoutError."""
+    until = time.monotonic() + HASH_TIMEOUT_S
+    while not _files_are_known(client, names):
+        if time.monotonic() > until:
+            raise TimeoutError("the service has not hashed the files in time")
+        time.sleep(0.5)
+
+
+def _files_are_known(client: moored.Client, names: tuple[str, ...]) -> bool:
     """Once two models go by the content of their files, they name the same text encoder.
 
     They change over when somebody asks something of them: to be unloaded, which here does nothing.
     """
-    for name in checkpoints.MODELS:
+    for name in names:
         client.unload(name, timeout=60)
     models = {model.id: model for model in client.list_models(timeout=60)}
     problems = [f"{m.id}: {m.problem}" for m in models.values() if m.problem]
     if problems:
         raise RuntimeError("; ".join(problems))
-    by_name = [{c.name: c.id for c in models[name].components} for name in checkpoints.MODELS]
-    first, second = by_name
-    same = all(first[n] == second[n] for n in ("vae", "text_encoder", "text_encoder_2"))
-    transformers = {first["transformer"], second["transformer"]}
-    return same and len(transformers) == 2 and not any(c.startswith("path:") for c in transformers)
+    by_name = [{c.name: c.id for c in models[name].components} for name in names]
+    shared = ("vae", "text_encoder", "text_encoder_2")
+    same = all(len({one[part] for one in by_name}) == 1 for part in shared)
+    transformers = {one["transformer"] for one in by_name}
+    known = not any(c.startswith("path:") for one in by_name for c in one.values())
+    return same and len(transformers) == len(names) and known
 
 
 def link(bench: Bench) -> None:
@@ -69,7 +76,8 @@ def link(bench: Bench) -> None:
     bench.record.note(f"link by torch {found['torch']}")
 
 
-def _component_bytes(client: moored.Client, model: str, name: str) -> int:
+def component_bytes(client: moored.Client, model: str, name: str) -> int:
+    """Bytes of a component in full precision, as the service lists it."""
     models = {one.id: one for one in client.list_models(timeout=60)}
     return next(c.bytes for c in models[model].components if c.name == name)
 
@@ -81,7 +89,7 @@ def load(bench: Bench) -> None:
     inside, outside = [], []
     with bench.serve() as running:
         client = running.client
-        size = _component_bytes(client, model, "transformer")
+        size = component_bytes(client, model, "transformer")
         for _ in range(bench.scale.load_rounds):
             began = time.perf_counter()
             done = client.load(model, components=("transformer",), timeout=120)
@@ -104,7 +112,7 @@ def unload(bench: Bench) -> None:
     """The transformer off the card, and small components, many times."""
     scale = bench.scale
     with bench.serve() as running:
-        size = _component_bytes(running.client, checkpoints.MODELS[0], "transformer")
+        size = component_bytes(running.client, checkpoints.MODELS[0], "transformer")
         what = f"unload {gigabytes(size):.1f} GB"
         large = _cycles(running, ("transformer",), scale.unload_rounds)
         _tell_unloads(bench, "unload.large", what, large, target=100.0)

@@ -6,6 +6,7 @@ Each part is a process of its own with a time limit: one that fails or hangs cos
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -16,19 +17,30 @@ import traceback
 from pathlib import Path
 
 import endings
+import formats
 import loading
 import others
 import pressure
-from bench import FULL, ROOT, SMALL, Bench, NeedsCard
+from bench import FULL, ROOT, SMALL, Bench, NeedsCard, Scale
 from figures import PartResult, Recorder, Results, read_part, table
 
-PARTS = loading.PARTS | pressure.PARTS | endings.PARTS | others.PARTS
-ORDER = (
-    "make link load unload swap cancel poison kill hang decode oom hog repeat pictures peers drift"
-).split()
+PARTS = loading.PARTS | pressure.PARTS | endings.PARTS | others.PARTS | formats.PARTS
+# Sets of parts, by the name of the file of figures that they make in docs/benchmarks.
+SUITES = {
+    "card": (
+        "make link load unload swap cancel poison kill hang decode oom hog repeat pictures peers drift"
+    ).split(),
+    "quantization": "make link formats kept mixed bitsandbytes".split(),
+}
+ORDER = list(dict.fromkeys(name for suite in SUITES.values() for name in suite))
 assert sorted(ORDER) == sorted(PARTS)
 LIMIT_S = 150.0
-LIMITS_S = {"make": 400.0, "drift": 300.0, "repeat": 290.0, "peers": 300.0}
+LIMITS_S = {"make": 400.0, "drift": 300.0, "repeat": 290.0, "peers": 300.0} | {
+    "formats": 240.0,
+    "kept": 240.0,
+    "mixed": 240.0,
+    "bitsandbytes": 300.0,
+}
 LAST_LINES = 25
 LEAST_S = 5.0
 AFTER_FAILURE_S = 2.0
@@ -41,7 +53,26 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--work", type=Path, default=Path("/tmp/moored-gpu"), help="for checkpoints, 58 GB"
     )
-    parser.add_argument("--parts", default=",".join(ORDER), help=f"some of {','.join(ORDER)}")
+    parser.add_argument(
+        "--parts",
+        default="card",
+        help=f"some of {','.join(ORDER)}, or a set of them: {', '.join(SUITES)} (default: card)",
+    )
+    parser.add_argument(
+        "--models",
+        dest="model_count",
+        type=int,
+        choices=(1, 2),
+        default=2,
+        help="how many checkpoints `make` makes: all but swap and drift need one alone, 34 GB",
+    )
+    parser.add_argument(
+        "--scale",
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="measure more or less of something: a field of Scale in bench.py, such as mixed_cycles",
+    )
     parser.add_argument("--out", type=Path, help="for pictures; default: the work folder")
     parser.add_argument("--results", type=Path, help="a JSON file that figures are merged into")
     parser.add_argument("--device", help="default: cuda:0, or a simulated card with --small")
@@ -62,7 +93,8 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     found = parser.parse_args(words)
-    found.parts = [name for name in found.parts.split(",") if name]
+    given = [name for name in found.parts.split(",") if name]
+    found.parts = [part for name in given for part in SUITES.get(name, [name])]
     if unknown := set(found.parts) - set(ORDER):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: {', '.join(ORDER)}")
     if found.write_docs and (found.small or not found.results):
@@ -71,10 +103,32 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
         parser.error("--binary is needed: the moored to be measured")
     found.device = found.device or ("sim:2GiB,speed=2GiB/s" if found.small else "cuda:0")
     found.out = found.out or found.work
+    try:
+        scale_of(found)
+    except ValueError as error:
+        parser.error(str(error))
     for name in ("binary", "work", "out", "results", "write_docs", "record"):
         path = getattr(found, name)
         setattr(found, name, path and path.resolve())
     return found
+
+
+def scale_of(settings: argparse.Namespace) -> Scale:
+    """How much is measured, with what the command line changes of it.
+
+    Raises a ValueError for what is no number of Scale.
+    """
+    scale = SMALL if settings.small else FULL
+    for word in settings.scale:
+        name, _, number = word.partition("=")
+        kind = type(getattr(scale, name, None))
+        if kind not in (int, float):
+            raise ValueError(f"--scale {word}: there is no such number")
+        try:
+            scale = dataclasses.replace(scale, **{name: kind(number)})
+        except ValueError:
+            raise ValueError(f"--scale {word}: {number!r} is no {kind.__name__}") from None
+    return scale
 
 
 def run_here(settings: argparse.Namespace) -> int:
@@ -88,7 +142,8 @@ def run_here(settings: argparse.Namespace) -> int:
         torch_python=settings.torch_python,
         threads=settings.threads,
         record=Recorder(settings.record),
-        scale=SMALL if settings.small else FULL,
+        scale=scale_of(settings),
+        models_made=settings.model_count,
     )
     try:
         PARTS[settings.part](bench)
@@ -113,6 +168,8 @@ def run_apart(settings: argparse.Namespace, name: str, left_s: float) -> PartRes
     for option in ("binary", "work", "out", "device", "threads", "torch_python"):
         command += [f"--{option.replace('_', '-')}", str(getattr(settings, option))]
     command += ["--small"] if settings.small else []
+    command += ["--models", str(settings.model_count)]
+    command += [f"--scale={word}" for word in settings.scale]
     limit, began = min(LIMITS_S.get(name, LIMIT_S), left_s), time.monotonic()
     print(f"== {name}", flush=True)
     errors = settings.work / f"{name}.log"
@@ -155,6 +212,9 @@ def write_docs(results: Results, rows_file: Path) -> None:
     """The figures in the form that all benchmarks have, and their table in the document."""
     from bench_service import write_table
 
+    # Results of several sets may be in one file: each set has rows of its own.
+    for name in set(results.parts) - set(SUITES.get(rows_file.stem, results.parts)):
+        del results.parts[name]
     for name, part in results.parts.items():
         if part.device.startswith("simulated"):
             raise SystemExit(f"{name} was measured on a simulated card: nothing is written")
