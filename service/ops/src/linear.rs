@@ -23,7 +23,7 @@ const NATIVE_WORKSPACE: u64 = 0;
 /// with the same weight dequantized (relative, L2). Sides that are no multiples of 16 are dequantized.
 ///
 /// # Errors
-/// When shapes do not fit; those of [`dequantize`] and of candle.
+/// When shapes do not fit; those of [`dequantize()`] and of candle.
 pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
     if let (Some(bias), Some(outputs)) = (bias, weight.dims().first())
         && bias.dims() != [*outputs]
