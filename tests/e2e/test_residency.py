@@ -812,9 +812,9 @@ def test_a_swap_on_the_command_line(simulate: Simulate) -> None:
         client.load("flux-full")
         swapped = service.run("load", "flux-other", "--replace", "flux-full")
         assert swapped.returncode == 0, swapped.stderr
-        assert "flux-other is proven and resident in place of flux-full" in swapped.stdout
+        assert "flux-other+full is proven and resident in place of flux-full" in swapped.stdout
         proven = service.run("load", "flux-other", "--prove")
-        assert "flux-other is proven and resident" in proven.stdout
+        assert "flux-other+full is proven and resident" in proven.stdout
         for wrong in (["--replace", "flux-other"], ["--replace", "no-such-model"]):
             assert service.run("load", "flux-other", *wrong).returncode != 0
         part = service.run("load", "flux-other", "--prove", "--component", "vae")
