@@ -1,73 +1,9 @@
-//! Compiles the kernels of the feature `cuda`, for every card that moored knows, into one file that the binary carries:
-//! machine code where this nvcc can make it, so that nothing is compiled on a user's machine, and PTX for cards to come.
+//! Compiles the kernels of the feature `cuda` that dequantize, and that fp8 is multiplied with.
 #![allow(clippy::print_stdout)] // what cargo is told by
 
-use std::error::Error;
-use std::ffi::{OsStr, OsString};
-use std::path::PathBuf;
-use std::process::Command;
+#[path = "../gpu/nvcc.rs"]
+mod nvcc;
 
-const SOURCE: &str = "src/cuda/kernels.cu";
-
-/// It, and what it includes.
-const SOURCES: &str = "src/cuda";
-
-/// Compute capabilities that machine code is made for.
-const CARDS: [u32; 7] = [75, 80, 86, 89, 90, 100, 120];
-
-/// That of the PTX: the least that is supported.
-const LEAST: u32 = 75;
-
-fn main() -> Result<(), Box<dyn Error>> {
-    println!("cargo:rerun-if-changed=build.rs");
-    println!("cargo:rerun-if-changed={SOURCES}");
-    println!("cargo:rerun-if-env-changed=NVCC");
-    println!("cargo:rerun-if-env-changed=CUDA_HOME");
-    if std::env::var_os("CARGO_FEATURE_CUDA").is_none() {
-        return Ok(());
-    }
-    let nvcc = nvcc();
-    let known = String::from_utf8(run(&nvcc, ["--list-gpu-arch".into()])?)?;
-    let knows = |capability: u32| {
-        known
-            .split_whitespace()
-            .any(|a| a == format!("compute_{capability}"))
-    };
-    let to =
-        PathBuf::from(std::env::var_os("OUT_DIR").ok_or("cargo sets no OUT_DIR")?).join("kernels.fatbin");
-    // Arithmetic is rounded after each operation, as on the CPU: no fused multiply-add.
-    let mut arguments: Vec<OsString> = ["-fatbin", "-O3", "-fmad=false", "-std=c++17"]
-        .map(OsString::from)
-        .into();
-    for capability in CARDS.into_iter().filter(|&c| knows(c)) {
-        arguments.push(format!("-gencode=arch=compute_{capability},code=sm_{capability}").into());
-    }
-    arguments.push(format!("-gencode=arch=compute_{LEAST},code=compute_{LEAST}").into());
-    arguments.extend(["-o".into(), to.into(), SOURCE.into()]);
-    run(&nvcc, arguments)?;
-    Ok(())
-}
-
-/// `$NVCC`, that of `$CUDA_HOME`, or the one in the path.
-fn nvcc() -> OsString {
-    let of_toolkit = || {
-        let nvcc = PathBuf::from(std::env::var_os("CUDA_HOME")?).join("bin/nvcc");
-        nvcc.is_file().then(|| nvcc.into_os_string())
-    };
-    std::env::var_os("NVCC")
-        .or_else(of_toolkit)
-        .unwrap_or_else(|| "nvcc".into())
-}
-
-/// Runs nvcc, and gives what it writes to its standard output.
-fn run(nvcc: &OsStr, arguments: impl IntoIterator<Item = OsString>) -> Result<Vec<u8>, Box<dyn Error>> {
-    let shown = nvcc.to_string_lossy();
-    let output = Command::new(nvcc).args(arguments).output().map_err(|error| {
-        format!("{shown} cannot be run ({error}): set NVCC, or eval \"$(scripts/cuda-environment)\"")
-    })?;
-    if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
-        return Err(format!("{shown} failed on {SOURCE} ({}):\n{said}", output.status).into());
-    }
-    Ok(output.stdout)
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    nvcc::compile("src/cuda/kernels.cu", "src/cuda") // it, and what it includes
 }

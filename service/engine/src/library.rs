@@ -61,6 +61,14 @@ impl Entry {
         Entry::new(id, revision, path, quantization)
     }
 
+    /// Whether a key names this model, in whatever formats.
+    pub fn is_of_same_model(&self, key: &str) -> bool {
+        fn model_of(key: &str) -> Option<&str> {
+            key.rsplit_once('+').map(|(model, _)| model) // no format has a plus in it
+        }
+        model_of(key) == model_of(&self.key)
+    }
+
     /// For the worker, without copies: see [`Library::location`].
     pub fn location(&self) -> ModelLocation {
         ModelLocation {
@@ -100,15 +108,20 @@ type Shelf = (PathBuf, String, Quantization);
 struct Opened {
     model: Arc<dyn Model>,
     components: Vec<Component>,
-    /// Files of each component, as they were when it was opened.
-    files: Vec<Vec<(Arc<Path>, Option<Stamp>)>>,
-    /// The folder or file itself.
-    path: Option<Stamp>,
+    stamps: Stamps,
 }
 
 struct Measured {
     bytes: Bytes,
-    files: Vec<(Arc<Path>, Option<Stamp>)>,
+    stamps: Stamps,
+}
+
+/// What a model was read from, as it was then.
+#[derive(Clone)]
+struct Stamps {
+    /// Files of each component.
+    files: Vec<Vec<(Arc<Path>, Option<Stamp>)>>,
+    /// The folder or file itself.
     path: Option<Stamp>,
 }
 
@@ -140,32 +153,19 @@ impl Library {
         let open_already = self
             .lock()
             .get(&shelf)
-            .filter(|opened| opened.is_unchanged(&entry.path))
+            .filter(|opened| opened.stamps.are_current(&entry.path))
             .map(Opened::to_model);
         if let Some(open_model) = open_already {
             self.look_for_copies(&shelf);
             return Ok(open_model);
         }
         let model = self.read(entry, card)?;
-        let files: Vec<Vec<_>> = model
-            .components()
-            .iter()
-            .map(|c| {
-                model
-                    .files_of(&c.name)
-                    .into_iter()
-                    .map(|f| (f.clone(), stamp_of(&f)))
-                    .collect()
-            })
-            .collect();
-        let path = stamp_of(&entry.path);
         let mut opened = Opened {
             components: model.components().to_vec(),
+            stamps: Stamps::of(&entry.path, &*model),
             model,
-            files,
-            path,
         };
-        for files in &opened.files {
+        for files in &opened.stamps.files {
             self.hash(files);
         }
         let mut all = self.lock();
@@ -257,34 +257,19 @@ impl Library {
     pub fn bytes(&self, entry: &Entry, card: &CardDescription) -> Result<Bytes, Error> {
         let shelf = shelf_of(entry, &card.compute_dtype);
         if let Some(opened) = self.lock().get(&shelf)
-            && opened.is_unchanged(&entry.path)
+            && opened.stamps.are_current(&entry.path)
         {
             return Ok(opened.components.iter().map(|c| c.bytes).sum());
         }
-        let is_unchanged = |measured: &Measured| {
-            let unchanged = |(file, stamp): &(Arc<Path>, Option<Stamp>)| stamp_of(file) == *stamp;
-            stamp_of(&entry.path) == measured.path && measured.files.iter().all(unchanged)
-        };
-        let known = |all: &BTreeMap<Shelf, Measured>| {
-            let measured = all.get(&shelf).filter(|measured| is_unchanged(measured))?;
-            Some(measured.bytes)
-        };
-        if let Some(bytes) = known(&self.lock_measured()) {
-            return Ok(bytes);
+        if let Some(measured) = self.lock_measured().get(&shelf)
+            && measured.stamps.are_current(&entry.path)
+        {
+            return Ok(measured.bytes);
         }
-        let path = stamp_of(&entry.path);
         let model = self.read(entry, card)?;
-        let components = model.components();
-        let files = components.iter().flat_map(|c| model.files_of(&c.name));
         let measured = Measured {
-            bytes: components.iter().map(|c| c.bytes).sum(),
-            files: files
-                .map(|file| {
-                    let stamp = stamp_of(&file);
-                    (file, stamp)
-                })
-                .collect(),
-            path,
+            bytes: model.components().iter().map(|c| c.bytes).sum(),
+            stamps: Stamps::of(&entry.path, &*model),
         };
         let bytes = measured.bytes;
         self.lock_measured().insert(shelf, measured);
@@ -366,33 +351,49 @@ impl Library {
     }
 }
 
-impl Opened {
-    fn is_unchanged(&self, path: &Path) -> bool {
+impl Stamps {
+    fn of(path: &Path, model: &dyn Model) -> Stamps {
+        let stamped = |file: Arc<Path>| {
+            let stamp = stamp_of(&file);
+            (file, stamp)
+        };
+        let components = model.components().iter();
+        let files = components.map(|c| model.files_of(&c.name).into_iter().map(stamped).collect());
+        Stamps {
+            files: files.collect(),
+            path: stamp_of(path),
+        }
+    }
+
+    fn are_current(&self, path: &Path) -> bool {
         let mut files = self.files.iter().flatten();
         stamp_of(path) == self.path && files.all(|(file, stamp)| stamp_of(file) == *stamp)
     }
+}
 
+impl Opened {
     fn has_provisional(&self) -> bool {
         (0..self.components.len()).any(|index| self.is_provisional(index))
     }
 
     fn is_provisional(&self, index: usize) -> bool {
         let first = self.model.components().get(index);
-        first.is_some_and(|first| first.id == self.components[index].id) && !self.files[index].is_empty()
+        first.is_some_and(|first| first.id == self.components[index].id)
+            && !self.stamps.files[index].is_empty()
     }
 
     /// Whether this has a component of `other` by its path, from the same files.
     fn goes_by_path(&self, other: &Opened, index: usize) -> bool {
-        let (theirs, files) = (&other.components[index].id, &other.files[index]);
+        let (theirs, files) = (&other.components[index].id, &other.stamps.files[index]);
         let mut own = 0..self.components.len();
         own.any(|own| {
-            self.components[own].id == *theirs && self.is_provisional(own) && self.files[own] == *files
+            self.components[own].id == *theirs && self.is_provisional(own) && self.stamps.files[own] == *files
         })
     }
 
     /// Hash of what a component is made of; `None` while that is not known, or where it has no files.
     fn content_hash(&self, index: usize, known: KnownHash<'_>) -> Option<String> {
-        let files = self.files.get(index).filter(|files| !files.is_empty())?;
+        let files = self.stamps.files.get(index).filter(|files| !files.is_empty())?;
         let mut whole = blake3::Hasher::new();
         whole.update(self.components[index].name.as_bytes());
         for (_, stamp) in files {
@@ -414,17 +415,17 @@ impl Opened {
             .filter_map(|(index, component)| {
                 let name = &component.name;
                 let format = quantization.format_of(name)?;
-                let plan = self.model.load_plan(name)?;
-                let LoadPlan::Files(sources) = plan else {
+                let LoadPlan::Files(sources) = self.model.load_plan(name)? else {
                     return None;
                 };
-                sources
-                    .iter()
-                    .find(|source| TensorSource::is_made_at_load(source))?;
+                if !sources.iter().any(TensorSource::is_made_at_load) {
+                    return None;
+                }
                 let wanted = self.content_hash(index, known).map(|hash| Wanted {
                     key: format!("{name}-{format}-{dtype}-{hash}"),
-                    plan: plan.clone(),
-                    files: self.files[index].clone(),
+                    model: self.model.clone(),
+                    component: name.clone(),
+                    files: self.stamps.files[index].clone(),
                 });
                 Some((name.clone(), wanted))
             });

@@ -2,6 +2,8 @@
 //! without where they are not right.
 #![allow(clippy::unwrap_used)]
 
+mod idle_model;
+
 use std::cell::RefCell;
 use std::fs;
 use std::ops::ControlFlow;
@@ -18,79 +20,16 @@ use gpu::{
     ByteRange, CardDescription, ComponentTensors, CpuCard, CpuSettings, FaultAction, Gpu, GpuError,
     KeptFolder, LoadError, LoadPlan, LoadProgress, Stored, Target, TensorSource, Unloaded,
 };
+use idle_model::IdleModel;
 use pipelines::{
-    Catalogue, Defaults, Family, ImageRequest, Model, ModelError, Observer, Precision, Preset, Quantization,
-    RequestError, StageError, StageInput, StageKind, StageOutput, StagePlan, provisional_identity,
+    Catalogue, Family, Model, ModelError, Precision, Preset, Quantization, provisional_identity,
 };
 use residency::{Bytes, Component, ComponentId, DriverTruth, Policy};
 
 const ROWS: usize = 96;
 const COLUMNS: usize = 64;
 
-/// A file of f32 that is a transformer of one weight.
-struct OneWeight {
-    file: Arc<Path>,
-    component: Component,
-    plan: LoadPlan,
-}
-
-impl Model for OneWeight {
-    fn family(&self) -> &'static str {
-        "weight"
-    }
-    fn defaults(&self) -> Defaults {
-        Defaults {
-            steps: 1,
-            guidance: 0.0,
-            max_sequence_length: 1,
-            width: 16,
-            height: 16,
-        }
-    }
-    fn components(&self) -> &[Component] {
-        std::slice::from_ref(&self.component)
-    }
-    fn load_plan(&self, _component_name: &str) -> Option<&LoadPlan> {
-        Some(&self.plan)
-    }
-    fn files_of(&self, _component_name: &str) -> Vec<Arc<Path>> {
-        vec![self.file.clone()]
-    }
-    fn validate(&self, _request: &ImageRequest) -> Result<(), Vec<RequestError>> {
-        Ok(())
-    }
-    fn stages(&self, _request: &ImageRequest) -> Vec<StagePlan> {
-        Vec::new()
-    }
-    fn lone_stage(&self, kind: StageKind, _width: u32, _height: u32) -> StagePlan {
-        StagePlan {
-            kind,
-            components: Vec::new(),
-            rungs: Vec::new(),
-            shape: String::new(),
-            steps: 1,
-        }
-    }
-    fn text_key(&self, _request: &ImageRequest) -> Result<String, RequestError> {
-        Ok(String::new())
-    }
-    fn latent_shape(&self, _width: u32, _height: u32) -> Vec<usize> {
-        Vec::new()
-    }
-    fn run(
-        &self,
-        _plan: &StagePlan,
-        _rung: usize,
-        _request: &ImageRequest,
-        _input: &StageInput,
-        _tensors: &dyn Fn(&str) -> Result<Arc<ComponentTensors>, StageError>,
-        _device: &Device,
-        _observer: &mut dyn Observer,
-    ) -> Result<StageOutput, StageError> {
-        Err(StageError::Cancelled)
-    }
-}
-
+/// A file of f32 is a transformer of one weight.
 struct Weights;
 
 impl Family for Weights {
@@ -114,10 +53,10 @@ impl Family for Weights {
             bytes: plan.bytes(),
             reload_seconds: 0.0,
         };
-        Ok(Some(Arc::new(OneWeight {
-            file,
-            component,
-            plan,
+        Ok(Some(Arc::new(IdleModel {
+            components: vec![component],
+            files: vec![file],
+            plan: Some(plan),
         })))
     }
 }

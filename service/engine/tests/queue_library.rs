@@ -2,83 +2,22 @@
 //! anything else.
 #![allow(clippy::unwrap_used)]
 
+mod idle_model;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use candle_core::Device;
 use engine::Error;
 use engine::library::{Entry, Library, OpenModel};
-use gpu::{CardDescription, CardKind, ComponentTensors, LoadPlan};
+use gpu::{CardDescription, CardKind};
+use idle_model::IdleModel;
 use pipelines::{
-    Catalogue, Defaults, Family, ImageRequest, Model, ModelError, Observer, Precision, Preset, Quantization,
-    RequestError, StageError, StageInput, StageKind, StageOutput, StagePlan, provisional_identity,
+    Catalogue, Family, Model, ModelError, Precision, Preset, Quantization, provisional_identity,
 };
 use residency::{Bytes, Component};
 
-/// A folder with `transformer` and `vae`, one file each.
-struct Folder {
-    path: PathBuf,
-    components: Vec<Component>,
-}
-
-impl Model for Folder {
-    fn family(&self) -> &'static str {
-        "folder"
-    }
-    fn defaults(&self) -> Defaults {
-        Defaults {
-            steps: 1,
-            guidance: 0.0,
-            max_sequence_length: 1,
-            width: 16,
-            height: 16,
-        }
-    }
-    fn components(&self) -> &[Component] {
-        &self.components
-    }
-    fn load_plan(&self, _component_name: &str) -> Option<&LoadPlan> {
-        None
-    }
-    fn files_of(&self, component_name: &str) -> Vec<Arc<Path>> {
-        vec![self.path.join(component_name).into()]
-    }
-    fn validate(&self, _request: &ImageRequest) -> Result<(), Vec<RequestError>> {
-        Ok(())
-    }
-    fn stages(&self, _request: &ImageRequest) -> Vec<StagePlan> {
-        Vec::new()
-    }
-    fn lone_stage(&self, kind: StageKind, _width: u32, _height: u32) -> StagePlan {
-        StagePlan {
-            kind,
-            components: Vec::new(),
-            rungs: Vec::new(),
-            shape: String::new(),
-            steps: 1,
-        }
-    }
-    fn text_key(&self, _request: &ImageRequest) -> Result<String, RequestError> {
-        Ok(String::new())
-    }
-    fn latent_shape(&self, _width: u32, _height: u32) -> Vec<usize> {
-        Vec::new()
-    }
-    fn run(
-        &self,
-        _plan: &StagePlan,
-        _rung: usize,
-        _request: &ImageRequest,
-        _input: &StageInput,
-        _tensors: &dyn Fn(&str) -> Result<Arc<ComponentTensors>, StageError>,
-        _device: &Device,
-        _observer: &mut dyn Observer,
-    ) -> Result<StageOutput, StageError> {
-        Err(StageError::Cancelled)
-    }
-}
-
+/// A folder with `transformer` and `vae`, one file each, is a model.
 struct Folders;
 
 impl Family for Folders {
@@ -96,9 +35,10 @@ impl Family for Folders {
             reload_seconds: 0.0,
         };
         let components = vec![component("transformer"), component("vae")];
-        Ok(Some(Arc::new(Folder {
-            path: path.to_owned(),
+        Ok(Some(Arc::new(IdleModel {
+            files: ["transformer", "vae"].map(|name| path.join(name).into()).into(),
             components,
+            plan: None,
         })))
     }
 }
@@ -234,4 +174,18 @@ fn what_is_no_model_is_refused() {
         library(None).open(&entry, &card("int3")),
         Err(Error::Internal(_))
     ));
+}
+
+#[test]
+fn a_key_is_of_the_model_that_it_names_and_of_no_longer_name() {
+    let entry = |id: &str| Entry::new(id.into(), "r".into(), PathBuf::new(), Quantization::NONE);
+    for (key, is_of_it) in [
+        ("a@r+full", true),
+        ("a@r+text_encoder_2=nf4,transformer=nf4", true),
+        ("a@r+b+full", false),
+        ("a+full", false),
+        ("ab@r+full", false),
+    ] {
+        assert_eq!(entry("a").is_of_same_model(key), is_of_it, "{key}");
+    }
 }

@@ -113,11 +113,11 @@ impl Contents {
 }
 
 /// How a tensor is stored in a copy, and its shape there.
-fn kept_as(source: &TensorSource) -> Option<(Dtype, Stored, Vec<usize>)> {
+fn kept(source: &TensorSource) -> Result<(Dtype, Stored, Vec<usize>), LoadError> {
     let (dtype, stored) = match source.target {
         Target::Quantized(_) => {
             let bytes = source.bytes_on_card().0 as usize;
-            return Some((Dtype::U8, Stored::U8, vec![bytes]));
+            return Ok((Dtype::U8, Stored::U8, vec![bytes]));
         }
         Target::Full(DType::F32) => (Dtype::F32, Stored::F32),
         Target::Full(DType::F64) => (Dtype::F64, Stored::F64),
@@ -125,18 +125,14 @@ fn kept_as(source: &TensorSource) -> Option<(Dtype, Stored, Vec<usize>)> {
         Target::Full(DType::BF16) => (Dtype::BF16, Stored::Bf16),
         Target::Full(DType::U8) => (Dtype::U8, Stored::U8),
         Target::Full(DType::I64) => (Dtype::I64, Stored::I64),
-        Target::Full(_) => return None,
+        target @ Target::Full(_) => {
+            let name = &source.name;
+            return Err(LoadError::Unsupported(format!(
+                "tensor {name} as {target:?} is not kept"
+            )));
+        }
     };
-    Some((dtype, stored, source.shape.clone()))
-}
-
-fn kept(source: &TensorSource) -> Result<(Dtype, Stored, Vec<usize>), LoadError> {
-    kept_as(source).ok_or_else(|| {
-        LoadError::Unsupported(format!(
-            "tensor {} as {:?} is not kept",
-            source.name, source.target
-        ))
-    })
+    Ok((dtype, stored, source.shape.clone()))
 }
 
 /// Length and header of a copy, padded so that the numbers behind begin at a multiple of 8.

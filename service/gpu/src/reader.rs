@@ -112,6 +112,21 @@ enum Origin<'a> {
     Inline(&'a [u8]),
 }
 
+impl<'a> Read<'a> {
+    /// `count` of its numbers, which are `width` bytes each, from its `skipped`th on.
+    fn part(&self, skipped: usize, count: usize, width: usize) -> Read<'a> {
+        let from = match self.from {
+            Origin::File { file, offset } => Origin::File {
+                file,
+                offset: offset + (skipped * width) as u64,
+            },
+            Origin::Inline(bytes) => Origin::Inline(&bytes[skipped * width..(skipped + count) * width]),
+        };
+        let first = self.first + skipped;
+        Read { from, first, count }
+    }
+}
+
 /// The dtype of what is read for a target: a quantized weight that is taken as it is stored is bytes.
 pub(crate) fn read_as(target: Target) -> DType {
     match target {
@@ -133,20 +148,22 @@ pub(crate) fn reads<'a>(
     let most = most.max(1);
     let (mut first, mut cuts) = (0, Vec::new());
     for piece in &source.pieces {
-        let numbers = piece.length() as usize / width;
+        let from = match piece {
+            SourcePiece::File { file, range } => Origin::File {
+                file: file_of(file, source, files)?,
+                offset: range.offset,
+            },
+            SourcePiece::Inline(bytes) => Origin::Inline(bytes),
+        };
+        let count = piece.length() as usize / width;
+        let whole = Read { from, first, count };
         let mut done = 0;
-        while done < numbers {
-            let count = most.min(numbers - done);
-            let from = match piece {
-                SourcePiece::File { file, range } => Origin::File {
-                    file: file_of(file, source, files)?,
-                    offset: range.offset + (done * width) as u64,
-                },
-                SourcePiece::Inline(bytes) => Origin::Inline(&bytes[done * width..(done + count) * width]),
-            };
-            cuts.push(Read { from, first, count });
-            (done, first) = (done + count, first + count);
+        while done < count {
+            let next = most.min(count - done);
+            cuts.push(whole.part(done, next, width));
+            done += next;
         }
+        first += count;
     }
     Ok(cuts)
 }
@@ -182,14 +199,7 @@ pub(crate) fn chunks<'a>(
         while done < whole.count {
             let first = whole.first + done;
             let count = (whole.count - done).min(size - first % size);
-            let from = match whole.from {
-                Origin::File { file, offset } => Origin::File {
-                    file,
-                    offset: offset + (done * width) as u64,
-                },
-                Origin::Inline(bytes) => Origin::Inline(&bytes[done * width..(done + count) * width]),
-            };
-            let read = Read { from, first, count };
+            let read = whole.part(done, count, width);
             match chunks.last_mut() {
                 Some(chunk) if first % size != 0 => {
                     chunk.count += count;

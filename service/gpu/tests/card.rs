@@ -131,11 +131,16 @@ fn a_cancelled_load_leaves_nothing() {
     let Some(mut card) = card() else { return };
     let file = file_of_numbers(NUMBERS);
     let plan = plan(file.path(), DType::F32);
-    let component = component("c", &plan);
+    cancelled_leaves_nothing(&mut *card, &plan, &[0, 1, 2]);
+}
+
+/// Cancels a load at each of these calls of its progress.
+fn cancelled_leaves_nothing(card: &mut dyn Gpu, plan: &LoadPlan, calls: &[i32]) {
+    let component = component("c", plan);
     let before = card.memory().unwrap().free;
-    for calls in [0, 1, 2] {
-        let mut left = calls;
-        let outcome = card.load(&component, &plan, &mut |_| {
+    for calls in calls {
+        let mut left = *calls;
+        let outcome = card.load(&component, plan, &mut |_| {
             left -= 1;
             if left < 0 {
                 ControlFlow::Break(())

@@ -185,6 +185,29 @@ pub enum ModelError {
     },
 }
 
+impl ModelError {
+    /// A component is to be quantized that there is not.
+    pub(crate) fn no_such_component(component: &str, known: &[&str]) -> ModelError {
+        ModelError::Quantization {
+            component: component.to_owned(),
+            problem: format!(
+                "there is no component {component:?} to quantize: there are {}",
+                known.join(", ")
+            ),
+        }
+    }
+
+    /// A component is to be quantized that the checkpoint stores quantized.
+    pub(crate) fn stored_quantized(component: &str, format: WeightFormat) -> ModelError {
+        ModelError::Quantization {
+            component: component.to_owned(),
+            problem: format!(
+                "{component} is stored as {format} already: leave its quantization out, with {component}=full beside a preset"
+            ),
+        }
+    }
+}
+
 /// Why a stage failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StageError {

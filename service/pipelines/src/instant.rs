@@ -75,23 +75,12 @@ impl Family for Instant {
 fn check(quantization: &Quantization, description: &Description) -> Result<(), ModelError> {
     for (component, _) in quantization.formats() {
         let described = description.components.iter().find(|c| c.name == component);
-        let problem = match described.map(|c| c.stored) {
-            Some(None) => continue,
-            Some(Some(stored)) => {
-                format!(
-                    "{component} is stored as {stored} already: leave its quantization out, with {component}=full beside a preset"
-                )
-            }
-            None if NAMES.contains(&component) => continue, // a preset names more than a model need have
-            None => format!(
-                "there is no component {component:?} to quantize: there are {}",
-                NAMES.join(", ")
-            ),
-        };
-        return Err(ModelError::Quantization {
-            component: component.to_owned(),
-            problem,
-        });
+        match described.map(|c| c.stored) {
+            Some(None) => {}
+            Some(Some(stored)) => return Err(ModelError::stored_quantized(component, stored)),
+            None if NAMES.contains(&component) => {} // a preset names more than a model need have
+            None => return Err(ModelError::no_such_component(component, &NAMES)),
+        }
     }
     Ok(())
 }

@@ -11,6 +11,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use gpu::{KeepError, KeptFolder, LoadPlan, kept_plan};
+use pipelines::Model;
 
 use super::hashes::{Stamp, stamp_of};
 
@@ -18,14 +19,23 @@ use super::hashes::{Stamp, stamp_of};
 const RETRY: Duration = Duration::from_secs(600);
 
 /// A component as it is quantized, by content.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(super) struct Wanted {
     /// `{component}-{format}-{dtype}-{content hash}`.
     pub(super) key: String,
-    /// What is copied.
-    pub(super) plan: LoadPlan,
+    /// The model that has it.
+    pub(super) model: Arc<dyn Model>,
+    /// Its name there.
+    pub(super) component: String,
     /// The files as they were when they had this content.
     pub(super) files: Vec<(Arc<Path>, Option<Stamp>)>,
+}
+
+impl Wanted {
+    /// What is copied.
+    fn plan(&self) -> Option<&LoadPlan> {
+        self.model.load_plan(&self.component)
+    }
 }
 
 /// The folder, and who writes to it.
@@ -146,7 +156,10 @@ impl Shared {
         found.is_some_and(|path| self.is_right(wanted, path))
     }
 
-    fn is_right(&self, Wanted { key, plan, .. }: &Wanted, path: PathBuf) -> bool {
+    fn is_right(&self, wanted: &Wanted, path: PathBuf) -> bool {
+        let (key, Some(plan)) = (&wanted.key, wanted.plan()) else {
+            return false;
+        };
         if let Err(error) = kept_plan(&path, plan) {
             self.lock().there.remove(key);
             tracing::warn!(%error, "a kept copy is not used, and removed");
@@ -159,7 +172,10 @@ impl Shared {
         true
     }
 
-    fn write(&self, Wanted { key, plan, files }: &Wanted) {
+    fn write(&self, wanted: &Wanted) {
+        let (Wanted { key, files, .. }, Some(plan)) = (wanted, wanted.plan()) else {
+            return;
+        };
         // A file that has changed since has another content than the key says.
         let is_unchanged = || files.iter().all(|(file, stamp)| stamp_of(file) == *stamp);
         let go_on = || !self.stop.load(Ordering::Relaxed) && is_unchanged();

@@ -13,7 +13,7 @@ use gpu::{
 use half::{bf16, f16};
 use residency::Bytes;
 
-use super::{NOISE, card, component};
+use super::{NOISE, cancelled_leaves_nothing, card, component};
 
 const STORED: [Stored; 4] = [Stored::F32, Stored::F16, Stored::Bf16, Stored::F64];
 
@@ -258,23 +258,8 @@ fn a_cancelled_load_that_quantizes_leaves_nothing() {
     let file = file_of(&shapes, Stored::Bf16);
     for format in WeightFormat::MADE_AT_LOAD {
         let plan = plan(file.path(), &shapes, Stored::Bf16, format);
-        let component = component("c", &plan);
-        let before = card.memory().unwrap().free;
         // The last call is at the end, when all is there.
-        for calls in [0, 1] {
-            let mut left = calls;
-            let outcome = card.load(&component, &plan, &mut |_| {
-                left -= 1;
-                if left < 0 {
-                    ControlFlow::Break(())
-                } else {
-                    ControlFlow::Continue(())
-                }
-            });
-            assert!(matches!(outcome, Err(LoadError::Cancelled)), "{outcome:?}");
-            assert!(matches!(card.tensors(&component.id), Err(GpuError::NotLoaded(_))));
-            assert!(before - card.memory().unwrap().free <= NOISE);
-        }
+        cancelled_leaves_nothing(&mut *card, &plan, &[0, 1]);
     }
 }
 

@@ -11,7 +11,7 @@ use engine::library::{Entry, OpenModel};
 use engine::queue::{CardStatus, Freed, Kept, PlannedStage, StatusReport};
 use futures::Stream;
 use gpu::CardKind;
-use pipelines::{FULL, Preset, Quantization};
+use pipelines::{Preset, Quantization};
 use residency::{Bytes, Component, Move, Resident, ResidentState};
 use tonic::{Request, Response, Status};
 
@@ -303,8 +303,7 @@ impl Service {
         let here = open.components.iter().filter(|c| resident(c));
         let mut names: BTreeSet<String> = here.map(|c| c.name.clone()).collect();
         // The same model in other formats.
-        let any_format = entry.key.trim_end_matches(FULL);
-        let is_of_it = |key: &String| key.starts_with(any_format);
+        let is_of_it = |key: &String| entry.is_of_same_model(key);
         let residents = report.cards.iter().flat_map(|card| card.ledger.residents());
         let in_other_formats = residents.map(|r| &r.component).filter(|c| {
             let users = report.users.get(&c.id);

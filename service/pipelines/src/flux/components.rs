@@ -116,13 +116,7 @@ fn sources(
     if wanted.format.is_some()
         && let Some(format) = format_of_plan(stored.iter().copied())
     {
-        let component = wanted.component;
-        return Err(ModelError::Quantization {
-            component: component.to_owned(),
-            problem: format!(
-                "{component} is stored as {format} already: leave its quantization out, with {component}=full beside a preset"
-            ),
-        });
+        return Err(ModelError::stored_quantized(wanted.component, format));
     }
     Ok(sources)
 }

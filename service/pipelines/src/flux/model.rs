@@ -78,13 +78,7 @@ impl FluxModel {
         };
         let formats = &precision.quantization;
         if let Some((unknown, _)) = formats.formats().find(|(name, _)| !COMPONENTS.contains(name)) {
-            return Err(ModelError::Quantization {
-                component: unknown.to_owned(),
-                problem: format!(
-                    "there is no component {unknown:?} to quantize: this model has {}",
-                    COMPONENTS.join(", ")
-                ),
-            });
+            return Err(ModelError::no_such_component(unknown, &COMPONENTS));
         }
         let wanted = |component: &'static str| Wanted {
             component,
