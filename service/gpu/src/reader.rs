@@ -114,7 +114,7 @@ enum Origin<'a> {
 
 impl<'a> Read<'a> {
     /// `count` of its numbers, which are `width` bytes each, from its `skipped`th on.
-    fn part(&self, skipped: usize, count: usize, width: usize) -> Read<'a> {
+    pub(crate) fn part(&self, skipped: usize, count: usize, width: usize) -> Read<'a> {
         let from = match self.from {
             Origin::File { file, offset } => Origin::File {
                 file,

@@ -1,6 +1,7 @@
 //! Device memory by pool: what a pool has in use and in reserve is the driver's own account of it.
 
 use std::ffi::c_void;
+use std::ops::Range;
 use std::ptr::NonNull;
 
 use cudarc::driver::result::{self, mem_pool};
@@ -86,6 +87,17 @@ impl Pool {
     pub(super) fn allocate(&self, bytes: u64, stream: &CudaStream) -> Result<sys::CUdeviceptr, DriverError> {
         // SAFETY: pool and stream are alive, and of one context. That the memory has no content yet is the caller's.
         unsafe { mem_pool::alloc_async(self.handle, bytes.max(1) as usize, stream.cu_stream()) }
+    }
+
+    /// Maps memory for `bytes`, which the next allocations in the order of `stream` are cut from: one call where each of
+    /// them would have been one. Without memory in one piece nothing happens, and they map what they need by themselves.
+    pub(super) fn map(&self, bytes: u64, stream: &CudaStream) -> Result<(), DriverError> {
+        match self.allocate(bytes, stream) {
+            // SAFETY: allocated just now, and used by nobody.
+            Ok(pointer) => unsafe { free(pointer, stream) },
+            Err(error) if is_out_of_memory(error) => Ok(()),
+            Err(error) => Err(error),
+        }
     }
 
     fn get(&self, attribute: Attribute) -> Result<Bytes, DriverError> {
@@ -191,20 +203,23 @@ impl PinnedBuffer {
         unsafe { std::slice::from_raw_parts_mut(self.bytes.as_ptr(), self.length) }
     }
 
-    /// Copies its first `length` bytes to the card, in the order of `stream`, and does not wait for it.
+    /// Copies a part of it to the card, in the order of `stream`, and does not wait for it.
     ///
     /// # Safety
-    /// `to` is an allocation with room for them; the buffer is neither written nor dropped before the copy is done.
+    /// `to` is an allocation with room for it; the part is neither written nor dropped before the copy is done.
     pub(super) unsafe fn copy_to(
         &self,
+        part: Range<usize>,
         to: sys::CUdeviceptr,
-        length: usize,
         stream: &CudaStream,
     ) -> Result<(), DriverError> {
-        debug_assert!(length <= self.length);
-        let from: *const c_void = self.bytes.as_ptr().cast();
+        debug_assert!(part.end <= self.length);
+        let begin = part.start.min(self.length);
+        let length = part.end.min(self.length) - begin;
+        // SAFETY: it begins within the memory, or just behind it.
+        let from: *const c_void = unsafe { self.bytes.as_ptr().add(begin) }.cast();
         // SAFETY: the caller's promise; the source is ours and long enough.
-        unsafe { sys::cuMemcpyHtoDAsync_v2(to, from, length.min(self.length), stream.cu_stream()) }.result()
+        unsafe { sys::cuMemcpyHtoDAsync_v2(to, from, length, stream.cu_stream()) }.result()
     }
 }
 

@@ -9,7 +9,7 @@
 //! copy makes codes and scales of them at the tensor's place, while the next bytes arrive.
 
 use std::collections::VecDeque;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -20,12 +20,23 @@ use residency::Bytes;
 
 use super::pool::{PinnedBuffer, Pool, is_out_of_memory};
 use super::quantize::{Arrived, Bench, Kernels, Making, Workspace, WorkspaceSize};
-use crate::convert::Part;
+use crate::convert;
 use crate::load::{LoadError, LoadProgress, TensorSource};
 use crate::reader::{self, Chunk, OpenFiles, Progress, Read};
 
 /// Slots of a lane: one is read into while others are copied from.
 const LEAST_SLOTS: usize = 2;
+
+/// Memory is mapped for so many bytes of tensors at a time. Each call into the driver while copies are asked for waits its
+/// turn, so that a thousand small tensors, mapped one by one, cost more than their copies; and the first bytes travel while
+/// memory for the last is mapped.
+const MAPPED_AT_ONCE: u64 = 512 << 20;
+
+/// Addresses that the driver gives out are multiples of this.
+const ALIGNMENT: u64 = 512;
+
+/// Parts of a slot begin at multiples of this, whatever their dtype.
+const PART_ALIGNMENT: usize = 64;
 
 /// The pinned ring with its streams.
 #[derive(Debug)]
@@ -44,8 +55,8 @@ struct Lane {
     stream: Arc<CudaStream>,
     slots: Vec<Slot>,
     next: usize,
-    /// The allocation that its stream has waited for last: those before it are there as well.
-    waited_for: Option<sys::CUdeviceptr>,
+    /// Tensors that its stream has waited for: so many are there.
+    waited_for: usize,
 }
 
 #[derive(Debug)]
@@ -63,18 +74,35 @@ pub(super) struct Allocation<'a> {
 }
 
 /// What one lane does at a time.
-struct Piece<'a> {
-    source: &'a TensorSource,
-    /// The tensor's place.
-    allocation: sys::CUdeviceptr,
-    work: Work<'a>,
+enum Piece<'a> {
+    /// One slot full of what is only copied, most often of several tensors. A slot for each would leave its lane waiting for
+    /// the copies of others behind a few bytes: a third of the speed where a model has many small tensors.
+    Copy(Vec<SlotPart<'a>>),
+    /// Numbers that are quantized: one chunk, or, where scales must be known first, all of the tensor.
+    Make {
+        source: &'a TensorSource,
+        place: Place,
+        making: Making,
+        chunks: Vec<Chunk<'a>>,
+    },
 }
 
-enum Work<'a> {
-    /// One read, and one copy to where the numbers stay.
-    Copy { read: Read<'a>, to: sys::CUdeviceptr },
-    /// Numbers that are quantized: one chunk, or, where scales must be known first, all of the tensor.
-    Make { making: Making, chunks: Vec<Chunk<'a>> },
+/// One read, and one copy to where the numbers stay.
+struct SlotPart<'a> {
+    source: &'a TensorSource,
+    place: Place,
+    read: Read<'a>,
+    /// Where in the slot its bytes lie.
+    at: Range<usize>,
+    to: sys::CUdeviceptr,
+}
+
+/// Where a tensor goes.
+#[derive(Clone, Copy)]
+struct Place {
+    pointer: sys::CUdeviceptr,
+    /// Tensors that had their memory when this one's was allocated, it included.
+    among: usize,
 }
 
 /// What lanes share while a load is under way.
@@ -111,7 +139,7 @@ impl Staging {
                 stream: context.new_stream()?,
                 slots: (0..slots).map(|_| slot()).collect::<Result<_, _>>()?,
                 next: 0,
-                waited_for: None,
+                waited_for: 0,
             })
         };
         Ok(Staging {
@@ -199,6 +227,8 @@ impl Staging {
             allocated: &self.allocated,
             chunk: self.chunk,
             made,
+            placed: VecDeque::new(),
+            filling: Vec::new(),
             waiting: VecDeque::new(),
             total,
             booked: Bytes::ZERO,
@@ -229,7 +259,7 @@ impl Staging {
         let outcome = reader::run(pieces, workers, total, &mut listening);
         for lane in &mut self.lanes {
             lane.stream.synchronize().map_err(lost)?;
-            lane.waited_for = None; // an address may be given out again
+            lane.waited_for = 0;
         }
         if matches!(outcome, Err(LoadError::Lost(_))) {
             return outcome;
@@ -256,42 +286,47 @@ impl Lane {
         bench: Option<&Bench>,
         shared: Shared<'_>,
     ) -> Result<u64, LoadError> {
-        match &piece.work {
-            Work::Copy { read, to } => self.copy(piece, read, *to, shared),
-            Work::Make { making, chunks } => {
+        match piece {
+            Piece::Copy(parts) => self.copy(parts, shared),
+            Piece::Make {
+                source,
+                place,
+                making,
+                chunks,
+            } => {
                 let bench = bench.ok_or_else(|| {
-                    LoadError::Unsupported(format!(
-                        "tensor {} has no room to be quantized in",
-                        piece.source.name
-                    ))
+                    LoadError::Unsupported(format!("tensor {} has no room to be quantized in", source.name))
                 })?;
-                self.make(piece, making, chunks, bench, shared)
+                self.make(source, *place, making, chunks, bench, shared)
             }
         }
     }
 
-    fn copy(
-        &mut self,
-        piece: &Piece<'_>,
-        read: &Read<'_>,
-        to: sys::CUdeviceptr,
-        shared: Shared<'_>,
-    ) -> Result<u64, LoadError> {
-        let dtype = reader::read_as(piece.source.target);
-        let length = self.fill(piece.source, dtype, std::slice::from_ref(read))?;
-        self.wait_for(piece.allocation, shared.allocated)?;
-        let slot = &self.slots[self.next];
-        // SAFETY: `to` lies in an allocation of the source's size, which is not freed before this lane's stream has been
-        // synchronised; the slot is not touched before `copied`, recorded behind the copy, has happened.
-        unsafe { slot.memory.copy_to(to, length, &self.stream) }.map_err(lost)?;
+    fn copy(&mut self, parts: &[SlotPart<'_>], shared: Shared<'_>) -> Result<u64, LoadError> {
+        let memory = self.empty_slot()?;
+        for part in parts {
+            let dtype = reader::read_as(part.source.target);
+            let reads = std::slice::from_ref(&part.read);
+            fill(memory, part.at.clone(), part.source, dtype, reads)?;
+        }
+        let mut length = 0;
+        for part in parts {
+            self.wait_for(part.place, shared.allocated)?;
+            let slot = &self.slots[self.next];
+            // SAFETY: `to` lies in an allocation of the source's size, which is not freed before this lane's stream has been
+            // synchronised; the slot is not touched before `copied`, recorded behind the copies, has happened.
+            unsafe { slot.memory.copy_to(part.at.clone(), part.to, &self.stream) }.map_err(lost)?;
+            length += part.at.len() as u64;
+        }
         self.pass_on()?;
-        Ok(length as u64)
+        Ok(length)
     }
 
     /// Takes chunks to the bench, each followed by the kernel that quantizes it.
     fn make(
         &mut self,
-        piece: &Piece<'_>,
+        source: &TensorSource,
+        place: Place,
         making: &Making,
         chunks: &[Chunk<'_>],
         bench: &Bench,
@@ -306,8 +341,10 @@ impl Lane {
             if cancelled.load(Relaxed) {
                 return Err(LoadError::Cancelled);
             }
-            let length = self.fill(piece.source, making.dtype(), &chunk.reads)?;
-            self.wait_for(piece.allocation, allocated)?;
+            let dtype = making.dtype();
+            let bytes = 0..chunk.count * dtype.size_in_bytes();
+            fill(self.empty_slot()?, bytes.clone(), source, dtype, &chunk.reads)?;
+            self.wait_for(place, allocated)?;
             let slot = &self.slots[self.next];
             let arrived = Arrived {
                 at: bench.input(self.next),
@@ -316,48 +353,32 @@ impl Lane {
             };
             // SAFETY: the bench has as many bytes for this slot as it has itself, and what was made of the last copy to
             // them is done, since `copied` is recorded behind that; for the rest, as for `copy`.
-            unsafe { slot.memory.copy_to(arrived.at, length, &self.stream) }.map_err(lost)?;
+            unsafe { slot.memory.copy_to(bytes, arrived.at, &self.stream) }.map_err(lost)?;
             // SAFETY: the allocation is of the source's size, and the chunk one of its; neither allocation nor bench is
             // freed before this lane's stream has been synchronised.
-            unsafe { kernels.quantize(making, arrived, piece.allocation, bench, &self.stream) }
-                .map_err(lost)?;
+            unsafe { kernels.quantize(making, arrived, place.pointer, bench, &self.stream) }.map_err(lost)?;
             self.pass_on()?;
         }
         if making.is_nested() {
             // SAFETY: all chunks of the tensor went before, in this stream; the next tensor's come behind.
-            unsafe { kernels.nest(making, piece.allocation, bench, &self.stream) }.map_err(lost)?;
+            unsafe { kernels.nest(making, place.pointer, bench, &self.stream) }.map_err(lost)?;
         }
-        Ok(share_of(piece.source.bytes_on_card(), making.numbers(), chunks))
+        Ok(share_of(source.bytes_on_card(), making.numbers(), chunks))
     }
 
-    /// Waits for the next slot and fills it, read behind read. Says how many bytes it has then.
-    fn fill(&mut self, source: &TensorSource, dtype: DType, reads: &[Read<'_>]) -> Result<usize, LoadError> {
+    /// Waits until nothing is copied from the next slot any more.
+    fn empty_slot(&mut self) -> Result<&mut [u8], LoadError> {
         let slot = &mut self.slots[self.next];
         slot.copied.synchronize().map_err(lost)?;
-        let numbers: usize = reads.iter().map(|read| read.count).sum();
-        let length = numbers * dtype.size_in_bytes();
         // SAFETY: the last copy out of the slot was waited for just now.
-        let memory = unsafe { slot.memory.fill() };
-        let mut rest = memory
-            .get_mut(..length)
-            .and_then(|bytes| Part::over(bytes, dtype))
-            .ok_or_else(|| {
-                LoadError::Unsupported(format!("tensor {} has no place in pinned memory", source.name))
-            })?;
-        for read in reads {
-            let (part, behind) = rest.split(read.count);
-            reader::read_part(part, source, read)?;
-            rest = behind;
-        }
-        debug_assert_eq!(rest.len(), 0, "the reads fill what was counted for them");
-        Ok(length)
+        Ok(unsafe { slot.memory.fill() })
     }
 
-    /// Has the stream wait until this allocation may be used.
-    fn wait_for(&mut self, allocation: sys::CUdeviceptr, allocated: &CudaEvent) -> Result<(), LoadError> {
-        if self.waited_for != Some(allocation) {
+    /// Has the stream wait until this place may be used.
+    fn wait_for(&mut self, place: Place, allocated: &CudaEvent) -> Result<(), LoadError> {
+        if self.waited_for < place.among {
             self.stream.wait(allocated).map_err(lost)?;
-            self.waited_for = Some(allocation);
+            self.waited_for = place.among;
         }
         Ok(())
     }
@@ -370,6 +391,29 @@ impl Lane {
     }
 }
 
+/// Fills a part of a slot, read behind read.
+fn fill(
+    memory: &mut [u8],
+    at: Range<usize>,
+    source: &TensorSource,
+    dtype: DType,
+    reads: &[Read<'_>],
+) -> Result<(), LoadError> {
+    let part = memory
+        .get_mut(at)
+        .and_then(|bytes| convert::Part::over(bytes, dtype));
+    let mut rest = part.ok_or_else(|| {
+        LoadError::Unsupported(format!("tensor {} has no place in pinned memory", source.name))
+    })?;
+    for read in reads {
+        let (part, behind) = rest.split(read.count);
+        reader::read_part(part, source, read)?;
+        rest = behind;
+    }
+    debug_assert_eq!(rest.len(), 0, "the reads fill what was counted for them");
+    Ok(())
+}
+
 /// The bytes on the card of these chunks, out of all of a tensor: what its chunks have in all is exact.
 fn share_of(bytes: Bytes, numbers: usize, chunks: &[Chunk<'_>]) -> u64 {
     let until = |number: usize| (u128::from(bytes.0) * number as u128 / numbers.max(1) as u128) as u64;
@@ -377,8 +421,8 @@ fn share_of(bytes: Bytes, numbers: usize, chunks: &[Chunk<'_>]) -> u64 {
     chunks.iter().map(of_chunk).sum()
 }
 
-/// Allocates tensor after tensor as the lanes come to them, so that the first bytes travel while the card still maps
-/// memory for the last.
+/// Allocates tensors, some hundred megabytes at a time, as the lanes come to them, so that the first bytes travel while the
+/// card still maps memory for the last.
 struct Pieces<'a, 'b> {
     sources: std::iter::Zip<std::slice::Iter<'a, TensorSource>, std::vec::IntoIter<Option<Making>>>,
     files: &'a OpenFiles,
@@ -387,6 +431,10 @@ struct Pieces<'a, 'b> {
     allocated: &'b CudaEvent,
     chunk: usize,
     made: &'b mut Vec<Allocation<'a>>,
+    /// Tensors that have their memory, and of which no lane has a piece yet.
+    placed: VecDeque<(&'a TensorSource, Option<Making>, Place)>,
+    /// What is copied next, as soon as it is a slot full.
+    filling: Vec<SlotPart<'a>>,
     waiting: VecDeque<Piece<'a>>,
     total: Bytes,
     booked: Bytes,
@@ -395,49 +443,74 @@ struct Pieces<'a, 'b> {
 }
 
 impl<'a> Pieces<'a, '_> {
-    fn allocate(&mut self, source: &'a TensorSource, making: Option<Making>) -> Result<(), LoadError> {
-        let bytes = source.bytes_on_card();
+    /// Gives the next tensors their memory; says whether there were any.
+    fn allocate(&mut self) -> Result<bool, LoadError> {
+        let mut next = Vec::new();
+        let mut bytes = 0;
+        while bytes < MAPPED_AT_ONCE {
+            let Some((source, making)) = self.sources.next() else {
+                break;
+            };
+            bytes += source.bytes_on_card().0.max(1).next_multiple_of(ALIGNMENT);
+            next.push((source, making));
+        }
+        if next.is_empty() {
+            return Ok(false);
+        }
         let began = Instant::now();
-        let pointer = self.pool.allocate(bytes.0, self.stream);
-        self.allocating += began.elapsed();
-        let pointer = pointer.map_err(|error| out_of_memory_or_lost(error, self.total - self.booked))?;
-        self.made.push(Allocation { source, pointer });
-        self.booked += bytes;
-        if making.is_some_and(|making| making.numbers() == 0) {
-            // SAFETY: the allocation is of so many bytes. No kernel comes to the scales of rows without numbers.
-            unsafe { sys::cuMemsetD8Async(pointer, 0, bytes.0 as usize, self.stream.cu_stream()) }
-                .result()
-                .map_err(lost)?;
+        self.pool.map(bytes, self.stream).map_err(lost)?;
+        let among = self.made.len() + next.len();
+        for (source, making) in next {
+            let bytes = source.bytes_on_card();
+            let pointer = self.pool.allocate(bytes.0, self.stream);
+            let pointer = pointer.map_err(|error| out_of_memory_or_lost(error, self.total - self.booked))?;
+            self.made.push(Allocation { source, pointer });
+            self.booked += bytes;
+            if making.is_some_and(|making| making.numbers() == 0) {
+                // SAFETY: the allocation is of so many bytes. No kernel comes to the scales of rows without numbers.
+                unsafe { sys::cuMemsetD8Async(pointer, 0, bytes.0 as usize, self.stream.cu_stream()) }
+                    .result()
+                    .map_err(lost)?;
+            }
+            self.placed.push_back((source, making, Place { pointer, among }));
         }
         self.allocated.record(self.stream).map_err(lost)?;
-        match making {
-            Some(making) => self.make(source, making, pointer),
-            None => self.copy(source, pointer),
-        }
+        self.allocating += began.elapsed();
+        Ok(true)
     }
 
-    fn copy(&mut self, source: &'a TensorSource, pointer: sys::CUdeviceptr) -> Result<(), LoadError> {
+    fn copy(&mut self, source: &'a TensorSource, place: Place) -> Result<(), LoadError> {
         let width = reader::read_as(source.target).size_in_bytes();
         // A conversion never reads more at a time than a slot holds of either dtype.
         let most = self.chunk / width.max(source.stored.width());
-        let reads = reader::reads(source, self.files, most)?;
-        self.waiting.extend(reads.into_iter().map(|read| Piece {
-            source,
-            allocation: pointer,
-            work: Work::Copy {
-                to: pointer + (read.first * width) as u64,
-                read,
-            },
-        }));
+        for whole in reader::reads(source, self.files, usize::MAX)? {
+            let mut done = 0;
+            while done < whole.count {
+                let end = self.filling.last().map_or(0, |part| part.at.end);
+                let begin = end.next_multiple_of(PART_ALIGNMENT);
+                let count = (whole.count - done)
+                    .min(most)
+                    .min(self.chunk.saturating_sub(begin) / width);
+                if count == 0 {
+                    self.waiting
+                        .push_back(Piece::Copy(std::mem::take(&mut self.filling)));
+                    continue;
+                }
+                let read = whole.part(done, count, source.stored.width());
+                self.filling.push(SlotPart {
+                    source,
+                    place,
+                    at: begin..begin + count * width,
+                    to: place.pointer + (read.first * width) as u64,
+                    read,
+                });
+                done += count;
+            }
+        }
         Ok(())
     }
 
-    fn make(
-        &mut self,
-        source: &'a TensorSource,
-        making: Making,
-        pointer: sys::CUdeviceptr,
-    ) -> Result<(), LoadError> {
+    fn make(&mut self, source: &'a TensorSource, making: Making, place: Place) -> Result<(), LoadError> {
         let mut chunks = reader::chunks(source, self.files, making.unit(), making.most(self.chunk))?;
         if chunks.is_empty() {
             // Without numbers there are tables still.
@@ -447,10 +520,11 @@ impl<'a> Pieces<'a, '_> {
                 reads: Vec::new(),
             });
         }
-        let piece = |chunks| Piece {
+        let piece = |chunks| Piece::Make {
             source,
-            allocation: pointer,
-            work: Work::Make { making, chunks },
+            place,
+            making,
+            chunks,
         };
         if making.is_nested() {
             self.waiting.push_back(piece(chunks));
@@ -470,16 +544,30 @@ impl<'a> Iterator for Pieces<'a, '_> {
             if let Some(piece) = self.waiting.pop_front() {
                 return Some(Ok(piece));
             }
-            let Some((source, making)) = self.sources.next() else {
-                let (tensors, allocating) = (self.made.len(), std::mem::take(&mut self.allocating));
-                if allocating > Duration::ZERO {
-                    tracing::debug!(tensors, ?allocating, "all of a component has its place");
-                }
-                return None;
+            let outcome = match self.placed.pop_front() {
+                Some((source, Some(making), place)) => self.make(source, making, place).map(|()| true),
+                Some((source, None, place)) => self.copy(source, place).map(|()| true),
+                None => self.allocate(),
             };
-            if let Err(error) = self.allocate(source, making) {
-                self.sources = [].iter().zip(Vec::new());
-                return Some(Err(error));
+            match outcome {
+                Ok(true) => {}
+                Ok(false) if !self.filling.is_empty() => {
+                    self.waiting
+                        .push_back(Piece::Copy(std::mem::take(&mut self.filling)));
+                }
+                Ok(false) => {
+                    let (tensors, allocating) = (self.made.len(), std::mem::take(&mut self.allocating));
+                    if allocating > Duration::ZERO {
+                        tracing::debug!(tensors, ?allocating, "all of a component has its place");
+                    }
+                    return None;
+                }
+                Err(error) => {
+                    self.placed.clear();
+                    self.filling.clear();
+                    self.sources = [].iter().zip(Vec::new());
+                    return Some(Err(error));
+                }
             }
         }
     }
