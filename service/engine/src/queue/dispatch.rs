@@ -332,7 +332,7 @@ impl Actor {
             );
             return;
         };
-        let work = match self.work_of(&job, step, &need, now) {
+        let work = match self.work_of(&job, step, &need) {
             Ok(work) => work,
             Err(error) => return self.end(job, Err(error), now),
         };
@@ -398,13 +398,13 @@ impl Actor {
         job.cursor += 1;
     }
 
-    fn work_of(&mut self, job: &JobRecord, step: Step, need: &Need, now: Instant) -> Result<Work, Error> {
+    fn work_of(&self, job: &JobRecord, step: Step, need: &Need) -> Result<Work, Error> {
         let Some(plan) = need.plan.clone() else {
             return Ok(Work::Load(need.components.clone()));
         };
         let latent = match job.latents.get(&step.picture) {
             Some(id) if step.kind == StepKind::Stage(StageKind::Decode) => {
-                Some(self.latents.get(id, now)?.tensor)
+                Some(self.latents.leased_tensor(id)?)
             }
             _ => job.init.clone(),
         };

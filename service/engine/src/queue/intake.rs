@@ -89,6 +89,10 @@ impl Actor {
                 let _ = reply.send(self.latents.put(tensor, vae_id, now));
                 self.dirty = true;
             }
+            Request::ReleaseLatent { id, reply } => {
+                let _ = reply.send(self.latents.give_up(&id));
+                self.dirty = true;
+            }
             Request::Census { reply } => drop(reply.send(self.census())),
             Request::Drain { deadline, reply } => self.drain(deadline, reply),
         }

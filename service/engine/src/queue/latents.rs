@@ -22,8 +22,10 @@ struct Kept {
     vae_id: String,
     last_used: Instant,
     leases: u32,
-    /// Whether it stays when the job that made it is done with it.
+    /// Whether it stays when no job needs it any more.
     keep: bool,
+    /// Given up by a client: there for the jobs that lease it, for nobody else.
+    given_up: bool,
 }
 
 impl Latents {
@@ -50,6 +52,7 @@ impl Latents {
             last_used: now,
             leases: 1,
             keep,
+            given_up: false,
         })
     }
 
@@ -90,16 +93,14 @@ impl Latents {
             last_used: now,
             leases: 0,
             keep: true,
+            given_up: false,
         });
         self.info(&id, now)
     }
 
     /// Its numbers; that is a use.
     pub(super) fn get(&mut self, id: &str, now: Instant) -> Result<Latent, Error> {
-        let kept = self
-            .kept
-            .get_mut(id)
-            .ok_or_else(|| Error::LatentNotFound(id.to_owned()))?;
+        let kept = self.known_mut(id)?;
         kept.last_used = now;
         let tensor = kept.tensor.clone();
         Ok(Latent {
@@ -108,11 +109,16 @@ impl Latents {
         })
     }
 
+    /// The numbers for a job that leases it: there, whatever clients have given up.
+    pub(super) fn leased_tensor(&self, id: &str) -> Result<HostTensor, Error> {
+        let kept = self.kept.get(id).filter(|kept| kept.leases > 0);
+        kept.map(|kept| kept.tensor.clone())
+            .ok_or_else(|| Error::LatentNotFound(id.to_owned()))
+    }
+
     pub(super) fn info(&self, id: &str, now: Instant) -> Result<LatentInfo, Error> {
-        let kept = self
-            .kept
-            .get(id)
-            .ok_or_else(|| Error::LatentNotFound(id.to_owned()))?;
+        let kept = self.kept.get(id).filter(|kept| !kept.given_up);
+        let kept = kept.ok_or_else(|| Error::LatentNotFound(id.to_owned()))?;
         Ok(LatentInfo {
             id: id.to_owned(),
             shape: kept.tensor.shape.clone(),
@@ -123,13 +129,29 @@ impl Latents {
     }
 
     pub(super) fn lease(&mut self, id: &str, now: Instant) -> Result<(), Error> {
-        let kept = self
-            .kept
-            .get_mut(id)
-            .ok_or_else(|| Error::LatentNotFound(id.to_owned()))?;
+        let kept = self.known_mut(id)?;
         kept.leases += 1;
         kept.last_used = now;
         Ok(())
+    }
+
+    /// A client needs it no more: nobody finds it from now on, and it goes when the last lease ends. False: there was
+    /// none.
+    pub(super) fn give_up(&mut self, id: &str) -> bool {
+        let Ok(kept) = self.known_mut(id) else {
+            return false;
+        };
+        kept.given_up = true;
+        kept.keep = false;
+        if kept.leases == 0 {
+            self.kept.remove(id);
+        }
+        true
+    }
+
+    fn known_mut(&mut self, id: &str) -> Result<&mut Kept, Error> {
+        let kept = self.kept.get_mut(id).filter(|kept| !kept.given_up);
+        kept.ok_or_else(|| Error::LatentNotFound(id.to_owned()))
     }
 
     /// Whoever hears of a latent may ask for it: it stays after its job.
@@ -253,6 +275,25 @@ mod tests {
         assert!(latents.get(&paid_for, now).is_ok(), "leased twice");
         latents.release(&paid_for, now);
         assert!(latents.get(&paid_for, now).is_err(), "nobody was told of it");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_given_up_is_gone_for_clients_at_once_and_for_jobs_when_the_last_has_ended() {
+        let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
+        let now = Instant::now();
+        let idle = latents.put(tensor(), "vae".into(), now).unwrap();
+        assert!(latents.give_up(&idle.id));
+        assert!(!latents.give_up(&idle.id), "there is none any more");
+        assert_eq!(latents.len(), 0);
+
+        let leased = latents.put_leased(tensor(), "vae".into(), true, now);
+        assert!(latents.give_up(&leased));
+        assert!(!latents.give_up(&leased), "once");
+        assert!(latents.get(&leased, now).is_err() && latents.lease(&leased, now).is_err());
+        assert!(latents.leased_tensor(&leased).is_ok(), "its job needs it");
+        latents.release(&leased, now);
+        assert!(latents.leased_tensor(&leased).is_err());
+        assert_eq!(latents.len(), 0);
     }
 
     #[tokio::test(start_paused = true)]

@@ -370,6 +370,16 @@ impl Queue {
         .await?
     }
 
+    /// Gives a latent up. A job that needs it keeps it until it has ended. False: there was none, or it had expired.
+    pub async fn release_latent(&self, id: &str) -> bool {
+        self.ask(|reply| Request::ReleaseLatent {
+            id: id.to_owned(),
+            reply,
+        })
+        .await
+        .unwrap_or(false)
+    }
+
     /// Everything that the queue knows, published as it changes, ten times a second at the most.
     pub fn status(&self) -> watch::Receiver<Arc<StatusReport>> {
         self.status.clone()

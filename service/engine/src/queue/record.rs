@@ -392,10 +392,12 @@ pub(super) fn steps_of(work: &JobWork, policy: Policy) -> Vec<Step> {
         }
     };
     let mut steps = vec![stage(StageKind::EncodeText, 0)];
-    if generate.request.init_image.is_some() && generate.init_latent.is_none() {
-        steps.push(stage(StageKind::EncodeImage, 0));
-    }
+    let encodes = generate.request.init_image.is_some() && generate.init_latent.is_none();
     for picture in 0..generate.count.max(1) {
+        if encodes {
+            // Each draws its own start from what the encoder gives, as it would if it were asked for alone.
+            steps.push(stage(StageKind::EncodeImage, picture));
+        }
         steps.push(stage(StageKind::Denoise, picture));
         if !generate.latent_only {
             steps.push(stage(StageKind::Decode, picture));

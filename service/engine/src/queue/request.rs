@@ -107,6 +107,10 @@ pub(super) enum Request {
         vae_id: String,
         reply: Reply<Result<LatentInfo, Error>>,
     },
+    ReleaseLatent {
+        id: String,
+        reply: Reply<bool>,
+    },
     Census {
         reply: Reply<Vec<(&'static str, usize)>>,
     },

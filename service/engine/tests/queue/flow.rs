@@ -8,7 +8,7 @@ use engine::messages::Work;
 use engine::queue::Settings;
 use residency::{Bytes, Policy};
 
-use crate::fixture::{REDUCTIONS, picture};
+use crate::fixture::{REDUCTIONS, latent, picture};
 use crate::worker::{at_rest, completed, end, events, exclusive, one_card, one_card_with, stage_of, start};
 
 fn names(events: &[JobEventKind]) -> Vec<String> {
@@ -133,6 +133,70 @@ async fn what_was_learned_replaces_what_was_predicted() {
         worker.work(1).await;
         end(&mut job).await.unwrap();
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_latent_that_is_given_up_stays_for_the_jobs_that_need_it() {
+    // Its own job, which has denoised and decodes last: the client knows of the latent before that.
+    let (queue, mut worker) = one_card_with(Settings {
+        policy: Policy::Exclusive,
+        ..exclusive()
+    })
+    .await;
+    let mut spec = picture("a", "me", "a cat");
+    let JobWork::Generate(generate) = &mut spec.work else {
+        panic!()
+    };
+    generate.keep_latent = true;
+    generate.count = 2;
+    let mut job = queue.submit(spec).await.unwrap();
+    worker.work(1).await;
+    let denoise = worker.order().await;
+    worker.complete(&denoise);
+    let id = loop {
+        if let JobEventKind::Latent { info, .. } = job.next().await.unwrap().kind {
+            break info.id;
+        }
+    };
+    assert!(queue.release_latent(&id).await);
+    assert!(!queue.release_latent(&id).await, "once");
+    assert!(matches!(queue.latent(&id).await, Err(Error::LatentNotFound(_))));
+    for expected in ["denoise", "decode", "decode"] {
+        let order = worker.order().await;
+        assert_eq!(stage_of(&order), expected);
+        if let (Work::Stage(stage), "decode") = (&order.work, expected) {
+            assert!(stage.input.latent.is_some());
+        }
+        worker.complete(&order);
+    }
+    let seen = names(&events(&mut job).await);
+    assert_eq!(seen.last().unwrap(), "done", "{seen:?}");
+    at_rest(&queue).await;
+    assert_eq!(queue.status_now().await.latents, 1, "the second picture's");
+
+    // One that is queued behind another.
+    let brought = queue.put_latent(latent(), "path:/a#vae".into()).await.unwrap();
+    let mut running = queue.submit(picture("a", "me", "a dog")).await.unwrap();
+    let busy = worker.order().await;
+    let mut spec = picture("a", "me", "");
+    spec.work = JobWork::Decode {
+        latent: brought.id.clone(),
+    };
+    let mut queued = queue.submit(spec.clone()).await.unwrap();
+    assert!(queue.release_latent(&brought.id).await);
+    assert!(matches!(queue.submit(spec).await, Err(Error::LatentNotFound(_))));
+    worker.complete(&busy);
+    for _ in 0..3 {
+        let order = worker.order().await;
+        worker.complete(&order);
+    }
+    for job in [&mut running, &mut queued] {
+        let seen = names(&events(job).await);
+        assert_eq!(seen.last().unwrap(), "done", "{seen:?}");
+    }
+    at_rest(&queue).await;
+    assert_eq!(queue.status_now().await.latents, 1, "gone with its job");
+    assert!(!queue.release_latent("latent-none").await);
 }
 
 #[tokio::test(start_paused = true)]
