@@ -12,7 +12,8 @@ RUN --mount=type=cache,target=/usr/local/cargo/registry \
     && install -D target/release/moored /out/moored
 
 FROM debian:bookworm-slim
-# /var/lib/moored keeps locks and the hashes of model files; /models is where models are looked for.
+# /var/lib/moored keeps locks, the hashes of model files, and models that are pulled from a hub; /models is where others are
+# looked for.
 RUN useradd --system --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin moored \
     && install -d -o moored -g moored /var/lib/moored /models
 COPY --from=builder /out/moored /usr/local/bin/moored
@@ -27,7 +28,8 @@ ENV MOORED_SERVICE_LISTEN=0.0.0.0:50051 \
     MOORED_SERVICE_TOKEN_FILE=/run/secrets/moored_token \
     MOORED_TOKEN_FILE=/run/secrets/moored_token \
     MOORED_SERVICE_STATE=/var/lib/moored \
-    MOORED_MODELS_FOLDERS=/models
+    MOORED_MODELS_FOLDERS=/models \
+    MOORED_HUB_CACHE=/var/lib/moored/hub
 
 USER moored
 EXPOSE 50051

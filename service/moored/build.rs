@@ -13,6 +13,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         "residency",
         "jobs",
         "server",
+        "hub",
     ]
     .map(|name| format!("{root}/moored/v1/{name}.proto"));
     let descriptors = protox::compile(&public, [root])?;

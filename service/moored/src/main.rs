@@ -3,6 +3,7 @@
 mod cli;
 mod config;
 mod grpc;
+mod hub;
 mod locks;
 mod models;
 mod pictures;

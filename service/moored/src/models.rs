@@ -10,6 +10,7 @@ use gpu::WeightFormat;
 use pipelines::{Defaults, FULL, Preset, Quantization, RequestError};
 
 use crate::config::{ModelSettings, Models as Settings};
+use crate::hub;
 use crate::proto::v1;
 
 /// Id of the model that ships with the project.
@@ -27,19 +28,24 @@ pub(crate) struct Found {
     pub(crate) id: String,
     /// Empty but in a hub cache.
     pub(crate) revision: String,
+    /// Branches and tags of a hub cache that stand for this revision.
+    refs: Vec<String>,
     pub(crate) path: PathBuf,
 }
 
 /// Finds models by id.
 pub(crate) struct Models {
     settings: Settings,
+    /// Looked through after the folders.
+    hub_cache: PathBuf,
     listing: RwLock<Option<(Instant, Arc<Vec<Found>>)>>,
 }
 
 impl Models {
-    pub(crate) fn new(settings: Settings) -> Models {
+    pub(crate) fn new(settings: Settings, hub_cache: PathBuf) -> Models {
         Models {
             settings,
+            hub_cache,
             listing: RwLock::new(None),
         }
     }
@@ -47,6 +53,11 @@ impl Models {
     /// Where models are looked for.
     pub(crate) fn folders(&self) -> &[PathBuf] {
         &self.settings.folders
+    }
+
+    /// Whether a model lies in the hub cache.
+    pub(crate) fn is_of_hub(&self, model: &Found) -> bool {
+        model.path.starts_with(&self.hub_cache)
     }
 
     /// Every model there is, by id.
@@ -58,18 +69,22 @@ impl Models {
         }
     }
 
-    fn rescan(&self) -> Arc<Vec<Found>> {
+    /// Every model there is now, whatever was listed a moment ago.
+    pub(crate) fn rescan(&self) -> Arc<Vec<Found>> {
         // What is configured by path comes first, then the folders in their order; the first of an id and
         // revision wins. A hub cache lists the revision of `main` first, which the stable sort keeps.
         let configured = self.settings.paths.iter().map(|(id, path)| Found {
             id: id.clone(),
             revision: String::new(),
+            refs: Vec::new(),
             path: path.clone(),
         });
-        let scanned = self.settings.folders.iter().flat_map(|folder| scan(folder));
+        let folders = self.settings.folders.iter().chain([&self.hub_cache]);
+        let scanned = folders.flat_map(|folder| scan(folder));
         let shipped = shipped_model().map(|path| Found {
             id: SHIPPED_ID.to_owned(),
             revision: String::new(),
+            refs: Vec::new(),
             path,
         });
         let mut found: Vec<Found> = Vec::new();
@@ -124,8 +139,8 @@ impl Models {
         } else {
             model.id.clone()
         };
-        let found = find(&self.list(), &id, &model.revision)
-            .or_else(|| find(&self.rescan(), &id, &model.revision))
+        let found = find_named(&self.list(), &id, &model.revision)
+            .or_else(|| find_named(&self.rescan(), &id, &model.revision))
             .ok_or_else(|| Error::ModelNotFound { id: id.clone() })?;
         let entry = Entry::new(found.id, found.revision, found.path, quantization);
         Ok(Arc::new(entry))
@@ -235,9 +250,20 @@ fn named_by_key<'a>(
     find(listing, name, revision).map(|_| Some((name, revision, formats)))
 }
 
+/// The same, where the name may say the revision: `owner/name@main`.
+fn find_named(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
+    let by_name = || {
+        let (name, named) = id.rsplit_once('@')?;
+        find(listing, name, named).filter(|found| found.revision.starts_with(revision))
+    };
+    find(listing, id, revision).or_else(by_name)
+}
+
 /// An id matches whole, or by its last part when only one model ends so.
 fn find(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
-    let fits = |m: &&Found| revision.is_empty() || m.revision.starts_with(revision);
+    let fits = |m: &&Found| {
+        revision.is_empty() || m.revision.starts_with(revision) || m.refs.iter().any(|name| name == revision)
+    };
     if let Some(found) = listing.iter().filter(fits).find(|m| m.id == id) {
         return Some(found.clone());
     }
@@ -251,13 +277,14 @@ fn find(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
     }
 }
 
-/// The model that ships in `demo/model`: beside the program, in the checkout that it was built in, or in the
-/// current folder.
+/// The model that ships in `demo/model`: beside the program, where it is installed to (`share/moored` of the same
+/// prefix), in the current folder, or in the checkout that it was built in.
 fn shipped_model() -> Option<PathBuf> {
     let program = std::env::current_exe().ok();
     let beside = program
         .iter()
-        .flat_map(|program| program.ancestors().skip(1).take(3).map(Path::to_owned));
+        .flat_map(|program| program.ancestors().skip(1).take(3))
+        .flat_map(|folder| [folder.to_owned(), folder.join("share/moored")]);
     let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     beside
         .chain(std::env::current_dir().ok())
@@ -277,6 +304,7 @@ fn scan(folder: &Path) -> Vec<Found> {
         found.push(Found {
             id: name,
             revision: String::new(),
+            refs: Vec::new(),
             path: folder.to_owned(),
         });
         return found;
@@ -292,12 +320,14 @@ fn scan(folder: &Path) -> Vec<Found> {
             found.push(Found {
                 id,
                 revision: String::new(),
+                refs: Vec::new(),
                 path: child,
             });
         } else if is_pipeline(&child) {
             found.push(Found {
                 id: name,
                 revision: String::new(),
+                refs: Vec::new(),
                 path: child,
             });
         } else if child.is_dir() {
@@ -311,6 +341,7 @@ fn scan(folder: &Path) -> Vec<Found> {
                 found.push(Found {
                     id: format!("{name}/{own}"),
                     revision: String::new(),
+                    refs: Vec::new(),
                     path: grandchild,
                 });
             }
@@ -340,10 +371,12 @@ fn children(folder: &Path) -> Vec<PathBuf> {
 
 /// The snapshots of a repository in a hub cache; the one that `main` points to, or the newest, comes first.
 fn hub_model(repository: &Path, id: &str) -> Vec<Found> {
-    let main = std::fs::read_to_string(repository.join("refs/main")).unwrap_or_default();
+    let refs = refs_of(&repository.join("refs"), "");
+    let main = refs.iter().find(|(name, _)| name == "main");
+    let main = main.map(|(_, commit)| commit.clone()).unwrap_or_default();
     let mut snapshots: Vec<PathBuf> = children(&repository.join("snapshots"))
         .into_iter()
-        .filter(|s| is_pipeline(s))
+        .filter(|s| hub::is_whole(s))
         .collect();
     let age = |path: &PathBuf| {
         let changed = path
@@ -352,173 +385,39 @@ fn hub_model(repository: &Path, id: &str) -> Vec<Found> {
             .unwrap_or(SystemTime::UNIX_EPOCH);
         SystemTime::now().duration_since(changed).unwrap_or_default()
     };
-    snapshots.sort_by_key(|path| (!path.ends_with(main.trim()), age(path)));
-    snapshots
-        .into_iter()
-        .map(|path| Found {
+    snapshots.sort_by_key(|path| (!path.ends_with(&main), age(path)));
+    let found = |path: PathBuf| {
+        let revision = path
+            .file_name()
+            .map(|n| n.to_string_lossy().into_owned())
+            .unwrap_or_default();
+        let named = refs.iter().filter(|(_, commit)| *commit == revision);
+        Found {
             id: id.to_owned(),
-            revision: path
-                .file_name()
-                .map(|n| n.to_string_lossy().into_owned())
-                .unwrap_or_default(),
+            refs: named.map(|(name, _)| name.clone()).collect(),
+            revision,
             path,
-        })
-        .collect()
+        }
+    };
+    snapshots.into_iter().map(found).collect()
+}
+
+/// Branches and tags of a repository in a hub cache, with their commits. A name may have slashes.
+fn refs_of(folder: &Path, prefix: &str) -> Vec<(String, String)> {
+    let mut refs = Vec::new();
+    for path in children(folder) {
+        let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
+            continue;
+        };
+        let name = format!("{prefix}{name}");
+        if path.is_dir() {
+            refs.extend(refs_of(&path, &format!("{name}/")));
+        } else if let Ok(commit) = std::fs::read_to_string(&path) {
+            refs.push((name, commit.trim().to_owned()));
+        }
+    }
+    refs
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::BTreeMap;
-
-    use super::*;
-
-    fn folder_with(files: &[&str]) -> tempfile::TempDir {
-        let folder = tempfile::tempdir().unwrap();
-        for file in files {
-            let path = folder.path().join(file);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, "{}").unwrap();
-        }
-        folder
-    }
-
-    fn models(folder: &Path) -> Models {
-        Models::new(Settings {
-            folders: vec![folder.to_owned()],
-            default: None,
-            paths: BTreeMap::new(),
-            settings: BTreeMap::new(),
-        })
-    }
-
-    fn reference(id: &str) -> v1::ModelRef {
-        v1::ModelRef {
-            id: id.to_owned(),
-            ..Default::default()
-        }
-    }
-
-    #[test]
-    fn folders_files_and_hub_caches_are_found() {
-        let folder = folder_with(&[
-            "plain/model_index.json",
-            "owner/name/model_index.json",
-            "single.safetensors",
-            "blocks.gguf",
-            "pickled.pth",
-            "owner/short.pt",
-            "quick.instant.json",
-            "models--me--mine/snapshots/abc/model_index.json",
-            "models--me--mine/snapshots/def/model_index.json",
-            "notes.txt",
-        ]);
-        std::fs::create_dir_all(folder.path().join("models--me--mine/refs")).unwrap();
-        std::fs::write(folder.path().join("models--me--mine/refs/main"), "def\n").unwrap();
-        let models = models(folder.path());
-        let single = ["single", "blocks", "pickled", "owner/short"];
-        for id in ["plain", "owner/name", "name", "quick", "me/mine"]
-            .into_iter()
-            .chain(single)
-        {
-            assert!(models.resolve(Some(&reference(id))).is_ok(), "{id}");
-        }
-        assert!(matches!(
-            models.resolve(Some(&reference("other"))),
-            Err(Error::ModelNotFound { .. })
-        ));
-    }
-
-    #[test]
-    fn a_revision_is_part_of_the_key() {
-        let folder = folder_with(&["models--me--mine/snapshots/abc/model_index.json"]);
-        let entry = models(folder.path())
-            .resolve(Some(&reference("me/mine")))
-            .unwrap();
-        assert_eq!(entry.key, "me/mine@abc+full");
-    }
-
-    #[test]
-    fn what_is_asked_for_is_part_of_the_key_or_refused() {
-        let folder = folder_with(&["plain/model_index.json"]);
-        let models = models(folder.path());
-        let mut asked = reference("plain");
-        asked.quantization = Some(v1::Quantization {
-            preset: "4-bit".to_owned(),
-            ..Default::default()
-        });
-        let entry = models.resolve(Some(&asked)).unwrap();
-        assert_eq!(entry.key, "plain+text_encoder_2=nf4,transformer=nf4");
-        asked.quantization = Some(v1::Quantization {
-            preset: "5-bit".to_owned(),
-            ..Default::default()
-        });
-        assert!(matches!(models.resolve(Some(&asked)), Err(Error::Invalid(_))));
-        asked.quantization = None;
-        asked.adapters.push(v1::Adapter::default());
-        assert!(matches!(
-            models.resolve(Some(&asked)),
-            Err(Error::NotBuilt { .. })
-        ));
-    }
-
-    #[test]
-    fn an_entry_is_named_by_its_key_too() {
-        let folder = folder_with(&[
-            "plain/model_index.json",
-            "a+b/model_index.json",
-            "at@home/model_index.json",
-            "models--me--mine/snapshots/abc/model_index.json",
-        ]);
-        let models = models(folder.path());
-        let key = |id: &str| {
-            models
-                .resolve(Some(&reference(id)))
-                .map(|entry| entry.key.clone())
-        };
-        for (id, means) in [
-            ("plain+full", "plain+full"),
-            ("plain+4-bit", "plain+text_encoder_2=nf4,transformer=nf4"),
-            (
-                "plain+8-bit,vae=nf4",
-                "plain+text_encoder_2=int8,transformer=int8,vae=nf4",
-            ),
-            ("plain+transformer=fp8", "plain+transformer=fp8"),
-            ("a+b", "a+b+full"),
-            ("a+b+vae=nf4", "a+b+vae=nf4"),
-            ("at@home+vae=nf4", "at@home+vae=nf4"),
-            ("me/mine@abc+vae=nf4", "me/mine@abc+vae=nf4"),
-            ("mine+full", "me/mine@abc+full"),
-        ] {
-            assert_eq!(key(id).unwrap(), means, "{id}");
-        }
-        for wrong in [
-            "plain+",
-            "plain+5-bit",
-            "plain+4-bit,8-bit",
-            "plain+vae=int7",
-            "plain+vae",
-        ] {
-            assert!(matches!(key(wrong), Err(Error::Invalid(_))), "{wrong}");
-        }
-        for missing in ["other+full", "me/mine@abd+full", "a+c"] {
-            assert!(
-                matches!(key(missing), Err(Error::ModelNotFound { .. })),
-                "{missing}"
-            );
-        }
-        let mut twice = reference("plain+4-bit");
-        twice.quantization = Some(v1::Quantization {
-            preset: "8-bit".to_owned(),
-            ..Default::default()
-        });
-        assert!(matches!(models.resolve(Some(&twice)), Err(Error::Invalid(_))));
-    }
-
-    #[test]
-    fn two_models_of_one_name_need_the_whole_id() {
-        let folder = folder_with(&["a/x/model_index.json", "b/x/model_index.json"]);
-        let models = models(folder.path());
-        assert!(models.resolve(Some(&reference("x"))).is_err());
-        assert!(models.resolve(Some(&reference("a/x"))).is_ok());
-    }
-}
+mod tests;

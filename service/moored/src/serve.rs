@@ -17,6 +17,7 @@ use tokio::time::Instant;
 
 use crate::config::{Cards, Config};
 use crate::grpc::{self, Service, Token};
+use crate::hub::{Hub, Pulls};
 use crate::locks::{LockError, Locks, worker_lock};
 use crate::models::Models;
 use crate::process::supervisor::{self, WorkerPids, WorkerSettings};
@@ -99,7 +100,8 @@ pub(crate) async fn run(
     let service = Service {
         queue: queue.clone(),
         library: library.clone(),
-        models: Arc::new(Models::new(config.models.clone())),
+        models: Arc::new(Models::new(config.models.clone(), config.hub.cache.clone())),
+        pulls: Pulls::new(Hub::new(config.hub.clone())),
         started: std::time::Instant::now(),
         max_message: config.service.max_message,
         policy,

@@ -348,6 +348,11 @@ pub trait Family: Send + Sync {
         &[]
     }
 
+    /// The folders of a pipeline in diffusers' layout that it reads; what is beside them it does not need.
+    fn folders(&self) -> &'static [&'static str] {
+        &[]
+    }
+
     /// Opens a folder or file if it is of this family; `None` if it is of another.
     ///
     /// # Errors
@@ -371,6 +376,17 @@ impl Catalogue {
         self.families.iter().map(|family| family.name())
     }
 
+    /// The classes of all families that a `model_index.json` may name.
+    pub fn pipelines(&self) -> impl Iterator<Item = &'static str> {
+        self.families.iter().flat_map(|f| f.pipelines()).copied()
+    }
+
+    /// The folders that a pipeline of this class is read from; `None`: it is of no family.
+    pub fn folders_of(&self, class: &str) -> Option<&'static [&'static str]> {
+        let family = self.families.iter().find(|f| f.pipelines().contains(&class));
+        family.map(|family| family.folders())
+    }
+
     /// Opens a checkpoint by its headers.
     ///
     /// # Errors
@@ -387,12 +403,7 @@ impl Catalogue {
                     "" => "no pipeline",
                     class => class,
                 };
-                let known: Vec<&str> = self
-                    .families
-                    .iter()
-                    .flat_map(|f| f.pipelines())
-                    .copied()
-                    .collect();
+                let known: Vec<&str> = self.pipelines().collect();
                 format!(
                     "its model_index.json names {found}, and what is supported is {}",
                     known.join(", ")

@@ -42,6 +42,11 @@ pub(super) enum Command {
     Status(Status),
     /// The models that can be named
     Models,
+    /// Fetch a model from the hub to this machine; what is here already is not fetched again
+    Pull {
+        /// OWNER/NAME, or OWNER/NAME@REVISION
+        model: String,
+    },
     /// Bring a model in, ahead of use
     Load(Load),
     /// Take a model out
@@ -103,6 +108,9 @@ pub(super) struct Generate {
     /// The model [default: the service's]
     #[arg(short, long, value_name = "ID")]
     pub(super) model: Option<String>,
+    /// Fetch the model from the hub if the service has not got it, without asking
+    #[arg(long)]
+    pub(super) pull: bool,
     #[command(flatten)]
     pub(super) formats: Formats,
     /// Where to write: a .png file, a folder, or - for standard output
@@ -250,6 +258,9 @@ pub(super) struct Load {
     /// Prove it: make the smallest picture and throw it away (--replace does so anyway)
     #[arg(long)]
     pub(super) prove: bool,
+    /// Fetch the model from the hub if the service has not got it, without asking
+    #[arg(long)]
+    pub(super) pull: bool,
     #[command(flatten)]
     pub(super) formats: Formats,
 }

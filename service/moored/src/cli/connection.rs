@@ -15,6 +15,7 @@ use super::CliError;
 use crate::config::Client;
 use crate::proto::v1;
 use crate::proto::v1::generation_client::GenerationClient;
+use crate::proto::v1::hub_client::HubClient;
 use crate::proto::v1::jobs_client::JobsClient;
 use crate::proto::v1::residency_client::ResidencyClient;
 use crate::proto::v1::server_client::ServerClient;
@@ -98,6 +99,10 @@ impl Connection {
             .max_encoding_message_size(MAX_MESSAGE_BYTES)
     }
 
+    pub(super) fn hub(&self) -> HubClient<Wire> {
+        HubClient::new(self.wire.clone())
+    }
+
     pub(super) fn jobs(&self) -> JobsClient<Wire> {
         JobsClient::new(self.wire.clone())
     }
@@ -122,6 +127,8 @@ pub(crate) struct Refusal {
     pub(super) message: String,
     /// The stable reason, or the gRPC code where there is none.
     pub(super) reason: String,
+    /// The model that is not there, where that is it.
+    pub(super) model: String,
     shortfall: Option<v1::MemoryShortfall>,
 }
 
@@ -130,6 +137,7 @@ impl Refusal {
         let mut refusal = Refusal {
             message: status.message().to_owned(),
             reason: format!("{:?}", status.code()).to_uppercase(),
+            model: String::new(),
             shortfall: None,
         };
         let details = pb::Status::decode(status.details()).unwrap_or_default().details;
@@ -137,6 +145,7 @@ impl Refusal {
             if any.type_url.ends_with("/google.rpc.ErrorInfo") {
                 if let Ok(info) = pb::ErrorInfo::decode(&any.value[..]) {
                     refusal.reason = info.reason;
+                    refusal.model = info.metadata.get("model").cloned().unwrap_or_default();
                 }
             } else if any.type_url.ends_with("/moored.v1.MemoryShortfall") {
                 refusal.shortfall = v1::MemoryShortfall::decode(&any.value[..]).ok();
@@ -158,7 +167,9 @@ impl Refusal {
             v1::Reason::MemoryTaken => "`moored status` shows who holds memory; --patience waits longer",
             v1::Reason::LatentNotFound => "latents expire; queue.latent_ttl keeps them longer",
             v1::Reason::WorkerDied => "the service's log has the worker's last words",
+            v1::Reason::DiskFull => "hub.cache, or HF_HUB_CACHE, names a folder on another disk",
             v1::Reason::Unspecified
+            | v1::Reason::PullFailed
             | v1::Reason::InvalidRequest
             | v1::Reason::ModelDamaged
             | v1::Reason::ModelUnsupported

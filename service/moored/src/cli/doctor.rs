@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use engine::Error;
 use engine::library::Library;
 use gpu::{CardKind, DeviceChoice, DeviceSpec};
 use residency::{Bytes, Policy};
@@ -196,7 +197,7 @@ fn state_folder(config: &Config) -> Finding {
 }
 
 async fn models(config: &Config) -> Vec<Finding> {
-    let models = Models::new(config.models.clone());
+    let models = Models::new(config.models.clone(), config.hub.cache.clone());
     let library = Arc::new(Library::new(pipelines::catalogue(), None));
     let choices = config.cards.devices.clone();
     let look = move || {
@@ -236,14 +237,16 @@ async fn models(config: &Config) -> Vec<Finding> {
                     }
                 }
                 Err(error) => Finding {
-                    well: false,
+                    // Other programs keep what they run in the hub cache: that is no fault.
+                    well: matches!(error, Error::ModelUnsupported(_)) && models.is_of_hub(model),
                     what: "model",
                     found: format!("{}: {error}", model.id),
                 },
             });
         }
         if findings.is_empty() {
-            let found = "none found: set models.folders".to_owned();
+            let found =
+                "none found: set models.folders, or fetch one with `moored pull OWNER/NAME`".to_owned();
             findings.push(Finding {
                 well: false,
                 what: "models",

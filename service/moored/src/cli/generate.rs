@@ -11,6 +11,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use super::arguments::{Formats, Generate, PriorityChoice};
 use super::connection::{Connection, when_of};
+use super::pull::WhenMissing;
 use super::show::Show;
 use super::{CliError, screen};
 use crate::config::Client;
@@ -38,7 +39,13 @@ pub(super) async fn run(client: &Client, options: Generate, json: bool) -> Resul
     } else {
         Show::new(json)
     };
-    let painted = paint(&connection, request, &mut show).await?;
+    let when_missing = WhenMissing {
+        pull: options.pull,
+        json: json && !to_stdout,
+    };
+    let model = request.model.clone();
+    let attempt = async || paint(&connection, request.clone(), &mut show).await;
+    let painted = when_missing.retry(&connection, model.as_ref(), attempt).await?;
     for (index, picture) in &painted.pictures {
         if to_stdout {
             std::io::stdout().write_all(picture)?;
@@ -64,12 +71,18 @@ pub(super) async fn plan(client: &Client, options: Generate, json: bool) -> Resu
         generate: Some(request_of(&options)?),
         card: options.card.clone().unwrap_or_default(),
     };
-    let plan = Connection::open(client)
-        .await?
-        .residency()
-        .plan(request)
-        .await?
-        .into_inner();
+    let connection = Connection::open(client).await?;
+    let when_missing = WhenMissing {
+        pull: options.pull,
+        json,
+    };
+    let model = request
+        .generate
+        .as_ref()
+        .and_then(|generate| generate.model.clone());
+    let attempt = async || Ok(connection.residency().plan(request.clone()).await?);
+    let plan = when_missing.retry(&connection, model.as_ref(), attempt).await?;
+    let plan = plan.into_inner();
     if json {
         return screen::json(&plan_json(&plan));
     }

@@ -7,6 +7,7 @@ mod demo;
 mod doctor;
 mod generate;
 mod picture;
+mod pull;
 mod reports;
 mod residency;
 mod screen;
@@ -46,6 +47,9 @@ pub(crate) enum CliError {
     /// The service said no.
     #[error("{0}")]
     Refused(Box<connection::Refusal>),
+    /// A model could not be pulled.
+    #[error(transparent)]
+    Pull(#[from] crate::hub::PullError),
     /// A file.
     #[error("{path}: {problem}")]
     File {
@@ -111,6 +115,7 @@ fn dispatch(arguments: Arguments) -> Result<(), CliError> {
             Command::Plan(options) => generate::plan(&config.client, options, json).await,
             Command::Status(options) => status::run(&config.client, options, json).await,
             Command::Models => residency::models(&config.client, json).await,
+            Command::Pull { model } => pull::run(config.hub, &model, json).await,
             Command::Load(options) => residency::load(&config.client, options, json).await,
             Command::Unload(options) => residency::unload(&config.client, options, json).await,
             Command::Pin(options) => residency::pin(&config.client, options, json).await,

@@ -9,6 +9,7 @@ use serde_json::json;
 
 use super::arguments::{Formats, Load, Pin, Unload};
 use super::connection::Connection;
+use super::pull::WhenMissing;
 use super::show::{Show, freed_json, kept_json};
 use super::{CliError, screen};
 use crate::config::Client;
@@ -36,7 +37,8 @@ pub(super) async fn models(client: &Client, json: bool) -> Result<(), CliError> 
     }
     if listed.is_empty() {
         return screen::text(
-            "no models: add a folder with `moored serve --models FOLDER` or in models.folders",
+            "no models: add a folder with `moored serve --models FOLDER` or in models.folders, or fetch one with `moored pull \
+             OWNER/NAME`",
         );
     }
     let rows = listed.into_iter().map(|model| {
@@ -109,7 +111,13 @@ pub(super) async fn load(client: &Client, options: Load, json: bool) -> Result<(
         prove: options.prove,
         options: None,
     };
-    let done = bring_in(&connection, request, json).await?;
+    let when_missing = WhenMissing {
+        pull: options.pull,
+        json,
+    };
+    let model = request.model.clone();
+    let attempt = async || bring_in(&connection, request.clone(), json).await;
+    let done = when_missing.retry(&connection, model.as_ref(), attempt).await?;
     if json {
         return Ok(());
     }

@@ -23,6 +23,12 @@ pub(super) fn note(text: &str) {
     eprintln!("{text}");
 }
 
+/// A question, on standard error; the answer is typed behind it.
+pub(super) fn ask(question: &str) -> Result<(), CliError> {
+    eprint!("{question}");
+    Ok(std::io::stderr().flush()?)
+}
+
 /// Rows under a heading; in a pipe, tabs between the columns.
 pub(super) fn table(heading: &[&str], rows: Vec<Vec<String>>) -> Result<(), CliError> {
     if !std::io::stdout().is_terminal() {
@@ -50,6 +56,8 @@ pub(super) fn fail(error: &CliError, as_json: bool) {
             CliError::Unreachable { .. } => "UNREACHABLE".to_owned(),
             CliError::Config(_) => "CONFIGURATION".to_owned(),
             CliError::Serve(_) => "SERVE".to_owned(),
+            CliError::Pull(crate::hub::PullError::DiskFull { .. }) => "DISK_FULL".to_owned(),
+            CliError::Pull(_) => "PULL_FAILED".to_owned(),
             CliError::File { .. } | CliError::Output(_) => "FILE".to_owned(),
             CliError::Usage(_) => "USAGE".to_owned(),
         };

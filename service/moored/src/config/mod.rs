@@ -1,6 +1,7 @@
 //! Configuration: the embedded defaults, then a file, then `MOORED_*`, then flags; read into meaningful
 //! types, with all mistakes reported at once. The only room that reads the environment.
 
+mod hub;
 mod reader;
 
 use std::collections::BTreeMap;
@@ -14,6 +15,7 @@ use gpu::{CardDescription, DeviceChoice, DeviceSpec, MemoryProfile, ProfileName}
 use residency::{Bytes, Policy};
 use serde::Deserialize;
 
+pub(crate) use hub::Hub;
 pub(crate) use reader::Mistakes;
 use reader::Reader;
 
@@ -25,6 +27,7 @@ pub(crate) const DEFAULTS: &str = include_str!("default.toml");
 pub(crate) struct Config {
     pub(crate) service: Service,
     pub(crate) models: Models,
+    pub(crate) hub: Hub,
     pub(crate) cards: Cards,
     pub(crate) queue: Queue,
     pub(crate) quantization: Quantization,
@@ -191,6 +194,7 @@ impl Config {
             paths: r.table("models.paths"),
             settings: r.table("models.settings"),
         };
+        let hub = Hub::read(&mut r);
         let cards = Cards {
             devices: r.parsed_list("cards.devices"),
             profile: r.choice("cards.profile", &profiles()),
@@ -252,6 +256,7 @@ impl Config {
         Ok(Config {
             service,
             models,
+            hub,
             cards,
             queue,
             quantization,

@@ -176,6 +176,11 @@ impl Reader {
         choices[0].1.clone()
     }
 
+    /// true or false.
+    pub(super) fn flag(&mut self, name: &'static str) -> bool {
+        self.value(name).unwrap_or_default()
+    }
+
     /// A table whose keys are the user's.
     pub(super) fn table<T: DeserializeOwned>(&mut self, name: &'static str) -> BTreeMap<String, T> {
         self.open_tables.push(name);

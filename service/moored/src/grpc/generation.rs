@@ -109,6 +109,14 @@ impl Generation for Service {
             .map_err(|e| status_of(&e))?;
         Ok(Response::new(latent_out(&info)))
     }
+
+    async fn release_latent(
+        &self,
+        request: Request<v1::ReleaseLatentRequest>,
+    ) -> Result<Response<v1::ReleaseLatentResponse>, Status> {
+        let released = self.queue.release_latent(&request.into_inner().latent_id).await;
+        Ok(Response::new(v1::ReleaseLatentResponse { released }))
+    }
 }
 
 /// A job that is ready to be queued, with what its stream will need.

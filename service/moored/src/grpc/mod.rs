@@ -6,6 +6,7 @@ mod caller;
 mod convert;
 mod generation;
 mod health;
+mod hub;
 mod jobs;
 mod latent_upload;
 mod residency;

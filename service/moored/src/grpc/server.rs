@@ -16,10 +16,12 @@ use tonic::{Request, Response, Status};
 use super::auth::Token;
 use super::health;
 use super::residency::kind_out;
+use crate::hub::Pulls;
 use crate::models::Models;
 use crate::process::supervisor::WorkerPids;
 use crate::proto::v1;
 use crate::proto::v1::generation_server::GenerationServer;
+use crate::proto::v1::hub_server::HubServer;
 use crate::proto::v1::jobs_server::JobsServer;
 use crate::proto::v1::residency_server::ResidencyServer;
 use crate::proto::v1::server_server::{Server, ServerServer};
@@ -35,6 +37,8 @@ const CAPABILITIES: [&str; 8] = [
     "reserve",
     "quantization",
 ];
+/// What is built, and may be switched off.
+const PULL: &str = "pull";
 /// What the API names and this build has not.
 const NOT_BUILT: [&str; 4] = ["adapters", "controlnet", "video", "audio"];
 /// HTTP/2 windows: a picture crosses without waiting for acknowledgements.
@@ -47,6 +51,7 @@ pub(crate) struct Service {
     pub(crate) queue: Queue,
     pub(crate) library: Arc<Library>,
     pub(crate) models: Arc<Models>,
+    pub(crate) pulls: Pulls,
     pub(crate) started: Instant,
     pub(crate) max_message: Bytes,
     pub(crate) policy: Policy,
@@ -131,6 +136,7 @@ pub(crate) async fn serve(
         .add_service(limited!(ResidencyServer))
         .add_service(limited!(JobsServer))
         .add_service(limited!(ServerServer))
+        .add_service(limited!(HubServer))
         .serve_with_incoming_shutdown(incoming, async move {
             let _ = stopped.wait_for(|stopped| *stopped).await; // a sender that is gone has stopped too
         })
@@ -150,7 +156,11 @@ impl Server for Service {
         let cards = self.cards();
         Ok(Response::new(v1::ServerInfo {
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            capabilities: CAPABILITIES.map(str::to_owned).to_vec(),
+            capabilities: CAPABILITIES
+                .into_iter()
+                .chain(self.pulls.hub().is_open().then_some(PULL))
+                .map(str::to_owned)
+                .collect(),
             not_built: NOT_BUILT.map(str::to_owned).to_vec(),
             cards: cards
                 .iter()

@@ -9,6 +9,7 @@ use tonic::{Code, Status};
 use tonic_types::pb;
 
 use super::convert::{fallback_out, holder_out};
+use crate::hub::{PullError, Reference};
 use crate::proto::v1;
 use crate::proto::v1::Reason;
 
@@ -23,7 +24,11 @@ const RETRY_CARD: Duration = Duration::from_secs(1);
 /// A domain error as gRPC tells it.
 pub(crate) fn status_of(error: &Error) -> Status {
     let (code, reason) = code_of(error);
-    let mut details = vec![error_info(reason)];
+    let mut details = vec![match error {
+        // By itself too, so that nobody need read it out of the sentence.
+        Error::ModelNotFound { id } => info_with(reason, [("model", cut(id, LONGEST_PROBLEM_CHARACTERS))]),
+        _ => error_info(reason),
+    }];
     match error {
         Error::Invalid(fields) => details.push(bad_request(fields)),
         Error::NeverFits(shortfall) | Error::OutOfMemory(shortfall) => details.push(memory(shortfall)),
@@ -48,7 +53,43 @@ pub(crate) fn status_of(error: &Error) -> Status {
         | Error::KeyReused(_)
         | Error::Internal(_) => {}
     }
-    with_details(code, &error.to_string(), details)
+    with_details(code, &words_of(error), details)
+}
+
+/// A pull that failed, as gRPC tells it.
+pub(crate) fn status_of_pull(error: &PullError) -> Status {
+    let (code, reason) = match error {
+        PullError::Name(_) => {
+            let problem = error.to_string();
+            return status_of(&invalid("id", problem));
+        }
+        PullError::ShuttingDown => return status_of(&Error::ShuttingDown),
+        PullError::NotAPipeline(_) => (Code::FailedPrecondition, Reason::ModelUnsupported),
+        PullError::DiskFull { .. } => (Code::ResourceExhausted, Reason::DiskFull),
+        PullError::NotAllowed { .. }
+        | PullError::Offline { .. }
+        | PullError::Unreachable { .. }
+        | PullError::NoSuchModel { .. }
+        | PullError::NoSuchRevision { .. }
+        | PullError::Gated { .. }
+        | PullError::TokenRefused { .. }
+        | PullError::Answer { .. }
+        | PullError::Checksum { .. }
+        | PullError::Cut { .. }
+        | PullError::Disk { .. } => (Code::FailedPrecondition, Reason::PullFailed),
+    };
+    with_details(code, &error.to_string(), vec![error_info(reason)])
+}
+
+/// An error in words. A model that is not here may be in a hub.
+fn words_of(error: &Error) -> String {
+    match error {
+        Error::ModelNotFound { id } => match Reference::of_entry(id) {
+            Some(model) => format!("{error}; if it is in a hub: `moored pull {model}`"),
+            None => error.to_string(),
+        },
+        error => error.to_string(),
+    }
 }
 
 /// A token that is missing or wrong.
@@ -139,10 +180,15 @@ fn any(name: &str, message: &impl prost::Message) -> Any {
 }
 
 fn error_info(reason: Reason) -> Any {
+    info_with(reason, [])
+}
+
+fn info_with<const N: usize>(reason: Reason, metadata: [(&str, String); N]) -> Any {
+    let metadata = metadata.into_iter().map(|(name, value)| (name.to_owned(), value));
     let info = pb::ErrorInfo {
         reason: reason.as_str_name().to_owned(),
         domain: DOMAIN.to_owned(),
-        metadata: std::collections::HashMap::new(),
+        metadata: metadata.collect(),
     };
     any("google.rpc.ErrorInfo", &info)
 }
@@ -223,6 +269,21 @@ mod tests {
             id: "x".repeat(100_000),
         });
         assert!(status.message().len() + status.details().len() * 4 / 3 < 8 << 10);
+    }
+
+    #[test]
+    fn a_model_that_is_not_here_may_be_pulled_if_a_hub_could_have_it() {
+        let said = |id: &str| {
+            status_of(&Error::ModelNotFound { id: id.to_owned() })
+                .message()
+                .to_owned()
+        };
+        assert!(
+            said("me/mine+4-bit").ends_with("`moored pull me/mine`"),
+            "{}",
+            said("me/mine+4-bit")
+        );
+        assert!(!said("mine").contains("pull"), "{}", said("mine"));
     }
 
     #[test]

@@ -23,6 +23,17 @@ use crate::files::{damaged, pipeline_class, read_json, unsupported};
 /// Pipelines whose checkpoints are run here.
 pub(super) const PIPELINES: [&str; 2] = ["FluxPipeline", "FluxImg2ImgPipeline"];
 
+/// The folders of such a pipeline.
+pub(super) const FOLDERS: [&str; 7] = [
+    "scheduler",
+    "text_encoder",
+    "text_encoder_2",
+    "tokenizer",
+    "tokenizer_2",
+    "transformer",
+    "vae",
+];
+
 /// What some single files put in front of every name of the transformer.
 const PREFIXES: [&str; 2] = ["", "model.diffusion_model."];
 

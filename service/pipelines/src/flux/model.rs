@@ -8,7 +8,7 @@ use residency::{Bytes, Component};
 use serde::Deserialize;
 
 use super::bounds::{PIXELS_PER_TOKEN, problems};
-use super::checkpoint::{PIPELINES, Recognised, config_of_single_file, recognise};
+use super::checkpoint::{FOLDERS, PIPELINES, Recognised, config_of_single_file, recognise};
 use super::clip::ClipConfig;
 use super::components::{
     ComponentFiles, Wanted, autoencoder_of_single_file, component_of_folder, transformer_of_folder,
@@ -44,6 +44,10 @@ impl Family for Flux {
 
     fn pipelines(&self) -> &'static [&'static str] {
         &PIPELINES
+    }
+
+    fn folders(&self) -> &'static [&'static str] {
+        &FOLDERS
     }
 
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {

@@ -1,0 +1,294 @@
+//! `moored pull`, and what is asked when a model is missing.
+
+use std::io::IsTerminal as _;
+use std::time::{Duration, Instant};
+
+use futures::StreamExt as _;
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::json;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+
+use super::connection::{Connection, Refusal};
+use super::{CliError, screen};
+use crate::config;
+use crate::hub::{Hub, Progress, Pulled, Reference};
+use crate::proto::v1;
+use crate::proto::v1::pull_event::Event;
+
+/// Least time between two lines in a pipe, and between two JSON lines.
+const LINE_INTERVAL: Duration = Duration::from_secs(5);
+const JSON_INTERVAL: Duration = Duration::from_millis(200);
+const BYTES: &str = "{msg:32!} {bar:30} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec} {eta}";
+
+/// Pulls into the hub cache of this machine; no service is needed.
+pub(super) async fn run(hub: config::Hub, model: &str, json: bool) -> Result<(), CliError> {
+    let model: Reference = model.parse()?;
+    let hub = Hub::new(hub);
+    let mut interrupted = signal(SignalKind::interrupt())?;
+    let (sender, mut progress) = watch::channel(Progress::default());
+    let pull = hub.pull(&model, sender);
+    tokio::pin!(pull);
+    let mut show = ShowPull::new(json);
+    let mut ticks = tokio::time::interval(JSON_INTERVAL);
+    let pulled = loop {
+        tokio::select! {
+            ended = &mut pull => break ended,
+            Ok(()) = progress.changed() => show.progress(out(&progress.borrow_and_update()))?,
+            _ = ticks.tick() => show.tick()?,
+            _ = interrupted.recv() => {
+                show.end();
+                return Err(CliError::Usage(format!(
+                    "interrupted; what has come stays, and `moored pull {model}` goes on from there"
+                )));
+            }
+        }
+    };
+    show.end();
+    let Pulled {
+        id,
+        revision,
+        bytes_total,
+        bytes_fetched,
+        path,
+    } = pulled?;
+    if json {
+        return screen::json(
+            &json!({"event": "pulled", "id": id, "revision": revision, "bytes_total": bytes_total,
+            "bytes_fetched": bytes_fetched, "path": path.display().to_string()}),
+        );
+    }
+    screen::note(&words(&id, &revision, bytes_total, bytes_fetched));
+    screen::text(&path.display().to_string())
+}
+
+/// How a missing model is come by.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct WhenMissing {
+    /// Without asking.
+    pub(super) pull: bool,
+    pub(super) json: bool,
+}
+
+impl WhenMissing {
+    /// Does something with a model; when the service has not got it, has it pulled there and does it again.
+    pub(super) async fn retry<T>(
+        self,
+        connection: &Connection,
+        model: Option<&v1::ModelRef>,
+        mut attempt: impl AsyncFnMut() -> Result<T, CliError>,
+    ) -> Result<T, CliError> {
+        let refused = match attempt().await {
+            Err(CliError::Refused(refused)) if refused.reason == v1::Reason::ModelNotFound.as_str_name() => {
+                refused
+            }
+            other => return other,
+        };
+        // Of a call that names several models, the one that is asked for here; without a name, the service's default.
+        let named = model.map_or("", |model| &model.id);
+        let missing = Some(&refused.model).filter(|missing| named.is_empty() || named == *missing);
+        let Some(model) = missing.and_then(|missing| Reference::of_entry(missing)) else {
+            return Err(CliError::Refused(refused));
+        };
+        if !self.is_wanted(connection, &model, &refused).await? {
+            return Err(CliError::Refused(refused));
+        }
+        by_service(connection, &model, self.json).await?;
+        attempt().await
+    }
+
+    async fn is_wanted(
+        self,
+        connection: &Connection,
+        model: &Reference,
+        refused: &Refusal,
+    ) -> Result<bool, CliError> {
+        if self.pull {
+            return Ok(true);
+        }
+        if self.json || !std::io::stdin().is_terminal() || !std::io::stderr().is_terminal() {
+            return Ok(false);
+        }
+        let plan = match connection.hub().plan_pull(request(model)).await {
+            Ok(plan) => plan.into_inner(),
+            Err(problem) => {
+                screen::note(&format!("{}; {}", refused.message, Refusal::of(&problem).message));
+                return Ok(false);
+            }
+        };
+        let size = decimal(plan.bytes_missing);
+        screen::ask(&format!("{model} is not here: {size} to pull. Pull it? [y/N] "))?;
+        let mut answer = String::new();
+        std::io::stdin().read_line(&mut answer)?;
+        Ok(["y", "yes"].contains(&answer.trim().to_lowercase().as_str()))
+    }
+}
+
+/// Has the service pull a model to where it runs. Ctrl-C leaves the pull, which ends it.
+async fn by_service(connection: &Connection, model: &Reference, json: bool) -> Result<(), CliError> {
+    let mut interrupted = signal(SignalKind::interrupt())?;
+    let mut events = connection.hub().pull_model(request(model)).await?.into_inner();
+    let mut show = ShowPull::new(json);
+    let mut ticks = tokio::time::interval(JSON_INTERVAL);
+    loop {
+        let event = tokio::select! {
+            event = events.next() => event,
+            _ = ticks.tick() => {
+                show.tick()?;
+                continue;
+            }
+            _ = interrupted.recv() => {
+                show.end();
+                return Err(CliError::Usage("cancelled".to_owned()));
+            }
+        };
+        let Some(event) = event else { break };
+        match event.inspect_err(|_| show.end())?.event {
+            Some(Event::Progress(progress)) => show.progress(progress)?,
+            Some(Event::Pulled(pulled)) => {
+                show.end();
+                if json {
+                    screen::json(
+                        &json!({"event": "pulled", "id": pulled.id, "revision": pulled.revision,
+                        "bytes_total": pulled.bytes_total, "bytes_fetched": pulled.bytes_fetched}),
+                    )?;
+                } else {
+                    let (total, fetched) = (pulled.bytes_total, pulled.bytes_fetched);
+                    screen::note(&words(&pulled.id, &pulled.revision, total, fetched));
+                }
+            }
+            None => {}
+        }
+    }
+    show.end();
+    Ok(())
+}
+
+fn request(model: &Reference) -> v1::PullModelRequest {
+    v1::PullModelRequest {
+        id: model.id.clone(),
+        revision: model.revision.clone(),
+    }
+}
+
+fn out(progress: &Progress) -> v1::PullProgress {
+    v1::PullProgress {
+        bytes_done: progress.bytes_done,
+        bytes_total: progress.bytes_total,
+        files_done: progress.files_done,
+        files_total: progress.files_total,
+        file: progress.file.clone(),
+    }
+}
+
+fn words(id: &str, revision: &str, total: u64, fetched: u64) -> String {
+    let short = revision.get(..8).unwrap_or(revision);
+    match fetched {
+        0 => format!("{id} at {short} was here already, {}", decimal(total)),
+        fetched => format!(
+            "{id} at {short} is here: {}, of which {} were fetched",
+            decimal(total),
+            decimal(fetched)
+        ),
+    }
+}
+
+/// As downloads are sized everywhere: in powers of ten.
+fn decimal(bytes: u64) -> String {
+    bytesize::ByteSize(bytes).display().si().to_string()
+}
+
+/// A pull as a person or a script wants to see it.
+struct ShowPull {
+    json: bool,
+    bar: Option<ProgressBar>,
+    latest: Option<v1::PullProgress>,
+    told: Option<Instant>,
+}
+
+impl ShowPull {
+    fn new(json: bool) -> ShowPull {
+        let in_terminal = !json && std::io::stderr().is_terminal();
+        ShowPull {
+            json,
+            bar: in_terminal.then(|| {
+                let bar = ProgressBar::new(0);
+                if let Ok(style) = ProgressStyle::with_template("{msg} {spinner}") {
+                    bar.set_style(style);
+                }
+                bar.set_message("asking the hub");
+                bar
+            }),
+            latest: None,
+            told: None,
+        }
+    }
+
+    fn progress(&mut self, progress: v1::PullProgress) -> Result<(), CliError> {
+        if progress.bytes_total == 0 {
+            return Ok(());
+        }
+        if let Some(bar) = &self.bar {
+            if bar.length() != Some(progress.bytes_total)
+                && let Ok(style) = ProgressStyle::with_template(BYTES)
+            {
+                bar.set_style(style.progress_chars("█▉▊▋▌▍▎▏ "));
+                bar.set_message("");
+            }
+            bar.set_length(progress.bytes_total);
+            bar.set_position(progress.bytes_done);
+            if !progress.file.is_empty() {
+                bar.set_message(progress.file);
+            }
+            return Ok(());
+        }
+        self.latest = Some(progress);
+        self.tick()
+    }
+
+    /// Says what is the latest, if it is time for it.
+    fn tick(&mut self) -> Result<(), CliError> {
+        if let Some(bar) = &self.bar {
+            bar.tick(); // what came faster than it draws
+        }
+        let interval = if self.json { JSON_INTERVAL } else { LINE_INTERVAL };
+        if self.told.is_some_and(|told| told.elapsed() < interval) {
+            return Ok(());
+        }
+        let Some(progress) = self.latest.take() else {
+            return Ok(());
+        };
+        self.told = Some(Instant::now());
+        let (done, total) = (progress.bytes_done, progress.bytes_total);
+        if self.json {
+            return screen::json(
+                &json!({"event": "pulling", "bytes_done": done, "bytes_total": total,
+                "files_done": progress.files_done, "files_total": progress.files_total, "file": progress.file}),
+            );
+        }
+        screen::note(&format!(
+            "pulled {} of {}, {} of {} files",
+            decimal(done),
+            decimal(total),
+            progress.files_done,
+            progress.files_total
+        ));
+        Ok(())
+    }
+
+    fn end(&mut self) {
+        if let Some(bar) = self.bar.take() {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_those_that_hubs_show() {
+        assert_eq!(decimal(23_800_000_000), "23.8 GB");
+    }
+}

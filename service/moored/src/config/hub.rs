@@ -1,0 +1,177 @@
+//! `[hub]`, and the variables that programs which share a hub cache agree on.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use super::reader::Reader;
+
+/// The hub where nobody names another.
+const ENDPOINT: &str = "https://huggingface.co";
+
+/// `[hub]`.
+#[derive(Clone, Debug)]
+pub(crate) struct Hub {
+    /// Without a slash at its end.
+    pub(crate) endpoint: String,
+    pub(crate) cache: PathBuf,
+    /// Whether clients may ask for a pull.
+    pub(crate) pull: bool,
+    pub(crate) token: Token,
+    /// Nothing is fetched.
+    pub(crate) offline: bool,
+}
+
+/// Where the hub's token comes from. It is read anew for each pull, so that a login needs no restart, and never shown.
+#[derive(Clone)]
+pub(crate) struct Token {
+    given: Option<String>,
+    file: Option<PathBuf>,
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Token")
+            .field("given", &self.given.is_some())
+            .field("file", &self.file)
+            .finish()
+    }
+}
+
+impl Token {
+    /// The token, if there is one.
+    pub(crate) fn read(&self) -> Option<String> {
+        let from_file = || std::fs::read_to_string(self.file.as_ref()?).ok();
+        let token = self.given.clone().or_else(from_file)?.trim().to_owned();
+        Some(token).filter(|token| !token.is_empty())
+    }
+}
+
+impl Hub {
+    pub(super) fn read(r: &mut Reader) -> Hub {
+        Hub::of(
+            r.optional_text("hub.endpoint"),
+            r.optional_path("hub.cache"),
+            r.flag("hub.pull"),
+            |name| std::env::var(name).ok(),
+        )
+    }
+
+    fn of(
+        endpoint: Option<String>,
+        cache: Option<PathBuf>,
+        pull: bool,
+        variable: impl Fn(&str) -> Option<String>,
+    ) -> Hub {
+        let variable = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
+        let user = variable("HOME").map(PathBuf::from);
+        // As the other programs read them, since a shell does not where a variable is set by a file.
+        let path = |name: &str| {
+            let text = variable(name)?;
+            match (text.strip_prefix('~'), &user) {
+                (Some(""), Some(user)) => Some(user.clone()),
+                (Some(rest), Some(user)) if rest.starts_with('/') => {
+                    Some(user.join(rest.trim_start_matches('/')))
+                }
+                _ => Some(PathBuf::from(text)),
+            }
+        };
+        let is_on = |name: &str| {
+            variable(name).is_some_and(|value| {
+                ["1", "true", "yes", "on"].contains(&value.trim().to_ascii_lowercase().as_str())
+            })
+        };
+        let own_folder = || {
+            let users = path("XDG_CACHE_HOME").or_else(|| user.as_ref().map(|home| home.join(".cache")));
+            users.unwrap_or_else(std::env::temp_dir).join("huggingface")
+        };
+        let home = path("HF_HOME").unwrap_or_else(own_folder);
+        let endpoint = endpoint
+            .or_else(|| variable("HF_ENDPOINT"))
+            .unwrap_or_else(|| ENDPOINT.to_owned());
+        let implicit = !is_on("HF_HUB_DISABLE_IMPLICIT_TOKEN");
+        Hub {
+            endpoint: endpoint.trim().trim_end_matches('/').to_owned(),
+            cache: cache
+                .or_else(|| path("HF_HUB_CACHE"))
+                .or_else(|| path("HUGGINGFACE_HUB_CACHE")) // as it was called before
+                .unwrap_or_else(|| home.join("hub")),
+            pull,
+            token: Token {
+                given: variable("HF_TOKEN")
+                    .or_else(|| variable("HUGGING_FACE_HUB_TOKEN"))
+                    .filter(|_| implicit),
+                file: implicit.then(|| path("HF_TOKEN_PATH").unwrap_or_else(|| home.join("token"))),
+            },
+            offline: is_on("HF_HUB_OFFLINE") || is_on("TRANSFORMERS_OFFLINE"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hub(variables: &[(&str, &str)]) -> Hub {
+        Hub::of(None, None, true, |name| {
+            let found = variables.iter().find(|(known, _)| *known == name);
+            found.map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    #[test]
+    fn the_cache_is_where_other_programs_have_it() {
+        let cache = |variables: &[(&str, &str)]| hub(variables).cache;
+        assert_eq!(
+            cache(&[("HOME", "/me")]),
+            PathBuf::from("/me/.cache/huggingface/hub")
+        );
+        let mut variables = vec![("HOME", "/me"), ("XDG_CACHE_HOME", "/big")];
+        assert_eq!(cache(&variables), PathBuf::from("/big/huggingface/hub"));
+        variables.push(("HF_HOME", "/hf"));
+        assert_eq!(cache(&variables), PathBuf::from("/hf/hub"));
+        variables.push(("HF_HUB_CACHE", "/models"));
+        assert_eq!(cache(&variables), PathBuf::from("/models"));
+        let set = Hub::of(None, Some("/set".into()), true, |_| Some("/models".to_owned()));
+        assert_eq!(set.cache, PathBuf::from("/set"));
+    }
+
+    #[test]
+    fn a_tilde_is_the_home_of_the_user() {
+        let cache = |home: &str| hub(&[("HOME", "/me"), ("HF_HOME", home)]).cache;
+        assert_eq!(cache("~/models"), PathBuf::from("/me/models/hub"));
+        assert_eq!(cache("~"), PathBuf::from("/me/hub"));
+        assert_eq!(cache("/a/~b"), PathBuf::from("/a/~b/hub"));
+        let token = hub(&[("HOME", "/me"), ("HF_TOKEN_PATH", "~/token")]).token;
+        assert_eq!(token.file, Some(PathBuf::from("/me/token")));
+    }
+
+    #[test]
+    fn the_token_is_found_and_never_shown() {
+        let folder = tempfile::tempdir().unwrap();
+        let home = folder.path().to_str().unwrap();
+        std::fs::write(folder.path().join("token"), "from-home\n").unwrap();
+        std::fs::write(folder.path().join("other"), "from-path\n").unwrap();
+        let other = folder.path().join("other");
+        let mut variables = vec![("HF_HOME", home)];
+        assert_eq!(hub(&variables).token.read().unwrap(), "from-home");
+        variables.push(("HF_TOKEN_PATH", other.to_str().unwrap()));
+        assert_eq!(hub(&variables).token.read().unwrap(), "from-path");
+        variables.push(("HF_TOKEN", "given"));
+        let given = hub(&variables);
+        assert_eq!(given.token.read().unwrap(), "given");
+        assert!(!format!("{given:?}").contains("given\""), "{given:?}");
+        variables.push(("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1"));
+        assert_eq!(hub(&variables).token.read(), None);
+    }
+
+    #[test]
+    fn the_endpoint_and_being_offline_can_be_set() {
+        assert_eq!(hub(&[]).endpoint, ENDPOINT);
+        assert_eq!(
+            hub(&[("HF_ENDPOINT", "http://mirror/")]).endpoint,
+            "http://mirror"
+        );
+        assert!(!hub(&[("HF_HUB_OFFLINE", "0")]).offline);
+        assert!(hub(&[("HF_HUB_OFFLINE", "1")]).offline);
+    }
+}

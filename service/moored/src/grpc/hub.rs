@@ -1,0 +1,109 @@
+//! `moored.v1.Hub`.
+
+use std::pin::Pin;
+use std::time::Duration;
+
+use futures::Stream;
+use tonic::{Request, Response, Status};
+
+use super::server::Service;
+use super::status::status_of_pull;
+use crate::hub::{News, Progress, PullError, Pulled, Reference};
+use crate::proto::v1;
+use crate::proto::v1::hub_server::Hub;
+use crate::proto::v1::pull_event::Event;
+
+/// Least time between two progresses of one listener.
+const INTERVAL: Duration = Duration::from_millis(100);
+
+#[tonic::async_trait]
+impl Hub for Service {
+    async fn plan_pull(
+        &self,
+        request: Request<v1::PullModelRequest>,
+    ) -> Result<Response<v1::PullPlan>, Status> {
+        let asked = self.pullable(&request.into_inner());
+        let model = asked.map_err(|problem| status_of_pull(&problem))?;
+        let plan = self.pulls.hub().plan(&model).await;
+        let plan = plan.map_err(|problem| status_of_pull(&problem))?;
+        Ok(Response::new(v1::PullPlan {
+            id: model.id,
+            revision: plan.revision,
+            bytes_total: plan.bytes_total,
+            bytes_missing: plan.bytes_missing,
+            files_total: plan.files_total,
+        }))
+    }
+
+    type PullModelStream = Pin<Box<dyn Stream<Item = Result<v1::PullEvent, Status>> + Send>>;
+
+    async fn pull_model(
+        &self,
+        request: Request<v1::PullModelRequest>,
+    ) -> Result<Response<Self::PullModelStream>, Status> {
+        let asked = self.pullable(&request.into_inner());
+        let model = asked.map_err(|problem| status_of_pull(&problem))?;
+        let mut pull = self.pulls.join(model);
+        let (models, mut stopping) = (self.models.clone(), self.stopping.clone());
+        Ok(Response::new(Box::pin(async_stream::try_stream! {
+            // Begun, before there is anything to count: whoever joins hears of it at once.
+            yield event(progress_out(Progress::default()));
+            loop {
+                let news = tokio::select! {
+                    news = pull.next() => news,
+                    _ = stopping.wait_for(|stopping| *stopping) => News::End(Err(PullError::ShuttingDown)),
+                };
+                match news {
+                    News::Progress(progress) => yield event(progress_out(progress)),
+                    News::End(Ok(pulled)) => {
+                        // It can be named from now on, and is listed.
+                        let looked = tokio::task::spawn_blocking(move || drop(models.rescan())).await;
+                        if let Err(panic) = looked {
+                            tracing::warn!(%panic, "models could not be looked for");
+                        }
+                        yield event(pulled_out(pulled));
+                        return;
+                    }
+                    News::End(Err(problem)) => Err(status_of_pull(&problem))?,
+                }
+                tokio::time::sleep(INTERVAL).await;
+            }
+        })))
+    }
+}
+
+impl Service {
+    /// What is asked for, where clients may ask.
+    fn pullable(&self, request: &v1::PullModelRequest) -> Result<Reference, PullError> {
+        let model = Reference::new(&request.id, &request.revision)?;
+        if self.pulls.hub().is_open() {
+            return Ok(model);
+        }
+        Err(PullError::NotAllowed {
+            id: model.to_string(),
+        })
+    }
+}
+
+fn event(event: Event) -> v1::PullEvent {
+    v1::PullEvent { event: Some(event) }
+}
+
+fn progress_out(progress: Progress) -> Event {
+    Event::Progress(v1::PullProgress {
+        bytes_done: progress.bytes_done,
+        bytes_total: progress.bytes_total,
+        files_done: progress.files_done,
+        files_total: progress.files_total,
+        file: progress.file,
+    })
+}
+
+fn pulled_out(pulled: Pulled) -> Event {
+    Event::Pulled(v1::PulledModel {
+        id: pulled.id,
+        revision: pulled.revision,
+        bytes_total: pulled.bytes_total,
+        bytes_fetched: pulled.bytes_fetched,
+    })
+}

@@ -1,0 +1,235 @@
+//! The hub cache as the other programs that share it have it: contents in `blobs/`, by name; `snapshots/COMMIT/` with links
+//! to them; branches and tags in `refs/`; locks in `.locks/`.
+
+use std::fs::File;
+use std::io::ErrorKind;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use hf_hub::{Cache, CacheRepo};
+use residency::Bytes;
+
+use super::PullError;
+use super::checksum::Oid;
+use super::listing::repo;
+use super::reference::{Reference, is_commit};
+use super::selection::INDEX;
+
+/// How often a lock that another program has is tried.
+const LOCK_POLL: Duration = Duration::from_millis(200);
+/// What is left free on the disk.
+const MARGIN: Bytes = Bytes::mib(256);
+
+/// One model in the cache.
+pub(super) struct ModelCache {
+    root: PathBuf,
+    /// `models--owner--name`.
+    folder_name: String,
+    model: Reference,
+    /// What hf-hub knows of the layout.
+    layout: CacheRepo,
+}
+
+/// The lock of a content; dropping it gives it up.
+pub(super) struct Lock {
+    _file: File,
+}
+
+impl ModelCache {
+    pub(super) fn new(root: &Path, model: &Reference) -> ModelCache {
+        ModelCache {
+            root: root.to_owned(),
+            folder_name: repo(&model.id, &model.revision).folder_name(),
+            model: model.clone(),
+            layout: Cache::new(root.to_owned()).repo(repo(&model.id, &model.revision)),
+        }
+    }
+
+    /// Where a content is, or will be.
+    pub(super) fn blob(&self, oid: &Oid) -> PathBuf {
+        self.layout.blob_path(oid.name())
+    }
+
+    /// Where it is while it comes.
+    pub(super) fn partial(&self, oid: &Oid) -> PathBuf {
+        self.layout.blob_path(&format!("{}.incomplete", oid.name()))
+    }
+
+    pub(super) fn snapshot(&self, commit: &str) -> PathBuf {
+        self.layout.pointer_path(commit)
+    }
+
+    /// Whether a content is here, whole. It came under its checksum: its size says enough.
+    pub(super) fn has(&self, oid: &Oid, size: u64) -> bool {
+        length(&self.blob(oid)) == Some(size)
+    }
+
+    /// Bytes of it that are here already.
+    pub(super) fn bytes_of_partial(&self, oid: &Oid, size: u64) -> u64 {
+        length(&self.partial(oid))
+            .filter(|length| *length <= size)
+            .unwrap_or(0)
+    }
+
+    /// The commit that the revision stands for here, if it is known.
+    pub(super) fn commit(&self) -> Option<String> {
+        if self.model.is_commit() {
+            return Some(self.model.revision.clone());
+        }
+        let refs = self.root.join(&self.folder_name).join("refs");
+        let commit = std::fs::read_to_string(refs.join(&self.model.revision)).ok()?;
+        Some(commit.trim().to_owned()).filter(|commit| is_commit(commit))
+    }
+
+    /// Waits for its turn at a content, in this program and in others.
+    pub(super) async fn lock(&self, oid: &Oid) -> Result<Lock, PullError> {
+        let folder = self.root.join(".locks").join(&self.folder_name);
+        let path = folder.join(format!("{}.lock", oid.name()));
+        create_folder(&folder)?;
+        loop {
+            let file = File::create(&path).map_err(|problem| failed(&path, &problem))?;
+            match file.try_lock() {
+                // Some programs remove a lock when they give it up: what is locked then is nobody else's lock.
+                Ok(()) if file.metadata().is_ok_and(|locked| locked.nlink() > 0) => {
+                    return Ok(Lock { _file: file });
+                }
+                Ok(()) => {}
+                Err(std::fs::TryLockError::WouldBlock) => tokio::time::sleep(LOCK_POLL).await,
+                Err(std::fs::TryLockError::Error(problem)) => return Err(failed(&path, &problem)),
+            }
+        }
+    }
+
+    /// Refuses what would not fit.
+    pub(super) fn check_room(&self, bytes: u64) -> Result<(), PullError> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        create_folder(&self.root)?;
+        let free = fs4::available_space(&self.root).map_err(|problem| failed(&self.root, &problem))?;
+        let needed = Bytes(bytes.saturating_add(MARGIN.0));
+        if needed.0 <= free {
+            return Ok(());
+        }
+        Err(PullError::DiskFull {
+            needed,
+            free: Bytes(free),
+            folder: self.root.display().to_string(),
+        })
+    }
+
+    /// Makes the snapshot of a commit whole, whose contents are all here. What makes it a pipeline comes last: nobody sees
+    /// half of one.
+    pub(super) fn link<'a>(
+        &self,
+        commit: &str,
+        files: impl Iterator<Item = (&'a str, &'a Oid)>,
+    ) -> Result<PathBuf, PullError> {
+        let snapshot = self.snapshot(commit);
+        let (last, first): (Vec<_>, Vec<_>) = files.partition(|(path, _)| *path == INDEX);
+        for (path, oid) in first.into_iter().chain(last) {
+            let link = snapshot.join(path);
+            create_folder(link.parent().unwrap_or(&snapshot))?;
+            let up = "../".repeat(path.split('/').count() + 1);
+            let target = PathBuf::from(format!("{up}blobs/{}", oid.name()));
+            make_link(&target, &link).map_err(|problem| failed(&link, &problem))?;
+        }
+        // What is right already is left as it is: others may be reading it, and the cache may not be ours to write.
+        if !self.model.is_commit() && self.commit().as_deref() != Some(commit) {
+            let named = self.layout.create_ref(commit);
+            named.map_err(|problem| failed(&snapshot, &problem))?;
+        }
+        Ok(snapshot)
+    }
+}
+
+/// The files of a snapshot that are here, with their folders.
+pub(super) fn files_of(snapshot: &Path) -> Vec<String> {
+    let mut files = Vec::new();
+    for path in children(snapshot) {
+        let inside = if path.is_dir() {
+            children(&path)
+        } else {
+            vec![path]
+        };
+        let whole = inside.iter().filter(|path| path.is_file());
+        files.extend(whole.filter_map(|path| {
+            let relative = path.strip_prefix(snapshot).ok()?;
+            relative.to_str().map(str::to_owned)
+        }));
+    }
+    files
+}
+
+/// A link in place of whatever is there; two that make the same one do no harm.
+fn make_link(target: &Path, link: &Path) -> std::io::Result<()> {
+    if std::fs::read_link(link).is_ok_and(|there| there == target) {
+        return Ok(());
+    }
+    let beside = link.with_extension(format!("{}.link", uuid::Uuid::new_v4().simple()));
+    std::os::unix::fs::symlink(target, &beside)?;
+    std::fs::rename(&beside, link)
+}
+
+fn length(path: &Path) -> Option<u64> {
+    path.metadata()
+        .ok()
+        .filter(std::fs::Metadata::is_file)
+        .map(|found| found.len())
+}
+
+fn children(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten();
+    entries.flatten().map(|entry| entry.path()).collect()
+}
+
+pub(super) fn create_folder(folder: &Path) -> Result<(), PullError> {
+    std::fs::create_dir_all(folder).map_err(|problem| failed(folder, &problem))
+}
+
+/// What the disk said, of a file or folder in the cache.
+pub(super) fn failed(path: &Path, problem: &std::io::Error) -> PullError {
+    failed_at(path, problem, 0)
+}
+
+/// The same while so many bytes were still to come.
+pub(super) fn failed_at(path: &Path, problem: &std::io::Error, left: u64) -> PullError {
+    match problem.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => PullError::DiskFull {
+            needed: Bytes(left.saturating_add(MARGIN.0)),
+            free: Bytes(fs4::available_space(path).unwrap_or(0)),
+            folder: path.parent().unwrap_or(path).display().to_string(),
+        },
+        _ => PullError::Disk {
+            path: path.display().to_string(),
+            problem: problem.to_string(),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_lock_that_is_removed_when_it_is_given_up_is_no_lock() {
+        let root = tempfile::tempdir().unwrap();
+        let cache = ModelCache::new(root.path(), &"me/mine".parse().unwrap());
+        let oid = Oid::git_blob("b6fc4c620b67d95f953a5c1c1230aaab5db5a1b0").unwrap();
+        let path = root
+            .path()
+            .join(".locks/models--me--mine")
+            .join(format!("{}.lock", oid.name()));
+        let others = cache.lock(&oid).await.unwrap();
+        let waiting = cache.lock(&oid);
+        tokio::pin!(waiting);
+        // Once: it has found the lock taken.
+        assert!(futures::poll!(&mut waiting).is_pending());
+        std::fs::remove_file(&path).unwrap();
+        drop(others);
+        let _ours = waiting.await.unwrap();
+        let there = File::open(&path).expect("what is locked has a name");
+        assert!(there.try_lock().is_err(), "nobody else gets it");
+    }
+}

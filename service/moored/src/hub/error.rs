@@ -1,0 +1,157 @@
+//! Why a model could not be pulled: one plain sentence each, with what to do.
+
+use residency::Bytes;
+
+/// `Clone`, since all who joined a pull hear of its end.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum PullError {
+    /// Not `owner/name`.
+    #[error("{0:?} names no model of a hub: write owner/name, or owner/name@revision")]
+    Name(String),
+    /// The configuration says no.
+    #[error("this service pulls no models for its clients (hub.pull): run `moored pull {id}` on its machine")]
+    NotAllowed {
+        /// What was asked for.
+        id: String,
+    },
+    /// Nothing may be fetched, and something is missing.
+    #[error("HF_HUB_OFFLINE is set, and {id} is not whole in {cache}: {} missing", list(.missing))]
+    Offline {
+        /// The model.
+        id: String,
+        /// Where it was looked for.
+        cache: String,
+        /// What is not there.
+        missing: Vec<String>,
+    },
+    /// No hub.
+    #[error("{endpoint} cannot be reached: {problem}; try again, or name another hub by HF_ENDPOINT")]
+    Unreachable {
+        /// The hub.
+        endpoint: String,
+        /// Why not.
+        problem: String,
+    },
+    /// The hub does not know it, or does not show it to everybody: it does not say which.
+    #[error(
+        "{endpoint} has no model {id} that it shows {}",
+        if *.anonymous { "without a token: check the name, and if it is private set HF_TOKEN" }
+        else { "with this token: check the name, and that the token may read it" }
+    )]
+    NoSuchModel {
+        /// The hub.
+        endpoint: String,
+        /// The model.
+        id: String,
+        /// Whether it was asked without a token.
+        anonymous: bool,
+    },
+    /// No such branch, tag or commit.
+    #[error("{id} has no revision {revision}: name a branch, a tag or a whole commit")]
+    NoSuchRevision {
+        /// The model.
+        id: String,
+        /// What it has not.
+        revision: String,
+    },
+    /// Its owner's terms come first.
+    #[error(
+        "{id} is gated: accept its terms at {endpoint}/{id}, then {}",
+        if *.anonymous { "log in with `hf auth login`, or set HF_TOKEN" }
+        else { "pull again; the token in use must be of the account that accepted them" }
+    )]
+    Gated {
+        /// The hub.
+        endpoint: String,
+        /// The model.
+        id: String,
+        /// Whether it was asked without a token.
+        anonymous: bool,
+    },
+    /// A token that is wrong, or has expired.
+    #[error(
+        "{endpoint} refuses the token: set HF_TOKEN to another, or log in anew with `hf auth login`; a public model \
+         needs none"
+    )]
+    TokenRefused {
+        /// The hub.
+        endpoint: String,
+    },
+    /// Nothing that could be run here.
+    #[error("{0}")]
+    NotAPipeline(String),
+    /// The hub said something else.
+    #[error("{endpoint} answered {problem}; try again in a while")]
+    Answer {
+        /// The hub.
+        endpoint: String,
+        /// What it said.
+        problem: String,
+    },
+    /// What came is not what was announced.
+    #[error(
+        "{file} came with another checksum than the hub announces, twice: what came was thrown away; try again"
+    )]
+    Checksum {
+        /// Which file.
+        file: String,
+    },
+    /// The connection broke, over and over.
+    #[error("{file} stopped coming: {problem}; the same pull goes on where this one ended")]
+    Cut {
+        /// Which file.
+        file: String,
+        /// How.
+        problem: String,
+    },
+    /// Not enough room.
+    #[error(
+        "{needed} are needed in {folder}, and {free} are free: make room, or name another folder by hub.cache or \
+         HF_HUB_CACHE"
+    )]
+    DiskFull {
+        /// What is missing of the model, and a margin.
+        needed: Bytes,
+        /// What the disk has.
+        free: Bytes,
+        /// The hub cache.
+        folder: String,
+    },
+    /// The cache cannot be written.
+    #[error("{path}: {problem}; hub.cache or HF_HUB_CACHE names another folder")]
+    Disk {
+        /// What.
+        path: String,
+        /// Why not.
+        problem: String,
+    },
+    /// The service goes down.
+    #[error("the service is shutting down; the same pull goes on where this one ended")]
+    ShuttingDown,
+}
+
+/// Most characters of somebody else's words in a sentence of ours.
+const MOST_SHOWN: usize = 200;
+
+/// What a hub said, fit for a terminal and a log: nothing that moves a cursor, and not without end.
+pub(super) fn shown(said: &str) -> String {
+    let plain = said.chars().filter(|character| !character.is_control());
+    let mut shown: String = plain.clone().take(MOST_SHOWN).collect();
+    if plain.count() > MOST_SHOWN {
+        shown.push('\u{2026}');
+    }
+    shown
+}
+
+/// How many names a sentence lists.
+const MOST_LISTED: usize = 5;
+
+pub(super) fn list(names: &[String]) -> String {
+    let more = names.len().saturating_sub(MOST_LISTED);
+    let listed = names[..names.len() - more].join(", ");
+    let is = if names.len() == 1 { "is" } else { "are" };
+    match more {
+        0 => format!("{listed} {is}"),
+        more => format!("{listed} and {more} more are"),
+    }
+}

@@ -1,0 +1,287 @@
+//! What the hub says: which files a revision has, and why it says no.
+
+use std::error::Error as _;
+use std::time::Duration;
+
+use hf_hub::api::tokio::{Api, ApiBuilder, ApiError};
+use hf_hub::{Cache, Repo, RepoType};
+use reqwest::header::HeaderMap;
+use reqwest::{Response, StatusCode};
+use serde::Deserialize;
+use tokio::time::timeout;
+
+use super::PullError;
+use super::checksum::Oid;
+use super::error::shown;
+use super::reference::{Reference, is_commit, is_part};
+use crate::config;
+
+/// An answer that has not begun within this will not come.
+pub(super) const SILENCE: Duration = Duration::from_secs(30);
+/// How often a question is asked before the hub counts as out of reach.
+const ATTEMPTS: u32 = 3;
+const FIRST_PAUSE: Duration = Duration::from_millis(300);
+/// A configuration that is larger is none.
+const LARGEST_TEXT_BYTES: usize = 16 << 20;
+/// Longest path of a file that a pipeline may have.
+const LONGEST_PATH: usize = 200;
+
+/// One file of a revision.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct RepoFile {
+    pub(super) path: String,
+    pub(super) size: u64,
+    pub(super) oid: Oid,
+}
+
+/// A revision as the hub has it.
+#[derive(Clone, Debug)]
+pub(super) struct Listing {
+    pub(super) commit: String,
+    pub(super) files: Vec<RepoFile>,
+}
+
+/// Asks one hub, with one token.
+pub(super) struct Session {
+    api: Api,
+    endpoint: String,
+    anonymous: bool,
+}
+
+impl Session {
+    pub(super) fn open(settings: &config::Hub) -> Result<Session, PullError> {
+        let token = settings.token.read();
+        let anonymous = token.is_none();
+        // Beside a cache hf-hub looks for a token by itself, and says so in the log: beside this one there is none. The
+        // token is ours to find, and the cache is `ModelCache`'s.
+        let api = ApiBuilder::from_cache(Cache::new(settings.cache.join("hub")))
+            .with_endpoint(settings.endpoint.clone())
+            .with_token(token)
+            .with_progress(false)
+            .with_user_agent("moored", env!("CARGO_PKG_VERSION"))
+            .build();
+        let api = api.map_err(|problem| match problem {
+            // No token has such characters, and no request could carry them.
+            ApiError::InvalidHeaderValue(_) => PullError::TokenRefused {
+                endpoint: settings.endpoint.clone(),
+            },
+            problem => PullError::Unreachable {
+                endpoint: settings.endpoint.clone(),
+                problem: problem.to_string(),
+            },
+        })?;
+        Ok(Session {
+            api,
+            endpoint: settings.endpoint.clone(),
+            anonymous,
+        })
+    }
+
+    pub(super) fn client(&self) -> &reqwest::Client {
+        self.api.client()
+    }
+
+    /// Whether an address is the hub's own, rather than one that it sent us to.
+    pub(super) fn is_hub(&self, url: &reqwest::Url) -> bool {
+        let own = reqwest::Url::parse(&self.endpoint);
+        own.is_ok_and(|own| own.origin() == url.origin())
+    }
+
+    /// Where a file of a commit is.
+    pub(super) fn url(&self, id: &str, commit: &str, path: &str) -> String {
+        self.api.repo(repo(id, commit)).url(path)
+    }
+
+    /// The files of a revision with their sizes and checksums.
+    pub(super) async fn list(&self, model: &Reference) -> Result<Listing, PullError> {
+        let repo = self.api.repo(repo(&model.id, &model.revision));
+        let ask = || repo.info_request().query(&[("blobs", "true")]);
+        let answer = self.answer(model, ask).await?;
+        let told: Told = serde_json::from_slice(&self.text(answer).await?)
+            .map_err(|problem| self.unclear(format!("what is no list of files: {problem}")))?;
+        if !is_commit(&told.sha) {
+            return Err(self.unclear(format!("with the commit {:?}, which is none", told.sha)));
+        }
+        let is_bare = |told: &Sibling| told.size.is_none() && told.lfs.is_none();
+        if !told.siblings.is_empty() && told.siblings.iter().all(is_bare) {
+            return Err(self.unclear("with a list of files without sizes and checksums".to_owned()));
+        }
+        let files = told.siblings.into_iter().filter_map(RepoFile::of);
+        Ok(Listing {
+            commit: told.sha,
+            files: files.collect(),
+        })
+    }
+
+    /// A small file, read into memory.
+    pub(super) async fn read(
+        &self,
+        model: &Reference,
+        commit: &str,
+        path: &str,
+    ) -> Result<Vec<u8>, PullError> {
+        let url = self.url(&model.id, commit, path);
+        let answer = self.answer(model, || self.client().get(&url)).await?;
+        self.text(answer).await
+    }
+
+    async fn answer(
+        &self,
+        model: &Reference,
+        ask: impl Fn() -> reqwest::RequestBuilder,
+    ) -> Result<Response, PullError> {
+        let mut pause = FIRST_PAUSE;
+        for attempt in 1.. {
+            let problem = match timeout(SILENCE, ask().send()).await {
+                Ok(Ok(answer)) if answer.status().is_success() => return Ok(answer),
+                Ok(Ok(answer)) => match self.refusal(model, answer.status(), answer.headers()) {
+                    Some(refusal) => return Err(refusal),
+                    None => self.unclear(answer.status().to_string()),
+                },
+                Ok(Err(problem)) => self.unreachable(words(problem)),
+                Err(_) => self.unreachable(format!("no answer within {} s", SILENCE.as_secs())),
+            };
+            if attempt == ATTEMPTS {
+                return Err(problem);
+            }
+            tokio::time::sleep(pause).await;
+            pause *= 2;
+        }
+        unreachable!("the last attempt returns")
+    }
+
+    async fn text(&self, mut answer: Response) -> Result<Vec<u8>, PullError> {
+        let mut text = Vec::new();
+        loop {
+            match timeout(SILENCE, answer.chunk()).await {
+                Ok(Ok(Some(_))) if text.len() > LARGEST_TEXT_BYTES => {
+                    return Err(self.unclear("far more than was asked for".to_owned()));
+                }
+                Ok(Ok(Some(chunk))) => text.extend_from_slice(&chunk),
+                Ok(Ok(None)) => return Ok(text),
+                Ok(Err(problem)) => return Err(self.unreachable(words(problem))),
+                Err(_) => return Err(self.unreachable("its answer stopped".to_owned())),
+            }
+        }
+    }
+
+    /// What a status means for this model; `None`: it is worth asking again.
+    pub(super) fn refusal(
+        &self,
+        model: &Reference,
+        status: StatusCode,
+        headers: &HeaderMap,
+    ) -> Option<PullError> {
+        let header = |name: &str| {
+            headers
+                .get(name)
+                .and_then(|value| value.to_str().ok())
+                .unwrap_or_default()
+        };
+        let (id, endpoint, anonymous) = (model.id.clone(), self.endpoint.clone(), self.anonymous);
+        let gated = || PullError::Gated {
+            endpoint: endpoint.clone(),
+            id: id.clone(),
+            anonymous,
+        };
+        let no_such_model = || PullError::NoSuchModel {
+            endpoint: endpoint.clone(),
+            id: id.clone(),
+            anonymous,
+        };
+        Some(match (status.as_u16(), header("x-error-code")) {
+            (_, "GatedRepo") => gated(),
+            (_, "RepoNotFound") => no_such_model(),
+            (_, "RevisionNotFound") => PullError::NoSuchRevision {
+                id: id.clone(),
+                revision: model.revision.clone(),
+            },
+            // The hub does not tell strangers what there is.
+            (401, _) if anonymous => no_such_model(),
+            (401, _) => PullError::TokenRefused { endpoint },
+            (403, _) => gated(),
+            (404, _) => no_such_model(),
+            (429, _) => self.unclear("that it was asked too often (429)".to_owned()),
+            (500.., _) | (408, _) => return None,
+            (_, _) => {
+                let said = header("x-error-message");
+                let colon = if said.is_empty() { "" } else { ": " };
+                self.unclear(format!("{status}{colon}{said}"))
+            }
+        })
+    }
+
+    fn unreachable(&self, problem: String) -> PullError {
+        PullError::Unreachable {
+            endpoint: self.endpoint.clone(),
+            problem: shown(&problem),
+        }
+    }
+
+    fn unclear(&self, problem: String) -> PullError {
+        PullError::Answer {
+            endpoint: self.endpoint.clone(),
+            problem: shown(&problem),
+        }
+    }
+}
+
+/// A repository of a model at a revision.
+pub(super) fn repo(id: &str, revision: &str) -> Repo {
+    Repo::with_revision(id.to_owned(), RepoType::Model, revision.to_owned())
+}
+
+/// The innermost reason, without the URL: signed ones are long, and nobody's business.
+pub(super) fn words(error: reqwest::Error) -> String {
+    let error = error.without_url();
+    let mut cause: &dyn std::error::Error = &error;
+    while let Some(deeper) = cause.source() {
+        cause = deeper;
+    }
+    match error.source() {
+        Some(_) => cause.to_string(),
+        None => error.to_string(),
+    }
+}
+
+/// A revision in the hub's words.
+#[derive(Deserialize)]
+struct Told {
+    sha: String,
+    siblings: Vec<Sibling>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Sibling {
+    rfilename: String,
+    size: Option<u64>,
+    blob_id: Option<String>,
+    lfs: Option<Lfs>,
+}
+
+#[derive(Deserialize)]
+struct Lfs {
+    #[serde(alias = "oid")]
+    sha256: String,
+    size: Option<u64>,
+}
+
+impl RepoFile {
+    /// `None`: a hub that does not tell how large a file is, and what its checksum is, has none for us; and what a pipeline
+    /// is read from has names that are safe in paths, in URLs and in a terminal.
+    fn of(told: Sibling) -> Option<RepoFile> {
+        if told.rfilename.len() > LONGEST_PATH || !told.rfilename.split('/').all(is_part) {
+            return None;
+        }
+        let (size, oid) = match told.lfs {
+            Some(lfs) => (lfs.size.or(told.size)?, Oid::sha256(&lfs.sha256)?),
+            None => (told.size?, Oid::git_blob(&told.blob_id?)?),
+        };
+        Some(RepoFile {
+            path: told.rfilename,
+            size,
+            oid,
+        })
+    }
+}

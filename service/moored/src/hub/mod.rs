@@ -1,0 +1,312 @@
+//! The hub room: brings models from a hub into the hub cache of this machine. It knows neither the service nor the command
+//! line, which both use it.
+//!
+//! The hub's URLs, its HTTP client with TLS, and the layout of the cache are hf-hub's. What it lacks is here: which files
+//! a pipeline is read from (`selection`), checksums and stopping with whoever asked (`transfer`), the locks that other
+//! programs take in the same cache (`cache`), and pulls that several share (`pulls`).
+
+mod cache;
+mod checksum;
+mod error;
+mod listing;
+mod meter;
+mod pulls;
+mod reference;
+mod selection;
+mod transfer;
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::{Path, PathBuf};
+
+use futures::{StreamExt as _, TryStreamExt as _};
+use serde::Deserialize;
+use tokio::sync::watch;
+
+pub(crate) use error::PullError;
+pub(crate) use meter::Progress;
+pub(crate) use pulls::{News, Pulls};
+pub(crate) use reference::Reference;
+
+use cache::{ModelCache, files_of};
+use error::shown;
+use listing::{Listing, RepoFile, Session};
+use meter::Meter;
+use selection::INDEX;
+use transfer::Transfer;
+
+use crate::config;
+
+/// Files that come at the same time: a connection alone does not fill a line.
+const AT_ONCE: usize = 4;
+/// More files than any pipeline has.
+const MOST_FILES: usize = 4096;
+
+/// What a pull comes down to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Plan {
+    /// The commit.
+    pub(crate) revision: String,
+    pub(crate) bytes_total: u64,
+    pub(crate) bytes_missing: u64,
+    pub(crate) files_total: u32,
+}
+
+/// A model that is here, whole.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Pulled {
+    pub(crate) id: String,
+    /// The commit.
+    pub(crate) revision: String,
+    pub(crate) bytes_total: u64,
+    pub(crate) bytes_fetched: u64,
+    pub(crate) path: PathBuf,
+}
+
+/// A hub, and the cache that its models are pulled into.
+#[derive(Clone, Debug)]
+pub(crate) struct Hub {
+    settings: config::Hub,
+}
+
+/// A content of the pipeline, and the files that have it.
+struct Content {
+    file: RepoFile,
+    paths: Vec<String>,
+}
+
+/// What a revision's pipeline is made of.
+struct Contents {
+    commit: String,
+    contents: Vec<Content>,
+}
+
+impl Contents {
+    fn bytes(&self) -> u64 {
+        sum(self.contents.iter().map(|content| content.file.size))
+    }
+
+    fn files(&self) -> u32 {
+        let files = self
+            .contents
+            .iter()
+            .map(|content| content.paths.len())
+            .sum::<usize>();
+        u32::try_from(files).unwrap_or(u32::MAX)
+    }
+
+    fn missing<'a>(&'a self, cache: &'a ModelCache) -> impl Iterator<Item = &'a Content> {
+        let is_missing = |content: &&Content| !cache.has(&content.file.oid, content.file.size);
+        self.contents.iter().filter(is_missing)
+    }
+
+    /// Bytes that are still to come.
+    fn bytes_missing(&self, cache: &ModelCache) -> u64 {
+        let left = |content: &Content| {
+            let (oid, size) = (&content.file.oid, content.file.size);
+            size - cache.bytes_of_partial(oid, size)
+        };
+        sum(self.missing(cache).map(left))
+    }
+}
+
+/// Of sizes that a hub announces: what is beyond all numbers fits on no disk, and is refused there.
+fn sum(sizes: impl Iterator<Item = u64>) -> u64 {
+    sizes.fold(0, u64::saturating_add)
+}
+
+impl Hub {
+    pub(crate) fn new(settings: config::Hub) -> Hub {
+        Hub { settings }
+    }
+
+    /// Whether clients may ask for a pull.
+    pub(crate) fn is_open(&self) -> bool {
+        self.settings.pull
+    }
+
+    /// What a pull would fetch.
+    pub(crate) async fn plan(&self, model: &Reference) -> Result<Plan, PullError> {
+        let cache = ModelCache::new(&self.settings.cache, model);
+        if self.settings.offline {
+            let here = self.whole_in_cache(model, &cache)?;
+            return Ok(Plan {
+                revision: here.revision,
+                bytes_total: here.bytes_total,
+                bytes_missing: 0,
+                files_total: 0,
+            });
+        }
+        let contents = self.contents(&Session::open(&self.settings)?, model).await?;
+        Ok(Plan {
+            bytes_total: contents.bytes(),
+            bytes_missing: contents.bytes_missing(&cache),
+            files_total: contents.files(),
+            revision: contents.commit,
+        })
+    }
+
+    /// Fetches what is missing. Dropping it stops it; what has come stays for the next.
+    pub(crate) async fn pull(
+        &self,
+        model: &Reference,
+        progress: watch::Sender<Progress>,
+    ) -> Result<Pulled, PullError> {
+        let cache = ModelCache::new(&self.settings.cache, model);
+        if self.settings.offline {
+            return self.whole_in_cache(model, &cache);
+        }
+        let session = Session::open(&self.settings)?;
+        let contents = self.contents(&session, model).await?;
+        cache.check_room(contents.bytes_missing(&cache))?;
+        let missing: Vec<&Content> = contents.missing(&cache).collect();
+        let to_come = sum(missing.iter().map(|content| content.file.size));
+        let files_to_come: usize = missing.iter().map(|content| content.paths.len()).sum();
+        let meter = Meter::new(progress);
+        meter.start(Progress {
+            bytes_done: contents.bytes() - to_come,
+            bytes_total: contents.bytes(),
+            files_done: contents
+                .files()
+                .saturating_sub(u32::try_from(files_to_come).unwrap_or(u32::MAX)),
+            files_total: contents.files(),
+            file: String::new(),
+        });
+        let mut transfers = Vec::with_capacity(missing.len());
+        for content in missing {
+            let transfer = Transfer {
+                session: &session,
+                cache: &cache,
+                model,
+                commit: &contents.commit,
+                file: &content.file,
+                meter: &meter,
+            };
+            let meter = &meter;
+            transfers.push(async move {
+                transfer.run().await?;
+                content.paths.iter().for_each(|_| meter.file_done());
+                Ok::<(), PullError>(())
+            });
+        }
+        futures::stream::iter(transfers)
+            .buffer_unordered(AT_ONCE)
+            .try_collect::<()>()
+            .await?;
+        let linked = contents.contents.iter().flat_map(|content| {
+            let paths = content.paths.iter();
+            paths.map(|path| (path.as_str(), &content.file.oid))
+        });
+        Ok(Pulled {
+            id: model.id.clone(),
+            path: cache.link(&contents.commit, linked)?,
+            bytes_total: contents.bytes(),
+            bytes_fetched: meter.bytes_fetched(),
+            revision: contents.commit,
+        })
+    }
+
+    /// The contents of a revision's pipeline, as the hub has it.
+    async fn contents(&self, session: &Session, model: &Reference) -> Result<Contents, PullError> {
+        let Listing { commit, files } = session.list(model).await?;
+        let names: Vec<&str> = files.iter().map(|file| file.path.as_str()).collect();
+        if !names.contains(&INDEX) {
+            return Err(selection::no_pipeline(&model.id, &names));
+        }
+        let index = session.read(model, &commit, INDEX).await?;
+        let folders = folders_of(&model.id, &index)?;
+        let wanted: HashSet<String> = selection::wanted(&model.id, folders, &names)?
+            .into_iter()
+            .collect();
+        if wanted.len() > MOST_FILES {
+            return Err(PullError::NotAPipeline(format!(
+                "{} has {} files where a pipeline has a few dozen; nothing was fetched",
+                model.id,
+                wanted.len()
+            )));
+        }
+        let mut contents: BTreeMap<_, Content> = BTreeMap::new();
+        for file in files.into_iter().filter(|file| wanted.contains(&file.path)) {
+            let path = file.path.clone();
+            let content = contents.entry(file.oid.clone()).or_insert(Content {
+                file,
+                paths: Vec::new(),
+            });
+            content.paths.push(path);
+        }
+        let mut contents: Vec<Content> = contents.into_values().collect();
+        // The largest first: the small ones then fill the gaps, rather than wait for it at the end.
+        contents.sort_by_key(|content| std::cmp::Reverse(content.file.size));
+        Ok(Contents { commit, contents })
+    }
+
+    /// The model as it lies in the cache.
+    ///
+    /// # Errors
+    /// What is missing.
+    fn whole_in_cache(&self, model: &Reference, cache: &ModelCache) -> Result<Pulled, PullError> {
+        let incomplete = |missing: Vec<String>| PullError::Offline {
+            id: model.to_string(),
+            cache: self.settings.cache.display().to_string(),
+            missing,
+        };
+        let commit = cache
+            .commit()
+            .ok_or_else(|| incomplete(vec!["all of it".to_owned()]))?;
+        let path = cache.snapshot(&commit);
+        let index = std::fs::read(path.join(INDEX));
+        let index = index.map_err(|_| incomplete(vec![INDEX.to_owned()]))?;
+        let files = files_of(&path);
+        let names: Vec<&str> = files.iter().map(String::as_str).collect();
+        let missing = selection::missing(folders_of(&model.id, &index)?, &names);
+        if !missing.is_empty() {
+            return Err(incomplete(missing));
+        }
+        let lengths = files.iter().filter_map(|file| path.join(file).metadata().ok());
+        Ok(Pulled {
+            id: model.id.clone(),
+            revision: commit,
+            bytes_total: lengths.map(|found| found.len()).sum(),
+            bytes_fetched: 0,
+            path,
+        })
+    }
+}
+
+/// Whether a snapshot has what its pipeline is read from, as far as that can be told without the hub: other programs leave
+/// half of one when they are cut. What is no pipeline of ours lacks nothing that we know of.
+pub(crate) fn is_whole(snapshot: &Path) -> bool {
+    let Ok(index) = std::fs::read(snapshot.join(INDEX)) else {
+        return false;
+    };
+    let Ok(folders) = folders_of("", &index) else {
+        return true;
+    };
+    let files = files_of(snapshot);
+    let names: Vec<&str> = files.iter().map(String::as_str).collect();
+    selection::missing(folders, &names).is_empty()
+}
+
+/// The folders that a pipeline is read from, by its index.
+fn folders_of(id: &str, index: &[u8]) -> Result<&'static [&'static str], PullError> {
+    #[derive(Deserialize)]
+    struct Index {
+        #[serde(rename = "_class_name", default)]
+        class: String,
+    }
+    let index: Index = serde_json::from_slice(index).map_err(|problem| {
+        let problem = shown(&problem.to_string());
+        PullError::NotAPipeline(format!("the {INDEX} of {id} cannot be read: {problem}"))
+    })?;
+    let catalogue = pipelines::catalogue();
+    catalogue.folders_of(&index.class).ok_or_else(|| {
+        let known: Vec<&str> = catalogue.pipelines().collect();
+        let class = match index.class.as_str() {
+            "" => "nameless pipeline".to_owned(),
+            class => shown(class),
+        };
+        PullError::NotAPipeline(format!(
+            "{id} is a {class}, and what can be run is {}; nothing was fetched",
+            known.join(", ")
+        ))
+    })
+}

@@ -1,0 +1,126 @@
+//! Pulls in a service: who asks for what is under way joins it, and a pull that nobody waits for any more ends.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use tokio::sync::{Semaphore, watch};
+use tokio::task::AbortHandle;
+
+use super::{Hub, Progress, PullError, Pulled, Reference};
+
+/// Models that are pulled at the same time, whatever clients ask for; others wait for their turn.
+const AT_ONCE: usize = 4;
+
+/// The pulls that are under way.
+#[derive(Clone)]
+pub(crate) struct Pulls {
+    hub: Hub,
+    turns: Arc<Semaphore>,
+    running: Arc<Mutex<HashMap<Reference, Weak<Running>>>>,
+}
+
+/// A pull that is under way; the last to drop it ends it.
+struct Running {
+    progress: watch::Receiver<Progress>,
+    result: watch::Receiver<Option<Result<Pulled, PullError>>>,
+    task: AbortHandle,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// One listener's part in a pull.
+pub(crate) struct Pull {
+    /// Keeps it going.
+    _running: Arc<Running>,
+    progress: watch::Receiver<Progress>,
+    result: watch::Receiver<Option<Result<Pulled, PullError>>>,
+}
+
+/// What a pull says next.
+pub(crate) enum News {
+    Progress(Progress),
+    End(Result<Pulled, PullError>),
+}
+
+impl Pulls {
+    pub(crate) fn new(hub: Hub) -> Pulls {
+        Pulls {
+            hub,
+            turns: Arc::new(Semaphore::new(AT_ONCE)),
+            running: Arc::default(),
+        }
+    }
+
+    pub(crate) fn hub(&self) -> &Hub {
+        &self.hub
+    }
+
+    /// Joins the pull of this model, or starts it.
+    pub(crate) fn join(&self, model: Reference) -> Pull {
+        let mut all = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|_, running| running.strong_count() > 0);
+        let under_way = all.get(&model).and_then(Weak::upgrade);
+        let running = match under_way.filter(|running| running.result.borrow().is_none()) {
+            Some(running) => running,
+            None => {
+                let running = self.start(model.clone());
+                all.insert(model, Arc::downgrade(&running));
+                running
+            }
+        };
+        Pull {
+            progress: running.progress.clone(),
+            result: running.result.clone(),
+            _running: running,
+        }
+    }
+
+    fn start(&self, model: Reference) -> Arc<Running> {
+        let (progress, progress_seen) = watch::channel(Progress::default());
+        let (result, result_seen) = watch::channel(None);
+        let (hub, turns) = (self.hub.clone(), Arc::clone(&self.turns));
+        let task = tokio::spawn(async move {
+            // Never closed; and given up with the task, however that ends.
+            let _turn = turns.acquire_owned().await;
+            tracing::info!(%model, "a pull begins");
+            let ended = hub.pull(&model, progress).await;
+            match &ended {
+                Ok(pulled) => tracing::info!(%model, fetched = pulled.bytes_fetched, "a pull is done"),
+                Err(problem) => tracing::info!(%model, %problem, "a pull failed"),
+            }
+            result.send_replace(Some(ended));
+        });
+        Arc::new(Running {
+            progress: progress_seen,
+            result: result_seen,
+            task: task.abort_handle(),
+        })
+    }
+}
+
+impl Pull {
+    /// What happens next: the latest progress, at last the end.
+    pub(crate) async fn next(&mut self) -> News {
+        loop {
+            if let Some(ended) = self.result.borrow_and_update().clone() {
+                return News::End(ended);
+            }
+            tokio::select! {
+                changed = self.progress.changed() => match changed {
+                    Ok(()) => return News::Progress(self.progress.borrow_and_update().clone()),
+                    // It has ended: only its result is left.
+                    Err(_) => if self.result.changed().await.is_err() && self.result.borrow().is_none() {
+                        return News::End(Err(PullError::ShuttingDown));
+                    }
+                },
+                changed = self.result.changed() => if changed.is_err() && self.result.borrow().is_none() {
+                    return News::End(Err(PullError::ShuttingDown));
+                },
+            }
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! What a model of a hub is called.
+
+use std::fmt;
+use std::str::FromStr;
+
+use super::PullError;
+
+/// The branch that is meant where none is named.
+const MAIN: &str = "main";
+/// Longest owner or name, as the hub has it.
+const LONGEST_PART: usize = 96;
+const LONGEST_REVISION: usize = 250;
+
+/// `owner/name`, and a branch, a tag or a commit. Its parts are safe in paths and in URLs.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Reference {
+    pub(crate) id: String,
+    pub(crate) revision: String,
+}
+
+impl Reference {
+    /// # Errors
+    /// When these are no names of a hub.
+    pub(crate) fn new(id: &str, revision: &str) -> Result<Reference, PullError> {
+        let wrong = || {
+            PullError::Name(format!(
+                "{id}{}{revision}",
+                if revision.is_empty() { "" } else { "@" }
+            ))
+        };
+        let (owner, name) = id.split_once('/').ok_or_else(wrong)?;
+        let revision = if revision.is_empty() { MAIN } else { revision };
+        let is_revision = revision.len() <= LONGEST_REVISION && revision.split('/').all(is_part);
+        // In the cache two hyphens stand for the slash: no hub has them in a name.
+        let is_name = |part: &str| is_part(part) && part.len() <= LONGEST_PART && !part.contains("--");
+        if is_name(owner) && is_name(name) && is_revision {
+            return Ok(Reference {
+                id: id.to_owned(),
+                revision: revision.to_owned(),
+            });
+        }
+        Err(wrong())
+    }
+
+    /// The model that an entry's name is of (`owner/name+4-bit`), if it is one of a hub.
+    pub(crate) fn of_entry(name: &str) -> Option<Reference> {
+        name.split('+').next()?.parse().ok()
+    }
+
+    /// Whether the revision is a commit.
+    pub(super) fn is_commit(&self) -> bool {
+        is_commit(&self.revision)
+    }
+}
+
+/// A whole commit.
+pub(super) fn is_commit(text: &str) -> bool {
+    text.len() == 40 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+/// A name that is one in a path too: no `..`, nothing hidden, nothing that a URL would read otherwise.
+pub(super) fn is_part(part: &str) -> bool {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    !part.is_empty() && !part.starts_with(['.', '-']) && !part.contains("..") && part.bytes().all(plain)
+}
+
+impl FromStr for Reference {
+    type Err = PullError;
+
+    /// `owner/name` or `owner/name@revision`.
+    fn from_str(text: &str) -> Result<Reference, PullError> {
+        match text.split_once('@') {
+            Some((_, "")) => Err(PullError::Name(text.to_owned())),
+            Some((id, revision)) => Reference::new(id, revision),
+            None => Reference::new(text, ""),
+        }
+    }
+}
+
+impl fmt::Display for Reference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.revision.as_str() {
+            MAIN => f.write_str(&self.id),
+            revision => write!(f, "{}@{revision}", self.id),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_models_are_read_and_what_could_leave_the_cache_is_not() {
+        let read = |text: &str| text.parse::<Reference>().map(|r| (r.id, r.revision));
+        let is = |id: &str, revision: &str| Ok((id.to_owned(), revision.to_owned()));
+        assert_eq!(read("me/mine"), is("me/mine", "main"));
+        assert_eq!(read("me/mine@refs/pr/1"), is("me/mine", "refs/pr/1"));
+        assert_eq!(read("me/my-model_1.0@v1.0"), is("me/my-model_1.0", "v1.0"));
+        let long = format!("me/{}", "x".repeat(97));
+        for wrong in [
+            "mine",
+            "me/",
+            "/mine",
+            "me/mine/more",
+            "me--mine/more",
+            "me/mine--more",
+            "me/..",
+            "../mine",
+            "me/mine@",
+            "me/mine@../../x",
+            "me/mine@a//b",
+            "me/mine@/etc",
+            "me/mi ne",
+            "me/mine?x",
+            "me/mine#x",
+            "me/mine@a%2Fb",
+            "m\u{e9}/mine",
+            "",
+            &long,
+        ] {
+            assert!(read(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn an_entry_names_its_model() {
+        let id = |name: &str| Reference::of_entry(name).map(|reference| reference.to_string());
+        assert_eq!(id("me/mine+4-bit").as_deref(), Some("me/mine"));
+        assert_eq!(id("me/mine@v1+vae=nf4").as_deref(), Some("me/mine@v1"));
+        assert_eq!(id("demo"), None);
+    }
+}

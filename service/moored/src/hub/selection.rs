@@ -1,0 +1,331 @@
+//! Which files of a repository a pipeline is read from. A repository in diffusers' layout often holds the same weights
+//! several times: as single checkpoints at its root, in half precision, for other frameworks. One copy is enough.
+
+use super::PullError;
+use super::error::{list, shown};
+
+/// What makes a repository a pipeline.
+pub(super) const INDEX: &str = "model_index.json";
+/// A model's own defaults, where it brings some.
+const DEFAULTS: &str = "moored.json";
+/// What weights are called, the way that they are looked for: one file goes before shards.
+const STEMS: [&str; 2] = ["diffusion_pytorch_model", "model"];
+/// How the files beside the weights end: configurations, vocabularies.
+const SMALL: [&str; 3] = [".json", ".txt", ".model"];
+/// How weights end, in any format.
+const WEIGHTS: [&str; 9] = [
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".msgpack",
+    ".h5",
+    ".onnx",
+    ".gguf",
+];
+
+/// The files that these folders of a pipeline are read from, of all the files there are.
+///
+/// # Errors
+/// When the weights of a folder are not there in a form that is read, or a folder is missing.
+pub(super) fn wanted(id: &str, folders: &[&str], files: &[&str]) -> Result<Vec<String>, PullError> {
+    let at_root = [INDEX, DEFAULTS].into_iter().filter(|name| files.contains(name));
+    let mut wanted: Vec<String> = at_root.map(str::to_owned).collect();
+    for folder in folders {
+        let prefix = format!("{folder}/");
+        let inside: Vec<&str> = files
+            .iter()
+            .filter_map(|file| file.strip_prefix(&prefix))
+            .filter(|name| !name.contains('/'))
+            .collect();
+        let chosen = of_folder(&inside).map_err(|problem| {
+            PullError::NotAPipeline(format!(
+                "{id} cannot be run from what it holds: {folder} {problem}"
+            ))
+        })?;
+        wanted.extend(chosen.into_iter().map(|name| format!("{folder}/{name}")));
+    }
+    let names: Vec<&str> = wanted.iter().map(String::as_str).collect();
+    let missing = missing(folders, &names);
+    if !missing.is_empty() {
+        return Err(PullError::NotAPipeline(format!(
+            "{id} cannot be run from what it holds: {} missing there",
+            list(&missing)
+        )));
+    }
+    Ok(wanted)
+}
+
+/// The names in one folder that are needed.
+fn of_folder<'a>(names: &[&'a str]) -> Result<Vec<&'a str>, String> {
+    if names.is_empty() {
+        return Err("is missing".to_owned());
+    }
+    let is_small = |name: &&str| SMALL.iter().any(|end| name.ends_with(end)) && !name.contains(".index.");
+    let mut chosen: Vec<&str> = names.iter().copied().filter(is_small).collect();
+    let weights: Vec<&str> = names
+        .iter()
+        .copied()
+        .filter(|name| WEIGHTS.iter().any(|end| name.ends_with(end)))
+        .collect();
+    if weights.is_empty() {
+        return Ok(chosen);
+    }
+    let form = STEMS.iter().find_map(|stem| in_safetensors(stem, names));
+    match form {
+        Some(files) => chosen.extend(files),
+        None => {
+            return Err(format!(
+                "has no weights in plain safetensors, only {}",
+                shown(&weights.join(", "))
+            ));
+        }
+    }
+    Ok(chosen)
+}
+
+/// The weights of this stem: one file, or an index with its shards.
+fn in_safetensors<'a>(stem: &str, names: &[&'a str]) -> Option<Vec<&'a str>> {
+    let single = format!("{stem}.safetensors");
+    if let Some(single) = names.iter().find(|name| **name == single) {
+        return Some(vec![single]);
+    }
+    let index = format!("{stem}.safetensors.index.json");
+    let index = names.iter().find(|name| **name == index)?;
+    let mut files = vec![*index];
+    files.extend(names.iter().filter(|name| shard_of(stem, name).is_some()));
+    (files.len() > 1).then_some(files)
+}
+
+/// Number and count of a shard, `model-00001-of-00002.safetensors`.
+fn shard_of(stem: &str, name: &str) -> Option<(usize, usize)> {
+    let numbers = name
+        .strip_prefix(stem)?
+        .strip_prefix('-')?
+        .strip_suffix(".safetensors")?;
+    let (number, count) = numbers.split_once("-of-")?;
+    let is_number = |text: &str| text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+    (is_number(number) && is_number(count)).then_some((number.parse().ok()?, count.parse().ok()?))
+}
+
+/// What is missing of these folders among the files that are here, as far as that can be told without the hub.
+pub(super) fn missing(folders: &[&str], files: &[&str]) -> Vec<String> {
+    let mut missing = Vec::new();
+    for folder in folders {
+        let prefix = format!("{folder}/");
+        let inside: Vec<&str> = files
+            .iter()
+            .filter_map(|file| file.strip_prefix(&prefix))
+            .collect();
+        let has_config = inside
+            .iter()
+            .any(|name| name.ends_with(".json") && !name.contains(".index."));
+        if !has_config {
+            missing.push(format!("the configuration in {folder}/"));
+        }
+        if !inside.contains(&"config.json") {
+            continue; // a scheduler or a tokenizer: no weights
+        }
+        match STEMS
+            .iter()
+            .find_map(|stem| Some((stem, in_safetensors(stem, &inside)?)))
+        {
+            None => missing.push(format!("the weights of {folder}")),
+            Some((stem, chosen)) => {
+                let shards: Vec<(usize, usize)> =
+                    chosen.iter().filter_map(|name| shard_of(stem, name)).collect();
+                let count = shards.first().map_or(0, |(_, count)| *count);
+                let absent = (1..=count).filter(|number| !shards.contains(&(*number, count)));
+                missing.extend(
+                    absent.map(|number| format!("{folder}/{stem}-{number:05}-of-{count:05}.safetensors")),
+                );
+            }
+        }
+    }
+    missing
+}
+
+/// What to say of a repository that is no pipeline, by what it holds instead.
+pub(super) fn no_pipeline(id: &str, files: &[&str]) -> PullError {
+    let ends = [".gguf", ".safetensors"];
+    let single: Vec<&str> = files
+        .iter()
+        .copied()
+        .filter(|file| !file.contains('/') && ends.iter().any(|end| file.ends_with(end)))
+        .collect();
+    PullError::NotAPipeline(match single.first() {
+        Some(first) => format!(
+            "{id} is no pipeline but {} single file(s), such as {first}: fetch the one that you want into a folder of \
+             models.folders (`hf download {id} {first} --local-dir FOLDER`), beside the pipeline that it belongs to",
+            single.len()
+        ),
+        None => format!("{id} is no pipeline: it has no {INDEX}"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FOLDERS: [&str; 7] = [
+        "scheduler",
+        "text_encoder",
+        "text_encoder_2",
+        "tokenizer",
+        "tokenizer_2",
+        "transformer",
+        "vae",
+    ];
+
+    /// As large repositories of this kind are laid out, with all that they hold beside.
+    const FILES: [&str; 45] = [
+        ".gitattributes",
+        "LICENSE.md",
+        "README.md",
+        "ae.safetensors",
+        "flux1-dev.safetensors",
+        "dev_grid.jpg",
+        "model_index.json",
+        "feature_extractor/preprocessor_config.json",
+        "safety_checker/config.json",
+        "safety_checker/model.safetensors",
+        "scheduler/scheduler_config.json",
+        "text_encoder/config.json",
+        "text_encoder/flax_model.msgpack",
+        "text_encoder/model.fp16.safetensors",
+        "text_encoder/model.onnx",
+        "text_encoder/model.safetensors",
+        "text_encoder/pytorch_model.bin",
+        "text_encoder/pytorch_model.fp16.bin",
+        "text_encoder_2/config.json",
+        "text_encoder_2/model-00001-of-00002.safetensors",
+        "text_encoder_2/model-00002-of-00002.safetensors",
+        "text_encoder_2/model.fp16-00001-of-00001.safetensors",
+        "text_encoder_2/model-00001-of-00002.fp16.safetensors",
+        "text_encoder_2/model.safetensors.index.json",
+        "text_encoder_2/model.safetensors.index.fp16.json",
+        "text_encoder_2/model.fp16.safetensors.index.json",
+        "tokenizer/merges.txt",
+        "tokenizer/special_tokens_map.json",
+        "tokenizer/tokenizer_config.json",
+        "tokenizer/vocab.json",
+        "tokenizer_2/special_tokens_map.json",
+        "tokenizer_2/spiece.model",
+        "tokenizer_2/tokenizer.json",
+        "tokenizer_2/tokenizer_config.json",
+        "transformer/config.json",
+        "transformer/diffusion_pytorch_model-00001-of-00003.safetensors",
+        "transformer/diffusion_pytorch_model-00002-of-00003.safetensors",
+        "transformer/diffusion_pytorch_model-00003-of-00003.safetensors",
+        "transformer/diffusion_pytorch_model.safetensors.index.json",
+        "transformer/old/config.json",
+        "transformer/old/diffusion_pytorch_model.safetensors",
+        "vae/config.json",
+        "vae/diffusion_pytorch_model.safetensors",
+        "vae/diffusion_pytorch_model.safetensors.index.json",
+        "vae_decoder/model.onnx",
+    ];
+
+    #[test]
+    fn of_a_repository_that_holds_everything_the_pipeline_is_taken_once() {
+        let mut taken = wanted("me/mine", &FOLDERS, &FILES).unwrap();
+        taken.sort();
+        let expected = [
+            "model_index.json",
+            "scheduler/scheduler_config.json",
+            "text_encoder/config.json",
+            "text_encoder/model.safetensors",
+            "text_encoder_2/config.json",
+            "text_encoder_2/model-00001-of-00002.safetensors",
+            "text_encoder_2/model-00002-of-00002.safetensors",
+            "text_encoder_2/model.safetensors.index.json",
+            "tokenizer/merges.txt",
+            "tokenizer/special_tokens_map.json",
+            "tokenizer/tokenizer_config.json",
+            "tokenizer/vocab.json",
+            "tokenizer_2/special_tokens_map.json",
+            "tokenizer_2/spiece.model",
+            "tokenizer_2/tokenizer.json",
+            "tokenizer_2/tokenizer_config.json",
+            "transformer/config.json",
+            "transformer/diffusion_pytorch_model-00001-of-00003.safetensors",
+            "transformer/diffusion_pytorch_model-00002-of-00003.safetensors",
+            "transformer/diffusion_pytorch_model-00003-of-00003.safetensors",
+            "transformer/diffusion_pytorch_model.safetensors.index.json",
+            "vae/config.json",
+            "vae/diffusion_pytorch_model.safetensors",
+        ];
+        assert_eq!(taken, expected);
+    }
+
+    #[test]
+    fn weights_that_are_not_read_are_told_before_anything_is_fetched() {
+        let said = |files: &[&str]| wanted("me/mine", &["vae"], files).unwrap_err().to_string();
+        let only_bin = said(&["vae/config.json", "vae/diffusion_pytorch_model.bin"]);
+        assert!(
+            only_bin.contains("vae has no weights in plain safetensors"),
+            "{only_bin}"
+        );
+        let only_half = said(&["vae/config.json", "vae/diffusion_pytorch_model.fp16.safetensors"]);
+        assert!(only_half.contains("fp16"), "{only_half}");
+        let none = said(&["model_index.json"]);
+        assert!(none.contains("vae is missing"), "{none}");
+        let no_shards = said(&["vae/model.safetensors.index.json", "vae/model.fp16.safetensors"]);
+        assert!(no_shards.contains("no weights"), "{no_shards}");
+        let only_config = said(&["vae/config.json"]);
+        assert!(
+            only_config.contains("the weights of vae is missing"),
+            "{only_config}"
+        );
+        let (index, shard) = (
+            "vae/model.safetensors.index.json",
+            "vae/model-00001-of-00002.safetensors",
+        );
+        let one_shard = said(&["vae/config.json", index, shard]);
+        assert!(
+            one_shard.contains("vae/model-00002-of-00002.safetensors is missing"),
+            "{one_shard}"
+        );
+    }
+
+    #[test]
+    fn single_files_are_pointed_elsewhere() {
+        let said = no_pipeline(
+            "me/mine",
+            &["README.md", "flux1-dev-Q4_0.gguf", "flux1-dev-Q8_0.gguf"],
+        )
+        .to_string();
+        assert!(
+            said.contains("2 single file(s), such as flux1-dev-Q4_0.gguf"),
+            "{said}"
+        );
+        assert!(said.contains("models.folders"), "{said}");
+        assert!(
+            no_pipeline("me/mine", &["README.md"])
+                .to_string()
+                .contains("model_index.json")
+        );
+    }
+
+    #[test]
+    fn what_is_missing_is_named() {
+        let taken = wanted("me/mine", &FOLDERS, &FILES).unwrap();
+        let all: Vec<&str> = taken.iter().map(String::as_str).collect();
+        assert_eq!(missing(&FOLDERS, &all), Vec::<String>::new());
+        for (gone, told) in [
+            (
+                "transformer/diffusion_pytorch_model-00002-of-00003.safetensors",
+                "transformer/diffusion_pytorch_model-00002-of-00003.safetensors",
+            ),
+            ("vae/diffusion_pytorch_model.safetensors", "the weights of vae"),
+            (
+                "scheduler/scheduler_config.json",
+                "the configuration in scheduler/",
+            ),
+        ] {
+            let left: Vec<&str> = all.iter().copied().filter(|name| *name != gone).collect();
+            assert_eq!(missing(&FOLDERS, &left), [told], "{gone}");
+        }
+    }
+}

@@ -1,0 +1,292 @@
+//! One file on its way: resumed where it was cut, summed while it comes, and there under its name only when it is what the
+//! hub announced. hf-hub's own download does neither sum nor stop with its caller, so this part is on top of its client.
+
+use std::fs::{File, OpenOptions};
+use std::io::{Read as _, Write as _};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use reqwest::StatusCode;
+use reqwest::header::{CONTENT_RANGE, RANGE};
+use tokio::time::timeout;
+
+use super::PullError;
+use super::cache::{ModelCache, create_folder, failed, failed_at};
+use super::checksum::Summing;
+use super::listing::{RepoFile, SILENCE, Session, words};
+use super::meter::Meter;
+use super::reference::Reference;
+
+/// Bytes that are gathered before they are written.
+const WRITE_BYTES: usize = 256 << 10;
+/// Attempts in a row that bring nothing, before a file is given up.
+const FRUITLESS_ATTEMPTS: u32 = 5;
+const FIRST_PAUSE: Duration = Duration::from_millis(200);
+/// How often a content that is not what was announced is fetched anew.
+const FRESH_STARTS: u32 = 1;
+
+/// Where a file comes from, and where it goes.
+pub(super) struct Transfer<'a> {
+    pub(super) session: &'a Session,
+    pub(super) cache: &'a ModelCache,
+    pub(super) model: &'a Reference,
+    pub(super) commit: &'a str,
+    pub(super) file: &'a RepoFile,
+    pub(super) meter: &'a Meter,
+}
+
+/// How an attempt failed.
+enum Failure {
+    /// Trying again may help.
+    Passing(String),
+    Final(PullError),
+}
+
+impl Transfer<'_> {
+    /// Brings the file into the cache, if it is not there.
+    pub(super) async fn run(&self) -> Result<(), PullError> {
+        let RepoFile { size, oid, .. } = self.file;
+        let blob = self.cache.blob(oid);
+        if let Some(folder) = blob.parent() {
+            create_folder(folder)?;
+        }
+        let _lock = self.cache.lock(oid).await?;
+        if self.cache.has(oid, *size) {
+            self.meter.found(*size);
+            return Ok(());
+        }
+        let mut fresh_starts = 0;
+        loop {
+            let partial = Partial::open(self.cache.partial(oid), self.file.clone()).await?;
+            self.meter.found(partial.length);
+            let partial = self.complete(partial).await?;
+            let path = partial.path.clone();
+            if partial.finish().await? {
+                return std::fs::rename(&path, &blob).map_err(|problem| failed(&blob, &problem));
+            }
+            // Perhaps what was here before the cut was bad: once more, from the start.
+            self.meter.lost(*size);
+            std::fs::remove_file(&path).map_err(|problem| failed(&path, &problem))?;
+            if fresh_starts == FRESH_STARTS {
+                return Err(PullError::Checksum {
+                    file: self.file.path.clone(),
+                });
+            }
+            fresh_starts += 1;
+        }
+    }
+
+    /// Attempts until the last byte is here.
+    async fn complete(&self, mut partial: Partial) -> Result<Partial, PullError> {
+        let mut fruitless = 0;
+        while partial.length < self.file.size {
+            let before = partial.length;
+            let problem = match self.attempt(&mut partial).await {
+                Ok(()) => "it ended too early".to_owned(),
+                Err(Failure::Passing(problem)) => problem,
+                Err(Failure::Final(error)) => {
+                    partial.flush().await?;
+                    return Err(error);
+                }
+            };
+            partial.flush().await?;
+            if partial.length == self.file.size {
+                break;
+            }
+            fruitless = if partial.length > before { 0 } else { fruitless + 1 };
+            tracing::debug!(
+                file = self.file.path,
+                at = partial.length,
+                problem,
+                "a transfer was cut"
+            );
+            if fruitless == FRUITLESS_ATTEMPTS {
+                return Err(PullError::Cut {
+                    file: self.file.path.clone(),
+                    problem,
+                });
+            }
+            tokio::time::sleep(FIRST_PAUSE * 2_u32.pow(fruitless)).await;
+        }
+        Ok(partial)
+    }
+
+    /// Asks for what is missing, and takes what comes.
+    async fn attempt(&self, partial: &mut Partial) -> Result<(), Failure> {
+        let url = self.session.url(&self.model.id, self.commit, &self.file.path);
+        let mut request = self.session.client().get(url);
+        if partial.length > 0 {
+            request = request.header(RANGE, format!("bytes={}-", partial.length));
+        }
+        let answered = timeout(SILENCE, request.send()).await;
+        let mut answer = answered
+            .map_err(|_| Failure::Passing("no answer".to_owned()))?
+            .map_err(|problem| Failure::Passing(words(problem)))?;
+        let status = answer.status();
+        let starts_at = match status {
+            StatusCode::OK => 0,
+            StatusCode::PARTIAL_CONTENT => {
+                let range = answer
+                    .headers()
+                    .get(CONTENT_RANGE)
+                    .and_then(|range| range.to_str().ok());
+                range.and_then(start_of).unwrap_or(u64::MAX)
+            }
+            StatusCode::RANGE_NOT_SATISFIABLE => u64::MAX,
+            // A signed address elsewhere may have expired: the hub gives another.
+            _ if !self.session.is_hub(answer.url()) => return Err(Failure::Passing(status.to_string())),
+            _ => {
+                let refused = self.session.refusal(self.model, status, answer.headers());
+                return Err(refused.map_or_else(|| Failure::Passing(status.to_string()), Failure::Final));
+            }
+        };
+        if starts_at != partial.length {
+            // It does not go on where this ended: all of it again.
+            self.meter.lost(partial.length);
+            partial.start_over().map_err(Failure::Final)?;
+            if starts_at != 0 {
+                return Err(Failure::Passing(
+                    "other bytes came than were asked for".to_owned(),
+                ));
+            }
+        }
+        loop {
+            let chunk = timeout(SILENCE, answer.chunk()).await;
+            let chunk = chunk
+                .map_err(|_| Failure::Passing(format!("nothing for {} s", SILENCE.as_secs())))?
+                .map_err(|problem| Failure::Passing(words(problem)))?;
+            let Some(chunk) = chunk else { return Ok(()) };
+            let room = usize::try_from(self.file.size - partial.length).unwrap_or(usize::MAX);
+            let taken = &chunk[..chunk.len().min(room)];
+            partial.take(taken).await.map_err(Failure::Final)?;
+            self.meter.fetched(taken.len() as u64, &self.file.path);
+            if taken.len() < chunk.len() {
+                return Ok(()); // more than was announced: the checksum will say
+            }
+        }
+    }
+}
+
+/// The first byte of `bytes 5-9/10`.
+fn start_of(range: &str) -> Option<u64> {
+    range.strip_prefix("bytes ")?.split_once('-')?.0.parse().ok()
+}
+
+/// What is here of a file.
+struct Partial {
+    path: PathBuf,
+    file: RepoFile,
+    /// Taken so far, those not written yet among them.
+    length: u64,
+    waiting: Vec<u8>,
+    /// Elsewhere while it is written to.
+    written: Option<(File, Summing)>,
+}
+
+impl Partial {
+    /// What an earlier pull left, summed.
+    async fn open(path: PathBuf, file: RepoFile) -> Result<Partial, PullError> {
+        let opened = blocking(move || {
+            let open = || -> std::io::Result<Partial> {
+                let mut options = OpenOptions::new();
+                let mut there = options
+                    .read(true)
+                    .write(true)
+                    .create(true)
+                    .truncate(false)
+                    .open(&path)?;
+                if there.metadata()?.len() > file.size {
+                    there.set_len(0)?;
+                }
+                let mut sum = Summing::start(&file.oid, file.size);
+                let mut length = 0;
+                let mut buffer = vec![0; 1 << 20];
+                loop {
+                    let read = there.read(&mut buffer)?;
+                    if read == 0 {
+                        break;
+                    }
+                    sum.add(&buffer[..read]);
+                    length += read as u64;
+                }
+                Ok(Partial {
+                    path: path.clone(),
+                    file: file.clone(),
+                    length,
+                    waiting: Vec::new(),
+                    written: Some((there, sum)),
+                })
+            };
+            open().map_err(|problem| failed(&path, &problem))
+        });
+        opened.await
+    }
+
+    async fn take(&mut self, bytes: &[u8]) -> Result<(), PullError> {
+        self.waiting.extend_from_slice(bytes);
+        self.length += bytes.len() as u64;
+        if self.waiting.len() < WRITE_BYTES {
+            return Ok(());
+        }
+        self.flush().await
+    }
+
+    /// Writes what is waiting, away from the async threads.
+    async fn flush(&mut self) -> Result<(), PullError> {
+        if self.waiting.is_empty() {
+            return Ok(());
+        }
+        let Some((mut there, mut sum)) = self.written.take() else {
+            return Ok(()); // an earlier write failed, and was told of
+        };
+        let bytes = std::mem::take(&mut self.waiting);
+        let path = self.path.clone();
+        let left = self.file.size.saturating_sub(self.length) + bytes.len() as u64;
+        let written = blocking(move || {
+            there
+                .write_all(&bytes)
+                .map_err(|problem| failed_at(&path, &problem, left))?;
+            sum.add(&bytes);
+            Ok((there, sum))
+        });
+        self.written = Some(written.await?);
+        Ok(())
+    }
+
+    fn start_over(&mut self) -> Result<(), PullError> {
+        self.waiting.clear();
+        self.length = 0;
+        let emptied = File::create(&self.path).map_err(|problem| failed(&self.path, &problem))?;
+        self.written = Some((emptied, Summing::start(&self.file.oid, self.file.size)));
+        Ok(())
+    }
+
+    /// Whether it is what was announced; then it is on the disk for good.
+    async fn finish(mut self) -> Result<bool, PullError> {
+        self.flush().await?;
+        let Some((there, sum)) = self.written else {
+            return Ok(false);
+        };
+        let (path, oid) = (self.path, self.file.oid);
+        blocking(move || {
+            if !sum.is(&oid) {
+                return Ok(false);
+            }
+            there.sync_all().map_err(|problem| failed(&path, &problem))?;
+            Ok(true)
+        })
+        .await
+    }
+}
+
+/// Runs what waits for the disk where that holds nobody up.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, PullError> + Send + 'static,
+) -> Result<T, PullError> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(|panic| PullError::Disk {
+            path: "the hub cache".to_owned(),
+            problem: panic.to_string(),
+        })?
+}

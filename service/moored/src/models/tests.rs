@@ -1,0 +1,184 @@
+use std::collections::BTreeMap;
+
+use super::*;
+
+fn folder_with(files: &[&str]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for file in files {
+        let path = folder.path().join(file);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, "{}").unwrap();
+    }
+    folder
+}
+
+fn models(folder: &Path) -> Models {
+    let settings = Settings {
+        folders: vec![folder.to_owned()],
+        default: None,
+        paths: BTreeMap::new(),
+        settings: BTreeMap::new(),
+    };
+    Models::new(settings, folder.join("no-hub-cache"))
+}
+
+fn reference(id: &str) -> v1::ModelRef {
+    v1::ModelRef {
+        id: id.to_owned(),
+        ..Default::default()
+    }
+}
+
+#[test]
+fn folders_files_and_hub_caches_are_found() {
+    let folder = folder_with(&[
+        "plain/model_index.json",
+        "owner/name/model_index.json",
+        "single.safetensors",
+        "blocks.gguf",
+        "pickled.pth",
+        "owner/short.pt",
+        "quick.instant.json",
+        "models--me--mine/snapshots/abc/model_index.json",
+        "models--me--mine/snapshots/def/model_index.json",
+        "notes.txt",
+    ]);
+    std::fs::create_dir_all(folder.path().join("models--me--mine/refs")).unwrap();
+    std::fs::write(folder.path().join("models--me--mine/refs/main"), "def\n").unwrap();
+    let models = models(folder.path());
+    let single = ["single", "blocks", "pickled", "owner/short"];
+    for id in ["plain", "owner/name", "name", "quick", "me/mine"]
+        .into_iter()
+        .chain(single)
+    {
+        assert!(models.resolve(Some(&reference(id))).is_ok(), "{id}");
+    }
+    assert!(matches!(
+        models.resolve(Some(&reference("other"))),
+        Err(Error::ModelNotFound { .. })
+    ));
+}
+
+#[test]
+fn a_revision_is_part_of_the_key() {
+    let folder = folder_with(&["models--me--mine/snapshots/abc/model_index.json"]);
+    let entry = models(folder.path())
+        .resolve(Some(&reference("me/mine")))
+        .unwrap();
+    assert_eq!(entry.key, "me/mine@abc+full");
+}
+
+#[test]
+fn the_hub_cache_is_looked_through_and_revisions_have_names() {
+    let folder = folder_with(&["mine/model_index.json"]);
+    let cache = folder_with(&[
+        "models--me--mine/snapshots/abc/model_index.json",
+        "models--me--mine/snapshots/def/model_index.json",
+        "models--me--half/snapshots/abc/vae/config.json",
+    ]);
+    let refs = cache.path().join("models--me--mine/refs");
+    std::fs::create_dir_all(refs.join("pr")).unwrap();
+    for (name, commit) in [("main", "def"), ("pr/1", "abc")] {
+        std::fs::write(refs.join(name), commit).unwrap();
+    }
+    let models = Models::new(models(folder.path()).settings, cache.path().to_owned());
+    let key = |id: &str, revision: &str| {
+        let mut model = reference(id);
+        model.revision = revision.to_owned();
+        models.resolve(Some(&model)).map(|entry| entry.key.clone())
+    };
+    assert_eq!(key("me/mine", "").unwrap(), "me/mine@def+full");
+    assert_eq!(key("me/mine", "pr/1").unwrap(), "me/mine@abc+full");
+    assert_eq!(key("me/mine", "main").unwrap(), "me/mine@def+full");
+    assert_eq!(key("me/mine", "ab").unwrap(), "me/mine@abc+full");
+    assert_eq!(key("me/mine@pr/1", "").unwrap(), "me/mine@abc+full");
+    assert_eq!(key("me/mine@pr/1+vae=nf4", "").unwrap(), "me/mine@abc+vae=nf4");
+    assert!(key("me/mine@pr/1", "def").is_err(), "two revisions");
+    assert!(key("me/mine", "other").is_err());
+    assert!(key("me/half", "").is_err(), "no pipeline yet");
+}
+
+#[test]
+fn what_is_asked_for_is_part_of_the_key_or_refused() {
+    let folder = folder_with(&["plain/model_index.json"]);
+    let models = models(folder.path());
+    let mut asked = reference("plain");
+    asked.quantization = Some(v1::Quantization {
+        preset: "4-bit".to_owned(),
+        ..Default::default()
+    });
+    let entry = models.resolve(Some(&asked)).unwrap();
+    assert_eq!(entry.key, "plain+text_encoder_2=nf4,transformer=nf4");
+    asked.quantization = Some(v1::Quantization {
+        preset: "5-bit".to_owned(),
+        ..Default::default()
+    });
+    assert!(matches!(models.resolve(Some(&asked)), Err(Error::Invalid(_))));
+    asked.quantization = None;
+    asked.adapters.push(v1::Adapter::default());
+    assert!(matches!(
+        models.resolve(Some(&asked)),
+        Err(Error::NotBuilt { .. })
+    ));
+}
+
+#[test]
+fn an_entry_is_named_by_its_key_too() {
+    let folder = folder_with(&[
+        "plain/model_index.json",
+        "a+b/model_index.json",
+        "at@home/model_index.json",
+        "models--me--mine/snapshots/abc/model_index.json",
+    ]);
+    let models = models(folder.path());
+    let key = |id: &str| {
+        models
+            .resolve(Some(&reference(id)))
+            .map(|entry| entry.key.clone())
+    };
+    for (id, means) in [
+        ("plain+full", "plain+full"),
+        ("plain+4-bit", "plain+text_encoder_2=nf4,transformer=nf4"),
+        (
+            "plain+8-bit,vae=nf4",
+            "plain+text_encoder_2=int8,transformer=int8,vae=nf4",
+        ),
+        ("plain+transformer=fp8", "plain+transformer=fp8"),
+        ("a+b", "a+b+full"),
+        ("a+b+vae=nf4", "a+b+vae=nf4"),
+        ("at@home+vae=nf4", "at@home+vae=nf4"),
+        ("me/mine@abc+vae=nf4", "me/mine@abc+vae=nf4"),
+        ("mine+full", "me/mine@abc+full"),
+    ] {
+        assert_eq!(key(id).unwrap(), means, "{id}");
+    }
+    for wrong in [
+        "plain+",
+        "plain+5-bit",
+        "plain+4-bit,8-bit",
+        "plain+vae=int7",
+        "plain+vae",
+    ] {
+        assert!(matches!(key(wrong), Err(Error::Invalid(_))), "{wrong}");
+    }
+    for missing in ["other+full", "me/mine@abd+full", "a+c"] {
+        assert!(
+            matches!(key(missing), Err(Error::ModelNotFound { .. })),
+            "{missing}"
+        );
+    }
+    let mut twice = reference("plain+4-bit");
+    twice.quantization = Some(v1::Quantization {
+        preset: "8-bit".to_owned(),
+        ..Default::default()
+    });
+    assert!(matches!(models.resolve(Some(&twice)), Err(Error::Invalid(_))));
+}
+
+#[test]
+fn two_models_of_one_name_need_the_whole_id() {
+    let folder = folder_with(&["a/x/model_index.json", "b/x/model_index.json"]);
+    let models = models(folder.path());
+    assert!(models.resolve(Some(&reference("x"))).is_err());
+    assert!(models.resolve(Some(&reference("a/x"))).is_ok());
+}

@@ -1,0 +1,730 @@
+"""Models come from a hub, whole or not at all: from a stand-in of one that serves the shipped model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import moored
+import numpy as np
+import pytest
+from hub import Hub, Repository, files_of, git_blob, is_large, sha256
+
+from service import BINARY, ROOT, Service, run
+
+MODEL = "me/mine"
+RIGHT = "hf_secret"
+TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
+VAE = "vae/diffusion_pytorch_model.safetensors"
+T5 = "text_encoder_2/model.safetensors"
+QUICK: dict[str, Any] = {"width": 64, "height": 64, "steps": 2, "seed": 3}
+DECOYS = {
+    "README.md": b"# Mine",
+    "flux1-dev.safetensors": b"the same weights, again",
+    "safety_checker/model.safetensors": b"none of ours",
+    "text_encoder/model.fp16.safetensors": b"half of it",
+    "text_encoder/pytorch_model.bin": b"in another format",
+    "vae/diffusion_pytorch_model.fp16.safetensors": b"half of it",
+    "transformer/model.onnx": b"for another program",
+}
+"""What repositories hold beside the pipeline."""
+WAIT_S = 30
+
+
+@pytest.fixture(scope="module")
+def shipped() -> dict[str, bytes]:
+    return files_of(ROOT / "demo/model")
+
+
+@pytest.fixture
+def hub(shipped: dict[str, bytes]) -> Iterator[Hub]:
+    with Hub() as hub:
+        hub.repositories[MODEL] = Repository(shipped | DECOYS)
+        yield hub
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """HF_HOME; the hub cache is `hub` in it."""
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def pull(hub: Hub, home: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`moored pull --json`, with more of its environment by name."""
+
+    def pull(model: str = MODEL, **environment: str) -> subprocess.CompletedProcess[str]:
+        return run("pull", model, "--json", env=hub.environment(home, **environment))
+
+    return pull
+
+
+Pull = Callable[..., "subprocess.CompletedProcess[str]"]
+Serve = Callable[..., Service]
+
+
+@pytest.fixture
+def serve(hub: Hub, home: Path, tmp_path: Path) -> Iterator[Serve]:
+    """Starts a service that has this hub and its cache."""
+    started: list[Service] = []
+
+    def start(*arguments: str, **environment: str) -> Service:
+        state = tmp_path / f"state-{len(started)}"
+        env = hub.environment(home, **environment)
+        service = Service(*arguments, state=state, environment=env)
+        started.append(service)
+        return service
+
+    yield start
+    for service in started:
+        service.kill()
+
+
+def told(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """The last that a command said."""
+    last: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return last
+
+
+def pulled(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return told(done)
+
+
+def failed(done: subprocess.CompletedProcess[str]) -> tuple[str, str]:
+    """Reason and message of a pull that failed."""
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = told(done)
+    assert said["event"] == "failed"
+    return said["reason"], said["message"]
+
+
+def cache_of(home: Path) -> Path:
+    return home / "hub/models--me--mine"
+
+
+def snapshot_of(home: Path, commit: str) -> dict[str, bytes]:
+    return files_of(cache_of(home) / "snapshots" / commit)
+
+
+def incomplete(home: Path) -> list[Path]:
+    return list((cache_of(home) / "blobs").glob("*.incomplete"))
+
+
+def same_picture(ours: moored.ImageResult, theirs: moored.ImageResult) -> bool:
+    return bool(np.array_equal(ours.pictures[0].array, theirs.pictures[0].array))
+
+
+# What is there afterwards.
+
+
+def test_a_pulled_model_paints_without_a_restart(
+    hub: Hub, serve: Serve, pull: Pull, painting_client: moored.Client
+) -> None:
+    with serve().client() as client:
+        with pytest.raises(moored.ModelNotFound, match=r"`moored pull me/mine`$") as missing:
+            client.generate_image("a red cube", model=MODEL, **QUICK)
+        assert missing.value.metadata == {"model": MODEL}
+        assert MODEL not in {model.id for model in client.list_models()}
+        pulled(pull())
+        ours = client.generate_image("a red cube", model=MODEL, **QUICK)
+        assert ours.model.revision == hub.repositories[MODEL].revisions["main"]
+        assert same_picture(ours, painting_client.generate_image("a red cube", **QUICK))
+
+
+def test_the_cache_is_laid_out_as_its_other_users_have_it(
+    hub: Hub, home: Path, pull: Pull, shipped: dict[str, bytes]
+) -> None:
+    done = pulled(pull())
+    commit = hub.repositories[MODEL].revisions["main"]
+    size = sum(len(content) for content in shipped.values())
+    assert (done["event"], done["id"], done["revision"]) == ("pulled", MODEL, commit)
+    assert (done["bytes_total"], done["bytes_fetched"]) == (size, size)
+    snapshot = cache_of(home) / "snapshots" / commit
+    assert done["path"] == str(snapshot)
+    assert snapshot_of(home, commit) == shipped, "the pipeline, and no decoy"
+    assert (cache_of(home) / "refs/main").read_text() == commit
+    for path, content in shipped.items():
+        link = os.readlink(snapshot / path)
+        up = "../" * (path.count("/") + 2)
+        assert link == f"{up}blobs/{sha256(content) if is_large(path) else git_blob(content)}"
+    assert incomplete(home) == []
+    assert not any(hub.fetched(path) for path in DECOYS)
+
+
+def test_a_second_pull_fetches_nothing(hub: Hub, pull: Pull, home: Path) -> None:
+    pulled(pull())
+    before = len(hub.requests)
+    again = pulled(pull())
+    assert again["bytes_fetched"] == 0
+    asked = {one.path for one in hub.requests[before:]}
+    assert not any(is_large(path) for path in asked), asked
+    # A file that is gone comes again, alone.
+    blob = (cache_of(home) / "snapshots" / again["revision"] / VAE).resolve()
+    size = blob.stat().st_size
+    blob.unlink()
+    assert pulled(pull())["bytes_fetched"] == size
+
+
+@pytest.mark.parametrize("revision", ["beta", "pr/1", "commit"])
+def test_a_revision_is_a_branch_a_tag_or_a_commit(
+    hub: Hub, home: Path, pull: Pull, serve: Serve, revision: str
+) -> None:
+    commits = hub.repositories[MODEL].revisions
+    commits["beta"] = hashlib.sha1(b"beta").hexdigest()
+    commits["pr/1"] = commits["commit"] = hashlib.sha1(b"pr").hexdigest()
+    asked = commits["commit"] if revision == "commit" else revision
+    assert pulled(pull(f"{MODEL}@{asked}"))["revision"] == commits[revision]
+    refs = cache_of(home) / "refs"
+    if revision == "commit":
+        assert not refs.exists()
+    else:
+        assert (refs / revision).read_text() == commits[revision]
+    with serve().client() as client:
+        result = client.load(moored.ModelRef(MODEL, revision=asked), components=["vae"])
+        assert result.model.revision == commits[revision]
+
+
+def test_contents_of_another_revision_are_not_fetched_again(hub: Hub, pull: Pull) -> None:
+    hub.repositories[MODEL].revisions["beta"] = hashlib.sha1(b"beta").hexdigest()
+    pulled(pull())
+    assert pulled(pull(f"{MODEL}@beta"))["bytes_fetched"] == 0
+
+
+def test_a_branch_that_has_not_moved_is_not_written_again(home: Path, pull: Pull) -> None:
+    commit = pulled(pull())["revision"]
+    branch = cache_of(home) / "refs/main"
+    branch.write_text(f"{commit}\n")
+    pulled(pull())
+    assert branch.read_text() == f"{commit}\n", "others may be reading it, or nobody may write it"
+
+
+def test_in_a_pipe_a_pull_tells_in_lines_and_ends_with_the_path(hub: Hub, home: Path) -> None:
+    done = run("pull", MODEL, env=hub.environment(home))
+    assert done.returncode == 0
+    assert done.stdout.strip().endswith(hub.repositories[MODEL].revisions["main"])
+    assert Path(done.stdout.strip()).is_dir()
+    assert "15.8 MB" in done.stderr
+    assert "\x1b" not in done.stderr + done.stdout
+
+
+def test_in_a_terminal_a_pull_draws_how_far_it_is(hub: Hub, home: Path) -> None:
+    mine, theirs = pty.openpty()
+    hub.stall(TRANSFORMER, 5_000_000)
+    command, env = [str(BINARY), "pull", MODEL], hub.environment(home, TERM="xterm")
+    with subprocess.Popen(command, env=env, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = read_until(mine, "10.35 MB/15.84 MB")
+        assert "10.35 MB/15.84 MB" in shown, shown
+        hub.released.set()
+        shown += read_until(mine, None)
+        assert process.wait(WAIT_S) == 0
+    os.close(mine)
+    assert f"{MODEL} at " in shown
+
+
+# Cuts.
+
+
+def test_a_cut_is_resumed_where_it_was(
+    hub: Hub, home: Path, pull: Pull, shipped: dict[str, bytes]
+) -> None:
+    for at in (4_000_000, 9_000_001):
+        hub.cut(TRANSFORMER, at)
+    hub.cut("tokenizer/vocab.json", 5_000)
+    done = pulled(pull())
+    assert [(one.start, one.sent) for one in hub.fetched(TRANSFORMER)] == [
+        (0, 4_000_000),
+        (4_000_000, 5_000_001),
+        (9_000_001, len(shipped[TRANSFORMER]) - 9_000_001),
+    ]
+    assert done["bytes_fetched"] == done["bytes_total"], "no byte came twice"
+    assert snapshot_of(home, done["revision"]) == shipped
+
+
+def test_a_reset_is_resumed(hub: Hub, home: Path, pull: Pull, shipped: dict[str, bytes]) -> None:
+    hub.cut(TRANSFORMER, 6_000_000, reset=True)
+    done = pulled(pull())
+    _, resumed = hub.fetched(TRANSFORMER)
+    assert 0 < resumed.start <= 6_000_000
+    assert snapshot_of(home, done["revision"]) == shipped
+
+
+def test_a_file_that_never_gets_further_is_given_up_and_kept(
+    hub: Hub, home: Path, pull: Pull
+) -> None:
+    hub.limit(TRANSFORMER, 3_000_001)
+    reason, message = failed(pull())
+    assert reason == "PULL_FAILED"
+    assert TRANSFORMER in message
+    assert "goes on where this one ended" in message
+    assert any(path.stat().st_size == 3_000_001 for path in incomplete(home))
+    assert not (cache_of(home) / "snapshots").exists(), "half a model is none"
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_pull_that_was_ended_goes_on_from_there(
+    hub: Hub, home: Path, pull: Pull, shipped: dict[str, bytes], how: signal.Signals
+) -> None:
+    stall = 5_000_000
+    hub.stall(TRANSFORMER, stall)
+    command = [str(BINARY), "pull", MODEL, "--json"]
+    env = hub.environment(home)
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        small = sum(len(content) for content in shipped.values()) - len(shipped[TRANSFORMER])
+        for line in process.stdout:
+            if json.loads(line).get("bytes_done", 0) >= small + stall:
+                break
+        process.send_signal(how)
+        rest = process.stdout.read()
+    if how == signal.SIGINT:
+        assert process.returncode == 1
+        assert f"moored pull {MODEL}" in json.loads(rest.splitlines()[-1])["message"]
+    hub.released.set()
+    done = pulled(pull())
+    _, resumed = hub.fetched(TRANSFORMER)
+    # What came last was in memory.
+    assert stall - (300 << 10) <= resumed.start <= stall
+    assert done["bytes_fetched"] == len(shipped[TRANSFORMER]) - resumed.start
+    assert snapshot_of(home, done["revision"]) == shipped
+
+
+def test_two_at_once_fetch_each_byte_once(
+    hub: Hub, home: Path, pull: Pull, shipped: dict[str, bytes]
+) -> None:
+    results: list[dict[str, Any]] = []
+    hub.stall(TRANSFORMER, 2_000_000)
+    threads = [threading.Thread(target=lambda: results.append(pulled(pull()))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert hub.stalled.wait(WAIT_S)
+    # Both have listed by then what they lack.
+    until = time.monotonic() + WAIT_S
+    while sum("/revision/" in one.path for one in hub.requests) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    hub.released.set()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 2
+    total = sum(len(content) for content in shipped.values())
+    assert sum(one["bytes_fetched"] for one in results) == total
+    assert snapshot_of(home, results[0]["revision"]) == shipped
+    assert incomplete(home) == []
+
+
+# Contents that are not what they should be.
+
+
+def test_what_comes_with_another_checksum_is_thrown_away(hub: Hub, home: Path, pull: Pull) -> None:
+    hub.corrupt(VAE, 100)
+    reason, message = failed(pull())
+    assert reason == "PULL_FAILED"
+    assert VAE in message
+    assert "checksum" in message
+    assert len(hub.fetched(VAE)) == 2, "twice, from the start"
+    blobs = {path.name for path in (cache_of(home) / "blobs").iterdir()}
+    assert not any(name.startswith(sha256(hub.repositories[MODEL].files[VAE])) for name in blobs)
+    assert not (cache_of(home) / "snapshots").exists()
+
+
+@pytest.mark.parametrize("path", [VAE, "model_index.json"])
+def test_a_part_that_went_bad_heals(
+    hub: Hub, home: Path, pull: Pull, shipped: dict[str, bytes], path: str
+) -> None:
+    content = shipped[path]
+    oid = sha256(content) if is_large(path) else git_blob(content)
+    blobs = cache_of(home) / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{oid}.incomplete").write_bytes(b"x" * 100)
+    done = pulled(pull())
+    assert snapshot_of(home, done["revision"]) == shipped
+    starts = [one.start for one in hub.fetched(path)]
+    assert starts[-2:] == [100, 0]
+
+
+# What the hub refuses.
+
+
+def locked(hub: Hub) -> None:
+    repository = hub.repositories[MODEL]
+    hub.tokens = {RIGHT, "hf_stranger"}
+    repository.gated, repository.accepted = True, {RIGHT}
+
+
+@pytest.mark.parametrize(
+    ("token", "says"),
+    [
+        ("", ["gated", "accept its terms", "hf auth login"]),
+        ("hf_stranger", ["gated", "account that accepted"]),
+        ("hf_wrong", ["refuses the token"]),
+    ],
+)
+def test_a_gated_model_says_what_to_do(hub: Hub, pull: Pull, token: str, says: list[str]) -> None:
+    locked(hub)
+    done = pull(HF_TOKEN=token)
+    reason, message = failed(done)
+    assert reason == "PULL_FAILED"
+    assert all(word in message for word in says), message
+    assert not token or token not in done.stdout + done.stderr
+
+
+def test_the_right_token_opens_it_and_goes_nowhere_else(hub: Hub, home: Path, pull: Pull) -> None:
+    locked(hub)
+    home.mkdir()
+    (home / "token").write_text(f"{RIGHT}\n")  # as a login leaves it
+    done = pull(MOORED_LOG_FILTER="trace")
+    assert "TRACE" in done.stderr
+    assert done.returncode == 0
+    assert RIGHT not in done.stdout + done.stderr
+    assert {one.token for one in hub.requests if one.server == "hub"} == {RIGHT}
+    assert {one.token for one in hub.requests if one.server == "store"} == {""}
+
+
+def test_a_private_model_needs_a_token(hub: Hub, pull: Pull) -> None:
+    hub.tokens, hub.repositories[MODEL].private = {RIGHT}, True
+    _, message = failed(pull())
+    assert "without a token" in message
+    assert "HF_TOKEN" in message
+    pulled(pull(HF_TOKEN=RIGHT))
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("me/other", "no model me/other"),
+        (f"{MODEL}@nowhere", "no revision nowhere"),
+        ("mine", "owner/name"),
+        ("me/../../etc", "owner/name"),
+    ],
+)
+def test_what_is_not_there_is_named(pull: Pull, model: str, says: str) -> None:
+    reason, message = failed(pull(model))
+    assert reason == "PULL_FAILED"
+    assert says in message
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"flux1-dev-Q4_0.gguf": b"GGUF"}, "single file(s), such as flux1-dev-Q4_0.gguf"),
+        ({"config.json": b"{}"}, "no model_index.json"),
+        ({"model_index.json": b'{"_class_name": "OtherPipeline"}'}, "is a OtherPipeline"),
+        ({"model_index.json": b'{"_class_name": "FluxPipeline"}'}, "scheduler is missing"),
+    ],
+)
+def test_what_could_not_be_run_is_not_fetched(
+    hub: Hub, home: Path, pull: Pull, files: dict[str, bytes], says: str
+) -> None:
+    hub.repositories[MODEL] = Repository(files)
+    _, message = failed(pull())
+    assert says in message
+    assert not cache_of(home).exists()
+
+
+def test_a_repository_without_some_weights_is_not_fetched(
+    hub: Hub, home: Path, pull: Pull, shipped: dict[str, bytes]
+) -> None:
+    hub.repositories[MODEL] = Repository({p: c for p, c in shipped.items() if p != VAE})
+    _, message = failed(pull())
+    assert "the weights of vae" in message
+    assert not cache_of(home).exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vae/\x1b[31mred.json",
+        "vae/nul\0.json",
+        "vae/..\\up.json",
+        "vae/$(reboot).json",
+        f"vae/{'x' * 300}.json",
+        "vae/../../../../up.json",
+        "/vae/up.json",
+    ],
+)
+def test_a_file_with_a_name_that_no_pipeline_has_is_left_alone(
+    hub: Hub, home: Path, pull: Pull, shipped: dict[str, bytes], name: str
+) -> None:
+    hub.repositories[MODEL].files[name] = b"{}"
+    assert snapshot_of(home, pulled(pull())["revision"]) == shipped
+
+
+def test_what_the_hub_says_is_shown_in_plain_characters_and_not_without_end(
+    hub: Hub, serve: Serve, pull: Pull
+) -> None:
+    index = json.dumps({"_class_name": "\x1b[31mred" + "x" * 100_000}).encode()
+    hub.repositories[MODEL] = Repository({"model_index.json": index})
+    _, message = failed(pull())
+    assert "red" in message
+    assert "\x1b" not in message
+    assert len(message) < 1000
+    with serve().client() as client, pytest.raises(moored.ModelUnsupported, match="red"):
+        client.pull_model(MODEL)
+
+
+def test_a_hub_that_tells_no_checksums_is_told_of(hub: Hub, pull: Pull) -> None:
+    hub.lists_sizes = False
+    _, message = failed(pull())
+    assert "sizes and checksums" in message
+
+
+def test_a_token_that_cannot_be_sent_is_the_tokens_fault(hub: Hub, pull: Pull) -> None:
+    _, message = failed(pull(HF_TOKEN="hf_caf\ne"))
+    assert "HF_TOKEN" in message
+    assert "caf" not in message
+    assert hub.requests == []
+
+
+def test_a_hub_that_does_not_answer(pull: Pull) -> None:
+    reason, message = failed(pull(HF_ENDPOINT="http://127.0.0.1:9"))
+    assert reason == "PULL_FAILED"
+    assert "http://127.0.0.1:9 cannot be reached" in message
+    assert "HF_ENDPOINT" in message
+
+
+def test_room_is_checked_before_the_first_byte(hub: Hub, home: Path, pull: Pull) -> None:
+    hub.announce(TRANSFORMER, 1 << 50)
+    reason, message = failed(pull())
+    assert reason == "DISK_FULL"
+    assert "are free" in message
+    assert str(home) in message
+    assert not any(one.sent for one in hub.requests if one.server == "store")
+
+
+def test_sizes_beyond_all_numbers_do_not_fit_either(hub: Hub, pull: Pull) -> None:
+    for path in (TRANSFORMER, VAE):
+        hub.announce(path, (1 << 64) - 1)
+    reason, _ = failed(pull())
+    assert reason == "DISK_FULL"
+
+
+# Offline.
+
+
+def test_offline_says_what_is_missing(hub: Hub, home: Path, pull: Pull) -> None:
+    _, message = failed(pull(HF_HUB_OFFLINE="1"))
+    assert "HF_HUB_OFFLINE" in message
+    assert "all of it is missing" in message
+    assert hub.requests == []
+    commit = pulled(pull())["revision"]
+    before = len(hub.requests)
+    here = pulled(pull(HF_HUB_OFFLINE="1"))
+    assert (here["revision"], here["bytes_fetched"]) == (commit, 0)
+    (cache_of(home) / "snapshots" / commit / T5).unlink()
+    _, message = failed(pull(HF_HUB_OFFLINE="1"))
+    assert "the weights of text_encoder_2" in message
+    assert len(hub.requests) == before
+
+
+# Through the service.
+
+
+def test_the_service_pulls_for_its_clients(
+    hub: Hub, serve: Serve, shipped: dict[str, bytes]
+) -> None:
+    size = sum(len(content) for content in shipped.values())
+    with serve().client() as client:
+        assert "pull" in client.server_info().capabilities
+        plan = client.plan_pull(MODEL)
+        assert (plan.bytes_total, plan.bytes_missing, plan.files_total) == (
+            size,
+            size,
+            len(shipped),
+        )
+        with client.stream_pull(MODEL) as stream:
+            seen = list(stream)
+            done = stream.result()
+        assert (done.id, done.bytes_fetched) == (MODEL, size)
+        assert done.revision == plan.revision == hub.repositories[MODEL].revisions["main"]
+        assert [one.bytes_done for one in seen] == sorted(one.bytes_done for one in seen)
+        assert client.plan_pull(MODEL).bytes_missing == 0
+        assert MODEL in {model.id for model in client.list_models()}
+        assert client.generate_image("a red cube", model=MODEL, **QUICK).pictures
+
+
+def test_two_clients_share_a_pull_and_one_may_leave(hub: Hub, serve: Serve) -> None:
+    hub.stall(TRANSFORMER, 2_000_000)
+    service = serve()
+    with service.client() as one, service.client() as other:
+        first, second = one.stream_pull(MODEL), other.stream_pull(MODEL)
+        next(first)
+        next(second)
+        assert hub.stalled.wait(WAIT_S)
+        first.close()
+        one.server_info()  # goes the same way, after the farewell
+        assert not hub.left.is_set()
+        hub.released.set()
+        done = second.result()
+        assert done.bytes_fetched == done.bytes_total
+        assert [one.start for one in hub.fetched(TRANSFORMER)] == [0]
+
+
+def test_a_pull_ends_with_its_last_listener(
+    hub: Hub, home: Path, serve: Serve, shipped: dict[str, bytes]
+) -> None:
+    hub.stall(TRANSFORMER, 6_000_000)
+    with serve().client() as client:
+        with client.stream_pull(MODEL) as stream:
+            rest = sum(len(content) for content in shipped.values()) - len(shipped[TRANSFORMER])
+            assert any(one.bytes_done >= rest + 6_000_000 for one in stream)
+        assert hub.left.wait(WAIT_S), "the service let go of the connection"
+        assert not (cache_of(home) / "snapshots").exists()
+        hub.released.set()
+        done = client.pull_model(MODEL)
+        assert 0 < done.bytes_fetched < len(shipped[TRANSFORMER]) - 5_000_000
+
+
+def test_a_service_pulls_a_few_models_at_a_time(hub: Hub, serve: Serve) -> None:
+    models = [f"me/number-{number}" for number in range(6)]
+    for model in models:
+        hub.repositories[model] = hub.repositories[MODEL]
+    hub.stall(TRANSFORMER, 2_000_000)
+
+    def listed() -> int:
+        return sum("/api/models/me/number-" in one.path for one in hub.requests)
+
+    with serve().client() as client:
+        streams = [client.stream_pull(model) for model in models]
+        for stream in streams:
+            next(stream)
+        assert hub.stalled.wait(WAIT_S)
+        until = time.monotonic() + WAIT_S
+        while listed() < 4 and time.monotonic() < until:
+            time.sleep(0.01)
+        client.plan_pull(MODEL)  # whoever was to ask the hub has done so by now
+        assert listed() == 4
+        hub.released.set()
+        assert {stream.result().id for stream in streams} == set(models)
+
+
+def test_errors_reach_the_client_as_what_they_are(hub: Hub, serve: Serve) -> None:
+    with serve().client() as client:
+        with pytest.raises(moored.PullFailed, match="no model me/other"):
+            client.pull_model("me/other")
+        with pytest.raises(moored.InvalidRequest, match="owner/name"):
+            client.pull_model("../etc")
+        hub.announce(TRANSFORMER, 1 << 50)
+        with pytest.raises(moored.DiskFull):
+            client.pull_model(MODEL)
+        hub.repositories["me/gguf"] = Repository({"a.gguf": b"GGUF"})
+        with pytest.raises(moored.ModelUnsupported, match=r"a\.gguf"):
+            client.pull_model("me/gguf")
+
+
+def test_a_service_that_may_not_pull_does_not(hub: Hub, serve: Serve) -> None:
+    with serve("--set", "hub.pull=false").client() as client:
+        assert "pull" not in client.server_info().capabilities
+        for call in (client.pull_model, client.plan_pull):
+            with pytest.raises(moored.PullFailed, match=r"hub\.pull.*`moored pull me/mine`"):
+                call(MODEL)
+    assert hub.requests == []
+
+
+def test_a_service_that_stops_ends_its_pulls(hub: Hub, serve: Serve) -> None:
+    hub.stall(TRANSFORMER, 2_000_000)
+    service = serve()
+    with service.client() as client, client.stream_pull(MODEL) as stream:
+        next(stream)
+        assert hub.stalled.wait(WAIT_S)
+        assert service.stop() == 0
+        with pytest.raises((moored.ShuttingDown, moored.ConnectionFailed)):
+            stream.result()
+
+
+# When a model is missing.
+
+
+def test_generate_and_load_pull_when_told_to(hub: Hub, serve: Serve, tmp_path: Path) -> None:
+    service = serve()
+    picture = tmp_path / "a.png"
+    arguments = ("generate", "a red cube", "-m", f"{MODEL}+8-bit", "-o", str(picture))
+    arguments += ("-W", "64", "-H", "64", "--steps", "1")
+    refused = service.run(*arguments)
+    assert refused.returncode == 1
+    assert f"`moored pull {MODEL}`" in refused.stderr
+    assert not any(one.sent for one in hub.requests)
+    done = service.run(*arguments, "--pull")
+    assert done.returncode == 0, done.stderr
+    assert picture.is_file()
+    assert f"{MODEL} at " in done.stderr
+    hub.repositories["me/second"] = hub.repositories[MODEL]
+    hub.repositories["me/second"].revisions["beta"] = hashlib.sha1(b"beta").hexdigest()
+    loaded = service.run("load", "me/second@beta", "--component", "vae", "--pull")
+    assert loaded.returncode == 0, loaded.stderr
+    # What `load` is to replace is not what it is asked to bring.
+    before = len(hub.requests)
+    refused = service.run("load", MODEL, "--replace", "me/third", "--pull")
+    assert refused.returncode == 1
+    assert "no model me/third" in refused.stderr
+    assert len(hub.requests) == before
+
+
+def test_half_a_model_that_another_program_left_is_missing_and_can_be_pulled(
+    hub: Hub, home: Path, serve: Serve, shipped: dict[str, bytes], tmp_path: Path
+) -> None:
+    commit = hub.repositories[MODEL].revisions["main"]
+    half = cache_of(home) / "snapshots" / commit
+    half.mkdir(parents=True)
+    (half / "model_index.json").write_bytes(shipped["model_index.json"])
+    service = serve()
+    with service.client() as client:
+        assert MODEL not in {model.id for model in client.list_models()}
+    picture = tmp_path / "a.png"
+    size = ("-W", "64", "-H", "64", "--steps", "1")
+    done = service.run("generate", "a cube", "-m", MODEL, *size, "-o", str(picture), "--pull")
+    assert done.returncode == 0, done.stderr
+    assert picture.is_file()
+
+
+@pytest.mark.parametrize(("answer", "expected"), [("y\n", 0), ("\n", 1), ("no\n", 1)])
+def test_in_a_terminal_generate_asks(
+    hub: Hub, home: Path, serve: Serve, tmp_path: Path, answer: str, expected: int
+) -> None:
+    service = serve()
+    env = hub.environment(home, TERM="xterm")
+    mine, theirs = pty.openpty()
+    command = [str(BINARY), "generate", "a red cube", "-m", MODEL, "-o", str(tmp_path / "a.png")]
+    command += ["-W", "64", "-H", "64", "--steps", "1", "--endpoint", service.address]
+    with subprocess.Popen(command, env=env, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = read_until(mine, "[y/N]")
+        assert f"{MODEL} is not here: 15.8 MB to pull. Pull it? [y/N]" in shown
+        assert not any(one.sent for one in hub.requests if one.server == "store")
+        os.write(mine, answer.encode())
+        shown += read_until(mine, None)
+        assert process.wait(WAIT_S) == expected, shown
+    os.close(mine)
+    assert (tmp_path / "a.png").is_file() is (expected == 0)
+    assert bool(hub.fetched(VAE)) is (expected == 0)
+
+
+def read_until(terminal: int, wanted: str | None) -> str:
+    """What a terminal shows until then; without a word to wait for, until its program has ended."""
+    shown, until = "", time.monotonic() + WAIT_S
+    while (wanted is None or wanted not in shown) and time.monotonic() < until:
+        if not select.select([terminal], [], [], 0.1)[0]:
+            continue
+        try:
+            shown += os.read(terminal, 4096).decode(errors="replace")
+        except OSError:  # nobody has the other end any more
+            break
+    return shown
+
+
+def test_a_cache_that_cannot_be_written_is_named(hub: Hub, home: Path, pull: Pull) -> None:
+    home.parent.mkdir(exist_ok=True)
+    home.write_text("a file where a folder belongs")
+    reason, message = failed(pull())
+    assert reason == "PULL_FAILED"
+    assert str(home) in message
