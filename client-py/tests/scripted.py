@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from moored._generated import (
     events_pb2,
     generation_pb2_grpc,
+    hub_pb2_grpc,
     jobs_pb2_grpc,
     model_pb2,
     residency_pb2_grpc,
@@ -26,6 +27,7 @@ SERVICES = [
     ("Residency", residency_pb2_grpc),
     ("Jobs", jobs_pb2_grpc),
     ("Server", server_pb2_grpc),
+    ("Hub", hub_pb2_grpc),
 ]
 
 WAIT_S = 10

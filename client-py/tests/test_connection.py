@@ -79,6 +79,16 @@ def test_the_token(
         moored.Client(token_file=tmp_path / "gone")
 
 
+@pytest.mark.parametrize(
+    "content", [b"two\nlines\n", "schlüssel".encode(), b"\x00\x01", b"\xff\xfe"]
+)
+def test_a_file_that_is_no_token_is_said_and_not_shown(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "token").write_bytes(content)
+    with pytest.raises(moored.Unauthenticated, match=r"token.*token") as refused:
+        moored.Client("box:1", token_file=tmp_path / "token")
+    assert "lines" not in str(refused.value)
+
+
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_nothing_there(nowhere: str, kind: str) -> None:
     ask = Ask(kind, nowhere, {})

@@ -63,6 +63,20 @@ def test_other_numbers_become_f32(service: Service, ask: Ask) -> None:
     assert ask("get_latent", "lat-1").array.tolist() == [[1.0, 1.0]]
 
 
+def test_release(service: Service, ask: Ask) -> None:
+    there = {"lat-1"}
+
+    def release(request: Any, context: grpc.ServicerContext) -> Any:
+        released = request.latent_id in there
+        there.discard(request.latent_id)
+        return generation_pb2.ReleaseLatentResponse(released=released)
+
+    service.on("ReleaseLatent", release)
+    info = moored.LatentInfo("lat-1", (1, 2), "f32", "v", 0, 8)
+    assert ask("release_latent", info) is True
+    assert ask("release_latent", "lat-1") is False
+
+
 def test_half_precision() -> None:
     def latent(dtype: str, data: bytes) -> Any:
         return moored.Latent(moored.LatentInfo("l", (2,), dtype, "v", 0, len(data)), data)

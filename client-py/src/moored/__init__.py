@@ -17,6 +17,7 @@ from ._errors import (
     CardNotReady,
     ConnectionFailed,
     Deadline,
+    DiskFull,
     InternalError,
     InUse,
     InvalidRequest,
@@ -34,6 +35,7 @@ from ._errors import (
     NotBuilt,
     NotFinite,
     OutOfMemory,
+    PullFailed,
     QueueFull,
     ShuttingDown,
     Unauthenticated,
@@ -74,6 +76,9 @@ from ._records import (
     ModelInfo,
     Plan,
     PlannedStage,
+    PulledModel,
+    PullPlan,
+    PullProgress,
     QuantizationChoice,
     Reservation,
     ResidentComponent,
@@ -94,7 +99,14 @@ from ._requests import (
     Priority,
 )
 from ._results import ImageResult, JobResult, LatentResult, Picture, StageTiming
-from ._streams import AsyncEventStream, AsyncStatusStream, EventStream, StatusStream
+from ._streams import (
+    AsyncEventStream,
+    AsyncPullStream,
+    AsyncStatusStream,
+    EventStream,
+    PullStream,
+    StatusStream,
+)
 from ._version import __version__
 
 __all__ = [
@@ -105,6 +117,7 @@ __all__ = [
     "AsyncEventStream",
     "AsyncHold",
     "AsyncProgress",
+    "AsyncPullStream",
     "AsyncReservedMemory",
     "AsyncStatusStream",
     "BaseEvent",
@@ -116,6 +129,7 @@ __all__ = [
     "Component",
     "ConnectionFailed",
     "Deadline",
+    "DiskFull",
     "Done",
     "Event",
     "EventStream",
@@ -166,6 +180,11 @@ __all__ = [
     "Preview",
     "Priority",
     "Progress",
+    "PullFailed",
+    "PullPlan",
+    "PullProgress",
+    "PullStream",
+    "PulledModel",
     "QuantizationChoice",
     "QueueFull",
     "Queued",

@@ -26,6 +26,8 @@ from ._records import (
     LatentInfo,
     ModelInfo,
     Plan,
+    PulledModel,
+    PullPlan,
     ServerInfo,
     Status,
     Unloaded,
@@ -40,7 +42,7 @@ from ._results import (
     job_result,
     latent_result,
 )
-from ._streams import AsyncEventStream, AsyncStatusStream, AsyncStream
+from ._streams import AsyncEventStream, AsyncPullStream, AsyncStatusStream, AsyncStream
 from ._stubs import AsyncStubs
 
 if TYPE_CHECKING:
@@ -198,6 +200,50 @@ class AsyncClient:
             LatentInfo,
             await self._unary(self._stubs.generation.PutLatent, chunks_of(latent, vae_id), timeout),
         )
+
+    async def release_latent(
+        self, latent: str | LatentInfo, *, timeout: float | None = QUICK_S
+    ) -> bool:
+        """Gives a latent up before its time. False: there was none, or it had expired.
+
+        A job that needs it keeps it until it has ended.
+        """
+        request = generation_pb2.ReleaseLatentRequest(latent_id=requests.latent_id(latent))
+        method = self._stubs.generation.ReleaseLatent
+        released: bool = (await self._unary(method, request, timeout)).released
+        return released
+
+    # Getting models.
+
+    async def plan_pull(
+        self, model: str, revision: str = "", *, timeout: float | None = QUICK_S
+    ) -> PullPlan:
+        """What a pull would fetch, without fetching it."""
+        request = requests.pull_request(model, revision)
+        return mirror(PullPlan, await self._unary(self._stubs.hub.PlanPull, request, timeout))
+
+    async def pull_model(
+        self, model: str, revision: str = "", *, timeout: float | None = None
+    ) -> PulledModel:
+        """Has the service fetch a model from its hub: what is missing of `owner/name`.
+
+        `revision` is a branch, a tag or a commit; default: `main`. What has come when it is
+        cancelled, or fails, is not fetched again.
+        """
+        return await self.stream_pull(model, revision=revision, timeout=timeout).result()
+
+    def stream_pull(
+        self, model: str, revision: str = "", *, timeout: float | None = None
+    ) -> AsyncPullStream:
+        """The same as an iterator of how far it is; closing it ends the pull.
+
+        A pull that others wait for as well is joined, and goes on for them.
+        """
+        request = requests.pull_request(model, revision)
+        call = self._stubs.hub.PullModel(request, timeout=timeout, metadata=self._metadata)
+        stream = AsyncPullStream(call, self.endpoint)
+        self._streams.add(stream)
+        return stream
 
     # Residency.
 

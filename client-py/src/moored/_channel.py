@@ -43,15 +43,20 @@ def endpoint_of(endpoint: str | None) -> str:
 
 def metadata_of(token: str | None, token_file: str | os.PathLike[str] | None) -> Metadata:
     """What goes with every call. The token: the argument, else the file, else MOORED_TOKEN_FILE."""
+    whose = "The token"
     if token is None:
         path = token_file or os.environ.get("MOORED_TOKEN_FILE")
         if not path:
             return ()
         try:
             token = Path(path).read_text(encoding="utf-8").strip()
-        except OSError as error:
-            reason = error.strerror or str(error)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
             raise Unauthenticated(f"The token file {path} cannot be read: {reason}") from error
+        whose = f"The token in {path}"
+    if not (token.isascii() and token.isprintable()):
+        # gRPC would refuse each call, and print the token.
+        raise Unauthenticated(f"{whose} is not one line of plain letters, digits and signs")
     return (("authorization", f"Bearer {token}"),)
 
 

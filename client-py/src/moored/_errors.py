@@ -23,6 +23,8 @@
     ├── Unauthenticated       the token is missing or wrong
     ├── ShuttingDown          the service is shutting down
     ├── KeyReused             the idempotency key belongs to another request
+    ├── PullFailed            a model could not be fetched from its hub
+    ├── DiskFull              what is to be pulled does not fit on the service's disk
     ├── InternalError         a fault of the service
     └── ConnectionFailed      the service cannot be reached, or was lost
 
@@ -213,6 +215,14 @@ class KeyReused(MooredError):
     """The idempotency key was used before, for another request."""
 
 
+class PullFailed(MooredError):
+    """A model could not be pulled: the hub is out of reach, has it not, or refuses the token."""
+
+
+class DiskFull(MooredError):
+    """What is to be pulled does not fit on the disk of the service."""
+
+
 class InternalError(MooredError):
     """A fault of the service."""
 
@@ -245,6 +255,8 @@ BY_REASON: dict[str, type[MooredError]] = {
     "SHUTTING_DOWN": ShuttingDown,
     "INTERNAL": InternalError,
     "KEY_REUSED": KeyReused,
+    "PULL_FAILED": PullFailed,
+    "DISK_FULL": DiskFull,
 }
 
 # Where there is no reason of ours, gRPC itself speaks: on either side, or a proxy between.

@@ -21,6 +21,7 @@ from ._events import (
     Step,
     Waiting,
 )
+from ._records import PullProgress
 from ._streams import AsyncEventStream, EventStream
 
 R = TypeVar("R")
@@ -35,7 +36,7 @@ _STAGES = {
 }
 
 
-def describe(event: Event) -> str:
+def describe(event: Event | PullProgress) -> str:
     """An event in a few words, for people: `Step 7/20`, `Loading transformer 6.1/11.9 GB`."""
     # Longer than most functions here: one case an event, and mypy sees that none is missing.
     match event:
@@ -68,6 +69,10 @@ def describe(event: Event) -> str:
             return f"Receiving picture {event.index + 1}"
         case LatentKept():
             return f"Latent {event.latent.id} kept"
+        case PullProgress(bytes_total=0):
+            return "Asking the hub"
+        case PullProgress():
+            return f"Pulling {_of(event.bytes_done, event.bytes_total)}"
         case Done():
             exact = "".join(f", approximated: {one}" for one in event.approximations)
             return f"Done in {_time(event.total_ms)}{exact}"

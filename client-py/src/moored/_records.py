@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ._generated import errors_pb2, events_pb2, model_pb2, residency_pb2, server_pb2
+from ._generated import errors_pb2, events_pb2, hub_pb2, model_pb2, residency_pb2, server_pb2
 from ._mirror import mirrors
 
 
@@ -330,3 +330,41 @@ class ServerInfo:
     default_model: str
     families: tuple[str, ...]
     max_message_bytes: int
+
+
+@mirrors(hub_pb2.PullPlan)
+@dataclass(frozen=True, slots=True)
+class PullPlan:
+    """What a pull would fetch: `bytes_missing` of `bytes_total`. `revision` is the commit."""
+
+    id: str
+    revision: str
+    bytes_total: int
+    bytes_missing: int
+    files_total: int
+
+
+@mirrors(hub_pb2.PullProgress)
+@dataclass(frozen=True, slots=True)
+class PullProgress:
+    """How far a pull is, what was here before included; all 0 before the hub has answered.
+
+    `file` is one that is being fetched; empty while none is.
+    """
+
+    bytes_done: int
+    bytes_total: int
+    files_done: int
+    files_total: int
+    file: str
+
+
+@mirrors(hub_pb2.PulledModel)
+@dataclass(frozen=True, slots=True)
+class PulledModel:
+    """A model that is there, whole. `revision` is the commit."""
+
+    id: str
+    revision: str
+    bytes_total: int
+    bytes_fetched: int

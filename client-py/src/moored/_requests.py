@@ -17,7 +17,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from ._errors import InvalidRequest
-from ._generated import generation_pb2, model_pb2, residency_pb2, rpc_pb2
+from ._generated import generation_pb2, hub_pb2, model_pb2, residency_pb2, rpc_pb2
 from ._records import LatentInfo
 
 if TYPE_CHECKING:
@@ -290,6 +290,12 @@ def output_of(output: OutputFormat | None) -> generation_pb2.OutputFormat.ValueT
     if output == "raw":
         return generation_pb2.RAW_RGB
     raise InvalidRequest(f"output is png or raw, not {output!r}")
+
+
+def pull_request(model: str, revision: str) -> hub_pb2.PullModelRequest:
+    """What to pull: `owner/name`, whose revision may be behind an @ as well."""
+    name, _, behind = model.partition("@")
+    return hub_pb2.PullModelRequest(id=name, revision=revision or behind)
 
 
 def latent_id(latent: str | LatentInfo) -> str:

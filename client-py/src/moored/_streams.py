@@ -18,11 +18,11 @@ from typing import Any, Generic, TypeVar
 import grpc
 import grpc.aio
 
-from ._errors import Cancelled, MooredError, error_of
+from ._errors import Cancelled, InternalError, MooredError, error_of
 from ._events import Event, event_of
-from ._generated import residency_pb2
+from ._generated import hub_pb2, residency_pb2
 from ._mirror import mirror
-from ._records import LatentInfo, Status
+from ._records import LatentInfo, PulledModel, PullProgress, Status
 from ._results import Gathered, Picture
 
 T = TypeVar("T")
@@ -324,3 +324,45 @@ class StatusStream(_Statuses, Stream[Status]):
 
 class AsyncStatusStream(_Statuses, AsyncStream[Status]):
     """The cards, each time they change. Endless: leave it by `break` or `close()`."""
+
+
+class _Pulls(_Reading[PullProgress]):
+    _pulled: PulledModel | None = None
+
+    def _read(self, message: hub_pb2.PullEvent) -> PullProgress | None:
+        kind = message.WhichOneof("event")
+        if kind == "pulled":
+            self._pulled = mirror(PulledModel, message.pulled)
+        return mirror(PullProgress, message.progress) if kind == "progress" else None
+
+    def _cancelled(self) -> MooredError:
+        return Cancelled("The stream was closed before the model was there")
+
+    def _finished(self) -> PulledModel:
+        if self._pulled is None:
+            if self._closed:
+                raise self._cancelled()
+            raise InternalError("The service ended a pull without a word of what became of it")
+        return self._pulled
+
+
+class PullStream(_Pulls, Stream[PullProgress]):
+    """How far a pull is, as it goes on. Leaving it ends the pull, unless others wait for it too."""
+
+    def result(self) -> PulledModel:
+        """Waits for the end and returns the model that is there now; again, the same one."""
+        with self:
+            for _ in self:
+                pass
+        return self._finished()
+
+
+class AsyncPullStream(_Pulls, AsyncStream[PullProgress]):
+    """How far a pull is, as it goes on. Leaving it ends the pull, unless others wait for it too."""
+
+    async def result(self) -> PulledModel:
+        """Waits for the end and returns the model that is there now; again, the same one."""
+        async with self:
+            async for _ in self:
+                pass
+        return self._finished()

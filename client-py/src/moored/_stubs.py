@@ -9,6 +9,7 @@ import grpc.aio
 
 from ._generated import rpc_pb2
 from ._generated.generation_pb2_grpc import GenerationStub
+from ._generated.hub_pb2_grpc import HubStub
 from ._generated.jobs_pb2_grpc import JobsStub
 from ._generated.residency_pb2_grpc import ResidencyStub
 from ._generated.server_pb2_grpc import ServerStub
@@ -16,6 +17,7 @@ from ._generated.server_pb2_grpc import ServerStub
 if TYPE_CHECKING:
     # Names of the type stubs only: at run time one class serves both kinds of channel.
     from ._generated.generation_pb2_grpc import GenerationAsyncStub
+    from ._generated.hub_pb2_grpc import HubAsyncStub
     from ._generated.jobs_pb2_grpc import JobsAsyncStub
     from ._generated.residency_pb2_grpc import ResidencyAsyncStub
     from ._generated.server_pb2_grpc import ServerAsyncStub
@@ -34,6 +36,7 @@ class Stubs:
         self.residency = ResidencyStub(channel)
         self.jobs = JobsStub(channel)
         self.server = ServerStub(channel)
+        self.hub = HubStub(channel)
         self.check_health = channel.unary_unary("/grpc.health.v1.Health/Check", **_HEALTH)
         self.watch_health = channel.unary_stream("/grpc.health.v1.Health/Watch", **_HEALTH)
 
@@ -46,5 +49,6 @@ class AsyncStubs:
         self.residency = cast("ResidencyAsyncStub", ResidencyStub(channel))
         self.jobs = cast("JobsAsyncStub", JobsStub(channel))
         self.server = cast("ServerAsyncStub", ServerStub(channel))
+        self.hub = cast("HubAsyncStub", HubStub(channel))
         self.check_health = channel.unary_unary("/grpc.health.v1.Health/Check", **_HEALTH)
         self.watch_health = channel.unary_stream("/grpc.health.v1.Health/Watch", **_HEALTH)

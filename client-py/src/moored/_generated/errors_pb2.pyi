@@ -30,7 +30,7 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     INVALID_REQUEST: _Reason.ValueType  # 1
     """A field is wrong; see BadRequest. INVALID_ARGUMENT."""
     MODEL_NOT_FOUND: _Reason.ValueType  # 2
-    """No such model. NOT_FOUND."""
+    """No such model; `model` in the metadata is what it was called. NOT_FOUND."""
     MODEL_DAMAGED: _Reason.ValueType  # 3
     """The model's files are damaged or incomplete. FAILED_PRECONDITION."""
     MODEL_UNSUPPORTED: _Reason.ValueType  # 4
@@ -71,6 +71,12 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """A fault of the service. INTERNAL."""
     KEY_REUSED: _Reason.ValueType  # 22
     """An idempotency key was used before for another request. ALREADY_EXISTS."""
+    PULL_FAILED: _Reason.ValueType  # 23
+    """A model could not be pulled: the hub cannot be reached, knows no such model, refuses the token, or sent something
+    else than it announced. FAILED_PRECONDITION.
+    """
+    DISK_FULL: _Reason.ValueType  # 24
+    """What is to be pulled does not fit on the disk. RESOURCE_EXHAUSTED."""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Reasons of `ErrorInfo`, by name. Stable: clients match on them."""
@@ -79,7 +85,7 @@ REASON_UNSPECIFIED: Reason.ValueType  # 0
 INVALID_REQUEST: Reason.ValueType  # 1
 """A field is wrong; see BadRequest. INVALID_ARGUMENT."""
 MODEL_NOT_FOUND: Reason.ValueType  # 2
-"""No such model. NOT_FOUND."""
+"""No such model; `model` in the metadata is what it was called. NOT_FOUND."""
 MODEL_DAMAGED: Reason.ValueType  # 3
 """The model's files are damaged or incomplete. FAILED_PRECONDITION."""
 MODEL_UNSUPPORTED: Reason.ValueType  # 4
@@ -120,6 +126,12 @@ INTERNAL: Reason.ValueType  # 21
 """A fault of the service. INTERNAL."""
 KEY_REUSED: Reason.ValueType  # 22
 """An idempotency key was used before for another request. ALREADY_EXISTS."""
+PULL_FAILED: Reason.ValueType  # 23
+"""A model could not be pulled: the hub cannot be reached, knows no such model, refuses the token, or sent something
+else than it announced. FAILED_PRECONDITION.
+"""
+DISK_FULL: Reason.ValueType  # 24
+"""What is to be pulled does not fit on the disk. RESOURCE_EXHAUSTED."""
 global___Reason = Reason
 
 @typing.final

@@ -296,6 +296,39 @@ class GetLatentRequest(google.protobuf.message.Message):
 global___GetLatentRequest = GetLatentRequest
 
 @typing.final
+class ReleaseLatentRequest(google.protobuf.message.Message):
+    """Which latent."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LATENT_ID_FIELD_NUMBER: builtins.int
+    latent_id: builtins.str
+    def __init__(
+        self,
+        *,
+        latent_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["latent_id", b"latent_id"]) -> None: ...
+
+global___ReleaseLatentRequest = ReleaseLatentRequest
+
+@typing.final
+class ReleaseLatentResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RELEASED_FIELD_NUMBER: builtins.int
+    released: builtins.bool
+    """False: there was none, or it had expired."""
+    def __init__(
+        self,
+        *,
+        released: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["released", b"released"]) -> None: ...
+
+global___ReleaseLatentResponse = ReleaseLatentResponse
+
+@typing.final
 class LatentChunk(google.protobuf.message.Message):
     """A piece of a latent."""
 

@@ -43,6 +43,11 @@ class GenerationStub(object):
                 request_serializer=moored_dot_v1_dot_generation__pb2.LatentChunk.SerializeToString,
                 response_deserializer=moored_dot_v1_dot_model__pb2.LatentInfo.FromString,
                 )
+        self.ReleaseLatent = channel.unary_unary(
+                '/moored.v1.Generation/ReleaseLatent',
+                request_serializer=moored_dot_v1_dot_generation__pb2.ReleaseLatentRequest.SerializeToString,
+                response_deserializer=moored_dot_v1_dot_generation__pb2.ReleaseLatentResponse.FromString,
+                )
 
 
 class GenerationServicer(object):
@@ -85,6 +90,13 @@ class GenerationServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseLatent(self, request, context):
+        """Gives a latent up before its time. A job that needs it keeps it until it has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +124,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.PutLatent,
                     request_deserializer=moored_dot_v1_dot_generation__pb2.LatentChunk.FromString,
                     response_serializer=moored_dot_v1_dot_model__pb2.LatentInfo.SerializeToString,
+            ),
+            'ReleaseLatent': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseLatent,
+                    request_deserializer=moored_dot_v1_dot_generation__pb2.ReleaseLatentRequest.FromString,
+                    response_serializer=moored_dot_v1_dot_generation__pb2.ReleaseLatentResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -207,5 +224,22 @@ class Generation(object):
         return grpc.experimental.stream_unary(request_iterator, target, '/moored.v1.Generation/PutLatent',
             moored_dot_v1_dot_generation__pb2.LatentChunk.SerializeToString,
             moored_dot_v1_dot_model__pb2.LatentInfo.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ReleaseLatent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/moored.v1.Generation/ReleaseLatent',
+            moored_dot_v1_dot_generation__pb2.ReleaseLatentRequest.SerializeToString,
+            moored_dot_v1_dot_generation__pb2.ReleaseLatentResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

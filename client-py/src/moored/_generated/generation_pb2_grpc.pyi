@@ -55,6 +55,12 @@ class GenerationStub:
     ]
     """Brings a latent. The first chunk carries `info` (shape, dtype, vae_id; `id` is ignored)."""
 
+    ReleaseLatent: grpc.UnaryUnaryMultiCallable[
+        generation_pb2.ReleaseLatentRequest,
+        generation_pb2.ReleaseLatentResponse,
+    ]
+    """Gives a latent up before its time. A job that needs it keeps it until it has ended."""
+
 class GenerationAsyncStub:
     """Makes pictures. Deadlines and cancellation are honoured in the queue, in waits, in loads and between
     steps; dropping the stream cancels the job.
@@ -89,6 +95,12 @@ class GenerationAsyncStub:
         model_pb2.LatentInfo,
     ]
     """Brings a latent. The first chunk carries `info` (shape, dtype, vae_id; `id` is ignored)."""
+
+    ReleaseLatent: grpc.aio.UnaryUnaryMultiCallable[
+        generation_pb2.ReleaseLatentRequest,
+        generation_pb2.ReleaseLatentResponse,
+    ]
+    """Gives a latent up before its time. A job that needs it keeps it until it has ended."""
 
 class GenerationServicer(metaclass=abc.ABCMeta):
     """Makes pictures. Deadlines and cancellation are honoured in the queue, in waits, in loads and between
@@ -134,5 +146,13 @@ class GenerationServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[model_pb2.LatentInfo, collections.abc.Awaitable[model_pb2.LatentInfo]]:
         """Brings a latent. The first chunk carries `info` (shape, dtype, vae_id; `id` is ignored)."""
+
+    @abc.abstractmethod
+    def ReleaseLatent(
+        self,
+        request: generation_pb2.ReleaseLatentRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[generation_pb2.ReleaseLatentResponse, collections.abc.Awaitable[generation_pb2.ReleaseLatentResponse]]:
+        """Gives a latent up before its time. A job that needs it keeps it until it has ended."""
 
 def add_GenerationServicer_to_server(servicer: GenerationServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
