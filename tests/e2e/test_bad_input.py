@@ -25,10 +25,11 @@ from typing import Any
 import grpc
 import moored
 import pytest
-from conftest import ROOT, Service, clean_environment
 from moored._errors import error_of
 from moored._generated import events_pb2, generation_pb2, model_pb2, residency_pb2
 from PIL import Image
+
+from service import ROOT, Service, clean_environment
 
 TINY = ROOT / "service/pipelines/fixtures/flux-tiny"
 GOOD = "good"

@@ -14,8 +14,9 @@ from typing import Any
 import moored
 import pytest
 import tomllib
-from conftest import BINARY, INSTANT_MODELS, Service, clean_environment, run
 from PIL import Image
+
+from service import BINARY, INSTANT_MODELS, Service, clean_environment, run
 
 Simulate = Callable[..., Service]
 Completed = subprocess.CompletedProcess[str]

@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, clean_environment, run
 from PIL import Image
+
+from service import ROOT, clean_environment, run
 
 PROMPTS = (ROOT / "service/moored/src/cli/demo_prompts.txt").read_text(encoding="utf-8").split("\n")
 PROMPTS = [prompt for prompt in PROMPTS if prompt]

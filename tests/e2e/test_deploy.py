@@ -18,12 +18,14 @@ import jsonschema
 import moored
 import pytest
 import yaml
-from conftest import BINARY, ROOT, START_TIMEOUT_S, clean_environment
+
+from service import BINARY, ROOT, START_TIMEOUT_S, clean_environment
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 DEFAULTS = (ROOT / "service/moored/src/config/default.toml").read_text(encoding="utf-8")
 TOKEN_PATH = "/run/secrets/moored_token"
 STATE_PATH = "/var/lib/moored"
+CACHE_PATH = f"{STATE_PATH}/hub"
 MODELS_PATH = "/models"
 LISTEN = "0.0.0.0:50051"
 TOKEN = "0123456789abcdef" * 4
@@ -214,6 +216,7 @@ def test_volumes_are_where_the_image_looks() -> None:
     environment = image_environment()
     assert environment["MOORED_SERVICE_STATE"] == STATE_PATH
     assert environment["MOORED_MODELS_FOLDERS"] == MODELS_PATH
+    assert environment["MOORED_HUB_CACHE"] == CACHE_PATH
     mounts = {re.sub(r"^\$\{.*?\}|^[^:]*", "", volume) for volume in the_service()["volumes"]}
     assert mounts == {f":{MODELS_PATH}:ro", f":{STATE_PATH}"}
     named = {volume.split(":")[0] for volume in the_service()["volumes"] if volume[0].isalpha()}
@@ -251,6 +254,7 @@ def environment_of_the_image(tmp_path: Path, port: int) -> dict[str, str]:
     places = {
         TOKEN_PATH: str(tmp_path / "token"),
         STATE_PATH: str(tmp_path / "state"),
+        CACHE_PATH: str(tmp_path / "state/hub"),
         MODELS_PATH: str(tmp_path / "models"),
         LISTEN: f"0.0.0.0:{port}",
     }

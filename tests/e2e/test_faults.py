@@ -14,8 +14,9 @@ from contextlib import contextmanager
 
 import moored
 import pytest
-from conftest import BINARY, Service, clean_environment
 from PIL import Image
+
+from service import BINARY, Service, clean_environment
 
 Simulate = Callable[..., Service]
 

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 import grpc
 import moored
 import pytest
-from conftest import Service
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
+
+from service import Service
 
 Simulate = Callable[..., Service]
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import moored
 import pytest
-from conftest import Service
+
+from service import Service
 
 DEADLINE_S = 60.0
 FOUR_BITS = moored.ModelRef("moored/demo", quantization="4-bit")

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import moored
 import pytest
-from conftest import INSTANT_MODELS, Service
 from PIL import Image
 from test_faults import accounts_sum, assert_at_rest, retries, until
+
+from service import INSTANT_MODELS, Service
 
 # The pinned model of every point, and a model that nothing else uses for the job behind.
 PINNED, BEHIND = "steady", "small"

@@ -11,10 +11,11 @@ from typing import Any
 import moored
 import numpy as np
 import pytest
-from conftest import INSTANT_MODELS, Service
 from moored._generated import generation_pb2, model_pb2
 from numpy.typing import NDArray
 from PIL import Image
+
+from service import INSTANT_MODELS, Service
 
 PROMPT = "a large red circle in the centre on a yellow background"
 QUICK: dict[str, Any] = {"width": 64, "height": 64, "steps": 2}
@@ -272,6 +273,31 @@ def test_a_latent_expires_and_use_renews_it(simulate: Simulate) -> None:
             client.get_latent(renewed)
             time.sleep(0.02)
         assert client.decode_latent(renewed, model="small").pictures
+
+
+def test_a_released_latent_is_gone_once_no_job_needs_it(simulate: Simulate) -> None:
+    with simulate().client() as client:
+        result = client.generate_image("a red cube", model="small", keep_latent=True)
+        (latent,) = result.latents
+        assert client.release_latent(latent) is True
+        assert client.release_latent(latent.id) is False
+        assert latents_of(client, 0) == 0
+        with pytest.raises(moored.LatentNotFound):
+            client.get_latent(latent)
+        with pytest.raises(moored.LatentNotFound):
+            client.decode_latent(latent, model="small")
+        # Given up while its own job has the decode still before it, and by a job that is queued.
+        with client.stream_image("a dog", model="small", count=2, keep_latent=True) as stream:
+            own = next(one.latent for one in stream if isinstance(one, moored.LatentKept))
+            assert client.release_latent(own) is True
+            assert len(stream.result().pictures) == 2
+        (other,) = (one for one in stream.latents if one.id != own.id)
+        with client.stream_decode(other, model="small") as stream:
+            assert isinstance(next(stream), moored.Accepted)
+            client.release_latent(other)
+            assert len(stream.result().pictures) == 1
+        assert latents_of(client, 0) == 0
+        assert client.release_latent(NO_SUCH_LATENT) is False
 
 
 def test_only_what_is_asked_for_is_kept(simulate: Simulate) -> None:

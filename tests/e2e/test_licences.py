@@ -13,7 +13,8 @@ import sys
 from typing import Any
 
 import pytest
-from conftest import ROOT
+
+from service import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib

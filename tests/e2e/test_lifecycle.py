@@ -14,7 +14,8 @@ from pathlib import Path
 
 import moored
 import pytest
-from conftest import BINARY, Service, clean_environment, run
+
+from service import BINARY, Service, clean_environment, run
 
 Simulate = Callable[..., Service]
 

@@ -193,6 +193,17 @@ def test_image_to_image_stays_closer_the_weaker_it_is(
     assert recipe["strength"] == pytest.approx(0.2)
 
 
+def test_each_picture_from_a_picture_is_what_its_seed_alone_gives(
+    painting_client: moored.Client,
+) -> None:
+    gradient = np.linspace(0, 255, 64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3)
+    asked = {"init_image": Image.fromarray(gradient), "strength": 0.5, **QUICK}
+    both = painting_client.generate_image(PROMPT, seed=11, count=2, **asked)
+    for picture, seed in zip(both.pictures, (11, 12), strict=True):
+        alone = painting_client.generate_image(PROMPT, seed=seed, **asked)
+        assert np.array_equal(picture.array, alone.pictures[0].array), f"seed {seed}"
+
+
 def test_image_to_image_runs_only_the_last_part_of_the_steps(
     painting_client: moored.Client,
 ) -> None:

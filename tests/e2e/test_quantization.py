@@ -8,7 +8,8 @@ from pathlib import Path
 
 import moored
 import pytest
-from conftest import Service, as_told
+
+from service import Service, as_told
 
 Simulate = Callable[..., Service]
 

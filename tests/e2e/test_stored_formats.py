@@ -20,8 +20,9 @@ import gguf
 import moored
 import numpy as np
 import pytest
-from conftest import Service
 from test_pictures import DEMO, load_judge, spread
+
+from service import Service
 
 PREFIX = "model.diffusion_model."
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"

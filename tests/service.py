@@ -1,0 +1,126 @@
+"""What tests against the real binary share: it is started as a user would start it.
+
+Services listen on a free port of loopback, keep their state in a folder of their own, and end when the
+test process does (`--end-with-stdin`), however that happens.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import moored
+
+ROOT = Path(__file__).resolve().parents[1]
+BINARY = Path(os.environ.get("MOORED_BINARY", ROOT / "target/debug/moored"))
+INSTANT_MODELS = ROOT / "tests/models/instant"
+START_TIMEOUT_S = 60
+
+
+class Service:
+    """A running `moored serve`."""
+
+    def __init__(
+        self,
+        *arguments: str,
+        state: Path,
+        devices: tuple[str, ...] = ("cpu",),
+        listen: str = "127.0.0.1:0",
+        binary: Path = BINARY,
+        folder: Path | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        command = [str(binary), "serve", "--listen", listen, "--end-with-stdin"]
+        command += ["--state", str(state)]
+        for device in devices:
+            command += ["--device", device]
+        self.log: list[str] = []
+        self._listening = threading.Event()
+        self.address = ""
+        self.process = subprocess.Popen(
+            [*command, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=clean_environment() if environment is None else environment,
+            cwd=folder,
+        )
+        self._reader = threading.Thread(target=self._read_log, daemon=True)
+        self._reader.start()
+        if not self._listening.wait(START_TIMEOUT_S) or not self.address:
+            self.kill()
+            raise AssertionError("the service did not start:\n" + "".join(self.log))
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            found = re.search(r"moored is listening address=(\S+)", line)
+            if found:
+                self.address = found[1]
+                self._listening.set()
+        self._listening.set()
+
+    def client(self, **options: str) -> moored.Client:
+        """A client of this service, once a card is ready."""
+        client = moored.Client(self.address, **options)
+        client.wait_until_ready(START_TIMEOUT_S)
+        return client
+
+    def run(self, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+        """A command of the same binary against this service."""
+        return run(*arguments, "--endpoint", f"http://{self.address}", **options)
+
+    def stop(self) -> int:
+        """Closes its standard input, which drains it; the exit code."""
+        if self.process.stdin and not self.process.stdin.closed:
+            self.process.stdin.close()
+        try:
+            return self.process.wait(30)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+        self._reader.join(10)
+
+
+def as_told(label: str, model: str) -> dict[str, Any]:
+    """The options of a request that a fallback's label asks for."""
+    words = label.split()
+    if words[0] != "quantization":
+        width, height = (int(side) for side in label.split("x"))
+        return {"model": model, "width": width, "height": height}
+    if "=" in words[1]:
+        formats = dict(each.split("=") for each in words[1].split(","))
+        return {"model": moored.ModelRef(model, formats=formats)}
+    return {"model": moored.ModelRef(model, quantization=words[1])}
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment without settings of a user's own, nor models of a hub; see `e2e/hub.py`."""
+    foreign = ("MOORED_", "HF_", "HUGGING")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    clean["HF_HUB_CACHE"] = str(ROOT / "target/no-hub-cache")
+    clean["HF_HUB_OFFLINE"] = "1"
+    return clean
+
+
+def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    """A command of the binary."""
+    settings: dict[str, object] = {
+        "capture_output": True,
+        "text": True,
+        "timeout": 120,
+        "env": clean_environment(),
+    }
+    return subprocess.run([str(BINARY), *arguments], **(settings | options))  # type: ignore[call-overload]
