@@ -1,0 +1,63 @@
+"""Nodes of moored: the service holds the models and paints, ComfyUI shows and cancels."""
+
+from __future__ import annotations
+
+import sys
+
+from comfy_api.latest import ComfyExtension, io
+
+try:
+    from .latent_nodes import LatentFromComfyUI, LatentToComfyUI, VAEDecode, VAEEncode
+    from .model_nodes import LoadModel, Server
+    from .panel import register_routes
+    from .picture_nodes import ImageToImage, TextToImage
+    from .residency_nodes import GPUStatus, Pin, Preload, Unload
+except ModuleNotFoundError as missing:
+    if missing.name != "moored":
+        raise
+    # ComfyUI shows it in its log, and starts without the nodes.
+    raise ImportError(
+        "The nodes of moored need its client in ComfyUI's own Python: "
+        f"{sys.executable} -m pip install 'moored[images]'"
+    ) from missing
+
+WEB_DIRECTORY = "./web"
+
+NODES: list[type[io.ComfyNode]] = [
+    Server,
+    LoadModel,
+    TextToImage,
+    ImageToImage,
+    VAEEncode,
+    VAEDecode,
+    LatentToComfyUI,
+    LatentFromComfyUI,
+    GPUStatus,
+    Preload,
+    Unload,
+    Pin,
+]
+
+
+class MooredExtension(ComfyExtension):
+    """What ComfyUI loads."""
+
+    async def on_load(self) -> None:
+        """Adds the routes of the pack, where there is a server to add them to."""
+        from server import PromptServer
+
+        instance = getattr(PromptServer, "instance", None)
+        if instance is not None:
+            register_routes(instance.routes)
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        """The nodes of the pack."""
+        return NODES
+
+
+async def comfy_entrypoint() -> MooredExtension:
+    """Called by ComfyUI."""
+    return MooredExtension()
+
+
+__all__ = ["WEB_DIRECTORY", "MooredExtension", "comfy_entrypoint"]

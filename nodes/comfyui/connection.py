@@ -1,0 +1,173 @@
+"""Where the service is, and the one thread of this pack that speaks to it.
+
+ComfyUI runs every prompt in an event loop of its own, and a gRPC channel dies with the loop that it was made
+in. So all calls go through one background thread with one loop, whoever makes them: nodes and routes alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import folder_paths
+import moored
+
+T = TypeVar("T")
+
+ENDPOINT_SETTING = "moored.endpoint"
+TOKEN_FILE_SETTING = "moored.token_file"
+
+# A token is a line of text. What is longer is another file, and must not leave this machine.
+TOKEN_AT_MOST_CHARACTERS = 4096
+
+
+@dataclass(frozen=True)
+class Server:
+    """What the node Server says: the address of a service, as it was typed; empty: the usual one."""
+
+    endpoint: str = ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A service, and what it is spoken to with.
+
+    `token` is None where nobody named one, and empty where none may be sent.
+    """
+
+    endpoint: str
+    token: str | None = None
+
+    def __repr__(self) -> str:
+        # A token in a traceback would be a token in a log.
+        return f"Target({self.endpoint!r})"
+
+
+def target(server: Server | None = None) -> Target:
+    """The service that a node means: its own input, else ComfyUI's settings, else the environment.
+
+    The token goes to the service that the settings or the environment name. Another one, which a workflow
+    names, gets none: workflows come from strangers.
+    """
+    settings = _settings()
+    usual = _address(str(settings.get(ENDPOINT_SETTING) or "").strip())
+    named = _address(server.endpoint.strip()) if server and server.endpoint.strip() else usual
+    if named != usual:
+        return Target(named, "")
+    token_file = str(settings.get(TOKEN_FILE_SETTING) or "").strip()
+    # Read here: of a file that is no token the client would say so in gRPC's words.
+    token_file = token_file or os.environ.get("MOORED_TOKEN_FILE", "")
+    return Target(named, _token(token_file) if token_file else None)
+
+
+async def run(work: Callable[[moored.AsyncClient], Awaitable[T]], target: Target) -> T:
+    """Awaits `work(client)` on the pack's thread, from any event loop.
+
+    Cancelling the task that awaits this cancels the work.
+    """
+    return await asyncio.wrap_future(start_with_client(work, target))
+
+
+def start(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Starts `work` on the pack's thread and does not wait."""
+    return asyncio.run_coroutine_threadsafe(work, _loop())
+
+
+def start_with_client(
+    work: Callable[[moored.AsyncClient], Awaitable[T]], target: Target
+) -> Future[T]:
+    """Starts `work(client)` on the pack's thread and does not wait."""
+    return start(_with_client(work, target))
+
+
+def client_id() -> str:
+    """Who asks, for fair shares and for holds: this process of ComfyUI."""
+    return f"comfyui-{socket.gethostname()}-{os.getpid()}"
+
+
+# The thread.
+
+# The collector may end a handle, and so come here, while its thread is here already.
+_starting = threading.RLock()
+_running: asyncio.AbstractEventLoop | None = None
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """The loop of the pack's thread, which starts when it is first needed."""
+    global _running
+    with _starting:
+        if _running is None:
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, daemon=True, name="moored").start()
+            _running = loop
+        return _running
+
+
+# Clients, in the pack's thread alone.
+
+_clients: dict[Target, moored.AsyncClient] = {}
+
+
+async def _with_client(work: Callable[[moored.AsyncClient], Awaitable[T]], target: Target) -> T:
+    client = _client_of(target)
+    try:
+        return await work(client)
+    except (moored.ConnectionFailed, moored.Unauthenticated):
+        _forget(target, client)
+        raise
+
+
+def _client_of(target: Target) -> moored.AsyncClient:
+    if target not in _clients:
+        options = {"token": target.token, "client_id": client_id()}
+        _clients[target] = moored.AsyncClient(target.endpoint, **options)
+    return _clients[target]
+
+
+def _forget(target: Target, client: moored.AsyncClient) -> None:
+    # A channel that lost its service waits before it dials again, and a token is read once: the next prompt
+    # gets a new client. This one is not closed: others may still read from it. It goes when nobody does.
+    if _clients.get(target) is client:
+        del _clients[target]
+
+
+# Settings.
+
+
+def _settings() -> dict[str, Any]:
+    """ComfyUI's settings of its default user; none where there are none."""
+    path = Path(folder_paths.get_user_directory()) / "default" / "comfy.settings.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def _address(endpoint: str) -> str:
+    """An endpoint as the client spells it; empty: MOORED_ENDPOINT, else localhost."""
+    try:
+        return moored.AsyncClient(endpoint or None, token="").endpoint
+    except ValueError as error:
+        raise moored.InvalidRequest(str(error)) from error
+
+
+def _token(path: str) -> str:
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise moored.Unauthenticated(f"The token file {path} cannot be read: {reason}") from error
+    if len(text) > TOKEN_AT_MOST_CHARACTERS or not (text.isascii() and text.isprintable()):
+        raise moored.Unauthenticated(
+            f"The token file {path} is not one line of plain letters, digits and signs, as a token is"
+        )
+    return text

@@ -1,0 +1,169 @@
+"""A job as its node shows it: phases as text, steps as a bar with previews; and how it is interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import comfy.model_management
+import comfy.utils
+import moored
+from server import PromptServer
+
+from . import claims, connection
+from .connection import Target
+from .handles import ModelRecipe
+from .phases import phase
+
+T = TypeVar("T")
+
+# How often the interrupt button is looked at while the service has nothing to say.
+INTERRUPT_POLL_S = 0.1
+
+PREVIEW_SIDE = 512
+
+Deliver = Callable[[Any], None]
+"""Takes an event from the pack's thread to the node."""
+
+
+class Display:
+    """What a node shows while it runs."""
+
+    def __init__(self, node_id: str | None, pictures: int = 1) -> None:
+        """`pictures`: how many the node paints in all, in one job or in several."""
+        self.prefix = ""
+        self.pictures_before = 0
+        self._node_id = node_id
+        self._pictures = pictures
+        self._bar = comfy.utils.ProgressBar(1, node_id=node_id)
+        self._steps = (0, 1)
+        self._said = ""
+
+    def show(self, event: Any) -> None:
+        """Shows an event of a job."""
+        match event:
+            case moored.Step():
+                before = (self.pictures_before + event.picture) * event.of
+                self._steps = (before + event.n, self._pictures * event.of)
+                self._bar.update_absolute(*self._steps)
+            case moored.Preview():
+                self._bar.update_absolute(*self._steps, ("JPEG", event.image, PREVIEW_SIDE))
+        self.say(phase(event))
+
+    def say(self, text: str) -> None:
+        """Shows a text on the node."""
+        text = f"{self.prefix}{text}" if text else ""
+        if not text or text == self._said or self._node_id is None:
+            return
+        self._said = text
+        instance = getattr(PromptServer, "instance", None)
+        # To whoever queued the prompt, and to nobody else: others may have another node by this number.
+        if instance is not None and instance.client_id is not None:
+            instance.send_progress_text(text, self._node_id, instance.client_id)
+
+
+async def attend(
+    display: Display,
+    target: Target,
+    work: Callable[[moored.AsyncClient, Deliver], Awaitable[T]],
+    undo: Callable[[T], None] = lambda _: None,
+) -> T:
+    """Awaits `work(client, deliver)` on the pack's thread, and shows what it delivers.
+
+    The interrupt button ends it, at any time; so does the end of the prompt. `undo`: what to do with a result
+    that came too late for that.
+    """
+    loop = asyncio.get_running_loop()
+    news = asyncio.Event()
+    events: deque[Any] = deque()
+
+    def wake() -> None:
+        with contextlib.suppress(RuntimeError):  # the prompt's loop has gone
+            loop.call_soon_threadsafe(news.set)
+
+    def deliver(event: Any) -> None:
+        events.append(event)
+        wake()
+
+    results: list[T] = []
+
+    async def noted(client: moored.AsyncClient) -> None:
+        results.append(await work(client, deliver))
+
+    async def undone() -> None:
+        for result in results:
+            undo(result)
+
+    job = connection.start_with_client(noted, target)
+    job.add_done_callback(lambda _: wake())
+    try:
+        while events or not job.done():
+            stop_if_interrupted()
+            while events:
+                _shown(display, events.popleft())
+            if not job.done():
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(news.wait(), INTERRUPT_POLL_S)
+            news.clear()
+    except BaseException:
+        # CancelledError too: when another node of the prompt was first to see the interrupt.
+        job.cancel()
+        # After that, in the same thread: by then the work was cancelled, or had its result.
+        connection.start(undone())
+        raise
+    job.result()
+    return results[0]
+
+
+async def follow(
+    display: Display,
+    target: Target,
+    recipe: ModelRecipe,
+    make: Callable[[moored.AsyncClient], moored.AsyncEventStream[T]],
+) -> T:
+    """Awaits the job whose stream `make` gives, and renews what is claimed of its model."""
+
+    async def work(client: moored.AsyncClient, deliver: Deliver) -> T:
+        await claims.use(client, target, recipe)
+        try:
+            async with make(client) as stream:
+                try:
+                    async for event in stream:
+                        if not isinstance(event, moored.Artifact):
+                            deliver(event)
+                    result = await stream.result()
+                    await claims.used(client, target, recipe)
+                except BaseException:
+                    claims.release(target, [latent.id for latent in stream.latents])
+                    raise
+        finally:
+            claims.rest(target, recipe)
+        return result
+
+    def undo(result: T) -> None:
+        if isinstance(result, moored.JobResult):
+            claims.release(target, [latent.id for latent in result.latents])
+
+    return await attend(display, target, work, undo)
+
+
+def stop_if_interrupted() -> None:
+    """Raises what marks a prompt interrupted, when its button was pressed.
+
+    The flag is looked at and left alone, so that whoever else runs in this prompt sees it too; ComfyUI clears
+    it before the next prompt.
+    """
+    if comfy.model_management.processing_interrupted():
+        raise comfy.model_management.InterruptProcessingException
+
+
+def _shown(display: Display, event: Any) -> None:
+    try:
+        display.show(event)
+    except comfy.model_management.InterruptProcessingException:
+        # ComfyUI's bar looks at the flag too, and clears it.
+        comfy.model_management.interrupt_current_processing(True)
+        raise

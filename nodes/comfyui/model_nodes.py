@@ -1,0 +1,183 @@
+"""Which service, and which model: the nodes that say what the others use."""
+
+from __future__ import annotations
+
+import contextlib
+
+import moored
+from comfy_api.latest import io
+
+from . import claims, connection
+from .failures import Failure, told
+from .follow import Deliver, Display, attend
+from .handles import RESIDENCIES, ModelHandle, ModelRecipe, Residency, formats_of
+from .schema import CATEGORY, ModelType, ServerType, server_input
+
+WHEN_MISSING = ["say so", "pull"]
+
+
+class Server(io.ComfyNode):
+    """The address of a service."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema(
+            node_id="MooredServer",
+            display_name="Server (moored)",
+            category=CATEGORY,
+            description="Which moored service to use, where it is not the one of ComfyUI's settings.",
+            search_aliases=["endpoint", "remote gpu"],
+            inputs=[
+                io.String.Input(
+                    "endpoint",
+                    default="",
+                    placeholder="localhost:50051",
+                    tooltip="host:port of the service. Empty: the one of ComfyUI's settings.",
+                )
+            ],
+            outputs=[ServerType.Output("server")],
+        )
+
+    @classmethod
+    def execute(cls, endpoint: str) -> io.NodeOutput:
+        """Says it; nothing is dialled yet."""
+        return io.NodeOutput(connection.Server(endpoint))
+
+
+class LoadModel(io.ComfyNode):
+    """A model of the service, how its weights are held, and for how long."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema(
+            node_id="MooredLoadModel",
+            display_name="Load Model (moored)",
+            category=CATEGORY,
+            description="A model that the moored service has. Its memory is the service's, not ComfyUI's.",
+            search_aliases=["checkpoint", "diffusion model", "flux"],
+            inputs=[
+                # The pack's script fills the list. A remote combo of ComfyUI would set what a workflow has
+                # saved to the first of the list.
+                io.Combo.Input("model", options=[], tooltip="The models of the service."),
+                io.Combo.Input(
+                    "quantization",
+                    options=["full", "8-bit", "4-bit"],
+                    default="full",
+                    tooltip="How the weights of the transformer and the large text encoder are held: "
+                    "as they are stored, in half of the memory, or in a quarter.",
+                ),
+                io.Combo.Input(
+                    "residency",
+                    options=list(RESIDENCIES),
+                    default="auto",
+                    tooltip="auto: stays until others want the memory. hold: stays for five minutes after "
+                    "each use. pin: stays until it is unpinned. evict after: leaves so many seconds after "
+                    "its last use.",
+                ),
+                io.Int.Input(
+                    "evict_after_s",
+                    default=60,
+                    min=0,
+                    max=86_400,
+                    tooltip="Seconds after the last use, for `evict after`.",
+                    advanced=True,
+                ),
+                io.Combo.Input(
+                    "when_missing",
+                    options=WHEN_MISSING,
+                    default="say so",
+                    tooltip="What to do when the service does not have the model: say so, or have it pull "
+                    "the model from the hub.",
+                ),
+                io.String.Input(
+                    "other_model",
+                    default="",
+                    placeholder="owner/name",
+                    tooltip="A model that is not in the list. Empty: the one above.",
+                    advanced=True,
+                ),
+                io.String.Input(
+                    "formats",
+                    default="",
+                    placeholder="text_encoder_2=int8, transformer=nf4",
+                    tooltip="The format of single components, where it is not the quantization's: full, "
+                    "int8, fp8, nf4 or nf4-double.",
+                    advanced=True,
+                ),
+                io.String.Input(
+                    "revision",
+                    default="",
+                    tooltip="Revision of a model from the hub. Empty: the one that is there.",
+                    advanced=True,
+                ),
+                server_input(),
+            ],
+            outputs=[ModelType.Output("model")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, model: str | None = None) -> bool:
+        """Takes any model's name: which ones there are is the service's to say, when it runs."""
+        return True
+
+    @classmethod
+    async def execute(
+        cls,
+        model: str,
+        quantization: str,
+        residency: Residency,
+        evict_after_s: int,
+        when_missing: str,
+        other_model: str = "",
+        formats: str = "",
+        revision: str = "",
+        server: connection.Server | None = None,
+    ) -> io.NodeOutput:
+        """Sees that the service has the model; nothing is loaded yet."""
+        name = other_model.strip() or (model or "").strip()
+        if not name:
+            raise Failure(
+                "No model is chosen: choose one in Load Model, after a refresh if its list is empty."
+            )
+        with told():
+            recipe = ModelRecipe(
+                server=server,
+                id=name,
+                quantization=quantization,
+                formats=formats_of(formats),
+                revision=revision.strip(),
+                residency=residency,
+                evict_after_s=evict_after_s if residency == "evict after" else 0,
+            )
+            target = connection.target(server)
+
+            async def work(client: moored.AsyncClient, deliver: Deliver) -> None:
+                await _found(client, deliver, recipe, pull=when_missing == "pull")
+                await claims.use(client, target, recipe)
+                claims.rest(target, recipe)
+
+            handle = claims.own_model(ModelHandle(recipe), target)
+            await attend(Display(cls.hidden.unique_id), target, work)
+        return io.NodeOutput(handle)
+
+
+async def _found(
+    client: moored.AsyncClient, deliver: Deliver, recipe: ModelRecipe, pull: bool
+) -> None:
+    """Raises unless the service has the model, and can hold it so; pulls it, if told to."""
+    # What a picture would need says all of that, and loads nothing. Whether memory is short is asked later.
+    with contextlib.suppress(moored.MemoryShortage, moored.CardNotReady):
+        try:
+            await client.plan(model=recipe.ref)
+            return
+        except moored.ModelNotFound:
+            if not pull:
+                raise
+        async with client.stream_pull(recipe.id, revision=recipe.revision) as progress:
+            async for event in progress:
+                deliver(event)
+            await progress.result()
+        await client.plan(model=recipe.ref)

@@ -1,0 +1,197 @@
+"""The nodes that paint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import moored
+from comfy_api.latest import io
+from comfy_execution.graph_utils import ExecutionBlocker
+
+from . import claims, connection, latents, tensors
+from .failures import Failure, told
+from .follow import Display
+from .handles import KeptLatent, LatentHandle, ModelHandle, Painting
+from .schema import (
+    CATEGORY,
+    MODEL_GUIDANCE,
+    LatentType,
+    job_options,
+    latent_input,
+    model_input,
+    painting_inputs,
+    seed_of,
+    size_inputs,
+)
+
+NO_IMAGE = (
+    "The node before paints the latent only: link its latent to VAE Decode (moored), or switch its "
+    "latent_only off."
+)
+
+Start = bytes | KeptLatent | None
+
+
+def _prompt_input() -> io.Input:
+    return io.String.Input(
+        "prompt", multiline=True, dynamic_prompts=True, tooltip="What the picture shows."
+    )
+
+
+def _outputs() -> list[io.Output]:
+    return [
+        io.Image.Output("image", tooltip="The pictures, as a batch."),
+        LatentType.Output("latent", tooltip="Their latents, which stay in the service."),
+    ]
+
+
+class TextToImage(io.ComfyNode):
+    """Pictures from a prompt."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema(
+            node_id="MooredTextToImage",
+            display_name="Text to Image (moored)",
+            category=CATEGORY,
+            description="Paints pictures in the moored service.",
+            search_aliases=["txt2img", "generate", "sampler"],
+            inputs=[
+                model_input(),
+                _prompt_input(),
+                *size_inputs("as the model wants"),
+                *painting_inputs(),
+            ],
+            outputs=_outputs(),
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    async def execute(
+        cls, model: ModelHandle, prompt: str, width: int, height: int, **painting: Any
+    ) -> io.NodeOutput:
+        """Paints."""
+        with told():
+            size = {"width": width or None, "height": height or None}
+            return await _painted(cls.hidden.unique_id, model, prompt, [(None, size)], **painting)
+
+
+class ImageToImage(io.ComfyNode):
+    """Pictures from a prompt and from pictures or latents."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema(
+            node_id="MooredImageToImage",
+            display_name="Image to Image (moored)",
+            category=CATEGORY,
+            description="Repaints pictures, or latents, in the moored service.",
+            search_aliases=["img2img", "edit", "variation"],
+            inputs=[
+                model_input(),
+                _prompt_input(),
+                io.Image.Input(
+                    "image", optional=True, tooltip="What to start from: a picture, or a batch."
+                ),
+                latent_input(optional=True),
+                io.Float.Input(
+                    "strength",
+                    default=0.6,
+                    min=0.01,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="How much of the schedule runs: the more, the less is left of the start.",
+                ),
+                *size_inputs("as the picture is"),
+                *painting_inputs(),
+            ],
+            outputs=_outputs(),
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    async def execute(
+        cls,
+        model: ModelHandle,
+        prompt: str,
+        strength: float,
+        width: int,
+        height: int,
+        count: int,
+        image: Any = None,
+        latent: LatentHandle | None = None,
+        **painting: Any,
+    ) -> io.NodeOutput:
+        """Paints."""
+        if (image is None) == (latent is None):
+            raise Failure(
+                "Image to Image starts from an image or from a latent: link one of the two."
+            )
+        starts: list[tuple[Start, dict[str, Any]]] = []
+        if image is not None:
+            across, down = (width, height) if width and height else tensors.size_of(image)
+            size = {"width": width or across, "height": height or down}
+            starts = [(png, size) for png in tensors.pngs_of(image)]
+        elif latent is not None:
+            starts = [(one, _size_of(one)) for one in latent.latents]
+        with told():
+            node = cls.hidden.unique_id
+            painting |= {"strength": strength, "count": count}
+            return await _painted(node, model, prompt, starts, **painting)
+
+
+def _size_of(latent: KeptLatent) -> dict[str, Any]:
+    # A latent has its size: the service scales pictures only.
+    height, width = (tensors.LATENT_SCALE * side for side in latent.shape[-2:])
+    return {"width": width, "height": height}
+
+
+async def _painted(
+    node: str | None,
+    model: ModelHandle,
+    prompt: str,
+    starts: list[tuple[Start, dict[str, Any]]],
+    *,
+    steps: int,
+    guidance: float,
+    seed: int,
+    count: int,
+    latent_only: bool = False,
+    max_sequence_length: int = 0,
+    preview_every_s: float = 0.0,
+    strength: float | None = None,
+    **job: Any,
+) -> io.NodeOutput:
+    """`count` pictures from each start, one job a start; picture n of them all has seed + n."""
+    recipe = model.recipe
+    target = connection.target(recipe.server)
+    display = Display(node, pictures=count * len(starts))
+    options = {
+        "steps": steps or None,
+        "guidance": None if guidance == MODEL_GUIDANCE else guidance,
+        "max_sequence_length": max_sequence_length or None,
+        "strength": strength,
+        **job_options(**job),
+    }
+    shown = {
+        "latent_only": latent_only,
+        "output": "raw",
+        "preview_interval_s": preview_every_s or None,
+    }
+    pictures: list[moored.Picture] = []
+    with claims.latents_of(target) as handle:
+        for index, (start, size) in enumerate(starts):
+            display.pictures_before = index * count
+            first = seed_of(seed, index * count)
+            fixed = options | size
+            painting = Painting(prompt, tuple((fixed | {"seed": first}).items()), start)
+            result = await latents.paint(display, target, recipe, painting, count=count, **shown)
+            pictures += result.pictures
+            for n, kept in enumerate(result.latents):
+                one = Painting(prompt, tuple((fixed | {"seed": seed_of(first, n)}).items()), start)
+                family = result.model.family
+                handle.latents.append(KeptLatent(recipe, one, kept.id, kept.shape, family))
+        image = ExecutionBlocker(NO_IMAGE) if latent_only else tensors.image_of(pictures)
+    return io.NodeOutput(image, handle)

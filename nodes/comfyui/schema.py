@@ -1,0 +1,150 @@
+"""The pack's own types, and the inputs that several nodes share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+CATEGORY = "moored"
+
+ServerType = io.Custom("MOORED_SERVER")
+ModelType = io.Custom("MOORED_MODEL")
+LatentType = io.Custom("MOORED_LATENT")
+
+MAX_SEED = 0xFFFFFFFFFFFFFFFF
+MAX_SIDE = 4096
+MAX_COUNT = 64
+
+SERVICE_PATIENCE = -1.0
+MODEL_GUIDANCE = -1.0
+
+
+def model_input() -> io.Input:
+    """The model of a node."""
+    return ModelType.Input("model", tooltip="From Load Model.")
+
+
+def latent_input(optional: bool = False) -> io.Input:
+    """A latent of the service."""
+    return LatentType.Input("latent", optional=optional, tooltip="A latent that is in the service.")
+
+
+def server_input() -> io.Input:
+    """Which service."""
+    return ServerType.Input(
+        "server",
+        optional=True,
+        tooltip="Which service. Without it: the one of ComfyUI's settings.",
+    )
+
+
+def seed_input() -> io.Input:
+    """A seed, as ComfyUI has them."""
+    return io.Int.Input(
+        "seed",
+        default=0,
+        min=0,
+        max=MAX_SEED,
+        control_after_generate=True,
+        tooltip="Picture n of several uses seed + n, from 0.",
+    )
+
+
+def size_inputs(default: str) -> list[io.Input]:
+    """Width and height; 0 is `default`."""
+
+    def side(name: str) -> io.Input:
+        return io.Int.Input(
+            name,
+            default=0,
+            min=0,
+            max=MAX_SIDE,
+            step=16,
+            tooltip=f"In pixels, a multiple of 16. 0: {default}.",
+        )
+
+    return [side("width"), side("height")]
+
+
+def painting_inputs() -> list[io.Input]:
+    """What both painting nodes ask for besides their start."""
+    return [
+        io.Int.Input("steps", default=0, min=0, max=200, tooltip="0: as many as the model wants."),
+        io.Float.Input(
+            "guidance",
+            default=MODEL_GUIDANCE,
+            min=-1.0,
+            max=100.0,
+            step=0.1,
+            tooltip="How closely to follow the prompt. -1: as the model wants.",
+        ),
+        seed_input(),
+        io.Int.Input("count", default=1, min=1, max=MAX_COUNT, tooltip="How many pictures."),
+        io.Boolean.Input(
+            "latent_only",
+            default=False,
+            advanced=True,
+            tooltip="Paint no picture, only a latent, for VAE Decode. What is linked to image does not run.",
+        ),
+        io.Int.Input(
+            "max_sequence_length",
+            default=0,
+            min=0,
+            max=512,
+            advanced=True,
+            tooltip="Tokens of the prompt that the large text encoder reads. 0: as the model wants.",
+        ),
+        io.Float.Input(
+            "preview_every_s",
+            default=0.5,
+            min=0.0,
+            max=60.0,
+            step=0.1,
+            advanced=True,
+            tooltip="Seconds between two previews, at least 0.1. 0: no previews.",
+        ),
+        *job_inputs(),
+    ]
+
+
+def job_inputs() -> list[io.Input]:
+    """How a job is queued and admitted."""
+    return [
+        io.Combo.Input(
+            "priority",
+            options=["low", "normal", "high"],
+            default="normal",
+            advanced=True,
+            tooltip="The share of the card among all who use it: a quarter, one, or four.",
+        ),
+        io.Float.Input(
+            "patience_s",
+            default=SERVICE_PATIENCE,
+            min=-1.0,
+            max=600.0,
+            step=0.5,
+            advanced=True,
+            tooltip="Seconds to wait for memory that other programs hold. -1: as the service is set.",
+        ),
+        io.Boolean.Input(
+            "allow_low_memory",
+            default=False,
+            advanced=True,
+            tooltip="Try although memory is short. If it runs out, only this job ends.",
+        ),
+    ]
+
+
+def job_options(priority: str, patience_s: float, allow_low_memory: bool) -> dict[str, Any]:
+    """What `job_inputs` asked for, as options of the client."""
+    return {
+        "priority": priority,
+        "patience_s": None if patience_s == SERVICE_PATIENCE else patience_s,
+        "allow_low_memory": allow_low_memory,
+    }
+
+
+def seed_of(seed: int, n: int) -> int:
+    """The seed of picture n."""
+    return (seed + n) % (MAX_SEED + 1)

@@ -1,0 +1,113 @@
+"""Pictures and latents between ComfyUI's tensors and the service's bytes.
+
+ComfyUI has brought its torch; this pack imports it where a tensor has to be made, never of its own accord.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import moored
+import numpy as np
+from PIL import Image
+
+from .failures import Failure
+from .schema import MAX_SIDE
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+SIDE_MULTIPLE = 16
+LATENT_SCALE = 8
+
+# What ComfyUI multiplies a family's latents with, and what it takes off before, on their way from its LATENT
+# to the transformer. Its LATENT is as its VAE gives it; the service's latents are as the transformer sees
+# them.
+LATENT_FORMATS = {"flux": (0.3611, 0.1159)}
+
+
+def image_of(pictures: Sequence[moored.Picture]) -> Any:
+    """An IMAGE: float [B, H, W, C], 0 to 1."""
+    import torch
+
+    pixels = np.stack([picture.array for picture in pictures]).astype(np.float32)
+    return torch.from_numpy(pixels / np.float32(255))
+
+
+def pngs_of(image: Any) -> list[bytes]:
+    """Every picture of an IMAGE as a PNG; of four channels, the three of colour."""
+    # numpy has no bfloat16.
+    pixels = np.asarray(image.detach().cpu().float().numpy())
+    if pixels.ndim == 3:
+        pixels = pixels[np.newaxis]
+    if not len(pixels):
+        raise Failure("The batch has no picture: link one that has.")
+    if pixels.shape[-1] == 1:
+        pixels = np.repeat(pixels, 3, axis=-1)
+    # A value that is no number is black, as it is when ComfyUI saves it.
+    pixels = np.nan_to_num(pixels[..., :3], nan=0.0, posinf=1.0, neginf=0.0)
+    bytes8 = np.rint(np.clip(pixels, 0.0, 1.0) * 255.0).astype(np.uint8)
+    return [_png(picture) for picture in bytes8]
+
+
+def size_of(image: Any) -> tuple[int, int]:
+    """Width and height of an IMAGE, each to the nearest multiple that the service takes."""
+    height, width = image.shape[-3:-1]
+    if max(width, height) > MAX_SIDE:
+        raise Failure(
+            f"The picture is {width} x {height}, and {MAX_SIDE} is the most on a side: scale it down before, "
+            "or name width and height where the node has them."
+        )
+    return _nearest(width), _nearest(height)
+
+
+def samples_of(latents: Sequence[NDArray[Any]], family: str) -> Any:
+    """A LATENT of ComfyUI from the service's latents, each [1, C, H/8, W/8]."""
+    import torch
+
+    scale, shift = _format_of(family)
+    shapes = {latent.shape for latent in latents}
+    if len(shapes) > 1:
+        raise Failure(
+            "The latents of this batch have different sizes, and ComfyUI's have one: bring them one by one."
+        )
+    numbers = np.concatenate(latents).astype(np.float64) / scale + shift
+    return {"samples": torch.from_numpy(numbers.astype(np.float32))}
+
+
+def arrays_of(samples: Any, family: str) -> list[NDArray[Any]]:
+    """The service's latents, each [1, C, H/8, W/8] of f32, from a LATENT of ComfyUI."""
+    scale, shift = _format_of(family)
+    tensor = samples["samples"]
+    if len(tensor.shape) != 4:
+        raise Failure(
+            f"A latent of pictures is [batch, channels, height / 8, width / 8], and this one has "
+            f"{len(tensor.shape)} dimensions: it is of another kind of model."
+        )
+    if not tensor.shape[0]:
+        raise Failure("The batch has no latent: link one that has.")
+    numbers = np.asarray(tensor.detach().cpu().float().numpy(), dtype=np.float64)
+    scaled = ((numbers - shift) * scale).astype("<f4")
+    return [scaled[index : index + 1] for index in range(len(scaled))]
+
+
+def _format_of(family: str) -> tuple[float, float]:
+    try:
+        return LATENT_FORMATS[family]
+    except KeyError:
+        raise Failure(
+            f"ComfyUI has no latents of the family {family!r}: decode them by VAE Decode (moored)."
+        ) from None
+
+
+def _png(pixels: NDArray[Any]) -> bytes:
+    encoded = io.BytesIO()
+    # It travels once: small enough soon, not as small as can be.
+    Image.fromarray(pixels).save(encoded, format="PNG", compress_level=1)
+    return encoded.getvalue()
+
+
+def _nearest(side: int) -> int:
+    return max(SIDE_MULTIPLE, round(side / SIDE_MULTIPLE) * SIDE_MULTIPLE)

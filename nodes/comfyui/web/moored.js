@@ -1,0 +1,94 @@
+// What ComfyUI's frontend loads of this pack: settings, the sidebar panel, and the list of models.
+
+import { app } from "../../scripts/app.js";
+import { api } from "../../scripts/api.js";
+import { ModelNames, feed, isLoadModel, withoutRemote } from "./panel/models.js";
+import { Panel } from "./panel/panel.js";
+import { chooseLanguage, words } from "./panel/words.js";
+
+const TAB = "moored";
+
+const names = new ModelNames(api);
+let panel = null;
+
+function addressChanged() {
+  names.forget();
+  panel?.reconnect();
+}
+
+async function language() {
+  try {
+    const answer = await api.fetchApi("/i18n");
+    chooseLanguage(await answer.json(), app.extensionManager.setting.get("Comfy.Locale"));
+  } catch {
+    // The English words are in the script.
+  }
+}
+
+function style() {
+  const link = document.createElement("link");
+  link.rel = "stylesheet";
+  link.href = new URL("./panel/panel.css", import.meta.url).href;
+  document.head.append(link);
+}
+
+app.registerExtension({
+  name: "moored",
+
+  settings: [
+    {
+      id: "moored.endpoint",
+      name: "Address of the service",
+      tooltip: "host:port. Empty: MOORED_ENDPOINT of ComfyUI's environment, else localhost:50051.",
+      category: ["moored", "Service", "endpoint"],
+      sortOrder: 2,
+      type: "text",
+      defaultValue: "",
+      attrs: { placeholder: "localhost:50051" },
+      onChange: addressChanged,
+    },
+    {
+      id: "moored.token_file",
+      name: "Token file",
+      tooltip: "A file on ComfyUI's machine that holds the service's token. Empty: MOORED_TOKEN_FILE, else none.",
+      category: ["moored", "Service", "token_file"],
+      sortOrder: 1,
+      type: "text",
+      defaultValue: "",
+      attrs: { placeholder: "/home/me/moored.token" },
+      onChange: addressChanged,
+    },
+  ],
+
+  async setup() {
+    style();
+    await language();
+    app.extensionManager.registerSidebarTab({
+      id: TAB,
+      icon: "pi pi-server",
+      title: "moored",
+      tooltip: words.tab_tip,
+      type: "custom",
+      render(element) {
+        panel?.close();
+        panel = new Panel(element, api);
+      },
+      destroy() {
+        panel?.close();
+        panel = null;
+      },
+    });
+  },
+
+  beforeRegisterNodeDef(_type, definition) {
+    if (isLoadModel(definition.name)) withoutRemote(definition);
+  },
+
+  nodeCreated(node) {
+    if (isLoadModel(node.comfyClass)) feed(node, names);
+  },
+
+  refreshComboInNodes() {
+    return names.refresh();
+  },
+});

@@ -1,0 +1,646 @@
+"""What the pack does, told as tests of whatever `comfyui` is: the stand-in, or a real one.
+
+`test_standin.py` and `test_real_comfyui.py` import them all, each with a fixture `comfyui` of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import moored
+import numpy as np
+from conftest import HUB_MODEL
+from PIL import Image
+from prompts import RED, SIZE, Graph, Prompt
+from runs import Run
+
+from service import Service
+
+Serve = Callable[..., Service]
+
+DEADLINE_S = 20.0
+
+# So that half of the start is left: with all of the schedule, none of it would be.
+HALF: dict[str, Any] = {"strength": 0.5, "steps": 4}
+
+
+class ComfyUI(Protocol):
+    """What a frontend can do with ComfyUI."""
+
+    def queue(self, prompt: Prompt, client_id: str = "a") -> Run: ...
+    def interrupt(self) -> None: ...
+    def free(self) -> None: ...
+    def upload(self, name: str, image: Image.Image) -> str: ...
+
+
+def shown(graph: Graph, painter: str, slot: int = 0) -> str:
+    """Adds a node that shows a node's pictures."""
+    return graph.preview([painter, slot])
+
+
+def same(pictures: list[Any], expected: list[Any]) -> None:
+    """Pixel by pixel."""
+    assert len(pictures) == len(expected)
+    for picture, other in zip(pictures, expected, strict=True):
+        assert np.array_equal(picture, other)
+
+
+def until(
+    client: moored.Client, holds: Callable[[moored.Status], bool], within_s: float = DEADLINE_S
+) -> moored.Status:
+    """The first status that is so."""
+    last = None
+    with client.watch_status(interval_s=0.02, timeout=within_s) as watch:
+        try:
+            for _ in watch:
+                last = client.status()
+                if holds(last):
+                    return last
+        except moored.Deadline:
+            pass
+    raise AssertionError(f"not within {within_s:g} s; the status is {last}")
+
+
+@contextmanager
+def busy(client: moored.Client) -> Iterator[None]:
+    """A card that paints for somebody else."""
+    with client.stream_image("other", model="slow", steps=200, client_id="other") as stream:
+        next(event for event in stream if isinstance(event, moored.Step))
+        yield
+
+
+def scene(seed: int) -> Image.Image:
+    """A picture to start from."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize((64, 64), Image.Resampling.NEAREST)
+
+
+# Pictures.
+
+
+def test_a_picture_is_the_clients_own(
+    comfyui: ComfyUI, painter: Service, client: moored.Client
+) -> None:
+    graph = Graph(painter.address)
+    show = shown(graph, graph.text_to_image())
+    run = comfyui.queue(graph.prompt).succeeded()
+    same(
+        run.pictures(show),
+        [client.generate_image(RED, seed=7, steps=2, **SIZE).pictures[0].array],
+    )
+
+
+def test_several_pictures_come_as_a_batch(
+    comfyui: ComfyUI, painter: Service, client: moored.Client
+) -> None:
+    graph = Graph(painter.address)
+    show = shown(graph, graph.text_to_image(count=3, seed=2**64 - 2))
+    run = comfyui.queue(graph.prompt).succeeded()
+    seeds = [2**64 - 2, 2**64 - 1, 0]
+    expected = [client.generate_image(RED, seed=s, steps=2, **SIZE) for s in seeds]
+    same(run.pictures(show), [one.pictures[0].array for one in expected])
+
+
+def test_a_batch_of_pictures_is_repainted_each_so_often(
+    comfyui: ComfyUI, painter: Service, client: moored.Client
+) -> None:
+    graph = Graph(painter.address)
+    loaded = [graph.add("LoadImage", image=comfyui.upload(f"{n}.png", scene(n))) for n in (1, 2)]
+    batch = graph.add("ImageBatch", image1=[loaded[0], 0], image2=[loaded[1], 0])
+    show = shown(graph, graph.image_to_image(image=[batch, 0], count=2, seed=5, **HALF))
+    run = comfyui.queue(graph.prompt).succeeded()
+    expected = [
+        client.generate_image(RED, init_image=scene(n), seed=seed, **HALF, **SIZE)
+        for n, seed in ((1, 5), (1, 6), (2, 7), (2, 8))
+    ]
+    same(run.pictures(show), [one.pictures[0].array for one in expected])
+
+
+def test_a_picture_of_any_size_is_taken(comfyui: ComfyUI, painter: Service) -> None:
+    graph = Graph(painter.address)
+    odd = comfyui.upload("odd.png", scene(1).resize((75, 50)))
+    loaded = graph.add("LoadImage", image=odd)
+    repainted = shown(graph, graph.image_to_image(image=[loaded, 0]))
+    decoded = shown(graph, graph.decode([graph.encode([loaded, 0]), 0]))
+    run = comfyui.queue(graph.prompt).succeeded()
+    assert run.pictures(repainted)[0].shape == (48, 80, 3)
+    assert run.pictures(decoded)[0].shape == (48, 80, 3)
+
+
+def test_a_latent_is_decoded_and_repainted(
+    comfyui: ComfyUI, painter: Service, client: moored.Client
+) -> None:
+    graph = Graph(painter.address)
+    painted = graph.text_to_image(count=2)
+    at_once = shown(graph, painted)
+    later = shown(graph, graph.decode([painted, 1]))
+    again = shown(graph, graph.image_to_image(latent=[painted, 1], seed=3, **HALF))
+    run = comfyui.queue(graph.prompt).succeeded()
+    same(run.pictures(later), run.pictures(at_once))
+    expected = []
+    for seed in (7, 8):
+        kept = client.generate_image(RED, seed=seed, steps=2, keep_latent=True, **SIZE).latents[0]
+        one = client.generate_image(RED, seed=seed - 4, init_latent=kept, **HALF, **SIZE)
+        expected.append(one.pictures[0].array)
+    same(run.pictures(again), expected)
+
+
+def test_an_encoded_picture_comes_back(
+    comfyui: ComfyUI, painter: Service, client: moored.Client
+) -> None:
+    graph = Graph(painter.address)
+    loaded = graph.add("LoadImage", image=comfyui.upload("encoded.png", scene(3)))
+    show = shown(graph, graph.decode([graph.encode([loaded, 0], seed=4), 0]))
+    run = comfyui.queue(graph.prompt).succeeded()
+    latent = client.encode_image(scene(3), seed=4).latent
+    same(run.pictures(show), [client.decode_latent(latent).pictures[0].array])
+
+
+def test_a_latent_goes_to_comfyui_and_back(comfyui: ComfyUI, painter: Service) -> None:
+    graph = Graph(painter.address)
+    painted = graph.text_to_image(count=2)
+    before = shown(graph, painted)
+    samples = graph.add("MooredLatentToComfyUI", latent=[painted, 1])
+    link = {"model": [graph.model, 0], "samples": [samples, 0]}
+    after = shown(graph, graph.decode([graph.add("MooredLatentFromComfyUI", **link), 0]))
+    run = comfyui.queue(graph.prompt).succeeded()
+    for one, other in zip(run.pictures(before), run.pictures(after), strict=True):
+        # Scaled and back in f32: a rounding here and there.
+        assert np.abs(one.astype(int) - other.astype(int)).max() <= 1
+
+
+def test_a_latent_alone_is_painted_and_says_where_it_belongs(
+    comfyui: ComfyUI, painter: Service, client: moored.Client
+) -> None:
+    graph = Graph(painter.address)
+    painted = graph.text_to_image(latent_only=True, seed=11)
+    decoded = shown(graph, graph.decode([painted, 1]))
+    run = comfyui.queue(graph.prompt).succeeded()
+    expected = client.generate_image(RED, seed=11, steps=2, **SIZE).pictures[0].array
+    same(run.pictures(decoded), [expected])
+    assert not [text for text in run.texts(painted) if text.startswith("Decoding")]
+    shown(graph, painted)
+    assert "VAE Decode" in comfyui.queue(graph.prompt).done().error
+
+
+# What is shown.
+
+
+def test_steps_previews_and_phases_are_shown(comfyui: ComfyUI, painter: Service) -> None:
+    graph = Graph(painter.address)
+    painted = graph.text_to_image(steps=20, count=2, width=128, height=128, preview_every_s=0.1)
+    shown(graph, painted)
+    run = comfyui.queue(graph.prompt).succeeded()
+    texts = run.texts(painted)
+    assert "Encoding the text" in texts[0] or texts[0].startswith(("Loading", "Queued"))
+    assert "Step 7/20" in texts
+    assert texts[-1].startswith("Done in")
+    bar = [one.what for one in run.messages if one.kind == "progress" and one.node == painted]
+    assert bar[-1] == (40, 40)
+    assert [value for value, _ in bar] == sorted(value for value, _ in bar)
+    previews = [one.what for one in run.messages if one.kind == "preview"]
+    assert previews
+    assert max(max(size) for size in previews) <= 512
+
+
+def test_loading_is_told_by_bytes(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve("sim:40GiB,speed=12GiB/s")
+    graph = Graph(service.address, model="flux-full")
+    graph.add("MooredPreload", model=[graph.model, 0], prove=False)
+    run = comfyui.queue(graph.prompt).succeeded()
+    loading = [text for text in run.texts() if text.startswith("Loading transformer")]
+    assert loading
+    assert all(text.endswith("/23.8 GB") for text in loading)
+    with service.client() as client:
+        assert {one.component.name for one in client.status().cards[0].residents} >= {
+            "transformer",
+            "vae",
+        }
+
+
+def test_a_place_in_the_queue_is_told(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve("sim:24GiB")
+    with service.client() as client, busy(client):
+        graph = Graph(service.address, model="small")
+        shown(graph, graph.text_to_image())
+        run = comfyui.queue(graph.prompt)
+        run.text("Queued 1st")
+        (ours,) = [job for job in client.jobs() if job.client_id != "other"]
+        assert ours.client_id.startswith("comfyui-")
+        comfyui.interrupt()
+        assert run.done().status == "interrupted"
+
+
+def test_waiting_is_told_with_who_holds_the_memory(
+    comfyui: ComfyUI, serve: Serve, tmp_path: Any
+) -> None:
+    world = tmp_path / "world"
+    world.write_text("blender 4242 20GiB")
+    service = serve(f"sim:40GiB,world={world}")
+    graph = Graph(service.address, model="flux-full")
+    shown(graph, graph.text_to_image(patience_s=30.0))
+    run = comfyui.queue(graph.prompt)
+    text = run.text("Waiting for").what
+    assert "GB needed" in text
+    assert "GB free" in text
+    assert "blender 4242 holds 21.5 GB" in text
+    assert " s left" in text
+    world.unlink()
+    run.succeeded()
+
+
+# The interrupt button.
+
+
+def interrupted(comfyui: ComfyUI, client: moored.Client, run: Run) -> float:
+    """Presses the button; seconds until the service has no job any more."""
+    pressed = time.monotonic()
+    comfyui.interrupt()
+    until(client, lambda status: not status.jobs)
+    took = time.monotonic() - pressed
+    assert run.done().status == "interrupted"
+    assert {job.state for job in client.jobs(include_ended=True)} <= {"cancelled", "done"}
+    return took
+
+
+def test_an_interrupt_ends_a_job_within_a_step(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve("sim:24GiB")
+    with service.client() as client:
+        graph = Graph(service.address, model="slow")
+        painted = graph.text_to_image(steps=200)
+        show = shown(graph, painted)
+        run = comfyui.queue(graph.prompt)
+        run.text("Step 3/200")
+        assert interrupted(comfyui, client, run) < 2.0
+        # The next prompt knows nothing of it.
+        graph.prompt[painted]["inputs"]["steps"] = 3
+        assert len(comfyui.queue(graph.prompt).succeeded().pictures(show)) == 1
+
+
+def test_an_interrupt_ends_a_job_that_is_queued(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve("sim:24GiB")
+    with service.client() as client:
+        graph = Graph(service.address, model="small")
+        shown(graph, graph.text_to_image())
+        with busy(client):
+            run = comfyui.queue(graph.prompt)
+            run.text("Queued")
+            comfyui.interrupt()
+            until(client, lambda status: [job.client_id for job in status.jobs] == ["other"])
+            assert run.done().status == "interrupted"
+
+
+def test_an_interrupt_ends_a_job_that_loads(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve("sim:40GiB,speed=2GiB/s")
+    with service.client() as client:
+        graph = Graph(service.address, model="flux-full")
+        shown(graph, graph.text_to_image())
+        run = comfyui.queue(graph.prompt)
+        run.text("Loading")
+        assert interrupted(comfyui, client, run) < 3.0
+
+
+def test_an_interrupt_ends_a_job_that_waits(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve("sim:40GiB,foreign=20GiB")
+    with service.client() as client:
+        graph = Graph(service.address, model="flux-full")
+        shown(graph, graph.text_to_image(patience_s=60.0))
+        run = comfyui.queue(graph.prompt)
+        run.text("Waiting")
+        assert interrupted(comfyui, client, run) < 2.0
+
+
+def test_an_interrupt_ends_two_jobs_of_one_prompt(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve("sim:24GiB", "sim:24GiB,index=1")
+    with service.client() as client:
+        client.wait_until_ready(card="sim:1")
+        graph = Graph(service.address, model="slow")
+        painted = [graph.text_to_image(steps=200, seed=seed) for seed in (1, 2)]
+        for one in painted:
+            shown(graph, one)
+        run = comfyui.queue(graph.prompt)
+        until(client, lambda status: len(status.jobs) == 2)
+        run.text("Step 2/200")
+        assert interrupted(comfyui, client, run) < 2.0
+
+
+# Errors.
+
+
+def test_without_a_service_the_prompt_says_how_to_start_it(
+    comfyui: ComfyUI, serve: Serve, unused_port: int
+) -> None:
+    address = f"127.0.0.1:{unused_port}"
+    graph = Graph(address)
+    show = shown(graph, graph.text_to_image())
+    run = comfyui.queue(graph.prompt).done()
+    assert run.status == "error"
+    assert run.error.strip() == (
+        f"No moored service answers at {address}: start it with `moored serve`, or name its address by "
+        "MOORED_ENDPOINT or in ComfyUI's settings under moored."
+    )
+    serve(listen=address)
+    assert len(comfyui.queue(graph.prompt).succeeded().pictures(show)) == 1
+
+
+def test_a_service_that_dies_in_a_job_is_told(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve("sim:24GiB")
+    graph = Graph(service.address, model="slow")
+    show = shown(graph, graph.text_to_image(steps=40))
+    run = comfyui.queue(graph.prompt)
+    run.text("Step 2/40")
+    service.kill()
+    assert run.done().error == (
+        f"The connection to {service.address} was lost before the job ended: see whether the service "
+        "still runs, and queue the prompt again."
+    )
+    serve("sim:24GiB", listen=service.address)
+    assert len(comfyui.queue(graph.prompt).succeeded().pictures(show)) == 1
+
+
+def test_a_model_that_is_not_there_is_told_with_a_remedy(
+    comfyui: ComfyUI, painter: Service
+) -> None:
+    graph = Graph(painter.address, model="nobody/nothing")
+    shown(graph, graph.text_to_image())
+    run = comfyui.queue(graph.prompt).done()
+    assert run.status == "error"
+    assert run.error.startswith("There is no model nobody/nothing")
+    assert "when_missing" in run.error
+
+
+def test_what_never_fits_is_told_with_what_would(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve("sim:24GiB")
+    graph = Graph(service.address, model="huge")
+    shown(graph, graph.text_to_image())
+    run = comfyui.queue(graph.prompt).done()
+    assert run.status == "error"
+    assert run.error.strip().endswith(".")
+    assert "Traceback" not in run.error
+
+
+def test_image_to_image_starts_from_one_thing(comfyui: ComfyUI, painter: Service) -> None:
+    graph = Graph(painter.address)
+    shown(graph, graph.image_to_image())
+    assert "link one of the two" in comfyui.queue(graph.prompt).done().error
+
+
+def test_load_model_needs_a_name(comfyui: ComfyUI, painter: Service) -> None:
+    """With the service down the list is empty, and a new node has nothing chosen."""
+    graph = Graph(painter.address, model="")
+    shown(graph, graph.text_to_image())
+    assert "No model is chosen" in comfyui.queue(graph.prompt).done().error
+
+
+def test_a_format_that_is_none_is_told(comfyui: ComfyUI, painter: Service) -> None:
+    graph = Graph(painter.address, formats="transformer:int8")
+    shown(graph, graph.text_to_image())
+    assert "component=format" in comfyui.queue(graph.prompt).done().error
+    graph = Graph(painter.address, formats="transformer=int9")
+    shown(graph, graph.text_to_image())
+    assert '"int9" is none of' in comfyui.queue(graph.prompt).done().error
+
+
+# Models that are missing.
+
+
+def test_a_missing_model_is_pulled_when_told_to(
+    comfyui: ComfyUI, puller: Service, painter: Service, client: moored.Client
+) -> None:
+    graph = Graph(puller.address, model="", other_model=HUB_MODEL)
+    show = shown(graph, graph.text_to_image())
+    refused = comfyui.queue(graph.prompt).done()
+    assert refused.status == "error"
+    assert f"moored pull {HUB_MODEL}" in refused.error
+
+    graph.prompt[graph.model]["inputs"]["when_missing"] = "pull"
+    run = comfyui.queue(graph.prompt).succeeded()
+    assert [text for text in run.texts(graph.model) if text.startswith("Pulling")]
+    own = client.generate_image(RED, seed=7, steps=2, **SIZE)
+    same(run.pictures(show), [own.pictures[0].array])
+
+
+def test_an_interrupt_ends_a_pull(comfyui: ComfyUI, hub: Any, puller: Service) -> None:
+    hub.stall("transformer/diffusion_pytorch_model.safetensors", 6_000_000)
+    graph = Graph(puller.address, model=HUB_MODEL, when_missing="pull")
+    shown(graph, graph.text_to_image())
+    run = comfyui.queue(graph.prompt)
+    run.text("Pulling")
+    assert hub.stalled.wait(DEADLINE_S)
+    comfyui.interrupt()
+    assert run.done().status == "interrupted"
+    assert hub.left.wait(DEADLINE_S), "the service let go of the hub"
+
+
+# Several prompts.
+
+
+def test_two_prompts_in_a_row(comfyui: ComfyUI, painter: Service) -> None:
+    graph = Graph(painter.address)
+    painted = graph.text_to_image(seed=21)
+    show = shown(graph, painted)
+    first = comfyui.queue(graph.prompt).succeeded().pictures(show)
+    graph.prompt[painted]["inputs"]["seed"] = 22
+    second = comfyui.queue(graph.prompt).succeeded().pictures(show)
+    assert not np.array_equal(first[0], second[0])
+
+
+def test_two_people_at_once(comfyui: ComfyUI, painter: Service) -> None:
+    runs = []
+    for client_id, seed in (("ann", 31), ("bob", 32)):
+        graph = Graph(painter.address)
+        show = shown(graph, graph.text_to_image(seed=seed, steps=6))
+        runs.append(comfyui.queue(graph.prompt, client_id))
+    ann, bob = (run.succeeded() for run in runs)
+    assert not np.array_equal(ann.pictures(show)[0], bob.pictures(show)[0])
+    assert "Step 6/6" in ann.texts()
+    assert "Step 6/6" in bob.texts()
+    strays = [one.what for run in (ann, bob) for one in run.strays if one.kind == "text"]
+    assert strays == [], "nobody is shown what is another's"
+
+
+# What handles claim.
+
+
+def test_free_gives_up_holds_and_latents(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve()
+    with service.client() as client:
+        graph = Graph(service.address, residency="hold")
+        shown(graph, graph.text_to_image(count=2))
+        comfyui.queue(graph.prompt).succeeded()
+        status = until(client, lambda status: status.latents == 2)
+        assert all(one.held for one in status.cards[0].residents)
+        assert {one.reason.split()[0] for one in client.unload("moored/demo").kept} == {"held"}
+        comfyui.free()
+        until(client, lambda status: status.latents == 0)
+        until(client, lambda status: not any(one.held for one in status.cards[0].residents))
+        assert client.unload("moored/demo").kept == ()
+
+
+def test_an_interrupt_leaves_no_latents(comfyui: ComfyUI, serve: Serve) -> None:
+    """Neither of the jobs that were done before, nor of the pictures of the one that it ends."""
+    service = serve("sim:24GiB")
+    with service.client() as client:
+        graph = Graph(service.address, model="slow")
+        loaded = graph.add("LoadImage", image=comfyui.upload("again.png", scene(1)))
+        batch = graph.add("ImageBatch", image1=[loaded, 0], image2=[loaded, 0])
+        options = {"image": [batch, 0], "steps": 10, "strength": 1.0, "count": 2}
+        painted = graph.image_to_image(**options, latent_only=True)
+        shown(graph, graph.decode([painted, 1]))
+        run = comfyui.queue(graph.prompt)
+        run.until(lambda message: message.kind == "progress" and message.what[0] > 31)
+        assert client.status().latents == 3
+        comfyui.interrupt()
+        assert run.done().status == "interrupted"
+        until(client, lambda status: status.latents == 0)
+
+
+def test_a_latent_outlives_its_service(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve()
+    address = service.address
+    graph = Graph(address)
+    loaded = graph.add("LoadImage", image=comfyui.upload("kept.png", scene(5)))
+    sources = {
+        "painted": [graph.text_to_image(count=2, latent_only=True), 1],
+        "encoded": [graph.encode([loaded, 0]), 0],
+    }
+    start = graph.text_to_image(latent_only=True, seed=3)
+    repainted = graph.image_to_image(latent=[start, 1], latent_only=True, **HALF)
+    sources["repainted"] = [repainted, 1]
+    samples = graph.add("MooredLatentToComfyUI", latent=[start, 1])
+    link = {"model": [graph.model, 0], "samples": [samples, 0]}
+    sources["brought"] = [graph.add("MooredLatentFromComfyUI", **link), 0]
+    decoders = {name: graph.decode(latent) for name, latent in sources.items()}
+    shows = {name: shown(graph, decoder) for name, decoder in decoders.items()}
+    before = comfyui.queue(graph.prompt).succeeded()
+
+    assert service.stop() == 0
+    serve(listen=address)
+    # Another priority: the decoders run again, on latents that ComfyUI remembers and the service does not.
+    for decoder in decoders.values():
+        graph.prompt[decoder]["inputs"]["priority"] = "high"
+    after = comfyui.queue(graph.prompt).succeeded()
+    for name, show in shows.items():
+        same(after.pictures(show), before.pictures(show))
+        told = after.texts(decoders[name])
+        made = [text for text in told if text.startswith("Making the latent again: Step")]
+        assert bool(made) == (name in ("painted", "repainted")), (name, told)
+        assert told[-1].startswith("Done in")
+
+
+# What stays in memory.
+
+
+def residents(client: moored.Client) -> dict[str, moored.ResidentComponent]:
+    """Component name -> what is on the card."""
+    return {one.component.name: one for one in client.status().cards[0].residents}
+
+
+def test_pin_preload_and_unload_pass_on_what_they_get(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve("sim:24GiB")
+    with service.client() as client:
+        graph = Graph(service.address, model="small")
+        preload = graph.add("MooredPreload", model=[graph.model, 0], prove=True)
+        pin = graph.add("MooredPin", model=[preload, 0], pinned=True)
+        painted = graph.text_to_image(model=pin)
+        show = shown(graph, painted)
+        run = comfyui.queue(graph.prompt).succeeded()
+        assert len(run.pictures(show)) == 1
+        until(client, lambda status: all(one.pinned for one in status.cards[0].residents))
+        assert len(residents(client)) == 4
+
+        graph.prompt[pin]["inputs"]["pinned"] = False
+        unload = graph.add("MooredUnload", model=[pin, 0], after=[painted, 0], force=False)
+        passed = shown(graph, unload, slot=1)
+        run = comfyui.queue(graph.prompt).succeeded()
+        same(run.pictures(passed), run.pictures(show))
+        assert [text for text in run.texts(unload) if text.startswith("Freed 8.4 MB")]
+        until(client, lambda status: not status.cards[0].residents)
+
+
+def test_unload_says_what_stayed_and_why(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve("sim:24GiB")
+    graph = Graph(service.address, model="small", residency="pin")
+    preload = graph.add("MooredPreload", model=[graph.model, 0], prove=False)
+    unload = graph.add("MooredUnload", model=[preload, 0], force=False)
+    run = comfyui.queue(graph.prompt).succeeded()
+    (told,) = [text for text in run.texts(unload) if text.startswith("Freed")]
+    assert told.startswith("Freed 0.0 MB")
+    assert "kept transformer: pinned" in told
+
+
+def test_an_unload_is_done_each_time(comfyui: ComfyUI, serve: Serve) -> None:
+    """Somebody else may have brought the model back since."""
+    service = serve("sim:24GiB")
+    with service.client() as client:
+        graph = Graph(service.address, model="small")
+        graph.add("MooredUnload", model=[graph.model, 0], force=False)
+        for _ in range(2):
+            client.load("small")
+            comfyui.queue(graph.prompt).succeeded()
+            assert residents(client) == {}
+
+
+def test_a_held_model_is_unloaded_by_whoever_holds_it(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve("sim:24GiB")
+    with service.client() as client:
+        graph = Graph(service.address, model="small", residency="hold")
+        preload = graph.add("MooredPreload", model=[graph.model, 0], prove=False)
+        comfyui.queue(graph.prompt).succeeded()
+        assert all(one.held for one in residents(client).values())
+        graph.add("MooredUnload", model=[preload, 0], force=False)
+        comfyui.queue(graph.prompt).succeeded()
+        assert residents(client) == {}
+
+
+def test_a_model_is_claimed_when_it_is_named(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve("sim:24GiB")
+    with service.client() as client:
+        graph = Graph(service.address, model="small", residency="pin")
+        status = {"after": [graph.model, 0], "server": [graph.server, 0]}
+        graph.add("MooredGPUStatus", **status)
+        comfyui.queue(graph.prompt).succeeded()
+        assert [model.id for model in client.list_models() if model.pinned] == ["small"]
+
+
+def test_a_model_leaves_when_its_time_is_over(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve("sim:24GiB")
+    with service.client() as client:
+        graph = Graph(service.address, model="small", residency="evict after", evict_after_s=0)
+        shown(graph, graph.text_to_image())
+        comfyui.queue(graph.prompt).succeeded()
+        until(client, lambda status: not status.cards[0].residents)
+        graph = Graph(service.address, model="slow", residency="evict after", evict_after_s=3600)
+        shown(graph, graph.text_to_image())
+        comfyui.queue(graph.prompt).succeeded()
+        assert len(residents(client)) == 4
+
+
+def test_naming_a_model_again_does_not_keep_it(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve("sim:24GiB")
+    with service.client() as client:
+        said = {"model": "small", "residency": "evict after", "evict_after_s": 1}
+        graph = Graph(service.address, **said)
+        graph.add("MooredPreload", model=[graph.model, 0], prove=False)
+        comfyui.queue(graph.prompt).succeeded()
+        graph = Graph(service.address, **said, revision=" ")
+        status = {"after": [graph.model, 0], "server": [graph.server, 0]}
+        graph.add("MooredGPUStatus", **status)
+        comfyui.queue(graph.prompt).succeeded()
+        until(client, lambda status: not status.cards[0].residents)
+
+
+def test_the_status_is_asked_for_each_time(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve("sim:24GiB")
+    graph = Graph(service.address, model="small")
+    status = graph.add("MooredGPUStatus", server=[graph.server, 0])
+    (before,) = comfyui.queue(graph.prompt).succeeded().outputs[status]["text"]
+    assert "transformer" not in before
+    with service.client() as client:
+        client.load("small")
+        client.pin("small")
+    (after,) = comfyui.queue(graph.prompt).succeeded().outputs[status]["text"]
+    assert "transformer of small+full: 4.2 MB (pinned)" in after

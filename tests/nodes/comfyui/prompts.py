@@ -1,0 +1,75 @@
+"""Prompts for the nodes of the pack, in the form that ComfyUI's API takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Prompt = dict[str, dict[str, Any]]
+Link = list[Any]
+
+JOB: dict[str, Any] = {"priority": "normal", "patience_s": -1.0, "allow_low_memory": False}
+PAINTING: dict[str, Any] = {
+    "steps": 2,
+    "guidance": -1.0,
+    "seed": 7,
+    "count": 1,
+    "latent_only": False,
+    "max_sequence_length": 0,
+    "preview_every_s": 0.0,
+    **JOB,
+}
+SIZE: dict[str, Any] = {"width": 64, "height": 64}
+MODEL: dict[str, Any] = {
+    "model": "moored/demo",
+    "quantization": "full",
+    "residency": "auto",
+    "evict_after_s": 60,
+    "when_missing": "say so",
+    "other_model": "",
+    "formats": "",
+    "revision": "",
+}
+RED = "a large red circle in the centre on a yellow background"
+
+
+class Graph:
+    """A prompt that is being written: each call adds a node and gives its number."""
+
+    def __init__(self, endpoint: str, **model: Any) -> None:
+        """Server and Load Model are nodes 1 and 2."""
+        self.prompt: Prompt = {}
+        self.server = self.add("MooredServer", endpoint=endpoint)
+        self.model = self.add("MooredLoadModel", **(MODEL | model), server=[self.server, 0])
+
+    def add(self, kind: str, **inputs: Any) -> str:
+        """Any node."""
+        name = str(len(self.prompt) + 1)
+        self.prompt[name] = {"class_type": kind, "inputs": inputs}
+        return name
+
+    def text_to_image(self, prompt: str = RED, model: str = "", **options: Any) -> str:
+        """Text to Image."""
+        link = [model or self.model, 0]
+        inputs = {"model": link, "prompt": prompt} | SIZE | PAINTING | options
+        return self.add("MooredTextToImage", **inputs)
+
+    def image_to_image(self, prompt: str = RED, **options: Any) -> str:
+        """Image to Image."""
+        inputs: dict[str, Any] = {"model": [self.model, 0], "prompt": prompt, "strength": 0.6}
+        return self.add(
+            "MooredImageToImage", **(inputs | {"width": 0, "height": 0} | PAINTING | options)
+        )
+
+    def encode(self, image: Link, **options: Any) -> str:
+        """VAE Encode."""
+        inputs = {"model": [self.model, 0], "image": image, "seed": 0} | JOB | options
+        return self.add("MooredVAEEncode", **inputs)
+
+    def decode(self, latent: Link, **options: Any) -> str:
+        """VAE Decode."""
+        inputs = {"model": [self.model, 0], "latent": latent} | JOB | options
+        return self.add("MooredVAEDecode", **inputs)
+
+    def preview(self, image: Link) -> str:
+        """Shows pictures."""
+        return self.add("PreviewImage", images=image)

@@ -1,0 +1,276 @@
+"""Stand-in: runs prompts as ComfyUI does.
+
+One at a time, in a thread of its own, each in a fresh event loop; nodes that need nothing of each other run
+at once; what has not changed comes from the cache; what the next prompt does not name leaves it; the first
+failure ends the prompt, and what still runs then is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import inspect
+import itertools
+import queue
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from comfy import model_management
+from comfy_api import io
+from comfy_execution.graph_utils import ExecutionBlocker
+from PIL import Image
+from runs import Message, Run
+from server import PromptServer
+
+Prompt = dict[str, dict[str, Any]]
+
+
+class StandIn:
+    """A ComfyUI that is none, with one pack."""
+
+    def __init__(self, pack: Path, folder: Path) -> None:
+        self.folder = folder
+        self.server = PromptServer()
+        self.server.send = self._send
+        PromptServer.instance = self.server
+        self.nodes = CORE | asyncio.run(_loaded(pack))
+        self.cache: dict[Any, tuple[Any, ...]] = {}
+        self._runs: list[Run] = []
+        self._running: Run | None = None
+        self._numbers = itertools.count()
+        self._queue: queue.Queue[tuple[Prompt, Run] | None] = queue.Queue()
+        self._worker = threading.Thread(target=self._work, daemon=True)
+        self._worker.start()
+
+    # What a frontend does.
+
+    def queue(self, prompt: Prompt, client_id: str = "a") -> Run:
+        """Queues a prompt, once it is valid."""
+        self._validate(prompt)
+        run = Run(f"prompt-{next(self._numbers)}", client_id)
+        self._runs.append(run)
+        self._queue.put((prompt, run))
+        return run
+
+    def interrupt(self) -> None:
+        """The interrupt button."""
+        model_management.interrupt_current_processing()
+
+    def free(self) -> None:
+        """`/free`: the cache is emptied."""
+        self.cache.clear()
+        gc.collect()
+
+    def upload(self, name: str, image: Image.Image) -> str:
+        """Brings a picture that LoadImage can load."""
+        image.save(self.folder / name)
+        return name
+
+    def object_info(self) -> dict[str, Any]:
+        """The nodes of the pack, as ComfyUI shows them."""
+        packs = (node for name, node in self.nodes.items() if name not in CORE)
+        return {schema.node_id: schema.info() for schema in (n.define_schema() for n in packs)}
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._queue.put(None)
+        self._worker.join(10)
+        PromptServer.instance = None
+
+    # What the executor does.
+
+    def _send(self, to: str | None, kind: str, node: str | None, what: Any) -> None:
+        for run in self._runs:
+            if run is self._running and to in (None, run.client_id):
+                run.add(Message(kind, node, what))
+            elif to == run.client_id or to is None:
+                run.strays.append(Message(kind, node, what))
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            prompt, run = item
+            model_management.interrupt_current_processing(False)
+            self.server.client_id = run.client_id
+            self._running = run
+            status, error = "success", None
+            try:
+                asyncio.run(_Execution(self, prompt, run).all())
+            except model_management.InterruptProcessingException:
+                status = "interrupted"
+            except Exception as failure:
+                status, error = "error", str(failure)
+            self._running = None
+            self.server.client_id = None
+            gc.collect()
+            run.end(status, run.error if error is None else error)
+
+    def _validate(self, prompt: Prompt) -> None:
+        for node in prompt.values():
+            schema = self.nodes[node["class_type"]].define_schema()
+            checked = getattr(self.nodes[node["class_type"]], "validate_inputs", None)
+            skipped = inspect.signature(checked).parameters if checked else {}
+            for one in schema.inputs:
+                if one.id not in node["inputs"]:
+                    assert one.optional, f"required input missing: {one.id}"
+                    continue
+                value = node["inputs"][one.id]
+                if isinstance(value, list) or one.id in skipped:
+                    continue
+                low, high = one.options.get("min"), one.options.get("max")
+                assert low is None or value >= low, f"{one.id} is below {low}"
+                assert high is None or value <= high, f"{one.id} is above {high}"
+                options = one.options.get("options")
+                assert options is None or value in options, f"{one.id}: {value!r} not in {options}"
+
+
+class _Execution:
+    """One prompt, in its loop."""
+
+    def __init__(self, comfyui: StandIn, prompt: Prompt, run: Run) -> None:
+        self.comfyui = comfyui
+        self.prompt = prompt
+        self.run = run
+        self.tasks: dict[str, asyncio.Task[tuple[Any, ...]]] = {}
+        self.keys = {node: self._key(node) for node in prompt}
+
+    async def all(self) -> None:
+        """Runs what leads to outputs."""
+        cache = self.comfyui.cache
+        for key in [key for key in cache if key not in self.keys.values()]:
+            del cache[key]
+        gc.collect()
+        wanted = [
+            node
+            for node, said in self.prompt.items()
+            if self.comfyui.nodes[said["class_type"]].define_schema().is_output_node
+        ]
+        await asyncio.gather(*(self._output(node) for node in wanted))
+
+    def _key(self, node: str) -> Any:
+        said = self.prompt[node]
+        kind = self.comfyui.nodes[said["class_type"]]
+        marks = []
+        for name, value in sorted(said["inputs"].items()):
+            is_link = isinstance(value, list)
+            marks.append((name, (self._key(value[0]), value[1]) if is_link else value))
+        changed = getattr(kind, "fingerprint_inputs", None)
+        # A number that is no number never equals itself: so the node is never found in the cache.
+        return (node, said["class_type"], tuple(marks), changed() if changed else None)
+
+    async def _output(self, node: str) -> tuple[Any, ...]:
+        if node not in self.tasks:
+            self.tasks[node] = asyncio.ensure_future(self._run(node))
+        return await self.tasks[node]
+
+    async def _run(self, node: str) -> tuple[Any, ...]:
+        said = self.prompt[node]
+        kind = self.comfyui.nodes[said["class_type"]]
+        links = {k: v for k, v in said["inputs"].items() if isinstance(v, list)}
+        outputs = await asyncio.gather(*(self._output(source) for source, _ in links.values()))
+        inputs = dict(said["inputs"])
+        for (name, (_, slot)), values in zip(links.items(), outputs, strict=True):
+            inputs[name] = values[slot]
+        key = self.keys[node]
+        if key in self.comfyui.cache:
+            return self.comfyui.cache[key]
+        model_management.throw_exception_if_processing_interrupted()
+        for value in inputs.values():
+            if isinstance(value, ExecutionBlocker):
+                # Told, but no failure of the prompt.
+                self.run.error = f"Execution Blocked: {value.message}"
+                return (ExecutionBlocker(None),) * len(kind.define_schema().outputs)
+        hidden = io.HiddenHolder(unique_id=node)
+        clone = type(kind.__name__, (kind,), {"hidden": hidden})
+        given = clone.execute(**inputs)
+        if inspect.isawaitable(given):
+            given = await given
+        if given.ui is not None:
+            self.run.outputs[node] = given.ui
+        self.comfyui.cache[key] = given.args
+        return given.args
+
+
+async def _loaded(pack: Path) -> dict[str, type[Any]]:
+    """The nodes of a pack, which is imported as ComfyUI does: from its folder, whatever that is called."""
+    extension = await _module(pack).comfy_entrypoint()
+    await extension.on_load()
+    return {node.define_schema().node_id: node for node in await extension.get_node_list()}
+
+
+def _module(pack: Path) -> ModuleType:
+    name = str(pack).replace(".", "_x_")
+    spec = importlib.util.spec_from_file_location(name, pack / "__init__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# The few of ComfyUI's own nodes that the tests use.
+
+
+class LoadImage(io.ComfyNode):
+    """A picture that was brought."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema(
+            "LoadImage", inputs=[io.String.Input("image")], outputs=[io.Image.Output()]
+        )
+
+    @classmethod
+    def execute(cls, image: str) -> io.NodeOutput:
+        """Loads it."""
+        server = PromptServer.instance
+        assert server is not None
+        folder = server.send.__self__.folder  # type: ignore[attr-defined]
+        pixels = np.asarray(Image.open(folder / image).convert("RGB"), dtype=np.float32)
+        return io.NodeOutput(torch.from_numpy(pixels[np.newaxis] / np.float32(255)))
+
+
+class ImageBatch(io.ComfyNode):
+    """Two batches as one."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        inputs = [io.Image.Input("image1"), io.Image.Input("image2")]
+        return io.Schema("ImageBatch", inputs=inputs, outputs=[io.Image.Output()])
+
+    @classmethod
+    def execute(cls, image1: torch.Tensor, image2: torch.Tensor) -> io.NodeOutput:
+        """Joins them."""
+        return io.NodeOutput(torch.cat([image1, image2]))
+
+
+class PreviewImage(io.ComfyNode):
+    """Shows pictures; cuts fractions off, as ComfyUI does when it saves one."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema("PreviewImage", inputs=[io.Image.Input("images")], is_output_node=True)
+
+    @classmethod
+    def execute(cls, images: torch.Tensor) -> io.NodeOutput:
+        """Shows them."""
+        pixels = images.numpy()
+        assert pixels.dtype == np.float32
+        assert pixels.ndim == 4
+        return io.NodeOutput(ui={"pictures": list((255.0 * pixels).clip(0, 255).astype(np.uint8))})
+
+
+CORE: dict[str, type[Any]] = {
+    "LoadImage": LoadImage,
+    "ImageBatch": ImageBatch,
+    "PreviewImage": PreviewImage,
+}

@@ -1,0 +1,213 @@
+"""Where a node finds its service, which token goes there, and the thread that speaks to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import folder_paths
+import moored
+import pytest
+from conftest import CLIENT, HERE, PACK
+
+from service import Service
+
+Settings = Callable[..., None]
+
+
+@pytest.fixture
+def connection(pack: ModuleType) -> Any:
+    """The pack's module."""
+    return pack.connection
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """ComfyUI's settings: `settings(endpoint="...")`."""
+    folder_paths.set_user_directory(str(tmp_path))
+
+    def write(**values: str) -> None:
+        (tmp_path / "default").mkdir(exist_ok=True)
+        named = {f"moored.{name}": value for name, value in values.items()}
+        path = tmp_path / "default" / "comfy.settings.json"
+        path.write_text(json.dumps({"Comfy.Other": True} | named))
+
+    return write
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> str:
+    path = tmp_path / "token"
+    path.write_text("secret\n")
+    return str(path)
+
+
+def test_without_settings_it_is_the_clients_own_rule(
+    connection: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert connection.target() == connection.Target("localhost:50051", None)
+    monkeypatch.setenv("MOORED_ENDPOINT", "box:1")
+    assert connection.target() == connection.Target("box:1", None)
+
+
+def test_settings_are_stronger_than_the_environment_and_a_node_than_both(
+    connection: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOORED_ENDPOINT", "box:1")
+    settings(endpoint=" box:2 ")
+    assert connection.target().endpoint == "box:2"
+    assert connection.target(connection.Server(" ")).endpoint == "box:2"
+    assert connection.target(connection.Server("http://box:3/")).endpoint == "box:3"
+
+
+def test_the_token_goes_to_the_usual_service_alone(
+    connection: Any, settings: Settings, token_file: str
+) -> None:
+    settings(endpoint="box:2", token_file=token_file)
+    assert connection.target().token == "secret"
+    assert connection.target(connection.Server("http://box:2")).token == "secret"
+    assert connection.target(connection.Server("elsewhere:2")).token == ""
+    assert "secret" not in repr(connection.target())
+
+
+@pytest.mark.parametrize("named_by", ["settings", "environment"])
+@pytest.mark.parametrize("content", ["x" * 5000, "first\nsecond", "\x00\x01", "schlüssel"])
+def test_a_file_that_is_no_token_stays_here(
+    connection: Any,
+    settings: Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    content: str,
+    named_by: str,
+) -> None:
+    path = tmp_path / "other"
+    path.write_text(content, encoding="utf-8")
+    if named_by == "settings":
+        settings(token_file=str(path))
+    else:
+        monkeypatch.setenv("MOORED_TOKEN_FILE", str(path))
+    with pytest.raises(moored.Unauthenticated, match="is not one line of plain letters") as refused:
+        connection.target()
+    assert content not in str(refused.value)
+
+
+def test_a_token_file_that_is_missing_is_named(connection: Any, settings: Settings) -> None:
+    settings(token_file="/nowhere/token")
+    with pytest.raises(moored.Unauthenticated, match="/nowhere/token .*No such file"):
+        connection.target()
+
+
+def test_an_address_that_is_none_is_told(connection: Any, settings: Settings) -> None:
+    with pytest.raises(moored.InvalidRequest, match="plain HTTP/2"):
+        connection.target(connection.Server("https://box"))
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{"])
+def test_broken_settings_are_none(
+    connection: Any, settings: Settings, tmp_path: Path, content: str
+) -> None:
+    settings()
+    (tmp_path / "default" / "comfy.settings.json").write_text(content)
+    assert connection.target().endpoint == "localhost:50051"
+
+
+def test_one_client_serves_every_loop(connection: Any, painter: Service) -> None:
+    target = connection.Target(painter.address)
+    seen: list[tuple[moored.AsyncClient, int]] = []
+
+    async def work(client: moored.AsyncClient) -> str:
+        seen.append((client, threading.get_ident()))
+        return await client.health()
+
+    for _ in range(3):
+        assert asyncio.run(connection.run(work, target)) == "serving"
+    assert len(set(seen)) == 1
+    assert seen[0][1] != threading.get_ident()
+
+
+def test_cancelling_whoever_awaits_cancels_the_work(connection: Any, painter: Service) -> None:
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def work(client: moored.AsyncClient) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async def prompt() -> None:
+        task = asyncio.ensure_future(connection.run(work, connection.Target(painter.address)))
+        assert await asyncio.to_thread(begun.wait, 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(prompt())
+    assert cancelled.wait(10)
+
+
+def test_a_service_that_is_back_is_found_at_once(
+    connection: Any, serve: Callable[..., Service]
+) -> None:
+    service = serve("sim:24GiB")
+    target = connection.Target(service.address)
+
+    async def work(client: moored.AsyncClient) -> str:
+        return await client.health()
+
+    assert asyncio.run(connection.run(work, target))
+    service.kill()
+    for _ in range(3):
+        with pytest.raises(moored.ConnectionFailed):
+            asyncio.run(connection.run(work, target))
+    serve("sim:24GiB", listen=service.address)
+    assert asyncio.run(connection.run(work, target)) == "serving"
+
+
+def test_without_the_client_it_says_what_to_install() -> None:
+    """ComfyUI shows the last line in its log, and starts without the nodes."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys\nsys.modules['moored'] = None\n" + IMPORT, str(PACK)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PYTHONPATH": str(HERE / "standin")},
+    )
+    assert done.returncode == 1
+    told = done.stderr.strip().splitlines()[-1]
+    assert told.startswith("ImportError: The nodes of moored need its client")
+    assert told.endswith(f"{sys.executable} -m pip install 'moored[images]'")
+
+
+IMPORT = """
+import asyncio, importlib.util, json, sys, threading
+spec = importlib.util.spec_from_file_location("pack", sys.argv[1] + "/__init__.py")
+module = importlib.util.module_from_spec(spec)
+sys.modules["pack"] = module
+spec.loader.exec_module(module)
+extension = asyncio.run(module.comfy_entrypoint())
+asyncio.run(extension.on_load())
+nodes = asyncio.run(extension.get_node_list())
+threads = [thread.name for thread in threading.enumerate()]
+print(json.dumps([len(nodes), "torch" in sys.modules, threads]))
+"""
+
+
+def test_being_loaded_asks_nobody_and_brings_no_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT, str(PACK)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PYTHONPATH": f"{CLIENT}:{HERE / 'standin'}", "MOORED_ENDPOINT": "192.0.2.1:9"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [12, False, ["MainThread"]]

@@ -1,0 +1,429 @@
+"""Handles as plain data, what they claim while they live, and how the interrupt flag is shared."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+from types import ModuleType
+from typing import Any
+
+import moored
+import numpy as np
+import pytest
+import torch
+from comfy import model_management
+from server import PromptServer
+
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def prompt_server() -> Any:
+    """A server that shows nobody anything."""
+    PromptServer.instance = PromptServer()
+    model_management.interrupt_current_processing(False)
+    yield PromptServer.instance
+    PromptServer.instance = None
+    model_management.interrupt_current_processing(False)
+
+
+def recipe(pack: ModuleType, **more: Any) -> Any:
+    return pack.handles.ModelRecipe(pack.connection.Server("box:1"), "moored/demo", **more)
+
+
+# Plain data.
+
+
+def test_handles_survive_a_pickle(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    handles = pack.handles
+    model = recipe(pack, quantization="4-bit", formats=(("transformer", "int8"),))
+    start = handles.KeptLatent(
+        model, handles.Encoding(b"png", 64, 64, 3), "latent-1", (1, 16, 8, 8)
+    )
+    painting = handles.Painting("a cube", (("steps", 2), ("seed", 7)), start)
+    latents = handles.LatentHandle([handles.KeptLatent(model, painting, "latent-2")])
+    brought = handles.KeptLatent(model, handles.Bringing(b"\0" * 16, (1, 1, 2, 2)))
+    copies = pickle.loads(pickle.dumps([handles.ModelHandle(model), latents, brought]))
+    assert copies[0].recipe == model
+    assert copies[0].recipe.ref == moored.ModelRef(
+        "moored/demo", quantization="4-bit", formats={"transformer": "int8"}
+    )
+    assert copies[1].latents[0].id == "latent-2"
+    assert copies[1].latents[0].recipe.start.recipe == start.recipe
+    assert copies[2].recipe == brought.recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "formats"),
+    [
+        ("", ()),
+        ("  , ", ()),
+        ("transformer=int8", (("transformer", "int8"),)),
+        ("transformer=nf4, vae=full\nx=y", (("transformer", "nf4"), ("vae", "full"), ("x", "y"))),
+    ],
+)
+def test_formats_are_read(pack: ModuleType, text: str, formats: Any) -> None:
+    assert pack.handles.formats_of(text) == formats
+
+
+@pytest.mark.parametrize("text", ["int8", "transformer=", "=int8", "a:b"])
+def test_formats_that_are_none_are_refused(pack: ModuleType, text: str) -> None:
+    with pytest.raises(moored.InvalidRequest, match="component=format"):
+        pack.handles.formats_of(text)
+
+
+def test_seeds_go_round(pack: ModuleType) -> None:
+    assert [pack.schema.seed_of(2**64 - 2, n) for n in range(3)] == [2**64 - 2, 2**64 - 1, 0]
+
+
+# Tensors.
+
+
+def test_a_picture_goes_to_a_tensor_and_back(pack: ModuleType) -> None:
+    tensors = pack.tensors
+    pixels = np.arange(256 * 3, dtype=np.uint8).reshape(16, 16, 3)
+    picture = moored.Picture(
+        0, "image/x-raw-rgb", pixels.tobytes(), {"width": "16", "height": "16"}
+    )
+    image = tensors.image_of([picture, picture])
+    assert image.shape == (2, 16, 16, 3)
+    assert image.dtype == "float32"
+    assert float(image.numpy().max()) == 1.0
+    for png in tensors.pngs_of(image):
+        assert np.array_equal(moored.Picture(0, "image/png", png).array, pixels)
+
+
+def test_pictures_of_any_channels_and_values_are_taken(pack: ModuleType) -> None:
+    tensors = pack.tensors
+    values = np.array([[[-1.0, 0.5, 2.0, 0.3]], [[np.nan, np.inf, -np.inf, 1.0]]], dtype=np.float32)
+    (png,) = tensors.pngs_of(torch.from_numpy(values))
+    found = moored.Picture(0, "image/png", png).array.tolist()
+    assert found == [[[0, 128, 255]], [[0, 255, 0]]]
+    grey = np.full((1, 2, 2, 1), 0.2, dtype=np.float32)
+    (png,) = tensors.pngs_of(torch.from_numpy(grey))
+    assert moored.Picture(0, "image/png", png).array.tolist() == [[[51] * 3] * 2] * 2
+
+
+class Bfloat16(torch.Tensor):
+    """A tensor with a gradient, of a dtype that numpy has not."""
+
+    detached = False
+
+    def detach(self) -> torch.Tensor:
+        self.detached = True
+        return self
+
+    def numpy(self) -> Any:
+        raise TypeError("numpy has no such dtype, nor gradients")
+
+    def float(self) -> torch.Tensor:
+        assert self.detached
+        return torch.from_numpy(self._array)
+
+
+def test_tensors_of_any_dtype_are_taken(pack: ModuleType) -> None:
+    tensors = pack.tensors
+    (png,) = tensors.pngs_of(Bfloat16(np.full((1, 2, 2, 3), 0.2, dtype=np.float32)))
+    assert moored.Picture(0, "image/png", png).array.tolist() == [[[51] * 3] * 2] * 2
+    zeros = np.zeros((1, 16, 2, 2), dtype=np.float32)
+    assert len(tensors.arrays_of({"samples": Bfloat16(zeros)}, "flux")) == 1
+
+
+def test_a_picture_that_is_too_large_is_told_before_it_travels(pack: ModuleType) -> None:
+    size_of, failure = pack.tensors.size_of, pack.failures.Failure
+    assert size_of(torch.from_numpy(np.zeros((1, 16, 4096, 1), dtype=np.float32))) == (4096, 16)
+    with pytest.raises(failure, match="4097 x 16, and 4096 is the most .*: scale it down before"):
+        size_of(torch.from_numpy(np.zeros((1, 16, 4097, 1), dtype=np.float32)))
+
+
+def test_a_batch_of_nothing_is_refused_in_a_sentence(pack: ModuleType) -> None:
+    tensors, failure = pack.tensors, pack.failures.Failure
+    with pytest.raises(failure, match="no picture"):
+        tensors.pngs_of(torch.from_numpy(np.zeros((0, 16, 16, 3), dtype=np.float32)))
+    nothing = torch.from_numpy(np.zeros((0, 16, 2, 2), dtype=np.float32))
+    with pytest.raises(failure, match="no latent"):
+        tensors.arrays_of({"samples": nothing}, "flux")
+
+
+def test_latents_are_scaled_as_comfyui_scales_them(pack: ModuleType) -> None:
+    """ComfyUI's LATENT of FLUX is its VAE's; its samplers take 0.1159 off and multiply by 0.3611."""
+    tensors = pack.tensors
+    ours = np.random.default_rng(1).standard_normal((1, 16, 2, 3)).astype(np.float32)
+    latent = tensors.samples_of([ours, ours], "flux")
+    samples = latent["samples"]
+    assert samples.shape == (2, 16, 2, 3)
+    assert samples.dtype == "float32"
+    np.testing.assert_allclose((samples.numpy()[1:] - 0.1159) * 0.3611, ours, atol=1e-6)
+    back = tensors.arrays_of(latent, "flux")
+    assert [one.shape for one in back] == [(1, 16, 2, 3)] * 2
+    np.testing.assert_allclose(back[0], ours, atol=1e-6)
+
+
+def test_latents_that_are_no_pictures_are_refused(pack: ModuleType) -> None:
+    video = {"samples": torch.from_numpy(np.zeros((1, 16, 3, 8, 8), dtype=np.float32))}
+    with pytest.raises(RuntimeError, match="another kind of model"):
+        pack.tensors.arrays_of(video, "flux")
+    with pytest.raises(RuntimeError, match="no latents of the family 'instant'"):
+        pack.tensors.arrays_of({"samples": video["samples"]}, "instant")
+
+
+# Errors.
+
+
+def every_error(base: type[moored.MooredError] = moored.MooredError) -> list[Any]:
+    return [base] + [one for child in base.__subclasses__() for one in every_error(child)]
+
+
+@pytest.mark.parametrize("kind", every_error(), ids=lambda kind: kind.__name__)
+def test_every_error_is_one_sentence(pack: ModuleType, kind: type[moored.MooredError]) -> None:
+    failures = pack.failures
+    with pytest.raises(failures.Failure) as failed, failures.told():
+        raise kind("something is wrong")
+    said = str(failed.value)
+    assert said.startswith("Something is wrong")
+    assert said.endswith(".")
+    assert ". " not in said
+    assert "\n" not in said
+
+
+def test_what_would_fit_is_told(pack: ModuleType) -> None:
+    labels = ("512x512", "quantization 8-bit")
+    fallbacks = tuple(moored.Fallback(label, 1, True) for label in labels)
+    short = moored.MemoryShortfall(2, 1, 1, (), fallbacks, "denoise")
+    said = pack.failures.sentence(moored.NeverFits("too large", shortfall=short))
+    assert said == "Too large: this would fit: 512x512, or quantization 8-bit."
+
+
+# The interrupt button, and several of one node: ComfyUI gathers them all before it looks at any.
+
+
+def test_all_that_run_are_interrupted(pack: ModuleType, prompt_server: Any, painter: Any) -> None:
+    follow, connection = pack.follow, pack.connection
+    target = connection.Target(painter.address)
+
+    async def work(client: moored.AsyncClient, deliver: Any) -> None:
+        for n in range(1, 10_000):
+            deliver(moored.Step(n, 10_000, 0))
+            await asyncio.sleep(0.005)
+
+    async def node(name: str) -> None:
+        await follow.attend(follow.Display(name), target, work)
+
+    async def prompt() -> list[Any]:
+        nodes = [asyncio.ensure_future(node(name)) for name in ("1", "2", "3")]
+        await asyncio.sleep(0)
+        model_management.interrupt_current_processing()
+        return await asyncio.wait_for(asyncio.gather(*nodes, return_exceptions=True), DEADLINE_S)
+
+    ends = asyncio.run(prompt())
+    assert [type(end) for end in ends] == [model_management.InterruptProcessingException] * 3
+
+
+def test_the_bar_that_sees_the_interrupt_first_leaves_it_to_the_others(
+    pack: ModuleType, prompt_server: Any
+) -> None:
+    follow = pack.follow
+    display = follow.Display("1")
+    model_management.interrupt_current_processing()
+    with pytest.raises(model_management.InterruptProcessingException):
+        follow._shown(display, moored.Step(1, 2, 0))
+    assert model_management.processing_interrupted()
+
+
+# What is shown.
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (1, "1st"),
+        (2, "2nd"),
+        (3, "3rd"),
+        (4, "4th"),
+        (11, "11th"),
+        (12, "12th"),
+        (21, "21st"),
+        (112, "112th"),
+    ],
+)
+def test_ordinals(pack: ModuleType, number: int, text: str) -> None:
+    assert pack.phases.ordinal(number) == text
+
+
+def test_texts_go_to_whoever_queued_the_prompt(pack: ModuleType, prompt_server: Any) -> None:
+    told: list[Any] = []
+    prompt_server.send = lambda *message: told.append(message)
+    display = pack.follow.Display("5", pictures=2)
+    display.say("nobody queued it over a socket")
+    prompt_server.client_id = "ann"
+    display.show(moored.Queued(1, 4200))
+    display.show(moored.Queued(1, 4200))
+    display.pictures_before = 1
+    display.show(moored.Step(1, 4, 0))
+    assert told == [
+        ("ann", "text", "5", "Queued 2nd, about 4 s"),
+        ("ann", "progress", "5", (5, 8)),
+        ("ann", "text", "5", "Step 1/4"),
+    ]
+
+
+# Claims, with a client that writes down what it is asked.
+
+
+class Notes:
+    """A client that answers everything and remembers it."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    async def release_latent(self, name: str) -> bool:
+        self.asked.append(("release", name))
+        return True
+
+    async def hold(self, model: moored.ModelRef, ttl_s: float) -> Any:
+        self.asked.append(("hold", model.id, ttl_s))
+
+        async def give_up() -> bool:
+            self.asked.append(("give up", model.id))
+            return True
+
+        return moored.AsyncHold(give_up, "hold-1", ttl_s)
+
+
+@pytest.fixture
+def notes(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Notes:
+    notes = Notes()
+
+    monkeypatch.setattr(pack.connection, "_client_of", lambda target: notes)
+    return notes
+
+
+def settled(pack: ModuleType) -> None:
+    """Waits until the pack's thread has done what it was asked to."""
+
+    async def turn() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    gc.collect()
+    pack.connection.start(turn()).result(DEADLINE_S)
+
+
+def test_the_last_handle_gives_the_hold_up(pack: ModuleType, notes: Notes) -> None:
+    target, model = pack.connection.Target("box:1"), recipe(pack, residency="hold")
+    one, two = (pack.claims.own_model(pack.handles.ModelHandle(model), target) for _ in range(2))
+    use = pack.claims.use(notes, target, model)
+    pack.connection.start(use).result(DEADLINE_S)
+    assert notes.asked == [("hold", "moored/demo", 300.0)]
+    del one
+    settled(pack)
+    assert len(notes.asked) == 1
+    del two
+    settled(pack)
+    assert notes.asked[1:] == [("give up", "moored/demo")]
+
+
+def test_a_latent_handle_that_goes_releases_what_it_has(pack: ModuleType, notes: Notes) -> None:
+    handles = pack.handles
+    painting = handles.Painting("a cube", ())
+    latents = [handles.KeptLatent(recipe(pack), painting, name) for name in ("a", "", "b")]
+    with pack.claims.latents_of(pack.connection.Target("box:1")) as handle:
+        handle.latents.extend(latents)
+    settled(pack)
+    assert notes.asked == []
+    copy = pickle.loads(pickle.dumps(handle))
+    del handle
+    settled(pack)
+    assert notes.asked == [("release", "a"), ("release", "b")]
+    del copy
+    settled(pack)
+    assert len(notes.asked) == 2, "a copy owns nothing"
+
+
+def test_a_latent_handle_that_is_not_finished_releases_what_it_has(
+    pack: ModuleType, notes: Notes
+) -> None:
+    handles = pack.handles
+    latent = handles.KeptLatent(recipe(pack), handles.Painting("a cube", ()), "a")
+    with (
+        pytest.raises(model_management.InterruptProcessingException) as interrupted,
+        pack.claims.latents_of(pack.connection.Target("box:1")) as handle,
+    ):
+        handle.latents.append(latent)
+        raise model_management.InterruptProcessingException
+    settled(pack)
+    assert notes.asked == [("release", "a")]
+    assert interrupted.value.__traceback__ is not None, "which still refers to the handle"
+
+
+def latent_info(name: str) -> moored.LatentInfo:
+    return moored.LatentInfo(name, (1, 16, 8, 8), "f32", "sha256:0", 60_000, 4096)
+
+
+def test_an_interrupt_that_comes_after_the_end_leaves_no_latents(
+    pack: ModuleType, prompt_server: Any, notes: Notes
+) -> None:
+    """The job has ended, and its node has not heard of it when the button is pressed."""
+    follow, connection = pack.follow, pack.connection
+    ended = moored.JobResult(done=None, latents=(latent_info("late"),))
+
+    class Stream:
+        latents = ended.latents
+
+        async def __aenter__(self) -> Stream:
+            return self
+
+        async def __aexit__(self, *error: object) -> None: ...
+
+        async def __aiter__(self) -> Any:
+            yield moored.Step(1, 1, 0)
+
+        async def result(self) -> moored.JobResult:
+            return ended
+
+    class Busy(follow.Display):  # type: ignore[misc, name-defined]
+        def show(self, event: Any) -> None:
+            settled(pack)
+            model_management.interrupt_current_processing()
+            follow.stop_if_interrupted()
+
+    async def node() -> None:
+        target = connection.Target("box:1")
+        await follow.follow(Busy("1"), target, recipe(pack), lambda client: Stream())
+
+    with pytest.raises(model_management.InterruptProcessingException):
+        asyncio.run(node())
+    settled(pack)
+    assert notes.asked == [("release", "late")]
+
+
+def test_nodes_that_miss_the_same_latent_make_it_once(
+    pack: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    latents, handles = pack.latents, pack.handles
+    latent = handles.KeptLatent(recipe(pack), handles.Painting("a cube", ()), "lost")
+    made: list[str] = []
+
+    async def make(display: Any, target: Any, latent: Any) -> None:
+        await asyncio.sleep(0)
+        made.append(f"made-{len(made)}")
+        latent.id = made[-1]
+
+    async def use(name: str) -> str:
+        await asyncio.sleep(0)
+        if name == "lost":
+            raise moored.LatentNotFound("it is gone")
+        return name
+
+    async def prompt() -> list[str]:
+        nodes = (
+            latents.with_latent(pack.follow.Display(name), None, latent, use) for name in "123"
+        )
+        return await asyncio.gather(*nodes)
+
+    monkeypatch.setattr(latents, "make", make)
+    for times in (1, 2):  # prompts, each in a loop of its own
+        latent.id = "lost"
+        assert asyncio.run(prompt()) == [f"made-{times - 1}"] * 3
+        assert len(made) == times

@@ -1,0 +1,148 @@
+"""What the pack ships besides code: example workflows, help pages, languages. All of it fits the nodes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from node_texts import LOCALES, texts
+from object_info import golden
+from PIL import Image
+
+PACK = LOCALES.parent
+NODES = golden()["nodes"]
+WORKFLOWS = sorted((PACK / "example_workflows").glob("*.json"))
+LANGUAGES = sorted(folder.name for folder in LOCALES.iterdir())
+PICTURE_AT_MOST_BYTES = 150_000
+
+# Nodes of ComfyUI itself that the examples use: their outputs, by type.
+CORE = {
+    "LoadImage": ["IMAGE", "MASK"],
+    "SaveImage": ["IMAGE"],
+    "PreviewImage": ["IMAGE"],
+    "LatentFlip": ["LATENT"],
+}
+SEED_CONTROL = "control_after_generate"
+
+
+def load(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def inputs_of(node: str) -> dict[str, list[Any]]:
+    groups = NODES[node]["input"]
+    return {**groups.get("required", {}), **groups.get("optional", {})}
+
+
+def widgets_of(node: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The widgets in the order in which the frontend has them: name, type, options."""
+    for name, (kind, options) in inputs_of(node).items():
+        if kind in ("COMBO", "STRING", "INT", "FLOAT", "BOOLEAN"):
+            yield name, kind, options
+            if options.get(SEED_CONTROL):
+                yield SEED_CONTROL, "COMBO", {"options": ["fixed", "randomize"]}
+
+
+def fits(value: Any, kind: str, options: dict[str, Any]) -> bool:
+    if kind == "COMBO":
+        # Which models there are is the service's to say.
+        return value in options["options"] or (options["options"] == [] and bool(value))
+    if kind in ("INT", "FLOAT"):
+        right = isinstance(value, int if kind == "INT" else (int, float))
+        return right and options["min"] <= value <= options["max"]
+    return isinstance(value, bool if kind == "BOOLEAN" else str)
+
+
+def test_there_are_examples_for_what_people_begin_with() -> None:
+    names = {path.stem for path in WORKFLOWS}
+    assert names == {"text_to_image", "image_to_image", "low_memory", "latent_round_trip"}
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_an_example_fits_the_nodes(path: Path) -> None:
+    workflow = load(path)
+    nodes = {node["id"]: node for node in workflow["nodes"]}
+    for node in nodes.values():
+        if node["type"] in CORE:
+            continue
+        assert node["type"] in NODES
+        assert {each["name"] for each in node["inputs"]} == inputs_of(node["type"]).keys()
+        assert [out["name"] for out in node["outputs"]] == NODES[node["type"]]["output_name"]
+        widgets = list(widgets_of(node["type"]))
+        assert len(node.get("widgets_values", [])) == len(widgets)
+        named = node.get("widgets_values_named", {})
+        for value, (name, kind, options) in zip(
+            node.get("widgets_values", []), widgets, strict=True
+        ):
+            assert fits(value, kind, options), f"{node['type']}.{name} = {value!r}"
+            assert named[name] == value
+    for _, source, out, target, into, _ in workflow["links"]:
+        given = nodes[source]["outputs"][out]["type"]
+        wanted = nodes[target]["inputs"][into]["type"]
+        assert given == wanted or "*" in (given, wanted), (nodes[source]["type"], given, wanted)
+        kinds = NODES.get(nodes[source]["type"], {}).get("output", CORE.get(nodes[source]["type"]))
+        assert kinds[out] == given
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_an_example_has_what_it_needs_linked_and_a_picture(path: Path) -> None:
+    workflow = load(path)
+    for node in workflow["nodes"]:
+        required = NODES.get(node["type"], {}).get("input", {}).get("required", {})
+        for each in node["inputs"]:
+            if each["name"] in required and "widget" not in each:
+                assert each["link"] is not None, f"{node['type']}.{each['name']}"
+    picture = path.with_suffix(".jpg")
+    assert picture.stat().st_size < PICTURE_AT_MOST_BYTES
+    with Image.open(picture) as image:
+        assert image.format == "JPEG"
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_a_help_page_names_every_input_and_output(node: str) -> None:
+    page = (PACK / "web/docs" / f"{node}.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^- `(\w+)`: ", page, re.MULTILINE))
+    assert named == {*inputs_of(node), *NODES[node]["output_name"]}
+
+
+def test_every_help_page_is_of_a_node() -> None:
+    assert {path.stem for path in (PACK / "web/docs").iterdir()} == NODES.keys()
+
+
+def test_the_english_texts_are_those_of_the_nodes() -> None:
+    """Written by `node_texts.py --write`."""
+    assert load(LOCALES / "en/nodeDefs.json") == texts()
+
+
+def shape(tree: Any) -> Any:
+    """A tree of texts without the texts."""
+    return {key: shape(value) for key, value in tree.items()} if isinstance(tree, dict) else None
+
+
+def leaves(tree: Any) -> Iterator[str]:
+    for value in tree.values():
+        yield from leaves(value) if isinstance(value, dict) else [value]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_language_has_every_text(language: str) -> None:
+    assert shape(load(LOCALES / language / "nodeDefs.json")) == shape(texts())
+    english = load(LOCALES / "en/main.json")
+    said = load(LOCALES / language / "main.json")
+    assert shape({key: said[key] for key in english}) == shape(english)
+    settings = load(LOCALES / language / "settings.json")
+    script = (PACK / "web/moored.js").read_text(encoding="utf-8")
+    ids = re.findall(r'id: "(moored\.\w+)"', script)
+    assert len(ids) == 2
+    assert settings.keys() == {each.replace(".", "_") for each in ids}
+    assert all(one.keys() == {"name", "tooltip"} for one in settings.values())
+    for name in ("main.json", "nodeDefs.json", "settings.json"):
+        assert all(text.strip() for text in leaves(load(LOCALES / language / name)))
+
+
+def test_there_is_more_than_english() -> None:
+    assert len(LANGUAGES) > 1

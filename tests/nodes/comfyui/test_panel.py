@@ -1,0 +1,383 @@
+"""The sidebar panel in a real browser, against the pack's routes and a real service."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import moored
+import pytest
+from browser import DEADLINE_S, PanelPage, chromium, instant_model, opened, until
+from playwright.sync_api import Browser, Page, expect
+
+from service import Service
+
+MODEL = "owner/paced"
+KEY = f"{MODEL}+full"
+HOSTILE = "<img src=x onerror=window.hacked=1>"
+LEGEND = {
+    "components": ("components",),
+    "scratch": ("scratch",),
+    "foreign": ("foreign",),
+    "other": ("context", "workspaces", "slack", "unexplained"),
+    "free": ("free",),
+}
+
+Start = Callable[..., Service]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def panel(tmp_path: Path) -> Iterator[PanelPage]:
+    page = PanelPage(tmp_path / "user")
+    yield page
+    page.stop()
+
+
+@pytest.fixture
+def start(tmp_path: Path, panel: PanelPage) -> Iterator[Start]:
+    """Starts a service on a simulated card, which the panel's settings name."""
+    models = tmp_path / "models"
+    instant_model(models, MODEL, steps_ms=100)
+    instant_model(models, HOSTILE)
+    started: list[Service] = []
+
+    def begin(*arguments: str, device: str = "sim:40GiB") -> Service:
+        service = Service(
+            "--models", str(models), *arguments, state=tmp_path / "state", devices=(device,)
+        )
+        started.append(service)
+        panel.settings(endpoint=service.address)
+        return service
+
+    yield begin
+    for service in started:
+        service.kill()
+
+
+@contextmanager
+def painting(service: Service) -> Iterator[moored.EventStream[moored.ImageResult]]:
+    """A job of another program, which is running when this is entered."""
+    with moored.Client(service.address, client_id="another program") as client:
+        with client.stream_image("a cube", model=MODEL, steps=200) as stream:
+            next(event for event in stream if isinstance(event, moored.Step))
+            yield stream
+
+
+def entry(page: Page, key: str = KEY) -> Any:
+    return page.locator(f'[data-key="{key}"]')
+
+
+def button(page: Page, name: str) -> Any:
+    return page.get_by_role("button", name=name, exact=True)
+
+
+def gigabytes(memory: moored.MemoryAccounts, account: str) -> str:
+    size = sum(getattr(memory, each) for each in LEGEND[account])
+    if size == 0:
+        return "0"
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+def test_bars_follow_a_job_and_end_at_the_figures_of_the_service(
+    browser: Browser, panel: PanelPage, start: Start
+) -> None:
+    service = start(device="sim:40GiB,foreign=2GiB")
+    with service.client() as client, opened(browser, panel) as page:
+        expect(page.get_by_text("No model is in memory.")).to_be_visible()
+        expect(page.get_by_text("Nothing runs, nothing waits.")).to_be_visible()
+        expect(page.locator(".moored-notes")).to_have_text("2.1 GB held by another process")
+        bar = page.locator(".moored-bar")
+        with painting(service):
+            job = page.locator("[data-job]")
+            expect(job).to_contain_text(KEY)
+            expect(job).to_contain_text("running")
+            expect(job).to_contain_text("from another program")
+            expect(job).to_contain_text(re.compile(r"denoising, step \d+ of 200"))
+            step = job.locator("progress").evaluate("it => it.value")
+            page.wait_for_function(
+                "step => document.querySelector('[data-job] progress').value > step", arg=step
+            )
+            expect(page.locator("[data-account=scratch] .moored-number")).to_have_text("1.6 GB")
+            expect(bar).to_have_attribute("aria-label", re.compile("Components 1[27].*Scratch 1.6"))
+            expect(page.locator(".moored-notes")).to_have_text("2.1 GB held by another process")
+            expect(page.locator(".moored-card")).to_contain_text("busy")
+        until(client, lambda status: not status.jobs and status.cards[0].state == "ready")
+        expect(page.locator("[data-job]")).to_have_count(0)
+        memory = client.status().cards[0].memory
+        for account in LEGEND:
+            told = page.locator(f'[data-account="{account}"] .moored-number')
+            expect(told).to_have_text(gigabytes(memory, account))
+        full = page.locator(".moored-bar .moored-components").evaluate("it => it.clientWidth")
+        whole = bar.evaluate("it => it.clientWidth")
+        assert full / whole == pytest.approx(memory.components / memory.total, abs=0.03)
+
+
+def test_unload_frees_a_model(browser: Browser, panel: PanelPage, start: Start) -> None:
+    with start().client() as client, opened(browser, panel) as page:
+        client.load(MODEL)
+        expect(entry(page)).to_contain_text("17.2 GB")
+        expect(entry(page)).to_contain_text("transformer")
+        button(page, f"Unload {KEY}").click()
+        expect(page.get_by_role("status")).to_have_text(f"Unloaded {KEY}: 17.2 GB came free.")
+        assert client.status().cards[0].residents == ()
+        expect(entry(page)).to_have_count(0)
+
+
+def test_unload_asks_first_where_jobs_use_it(
+    browser: Browser, panel: PanelPage, start: Start
+) -> None:
+    service = start()
+    with service.client() as client, opened(browser, panel) as page:
+        with painting(service) as stream:
+            unload = button(page, f"Unload {KEY}")
+            unload.focus()
+            page.keyboard.press("Enter")
+            question = page.get_by_role("alertdialog")
+            expect(question).to_contain_text("Jobs use it: 1. Unloading cancels them.")
+            expect(button(page, "Keep")).to_be_focused()
+            page.keyboard.press("Escape")
+            expect(question).to_be_hidden()
+            expect(unload).to_be_focused()
+            assert [job.state for job in client.jobs()] == ["running"]
+
+            page.keyboard.press("Enter")
+            button(page, "Cancel jobs and unload").click()
+            with pytest.raises(moored.Cancelled):
+                stream.result()
+        expect(page.get_by_role("status")).to_contain_text(f"Unloaded {KEY}")
+        assert client.status().cards[0].residents == ()
+
+
+def test_pin_keeps_a_model_and_unpin_lets_it_go(
+    browser: Browser, panel: PanelPage, start: Start
+) -> None:
+    with start().client() as client, opened(browser, panel) as page:
+        client.load(MODEL)
+        button(page, f"Pin {KEY}").click()
+        expect(page.get_by_role("status")).to_have_text(f"Pinned {KEY}.")
+        expect(entry(page)).to_contain_text("pinned")
+        assert all(part.pinned for part in client.status().cards[0].residents)
+
+        button(page, f"Unload {KEY}").click()
+        expect(page.get_by_role("status")).to_contain_text("transformer (pinned)")
+        assert client.status().cards[0].residents
+
+        button(page, f"Unpin {KEY}").click()
+        expect(page.get_by_role("status")).to_have_text(f"Unpinned {KEY}.")
+        assert not any(part.pinned for part in client.status().cards[0].residents)
+
+
+def test_cancel_ends_what_runs_and_what_waits(
+    browser: Browser, panel: PanelPage, start: Start
+) -> None:
+    service = start()
+    with (
+        service.client(client_id="a second one") as client,
+        opened(browser, panel) as page,
+        painting(service) as running,
+        client.stream_image("behind", model=MODEL, steps=200, priority="low") as queued,
+    ):
+        next(event for event in queued if isinstance(event, moored.Queued))
+        second = page.locator(f'[data-job="{queued.job_id}"]')
+        expect(second).to_contain_text("queued, next")
+        expect(second).to_contain_text("from a second one, low priority")
+        second.get_by_role("button").click()
+        with pytest.raises(moored.Cancelled):
+            queued.result()
+        expect(page.get_by_role("status")).to_have_text(f"Cancelled {queued.job_id}.")
+        expect(second).to_have_count(0)
+        assert [job.id for job in client.jobs()] == [running.job_id]
+
+        page.locator(f'[data-job="{running.job_id}"]').get_by_role("button").click()
+        with pytest.raises(moored.Cancelled):
+            running.result()
+        expect(page.get_by_text("Nothing runs, nothing waits.")).to_be_visible()
+
+
+def test_a_service_that_is_killed_is_told_with_the_remedy_and_found_again(
+    browser: Browser, panel: PanelPage, start: Start
+) -> None:
+    service = start()
+    with opened(browser, panel) as page:
+        expect(page.locator(".moored-card")).to_be_visible()
+        service.kill()
+        alert = page.get_by_role("alert")
+        expect(alert).to_contain_text(
+            f"No moored service answers at {service.address}: start it with `moored serve`, "
+            "or set its address in Settings > moored."
+        )
+        expect(page.locator(".moored-card")).to_be_hidden()
+        again = start("--set", f"service.listen={service.address}")
+        assert again.address == service.address
+        expect(page.locator(".moored-card")).to_be_visible()
+        expect(alert).to_be_hidden()
+
+
+def test_a_new_address_in_the_settings_is_used_at_once(
+    browser: Browser, panel: PanelPage, start: Start
+) -> None:
+    panel.settings(endpoint="127.0.0.1:1")
+    with opened(browser, panel) as page:
+        expect(page.get_by_role("alert")).to_contain_text("127.0.0.1:1")
+        service = start()
+        page.evaluate("app.extensions[0].settings[0].onChange()")
+        expect(page.locator(".moored-card")).to_be_visible()
+        expect(page.get_by_text(service.address)).to_be_visible()
+
+
+def test_a_hostile_name_is_text(browser: Browser, panel: PanelPage, start: Start) -> None:
+    with (
+        start().client(client_id=HOSTILE) as client,
+        opened(browser, panel) as page,
+        client.stream_load(HOSTILE) as stream,
+    ):
+        stream.result()
+        expect(page.get_by_text(f"{HOSTILE}+full", exact=True)).to_be_visible()
+        button(page, f"Pin {HOSTILE}+full").click()
+        expect(page.get_by_role("status")).to_have_text(f"Pinned {HOSTILE}+full.")
+        assert page.locator("img").count() == 0
+        assert page.evaluate("window.hacked") is None
+
+
+def test_the_stream_ends_with_the_tab_and_while_nobody_looks(
+    browser: Browser, panel: PanelPage, start: Start
+) -> None:
+    start()
+    is_stream = lambda request: request.url.endswith("/moored/events")  # noqa: E731
+    with opened(browser, panel) as page:
+        expect(page.locator(".moored-card")).to_be_visible()
+        hide = """hidden => {
+            Object.defineProperty(document, "hidden", { configurable: true, value: hidden });
+            document.dispatchEvent(new Event("visibilitychange"));
+        }"""
+        with page.expect_event("requestfailed", is_stream):
+            page.evaluate(hide, True)
+        with page.expect_request(is_stream):
+            page.evaluate(hide, False)
+        with page.expect_event("requestfailed", is_stream):
+            page.evaluate("app.closeTab()")
+        assert page.locator(".moored-panel").count() == 0
+        page.evaluate("app.openTab('moored')")
+        expect(page.locator(".moored-card")).to_be_visible()
+
+
+def test_a_focused_button_stays_the_same_while_figures_change(
+    browser: Browser, panel: PanelPage, start: Start
+) -> None:
+    service = start()
+    with service.client() as client, opened(browser, panel) as page:
+        client.load(MODEL)
+        unload = button(page, f"Unload {KEY}")
+        unload.focus()
+        unload.evaluate("it => { window.focused = it; }")
+        with painting(service):
+            expect(entry(page)).to_contain_text("in use")
+        client.load(HOSTILE)
+        expect(entry(page, f"{HOSTILE}+full")).to_be_visible()
+        assert page.evaluate("document.activeElement === window.focused")
+
+
+def test_the_words_are_those_of_the_language(
+    browser: Browser, panel: PanelPage, start: Start
+) -> None:
+    start()
+    with opened(browser, panel, "?locale=zh") as page:
+        expect(page.get_by_text("显存中没有模型。")).to_be_visible()
+
+
+def test_every_language_has_every_word_and_the_same_blanks(
+    browser: Browser, panel: PanelPage
+) -> None:
+    def flat(tree: dict[str, Any], path: str = "") -> dict[str, set[str]]:
+        """Path of each text, and its blanks."""
+        found: dict[str, set[str]] = {}
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                found |= flat(value, f"{path}{key}.")
+            else:
+                found[f"{path}{key}"] = set(re.findall(r"\{\w+\}", value))
+        return found
+
+    code, translations = panel.ask("/i18n")
+    with opened(browser, panel) as page:
+        english = page.evaluate("import('/extensions/moored/panel/words.js').then(it => it.words)")
+        others = {name: said["moored"] for name, said in translations.items() if name != "en"}
+        assert others
+        for name, said in others.items():
+            assert flat(said) == flat(english), name
+
+
+LOAD_MODEL = {
+    "name": "MooredLoadModel",
+    "input": {"required": {"model": ["COMBO", {"options": [], "remote": {"route": "/x"}}]}},
+}
+
+
+def test_load_model_lists_the_service_and_keeps_what_was_saved(
+    browser: Browser, panel: PanelPage, start: Start
+) -> None:
+    """The list of a node: a new one takes the default, a saved one keeps its model, here or not."""
+    create = """async ([definition, saved]) => {
+        const node = await app.createNode(definition, saved);
+        window.nodes = [...(window.nodes ?? []), node];
+        return definition.input.required.model[1];
+    }"""
+    values = "nodes.map(({widgets: [it]}) => [it.value, it.options.values])"
+    panel.settings(endpoint="127.0.0.1:1")
+    with opened(browser, panel) as page:
+        for saved in (None, MODEL, "gone/away"):
+            options = page.evaluate(create, [LOAD_MODEL, *([saved] if saved else [])])
+            assert options == {"options": []}
+        expect(page.get_by_role("alert")).to_be_visible()
+        assert page.evaluate(values) == [["", []], [MODEL, [MODEL]], ["gone/away", ["gone/away"]]]
+        start()
+        page.evaluate("app.extensions[0].refreshComboInNodes()")
+        listed = ["moored/demo", HOSTILE, MODEL]
+        assert page.evaluate(values) == [
+            ["moored/demo", listed],
+            [MODEL, listed],
+            ["gone/away", [*listed, "gone/away"]],
+        ]
+
+
+def test_the_demo_model_is_seen_painting(
+    browser: Browser, panel: PanelPage, tmp_path: Path
+) -> None:
+    """The shipped model on the CPU: real steps, real bytes."""
+    service = Service(state=tmp_path / "painter")
+    panel.settings(endpoint=service.address)
+    try:
+        with service.client() as client, opened(browser, panel) as page:
+            seen: list[str] = []
+            page.expose_function("saw", lambda text: seen.append(text))
+            page.evaluate("""new MutationObserver(() => {
+                const doing = document.querySelector(".moored-doing");
+                if (doing?.textContent) saw(doing.textContent);
+            }).observe(document.querySelector(".moored-panel"), {subtree: true, childList: true,
+                characterData: true})""")
+            painted = threading.Event()
+
+            def paint() -> None:
+                client.generate_image("a red cube", steps=40, count=3, timeout=DEADLINE_S * 3)
+                painted.set()
+
+            threading.Thread(target=paint, daemon=True).start()
+            expect(page.locator("[data-job]")).to_contain_text("moored/demo")
+            expect(page.locator("[data-job]")).to_have_count(0, timeout=DEADLINE_S * 3000)
+            assert painted.wait(DEADLINE_S)
+            assert any(re.fullmatch(r"denoising, step \d+ of 40", each) for each in seen), seen
+            residents = client.status().cards[0].residents
+            size = sum(part.component.bytes for part in residents)
+            expect(page.locator("[data-key]")).to_contain_text(f"{size / 1e6:.1f} MB")
+    finally:
+        service.kill()

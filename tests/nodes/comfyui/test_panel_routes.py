@@ -1,0 +1,322 @@
+"""The pack's routes, asked as a browser asks, against a real service."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import moored
+import pytest
+from browser import PanelPage, instant_model, until
+
+from service import INSTANT_MODELS, Service
+
+MODEL = "owner/other"
+KEY = f"{MODEL}+full"
+TOKEN = "a-token-that-nobody-may-see"
+
+Start = Callable[..., Service]
+Loaded = tuple[PanelPage, moored.Client]
+
+
+@pytest.fixture
+def panel(tmp_path: Path) -> Iterator[PanelPage]:
+    page = PanelPage(tmp_path / "user")
+    yield page
+    page.stop()
+
+
+@pytest.fixture
+def start(tmp_path: Path, panel: PanelPage) -> Iterator[Start]:
+    """Starts a service on a simulated card, which the panel's settings name."""
+    instant_model(tmp_path / "models", MODEL, steps_ms=20)
+    started: list[Service] = []
+
+    def begin(*arguments: str, device: str = "sim:40GiB,foreign=2GiB") -> Service:
+        models = ("--models", str(tmp_path / "models"))
+        service = Service(*models, *arguments, state=tmp_path / "state", devices=(device,))
+        started.append(service)
+        panel.settings(endpoint=service.address)
+        return service
+
+    yield begin
+    for service in started:
+        service.kill()
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
+    """A page, and a service with one model in memory, for what changes nothing."""
+    folder = tmp_path_factory.mktemp("loaded")
+    instant_model(folder / "models", MODEL)
+    arguments = ("--models", str(folder / "models"))
+    service = Service(*arguments, state=folder / "state", devices=("sim:40GiB",))
+    page = PanelPage(folder / "user")
+    page.settings(endpoint=service.address)
+    try:
+        with service.client() as client:
+            client.load(MODEL)
+            yield page, client
+    finally:
+        page.stop()
+        service.kill()
+
+
+def test_a_snapshot_has_every_account_and_every_model(panel: PanelPage, start: Start) -> None:
+    with start().client() as client:
+        client.load(MODEL)
+        client.pin(MODEL)
+        code, said = panel.ask("/moored/status")
+        card, memory = said["cards"][0], client.status().cards[0].memory
+        assert (code, said["reachable"], said["problem"]) == (200, True, "")
+        assert card["memory"] == {name: getattr(memory, name) for name in memory.__slots__}
+        assert sum(card["memory"].values()) - memory.total - memory.usable == memory.total
+        assert card["holders"] == [{"name": "another process", "pid": 0, "bytes": 2 << 30}]
+        (entry,) = card["entries"]
+        assert (entry["key"], entry["pinned"], entry["jobs"]) == (KEY, True, 0)
+        assert entry["bytes"] == sum(part["bytes"] for part in entry["components"])
+        assert entry["bytes"] == memory.components
+        assert panel.ask("/api/moored/status")[1]["cards"][0]["entries"][0]["key"] == KEY
+
+
+def test_a_model_that_left_is_not_shown_for_what_others_share_with_it(
+    panel: PanelPage, start: Start
+) -> None:
+    service = start("--models", str(INSTANT_MODELS), device="sim:96GiB")
+
+    def entries() -> dict[str, list[list[str]]]:
+        shown = panel.ask("/moored/status")[1]["cards"][0]["entries"]
+        return {one["key"]: [part["shared_with"] for part in one["components"]] for one in shown}
+
+    with service.client() as client:
+        client.load("flux-full")
+        client.load("huge")
+        assert entries().keys() == {"flux-full+full", "huge+full"}
+        assert sorted(entries()["huge+full"]) == [[], *[["flux-full+full"]] * 3]
+        client.pin("huge")
+        shown = panel.ask("/moored/status")[1]["cards"][0]["entries"]
+        pinned = {one["key"]: one["pinned"] for one in shown}
+        assert pinned == {"flux-full+full": False, "huge+full": True}
+        client.unpin("huge")
+        client.unload("huge")
+        assert entries() == {"flux-full+full": [[]] * 4}
+        client.pin("flux-full")
+        assert entries().keys() == {"flux-full+full"}
+        client.unpin("flux-full")
+        client.pin("huge")
+        assert entries().keys() == {"flux-full+full", "huge+full"}
+
+
+def test_models_are_named_the_default_first_and_an_error_is_no_empty_list(
+    panel: PanelPage, start: Start
+) -> None:
+    service = start()
+    with service.client():
+        assert panel.ask("/moored/models") == (200, ["moored/demo", MODEL])
+    service.kill()
+    code, said = panel.ask("/moored/models")
+    assert code == 503
+    assert said == {"error": down(service.address)}
+
+
+def down(address: str) -> str:
+    return (
+        f"No moored service answers at {address}: start it with `moored serve`, "
+        "or set its address in Settings > moored."
+    )
+
+
+def test_the_stream_tells_of_changes_of_an_end_and_of_a_new_beginning(
+    panel: PanelPage, start: Start
+) -> None:
+    service = start()
+    with panel.events() as events:
+        with service.client() as client:
+            client.load(MODEL)
+        loaded = next(one for one in events if one["cards"] and one["cards"][0]["entries"])
+        assert loaded["cards"][0]["entries"][0]["key"] == KEY
+        service.kill()
+        lost = next(one for one in events if not one["reachable"])
+        assert lost["problem"] == down(service.address)
+        assert (lost["cards"], lost["jobs"]) == ([], [])
+        start("--set", f"service.listen={service.address}")
+        assert next(one for one in events if one["reachable"])["endpoint"] == service.address
+
+
+def test_actions_are_done_and_say_what_they_did(panel: PanelPage, start: Start) -> None:
+    with start().client() as client:
+        client.load(MODEL)
+        assert panel.ask("/moored/pin", {"model": KEY, "pinned": True}) == (200, {"pinned": [KEY]})
+        code, said = panel.ask("/moored/unload", {"model": KEY, "force": False})
+        assert (code, said["freed_bytes"]) == (200, 0)
+        assert {part["reason"] for part in said["kept"]} == {"pinned"}
+        assert panel.ask("/moored/pin", {"model": KEY, "pinned": False}) == (200, {"pinned": []})
+        said = panel.ask("/moored/unload", {"model": KEY, "force": False})[1]
+        assert said == {"freed_bytes": 17_213_415_360, "kept": [], "cancelled_jobs": []}
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/moored/unload", {"model": "no/such", "force": False}),
+        ("/moored/pin", {"model": "no/such", "pinned": True}),
+        ("/moored/cancel", {"job": "none"}),
+    ],
+)
+def test_what_is_not_there_is_said(loaded: Loaded, route: str, body: dict[str, Any]) -> None:
+    code, said = loaded[0].ask(route, body)
+    assert code == 404
+    assert "no/such" in said["error"] or "none" in said["error"]
+
+
+REFUSED: list[tuple[int, dict[str, Any]]] = [
+    (403, {"headers": {"Sec-Fetch-Site": "cross-site"}}),
+    (403, {"headers": {"Sec-Fetch-Site": "same-site"}}),
+    (403, {"headers": {"Origin": "https://elsewhere.example"}}),
+    (403, {"headers": {"Origin": "null"}}),
+    (415, {"headers": {"Content-Type": "text/plain"}}),
+    (415, {"headers": {"Content-Type": "application/x-www-form-urlencoded"}}),
+    (400, {"raw": b"{"}),
+    (400, {"raw": b"[]"}),
+    (400, {"raw": json.dumps({"model": KEY}).encode()}),
+    (400, {"raw": json.dumps({"model": KEY, "force": 1}).encode()}),
+    (400, {"raw": json.dumps({"model": "", "force": False}).encode()}),
+    (400, {"raw": json.dumps({"model": KEY, "force": False, "more": 1}).encode()}),
+    (400, {"raw": json.dumps({"model": "x" * 70_000, "force": False}).encode()}),
+]
+
+
+@pytest.mark.parametrize(("code", "request_"), REFUSED)
+def test_other_sites_and_wrong_requests_change_nothing(
+    loaded: Loaded, code: int, request_: dict[str, Any]
+) -> None:
+    """An empty model would be all models: nothing vague may get through."""
+    panel, client = loaded
+    told, said = panel.ask("/moored/unload", {"model": KEY, "force": False}, **request_)
+    assert told == code
+    assert said["error"].endswith(".")
+    assert len(client.status().cards[0].residents) == 4
+
+
+@pytest.mark.parametrize("route", ["/moored/status", "/moored/models", "/moored/events"])
+def test_other_sites_may_not_read(loaded: Loaded, route: str) -> None:
+    assert loaded[0].ask(route, headers={"Sec-Fetch-Site": "cross-site"})[0] == 403
+
+
+def test_this_site_may_ask_by_any_of_the_signs_that_browsers_give(loaded: Loaded) -> None:
+    panel, body = loaded[0], {"job": "none"}
+    for headers in (
+        {"Sec-Fetch-Site": "same-origin", "Origin": "http://proxied.example"},
+        {"Origin": f"http://{panel.address}"},
+        {},
+    ):
+        assert panel.ask("/moored/cancel", body, headers)[0] == 404
+
+
+def test_a_token_opens_the_service_and_is_never_told(
+    panel: PanelPage, start: Start, tmp_path: Path
+) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text(TOKEN)
+    service = start("--set", f"service.token_file={token_file}")
+    code, said = panel.ask("/moored/status")
+    assert (code, said["reachable"]) == (200, False)
+    assert said["problem"].endswith("Set the service's token file in Settings > moored.")
+    assert panel.ask("/moored/models")[0] == 502
+
+    panel.settings(endpoint=service.address, token_file=str(token_file))
+    with service.client(token=TOKEN) as client:
+        client.load(MODEL)
+        answers = [
+            panel.ask("/moored/status"),
+            panel.ask("/moored/models"),
+            panel.ask("/moored/pin", {"model": KEY, "pinned": True}),
+            panel.ask("/moored/unload", {"model": "no/such", "force": False}),
+        ]
+    assert [code for code, _ in answers] == [200, 200, 200, 404]
+    assert TOKEN not in json.dumps(answers)
+
+
+def test_a_service_that_is_silent_holds_nothing_else_up(panel: PanelPage) -> None:
+    """It takes the connection and never answers: routes give up in seconds, and others go on meanwhile."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        panel.settings(endpoint=address)
+        answered: list[tuple[int, Any]] = []
+        asking = threading.Thread(target=lambda: answered.append(panel.ask("/moored/models")))
+        begun = time.monotonic()
+        asking.start()
+        while asking.is_alive():
+            asked = time.monotonic()
+            panel.ask("/i18n")
+            assert time.monotonic() - asked < 2
+        assert time.monotonic() - begun < 15
+        code, said = answered[0]
+        assert code == 504
+        assert said["error"].startswith(f"The service at {address} does not answer")
+
+
+def test_a_job_is_shown_with_its_client_and_cancelled(panel: PanelPage, start: Start) -> None:
+    service = start()
+    with (
+        service.client(client_id="anna") as client,
+        client.stream_image("x", model=MODEL, steps=200) as stream,
+    ):
+        until(client, lambda status: any(job.state == "running" for job in status.jobs))
+        (job,) = panel.ask("/moored/status")[1]["jobs"]
+        assert (job["client"], job["model"], job["kind"]) == ("anna", KEY, "GenerateImage")
+        code, said = panel.ask("/moored/cancel", {"job": job["id"]})
+        assert (code, said) == (200, {"cancelled": True})
+        with pytest.raises(moored.Cancelled):
+            stream.result()
+        assert panel.ask("/moored/status")[1]["jobs"] == []
+
+
+def test_a_page_that_does_not_read_piles_nothing_up(
+    pack: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets the newest when it reads again."""
+    told: weakref.WeakSet[Any] = weakref.WeakSet()
+    all_told = threading.Event()
+
+    class News:
+        def __init__(self, number: int) -> None:
+            self.number = number
+            told.add(self)
+
+    class Watch:
+        async def __aenter__(self) -> Watch:
+            return self
+
+        async def __aexit__(self, *error: object) -> None: ...
+
+        async def __aiter__(self) -> Any:
+            for number in range(1000):
+                yield News(number)
+            all_told.set()
+            await asyncio.Event().wait()
+
+        def watch_status(self, interval_s: float) -> Watch:
+            return self
+
+    async def page() -> None:
+        statuses = pack.panel._statuses(pack.connection.Target("box:1"))
+        await anext(statuses)
+        assert await asyncio.to_thread(all_told.wait, 10)
+        await asyncio.sleep(0)
+        gc.collect()
+        assert len(told) <= 3
+        assert (await anext(statuses)).number == 999
+        await statuses.aclose()
+
+    monkeypatch.setattr(pack.connection, "_client_of", lambda target: Watch())
+    asyncio.run(page())
