@@ -1,0 +1,61 @@
+"""How a node reaches the service: by the engine's settings, over a channel of its own for each run."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+from typing import Any
+
+import moored
+from griptape_nodes.retained_mode.events.config_events import (
+    GetConfigValueRequest,
+    GetConfigValueResultSuccess,
+)
+from griptape_nodes.retained_mode.events.secrets_events import (
+    GetSecretValueRequest,
+    GetSecretValueResultSuccess,
+)
+from griptape_nodes.retained_mode.griptape_nodes import GriptapeNodes
+
+SETTINGS = "moored"
+TOKEN_SECRET = "MOORED_TOKEN"
+
+
+def service_client() -> moored.AsyncClient:
+    """A client of the service that the settings name. It connects when first used.
+
+    What the settings leave open follows the client's own rules: MOORED_ENDPOINT, MOORED_TOKEN_FILE,
+    localhost.
+    """
+    return moored.AsyncClient(
+        _setting("endpoint") or None,
+        token=_token() or None,
+        client_id=_setting("client_name") or _person(),
+    )
+
+
+def _setting(name: str) -> str:
+    request = GetConfigValueRequest(category_and_key=f"{SETTINGS}.{name}")
+    result = GriptapeNodes.handle_request(request)
+    value: Any = result.value if isinstance(result, GetConfigValueResultSuccess) else ""
+    return str(value or "").strip()
+
+
+def _token() -> str:
+    request = GetSecretValueRequest(key=TOKEN_SECRET, should_error_on_not_found=False)
+    result = GriptapeNodes.handle_request(request)
+    value = result.value if isinstance(result, GetSecretValueResultSuccess) else ""
+    token = str(value or "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError(
+            f"The secret {TOKEN_SECRET} has characters that no token has: set it to the service's token"
+        )
+    return token
+
+
+def _person() -> str:
+    """Whose share of the card a run is; the same before and after a restart, so that holds renew."""
+    try:
+        return f"{getpass.getuser()}@{socket.gethostname()}"
+    except (OSError, KeyError, ImportError):
+        return f"griptape@{socket.gethostname()}"

@@ -1,0 +1,93 @@
+"""The node Diffusion Model: which model, in which format, for how long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import moored
+from griptape_nodes.exe_types.core_types import Parameter, ParameterMode
+from griptape_nodes.exe_types.node_types import DataNode
+from griptape_nodes.exe_types.param_types.parameter_float import ParameterFloat
+from griptape_nodes.traits.options import Options
+
+from moored_griptape.choices import ServiceChoices
+from moored_griptape.model_handle import (
+    DEFAULT_MODEL,
+    HANDLE_TYPE,
+    PULL,
+    QUANTIZATION_MODES,
+    SAY_SO,
+    ModelHandle,
+)
+
+_FIELDS = ("quantization_mode", "loras", "keep_alive_s", "if_missing")
+
+
+class MooredDiffusionModel(DataNode):
+    """Makes the handle of a model. Loads nothing: the first run that uses it does, or Preload Model."""
+
+    def __init__(self, name: str, metadata: dict[Any, Any] | None = None, **rest: Any) -> None:
+        super().__init__(name, metadata, **rest)
+        self._models = ServiceChoices(self, "model", DEFAULT_MODEL, _models)
+        self.add_parameter(
+            self._models.parameter(
+                "`owner/name`, or a model folder of the service; default: the service's default "
+                "model. The button asks the service for the models that it has."
+            )
+        )
+        self.add_parameter(
+            Parameter(
+                name="quantization_mode",
+                tooltip="How the weights of the transformer and the large text encoder are held: None: "
+                "as stored; fp8; int8 (the service's 8-bit); int4 (its 4-bit, nf4).",
+                type="str",
+                default_value="None",
+                traits={Options(choices=list(QUANTIZATION_MODES))},
+            )
+        )
+        self.add_parameter(
+            Parameter(
+                name="loras",
+                tooltip="Names, or objects with `id` and `strength`. The service's API names LoRAs, but "
+                "this version has not built them: a run with any is refused, and says so.",
+                type="list",
+                input_types=["list", "json", "str"],
+                default_value=None,
+            )
+        )
+        self.add_parameter(
+            ParameterFloat(
+                name="keep_alive_s",
+                tooltip="How many seconds the model is kept in after a run, at most 3600; each run "
+                "begins them anew. Until then nobody's run can have its memory. 0: it stays in "
+                "until the memory is wanted.",
+                default_value=0.0,
+            )
+        )
+        self.add_parameter(
+            Parameter(
+                name="if_missing",
+                tooltip="What a run does where the service does not have the model: say so, or have "
+                "the service pull it from the hub first.",
+                type="str",
+                default_value=SAY_SO,
+                traits={Options(choices=[SAY_SO, PULL])},
+            )
+        )
+        self.add_parameter(
+            Parameter(
+                name="model_handle",
+                tooltip="The handle: a small JSON object, for the nodes that take a model.",
+                output_type=HANDLE_TYPE,
+                allowed_modes={ParameterMode.OUTPUT},
+            )
+        )
+
+    def process(self) -> None:
+        """Puts the fields together; a value that makes no sense is said here, not in the run."""
+        given = {name: self.get_parameter_value(name) for name in ("model", *_FIELDS)}
+        self.parameter_output_values["model_handle"] = ModelHandle.parse(given).as_json()
+
+
+async def _models(client: moored.AsyncClient) -> list[str]:
+    return [model.id for model in await client.list_models() if not model.problem]

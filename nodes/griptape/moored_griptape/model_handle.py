@@ -1,0 +1,157 @@
+"""What Diffusion Model hands on: a small JSON object that names a model, and holds nothing itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import moored
+
+from moored_griptape.numbers import number
+
+HANDLE_TYPE = "MooredModel"
+DEFAULT_MODEL = "default"
+SAY_SO, PULL = "say so", "pull it"
+LONGEST_KEEP_ALIVE_S = 3600.0
+
+# By the mode that the node offers: the service's preset, and formats of single components.
+_FP8 = {"transformer": "fp8", "text_encoder_2": "fp8"}
+QUANTIZATION_MODES: dict[str, tuple[str, Mapping[str, str]]] = {
+    "None": ("", {}),
+    "fp8": ("", _FP8),
+    "int8": ("8-bit", {}),
+    "int4": ("4-bit", {}),
+}
+
+
+@dataclass(frozen=True)
+class ModelHandle:
+    """A model and how to use it. A recipe: it outlives both the engine and the service."""
+
+    model: str = ""
+    """`owner/name` or the name of a model folder; empty: the service's default model."""
+    quantization_mode: str = "None"
+    loras: tuple[moored.Adapter, ...] = ()
+    keep_alive_s: float = 0.0
+    """How long the model stays in after a run; 0: no longer than the memory is wanted."""
+    if_missing: str = SAY_SO
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        """From a node's input: the object or its JSON; a bare name is a model; nothing, the default."""
+        if value is None or value == "":
+            return cls()
+        if isinstance(value, str):
+            text = value.strip()
+            if not text.startswith("{"):
+                return cls(model=_model_name(text))
+            try:
+                value = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"The model is no JSON object ({error}): connect a Diffusion Model node"
+                ) from error
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f"The model is a {type(value).__name__}, not a handle: connect a Diffusion Model node"
+            )
+        unknown = sorted(str(name) for name in value if name not in cls.__dataclass_fields__)
+        if unknown:
+            raise ValueError(
+                f"The model handle has no {', '.join(unknown)}: connect a Diffusion Model node of this "
+                "version"
+            )
+        return cls(
+            model=_model_name(value.get("model")),
+            quantization_mode=_quantization_mode(value.get("quantization_mode")),
+            loras=parse_loras(value.get("loras")),
+            keep_alive_s=_keep_alive(value.get("keep_alive_s")),
+            if_missing=_if_missing(value.get("if_missing")),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that travels between nodes and into saved workflows."""
+        return {
+            "model": self.model,
+            "quantization_mode": self.quantization_mode,
+            "loras": [{"id": one.id, "strength": one.strength} for one in self.loras],
+            "keep_alive_s": self.keep_alive_s,
+            "if_missing": self.if_missing,
+        }
+
+    @property
+    def ref(self) -> moored.ModelRef | None:
+        """The model as the client names it; None where everything is left to the service."""
+        preset, formats = QUANTIZATION_MODES[self.quantization_mode]
+        if not (self.model or preset or formats or self.loras):
+            return None
+        return moored.ModelRef(
+            self.model, quantization=preset, formats=formats, adapters=self.loras
+        )
+
+    @property
+    def named(self) -> moored.ModelLike:
+        """The same for calls that must name a model: the service's default has an empty name."""
+        return self.ref or ""
+
+    def in_mode(self, quantization_mode: str) -> moored.ModelRef | None:
+        """The same model, quantized as another mode says."""
+        return type(self)(self.model, quantization_mode, self.loras).ref
+
+
+def parse_loras(value: object) -> tuple[moored.Adapter, ...]:
+    """LoRAs: names, `{"id": ..., "strength": ...}` objects, or a JSON list of them."""
+    if value is None or value == "":
+        return ()
+    if isinstance(value, str):
+        text = value.strip()
+        try:
+            value = json.loads(text) if text.startswith(("[", "{")) else text.split(",")
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"loras is no JSON list ({error}): give names, or objects with `id` and `strength`"
+            ) from error
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, Sequence):
+        raise ValueError("loras is a list of names, or of objects with `id` and `strength`")
+    return tuple(_lora(one) for one in value if one)
+
+
+def _lora(value: object) -> moored.Adapter:
+    if isinstance(value, str):
+        return moored.Adapter(value.strip())
+    if isinstance(value, Mapping) and value.get("id"):
+        return moored.Adapter(str(value["id"]), number(value.get("strength", 1.0), "strength"))
+    raise ValueError(f"{value!r} is no LoRA: give a name, or an object with `id` and `strength`")
+
+
+def _model_name(value: object) -> str:
+    name = str(value or "").strip()
+    return "" if name == DEFAULT_MODEL else name
+
+
+def _quantization_mode(value: object) -> str:
+    mode = "None" if value in (None, "") else str(value)
+    if mode not in QUANTIZATION_MODES:
+        raise ValueError(f"quantization_mode is one of {', '.join(QUANTIZATION_MODES)}, not {mode}")
+    return mode
+
+
+def _keep_alive(value: object) -> float:
+    seconds = number(value or 0, "keep_alive_s")
+    if not 0 <= seconds <= LONGEST_KEEP_ALIVE_S:
+        raise ValueError(
+            f"keep_alive_s is 0 to {LONGEST_KEEP_ALIVE_S:g} seconds, not {seconds:g}: for longer, pin "
+            "the model (`moored pin`)"
+        )
+    return seconds
+
+
+def _if_missing(value: object) -> str:
+    choice = str(value or SAY_SO)
+    if choice not in (SAY_SO, PULL):
+        raise ValueError(f"if_missing is `{SAY_SO}` or `{PULL}`, not {choice}")
+    return choice

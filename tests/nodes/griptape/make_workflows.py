@@ -1,0 +1,114 @@
+"""Makes the library's template workflows on the real engine, and writes them to the library.
+
+Run it with the lowest engine that the library declares, so that every newer one can read them:
+
+    python tests/nodes/griptape/make_workflows.py && ruff check --fix nodes && ruff format nodes
+
+The engine keeps values apart, encoded; here they are put where they are used, to be read.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from headless import LIBRARY, MANIFEST, Headless, clean_environment, client_from_here, library_copy
+
+WORKFLOWS = LIBRARY / "workflows"
+PROMPT = (
+    "a large red circle at the top left and a small blue star in the centre on a yellow background"
+)
+EDIT = (
+    "a large red circle at the top left and a small green star in the centre on a yellow background"
+)
+
+
+async def text_to_image(engine: Headless) -> None:
+    """A model, limits, a picture."""
+    model = await engine.node("DiffusionModel", at=(0, 0))
+    limits = await engine.node("GPUConfiguration", at=(0, 600))
+    picture = await engine.node("GenerateImage", at=(700, 0), prompt=PROMPT)
+    await engine.connect(model, "model_handle", picture, "model")
+    await engine.connect(limits, "system_constraints", picture, "system_constraints")
+
+
+async def edit_image(engine: Headless) -> None:
+    """The model is brought in, paints, paints over, and leaves."""
+    model = await engine.node("DiffusionModel", at=(0, 0))
+    limits = await engine.node("GPUConfiguration", at=(0, 600))
+    preload = await engine.node("PreloadModel", at=(700, 0))
+    picture = await engine.node("GenerateImage", at=(1400, 0), prompt=PROMPT)
+    edit = await engine.node("EditImage", at=(2100, 0), prompt=EDIT, strength=0.8)
+    unload = await engine.node("UnloadModels", at=(2800, 0), all_models=False)
+    await engine.connect(model, "model_handle", preload, "model")
+    for node in (picture, edit, unload):
+        await engine.connect(preload, "model", node, "model")
+    for node in (preload, picture, edit):
+        await engine.connect(limits, "system_constraints", node, "system_constraints")
+    await engine.connect(picture, "image", edit, "input_image")
+    for before, after in ((preload, picture), (picture, edit), (edit, unload)):
+        await engine.connect(before, "exec_out", after, "exec_in")
+
+
+DESCRIPTIONS = {
+    "moored_text_to_image": (text_to_image, "A picture from a prompt, within limits."),
+    "moored_edit_image": (edit_image, "A picture, painted over; the model comes in and leaves."),
+}
+
+
+def readable(code: str, description: str) -> str:
+    """A saved workflow with its values in their places, and the header of a template."""
+    found = re.search(r"^ *top_level_unique_values_dict = (\{.*\})$", code, re.MULTILINE)
+    assert found, "the engine writes workflows another way now"
+    values: dict[str, Any] = eval(found[1], {"pickle": pickle})  # made here, a moment ago
+    code = re.sub(r"^ *#(?! ///).*(?<! ///)\n(?=(?: *#.*\n)* *top_level)", "", code, flags=re.M)
+    code = code.replace(f"{found[0]}\n", "")
+    code = re.sub(
+        r"(?:decode_value\()?top_level_unique_values_dict\['([^']+)'\]\)?(?=, initial_setup)",
+        lambda match: repr(values[match[1]]),
+        code,
+    )
+    code = re.sub(r"'library_node_metadata': \{[^{}]*\}, ", "", code)
+    code = re.sub(
+        r"^# (creation|last_modified)_date = .*$",
+        r"# \1_date = 2026-01-01T00:00:00Z",
+        code,
+        flags=re.M,
+    )
+    template = f'# description = "{description}"\n# is_template = true\n# is_griptape_provided'
+    code = code.replace("# is_griptape_provided", template, 1)
+    return code.replace("# ///\n\n", "# ///\n# ruff: noqa: E501\n\n", 1)
+
+
+async def save(engine: Headless, name: str, build: Callable[[Headless], Awaitable[None]]) -> str:
+    """Builds a workflow and has the engine save it; what it wrote."""
+    from griptape_nodes.retained_mode.events.workflow_events import SaveWorkflowRequest
+
+    await engine.fresh_flow()
+    await build(engine)
+    saved = await engine.ask(SaveWorkflowRequest(file_name=name))
+    return Path(saved.file_path).read_text(encoding="utf-8")
+
+
+def main() -> None:
+    """Writes all of them."""
+    home = Path(tempfile.mkdtemp())
+    clean_environment(home)
+    client_from_here(home)
+    engine = Headless()
+    engine.do(engine.start(library_copy(home)))
+    WORKFLOWS.mkdir(exist_ok=True)
+    for name, (build, description) in DESCRIPTIONS.items():
+        code = engine.do(save(engine, name, build))
+        (WORKFLOWS / f"{name}.py").write_text(readable(code, description), encoding="utf-8")
+        assert f'"workflows/{name}.py"' in (LIBRARY / MANIFEST).read_text(), "name it there, too"
+    shutil.rmtree(home)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,496 @@
+"""Runs of the nodes, on the real service: what they give, show and say."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import moored
+import pytest
+from headless import Headless
+from PIL import ExifTags, Image
+
+from service import INSTANT_MODELS, Service
+
+GIB = 1 << 30
+Simulate = Callable[..., moored.Client]
+
+
+def outputs(node: Any) -> dict[str, Any]:
+    return dict(node.parameter_output_values)
+
+
+def picture(node: Any) -> Image.Image:
+    """The picture that a node gave, read as the engine reads it."""
+    from griptape.artifacts import ImageUrlArtifact
+    from griptape_nodes.files.file import File
+
+    artifact = outputs(node)["image"]
+    assert type(artifact) is ImageUrlArtifact
+    assert isinstance(artifact.value, str)
+    image = Image.open(io.BytesIO(File(artifact.value).read_bytes()))
+    image.load()
+    return image
+
+
+def details(node: Any) -> str:
+    return str(outputs(node)["result_details"])
+
+
+def fails(engine: Headless, node: Any) -> str:
+    """Runs the workflow, which fails; the sentence that the node says."""
+    result = engine.do(engine.run())
+    assert result.failed()
+    assert outputs(node)["was_successful"] is False
+    assert details(node) in str(result.result_details), "the engine says it, too"
+    assert outputs(node)["status"] == f"Failed: {details(node)}"
+    sentence = details(node)
+    assert sentence.endswith("."), sentence
+    assert "\n" not in sentence
+    return sentence
+
+
+def succeeds(engine: Headless) -> None:
+    result = engine.do(engine.run())
+    assert result.succeeded(), result.result_details
+
+
+def test_a_prompt_becomes_a_picture_by_url(painting: Headless, painter: Service) -> None:
+    node = painting.do(painting.node("GenerateImage", prompt="a red cube on a blue plane", seed=7))
+    succeeds(painting)
+    with painter.client() as client:
+        same = client.generate_image("a red cube on a blue plane", seed=7).image
+    assert picture(node).convert("RGB").tobytes() == same.convert("RGB").tobytes()
+    shown = outputs(node)
+    assert shown["was_successful"] is True
+    assert shown["progress"] == 1.0
+    assert shown["status"] == "Done"
+    assert "seed 7" in details(node)
+    assert {"encode_text", "denoise", "decode", "total_s"} <= set(shown["timings"])
+    assert set(shown["timings"]["denoise"]) == {"run_s", "move_s", "wait_s"}
+    for words in ("Denoising", "Step 8/8", "Decoding", "Done in"):
+        assert words in shown["logs"]
+
+
+def test_previews_show_while_it_is_painted(simulate: Simulate, nowhere: Headless) -> None:
+    simulate()
+    values = {"prompt": "slow", "model": "slow", "steps": 20}
+    with_them = nowhere.do(nowhere.node("GenerateImage", **values))
+    succeeds(nowhere)
+    assert "preview" in outputs(with_them)["preview"].value
+    nowhere.do(nowhere.fresh_flow())
+    without = nowhere.do(nowhere.node("GenerateImage", previews=False, **values))
+    succeeds(nowhere)
+    assert "preview" not in outputs(without)
+
+
+def test_an_edit_starts_from_a_picture(painting: Headless, painter: Service) -> None:
+    first = painting.do(painting.node("GenerateImage", prompt="a red cube on a blue plane"))
+    edit = painting.do(
+        painting.node("EditImage", prompt="a green cube on a blue plane", strength=0.7, seed=3)
+    )
+    painting.do(painting.connect(first, "image", edit, "input_image"))
+    succeeds(painting)
+    data = io.BytesIO()
+    picture(first).save(data, "PNG")
+    with painter.client() as client:
+        same = client.generate_image(
+            "a green cube on a blue plane", init_image=data.getvalue(), strength=0.7, seed=3
+        ).image
+    assert picture(edit).convert("RGB").tobytes() == same.convert("RGB").tobytes()
+    assert picture(edit).tobytes() != picture(first).tobytes()
+
+
+def test_an_edit_keeps_the_pictures_size(
+    simulate: Simulate, nowhere: Headless, tmp_path: Path
+) -> None:
+    simulate()
+    source = tmp_path / "source.png"
+    Image.new("RGB", (90, 135), "teal").save(source)
+    edit = nowhere.do(
+        nowhere.node("EditImage", prompt="teal", model="small", input_image=str(source))
+    )
+    succeeds(nowhere)
+    assert picture(edit).size == (96, 128)
+
+
+def test_an_edit_keeps_a_picture_upright_that_its_camera_turned(
+    simulate: Simulate, nowhere: Headless, tmp_path: Path
+) -> None:
+    simulate()
+    source = tmp_path / "upright.jpg"
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.new("RGB", (128, 64), "teal").save(source, exif=exif)
+    edit = nowhere.do(
+        nowhere.node("EditImage", prompt="teal", model="small", input_image=str(source))
+    )
+    succeeds(nowhere)
+    assert picture(edit).size == (64, 128)
+
+
+def test_a_guidance_that_is_emptied_is_the_models_own_again(
+    simulate: Simulate, nowhere: Headless
+) -> None:
+    simulate()
+    node = nowhere.do(nowhere.node("GenerateImage", prompt="x", model="small"))
+    succeeds(nowhere)
+    own = picture(node).info["moored"]
+    for empty in ("", None):
+        nowhere.do(nowhere.set(node, guidance=7.5))
+        succeeds(nowhere)
+        assert picture(node).info["moored"] != own
+        nowhere.do(nowhere.set(node, guidance=empty))
+        succeeds(nowhere)
+        assert picture(node).info["moored"] == own
+
+
+@pytest.mark.parametrize(
+    ("mode", "formats"),
+    [
+        ("None", {"transformer": "full", "text_encoder_2": "full"}),
+        ("fp8", {"transformer": "fp8", "text_encoder_2": "fp8"}),
+        ("int8", {"transformer": "int8", "text_encoder_2": "int8"}),
+        ("int4", {"transformer": "nf4", "text_encoder_2": "nf4"}),
+    ],
+)
+def test_quantization_modes_are_the_services_formats(
+    painting: Headless, painter: Service, mode: str, formats: dict[str, str]
+) -> None:
+    model = painting.do(painting.node("DiffusionModel", quantization_mode=mode))
+    node = painting.do(painting.node("GenerateImage", prompt="a red cube", steps=1))
+    painting.do(painting.connect(model, "model_handle", node, "model"))
+    succeeds(painting)
+    with painter.client() as client:
+        keys = {
+            entry
+            for card in client.status().cards
+            for one in card.residents
+            for entry in one.entries
+        }
+    said = details(node).partition("Painted with ")[2].partition(", seed")[0]
+    assert said in keys
+    wanted = {name: one for name, one in formats.items() if one != "full"}
+    tail = ",".join(f"{name}={one}" for name, one in sorted(wanted.items())) or "full"
+    assert said.endswith(f"+{tail}")
+
+
+def test_what_runs_twice_in_a_workflow_asks_twice(painting: Headless) -> None:
+    status = painting.do(painting.node("GPUStatus"))
+    succeeds(painting)
+    first = outputs(status)["cards"]["cards"][0]
+    assert first["id"] == "cpu"
+    assert "cpu" in outputs(status)["report"]
+    status.parameter_output_values["report"] = "old"
+    succeeds(painting)
+    assert outputs(status)["report"] != "old"
+
+
+def test_a_report_names_who_has_the_memory(
+    simulate: Simulate, nowhere: Headless, tmp_path: Path
+) -> None:
+    world = tmp_path / "world"
+    world.write_text("blender 4242 20GiB")
+    client = simulate(f"sim:40GiB,world={world}")
+    client.load("small")
+    client.hold("small", ttl_s=60)
+    node = nowhere.do(nowhere.node("GPUStatus"))
+    succeeds(nowhere)
+    lines = outputs(node)["report"].splitlines()
+    assert "  blender 4242 has 21.5 GB" in lines
+    assert "  transformer 4.2 MB held" in lines
+    assert not [line for line in lines if "(held)" in line], "said once"
+
+
+def test_a_model_is_preloaded_and_leaves_again(simulate: Simulate, nowhere: Headless) -> None:
+    client = simulate()
+    preload = nowhere.do(nowhere.node("PreloadModel", model="flux-full"))
+    unload = nowhere.do(nowhere.node("UnloadModels"))
+    nowhere.do(nowhere.connect(preload, "exec_out", unload, "exec_in"))
+    succeeds(nowhere)
+    assert "flux-full" in details(preload)
+    assert outputs(preload)["model"]["model"] == "flux-full"
+    assert "Loading transformer, 23.8 GB" in outputs(preload)["logs"]
+    assert outputs(unload)["freed_gb"] == pytest.approx(33.8, abs=0.1)
+    assert "33.8 GB came free" in details(unload)
+    assert not client.status().cards[0].residents
+
+
+def test_an_unload_tells_what_stays_and_why(simulate: Simulate, nowhere: Headless) -> None:
+    client = simulate()
+    client.load("small")
+    client.hold("small", ttl_s=60)
+    unload = nowhere.do(nowhere.node("UnloadModels"))
+    succeeds(nowhere)
+    assert outputs(unload)["freed_gb"] == 0
+    assert "transformer stays: held by somebody else" in details(unload)
+
+
+# Memory.
+
+
+def test_waiting_is_told_tick_by_tick(
+    simulate: Simulate, nowhere: Headless, tmp_path: Path
+) -> None:
+    world = tmp_path / "world"
+    world.write_text("blender 4242 20GiB")
+    client = simulate(f"sim:40GiB,world={world}")
+    limits = nowhere.do(nowhere.node("GPUConfiguration"))
+    node = nowhere.do(nowhere.node("GenerateImage", prompt="waits", model="flux-full"))
+    nowhere.do(nowhere.connect(limits, "system_constraints", node, "system_constraints"))
+
+    async def wait_for_three_ticks_then_make_room() -> Any:
+        run = asyncio.create_task(nowhere.run())
+        while outputs(node).get("logs", "").count("Waiting for") < 3:
+            assert not run.done(), run.result()
+            await asyncio.sleep(0.02)
+        assert outputs(node)["status"].startswith("Waiting for")
+        assert [job.state for job in client.jobs()] == ["waiting"]
+        world.unlink()
+        return await run
+
+    result = nowhere.do(wait_for_three_ticks_then_make_room())
+    assert result.succeeded(), result.result_details
+    ticks = [line for line in outputs(node)["logs"].splitlines() if "Waiting for" in line]
+    assert all("blender 4242 holds 21.5 GB" in tick for tick in ticks)
+    left = [float(tick.rpartition(", ")[2].split()[0]) for tick in ticks]
+    assert 6 < left[0] <= 7, "the seven seconds of the node"
+    assert left == sorted(left, reverse=True)
+    assert outputs(node)["timings"]["denoise"]["wait_s"] >= 0.8
+
+
+def test_patience_that_ends_names_who_has_the_memory(
+    simulate: Simulate, nowhere: Headless, tmp_path: Path
+) -> None:
+    world = tmp_path / "world"
+    world.write_text("blender 4242 20GiB")
+    simulate(f"sim:40GiB,world={world}")
+    limits = nowhere.do(nowhere.node("GPUConfiguration", release_patience_s=0.5))
+    node = nowhere.do(nowhere.node("GenerateImage", prompt="waits", model="flux-full"))
+    nowhere.do(nowhere.connect(limits, "system_constraints", node, "system_constraints"))
+    said = fails(nowhere, node)
+    assert outputs(node)["logs"].count("Waiting for") <= 2, "half a second of it"
+    assert "blender 4242 has 21.5 GB" in said
+    assert "what would fit: quantization_mode int8, quantization_mode fp8" in said
+
+
+def test_a_budget_refuses_with_what_would_fit(simulate: Simulate, nowhere: Headless) -> None:
+    """Over the fraction: refused before anything moves, and the advice works when it is taken."""
+    client = simulate("sim:28GiB")
+    limits = nowhere.do(nowhere.node("GPUConfiguration"))
+    model = nowhere.do(nowhere.node("DiffusionModel", model="flux-full"))
+    node = nowhere.do(nowhere.node("GenerateImage", prompt="large"))
+    nowhere.do(nowhere.connect(limits, "system_constraints", node, "system_constraints"))
+    nowhere.do(nowhere.connect(model, "model_handle", node, "model"))
+    said = fails(nowhere, node)
+    assert "gpu_memory_fraction allows 24.1 GB of 30.1 GB" in said
+    assert not client.status().cards[0].residents, "nothing was moved"
+    assert not client.jobs(include_ended=True)
+
+    assert "take quantization_mode int8 (13.5 GB) or quantization_mode int4 (8.3 GB)" in said
+
+    nowhere.do(nowhere.set(model, quantization_mode="int8"))
+    succeeds(nowhere)
+    nowhere.do(nowhere.set(model, quantization_mode="None"))
+    nowhere.do(nowhere.set(limits, gpu_memory_fraction=1.0))
+    succeeds(nowhere)
+    nowhere.do(nowhere.set(limits, gpu_memory_fraction=0.8, allow_low_memory=True))
+    succeeds(nowhere)
+    assert "it runs all the same, by allow_low_memory" in outputs(node)["logs"]
+
+
+def test_main_memory_bounds_a_card_that_is_the_cpu(painting: Headless) -> None:
+    limits = painting.do(painting.node("GPUConfiguration", cpu_memory_gb=0.001))
+    node = painting.do(painting.node("GenerateImage", prompt="a red cube"))
+    painting.do(painting.connect(limits, "system_constraints", node, "system_constraints"))
+    said = fails(painting, node)
+    assert "cpu_memory_gb allows 1.0 MB" in said
+
+
+def test_limits_that_do_not_bear_are_said(simulate: Simulate, nowhere: Headless) -> None:
+    simulate()
+    limits = nowhere.do(nowhere.node("GPUConfiguration"))
+    node = nowhere.do(nowhere.node("PreloadModel", model="small"))
+    nowhere.do(nowhere.connect(limits, "system_constraints", node, "system_constraints"))
+    succeeds(nowhere)
+    assert "cpu_memory_gb does not bear on sim:0" in outputs(node)["logs"]
+
+
+def test_a_card_that_is_not_there_is_named(simulate: Simulate, nowhere: Headless) -> None:
+    simulate()
+    limits = nowhere.do(nowhere.node("GPUConfiguration", gpu_device="cuda:7"))
+    node = nowhere.do(nowhere.node("GenerateImage", prompt="x", model="small"))
+    nowhere.do(nowhere.connect(limits, "system_constraints", node, "system_constraints"))
+    assert fails(nowhere, node) == (
+        "The service has no card cuda:7: set gpu_device to `any` or to one of sim:0."
+    )
+
+
+def test_a_model_that_never_fits_is_refused_with_fallbacks(
+    simulate: Simulate, nowhere: Headless
+) -> None:
+    simulate("sim:24GiB")
+    node = nowhere.do(nowhere.node("GenerateImage", prompt="x", model="huge"))
+    said = fails(nowhere, node)
+    assert "denoise needs 41.7 GiB" in said
+    assert "quantization_mode int4" in said.partition("what would fit: ")[2]
+
+
+# What goes wrong.
+
+
+def test_a_service_that_is_down_is_told_with_its_address(nowhere: Headless) -> None:
+    for kind in ("GenerateImage", "PreloadModel", "UnloadModels", "GPUStatus"):
+        nowhere.do(nowhere.fresh_flow())
+        values = {"prompt": "x"} if kind == "GenerateImage" else {}
+        node = nowhere.do(nowhere.node(kind, **values))
+        assert fails(nowhere, node) == (
+            "No moored service answers at 127.0.0.1:9: start it there with `moored serve`, or set "
+            "its address in the settings, under moored, as endpoint."
+        )
+
+
+def test_a_job_that_ends_from_outside_is_told_and_the_next_one_runs(
+    nowhere: Headless, tmp_path: Path
+) -> None:
+    """Cancelled by somebody else; the service killed, and started again."""
+    arguments = ("--models", str(INSTANT_MODELS))
+    options: dict[str, Any] = {"state": tmp_path / "state", "devices": ("sim:40GiB",)}
+    service = Service(*arguments, **options)
+    client = service.client()
+    nowhere.do(nowhere.settings(endpoint=service.address))
+    node = nowhere.do(nowhere.node("GenerateImage", prompt="x", model="slow", steps=200))
+
+    async def ended_by(what: Callable[[], object]) -> str:
+        run = asyncio.create_task(nowhere.run())
+        while not outputs(node).get("status", "").startswith("Step"):
+            assert not run.done(), run.result()
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(what)
+        assert (await run).failed()
+        return details(node)
+
+    try:
+        said = nowhere.do(ended_by(lambda: client.cancel(client.jobs()[0].id)))
+        assert said.startswith("Somebody cancelled this job")
+        said = nowhere.do(ended_by(service.kill))
+        assert said.startswith(f"The connection to {service.address} was lost")
+        assert said.endswith("run again.")
+        service = Service(*arguments, listen=service.address, **options)
+        nowhere.do(nowhere.set(node, steps=1))
+        succeeds(nowhere)
+    finally:
+        client.close()
+        service.kill()
+
+
+def test_a_failure_may_be_handled_by_the_workflow(nowhere: Headless) -> None:
+    node = nowhere.do(nowhere.node("GenerateImage", prompt="x"))
+    after = nowhere.do(nowhere.node("DiffusionModel"))
+    nowhere.do(nowhere.connect(node, "failure", after, "exec_in"))
+    succeeds(nowhere)
+    assert outputs(node)["was_successful"] is False
+    assert outputs(after)["model_handle"]["model"] == "", "it went on, by the Failed output"
+
+
+def test_a_token_is_asked_for_and_comes_from_the_secrets(nowhere: Headless, tmp_path: Path) -> None:
+    from griptape_nodes.retained_mode.events.secrets_events import SetSecretValueRequest
+
+    token = "0123456789abcdef-a-token"
+    (tmp_path / "token").write_text(token)
+    service = Service("--token-file", str(tmp_path / "token"), state=tmp_path / "state")
+    try:
+        nowhere.do(nowhere.settings(endpoint=service.address))
+        node = nowhere.do(nowhere.node("GPUStatus"))
+        assert "MOORED_TOKEN" in fails(nowhere, node)
+        nowhere.do(nowhere.ask(SetSecretValueRequest(key="MOORED_TOKEN", value="no töken")))
+        assert "MOORED_TOKEN has characters that no token has" in fails(nowhere, node)
+        nowhere.do(nowhere.ask(SetSecretValueRequest(key="MOORED_TOKEN", value=token)))
+        succeeds(nowhere)
+    finally:
+        nowhere.do(nowhere.ask(SetSecretValueRequest(key="MOORED_TOKEN", value="")))
+        service.kill()
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"prompt": ""}, "There is no prompt: say what to paint."),
+        ({"prompt": "x", "width": 100}, "multiple of 16"),
+        ({"prompt": "x", "height": -16}, "height is 0 or more"),
+        ({"prompt": "x", "steps": 1 << 40}, "steps is 0 or more, and less than 2^32"),
+        ({"prompt": "x", "seed": -5}, "seed is 0 or more"),
+        ({"prompt": "x", "guidance": "much"}, "guidance is a number"),
+        ({"prompt": "x", "model": '{"quantization_mode": "int3"}'}, "one of None, fp8, int8, int4"),
+        ({"prompt": "x", "model": '{"keep_alive_s": 9999}'}, "0 to 3600 seconds"),
+        ({"prompt": "x", "model": '{"keep_alive_s": "long"}'}, "keep_alive_s is a number"),
+        ({"prompt": "x", "model": "{broken"}, "connect a Diffusion Model node"),
+        ({"prompt": "x", "model": {"quantisation": "int4"}}, "handle has no quantisation"),
+        ({"prompt": "x", "model": '{"loras": ["owner/lora"]}'}, "loras of Diffusion Model empty"),
+        ({"prompt": "x", "model": {"loras": "[1,"}}, "loras is no JSON list"),
+        ({"prompt": "x", "model": {"loras": {"id": "a", "strength": []}}}, "strength is a number"),
+        ({"prompt": "x", "model": "no/such-model"}, "no/such-model"),
+        ({"prompt": "x", "system_constraints": {"gpu_memory_fraction": 1.5}}, "at most 1"),
+        ({"prompt": "x", "system_constraints": {"gpu_memory": 1}}, "has no gpu_memory"),
+        ({"prompt": "x", "system_constraints": {"cpu_memory_gb": "lots"}}, "is a number"),
+        ({"prompt": "x", "system_constraints": {"cpu_memory_gb": "nan"}}, "a number over 0"),
+        ({"prompt": "x", "system_constraints": {"cpu_memory_gb": "inf"}}, "a number over 0"),
+    ],
+)
+def test_wrong_inputs_are_told_in_a_sentence(
+    painting: Headless, values: dict[str, Any], said: str
+) -> None:
+    node = painting.do(painting.node("GenerateImage", **values))
+    assert said in fails(painting, node)
+    assert "image" not in outputs(node)
+
+
+def test_an_edit_without_a_picture_says_so(painting: Headless, tmp_path: Path) -> None:
+    node = painting.do(painting.node("EditImage", prompt="x"))
+    assert fails(painting, node).startswith("There is no picture to start from")
+    (tmp_path / "notes.png").write_text("no picture")
+    painting.do(painting.set(node, input_image=str(tmp_path / "notes.png")))
+    assert fails(painting, node).startswith("The input_image is no picture")
+    painting.do(painting.set(node, input_image=str(tmp_path / "gone.png")))
+    assert "gone.png" in fails(painting, node)
+    Image.new("1", (15_000, 15_000)).save(tmp_path / "vast.png")
+    painting.do(painting.set(node, input_image=str(tmp_path / "vast.png")))
+    assert fails(painting, node).startswith("The input_image is too large")
+
+
+# Choices.
+
+
+def test_the_buttons_bring_models_and_cards_without_blocking(
+    simulate: Simulate, nowhere: Headless
+) -> None:
+    from griptape_nodes.retained_mode.events.node_events import SendNodeMessageRequest
+    from griptape_nodes.traits.options import Options
+
+    async def click(node: Any, parameter: str) -> list[str]:
+        await nowhere.ask(
+            SendNodeMessageRequest(
+                node_name=node.name,
+                optional_element_name=parameter,
+                message_type="on_click",
+                message=None,
+            )
+        )
+        (options,) = node.get_parameter_by_name(parameter).find_elements_by_type(Options)
+        until = asyncio.get_running_loop().time() + 5
+        while len(options.choices) == 1 and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.01)
+        return list(options.choices)
+
+    model = nowhere.do(nowhere.node("DiffusionModel"))
+    simulate()
+    models = nowhere.do(click(model, "model"))
+    assert models[0] == "default"
+    assert {"flux-full", "small"} <= set(models)
+    limits = nowhere.do(nowhere.node("GPUConfiguration"))
+    assert nowhere.do(click(limits, "gpu_device")) == ["any", "sim:0"]
+    nowhere.do(nowhere.set(model, model="typed/in"))
+    assert model.get_parameter_value("model") == "typed/in", "what is typed in stays"
