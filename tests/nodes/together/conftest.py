@@ -1,0 +1,169 @@
+"""One service, and both packs at once: each in a process and an environment of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import moored
+import pytest
+
+from service import ROOT, Service, clean_environment
+
+HERE = Path(__file__).resolve().parent
+DEADLINE_S = 60.0
+
+
+class Side:
+    """A frontend, which paints and cancels when it is told to."""
+
+    def __init__(self, name: str, endpoint: str, folder: Path) -> None:
+        own = ROOT / f".venv-{name}/bin/python"
+        python = Path(os.environ.get(f"{name.upper()}_SIDE", own))
+        assert python.is_file(), f"{python} is missing: scripts/test nodes makes it"
+        folder.mkdir()
+        self.name = name
+        self._log = (folder / "log").open("w+", encoding="utf-8")
+        self._said: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._process = subprocess.Popen(
+            [str(python), str(HERE / f"{name}_side.py"), endpoint, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=clean_environment(),
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._said.put(json.loads(line))
+        self._said.put(None)
+
+    def _tell(self, **words: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(words) + "\n")
+        self._process.stdin.flush()
+
+    def paint(self, *pictures: tuple[str, int], steps: int = 4) -> None:
+        """Starts on pictures of these prompts and seeds."""
+        self._tell(paint=pictures, steps=steps)
+
+    def cancel(self) -> None:
+        """Presses its button."""
+        self._tell(cancel=True)
+
+    def said(self) -> dict[str, Any]:
+        """The next that it says: that it is ready, or how what it was told ended."""
+        try:
+            said = self._said.get(timeout=DEADLINE_S)
+        except queue.Empty:
+            said = None
+        assert said is not None, f"{self.name} is silent:\n{Path(self._log.name).read_text()}"
+        return said
+
+    def stop(self) -> None:
+        """Lets it go."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(10)
+        self._reader.join(10)
+        self._log.close()
+
+
+class Watch:
+    """The new jobs of a service as its status shows them: when each came, and which started before."""
+
+    def __init__(self, client: moored.Client) -> None:
+        self.jobs: dict[str, moored.JobInfo] = {}
+        """The latest of each job, in the order in which they came."""
+        self.started: list[str] = []
+        self.started_before: dict[str, int] = {}
+        """How many had started when a job came."""
+        # The status may show for a moment longer what has ended.
+        self._old = {job.id for job in client.jobs(include_ended=True)}
+        self._news = threading.Condition()
+        self._stream = client.watch_status(interval_s=0.02)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(moored.Cancelled):  # by `stop`
+            for status in self._stream:
+                with self._news:
+                    for job in status.jobs:
+                        if job.id not in self._old:
+                            self._see(job)
+                    self._news.notify_all()
+
+    def _see(self, job: moored.JobInfo) -> None:
+        if job.id not in self.jobs:
+            self.started_before[job.id] = len(self.started)
+        self.jobs[job.id] = job
+        if job.state == "running" and job.id not in self.started:
+            self.started.append(job.id)
+
+    def until(self, so: Callable[[], bool]) -> None:
+        """Waits until it is so."""
+        with self._news:
+            assert self._news.wait_for(so, DEADLINE_S), self.jobs
+
+    def of(self, client_id: str) -> list[str]:
+        """The jobs of a client, in the order in which they came."""
+        return [name for name, job in self.jobs.items() if job.client_id == client_id]
+
+    def stop(self) -> None:
+        """Ends it."""
+        self._stream.close()
+        self._reader.join(10)
+
+
+@pytest.fixture(scope="module")
+def painter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service with the shipped model on the CPU; nothing is loaded yet."""
+    service = Service(state=tmp_path_factory.mktemp("painter"))
+    yield service
+    assert service.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def client(painter: Service) -> Iterator[moored.Client]:
+    """A client of it, to see what it does."""
+    with painter.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def sides(
+    painter: Service, client: moored.Client, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Side, Side]]:
+    """ComfyUI's side and Griptape's, both ready."""
+    folder = tmp_path_factory.mktemp("sides")
+    started = [Side(name, painter.address, folder / name) for name in ("comfyui", "griptape")]
+    for side in started:
+        assert side.said() == {"ready": True}
+    comfyui, griptape = started
+    yield comfyui, griptape
+    for side in started:
+        side.stop()
+
+
+@pytest.fixture
+def watch(client: moored.Client) -> Iterator[Watch]:
+    """What the jobs of this test do."""
+    watch = Watch(client)
+    yield watch
+    watch.stop()

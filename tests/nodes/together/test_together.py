@@ -1,0 +1,99 @@
+"""The ComfyUI pack and the Griptape library on one service at the same time, with the shipped model."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import moored
+import pytest
+from conftest import Side, Watch
+from PIL import Image, ImageChops
+
+from service import Service
+
+RED = "a large red circle in the centre on a yellow background"
+BLUE = "a small blue square in the centre on a white background"
+ENDED_EARLY = {"comfyui": "interrupted", "griptape": "cancelled"}
+
+Sides = tuple[Side, Side]
+
+
+def pictures(side: Side) -> list[Image.Image]:
+    """What a side has painted, which went well."""
+    said = side.said()
+    assert (said["status"], said["error"]) == ("success", ""), said
+    return [Image.open(Path(path)).convert("RGB") for path in said["pictures"]]
+
+
+def same(one: Image.Image, other: Image.Image) -> bool:
+    return one.size == other.size and ImageChops.difference(one, other).getbbox() is None
+
+
+def loads(service: Service) -> Counter[str]:
+    """How often the service has loaded each component, by its log."""
+    told = (re.search(r"\bloaded component=\"?(\w+)", line) for line in service.log)
+    return Counter(found[1] for found in told if found)
+
+
+def once(client: moored.Client) -> Counter[str]:
+    (model,) = client.list_models()
+    return Counter(component.name for component in model.components)
+
+
+def test_both_paint_at_once_and_the_model_is_loaded_once(
+    painter: Service, client: moored.Client, sides: Sides
+) -> None:
+    assert loads(painter) == {}
+    for side in sides:
+        side.paint((RED, 1))
+    (of_comfyui,), (of_griptape,) = (pictures(side) for side in sides)
+    assert same(of_comfyui, of_griptape)
+    assert loads(painter) == once(client)
+
+
+def test_neither_waits_for_all_that_the_other_has_queued(sides: Sides, watch: Watch) -> None:
+    comfyui, griptape = sides
+    comfyui.paint(*((RED, seed) for seed in range(8)), steps=8)
+    watch.until(lambda: len(watch.jobs) == 8 and bool(watch.started))
+    (crowd,) = {job.client_id for job in watch.jobs.values()}
+    griptape.paint((BLUE, 1), (BLUE, 2), steps=8)
+    assert len(pictures(griptape)) == 2
+    assert len(pictures(comfyui)) == 8
+
+    guests = [name for name in watch.jobs if name not in watch.of(crowd)]
+    assert len(watch.of(crowd)) == 8
+    assert len({watch.jobs[name].client_id for name in guests}) == 1
+    assert len(guests) == 2
+    # There was a queue to wait for, but no more of it than one job, and one that started just as this came.
+    assert len(watch.started) - watch.started.index(guests[0]) > 3, watch.started
+    for guest in guests:
+        before = watch.started.index(guest) - watch.started_before[guest]
+        assert before <= 2, (guest, watch.started)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["comfyui", "griptape"])
+@pytest.mark.parametrize("runs", [True, False], ids=["running", "queued"])
+def test_who_cancels_does_not_touch_the_other(
+    painter: Service, client: moored.Client, sides: Sides, watch: Watch, which: int, runs: bool
+) -> None:
+    leaves, stays = sides[which], sides[1 - which]
+    first, second = (leaves, stays) if runs else (stays, leaves)
+    prompts, steps = {leaves: RED, stays: BLUE}, {first: 60, second: 8}
+    first.paint((prompts[first], 3), steps=steps[first])
+    watch.until(lambda: len(watch.started) == 1)
+    second.paint((prompts[second], 3), steps=steps[second])
+    watch.until(lambda: len(watch.jobs) == 2)
+    assert len(watch.started) == 1, "the second waits for the first"
+    leaves.cancel()
+    assert leaves.said()["status"] == ENDED_EARLY[leaves.name]
+    (painted,) = pictures(stays)
+
+    ended = {job.id: job.state for job in client.jobs(include_ended=True)}
+    states = [ended[name] for name in watch.jobs]
+    assert states == (["cancelled", "done"] if runs else ["done", "cancelled"])
+    size = {"width": 128, "height": 128}
+    undisturbed = client.generate_image(BLUE, seed=3, steps=steps[stays], **size).image
+    assert same(painted, undisturbed.convert("RGB"))
+    assert loads(painter) == once(client)
