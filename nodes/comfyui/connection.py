@@ -63,7 +63,7 @@ def target(server: Server | None = None) -> Target:
     if named != usual:
         return Target(named, "")
     token_file = str(settings.get(TOKEN_FILE_SETTING) or "").strip()
-    # Read here: of a file that is no token the client would say so in gRPC's words.
+    # Read here, each time: a client reads its file once, and however long it is.
     token_file = token_file or os.environ.get("MOORED_TOKEN_FILE", "")
     return Target(named, _token(token_file) if token_file else None)
 
@@ -127,8 +127,9 @@ async def _with_client(work: Callable[[moored.AsyncClient], Awaitable[T]], targe
 
 def _client_of(target: Target) -> moored.AsyncClient:
     if target not in _clients:
-        options = {"token": target.token, "client_id": client_id()}
-        _clients[target] = moored.AsyncClient(target.endpoint, **options)
+        _clients[target] = moored.AsyncClient(
+            target.endpoint, token=target.token, client_id=client_id()
+        )
     return _clients[target]
 
 

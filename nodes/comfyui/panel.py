@@ -17,13 +17,15 @@ import contextlib
 import json
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import moored
 from aiohttp import web
 
 from . import connection, snapshot
+
+T = TypeVar("T")
 
 QUICK_S = 5.0
 """Seconds that a question to the service may take."""
@@ -76,7 +78,7 @@ async def _status(request: web.Request) -> web.Response:
     try:
         target = await _target()
         endpoint = target.endpoint
-        status = await _ask(lambda client: client.status(timeout=QUICK_S), target)
+        status = await _ask(lambda client: client.status(timeout=QUICK_S), target, QUICK_S)
     except (moored.MooredError, ValueError) as error:
         return _answer(snapshot.unreachable(_sentence(error, endpoint), endpoint))
     return _answer(snapshot.reachable(status, endpoint))
@@ -89,15 +91,13 @@ async def _models(request: web.Request) -> web.Response:
     was chosen.
     """
     _refuse_other_sites(request)
-    endpoint = ""
-    try:
-        target = await _target()
-        endpoint = target.endpoint
-        models = await _ask(lambda client: client.list_models(timeout=QUICK_S), target)
-    except (moored.MooredError, ValueError) as error:
-        return _failed(error, endpoint)
-    usable = sorted((one for one in models if not one.problem), key=lambda one: not one.is_default)
-    return _answer([one.id for one in usable])
+
+    async def work(client: moored.AsyncClient) -> list[str]:
+        models = await client.list_models(timeout=QUICK_S)
+        usable = [one for one in models if not one.problem]
+        return [one.id for one in sorted(usable, key=lambda one: not one.is_default)]
+
+    return await _answer_of(work, QUICK_S)
 
 
 async def _events(request: web.Request) -> web.StreamResponse:
@@ -181,7 +181,7 @@ async def _unload(request: web.Request) -> web.Response:
         cancelled = list(done.cancelled_jobs)
         return {"freed_bytes": done.freed_bytes, "kept": kept, "cancelled_jobs": cancelled}
 
-    return await _act(work, UNLOAD_S)
+    return await _answer_of(work, UNLOAD_S)
 
 
 async def _pin(request: web.Request) -> web.Response:
@@ -191,7 +191,7 @@ async def _pin(request: web.Request) -> web.Response:
         change = client.pin if body["pinned"] else client.unpin
         return {"pinned": list(await change(body["model"], timeout=QUICK_S))}
 
-    return await _act(work, QUICK_S)
+    return await _answer_of(work, QUICK_S)
 
 
 async def _cancel(request: web.Request) -> web.Response:
@@ -200,19 +200,7 @@ async def _cancel(request: web.Request) -> web.Response:
     async def work(client: moored.AsyncClient) -> dict[str, Any]:
         return {"cancelled": await client.cancel(body["job"], timeout=QUICK_S)}
 
-    return await _act(work, QUICK_S)
-
-
-async def _act(
-    work: Callable[[moored.AsyncClient], Awaitable[dict[str, Any]]], timeout_s: float
-) -> web.Response:
-    endpoint = ""
-    try:
-        target = await _target()
-        endpoint = target.endpoint
-        return _answer(await _ask(work, target, timeout_s))
-    except (moored.MooredError, ValueError) as error:
-        return _failed(error, endpoint)
+    return await _answer_of(work, QUICK_S)
 
 
 async def _body(request: web.Request, fields: dict[str, type]) -> dict[str, Any]:
@@ -267,11 +255,24 @@ async def _target() -> connection.Target:
     return await asyncio.to_thread(connection.target)
 
 
+async def _answer_of(
+    work: Callable[[moored.AsyncClient], Awaitable[object]], timeout_s: float
+) -> web.Response:
+    """What `work(client)` gives, or the error that it ends with."""
+    endpoint = ""
+    try:
+        target = await _target()
+        endpoint = target.endpoint
+        return _answer(await _ask(work, target, timeout_s))
+    except (moored.MooredError, ValueError) as error:
+        return _failed(error, endpoint)
+
+
 async def _ask(
-    work: Callable[[moored.AsyncClient], Awaitable[Any]],
+    work: Callable[[moored.AsyncClient], Awaitable[T]],
     target: connection.Target,
-    timeout_s: float = QUICK_S,
-) -> Any:
+    timeout_s: float,
+) -> T:
     try:
         return await asyncio.wait_for(connection.run(work, target), timeout_s)
     except (asyncio.TimeoutError, TimeoutError):

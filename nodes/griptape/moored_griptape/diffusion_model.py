@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import moored
@@ -19,8 +20,6 @@ from moored_griptape.model_handle import (
     SAY_SO,
     ModelHandle,
 )
-
-_FIELDS = ("quantization_mode", "loras", "keep_alive_s", "if_missing")
 
 
 class MooredDiffusionModel(DataNode):
@@ -85,7 +84,8 @@ class MooredDiffusionModel(DataNode):
 
     def process(self) -> None:
         """Puts the fields together; a value that makes no sense is said here, not in the run."""
-        given = {name: self.get_parameter_value(name) for name in ("model", *_FIELDS)}
+        names = [field.name for field in fields(ModelHandle)]
+        given = {name: self.get_parameter_value(name) for name in names}
         self.parameter_output_values["model_handle"] = ModelHandle.parse(given).as_json()
 
 

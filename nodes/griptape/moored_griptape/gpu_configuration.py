@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import moored
@@ -12,14 +13,6 @@ from griptape_nodes.exe_types.param_types.parameter_float import ParameterFloat
 
 from moored_griptape.choices import ServiceChoices
 from moored_griptape.system_constraints import ANY_DEVICE, SystemConstraints
-
-_FIELDS = (
-    "gpu_device",
-    "gpu_memory_fraction",
-    "cpu_memory_gb",
-    "allow_low_memory",
-    "release_patience_s",
-)
 
 
 class MooredGPUConfiguration(DataNode):
@@ -79,7 +72,8 @@ class MooredGPUConfiguration(DataNode):
 
     def process(self) -> None:
         """Puts the fields together; a value that makes no sense is said here, not in the run."""
-        given = {name: self.get_parameter_value(name) for name in _FIELDS}
+        names = [field.name for field in fields(SystemConstraints)]
+        given = {name: self.get_parameter_value(name) for name in names}
         constraints = SystemConstraints.parse(given)
         self.parameter_output_values["system_constraints"] = constraints.as_json()
 

@@ -80,7 +80,9 @@ class ProgressLog:
         self.status(text)
         phase = _phase(event)
         if phase is not None and (phase != self._phase or isinstance(event, moored.Waiting)):
-            self.line(f"{event.at_ms / 1000:8.1f} s  {_first_words(event) or text}")
+            if isinstance(event, moored.Loading):  # the status tells how far it is
+                text = f"Loading {event.component.name}, {in_words(event.bytes_total)}"
+            self.line(f"{event.at_ms / 1000:8.1f} s  {text}")
             self._phase = phase
         match event:
             case moored.Step():
@@ -122,15 +124,6 @@ class ProgressLog:
 
     def _publish(self, name: str, value: object) -> None:
         self._node.publish_update_to_parameter(name, value)
-
-
-def _first_words(event: moored.Event) -> str:
-    """What the log says of a phase when it begins, where the status tells how far it is."""
-    match event:
-        case moored.Loading():
-            return f"Loading {event.component.name}, {in_words(event.bytes_total)}"
-        case _:
-            return ""
 
 
 def _phase(event: moored.Event) -> object:

@@ -23,7 +23,7 @@ R = TypeVar("R")
 # All of these have one sentence for a person; anything else is a fault of ours, and shows as one.
 _TOLD = (moored.MooredError, OverBudget, ValueError, FileLoadError, FileWriteError)
 _HOLD_TIMEOUT_S = 5.0
-# A hold is given up by its id, which asking again tells; this is how long it lasts if that fails.
+# How long a hold that is given up lasts if its release fails.
 _GIVEN_UP_S = 1.0
 
 
@@ -40,7 +40,7 @@ class RunNode(SuccessFailureNode):
     def __init__(self, name: str, metadata: dict[Any, Any] | None = None, **rest: Any) -> None:
         super().__init__(name, metadata, **rest)
         if self.takes_model:
-            self.add_parameter(model_input())
+            self.add_parameter(_model_input())
         if self.takes_constraints:
             self.add_parameter(_constraints_input())
         self._add_inputs()
@@ -121,16 +121,23 @@ class RunNode(SuccessFailureNode):
 
     async def _keep_alive(self, client: moored.AsyncClient, handle: ModelHandle) -> None:
         """From now on, for as long as the handle says; 0 gives an earlier hold up."""
-        ttl_s = handle.keep_alive_s or _GIVEN_UP_S
+        model, ttl_s = handle.named, handle.keep_alive_s
         try:
-            hold = await client.hold(handle.named, ttl_s=ttl_s, timeout=_HOLD_TIMEOUT_S)
-            if handle.keep_alive_s:
+            if ttl_s:
+                hold = await client.hold(model, ttl_s=ttl_s, timeout=_HOLD_TIMEOUT_S)
                 self._shown.line(f"The model stays in for {hold.ttl_s:g} s")
             else:
-                await hold.release()
+                await self._give_up(client, model, timeout_s=_HOLD_TIMEOUT_S)
         except moored.MooredError as error:
             # The work is done, and stands.
             self._shown.line(f"The model could not be kept in: {error}")
+
+    async def _give_up(
+        self, client: moored.AsyncClient, model: moored.ModelLike, timeout_s: float | None = None
+    ) -> None:
+        """Gives our hold up. A hold is known by its client and model: asking again tells its id."""
+        hold = await client.hold(model, ttl_s=_GIVEN_UP_S, timeout=timeout_s)
+        await hold.release()
 
     async def _pull(self, client: moored.AsyncClient, model: str) -> None:
         self._shown.status(f"Pulling {model}")
@@ -153,8 +160,7 @@ class RunNode(SuccessFailureNode):
         """Shows what the picture looks like so far."""
 
 
-def model_input() -> Parameter:
-    """The parameter that takes a model handle."""
+def _model_input() -> Parameter:
     return Parameter(
         name="model",
         tooltip="From Diffusion Model. Not connected: the service's default model.",

@@ -58,9 +58,9 @@ class SystemConstraints:
             raise ValueError(
                 f"system_constraints is a {type(value).__name__}: connect a GPU Configuration node"
             )
-        unknown = sorted(set(value) - set(cls.__dataclass_fields__))
+        unknown = sorted(str(name) for name in value if name not in cls.__dataclass_fields__)
         if unknown:
-            raise ValueError(f"system_constraints has no {', '.join(map(str, unknown))}: remove it")
+            raise ValueError(f"system_constraints has no {', '.join(unknown)}: remove it")
         constraints = cls(
             gpu_device=str(value.get("gpu_device") or ANY_DEVICE).strip(),
             gpu_memory_fraction=_number(value, "gpu_memory_fraction", 1.0),

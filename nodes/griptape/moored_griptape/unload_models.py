@@ -8,7 +8,6 @@ import moored
 from griptape_nodes.exe_types.core_types import Parameter, ParameterMode
 from griptape_nodes.exe_types.param_types.parameter_bool import ParameterBool
 
-from moored_griptape.model_handle import ModelHandle
 from moored_griptape.run_node import RunNode
 from moored_griptape.sizes import GB, in_words
 
@@ -51,35 +50,26 @@ class MooredUnloadModels(RunNode):
         )
 
     async def _run(self, client: moored.AsyncClient) -> str:
-        model = None if self.get_parameter_value("all_models") else self._named()
-        for entry in await self._own_holds(client) if model is None else [model]:
+        model = None if self.get_parameter_value("all_models") else self._handle.named
+        for entry in await self._held_entries(client) if model is None else [model]:
             await self._give_up(client, entry)
         self._shown.status("Unloading")
         unloaded = await client.unload(model, force=bool(self.get_parameter_value("force")))
         for one in unloaded.freed:
             self._shown.line(f"{one.component.name} left {one.card}: {in_words(one.freed_bytes)}")
-        kept = [f"{one.component.name} stays: {one.reason}" for one in unloaded.kept]
-        for line in _once(kept):
+        kept = _once(f"{one.component.name} stays: {one.reason}" for one in unloaded.kept)
+        for line in kept:
             self._shown.line(line)
         for job in unloaded.cancelled_jobs:
             self._shown.line(f"Job {job} was cancelled")
         self.parameter_output_values["freed_gb"] = unloaded.freed_bytes / GB
         words = f"{in_words(unloaded.freed_bytes)} came free"
-        return f"{words}; {'; '.join(_once(kept))}" if kept else words
+        return f"{words}; {'; '.join(kept)}" if kept else words
 
-    def _named(self) -> moored.ModelLike:
-        handle: ModelHandle = self._handle
-        return handle.named
-
-    async def _own_holds(self, client: moored.AsyncClient) -> list[str]:
+    async def _held_entries(self, client: moored.AsyncClient) -> list[str]:
         """Entries with components that somebody holds: ours among them."""
         residents = [one for card in (await client.status()).cards for one in card.residents]
         return _once(entry for one in residents if one.held for entry in one.entries)
-
-    async def _give_up(self, client: moored.AsyncClient, model: moored.ModelLike) -> None:
-        """Gives our hold up. A hold is known by its client and model: asking again tells its id."""
-        hold = await client.hold(model, ttl_s=1)
-        await hold.release()
 
 
 def _once(words: Iterable[str]) -> list[str]:

@@ -48,12 +48,10 @@ def same(pictures: list[Any], expected: list[Any]) -> None:
         assert np.array_equal(picture, other)
 
 
-def until(
-    client: moored.Client, holds: Callable[[moored.Status], bool], within_s: float = DEADLINE_S
-) -> moored.Status:
+def until(client: moored.Client, holds: Callable[[moored.Status], bool]) -> moored.Status:
     """The first status that is so."""
     last = None
-    with client.watch_status(interval_s=0.02, timeout=within_s) as watch:
+    with client.watch_status(interval_s=0.02, timeout=DEADLINE_S) as watch:
         try:
             for _ in watch:
                 last = client.status()
@@ -61,7 +59,7 @@ def until(
                     return last
         except moored.Deadline:
             pass
-    raise AssertionError(f"not within {within_s:g} s; the status is {last}")
+    raise AssertionError(f"not within {DEADLINE_S:g} s; the status is {last}")
 
 
 @contextmanager
@@ -215,10 +213,7 @@ def test_loading_is_told_by_bytes(comfyui: ComfyUI, serve: Serve) -> None:
     assert loading
     assert all(text.endswith("/23.8 GB") for text in loading)
     with service.client() as client:
-        assert {one.component.name for one in client.status().cards[0].residents} >= {
-            "transformer",
-            "vae",
-        }
+        assert residents(client).keys() >= {"transformer", "vae"}
 
 
 def test_a_place_in_the_queue_is_told(comfyui: ComfyUI, serve: Serve) -> None:

@@ -10,13 +10,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import moored
 from playwright.sync_api import Browser, Page, sync_playwright
+
+from service import clean_environment
 
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 FLAGS = (
@@ -36,15 +37,14 @@ DEADLINE_S = 20.0
 class PanelPage:
     """The stand-in of ComfyUI's page, running."""
 
-    def __init__(self, user_directory: Path, **environment: str) -> None:
+    def __init__(self, user_directory: Path) -> None:
         self.user_directory = user_directory
-        clean = {name: value for name, value in os.environ.items() if "MOORED_" not in name}
         self.process = subprocess.Popen(
             [sys.executable, str(PAGE), str(user_directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=clean | environment,
+            env=clean_environment(),
         )
         assert self.process.stdout is not None
         port = self.process.stdout.readline().strip()
@@ -124,15 +124,6 @@ def opened(browser: Browser, panel: PanelPage, query: str = "") -> Iterator[Page
         assert not errors, errors
     finally:
         page.close()
-
-
-def until(client: moored.Client, holds: Callable[[moored.Status], bool]) -> moored.Status:
-    """The first status of the service that is so."""
-    with client.watch_status(interval_s=0.02, timeout=DEADLINE_S) as watch:
-        for status in watch:
-            if holds(status):
-                return status
-    raise AssertionError("the service ended")
 
 
 def instant_model(folder: Path, name: str, steps_ms: int = 0) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +22,10 @@ pytest.register_assert_rewrite("behaviour", "runs", "real")
 sys.path.insert(0, str(HERE))
 # The stand-in's modules have the names of ComfyUI's; what the pack imports is found there.
 sys.path.insert(1, str(HERE / "standin"))
+
+import real  # noqa: E402
+from browser import PanelPage  # noqa: E402
+from standin.executor import imported  # noqa: E402
 
 from service import BINARY, INSTANT_MODELS, Service  # noqa: E402
 
@@ -47,13 +49,7 @@ def _no_settings_of_a_user() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def pack() -> ModuleType:
     """The pack, imported as a package of any name; its modules are attributes."""
-    spec = importlib.util.spec_from_file_location("moored_nodes", PACK / "__init__.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["moored_nodes"] = module
-    spec.loader.exec_module(module)
-    return module
+    return imported(PACK, "moored_nodes")
 
 
 @pytest.fixture(scope="session")
@@ -76,9 +72,15 @@ def client(painter: Service) -> Iterator[moored.Client]:
 @pytest.fixture
 def unused_port() -> int:
     """A port of loopback where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return real.unused_port()
+
+
+@pytest.fixture
+def panel(tmp_path: Path) -> Iterator[PanelPage]:
+    """A page with the panel."""
+    page = PanelPage(tmp_path / "user")
+    yield page
+    page.stop()
 
 
 @pytest.fixture

@@ -19,10 +19,11 @@ LOCALES = Path(__file__).resolve().parents[3] / "nodes/comfyui/locales"
 
 def texts() -> dict[str, Any]:
     """The English texts, by node."""
-    return {name: _node(info) for name, info in golden()["nodes"].items()}
+    return {name: texts_of(info) for name, info in golden()["nodes"].items()}
 
 
-def _node(info: dict[str, Any]) -> dict[str, Any]:
+def texts_of(info: dict[str, Any]) -> dict[str, Any]:
+    """The texts of a node of `/object_info`."""
     groups = (info["input"].get(group, {}) for group in ("required", "optional"))
     inputs = {name: spec[1] for group in groups for name, spec in group.items()}
     outputs = zip(info["output_name"], info["output_tooltips"], strict=True)

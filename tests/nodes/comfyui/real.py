@@ -49,7 +49,7 @@ class RealComfyUI:
         (base / "custom_nodes" / "moored-nodes").symlink_to(pack)
         self.base = base
         self._directory, self._python = directory, python
-        self.port = _unused_port()
+        self.port = unused_port()
         self.log = base / "comfyui.log"
         self._clients: dict[str, _Client] = {}
         settings = ["--cpu", "--listen", "127.0.0.1", "--port", str(self.port)]
@@ -227,7 +227,7 @@ class _Client:
             run.outputs[node] = dict(outputs)
             if "images" in outputs:
                 run.outputs[node]["pictures"] = [self._picture(one) for one in outputs["images"]]
-        run.end(status, run.error)
+        run.end(status)
 
     def _picture(self, image: dict[str, str]) -> Any:
         query = urllib.parse.urlencode(
@@ -237,7 +237,8 @@ class _Client:
         return np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
 
 
-def _unused_port() -> int:
+def unused_port() -> int:
+    """A port of loopback where nobody listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

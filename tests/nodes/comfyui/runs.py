@@ -46,9 +46,9 @@ class Run:
         self.messages.append(message)
         self._news.put(message)
 
-    def end(self, status: str, error: str) -> None:
+    def end(self, status: str) -> None:
         """It ended."""
-        self.status, self.error = status, error
+        self.status = status
         self._ended.set()
         self._news.put(None)
 

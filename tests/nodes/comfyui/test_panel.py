@@ -11,7 +11,8 @@ from typing import Any
 
 import moored
 import pytest
-from browser import DEADLINE_S, PanelPage, chromium, instant_model, opened, until
+from behaviour import until
+from browser import DEADLINE_S, PanelPage, chromium, instant_model, opened
 from playwright.sync_api import Browser, Page, expect
 
 from service import Service
@@ -34,13 +35,6 @@ Start = Callable[..., Service]
 def browser() -> Iterator[Browser]:
     with chromium() as found:
         yield found
-
-
-@pytest.fixture
-def panel(tmp_path: Path) -> Iterator[PanelPage]:
-    page = PanelPage(tmp_path / "user")
-    yield page
-    page.stop()
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from typing import Any
 
 import moored
 import pytest
-from browser import PanelPage, instant_model, until
+from behaviour import until
+from browser import PanelPage, instant_model
 
 from service import INSTANT_MODELS, Service
 
@@ -26,13 +27,6 @@ TOKEN = "a-token-that-nobody-may-see"
 
 Start = Callable[..., Service]
 Loaded = tuple[PanelPage, moored.Client]
-
-
-@pytest.fixture
-def panel(tmp_path: Path) -> Iterator[PanelPage]:
-    page = PanelPage(tmp_path / "user")
-    yield page
-    page.stop()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import moored
 import pytest
 import tomllib
 from conftest import PACK
+from node_texts import texts_of
 from object_info import comparable, golden
 from standin.executor import StandIn
 
@@ -52,23 +53,11 @@ def test_every_node_and_input_says_what_it_is(standin: StandIn) -> None:
         assert info["api_node"] is False
 
 
-def words_in(info: dict[str, Any]) -> dict[str, Any]:
-    """A node's words as a locale has them."""
-    inputs = {
-        name: {"tooltip": options["tooltip"]}
-        for group in ("required", "optional")
-        for name, (_, options) in info["input"].get(group, {}).items()
-    }
-    return {"display_name": info["display_name"], "description": info["description"]} | {
-        "inputs": inputs
-    }
-
-
 @pytest.mark.parametrize("path", sorted(PACK.glob("locales/*/nodeDefs.json")), ids=str)
 def test_every_locale_has_the_words_of_every_node(standin: StandIn, path: Path) -> None:
     locale = json.loads(path.read_text(encoding="utf-8"))
     for name, info in standin.object_info().items():
-        words, found = words_in(info), locale[name]
+        words, found = texts_of(info), locale[name]
         assert sorted(found["inputs"]) == sorted(words["inputs"]), name
         if path.parent.name == "en":
             assert found["description"] == words["description"]

@@ -435,6 +435,7 @@ def test_a_token_is_asked_for_and_comes_from_the_secrets(nowhere: Headless, tmp_
         ({"prompt": "x", "model": "no/such-model"}, "no/such-model"),
         ({"prompt": "x", "system_constraints": {"gpu_memory_fraction": 1.5}}, "at most 1"),
         ({"prompt": "x", "system_constraints": {"gpu_memory": 1}}, "has no gpu_memory"),
+        ({"prompt": "x", "system_constraints": {"gpu_memory": 1, 2: 1}}, "has no 2, gpu_memory"),
         ({"prompt": "x", "system_constraints": {"cpu_memory_gb": "lots"}}, "is a number"),
         ({"prompt": "x", "system_constraints": {"cpu_memory_gb": "nan"}}, "a number over 0"),
         ({"prompt": "x", "system_constraints": {"cpu_memory_gb": "inf"}}, "a number over 0"),

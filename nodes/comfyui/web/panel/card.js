@@ -1,6 +1,6 @@
 // A card: whose every byte is, and which models are there.
 
-import { Views, make, show, write } from "./dom.js";
+import { Views, button, make, show, write } from "./dom.js";
 import { fill, size, time, words } from "./words.js";
 
 // Each account that the bar shows, and what of the service's own accounts is in it.
@@ -68,23 +68,14 @@ class EntryView {
       update() {},
     }));
     this.components = make("p", { class: "moored-small" });
-    this.pin = make("button", { type: "button", class: "moored-button", on: { click: () => this.togglePin() } });
-    this.unload = make("button", {
-      type: "button",
-      class: "moored-button",
-      text: words.entries.unload,
+    this.pin = button("", () => this.togglePin());
+    this.unload = button(words.entries.unload, () => this.askUnload(), {
       "aria-label": fill(words.entries.unload_label, { model: key }),
-      on: { click: () => this.askUnload() },
     });
     this.question = make("p", {});
-    this.no = make("button", { type: "button", class: "moored-button", text: words.entries.confirm_no });
-    this.no.addEventListener("click", () => this.answered());
-    this.yes = make("button", { type: "button", class: "moored-button moored-danger", text: words.entries.confirm_yes });
-    this.yes.addEventListener("click", () => {
-      this.answered();
-      this.actions.unload(this.key, true);
-    });
-    const choice = make("div", { class: "moored-buttons" }, this.yes, this.no);
+    this.no = button(words.entries.confirm_no, () => this.answered());
+    const yes = button(words.entries.confirm_yes, () => this.unloadAnyway(), { class: "moored-button moored-danger" });
+    const choice = make("div", { class: "moored-buttons" }, yes, this.no);
     this.confirm = make("div", { class: "moored-confirm", role: "alertdialog", "aria-label": key }, this.question, choice);
     this.confirm.addEventListener("keydown", (event) => {
       if (event.key !== "Escape") return;
@@ -133,6 +124,11 @@ class EntryView {
     }
     show(this.confirm, true);
     this.no.focus();
+  }
+
+  unloadAnyway() {
+    this.answered();
+    this.actions.unload(this.key, true);
   }
 
   answered() {

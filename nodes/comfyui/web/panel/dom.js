@@ -4,10 +4,15 @@ export function make(tag, options = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(options)) {
     if (name === "text") element.textContent = value;
-    else if (name === "on") for (const [event, act] of Object.entries(value)) element.addEventListener(event, act);
     else element.setAttribute(name, value);
   }
   element.append(...children.filter(Boolean));
+  return element;
+}
+
+export function button(text, act, options = {}) {
+  const element = make("button", { type: "button", class: "moored-button", text, ...options });
+  element.addEventListener("click", act);
   return element;
 }
 

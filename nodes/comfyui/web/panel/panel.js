@@ -1,7 +1,7 @@
 // The sidebar panel: fed by the pack's own stream while it is looked at, and by nothing otherwise.
 
 import { CardView } from "./card.js";
-import { Views, make, show, write } from "./dom.js";
+import { Views, button, make, show, write } from "./dom.js";
 import { QueueView } from "./queue.js";
 import { fill, size, words } from "./words.js";
 
@@ -19,8 +19,7 @@ export class Panel {
     this.said = make("p", { class: "moored-said", role: "status" });
     this.connecting = make("p", { class: "moored-small", text: words.connecting });
     this.problem = make("p", {});
-    const again = make("button", { type: "button", class: "moored-button", text: words.try_now });
-    again.addEventListener("click", () => this.reconnect());
+    const again = button(words.try_now, () => this.reconnect());
     this.down = make(
       "div",
       { class: "moored-down", role: "alert" },

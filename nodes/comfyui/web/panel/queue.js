@@ -1,6 +1,6 @@
 // The jobs of all who use the service.
 
-import { Views, make, show, write } from "./dom.js";
+import { Views, button, make, show, write } from "./dom.js";
 import { fill, words } from "./words.js";
 
 const nameOf = (job) => `${job.kind} ${job.id}`;
@@ -26,12 +26,8 @@ class JobView {
     this.progress = make("progress", { "aria-label": words.stages.denoise });
     const client = fill(words.jobs.from, { client: job.client || words.jobs.anybody });
     const priority = job.priority && job.priority !== "normal" ? words.priorities[job.priority] : "";
-    const cancel = make("button", {
-      type: "button",
-      class: "moored-button",
-      text: words.jobs.cancel,
+    const cancel = button(words.jobs.cancel, () => actions.cancel(job.id), {
       "aria-label": fill(words.jobs.cancel_label, { job: nameOf(job) }),
-      on: { click: () => actions.cancel(job.id) },
     });
     this.element = make(
       "li",

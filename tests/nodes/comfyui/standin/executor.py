@@ -87,10 +87,9 @@ class StandIn:
 
     def _send(self, to: str | None, kind: str, node: str | None, what: Any) -> None:
         for run in self._runs:
-            if run is self._running and to in (None, run.client_id):
-                run.add(Message(kind, node, what))
-            elif to == run.client_id or to is None:
-                run.strays.append(Message(kind, node, what))
+            if to in (None, run.client_id):
+                keep = run.add if run is self._running else run.strays.append
+                keep(Message(kind, node, what))
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -98,17 +97,17 @@ class StandIn:
             model_management.interrupt_current_processing(False)
             self.server.client_id = run.client_id
             self._running = run
-            status, error = "success", None
+            status = "success"
             try:
                 asyncio.run(_Execution(self, prompt, run).all())
             except model_management.InterruptProcessingException:
                 status = "interrupted"
             except Exception as failure:
-                status, error = "error", str(failure)
+                status, run.error = "error", str(failure)
             self._running = None
             self.server.client_id = None
             gc.collect()
-            run.end(status, run.error if error is None else error)
+            run.end(status)
 
     def _validate(self, prompt: Prompt) -> None:
         for node in prompt.values():
@@ -198,13 +197,13 @@ class _Execution:
 
 async def _loaded(pack: Path) -> dict[str, type[Any]]:
     """The nodes of a pack, which is imported as ComfyUI does: from its folder, whatever that is called."""
-    extension = await _module(pack).comfy_entrypoint()
+    extension = await imported(pack, str(pack).replace(".", "_x_")).comfy_entrypoint()
     await extension.on_load()
     return {node.define_schema().node_id: node for node in await extension.get_node_list()}
 
 
-def _module(pack: Path) -> ModuleType:
-    name = str(pack).replace(".", "_x_")
+def imported(pack: Path, name: str) -> ModuleType:
+    """A pack as a package of this name."""
     spec = importlib.util.spec_from_file_location(name, pack / "__init__.py")
     assert spec is not None
     assert spec.loader is not None
