@@ -51,7 +51,6 @@ class Asked:
 
     server: str
     """`hub` or `store`."""
-    method: str
     path: str
     start: int
     """Of the range that was asked for."""
@@ -190,23 +189,17 @@ class _Handler(BaseHTTPRequestHandler):
     hub: Hub
     name: str
 
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_GET(self) -> None:
-        self._answer()
-
     def log_message(self, format: str, *arguments: Any) -> None:
         """Says nothing."""
 
-    def _answer(self) -> None:
+    def do_GET(self) -> None:
         url = urlsplit(self.path)
         parts = [unquote(part) for part in url.path.strip("/").split("/")]
         self.query = parse_qs(url.query)
         said = self.headers.get("Range", "bytes=0-")
         self.start = int(said.removeprefix("bytes=").partition("-")[0])
         self.token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        self.asked = Asked(self.name, self.command, url.path, self.start, self.token)
+        self.asked = Asked(self.name, url.path, self.start, self.token)
         self.hub.note(self.asked)
         if self.name == "store":
             self._from_store(parts)
@@ -221,8 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.dumps({"error": message}).encode()
         headers = {"Content-Length": str(len(body)), "X-Error-Message": message}
         self._head(status, headers | ({"X-Error-Code": code} if code else {}))
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.wfile.write(body)
 
     def _head(self, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -264,8 +256,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = {"id": name, "sha": commit, "gated": gated, "siblings": siblings}
         text = json.dumps(body).encode()
         self._head(200, {"Content-Type": "application/json", "Content-Length": str(len(text))})
-        if self.command != "HEAD":
-            self.wfile.write(text)
+        self.wfile.write(text)
 
     def _resolve(self, name: str, revision: str, path: str) -> None:
         if (known := self._repository(name, revision)) is None:
@@ -316,8 +307,7 @@ class _Handler(BaseHTTPRequestHandler):
         if "Range" in self.headers:
             headers["Content-Range"] = f"bytes {self.start}-{len(content) - 1}/{len(content)}"
         self._head(206 if "Range" in self.headers else 200, headers)
-        if self.command != "HEAD":
-            self._send(path, content)
+        self._send(path, content)
 
     def _send(self, path: str, content: bytes) -> None:
         cut = self.hub.cut_of(path, self.start)

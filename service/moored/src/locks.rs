@@ -1,6 +1,6 @@
 //! Locks that keep two services off one card, and find workers that a killed service left behind.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read as _, Seek as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -96,18 +96,18 @@ pub(crate) fn take(path: &Path) -> Result<Result<File, String>, LockError> {
         .write(true)
         .open(path)
         .map_err(fails)?;
-    match fs4::FileExt::try_lock(&file) {
+    match file.try_lock() {
         Ok(()) => {
             file.set_len(0).and_then(|()| file.rewind()).map_err(fails)?;
             write!(file, "{}", std::process::id()).map_err(fails)?;
             Ok(Ok(file))
         }
-        Err(fs4::TryLockError::WouldBlock) => {
+        Err(TryLockError::WouldBlock) => {
             let mut holder = String::new();
             file.read_to_string(&mut holder).map_err(fails)?;
             Ok(Err(holder.trim().to_owned()))
         }
-        Err(fs4::TryLockError::Error(problem)) => Err(fails(problem)),
+        Err(TryLockError::Error(problem)) => Err(fails(problem)),
     }
 }
 

@@ -33,6 +33,18 @@ pub(crate) struct Found {
     pub(crate) path: PathBuf,
 }
 
+impl Found {
+    /// One that has no revisions.
+    fn at(id: String, path: PathBuf) -> Found {
+        Found {
+            id,
+            revision: String::new(),
+            refs: Vec::new(),
+            path,
+        }
+    }
+}
+
 /// Finds models by id.
 pub(crate) struct Models {
     settings: Settings,
@@ -73,20 +85,14 @@ impl Models {
     pub(crate) fn rescan(&self) -> Arc<Vec<Found>> {
         // What is configured by path comes first, then the folders in their order; the first of an id and
         // revision wins. A hub cache lists the revision of `main` first, which the stable sort keeps.
-        let configured = self.settings.paths.iter().map(|(id, path)| Found {
-            id: id.clone(),
-            revision: String::new(),
-            refs: Vec::new(),
-            path: path.clone(),
-        });
+        let configured = self
+            .settings
+            .paths
+            .iter()
+            .map(|(id, path)| Found::at(id.clone(), path.clone()));
         let folders = self.settings.folders.iter().chain([&self.hub_cache]);
         let scanned = folders.flat_map(|folder| scan(folder));
-        let shipped = shipped_model().map(|path| Found {
-            id: SHIPPED_ID.to_owned(),
-            revision: String::new(),
-            refs: Vec::new(),
-            path,
-        });
+        let shipped = shipped_model().map(|path| Found::at(SHIPPED_ID.to_owned(), path));
         let mut found: Vec<Found> = Vec::new();
         for model in configured.chain(scanned).chain(shipped) {
             if !found
@@ -250,7 +256,7 @@ fn named_by_key<'a>(
     find(listing, name, revision).map(|_| Some((name, revision, formats)))
 }
 
-/// The same, where the name may say the revision: `owner/name@main`.
+/// [`find`], where the name may say the revision too: `owner/name@main`.
 fn find_named(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
     let by_name = || {
         let (name, named) = id.rsplit_once('@')?;
@@ -301,12 +307,7 @@ fn scan(folder: &Path) -> Vec<Found> {
         .map(|n| n.to_string_lossy().into_owned())
         .unwrap_or_default();
     if is_pipeline(folder) {
-        found.push(Found {
-            id: name,
-            revision: String::new(),
-            refs: Vec::new(),
-            path: folder.to_owned(),
-        });
+        found.push(Found::at(name, folder.to_owned()));
         return found;
     }
     for child in children(folder) {
@@ -317,19 +318,9 @@ fn scan(folder: &Path) -> Vec<Found> {
         if let Some(id) = name.strip_prefix("models--") {
             found.extend(hub_model(&child, &id.replacen("--", "/", 1)));
         } else if let Some(id) = single_file_id(&child) {
-            found.push(Found {
-                id,
-                revision: String::new(),
-                refs: Vec::new(),
-                path: child,
-            });
+            found.push(Found::at(id, child));
         } else if is_pipeline(&child) {
-            found.push(Found {
-                id: name,
-                revision: String::new(),
-                refs: Vec::new(),
-                path: child,
-            });
+            found.push(Found::at(name, child));
         } else if child.is_dir() {
             for grandchild in children(&child)
                 .into_iter()
@@ -338,12 +329,7 @@ fn scan(folder: &Path) -> Vec<Found> {
                 let own = single_file_id(&grandchild)
                     .or_else(|| grandchild.file_name().map(|n| n.to_string_lossy().into_owned()))
                     .unwrap_or_default();
-                found.push(Found {
-                    id: format!("{name}/{own}"),
-                    revision: String::new(),
-                    refs: Vec::new(),
-                    path: grandchild,
-                });
+                found.push(Found::at(format!("{name}/{own}"), grandchild));
             }
         }
     }

@@ -43,9 +43,9 @@ pub(super) async fn run(client: &Client, options: Generate, json: bool) -> Resul
         pull: options.pull,
         json: json && !to_stdout,
     };
-    let model = request.model.clone();
     let attempt = async || paint(&connection, request.clone(), &mut show).await;
-    let painted = when_missing.retry(&connection, model.as_ref(), attempt).await?;
+    let asked = request.model.as_ref();
+    let painted = when_missing.retry(&connection, asked, attempt).await?;
     for (index, picture) in &painted.pictures {
         if to_stdout {
             std::io::stdout().write_all(picture)?;
@@ -76,12 +76,10 @@ pub(super) async fn plan(client: &Client, options: Generate, json: bool) -> Resu
         pull: options.pull,
         json,
     };
-    let model = request
-        .generate
-        .as_ref()
-        .and_then(|generate| generate.model.clone());
     let attempt = async || Ok(connection.residency().plan(request.clone()).await?);
-    let plan = when_missing.retry(&connection, model.as_ref(), attempt).await?;
+    let generate = request.generate.as_ref();
+    let asked = generate.and_then(|generate| generate.model.as_ref());
+    let plan = when_missing.retry(&connection, asked, attempt).await?;
     let plan = plan.into_inner();
     if json {
         return screen::json(&plan_json(&plan));

@@ -1,6 +1,7 @@
 //! `moored pull`, and what is asked when a model is missing.
 
 use std::io::IsTerminal as _;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use futures::StreamExt as _;
@@ -12,7 +13,7 @@ use tokio::sync::watch;
 use super::connection::{Connection, Refusal};
 use super::{CliError, screen};
 use crate::config;
-use crate::hub::{Hub, Progress, Pulled, Reference};
+use crate::hub::{Hub, Progress, Reference};
 use crate::proto::v1;
 use crate::proto::v1::pull_event::Event;
 
@@ -34,7 +35,7 @@ pub(super) async fn run(hub: config::Hub, model: &str, json: bool) -> Result<(),
     let pulled = loop {
         tokio::select! {
             ended = &mut pull => break ended,
-            Ok(()) = progress.changed() => show.progress(out(&progress.borrow_and_update()))?,
+            Ok(()) = progress.changed() => show.progress(progress.borrow_and_update().clone().into())?,
             _ = ticks.tick() => show.tick()?,
             _ = interrupted.recv() => {
                 show.end();
@@ -45,21 +46,9 @@ pub(super) async fn run(hub: config::Hub, model: &str, json: bool) -> Result<(),
         }
     };
     show.end();
-    let Pulled {
-        id,
-        revision,
-        bytes_total,
-        bytes_fetched,
-        path,
-    } = pulled?;
-    if json {
-        return screen::json(
-            &json!({"event": "pulled", "id": id, "revision": revision, "bytes_total": bytes_total,
-            "bytes_fetched": bytes_fetched, "path": path.display().to_string()}),
-        );
-    }
-    screen::note(&words(&id, &revision, bytes_total, bytes_fetched));
-    screen::text(&path.display().to_string())
+    let pulled = pulled?;
+    let path = pulled.path.clone();
+    tell(&pulled.into(), Some(&path), json)
 }
 
 /// How a missing model is come by.
@@ -147,15 +136,7 @@ async fn by_service(connection: &Connection, model: &Reference, json: bool) -> R
             Some(Event::Progress(progress)) => show.progress(progress)?,
             Some(Event::Pulled(pulled)) => {
                 show.end();
-                if json {
-                    screen::json(
-                        &json!({"event": "pulled", "id": pulled.id, "revision": pulled.revision,
-                        "bytes_total": pulled.bytes_total, "bytes_fetched": pulled.bytes_fetched}),
-                    )?;
-                } else {
-                    let (total, fetched) = (pulled.bytes_total, pulled.bytes_fetched);
-                    screen::note(&words(&pulled.id, &pulled.revision, total, fetched));
-                }
+                tell(&pulled, None, json)?;
             }
             None => {}
         }
@@ -171,26 +152,27 @@ fn request(model: &Reference) -> v1::PullModelRequest {
     }
 }
 
-fn out(progress: &Progress) -> v1::PullProgress {
-    v1::PullProgress {
-        bytes_done: progress.bytes_done,
-        bytes_total: progress.bytes_total,
-        files_done: progress.files_done,
-        files_total: progress.files_total,
-        file: progress.file.clone(),
+/// Says what has been pulled, and where it lies if that is on this machine.
+fn tell(pulled: &v1::PulledModel, path: Option<&Path>, json: bool) -> Result<(), CliError> {
+    let path = path.map(|path| path.display().to_string());
+    if json {
+        let mut said = json!({"event": "pulled", "id": pulled.id, "revision": pulled.revision,
+            "bytes_total": pulled.bytes_total, "bytes_fetched": pulled.bytes_fetched});
+        if let Some(path) = path {
+            said["path"] = path.into();
+        }
+        return screen::json(&said);
     }
-}
-
-fn words(id: &str, revision: &str, total: u64, fetched: u64) -> String {
-    let short = revision.get(..8).unwrap_or(revision);
-    match fetched {
-        0 => format!("{id} at {short} was here already, {}", decimal(total)),
+    let short = pulled.revision.get(..8).unwrap_or(&pulled.revision);
+    let (model, total) = (format!("{} at {short}", pulled.id), decimal(pulled.bytes_total));
+    screen::note(&match pulled.bytes_fetched {
+        0 => format!("{model} was here already, {total}"),
         fetched => format!(
-            "{id} at {short} is here: {}, of which {} were fetched",
-            decimal(total),
+            "{model} is here: {total}, of which {} were fetched",
             decimal(fetched)
         ),
-    }
+    });
+    path.map_or(Ok(()), |path| screen::text(&path))
 }
 
 /// As downloads are sized everywhere: in powers of ten.

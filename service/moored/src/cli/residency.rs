@@ -115,9 +115,9 @@ pub(super) async fn load(client: &Client, options: Load, json: bool) -> Result<(
         pull: options.pull,
         json,
     };
-    let model = request.model.clone();
     let attempt = async || bring_in(&connection, request.clone(), json).await;
-    let done = when_missing.retry(&connection, model.as_ref(), attempt).await?;
+    let asked = request.model.as_ref();
+    let done = when_missing.retry(&connection, asked, attempt).await?;
     if json {
         return Ok(());
     }

@@ -22,8 +22,7 @@ impl Hub for Service {
         &self,
         request: Request<v1::PullModelRequest>,
     ) -> Result<Response<v1::PullPlan>, Status> {
-        let asked = self.pullable(&request.into_inner());
-        let model = asked.map_err(|problem| status_of_pull(&problem))?;
+        let model = self.pullable(&request.into_inner())?;
         let plan = self.pulls.hub().plan(&model).await;
         let plan = plan.map_err(|problem| status_of_pull(&problem))?;
         Ok(Response::new(v1::PullPlan {
@@ -41,27 +40,26 @@ impl Hub for Service {
         &self,
         request: Request<v1::PullModelRequest>,
     ) -> Result<Response<Self::PullModelStream>, Status> {
-        let asked = self.pullable(&request.into_inner());
-        let model = asked.map_err(|problem| status_of_pull(&problem))?;
+        let model = self.pullable(&request.into_inner())?;
         let mut pull = self.pulls.join(model);
         let (models, mut stopping) = (self.models.clone(), self.stopping.clone());
         Ok(Response::new(Box::pin(async_stream::try_stream! {
             // Begun, before there is anything to count: whoever joins hears of it at once.
-            yield event(progress_out(Progress::default()));
+            yield event(Event::Progress(Progress::default().into()));
             loop {
                 let news = tokio::select! {
                     news = pull.next() => news,
                     _ = stopping.wait_for(|stopping| *stopping) => News::End(Err(PullError::ShuttingDown)),
                 };
                 match news {
-                    News::Progress(progress) => yield event(progress_out(progress)),
+                    News::Progress(progress) => yield event(Event::Progress(progress.into())),
                     News::End(Ok(pulled)) => {
                         // It can be named from now on, and is listed.
                         let looked = tokio::task::spawn_blocking(move || drop(models.rescan())).await;
                         if let Err(panic) = looked {
                             tracing::warn!(%panic, "models could not be looked for");
                         }
-                        yield event(pulled_out(pulled));
+                        yield event(Event::Pulled(pulled.into()));
                         return;
                     }
                     News::End(Err(problem)) => Err(status_of_pull(&problem))?,
@@ -74,14 +72,15 @@ impl Hub for Service {
 
 impl Service {
     /// What is asked for, where clients may ask.
-    fn pullable(&self, request: &v1::PullModelRequest) -> Result<Reference, PullError> {
-        let model = Reference::new(&request.id, &request.revision)?;
-        if self.pulls.hub().is_open() {
-            return Ok(model);
-        }
-        Err(PullError::NotAllowed {
-            id: model.to_string(),
-        })
+    fn pullable(&self, request: &v1::PullModelRequest) -> Result<Reference, Status> {
+        let model = Reference::new(&request.id, &request.revision);
+        let allowed = model.and_then(|model| match self.pulls.hub().is_open() {
+            true => Ok(model),
+            false => Err(PullError::NotAllowed {
+                id: model.to_string(),
+            }),
+        });
+        allowed.map_err(|problem| status_of_pull(&problem))
     }
 }
 
@@ -89,21 +88,25 @@ fn event(event: Event) -> v1::PullEvent {
     v1::PullEvent { event: Some(event) }
 }
 
-fn progress_out(progress: Progress) -> Event {
-    Event::Progress(v1::PullProgress {
-        bytes_done: progress.bytes_done,
-        bytes_total: progress.bytes_total,
-        files_done: progress.files_done,
-        files_total: progress.files_total,
-        file: progress.file,
-    })
+impl From<Progress> for v1::PullProgress {
+    fn from(progress: Progress) -> v1::PullProgress {
+        v1::PullProgress {
+            bytes_done: progress.bytes_done,
+            bytes_total: progress.bytes_total,
+            files_done: progress.files_done,
+            files_total: progress.files_total,
+            file: progress.file,
+        }
+    }
 }
 
-fn pulled_out(pulled: Pulled) -> Event {
-    Event::Pulled(v1::PulledModel {
-        id: pulled.id,
-        revision: pulled.revision,
-        bytes_total: pulled.bytes_total,
-        bytes_fetched: pulled.bytes_fetched,
-    })
+impl From<Pulled> for v1::PulledModel {
+    fn from(pulled: Pulled) -> v1::PulledModel {
+        v1::PulledModel {
+            id: pulled.id,
+            revision: pulled.revision,
+            bytes_total: pulled.bytes_total,
+            bytes_fetched: pulled.bytes_fetched,
+        }
+    }
 }

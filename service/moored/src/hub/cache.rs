@@ -1,7 +1,7 @@
 //! The hub cache as the other programs that share it have it: contents in `blobs/`, by name; `snapshots/COMMIT/` with links
 //! to them; branches and tags in `refs/`; locks in `.locks/`.
 
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -38,11 +38,12 @@ pub(super) struct Lock {
 
 impl ModelCache {
     pub(super) fn new(root: &Path, model: &Reference) -> ModelCache {
+        let repo = repo(&model.id, &model.revision);
         ModelCache {
             root: root.to_owned(),
-            folder_name: repo(&model.id, &model.revision).folder_name(),
+            folder_name: repo.folder_name(),
             model: model.clone(),
-            layout: Cache::new(root.to_owned()).repo(repo(&model.id, &model.revision)),
+            layout: Cache::new(root.to_owned()).repo(repo),
         }
     }
 
@@ -95,8 +96,8 @@ impl ModelCache {
                     return Ok(Lock { _file: file });
                 }
                 Ok(()) => {}
-                Err(std::fs::TryLockError::WouldBlock) => tokio::time::sleep(LOCK_POLL).await,
-                Err(std::fs::TryLockError::Error(problem)) => return Err(failed(&path, &problem)),
+                Err(TryLockError::WouldBlock) => tokio::time::sleep(LOCK_POLL).await,
+                Err(TryLockError::Error(problem)) => return Err(failed(&path, &problem)),
             }
         }
     }

@@ -29,7 +29,8 @@ impl Oid {
     }
 }
 
-fn is_hex(text: &str, length: usize) -> bool {
+/// So many digits.
+pub(super) fn is_hex(text: &str, length: usize) -> bool {
     text.len() == length && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 

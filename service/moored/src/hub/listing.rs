@@ -131,7 +131,8 @@ impl Session {
         ask: impl Fn() -> reqwest::RequestBuilder,
     ) -> Result<Response, PullError> {
         let mut pause = FIRST_PAUSE;
-        for attempt in 1.. {
+        let mut attempt = 1;
+        loop {
             let problem = match timeout(SILENCE, ask().send()).await {
                 Ok(Ok(answer)) if answer.status().is_success() => return Ok(answer),
                 Ok(Ok(answer)) => match self.refusal(model, answer.status(), answer.headers()) {
@@ -145,9 +146,9 @@ impl Session {
                 return Err(problem);
             }
             tokio::time::sleep(pause).await;
+            attempt += 1;
             pause *= 2;
         }
-        unreachable!("the last attempt returns")
     }
 
     async fn text(&self, mut answer: Response) -> Result<Vec<u8>, PullError> {

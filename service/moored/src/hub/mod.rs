@@ -86,12 +86,7 @@ impl Contents {
     }
 
     fn files(&self) -> u32 {
-        let files = self
-            .contents
-            .iter()
-            .map(|content| content.paths.len())
-            .sum::<usize>();
-        u32::try_from(files).unwrap_or(u32::MAX)
+        count(&self.contents)
     }
 
     fn missing<'a>(&'a self, cache: &'a ModelCache) -> impl Iterator<Item = &'a Content> {
@@ -107,6 +102,12 @@ impl Contents {
         };
         sum(self.missing(cache).map(left))
     }
+}
+
+/// Files that have these contents.
+fn count<'a>(contents: impl IntoIterator<Item = &'a Content>) -> u32 {
+    let files: usize = contents.into_iter().map(|content| content.paths.len()).sum();
+    u32::try_from(files).unwrap_or(u32::MAX)
 }
 
 /// Of sizes that a hub announces: what is beyond all numbers fits on no disk, and is refused there.
@@ -160,14 +161,11 @@ impl Hub {
         cache.check_room(contents.bytes_missing(&cache))?;
         let missing: Vec<&Content> = contents.missing(&cache).collect();
         let to_come = sum(missing.iter().map(|content| content.file.size));
-        let files_to_come: usize = missing.iter().map(|content| content.paths.len()).sum();
         let meter = Meter::new(progress);
         meter.start(Progress {
             bytes_done: contents.bytes() - to_come,
             bytes_total: contents.bytes(),
-            files_done: contents
-                .files()
-                .saturating_sub(u32::try_from(files_to_come).unwrap_or(u32::MAX)),
+            files_done: contents.files() - count(missing.iter().copied()),
             files_total: contents.files(),
             file: String::new(),
         });
@@ -253,14 +251,11 @@ impl Hub {
             .commit()
             .ok_or_else(|| incomplete(vec!["all of it".to_owned()]))?;
         let path = cache.snapshot(&commit);
-        let index = std::fs::read(path.join(INDEX));
-        let index = index.map_err(|_| incomplete(vec![INDEX.to_owned()]))?;
-        let files = files_of(&path);
-        let names: Vec<&str> = files.iter().map(String::as_str).collect();
-        let missing = selection::missing(folders_of(&model.id, &index)?, &names);
+        let missing = missing_of(&model.id, &path)?;
         if !missing.is_empty() {
             return Err(incomplete(missing));
         }
+        let files = files_of(&path);
         let lengths = files.iter().filter_map(|file| path.join(file).metadata().ok());
         Ok(Pulled {
             id: model.id.clone(),
@@ -275,15 +270,21 @@ impl Hub {
 /// Whether a snapshot has what its pipeline is read from, as far as that can be told without the hub: other programs leave
 /// half of one when they are cut. What is no pipeline of ours lacks nothing that we know of.
 pub(crate) fn is_whole(snapshot: &Path) -> bool {
+    missing_of("", snapshot).unwrap_or_default().is_empty()
+}
+
+/// What is missing of the pipeline in a snapshot.
+///
+/// # Errors
+/// When it is no pipeline of ours.
+fn missing_of(id: &str, snapshot: &Path) -> Result<Vec<String>, PullError> {
     let Ok(index) = std::fs::read(snapshot.join(INDEX)) else {
-        return false;
+        return Ok(vec![INDEX.to_owned()]);
     };
-    let Ok(folders) = folders_of("", &index) else {
-        return true;
-    };
+    let folders = folders_of(id, &index)?;
     let files = files_of(snapshot);
     let names: Vec<&str> = files.iter().map(String::as_str).collect();
-    selection::missing(folders, &names).is_empty()
+    Ok(selection::missing(folders, &names))
 }
 
 /// The folders that a pipeline is read from, by its index.

@@ -105,22 +105,14 @@ impl Pulls {
 impl Pull {
     /// What happens next: the latest progress, at last the end.
     pub(crate) async fn next(&mut self) -> News {
-        loop {
-            if let Some(ended) = self.result.borrow_and_update().clone() {
-                return News::End(ended);
+        tokio::select! {
+            biased;
+            ended = self.result.wait_for(Option::is_some) => {
+                let ended = ended.ok().and_then(|ended| ended.clone());
+                News::End(ended.unwrap_or(Err(PullError::ShuttingDown)))
             }
-            tokio::select! {
-                changed = self.progress.changed() => match changed {
-                    Ok(()) => return News::Progress(self.progress.borrow_and_update().clone()),
-                    // It has ended: only its result is left.
-                    Err(_) => if self.result.changed().await.is_err() && self.result.borrow().is_none() {
-                        return News::End(Err(PullError::ShuttingDown));
-                    }
-                },
-                changed = self.result.changed() => if changed.is_err() && self.result.borrow().is_none() {
-                    return News::End(Err(PullError::ShuttingDown));
-                },
-            }
+            // Over when the pull is: then only its result is left to wait for.
+            Ok(()) = self.progress.changed() => News::Progress(self.progress.borrow_and_update().clone()),
         }
     }
 }

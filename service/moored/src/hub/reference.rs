@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::PullError;
+use super::checksum::is_hex;
 
 /// The branch that is meant where none is named.
 const MAIN: &str = "main";
@@ -55,7 +56,7 @@ impl Reference {
 
 /// A whole commit.
 pub(super) fn is_commit(text: &str) -> bool {
-    text.len() == 40 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
+    is_hex(text, 40)
 }
 
 /// A name that is one in a path too: no `..`, nothing hidden, nothing that a URL would read otherwise.

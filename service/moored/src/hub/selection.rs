@@ -168,15 +168,9 @@ pub(super) fn no_pipeline(id: &str, files: &[&str]) -> PullError {
 mod tests {
     use super::*;
 
-    const FOLDERS: [&str; 7] = [
-        "scheduler",
-        "text_encoder",
-        "text_encoder_2",
-        "tokenizer",
-        "tokenizer_2",
-        "transformer",
-        "vae",
-    ];
+    fn folders() -> &'static [&'static str] {
+        pipelines::catalogue().folders_of("FluxPipeline").unwrap()
+    }
 
     /// As large repositories of this kind are laid out, with all that they hold beside.
     const FILES: [&str; 45] = [
@@ -229,7 +223,7 @@ mod tests {
 
     #[test]
     fn of_a_repository_that_holds_everything_the_pipeline_is_taken_once() {
-        let mut taken = wanted("me/mine", &FOLDERS, &FILES).unwrap();
+        let mut taken = wanted("me/mine", folders(), &FILES).unwrap();
         taken.sort();
         let expected = [
             "model_index.json",
@@ -310,9 +304,9 @@ mod tests {
 
     #[test]
     fn what_is_missing_is_named() {
-        let taken = wanted("me/mine", &FOLDERS, &FILES).unwrap();
+        let taken = wanted("me/mine", folders(), &FILES).unwrap();
         let all: Vec<&str> = taken.iter().map(String::as_str).collect();
-        assert_eq!(missing(&FOLDERS, &all), Vec::<String>::new());
+        assert_eq!(missing(folders(), &all), Vec::<String>::new());
         for (gone, told) in [
             (
                 "transformer/diffusion_pytorch_model-00002-of-00003.safetensors",
@@ -325,7 +319,7 @@ mod tests {
             ),
         ] {
             let left: Vec<&str> = all.iter().copied().filter(|name| *name != gone).collect();
-            assert_eq!(missing(&FOLDERS, &left), [told], "{gone}");
+            assert_eq!(missing(folders(), &left), [told], "{gone}");
         }
     }
 }
