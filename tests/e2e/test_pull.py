@@ -516,6 +516,7 @@ def test_offline_says_what_is_missing(hub: Hub, home: Path, pull: Pull) -> None:
     _, message = failed(pull(HF_HUB_OFFLINE="1"))
     assert "HF_HUB_OFFLINE" in message
     assert "all of it is missing" in message
+    assert "unset it" in message, "what to do is told"
     assert hub.requests == []
     commit = pulled(pull())["revision"]
     before = len(hub.requests)

@@ -15,7 +15,7 @@ pub(crate) enum PullError {
         id: String,
     },
     /// Nothing may be fetched, and something is missing.
-    #[error("HF_HUB_OFFLINE is set, and {id} is not whole in {cache}: {} missing", list(.missing))]
+    #[error("HF_HUB_OFFLINE is set, and {id} is not whole in {cache}: {} missing; unset it to fetch that", list(.missing))]
     Offline {
         /// The model.
         id: String,
