@@ -280,7 +280,7 @@ def test_a_page_that_does_not_read_piles_nothing_up(
 ) -> None:
     """It gets the newest when it reads again."""
     told: weakref.WeakSet[Any] = weakref.WeakSet()
-    all_told = threading.Event()
+    one_read, all_told = threading.Event(), threading.Event()
 
     class News:
         def __init__(self, number: int) -> None:
@@ -294,7 +294,9 @@ def test_a_page_that_does_not_read_piles_nothing_up(
         async def __aexit__(self, *error: object) -> None: ...
 
         async def __aiter__(self) -> Any:
-            for number in range(1000):
+            yield News(0)
+            await asyncio.to_thread(one_read.wait, 10)
+            for number in range(1, 1000):
                 yield News(number)
             all_told.set()
             await asyncio.Event().wait()
@@ -304,7 +306,8 @@ def test_a_page_that_does_not_read_piles_nothing_up(
 
     async def page() -> None:
         statuses = pack.panel._statuses(pack.connection.Target("box:1"))
-        await anext(statuses)
+        assert (await anext(statuses)).number == 0
+        one_read.set()
         assert await asyncio.to_thread(all_told.wait, 10)
         await asyncio.sleep(0)
         gc.collect()
