@@ -9,7 +9,7 @@ use super::placing::{Placement, text_cache_key};
 use super::record::{JobRecord, Need, Patience, Phase, Step, StepKind};
 use super::shares::AFFINITY_WINDOW_MS;
 use super::watchdog::Pace;
-use crate::error::Error;
+use crate::error::{Error, Shortfall};
 use crate::job::{JobEventKind, JobId, JobWork, StageReport};
 use crate::messages::{Order, Shortage, StageWork, Work};
 use residency::{Bytes, WaitCause};
@@ -30,6 +30,10 @@ impl Actor {
             let Some(job) = self.jobs.get(id).filter(|job| job.phase != Phase::Running) else {
                 continue;
             };
+            if let Some(shortfall) = job.out_of_memory.clone() {
+                self.end_out_of_memory(id, shortfall, now);
+                continue;
+            }
             // Once no card is free only those are asked who wait for memory, or were not asked before.
             let must_ask = job.phase == Phase::Waiting || job.position.is_none() || job.is_near_refusal();
             if !any_free && !must_ask {
@@ -212,6 +216,7 @@ impl Actor {
                 return false;
             };
             job.phase == Phase::Queued
+                && job.out_of_memory.is_none()
                 && self.virtual_ms(&job.options.client) <= latest
                 && self.missing_bytes(job, card).0.saturating_mul(2) < missing.0
                 && !self.is_behind_an_unload(job)
@@ -303,6 +308,16 @@ impl Actor {
         let Some(job) = self.jobs.remove(id) else { return };
         let shortfall = self.shortfall_after_waiting(&job, now);
         self.end(job, Err(Error::MemoryTaken(Box::new(shortfall))), now);
+    }
+
+    /// Ends a job that ran out of memory in a step, once it is known what would fit instead.
+    fn end_out_of_memory(&mut self, id: &JobId, mut shortfall: Box<Shortfall>, now: Instant) {
+        if !self.knows_reductions(id) {
+            return self.queue_up(id, now);
+        }
+        let Some(job) = self.jobs.remove(id) else { return };
+        shortfall.fallbacks = self.fallbacks(&job, &self.usable_cards(&job), now);
+        self.end(job, Err(Error::OutOfMemory(shortfall)), now);
     }
 
     /// A job whose patience is over goes on waiting for what its refusal is to say.

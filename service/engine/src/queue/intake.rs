@@ -215,6 +215,7 @@ impl Actor {
             never_on: BTreeSet::new(),
             low_memory: false,
             ending: None,
+            out_of_memory: None,
             report: JobReport::default(),
             step_done: 0,
             steps_of_stage: 0,

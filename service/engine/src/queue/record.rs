@@ -12,7 +12,7 @@ use super::listener::{Mailbox, is_coalescible};
 use super::reductions::Reductions;
 use super::request::OpenModels;
 use super::swap::Swap;
-use crate::error::Error;
+use crate::error::{Error, Shortfall};
 use crate::job::{JobEvent, JobEventKind, JobId, JobOptions, JobReport, JobWork};
 use crate::library::Entry;
 use crate::messages::Shortage;
@@ -167,6 +167,8 @@ pub(super) struct JobRecord {
     pub(super) low_memory: bool,
     /// What it ends with as soon as the worker lets go.
     pub(super) ending: Option<Error>,
+    /// It ran out of memory in a step: what it ends with as soon as it is known what would fit instead.
+    pub(super) out_of_memory: Option<Box<Shortfall>>,
 
     pub(super) report: JobReport,
     pub(super) step_done: u32,

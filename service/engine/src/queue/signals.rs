@@ -181,7 +181,7 @@ impl Actor {
                 Ok(())
             }
             Outcome::Cancelled => Err(Error::Cancelled),
-            Outcome::Failed(failure) => Err(self.failed(&job, index, &running, failure, now)),
+            Outcome::Failed(failure) => Err(self.failed(&job, index, &running, failure)),
         };
         let result = match job.ending.take() {
             Some(ending) => Err(ending),
@@ -189,6 +189,10 @@ impl Actor {
         };
         match result {
             Ok(()) if job.cursor < job.steps.len() => {
+                self.jobs.insert(job.id.clone(), job);
+            }
+            Err(Error::OutOfMemory(shortfall)) => {
+                job.out_of_memory = Some(shortfall);
                 self.jobs.insert(job.id.clone(), job);
             }
             result => self.end(job, result, now),
@@ -328,14 +332,7 @@ impl Actor {
         }
     }
 
-    fn failed(
-        &mut self,
-        job: &JobRecord,
-        index: usize,
-        running: &InFlight,
-        failure: Failure,
-        now: Instant,
-    ) -> Error {
+    fn failed(&mut self, job: &JobRecord, index: usize, running: &InFlight, failure: Failure) -> Error {
         match failure {
             Failure::OutOfMemory {
                 stage,
@@ -352,7 +349,6 @@ impl Actor {
                     stage,
                     free: usable,
                     holders,
-                    fallbacks: self.fallbacks(job, &self.usable_cards(job), now),
                     ..self.shortfall(index, &running.need, needed)
                 };
                 Error::OutOfMemory(Box::new(shortfall))

@@ -9,7 +9,7 @@ use engine::queue::{Job, Settings};
 use residency::Bytes;
 use tokio::time::Instant;
 
-use crate::fixture::{entry, load, picture};
+use crate::fixture::{REDUCTIONS, entry, load, picture};
 use crate::worker::{Wire, at_rest, completed, end, events, one_card, one_card_with, settle, stage_of};
 
 #[tokio::test(start_paused = true)]
@@ -128,6 +128,8 @@ async fn a_decode_that_fails_keeps_its_latent_and_a_retry_starts_at_the_decode()
         panic!("{seen:?}")
     };
     assert_eq!((shortfall.needed, shortfall.free), (needed, usable));
+    let instead: Vec<&str> = shortfall.fallbacks.iter().map(|f| &*f.label).collect();
+    assert_eq!(instead[..4], REDUCTIONS, "{instead:?}");
     at_rest(&queue).await;
 }
 
