@@ -221,7 +221,9 @@ def test_trim_jobs_cancel(service: Service, ask: Ask) -> None:
     assert [job.id for job in ask("jobs", include_ended=True)] == ["j"]
     assert service.requests["List"].include_ended
     assert ask("cancel", "j") is True
-    assert service.requests["Cancel"].job_id == "j"
+    assert service.requests["Cancel"] == jobs_pb2.CancelJobRequest(job_id="j")
+    assert ask("cancel", "j", release_latents=True) is True
+    assert service.requests["Cancel"].release_latents
 
 
 def test_server_info(service: Service, ask: Ask) -> None:

@@ -67,6 +67,16 @@ def release(target: Target, names: Sequence[str]) -> None:
         connection.start_with_client(work, target)
 
 
+def discard(target: Target, job_id: str) -> None:
+    """Ends a job of which nobody will ask for anything, whatever it has kept by then; does not wait."""
+
+    async def work(client: moored.AsyncClient) -> None:
+        await client.cancel(job_id, release_latents=True)
+
+    if job_id:
+        connection.start_with_client(work, target)
+
+
 async def use(client: moored.AsyncClient, target: Target, recipe: ModelRecipe) -> None:
     """Says to the service that a model is about to be used, and so renews what is claimed of it."""
     claim = _claims[target, recipe]

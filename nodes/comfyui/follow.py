@@ -137,7 +137,8 @@ async def follow(
                     result = await stream.result()
                     await claims.used(client, target, recipe)
                 except BaseException:
-                    claims.release(target, [latent.id for latent in stream.latents])
+                    # It may have kept latents that were not heard of yet.
+                    claims.discard(target, stream.job_id)
                     raise
         finally:
             claims.rest(target, recipe)

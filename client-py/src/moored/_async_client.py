@@ -410,9 +410,15 @@ class AsyncClient:
         jobs = (await self._unary(self._stubs.jobs.List, request, timeout)).jobs
         return tuple(mirror(JobInfo, job) for job in jobs)
 
-    async def cancel(self, job_id: str, *, timeout: float | None = QUICK_S) -> bool:
-        """Ends a job, anybody's. False: it had ended already."""
-        request = jobs_pb2.CancelJobRequest(job_id=job_id)
+    async def cancel(
+        self, job_id: str, *, release_latents: bool = False, timeout: float | None = QUICK_S
+    ) -> bool:
+        """Ends a job, anybody's. False: it had ended already.
+
+        `release_latents` also releases what the job has kept and what it keeps until it ends, even if it has
+        ended: for those who left its stream, and may not have heard of every latent.
+        """
+        request = jobs_pb2.CancelJobRequest(job_id=job_id, release_latents=release_latents)
         return bool((await self._unary(self._stubs.jobs.Cancel, request, timeout)).cancelled)
 
     async def server_info(self, *, timeout: float | None = QUICK_S) -> ServerInfo:

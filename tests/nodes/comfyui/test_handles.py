@@ -281,6 +281,11 @@ class Notes:
         self.asked.append(("release", name))
         return True
 
+    async def cancel(self, job_id: str, *, release_latents: bool) -> bool:
+        assert release_latents
+        self.asked.append(("discard", job_id))
+        return True
+
     async def hold(self, model: moored.ModelRef, ttl_s: float) -> Any:
         self.asked.append(("hold", model.id, ttl_s))
 
@@ -359,6 +364,38 @@ def test_a_latent_handle_that_is_not_finished_releases_what_it_has(
 
 def latent_info(name: str) -> moored.LatentInfo:
     return moored.LatentInfo(name, (1, 16, 8, 8), "f32", "sha256:0", 60_000, 4096)
+
+
+def test_an_interrupt_discards_what_the_job_has_kept_heard_of_or_not(
+    pack: ModuleType, prompt_server: Any, notes: Notes
+) -> None:
+    class Stream:
+        job_id = "job-1"
+        latents = ()
+
+        async def __aenter__(self) -> Stream:
+            return self
+
+        async def __aexit__(self, *error: object) -> None:
+            notes.asked.append("left")
+
+        async def __aiter__(self) -> Any:
+            yield moored.Step(1, 2, 0)
+            await asyncio.Event().wait()
+
+    class Interrupted(pack.follow.Display):  # type: ignore[misc, name-defined]
+        def show(self, event: Any) -> None:
+            model_management.interrupt_current_processing()
+            pack.follow.stop_if_interrupted()
+
+    async def node() -> None:
+        target = pack.connection.Target("box:1")
+        await pack.follow.follow(Interrupted("1"), target, recipe(pack), lambda client: Stream())
+
+    with pytest.raises(model_management.InterruptProcessingException):
+        asyncio.run(node())
+    settled(pack)
+    assert sorted(notes.asked, key=str) == [("discard", "job-1"), "left"]
 
 
 def test_an_interrupt_that_comes_after_the_end_leaves_no_latents(

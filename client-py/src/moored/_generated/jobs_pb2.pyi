@@ -50,13 +50,19 @@ class CancelJobRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     JOB_ID_FIELD_NUMBER: builtins.int
+    RELEASE_LATENTS_FIELD_NUMBER: builtins.int
     job_id: builtins.str
+    release_latents: builtins.bool
+    """Also release the latents that the job has made and kept, and those that it still makes until it ends: for a client
+    that has left the job's stream and may not have heard of them all. They are released of a job that has ended, too.
+    """
     def __init__(
         self,
         *,
         job_id: builtins.str = ...,
+        release_latents: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job_id", b"job_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "release_latents", b"release_latents"]) -> None: ...
 
 global___CancelJobRequest = CancelJobRequest
 

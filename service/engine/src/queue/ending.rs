@@ -146,6 +146,9 @@ impl Actor {
         for latent in job.latents.values().chain(job.input_latent.iter()) {
             self.latents.release(latent, now);
         }
+        if job.releases_latents {
+            self.latents.give_up_made_by(&job.id);
+        }
         self.shares.leave(&job.options.client);
         self.claims.used(&job.entry.key, now);
         if let Some(swap) = &job.swap {

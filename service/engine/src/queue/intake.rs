@@ -28,8 +28,12 @@ impl Actor {
             }
             Request::Reductions { job, reductions } => self.reductions_opened(&job, reductions),
             Request::Left { job, listener } => self.left(&job, listener, now),
-            Request::Cancel { job, reply } => {
-                let _ = reply.send(self.cancel(&job, now));
+            Request::Cancel {
+                release_latents,
+                job,
+                reply,
+            } => {
+                let _ = reply.send(self.cancel(&job, release_latents, now));
             }
             Request::Status { reply } => {
                 let _ = reply.send(Arc::new(self.status_report(now)));
@@ -216,6 +220,7 @@ impl Actor {
             low_memory: false,
             ending: None,
             out_of_memory: None,
+            releases_latents: false,
             report: JobReport::default(),
             step_done: 0,
             steps_of_stage: 0,
@@ -399,9 +404,13 @@ impl Actor {
         }
     }
 
-    fn cancel(&mut self, id: &str, now: Instant) -> Result<bool, Error> {
-        if let Some((id, _)) = self.jobs.get_key_value(id) {
-            let id = id.clone();
+    fn cancel(&mut self, id: &str, release_latents: bool, now: Instant) -> Result<bool, Error> {
+        if release_latents {
+            self.latents.give_up_made_by(id);
+        }
+        if let Some(job) = self.jobs.get_mut(id) {
+            job.releases_latents |= release_latents;
+            let id = job.id.clone();
             self.stop(&id, Error::Cancelled, now);
             return Ok(true);
         }

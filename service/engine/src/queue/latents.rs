@@ -8,7 +8,7 @@ use residency::Bytes;
 use tokio::time::Instant;
 
 use crate::error::{Error, Shortfall};
-use crate::job::{Latent, LatentInfo};
+use crate::job::{JobId, Latent, LatentInfo};
 
 /// The store. What is leased (a job needs it) is never dropped.
 pub(super) struct Latents {
@@ -20,6 +20,8 @@ pub(super) struct Latents {
 struct Kept {
     tensor: HostTensor,
     vae_id: String,
+    /// None for what a client has brought.
+    made_by: Option<JobId>,
     last_used: Instant,
     leases: u32,
     /// Whether it stays when no job needs it any more.
@@ -42,6 +44,7 @@ impl Latents {
         &mut self,
         tensor: HostTensor,
         vae_id: String,
+        made_by: JobId,
         keep: bool,
         now: Instant,
     ) -> String {
@@ -49,6 +52,7 @@ impl Latents {
         self.insert(Kept {
             tensor,
             vae_id,
+            made_by: Some(made_by),
             last_used: now,
             leases: 1,
             keep,
@@ -90,6 +94,7 @@ impl Latents {
         let id = self.insert(Kept {
             tensor,
             vae_id,
+            made_by: None,
             last_used: now,
             leases: 0,
             keep: true,
@@ -147,6 +152,16 @@ impl Latents {
             self.kept.remove(id);
         }
         true
+    }
+
+    /// As [`Latents::give_up`], for all that a job has made.
+    pub(super) fn give_up_made_by(&mut self, job: &str) {
+        let by_job = |kept: &Kept| kept.made_by.as_deref() == Some(job);
+        let made = self.kept.iter().filter(|(_, kept)| by_job(kept));
+        let made: Vec<String> = made.map(|(id, _)| id.clone()).collect();
+        for id in made {
+            self.give_up(&id);
+        }
     }
 
     fn known_mut(&mut self, id: &str) -> Result<&mut Kept, Error> {
@@ -262,13 +277,13 @@ mod tests {
     async fn the_oldest_goes_first_and_what_is_leased_never_does() {
         let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
         let put = |latents: &mut Latents| latents.put(tensor(), "vae".into(), Instant::now());
-        let leased = latents.put_leased(tensor(), "vae".into(), true, Instant::now());
+        let leased = latents.put_leased(tensor(), "vae".into(), "job".into(), true, Instant::now());
         let first = put(&mut latents).unwrap();
         tokio::time::advance(Duration::from_secs(1)).await;
         let second = put(&mut latents).unwrap();
         let now = Instant::now();
         assert!(latents.get(&first.id, now).is_err() && latents.get(&second.id, now).is_ok());
-        let paid_for = latents.put_leased(tensor(), "vae".into(), false, now);
+        let paid_for = latents.put_leased(tensor(), "vae".into(), "job".into(), false, now);
         assert!(latents.get(&leased, now).is_ok() && latents.get(&paid_for, now).is_ok());
         latents.lease(&paid_for, now).unwrap();
         latents.release(&paid_for, now);
@@ -286,7 +301,7 @@ mod tests {
         assert!(!latents.give_up(&idle.id), "there is none any more");
         assert_eq!(latents.len(), 0);
 
-        let leased = latents.put_leased(tensor(), "vae".into(), true, now);
+        let leased = latents.put_leased(tensor(), "vae".into(), "job".into(), true, now);
         assert!(latents.give_up(&leased));
         assert!(!latents.give_up(&leased), "once");
         assert!(latents.get(&leased, now).is_err() && latents.lease(&leased, now).is_err());
@@ -314,7 +329,7 @@ mod tests {
     async fn a_store_that_is_full_of_leased_latents_takes_none_from_clients_until_they_are_released() {
         let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
         let now = Instant::now();
-        let lease = |_| latents.put_leased(tensor(), "vae".into(), true, now);
+        let lease = |_| latents.put_leased(tensor(), "vae".into(), "job".into(), true, now);
         let leased: Vec<String> = (0..3).map(lease).collect();
         let refused = latents.put(tensor(), "vae".into(), now);
         assert!(matches!(refused, Err(Error::MemoryTaken(short)) if short.free == Bytes::ZERO));

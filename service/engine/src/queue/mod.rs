@@ -206,6 +206,21 @@ impl Queue {
     /// [`Error::JobNotFound`].
     pub async fn cancel(&self, id: &str) -> Result<bool, Error> {
         self.ask(|reply| Request::Cancel {
+            release_latents: false,
+            job: id.to_owned(),
+            reply,
+        })
+        .await?
+    }
+
+    /// As [`Queue::cancel`], for a job whose latents nobody will ask for: those that it has made are released, and
+    /// what it still makes until its worker lets go, also if it has ended already.
+    ///
+    /// # Errors
+    /// [`Error::JobNotFound`]; the latents of a job that is forgotten are released all the same.
+    pub async fn discard(&self, id: &str) -> Result<bool, Error> {
+        self.ask(|reply| Request::Cancel {
+            release_latents: true,
             job: id.to_owned(),
             reply,
         })

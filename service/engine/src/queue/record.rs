@@ -167,6 +167,8 @@ pub(super) struct JobRecord {
     pub(super) low_memory: bool,
     /// What it ends with as soon as the worker lets go.
     pub(super) ending: Option<Error>,
+    /// Nobody will ask for what it makes from now on.
+    pub(super) releases_latents: bool,
     /// It ran out of memory in a step: what it ends with as soon as it is known what would fit instead.
     pub(super) out_of_memory: Option<Box<Shortfall>>,
 

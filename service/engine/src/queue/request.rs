@@ -49,6 +49,8 @@ pub(super) enum Request {
         listener: u64,
     },
     Cancel {
+        /// Whether the job's latents go too.
+        release_latents: bool,
         job: String,
         reply: Reply<Result<bool, Error>>,
     },

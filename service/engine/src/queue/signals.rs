@@ -291,7 +291,9 @@ impl Actor {
                 Some(StageOutput::Latent(latent)),
             ) => {
                 let vae = vae_of(job, dtype);
-                let id = self.latents.put_leased(latent, vae, job.keeps_latents(), now);
+                let id = self
+                    .latents
+                    .put_leased(latent, vae, job.id.clone(), job.keeps_latents(), now);
                 job.latents.insert(step.picture, id);
                 if job.keeps_latents() {
                     self.tell_of_latent(job, step.picture, now);

@@ -4,12 +4,14 @@ use std::time::Duration;
 
 use engine::Error;
 use engine::job::{JobEventKind, JobWork};
-use engine::messages::Work;
+use engine::messages::{Command, Work};
 use engine::queue::Settings;
 use residency::{Bytes, Policy};
 
 use crate::fixture::{REDUCTIONS, latent, picture};
-use crate::worker::{at_rest, completed, end, events, exclusive, one_card, one_card_with, stage_of, start};
+use crate::worker::{
+    Wire, at_rest, completed, end, events, exclusive, one_card, one_card_with, settle, stage_of, start,
+};
 
 fn names(events: &[JobEventKind]) -> Vec<String> {
     let name = |event: &JobEventKind| match event {
@@ -197,6 +199,54 @@ async fn a_latent_that_is_given_up_stays_for_the_jobs_that_need_it() {
     at_rest(&queue).await;
     assert_eq!(queue.status_now().await.latents, 1, "gone with its job");
     assert!(!queue.release_latent("latent-none").await);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_job_that_is_discarded_leaves_no_latents_at_whatever_time() {
+    let (queue, mut worker) = one_card().await;
+    let keeping = |prompt: &str| {
+        let mut spec = picture("a", "me", prompt);
+        let JobWork::Generate(generate) = &mut spec.work else {
+            panic!()
+        };
+        (generate.keep_latent, generate.count) = (true, 2);
+        spec
+    };
+    let brought = queue.put_latent(latent(), "path:/a#vae".into()).await.unwrap();
+
+    // While its second picture is denoised, by a worker that does not let go before it is.
+    let mut running = queue.submit(keeping("one")).await.unwrap();
+    for expected in ["encode_text", "denoise", "decode"] {
+        assert_eq!(worker.work(1).await.1, expected);
+    }
+    let second = worker.order().await;
+    assert_eq!(stage_of(&second), "denoise");
+    settle().await;
+    assert_eq!(queue.status_now().await.latents, 2);
+    assert!(queue.discard(&running.id).await.unwrap());
+    assert!(matches!(worker.next().await, Wire::Command(Command::Cancel(_))));
+    worker.complete(&second);
+    assert_eq!(end(&mut running).await, Err(Error::Cancelled));
+    assert_eq!(queue.status_now().await.latents, 1);
+
+    // When it has ended, and not by a mere cancel.
+    let mut ended = queue.submit(keeping("two")).await.unwrap();
+    for _ in 0..5 {
+        worker.work(1).await;
+    }
+    end(&mut ended).await.unwrap();
+    assert_eq!(queue.status_now().await.latents, 3);
+    assert!(!queue.cancel(&ended.id).await.unwrap());
+    assert_eq!(queue.status_now().await.latents, 3);
+    assert!(!queue.discard(&ended.id).await.unwrap());
+    assert_eq!(queue.status_now().await.latents, 1, "what a client brought stays");
+    assert!(queue.latent(&brought.id).await.is_ok());
+
+    assert!(matches!(
+        queue.discard("job-none").await,
+        Err(Error::JobNotFound(_))
+    ));
+    at_rest(&queue).await;
 }
 
 #[tokio::test(start_paused = true)]

@@ -287,7 +287,10 @@ pub(super) fn job_json(job: &v1::JobInfo) -> serde_json::Value {
 pub(super) async fn cancel(client: &Client, job: String, json: bool) -> Result<(), CliError> {
     let mut jobs = Connection::open(client).await?.jobs();
     let cancelled = jobs
-        .cancel(v1::CancelJobRequest { job_id: job })
+        .cancel(v1::CancelJobRequest {
+            job_id: job,
+            release_latents: false,
+        })
         .await?
         .into_inner()
         .cancelled;

@@ -24,11 +24,13 @@ impl Jobs for Service {
         &self,
         request: Request<v1::CancelJobRequest>,
     ) -> Result<Response<v1::CancelJobResponse>, Status> {
-        let cancelled = self
-            .queue
-            .cancel(&request.into_inner().job_id)
-            .await
-            .map_err(|e| status_of(&e))?;
+        let asked = request.into_inner();
+        let cancelled = if asked.release_latents {
+            self.queue.discard(&asked.job_id).await
+        } else {
+            self.queue.cancel(&asked.job_id).await
+        };
+        let cancelled = cancelled.map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::CancelJobResponse { cancelled }))
     }
 }
