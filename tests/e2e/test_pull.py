@@ -400,17 +400,17 @@ def test_a_private_model_needs_a_token(hub: Hub, pull: Pull) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "says"),
+    ("model", "reason", "says"),
     [
-        ("me/other", "no model me/other"),
-        (f"{MODEL}@nowhere", "no revision nowhere"),
-        ("mine", "owner/name"),
-        ("me/../../etc", "owner/name"),
+        ("me/other", "PULL_FAILED", "no model me/other"),
+        (f"{MODEL}@nowhere", "PULL_FAILED", "no revision nowhere"),
+        ("mine", "INVALID_REQUEST", "owner/name"),
+        ("me/../../etc", "INVALID_REQUEST", "owner/name"),
     ],
 )
-def test_what_is_not_there_is_named(pull: Pull, model: str, says: str) -> None:
-    reason, message = failed(pull(model))
-    assert reason == "PULL_FAILED"
+def test_what_is_not_there_is_named(pull: Pull, model: str, reason: str, says: str) -> None:
+    told, message = failed(pull(model))
+    assert told == reason
     assert says in message
 
 
@@ -427,7 +427,8 @@ def test_what_could_not_be_run_is_not_fetched(
     hub: Hub, home: Path, pull: Pull, files: dict[str, bytes], says: str
 ) -> None:
     hub.repositories[MODEL] = Repository(files)
-    _, message = failed(pull())
+    reason, message = failed(pull())
+    assert reason == "MODEL_UNSUPPORTED"
     assert says in message
     assert not cache_of(home).exists()
 
@@ -552,6 +553,18 @@ def test_the_service_pulls_for_its_clients(
         assert client.plan_pull(MODEL).bytes_missing == 0
         assert MODEL in {model.id for model in client.list_models()}
         assert client.generate_image("a red cube", model=MODEL, **QUICK).pictures
+
+
+def test_a_service_that_is_offline_plans_what_is_here(
+    hub: Hub, serve: Serve, pull: Pull, shipped: dict[str, bytes]
+) -> None:
+    commit = pulled(pull())["revision"]
+    before = len(hub.requests)
+    with serve(HF_HUB_OFFLINE="1").client() as client:
+        plan = client.plan_pull(MODEL)
+    assert (plan.revision, plan.files_total, plan.bytes_missing) == (commit, len(shipped), 0)
+    assert plan.bytes_total == sum(len(content) for content in shipped.values())
+    assert len(hub.requests) == before
 
 
 def test_two_clients_share_a_pull_and_one_may_leave(hub: Hub, serve: Serve) -> None:

@@ -1,9 +1,11 @@
 //! What can be written on the command line.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use super::CliError;
 use crate::config::Flags;
 use crate::proto::v1;
 
@@ -204,16 +206,27 @@ impl Formats {
     }
 
     /// A model of this id, held so.
-    pub(super) fn of(&self, id: &str) -> v1::ModelRef {
+    ///
+    /// # Errors
+    /// When a component is named twice.
+    pub(super) fn of(&self, id: &str) -> Result<v1::ModelRef, CliError> {
+        let mut components = HashMap::new();
+        for (component, format) in &self.formats {
+            if let Some(other) = components.insert(component.clone(), format.clone()) {
+                return Err(CliError::Usage(format!(
+                    "--format names {component} twice, as {other} and as {format}"
+                )));
+            }
+        }
         let quantization = v1::Quantization {
             preset: self.quantization.clone().unwrap_or_default(),
-            components: self.formats.iter().cloned().collect(),
+            components,
         };
-        v1::ModelRef {
+        Ok(v1::ModelRef {
             id: id.to_owned(),
             quantization: (!self.is_empty()).then_some(quantization),
             ..Default::default()
-        }
+        })
     }
 }
 
@@ -340,7 +353,13 @@ mod tests {
 
     #[test]
     fn formats_are_read_off_a_key() {
-        let told = |key: &str| Formats::of_key(key).of("a").quantization.map(|q| q.components);
+        let told = |key: &str| {
+            Formats::of_key(key)
+                .of("a")
+                .unwrap()
+                .quantization
+                .map(|q| q.components)
+        };
         let both = told("me/a+b@1+text_encoder_2=nf4,transformer=int8").unwrap();
         assert_eq!((both.len(), both["transformer"].as_str()), (2, "int8"));
         assert_eq!((told("me/a+full"), told("a")), (None, None));

@@ -196,7 +196,7 @@ fn request_of(options: &Generate) -> Result<v1::GenerateImageRequest, CliError> 
         None if options.formats.is_empty() => Formats::of_key(&recipe.model_key).of(&recipe.model),
         None => options.formats.of(&recipe.model),
         Some(model) => options.formats.of(model),
-    };
+    }?;
     Ok(v1::GenerateImageRequest {
         model: Some(model),
         prompt,

@@ -105,8 +105,11 @@ pub(super) async fn load(client: &Client, options: Load, json: bool) -> Result<(
         options.prove,
     );
     let request = v1::LoadRequest {
-        model: Some(options.formats.of(&options.model)),
-        replace: options.replace.as_deref().map(|old| Formats::default().of(old)),
+        model: Some(options.formats.of(&options.model)?),
+        replace: {
+            let old = options.replace.as_deref();
+            old.map(|old| Formats::default().of(old)).transpose()?
+        },
         components: options.components,
         prove: options.prove,
         options: None,
@@ -155,7 +158,10 @@ pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Resu
     let mut residency = Connection::open(client).await?.residency();
     let what = options.model.clone();
     let request = v1::UnloadRequest {
-        model: options.model.as_deref().map(|model| options.formats.of(model)),
+        model: {
+            let model = options.model.as_deref();
+            model.map(|model| options.formats.of(model)).transpose()?
+        },
         force: options.force,
     };
     let done = residency.unload(request).await?.into_inner();
@@ -210,14 +216,14 @@ fn left(freed: &[v1::FreedComponent], kept: &[v1::KeptComponent]) -> Result<(), 
 pub(super) async fn pin(client: &Client, options: Pin, json: bool) -> Result<(), CliError> {
     let connection = Connection::open(client).await?;
     let request = v1::PinRequest {
-        model: Some(options.formats.of(&options.model)),
+        model: Some(options.formats.of(&options.model)?),
         unpin: options.off,
     };
     let pinned = connection.residency().pin(request).await?.into_inner().pinned;
     if !options.off {
         // Pinned first, so that nothing evicts what has just come in.
         let request = v1::LoadRequest {
-            model: Some(options.formats.of(&options.model)),
+            model: Some(options.formats.of(&options.model)?),
             ..Default::default()
         };
         bring_in(&connection, request, json).await?;

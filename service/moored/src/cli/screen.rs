@@ -56,8 +56,7 @@ pub(super) fn fail(error: &CliError, as_json: bool) {
             CliError::Unreachable { .. } => "UNREACHABLE".to_owned(),
             CliError::Config(_) => "CONFIGURATION".to_owned(),
             CliError::Serve(_) => "SERVE".to_owned(),
-            CliError::Pull(crate::hub::PullError::DiskFull { .. }) => "DISK_FULL".to_owned(),
-            CliError::Pull(_) => "PULL_FAILED".to_owned(),
+            CliError::Pull(error) => error.reason().as_str_name().to_owned(),
             CliError::File { .. } | CliError::Output(_) => "FILE".to_owned(),
             CliError::Usage(_) => "USAGE".to_owned(),
         };

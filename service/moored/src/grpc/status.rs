@@ -58,27 +58,13 @@ pub(crate) fn status_of(error: &Error) -> Status {
 
 /// A pull that failed, as gRPC tells it.
 pub(crate) fn status_of_pull(error: &PullError) -> Status {
-    let (code, reason) = match error {
-        PullError::Name(_) => {
-            let problem = error.to_string();
-            return status_of(&invalid("id", problem));
-        }
+    let code = match error {
+        PullError::Name(_) => return status_of(&invalid("id", error.to_string())),
         PullError::ShuttingDown => return status_of(&Error::ShuttingDown),
-        PullError::NotAPipeline(_) => (Code::FailedPrecondition, Reason::ModelUnsupported),
-        PullError::DiskFull { .. } => (Code::ResourceExhausted, Reason::DiskFull),
-        PullError::NotAllowed { .. }
-        | PullError::Offline { .. }
-        | PullError::Unreachable { .. }
-        | PullError::NoSuchModel { .. }
-        | PullError::NoSuchRevision { .. }
-        | PullError::Gated { .. }
-        | PullError::TokenRefused { .. }
-        | PullError::Answer { .. }
-        | PullError::Checksum { .. }
-        | PullError::Cut { .. }
-        | PullError::Disk { .. } => (Code::FailedPrecondition, Reason::PullFailed),
+        PullError::DiskFull { .. } => Code::ResourceExhausted,
+        _ => Code::FailedPrecondition,
     };
-    with_details(code, &error.to_string(), vec![error_info(reason)])
+    with_details(code, &error.to_string(), vec![error_info(error.reason())])
 }
 
 /// An error in words. A model that is not here may be in a hub.

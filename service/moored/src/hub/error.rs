@@ -2,6 +2,8 @@
 
 use residency::Bytes;
 
+use crate::proto::v1::Reason;
+
 /// `Clone`, since all who joined a pull hear of its end.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum PullError {
@@ -128,6 +130,29 @@ pub(crate) enum PullError {
     /// The service goes down.
     #[error("the service is shutting down; the same pull goes on where this one ended")]
     ShuttingDown,
+}
+
+impl PullError {
+    /// As the API names it.
+    pub(crate) fn reason(&self) -> Reason {
+        match self {
+            PullError::Name(_) => Reason::InvalidRequest,
+            PullError::NotAPipeline(_) => Reason::ModelUnsupported,
+            PullError::DiskFull { .. } => Reason::DiskFull,
+            PullError::ShuttingDown => Reason::ShuttingDown,
+            PullError::NotAllowed { .. }
+            | PullError::Offline { .. }
+            | PullError::Unreachable { .. }
+            | PullError::NoSuchModel { .. }
+            | PullError::NoSuchRevision { .. }
+            | PullError::Gated { .. }
+            | PullError::TokenRefused { .. }
+            | PullError::Answer { .. }
+            | PullError::Checksum { .. }
+            | PullError::Cut { .. }
+            | PullError::Disk { .. } => Reason::PullFailed,
+        }
+    }
 }
 
 /// Most characters of somebody else's words in a sentence of ours.

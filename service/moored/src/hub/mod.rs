@@ -59,6 +59,7 @@ pub(crate) struct Pulled {
     pub(crate) revision: String,
     pub(crate) bytes_total: u64,
     pub(crate) bytes_fetched: u64,
+    pub(crate) files_total: u32,
     pub(crate) path: PathBuf,
 }
 
@@ -134,7 +135,7 @@ impl Hub {
                 revision: here.revision,
                 bytes_total: here.bytes_total,
                 bytes_missing: 0,
-                files_total: 0,
+                files_total: here.files_total,
             });
         }
         let contents = self.contents(&Session::open(&self.settings)?, model).await?;
@@ -199,6 +200,7 @@ impl Hub {
             path: cache.link(&contents.commit, linked)?,
             bytes_total: contents.bytes(),
             bytes_fetched: meter.bytes_fetched(),
+            files_total: contents.files(),
             revision: contents.commit,
         })
     }
@@ -262,6 +264,7 @@ impl Hub {
             revision: commit,
             bytes_total: lengths.map(|found| found.len()).sum(),
             bytes_fetched: 0,
+            files_total: u32::try_from(files.len()).unwrap_or(u32::MAX),
             path,
         })
     }
