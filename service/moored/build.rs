@@ -1,8 +1,13 @@
-//! Compiles the protocol files, without protoc.
+//! Compiles the protocol files, without protoc; with the feature `cuda`, says where the program finds NVIDIA's libraries.
 
 use std::error::Error;
 
 fn main() -> Result<(), Box<dyn Error>> {
+    if std::env::var_os("CARGO_FEATURE_CUDA").is_some() {
+        for folder in cuda_libraries() {
+            println!("cargo:rustc-link-arg-bins=-Wl,-rpath,{folder}");
+        }
+    }
     let root = "../../proto";
     println!("cargo:rerun-if-changed={root}");
     let public = [
@@ -30,6 +35,17 @@ fn main() -> Result<(), Box<dyn Error>> {
         .bytes(".")
         .compile_fds(private)?;
     Ok(())
+}
+
+/// Where the CUDA runtime is looked for after LD_LIBRARY_PATH: as NVIDIA's wheels install it beside a program that pip has
+/// installed, whichever Python that was, and where the toolkit puts it.
+fn cuda_libraries() -> impl Iterator<Item = String> {
+    let pythons = (10..=14).flat_map(|minor| {
+        // The second is Debian's, outside of virtual environments.
+        ["site-packages", "dist-packages"]
+            .map(|packages| format!("$ORIGIN/../lib/python3.{minor}/{packages}/nvidia/cu13/lib"))
+    });
+    pythons.chain(["/usr/local/cuda/lib64".to_owned()])
 }
 
 /// The descriptors as gRPC reflection serves them.
