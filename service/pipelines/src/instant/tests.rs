@@ -230,38 +230,54 @@ fn a_description_that_is_a_list_is_damaged() {
 
 #[test]
 fn a_slow_model_takes_its_time_and_is_cancelled_within_a_step() {
-    struct Impatient(Moment, Cell<u32>);
+    /// Cancels when it is asked for the third time, and counts the steps.
+    #[derive(Default)]
+    struct Impatient {
+        asked: Cell<u32>,
+        steps: u32,
+    }
     impl Observer for Impatient {
         fn step(&mut self, n: u32, _of: u32) {
-            self.1.set(n);
+            self.steps = n;
         }
         fn wants_preview(&mut self) -> bool {
             false
         }
         fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
         fn cancelled(&self) -> bool {
-            self.0.elapsed() > Duration::from_millis(75)
+            self.asked.set(self.asked.get() + 1);
+            self.asked.get() >= 3
         }
     }
-    let model = open(&sample("slow"));
-    let request = request(&*model);
-    let Ok(StageOutput::Text(text)) = run(
-        &*model,
-        StageKind::EncodeText,
-        &request,
-        &StageInput::default(),
-        &mut Unobserved,
-    ) else {
+    let slow = open(&sample("slow"));
+    let request = ImageRequest {
+        steps: 2,
+        ..request(&*slow)
+    };
+    let nothing = StageInput::default();
+    let Ok(StageOutput::Text(text)) = run(&*slow, StageKind::EncodeText, &request, &nothing, &mut Unobserved)
+    else {
         panic!("no text")
     };
     let input = StageInput {
         text: Some(text),
         latent: None,
     };
-    let mut observer = Impatient(Moment::now(), Cell::new(0));
-    let result = run(&*model, StageKind::Denoise, &request, &input, &mut observer);
+    let began = Moment::now();
+    let result = run(&*slow, StageKind::Denoise, &request, &input, &mut Unobserved);
+    assert!(result.is_ok() && began.elapsed() >= Duration::from_millis(100));
+
+    // Steps so long that nothing on this machine outlasts one.
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("slower.instant.json");
+    let description = std::fs::read_to_string(sample("slow")).unwrap();
+    let slower = description.replace(r#""steps_ms": 50,"#, r#""steps_ms": 60000,"#);
+    assert_ne!(slower, description);
+    std::fs::write(&file, slower).unwrap();
+    let mut observer = Impatient::default();
+    let result = run(&*open(&file), StageKind::Denoise, &request, &input, &mut observer);
     assert!(matches!(result, Err(StageError::Cancelled)));
-    assert_eq!(observer.1.get(), 1, "in the second step of 50 ms");
+    assert_eq!(observer.steps, 0, "in the first step of a minute");
 }
 
 fn open_in(path: &Path, formats: &[(&str, &str)]) -> Result<Arc<dyn Model>, ModelError> {
