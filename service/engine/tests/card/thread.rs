@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use engine::card::{Card, CardError, CardThread, End, Settings, SystemClock, spawn};
 use engine::messages::*;
@@ -12,7 +12,8 @@ use residency::ComponentId;
 
 use crate::support::*;
 
-const LONG: Duration = Duration::from_secs(20);
+/// Nothing that is waited for takes as long, unless it never comes.
+const LONG: Duration = Duration::from_secs(60);
 
 fn start(card: &str) -> (CardThread, Receiver<Event>) {
     let settings: SimulatedSettings = card.parse().unwrap();
@@ -45,17 +46,9 @@ fn outcome(events: &Receiver<Event>) -> Outcome {
     }
 }
 
-fn until_step(events: &Receiver<Event>) {
-    let is_step = |event: &Event| {
-        matches!(
-            event,
-            Event::Progress {
-                progress: Progress::Step { .. },
-                ..
-            }
-        )
-    };
-    while !is_step(&events.recv_timeout(LONG).unwrap()) {}
+fn until(events: &Receiver<Event>, is_it: impl Fn(&Progress) -> bool) {
+    let is_it = |event: &Event| matches!(event, Event::Progress { progress, .. } if is_it(progress));
+    while !is_it(&events.recv_timeout(LONG).unwrap()) {}
 }
 
 #[test]
@@ -72,25 +65,19 @@ fn orders_run_and_a_shutdown_ends_the_thread() {
 fn a_running_stage_and_a_queued_one_are_cancelled_beside_the_thread() {
     let (thread, events) = start("32GiB");
     let mut bench = bench("32GiB");
-    let (running, queued) = (
-        bench.stage(&sample("slow"), Denoise),
-        bench.stage(&sample("slow"), Denoise),
-    );
+    // Nobody waits for the end of one step: a cancel takes effect within it, or the test fails.
+    let folder = tempfile::tempdir().unwrap();
+    let slow = write_model(folder.path(), "slow", r#","steps_ms":600000"#);
+    let (running, queued) = (bench.stage(&slow, Denoise), bench.stage(&slow, Denoise));
     let (first, second) = (running.ticket, queued.ticket);
     thread.send(Command::Cancel(first)); // It was not sent yet: nobody is cancelled.
     thread.send(Command::Run(Box::new(running)));
     thread.send(Command::Run(Box::new(queued)));
-    until_step(&events);
-    let asked = Instant::now();
+    until(&events, |progress| matches!(progress, Progress::Started { .. }));
     let commands = thread.commands();
     commands.send(Command::Cancel(first));
     commands.send(Command::Cancel(second));
     assert_eq!(outcome(&events), Outcome::Cancelled);
-    assert!(
-        asked.elapsed() < Duration::from_millis(500),
-        "{:?}",
-        asked.elapsed()
-    );
     assert_eq!(outcome(&events), Outcome::Cancelled);
     thread.send(Command::Run(Box::new(bench.stage(&sample("small"), Denoise))));
     assert!(matches!(outcome(&events), Outcome::Completed(_)));
@@ -98,29 +85,15 @@ fn a_running_stage_and_a_queued_one_are_cancelled_beside_the_thread() {
 
 #[test]
 fn a_slow_load_is_cancelled_beside_the_thread() {
-    let (thread, events) = start("32GiB,speed=1GiB/s");
+    // Minutes of it: nobody waits for its end.
+    let (thread, events) = start("32GiB,speed=128MiB/s");
     let mut bench = bench("32GiB");
     let order = bench.load(&sample("flux-full"), &["transformer"]);
     let ticket = order.ticket;
     thread.send(Command::Run(Box::new(order)));
-    let is_loading = |e: &Event| {
-        matches!(
-            e,
-            Event::Progress {
-                progress: Progress::Loading { .. },
-                ..
-            }
-        )
-    };
-    while !is_loading(&events.recv_timeout(LONG).unwrap()) {}
-    let asked = Instant::now();
+    until(&events, |progress| matches!(progress, Progress::Loading { .. }));
     thread.send(Command::Cancel(ticket));
     assert_eq!(outcome(&events), Outcome::Cancelled);
-    assert!(
-        asked.elapsed() < Duration::from_millis(500),
-        "{:?}",
-        asked.elapsed()
-    );
 }
 
 #[test]
