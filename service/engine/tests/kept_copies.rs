@@ -10,7 +10,7 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use candle_core::{DType, Device};
 use engine::card::{Card, Flow, Link, Settings, SystemClock};
@@ -143,6 +143,10 @@ fn a_checkpoint_that_has_changed_since_its_content_was_known_is_not_kept_as_that
     let changed = entry(&changed, "nf4");
     library.open(&changed, card().describe()).unwrap();
     fs::write(&changed.path, vec![0; 4 * ROWS * COLUMNS]).unwrap();
+    // Where times of change are coarse, this one would be that of the first writing.
+    let later = SystemTime::now() + Duration::from_secs(5);
+    let file = fs::File::options().write(true).open(&changed.path).unwrap();
+    file.set_modified(later).unwrap();
     let other = entry(&other, "int8");
     library.open(&other, card().describe()).unwrap();
     for asked in [&changed, &other] {
