@@ -319,8 +319,9 @@ class _Handler(BaseHTTPRequestHandler):
         position = self.start
         for stop in stops:
             for piece in _pieces(position, stop):
-                self.wfile.write(content[piece])
+                # Counted first: who has the bytes may ask for the count before this thread goes on.
                 self.asked.sent += piece.stop - piece.start
+                self.wfile.write(content[piece])
             position = stop
             if stop == stall:
                 self._stall()
