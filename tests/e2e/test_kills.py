@@ -7,13 +7,17 @@ unloaded, and no process is left over.
 
 from __future__ import annotations
 
+import array
+import fcntl
+import json
 import os
 import signal
+import termios
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import moored
@@ -26,11 +30,13 @@ from service import INSTANT_MODELS, Service
 # The pinned model of every point, and a model that nothing else uses for the job behind.
 PINNED, BEHIND = "steady", "small"
 PINNED_IDS = {f"instant:steady-{kind}" for kind in ("transformer", "clip", "t5", "vae")}
+# As `slow`, but each step takes long enough for a test to come in the middle of a certain one.
+SLOWER = "slower"
 
-# Once a worker is silent for so long it is taken for hung.
-IMPATIENT = ("--set", "queue.stall_limit=2s", "--set", "queue.stall_floor=1s")
+# Once a worker is silent for so long it is taken for hung; one that is held up for a second is not.
+IMPATIENT = ("--set", "queue.stall_limit=3s", "--set", "queue.stall_floor=3s")
 
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 # A service waits longer from one early death of a worker to the next: so many are quick.
 KILLS_A_SERVICE = 3
 
@@ -61,6 +67,14 @@ def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
+def unread_bytes(pid: int) -> int:
+    """What a process has been sent on its standard input and has not read."""
+    waiting = array.array("i", [0])
+    with open(f"/proc/{pid}/fd/0", "rb", buffering=0) as pipe:
+        fcntl.ioctl(pipe, termios.FIONREAD, waiting)
+    return waiting[0]
+
+
 def wait_until(holds: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + WITHIN_S
     while not holds():
@@ -76,6 +90,12 @@ class Services:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        models = folder / "models"
+        models.mkdir()
+        slower = json.loads((INSTANT_MODELS / "slow.instant.json").read_text(encoding="utf-8"))
+        slower |= {"name": SLOWER, "steps_ms": 1500}
+        (models / "slower.instant.json").write_text(json.dumps(slower), encoding="utf-8")
+        self._models = ("--models", str(INSTANT_MODELS), "--models", str(models))
         self._idle: dict[tuple[str, ...], tuple[Service, int]] = {}
         self._count = 0
 
@@ -86,8 +106,7 @@ class Services:
         if service is None:
             self._count += 1
             state = self._folder / f"state-{self._count}"
-            models = ("--models", str(INSTANT_MODELS))
-            service = Service(*models, *arguments, state=state, devices=devices)
+            service = Service(*self._models, *arguments, state=state, devices=devices)
         try:
             yield service
         except BaseException:
@@ -125,6 +144,14 @@ class Scene:
     client: moored.Client
     events: list[moored.Event]
     stream: moored.EventStream[object] | None = None
+    workers: dict[int, int] = field(default_factory=dict)
+    """Process ids by card, as they were when `look` looked."""
+
+    def look(self) -> moored.Status:
+        """The status; and notes the workers, so that nothing has to be asked when one is to end."""
+        status = self.client.status()
+        self.workers = {index: card.worker_pid for index, card in enumerate(status.cards)}
+        return status
 
     def await_event(self, holds: Callable[[moored.Event], bool]) -> None:
         assert self.stream is not None
@@ -136,12 +163,23 @@ class Scene:
 
     def kill(self, how: signal.Signals = signal.SIGKILL, card: int = 0) -> int:
         """Sends the card's worker a signal; its process id."""
-        pid = self.client.status().cards[card].worker_pid
+        pid = self.workers.pop(card, 0) or self.client.status().cards[card].worker_pid
         assert pid > 0
         os.kill(pid, how)
         if how == signal.SIGSTOP:
             wait_until(lambda: children(self.service.process.pid)[pid] == "T", "it stops")
         return pid
+
+    def hold(self) -> int:
+        """Stops the worker where it is: it gets no further, however long the test takes to end it."""
+        return self.kill(signal.SIGSTOP)
+
+
+def end(pid: int, how: signal.Signals) -> None:
+    """Ends a worker that is held by a signal, which is the first that it meets when it goes on."""
+    os.kill(pid, how)
+    with suppress(ProcessLookupError):  # it may be gone already
+        os.kill(pid, signal.SIGCONT)
 
 
 def at(kind: type[moored.Event], **fields: object) -> Moment:
@@ -150,6 +188,17 @@ def at(kind: type[moored.Event], **fields: object) -> Moment:
     def happened(event: moored.Event) -> bool:
         return isinstance(event, kind) and all(
             getattr(event, name) == value for name, value in fields.items()
+        )
+
+    return lambda scene: scene.await_event(happened)
+
+
+def at_step(n: int, picture: int = 0) -> Moment:
+    """When so many steps are done, or some more: of those that come fast only the latest is told."""
+
+    def happened(event: moored.Event) -> bool:
+        return (
+            isinstance(event, moored.Step) and event.picture == picture and n <= event.n < event.of
         )
 
     return lambda scene: scene.await_event(happened)
@@ -191,9 +240,14 @@ def evicting() -> Moment:
     return once(lambda status: any(one.state == "evicting" for one in status.cards[0].residents))
 
 
-def leased() -> Moment:
-    """When a stage has begun."""
-    return once(lambda status: any(one.leases > 0 for one in status.cards[0].residents))
+def leased(stage: str) -> Moment:
+    """When a stage has begun: this one, as those before it are leased for a moment too."""
+    return once(
+        lambda status: (
+            any(one.leases > 0 for one in status.cards[0].residents)
+            and any(job.stage == stage for job in status.jobs)
+        )
+    )
 
 
 def at_once(scene: Scene) -> None:
@@ -249,7 +303,8 @@ class Point:
 
 CARD = "sim:24GiB"
 BIG = "sim:40GiB,speed=20GiB/s"
-TIGHT = "sim:40GiB,release=300ms"
+UNHURRIED = "sim:40GiB,speed=10GiB/s"
+TIGHT = "sim:40GiB,release=500ms"
 LATE = "sim:40GiB,lag=1500ms"
 
 # The pinned model has four components: the fifth load is the job's first.
@@ -275,7 +330,7 @@ POINTS = [
     Point("load vae", CARD + ",hang-at=load:8", load("small"), loading("vae"), "load"),
     Point(
         "encoder for encode_text",
-        BIG,
+        UNHURRIED,
         paint("flux-full"),
         amid_the_load_of("text_encoder_2"),
         "encode_text",
@@ -292,27 +347,37 @@ POINTS = [
         "vae for encode_image", CARD + ",hang-at=load:7", repaint, loading("vae"), "encode_image"
     ),
     # In each stage.
-    Point("encode_text", CARD + ",hang-at=encode_text:1", paint("small"), leased(), "encode_text"),
     Point(
-        "before the first step", CARD + ",hang-at=denoise:1", paint("small"), leased(), "denoise"
+        "encode_text",
+        CARD + ",hang-at=encode_text:1",
+        paint("small"),
+        leased("encode_text"),
+        "encode_text",
     ),
-    Point("first step", CARD, paint("slow"), at(moored.Step, n=1), "denoise"),
-    Point("middle step", CARD, paint("slow"), at(moored.Step, n=10), "denoise"),
-    Point("last step", CARD, paint("slow"), at(moored.Step, n=19), "denoise"),
+    Point(
+        "before the first step",
+        CARD + ",hang-at=denoise:1",
+        paint("small"),
+        leased("denoise"),
+        "denoise",
+    ),
+    Point("first step", CARD, paint("slow"), at_step(1), "denoise"),
+    Point("middle step", CARD, paint("slow", steps=40), at_step(20), "denoise"),
+    Point("last step", CARD, paint(SLOWER, steps=2), at_step(1), "denoise"),
     Point("preview", CARD, paint("slow", preview_interval_s=0.1), at(moored.Preview), "denoise"),
-    Point("decode", CARD + ",hang-at=decode:1", paint("small"), leased(), "decode"),
+    Point("decode", CARD + ",hang-at=decode:1", paint("small"), leased("decode"), "decode"),
     Point(
         "encode_image",
         CARD + ",hang-at=encode_image:1",
         repaint,
-        leased(),
+        leased("encode_image"),
         "encode_image",
     ),
     Point(
         "denoise of the second picture",
         CARD,
-        paint("slow", count=2, steps=5),
-        at(moored.Step, n=2, picture=1),
+        paint("slow", count=2),
+        at_step(2, picture=1),
         "denoise",
     ),
     Point(
@@ -323,16 +388,16 @@ POINTS = [
         "decode",
     ),
     # Signals of another kind.
-    Point("abort", CARD, paint("slow"), at(moored.Step, n=5), "denoise", signal.SIGABRT),
+    Point("abort", CARD, paint("slow", steps=30), at_step(5), "denoise", signal.SIGABRT),
     Point(
-        "illegal instruction", CARD, paint("slow"), at(moored.Step, n=5), "denoise", signal.SIGILL
+        "illegal instruction", CARD, paint("slow", steps=30), at_step(5), "denoise", signal.SIGILL
     ),
-    Point("terminated", CARD, paint("slow"), at(moored.Step, n=5), "denoise", signal.SIGTERM),
+    Point("terminated", CARD, paint("slow", steps=30), at_step(5), "denoise", signal.SIGTERM),
     Point(
         "frozen while denoising",
         CARD,
-        paint("slow"),
-        at(moored.Step, n=5),
+        paint("slow", steps=30),
+        at_step(5),
         "denoise",
         signal.SIGSTOP,
         IMPATIENT,
@@ -350,12 +415,18 @@ POINTS = [
         "frozen while idle", CARD, paint("small"), at_once, "encode_text", signal.SIGSTOP, IMPATIENT
     ),
     # While a component leaves for another.
-    Point("evicting for a stage", TIGHT, replace("flux-full", "flux-other"), evicting(), "denoise"),
+    Point(
+        "evicting for a stage",
+        TIGHT,
+        replace("flux-full", "flux-other"),
+        at(moored.Evicting),
+        "denoise",
+    ),
     Point(
         "evicting in exclusive",
         TIGHT,
         replace("flux-full", "flux-other"),
-        evicting(),
+        at(moored.Evicting),
         "encode_text",
         arguments=("--set", "cards.policy=exclusive"),
     ),
@@ -498,14 +569,17 @@ def test_a_worker_that_ends_here_costs_nobody_anything(services: Services, point
     with scene_of(services, point.card, arguments=point.arguments) as scene:
         client = scene.client
         pin(client)
-        before = client.status()
+        before = scene.look()
         if point.where is at_once and point.how is not None:
             scene.kill(point.how)
         with point.job(client) as scene.stream, ThreadPoolExecutor() as threads:
             point.where(scene)
-            behind = in_background(threads, scene)
+            held = None
             if point.where is not at_once and point.how is not None:
-                scene.kill(point.how)
+                held = scene.hold()
+            behind = in_background(threads, scene)
+            if held is not None and point.how not in (None, signal.SIGSTOP):
+                end(held, point.how)
             if point.fails is None:
                 scene.events.extend(scene.stream)
                 assert isinstance(scene.events[-1], moored.Done)
@@ -530,20 +604,16 @@ class Errand:
 
     name: str
     ask: Callable[[moored.Client], object]
-    where: Moment
+    where: Moment | None
+    """When its worker is stopped; none: before it is asked, so that it has not begun."""
     fails: type[moored.MooredError] | None
     arguments: tuple[str, ...] = ()
-
-
-def after(seconds: float) -> Moment:
-    """In the middle of what shows nothing and takes a while."""
-    return lambda _: time.sleep(seconds)
 
 
 ERRANDS = [
     Errand("unload", lambda client: client.unload("small"), evicting(), None),
     Errand("unload of everything", lambda client: client.unload(), evicting(), None),
-    Errand("trim", lambda client: client.trim(), after(0.1), moored.InternalError),
+    Errand("trim", lambda client: client.trim(), None, moored.InternalError),
     Errand(
         "reserve",
         lambda client: client.reserve((24 << 30) - (268 << 20), label="blender"),
@@ -566,11 +636,17 @@ def test_a_worker_that_ends_on_an_errand(services: Services, errand: Errand) -> 
     with scene_of(services, card, arguments=errand.arguments) as scene:
         pin(scene.client)
         scene.client.load("small")
-        before = scene.client.status()
+        before = scene.look()
         with ThreadPoolExecutor() as threads:
-            asked = threads.submit(errand.ask, scene.client)
-            errand.where(scene)
-            scene.kill()
+            if errand.where is None:
+                held = scene.hold()
+                asked = threads.submit(errand.ask, scene.client)
+                wait_until(lambda: unread_bytes(held) > 0, "it is asked")
+            else:
+                asked = threads.submit(errand.ask, scene.client)
+                errand.where(scene)
+                held = scene.hold()
+            end(held, signal.SIGKILL)
             behind = in_background(threads, scene)
             if errand.fails is None:
                 asked.result(WITHIN_S)
@@ -716,13 +792,14 @@ def test_a_job_whose_worker_is_killed_twice_is_given_up_and_the_next_is_not(
 ) -> None:
     with scene_of(services, "sim:24GiB") as scene, ThreadPoolExecutor() as threads:
         pin(scene.client)
-        before = scene.client.status()
+        before = scene.look()
         with scene.client.stream_image("deadly", model="slow") as scene.stream:
-            at(moored.Step, n=3)(scene)
+            at_step(3)(scene)
+            held = scene.hold()
             behind = in_background(threads, scene)
-            scene.kill()
+            end(held, signal.SIGKILL)
             at(moored.Retrying)(scene)
-            at(moored.Step, n=3)(scene)
+            at_step(3)(scene)
             scene.kill()
             with pytest.raises(moored.WorkerDied, match="denoise"):
                 scene.events.extend(scene.stream)
@@ -736,10 +813,10 @@ def test_two_deaths_of_two_jobs_cost_neither(services: Services) -> None:
     with scene_of(services, "sim:24GiB") as scene:
         pin(scene.client)
         for prompt in ("one", "two"):
-            before = scene.client.status()
+            before = scene.look()
             scene.events.clear()
-            with scene.client.stream_image(prompt, model="slow", steps=8) as scene.stream:
-                at(moored.Step, n=3)(scene)
+            with scene.client.stream_image(prompt, model="slow") as scene.stream:
+                at_step(3)(scene)
                 scene.kill()
                 scene.events.extend(scene.stream)
             assert isinstance(scene.events[-1], moored.Done)
@@ -751,15 +828,21 @@ def test_two_deaths_of_two_jobs_cost_neither(services: Services) -> None:
 # While somebody does not want it any more.
 
 
+def kill_unless_replaced(pid: int) -> None:
+    """Kills a worker that hangs in what was cancelled; the service does so too, after two seconds."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
 def test_what_was_cancelled_is_not_tried_again(services: Services) -> None:
     with scene_of(services, "sim:24GiB,hang-at=denoise:1") as scene:
         pin(scene.client)
-        before = scene.client.status()
+        before = scene.look()
         with scene.client.stream_image("cancelled", model="small") as scene.stream:
             at(moored.Accepted)(scene)
-            leased()(scene)
+            leased("denoise")(scene)
             assert scene.client.cancel(scene.stream.job_id)
-            scene.kill()
+            kill_unless_replaced(before.cards[0].worker_pid)
             with pytest.raises(moored.Cancelled):
                 scene.events.extend(scene.stream)
         assert retries(scene.events) == []
@@ -770,12 +853,12 @@ def test_what_was_cancelled_is_not_tried_again(services: Services) -> None:
 def test_what_nobody_listens_to_is_not_tried_again(services: Services) -> None:
     with scene_of(services, "sim:24GiB,hang-at=denoise:1") as scene:
         pin(scene.client)
-        before = scene.client.status()
+        before = scene.look()
         with scene.client.stream_image("left", model="small") as scene.stream:
             at(moored.Accepted)(scene)
-            leased()(scene)
+            leased("denoise")(scene)
             job = scene.stream.job_id
-        scene.kill()
+        kill_unless_replaced(before.cards[0].worker_pid)
         assert_recovered(scene, before)
         until(scene.client, lambda status: status.jobs == ())
         ended = {one.id: one.state for one in scene.client.jobs(include_ended=True)}
@@ -786,7 +869,7 @@ def test_what_nobody_listens_to_is_not_tried_again(services: Services) -> None:
 def test_a_detached_job_outlives_its_worker(services: Services) -> None:
     with scene_of(services, "sim:24GiB") as scene:
         pin(scene.client)
-        before = scene.client.status()
+        before = scene.look()
         again: dict[str, object] = {"model": "slow", "seed": 5, "detach": True}
         key = f"detached {time.monotonic()}"
         with scene.client.stream_image(
@@ -794,7 +877,7 @@ def test_a_detached_job_outlives_its_worker(services: Services) -> None:
             idempotency_key=key,
             **again,  # type: ignore[arg-type]
         ) as scene.stream:
-            at(moored.Step, n=3)(scene)
+            at_step(3)(scene)
             job = scene.stream.job_id
         scene.kill()
         assert_recovered(scene, before)
@@ -815,12 +898,12 @@ def test_the_other_card_goes_on(services: Services, how: signal.Signals, busy: b
         client = scene.client
         client.pin(PINNED)
         client.load(PINNED, card="sim:0")
-        before = client.status()
+        before = scene.look()
         with client.stream_image("lives", model="slow", steps=80, card="sim:1") as lives:
             next(event for event in lives if isinstance(event, moored.Step))
             if busy:
                 with client.stream_image("dies", model="slow", card="sim:0") as scene.stream:
-                    at(moored.Step, n=3)(scene)
+                    at_step(3)(scene)
                     scene.kill(how)
                     scene.events.extend(scene.stream)
                 assert retries(scene.events) == [("WORKER_DIED", "denoise")]
@@ -843,10 +926,10 @@ def test_both_cards_at_once(services: Services) -> None:
         client = scene.client
         client.pin(PINNED)
         client.load(PINNED, card="sim:0")
-        before = client.status()
+        before = scene.look()
         with (
-            client.stream_image("one", model="slow", card="sim:0") as one,
-            client.stream_image("two", model="slow", card="sim:1") as two,
+            client.stream_image("one", model="slow", steps=40, card="sim:0") as one,
+            client.stream_image("two", model="slow", steps=40, card="sim:1") as two,
         ):
             for stream in (one, two):
                 next(event for event in stream if isinstance(event, moored.Step))
@@ -865,12 +948,13 @@ def test_both_cards_at_once(services: Services) -> None:
 
 def test_a_worker_that_ends_while_the_service_drains(services: Services) -> None:
     with scene_of(services, "sim:24GiB,context=2GiB") as scene:
+        scene.look()
         with scene.client.stream_image("drained", model="slow") as scene.stream:
-            at(moored.Step, n=2)(scene)
-            pid = scene.client.status().cards[0].worker_pid
+            at_step(2)(scene)
+            pid = scene.hold()
             scene.service.process.send_signal(signal.SIGTERM)
             wait_until(lambda: any("draining" in line for line in scene.service.log), "it drains")
-            os.kill(pid, signal.SIGKILL)
+            end(pid, signal.SIGKILL)
             scene.events.extend(scene.stream)
         assert isinstance(scene.events[-1], moored.Done)
         assert retries(scene.events) == [("WORKER_DIED", "denoise")]
@@ -891,9 +975,9 @@ def end_supervisor(service: Service) -> None:
     ("card", "job", "where"),
     [
         ("sim:24GiB", None, at_once),
-        ("sim:24GiB", paint("slow", steps=200), at(moored.Step, n=2)),
+        ("sim:24GiB", paint("slow", steps=200), at_step(2)),
         ("sim:40GiB,speed=4GiB/s", load("flux-full"), amid_the_load_of("transformer")),
-        ("sim:24GiB,hang-at=decode:1", paint("small"), leased()),
+        ("sim:24GiB,hang-at=decode:1", paint("small"), leased("decode")),
     ],
     ids=["idle", "denoising", "loading", "hung"],
 )
