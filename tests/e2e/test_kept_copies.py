@@ -143,8 +143,8 @@ def test_a_limit_below_a_copy_keeps_the_others(keep: Keep, folder: Path) -> None
 def test_two_services_share_a_folder(keep: Keep, folder: Path) -> None:
     services = [keep(number) for number in range(2)]
     clients = [service.client() for service in services]
-    for client in clients:
-        client.load(FOUR_BITS, timeout=DEADLINE_S)
+    for client, service in zip(clients, services, strict=True):
+        load(client, service)
     for client, service in zip(clients, services, strict=True):
         until(lambda client=client, service=service: load(client, service) == FROM_COPIES)  # type: ignore[misc]
         client.close()
