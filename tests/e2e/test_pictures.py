@@ -8,7 +8,6 @@ import json
 import math
 import sys
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -256,7 +255,7 @@ def test_previews_come_when_asked_small_and_not_too_often(
     painting_client: moored.Client,
 ) -> None:
     stream = painting_client.stream_image(
-        PROMPT, seed=1, width=1056, height=64, preview_interval_s=0.1
+        PROMPT, seed=1, width=1056, height=64, preview_interval_s=0.5
     )
     previews = [event for event in stream if isinstance(event, moored.Preview)]
     assert stream.result().image.size == (1056, 64)
@@ -264,9 +263,8 @@ def test_previews_come_when_asked_small_and_not_too_often(
     for preview in previews:
         assert preview.image.format == "JPEG"
         assert 128 <= max(preview.image.size) <= 512
-    # Events are stamped where they are sent: a little less than the interval may lie between two.
-    times = [preview.at_ms for preview in previews]
-    assert all(later - earlier >= 50 for earlier, later in pairwise(times))
+    # Not by the times of the events, which are stamped late: so many fit into the stage that made them.
+    assert len(previews) <= 1 + stream.result().timings["denoise"].run_ms / 500
     assert [preview.step for preview in previews] == sorted({p.step for p in previews})
 
 
