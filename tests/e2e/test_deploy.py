@@ -11,6 +11,7 @@ import re
 import shlex
 import socket
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -242,11 +243,14 @@ def test_what_is_not_needed_is_taken_away() -> None:
 # The binary, as image and compose start it.
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that nobody else is given while the test runs: taken, but not listened on."""
+    with socket.socket() as keeper:
+        # With it, who sets it too may listen there.
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("127.0.0.1", 0))
+        yield keeper.getsockname()[1]
 
 
 def environment_of_the_image(tmp_path: Path, port: int) -> dict[str, str]:
@@ -267,8 +271,8 @@ def compose_command() -> list[str]:
     return [re.sub(r"^cpu:\d+GiB$", "cpu:1GiB", word) for word in the_service()["command"]]
 
 
-def test_without_a_token_it_does_not_start(tmp_path: Path) -> None:
-    environment = environment_of_the_image(tmp_path, free_port())
+def test_without_a_token_it_does_not_start(tmp_path: Path, port: int) -> None:
+    environment = environment_of_the_image(tmp_path, port)
     (tmp_path / "models").mkdir()
     for missing in ({}, {"MOORED_SERVICE_TOKEN_FILE": ""}):
         started = subprocess.run(
@@ -283,8 +287,7 @@ def test_without_a_token_it_does_not_start(tmp_path: Path) -> None:
         assert "token" in started.stderr
 
 
-def test_as_composed_it_serves_heals_and_drains(tmp_path: Path) -> None:
-    port = free_port()
+def test_as_composed_it_serves_heals_and_drains(tmp_path: Path, port: int) -> None:
     environment = environment_of_the_image(tmp_path, port)
     (tmp_path / "token").write_text(f"{TOKEN}\n", encoding="utf-8")
     (tmp_path / "models").mkdir()
