@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import grpc
 import moored
@@ -22,7 +23,7 @@ from service import Service
 
 Simulate = Callable[..., Service]
 
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICES = {
@@ -54,7 +55,7 @@ class Watch:
 
     def __init__(self, channel: grpc.Channel, name: str) -> None:
         request = health_pb2.HealthCheckRequest(service=name)
-        self._call = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=60)
+        self._call = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=600)
         self.seen: list[int] = []
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -86,6 +87,25 @@ def kill_worker(service: Service, card: int = 0) -> None:
         os.kill(client.status().cards[card].worker_pid, signal.SIGKILL)
 
 
+@contextmanager
+def without_a_worker(service: Service, world: Path) -> Iterator[None]:
+    """Kills the worker of the first card; the next is not ready before this is over.
+
+    It reads who holds memory, from a pipe into which nobody writes. Without that it may be ready before
+    a watch, which shows the latest, has shown that there was none.
+    """
+    pipe = world.with_suffix(".pipe")
+    os.mkfifo(pipe)
+    writer = os.open(pipe, os.O_RDWR)
+    try:
+        pipe.replace(world)
+        kill_worker(service)
+        yield
+    finally:
+        world.unlink()
+        os.close(writer)
+
+
 def test_the_service_and_its_card_are_checked(simulate: Simulate) -> None:
     with channel_to(simulate()) as channel:
         assert check(channel, "") == SERVING
@@ -103,25 +123,31 @@ def test_the_cpu_is_a_card_too(painter: Service) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "moored.card.sim:0"])
-def test_a_death_is_seen_and_so_is_the_return(simulate: Simulate, name: str) -> None:
-    service = simulate()
+def test_a_death_is_seen_and_so_is_the_return(
+    simulate: Simulate, tmp_path: Path, name: str
+) -> None:
+    world = tmp_path / "world"
+    service = simulate(f"sim:24GiB,world={world}")
     with channel_to(service) as channel:
         watch = Watch(channel, name)
         assert watch.wait_for(1) == [SERVING]
-        kill_worker(service)
+        with without_a_worker(service, world):
+            assert watch.wait_for(2) == [SERVING, NOT_SERVING]
         assert watch.wait_for(3) == [SERVING, NOT_SERVING, SERVING]
         assert check(channel, name) == SERVING
         watch.close()
 
 
-def test_the_whole_serves_while_one_card_does(simulate: Simulate) -> None:
-    service = simulate("sim:24GiB", "sim:24GiB,index=1")
+def test_the_whole_serves_while_one_card_does(simulate: Simulate, tmp_path: Path) -> None:
+    world = tmp_path / "world"
+    service = simulate(f"sim:24GiB,world={world}", "sim:24GiB,index=1")
     with channel_to(service) as channel:
         whole, dies, lives = (
             Watch(channel, name) for name in ("", "moored.card.sim:0", "moored.card.sim:1")
         )
         assert [watch.wait_for(1) for watch in (whole, dies, lives)] == [[SERVING]] * 3
-        kill_worker(service)
+        with without_a_worker(service, world):
+            assert dies.wait_for(2) == [SERVING, NOT_SERVING]
         assert dies.wait_for(3) == [SERVING, NOT_SERVING, SERVING]
         assert whole.seen == lives.seen == [SERVING]
         for watch in (whole, dies, lives):
@@ -177,7 +203,7 @@ def test_the_client_reads_health(simulate: Simulate) -> None:
         began = time.monotonic()
         with pytest.raises(moored.MooredError):
             client.wait_until_ready(0.5, card="sim:9")
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 30
 
 
 # Reflection.
