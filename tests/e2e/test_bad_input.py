@@ -81,7 +81,7 @@ def house(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 def at_rest(client: moored.Client) -> moored.Status:
     """The status once no job is left; what it is when that never comes."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while True:
         status = client.status()
         idle = not status.jobs and all(card.state == "ready" for card in status.cards)
@@ -92,7 +92,7 @@ def at_rest(client: moored.Client) -> moored.Status:
 
 def scratch_at_rest(client: moored.Client) -> int:
     """Bytes of scratch on the books, once what has ended is off them."""
-    until = time.monotonic() + 5
+    until = time.monotonic() + 30
     while True:
         scratch = at_rest(client).cards[0].memory.scratch
         if not scratch or time.monotonic() > until:

@@ -20,7 +20,7 @@ from service import BINARY, Service, clean_environment
 
 Simulate = Callable[..., Service]
 
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
 SMALL = {"instant:small-transformer", "instant:small-clip", "instant:small-t5", "instant:small-vae"}
 
 
@@ -147,8 +147,10 @@ def test_a_worker_that_is_killed_costs_nobody_a_job(simulate: Simulate) -> None:
     with simulate().client() as client, ThreadPoolExecutor() as threads:
         client.pin("small")
         client.load("small")
-        with running(client, steps=30) as stream:
-            queued = threads.submit(client.generate_image, "behind", model="small", timeout=20)
+        with running(client, steps=60) as stream:
+            queued = threads.submit(
+                client.generate_image, "behind", model="small", timeout=DEADLINE_S
+            )
             until(client, lambda status: len(status.jobs) == 2)
             pid = kill_worker(client)
             events = list(stream)
@@ -205,7 +207,7 @@ def test_claims_outlive_a_worker(simulate: Simulate) -> None:
 
 
 def test_a_worker_killed_in_a_load_costs_nobody_a_job(simulate: Simulate) -> None:
-    with simulate("sim:40GiB,speed=20GiB/s").client() as client:
+    with simulate("sim:40GiB,speed=10GiB/s").client() as client:
         with client.stream_load("flux-full") as stream:
             next(e for e in stream if isinstance(e, moored.Loading) and e.bytes_done > 0)
             kill_worker(client)
@@ -226,25 +228,25 @@ def test_latents_outlive_a_worker(simulate: Simulate) -> None:
 
 
 def test_a_worker_that_hangs_is_replaced(simulate: Simulate) -> None:
-    service = simulate("sim:24GiB,hang-at=denoise:1", arguments=("--set", "queue.stall_limit=2s"))
+    service = simulate("sim:24GiB,hang-at=denoise:1", arguments=("--set", "queue.stall_limit=3s"))
     with service.client() as client:
         began = time.monotonic()
-        events = list(client.stream_image("hangs", model="small", timeout=20))
+        events = list(client.stream_image("hangs", model="small", timeout=DEADLINE_S))
         assert retries(events) == [("WORKER_DIED", "denoise")]
         assert isinstance(events[-1], moored.Done)
-        assert 1.9 <= time.monotonic() - began < 8
+        assert 2.9 <= time.monotonic() - began < 30
         assert_at_rest(client)
 
 
 def test_a_frozen_worker_is_replaced_although_it_reads_nothing(simulate: Simulate) -> None:
     """What does not fit into the pipe to it must not keep the service from replacing it."""
-    service = simulate("sim:24GiB", arguments=("--set", "queue.stall_limit=2s"))
+    service = simulate("sim:24GiB", arguments=("--set", "queue.stall_limit=3s"))
     with service.client() as client:
         client.load("small")
         pid = client.status().cards[0].worker_pid
         os.kill(pid, signal.SIGSTOP)
         start = Image.effect_noise((512, 512), 100)
-        result = client.generate_image("thaw", model="small", init_image=start, timeout=40)
+        result = client.generate_image("thaw", model="small", init_image=start, timeout=DEADLINE_S)
         assert result.pictures
         assert client.status().cards[0].worker_pid != pid
         assert_at_rest(client)
@@ -276,14 +278,14 @@ def test_a_hung_stage_can_be_cancelled(simulate: Simulate) -> None:
             began = time.monotonic()
             with pytest.raises(moored.Cancelled):
                 stream.result()
-            assert time.monotonic() - began < 8
-        assert client.generate_image("the next", model="small", timeout=20).pictures
+            assert time.monotonic() - began < 30
+        assert client.generate_image("the next", model="small", timeout=DEADLINE_S).pictures
         assert_at_rest(client)
 
 
 def test_a_card_that_is_lost_is_opened_again(simulate: Simulate) -> None:
     with simulate("sim:24GiB,lose-at=denoise:1").client() as client:
-        events = list(client.stream_image("lost", model="small", timeout=20))
+        events = list(client.stream_image("lost", model="small", timeout=DEADLINE_S))
         assert retries(events) == [("WORKER_DIED", "denoise")]
         assert isinstance(events[-1], moored.Done)
         assert_at_rest(client)
@@ -293,8 +295,8 @@ def test_another_card_is_unaffected_by_a_death(simulate: Simulate) -> None:
     with simulate("sim:24GiB", "sim:24GiB,index=1").client() as client:
         client.wait_until_ready(card="sim:1")
         with (
-            running(client, card="sim:0", steps=30) as dies,
-            running(client, card="sim:1", steps=30) as lives,
+            running(client, card="sim:0", steps=60) as dies,
+            running(client, card="sim:1", steps=60) as lives,
         ):
             cards = {card.id: card for card in client.status().cards}
             other_pid = cards["sim:1"].worker_pid
@@ -354,12 +356,12 @@ def test_a_load_that_runs_out_of_memory_once_is_tried_again(simulate: Simulate) 
 
 def test_a_running_job_is_cancelled_at_the_next_step(simulate: Simulate) -> None:
     with simulate().client() as client:
-        with running(client) as stream:
+        with running(client, count=10) as stream:
             began = time.monotonic()
             assert client.cancel(stream.job_id) is True
             with pytest.raises(moored.Cancelled) as cancelled:
                 stream.result()
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < 8, "each picture takes ten seconds"
             assert cancelled.value.reason == "CANCELLED"
             assert cancelled.value.job_id == stream.job_id
         until(client, lambda status: status.jobs == ())
@@ -383,14 +385,14 @@ def test_a_queued_job_is_cancelled_at_once(simulate: Simulate) -> None:
 
 
 def test_a_load_is_cancelled_in_the_middle(simulate: Simulate) -> None:
-    with simulate("sim:40GiB,speed=4GiB/s").client() as client:
+    with simulate("sim:40GiB,speed=1GiB/s").client() as client:
         with client.stream_load("flux-full") as stream:
             next(e for e in stream if isinstance(e, moored.Loading) and e.bytes_done > 0)
             began = time.monotonic()
             assert client.cancel(stream.job_id)
             with pytest.raises(moored.Cancelled):
                 stream.result()
-            assert time.monotonic() - began < 1.5
+            assert time.monotonic() - began < 15, "all of it takes half a minute"
         assert_at_rest(client)
 
 
@@ -402,7 +404,7 @@ def test_a_job_that_waits_for_memory_is_cancelled_at_once(simulate: Simulate) ->
             assert client.cancel(stream.job_id)
             with pytest.raises(moored.Cancelled):
                 stream.result()
-            assert time.monotonic() - began < 1
+            assert time.monotonic() - began < 30
         with pytest.raises(moored.Deadline):
             client.generate_image("waits", model="flux-full", patience_s=60, timeout=1)
         assert_at_rest(client)
@@ -436,7 +438,7 @@ def test_a_client_that_vanishes_ends_its_job(simulate: Simulate, how: signal.Sig
             event = next(e for e in map(json.loads, vanishing.stdout) if e["event"] == "step")
             vanishing.send_signal(how)
             assert vanishing.wait(DEADLINE_S) != 0
-        until(client, lambda status: status.jobs == (), within=5)
+        until(client, lambda status: status.jobs == ())
         assert ended(client, event["job_id"]).state == "cancelled"
         assert_at_rest(client)
 
@@ -446,7 +448,7 @@ def test_a_client_that_vanishes_ends_its_job(simulate: Simulate, how: signal.Sig
 
 def test_a_detached_job_goes_on_and_is_joined_by_its_key(simulate: Simulate) -> None:
     with simulate().client() as client:
-        options: dict[str, object] = {"steps": 30, "seed": 5, "idempotency_key": "once"}
+        options: dict[str, object] = {"steps": 60, "seed": 5, "idempotency_key": "once"}
         with running(client, detach=True, **options) as stream:
             stream.close()
         assert [job.id for job in client.jobs()] == [stream.job_id], "it goes on"
@@ -472,8 +474,8 @@ def test_a_detached_job_goes_on_and_is_joined_by_its_key(simulate: Simulate) -> 
 def test_a_joined_job_goes_on_when_one_of_two_leaves(simulate: Simulate) -> None:
     with simulate().client() as client:
         with (
-            running(client, steps=30, seed=1, idempotency_key="k") as one,
-            running(client, steps=30, seed=1, idempotency_key="k") as two,
+            running(client, steps=60, seed=1, idempotency_key="k") as one,
+            running(client, steps=60, seed=1, idempotency_key="k") as two,
         ):
             assert one.job_id == two.job_id
             one.close()
@@ -487,11 +489,12 @@ def test_a_joined_job_goes_on_when_one_of_two_leaves(simulate: Simulate) -> None
 
 def test_a_deadline_passes_in_the_queue(simulate: Simulate) -> None:
     with simulate().client() as client:
-        with running(client) as stream:
+        with running(client, count=10) as stream:
             began = time.monotonic()
+            # Long enough to be accepted before: the error is to name the job.
             with pytest.raises(moored.Deadline) as late:
-                client.generate_image("late", model="small", width=128, timeout=0.5)
-            assert time.monotonic() - began < 2
+                client.generate_image("late", model="small", width=128, timeout=2)
+            assert time.monotonic() - began < 30
             status = until(client, lambda status: len(status.jobs) == 1)
             assert status.jobs[0].id == stream.job_id
             # The service's clock, or ours, whose end of the call cancels it.
@@ -503,9 +506,9 @@ def test_a_deadline_passes_in_a_running_job(simulate: Simulate) -> None:
     with simulate().client() as client:
         began = time.monotonic()
         with pytest.raises(moored.Deadline) as late:
-            client.generate_image("late", model="slow", steps=200, timeout=0.7)
-        assert time.monotonic() - began < 2
-        until(client, lambda status: status.jobs == (), within=3)
+            client.generate_image("late", model="slow", steps=200, count=10, timeout=2)
+        assert time.monotonic() - began < 30
+        until(client, lambda status: status.jobs == ())
         assert ended(client, late.value.job_id).state in ("failed", "cancelled")
         assert_at_rest(client)
 

@@ -19,7 +19,7 @@ from service import BINARY, Service, clean_environment, run
 
 Simulate = Callable[..., Service]
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 TOKEN = "0123456789abcdef-a-token"
 
 
@@ -65,7 +65,7 @@ def refused(
         "serve",
         *arguments,
         stdin=subprocess.DEVNULL,
-        timeout=10,
+        timeout=DEADLINE_S,
         env=clean_environment() | (environment or {}),
     )
     assert result.returncode == 1, result.stderr
@@ -80,7 +80,7 @@ def refused(
 def test_sigterm_lets_running_jobs_finish(simulate: Simulate) -> None:
     service = simulate()
     with service.client() as client, end_of(worker_pid(client)) as worker_ended:
-        with running(client, steps=40) as stream:
+        with running(client, steps=100) as stream:
             service.process.send_signal(signal.SIGTERM)
             wait_for_log(service, "draining")
             with pytest.raises((moored.ShuttingDown, moored.ConnectionFailed)) as late:
@@ -100,7 +100,7 @@ def test_sigterm_without_jobs_ends_at_once(simulate: Simulate) -> None:
         began = time.monotonic()
         service.process.send_signal(signal.SIGTERM)
         assert service.process.wait(DEADLINE_S) == 0, "an endless stream does not hold it up"
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 20, "draining may take 30 seconds"
 
 
 def test_drained_jobs_are_cancelled_when_the_time_is_over(simulate: Simulate) -> None:
@@ -126,7 +126,7 @@ def test_a_second_signal_ends_running_jobs_at_once(
             with pytest.raises(moored.ShuttingDown):
                 stream.result()
             assert service.process.wait(DEADLINE_S) == 0
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 20
         assert worker_ended(DEADLINE_S)
 
 
@@ -145,7 +145,7 @@ def test_a_killed_supervisor_takes_its_worker_along(simulate: Simulate) -> None:
         running(client, steps=200) as stream,
     ):
         service.process.send_signal(signal.SIGKILL)
-        assert worker_ended(5), "in the middle of a stage too"
+        assert worker_ended(8), "in the middle of a stage, which takes ten seconds, too"
         with pytest.raises(moored.ConnectionFailed) as lost:
             stream.result()
         assert "lost" in lost.value.message
@@ -157,7 +157,7 @@ def test_a_killed_service_can_be_started_again_on_its_state(tmp_path: Path) -> N
         pid = worker_pid(client)
         with end_of(pid) as worker_ended:
             service.kill()
-            assert worker_ended(5)
+            assert worker_ended(DEADLINE_S)
     again = Service(state=tmp_path)
     with again.client() as client:
         assert worker_pid(client) != pid
