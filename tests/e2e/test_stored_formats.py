@@ -32,6 +32,7 @@ F32_BYTES = 4
 PICTURES_STORED = 3
 """One for every number of shapes that held-out prompts have."""
 PICTURES_MADE = 12
+DEADLINE_S = 300.0
 STEPS = 4
 """Half of what the model is used with: the pictures are as right, in half of the time."""
 
@@ -497,7 +498,7 @@ def reader(service: Service) -> Iterator[moored.Client]:
     """A client of a service that has nothing resident, before and after."""
     with service.client() as client:
         yield client
-        client.unload(timeout=30)
+        client.unload(timeout=DEADLINE_S)
 
 
 def prompts(number: int) -> list[dict[str, Any]]:
@@ -513,7 +514,7 @@ def mistakes(
     wrong = []
     for seed, prompt in enumerate(prompts(number)):
         done = client.generate_image(
-            prompt["prompt"], model=model, seed=seed, steps=STEPS, timeout=60
+            prompt["prompt"], model=model, seed=seed, steps=STEPS, timeout=DEADLINE_S
         )
         used = {name: one for name, one in done.model.quantization.items() if one != "full"}
         assert used == formats
@@ -533,7 +534,7 @@ def test_what_others_store_paints_what_it_is_asked_for(reader: moored.Client, na
     presets = [choice.preset for choice in listed.choices]
     assert presets == (["full"] if stored.formats else ["full", "8-bit", "4-bit"])
 
-    reader.load(name, timeout=30)
+    reader.load(name, timeout=DEADLINE_S)
     assert mistakes(reader, moored.ModelRef(name), stored.formats, PICTURES_STORED) == []
     residents = [one.component for one in reader.status().cards[0].residents]
     held = {one.name: one.bytes for one in residents}
@@ -545,7 +546,7 @@ def test_what_others_store_paints_what_it_is_asked_for(reader: moored.Client, na
         for each, numbers in read_safetensors(DEMO / "model" / WEIGHTS).items()
     )
     assert held["transformer"] == expected
-    freed = reader.unload(name, timeout=30).freed
+    freed = reader.unload(name, timeout=DEADLINE_S).freed
     assert {one.component.name: one.component.bytes for one in freed} == held
 
 
@@ -556,8 +557,8 @@ def test_what_is_stored_quantized_is_not_quantized_again(
 ) -> None:
     model = moored.ModelRef(name, quantization=asked)
     calls: list[Callable[[], object]] = [
-        lambda: reader.load(model, timeout=10),
-        lambda: reader.generate_image("no", model=model, timeout=10),
+        lambda: reader.load(model, timeout=DEADLINE_S),
+        lambda: reader.generate_image("no", model=model, timeout=DEADLINE_S),
     ]
     for call in calls:
         with pytest.raises(moored.InvalidRequest) as refused:
@@ -579,7 +580,7 @@ def test_a_pickle_in_full_precision_is_quantized_like_any_file(reader: moored.Cl
 def test_what_is_not_read_is_refused_in_a_sentence(reader: moored.Client, name: str) -> None:
     (listed,) = (one for one in reader.list_models() if one.id == name)
     with pytest.raises(moored.ModelUnsupported) as refused:
-        reader.load(name, timeout=10)
+        reader.load(name, timeout=DEADLINE_S)
     for said in (listed.problem, str(refused.value)):
         for words in [*REFUSED[name], "is not supported", "what is read is full precision"]:
             assert words in said
@@ -589,7 +590,9 @@ def test_a_scale_that_is_no_number_is_taken_as_it_is_and_its_picture_is_refused(
     reader: moored.Client,
 ) -> None:
     with pytest.raises(moored.NotFinite):
-        reader.generate_image("a ring", model="nan", width=64, height=64, steps=1, timeout=30)
+        reader.generate_image(
+            "a ring", model="nan", width=64, height=64, steps=1, timeout=DEADLINE_S
+        )
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "nf4", "nf4-double"])
