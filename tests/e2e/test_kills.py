@@ -573,6 +573,7 @@ def test_a_worker_that_ends_here_costs_nobody_anything(services: Services, point
         if point.where is at_once and point.how is not None:
             scene.kill(point.how)
         with point.job(client) as scene.stream, ThreadPoolExecutor() as threads:
+            at(moored.Accepted)(scene)  # before the job behind it is asked for
             point.where(scene)
             held = None
             if point.where is not at_once and point.how is not None:
