@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import threading
 from pathlib import Path
@@ -22,6 +23,24 @@ INSTANT_MODELS = ROOT / "tests/models/instant"
 START_TIMEOUT_S = 60
 
 
+class ReservedPort:
+    """A port of loopback that is given to nobody else while this is there, but to who asks for it by number.
+
+    A socket is bound to it that never listens: others get neither the port nor an answer there.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+        # With it, a server that sets the same may listen there: all that we start do.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("127.0.0.1", 0))
+        self.number = int(self._socket.getsockname()[1])
+        self.address = f"127.0.0.1:{self.number}"
+
+    def __del__(self) -> None:
+        self._socket.close()
+
+
 class Service:
     """A running `moored serve`."""
 
@@ -30,12 +49,15 @@ class Service:
         *arguments: str,
         state: Path,
         devices: tuple[str, ...] = ("cpu",),
-        listen: str = "127.0.0.1:0",
+        listen: str | None = None,
         binary: Path = BINARY,
         folder: Path | None = None,
         environment: dict[str, str] | None = None,
     ) -> None:
-        command = [str(binary), "serve", "--listen", listen, "--end-with-stdin"]
+        # For as long as this is there: whoever follows at the same address must find it free.
+        self._port = ReservedPort() if listen is None else None
+        at = self._port.address if self._port else str(listen)
+        command = [str(binary), "serve", "--listen", at, "--end-with-stdin"]
         command += ["--state", str(state)]
         for device in devices:
             command += ["--device", device]

@@ -23,11 +23,10 @@ sys.path.insert(0, str(HERE))
 # The stand-in's modules have the names of ComfyUI's; what the pack imports is found there.
 sys.path.insert(1, str(HERE / "standin"))
 
-import real  # noqa: E402
 from browser import PanelPage  # noqa: E402
 from standin.executor import imported  # noqa: E402
 
-from service import BINARY, INSTANT_MODELS, Service  # noqa: E402
+from service import BINARY, INSTANT_MODELS, ReservedPort, Service  # noqa: E402
 
 Serve = Callable[..., Service]
 
@@ -70,9 +69,10 @@ def client(painter: Service) -> Iterator[moored.Client]:
 
 
 @pytest.fixture
-def unused_port() -> int:
-    """A port of loopback where nobody listens."""
-    return real.unused_port()
+def unused_port() -> Iterator[int]:
+    """A port of loopback where nobody listens until the test has somebody do so."""
+    reserved = ReservedPort()
+    yield reserved.number
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     """Starts services; on simulated cards with the instant models: `serve("sim:24GiB")`."""
     started: list[Service] = []
 
-    def start(*devices: str, listen: str = "127.0.0.1:0") -> Service:
+    def start(*devices: str, listen: str | None = None) -> Service:
         models = ("--models", str(INSTANT_MODELS)) if devices else ()
         state = tmp_path / f"state-{len(started)}"
         service = Service(*models, state=state, devices=devices or ("cpu",), listen=listen)
