@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BINARY = Path(os.environ.get("MOORED_BINARY", ROOT / "target/debug/moored"))
 INSTANT_MODELS = ROOT / "tests/models/instant"
 START_TIMEOUT_S = 60
+LOG_TIMEOUT_S = 60
 
 
 class ReservedPort:
@@ -62,6 +64,7 @@ class Service:
         for device in devices:
             command += ["--device", device]
         self.log: list[str] = []
+        self._logged = threading.Condition()
         self._listening = threading.Event()
         self.address = ""
         self.process = subprocess.Popen(
@@ -82,12 +85,19 @@ class Service:
     def _read_log(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self.log.append(line)
+            with self._logged:
+                self.log.append(line)
+                self._logged.notify_all()
             found = re.search(r"moored is listening address=(\S+)", line)
             if found:
                 self.address = found[1]
                 self._listening.set()
         self._listening.set()
+
+    def wait_for_log(self, so: Callable[[], bool]) -> None:
+        """Waits until the log is so: what has been written of it may not have been read yet."""
+        with self._logged:
+            assert self._logged.wait_for(so, LOG_TIMEOUT_S), "".join(self.log)
 
     def client(self, **options: str) -> moored.Client:
         """A client of this service, once a card is ready."""

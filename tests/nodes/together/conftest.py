@@ -6,9 +6,10 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +85,34 @@ class Side:
         self._log.close()
 
 
+@contextlib.contextmanager
+def at_rest(client: moored.Client) -> Iterator[None]:
+    """Nothing is computed inside of this: what has come by its end has waited."""
+    (card,) = client.status().cards
+    os.kill(card.worker_pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(card.worker_pid, signal.SIGCONT)
+
+
+def ended(client: moored.Client, names: Collection[str]) -> dict[str, str]:
+    """How these jobs have ended, in the order of their ends; waits until they have."""
+    with client.watch_status(interval_s=0.02, timeout=DEADLINE_S) as changes:
+        for _ in changes:
+            jobs = {job.id: job.state for job in reversed(client.jobs(include_ended=True))}
+            ends = {name: state for name, state in jobs.items() if name in names}
+            if len(ends) == len(names) and set(ends.values()) <= {"done", "failed", "cancelled"}:
+                return ends
+    raise AssertionError(f"the service has left: {ends}")
+
+
 class Watch:
     """The new jobs of a service as its status shows them: when each came, and which started before."""
 
     def __init__(self, client: moored.Client) -> None:
         self.jobs: dict[str, moored.JobInfo] = {}
         """The latest of each job, in the order in which they came."""
-        self.started: list[str] = []
         self.started_before: dict[str, int] = {}
         """How many had started when a job came."""
         # The status may show for a moment longer what has ended.
@@ -104,22 +126,22 @@ class Watch:
         with contextlib.suppress(moored.Cancelled):  # by `stop`
             for status in self._stream:
                 with self._news:
+                    # What is not shown any more has ended, maybe between two looks: so it had started.
+                    waiting = {job.id for job in status.jobs if job.state != "running"}
                     for job in status.jobs:
                         if job.id not in self._old:
-                            self._see(job)
+                            self.started_before.setdefault(job.id, len(self.jobs.keys() - waiting))
+                            self.jobs[job.id] = job
                     self._news.notify_all()
-
-    def _see(self, job: moored.JobInfo) -> None:
-        if job.id not in self.jobs:
-            self.started_before[job.id] = len(self.started)
-        self.jobs[job.id] = job
-        if job.state == "running" and job.id not in self.started:
-            self.started.append(job.id)
 
     def until(self, so: Callable[[], bool]) -> None:
         """Waits until it is so."""
         with self._news:
             assert self._news.wait_for(so, DEADLINE_S), self.jobs
+
+    def running(self) -> list[moored.JobInfo]:
+        """The jobs that ran when they were last seen."""
+        return [job for job in self.jobs.values() if job.state == "running"]
 
     def of(self, client_id: str) -> list[str]:
         """The jobs of a client, in the order in which they came."""
@@ -134,7 +156,9 @@ class Watch:
 @pytest.fixture(scope="module")
 def painter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service with the shipped model on the CPU; nothing is loaded yet."""
-    service = Service(state=tmp_path_factory.mktemp("painter"))
+    # A card at rest is not to count as one that hangs.
+    patient = ("--set", "queue.stall_floor=5m")
+    service = Service(*patient, state=tmp_path_factory.mktemp("painter"))
     yield service
     assert service.stop() == 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import moored
 import pytest
-from conftest import Side, Watch
+from conftest import Side, Watch, at_rest, ended
 from PIL import Image, ImageChops
 
 from service import Service
@@ -37,9 +37,11 @@ def loads(service: Service) -> Counter[str]:
     return Counter(found[1] for found in told if found)
 
 
-def once(client: moored.Client) -> Counter[str]:
+def assert_loaded_once(service: Service, client: moored.Client) -> None:
     (model,) = client.list_models()
-    return Counter(component.name for component in model.components)
+    once = Counter(component.name for component in model.components)
+    service.wait_for_log(lambda: loads(service).total() >= once.total())
+    assert loads(service) == once
 
 
 def test_both_paint_at_once_and_the_model_is_loaded_once(
@@ -50,15 +52,19 @@ def test_both_paint_at_once_and_the_model_is_loaded_once(
         side.paint((RED, 1))
     (of_comfyui,), (of_griptape,) = (pictures(side) for side in sides)
     assert same(of_comfyui, of_griptape)
-    assert loads(painter) == once(client)
+    assert_loaded_once(painter, client)
 
 
-def test_neither_waits_for_all_that_the_other_has_queued(sides: Sides, watch: Watch) -> None:
+def test_neither_waits_for_all_that_the_other_has_queued(
+    client: moored.Client, sides: Sides, watch: Watch
+) -> None:
     comfyui, griptape = sides
-    comfyui.paint(*((RED, seed) for seed in range(8)), steps=8)
-    watch.until(lambda: len(watch.jobs) == 8 and bool(watch.started))
-    (crowd,) = {job.client_id for job in watch.jobs.values()}
-    griptape.paint((BLUE, 1), (BLUE, 2), steps=8)
+    with at_rest(client):
+        comfyui.paint(*((RED, seed) for seed in range(8)), steps=8)
+        watch.until(lambda: len(watch.jobs) == 8 and bool(watch.running()))
+        (crowd,) = {job.client_id for job in watch.jobs.values()}
+        griptape.paint((BLUE, 1), (BLUE, 2), steps=8)
+        watch.until(lambda: len(watch.jobs) == 9)
     assert len(pictures(griptape)) == 2
     assert len(pictures(comfyui)) == 8
 
@@ -66,11 +72,13 @@ def test_neither_waits_for_all_that_the_other_has_queued(sides: Sides, watch: Wa
     assert len(watch.of(crowd)) == 8
     assert len({watch.jobs[name].client_id for name in guests}) == 1
     assert len(guests) == 2
+    # One at a time: as they ended, they have started.
+    order = list(ended(client, watch.jobs))
     # There was a queue to wait for, but no more of it than one job, and one that started just as this came.
-    assert len(watch.started) - watch.started.index(guests[0]) > 3, watch.started
+    assert len(order) - order.index(guests[0]) > 3, order
     for guest in guests:
-        before = watch.started.index(guest) - watch.started_before[guest]
-        assert before <= 2, (guest, watch.started)
+        before = order.index(guest) - watch.started_before[guest]
+        assert before <= 2, (guest, order)
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["comfyui", "griptape"])
@@ -80,20 +88,28 @@ def test_who_cancels_does_not_touch_the_other(
 ) -> None:
     leaves, stays = sides[which], sides[1 - which]
     first, second = (leaves, stays) if runs else (stays, leaves)
-    prompts, steps = {leaves: RED, stays: BLUE}, {first: 60, second: 8}
-    first.paint((prompts[first], 3), steps=steps[first])
-    watch.until(lambda: len(watch.started) == 1)
-    second.paint((prompts[second], 3), steps=steps[second])
-    watch.until(lambda: len(watch.jobs) == 2)
-    assert len(watch.started) == 1, "the second waits for the first"
-    leaves.cancel()
-    assert leaves.said()["status"] == ENDED_EARLY[leaves.name]
+    # What is to be cancelled while it runs must not be done by then.
+    prompts, steps = {leaves: RED, stays: BLUE}, {leaves: 200, stays: 8}
+    with at_rest(client):
+        first.paint((prompts[first], 3), steps=steps[first])
+        watch.until(lambda: len(watch.running()) == 1)
+        second.paint((prompts[second], 3), steps=steps[second])
+        watch.until(lambda: len(watch.jobs) == 2)
+        assert len(watch.running()) == 1, "the second waits for the first"
+        if not runs:
+            leaves.cancel()
+            assert leaves.said()["status"] == ENDED_EARLY[leaves.name]
+            ended(client, list(watch.jobs)[1:])
+    if runs:
+        watch.until(lambda: any(job.step > 0 for job in watch.running()))
+        leaves.cancel()
+        assert leaves.said()["status"] == ENDED_EARLY[leaves.name]
     (painted,) = pictures(stays)
 
-    ended = {job.id: job.state for job in client.jobs(include_ended=True)}
-    states = [ended[name] for name in watch.jobs]
+    ends = ended(client, watch.jobs)
+    states = [ends[name] for name in watch.jobs]
     assert states == (["cancelled", "done"] if runs else ["done", "cancelled"])
     size = {"width": 128, "height": 128}
     undisturbed = client.generate_image(BLUE, seed=3, steps=steps[stays], **size).image
     assert same(painted, undisturbed.convert("RGB"))
-    assert loads(painter) == once(client)
+    assert_loaded_once(painter, client)
