@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -21,7 +20,10 @@ from service import Service
 
 Serve = Callable[..., Service]
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
+
+# More than a minute on the model "slow": such a job ends before only if it is ended.
+LONG: dict[str, Any] = {"steps": 200, "count": 8}
 
 # So that half of the start is left: with all of the schedule, none of it would be.
 HALF: dict[str, Any] = {"strength": 0.5, "steps": 4}
@@ -65,7 +67,7 @@ def until(client: moored.Client, holds: Callable[[moored.Status], bool]) -> moor
 @contextmanager
 def busy(client: moored.Client) -> Iterator[None]:
     """A card that paints for somebody else."""
-    with client.stream_image("other", model="slow", steps=200, client_id="other") as stream:
+    with client.stream_image("other", model="slow", **LONG, client_id="other") as stream:
         next(event for event in stream if isinstance(event, moored.Step))
         yield
 
@@ -194,7 +196,8 @@ def test_steps_previews_and_phases_are_shown(comfyui: ComfyUI, painter: Service)
     run = comfyui.queue(graph.prompt).succeeded()
     texts = run.texts(painted)
     assert "Encoding the text" in texts[0] or texts[0].startswith(("Loading", "Queued"))
-    assert "Step 7/20" in texts
+    # Of the steps of a picture only the last is told for certain, however slowly the rest is read.
+    assert "Step 20/20" in texts
     assert texts[-1].startswith("Done in")
     bar = [one.what for one in run.messages if one.kind == "progress" and one.node == painted]
     assert bar[-1] == (40, 40)
@@ -250,28 +253,28 @@ def test_waiting_is_told_with_who_holds_the_memory(
 # The interrupt button.
 
 
-def interrupted(comfyui: ComfyUI, client: moored.Client, run: Run) -> float:
-    """Presses the button; seconds until the service has no job any more."""
-    pressed = time.monotonic()
+def interrupted(comfyui: ComfyUI, client: moored.Client, run: Run) -> list[moored.JobInfo]:
+    """Presses the button; the jobs that it has ended, all of them before they were done."""
     comfyui.interrupt()
     until(client, lambda status: not status.jobs)
-    took = time.monotonic() - pressed
     assert run.done().status == "interrupted"
-    assert {job.state for job in client.jobs(include_ended=True)} <= {"cancelled", "done"}
-    return took
+    ended = client.jobs(include_ended=True)
+    assert {job.state for job in ended} == {"cancelled"}
+    return list(ended)
 
 
 def test_an_interrupt_ends_a_job_within_a_step(comfyui: ComfyUI, serve: Serve) -> None:
     service = serve("sim:24GiB")
     with service.client() as client:
         graph = Graph(service.address, model="slow")
-        painted = graph.text_to_image(steps=200)
+        painted = graph.text_to_image(**LONG)
         show = shown(graph, painted)
         run = comfyui.queue(graph.prompt)
-        run.text("Step 3/200")
-        assert interrupted(comfyui, client, run) < 2.0
+        run.text("Step ")
+        (job,) = interrupted(comfyui, client, run)
+        assert 0 < job.step < 200, "not at the end of the picture"
         # The next prompt knows nothing of it.
-        graph.prompt[painted]["inputs"]["steps"] = 3
+        graph.prompt[painted]["inputs"] |= {"steps": 3, "count": 1}
         assert len(comfyui.queue(graph.prompt).succeeded().pictures(show)) == 1
 
 
@@ -289,23 +292,24 @@ def test_an_interrupt_ends_a_job_that_is_queued(comfyui: ComfyUI, serve: Serve) 
 
 
 def test_an_interrupt_ends_a_job_that_loads(comfyui: ComfyUI, serve: Serve) -> None:
-    service = serve("sim:40GiB,speed=2GiB/s")
+    service = serve("sim:40GiB,speed=512MiB/s")
     with service.client() as client:
         graph = Graph(service.address, model="flux-full")
         shown(graph, graph.text_to_image())
         run = comfyui.queue(graph.prompt)
         run.text("Loading")
-        assert interrupted(comfyui, client, run) < 3.0
+        interrupted(comfyui, client, run)
+        assert "text_encoder_2" not in residents(client), "not at the end of the load"
 
 
 def test_an_interrupt_ends_a_job_that_waits(comfyui: ComfyUI, serve: Serve) -> None:
     service = serve("sim:40GiB,foreign=20GiB")
     with service.client() as client:
         graph = Graph(service.address, model="flux-full")
-        shown(graph, graph.text_to_image(patience_s=60.0))
+        shown(graph, graph.text_to_image(patience_s=600.0))
         run = comfyui.queue(graph.prompt)
         run.text("Waiting")
-        assert interrupted(comfyui, client, run) < 2.0
+        interrupted(comfyui, client, run)
 
 
 def test_an_interrupt_ends_two_jobs_of_one_prompt(comfyui: ComfyUI, serve: Serve) -> None:
@@ -313,13 +317,13 @@ def test_an_interrupt_ends_two_jobs_of_one_prompt(comfyui: ComfyUI, serve: Serve
     with service.client() as client:
         client.wait_until_ready(card="sim:1")
         graph = Graph(service.address, model="slow")
-        painted = [graph.text_to_image(steps=200, seed=seed) for seed in (1, 2)]
+        painted = [graph.text_to_image(**LONG, seed=seed) for seed in (1, 2)]
         for one in painted:
             shown(graph, one)
         run = comfyui.queue(graph.prompt)
         until(client, lambda status: len(status.jobs) == 2)
-        run.text("Step 2/200")
-        assert interrupted(comfyui, client, run) < 2.0
+        run.text("Step ")
+        assert len(interrupted(comfyui, client, run)) == 2
 
 
 # Errors.
@@ -344,15 +348,17 @@ def test_without_a_service_the_prompt_says_how_to_start_it(
 def test_a_service_that_dies_in_a_job_is_told(comfyui: ComfyUI, serve: Serve) -> None:
     service = serve("sim:24GiB")
     graph = Graph(service.address, model="slow")
-    show = shown(graph, graph.text_to_image(steps=40))
+    painted = graph.text_to_image(**LONG)
+    show = shown(graph, painted)
     run = comfyui.queue(graph.prompt)
-    run.text("Step 2/40")
+    run.text("Step ")
     service.kill()
     assert run.done().error == (
         f"The connection to {service.address} was lost before the job ended: see whether the service "
         "still runs, and queue the prompt again."
     )
     serve("sim:24GiB", listen=service.address)
+    graph.prompt[painted]["inputs"] |= {"steps": 3, "count": 1}
     assert len(comfyui.queue(graph.prompt).succeeded().pictures(show)) == 1
 
 
@@ -482,12 +488,13 @@ def test_an_interrupt_leaves_no_latents(comfyui: ComfyUI, serve: Serve) -> None:
         graph = Graph(service.address, model="slow")
         loaded = graph.add("LoadImage", image=comfyui.upload("again.png", scene(1)))
         batch = graph.add("ImageBatch", image1=[loaded, 0], image2=[loaded, 0])
-        options = {"image": [batch, 0], "steps": 10, "strength": 1.0, "count": 2}
+        # Most of what the second job paints is still to come when its first latent is there.
+        options = {"image": [batch, 0], "steps": 8, "strength": 1.0, "count": 8}
         painted = graph.image_to_image(**options, latent_only=True)
         shown(graph, graph.decode([painted, 1]))
         run = comfyui.queue(graph.prompt)
-        run.until(lambda message: message.kind == "progress" and message.what[0] > 31)
-        assert client.status().latents == 3
+        run.until(lambda message: message.kind == "progress" and message.what[0] > 9 * 8)
+        assert client.status().latents > 8
         comfyui.interrupt()
         assert run.done().status == "interrupted"
         until(client, lambda status: status.latents == 0)
