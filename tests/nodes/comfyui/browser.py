@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from service import clean_environment
 
@@ -31,7 +31,13 @@ FLAGS = (
 )
 PAGE = Path(__file__).resolve().parent / "browser_page.py"
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
+
+# What is expected of a page has as long as everything else: of its own accord it would have five seconds.
+expect.set_options(timeout=DEADLINE_S * 1000)
+
+# Longer than any test, on models whose steps take their time: such a job ends only if it is ended.
+LONG: dict[str, Any] = {"steps": 200, "count": 8}
 
 
 class PanelPage:
@@ -95,7 +101,7 @@ class PanelPage:
         """Ends it."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(DEADLINE_S)
 
 
 @contextmanager

@@ -21,6 +21,8 @@ from service import Service
 
 Settings = Callable[..., None]
 
+DEADLINE_S = 60.0
+
 
 @pytest.fixture
 def connection(pack: ModuleType) -> Any:
@@ -145,13 +147,13 @@ def test_cancelling_whoever_awaits_cancels_the_work(connection: Any, painter: Se
 
     async def prompt() -> None:
         task = asyncio.ensure_future(connection.run(work, connection.Target(painter.address)))
-        assert await asyncio.to_thread(begun.wait, 10)
+        assert await asyncio.to_thread(begun.wait, DEADLINE_S)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(prompt())
-    assert cancelled.wait(10)
+    assert cancelled.wait(DEADLINE_S)
 
 
 def test_a_service_that_is_back_is_found_at_once(

@@ -12,7 +12,7 @@ from typing import Any
 import moored
 import pytest
 from behaviour import until
-from browser import DEADLINE_S, PanelPage, chromium, instant_model, opened
+from browser import DEADLINE_S, LONG, PanelPage, chromium, instant_model, opened
 from playwright.sync_api import Browser, Page, expect
 
 from service import Service
@@ -62,7 +62,7 @@ def start(tmp_path: Path, panel: PanelPage) -> Iterator[Start]:
 def painting(service: Service) -> Iterator[moored.EventStream[moored.ImageResult]]:
     """A job of another program, which is running when this is entered."""
     with moored.Client(service.address, client_id="another program") as client:
-        with client.stream_image("a cube", model=MODEL, steps=200) as stream:
+        with client.stream_image("a cube", model=MODEL, **LONG) as stream:
             next(event for event in stream if isinstance(event, moored.Step))
             yield stream
 
@@ -111,9 +111,15 @@ def test_bars_follow_a_job_and_end_at_the_figures_of_the_service(
         for account in LEGEND:
             told = page.locator(f'[data-account="{account}"] .moored-number')
             expect(told).to_have_text(gigabytes(memory, account))
-        full = page.locator(".moored-bar .moored-components").evaluate("it => it.clientWidth")
-        whole = bar.evaluate("it => it.clientWidth")
-        assert full / whole == pytest.approx(memory.components / memory.total, abs=0.03)
+        # The bar moves to where it belongs, and takes its time.
+        page.wait_for_function(
+            """share => {
+                const bar = document.querySelector(".moored-bar");
+                const full = bar.querySelector(".moored-components");
+                return Math.abs(full.clientWidth / bar.clientWidth - share) < 0.03;
+            }""",
+            arg=memory.components / memory.total,
+        )
 
 
 def test_unload_frees_a_model(browser: Browser, panel: PanelPage, start: Start) -> None:
@@ -179,7 +185,7 @@ def test_cancel_ends_what_runs_and_what_waits(
         service.client(client_id="a second one") as client,
         opened(browser, panel) as page,
         painting(service) as running,
-        client.stream_image("behind", model=MODEL, steps=200, priority="low") as queued,
+        client.stream_image("behind", model=MODEL, **LONG, priority="low") as queued,
     ):
         next(event for event in queued if isinstance(event, moored.Queued))
         second = page.locator(f'[data-job="{queued.job_id}"]')

@@ -80,7 +80,7 @@ class StandIn:
     def stop(self) -> None:
         """Ends the thread."""
         self._queue.put(None)
-        self._worker.join(10)
+        self._worker.join(60)
         PromptServer.instance = None
 
     # What the executor does.
