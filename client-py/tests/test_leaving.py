@@ -92,6 +92,33 @@ def test_interrupt(endless: Endless, client: moored.Client) -> None:
     assert endless.gone.wait(WAIT_S)
 
 
+@pytest.mark.usefixtures("interruptible")
+def test_interrupt_while_the_call_begins(
+    endless: Endless, client: moored.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main, sent = threading.get_ident(), threading.Event()
+    begins, calls = client._stubs.generation.GenerateImage, []
+
+    def begins_slowly(*args: Any, **more: Any) -> Any:
+        # As inside of gRPC, which knows of the call before its caller does.
+        calls.append(begins(*args, **more))
+        sent.wait(WAIT_S)
+        return calls[0]
+
+    def interrupt() -> None:
+        endless.begun.wait(WAIT_S)
+        signal.pthread_kill(main, signal.SIGINT)
+        sent.set()
+
+    monkeypatch.setattr(client._stubs.generation, "GenerateImage", begins_slowly)
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        client.generate_image("x")
+    interrupter.join()
+    assert endless.gone.wait(WAIT_S)
+
+
 def test_closing_the_client(endless: Endless, address: str) -> None:
     client = moored.Client(address)
     stream = client.stream_image("x")

@@ -39,7 +39,7 @@ from ._results import (
     job_result,
     latent_result,
 )
-from ._streams import EventStream, PullStream, StatusStream
+from ._streams import EventStream, PullStream, StatusStream, begun
 from ._stubs import Stubs
 
 if TYPE_CHECKING:
@@ -230,7 +230,8 @@ class Client:
         A pull that others wait for as well is joined, and goes on for them.
         """
         request = requests.pull_request(model, revision)
-        call = self._stubs.hub.PullModel(request, timeout=timeout, metadata=self._metadata)
+        method = self._stubs.hub.PullModel
+        call = begun(method, request, timeout=timeout, metadata=self._metadata)
         return PullStream(call, self.endpoint)
 
     # Residency.
@@ -349,7 +350,8 @@ class Client:
     ) -> StatusStream:
         """The same, each time it changes, no oftener than every `interval_s` seconds."""
         request = residency_pb2.WatchStatusRequest(interval_ms=requests.milliseconds(interval_s))
-        call = self._stubs.residency.WatchStatus(request, timeout=timeout, metadata=self._metadata)
+        method = self._stubs.residency.WatchStatus
+        call = begun(method, request, timeout=timeout, metadata=self._metadata)
         return StatusStream(call, self.endpoint)
 
     def trim(self, card: str = "", *, timeout: float | None = None) -> int:
@@ -479,5 +481,5 @@ class Client:
     def _events(
         self, method: Any, request: Any, timeout: float | None, finish: Callable[[Gathered], R]
     ) -> EventStream[R]:
-        call = method(request, timeout=timeout, metadata=self._metadata)
+        call = begun(method, request, timeout=timeout, metadata=self._metadata)
         return EventStream(call, self.endpoint, finish)

@@ -36,6 +36,8 @@ _CLOSED = "The stream was closed before the job ended"
 _AHEAD = 8
 # A reader whose messages nobody takes looks this often whether anybody still will.
 _LEFT_POLL_S = 0.2
+# A signal that comes just as a thread falls asleep on a lock does not wake it: so late it is seen.
+_AWAKE_S = 1.0
 
 
 class _Reading(Generic[T]):
@@ -67,6 +69,40 @@ class _Reading(Generic[T]):
         self._call.cancel()
 
 
+def begun(method: Callable[..., Any], request: Any, **settings: Any) -> Any:
+    """The call of a stream, begun in a thread of its own and waited for where Ctrl-C is safe.
+
+    gRPC that is interrupted in beginning a call leaves one that goes on and that nobody can end,
+    or a lock that nobody gives back.
+    """
+    calls: list[Any] = []
+    left = threading.Event()
+    told: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def begin() -> None:
+        try:
+            calls.append(method(request, **settings))
+            if left.is_set():
+                calls[0].cancel()
+        except BaseException as error:
+            told.put(error)  # raised where it was asked for
+        else:
+            told.put(None)
+
+    try:
+        threading.Thread(target=begin, daemon=True, name="moored call").start()
+        error = told.get()
+    except BaseException:
+        # Whichever of the two threads comes second sees what the other has left.
+        left.set()
+        for call in calls:
+            call.cancel()
+        raise
+    if error is not None:
+        raise error
+    return calls[0]
+
+
 class _Pump:
     """Reads a call in a thread of its own, a few messages ahead.
 
@@ -83,7 +119,10 @@ class _Pump:
 
     def take(self) -> Any:
         """The next message, or the error that ended the call; StopIteration at its good end."""
-        message, end = self._inbox.get()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                message, end = self._inbox.get(timeout=_AWAKE_S)
+                break
         if end is not None:
             self._inbox.put((None, end))
             raise end
