@@ -399,8 +399,8 @@ class Client:
     ) -> bool:
         """Ends a job, anybody's. False: it had ended already.
 
-        `release_latents` also releases what the job has kept and what it keeps until it ends, even if
-        it has ended: for those who left its stream, and may not have heard of every latent.
+        `release_latents` also releases what the job has kept and what it keeps until it ends, even
+        if it has ended: for those who left its stream, and may not have heard of every latent.
         """
         request = jobs_pb2.CancelJobRequest(job_id=job_id, release_latents=release_latents)
         return bool(self._unary(self._stubs.jobs.Cancel, request, timeout).cancelled)
