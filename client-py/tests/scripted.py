@@ -33,6 +33,10 @@ SERVICES = [
 WAIT_S = 10
 """How long a test waits for what must happen. Nothing takes it unless it fails."""
 
+DEADLINES_S = (0.3, 2.0, WAIT_S)
+"""Deadlines that are to pass after the service has answered. On a busy machine a short one may pass
+before it: then the next one decides."""
+
 Answer = Callable[[Any, grpc.ServicerContext], Any]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import grpc.aio
 import pytest
 from conftest import Ask
-from scripted import WAIT_S, Endless, Service, accepted, done, step
+from scripted import DEADLINES_S, WAIT_S, Endless, Service, accepted, done, step
 
 import moored
 from moored._generated import generation_pb2_grpc
@@ -134,12 +134,17 @@ def test_closing_the_client(endless: Endless, address: str) -> None:
         client.stream_image("x")
 
 
-def test_deadline(endless: Endless, service: Service, ask: Ask) -> None:
-    with pytest.raises(moored.Deadline) as caught:
-        ask("generate_image", "x", timeout=0.3)
+def test_deadline(service: Service, ask: Ask) -> None:
+    for timeout in DEADLINES_S:
+        endless = Endless(accepted(), step(1))
+        service.on("GenerateImage", endless)
+        with pytest.raises(moored.Deadline) as caught:
+            ask("generate_image", "x", timeout=timeout)
+        if caught.value.job_id:
+            break
     assert caught.value.job_id == "job-1"
     assert service.seconds_left is not None
-    assert service.seconds_left < 1
+    assert service.seconds_left < timeout + 0.7
     assert endless.gone.wait(WAIT_S)
 
 
@@ -164,11 +169,16 @@ def test_cancelled_task(endless: Endless, address: str) -> None:
     asyncio.run(main())
 
 
-def test_timeout_around_a_job(endless: Endless, address: str) -> None:
+def test_timeout_around_a_job(service: Service, address: str) -> None:
     async def main() -> None:
         async with moored.AsyncClient(address) as client:
-            with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(client.generate_image("x"), 0.2)
+            for timeout in DEADLINES_S:
+                endless = Endless(accepted(), step(1))
+                service.on("GenerateImage", endless)
+                with pytest.raises(asyncio.TimeoutError):
+                    await asyncio.wait_for(client.generate_image("x"), timeout)
+                if endless.begun.is_set():
+                    break
             assert await asyncio.to_thread(endless.gone.wait, WAIT_S)
 
     asyncio.run(main())
