@@ -42,14 +42,15 @@ def test_a_model_stays_in_for_as_long_as_it_is_kept_alive(
     simulate: Simulate, nowhere: Headless
 ) -> None:
     client = simulate()
+    paint(nowhere, handle(nowhere, model="small", keep_alive_s=600))
+    assert held(client)
+    assert client.unload("small").kept, "it cannot be unloaded by others"
     kept = handle(nowhere, model="small", keep_alive_s=2)
     paint(nowhere, kept)
     until = time.monotonic() + 2
-    assert held(client)
-    assert client.unload("small").kept, "it cannot be unloaded by others"
     paint(nowhere, kept)
     while held(client):
-        assert time.monotonic() < until + 8, "it is given up by itself"
+        assert time.monotonic() < until + 30, "it is given up by itself"
         time.sleep(0.05)
     assert time.monotonic() > until, "the second run began the time anew"
     assert client.unload("small").freed

@@ -203,6 +203,16 @@ async def cancelled_after(engine: Headless, client: moored.AsyncClient, state: s
     return took
 
 
+def cancel_of_its_own(engine: Headless, measure: Callable[[], Awaitable[float]]) -> float:
+    """The shortest of a few cancels; as with stalls, a busy machine makes some of them longer."""
+    took = []
+    for _ in range(ATTEMPTS):
+        took.append(engine.do(measure()))
+        if took[-1] < CANCELLED_WITHIN_S:
+            break
+    return min(took)
+
+
 def test_a_cancel_reaches_a_running_job_within_half_a_second(
     simulate: Simulate, nowhere: Headless
 ) -> None:
@@ -213,7 +223,7 @@ def test_a_cancel_reaches_a_running_job_within_half_a_second(
             return await cancelled_after(nowhere, client, "running")
 
     nowhere.do(nowhere.node("GenerateImage", prompt="slow", model="slow", steps=200))
-    assert nowhere.do(measure()) < CANCELLED_WITHIN_S
+    assert cancel_of_its_own(nowhere, measure) < CANCELLED_WITHIN_S
 
 
 @pytest.mark.parametrize("kind", ["GenerateImage", "PreloadModel"])
@@ -232,7 +242,7 @@ def test_a_cancel_ends_the_patience_within_half_a_second(
     values = {"prompt": "waits"} if kind == "GenerateImage" else {}
     node = nowhere.do(nowhere.node(kind, model="flux-full", **values))
     nowhere.do(nowhere.connect(limits, "system_constraints", node, "system_constraints"))
-    assert nowhere.do(measure()) < CANCELLED_WITHIN_S
+    assert cancel_of_its_own(nowhere, measure) < CANCELLED_WITHIN_S
 
 
 def test_a_cancel_takes_a_job_out_of_the_queue_within_half_a_second(
@@ -249,21 +259,25 @@ def test_a_cancel_takes_a_job_out_of_the_queue_within_half_a_second(
                 return await cancelled_after(nowhere, client, "queued")
 
     nowhere.do(nowhere.node("GenerateImage", prompt="queued", model="slow"))
-    assert nowhere.do(measure()) < CANCELLED_WITHIN_S
+    assert cancel_of_its_own(nowhere, measure) < CANCELLED_WITHIN_S
 
 
-def test_two_nodes_at_once_share_one_model(simulate: Simulate, nowhere: Headless) -> None:
+def test_two_nodes_at_once_share_one_model(
+    simulate: Simulate, nowhere: Headless, tmp_path: Path
+) -> None:
     """Two runs of two engines' tasks: both finish, the model is loaded once."""
     from griptape_nodes.retained_mode.events.execution_events import ExecuteNodeRequest
 
-    client = simulate()
+    world = tmp_path / "world"
+    world.write_text("blender 4242 20GiB")
+    client = simulate(f"sim:40GiB,world={world}")
+    values = {"model": "flux-full", "system_constraints": {"release_patience_s": 60}}
     nodes = [
-        nowhere.do(nowhere.node("GenerateImage", prompt=f"picture {n}", model="slow", steps=10))
-        for n in range(2)
+        nowhere.do(nowhere.node("GenerateImage", prompt=f"picture {n}", **values)) for n in range(2)
     ]
 
     async def both() -> list[Any]:
-        # The service sees both before either is done.
+        # The service sees both before there is room for either.
         runs = [
             asyncio.create_task(nowhere.ask(ExecuteNodeRequest(node_name=node.name)))
             for node in nodes
@@ -272,6 +286,7 @@ def test_two_nodes_at_once_share_one_model(simulate: Simulate, nowhere: Headless
             while len(await watcher.jobs()) < 2:
                 assert not any(run.done() for run in runs), runs
                 await asyncio.sleep(0.005)
+        world.unlink()
         return await asyncio.gather(*runs)
 
     nowhere.do(both())

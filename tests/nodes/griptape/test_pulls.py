@@ -84,4 +84,4 @@ def test_a_cancel_ends_the_pull(pulling: Headless, hub: Hub) -> None:
         await pulling.cancel()
         await run
 
-    pulling.do(cancel_in_the_middle(), limit_s=20)
+    pulling.do(cancel_in_the_middle())

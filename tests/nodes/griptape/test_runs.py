@@ -481,7 +481,7 @@ def test_the_buttons_bring_models_and_cards_without_blocking(
             )
         )
         (options,) = node.get_parameter_by_name(parameter).find_elements_by_type(Options)
-        until = asyncio.get_running_loop().time() + 5
+        until = asyncio.get_running_loop().time() + 30
         while len(options.choices) == 1 and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.01)
         return list(options.choices)
