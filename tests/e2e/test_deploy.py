@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ import moored
 import pytest
 import yaml
 
-from service import BINARY, ROOT, START_TIMEOUT_S, clean_environment
+from service import BINARY, ROOT, START_TIMEOUT_S, ReservedPort, clean_environment
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 DEFAULTS = (ROOT / "service/moored/src/config/default.toml").read_text(encoding="utf-8")
@@ -245,12 +244,8 @@ def test_what_is_not_needed_is_taken_away() -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port that nobody else is given while the test runs: taken, but not listened on."""
-    with socket.socket() as keeper:
-        # With it, who sets it too may listen there.
-        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        keeper.bind(("127.0.0.1", 0))
-        yield keeper.getsockname()[1]
+    reserved = ReservedPort()
+    yield reserved.number
 
 
 def environment_of_the_image(tmp_path: Path, port: int) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import queue
 import threading
 from collections.abc import Callable
@@ -90,7 +91,8 @@ def begun(method: Callable[..., Any], request: Any, **settings: Any) -> Any:
             told.put(None)
 
     try:
-        threading.Thread(target=begin, daemon=True, name="moored call").start()
+        run = contextvars.copy_context().run  # tracing and its like go by the caller's context
+        threading.Thread(target=run, args=(begin,), daemon=True, name="moored call").start()
         error = told.get()
     except BaseException:
         # Whichever of the two threads comes second sees what the other has left.
