@@ -68,7 +68,10 @@ def release(target: Target, names: Sequence[str]) -> None:
 
 
 def discard(target: Target, job_id: str) -> None:
-    """Ends a job of which nobody will ask for anything, whatever it has kept by then; does not wait."""
+    """Ends a job of which nobody will ask for anything, for all who follow it; does not wait.
+
+    What it has kept goes, and what it keeps until it ends.
+    """
 
     async def work(client: moored.AsyncClient) -> None:
         await client.cancel(job_id, release_latents=True)

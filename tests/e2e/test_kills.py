@@ -34,7 +34,7 @@ PINNED_IDS = {f"instant:steady-{kind}" for kind in ("transformer", "clip", "t5",
 SLOWER = "slower"
 
 # Once a worker is silent for so long it is taken for hung; one that is held up for a second is not.
-IMPATIENT = ("--set", "queue.stall_limit=3s", "--set", "queue.stall_floor=3s")
+IMPATIENT = ("--set", "queue.stall_limit=6s", "--set", "queue.stall_floor=3s")
 
 WITHIN_S = 60.0
 # A service waits longer from one early death of a worker to the next: so many are quick.
@@ -641,8 +641,9 @@ def test_a_worker_that_ends_on_an_errand(services: Services, errand: Errand) -> 
         with ThreadPoolExecutor() as threads:
             if errand.where is None:
                 held = scene.hold()
+                unread = unread_bytes(held)
                 asked = threads.submit(errand.ask, scene.client)
-                wait_until(lambda: unread_bytes(held) > 0, "it is asked")
+                wait_until(lambda: unread_bytes(held) > unread, "it is asked")
             else:
                 asked = threads.submit(errand.ask, scene.client)
                 errand.where(scene)

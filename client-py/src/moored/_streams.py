@@ -74,7 +74,7 @@ def begun(method: Callable[..., Any], request: Any, **settings: Any) -> Any:
     """The call of a stream, begun in a thread of its own and waited for where Ctrl-C is safe.
 
     gRPC that is interrupted in beginning a call leaves one that goes on and that nobody can end,
-    or a lock that nobody gives back.
+    or a lock that nobody gives back. (A call that is told of and then dropped ends by itself.)
     """
     calls: list[Any] = []
     left = threading.Event()
@@ -93,7 +93,10 @@ def begun(method: Callable[..., Any], request: Any, **settings: Any) -> Any:
     try:
         run = contextvars.copy_context().run  # tracing and its like go by the caller's context
         threading.Thread(target=run, args=(begin,), daemon=True, name="moored call").start()
-        error = told.get()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                error = told.get(timeout=_AWAKE_S)
+                break
     except BaseException:
         # Whichever of the two threads comes second sees what the other has left.
         left.set()

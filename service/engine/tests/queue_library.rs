@@ -128,7 +128,7 @@ fn large_files_go_by_their_path_until_their_hash_is_known_and_nothing_uses_it() 
     const LARGE: u64 = (256 << 20) + 1;
     let entry = model_with_hole(folder.path(), "a", LARGE);
     let first = library(Some(cache.clone()));
-    // What is hashed before it takes minutes unless it is cut short: whatever the threads do, the hash comes after the look.
+    // What is hashed before it takes long unless it is cut short: whatever the threads do, the hash comes after the look.
     let endless = model_with_hole(folder.path(), "endless", 1 << 36);
     first.open(&endless, &card("f32")).unwrap();
     let open = first.open(&entry, &card("f32")).unwrap();

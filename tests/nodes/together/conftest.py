@@ -98,6 +98,7 @@ def at_rest(client: moored.Client) -> Iterator[None]:
 
 def ended(client: moored.Client, names: Collection[str]) -> dict[str, str]:
     """How these jobs have ended, in the order of their ends; waits until they have."""
+    ends: dict[str, str] = {}
     with client.watch_status(interval_s=0.02, timeout=DEADLINE_S) as changes:
         for _ in changes:
             jobs = {job.id: job.state for job in reversed(client.jobs(include_ended=True))}

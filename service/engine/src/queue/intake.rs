@@ -407,6 +407,7 @@ impl Actor {
     fn cancel(&mut self, id: &str, release_latents: bool, now: Instant) -> Result<bool, Error> {
         if release_latents {
             self.latents.give_up_made_by(id);
+            self.dirty = true;
         }
         if let Some(job) = self.jobs.get_mut(id) {
             job.releases_latents |= release_latents;

@@ -472,7 +472,7 @@ impl Actor {
                 },
             );
         }
-        job.ending = None;
+        (job.ending, job.out_of_memory) = (None, None); // the swap knows what it ends with
         if came.is_empty() || !is_ready {
             return self.load_back(job, now);
         }

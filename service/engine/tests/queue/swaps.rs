@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use engine::Error;
 use engine::job::{JobEventKind, JobReport, JobWork};
-use engine::messages::{Command, Failure, Order, Outcome};
+use engine::messages::{Command, Failure, Order, Outcome, Shortage};
 use engine::queue::{Job, Queue, Settings};
 use pipelines::StageOutput;
-use residency::Bytes;
+use residency::{Bytes, WaitCause};
 use tokio::time::Instant;
 
 use crate::fixture::{entry, load, picture, swap};
@@ -21,6 +21,8 @@ enum Fate {
     /// Its components come in, then it ends like this.
     Ends(Outcome),
     Dies,
+    /// Nothing of it: others have taken the memory for a moment.
+    Waits,
     /// Nothing: it goes on until it is cancelled.
     Cancelled,
 }
@@ -48,6 +50,7 @@ async fn play(
                     settle().await;
                     worker.ready();
                 }
+                Fate::Waits => worker.finish(order.ticket, Outcome::Wait(taken())),
                 Fate::Cancelled => {
                     worker.begin(&order).unwrap();
                     queue.cancel(&id).await.unwrap();
@@ -232,6 +235,17 @@ fn out_of_memory() -> Outcome {
     })
 }
 
+/// Others have the memory, as a worker sees it.
+fn taken() -> Shortage {
+    Shortage {
+        short: Bytes::gib(1),
+        needed: Bytes::gib(1),
+        usable: Bytes::ZERO,
+        cause: WaitCause::Foreign,
+        holders: Vec::new(),
+    }
+}
+
 /// A proof whose picture has another size than it should.
 fn another_picture(order: &Order) -> Outcome {
     let Outcome::Completed(mut report) = completed(order, Vec::new()) else {
@@ -309,6 +323,34 @@ async fn whatever_goes_wrong_the_old_model_is_there_afterwards_and_the_new_one_i
             assert_eq!(*held, hold);
             at_rest(&queue).await;
         }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_old_model_comes_back_after_an_out_of_memory_although_its_way_back_is_interrupted() {
+    for interruption in ["a death", "memory taken meanwhile"] {
+        let (queue, mut worker, _) = kept_a().await;
+        let job = queue.submit(swap("b", "a", "me")).await.unwrap();
+        let mut interrupted = false;
+        let seen = play(&queue, &mut worker, job, |order| {
+            match (order.model.key.as_str(), stage_of(order)) {
+                ("b", "denoise") => Fate::Ends(out_of_memory()),
+                ("a", _) if !std::mem::replace(&mut interrupted, true) => match interruption {
+                    "a death" => Fate::Dies,
+                    _ => Fate::Waits,
+                },
+                _ => Fate::Well,
+            }
+        })
+        .await;
+        assert!(interrupted, "{interruption}");
+        let last = seen.last();
+        assert!(
+            matches!(last, Some(JobEventKind::Failed(Error::OutOfMemory(_)))),
+            "{interruption}: {last:?}"
+        );
+        assert_eq!(on_card(&worker), whole("a"), "{interruption}");
+        at_rest(&queue).await;
     }
 }
 

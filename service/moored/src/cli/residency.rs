@@ -98,7 +98,6 @@ fn formats(model: &v1::ModelInfo) -> String {
 }
 
 pub(super) async fn load(client: &Client, options: Load, json: bool) -> Result<(), CliError> {
-    let connection = Connection::open(client).await?;
     let (old, components, prove) = (
         options.replace.clone(),
         options.components.join(", "),
@@ -114,6 +113,7 @@ pub(super) async fn load(client: &Client, options: Load, json: bool) -> Result<(
         prove: options.prove,
         options: None,
     };
+    let connection = Connection::open(client).await?;
     let when_missing = WhenMissing {
         pull: options.pull,
         json,
@@ -155,7 +155,6 @@ async fn bring_in(
 }
 
 pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Result<(), CliError> {
-    let mut residency = Connection::open(client).await?.residency();
     let what = options.model.clone();
     let request = v1::UnloadRequest {
         model: {
@@ -164,6 +163,7 @@ pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Resu
         },
         force: options.force,
     };
+    let mut residency = Connection::open(client).await?.residency();
     let done = residency.unload(request).await?.into_inner();
     if json {
         return screen::json(&json!({
@@ -214,16 +214,17 @@ fn left(freed: &[v1::FreedComponent], kept: &[v1::KeptComponent]) -> Result<(), 
 }
 
 pub(super) async fn pin(client: &Client, options: Pin, json: bool) -> Result<(), CliError> {
+    let model = options.formats.of(&options.model)?;
     let connection = Connection::open(client).await?;
     let request = v1::PinRequest {
-        model: Some(options.formats.of(&options.model)?),
+        model: Some(model.clone()),
         unpin: options.off,
     };
     let pinned = connection.residency().pin(request).await?.into_inner().pinned;
     if !options.off {
         // Pinned first, so that nothing evicts what has just come in.
         let request = v1::LoadRequest {
-            model: Some(options.formats.of(&options.model)?),
+            model: Some(model),
             ..Default::default()
         };
         bring_in(&connection, request, json).await?;

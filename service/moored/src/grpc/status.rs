@@ -62,7 +62,18 @@ pub(crate) fn status_of_pull(error: &PullError) -> Status {
         PullError::Name(_) => return status_of(&invalid("id", error.to_string())),
         PullError::ShuttingDown => return status_of(&Error::ShuttingDown),
         PullError::DiskFull { .. } => Code::ResourceExhausted,
-        _ => Code::FailedPrecondition,
+        PullError::NotAPipeline(_)
+        | PullError::NotAllowed { .. }
+        | PullError::Offline { .. }
+        | PullError::Unreachable { .. }
+        | PullError::NoSuchModel { .. }
+        | PullError::NoSuchRevision { .. }
+        | PullError::Gated { .. }
+        | PullError::TokenRefused { .. }
+        | PullError::Answer { .. }
+        | PullError::Checksum { .. }
+        | PullError::Cut { .. }
+        | PullError::Disk { .. } => Code::FailedPrecondition,
     };
     with_details(code, &error.to_string(), vec![error_info(error.reason())])
 }
