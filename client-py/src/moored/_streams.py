@@ -70,6 +70,13 @@ class _Reading(Generic[T]):
         self._call.cancel()
 
 
+def _awaited(inbox: Any) -> Any:
+    """The next of a queue, waited for where Ctrl-C is seen soon."""
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return inbox.get(timeout=_AWAKE_S)
+
+
 def begun(method: Callable[..., Any], request: Any, **settings: Any) -> Any:
     """The call of a stream, begun in a thread of its own and waited for where Ctrl-C is safe.
 
@@ -93,10 +100,7 @@ def begun(method: Callable[..., Any], request: Any, **settings: Any) -> Any:
     try:
         run = contextvars.copy_context().run  # tracing and its like go by the caller's context
         threading.Thread(target=run, args=(begin,), daemon=True, name="moored call").start()
-        while True:
-            with contextlib.suppress(queue.Empty):
-                error = told.get(timeout=_AWAKE_S)
-                break
+        error = _awaited(told)
     except BaseException:
         # Whichever of the two threads comes second sees what the other has left.
         left.set()
@@ -124,10 +128,7 @@ class _Pump:
 
     def take(self) -> Any:
         """The next message, or the error that ended the call; StopIteration at its good end."""
-        while True:
-            with contextlib.suppress(queue.Empty):
-                message, end = self._inbox.get(timeout=_AWAKE_S)
-                break
+        message, end = _awaited(self._inbox)
         if end is not None:
             self._inbox.put((None, end))
             raise end

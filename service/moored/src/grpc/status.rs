@@ -58,22 +58,11 @@ pub(crate) fn status_of(error: &Error) -> Status {
 
 /// A pull that failed, as gRPC tells it.
 pub(crate) fn status_of_pull(error: &PullError) -> Status {
-    let code = match error {
-        PullError::Name(_) => return status_of(&invalid("id", error.to_string())),
-        PullError::ShuttingDown => return status_of(&Error::ShuttingDown),
-        PullError::DiskFull { .. } => Code::ResourceExhausted,
-        PullError::NotAPipeline(_)
-        | PullError::NotAllowed { .. }
-        | PullError::Offline { .. }
-        | PullError::Unreachable { .. }
-        | PullError::NoSuchModel { .. }
-        | PullError::NoSuchRevision { .. }
-        | PullError::Gated { .. }
-        | PullError::TokenRefused { .. }
-        | PullError::Answer { .. }
-        | PullError::Checksum { .. }
-        | PullError::Cut { .. }
-        | PullError::Disk { .. } => Code::FailedPrecondition,
+    let code = match error.reason() {
+        Reason::InvalidRequest => return status_of(&invalid("id", error.to_string())),
+        Reason::ShuttingDown => return status_of(&Error::ShuttingDown),
+        Reason::DiskFull => Code::ResourceExhausted,
+        _ => Code::FailedPrecondition,
     };
     with_details(code, &error.to_string(), vec![error_info(error.reason())])
 }
