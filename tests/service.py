@@ -6,6 +6,7 @@ test process does (`--end-with-stdin`), however that happens.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -23,6 +24,16 @@ BINARY = Path(os.environ.get("MOORED_BINARY", ROOT / "target/debug/moored"))
 INSTANT_MODELS = ROOT / "tests/models/instant"
 START_TIMEOUT_S = 60
 LOG_TIMEOUT_S = 60
+
+
+def slower_model(folder: Path, steps_ms: int) -> Path:
+    """A folder of models, made in `folder`, with `slower`: as `slow`, with steps that take this long."""
+    models = folder / "models"
+    models.mkdir()
+    model = json.loads((INSTANT_MODELS / "slow.instant.json").read_text(encoding="utf-8"))
+    model |= {"name": "slower", "steps_ms": steps_ms}
+    (models / "slower.instant.json").write_text(json.dumps(model), encoding="utf-8")
+    return models
 
 
 class ReservedPort:

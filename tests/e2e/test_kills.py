@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import array
 import fcntl
-import json
 import os
 import signal
 import termios
@@ -25,7 +24,7 @@ import pytest
 from PIL import Image
 from test_faults import accounts_sum, assert_at_rest, retries, until
 
-from service import INSTANT_MODELS, Service
+from service import INSTANT_MODELS, Service, slower_model
 
 # The pinned model of every point, and a model that nothing else uses for the job behind.
 PINNED, BEHIND = "steady", "small"
@@ -90,12 +89,8 @@ class Services:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        models = folder / "models"
-        models.mkdir()
-        slower = json.loads((INSTANT_MODELS / "slow.instant.json").read_text(encoding="utf-8"))
-        slower |= {"name": SLOWER, "steps_ms": 1500}
-        (models / "slower.instant.json").write_text(json.dumps(slower), encoding="utf-8")
-        self._models = ("--models", str(INSTANT_MODELS), "--models", str(models))
+        slower = slower_model(folder, steps_ms=1500)
+        self._models = ("--models", str(INSTANT_MODELS), "--models", str(slower))
         self._idle: dict[tuple[str, ...], tuple[Service, int]] = {}
         self._count = 0
 

@@ -110,8 +110,10 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     """Starts services; on simulated cards with the instant models: `serve("sim:24GiB")`."""
     started: list[Service] = []
 
-    def start(*devices: str, listen: str | None = None) -> Service:
-        models = ("--models", str(INSTANT_MODELS)) if devices else ()
+    def start(*devices: str, listen: str | None = None, more_models: Path | None = None) -> Service:
+        models: tuple[str, ...] = ("--models", str(INSTANT_MODELS)) if devices else ()
+        if more_models is not None:
+            models += ("--models", str(more_models))
         state = tmp_path / f"state-{len(started)}"
         service = Service(*models, state=state, devices=devices or ("cpu",), listen=listen)
         started.append(service)
