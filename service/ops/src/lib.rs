@@ -6,19 +6,22 @@
 
 mod activation;
 mod attention;
+mod composed_attention;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod dequantize;
 mod group_norm;
 mod layer_norm;
 mod linear;
+mod place;
 mod residual;
 mod rms_norm;
 mod rope;
 mod rows;
 
 pub use activation::{gelu, gelu_tanh, quick_gelu, silu};
-pub use attention::{attention, attention_in_chunks, attention_scratch, softmax};
+pub use attention::{Mask, attention};
+pub use composed_attention::{attention_in_chunks, attention_scratch, composed_attention, softmax};
 pub use dequantize::dequantize;
 pub use group_norm::{GroupStatistics, group_norm, group_norm_with, group_statistics};
 pub use layer_norm::{layer_norm, modulated_layer_norm};

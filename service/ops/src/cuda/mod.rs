@@ -2,12 +2,13 @@
 //! is allocated comes from candle's device, which is the pool of activations.
 #![allow(unsafe_code)] // Launches, and cuBLASLt.
 
+mod attention;
 mod fp8;
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
-use candle_core::cuda_backend::{CudaDType, WrapErr as _};
+use candle_core::cuda_backend::{CudaDType, CudaStorageSlice, WrapErr as _};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, CudaStorage, DType, Result, Shape, Storage, Tensor};
 use cudarc::driver::{
@@ -18,6 +19,7 @@ use cudarc::nvrtc::Ptx;
 use gpu::{Fp8Scales, GgufType, QuantizedWeight, WeightFormat, WeightPart, rows_and_columns};
 use half::{bf16, f16};
 
+pub(crate) use attention::attention;
 pub(crate) use fp8::{WORKSPACE_BYTES, linear_fp8};
 
 /// Machine code of `kernels.cu`. Empty where only types are checked.
@@ -58,6 +60,39 @@ impl Card {
         });
         cards.insert(key, Arc::clone(&card));
         Ok(card)
+    }
+
+    /// Queues a kernel whose only argument is a structure, by value.
+    ///
+    /// # Safety
+    /// The structure is laid out as the kernel's, and what its addresses point to is as large as it says, alive until
+    /// the stream has come by, and on the card of the stream.
+    unsafe fn launch<A: DeviceRepr>(
+        &self,
+        stream: &CudaStream,
+        name: String,
+        grid: (usize, usize, usize),
+        threads: usize,
+        arguments: &A,
+    ) -> Result<()> {
+        let counts = [grid.0, grid.1, grid.2, threads].map(u32::try_from);
+        let [Ok(x), Ok(y), Ok(z), Ok(threads)] = counts else {
+            candle_core::bail!("{name} over {grid:?} blocks of {threads} threads");
+        };
+        if x == 0 || y == 0 || z == 0 {
+            return Ok(());
+        }
+        let function = self.function(name)?;
+        let mut launch = stream.launch_builder(&function);
+        launch.arg(arguments);
+        let config = LaunchConfig {
+            grid_dim: (x, y, z),
+            block_dim: (threads, 1, 1),
+            shared_mem_bytes: 0,
+        };
+        // SAFETY: the caller's promise.
+        unsafe { launch.launch(config) }.w()?;
+        Ok(())
     }
 
     fn function(&self, name: String) -> Result<CudaFunction> {
@@ -193,6 +228,38 @@ fn view<'a, T: CudaDType>(storage: &'a Storage, layout: &candle_core::Layout) ->
 
 fn address<T>(view: &CudaView<'_, T>, stream: &CudaStream) -> u64 {
     view.device_ptr(stream).0
+}
+
+/// The address of a tensor's first number on its card. Whoever uses it keeps the tensor until the work is queued: what is
+/// freed afterwards is freed in the order of the stream.
+fn address_of(x: &Tensor) -> Result<u64> {
+    let device = x.device().as_cuda_device()?;
+    let stream = device.cuda_stream();
+    let (storage, layout) = x.storage_and_layout();
+    let Storage::Cuda(storage) = &*storage else {
+        candle_core::bail!("a tensor on a CUDA device is expected");
+    };
+    let begin = match &storage.slice {
+        CudaStorageSlice::U8(slice) => slice.device_ptr(&stream).0,
+        CudaStorageSlice::U32(slice) => slice.device_ptr(&stream).0,
+        CudaStorageSlice::I64(slice) => slice.device_ptr(&stream).0,
+        CudaStorageSlice::F32(slice) => slice.device_ptr(&stream).0,
+        CudaStorageSlice::F16(slice) => slice.device_ptr(&stream).0,
+        CudaStorageSlice::BF16(slice) => slice.device_ptr(&stream).0,
+        CudaStorageSlice::F64(slice) => slice.device_ptr(&stream).0,
+        _ => candle_core::bail!("numbers of type {:?} have no use on a CUDA device", x.dtype()),
+    };
+    Ok(begin + (layout.start_offset() * x.dtype().size_in_bytes()) as u64)
+}
+
+/// A dtype as the kernels' names have it.
+fn kernel_dtype(dtype: DType) -> Result<&'static str> {
+    match dtype {
+        DType::F32 => Ok("f32"),
+        DType::F16 => Ok("f16"),
+        DType::BF16 => Ok("bf16"),
+        other => candle_core::bail!("a card computes in f32, f16 or bf16, not {other:?}"),
+    }
 }
 
 /// A tensor over an allocation.

@@ -71,7 +71,7 @@ fn attend([query, key, value]: [Tensor; 3], rotations: &Rotations) -> candle_cor
     let turned = |x: Tensor| ops::rope(&x.transpose(1, 2)?, &rotations.cos, &rotations.sin);
     let by_head = |x: Tensor| x.transpose(1, 2)?.contiguous();
     let (query, key, value) = (turned(query)?, turned(key)?, by_head(value)?);
-    ops::attention(&query, &key, &value, scale, None, false)?
+    ops::composed_attention(&query, &key, &value, scale, None, false)?
         .transpose(1, 2)?
         .flatten_from(2)
 }

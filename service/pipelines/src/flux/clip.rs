@@ -228,7 +228,7 @@ impl Layer {
         };
         let scale = 1.0 / (head as f64).sqrt();
         let (query, key, value) = (by_head(&self.query)?, by_head(&self.key)?, by_head(&self.value)?);
-        let seen = ops::attention(&query, &key, &value, scale, None, true)?;
+        let seen = ops::composed_attention(&query, &key, &value, scale, None, true)?;
         let seen = seen.transpose(1, 2)?.contiguous()?.reshape((1, tokens, width))?;
         let x = (x + self.out.forward(&seen)?)?;
         let inner = activation.apply(&self.widen.forward(&self.norm2.forward(&x)?)?)?;

@@ -230,7 +230,7 @@ impl Layer {
         };
         let (query, key, value) = (by_head(&self.query)?, by_head(&self.key)?, by_head(&self.value)?);
         // T5 does not scale: its weights are initialised so that it need not.
-        let seen = ops::attention(&query, &key, &value, 1.0, Some(bias), false)?;
+        let seen = ops::composed_attention(&query, &key, &value, 1.0, Some(bias), false)?;
         drop((query, key, value));
         let seen = seen
             .transpose(1, 2)?
