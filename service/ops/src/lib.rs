@@ -6,26 +6,38 @@
 
 mod activation;
 mod attention;
+mod attention_workspace;
 mod composed_attention;
+mod copy_rows;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod dequantize;
+mod finite;
+mod glu;
 mod group_norm;
 mod layer_norm;
 mod linear;
+mod pending;
 mod place;
+mod relative_bias;
 mod residual;
 mod rms_norm;
 mod rope;
 mod rows;
 
-pub use activation::{gelu, gelu_tanh, quick_gelu, silu};
+pub use activation::{Nonlinearity, activate, gelu, gelu_tanh, quick_gelu, silu};
 pub use attention::{Mask, attention};
+pub use attention_workspace::attention_workspace;
 pub use composed_attention::{attention_in_chunks, attention_scratch, composed_attention, softmax};
+pub use copy_rows::{copy_rows, embed};
 pub use dequantize::dequantize;
+pub use finite::all_finite;
+pub use glu::glu;
 pub use group_norm::{GroupStatistics, group_norm, group_norm_with, group_statistics};
 pub use layer_norm::{layer_norm, modulated_layer_norm};
 pub use linear::{linear, linear_scratch};
+pub use pending::*;
+pub use relative_bias::relative_bias;
 pub use residual::gated_add;
 pub use rms_norm::rms_norm;
 pub use rope::rope;

@@ -42,3 +42,7 @@ DEQUANTIZE(q6_k, ByBlock<moored::Q6_K>)
     }
 FP8(f16, __half)
 FP8(bf16, __nv_bfloat16)
+
+// Names are made beside what they do.
+#include "softmax.cuh"
+#include "elementwise.cuh"

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)] // Launches, and cuBLASLt.
 
 mod attention;
+mod elementwise;
 mod fp8;
 
 use std::collections::HashMap;
@@ -20,6 +21,7 @@ use gpu::{Fp8Scales, GgufType, QuantizedWeight, WeightFormat, WeightPart, rows_a
 use half::{bf16, f16};
 
 pub(crate) use attention::attention;
+pub(crate) use elementwise::{all_finite, copy_rows, glu, relative_bias};
 pub(crate) use fp8::{WORKSPACE_BYTES, linear_fp8};
 
 /// Machine code of `kernels.cu`. Empty where only types are checked.

@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 use gpu::{ComponentTensors, MissingTensor, Weight};
+use ops::{Epilogue, Scratch};
 
 /// `x Wᵀ + b`, as `torch.nn.Linear`.
 #[derive(Debug, Clone)]
@@ -58,5 +59,19 @@ impl Linear {
         let flat = ops::linear(&flat, &self.weight, self.bias.as_ref())?;
         shape.push(outputs);
         flat.reshape(shape)
+    }
+
+    /// `x` is `[n, inputs]`; `out` is `[n, outputs]`, and may be columns of a wider tensor.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub(super) fn forward_into(
+        &self,
+        x: &Tensor,
+        then: Epilogue,
+        out: &Tensor,
+        scratch: &Scratch,
+    ) -> candle_core::Result<()> {
+        ops::linear_into(x, &self.weight, self.bias.as_ref(), then, out, scratch)
     }
 }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
+use ops::{Finite, euler};
 
 use super::bounds::{LONGEST_SIDE, PIXELS_PER_TOKEN};
 use super::clip::ClipEncoder;
@@ -16,9 +17,9 @@ use super::model::FluxModel;
 use super::noise::Generator;
 use super::scheduler::first_step;
 use super::t5::T5Encoder;
-use super::tensors::{all_finite, from_host, to_host};
+use super::tensors::{from_host, to_host};
 use super::transformer::{Prompted, Transformer, pack, unpack};
-use super::vae::{Chunking, VaeDecoder, VaeEncoder, encode_ladder, from_rgb8, ladder, to_rgb8};
+use super::vae::{Chunking, Moments, VaeDecoder, VaeEncoder, encode_ladder, from_rgb8, ladder, to_rgb8};
 use crate::{
     EncodedText, HostTensor, ImageRequest, Model, Observer, StageError, StageInput, StageKind, StageOutput,
     is_out_of_memory,
@@ -47,7 +48,7 @@ pub struct Stage<'a> {
 struct Start {
     /// Sigmas of the steps that are run, and the last, zero.
     sigmas: Vec<f32>,
-    /// f32 `[1, channels, h, w]`.
+    /// f32 `[1, channels, h, w]`, in host memory.
     latent: Tensor,
 }
 
@@ -119,13 +120,19 @@ impl Stage<'_> {
         let picture = from_rgb8(&image.rgb, width, height, self.device)?;
         let encoder = VaeEncoder::new(vae, &*(self.tensors)("vae")?)?;
         let moments = encoder.encode(&picture, chunking, &|| self.observer.cancelled())?;
+        // Small enough for the host, so that no card loads kernels for it.
+        let moments = Moments {
+            mean: moments.mean.to_device(&Device::Cpu)?,
+            log_variance: moments.log_variance.to_device(&Device::Cpu)?,
+        };
         let noise = Generator::new(self.request.seed).normal(moments.mean.elem_count());
-        let noise = Tensor::from_vec(noise, moments.mean.shape(), self.device)?;
+        let noise = Tensor::from_vec(noise, moments.mean.shape(), &Device::Cpu)?;
         to_host(&vae.scaled(&moments.sample(&noise)?)?)
     }
 
     /// The noise that a request starts from, mixed with the encoded image if there is one:
-    /// `FluxImg2ImgPipeline.get_timesteps` and `prepare_latents`.
+    /// `FluxImg2ImgPipeline.get_timesteps` and `prepare_latents`. It is computed in host memory: a card would have to load
+    /// kernels for it.
     fn start(&self, image_latent: Option<&HostTensor>) -> Result<Start, StageError> {
         let ImageRequest {
             width,
@@ -144,7 +151,7 @@ impl Stage<'_> {
         if self.request.init_image.is_some() {
             let _sample_of_the_encoded_image = generator.normal(count);
         }
-        let noise = Tensor::from_vec(generator.normal(count), shape.as_slice(), self.device)?;
+        let noise = Tensor::from_vec(generator.normal(count), shape.as_slice(), &Device::Cpu)?;
         let Some(image_latent) = image_latent else {
             if self.request.init_image.is_some() {
                 return Err(StageError::BadInput("the init image was not encoded".to_owned()));
@@ -168,7 +175,7 @@ impl Stage<'_> {
             )));
         }
         sigmas.drain(..first as usize);
-        let image = from_host(image_latent, "the latent", DType::F32, self.device)?;
+        let image = from_host(image_latent, "the latent", DType::F32, &Device::Cpu)?;
         let sigma = f64::from(sigmas[0]);
         let latent = ((noise * sigma)? + (image * (1.0 - sigma))?)?;
         Ok(Start { sigmas, latent })
@@ -207,18 +214,19 @@ impl Stage<'_> {
         self.go_on()?;
         let conditioning = transformer.condition(&prompted, &times)?;
 
-        let mut latent = pack(&latent)?;
+        let latent = pack(&latent)?;
+        // The latent in the dtype of the card, beside the exact one: a tensor of its own, since both are written.
+        let seen = latent.to_dtype(self.model.precision.dtype)?.copy()?;
+        let (latent, seen) = (latent.to_device(self.device)?, seen.to_device(self.device)?);
+        let finite = Finite::new(self.device)?;
         for step in 0..steps {
             self.go_on()?;
-            let seen = latent.to_dtype(self.model.precision.dtype)?;
             let velocity = transformer.velocity(&seen, &conditioning, step, &mut || self.go_on())?;
-            let velocity = velocity.to_dtype(DType::F32)?;
             let (sigma, next) = (sigmas[step], sigmas[step + 1]);
-            let before = latent;
-            latent = (&before + (&velocity * f64::from(next - sigma))?)?;
+            euler(&latent, &velocity, f64::from(next - sigma), &seen, &finite)?;
             // To look is to wait for the card, which is meant: a step that is told of has been done, and one that is
             // cancelled is the last. It costs the card the microseconds in which the next step is asked for.
-            if !all_finite(&latent)? {
+            if !finite.is_finite()? {
                 let step = step as u32 + 1;
                 return Err(StageError::NotFinite {
                     component: "transformer".to_owned(),
@@ -227,11 +235,12 @@ impl Stage<'_> {
             }
             self.observer.step(step as u32 + 1, steps as u32);
             if self.request.preview && step + 1 < steps && self.observer.wants_preview() {
-                let clean = (before - (velocity * f64::from(sigma))?)?;
+                let clean = without_noise(&latent, &velocity, next)?;
+                drop(velocity);
                 self.preview(&unpack(&clean, rows, columns)?)?;
             }
         }
-        to_host(&unpack(&latent, rows, columns)?)
+        to_host(&unpack(&latent.to_device(&Device::Cpu)?, rows, columns)?)
     }
 
     /// One tensor of the encoded text, in the dtype of the card.
@@ -254,7 +263,8 @@ impl Stage<'_> {
         from_host(tensor, name, self.model.precision.dtype, self.device)
     }
 
-    /// Shows the picture that the denoising heads for, at half its size. A preview that fails costs no job.
+    /// Shows the picture that the denoising heads for, at half its size. `latent` is in host memory. A preview that fails
+    /// costs no job.
     fn preview(&mut self, latent: &Tensor) -> Result<(), StageError> {
         let small = latent.avg_pool2d(2)?;
         match self
@@ -295,7 +305,7 @@ impl Stage<'_> {
             }
         };
         let chunking = chunking_of(&ladder(&self.model.vae, h, w, self.model.precision.dtype), rung)?;
-        let latent = from_host(latent, "the latent", DType::F32, self.device)?;
+        let latent = from_host(latent, "the latent", DType::F32, &Device::Cpu)?;
         let picture = self.decoded(&latent, chunking)?;
         let (_, _, height, width) = picture.dims4()?;
         Ok(StageOutput::Picture {
@@ -306,15 +316,22 @@ impl Stage<'_> {
     }
 
     /// Decodes a latent, scaled as the transformer sees it, to f32 `[1, 3, height, width]` over -1 to 1, not
-    /// clamped.
+    /// clamped. The latent may be in host memory.
     ///
     /// # Errors
     /// [`StageError`].
     pub fn decoded(&self, latent: &Tensor, chunking: Chunking) -> Result<Tensor, StageError> {
         let decoder = VaeDecoder::new(&self.model.vae, &*(self.tensors)("vae")?)?;
-        let latent = self.model.vae.unscaled(latent)?;
+        let latent = self.model.vae.unscaled(&latent.to_device(&Device::Cpu)?)?;
+        let latent = latent.to_device(self.device)?;
         decoder.decode(&latent, chunking, &|| self.observer.cancelled())
     }
+}
+
+/// The latent that a step heads for, in host memory: what it made of it, less the velocity times the sigma that is left.
+fn without_noise(latent: &Tensor, velocity: &Tensor, sigma: f32) -> candle_core::Result<Tensor> {
+    let velocity = velocity.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+    latent.to_device(&Device::Cpu)? - (velocity * f64::from(sigma))?
 }
 
 fn chunking_of(rungs: &[(Chunking, crate::Rung)], rung: usize) -> Result<Chunking, StageError> {
