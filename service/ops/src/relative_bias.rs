@@ -58,11 +58,11 @@ mod tests {
         for (queries, keys) in [(5, 9), (8, 16), (16, 3), (1, 1)] {
             let table = random(&[6, 3], 1)?;
             let buckets: Vec<u32> = (0..queries + keys - 1).map(|i| (i * 7 % 6) as u32).collect();
-            let numbers = table.to_vec2::<f32>()?;
+            let numbers = table.flatten_all()?.to_vec1::<f32>()?;
             let mut expected = Vec::new();
             for head in 0..3 {
                 for query in 0..queries {
-                    let of_key = |key: usize| numbers[buckets[key + queries - 1 - query] as usize][head];
+                    let of_key = |key: usize| numbers[buckets[key + queries - 1 - query] as usize * 3 + head];
                     expected.extend((0..keys).map(of_key));
                 }
             }
