@@ -35,6 +35,8 @@ pub use allocator::CountingAllocator;
 pub use card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
 pub use checkpoint::{CheckpointFile, FileStamp, LONGEST_HEADER, TensorEntry};
 pub use cpu::{CpuCard, CpuSettings};
+#[cfg(feature = "cuda")]
+pub use cuda::library_workspace;
 pub use cuda_settings::{CudaDtype, CudaSettings, CudaSettingsError, CudaWhich};
 pub use discover::{DeviceChoice, DeviceSpec, DeviceSpecError, Discovered, OpenError, open};
 pub use faults::{Fault, FaultAction};

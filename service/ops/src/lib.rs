@@ -10,9 +10,11 @@ mod composed_attention;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod dequantize;
+mod euler;
 mod group_norm;
 mod layer_norm;
 mod linear;
+mod norm;
 mod place;
 mod residual;
 mod rms_norm;
@@ -23,12 +25,18 @@ pub use activation::{gelu, gelu_tanh, quick_gelu, silu};
 pub use attention::{Mask, attention};
 pub use composed_attention::{attention_in_chunks, attention_scratch, composed_attention, softmax};
 pub use dequantize::dequantize;
+pub use euler::{Finite, euler};
 pub use group_norm::{GroupStatistics, group_norm, group_norm_with, group_statistics};
 pub use layer_norm::{layer_norm, modulated_layer_norm};
-pub use linear::{linear, linear_scratch};
+pub use linear::{
+    Epilogue, LayerTo, Scratch, linear, linear_into, linear_scratch, linears_into, multiplies_fp8,
+};
+pub use norm::{
+    Activation, Codes, Gate, Modulation, Norm, add_residual, norm_modulate, residual_norm_modulate,
+};
 pub use residual::gated_add;
 pub use rms_norm::rms_norm;
-pub use rope::rope;
+pub use rope::{Angles, Pairs, QkNorm, qk_norm_rope};
 pub use rows::PART_BYTES;
 
 #[cfg(test)]

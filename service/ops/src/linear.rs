@@ -1,79 +1,248 @@
 //! `x Wᵀ + b` for a weight however it is held.
 
-use candle_core::{DType, Tensor};
-use gpu::{Weight, WeightFormat};
+use candle_core::{DType, Device, Result, Tensor};
+use gpu::{QuantizedWeight, Weight, WeightFormat};
 
-use crate::dequantize;
+use crate::activation::gelu_tanh_of;
+use crate::place::{with_rows, write_rows};
+use crate::{Activation, dequantize};
 
 /// What one allocation takes at most beside what was asked for.
 const GRANULARITY: u64 = 512;
 
-/// Workspace of a native product of fp8 on a card.
-#[cfg(feature = "cuda")]
-const NATIVE_WORKSPACE: u64 = crate::cuda::WORKSPACE_BYTES as u64;
-#[cfg(not(feature = "cuda"))]
-const NATIVE_WORKSPACE: u64 = 0;
+/// What is done to a sum and its bias before it is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Epilogue {
+    /// Nothing.
+    None,
+    /// `torch.nn.GELU(approximate="tanh")`.
+    GeluTanh,
+}
 
-/// `x Wᵀ + b`, as `torch.nn.Linear`. `x` is `[tokens, inputs]`, contiguous, in the dtype of the card; `weight` is
-/// `[outputs, inputs]`, `bias` `[outputs]`; the result is `[tokens, outputs]`.
-///
-/// A quantized weight is dequantized as a whole to the dtype of `x`, and what that took is given back before the bias is
-/// added. In fp8 with `x` in bf16 or f16, cards of compute capability 8.9 and more multiply natively instead: each
-/// row of `x` is quantized to e4m3 by its absolute maximum, and sums are in f32; the result is within 0.05 of the product
-/// with the same weight dequantized (relative, L2). Sides that are no multiples of 16 are dequantized.
-///
-/// # Errors
-/// When shapes do not fit; those of [`dequantize()`] and of candle.
-pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
-    if let (Some(bias), Some(outputs)) = (bias, weight.dims().first())
-        && bias.dims() != [*outputs]
-    {
-        candle_core::bail!(
-            "a linear layer with weight {:?} and bias {:?}",
-            weight.dims(),
-            bias.dims()
-        );
+/// Memory that layers work in, one after the other: allocated once for all of a request. A CPU needs none.
+#[derive(Debug)]
+pub struct Scratch {
+    /// u8, on a card.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    bytes: Option<Tensor>,
+}
+
+impl Scratch {
+    /// So many bytes on a card: what [`linear_scratch`] says of the largest layer.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn new(bytes: u64, device: &Device) -> Result<Scratch> {
+        Ok(Scratch {
+            bytes: match device {
+                Device::Cpu => None,
+                _ if bytes == 0 => None,
+                _ => Some(Tensor::zeros(bytes as usize, DType::U8, device)?),
+            },
+        })
     }
-    let product = match weight {
-        Weight::Full(weight) => x.matmul(&weight.t()?)?,
-        Weight::Quantized(quantized) => {
-            let (inputs, shape) = (x.dim(candle_core::D::Minus1)?, &quantized.shape);
-            if shape.len() != 2 || shape[1] != inputs {
-                candle_core::bail!("a linear layer with weight {shape:?} over {inputs} inputs");
-            }
-            #[cfg(feature = "cuda")]
-            if x.device().is_cuda()
-                && let Some(product) = crate::cuda::linear_fp8(x, quantized, bias)?
-            {
-                return Ok(product);
-            }
-            x.matmul(&dequantize(quantized, x.dtype())?.t()?)?
+
+    /// None: for layers in full precision.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn none() -> Scratch {
+        Scratch { bytes: None }
+    }
+
+    /// The address of a part of it.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn place(&self, begin: usize, bytes: usize) -> Result<u64> {
+        let found = self.bytes.as_ref().map_or(0, Tensor::elem_count);
+        match &self.bytes {
+            Some(all) if begin + bytes <= found => Ok(crate::cuda::address_of(all)? + begin as u64),
+            _ => candle_core::bail!("a scratch of {found} bytes where {} are needed", begin + bytes),
         }
-    };
-    match bias {
-        Some(bias) => product.broadcast_add(bias),
-        None => Ok(product),
     }
 }
 
-/// Activation bytes that [`linear`] takes at its peak beside `x` and its result, on whichever path: what a weight of so
-/// many rows and columns is dequantized to, a second result while the bias is added, or what a native product of fp8
-/// has (codes and scales of `x`, and its workspace).
+/// Whether this device multiplies this weight as it is by rows of this dtype, so that they are better made
+/// [`crate::Codes`] where they are computed: fp8 with sides that are multiples of 16, bf16 or f16 rows, and compute
+/// capability 8.9 or more.
 ///
-/// On the CPU the matrix product packs parts of its operands besides, in buffers of its own threads that do not grow with
-/// the shapes.
+/// # Errors
+/// Those of the device.
+pub fn multiplies_fp8(device: &Device, weight: &Weight, dtype: DType) -> Result<bool> {
+    match weight {
+        Weight::Full(_) => Ok(false),
+        Weight::Quantized(weight) => multiplies_codes(device, weight, dtype),
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn multiplies_codes(device: &Device, weight: &QuantizedWeight, dtype: DType) -> Result<bool> {
+    match device {
+        Device::Cuda(device) => crate::cuda::multiplies_fp8(device, weight, dtype),
+        _ => Ok(false),
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn multiplies_codes(_: &Device, _: &QuantizedWeight, _: DType) -> Result<bool> {
+    Ok(false)
+}
+
+/// `act(x Wᵀ + b)`, as `torch.nn.Linear`, written to `out`. `x` is `[.., inputs]` and `out` `[.., outputs]` with as many
+/// rows, in one dtype, and each may be a window of a larger tensor (rows at a distance, in matrices at a distance); the last
+/// axes of a row may be split (`[.., heads, width]`). `weight` is `[outputs, inputs]`, `bias` `[outputs]`.
+///
+/// A quantized weight is dequantized as a whole to the dtype of `x`, into `scratch`. Fp8 with bf16 or f16 is multiplied as
+/// it is on cards of compute capability 8.9 and more: each row of `x` is quantized to e4m3 by its absolute maximum, if it
+/// does not come so; the result is within 0.05 of the product with the same weight dequantized (relative, L2).
+///
+/// # Errors
+/// When shapes or dtypes do not fit, or the scratch is too small; those of [`dequantize()`] and of the device.
+pub fn linear_into<'a>(
+    x: impl Into<Activation<'a>>,
+    weight: &Weight,
+    bias: Option<&Tensor>,
+    then: Epilogue,
+    out: &Tensor,
+    scratch: &Scratch,
+) -> Result<()> {
+    let x = x.into();
+    let numbers = match x {
+        Activation::Numbers(x) => x.elem_count(),
+        Activation::Codes(codes) => codes.codes.elem_count(),
+    };
+    let dims = weight.dims();
+    let fits = matches!(*dims, [outputs, inputs] if inputs > 0 && outputs > 0
+        && numbers.is_multiple_of(inputs)
+        && out.elem_count() == numbers / inputs * outputs)
+        && bias.is_none_or(|bias| bias.dims() == [dims[0]] && bias.dtype() == out.dtype());
+    if !fits {
+        candle_core::bail!(
+            "a linear layer with weight {dims:?} and bias {:?} of {numbers} numbers to {:?}",
+            bias.map(|bias| (bias.dims(), bias.dtype())),
+            out.dims()
+        );
+    }
+    #[cfg(feature = "cuda")]
+    if out.device().is_cuda() {
+        return crate::cuda::linear_into(x, weight, bias, then, out, scratch);
+    }
+    let _ = scratch;
+    match x {
+        Activation::Numbers(x) => on_cpu(x, weight, bias, then, out),
+        Activation::Codes(_) => candle_core::bail!("only cards multiply codes of fp8"),
+    }
+}
+
+/// A layer, and where it writes to.
+#[derive(Clone, Copy, Debug)]
+pub struct LayerTo<'a> {
+    /// `[outputs, inputs]`.
+    pub weight: &'a Weight,
+    /// `[outputs]`.
+    pub bias: Option<&'a Tensor>,
+    /// `[.., outputs]`.
+    pub out: &'a Tensor,
+}
+
+/// [`linear_into`] by several layers over the same rows. On a card it is one product where the layers are alike and lie at
+/// equal distances, as those of one attention do.
+///
+/// # Errors
+/// Those of [`linear_into`].
+pub fn linears_into<'a>(
+    x: impl Into<Activation<'a>>,
+    layers: &[LayerTo<'_>],
+    then: Epilogue,
+    scratch: &Scratch,
+) -> Result<()> {
+    let x = x.into();
+    #[cfg(feature = "cuda")]
+    if let Activation::Numbers(x) = x
+        && x.device().is_cuda()
+        && layers.len() > 1
+        && crate::cuda::linear_as_one(x, layers, then)?
+    {
+        return Ok(());
+    }
+    for LayerTo { weight, bias, out } in layers {
+        linear_into(x, weight, *bias, then, out, scratch)?;
+    }
+    Ok(())
+}
+
+fn on_cpu(x: &Tensor, weight: &Weight, bias: Option<&Tensor>, then: Epilogue, out: &Tensor) -> Result<()> {
+    let dequantized;
+    let weight = match weight {
+        Weight::Full(weight) => weight,
+        Weight::Quantized(quantized) => {
+            dequantized = dequantize(quantized, x.dtype())?;
+            &dequantized
+        }
+    };
+    let (outputs, inputs) = weight.dims2()?;
+    let rows = x.contiguous()?.reshape((x.elem_count() / inputs, inputs))?;
+    let product = rows.matmul(&weight.t()?)?;
+    let bias = bias
+        .map(|bias| bias.to_dtype(DType::F32)?.to_vec1::<f32>())
+        .transpose()?;
+    with_rows(&product, outputs, |product| {
+        write_rows(out, outputs, |row, numbers| {
+            numbers.copy_from_slice(product.row(row));
+            if let Some(bias) = &bias {
+                numbers.iter_mut().zip(bias).for_each(|(n, b)| *n += b);
+            }
+            if then == Epilogue::GeluTanh {
+                numbers.iter_mut().for_each(|n| *n = gelu_tanh_of(*n));
+            }
+        })
+    })
+}
+
+/// [`linear_into`] a new tensor: `x` is `[.., inputs]`, the result `[.., outputs]`.
+///
+/// # Errors
+/// Those of [`linear_into`].
+pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Result<Tensor> {
+    let mut shape = x.dims().to_vec();
+    let (Some(inputs), [outputs, _]) = (shape.pop(), *weight.dims()) else {
+        candle_core::bail!("a linear layer of {:?} with weight {:?}", x.dims(), weight.dims());
+    };
+    if weight.dims()[1] != inputs {
+        candle_core::bail!(
+            "a linear layer with weight {:?} over {inputs} inputs",
+            weight.dims()
+        );
+    }
+    shape.push(outputs);
+    let out = Tensor::zeros(shape, x.dtype(), x.device())?;
+    let tokens = x.elem_count() / inputs.max(1);
+    let bytes = match weight {
+        Weight::Full(_) => 0,
+        Weight::Quantized(weight) => linear_scratch(weight.format, outputs, inputs, tokens, x.dtype()),
+    };
+    let scratch = Scratch::new(bytes, x.device())?;
+    let contiguous;
+    let x = match x.is_contiguous() {
+        true => x,
+        false => {
+            contiguous = x.contiguous()?;
+            &contiguous
+        }
+    };
+    linear_into(x, weight, bias, Epilogue::None, &out, &scratch)?;
+    Ok(out)
+}
+
+/// Bytes of [`Scratch`] that [`linear_into`] needs for a layer of a weight in this format: what the weight is dequantized
+/// to, or what a native product of fp8 has (codes and scales of `x`). On the CPU it is what the weight is dequantized to,
+/// and the product before it is written; the product packs parts of its operands besides, in buffers of its own threads
+/// that do not grow with the shapes.
 pub fn linear_scratch(format: WeightFormat, rows: usize, columns: usize, tokens: usize, dtype: DType) -> u64 {
     let rounded = |bytes: usize| (bytes as u64).next_multiple_of(GRANULARITY);
     let dequantized = rounded(rows * columns * dtype.size_in_bytes());
-    // The sum has the shapes and strides of its operands on the card besides.
-    let before_bias = rounded(tokens * rows * dtype.size_in_bytes()) + GRANULARITY;
     let native = match (format, dtype) {
-        (WeightFormat::Fp8(_), DType::BF16 | DType::F16) => {
-            rounded(tokens * columns) + rounded(4 * tokens) + NATIVE_WORKSPACE
-        }
+        (WeightFormat::Fp8(_), DType::BF16 | DType::F16) => rounded(tokens * columns) + rounded(4 * tokens),
         _ => 0,
     };
-    dequantized.max(before_bias).max(native)
+    dequantized.max(native)
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ mod staging;
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::op::BackpropOp;
@@ -538,7 +538,20 @@ fn give_workspace(device: &CudaDevice, pool: &Pool, stream: &CudaStream) -> Resu
         )
     };
     set.result()
-        .map_err(|e| GpuError::Lost(format!("cuBLAS takes no workspace: {e:?}")))
+        .map_err(|e| GpuError::Lost(format!("cuBLAS takes no workspace: {e:?}")))?;
+    let mut workspaces = WORKSPACES.lock().unwrap_or_else(PoisonError::into_inner);
+    workspaces.insert(stream.context().cu_ctx() as usize, (workspace, CUBLAS_WORKSPACE.0 as usize));
+    Ok(())
+}
+
+/// Workspaces of contexts: address and bytes.
+static WORKSPACES: LazyLock<Mutex<HashMap<usize, (u64, usize)>>> = LazyLock::new(Mutex::default);
+
+/// The address and bytes of the workspace of a card that was opened here, for the libraries that compute on its one
+/// stream. It is never freed.
+pub fn library_workspace(context: &CudaContext) -> Option<(u64, usize)> {
+    let workspaces = WORKSPACES.lock().unwrap_or_else(PoisonError::into_inner);
+    workspaces.get(&(context.cu_ctx() as usize)).copied()
 }
 
 /// A tensor over an allocation, which it frees when its last clone is dropped. `None` for a dtype that has no CUDA form.

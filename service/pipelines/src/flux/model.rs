@@ -18,7 +18,7 @@ use super::config::TransformerConfig;
 use super::scheduler::{SchedulerConfig, first_step};
 use super::t5::T5Config;
 use super::tokenizers::{ClipTokenizer, T5Tokenizer};
-use super::transformer::denoise_scratch;
+use super::transformer::{codes_bytes, denoise_scratch};
 use super::vae::Chunking;
 use super::vae::{VaeConfig, decode_scratch, encode_ladder, ladder};
 use crate::files::{damaged, read_json, unsupported};
@@ -196,6 +196,16 @@ impl FluxModel {
         Bytes(sources.iter().filter_map(of_layer).max().unwrap_or_default())
     }
 
+    /// Whether a component has layers in fp8, which cards may multiply as they are.
+    fn holds_fp8(&self, component_name: &str) -> bool {
+        let Some(LoadPlan::Files(sources)) = self.load_plan(component_name) else {
+            return false;
+        };
+        let is_fp8 =
+            |source: &TensorSource| matches!(source.target, Target::Quantized(gpu::WeightFormat::Fp8(_)));
+        sources.iter().any(is_fp8)
+    }
+
     /// Sides of the latent of a picture: height, then width.
     fn latent_sides(&self, width: u32, height: u32) -> (usize, usize) {
         (
@@ -245,6 +255,9 @@ impl FluxModel {
             dtype,
         ));
         scratch += self.dequantizing("transformer", tokens as usize + picture);
+        if self.holds_fp8("transformer") {
+            scratch += Bytes(codes_bytes(&self.transformer, tokens as usize, picture));
+        }
         let mut components = self.component("transformer");
         if request.preview {
             components.extend(self.component("vae"));

@@ -16,7 +16,7 @@ use super::model::FluxModel;
 use super::noise::Generator;
 use super::scheduler::first_step;
 use super::t5::T5Encoder;
-use super::tensors::{all_finite, from_host, to_host};
+use super::tensors::{from_host, to_host};
 use super::transformer::{Prompted, Transformer, pack, unpack};
 use super::vae::{Chunking, VaeDecoder, VaeEncoder, encode_ladder, from_rgb8, ladder, to_rgb8};
 use crate::{
@@ -47,7 +47,7 @@ pub struct Stage<'a> {
 struct Start {
     /// Sigmas of the steps that are run, and the last, zero.
     sigmas: Vec<f32>,
-    /// f32 `[1, channels, h, w]`.
+    /// f32 `[1, channels, h, w]`, on the host.
     latent: Tensor,
 }
 
@@ -144,7 +144,7 @@ impl Stage<'_> {
         if self.request.init_image.is_some() {
             let _sample_of_the_encoded_image = generator.normal(count);
         }
-        let noise = Tensor::from_vec(generator.normal(count), shape.as_slice(), self.device)?;
+        let noise = Tensor::from_vec(generator.normal(count), shape.as_slice(), &Device::Cpu)?;
         let Some(image_latent) = image_latent else {
             if self.request.init_image.is_some() {
                 return Err(StageError::BadInput("the init image was not encoded".to_owned()));
@@ -168,7 +168,7 @@ impl Stage<'_> {
             )));
         }
         sigmas.drain(..first as usize);
-        let image = from_host(image_latent, "the latent", DType::F32, self.device)?;
+        let image = from_host(image_latent, "the latent", DType::F32, &Device::Cpu)?;
         let sigma = f64::from(sigmas[0]);
         let latent = ((noise * sigma)? + (image * (1.0 - sigma))?)?;
         Ok(Start { sigmas, latent })
@@ -207,18 +207,22 @@ impl Stage<'_> {
         self.go_on()?;
         let conditioning = transformer.condition(&prompted, &times)?;
 
-        let mut latent = pack(&latent)?;
+        // On the host the order of a latent costs nothing.
+        let dtype = self.model.precision.dtype;
+        let latent = pack(&latent)?.contiguous()?;
+        let seen = latent.to_dtype(dtype)?.to_device(self.device)?;
+        let latent = latent.to_device(self.device)?;
+        let workplace = transformer.workplace(1, tokens, rows * columns, (dtype, self.device))?;
+        let finite = ops::Finite::new(self.device)?;
         for step in 0..steps {
             self.go_on()?;
-            let seen = latent.to_dtype(self.model.precision.dtype)?;
-            let velocity = transformer.velocity(&seen, &conditioning, step, &mut || self.go_on())?;
-            let velocity = velocity.to_dtype(DType::F32)?;
-            let (sigma, next) = (sigmas[step], sigmas[step + 1]);
-            let before = latent;
-            latent = (&before + (&velocity * f64::from(next - sigma))?)?;
+            let velocity =
+                transformer.velocity(&seen, &conditioning, step, &workplace, &mut || self.go_on())?;
+            let (sigma, next) = (f64::from(sigmas[step]), f64::from(sigmas[step + 1]));
+            ops::euler(&latent, velocity, next - sigma, &seen, &finite)?;
             // To look is to wait for the card, which is meant: a step that is told of has been done, and one that is
             // cancelled is the last. It costs the card the microseconds in which the next step is asked for.
-            if !all_finite(&latent)? {
+            if !finite.is_finite()? {
                 let step = step as u32 + 1;
                 return Err(StageError::NotFinite {
                     component: "transformer".to_owned(),
@@ -227,11 +231,14 @@ impl Stage<'_> {
             }
             self.observer.step(step as u32 + 1, steps as u32);
             if self.request.preview && step + 1 < steps && self.observer.wants_preview() {
-                let clean = (before - (velocity * f64::from(sigma))?)?;
-                self.preview(&unpack(&clean, rows, columns)?)?;
+                // From where the step led, all the way.
+                let clean = latent.copy()?;
+                ops::euler(&clean, velocity, -next, &velocity.copy()?, &finite)?;
+                let clean = clean.to_device(&Device::Cpu)?;
+                self.preview(&unpack(&clean, rows, columns)?.to_device(self.device)?)?;
             }
         }
-        to_host(&unpack(&latent, rows, columns)?)
+        to_host(&unpack(&latent.to_device(&Device::Cpu)?, rows, columns)?)
     }
 
     /// One tensor of the encoded text, in the dtype of the card.
