@@ -201,7 +201,7 @@ def demo(peer: Peer, sides: list[int], prompts: list[str]) -> None:
 
     logging.disable_progress_bar()
     pipeline: Any = diffusers.FluxPipeline.from_pretrained(
-        checkpoints.DEMO, torch_dtype=torch.float32, local_files_only=True
+        checkpoints.DEMO, dtype=torch.float32, local_files_only=True
     )
     pipeline.to(peer.place)
     pipeline.set_progress_bar_config(disable=True)
