@@ -251,42 +251,52 @@ def swap(bench: Bench) -> None:
 
 def peers(bench: Bench) -> None:
     """diffusers and transformers: a step, eager and compiled, the VAE, the text encoders."""
-    side = bench.scale.picture
-    shape, known, failed = _shape(side, side, 1), {}, []
-    options = ["--ways", "eager,compiled", "--shapes", shape]
-    add = bench.record.add
-    try:
-        for one in _peer(bench, "step", PEER_SECONDS["step"], *options):
-            eager, known[one["way"]] = one["way"] == "eager", one["ms"]
-            what = f"diffusers, {one['way']}" + (f": step, {side}x{side}" if eager else "")
-            key, of = (EAGER, "") if eager else (COMPILED, f"speed.step.{FULL}")
-            add(key, what, one["ms"], "ms", peer_of=of)
-            if not eager:
-                of, told = "speed.first.empty-caches", "diffusers, compiling to the end of a step"
-                add(f"{COMPILED}.first", told, one["first_s"], "s", peer_of=of)
-                bench.record.note(f"others: {one['versions']}")
-    except RuntimeError as error:
-        failed.append(str(error))
-    try:
-        for one in _peer(bench, "vae", PEER_SECONDS["vae"], "--sides", str(side)):
-            what, known[one["vae"]] = one["vae"], one["ms"]
-            key, of = f"speed.peer.vae.{what}", f"speed.vae.{what}"
-            add(key, "diffusers", one["ms"], "ms", peer_of=of)
-            peak = gigabytes(one["peak"])
-            add(f"{key}.scratch", "diffusers", peak, "GB", peer_of=f"{of}.scratch")
-        for one in _peer(bench, "text", PEER_SECONDS["text"], "--tokens", str(TOKENS)):
-            known["text"] = one["ms"]
-            add("speed.peer.text", "transformers", one["ms"], "ms", peer_of="speed.text")
-            bench.record.note(f"others: {one['versions']}")
-    except RuntimeError as error:
-        failed.append(str(error))
+    known: dict[str, float] = {}
+    failed = []
+    for program in (_peer_steps, _peer_vae, _peer_text):
+        try:
+            program(bench, known)
+        except RuntimeError as error:
+            # The others are worth their figures.
+            failed.append(str(error))
     if {"compiled", "decode", "text"} <= known.keys():
         count = bench.scale.request_steps
         seconds = (count * known["compiled"] + known["decode"] + known["text"]) / 1e3
-        told = "diffusers, its compiled steps, decode and text encoders added up"
-        add("speed.peer.request", told, seconds, "s", peer_of=f"speed.request.{FULL}")
+        what, of = "diffusers, compiled steps, decode, text encoders added up", "speed.request"
+        bench.record.add("speed.peer.request", what, seconds, "s", peer_of=f"{of}.{FULL}")
     if failed:
         raise RuntimeError("; ".join(failed))
+
+
+def _peer_steps(bench: Bench, known: dict[str, float]) -> None:
+    side, add = bench.scale.picture, bench.record.add
+    options = ["--ways", "eager,compiled", "--shapes", _shape(side, side, 1)]
+    for one in _peer(bench, "step", PEER_SECONDS["step"], *options):
+        known[one["way"]] = one["ms"]
+        if one["way"] == "eager":
+            add(EAGER, f"diffusers, eager: step, {side}x{side}", one["ms"], "ms")
+            bench.record.note(f"others: {one['versions']}")
+            continue
+        add(COMPILED, "diffusers, compiled", one["ms"], "ms", peer_of=f"speed.step.{FULL}")
+        key, what = f"{COMPILED}.first", "diffusers, compiling to the end of a step"
+        add(key, what, one["first_s"], "s", peer_of="speed.first.empty-caches")
+
+
+def _peer_vae(bench: Bench, known: dict[str, float]) -> None:
+    options = ["--sides", str(bench.scale.picture)]
+    for one in _peer(bench, "vae", PEER_SECONDS["vae"], *options):
+        known[one["vae"]] = one["ms"]
+        key, of = f"speed.peer.vae.{one['vae']}", f"speed.vae.{one['vae']}"
+        bench.record.add(key, "diffusers", one["ms"], "ms", peer_of=of)
+        peak = gigabytes(one["peak"])
+        bench.record.add(f"{key}.scratch", "diffusers", peak, "GB", peer_of=f"{of}.scratch")
+
+
+def _peer_text(bench: Bench, known: dict[str, float]) -> None:
+    for one in _peer(bench, "text", PEER_SECONDS["text"], "--tokens", str(TOKENS)):
+        known["text"] = one["ms"]
+        bench.record.add("speed.peer.text", "transformers", one["ms"], "ms", peer_of="speed.text")
+        bench.record.note(f"others: {one['versions']}")
 
 
 def sizes_peers(bench: Bench) -> None:
