@@ -287,15 +287,17 @@ def _peer_vae(bench: Bench, known: dict[str, float]) -> None:
     for one in _peer(bench, "vae", PEER_SECONDS["vae"], *options):
         known[one["vae"]] = one["ms"]
         key, of = f"speed.peer.vae.{one['vae']}", f"speed.vae.{one['vae']}"
-        bench.record.add(key, "diffusers", one["ms"], "ms", peer_of=of)
-        peak = gigabytes(one["peak"])
-        bench.record.add(f"{key}.scratch", "diffusers", peak, "GB", peer_of=f"{of}.scratch")
+        what = f"diffusers, {one['vae']}"
+        bench.record.add(key, what, one["ms"], "ms", peer_of=of)
+        what, peak = f"{what}: peak beyond the weights", gigabytes(one["peak"])
+        bench.record.add(f"{key}.scratch", what, peak, "GB", peer_of=f"{of}.scratch")
 
 
 def _peer_text(bench: Bench, known: dict[str, float]) -> None:
     for one in _peer(bench, "text", PEER_SECONDS["text"], "--tokens", str(TOKENS)):
         known["text"] = one["ms"]
-        bench.record.add("speed.peer.text", "transformers", one["ms"], "ms", peer_of="speed.text")
+        what = "transformers, text encoders"
+        bench.record.add("speed.peer.text", what, one["ms"], "ms", peer_of="speed.text")
         bench.record.note(f"others: {one['versions']}")
 
 
@@ -306,7 +308,8 @@ def sizes_peers(bench: Bench) -> None:
     options = ["--ways", "compiled", "--shapes", ",".join(shapes)]
     for one in _peer(bench, "step", PEER_SECONDS["sizes"], *options):
         key, of = f"{COMPILED}.{one['shape']}", f"speed.step.{one['shape']}"
-        bench.record.add(key, "diffusers, compiled", one["ms"], "ms", peer_of=of)
+        what = f"diffusers, compiled, {one['shape']}"
+        bench.record.add(key, what, one["ms"], "ms", peer_of=of)
 
 
 def bitsandbytes(bench: Bench) -> None:
@@ -358,6 +361,7 @@ def cpu(bench: Bench) -> None:
                 taken.append(time.perf_counter() - began)
             what = f"shipped model on the CPU, {CPU_THREADS} threads, {side}x{side}"
             seconds, of = statistics.median(taken[1:]), f"speed.peer.cpu.{side}"
+            bench.record.note(f"{side}: best of {rounds}: {min(taken[1:]):.3f} s")
             bench.record.add(f"speed.cpu.{side}", what, seconds, "s", share=1.0, share_of=of)
     _say_processor(bench)
     options = ["--sides", ",".join(map(str, CPU_SIDES)), "--prompts", str(PROMPTS)]
@@ -365,6 +369,7 @@ def cpu(bench: Bench) -> None:
     for one in _peer(bench, "demo", LIMITS_S["speed-cpu"], *options, place="cpu"):
         key, of = f"speed.peer.cpu.{one['side']}", f"speed.cpu.{one['side']}"
         seconds = statistics.median(one["seconds"])
+        bench.record.note(f"{one['side']}, diffusers: best: {min(one['seconds']):.3f} s")
         bench.record.add(key, "diffusers and PyTorch, f32", seconds, "s", peer_of=of)
     bench.record.note(f"others: {one['versions']}")
 
