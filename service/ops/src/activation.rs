@@ -1,8 +1,73 @@
 //! Activations, number by number.
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{D, DType, Result, Tensor};
 
+use crate::place::write_rows;
 use crate::rows::{exp, in_parts_of_rows, map_numbers, on_cpu};
+
+/// An activation. Their order is that of `elementwise.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Nonlinearity {
+    /// `torch.nn.GELU()`, by the error function.
+    Gelu,
+    /// `torch.nn.GELU(approximate="tanh")`.
+    GeluTanh,
+    /// `x * sigmoid(1.702 x)`: transformers' `quick_gelu`, which CLIP uses.
+    QuickGelu,
+    /// `x * sigmoid(x)`: `torch.nn.SiLU`.
+    Silu,
+}
+
+impl Nonlinearity {
+    /// Of every number, in place.
+    pub(crate) fn apply(self, numbers: &mut [f32]) {
+        // A loop for each, so that each becomes vector instructions.
+        match self {
+            Nonlinearity::Gelu => numbers.iter_mut().for_each(|v| *v = gelu_of(*v)),
+            Nonlinearity::GeluTanh => numbers.iter_mut().for_each(|v| *v = gelu_tanh_of(*v)),
+            Nonlinearity::QuickGelu => numbers.iter_mut().for_each(|v| *v = quick_gelu_of(*v)),
+            Nonlinearity::Silu => numbers.iter_mut().for_each(|v| *v = silu_of(*v)),
+        }
+    }
+}
+
+/// An activation of every number of `x` `[.., d]`, in place, computed in f32. `x` may be a window of a larger tensor.
+///
+/// # Errors
+/// Those of the device.
+pub fn activate(x: &Tensor, by: Nonlinearity) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return crate::cuda::glu(x, None, by, x);
+    }
+    if x.elem_count() == 0 {
+        return Ok(());
+    }
+    write_rows(x, x.dim(D::Minus1)?, |_, numbers| by.apply(numbers))
+}
+
+#[inline(always)]
+fn silu_of(v: f32) -> f32 {
+    v / (1.0 + exp(-v))
+}
+
+#[inline(always)]
+fn gelu_tanh_of(v: f32) -> f32 {
+    // (1 + tanh u) / 2 = 1 / (1 + exp -2u): one exponential, and no cancellation far below zero.
+    use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
+    const TWICE_ROOT_2_OVER_PI: f32 = (2.0 * FRAC_2_SQRT_PI * FRAC_1_SQRT_2) as f32;
+    v / (1.0 + exp(-TWICE_ROOT_2_OVER_PI * (v + 0.044_715 * v * v * v)))
+}
+
+#[inline(always)]
+fn gelu_of(v: f32) -> f32 {
+    0.5 * v * (1.0 + candle_core::cpu::erf::erf_f32(v * std::f32::consts::FRAC_1_SQRT_2))
+}
+
+#[inline(always)]
+fn quick_gelu_of(v: f32) -> f32 {
+    v / (1.0 + exp(-1.702 * v))
+}
 
 /// One of candle's activations in f32, rounded once. Most of its kernels for narrow dtypes round every step: GELU's
 /// `1 + tanh` then has nothing left below -2.
@@ -16,7 +81,7 @@ fn in_f32(x: &Tensor, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
 /// Those of candle.
 pub fn silu(x: &Tensor) -> Result<Tensor> {
     if on_cpu(x) {
-        map_numbers(x, |v| v / (1.0 + exp(-v)))
+        map_numbers(x, silu_of)
     } else {
         in_f32(x, Tensor::silu)
     }
@@ -48,9 +113,7 @@ pub(crate) fn gelu_tanh_of(v: f32) -> f32 {
 /// Those of candle.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
     if on_cpu(x) {
-        map_numbers(x, |v| {
-            0.5 * v * (1.0 + candle_core::cpu::erf::erf_f32(v * std::f32::consts::FRAC_1_SQRT_2))
-        })
+        map_numbers(x, gelu_of)
     } else {
         in_f32(x, Tensor::gelu_erf)
     }
@@ -62,7 +125,7 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
 /// Those of candle.
 pub fn quick_gelu(x: &Tensor) -> Result<Tensor> {
     if on_cpu(x) {
-        map_numbers(x, |v| v / (1.0 + exp(-1.702 * v)))
+        map_numbers(x, quick_gelu_of)
     } else {
         in_f32(x, composed_quick_gelu)
     }
@@ -75,7 +138,7 @@ fn composed_quick_gelu(x: &Tensor) -> Result<Tensor> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{assert_defined, here, random};
+    use crate::testing::{BF16_OPERATION, assert_close, assert_defined, here, random};
 
     #[test]
     fn activations_equal_their_definitions() -> Result<()> {
@@ -84,6 +147,49 @@ mod tests {
         assert_defined(&[&x], |x| gelu_tanh(&x[0]), &x.gelu()?, 1e-6)?;
         assert_defined(&[&x], |x| gelu(&x[0]), &x.gelu_erf()?, 1e-6)?;
         assert_defined(&[&x], |x| quick_gelu(&x[0]), &composed_quick_gelu(&x)?, 1e-6)
+    }
+
+    #[test]
+    fn a_window_is_activated_in_place() -> Result<()> {
+        use candle_core::Device;
+        let x = (random(&[3, 5, 24], 1)? * 3.0)?;
+        for (width, by, expected) in [
+            (24, Nonlinearity::Silu, x.silu()?),
+            (16, Nonlinearity::GeluTanh, x.gelu()?),
+            (7, Nonlinearity::Gelu, x.gelu_erf()?),
+            (5, Nonlinearity::QuickGelu, composed_quick_gelu(&x)?),
+        ] {
+            for (dtype, tolerance) in [
+                (DType::F32, 1e-6),
+                (DType::F16, 1e-3),
+                (DType::BF16, BF16_OPERATION),
+            ] {
+                let all = here(&x.to_dtype(dtype)?).copy()?;
+                activate(&all.narrow(2, 24 - width, width)?, by)?;
+                let all = all.to_device(&Device::Cpu)?;
+                assert_close(
+                    &all.narrow(2, 24 - width, width)?,
+                    &expected.narrow(2, 24 - width, width)?,
+                    tolerance,
+                )?;
+                if width < 24 {
+                    let rest = |x: &Tensor| x.narrow(2, 0, 24 - width);
+                    assert_close(&rest(&all)?, &rest(&x.to_dtype(dtype)?)?, 0.0)?;
+                }
+            }
+        }
+        let far = here(&Tensor::new(&[-200f32, 0.0, 200.0], &Device::Cpu)?);
+        use Nonlinearity::{Gelu, GeluTanh, QuickGelu, Silu};
+        for by in [Gelu, GeluTanh, QuickGelu, Silu] {
+            let y = far.copy()?;
+            activate(&y, by)?;
+            let y = y.to_vec1::<f32>()?;
+            assert!(
+                y[0].abs() < 1e-30 && y[1] == 0.0 && y[2] == 200.0,
+                "{by:?}: {y:?}"
+            );
+        }
+        Ok(())
     }
 
     #[test]

@@ -6,7 +6,9 @@
 
 mod activation;
 mod attention;
+mod attention_workspace;
 mod composed_attention;
+mod copy_rows;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod dequantize;
@@ -15,15 +17,20 @@ mod group_norm;
 mod layer_norm;
 mod linear;
 mod norm;
+mod finite;
+mod glu;
 mod place;
+mod relative_bias;
 mod residual;
 mod rms_norm;
 mod rope;
 mod rows;
 
-pub use activation::{gelu, gelu_tanh, quick_gelu, silu};
+pub use activation::{Nonlinearity, activate, gelu, gelu_tanh, quick_gelu, silu};
 pub use attention::{Mask, attention};
+pub use attention_workspace::attention_workspace;
 pub use composed_attention::{attention_in_chunks, attention_scratch, composed_attention, softmax};
+pub use copy_rows::{copy_rows, embed};
 pub use dequantize::dequantize;
 pub use euler::{Finite, euler};
 pub use group_norm::{GroupStatistics, group_norm, group_norm_with, group_statistics};
@@ -34,6 +41,9 @@ pub use linear::{
 pub use norm::{
     Activation, Codes, Gate, Modulation, Norm, add_residual, norm_modulate, residual_norm_modulate,
 };
+pub use finite::all_finite;
+pub use glu::glu;
+pub use relative_bias::relative_bias;
 pub use residual::gated_add;
 pub use rms_norm::rms_norm;
 pub use rope::{Angles, Pairs, QkNorm, qk_norm_rope};

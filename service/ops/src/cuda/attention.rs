@@ -1,10 +1,20 @@
 //! [`crate::attention()`] on a CUDA device.
 
-use candle_core::{Result, Tensor};
+use std::ffi::c_void;
 
+use candle_core::cuda_backend::WrapErr as _;
+use candle_core::{CudaDevice, DType, Error, Result, Tensor};
+use cudarc::cublas::{result, sys};
+use cudarc::driver::{DevicePtr as _, DeviceRepr};
+
+use super::{Card, address_of, kernel_dtype};
 use crate::Mask;
+use crate::attention_workspace::{queries_at_a_time, row_of_scores};
 
-/// By cuDNN where it has an engine for the shape, else by our own kernels.
+/// Threads of a block (`softmax.cuh`).
+const THREADS: usize = 256;
+
+/// By cuDNN where it has an engine for the shape, else by two products of cuBLAS and a kernel between them.
 pub(crate) fn attention(
     q: &Tensor,
     k: &Tensor,
@@ -13,6 +23,614 @@ pub(crate) fn attention(
     mask: Mask<'_>,
     out: &Tensor,
 ) -> Result<()> {
-    let _ = (k, v, scale, mask, out);
-    candle_core::bail!("attention of {:?} on a CUDA device", q.dims())
+    if by_cudnn(q, k, v, scale, mask, out)? {
+        return Ok(());
+    }
+    by_products(q, k, v, scale, mask, out)
+}
+
+// ---- cuDNN is connected here ----------------------------------------------------------------------------------------
+
+/// Whether cuDNN did it.
+fn by_cudnn(
+    _q: &Tensor,
+    _k: &Tensor,
+    _v: &Tensor,
+    _scale: f64,
+    _mask: Mask<'_>,
+    _out: &Tensor,
+) -> Result<bool> {
+    Ok(false)
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+/// A tensor `[b, n, h, d]` as products see it: an address, and distances in numbers.
+#[derive(Clone, Copy)]
+struct Heads {
+    start: u64,
+    number: u64,
+    batch: usize,
+    token: usize,
+    head: usize,
+}
+
+impl Heads {
+    fn of(x: &Tensor, dtype: DType) -> Result<Heads> {
+        let (_, tokens, heads, width) = x.dims4()?;
+        let &[batch, mut token, head, last] = x.layout().stride() else {
+            candle_core::bail!("attention over {:?}", x.dims());
+        };
+        if tokens == 1 {
+            token = token.max(width);
+        }
+        if x.dtype() != dtype || (last != 1 && width != 1) || token < width {
+            candle_core::bail!(
+                "attention in {dtype:?} over {:?} of strides {:?} in {:?} ({heads} heads)",
+                x.dims(),
+                x.layout().stride(),
+                x.dtype()
+            );
+        }
+        Ok(Heads {
+            start: address_of(x)?,
+            number: dtype.size_in_bytes() as u64,
+            batch,
+            token,
+            head,
+        })
+    }
+
+    fn at(&self, batch: usize, token: usize, head: usize) -> u64 {
+        let numbers = batch * self.batch + token * self.token + head * self.head;
+        self.start + numbers as u64 * self.number
+    }
+}
+
+/// As `softmax.cuh` has it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct SoftmaxArguments {
+    scores: u64,
+    bias: u64,
+    most: u64,
+    bias_head: u64,
+    bias_query: u64,
+    row: u32,
+    queries: u32,
+    first_query: u32,
+    keys: u32,
+    before: u32,
+    after: u32,
+}
+
+// SAFETY: plain data, laid out as C lays it out.
+unsafe impl DeviceRepr for SoftmaxArguments {}
+
+/// What a mask says to the kernel.
+#[derive(Clone, Copy)]
+struct Seen {
+    before: u32,
+    after: u32,
+    /// Address, and the distances of batches, heads and queries.
+    bias: Option<(u64, [usize; 3])>,
+    /// Address of the lengths.
+    lengths: Option<u64>,
+}
+
+impl Seen {
+    fn of(mask: Mask<'_>, shape: [usize; 4], dtype: DType) -> Result<Seen> {
+        let all = Seen {
+            before: u32::MAX,
+            after: u32::MAX,
+            bias: None,
+            lengths: None,
+        };
+        let most = |places: usize| u32::try_from(places).unwrap_or(u32::MAX);
+        Ok(match mask {
+            Mask::None => all,
+            Mask::Causal => Seen { after: 0, ..all },
+            Mask::Window { before, after } => Seen {
+                before: most(before),
+                after: most(after),
+                ..all
+            },
+            Mask::Bias(bias) => {
+                let (dims, strides) = (bias.dims(), bias.layout().stride());
+                let fits = dims.len() == 4
+                    && dims
+                        .iter()
+                        .zip(&shape)
+                        .all(|(dim, wanted)| [1, *wanted].contains(dim))
+                    && dims[3] == shape[3]
+                    && (strides[3] == 1 || dims[3] == 1)
+                    && bias.dtype() == dtype;
+                if !fits {
+                    candle_core::bail!(
+                        "a bias {dims:?} of strides {strides:?} in {:?} for scores {shape:?} in {dtype:?}",
+                        bias.dtype()
+                    );
+                }
+                let stride = |axis: usize| if dims[axis] == 1 { 0 } else { strides[axis] };
+                Seen {
+                    bias: Some((address_of(bias)?, [stride(0), stride(1), stride(2)])),
+                    ..all
+                }
+            }
+            Mask::Lengths(lengths) => {
+                if lengths.dims() != [shape[0]] || lengths.dtype() != DType::U32 || !lengths.is_contiguous() {
+                    candle_core::bail!("lengths {:?} for {} batches", lengths.dims(), shape[0]);
+                }
+                Seen {
+                    lengths: Some(address_of(lengths)?),
+                    ..all
+                }
+            }
+        })
+    }
+}
+
+/// Scores of some queries in f32 by one product, their softmax in place, and the weighted sum by another product, which
+/// writes to where the result shall be. Shapes were checked, but for strides.
+fn by_products(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>, out: &Tensor) -> Result<()> {
+    let ((batches, queries, heads, width), keys) = (q.dims4()?, k.dim(1)?);
+    if out.elem_count() == 0 {
+        return Ok(());
+    }
+    if keys == 0 {
+        candle_core::bail!("attention over no keys");
+    }
+    let dtype = q.dtype();
+    let seen = Seen::of(mask, [batches, heads, queries, keys], dtype)?;
+    let device = q.device().as_cuda_device()?;
+    let stream = device.cuda_stream();
+    let chunk = queries_at_a_time(heads, queries, keys);
+    // SAFETY: a product writes every score before the kernel reads it; what lies between rows is not read.
+    let scores = unsafe { device.alloc::<f32>(heads * chunk * row_of_scores(keys))? };
+    let work = Work {
+        device,
+        dtype,
+        q: Heads::of(q, dtype)?,
+        k: Heads::of(k, dtype)?,
+        v: Heads::of(v, dtype)?,
+        out: Heads::of(out, dtype)?,
+        heads,
+        heads_per_key: heads / k.dim(2)?,
+        width,
+        keys,
+        chunk,
+        scale: scale as f32,
+        scores: scores.device_ptr(&stream).0,
+    };
+    for batch in 0..batches {
+        for first in (0..queries).step_by(chunk) {
+            let count = chunk.min(queries - first);
+            work.score(batch, first, count)?;
+            work.softmax(&seen, batch, first, count)?;
+            work.sum(batch, first, count)?;
+        }
+    }
+    Ok(())
+}
+
+/// What all chunks share.
+struct Work<'a> {
+    device: &'a CudaDevice,
+    dtype: DType,
+    q: Heads,
+    k: Heads,
+    v: Heads,
+    out: Heads,
+    heads: usize,
+    /// Heads of queries that share one of keys.
+    heads_per_key: usize,
+    width: usize,
+    keys: usize,
+    chunk: usize,
+    scale: f32,
+    /// f32 `[heads, chunk, row_of_scores(keys)]`.
+    scores: u64,
+}
+
+/// A matrix of a product, column by column as cuBLAS counts: `[rows, columns]` with `leading` numbers from a column to the
+/// next, and one for every so many numbers.
+struct Matrix {
+    start: u64,
+    leading: usize,
+    stride: usize,
+    dtype: DType,
+}
+
+impl Work<'_> {
+    /// Numbers of f32 from a head's scores to the next head's.
+    fn scores_of_head(&self) -> usize {
+        self.chunk * row_of_scores(self.keys)
+    }
+
+    /// `q kᵀ scale`.
+    fn score(&self, batch: usize, first: usize, count: usize) -> Result<()> {
+        let (q, k, shared) = (&self.q, &self.k, self.heads_per_key);
+        for head in 0..shared {
+            self.product(
+                [true, false],
+                [self.keys, count, self.width],
+                self.scale,
+                Matrix {
+                    start: k.at(batch, 0, 0),
+                    leading: k.token,
+                    stride: k.head,
+                    dtype: self.dtype,
+                },
+                Matrix {
+                    start: q.at(batch, first, head),
+                    leading: q.token,
+                    stride: q.head * shared,
+                    dtype: self.dtype,
+                },
+                Matrix {
+                    start: self.scores + (head * self.scores_of_head() * size_of::<f32>()) as u64,
+                    leading: row_of_scores(self.keys),
+                    stride: self.scores_of_head() * shared,
+                    dtype: DType::F32,
+                },
+            )?;
+        }
+        Ok(())
+    }
+
+    fn softmax(&self, seen: &Seen, batch: usize, first: usize, count: usize) -> Result<()> {
+        let narrow = |number: usize| u32::try_from(number).map_err(Error::wrap);
+        let (bias, [bias_batch, bias_head, bias_query]) = seen.bias.unwrap_or_default();
+        let begin = (batch * bias_batch * self.dtype.size_in_bytes()) as u64;
+        let arguments = SoftmaxArguments {
+            scores: self.scores,
+            bias: if bias == 0 { 0 } else { bias + begin },
+            most: seen
+                .lengths
+                .map_or(0, |lengths| lengths + (batch * size_of::<u32>()) as u64),
+            bias_head: bias_head as u64,
+            bias_query: bias_query as u64,
+            row: narrow(row_of_scores(self.keys))?,
+            queries: narrow(self.chunk)?,
+            first_query: narrow(first)?,
+            keys: narrow(self.keys)?,
+            before: seen.before,
+            after: seen.after,
+        };
+        let name = format!("softmax_{}", kernel_dtype(self.dtype)?);
+        let grid = (count, self.heads, 1);
+        let (card, stream) = (Card::of(self.device)?, self.device.cuda_stream());
+        // SAFETY: the structure is that of `softmax.cuh`. There are scores for so many heads and queries; the bias covers
+        // all heads, queries and keys by its strides, and the lengths all batches (`Seen::of`).
+        unsafe { card.launch(&stream, name, grid, THREADS, &arguments) }
+    }
+
+    /// `weights v`. A row of weights begins where its row of scores did.
+    fn sum(&self, batch: usize, first: usize, count: usize) -> Result<()> {
+        let (v, out, shared) = (&self.v, &self.out, self.heads_per_key);
+        let weights_per_score = size_of::<f32>() / self.dtype.size_in_bytes();
+        for head in 0..shared {
+            self.product(
+                [false, false],
+                [self.width, count, self.keys],
+                1.0,
+                Matrix {
+                    start: v.at(batch, 0, 0),
+                    leading: v.token,
+                    stride: v.head,
+                    dtype: self.dtype,
+                },
+                Matrix {
+                    start: self.scores + (head * self.scores_of_head() * size_of::<f32>()) as u64,
+                    leading: row_of_scores(self.keys) * weights_per_score,
+                    stride: self.scores_of_head() * shared * weights_per_score,
+                    dtype: self.dtype,
+                },
+                Matrix {
+                    start: out.at(batch, first, head),
+                    leading: out.token,
+                    stride: out.head * shared,
+                    dtype: self.dtype,
+                },
+            )?;
+        }
+        Ok(())
+    }
+
+    /// `c = a b scale` for all heads of keys, `[m, n]` of sums over `k`, with sums in f32; true f32 where the operands are.
+    fn product(
+        &self,
+        transposed: [bool; 2],
+        [m, n, k]: [usize; 3],
+        scale: f32,
+        a: Matrix,
+        b: Matrix,
+        c: Matrix,
+    ) -> Result<()> {
+        let int = |number: usize| i32::try_from(number).map_err(Error::wrap);
+        let long = |number: usize| i64::try_from(number).map_err(Error::wrap);
+        let [of_a, of_b] = transposed.map(|transposed| match transposed {
+            true => sys::cublasOperation_t::CUBLAS_OP_T,
+            false => sys::cublasOperation_t::CUBLAS_OP_N,
+        });
+        let nothing = 0f32;
+        let handle = self.device.cublas_handle();
+        self.device.cuda_stream().context().bind_to_thread().w()?;
+        // SAFETY: the operands are on the card of the handle and alive until the stream, which is the handle's, has come
+        // by; sizes and distances are those of their layouts. The factors are read before the call returns.
+        unsafe {
+            result::gemm_strided_batched_ex(
+                *handle.handle(),
+                of_a,
+                of_b,
+                int(m)?,
+                int(n)?,
+                int(k)?,
+                (&raw const scale).cast::<c_void>(),
+                a.start as *const c_void,
+                of_dtype(a.dtype)?,
+                int(a.leading)?,
+                long(a.stride)?,
+                b.start as *const c_void,
+                of_dtype(b.dtype)?,
+                int(b.leading)?,
+                long(b.stride)?,
+                (&raw const nothing).cast::<c_void>(),
+                c.start as *mut c_void,
+                of_dtype(c.dtype)?,
+                int(c.leading)?,
+                long(c.stride)?,
+                int(self.heads / self.heads_per_key)?,
+                sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
+            )
+        }
+        .w()
+    }
+}
+
+/// A dtype as cuBLAS calls it.
+fn of_dtype(dtype: DType) -> Result<sys::cudaDataType> {
+    match dtype {
+        DType::F32 => Ok(sys::cudaDataType::CUDA_R_32F),
+        DType::F16 => Ok(sys::cudaDataType::CUDA_R_16F),
+        DType::BF16 => Ok(sys::cudaDataType::CUDA_R_16BF),
+        other => candle_core::bail!("a card multiplies f32, f16 or bf16, not {other:?}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+    use crate::testing::{BF16_OPERATION, here, random, test_device, tolerances};
+
+    /// Attention in f64, one number after the other; `seen` says whether a query sees a key, `bias` is added.
+    fn defined(
+        [q, k, v]: [&Tensor; 3],
+        scale: f64,
+        seen: impl Fn(usize, usize, usize) -> bool,
+        bias: impl Fn([usize; 4]) -> f64,
+    ) -> Result<Vec<f64>> {
+        let (batches, queries, heads, width) = q.dims4()?;
+        let (keys, shared) = (k.dim(1)?, heads / k.dim(2)?);
+        let numbers = |x: &Tensor| {
+            x.to_dtype(DType::F64)?
+                .contiguous()?
+                .flatten_all()?
+                .to_vec1::<f64>()
+        };
+        let key_heads = heads / shared;
+        let (q, k, v) = (numbers(q)?, numbers(k)?, numbers(v)?);
+        let mut out = Vec::new();
+        for batch in 0..batches {
+            for query in 0..queries {
+                for head in 0..heads {
+                    let of_key = |key: usize| ((batch * keys + key) * key_heads + head / shared) * width;
+                    let q = &q[((batch * queries + query) * heads + head) * width..][..width];
+                    let seen: Vec<usize> = (0..keys).filter(|&key| seen(batch, query, key)).collect();
+                    let scores: Vec<f64> = seen
+                        .iter()
+                        .map(|&key| {
+                            let product: f64 = q.iter().zip(&k[of_key(key)..]).map(|(q, k)| q * k).sum();
+                            product * scale + bias([batch, head, query, key])
+                        })
+                        .collect();
+                    let highest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                    let weights: Vec<f64> = scores.iter().map(|score| (score - highest).exp()).collect();
+                    let total: f64 = weights.iter().sum();
+                    for i in 0..width {
+                        let sum = seen.iter().zip(&weights).map(|(&key, w)| w * v[of_key(key) + i]);
+                        out.push(sum.sum::<f64>() / total.max(f64::MIN_POSITIVE));
+                    }
+                }
+            }
+        }
+        Ok(out)
+    }
+
+    fn assert_near(found: &Tensor, expected: &[f64], tolerance: f64, what: &str) -> Result<()> {
+        let found = found.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
+        let found = found.contiguous()?.flatten_all()?.to_vec1::<f64>()?;
+        let square = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
+        let distance = square(&mut found.iter().zip(expected).map(|(f, e)| f - e));
+        let relative = (distance / square(&mut expected.iter().copied())).sqrt();
+        assert!(relative <= tolerance, "{what}: {relative:e}");
+        Ok(())
+    }
+
+    const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+    fn tolerance(dtype: DType) -> f64 {
+        if dtype == DType::F32 {
+            tolerances().operation
+        } else {
+            BF16_OPERATION
+        }
+    }
+
+    /// `q`, `k`, `v` as windows of one buffer in which the tokens lie behind one another, poisoned where it is not them.
+    fn joint(numbers: [&Tensor; 3], dtype: DType) -> Result<[Tensor; 3]> {
+        let (batches, queries, heads, width) = numbers[0].dims4()?;
+        let key_heads = numbers[1].dim(2)?;
+        let tokens = queries.max(numbers[1].dim(1)?);
+        let all = heads + 2 * key_heads + 1;
+        let poison = Tensor::full(f32::NAN, (batches, tokens, all, width), &Device::Cpu)?.to_dtype(dtype)?;
+        let mut first = 0;
+        let mut windows = Vec::new();
+        for x in numbers {
+            let window = poison.narrow(2, first, x.dim(2)?)?.narrow(1, 0, x.dim(1)?)?;
+            crate::copy_rows(&x.to_dtype(dtype)?.contiguous()?, &window)?;
+            windows.push((first, x.dim(2)?, x.dim(1)?));
+            first += x.dim(2)?;
+        }
+        let poison = here(&poison);
+        let window = |i: usize| {
+            let (first, heads, tokens): (usize, usize, usize) = windows[i];
+            poison.narrow(2, first, heads)?.narrow(1, 0, tokens)
+        };
+        Ok([window(0)?, window(1)?, window(2)?])
+    }
+
+    /// Runs the products and the kernel with a result inside of a larger tensor, and holds them against the definition.
+    fn check(
+        [batches, queries, keys, heads, key_heads, width]: [usize; 6],
+        mask: Mask<'_>,
+        seen: impl Fn(usize, usize, usize) -> bool + Copy,
+        bias: impl Fn([usize; 4]) -> f64 + Copy,
+        dtypes: &[DType],
+    ) -> Result<()> {
+        for &dtype in dtypes {
+            let rounded = |shape: &[usize], seed| random(shape, seed)?.to_dtype(dtype)?.to_dtype(DType::F32);
+            let q = (rounded(&[batches, queries, heads, width], 1)? * 2.0)?;
+            let k = rounded(&[batches, keys, key_heads, width], 2)?;
+            let v = rounded(&[batches, keys, key_heads, width], 3)?;
+            let expected = defined([&q, &k, &v], 0.4, seen, bias)?;
+            let [q, k, v] = joint([&q, &k, &v], dtype)?;
+            let wide = Tensor::full(7f32, (batches, queries, heads + 2, width), &Device::Cpu)?;
+            let wide = here(&wide.to_dtype(dtype)?);
+            let out = wide.narrow(2, 1, heads)?;
+            let narrow = match mask {
+                Mask::Bias(bias) => Some(here(&bias.to_dtype(dtype)?)),
+                _ => None,
+            };
+            let mask = narrow.as_ref().map_or(mask, Mask::Bias);
+            by_products(&q, &k, &v, 0.4, mask, &out)?;
+            let what = format!("{mask:?} {dtype:?} {queries} {keys} {heads}/{key_heads} {width}");
+            assert_near(&out, &expected, tolerance(dtype), &what)?;
+            let edges = [wide.narrow(2, 0, 1)?, wide.narrow(2, heads + 1, 1)?];
+            for edge in edges {
+                let edge = edge.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.contiguous()?;
+                assert!(
+                    edge.flatten_all()?
+                        .to_vec1::<f32>()?
+                        .iter()
+                        .all(|number| *number == 7.0),
+                    "{what}"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Nothing is computed where the tests have no card.
+    fn is_card() -> bool {
+        !test_device().is_cpu()
+    }
+
+    fn zero(_: [usize; 4]) -> f64 {
+        0.0
+    }
+
+    #[test]
+    fn products_and_softmax_are_attention() -> Result<()> {
+        if !is_card() {
+            return Ok(());
+        }
+        for shape in [
+            [1, 1, 1, 1, 1, 8],
+            [2, 13, 17, 3, 3, 8],
+            [1, 9, 77, 4, 2, 40],
+            [2, 5, 300, 6, 1, 64],
+            // More queries than fit at a time.
+            [1, 300, 40, 24, 24, 16],
+        ] {
+            check(shape, Mask::None, |_, _, _| true, zero, &DTYPES)?;
+        }
+        // A row that does not fit into the registers of a block.
+        check([1, 3, 8200, 2, 2, 16], Mask::None, |_, _, _| true, zero, &DTYPES)?;
+        check(
+            [1, 3, 8200, 2, 2, 16],
+            Mask::Window {
+                before: 1,
+                after: 8195,
+            },
+            |_, q, k| k + 1 >= q && k <= q + 8195,
+            zero,
+            &DTYPES,
+        )
+    }
+
+    #[test]
+    fn masks_hide_what_they_say() -> Result<()> {
+        if !is_card() {
+            return Ok(());
+        }
+        check(
+            [1, 77, 77, 12, 12, 16],
+            Mask::Causal,
+            |_, query, key| key <= query,
+            zero,
+            &DTYPES,
+        )?;
+        check(
+            [1, 260, 260, 24, 8, 16],
+            Mask::Causal,
+            |_, query, key| key <= query,
+            zero,
+            &DTYPES,
+        )?;
+        let window = |_: usize, query: usize, key: usize| key + 5 >= query && key <= query + 2;
+        check(
+            [2, 150, 150, 24, 24, 8],
+            Mask::Window { before: 5, after: 2 },
+            window,
+            zero,
+            &DTYPES,
+        )?;
+        let lengths = here(&Tensor::new(&[1u32, 19, 30], &Device::Cpu)?);
+        let most = [1, 19, 30];
+        check(
+            [3, 11, 30, 4, 2, 8],
+            Mask::Lengths(&lengths),
+            |batch, _, key| key < most[batch],
+            zero,
+            &DTYPES,
+        )
+    }
+
+    #[test]
+    fn a_bias_is_added_along_every_axis_that_it_has() -> Result<()> {
+        if !is_card() {
+            return Ok(());
+        }
+        let [b, n, m, h] = [2, 21, 34, 3];
+        for shape in [[b, h, n, m], [1, h, n, m], [1, 1, n, m], [b, 1, 1, m]] {
+            let bias = random(&shape, 9)?.to_dtype(DType::BF16)?.to_dtype(DType::F32)?;
+            let numbers = bias.flatten_all()?.to_vec1::<f32>()?;
+            let at = |place: [usize; 4]| {
+                let inside = (0..4).fold(0, |at, axis| at * shape[axis] + place[axis].min(shape[axis] - 1));
+                f64::from(numbers[inside])
+            };
+            check(
+                [b, n, m, h, h, 16],
+                Mask::Bias(&bias),
+                |_, _, _| true,
+                at,
+                &DTYPES,
+            )?;
+        }
+        Ok(())
+    }
 }

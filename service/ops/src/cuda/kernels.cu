@@ -46,3 +46,7 @@ QUANTIZE_ROWS(bf16, __nv_bfloat16)
 FINISH_PRODUCT(f32, float)
 FINISH_PRODUCT(f16, __half)
 FINISH_PRODUCT(bf16, __nv_bfloat16)
+
+// Names are made beside what they do.
+#include "softmax.cuh"
+#include "elementwise.cuh"

@@ -8,6 +8,7 @@ mod linear;
 mod norm;
 mod product;
 mod rope;
+mod elementwise;
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
@@ -28,6 +29,7 @@ pub(crate) use euler::euler;
 pub(crate) use linear::{linear_as_one, linear_into, multiplies_fp8};
 pub(crate) use norm::norm;
 pub(crate) use rope::qk_norm_rope;
+pub(crate) use elementwise::{all_finite, copy_rows, glu, relative_bias};
 
 /// Machine code of `kernels.cu`. Empty where only types are checked.
 static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));

@@ -1,11 +1,16 @@
 //! CLIP's text encoder: transformers' `CLIPTextModel`, of which FLUX takes the pooled output.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
+use ops::{
+    Epilogue, Mask, Nonlinearity, Norm, Scratch, add_residual, attention, norm_modulate,
+    residual_norm_modulate,
+};
 use residency::Bytes;
 use serde::Deserialize;
 
 use super::linear::Linear;
+use super::tensors::allocated;
 use crate::family::StageError;
 
 /// The component's name.
@@ -77,7 +82,7 @@ impl ClipConfig {
         {
             return Err("sizes beyond all reason".to_owned());
         }
-        Activation::named(&self.hidden_act).map(|_| ())?;
+        activation_named(&self.hidden_act).map(|_| ())?;
         if self.num_attention_heads == 0 || !self.hidden_size.is_multiple_of(self.num_attention_heads) {
             return Err(format!(
                 "a width of {} in {} heads",
@@ -123,42 +128,37 @@ impl ClipConfig {
         list
     }
 
-    /// Predicted peak of activations while a prompt of `tokens` is encoded.
+    /// Predicted peak of activations while a prompt of `tokens` is encoded: what a pass writes into, and what attention
+    /// takes where cuDNN does not do it.
     pub fn scratch(&self, tokens: usize, dtype: DType) -> Bytes {
-        let attention = 6 * self.hidden_size + 3 * self.num_attention_heads * tokens;
-        let feed_forward = 2 * self.hidden_size + 3 * self.intermediate_size;
-        // Where the dtype is narrower than f32, operations hold up to two copies in f32 beside it.
+        let widths = [
+            self.hidden_size,
+            self.hidden_size,
+            self.hidden_size,
+            self.shared_width(),
+        ];
         let size = dtype.size_in_bytes();
-        let number = if size < 4 { size + 8 } else { size };
-        Bytes((attention.max(feed_forward) * tokens * number) as u64)
+        let buffers: u64 = widths.iter().map(|width| allocated(tokens * width * size)).sum();
+        let attention = ops::attention_workspace(self.num_attention_heads, tokens, tokens);
+        Bytes(buffers + allocated(tokens * size_of::<u32>()) + allocated(attention))
+    }
+
+    /// Numbers that a token has in the buffer that the halves of a layer share: queries, keys and values, then the
+    /// feed-forward layer.
+    fn shared_width(&self) -> usize {
+        (3 * self.hidden_size).max(self.intermediate_size)
     }
 }
 
-#[derive(Clone, Copy, Debug)]
-enum Activation {
-    QuickGelu,
-    Gelu,
-    GeluTanh,
-}
-
-impl Activation {
-    fn named(name: &str) -> Result<Activation, String> {
-        match name {
-            "quick_gelu" => Ok(Activation::QuickGelu),
-            "gelu" => Ok(Activation::Gelu),
-            "gelu_new" | "gelu_pytorch_tanh" => Ok(Activation::GeluTanh),
-            other => Err(format!(
-                "the activation {other:?}; quick_gelu, gelu and gelu_new are known"
-            )),
-        }
-    }
-
-    fn apply(self, x: &Tensor) -> candle_core::Result<Tensor> {
-        match self {
-            Activation::QuickGelu => ops::quick_gelu(x),
-            Activation::Gelu => ops::gelu(x),
-            Activation::GeluTanh => ops::gelu_tanh(x),
-        }
+/// The activation that a configuration names.
+fn activation_named(name: &str) -> Result<Nonlinearity, String> {
+    match name {
+        "quick_gelu" => Ok(Nonlinearity::QuickGelu),
+        "gelu" => Ok(Nonlinearity::Gelu),
+        "gelu_new" | "gelu_pytorch_tanh" => Ok(Nonlinearity::GeluTanh),
+        other => Err(format!(
+            "the activation {other:?}; quick_gelu, gelu and gelu_new are known"
+        )),
     }
 }
 
@@ -180,8 +180,11 @@ impl LayerNorm {
         })
     }
 
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        ops::layer_norm(x, &self.weight, &self.bias, self.eps)
+    fn as_norm(&self) -> Norm<'_> {
+        Norm::Layer {
+            affine: Some((&self.weight, &self.bias)),
+            eps: self.eps,
+        }
     }
 }
 
@@ -214,25 +217,86 @@ impl Layer {
         })
     }
 
-    /// `x` is `[1, tokens, width]`.
-    fn forward(&self, x: &Tensor, heads: usize, activation: Activation) -> candle_core::Result<Tensor> {
-        let (_, tokens, width) = x.dims3()?;
+    /// Adds the layer to the sum. The sum is normed for it already, and `next` is the norm behind it.
+    fn forward(
+        &self,
+        buffers: &Buffers,
+        heads: usize,
+        activation: Nonlinearity,
+        next: &LayerNorm,
+    ) -> candle_core::Result<()> {
+        let Buffers {
+            sum,
+            normed,
+            queries_keys_values,
+            attended,
+            widened,
+            scratch,
+        } = buffers;
+        let (tokens, width) = sum.dims2()?;
         let head = width / heads;
-        let normed = self.norm1.forward(x)?;
-        let by_head = |layer: &Linear| {
-            layer
-                .forward(&normed)?
-                .reshape((1, tokens, heads, head))?
-                .transpose(1, 2)?
-                .contiguous()
-        };
+        for (i, layer) in [&self.query, &self.key, &self.value].into_iter().enumerate() {
+            let place = queries_keys_values.narrow(1, i * width, width)?;
+            layer.forward_into(normed, Epilogue::None, &place, scratch)?;
+        }
+        let by_head = queries_keys_values.reshape((1, tokens, 3 * heads, head))?;
+        let [query, key, value] = [0, 1, 2].map(|i| by_head.narrow(2, i * heads, heads));
         let scale = 1.0 / (head as f64).sqrt();
-        let (query, key, value) = (by_head(&self.query)?, by_head(&self.key)?, by_head(&self.value)?);
-        let seen = ops::composed_attention(&query, &key, &value, scale, None, true)?;
-        let seen = seen.transpose(1, 2)?.contiguous()?.reshape((1, tokens, width))?;
-        let x = (x + self.out.forward(&seen)?)?;
-        let inner = activation.apply(&self.widen.forward(&self.norm2.forward(&x)?)?)?;
-        x + self.narrow.forward(&inner)?
+        let seen = attended.reshape((1, tokens, heads, head))?;
+        attention(&query?, &key?, &value?, scale, Mask::Causal, &seen)?;
+        self.out.forward_into(attended, Epilogue::None, normed, scratch)?;
+        residual_norm_modulate(sum, normed, None, self.norm2.as_norm(), None, normed)?;
+        match activation {
+            Nonlinearity::GeluTanh => {
+                self.widen
+                    .forward_into(normed, Epilogue::GeluTanh, widened, scratch)?;
+            }
+            other => {
+                self.widen
+                    .forward_into(normed, Epilogue::None, widened, scratch)?;
+                ops::activate(widened, other)?;
+            }
+        }
+        self.narrow
+            .forward_into(widened, Epilogue::None, normed, scratch)?;
+        residual_norm_modulate(sum, normed, None, next.as_norm(), None, normed)
+    }
+}
+
+/// What a pass writes into, layer after layer. What a layer needs first and what it needs last share their memory.
+struct Buffers {
+    /// `[tokens, width]`: what the layers add up.
+    sum: Tensor,
+    /// `[tokens, width]`: the sum normed for what comes next, or what is added to it next.
+    normed: Tensor,
+    /// `[tokens, 3 * width]`.
+    queries_keys_values: Tensor,
+    /// `[tokens, width]`.
+    attended: Tensor,
+    /// `[tokens, intermediate_size]`, in the memory of `queries_keys_values`.
+    widened: Tensor,
+    scratch: Scratch,
+}
+
+impl Buffers {
+    fn new(
+        config: &ClipConfig,
+        tokens: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> candle_core::Result<Buffers> {
+        let width = config.hidden_size;
+        let buffer = || Tensor::zeros((tokens, width), dtype, device);
+        let shared = Tensor::zeros(tokens * config.shared_width(), dtype, device)?;
+        let of_width = |width: usize| shared.narrow(0, 0, tokens * width)?.reshape((tokens, width));
+        Ok(Buffers {
+            sum: buffer()?,
+            normed: buffer()?,
+            queries_keys_values: of_width(3 * width)?,
+            attended: buffer()?,
+            widened: of_width(config.intermediate_size)?,
+            scratch: Scratch::new(device)?,
+        })
     }
 }
 
@@ -252,7 +316,7 @@ pub struct ClipEncoder {
     positions: Tensor,
     layers: Vec<Layer>,
     norm: LayerNorm,
-    activation: Activation,
+    activation: Nonlinearity,
     config: ClipConfig,
 }
 
@@ -266,7 +330,7 @@ impl ClipEncoder {
     pub fn new(config: &ClipConfig, tensors: &ComponentTensors) -> Result<ClipEncoder, StageError> {
         let bad = |problem| StageError::BadInput(format!("the CLIP encoder has {problem}"));
         config.check().map_err(bad)?;
-        let activation = Activation::named(&config.hidden_act).map_err(bad)?;
+        let activation = activation_named(&config.hidden_act).map_err(bad)?;
         let probe = format!("{PREFIX}final_layer_norm.weight");
         let prefix = if tensors.contains(&probe) { PREFIX } else { "" };
         let read = || -> Result<ClipEncoder, MissingTensor> {
@@ -299,21 +363,22 @@ impl ClipEncoder {
     /// not, or too many.
     pub fn forward(&self, ids: &[u32], cancelled: &dyn Fn() -> bool) -> Result<ClipOutput, StageError> {
         check_ids(ids, self.config.vocab_size, self.config.max_position_embeddings)?;
-        let rows = Tensor::new(ids, self.tokens.device())?;
-        let embedded = self.tokens.index_select(&rows, 0)?;
-        let mut x = (embedded + self.positions.narrow(0, 0, ids.len())?)?.unsqueeze(0)?;
-        for layer in &self.layers {
+        let (device, dtype) = (self.tokens.device(), self.tokens.dtype());
+        let buffers = Buffers::new(&self.config, ids.len(), dtype, device)?;
+        ops::embed(&self.tokens, &Tensor::new(ids, device)?, &buffers.sum)?;
+        add_residual(&buffers.sum, &self.positions.narrow(0, 0, ids.len())?, None)?;
+        let first = self.layers.first().map_or(&self.norm, |layer| &layer.norm1);
+        norm_modulate(&buffers.sum, first.as_norm(), None, &buffers.normed)?;
+        let next = self.layers.iter().skip(1).map(|layer| &layer.norm1);
+        for (layer, next) in self.layers.iter().zip(next.chain([&self.norm])) {
             if cancelled() {
                 return Err(StageError::Cancelled);
             }
-            x = layer.forward(&x, self.config.num_attention_heads, self.activation)?;
+            layer.forward(&buffers, self.config.num_attention_heads, self.activation, next)?;
         }
-        let last_hidden = self.norm.forward(&x)?;
+        let last_hidden = buffers.normed.unsqueeze(0)?;
         check_finite(&last_hidden, COMPONENT)?;
-        let pooled = last_hidden
-            .narrow(1, self.end_of(ids), 1)?
-            .squeeze(1)?
-            .contiguous()?;
+        let pooled = buffers.normed.narrow(0, self.end_of(ids), 1)?;
         Ok(ClipOutput { last_hidden, pooled })
     }
 
@@ -346,13 +411,7 @@ pub(super) fn check_ids(ids: &[u32], vocabulary: usize, most: usize) -> Result<(
 
 /// Whether an encoding is finite throughout.
 pub(super) fn check_finite(encoding: &Tensor, component: &str) -> Result<(), StageError> {
-    // A value that is not finite makes the sum so.
-    let sum = encoding
-        .to_dtype(DType::F32)?
-        .abs()?
-        .sum_all()?
-        .to_scalar::<f32>()?;
-    if sum.is_finite() {
+    if ops::all_finite(encoding)? {
         return Ok(());
     }
     Err(StageError::NotFinite {

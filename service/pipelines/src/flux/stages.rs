@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
+use ops::{Finite, euler};
 
 use super::bounds::{LONGEST_SIDE, PIXELS_PER_TOKEN};
 use super::clip::ClipEncoder;
@@ -18,7 +19,7 @@ use super::scheduler::first_step;
 use super::t5::T5Encoder;
 use super::tensors::{from_host, to_host};
 use super::transformer::{Prompted, Transformer, pack, unpack};
-use super::vae::{Chunking, VaeDecoder, VaeEncoder, encode_ladder, from_rgb8, ladder, to_rgb8};
+use super::vae::{Chunking, Moments, VaeDecoder, VaeEncoder, encode_ladder, from_rgb8, ladder, to_rgb8};
 use crate::{
     EncodedText, HostTensor, ImageRequest, Model, Observer, StageError, StageInput, StageKind, StageOutput,
     is_out_of_memory,
@@ -119,13 +120,19 @@ impl Stage<'_> {
         let picture = from_rgb8(&image.rgb, width, height, self.device)?;
         let encoder = VaeEncoder::new(vae, &*(self.tensors)("vae")?)?;
         let moments = encoder.encode(&picture, chunking, &|| self.observer.cancelled())?;
+        // Small enough for the host, so that no card loads kernels for it.
+        let moments = Moments {
+            mean: moments.mean.to_device(&Device::Cpu)?,
+            log_variance: moments.log_variance.to_device(&Device::Cpu)?,
+        };
         let noise = Generator::new(self.request.seed).normal(moments.mean.elem_count());
-        let noise = Tensor::from_vec(noise, moments.mean.shape(), self.device)?;
+        let noise = Tensor::from_vec(noise, moments.mean.shape(), &Device::Cpu)?;
         to_host(&vae.scaled(&moments.sample(&noise)?)?)
     }
 
     /// The noise that a request starts from, mixed with the encoded image if there is one:
-    /// `FluxImg2ImgPipeline.get_timesteps` and `prepare_latents`.
+    /// `FluxImg2ImgPipeline.get_timesteps` and `prepare_latents`. It is computed in host memory: a card would have to load
+    /// kernels for it.
     fn start(&self, image_latent: Option<&HostTensor>) -> Result<Start, StageError> {
         let ImageRequest {
             width,
@@ -207,19 +214,19 @@ impl Stage<'_> {
         self.go_on()?;
         let conditioning = transformer.condition(&prompted, &times)?;
 
-        // On the host the order of a latent costs nothing.
+        // On the host the order of a latent costs nothing. Two tensors, since both are written.
         let dtype = self.model.precision.dtype;
         let latent = pack(&latent)?.contiguous()?;
-        let seen = latent.to_dtype(dtype)?.to_device(self.device)?;
+        let seen = latent.to_dtype(dtype)?.copy()?.to_device(self.device)?;
         let latent = latent.to_device(self.device)?;
         let workplace = transformer.workplace(1, tokens, rows * columns, (dtype, self.device))?;
-        let finite = ops::Finite::new(self.device)?;
+        let finite = Finite::new(self.device)?;
         for step in 0..steps {
             self.go_on()?;
             let velocity =
                 transformer.velocity(&seen, &conditioning, step, &workplace, &mut || self.go_on())?;
-            let (sigma, next) = (f64::from(sigmas[step]), f64::from(sigmas[step + 1]));
-            ops::euler(&latent, velocity, next - sigma, &seen, &finite)?;
+            let (sigma, next) = (sigmas[step], sigmas[step + 1]);
+            euler(&latent, velocity, f64::from(next - sigma), &seen, &finite)?;
             // To look is to wait for the card, which is meant: a step that is told of has been done, and one that is
             // cancelled is the last. It costs the card the microseconds in which the next step is asked for.
             if !finite.is_finite()? {
@@ -231,11 +238,9 @@ impl Stage<'_> {
             }
             self.observer.step(step as u32 + 1, steps as u32);
             if self.request.preview && step + 1 < steps && self.observer.wants_preview() {
-                // From where the step led, all the way.
-                let clean = latent.copy()?;
-                ops::euler(&clean, velocity, -next, &velocity.copy()?, &finite)?;
-                let clean = clean.to_device(&Device::Cpu)?;
-                self.preview(&unpack(&clean, rows, columns)?.to_device(self.device)?)?;
+                let clean = without_noise(&latent, &velocity, next)?;
+                drop(velocity);
+                self.preview(&unpack(&clean, rows, columns)?)?;
             }
         }
         to_host(&unpack(&latent.to_device(&Device::Cpu)?, rows, columns)?)
@@ -261,7 +266,8 @@ impl Stage<'_> {
         from_host(tensor, name, self.model.precision.dtype, self.device)
     }
 
-    /// Shows the picture that the denoising heads for, at half its size. A preview that fails costs no job.
+    /// Shows the picture that the denoising heads for, at half its size. `latent` is in host memory. A preview that fails
+    /// costs no job.
     fn preview(&mut self, latent: &Tensor) -> Result<(), StageError> {
         let small = latent.avg_pool2d(2)?;
         match self
@@ -302,7 +308,7 @@ impl Stage<'_> {
             }
         };
         let chunking = chunking_of(&ladder(&self.model.vae, h, w, self.model.precision.dtype), rung)?;
-        let latent = from_host(latent, "the latent", DType::F32, self.device)?;
+        let latent = from_host(latent, "the latent", DType::F32, &Device::Cpu)?;
         let picture = self.decoded(&latent, chunking)?;
         let (_, _, height, width) = picture.dims4()?;
         Ok(StageOutput::Picture {
@@ -313,15 +319,22 @@ impl Stage<'_> {
     }
 
     /// Decodes a latent, scaled as the transformer sees it, to f32 `[1, 3, height, width]` over -1 to 1, not
-    /// clamped.
+    /// clamped. The latent may be in host memory.
     ///
     /// # Errors
     /// [`StageError`].
     pub fn decoded(&self, latent: &Tensor, chunking: Chunking) -> Result<Tensor, StageError> {
         let decoder = VaeDecoder::new(&self.model.vae, &*(self.tensors)("vae")?)?;
-        let latent = self.model.vae.unscaled(latent)?;
+        let latent = self.model.vae.unscaled(&latent.to_device(&Device::Cpu)?)?;
+        let latent = latent.to_device(self.device)?;
         decoder.decode(&latent, chunking, &|| self.observer.cancelled())
     }
+}
+
+/// The latent that a step heads for, in host memory: what it made of it, less the velocity times the sigma that is left.
+fn without_noise(latent: &Tensor, velocity: &Tensor, sigma: f32) -> candle_core::Result<Tensor> {
+    let velocity = velocity.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+    latent.to_device(&Device::Cpu)? - (velocity * f64::from(sigma))?
 }
 
 fn chunking_of(rungs: &[(Chunking, crate::Rung)], rung: usize) -> Result<Chunking, StageError> {

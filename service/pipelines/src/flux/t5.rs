@@ -1,13 +1,15 @@
 //! T5's encoder, version 1.1: transformers' `T5EncoderModel`. FLUX pads prompts and passes no mask, so pads
 //! attend and are attended to like any token.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
+use ops::{Epilogue, Mask, Nonlinearity, Norm, Scratch, attention, norm_modulate, residual_norm_modulate};
 use residency::Bytes;
 use serde::Deserialize;
 
 use super::clip::{check_finite, check_ids};
 use super::linear::Linear;
+use super::tensors::allocated;
 use crate::family::StageError;
 
 /// The component's name.
@@ -139,22 +141,28 @@ impl T5Config {
         list
     }
 
-    /// Predicted peak of activations while a prompt of `tokens` is encoded.
+    /// Predicted peak of activations while a prompt of `tokens` is encoded: what a pass writes into, the bias of all
+    /// layers, and what attention takes where cuDNN does not do it.
     pub fn scratch(&self, tokens: usize, dtype: DType) -> Bytes {
-        let (size, inner) = (dtype.size_in_bytes(), self.num_heads * self.d_kv);
-        // The sum is f32 throughout, and so is a norm until it is narrowed; the bias of all layers.
-        let kept = tokens * self.d_model * 8 + self.num_heads * tokens * tokens * size;
-        let attention = tokens * (self.d_model + 3 * inner) * size
-            + ops::attention_scratch(self.num_heads, tokens, tokens, self.d_kv, size);
-        // Two projections, the activation of one, and their product.
-        let feed_forward = tokens * (self.d_model + 4 * self.d_ff) * size;
-        // A part of a norm or an activation in f32, thrice, where the dtype is narrower.
-        let widened = if size < 4 {
-            3 * (tokens * self.d_ff * 4).min(ops::PART_BYTES)
-        } else {
-            0
-        };
-        Bytes((kept + attention.max(feed_forward + widened)) as u64)
+        let size = dtype.size_in_bytes();
+        let sum = allocated(tokens * self.d_model * size_of::<f32>());
+        let bias = allocated(self.num_heads * tokens * tokens * size);
+        let others = [self.d_model, self.first_width(), self.second_width()];
+        let others: u64 = others.iter().map(|width| allocated(tokens * width * size)).sum();
+        // Tokens, and buckets of distances.
+        let small = allocated(tokens * size_of::<u32>()) + allocated(2 * tokens * size_of::<u32>());
+        let attention = allocated(ops::attention_workspace(self.num_heads, tokens, tokens));
+        Bytes(sum + bias + others + small + attention)
+    }
+
+    /// Numbers that a token has in the first of the buffers that layers share: queries, keys and values, then the gate.
+    fn first_width(&self) -> usize {
+        (3 * self.num_heads * self.d_kv).max(self.d_ff)
+    }
+
+    /// In the second: what was attended to, then what is gated.
+    fn second_width(&self) -> usize {
+        (self.num_heads * self.d_kv).max(self.d_ff)
     }
 
     /// The bucket of a distance: `T5Attention._relative_position_bucket`, both ways. Half of the buckets are
@@ -216,37 +224,82 @@ impl Layer {
         })
     }
 
-    /// `x` is f32 `[1, tokens, width]`, `bias` `[1, heads, tokens, tokens]`.
-    fn forward(&self, x: &Tensor, bias: &Tensor, config: &T5Config) -> candle_core::Result<Tensor> {
-        let (_, tokens, _) = x.dims3()?;
+    /// Adds the layer to the sum. The sum is normed for it already, and `next` is the weight of the norm behind it.
+    fn forward(&self, buffers: &Buffers, next: &Tensor) -> candle_core::Result<()> {
+        let Buffers {
+            sum,
+            normed,
+            queries_keys_values,
+            attended,
+            gate,
+            raised,
+            bias,
+            config,
+            scratch,
+        } = buffers;
         let (heads, head) = (config.num_heads, config.d_kv);
-        let normed = self.norm(x, &self.norm1, config)?;
-        let by_head = |layer: &Linear| {
-            layer
-                .forward(&normed)?
-                .reshape((1, tokens, heads, head))?
-                .transpose(1, 2)?
-                .contiguous()
+        let (tokens, inner) = attended.dims2()?;
+        let rms = |weight| Norm::Rms {
+            weight: Some(weight),
+            eps: config.layer_norm_epsilon,
         };
-        let (query, key, value) = (by_head(&self.query)?, by_head(&self.key)?, by_head(&self.value)?);
+        for (i, layer) in [&self.query, &self.key, &self.value].into_iter().enumerate() {
+            let place = queries_keys_values.narrow(1, i * inner, inner)?;
+            layer.forward_into(normed, Epilogue::None, &place, scratch)?;
+        }
+        let by_head = queries_keys_values.reshape((1, tokens, 3 * heads, head))?;
+        let [query, key, value] = [0, 1, 2].map(|i| by_head.narrow(2, i * heads, heads));
         // T5 does not scale: its weights are initialised so that it need not.
-        let seen = ops::composed_attention(&query, &key, &value, 1.0, Some(bias), false)?;
-        drop((query, key, value));
-        let seen = seen
-            .transpose(1, 2)?
-            .contiguous()?
-            .reshape((1, tokens, heads * head))?;
-        let x = (x + self.out.forward(&seen)?.to_dtype(DType::F32)?)?;
-        let normed = self.norm(&x, &self.norm2, config)?;
-        let gate = self.gate.forward(&normed)?;
-        let gate = ops::gelu_tanh(&gate)?;
-        let inner = (gate * self.widen.forward(&normed)?)?;
-        x + self.narrow.forward(&inner)?.to_dtype(DType::F32)?
+        let seen = attended.reshape((1, tokens, heads, head))?;
+        attention(&query?, &key?, &value?, 1.0, Mask::Bias(bias), &seen)?;
+        self.out.forward_into(attended, Epilogue::None, normed, scratch)?;
+        residual_norm_modulate(sum, normed, None, rms(&self.norm2), None, normed)?;
+        self.gate.forward_into(normed, Epilogue::None, gate, scratch)?;
+        self.widen.forward_into(normed, Epilogue::None, raised, scratch)?;
+        ops::glu(gate, raised, Nonlinearity::GeluTanh, gate)?;
+        self.narrow.forward_into(gate, Epilogue::None, normed, scratch)?;
+        residual_norm_modulate(sum, normed, None, rms(next), None, normed)
     }
+}
 
-    /// The norm in f32, then the dtype of the weights.
-    fn norm(&self, x: &Tensor, weight: &Tensor, config: &T5Config) -> candle_core::Result<Tensor> {
-        ops::rms_norm(x, weight, config.layer_norm_epsilon)?.to_dtype(weight.dtype())
+/// What a pass writes into, layer after layer. What a layer needs first and what it needs last share their memory.
+struct Buffers {
+    /// f32 `[tokens, width]`: what the layers add up, which outgrows what f16 holds.
+    sum: Tensor,
+    /// `[tokens, width]`: the sum normed for what comes next, or what is added to it next.
+    normed: Tensor,
+    /// `[tokens, 3 * inner]`.
+    queries_keys_values: Tensor,
+    /// `[tokens, inner]`.
+    attended: Tensor,
+    /// `[tokens, d_ff]`, in the memory of `queries_keys_values`.
+    gate: Tensor,
+    /// `[tokens, d_ff]`, in the memory of `attended`.
+    raised: Tensor,
+    /// `[1, heads, tokens, tokens]`: what is added to the score of a key for a query.
+    bias: Tensor,
+    config: T5Config,
+    scratch: Scratch,
+}
+
+impl Buffers {
+    fn new(config: &T5Config, tokens: usize, dtype: DType, device: &Device) -> candle_core::Result<Buffers> {
+        let inner = config.num_heads * config.d_kv;
+        let buffer = |width: usize| Tensor::zeros(tokens * width, dtype, device);
+        let of_width =
+            |buffer: &Tensor, width: usize| buffer.narrow(0, 0, tokens * width)?.reshape((tokens, width));
+        let (first, second) = (buffer(config.first_width())?, buffer(config.second_width())?);
+        Ok(Buffers {
+            sum: Tensor::zeros((tokens, config.d_model), DType::F32, device)?,
+            normed: of_width(&buffer(config.d_model)?, config.d_model)?,
+            queries_keys_values: of_width(&first, 3 * inner)?,
+            attended: of_width(&second, inner)?,
+            gate: of_width(&first, config.d_ff)?,
+            raised: of_width(&second, config.d_ff)?,
+            bias: Tensor::zeros((1, config.num_heads, tokens, tokens), dtype, device)?,
+            config: config.clone(),
+            scratch: Scratch::new(device)?,
+        })
     }
 }
 
@@ -298,33 +351,33 @@ impl T5Encoder {
     /// not, or too many.
     pub fn forward(&self, ids: &[u32], cancelled: &dyn Fn() -> bool) -> Result<Tensor, StageError> {
         check_ids(ids, self.config.vocab_size, MOST_TOKENS)?;
-        let rows = Tensor::new(ids, self.tokens.device())?;
-        let mut x = self
-            .tokens
-            .index_select(&rows, 0)?
-            .to_dtype(DType::F32)?
-            .unsqueeze(0)?;
-        let bias = self.position_bias(ids.len())?;
-        for layer in &self.layers {
+        let (device, dtype) = (self.tokens.device(), self.tokens.dtype());
+        let buffers = Buffers::new(&self.config, ids.len(), dtype, device)?;
+        ops::embed(&self.tokens, &Tensor::new(ids, device)?, &buffers.sum)?;
+        ops::relative_bias(&self.biases, &self.buckets(ids.len())?, &buffers.bias)?;
+        let first = Norm::Rms {
+            weight: Some(self.layers.first().map_or(&self.norm, |layer| &layer.norm1)),
+            eps: self.config.layer_norm_epsilon,
+        };
+        norm_modulate(&buffers.sum, first, None, &buffers.normed)?;
+        let next = self.layers.iter().skip(1).map(|layer| &layer.norm1);
+        for (layer, next) in self.layers.iter().zip(next.chain([&self.norm])) {
             if cancelled() {
                 return Err(StageError::Cancelled);
             }
-            x = layer.forward(&x, &bias, &self.config)?;
+            layer.forward(&buffers, next)?;
         }
-        let encoded = ops::rms_norm(&x, &self.norm, self.config.layer_norm_epsilon)?;
-        let encoded = encoded.to_dtype(self.tokens.dtype())?;
+        let encoded = buffers.normed.unsqueeze(0)?;
         check_finite(&encoded, COMPONENT)?;
         Ok(encoded)
     }
 
-    /// `[1, heads, tokens, tokens]`: what is added to the score of a key for a query.
-    fn position_bias(&self, tokens: usize) -> candle_core::Result<Tensor> {
-        let buckets: Vec<u32> = (0..tokens)
-            .flat_map(|query| (0..tokens).map(move |key| (key, query)))
-            .map(|(key, query)| self.config.bucket(key, query) as u32)
+    /// u32 `[2 * tokens - 1]`: the buckets of all distances, from the farthest key behind a query to the farthest ahead.
+    fn buckets(&self, tokens: usize) -> candle_core::Result<Tensor> {
+        let last = tokens.saturating_sub(1);
+        let buckets: Vec<u32> = (0..tokens + last)
+            .map(|key| self.config.bucket(key, last) as u32)
             .collect();
-        let buckets = Tensor::from_vec(buckets, tokens * tokens, self.biases.device())?;
-        let biases = self.biases.index_select(&buckets, 0)?.t()?.contiguous()?;
-        biases.reshape((1, self.config.num_heads, tokens, tokens))
+        Tensor::new(buckets, self.biases.device())
     }
 }

@@ -7,7 +7,7 @@ use crate::{HostTensor, HostType, StageError};
 
 /// A tensor's numbers as they are; other dtypes than f32, f16 and bf16 become f32.
 pub(super) fn to_host(tensor: &Tensor) -> Result<HostTensor, StageError> {
-    let flat = tensor.flatten_all()?;
+    let flat = tensor.to_device(&Device::Cpu)?.flatten_all()?;
     let (dtype, data) = match tensor.dtype() {
         DType::BF16 => (
             HostType::Bf16,
@@ -57,12 +57,14 @@ pub(super) fn from_host(
         return Err(StageError::BadInput(problem));
     }
     let shape = tensor.shape.as_slice();
-    let on_card = match tensor.dtype {
-        HostType::F32 => Tensor::from_vec(numbers(&tensor.data, f32::from_le_bytes), shape, device),
-        HostType::F16 => Tensor::from_vec(numbers(&tensor.data, f16::from_le_bytes), shape, device),
-        HostType::Bf16 => Tensor::from_vec(numbers(&tensor.data, bf16::from_le_bytes), shape, device),
+    // Its dtype changes here, where no kernel has to be loaded for it.
+    let host = &Device::Cpu;
+    let here = match tensor.dtype {
+        HostType::F32 => Tensor::from_vec(numbers(&tensor.data, f32::from_le_bytes), shape, host),
+        HostType::F16 => Tensor::from_vec(numbers(&tensor.data, f16::from_le_bytes), shape, host),
+        HostType::Bf16 => Tensor::from_vec(numbers(&tensor.data, bf16::from_le_bytes), shape, host),
     };
-    Ok(on_card?.to_dtype(dtype)?)
+    Ok(here?.to_dtype(dtype)?.to_device(device)?)
 }
 
 fn numbers<T, const N: usize>(data: &[u8], from_bytes: impl Fn([u8; N]) -> T) -> Vec<T> {
@@ -73,15 +75,9 @@ fn numbers<T, const N: usize>(data: &[u8], from_bytes: impl Fn([u8; N]) -> T) ->
         .collect()
 }
 
-/// Whether every number is finite. On a GPU this waits for everything that was asked of it.
-pub(super) fn all_finite(tensor: &Tensor) -> candle_core::Result<bool> {
-    // A number that is not finite makes the sum so; those of latents are far too small to do it together.
-    Ok(tensor
-        .to_dtype(DType::F32)?
-        .abs()?
-        .sum_all()?
-        .to_scalar::<f32>()?
-        .is_finite())
+/// What an allocation of so many bytes takes on a card.
+pub(super) fn allocated(bytes: usize) -> u64 {
+    (bytes as u64).next_multiple_of(512)
 }
 
 #[cfg(test)]

@@ -1,0 +1,136 @@
+//! Rows to another place, another dtype, or by their numbers out of a table.
+
+use candle_core::{D, DType, Device, Result, Tensor};
+
+use crate::place::{apart_from, with_rows, write_rows};
+
+/// The numbers of `x` to where `out` lies, in the dtype of `out`: f32, f16 or bf16 each. Both are rows along the last axis,
+/// as many and as long, and may be windows of larger tensors; not overlapping ones of the same.
+///
+/// # Errors
+/// When shapes do not fit.
+pub fn copy_rows(x: &Tensor, out: &Tensor) -> Result<()> {
+    let width = out.dim(D::Minus1)?;
+    if x.elem_count() != out.elem_count() || x.dim(D::Minus1)? != width {
+        candle_core::bail!("rows of {:?} to {:?}", x.dims(), out.dims());
+    }
+    #[cfg(feature = "cuda")]
+    if out.device().is_cuda() {
+        return crate::cuda::copy_rows(x, None, out);
+    }
+    if out.elem_count() == 0 {
+        return Ok(());
+    }
+    with_rows(&apart_from(x, out)?, width, |x| {
+        write_rows(out, width, |row, numbers| numbers.copy_from_slice(x.row(row)))
+    })
+}
+
+/// Rows of a table by their numbers: `table` is `[v, d]`, `ids` u32 `[n]`, `out` `[n, d]` in the same dtype or another of f32,
+/// f16 and bf16. `torch.nn.Embedding`.
+///
+/// # Errors
+/// When shapes do not fit. On the CPU also for a row that the table does not have; on a card such a row becomes NaN.
+pub fn embed(table: &Tensor, ids: &Tensor, out: &Tensor) -> Result<()> {
+    let ((rows, width), (count, out_width)) = (table.dims2()?, out.dims2()?);
+    if ids.dims() != [count] || ids.dtype() != DType::U32 || !ids.is_contiguous() || width != out_width {
+        candle_core::bail!("rows {:?} of {:?} to {:?}", ids.dims(), table.dims(), out.dims());
+    }
+    #[cfg(feature = "cuda")]
+    if out.device().is_cuda() {
+        return crate::cuda::copy_rows(table, Some(ids), out);
+    }
+    let ids = ids.to_device(&Device::Cpu)?.to_vec1::<u32>()?;
+    for (row, &id) in ids.iter().enumerate() {
+        if id as usize >= rows {
+            candle_core::bail!("row {id} of a table of {rows}");
+        }
+        copy_rows(&table.narrow(0, id as usize, 1)?, &out.narrow(0, row, 1)?)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{assert_close, here, random, test_device};
+
+    const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+    #[test]
+    fn rows_go_to_their_place_in_its_dtype() -> Result<()> {
+        // A width of eights, which is copied in wide loads, and others.
+        for (columns, before) in [(16, 8), (16, 1), (5, 3)] {
+            let x = random(&[2, 7, columns + 4], 1)?;
+            let window = |x: &Tensor| x.narrow(2, 0, columns)?.narrow(1, 2, 5);
+            for from in DTYPES {
+                for to in DTYPES {
+                    let all = here(&Tensor::ones((2, 5, columns + before), to, &Device::Cpu)?).copy()?;
+                    copy_rows(
+                        &window(&here(&x.to_dtype(from)?))?,
+                        &all.narrow(2, before, columns)?,
+                    )?;
+                    let all = all.to_device(&Device::Cpu)?;
+                    let expected = window(&x)?.to_dtype(from)?.to_dtype(to)?;
+                    assert_close(&all.narrow(2, before, columns)?, &expected, 0.0)?;
+                    assert_close(
+                        &all.narrow(2, 0, before)?,
+                        &Tensor::ones((2, 5, before), to, &Device::Cpu)?,
+                        0.0,
+                    )?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn rows_are_copied_within_one_tensor() -> Result<()> {
+        let all = here(&random(&[2, 24], 3)?).copy()?;
+        let before = all.copy()?;
+        copy_rows(&all.narrow(1, 0, 8)?, &all.narrow(1, 16, 8)?)?;
+        assert_close(
+            &all.narrow(1, 16, 8)?,
+            &before.narrow(1, 0, 8)?.to_device(&Device::Cpu)?,
+            0.0,
+        )?;
+        assert_close(
+            &all.narrow(1, 0, 16)?,
+            &before.narrow(1, 0, 16)?.to_device(&Device::Cpu)?,
+            0.0,
+        )
+    }
+
+    #[test]
+    fn a_table_gives_its_rows() -> Result<()> {
+        let table = random(&[9, 12], 1)?;
+        let ids = Tensor::new(&[8u32, 0, 3, 3], &Device::Cpu)?;
+        let expected = table.index_select(&ids, 0)?;
+        for from in DTYPES {
+            let table = here(&table.to_dtype(from)?);
+            for to in [DType::F32, from] {
+                let out = here(&Tensor::zeros((4, 12), to, &Device::Cpu)?).copy()?;
+                embed(&table, &here(&ids), &out)?;
+                assert_close(&out, &expected.to_dtype(from)?, 0.0)?;
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_row_that_is_not_there_is_not_read() -> Result<()> {
+        let (table, ids) = (
+            here(&random(&[3, 4], 1)?),
+            here(&Tensor::new(&[3u32], &Device::Cpu)?),
+        );
+        let out = Tensor::zeros((1, 4), DType::F32, test_device())?;
+        match embed(&table, &ids, &out) {
+            Err(error) => assert!(error.to_string().contains("row 3 of a table of 3"), "{error}"),
+            Ok(()) => assert!(out.to_vec2::<f32>()?[0].iter().all(|number| number.is_nan())),
+        }
+        let ids = here(&Tensor::new(&[1u32, 2], &Device::Cpu)?);
+        assert!(embed(&table, &ids, &out).is_err());
+        assert!(copy_rows(&table, &out).is_err());
+        Ok(())
+    }
+}

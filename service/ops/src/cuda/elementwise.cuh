@@ -1,0 +1,189 @@
+// What is computed number by number, over tensors that may be windows of larger ones. A thread takes eight numbers of a row.
+#pragma once
+#include <cmath>
+
+#include "numbers.cuh"
+
+namespace moored {
+
+// A tensor as matrices of rows (`place.rs`). Distances are counted in numbers.
+struct Place {
+    unsigned long long start;
+    unsigned long long batch_stride;
+    unsigned long long row_stride;
+    unsigned rows;  // of a matrix
+    unsigned unused;
+
+    template <class T>
+    __device__ T* row(unsigned index) const {
+        return reinterpret_cast<T*>(start) + index / rows * batch_stride + index % rows * row_stride;
+    }
+};
+
+// Which numbers a thread takes.
+struct Unit {
+    unsigned row;
+    unsigned column;
+};
+
+__device__ inline bool unit_of(unsigned rows, unsigned columns, Unit& unit) {
+    const unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
+    const unsigned units = (columns + UNIT - 1) / UNIT;
+    unit.row = index / units;
+    unit.column = index % units * UNIT;
+    return unit.row < rows;
+}
+
+// Rows to other places, or of a table to the places of their numbers, in another dtype where it is another.
+struct CopyArguments {
+    Place from;
+    Place to;
+    const unsigned* ids;   // null: row i goes to row i; else row ids[i] does
+    unsigned rows;         // that are written
+    unsigned columns;
+    unsigned table;        // rows of the table: an id beyond becomes NaN
+    unsigned wide;
+};
+
+template <bool WIDE, class From, class To>
+__device__ inline void copy_unit(const CopyArguments& a, Unit unit) {
+    float numbers[UNIT];
+    const unsigned from = a.ids ? a.ids[unit.row] : unit.row;
+    if (from < a.table) {
+        read_unit<WIDE>(a.from.row<const From>(from), unit.column, a.columns, numbers);
+    } else {
+        for (unsigned i = 0; i < UNIT; i++) numbers[i] = NAN;
+    }
+    write_unit<WIDE>(numbers, a.to.row<To>(unit.row), unit.column, a.columns);
+}
+
+template <class From, class To>
+__device__ inline void copy_rows(const CopyArguments& a) {
+    Unit unit;
+    if (!unit_of(a.rows, a.columns, unit)) return;
+    if (a.wide) {
+        copy_unit<true, From, To>(a, unit);
+    } else {
+        copy_unit<false, From, To>(a, unit);
+    }
+}
+
+// The activations of `activation.rs`, in its order.
+enum Nonlinearity : unsigned { GELU, GELU_TANH, QUICK_GELU, SILU };
+
+__device__ inline float activated(float v, unsigned by) {
+    switch (by) {
+        case GELU: return 0.5f * v * (1.0f + erff(v * 0.70710678118654752f));
+        case GELU_TANH: return v / (1.0f + expf(-1.5957691216057308f * (v + 0.044715f * v * v * v)));
+        case QUICK_GELU: return v / (1.0f + expf(-1.702f * v));
+        default: return v / (1.0f + expf(-v));
+    }
+}
+
+// out = activated(gate) * up, or activated(gate) where there is no up. `out` may be `gate` or `up`.
+struct GluArguments {
+    Place gate;
+    Place up;
+    Place out;
+    unsigned rows;
+    unsigned columns;
+    unsigned by;
+    unsigned has_up;
+    unsigned wide;
+    unsigned unused;
+};
+
+template <bool WIDE, class T>
+__device__ inline void glu_unit(const GluArguments& a, Unit unit) {
+    float numbers[UNIT], up[UNIT];
+    read_unit<WIDE>(a.gate.row<const T>(unit.row), unit.column, a.columns, numbers);
+    for (unsigned i = 0; i < UNIT; i++) numbers[i] = activated(numbers[i], a.by);
+    if (a.has_up) {
+        read_unit<WIDE>(a.up.row<const T>(unit.row), unit.column, a.columns, up);
+        for (unsigned i = 0; i < UNIT; i++) numbers[i] *= up[i];
+    }
+    write_unit<WIDE>(numbers, a.out.row<T>(unit.row), unit.column, a.columns);
+}
+
+template <class T>
+__device__ inline void glu(const GluArguments& a) {
+    Unit unit;
+    if (!unit_of(a.rows, a.columns, unit)) return;
+    if (a.wide) {
+        glu_unit<true, T>(a, unit);
+    } else {
+        glu_unit<false, T>(a, unit);
+    }
+}
+
+// Sets a flag where a number is not finite.
+struct FiniteArguments {
+    Place x;
+    unsigned* flag;
+    unsigned rows;
+    unsigned columns;
+    unsigned wide;
+    unsigned unused;
+};
+
+template <class T>
+__device__ inline void find_not_finite(const FiniteArguments& a) {
+    Unit unit;
+    if (!unit_of(a.rows, a.columns, unit)) return;
+    float numbers[UNIT];
+    if (a.wide) {
+        read_unit<true>(a.x.row<const T>(unit.row), unit.column, a.columns, numbers);
+    } else {
+        read_unit<false>(a.x.row<const T>(unit.row), unit.column, a.columns, numbers);
+    }
+    bool is_finite = true;
+    for (unsigned i = 0; i < UNIT; i++) is_finite &= isfinite(numbers[i]);
+    if (!is_finite) *a.flag = 1;
+}
+
+// out[head, query, key] = table[buckets[key - query + queries - 1], head]: `out` is [heads, queries, keys], contiguous, and
+// so is `table`, [buckets, heads].
+struct RelativeBiasArguments {
+    const void* table;
+    const unsigned* buckets;
+    void* out;
+    unsigned heads;
+    unsigned queries;
+    unsigned keys;
+    unsigned known;  // rows of the table: a bucket beyond becomes NaN
+};
+
+template <class T>
+__device__ inline void relative_bias(const RelativeBiasArguments& a) {
+    Unit unit;
+    if (!unit_of(a.heads * a.queries, a.keys, unit)) return;
+    const unsigned head = unit.row / a.queries, query = unit.row % a.queries;
+    T* out = static_cast<T*>(a.out) + static_cast<size_t>(unit.row) * a.keys;
+    for (unsigned key = unit.column; key < min(unit.column + UNIT, a.keys); key++) {
+        const unsigned bucket = a.buckets[key + a.queries - 1 - query];
+        out[key] = bucket < a.known ? static_cast<const T*>(a.table)[bucket * a.heads + head] : from_f32<T>(NAN);
+    }
+}
+
+}  // namespace moored
+
+#define COPY(from, From, to, To)                                                                               \
+    extern "C" __global__ void __launch_bounds__(256) copy_rows_##from##_##to(moored::CopyArguments a) {       \
+        moored::copy_rows<From, To>(a);                                                                        \
+    }
+#define ELEMENTWISE(name, T)                                                                                   \
+    COPY(name, T, f32, float)                                                                                  \
+    COPY(name, T, f16, __half)                                                                                 \
+    COPY(name, T, bf16, __nv_bfloat16)                                                                         \
+    extern "C" __global__ void __launch_bounds__(256) glu_##name(moored::GluArguments a) { moored::glu<T>(a); } \
+    extern "C" __global__ void __launch_bounds__(256) find_not_finite_##name(moored::FiniteArguments a) {      \
+        moored::find_not_finite<T>(a);                                                                         \
+    }                                                                                                          \
+    extern "C" __global__ void __launch_bounds__(256) relative_bias_##name(moored::RelativeBiasArguments a) {  \
+        moored::relative_bias<T>(a);                                                                           \
+    }
+ELEMENTWISE(f32, float)
+ELEMENTWISE(f16, __half)
+ELEMENTWISE(bf16, __nv_bfloat16)
+#undef ELEMENTWISE
+#undef COPY

@@ -1,0 +1,228 @@
+//! Operations on a CUDA device that take numbers one by one. Their callers checked shapes and dtypes.
+
+use candle_core::{D, DType, Error, Result, Tensor};
+use cudarc::driver::DeviceRepr;
+
+use super::{ALIGNMENT, Card, THREADS, UNIT, address_of, kernel_dtype};
+use crate::Nonlinearity;
+use crate::place::Rows;
+
+/// Where a tensor lies, as `elementwise.cuh` has it.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Place {
+    start: u64,
+    batch_stride: u64,
+    row_stride: u64,
+    rows: u32,
+    unused: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct CopyArguments {
+    from: Place,
+    to: Place,
+    ids: u64,
+    rows: u32,
+    columns: u32,
+    table: u32,
+    wide: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct GluArguments {
+    gate: Place,
+    up: Place,
+    out: Place,
+    rows: u32,
+    columns: u32,
+    by: u32,
+    has_up: u32,
+    wide: u32,
+    unused: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct FiniteArguments {
+    x: Place,
+    flag: u64,
+    rows: u32,
+    columns: u32,
+    wide: u32,
+    unused: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RelativeBiasArguments {
+    table: u64,
+    buckets: u64,
+    out: u64,
+    heads: u32,
+    queries: u32,
+    keys: u32,
+    known: u32,
+}
+
+// SAFETY: plain data, laid out as C lays it out.
+unsafe impl DeviceRepr for CopyArguments {}
+// SAFETY: as above.
+unsafe impl DeviceRepr for GluArguments {}
+// SAFETY: as above.
+unsafe impl DeviceRepr for FiniteArguments {}
+// SAFETY: as above.
+unsafe impl DeviceRepr for RelativeBiasArguments {}
+
+/// How tensors lie whose rows have so many columns, and whether all of them allow wide loads.
+struct Lying {
+    columns: usize,
+    is_wide: bool,
+}
+
+impl Lying {
+    fn in_rows_of(columns: usize) -> Lying {
+        Lying {
+            columns,
+            is_wide: columns.is_multiple_of(UNIT),
+        }
+    }
+
+    fn place(&mut self, x: &Tensor) -> Result<(Place, u32)> {
+        let rows = Rows::of(x, self.columns)?;
+        let start = address_of(x)?;
+        let bytes = |stride: usize| (stride * x.dtype().size_in_bytes()) as u64;
+        self.is_wide &= [start, bytes(rows.batch_stride), bytes(rows.row_stride)]
+            .iter()
+            .all(|at| at.is_multiple_of(ALIGNMENT));
+        let place = Place {
+            start,
+            batch_stride: rows.batch_stride as u64,
+            row_stride: rows.row_stride as u64,
+            rows: narrow(rows.rows)?,
+            unused: 0,
+        };
+        Ok((place, narrow(rows.count())?))
+    }
+}
+
+fn narrow(number: usize) -> Result<u32> {
+    u32::try_from(number).map_err(Error::wrap)
+}
+
+/// Blocks with a thread for each [`UNIT`] numbers of a row.
+fn blocks(rows: u32, columns: usize) -> Result<(usize, usize, usize)> {
+    let units = rows as usize * columns.div_ceil(UNIT);
+    if units > u32::MAX as usize - THREADS {
+        candle_core::bail!("{rows} rows of {columns} numbers are too many for one launch");
+    }
+    Ok((units.div_ceil(THREADS), 1, 1))
+}
+
+/// [`crate::copy_rows`], or with `ids` [`crate::embed`].
+pub(crate) fn copy_rows(x: &Tensor, ids: Option<&Tensor>, out: &Tensor) -> Result<()> {
+    let columns = out.dim(D::Minus1)?;
+    if out.elem_count() == 0 {
+        return Ok(());
+    }
+    let mut lying = Lying::in_rows_of(columns);
+    let ((from, table), (to, rows)) = (lying.place(x)?, lying.place(out)?);
+    let arguments = CopyArguments {
+        from,
+        to,
+        ids: ids.map_or(Ok(0), address_of)?,
+        rows,
+        columns: narrow(columns)?,
+        table,
+        wide: lying.is_wide.into(),
+    };
+    let device = out.device().as_cuda_device()?;
+    let name = format!(
+        "copy_rows_{}_{}",
+        kernel_dtype(x.dtype())?,
+        kernel_dtype(out.dtype())?
+    );
+    let (card, stream) = (Card::of(device)?, device.cuda_stream());
+    // SAFETY: the structure is that of `elementwise.cuh`; both tensors have so many rows and columns at these places, and
+    // there is an id for each row that is written. A row that the table does not have is not read.
+    unsafe { card.launch(&stream, name, blocks(rows, columns)?, THREADS, &arguments) }
+}
+
+/// [`crate::glu`], or without `up` [`crate::activate`].
+pub(crate) fn glu(gate: &Tensor, up: Option<&Tensor>, by: Nonlinearity, out: &Tensor) -> Result<()> {
+    let columns = out.dim(D::Minus1)?;
+    if out.elem_count() == 0 {
+        return Ok(());
+    }
+    let mut lying = Lying::in_rows_of(columns);
+    let (of_gate, rows) = lying.place(gate)?;
+    let (of_out, _) = lying.place(out)?;
+    let of_up = up.map(|up| lying.place(up)).transpose()?;
+    let arguments = GluArguments {
+        gate: of_gate,
+        up: of_up.map_or(Place::default(), |(place, _)| place),
+        out: of_out,
+        rows,
+        columns: narrow(columns)?,
+        by: by as u32,
+        has_up: up.is_some().into(),
+        wide: lying.is_wide.into(),
+        unused: 0,
+    };
+    let device = out.device().as_cuda_device()?;
+    let name = format!("glu_{}", kernel_dtype(out.dtype())?);
+    let (card, stream) = (Card::of(device)?, device.cuda_stream());
+    // SAFETY: the structure is that of `elementwise.cuh`; all tensors have so many rows and columns at these places. A
+    // thread writes the numbers that it alone has read.
+    unsafe { card.launch(&stream, name, blocks(rows, columns)?, THREADS, &arguments) }
+}
+
+/// [`crate::all_finite`].
+pub(crate) fn all_finite(x: &Tensor) -> Result<bool> {
+    let columns = x.dim(D::Minus1)?;
+    let mut lying = Lying::in_rows_of(columns);
+    let (place, rows) = lying.place(x)?;
+    let flag = Tensor::zeros(1, DType::U32, x.device())?;
+    let arguments = FiniteArguments {
+        x: place,
+        flag: address_of(&flag)?,
+        rows,
+        columns: narrow(columns)?,
+        wide: lying.is_wide.into(),
+        unused: 0,
+    };
+    let device = x.device().as_cuda_device()?;
+    let name = format!("find_not_finite_{}", kernel_dtype(x.dtype())?);
+    let (card, stream) = (Card::of(device)?, device.cuda_stream());
+    // SAFETY: the structure is that of `elementwise.cuh`; the tensor has so many rows and columns at this place, and the
+    // flag is one number. All threads that write it write the same.
+    unsafe { card.launch(&stream, name, blocks(rows, columns)?, THREADS, &arguments)? };
+    Ok(flag.to_vec1::<u32>()? == [0])
+}
+
+/// [`crate::relative_bias`].
+pub(crate) fn relative_bias(table: &Tensor, buckets: &Tensor, out: &Tensor) -> Result<()> {
+    let (known, heads) = table.dims2()?;
+    let (queries, keys) = (out.dim(D::Minus2)?, out.dim(D::Minus1)?);
+    if out.elem_count() == 0 {
+        return Ok(());
+    }
+    let arguments = RelativeBiasArguments {
+        table: address_of(table)?,
+        buckets: address_of(buckets)?,
+        out: address_of(out)?,
+        heads: narrow(heads)?,
+        queries: narrow(queries)?,
+        keys: narrow(keys)?,
+        known: narrow(known)?,
+    };
+    let device = out.device().as_cuda_device()?;
+    let name = format!("relative_bias_{}", kernel_dtype(out.dtype())?);
+    let (card, stream) = (Card::of(device)?, device.cuda_stream());
+    let grid = blocks(narrow(heads * queries)?, keys)?;
+    // SAFETY: the structure is that of `elementwise.cuh`; all three tensors are contiguous and of these sizes, and a
+    // bucket that the table does not have is not read.
+    unsafe { card.launch(&stream, name, grid, THREADS, &arguments) }
+}

@@ -1,0 +1,122 @@
+// The softmax of attention's scores, in place, in f32: a row of f32 becomes weights of a dtype that may be narrower, which
+// then lie at the row's beginning.
+#pragma once
+#include <cmath>
+
+#include "numbers.cuh"
+
+namespace moored {
+
+// Threads of a block, and scores of a row that each of them keeps in registers at most.
+constexpr unsigned SOFTMAX_THREADS = 256;
+constexpr unsigned SOFTMAX_KEPT = 32;
+
+// As `cuda/attention.rs` has it. Block (query of the chunk, head).
+struct SoftmaxArguments {
+    float* scores;         // [heads, queries, row]
+    const void* bias;      // null for none; the distances of heads and queries may be 0
+    const unsigned* most;  // null, or how many keys there are for all queries: one number
+    unsigned long long bias_head;
+    unsigned long long bias_query;
+    unsigned row;          // from a row of scores to the next
+    unsigned queries;      // of the chunk
+    unsigned first_query;  // of the chunk, among all
+    unsigned keys;
+    unsigned before;  // keys that a query sees before its own place, and after it: the largest number for all of them
+    unsigned after;
+};
+
+template <class T>
+struct ScoreRow {
+    const float* scores;
+    const T* bias;
+    unsigned first;  // the keys that are seen: first to end
+    unsigned end;
+
+    __device__ float at(unsigned key) const {
+        if (key < first || key >= end) return -INFINITY;
+        return scores[key] + (bias ? to_f32(bias[key]) : 0.0f);
+    }
+};
+
+// Weight of a score. A row that sees no key has no weights: the highest of it is minus infinity.
+__device__ inline float weight_of(float score, float highest) {
+    return score == -INFINITY ? 0.0f : expf(score - highest);
+}
+
+// The whole row is in registers before the first weight is written over it.
+template <class T>
+__device__ inline void softmax_kept(const ScoreRow<T>& row, unsigned keys, T* out, float* warps) {
+    float kept[SOFTMAX_KEPT];
+    float highest = -INFINITY;
+#pragma unroll
+    for (unsigned i = 0; i < SOFTMAX_KEPT; i++) {
+        const unsigned key = i * SOFTMAX_THREADS + threadIdx.x;
+        kept[i] = key < keys ? row.at(key) : -INFINITY;
+        highest = fmaxf(highest, kept[i]);
+    }
+    highest = most_of_block(highest, warps);
+    float sum = 0;
+#pragma unroll
+    for (unsigned i = 0; i < SOFTMAX_KEPT; i++) {
+        kept[i] = weight_of(kept[i], highest);
+        sum += kept[i];
+    }
+    sum = sum_of_block(sum, warps);
+    const float factor = sum > 0 ? 1.0f / sum : (sum == 0 ? 0.0f : sum);
+#pragma unroll
+    for (unsigned i = 0; i < SOFTMAX_KEPT; i++) {
+        const unsigned key = i * SOFTMAX_THREADS + threadIdx.x;
+        if (key < keys) out[key] = from_f32<T>(kept[i] * factor);
+    }
+}
+
+// A longer row: once for the highest, once for the sum, once for the weights. A weight is never wider than its score, so
+// that what is written lies over scores that the block has read.
+template <class T>
+__device__ inline void softmax_streamed(const ScoreRow<T>& row, unsigned keys, T* out, float* warps) {
+    float highest = -INFINITY;
+    for (unsigned key = threadIdx.x; key < keys; key += SOFTMAX_THREADS) highest = fmaxf(highest, row.at(key));
+    highest = most_of_block(highest, warps);
+    float sum = 0;
+    for (unsigned key = threadIdx.x; key < keys; key += SOFTMAX_THREADS) sum += weight_of(row.at(key), highest);
+    sum = sum_of_block(sum, warps);
+    const float factor = sum > 0 ? 1.0f / sum : (sum == 0 ? 0.0f : sum);
+    for (unsigned start = 0; start < keys; start += SOFTMAX_THREADS) {
+        const unsigned key = start + threadIdx.x;
+        const float weight = key < keys ? weight_of(row.at(key), highest) * factor : 0.0f;
+        __syncthreads();
+        if (key < keys) out[key] = from_f32<T>(weight);
+    }
+}
+
+template <class T>
+__device__ inline void softmax(const SoftmaxArguments& a) {
+    __shared__ float warps[SOFTMAX_THREADS / 32];
+    const unsigned query = a.first_query + blockIdx.x;
+    const size_t begin = (static_cast<size_t>(blockIdx.y) * a.queries + blockIdx.x) * a.row;
+    float* scores = a.scores + begin;
+    const unsigned keys = a.most ? min(*a.most, a.keys) : a.keys;
+    // Without overflow.
+    const unsigned after = a.keys - min(query, a.keys) > a.after ? query + a.after + 1 : a.keys;
+    ScoreRow<T> row;
+    row.scores = scores;
+    row.bias = a.bias ? static_cast<const T*>(a.bias) + blockIdx.y * a.bias_head + query * a.bias_query : nullptr;
+    row.first = query > a.before ? query - a.before : 0;
+    row.end = min(keys, after);
+    T* out = reinterpret_cast<T*>(scores);
+    if (a.keys <= SOFTMAX_KEPT * SOFTMAX_THREADS) {
+        softmax_kept(row, a.keys, out, warps);
+    } else {
+        softmax_streamed(row, a.keys, out, warps);
+    }
+}
+
+}  // namespace moored
+
+#define SOFTMAX(name, T)                                                                                                \
+    extern "C" __global__ void __launch_bounds__(256) softmax_##name(moored::SoftmaxArguments a) { moored::softmax<T>(a); }
+SOFTMAX(f32, float)
+SOFTMAX(f16, __half)
+SOFTMAX(bf16, __nv_bfloat16)
+#undef SOFTMAX
