@@ -8,6 +8,8 @@ mod activation;
 mod attention;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(feature = "cuda", test))]
+mod cudnn;
 mod dequantize;
 mod group_norm;
 mod layer_norm;

@@ -18,6 +18,8 @@ use cudarc::nvrtc::Ptx;
 use gpu::{Fp8Scales, GgufType, QuantizedWeight, WeightFormat, WeightPart, rows_and_columns};
 use half::{bf16, f16};
 
+use crate::cudnn::OfCard;
+
 pub(crate) use fp8::{WORKSPACE_BYTES, linear_fp8};
 
 /// Machine code of `kernels.cu`. Empty where only types are checked.
@@ -37,6 +39,7 @@ struct Card {
     /// Major and minor.
     compute_capability: (i32, i32),
     products: Mutex<fp8::Products>,
+    cudnn: OfCard,
 }
 
 impl Card {
@@ -55,6 +58,7 @@ impl Card {
             functions: Mutex::default(),
             compute_capability: context.compute_capability().w()?,
             products: Mutex::new(fp8::Products::new(context)?),
+            cudnn: OfCard::default(),
         });
         cards.insert(key, Arc::clone(&card));
         Ok(card)
