@@ -11,6 +11,8 @@ mod composed_attention;
 mod copy_rows;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(feature = "cuda", test))]
+mod cudnn;
 mod dequantize;
 mod euler;
 mod group_norm;

@@ -24,6 +24,8 @@ use cudarc::nvrtc::Ptx;
 use gpu::{Fp8Scales, GgufType, QuantizedWeight, WeightFormat, WeightPart, rows_and_columns};
 use half::{bf16, f16};
 
+use crate::cudnn::OfCard;
+
 pub(crate) use attention::attention;
 pub(crate) use euler::euler;
 pub(crate) use linear::{linear_as_one, linear_into, multiplies_fp8};
@@ -53,6 +55,7 @@ struct Card {
     products: Mutex<product::Products>,
     /// Where the libraries work: address and bytes.
     workspace: OnceLock<(u64, usize)>,
+    cudnn: OfCard,
 }
 
 impl Card {
@@ -72,6 +75,7 @@ impl Card {
             compute_capability: context.compute_capability().w()?,
             products: Mutex::new(product::Products::new(context)?),
             workspace: OnceLock::new(),
+            cudnn: OfCard::default(),
         });
         cards.insert(key, Arc::clone(&card));
         Ok(card)
