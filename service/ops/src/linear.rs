@@ -337,6 +337,81 @@ mod tests {
         Ok(())
     }
 
+    /// A window with something else around it, which nobody may read or write.
+    fn window(rows: usize, columns: usize, dtype: DType) -> Result<[Tensor; 2]> {
+        let all = (Tensor::zeros((2, rows + 3, columns + 24), DType::F32, &Device::Cpu)? + 7.0)?;
+        let all = here(&all.to_dtype(dtype)?);
+        let window = all.narrow(1, 2, rows)?.narrow(2, 16, columns)?;
+        Ok([all, window])
+    }
+
+    #[test]
+    fn a_layer_reads_and_writes_windows_and_leaves_the_rest() -> Result<()> {
+        let scratch = Scratch::new(1 << 20, crate::testing::test_device())?;
+        for (tokens, outputs, inputs) in [(5, 16, 32), (64, 48, 256), (7, 11, 24)] {
+            for (dtype, tolerance) in [(DType::F32, F32_PRODUCT), (DType::BF16, BF16_OPERATION)] {
+                let x = random(&[2, tokens, inputs], 1)?;
+                let weight = random(&[outputs, inputs], 2)?;
+                let bias = random(&[outputs], 3)?;
+                let to = |x: &Tensor| here(x).to_dtype(dtype);
+                let held = Weight::Full(to(&weight)?);
+                let [_, x_] = window(tokens, inputs, dtype)?;
+                crate::copy_rows(&to(&x)?, &x_)?;
+                let plain = defined(&x.flatten_to(1)?, &weight, Some(&bias))?;
+                for (then, expected) in [
+                    (Epilogue::None, plain.clone()),
+                    (Epilogue::GeluTanh, plain.gelu()?),
+                ] {
+                    let [all, out] = window(tokens, outputs, dtype)?;
+                    linear_into(&x_, &held, Some(&to(&bias)?), then, &out, &scratch)?;
+                    let host = all.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+                    let found = host.narrow(1, 2, tokens)?.narrow(2, 16, outputs)?.contiguous()?;
+                    assert_close(&found.flatten_to(1)?, &expected, tolerance)?;
+                    let rest = (host.sum_all()?.to_scalar::<f32>()?, found.sum_all()?.to_scalar::<f32>()?);
+                    let sevens = 7.0 * (host.elem_count() - found.elem_count()) as f32;
+                    assert!((rest.0 - rest.1 - sevens).abs() < 1e-2 * sevens, "{rest:?}");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn layers_at_equal_distances_are_each_of_them() -> Result<()> {
+        let scratch = Scratch::new(1 << 20, crate::testing::test_device())?;
+        let device = crate::testing::test_device();
+        for dtype in [DType::F32, DType::BF16] {
+            let x = random(&[1, 9, 32], 1)?;
+            let weights = random(&[3, 64, 32], 2)?;
+            let biases = random(&[3, 64], 3)?;
+            let x_ = here(&x).to_dtype(dtype)?;
+            let (weights_, biases_) = (here(&weights).to_dtype(dtype)?, here(&biases).to_dtype(dtype)?);
+            let joint = Tensor::zeros((1, 9, 192), dtype, device)?;
+            let held = (0..3)
+                .map(|i| Ok((Weight::Full(weights_.get(i)?), biases_.get(i)?, joint.narrow(2, 64 * i, 64)?)))
+                .collect::<Result<Vec<_>>>()?;
+            let mut layers: Vec<LayerTo<'_>> = held
+                .iter()
+                .map(|(weight, bias, out)| LayerTo {
+                    weight,
+                    bias: Some(bias),
+                    out,
+                })
+                .collect();
+            for _ in 0..2 {
+                linears_into(&x_, &layers, Epilogue::None, &scratch)?;
+                for i in 0..3 {
+                    let expected = defined(&x.get(0)?, &weights.get(i)?, Some(&biases.get(i)?))?;
+                    let host = joint.to_device(&Device::Cpu)?.narrow(2, 64 * i, 64)?.contiguous()?;
+                    assert_close(&host.get(0)?, &expected, BF16_OPERATION)?;
+                }
+                // The other way round the distances are negative.
+                layers.reverse();
+            }
+        }
+        Ok(())
+    }
+
     /// What only a card does.
     #[cfg(feature = "cuda")]
     mod on_a_card {
@@ -417,8 +492,9 @@ mod tests {
                     let weight = quantized(format, &[rows, columns], bytes);
                     let numbers = dequantize(&weight, DType::F32)?;
                     for bias in [None, Some(&bias)] {
-                        let native = crate::cuda::linear_fp8(&x, &weight, bias)?;
-                        assert!(native.is_some(), "{format} {dtype:?} {tokens} {rows} {columns}");
+                        let held = Weight::Quantized(weight.clone());
+                        let is_native = multiplies_fp8(test_device(), &held, dtype)?;
+                        assert!(is_native, "{format} {dtype:?} {tokens} {rows} {columns}");
                         let found = linear(&x, &Weight::Quantized(weight.clone()), bias)?;
                         assert_eq!((found.dims(), found.dtype()), ([tokens, rows].as_slice(), dtype));
                         let host = bias.map(|bias| bias.to_device(&Device::Cpu)).transpose()?;
