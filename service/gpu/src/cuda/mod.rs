@@ -12,6 +12,7 @@ mod staging;
 use std::collections::HashMap;
 use std::ops::ControlFlow;
 use std::sync::Arc;
+use std::time::Instant;
 
 use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::op::BackpropOp;
@@ -27,6 +28,7 @@ use crate::nvml::NvmlCard;
 use crate::profile::MemoryProfile;
 use crate::reader;
 use crate::tensors::ComponentTensors;
+use crate::timeline::Timeline;
 use pool::{Pool, has_in_one_piece, is_allocated, is_out_of_memory};
 use quantize::Kernels;
 use staging::{Allocation, Staging};
@@ -85,32 +87,67 @@ impl CudaCard {
         profile: &MemoryProfile,
         generation: u64,
     ) -> Result<CudaCard, GpuError> {
-        let nvml = NvmlCard::open(&settings.which).map_err(|e| GpuError::Lost(e.to_string()))?;
+        let mut timeline = Timeline::begin("open the card");
+        // Two libraries of the driver, each with questions of its own to ask of all cards. Neither makes a context.
+        let (nvml, driver) = std::thread::scope(|scope| {
+            let driver = scope.spawn(cudarc::driver::result::init);
+            let nvml = NvmlCard::open(&settings.which);
+            (nvml, driver.join())
+        });
+        let nvml = nvml.map_err(|e| GpuError::Lost(e.to_string()))?;
+        driver
+            .map_err(|_| GpuError::Lost("the driver's start panicked".to_owned()))?
+            .map_err(lost)?;
+        timeline.part("NVML and the driver, beside each other");
         let free_before = nvml.memory().map_err(|e| GpuError::Lost(e.to_string()))?.free;
         let ordinal = ordinal_of(nvml.uuid())?;
+        timeline.part("find the card");
+        // For the log alone: the device below has another handle of the same primary context.
+        let primary = CudaContext::new(ordinal).map_err(lost)?;
+        timeline.part("context");
         let device = CudaDevice::new_with_stream(ordinal).map_err(|e| GpuError::Lost(e.to_string()))?;
+        timeline.part("cuBLAS and cuRAND handles");
         // SAFETY: one stream computes and one thread drops; the copy streams are synchronised before anything that they
         // wrote is used or freed.
         unsafe { device.disable_event_tracking() };
         let stream = device.cuda_stream();
+        drop(primary);
         let context = Arc::clone(stream.context());
         let activations = Pool::of_activations(&context, profile.release_threshold).map_err(lost)?;
         let workspaces = Pool::new(&context).map_err(lost)?;
         give_workspace(&device, &workspaces, &stream)?;
+        timeline.part("pools and cuBLAS's workspace");
         let kernels = Kernels::new(&context).map_err(|error| {
             GpuError::Lost(format!(
                 "its kernels cannot be loaded ({error}): moored needs compute capability 7.5 or newer"
             ))
         })?;
-        let staging =
-            Staging::new(&stream, kernels, profile.staging_bytes, profile.staging_chunk).map_err(lost)?;
-        let mut description = nvml.describe();
+        timeline.part("kernels that quantize");
         let dtype = settings.compute_dtype(nvml.compute_capability);
+        let device = Device::Cuda(device);
+        // One waits for the system to lock memory, the other for a library to find its code.
+        let (staging, warm) = std::thread::scope(|scope| {
+            let staging = scope.spawn(|| {
+                let began = Instant::now();
+                let staging = Staging::new(&stream, kernels, profile.staging_bytes, profile.staging_chunk);
+                staging.map(|staging| (staging, began.elapsed()))
+            });
+            let warm = warm_up(&device, dtype);
+            timeline.part("first product, while memory is pinned");
+            (staging.join(), warm)
+        });
+        timeline.part("pinned memory, the rest");
+        let (staging, pinning) = staging
+            .map_err(|_| GpuError::Lost("pinning memory panicked".to_owned()))?
+            .map_err(lost)?;
+        Timeline::tell("open the card", "pinned memory, on a thread of its own", pinning);
+        warm.map_err(|error| GpuError::Lost(error.to_string()))?;
+        let mut description = nvml.describe();
         dtype.as_str().clone_into(&mut description.compute_dtype);
         let mut card = CudaCard {
             description,
             dtype,
-            device: Device::Cuda(device),
+            device,
             context,
             stream,
             activations,
@@ -123,7 +160,6 @@ impl CudaCard {
             faults: FaultSchedule::new(settings.faults.clone(), generation, settings.die_generations),
             lost: None,
         };
-        card.warm_up()?;
         let free_now = card
             .nvml
             .memory()
@@ -136,20 +172,9 @@ impl CudaCard {
             card = card.description.id, context = %card.context_bytes, pinned = %card.staging.bytes(), %profile,
             "the card is open"
         );
+        timeline.part("measure the context");
+        timeline.end();
         Ok(card)
-    }
-
-    /// Makes the libraries load what every stage needs, so that the context is its size from the start.
-    fn warm_up(&mut self) -> Result<(), GpuError> {
-        let warm = || -> candle_core::Result<()> {
-            let ones = Tensor::ones((64, 64), self.dtype, &self.device)?;
-            ones.matmul(&ones)?
-                .to_dtype(DType::F32)?
-                .sum_all()?
-                .to_scalar::<f32>()?;
-            Ok(())
-        };
-        warm().map_err(|e| GpuError::Lost(e.to_string()))
     }
 
     fn alive(&self) -> Result<(), GpuError> {
@@ -287,6 +312,7 @@ impl Gpu for CudaCard {
         plan: &LoadPlan,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError> {
+        let mut timeline = Timeline::begin("load");
         let gone = |error: GpuError| LoadError::Lost(error.to_string());
         self.alive().map_err(gone)?;
         let sources = plan.files()?;
@@ -308,13 +334,17 @@ impl Gpu for CudaCard {
         let room = free - booked - POOL_ROUNDING;
         let pool = Pool::new(&self.context);
         let pool = self.latch(pool).map_err(gone)?;
+        timeline.part("open files, make a pool");
         let mut made = Vec::with_capacity(sources.len());
-        let outcome = self
+        let loaded = self
             .staging
-            .load(sources, &files, &pool, &mut made, room, progress)
+            .load(sources, &files, &pool, &mut made, room, progress);
+        timeline.part("read and copy");
+        let outcome = loaded
             .and_then(|()| reader::check_unchanged(&files))
             .and_then(|()| reader::tell(progress, booked, booked))
             .and_then(|()| self.tensors_of(&made));
+        timeline.part("check files, make tensors");
         match outcome {
             Ok(tensors) => {
                 let trimmed = pool.trim();
@@ -329,6 +359,8 @@ impl Gpu for CudaCard {
                         booked,
                     },
                 );
+                timeline.part("trim");
+                timeline.end();
                 Ok(())
             }
             Err(LoadError::Lost(why)) => {
@@ -370,12 +402,16 @@ impl Gpu for CudaCard {
             let kept = addresses.first().and_then(|(name, _)| tensors.get(name).ok());
             std::mem::forget(kept);
         }
+        let mut timeline = Timeline::begin("unload");
         drop(tensors);
+        timeline.part("drop tensors");
         // A failed drop is recorded in the context and comes out of this synchronisation.
         let synchronised = self.stream.synchronize();
         self.latch(synchronised)?;
+        timeline.part("synchronise");
         let trimmed = pool.trim().and_then(|()| Ok((pool.used()?, pool.reserved()?)));
         let (used, reserved) = self.latch(trimmed)?;
+        timeline.part("trim");
         if used > Bytes::ZERO {
             let names = addresses.into_iter().filter(|(_, at)| is_allocated(*at));
             return Err(GpuError::Leaked {
@@ -384,6 +420,8 @@ impl Gpu for CudaCard {
                 tensors: names.map(|(name, _)| name).collect(),
             });
         }
+        drop(pool);
+        timeline.part("end the pool");
         Ok(Unloaded {
             booked,
             freed: booked - reserved,
@@ -515,6 +553,14 @@ fn uuid_text(uuid: &sys::CUuuid) -> String {
         &digits[20..],
     ];
     format!("GPU-{a}-{b}-{c}-{d}-{e}")
+}
+
+/// Makes the libraries load what every stage needs, so that the context is its size from the start. No kernel of the tensor
+/// library's own: the driver would compile its module here, for seconds on a machine that never has.
+fn warm_up(device: &Device, dtype: DType) -> candle_core::Result<()> {
+    let ones = Tensor::ones((64, 64), dtype, &Device::Cpu)?.to_device(device)?;
+    ones.matmul(&ones)?.to_device(&Device::Cpu)?;
+    Ok(())
 }
 
 /// Hands cuBLAS a workspace that is booked.

@@ -23,6 +23,7 @@ use super::quantize::{Arrived, Bench, Kernels, Making, Workspace, WorkspaceSize}
 use crate::convert;
 use crate::load::{LoadError, LoadProgress, TensorSource};
 use crate::reader::{self, Chunk, OpenFiles, Progress, Read};
+use crate::timeline::Timeline;
 
 /// Slots of a lane: one is read into while others are copied from.
 const LEAST_SLOTS: usize = 2;
@@ -37,6 +38,9 @@ const ALIGNMENT: u64 = 512;
 
 /// Parts of a slot begin at multiples of this, whatever their dtype.
 const PART_ALIGNMENT: usize = 64;
+
+/// What the log calls the reading lanes' part of a load.
+const READING: &str = "read and copy";
 
 /// The pinned ring with its streams.
 #[derive(Debug)]
@@ -57,6 +61,19 @@ struct Lane {
     next: usize,
     /// Tensors that its stream has waited for: so many are there.
     waited_for: usize,
+    /// What its thread did in this load.
+    spent: Spent,
+}
+
+/// What a lane's thread spent its time on, for the log.
+#[derive(Clone, Copy, Debug, Default)]
+struct Spent {
+    /// Waiting for a slot that is still copied from: the link is what is slow.
+    waiting: Duration,
+    /// Reading from files into slots: the page cache, or the disk, is what is slow.
+    reading: Duration,
+    /// Asking the driver for copies and kernels.
+    asking: Duration,
 }
 
 #[derive(Debug)]
@@ -140,6 +157,7 @@ impl Staging {
                 slots: (0..slots).map(|_| slot()).collect::<Result<_, _>>()?,
                 next: 0,
                 waited_for: 0,
+                spent: Spent::default(),
             })
         };
         Ok(Staging {
@@ -256,11 +274,15 @@ impl Staging {
             cancelled.fetch_or(answer.is_break(), Relaxed);
             answer
         };
+        let mut timeline = Timeline::begin(READING);
         let outcome = reader::run(pieces, workers, total, &mut listening);
+        timeline.part("until all is read");
         for lane in &mut self.lanes {
             lane.stream.synchronize().map_err(lost)?;
             lane.waited_for = 0;
         }
+        timeline.part("until all is copied");
+        self.tell_spent();
         if matches!(outcome, Err(LoadError::Lost(_))) {
             return outcome;
         }
@@ -275,6 +297,22 @@ impl Staging {
             }),
             None => Ok(()),
         }
+    }
+}
+
+impl Staging {
+    /// Says what the lanes spent this load's time on, the mean of all, and forgets it.
+    fn tell_spent(&mut self) {
+        let (mut sum, count) = (Spent::default(), self.lanes.len().max(1) as u32);
+        for lane in &mut self.lanes {
+            let spent = std::mem::take(&mut lane.spent);
+            sum.waiting += spent.waiting;
+            sum.reading += spent.reading;
+            sum.asking += spent.asking;
+        }
+        Timeline::tell(READING, "a lane, waiting for the link", sum.waiting / count);
+        Timeline::tell(READING, "a lane, reading files", sum.reading / count);
+        Timeline::tell(READING, "a lane, asking for copies", sum.asking / count);
     }
 }
 
@@ -304,11 +342,14 @@ impl Lane {
 
     fn copy(&mut self, parts: &[SlotPart<'_>], shared: Shared<'_>) -> Result<u64, LoadError> {
         let memory = self.empty_slot()?;
+        let began = Instant::now();
         for part in parts {
             let dtype = reader::read_as(part.source.target);
             let reads = std::slice::from_ref(&part.read);
             fill(memory, part.at.clone(), part.source, dtype, reads)?;
         }
+        self.spent.reading += began.elapsed();
+        let began = Instant::now();
         let mut length = 0;
         for part in parts {
             self.wait_for(part.place, shared.allocated)?;
@@ -319,6 +360,7 @@ impl Lane {
             length += part.at.len() as u64;
         }
         self.pass_on()?;
+        self.spent.asking += began.elapsed();
         Ok(length)
     }
 
@@ -343,7 +385,11 @@ impl Lane {
             }
             let dtype = making.dtype();
             let bytes = 0..chunk.count * dtype.size_in_bytes();
-            fill(self.empty_slot()?, bytes.clone(), source, dtype, &chunk.reads)?;
+            let memory = self.empty_slot()?;
+            let began = Instant::now();
+            fill(memory, bytes.clone(), source, dtype, &chunk.reads)?;
+            self.spent.reading += began.elapsed();
+            let began = Instant::now();
             self.wait_for(place, allocated)?;
             let slot = &self.slots[self.next];
             let arrived = Arrived {
@@ -358,6 +404,7 @@ impl Lane {
             // freed before this lane's stream has been synchronised.
             unsafe { kernels.quantize(making, arrived, place.pointer, bench, &self.stream) }.map_err(lost)?;
             self.pass_on()?;
+            self.spent.asking += began.elapsed();
         }
         if making.is_nested() {
             // SAFETY: all chunks of the tensor went before, in this stream; the next tensor's come behind.
@@ -369,7 +416,9 @@ impl Lane {
     /// Waits until nothing is copied from the next slot any more.
     fn empty_slot(&mut self) -> Result<&mut [u8], LoadError> {
         let slot = &mut self.slots[self.next];
+        let began = Instant::now();
         slot.copied.synchronize().map_err(lost)?;
+        self.spent.waiting += began.elapsed();
         // SAFETY: the last copy out of the slot was waited for just now.
         Ok(unsafe { slot.memory.fill() })
     }
@@ -558,7 +607,8 @@ impl<'a> Iterator for Pieces<'a, '_> {
                 Ok(false) => {
                     let (tensors, allocating) = (self.made.len(), std::mem::take(&mut self.allocating));
                     if allocating > Duration::ZERO {
-                        tracing::debug!(tensors, ?allocating, "all of a component has its place");
+                        tracing::debug!(tensors, "all of a component has its place");
+                        Timeline::tell(READING, "mapping memory, lanes wait", allocating);
                     }
                     return None;
                 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use engine::messages::{Command, Event};
 use engine::queue::{CardPort, CardSignal, CardSlot, Signal};
 use futures::{SinkExt as _, StreamExt as _};
-use gpu::{CardDescription, MemoryProfile};
+use gpu::{CardDescription, MemoryProfile, Timeline};
 use tokio::process::{Child, ChildStdin, ChildStdout};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -199,6 +199,7 @@ impl Keeper {
         let start_limit = tokio::time::sleep(START_LIMIT);
         tokio::pin!(start_limit);
         let mut is_ready = false;
+        let mut timeline = Timeline::begin("worker, as its supervisor sees it");
         let end = loop {
             tokio::select! {
                 event = from_worker.next() => match event {
@@ -206,7 +207,10 @@ impl Keeper {
                     Some(Err(problem)) => break Some(End::Died(problem.to_string())),
                     Some(Ok(frame)) => match event_in(frame) {
                         Ok(Outgoing::Event(event)) => {
-                            is_ready |= matches!(event, Event::Ready { .. });
+                            if matches!(event, Event::Ready { .. }) {
+                                is_ready = true;
+                                timeline.part("from its start until it is ready");
+                            }
                             self.pass_on(event, child);
                         }
                         Ok(Outgoing::Refused(why)) => break Some(End::Died(why)),
