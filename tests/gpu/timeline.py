@@ -5,9 +5,9 @@ The service says so at the level debug under the target `timeline`:
     moored serve --set log.filter=info,timeline=debug 2> start.log
     python3 tests/gpu/timeline.py start.log
 
-`--from` and `--to` cut the log at the first line with these words, so that one request can be looked at alone.
-Parts of one whole follow each other but where they say otherwise; wholes contain each other: `decode` contains
-`run`, which contains `compute`.
+`--from` and `--to` cut the log at the first line with these words, so that one request can be looked at
+alone. Parts of one whole follow each other but where they say otherwise; wholes contain each other: `decode`
+contains `run`, which contains `compute`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ from pathlib import Path
 STAMP = re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?)Z\s+([A-Z]+)\s+(.*)$")
 PART = re.compile(r'of="(?P<of>[^"]*)" part="(?P<part>[^"]*)" ms=(?P<ms>[0-9.eE+-]+)\s*$')
 # Other lines that help to read the parts between them.
-LANDMARKS = ("moored is listening", "the worker is ready", "loaded component=", "unloaded component=")
+LANDMARKS = (
+    "moored is listening",
+    "the worker is ready",
+    "loaded component=",
+    "unloaded component=",
+)
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -44,7 +49,7 @@ class Entry:
 
 
 def entries(lines: Iterable[str]) -> list[Entry]:
-    """All parts of a log, as text or as JSON, in the order in which they ended; times count from the epoch."""
+    """All parts of a log, text or JSON, in the order of their ends; times count from the epoch."""
     found = (_of_json(line) if line.startswith("{") else _of_text(line) for line in lines)
     return sorted((one for one in found if one), key=lambda one: one.ended_s)
 
@@ -67,7 +72,10 @@ def _of_json(line: str) -> Entry | None:
         return None
     if told.get("target") == "timeline":
         return Entry(at, fields["of"], fields["part"], float(fields["ms"]))
-    words = [str(fields.get("message", "")), *(f"{k}={v}" for k, v in fields.items() if k != "message")]
+    words = [
+        str(fields.get("message", "")),
+        *(f"{k}={v}" for k, v in fields.items() if k != "message"),
+    ]
     text = " ".join(words)
     return Entry(at, "", text, None) if _is_landmark(text) else None
 

@@ -20,7 +20,7 @@ use crate::grpc::{self, Service, Token};
 use crate::hub::{Hub, Pulls};
 use crate::locks::{LockError, Locks, worker_lock};
 use crate::models::Models;
-use crate::process::supervisor::{self, WorkerPids, WorkerSettings};
+use crate::process::supervisor::{self, EarlyWorker, WorkerPids, WorkerSettings};
 
 /// Why the service could not start.
 #[derive(Debug, thiserror::Error)]
@@ -82,6 +82,7 @@ pub(crate) async fn run(
         problem,
     })?;
     timeline.part("token and folders");
+    let early = EarlyWorker::start();
     let cards = find_cards(&config.cards).await?;
     timeline.part("find the cards");
     let descriptions: Vec<CardDescription> = cards.iter().map(|(_, card)| card.clone()).collect();
@@ -98,7 +99,7 @@ pub(crate) async fn run(
     timeline.part("lock the cards, listen");
     let library = Arc::new(open_library(&config)?);
     let workers = WorkerPids::new(cards.len());
-    let queue = start_queue(&config, &cards, policy, library.clone(), workers.clone());
+    let queue = start_queue(&config, &cards, policy, library.clone(), early, workers.clone());
     timeline.part("library, queue");
     let (stopping, stopping_seen) = watch::channel(false);
     let (stopped, stopped_seen) = watch::channel(false);
@@ -171,6 +172,7 @@ fn start_queue(
     cards: &[(DeviceSpec, CardDescription)],
     policy: Policy,
     library: Arc<Library>,
+    mut early: EarlyWorker,
     workers: WorkerPids,
 ) -> Queue {
     let (signals, received) = mpsc::unbounded_channel();
@@ -195,6 +197,7 @@ fn start_queue(
             index,
             card.clone(),
             settings,
+            early.take(),
             signals.clone(),
             workers.clone(),
         ));

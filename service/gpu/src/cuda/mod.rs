@@ -12,7 +12,6 @@ mod staging;
 use std::collections::HashMap;
 use std::ops::ControlFlow;
 use std::sync::Arc;
-use std::time::Instant;
 
 use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::op::BackpropOp;
@@ -31,7 +30,7 @@ use crate::tensors::ComponentTensors;
 use crate::timeline::Timeline;
 use pool::{Pool, has_in_one_piece, is_allocated, is_out_of_memory};
 use quantize::Kernels;
-use staging::{Allocation, Staging};
+use staging::{Allocation, PinnedRing, Staging};
 
 /// cuBLAS takes a workspace of its own, unseen, unless it is given one. This is what it takes on compute capability 9;
 /// older cards need less and lose nothing.
@@ -77,6 +76,62 @@ struct Held {
     booked: Bytes,
 }
 
+/// What computes on a card, and what it allocates from.
+struct Libraries {
+    device: Device,
+    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
+    activations: Pool,
+    workspaces: Pool,
+    kernels: Kernels,
+}
+
+impl Libraries {
+    fn open(
+        ordinal: usize,
+        dtype: DType,
+        profile: &MemoryProfile,
+        timeline: &mut Timeline,
+    ) -> Result<Libraries, GpuError> {
+        let device = CudaDevice::new_with_stream(ordinal).map_err(|e| GpuError::Lost(e.to_string()))?;
+        timeline.part("cuBLAS and cuRAND handles");
+        // SAFETY: one stream computes and one thread drops; the copy streams are synchronised before anything that they
+        // wrote is used or freed.
+        unsafe { device.disable_event_tracking() };
+        let stream = device.cuda_stream();
+        let context = Arc::clone(stream.context());
+        let activations = Pool::of_activations(&context, profile.release_threshold).map_err(lost)?;
+        let workspaces = Pool::new(&context).map_err(lost)?;
+        give_workspace(&device, &workspaces, &stream)?;
+        timeline.part("pools and cuBLAS's workspace");
+        let kernels = Kernels::new(&context).map_err(|error| {
+            GpuError::Lost(format!(
+                "its kernels cannot be loaded ({error}): moored needs compute capability 7.5 or newer"
+            ))
+        })?;
+        timeline.part("kernels that quantize");
+        let device = Device::Cuda(device);
+        warm_up(&device, dtype).map_err(|error| GpuError::Lost(error.to_string()))?;
+        timeline.part("first product");
+        Ok(Libraries {
+            device,
+            context,
+            stream,
+            activations,
+            workspaces,
+            kernels,
+        })
+    }
+}
+
+/// Makes the libraries load what every stage needs, so that the context is its size from the start. No kernel of the tensor
+/// library's own: the driver would compile its module here, for seconds on a machine that never has.
+fn warm_up(device: &Device, dtype: DType) -> candle_core::Result<()> {
+    let ones = Tensor::ones((64, 64), dtype, &Device::Cpu)?.to_device(device)?;
+    ones.matmul(&ones)?.to_device(&Device::Cpu)?;
+    Ok(())
+}
+
 impl CudaCard {
     /// Opens a card on this thread, which is to own it. `generation` is the how manieth worker process this is for it.
     ///
@@ -102,46 +157,30 @@ impl CudaCard {
         let free_before = nvml.memory().map_err(|e| GpuError::Lost(e.to_string()))?.free;
         let ordinal = ordinal_of(nvml.uuid())?;
         timeline.part("find the card");
-        // For the log alone: the device below has another handle of the same primary context.
+        // Another handle of the context that the libraries get theirs of.
         let primary = CudaContext::new(ordinal).map_err(lost)?;
         timeline.part("context");
-        let device = CudaDevice::new_with_stream(ordinal).map_err(|e| GpuError::Lost(e.to_string()))?;
-        timeline.part("cuBLAS and cuRAND handles");
-        // SAFETY: one stream computes and one thread drops; the copy streams are synchronised before anything that they
-        // wrote is used or freed.
-        unsafe { device.disable_event_tracking() };
-        let stream = device.cuda_stream();
-        drop(primary);
-        let context = Arc::clone(stream.context());
-        let activations = Pool::of_activations(&context, profile.release_threshold).map_err(lost)?;
-        let workspaces = Pool::new(&context).map_err(lost)?;
-        give_workspace(&device, &workspaces, &stream)?;
-        timeline.part("pools and cuBLAS's workspace");
-        let kernels = Kernels::new(&context).map_err(|error| {
-            GpuError::Lost(format!(
-                "its kernels cannot be loaded ({error}): moored needs compute capability 7.5 or newer"
-            ))
-        })?;
-        timeline.part("kernels that quantize");
         let dtype = settings.compute_dtype(nvml.compute_capability);
-        let device = Device::Cuda(device);
-        // One waits for the system to lock memory, the other for a library to find its code.
-        let (staging, warm) = std::thread::scope(|scope| {
-            let staging = scope.spawn(|| {
-                let began = Instant::now();
-                let staging = Staging::new(&stream, kernels, profile.staging_bytes, profile.staging_chunk);
-                staging.map(|staging| (staging, began.elapsed()))
-            });
-            let warm = warm_up(&device, dtype);
-            timeline.part("first product, while memory is pinned");
-            (staging.join(), warm)
+        // The system locks memory while libraries find their code.
+        let (pinned, libraries) = std::thread::scope(|scope| {
+            let pinned = scope.spawn(|| PinnedRing::new(&primary, profile.staging_bytes, profile.staging_chunk));
+            let libraries = Libraries::open(ordinal, dtype, profile, &mut timeline);
+            (pinned.join(), libraries)
         });
-        timeline.part("pinned memory, the rest");
-        let (staging, pinning) = staging
+        drop(primary);
+        let Libraries {
+            device,
+            context,
+            stream,
+            activations,
+            workspaces,
+            kernels,
+        } = libraries?;
+        let pinned = pinned
             .map_err(|_| GpuError::Lost("pinning memory panicked".to_owned()))?
             .map_err(lost)?;
-        Timeline::tell("open the card", "pinned memory, on a thread of its own", pinning);
-        warm.map_err(|error| GpuError::Lost(error.to_string()))?;
+        let staging = Staging::new(&stream, kernels, pinned).map_err(lost)?;
+        timeline.part("the rest of the pinned memory, streams");
         let mut description = nvml.describe();
         dtype.as_str().clone_into(&mut description.compute_dtype);
         let mut card = CudaCard {
@@ -553,14 +592,6 @@ fn uuid_text(uuid: &sys::CUuuid) -> String {
         &digits[20..],
     ];
     format!("GPU-{a}-{b}-{c}-{d}-{e}")
-}
-
-/// Makes the libraries load what every stage needs, so that the context is its size from the start. No kernel of the tensor
-/// library's own: the driver would compile its module here, for seconds on a machine that never has.
-fn warm_up(device: &Device, dtype: DType) -> candle_core::Result<()> {
-    let ones = Tensor::ones((64, 64), dtype, &Device::Cpu)?.to_device(device)?;
-    ones.matmul(&ones)?.to_device(&Device::Cpu)?;
-    Ok(())
 }
 
 /// Hands cuBLAS a workspace that is booked.

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use candle_core::DType;
-use cudarc::driver::{CudaEvent, CudaStream, DriverError, sys};
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, sys};
 use residency::Bytes;
 
 use super::pool::{PinnedBuffer, Pool, is_out_of_memory};
@@ -131,38 +131,56 @@ struct Shared<'a> {
     cancelled: &'a AtomicBool,
 }
 
-impl Staging {
-    /// A ring of about `total` bytes in chunks of about `chunk` bytes, for as many threads as read. What is loaded is
-    /// allocated in the order of `stream`.
-    pub(super) fn new(
-        stream: &Arc<CudaStream>,
-        kernels: Kernels,
-        total: Bytes,
-        chunk: Bytes,
-    ) -> Result<Staging, DriverError> {
-        let context = stream.context();
+/// Pinned memory that no lane has yet.
+#[derive(Debug)]
+pub(super) struct PinnedRing {
+    /// Slots, by lane.
+    lanes: Vec<Vec<PinnedBuffer>>,
+    chunk: usize,
+}
+
+impl PinnedRing {
+    /// About `total` bytes in chunks of about `chunk` bytes, for as many threads as read. The system takes its time: any
+    /// thread may ask for them while the card is made ready otherwise.
+    pub(super) fn new(context: &CudaContext, total: Bytes, chunk: Bytes) -> Result<PinnedRing, DriverError> {
+        let began = Instant::now();
         let chunk = (chunk.0.max(64 << 10) as usize).next_multiple_of(4096);
         let threads = reader::threads();
         let slots = (total.0 as usize / chunk / threads).max(LEAST_SLOTS);
-        let lane = || -> Result<Lane, DriverError> {
-            let slot = || -> Result<Slot, DriverError> {
-                Ok(Slot {
-                    memory: PinnedBuffer::new(context, chunk)?,
-                    // Lanes sleep until their slot is free: they are more than the processor may have to spare.
-                    copied: context.new_event(Some(sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC))?,
-                })
-            };
+        let lane = || (0..slots).map(|_| PinnedBuffer::new(context, chunk)).collect();
+        let lanes = (0..threads).map(|_| lane()).collect::<Result<_, _>>()?;
+        Timeline::tell("open the card", "pin memory, on a thread of its own", began.elapsed());
+        Ok(PinnedRing { lanes, chunk })
+    }
+}
+
+impl Staging {
+    /// Lanes over a ring. What is loaded is allocated in the order of `stream`.
+    pub(super) fn new(
+        stream: &Arc<CudaStream>,
+        kernels: Kernels,
+        ring: PinnedRing,
+    ) -> Result<Staging, DriverError> {
+        let context = stream.context();
+        let slot = |memory: PinnedBuffer| -> Result<Slot, DriverError> {
+            Ok(Slot {
+                memory,
+                // Lanes sleep until their slot is free: they are more than the processor may have to spare.
+                copied: context.new_event(Some(sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC))?,
+            })
+        };
+        let lane = |slots: Vec<PinnedBuffer>| -> Result<Lane, DriverError> {
             Ok(Lane {
                 stream: context.new_stream()?,
-                slots: (0..slots).map(|_| slot()).collect::<Result<_, _>>()?,
+                slots: slots.into_iter().map(slot).collect::<Result<_, _>>()?,
                 next: 0,
                 waited_for: 0,
                 spent: Spent::default(),
             })
         };
         Ok(Staging {
-            lanes: (0..threads).map(|_| lane()).collect::<Result<_, _>>()?,
-            chunk,
+            lanes: ring.lanes.into_iter().map(lane).collect::<Result<_, _>>()?,
+            chunk: ring.chunk,
             stream: Arc::clone(stream),
             allocated: context.new_event(None)?,
             kernels,

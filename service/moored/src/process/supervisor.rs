@@ -89,12 +89,29 @@ impl CardPort for Port {
     }
 }
 
-/// Starts the task of one card. The worker is started at once, and again whenever it ends, until the queue
-/// drops the slot.
+/// A worker process that waits to be told which card it is for: the system takes its time to load the libraries of
+/// NVIDIA, and cards are looked for meanwhile. It ends when this is dropped.
+pub(crate) struct EarlyWorker(Option<Child>);
+
+impl EarlyWorker {
+    /// Starts it. One that cannot be started is tried again, and told of, by the task of its card.
+    pub(crate) fn start() -> EarlyWorker {
+        EarlyWorker(spawn().ok())
+    }
+
+    /// None: there is one no more.
+    pub(crate) fn take(&mut self) -> EarlyWorker {
+        EarlyWorker(self.0.take())
+    }
+}
+
+/// Starts the task of one card, with a worker that may be there already. Where none is, it is started at once, and again
+/// whenever it ends, until the queue drops the slot.
 pub(crate) fn start_card(
     card: usize,
     description: CardDescription,
     settings: WorkerSettings,
+    early: EarlyWorker,
     signals: mpsc::UnboundedSender<CardSignal>,
     pids: WorkerPids,
 ) -> CardSlot {
@@ -105,6 +122,7 @@ pub(crate) fn start_card(
         signals,
         requests: receiver,
         generation: 0,
+        early,
         pids,
     };
     tokio::spawn(keeper.run());
@@ -121,6 +139,8 @@ struct Keeper {
     signals: mpsc::UnboundedSender<CardSignal>,
     requests: mpsc::UnboundedReceiver<Request>,
     generation: u64,
+    /// For the first life.
+    early: EarlyWorker,
     pids: WorkerPids,
 }
 
@@ -164,7 +184,11 @@ impl Keeper {
 
     /// Runs one worker from start to end.
     async fn one_life(&mut self) -> End {
-        let mut child = match spawn() {
+        let child = match self.early.0.take() {
+            Some(early) => Ok(early),
+            None => spawn(),
+        };
+        let mut child = match child {
             Ok(child) => child,
             Err(problem) => return End::Died(format!("the worker cannot be started: {problem}")),
         };
