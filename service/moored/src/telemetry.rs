@@ -48,7 +48,13 @@ fn age() -> Option<Duration> {
 /// machine's seconds (`proc(5)`).
 fn age_by(stat: &str, uptime: &str) -> Option<Duration> {
     // Behind the program's name, which may have spaces and parentheses in it, fields are counted from 3; the start is 22.
-    let ticks: f64 = stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()?;
+    let ticks: f64 = stat
+        .rsplit_once(')')?
+        .1
+        .split_whitespace()
+        .nth(19)?
+        .parse()
+        .ok()?;
     let uptime: f64 = uptime.split_whitespace().next()?.parse().ok()?;
     Duration::try_from_secs_f64(uptime - ticks / 100.0).ok()
 }
@@ -60,7 +66,10 @@ mod tests {
     #[test]
     fn a_process_is_as_old_as_the_system_says() {
         let stat = "77 (moored (serve) x) S 1 77 77 0 -1 4194560 98 0 0 0 3 4 5 6 20 0 9 0 123450 7000 800 18446744073709551615";
-        assert_eq!(age_by(stat, "1236.75 4000.00\n"), Some(Duration::from_millis(2250)));
+        assert_eq!(
+            age_by(stat, "1236.75 4000.00\n"),
+            Some(Duration::from_millis(2250))
+        );
         assert_eq!(age_by("77 (moored) S 1", "1236.75 4000.00\n"), None);
         assert!(age().is_some());
     }

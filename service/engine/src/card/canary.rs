@@ -13,7 +13,11 @@ const ROWS: usize = 32;
 /// is used: the driver would compile those before the first picture.
 pub(super) fn sing(device: &Device, dtype: DType) -> Result<(), String> {
     let numbers: Vec<f32> = (0..SIDE * SIDE).map(|number| number as f32).collect();
-    let right = |row: usize| (0..SIDE).map(|column| 2.0 * numbers[row * SIDE + column]).sum();
+    let right = |row: usize| {
+        (0..SIDE)
+            .map(|column| 2.0 * numbers[row * SIDE + column])
+            .sum::<f32>()
+    };
     let counted = || -> candle_core::Result<Vec<Vec<f32>>> {
         let numbers = Tensor::from_slice(&numbers, (SIDE, SIDE), &Device::Cpu)?;
         let twos = Tensor::full(2.0_f32, (SIDE, SIDE), &Device::Cpu)?;

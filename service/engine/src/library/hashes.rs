@@ -246,7 +246,10 @@ mod tests {
                 let go_on = AtomicBool::new(false);
                 let hash = hash_file(file.path(), threads, &go_on).unwrap();
                 assert_eq!(hash.as_deref(), Some(&*right), "of {length} bytes");
-                assert_eq!(hash_file(file.path(), threads, &AtomicBool::new(true)).unwrap(), None);
+                assert_eq!(
+                    hash_file(file.path(), threads, &AtomicBool::new(true)).unwrap(),
+                    None
+                );
             }
         }
     }

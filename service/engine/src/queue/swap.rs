@@ -286,7 +286,11 @@ impl Actor {
         let Some((swap, card)) = begun.map(|(swap, index)| (swap, &self.cards[index])) else {
             return false;
         };
-        let plans = job.plans.get(&card.description.compute_dtype).into_iter().flatten();
+        let plans = job
+            .plans
+            .get(&card.description.compute_dtype)
+            .into_iter()
+            .flatten();
         let mut encoders = plans
             .filter(|plan| plan.kind == StageKind::EncodeText)
             .flat_map(|plan| &plan.components);

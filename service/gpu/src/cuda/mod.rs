@@ -5,6 +5,7 @@
 //! is the ledger's truth. One thread owns the card and makes every allocation's last drop; reading threads only fill
 //! pinned memory and ask for copies.
 
+mod placer;
 mod pool;
 mod quantize;
 mod staging;
@@ -163,7 +164,8 @@ impl CudaCard {
         let dtype = settings.compute_dtype(nvml.compute_capability);
         // The system locks memory while libraries find their code.
         let (pinned, libraries) = std::thread::scope(|scope| {
-            let pinned = scope.spawn(|| PinnedRing::new(&primary, profile.staging_bytes, profile.staging_chunk));
+            let pinned =
+                scope.spawn(|| PinnedRing::new(&primary, profile.staging_bytes, profile.staging_chunk));
             let libraries = Libraries::open(ordinal, dtype, profile, &mut timeline);
             (pinned.join(), libraries)
         });

@@ -10,14 +10,15 @@
 
 use std::collections::VecDeque;
 use std::ops::{ControlFlow, Range};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use candle_core::DType;
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, sys};
 use residency::Bytes;
 
+use super::placer::{self, Placed, Placer};
 use super::pool::{PinnedBuffer, Pool, is_out_of_memory};
 use super::quantize::{Arrived, Bench, Kernels, Making, Workspace, WorkspaceSize};
 use crate::convert;
@@ -28,19 +29,11 @@ use crate::timeline::Timeline;
 /// Slots of a lane: one is read into while others are copied from.
 const LEAST_SLOTS: usize = 2;
 
-/// Memory is mapped for so many bytes of tensors at a time. Each call into the driver while copies are asked for waits its
-/// turn, so that a thousand small tensors, mapped one by one, cost more than their copies; and the first bytes travel while
-/// memory for the last is mapped.
-const MAPPED_AT_ONCE: u64 = 512 << 20;
-
-/// Addresses that the driver gives out are multiples of this.
-const ALIGNMENT: u64 = 512;
-
 /// Parts of a slot begin at multiples of this, whatever their dtype.
 const PART_ALIGNMENT: usize = 64;
 
 /// What the log calls the reading lanes' part of a load.
-const READING: &str = "read and copy";
+pub(super) const READING: &str = "read and copy";
 
 /// The pinned ring with its streams.
 #[derive(Debug)]
@@ -116,10 +109,10 @@ struct SlotPart<'a> {
 
 /// Where a tensor goes.
 #[derive(Clone, Copy)]
-struct Place {
-    pointer: sys::CUdeviceptr,
+pub(super) struct Place {
+    pub(super) pointer: sys::CUdeviceptr,
     /// Tensors that had their memory when this one's was allocated, it included.
-    among: usize,
+    pub(super) among: usize,
 }
 
 /// What lanes share while a load is under way.
@@ -149,7 +142,11 @@ impl PinnedRing {
         let slots = (total.0 as usize / chunk / threads).max(LEAST_SLOTS);
         let lane = || (0..slots).map(|_| PinnedBuffer::new(context, chunk)).collect();
         let lanes = (0..threads).map(|_| lane()).collect::<Result<_, _>>()?;
-        Timeline::tell("open the card", "pin memory, on a thread of its own", began.elapsed());
+        Timeline::tell(
+            "open the card",
+            "pin memory, on a thread of its own",
+            began.elapsed(),
+        );
         Ok(PinnedRing { lanes, chunk })
     }
 }
@@ -255,20 +252,24 @@ impl Staging {
         let total = sources.iter().map(TensorSource::bytes_on_card).sum();
         let makings = self.makings(sources)?;
         let (workspace, lanes) = self.workspace(&makings, total, room)?;
-        let pieces = Pieces {
-            sources: sources.iter().zip(makings),
-            files,
+        let placer = Placer {
+            sources,
+            makings,
             pool,
             stream: &self.stream,
             allocated: &self.allocated,
-            chunk: self.chunk,
             made,
+        };
+        let (to_lanes, batches) = mpsc::sync_channel(placer::AHEAD);
+        let pieces = Pieces {
+            batches,
+            files,
+            chunk: self.chunk,
             placed: VecDeque::new(),
             filling: Vec::new(),
             waiting: VecDeque::new(),
-            total,
-            booked: Bytes::ZERO,
-            allocating: Duration::ZERO,
+            has_failed: false,
+            without_memory: Duration::ZERO,
         };
         let cancelled = AtomicBool::new(false);
         let shared = Shared {
@@ -293,7 +294,15 @@ impl Staging {
             answer
         };
         let mut timeline = Timeline::begin(READING);
-        let outcome = reader::run(pieces, workers, total, &mut listening);
+        let outcome = std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().name("moored-map".to_owned());
+            thread
+                .spawn_scoped(scope, move || placer.run(&to_lanes))
+                .map_err(|error| {
+                    LoadError::Lost(format!("no thread can be started to map memory with: {error}"))
+                })?;
+            reader::run(pieces, workers, total, &mut listening)
+        });
         timeline.part("until all is read");
         for lane in &mut self.lanes {
             lane.stream.synchronize().map_err(lost)?;
@@ -488,62 +497,34 @@ fn share_of(bytes: Bytes, numbers: usize, chunks: &[Chunk<'_>]) -> u64 {
     chunks.iter().map(of_chunk).sum()
 }
 
-/// Allocates tensors, some hundred megabytes at a time, as the lanes come to them, so that the first bytes travel while the
-/// card still maps memory for the last.
-struct Pieces<'a, 'b> {
-    sources: std::iter::Zip<std::slice::Iter<'a, TensorSource>, std::vec::IntoIter<Option<Making>>>,
+/// Cuts tensors that have their memory into what one lane does at a time.
+struct Pieces<'a> {
+    batches: mpsc::Receiver<Result<Vec<Placed<'a>>, LoadError>>,
     files: &'a OpenFiles,
-    pool: &'b Pool,
-    stream: &'b CudaStream,
-    allocated: &'b CudaEvent,
     chunk: usize,
-    made: &'b mut Vec<Allocation<'a>>,
     /// Tensors that have their memory, and of which no lane has a piece yet.
-    placed: VecDeque<(&'a TensorSource, Option<Making>, Place)>,
+    placed: VecDeque<Placed<'a>>,
     /// What is copied next, as soon as it is a slot full.
     filling: Vec<SlotPart<'a>>,
     waiting: VecDeque<Piece<'a>>,
-    total: Bytes,
-    booked: Bytes,
-    /// Time that the driver took to map memory.
-    allocating: Duration,
+    has_failed: bool,
+    /// Time in which lanes had nothing to fill.
+    without_memory: Duration,
 }
 
-impl<'a> Pieces<'a, '_> {
-    /// Gives the next tensors their memory; says whether there were any.
-    fn allocate(&mut self) -> Result<bool, LoadError> {
-        let mut next = Vec::new();
-        let mut bytes = 0;
-        while bytes < MAPPED_AT_ONCE {
-            let Some((source, making)) = self.sources.next() else {
-                break;
-            };
-            bytes += source.bytes_on_card().0.max(1).next_multiple_of(ALIGNMENT);
-            next.push((source, making));
-        }
-        if next.is_empty() {
-            return Ok(false);
-        }
+impl<'a> Pieces<'a> {
+    /// Waits for the next tensors that have their memory; says whether there are any.
+    fn await_memory(&mut self) -> Result<bool, LoadError> {
         let began = Instant::now();
-        self.pool.map(bytes, self.stream).map_err(lost)?;
-        let among = self.made.len() + next.len();
-        for (source, making) in next {
-            let bytes = source.bytes_on_card();
-            let pointer = self.pool.allocate(bytes.0, self.stream);
-            let pointer = pointer.map_err(|error| out_of_memory_or_lost(error, self.total - self.booked))?;
-            self.made.push(Allocation { source, pointer });
-            self.booked += bytes;
-            if making.is_some_and(|making| making.numbers() == 0) {
-                // SAFETY: the allocation is of so many bytes. No kernel comes to the scales of rows without numbers.
-                unsafe { sys::cuMemsetD8Async(pointer, 0, bytes.0 as usize, self.stream.cu_stream()) }
-                    .result()
-                    .map_err(lost)?;
+        let batch = self.batches.recv();
+        self.without_memory += began.elapsed();
+        match batch {
+            Ok(placed) => {
+                self.placed.extend(placed?);
+                Ok(true)
             }
-            self.placed.push_back((source, making, Place { pointer, among }));
+            Err(mpsc::RecvError) => Ok(false), // those were all
         }
-        self.allocated.record(self.stream).map_err(lost)?;
-        self.allocating += began.elapsed();
-        Ok(true)
     }
 
     fn copy(&mut self, source: &'a TensorSource, place: Place) -> Result<(), LoadError> {
@@ -603,7 +584,7 @@ impl<'a> Pieces<'a, '_> {
     }
 }
 
-impl<'a> Iterator for Pieces<'a, '_> {
+impl<'a> Iterator for Pieces<'a> {
     type Item = Result<Piece<'a>, LoadError>;
 
     fn next(&mut self) -> Option<Self::Item> {
@@ -611,10 +592,17 @@ impl<'a> Iterator for Pieces<'a, '_> {
             if let Some(piece) = self.waiting.pop_front() {
                 return Some(Ok(piece));
             }
+            if self.has_failed {
+                return None;
+            }
             let outcome = match self.placed.pop_front() {
-                Some((source, Some(making), place)) => self.make(source, making, place).map(|()| true),
-                Some((source, None, place)) => self.copy(source, place).map(|()| true),
-                None => self.allocate(),
+                Some(Placed {
+                    source,
+                    making: Some(making),
+                    place,
+                }) => self.make(source, making, place).map(|()| true),
+                Some(Placed { source, place, .. }) => self.copy(source, place).map(|()| true),
+                None => self.await_memory(),
             };
             match outcome {
                 Ok(true) => {}
@@ -623,17 +611,14 @@ impl<'a> Iterator for Pieces<'a, '_> {
                         .push_back(Piece::Copy(std::mem::take(&mut self.filling)));
                 }
                 Ok(false) => {
-                    let (tensors, allocating) = (self.made.len(), std::mem::take(&mut self.allocating));
-                    if allocating > Duration::ZERO {
-                        tracing::debug!(tensors, "all of a component has its place");
-                        Timeline::tell(READING, "mapping memory, lanes wait", allocating);
+                    let waited = std::mem::take(&mut self.without_memory);
+                    if waited > Duration::ZERO {
+                        Timeline::tell(READING, "lanes without memory to fill", waited);
                     }
                     return None;
                 }
                 Err(error) => {
-                    self.placed.clear();
-                    self.filling.clear();
-                    self.sources = [].iter().zip(Vec::new());
+                    self.has_failed = true;
                     return Some(Err(error));
                 }
             }
@@ -642,7 +627,7 @@ impl<'a> Iterator for Pieces<'a, '_> {
 }
 
 /// What it means that so many bytes could not be allocated.
-fn out_of_memory_or_lost(error: DriverError, needed: Bytes) -> LoadError {
+pub(super) fn out_of_memory_or_lost(error: DriverError, needed: Bytes) -> LoadError {
     if !is_out_of_memory(error) {
         return lost(error);
     }
@@ -654,6 +639,6 @@ fn out_of_memory_or_lost(error: DriverError, needed: Bytes) -> LoadError {
 }
 
 /// Any failure of the driver but a lack of memory: the process cannot be trusted any more.
-fn lost(error: DriverError) -> LoadError {
+pub(super) fn lost(error: DriverError) -> LoadError {
     LoadError::Lost(error.to_string())
 }

@@ -134,7 +134,10 @@ impl FluxModel {
         let (clip_tokenizer, t5_tokenizer) = std::thread::scope(|scope| {
             let t5 = scope.spawn(|| T5Tokenizer::open(&base.join("tokenizer_2")));
             let clip = ClipTokenizer::open(&base.join("tokenizer"));
-            (clip, t5.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            (
+                clip,
+                t5.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+            )
         });
         let clip_tokenizer = clip_tokenizer?;
         if clip_tokenizer.length() > clip.max_position_embeddings {
