@@ -17,18 +17,6 @@ const REMEMBERED: usize = 4096;
 /// How much is read at a time; between two reads a hasher that is dropped stops.
 const PIECE: usize = 1 << 20;
 
-/// The same where all threads hash it: enough that each has some of it.
-const PIECE_FOR_ALL: usize = 8 << 20;
-
-/// Who hashes a file. The hash does not depend on it.
-#[derive(Clone, Copy)]
-enum Threads {
-    /// This thread, beside whatever else is done.
-    This,
-    /// As many as there are, since somebody waits for it.
-    All,
-}
-
 /// A file at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) struct Stamp {
@@ -104,7 +92,7 @@ impl Hasher {
         let work = move || {
             for task in tasks {
                 match task {
-                    Task::Hash(file, stamp) => of_thread.hash(&file, stamp, Threads::This),
+                    Task::Hash(file, stamp) => of_thread.hash(&file, stamp),
                     Task::Then(next) => next(&|stamp| of_thread.known(stamp)),
                 }
             }
@@ -120,10 +108,10 @@ impl Hasher {
         self.shared.known(stamp)
     }
 
-    /// Hashes a file before it returns, unless its hash is known.
+    /// Hashes a file on this thread, unless its hash is known.
     pub(super) fn hash_now(&self, file: &Path, stamp: Stamp) {
         if !self.shared.lock().hashes.contains_key(&stamp) {
-            self.shared.hash(file, stamp, Threads::All);
+            self.shared.hash(file, stamp);
         }
     }
 
@@ -154,8 +142,8 @@ impl Shared {
         self.lock().hashes.get(stamp).cloned()
     }
 
-    fn hash(&self, file: &Path, stamp: Stamp, threads: Threads) {
-        let hashed = hash_file(file, threads, &self.stop);
+    fn hash(&self, file: &Path, stamp: Stamp) {
+        let hashed = hash_file(file, &self.stop);
         let unchanged = stamp_of(file) == Some(stamp);
         let mut known = self.lock();
         known.pending.remove(&stamp);
@@ -209,13 +197,10 @@ fn read_cache(cache: &Path) -> BTreeMap<Stamp, String> {
 }
 
 /// `None` when it was told to stop.
-fn hash_file(file: &Path, threads: Threads, stop: &AtomicBool) -> io::Result<Option<String>> {
+fn hash_file(file: &Path, stop: &AtomicBool) -> io::Result<Option<String>> {
     let mut source = File::open(file)?;
     let mut hasher = blake3::Hasher::new();
-    let mut piece = match threads {
-        Threads::This => vec![0; PIECE],
-        Threads::All => vec![0; PIECE_FOR_ALL],
-    };
+    let mut piece = vec![0; PIECE];
     loop {
         if stop.load(Ordering::Relaxed) {
             return Ok(None);
@@ -224,33 +209,6 @@ fn hash_file(file: &Path, threads: Threads, stop: &AtomicBool) -> io::Result<Opt
         if read == 0 {
             return Ok(Some(hasher.finalize().to_hex().to_string()));
         }
-        match threads {
-            Threads::This => hasher.update(&piece[..read]),
-            Threads::All => hasher.update_rayon(&piece[..read]),
-        };
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_hash_is_that_of_the_bytes_whoever_hashes() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        for length in [0, 1, PIECE + 1, 2 * PIECE_FOR_ALL + 12_345] {
-            let bytes: Vec<u8> = (0..length).map(|i| (i * i % 251) as u8).collect();
-            fs::write(file.path(), &bytes).unwrap();
-            let right = blake3::hash(&bytes).to_hex().to_string();
-            for threads in [Threads::This, Threads::All] {
-                let go_on = AtomicBool::new(false);
-                let hash = hash_file(file.path(), threads, &go_on).unwrap();
-                assert_eq!(hash.as_deref(), Some(&*right), "of {length} bytes");
-                assert_eq!(
-                    hash_file(file.path(), threads, &AtomicBool::new(true)).unwrap(),
-                    None
-                );
-            }
-        }
+        hasher.update(&piece[..read]);
     }
 }
