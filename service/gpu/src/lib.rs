@@ -30,6 +30,7 @@ mod size;
 #[allow(unsafe_code)] // `malloc_trim` and `_exit` are C.
 mod system;
 mod tensors;
+mod timeline;
 
 pub use allocator::CountingAllocator;
 pub use card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
@@ -56,3 +57,4 @@ pub use simulated::{
 pub use size::{SizeError, exact_bytes, parse_bytes};
 pub use system::end_process;
 pub use tensors::{ComponentTensors, MissingTensor, QuantizedWeight, Weight};
+pub use timeline::Timeline;

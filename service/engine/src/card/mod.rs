@@ -18,7 +18,7 @@ mod thread;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gpu::{CardDescription, Gpu, GpuError};
+use gpu::{CardDescription, Gpu, GpuError, Timeline};
 use pipelines::Catalogue;
 use residency::{Bytes, IdlePolicy, Ledger, Millis};
 
@@ -118,8 +118,11 @@ impl Card {
         settings: Settings,
         clock: Box<dyn Clock>,
     ) -> Result<Card, CardError> {
+        let mut timeline = Timeline::begin("take the card into service");
         canary::sing(gpu.device(), gpu.compute_dtype()).map_err(CardError::Canary)?;
+        timeline.part("first computation");
         let truth = gpu.memory()?;
+        timeline.part("ask the driver");
         let mut ledger = Ledger::new(gpu.describe().total, settings.headroom);
         ledger.reconcile(&truth);
         let dtype = gpu.compute_dtype();

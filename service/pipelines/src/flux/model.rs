@@ -130,7 +130,16 @@ impl FluxModel {
         let clip: ClipConfig = checked(&base.join("text_encoder/config.json"), ClipConfig::check)?;
         let t5: T5Config = checked(&base.join("text_encoder_2/config.json"), T5Config::check)?;
         check_widths(base, &transformer, &vae, &clip, &t5)?;
-        let clip_tokenizer = ClipTokenizer::open(&base.join("tokenizer"))?;
+        // Vocabularies are most of the time that it takes to open a model: two threads read them.
+        let (clip_tokenizer, t5_tokenizer) = std::thread::scope(|scope| {
+            let t5 = scope.spawn(|| T5Tokenizer::open(&base.join("tokenizer_2")));
+            let clip = ClipTokenizer::open(&base.join("tokenizer"));
+            (
+                clip,
+                t5.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+            )
+        });
+        let clip_tokenizer = clip_tokenizer?;
         if clip_tokenizer.length() > clip.max_position_embeddings {
             let (tokens, places) = (clip_tokenizer.length(), clip.max_position_embeddings);
             let problem = format!("its CLIP has {places} positions for {tokens} tokens");
@@ -162,7 +171,7 @@ impl FluxModel {
                 SchedulerConfig::check,
             )?,
             clip_tokenizer,
-            t5_tokenizer: T5Tokenizer::open(&base.join("tokenizer_2"))?,
+            t5_tokenizer: t5_tokenizer?,
             defaults: defaults(base, transformer.guidance_embeds)?,
             transformer,
             vae,
