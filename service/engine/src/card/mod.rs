@@ -87,6 +87,17 @@ pub enum CardError {
     Canary(String),
 }
 
+/// Loads what operations need on a card beside its memory, as a stage of its own: the card then counts what that took of
+/// it to its context.
+fn prepare(gpu: &mut dyn Gpu) -> Result<(), GpuError> {
+    if gpu.device().is_cuda() {
+        gpu.begin_stage();
+        pipelines::prepare(gpu.device()).map_err(|error| GpuError::Lost(error.to_string()))?;
+        gpu.stage_peak();
+    }
+    Ok(())
+}
+
 /// One card with all that is on it.
 #[derive(Debug)]
 pub struct Card {
@@ -119,6 +130,7 @@ impl Card {
         clock: Box<dyn Clock>,
     ) -> Result<Card, CardError> {
         canary::sing(gpu.device(), gpu.compute_dtype()).map_err(CardError::Canary)?;
+        prepare(&mut *gpu)?;
         let truth = gpu.memory()?;
         let mut ledger = Ledger::new(gpu.describe().total, settings.headroom);
         ledger.reconcile(&truth);
