@@ -192,6 +192,7 @@ fn start_queue(
             memory,
             log: log.clone(),
             lock_file: worker_lock(&config.service.state, card),
+            plans_folder: config.service.state.join("plans"),
         };
         slots.push(supervisor::start_card(
             index,

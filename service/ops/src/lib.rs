@@ -17,6 +17,7 @@ mod dequantize;
 mod euler;
 mod group_norm;
 mod layer_norm;
+mod libraries;
 mod linear;
 mod norm;
 mod finite;
@@ -46,6 +47,7 @@ pub use norm::{
 pub use finite::all_finite;
 pub use glu::glu;
 pub use relative_bias::relative_bias;
+pub use libraries::{AttentionPaths, Libraries, keep_plans_in, libraries, prepare};
 pub use residual::gated_add;
 pub use rms_norm::rms_norm;
 pub use rope::{Angles, Pairs, QkNorm, qk_norm_rope};

@@ -65,6 +65,8 @@ pub(crate) struct WorkerSettings {
     pub(crate) log: String,
     /// What the worker keeps locked while it lives; none for a card that cannot be shared by mistake.
     pub(crate) lock_file: Option<PathBuf>,
+    /// Where compiled plans of cuDNN are kept.
+    pub(crate) plans_folder: PathBuf,
 }
 
 /// To the task of one card.
@@ -274,6 +276,7 @@ impl Keeper {
             lock_file: lock_file
                 .map(|path| path.to_string_lossy().into_owned())
                 .unwrap_or_default(),
+            plans_folder: self.settings.plans_folder.to_string_lossy().into_owned(),
         };
         wire::Command {
             command: Some(wire::command::Command::Configure(configure)),

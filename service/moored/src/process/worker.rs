@@ -141,6 +141,9 @@ fn last_words(events: &mpsc::Sender<Frame>) -> i32 {
 }
 
 fn start_card(configure: wire::Configure, events: mpsc::Sender<Frame>) -> Result<CardThread, FrameError> {
+    if !configure.plans_folder.is_empty() {
+        pipelines::keep_plans_in(Path::new(&configure.plans_folder));
+    }
     let open = move || {
         let lost = |why: String| CardError::Gpu(GpuError::Lost(why));
         let device: DeviceSpec = configure.device.parse().map_err(|e| lost(format!("{e}")))?;

@@ -24,7 +24,9 @@ pub(crate) fn attention(
     mask: Mask<'_>,
     out: &Tensor,
 ) -> Result<()> {
-    if by_cudnn(q, k, v, scale, mask, out)? {
+    let is_fused = by_cudnn(q, k, v, scale, mask, out)?;
+    crate::libraries::count_attention(is_fused);
+    if is_fused {
         return Ok(());
     }
     by_products(q, k, v, scale, mask, out)

@@ -146,6 +146,12 @@ impl Card {
     }
 }
 
+/// Loads what is kept for a device's context: its kernels, and cuDNN where it is installed.
+pub(crate) fn prepare(device: &CudaDevice) -> Result<()> {
+    Card::of(device)?.cudnn.with(device, |_| Ok(()))?;
+    Ok(())
+}
+
 /// Numbers that our kernels write.
 trait Number: CudaDType + DeviceRepr + WithDType {}
 

@@ -82,7 +82,8 @@ impl Plan {
     ) -> Outcome<Plan> {
         let plan = Descriptor::new(library, kind::PLAN)?;
         plan.set(CONFIGURATION, Value::Descriptors(&[&configuration]))?;
-        if let Target::Card(_) = target {
+        // A card that is described was told to the heuristics.
+        if target.of_graph().is_some() {
             target.tell(&plan)?;
         }
         plan.finalise()?;

@@ -361,8 +361,8 @@ fn convolved(shape: &ConvolutionShape, x: &[f64], filter: &[f64], bias: &[f64]) 
     let mut out = Vec::new();
     for item in 0..shape.batch {
         for place in places(written) {
-            for channel in 0..shape.channels_out {
-                let mut sum = if shape.has_bias { bias[channel] } else { 0.0 };
+            for (channel, bias) in bias.iter().enumerate() {
+                let mut sum = if shape.has_bias { *bias } else { 0.0 };
                 for tap in places(sides) {
                     let at = [0, 1, 2]
                         .map(|i| (place[i] * strides[i] + tap[i] * dilations[i]).checked_sub(before[i]));
