@@ -34,7 +34,10 @@ ROWS_FILE = ROOT / "docs/benchmarks/service.json"
 CARD_ROWS_FILES = (
     ROOT / "docs/benchmarks/card.json",
     ROOT / "docs/benchmarks/quantization.json",
+    ROOT / "docs/benchmarks/speed.json",
 )
+# Where a figure is to be read against another program's, the table shows what it is of that.
+WITH_RATIOS = ("speed.json",)
 DOCUMENT = ROOT / "docs/BENCHMARKS.md"
 INSTANT_MODELS = ROOT / "tests/models/instant"
 PROMPTS = ROOT / "service/moored/src/cli/demo_prompts.txt"
@@ -307,8 +310,8 @@ def measure_demo(rows: Rows, binary: Path, scale: Scale) -> None:
     )
 
 
-def table_of(rows: list[dict[str, object]]) -> str:
-    """The rows for people, in Markdown."""
+def table_of(rows: list[dict[str, object]], ratios: bool = False) -> str:
+    """The rows for people, in Markdown; `ratios` says what each is of the other program's figure."""
     peers = any(row["peer"] for row in rows)
     lines = ["| Measure | Value | Target | Met |", "| --- | ---: | ---: | :---: |"]
     if peers:
@@ -320,6 +323,8 @@ def table_of(rows: list[dict[str, object]]) -> str:
         met = {None: "", True: "yes", False: "no"}[one.met]
         line = f"| {one.measure} | {one.value:g} {one.unit} | {target} | {met} |"
         other = f"{one.peer}: {one.peer_value:g} {one.unit}" if one.peer else ""
+        if ratios and one.peer_value:
+            other += f" ({one.value / one.peer_value:.2f} of it)"
         lines.append(f"{line} {other} |" if peers else line)
     machines = sorted({f"{row['device']}, {row['date']}" for row in rows})
     return "\n".join([*lines, "", "Measured on: " + "; ".join(machines) + "."])
@@ -334,7 +339,8 @@ def write_table(rows: list[dict[str, object]], name: str = ROWS_FILE.name) -> No
     if not begin or not end:
         print(f"{DOCUMENT} has no {marker} ... {END}: the table is not written", file=sys.stderr)
         return
-    DOCUMENT.write_text(f"{before}{marker}\n\n{table_of(rows)}\n\n{END}{after}", encoding="utf-8")
+    table = table_of(rows, name in WITH_RATIOS)
+    DOCUMENT.write_text(f"{before}{marker}\n\n{table}\n\n{END}{after}", encoding="utf-8")
 
 
 def main() -> int:

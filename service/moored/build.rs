@@ -43,7 +43,12 @@ fn cuda_libraries() -> impl Iterator<Item = String> {
     let pythons = (10..=14).flat_map(|minor| {
         // The second is Debian's, outside of virtual environments.
         ["site-packages", "dist-packages"]
-            .map(|packages| format!("$ORIGIN/../lib/python3.{minor}/{packages}/nvidia/cu13/lib"))
+            .into_iter()
+            .flat_map(move |packages| {
+                // CUDA's own, and both forms of cuDNN, which is loaded when it is there.
+                ["cu13", "cudnn", "cudnn_jit"]
+                    .map(|of| format!("$ORIGIN/../lib/python3.{minor}/{packages}/nvidia/{of}/lib"))
+            })
     });
     pythons.chain(["/usr/local/cuda/lib64".to_owned()])
 }

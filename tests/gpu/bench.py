@@ -71,6 +71,17 @@ class Scale:
     """Loads of each format by another program."""
     peer_seconds: float
     """The most that each of its formats may take."""
+    speed_steps: int
+    """Steps of a job of which each is timed but the first."""
+    speed_rounds: int
+    """Decodes, encodes, prompts, and calls of other programs."""
+    request_steps: int
+    request_rounds: int
+    """Whole requests in each format."""
+    first_rounds: int
+    """New processes, with empty caches and with those that the one before left."""
+    cpu_rounds: int
+    """Pictures of each size on the CPU."""
     settings: tuple[str, ...] = ()
 
 
@@ -99,6 +110,12 @@ FULL = Scale(
     mixed_seconds=170.0,
     peer_rounds=3,
     peer_seconds=75.0,
+    speed_steps=8,
+    speed_rounds=12,
+    request_steps=28,
+    request_rounds=3,
+    first_rounds=2,
+    cpu_rounds=7,
 )
 SMALL = Scale(
     load_rounds=3,
@@ -125,6 +142,12 @@ SMALL = Scale(
     mixed_seconds=30.0,
     peer_rounds=2,
     peer_seconds=60.0,
+    speed_steps=3,
+    speed_rounds=2,
+    request_steps=2,
+    request_rounds=2,
+    first_rounds=1,
+    cpu_rounds=1,
     settings=("cards.headroom=1MiB",),
 )
 
@@ -171,8 +194,8 @@ class Companion:
 class Service:
     """A running `moored serve`."""
 
-    def __init__(self, command: list[str]) -> None:
-        """Starts it and waits until it listens."""
+    def __init__(self, command: list[str], variables: dict[str, str] | None = None) -> None:
+        """Starts it, with these environment variables besides, and waits until it listens."""
         self.log: list[str] = []
         self.address = ""
         self._listening = threading.Event()
@@ -183,7 +206,7 @@ class Service:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=environment | (variables or {}),
             cwd=ROOT,
         )
         self._reader = threading.Thread(target=self._read_log, daemon=True)
@@ -334,19 +357,25 @@ class Bench:
         name = setting.rpartition(".")[2]
         return re.search(rf"^{name}\s*=", text, re.MULTILINE) is not None
 
-    @contextmanager
-    def serve(self, *devices: str, settings: tuple[str, ...] = ()) -> Iterator[Running]:
-        """A service on these devices, by default on the card, once its card is ready."""
+    def serving(
+        self, *devices: str, settings: tuple[str, ...] = (), state: Path | None = None
+    ) -> list[str]:
+        """The command line of a service on these devices, by default on the card."""
         command = [str(self.binary), "serve", "--listen", "127.0.0.1:0", "--end-with-stdin"]
-        command += ["--state", str(self.work / "state"), "--models", str(self.models)]
+        command += ["--state", str(state or self.work / "state"), "--models", str(self.models)]
         if self.simulated:
             command += ["--models", str(ROOT / "tests/models/instant")]
         for device in devices or (self.spec(),):
             command += ["--device", device]
         for setting in (*self.scale.settings, *settings):
             command += ["--set", setting]
+        return command
+
+    @contextmanager
+    def serve(self, *devices: str, settings: tuple[str, ...] = ()) -> Iterator[Running]:
+        """A service on these devices, by default on the card, once its card is ready."""
         self.world.write_text("")
-        service = Service(command)
+        service = Service(self.serving(*devices, settings=settings))
         self.services.append(service)
         witness: Companion | None = None
         try:

@@ -257,26 +257,35 @@ def _quantized(
     return {"rounds": found, "steps": step_s, "versions": versions}
 
 
+def step_inputs(
+    config: Any, place: str, width: int, height: int, pictures: int = 1
+) -> dict[str, Any]:
+    """What diffusers' FluxTransformer2DModel takes for a step at so many pixels and 512 text tokens."""
+    import torch
+
+    rows, columns, words = height // 16, width // 16, 512
+    kind: dict[str, Any] = {"device": place, "dtype": torch.bfloat16}
+    ids = torch.zeros(rows, columns, 3)
+    ids[..., 1] += torch.arange(rows)[:, None]
+    ids[..., 2] += torch.arange(columns)[None]
+    return {
+        "hidden_states": torch.randn(pictures, rows * columns, config.in_channels, **kind),
+        "encoder_hidden_states": torch.randn(pictures, words, config.joint_attention_dim, **kind),
+        "pooled_projections": torch.randn(pictures, config.pooled_projection_dim, **kind),
+        "timestep": torch.full((pictures,), 0.5, **kind),
+        "guidance": torch.full((pictures,), 3.5, **kind),
+        "img_ids": ids.reshape(-1, 3).to(**kind),
+        "txt_ids": torch.zeros(words, 3, **kind),
+    }
+
+
 def _steps(
     model: Any, place: str, steps: int, side: int, synchronize: Callable[[], object]
 ) -> list[float]:
     """Seconds of each forward pass for a picture of so many pixels a side, after one that is not counted."""
     import torch
 
-    sides, words, config = side // 16, 512, model.config
-    kind: dict[str, Any] = {"device": place, "dtype": torch.bfloat16}
-    ids = torch.zeros(sides, sides, 3)
-    ids[..., 1] += torch.arange(sides)[:, None]
-    ids[..., 2] += torch.arange(sides)[None]
-    given = {
-        "hidden_states": torch.randn(1, sides * sides, config.in_channels, **kind),
-        "encoder_hidden_states": torch.randn(1, words, config.joint_attention_dim, **kind),
-        "pooled_projections": torch.randn(1, config.pooled_projection_dim, **kind),
-        "timestep": torch.full((1,), 0.5, **kind),
-        "guidance": torch.full((1,), 3.5, **kind),
-        "img_ids": ids.reshape(-1, 3).to(**kind),
-        "txt_ids": torch.zeros(words, 3, **kind),
-    }
+    given = step_inputs(model.config, place, side, side)
     seconds = []
     with torch.no_grad():
         for _ in range(steps + 1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,10 @@ class Figure:
     target: float | None = None
     peer_of: str = ""
     """The key of the figure that this one, another program's, stands beside."""
+    share: float | None = None
+    """The target as a share of another program's figure of the same run, once that is known."""
+    share_of: str = ""
+    """The key of that figure."""
 
     @property
     def met(self) -> bool | None:
@@ -68,10 +72,12 @@ class Recorder:
         better: str = "lower",
         target: float | None = None,
         peer_of: str = "",
+        share: float | None = None,
+        share_of: str = "",
     ) -> None:
         """Notes a figure."""
         rounded = float(f"{value:.4g}") if abs(value) < 1e4 else round(value, 1)
-        figure = Figure(key, measure, rounded, unit, better, target, peer_of)
+        figure = Figure(key, measure, rounded, unit, better, target, peer_of, share, share_of)
         print(f"  {measure}: {rounded:g} {unit} {figure.verdict}".rstrip(), flush=True)
         self._write({"figure": asdict(figure)})
 
@@ -130,14 +136,31 @@ class Results:
             whole = {name: asdict(part) for name, part in self.parts.items()}
             self._path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
+    def with_targets(self) -> dict[str, PartResult]:
+        """All parts, with targets where those are shares of another program's figure on the same machine."""
+        found = {one.key: (part, one) for part in self.parts.values() for one in part.figures}
+
+        def resolved(part: PartResult, one: Figure) -> Figure:
+            there, other = found.get(one.share_of, (None, None))
+            # A part of another program alone, which ran without a card, names no machine.
+            if there is None or there.device not in ("", part.device) or one.share is None:
+                return one
+            return replace(one, target=float(f"{one.share * other.value:.4g}"))
+
+        return {
+            name: replace(part, figures=[resolved(part, one) for one in part.figures])
+            for name, part in self.parts.items()
+        }
+
     def rows(self) -> Iterator[dict[str, object]]:
         """Every figure in the form of docs/benchmarks/*.json, other programs' beside ours."""
-        figures = [(part, one) for part in self.parts.values() for one in part.figures]
+        figures = [(part, one) for part in self.with_targets().values() for one in part.figures]
         peers = {one.peer_of: one for _, one in figures if one.peer_of}
+        by_key = {one.key: one for _, one in figures}
         for part, one in figures:
             if one.peer_of:
                 continue
-            peer = peers.get(one.key)
+            peer = peers.get(one.key) or by_key.get(one.share_of)
             yield {
                 "measure": one.measure,
                 "value": one.value,

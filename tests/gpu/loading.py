@@ -161,6 +161,15 @@ def _cycles(running: Running, components: tuple[str, ...], count: int) -> list[_
 
 def swap(bench: Bench) -> None:
     """One model for the other, and back."""
+    times, how = swap_seconds(bench)
+    for what, seconds in times.items():
+        add, text = bench.record.add, f"swap {what}, {how}"
+        add(f"swap.{what}.p50", f"{text}, p50", statistics.median(seconds), "s", target=0.8)
+        add(f"swap.{what}.worst", f"{text}, worst", max(seconds), "s", target=0.8)
+
+
+def swap_seconds(bench: Bench) -> tuple[dict[str, list[float]], str]:
+    """Seconds of each swap there and back, by direction, and how a swap is done."""
     first, second = checkpoints.MODELS
     for model in checkpoints.MODELS:
         checkpoints.warm(bench.models / model / "transformer", bench.threads)
@@ -176,13 +185,9 @@ def swap(bench: Bench) -> None:
                 _swap(client, old, new, whole)
                 times[f"{old} -> {new}"].append(time.perf_counter() - began)
                 _assert_resident(running, new, old)
-    how = "canary included" if whole else "by a smallest picture and an unload"
-    for what, seconds in times.items():
-        add, text = bench.record.add, f"swap {what}, {how}"
-        add(f"swap.{what}.p50", f"{text}, p50", statistics.median(seconds), "s", target=0.8)
-        add(f"swap.{what}.worst", f"{text}, worst", max(seconds), "s", target=0.8)
     if not whole:
         bench.record.note("this client's load has no `replace`: swaps were put together by hand")
+    return times, "canary included" if whole else "by a smallest picture and an unload"
 
 
 def _swap(client: moored.Client, old: str, new: str, whole: bool) -> None:

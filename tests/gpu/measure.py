@@ -21,26 +21,32 @@ import formats
 import loading
 import others
 import pressure
+import speed
 from bench import FULL, ROOT, SMALL, Bench, NeedsCard, Scale
 from figures import PartResult, Recorder, Results, read_part, table
 
-PARTS = loading.PARTS | pressure.PARTS | endings.PARTS | others.PARTS | formats.PARTS
+PARTS = loading.PARTS | pressure.PARTS | endings.PARTS | others.PARTS | formats.PARTS | speed.PARTS
 # Sets of parts, by the name of the file of figures that they make in docs/benchmarks.
 SUITES = {
     "card": (
         "make link load unload swap cancel poison kill hang decode oom hog repeat pictures peers drift"
     ).split(),
     "quantization": "make link formats kept mixed bitsandbytes".split(),
+    "speed": ["make", "link", *speed.PARTS],
 }
 ORDER = list(dict.fromkeys(name for suite in SUITES.values() for name in suite))
 assert sorted(ORDER) == sorted(PARTS)
 LIMIT_S = 150.0
-LIMITS_S = {"make": 400.0, "drift": 300.0, "repeat": 290.0, "peers": 300.0} | {
-    "formats": 240.0,
-    "kept": 240.0,
-    "mixed": 240.0,
-    "bitsandbytes": 300.0,
-}
+LIMITS_S = (
+    {"make": 400.0, "drift": 300.0, "repeat": 290.0, "peers": 300.0}
+    | {
+        "formats": 240.0,
+        "kept": 240.0,
+        "mixed": 240.0,
+        "bitsandbytes": 300.0,
+    }
+    | speed.LIMITS_S
+)
 LAST_LINES = 25
 LEAST_S = 5.0
 AFTER_FAILURE_S = 2.0
@@ -248,7 +254,8 @@ def main() -> int:
             print(f"the time is over: {name} and what follows is not run", flush=True)
             break
         results.put(name, run_apart(settings, name, left_s))
-    ran = [(name, results.parts[name]) for name in names]
+    parts = results.with_targets()
+    ran = [(name, parts[name]) for name in names]
     for name, part in ran:
         for note in part.notes:
             print(f"{name}: {note}")

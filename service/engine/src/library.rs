@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::DType;
-use gpu::{CardDescription, KeptFolder, LoadPlan, TensorSource};
+use gpu::{CardDescription, KeptFolder, LoadPlan, TensorSource, Timeline};
 use pipelines::{Catalogue, Model, ModelError, Precision, Quantization, RequestError};
 use residency::{Bytes, Component, ComponentId};
 
@@ -159,7 +159,9 @@ impl Library {
             self.look_for_copies(&shelf);
             return Ok(open_model);
         }
+        let mut timeline = Timeline::begin("open a model, in the supervisor");
         let model = self.read(entry, card)?;
+        timeline.part("read headers, tokenizers");
         let mut opened = Opened {
             components: model.components().to_vec(),
             stamps: Stamps::of(&entry.path, &*model),
@@ -168,6 +170,7 @@ impl Library {
         for files in &opened.stamps.files {
             self.hash(files);
         }
+        timeline.part("hash small files");
         let mut all = self.lock();
         for index in 0..opened.components.len() {
             // What another entry has by its path, on a card perhaps, is the same here: else it would be there twice.

@@ -30,11 +30,14 @@ mod size;
 #[allow(unsafe_code)] // `malloc_trim` and `_exit` are C.
 mod system;
 mod tensors;
+mod timeline;
 
 pub use allocator::CountingAllocator;
 pub use card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
 pub use checkpoint::{CheckpointFile, FileStamp, LONGEST_HEADER, TensorEntry};
 pub use cpu::{CpuCard, CpuSettings};
+#[cfg(feature = "cuda")]
+pub use cuda::library_workspace;
 pub use cuda_settings::{CudaDtype, CudaSettings, CudaSettingsError, CudaWhich};
 pub use discover::{DeviceChoice, DeviceSpec, DeviceSpecError, Discovered, OpenError, open};
 pub use faults::{Fault, FaultAction};
@@ -54,3 +57,4 @@ pub use simulated::{
 pub use size::{SizeError, exact_bytes, parse_bytes};
 pub use system::end_process;
 pub use tensors::{ComponentTensors, MissingTensor, QuantizedWeight, Weight};
+pub use timeline::Timeline;

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use engine::library::Library;
 use engine::queue::{Queue, Settings};
-use gpu::{CardDescription, DeviceChoice, DeviceSpec, KeepError, KeptFolder};
+use gpu::{CardDescription, DeviceChoice, DeviceSpec, KeepError, KeptFolder, Timeline};
 use residency::{Patience, Policy};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
@@ -20,7 +20,7 @@ use crate::grpc::{self, Service, Token};
 use crate::hub::{Hub, Pulls};
 use crate::locks::{LockError, Locks, worker_lock};
 use crate::models::Models;
-use crate::process::supervisor::{self, WorkerPids, WorkerSettings};
+use crate::process::supervisor::{self, EarlyWorker, WorkerPids, WorkerSettings};
 
 /// Why the service could not start.
 #[derive(Debug, thiserror::Error)]
@@ -75,12 +75,16 @@ pub(crate) async fn run(
     ready: Option<oneshot::Sender<SocketAddr>>,
     stop: Option<oneshot::Receiver<()>>,
 ) -> Result<(), ServeError> {
+    let mut timeline = Timeline::begin("start the service");
     let token = Token::read(config.service.token_file.as_deref()).map_err(ServeError::Token)?;
     std::fs::create_dir_all(&config.service.state).map_err(|problem| ServeError::State {
         folder: config.service.state.clone(),
         problem,
     })?;
+    timeline.part("token and folders");
+    let early = EarlyWorker::start();
     let cards = find_cards(&config.cards).await?;
+    timeline.part("find the cards");
     let descriptions: Vec<CardDescription> = cards.iter().map(|(_, card)| card.clone()).collect();
     let _locks = Locks::take(&config.service.state, &descriptions).await?;
     let policy = config.cards.policy_on(&descriptions);
@@ -92,9 +96,11 @@ pub(crate) async fn run(
         .local_addr()
         .map_err(|problem| ServeError::Listen { address, problem })?;
 
+    timeline.part("lock the cards, listen");
     let library = Arc::new(open_library(&config)?);
     let workers = WorkerPids::new(cards.len());
-    let queue = start_queue(&config, &cards, policy, library.clone(), workers.clone());
+    let queue = start_queue(&config, &cards, policy, library.clone(), early, workers.clone());
+    timeline.part("library, queue");
     let (stopping, stopping_seen) = watch::channel(false);
     let (stopped, stopped_seen) = watch::channel(false);
     let service = Service {
@@ -166,6 +172,7 @@ fn start_queue(
     cards: &[(DeviceSpec, CardDescription)],
     policy: Policy,
     library: Arc<Library>,
+    mut early: EarlyWorker,
     workers: WorkerPids,
 ) -> Queue {
     let (signals, received) = mpsc::unbounded_channel();
@@ -185,11 +192,13 @@ fn start_queue(
             memory,
             log: log.clone(),
             lock_file: worker_lock(&config.service.state, card),
+            plans_folder: config.service.state.join("plans"),
         };
         slots.push(supervisor::start_card(
             index,
             card.clone(),
             settings,
+            early.take(),
             signals.clone(),
             workers.clone(),
         ));

@@ -1,7 +1,9 @@
 //! Logs: to standard error, as text or JSON lines.
 
 use std::io::IsTerminal as _;
+use std::time::Duration;
 
+use gpu::Timeline;
 use tracing_subscriber::EnvFilter;
 
 use crate::config::Log;
@@ -26,4 +28,49 @@ pub(crate) fn start_worker(filter: &str) {
     let json = filter.starts_with("json:");
     let filter = filter.trim_start_matches("json:").to_owned();
     start(&Log { filter, json });
+}
+
+/// Says in the log how long ago this process began: with what the system did to load its libraries, which nothing in it can
+/// measure.
+pub(crate) fn tell_age(of: &'static str) {
+    if let Some(age) = age() {
+        Timeline::tell(of, "from the process's start to here", age);
+    }
+}
+
+/// Time since the process was started, to a hundredth of a second.
+fn age() -> Option<Duration> {
+    let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
+    age_by(&stat, &std::fs::read_to_string("/proc/uptime").ok()?)
+}
+
+/// By what `/proc` says of a process and of the machine: its start in hundredths of a second behind the machine's, and the
+/// machine's seconds (`proc(5)`).
+fn age_by(stat: &str, uptime: &str) -> Option<Duration> {
+    // Behind the program's name, which may have spaces and parentheses in it, fields are counted from 3; the start is 22.
+    let ticks: f64 = stat
+        .rsplit_once(')')?
+        .1
+        .split_whitespace()
+        .nth(19)?
+        .parse()
+        .ok()?;
+    let uptime: f64 = uptime.split_whitespace().next()?.parse().ok()?;
+    Duration::try_from_secs_f64(uptime - ticks / 100.0).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_as_old_as_the_system_says() {
+        let stat = "77 (moored (serve) x) S 1 77 77 0 -1 4194560 98 0 0 0 3 4 5 6 20 0 9 0 123450 7000 800 18446744073709551615";
+        assert_eq!(
+            age_by(stat, "1236.75 4000.00\n"),
+            Some(Duration::from_millis(2250))
+        );
+        assert_eq!(age_by("77 (moored) S 1", "1236.75 4000.00\n"), None);
+        assert!(age().is_some());
+    }
 }

@@ -11,13 +11,17 @@ mod composed_attention;
 mod copy_rows;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(feature = "cuda", test))]
+mod cudnn;
 mod dequantize;
-mod finite;
-mod glu;
+mod euler;
 mod group_norm;
 mod layer_norm;
+mod libraries;
 mod linear;
-mod pending;
+mod norm;
+mod finite;
+mod glu;
 mod place;
 mod relative_bias;
 mod residual;
@@ -31,16 +35,22 @@ pub use attention_workspace::attention_workspace;
 pub use composed_attention::{attention_in_chunks, attention_scratch, composed_attention, softmax};
 pub use copy_rows::{copy_rows, embed};
 pub use dequantize::dequantize;
-pub use finite::all_finite;
-pub use glu::glu;
+pub use euler::{Finite, euler};
 pub use group_norm::{GroupStatistics, group_norm, group_norm_with, group_statistics};
 pub use layer_norm::{layer_norm, modulated_layer_norm};
-pub use linear::{linear, linear_scratch};
-pub use pending::*;
+pub use linear::{
+    Epilogue, LayerTo, Scratch, linear, linear_into, linear_scratch, linears_into, multiplies_fp8,
+};
+pub use norm::{
+    Activation, Codes, Gate, Modulation, Norm, add_residual, norm_modulate, residual_norm_modulate,
+};
+pub use finite::all_finite;
+pub use glu::glu;
 pub use relative_bias::relative_bias;
+pub use libraries::{AttentionPaths, Libraries, keep_plans_in, libraries, prepare};
 pub use residual::gated_add;
 pub use rms_norm::rms_norm;
-pub use rope::rope;
+pub use rope::{Angles, Pairs, QkNorm, qk_norm_rope};
 pub use rows::PART_BYTES;
 
 #[cfg(test)]

@@ -1,79 +1,248 @@
 //! `x Wᵀ + b` for a weight however it is held.
 
-use candle_core::{DType, Tensor};
-use gpu::{Weight, WeightFormat};
+use candle_core::{DType, Device, Result, Tensor};
+use gpu::{QuantizedWeight, Weight, WeightFormat};
 
-use crate::dequantize;
+use crate::activation::gelu_tanh_of;
+use crate::place::{with_rows, write_rows};
+use crate::{Activation, dequantize};
 
 /// What one allocation takes at most beside what was asked for.
 const GRANULARITY: u64 = 512;
 
-/// Workspace of a native product of fp8 on a card.
-#[cfg(feature = "cuda")]
-const NATIVE_WORKSPACE: u64 = crate::cuda::WORKSPACE_BYTES as u64;
-#[cfg(not(feature = "cuda"))]
-const NATIVE_WORKSPACE: u64 = 0;
+/// What is done to a sum and its bias before it is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Epilogue {
+    /// Nothing.
+    None,
+    /// `torch.nn.GELU(approximate="tanh")`.
+    GeluTanh,
+}
 
-/// `x Wᵀ + b`, as `torch.nn.Linear`. `x` is `[tokens, inputs]`, contiguous, in the dtype of the card; `weight` is
-/// `[outputs, inputs]`, `bias` `[outputs]`; the result is `[tokens, outputs]`.
-///
-/// A quantized weight is dequantized as a whole to the dtype of `x`, and what that took is given back before the bias is
-/// added. In fp8 with `x` in bf16 or f16, cards of compute capability 8.9 and more multiply natively instead: each
-/// row of `x` is quantized to e4m3 by its absolute maximum, and sums are in f32; the result is within 0.05 of the product
-/// with the same weight dequantized (relative, L2). Sides that are no multiples of 16 are dequantized.
-///
-/// # Errors
-/// When shapes do not fit; those of [`dequantize()`] and of candle.
-pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
-    if let (Some(bias), Some(outputs)) = (bias, weight.dims().first())
-        && bias.dims() != [*outputs]
-    {
-        candle_core::bail!(
-            "a linear layer with weight {:?} and bias {:?}",
-            weight.dims(),
-            bias.dims()
-        );
+/// Memory that layers work in, one after the other: allocated once for all of a request. A CPU needs none.
+#[derive(Debug)]
+pub struct Scratch {
+    /// u8, on a card.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    bytes: Option<Tensor>,
+}
+
+impl Scratch {
+    /// So many bytes on a card: what [`linear_scratch`] says of the largest layer.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn new(bytes: u64, device: &Device) -> Result<Scratch> {
+        Ok(Scratch {
+            bytes: match device {
+                Device::Cpu => None,
+                _ if bytes == 0 => None,
+                _ => Some(Tensor::zeros(bytes as usize, DType::U8, device)?),
+            },
+        })
     }
-    let product = match weight {
-        Weight::Full(weight) => x.matmul(&weight.t()?)?,
-        Weight::Quantized(quantized) => {
-            let (inputs, shape) = (x.dim(candle_core::D::Minus1)?, &quantized.shape);
-            if shape.len() != 2 || shape[1] != inputs {
-                candle_core::bail!("a linear layer with weight {shape:?} over {inputs} inputs");
-            }
-            #[cfg(feature = "cuda")]
-            if x.device().is_cuda()
-                && let Some(product) = crate::cuda::linear_fp8(x, quantized, bias)?
-            {
-                return Ok(product);
-            }
-            x.matmul(&dequantize(quantized, x.dtype())?.t()?)?
+
+    /// None: for layers in full precision.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn none() -> Scratch {
+        Scratch { bytes: None }
+    }
+
+    /// The address of a part of it.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn place(&self, begin: usize, bytes: usize) -> Result<u64> {
+        let found = self.bytes.as_ref().map_or(0, Tensor::elem_count);
+        match &self.bytes {
+            Some(all) if begin + bytes <= found => Ok(crate::cuda::address_of(all)? + begin as u64),
+            _ => candle_core::bail!("a scratch of {found} bytes where {} are needed", begin + bytes),
         }
-    };
-    match bias {
-        Some(bias) => product.broadcast_add(bias),
-        None => Ok(product),
     }
 }
 
-/// Activation bytes that [`linear`] takes at its peak beside `x` and its result, on whichever path: what a weight of so
-/// many rows and columns is dequantized to, a second result while the bias is added, or what a native product of fp8
-/// has (codes and scales of `x`, and its workspace).
+/// Whether this device multiplies this weight as it is by rows of this dtype, so that they are better made
+/// [`crate::Codes`] where they are computed: fp8 with sides that are multiples of 16, bf16 or f16 rows, and compute
+/// capability 8.9 or more.
 ///
-/// On the CPU the matrix product packs parts of its operands besides, in buffers of its own threads that do not grow with
-/// the shapes.
+/// # Errors
+/// Those of the device.
+pub fn multiplies_fp8(device: &Device, weight: &Weight, dtype: DType) -> Result<bool> {
+    match weight {
+        Weight::Full(_) => Ok(false),
+        Weight::Quantized(weight) => multiplies_codes(device, weight, dtype),
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn multiplies_codes(device: &Device, weight: &QuantizedWeight, dtype: DType) -> Result<bool> {
+    match device {
+        Device::Cuda(device) => crate::cuda::multiplies_fp8(device, weight, dtype),
+        _ => Ok(false),
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn multiplies_codes(_: &Device, _: &QuantizedWeight, _: DType) -> Result<bool> {
+    Ok(false)
+}
+
+/// `act(x Wᵀ + b)`, as `torch.nn.Linear`, written to `out`. `x` is `[.., inputs]` and `out` `[.., outputs]` with as many
+/// rows, in one dtype, and each may be a window of a larger tensor (rows at a distance, in matrices at a distance); the last
+/// axes of a row may be split (`[.., heads, width]`). `weight` is `[outputs, inputs]`, `bias` `[outputs]`.
+///
+/// A quantized weight is dequantized as a whole to the dtype of `x`, into `scratch`. Fp8 with bf16 or f16 is multiplied as
+/// it is on cards of compute capability 8.9 and more: each row of `x` is quantized to e4m3 by its absolute maximum, if it
+/// does not come so; the result is within 0.05 of the product with the same weight dequantized (relative, L2).
+///
+/// # Errors
+/// When shapes or dtypes do not fit, or the scratch is too small; those of [`dequantize()`] and of the device.
+pub fn linear_into<'a>(
+    x: impl Into<Activation<'a>>,
+    weight: &Weight,
+    bias: Option<&Tensor>,
+    then: Epilogue,
+    out: &Tensor,
+    scratch: &Scratch,
+) -> Result<()> {
+    let x = x.into();
+    let numbers = match x {
+        Activation::Numbers(x) => x.elem_count(),
+        Activation::Codes(codes) => codes.codes.elem_count(),
+    };
+    let dims = weight.dims();
+    let fits = matches!(*dims, [outputs, inputs] if inputs > 0 && outputs > 0
+        && numbers.is_multiple_of(inputs)
+        && out.elem_count() == numbers / inputs * outputs)
+        && bias.is_none_or(|bias| bias.dims() == [dims[0]] && bias.dtype() == out.dtype());
+    if !fits {
+        candle_core::bail!(
+            "a linear layer with weight {dims:?} and bias {:?} of {numbers} numbers to {:?}",
+            bias.map(|bias| (bias.dims(), bias.dtype())),
+            out.dims()
+        );
+    }
+    #[cfg(feature = "cuda")]
+    if out.device().is_cuda() {
+        return crate::cuda::linear_into(x, weight, bias, then, out, scratch);
+    }
+    let _ = scratch;
+    match x {
+        Activation::Numbers(x) => on_cpu(x, weight, bias, then, out),
+        Activation::Codes(_) => candle_core::bail!("only cards multiply codes of fp8"),
+    }
+}
+
+/// A layer, and where it writes to.
+#[derive(Clone, Copy, Debug)]
+pub struct LayerTo<'a> {
+    /// `[outputs, inputs]`.
+    pub weight: &'a Weight,
+    /// `[outputs]`.
+    pub bias: Option<&'a Tensor>,
+    /// `[.., outputs]`.
+    pub out: &'a Tensor,
+}
+
+/// [`linear_into`] by several layers over the same rows. On a card it is one product where the layers are alike and lie at
+/// equal distances, as those of one attention do.
+///
+/// # Errors
+/// Those of [`linear_into`].
+pub fn linears_into<'a>(
+    x: impl Into<Activation<'a>>,
+    layers: &[LayerTo<'_>],
+    then: Epilogue,
+    scratch: &Scratch,
+) -> Result<()> {
+    let x = x.into();
+    #[cfg(feature = "cuda")]
+    if let Activation::Numbers(x) = x
+        && x.device().is_cuda()
+        && layers.len() > 1
+        && crate::cuda::linear_as_one(x, layers, then)?
+    {
+        return Ok(());
+    }
+    for LayerTo { weight, bias, out } in layers {
+        linear_into(x, weight, *bias, then, out, scratch)?;
+    }
+    Ok(())
+}
+
+fn on_cpu(x: &Tensor, weight: &Weight, bias: Option<&Tensor>, then: Epilogue, out: &Tensor) -> Result<()> {
+    let dequantized;
+    let weight = match weight {
+        Weight::Full(weight) => weight,
+        Weight::Quantized(quantized) => {
+            dequantized = dequantize(quantized, x.dtype())?;
+            &dequantized
+        }
+    };
+    let (outputs, inputs) = weight.dims2()?;
+    let rows = x.contiguous()?.reshape((x.elem_count() / inputs, inputs))?;
+    let product = rows.matmul(&weight.t()?)?;
+    let bias = bias
+        .map(|bias| bias.to_dtype(DType::F32)?.to_vec1::<f32>())
+        .transpose()?;
+    with_rows(&product, outputs, |product| {
+        write_rows(out, outputs, |row, numbers| {
+            numbers.copy_from_slice(product.row(row));
+            if let Some(bias) = &bias {
+                numbers.iter_mut().zip(bias).for_each(|(n, b)| *n += b);
+            }
+            if then == Epilogue::GeluTanh {
+                numbers.iter_mut().for_each(|n| *n = gelu_tanh_of(*n));
+            }
+        })
+    })
+}
+
+/// [`linear_into`] a new tensor: `x` is `[.., inputs]`, the result `[.., outputs]`.
+///
+/// # Errors
+/// Those of [`linear_into`].
+pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Result<Tensor> {
+    let mut shape = x.dims().to_vec();
+    let (Some(inputs), [outputs, _]) = (shape.pop(), *weight.dims()) else {
+        candle_core::bail!("a linear layer of {:?} with weight {:?}", x.dims(), weight.dims());
+    };
+    if weight.dims()[1] != inputs {
+        candle_core::bail!(
+            "a linear layer with weight {:?} over {inputs} inputs",
+            weight.dims()
+        );
+    }
+    shape.push(outputs);
+    let out = Tensor::zeros(shape, x.dtype(), x.device())?;
+    let tokens = x.elem_count() / inputs.max(1);
+    let bytes = match weight {
+        Weight::Full(_) => 0,
+        Weight::Quantized(weight) => linear_scratch(weight.format, outputs, inputs, tokens, x.dtype()),
+    };
+    let scratch = Scratch::new(bytes, x.device())?;
+    let contiguous;
+    let x = match x.is_contiguous() {
+        true => x,
+        false => {
+            contiguous = x.contiguous()?;
+            &contiguous
+        }
+    };
+    linear_into(x, weight, bias, Epilogue::None, &out, &scratch)?;
+    Ok(out)
+}
+
+/// Bytes of [`Scratch`] that [`linear_into`] needs for a layer of a weight in this format: what the weight is dequantized
+/// to, or what a native product of fp8 has (codes and scales of `x`). On the CPU it is what the weight is dequantized to,
+/// and the product before it is written; the product packs parts of its operands besides, in buffers of its own threads
+/// that do not grow with the shapes.
 pub fn linear_scratch(format: WeightFormat, rows: usize, columns: usize, tokens: usize, dtype: DType) -> u64 {
     let rounded = |bytes: usize| (bytes as u64).next_multiple_of(GRANULARITY);
     let dequantized = rounded(rows * columns * dtype.size_in_bytes());
-    // The sum has the shapes and strides of its operands on the card besides.
-    let before_bias = rounded(tokens * rows * dtype.size_in_bytes()) + GRANULARITY;
     let native = match (format, dtype) {
-        (WeightFormat::Fp8(_), DType::BF16 | DType::F16) => {
-            rounded(tokens * columns) + rounded(4 * tokens) + NATIVE_WORKSPACE
-        }
+        (WeightFormat::Fp8(_), DType::BF16 | DType::F16) => rounded(tokens * columns) + rounded(4 * tokens),
         _ => 0,
     };
-    dequantized.max(before_bias).max(native)
+    dequantized.max(native)
 }
 
 #[cfg(test)]
@@ -168,6 +337,81 @@ mod tests {
         Ok(())
     }
 
+    /// A window with something else around it, which nobody may read or write.
+    fn window(rows: usize, columns: usize, dtype: DType) -> Result<[Tensor; 2]> {
+        let all = (Tensor::zeros((2, rows + 3, columns + 24), DType::F32, &Device::Cpu)? + 7.0)?;
+        let all = here(&all.to_dtype(dtype)?);
+        let window = all.narrow(1, 2, rows)?.narrow(2, 16, columns)?;
+        Ok([all, window])
+    }
+
+    #[test]
+    fn a_layer_reads_and_writes_windows_and_leaves_the_rest() -> Result<()> {
+        let scratch = Scratch::new(1 << 20, crate::testing::test_device())?;
+        for (tokens, outputs, inputs) in [(5, 16, 32), (64, 48, 256), (7, 11, 24)] {
+            for (dtype, tolerance) in [(DType::F32, F32_PRODUCT), (DType::BF16, BF16_OPERATION)] {
+                let x = random(&[2, tokens, inputs], 1)?;
+                let weight = random(&[outputs, inputs], 2)?;
+                let bias = random(&[outputs], 3)?;
+                let to = |x: &Tensor| here(x).to_dtype(dtype);
+                let held = Weight::Full(to(&weight)?);
+                let [_, x_] = window(tokens, inputs, dtype)?;
+                crate::copy_rows(&to(&x)?, &x_)?;
+                let plain = defined(&x.flatten_to(1)?, &weight, Some(&bias))?;
+                for (then, expected) in [
+                    (Epilogue::None, plain.clone()),
+                    (Epilogue::GeluTanh, plain.gelu()?),
+                ] {
+                    let [all, out] = window(tokens, outputs, dtype)?;
+                    linear_into(&x_, &held, Some(&to(&bias)?), then, &out, &scratch)?;
+                    let host = all.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+                    let found = host.narrow(1, 2, tokens)?.narrow(2, 16, outputs)?.contiguous()?;
+                    assert_close(&found.flatten_to(1)?, &expected, tolerance)?;
+                    let rest = (host.sum_all()?.to_scalar::<f32>()?, found.sum_all()?.to_scalar::<f32>()?);
+                    let sevens = 7.0 * (host.elem_count() - found.elem_count()) as f32;
+                    assert!((rest.0 - rest.1 - sevens).abs() < 1e-2 * sevens, "{rest:?}");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn layers_at_equal_distances_are_each_of_them() -> Result<()> {
+        let scratch = Scratch::new(1 << 20, crate::testing::test_device())?;
+        let device = crate::testing::test_device();
+        for dtype in [DType::F32, DType::BF16] {
+            let x = random(&[1, 9, 32], 1)?;
+            let weights = random(&[3, 64, 32], 2)?;
+            let biases = random(&[3, 64], 3)?;
+            let x_ = here(&x).to_dtype(dtype)?;
+            let (weights_, biases_) = (here(&weights).to_dtype(dtype)?, here(&biases).to_dtype(dtype)?);
+            let joint = Tensor::zeros((1, 9, 192), dtype, device)?;
+            let held = (0..3)
+                .map(|i| Ok((Weight::Full(weights_.get(i)?), biases_.get(i)?, joint.narrow(2, 64 * i, 64)?)))
+                .collect::<Result<Vec<_>>>()?;
+            let mut layers: Vec<LayerTo<'_>> = held
+                .iter()
+                .map(|(weight, bias, out)| LayerTo {
+                    weight,
+                    bias: Some(bias),
+                    out,
+                })
+                .collect();
+            for _ in 0..2 {
+                linears_into(&x_, &layers, Epilogue::None, &scratch)?;
+                for i in 0..3 {
+                    let expected = defined(&x.get(0)?, &weights.get(i)?, Some(&biases.get(i)?))?;
+                    let host = joint.to_device(&Device::Cpu)?.narrow(2, 64 * i, 64)?.contiguous()?;
+                    assert_close(&host.get(0)?, &expected, BF16_OPERATION)?;
+                }
+                // The other way round the distances are negative.
+                layers.reverse();
+            }
+        }
+        Ok(())
+    }
+
     /// What only a card does.
     #[cfg(feature = "cuda")]
     mod on_a_card {
@@ -248,8 +492,9 @@ mod tests {
                     let weight = quantized(format, &[rows, columns], bytes);
                     let numbers = dequantize(&weight, DType::F32)?;
                     for bias in [None, Some(&bias)] {
-                        let native = crate::cuda::linear_fp8(&x, &weight, bias)?;
-                        assert!(native.is_some(), "{format} {dtype:?} {tokens} {rows} {columns}");
+                        let held = Weight::Quantized(weight.clone());
+                        let is_native = multiplies_fp8(test_device(), &held, dtype)?;
+                        assert!(is_native, "{format} {dtype:?} {tokens} {rows} {columns}");
                         let found = linear(&x, &Weight::Quantized(weight.clone()), bias)?;
                         assert_eq!((found.dims(), found.dtype()), ([tokens, rows].as_slice(), dtype));
                         let host = bias.map(|bias| bias.to_device(&Device::Cpu)).transpose()?;

@@ -237,7 +237,10 @@ mod tests {
         assert_eq!(lying(&joint.narrow(1, 2, 5)?, 48)?, (96, [2, 5, 48, 336, 48]));
         // One matrix of a batch, a single row, and rows in pieces.
         assert_eq!(lying(&joint.narrow(0, 1, 1)?, 48)?, (336, [1, 7, 48, 0, 48]));
-        assert_eq!(lying(&joint.narrow(0, 1, 1)?.narrow(1, 3, 1)?, 48)?.1[..3], [1, 1, 48]);
+        assert_eq!(
+            lying(&joint.narrow(0, 1, 1)?.narrow(1, 3, 1)?, 48)?.1[..3],
+            [1, 1, 48]
+        );
         assert!(lying(&joint.transpose(1, 2)?, 28).is_err());
         assert!(lying(&joint, 7).is_err());
         Ok(())

@@ -74,12 +74,17 @@ fn a_step_takes_what_was_predicted() {
                 .expect("conditioning");
             let latent =
                 Tensor::zeros((1, rows * columns, config.in_channels), DType::F32, device).expect("a latent");
+            let seen =
+                Tensor::zeros((1, rows * columns, config.in_channels), DType::BF16, device).expect("a latent");
+            let finite = ops::Finite::new(device).expect("a flag");
+            let workplace = transformer
+                .workplace(1, text, rows * columns, (DType::BF16, device))
+                .expect("buffers");
             for step in 0..2 {
-                let seen = latent.to_dtype(DType::BF16).expect("a latent");
                 let velocity = transformer
-                    .velocity(&seen, &conditioning, step, &mut || Ok(()))
+                    .velocity(&seen, &conditioning, step, &workplace, &mut || Ok(()))
                     .expect("a velocity");
-                drop(velocity.to_dtype(DType::F32).expect("a velocity"));
+                ops::euler(&latent, velocity, -0.5, &seen, &finite).expect("a step");
             }
         };
         step(); // modules and workspaces

@@ -47,7 +47,7 @@ fn denoise(config: &TransformerConfig, side: usize, text: usize, steps: usize) -
     let transformer = Transformer::new(config, &tensors).expect("all tensors");
     let sequence = random(&[1, text, config.joint_attention_dim], &mut generator);
     let pooled = random(&[1, config.pooled_projection_dim], &mut generator);
-    let mut latent = random(&[1, side * side, config.in_channels], &mut generator);
+    let latent = random(&[1, side * side, config.in_channels], &mut generator);
     let times: Vec<f32> = (0..steps).map(|step| 1.0 - step as f32 / steps as f32).collect();
 
     let before = allocator::mark();
@@ -60,11 +60,17 @@ fn denoise(config: &TransformerConfig, side: usize, text: usize, steps: usize) -
         columns: side,
     };
     let conditioning = transformer.condition(&prompted, &times).expect("conditioning");
+    let latent = latent.copy().expect("a latent");
+    let seen = latent.copy().expect("a latent");
+    let finite = ops::Finite::new(&Device::Cpu).expect("a flag");
+    let workplace = transformer
+        .workplace(1, text, side * side, (DType::F32, &Device::Cpu))
+        .expect("buffers");
     for step in 0..steps {
         let velocity = transformer
-            .velocity(&latent, &conditioning, step, &mut || Ok(()))
+            .velocity(&seen, &conditioning, step, &workplace, &mut || Ok(()))
             .expect("a velocity");
-        latent = (latent - (velocity / steps as f64).expect("a step")).expect("a step");
+        ops::euler(&latent, velocity, -1.0 / steps as f64, &seen, &finite).expect("a step");
     }
     (
         processor_time::of_process() - start,

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use gpu::LoadPlan;
+use gpu::{LoadPlan, Timeline};
 use pipelines::{Model, Rung};
 use residency::{Bytes, Component, ComponentId, Move, StageNeed, WaitCause};
 
@@ -117,9 +117,11 @@ impl Card {
         if link.cancelled(order.ticket) {
             return Err(Halt::cancelled());
         }
-        let model = self.open(order)?;
         let need = Need::of(order);
+        let mut timeline = Timeline::begin(need.name);
+        let model = self.open(order)?;
         check(order, &need, &*model)?;
+        timeline.part("open the model");
         let resident_already = need.components.iter().filter(|c| self.ledger.is_resident(&c.id));
         let resident_already = resident_already.map(|c| c.name.clone()).collect();
 
@@ -127,6 +129,7 @@ impl Card {
         let mut load_seconds = Vec::new();
         let rung = self.make_ready(order, &need, &*model, &mut load_seconds, link)?;
         let move_ms = self.clock.micros().saturating_sub(started) / 1000;
+        timeline.part("plan and move");
 
         let mut completed = Completed {
             output: None,
@@ -157,8 +160,10 @@ impl Card {
                     model: &*model,
                 };
                 self.run_stage(&run, rung, &mut completed, link)?;
+                timeline.part("run");
             }
         }
+        timeline.end();
         Ok(completed)
     }
 

@@ -18,7 +18,7 @@ mod thread;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gpu::{CardDescription, Gpu, GpuError};
+use gpu::{CardDescription, Gpu, GpuError, Timeline};
 use pipelines::Catalogue;
 use residency::{Bytes, IdlePolicy, Ledger, Millis};
 
@@ -87,6 +87,17 @@ pub enum CardError {
     Canary(String),
 }
 
+/// Loads what operations need on a card beside its memory, as a stage of its own: the card then counts what that took of
+/// it to its context.
+fn prepare(gpu: &mut dyn Gpu) -> Result<(), GpuError> {
+    if gpu.device().is_cuda() {
+        gpu.begin_stage();
+        pipelines::prepare(gpu.device()).map_err(|error| GpuError::Lost(error.to_string()))?;
+        gpu.stage_peak();
+    }
+    Ok(())
+}
+
 /// One card with all that is on it.
 #[derive(Debug)]
 pub struct Card {
@@ -118,8 +129,13 @@ impl Card {
         settings: Settings,
         clock: Box<dyn Clock>,
     ) -> Result<Card, CardError> {
+        let mut timeline = Timeline::begin("take the card into service");
         canary::sing(gpu.device(), gpu.compute_dtype()).map_err(CardError::Canary)?;
+        timeline.part("first computation");
+        prepare(&mut *gpu)?;
+        timeline.part("libraries");
         let truth = gpu.memory()?;
+        timeline.part("ask the driver");
         let mut ledger = Ledger::new(gpu.describe().total, settings.headroom);
         ledger.reconcile(&truth);
         let dtype = gpu.compute_dtype();

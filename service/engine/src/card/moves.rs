@@ -3,7 +3,7 @@
 
 use std::ops::ControlFlow;
 
-use gpu::{FaultAction, GpuError, LoadError, LoadPlan, LoadProgress, Unloaded};
+use gpu::{FaultAction, GpuError, LoadError, LoadPlan, LoadProgress, Timeline, Unloaded};
 use residency::{Bytes, Component, Ledger, LedgerError, Millis, Move, idle_moves};
 
 use super::{Card, Link, millis};
@@ -97,6 +97,7 @@ impl Card {
         link: &mut dyn Link,
     ) -> Result<f64, MoveError> {
         let started = self.clock.micros();
+        let mut timeline = Timeline::begin("bring a component in");
         self.ledger.begin_load(component, self.clock.now())?;
         self.publish(link);
         self.suffer("load")?;
@@ -126,6 +127,7 @@ impl Card {
                 Some(loaded) => loaded,
             }
         };
+        timeline.part("load");
         if let Err(error) = loaded {
             self.ledger.abort_load(&component.id)?;
             self.look_again()?;
@@ -135,6 +137,7 @@ impl Card {
         }
         self.ledger.complete_load(&component.id, self.clock.now())?;
         self.look_again()?;
+        timeline.part("ask the driver");
         let seconds = self.clock.micros().saturating_sub(started) as f64 / 1e6;
         tracing::info!(component = component.name, id = %component.id, bytes = %component.bytes, seconds, from, "loaded");
         let progress = Progress::Loading {

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use gpu::ComponentTensors;
+use gpu::{ComponentTensors, Timeline};
 use pipelines::{Model, Observer, StageError, StageKind, StageOutput};
 use residency::{Bytes, Millis};
 
@@ -100,6 +100,7 @@ impl Card {
         link: &mut dyn Link,
     ) -> Result<Result<StageOutput, Failed>, Halt> {
         let stage = run.need.at(rung);
+        let mut timeline = Timeline::begin("run");
         self.gather(stage.scratch, link)?;
         let room = self.ledger.usable();
         let lease = self
@@ -111,7 +112,9 @@ impl Card {
         let at_rest = self.ours() - self.ledger.accounts().scratch;
         self.suffer(run.need.name)?;
         self.gpu.begin_stage();
+        timeline.part("see that scratch can be had");
         let result = self.compute(run, rung, link);
+        timeline.part("compute");
         let peak = self.gpu.stage_peak();
         self.ledger
             .release(lease, self.clock.now())
@@ -119,6 +122,7 @@ impl Card {
         self.look_again()?;
         self.log_memory(run.need.name, "after");
         self.publish(link);
+        timeline.part("measure the peak, ask the driver");
         if let Some(rung) = run.work.plan.rungs.get(rung) {
             report.chunking.clone_from(&rung.label);
             report.approximate = rung.approximate;
@@ -176,6 +180,7 @@ impl Card {
             preview_interval: u64::from(work.preview_interval_ms),
             last_preview: None,
             last_step: 0,
+            timeline: Timeline::begin("compute"),
         };
         let mathematics = || {
             model.run(
@@ -280,6 +285,8 @@ struct Watch<'a> {
     preview_interval: u64,
     last_preview: Option<Millis>,
     last_step: u32,
+    /// Of its steps.
+    timeline: Timeline,
 }
 
 impl Watch<'_> {
@@ -293,6 +300,7 @@ impl Watch<'_> {
 
 impl Observer for Watch<'_> {
     fn step(&mut self, n: u32, of: u32) {
+        self.timeline.part("step, with what is between");
         self.report(Progress::Step { n, of });
         self.last_step = n;
     }

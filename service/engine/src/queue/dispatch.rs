@@ -389,6 +389,9 @@ impl Actor {
         if !job.is_at(job.cursor, StageKind::EncodeText) {
             return;
         }
+        if !self.may_take_known_text(job) {
+            return;
+        }
         let cached = text_cache_key(job, &card.compute_dtype).and_then(|key| self.texts.get(&key));
         let Some(text) = cached else { return };
         job.text = Some(text);

@@ -472,6 +472,10 @@ impl Queue {
                     any.model.validate(request).map_err(Error::Invalid)?;
                     Some(any.model.text_key(request).map_err(refused)?)
                 }
+                JobWork::Load { replace: Some(_), .. } => {
+                    let proof = any.model.canary_request();
+                    Some(any.model.text_key(&proof).map_err(refused)?)
+                }
                 JobWork::Encode { .. } | JobWork::Decode { .. } | JobWork::Load { .. } => None,
             };
             Ok(Box::new(Submission {

@@ -201,7 +201,8 @@ impl Actor {
 
     /// Whether a job's prompt is encoded already.
     pub(super) fn has_text(&self, job: &JobRecord, dtype: &str) -> bool {
-        job.text.is_some() || text_cache_key(job, dtype).is_some_and(|key| self.texts.contains(&key))
+        let key = || text_cache_key(job, dtype).filter(|_| self.may_take_known_text(job));
+        job.text.is_some() || key().is_some_and(|key| self.texts.contains(&key))
     }
 
     /// A step's need on a card, with all that was learned.

@@ -164,7 +164,9 @@ impl Actor {
             let dtype = &self.cards[index].description.compute_dtype;
             self.library.keep_soon(&job.entry, dtype);
         }
-        let card_ms = now.duration_since(running.sent).as_secs_f64() * 1000.0;
+        let took = now.duration_since(running.sent);
+        gpu::Timeline::tell("order, there and back", running.need.name, took);
+        let card_ms = took.as_secs_f64() * 1000.0;
         if !matches!(outcome, Outcome::Wait(_) | Outcome::Never { .. }) {
             self.shares
                 .charge(&job.options.client, job.options.priority, card_ms);
@@ -417,7 +419,9 @@ impl Actor {
         let Some(mut job) = running.job.as_ref().and_then(|id| self.jobs.remove(id)) else {
             return;
         };
-        let card_ms = now.duration_since(running.sent).as_secs_f64() * 1000.0;
+        let took = now.duration_since(running.sent);
+        gpu::Timeline::tell("order, there and back", running.need.name, took);
+        let card_ms = took.as_secs_f64() * 1000.0;
         self.shares
             .charge(&job.options.client, job.options.priority, card_ms);
         job.enter(Phase::Queued, now);

@@ -12,7 +12,7 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use pipelines::Rung;
+use pipelines::{Rung, StageKind};
 use residency::{Bytes, Component, ComponentId, HoldId, Ledger, Millis};
 use tokio::time::Instant;
 
@@ -34,6 +34,8 @@ pub(super) struct Swap {
     pub(super) old_models: OpenModels,
     /// Where it goes on; none: it has not begun.
     card: Option<usize>,
+    /// The worker that it began on.
+    generation: u64,
     /// What the card had of the old entry when it began...
     before: Vec<Component>,
     /// ...and of that what the new one does not share.
@@ -67,6 +69,7 @@ impl Swap {
             old,
             old_models,
             card: None,
+            generation: 0,
             before: Vec::new(),
             alone: Vec::new(),
             new_before: BTreeSet::new(),
@@ -222,6 +225,7 @@ impl Actor {
             if let Some(swap) = &mut job.swap {
                 (swap.card, swap.before, swap.alone) = (Some(index), before, alone);
                 swap.new_before = new_before;
+                swap.generation = self.cards[index].generation;
             }
             job.begun = true; // it goes before those that have not begun
         }
@@ -269,6 +273,29 @@ impl Actor {
         let (policy, time) = (self.settings.policy, card.ledger_now(now));
         let admission = choose_rung(&ledger, &open.components, &proof, policy, time);
         matches!(admission, Admission::Run { .. })
+    }
+
+    /// Whether a job may take text that is encoded already. A proof may where its encoders stood on the card before the swap
+    /// began, and stand there still: what was encoded with their identities is their own work. Encoders that came in for
+    /// the swap have to prove themselves.
+    pub(super) fn may_take_known_text(&self, job: &JobRecord) -> bool {
+        if !job.is_load() {
+            return true;
+        }
+        let begun = job.swap.as_ref().and_then(|swap| Some((swap, swap.card?)));
+        let Some((swap, card)) = begun.map(|(swap, index)| (swap, &self.cards[index])) else {
+            return false;
+        };
+        let plans = job
+            .plans
+            .get(&card.description.compute_dtype)
+            .into_iter()
+            .flatten();
+        let mut encoders = plans
+            .filter(|plan| plan.kind == StageKind::EncodeText)
+            .flat_map(|plan| &plan.components);
+        card.generation == swap.generation
+            && encoders.all(|c| swap.new_before.contains(&c.id) && card.ledger.is_resident(&c.id))
     }
 
     /// A worker says that memory is short: the old entry does not stay beside the new one any longer.
@@ -348,6 +375,7 @@ impl Actor {
             self.jobs.insert(id.clone(), job);
             return;
         }
+        gpu::Timeline::tell("swap", "unload, there and back", took);
         job.report.stages.push(StageReport {
             name: "unload",
             moves: took,

@@ -679,3 +679,62 @@ async fn a_swap_that_makes_no_sense_is_refused() {
     assert!(matches!(end(&mut job).await, Err(Error::NeverFits(_))));
     at_rest(&queue).await;
 }
+
+/// Plays a swap of `old` for `new` and names the orders that it came to; the worker dies in its first `dies_in`.
+async fn orders_of_swap(
+    queue: &Queue,
+    worker: &mut Worker,
+    new: &str,
+    old: &str,
+    dies_in: &str,
+) -> Vec<&'static str> {
+    let job = queue.submit(swap(new, old, "me")).await.unwrap();
+    let (mut orders, mut has_died) = (Vec::new(), false);
+    let seen = play(queue, worker, job, |order| {
+        orders.push(stage_of(order));
+        if stage_of(order) == dies_in && !std::mem::replace(&mut has_died, true) {
+            return Fate::Dies;
+        }
+        Fate::Well
+    })
+    .await;
+    let encoded: Vec<bool> = report(&seen)
+        .stages
+        .iter()
+        .filter(|stage| stage.name == "encode_text")
+        .map(|stage| stage.cached)
+        .collect();
+    assert_eq!(encoded, [!orders.contains(&"encode_text")], "told in the report");
+    orders
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_proof_takes_known_text_of_encoders_that_stood_there_and_of_no_others() {
+    let (queue, mut worker) = one_card().await;
+    resident(&queue, &mut worker, "a").await;
+    let worker = &mut worker;
+    let whole_proof = ["load", "encode_text", "denoise", "decode"];
+    let known_text = ["load", "denoise", "decode"];
+    let nowhere = "";
+
+    let first = orders_of_swap(&queue, worker, "small", "a", nowhere).await;
+    assert_eq!(first, whole_proof, "nobody has encoded it before");
+    let second = orders_of_swap(&queue, worker, "a", "small", nowhere).await;
+    assert_eq!(second, known_text, "the same encoders have");
+
+    let in_a_new_worker = orders_of_swap(&queue, worker, "small", "a", "load").await;
+    assert_eq!(in_a_new_worker[0], "load");
+    assert_eq!(
+        in_a_new_worker[1..],
+        whole_proof,
+        "the encoders came in again after its death"
+    );
+
+    worker.die();
+    settle().await;
+    worker.ready();
+    settle().await;
+    let fresh = orders_of_swap(&queue, worker, "a", "small", nowhere).await;
+    assert_eq!(fresh, whole_proof, "the encoders came in for the swap");
+    at_rest(&queue).await;
+}

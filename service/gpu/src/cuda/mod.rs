@@ -5,13 +5,14 @@
 //! is the ledger's truth. One thread owns the card and makes every allocation's last drop; reading threads only fill
 //! pinned memory and ask for copies.
 
+mod placer;
 mod pool;
 mod quantize;
 mod staging;
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::op::BackpropOp;
@@ -27,9 +28,10 @@ use crate::nvml::NvmlCard;
 use crate::profile::MemoryProfile;
 use crate::reader;
 use crate::tensors::ComponentTensors;
+use crate::timeline::Timeline;
 use pool::{Pool, has_in_one_piece, is_allocated, is_out_of_memory};
 use quantize::Kernels;
-use staging::{Allocation, Staging};
+use staging::{Allocation, PinnedRing, Staging};
 
 /// cuBLAS takes a workspace of its own, unseen, unless it is given one. This is what it takes on compute capability 9;
 /// older cards need less and lose nothing.
@@ -75,6 +77,62 @@ struct Held {
     booked: Bytes,
 }
 
+/// What computes on a card, and what it allocates from.
+struct Libraries {
+    device: Device,
+    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
+    activations: Pool,
+    workspaces: Pool,
+    kernels: Kernels,
+}
+
+impl Libraries {
+    fn open(
+        ordinal: usize,
+        dtype: DType,
+        profile: &MemoryProfile,
+        timeline: &mut Timeline,
+    ) -> Result<Libraries, GpuError> {
+        let device = CudaDevice::new_with_stream(ordinal).map_err(|e| GpuError::Lost(e.to_string()))?;
+        timeline.part("cuBLAS and cuRAND handles");
+        // SAFETY: one stream computes and one thread drops; the copy streams are synchronised before anything that they
+        // wrote is used or freed.
+        unsafe { device.disable_event_tracking() };
+        let stream = device.cuda_stream();
+        let context = Arc::clone(stream.context());
+        let activations = Pool::of_activations(&context, profile.release_threshold).map_err(lost)?;
+        let workspaces = Pool::new(&context).map_err(lost)?;
+        give_workspace(&device, &workspaces, &stream)?;
+        timeline.part("pools and cuBLAS's workspace");
+        let kernels = Kernels::new(&context).map_err(|error| {
+            GpuError::Lost(format!(
+                "its kernels cannot be loaded ({error}): moored needs compute capability 7.5 or newer"
+            ))
+        })?;
+        timeline.part("kernels that quantize");
+        let device = Device::Cuda(device);
+        warm_up(&device, dtype).map_err(|error| GpuError::Lost(error.to_string()))?;
+        timeline.part("first product");
+        Ok(Libraries {
+            device,
+            context,
+            stream,
+            activations,
+            workspaces,
+            kernels,
+        })
+    }
+}
+
+/// Makes the libraries load what every stage needs, so that the context is its size from the start. No kernel of the tensor
+/// library's own: the driver would compile its module here, for seconds on a machine that never has.
+fn warm_up(device: &Device, dtype: DType) -> candle_core::Result<()> {
+    let ones = Tensor::ones((64, 64), dtype, &Device::Cpu)?.to_device(device)?;
+    ones.matmul(&ones)?.to_device(&Device::Cpu)?;
+    Ok(())
+}
+
 impl CudaCard {
     /// Opens a card on this thread, which is to own it. `generation` is the how manieth worker process this is for it.
     ///
@@ -85,32 +143,52 @@ impl CudaCard {
         profile: &MemoryProfile,
         generation: u64,
     ) -> Result<CudaCard, GpuError> {
-        let nvml = NvmlCard::open(&settings.which).map_err(|e| GpuError::Lost(e.to_string()))?;
+        let mut timeline = Timeline::begin("open the card");
+        // Two libraries of the driver, each with questions of its own to ask of all cards. Neither makes a context.
+        let (nvml, driver) = std::thread::scope(|scope| {
+            let driver = scope.spawn(cudarc::driver::result::init);
+            let nvml = NvmlCard::open(&settings.which);
+            (nvml, driver.join())
+        });
+        let nvml = nvml.map_err(|e| GpuError::Lost(e.to_string()))?;
+        driver
+            .map_err(|_| GpuError::Lost("the driver's start panicked".to_owned()))?
+            .map_err(lost)?;
+        timeline.part("NVML and the driver, beside each other");
         let free_before = nvml.memory().map_err(|e| GpuError::Lost(e.to_string()))?.free;
         let ordinal = ordinal_of(nvml.uuid())?;
-        let device = CudaDevice::new_with_stream(ordinal).map_err(|e| GpuError::Lost(e.to_string()))?;
-        // SAFETY: one stream computes and one thread drops; the copy streams are synchronised before anything that they
-        // wrote is used or freed.
-        unsafe { device.disable_event_tracking() };
-        let stream = device.cuda_stream();
-        let context = Arc::clone(stream.context());
-        let activations = Pool::of_activations(&context, profile.release_threshold).map_err(lost)?;
-        let workspaces = Pool::new(&context).map_err(lost)?;
-        give_workspace(&device, &workspaces, &stream)?;
-        let kernels = Kernels::new(&context).map_err(|error| {
-            GpuError::Lost(format!(
-                "its kernels cannot be loaded ({error}): moored needs compute capability 7.5 or newer"
-            ))
-        })?;
-        let staging =
-            Staging::new(&stream, kernels, profile.staging_bytes, profile.staging_chunk).map_err(lost)?;
-        let mut description = nvml.describe();
+        timeline.part("find the card");
+        // Another handle of the context that the libraries get theirs of.
+        let primary = CudaContext::new(ordinal).map_err(lost)?;
+        timeline.part("context");
         let dtype = settings.compute_dtype(nvml.compute_capability);
+        // The system locks memory while libraries find their code.
+        let (pinned, libraries) = std::thread::scope(|scope| {
+            let pinned =
+                scope.spawn(|| PinnedRing::new(&primary, profile.staging_bytes, profile.staging_chunk));
+            let libraries = Libraries::open(ordinal, dtype, profile, &mut timeline);
+            (pinned.join(), libraries)
+        });
+        drop(primary);
+        let Libraries {
+            device,
+            context,
+            stream,
+            activations,
+            workspaces,
+            kernels,
+        } = libraries?;
+        let pinned = pinned
+            .map_err(|_| GpuError::Lost("pinning memory panicked".to_owned()))?
+            .map_err(lost)?;
+        let staging = Staging::new(&stream, kernels, pinned).map_err(lost)?;
+        timeline.part("the rest of the pinned memory, streams");
+        let mut description = nvml.describe();
         dtype.as_str().clone_into(&mut description.compute_dtype);
         let mut card = CudaCard {
             description,
             dtype,
-            device: Device::Cuda(device),
+            device,
             context,
             stream,
             activations,
@@ -123,7 +201,6 @@ impl CudaCard {
             faults: FaultSchedule::new(settings.faults.clone(), generation, settings.die_generations),
             lost: None,
         };
-        card.warm_up()?;
         let free_now = card
             .nvml
             .memory()
@@ -136,20 +213,9 @@ impl CudaCard {
             card = card.description.id, context = %card.context_bytes, pinned = %card.staging.bytes(), %profile,
             "the card is open"
         );
+        timeline.part("measure the context");
+        timeline.end();
         Ok(card)
-    }
-
-    /// Makes the libraries load what every stage needs, so that the context is its size from the start.
-    fn warm_up(&mut self) -> Result<(), GpuError> {
-        let warm = || -> candle_core::Result<()> {
-            let ones = Tensor::ones((64, 64), self.dtype, &self.device)?;
-            ones.matmul(&ones)?
-                .to_dtype(DType::F32)?
-                .sum_all()?
-                .to_scalar::<f32>()?;
-            Ok(())
-        };
-        warm().map_err(|e| GpuError::Lost(e.to_string()))
     }
 
     fn alive(&self) -> Result<(), GpuError> {
@@ -287,6 +353,7 @@ impl Gpu for CudaCard {
         plan: &LoadPlan,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError> {
+        let mut timeline = Timeline::begin("load");
         let gone = |error: GpuError| LoadError::Lost(error.to_string());
         self.alive().map_err(gone)?;
         let sources = plan.files()?;
@@ -308,13 +375,17 @@ impl Gpu for CudaCard {
         let room = free - booked - POOL_ROUNDING;
         let pool = Pool::new(&self.context);
         let pool = self.latch(pool).map_err(gone)?;
+        timeline.part("open files, make a pool");
         let mut made = Vec::with_capacity(sources.len());
-        let outcome = self
+        let loaded = self
             .staging
-            .load(sources, &files, &pool, &mut made, room, progress)
+            .load(sources, &files, &pool, &mut made, room, progress);
+        timeline.part("read and copy");
+        let outcome = loaded
             .and_then(|()| reader::check_unchanged(&files))
             .and_then(|()| reader::tell(progress, booked, booked))
             .and_then(|()| self.tensors_of(&made));
+        timeline.part("check files, make tensors");
         match outcome {
             Ok(tensors) => {
                 let trimmed = pool.trim();
@@ -329,6 +400,8 @@ impl Gpu for CudaCard {
                         booked,
                     },
                 );
+                timeline.part("trim");
+                timeline.end();
                 Ok(())
             }
             Err(LoadError::Lost(why)) => {
@@ -370,12 +443,16 @@ impl Gpu for CudaCard {
             let kept = addresses.first().and_then(|(name, _)| tensors.get(name).ok());
             std::mem::forget(kept);
         }
+        let mut timeline = Timeline::begin("unload");
         drop(tensors);
+        timeline.part("drop tensors");
         // A failed drop is recorded in the context and comes out of this synchronisation.
         let synchronised = self.stream.synchronize();
         self.latch(synchronised)?;
+        timeline.part("synchronise");
         let trimmed = pool.trim().and_then(|()| Ok((pool.used()?, pool.reserved()?)));
         let (used, reserved) = self.latch(trimmed)?;
+        timeline.part("trim");
         if used > Bytes::ZERO {
             let names = addresses.into_iter().filter(|(_, at)| is_allocated(*at));
             return Err(GpuError::Leaked {
@@ -384,6 +461,8 @@ impl Gpu for CudaCard {
                 tensors: names.map(|(name, _)| name).collect(),
             });
         }
+        drop(pool);
+        timeline.part("end the pool");
         Ok(Unloaded {
             booked,
             freed: booked - reserved,
@@ -538,7 +617,20 @@ fn give_workspace(device: &CudaDevice, pool: &Pool, stream: &CudaStream) -> Resu
         )
     };
     set.result()
-        .map_err(|e| GpuError::Lost(format!("cuBLAS takes no workspace: {e:?}")))
+        .map_err(|e| GpuError::Lost(format!("cuBLAS takes no workspace: {e:?}")))?;
+    let mut workspaces = WORKSPACES.lock().unwrap_or_else(PoisonError::into_inner);
+    workspaces.insert(stream.context().cu_ctx() as usize, (workspace, CUBLAS_WORKSPACE.0 as usize));
+    Ok(())
+}
+
+/// Workspaces of contexts: address and bytes.
+static WORKSPACES: LazyLock<Mutex<HashMap<usize, (u64, usize)>>> = LazyLock::new(Mutex::default);
+
+/// The address and bytes of the workspace of a card that was opened here, for the libraries that compute on its one
+/// stream. It is never freed.
+pub fn library_workspace(context: &CudaContext) -> Option<(u64, usize)> {
+    let workspaces = WORKSPACES.lock().unwrap_or_else(PoisonError::into_inner);
+    workspaces.get(&(context.cu_ctx() as usize)).copied()
 }
 
 /// A tensor over an allocation, which it frees when its last clone is dropped. `None` for a dtype that has no CUDA form.

@@ -10,33 +10,30 @@
 
 use std::collections::VecDeque;
 use std::ops::{ControlFlow, Range};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use candle_core::DType;
-use cudarc::driver::{CudaEvent, CudaStream, DriverError, sys};
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, sys};
 use residency::Bytes;
 
+use super::placer::{self, Placed, Placer};
 use super::pool::{PinnedBuffer, Pool, is_out_of_memory};
 use super::quantize::{Arrived, Bench, Kernels, Making, Workspace, WorkspaceSize};
 use crate::convert;
 use crate::load::{LoadError, LoadProgress, TensorSource};
 use crate::reader::{self, Chunk, OpenFiles, Progress, Read};
+use crate::timeline::Timeline;
 
 /// Slots of a lane: one is read into while others are copied from.
 const LEAST_SLOTS: usize = 2;
 
-/// Memory is mapped for so many bytes of tensors at a time. Each call into the driver while copies are asked for waits its
-/// turn, so that a thousand small tensors, mapped one by one, cost more than their copies; and the first bytes travel while
-/// memory for the last is mapped.
-const MAPPED_AT_ONCE: u64 = 512 << 20;
-
-/// Addresses that the driver gives out are multiples of this.
-const ALIGNMENT: u64 = 512;
-
 /// Parts of a slot begin at multiples of this, whatever their dtype.
 const PART_ALIGNMENT: usize = 64;
+
+/// What the log calls the reading lanes' part of a load.
+pub(super) const READING: &str = "read and copy";
 
 /// The pinned ring with its streams.
 #[derive(Debug)]
@@ -57,6 +54,19 @@ struct Lane {
     next: usize,
     /// Tensors that its stream has waited for: so many are there.
     waited_for: usize,
+    /// What its thread did in this load.
+    spent: Spent,
+}
+
+/// What a lane's thread spent its time on, for the log.
+#[derive(Clone, Copy, Debug, Default)]
+struct Spent {
+    /// Waiting for a slot that is still copied from: the link is what is slow.
+    waiting: Duration,
+    /// Reading from files into slots: the page cache, or the disk, is what is slow.
+    reading: Duration,
+    /// Asking the driver for copies and kernels.
+    asking: Duration,
 }
 
 #[derive(Debug)]
@@ -99,10 +109,10 @@ struct SlotPart<'a> {
 
 /// Where a tensor goes.
 #[derive(Clone, Copy)]
-struct Place {
-    pointer: sys::CUdeviceptr,
+pub(super) struct Place {
+    pub(super) pointer: sys::CUdeviceptr,
     /// Tensors that had their memory when this one's was allocated, it included.
-    among: usize,
+    pub(super) among: usize,
 }
 
 /// What lanes share while a load is under way.
@@ -114,37 +124,60 @@ struct Shared<'a> {
     cancelled: &'a AtomicBool,
 }
 
-impl Staging {
-    /// A ring of about `total` bytes in chunks of about `chunk` bytes, for as many threads as read. What is loaded is
-    /// allocated in the order of `stream`.
-    pub(super) fn new(
-        stream: &Arc<CudaStream>,
-        kernels: Kernels,
-        total: Bytes,
-        chunk: Bytes,
-    ) -> Result<Staging, DriverError> {
-        let context = stream.context();
+/// Pinned memory that no lane has yet.
+#[derive(Debug)]
+pub(super) struct PinnedRing {
+    /// Slots, by lane.
+    lanes: Vec<Vec<PinnedBuffer>>,
+    chunk: usize,
+}
+
+impl PinnedRing {
+    /// About `total` bytes in chunks of about `chunk` bytes, for as many threads as read. The system takes its time: any
+    /// thread may ask for them while the card is made ready otherwise.
+    pub(super) fn new(context: &CudaContext, total: Bytes, chunk: Bytes) -> Result<PinnedRing, DriverError> {
+        let began = Instant::now();
         let chunk = (chunk.0.max(64 << 10) as usize).next_multiple_of(4096);
         let threads = reader::threads();
         let slots = (total.0 as usize / chunk / threads).max(LEAST_SLOTS);
-        let lane = || -> Result<Lane, DriverError> {
-            let slot = || -> Result<Slot, DriverError> {
-                Ok(Slot {
-                    memory: PinnedBuffer::new(context, chunk)?,
-                    // Lanes sleep until their slot is free: they are more than the processor may have to spare.
-                    copied: context.new_event(Some(sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC))?,
-                })
-            };
+        let lane = || (0..slots).map(|_| PinnedBuffer::new(context, chunk)).collect();
+        let lanes = (0..threads).map(|_| lane()).collect::<Result<_, _>>()?;
+        Timeline::tell(
+            "open the card",
+            "pin memory, on a thread of its own",
+            began.elapsed(),
+        );
+        Ok(PinnedRing { lanes, chunk })
+    }
+}
+
+impl Staging {
+    /// Lanes over a ring. What is loaded is allocated in the order of `stream`.
+    pub(super) fn new(
+        stream: &Arc<CudaStream>,
+        kernels: Kernels,
+        ring: PinnedRing,
+    ) -> Result<Staging, DriverError> {
+        let context = stream.context();
+        let slot = |memory: PinnedBuffer| -> Result<Slot, DriverError> {
+            Ok(Slot {
+                memory,
+                // Lanes sleep until their slot is free: they are more than the processor may have to spare.
+                copied: context.new_event(Some(sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC))?,
+            })
+        };
+        let lane = |slots: Vec<PinnedBuffer>| -> Result<Lane, DriverError> {
             Ok(Lane {
                 stream: context.new_stream()?,
-                slots: (0..slots).map(|_| slot()).collect::<Result<_, _>>()?,
+                slots: slots.into_iter().map(slot).collect::<Result<_, _>>()?,
                 next: 0,
                 waited_for: 0,
+                spent: Spent::default(),
             })
         };
         Ok(Staging {
-            lanes: (0..threads).map(|_| lane()).collect::<Result<_, _>>()?,
-            chunk,
+            lanes: ring.lanes.into_iter().map(lane).collect::<Result<_, _>>()?,
+            chunk: ring.chunk,
             stream: Arc::clone(stream),
             allocated: context.new_event(None)?,
             kernels,
@@ -219,20 +252,24 @@ impl Staging {
         let total = sources.iter().map(TensorSource::bytes_on_card).sum();
         let makings = self.makings(sources)?;
         let (workspace, lanes) = self.workspace(&makings, total, room)?;
-        let pieces = Pieces {
-            sources: sources.iter().zip(makings),
-            files,
+        let placer = Placer {
+            sources,
+            makings,
             pool,
             stream: &self.stream,
             allocated: &self.allocated,
-            chunk: self.chunk,
             made,
+        };
+        let (to_lanes, batches) = mpsc::sync_channel(placer::AHEAD);
+        let pieces = Pieces {
+            batches,
+            files,
+            chunk: self.chunk,
             placed: VecDeque::new(),
             filling: Vec::new(),
             waiting: VecDeque::new(),
-            total,
-            booked: Bytes::ZERO,
-            allocating: Duration::ZERO,
+            has_failed: false,
+            without_memory: Duration::ZERO,
         };
         let cancelled = AtomicBool::new(false);
         let shared = Shared {
@@ -256,11 +293,23 @@ impl Staging {
             cancelled.fetch_or(answer.is_break(), Relaxed);
             answer
         };
-        let outcome = reader::run(pieces, workers, total, &mut listening);
+        let mut timeline = Timeline::begin(READING);
+        let outcome = std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().name("moored-map".to_owned());
+            thread
+                .spawn_scoped(scope, move || placer.run(&to_lanes))
+                .map_err(|error| {
+                    LoadError::Lost(format!("no thread can be started to map memory with: {error}"))
+                })?;
+            reader::run(pieces, workers, total, &mut listening)
+        });
+        timeline.part("until all is read");
         for lane in &mut self.lanes {
             lane.stream.synchronize().map_err(lost)?;
             lane.waited_for = 0;
         }
+        timeline.part("until all is copied");
+        self.tell_spent();
         if matches!(outcome, Err(LoadError::Lost(_))) {
             return outcome;
         }
@@ -275,6 +324,22 @@ impl Staging {
             }),
             None => Ok(()),
         }
+    }
+}
+
+impl Staging {
+    /// Says what the lanes spent this load's time on, the mean of all, and forgets it.
+    fn tell_spent(&mut self) {
+        let (mut sum, count) = (Spent::default(), self.lanes.len().max(1) as u32);
+        for lane in &mut self.lanes {
+            let spent = std::mem::take(&mut lane.spent);
+            sum.waiting += spent.waiting;
+            sum.reading += spent.reading;
+            sum.asking += spent.asking;
+        }
+        Timeline::tell(READING, "a lane, waiting for the link", sum.waiting / count);
+        Timeline::tell(READING, "a lane, reading files", sum.reading / count);
+        Timeline::tell(READING, "a lane, asking for copies", sum.asking / count);
     }
 }
 
@@ -304,11 +369,14 @@ impl Lane {
 
     fn copy(&mut self, parts: &[SlotPart<'_>], shared: Shared<'_>) -> Result<u64, LoadError> {
         let memory = self.empty_slot()?;
+        let began = Instant::now();
         for part in parts {
             let dtype = reader::read_as(part.source.target);
             let reads = std::slice::from_ref(&part.read);
             fill(memory, part.at.clone(), part.source, dtype, reads)?;
         }
+        self.spent.reading += began.elapsed();
+        let began = Instant::now();
         let mut length = 0;
         for part in parts {
             self.wait_for(part.place, shared.allocated)?;
@@ -319,6 +387,7 @@ impl Lane {
             length += part.at.len() as u64;
         }
         self.pass_on()?;
+        self.spent.asking += began.elapsed();
         Ok(length)
     }
 
@@ -343,7 +412,11 @@ impl Lane {
             }
             let dtype = making.dtype();
             let bytes = 0..chunk.count * dtype.size_in_bytes();
-            fill(self.empty_slot()?, bytes.clone(), source, dtype, &chunk.reads)?;
+            let memory = self.empty_slot()?;
+            let began = Instant::now();
+            fill(memory, bytes.clone(), source, dtype, &chunk.reads)?;
+            self.spent.reading += began.elapsed();
+            let began = Instant::now();
             self.wait_for(place, allocated)?;
             let slot = &self.slots[self.next];
             let arrived = Arrived {
@@ -358,6 +431,7 @@ impl Lane {
             // freed before this lane's stream has been synchronised.
             unsafe { kernels.quantize(making, arrived, place.pointer, bench, &self.stream) }.map_err(lost)?;
             self.pass_on()?;
+            self.spent.asking += began.elapsed();
         }
         if making.is_nested() {
             // SAFETY: all chunks of the tensor went before, in this stream; the next tensor's come behind.
@@ -369,7 +443,9 @@ impl Lane {
     /// Waits until nothing is copied from the next slot any more.
     fn empty_slot(&mut self) -> Result<&mut [u8], LoadError> {
         let slot = &mut self.slots[self.next];
+        let began = Instant::now();
         slot.copied.synchronize().map_err(lost)?;
+        self.spent.waiting += began.elapsed();
         // SAFETY: the last copy out of the slot was waited for just now.
         Ok(unsafe { slot.memory.fill() })
     }
@@ -421,62 +497,34 @@ fn share_of(bytes: Bytes, numbers: usize, chunks: &[Chunk<'_>]) -> u64 {
     chunks.iter().map(of_chunk).sum()
 }
 
-/// Allocates tensors, some hundred megabytes at a time, as the lanes come to them, so that the first bytes travel while the
-/// card still maps memory for the last.
-struct Pieces<'a, 'b> {
-    sources: std::iter::Zip<std::slice::Iter<'a, TensorSource>, std::vec::IntoIter<Option<Making>>>,
+/// Cuts tensors that have their memory into what one lane does at a time.
+struct Pieces<'a> {
+    batches: mpsc::Receiver<Result<Vec<Placed<'a>>, LoadError>>,
     files: &'a OpenFiles,
-    pool: &'b Pool,
-    stream: &'b CudaStream,
-    allocated: &'b CudaEvent,
     chunk: usize,
-    made: &'b mut Vec<Allocation<'a>>,
     /// Tensors that have their memory, and of which no lane has a piece yet.
-    placed: VecDeque<(&'a TensorSource, Option<Making>, Place)>,
+    placed: VecDeque<Placed<'a>>,
     /// What is copied next, as soon as it is a slot full.
     filling: Vec<SlotPart<'a>>,
     waiting: VecDeque<Piece<'a>>,
-    total: Bytes,
-    booked: Bytes,
-    /// Time that the driver took to map memory.
-    allocating: Duration,
+    has_failed: bool,
+    /// Time in which lanes had nothing to fill.
+    without_memory: Duration,
 }
 
-impl<'a> Pieces<'a, '_> {
-    /// Gives the next tensors their memory; says whether there were any.
-    fn allocate(&mut self) -> Result<bool, LoadError> {
-        let mut next = Vec::new();
-        let mut bytes = 0;
-        while bytes < MAPPED_AT_ONCE {
-            let Some((source, making)) = self.sources.next() else {
-                break;
-            };
-            bytes += source.bytes_on_card().0.max(1).next_multiple_of(ALIGNMENT);
-            next.push((source, making));
-        }
-        if next.is_empty() {
-            return Ok(false);
-        }
+impl<'a> Pieces<'a> {
+    /// Waits for the next tensors that have their memory; says whether there are any.
+    fn await_memory(&mut self) -> Result<bool, LoadError> {
         let began = Instant::now();
-        self.pool.map(bytes, self.stream).map_err(lost)?;
-        let among = self.made.len() + next.len();
-        for (source, making) in next {
-            let bytes = source.bytes_on_card();
-            let pointer = self.pool.allocate(bytes.0, self.stream);
-            let pointer = pointer.map_err(|error| out_of_memory_or_lost(error, self.total - self.booked))?;
-            self.made.push(Allocation { source, pointer });
-            self.booked += bytes;
-            if making.is_some_and(|making| making.numbers() == 0) {
-                // SAFETY: the allocation is of so many bytes. No kernel comes to the scales of rows without numbers.
-                unsafe { sys::cuMemsetD8Async(pointer, 0, bytes.0 as usize, self.stream.cu_stream()) }
-                    .result()
-                    .map_err(lost)?;
+        let batch = self.batches.recv();
+        self.without_memory += began.elapsed();
+        match batch {
+            Ok(placed) => {
+                self.placed.extend(placed?);
+                Ok(true)
             }
-            self.placed.push_back((source, making, Place { pointer, among }));
+            Err(mpsc::RecvError) => Ok(false), // those were all
         }
-        self.allocated.record(self.stream).map_err(lost)?;
-        self.allocating += began.elapsed();
-        Ok(true)
     }
 
     fn copy(&mut self, source: &'a TensorSource, place: Place) -> Result<(), LoadError> {
@@ -536,7 +584,7 @@ impl<'a> Pieces<'a, '_> {
     }
 }
 
-impl<'a> Iterator for Pieces<'a, '_> {
+impl<'a> Iterator for Pieces<'a> {
     type Item = Result<Piece<'a>, LoadError>;
 
     fn next(&mut self) -> Option<Self::Item> {
@@ -544,10 +592,17 @@ impl<'a> Iterator for Pieces<'a, '_> {
             if let Some(piece) = self.waiting.pop_front() {
                 return Some(Ok(piece));
             }
+            if self.has_failed {
+                return None;
+            }
             let outcome = match self.placed.pop_front() {
-                Some((source, Some(making), place)) => self.make(source, making, place).map(|()| true),
-                Some((source, None, place)) => self.copy(source, place).map(|()| true),
-                None => self.allocate(),
+                Some(Placed {
+                    source,
+                    making: Some(making),
+                    place,
+                }) => self.make(source, making, place).map(|()| true),
+                Some(Placed { source, place, .. }) => self.copy(source, place).map(|()| true),
+                None => self.await_memory(),
             };
             match outcome {
                 Ok(true) => {}
@@ -556,16 +611,14 @@ impl<'a> Iterator for Pieces<'a, '_> {
                         .push_back(Piece::Copy(std::mem::take(&mut self.filling)));
                 }
                 Ok(false) => {
-                    let (tensors, allocating) = (self.made.len(), std::mem::take(&mut self.allocating));
-                    if allocating > Duration::ZERO {
-                        tracing::debug!(tensors, ?allocating, "all of a component has its place");
+                    let waited = std::mem::take(&mut self.without_memory);
+                    if waited > Duration::ZERO {
+                        Timeline::tell(READING, "lanes without memory to fill", waited);
                     }
                     return None;
                 }
                 Err(error) => {
-                    self.placed.clear();
-                    self.filling.clear();
-                    self.sources = [].iter().zip(Vec::new());
+                    self.has_failed = true;
                     return Some(Err(error));
                 }
             }
@@ -574,7 +627,7 @@ impl<'a> Iterator for Pieces<'a, '_> {
 }
 
 /// What it means that so many bytes could not be allocated.
-fn out_of_memory_or_lost(error: DriverError, needed: Bytes) -> LoadError {
+pub(super) fn out_of_memory_or_lost(error: DriverError, needed: Bytes) -> LoadError {
     if !is_out_of_memory(error) {
         return lost(error);
     }
@@ -586,6 +639,6 @@ fn out_of_memory_or_lost(error: DriverError, needed: Bytes) -> LoadError {
 }
 
 /// Any failure of the driver but a lack of memory: the process cannot be trusted any more.
-fn lost(error: DriverError) -> LoadError {
+pub(super) fn lost(error: DriverError) -> LoadError {
     LoadError::Lost(error.to_string())
 }

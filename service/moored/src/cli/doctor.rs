@@ -25,6 +25,7 @@ struct Finding {
 pub(super) async fn run(config: Config, as_json: bool) -> Result<(), CliError> {
     let mut findings = Vec::new();
     findings.extend(cards(&config).await);
+    findings.push(libraries());
     findings.push(state_folder(&config));
     findings.extend(models(&config).await);
     findings.push(service(&config).await);
@@ -33,7 +34,7 @@ pub(super) async fn run(config: Config, as_json: bool) -> Result<(), CliError> {
             screen::json(&json!({"check": finding.what, "well": finding.well, "found": finding.found}))?;
         } else {
             let mark = if finding.well { "ok " } else { "BAD" };
-            screen::text(&format!("{mark}  {:<8} {}", finding.what, finding.found))?;
+            screen::text(&format!("{mark}  {:<9} {}", finding.what, finding.found))?;
         }
     }
     match findings.iter().filter(|finding| !finding.well).count() {
@@ -83,6 +84,19 @@ async fn cards(config: &Config) -> Vec<Finding> {
         findings
     };
     tokio::task::spawn_blocking(look).await.unwrap_or_default()
+}
+
+/// What is looked for when the program runs. Without cuDNN our own kernels compute, and are slower.
+fn libraries() -> Finding {
+    let found = match pipelines::libraries().cudnn {
+        Ok(version) => format!("cuDNN {version} computes attention on NVIDIA cards"),
+        Err(reason) => format!("no cuDNN, so own kernels compute attention: {reason}"),
+    };
+    Finding {
+        well: true,
+        what: "libraries",
+        found,
+    }
 }
 
 /// What a card is, and how its memory is managed.

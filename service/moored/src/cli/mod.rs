@@ -106,6 +106,7 @@ fn dispatch(arguments: Arguments) -> Result<(), CliError> {
     runtime.block_on(async move {
         match arguments.command {
             Command::Serve(options) => {
+                telemetry::tell_age("start the service");
                 let stop = options.end_with_stdin.then(end_of_stdin);
                 Ok(serve::run(config, None, stop).await?)
             }

@@ -6,6 +6,7 @@ use std::pin::Pin;
 use engine::job::{JobEvent, JobEventKind};
 use engine::queue::Job;
 use futures::Stream;
+use gpu::Timeline;
 use tonic::Status;
 
 use super::convert::{Converted, convert, event};
@@ -93,6 +94,7 @@ fn artifact(
         ("height".to_owned(), height.to_string()),
         ("seed".to_owned(), seed.to_string()),
     ]);
+    let timeline = Timeline::begin("encode a picture");
     let kept = (!output.omit_metadata).then_some(&recipe);
     if let Some(recipe) = kept {
         metadata.insert("prompt".to_owned(), recipe.prompt.clone());
@@ -125,6 +127,7 @@ fn artifact(
             last: end == total,
         }));
     }
+    timeline.end();
     Ok(chunks)
 }
 

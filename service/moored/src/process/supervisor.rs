@@ -9,7 +9,7 @@ use std::time::Duration;
 use engine::messages::{Command, Event};
 use engine::queue::{CardPort, CardSignal, CardSlot, Signal};
 use futures::{SinkExt as _, StreamExt as _};
-use gpu::{CardDescription, MemoryProfile};
+use gpu::{CardDescription, MemoryProfile, Timeline};
 use tokio::process::{Child, ChildStdin, ChildStdout};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -65,6 +65,8 @@ pub(crate) struct WorkerSettings {
     pub(crate) log: String,
     /// What the worker keeps locked while it lives; none for a card that cannot be shared by mistake.
     pub(crate) lock_file: Option<PathBuf>,
+    /// Where compiled plans of cuDNN are kept.
+    pub(crate) plans_folder: PathBuf,
 }
 
 /// To the task of one card.
@@ -89,12 +91,29 @@ impl CardPort for Port {
     }
 }
 
-/// Starts the task of one card. The worker is started at once, and again whenever it ends, until the queue
-/// drops the slot.
+/// A worker process that waits to be told which card it is for: the system takes its time to load the libraries of
+/// NVIDIA, and cards are looked for meanwhile. It ends when this is dropped.
+pub(crate) struct EarlyWorker(Option<Child>);
+
+impl EarlyWorker {
+    /// Starts it. One that cannot be started is tried again, and told of, by the task of its card.
+    pub(crate) fn start() -> EarlyWorker {
+        EarlyWorker(spawn().ok())
+    }
+
+    /// None: there is one no more.
+    pub(crate) fn take(&mut self) -> EarlyWorker {
+        EarlyWorker(self.0.take())
+    }
+}
+
+/// Starts the task of one card, with a worker that may be there already. Where none is, it is started at once, and again
+/// whenever it ends, until the queue drops the slot.
 pub(crate) fn start_card(
     card: usize,
     description: CardDescription,
     settings: WorkerSettings,
+    early: EarlyWorker,
     signals: mpsc::UnboundedSender<CardSignal>,
     pids: WorkerPids,
 ) -> CardSlot {
@@ -105,6 +124,7 @@ pub(crate) fn start_card(
         signals,
         requests: receiver,
         generation: 0,
+        early,
         pids,
     };
     tokio::spawn(keeper.run());
@@ -121,6 +141,8 @@ struct Keeper {
     signals: mpsc::UnboundedSender<CardSignal>,
     requests: mpsc::UnboundedReceiver<Request>,
     generation: u64,
+    /// For the first life.
+    early: EarlyWorker,
     pids: WorkerPids,
 }
 
@@ -164,7 +186,11 @@ impl Keeper {
 
     /// Runs one worker from start to end.
     async fn one_life(&mut self) -> End {
-        let mut child = match spawn() {
+        let child = match self.early.0.take() {
+            Some(early) => Ok(early),
+            None => spawn(),
+        };
+        let mut child = match child {
             Ok(child) => child,
             Err(problem) => return End::Died(format!("the worker cannot be started: {problem}")),
         };
@@ -199,6 +225,7 @@ impl Keeper {
         let start_limit = tokio::time::sleep(START_LIMIT);
         tokio::pin!(start_limit);
         let mut is_ready = false;
+        let mut timeline = Timeline::begin("worker, as its supervisor sees it");
         let end = loop {
             tokio::select! {
                 event = from_worker.next() => match event {
@@ -206,7 +233,10 @@ impl Keeper {
                     Some(Err(problem)) => break Some(End::Died(problem.to_string())),
                     Some(Ok(frame)) => match event_in(frame) {
                         Ok(Outgoing::Event(event)) => {
-                            is_ready |= matches!(event, Event::Ready { .. });
+                            if matches!(event, Event::Ready { .. }) {
+                                is_ready = true;
+                                timeline.part("from its start until it is ready");
+                            }
                             self.pass_on(event, child);
                         }
                         Ok(Outgoing::Refused(why)) => break Some(End::Died(why)),
@@ -246,6 +276,7 @@ impl Keeper {
             lock_file: lock_file
                 .map(|path| path.to_string_lossy().into_owned())
                 .unwrap_or_default(),
+            plans_folder: self.settings.plans_folder.to_string_lossy().into_owned(),
         };
         wire::Command {
             command: Some(wire::command::Command::Configure(configure)),

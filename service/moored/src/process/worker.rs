@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::mpsc;
 
 use engine::card::{Card, CardCommands, CardError, CardThread, End, Settings, SystemClock};
-use gpu::{DeviceSpec, GpuError, OpenError};
+use gpu::{DeviceSpec, GpuError, OpenError, Timeline};
 use residency::Bytes;
 
 use super::command_frames::{Incoming, command_in};
@@ -31,6 +31,7 @@ pub(crate) fn run() -> ! {
 }
 
 fn serve() -> Result<i32, FrameError> {
+    let mut timeline = Timeline::begin("worker process");
     let mut pipe = std::io::stdin();
     let Some(first) = read_blocking::<wire::Command>(&mut pipe)? else {
         return Ok(SUCCESS);
@@ -39,6 +40,8 @@ fn serve() -> Result<i32, FrameError> {
         return Err(FrameError::Lacks("its configuration"));
     };
     telemetry::start_worker(&configure.log);
+    timeline.part("wait for its configuration");
+    telemetry::tell_age("worker process");
     let events = start_writer();
     let refuse = |why: String| {
         let refused = wire::Event {
@@ -138,6 +141,9 @@ fn last_words(events: &mpsc::Sender<Frame>) -> i32 {
 }
 
 fn start_card(configure: wire::Configure, events: mpsc::Sender<Frame>) -> Result<CardThread, FrameError> {
+    if !configure.plans_folder.is_empty() {
+        pipelines::keep_plans_in(Path::new(&configure.plans_folder));
+    }
     let open = move || {
         let lost = |why: String| CardError::Gpu(GpuError::Lost(why));
         let device: DeviceSpec = configure.device.parse().map_err(|e| lost(format!("{e}")))?;

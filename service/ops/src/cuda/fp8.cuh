@@ -7,23 +7,25 @@
 
 namespace moored {
 
-template <class T>
-__device__ inline void read8(const T* from, float* to) {
-    static_assert(sizeof(T) == 2, "eight numbers are sixteen bytes");
-    T numbers[UNIT];
-    load<uint4>(from, numbers);
-    for (unsigned i = 0; i < UNIT; i++) to[i] = to_f32(numbers[i]);
-}
-
 // One block of 256 threads a row. Rows are aligned to 16 bytes. scale = absmax / 448; code = e4m3 of x / scale, to nearest
 // even, 0 where the scale is 0. A NaN becomes a NaN; an infinite row becomes one of NaN and 0, as its product would be.
+struct QuantizeArguments {
+    const void* x;  // [batch, rows, columns] with distances
+    uint8_t* codes;
+    float* scales;
+    unsigned long long batch_stride, row_stride;
+    unsigned rows, columns;
+};
+
 template <class T>
-__device__ inline void quantize_rows(const T* x, uint8_t* codes, float* scales, unsigned columns) {
-    const size_t begin = static_cast<size_t>(blockIdx.x) * columns;
+__device__ inline void quantize_rows(const QuantizeArguments& a) {
+    const unsigned batch = blockIdx.x / a.rows, row = blockIdx.x % a.rows, columns = a.columns;
+    const T* x = static_cast<const T*>(a.x) + batch * a.batch_stride + row * a.row_stride;
+    uint8_t* codes = a.codes + static_cast<size_t>(blockIdx.x) * columns;
     float numbers[UNIT];
     float absmax = 0;
     for (unsigned at = threadIdx.x * UNIT; at < columns; at += blockDim.x * UNIT) {
-        read8(x + begin + at, numbers);
+        read_wide(x + at, numbers);
         for (unsigned i = 0; i < UNIT; i++) absmax = fmaxf(absmax, fabsf(numbers[i]));
     }
     __shared__ float warps[8];
@@ -32,34 +34,60 @@ __device__ inline void quantize_rows(const T* x, uint8_t* codes, float* scales, 
     __syncthreads();
     for (int warp = 0; warp < 8; warp++) absmax = fmaxf(absmax, warps[warp]);
     const float scale = absmax / 448.0f;
-    if (threadIdx.x == 0) scales[blockIdx.x] = scale;
+    if (threadIdx.x == 0) a.scales[blockIdx.x] = scale;
     for (unsigned at = threadIdx.x * UNIT; at < columns; at += blockDim.x * UNIT) {
-        read8(x + begin + at, numbers);
+        read_wide(x + at, numbers);
         uint8_t out[UNIT];
         for (unsigned i = 0; i < UNIT; i++) {
             const float y = scale == 0 ? 0.0f : numbers[i] / scale;
             out[i] = __nv_cvt_float_to_fp8(y, __NV_SATFINITE, __NV_E4M3);
         }
-        store<uint2>(out, codes + begin + at);
+        store<uint2>(out, codes + at);
     }
 }
 
-// In place: product * factor * x_scale[row] * w_scale + bias. Block (row, part of the columns); `columns` is a multiple of
-// eight. `w_stride` is 1 for a scale a column, 0 for one scale; w_scales and bias may be null.
+// In place: act(product * factor * x_scale[row] * w_scale[column] + bias[column]). Block (row, part of the columns).
+// `w_stride` is 1 for a scale a column, 0 for one scale; scales and bias may be null.
+struct FinishArguments {
+    void* product;  // [batch, rows, columns] with distances
+    const float* x_scales;
+    const float* w_scales;
+    const void* bias;
+    unsigned long long batch_stride, row_stride;
+    unsigned rows, columns, w_stride;
+    float factor;
+    unsigned is_gelu;  // tanh's approximation
+};
+
+__device__ inline float gelu_tanh(float x) {
+    // (1 + tanh u) / 2 = 1 / (1 + exp -2u): no cancellation far below zero.
+    return x / (1.0f + expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+}
+
 template <class T>
-__device__ inline void scale_product(T* product, const float* x_scales, const float* w_scales, unsigned w_stride,
-                                     const T* bias, unsigned columns, float factor) {
-    const unsigned column = (blockIdx.y * blockDim.x + threadIdx.x) * UNIT;
-    if (column >= columns) return;
-    T* at = product + static_cast<size_t>(blockIdx.x) * columns + column;
+__device__ inline void finish_product(const FinishArguments& a) {
+    const unsigned batch = blockIdx.x / a.rows, row = blockIdx.x % a.rows;
+    const unsigned first = (blockIdx.y * blockDim.x + threadIdx.x) * UNIT;
+    T* at = static_cast<T*>(a.product) + batch * a.batch_stride + row * a.row_stride;
+    const T* bias = static_cast<const T*>(a.bias);
+    const float row_scale = a.x_scales ? a.x_scales[blockIdx.x] * a.factor : a.factor;
+    const bool is_wide = a.columns % UNIT == 0 && reinterpret_cast<uintptr_t>(at) % 16 == 0;
     float numbers[UNIT];
-    read8(at, numbers);
-    const float row_scale = x_scales[blockIdx.x] * factor;
-    for (unsigned i = 0; i < UNIT; i++) {
-        const float w_scale = w_scales ? w_scales[(column + i) * w_stride] : 1.0f;
-        numbers[i] = numbers[i] * row_scale * w_scale + (bias ? to_f32(bias[column + i]) : 0.0f);
+    if (is_wide) {
+        read_unit<true>(at, first, a.columns, numbers);
+    } else {
+        read_unit<false>(at, first, a.columns, numbers);
     }
-    store8(numbers, at);
+    for (unsigned i = 0; i < UNIT && first + i < a.columns; i++) {
+        const float w_scale = a.w_scales ? a.w_scales[(first + i) * a.w_stride] : 1.0f;
+        const float sum = numbers[i] * row_scale * w_scale + (bias ? to_f32(bias[first + i]) : 0.0f);
+        numbers[i] = a.is_gelu ? gelu_tanh(sum) : sum;
+    }
+    if (is_wide) {
+        write_unit<true>(numbers, at, first, a.columns);
+    } else {
+        write_unit<false>(numbers, at, first, a.columns);
+    }
 }
 
 }  // namespace moored

@@ -1,6 +1,9 @@
 // Every kernel by its name.
 #include "dequantize.cuh"
+#include "euler.cuh"
 #include "fp8.cuh"
+#include "norm.cuh"
+#include "rope.cuh"
 
 #define DEQUANTIZE_TO(format, read, dtype, T)                                                                    \
     extern "C" __global__ void __launch_bounds__(256) dequantize_##format##_##dtype(                             \
@@ -30,18 +33,19 @@ DEQUANTIZE(q4_k, ByBlock<moored::Q4_K>)
 DEQUANTIZE(q5_k, ByBlock<moored::Q5_K>)
 DEQUANTIZE(q6_k, ByBlock<moored::Q6_K>)
 
-#define FP8(dtype, T)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(256)                                                            \
-        quantize_rows_##dtype(const T* x, uint8_t* codes, float* scales, unsigned columns) {                     \
-        moored::quantize_rows(x, codes, scales, columns);                                                        \
-    }                                                                                                            \
-    extern "C" __global__ void __launch_bounds__(256)                                                            \
-        scale_product_##dtype(T* product, const float* x_scales, const float* w_scales, unsigned w_stride,       \
-                              const T* bias, unsigned columns, float factor) {                                   \
-        moored::scale_product(product, x_scales, w_scales, w_stride, bias, columns, factor);                     \
+#define QUANTIZE_ROWS(dtype, T)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256) quantize_rows_##dtype(moored::QuantizeArguments a) {       \
+        moored::quantize_rows<T>(a);                                                                             \
     }
-FP8(f16, __half)
-FP8(bf16, __nv_bfloat16)
+QUANTIZE_ROWS(f16, __half)
+QUANTIZE_ROWS(bf16, __nv_bfloat16)
+#define FINISH_PRODUCT(dtype, T)                                                                                 \
+    extern "C" __global__ void __launch_bounds__(256) finish_product_##dtype(moored::FinishArguments a) {        \
+        moored::finish_product<T>(a);                                                                            \
+    }
+FINISH_PRODUCT(f32, float)
+FINISH_PRODUCT(f16, __half)
+FINISH_PRODUCT(bf16, __nv_bfloat16)
 
 // Names are made beside what they do.
 #include "softmax.cuh"

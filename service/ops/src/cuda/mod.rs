@@ -3,15 +3,19 @@
 #![allow(unsafe_code)] // Launches, and cuBLASLt.
 
 mod attention;
+mod euler;
+mod linear;
+mod norm;
+mod product;
+mod rope;
 mod elementwise;
-mod fp8;
 
 use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
 use candle_core::cuda_backend::{CudaDType, CudaStorageSlice, WrapErr as _};
 use candle_core::op::BackpropOp;
-use candle_core::{CudaDevice, CudaStorage, DType, Result, Shape, Storage, Tensor};
+use candle_core::{CudaDevice, CudaStorage, DType, Result, Shape, Storage, Tensor, WithDType};
 use cudarc::driver::{
     CudaFunction, CudaModule, CudaSlice, CudaStream, CudaView, DevicePtr as _, DeviceRepr, LaunchConfig,
     PushKernelArg as _,
@@ -20,9 +24,14 @@ use cudarc::nvrtc::Ptx;
 use gpu::{Fp8Scales, GgufType, QuantizedWeight, WeightFormat, WeightPart, rows_and_columns};
 use half::{bf16, f16};
 
+use crate::cudnn::OfCard;
+
 pub(crate) use attention::attention;
+pub(crate) use euler::euler;
+pub(crate) use linear::{linear_as_one, linear_into, multiplies_fp8};
+pub(crate) use norm::norm;
+pub(crate) use rope::qk_norm_rope;
 pub(crate) use elementwise::{all_finite, copy_rows, glu, relative_bias};
-pub(crate) use fp8::{WORKSPACE_BYTES, linear_fp8};
 
 /// Machine code of `kernels.cu`. Empty where only types are checked.
 static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
@@ -34,13 +43,19 @@ const THREADS: usize = 256;
 /// What wide loads ask of an address.
 const ALIGNMENT: u64 = 16;
 
+/// What libraries may work in where nobody gave them more.
+const WORKSPACE_BYTES: usize = 32 << 20;
+
 /// What is kept for one context, as long as the process lives.
 struct Card {
     module: Arc<CudaModule>,
     functions: Mutex<HashMap<String, CudaFunction>>,
     /// Major and minor.
     compute_capability: (i32, i32),
-    products: Mutex<fp8::Products>,
+    products: Mutex<product::Products>,
+    /// Where the libraries work: address and bytes.
+    workspace: OnceLock<(u64, usize)>,
+    cudnn: OfCard,
 }
 
 impl Card {
@@ -58,10 +73,33 @@ impl Card {
             module: context.load_module(Ptx::from_binary(KERNELS.to_vec())).w()?,
             functions: Mutex::default(),
             compute_capability: context.compute_capability().w()?,
-            products: Mutex::new(fp8::Products::new(context)?),
+            products: Mutex::new(product::Products::new(context)?),
+            workspace: OnceLock::new(),
+            cudnn: OfCard::default(),
         });
         cards.insert(key, Arc::clone(&card));
         Ok(card)
+    }
+
+    /// Where a library may work for as long as a call of its takes: what the card was given for that when it was opened
+    /// (all work goes through one stream, so that it serves every library), or memory of our own, once.
+    fn workspace(&self, device: &CudaDevice) -> Result<(u64, usize)> {
+        if let Some(workspace) = self.workspace.get() {
+            return Ok(*workspace);
+        }
+        let stream = device.cuda_stream();
+        let given = gpu::library_workspace(stream.context());
+        let workspace = match given {
+            Some(given) => given,
+            None => {
+                // SAFETY: a workspace is written before it is read.
+                let own = unsafe { device.alloc::<u8>(WORKSPACE_BYTES)? };
+                let address = own.device_ptr(&stream).0;
+                std::mem::forget(own); // as long as the process
+                (address, WORKSPACE_BYTES)
+            }
+        };
+        Ok(*self.workspace.get_or_init(|| workspace))
     }
 
     /// Queues a kernel whose only argument is a structure, by value.
@@ -108,21 +146,18 @@ impl Card {
     }
 }
 
-/// Numbers that our kernels write.
-trait Number: CudaDType + DeviceRepr {
-    /// As the kernels' names have it.
-    const NAME: &'static str;
+/// Loads what is kept for a device's context: its kernels, and cuDNN where it is installed.
+pub(crate) fn prepare(device: &CudaDevice) -> Result<()> {
+    Card::of(device)?.cudnn.with(device, |_| Ok(()))?;
+    Ok(())
 }
 
-impl Number for f32 {
-    const NAME: &'static str = "f32";
-}
-impl Number for f16 {
-    const NAME: &'static str = "f16";
-}
-impl Number for bf16 {
-    const NAME: &'static str = "bf16";
-}
+/// Numbers that our kernels write.
+trait Number: CudaDType + DeviceRepr + WithDType {}
+
+impl Number for f32 {}
+impl Number for f16 {}
+impl Number for bf16 {}
 
 /// [`crate::dequantize`] of a weight on a CUDA device. The weight was checked, and has a number.
 pub(crate) fn dequantize(weight: &QuantizedWeight, dtype: DType) -> Result<Tensor> {
@@ -136,6 +171,16 @@ pub(crate) fn dequantize(weight: &QuantizedWeight, dtype: DType) -> Result<Tenso
 
 fn dequantize_to<T: Number>(weight: &QuantizedWeight) -> Result<Tensor> {
     let device = weight.bytes.device().as_cuda_device()?;
+    // SAFETY: the kernel writes every number before anybody reads one: all work goes through this stream.
+    let out = unsafe { device.alloc::<T>(weight.shape.iter().product())? };
+    let stream = device.cuda_stream();
+    dequantize_to_address(weight, T::DTYPE, out.device_ptr(&stream).0)?;
+    Ok(tensor(out, device, weight.shape.as_slice()))
+}
+
+/// The numbers of a weight, in f32, f16 or bf16, at an address of its card that has room for them.
+pub(crate) fn dequantize_to_address(weight: &QuantizedWeight, dtype: DType, out: u64) -> Result<()> {
+    let device = weight.bytes.device().as_cuda_device()?;
     let card = Card::of(device)?;
     let stream = device.cuda_stream();
     let (rows, columns) = rows_and_columns(&weight.shape);
@@ -148,9 +193,8 @@ fn dequantize_to<T: Number>(weight: &QuantizedWeight) -> Result<Tensor> {
     let bytes = view::<u8>(&storage, layout)?;
     let place = |wanted| place_of(weight.format, rows, columns, wanted) as u64;
     let (scales_at, codes_at) = (place(WeightPart::Scales), place(WeightPart::Codes));
-    // SAFETY: the kernel writes every number before anybody reads one: all work goes through this stream.
-    let out = unsafe { device.alloc::<T>(numbers)? };
-    let function = card.function(format!("dequantize_{}_{}", kernel_of(weight.format), T::NAME))?;
+    let name = format!("dequantize_{}_{}", kernel_of(weight.format), kernel_dtype(dtype)?);
+    let function = card.function(name)?;
     let mut launch = stream.launch_builder(&function);
     launch.arg(&bytes);
     launch.arg(&scales_at);
@@ -161,7 +205,7 @@ fn dequantize_to<T: Number>(weight: &QuantizedWeight) -> Result<Tensor> {
     // SAFETY: the arguments are those of `DEQUANTIZE_TO` in `kernels.cu`. The bytes are as many as format and shape say
     // (`dequantize::checked`) and aligned; the result has room for every number; nothing is read or written beyond.
     unsafe { launch.launch(blocks_of(numbers)) }.w()?;
-    Ok(tensor(out, device, weight.shape.as_slice()))
+    Ok(())
 }
 
 /// A launch with a thread for each [`UNIT`] numbers. There are fewer than 2^32 of those, so the blocks can be counted.
@@ -234,7 +278,7 @@ fn address<T>(view: &CudaView<'_, T>, stream: &CudaStream) -> u64 {
 
 /// The address of a tensor's first number on its card. Whoever uses it keeps the tensor until the work is queued: what is
 /// freed afterwards is freed in the order of the stream.
-fn address_of(x: &Tensor) -> Result<u64> {
+pub(crate) fn address_of(x: &Tensor) -> Result<u64> {
     let device = x.device().as_cuda_device()?;
     let stream = device.cuda_stream();
     let (storage, layout) = x.storage_and_layout();

@@ -1,7 +1,11 @@
-//! The transformer's blocks. All token tensors are `[1, tokens, width]` in the dtype of the card.
+//! The transformer's blocks. They compute in [`Buffers`], which a request has once: in a step nothing is allocated.
+//!
+//! Between two layers stands one pass: the residual, and the norm and modulation of what comes next. So a block begins with
+//! rows that are normalised already, and ends by normalising for the block behind it.
 
-use candle_core::Tensor;
+use candle_core::{DType, Device, Result, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
+use ops::{Activation, Angles, Codes, Epilogue, Gate, Mask, Modulation, Norm, Pairs, QkNorm, Scratch};
 
 use super::config::TransformerConfig;
 use super::linear::Linear;
@@ -10,6 +14,195 @@ use super::positions::Rotations;
 /// Of every norm in the transformer.
 const EPS: f64 = 1e-6;
 
+/// The norm of every block, without weights: modulation has them.
+const NORM: Norm<'static> = Norm::Layer {
+    affine: None,
+    eps: EPS,
+};
+
+/// Widths of the hidden state that `wide` has: attended, and the inside of the feed-forward.
+const WIDE: usize = 5;
+
+/// What a step is computed in, `[batch, tokens, ..]` in the dtype of the card. Text comes first, then the picture.
+#[derive(Debug)]
+pub(super) struct Buffers {
+    /// The residual stream, `[batch, tokens, width]`.
+    hidden: Tensor,
+    /// Normalised for the next layers; then what those give, before it is added to the residual.
+    branch: Tensor,
+    /// The same quantized, where layers multiply fp8: u8 `[batch * tokens, width]`.
+    codes: Option<Codes>,
+    /// Queries, keys and values behind one another in each row, `[batch, tokens, 3 width]`.
+    joint: Tensor,
+    /// What attention gives, then the inside of the feed-forward, `[batch, tokens, 5 width]`.
+    wide: Tensor,
+    /// What layers work in.
+    scratch: Scratch,
+    heads: usize,
+    text: usize,
+}
+
+impl Buffers {
+    /// For so many pictures at once, with this many tokens of text and of each picture.
+    pub(super) fn new(
+        config: &TransformerConfig,
+        (batch, text, picture): (usize, usize, usize),
+        layers: Layers,
+        (dtype, device): (DType, &Device),
+    ) -> Result<Buffers> {
+        let (tokens, width) = (text + picture, config.width());
+        let rows = |widths: usize| Tensor::zeros((batch, tokens, widths * width), dtype, device);
+        let codes = || -> Result<Codes> {
+            Ok(Codes {
+                codes: Tensor::zeros((batch * tokens, width), DType::U8, device)?,
+                scales: Tensor::zeros(batch * tokens, DType::F32, device)?,
+            })
+        };
+        Ok(Buffers {
+            hidden: rows(1)?,
+            branch: rows(1)?,
+            codes: if layers.take_codes { Some(codes()?) } else { None },
+            joint: rows(3)?,
+            wide: rows(WIDE)?,
+            scratch: Scratch::new(layers.scratch_bytes, device)?,
+            heads: config.num_attention_heads,
+            text,
+        })
+    }
+
+    /// Bytes of buffers for so many rows.
+    pub(super) fn bytes(width: usize, rows: usize, number: usize) -> u64 {
+        ((1 + 1 + 3 + WIDE) * width * rows * number) as u64
+    }
+
+    /// What layers work in.
+    pub(super) fn scratch(&self) -> &Scratch {
+        &self.scratch
+    }
+
+    /// Rows of text, `[batch, text, width]`.
+    pub(super) fn text(&self) -> Result<Part> {
+        self.part(0, self.text)
+    }
+
+    /// Rows of the picture.
+    pub(super) fn picture(&self) -> Result<Part> {
+        self.part(self.text, self.hidden.dim(1)? - self.text)
+    }
+
+    /// All rows.
+    pub(super) fn whole(&self) -> Result<Part> {
+        self.part(0, self.hidden.dim(1)?)
+    }
+
+    fn part(&self, first: usize, count: usize) -> Result<Part> {
+        let (batch, tokens, width) = self.hidden.dims3()?;
+        let rows = |x: &Tensor| x.narrow(1, first, count);
+        let by_head = |x: &Tensor, widths: usize| {
+            x.reshape((batch, tokens, widths * self.heads, width / self.heads))?
+                .narrow(1, first, count)
+        };
+        let joint = by_head(&self.joint, 3)?;
+        let wide = rows(&self.wide)?;
+        Ok(Part {
+            hidden: rows(&self.hidden)?,
+            branch: rows(&self.branch)?,
+            codes: match &self.codes {
+                // Codes have no gaps, so those of a part are not where those of the whole are.
+                Some(all) => Some(Codes {
+                    codes: all.codes.narrow(0, batch * first, batch * count)?,
+                    scales: all.scales.narrow(0, batch * first, batch * count)?,
+                }),
+                None => None,
+            },
+            query: joint.narrow(2, 0, self.heads)?,
+            key: joint.narrow(2, self.heads, self.heads)?,
+            value: joint.narrow(2, 2 * self.heads, self.heads)?,
+            attended: by_head(&self.wide, WIDE)?.narrow(2, 0, self.heads)?,
+            inner: wide.narrow(2, width, (WIDE - 1) * width)?,
+            wide,
+        })
+    }
+}
+
+/// What the layers of a transformer ask of its buffers.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Layers {
+    /// Some multiply fp8 as it is.
+    pub(super) take_codes: bool,
+    /// The scratch of the largest.
+    pub(super) scratch_bytes: u64,
+}
+
+/// Rows of the buffers: text, picture, or both.
+#[derive(Debug)]
+pub(super) struct Part {
+    pub(super) hidden: Tensor,
+    branch: Tensor,
+    codes: Option<Codes>,
+    /// `[batch, tokens, heads, head width]`.
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attended: Tensor,
+    /// `[batch, tokens, 4 width]`.
+    inner: Tensor,
+    wide: Tensor,
+}
+
+impl Part {
+    /// Where rows are normalised to, as the layers behind want them.
+    fn normed(&self, as_codes: bool) -> Activation<'_> {
+        match &self.codes {
+            Some(codes) if as_codes => Activation::Codes(codes),
+            _ => Activation::Numbers(&self.branch),
+        }
+    }
+
+    /// Normalises what there is for the first layer of a step.
+    pub(super) fn enter(&self, next: &Next) -> Result<()> {
+        ops::norm_modulate(
+            &self.hidden,
+            NORM,
+            Some(next.modulation()),
+            self.normed(next.as_codes),
+        )
+    }
+
+    /// Adds the branch to the residual, and normalises for what is next.
+    fn pass_on(&self, gate: &Tensor, next: &Next) -> Result<()> {
+        ops::residual_norm_modulate(
+            &self.hidden,
+            &self.branch,
+            Some(Gate::from(gate)),
+            NORM,
+            Some(next.modulation()),
+            self.normed(next.as_codes),
+        )
+    }
+
+    /// What was normalised last, as numbers.
+    pub(super) fn last_normed(&self) -> &Tensor {
+        &self.branch
+    }
+}
+
+/// The norm in front of layers: its modulation in one step, `[1, width]` each, and what the layers take.
+pub(super) struct Next {
+    pub(super) scale: Tensor,
+    pub(super) shift: Tensor,
+    pub(super) as_codes: bool,
+}
+
+impl Next {
+    fn modulation(&self) -> Modulation<'_> {
+        Modulation {
+            scale: &self.scale,
+            shift: Some(&self.shift),
+        }
+    }
+}
+
 /// One projection of tokens to queries, keys and values, with norms of queries and keys by head.
 struct Projection {
     query: Linear,
@@ -17,7 +210,6 @@ struct Projection {
     value: Linear,
     query_norm: Tensor,
     key_norm: Tensor,
-    heads: usize,
 }
 
 impl Projection {
@@ -27,7 +219,7 @@ impl Projection {
         block: &str,
         names: [&str; 5],
         config: &TransformerConfig,
-    ) -> Result<Projection, MissingTensor> {
+    ) -> std::result::Result<Projection, MissingTensor> {
         let width = config.width();
         let linear = |name: &str| Linear::new(tensors, &format!("{block}.attn.{name}"), width, width);
         let norm = |name: &str| {
@@ -42,38 +234,34 @@ impl Projection {
             value: linear(names[2])?,
             query_norm: norm(names[3])?,
             key_norm: norm(names[4])?,
-            heads: config.num_attention_heads,
         })
     }
 
-    /// Queries, keys and values, `[1, tokens, heads, head_width]` each.
-    fn forward(&self, x: &Tensor) -> candle_core::Result<[Tensor; 3]> {
-        let (batch, tokens, width) = x.dims3()?;
-        let by_head = |x: Tensor| x.reshape((batch, tokens, self.heads, width / self.heads));
-        // One after the other, so that what was projected goes before the next is.
-        let query = by_head(self.query.forward(x)?)?;
-        let query = normed(query, &self.query_norm)?;
-        let key = by_head(self.key.forward(x)?)?;
-        let key = normed(key, &self.key_norm)?;
-        Ok([query, key, by_head(self.value.forward(x)?)?])
+    fn layers(&self) -> [&Linear; 3] {
+        [&self.query, &self.key, &self.value]
+    }
+
+    /// Queries, keys and values of a part, normalised and rotated, into the joint buffer.
+    fn forward(&self, part: &Part, as_codes: bool, angles: Angles<'_>, scratch: &Scratch) -> Result<()> {
+        let layers = [
+            self.query.to(&part.query),
+            self.key.to(&part.key),
+            self.value.to(&part.value),
+        ];
+        ops::linears_into(part.normed(as_codes), &layers, Epilogue::None, scratch)?;
+        let norm = QkNorm::PerHead {
+            q: &self.query_norm,
+            k: &self.key_norm,
+            eps: EPS,
+        };
+        ops::qk_norm_rope(&part.query, &part.key, norm, Some(angles), Pairs::Neighbours)
     }
 }
 
-/// The norm of queries or keys; takes them, so that they go.
-fn normed(x: Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
-    ops::rms_norm(&x, weight, EPS)
-}
-
-/// Attention over all tokens: `[1, tokens, heads, head_width]` thrice to `[1, tokens, width]`.
-fn attend([query, key, value]: [Tensor; 3], rotations: &Rotations) -> candle_core::Result<Tensor> {
-    let scale = (query.dim(3)? as f64).powf(-0.5);
-    // Each takes what was before it, so that there are three of them, and four while one is made.
-    let turned = |x: Tensor| ops::rope(&x.transpose(1, 2)?, &rotations.cos, &rotations.sin);
-    let by_head = |x: Tensor| x.transpose(1, 2)?.contiguous();
-    let (query, key, value) = (turned(query)?, turned(key)?, by_head(value)?);
-    ops::composed_attention(&query, &key, &value, scale, None, false)?
-        .transpose(1, 2)?
-        .flatten_from(2)
+/// Attention over all tokens.
+fn attend(all: &Part) -> Result<()> {
+    let scale = (all.query.dim(3)? as f64).powf(-0.5);
+    ops::attention(&all.query, &all.key, &all.value, scale, Mask::None, &all.attended)
 }
 
 /// `FeedForward` with the tanh approximation of GELU.
@@ -87,19 +275,12 @@ impl FeedForward {
         tensors: &ComponentTensors,
         name: &str,
         config: &TransformerConfig,
-    ) -> Result<Self, MissingTensor> {
+    ) -> std::result::Result<Self, MissingTensor> {
         let (width, inner) = (config.width(), config.feed_forward_width());
         Ok(FeedForward {
             up: Linear::new(tensors, &format!("{name}.net.0.proj"), width, inner)?,
             down: Linear::new(tensors, &format!("{name}.net.2"), inner, width)?,
         })
-    }
-
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let up = self.up.forward(x)?;
-        let raised = ops::gelu_tanh(&up)?;
-        drop(up);
-        self.down.forward(&raised)
     }
 }
 
@@ -116,7 +297,7 @@ impl Modulator {
         name: &str,
         width: usize,
         parts: usize,
-    ) -> Result<Modulator, MissingTensor> {
+    ) -> std::result::Result<Modulator, MissingTensor> {
         Ok(Modulator {
             linear: Linear::new(tensors, &format!("{name}.linear"), width, parts * width)?,
             parts,
@@ -124,7 +305,7 @@ impl Modulator {
     }
 
     /// `activated` is SiLU of the conditioning, `[steps, width]`; one `[steps, width]` a part.
-    pub(super) fn forward(&self, activated: &Tensor) -> candle_core::Result<Vec<Tensor>> {
+    pub(super) fn forward(&self, activated: &Tensor) -> Result<Vec<Tensor>> {
         self.linear.forward(activated)?.chunk(self.parts, 1)
     }
 }
@@ -141,16 +322,63 @@ struct Stream {
 type StreamModulation = Vec<Tensor>;
 
 /// Rows `step` of modulations of all steps, `[1, width]` each.
-fn at_step(parts: &[Tensor], step: usize) -> candle_core::Result<Vec<Tensor>> {
+fn at_step(parts: &[Tensor], step: usize) -> Result<Vec<Tensor>> {
     parts.iter().map(|part| part.narrow(0, step, 1)).collect()
 }
 
+/// Shift and scale, which stand one behind the other, as the norm in front of `layers`.
+fn next_of<'a>(parts: &[Tensor], step: usize, layers: impl IntoIterator<Item = &'a Linear>) -> Result<Next> {
+    Ok(Next {
+        shift: parts[0].narrow(0, step, 1)?,
+        scale: parts[1].narrow(0, step, 1)?,
+        as_codes: take_codes(layers)?,
+    })
+}
+
+/// Whether all layers multiply fp8 as it is.
+fn take_codes<'a>(layers: impl IntoIterator<Item = &'a Linear>) -> Result<bool> {
+    for layer in layers {
+        if !layer.takes_codes()? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
 impl Stream {
-    /// The residual of attention, and the feed-forward behind it.
-    fn close(&self, x: &Tensor, attended: &Tensor, modulation: &[Tensor]) -> candle_core::Result<Tensor> {
-        let x = ops::gated_add(x, &self.output.forward(attended)?, &modulation[2])?;
-        let normed = ops::modulated_layer_norm(&x, &modulation[4], &modulation[3], EPS)?;
-        ops::gated_add(&x, &self.feed_forward.forward(&normed)?, &modulation[5])
+    fn layers(&self) -> impl Iterator<Item = &Linear> {
+        let feed_forward = [&self.output, &self.feed_forward.up, &self.feed_forward.down];
+        self.projection.layers().into_iter().chain(feed_forward)
+    }
+
+    /// The norm in front of the projections.
+    fn next(&self, modulation: &StreamModulation, step: usize) -> Result<Next> {
+        next_of(modulation, step, self.projection.layers())
+    }
+
+    /// The residual of attention, and the feed-forward behind it; normalises for what is next.
+    fn close(
+        &self,
+        part: &Part,
+        modulation: &StreamModulation,
+        step: usize,
+        next: &Next,
+        scratch: &Scratch,
+    ) -> Result<()> {
+        let gates = at_step(modulation, step)?;
+        let FeedForward { up, down } = &self.feed_forward;
+        self.output
+            .forward_into(&part.attended, Epilogue::None, &part.branch, scratch)?;
+        let inside = next_of(&modulation[3..], step, [up])?;
+        part.pass_on(&gates[2], &inside)?;
+        up.forward_into(
+            part.normed(inside.as_codes),
+            Epilogue::GeluTanh,
+            &part.inner,
+            scratch,
+        )?;
+        down.forward_into(&part.inner, Epilogue::None, &part.branch, scratch)?;
+        part.pass_on(&gates[5], next)
     }
 }
 
@@ -165,7 +393,7 @@ impl DoubleBlock {
         tensors: &ComponentTensors,
         name: &str,
         config: &TransformerConfig,
-    ) -> Result<DoubleBlock, MissingTensor> {
+    ) -> std::result::Result<DoubleBlock, MissingTensor> {
         let stream = |norm: &str, projections: [&str; 5], output: &str, feed_forward: &str| {
             Ok(Stream {
                 modulator: Modulator::new(tensors, &format!("{name}.{norm}"), config.width(), 6)?,
@@ -197,42 +425,55 @@ impl DoubleBlock {
         })
     }
 
+    /// Layers that a step runs.
+    pub(super) fn layers(&self) -> impl Iterator<Item = &Linear> {
+        self.picture.layers().chain(self.text.layers())
+    }
+
     /// Modulations of all steps: of the picture, then of the text.
-    pub(super) fn modulate(
-        &self,
-        activated: &Tensor,
-    ) -> candle_core::Result<(StreamModulation, StreamModulation)> {
+    pub(super) fn modulate(&self, activated: &Tensor) -> Result<(StreamModulation, StreamModulation)> {
         Ok((
             self.picture.modulator.forward(activated)?,
             self.text.modulator.forward(activated)?,
         ))
     }
 
-    /// Picture and text after the block.
-    pub(super) fn forward(
+    /// The norms that the block begins with: of the picture, then of the text.
+    pub(super) fn first(
         &self,
-        picture: &Tensor,
-        text: &Tensor,
         (of_picture, of_text): &(StreamModulation, StreamModulation),
         step: usize,
-        rotations: &Rotations,
-    ) -> candle_core::Result<(Tensor, Tensor)> {
-        let (of_picture, of_text) = (at_step(of_picture, step)?, at_step(of_text, step)?);
-        let normed_picture = ops::modulated_layer_norm(picture, &of_picture[1], &of_picture[0], EPS)?;
-        let normed_text = ops::modulated_layer_norm(text, &of_text[1], &of_text[0], EPS)?;
-        let [pq, pk, pv] = self.picture.projection.forward(&normed_picture)?;
-        let [tq, tk, tv] = self.text.projection.forward(&normed_text)?;
-        drop((normed_picture, normed_text));
-        let joined = |text: Tensor, picture: Tensor| Tensor::cat(&[text, picture], 1);
-        let joint = [joined(tq, pq)?, joined(tk, pk)?, joined(tv, pv)?];
-        let attended = attend(joint, rotations)?;
-        let (text_tokens, picture_tokens) = (text.dim(1)?, picture.dim(1)?);
-        let attended_text = attended.narrow(1, 0, text_tokens)?;
-        let attended_picture = attended.narrow(1, text_tokens, picture_tokens)?;
+    ) -> Result<(Next, Next)> {
         Ok((
-            self.picture.close(picture, &attended_picture, &of_picture)?,
-            self.text.close(text, &attended_text, &of_text)?,
+            self.picture.next(of_picture, step)?,
+            self.text.next(of_text, step)?,
         ))
+    }
+
+    /// The block, over rows that are normalised; they are normalised for `next` then, picture and text.
+    pub(super) fn forward(
+        &self,
+        buffers: &Buffers,
+        modulation: &(StreamModulation, StreamModulation),
+        step: usize,
+        rotations: &Rotations,
+        next: (&Next, &Next),
+    ) -> Result<()> {
+        let (picture, text, whole) = (buffers.picture()?, buffers.text()?, buffers.whole()?);
+        let (of_picture, of_text) = self.first(modulation, step)?;
+        let scratch = &buffers.scratch;
+        let turned = rotations.rows(buffers.text, picture.hidden.dim(1)?)?;
+        self.picture
+            .projection
+            .forward(&picture, of_picture.as_codes, turned.angles(), scratch)?;
+        let turned = rotations.rows(0, buffers.text)?;
+        self.text
+            .projection
+            .forward(&text, of_text.as_codes, turned.angles(), scratch)?;
+        attend(&whole)?;
+        self.picture
+            .close(&picture, &modulation.0, step, next.0, scratch)?;
+        self.text.close(&text, &modulation.1, step, next.1, scratch)
     }
 }
 
@@ -249,7 +490,7 @@ impl SingleBlock {
         tensors: &ComponentTensors,
         name: &str,
         config: &TransformerConfig,
-    ) -> Result<SingleBlock, MissingTensor> {
+    ) -> std::result::Result<SingleBlock, MissingTensor> {
         let (width, inner) = (config.width(), config.feed_forward_width());
         let projections = ["to_q", "to_k", "to_v", "norm_q", "norm_k"];
         Ok(SingleBlock {
@@ -260,29 +501,44 @@ impl SingleBlock {
         })
     }
 
+    /// Layers that a step runs.
+    pub(super) fn layers(&self) -> impl Iterator<Item = &Linear> {
+        self.projection
+            .layers()
+            .into_iter()
+            .chain([&self.up, &self.output])
+    }
+
     /// Modulations of all steps.
-    pub(super) fn modulate(&self, activated: &Tensor) -> candle_core::Result<Vec<Tensor>> {
+    pub(super) fn modulate(&self, activated: &Tensor) -> Result<Vec<Tensor>> {
         self.modulator.forward(activated)
     }
 
-    /// Text and picture, one behind the other, after the block.
+    /// The norm that the block begins with.
+    pub(super) fn first(&self, modulation: &[Tensor], step: usize) -> Result<Next> {
+        let layers = self.projection.layers().into_iter().chain([&self.up]);
+        next_of(modulation, step, layers)
+    }
+
+    /// The block, over rows that are normalised; `rows` of them go on, and are normalised for `next`.
     pub(super) fn forward(
         &self,
-        x: &Tensor,
+        buffers: &Buffers,
         modulation: &[Tensor],
         step: usize,
         rotations: &Rotations,
-    ) -> candle_core::Result<Tensor> {
-        let modulation = at_step(modulation, step)?;
-        let normed = ops::modulated_layer_norm(x, &modulation[1], &modulation[0], EPS)?;
-        let attended = attend(self.projection.forward(&normed)?, rotations)?;
-        let up = self.up.forward(&normed)?;
-        drop(normed);
-        let raised = ops::gelu_tanh(&up)?;
-        drop(up);
-        let both = Tensor::cat(&[attended, raised], 2)?;
-        let output = self.output.forward(&both)?;
-        drop(both);
-        ops::gated_add(x, &output, &modulation[2])
+        (rows, next): (&Part, &Next),
+    ) -> Result<()> {
+        let whole = buffers.whole()?;
+        let as_codes = self.first(modulation, step)?.as_codes;
+        let scratch = &buffers.scratch;
+        self.projection
+            .forward(&whole, as_codes, rotations.angles(), scratch)?;
+        self.up
+            .forward_into(whole.normed(as_codes), Epilogue::GeluTanh, &whole.inner, scratch)?;
+        attend(&whole)?;
+        self.output
+            .forward_into(&whole.wide, Epilogue::None, &whole.branch, scratch)?;
+        rows.pass_on(&modulation[2].narrow(0, step, 1)?, next)
     }
 }

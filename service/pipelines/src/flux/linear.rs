@@ -1,8 +1,8 @@
 //! The one linear layer of this family, however its weight is held.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use gpu::{ComponentTensors, MissingTensor, Weight};
-use ops::{Epilogue, Scratch};
+use ops::{Activation, Epilogue, LayerTo, Scratch};
 
 /// `x Wᵀ + b`, as `torch.nn.Linear`.
 #[derive(Debug, Clone)]
@@ -44,21 +44,57 @@ impl Linear {
         Ok(Linear { weight, bias: None })
     }
 
-    /// `x` is `[b, n, inputs]` or `[n, inputs]`; the result has `outputs` instead.
+    /// `x` is `[.., inputs]`; the result has `outputs` instead.
     ///
     /// # Errors
-    /// Those of candle.
+    /// Those of [`ops::linear`].
     pub(super) fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let mut shape = x.dims().to_vec();
-        let Some(width) = shape.pop() else {
-            candle_core::bail!("a linear layer of a scalar")
-        };
-        let outputs = self.weight.dims()[0];
-        // One large product rather than one a batch.
-        let flat = x.contiguous()?.reshape((x.elem_count() / width, width))?;
-        let flat = ops::linear(&flat, &self.weight, self.bias.as_ref())?;
-        shape.push(outputs);
-        flat.reshape(shape)
+        ops::linear(x, &self.weight, self.bias.as_ref())
+    }
+
+    /// The same with an activation, written to `out`, which may be a window of a larger tensor.
+    ///
+    /// # Errors
+    /// Those of [`ops::linear_into`].
+    pub(super) fn forward_into<'a>(
+        &self,
+        x: impl Into<Activation<'a>>,
+        then: Epilogue,
+        out: &Tensor,
+        scratch: &Scratch,
+    ) -> candle_core::Result<()> {
+        ops::linear_into(x, &self.weight, self.bias.as_ref(), then, out, scratch)
+    }
+
+    /// The layer among others over the same rows.
+    pub(super) fn to<'a>(&'a self, out: &'a Tensor) -> LayerTo<'a> {
+        LayerTo {
+            weight: &self.weight,
+            bias: self.bias.as_ref(),
+            out,
+        }
+    }
+
+    /// Whether its rows are better quantized where they are computed.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub(super) fn takes_codes(&self) -> candle_core::Result<bool> {
+        match &self.bias {
+            Some(bias) => ops::multiplies_fp8(bias.device(), &self.weight, bias.dtype()),
+            None => Ok(false),
+        }
+    }
+
+    /// The scratch that it needs for so many tokens.
+    pub(super) fn scratch_bytes(&self, tokens: usize, dtype: DType) -> u64 {
+        match &self.weight {
+            Weight::Full(_) => 0,
+            Weight::Quantized(weight) => {
+                let (rows, columns) = gpu::rows_and_columns(&weight.shape);
+                ops::linear_scratch(weight.format, rows, columns, tokens, dtype)
+            }
+        }
     }
 
     /// `x` is `[n, inputs]`; `out` is `[n, outputs]`, and may be columns of a wider tensor.

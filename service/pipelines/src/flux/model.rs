@@ -18,7 +18,7 @@ use super::config::TransformerConfig;
 use super::scheduler::{SchedulerConfig, first_step};
 use super::t5::T5Config;
 use super::tokenizers::{ClipTokenizer, T5Tokenizer};
-use super::transformer::denoise_scratch;
+use super::transformer::{codes_bytes, denoise_scratch};
 use super::vae::Chunking;
 use super::vae::{VaeConfig, decode_scratch, encode_ladder, ladder};
 use crate::files::{damaged, read_json, unsupported};
@@ -130,7 +130,16 @@ impl FluxModel {
         let clip: ClipConfig = checked(&base.join("text_encoder/config.json"), ClipConfig::check)?;
         let t5: T5Config = checked(&base.join("text_encoder_2/config.json"), T5Config::check)?;
         check_widths(base, &transformer, &vae, &clip, &t5)?;
-        let clip_tokenizer = ClipTokenizer::open(&base.join("tokenizer"))?;
+        // Vocabularies are most of the time that it takes to open a model: two threads read them.
+        let (clip_tokenizer, t5_tokenizer) = std::thread::scope(|scope| {
+            let t5 = scope.spawn(|| T5Tokenizer::open(&base.join("tokenizer_2")));
+            let clip = ClipTokenizer::open(&base.join("tokenizer"));
+            (
+                clip,
+                t5.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+            )
+        });
+        let clip_tokenizer = clip_tokenizer?;
         if clip_tokenizer.length() > clip.max_position_embeddings {
             let (tokens, places) = (clip_tokenizer.length(), clip.max_position_embeddings);
             let problem = format!("its CLIP has {places} positions for {tokens} tokens");
@@ -162,7 +171,7 @@ impl FluxModel {
                 SchedulerConfig::check,
             )?,
             clip_tokenizer,
-            t5_tokenizer: T5Tokenizer::open(&base.join("tokenizer_2"))?,
+            t5_tokenizer: t5_tokenizer?,
             defaults: defaults(base, transformer.guidance_embeds)?,
             transformer,
             vae,
@@ -194,6 +203,16 @@ impl FluxModel {
             Target::Full(_) => None,
         };
         Bytes(sources.iter().filter_map(of_layer).max().unwrap_or_default())
+    }
+
+    /// Whether a component has layers in fp8, which cards may multiply as they are.
+    fn holds_fp8(&self, component_name: &str) -> bool {
+        let Some(LoadPlan::Files(sources)) = self.load_plan(component_name) else {
+            return false;
+        };
+        let is_fp8 =
+            |source: &TensorSource| matches!(source.target, Target::Quantized(gpu::WeightFormat::Fp8(_)));
+        sources.iter().any(is_fp8)
     }
 
     /// Sides of the latent of a picture: height, then width.
@@ -245,6 +264,9 @@ impl FluxModel {
             dtype,
         ));
         scratch += self.dequantizing("transformer", tokens as usize + picture);
+        if self.holds_fp8("transformer") {
+            scratch += Bytes(codes_bytes(&self.transformer, tokens as usize, picture));
+        }
         let mut components = self.component("transformer");
         if request.preview {
             components.extend(self.component("vae"));

@@ -15,6 +15,23 @@ pub struct Rotations {
     pub sin: Tensor,
 }
 
+impl Rotations {
+    /// Those of some tokens.
+    pub(super) fn rows(&self, first: usize, count: usize) -> Result<Rotations> {
+        Ok(Rotations {
+            cos: self.cos.narrow(0, first, count)?,
+            sin: self.sin.narrow(0, first, count)?,
+        })
+    }
+
+    pub(super) fn angles(&self) -> ops::Angles<'_> {
+        ops::Angles {
+            cos: &self.cos,
+            sin: &self.sin,
+        }
+    }
+}
+
 /// Positions of `text` tokens, all zero, and behind them those of a picture of `rows` by `columns` tokens:
 /// `[0, row, column]`, row-major. (`FluxPipeline._prepare_latent_image_ids`.)
 pub fn positions(text: usize, rows: usize, columns: usize) -> Vec<[u32; 3]> {

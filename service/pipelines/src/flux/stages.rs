@@ -48,7 +48,7 @@ pub struct Stage<'a> {
 struct Start {
     /// Sigmas of the steps that are run, and the last, zero.
     sigmas: Vec<f32>,
-    /// f32 `[1, channels, h, w]`, in host memory.
+    /// f32 `[1, channels, h, w]`, on the host.
     latent: Tensor,
 }
 
@@ -214,16 +214,19 @@ impl Stage<'_> {
         self.go_on()?;
         let conditioning = transformer.condition(&prompted, &times)?;
 
-        let latent = pack(&latent)?;
-        // The latent in the dtype of the card, beside the exact one: a tensor of its own, since both are written.
-        let seen = latent.to_dtype(self.model.precision.dtype)?.copy()?;
-        let (latent, seen) = (latent.to_device(self.device)?, seen.to_device(self.device)?);
+        // On the host the order of a latent costs nothing. Two tensors, since both are written.
+        let dtype = self.model.precision.dtype;
+        let latent = pack(&latent)?.contiguous()?;
+        let seen = latent.to_dtype(dtype)?.copy()?.to_device(self.device)?;
+        let latent = latent.to_device(self.device)?;
+        let workplace = transformer.workplace(1, tokens, rows * columns, (dtype, self.device))?;
         let finite = Finite::new(self.device)?;
         for step in 0..steps {
             self.go_on()?;
-            let velocity = transformer.velocity(&seen, &conditioning, step, &mut || self.go_on())?;
+            let velocity =
+                transformer.velocity(&seen, &conditioning, step, &workplace, &mut || self.go_on())?;
             let (sigma, next) = (sigmas[step], sigmas[step + 1]);
-            euler(&latent, &velocity, f64::from(next - sigma), &seen, &finite)?;
+            euler(&latent, velocity, f64::from(next - sigma), &seen, &finite)?;
             // To look is to wait for the card, which is meant: a step that is told of has been done, and one that is
             // cancelled is the last. It costs the card the microseconds in which the next step is asked for.
             if !finite.is_finite()? {

@@ -2,8 +2,9 @@
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
+use ops::Epilogue;
 
-use super::blocks::{DoubleBlock, Modulator, SingleBlock};
+use super::blocks::{Buffers, DoubleBlock, Layers, Modulator, Next, SingleBlock};
 use super::config::TransformerConfig;
 use super::linear::Linear;
 use super::positions::{Rotations, positions, rotations};
@@ -26,10 +27,11 @@ pub struct Transformer {
     last: Linear,
 }
 
-/// What is the same in every step of a request, computed once: embedded text, rotations, and the
-/// modulation of every block for every step (a quarter of the weights, needed only here).
+/// What is the same in every step of a request, computed once: rotations, and the modulation of every block for
+/// every step (a quarter of the weights, needed only here).
 pub struct Conditioning {
-    text: Tensor,
+    /// T5's states, `[batch, tokens, joint_attention_dim]`.
+    sequence: Tensor,
     rotations: Rotations,
     double: Vec<(Vec<Tensor>, Vec<Tensor>)>,
     single: Vec<Vec<Tensor>>,
@@ -119,18 +121,22 @@ impl Transformer {
             columns,
         } = *prompted;
         let (device, dtype) = (sequence.device(), sequence.dtype());
-        let embedded = |thousandths: Vec<f32>| sinusoids(&thousandths, device)?.to_dtype(dtype);
-        let mut vector = self
+        let embedded = |thousandths: Vec<f32>| sinusoids(&thousandths, dtype, device);
+        let vector = self
             .timestep
             .forward(&embedded(times.iter().map(|t| t * 1000.0).collect())?)?;
         if let Some(layers) = &self.guidance {
-            vector = vector.broadcast_add(&layers.forward(&embedded(vec![guidance * 1000.0])?)?)?;
+            ops::add_residual(
+                &vector,
+                &layers.forward(&embedded(vec![guidance * 1000.0])?)?,
+                None,
+            )?;
         }
-        vector = vector.broadcast_add(&self.pooled.forward(&pooled.to_dtype(dtype)?)?)?;
+        ops::add_residual(&vector, &self.pooled.forward(pooled)?, None)?;
         let activated = ops::silu(&vector)?;
         let places = positions(sequence.dim(1)?, rows, columns);
         Ok(Conditioning {
-            text: self.text_in.forward(sequence)?,
+            sequence: sequence.clone(),
             rotations: rotations(&places, self.config.axes_dims_rope, device)?,
             double: self
                 .double
@@ -146,45 +152,132 @@ impl Transformer {
         })
     }
 
-    /// The velocity at `latent` `[1, rows * columns, in_channels]` in step `step` (from 0), of the same
-    /// shape. `go_on` is asked before every block.
+    /// What steps are computed in: for so many pictures at once, with these tokens of text and of each picture.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn workplace(
+        &self,
+        batch: usize,
+        text: usize,
+        picture: usize,
+        (dtype, device): (DType, &Device),
+    ) -> candle_core::Result<Workplace> {
+        let tokens = batch * (text + picture);
+        let layers = || {
+            let double = self.double.iter().flat_map(DoubleBlock::layers);
+            let single = self.single.iter().flat_map(SingleBlock::layers);
+            double
+                .chain(single)
+                .chain([&self.picture_in, &self.text_in, &self.last])
+        };
+        let mut take_codes = false;
+        for layer in layers() {
+            take_codes |= layer.takes_codes()?;
+        }
+        let of_layer = |layer: &Linear| layer.scratch_bytes(tokens, dtype);
+        let layers = Layers {
+            take_codes,
+            scratch_bytes: layers().map(of_layer).max().unwrap_or_default(),
+        };
+        let buffers = Buffers::new(&self.config, (batch, text, picture), layers, (dtype, device))?;
+        let shape = (batch, picture, self.config.in_channels);
+        Ok(Workplace {
+            velocity: Tensor::zeros(shape, dtype, device)?,
+            buffers,
+        })
+    }
+
+    /// The velocity at `latent` `[batch, rows * columns, in_channels]` in step `step` (from 0), of the same shape, which
+    /// is in the workplace until the next step. `go_on` is asked before every block.
     ///
     /// # Errors
     /// Those of candle, and what `go_on` gives.
-    pub fn velocity(
+    pub fn velocity<'a>(
         &self,
         latent: &Tensor,
         conditioning: &Conditioning,
         step: usize,
+        workplace: &'a Workplace,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
-    ) -> Result<Tensor, StageError> {
-        let mut picture = self.picture_in.forward(latent)?;
-        let mut text = conditioning.text.clone();
-        for (block, modulation) in self.double.iter().zip(&conditioning.double) {
+    ) -> Result<&'a Tensor, StageError> {
+        let buffers = &workplace.buffers;
+        let (picture, text, whole) = (buffers.picture()?, buffers.text()?, buffers.whole()?);
+        let scratch = buffers.scratch();
+        self.picture_in
+            .forward_into(latent, Epilogue::None, &picture.hidden, scratch)?;
+        self.text_in
+            .forward_into(&conditioning.sequence, Epilogue::None, &text.hidden, scratch)?;
+        let last = Next {
+            // Scale before shift here (`AdaLayerNormContinuous`), shift before scale in every block.
+            scale: conditioning.last[0].narrow(0, step, 1)?,
+            shift: conditioning.last[1].narrow(0, step, 1)?,
+            as_codes: false,
+        };
+        let single_at = |i: usize| match (self.single.get(i), conditioning.single.get(i)) {
+            (Some(block), Some(modulation)) => block.first(modulation, step).map(Some),
+            _ => Ok(None),
+        };
+        for (i, (block, modulation)) in self.double.iter().zip(&conditioning.double).enumerate() {
             go_on()?;
-            (picture, text) = block.forward(&picture, &text, modulation, step, &conditioning.rotations)?;
+            if i == 0 {
+                let (of_picture, of_text) = block.first(modulation, step)?;
+                picture.enter(&of_picture)?;
+                text.enter(&of_text)?;
+            }
+            let behind = self.double.get(i + 1).zip(conditioning.double.get(i + 1));
+            match (behind, single_at(0)?) {
+                (Some((next, modulations)), _) => {
+                    let (of_picture, of_text) = next.first(modulations, step)?;
+                    block.forward(
+                        buffers,
+                        modulation,
+                        step,
+                        &conditioning.rotations,
+                        (&of_picture, &of_text),
+                    )?;
+                }
+                (None, Some(next)) => {
+                    block.forward(buffers, modulation, step, &conditioning.rotations, (&next, &next))?;
+                }
+                (None, None) => {
+                    block.forward(buffers, modulation, step, &conditioning.rotations, (&last, &last))?;
+                }
+            }
         }
-        let (text_tokens, picture_tokens) = (text.dim(1)?, picture.dim(1)?);
-        let mut joint = Tensor::cat(&[text, picture], 1)?;
-        for (block, modulation) in self.single.iter().zip(&conditioning.single) {
+        for (i, (block, modulation)) in self.single.iter().zip(&conditioning.single).enumerate() {
             go_on()?;
-            joint = block.forward(&joint, modulation, step, &conditioning.rotations)?;
+            if i == 0 && self.double.is_empty() {
+                whole.enter(&block.first(modulation, step)?)?;
+            }
+            let rotations = &conditioning.rotations;
+            match single_at(i + 1)? {
+                Some(next) => block.forward(buffers, modulation, step, rotations, (&whole, &next))?,
+                None => block.forward(buffers, modulation, step, rotations, (&picture, &last))?,
+            }
         }
-        let picture = joint.narrow(1, text_tokens, picture_tokens)?;
-        // Scale before shift here (`AdaLayerNormContinuous`), shift before scale in every block.
-        let scale = conditioning.last[0].narrow(0, step, 1)?;
-        let shift = conditioning.last[1].narrow(0, step, 1)?;
-        Ok(self
-            .last
-            .forward(&ops::modulated_layer_norm(&picture, &scale, &shift, 1e-6)?)?)
+        self.last.forward_into(
+            picture.last_normed(),
+            Epilogue::None,
+            &workplace.velocity,
+            scratch,
+        )?;
+        Ok(&workplace.velocity)
     }
 }
 
-/// `Timesteps(256, flip_sin_to_cos=True, downscale_freq_shift=0)`: cosines, then sines, `[values, 256]`
-/// in f32. The angles are rounded to f32 as the reference rounds them: at 3,500 (a guidance of 3.5) that
+/// What the steps of a request are computed in.
+#[derive(Debug)]
+pub struct Workplace {
+    buffers: Buffers,
+    velocity: Tensor,
+}
+
+/// `Timesteps(256, flip_sin_to_cos=True, downscale_freq_shift=0)`: cosines, then sines, `[values, 256]`,
+/// computed in f32. The angles are rounded to f32 as the reference rounds them: at 3,500 (a guidance of 3.5) that
 /// is 1e-4. The frequencies are rounded correctly; torch's depend on the machine in their last bit, which
 /// moves a whole model's output by 1.5e-5.
-fn sinusoids(values: &[f32], device: &Device) -> candle_core::Result<Tensor> {
+fn sinusoids(values: &[f32], dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
     let half = SINUSOIDS / 2;
     let minus_ln_of_period = -(10_000f64.ln()) as f32;
     let frequencies: Vec<f32> = (0..half)
@@ -197,7 +290,9 @@ fn sinusoids(values: &[f32], device: &Device) -> candle_core::Result<Tensor> {
             cosines.chain(frequencies.iter().map(move |frequency| (value * frequency).sin()))
         })
         .collect();
-    Tensor::from_vec(numbers, (values.len(), SINUSOIDS), device)
+    Tensor::from_vec(numbers, (values.len(), SINUSOIDS), &Device::Cpu)?
+        .to_dtype(dtype)?
+        .to_device(device)
 }
 
 /// A latent `[1, channels, 2 rows, 2 columns]` as tokens `[1, rows * columns, 4 * channels]`:
@@ -228,22 +323,12 @@ pub fn unpack(tokens: &Tensor, rows: usize, columns: usize) -> candle_core::Resu
         .reshape((batch, width / 4, rows * 2, columns * 2))
 }
 
-/// Bytes that matrix products pack their operands into, and what else does not depend on the request.
+/// Bytes that matrix products pack their operands into on a CPU, and what else does not depend on the request.
 const LIBRARIES: u64 = 4 << 20;
 
-/// Predicted activation bytes of a step over `text` and `picture` tokens, and of the modulation of
-/// `steps` steps.
-///
-/// Counted in tokens times the hidden width, with the picture's share `p` of the tokens. Every block holds its input.
-/// Then, in a card's narrow dtype, where operations are composed and norms, rotations and activations go part by part:
-///
-/// - attending, both kinds: the normed input (single), queries, keys and values, and what [`ops::attention_scratch`]
-///   has: 5 and that; while one is projected 4 and its product with and without bias;
-/// - the feed-forward of a double block: attended (1), and of the picture alone: after attention, normed, raised, and
-///   as much again (the product without the bias, or what the activation gives): 2 + 10 p;
-/// - the end of a single block: normed, attended, 4 and 4 as above: 11; or attended and raised (5) twice over: 11.
-///
-/// On the CPU, in f32, operations hold no copies, and the widest is the same.
+/// Predicted activation bytes of `steps` steps over `text` and `picture` tokens: the buffers that they are computed in,
+/// what attention takes besides, and the modulation of all steps. What quantized layers work in is not among it
+/// ([`ops::linear_scratch`]), nor are the codes of rows where layers multiply fp8 ([`codes_bytes`]).
 pub fn denoise_scratch(
     config: &TransformerConfig,
     text: usize,
@@ -251,30 +336,18 @@ pub fn denoise_scratch(
     steps: u32,
     dtype: DType,
 ) -> u64 {
-    let (tokens, width) = ((text + picture) as u64, config.width() as u64);
-    let number = dtype.size_in_bytes() as u64;
-    let unit = tokens * width * number;
-    let of_picture = text.max(picture) as u64 * width * number;
-    let fed_forward = (2 * unit + 10 * of_picture).max(11 * unit);
-    // Where the dtype is narrower than f32, parts of norms, rotations and activations are held in f32, thrice.
-    let widened = if number < 4 {
-        3 * (tokens * width * 4 * 4).min(ops::PART_BYTES as u64)
-    } else {
-        0
-    };
-    let attending = ops::attention_scratch(
-        config.num_attention_heads,
-        text + picture,
-        text + picture,
-        config.attention_head_dim,
-        dtype.size_in_bytes(),
-    ) as u64;
-    let of_step = (fed_forward + widened).max(5 * unit + attending.max(3 * unit + widened));
-    let rotations = tokens * config.attention_head_dim as u64 * 4;
-    let modulations = (config.num_layers * 12 + config.num_single_layers * 3 + 2) as u64;
-    let modulations = modulations * width * u64::from(steps) * number;
-    // The latent, its velocity and their sum in f32, and the embedded text.
+    let (tokens, width, number) = (text + picture, config.width(), dtype.size_in_bytes());
+    let buffers = Buffers::bytes(width, tokens, number);
+    let rotations = (tokens * config.attention_head_dim * 4) as u64;
+    let modulations = config.num_layers * 12 + config.num_single_layers * 3 + 2;
+    let modulations = (modulations * width * number) as u64 * u64::from(steps);
+    // The latent in f32, as it is seen, and its velocity; the encoded text.
     let latents =
-        picture as u64 * config.in_channels as u64 * (5 * 4 + number) + text as u64 * width * number;
-    of_step + rotations + modulations + latents + LIBRARIES
+        picture * config.in_channels * (4 + 2 * number) + text * config.joint_attention_dim * number;
+    buffers + rotations + modulations + latents as u64 + LIBRARIES
+}
+
+/// Bytes of the codes of rows where layers multiply fp8.
+pub fn codes_bytes(config: &TransformerConfig, text: usize, picture: usize) -> u64 {
+    ((text + picture) * (config.width() + size_of::<f32>())) as u64
 }

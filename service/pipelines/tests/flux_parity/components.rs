@@ -27,9 +27,15 @@ pub(crate) fn velocity(folder: &str, tensors: &ComponentTensors, inputs: &HashMa
     // Two steps: the one that is asked for must not see the other's modulation.
     let times = [0.25, numbers(&inputs["timestep"])[0]];
     let conditioning = transformer.condition(&prompted, &times).expect("conditioning");
+    let latent = here(&inputs["hidden_states"]);
+    let text = inputs["encoder_hidden_states"].dims()[1];
+    let workplace = transformer
+        .workplace(1, text, latent.dims()[1], (latent.dtype(), test_device()))
+        .expect("buffers");
     transformer
-        .velocity(&here(&inputs["hidden_states"]), &conditioning, 1, &mut || Ok(()))
+        .velocity(&latent, &conditioning, 1, &workplace, &mut || Ok(()))
         .expect("a velocity")
+        .clone()
 }
 
 #[test]
@@ -85,7 +91,23 @@ fn rotations_hold_at_the_far_end_of_a_large_picture() {
         println!("rope {name}: {largest:.2e}");
         assert!(largest <= 1e-7, "{name}: {largest:e}");
     }
-    let rotated = ops::rope(&here(&expected["x"]), &found.cos, &found.sin).expect("a rotation");
+    // `[b, h, n, d]` there.
+    let by_token = |x: &Tensor| here(&x.transpose(1, 2).and_then(|x| x.contiguous()).expect("heads"));
+    let rotated = by_token(&expected["x"]);
+    let angles = ops::Angles {
+        cos: &found.cos,
+        sin: &found.sin,
+    };
+    let another = rotated.copy().expect("a copy");
+    ops::qk_norm_rope(
+        &rotated,
+        &another,
+        ops::QkNorm::None,
+        Some(angles),
+        ops::Pairs::Neighbours,
+    )
+    .expect("a rotation");
+    let rotated = rotated.transpose(1, 2).expect("heads");
     let apart = distance(&rotated, &expected["rotated"]);
     println!("rotated: {apart:.2e}");
     assert!(apart < tolerances().operation, "{apart:e}");

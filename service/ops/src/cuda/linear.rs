@@ -1,0 +1,444 @@
+//! [`crate::linear_into`] on a CUDA device.
+
+use std::sync::PoisonError;
+
+use candle_core::{CudaDevice, DType, Result, Tensor};
+use cudarc::driver::{CudaStream, DeviceRepr};
+use gpu::{Fp8Scales, QuantizedWeight, Weight, WeightFormat, WeightPart, rows_and_columns};
+
+use super::product::{At, Finish, Numbers, Shape};
+use super::{ALIGNMENT, Card, THREADS, UNIT, address_of, dequantize_to_address, kernel_dtype, place_of};
+use crate::place::Rows;
+use crate::{Activation, Epilogue, LayerTo, Scratch};
+
+/// The first compute capability whose units multiply fp8.
+const SINCE: (i32, i32) = (8, 9);
+
+/// That whose cuBLASLt applies a scale for each row of both operands within the product.
+const BY_ROWS: (i32, i32) = (9, 0);
+
+/// What both sides of a weight must be multiples of in a product of fp8.
+const MULTIPLE: usize = 16;
+
+/// What parts of the scratch begin at multiples of.
+const APART: usize = 256;
+
+/// Whether this card multiplies this weight as it is, given rows of this dtype or codes of them.
+pub(crate) fn multiplies_fp8(device: &CudaDevice, weight: &QuantizedWeight, dtype: DType) -> Result<bool> {
+    let (rows, columns) = rows_and_columns(&weight.shape);
+    Ok(matches!(weight.format, WeightFormat::Fp8(_))
+        && matches!(dtype, DType::BF16 | DType::F16)
+        && rows.is_multiple_of(MULTIPLE)
+        && columns.is_multiple_of(MULTIPLE)
+        && Card::of(device)?.compute_capability >= SINCE)
+}
+
+/// The layer, whose shapes were checked.
+pub(crate) fn linear_into(
+    x: Activation<'_>,
+    weight: &Weight,
+    bias: Option<&Tensor>,
+    then: Epilogue,
+    out: &Tensor,
+    scratch: &Scratch,
+) -> Result<()> {
+    let device = out.device().as_cuda_device()?;
+    let card = Card::of(device)?;
+    let layer = Layer {
+        device,
+        card: &card,
+        stream: &device.cuda_stream(),
+        outputs: weight.dims()[0],
+        bias,
+        then,
+        out,
+        scratch,
+    };
+    let columns = weight.dims()[1];
+    match (x, weight) {
+        (Activation::Numbers(x), Weight::Full(weight)) => {
+            if weight.dtype() != out.dtype() || !weight.is_contiguous() {
+                candle_core::bail!(
+                    "a linear layer of {:?} with a weight of {:?}",
+                    out.dtype(),
+                    weight.dtype()
+                );
+            }
+            layer.multiply(x, columns, address_of(weight)?)
+        }
+        (Activation::Numbers(x), Weight::Quantized(weight)) => {
+            if multiplies_fp8(device, weight, out.dtype())? {
+                let codes = layer.quantize(x, columns)?;
+                return layer.multiply_fp8(codes, Rows::of(x, columns)?.count(), weight);
+            }
+            let (rows, columns) = rows_and_columns(&weight.shape);
+            let place = scratch.place(0, rows * columns * out.dtype().size_in_bytes())?;
+            dequantize_to_address(weight, out.dtype(), place)?;
+            layer.multiply(x, columns, place)
+        }
+        (Activation::Codes(codes), Weight::Quantized(weight)) => {
+            let at = (address_of(&codes.codes)?, address_of(&codes.scales)?);
+            layer.multiply_fp8(at, codes.codes.dim(0)?, weight)
+        }
+        (Activation::Codes(_), Weight::Full(_)) => {
+            candle_core::bail!("codes of fp8 by a weight in full precision")
+        }
+    }
+}
+
+/// Layers over the same rows as one product, whose batch is the layers: where all are in full precision, of one shape, and
+/// their weights, biases and results lie at equal distances. `false` where they do not, and nothing was done.
+pub(crate) fn linear_as_one(x: &Tensor, layers: &[LayerTo<'_>], then: Epilogue) -> Result<bool> {
+    let (Some(first), Weight::Full(weight)) = (layers.first(), layers[0].weight) else {
+        return Ok(false);
+    };
+    let (outputs, columns) = weight.dims2()?;
+    let mut at = Vec::with_capacity(layers.len());
+    for layer in layers {
+        let Weight::Full(weight) = layer.weight else {
+            return Ok(false);
+        };
+        let is_alike = weight.dims() == [outputs, columns]
+            && weight.is_contiguous()
+            && weight.dtype() == x.dtype()
+            && layer.out.dtype() == x.dtype()
+            && layer.out.layout().stride() == first.out.layout().stride()
+            && layer.bias.is_some();
+        let (true, Some(bias)) = (is_alike, layer.bias) else {
+            return Ok(false);
+        };
+        at.push([address_of(weight)?, address_of(bias)?, address_of(layer.out)?]);
+    }
+    let size = x.dtype().size_in_bytes() as u64;
+    let mut distances = [0; 3];
+    for (which, distance) in distances.iter_mut().enumerate() {
+        let apart = |pair: &[[u64; 3]]| pair[1][which].checked_sub(pair[0][which]);
+        let mut all = at.windows(2).map(apart);
+        match all.next() {
+            Some(Some(apart)) if apart % size == 0 && all.all(|other| other == Some(apart)) => {
+                *distance = (apart / size) as usize;
+            }
+            _ => return Ok(false),
+        }
+    }
+    let device = x.device().as_cuda_device()?;
+    let card = Card::of(device)?;
+    let layer = Layer {
+        device,
+        card: &card,
+        stream: &device.cuda_stream(),
+        outputs,
+        bias: first.bias,
+        then,
+        out: first.out,
+        scratch: &Scratch::none(),
+    };
+    let shape = layer.shape(Rows::of(x, columns)?, columns, layer.numbers()?)?;
+    let finish = layer.finish();
+    if shape.batch != 1 || finish == Finish::Nothing {
+        return Ok(false);
+    }
+    let shape = Shape {
+        batch: layers.len(),
+        x_batch: 0,
+        weight_batch: distances[0],
+        bias_batch: distances[1],
+        out_batch: distances[2],
+        ..shape
+    };
+    let at = At {
+        weight: at[0][0],
+        x: address_of(x)?,
+        out: at[0][2],
+        bias: Some(at[0][1]),
+        scales: None,
+        factor: 1.0,
+        workspace: card.workspace(device)?,
+    };
+    layer.try_to(&shape, finish, &at)
+}
+
+/// As `quantize_rows` in `fp8.cuh` has it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct QuantizeArguments {
+    x: u64,
+    codes: u64,
+    scales: u64,
+    batch_stride: u64,
+    row_stride: u64,
+    rows: u32,
+    columns: u32,
+}
+
+// SAFETY: plain data, laid out as C lays it out.
+unsafe impl DeviceRepr for QuantizeArguments {}
+
+/// As `finish_product` in `fp8.cuh` has it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct FinishArguments {
+    product: u64,
+    x_scales: u64,
+    w_scales: u64,
+    bias: u64,
+    batch_stride: u64,
+    row_stride: u64,
+    rows: u32,
+    columns: u32,
+    w_stride: u32,
+    factor: f32,
+    is_gelu: u32,
+}
+
+// SAFETY: plain data, laid out as C lays it out.
+unsafe impl DeviceRepr for FinishArguments {}
+
+/// Codes and scales of rows, on the card.
+type CodesAt = (u64, u64);
+
+struct Layer<'a> {
+    device: &'a CudaDevice,
+    card: &'a Card,
+    stream: &'a CudaStream,
+    outputs: usize,
+    bias: Option<&'a Tensor>,
+    then: Epilogue,
+    out: &'a Tensor,
+    scratch: &'a Scratch,
+}
+
+impl Layer<'_> {
+    fn numbers(&self) -> Result<Numbers> {
+        match self.out.dtype() {
+            DType::F32 => Ok(Numbers::F32),
+            DType::F16 => Ok(Numbers::F16),
+            DType::BF16 => Ok(Numbers::Bf16),
+            other => candle_core::bail!("a linear layer of {other:?}"),
+        }
+    }
+
+    /// What cuBLASLt's epilogue may do here. Its GELU in f32 is not as exact as f32 is.
+    fn finish(&self) -> Finish {
+        match (self.bias, self.then, self.out.dtype()) {
+            (None, Epilogue::None, _) => Finish::Nothing,
+            (Some(_), Epilogue::None, _) => Finish::Bias,
+            (_, Epilogue::GeluTanh, DType::F32) => Finish::Nothing,
+            (None, Epilogue::GeluTanh, _) => Finish::GeluTanh,
+            (Some(_), Epilogue::GeluTanh, _) => Finish::BiasGeluTanh,
+        }
+    }
+
+    /// Rows of numbers by a weight `[outputs, columns]` of the same dtype at an address.
+    fn multiply(&self, x: &Tensor, columns: usize, weight: u64) -> Result<()> {
+        if x.dtype() != self.out.dtype() {
+            candle_core::bail!("a linear layer of {:?} to {:?}", x.dtype(), self.out.dtype());
+        }
+        let rows = Rows::of(x, columns)?;
+        let at = At {
+            weight,
+            x: address_of(x)?,
+            out: address_of(self.out)?,
+            bias: self.bias.map(address_of).transpose()?,
+            scales: None,
+            factor: 1.0,
+            workspace: self.card.workspace(self.device)?,
+        };
+        let shape = self.shape(rows, columns, self.numbers()?)?;
+        if self.try_to(&shape, self.finish(), &at)? {
+            return match self.finish() {
+                Finish::Nothing => self.finish_apart((0, 0, 0), 1.0),
+                _ => Ok(()),
+            };
+        }
+        if !self.try_to(&shape, Finish::Nothing, &at)? {
+            candle_core::bail!("cuBLASLt has no algorithm for {shape:?}");
+        }
+        self.finish_apart((0, 0, 0), 1.0)
+    }
+
+    /// Codes of rows by codes of a weight.
+    fn multiply_fp8(&self, (codes, scales): CodesAt, tokens: usize, weight: &QuantizedWeight) -> Result<()> {
+        let WeightFormat::Fp8(kind) = weight.format else {
+            candle_core::bail!("codes of fp8 by a weight in {}", weight.format);
+        };
+        let is_bf16 = match self.out.dtype() {
+            DType::BF16 => true,
+            DType::F16 => false,
+            other => candle_core::bail!("a product of fp8 to {other:?}"),
+        };
+        let (outputs, columns) = rows_and_columns(&weight.shape);
+        let bytes = address_of(&weight.bytes)?;
+        let place = |wanted| bytes + place_of(weight.format, outputs, columns, wanted) as u64;
+        let (stored, weight_scales) = (place(WeightPart::Codes), place(WeightPart::Scales));
+        if !stored.is_multiple_of(ALIGNMENT) || !weight.bytes.is_contiguous() {
+            candle_core::bail!("codes of a weight at an odd place");
+        }
+        let rows = Rows {
+            start: 0,
+            batch: 1,
+            rows: tokens,
+            columns,
+            batch_stride: 0,
+            row_stride: columns,
+        };
+        let by_rows = kind == Fp8Scales::Rows && self.card.compute_capability == BY_ROWS;
+        let mut at = At {
+            weight: stored,
+            x: codes,
+            out: address_of(self.out)?,
+            bias: self.bias.map(address_of).transpose()?,
+            scales: by_rows.then_some((weight_scales, scales)),
+            factor: 1.0,
+            workspace: self.card.workspace(self.device)?,
+        };
+        let shape = self.shape(rows, columns, Numbers::Fp8 { is_bf16, by_rows })?;
+        if by_rows {
+            if self.try_to(&shape, self.finish(), &at)? {
+                return Ok(());
+            }
+            if self.try_to(&shape, Finish::Nothing, &at)? {
+                return self.finish_apart((0, 0, 0), 1.0);
+            }
+        }
+        // A sum of so many products of at most 448² must fit f16: it is kept smaller by a power of two, which costs nothing.
+        let factor = if is_bf16 {
+            1.0
+        } else {
+            (4 * columns).next_power_of_two() as f32
+        };
+        (at.scales, at.factor, at.bias) = (None, 1.0 / factor, None);
+        let shape = Shape {
+            numbers: Numbers::Fp8 {
+                is_bf16,
+                by_rows: false,
+            },
+            ..shape
+        };
+        if !self.try_to(&shape, Finish::Nothing, &at)? {
+            candle_core::bail!("cuBLASLt has no algorithm for {shape:?}");
+        }
+        let (of_weight, stride) = match kind {
+            Fp8Scales::None => (0, 0),
+            Fp8Scales::Tensor => (weight_scales, 0),
+            Fp8Scales::Rows => (weight_scales, 1),
+        };
+        self.finish_apart((scales, of_weight, stride), factor)
+    }
+
+    fn shape(&self, rows: Rows, columns: usize, numbers: Numbers) -> Result<Shape> {
+        let outputs = self.outputs;
+        let out = Rows::of(self.out, outputs)?;
+        let batch = rows.batch.max(out.batch);
+        let stride = |rows: Rows| match rows.batch == batch {
+            true => rows.batch_stride,
+            false => rows.count() / batch * rows.row_stride,
+        };
+        // Codes have no batches of their own: they lie in the order of the rows.
+        Ok(Shape {
+            batch,
+            tokens: rows.count() / batch,
+            inputs: columns,
+            outputs,
+            x_row: rows.row_stride,
+            x_batch: stride(rows),
+            out_row: out.row_stride,
+            out_batch: stride(out),
+            weight_batch: 0,
+            bias_batch: 0,
+            numbers,
+            finish: Finish::Nothing,
+        })
+    }
+
+    fn try_to(&self, shape: &Shape, finish: Finish, at: &At) -> Result<bool> {
+        let at = At {
+            bias: match finish {
+                Finish::Bias | Finish::BiasGeluTanh => at.bias,
+                Finish::Nothing | Finish::GeluTanh => None,
+            },
+            ..*at
+        };
+        let mut products = self.card.products.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the addresses are of tensors that the caller has for as long as the call lasts, or of its scratch, and
+        // the shape was read off them.
+        unsafe { products.multiply(&Shape { finish, ..*shape }, &at, self.stream) }
+    }
+
+    /// Scales, bias and activation in a pass of their own: what the product did not do. `scales`: of rows of `x`, of the
+    /// weight (0: none), and how far apart those are.
+    fn finish_apart(&self, scales: (u64, u64, u32), factor: f32) -> Result<()> {
+        let is_plain = scales.0 == 0 && scales.1 == 0 && self.bias.is_none() && self.then == Epilogue::None;
+        if is_plain {
+            return Ok(());
+        }
+        let outputs = self.outputs;
+        let out = Rows::of(self.out, outputs)?;
+        let arguments = FinishArguments {
+            product: address_of(self.out)?,
+            x_scales: scales.0,
+            w_scales: scales.1,
+            bias: self.bias.map(address_of).transpose()?.unwrap_or(0),
+            batch_stride: out.batch_stride as u64,
+            row_stride: out.row_stride as u64,
+            rows: out.rows as u32,
+            columns: outputs as u32,
+            w_stride: scales.2,
+            factor,
+            is_gelu: u32::from(self.then == Epilogue::GeluTanh),
+        };
+        let name = format!("finish_product_{}", kernel_dtype(self.out.dtype())?);
+        let grid = (out.count(), outputs.div_ceil(UNIT * THREADS), 1);
+        // SAFETY: the structure is that of `fp8.cuh`, and rows, columns and distances are those of the result; scales and
+        // bias are as many as its rows and columns.
+        unsafe { self.card.launch(self.stream, name, grid, THREADS, &arguments) }
+    }
+
+    /// Rows of numbers as codes with scales, in the scratch.
+    fn quantize(&self, x: &Tensor, columns: usize) -> Result<CodesAt> {
+        let rows = Rows::of(x, columns)?;
+        let codes = self.scratch.place(0, rows.count() * columns)?;
+        let begin = (rows.count() * columns).next_multiple_of(APART);
+        let scales = self.scratch.place(begin, rows.count() * size_of::<f32>())?;
+        quantize_rows(self.card, self.stream, x, columns, (codes, scales))?;
+        Ok((codes, scales))
+    }
+}
+
+/// Rows of bf16 or f16 as codes of e4m3 with a scale for each, at these addresses.
+pub(crate) fn quantize_rows(
+    card: &Card,
+    stream: &CudaStream,
+    x: &Tensor,
+    columns: usize,
+    (codes, scales): CodesAt,
+) -> Result<()> {
+    let rows = Rows::of(x, columns)?;
+    let arguments = QuantizeArguments {
+        x: address_of(x)?,
+        codes,
+        scales,
+        batch_stride: rows.batch_stride as u64,
+        row_stride: rows.row_stride as u64,
+        rows: rows.rows as u32,
+        columns: columns as u32,
+    };
+    let size = x.dtype().size_in_bytes() as u64;
+    let is_aligned = [
+        arguments.x,
+        arguments.batch_stride * size,
+        arguments.row_stride * size,
+    ]
+    .iter()
+    .all(|at| at.is_multiple_of(ALIGNMENT));
+    if !is_aligned || !columns.is_multiple_of(MULTIPLE) || x.dtype() == DType::F32 {
+        candle_core::bail!(
+            "rows of {columns} {:?} to be quantized lie at odd places",
+            x.dtype()
+        );
+    }
+    let name = format!("quantize_rows_{}", kernel_dtype(x.dtype())?);
+    // SAFETY: the structure is that of `fp8.cuh`; rows and distances are those of the tensor, and there is room for as many
+    // codes and a scale for each row.
+    unsafe { card.launch(stream, name, (rows.count(), 1, 1), THREADS, &arguments) }
+}

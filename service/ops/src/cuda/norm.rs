@@ -1,0 +1,192 @@
+//! [`crate::norm_modulate`] and its like on a CUDA device.
+
+use candle_core::{D, DType, Result, Tensor};
+use cudarc::driver::DeviceRepr;
+
+use super::{ALIGNMENT, Card, UNIT, address_of, kernel_dtype};
+use crate::norm::{Activation, Branch, Norm, Pass, dtypes};
+use crate::place::Rows;
+
+/// Threads of a block at most, and units that a thread holds of a long row.
+const MOST_THREADS: usize = 1024;
+const LONG: usize = 4;
+
+/// As `norm.cuh` has it.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Arguments {
+    x: u64,
+    y: u64,
+    gate: u64,
+    y_weight: u64,
+    weight: u64,
+    bias: u64,
+    scale: u64,
+    shift: u64,
+    out: u64,
+    out_scales: u64,
+    x_batch: u64,
+    x_row: u64,
+    y_batch: u64,
+    y_row: u64,
+    out_batch: u64,
+    out_row: u64,
+    gate_batch: u64,
+    scale_batch: u64,
+    shift_batch: u64,
+    rows: u32,
+    columns: u32,
+    eps: f32,
+    is_rms: u32,
+    is_tanh: u32,
+}
+
+// SAFETY: plain data, laid out as C lays it out.
+unsafe impl DeviceRepr for Arguments {}
+
+/// How tensors lie that a pass reads, and whether all of them allow wide loads.
+struct Lying {
+    columns: usize,
+    batch: usize,
+    is_wide: bool,
+}
+
+impl Lying {
+    /// Address, and distances of batches and rows.
+    fn rows(&mut self, x: &Tensor) -> Result<(u64, u64, u64)> {
+        let rows = Rows::of(x, self.columns)?;
+        if rows.count() == 1 {
+            // One for all.
+            let address = address_of(x)?;
+            self.align(address, &[], x.dtype());
+            return Ok((address, 0, 0));
+        }
+        let rows_per_batch = rows.count() / self.batch;
+        let batch_stride = match (rows.batch, self.batch) {
+            (found, wanted) if found == wanted => rows.batch_stride,
+            (1, _) => rows_per_batch * rows.row_stride,
+            _ => candle_core::bail!("a norm of {} batches over {rows:?}", self.batch),
+        };
+        let address = address_of(x)?;
+        self.align(address, &[batch_stride, rows.row_stride], x.dtype());
+        Ok((address, batch_stride as u64, rows.row_stride as u64))
+    }
+
+    /// Address of a vector `[b, d]` or `[d]`, and the distance of batches. 0 for none.
+    fn vector(&mut self, vector: Option<&Tensor>, dtype: DType) -> Result<(u64, u64)> {
+        let Some(vector) = vector else {
+            return Ok((0, 0));
+        };
+        if vector.dtype() != dtype {
+            candle_core::bail!("a norm in {dtype:?} with a vector of {:?}", vector.dtype());
+        }
+        let rows = Rows::of(vector, self.columns)?;
+        let stride = match rows.count() {
+            1 => 0,
+            _ => rows.row_stride,
+        };
+        let address = address_of(vector)?;
+        self.align(address, &[stride], dtype);
+        Ok((address, stride as u64))
+    }
+
+    fn align(&mut self, address: u64, strides: &[usize], dtype: DType) {
+        let of = |stride: &usize| (stride * dtype.size_in_bytes()) as u64;
+        self.is_wide &= strides
+            .iter()
+            .map(of)
+            .chain([address])
+            .all(|at| at.is_multiple_of(ALIGNMENT));
+    }
+}
+
+/// One pass, which was checked.
+pub(crate) fn norm(pass: &Pass<'_>) -> Result<()> {
+    let columns = pass.x.dim(D::Minus1)?;
+    if pass.x.elem_count() == 0 {
+        return Ok(());
+    }
+    let (of_x, dtype) = dtypes(pass)?;
+    let gate = pass.branch.and_then(|branch| branch.gate);
+    let mut batch = Rows::of(pass.x, columns)?.batch;
+    let scale = pass.modulation.map(|modulation| modulation.scale);
+    let shift = pass.modulation.and_then(|modulation| modulation.shift);
+    let vectors = [gate.map(|gate| gate.vector), scale, shift];
+    let tensors = [
+        pass.branch.map(|branch| branch.y),
+        match pass.out {
+            Some(Activation::Numbers(out)) => Some(out),
+            _ => None,
+        },
+    ];
+    for tensor in tensors.into_iter().flatten() {
+        batch = batch.max(Rows::of(tensor, columns)?.batch);
+    }
+    for vector in vectors.into_iter().flatten() {
+        batch = batch.max(vector.dim(0)?);
+    }
+    let mut lying = Lying {
+        columns,
+        batch,
+        is_wide: columns.is_multiple_of(UNIT),
+    };
+    let mut arguments = Arguments {
+        columns: columns as u32,
+        ..Arguments::default()
+    };
+    let a = &mut arguments;
+    (a.x, a.x_batch, a.x_row) = lying.rows(pass.x)?;
+    if let Some(Branch { y, .. }) = pass.branch {
+        (a.y, a.y_batch, a.y_row) = lying.rows(y)?;
+    }
+    (a.gate, a.gate_batch) = lying.vector(gate.map(|gate| gate.vector), dtype)?;
+    (a.y_weight, _) = lying.vector(gate.and_then(|gate| gate.branch_norm), dtype)?;
+    a.is_tanh = u32::from(gate.is_some_and(|gate| gate.tanh));
+    match pass.norm {
+        Some(Norm::Layer { affine, eps }) => {
+            (a.weight, _) = lying.vector(affine.map(|(weight, _)| weight), dtype)?;
+            (a.bias, _) = lying.vector(affine.map(|(_, bias)| bias), dtype)?;
+            a.eps = eps as f32;
+        }
+        Some(Norm::Rms { weight, eps }) => {
+            (a.weight, _) = lying.vector(weight, dtype)?;
+            (a.eps, a.is_rms) = (eps as f32, 1);
+        }
+        None => {}
+    }
+    (a.scale, a.scale_batch) = lying.vector(scale, dtype)?;
+    (a.shift, a.shift_batch) = lying.vector(shift, dtype)?;
+    match pass.out {
+        Some(Activation::Numbers(out)) => (a.out, a.out_batch, a.out_row) = lying.rows(out)?,
+        Some(Activation::Codes(codes)) => {
+            if !codes.codes.is_contiguous() || !codes.scales.is_contiguous() {
+                candle_core::bail!("codes of rows have gaps");
+            }
+            (a.out, a.out_scales) = (address_of(&codes.codes)?, address_of(&codes.scales)?);
+        }
+        None => {}
+    }
+    let rows = pass.x.elem_count() / columns;
+    a.rows = (rows / batch) as u32;
+
+    let units = columns.div_ceil(UNIT);
+    let chunks = if units <= MOST_THREADS { 1 } else { LONG };
+    let threads = units.div_ceil(chunks).next_multiple_of(32);
+    if threads > MOST_THREADS {
+        candle_core::bail!(
+            "a norm over {columns} numbers: at most {} fit",
+            MOST_THREADS * LONG * UNIT
+        );
+    }
+    let name = format!(
+        "norm_{}_{}_{}_{chunks}",
+        kernel_dtype(of_x)?,
+        kernel_dtype(dtype)?,
+        if lying.is_wide { "wide" } else { "single" }
+    );
+    let device = pass.x.device().as_cuda_device()?;
+    let card = Card::of(device)?;
+    // SAFETY: the structure is that of `norm.cuh`, and the kernel keeps to the rows, columns and distances that were read
+    // off the tensors, which are of these dtypes. The caller has them for as long as the call lasts.
+    unsafe { card.launch(&device.cuda_stream(), name, (rows, 1, 1), threads, &arguments) }
+}

@@ -1,0 +1,123 @@
+// Norm of queries and keys by their root mean square, and rotary position embedding, in place. A block has a token and one
+// of the two; a warp has a head at a time, a lane two pairs at a time.
+#pragma once
+#include "numbers.cuh"
+
+namespace moored {
+
+// As `cuda/rope.rs` has it.
+struct RopeArguments {
+    void* x[2];            // queries and keys, [batch, tokens, heads, width] with strides
+    const void* weight[2]; // T, [width], or [heads * width] across heads; null: no norm
+    const float* cos;      // [tokens, width / 2]; null: no rotation
+    const float* sin;
+    unsigned long long batch_stride[2], token_stride[2], head_stride[2];
+    unsigned heads[2];
+    unsigned tokens;
+    unsigned width;        // even
+    float eps;
+    unsigned is_across;    // one norm over all heads
+    unsigned is_halves;    // pairs are (i, i + width / 2) rather than (2 i, 2 i + 1)
+};
+
+template <class T>
+__device__ inline void rope(const RopeArguments& a) {
+    __shared__ float warps[32];
+    const unsigned which = blockIdx.y, token = blockIdx.x % a.tokens, batch = blockIdx.x / a.tokens;
+    T* x = static_cast<T*>(a.x[which]) + batch * a.batch_stride[which] + token * a.token_stride[which];
+    const T* weight = static_cast<const T*>(a.weight[which]);
+    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, pairs = a.width / 2;
+    const unsigned apart = a.is_halves ? pairs : 1, step = a.is_halves ? 1 : 2;
+    const float* cos = a.cos ? a.cos + static_cast<size_t>(token) * pairs : nullptr;
+    const float* sin = a.sin ? a.sin + static_cast<size_t>(token) * pairs : nullptr;
+
+    float factor = 1;
+    if (weight && a.is_across) {
+        float square = 0;
+        for (unsigned head = warp; head < a.heads[which]; head += blockDim.x / 32) {
+            const T* numbers = x + head * a.head_stride[which];
+            for (unsigned i = lane; i < a.width; i += 32) {
+                const float number = to_f32(numbers[i]);
+                square += number * number;
+            }
+        }
+        factor = 1.0f / sqrtf(sum_of_block(square, warps) / (a.width * a.heads[which]) + a.eps);
+    }
+    for (unsigned head = warp; head < a.heads[which]; head += blockDim.x / 32) {
+        T* numbers = x + head * a.head_stride[which];
+        const T* by = weight ? weight + (a.is_across ? head * a.width : 0) : nullptr;
+        if (weight && !a.is_across) {
+            float square = 0;
+            for (unsigned pair = lane; pair < pairs; pair += 32) {
+                const float first = to_f32(numbers[pair * step]), second = to_f32(numbers[pair * step + apart]);
+                square += first * first + second * second;
+            }
+            factor = 1.0f / sqrtf(sum_of_warp(square) / a.width + a.eps);
+        }
+        for (unsigned pair = lane; pair < pairs; pair += 32) {
+            const unsigned at = pair * step;
+            float first = to_f32(numbers[at]), second = to_f32(numbers[at + apart]);
+            if (by) {
+                first = first * factor * to_f32(by[at]);
+                second = second * factor * to_f32(by[at + apart]);
+            }
+            if (cos) {
+                const float c = cos[pair], s = sin[pair], rotated = first * c - second * s;
+                second = second * c + first * s;
+                first = rotated;
+            }
+            numbers[at] = from_f32<T>(first);
+            numbers[at + apart] = from_f32<T>(second);
+        }
+    }
+}
+
+// The same for heads of 128 neighbours, which are aligned to 8 bytes: a lane has two pairs, read once.
+template <class T>
+__device__ inline void rope_128(const RopeArguments& a) {
+    constexpr unsigned LANE = 4;
+    const unsigned which = blockIdx.y, token = blockIdx.x % a.tokens, batch = blockIdx.x / a.tokens;
+    T* x = static_cast<T*>(a.x[which]) + batch * a.batch_stride[which] + token * a.token_stride[which];
+    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    T loaded[LANE];
+    float by[LANE], angle[LANE];
+    const T* weight = static_cast<const T*>(a.weight[which]);
+    if (weight) {
+        load<uint2>(weight + lane * LANE, loaded);
+        for (unsigned i = 0; i < LANE; i++) by[i] = to_f32(loaded[i]);
+    }
+    load<uint2>(a.cos + static_cast<size_t>(token) * 64 + lane * 2, angle);
+    load<uint2>(a.sin + static_cast<size_t>(token) * 64 + lane * 2, angle + 2);
+    for (unsigned head = warp; head < a.heads[which]; head += blockDim.x / 32) {
+        T* numbers = x + head * a.head_stride[which] + lane * LANE;
+        load<uint2>(numbers, loaded);
+        float n[LANE];
+        for (unsigned i = 0; i < LANE; i++) n[i] = to_f32(loaded[i]);
+        if (weight) {
+            float square = 0;
+            for (unsigned i = 0; i < LANE; i++) square += n[i] * n[i];
+            const float factor = 1.0f / sqrtf(sum_of_warp(square) / 128.0f + a.eps);
+            for (unsigned i = 0; i < LANE; i++) n[i] = n[i] * factor * by[i];
+        }
+        for (unsigned pair = 0; pair < 2; pair++) {
+            const float first = n[2 * pair], second = n[2 * pair + 1];
+            loaded[2 * pair] = from_f32<T>(first * angle[pair] - second * angle[2 + pair]);
+            loaded[2 * pair + 1] = from_f32<T>(second * angle[pair] + first * angle[2 + pair]);
+        }
+        store<uint2>(loaded, numbers);
+    }
+}
+
+}  // namespace moored
+
+#define ROPE(name, T) \
+    extern "C" __global__ void __launch_bounds__(256) rope_##name(moored::RopeArguments a) { moored::rope<T>(a); }
+ROPE(f32, float)
+ROPE(f16, __half)
+ROPE(bf16, __nv_bfloat16)
+#define ROPE_128(name, T)                                                                             \
+    extern "C" __global__ void __launch_bounds__(256) rope_128_##name(moored::RopeArguments a) {      \
+        moored::rope_128<T>(a);                                                                       \
+    }
+ROPE_128(f16, __half)
+ROPE_128(bf16, __nv_bfloat16)

@@ -1,0 +1,309 @@
+//! Attention as a graph: two products with a softmax between them, in which cuDNN sees attention and runs one kernel
+//! that never holds the scores (Dao, "FlashAttention-2", 2023).
+
+use candle_core::DType;
+
+use super::graph::{Graph, Node, Numbers, Pointwise, Product, Reduction};
+use super::{Library, Outcome};
+
+/// Numbers by which runs name what a graph reads and writes.
+pub(super) mod number {
+    pub(crate) const Q: i64 = 1;
+    pub(crate) const K: i64 = 2;
+    pub(crate) const V: i64 = 3;
+    pub(crate) const OUT: i64 = 4;
+    pub(crate) const SCALE: i64 = 5;
+    pub(crate) const BIAS: i64 = 6;
+    pub(crate) const QUERIES: i64 = 8;
+    pub(crate) const KEYS: i64 = 9;
+    pub(crate) const HIDDEN: i64 = 10;
+    pub(crate) const AFTER: i64 = 12;
+    pub(crate) const BEFORE: i64 = 13;
+}
+
+/// Which keys a query sees.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum MaskShape {
+    /// All.
+    None,
+    /// Query `i` sees keys `0..=i`.
+    Causal,
+    /// Query `i` sees keys `i - before ..= i + after`.
+    Window { before: usize, after: usize },
+    /// All, and `[batch, heads, queries, keys]` numbers of the operands' dtype are added to the scores. Along an axis
+    /// where `dims` is 1 the same is added. Strides are in numbers.
+    Bias { dims: [usize; 4], strides: [usize; 4] },
+    /// Of each item of the batch so many keys, for so many queries: i32 on the card, each at least 1. What is written
+    /// for queries beyond them is not said.
+    Lengths,
+}
+
+/// What a plan for attention is made for. Strides are in numbers, `[item of the batch, token, head]`; the numbers of a
+/// head lie side by side.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct AttentionShape {
+    pub(crate) batch: usize,
+    pub(crate) heads: usize,
+    /// A divisor of `heads`: so many heads have their keys in common.
+    pub(crate) heads_kv: usize,
+    pub(crate) queries: usize,
+    pub(crate) keys: usize,
+    /// Numbers of a head.
+    pub(crate) width: usize,
+    /// bf16 or f16.
+    pub(crate) dtype: DType,
+    pub(crate) q: [usize; 3],
+    pub(crate) k: [usize; 3],
+    pub(crate) v: [usize; 3],
+    pub(crate) out: [usize; 3],
+    pub(crate) mask: MaskShape,
+}
+
+/// Where one attention's operands are on the card, aligned to 16 bytes. `out` overlaps none of the others.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AttentionAt {
+    pub(crate) q: u64,
+    pub(crate) k: u64,
+    pub(crate) v: u64,
+    pub(crate) out: u64,
+    /// With [`MaskShape::Bias`].
+    pub(crate) bias: Option<u64>,
+    /// With [`MaskShape::Lengths`]: `[batch]` i32 of queries, and of keys.
+    pub(crate) lengths: Option<(u64, u64)>,
+    /// What the products of queries and keys are multiplied by.
+    pub(crate) scale: f32,
+}
+
+impl AttentionShape {
+    /// Numbers of both dtypes, and sides that there is anything of.
+    pub(super) fn numbers(&self) -> Option<Numbers> {
+        let sides = [
+            self.batch,
+            self.heads,
+            self.heads_kv,
+            self.queries,
+            self.keys,
+            self.width,
+        ];
+        let fits = !sides.contains(&0) && self.heads.is_multiple_of(self.heads_kv);
+        Numbers::of(self.dtype).filter(|numbers| fits && *numbers != Numbers::F32)
+    }
+
+    /// How far a query sees before and behind itself, where that is a bound at all.
+    pub(super) fn reach(&self) -> (Option<usize>, Option<usize>) {
+        match self.mask {
+            MaskShape::Causal => (None, Some(0)),
+            MaskShape::Window { before, after } => (
+                Some(before).filter(|before| before + 1 < self.queries),
+                Some(after).filter(|after| after + 1 < self.keys),
+            ),
+            MaskShape::None | MaskShape::Bias { .. } | MaskShape::Lengths => (None, None),
+        }
+    }
+
+    /// The graph.
+    pub(super) fn graph(&self, library: &'static Library, numbers: Numbers) -> Outcome<Graph> {
+        let mut made = Scores::new(self, library, numbers)?;
+        let scores = made.scores()?;
+        let scores = made.masked(scores)?;
+        made.weighted(scores)?;
+        Ok(made.graph)
+    }
+}
+
+/// A graph whose tensors have the form of scores, or of one number for each row of them.
+struct Scores<'a> {
+    shape: &'a AttentionShape,
+    numbers: Numbers,
+    graph: Graph,
+    lengths: Option<(Node, Node)>,
+}
+
+impl<'a> Scores<'a> {
+    fn new(shape: &'a AttentionShape, library: &'static Library, numbers: Numbers) -> Outcome<Scores<'a>> {
+        let mut graph = Graph::new(library);
+        let lengths = match shape.mask {
+            MaskShape::Lengths => {
+                let mut of =
+                    |number| graph.on_card(number, Numbers::I32, &[shape.batch, 1, 1, 1], &[1, 1, 1, 1]);
+                Some((of(number::QUERIES)?, of(number::KEYS)?))
+            }
+            _ => None,
+        };
+        Ok(Scores {
+            shape,
+            numbers,
+            graph,
+            lengths,
+        })
+    }
+
+    /// What is the size of the scores.
+    fn all(&mut self, numbers: Numbers) -> Outcome<Node> {
+        let AttentionShape {
+            batch,
+            heads,
+            queries,
+            keys,
+            ..
+        } = *self.shape;
+        let strides = [heads * queries * keys, queries * keys, keys, 1];
+        self.graph
+            .between(numbers, &[batch, heads, queries, keys], &strides)
+    }
+
+    /// What there is one of for each query.
+    fn row(&mut self) -> Outcome<Node> {
+        let AttentionShape {
+            batch,
+            heads,
+            queries,
+            ..
+        } = *self.shape;
+        let strides = [heads * queries, queries, 1, 1];
+        self.graph
+            .between(Numbers::F32, &[batch, heads, queries, 1], &strides)
+    }
+
+    fn scalar(&mut self, number: i64, numbers: Numbers) -> Outcome<Node> {
+        self.graph.scalar(number, numbers, 4)
+    }
+
+    /// Queries with keys, scaled.
+    fn scores(&mut self) -> Outcome<Node> {
+        let (shape, numbers) = (self.shape, self.numbers);
+        let [batch, token, head] = shape.q;
+        let dims = [shape.batch, shape.heads, shape.queries, shape.width];
+        let q = self
+            .graph
+            .on_card(number::Q, numbers, &dims, &[batch, head, token, 1])?;
+        let [batch, token, head] = shape.k;
+        // The keys as their transpose.
+        let dims = [shape.batch, shape.heads_kv, shape.width, shape.keys];
+        let k = self
+            .graph
+            .on_card(number::K, numbers, &dims, &[batch, head, 1, token])?;
+        let products = self.all(Numbers::F32)?;
+        self.graph.product(&Product {
+            a: q,
+            b: k,
+            out: products,
+            rows: self.lengths.map(|(queries, _)| queries),
+            columns: self.lengths.map(|(_, keys)| keys),
+            terms: None,
+        })?;
+        let scale = self.scalar(number::SCALE, Numbers::F32)?;
+        let scores = self.all(Numbers::F32)?;
+        self.graph
+            .pointwise(Pointwise::Multiply, Numbers::F32, products, Some(scale), scores)?;
+        Ok(scores)
+    }
+
+    /// Minus infinity where a query does not see a key, and the bias added.
+    fn masked(&mut self, scores: Node) -> Outcome<Node> {
+        let mut scores = scores;
+        if let MaskShape::Bias { dims, strides } = &self.shape.mask {
+            let bias = self.graph.on_card(number::BIAS, self.numbers, dims, strides)?;
+            let sum = self.all(Numbers::F32)?;
+            self.graph
+                .pointwise(Pointwise::Add, Numbers::F32, scores, Some(bias), sum)?;
+            scores = sum;
+        }
+        let (before, after) = self.shape.reach();
+        if after.is_some() {
+            // row + after >= column
+            let row = self.place(2, scores, after.filter(|after| *after > 0).map(|_| number::AFTER))?;
+            let column = self.place(3, scores, None)?;
+            scores = self.kept_where(Pointwise::GreaterOrEqual, row, column, scores)?;
+        }
+        if before.is_some() {
+            // column + (before + 1) > row
+            let row = self.place(2, scores, None)?;
+            let column = self.place(3, scores, Some(number::BEFORE))?;
+            scores = self.kept_where(Pointwise::Greater, column, row, scores)?;
+        }
+        if let Some((queries, keys)) = self.lengths {
+            let row = self.place(2, scores, None)?;
+            let column = self.place(3, scores, None)?;
+            let [has_row, has_column, has_both] = [
+                self.all(Numbers::Flag)?,
+                self.all(Numbers::Flag)?,
+                self.all(Numbers::Flag)?,
+            ];
+            let graph = &mut self.graph;
+            graph.pointwise(Pointwise::Less, Numbers::Flag, row, Some(queries), has_row)?;
+            graph.pointwise(Pointwise::Less, Numbers::Flag, column, Some(keys), has_column)?;
+            graph.pointwise(Pointwise::And, Numbers::Flag, has_row, Some(has_column), has_both)?;
+            scores = self.selected(scores, has_both)?;
+        }
+        Ok(scores)
+    }
+
+    /// Where each score is on an axis, and so much more.
+    fn place(&mut self, axis: i64, scores: Node, more: Option<i64>) -> Outcome<Node> {
+        let place = self.all(Numbers::I32)?;
+        self.graph.index(axis, scores, place)?;
+        let Some(number) = more else {
+            return Ok(place);
+        };
+        let more = self.scalar(number, Numbers::I32)?;
+        let sum = self.all(Numbers::I32)?;
+        self.graph
+            .pointwise(Pointwise::Add, Numbers::I32, place, Some(more), sum)?;
+        Ok(sum)
+    }
+
+    fn kept_where(&mut self, mode: Pointwise, a: Node, b: Node, scores: Node) -> Outcome<Node> {
+        let mask = self.all(Numbers::Flag)?;
+        self.graph.pointwise(mode, Numbers::Flag, a, Some(b), mask)?;
+        self.selected(scores, mask)
+    }
+
+    fn selected(&mut self, scores: Node, mask: Node) -> Outcome<Node> {
+        let hidden = self.scalar(number::HIDDEN, Numbers::F32)?;
+        let selected = self.all(Numbers::F32)?;
+        self.graph.select(scores, hidden, mask, selected)?;
+        Ok(selected)
+    }
+
+    /// The softmax of the scores, and the values by it.
+    fn weighted(&mut self, scores: Node) -> Outcome<()> {
+        let (shape, numbers) = (self.shape, self.numbers);
+        let highest = self.row()?;
+        let less = self.all(Numbers::F32)?;
+        let exponentials = self.all(Numbers::F32)?;
+        let sums = self.row()?;
+        let logarithms = self.row()?;
+        let log_sum_exp = self.row()?;
+        let weights = self.all(numbers)?;
+        let graph = &mut self.graph;
+        graph.reduction(Reduction::Maximum, scores, highest)?;
+        graph.pointwise(Pointwise::Subtract, Numbers::F32, scores, Some(highest), less)?;
+        graph.pointwise(Pointwise::Exp, Numbers::F32, less, None, exponentials)?;
+        graph.reduction(Reduction::Sum, exponentials, sums)?;
+        // Nobody reads the logarithm of the sum of exponentials. Its kernels are found by it.
+        graph.pointwise(Pointwise::Log, Numbers::F32, sums, None, logarithms)?;
+        graph.pointwise(
+            Pointwise::Add,
+            Numbers::F32,
+            highest,
+            Some(logarithms),
+            log_sum_exp,
+        )?;
+        graph.pointwise(Pointwise::Divide, Numbers::F32, exponentials, Some(sums), weights)?;
+        let [batch, token, head] = shape.v;
+        let dims = [shape.batch, shape.heads_kv, shape.keys, shape.width];
+        let v = graph.on_card(number::V, numbers, &dims, &[batch, head, token, 1])?;
+        let [batch, token, head] = shape.out;
+        let dims = [shape.batch, shape.heads, shape.queries, shape.width];
+        let out = graph.on_card(number::OUT, numbers, &dims, &[batch, head, token, 1])?;
+        graph.product(&Product {
+            a: weights,
+            b: v,
+            out,
+            rows: self.lengths.map(|(queries, _)| queries),
+            columns: None,
+            terms: self.lengths.map(|(_, keys)| keys),
+        })
+    }
+}

@@ -1,0 +1,181 @@
+//! Convolutions over one, two or three axes with a bias, of maps whose channels lie side by side.
+
+use candle_core::DType;
+
+use super::graph::{Geometry, Graph, Numbers, Pointwise};
+use super::{Failure, Library, Outcome};
+
+/// Numbers by which runs name what a graph reads and writes.
+pub(super) mod number {
+    pub(crate) const X: i64 = 1;
+    pub(crate) const FILTER: i64 = 2;
+    pub(crate) const OUT: i64 = 3;
+    pub(crate) const BIAS: i64 = 4;
+}
+
+/// What a plan for a convolution is made for. Maps are `[batch, spatial.., channels]`, filters
+/// `[channels out, spatial.., channels in]`, a bias `[channels out]`, each contiguous and all of one dtype. Of lists each
+/// has a number for each spatial axis, of which there are one to three.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct ConvolutionShape {
+    pub(crate) batch: usize,
+    /// Sides of the map that is read.
+    pub(crate) spatial: Vec<usize>,
+    pub(crate) channels_in: usize,
+    pub(crate) channels_out: usize,
+    /// Sides of the filter.
+    pub(crate) filter: Vec<usize>,
+    /// Rows of zeros that are thought before and behind the map.
+    pub(crate) before: Vec<usize>,
+    pub(crate) after: Vec<usize>,
+    pub(crate) strides: Vec<usize>,
+    /// Distances of what a filter reads: 1 where it reads neighbours.
+    pub(crate) dilations: Vec<usize>,
+    /// bf16, f16, or f32, which is computed in full f32.
+    pub(crate) dtype: DType,
+    pub(crate) has_bias: bool,
+}
+
+/// Where one convolution's operands are on the card, aligned to 16 bytes. `out` overlaps none of the others.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ConvolutionAt {
+    pub(crate) x: u64,
+    pub(crate) filter: u64,
+    pub(crate) bias: Option<u64>,
+    pub(crate) out: u64,
+}
+
+impl ConvolutionShape {
+    /// Sides of the map that is written; `None` where the lists do not fit each other, or nothing is written.
+    pub(crate) fn out(&self) -> Option<Vec<usize>> {
+        let axes = self.spatial.len();
+        let lists = [
+            &self.filter,
+            &self.before,
+            &self.after,
+            &self.strides,
+            &self.dilations,
+        ];
+        if !(1..=3).contains(&axes) || lists.iter().any(|list| list.len() != axes) {
+            return None;
+        }
+        (0..axes)
+            .map(|axis| {
+                let padded = self.spatial[axis] + self.before[axis] + self.after[axis];
+                let reach = self.dilations[axis].checked_mul(self.filter[axis].checked_sub(1)?)? + 1;
+                Some(padded.checked_sub(reach)?.checked_div(self.strides[axis])? + 1)
+            })
+            .collect()
+    }
+
+    pub(super) fn numbers(&self) -> Option<Numbers> {
+        let sides = [self.batch, self.channels_in, self.channels_out];
+        let fits = !sides.contains(&0) && !self.spatial.contains(&0) && self.out().is_some();
+        Numbers::of(self.dtype).filter(|_| fits)
+    }
+
+    /// The graph. One axis is taken as two, of which the first is 1: fewer engines know one.
+    pub(super) fn graph(&self, library: &'static Library, numbers: Numbers) -> Outcome<Graph> {
+        let written = self
+            .out()
+            .ok_or_else(|| Failure::ours("lists of a convolution that do not fit"))?;
+        let one = self.spatial.len() == 1;
+        let sides = |first: usize, of: &[usize]| -> Vec<usize> {
+            let more = one.then_some(first);
+            more.into_iter().chain(of.iter().copied()).collect()
+        };
+        let wide = |first, of: &[usize]| -> Vec<i64> {
+            sides(first, of).into_iter().map(|side| side as i64).collect()
+        };
+        let mut graph = Graph::new(library);
+        let (dims, strides) = channels_last(self.batch, self.channels_in, &sides(1, &self.spatial));
+        let x = graph.on_card(number::X, numbers, &dims, &strides)?;
+        let (dims, strides) = channels_last(self.channels_out, self.channels_in, &sides(1, &self.filter));
+        let filter = graph.on_card(number::FILTER, numbers, &dims, &strides)?;
+        let (dims, strides) = channels_last(self.batch, self.channels_out, &sides(1, &written));
+        let out = graph.on_card(number::OUT, numbers, &dims, &strides)?;
+        let (before, after) = (wide(0, &self.before), wide(0, &self.after));
+        let (steps, dilations) = (wide(1, &self.strides), wide(1, &self.dilations));
+        let geometry = Geometry {
+            before: &before,
+            after: &after,
+            strides: &steps,
+            dilations: &dilations,
+        };
+        if !self.has_bias {
+            graph.convolution(&geometry, x, filter, out)?;
+            return Ok(graph);
+        }
+        let sums = graph.between(Numbers::F32, &dims, &strides)?;
+        graph.convolution(&geometry, x, filter, sums)?;
+        let (dims, strides) = channels_last(1, self.channels_out, &vec![1; sides(1, &written).len()]);
+        let bias = graph.on_card(number::BIAS, numbers, &dims, &strides)?;
+        graph.pointwise(Pointwise::Add, Numbers::F32, sums, Some(bias), out)?;
+        Ok(graph)
+    }
+}
+
+/// Dims and strides of `[items, channels, spatial..]` whose channels lie side by side.
+fn channels_last(items: usize, channels: usize, spatial: &[usize]) -> (Vec<usize>, Vec<usize>) {
+    let dims = [&[items, channels], spatial].concat();
+    let mut strides = vec![1; dims.len()];
+    let mut stride = channels;
+    for axis in (2..dims.len()).rev() {
+        strides[axis] = stride;
+        stride *= dims[axis];
+    }
+    strides[0] = stride;
+    (dims, strides)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape() -> ConvolutionShape {
+        ConvolutionShape {
+            batch: 1,
+            spatial: vec![9, 8],
+            channels_in: 4,
+            channels_out: 6,
+            filter: vec![3, 2],
+            before: vec![0, 1],
+            after: vec![1, 2],
+            strides: vec![2, 1],
+            dilations: vec![1, 3],
+            dtype: DType::BF16,
+            has_bias: true,
+        }
+    }
+
+    #[test]
+    fn sides_of_the_result_count_paddings_strides_and_dilations() {
+        assert_eq!(shape().out(), Some(vec![4, 8]));
+        for broken in [
+            ConvolutionShape {
+                filter: vec![3],
+                ..shape()
+            },
+            ConvolutionShape {
+                filter: vec![12, 2],
+                ..shape()
+            },
+            ConvolutionShape {
+                strides: vec![0, 1],
+                ..shape()
+            },
+            ConvolutionShape {
+                filter: vec![0, 2],
+                ..shape()
+            },
+        ] {
+            assert_eq!(broken.out(), None, "{broken:?}");
+        }
+    }
+
+    #[test]
+    fn channels_lie_side_by_side() {
+        let (dims, strides) = channels_last(2, 3, &[5, 7]);
+        assert_eq!((dims, strides), (vec![2, 3, 5, 7], vec![105, 1, 21, 3]));
+    }
+}

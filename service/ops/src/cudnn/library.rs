@@ -1,0 +1,144 @@
+//! The dozen functions of cuDNN that are called, from the library that is found when it is first asked for. Nothing is
+//! linked: a program without cuDNN starts, and computes by other kernels.
+
+use std::ffi::{c_char, c_void};
+use std::sync::OnceLock;
+
+use super::{Failure, Outcome};
+
+/// What the loader is asked for: by `LD_LIBRARY_PATH`, then where the program was told to look when it was linked.
+pub(super) const FILE: &str = "libcudnn.so.9";
+
+/// The oldest version that graphs were tried with.
+const SINCE: usize = 91301;
+
+/// The longest reason that is asked for.
+const REASON_BYTES: usize = 1024;
+
+type Create = unsafe extern "C" fn(*mut *mut c_void) -> i32;
+type SetStream = unsafe extern "C" fn(*mut c_void, *mut c_void) -> i32;
+type Version = unsafe extern "C" fn() -> usize;
+type LastError = unsafe extern "C" fn(*mut c_char, usize);
+type CreateDescriptor = unsafe extern "C" fn(i32, *mut *mut c_void) -> i32;
+type OfDescriptor = unsafe extern "C" fn(*mut c_void) -> i32;
+type SetAttribute = unsafe extern "C" fn(*mut c_void, i32, i32, i64, *const c_void) -> i32;
+type GetAttribute = unsafe extern "C" fn(*mut c_void, i32, i32, i64, *mut i64, *mut c_void) -> i32;
+type Execute = unsafe extern "C" fn(*mut c_void, *mut c_void, *mut c_void) -> i32;
+
+/// cuDNN's functions. Each gives a status as a plain number: later versions have statuses that earlier ones lack.
+pub(crate) struct Library {
+    version: usize,
+    pub(super) create: Create,
+    pub(super) set_stream: SetStream,
+    pub(super) create_descriptor: CreateDescriptor,
+    pub(super) destroy_descriptor: OfDescriptor,
+    pub(super) set_attribute: SetAttribute,
+    pub(super) get_attribute: GetAttribute,
+    pub(super) finalize: OfDescriptor,
+    pub(super) execute: Execute,
+    last_error: LastError,
+    /// What the functions are in.
+    _loaded: libloading::Library,
+}
+
+impl Library {
+    /// The library of this process, or why there is none. It is looked for once.
+    pub(crate) fn get() -> Result<&'static Library, &'static str> {
+        static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
+        LIBRARY
+            .get_or_init(|| Library::open(FILE))
+            .as_ref()
+            .map_err(String::as_str)
+    }
+
+    /// Loads a library by its file.
+    pub(super) fn open(file: &str) -> Result<Library, String> {
+        // SAFETY: the file is NVIDIA's library, or one that the operator put in its place; its initialisers have no
+        // conditions.
+        let loaded = unsafe { libloading::Library::new(file) }
+            .map_err(|error| format!("{file} cannot be loaded: {error}"))?;
+        macro_rules! function {
+            ($name:literal as $kind:ty) => {
+                // SAFETY: the function is of this type in every version 9 of cuDNN, and is called no longer than
+                // the library is loaded, which is beside it.
+                *unsafe { loaded.get::<$kind>($name) }
+                    .map_err(|error| format!("{file} has no {}: {error}", $name))?
+            };
+        }
+        let version: Version = function!("cudnnGetVersion" as Version);
+        // SAFETY: it takes nothing and gives a number.
+        let version = unsafe { version() };
+        if version < SINCE {
+            return Err(format!(
+                "cuDNN {} is too old: {} is the oldest that is used",
+                version_text(version),
+                version_text(SINCE)
+            ));
+        }
+        Ok(Library {
+            version,
+            create: function!("cudnnCreate" as Create),
+            set_stream: function!("cudnnSetStream" as SetStream),
+            create_descriptor: function!("cudnnBackendCreateDescriptor" as CreateDescriptor),
+            destroy_descriptor: function!("cudnnBackendDestroyDescriptor" as OfDescriptor),
+            set_attribute: function!("cudnnBackendSetAttribute" as SetAttribute),
+            get_attribute: function!("cudnnBackendGetAttribute" as GetAttribute),
+            finalize: function!("cudnnBackendFinalize" as OfDescriptor),
+            execute: function!("cudnnBackendExecute" as Execute),
+            last_error: function!("cudnnGetLastErrorString" as LastError),
+            _loaded: loaded,
+        })
+    }
+
+    /// As people write it: 9.19.0.
+    pub(crate) fn version(&self) -> String {
+        version_text(self.version)
+    }
+
+    /// A call's outcome by its status.
+    pub(super) fn check(&self, status: i32, call: &'static str) -> Outcome<()> {
+        if status == 0 {
+            return Ok(());
+        }
+        let mut reason = [0u8; REASON_BYTES];
+        // SAFETY: it writes at most so many bytes, and ends them with a zero.
+        unsafe { (self.last_error)(reason.as_mut_ptr().cast(), reason.len()) };
+        let ends = reason.iter().position(|byte| *byte == 0).unwrap_or(0);
+        Err(Failure {
+            call,
+            status,
+            reason: String::from_utf8_lossy(&reason[..ends]).trim().to_owned(),
+        })
+    }
+}
+
+fn version_text(version: usize) -> String {
+    format!("{}.{}.{}", version / 10000, version / 100 % 100, version % 100)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_that_is_not_there_is_a_reason() {
+        let reason = Library::open("libcudnn-that-nobody-has.so.9").err();
+        let reason = reason.expect("no library");
+        assert!(
+            reason.starts_with("libcudnn-that-nobody-has.so.9 cannot be loaded: "),
+            "{reason}"
+        );
+    }
+
+    #[test]
+    fn another_library_is_a_reason() {
+        let reason = Library::open("libc.so.6").err().expect("not cuDNN");
+        assert!(reason.starts_with("libc.so.6 has no cudnnGetVersion"), "{reason}");
+    }
+
+    #[test]
+    fn versions_are_written_as_people_do() {
+        assert_eq!(version_text(91301), "9.13.1");
+        assert_eq!(version_text(92700), "9.27.0");
+    }
+}

@@ -1,0 +1,383 @@
+//! Plans for cards that are described, and are not there: which shapes cuDNN takes, and that a plan comes back from its
+//! folder. Nothing is run. These tests need `libcudnn.so.9`, `libnvrtc.so.13` and a stand-in `libcuda.so.1`, whose
+//! functions may all be empty, by `LD_LIBRARY_PATH`; so they are run by name: `cargo test -p ops without_card --
+//! --ignored --nocapture --test-threads=1`.
+
+use std::time::Instant;
+
+use candle_core::DType;
+
+use super::descriptor::{Descriptor, Value, kind};
+use super::plan::Target;
+use super::plans::Folder;
+use super::{AttentionShape, ConvolutionShape, Library, Maker, MaskShape, Shape};
+
+/// A card as cuDNN describes it.
+struct Described {
+    capability: u32,
+    processors: u32,
+    shared: u32,
+    threads: u32,
+    name: &'static str,
+}
+
+const H100: Described = Described {
+    capability: 900,
+    processors: 132,
+    shared: 232_448,
+    threads: 2048,
+    name: "NVIDIA H100 80GB HBM3",
+};
+const OTHERS: [Described; 3] = [
+    Described {
+        capability: 800,
+        processors: 108,
+        shared: 166_912,
+        threads: 2048,
+        name: "NVIDIA A100-SXM4-80GB",
+    },
+    Described {
+        capability: 890,
+        processors: 128,
+        shared: 101_376,
+        threads: 1536,
+        name: "NVIDIA GeForce RTX 4090",
+    },
+    Described {
+        capability: 1200,
+        processors: 170,
+        shared: 101_376,
+        threads: 1536,
+        name: "NVIDIA GeForce RTX 5090",
+    },
+];
+const T4: Described = Described {
+    capability: 750,
+    processors: 40,
+    shared: 65_536,
+    threads: 1024,
+    name: "Tesla T4",
+};
+
+impl Described {
+    fn json(&self) -> String {
+        let Described {
+            capability,
+            processors,
+            shared,
+            threads,
+            name,
+        } = self;
+        format!(
+            r#"{{"maxGridSize": [2147483647, 65535, 65535], "maxBlockSize": [1024, 1024, 64], "regsPerBlock": 65536,
+            "multiProcessorCount": {processors}, "warpSize": 32, "maxSharedMemoryPerBlock": 49152,
+            "maxSharedMemoryPerBlockOptin": {shared}, "reservedSharedMemoryPerBlock": 1024, "maxRegistersPerSM": 65536,
+            "maxCtasPerSM": 24, "maxThreadsPerBlock": 1024, "maxThreadsPerSM": {threads}, "pciDeviceId": 9008,
+            "isTccDriver": 0, "supportCoopLaunch": 1, "totalGlobalMem": 85028765696, "smClockRateKHz": 1980000,
+            "memClockRateKHz": 2619000, "l2CacheSize": 52428800, "cudaDeviceId": 0, "deviceVer": {capability},
+            "driverVer": 13000, "deviceName": "{name}", "memoryBusWidth": 5120}}"#
+        )
+    }
+
+    fn maker(&self, folder: Option<Folder>) -> Maker {
+        let library = Library::get().expect("a libcudnn.so.9 on LD_LIBRARY_PATH");
+        let properties = Descriptor::new(library, kind::DEVICE_PROPERTIES).unwrap();
+        properties.set(2702, Value::Text(self.json().as_bytes())).unwrap();
+        properties.finalise().unwrap();
+        Maker {
+            library,
+            target: Target::Described(properties),
+            card: format!("sm_{} {}", self.capability, self.name),
+            folder,
+        }
+    }
+}
+
+/// Heads side by side: strides of `[batch, token, head]`.
+fn side_by_side(tokens: usize, heads: usize, width: usize) -> [usize; 3] {
+    [tokens * heads * width, heads * width, width]
+}
+
+fn attention(batch: usize, heads: [usize; 2], tokens: [usize; 2], width: usize) -> AttentionShape {
+    let ([heads, heads_kv], [queries, keys]) = (heads, tokens);
+    let of_keys = side_by_side(keys, heads_kv, width);
+    AttentionShape {
+        batch,
+        heads,
+        heads_kv,
+        queries,
+        keys,
+        width,
+        dtype: DType::BF16,
+        q: side_by_side(queries, heads, width),
+        k: of_keys,
+        v: of_keys,
+        out: side_by_side(queries, heads, width),
+        mask: MaskShape::None,
+    }
+}
+
+fn flux() -> AttentionShape {
+    attention(1, [24, 24], [4608, 4608], 128)
+}
+
+fn bias(dims: [usize; 4]) -> MaskShape {
+    let [_, heads, queries, keys] = dims;
+    MaskShape::Bias {
+        dims,
+        strides: [heads * queries * keys, queries * keys, keys, 1],
+    }
+}
+
+fn attentions() -> Vec<(&'static str, AttentionShape)> {
+    let window = |before, after| AttentionShape {
+        mask: MaskShape::Window { before, after },
+        ..attention(1, [16, 8], [1500, 1500], 128)
+    };
+    let joint = [4608 * 9216, 9216, 128];
+    let masked = |mask, shape| AttentionShape { mask, ..shape };
+    let t5 = || attention(1, [64, 64], [512, 512], 64);
+    let mut shapes = vec![
+        ("FLUX.1", flux()),
+        (
+            "FLUX.1 in its joint buffers",
+            AttentionShape {
+                q: joint,
+                k: joint,
+                v: joint,
+                out: [4608 * 15360, 15360, 128],
+                ..flux()
+            },
+        ),
+        (
+            "f16",
+            AttentionShape {
+                dtype: DType::F16,
+                ..flux()
+            },
+        ),
+        ("batch of 4", attention(4, [24, 24], [4608, 4608], 128)),
+        ("4173 tokens", attention(1, [24, 24], [4173, 4173], 128)),
+        ("cross, 77 keys", attention(1, [24, 24], [4608, 77], 128)),
+        ("32 heads share 8", attention(1, [32, 8], [512, 512], 128)),
+        ("16 heads share 8", attention(1, [16, 8], [1500, 1500], 128)),
+        ("one wide head", attention(1, [1, 1], [16384, 16384], 512)),
+        ("T5", masked(bias([1, 64, 512, 512]), t5())),
+        (
+            "T5, batch of 2",
+            masked(bias([1, 64, 512, 512]), attention(2, [64, 64], [512, 512], 64)),
+        ),
+        (
+            "bias over heads",
+            masked(bias([1, 1, 1501, 1501]), attention(1, [16, 8], [1501, 1501], 128)),
+        ),
+        ("bias of keys", masked(bias([1, 1, 1, 4608]), flux())),
+        (
+            "CLIP, causal",
+            masked(MaskShape::Causal, attention(1, [12, 12], [77, 77], 64)),
+        ),
+        ("lengths", masked(MaskShape::Lengths, flux())),
+        (
+            "lengths, batch of 2",
+            masked(MaskShape::Lengths, attention(2, [24, 24], [1024, 333], 128)),
+        ),
+        ("window behind", window(128, 5000)),
+        ("window ahead", window(5000, 128)),
+        ("window of both", window(128, 128)),
+        ("window, causal", window(128, 0)),
+    ];
+    for width in [32, 40, 64, 72, 80, 96, 160, 192, 256] {
+        shapes.push(("width", attention(1, [16, 16], [4096, 4096], width)));
+    }
+    shapes
+}
+
+fn convolution(spatial: &[usize], channels: [usize; 2], side: usize) -> ConvolutionShape {
+    let each = |value: usize| vec![value; spatial.len()];
+    ConvolutionShape {
+        batch: 1,
+        spatial: spatial.to_vec(),
+        channels_in: channels[0],
+        channels_out: channels[1],
+        filter: each(side),
+        before: each(side / 2),
+        after: each(side / 2),
+        strides: each(1),
+        dilations: each(1),
+        dtype: DType::BF16,
+        has_bias: true,
+    }
+}
+
+fn convolutions() -> Vec<(&'static str, ConvolutionShape)> {
+    let padded = |shape, before: &[usize], after: &[usize]| ConvolutionShape {
+        before: before.to_vec(),
+        after: after.to_vec(),
+        ..shape
+    };
+    let strip = || convolution(&[66, 1024], [128, 128], 3);
+    let film = || convolution(&[18, 256, 256], [128, 128], 3);
+    vec![
+        ("512 at 128", convolution(&[128, 128], [512, 512], 3)),
+        ("512 at 512", convolution(&[512, 512], [512, 512], 3)),
+        ("256 at 1024", convolution(&[1024, 1024], [256, 256], 3)),
+        ("128 at 1024", convolution(&[1024, 1024], [128, 128], 3)),
+        ("16 to 512", convolution(&[128, 128], [16, 512], 3)),
+        ("128 to 3", convolution(&[1024, 1024], [128, 3], 3)),
+        (
+            "256 to 128, no neighbours",
+            convolution(&[1024, 1024], [256, 128], 1),
+        ),
+        (
+            "no bias",
+            ConvolutionShape {
+                has_bias: false,
+                ..strip()
+            },
+        ),
+        (
+            "f16",
+            ConvolutionShape {
+                dtype: DType::F16,
+                ..strip()
+            },
+        ),
+        (
+            "f32",
+            ConvolutionShape {
+                dtype: DType::F32,
+                ..strip()
+            },
+        ),
+        (
+            "f32, no bias",
+            ConvolutionShape {
+                dtype: DType::F32,
+                has_bias: false,
+                ..strip()
+            },
+        ),
+        ("inner strip", padded(strip(), &[0, 1], &[0, 1])),
+        ("first strip", padded(strip(), &[1, 1], &[0, 1])),
+        ("last strip", padded(strip(), &[0, 1], &[1, 1])),
+        (
+            "half the size",
+            ConvolutionShape {
+                strides: vec![2, 2],
+                ..padded(convolution(&[1024, 1024], [128, 128], 3), &[0, 0], &[1, 1])
+            },
+        ),
+        (
+            "film, Wan 96",
+            padded(convolution(&[6, 480, 832], [96, 96], 3), &[0, 1, 1], &[0, 1, 1]),
+        ),
+        (
+            "film, Wan 384",
+            padded(convolution(&[23, 60, 104], [384, 384], 3), &[0, 1, 1], &[0, 1, 1]),
+        ),
+        ("film, Hunyuan 128", padded(film(), &[0, 0, 0], &[0, 0, 0])),
+        ("film, first frames", padded(film(), &[2, 1, 1], &[0, 1, 1])),
+        ("sound, 7", convolution(&[4096], [512, 512], 7)),
+        (
+            "sound, 7, apart by 9",
+            ConvolutionShape {
+                dilations: vec![9],
+                ..padded(convolution(&[4096], [512, 512], 7), &[27], &[27])
+            },
+        ),
+    ]
+}
+
+/// Says of each shape what became of it; those that got no plan.
+fn refused<S: Shape>(maker: &Maker, shapes: Vec<(&str, S)>) -> Vec<String> {
+    let mut refused = Vec::new();
+    for (name, shape) in shapes {
+        let began = Instant::now();
+        match maker.plan(&shape) {
+            Ok(plan) => eprintln!(
+                "{} {}: {name}: {} ms, {} bytes of workspace",
+                maker.card,
+                S::NAME,
+                began.elapsed().as_millis(),
+                plan.workspace()
+            ),
+            Err(failure) => {
+                eprintln!("{} {}: {name}: {failure}", maker.card, S::NAME);
+                refused.push(format!("{name}: {failure}"));
+            }
+        }
+    }
+    refused
+}
+
+#[test]
+#[ignore = "needs libcudnn"]
+fn every_attention_gets_a_plan() {
+    assert_eq!(refused(&H100.maker(None), attentions()), [""; 0]);
+}
+
+#[test]
+#[ignore = "needs libcudnn"]
+fn every_convolution_gets_a_plan() {
+    assert_eq!(refused(&H100.maker(None), convolutions()), [""; 0]);
+}
+
+#[test]
+#[ignore = "needs libcudnn"]
+fn other_cards_get_plans_too() {
+    for card in OTHERS {
+        let some = |shapes: Vec<_>| shapes.into_iter().take(3).collect();
+        assert_eq!(refused(&card.maker(None), some(attentions())), [""; 0]);
+        assert_eq!(
+            refused(&card.maker(None), convolutions().into_iter().take(3).collect()),
+            [""; 0]
+        );
+    }
+}
+
+#[test]
+#[ignore = "needs libcudnn"]
+fn what_is_not_supported_is_a_refusal() {
+    let odd = attention(1, [2, 2], [64, 64], 60);
+    for (maker, shape) in [(T4.maker(None), flux()), (H100.maker(None), odd)] {
+        let failure = maker.plan(&shape).err().expect("no plan");
+        eprintln!("{failure}");
+        assert!(!failure.is_of_the_card(), "{failure}");
+    }
+    let f32 = AttentionShape {
+        dtype: DType::F32,
+        ..flux()
+    };
+    assert!(H100.maker(None).plan(&f32).is_err());
+}
+
+#[test]
+#[ignore = "needs libcudnn"]
+fn a_plan_comes_back_from_its_folder() {
+    let at = tempfile::tempdir().unwrap();
+    let maker = |card: &Described| card.maker(Some(Folder::at(at.path(), 8)));
+    let plan = |maker: &Maker| {
+        let began = Instant::now();
+        let plan = maker.plan(&flux()).unwrap();
+        eprintln!("new {}: {} ms", plan.is_new(), began.elapsed().as_millis());
+        plan
+    };
+    let first = plan(&maker(&H100));
+    assert!(first.is_new());
+    let again = plan(&maker(&H100));
+    assert!(!again.is_new());
+    assert_eq!(first.workspace(), again.workspace());
+    assert!(
+        plan(&maker(&OTHERS[0])).is_new(),
+        "that of another card is none of its"
+    );
+
+    // A plan that is whole and yet none of cuDNN's is made anew, and overwritten.
+    let made = maker(&H100);
+    let key = format!("{} {}: attention {:?}", made.library.version(), made.card, flux());
+    let folder = Folder::at(at.path(), 8);
+    assert!(folder.read(&key).is_some());
+    folder.write(&key, b"{\"no\": \"plan\"}");
+    assert!(plan(&made).is_new());
+    assert!(!plan(&made).is_new());
+}

@@ -1,0 +1,140 @@
+//! A step of Euler's method on a latent.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use candle_core::{DType, Device, Result, Tensor};
+
+use crate::place::{with_rows, write_rows};
+
+/// Whether everything that was told of it was finite.
+#[derive(Debug)]
+pub struct Finite {
+    /// u32 `[1]` on a card, not 0 once something was not.
+    flag: Option<Tensor>,
+    is_not: AtomicBool,
+}
+
+impl Finite {
+    /// So far, all is.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn new(device: &Device) -> Result<Finite> {
+        Ok(Finite {
+            flag: match device {
+                Device::Cpu => None,
+                _ => Some(Tensor::zeros(1, DType::U32, device)?),
+            },
+            is_not: AtomicBool::new(false),
+        })
+    }
+
+    /// Whether all is finite. On a card this waits for everything that was asked of it.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn is_finite(&self) -> Result<bool> {
+        match &self.flag {
+            Some(flag) => Ok(flag.to_vec1::<u32>()? == [0]),
+            None => Ok(!self.is_not.load(Ordering::Relaxed)),
+        }
+    }
+
+    /// Where a card says so.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn flag(&self) -> Result<&Tensor> {
+        let missing = || candle_core::Error::Msg("finiteness is told on another device".to_owned());
+        self.flag.as_ref().ok_or_else(missing)
+    }
+}
+
+/// `latent += velocity * by`, in f32, in place, as `FlowMatchEulerDiscreteScheduler.step` does; `seen` becomes the same in
+/// its own dtype, which is that of the velocity, for the next step; `finite` is told. All three have the same shape and no
+/// gaps.
+///
+/// # Errors
+/// When shapes or dtypes do not fit.
+pub fn euler(latent: &Tensor, velocity: &Tensor, by: f64, seen: &Tensor, finite: &Finite) -> Result<()> {
+    let all = [latent, velocity, seen];
+    let fits = all.iter().all(|x| x.is_contiguous() && x.dims() == latent.dims())
+        && latent.dtype() == DType::F32
+        && seen.dtype() == velocity.dtype();
+    if !fits {
+        candle_core::bail!(
+            "a step of {:?} {:?} by {:?} {:?} to {:?} {:?}",
+            latent.dims(),
+            latent.dtype(),
+            velocity.dims(),
+            velocity.dtype(),
+            seen.dims(),
+            seen.dtype()
+        );
+    }
+    #[cfg(feature = "cuda")]
+    if latent.device().is_cuda() {
+        return crate::cuda::euler(latent, velocity, by as f32, seen, finite);
+    }
+    let width = latent.dim(candle_core::D::Minus1)?;
+    with_rows(velocity, width, |velocity| {
+        write_rows(latent, width, |row, numbers| {
+            for (number, velocity) in numbers.iter_mut().zip(velocity.row(row)) {
+                *number += velocity * by as f32;
+                if !number.is_finite() {
+                    finite.is_not.store(true, Ordering::Relaxed);
+                }
+            }
+        })
+    })?;
+    with_rows(latent, width, |latent| {
+        write_rows(seen, width, |row, numbers| {
+            numbers.copy_from_slice(latent.row(row))
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{assert_close, here, random, test_device};
+
+    #[test]
+    fn a_step_moves_the_latent_and_shows_it() -> Result<()> {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let (before, velocity) = (random(&[2, 37, 5], 1)?, random(&[2, 37, 5], 2)?.to_dtype(dtype)?);
+            let expected = (&before + (velocity.to_dtype(DType::F32)? * -0.25)?)?;
+            let (latent, seen) = (here(&before).copy()?, here(&velocity).copy()?);
+            let finite = Finite::new(test_device())?;
+            euler(&latent, &here(&velocity), -0.25, &seen, &finite)?;
+            assert_close(&latent, &expected, 1e-6)?;
+            assert_close(&seen, &expected.to_dtype(dtype)?, 1e-6)?;
+            assert!(finite.is_finite()?);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn what_is_not_finite_is_told_and_stays_told() -> Result<()> {
+        let mut numbers = vec![0f32; 600];
+        numbers[517] = f32::INFINITY;
+        let velocity = here(&Tensor::from_vec(numbers, (1, 600), &Device::Cpu)?);
+        let still = here(&Tensor::zeros((1, 600), DType::F32, &Device::Cpu)?);
+        let (latent, seen) = (still.copy()?, still.copy()?);
+        let finite = Finite::new(test_device())?;
+        euler(&latent, &still, 1.0, &seen, &finite)?;
+        assert!(finite.is_finite()?);
+        euler(&latent, &velocity, 1.0, &seen, &finite)?;
+        assert!(!finite.is_finite()?);
+        euler(&latent, &still, 1.0, &seen, &finite)?;
+        assert!(!finite.is_finite()?);
+        Ok(())
+    }
+
+    #[test]
+    fn shapes_and_dtypes_that_do_not_fit_are_refused() -> Result<()> {
+        let x = here(&random(&[1, 6], 1)?);
+        let finite = Finite::new(test_device())?;
+        assert!(euler(&x, &x.narrow(1, 0, 3)?, 1.0, &x.copy()?, &finite).is_err());
+        assert!(euler(&x, &x.copy()?, 1.0, &x.to_dtype(DType::BF16)?, &finite).is_err());
+        Ok(())
+    }
+}

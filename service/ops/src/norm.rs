@@ -1,0 +1,361 @@
+//! Residual, norm and modulation of tokens in one pass: what stands between two linear layers of every transformer.
+
+#[cfg(feature = "cuda")]
+use candle_core::DType;
+use candle_core::{D, Result, Tensor};
+
+use crate::place::{RowsOf, apart_from, with_rows, write_rows};
+use crate::rows::{accumulate, sum};
+
+/// How a row is normalised, in f32.
+#[derive(Clone, Copy, Debug)]
+pub enum Norm<'a> {
+    /// `torch.nn.LayerNorm`: mean away, by the root of the variance, which is taken in a second pass: one pass loses it to
+    /// cancellation where the mean is large.
+    Layer {
+        /// Weight and bias, `[d]` each.
+        affine: Option<(&'a Tensor, &'a Tensor)>,
+        /// Added to the variance.
+        eps: f64,
+    },
+    /// `torch.nn.RMSNorm`, transformers' `T5LayerNorm`: by the root of the mean square, no mean is taken away.
+    Rms {
+        /// `[d]`.
+        weight: Option<&'a Tensor>,
+        /// Added to the mean square.
+        eps: f64,
+    },
+}
+
+impl Norm<'_> {
+    fn eps(&self) -> f64 {
+        match self {
+            Norm::Layer { eps, .. } | Norm::Rms { eps, .. } => *eps,
+        }
+    }
+}
+
+/// What adaptive norms do behind a norm: `* (1 + scale) + shift`. `[b, d]` each, or `[1, d]` for every batch alike.
+#[derive(Clone, Copy, Debug)]
+pub struct Modulation<'a> {
+    /// Less one.
+    pub scale: &'a Tensor,
+    /// What is added.
+    pub shift: Option<&'a Tensor>,
+}
+
+/// What a branch is multiplied by before it is added to the residual.
+#[derive(Clone, Copy, Debug)]
+pub struct Gate<'a> {
+    /// `[b, d]`, or `[1, d]` for every batch alike.
+    pub vector: &'a Tensor,
+    /// The gate is tanh of the vector.
+    pub tanh: bool,
+    /// `[d]`: the branch is normalised by its root mean square and this weight first, with the epsilon of the norm behind.
+    pub branch_norm: Option<&'a Tensor>,
+}
+
+impl<'a> From<&'a Tensor> for Gate<'a> {
+    fn from(vector: &'a Tensor) -> Gate<'a> {
+        Gate {
+            vector,
+            tanh: false,
+            branch_norm: None,
+        }
+    }
+}
+
+/// Rows that a linear layer multiplies: as numbers, or quantized for a card's own units.
+#[derive(Clone, Copy, Debug)]
+pub enum Activation<'a> {
+    /// `[.., d]` of f32, f16 or bf16.
+    Numbers(&'a Tensor),
+    /// Codes with a scale for each row.
+    Codes(&'a Codes),
+}
+
+impl<'a> From<&'a Tensor> for Activation<'a> {
+    fn from(numbers: &'a Tensor) -> Activation<'a> {
+        Activation::Numbers(numbers)
+    }
+}
+
+impl<'a> From<&'a Codes> for Activation<'a> {
+    fn from(codes: &'a Codes) -> Activation<'a> {
+        Activation::Codes(codes)
+    }
+}
+
+/// Rows in e4m3, each scaled by its own absolute maximum: a number is its code times the scale of its row. Only cards that
+/// multiply fp8 take them.
+#[derive(Clone, Debug)]
+pub struct Codes {
+    /// u8 `[rows, d]`, contiguous.
+    pub codes: Tensor,
+    /// f32 `[rows]`, contiguous.
+    pub scales: Tensor,
+}
+
+/// What is added to the residual before the norm.
+#[derive(Clone, Copy)]
+pub(crate) struct Branch<'a> {
+    pub(crate) y: &'a Tensor,
+    pub(crate) gate: Option<Gate<'a>>,
+}
+
+/// Everything that one pass does. `norm` is none where only the residual is wanted.
+#[derive(Clone, Copy)]
+pub(crate) struct Pass<'a> {
+    pub(crate) x: &'a Tensor,
+    pub(crate) branch: Option<Branch<'a>>,
+    pub(crate) norm: Option<Norm<'a>>,
+    pub(crate) modulation: Option<Modulation<'a>>,
+    pub(crate) out: Option<Activation<'a>>,
+}
+
+/// `out = norm(x) * (1 + scale) + shift` for `x` `[.., d]`; modulation is for `[b, .., d]`. Dtypes are equal, but that `x`
+/// may be f32 where all others are narrower.
+///
+/// # Errors
+/// When shapes do not fit.
+pub fn norm_modulate<'a>(
+    x: &'a Tensor,
+    norm: Norm<'a>,
+    modulation: Option<Modulation<'a>>,
+    out: impl Into<Activation<'a>>,
+) -> Result<()> {
+    run(&Pass {
+        x,
+        branch: None,
+        norm: Some(norm),
+        modulation,
+        out: Some(out.into()),
+    })
+}
+
+/// `x += gate * y`, in place, then [`norm_modulate`] of it. `out` may be `y` itself.
+///
+/// # Errors
+/// When shapes do not fit.
+pub fn residual_norm_modulate<'a>(
+    x: &'a Tensor,
+    y: &'a Tensor,
+    gate: Option<Gate<'a>>,
+    norm: Norm<'a>,
+    modulation: Option<Modulation<'a>>,
+    out: impl Into<Activation<'a>>,
+) -> Result<()> {
+    run(&Pass {
+        x,
+        branch: Some(Branch { y, gate }),
+        norm: Some(norm),
+        modulation,
+        out: Some(out.into()),
+    })
+}
+
+/// `x += gate * y`, in place: `x` and `y` are `[b, .., d]`; `y` may be `[1, d]` for every row alike.
+///
+/// # Errors
+/// When shapes do not fit.
+pub fn add_residual<'a>(x: &'a Tensor, y: &'a Tensor, gate: Option<Gate<'a>>) -> Result<()> {
+    run(&Pass {
+        x,
+        branch: Some(Branch { y, gate }),
+        norm: None,
+        modulation: None,
+        out: None,
+    })
+}
+
+fn run(pass: &Pass<'_>) -> Result<()> {
+    check(pass)?;
+    #[cfg(feature = "cuda")]
+    if pass.x.device().is_cuda() {
+        return crate::cuda::norm(pass);
+    }
+    on_cpu(pass)
+}
+
+fn check(pass: &Pass<'_>) -> Result<()> {
+    let width = pass.x.dim(D::Minus1)?;
+    let rows = pass.x.elem_count() / width.max(1);
+    let batch = pass.x.dim(0)?;
+    let refuse = |what: &str, found: &Tensor| -> Result<()> {
+        candle_core::bail!("a norm of {:?} with {what} {:?}", pass.x.dims(), found.dims())
+    };
+    let vectors = match pass.norm {
+        Some(Norm::Layer {
+            affine: Some((weight, bias)),
+            ..
+        }) => vec![weight, bias],
+        Some(Norm::Rms {
+            weight: Some(weight), ..
+        }) => vec![weight],
+        _ => vec![],
+    };
+    let gate = pass.branch.and_then(|branch| branch.gate);
+    let vectors = vectors.into_iter().chain(gate.and_then(|gate| gate.branch_norm));
+    for vector in vectors {
+        if vector.dims() != [width] {
+            return refuse("a weight", vector);
+        }
+    }
+    let of_batch = [
+        gate.map(|gate| gate.vector),
+        pass.modulation.map(|modulation| modulation.scale),
+        pass.modulation.and_then(|modulation| modulation.shift),
+    ];
+    for vector in of_batch.into_iter().flatten() {
+        if vector.dims() != [1, width] && vector.dims() != [batch, width] {
+            return refuse("a modulation", vector);
+        }
+    }
+    if let Some(Branch { y, .. }) = pass.branch
+        && y.dims() != pass.x.dims()
+        && (y.dims() != [1, width] || pass.norm.is_some())
+    {
+        return refuse("a branch", y);
+    }
+    match pass.out {
+        Some(Activation::Numbers(out)) if out.dims() != pass.x.dims() => refuse("a result", out),
+        Some(Activation::Codes(codes)) if codes.codes.dims() != [rows, width] => {
+            refuse("codes", &codes.codes)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Rows of vectors `[b, d]`, chosen by the row of a tensor.
+struct ByBatch<'a> {
+    rows: &'a RowsOf<'a>,
+    rows_per_batch: usize,
+}
+
+impl ByBatch<'_> {
+    fn of(&self, row: usize) -> &[f32] {
+        let batch = row / self.rows_per_batch.max(1);
+        self.rows.row(batch.min(self.rows.count() - 1))
+    }
+}
+
+/// Calls `f` with the rows of an optional tensor.
+fn with_optional<R>(
+    x: Option<&Tensor>,
+    columns: usize,
+    f: impl FnOnce(Option<&RowsOf<'_>>) -> Result<R>,
+) -> Result<R> {
+    match x {
+        Some(x) => with_rows(x, columns, |rows| f(Some(rows))),
+        None => f(None),
+    }
+}
+
+fn on_cpu(pass: &Pass<'_>) -> Result<()> {
+    let width = pass.x.dim(D::Minus1)?;
+    let rows_per_batch = pass.x.elem_count() / (width * pass.x.dim(0)?).max(1);
+    let eps = pass.norm.map_or(0.0, |norm| norm.eps()) as f32;
+    if let Some(Branch { y, gate }) = pass.branch {
+        let y = apart_from(y, pass.x)?;
+        with_rows(&y, width, |y| {
+            with_optional(gate.map(|gate| gate.vector), width, |vectors| {
+                with_optional(gate.and_then(|gate| gate.branch_norm), width, |weight| {
+                    write_rows(pass.x, width, |row, numbers| {
+                        let branch = y.row(row.min(y.count() - 1));
+                        let factor = match weight {
+                            Some(_) => 1.0 / (accumulate(branch, |v| v * v) / width as f32 + eps).sqrt(),
+                            None => 1.0,
+                        };
+                        let vector = vectors.map(|rows| ByBatch { rows, rows_per_batch }.of(row).to_vec());
+                        for (i, (x, y)) in numbers.iter_mut().zip(branch).enumerate() {
+                            let normed = weight.map_or(*y, |weight| y * factor * weight.row(0)[i]);
+                            *x += match (&vector, gate) {
+                                (Some(vector), Some(Gate { tanh: true, .. })) => normed * vector[i].tanh(),
+                                (Some(vector), _) => normed * vector[i],
+                                (None, _) => normed,
+                            };
+                        }
+                    })
+                })
+            })
+        })?;
+    }
+    let (Some(norm), Some(out)) = (pass.norm, pass.out) else {
+        return Ok(());
+    };
+    let Activation::Numbers(out) = out else {
+        candle_core::bail!("rows become codes of fp8 on a card only");
+    };
+    let (weight, bias) = match norm {
+        Norm::Layer { affine, .. } => (affine.map(|(weight, _)| weight), affine.map(|(_, bias)| bias)),
+        Norm::Rms { weight, .. } => (weight, None),
+    };
+    let (scale, shift) = (
+        pass.modulation.map(|modulation| modulation.scale),
+        pass.modulation.and_then(|modulation| modulation.shift),
+    );
+    let x = apart_from(pass.x, out)?;
+    with_rows(&x, width, |x| {
+        with_optional(weight, width, |weight| {
+            with_optional(bias, width, |bias| {
+                with_optional(scale, width, |scale| {
+                    with_optional(shift, width, |shift| {
+                        write_rows(out, width, |row, numbers| {
+                            normalise(x.row(row), norm, numbers);
+                            if let Some(weight) = weight {
+                                numbers.iter_mut().zip(weight.row(0)).for_each(|(n, w)| *n *= w);
+                            }
+                            if let Some(bias) = bias {
+                                numbers.iter_mut().zip(bias.row(0)).for_each(|(n, b)| *n += b);
+                            }
+                            if let Some(rows) = scale {
+                                let scale = ByBatch { rows, rows_per_batch };
+                                let scale = scale.of(row);
+                                numbers.iter_mut().zip(scale).for_each(|(n, s)| *n *= 1.0 + s);
+                            }
+                            if let Some(rows) = shift {
+                                let shift = ByBatch { rows, rows_per_batch };
+                                numbers.iter_mut().zip(shift.of(row)).for_each(|(n, s)| *n += s);
+                            }
+                        })
+                    })
+                })
+            })
+        })
+    })
+}
+
+/// The norm of a row without weights.
+fn normalise(row: &[f32], norm: Norm<'_>, out: &mut [f32]) {
+    let width = row.len() as f32;
+    let mean = match norm {
+        Norm::Layer { .. } => sum(row) / width,
+        Norm::Rms { .. } => 0.0,
+    };
+    let variance = accumulate(row, |v| (v - mean) * (v - mean)) / width;
+    let factor = 1.0 / (variance + norm.eps() as f32).sqrt();
+    out.iter_mut()
+        .zip(row)
+        .for_each(|(o, v)| *o = (v - mean) * factor);
+}
+
+/// Dtypes that a pass may have: that of `x`, and the one of everything else.
+#[cfg(feature = "cuda")]
+pub(crate) fn dtypes(pass: &Pass<'_>) -> Result<(DType, DType)> {
+    let other = match (pass.branch, pass.out) {
+        (Some(Branch { y, .. }), _) => y.dtype(),
+        (None, Some(Activation::Numbers(out))) => out.dtype(),
+        // Codes are made for layers in the dtype of the card: that of the modulation, or of the rows themselves.
+        (None, _) => pass
+            .modulation
+            .map_or(pass.x.dtype(), |modulation| modulation.scale.dtype()),
+    };
+    let x = pass.x.dtype();
+    if x != other && x != DType::F32 {
+        candle_core::bail!("a norm of {x:?} beside {other:?}");
+    }
+    Ok((x, other))
+}
+
+#[cfg(test)]
+mod tests;
