@@ -52,7 +52,7 @@ fn silu_of(v: f32) -> f32 {
 }
 
 #[inline(always)]
-fn gelu_tanh_of(v: f32) -> f32 {
+pub(crate) fn gelu_tanh_of(v: f32) -> f32 {
     // (1 + tanh u) / 2 = 1 / (1 + exp -2u): one exponential, and no cancellation far below zero.
     use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
     const TWICE_ROOT_2_OVER_PI: f32 = (2.0 * FRAC_2_SQRT_PI * FRAC_1_SQRT_2) as f32;
@@ -97,14 +97,6 @@ pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
     } else {
         in_f32(x, Tensor::gelu)
     }
-}
-
-/// [`gelu_tanh`] of a number. (1 + tanh u) / 2 = 1 / (1 + exp -2u): one exponential, and no cancellation far below zero.
-#[inline(always)]
-pub(crate) fn gelu_tanh_of(v: f32) -> f32 {
-    use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
-    const TWICE_ROOT_2_OVER_PI: f32 = (2.0 * FRAC_2_SQRT_PI * FRAC_1_SQRT_2) as f32;
-    v / (1.0 + exp(-TWICE_ROOT_2_OVER_PI * (v + 0.044_715 * v * v * v)))
 }
 
 /// `torch.nn.GELU()`, by the error function.

@@ -202,7 +202,7 @@ fn on_cpu(x: &Tensor, weight: &Weight, bias: Option<&Tensor>, then: Epilogue, ou
 /// Those of [`linear_into`].
 pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Result<Tensor> {
     let mut shape = x.dims().to_vec();
-    let (Some(inputs), [outputs, _]) = (shape.pop(), *weight.dims()) else {
+    let (Some(inputs), &[outputs, _]) = (shape.pop(), weight.dims()) else {
         candle_core::bail!("a linear layer of {:?} with weight {:?}", x.dims(), weight.dims());
     };
     if weight.dims()[1] != inputs {

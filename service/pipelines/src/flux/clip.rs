@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
 use ops::{
-    Epilogue, Mask, Nonlinearity, Norm, Scratch, add_residual, attention, norm_modulate,
+    Epilogue, Mask, Nonlinearity, Norm, Scratch, add_residual, attention, linears_into, norm_modulate,
     residual_norm_modulate,
 };
 use residency::Bytes;
@@ -217,6 +217,16 @@ impl Layer {
         })
     }
 
+    /// The scratch of its largest linear layer.
+    fn scratch_bytes(&self, tokens: usize, dtype: DType) -> u64 {
+        let attention = [&self.query, &self.key, &self.value, &self.out];
+        let layers = attention.into_iter().chain([&self.widen, &self.narrow]);
+        layers
+            .map(|layer| layer.scratch_bytes(tokens, dtype))
+            .max()
+            .unwrap_or(0)
+    }
+
     /// Adds the layer to the sum. The sum is normed for it already, and `next` is the norm behind it.
     fn forward(
         &self,
@@ -235,10 +245,10 @@ impl Layer {
         } = buffers;
         let (tokens, width) = sum.dims2()?;
         let head = width / heads;
-        for (i, layer) in [&self.query, &self.key, &self.value].into_iter().enumerate() {
-            let place = queries_keys_values.narrow(1, i * width, width)?;
-            layer.forward_into(normed, Epilogue::None, &place, scratch)?;
-        }
+        let [query, key, value] = [0, 1, 2].map(|i| queries_keys_values.narrow(1, i * width, width));
+        let (query, key, value) = (query?, key?, value?);
+        let layers = [self.query.to(&query), self.key.to(&key), self.value.to(&value)];
+        linears_into(normed, &layers, Epilogue::None, scratch)?;
         let by_head = queries_keys_values.reshape((1, tokens, 3 * heads, head))?;
         let [query, key, value] = [0, 1, 2].map(|i| by_head.narrow(2, i * heads, heads));
         let scale = 1.0 / (head as f64).sqrt();
@@ -283,6 +293,7 @@ impl Buffers {
         config: &ClipConfig,
         tokens: usize,
         dtype: DType,
+        scratch: Scratch,
         device: &Device,
     ) -> candle_core::Result<Buffers> {
         let width = config.hidden_size;
@@ -295,7 +306,7 @@ impl Buffers {
             queries_keys_values: of_width(3 * width)?,
             attended: buffer()?,
             widened: of_width(config.intermediate_size)?,
-            scratch: Scratch::new(device)?,
+            scratch,
         })
     }
 }
@@ -364,7 +375,12 @@ impl ClipEncoder {
     pub fn forward(&self, ids: &[u32], cancelled: &dyn Fn() -> bool) -> Result<ClipOutput, StageError> {
         check_ids(ids, self.config.vocab_size, self.config.max_position_embeddings)?;
         let (device, dtype) = (self.tokens.device(), self.tokens.dtype());
-        let buffers = Buffers::new(&self.config, ids.len(), dtype, device)?;
+        let of_layers = self
+            .layers
+            .iter()
+            .map(|layer| layer.scratch_bytes(ids.len(), dtype));
+        let scratch = Scratch::new(of_layers.max().unwrap_or(0), device)?;
+        let buffers = Buffers::new(&self.config, ids.len(), dtype, scratch, device)?;
         ops::embed(&self.tokens, &Tensor::new(ids, device)?, &buffers.sum)?;
         add_residual(&buffers.sum, &self.positions.narrow(0, 0, ids.len())?, None)?;
         let first = self.layers.first().map_or(&self.norm, |layer| &layer.norm1);

@@ -96,18 +96,4 @@ impl Linear {
             }
         }
     }
-
-    /// `x` is `[n, inputs]`; `out` is `[n, outputs]`, and may be columns of a wider tensor.
-    ///
-    /// # Errors
-    /// Those of candle.
-    pub(super) fn forward_into(
-        &self,
-        x: &Tensor,
-        then: Epilogue,
-        out: &Tensor,
-        scratch: &Scratch,
-    ) -> candle_core::Result<()> {
-        ops::linear_into(x, &self.weight, self.bias.as_ref(), then, out, scratch)
-    }
 }

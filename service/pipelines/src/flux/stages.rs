@@ -238,8 +238,7 @@ impl Stage<'_> {
             }
             self.observer.step(step as u32 + 1, steps as u32);
             if self.request.preview && step + 1 < steps && self.observer.wants_preview() {
-                let clean = without_noise(&latent, &velocity, next)?;
-                drop(velocity);
+                let clean = without_noise(&latent, velocity, next)?;
                 self.preview(&unpack(&clean, rows, columns)?)?;
             }
         }

@@ -3,7 +3,10 @@
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
-use ops::{Epilogue, Mask, Nonlinearity, Norm, Scratch, attention, norm_modulate, residual_norm_modulate};
+use ops::{
+    Epilogue, Mask, Nonlinearity, Norm, Scratch, attention, linears_into, norm_modulate,
+    residual_norm_modulate,
+};
 use residency::Bytes;
 use serde::Deserialize;
 
@@ -224,6 +227,17 @@ impl Layer {
         })
     }
 
+    /// The scratch of its largest linear layer.
+    fn scratch_bytes(&self, tokens: usize, dtype: DType) -> u64 {
+        let attention = [&self.query, &self.key, &self.value, &self.out];
+        let feed_forward = [&self.gate, &self.widen, &self.narrow];
+        let layers = attention.into_iter().chain(feed_forward);
+        layers
+            .map(|layer| layer.scratch_bytes(tokens, dtype))
+            .max()
+            .unwrap_or(0)
+    }
+
     /// Adds the layer to the sum. The sum is normed for it already, and `next` is the weight of the norm behind it.
     fn forward(&self, buffers: &Buffers, next: &Tensor) -> candle_core::Result<()> {
         let Buffers {
@@ -243,10 +257,10 @@ impl Layer {
             weight: Some(weight),
             eps: config.layer_norm_epsilon,
         };
-        for (i, layer) in [&self.query, &self.key, &self.value].into_iter().enumerate() {
-            let place = queries_keys_values.narrow(1, i * inner, inner)?;
-            layer.forward_into(normed, Epilogue::None, &place, scratch)?;
-        }
+        let [query, key, value] = [0, 1, 2].map(|i| queries_keys_values.narrow(1, i * inner, inner));
+        let (query, key, value) = (query?, key?, value?);
+        let layers = [self.query.to(&query), self.key.to(&key), self.value.to(&value)];
+        linears_into(normed, &layers, Epilogue::None, scratch)?;
         let by_head = queries_keys_values.reshape((1, tokens, 3 * heads, head))?;
         let [query, key, value] = [0, 1, 2].map(|i| by_head.narrow(2, i * heads, heads));
         // T5 does not scale: its weights are initialised so that it need not.
@@ -254,8 +268,8 @@ impl Layer {
         attention(&query?, &key?, &value?, 1.0, Mask::Bias(bias), &seen)?;
         self.out.forward_into(attended, Epilogue::None, normed, scratch)?;
         residual_norm_modulate(sum, normed, None, rms(&self.norm2), None, normed)?;
-        self.gate.forward_into(normed, Epilogue::None, gate, scratch)?;
-        self.widen.forward_into(normed, Epilogue::None, raised, scratch)?;
+        let layers = [self.gate.to(gate), self.widen.to(raised)];
+        linears_into(normed, &layers, Epilogue::None, scratch)?;
         ops::glu(gate, raised, Nonlinearity::GeluTanh, gate)?;
         self.narrow.forward_into(gate, Epilogue::None, normed, scratch)?;
         residual_norm_modulate(sum, normed, None, rms(next), None, normed)
@@ -283,7 +297,13 @@ struct Buffers {
 }
 
 impl Buffers {
-    fn new(config: &T5Config, tokens: usize, dtype: DType, device: &Device) -> candle_core::Result<Buffers> {
+    fn new(
+        config: &T5Config,
+        tokens: usize,
+        dtype: DType,
+        scratch: Scratch,
+        device: &Device,
+    ) -> candle_core::Result<Buffers> {
         let inner = config.num_heads * config.d_kv;
         let buffer = |width: usize| Tensor::zeros(tokens * width, dtype, device);
         let of_width =
@@ -298,7 +318,7 @@ impl Buffers {
             raised: of_width(&second, config.d_ff)?,
             bias: Tensor::zeros((1, config.num_heads, tokens, tokens), dtype, device)?,
             config: config.clone(),
-            scratch: Scratch::new(device)?,
+            scratch,
         })
     }
 }
@@ -352,7 +372,12 @@ impl T5Encoder {
     pub fn forward(&self, ids: &[u32], cancelled: &dyn Fn() -> bool) -> Result<Tensor, StageError> {
         check_ids(ids, self.config.vocab_size, MOST_TOKENS)?;
         let (device, dtype) = (self.tokens.device(), self.tokens.dtype());
-        let buffers = Buffers::new(&self.config, ids.len(), dtype, device)?;
+        let of_layers = self
+            .layers
+            .iter()
+            .map(|layer| layer.scratch_bytes(ids.len(), dtype));
+        let scratch = Scratch::new(of_layers.max().unwrap_or(0), device)?;
+        let buffers = Buffers::new(&self.config, ids.len(), dtype, scratch, device)?;
         ops::embed(&self.tokens, &Tensor::new(ids, device)?, &buffers.sum)?;
         ops::relative_bias(&self.biases, &self.buckets(ids.len())?, &buffers.bias)?;
         let first = Norm::Rms {

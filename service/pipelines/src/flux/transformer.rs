@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
-use ops::Epilogue;
+use ops::{Epilogue, Nonlinearity};
 
 use super::blocks::{Buffers, DoubleBlock, Layers, Modulator, Next, SingleBlock};
 use super::config::TransformerConfig;
@@ -73,7 +73,9 @@ impl TwoLayers {
     }
 
     fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.second.forward(&ops::silu(&self.first.forward(x)?)?)
+        let hidden = self.first.forward(x)?;
+        ops::activate(&hidden, Nonlinearity::Silu)?;
+        self.second.forward(&hidden)
     }
 }
 
@@ -133,7 +135,7 @@ impl Transformer {
             )?;
         }
         ops::add_residual(&vector, &self.pooled.forward(pooled)?, None)?;
-        let activated = ops::silu(&vector)?;
+        ops::activate(&vector, Nonlinearity::Silu)?;
         let places = positions(sequence.dim(1)?, rows, columns);
         Ok(Conditioning {
             sequence: sequence.clone(),
@@ -141,14 +143,14 @@ impl Transformer {
             double: self
                 .double
                 .iter()
-                .map(|block| block.modulate(&activated))
+                .map(|block| block.modulate(&vector))
                 .collect::<Result<_, _>>()?,
             single: self
                 .single
                 .iter()
-                .map(|block| block.modulate(&activated))
+                .map(|block| block.modulate(&vector))
                 .collect::<Result<_, _>>()?,
-            last: self.last_modulator.forward(&activated)?,
+            last: self.last_modulator.forward(&vector)?,
         })
     }
 
