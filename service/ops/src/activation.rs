@@ -1,8 +1,10 @@
 //! Activations, number by number.
 
+use candle_core::cpu::erf::erf_f32;
 use candle_core::{DType, Result, Tensor};
 
-use crate::rows::{exp, in_parts_of_rows, map_numbers, on_cpu};
+use crate::loops::{gelu_tanh_in_place, quick_gelu_in_place, silu_in_place};
+use crate::rows::{in_parts_of_rows, map_numbers, on_cpu};
 
 /// One of candle's activations in f32, rounded once. Most of its kernels for narrow dtypes round every step: GELU's
 /// `1 + tanh` then has nothing left below -2.
@@ -16,7 +18,7 @@ fn in_f32(x: &Tensor, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
 /// Those of candle.
 pub fn silu(x: &Tensor) -> Result<Tensor> {
     if on_cpu(x) {
-        map_numbers(x, |v| v / (1.0 + exp(-v)))
+        map_numbers(x, silu_in_place)
     } else {
         in_f32(x, Tensor::silu)
     }
@@ -27,12 +29,8 @@ pub fn silu(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// Those of candle.
 pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
-    // (1 + tanh u) / 2 = 1 / (1 + exp -2u): one exponential, and no cancellation far below zero.
-    use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
-    const TWICE_ROOT_2_OVER_PI: f32 = (2.0 * FRAC_2_SQRT_PI * FRAC_1_SQRT_2) as f32;
-    let one = |v: f32| v / (1.0 + exp(-TWICE_ROOT_2_OVER_PI * (v + 0.044_715 * v * v * v)));
     if on_cpu(x) {
-        map_numbers(x, one)
+        map_numbers(x, gelu_tanh_in_place)
     } else {
         in_f32(x, Tensor::gelu)
     }
@@ -44,9 +42,8 @@ pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
 /// Those of candle.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
     if on_cpu(x) {
-        map_numbers(x, |v| {
-            0.5 * v * (1.0 + candle_core::cpu::erf::erf_f32(v * std::f32::consts::FRAC_1_SQRT_2))
-        })
+        let one = |v: f32| 0.5 * v * (1.0 + erf_f32(v * std::f32::consts::FRAC_1_SQRT_2));
+        map_numbers(x, |numbers| numbers.iter_mut().for_each(|v| *v = one(*v)))
     } else {
         in_f32(x, Tensor::gelu_erf)
     }
@@ -58,7 +55,7 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
 /// Those of candle.
 pub fn quick_gelu(x: &Tensor) -> Result<Tensor> {
     if on_cpu(x) {
-        map_numbers(x, |v| v / (1.0 + exp(-1.702 * v)))
+        map_numbers(x, quick_gelu_in_place)
     } else {
         in_f32(x, composed_quick_gelu)
     }

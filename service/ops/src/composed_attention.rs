@@ -2,7 +2,8 @@
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
-use crate::rows::{exp, highest, map_rows, on_cpu, sum};
+use crate::loops::softmax_row;
+use crate::rows::{map_rows, on_cpu};
 
 /// Bytes of scores that a chunk may take.
 const SCORE_BYTES: usize = 64 << 20;
@@ -15,14 +16,7 @@ pub fn softmax(x: &Tensor) -> Result<Tensor> {
     if !on_cpu(x) {
         return composed_softmax(x);
     }
-    map_rows(x, |_, row, out| {
-        let highest = highest(row);
-        for (o, &v) in out.iter_mut().zip(row) {
-            *o = exp(v - highest);
-        }
-        let factor = 1.0 / sum(out);
-        out.iter_mut().for_each(|o| *o *= factor);
-    })
+    map_rows(x, |_, row, out| softmax_row(row, out))
 }
 
 fn composed_softmax(x: &Tensor) -> Result<Tensor> {

@@ -13,6 +13,8 @@ mod dequantize;
 mod group_norm;
 mod layer_norm;
 mod linear;
+mod linear_cpu;
+mod loops;
 mod place;
 mod residual;
 mod rms_norm;

@@ -4,6 +4,9 @@ use candle_core::{DType, Tensor};
 use gpu::{Weight, WeightFormat};
 
 use crate::dequantize;
+use crate::linear_cpu::product_into;
+use crate::loops::add_in_place;
+use crate::rows::{on_cpu, with_numbers};
 
 /// What one allocation takes at most beside what was asked for.
 const GRANULARITY: u64 = 512;
@@ -34,6 +37,9 @@ pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core
             bias.dims()
         );
     }
+    if on_cpu(x) {
+        return linear_on_cpu(x, weight, bias);
+    }
     let product = match weight {
         Weight::Full(weight) => x.matmul(&weight.t()?)?,
         Weight::Quantized(quantized) => {
@@ -54,6 +60,23 @@ pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core
         Some(bias) => product.broadcast_add(bias),
         None => Ok(product),
     }
+}
+
+fn linear_on_cpu(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
+    let weight = match weight {
+        Weight::Full(weight) => weight.clone(),
+        Weight::Quantized(quantized) => dequantize(quantized, DType::F32)?,
+    };
+    let out = Tensor::zeros((x.dim(0)?, weight.dim(0)?), x.dtype(), x.device())?;
+    match bias {
+        None => product_into(x, &weight, &out, &|_, _, _| ())?,
+        Some(bias) => with_numbers(bias, |bias| {
+            product_into(x, &weight, &out, &|_, column, numbers| {
+                add_in_place(numbers, &bias[column..column + numbers.len()]);
+            })
+        })?,
+    }
+    Ok(out)
 }
 
 /// Activation bytes that [`linear`] takes at its peak beside `x` and its result, on whichever path: what a weight of so

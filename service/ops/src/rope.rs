@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Result, Tensor};
 
+use crate::loops::rotated_row;
 use crate::rows::{in_parts, map_rows, on_cpu, with_numbers};
 
 /// Rotates neighbouring pairs of the last axis: `(a, b)` becomes `(a cos - b sin, b cos + a sin)`, in f32.
@@ -29,12 +30,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
         with_numbers(sin, |sin| {
             map_rows(x, |row_index, row, out| {
                 let start = (row_index % tokens) * pairs;
-                let angles = cos[start..start + pairs].iter().zip(&sin[start..start + pairs]);
-                let rotated = out.chunks_exact_mut(2).zip(row.chunks_exact(2)).zip(angles);
-                for ((out, pair), (&cos, &sin)) in rotated {
-                    out[0] = pair[0] * cos - pair[1] * sin;
-                    out[1] = pair[1] * cos + pair[0] * sin;
-                }
+                rotated_row(row, &cos[start..start + pairs], &sin[start..start + pairs], out);
             })
         })
     })
