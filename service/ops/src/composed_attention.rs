@@ -2,6 +2,7 @@
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
+use crate::attention::{Mask, attention};
 use crate::loops::softmax_row;
 use crate::rows::{map_rows, on_cpu};
 
@@ -50,7 +51,19 @@ pub fn composed_attention(
     bias: Option<&Tensor>,
     causal: bool,
 ) -> Result<Tensor> {
-    let (batch, heads, queries, _) = q.dims4()?;
+    let (batch, heads, queries, width) = q.dims4()?;
+    let mask = match (bias, causal) {
+        (None, false) => Some(Mask::None),
+        (None, true) => Some(Mask::Causal),
+        (Some(bias), false) => Some(Mask::Bias(bias)),
+        (Some(_), true) => None,
+    };
+    if let Some(mask) = mask.filter(|_| on_cpu(q)) {
+        let by_token = |x: &Tensor| x.transpose(1, 2);
+        let out = Tensor::zeros((batch, queries, heads, width), q.dtype(), q.device())?;
+        attention(&by_token(q)?, &by_token(k)?, &by_token(v)?, scale, mask, &out)?;
+        return out.transpose(1, 2);
+    }
     let chunk = queries_at_a_time(batch * heads, queries, k.dim(2)?);
     attention_in_chunks(q, k, v, scale, bias, causal, chunk)
 }

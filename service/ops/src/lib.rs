@@ -7,6 +7,8 @@
 mod activation;
 mod attention;
 mod composed_attention;
+#[allow(dead_code)] // What convolutions of maps `[h, w, c]` call.
+mod convolve_cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod dequantize;
