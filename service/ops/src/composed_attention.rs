@@ -197,7 +197,11 @@ mod tests {
             let result = attention_in_chunks(&q, &k, &v, 0.3, Some(&bias), false, chunk)?;
             assert_close(&result, &expected, 1e-6)?;
         }
-        assert_close(&composed_attention(&q, &k, &v, 0.3, Some(&bias), false)?, &expected, 1e-6)
+        assert_close(
+            &composed_attention(&q, &k, &v, 0.3, Some(&bias), false)?,
+            &expected,
+            1e-6,
+        )
     }
 
     #[test]

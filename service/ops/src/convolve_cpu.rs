@@ -195,7 +195,13 @@ mod tests {
             let x = numbers(rows * width * channels, 3);
             let (rows_out, width_out) = ((rows - high) / stride + 1, (width - wide) / stride + 1);
             let mut out = vec![f32::NAN; rows_out * width_out * outputs];
-            convolve((&x, [rows, width]), &Filter::new(&filter, shape)?, &bias, stride, &mut out)?;
+            convolve(
+                (&x, [rows, width]),
+                &Filter::new(&filter, shape)?,
+                &bias,
+                stride,
+                &mut out,
+            )?;
             for (at, &found) in out.iter().enumerate() {
                 let (k, pixel) = (at % outputs, at / outputs);
                 let (row, column) = (pixel / width_out * stride, pixel % width_out * stride);
@@ -205,7 +211,10 @@ mod tests {
                     let seen = x[((row + r) * width + column + s) * channels + c];
                     sum += f64::from(filter[k * high * wide * channels + tap]) * f64::from(seen);
                 }
-                assert!((f64::from(found) - sum).abs() < 1e-4, "{shape:?} {at}: {found} {sum}");
+                assert!(
+                    (f64::from(found) - sum).abs() < 1e-4,
+                    "{shape:?} {at}: {found} {sum}"
+                );
             }
         }
         Ok(())

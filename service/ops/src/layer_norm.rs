@@ -33,7 +33,9 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     }
     with_numbers(weight, |weight| {
         with_numbers(bias, |bias| {
-            map_rows(x, |_, row, out| layer_norm_row(row, weight, bias, eps as f32, out))
+            map_rows(x, |_, row, out| {
+                layer_norm_row(row, weight, bias, eps as f32, out)
+            })
         })
     })
 }

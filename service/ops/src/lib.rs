@@ -16,6 +16,7 @@ mod group_norm;
 mod layer_norm;
 mod linear;
 mod linear_cpu;
+#[allow(dead_code)] // Some are there for operations in their place.
 mod loops;
 mod place;
 mod residual;

@@ -65,7 +65,10 @@ pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core
 fn linear_on_cpu(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
     let inputs = x.dim(candle_core::D::Minus1)?;
     if weight.dims().len() != 2 || weight.dims()[1] != inputs {
-        candle_core::bail!("a linear layer with weight {:?} over {inputs} inputs", weight.dims());
+        candle_core::bail!(
+            "a linear layer with weight {:?} over {inputs} inputs",
+            weight.dims()
+        );
     }
     let weight = match weight {
         Weight::Full(weight) => weight.clone(),

@@ -37,7 +37,9 @@ pub(crate) fn product_into(x: &Tensor, weight: &Tensor, out: &Tensor, finish: Fi
         let product = Tensor::zeros((rows, outputs), DType::F32, &Device::Cpu)?;
         product_into(x, weight, &product, finish)?;
         return with_rows(&product, outputs, |product| {
-            write_rows(out, outputs, |row, numbers| numbers.copy_from_slice(product.row(row)))
+            write_rows(out, outputs, |row, numbers| {
+                numbers.copy_from_slice(product.row(row))
+            })
         });
     }
     let x = apart_from(x, out)?.to_dtype(DType::F32)?;
@@ -135,9 +137,15 @@ impl InplaceOp1 for Product<'_> {
         let target = Target(numbers.as_mut_ptr());
         // Rows of one matrix are equally far apart; a product is of one matrix of `x` and of the result.
         let matrices = self.x_rows.batch.max(self.out_rows.batch);
-        let of_matrix = if self.x_rows.batch > 1 { self.x_rows.rows } else { self.out_rows.rows };
+        let of_matrix = if self.x_rows.batch > 1 {
+            self.x_rows.rows
+        } else {
+            self.out_rows.rows
+        };
         let is_even = matrices == 1
-            || [&self.x_rows, &self.out_rows].iter().all(|rows| rows.batch == 1 || rows.rows == of_matrix);
+            || [&self.x_rows, &self.out_rows]
+                .iter()
+                .all(|rows| rows.batch == 1 || rows.rows == of_matrix);
         let of_matrix = match (is_even, matrices) {
             (true, 1) => rows,
             (true, _) => of_matrix,
@@ -147,8 +155,14 @@ impl InplaceOp1 for Product<'_> {
         let (row_tiles, column_tiles) = (of_matrix.div_ceil(tile_rows), columns.div_ceil(tile_columns));
         let tiles = rows / of_matrix * row_tiles * column_tiles;
         let work = |task: usize| {
-            let (matrix, task) = (task / (row_tiles * column_tiles), task % (row_tiles * column_tiles));
-            let (row, column) = (task / column_tiles * tile_rows, task % column_tiles * tile_columns);
+            let (matrix, task) = (
+                task / (row_tiles * column_tiles),
+                task % (row_tiles * column_tiles),
+            );
+            let (row, column) = (
+                task / column_tiles * tile_rows,
+                task % column_tiles * tile_columns,
+            );
             let count = tile_rows.min(of_matrix - row);
             let width = tile_columns.min(columns - column);
             self.tile(&target, (matrix * of_matrix + row, count), (column, width));
@@ -245,7 +259,9 @@ mod tests {
             let place = |count: usize, step: f32| -> Result<Tensor> {
                 Tensor::arange(0f32, count as f32, &Device::Cpu)? * f64::from(step)
             };
-            let places = place(rows, 0.03)?.unsqueeze(1)?.broadcast_add(&place(outputs, 0.01)?)?;
+            let places = place(rows, 0.03)?
+                .unsqueeze(1)?
+                .broadcast_add(&place(outputs, 0.01)?)?;
             assert_close(&out, &(defined(&x, &weight)? + places)?, 2e-6)?;
         }
         Ok(())
@@ -261,7 +277,8 @@ mod tests {
             let out = all.narrow(1, 3, 12 / shape[0])?.narrow(2, 7, 20)?;
             product_into(&x, &weight, &out, &|_, _, _| ())?;
             assert_close(&out.contiguous()?.reshape((12, 20))?, &expected, 2e-6)?;
-            let rest = all.sqr()?.sum_all()?.to_scalar::<f32>()? - out.sqr()?.sum_all()?.to_scalar::<f32>()?;
+            let rest =
+                all.sqr()?.sum_all()?.to_scalar::<f32>()? - out.sqr()?.sum_all()?.to_scalar::<f32>()?;
             assert!(rest.abs() < 1e-2, "{rest}");
         }
         // From one part of a buffer to another.
@@ -278,7 +295,9 @@ mod tests {
         let out = poisoned(&[30, 20])?.to_dtype(DType::BF16)?;
         let narrow = |t: &Tensor| t.to_dtype(DType::BF16);
         let (x, weight) = (narrow(&x)?, narrow(&weight)?);
-        product_into(&x, &weight, &out, &|_, _, row| row.iter_mut().for_each(|v| *v *= 3.0))?;
+        product_into(&x, &weight, &out, &|_, _, row| {
+            row.iter_mut().for_each(|v| *v *= 3.0)
+        })?;
         assert_close(&out, &(defined(&x, &weight)? * 3.0)?, 4e-3)
     }
 
@@ -288,7 +307,15 @@ mod tests {
         for shape in [[29, 20], [30, 19], [60, 10]] {
             assert!(product_into(&x, &weight, &poisoned(&shape)?, &|_, _, _| ()).is_err());
         }
-        assert!(product_into(&random(&[30, 13], 1)?, &weight, &poisoned(&[30, 20])?, &|_, _, _| ()).is_err());
+        assert!(
+            product_into(
+                &random(&[30, 13], 1)?,
+                &weight,
+                &poisoned(&[30, 20])?,
+                &|_, _, _| ()
+            )
+            .is_err()
+        );
         Ok(())
     }
 

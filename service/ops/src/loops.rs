@@ -211,7 +211,7 @@ vectorised! {
     /// GELU by its approximation with tanh, in its place. `(1 + tanh u) / 2 = 1 / (1 + exp -2u)`: one exponential, and
     /// no cancellation far below zero.
     pub(crate) fn gelu_tanh_in_place(numbers: &mut [f32]) {
-        const TWICE_ROOT_2_OVER_PI: f32 = 1.595_769_1;
+        const TWICE_ROOT_2_OVER_PI: f32 = 1.595_769;
         for v in numbers {
             *v /= 1.0 + exp(-TWICE_ROOT_2_OVER_PI * (*v + 0.044_715 * *v * *v * *v));
         }
@@ -262,7 +262,9 @@ mod tests {
             check(&out, &|place| gated_in_place(place, weight, more));
             let half = length / 2;
             rotated_row(&row, &weight[..half], &more[..half], &mut out);
-            check(&out, &|place| rotate_in_place(place, &weight[..half], &more[..half]));
+            check(&out, &|place| {
+                rotate_in_place(place, &weight[..half], &more[..half])
+            });
             silu_of_affine(&row, &vec![1.0; length], &vec![0.0; length], &mut out);
             check(&out, &|place| silu_in_place(place));
         }

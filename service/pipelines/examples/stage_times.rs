@@ -1,6 +1,9 @@
 //! Where the time of a picture goes on the CPU: seconds of each stage of a FLUX model, the best and the median of some
-//! runs. `stage_times FOLDER SIDES [RUNS]`, for instance `stage_times demo/model 128,256 10`.
+//! runs, and of the processors together for a picture. `stage_times FOLDER SIDES [RUNS]`, for instance `stage_times demo/model 128,256 10`.
 #![allow(clippy::print_stdout)]
+
+#[path = "../tests/processor_time/mod.rs"]
+mod processor_time;
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -19,7 +22,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let [_, folder, sides, rest @ ..] = arguments.as_slice() else {
         return Err("stage_times FOLDER SIDES [RUNS]".into());
     };
-    let runs = rest.first().map_or(Ok(5), |runs| runs.parse())?;
+    let runs = rest.first().map_or(Ok(5u32), |runs| runs.parse())?;
     let (model, tensors) = loaded(Path::new(folder))?;
     for side in sides.split(',') {
         let side: u32 = side.parse()?;
@@ -36,9 +39,11 @@ fn main() -> Result<(), Box<dyn Error>> {
             preview: false,
         };
         paint(&model, &tensors, &request)?;
+        let before = processor_time::of_process();
         let times = (0..runs)
             .map(|_| paint(&model, &tensors, &request))
             .collect::<Result<Vec<_>, _>>()?;
+        let processor = (processor_time::of_process() - before) / f64::from(runs);
         let stages = times.first().map_or(0, Vec::len);
         let mut line = format!("{side}:");
         for stage in 0..=stages {
@@ -51,7 +56,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             let name = times[0].get(stage).map_or("all", |(name, _)| name);
             line += &format!(" {name} {:.4} ({:.4})", seconds[0], seconds[seconds.len() / 2]);
         }
-        println!("{line}");
+        println!("{line}; of the processors {processor:.3}");
     }
     Ok(())
 }
@@ -63,7 +68,7 @@ fn loaded(folder: &Path) -> Result<(FluxModel, Components), Box<dyn Error>> {
     let mut card = CpuCard::new(CpuSettings::default())?;
     let mut tensors = HashMap::new();
     for component in model.components() {
-        let plan = model.load_plan(&component.name)?;
+        let plan = model.load_plan(&component.name).ok_or("no plan")?;
         card.load(component, plan, &mut |_| ControlFlow::Continue(()))?;
         tensors.insert(component.name.clone(), card.tensors(&component.id)?);
     }

@@ -129,7 +129,11 @@ impl<'a> Operand<'a> {
 
     /// Where a row along the last axis begins.
     fn row(&self, at: [usize; 3]) -> usize {
-        self.start + at.iter().zip(self.strides).map(|(i, stride)| i * stride).sum::<usize>()
+        self.start
+            + at.iter()
+                .zip(self.strides)
+                .map(|(i, stride)| i * stride)
+                .sum::<usize>()
     }
 }
 
@@ -142,7 +146,11 @@ fn four(of_axes: &[usize]) -> Result<[usize; 4]> {
 /// The distances of a tensor whose numbers are all within a storage of so many.
 fn strides_within(layout: &Layout, count: usize) -> Result<[usize; 4]> {
     let (dims, strides) = (layout.dims(), layout.stride());
-    let last: usize = dims.iter().zip(strides).map(|(dim, stride)| dim.saturating_sub(1) * stride).sum();
+    let last: usize = dims
+        .iter()
+        .zip(strides)
+        .map(|(dim, stride)| dim.saturating_sub(1) * stride)
+        .sum();
     if layout.shape().elem_count() > 0 && layout.start_offset() + last >= count {
         candle_core::bail!("a tensor of shape {dims:?} and strides {strides:?} over {count} numbers");
     }
@@ -248,9 +256,17 @@ impl Operands<'_> {
                 let room = Room::of(scratch, block.lanes, width);
                 let (sums, totals) = self.attend(block, room);
                 for query in 0..count {
-                    let factor = if totals[query] > 0.0 { 1.0 / totals[query] } else { 0.0 };
+                    let factor = if totals[query] > 0.0 {
+                        1.0 / totals[query]
+                    } else {
+                        0.0
+                    };
                     let at = [block.batch, first + query, block.head];
-                    let begin = start + at.iter().zip(strides).map(|(i, stride)| i * stride).sum::<usize>();
+                    let begin = start
+                        + at.iter()
+                            .zip(strides)
+                            .map(|(i, stride)| i * stride)
+                            .sum::<usize>();
                     for column in 0..width {
                         let number = narrow(sums[column * block.lanes + query] * factor);
                         // SAFETY: within the storage (`strides_within`), and no other task's (`Target`).

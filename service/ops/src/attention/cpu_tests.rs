@@ -25,10 +25,15 @@ fn defined(
         let key_row = |m: usize| ((b * keys + m) * key_heads + h / (heads / key_heads)) * width;
         let weight = |m: usize| {
             let products = (0..width).map(|c| q[row * width + c] * k[key_row(m) + c]);
-            let bias = bias.as_ref().map_or(0.0, |bias| bias[((b * heads + h) * queries + n) * keys + m]);
+            let bias = bias
+                .as_ref()
+                .map_or(0.0, |bias| bias[((b * heads + h) * queries + n) * keys + m]);
             (products.sum::<f64>() * scale + bias).exp()
         };
-        let seen: Vec<(usize, f64)> = (0..keys).filter(|&m| sees(b, n, m)).map(|m| (m, weight(m))).collect();
+        let seen: Vec<(usize, f64)> = (0..keys)
+            .filter(|&m| sees(b, n, m))
+            .map(|m| (m, weight(m)))
+            .collect();
         let total: f64 = seen.iter().map(|(_, weight)| weight).sum();
         out.extend((0..width).map(|c| {
             let sum: f64 = seen.iter().map(|&(m, weight)| weight * v[key_row(m) + c]).sum();
@@ -76,7 +81,13 @@ fn attention_equals_its_definition_for_every_mask_and_size() -> Result<()> {
         let some = |b: usize, _: usize, m: usize| m < lengths[b] as usize;
         let told = Tensor::new(lengths.as_slice(), &Device::Cpu)?;
         check(Mask::Lengths(&told), &some, None)?;
-        for shape in [[b, h, n, m], [1, h, n, m], [1, 1, n, m], [b, 1, 1, m], [1, h, 1, 1]] {
+        for shape in [
+            [b, h, n, m],
+            [1, h, n, m],
+            [1, 1, n, m],
+            [b, 1, 1, m],
+            [1, h, 1, 1],
+        ] {
             let bias = (random(&shape, 4)? * 2.0)?;
             let whole = bias.broadcast_as((b, h, n, m))?.contiguous()?;
             check(Mask::Bias(&bias), &|_, _, _| true, Some(&whole))?;
@@ -117,7 +128,11 @@ fn high_and_low_scores_neither_overflow_nor_are_lost() -> Result<()> {
         attention(&q, &k, &v, 1.0, Mask::Bias(&bias), &out)?;
         let lowered = (&bias - f64::from(bias.max_all()?.to_scalar::<f32>()?))?;
         let lowered = lowered.broadcast_as((1, 2, 70, 3 * KEYS))?.contiguous()?;
-        assert_close(&out, &defined([&q, &k, &v], 1.0, |_, _, _| true, Some(&lowered))?, 2e-5)?;
+        assert_close(
+            &out,
+            &defined([&q, &k, &v], 1.0, |_, _, _| true, Some(&lowered))?,
+            2e-5,
+        )?;
     }
     Ok(())
 }
@@ -130,7 +145,11 @@ fn narrow_numbers_are_computed_in_f32() -> Result<()> {
         let (q, k, v) = (narrow(&q)?, narrow(&k)?, narrow(&v)?);
         let out = poisoned(q.dims(), dtype)?;
         attention(&q, &k, &v, 0.25, Mask::Causal, &out)?;
-        assert_close(&out, &defined([&q, &k, &v], 0.25, |_, n, m| m <= n, None)?, tolerance)?;
+        assert_close(
+            &out,
+            &defined([&q, &k, &v], 0.25, |_, n, m| m <= n, None)?,
+            tolerance,
+        )?;
     }
     Ok(())
 }
