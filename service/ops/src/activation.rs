@@ -1,9 +1,11 @@
 //! Activations, number by number.
 
+use candle_core::cpu::erf::erf_f32;
 use candle_core::{D, DType, Result, Tensor};
 
+use crate::loops::{gelu_tanh_in_place, quick_gelu_in_place, silu_in_place};
 use crate::place::write_rows;
-use crate::rows::{exp, in_parts_of_rows, map_numbers, on_cpu};
+use crate::rows::{in_parts_of_rows, map_numbers, on_cpu};
 
 /// An activation. Their order is that of `elementwise.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,12 +23,11 @@ pub enum Nonlinearity {
 impl Nonlinearity {
     /// Of every number, in place.
     pub(crate) fn apply(self, numbers: &mut [f32]) {
-        // A loop for each, so that each becomes vector instructions.
         match self {
-            Nonlinearity::Gelu => numbers.iter_mut().for_each(|v| *v = gelu_of(*v)),
-            Nonlinearity::GeluTanh => numbers.iter_mut().for_each(|v| *v = gelu_tanh_of(*v)),
-            Nonlinearity::QuickGelu => numbers.iter_mut().for_each(|v| *v = quick_gelu_of(*v)),
-            Nonlinearity::Silu => numbers.iter_mut().for_each(|v| *v = silu_of(*v)),
+            Nonlinearity::Gelu => gelu_in_place(numbers),
+            Nonlinearity::GeluTanh => gelu_tanh_in_place(numbers),
+            Nonlinearity::QuickGelu => quick_gelu_in_place(numbers),
+            Nonlinearity::Silu => silu_in_place(numbers),
         }
     }
 }
@@ -46,27 +47,9 @@ pub fn activate(x: &Tensor, by: Nonlinearity) -> Result<()> {
     write_rows(x, x.dim(D::Minus1)?, |_, numbers| by.apply(numbers))
 }
 
-#[inline(always)]
-fn silu_of(v: f32) -> f32 {
-    v / (1.0 + exp(-v))
-}
-
-#[inline(always)]
-pub(crate) fn gelu_tanh_of(v: f32) -> f32 {
-    // (1 + tanh u) / 2 = 1 / (1 + exp -2u): one exponential, and no cancellation far below zero.
-    use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
-    const TWICE_ROOT_2_OVER_PI: f32 = (2.0 * FRAC_2_SQRT_PI * FRAC_1_SQRT_2) as f32;
-    v / (1.0 + exp(-TWICE_ROOT_2_OVER_PI * (v + 0.044_715 * v * v * v)))
-}
-
-#[inline(always)]
-fn gelu_of(v: f32) -> f32 {
-    0.5 * v * (1.0 + candle_core::cpu::erf::erf_f32(v * std::f32::consts::FRAC_1_SQRT_2))
-}
-
-#[inline(always)]
-fn quick_gelu_of(v: f32) -> f32 {
-    v / (1.0 + exp(-1.702 * v))
+fn gelu_in_place(numbers: &mut [f32]) {
+    let one = |v: f32| 0.5 * v * (1.0 + erf_f32(v * std::f32::consts::FRAC_1_SQRT_2));
+    numbers.iter_mut().for_each(|v| *v = one(*v));
 }
 
 /// One of candle's activations in f32, rounded once. Most of its kernels for narrow dtypes round every step: GELU's
@@ -81,7 +64,7 @@ fn in_f32(x: &Tensor, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
 /// Those of candle.
 pub fn silu(x: &Tensor) -> Result<Tensor> {
     if on_cpu(x) {
-        map_numbers(x, silu_of)
+        map_numbers(x, silu_in_place)
     } else {
         in_f32(x, Tensor::silu)
     }
@@ -93,7 +76,7 @@ pub fn silu(x: &Tensor) -> Result<Tensor> {
 /// Those of candle.
 pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
     if on_cpu(x) {
-        map_numbers(x, gelu_tanh_of)
+        map_numbers(x, gelu_tanh_in_place)
     } else {
         in_f32(x, Tensor::gelu)
     }
@@ -105,7 +88,7 @@ pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
 /// Those of candle.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
     if on_cpu(x) {
-        map_numbers(x, gelu_of)
+        map_numbers(x, gelu_in_place)
     } else {
         in_f32(x, Tensor::gelu_erf)
     }
@@ -117,7 +100,7 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
 /// Those of candle.
 pub fn quick_gelu(x: &Tensor) -> Result<Tensor> {
     if on_cpu(x) {
-        map_numbers(x, quick_gelu_of)
+        map_numbers(x, quick_gelu_in_place)
     } else {
         in_f32(x, composed_quick_gelu)
     }

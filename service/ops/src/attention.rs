@@ -1,9 +1,8 @@
 //! Attention: `softmax(q kᵀ scale + mask) v`, over tensors as projections leave them.
 
-use candle_core::{Device, Result, Tensor};
+mod cpu;
 
-use crate::composed_attention;
-use crate::place::{with_rows, write_rows};
+use candle_core::{Result, Tensor};
 
 /// Which keys a query sees.
 #[derive(Clone, Copy, Debug)]
@@ -53,21 +52,5 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>,
     if q.device().is_cuda() {
         return crate::cuda::attention(q, k, v, scale, mask, out);
     }
-    on_cpu(q, k, v, scale, mask, out)
-}
-
-fn on_cpu(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>, out: &Tensor) -> Result<()> {
-    let by_head = |x: &Tensor| x.transpose(1, 2)?.contiguous();
-    let (bias, causal) = match mask {
-        Mask::None => (None, false),
-        Mask::Causal => (None, true),
-        Mask::Bias(bias) => (Some(bias), false),
-        Mask::Window { .. } | Mask::Lengths(_) => candle_core::bail!("not yet on {:?}", Device::Cpu),
-    };
-    let seen = composed_attention(&by_head(q)?, &by_head(k)?, &by_head(v)?, scale, bias, causal)?;
-    let seen = seen.transpose(1, 2)?.contiguous()?;
-    let width = q.dim(2)? * q.dim(3)?;
-    with_rows(&seen, width, |seen| {
-        write_rows(out, width, |row, numbers| numbers.copy_from_slice(seen.row(row)))
-    })
+    cpu::attention(q, k, v, scale, mask, out)
 }

@@ -2,7 +2,9 @@
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
-use crate::rows::{exp, highest, map_rows, on_cpu, sum};
+use crate::attention::{Mask, attention};
+use crate::loops::softmax_row;
+use crate::rows::{map_rows, on_cpu};
 
 /// Bytes of scores that a chunk may take.
 const SCORE_BYTES: usize = 64 << 20;
@@ -15,14 +17,7 @@ pub fn softmax(x: &Tensor) -> Result<Tensor> {
     if !on_cpu(x) {
         return composed_softmax(x);
     }
-    map_rows(x, |_, row, out| {
-        let highest = highest(row);
-        for (o, &v) in out.iter_mut().zip(row) {
-            *o = exp(v - highest);
-        }
-        let factor = 1.0 / sum(out);
-        out.iter_mut().for_each(|o| *o *= factor);
-    })
+    map_rows(x, |_, row, out| softmax_row(row, out))
 }
 
 fn composed_softmax(x: &Tensor) -> Result<Tensor> {
@@ -56,7 +51,19 @@ pub fn composed_attention(
     bias: Option<&Tensor>,
     causal: bool,
 ) -> Result<Tensor> {
-    let (batch, heads, queries, _) = q.dims4()?;
+    let (batch, heads, queries, width) = q.dims4()?;
+    let mask = match (bias, causal) {
+        (None, false) => Some(Mask::None),
+        (None, true) => Some(Mask::Causal),
+        (Some(bias), false) => Some(Mask::Bias(bias)),
+        (Some(_), true) => None,
+    };
+    if let Some(mask) = mask.filter(|_| on_cpu(q)) {
+        let by_token = |x: &Tensor| x.transpose(1, 2);
+        let out = Tensor::zeros((batch, queries, heads, width), q.dtype(), q.device())?;
+        attention(&by_token(q)?, &by_token(k)?, &by_token(v)?, scale, mask, &out)?;
+        return out.transpose(1, 2);
+    }
     let chunk = queries_at_a_time(batch * heads, queries, k.dim(2)?);
     attention_in_chunks(q, k, v, scale, bias, causal, chunk)
 }

@@ -3,14 +3,8 @@
 
 use candle_core::{D, DType, Result, Tensor};
 
-use crate::rows::{accumulate, in_parts, in_parts_of_rows, map_rows, on_cpu, sum, with_numbers};
-
-/// Mean and reciprocal standard deviation of a row.
-fn statistics(row: &[f32], eps: f32) -> (f32, f32) {
-    let mean = sum(row) / row.len() as f32;
-    let variance = accumulate(row, |v| (v - mean) * (v - mean)) / row.len() as f32;
-    (mean, 1.0 / (variance + eps).sqrt())
-}
+use crate::loops::{layer_norm_row, modulated_row};
+use crate::rows::{in_parts, in_parts_of_rows, map_rows, on_cpu, with_numbers};
 
 /// The normalised rows in f32, by candle's operations.
 fn normalised(x: &Tensor, eps: f64) -> Result<Tensor> {
@@ -40,10 +34,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     with_numbers(weight, |weight| {
         with_numbers(bias, |bias| {
             map_rows(x, |_, row, out| {
-                let (mean, factor) = statistics(row, eps as f32);
-                for (((o, &v), &w), &b) in out.iter_mut().zip(row).zip(weight).zip(bias) {
-                    *o = (v - mean) * factor * w + b;
-                }
+                layer_norm_row(row, weight, bias, eps as f32, out)
             })
         })
     })
@@ -80,12 +71,8 @@ pub fn modulated_layer_norm(x: &Tensor, scale: &Tensor, shift: &Tensor, eps: f64
     with_numbers(scale, |scale| {
         with_numbers(shift, |shift| {
             map_rows(x, |row_index, row, out| {
-                let (mean, factor) = statistics(row, eps as f32);
                 let of_batch = (row_index / tokens) * width..(row_index / tokens + 1) * width;
-                let modulation = scale[of_batch.clone()].iter().zip(&shift[of_batch]);
-                for ((o, &v), (&scale, &shift)) in out.iter_mut().zip(row).zip(modulation) {
-                    *o = (v - mean) * factor * (1.0 + scale) + shift;
-                }
+                modulated_row(row, &scale[of_batch.clone()], &shift[of_batch], eps as f32, out);
             })
         })
     })

@@ -9,6 +9,8 @@ mod attention;
 mod attention_workspace;
 mod composed_attention;
 mod copy_rows;
+#[allow(dead_code)] // What convolutions of maps `[h, w, c]` call.
+mod convolve_cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 #[cfg(any(feature = "cuda", test))]
@@ -22,6 +24,9 @@ mod linear;
 mod norm;
 mod finite;
 mod glu;
+mod linear_cpu;
+#[allow(dead_code)] // Some are there for operations in their place.
+mod loops;
 mod place;
 mod relative_bias;
 mod residual;

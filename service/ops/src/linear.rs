@@ -3,8 +3,9 @@
 use candle_core::{DType, Device, Result, Tensor};
 use gpu::{QuantizedWeight, Weight, WeightFormat};
 
-use crate::activation::gelu_tanh_of;
-use crate::place::{with_rows, write_rows};
+use crate::linear_cpu::product_into;
+use crate::loops::{add_in_place, gelu_tanh_in_place};
+use crate::rows::with_numbers;
 use crate::{Activation, dequantize};
 
 /// What one allocation takes at most beside what was asked for.
@@ -169,31 +170,23 @@ pub fn linears_into<'a>(
 }
 
 fn on_cpu(x: &Tensor, weight: &Weight, bias: Option<&Tensor>, then: Epilogue, out: &Tensor) -> Result<()> {
-    let dequantized;
     let weight = match weight {
-        Weight::Full(weight) => weight,
-        Weight::Quantized(quantized) => {
-            dequantized = dequantize(quantized, x.dtype())?;
-            &dequantized
-        }
+        Weight::Full(weight) => weight.clone(),
+        Weight::Quantized(quantized) => dequantize(quantized, DType::F32)?,
     };
-    let (outputs, inputs) = weight.dims2()?;
-    let rows = x.contiguous()?.reshape((x.elem_count() / inputs, inputs))?;
-    let product = rows.matmul(&weight.t()?)?;
-    let bias = bias
-        .map(|bias| bias.to_dtype(DType::F32)?.to_vec1::<f32>())
-        .transpose()?;
-    with_rows(&product, outputs, |product| {
-        write_rows(out, outputs, |row, numbers| {
-            numbers.copy_from_slice(product.row(row));
-            if let Some(bias) = &bias {
-                numbers.iter_mut().zip(bias).for_each(|(n, b)| *n += b);
-            }
-            if then == Epilogue::GeluTanh {
-                numbers.iter_mut().for_each(|n| *n = gelu_tanh_of(*n));
-            }
-        })
-    })
+    let activate = |numbers: &mut [f32]| match then {
+        Epilogue::None => {}
+        Epilogue::GeluTanh => gelu_tanh_in_place(numbers),
+    };
+    match bias {
+        None => product_into(x, &weight, out, &|_, _, numbers| activate(numbers)),
+        Some(bias) => with_numbers(bias, |bias| {
+            product_into(x, &weight, out, &|_, column, numbers| {
+                add_in_place(numbers, &bias[column..column + numbers.len()]);
+                activate(numbers);
+            })
+        }),
+    }
 }
 
 /// [`linear_into`] a new tensor: `x` is `[.., inputs]`, the result `[.., outputs]`.

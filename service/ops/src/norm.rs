@@ -5,7 +5,9 @@ use candle_core::DType;
 use candle_core::{D, Result, Tensor};
 
 use crate::place::{RowsOf, apart_from, with_rows, write_rows};
-use crate::rows::{accumulate, sum};
+use crate::loops::{
+    add_in_place, gated_in_place, modulate_in_place, multiply_in_place, normalised_row,
+};
 
 /// How a row is normalised, in f32.
 #[derive(Clone, Copy, Debug)]
@@ -232,8 +234,8 @@ struct ByBatch<'a> {
     rows_per_batch: usize,
 }
 
-impl ByBatch<'_> {
-    fn of(&self, row: usize) -> &[f32] {
+impl<'a> ByBatch<'a> {
+    fn of(&self, row: usize) -> &'a [f32] {
         let batch = row / self.rows_per_batch.max(1);
         self.rows.row(batch.min(self.rows.count() - 1))
     }
@@ -261,19 +263,27 @@ fn on_cpu(pass: &Pass<'_>) -> Result<()> {
             with_optional(gate.map(|gate| gate.vector), width, |vectors| {
                 with_optional(gate.and_then(|gate| gate.branch_norm), width, |weight| {
                     write_rows(pass.x, width, |row, numbers| {
-                        let branch = y.row(row.min(y.count() - 1));
-                        let factor = match weight {
-                            Some(_) => 1.0 / (accumulate(branch, |v| v * v) / width as f32 + eps).sqrt(),
-                            None => 1.0,
+                        let given = y.row(row.min(y.count() - 1));
+                        let mut normed = Vec::new();
+                        let branch = match weight {
+                            Some(weight) => {
+                                normed.resize(width, 0.0);
+                                normalised_row(given, false, eps, &mut normed);
+                                multiply_in_place(&mut normed, weight.row(0));
+                                &normed
+                            }
+                            None => given,
                         };
-                        let vector = vectors.map(|rows| ByBatch { rows, rows_per_batch }.of(row).to_vec());
-                        for (i, (x, y)) in numbers.iter_mut().zip(branch).enumerate() {
-                            let normed = weight.map_or(*y, |weight| y * factor * weight.row(0)[i]);
-                            *x += match (&vector, gate) {
-                                (Some(vector), Some(Gate { tanh: true, .. })) => normed * vector[i].tanh(),
-                                (Some(vector), _) => normed * vector[i],
-                                (None, _) => normed,
-                            };
+                        match (vectors, gate) {
+                            (Some(rows), Some(Gate { tanh: true, .. })) => {
+                                let vector = ByBatch { rows, rows_per_batch };
+                                let gate: Vec<f32> = vector.of(row).iter().map(|v| v.tanh()).collect();
+                                gated_in_place(numbers, branch, &gate);
+                            }
+                            (Some(rows), _) => {
+                                gated_in_place(numbers, branch, ByBatch { rows, rows_per_batch }.of(row));
+                            }
+                            (None, _) => add_in_place(numbers, branch),
                         }
                     })
                 })
@@ -301,21 +311,18 @@ fn on_cpu(pass: &Pass<'_>) -> Result<()> {
                 with_optional(scale, width, |scale| {
                     with_optional(shift, width, |shift| {
                         write_rows(out, width, |row, numbers| {
-                            normalise(x.row(row), norm, numbers);
+                            normalised_row(x.row(row), matches!(norm, Norm::Layer { .. }), eps, numbers);
                             if let Some(weight) = weight {
-                                numbers.iter_mut().zip(weight.row(0)).for_each(|(n, w)| *n *= w);
+                                multiply_in_place(numbers, weight.row(0));
                             }
                             if let Some(bias) = bias {
-                                numbers.iter_mut().zip(bias.row(0)).for_each(|(n, b)| *n += b);
+                                add_in_place(numbers, bias.row(0));
                             }
                             if let Some(rows) = scale {
-                                let scale = ByBatch { rows, rows_per_batch };
-                                let scale = scale.of(row);
-                                numbers.iter_mut().zip(scale).for_each(|(n, s)| *n *= 1.0 + s);
+                                modulate_in_place(numbers, ByBatch { rows, rows_per_batch }.of(row));
                             }
                             if let Some(rows) = shift {
-                                let shift = ByBatch { rows, rows_per_batch };
-                                numbers.iter_mut().zip(shift.of(row)).for_each(|(n, s)| *n += s);
+                                add_in_place(numbers, ByBatch { rows, rows_per_batch }.of(row));
                             }
                         })
                     })
@@ -323,20 +330,6 @@ fn on_cpu(pass: &Pass<'_>) -> Result<()> {
             })
         })
     })
-}
-
-/// The norm of a row without weights.
-fn normalise(row: &[f32], norm: Norm<'_>, out: &mut [f32]) {
-    let width = row.len() as f32;
-    let mean = match norm {
-        Norm::Layer { .. } => sum(row) / width,
-        Norm::Rms { .. } => 0.0,
-    };
-    let variance = accumulate(row, |v| (v - mean) * (v - mean)) / width;
-    let factor = 1.0 / (variance + norm.eps() as f32).sqrt();
-    out.iter_mut()
-        .zip(row)
-        .for_each(|(o, v)| *o = (v - mean) * factor);
 }
 
 /// Dtypes that a pass may have: that of `x`, and the one of everything else.

@@ -2,6 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
+use crate::loops::gated_row;
 use crate::rows::{map_rows, on_cpu, with_numbers};
 
 /// `x + gate * y`: `x` and `y` are `[b, n, d]`, `gate` is `[b, d]`.
@@ -21,9 +22,7 @@ pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
             map_rows(x, |row_index, row, out| {
                 let gate = &gate[(row_index / tokens) * width..][..width];
                 let y = &y[row_index * width..][..width];
-                for (((o, &x), &y), &gate) in out.iter_mut().zip(row).zip(y).zip(gate) {
-                    *o = x + gate * y;
-                }
+                gated_row(row, y, gate, out);
             })
         })
     })

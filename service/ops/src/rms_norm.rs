@@ -2,7 +2,8 @@
 
 use candle_core::{D, DType, Result, Tensor};
 
-use crate::rows::{accumulate, in_parts_of_rows, map_rows, on_cpu, with_numbers};
+use crate::loops::rms_norm_row;
+use crate::rows::{in_parts_of_rows, map_rows, on_cpu, with_numbers};
 
 /// `torch.nn.RMSNorm` and transformers' `T5LayerNorm`: `x / sqrt(mean(x²) + eps) * weight`, `x` is
 /// `[.., d]`, `weight` is `[d]`. No mean is taken away and there is no bias.
@@ -22,13 +23,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
         return in_parts_of_rows(x, |part| composed(part, &weight, eps));
     }
     with_numbers(weight, |weight| {
-        map_rows(x, |_, row, out| {
-            let mean_square = accumulate(row, |v| v * v) / row.len() as f32;
-            let factor = 1.0 / (mean_square + eps as f32).sqrt();
-            for ((o, &v), &w) in out.iter_mut().zip(row).zip(weight) {
-                *o = v * factor * w;
-            }
-        })
+        map_rows(x, |_, row, out| rms_norm_row(row, weight, eps as f32, out))
     })
 }
 

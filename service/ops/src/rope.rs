@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Result, Tensor};
 
+use crate::loops::{rms_norm_in_place, rotate_in_place};
 use crate::place::{with_rows, write_rows};
-use crate::rows::accumulate;
 
 /// The norm of queries and keys by their root mean square, `x / sqrt(mean(x²) + eps) * weight`.
 #[derive(Clone, Copy, Debug)]
@@ -140,16 +140,11 @@ fn on_cpu(
             return;
         };
         for head in numbers.chunks_exact_mut(width) {
-            let angles = cos.iter().zip(sin);
             match pairs {
-                Pairs::Neighbours => {
-                    for (pair, (cos, sin)) in head.chunks_exact_mut(2).zip(angles) {
-                        let (a, b) = (pair[0], pair[1]);
-                        (pair[0], pair[1]) = (a * cos - b * sin, b * cos + a * sin);
-                    }
-                }
+                Pairs::Neighbours => rotate_in_place(head, cos, sin),
                 Pairs::Halves => {
                     let (first, second) = head.split_at_mut(half);
+                    let angles = cos.iter().zip(sin);
                     for ((first, second), (cos, sin)) in first.iter_mut().zip(second).zip(angles) {
                         let (a, b) = (*first, *second);
                         (*first, *second) = (a * cos - b * sin, b * cos + a * sin);

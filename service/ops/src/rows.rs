@@ -78,56 +78,20 @@ pub(crate) fn in_parts_of_rows(x: &Tensor, compose: impl Fn(&Tensor) -> Result<T
     in_parts(&rows, 0, |part, _| compose(part))?.reshape(x.shape())
 }
 
-/// A tensor like `x` with `f` of every number.
-pub(crate) fn map_numbers(x: &Tensor, f: impl Fn(f32) -> f32 + Sync) -> Result<Tensor> {
+/// A tensor like `x` with the numbers that `change` leaves of them, many at a time.
+pub(crate) fn map_numbers(x: &Tensor, change: impl Fn(&mut [f32]) + Sync) -> Result<Tensor> {
     let mut result = vec![0f32; x.elem_count()];
     with_numbers(x, |numbers| {
         result
             .par_chunks_mut(GRAIN)
             .zip(numbers.par_chunks(GRAIN))
             .for_each(|(out, input)| {
-                for (o, &i) in out.iter_mut().zip(input) {
-                    *o = f(i);
-                }
+                out.copy_from_slice(input);
+                change(out);
             });
         Ok(())
     })?;
     Tensor::from_vec(result, x.shape(), &Device::Cpu)?.to_dtype(x.dtype())
-}
-
-/// Sum of a row with eight partial sums: pairs of them run side by side, and the error stays small.
-pub(crate) fn sum(row: &[f32]) -> f32 {
-    accumulate(row, |v| v)
-}
-
-/// Sum of `f` of every number of a row, with eight partial sums.
-pub(crate) fn accumulate(row: &[f32], f: impl Fn(f32) -> f32) -> f32 {
-    let mut partial = [0f32; 8];
-    let mut eights = row.chunks_exact(8);
-    for eight in &mut eights {
-        for (p, &v) in partial.iter_mut().zip(eight) {
-            *p += f(v);
-        }
-    }
-    let rest: f32 = eights.remainder().iter().map(|&v| f(v)).sum();
-    partial.iter().sum::<f32>() + rest
-}
-
-/// The largest number of a row, in eight lanes side by side; minus infinity of none.
-pub(crate) fn highest(row: &[f32]) -> f32 {
-    let larger = |a: f32, b: f32| if b > a { b } else { a };
-    let mut lanes = [f32::NEG_INFINITY; 8];
-    let mut eights = row.chunks_exact(8);
-    for eight in &mut eights {
-        for (lane, &v) in lanes.iter_mut().zip(eight) {
-            *lane = larger(*lane, v);
-        }
-    }
-    lanes
-        .iter()
-        .chain(eights.remainder())
-        .copied()
-        .fold(f32::NEG_INFINITY, larger)
 }
 
 /// `e` to the `x`, to two units in the last place, without a branch or a call, so that loops over it become
@@ -188,16 +152,5 @@ mod tests {
         let rows = here(&Tensor::new(&[[0f32], [1.0], [2.0]], &Device::Cpu)?);
         assert_close(&in_parts(&x, 0, twice)?, &(&x * 2.0)?.broadcast_add(&rows)?, 0.0)?;
         assert_close(&in_parts_of_rows(&x, |part| part.sqr())?, &x.sqr()?, 0.0)
-    }
-
-    #[test]
-    fn the_highest_is_found_wherever_it_is() {
-        for length in [1, 7, 8, 9, 31] {
-            for place in 0..length {
-                let mut row = vec![-5.0; length];
-                row[place] = -1.0;
-                assert_eq!(highest(&row), -1.0);
-            }
-        }
     }
 }

@@ -1,0 +1,497 @@
+//! Attention on the CPU, block by block: the scores of 64 queries over 128 keys at a time, which stay in the first
+//! caches, with the softmax corrected as higher scores come (Milakov and Gimelshein 2018; Dao et al. 2022). Nothing is
+//! transposed or joined before, and no matrix of scores exists.
+//!
+//! Within a block numbers lie query by query in vectors: scores `[keys, queries]` and sums `[width, queries]`, so that the
+//! softmax of all queries of a block goes on side by side, and products take keys and values as they lie.
+
+#![allow(unsafe_code)] // Products of the gemm crate, and tasks that write one storage.
+
+use std::cell::RefCell;
+
+use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor};
+use gemm::Parallelism;
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+use super::Mask;
+use crate::loops::vectorised;
+use crate::place::apart_from;
+use crate::rows::exp;
+
+/// Queries of a block at most.
+const QUERIES: usize = 64;
+/// Keys of a block at most.
+const KEYS: usize = 128;
+/// Queries are counted in vectors of so many.
+const VECTOR: usize = 16;
+/// What the highest score is before there is one: low, and its distance to itself is zero.
+const LOWEST: f32 = -1e30;
+
+/// [`super::attention`] on the CPU. The numbers do not depend on how many threads there are.
+pub(super) fn attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    scale: f64,
+    mask: Mask<'_>,
+    out: &Tensor,
+) -> Result<()> {
+    let (batch, queries, heads, _) = q.dims4()?;
+    let keys = k.dim(1)?;
+    let wide = |x: &Tensor| -> Result<Tensor> {
+        let x = apart_from(x, out)?.to_dtype(DType::F32)?;
+        let is_in_rows = x.dims().last() == Some(&1) || x.layout().stride().last() == Some(&1);
+        if is_in_rows { Ok(x) } else { x.contiguous() }
+    };
+    let (q, k, v) = (wide(q)?, wide(k)?, wide(v)?);
+    let bias = match mask {
+        Mask::Bias(bias) => {
+            let bias = apart_from(bias, out)?.to_dtype(DType::F32)?;
+            Some(bias.broadcast_as((batch, heads, queries, keys))?)
+        }
+        _ => None,
+    };
+    let lengths = match mask {
+        Mask::Lengths(lengths) => {
+            let lengths = lengths.to_vec1::<u32>()?;
+            if lengths.len() != batch {
+                candle_core::bail!("{} lengths of keys for {batch} batches", lengths.len());
+            }
+            lengths
+        }
+        _ => Vec::new(),
+    };
+    let seen = match mask {
+        Mask::None | Mask::Bias(_) | Mask::Lengths(_) => Seen {
+            before: usize::MAX,
+            after: usize::MAX,
+        },
+        Mask::Causal => Seen {
+            before: usize::MAX,
+            after: 0,
+        },
+        Mask::Window { before, after } => Seen { before, after },
+    };
+    let guards = [&q, &k, &v].map(|x| x.storage_and_layout());
+    let [q, k, v] = &guards;
+    let bias = bias.as_ref().map(|bias| bias.storage_and_layout());
+    let operands = Operands {
+        q: Operand::of(&q.0, q.1)?,
+        k: Operand::of(&k.0, k.1)?,
+        v: Operand::of(&v.0, v.1)?,
+        bias: bias
+            .as_ref()
+            .map(|(storage, layout)| Operand::of(storage, layout))
+            .transpose()?,
+        lengths: &lengths,
+        seen,
+        scale: scale as f32,
+    };
+    out.inplace_op1(&operands)
+}
+
+/// Keys that a query sees, by their places.
+#[derive(Clone, Copy)]
+struct Seen {
+    before: usize,
+    after: usize,
+}
+
+impl Seen {
+    /// Keys that the query at this place sees, of so many.
+    fn of_query(self, query: usize, keys: usize) -> std::ops::Range<usize> {
+        let last = query.saturating_add(self.after).saturating_add(1).min(keys);
+        query.saturating_sub(self.before).min(last)..last
+    }
+}
+
+/// A tensor of four axes as it lies. Every number is within `numbers`.
+struct Operand<'a> {
+    numbers: &'a [f32],
+    start: usize,
+    strides: [usize; 4],
+    dims: [usize; 4],
+}
+
+impl<'a> Operand<'a> {
+    fn of(storage: &'a Storage, layout: &Layout) -> Result<Operand<'a>> {
+        let Storage::Cpu(CpuStorage::F32(numbers)) = storage else {
+            candle_core::bail!("an f32 tensor on the CPU is expected")
+        };
+        Ok(Operand {
+            numbers,
+            start: layout.start_offset(),
+            strides: strides_within(layout, numbers.len())?,
+            dims: four(layout.dims())?,
+        })
+    }
+
+    /// Where a row along the last axis begins.
+    fn row(&self, at: [usize; 3]) -> usize {
+        self.start
+            + at.iter()
+                .zip(self.strides)
+                .map(|(i, stride)| i * stride)
+                .sum::<usize>()
+    }
+}
+
+fn four(of_axes: &[usize]) -> Result<[usize; 4]> {
+    of_axes
+        .try_into()
+        .map_err(|_| candle_core::Error::Msg(format!("four axes are expected, not {of_axes:?}")))
+}
+
+/// The distances of a tensor whose numbers are all within a storage of so many.
+fn strides_within(layout: &Layout, count: usize) -> Result<[usize; 4]> {
+    let (dims, strides) = (layout.dims(), layout.stride());
+    let last: usize = dims
+        .iter()
+        .zip(strides)
+        .map(|(dim, stride)| dim.saturating_sub(1) * stride)
+        .sum();
+    if layout.shape().elem_count() > 0 && layout.start_offset() + last >= count {
+        candle_core::bail!("a tensor of shape {dims:?} and strides {strides:?} over {count} numbers");
+    }
+    four(strides)
+}
+
+/// Whether no two numbers of a tensor share a place.
+fn is_apart(layout: &Layout) -> bool {
+    let mut axes: Vec<(usize, usize)> = layout
+        .stride()
+        .iter()
+        .copied()
+        .zip(layout.dims().iter().copied())
+        .filter(|&(_, dim)| dim > 1)
+        .collect();
+    axes.sort_unstable();
+    let mut extent = 1;
+    for (stride, dim) in axes {
+        if stride < extent {
+            return false;
+        }
+        extent += stride * (dim - 1);
+    }
+    true
+}
+
+struct Operands<'a> {
+    q: Operand<'a>,
+    k: Operand<'a>,
+    v: Operand<'a>,
+    bias: Option<Operand<'a>>,
+    lengths: &'a [u32],
+    seen: Seen,
+    scale: f32,
+}
+
+/// Queries `first..first + count` of one head of one batch.
+#[derive(Clone, Copy)]
+struct Block {
+    batch: usize,
+    head: usize,
+    first: usize,
+    count: usize,
+    /// `count` in whole vectors.
+    lanes: usize,
+}
+
+impl InplaceOp1 for Operands<'_> {
+    fn name(&self) -> &'static str {
+        "attention"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        match storage {
+            CpuStorage::F32(numbers) => self.write(numbers, layout, |v| v),
+            CpuStorage::F16(numbers) => self.write(numbers, layout, f16::from_f32),
+            CpuStorage::BF16(numbers) => self.write(numbers, layout, bf16::from_f32),
+            _ => candle_core::bail!("attention to f32, f16 or bf16 is expected"),
+        }
+    }
+}
+
+/// The storage of the result, which tasks write different numbers of.
+struct Target<T>(*mut T);
+
+// SAFETY: blocks have no query in common, and no two numbers of the result share a place.
+unsafe impl<T: Send> Send for Target<T> {}
+// SAFETY: the same.
+unsafe impl<T: Send> Sync for Target<T> {}
+
+impl Operands<'_> {
+    fn write<T: Copy + Send>(
+        &self,
+        numbers: &mut [T],
+        layout: &Layout,
+        narrow: impl Fn(f32) -> T + Sync,
+    ) -> Result<()> {
+        let strides = strides_within(layout, numbers.len())?;
+        if !is_apart(layout) {
+            candle_core::bail!("attention to a tensor of which numbers share their places");
+        }
+        let [batch, queries, heads, width] = self.q.dims;
+        if batch * queries * heads * width == 0 {
+            return Ok(());
+        }
+        let blocks = queries.div_ceil(QUERIES);
+        let queries_of_block = queries.div_ceil(blocks).next_multiple_of(VECTOR);
+        let blocks = queries.div_ceil(queries_of_block);
+        let target = Target(numbers.as_mut_ptr());
+        let start = layout.start_offset();
+        (0..batch * heads * blocks).into_par_iter().for_each(|task| {
+            let target = &target;
+            let first = task % blocks * queries_of_block;
+            let count = queries_of_block.min(queries - first);
+            let block = Block {
+                batch: task / blocks / heads,
+                head: task / blocks % heads,
+                first,
+                count,
+                lanes: count.next_multiple_of(VECTOR),
+            };
+            SCRATCH.with_borrow_mut(|scratch| {
+                let room = Room::of(scratch, block.lanes, width);
+                let (sums, totals) = self.attend(block, room);
+                for query in 0..count {
+                    let factor = if totals[query] > 0.0 {
+                        1.0 / totals[query]
+                    } else {
+                        0.0
+                    };
+                    let at = [block.batch, first + query, block.head];
+                    let begin = start
+                        + at.iter()
+                            .zip(strides)
+                            .map(|(i, stride)| i * stride)
+                            .sum::<usize>();
+                    for column in 0..width {
+                        let number = narrow(sums[column * block.lanes + query] * factor);
+                        // SAFETY: within the storage (`strides_within`), and no other task's (`Target`).
+                        unsafe { target.0.add(begin + column * strides[3]).write(number) };
+                    }
+                }
+            });
+        });
+        Ok(())
+    }
+
+    /// The weighted sums of values `[width, lanes]` of a block, and of weights `[lanes]`.
+    fn attend<'a>(&self, block: Block, room: Room<'a>) -> (&'a [f32], &'a [f32]) {
+        let Room {
+            queries,
+            scores,
+            sums,
+            highest,
+            totals,
+            factors,
+        } = room;
+        let lanes = block.lanes;
+        let [_, keys, key_heads, width] = self.k.dims;
+        self.gather(block, queries);
+        highest.fill(LOWEST);
+        totals.fill(0.0);
+        sums.fill(0.0);
+        let key_head = block.head / (self.q.dims[2] / key_heads);
+        let keys = match self.lengths.get(block.batch) {
+            Some(&length) => keys.min(length as usize),
+            None => keys,
+        };
+        let first = self.seen.of_query(block.first, keys).start;
+        let end = self.seen.of_query(block.first + block.count - 1, keys).end;
+        for first in (first..end).step_by(KEYS) {
+            let count = KEYS.min(end - first);
+            let scores = &mut scores[..count * lanes];
+            let at = [block.batch, first, key_head];
+            let key = &self.k.numbers[self.k.row(at)..];
+            let value = &self.v.numbers[self.v.row(at)..];
+            // SAFETY: `scores` are [count, lanes], `queries` [width, lanes], `sums` [width, lanes]; rows of `count` keys
+            // from `first` on are within the storages of keys and values (`strides_within`).
+            unsafe {
+                product(
+                    [lanes, count, width],
+                    (scores.as_mut_ptr(), lanes, false),
+                    queries.as_ptr(),
+                    (key.as_ptr(), self.k.strides[1], 1),
+                );
+            }
+            self.mask(block, first, count, scores);
+            weigh(scores, lanes, highest, totals, factors);
+            correct(sums, lanes, factors);
+            // SAFETY: as above.
+            unsafe {
+                product(
+                    [lanes, width, count],
+                    (sums.as_mut_ptr(), lanes, true),
+                    scores.as_ptr(),
+                    (value.as_ptr(), 1, self.v.strides[1]),
+                );
+            }
+        }
+        (sums, totals)
+    }
+
+    /// The scaled queries of a block, `[width, lanes]`, with zeros after the last.
+    fn gather(&self, block: Block, queries: &mut [f32]) {
+        queries.fill(0.0);
+        for query in 0..block.count {
+            let begin = self.q.row([block.batch, block.first + query, block.head]);
+            let row = &self.q.numbers[begin..][..self.q.dims[3]];
+            for (to, &from) in queries[query..].iter_mut().step_by(block.lanes).zip(row) {
+                *to = from * self.scale;
+            }
+        }
+    }
+
+    /// Adds the bias to scores `[count, lanes]` over keys from `first` on, and lowers those that are not seen.
+    fn mask(&self, block: Block, first: usize, count: usize, scores: &mut [f32]) {
+        if let Some(bias) = &self.bias {
+            for query in 0..block.count {
+                let begin = bias.row([block.batch, block.head, block.first + query]);
+                for key in 0..count {
+                    let bias = bias.numbers[begin + (first + key) * bias.strides[3]];
+                    scores[key * block.lanes + query] += bias;
+                }
+            }
+        }
+        let whole = self.seen.before == usize::MAX && self.seen.after == usize::MAX;
+        let all_keys = self.k.dims[1];
+        for query in (0..block.count).filter(|_| !whole) {
+            let seen = self.seen.of_query(block.first + query, all_keys);
+            for key in (first..first + count).filter(|key| !seen.contains(key)) {
+                scores[(key - first) * block.lanes + query] = f32::NEG_INFINITY;
+            }
+        }
+    }
+}
+
+thread_local! {
+    /// What a block is computed in, kept from one to the next.
+    static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The parts of the scratch of a block.
+struct Room<'a> {
+    /// `[width, lanes]`
+    queries: &'a mut [f32],
+    /// `[KEYS, lanes]`
+    scores: &'a mut [f32],
+    /// `[width, lanes]`
+    sums: &'a mut [f32],
+    /// `[lanes]`, as the next two.
+    highest: &'a mut [f32],
+    totals: &'a mut [f32],
+    factors: &'a mut [f32],
+}
+
+impl Room<'_> {
+    fn of(scratch: &mut Vec<f32>, lanes: usize, width: usize) -> Room<'_> {
+        scratch.resize(lanes * (2 * width + KEYS + 3), 0.0);
+        let (queries, rest) = scratch.split_at_mut(width * lanes);
+        let (scores, rest) = rest.split_at_mut(KEYS * lanes);
+        let (sums, rest) = rest.split_at_mut(width * lanes);
+        let (highest, rest) = rest.split_at_mut(lanes);
+        let (totals, factors) = rest.split_at_mut(lanes);
+        Room {
+            queries,
+            scores,
+            sums,
+            highest,
+            totals,
+            factors,
+        }
+    }
+}
+
+/// The product of a matrix of vectors `[k, m]` with `right` `[k, n]`, written or added to `[n, m]`. Of `right` the
+/// distances along `n` and `k` are given.
+///
+/// # Safety
+/// All numbers of the three must be within their allocations, and those of the result nobody else's.
+unsafe fn product(
+    [m, n, k]: [usize; 3],
+    (out, out_stride, adds): (*mut f32, usize, bool),
+    left: *const f32,
+    (right, right_n, right_k): (*const f32, usize, usize),
+) {
+    // SAFETY: the caller's.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            k,
+            out,
+            out_stride as isize,
+            1,
+            adds,
+            left,
+            m as isize,
+            1,
+            right,
+            right_n as isize,
+            right_k as isize,
+            1.0,
+            1.0,
+            false,
+            false,
+            false,
+            Parallelism::None,
+        );
+    }
+}
+
+vectorised! {
+    /// Turns scores `[keys, lanes]` into weights: `e` to the score less the highest so far, which is brought up to date,
+    /// as are the totals of weights. What was summed before must be multiplied by `factors`.
+    fn weigh(
+        scores: &mut [f32],
+        lanes: usize,
+        highest: &mut [f32],
+        totals: &mut [f32],
+        factors: &mut [f32],
+    ) {
+        for first in (0..lanes).step_by(VECTOR) {
+            let range = first..first + VECTOR;
+            let mut high = [LOWEST; VECTOR];
+            high.copy_from_slice(&highest[range.clone()]);
+            for row in scores.chunks_exact(lanes) {
+                for (high, &score) in high.iter_mut().zip(&row[range.clone()]) {
+                    *high = if score > *high { score } else { *high };
+                }
+            }
+            let mut total = [0f32; VECTOR];
+            for i in 0..VECTOR {
+                let factor = exp(highest[first + i] - high[i]);
+                factors[first + i] = factor;
+                highest[first + i] = high[i];
+                total[i] = totals[first + i] * factor;
+            }
+            for row in scores.chunks_exact_mut(lanes) {
+                let row = &mut row[range.clone()];
+                for i in 0..VECTOR {
+                    let weight = exp(row[i] - high[i]);
+                    row[i] = weight;
+                    total[i] += weight;
+                }
+            }
+            totals[range].copy_from_slice(&total);
+        }
+    }
+}
+
+vectorised! {
+    /// Multiplies sums `[width, lanes]` by factors `[lanes]`.
+    fn correct(sums: &mut [f32], lanes: usize, factors: &[f32]) {
+        for row in sums.chunks_exact_mut(lanes) {
+            for (sum, &factor) in row.iter_mut().zip(factors) {
+                *sum *= factor;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "cpu_tests.rs"]
+mod tests;

@@ -1,0 +1,315 @@
+//! Loops over rows of f32, compiled for the vectors that a processor has. The build is for every x86-64, whose vectors
+//! hold four numbers; those of most processors hold eight or sixteen, which is seen when the program runs. Additions and
+//! products are done in the same order whatever the vectors (and never fused), so that the numbers are the same on all
+//! processors.
+
+#![allow(unsafe_code)] // Calls of what is compiled for the processor at hand.
+
+use crate::rows::exp;
+
+/// Compiles a function for AVX-512, for AVX2 and for every processor, and calls the widest that the processor has. What
+/// its body calls is `#[inline(always)]`, or it would be compiled for every processor alone.
+macro_rules! vectorised {
+    (
+        $(#[$attribute:meta])*
+        $visible:vis fn $name:ident($($argument:ident: $kind:ty),* $(,)?) $(-> $result:ty)? $body:block
+    ) => {
+        $(#[$attribute])*
+        $visible fn $name($($argument: $kind),*) $(-> $result)? {
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+                fn with_avx512($($argument: $kind),*) $(-> $result)? $body
+                #[target_feature(enable = "avx2")]
+                fn with_avx2($($argument: $kind),*) $(-> $result)? $body
+                if is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+                {
+                    // SAFETY: the processor has what the function is compiled for.
+                    return unsafe { with_avx512($($argument),*) };
+                }
+                if is_x86_feature_detected!("avx2") {
+                    // SAFETY: the processor has what the function is compiled for.
+                    return unsafe { with_avx2($($argument),*) };
+                }
+            }
+            // In a block of its own: for other processors this is the whole function.
+            $body
+        }
+    };
+}
+pub(crate) use vectorised;
+
+/// Partial sums of a row: four vectors of eight, or two of sixteen.
+const LANES: usize = 32;
+
+/// Sum of `f` of every number of a row, with [`LANES`] partial sums: they run side by side, and the error stays small.
+#[inline(always)]
+fn accumulate(row: &[f32], f: impl Fn(f32) -> f32) -> f32 {
+    let mut partial = [0f32; LANES];
+    let mut parts = row.chunks_exact(LANES);
+    for part in &mut parts {
+        for (sum, &v) in partial.iter_mut().zip(part) {
+            *sum += f(v);
+        }
+    }
+    // The rest is part of the first sums, which the same lanes add.
+    for (sum, &v) in partial.iter_mut().zip(parts.remainder()) {
+        *sum += f(v);
+    }
+    let mut width = LANES;
+    while width > 1 {
+        width /= 2;
+        for i in 0..width {
+            partial[i] += partial[i + width];
+        }
+    }
+    partial[0]
+}
+
+/// Mean and reciprocal standard deviation of a row, in two passes.
+#[inline(always)]
+fn statistics(row: &[f32], eps: f32) -> (f32, f32) {
+    let mean = accumulate(row, |v| v) / row.len() as f32;
+    let variance = accumulate(row, |v| (v - mean) * (v - mean)) / row.len() as f32;
+    (mean, 1.0 / (variance + eps).sqrt())
+}
+
+vectorised! {
+    /// A row less its mean, if it is `centred`, by the root of its mean square.
+    pub(crate) fn normalised_row(row: &[f32], centred: bool, eps: f32, out: &mut [f32]) {
+        let mean = if centred { accumulate(row, |v| v) / row.len() as f32 } else { 0.0 };
+        let variance = accumulate(row, |v| (v - mean) * (v - mean)) / row.len() as f32;
+        let factor = 1.0 / (variance + eps).sqrt();
+        for (o, &v) in out.iter_mut().zip(row) {
+            *o = (v - mean) * factor;
+        }
+    }
+}
+
+vectorised! {
+    /// A row times as many numbers.
+    pub(crate) fn multiply_in_place(row: &mut [f32], by: &[f32]) {
+        for (v, &b) in row.iter_mut().zip(by) {
+            *v *= b;
+        }
+    }
+}
+
+vectorised! {
+    /// A row times as many numbers, each with one added.
+    pub(crate) fn modulate_in_place(row: &mut [f32], scale: &[f32]) {
+        for (v, &s) in row.iter_mut().zip(scale) {
+            *v *= 1.0 + s;
+        }
+    }
+}
+
+vectorised! {
+    /// Layer norm of a row: `(row - mean) / deviation * weight + bias`.
+    pub(crate) fn layer_norm_row(row: &[f32], weight: &[f32], bias: &[f32], eps: f32, out: &mut [f32]) {
+        let (mean, factor) = statistics(row, eps);
+        for (((o, &v), &w), &b) in out.iter_mut().zip(row).zip(weight).zip(bias) {
+            *o = (v - mean) * factor * w + b;
+        }
+    }
+}
+
+vectorised! {
+    /// Layer norm of a row, then `* (1 + scale) + shift`.
+    pub(crate) fn modulated_row(row: &[f32], scale: &[f32], shift: &[f32], eps: f32, out: &mut [f32]) {
+        let (mean, factor) = statistics(row, eps);
+        for (((o, &v), &scale), &shift) in out.iter_mut().zip(row).zip(scale).zip(shift) {
+            *o = (v - mean) * factor * (1.0 + scale) + shift;
+        }
+    }
+}
+
+vectorised! {
+    /// Root-mean-square norm of a row.
+    pub(crate) fn rms_norm_row(row: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+        let mean_square = accumulate(row, |v| v * v) / row.len() as f32;
+        let factor = 1.0 / (mean_square + eps).sqrt();
+        for ((o, &v), &w) in out.iter_mut().zip(row).zip(weight) {
+            *o = v * factor * w;
+        }
+    }
+}
+
+vectorised! {
+    /// Root-mean-square norm of a row in its place.
+    pub(crate) fn rms_norm_in_place(row: &mut [f32], weight: &[f32], eps: f32) {
+        let mean_square = accumulate(row, |v| v * v) / row.len() as f32;
+        let factor = 1.0 / (mean_square + eps).sqrt();
+        for (v, &w) in row.iter_mut().zip(weight) {
+            *v = *v * factor * w;
+        }
+    }
+}
+
+vectorised! {
+    /// Softmax of a row.
+    pub(crate) fn softmax_row(row: &[f32], out: &mut [f32]) {
+        let mut lanes = [f32::NEG_INFINITY; LANES];
+        for part in row.chunks(LANES) {
+            for (lane, &v) in lanes.iter_mut().zip(part) {
+                *lane = if v > *lane { v } else { *lane };
+            }
+        }
+        let highest = lanes.into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a });
+        for (o, &v) in out.iter_mut().zip(row) {
+            *o = exp(v - highest);
+        }
+        let factor = 1.0 / accumulate(out, |v| v);
+        for o in out {
+            *o *= factor;
+        }
+    }
+}
+
+vectorised! {
+    /// `x + gate * y`.
+    pub(crate) fn gated_row(x: &[f32], y: &[f32], gate: &[f32], out: &mut [f32]) {
+        for (((o, &x), &y), &gate) in out.iter_mut().zip(x).zip(y).zip(gate) {
+            *o = x + gate * y;
+        }
+    }
+}
+
+vectorised! {
+    /// `x += gate * y`.
+    pub(crate) fn gated_in_place(x: &mut [f32], y: &[f32], gate: &[f32]) {
+        for ((x, &y), &gate) in x.iter_mut().zip(y).zip(gate) {
+            *x += gate * y;
+        }
+    }
+}
+
+vectorised! {
+    /// `row += bias`.
+    pub(crate) fn add_in_place(row: &mut [f32], bias: &[f32]) {
+        for (v, &b) in row.iter_mut().zip(bias) {
+            *v += b;
+        }
+    }
+}
+
+vectorised! {
+    /// Rotates neighbouring pairs: `(a, b)` becomes `(a cos - b sin, b cos + a sin)`, one angle a pair.
+    pub(crate) fn rotated_row(row: &[f32], cos: &[f32], sin: &[f32], out: &mut [f32]) {
+        let angles = cos.iter().zip(sin);
+        for ((out, pair), (&cos, &sin)) in out.chunks_exact_mut(2).zip(row.chunks_exact(2)).zip(angles) {
+            let (a, b) = (pair[0], pair[1]);
+            out[0] = a * cos - b * sin;
+            out[1] = b * cos + a * sin;
+        }
+    }
+}
+
+vectorised! {
+    /// [`rotated_row`] in its place.
+    pub(crate) fn rotate_in_place(row: &mut [f32], cos: &[f32], sin: &[f32]) {
+        for (pair, (&cos, &sin)) in row.chunks_exact_mut(2).zip(cos.iter().zip(sin)) {
+            let (a, b) = (pair[0], pair[1]);
+            pair[0] = a * cos - b * sin;
+            pair[1] = b * cos + a * sin;
+        }
+    }
+}
+
+vectorised! {
+    /// `x * sigmoid(x)` in its place.
+    pub(crate) fn silu_in_place(numbers: &mut [f32]) {
+        for v in numbers {
+            *v /= 1.0 + exp(-*v);
+        }
+    }
+}
+
+vectorised! {
+    /// `x * sigmoid(1.702 x)` in its place.
+    pub(crate) fn quick_gelu_in_place(numbers: &mut [f32]) {
+        for v in numbers {
+            *v /= 1.0 + exp(-1.702 * *v);
+        }
+    }
+}
+
+vectorised! {
+    /// GELU by its approximation with tanh, in its place. `(1 + tanh u) / 2 = 1 / (1 + exp -2u)`: one exponential, and
+    /// no cancellation far below zero.
+    pub(crate) fn gelu_tanh_in_place(numbers: &mut [f32]) {
+        const TWICE_ROOT_2_OVER_PI: f32 = 1.595_769;
+        for v in numbers {
+            *v /= 1.0 + exp(-TWICE_ROOT_2_OVER_PI * (*v + 0.044_715 * *v * *v * *v));
+        }
+    }
+}
+
+vectorised! {
+    /// SiLU of `row * factor + summand`, number by number: a group norm and its activation, channels last.
+    pub(crate) fn silu_of_affine(row: &[f32], factors: &[f32], summands: &[f32], out: &mut [f32]) {
+        for (((o, &v), &factor), &summand) in out.iter_mut().zip(row).zip(factors).zip(summands) {
+            let v = v * factor + summand;
+            *o = v / (1.0 + exp(-v));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Numbers over -4 to 4.
+    fn numbers(count: usize) -> Vec<f32> {
+        (0..count).map(|i| ((i * i) as f32 * 0.37).sin() * 4.0).collect()
+    }
+
+    #[test]
+    fn sums_hold_every_number_whatever_the_length() {
+        for length in [0, 1, 31, 32, 33, 64, 100] {
+            let row: Vec<f32> = (1..=length).map(|i| i as f32).collect();
+            assert_eq!(accumulate(&row, |v| v), (length * (length + 1) / 2) as f32);
+        }
+    }
+
+    #[test]
+    fn loops_in_place_are_those_between_rows() {
+        for length in [2, 30, 32, 66] {
+            let (row, weight, more) = (numbers(length), numbers(length + 3), numbers(length + 9));
+            let (weight, more) = (&weight[3..], &more[9..]);
+            let mut out = vec![f32::NAN; length];
+            let check = |out: &[f32], f: &dyn Fn(&mut [f32])| {
+                let mut place = row.clone();
+                f(&mut place);
+                assert_eq!(place, out);
+            };
+            rms_norm_row(&row, weight, 1e-6, &mut out);
+            check(&out, &|place| rms_norm_in_place(place, weight, 1e-6));
+            gated_row(&row, weight, more, &mut out);
+            check(&out, &|place| gated_in_place(place, weight, more));
+            let half = length / 2;
+            rotated_row(&row, &weight[..half], &more[..half], &mut out);
+            check(&out, &|place| {
+                rotate_in_place(place, &weight[..half], &more[..half])
+            });
+            silu_of_affine(&row, &vec![1.0; length], &vec![0.0; length], &mut out);
+            check(&out, &|place| silu_in_place(place));
+        }
+    }
+
+    #[test]
+    fn numbers_are_the_same_whatever_the_vectors() {
+        // One number at a time is what no vector is made of.
+        let row = numbers(77);
+        let mut together = row.clone();
+        gelu_tanh_in_place(&mut together);
+        for (&v, &expected) in row.iter().zip(&together) {
+            let mut alone = [v];
+            gelu_tanh_in_place(&mut alone);
+            assert_eq!(alone[0].to_bits(), expected.to_bits());
+        }
+    }
+}

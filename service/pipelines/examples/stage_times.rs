@@ -1,0 +1,98 @@
+//! Where the time of a picture goes on the CPU: seconds of each stage of a FLUX model, the best and the median of some
+//! runs, and of the processors together for a picture. `stage_times FOLDER SIDES [RUNS]`, for instance `stage_times demo/model 128,256 10`.
+#![allow(clippy::print_stdout)]
+
+#[path = "../tests/processor_time/mod.rs"]
+mod processor_time;
+
+use std::collections::HashMap;
+use std::error::Error;
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use candle_core::{DType, Device};
+use gpu::{ComponentTensors, CpuCard, CpuSettings, Gpu};
+use pipelines::flux::FluxModel;
+use pipelines::{ImageRequest, Model, Precision, StageInput, StageOutput, Unobserved};
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let arguments: Vec<String> = std::env::args().collect();
+    let [_, folder, sides, rest @ ..] = arguments.as_slice() else {
+        return Err("stage_times FOLDER SIDES [RUNS]".into());
+    };
+    let runs = rest.first().map_or(Ok(5u32), |runs| runs.parse())?;
+    let (model, tensors) = loaded(Path::new(folder))?;
+    for side in sides.split(',') {
+        let side: u32 = side.parse()?;
+        let request = ImageRequest {
+            prompt: "a red circle above a blue square".to_owned(),
+            width: side,
+            height: side,
+            steps: 8,
+            guidance: 3.5,
+            seed: 1,
+            max_sequence_length: 48,
+            init_image: None,
+            strength: 1.0,
+            preview: false,
+        };
+        paint(&model, &tensors, &request)?;
+        let before = processor_time::of_process();
+        let times = (0..runs)
+            .map(|_| paint(&model, &tensors, &request))
+            .collect::<Result<Vec<_>, _>>()?;
+        let processor = (processor_time::of_process() - before) / f64::from(runs);
+        let stages = times.first().map_or(0, Vec::len);
+        let mut line = format!("{side}:");
+        for stage in 0..=stages {
+            let of_run = |run: &Vec<(&str, f64)>| match run.get(stage) {
+                Some((_, seconds)) => *seconds,
+                None => run.iter().map(|(_, seconds)| seconds).sum(),
+            };
+            let mut seconds: Vec<f64> = times.iter().map(of_run).collect();
+            seconds.sort_by(f64::total_cmp);
+            let name = times[0].get(stage).map_or("all", |(name, _)| name);
+            line += &format!(" {name} {:.4} ({:.4})", seconds[0], seconds[seconds.len() / 2]);
+        }
+        println!("{line}; of the processors {processor:.3}");
+    }
+    Ok(())
+}
+
+type Components = HashMap<String, Arc<ComponentTensors>>;
+
+fn loaded(folder: &Path) -> Result<(FluxModel, Components), Box<dyn Error>> {
+    let model = FluxModel::open(folder, &Precision::full(DType::F32))?.ok_or("no FLUX model")?;
+    let mut card = CpuCard::new(CpuSettings::default())?;
+    let mut tensors = HashMap::new();
+    for component in model.components() {
+        let plan = model.load_plan(&component.name).ok_or("no plan")?;
+        card.load(component, plan, &mut |_| ControlFlow::Continue(()))?;
+        tensors.insert(component.name.clone(), card.tensors(&component.id)?);
+    }
+    Ok((model, tensors))
+}
+
+/// Seconds of each stage.
+fn paint(
+    model: &FluxModel,
+    tensors: &Components,
+    request: &ImageRequest,
+) -> Result<Vec<(&'static str, f64)>, Box<dyn Error>> {
+    let mut input = StageInput::default();
+    let mut times = Vec::new();
+    for plan in model.stages(request) {
+        let give = |name: &str| Ok(Arc::clone(&tensors[name]));
+        let start = Instant::now();
+        let output = model.run(&plan, 0, request, &input, &give, &Device::Cpu, &mut Unobserved)?;
+        times.push((plan.kind.name(), start.elapsed().as_secs_f64()));
+        match output {
+            StageOutput::Text(text) => input.text = Some(text),
+            StageOutput::Latent(latent) => input.latent = Some(latent),
+            StageOutput::Picture { .. } => {}
+        }
+    }
+    Ok(times)
+}
