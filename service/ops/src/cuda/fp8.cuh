@@ -3,12 +3,10 @@
 #pragma once
 #include <cuda_fp8.h>
 
-#include "dequantize.cuh"
+#include "numbers.cuh"
 
 namespace moored {
 
-__device__ inline float to_f32(__half number) { return __half2float(number); }
-__device__ inline float to_f32(__nv_bfloat16 number) { return __bfloat162float(number); }
 
 template <class T>
 __device__ inline void read8(const T* from, float* to) {

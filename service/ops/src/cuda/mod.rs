@@ -2,8 +2,12 @@
 //! is allocated comes from candle's device, which is the pool of activations.
 #![allow(unsafe_code)] // Launches, and cuBLASLt.
 
+mod apply_norm;
 mod attention;
+mod convolve;
 mod fp8;
+mod moments;
+mod pictures;
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
@@ -19,8 +23,12 @@ use cudarc::nvrtc::Ptx;
 use gpu::{Fp8Scales, GgufType, QuantizedWeight, WeightFormat, WeightPart, rows_and_columns};
 use half::{bf16, f16};
 
+pub(crate) use apply_norm::{add_rows, apply_norm};
 pub(crate) use attention::attention;
+pub(crate) use convolve::{convolve, taps_first, unwritten};
 pub(crate) use fp8::{WORKSPACE_BYTES, linear_fp8};
+pub(crate) use moments::group_moments;
+pub(crate) use pictures::{blend, bytes_to_map, map_to_bytes, map_to_planes, planes_to_map};
 
 /// Machine code of `kernels.cu`. Empty where only types are checked.
 static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));

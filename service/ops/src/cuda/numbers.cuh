@@ -1,0 +1,106 @@
+// Numbers of f32, f16 and bf16 as f32: eight at a time where they lie at multiples of 16 bytes, else one at a time.
+#pragma once
+#include "dequantize.cuh"
+
+namespace moored {
+
+__device__ inline float to_f32(float number) { return number; }
+__device__ inline float to_f32(__half number) { return __half2float(number); }
+__device__ inline float to_f32(__nv_bfloat16 number) { return __bfloat162float(number); }
+
+template <class T>
+__device__ inline T from_f32(float number);
+template <>
+__device__ inline float from_f32<float>(float number) {
+    return number;
+}
+template <>
+__device__ inline __half from_f32<__half>(float number) {
+    return __float2half_rn(number);
+}
+template <>
+__device__ inline __nv_bfloat16 from_f32<__nv_bfloat16>(float number) {
+    return __float2bfloat16_rn(number);
+}
+
+// UNIT numbers from `from`, which is aligned to 16 bytes.
+template <class T>
+__device__ inline void read_wide(const T* from, float* to) {
+    T numbers[UNIT];
+    if constexpr (sizeof(T) == 2) {
+        load<uint4>(from, numbers);
+    } else {
+        load<uint4>(from, numbers);
+        load<uint4>(from + 4, numbers + 4);
+    }
+    for (unsigned i = 0; i < UNIT; i++) to[i] = to_f32(numbers[i]);
+}
+
+template <class T>
+__device__ inline void write_wide(const float* from, T* to) {
+    T numbers[UNIT];
+    for (unsigned i = 0; i < UNIT; i++) numbers[i] = from_f32<T>(from[i]);
+    if constexpr (sizeof(T) == 2) {
+        store<uint4>(numbers, to);
+    } else {
+        store<uint4>(numbers, to);
+        store<uint4>(numbers + 4, to + 4);
+    }
+}
+
+// Up to UNIT numbers of a row that has `columns`; those beyond it are 0. WIDE: the row is aligned to 16 bytes and its
+// columns are a multiple of UNIT.
+template <bool WIDE, class T>
+__device__ inline void read_unit(const T* row, unsigned at, unsigned columns, float* to) {
+    if constexpr (WIDE) {
+        if (at < columns) {
+            read_wide(row + at, to);
+        } else {
+            for (unsigned i = 0; i < UNIT; i++) to[i] = 0;
+        }
+    } else {
+        for (unsigned i = 0; i < UNIT; i++) to[i] = at + i < columns ? to_f32(row[at + i]) : 0.0f;
+    }
+}
+
+template <bool WIDE, class T>
+__device__ inline void write_unit(const float* from, T* row, unsigned at, unsigned columns) {
+    if constexpr (WIDE) {
+        if (at < columns) write_wide(from, row + at);
+    } else {
+        for (unsigned i = 0; i < UNIT && at + i < columns; i++) row[at + i] = from_f32<T>(from[i]);
+    }
+}
+
+__device__ inline float sum_of_warp(float value) {
+    for (int apart = 16; apart > 0; apart /= 2) value += __shfl_xor_sync(0xFFFFFFFFu, value, apart);
+    return value;
+}
+
+__device__ inline float most_of_warp(float value) {
+    for (int apart = 16; apart > 0; apart /= 2) value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, apart));
+    return value;
+}
+
+// The sum over a block of whole warps, in every thread, always in the same order. `warps` holds one number a warp.
+__device__ inline float sum_of_block(float value, float* warps) {
+    value = sum_of_warp(value);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    const unsigned lane = threadIdx.x % 32;
+    value = sum_of_warp(lane < blockDim.x / 32 ? warps[lane] : 0.0f);
+    __syncthreads();
+    return value;
+}
+
+__device__ inline float most_of_block(float value, float* warps) {
+    value = most_of_warp(value);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    const unsigned lane = threadIdx.x % 32;
+    value = most_of_warp(lane < blockDim.x / 32 ? warps[lane] : 0.0f);
+    __syncthreads();
+    return value;
+}
+
+}  // namespace moored
