@@ -261,7 +261,7 @@ impl Work<'_> {
                 continue;
             }
             let x = (part.first_column + column) * step + tap - steps.before[2];
-            self.multiply(Product {
+            self.multiply_any(Product {
                 out: &mut out[(first * part.columns + column) * outputs..],
                 out_stride: part.columns * outputs,
                 positions: last - first + 1,
@@ -274,7 +274,7 @@ impl Work<'_> {
         for row in first..=last {
             for column in whole.clone().step_by(MOST_POSITIONS) {
                 let x = (part.first_column + column) * step - steps.before[2];
-                self.multiply(Product {
+                self.multiply_any(Product {
                     out: &mut out[(row * part.columns + column) * outputs..],
                     out_stride: outputs,
                     positions: MOST_POSITIONS.min(whole.end - column),
@@ -285,6 +285,24 @@ impl Work<'_> {
                 });
             }
         }
+    }
+
+    /// One position alone would go another way, with its sums in another order: it is taken twice, so that what an output
+    /// is does not depend on how many are computed with it.
+    fn multiply_any(&self, product: Product<'_>) {
+        if product.positions > 1 {
+            return self.multiply(product);
+        }
+        let position = &mut product.out[..self.shape.outputs];
+        let mut twice = [&*position, &*position].concat();
+        self.multiply(Product {
+            out: &mut twice,
+            out_stride: self.shape.outputs,
+            positions: 2,
+            x_stride: 0,
+            ..product
+        });
+        product.out[..self.shape.outputs].copy_from_slice(&twice[..self.shape.outputs]);
     }
 
     fn multiply(&self, product: Product<'_>) {
