@@ -5,11 +5,12 @@
 //! file's test holds it against a naive composition.
 
 mod activation;
+mod apply_norm;
 mod attention;
 mod attention_workspace;
 mod composed_attention;
 mod copy_rows;
-#[allow(dead_code)] // What convolutions of maps `[h, w, c]` call.
+mod convolve;
 mod convolve_cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -17,6 +18,7 @@ mod cuda;
 mod cudnn;
 mod dequantize;
 mod euler;
+mod group_moments;
 mod group_norm;
 mod layer_norm;
 mod libraries;
@@ -27,6 +29,7 @@ mod glu;
 mod linear_cpu;
 #[allow(dead_code)] // Some are there for operations in their place.
 mod loops;
+mod pictures;
 mod place;
 mod relative_bias;
 mod residual;
@@ -35,6 +38,7 @@ mod rope;
 mod rows;
 
 pub use activation::{Nonlinearity, activate, gelu, gelu_tanh, quick_gelu, silu};
+pub use apply_norm::{ChannelNorm, MapReading, Pad, add_rows, apply_norm};
 pub use attention::{Mask, attention};
 pub use attention_workspace::attention_workspace;
 pub use composed_attention::{attention_in_chunks, attention_scratch, composed_attention, softmax};
@@ -53,6 +57,9 @@ pub use finite::all_finite;
 pub use glu::glu;
 pub use relative_bias::relative_bias;
 pub use libraries::{AttentionPaths, Libraries, keep_plans_in, libraries, prepare};
+pub use convolve::{Filter, Onto, Steps, convolve, convolve_scratch};
+pub use group_moments::{Affine, GroupNorm, Residual, group_moments};
+pub use pictures::{blank, blend, bytes_to_map, map_to_bytes, map_to_planes, planes_to_map};
 pub use residual::gated_add;
 pub use rms_norm::rms_norm;
 pub use rope::{Angles, Pairs, QkNorm, qk_norm_rope};

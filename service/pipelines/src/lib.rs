@@ -24,7 +24,3 @@ pub use request::{Defaults, ImageRequest, InitImage, RequestError};
 pub fn catalogue() -> Catalogue {
     Catalogue::new(vec![Box::new(flux::Flux), Box::new(instant::Instant)])
 }
-
-#[cfg(test)]
-#[path = "../../ops/tests/device/mod.rs"]
-mod device;

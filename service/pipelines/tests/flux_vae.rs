@@ -134,6 +134,47 @@ fn encoding_equals_diffusers_whole_and_in_strips() {
 }
 
 #[test]
+fn bytes_are_those_of_the_picture() {
+    let _together = ALONE.read();
+    let decoder = decoder_of(weights());
+    let scaled = here(&latent(7, 5));
+    let unscaled = config().unscaled(&scaled).expect("a latent");
+    for chunking in [Chunking::Whole, Chunking::Strips { latent_rows: 2 }] {
+        let expected = to_rgb8(&decode_there(&decoder, &unscaled, chunking)).expect("bytes");
+        let found = decoder
+            .decode_to_rgb8(&scaled, chunking, &|| false)
+            .expect("bytes");
+        assert_eq!((found.width, found.height), (40, 56));
+        assert_eq!(found.rgb.len(), expected.len());
+        // A number in the middle between two bytes may be rounded to either.
+        let apart = |(a, b): (&u8, &u8)| a.abs_diff(*b);
+        let worst = found.rgb.iter().zip(&expected).map(apart).max();
+        assert!(worst <= Some(1), "{chunking:?}: {worst:?}");
+        let different: std::collections::HashSet<u8> = found.rgb.iter().copied().collect();
+        assert!(different.len() > 10, "a picture of something");
+    }
+}
+
+#[test]
+fn bytes_are_encoded_as_their_picture() {
+    let _together = ALONE.read();
+    let encoder = VaeEncoder::new(&config(), &resident(weights())).expect("an encoder");
+    let expected = load("expected/vae.safetensors");
+    let bytes = &expected["encode.wide.picture"];
+    let (height, width, _) = bytes.dims3().unwrap();
+    let rgb = bytes.flatten_all().unwrap().to_vec1::<u8>().unwrap();
+    let moments = encoder
+        .encode_rgb8(&rgb, (width, height), Chunking::Whole, &|| false)
+        .expect("moments");
+    let error = distance(&moments.mean, &expected["encode.wide.mean"]);
+    assert!(error < tolerances().component, "{error:e}");
+    let few = encoder.encode_rgb8(&rgb[3..], (width, height), Chunking::Whole, &|| false);
+    assert!(few.is_err());
+    let odd = encoder.encode_rgb8(&rgb, (width - 1, height), Chunking::Whole, &|| false);
+    assert!(matches!(odd, Err(StageError::BadInput(_))));
+}
+
+#[test]
 fn strips_of_any_size_are_the_whole() {
     let _together = ALONE.read();
     let decoder = decoder_of(weights());

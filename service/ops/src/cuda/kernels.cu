@@ -50,3 +50,33 @@ FINISH_PRODUCT(bf16, __nv_bfloat16)
 // Names are made beside what they do.
 #include "softmax.cuh"
 #include "elementwise.cuh"
+
+// Maps whose channels lie side by side.
+#include "apply_norm.cuh"
+#include "convolve.cuh"
+#include "moments.cuh"
+#include "pictures.cuh"
+
+#define MAP_KERNEL(name, arguments, ...)                                                                         \
+    extern "C" __global__ void __launch_bounds__(256) name(const moored::arguments a) { moored::__VA_ARGS__(a); }
+#define MAPS_OF(dtype, T)                                                                                        \
+    MAP_KERNEL(gather_moments_##dtype, MomentsArguments, gather_moments<T, false>)                               \
+    MAP_KERNEL(gather_moments_wide_##dtype, MomentsArguments, gather_moments<T, true>)                           \
+    MAP_KERNEL(merge_groups_##dtype, MomentsArguments, merge_groups<T>)                                          \
+    MAP_KERNEL(apply_norm_##dtype, ApplyArguments, apply_norm<T, false>)                                         \
+    MAP_KERNEL(apply_norm_wide_##dtype, ApplyArguments, apply_norm<T, true>)                                     \
+    MAP_KERNEL(apply_length_##dtype, ApplyArguments, apply_length<T, false>)                                     \
+    MAP_KERNEL(apply_length_wide_##dtype, ApplyArguments, apply_length<T, true>)                                 \
+    MAP_KERNEL(taps_first_##dtype, TapsArguments, taps_first<T>)                                                 \
+    MAP_KERNEL(unroll_##dtype, UnrollArguments, unroll<T, false>)                                                \
+    MAP_KERNEL(unroll_wide_##dtype, UnrollArguments, unroll<T, true>)                                            \
+    MAP_KERNEL(add_rows_##dtype, AddArguments, add_rows<T, false>)                                               \
+    MAP_KERNEL(add_rows_wide_##dtype, AddArguments, add_rows<T, true>)                                           \
+    MAP_KERNEL(planes_to_map_##dtype, PictureArguments, planes_to_map<T>)                                        \
+    MAP_KERNEL(map_to_planes_##dtype, PictureArguments, map_to_planes<T>)                                        \
+    MAP_KERNEL(map_to_bytes_##dtype, PictureArguments, map_to_bytes<T>)                                          \
+    MAP_KERNEL(bytes_to_map_##dtype, PictureArguments, bytes_to_map<T>)                                          \
+    MAP_KERNEL(blend_##dtype, BlendArguments, blend<T>)
+MAPS_OF(f32, float)
+MAPS_OF(f16, __half)
+MAPS_OF(bf16, __nv_bfloat16)

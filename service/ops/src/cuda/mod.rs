@@ -2,6 +2,7 @@
 //! is allocated comes from candle's device, which is the pool of activations.
 #![allow(unsafe_code)] // Launches, and cuBLASLt.
 
+mod apply_norm;
 mod attention;
 mod euler;
 mod linear;
@@ -9,6 +10,9 @@ mod norm;
 mod product;
 mod rope;
 mod elementwise;
+mod convolve;
+mod moments;
+mod pictures;
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
@@ -32,6 +36,10 @@ pub(crate) use linear::{linear_as_one, linear_into, multiplies_fp8};
 pub(crate) use norm::norm;
 pub(crate) use rope::qk_norm_rope;
 pub(crate) use elementwise::{all_finite, copy_rows, glu, relative_bias};
+pub(crate) use apply_norm::{add_rows, apply_norm};
+pub(crate) use convolve::{convolve, taps_first, unwritten};
+pub(crate) use moments::group_moments;
+pub(crate) use pictures::{blend, bytes_to_map, map_to_bytes, map_to_planes, planes_to_map};
 
 /// Machine code of `kernels.cu`. Empty where only types are checked.
 static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));

@@ -19,7 +19,7 @@ use super::scheduler::first_step;
 use super::t5::T5Encoder;
 use super::tensors::{from_host, to_host};
 use super::transformer::{Prompted, Transformer, pack, unpack};
-use super::vae::{Chunking, Moments, VaeDecoder, VaeEncoder, encode_ladder, from_rgb8, ladder, to_rgb8};
+use super::vae::{Chunking, Moments, Rgb8, VaeDecoder, VaeEncoder, encode_ladder, ladder};
 use crate::{
     EncodedText, HostTensor, ImageRequest, Model, Observer, StageError, StageInput, StageKind, StageOutput,
     is_out_of_memory,
@@ -117,9 +117,9 @@ impl Stage<'_> {
             self.model.precision.dtype,
         );
         let chunking = chunking_of(&rungs, rung)?;
-        let picture = from_rgb8(&image.rgb, width, height, self.device)?;
         let encoder = VaeEncoder::new(vae, &*(self.tensors)("vae")?)?;
-        let moments = encoder.encode(&picture, chunking, &|| self.observer.cancelled())?;
+        let cancelled = || self.observer.cancelled();
+        let moments = encoder.encode_rgb8(&image.rgb, (width, height), chunking, &cancelled)?;
         // Small enough for the host, so that no card loads kernels for it.
         let moments = Moments {
             mean: moments.mean.to_device(&Device::Cpu)?,
@@ -268,13 +268,10 @@ impl Stage<'_> {
     /// Shows the picture that the denoising heads for, at half its size. `latent` is in host memory. A preview that fails
     /// costs no job.
     fn preview(&mut self, latent: &Tensor) -> Result<(), StageError> {
-        let small = latent.avg_pool2d(2)?;
-        match self
-            .decoded(&small, Chunking::Whole)
-            .and_then(|picture| Ok((to_rgb8(&picture)?, picture)))
-        {
-            Ok((rgb, picture)) => {
-                let (_, _, height, width) = picture.dims4()?;
+        // In host memory: it is small, and a card needs no kernel of it.
+        let small = latent.to_device(&Device::Cpu)?.avg_pool2d(2)?;
+        match self.decoded_to_rgb8(&small.to_device(self.device)?, Chunking::Whole) {
+            Ok(Rgb8 { width, height, rgb }) => {
                 self.observer.preview(width as u32, height as u32, rgb);
                 Ok(())
             }
@@ -307,14 +304,18 @@ impl Stage<'_> {
             }
         };
         let chunking = chunking_of(&ladder(&self.model.vae, h, w, self.model.precision.dtype), rung)?;
-        let latent = from_host(latent, "the latent", DType::F32, &Device::Cpu)?;
-        let picture = self.decoded(&latent, chunking)?;
-        let (_, _, height, width) = picture.dims4()?;
+        let latent = from_host(latent, "the latent", DType::F32, self.device)?;
+        let Rgb8 { width, height, rgb } = self.decoded_to_rgb8(&latent, chunking)?;
         Ok(StageOutput::Picture {
             width: width as u32,
             height: height as u32,
-            rgb: to_rgb8(&picture)?,
+            rgb,
         })
+    }
+
+    fn decoded_to_rgb8(&self, latent: &Tensor, chunking: Chunking) -> Result<Rgb8, StageError> {
+        let decoder = VaeDecoder::new(&self.model.vae, &*(self.tensors)("vae")?)?;
+        decoder.decode_to_rgb8(latent, chunking, &|| self.observer.cancelled())
     }
 
     /// Decodes a latent, scaled as the transformer sees it, to f32 `[1, 3, height, width]` over -1 to 1, not

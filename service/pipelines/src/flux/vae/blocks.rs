@@ -1,14 +1,12 @@
-//! The blocks that the encoder and the decoder are made of, over maps `[1, c, h, w]`.
+//! The blocks that the encoder and the decoder are made of, over maps `[h, w, c]`.
 
-use candle_core::{D, DType, Result, Tensor};
+use candle_core::{DType, Tensor};
 use gpu::{ComponentTensors, Weight};
+use ops::{Affine, ChannelNorm, MapReading, Mask, Onto};
 
-use super::conv::{Convolution, Padding, Reading, in_full};
-use super::norm::{Affine, GroupNorm};
+use super::conv::{Convolution, Layer, Padding, Reading};
+use super::norm::GroupNorm;
 use crate::family::StageError;
-
-/// The most that one chunk of the attention's scores may take, in f32.
-pub(super) const MOST_SCORES_BYTES: usize = 32 << 20;
 
 /// How a map is walked through: in how many rows at a time, and whether anybody still wants it.
 #[derive(Clone, Copy)]
@@ -79,7 +77,7 @@ impl Source<'_> {
     }
 
     /// A linear layer `[c, c]`, which BFL's checkpoints keep as a 1x1 convolution `[c, c, 1, 1]`.
-    fn square(&self, name: &str, channels: usize) -> std::result::Result<Square, StageError> {
+    fn square(&self, name: &str, channels: usize) -> std::result::Result<Convolution, StageError> {
         let weight = format!("{name}.weight");
         let found = self.tensors.weight(&weight);
         let as_convolution = found.is_ok_and(|weight| weight.dims().len() == 4);
@@ -90,10 +88,7 @@ impl Source<'_> {
         };
         let weight = self.weight(&weight, shape)?;
         let bias = self.tensor(&format!("{name}.bias"), &[channels])?;
-        Ok(Square {
-            weight,
-            bias: bias.reshape((channels, 1))?,
-        })
+        Ok(Convolution::new(weight, bias, 1)?)
     }
 }
 
@@ -104,80 +99,80 @@ fn missing(missing: gpu::MissingTensor) -> StageError {
     }
 }
 
-/// A linear layer of as many outputs as inputs over columns `[c, n]`.
-#[derive(Clone, Debug)]
-struct Square {
-    /// `[c, c]` or `[c, c, 1, 1]`.
-    weight: Weight,
-    /// `[c, 1]`.
-    bias: Tensor,
-}
-
-impl Square {
-    fn forward(&self, columns: &Tensor) -> Result<Tensor> {
-        let channels = self.bias.dim(0)?;
-        let weight = in_full(&self.weight, columns.dtype())?.reshape((channels, channels))?;
-        weight.matmul(columns)?.broadcast_add(&self.bias)
-    }
-}
-
-/// Where the outputs of a convolution go.
-pub(super) enum Destination<'a> {
-    /// A map of their own.
-    New,
-    /// Over a map that this layer is the last to read: rows are written once the strip that reads them again
-    /// has been read.
-    Over(&'a Tensor),
-}
-
-/// Convolves a map strip by strip. `finish` may add to each strip of outputs, given its first row.
+/// Convolves a map strip by strip to a new one.
 pub(super) fn convolve(
     map: &Tensor,
     reading: Reading<'_>,
     convolution: &Convolution,
-    destination: Destination<'_>,
     walk: Walk<'_>,
-    finish: &dyn Fn(usize, Tensor) -> Result<Tensor>,
 ) -> std::result::Result<Tensor, StageError> {
-    let (_, _, map_height, map_width) = map.dims4()?;
-    let padding = reading.padding.before + reading.padding.after;
-    let padded_height = reading.size(map_height) + padding;
-    let one_row = convolution.rows_in(1);
-    let height = (padded_height - one_row) / convolution.first_row_in(1) + 1;
-    let width = (reading.size(map_width) + padding - one_row) / convolution.first_row_in(1) + 1;
-    let rows = walk.rows(height);
-    let convolve_strip = |first: usize, count: usize, before_convolving: &mut dyn FnMut() -> Result<()>| {
-        let strip = reading.strip(map, convolution.first_row_in(first), convolution.rows_in(count))?;
-        before_convolving()?;
-        let out = convolution.forward(&strip)?;
-        drop(strip);
-        finish(first, out)
-    };
-    walk.go_on()?;
-    if rows >= height {
-        return Ok(convolve_strip(0, height, &mut || Ok(()))?);
-    }
-    let out = match destination {
-        Destination::New => {
-            let shape = (1, convolution.out_channels(), height, width);
-            Tensor::zeros(shape, map.dtype(), map.device())?
-        }
-        Destination::Over(map) => map.clone(),
-    };
-    let mut unwritten: Option<(usize, Tensor)> = None;
-    for first in (0..height).step_by(rows) {
+    let layer = Layer::new(map, reading, convolution, |height| walk.rows(height))?;
+    let out = layer.blank(layer.height, map)?;
+    for strip in layer.strips() {
         walk.go_on()?;
-        let mut write = || match unwritten.take() {
-            Some((row, strip)) => out.slice_set(&strip, 2, row),
-            None => Ok(()),
-        };
-        let strip = convolve_strip(first, rows.min(height - first), &mut write)?;
-        unwritten = Some((first, strip.contiguous()?));
-    }
-    if let Some((row, strip)) = unwritten {
-        out.slice_set(&strip, 2, row)?;
+        let read = layer.read(map, strip)?;
+        layer.convolve(&read, &out.narrow(0, strip.0, strip.1)?, Onto::Nothing)?;
     }
     Ok(out)
+}
+
+/// Convolves a map strip by strip, and adds that to another, which this layer does not read. Gives `map` back as soon as
+/// it is read.
+fn convolve_onto(
+    map: Tensor,
+    reading: Reading<'_>,
+    convolution: &Convolution,
+    other: &Tensor,
+    walk: Walk<'_>,
+) -> std::result::Result<(), StageError> {
+    let layer = Layer::new(&map, reading, convolution, |height| walk.rows(height))?;
+    let mut map = Some(map);
+    for strip in layer.strips() {
+        walk.go_on()?;
+        let read = layer.read_last(&mut map, strip)?;
+        layer.convolve(&read, &other.narrow(0, strip.0, strip.1)?, Onto::Itself)?;
+    }
+    Ok(())
+}
+
+/// The same where the other map has to go through a convolution first, which changes its channels. Where there are
+/// strips, the result is written over `map`: a strip once the next one, which looks at rows of it, was read. So there are
+/// no three maps at any time.
+fn convolve_onto_shortcut(
+    map: Tensor,
+    reading: Reading<'_>,
+    convolution: &Convolution,
+    (other, shortcut): (Tensor, &Convolution),
+    walk: Walk<'_>,
+) -> std::result::Result<Tensor, StageError> {
+    let layer = Layer::new(&map, reading, convolution, |height| walk.rows(height))?;
+    walk.go_on()?;
+    if layer.rows >= layer.height {
+        let whole = (0, layer.height);
+        let read = layer.read_last(&mut Some(map), whole)?;
+        let out = layer.blank(layer.height, &other)?;
+        shortcut.of_positions(&other, &out, Onto::Nothing)?;
+        drop(other);
+        layer.convolve(&read, &out, Onto::Itself)?;
+        return Ok(out);
+    }
+    let sums = layer.blank(layer.rows, &map)?;
+    let mut unwritten: Option<(usize, usize)> = None;
+    let write = |(first, count): (usize, usize)| {
+        let target = map.narrow(0, first, count)?;
+        ops::apply_norm(&sums.narrow(0, 0, count)?, &MapReading::PLAIN, [0; 3], &target)
+    };
+    for strip in layer.strips() {
+        walk.go_on()?;
+        let read = layer.read(&map, strip)?;
+        unwritten.take().map_or(Ok(()), write)?;
+        let sums = sums.narrow(0, 0, strip.1)?;
+        shortcut.of_positions(&other.narrow(0, strip.0, strip.1)?, &sums, Onto::Nothing)?;
+        layer.convolve(&read, &sums, Onto::Itself)?;
+        unwritten = Some(strip);
+    }
+    unwritten.map_or(Ok(()), write)?;
+    Ok(map)
 }
 
 /// A convolution as it stands, of an even size or padded around.
@@ -187,14 +182,7 @@ pub(super) fn plain(
     padding: Padding,
     walk: Walk<'_>,
 ) -> std::result::Result<Tensor, StageError> {
-    let reading = Reading {
-        normed: None,
-        enlarged: false,
-        padding,
-    };
-    convolve(map, reading, convolution, Destination::New, walk, &|_, strip| {
-        Ok(strip)
-    })
+    convolve(map, Reading::plain(padding), convolution, walk)
 }
 
 /// Nearest-neighbour enlargement by two and a convolution: `Upsample2D`.
@@ -204,13 +192,10 @@ pub(super) fn enlarge(
     walk: Walk<'_>,
 ) -> std::result::Result<Tensor, StageError> {
     let reading = Reading {
-        normed: None,
         enlarged: true,
-        padding: Padding::AROUND,
+        ..Reading::plain(Padding::AROUND)
     };
-    convolve(map, reading, convolution, Destination::New, walk, &|_, strip| {
-        Ok(strip)
-    })
+    convolve(map, reading, convolution, walk)
 }
 
 /// Group norm, SiLU and a 3x3 convolution.
@@ -221,21 +206,13 @@ pub(super) fn norm_and_convolve(
     walk: Walk<'_>,
 ) -> std::result::Result<Tensor, StageError> {
     let affine = norm.measure(map)?;
-    convolve(
-        map,
-        activated(&affine),
-        convolution,
-        Destination::New,
-        walk,
-        &|_, strip| Ok(strip),
-    )
+    convolve(map, activated(&affine), convolution, walk)
 }
 
 fn activated(affine: &Affine) -> Reading<'_> {
     Reading {
         normed: Some(affine),
-        enlarged: false,
-        padding: Padding::AROUND,
+        ..Reading::plain(Padding::AROUND)
     }
 }
 
@@ -268,58 +245,31 @@ impl Resnet {
         })
     }
 
-    /// Consumes `map`: in strips, the result is written over it, or over the map between the two convolutions
-    /// where the number of channels changes. At no time are there more than two maps.
+    /// Consumes `map`: the result is added to it, or written over the map between the two convolutions where the number
+    /// of channels changes. In strips there are never more than two maps.
     pub(super) fn forward(&self, map: Tensor, walk: Walk<'_>) -> std::result::Result<Tensor, StageError> {
-        let affine = self.norm1.measure(&map)?;
-        let inner = convolve(
-            &map,
-            activated(&affine),
-            &self.conv1,
-            Destination::New,
-            walk,
-            &|_, strip| Ok(strip),
-        )?;
+        let inner = norm_and_convolve(&map, &self.norm1, &self.conv1, walk)?;
         let affine = self.norm2.measure(&inner)?;
-        let Some(shortcut) = &self.shortcut else {
-            let add = |first: usize, strip: Tensor| map.narrow(2, first, strip.dim(2)?)? + strip;
-            return convolve(
-                &inner,
-                activated(&affine),
-                &self.conv2,
-                Destination::Over(&map),
-                walk,
-                &add,
-            );
-        };
-        let unread = Reading {
-            normed: None,
-            enlarged: false,
-            padding: Padding::NONE,
-        };
-        let add = |first: usize, strip: Tensor| {
-            shortcut.forward(&unread.strip(&map, first, strip.dim(2)?)?)? + strip
-        };
-        convolve(
-            &inner,
-            activated(&affine),
-            &self.conv2,
-            Destination::Over(&inner),
-            walk,
-            &add,
-        )
+        match &self.shortcut {
+            None => {
+                convolve_onto(inner, activated(&affine), &self.conv2, &map, walk)?;
+                Ok(map)
+            }
+            Some(shortcut) => {
+                convolve_onto_shortcut(inner, activated(&affine), &self.conv2, (map, shortcut), walk)
+            }
+        }
     }
 }
 
-/// `Attention` of one head over all cells of a map. Vectors are columns `[c, cells]` throughout, so that
-/// nothing is transposed.
+/// `Attention` of one head over all positions of a map.
 #[derive(Clone, Debug)]
 pub(super) struct Attention {
     norm: GroupNorm,
-    to_q: Square,
-    to_k: Square,
-    to_v: Square,
-    to_out: Square,
+    to_q: Convolution,
+    to_k: Convolution,
+    to_v: Convolution,
+    to_out: Convolution,
 }
 
 impl Attention {
@@ -333,45 +283,47 @@ impl Attention {
         })
     }
 
-    /// Every query sees the whole map; queries are taken some at a time, which changes nothing but the memory
-    /// that their scores need.
-    fn forward(&self, map: &Tensor, walk: Walk<'_>) -> std::result::Result<Tensor, StageError> {
-        let (_, channels, height, width) = map.dims4()?;
-        let cells = height * width;
-        let normed = self
-            .norm
-            .measure(map)?
-            .apply(map, 0)?
-            .to_dtype(map.dtype())?
-            .reshape((channels, cells))?;
-        let scale = 1.0 / (channels as f64).sqrt();
-        let queries = (self.to_q.forward(&normed)?.to_dtype(DType::F32)? * scale)?;
-        let keys = self.to_k.forward(&normed)?.to_dtype(DType::F32)?;
-        let values = self.to_v.forward(&normed)?.to_dtype(DType::F32)?;
-        drop(normed);
-        let chunk = queries_at_a_time(cells);
-        let mut seen = Vec::with_capacity(cells.div_ceil(chunk));
-        for first in (0..cells).step_by(chunk) {
-            walk.go_on()?;
-            let queries = queries.narrow(1, first, chunk.min(cells - first))?.contiguous()?;
-            seen.push(attend(&queries, &keys, &values)?.to_dtype(map.dtype())?);
+    /// Adds to the map, in which every position sees all of them.
+    fn forward(&self, map: &Tensor, walk: Walk<'_>) -> std::result::Result<(), StageError> {
+        walk.go_on()?;
+        let (height, width, channels) = map.dims3()?;
+        let blank = || ops::blank(map.dims(), map.dtype(), map.device());
+        let affine = self.norm.measure(map)?;
+        let reading = MapReading {
+            norm: ChannelNorm::Affine(&affine),
+            ..MapReading::PLAIN
+        };
+        let normed = blank()?;
+        ops::apply_norm(map, &reading, [0; 3], &normed)?;
+        let [queries, keys, values] = [blank()?, blank()?, blank()?];
+        for (projection, out) in [(&self.to_q, &queries), (&self.to_k, &keys), (&self.to_v, &values)] {
+            projection.of_positions(&normed, out, Onto::Nothing)?;
         }
-        let seen = Tensor::cat(&seen, 1)?;
-        Ok((self.to_out.forward(&seen)?.reshape(map.shape())? + map)?)
+        walk.go_on()?;
+        // What was normalised is read no more: what is seen is written over it. The CPU attends in f32.
+        let wide = |map: &Tensor| match map.device().is_cpu() {
+            true => map.to_dtype(DType::F32),
+            false => Ok(map.clone()),
+        };
+        let seen = wide(&normed)?;
+        {
+            let one_head = (1, height * width, 1, channels);
+            let by_head = |map: &Tensor| wide(map)?.reshape(one_head);
+            let scale = 1.0 / (channels as f64).sqrt();
+            let (queries, keys, values) = (by_head(&queries)?, by_head(&keys)?, by_head(&values)?);
+            ops::attention(
+                &queries,
+                &keys,
+                &values,
+                scale,
+                Mask::None,
+                &seen.reshape(one_head)?,
+            )?;
+        }
+        drop((normed, queries, keys, values));
+        let seen = seen.to_dtype(map.dtype())?;
+        Ok(self.to_out.of_positions(&seen, map, Onto::Itself)?)
     }
-}
-
-/// Queries whose scores against all cells are held at a time.
-pub(super) fn queries_at_a_time(cells: usize) -> usize {
-    (MOST_SCORES_BYTES / (4 * cells).max(1)).clamp(1, cells.max(1))
-}
-
-/// Softmax attention in f32: queries `[c, n]`, keys and values `[c, cells]`; `[c, n]`.
-fn attend(queries: &Tensor, keys: &Tensor, values: &Tensor) -> Result<Tensor> {
-    let scores = queries.t()?.matmul(keys)?;
-    let scores = scores.broadcast_sub(&scores.max_keepdim(D::Minus1)?)?.exp()?;
-    let totals = scores.sum_keepdim(D::Minus1)?;
-    values.matmul(&scores.t()?)?.broadcast_div(&totals.t()?)
 }
 
 /// `UNetMidBlock2D`.
@@ -400,9 +352,9 @@ impl Middle {
     }
 
     pub(super) fn forward(&self, map: Tensor, walk: Walk<'_>) -> std::result::Result<Tensor, StageError> {
-        let mut map = self.first.forward(map, walk)?;
+        let map = self.first.forward(map, walk)?;
         if let Some(attention) = &self.attention {
-            map = attention.forward(&map, walk)?;
+            attention.forward(&map, walk)?;
         }
         self.second.forward(map, walk)
     }

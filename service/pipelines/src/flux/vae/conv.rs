@@ -1,22 +1,17 @@
-//! Convolution of a strip of rows.
+//! Convolution of a strip of rows of a map `[h, w, c]`.
 //!
-//! A strip is first read into a *padded strip*: the rows that its outputs look at, normalised, activated and
-//! enlarged as the layer wants them, with zeros only where the map truly ends. The convolution itself then has
-//! no edges, and its outputs do not depend on where strips begin. Neither the normalised nor the enlarged map
-//! ever exists as a whole.
+//! Rows of a map are one run of memory, so the rows that a strip of outputs looks at are given as they lie, or are read
+//! into a buffer first: normalised, activated and enlarged as the layer wants them. Zeros are thought only where the map
+//! truly ends, so outputs do not depend on where strips begin. Neither the normalised nor the enlarged map need ever exist
+//! as a whole.
 
-use candle_core::{DType, Device, Result, Storage, Tensor};
+use candle_core::{DType, Result, Tensor};
 use gpu::Weight;
-use rayon::prelude::*;
+use ops::{Affine, ChannelNorm, Filter, MapReading, Onto, Steps};
 
-use super::norm::Affine;
-
-/// Bounds of the buffer that a convolution unrolls patches into: a third of the whole unrolled strip at most.
-const LEAST_UNROLLED_BYTES: usize = 1 << 20;
-const MOST_UNROLLED_BYTES: usize = 32 << 20;
-
-/// Bytes in f32 that channels are read into a strip with at a time where that is composed, unless one has more.
-pub(super) const PART_BYTES: usize = 32 << 20;
+/// Bytes of a strip on the CPU at most, unless a row has more: it is read and convolved while it is in a cache. What a
+/// card has of its own for a map wants strips as large as they come.
+pub(super) const MOST_STRIP_BYTES: usize = 8 << 20;
 
 /// Zeros around a map.
 #[derive(Clone, Copy, Debug)]
@@ -34,7 +29,7 @@ impl Padding {
     pub(super) const BEHIND: Padding = Padding { before: 0, after: 1 };
 }
 
-/// How rows of a map are read into a padded strip.
+/// How rows of a map are read.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Reading<'a> {
     /// Group norm as a factor and a summand per channel, followed by SiLU.
@@ -45,115 +40,41 @@ pub(super) struct Reading<'a> {
 }
 
 impl Reading<'_> {
+    /// As it stands.
+    pub(super) fn plain(padding: Padding) -> Reading<'static> {
+        Reading {
+            normed: None,
+            enlarged: false,
+            padding,
+        }
+    }
+
     /// Height or width of what is read, of a map of this height or width.
-    pub(super) fn size(&self, size: usize) -> usize {
+    fn size(&self, size: usize) -> usize {
         if self.enlarged { size * 2 } else { size }
     }
 
-    /// Rows `first..first + rows` of the padded map (counted from its topmost row of zeros) of `map`
-    /// `[1, c, h, w]`, as `[1, c, rows, w + padding]`.
-    pub(super) fn strip(&self, map: &Tensor, first: usize, rows: usize) -> Result<Tensor> {
-        match map.device() {
-            Device::Cpu if map.dtype() == DType::F32 => self.strip_on_cpu(map, first, rows),
-            // Nothing to be done to it: a view, where a copy would be a whole map in an undivided decode.
-            _ if self.is_plain() => map.narrow(2, first, rows),
-            _ => self.strip_by_operations(map, first, rows),
-        }
-    }
-
     fn is_plain(&self) -> bool {
-        self.normed.is_none() && !self.enlarged && self.padding.before + self.padding.after == 0
+        self.normed.is_none() && !self.enlarged
     }
 
-    fn strip_on_cpu(&self, map: &Tensor, first: usize, rows: usize) -> Result<Tensor> {
-        let (_, channels, map_height, map_width) = map.dims4()?;
-        let (height, width) = (self.size(map_height), self.size(map_width));
-        let padded_width = width + self.padding.before + self.padding.after;
-        let affine = self.normed.map(Affine::to_vecs).transpose()?;
-        let mut padded = vec![0f32; channels * rows * padded_width];
-        with_f32_slice(map, |data| {
-            padded
-                .par_chunks_mut(rows * padded_width)
-                .enumerate()
-                .for_each(|(channel, target)| {
-                    let plane = &data[channel * map_height * map_width..][..map_height * map_width];
-                    for (row, target) in target.chunks_mut(padded_width).enumerate() {
-                        let Some(y) = (first + row)
-                            .checked_sub(self.padding.before)
-                            .filter(|y| *y < height)
-                        else {
-                            continue;
-                        };
-                        let y = if self.enlarged { y / 2 } else { y };
-                        let source = &plane[y * map_width..][..map_width];
-                        let target = &mut target[self.padding.before..][..width];
-                        let wide = if self.enlarged { 2 } else { 1 };
-                        match &affine {
-                            Some((factors, summands)) => {
-                                let (factor, summand) = (factors[channel], summands[channel]);
-                                for (target, value) in target.chunks_mut(wide).zip(source) {
-                                    let value = value * factor + summand;
-                                    target.fill(value / (1.0 + (-value).exp()));
-                                }
-                            }
-                            None if self.enlarged => {
-                                target
-                                    .chunks_mut(wide)
-                                    .zip(source)
-                                    .for_each(|(pair, value)| pair.fill(*value));
-                            }
-                            None => target.copy_from_slice(source),
-                        }
-                    }
-                });
-        })?;
-        Tensor::from_vec(padded, (1, channels, rows, padded_width), &Device::Cpu)
-    }
-
-    /// The same by tensor operations, wherever the map is. Channels are taken some at a time, so that the
-    /// temporaries in f32 stay small beside the strip.
-    fn strip_by_operations(&self, map: &Tensor, first: usize, rows: usize) -> Result<Tensor> {
-        let (_, channels, map_height, map_width) = map.dims4()?;
-        let height = self.size(map_height);
-        let padded_width = self.size(map_width) + self.padding.before + self.padding.after;
-        // The rows that are not zeros: from `top` up to `bottom`, counted in what is read.
-        let top = first.saturating_sub(self.padding.before).min(height);
-        let bottom = (first + rows).saturating_sub(self.padding.before).min(height);
-        let zeros_above = self.padding.before.saturating_sub(first).min(rows);
-        let zeros_below = rows - zeros_above - (bottom - top);
-        let part = PART_BYTES / (rows * padded_width * size_of::<f32>()).max(1);
-        let part = part.clamp(1, channels);
-        let padded = Tensor::zeros((1, channels, rows, padded_width), map.dtype(), map.device())?;
-        for channel in (0..channels).step_by(part) {
-            let part = part.min(channels - channel);
-            let scale = if self.enlarged { 2 } else { 1 };
-            let (map_top, map_bottom) = (top / scale, bottom.div_ceil(scale));
-            let mut piece = map
-                .narrow(1, channel, part)?
-                .narrow(2, map_top, map_bottom - map_top)?;
-            if let Some(affine) = self.normed {
-                piece = affine.apply(&piece, channel)?.silu()?.to_dtype(map.dtype())?;
-            }
-            if self.enlarged {
-                piece = piece
-                    .contiguous()?
-                    .upsample_nearest2d((map_bottom - map_top) * 2, map_width * 2)?
-                    .narrow(2, top - map_top * 2, bottom - top)?;
-            }
-            let piece = piece
-                .pad_with_zeros(2, zeros_above, zeros_below)?
-                .pad_with_zeros(3, self.padding.before, self.padding.after)?
-                .contiguous()?;
-            padded.slice_set(&piece, 1, channel)?;
-        }
-        Ok(padded)
+    /// Rows `first..` of what is read of `map`, as many as `out` has.
+    fn read(&self, map: &Tensor, first: usize, out: &Tensor) -> Result<()> {
+        let reading = MapReading {
+            norm: self.normed.map_or(ChannelNorm::None, ChannelNorm::Affine),
+            silu: self.normed.is_some(),
+            twice: self.enlarged,
+            ..MapReading::PLAIN
+        };
+        ops::apply_norm(map, &reading, [0, first as i64, 0], out)
     }
 }
 
 /// A convolution with its bias.
 #[derive(Clone, Debug)]
 pub(super) struct Convolution {
-    /// `[out, in, k, k]`. One that is held quantized is dequantized whenever it is run: convolutions are small.
+    /// `[out, in, k, k]` or `[out, in]`. It is made a [`Filter`] whenever it is run, dequantized where it is quantized:
+    /// that takes a card microseconds, and no second copy of all weights is held.
     weight: Weight,
     /// `[out]`.
     bias: Tensor,
@@ -161,18 +82,14 @@ pub(super) struct Convolution {
 }
 
 impl Convolution {
-    /// Of a weight `[out, in, k, k]` and a bias `[out]`.
+    /// Of a weight `[out, in, k, k]` or `[out, in]` and a bias `[out]`.
     ///
     /// # Errors
     /// When the weight has another rank.
     pub(super) fn new(weight: Weight, bias: Tensor, stride: usize) -> Result<Convolution> {
-        if weight.dims().len() != 4 {
+        if !matches!(weight.dims().len(), 2 | 4) {
             candle_core::bail!("a convolution with a weight of shape {:?}", weight.dims())
         }
-        let weight = match weight {
-            Weight::Full(weight) => Weight::Full(weight.contiguous()?),
-            quantized @ Weight::Quantized(_) => quantized,
-        };
         Ok(Convolution {
             weight,
             bias: bias.contiguous()?,
@@ -180,366 +97,176 @@ impl Convolution {
         })
     }
 
-    pub(super) fn out_channels(&self) -> usize {
-        self.weight.dims()[0]
-    }
-
     fn kernel(&self) -> usize {
-        self.weight.dims()[2]
+        self.weight.dims().get(2).copied().unwrap_or(1)
     }
 
-    /// The weight as a matrix `[out, in * k * k]` in this dtype.
-    fn matrix(&self, dtype: DType) -> Result<Tensor> {
-        let (rows, columns) = gpu::rows_and_columns(self.weight.dims());
-        in_full(&self.weight, dtype)?.reshape((rows, columns))
-    }
-
-    /// Rows of a padded strip that so many rows of outputs look at.
-    pub(super) fn rows_in(&self, rows_out: usize) -> usize {
-        (rows_out - 1) * self.stride + self.kernel()
-    }
-
-    /// The row of the padded map that a row of outputs begins at.
-    pub(super) fn first_row_in(&self, row_out: usize) -> usize {
-        row_out * self.stride
-    }
-
-    /// Every output that lies wholly in `padded` `[1, in, h, w]`.
-    pub(super) fn forward(&self, padded: &Tensor) -> Result<Tensor> {
-        let (out_channels, in_channels, kernel) = (self.out_channels(), self.weight.dims()[1], self.kernel());
-        let (_, _, height, width) = padded.dims4()?;
-        let (rows, columns) = (
-            (height - kernel) / self.stride + 1,
-            (width - kernel) / self.stride + 1,
-        );
-        let slab = slab_rows(in_channels, kernel, rows, columns, padded.dtype().size_in_bytes());
-        match padded.device() {
-            Device::Cpu if padded.dtype() == DType::F32 => {
-                let geometry = Geometry {
-                    in_channels,
-                    kernel,
-                    stride: self.stride,
-                    width,
-                    height,
-                    columns,
-                };
-                self.forward_on_cpu(padded, geometry, out_channels, rows, slab)
-            }
-            _ => self.forward_by_operations(padded, out_channels, (rows, columns), slab),
-        }
-    }
-
-    /// Patches of some rows at a time are unrolled into a matrix, and one multiplication does them all.
-    /// candle's own convolution on the CPU transposes the whole map first and unrolls value by value: it takes
-    /// several times as long.
-    fn forward_on_cpu(
-        &self,
-        padded: &Tensor,
-        geometry: Geometry,
-        out_channels: usize,
-        rows: usize,
-        slab: usize,
-    ) -> Result<Tensor> {
-        let columns = geometry.columns;
-        let unrolled_rows = geometry.in_channels * geometry.kernel * geometry.kernel;
-        let weight = self.matrix(DType::F32)?;
-        let bias = self.bias.to_vec1::<f32>()?;
-        let mut out = vec![0f32; out_channels * rows * columns];
-        for first in (0..rows).step_by(slab) {
-            let count = slab.min(rows - first);
-            let unrolled = with_f32_slice(padded, |data| geometry.unroll(data, first, count))?;
-            let unrolled = Tensor::from_vec(unrolled, (unrolled_rows, count * columns), &Device::Cpu)?;
-            let product = weight.matmul(&unrolled)?;
-            with_f32_slice(&product, |product| {
-                out.par_chunks_mut(rows * columns)
-                    .zip(product.par_chunks(count * columns))
-                    .zip(&bias)
-                    .for_each(|((plane, product), bias)| {
-                        let target = &mut plane[first * columns..][..count * columns];
-                        target
-                            .iter_mut()
-                            .zip(product)
-                            .for_each(|(target, value)| *target = value + bias);
-                    });
-            })?;
-        }
-        Tensor::from_vec(out, (1, out_channels, rows, columns), &Device::Cpu)
-    }
-
-    /// The same by tensor operations: a card's matrix units multiply in the narrow dtype and add in f32, and all that
-    /// is needed can be counted. (cuDNN as candle drives it does neither: it is given no math type, and asks for a
-    /// workspace of its own choice.)
-    fn forward_by_operations(
-        &self,
-        padded: &Tensor,
-        out_channels: usize,
-        (rows, columns): (usize, usize),
-        slab: usize,
-    ) -> Result<Tensor> {
-        let weight = self.matrix(padded.dtype())?;
-        let bias = self.bias.reshape((1, out_channels, 1, 1))?;
-        let convolve = |first: usize, count: usize| -> Result<Tensor> {
-            let unrolled = match self.stride {
-                1 => self.unroll_neighbours(padded, first, count)?,
-                _ => self.unroll_strided(padded, first, count, columns)?,
-            };
-            let product = weight.matmul(&unrolled)?;
-            drop(unrolled);
-            let line = if self.stride == 1 { padded.dim(3)? } else { columns };
-            let missing = count * line - product.dim(1)?;
-            product
-                .pad_with_zeros(1, 0, missing)?
-                .reshape((1, out_channels, count, line))?
-                .narrow(3, 0, columns)?
-                .broadcast_add(&bias)
-        };
-        if slab >= rows {
-            return convolve(0, rows);
-        }
-        let out = Tensor::zeros((1, out_channels, rows, columns), padded.dtype(), padded.device())?;
-        for first in (0..rows).step_by(slab) {
-            let count = slab.min(rows - first);
-            out.slice_set(&convolve(first, count)?, 2, first)?;
-        }
-        Ok(out)
-    }
-
-    /// The matrix `[in * k * k, n]` of the patches of `count` rows of outputs under a stride of one. Rows of the strip
-    /// lie behind one another, so a tap is one run of every channel, from where it begins; the patches that reach over
-    /// the end of a row are there too, and are dropped from the product. `n` is `count` rows of the strip without the
-    /// last such patches.
-    fn unroll_neighbours(&self, padded: &Tensor, first: usize, count: usize) -> Result<Tensor> {
-        let (_, channels, height, width) = padded.dims4()?;
-        let kernel = self.kernel();
-        let run = count * width - (kernel - 1);
-        let flat = padded.reshape((channels, height * width))?;
-        let tap = |tap: usize| {
-            let start = (first + tap / kernel) * width + tap % kernel;
-            flat.narrow(1, start, run)?.unsqueeze(1)
-        };
-        let taps = (0..kernel * kernel).map(tap).collect::<Result<Vec<_>>>()?;
-        Tensor::cat(&taps, 1)?
-            .contiguous()?
-            .reshape((channels * kernel * kernel, run))
-    }
-
-    /// The matrix `[in * k * k, count * columns]` of the patches of `count` rows of outputs under any stride.
-    fn unroll_strided(&self, padded: &Tensor, first: usize, count: usize, columns: usize) -> Result<Tensor> {
-        let channels = padded.dim(1)?;
-        let kernel = self.kernel();
-        let every = |first: usize, count: usize| {
-            let indices: Vec<u32> = (0..count).map(|i| (first + i * self.stride) as u32).collect();
-            Tensor::new(indices, padded.device())
-        };
-        let mut taps = Vec::with_capacity(kernel * kernel);
-        for dy in 0..kernel {
-            let rows = padded.index_select(&every(first * self.stride + dy, count)?, 2)?;
-            for dx in 0..kernel {
-                let tap = rows.index_select(&every(dx, columns)?, 3)?;
-                taps.push(tap.reshape((channels, 1, count * columns))?);
-            }
-        }
-        Tensor::cat(&taps, 1)?.reshape((channels * kernel * kernel, count * columns))
+    /// What becomes of every position of a map `[h, w, in]` by itself: a 1x1 convolution.
+    pub(super) fn of_positions(&self, map: &Tensor, out: &Tensor, onto: Onto) -> Result<()> {
+        let filter = Filter::new(&self.weight, map.dtype())?;
+        ops::convolve(map, &filter, Some(&self.bias), &Steps::EACH, out, onto)
     }
 }
 
-/// A weight in full precision: as it is, or dequantized to this dtype.
-pub(super) fn in_full(weight: &Weight, dtype: DType) -> Result<Tensor> {
-    match weight {
-        Weight::Full(weight) => Ok(weight.clone()),
-        Weight::Quantized(quantized) => ops::dequantize(quantized, dtype),
-    }
-}
-
-/// Rows of outputs whose patches are unrolled at a time.
-pub(super) fn slab_rows(
-    in_channels: usize,
-    kernel: usize,
-    rows: usize,
-    columns: usize,
-    bytes_per_value: usize,
-) -> usize {
-    let bytes_per_row = in_channels * kernel * kernel * columns * bytes_per_value;
-    // Narrow numbers are a card's, which wants more of them at a time.
-    let most = if bytes_per_value < 4 {
-        2 * MOST_UNROLLED_BYTES
-    } else {
-        MOST_UNROLLED_BYTES
-    };
-    let budget = (bytes_per_row * rows / 3).clamp(LEAST_UNROLLED_BYTES, most);
-    (budget / bytes_per_row.max(1)).clamp(1, rows.max(1))
-}
-
-#[derive(Clone, Copy)]
-struct Geometry {
-    in_channels: usize,
+/// A convolution of a whole map, strip by strip.
+pub(super) struct Layer<'a> {
+    reading: Reading<'a>,
+    filter: Filter,
+    bias: &'a Tensor,
     kernel: usize,
     stride: usize,
-    width: usize,
-    height: usize,
-    columns: usize,
+    /// Of the map.
+    width_in: usize,
+    channels_in: usize,
+    /// Of what is read.
+    height_read: usize,
+    /// Of the outputs.
+    pub(super) height: usize,
+    pub(super) width: usize,
+    /// Rows of outputs at a time.
+    pub(super) rows: usize,
+    /// What strips are read into.
+    buffer: Option<Tensor>,
 }
 
-impl Geometry {
-    /// The matrix `[in * k * k, count * columns]` whose columns are the patches of rows `first..` of outputs.
-    fn unroll(&self, padded: &[f32], first: usize, count: usize) -> Vec<f32> {
-        let taps = self.kernel * self.kernel;
-        let line = count * self.columns;
-        let mut unrolled = vec![0f32; self.in_channels * taps * line];
-        unrolled
-            .par_chunks_mut(taps * line)
-            .enumerate()
-            .for_each(|(channel, block)| {
-                let plane = &padded[channel * self.height * self.width..][..self.height * self.width];
-                for (tap, block) in block.chunks_mut(line).enumerate() {
-                    let (dy, dx) = (tap / self.kernel, tap % self.kernel);
-                    for (row, target) in block.chunks_mut(self.columns).enumerate() {
-                        let source = &plane[((first + row) * self.stride + dy) * self.width + dx..];
-                        if self.stride == 1 {
-                            target.copy_from_slice(&source[..self.columns]);
-                        } else {
-                            let strided = source.iter().step_by(self.stride);
-                            target
-                                .iter_mut()
-                                .zip(strided)
-                                .for_each(|(target, value)| *target = *value);
-                        }
-                    }
-                }
-            });
-        unrolled
-    }
+/// Rows that some outputs look at.
+pub(super) struct Strip {
+    rows: Tensor,
+    steps: Steps,
 }
 
-/// Calls `f` with the values of a contiguous f32 tensor on the CPU, without copying them.
-pub(super) fn with_f32_slice<R>(tensor: &Tensor, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
-    let (storage, layout) = tensor.storage_and_layout();
-    let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
-        candle_core::bail!("a contiguous tensor on the CPU is expected")
-    };
-    Ok(f(&storage.as_slice::<f32>()?[start..end]))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::norm::GroupNorm;
-    use super::*;
-    use crate::device::{here, test_device};
-
-    /// Numbers of about -1 to 1 without a pattern.
-    fn numbers(shape: &[usize], seed: u32) -> Result<Tensor> {
-        let next = |state: &mut u32| {
-            *state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            Some((*state >> 8) as f32 / (1 << 23) as f32 - 1.0)
+impl<'a> Layer<'a> {
+    /// `rows` says how many rows of outputs are wanted at a time, of so many.
+    pub(super) fn new(
+        map: &Tensor,
+        reading: Reading<'a>,
+        convolution: &'a Convolution,
+        rows: impl Fn(usize) -> usize,
+    ) -> Result<Layer<'a>> {
+        let (map_height, width_in, channels_in) = map.dims3()?;
+        let (kernel, stride) = (convolution.kernel(), convolution.stride);
+        let padding = reading.padding.before + reading.padding.after;
+        let size_out = |size: usize| {
+            let padded = reading.size(size) + padding;
+            padded.checked_sub(kernel).map(|rest| rest / stride + 1)
         };
-        let values = std::iter::repeat_n((), shape.iter().product()).scan(seed, |state, ()| next(state));
-        Tensor::from_vec(values.collect(), shape, &Device::Cpu)
-    }
-
-    fn assert_close(actual: &Tensor, expected: &Tensor) -> Result<()> {
-        assert_eq!(actual.dims(), expected.dims());
-        let worst = (actual.to_device(&Device::Cpu)? - expected)?
-            .abs()?
-            .flatten_all()?
-            .max(0)?
-            .to_scalar::<f32>()?;
-        let most = if test_device().is_cpu() { 1e-5 } else { 1e-4 };
-        assert!(worst < most, "{worst:e}");
-        Ok(())
-    }
-
-    /// Cards take the road of tensor operations; it can be walked on the CPU too.
-    #[test]
-    fn tensor_operations_read_the_same_strips() -> Result<()> {
-        let map = (numbers(&[1, 40, 7, 5], 1)? * 3.0)?;
-        let norm = GroupNorm::new(numbers(&[40], 2)?, numbers(&[40], 3)?, 8)?;
-        let affine = norm.measure(&map)?;
-        let there = Affine {
-            factors: here(&affine.factors),
-            summands: here(&affine.summands),
+        let (Some(height), Some(width)) = (size_out(map_height), size_out(width_in)) else {
+            candle_core::bail!("a map of {:?} under a filter of {kernel}", map.dims())
         };
-        let map_there = here(&map);
-        for padding in [Padding::NONE, Padding::AROUND, Padding::BEHIND] {
-            for (normed, enlarged) in [(None, false), (Some(&affine), false), (None, true)] {
-                let reading = Reading {
-                    normed,
-                    enlarged,
-                    padding,
-                };
-                let reading_there = Reading {
-                    normed: normed.map(|_| &there),
-                    ..reading
-                };
-                let height = reading.size(7) + padding.before + padding.after;
-                for first in 0..height - 2 {
-                    for rows in 3..=height - first {
-                        assert_close(
-                            &reading_there.strip_by_operations(&map_there, first, rows)?,
-                            &reading.strip_on_cpu(&map, first, rows)?,
-                        )?;
-                    }
-                }
+        let mut layer = Layer {
+            reading,
+            filter: Filter::new(&convolution.weight, map.dtype())?,
+            bias: &convolution.bias,
+            kernel,
+            stride,
+            width_in,
+            channels_in,
+            height_read: reading.size(map_height),
+            height,
+            width,
+            rows: rows(height),
+            buffer: None,
+        };
+        if !reading.is_plain() {
+            let of_row = reading.size(width_in) * channels_in * map.dtype().size_in_bytes();
+            if map.device().is_cpu() {
+                layer.rows = layer.rows.min(rows_of_strip(of_row));
             }
+            let shape = [
+                layer.most_rows_in(),
+                reading.size(layer.width_in),
+                layer.channels_in,
+            ];
+            layer.buffer = Some(ops::blank(&shape, map.dtype(), map.device())?);
         }
-        Ok(())
+        Ok(layer)
     }
 
-    #[test]
-    fn tensor_operations_convolve_the_same() -> Result<()> {
-        for (kernel, stride) in [(3, 1), (3, 2), (1, 1)] {
-            let weight = numbers(&[7, 5, kernel, kernel], 1)?;
-            let convolution = Convolution::new(Weight::Full(weight.clone()), numbers(&[7], 2)?, stride)?;
-            let padded = numbers(&[1, 5, 13, 9], 3)?;
-            let whole = padded.conv2d(&weight, 0, stride, 1, 1)?;
-            let expected = whole.broadcast_add(&convolution.bias.reshape((1, 7, 1, 1))?)?;
-            let (_, _, rows, columns) = expected.dims4()?;
-            let geometry = Geometry {
-                in_channels: 5,
-                kernel,
-                stride,
-                width: 9,
-                height: 13,
-                columns,
-            };
-            let there = Convolution::new(Weight::Full(here(&weight)), here(&convolution.bias), stride)?;
-            let padded_there = here(&padded);
-            for slab in [1, 2, 5, rows] {
-                assert_close(
-                    &convolution.forward_on_cpu(&padded, geometry, 7, rows, slab)?,
-                    &expected,
-                )?;
-                let by_operations = there.forward_by_operations(&padded_there, 7, (rows, columns), slab)?;
-                assert_close(&by_operations, &expected)?;
+    /// Rows of what is read that a strip looks at, at most.
+    fn most_rows_in(&self) -> usize {
+        ((self.rows - 1) * self.stride + self.kernel).min(self.height_read)
+    }
+
+    /// First row and number of rows of each strip of outputs.
+    pub(super) fn strips(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let (height, rows) = (self.height, self.rows);
+        (0..height)
+            .step_by(rows)
+            .map(move |first| (first, rows.min(height - first)))
+    }
+
+    /// Reads what a strip of outputs looks at. The strip before is lost.
+    pub(super) fn read(&self, map: &Tensor, (first, count): (usize, usize)) -> Result<Strip> {
+        // Counted in the padded map, then in what is read.
+        let before = self.reading.padding.before;
+        let (begin, end) = (
+            first * self.stride,
+            (first + count - 1) * self.stride + self.kernel,
+        );
+        let low = begin.saturating_sub(before).min(self.height_read);
+        let high = end.saturating_sub(before).min(self.height_read);
+        let rows = match &self.buffer {
+            None => map.narrow(0, low, high - low)?,
+            Some(buffer) => {
+                let rows = buffer.narrow(0, 0, high - low)?;
+                self.reading.read(map, low, &rows)?;
+                rows
             }
-        }
-        Ok(())
-    }
-
-    #[test]
-    fn a_quantized_weight_convolves_as_the_numbers_that_it_stands_for() -> Result<()> {
-        // Codes of int8 in a pattern, and other scales for every row.
-        let shape = [4, 5, 3, 3];
-        let scales = [0.5f32, 1.0, 2.0, 3.0];
-        let code = |i: usize| (i * 37 % 251) as u8 as i8;
-        let numbers: Vec<f32> = (0..4 * 45)
-            .map(|i| f32::from(code(i)) * scales[i / 45] * gpu::INT8_STEP)
-            .collect();
-        let mut bytes: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
-        bytes.extend((0..4 * 45).map(|i| code(i) as u8));
-        let length = bytes.len();
-        let held = gpu::QuantizedWeight {
-            bytes: here(&Tensor::from_vec(bytes, length, &Device::Cpu)?),
-            format: gpu::WeightFormat::Int8,
-            shape: shape.to_vec(),
         };
-        let quantized = Convolution::new(Weight::Quantized(held), here(&numbers_of_bias()?), 1)?;
-        let full = Tensor::from_vec(numbers, &shape, &Device::Cpu)?;
-        let full = Convolution::new(Weight::Full(full), numbers_of_bias()?, 1)?;
-        let padded = self::numbers(&[1, 5, 7, 6], 3)?;
-        assert_close(&quantized.forward(&here(&padded))?, &full.forward(&padded)?)
+        let (above, below) = (before.saturating_sub(begin), end - before.min(end) - high);
+        Ok(Strip {
+            rows,
+            steps: Steps {
+                before: [0, above, before],
+                after: [0, below, self.reading.padding.after],
+                strides: [1, self.stride, self.stride],
+            },
+        })
     }
 
-    fn numbers_of_bias() -> Result<Tensor> {
-        numbers(&[4], 2)
+    /// The same, and gives the map back after the last strip.
+    pub(super) fn read_last(&self, map: &mut Option<Tensor>, strip: (usize, usize)) -> Result<Strip> {
+        let read = match map {
+            Some(map) => self.read(map, strip)?,
+            None => candle_core::bail!("a map that is read after its last strip"),
+        };
+        if strip.0 + strip.1 == self.height {
+            *map = None;
+        }
+        Ok(read)
+    }
+
+    /// Convolves a strip to (or onto) its rows of outputs.
+    pub(super) fn convolve(&self, strip: &Strip, out: &Tensor, onto: Onto) -> Result<()> {
+        ops::convolve(
+            &strip.rows,
+            &self.filter,
+            Some(self.bias),
+            &strip.steps,
+            out,
+            onto,
+        )
+    }
+
+    /// A map for so many rows of outputs.
+    pub(super) fn blank(&self, rows: usize, like: &Tensor) -> Result<Tensor> {
+        ops::blank(
+            &[rows, self.width, self.filter.outputs()],
+            like.dtype(),
+            like.device(),
+        )
+    }
+}
+
+/// Rows of a strip on the CPU at most, where a row that is read has so many bytes.
+pub(super) fn rows_of_strip(bytes_of_row: usize) -> usize {
+    (MOST_STRIP_BYTES / bytes_of_row.max(1)).max(1)
+}
+
+/// Bytes that a filter takes while it is run.
+pub(super) fn filter_bytes((inputs, outputs): (usize, usize), kernel: usize, dtype: DType) -> usize {
+    match kernel {
+        1 => 0,
+        _ => inputs * outputs * kernel * kernel * dtype.size_in_bytes(),
     }
 }

@@ -7,6 +7,7 @@ use super::blocks::{Middle, Resnet, Source, Walk, enlarge, norm_and_convolve, pl
 use super::config::VaeConfig;
 use super::conv::{Convolution, Padding};
 use super::norm::GroupNorm;
+use super::picture::Rgb8;
 use super::scratch::Chunking;
 use super::tiles::decode_tiles;
 use crate::family::StageError;
@@ -119,8 +120,8 @@ impl VaeDecoder {
         })
     }
 
-    /// Decodes `latent` `[1, latent_channels, h, w]` as the autoencoder gives it (see
-    /// [`VaeConfig::unscaled`]) to `[1, out_channels, 8h, 8w]` in f32, -1 to 1 and not
+    /// Decodes `latent`, f32 `[1, latent_channels, h, w]` as the autoencoder gives it (see
+    /// [`VaeConfig::unscaled`]), to `[1, out_channels, 8h, 8w]` in f32, -1 to 1 and not
     /// clamped: `AutoencoderKL.decode`. `cancelled` is asked before every layer and every strip.
     ///
     /// # Errors
@@ -132,51 +133,83 @@ impl VaeDecoder {
         chunking: Chunking,
         cancelled: &dyn Fn() -> bool,
     ) -> Result<Tensor, StageError> {
+        let map = self.decoded(latent, (1.0, 0.0), chunking, cancelled)?;
+        let (picture, is_finite) = ops::map_to_planes(&map)?;
+        finite(is_finite)?;
+        Ok(picture)
+    }
+
+    /// Decodes `latent`, f32 `[1, latent_channels, h, w]` scaled as the transformer gives it, to a picture of bytes
+    /// (`VaeImageProcessor.postprocess`), which is all that leaves a card.
+    ///
+    /// # Errors
+    /// Those of [`VaeDecoder::decode`]; [`StageError::BadInput`] for an autoencoder of other than three channels.
+    pub fn decode_to_rgb8(
+        &self,
+        latent: &Tensor,
+        chunking: Chunking,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<Rgb8, StageError> {
+        if self.config.out_channels != 3 {
+            let problem = format!(
+                "a picture of {} channels where 3 are expected",
+                self.config.out_channels
+            );
+            return Err(StageError::BadInput(problem));
+        }
+        let map = self.decoded(latent, self.config.unscaling(), chunking, cancelled)?;
+        let (height, width, _) = map.dims3()?;
+        let (rgb, is_finite) = ops::map_to_bytes(&map)?;
+        finite(is_finite)?;
+        Ok(Rgb8 { width, height, rgb })
+    }
+
+    /// A map `[8h, 8w, out_channels]`. The latent is multiplied and added to first.
+    fn decoded(
+        &self,
+        latent: &Tensor,
+        affine: (f64, f64),
+        chunking: Chunking,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<Tensor, StageError> {
         let expected = self.config.latent_channels;
-        let latent_rows = match *latent.dims() {
-            [1, channels, rows, columns] if channels == expected && rows > 0 && columns > 0 => rows,
-            ref other => {
-                let problem = format!("a latent of shape {other:?} where [1, {expected}, h, w] is expected");
-                return Err(StageError::BadInput(problem));
-            }
-        };
-        let latent = latent.to_dtype(self.dtype)?.contiguous()?;
-        let picture = match chunking {
-            Chunking::Whole => self.decode_map(&latent, latent_rows, cancelled)?,
-            Chunking::Strips { latent_rows } => self.decode_map(&latent, latent_rows, cancelled)?,
+        if !matches!(*latent.dims(), [1, channels, rows, columns] if channels == expected && rows > 0 && columns > 0)
+        {
+            let found = latent.dims();
+            let problem = format!("a latent of shape {found:?} where [1, {expected}, h, w] is expected");
+            return Err(StageError::BadInput(problem));
+        }
+        let latent = ops::planes_to_map(&latent.to_dtype(DType::F32)?, affine, self.dtype)?;
+        let height = latent.dim(0)?;
+        match chunking {
+            Chunking::Whole => self.decode_map(latent, height, cancelled),
+            Chunking::Strips { latent_rows } => self.decode_map(latent, latent_rows, cancelled),
             Chunking::Tiles { latent_size } => {
                 decode_tiles(&latent, latent_size, self.config.factor(), &|tile| {
-                    self.decode_map(tile, tile.dim(2)?, cancelled)
-                })?
+                    let height = tile.dim(0)?;
+                    self.decode_map(tile, height, cancelled)
+                })
             }
-        };
-        let picture = picture.to_dtype(DType::F32)?;
-        // A value that is not finite makes the sum so.
-        if !picture.abs()?.sum_all()?.to_scalar::<f32>()?.is_finite() {
-            return Err(StageError::NotFinite {
-                component: "vae".to_owned(),
-                step: 0,
-            });
         }
-        Ok(picture)
     }
 
     fn decode_map(
         &self,
-        latent: &Tensor,
+        latent: Tensor,
         latent_rows: usize,
         cancelled: &dyn Fn() -> bool,
     ) -> Result<Tensor, StageError> {
         let walk = Walk {
-            latent_height: latent.dim(2)?,
+            latent_height: latent.dim(0)?,
             latent_rows,
             cancelled,
         };
         let latent = match &self.post_quant {
-            Some(convolution) => plain(latent, convolution, Padding::NONE, walk)?,
-            None => latent.clone(),
+            Some(convolution) => plain(&latent, convolution, Padding::NONE, walk)?,
+            None => latent,
         };
         let mut map = plain(&latent, &self.conv_in, Padding::AROUND, walk)?;
+        drop(latent);
         map = self.middle.forward(map, walk)?;
         for block in &self.up_blocks {
             for resnet in &block.resnets {
@@ -188,4 +221,15 @@ impl VaeDecoder {
         }
         norm_and_convolve(&map, &self.norm_out, &self.conv_out, walk)
     }
+}
+
+/// What is told of a result whose numbers are not all finite.
+pub(super) fn finite(is_finite: bool) -> Result<(), StageError> {
+    if is_finite {
+        return Ok(());
+    }
+    Err(StageError::NotFinite {
+        component: "vae".to_owned(),
+        step: 0,
+    })
 }

@@ -1,12 +1,12 @@
 //! Picture to latent: diffusers' `Encoder`, and `AutoencoderKL.encode` around it.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 
 use super::blocks::{Middle, Resnet, Source, Walk, norm_and_convolve, plain};
 use super::config::VaeConfig;
 use super::conv::{Convolution, Padding};
-use super::decoder::dtype_of_maps;
+use super::decoder::{dtype_of_maps, finite};
 use super::norm::GroupNorm;
 use super::scratch::Chunking;
 use super::tiles::encode_tiles;
@@ -32,7 +32,8 @@ pub struct VaeEncoder {
     quant: Option<Convolution>,
 }
 
-/// What an encoder gives: a Gaussian for each value of the latent (`DiagonalGaussianDistribution`).
+/// What an encoder gives: a Gaussian for each value of the latent (`DiagonalGaussianDistribution`). Both are in host
+/// memory, wherever they were computed: they are small, and what follows is a few numbers each.
 #[derive(Clone, Debug)]
 pub struct Moments {
     /// f32 `[1, latent_channels, h, w]`: the distribution's `mode()`.
@@ -123,7 +124,7 @@ impl VaeEncoder {
         })
     }
 
-    /// Encodes `picture` `[1, in_channels, height, width]` of -1 to 1, both sizes multiples of
+    /// Encodes `picture`, f32 `[1, in_channels, height, width]` of -1 to 1, both sizes multiples of
     /// [`VaeConfig::factor`]: `AutoencoderKL.encode`. Strips and tiles are counted in latent rows.
     ///
     /// # Errors
@@ -135,38 +136,68 @@ impl VaeEncoder {
         chunking: Chunking,
         cancelled: &dyn Fn() -> bool,
     ) -> Result<Moments, StageError> {
-        let (factor, expected) = (self.config.factor(), self.config.in_channels);
-        let latent_height = match *picture.dims() {
-            [1, channels, height, width]
-                if channels == expected
-                    && height > 0
-                    && width > 0
-                    && height.is_multiple_of(factor)
-                    && width.is_multiple_of(factor) =>
-            {
-                height / factor
-            }
+        match *picture.dims() {
+            [1, channels, height, width] => self.check([height, width, channels])?,
             ref other => {
                 return Err(StageError::BadInput(format!(
-                    "a picture of shape {other:?} where [1, {expected}, h, w] in multiples of {factor} is expected"
+                    "a picture of shape {other:?} where [1, {}, h, w] is expected",
+                    self.config.in_channels
                 )));
             }
-        };
-        let picture = picture.to_dtype(self.dtype)?.contiguous()?;
+        }
+        let map = ops::planes_to_map(&picture.to_dtype(DType::F32)?, (1.0, 0.0), self.dtype)?;
+        self.encoded(map, chunking, cancelled)
+    }
+
+    /// Encodes a picture of bytes, row by row, as many channels a pixel as the autoencoder has
+    /// (`VaeImageProcessor.preprocess` and [`VaeEncoder::encode`]).
+    ///
+    /// # Errors
+    /// Those of [`VaeEncoder::encode`].
+    pub fn encode_rgb8(
+        &self,
+        rgb: &[u8],
+        (width, height): (usize, usize),
+        chunking: Chunking,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<Moments, StageError> {
+        let shape = [height, width, self.config.in_channels];
+        self.check(shape)?;
+        let map = ops::bytes_to_map(rgb, shape, self.dtype, self.norm_out.device())?;
+        self.encoded(map, chunking, cancelled)
+    }
+
+    fn check(&self, shape: [usize; 3]) -> Result<(), StageError> {
+        let (factor, expected) = (self.config.factor(), self.config.in_channels);
+        let [height, width, channels] = shape;
+        let fits = |size: usize| size > 0 && size.is_multiple_of(factor);
+        if channels == expected && fits(height) && fits(width) {
+            return Ok(());
+        }
+        Err(StageError::BadInput(format!(
+            "a picture of {width}x{height} with {channels} channels where {expected} and multiples of {factor} are expected"
+        )))
+    }
+
+    fn encoded(
+        &self,
+        picture: Tensor,
+        chunking: Chunking,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<Moments, StageError> {
+        let factor = self.config.factor();
+        let height = picture.dim(0)? / factor;
         let moments = match chunking {
-            Chunking::Whole => self.encode_map(&picture, latent_height, cancelled)?,
-            Chunking::Strips { latent_rows } => self.encode_map(&picture, latent_rows, cancelled)?,
+            Chunking::Whole => self.encode_map(picture, height, cancelled)?,
+            Chunking::Strips { latent_rows } => self.encode_map(picture, latent_rows, cancelled)?,
             Chunking::Tiles { latent_size } => encode_tiles(&picture, latent_size, factor, &|tile| {
-                self.encode_map(tile, tile.dim(2)? / factor, cancelled)
+                let height = tile.dim(0)? / factor;
+                self.encode_map(tile, height, cancelled)
             })?,
         };
-        let moments = moments.to_dtype(DType::F32)?;
-        if !moments.abs()?.sum_all()?.to_scalar::<f32>()?.is_finite() {
-            return Err(StageError::NotFinite {
-                component: "vae".to_owned(),
-                step: 0,
-            });
-        }
+        let (moments, is_finite) = ops::map_to_planes(&moments)?;
+        finite(is_finite)?;
+        let moments = moments.to_device(&Device::Cpu)?;
         let channels = self.config.latent_channels;
         Ok(Moments {
             mean: moments.narrow(1, 0, channels)?.contiguous()?,
@@ -179,16 +210,17 @@ impl VaeEncoder {
 
     fn encode_map(
         &self,
-        picture: &Tensor,
+        picture: Tensor,
         latent_rows: usize,
         cancelled: &dyn Fn() -> bool,
     ) -> Result<Tensor, StageError> {
         let walk = Walk {
-            latent_height: picture.dim(2)? / self.config.factor(),
+            latent_height: picture.dim(0)? / self.config.factor(),
             latent_rows,
             cancelled,
         };
-        let mut map = plain(picture, &self.conv_in, Padding::AROUND, walk)?;
+        let mut map = plain(&picture, &self.conv_in, Padding::AROUND, walk)?;
+        drop(picture);
         for block in &self.down_blocks {
             for resnet in &block.resnets {
                 map = resnet.forward(map, walk)?;

@@ -1,5 +1,8 @@
 //! FLUX's autoencoder: diffusers' `AutoencoderKL`.
 //!
+//! Maps have their channels side by side, `[h, w, c]`: rows are one run of memory, and convolutions read them as they
+//! lie.
+//!
 //! Decoding (and encoding) whole and in strips is one road: every layer goes through its map strip by strip,
 //! and "whole" is one strip. What spans strips is taken of the whole map: group norm measures it first, the
 //! middle attention sees all of it, and convolutions read the rows around their strip. So the size of the
@@ -21,5 +24,5 @@ pub use config::VaeConfig;
 pub use decoder::VaeDecoder;
 pub use encoder::{Moments, VaeEncoder};
 pub use names::diffusers_name_of_bfl;
-pub use picture::{from_rgb8, to_rgb8};
+pub use picture::{Rgb8, from_rgb8, to_rgb8};
 pub use scratch::{Chunking, decode_scratch, encode_ladder, encode_scratch, ladder};

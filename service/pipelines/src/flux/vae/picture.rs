@@ -53,13 +53,30 @@ pub fn from_rgb8(rgb: &[u8], width: usize, height: usize, device: &Device) -> Re
     Tensor::from_vec(values, (1, 3, height, width), device)
 }
 
+/// A picture of bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rgb8 {
+    /// Pixels of a row.
+    pub width: usize,
+    /// Rows.
+    pub height: usize,
+    /// Row by row, three bytes a pixel.
+    pub rgb: Vec<u8>,
+}
+
 impl VaeConfig {
+    /// What the transformer's latents are multiplied with, and what is added then, to become the autoencoder's.
+    pub(super) fn unscaling(&self) -> (f64, f64) {
+        (1.0 / self.scaling_factor, self.shift_factor.unwrap_or(0.0))
+    }
+
     /// The transformer's latents to the autoencoder's: `latents / scaling_factor + shift_factor`.
     ///
     /// # Errors
     /// Those of candle.
     pub fn unscaled(&self, latent: &Tensor) -> Result<Tensor> {
-        latent.affine(1.0 / self.scaling_factor, self.shift_factor.unwrap_or(0.0))
+        let (factor, summand) = self.unscaling();
+        latent.affine(factor, summand)
     }
 
     /// The autoencoder's latents to the transformer's: `(latents - shift_factor) * scaling_factor`.

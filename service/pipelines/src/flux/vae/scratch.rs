@@ -2,12 +2,13 @@
 //! less.
 
 use candle_core::DType;
+use ops::Onto;
 use residency::Bytes;
 use serde::{Deserialize, Serialize};
 
-use super::blocks::{MOST_SCORES_BYTES, queries_at_a_time};
 use super::config::VaeConfig;
-use super::conv::{PART_BYTES, slab_rows};
+use super::conv::{filter_bytes, rows_of_strip};
+use super::tiles::Cut;
 use crate::family::Rung;
 
 /// How much of a map is worked on at a time.
@@ -95,43 +96,68 @@ fn rungs(
 
 /// Predicted peak of activations while a latent of `h` by `w` is decoded, the picture included.
 pub fn decode_scratch(config: &VaeConfig, h: usize, w: usize, chunking: Chunking, dtype: DType) -> Bytes {
-    let picture = config.out_channels * h * w * config.factor() * config.factor() * 4;
-    chunked((h, w), chunking, picture, |(h, w), rows| {
-        decode_peak(config, (h, w), rows, dtype)
-    })
+    let factor = config.factor();
+    let latent = config.latent_channels * h * w * dtype.size_in_bytes();
+    let picture = config.out_channels * h * w * factor * factor;
+    let tile = |latent_size: usize| (latent_size * factor, config.out_channels);
+    let bytes = match chunking {
+        Chunking::Whole => decode_peak(config, (h, w), h, dtype),
+        Chunking::Strips { latent_rows } => decode_peak(config, (h, w), latent_rows, dtype),
+        Chunking::Tiles { latent_size } if h <= latent_size && w <= latent_size => {
+            decode_peak(config, (h, w), h, dtype)
+        }
+        Chunking::Tiles { latent_size } => {
+            let (size, channels) = tile(latent_size);
+            let peak = decode_peak(
+                config,
+                (h.min(latent_size), w.min(latent_size)),
+                latent_size,
+                dtype,
+            );
+            let edges = edges(size, w * factor, channels) * dtype.size_in_bytes();
+            latent + peak + picture * dtype.size_in_bytes() + edges
+        }
+    };
+    // At the end the picture as a map, and in f32.
+    Bytes(bytes.max(picture * (dtype.size_in_bytes() + 4)) as u64)
 }
 
 /// Predicted peak of activations while a picture whose latent is `h` by `w` is encoded, the picture included.
 pub fn encode_scratch(config: &VaeConfig, h: usize, w: usize, chunking: Chunking, dtype: DType) -> Bytes {
     let picture = config.in_channels * h * w * config.factor() * config.factor() * dtype.size_in_bytes();
-    chunked((h, w), chunking, 0, |(h, w), rows| {
-        encode_peak(config, (h, w), rows, dtype)
-    }) + Bytes(picture as u64)
-}
-
-fn chunked(
-    (h, w): (usize, usize),
-    chunking: Chunking,
-    finished: usize,
-    peak: impl Fn((usize, usize), usize) -> usize,
-) -> Bytes {
     let bytes = match chunking {
-        Chunking::Whole => peak((h, w), h),
-        Chunking::Strips { latent_rows } => peak((h, w), latent_rows),
-        Chunking::Tiles { latent_size } if h <= latent_size && w <= latent_size => peak((h, w), h),
-        // Beside the tile: the rows of tiles that are finished, and the picture that they are joined to.
+        Chunking::Whole => encode_peak(config, (h, w), h, dtype),
+        Chunking::Strips { latent_rows } => encode_peak(config, (h, w), latent_rows, dtype),
+        Chunking::Tiles { latent_size } if h <= latent_size && w <= latent_size => {
+            encode_peak(config, (h, w), h, dtype)
+        }
+        // Beside the tile: the picture as a map, and what tiles are joined to.
         Chunking::Tiles { latent_size } => {
-            let tile = (h.min(latent_size), w.min(latent_size));
-            peak(tile, tile.0) + finished
+            let peak = encode_peak(
+                config,
+                (h.min(latent_size), w.min(latent_size)),
+                latent_size,
+                dtype,
+            );
+            let moments = 2 * config.latent_channels;
+            let joined = moments * h * w + edges(latent_size, w, moments);
+            peak + picture + joined * dtype.size_in_bytes()
         }
     };
-    // At the end the picture, in f32, is looked through for values that are not finite.
-    Bytes(bytes.max(2 * finished) as u64)
+    Bytes((bytes + picture) as u64)
+}
+
+/// Numbers of the edges of finished tiles that are kept to blend with: of the row above, of this row, and of the tile
+/// before, where tiles become so large and all of them so wide.
+fn edges(size: usize, width: usize, channels: usize) -> usize {
+    let blended = Cut::of(size, size).blended;
+    let beside = width.div_ceil((size - blended).max(1)) * size;
+    (2 * beside + size) * blended * channels
 }
 
 /// Bytes alive, followed layer by layer.
 struct Account {
-    bytes_per_value: usize,
+    dtype: DType,
     latent_height: usize,
     latent_rows: usize,
     peak: usize,
@@ -145,77 +171,127 @@ struct Map {
     width: usize,
 }
 
+impl Map {
+    fn twice(self) -> Map {
+        Map {
+            height: 2 * self.height,
+            width: 2 * self.width,
+            ..self
+        }
+    }
+}
+
+/// What a convolution reads and writes.
+struct Pass {
+    /// As it is read: enlarged.
+    read: Map,
+    to: Map,
+    kernel: usize,
+    /// Whether strips are read as they lie, and not into a buffer.
+    is_plain: bool,
+}
+
+/// What one takes.
+struct Taken {
+    in_strips: bool,
+    /// The filter, and what strips are read into.
+    held: usize,
+    /// A strip of outputs.
+    out: usize,
+    /// While it is convolved, besides: to a new map, or onto one.
+    new: usize,
+    onto: usize,
+}
+
 impl Account {
-    fn map(&self, map: Map) -> usize {
-        map.channels * map.height * map.width * self.bytes_per_value
+    fn note(&mut self, alive: usize) {
+        self.peak = self.peak.max(alive);
     }
 
-    /// A convolution of `from` (as read: normed, enlarged) to `to`, with `alive` bytes held beside. `over`: the
-    /// outputs are written over a map that is alive anyway. `summands`: strips of outputs that are added.
-    fn convolve(&mut self, from: Map, to: Map, kernel: usize, alive: usize, over: bool, summands: usize) {
-        let stride = from.height / to.height;
-        let rows = self
+    fn map(&self, map: Map) -> usize {
+        map.channels * map.height * map.width * self.dtype.size_in_bytes()
+    }
+
+    /// Where numbers are narrower than f32 it is a card that computes: the CPU computes in f32.
+    fn on_card(&self) -> bool {
+        self.dtype.size_in_bytes() < 4
+    }
+
+    fn take(&self, pass: &Pass) -> Taken {
+        let Pass {
+            read,
+            to,
+            kernel,
+            is_plain,
+        } = *pass;
+        let stride = read.height / to.height;
+        let mut rows = self
             .latent_rows
             .saturating_mul(to.height.div_ceil(self.latent_height))
             .clamp(1, to.height);
-        let in_strips = rows < to.height;
-        let rows_in = (rows - 1) * stride + kernel;
+        if !self.on_card() && !is_plain {
+            rows = rows.min(rows_of_strip(self.map(Map { height: 1, ..read })));
+        }
+        let rows_in = ((rows - 1) * stride + kernel).min(read.height);
         let strip = self.map(Map {
             height: rows_in,
-            width: from.width + kernel - 1,
-            ..from
+            ..read
         });
-        let out = self.map(Map { height: rows, ..to });
-        let slab = slab_rows(from.channels, kernel, rows, to.width, self.bytes_per_value);
-        let target = if in_strips && !over { self.map(to) } else { 0 };
-        let unwritten = if in_strips { out } else { 0 };
-        let unrolled = from.channels * kernel * kernel;
-        let (unrolled, widened) = if self.composed() {
-            // Patches (twice where they are picked out one by one) and their product; then the product as it is,
-            // padded, and with its bias. Beside the strip while it is read: a part in f32, multiplied, added to, and
-            // activated; and as much for what the card's allocator rounds up.
-            let line = slab * (from.width + kernel - 1) * self.bytes_per_value;
-            let unrolled = if stride == 1 { unrolled } else { 2 * unrolled };
-            let part = from.channels * rows_in * (from.width + kernel - 1) * 4;
-            let least = rows_in * (from.width + kernel - 1) * 4;
-            let widened = 5 * part.min(PART_BYTES.max(least));
-            ((unrolled + to.channels).max(3 * to.channels) * line, widened)
-        } else {
-            let line = slab * to.width * self.bytes_per_value;
-            ((unrolled + to.channels) * line, 0)
+        let channels = (read.channels, to.channels);
+        let besides = |onto: Onto| {
+            let positions = (rows_in * read.width, rows * to.width);
+            let number = self.dtype.size_in_bytes();
+            match self.on_card() {
+                true => ops::convolve_scratch(positions, channels, kernel * kernel, number, onto),
+                false => 0,
+            }
         };
-        let convolving = strip + (out + unrolled).max(unwritten + widened);
-        self.peak = self
-            .peak
-            .max(alive + target + convolving.max(out * (1 + summands)));
-    }
-
-    /// Whether operations are composed of the tensor library's: where numbers are narrower than f32. The CPU has loops
-    /// of its own, in f32.
-    fn composed(&self) -> bool {
-        self.bytes_per_value < 4
+        Taken {
+            in_strips: rows < to.height,
+            held: filter_bytes(channels, kernel, self.dtype) + if is_plain { 0 } else { strip },
+            out: self.map(Map { height: rows, ..to }),
+            new: besides(Onto::Nothing),
+            onto: besides(Onto::Itself),
+        }
     }
 
     /// A 3x3 convolution of a map, read as another, to a third.
-    fn layer(&mut self, from: Map, read: Map, to: Map) {
-        self.convolve(read, to, 3, self.map(from), false, 0);
-    }
-
-    /// Statistics of a map, with `alive` bytes held, itself among them: composed, they take a part in f32, its
-    /// deviations and their squares.
-    fn norm(&mut self, map: Map, alive: usize) {
-        if self.composed() {
-            let part = (map.channels * map.height * map.width * 4).min(PART_BYTES);
-            self.peak = self.peak.max(alive + 3 * part + part / 16);
-        }
+    fn layer(&mut self, from: Map, read: Map, to: Map, is_plain: bool) {
+        let pass = Pass {
+            read,
+            to,
+            kernel: 3,
+            is_plain,
+        };
+        let taken = self.take(&pass);
+        self.note(self.map(from) + self.map(to) + taken.held + taken.new);
     }
 
     fn resnet(&mut self, from: Map, channels: usize) -> Map {
         let to = Map { channels, ..from };
-        self.convolve(from, to, 3, self.map(from), false, 0);
-        self.norm(to, self.map(from) + self.map(to));
-        let summands = if channels == from.channels { 1 } else { 2 };
-        self.convolve(to, to, 3, self.map(from) + self.map(to), true, summands);
+        self.layer(from, from, to, false);
+        let pass = Pass {
+            read: to,
+            to,
+            kernel: 3,
+            is_plain: false,
+        };
+        let taken = self.take(&pass);
+        let (outer, inner) = (self.map(from), self.map(to));
+        self.note(outer + inner + taken.held);
+        if from.channels == channels {
+            let inner = if taken.in_strips { inner } else { 0 };
+            self.note(outer + inner + taken.held + taken.onto);
+            return to;
+        }
+        // A strip of what is added to, or all of it: the other map through its own convolution, and onto that.
+        let shortcut = if self.on_card() { taken.out } else { 0 };
+        let (while_shortened, while_added) = match taken.in_strips {
+            true => (outer + inner, outer + inner),
+            false => (outer, 0),
+        };
+        self.note(while_shortened + taken.held + taken.out + shortcut);
+        self.note(while_added + taken.held + taken.out + taken.onto);
         to
     }
 
@@ -223,12 +299,13 @@ impl Account {
         self.resnet(map, map.channels);
         if with_attention {
             let cells = map.height * map.width;
-            let held = self.map(map) + 3 * map.channels * cells * 4;
-            let chunk = queries_at_a_time(cells);
-            let scores = (chunk * cells * 4).min(MOST_SCORES_BYTES.max(cells * 4));
-            let normed = 3 * map.channels * cells * 4;
-            let attending = 3 * scores + 2 * map.channels * chunk * 4 + self.map(map);
-            self.peak = self.peak.max(held + normed.max(attending));
+            let number = self.dtype.size_in_bytes();
+            let one = self.map(map);
+            // Keys are transposed for the CPU's products.
+            let transposed = if self.on_card() { 0 } else { one };
+            let attention = ops::attention_scratch(1, cells, cells, map.channels, number) + transposed;
+            // The map, what was normalised of it, and three projections; then a product.
+            self.note(5 * one + attention.max(one));
         }
         self.resnet(map, map.channels);
     }
@@ -236,7 +313,7 @@ impl Account {
 
 fn account(h: usize, latent_rows: usize, dtype: DType) -> Account {
     Account {
-        bytes_per_value: dtype.size_in_bytes(),
+        dtype,
         latent_height: h,
         latent_rows,
         peak: 0,
@@ -255,30 +332,22 @@ fn decode_peak(config: &VaeConfig, (h, w): (usize, usize), latent_rows: usize, d
         channels: channels[channels.len() - 1],
         ..latent
     };
-    account.layer(latent, latent, map);
+    account.layer(latent, latent, map, true);
     account.middle(map, config.mid_block_add_attention);
     for (level, &width) in channels.iter().rev().enumerate() {
         for _ in 0..=config.layers_per_block {
             map = account.resnet(map, width);
         }
         if level + 1 < channels.len() {
-            let to = Map {
-                height: map.height * 2,
-                width: map.width * 2,
-                ..map
-            };
-            account.layer(map, to, to);
-            map = to;
+            account.layer(map, map.twice(), map.twice(), false);
+            map = map.twice();
         }
     }
-    account.layer(
-        map,
-        map,
-        Map {
-            channels: config.out_channels,
-            ..map
-        },
-    );
+    let picture = Map {
+        channels: config.out_channels,
+        ..map
+    };
+    account.layer(map, map, picture, false);
     account.peak
 }
 
@@ -295,7 +364,7 @@ fn encode_peak(config: &VaeConfig, (h, w): (usize, usize), latent_rows: usize, d
         channels: channels[0],
         ..picture
     };
-    account.layer(picture, picture, map);
+    account.layer(picture, picture, map, true);
     for (level, &width) in channels.iter().enumerate() {
         for _ in 0..config.layers_per_block {
             map = account.resnet(map, width);
@@ -306,18 +375,15 @@ fn encode_peak(config: &VaeConfig, (h, w): (usize, usize), latent_rows: usize, d
                 width: map.width / 2,
                 ..map
             };
-            account.layer(map, map, to);
+            account.layer(map, map, to, true);
             map = to;
         }
     }
     account.middle(map, config.mid_block_add_attention);
-    account.layer(
-        map,
-        map,
-        Map {
-            channels: 2 * config.latent_channels,
-            ..map
-        },
-    );
+    let moments = Map {
+        channels: 2 * config.latent_channels,
+        ..map
+    };
+    account.layer(map, map, moments, false);
     account.peak
 }

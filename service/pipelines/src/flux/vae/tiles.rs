@@ -2,14 +2,15 @@
 //! its own statistics and its own attention, so the result is not the whole's, at any overlap.
 
 use candle_core::{Result, Tensor};
+use ops::MapReading;
 
 use crate::family::StageError;
 
 /// `tile_overlap_factor`.
 const OVERLAP: f64 = 0.25;
 
-/// Turns one tile of a map into the same place of the other.
-type OfTile<'a> = &'a dyn Fn(&Tensor) -> std::result::Result<Tensor, StageError>;
+/// Turns one tile of a map `[h, w, c]` into the same place of the other.
+type OfTile<'a> = &'a dyn Fn(Tensor) -> std::result::Result<Tensor, StageError>;
 
 /// `AutoencoderKL.tiled_decode` with a `tile_latent_min_size` of `tile`. A latent no larger than a tile is
 /// decoded whole.
@@ -33,6 +34,26 @@ pub(super) fn encode_tiles(
     in_tiles(picture, tile * factor, tile, encode)
 }
 
+/// What of each tile is kept, and what is blended. Both are counted in what tiles become.
+#[derive(Clone, Copy)]
+pub(super) struct Cut {
+    /// From a tile to the next, counted in what they are made of.
+    step: usize,
+    kept: usize,
+    pub(super) blended: usize,
+}
+
+impl Cut {
+    pub(super) fn of(size_in: usize, size_out: usize) -> Cut {
+        let blended = (size_out as f64 * OVERLAP) as usize;
+        Cut {
+            step: (size_in as f64 * (1.0 - OVERLAP)) as usize,
+            kept: size_out - blended,
+            blended,
+        }
+    }
+}
+
 /// Tiles of `size_in` of the map become tiles of `size_out`, of which all but the overlap is kept.
 fn in_tiles(
     map: &Tensor,
@@ -40,73 +61,87 @@ fn in_tiles(
     size_out: usize,
     of_tile: OfTile<'_>,
 ) -> std::result::Result<Tensor, StageError> {
-    let (_, _, height, width) = map.dims4()?;
+    let (height, width, _) = map.dims3()?;
     if height <= size_in && width <= size_in {
-        return of_tile(map);
+        return of_tile(map.clone());
     }
-    let step = (size_in as f64 * (1.0 - OVERLAP)) as usize;
-    let blended = (size_out as f64 * OVERLAP) as usize;
-    let kept = size_out - blended;
+    let Cut { step, kept, blended } = Cut::of(size_in, size_out);
     if step == 0 || kept == 0 {
         return Err(StageError::BadInput(format!(
             "tiles of {size_in} are too small to overlap"
         )));
     }
+    let mut joined: Option<Tensor> = None;
     // Of the row above, only the rows that the next one is blended with are kept.
     let mut above: Vec<Tensor> = Vec::new();
-    let mut rows = Vec::with_capacity(height.div_ceil(step));
-    for top in (0..height).step_by(step) {
-        let mut row = Vec::with_capacity(width.div_ceil(step));
+    for (row, top) in (0..height).step_by(step).enumerate() {
         let mut bottoms = Vec::with_capacity(width.div_ceil(step));
         let mut left: Option<Tensor> = None;
         for (column, start) in (0..width).step_by(step).enumerate() {
-            let piece = map.narrow(2, top, size_in.min(height - top))?;
-            let piece = piece.narrow(3, start, size_in.min(width - start))?.contiguous()?;
-            let mut tile = of_tile(&piece)?;
+            let piece = map.narrow(0, top, size_in.min(height - top))?;
+            let piece = copy(&piece.narrow(1, start, size_in.min(width - start))?)?;
+            let tile = of_tile(piece)?;
             if let Some(above) = above.get(column) {
-                tile = blend(above, &tile, 2, blended)?;
+                blend(above, &tile, 0, blended)?;
             }
             if let Some(left) = &left {
-                tile = blend(left, &tile, 3, blended)?;
+                blend(left, &tile, 1, blended)?;
             }
-            bottoms.push(last(&tile, 2, blended)?);
-            left = Some(last(&tile, 3, blended)?);
-            row.push(
-                tile.narrow(2, 0, kept.min(tile.dim(2)?))?
-                    .narrow(3, 0, kept.min(tile.dim(3)?))?
-                    .force_contiguous()?,
-            );
+            bottoms.push(copy(&last(&tile, 0, blended)?)?);
+            let joined = match &joined {
+                Some(joined) => joined,
+                None => joined.insert(blank_for(map, (size_in, size_out), &tile)?),
+            };
+            let (rows, columns, _) = tile.dims3()?;
+            let place =
+                joined
+                    .narrow(0, row * kept, kept.min(rows))?
+                    .narrow(1, column * kept, kept.min(columns))?;
+            let whole = tile
+                .narrow(0, 0, kept.min(rows))?
+                .narrow(1, 0, kept.min(columns))?;
+            ops::apply_norm(&whole, &MapReading::PLAIN, [0; 3], &place)?;
+            left = Some(copy(&last(&tile, 1, blended)?)?);
         }
-        rows.push(Tensor::cat(&row, 3)?);
         above = bottoms;
     }
-    Ok(Tensor::cat(&rows, 2)?)
+    joined.ok_or_else(|| StageError::BadInput("a map of nothing".to_owned()))
 }
 
-/// The last `count` rows (axis 2) or columns (axis 3).
+/// What all tiles are joined to: as much as is kept of each, along each axis.
+fn blank_for(map: &Tensor, (size_in, size_out): (usize, usize), tile: &Tensor) -> Result<Tensor> {
+    let (height, width, _) = map.dims3()?;
+    let Cut { step, kept, .. } = Cut::of(size_in, size_out);
+    let joined = |size: usize| -> usize {
+        let of_tile = |start: usize| (size_in.min(size - start) * size_out / size_in).min(kept);
+        (0..size).step_by(step).map(of_tile).sum()
+    };
+    let shape = [joined(height), joined(width), tile.dim(2)?];
+    ops::blank(&shape, tile.dtype(), tile.device())
+}
+
+/// A copy of a window alone.
+fn copy(window: &Tensor) -> Result<Tensor> {
+    let copy = ops::blank(window.dims(), window.dtype(), window.device())?;
+    ops::apply_norm(window, &MapReading::PLAIN, [0; 3], &copy)?;
+    Ok(copy)
+}
+
+/// The last `count` rows (axis 0) or columns (axis 1).
 fn last(tile: &Tensor, axis: usize, count: usize) -> Result<Tensor> {
     let count = count.min(tile.dim(axis)?);
-    // A copy of these alone: `copy` would take along all that the tile has.
-    tile.narrow(axis, tile.dim(axis)? - count, count)?
-        .force_contiguous()
+    tile.narrow(axis, tile.dim(axis)? - count, count)
 }
 
-/// `blend_v` (axis 2) and `blend_h` (axis 3): the first rows of `tile` go over from the last of `before`.
-fn blend(before: &Tensor, tile: &Tensor, axis: usize, extent: usize) -> Result<Tensor> {
-    let size = tile.dim(axis)?;
-    let extent = extent.min(before.dim(axis)?).min(size);
+/// `blend_v` (axis 0) and `blend_h` (axis 1): the first rows of `tile` go over from the last of `before`.
+fn blend(before: &Tensor, tile: &Tensor, axis: usize, extent: usize) -> Result<()> {
+    let extent = extent.min(before.dim(axis)?).min(tile.dim(axis)?);
     if extent == 0 {
-        return Ok(tile.clone());
+        return Ok(());
     }
-    let shares: Vec<f32> = (0..extent).map(|index| index as f32 / extent as f32).collect();
-    let shape = if axis == 2 {
-        (1, 1, extent, 1)
-    } else {
-        (1, 1, 1, extent)
-    };
-    let shares = Tensor::from_vec(shares, shape, tile.device())?.to_dtype(tile.dtype())?;
-    let before = last(before, axis, extent)?;
-    let first = tile.narrow(axis, 0, extent)?;
-    let first = (&before + (first - &before)?.broadcast_mul(&shares)?)?;
-    Tensor::cat(&[&first, &tile.narrow(axis, extent, size - extent)?], axis)
+    ops::blend(
+        &last(before, axis, extent)?,
+        &tile.narrow(axis, 0, extent)?,
+        axis == 0,
+    )
 }

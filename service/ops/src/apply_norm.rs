@@ -1,0 +1,402 @@
+//! How a layer reads a map whose channels lie side by side: normalised, activated, enlarged and padded, in one pass over
+//! the rows that are asked for, into a given buffer.
+
+#![allow(unsafe_code)] // Instructions that not every processor has.
+
+use candle_core::{D, DType, Result, Tensor};
+
+use crate::group_moments::Affine;
+use crate::place::{Rows, apart_from, with_rows, write_rows};
+use crate::rows::exp;
+
+/// How the channels of a position are normalised.
+#[derive(Clone, Copy, Debug)]
+pub enum ChannelNorm<'a> {
+    /// Not.
+    None,
+    /// A factor and a summand each ([`crate::group_moments()`]).
+    Affine(&'a Affine),
+    /// By their length: `x / max(|x|, eps) * sqrt(c) * weight` (diffusers' `WanRMS_norm`).
+    Rms {
+        /// `[c]`, in the dtype of the map.
+        weight: &'a Tensor,
+        /// The least length.
+        eps: f64,
+    },
+}
+
+/// What is read where the map has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pad {
+    /// Zeros, whatever the norm.
+    Zero,
+    /// The nearest position of the map.
+    Replicate,
+}
+
+/// How a map is read.
+#[derive(Clone, Copy, Debug)]
+pub struct MapReading<'a> {
+    /// What is done to each position first.
+    pub norm: ChannelNorm<'a>,
+    /// Then `x * sigmoid(x)`.
+    pub silu: bool,
+    /// Every position four times: twice the rows and columns, to the nearest (`Upsample2D`).
+    pub twice: bool,
+    /// What lies around the map.
+    pub pad: Pad,
+}
+
+impl MapReading<'_> {
+    /// As it is, with zeros around.
+    pub const PLAIN: MapReading<'static> = MapReading {
+        norm: ChannelNorm::None,
+        silu: false,
+        twice: false,
+        pad: Pad::Zero,
+    };
+}
+
+/// Sides of a map `[h, w, c]` or `[t, h, w, c]`: frames, height, width, channels.
+pub(crate) fn sides(map: &Tensor) -> Result<[usize; 4]> {
+    match *map.dims() {
+        [height, width, channels] => Ok([1, height, width, channels]),
+        [frames, height, width, channels] => Ok([frames, height, width, channels]),
+        ref other => {
+            candle_core::bail!("a map of shape {other:?} where [h, w, c] or [t, h, w, c] is expected")
+        }
+    }
+}
+
+/// Reads a part of a map `x` `[h, w, c]` or `[t, h, w, c]` into `out`, of the same rank, channels and dtype: its first
+/// position is `from` (frame, row, column, counted where the enlarged map begins; less than 0 and beyond the map is
+/// padding), and it is as large as `out`. Rows of either must be whole runs of memory; `out` may be a window, and must
+/// not overlap `x`.
+///
+/// # Errors
+/// When shapes do not fit.
+pub fn apply_norm(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], out: &Tensor) -> Result<()> {
+    let ([_, height, width, channels], written) = (sides(x)?, sides(out)?);
+    let vectors = match reading.norm {
+        ChannelNorm::None => vec![],
+        ChannelNorm::Affine(affine) => vec![(&affine.factors, DType::F32), (&affine.summands, DType::F32)],
+        ChannelNorm::Rms { weight, .. } => vec![(weight, x.dtype())],
+    };
+    let fits = x.rank() == out.rank()
+        && written[3] == channels
+        && x.dtype() == out.dtype()
+        && vectors
+            .iter()
+            .all(|(vector, dtype)| vector.dims() == [channels] && vector.dtype() == *dtype);
+    if !fits || height * width * channels == 0 {
+        candle_core::bail!("a map of shape {:?} read into {:?}", x.dims(), out.dims());
+    }
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return crate::cuda::apply_norm(x, reading, from, out);
+    }
+    read_on_cpu(x, reading, from, out)
+}
+
+/// The place of the map that is read for a place of an axis; `None` for zeros.
+fn source(place: i64, size: usize, twice: bool, pad: Pad) -> Option<usize> {
+    let scale = if twice { 2 } else { 1 };
+    let last = size as i64 * scale - 1;
+    let inside = (0..=last).contains(&place);
+    match pad {
+        Pad::Zero if !inside => None,
+        _ => Some((place.clamp(0, last) / scale) as usize),
+    }
+}
+
+fn read_on_cpu(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], out: &Tensor) -> Result<()> {
+    let [frames, height, width, channels] = sides(x)?;
+    let [_, rows_out, columns_out, _] = sides(out)?;
+    let of_position = OfPosition::new(reading, channels)?;
+    let x = apart_from(x, out)?;
+    let columns: Vec<Option<usize>> = (0..columns_out)
+        .map(|column| source(from[2] + column as i64, width, reading.twice, reading.pad))
+        .collect();
+    Rows::of(out, columns_out * channels)?;
+    with_rows(&x, width * channels, |x| {
+        write_rows(out, columns_out * channels, |row, numbers| {
+            let (frame, row) = (row / rows_out, row % rows_out);
+            let frame = source(from[0] + frame as i64, frames, false, reading.pad);
+            let row = source(from[1] + row as i64, height, reading.twice, reading.pad);
+            let (Some(frame), Some(row)) = (frame, row) else {
+                return numbers.fill(0.0);
+            };
+            let line = x.row(frame * height + row);
+            let mut before = None;
+            for (index, column) in columns.iter().enumerate() {
+                let (written, rest) = numbers.split_at_mut(index * channels);
+                let target = &mut rest[..channels];
+                match column {
+                    None => target.fill(0.0),
+                    // The same position again is a copy of what was just written.
+                    Some(_) if before == Some(column) => {
+                        target.copy_from_slice(&written[(index - 1) * channels..]);
+                    }
+                    Some(column) => of_position.read(&line[column * channels..][..channels], target),
+                }
+                before = Some(column);
+            }
+        })
+    })
+}
+
+/// What is done to each position, on the CPU.
+struct OfPosition {
+    factors: Vec<f32>,
+    summands: Vec<f32>,
+    /// Whether factors are applied to numbers that are divided by their length first, and the least length.
+    least_length: Option<f64>,
+    is_plain: bool,
+    silu: bool,
+    is_wide: bool,
+}
+
+impl OfPosition {
+    fn new(reading: &MapReading<'_>, channels: usize) -> Result<OfPosition> {
+        let (factors, summands, least_length) = match reading.norm {
+            ChannelNorm::None => (vec![1.0; channels], vec![0.0; channels], None),
+            ChannelNorm::Affine(affine) => (affine.factors.to_vec1()?, affine.summands.to_vec1()?, None),
+            ChannelNorm::Rms { weight, eps } => {
+                let weight = weight.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+                let root = (channels as f64).sqrt() as f32;
+                let factors = weight.iter().map(|weight| weight * root).collect();
+                (factors, vec![0.0; channels], Some(eps))
+            }
+        };
+        Ok(OfPosition {
+            factors,
+            summands,
+            least_length,
+            is_plain: matches!(reading.norm, ChannelNorm::None) && !reading.silu,
+            silu: reading.silu,
+            is_wide: has_wide_instructions(),
+        })
+    }
+
+    fn read(&self, from: &[f32], to: &mut [f32]) {
+        if self.is_plain {
+            return to.copy_from_slice(from);
+        }
+        let by = match self.least_length {
+            None => 1.0,
+            Some(least) => {
+                let square: f64 = from
+                    .iter()
+                    .map(|&value| f64::from(value) * f64::from(value))
+                    .sum();
+                (1.0 / square.sqrt().max(least)) as f32
+            }
+        };
+        #[cfg(target_arch = "x86_64")]
+        if self.is_wide {
+            // SAFETY: the processor was asked for both.
+            return unsafe { affine_wide(from, by, &self.factors, &self.summands, self.silu, to) };
+        }
+        affine(from, by, &self.factors, &self.summands, self.silu, to);
+    }
+}
+
+fn has_wide_instructions() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+/// The same, compiled for wider registers than every processor has.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn affine_wide(from: &[f32], by: f32, factors: &[f32], summands: &[f32], silu: bool, to: &mut [f32]) {
+    affine(from, by, factors, summands, silu, to);
+}
+
+#[inline(always)]
+fn affine(from: &[f32], by: f32, factors: &[f32], summands: &[f32], silu: bool, to: &mut [f32]) {
+    let weights = factors.iter().zip(summands);
+    let pairs = to.iter_mut().zip(from).zip(weights);
+    if silu {
+        pairs.for_each(|((to, from), (factor, summand))| {
+            let value = from * by * factor + summand;
+            *to = value / (1.0 + exp(-value));
+        });
+    } else {
+        pairs.for_each(|((to, from), (factor, summand))| *to = from * by * factor + summand);
+    }
+}
+
+/// `out += x`, row by row: [`apply_norm`] for layers that add. Both are `[.., c]` of one dtype.
+///
+/// # Errors
+/// When shapes do not fit.
+pub fn add_rows(x: &Tensor, out: &Tensor) -> Result<()> {
+    let channels = x.dim(D::Minus1)?;
+    if x.dims() != out.dims() || x.dtype() != out.dtype() {
+        candle_core::bail!("{:?} added to {:?}", x.dims(), out.dims());
+    }
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return crate::cuda::add_rows(x, None, true, out);
+    }
+    let x = apart_from(x, out)?;
+    with_rows(&x, channels, |x| {
+        write_rows(out, channels, |row, numbers| {
+            for (number, value) in numbers.iter_mut().zip(x.row(row)) {
+                *number += value;
+            }
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+    use crate::testing::{BF16_OPERATION, assert_close, here, random};
+
+    /// One number after the other, in f64.
+    fn naive(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], shape: &[usize]) -> Result<Tensor> {
+        let [frames, height, width, channels] = sides(x)?;
+        let numbers = x.flatten_all()?.to_vec1::<f32>()?;
+        let out = Tensor::zeros(shape, DType::F32, &Device::Cpu)?;
+        let [frames_out, rows, columns, _] = sides(&out)?;
+        let host = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.to_vec1::<f32>();
+        let (factors, summands) = match reading.norm {
+            ChannelNorm::Affine(affine) => (host(&affine.factors)?, host(&affine.summands)?),
+            ChannelNorm::Rms { weight, .. } => (host(weight)?, vec![0.0; channels]),
+            ChannelNorm::None => (vec![1.0; channels], vec![0.0; channels]),
+        };
+        let mut result = Vec::new();
+        for (t, y, x) in (0..frames_out as i64)
+            .flat_map(|t| (0..rows as i64).flat_map(move |y| (0..columns as i64).map(move |x| (t, y, x))))
+        {
+            let by = if reading.twice { 2 } else { 1 };
+            let at = [from[0] + t, from[1] + y, from[2] + x];
+            let ends = [frames as i64, height as i64 * by, width as i64 * by];
+            let outside = at.iter().zip(ends).any(|(&at, end)| at < 0 || at >= end);
+            let [t, y, x] = [0, 1, 2].map(|i| at[i].max(0).min(ends[i] - 1));
+            let begin = ((t * height as i64 + y / by) * width as i64 + x / by) as usize * channels;
+            let position = &numbers[begin..][..channels];
+            let length: f64 = position.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt();
+            for channel in 0..channels {
+                let mut value = f64::from(position[channel]);
+                if let ChannelNorm::Rms { eps, .. } = reading.norm {
+                    value = value / length.max(eps) * (channels as f64).sqrt();
+                }
+                value = value * f64::from(factors[channel]) + f64::from(summands[channel]);
+                if reading.silu {
+                    value /= 1.0 + (-value).exp();
+                }
+                let zero = outside && reading.pad == Pad::Zero;
+                result.push(if zero { 0.0 } else { value as f32 });
+            }
+        }
+        Tensor::from_vec(result, shape, &Device::Cpu)
+    }
+
+    #[test]
+    fn a_part_of_a_map_is_read_as_it_is_defined() -> Result<()> {
+        for channels in [1, 3, 8, 20, 64] {
+            let x = (random(&[2, 5, 7, channels], channels as u64)? * 4.0)?;
+            let (a, b) = (random(&[channels], 2)?, random(&[channels], 3)?);
+            for dtype in [DType::F32, DType::BF16, DType::F16] {
+                let there = |t: &Tensor| here(t).to_dtype(dtype);
+                let affine = Affine {
+                    factors: here(&a),
+                    summands: here(&b),
+                };
+                let weight = there(&a)?;
+                let rms = ChannelNorm::Rms {
+                    weight: &weight,
+                    eps: 1e-12,
+                };
+                let there_x = there(&x)?;
+                let exact = there_x.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+                for norm in [ChannelNorm::None, ChannelNorm::Affine(&affine), rms] {
+                    for (twice, pad, silu) in [
+                        (false, Pad::Zero, true),
+                        (true, Pad::Zero, false),
+                        (false, Pad::Replicate, false),
+                        (true, Pad::Replicate, true),
+                    ] {
+                        let reading = MapReading {
+                            norm,
+                            silu,
+                            twice,
+                            pad,
+                        };
+                        let places = [
+                            ([0, 0, 0], [2, 5, 7]),
+                            ([-2, -1, -1], [5, 8, 9]),
+                            ([1, 3, 2], [1, 1, 4]),
+                            ([0, 1, 0], [1, 9, 15]),
+                        ];
+                        for (from, [frames, rows, columns]) in places {
+                            // A window of a buffer in which nothing may be left of what was there, and nothing beside it
+                            // may change.
+                            let buffer = here(&Tensor::full(
+                                7f32,
+                                (frames, rows + 2, columns + 1, channels),
+                                &Device::Cpu,
+                            )?)
+                            .to_dtype(dtype)?;
+                            let window = buffer.narrow(1, 1, rows)?.narrow(2, 0, columns)?;
+                            apply_norm(&there_x, &reading, from, &window)?;
+                            let expected = naive(&exact, &reading, from, window.dims())?;
+                            let found = window.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+                            // All zeros have no relative distance.
+                            let most = if dtype == DType::F32 { 1e-6 } else { BF16_OPERATION };
+                            assert_close(&(found + 1e-3)?, &(expected + 1e-3)?, most)?;
+                            let sum = |t: &Tensor| {
+                                t.to_dtype(DType::F32)?
+                                    .to_device(&Device::Cpu)?
+                                    .sum_all()?
+                                    .to_scalar::<f32>()
+                            };
+                            let beside = [
+                                buffer.narrow(1, 0, 1)?,
+                                buffer.narrow(1, rows + 1, 1)?,
+                                buffer.narrow(2, columns, 1)?,
+                            ];
+                            for beside in beside {
+                                assert_eq!(sum(&beside.contiguous()?)?, 7.0 * beside.elem_count() as f32);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn rows_are_added_where_they_lie() -> Result<()> {
+        for channels in [5, 16] {
+            let (x, y) = (random(&[3, 4, channels], 1)?, random(&[5, 4, channels], 2)?);
+            let expected = (&x + y.narrow(0, 1, 3)?)?;
+            let there = here(&y);
+            add_rows(&here(&x), &there.narrow(0, 1, 3)?)?;
+            assert_close(&there.narrow(0, 1, 3)?, &expected, 0.0)?;
+            assert_close(&there.narrow(0, 4, 1)?, &y.narrow(0, 4, 1)?, 0.0)?;
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn shapes_that_do_not_fit_are_refused() -> Result<()> {
+        let x = here(&random(&[2, 2, 4], 1)?);
+        for shape in [vec![2, 2, 5], vec![1, 2, 2, 4], vec![2, 4]] {
+            let out = here(&random(&shape, 1)?);
+            assert!(
+                apply_norm(&x, &MapReading::PLAIN, [0; 3], &out).is_err(),
+                "{shape:?}"
+            );
+        }
+        Ok(())
+    }
+}

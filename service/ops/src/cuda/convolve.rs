@@ -1,0 +1,213 @@
+//! [`crate::convolve()`] on a CUDA device: by cuDNN where it has an engine for the shape, else by a product over patches that
+//! are unrolled some at a time.
+
+use candle_core::{CudaDevice, DType, Result, Tensor};
+use cudarc::driver::DeviceRepr;
+use half::{bf16, f16};
+
+use super::apply_norm::add_rows;
+use super::moments::is_wide;
+use super::{Card, UNIT, address_of, kernel_dtype, tensor};
+use crate::convolve::{Filter, Onto, Shape, unrolled_positions};
+use crate::cudnn::{self, ConvolutionAt, ConvolutionShape};
+
+const THREADS: usize = 256;
+
+/// As `convolve.cuh` has it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct TapsArguments {
+    weight: u64,
+    out: u64,
+    numbers: u64,
+    inputs: u32,
+    taps: u32,
+}
+
+// SAFETY: plain data, laid out as C lays it out.
+unsafe impl DeviceRepr for TapsArguments {}
+
+/// As `convolve.cuh` has it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct UnrollArguments {
+    x: u64,
+    out: u64,
+    first: u64,
+    positions: u32,
+    channels: u32,
+    sides: [i32; 3],
+    kernel: [i32; 3],
+    before: [i32; 3],
+    strides: [i32; 3],
+    out_sides: [i32; 3],
+}
+
+// SAFETY: plain data, laid out as C lays it out.
+unsafe impl DeviceRepr for UnrollArguments {}
+
+/// A tensor that work on the device's stream is about to write all of.
+pub(crate) fn unwritten(shape: &[usize], dtype: DType, device: &CudaDevice) -> Result<Tensor> {
+    let count = shape.iter().product();
+    // SAFETY: whoever asks for it writes all of it before it is read, on the same stream.
+    Ok(unsafe {
+        match dtype {
+            DType::F32 => tensor(device.alloc::<f32>(count)?, device, shape),
+            DType::F16 => tensor(device.alloc::<f16>(count)?, device, shape),
+            DType::BF16 => tensor(device.alloc::<bf16>(count)?, device, shape),
+            DType::U8 => tensor(device.alloc::<u8>(count)?, device, shape),
+            other => candle_core::bail!("maps are in f32, f16 or bf16, not {other:?}"),
+        }
+    })
+}
+
+/// `[out, in, taps]` to `[out, taps, in]`.
+pub(crate) fn taps_first(weight: &Tensor) -> Result<Tensor> {
+    let (outputs, inputs, taps) = weight.dims3()?;
+    let device = weight.device().as_cuda_device()?;
+    let held = unwritten(&[outputs, taps, inputs], weight.dtype(), device)?;
+    let arguments = TapsArguments {
+        weight: address_of(weight)?,
+        out: address_of(&held)?,
+        numbers: weight.elem_count() as u64,
+        inputs: inputs as u32,
+        taps: taps as u32,
+    };
+    let name = format!("taps_first_{}", kernel_dtype(weight.dtype())?);
+    let grid = (weight.elem_count().div_ceil(THREADS), 1, 1);
+    // SAFETY: the arguments are laid out as the kernel's, and say where as many numbers are read and written; both tensors
+    // live until this is queued.
+    unsafe { Card::of(device)?.launch(&device.cuda_stream(), name, grid, THREADS, &arguments)? };
+    Ok(held)
+}
+
+/// A convolution whose shapes were checked.
+pub(crate) fn convolve(
+    x: &Tensor,
+    filter: &Filter,
+    bias: Option<&Tensor>,
+    shape: &Shape,
+    out: &Tensor,
+    onto: Onto,
+) -> Result<()> {
+    let device = x.device().as_cuda_device()?;
+    if filter.held.dtype() != x.dtype() {
+        candle_core::bail!(
+            "a map of {:?} and a filter of {:?}",
+            x.dtype(),
+            filter.held.dtype()
+        );
+    }
+    let bias = bias.map(Tensor::contiguous).transpose()?;
+    let bias = bias.as_ref();
+    if shape.is_product() {
+        let rows = x.reshape((shape.positions(), shape.inputs))?;
+        let product = rows.matmul(&filter.held.reshape((shape.outputs, shape.inputs))?.t()?)?;
+        return add_rows(&product, bias, onto == Onto::Itself, out);
+    }
+    if x.dtype() != DType::F32 {
+        match onto {
+            Onto::Nothing => {
+                if by_cudnn(x, filter, bias, shape, out)? {
+                    return Ok(());
+                }
+            }
+            Onto::Itself => {
+                let sum = unwritten(out.dims(), out.dtype(), device)?;
+                if by_cudnn(x, filter, bias, shape, &sum)? {
+                    return add_rows(&sum, None, true, out);
+                }
+            }
+        }
+    }
+    by_patches(x, filter, bias, shape, out, onto)
+}
+
+/// Whether cuDNN did it. All four tensors are contiguous, `out` may be a window. Where it has no engine nothing was written.
+fn by_cudnn(x: &Tensor, filter: &Filter, bias: Option<&Tensor>, shape: &Shape, out: &Tensor) -> Result<bool> {
+    // Spatial axes that are not used stand first.
+    let of = |all: &[usize; 3]| all[3 - shape.axes..].to_vec();
+    let wanted = ConvolutionShape {
+        batch: shape.batch,
+        spatial: of(&shape.sides),
+        channels_in: shape.inputs,
+        channels_out: shape.outputs,
+        filter: of(&shape.kernel),
+        before: of(&shape.steps.before),
+        after: of(&shape.steps.after),
+        strides: of(&shape.steps.strides),
+        dilations: vec![1; shape.axes],
+        dtype: x.dtype(),
+        has_bias: bias.is_some(),
+    };
+    let at = ConvolutionAt {
+        x: address_of(x)?,
+        filter: address_of(&filter.held)?,
+        bias: bias.map(address_of).transpose()?,
+        out: address_of(out)?,
+    };
+    let device = x.device().as_cuda_device()?;
+    let card = Card::of(device)?;
+    let done = card
+        .cudnn
+        .with(device, |cudnn| cudnn::convolve(cudnn, &wanted, &at))?;
+    Ok(done == Some(true))
+}
+
+/// Patches of some positions at a time are unrolled into rows, and one product does them all.
+fn by_patches(
+    x: &Tensor,
+    filter: &Filter,
+    bias: Option<&Tensor>,
+    shape: &Shape,
+    out: &Tensor,
+    onto: Onto,
+) -> Result<()> {
+    let device = x.device().as_cuda_device()?;
+    let (card, stream) = (Card::of(device)?, device.cuda_stream());
+    let number = x.dtype().size_in_bytes();
+    let patch = shape.taps() * shape.inputs;
+    let weight = filter.held.reshape((shape.outputs, patch))?.t()?;
+    let rows_out = out.reshape((shape.positions(), shape.outputs))?;
+    let at_a_time = unrolled_positions(x.elem_count() * number, patch * number).min(shape.positions());
+    let all = unwritten(&[at_a_time, patch], x.dtype(), device)?;
+    let wide = is_wide(address_of(x)?, &[], shape.inputs, x.dtype());
+    let name = format!(
+        "unroll_{}{}",
+        if wide { "wide_" } else { "" },
+        kernel_dtype(x.dtype())?
+    );
+    let small = |sides: [usize; 3]| sides.map(|side| side as i32);
+    if shape.sides.iter().chain(&shape.out).any(|side| *side > 1 << 30) {
+        candle_core::bail!("a map of {:?}", x.dims());
+    }
+    for first in (0..shape.positions()).step_by(at_a_time) {
+        let positions = at_a_time.min(shape.positions() - first);
+        let patches = all.narrow(0, 0, positions)?;
+        let arguments = UnrollArguments {
+            x: address_of(x)?,
+            out: address_of(&patches)?,
+            first: first as u64,
+            positions: positions as u32,
+            channels: shape.inputs as u32,
+            sides: small(shape.sides),
+            kernel: small(shape.kernel),
+            before: small(shape.steps.before),
+            strides: small(shape.steps.strides),
+            out_sides: small(shape.out),
+        };
+        let units = positions * shape.taps() * shape.inputs.div_ceil(UNIT);
+        let grid = (units.div_ceil(THREADS), 1, 1);
+        // SAFETY: the arguments are laid out as the kernel's. What is read is bounded by the map's sides, and a patch of
+        // every position is written; both tensors live until this is queued.
+        unsafe { card.launch(&stream, name.clone(), grid, THREADS, &arguments)? };
+        let product = patches.matmul(&weight)?;
+        add_rows(
+            &product,
+            bias,
+            onto == Onto::Itself,
+            &rows_out.narrow(0, first, positions)?,
+        )?;
+    }
+    Ok(())
+}
