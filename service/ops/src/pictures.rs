@@ -74,11 +74,11 @@ pub fn map_to_planes(map: &Tensor) -> Result<(Tensor, bool)> {
     Ok((planes, is_finite))
 }
 
-/// A number less itself is zero, unless it is not finite.
+/// A number times zero is zero, unless it is not finite.
 fn all_finite(numbers: &[f32]) -> bool {
     numbers
         .chunks(4096)
-        .all(|part| part.iter().map(|number| number - number).sum::<f32>() == 0.0)
+        .all(|part| part.iter().map(|number| number * 0.0).sum::<f32>() == 0.0)
 }
 
 /// A map `[h, w, c]` of -1 to 1 to bytes in that order (`VaeImageProcessor.postprocess`), and whether all of its numbers

@@ -465,8 +465,8 @@ fn predicted_scratch_is_what_a_decode_needs() {
     for (config, h, w) in [(small_config(), 16, 12), (wide, 24, 24), (shallow, 32, 32)] {
         let decoder = VaeDecoder::new(&config, &ComponentTensors::new(made_up(&config))).expect("a decoder");
         let latent = latent(h, w);
-        drop(decode_there(&decoder, &latent, Chunking::Whole)); // threads and their buffers
         for (chunking, rung) in ladder(&config, h, w, DType::F32) {
+            drop(decode_there(&decoder, &latent, chunking)); // threads, and what they keep for products
             let (measured, picture) = peak_of(|| decode_there(&decoder, &latent, chunking));
             drop(picture);
             let ratio = rung.scratch.0 as f64 / measured as f64;
@@ -474,7 +474,7 @@ fn predicted_scratch_is_what_a_decode_needs() {
                 "{:?} {h}x{w} {}: predicted {} measured {measured} ({ratio:.2})",
                 config.block_out_channels, rung.label, rung.scratch.0
             );
-            assert!((0.8..1.25).contains(&ratio), "{chunking:?}");
+            assert!((0.9..1.15).contains(&ratio), "{chunking:?}");
             assert_eq!(rung.scratch, decode_scratch(&config, h, w, chunking, DType::F32));
         }
     }
@@ -486,8 +486,8 @@ fn predicted_scratch_is_what_an_encode_needs() {
     let encoder = VaeEncoder::new(&config(), &ComponentTensors::new(weights())).expect("an encoder");
     let picture = noise(&[1, 3, 256, 192], 0.5);
     let (own, _) = peak_of(|| picture.copy().expect("a copy"));
-    drop(encoder.encode(&picture, Chunking::Whole, &|| false));
     for (chunking, rung) in encode_ladder(&config(), 32, 24, DType::F32) {
+        drop(encoder.encode(&picture, chunking, &|| false)); // threads, and what they keep for products
         let (measured, moments) = peak_of(|| encoder.encode(&picture, chunking, &|| false));
         drop(moments);
         let ratio = rung.scratch.0 as f64 / (measured + own) as f64;
@@ -497,7 +497,7 @@ fn predicted_scratch_is_what_an_encode_needs() {
             rung.scratch.0,
             measured + own
         );
-        assert!((0.8..1.25).contains(&ratio), "{chunking:?}");
+        assert!((0.9..1.15).contains(&ratio), "{chunking:?}");
     }
 }
 

@@ -42,7 +42,7 @@ impl Pass<'_> {
     fn run(self, device: &CudaDevice) -> Result<()> {
         let numbers = self.out.elem_count();
         let fits = self.x.elem_count() == numbers && self.x.is_contiguous() && self.out.is_contiguous();
-        if !fits || self.channels == 0 || numbers % self.channels != 0 {
+        if !fits || self.channels == 0 || !numbers.is_multiple_of(self.channels) {
             candle_core::bail!(
                 "{} from {:?} to {:?}",
                 self.kernel,
