@@ -1,11 +1,10 @@
 //! Activations, number by number.
 
 use candle_core::cpu::erf::erf_f32;
-use candle_core::{D, DType, Result, Tensor};
+use candle_core::{D, Result, Tensor};
 
 use crate::loops::{gelu_tanh_in_place, quick_gelu_in_place, silu_in_place};
 use crate::place::write_rows;
-use crate::rows::{in_parts_of_rows, map_numbers, on_cpu};
 
 /// An activation. Their order is that of `elementwise.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,76 +51,15 @@ fn gelu_in_place(numbers: &mut [f32]) {
     numbers.iter_mut().for_each(|v| *v = one(*v));
 }
 
-/// One of candle's activations in f32, rounded once. Most of its kernels for narrow dtypes round every step: GELU's
-/// `1 + tanh` then has nothing left below -2.
-fn in_f32(x: &Tensor, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
-    in_parts_of_rows(x, |part| f(&part.to_dtype(DType::F32)?)?.to_dtype(part.dtype()))
-}
-
-/// `x * sigmoid(x)`: `torch.nn.SiLU`.
-///
-/// # Errors
-/// Those of candle.
-pub fn silu(x: &Tensor) -> Result<Tensor> {
-    if on_cpu(x) {
-        map_numbers(x, silu_in_place)
-    } else {
-        in_f32(x, Tensor::silu)
-    }
-}
-
-/// `torch.nn.GELU(approximate="tanh")`.
-///
-/// # Errors
-/// Those of candle.
-pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
-    if on_cpu(x) {
-        map_numbers(x, gelu_tanh_in_place)
-    } else {
-        in_f32(x, Tensor::gelu)
-    }
-}
-
-/// `torch.nn.GELU()`, by the error function.
-///
-/// # Errors
-/// Those of candle.
-pub fn gelu(x: &Tensor) -> Result<Tensor> {
-    if on_cpu(x) {
-        map_numbers(x, gelu_in_place)
-    } else {
-        in_f32(x, Tensor::gelu_erf)
-    }
-}
-
-/// `x * sigmoid(1.702 x)`: transformers' `quick_gelu`, which CLIP uses.
-///
-/// # Errors
-/// Those of candle.
-pub fn quick_gelu(x: &Tensor) -> Result<Tensor> {
-    if on_cpu(x) {
-        map_numbers(x, quick_gelu_in_place)
-    } else {
-        in_f32(x, composed_quick_gelu)
-    }
-}
-
-fn composed_quick_gelu(x: &Tensor) -> Result<Tensor> {
-    x / ((x * -1.702)?.exp()? + 1.0)?
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{BF16_OPERATION, assert_close, assert_defined, here, random};
+    use candle_core::DType;
 
-    #[test]
-    fn activations_equal_their_definitions() -> Result<()> {
-        let x = (random(&[3, 50, 40], 1)? * 3.0)?;
-        assert_defined(&[&x], |x| silu(&x[0]), &x.silu()?, 1e-6)?;
-        assert_defined(&[&x], |x| gelu_tanh(&x[0]), &x.gelu()?, 1e-6)?;
-        assert_defined(&[&x], |x| gelu(&x[0]), &x.gelu_erf()?, 1e-6)?;
-        assert_defined(&[&x], |x| quick_gelu(&x[0]), &composed_quick_gelu(&x)?, 1e-6)
+    use crate::testing::{BF16_OPERATION, assert_close, here, random};
+
+    fn composed_quick_gelu(x: &Tensor) -> Result<Tensor> {
+        x / ((x * -1.702)?.exp()? + 1.0)?
     }
 
     #[test]

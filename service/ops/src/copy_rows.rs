@@ -2,21 +2,21 @@
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
-use crate::place::{apart_from, with_rows, write_rows};
+use crate::place::{apart_from, widest_row, with_rows, write_rows};
 
-/// The numbers of `x` to where `out` lies, in the dtype of `out`: f32, f16 or bf16 each. Both are rows along the last axis,
-/// as many and as long, and may be windows of larger tensors; not overlapping ones of the same.
+/// The numbers of `x` to where `out` lies, in the dtype of `out`: f32, f16 or bf16 each. Both are rows along the last axis
+/// or the last axes, as many and as long, and may be windows of larger tensors; not overlapping ones of the same.
 ///
 /// # Errors
 /// When shapes do not fit.
 pub fn copy_rows(x: &Tensor, out: &Tensor) -> Result<()> {
-    let width = out.dim(D::Minus1)?;
-    if x.elem_count() != out.elem_count() || x.dim(D::Minus1)? != width {
+    if x.elem_count() != out.elem_count() || x.dim(D::Minus1)? != out.dim(D::Minus1)? {
         candle_core::bail!("rows of {:?} to {:?}", x.dims(), out.dims());
     }
+    let width = widest_row(x, out);
     #[cfg(feature = "cuda")]
     if out.device().is_cuda() {
-        return crate::cuda::copy_rows(x, None, out);
+        return crate::cuda::copy_rows(x, None, out, width);
     }
     if out.elem_count() == 0 {
         return Ok(());
@@ -38,7 +38,7 @@ pub fn embed(table: &Tensor, ids: &Tensor, out: &Tensor) -> Result<()> {
     }
     #[cfg(feature = "cuda")]
     if out.device().is_cuda() {
-        return crate::cuda::copy_rows(table, Some(ids), out);
+        return crate::cuda::copy_rows(table, Some(ids), out, width);
     }
     let ids = ids.to_device(&Device::Cpu)?.to_vec1::<u32>()?;
     for (row, &id) in ids.iter().enumerate() {

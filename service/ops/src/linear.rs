@@ -196,7 +196,11 @@ fn on_cpu(x: &Tensor, weight: &Weight, bias: Option<&Tensor>, then: Epilogue, ou
 pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Result<Tensor> {
     let mut shape = x.dims().to_vec();
     let (Some(inputs), &[outputs, _]) = (shape.pop(), weight.dims()) else {
-        candle_core::bail!("a linear layer of {:?} with weight {:?}", x.dims(), weight.dims());
+        candle_core::bail!(
+            "a linear layer with weight {:?} over {:?}",
+            weight.dims(),
+            x.dims()
+        );
     };
     if weight.dims()[1] != inputs {
         candle_core::bail!(
@@ -360,7 +364,10 @@ mod tests {
                     let host = all.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
                     let found = host.narrow(1, 2, tokens)?.narrow(2, 16, outputs)?.contiguous()?;
                     assert_close(&found.flatten_to(1)?, &expected, tolerance)?;
-                    let rest = (host.sum_all()?.to_scalar::<f32>()?, found.sum_all()?.to_scalar::<f32>()?);
+                    let rest = (
+                        host.sum_all()?.to_scalar::<f32>()?,
+                        found.sum_all()?.to_scalar::<f32>()?,
+                    );
                     let sevens = 7.0 * (host.elem_count() - found.elem_count()) as f32;
                     assert!((rest.0 - rest.1 - sevens).abs() < 1e-2 * sevens, "{rest:?}");
                 }
@@ -381,7 +388,13 @@ mod tests {
             let (weights_, biases_) = (here(&weights).to_dtype(dtype)?, here(&biases).to_dtype(dtype)?);
             let joint = Tensor::zeros((1, 9, 192), dtype, device)?;
             let held = (0..3)
-                .map(|i| Ok((Weight::Full(weights_.get(i)?), biases_.get(i)?, joint.narrow(2, 64 * i, 64)?)))
+                .map(|i| {
+                    Ok((
+                        Weight::Full(weights_.get(i)?),
+                        biases_.get(i)?,
+                        joint.narrow(2, 64 * i, 64)?,
+                    ))
+                })
                 .collect::<Result<Vec<_>>>()?;
             let mut layers: Vec<LayerTo<'_>> = held
                 .iter()
@@ -395,7 +408,10 @@ mod tests {
                 linears_into(&x_, &layers, Epilogue::None, &scratch)?;
                 for i in 0..3 {
                     let expected = defined(&x.get(0)?, &weights.get(i)?, Some(&biases.get(i)?))?;
-                    let host = joint.to_device(&Device::Cpu)?.narrow(2, 64 * i, 64)?.contiguous()?;
+                    let host = joint
+                        .to_device(&Device::Cpu)?
+                        .narrow(2, 64 * i, 64)?
+                        .contiguous()?;
                     assert_close(&host.get(0)?, &expected, BF16_OPERATION)?;
                 }
                 // The other way round the distances are negative.

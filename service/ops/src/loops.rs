@@ -69,14 +69,6 @@ fn accumulate(row: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     partial[0]
 }
 
-/// Mean and reciprocal standard deviation of a row, in two passes.
-#[inline(always)]
-fn statistics(row: &[f32], eps: f32) -> (f32, f32) {
-    let mean = accumulate(row, |v| v) / row.len() as f32;
-    let variance = accumulate(row, |v| (v - mean) * (v - mean)) / row.len() as f32;
-    (mean, 1.0 / (variance + eps).sqrt())
-}
-
 vectorised! {
     /// A row less its mean, if it is `centred`, by the root of its mean square.
     pub(crate) fn normalised_row(row: &[f32], centred: bool, eps: f32, out: &mut [f32]) {
@@ -108,72 +100,12 @@ vectorised! {
 }
 
 vectorised! {
-    /// Layer norm of a row: `(row - mean) / deviation * weight + bias`.
-    pub(crate) fn layer_norm_row(row: &[f32], weight: &[f32], bias: &[f32], eps: f32, out: &mut [f32]) {
-        let (mean, factor) = statistics(row, eps);
-        for (((o, &v), &w), &b) in out.iter_mut().zip(row).zip(weight).zip(bias) {
-            *o = (v - mean) * factor * w + b;
-        }
-    }
-}
-
-vectorised! {
-    /// Layer norm of a row, then `* (1 + scale) + shift`.
-    pub(crate) fn modulated_row(row: &[f32], scale: &[f32], shift: &[f32], eps: f32, out: &mut [f32]) {
-        let (mean, factor) = statistics(row, eps);
-        for (((o, &v), &scale), &shift) in out.iter_mut().zip(row).zip(scale).zip(shift) {
-            *o = (v - mean) * factor * (1.0 + scale) + shift;
-        }
-    }
-}
-
-vectorised! {
-    /// Root-mean-square norm of a row.
-    pub(crate) fn rms_norm_row(row: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
-        let mean_square = accumulate(row, |v| v * v) / row.len() as f32;
-        let factor = 1.0 / (mean_square + eps).sqrt();
-        for ((o, &v), &w) in out.iter_mut().zip(row).zip(weight) {
-            *o = v * factor * w;
-        }
-    }
-}
-
-vectorised! {
     /// Root-mean-square norm of a row in its place.
     pub(crate) fn rms_norm_in_place(row: &mut [f32], weight: &[f32], eps: f32) {
         let mean_square = accumulate(row, |v| v * v) / row.len() as f32;
         let factor = 1.0 / (mean_square + eps).sqrt();
         for (v, &w) in row.iter_mut().zip(weight) {
             *v = *v * factor * w;
-        }
-    }
-}
-
-vectorised! {
-    /// Softmax of a row.
-    pub(crate) fn softmax_row(row: &[f32], out: &mut [f32]) {
-        let mut lanes = [f32::NEG_INFINITY; LANES];
-        for part in row.chunks(LANES) {
-            for (lane, &v) in lanes.iter_mut().zip(part) {
-                *lane = if v > *lane { v } else { *lane };
-            }
-        }
-        let highest = lanes.into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a });
-        for (o, &v) in out.iter_mut().zip(row) {
-            *o = exp(v - highest);
-        }
-        let factor = 1.0 / accumulate(out, |v| v);
-        for o in out {
-            *o *= factor;
-        }
-    }
-}
-
-vectorised! {
-    /// `x + gate * y`.
-    pub(crate) fn gated_row(x: &[f32], y: &[f32], gate: &[f32], out: &mut [f32]) {
-        for (((o, &x), &y), &gate) in out.iter_mut().zip(x).zip(y).zip(gate) {
-            *o = x + gate * y;
         }
     }
 }
@@ -192,18 +124,6 @@ vectorised! {
     pub(crate) fn add_in_place(row: &mut [f32], bias: &[f32]) {
         for (v, &b) in row.iter_mut().zip(bias) {
             *v += b;
-        }
-    }
-}
-
-vectorised! {
-    /// Rotates neighbouring pairs: `(a, b)` becomes `(a cos - b sin, b cos + a sin)`, one angle a pair.
-    pub(crate) fn rotated_row(row: &[f32], cos: &[f32], sin: &[f32], out: &mut [f32]) {
-        let angles = cos.iter().zip(sin);
-        for ((out, pair), (&cos, &sin)) in out.chunks_exact_mut(2).zip(row.chunks_exact(2)).zip(angles) {
-            let (a, b) = (pair[0], pair[1]);
-            out[0] = a * cos - b * sin;
-            out[1] = b * cos + a * sin;
         }
     }
 }
@@ -248,16 +168,6 @@ vectorised! {
     }
 }
 
-vectorised! {
-    /// SiLU of `row * factor + summand`, number by number: a group norm and its activation, channels last.
-    pub(crate) fn silu_of_affine(row: &[f32], factors: &[f32], summands: &[f32], out: &mut [f32]) {
-        for (((o, &v), &factor), &summand) in out.iter_mut().zip(row).zip(factors).zip(summands) {
-            let v = v * factor + summand;
-            *o = v / (1.0 + exp(-v));
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -276,27 +186,52 @@ mod tests {
     }
 
     #[test]
-    fn loops_in_place_are_those_between_rows() {
+    fn loops_are_what_they_say_whatever_the_length() {
         for length in [2, 30, 32, 66] {
             let (row, weight, more) = (numbers(length), numbers(length + 3), numbers(length + 9));
             let (weight, more) = (&weight[3..], &more[9..]);
-            let mut out = vec![f32::NAN; length];
-            let check = |out: &[f32], f: &dyn Fn(&mut [f32])| {
+            let check = |f: &dyn Fn(&mut [f32]), expected: &dyn Fn(usize) -> f32| {
                 let mut place = row.clone();
                 f(&mut place);
-                assert_eq!(place, out);
+                for (i, found) in place.iter().enumerate() {
+                    assert!((found - expected(i)).abs() < 1e-4, "{found} at {i} of {length}");
+                }
             };
-            rms_norm_row(&row, weight, 1e-6, &mut out);
-            check(&out, &|place| rms_norm_in_place(place, weight, 1e-6));
-            gated_row(&row, weight, more, &mut out);
-            check(&out, &|place| gated_in_place(place, weight, more));
-            let half = length / 2;
-            rotated_row(&row, &weight[..half], &more[..half], &mut out);
-            check(&out, &|place| {
-                rotate_in_place(place, &weight[..half], &more[..half])
+            let square = row.iter().map(|v| v * v).sum::<f32>() / length as f32;
+            check(&|place| rms_norm_in_place(place, weight, 1e-6), &|i| {
+                row[i] / (square + 1e-6).sqrt() * weight[i]
             });
-            silu_of_affine(&row, &vec![1.0; length], &vec![0.0; length], &mut out);
-            check(&out, &|place| silu_in_place(place));
+            check(&|place| gated_in_place(place, weight, more), &|i| {
+                row[i] + weight[i] * more[i]
+            });
+            check(&|place| multiply_in_place(place, weight), &|i| row[i] * weight[i]);
+            check(&|place| modulate_in_place(place, weight), &|i| {
+                row[i] * (1.0 + weight[i])
+            });
+            let half = length / 2;
+            check(
+                &|place| rotate_in_place(place, &weight[..half], &more[..half]),
+                &|i| {
+                    let (pair, (a, b)) = (i / 2, (row[i / 2 * 2], row[i / 2 * 2 + 1]));
+                    match i % 2 {
+                        0 => a * weight[pair] - b * more[pair],
+                        _ => b * weight[pair] + a * more[pair],
+                    }
+                },
+            );
+            let mut normalised = vec![f32::NAN; length];
+            for centred in [true, false] {
+                normalised_row(&row, centred, 1e-6, &mut normalised);
+                let mean = if centred {
+                    row.iter().sum::<f32>() / length as f32
+                } else {
+                    0.0
+                };
+                let variance = row.iter().map(|v| (v - mean) * (v - mean)).sum::<f32>() / length as f32;
+                for (found, v) in normalised.iter().zip(&row) {
+                    assert!((found - (v - mean) / (variance + 1e-6).sqrt()).abs() < 1e-4);
+                }
+            }
         }
     }
 

@@ -4,10 +4,8 @@
 use candle_core::DType;
 use candle_core::{D, Result, Tensor};
 
+use crate::loops::{add_in_place, gated_in_place, modulate_in_place, multiply_in_place, normalised_row};
 use crate::place::{RowsOf, apart_from, with_rows, write_rows};
-use crate::loops::{
-    add_in_place, gated_in_place, modulate_in_place, multiply_in_place, normalised_row,
-};
 
 /// How a row is normalised, in f32.
 #[derive(Clone, Copy, Debug)]

@@ -93,6 +93,24 @@ impl Rows {
     }
 }
 
+/// Numbers that lie next to each other in both tensors: of the last axis, and of those before it for as long as both have
+/// them without gaps and of one size.
+pub(crate) fn widest_row(x: &Tensor, y: &Tensor) -> usize {
+    let axes = |x: &Tensor| -> Vec<(usize, usize)> {
+        let layout = x.layout();
+        let axes = layout.dims().iter().copied().zip(layout.stride().iter().copied());
+        axes.rev().collect()
+    };
+    let mut width = 1;
+    for ((dim, stride), (other, other_stride)) in axes(x).into_iter().zip(axes(y)) {
+        if dim != other || dim > 1 && (stride != width || other_stride != width) {
+            break;
+        }
+        width *= dim;
+    }
+    width
+}
+
 /// Rows of f32 on the CPU, to be read.
 pub(crate) struct RowsOf<'a> {
     numbers: &'a [f32],
@@ -243,6 +261,19 @@ mod tests {
         );
         assert!(lying(&joint.transpose(1, 2)?, 28).is_err());
         assert!(lying(&joint, 7).is_err());
+        Ok(())
+    }
+
+    #[test]
+    fn a_row_is_what_lies_without_gaps_in_both() -> Result<()> {
+        let joint = Tensor::zeros((2, 7, 12, 4), DType::F32, &Device::Cpu)?;
+        let heads = joint.narrow(2, 3, 2)?;
+        assert_eq!(widest_row(&heads, &heads.contiguous()?), 8);
+        assert_eq!(widest_row(&joint, &joint.copy()?), 2 * 7 * 12 * 4);
+        assert_eq!(
+            widest_row(&joint.narrow(1, 0, 3)?, &joint.narrow(1, 3, 3)?),
+            3 * 48
+        );
         Ok(())
     }
 

@@ -129,11 +129,7 @@ fn on_cpu(
     let rotate = |cos: Option<(&[f32], &[f32])>, numbers: &mut [f32]| {
         if let Some((weight, eps, group)) = norm {
             for numbers in numbers.chunks_exact_mut(*group) {
-                let factor = 1.0 / (accumulate(numbers, |v| v * v) / *group as f32 + eps).sqrt();
-                numbers
-                    .iter_mut()
-                    .zip(weight)
-                    .for_each(|(n, w)| *n = *n * factor * w);
+                rms_norm_in_place(numbers, weight, *eps);
             }
         }
         let Some((cos, sin)) = cos else {

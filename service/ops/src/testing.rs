@@ -105,19 +105,3 @@ pub(crate) fn assert_close(found: &Tensor, expected: &Tensor, tolerance: f64) ->
     assert!(relative <= tolerance, "relative distance {relative:e}");
     Ok(())
 }
-
-/// Asserts that an operation gives on the device of the tests, in f32 and in bf16, what `expected` is: its definition,
-/// computed from the same inputs on the CPU in f32.
-pub(crate) fn assert_defined(
-    inputs: &[&Tensor],
-    operation: impl Fn(&[Tensor]) -> Result<Tensor>,
-    expected: &Tensor,
-    tolerance: f64,
-) -> Result<()> {
-    let exact: Vec<Tensor> = inputs.iter().map(|input| here(input)).collect();
-    assert_close(&operation(&exact)?, expected, tolerance)?;
-    let narrow = exact.iter().map(|input| input.to_dtype(DType::BF16));
-    let found = operation(&narrow.collect::<Result<Vec<_>>>()?)?;
-    assert_eq!(found.dtype(), DType::BF16);
-    assert_close(&found, expected, BF16_OPERATION)
-}

@@ -81,7 +81,11 @@ fn main() {
         "nf4-double" => Some(WeightFormat::Nf4Double),
         other => panic!("there is no format {other}"),
     };
-    let (steps, side, text) = (number("--steps", 6), number("--side", 1024), number("--text", 512));
+    let (steps, side, text) = (
+        number("--steps", 6),
+        number("--side", 1024),
+        number("--text", 512),
+    );
     let (batch, rows) = (number("--batch", 1), side / 16);
     let config = TransformerConfig {
         guidance_embeds: true,
@@ -103,7 +107,9 @@ fn main() {
         Tensor::from_slice(&block.numbers[..count], shape, &device).expect("numbers")
     };
     let sequence = random((batch, text, config.joint_attention_dim));
-    let pooled = random((1, 1, config.pooled_projection_dim)).squeeze(0).expect("a row");
+    let pooled = random((1, 1, config.pooled_projection_dim))
+        .squeeze(0)
+        .expect("a row");
     let prompted = Prompted {
         sequence: &sequence,
         pooled: &pooled,

@@ -74,8 +74,8 @@ fn a_step_takes_what_was_predicted() {
                 .expect("conditioning");
             let latent =
                 Tensor::zeros((1, rows * columns, config.in_channels), DType::F32, device).expect("a latent");
-            let seen =
-                Tensor::zeros((1, rows * columns, config.in_channels), DType::BF16, device).expect("a latent");
+            let seen = Tensor::zeros((1, rows * columns, config.in_channels), DType::BF16, device)
+                .expect("a latent");
             let finite = ops::Finite::new(device).expect("a flag");
             let workplace = transformer
                 .workplace(1, text, rows * columns, (DType::BF16, device))

@@ -619,7 +619,10 @@ fn give_workspace(device: &CudaDevice, pool: &Pool, stream: &CudaStream) -> Resu
     set.result()
         .map_err(|e| GpuError::Lost(format!("cuBLAS takes no workspace: {e:?}")))?;
     let mut workspaces = WORKSPACES.lock().unwrap_or_else(PoisonError::into_inner);
-    workspaces.insert(stream.context().cu_ctx() as usize, (workspace, CUBLAS_WORKSPACE.0 as usize));
+    workspaces.insert(
+        stream.context().cu_ctx() as usize,
+        (workspace, CUBLAS_WORKSPACE.0 as usize),
+    );
     Ok(())
 }
 

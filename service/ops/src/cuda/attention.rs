@@ -9,8 +9,8 @@ use cudarc::driver::{DevicePtr as _, DeviceRepr};
 
 use super::{Card, address_of, kernel_dtype};
 use crate::Mask;
-use crate::cudnn::{self, AttentionAt, AttentionShape, MaskShape};
 use crate::attention_workspace::{queries_at_a_time, row_of_scores};
+use crate::cudnn::{self, AttentionAt, AttentionShape, MaskShape};
 
 /// Threads of a block (`softmax.cuh`).
 const THREADS: usize = 256;
@@ -33,14 +33,7 @@ pub(crate) fn attention(
 }
 
 /// Whether cuDNN did it.
-fn by_cudnn(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    scale: f64,
-    mask: Mask<'_>,
-    out: &Tensor,
-) -> Result<bool> {
+fn by_cudnn(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>, out: &Tensor) -> Result<bool> {
     let dtype = q.dtype();
     let is_alike = [k, v, out].iter().all(|x| x.dtype() == dtype);
     let is_narrow = matches!(dtype, DType::BF16 | DType::F16);

@@ -4,15 +4,15 @@
 
 mod apply_norm;
 mod attention;
+mod convolve;
+mod elementwise;
 mod euler;
 mod linear;
+mod moments;
 mod norm;
+mod pictures;
 mod product;
 mod rope;
-mod elementwise;
-mod convolve;
-mod moments;
-mod pictures;
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
@@ -30,16 +30,16 @@ use half::{bf16, f16};
 
 use crate::cudnn::OfCard;
 
+pub(crate) use apply_norm::{add_rows, apply_norm};
 pub(crate) use attention::attention;
+pub(crate) use convolve::{convolve, taps_first, unwritten};
+pub(crate) use elementwise::{all_finite, copy_rows, glu, relative_bias};
 pub(crate) use euler::euler;
 pub(crate) use linear::{linear_as_one, linear_into, multiplies_fp8};
-pub(crate) use norm::norm;
-pub(crate) use rope::qk_norm_rope;
-pub(crate) use elementwise::{all_finite, copy_rows, glu, relative_bias};
-pub(crate) use apply_norm::{add_rows, apply_norm};
-pub(crate) use convolve::{convolve, taps_first, unwritten};
 pub(crate) use moments::group_moments;
+pub(crate) use norm::norm;
 pub(crate) use pictures::{blend, bytes_to_map, map_to_bytes, map_to_planes, planes_to_map};
+pub(crate) use rope::qk_norm_rope;
 
 /// Machine code of `kernels.cu`. Empty where only types are checked.
 static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));

@@ -350,6 +350,6 @@ pub fn denoise_scratch(
 }
 
 /// Bytes of the codes of rows where layers multiply fp8.
-pub fn codes_bytes(config: &TransformerConfig, text: usize, picture: usize) -> u64 {
+pub(super) fn codes_bytes(config: &TransformerConfig, text: usize, picture: usize) -> u64 {
     ((text + picture) * (config.width() + size_of::<f32>())) as u64
 }

@@ -299,11 +299,12 @@ impl Account {
         self.resnet(map, map.channels);
         if with_attention {
             let cells = map.height * map.width;
-            let number = self.dtype.size_in_bytes();
             let one = self.map(map);
-            // Keys are transposed for the CPU's products.
-            let transposed = if self.on_card() { 0 } else { one };
-            let attention = ops::attention_scratch(1, cells, cells, map.channels, number) + transposed;
+            // Where cuDNN does not do it; the CPU holds a block of scores a thread.
+            let attention = match self.on_card() {
+                true => ops::attention_workspace(1, cells, cells),
+                false => 0,
+            };
             // The map, what was normalised of it, and three projections; then a product.
             self.note(5 * one + attention.max(one));
         }
