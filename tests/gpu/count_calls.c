@@ -3,6 +3,7 @@
 //   gcc -shared -fPIC -o count_calls.so count_calls.c -I$CUDA/include -I$CUDA/extras/CUPTI/include -L$CUDA/extras/CUPTI/lib64 -lcupti
 //   CUDA_INJECTION64_PATH=$PWD/count_calls.so COUNT_CALLS=calls.txt program
 //
+// With COUNT_KERNELS=kernels.txt it writes besides how often each kernel ran and for how many microseconds, most first.
 // The file gets one line at the end of the program. `tests/gpu/count` compares the lines of runs of different lengths.
 #include <cupti.h>
 #include <stdatomic.h>
@@ -47,11 +48,63 @@ static void write_line(void) {
     if (path) fclose(file);
 }
 
+// Kernels by name, with their number and nanoseconds.
+enum { MOST_KERNELS = 4096, NAME = 160 };
+static struct {
+    char name[NAME];
+    long count, nanoseconds;
+} kernels[MOST_KERNELS];
+static int kernel_count;
+
+static void CUPTIAPI asked_for_buffer(uint8_t **buffer, size_t *size, size_t *most) {
+    *size = 8 << 20;
+    *buffer = aligned_alloc(8, *size);
+    *most = 0;
+}
+
+static void CUPTIAPI buffer_full(CUcontext context, uint32_t stream, uint8_t *buffer, size_t size, size_t valid) {
+    CUpti_Activity *record = NULL;
+    (void)context, (void)stream, (void)size;
+    while (cuptiActivityGetNextRecord(buffer, valid, &record) == CUPTI_SUCCESS) {
+        // Name and times are where they are in every version of the record.
+        const CUpti_ActivityKernel9 *kernel = (const CUpti_ActivityKernel9 *)record;
+        if (record->kind != CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL || !kernel->name) continue;
+        int i = 0;
+        while (i < kernel_count && strncmp(kernels[i].name, kernel->name, NAME - 1) != 0) i++;
+        if (i == MOST_KERNELS) continue;
+        if (i == kernel_count) strncpy(kernels[kernel_count++].name, kernel->name, NAME - 1);
+        kernels[i].count++;
+        kernels[i].nanoseconds += (long)(kernel->end - kernel->start);
+    }
+    free(buffer);
+}
+
+static int longer(const void *a, const void *b) {
+    const long left = *(const long *)((const char *)a + NAME + sizeof(long)), right = *(const long *)((const char *)b + NAME + sizeof(long));
+    return (left < right) - (left > right);
+}
+
+static void write_kernels(void) {
+    FILE *file = fopen(getenv("COUNT_KERNELS"), "w");
+    cuptiActivityFlushAll(1);
+    if (!file) return;
+    qsort(kernels, (size_t)kernel_count, sizeof *kernels, longer);
+    for (int i = 0; i < kernel_count; i++) {
+        fprintf(file, "%10.0f us %7ld x %s\n", (double)kernels[i].nanoseconds / 1e3, kernels[i].count, kernels[i].name);
+    }
+    fclose(file);
+}
+
 // CUDA calls it when it starts.
 int InitializeInjection(void) {
     CUpti_SubscriberHandle subscriber;
     if (cuptiSubscribe(&subscriber, called, NULL) != CUPTI_SUCCESS) return 0;
     if (cuptiEnableDomain(1, subscriber, CUPTI_CB_DOMAIN_DRIVER_API) != CUPTI_SUCCESS) return 0;
+    if (getenv("COUNT_KERNELS")) {
+        cuptiActivityRegisterCallbacks(asked_for_buffer, buffer_full);
+        cuptiActivityEnable(CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL);
+        atexit(write_kernels);
+    }
     atexit(write_line);
     return 1;
 }

@@ -104,14 +104,4 @@ mod tests {
         }
         Ok(())
     }
-
-    #[test]
-    fn activations_have_their_limits_far_from_zero() -> Result<()> {
-        let x = here(&Tensor::new(&[-200f32, 0.0, 200.0], &candle_core::Device::Cpu)?);
-        for f in [silu, gelu_tanh, gelu, quick_gelu] {
-            let y = f(&x)?.to_vec1::<f32>()?;
-            assert!(y[0].abs() < 1e-30 && y[1] == 0.0 && y[2] == 200.0, "{y:?}");
-        }
-        Ok(())
-    }
 }

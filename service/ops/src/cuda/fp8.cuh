@@ -7,8 +7,9 @@
 
 namespace moored {
 
-// One block of 256 threads a row. Rows are aligned to 16 bytes. scale = absmax / 448; code = e4m3 of x / scale, to nearest
-// even, 0 where the scale is 0. A NaN becomes a NaN; an infinite row becomes one of NaN and 0, as its product would be.
+// One block a row, whose threads hold CHUNKS units of it each. Rows are aligned to 16 bytes, columns a multiple of UNIT.
+// scale = absmax / 448; code = e4m3 of x / scale, to nearest even, 0 where the scale is about 0. A NaN becomes a NaN; an infinite
+// row becomes one of NaN and 0, as its product would be.
 struct QuantizeArguments {
     const void* x;  // [batch, rows, columns] with distances
     uint8_t* codes;
@@ -17,32 +18,29 @@ struct QuantizeArguments {
     unsigned rows, columns;
 };
 
-template <class T>
+template <class T, int CHUNKS>
 __device__ inline void quantize_rows(const QuantizeArguments& a) {
+    __shared__ float warps[32];
     const unsigned batch = blockIdx.x / a.rows, row = blockIdx.x % a.rows, columns = a.columns;
     const T* x = static_cast<const T*>(a.x) + batch * a.batch_stride + row * a.row_stride;
     uint8_t* codes = a.codes + static_cast<size_t>(blockIdx.x) * columns;
-    float numbers[UNIT];
+    float numbers[CHUNKS][UNIT];
     float absmax = 0;
-    for (unsigned at = threadIdx.x * UNIT; at < columns; at += blockDim.x * UNIT) {
-        read_wide(x + at, numbers);
-        for (unsigned i = 0; i < UNIT; i++) absmax = fmaxf(absmax, fabsf(numbers[i]));
+    for (int c = 0; c < CHUNKS; c++) {
+        read_unit<true>(x, (c * blockDim.x + threadIdx.x) * UNIT, columns, numbers[c]);
+        for (unsigned i = 0; i < UNIT; i++) absmax = fmaxf(absmax, fabsf(numbers[c][i]));
     }
-    __shared__ float warps[8];
-    for (int apart = 16; apart > 0; apart /= 2) absmax = fmaxf(absmax, __shfl_xor_sync(0xFFFFFFFFu, absmax, apart));
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = absmax;
-    __syncthreads();
-    for (int warp = 0; warp < 8; warp++) absmax = fmaxf(absmax, warps[warp]);
-    const float scale = absmax / 448.0f;
+    const float scale = most_of_block(absmax, warps) / 448.0f;
+    // What is smaller than numbers of f32 are has no reciprocal, and is nothing beside anything else.
+    const float by = scale < 1.2e-38f ? 0.0f : 1.0f / scale;
     if (threadIdx.x == 0) a.scales[blockIdx.x] = scale;
-    for (unsigned at = threadIdx.x * UNIT; at < columns; at += blockDim.x * UNIT) {
-        read_wide(x + at, numbers);
+    for (int c = 0; c < CHUNKS; c++) {
+        const unsigned at = (c * blockDim.x + threadIdx.x) * UNIT;
         uint8_t out[UNIT];
         for (unsigned i = 0; i < UNIT; i++) {
-            const float y = scale == 0 ? 0.0f : numbers[i] / scale;
-            out[i] = __nv_cvt_float_to_fp8(y, __NV_SATFINITE, __NV_E4M3);
+            out[i] = __nv_cvt_float_to_fp8(numbers[c][i] * by, __NV_SATFINITE, __NV_E4M3);
         }
-        store<uint2>(out, codes + at);
+        if (at < columns) store<uint2>(out, codes + at);
     }
 }
 

@@ -33,10 +33,15 @@ DEQUANTIZE(q4_k, ByBlock<moored::Q4_K>)
 DEQUANTIZE(q5_k, ByBlock<moored::Q5_K>)
 DEQUANTIZE(q6_k, ByBlock<moored::Q6_K>)
 
-#define QUANTIZE_ROWS(dtype, T)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(256) quantize_rows_##dtype(moored::QuantizeArguments a) {       \
-        moored::quantize_rows<T>(a);                                                                             \
+#define QUANTIZE_ROWS_OF(dtype, T, CHUNKS)                                                                       \
+    extern "C" __global__ void __launch_bounds__(1024)                                                           \
+        quantize_rows_##dtype##_##CHUNKS(moored::QuantizeArguments a) {                                          \
+        moored::quantize_rows<T, CHUNKS>(a);                                                                     \
     }
+#define QUANTIZE_ROWS(dtype, T)     \
+    QUANTIZE_ROWS_OF(dtype, T, 1)   \
+    QUANTIZE_ROWS_OF(dtype, T, 2)   \
+    QUANTIZE_ROWS_OF(dtype, T, 4)
 QUANTIZE_ROWS(f16, __half)
 QUANTIZE_ROWS(bf16, __nv_bfloat16)
 #define FINISH_PRODUCT(dtype, T)                                                                                 \

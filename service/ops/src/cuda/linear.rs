@@ -20,6 +20,10 @@ const BY_ROWS: (i32, i32) = (9, 0);
 /// What both sides of a weight must be multiples of in a product of fp8.
 const MULTIPLE: usize = 16;
 
+/// Threads of a block that quantizes a row, and units that each holds of it, at most.
+const MOST_THREADS: usize = 1024;
+const MOST_CHUNKS: usize = 4;
+
 /// What parts of the scratch begin at multiples of.
 const APART: usize = 256;
 
@@ -30,6 +34,7 @@ pub(crate) fn multiplies_fp8(device: &CudaDevice, weight: &QuantizedWeight, dtyp
         && matches!(dtype, DType::BF16 | DType::F16)
         && rows.is_multiple_of(MULTIPLE)
         && columns.is_multiple_of(MULTIPLE)
+        && columns <= MOST_THREADS * MOST_CHUNKS * UNIT
         && Card::of(device)?.compute_capability >= SINCE)
 }
 
@@ -437,8 +442,14 @@ pub(crate) fn quantize_rows(
             x.dtype()
         );
     }
-    let name = format!("quantize_rows_{}", kernel_dtype(x.dtype())?);
+    let units = columns.div_ceil(UNIT);
+    let chunks = units.div_ceil(MOST_THREADS).next_power_of_two();
+    let threads = units.div_ceil(chunks).next_multiple_of(32);
+    if chunks > MOST_CHUNKS {
+        candle_core::bail!("rows of {columns} numbers are too long to be quantized");
+    }
+    let name = format!("quantize_rows_{}_{chunks}", kernel_dtype(x.dtype())?);
     // SAFETY: the structure is that of `fp8.cuh`; rows and distances are those of the tensor, and there is room for as many
     // codes and a scale for each row.
-    unsafe { card.launch(stream, name, (rows.count(), 1, 1), THREADS, &arguments) }
+    unsafe { card.launch(stream, name, (rows.count(), 1, 1), threads, &arguments) }
 }

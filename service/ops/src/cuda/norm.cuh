@@ -121,7 +121,7 @@ __device__ inline void norm(const NormArguments& a) {
     if (!a.out_scales) return;
     // As `quantize_rows` does it.
     const float step = most_of_block(most, warps) / 448.0f;
-    const float by = step == 0 ? 0.0f : 1.0f / step;
+    const float by = step < 1.2e-38f ? 0.0f : 1.0f / step;
     if (threadIdx.x == 0) a.out_scales[blockIdx.x] = step;
     uint8_t* codes = static_cast<uint8_t*>(a.out) + static_cast<size_t>(blockIdx.x) * a.columns;
     for (int c = 0; c < CHUNKS; c++) {

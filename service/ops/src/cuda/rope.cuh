@@ -72,39 +72,39 @@ __device__ inline void rope(const RopeArguments& a) {
     }
 }
 
-// The same for heads of 128 neighbours, which are aligned to 8 bytes: a lane has two pairs, read once.
+// The same for heads of 128 neighbours that lie at multiples of 16 bytes: half a warp has a head, a lane four pairs, read
+// and written once. A block has as many half warps as there are heads, or goes around.
 template <class T>
 __device__ inline void rope_128(const RopeArguments& a) {
-    constexpr unsigned LANE = 4;
+    constexpr unsigned PAIRS = UNIT / 2, LANES = 16;
     const unsigned which = blockIdx.y, token = blockIdx.x % a.tokens, batch = blockIdx.x / a.tokens;
     T* x = static_cast<T*>(a.x[which]) + batch * a.batch_stride[which] + token * a.token_stride[which];
-    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    T loaded[LANE];
-    float by[LANE], angle[LANE];
+    const unsigned lane = threadIdx.x % LANES;
+    float by[UNIT], cos[PAIRS], sin[PAIRS];
     const T* weight = static_cast<const T*>(a.weight[which]);
-    if (weight) {
-        load<uint2>(weight + lane * LANE, loaded);
-        for (unsigned i = 0; i < LANE; i++) by[i] = to_f32(loaded[i]);
-    }
-    load<uint2>(a.cos + static_cast<size_t>(token) * 64 + lane * 2, angle);
-    load<uint2>(a.sin + static_cast<size_t>(token) * 64 + lane * 2, angle + 2);
-    for (unsigned head = warp; head < a.heads[which]; head += blockDim.x / 32) {
-        T* numbers = x + head * a.head_stride[which] + lane * LANE;
-        load<uint2>(numbers, loaded);
-        float n[LANE];
-        for (unsigned i = 0; i < LANE; i++) n[i] = to_f32(loaded[i]);
+    if (weight) read_wide(weight + lane * UNIT, by);
+    load<uint4>(a.cos + static_cast<size_t>(token) * 64 + lane * PAIRS, cos);
+    load<uint4>(a.sin + static_cast<size_t>(token) * 64 + lane * PAIRS, sin);
+    // Both halves of a warp go around equally often, since they add up together.
+    for (unsigned first = 0; first < a.heads[which]; first += blockDim.x / LANES) {
+        const unsigned head = first + threadIdx.x / LANES;
+        const bool is_there = head < a.heads[which];
+        T* numbers = x + (is_there ? head : 0) * a.head_stride[which] + lane * UNIT;
+        float n[UNIT];
+        read_wide(numbers, n);
         if (weight) {
             float square = 0;
-            for (unsigned i = 0; i < LANE; i++) square += n[i] * n[i];
-            const float factor = 1.0f / sqrtf(sum_of_warp(square) / 128.0f + a.eps);
-            for (unsigned i = 0; i < LANE; i++) n[i] = n[i] * factor * by[i];
+            for (unsigned i = 0; i < UNIT; i++) square += n[i] * n[i];
+            for (int apart = LANES / 2; apart > 0; apart /= 2) square += __shfl_xor_sync(0xFFFFFFFFu, square, apart);
+            const float factor = 1.0f / sqrtf(square / 128.0f + a.eps);
+            for (unsigned i = 0; i < UNIT; i++) n[i] = n[i] * factor * by[i];
         }
-        for (unsigned pair = 0; pair < 2; pair++) {
-            const float first = n[2 * pair], second = n[2 * pair + 1];
-            loaded[2 * pair] = from_f32<T>(first * angle[pair] - second * angle[2 + pair]);
-            loaded[2 * pair + 1] = from_f32<T>(second * angle[pair] + first * angle[2 + pair]);
+        for (unsigned pair = 0; pair < PAIRS; pair++) {
+            const float left = n[2 * pair], right = n[2 * pair + 1];
+            n[2 * pair] = left * cos[pair] - right * sin[pair];
+            n[2 * pair + 1] = right * cos[pair] + left * sin[pair];
         }
-        store<uint2>(loaded, numbers);
+        if (is_there) write_wide(n, numbers);
     }
 }
 
@@ -116,7 +116,7 @@ ROPE(f32, float)
 ROPE(f16, __half)
 ROPE(bf16, __nv_bfloat16)
 #define ROPE_128(name, T)                                                                             \
-    extern "C" __global__ void __launch_bounds__(256) rope_128_##name(moored::RopeArguments a) {      \
+    extern "C" __global__ void __launch_bounds__(512) rope_128_##name(moored::RopeArguments a) {      \
         moored::rope_128<T>(a);                                                                       \
     }
 ROPE_128(f16, __half)

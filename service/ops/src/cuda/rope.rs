@@ -9,8 +9,10 @@ use crate::rope::{Angles, Pairs, QkNorm};
 /// Threads of a block.
 const THREADS: usize = 256;
 
-/// What the kernel for heads of 128 neighbours reads at a time, in bytes.
-const WIDE: u64 = 8;
+/// What the kernel for heads of 128 neighbours reads at a time, in bytes; its threads for a head, and of a block at most.
+const WIDE: u64 = 16;
+const OF_HEAD: usize = 16;
+const MOST_THREADS: usize = 512;
 
 /// As `rope.cuh` has it.
 #[repr(C)]
@@ -101,7 +103,14 @@ pub(crate) fn qk_norm_rope(
         && !is_across
         && is_wide
         && q.dtype() != DType::F32;
-    let kernel = if is_common { "rope_128" } else { "rope" };
+    let heads = q.dims()[2].max(k.dims()[2]);
+    let (kernel, threads) = match is_common {
+        true => (
+            "rope_128",
+            (heads * OF_HEAD).next_multiple_of(32).min(MOST_THREADS),
+        ),
+        false => ("rope", THREADS),
+    };
     let name = format!("{kernel}_{}", kernel_dtype(q.dtype())?);
     let device = q.device().as_cuda_device()?;
     let card = Card::of(device)?;
@@ -112,7 +121,7 @@ pub(crate) fn qk_norm_rope(
             &device.cuda_stream(),
             name,
             (batch * tokens, 2, 1),
-            THREADS,
+            threads,
             &arguments,
         )
     }
