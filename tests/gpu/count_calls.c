@@ -6,10 +6,12 @@
 // With COUNT_KERNELS=kernels.txt it writes besides how often each kernel ran and for how many microseconds, most first.
 // The file gets one line at the end of the program. `tests/gpu/count` compares the lines of runs of different lengths.
 #include <cupti.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum Kind { LAUNCH, UPLOAD, DOWNLOAD, COPY, SET, ALLOCATE, FREE, WAIT, KINDS };
 static const char *NAMES[KINDS] = {"launches", "uploads", "downloads", "copies", "sets", "allocations", "frees", "waits"};
@@ -85,14 +87,23 @@ static int longer(const void *a, const void *b) {
 }
 
 static void write_kernels(void) {
-    FILE *file = fopen(getenv("COUNT_KERNELS"), "w");
     cuptiActivityFlushAll(1);
+    FILE *file = fopen(getenv("COUNT_KERNELS"), "w");
     if (!file) return;
     qsort(kernels, (size_t)kernel_count, sizeof *kernels, longer);
     for (int i = 0; i < kernel_count; i++) {
         fprintf(file, "%10.0f us %7ld x %s\n", (double)kernels[i].nanoseconds / 1e3, kernels[i].count, kernels[i].name);
     }
     fclose(file);
+}
+
+// A process that ends without its handlers has written what there was two seconds before.
+static void *write_now_and_then(void *unused) {
+    (void)unused;
+    for (;;) {
+        sleep(2);
+        write_kernels();
+    }
 }
 
 // CUDA calls it when it starts.
@@ -104,6 +115,8 @@ int InitializeInjection(void) {
         cuptiActivityRegisterCallbacks(asked_for_buffer, buffer_full);
         cuptiActivityEnable(CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL);
         atexit(write_kernels);
+        pthread_t thread;
+        if (getenv("COUNT_NOW_AND_THEN")) pthread_create(&thread, NULL, write_now_and_then, NULL);
     }
     atexit(write_line);
     return 1;

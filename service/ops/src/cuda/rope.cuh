@@ -20,12 +20,34 @@ struct RopeArguments {
     unsigned is_halves;    // pairs are (i, i + width / 2) rather than (2 i, 2 i + 1)
 };
 
+// What a block has to do. Each choice is between two places that are known: an index that is not known before would have
+// every thread copy all arguments to memory of its own.
+template <class T>
+struct RopeTask {
+    T* x;
+    const T* weight;
+    unsigned long long head_stride;
+    unsigned heads, token;
+
+    __device__ explicit RopeTask(const RopeArguments& a) {
+        const bool is_key = blockIdx.y != 0;
+        token = blockIdx.x % a.tokens;
+        const unsigned long long batch = blockIdx.x / a.tokens;
+        x = static_cast<T*>(is_key ? a.x[1] : a.x[0]) + batch * (is_key ? a.batch_stride[1] : a.batch_stride[0]) +
+            token * (is_key ? a.token_stride[1] : a.token_stride[0]);
+        weight = static_cast<const T*>(is_key ? a.weight[1] : a.weight[0]);
+        head_stride = is_key ? a.head_stride[1] : a.head_stride[0];
+        heads = is_key ? a.heads[1] : a.heads[0];
+    }
+};
+
 template <class T>
 __device__ inline void rope(const RopeArguments& a) {
     __shared__ float warps[32];
-    const unsigned which = blockIdx.y, token = blockIdx.x % a.tokens, batch = blockIdx.x / a.tokens;
-    T* x = static_cast<T*>(a.x[which]) + batch * a.batch_stride[which] + token * a.token_stride[which];
-    const T* weight = static_cast<const T*>(a.weight[which]);
+    const RopeTask<T> task(a);
+    const unsigned token = task.token;
+    T* x = task.x;
+    const T* weight = task.weight;
     const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, pairs = a.width / 2;
     const unsigned apart = a.is_halves ? pairs : 1, step = a.is_halves ? 1 : 2;
     const float* cos = a.cos ? a.cos + static_cast<size_t>(token) * pairs : nullptr;
@@ -34,17 +56,17 @@ __device__ inline void rope(const RopeArguments& a) {
     float factor = 1;
     if (weight && a.is_across) {
         float square = 0;
-        for (unsigned head = warp; head < a.heads[which]; head += blockDim.x / 32) {
-            const T* numbers = x + head * a.head_stride[which];
+        for (unsigned head = warp; head < task.heads; head += blockDim.x / 32) {
+            const T* numbers = x + head * task.head_stride;
             for (unsigned i = lane; i < a.width; i += 32) {
                 const float number = to_f32(numbers[i]);
                 square += number * number;
             }
         }
-        factor = 1.0f / sqrtf(sum_of_block(square, warps) / (a.width * a.heads[which]) + a.eps);
+        factor = 1.0f / sqrtf(sum_of_block(square, warps) / (a.width * task.heads) + a.eps);
     }
-    for (unsigned head = warp; head < a.heads[which]; head += blockDim.x / 32) {
-        T* numbers = x + head * a.head_stride[which];
+    for (unsigned head = warp; head < task.heads; head += blockDim.x / 32) {
+        T* numbers = x + head * task.head_stride;
         const T* by = weight ? weight + (a.is_across ? head * a.width : 0) : nullptr;
         if (weight && !a.is_across) {
             float square = 0;
@@ -77,19 +99,19 @@ __device__ inline void rope(const RopeArguments& a) {
 template <class T>
 __device__ inline void rope_128(const RopeArguments& a) {
     constexpr unsigned PAIRS = UNIT / 2, LANES = 16;
-    const unsigned which = blockIdx.y, token = blockIdx.x % a.tokens, batch = blockIdx.x / a.tokens;
-    T* x = static_cast<T*>(a.x[which]) + batch * a.batch_stride[which] + token * a.token_stride[which];
-    const unsigned lane = threadIdx.x % LANES;
+    const RopeTask<T> task(a);
+    const unsigned token = task.token, lane = threadIdx.x % LANES;
+    T* x = task.x;
+    const T* weight = task.weight;
     float by[UNIT], cos[PAIRS], sin[PAIRS];
-    const T* weight = static_cast<const T*>(a.weight[which]);
     if (weight) read_wide(weight + lane * UNIT, by);
     load<uint4>(a.cos + static_cast<size_t>(token) * 64 + lane * PAIRS, cos);
     load<uint4>(a.sin + static_cast<size_t>(token) * 64 + lane * PAIRS, sin);
     // Both halves of a warp go around equally often, since they add up together.
-    for (unsigned first = 0; first < a.heads[which]; first += blockDim.x / LANES) {
+    for (unsigned first = 0; first < task.heads; first += blockDim.x / LANES) {
         const unsigned head = first + threadIdx.x / LANES;
-        const bool is_there = head < a.heads[which];
-        T* numbers = x + (is_there ? head : 0) * a.head_stride[which] + lane * UNIT;
+        const bool is_there = head < task.heads;
+        T* numbers = x + (is_there ? head : 0) * task.head_stride + lane * UNIT;
         float n[UNIT];
         read_wide(numbers, n);
         if (weight) {

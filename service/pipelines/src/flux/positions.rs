@@ -45,19 +45,28 @@ pub fn positions(text: usize, rows: usize, columns: usize) -> Vec<[u32; 3]> {
 /// # Errors
 /// Those of candle.
 pub fn rotations(positions: &[[u32; 3]], axes: [usize; 3], device: &Device) -> Result<Rotations> {
-    let frequencies = axes.map(|width| {
+    // Few places on an axis are different ones: each is computed once.
+    let most = positions.iter().flatten().max().copied().unwrap_or(0);
+    let tables = axes.map(|width| {
         let frequency = |i: usize| THETA.powf(-((2 * i) as f64) / width as f64);
-        (0..width / 2).map(frequency).collect::<Vec<_>>()
+        let frequencies: Vec<f64> = (0..width / 2).map(frequency).collect();
+        let at = |at: u32| {
+            frequencies
+                .iter()
+                .map(move |frequency| (f64::from(at) * frequency).sin_cos())
+        };
+        (0..=most)
+            .map(|place| at(place).map(|(s, c)| (s as f32, c as f32)).collect())
+            .collect::<Vec<Vec<(f32, f32)>>>()
     });
     let pairs = axes.iter().sum::<usize>() / 2;
     let mut cos = Vec::with_capacity(positions.len() * pairs);
     let mut sin = Vec::with_capacity(positions.len() * pairs);
     for position in positions {
-        for (&at, frequencies) in position.iter().zip(&frequencies) {
-            for frequency in frequencies {
-                let (s, c) = (f64::from(at) * frequency).sin_cos();
-                cos.push(c as f32);
-                sin.push(s as f32);
+        for (&at, table) in position.iter().zip(&tables) {
+            for (s, c) in &table[at as usize] {
+                cos.push(*c);
+                sin.push(*s);
             }
         }
     }
