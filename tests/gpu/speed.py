@@ -473,7 +473,13 @@ def _peer(
     command += ["--rounds", str(bench.scale.speed_rounds), *options]
     command += ["--small"] if bench.small else []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    timer = threading.Timer(limit_s, process.kill)
+    is_over = threading.Event()
+
+    def end() -> None:
+        is_over.set()
+        process.kill()
+
+    timer = threading.Timer(limit_s, end)
     timer.start()
     try:
         assert process.stdout is not None
@@ -481,12 +487,14 @@ def _peer(
             if line.startswith("{"):
                 yield json.loads(line)
         if code := process.wait():
-            over = f", its {limit_s:g} s were over" if not timer.is_alive() else ""
+            over = f", its {limit_s:g} s were over" if is_over.is_set() else ""
             raise RuntimeError(f"peers.py {program} ended with {code}{over}")
     finally:
         timer.cancel()
         process.kill()
         process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 # Cheap ones first.

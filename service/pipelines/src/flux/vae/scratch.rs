@@ -300,13 +300,13 @@ impl Account {
         if with_attention {
             let cells = map.height * map.width;
             let one = self.map(map);
-            // Where cuDNN does not do it; the CPU holds a block of scores a thread.
-            let attention = match self.on_card() {
-                true => ops::attention_workspace(1, cells, cells),
+            // Scores where cuDNN does not do it, or a product after them. The CPU holds a block of scores a thread.
+            let besides = match self.on_card() {
+                true => ops::attention_workspace(1, cells, cells).max(one),
                 false => 0,
             };
-            // The map, what was normalised of it, and three projections; then a product.
-            self.note(5 * one + attention.max(one));
+            // The map, what was normalised of it, and three projections.
+            self.note(5 * one + besides);
         }
         self.resnet(map, map.channels);
     }
