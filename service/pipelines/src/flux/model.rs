@@ -189,8 +189,7 @@ impl FluxModel {
     }
 
     /// Activation bytes that the quantized layers of a component take beside what the mathematics does, over so many
-    /// tokens: one layer is run at a time, and the largest counts. Those that make modulations are run before there is
-    /// anything else, and do not.
+    /// tokens: one layer is run at a time, and the largest counts.
     fn dequantizing(&self, component_name: &str, tokens: usize) -> Bytes {
         let Some(LoadPlan::Files(sources)) = self.load_plan(component_name) else {
             return Bytes(0);
@@ -203,8 +202,7 @@ impl FluxModel {
             }
             Target::Full(_) => None,
         };
-        let in_steps = sources.iter().filter(|source| !source.name.contains("norm"));
-        Bytes(in_steps.filter_map(of_layer).max().unwrap_or_default())
+        Bytes(sources.iter().filter_map(of_layer).max().unwrap_or_default())
     }
 
     /// Whether a component has layers in fp8, which cards may multiply as they are.
