@@ -129,7 +129,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// [`rotated_row`] in its place.
+    /// Neighbouring pairs `(a, b)` become `(a cos - b sin, b cos + a sin)`, in their place.
     pub(crate) fn rotate_in_place(row: &mut [f32], cos: &[f32], sin: &[f32]) {
         for (pair, (&cos, &sin)) in row.chunks_exact_mut(2).zip(cos.iter().zip(sin)) {
             let (a, b) = (pair[0], pair[1]);

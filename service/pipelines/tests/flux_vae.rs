@@ -463,6 +463,7 @@ fn predicted_scratch_is_what_a_decode_needs() {
     on_two_threads(decode_needs_what_was_predicted);
 }
 
+#[allow(clippy::print_stdout)] // figures for whoever reads the test's output
 fn decode_needs_what_was_predicted() {
     let wide = VaeConfig {
         block_out_channels: vec![64, 64],
@@ -496,6 +497,7 @@ fn predicted_scratch_is_what_an_encode_needs() {
     on_two_threads(encode_needs_what_was_predicted);
 }
 
+#[allow(clippy::print_stdout)] // figures for whoever reads the test's output
 fn encode_needs_what_was_predicted() {
     let encoder = VaeEncoder::new(&config(), &ComponentTensors::new(weights())).expect("an encoder");
     let picture = noise(&[1, 3, 256, 192], 0.5);

@@ -330,7 +330,7 @@ const LIBRARIES: u64 = 4 << 20;
 
 /// Predicted activation bytes of `steps` steps over `text` and `picture` tokens: the buffers that they are computed in,
 /// what attention takes besides, and the modulation of all steps. What quantized layers work in is not among it
-/// ([`ops::linear_scratch`]), nor are the codes of rows where layers multiply fp8 ([`codes_bytes`]).
+/// ([`ops::linear_scratch`]), nor are the codes of rows where layers multiply fp8.
 pub fn denoise_scratch(
     config: &TransformerConfig,
     text: usize,
