@@ -685,4 +685,23 @@ mod tests {
         }
         Ok(())
     }
+
+    #[test]
+    fn scores_that_are_all_far_below_zero_have_weights_like_others() -> Result<()> {
+        if !is_card() {
+            return Ok(());
+        }
+        // Of one warp's keys and of many blocks'. e to the -300 is nothing in f32.
+        for keys in [5, 34, 700] {
+            let bias = (Tensor::zeros((1, 1, 1, keys), DType::F32, &Device::Cpu)? - 300.0)?;
+            check(
+                [1, 9, keys, 2, 2, 16],
+                Mask::Bias(&bias),
+                |_, _, _| true,
+                |_| -300.0,
+                &[DType::F32],
+            )?;
+        }
+        Ok(())
+    }
 }

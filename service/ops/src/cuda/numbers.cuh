@@ -1,5 +1,7 @@
 // Numbers of f32, f16 and bf16 as f32: eight at a time where they lie at multiples of 16 bytes, else one at a time.
 #pragma once
+#include <cmath>
+
 #include "dequantize.cuh"
 
 namespace moored {
@@ -82,25 +84,23 @@ __device__ inline float most_of_warp(float value) {
     return value;
 }
 
-// The sum over a block of whole warps, in every thread, always in the same order. `warps` holds one number a warp.
-__device__ inline float sum_of_block(float value, float* warps) {
-    value = sum_of_warp(value);
+// What `of_warp` makes of a block of whole warps, in every thread, always in the same order. `warps` holds one number a warp;
+// `nothing` stands where there is no warp.
+template <float (*of_warp)(float)>
+__device__ inline float of_block(float value, float* warps, float nothing) {
+    value = of_warp(value);
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
     __syncthreads();
     const unsigned lane = threadIdx.x % 32;
-    value = sum_of_warp(lane < blockDim.x / 32 ? warps[lane] : 0.0f);
+    value = of_warp(lane < blockDim.x / 32 ? warps[lane] : nothing);
     __syncthreads();
     return value;
 }
 
+__device__ inline float sum_of_block(float value, float* warps) { return of_block<sum_of_warp>(value, warps, 0.0f); }
+
 __device__ inline float most_of_block(float value, float* warps) {
-    value = most_of_warp(value);
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
-    __syncthreads();
-    const unsigned lane = threadIdx.x % 32;
-    value = most_of_warp(lane < blockDim.x / 32 ? warps[lane] : 0.0f);
-    __syncthreads();
-    return value;
+    return of_block<most_of_warp>(value, warps, -INFINITY);
 }
 
 }  // namespace moored
