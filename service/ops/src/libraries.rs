@@ -85,7 +85,6 @@ impl AttentionPaths {
 
 /// Counts an attention that was computed on a card.
 #[cfg(any(feature = "cuda", test))]
-#[allow(dead_code)] // operations come to use it one after the other
 pub(crate) fn count_attention(by_cudnn: bool) {
     let path = if by_cudnn { &BY_CUDNN } else { &BY_OWN_KERNELS };
     path.fetch_add(1, Ordering::Relaxed);

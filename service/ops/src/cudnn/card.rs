@@ -91,11 +91,6 @@ impl Cudnn {
             convolutions: Made::new(),
         })
     }
-
-    /// Bytes of the card that plans may use beside their operands. They are part of the context.
-    pub(crate) fn workspace_bytes(&self) -> usize {
-        WORKSPACE_BYTES
-    }
 }
 
 /// Makes room for a plan. What is forgotten may still be running.

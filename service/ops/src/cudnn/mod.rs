@@ -5,9 +5,8 @@
 //! Numbers of descriptors, attributes and modes are those of `cudnn_backend.h` of version 9.
 #![allow(unsafe_code)]
 // cuDNN's functions.
-// Without the feature `cuda` only tests use it: they make plans for cards that are described. With it, operations come
-// to use it one after the other.
-#![allow(dead_code)]
+// Without the feature `cuda` only tests use it: they make plans for cards that are described.
+#![cfg_attr(not(feature = "cuda"), allow(dead_code))]
 
 mod attention;
 #[cfg(feature = "cuda")]
@@ -33,7 +32,6 @@ use plans::Folder;
 pub(crate) use attention::AttentionAt;
 pub(crate) use attention::{AttentionShape, MaskShape};
 #[cfg(feature = "cuda")]
-#[allow(unused_imports)] // as above
 pub(crate) use card::{OfCard, attention, convolve};
 #[cfg(feature = "cuda")]
 pub(crate) use convolution::ConvolutionAt;
