@@ -19,7 +19,7 @@ use super::scheduler::first_step;
 use super::t5::T5Encoder;
 use super::tensors::{from_host, to_host};
 use super::transformer::{Prompted, Transformer, pack, unpack};
-use super::vae::{Chunking, Moments, Rgb8, VaeDecoder, VaeEncoder, encode_ladder, ladder};
+use super::vae::{Chunking, Rgb8, VaeDecoder, VaeEncoder, encode_ladder, ladder};
 use crate::{
     EncodedText, HostTensor, ImageRequest, Model, Observer, StageError, StageInput, StageKind, StageOutput,
     is_out_of_memory,
@@ -120,11 +120,6 @@ impl Stage<'_> {
         let encoder = VaeEncoder::new(vae, &*(self.tensors)("vae")?)?;
         let cancelled = || self.observer.cancelled();
         let moments = encoder.encode_rgb8(&image.rgb, (width, height), chunking, &cancelled)?;
-        // Small enough for the host, so that no card loads kernels for it.
-        let moments = Moments {
-            mean: moments.mean.to_device(&Device::Cpu)?,
-            log_variance: moments.log_variance.to_device(&Device::Cpu)?,
-        };
         let noise = Generator::new(self.request.seed).normal(moments.mean.elem_count());
         let noise = Tensor::from_vec(noise, moments.mean.shape(), &Device::Cpu)?;
         to_host(&vae.scaled(&moments.sample(&noise)?)?)
@@ -268,8 +263,7 @@ impl Stage<'_> {
     /// Shows the picture that the denoising heads for, at half its size. `latent` is in host memory. A preview that fails
     /// costs no job.
     fn preview(&mut self, latent: &Tensor) -> Result<(), StageError> {
-        // In host memory: it is small, and a card needs no kernel of it.
-        let small = latent.to_device(&Device::Cpu)?.avg_pool2d(2)?;
+        let small = latent.avg_pool2d(2)?;
         match self.decoded_to_rgb8(&small.to_device(self.device)?, Chunking::Whole) {
             Ok(Rgb8 { width, height, rgb }) => {
                 self.observer.preview(width as u32, height as u32, rgb);
