@@ -43,10 +43,10 @@ impl Scratch {
         })
     }
 
-    /// None: for layers in full precision.
+    /// Whether it has so many bytes.
     #[cfg(feature = "cuda")]
-    pub(crate) fn none() -> Scratch {
-        Scratch { bytes: None }
+    pub(crate) fn holds(&self, bytes: usize) -> bool {
+        self.bytes.as_ref().map_or(0, Tensor::elem_count) >= bytes
     }
 
     /// The address of a part of it.
@@ -159,7 +159,7 @@ pub fn linears_into<'a>(
     if let Activation::Numbers(x) = x
         && x.device().is_cuda()
         && layers.len() > 1
-        && crate::cuda::linear_as_one(x, layers, then)?
+        && crate::cuda::linear_as_one(x, layers, then, scratch)?
     {
         return Ok(());
     }

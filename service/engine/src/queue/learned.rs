@@ -47,7 +47,7 @@ impl Learned {
     pub(super) fn improve(&self, plan: &mut StagePlan, family: &str, card: &CardDescription) {
         let mut key = scratch_key(family, plan, "", card);
         for rung in &mut plan.rungs {
-            key.shape = shape_of_rung(&plan.shape, &rung.label);
+            key.shape = shape_of_scratch(&plan.shape, &rung.label, plan.steps);
             rung.scratch = self.scratch.estimate(&key, rung.scratch);
         }
         self.time_loads(&mut plan.components);
@@ -238,8 +238,9 @@ fn slower_at_once(known: Duration, now: Duration) -> Duration {
     }
 }
 
-fn shape_of_rung(shape: &str, rung: &str) -> String {
-    format!("{shape} {rung}")
+/// What a peak depends on: steps too, since a stage may hold something for each of its steps.
+fn shape_of_scratch(shape: &str, rung: &str, steps: u32) -> String {
+    format!("{shape} {rung} s{steps}")
 }
 
 /// A peak depends on the architecture that a stage runs, and a family has many: its smallest model must teach the
@@ -262,7 +263,7 @@ fn scratch_key(family: &str, plan: &StagePlan, rung: &str, card: &CardDescriptio
     ScratchKey {
         family: architecture(family, &plan.components),
         stage: plan.kind.name().to_owned(),
-        shape: shape_of_rung(&plan.shape, rung),
+        shape: shape_of_scratch(&plan.shape, rung, plan.steps),
         dtype: card.compute_dtype.clone(),
         kernels: String::new(), // one set a build
         build: env!("CARGO_PKG_VERSION").to_owned(),

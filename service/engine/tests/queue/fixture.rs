@@ -72,7 +72,7 @@ impl FakeModel {
             components: vec![self.components[component].clone()],
             rungs,
             shape,
-            steps: if kind == StageKind::Denoise { 4 } else { 1 },
+            steps: 1,
         }
     }
 }
@@ -124,7 +124,10 @@ impl Model for FakeModel {
         if request.init_image.is_some() {
             stages.push(self.lone_stage(StageKind::EncodeImage, request.width, request.height));
         }
-        stages.push(self.plan(StageKind::Denoise, 1, whole(pixels << 10), shape));
+        stages.push(StagePlan {
+            steps: request.steps,
+            ..self.plan(StageKind::Denoise, 1, whole(pixels << 10), shape)
+        });
         stages.push(self.lone_stage(StageKind::Decode, request.width, request.height));
         stages
     }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use engine::job::{JobSpec, JobWork};
 use engine::library::Entry;
 use engine::messages::{Command, Order, Work};
 use engine::queue::{Queue, Settings, UnloadReport};
@@ -11,9 +12,13 @@ use residency::Bytes;
 use crate::fixture::{entry, load, picture};
 use crate::worker::{Wire, Worker, at_rest, end, one_card, one_card_with, settle, stage_of};
 
-/// Paints, and says with how much scratch the denoising was ordered.
+/// Generates a picture, and says with how much scratch the denoising was ordered.
 async fn scratch_of_denoise(queue: &Queue, worker: &mut Worker, name: &str) -> Bytes {
-    let mut job = queue.submit(picture(name, "me", "a cat")).await.unwrap();
+    scratch_of_job(queue, worker, picture(name, "me", "a cat")).await
+}
+
+async fn scratch_of_job(queue: &Queue, worker: &mut Worker, spec: JobSpec) -> Bytes {
+    let mut job = queue.submit(spec).await.unwrap();
     let mut scratch = Bytes::ZERO;
     loop {
         let order: Order = worker.order().await;
@@ -47,6 +52,23 @@ async fn a_model_teaches_its_peaks_to_those_of_its_size_alone() {
         learned,
         "another training of the same model needs the same"
     );
+    at_rest(&queue).await;
+}
+
+/// A stage may hold something for each of its steps: a short job must not teach a long one too little.
+#[tokio::test(start_paused = true)]
+async fn a_job_teaches_its_peaks_to_those_of_as_many_steps_alone() {
+    let (queue, mut worker) = one_card().await;
+    let predicted = scratch_of_denoise(&queue, &mut worker, "a").await;
+    let of_steps = |steps| {
+        let mut spec = picture("a", "me", "a cat");
+        if let JobWork::Generate(generate) = &mut spec.work {
+            generate.request.steps = steps;
+        }
+        spec
+    };
+    assert_eq!(scratch_of_job(&queue, &mut worker, of_steps(5)).await, predicted);
+    assert_ne!(scratch_of_job(&queue, &mut worker, of_steps(4)).await, predicted);
     at_rest(&queue).await;
 }
 

@@ -1,7 +1,8 @@
-// Quantized weights as numbers in f32, f16 or bf16. A thread writes eight numbers that follow each other, sixteen bytes of
-// a narrow dtype. Each format's `read` gives eight numbers of one group of its scales; what is computed, and in which
-// order, is said beside the loops of the CPU (`dequantize/*.rs`), which give the same bits: nothing may be fused
-// (`-fmad=false`), and denormal numbers are kept.
+// Quantized weights as numbers in f32, f16 or bf16. A thread writes `UNITS` times eight numbers that follow each other,
+// sixteen bytes of a narrow dtype; the threads of a block write side by side, and each reads all of its codes before it
+// computes, since it is memory that takes the time. Each format's `read` gives eight numbers of one group of its scales;
+// what is computed, and in which order, is said beside the loops of the CPU (`dequantize/*.rs`), which give the same bits:
+// nothing may be fused (`-fmad=false`), and denormal numbers are kept.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -12,6 +13,12 @@
 namespace moored {
 
 constexpr unsigned UNIT = 8;
+
+// Units that a thread writes, and threads of a block.
+constexpr unsigned UNITS = 4;
+constexpr unsigned DEQUANTIZE_THREADS = 256;
+
+constexpr unsigned LANES = 32;
 
 // Where the parts of a weight are, and its size. The weight itself is aligned to 16 bytes.
 struct Weight {
@@ -59,14 +66,6 @@ __device__ inline void load8(const uint8_t* from, uint8_t* to) {
     }
 }
 
-__device__ inline void load4(const uint8_t* from, uint8_t* to) {
-    if (reinterpret_cast<uintptr_t>(from) % 4 == 0) {
-        load<uint32_t>(from, to);
-    } else {
-        for (int i = 0; i < 4; i++) to[i] = from[i];
-    }
-}
-
 // 1 sign, 4 exponent (bias 7), 3 mantissa. Their bits in place of f32's are 2^120 times too small; 0x7F is NaN.
 __device__ inline float e4m3(uint8_t code) {
     const float size = __uint_as_float((code & 0x7Fu) << 20) * __uint_as_float((127u + 120u) << 23);
@@ -74,10 +73,23 @@ __device__ inline float e4m3(uint8_t code) {
     return code & 0x80 ? -number : number;
 }
 
+// A format says how many numbers its table has (0: none), whether codes lie so that `read_regular` may read eight of them at
+// once, and `read`s up to eight wherever they lie.
+
 // One byte a number: `Value::of(code, scale)`, with the scale that the row has.
 template <class Value>
 struct ByRow {
-    __device__ static void read(const Weight& w, unsigned first, unsigned count, float* out) {
+    static constexpr unsigned TABLE = 0;
+    __device__ static bool is_regular(const Weight& w) {
+        return reinterpret_cast<uintptr_t>(w.codes) % UNIT == 0 && w.columns % UNIT == 0;
+    }
+    __device__ static void read_regular(const Weight& w, const float*, unsigned first, float* out) {
+        uint8_t codes[UNIT];
+        load<uint2>(w.codes + first, codes);
+        const float scale = Value::scale(w, first / w.columns);
+        for (unsigned i = 0; i < UNIT; i++) out[i] = Value::of(codes[i], scale);
+    }
+    __device__ static void read(const Weight& w, const float*, unsigned first, unsigned count, float* out) {
         uint8_t codes[UNIT];
         if (count == UNIT) {
             load8(w.codes + first, codes);
@@ -117,21 +129,29 @@ struct Fp8Rows : Fp8Value {
     __device__ static float scale(const Weight& w, unsigned row) { return f32_at(w.scales, row); }
 };
 
-// Eight nibbles, the high one first, of a block of 64 with one absolute maximum.
+// Eight nibbles, the high one first, of a block of 64 with one absolute maximum. Each lane has a table of its own in shared
+// memory, in a bank of its own.
 template <class Absmax>
 struct ByTable {
-    __device__ static void read(const Weight& w, unsigned first, unsigned count, float* out) {
-        uint8_t codes[UNIT / 2];
-        if (count == UNIT) {
-            load4(w.codes + first / 2, codes);
-        } else {
-            for (unsigned i = 0; i < (count + 1) / 2; i++) codes[i] = w.codes[first / 2 + i];
-        }
-        const float absmax = Absmax::of(w, first / 64);
+    static constexpr unsigned TABLE = 16;
+    __device__ static bool is_regular(const Weight& w) {
+        return reinterpret_cast<uintptr_t>(w.codes) % (UNIT / 2) == 0;
+    }
+    __device__ static void look_up(const float* table, const uint8_t* codes, float absmax, unsigned count, float* out) {
         for (unsigned i = 0; i < UNIT && i < count; i++) {
             const unsigned code = i % 2 == 0 ? codes[i / 2] >> 4 : codes[i / 2] & 15;
-            out[i] = f32_at(w.bytes, code) * absmax;
+            out[i] = table[code * LANES] * absmax;
         }
+    }
+    __device__ static void read_regular(const Weight& w, const float* table, unsigned first, float* out) {
+        uint8_t codes[UNIT / 2];
+        load<uint32_t>(w.codes + first / 2, codes);
+        look_up(table, codes, Absmax::of(w, first / 64), UNIT, out);
+    }
+    __device__ static void read(const Weight& w, const float* table, unsigned first, unsigned count, float* out) {
+        uint8_t codes[UNIT / 2];
+        for (unsigned i = 0; i < (count + 1) / 2; i++) codes[i] = w.codes[first / 2 + i];
+        look_up(table, codes, Absmax::of(w, first / 64), count, out);
     }
 };
 
@@ -149,9 +169,15 @@ struct NestedAbsmax {
 // Blocks of llama.cpp: `Block::read(block, j, out)` gives numbers j to j + 8 of one.
 template <class Block>
 struct ByBlock {
-    __device__ static void read(const Weight& w, unsigned first, unsigned, float* out) {
+    static constexpr unsigned TABLE = 0;
+    __device__ static bool is_regular(const Weight&) { return true; }
+    __device__ static void read_regular(const Weight& w, const float*, unsigned first, float* out) {
         const size_t block = first / Block::NUMBERS;
         Block::read(w.codes + block * Block::BYTES, first % Block::NUMBERS, out);
+    }
+    // A block has a multiple of eight numbers.
+    __device__ static void read(const Weight& w, const float* table, unsigned first, unsigned, float* out) {
+        read_regular(w, table, first, out);
     }
 };
 
@@ -310,16 +336,40 @@ __device__ inline void store8(const float* numbers, T* out) {
 
 template <class Format, class T>
 __device__ inline void dequantize(const Weight& w, T* out) {
-    const size_t wide = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * UNIT;
-    if (wide >= w.numbers) return;
-    const unsigned first = static_cast<unsigned>(wide);
-    const unsigned count = min(UNIT, w.numbers - first);
-    float numbers[UNIT] = {};
-    Format::read(w, first, count, numbers);
-    if (count == UNIT) {
-        store8(numbers, out + first);
-    } else {
-        for (unsigned i = 0; i < count; i++) round_to(numbers[i], &out[first + i]);
+    __shared__ float tables[Format::TABLE * LANES + 1];
+    if constexpr (Format::TABLE > 0) {
+        for (unsigned i = threadIdx.x; i < Format::TABLE * LANES; i += DEQUANTIZE_THREADS) {
+            tables[i] = f32_at(w.bytes, i / LANES);
+        }
+        __syncthreads();
+    }
+    const float* table = tables + threadIdx.x % LANES;
+    const size_t block = static_cast<size_t>(blockIdx.x) * DEQUANTIZE_THREADS * UNITS * UNIT;
+    const size_t begin = block + threadIdx.x * UNIT;
+    float numbers[UNITS][UNIT];
+    if (block + DEQUANTIZE_THREADS * UNITS * UNIT <= w.numbers && Format::is_regular(w)) {
+#pragma unroll
+        for (unsigned unit = 0; unit < UNITS; unit++) {
+            const size_t first = begin + unit * DEQUANTIZE_THREADS * UNIT;
+            Format::read_regular(w, table, static_cast<unsigned>(first), numbers[unit]);
+        }
+#pragma unroll
+        for (unsigned unit = 0; unit < UNITS; unit++) {
+            store8(numbers[unit], out + begin + unit * DEQUANTIZE_THREADS * UNIT);
+        }
+        return;
+    }
+    for (unsigned unit = 0; unit < UNITS; unit++) {
+        const size_t wide = begin + unit * DEQUANTIZE_THREADS * UNIT;
+        if (wide >= w.numbers) return;
+        const unsigned first = static_cast<unsigned>(wide);
+        const unsigned count = min(UNIT, w.numbers - first);
+        Format::read(w, table, first, count, numbers[0]);
+        if (count == UNIT) {
+            store8(numbers[0], out + first);
+        } else {
+            for (unsigned i = 0; i < count; i++) round_to(numbers[0][i], &out[first + i]);
+        }
     }
 }
 

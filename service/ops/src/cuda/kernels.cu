@@ -6,7 +6,7 @@
 #include "rope.cuh"
 
 #define DEQUANTIZE_TO(format, read, dtype, T)                                                                    \
-    extern "C" __global__ void __launch_bounds__(256) dequantize_##format##_##dtype(                             \
+    extern "C" __global__ void __launch_bounds__(moored::DEQUANTIZE_THREADS) dequantize_##format##_##dtype(                             \
         const uint8_t* bytes, unsigned long long scales_at, unsigned long long codes_at, unsigned numbers,       \
         unsigned columns, T* out) {                                                                              \
         moored::dequantize<moored::read>({bytes, bytes + scales_at, bytes + codes_at, numbers, columns}, out);   \

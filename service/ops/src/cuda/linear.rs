@@ -91,42 +91,58 @@ pub(crate) fn linear_into(
     }
 }
 
-/// Layers over the same rows as one product, whose batch is the layers: where all are in full precision, of one shape, and
-/// their weights, biases and results lie at equal distances. `false` where they do not, and nothing was done.
-pub(crate) fn linear_as_one(x: &Tensor, layers: &[LayerTo<'_>], then: Epilogue) -> Result<bool> {
-    let (Some(first), Weight::Full(weight)) = (layers.first(), layers[0].weight) else {
+/// Layers over the same rows as one product, whose batch is the layers: where all are of one shape, and weights, biases
+/// and results lie at equal distances. Quantized weights do so in the scratch, if it is large enough for all of them. `false`
+/// where that is not so, and nothing was done.
+pub(crate) fn linear_as_one(
+    x: &Tensor,
+    layers: &[LayerTo<'_>],
+    then: Epilogue,
+    scratch: &Scratch,
+) -> Result<bool> {
+    let Some(first) = layers.first() else {
         return Ok(false);
     };
-    let (outputs, columns) = weight.dims2()?;
+    let device = x.device().as_cuda_device()?;
+    let (outputs, columns) = (first.weight.dims()[0], first.weight.dims()[1]);
+    let size = x.dtype().size_in_bytes();
+    let dequantized = outputs * columns * size;
     let mut at = Vec::with_capacity(layers.len());
-    for layer in layers {
-        let Weight::Full(weight) = layer.weight else {
-            return Ok(false);
+    for (which, layer) in layers.iter().enumerate() {
+        let weight = match layer.weight {
+            Weight::Full(weight) if weight.is_contiguous() && weight.dtype() == x.dtype() => {
+                address_of(weight)?
+            }
+            Weight::Quantized(weight)
+                if scratch.holds(layers.len() * dequantized)
+                    && dequantized.is_multiple_of(APART)
+                    && !multiplies_fp8(device, weight, x.dtype())? =>
+            {
+                scratch.place(which * dequantized, dequantized)?
+            }
+            Weight::Full(_) | Weight::Quantized(_) => return Ok(false),
         };
-        let is_alike = weight.dims() == [outputs, columns]
-            && weight.is_contiguous()
-            && weight.dtype() == x.dtype()
+        let is_alike = layer.weight.dims() == [outputs, columns]
             && layer.out.dtype() == x.dtype()
-            && layer.out.layout().stride() == first.out.layout().stride()
-            && layer.bias.is_some();
+            && layer.out.layout().stride() == first.out.layout().stride();
         let (true, Some(bias)) = (is_alike, layer.bias) else {
             return Ok(false);
         };
-        at.push([address_of(weight)?, address_of(bias)?, address_of(layer.out)?]);
+        at.push([weight, address_of(bias)?, address_of(layer.out)?]);
     }
-    let size = x.dtype().size_in_bytes() as u64;
     let mut distances = [0; 3];
     for (which, distance) in distances.iter_mut().enumerate() {
         let apart = |pair: &[[u64; 3]]| pair[1][which].checked_sub(pair[0][which]);
         let mut all = at.windows(2).map(apart);
         match all.next() {
-            Some(Some(apart)) if apart % size == 0 && all.all(|other| other == Some(apart)) => {
-                *distance = (apart / size) as usize;
+            Some(Some(apart))
+                if apart.is_multiple_of(size as u64) && all.all(|other| other == Some(apart)) =>
+            {
+                *distance = apart as usize / size;
             }
             _ => return Ok(false),
         }
     }
-    let device = x.device().as_cuda_device()?;
     let card = Card::of(device)?;
     let layer = Layer {
         device,
@@ -136,12 +152,17 @@ pub(crate) fn linear_as_one(x: &Tensor, layers: &[LayerTo<'_>], then: Epilogue) 
         bias: first.bias,
         then,
         out: first.out,
-        scratch: &Scratch::none(),
+        scratch,
     };
     let shape = layer.shape(Rows::of(x, columns)?, columns, layer.numbers()?)?;
     let finish = layer.finish();
     if shape.batch != 1 || finish == Finish::Nothing {
         return Ok(false);
+    }
+    for (layer, [place, ..]) in layers.iter().zip(&at) {
+        if let Weight::Quantized(weight) = layer.weight {
+            dequantize_to_address(weight, x.dtype(), *place)?;
+        }
     }
     let shape = Shape {
         batch: layers.len(),

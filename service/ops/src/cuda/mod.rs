@@ -44,8 +44,10 @@ pub(crate) use rope::qk_norm_rope;
 /// Machine code of `kernels.cu`. Empty where only types are checked.
 static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
 
-/// Numbers that a thread writes, and threads of a block (`dequantize.cuh`).
+/// Numbers that a thread writes at once, how often a thread that dequantizes does so, and threads of a block
+/// (`dequantize.cuh`).
 const UNIT: usize = 8;
+const UNITS: usize = 4;
 const THREADS: usize = 256;
 
 /// What wide loads ask of an address.
@@ -60,6 +62,8 @@ struct Card {
     functions: Mutex<HashMap<String, CudaFunction>>,
     /// Major and minor.
     compute_capability: (i32, i32),
+    /// Multiprocessors.
+    processors: usize,
     products: Mutex<product::Products>,
     /// Where the libraries work: address and bytes.
     workspace: OnceLock<(u64, usize)>,
@@ -81,6 +85,9 @@ impl Card {
             module: context.load_module(Ptx::from_binary(KERNELS.to_vec())).w()?,
             functions: Mutex::default(),
             compute_capability: context.compute_capability().w()?,
+            processors: context
+                .attribute(cudarc::driver::sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+                .w()? as usize,
             products: Mutex::new(product::Products::new(context)?),
             workspace: OnceLock::new(),
             cudnn: OfCard::default(),
@@ -216,10 +223,11 @@ pub(crate) fn dequantize_to_address(weight: &QuantizedWeight, dtype: DType, out:
     Ok(())
 }
 
-/// A launch with a thread for each [`UNIT`] numbers. There are fewer than 2^32 of those, so the blocks can be counted.
+/// A launch with a thread for each [`UNITS`] of [`UNIT`] numbers. There are fewer than 2^32 of those, so the blocks can be
+/// counted.
 fn blocks_of(numbers: usize) -> LaunchConfig {
     LaunchConfig {
-        grid_dim: (numbers.div_ceil(UNIT * THREADS) as u32, 1, 1),
+        grid_dim: (numbers.div_ceil(UNITS * UNIT * THREADS) as u32, 1, 1),
         block_dim: (THREADS as u32, 1, 1),
         shared_mem_bytes: 0,
     }

@@ -7,9 +7,16 @@ use super::{ALIGNMENT, Card, UNIT, address_of, kernel_dtype};
 use crate::norm::{Activation, Branch, Norm, Pass, dtypes};
 use crate::place::Rows;
 
-/// Threads of a block at most, and units that a thread holds of a long row.
-const MOST_THREADS: usize = 1024;
+/// Threads of a block that a row should have, and the most that it may have.
+const FEW_THREADS: usize = 128;
+const MOST_THREADS: usize = 512;
+
+/// Blocks that a processor of the card has at once: registers of the kernel for 128 threads and three units.
+const BLOCKS_OF_PROCESSOR: usize = 3;
+
+/// Units that a thread holds of a long row, and of the longest.
 const LONG: usize = 4;
+const LONGEST: usize = 8;
 
 /// As `norm.cuh` has it.
 #[repr(C)]
@@ -166,16 +173,20 @@ pub(crate) fn norm(pass: &Pass<'_>) -> Result<()> {
         }
         None => {}
     }
-    let rows = pass.x.elem_count() / columns;
-    a.rows = (rows / batch) as u32;
+    let rows = pass.x.elem_count() / columns / batch;
+    a.rows = rows as u32;
 
     let units = columns.div_ceil(UNIT);
-    let chunks = if units <= MOST_THREADS { 1 } else { LONG };
+    let chunks = match units.div_ceil(FEW_THREADS) {
+        few @ 0..LONG if lying.is_wide => few,
+        _ if units <= LONG * MOST_THREADS => LONG,
+        _ => LONGEST,
+    };
     let threads = units.div_ceil(chunks).next_multiple_of(32);
     if threads > MOST_THREADS {
         candle_core::bail!(
             "a norm over {columns} numbers: at most {} fit",
-            MOST_THREADS * LONG * UNIT
+            MOST_THREADS * LONGEST * UNIT
         );
     }
     let name = format!(
@@ -186,7 +197,18 @@ pub(crate) fn norm(pass: &Pass<'_>) -> Result<()> {
     );
     let device = pass.x.device().as_cuda_device()?;
     let card = Card::of(device)?;
+    // Every block has as many rows, to a row.
+    let at_once = (BLOCKS_OF_PROCESSOR * card.processors).div_ceil(batch);
+    let blocks = rows.div_ceil(rows.div_ceil(at_once));
     // SAFETY: the structure is that of `norm.cuh`, and the kernel keeps to the rows, columns and distances that were read
     // off the tensors, which are of these dtypes. The caller has them for as long as the call lasts.
-    unsafe { card.launch(&device.cuda_stream(), name, (rows, 1, 1), threads, &arguments) }
+    unsafe {
+        card.launch(
+            &device.cuda_stream(),
+            name,
+            (blocks, batch, 1),
+            threads,
+            &arguments,
+        )
+    }
 }

@@ -25,16 +25,18 @@ __device__ inline __nv_bfloat16 from_f32<__nv_bfloat16>(float number) {
     return __float2bfloat16_rn(number);
 }
 
-// UNIT numbers from `from`, which is aligned to 16 bytes.
+// UNIT numbers from `from`, which is aligned to 16 bytes, as they are.
+template <class T>
+__device__ inline void load_numbers(const T* from, T* to) {
+    load<uint4>(from, to);
+    if constexpr (sizeof(T) == 4) load<uint4>(from + 4, to + 4);
+}
+
+// The same as f32.
 template <class T>
 __device__ inline void read_wide(const T* from, float* to) {
     T numbers[UNIT];
-    if constexpr (sizeof(T) == 2) {
-        load<uint4>(from, numbers);
-    } else {
-        load<uint4>(from, numbers);
-        load<uint4>(from + 4, numbers + 4);
-    }
+    load_numbers(from, numbers);
     for (unsigned i = 0; i < UNIT; i++) to[i] = to_f32(numbers[i]);
 }
 

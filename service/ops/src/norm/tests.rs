@@ -83,7 +83,14 @@ fn defined(
 #[test]
 fn every_pass_equals_its_definition_in_windows_of_every_dtype() -> Result<()> {
     // Odd widths, those of vector loads, and one that a block holds in several units a thread.
-    for (batch, rows, columns) in [(2, 5, 37), (2, 3, 192), (1, 4, 3072), (1, 2, 8200)] {
+    for (batch, rows, columns) in [
+        (2, 5, 37),
+        (2, 3, 192),
+        (2, 3, 2040),
+        (1, 4, 3072),
+        (1, 2, 8200),
+        (1, 2, 16_400),
+    ] {
         let x = random(&[batch, rows, columns], 1)?;
         let y = random(&[batch, rows, columns], 2)?;
         let vector = |seed| random(&[columns], seed);

@@ -520,7 +520,8 @@ impl SingleBlock {
         next_of(modulation, step, layers)
     }
 
-    /// The block, over rows that are normalised; `rows` of them go on, and are normalised for `next`.
+    /// The block, over rows that are normalised; `rows` of them go on, and are normalised for `next`. Layers whose results
+    /// only those rows need compute no others: behind the last block the text is done with.
     pub(super) fn forward(
         &self,
         buffers: &Buffers,
@@ -534,11 +535,13 @@ impl SingleBlock {
         let scratch = &buffers.scratch;
         self.projection
             .forward(&whole, as_codes, rotations.angles(), scratch)?;
+        // Codes of a part are not where those of the whole are.
+        let up = if as_codes { &whole } else { rows };
         self.up
-            .forward_into(whole.normed(as_codes), Epilogue::GeluTanh, &whole.inner, scratch)?;
+            .forward_into(up.normed(as_codes), Epilogue::GeluTanh, &up.inner, scratch)?;
         attend(&whole)?;
         self.output
-            .forward_into(&whole.wide, Epilogue::None, &whole.branch, scratch)?;
+            .forward_into(&rows.wide, Epilogue::None, &rows.branch, scratch)?;
         rows.pass_on(&modulation[2].narrow(0, step, 1)?, next)
     }
 }

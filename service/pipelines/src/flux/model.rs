@@ -215,6 +215,15 @@ impl FluxModel {
         sources.iter().any(is_fp8)
     }
 
+    /// What a stage's shape says of a component whose fp8 is multiplied as it is: that takes other memory than int8 of as
+    /// many bytes.
+    fn as_multiplied(&self, component_name: &str) -> &'static str {
+        match self.holds_fp8(component_name) {
+            true => " fp8",
+            false => "",
+        }
+    }
+
     /// Sides of the latent of a picture: height, then width.
     fn latent_sides(&self, width: u32, height: u32) -> (usize, usize) {
         (
@@ -237,7 +246,7 @@ impl FluxModel {
                 scratch,
                 approximate: false,
             }],
-            shape: format!("t{tokens}"),
+            shape: format!("t{tokens}{}", self.as_multiplied("text_encoder_2")),
             steps: 1,
         }
     }
@@ -283,7 +292,8 @@ impl FluxModel {
                 approximate: false,
             }],
             shape: format!(
-                "{width}x{height} t{tokens}{}",
+                "{width}x{height} t{tokens}{}{}",
+                self.as_multiplied("transformer"),
                 if request.preview { " preview" } else { "" }
             ),
             steps,
