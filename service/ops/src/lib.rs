@@ -44,7 +44,7 @@ pub use euler::{Finite, euler};
 pub use finite::all_finite;
 pub use glu::glu;
 pub use group_moments::{Affine, GroupNorm, Residual, group_moments};
-pub use libraries::{AttentionPaths, Libraries, keep_plans_in, libraries, prepare};
+pub use libraries::{AttentionPaths, Libraries, attention_by, keep_plans_in, libraries, prepare};
 pub use linear::{
     Epilogue, LayerTo, Scratch, linear, linear_into, linear_scratch, linears_into, multiplies_fp8,
 };
