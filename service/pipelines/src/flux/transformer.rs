@@ -6,7 +6,7 @@ use ops::{Epilogue, Nonlinearity};
 
 use super::blocks::{Buffers, DoubleBlock, Layers, Modulator, Next, SingleBlock};
 use super::config::TransformerConfig;
-use super::linear::Linear;
+use super::linear::{Linear, largest_scratch};
 use super::positions::{Rotations, positions, rotations};
 use crate::StageError;
 
@@ -177,10 +177,9 @@ impl Transformer {
         for layer in layers() {
             take_codes |= layer.takes_codes()?;
         }
-        let of_layer = |layer: &Linear| layer.scratch_bytes(tokens, dtype);
         let layers = Layers {
             take_codes,
-            scratch_bytes: layers().map(of_layer).max().unwrap_or_default(),
+            scratch_bytes: largest_scratch(layers(), tokens, dtype),
         };
         let buffers = Buffers::new(&self.config, (batch, text, picture), layers, (dtype, device))?;
         let shape = (batch, picture, self.config.in_channels);
