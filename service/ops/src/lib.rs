@@ -7,6 +7,7 @@
 //! is named here.
 
 mod activation;
+mod allocated;
 mod apply_norm;
 mod attention;
 mod attention_workspace;
@@ -34,6 +35,7 @@ mod rope;
 mod rows;
 
 pub use activation::{Nonlinearity, activate};
+pub use allocated::allocated;
 pub use apply_norm::{ChannelNorm, MapReading, Pad, add_rows, apply_norm};
 pub use attention::{Mask, attention};
 pub use attention_workspace::attention_workspace;

@@ -6,10 +6,7 @@ use gpu::{QuantizedWeight, Weight, WeightFormat};
 use crate::linear_cpu::product_into;
 use crate::loops::{add_in_place, gelu_tanh_in_place};
 use crate::rows::with_numbers;
-use crate::{Activation, dequantize};
-
-/// What one allocation takes at most beside what was asked for.
-const GRANULARITY: u64 = 512;
+use crate::{Activation, allocated, dequantize};
 
 /// What is done to a sum and its bias before it is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -233,10 +230,11 @@ pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Result<Tens
 /// and the product before it is written; the product packs parts of its operands besides, in buffers of its own threads
 /// that do not grow with the shapes.
 pub fn linear_scratch(format: WeightFormat, rows: usize, columns: usize, tokens: usize, dtype: DType) -> u64 {
-    let rounded = |bytes: usize| (bytes as u64).next_multiple_of(GRANULARITY);
-    let dequantized = rounded(rows * columns * dtype.size_in_bytes());
+    let dequantized = allocated(rows * columns * dtype.size_in_bytes());
     let native = match (format, dtype) {
-        (WeightFormat::Fp8(_), DType::BF16 | DType::F16) => rounded(tokens * columns) + rounded(4 * tokens),
+        (WeightFormat::Fp8(_), DType::BF16 | DType::F16) => {
+            allocated(tokens * columns) + allocated(4 * tokens)
+        }
         _ => 0,
     };
     dequantized.max(native)
@@ -533,8 +531,7 @@ mod tests {
                         // Kernels and cuBLAS's own workspace come with the first.
                         linear(&x, &weight, Some(&bias))?;
                         let (peak, result) = peak_of(device, || linear(&x, &weight, Some(&bias)));
-                        let result = (result?.elem_count() * dtype.size_in_bytes()) as u64;
-                        let result = result.next_multiple_of(GRANULARITY);
+                        let result = allocated(result?.elem_count() * dtype.size_in_bytes());
                         let most = linear_scratch(format, rows, columns, tokens, dtype) + result;
                         assert!(
                             peak <= most,

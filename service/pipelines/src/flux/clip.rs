@@ -3,14 +3,13 @@
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
 use ops::{
-    Epilogue, Mask, Nonlinearity, Norm, Scratch, add_residual, attention, linears_into, norm_modulate,
-    residual_norm_modulate,
+    Epilogue, Mask, Nonlinearity, Norm, Scratch, add_residual, allocated, attention, linears_into,
+    norm_modulate, residual_norm_modulate,
 };
 use residency::Bytes;
 use serde::Deserialize;
 
 use super::linear::{Linear, largest_scratch};
-use super::tensors::allocated;
 use crate::family::StageError;
 
 /// The component's name.

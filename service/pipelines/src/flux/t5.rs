@@ -4,7 +4,7 @@
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
 use ops::{
-    Epilogue, Mask, Nonlinearity, Norm, Scratch, attention, linears_into, norm_modulate,
+    Epilogue, Mask, Nonlinearity, Norm, Scratch, allocated, attention, linears_into, norm_modulate,
     residual_norm_modulate,
 };
 use residency::Bytes;
@@ -12,7 +12,6 @@ use serde::Deserialize;
 
 use super::clip::{check_finite, check_ids};
 use super::linear::{Linear, largest_scratch};
-use super::tensors::allocated;
 use crate::family::StageError;
 
 /// The component's name.
