@@ -31,4 +31,4 @@ pub use noise::Generator;
 pub use positions::{Rotations, positions, rotations};
 pub use scheduler::{SchedulerConfig, first_step};
 pub use stages::{POOLED, SEQUENCE, Stage};
-pub use transformer::{Conditioning, Prompted, Transformer, Workplace, denoise_scratch, pack, unpack};
+pub use transformer::{Conditioning, Prompted, StepBuffers, Transformer, denoise_scratch, pack, unpack};

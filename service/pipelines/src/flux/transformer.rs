@@ -158,13 +158,13 @@ impl Transformer {
     ///
     /// # Errors
     /// Those of the device.
-    pub fn workplace(
+    pub fn step_buffers(
         &self,
         batch: usize,
         text: usize,
         picture: usize,
         (dtype, device): (DType, &Device),
-    ) -> candle_core::Result<Workplace> {
+    ) -> candle_core::Result<StepBuffers> {
         let tokens = batch * (text + picture);
         let layers = || {
             let double = self.double.iter().flat_map(DoubleBlock::layers);
@@ -183,14 +183,14 @@ impl Transformer {
         };
         let buffers = Buffers::new(&self.config, (batch, text, picture), layers, (dtype, device))?;
         let shape = (batch, picture, self.config.in_channels);
-        Ok(Workplace {
+        Ok(StepBuffers {
             velocity: Tensor::zeros(shape, dtype, device)?,
             buffers,
         })
     }
 
     /// The velocity at `latent` `[batch, rows * columns, in_channels]` in step `step` (from 0), of the same shape, which
-    /// is in the workplace until the next step. `go_on` is asked before every block.
+    /// is in the step buffers until the next step. `go_on` is asked before every block.
     ///
     /// # Errors
     /// Those of candle, and what `go_on` gives.
@@ -199,10 +199,10 @@ impl Transformer {
         latent: &Tensor,
         conditioning: &Conditioning,
         step: usize,
-        workplace: &'a Workplace,
+        step_buffers: &'a StepBuffers,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<&'a Tensor, StageError> {
-        let buffers = &workplace.buffers;
+        let buffers = &step_buffers.buffers;
         let (picture, text, whole) = (buffers.picture()?, buffers.text()?, buffers.whole()?);
         let scratch = buffers.scratch();
         self.picture_in
@@ -260,16 +260,16 @@ impl Transformer {
         self.last.forward_into(
             picture.last_normed(),
             Epilogue::None,
-            &workplace.velocity,
+            &step_buffers.velocity,
             scratch,
         )?;
-        Ok(&workplace.velocity)
+        Ok(&step_buffers.velocity)
     }
 }
 
 /// What the steps of a request are computed in.
 #[derive(Debug)]
-pub struct Workplace {
+pub struct StepBuffers {
     buffers: Buffers,
     velocity: Tensor,
 }
