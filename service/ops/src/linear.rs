@@ -140,8 +140,8 @@ pub struct LayerTo<'a> {
     pub out: &'a Tensor,
 }
 
-/// [`linear_into`] by several layers over the same rows. On a card it is one product where the layers are alike and lie at
-/// equal distances, as those of one attention do.
+/// [`linear_into`] by several layers over the same rows. On a card it is one product where the layers are alike and have
+/// equal distances in memory, as those of one attention do.
 ///
 /// # Errors
 /// Those of [`linear_into`].

@@ -1,4 +1,4 @@
-//! PAINTS. Model families: how their checkpoints are recognised and read, the stages of a request, and
+//! GENERATES. Model families: how their checkpoints are recognised and read, the stages of a request, and
 //! their mathematics. A family never loads, evicts, or knows who asked.
 
 mod family;

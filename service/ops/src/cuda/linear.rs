@@ -92,7 +92,7 @@ pub(crate) fn linear_into(
 }
 
 /// Layers over the same rows as one product, whose batch is the layers: where all are in full precision, of one shape, and
-/// their weights, biases and results lie at equal distances. `false` where they do not, and nothing was done.
+/// their weights, biases and results have equal distances in memory. `false` where they do not, and nothing was done.
 pub(crate) fn linear_as_one(x: &Tensor, layers: &[LayerTo<'_>], then: Epilogue) -> Result<bool> {
     let (Some(first), Weight::Full(weight)) = (layers.first(), layers[0].weight) else {
         return Ok(false);
@@ -257,7 +257,11 @@ impl Layer<'_> {
             };
         }
         if !self.try_to(&shape, Finish::Nothing, &at)? {
-            candle_core::bail!("cuBLASLt has no algorithm for {shape:?}");
+            candle_core::bail!(
+                "cuBLASLt has no algorithm for {shape:?} on compute capability {:?}: report this, with the name of the card \
+                 and the version of cuBLASLt",
+                self.card.compute_capability
+            );
         }
         self.finish_apart((0, 0, 0), 1.0)
     }
@@ -277,7 +281,11 @@ impl Layer<'_> {
         let place = |wanted| bytes + place_of(weight.format, outputs, columns, wanted) as u64;
         let (stored, weight_scales) = (place(WeightPart::Codes), place(WeightPart::Scales));
         if !stored.is_multiple_of(ALIGNMENT) || !weight.bytes.is_contiguous() {
-            candle_core::bail!("codes of a weight at an odd place");
+            candle_core::bail!(
+                "the codes of a weight in {} are not contiguous, or not aligned to {ALIGNMENT} bytes: give the weight an \
+                 allocation of its own",
+                weight.format
+            );
         }
         let rows = Rows {
             start: 0,
@@ -321,7 +329,11 @@ impl Layer<'_> {
             ..shape
         };
         if !self.try_to(&shape, Finish::Nothing, &at)? {
-            candle_core::bail!("cuBLASLt has no algorithm for {shape:?}");
+            candle_core::bail!(
+                "cuBLASLt has no algorithm for {shape:?} on compute capability {:?}: report this, with the name of the card \
+                 and the version of cuBLASLt",
+                self.card.compute_capability
+            );
         }
         let (of_weight, stride) = match kind {
             Fp8Scales::None => (0, 0),
@@ -438,7 +450,8 @@ pub(crate) fn quantize_rows(
     .all(|at| at.is_multiple_of(ALIGNMENT));
     if !is_aligned || !columns.is_multiple_of(MULTIPLE) || x.dtype() == DType::F32 {
         candle_core::bail!(
-            "rows of {columns} {:?} to be quantized lie at odd places",
+            "rows of {columns} {:?} cannot be quantized to fp8: they must be bf16 or f16, a multiple of {MULTIPLE} numbers \
+             long, and aligned to {ALIGNMENT} bytes",
             x.dtype()
         );
     }

@@ -94,7 +94,7 @@ __device__ inline void rope(const RopeArguments& a) {
     }
 }
 
-// The same for heads of 128 neighbours that lie at multiples of 16 bytes: half a warp has a head, a lane four pairs, read
+// The same for heads of 128 neighbours that are aligned to 16 bytes: half a warp has a head, a lane four pairs, read
 // and written once. A block has as many half warps as there are heads, or goes around.
 template <class T>
 __device__ inline void rope_128(const RopeArguments& a) {

@@ -34,7 +34,7 @@ pub const SEQUENCE: &str = "sequence";
 pub struct Stage<'a> {
     /// The checkpoint.
     pub model: &'a FluxModel,
-    /// What is painted; must be valid.
+    /// What is generated; must be valid.
     pub request: &'a ImageRequest,
     /// The tensors of a resident component.
     pub tensors: &'a dyn Fn(&str) -> Result<Arc<ComponentTensors>, StageError>,

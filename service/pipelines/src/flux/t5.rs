@@ -178,7 +178,7 @@ impl T5Config {
         if distance < exact {
             return base + distance;
         }
-        // In f32, as the reference has it: at some distances the bucket hangs on the rounding.
+        // In f32, as the reference has it: at some distances the bucket depends on the rounding.
         let span = (self.relative_attention_max_distance as f64 / exact as f64).ln() as f32;
         let far = (distance as f32 / exact as f32).ln() / span * (one_way - exact) as f32;
         base + (exact + far as usize).min(one_way - 1)
