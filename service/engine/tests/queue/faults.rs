@@ -266,12 +266,16 @@ async fn a_fresh_worker_hears_what_must_stay_and_gets_the_pinned_back_first() {
     end(&mut job).await.unwrap();
     queue.pin(entry("a"), false).await.unwrap();
     assert!(worker.is_idle().await);
-    let attention = || queue.status().borrow().cards[0].attention.clone();
-    assert_eq!(attention(), "own kernels: for a test");
+    // The status follows within a second.
+    let attention = async || {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        queue.status().borrow().cards[0].attention.clone()
+    };
+    assert_eq!(attention().await, "own kernels: for a test");
     worker.die();
     let mut waiting = queue.submit(load("b", "me", &["vae"])).await.unwrap();
     settle().await;
-    assert_eq!(attention(), "", "nobody computes");
+    assert_eq!(attention().await, "", "nobody computes");
     worker.standing = Default::default();
     worker.ready();
     let order = worker.order().await;
