@@ -5,6 +5,7 @@
 
 mod blocks;
 mod bounds;
+mod buffers;
 mod checkpoint;
 pub mod clip;
 mod components;

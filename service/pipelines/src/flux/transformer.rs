@@ -4,7 +4,8 @@ use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
 use ops::{Epilogue, Nonlinearity};
 
-use super::blocks::{Buffers, DoubleBlock, Layers, Modulator, Next, SingleBlock};
+use super::blocks::{DoubleBlock, Modulator, SingleBlock};
+use super::buffers::{Buffers, Layers, Next};
 use super::config::TransformerConfig;
 use super::linear::{Linear, largest_scratch};
 use super::positions::{Rotations, positions, rotations};
