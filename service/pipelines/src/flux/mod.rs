@@ -14,6 +14,7 @@ mod layout;
 mod linear;
 mod model;
 mod noise;
+mod open;
 mod positions;
 mod quantize_rule;
 mod scheduler;
