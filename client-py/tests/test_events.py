@@ -138,7 +138,7 @@ CASES = [
         event(
             done=events_pb2.Done(
                 seed=2**64 - 1,
-                stages=[events_pb2.StageReport(name="denoise", run_ms=5, cached=True)],
+                stages=[events_pb2.StageReport(name="denoise", run_ms=5, attention="own kernels")],
                 resident_already=["vae"],
                 approximations=["tiles of 64"],
                 total_ms=3200,
@@ -147,7 +147,7 @@ CASES = [
         ),
         moored.Done(
             2**64 - 1,
-            (moored.StageReport("denoise", 5, 0, 0, 0, 0, 0, "", True, 0, ""),),
+            (moored.StageReport("denoise", 5, 0, 0, 0, 0, 0, "", False, 0, "", "own kernels"),),
             ("vae",),
             ("tiles of 64",),
             3200,

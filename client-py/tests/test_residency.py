@@ -191,7 +191,12 @@ def status(uptime_ms: int = 9) -> residency_pb2.Status:
         component=COMPONENT, state="resident", pinned=True, entries=["demo"]
     )
     card = residency_pb2.CardStatus(
-        id="cuda:0", state="ready", memory=memory, residents=[resident], policy="shared"
+        id="cuda:0",
+        state="ready",
+        memory=memory,
+        residents=[resident],
+        policy="shared",
+        attention="cudnn 9.19.0",
     )
     job = residency_pb2.JobInfo(id="j", priority=generation_pb2.HIGH, state="queued")
     return residency_pb2.Status(cards=[card], jobs=[job], uptime_ms=uptime_ms)
@@ -201,6 +206,7 @@ def test_status(service: Service, ask: Ask) -> None:
     service.on("GetStatus", status())
     seen = ask("status")
     assert seen.cards[0].memory.usable == 5
+    assert seen.cards[0].attention == "cudnn 9.19.0"
     assert seen.cards[0].residents[0].component == MIRRORED
     assert seen.cards[0].residents[0].entries == ("demo",)
     assert (seen.jobs[0].priority, seen.uptime_ms) == ("high", 9)

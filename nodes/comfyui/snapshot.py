@@ -51,6 +51,7 @@ def _card(card: CardStatus, jobs: list[JobInfo]) -> dict[str, Any]:
         "kind": card.kind,
         "state": card.state,
         "policy": card.policy,
+        "attention": card.attention,
         "worker_restarts": card.worker_restarts,
         "job": card.job_id,
         "memory": asdict(card.memory),

@@ -351,8 +351,10 @@ def test_status_shows_the_card(service: Service, client: moored.Client) -> None:
     assert "40.0 GiB" in shown
     for word in ("usable", "free", "transformer", "small+full", "no jobs"):
         assert word in shown
+    assert "attention: cpu loops" in shown.splitlines()
     (status,) = objects(good(service.run("status", "--json")))
     card: Any = status["cards"][0]  # type: ignore[index]
+    assert card["attention"] == client.status().cards[0].attention == "cpu loops"
     memory = card["memory"]
     total = memory.pop("total")
     memory.pop("usable")

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from service import Service
+
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 MODEL = "moored/demo"
 PROMPT = "a large red circle in the centre on a yellow background"
@@ -302,6 +304,20 @@ def test_a_prompt_that_comes_again_is_not_encoded_again(
     assert {"transformer", "vae"} <= set(again.result().resident_already)
 
 
+def test_the_command_line_says_what_computed_attention(painter: Service, tmp_path: Path) -> None:
+    given = ["generate", PROMPT, "-W", "64", "-H", "64", "-s", "1", "-o", str(tmp_path / "a.png")]
+    plain = painter.run(*given)
+    assert plain.returncode == 0, plain.stderr
+    assert "attention: cpu loops" in plain.stderr.splitlines()
+    told = painter.run(*given, "--json")
+    done = next(
+        line for line in map(json.loads, told.stdout.splitlines()) if line["event"] == "done"
+    )
+    by_stage = {stage["name"]: stage["attention"] for stage in done["stages"]}
+    # The text was encoded for the first picture.
+    assert by_stage == {"encode_text": "", "denoise": "cpu loops", "decode": "cpu loops"}
+
+
 def test_the_end_tells_times_and_peaks_of_every_stage(painting_client: moored.Client) -> None:
     prompt = "a prompt of this test alone: a large blue square on a white background"
     stream = painting_client.stream_image(prompt, seed=1, steps=4)
@@ -320,6 +336,7 @@ def test_the_end_tells_times_and_peaks_of_every_stage(painting_client: moored.Cl
         assert 0 < stage.peak_scratch_bytes <= stage.predicted_scratch_bytes
         assert stage.peak_scratch_bytes < stage.peak_bytes
         assert stage.peak_bytes <= resident + stage.predicted_scratch_bytes
+        assert stage.attention == "cpu loops"
     assert result.timings["denoise"].run_ms > 0
     spent = sum(stage.run_ms + stage.move_ms + stage.wait_ms for stage in result.stages)
     # Each is rounded by itself.

@@ -83,7 +83,12 @@ class MemoryShortfall:
 @mirrors(events_pb2.StageReport)
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """What one stage of a job took: milliseconds and bytes."""
+    """What one stage of a job took: milliseconds and bytes.
+
+    `attention` is what computed attention in it: `cudnn 9.19.0`, `own kernels`, `cpu loops`,
+    several with commas between; empty where none was computed, or the service is older than the
+    field.
+    """
 
     name: str
     run_ms: int
@@ -96,6 +101,7 @@ class StageReport:
     cached: bool
     picture: int
     card: str
+    attention: str
 
 
 @mirrors(residency_pb2.ModelDefaults)
@@ -255,7 +261,12 @@ class Reservation:
 @mirrors(residency_pb2.CardStatus)
 @dataclass(frozen=True, slots=True)
 class CardStatus:
-    """One card. `state` is `starting`, `ready`, `busy`, `restarting` or `lost`."""
+    """One card. `state` is `starting`, `ready`, `busy` or `restarting`.
+
+    `attention` is what computes attention on it: `cudnn 9.19.0`, `own kernels: ` with the reason
+    why cuDNN does not, `cpu loops`. For a shape that cuDNN has no plan for, own kernels compute all
+    the same: `StageReport.attention` says what a stage went by. Empty while no worker is ready.
+    """
 
     id: str
     name: str
@@ -269,6 +280,7 @@ class CardStatus:
     worker_pid: int
     job_id: str
     policy: str
+    attention: str
 
 
 @mirrors(residency_pb2.JobInfo)

@@ -60,6 +60,8 @@ def _card(card: moored.CardStatus) -> list[str]:
     memory: dict[str, Any] = asdict(card.memory)
     accounts = ", ".join(f"{name} {in_words(memory[name])}" for name in _ACCOUNTS)
     lines = [f"{card.id} ({card.name}), {card.state}: {accounts}, of {in_words(card.memory.total)}"]
+    if card.attention:
+        lines.append(f"  attention: {card.attention}")
     for one in card.residents:
         stays = " pinned" * one.pinned + " held" * one.held
         lines.append(f"  {one.component.name} {in_words(one.component.bytes)}{stays}")

@@ -269,6 +269,9 @@ pub struct StageReport {
     pub predicted_scratch: Bytes,
     /// How it ran.
     pub chunking: String,
+    /// What computed attention: `cudnn 9.19.0`, `own kernels`, `cpu loops`, several with commas between; empty where none was
+    /// computed.
+    pub attention: String,
     /// Taken from a cache.
     pub cached: bool,
     /// Which picture.

@@ -117,6 +117,8 @@ pub enum Event {
     Ready {
         /// The card.
         card: CardDescription,
+        /// What computes attention on it ([`pipelines::attention_by`]).
+        attention: String,
     },
     /// The ledger after a change.
     Snapshot(Arc<Ledger>),
@@ -246,6 +248,10 @@ pub struct Completed {
     pub peak_scratch: Bytes,
     /// Bytes of ours on the card at the peak.
     pub peak_bytes: Bytes,
+    /// What computed attention in the stage: `cudnn 9.19.0`, `own kernels`, `cpu loops`, several with commas between; empty
+    /// where none was computed.
+    #[serde(default)]
+    pub attention: String,
     /// Seconds that each component that was loaded took, by identity: what a reload costs.
     pub load_seconds: Vec<(ComponentId, f64)>,
 }

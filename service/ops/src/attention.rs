@@ -52,5 +52,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>,
     if q.device().is_cuda() {
         return crate::cuda::attention(q, k, v, scale, mask, out);
     }
-    cpu::attention(q, k, v, scale, mask, out)
+    cpu::attention(q, k, v, scale, mask, out)?;
+    crate::libraries::count_attention_on_cpu();
+    Ok(())
 }

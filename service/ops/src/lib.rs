@@ -7,6 +7,7 @@
 //! is named here.
 
 mod activation;
+mod allocated;
 mod apply_norm;
 mod attention;
 mod attention_workspace;
@@ -34,6 +35,7 @@ mod rope;
 mod rows;
 
 pub use activation::{Nonlinearity, activate};
+pub use allocated::allocated;
 pub use apply_norm::{ChannelNorm, MapReading, Pad, add_rows, apply_norm};
 pub use attention::{Mask, attention};
 pub use attention_workspace::attention_workspace;
@@ -44,7 +46,7 @@ pub use euler::{Finite, euler};
 pub use finite::all_finite;
 pub use glu::glu;
 pub use group_moments::{Affine, GroupNorm, Residual, group_moments};
-pub use libraries::{AttentionPaths, Libraries, keep_plans_in, libraries, prepare};
+pub use libraries::{AttentionPaths, Libraries, attention_by, keep_plans_in, libraries, prepare};
 pub use linear::{
     Epilogue, LayerTo, Scratch, linear, linear_into, linear_scratch, linears_into, multiplies_fp8,
 };

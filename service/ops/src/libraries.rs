@@ -5,9 +5,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{Device, Result};
 
-/// Attentions that cuDNN computed, and that our own kernels did, on cards, since the process began.
+/// Attentions since the process began: those of CUDA devices that cuDNN computed, and that our own kernels did; and the CPU's.
 static BY_CUDNN: AtomicU64 = AtomicU64::new(0);
 static BY_OWN_KERNELS: AtomicU64 = AtomicU64::new(0);
+static ON_CPU: AtomicU64 = AtomicU64::new(0);
+
+/// The paths in words, beside `cudnn` with its version.
+const OWN_KERNELS: &str = "own kernels";
+const CPU_LOOPS: &str = "cpu loops";
 
 /// What was found of the libraries that are looked for when the program runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,14 +57,45 @@ pub fn prepare(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// How many attentions on cards each path has computed since the process began. The difference over a stage says which
-/// it went.
+/// What computes attention on a device: `cudnn 9.19.0`, `own kernels: ` with the reason why cuDNN does not, `cpu loops`. cuDNN
+/// has no plan for some shapes, and our own kernels compute those: [`AttentionPaths`] says what a stage went by. Opens
+/// cuDNN on a CUDA device, if [`prepare`] has not.
+#[must_use]
+pub fn attention_by(device: &Device) -> String {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => {
+            let opened = crate::cuda::has_cudnn(device).map_err(|error| error.to_string());
+            attention_on_cuda(libraries().cudnn, opened)
+        }
+        _ => CPU_LOOPS.to_owned(),
+    }
+}
+
+/// [`attention_by`] a CUDA device: by what was found of cuDNN, and whether it is open there.
+#[cfg(any(feature = "cuda", test))]
+fn attention_on_cuda(
+    cudnn: std::result::Result<String, String>,
+    opened: std::result::Result<bool, String>,
+) -> String {
+    match (cudnn, opened) {
+        (Ok(version), Ok(true)) => format!("cudnn {version}"),
+        (Ok(version), Ok(false)) => {
+            format!("{OWN_KERNELS}: cudnn {version} cannot be opened on this device; the log says why")
+        }
+        (Err(reason), _) | (_, Err(reason)) => format!("{OWN_KERNELS}: {reason}"),
+    }
+}
+
+/// How many attentions each path has computed since the process began. The difference over a stage says which it went.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AttentionPaths {
-    /// By cuDNN.
+    /// On CUDA devices, by cuDNN.
     pub cudnn: u64,
-    /// By our own kernels.
+    /// On CUDA devices, by our own kernels.
     pub own: u64,
+    /// On the CPU.
+    pub cpu: u64,
 }
 
 impl AttentionPaths {
@@ -69,25 +105,36 @@ impl AttentionPaths {
         AttentionPaths {
             cudnn: BY_CUDNN.load(Ordering::Relaxed),
             own: BY_OWN_KERNELS.load(Ordering::Relaxed),
+            cpu: ON_CPU.load(Ordering::Relaxed),
         }
     }
 
-    /// What came since, in words for a report: `cudnn 9.19.0`, `own kernels`, both, or nothing.
+    /// What came since, in words for a report: `cudnn 9.19.0`, `own kernels`, `cpu loops`, several with commas between, or
+    /// nothing.
     #[must_use]
     pub fn since(before: AttentionPaths) -> String {
-        let now = AttentionPaths::now();
-        let version = libraries().cudnn.unwrap_or_default();
-        let cudnn = (now.cudnn > before.cudnn).then(|| format!("cudnn {version}"));
-        let own = (now.own > before.own).then(|| "own kernels".to_owned());
-        cudnn.into_iter().chain(own).collect::<Vec<_>>().join(", ")
+        AttentionPaths::now().beyond(before, || libraries().cudnn.unwrap_or_default())
+    }
+
+    fn beyond(self, before: AttentionPaths, version: impl FnOnce() -> String) -> String {
+        let cudnn = (self.cudnn > before.cudnn).then(|| format!("cudnn {}", version()));
+        let own = (self.own > before.own).then(|| OWN_KERNELS.to_owned());
+        let cpu = (self.cpu > before.cpu).then(|| CPU_LOOPS.to_owned());
+        let paths: Vec<String> = [cudnn, own, cpu].into_iter().flatten().collect();
+        paths.join(", ")
     }
 }
 
-/// Counts an attention that was computed on a card.
+/// Counts an attention that was computed on a CUDA device.
 #[cfg(any(feature = "cuda", test))]
 pub(crate) fn count_attention(by_cudnn: bool) {
     let path = if by_cudnn { &BY_CUDNN } else { &BY_OWN_KERNELS };
     path.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Counts one that was computed on the CPU.
+pub(crate) fn count_attention_on_cpu() {
+    ON_CPU.fetch_add(1, Ordering::Relaxed);
 }
 
 #[cfg(test)]
@@ -96,16 +143,45 @@ mod tests {
 
     #[test]
     fn a_report_names_the_paths_that_were_gone() {
+        let paths = |cudnn, own, cpu| AttentionPaths { cudnn, own, cpu };
+        let before = paths(7, 5, 3);
+        let report = |now: AttentionPaths| now.beyond(before, || "9.19.0".to_owned());
+        assert_eq!(report(before), "");
+        assert_eq!(report(paths(8, 5, 3)), "cudnn 9.19.0");
+        assert_eq!(report(paths(7, 9, 3)), "own kernels");
+        assert_eq!(report(paths(8, 6, 3)), "cudnn 9.19.0, own kernels");
+        assert_eq!(report(paths(7, 5, 4)), "cpu loops");
+    }
+
+    #[test]
+    fn each_attention_is_counted_for_its_path() {
+        // Other tests of this process compute on the CPU meanwhile, or where they are told to: counts only grow.
         let before = AttentionPaths::now();
-        count_attention(false);
-        assert_eq!(AttentionPaths::since(before), "own kernels");
         count_attention(true);
-        let both = AttentionPaths::since(before);
-        assert!(
-            both.starts_with("cudnn ") && both.ends_with(", own kernels"),
-            "{both}"
+        count_attention(false);
+        count_attention_on_cpu();
+        let now = AttentionPaths::now();
+        assert!(now.cudnn > before.cudnn && now.own > before.own && now.cpu > before.cpu);
+    }
+
+    #[test]
+    fn a_device_says_what_computes_attention_on_it_and_why() {
+        assert_eq!(attention_by(&Device::Cpu), "cpu loops");
+        let found = || Ok("9.19.0".to_owned());
+        assert_eq!(attention_on_cuda(found(), Ok(true)), "cudnn 9.19.0");
+        assert_eq!(
+            attention_on_cuda(found(), Ok(false)),
+            "own kernels: cudnn 9.19.0 cannot be opened on this device; the log says why"
         );
-        assert_eq!(AttentionPaths::since(AttentionPaths::now()), "");
+        let missing = || Err("libcudnn.so.9 cannot be loaded".to_owned());
+        assert_eq!(
+            attention_on_cuda(missing(), Ok(false)),
+            "own kernels: libcudnn.so.9 cannot be loaded"
+        );
+        assert_eq!(
+            attention_on_cuda(found(), Err("the device failed".to_owned())),
+            "own kernels: the device failed"
+        );
     }
 
     #[test]

@@ -233,7 +233,7 @@ impl<F: Fn(usize, &mut [f32]) + Sync> InplaceOp1 for WriteRows<F> {
 mod tests {
     use super::*;
 
-    fn lying(tensor: &Tensor, columns: usize) -> Result<(usize, [usize; 5])> {
+    fn layout_of(tensor: &Tensor, columns: usize) -> Result<(usize, [usize; 5])> {
         let rows = Rows::of(tensor, columns)?;
         let Rows {
             batch,
@@ -249,18 +249,18 @@ mod tests {
     #[test]
     fn windows_are_rows_at_a_distance() -> Result<()> {
         let joint = Tensor::zeros((2, 7, 12, 4), DType::F32, &Device::Cpu)?;
-        assert_eq!(lying(&joint, 48)?, (0, [1, 14, 48, 0, 48]));
+        assert_eq!(layout_of(&joint, 48)?, (0, [1, 14, 48, 0, 48]));
         // Some heads of all tokens, and all heads of some tokens.
-        assert_eq!(lying(&joint.narrow(2, 3, 2)?, 8)?, (12, [1, 14, 8, 0, 48]));
-        assert_eq!(lying(&joint.narrow(1, 2, 5)?, 48)?, (96, [2, 5, 48, 336, 48]));
+        assert_eq!(layout_of(&joint.narrow(2, 3, 2)?, 8)?, (12, [1, 14, 8, 0, 48]));
+        assert_eq!(layout_of(&joint.narrow(1, 2, 5)?, 48)?, (96, [2, 5, 48, 336, 48]));
         // One matrix of a batch, a single row, and rows in pieces.
-        assert_eq!(lying(&joint.narrow(0, 1, 1)?, 48)?, (336, [1, 7, 48, 0, 48]));
+        assert_eq!(layout_of(&joint.narrow(0, 1, 1)?, 48)?, (336, [1, 7, 48, 0, 48]));
         assert_eq!(
-            lying(&joint.narrow(0, 1, 1)?.narrow(1, 3, 1)?, 48)?.1[..3],
+            layout_of(&joint.narrow(0, 1, 1)?.narrow(1, 3, 1)?, 48)?.1[..3],
             [1, 1, 48]
         );
-        assert!(lying(&joint.transpose(1, 2)?, 28).is_err());
-        assert!(lying(&joint, 7).is_err());
+        assert!(layout_of(&joint.transpose(1, 2)?, 28).is_err());
+        assert!(layout_of(&joint, 7).is_err());
         Ok(())
     }
 

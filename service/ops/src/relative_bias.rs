@@ -54,7 +54,7 @@ mod tests {
     use crate::testing::{assert_close, here, random, test_device};
 
     #[test]
-    fn a_bias_hangs_on_the_distance_alone() -> Result<()> {
+    fn a_bias_depends_on_the_distance_alone() -> Result<()> {
         for (queries, keys) in [(5, 9), (8, 16), (16, 3), (1, 1)] {
             let table = random(&[6, 3], 1)?;
             let buckets: Vec<u32> = (0..queries + keys - 1).map(|i| (i * 7 % 6) as u32).collect();

@@ -12,7 +12,7 @@ pub(crate) use device::{BF16_OPERATION, here, test_device, tolerances};
 
 /// Where the fixtures lie.
 pub(crate) fn fixtures() -> std::path::PathBuf {
-    device::room().join("tests/fixtures")
+    device::crate_folder().join("tests/fixtures")
 }
 
 /// Numbers over -1 to 1 that depend on the seed alone.

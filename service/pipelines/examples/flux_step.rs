@@ -119,8 +119,8 @@ fn main() {
     };
     let times: Vec<f32> = (0..steps).map(|step| 1.0 - step as f32 / steps as f32).collect();
     let conditioning = transformer.condition(&prompted, &times).expect("conditioning");
-    let workplace = transformer
-        .workplace(batch, text, rows * rows, (dtype, &device))
+    let step_buffers = transformer
+        .step_buffers(batch, text, rows * rows, (dtype, &device))
         .expect("buffers");
     let shape = (batch, rows * rows, config.in_channels);
     let seen = random(shape);
@@ -130,7 +130,7 @@ fn main() {
     for step in 0..steps {
         let began = Instant::now();
         let velocity = transformer
-            .velocity(&seen, &conditioning, step, &workplace, &mut || Ok(()))
+            .velocity(&seen, &conditioning, step, &step_buffers, &mut || Ok(()))
             .expect("a velocity");
         ops::euler(&latent, velocity, -1.0 / steps as f64, &seen, &finite).expect("a step");
         let asked = began.elapsed();

@@ -38,10 +38,10 @@ fn main() -> Result<(), Box<dyn Error>> {
             strength: 1.0,
             preview: false,
         };
-        paint(&model, &tensors, &request)?;
+        times_of_stages(&model, &tensors, &request)?;
         let before = processor_time::of_process();
         let times = (0..runs)
-            .map(|_| paint(&model, &tensors, &request))
+            .map(|_| times_of_stages(&model, &tensors, &request))
             .collect::<Result<Vec<_>, _>>()?;
         let processor = (processor_time::of_process() - before) / f64::from(runs);
         let stages = times.first().map_or(0, Vec::len);
@@ -76,7 +76,7 @@ fn loaded(folder: &Path) -> Result<(FluxModel, Components), Box<dyn Error>> {
 }
 
 /// Seconds of each stage.
-fn paint(
+fn times_of_stages(
     model: &FluxModel,
     tensors: &Components,
     request: &ImageRequest,

@@ -1,4 +1,4 @@
-//! What a model family is to the rest of the house.
+//! What a model family is to the rest of the service.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! The `instant` family: models that exist in a JSON file only. They hold memory on a simulated card and paint
+//! The `instant` family: models that exist in a JSON file only. They hold memory on a simulated card and generate
 //! one colour, so that everything around a model can be tested without one.
 //!
 //! ```json
@@ -15,8 +15,8 @@
 //! default size. Faults for tests: `real_scratch` (what a stage takes in truth, where that differs from what is
 //! predicted), `not_finite_at_step`, `panic_at` (a stage's name).
 
+mod colour;
 mod model;
-mod paint;
 #[cfg(test)]
 mod tests;
 

@@ -1,4 +1,4 @@
-//! PAINTS. Model families: how their checkpoints are recognised and read, the stages of a request, and
+//! GENERATES. Model families: how their checkpoints are recognised and read, the stages of a request, and
 //! their mathematics. A family never loads, evicts, or knows who asked.
 
 mod family;
@@ -15,7 +15,7 @@ pub use family::{
     StageKind, StageOutput, StagePlan, Unobserved, provisional_identity,
 };
 pub use host::{HostTensor, HostType};
-pub use ops::{AttentionPaths, Libraries, keep_plans_in, libraries, prepare};
+pub use ops::{AttentionPaths, Libraries, attention_by, keep_plans_in, libraries, prepare};
 pub use out_of_memory::is_out_of_memory;
 pub use quantization::{FULL, Preset, Quantization};
 pub use request::{Defaults, ImageRequest, InitImage, RequestError};

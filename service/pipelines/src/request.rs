@@ -1,4 +1,4 @@
-//! What a client wants painted, in the house's own words.
+//! What a client asks for, in types that no protocol is part of.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ pub struct InitImage {
     pub rgb: Arc<[u8]>,
 }
 
-/// One picture to paint. Everything is resolved: defaults are filled in before this exists.
+/// One picture to generate. Everything is resolved: defaults are filled in before this exists.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ImageRequest {
     /// The prompt.

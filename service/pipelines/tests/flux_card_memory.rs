@@ -77,12 +77,12 @@ fn a_step_takes_what_was_predicted() {
             let seen = Tensor::zeros((1, rows * columns, config.in_channels), DType::BF16, device)
                 .expect("a latent");
             let finite = ops::Finite::new(device).expect("a flag");
-            let workplace = transformer
-                .workplace(1, text, rows * columns, (DType::BF16, device))
+            let step_buffers = transformer
+                .step_buffers(1, text, rows * columns, (DType::BF16, device))
                 .expect("buffers");
             for step in 0..2 {
                 let velocity = transformer
-                    .velocity(&seen, &conditioning, step, &workplace, &mut || Ok(()))
+                    .velocity(&seen, &conditioning, step, &step_buffers, &mut || Ok(()))
                     .expect("a velocity");
                 ops::euler(&latent, velocity, -0.5, &seen, &finite).expect("a step");
             }

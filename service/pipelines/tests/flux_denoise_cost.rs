@@ -63,12 +63,12 @@ fn denoise(config: &TransformerConfig, side: usize, text: usize, steps: usize) -
     let latent = latent.copy().expect("a latent");
     let seen = latent.copy().expect("a latent");
     let finite = ops::Finite::new(&Device::Cpu).expect("a flag");
-    let workplace = transformer
-        .workplace(1, text, side * side, (DType::F32, &Device::Cpu))
+    let step_buffers = transformer
+        .step_buffers(1, text, side * side, (DType::F32, &Device::Cpu))
         .expect("buffers");
     for step in 0..steps {
         let velocity = transformer
-            .velocity(&seen, &conditioning, step, &workplace, &mut || Ok(()))
+            .velocity(&seen, &conditioning, step, &step_buffers, &mut || Ok(()))
             .expect("a velocity");
         ops::euler(&latent, velocity, -1.0 / steps as f64, &seen, &finite).expect("a step");
     }

@@ -17,7 +17,7 @@ use serde::Deserialize;
 mod device;
 mod processor_time;
 
-use device::{BF16_COMPONENT, here, room, tolerances};
+use device::{BF16_COMPONENT, crate_folder, here, tolerances};
 
 type Tensors = HashMap<String, Tensor>;
 /// A change of the weights.
@@ -26,7 +26,7 @@ type Change = dyn Fn(&mut Tensors);
 type Mutation = (String, Box<Change>);
 
 fn fixtures() -> PathBuf {
-    room().join("fixtures/flux-tiny")
+    crate_folder().join("fixtures/flux-tiny")
 }
 
 fn load(path: &str) -> Tensors {

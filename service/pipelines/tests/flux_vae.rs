@@ -24,7 +24,7 @@ mod device;
 mod made_up;
 
 use counting::peak_of;
-use device::{BF16_COMPONENT, here, room, test_device, tolerances};
+use device::{BF16_COMPONENT, crate_folder, here, test_device, tolerances};
 use made_up::{latent, made_up, noise};
 
 type Tensors = HashMap<String, Tensor>;
@@ -33,7 +33,7 @@ type Tensors = HashMap<String, Tensor>;
 static ALONE: RwLock<()> = RwLock::new(());
 
 fn fixtures() -> PathBuf {
-    room().join("fixtures/flux-tiny")
+    crate_folder().join("fixtures/flux-tiny")
 }
 
 fn load(path: &str) -> Tensors {
@@ -518,7 +518,7 @@ fn encode_needs_what_was_predicted() {
 }
 
 #[test]
-fn bf16_paints_and_reads_the_same_within_its_rounding() {
+fn bf16_decodes_and_encodes_the_same_within_its_rounding() {
     let _together = ALONE.read();
     let expected = load("expected/vae.safetensors");
     let decoder = VaeDecoder::in_dtype(&config(), &resident(weights()), DType::BF16).expect("a decoder");

@@ -89,6 +89,7 @@ def test_bars_follow_a_job_and_end_at_the_figures_of_the_service(
     with service.client() as client, opened(browser, panel) as page:
         expect(page.get_by_text("No model is in memory.")).to_be_visible()
         expect(page.get_by_text("Nothing runs, nothing waits.")).to_be_visible()
+        expect(page.get_by_text("Attention: cpu loops")).to_be_visible()
         expect(page.locator(".moored-notes")).to_have_text("2.1 GB held by another process")
         bar = page.locator(".moored-bar")
         with painting(service):

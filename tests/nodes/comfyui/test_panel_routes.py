@@ -73,6 +73,7 @@ def test_a_snapshot_has_every_account_and_every_model(panel: PanelPage, start: S
         assert (code, said["reachable"], said["problem"]) == (200, True, "")
         assert card["memory"] == {name: getattr(memory, name) for name in memory.__slots__}
         assert sum(card["memory"].values()) - memory.total - memory.usable == memory.total
+        assert card["attention"] == client.status().cards[0].attention == "cpu loops"
         assert card["holders"] == [{"name": "another process", "pid": 0, "bytes": 2 << 30}]
         (entry,) = card["entries"]
         assert (entry["key"], entry["pinned"], entry["jobs"]) == (KEY, True, 0)

@@ -200,6 +200,7 @@ def test_a_report_names_who_has_the_memory(
     node = nowhere.do(nowhere.node("GPUStatus"))
     succeeds(nowhere)
     lines = outputs(node)["report"].splitlines()
+    assert "  attention: cpu loops" in lines
     assert "  blender 4242 has 21.5 GB" in lines
     assert "  transformer 4.2 MB held" in lines
     assert not [line for line in lines if "(held)" in line], "said once"

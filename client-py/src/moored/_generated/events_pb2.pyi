@@ -533,6 +533,7 @@ class StageReport(google.protobuf.message.Message):
     CACHED_FIELD_NUMBER: builtins.int
     PICTURE_FIELD_NUMBER: builtins.int
     CARD_FIELD_NUMBER: builtins.int
+    ATTENTION_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`encode_text`, ...; `unload` is what a model that replaces another had to leave."""
     run_ms: builtins.int
@@ -555,6 +556,10 @@ class StageReport(google.protobuf.message.Message):
     """Which picture."""
     card: builtins.str
     """The card."""
+    attention: builtins.str
+    """What computed attention: `cudnn 9.19.0`, `own kernels`, `cpu loops`, several with commas between; empty where none
+    was computed, as in a load or a stage that was taken from a cache.
+    """
     def __init__(
         self,
         *,
@@ -569,7 +574,8 @@ class StageReport(google.protobuf.message.Message):
         cached: builtins.bool = ...,
         picture: builtins.int = ...,
         card: builtins.str = ...,
+        attention: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cached", b"cached", "card", b"card", "chunking", b"chunking", "move_ms", b"move_ms", "name", b"name", "peak_bytes", b"peak_bytes", "peak_scratch_bytes", b"peak_scratch_bytes", "picture", b"picture", "predicted_scratch_bytes", b"predicted_scratch_bytes", "run_ms", b"run_ms", "wait_ms", b"wait_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention", b"attention", "cached", b"cached", "card", b"card", "chunking", b"chunking", "move_ms", b"move_ms", "name", b"name", "peak_bytes", b"peak_bytes", "peak_scratch_bytes", b"peak_scratch_bytes", "picture", b"picture", "predicted_scratch_bytes", b"predicted_scratch_bytes", "run_ms", b"run_ms", "wait_ms", b"wait_ms"]) -> None: ...
 
 global___StageReport = StageReport

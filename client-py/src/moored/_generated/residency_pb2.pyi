@@ -591,6 +591,7 @@ class CardStatus(google.protobuf.message.Message):
     WORKER_PID_FIELD_NUMBER: builtins.int
     JOB_ID_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
+    ATTENTION_FIELD_NUMBER: builtins.int
     id: builtins.str
     name: builtins.str
     kind: builtins.str
@@ -604,6 +605,11 @@ class CardStatus(google.protobuf.message.Message):
     """The job that runs here now."""
     policy: builtins.str
     """`shared` or `exclusive`."""
+    attention: builtins.str
+    """What computes attention: `cudnn 9.19.0`, `own kernels: ` with the reason why cuDNN does not, `cpu loops`. For a shape
+    that cuDNN has no plan for, own kernels compute all the same: StageReport says what a stage went by. Empty while no
+    worker is ready.
+    """
     @property
     def memory(self) -> global___MemoryAccounts: ...
     @property
@@ -627,9 +633,10 @@ class CardStatus(google.protobuf.message.Message):
         worker_pid: builtins.int = ...,
         job_id: builtins.str = ...,
         policy: builtins.str = ...,
+        attention: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["memory", b"memory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["holders", b"holders", "id", b"id", "job_id", b"job_id", "kind", b"kind", "memory", b"memory", "name", b"name", "policy", b"policy", "reservations", b"reservations", "residents", b"residents", "state", b"state", "worker_pid", b"worker_pid", "worker_restarts", b"worker_restarts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention", b"attention", "holders", b"holders", "id", b"id", "job_id", b"job_id", "kind", b"kind", "memory", b"memory", "name", b"name", "policy", b"policy", "reservations", b"reservations", "residents", b"residents", "state", b"state", "worker_pid", b"worker_pid", "worker_restarts", b"worker_restarts"]) -> None: ...
 
 global___CardStatus = CardStatus
 

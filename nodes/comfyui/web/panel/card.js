@@ -142,6 +142,7 @@ export class CardView {
     const heading = make("h3", { text: card.name || card.id });
     this.state = make("span", { class: "moored-badge" });
     this.used = make("p", { class: "moored-small" });
+    this.attention = make("p", { class: "moored-small" });
     this.bar = new Bar();
     const notes = make("ul", { class: "moored-notes" });
     this.notes = new Views(notes, String, (text) => ({ element: make("li", { text }), update() {} }));
@@ -156,6 +157,7 @@ export class CardView {
       { class: "moored-card", "aria-label": card.name || card.id, "data-card": card.id },
       make("div", { class: "moored-row" }, heading, this.state),
       this.used,
+      this.attention,
       this.bar.element,
       notes,
       make("h4", { text: words.entries.title }),
@@ -170,6 +172,8 @@ export class CardView {
     this.state.dataset.state = card.state;
     const used = size(memory.total - memory.free);
     write(this.used, `${card.id} · ${fill(words.memory.of, { used, total: size(memory.total) })}`);
+    write(this.attention, fill(words.attention, { by: card.attention }));
+    show(this.attention, card.attention !== "");
     this.bar.update(memory);
     this.notes.update(notesOf(card));
     this.entries.update(card.entries);

@@ -8,6 +8,7 @@ export const words = {
   try_now: "Try now",
   trying: "The panel tries again by itself.",
   no_cards: "The service has no card.",
+  attention: "Attention: {by}",
   memory: {
     components: "Components",
     scratch: "Scratch",

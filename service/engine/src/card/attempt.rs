@@ -142,6 +142,7 @@ impl Card {
             predicted_scratch: Bytes::ZERO,
             peak_scratch: Bytes::ZERO,
             peak_bytes: self.ours(),
+            attention: String::new(),
             load_seconds,
         };
         match &order.work {

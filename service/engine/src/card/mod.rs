@@ -177,6 +177,7 @@ impl Card {
     pub fn announce(&mut self, link: &mut dyn Link) {
         link.emit(Event::Ready {
             card: self.gpu.describe().clone(),
+            attention: pipelines::attention_by(self.gpu.device()),
         });
         self.publish(link);
     }

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use gpu::{ComponentTensors, Timeline};
-use pipelines::{Model, Observer, StageError, StageKind, StageOutput};
+use pipelines::{AttentionPaths, Model, Observer, StageError, StageKind, StageOutput};
 use residency::{Bytes, Millis};
 
 use super::attempt::{Halt, Need};
@@ -113,7 +113,9 @@ impl Card {
         self.suffer(run.need.name)?;
         self.gpu.begin_stage();
         timeline.part("see that scratch can be had");
+        let before = AttentionPaths::now();
         let result = self.compute(run, rung, link);
+        report.attention = AttentionPaths::since(before);
         timeline.part("compute");
         let peak = self.gpu.stage_peak();
         self.ledger

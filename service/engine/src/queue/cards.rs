@@ -62,6 +62,8 @@ pub(super) enum Errand {
 
 pub(super) struct Card {
     pub(super) description: CardDescription,
+    /// What computes attention on it; empty before a worker has said so.
+    pub(super) attention: String,
     port: Box<dyn CardPort>,
     pub(super) health: Health,
     pub(super) generation: u64,
@@ -89,6 +91,7 @@ impl Card {
         Card {
             ledger: Arc::new(Ledger::new(slot.description.total, headroom)),
             description: slot.description,
+            attention: String::new(),
             port: slot.port,
             health: Health::Starting,
             generation: 0,
@@ -131,10 +134,11 @@ impl Card {
     }
 
     /// A worker is ready: what it has on its books starts from its own snapshots.
-    pub(super) fn ready(&mut self, generation: u64, description: CardDescription) {
+    pub(super) fn ready(&mut self, generation: u64, description: CardDescription, attention: String) {
         self.health = Health::Ready;
         self.generation = generation;
         self.description = description;
+        self.attention = attention;
         self.recycled = false;
     }
 
@@ -154,6 +158,7 @@ impl Card {
         self.lost_residents
             .extend(coming.chain(to_come).map(|c| c.id.clone()));
         self.ledger = Arc::new(Ledger::new(self.description.total, headroom));
+        self.attention.clear();
         self.snapshots += 1;
         self.recycled = false;
         self.errand_since = None;

@@ -157,6 +157,9 @@ pub struct StatusReport {
 pub struct CardStatus {
     /// What it is.
     pub description: CardDescription,
+    /// What computes attention on it: `cudnn 9.19.0`, `own kernels: ` with the reason why cuDNN does not, `cpu loops`; empty
+    /// while no worker is ready.
+    pub attention: String,
     /// `starting`, `ready`, `busy`, `restarting`.
     pub state: &'static str,
     /// Which worker process it is on; 0 before the first is ready.

@@ -40,8 +40,8 @@ impl Actor {
         }
         match signal {
             Signal::Lost { reason, restarts_in } => self.lost(index, generation, &reason, restarts_in, now),
-            Signal::Event(Event::Ready { card }) => {
-                self.cards[index].ready(generation, card);
+            Signal::Event(Event::Ready { card, attention }) => {
+                self.cards[index].ready(generation, card, attention);
                 self.stand(index, true);
                 self.replan = true;
             }
@@ -252,6 +252,7 @@ impl Actor {
             peak_bytes: completed.peak_bytes,
             predicted_scratch: completed.predicted_scratch,
             chunking: completed.chunking,
+            attention: completed.attention,
             cached: false,
             picture: step.picture,
             card: card.id.clone(),

@@ -13,6 +13,7 @@ impl Actor {
     pub(super) fn status_report(&self, now: Instant) -> StatusReport {
         let cards = self.cards.iter().enumerate().map(|(index, card)| CardStatus {
             description: card.description.clone(),
+            attention: card.attention.clone(),
             state: card.state_name(),
             generation: card.generation,
             restarts: card.restarts,

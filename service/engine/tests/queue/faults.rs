@@ -23,6 +23,7 @@ async fn a_stage_whose_worker_dies_is_tried_once_more() {
     worker.finish(dead.ticket, completed(&dead, Vec::new())); // the dead say nothing
     worker.say(Event::Ready {
         card: crate::worker::description(0),
+        attention: String::new(),
     });
     assert!(worker.is_idle().await);
     let mut queued = queue.submit(load("b", "me", &["vae"])).await.unwrap();
@@ -265,9 +266,16 @@ async fn a_fresh_worker_hears_what_must_stay_and_gets_the_pinned_back_first() {
     end(&mut job).await.unwrap();
     queue.pin(entry("a"), false).await.unwrap();
     assert!(worker.is_idle().await);
+    // The status follows within a second.
+    let attention = async || {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        queue.status().borrow().cards[0].attention.clone()
+    };
+    assert_eq!(attention().await, "own kernels: for a test");
     worker.die();
     let mut waiting = queue.submit(load("b", "me", &["vae"])).await.unwrap();
     settle().await;
+    assert_eq!(attention().await, "", "nobody computes");
     worker.standing = Default::default();
     worker.ready();
     let order = worker.order().await;
@@ -280,6 +288,7 @@ async fn a_fresh_worker_hears_what_must_stay_and_gets_the_pinned_back_first() {
     tokio::time::sleep(Duration::from_secs(1)).await;
     let card = status.borrow().cards[0].clone();
     assert_eq!((card.state, card.generation, card.restarts), ("ready", 2, 1));
+    assert_eq!(card.attention, "own kernels: for a test");
     worker.say(Event::Finished {
         ticket: order.ticket,
         outcome: Outcome::Cancelled,

@@ -55,6 +55,8 @@ async fn a_picture_goes_through_its_stages_and_the_same_prompt_is_encoded_once()
     };
     assert_eq!((report.seed, report.stages.len()), (7, 3));
     assert_eq!(report.stages[1].run, Duration::from_millis(100));
+    let attention: Vec<&str> = report.stages.iter().map(|stage| &*stage.attention).collect();
+    assert_eq!(attention, ["own kernels"; 3]);
 
     let mut again = queue.submit(picture("a", "me", "a cat")).await.unwrap();
     assert_eq!(worker.work(10).await.1, "denoise");
@@ -67,7 +69,12 @@ async fn a_picture_goes_through_its_stages_and_the_same_prompt_is_encoded_once()
         "picture 0 seed 7",
         "done",
     ];
-    assert_eq!(names(&events(&mut again).await), expected);
+    let seen = events(&mut again).await;
+    assert_eq!(names(&seen), expected);
+    let Some(JobEventKind::Done(report)) = seen.last() else {
+        panic!()
+    };
+    assert_eq!(report.stages[0].attention, "", "it was cached: nothing computed");
     at_rest(&queue).await;
     let status = queue.status().borrow().clone();
     assert_eq!(

@@ -131,6 +131,7 @@ impl Worker {
         self.ledger = Ledger::new(CARD, Bytes::ZERO);
         self.say(Event::Ready {
             card: description(self.card),
+            attention: "own kernels: for a test".to_owned(),
         });
         self.reconcile();
     }
@@ -392,6 +393,7 @@ pub fn completed(order: &Order, resident_already: Vec<String>) -> Outcome {
         room: predicted,
         peak_scratch: Bytes(predicted.0 / 2),
         peak_bytes: predicted,
+        attention: "own kernels".to_owned(),
         load_seconds: components
             .iter()
             .map(|c| (c.id.clone(), c.reload_seconds))

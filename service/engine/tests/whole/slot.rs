@@ -432,6 +432,7 @@ impl Slot {
                 predicted_scratch: Bytes::ZERO,
                 peak_scratch: Bytes::ZERO,
                 peak_bytes: Bytes::ZERO,
+                attention: String::new(),
                 load_seconds: Vec::new(),
             }))
         };

@@ -61,6 +61,9 @@ pub(super) async fn run(client: &Client, options: Generate, json: bool) -> Resul
     }
     if !json {
         screen::note(&summary(&painted.done));
+        if let Some(attention) = attention(&painted.done.stages) {
+            screen::note(&format!("attention: {attention}"));
+        }
     }
     Ok(())
 }
@@ -316,6 +319,31 @@ pub(super) fn summary(done: &v1::Done) -> String {
     line
 }
 
+/// What computed attention, with the stages it did so in where they are not all alike.
+fn attention(stages: &[v1::StageReport]) -> Option<String> {
+    let mut paths: Vec<(&str, Vec<&str>)> = Vec::new();
+    for stage in stages.iter().filter(|stage| !stage.attention.is_empty()) {
+        let known = paths.iter().position(|(path, _)| *path == stage.attention);
+        let at = known.unwrap_or_else(|| {
+            paths.push((&stage.attention, Vec::new()));
+            paths.len() - 1
+        });
+        if !paths[at].1.contains(&stage.name.as_str()) {
+            paths[at].1.push(&stage.name);
+        }
+    }
+    match &paths[..] {
+        [] => None,
+        [(path, _)] => Some((*path).to_owned()),
+        several => {
+            let named = several
+                .iter()
+                .map(|(path, stages)| format!("{} by {path}", stages.join(", ")));
+            Some(named.collect::<Vec<_>>().join("; "))
+        }
+    }
+}
+
 fn seconds(milliseconds: u64) -> String {
     format!("{:.2} s", milliseconds as f64 / 1000.0)
 }
@@ -349,6 +377,23 @@ fn plan_json(plan: &v1::PlanResponse) -> serde_json::Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn stages_that_went_different_ways_are_named() {
+        let stage = |name: &str, attention: &str| v1::StageReport {
+            name: name.to_owned(),
+            attention: attention.to_owned(),
+            ..Default::default()
+        };
+        let mut stages = vec![stage("load", ""), stage("denoise", "cudnn 9.19.0")];
+        assert_eq!(attention(&stages[..1]), None);
+        assert_eq!(attention(&stages).as_deref(), Some("cudnn 9.19.0"));
+        stages.extend([stage("denoise", "cudnn 9.19.0"), stage("decode", "own kernels")]);
+        assert_eq!(
+            attention(&stages).as_deref(),
+            Some("denoise by cudnn 9.19.0; decode by own kernels")
+        );
+    }
 
     #[test]
     fn pictures_go_where_they_are_told() {

@@ -140,6 +140,9 @@ fn card_lines(card: &v1::CardStatus, job: Option<&v1::JobInfo>, canvas: Canvas) 
         Bytes(memory.total),
         canvas.bold(&Bytes(memory.usable).to_string())
     )));
+    if !card.attention.is_empty() {
+        lines.push(canvas.fit(&format!("attention: {}", card.attention)));
+    }
     let name_width = parts
         .iter()
         .map(|part| measure_text_width(&part.name))
@@ -435,6 +438,7 @@ mod tests {
                 name: "NVIDIA H100".to_owned(),
                 state: "busy".to_owned(),
                 policy: "shared".to_owned(),
+                attention: "own kernels: libcudnn.so.9 cannot be loaded".to_owned(),
                 worker_pid: 77,
                 worker_restarts: 1,
                 job_id: "job-1".to_owned(),
@@ -497,6 +501,7 @@ mod tests {
 GPU-1a  NVIDIA H100  busy, shared, worker 77, restarted once
 AAAAAAAAAAAAAAAAAAAAAAABBBBBBBB%%%%%%%%wcxxxxxxxxxxxxxxxxyyyy...................
 80.0 GiB in all, 9.0 GiB usable
+attention: own kernels: libcudnn.so.9 cannot be loaded
   A transformer     ███████▏                   24.0 GiB  in use, me/model+full
   B vae             ██▍                         8.0 GiB  idle 12 s, pinned, me/model+full
   % scratch         ██▍                         8.0 GiB  activations of the stage that runs

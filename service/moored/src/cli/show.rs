@@ -247,7 +247,7 @@ fn as_json(event: &v1::Event, kind: &Kind) -> serde_json::Value {
             "stages": done.stages.iter().map(|s| json!({"name": s.name, "run_ms": s.run_ms, "move_ms": s.move_ms,
                 "wait_ms": s.wait_ms, "peak_scratch_bytes": s.peak_scratch_bytes, "peak_bytes": s.peak_bytes,
                 "predicted_scratch_bytes": s.predicted_scratch_bytes, "chunking": s.chunking, "cached": s.cached,
-                "picture": s.picture, "card": s.card})).collect::<Vec<_>>(),
+                "picture": s.picture, "card": s.card, "attention": s.attention})).collect::<Vec<_>>(),
             "freed": done.freed.iter().map(freed_json).collect::<Vec<_>>(),
             "kept": done.kept.iter().map(kept_json).collect::<Vec<_>>()}),
     };

@@ -57,6 +57,7 @@ fn status_json(status: &v1::Status) -> serde_json::Value {
             json!({
                 "id": card.id, "name": card.name, "kind": card.kind, "state": card.state, "job": card.job_id,
                 "worker_pid": card.worker_pid, "worker_restarts": card.worker_restarts, "policy": card.policy,
+                "attention": card.attention,
                 "memory": {"total": m.total, "components": m.components, "scratch": m.scratch, "slack": m.slack,
                     "workspaces": m.workspaces, "context": m.context, "foreign": m.foreign,
                     "unexplained": m.unexplained, "free": m.free, "usable": m.usable},

@@ -239,5 +239,6 @@ fn stage_out(stage: &StageReport) -> v1::StageReport {
         cached: stage.cached,
         picture: stage.picture,
         card: stage.card.clone(),
+        attention: stage.attention.clone(),
     }
 }

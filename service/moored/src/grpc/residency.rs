@@ -374,6 +374,7 @@ fn card_out(card: &CardStatus, report: &StatusReport) -> v1::CardStatus {
         id: card.description.id.clone(),
         name: card.description.name.clone(),
         kind: kind_out(card.description.kind),
+        attention: card.attention.clone(),
         state: card.state.to_owned(),
         memory: Some(v1::MemoryAccounts {
             total: card.ledger.total().0,

@@ -23,7 +23,7 @@ use crate::proto::worker::progress::Progress as ProgressFrame;
 /// An event as it is sent.
 pub(crate) fn event_out(event: &Event) -> wire::Event {
     let frame = match event {
-        Event::Ready { card } => Frame::Ready(card_out(card)),
+        Event::Ready { card, attention } => Frame::Ready(card_out(card, attention)),
         Event::Snapshot(ledger) => {
             Frame::Snapshot(serde_json::to_vec(ledger.as_ref()).unwrap_or_default().into())
         }
@@ -46,7 +46,10 @@ pub(crate) enum Outgoing {
 pub(crate) fn event_in(event: wire::Event) -> Result<Outgoing, FrameError> {
     Ok(Outgoing::Event(match need(event.event, "an event")? {
         Frame::Refused(why) => return Ok(Outgoing::Refused(why)),
-        Frame::Ready(card) => Event::Ready { card: card_in(card) },
+        Frame::Ready(mut card) => Event::Ready {
+            attention: std::mem::take(&mut card.attention),
+            card: card_in(card),
+        },
         Frame::Snapshot(ledger) => Event::Snapshot(Arc::new(serde_json::from_slice(&ledger)?)),
         Frame::Progress(progress) => {
             let ticket = Ticket(progress.ticket);
@@ -66,7 +69,7 @@ pub(crate) fn event_in(event: wire::Event) -> Result<Outgoing, FrameError> {
     }))
 }
 
-fn card_out(card: &CardDescription) -> wire::Card {
+fn card_out(card: &CardDescription, attention: &str) -> wire::Card {
     let kind = match card.kind {
         CardKind::Cpu => wire::CardKind::Cpu,
         CardKind::Simulated => wire::CardKind::Simulated,
@@ -82,6 +85,7 @@ fn card_out(card: &CardDescription) -> wire::Card {
             .map(|(a, b)| vec![a, b])
             .unwrap_or_default(),
         compute_dtype: card.compute_dtype.clone(),
+        attention: attention.to_owned(),
     }
 }
 
@@ -216,6 +220,7 @@ fn completed_out(completed: &Completed) -> wire::Completed {
         predicted_scratch: completed.predicted_scratch.0,
         peak_scratch: completed.peak_scratch.0,
         peak_bytes: completed.peak_bytes.0,
+        attention: completed.attention.clone(),
         room: completed.room.0,
         load_seconds: completed
             .load_seconds
@@ -249,6 +254,7 @@ fn completed_in(completed: wire::Completed) -> Result<Completed, FrameError> {
         predicted_scratch: Bytes(completed.predicted_scratch),
         peak_scratch: Bytes(completed.peak_scratch),
         peak_bytes: Bytes(completed.peak_bytes),
+        attention: completed.attention,
         room: Bytes(completed.room),
         load_seconds: completed
             .load_seconds
@@ -384,4 +390,63 @@ fn answer_in(frame: AnswerFrame) -> Result<Answer, FrameError> {
         AnswerFrame::Trimmed(bytes) => Answer::Trimmed(Bytes(bytes)),
         AnswerFrame::Failed(why) => Answer::Failed(why),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use prost::Message as _;
+
+    use super::*;
+
+    /// What the supervisor reads when the worker says it, through the bytes of a frame.
+    fn through_a_frame(event: &Event) -> Event {
+        let bytes = event_out(event).encode_to_vec();
+        match event_in(wire::Event::decode(&bytes[..]).unwrap()).unwrap() {
+            Outgoing::Event(read) => read,
+            Outgoing::Refused(why) => panic!("refused: {why}"),
+        }
+    }
+
+    #[test]
+    fn a_worker_that_is_ready_says_what_it_is() {
+        let ready = Event::Ready {
+            card: CardDescription {
+                id: "GPU-1a".to_owned(),
+                kind: CardKind::Cuda,
+                name: "a device".to_owned(),
+                total: Bytes::gib(80),
+                compute_capability: Some((9, 0)),
+                compute_dtype: "bf16".to_owned(),
+            },
+            attention: "own kernels: libcudnn.so.9 cannot be loaded".to_owned(),
+        };
+        assert_eq!(through_a_frame(&ready), ready);
+    }
+
+    #[test]
+    fn what_a_stage_reports_arrives_whole() {
+        let completed = Completed {
+            output: Some(StageOutput::Picture {
+                width: 2,
+                height: 1,
+                rgb: vec![1, 2, 3, 4, 5, 6],
+            }),
+            chunking: "strips of 16".to_owned(),
+            approximate: true,
+            resident_already: vec!["vae".to_owned()],
+            move_ms: 1,
+            run_ms: 2,
+            room: Bytes(3),
+            predicted_scratch: Bytes(4),
+            peak_scratch: Bytes(5),
+            peak_bytes: Bytes(6),
+            attention: "cudnn 9.19.0, own kernels".to_owned(),
+            load_seconds: vec![(ComponentId::new("vae@1"), 0.5)],
+        };
+        let finished = Event::Finished {
+            ticket: Ticket(7),
+            outcome: Outcome::Completed(Box::new(completed)),
+        };
+        assert_eq!(through_a_frame(&finished), finished);
+    }
 }

@@ -47,7 +47,7 @@ fn serve() -> Result<i32, FrameError> {
         let refused = wire::Event {
             event: Some(wire::event::Event::Refused(why)),
         };
-        let _ = events.send(Frame::Event(refused)); // a supervisor that is gone need not know
+        let _ = events.send(Frame::Event(Box::new(refused))); // a supervisor that is gone need not know
     };
     let _lock = match lock(&configure.lock_file) {
         Ok(lock) => lock,
@@ -105,7 +105,7 @@ fn lock(path: &str) -> Result<Option<std::fs::File>, String> {
 
 /// To the writer thread.
 enum Frame {
-    Event(wire::Event),
+    Event(Box<wire::Event>),
     /// Answered when all before it is written.
     Flush(mpsc::Sender<()>),
 }
@@ -119,7 +119,7 @@ fn start_writer() -> mpsc::Sender<Frame> {
             match frame {
                 Frame::Event(event) => {
                     if pipe
-                        .write_all(&to_bytes(&event))
+                        .write_all(&to_bytes(&*event))
                         .and_then(|()| pipe.flush())
                         .is_err()
                     {
@@ -168,7 +168,7 @@ fn start_card(configure: wire::Configure, events: mpsc::Sender<Frame>) -> Result
         )
     };
     let emit = move |event| {
-        let _ = events.send(Frame::Event(event_out(&event))); // the writer ends the process when the pipe is gone
+        let _ = events.send(Frame::Event(Box::new(event_out(&event)))); // the writer ends the process when the pipe is gone
     };
     Ok(engine::card::spawn(open, emit)?)
 }

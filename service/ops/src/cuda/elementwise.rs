@@ -76,15 +76,15 @@ unsafe impl DeviceRepr for FiniteArguments {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for RelativeBiasArguments {}
 
-/// How tensors lie whose rows have so many columns, and whether all of them allow wide loads.
-struct Lying {
+/// The layout of tensors whose rows have so many columns, and whether all of them allow wide loads.
+struct RowLayout {
     columns: usize,
     is_wide: bool,
 }
 
-impl Lying {
-    fn in_rows_of(columns: usize) -> Lying {
-        Lying {
+impl RowLayout {
+    fn in_rows_of(columns: usize) -> RowLayout {
+        RowLayout {
             columns,
             is_wide: columns.is_multiple_of(UNIT),
         }
@@ -126,8 +126,8 @@ pub(crate) fn copy_rows(x: &Tensor, ids: Option<&Tensor>, out: &Tensor, columns:
     if out.elem_count() == 0 {
         return Ok(());
     }
-    let mut lying = Lying::in_rows_of(columns);
-    let ((from, table), (to, rows)) = (lying.place(x)?, lying.place(out)?);
+    let mut layout = RowLayout::in_rows_of(columns);
+    let ((from, table), (to, rows)) = (layout.place(x)?, layout.place(out)?);
     let arguments = CopyArguments {
         from,
         to,
@@ -135,7 +135,7 @@ pub(crate) fn copy_rows(x: &Tensor, ids: Option<&Tensor>, out: &Tensor, columns:
         rows,
         columns: narrow(columns)?,
         table,
-        wide: lying.is_wide.into(),
+        wide: layout.is_wide.into(),
     };
     let device = out.device().as_cuda_device()?;
     let name = format!(
@@ -155,10 +155,10 @@ pub(crate) fn glu(gate: &Tensor, up: Option<&Tensor>, by: Nonlinearity, out: &Te
     if out.elem_count() == 0 {
         return Ok(());
     }
-    let mut lying = Lying::in_rows_of(columns);
-    let (of_gate, rows) = lying.place(gate)?;
-    let (of_out, _) = lying.place(out)?;
-    let of_up = up.map(|up| lying.place(up)).transpose()?;
+    let mut layout = RowLayout::in_rows_of(columns);
+    let (of_gate, rows) = layout.place(gate)?;
+    let (of_out, _) = layout.place(out)?;
+    let of_up = up.map(|up| layout.place(up)).transpose()?;
     let arguments = GluArguments {
         gate: of_gate,
         up: of_up.map_or(Place::default(), |(place, _)| place),
@@ -167,7 +167,7 @@ pub(crate) fn glu(gate: &Tensor, up: Option<&Tensor>, by: Nonlinearity, out: &Te
         columns: narrow(columns)?,
         by: by as u32,
         has_up: up.is_some().into(),
-        wide: lying.is_wide.into(),
+        wide: layout.is_wide.into(),
         unused: 0,
     };
     let device = out.device().as_cuda_device()?;
@@ -181,15 +181,15 @@ pub(crate) fn glu(gate: &Tensor, up: Option<&Tensor>, by: Nonlinearity, out: &Te
 /// [`crate::all_finite`].
 pub(crate) fn all_finite(x: &Tensor) -> Result<bool> {
     let columns = x.dim(D::Minus1)?;
-    let mut lying = Lying::in_rows_of(columns);
-    let (place, rows) = lying.place(x)?;
+    let mut layout = RowLayout::in_rows_of(columns);
+    let (place, rows) = layout.place(x)?;
     let flag = Tensor::zeros(1, DType::U32, x.device())?;
     let arguments = FiniteArguments {
         x: place,
         flag: address_of(&flag)?,
         rows,
         columns: narrow(columns)?,
-        wide: lying.is_wide.into(),
+        wide: layout.is_wide.into(),
         unused: 0,
     };
     let device = x.device().as_cuda_device()?;

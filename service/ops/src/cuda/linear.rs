@@ -92,7 +92,7 @@ pub(crate) fn linear_into(
 }
 
 /// Layers over the same rows as one product, whose batch is the layers: where all are of one shape, and weights, biases
-/// and results lie at equal distances. Quantized weights do so in the scratch, if it is large enough for all of them. `false`
+/// and results have equal distances in memory. Quantized weights do so in the scratch, if it is large enough for all of them. `false`
 /// where that is not so, and nothing was done.
 pub(crate) fn linear_as_one(
     x: &Tensor,
@@ -278,7 +278,11 @@ impl Layer<'_> {
             };
         }
         if !self.try_to(&shape, Finish::Nothing, &at)? {
-            candle_core::bail!("cuBLASLt has no algorithm for {shape:?}");
+            candle_core::bail!(
+                "cuBLASLt has no algorithm for {shape:?} on compute capability {:?}: report this, with the name of the card \
+                 and the version of cuBLASLt",
+                self.card.compute_capability
+            );
         }
         self.finish_apart((0, 0, 0), 1.0)
     }
@@ -298,7 +302,11 @@ impl Layer<'_> {
         let place = |wanted| bytes + place_of(weight.format, outputs, columns, wanted) as u64;
         let (stored, weight_scales) = (place(WeightPart::Codes), place(WeightPart::Scales));
         if !stored.is_multiple_of(ALIGNMENT) || !weight.bytes.is_contiguous() {
-            candle_core::bail!("codes of a weight at an odd place");
+            candle_core::bail!(
+                "the codes of a weight in {} are not contiguous, or not aligned to {ALIGNMENT} bytes: give the weight an \
+                 allocation of its own",
+                weight.format
+            );
         }
         let rows = Rows {
             start: 0,
@@ -342,7 +350,11 @@ impl Layer<'_> {
             ..shape
         };
         if !self.try_to(&shape, Finish::Nothing, &at)? {
-            candle_core::bail!("cuBLASLt has no algorithm for {shape:?}");
+            candle_core::bail!(
+                "cuBLASLt has no algorithm for {shape:?} on compute capability {:?}: report this, with the name of the card \
+                 and the version of cuBLASLt",
+                self.card.compute_capability
+            );
         }
         let (of_weight, stride) = match kind {
             Fp8Scales::None => (0, 0),
@@ -459,7 +471,8 @@ pub(crate) fn quantize_rows(
     .all(|at| at.is_multiple_of(ALIGNMENT));
     if !is_aligned || !columns.is_multiple_of(MULTIPLE) || x.dtype() == DType::F32 {
         candle_core::bail!(
-            "rows of {columns} {:?} to be quantized lie at odd places",
+            "rows of {columns} {:?} cannot be quantized to fp8: they must be bf16 or f16, a multiple of {MULTIPLE} numbers \
+             long, and aligned to {ALIGNMENT} bytes",
             x.dtype()
         );
     }

@@ -163,8 +163,14 @@ impl Card {
 
 /// Loads what is kept for a device's context: its kernels, and cuDNN where it is installed.
 pub(crate) fn prepare(device: &CudaDevice) -> Result<()> {
-    Card::of(device)?.cudnn.with(device, |_| Ok(()))?;
+    has_cudnn(device)?;
     Ok(())
+}
+
+/// Whether cuDNN is open for a device's context; it is opened at the first call.
+pub(crate) fn has_cudnn(device: &CudaDevice) -> Result<bool> {
+    let opened = Card::of(device)?.cudnn.with(device, |_| Ok(()))?;
+    Ok(opened.is_some())
 }
 
 /// Numbers that our kernels write.

@@ -51,14 +51,14 @@ struct Arguments {
 // SAFETY: plain data, laid out as C lays it out.
 unsafe impl DeviceRepr for Arguments {}
 
-/// How tensors lie that a pass reads, and whether all of them allow wide loads.
-struct Lying {
+/// The layout of the tensors that a pass reads, and whether all of them allow wide loads.
+struct RowLayout {
     columns: usize,
     batch: usize,
     is_wide: bool,
 }
 
-impl Lying {
+impl RowLayout {
     /// Address, and distances of batches and rows.
     fn rows(&mut self, x: &Tensor) -> Result<(u64, u64, u64)> {
         let rows = Rows::of(x, self.columns)?;
@@ -132,7 +132,7 @@ pub(crate) fn norm(pass: &Pass<'_>) -> Result<()> {
     for vector in vectors.into_iter().flatten() {
         batch = batch.max(vector.dim(0)?);
     }
-    let mut lying = Lying {
+    let mut layout = RowLayout {
         columns,
         batch,
         is_wide: columns.is_multiple_of(UNIT),
@@ -142,29 +142,29 @@ pub(crate) fn norm(pass: &Pass<'_>) -> Result<()> {
         ..Arguments::default()
     };
     let a = &mut arguments;
-    (a.x, a.x_batch, a.x_row) = lying.rows(pass.x)?;
+    (a.x, a.x_batch, a.x_row) = layout.rows(pass.x)?;
     if let Some(Branch { y, .. }) = pass.branch {
-        (a.y, a.y_batch, a.y_row) = lying.rows(y)?;
+        (a.y, a.y_batch, a.y_row) = layout.rows(y)?;
     }
-    (a.gate, a.gate_batch) = lying.vector(gate.map(|gate| gate.vector), dtype)?;
-    (a.y_weight, _) = lying.vector(gate.and_then(|gate| gate.branch_norm), dtype)?;
+    (a.gate, a.gate_batch) = layout.vector(gate.map(|gate| gate.vector), dtype)?;
+    (a.y_weight, _) = layout.vector(gate.and_then(|gate| gate.branch_norm), dtype)?;
     a.is_tanh = u32::from(gate.is_some_and(|gate| gate.tanh));
     match pass.norm {
         Some(Norm::Layer { affine, eps }) => {
-            (a.weight, _) = lying.vector(affine.map(|(weight, _)| weight), dtype)?;
-            (a.bias, _) = lying.vector(affine.map(|(_, bias)| bias), dtype)?;
+            (a.weight, _) = layout.vector(affine.map(|(weight, _)| weight), dtype)?;
+            (a.bias, _) = layout.vector(affine.map(|(_, bias)| bias), dtype)?;
             a.eps = eps as f32;
         }
         Some(Norm::Rms { weight, eps }) => {
-            (a.weight, _) = lying.vector(weight, dtype)?;
+            (a.weight, _) = layout.vector(weight, dtype)?;
             (a.eps, a.is_rms) = (eps as f32, 1);
         }
         None => {}
     }
-    (a.scale, a.scale_batch) = lying.vector(scale, dtype)?;
-    (a.shift, a.shift_batch) = lying.vector(shift, dtype)?;
+    (a.scale, a.scale_batch) = layout.vector(scale, dtype)?;
+    (a.shift, a.shift_batch) = layout.vector(shift, dtype)?;
     match pass.out {
-        Some(Activation::Numbers(out)) => (a.out, a.out_batch, a.out_row) = lying.rows(out)?,
+        Some(Activation::Numbers(out)) => (a.out, a.out_batch, a.out_row) = layout.rows(out)?,
         Some(Activation::Codes(codes)) => {
             if !codes.codes.is_contiguous() || !codes.scales.is_contiguous() {
                 candle_core::bail!("codes of rows have gaps");
@@ -193,7 +193,7 @@ pub(crate) fn norm(pass: &Pass<'_>) -> Result<()> {
         "norm_{}_{}_{}_{chunks}",
         kernel_dtype(of_x)?,
         kernel_dtype(dtype)?,
-        if lying.is_wide { "wide" } else { "single" }
+        if layout.is_wide { "wide" } else { "single" }
     );
     let device = pass.x.device().as_cuda_device()?;
     let card = Card::of(device)?;

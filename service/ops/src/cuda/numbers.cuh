@@ -1,4 +1,4 @@
-// Numbers of f32, f16 and bf16 as f32: eight at a time where they lie at multiples of 16 bytes, else one at a time.
+// Numbers of f32, f16 and bf16 as f32: eight at a time where they are aligned to 16 bytes, else one at a time.
 #pragma once
 #include <cmath>
 

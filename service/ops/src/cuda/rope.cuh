@@ -13,7 +13,6 @@ struct RopeArguments {
     const float* sin;
     unsigned long long batch_stride[2], token_stride[2], head_stride[2];
     unsigned heads[2];
-    unsigned batch;
     unsigned tokens;
     unsigned width;        // even
     float eps;
@@ -95,56 +94,39 @@ __device__ inline void rope(const RopeArguments& a) {
     }
 }
 
-// The same for heads of 128 neighbours that lie at multiples of 16 bytes: half a warp has a head, a lane four pairs, read
-// and written once. A block has as many half warps as there are heads, or goes around, and `TOKENS` tokens, whose loads are
-// all under way before the first is computed.
+// The same for heads of 128 neighbours that are aligned to 16 bytes: half a warp has a head, a lane four pairs, read
+// and written once. A block has as many half warps as there are heads, or goes around.
 template <class T>
 __device__ inline void rope_128(const RopeArguments& a) {
-    constexpr unsigned PAIRS = UNIT / 2, OF_HEAD = 16, TOKENS = 2;
-    const bool is_key = blockIdx.y != 0;
-    T* const x = static_cast<T*>(is_key ? a.x[1] : a.x[0]);
-    const T* const weight = static_cast<const T*>(is_key ? a.weight[1] : a.weight[0]);
-    const unsigned long long batch_stride = is_key ? a.batch_stride[1] : a.batch_stride[0];
-    const unsigned long long token_stride = is_key ? a.token_stride[1] : a.token_stride[0];
-    const unsigned long long head_stride = is_key ? a.head_stride[1] : a.head_stride[0];
-    const unsigned heads = is_key ? a.heads[1] : a.heads[0];
-    const unsigned lane = threadIdx.x % OF_HEAD, all = a.batch * a.tokens;
-    float by[UNIT];
+    constexpr unsigned PAIRS = UNIT / 2, LANES = 16;
+    const RopeTask<T> task(a);
+    const unsigned token = task.token, lane = threadIdx.x % LANES;
+    T* x = task.x;
+    const T* weight = task.weight;
+    float by[UNIT], cos[PAIRS], sin[PAIRS];
     if (weight) read_wide(weight + lane * UNIT, by);
+    load<uint4>(a.cos + static_cast<size_t>(token) * 64 + lane * PAIRS, cos);
+    load<uint4>(a.sin + static_cast<size_t>(token) * 64 + lane * PAIRS, sin);
     // Both halves of a warp go around equally often, since they add up together.
-    for (unsigned around = 0; around < heads; around += blockDim.x / OF_HEAD) {
-        const unsigned head = around + threadIdx.x / OF_HEAD;
-        float n[TOKENS][UNIT], cos[TOKENS][PAIRS], sin[TOKENS][PAIRS];
-        T* at[TOKENS];
-#pragma unroll
-        for (unsigned i = 0; i < TOKENS; i++) {
-            const unsigned row = blockIdx.x * TOKENS + i, token = row % a.tokens;
-            at[i] = head < heads && row < all
-                        ? x + row / a.tokens * batch_stride + token * token_stride + head * head_stride + lane * UNIT
-                        : nullptr;
-            for (unsigned j = 0; j < UNIT; j++) n[i][j] = 0;
-            if (at[i]) read_wide(at[i], n[i]);
-            load<uint4>(a.cos + static_cast<size_t>(token) * 64 + lane * PAIRS, cos[i]);
-            load<uint4>(a.sin + static_cast<size_t>(token) * 64 + lane * PAIRS, sin[i]);
+    for (unsigned first = 0; first < task.heads; first += blockDim.x / LANES) {
+        const unsigned head = first + threadIdx.x / LANES;
+        const bool is_there = head < task.heads;
+        T* numbers = x + (is_there ? head : 0) * task.head_stride + lane * UNIT;
+        float n[UNIT];
+        read_wide(numbers, n);
+        if (weight) {
+            float square = 0;
+            for (unsigned i = 0; i < UNIT; i++) square += n[i] * n[i];
+            for (int apart = LANES / 2; apart > 0; apart /= 2) square += __shfl_xor_sync(0xFFFFFFFFu, square, apart);
+            const float factor = 1.0f / sqrtf(square / 128.0f + a.eps);
+            for (unsigned i = 0; i < UNIT; i++) n[i] = n[i] * factor * by[i];
         }
-#pragma unroll
-        for (unsigned i = 0; i < TOKENS; i++) {
-            if (weight) {
-                float square = 0;
-                for (unsigned j = 0; j < UNIT; j++) square += n[i][j] * n[i][j];
-                for (int apart = OF_HEAD / 2; apart > 0; apart /= 2) {
-                    square += __shfl_xor_sync(0xFFFFFFFFu, square, apart);
-                }
-                const float factor = 1.0f / sqrtf(square / 128.0f + a.eps);
-                for (unsigned j = 0; j < UNIT; j++) n[i][j] = n[i][j] * factor * by[j];
-            }
-            for (unsigned pair = 0; pair < PAIRS; pair++) {
-                const float left = n[i][2 * pair], right = n[i][2 * pair + 1];
-                n[i][2 * pair] = left * cos[i][pair] - right * sin[i][pair];
-                n[i][2 * pair + 1] = right * cos[i][pair] + left * sin[i][pair];
-            }
-            if (at[i]) write_wide(n[i], at[i]);
+        for (unsigned pair = 0; pair < PAIRS; pair++) {
+            const float left = n[2 * pair], right = n[2 * pair + 1];
+            n[2 * pair] = left * cos[pair] - right * sin[pair];
+            n[2 * pair + 1] = right * cos[pair] + left * sin[pair];
         }
+        if (is_there) write_wide(n, numbers);
     }
 }
 

@@ -9,11 +9,9 @@ use crate::rope::{Angles, Pairs, QkNorm};
 /// Threads of a block.
 const THREADS: usize = 256;
 
-/// What the kernel for heads of 128 neighbours reads at a time, in bytes; its threads for a head, tokens and threads of a
-/// block at most.
+/// What the kernel for heads of 128 neighbours reads at a time, in bytes; its threads for a head, and of a block at most.
 const WIDE: u64 = 16;
 const OF_HEAD: usize = 16;
-const TOKENS: usize = 2;
 const MOST_THREADS: usize = 512;
 
 /// As `rope.cuh` has it.
@@ -28,7 +26,6 @@ struct Arguments {
     token_stride: [u64; 2],
     head_stride: [u64; 2],
     heads: [u32; 2],
-    batch: u32,
     tokens: u32,
     width: u32,
     eps: f32,
@@ -63,7 +60,6 @@ pub(crate) fn qk_norm_rope(
         token_stride: both.map(|x| x.stride()[1] as u64),
         head_stride: both.map(|x| x.stride()[2] as u64),
         heads: both.map(|x| x.dims()[2] as u32),
-        batch: batch as u32,
         tokens: tokens as u32,
         width: width as u32,
         eps: eps as f32,
@@ -108,13 +104,12 @@ pub(crate) fn qk_norm_rope(
         && is_wide
         && q.dtype() != DType::F32;
     let heads = q.dims()[2].max(k.dims()[2]);
-    let (kernel, rows_of_block, threads) = match is_common {
+    let (kernel, threads) = match is_common {
         true => (
             "rope_128",
-            TOKENS,
             (heads * OF_HEAD).next_multiple_of(32).min(MOST_THREADS),
         ),
-        false => ("rope", 1, THREADS),
+        false => ("rope", THREADS),
     };
     let name = format!("{kernel}_{}", kernel_dtype(q.dtype())?);
     let device = q.device().as_cuda_device()?;
@@ -125,7 +120,7 @@ pub(crate) fn qk_norm_rope(
         card.launch(
             &device.cuda_stream(),
             name,
-            ((batch * tokens).div_ceil(rows_of_block), 2, 1),
+            (batch * tokens, 2, 1),
             threads,
             &arguments,
         )

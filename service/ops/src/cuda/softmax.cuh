@@ -1,5 +1,5 @@
 // The softmax of attention's scores, in place, in f32: a row of f32 becomes weights of a dtype that may be narrower, which
-// then lie at the row's beginning.
+// then are at the row's beginning.
 #pragma once
 #include <cmath>
 

@@ -1,10 +1,10 @@
-//! Where tests compute, and how close they must come there. The rooms that compute share this file; it is outside of
+//! Where tests compute, and how close they must come there. The crates that compute share this file; it is outside of
 //! their sources because it reads the environment, which only the configuration does there.
 //!
 //! Tests compute on the CPU, or with the feature `cuda` and `MOORED_TEST_DEVICE=cuda` on the first CUDA device, with
 //! `--test-threads=1` (`tests/gpu/parity`). TF32 must be off there (`NVIDIA_TF32_OVERRIDE=0`): its ten bits would be
 //! the whole tolerance.
-#![allow(dead_code, clippy::expect_used)] // Each room takes what it needs; what tests share is outside of them.
+#![allow(dead_code, clippy::expect_used)] // Each crate takes what it needs; what tests share is outside of them.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -91,9 +91,9 @@ pub(crate) fn tolerances() -> Tolerances {
     if test_device().is_cpu() { ON_CPU } else { ON_CUDA }
 }
 
-/// The folder of the room whose tests these are. A test binary that was carried to another machine finds it from the
+/// The folder of the crate whose tests these are. A test binary that was carried to another machine finds it from the
 /// root of the repository, where it is started.
-pub(crate) fn room() -> PathBuf {
+pub(crate) fn crate_folder() -> PathBuf {
     let built = Path::new(env!("CARGO_MANIFEST_DIR"));
     if built.is_dir() {
         return built.to_owned();

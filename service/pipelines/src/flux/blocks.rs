@@ -3,205 +3,14 @@
 //! Between two layers stands one pass: the residual, and the norm and modulation of what comes next. So a block begins with
 //! rows that are normalised already, and ends by normalising for the block behind it.
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{Result, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
-use ops::{Activation, Angles, Codes, Epilogue, Gate, Mask, Modulation, Norm, Pairs, QkNorm, Scratch};
+use ops::{Angles, Epilogue, Mask, Pairs, QkNorm, Scratch};
 
+use super::buffers::{Buffers, EPS, Next, Part};
 use super::config::TransformerConfig;
 use super::linear::Linear;
 use super::positions::Rotations;
-
-/// Of every norm in the transformer.
-const EPS: f64 = 1e-6;
-
-/// The norm of every block, without weights: modulation has them.
-const NORM: Norm<'static> = Norm::Layer {
-    affine: None,
-    eps: EPS,
-};
-
-/// Widths of the hidden state that `wide` has: attended, and the inside of the feed-forward.
-const WIDE: usize = 5;
-
-/// What a step is computed in, `[batch, tokens, ..]` in the dtype of the card. Text comes first, then the picture.
-#[derive(Debug)]
-pub(super) struct Buffers {
-    /// The residual stream, `[batch, tokens, width]`.
-    hidden: Tensor,
-    /// Normalised for the next layers; then what those give, before it is added to the residual.
-    branch: Tensor,
-    /// The same quantized, where layers multiply fp8: u8 `[batch * tokens, width]`.
-    codes: Option<Codes>,
-    /// Queries, keys and values behind one another in each row, `[batch, tokens, 3 width]`.
-    joint: Tensor,
-    /// What attention gives, then the inside of the feed-forward, `[batch, tokens, 5 width]`.
-    wide: Tensor,
-    /// What layers work in.
-    scratch: Scratch,
-    heads: usize,
-    text: usize,
-}
-
-impl Buffers {
-    /// For so many pictures at once, with this many tokens of text and of each picture.
-    pub(super) fn new(
-        config: &TransformerConfig,
-        (batch, text, picture): (usize, usize, usize),
-        layers: Layers,
-        (dtype, device): (DType, &Device),
-    ) -> Result<Buffers> {
-        let (tokens, width) = (text + picture, config.width());
-        let rows = |widths: usize| Tensor::zeros((batch, tokens, widths * width), dtype, device);
-        let codes = || -> Result<Codes> {
-            Ok(Codes {
-                codes: Tensor::zeros((batch * tokens, width), DType::U8, device)?,
-                scales: Tensor::zeros(batch * tokens, DType::F32, device)?,
-            })
-        };
-        Ok(Buffers {
-            hidden: rows(1)?,
-            branch: rows(1)?,
-            codes: if layers.take_codes { Some(codes()?) } else { None },
-            joint: rows(3)?,
-            wide: rows(WIDE)?,
-            scratch: Scratch::new(layers.scratch_bytes, device)?,
-            heads: config.num_attention_heads,
-            text,
-        })
-    }
-
-    /// Bytes of buffers for so many rows.
-    pub(super) fn bytes(width: usize, rows: usize, number: usize) -> u64 {
-        ((1 + 1 + 3 + WIDE) * width * rows * number) as u64
-    }
-
-    /// What layers work in.
-    pub(super) fn scratch(&self) -> &Scratch {
-        &self.scratch
-    }
-
-    /// Rows of text, `[batch, text, width]`.
-    pub(super) fn text(&self) -> Result<Part> {
-        self.part(0, self.text)
-    }
-
-    /// Rows of the picture.
-    pub(super) fn picture(&self) -> Result<Part> {
-        self.part(self.text, self.hidden.dim(1)? - self.text)
-    }
-
-    /// All rows.
-    pub(super) fn whole(&self) -> Result<Part> {
-        self.part(0, self.hidden.dim(1)?)
-    }
-
-    fn part(&self, first: usize, count: usize) -> Result<Part> {
-        let (batch, tokens, width) = self.hidden.dims3()?;
-        let rows = |x: &Tensor| x.narrow(1, first, count);
-        let by_head = |x: &Tensor, widths: usize| {
-            x.reshape((batch, tokens, widths * self.heads, width / self.heads))?
-                .narrow(1, first, count)
-        };
-        let joint = by_head(&self.joint, 3)?;
-        let wide = rows(&self.wide)?;
-        Ok(Part {
-            hidden: rows(&self.hidden)?,
-            branch: rows(&self.branch)?,
-            codes: match &self.codes {
-                // Codes have no gaps, so those of a part are not where those of the whole are.
-                Some(all) => Some(Codes {
-                    codes: all.codes.narrow(0, batch * first, batch * count)?,
-                    scales: all.scales.narrow(0, batch * first, batch * count)?,
-                }),
-                None => None,
-            },
-            query: joint.narrow(2, 0, self.heads)?,
-            key: joint.narrow(2, self.heads, self.heads)?,
-            value: joint.narrow(2, 2 * self.heads, self.heads)?,
-            attended: by_head(&self.wide, WIDE)?.narrow(2, 0, self.heads)?,
-            inner: wide.narrow(2, width, (WIDE - 1) * width)?,
-            wide,
-        })
-    }
-}
-
-/// What the layers of a transformer ask of its buffers.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Layers {
-    /// Some multiply fp8 as it is.
-    pub(super) take_codes: bool,
-    /// The scratch of the largest.
-    pub(super) scratch_bytes: u64,
-}
-
-/// Rows of the buffers: text, picture, or both.
-#[derive(Debug)]
-pub(super) struct Part {
-    pub(super) hidden: Tensor,
-    branch: Tensor,
-    codes: Option<Codes>,
-    /// `[batch, tokens, heads, head width]`.
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attended: Tensor,
-    /// `[batch, tokens, 4 width]`.
-    inner: Tensor,
-    wide: Tensor,
-}
-
-impl Part {
-    /// Where rows are normalised to, as the layers behind want them.
-    fn normed(&self, as_codes: bool) -> Activation<'_> {
-        match &self.codes {
-            Some(codes) if as_codes => Activation::Codes(codes),
-            _ => Activation::Numbers(&self.branch),
-        }
-    }
-
-    /// Normalises what there is for the first layer of a step.
-    pub(super) fn enter(&self, next: &Next) -> Result<()> {
-        ops::norm_modulate(
-            &self.hidden,
-            NORM,
-            Some(next.modulation()),
-            self.normed(next.as_codes),
-        )
-    }
-
-    /// Adds the branch to the residual, and normalises for what is next.
-    fn pass_on(&self, gate: &Tensor, next: &Next) -> Result<()> {
-        ops::residual_norm_modulate(
-            &self.hidden,
-            &self.branch,
-            Some(Gate::from(gate)),
-            NORM,
-            Some(next.modulation()),
-            self.normed(next.as_codes),
-        )
-    }
-
-    /// What was normalised last, as numbers.
-    pub(super) fn last_normed(&self) -> &Tensor {
-        &self.branch
-    }
-}
-
-/// The norm in front of layers: its modulation in one step, `[1, width]` each, and what the layers take.
-pub(super) struct Next {
-    pub(super) scale: Tensor,
-    pub(super) shift: Tensor,
-    pub(super) as_codes: bool,
-}
-
-impl Next {
-    fn modulation(&self) -> Modulation<'_> {
-        Modulation {
-            scale: &self.scale,
-            shift: Some(&self.shift),
-        }
-    }
-}
 
 /// One projection of tokens to queries, keys and values, with norms of queries and keys by head.
 struct Projection {
@@ -461,7 +270,7 @@ impl DoubleBlock {
     ) -> Result<()> {
         let (picture, text, whole) = (buffers.picture()?, buffers.text()?, buffers.whole()?);
         let (of_picture, of_text) = self.first(modulation, step)?;
-        let scratch = &buffers.scratch;
+        let scratch = buffers.scratch();
         let turned = rotations.rows(buffers.text, picture.hidden.dim(1)?)?;
         self.picture
             .projection
@@ -532,7 +341,7 @@ impl SingleBlock {
     ) -> Result<()> {
         let whole = buffers.whole()?;
         let as_codes = self.first(modulation, step)?.as_codes;
-        let scratch = &buffers.scratch;
+        let scratch = buffers.scratch();
         self.projection
             .forward(&whole, as_codes, rotations.angles(), scratch)?;
         // Codes of a part are not where those of the whole are.

@@ -3,14 +3,13 @@
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
 use ops::{
-    Epilogue, Mask, Nonlinearity, Norm, Scratch, add_residual, attention, linears_into, norm_modulate,
-    residual_norm_modulate,
+    Epilogue, Mask, Nonlinearity, Norm, Scratch, add_residual, allocated, attention, linears_into,
+    norm_modulate, residual_norm_modulate,
 };
 use residency::Bytes;
 use serde::Deserialize;
 
-use super::linear::Linear;
-use super::tensors::allocated;
+use super::linear::{Linear, largest_scratch};
 use crate::family::StageError;
 
 /// The component's name.
@@ -217,14 +216,16 @@ impl Layer {
         })
     }
 
-    /// The scratch of its largest linear layer.
-    fn scratch_bytes(&self, tokens: usize, dtype: DType) -> u64 {
-        let attention = [&self.query, &self.key, &self.value, &self.out];
-        let layers = attention.into_iter().chain([&self.widen, &self.narrow]);
-        layers
-            .map(|layer| layer.scratch_bytes(tokens, dtype))
-            .max()
-            .unwrap_or(0)
+    /// Its linear layers.
+    fn linears(&self) -> [&Linear; 6] {
+        [
+            &self.query,
+            &self.key,
+            &self.value,
+            &self.out,
+            &self.widen,
+            &self.narrow,
+        ]
     }
 
     /// Adds the layer to the sum. The sum is normed for it already, and `next` is the norm behind it.
@@ -375,11 +376,8 @@ impl ClipEncoder {
     pub fn forward(&self, ids: &[u32], cancelled: &dyn Fn() -> bool) -> Result<ClipOutput, StageError> {
         check_ids(ids, self.config.vocab_size, self.config.max_position_embeddings)?;
         let (device, dtype) = (self.tokens.device(), self.tokens.dtype());
-        let of_layers = self
-            .layers
-            .iter()
-            .map(|layer| layer.scratch_bytes(ids.len(), dtype));
-        let scratch = Scratch::new(of_layers.max().unwrap_or(0), device)?;
+        let linears = self.layers.iter().flat_map(Layer::linears);
+        let scratch = Scratch::new(largest_scratch(linears, ids.len(), dtype), device)?;
         let buffers = Buffers::new(&self.config, ids.len(), dtype, scratch, device)?;
         ops::embed(&self.tokens, &Tensor::new(ids, device)?, &buffers.sum)?;
         add_residual(&buffers.sum, &self.positions.narrow(0, 0, ids.len())?, None)?;

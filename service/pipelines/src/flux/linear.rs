@@ -87,7 +87,7 @@ impl Linear {
     }
 
     /// The scratch that it needs for so many tokens.
-    pub(super) fn scratch_bytes(&self, tokens: usize, dtype: DType) -> u64 {
+    fn scratch_bytes(&self, tokens: usize, dtype: DType) -> u64 {
         match &self.weight {
             Weight::Full(_) => 0,
             Weight::Quantized(weight) => {
@@ -96,4 +96,14 @@ impl Linear {
             }
         }
     }
+}
+
+/// The scratch that the most demanding of these layers needs for so many tokens: they run one after the other.
+pub(super) fn largest_scratch<'a>(
+    layers: impl IntoIterator<Item = &'a Linear>,
+    tokens: usize,
+    dtype: DType,
+) -> u64 {
+    let of_each = layers.into_iter().map(|layer| layer.scratch_bytes(tokens, dtype));
+    of_each.max().unwrap_or(0)
 }

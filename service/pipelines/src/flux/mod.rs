@@ -5,6 +5,7 @@
 
 mod blocks;
 mod bounds;
+mod buffers;
 mod checkpoint;
 pub mod clip;
 mod components;
@@ -13,6 +14,7 @@ mod layout;
 mod linear;
 mod model;
 mod noise;
+mod open;
 mod positions;
 mod quantize_rule;
 mod scheduler;
@@ -31,4 +33,4 @@ pub use noise::Generator;
 pub use positions::{Rotations, positions, rotations};
 pub use scheduler::{SchedulerConfig, first_step};
 pub use stages::{POOLED, SEQUENCE, Stage};
-pub use transformer::{Conditioning, Prompted, Transformer, Workplace, denoise_scratch, pack, unpack};
+pub use transformer::{Conditioning, Prompted, StepBuffers, Transformer, denoise_scratch, pack, unpack};

@@ -34,7 +34,7 @@ pub const SEQUENCE: &str = "sequence";
 pub struct Stage<'a> {
     /// The checkpoint.
     pub model: &'a FluxModel,
-    /// What is painted; must be valid.
+    /// What is generated; must be valid.
     pub request: &'a ImageRequest,
     /// The tensors of a resident component.
     pub tensors: &'a dyn Fn(&str) -> Result<Arc<ComponentTensors>, StageError>,
@@ -214,12 +214,12 @@ impl Stage<'_> {
         let latent = pack(&latent)?.contiguous()?;
         let seen = latent.to_dtype(dtype)?.copy()?.to_device(self.device)?;
         let latent = latent.to_device(self.device)?;
-        let workplace = transformer.workplace(1, tokens, rows * columns, (dtype, self.device))?;
+        let step_buffers = transformer.step_buffers(1, tokens, rows * columns, (dtype, self.device))?;
         let finite = Finite::new(self.device)?;
         for step in 0..steps {
             self.go_on()?;
             let velocity =
-                transformer.velocity(&seen, &conditioning, step, &workplace, &mut || self.go_on())?;
+                transformer.velocity(&seen, &conditioning, step, &step_buffers, &mut || self.go_on())?;
             let (sigma, next) = (sigmas[step], sigmas[step + 1]);
             euler(&latent, velocity, f64::from(next - sigma), &seen, &finite)?;
             // To look is to wait for the card, which is meant: a step that is told of has been done, and one that is

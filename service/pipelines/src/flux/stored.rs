@@ -13,9 +13,10 @@
 //! are held as they are, and the stage that computes with them fails (`StageError::NotFinite`). The one number that is
 //! read here, the offset of doubly quantized scales, must be finite.
 
+mod parts;
+mod unread;
+
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -25,20 +26,16 @@ use gpu::{
 };
 use serde::Deserialize;
 
+use unread::{check_configuration, check_metadata};
+
 use super::components::open;
 use super::layout::Rows;
 use crate::ModelError;
 use crate::files::{damaged, read_json, unsupported};
 
-/// What is said of a quantization that is not read.
-pub(super) const SUPPORTED: &str = "what is read is full precision, bitsandbytes nf4 and int8, GGUF, and fp8 (e4m3) of ComfyUI and \
-                                    Black Forest Labs";
-
-/// The longest JSON about one tensor that is read.
-const LONGEST_STATE: u64 = 64 << 10;
+pub(super) use unread::{SUPPORTED, foreign, quantized_by};
 
 const NF4_STATE: &str = ".quant_state.bitsandbytes__nf4";
-const FP4_STATE: &str = ".quant_state.bitsandbytes__fp4";
 
 /// What is written behind the name of a weight `X.weight`.
 const BEHIND_WEIGHT: [&str; 5] = [
@@ -187,10 +184,6 @@ fn unit(format: WeightFormat, part: WeightPart, columns: usize) -> Option<(usize
         (WeightFormat::Gguf(kind), WeightPart::Codes) => Some(kind.block()),
         (WeightFormat::Int8 | WeightFormat::Fp8(_), WeightPart::Codes) => Some((1, 1)),
     }
-}
-
-fn zeros(bytes: usize) -> SourcePiece {
-    SourcePiece::Inline(vec![0; bytes].into())
 }
 
 /// The tensors of a component: of one file, or of the shards of an index.
@@ -369,227 +362,6 @@ impl Checkpoint {
         self.names()
             .find(|name| name.strip_prefix(&of_layer).is_some_and(|behind| !known(behind)))
     }
-
-    /// A tensor that belongs to `name`, stored so and of as many numbers.
-    fn part(&self, of: &str, name: &str, stored: Stored, count: usize) -> Result<SourcePiece, ModelError> {
-        let Some(place) = self.tensors.get(name) else {
-            let problem = format!("tensor {name} is missing, and {of} cannot be read without it");
-            return Err(damaged(&self.place, problem));
-        };
-        if place.entry.stored != stored || place.entry.elements() != count {
-            let (found, shape) = (place.entry.stored, &place.entry.shape);
-            let problem =
-                format!("tensor {name} is {found:?} {shape:?} where {count} of {stored:?} are expected");
-            return Err(damaged(&place.file, problem));
-        }
-        Ok(place.piece())
-    }
-
-    fn nf4(&self, name: &str, place: &Place) -> Result<StoredTensor, ModelError> {
-        #[derive(Deserialize)]
-        struct State {
-            quant_type: String,
-            blocksize: usize,
-            shape: Vec<usize>,
-            nested_blocksize: Option<usize>,
-            nested_offset: Option<f64>,
-        }
-        let state_name = format!("{name}{NF4_STATE}");
-        let State {
-            quant_type,
-            blocksize,
-            shape,
-            nested_blocksize,
-            nested_offset,
-        } = self.state(&state_name)?;
-        if quant_type != "nf4" || blocksize != NF4_BLOCK {
-            let problem = format!(
-                "tensor {name} is {quant_type} in blocks of {blocksize}; nf4 in blocks of {NF4_BLOCK} is read"
-            );
-            return Err(unsupported(&place.file, problem));
-        }
-        let numbers = shape
-            .iter()
-            .try_fold(1usize, |product, &side| product.checked_mul(side));
-        let packed = place.entry.range.length;
-        if numbers.is_none_or(|numbers| numbers == 0 || numbers.div_ceil(2) as u64 != packed) {
-            let problem = format!("tensor {name} has {packed} bytes for a shape of {shape:?}");
-            return Err(damaged(&place.file, problem));
-        }
-        let (rows, columns) = rows_and_columns(&shape);
-        let format = match nested_offset {
-            None => WeightFormat::Nf4,
-            Some(_) => WeightFormat::Nf4Double,
-        };
-        if let Some(offset) = nested_offset
-            && !(offset as f32).is_finite()
-        {
-            let problem = format!("tensor {state_name} says an offset of {offset}, which is no f32");
-            return Err(damaged(&place.file, problem));
-        }
-        if let Some(nested) = nested_blocksize
-            && nested != NF4_NESTED_BLOCK
-        {
-            let problem = format!(
-                "tensor {name} has scales in blocks of {nested}; blocks of {NF4_NESTED_BLOCK} are read"
-            );
-            return Err(unsupported(&place.file, problem));
-        }
-        let part = |(part, range): (WeightPart, std::ops::Range<usize>)| {
-            let of = |behind: &str, stored: Stored| {
-                let count = range.len() / stored.width();
-                self.part(name, &format!("{name}{behind}"), stored, count)
-            };
-            match part {
-                WeightPart::Table => of(".quant_map", Stored::F32),
-                WeightPart::NestedTable => of(".nested_quant_map", Stored::F32),
-                WeightPart::NestedAbsmax => of(".nested_absmax", Stored::F32),
-                WeightPart::Scales if format == WeightFormat::Nf4Double => of(".absmax", Stored::U8),
-                WeightPart::Scales => of(".absmax", Stored::F32),
-                WeightPart::Codes => Ok(place.piece()),
-                WeightPart::Padding => Ok(zeros(range.len())),
-                WeightPart::Offset => {
-                    let offset = nested_offset.unwrap_or_default() as f32;
-                    Ok(SourcePiece::Inline(Arc::from(offset.to_le_bytes())))
-                }
-            }
-        };
-        let parts = format.layout(rows, columns).into_iter().map(part);
-        Ok(StoredTensor {
-            held: Held::Quantized(format),
-            parts: parts.collect::<Result<_, _>>()?,
-            shape,
-            ..plain(name, place)
-        })
-    }
-
-    fn int8(&self, name: &str, layer: &str, place: &Place) -> Result<StoredTensor, ModelError> {
-        let (rows, _) = rows_and_columns(&place.entry.shape);
-        if let Some(scales) = SCALES.iter().find(|behind| self.has(&format!("{layer}{behind}"))) {
-            let problem = format!("tensor {name} is int8 with scales in {layer}{scales}: {SUPPORTED}");
-            return Err(unsupported(&place.file, problem));
-        }
-        let order = format!("{layer}.weight_format");
-        if let Some(order) = self.tensors.get(&order)
-            && self.small(order)?.iter().any(|&byte| byte != 0)
-        {
-            let problem =
-                format!("tensor {name} is stored in the order of a card of NVIDIA's; rows are read");
-            return Err(unsupported(&place.file, problem));
-        }
-        Ok(StoredTensor {
-            held: Held::Quantized(WeightFormat::Int8),
-            parts: vec![
-                self.part(name, &format!("{layer}.SCB"), Stored::F32, rows)?,
-                place.piece(),
-            ],
-            ..plain(name, place)
-        })
-    }
-
-    fn fp8(&self, name: &str, place: &Place, scales: &Place) -> Result<StoredTensor, ModelError> {
-        let (rows, columns) = rows_and_columns(&place.entry.shape);
-        // Scales by column, or by squares of the matrix, may be as many as it has rows: the shape tells.
-        let held = match (scales.entry.stored, scales.entry.shape.as_slice()) {
-            (Stored::F32, [] | [1] | [1, 1]) => Fp8Scales::Tensor,
-            (Stored::F32, &[count] | &[count, 1]) if count == rows => Fp8Scales::Rows,
-            (stored, shape) => {
-                let problem = format!(
-                    "the scales of tensor {name} are {stored:?} {shape:?}; one or {rows} (one a row) of F32 are read \
-                     ({SUPPORTED})"
-                );
-                return Err(unsupported(&place.file, problem));
-            }
-        };
-        let format = WeightFormat::Fp8(held);
-        let parts = format
-            .layout(rows, columns)
-            .into_iter()
-            .map(|(part, range)| match part {
-                WeightPart::Scales => scales.piece(),
-                WeightPart::Padding => zeros(range.len()),
-                _ => place.piece(),
-            });
-        Ok(StoredTensor {
-            held: Held::Quantized(format),
-            parts: parts.collect(),
-            ..plain(name, place)
-        })
-    }
-
-    /// The bytes of a small tensor.
-    fn small(&self, place: &Place) -> Result<Vec<u8>, ModelError> {
-        let ByteRange { offset, length } = place.entry.range;
-        if length > LONGEST_STATE {
-            let problem = format!("{length} bytes say how one tensor is quantized; {LONGEST_STATE} are read");
-            return Err(damaged(&place.file, problem));
-        }
-        let read = || -> std::io::Result<Vec<u8>> {
-            let mut file = File::open(&place.file)?;
-            file.seek(SeekFrom::Start(offset))?;
-            let mut bytes = vec![0; length as usize];
-            file.read_exact(&mut bytes)?;
-            Ok(bytes)
-        };
-        read().map_err(|e| damaged(&place.file, format!("it cannot be read: {e}")))
-    }
-
-    /// A tensor that is a JSON text.
-    fn state<T: serde::de::DeserializeOwned>(&self, name: &str) -> Result<T, ModelError> {
-        let Some(place) = self.tensors.get(name) else {
-            return Err(damaged(&self.place, format!("tensor {name} is missing")));
-        };
-        let bytes = self.small(place)?;
-        serde_json::from_slice(&bytes)
-            .map_err(|e| damaged(&place.file, format!("tensor {name} cannot be parsed: {e}")))
-    }
-
-    /// Whether the names of tensors are of a quantization that is not read.
-    fn check_foreign(&self) -> Result<(), ModelError> {
-        let names: Vec<&str> = self.names().collect();
-        if let Some(foreign) = foreign(&names) {
-            return Err(unsupported(&self.place, quantized_by(foreign)));
-        }
-        #[derive(Deserialize)]
-        struct ComfyQuant {
-            format: String,
-        }
-        for name in self.names().filter(|name| name.ends_with(".comfy_quant")) {
-            let ComfyQuant { format } = self.state(name)?;
-            if format != "float8_e4m3fn" {
-                return Err(unsupported(&self.place, quantized_by(&format)));
-            }
-        }
-        Ok(())
-    }
-}
-
-/// The quantization that is not read and that tensors of these names are of.
-pub(super) fn foreign(names: &[&str]) -> Option<&'static str> {
-    let ends = |ends: &[&str]| {
-        names
-            .iter()
-            .any(|name| ends.iter().any(|end| name.ends_with(end)))
-    };
-    if ends(&[".wscales", ".smooth_factor", ".smooth", ".proj_down"]) {
-        Some("SVDQuant (Nunchaku)")
-    } else if ends(&[".qweight"]) {
-        Some("SVDQuant (Nunchaku), AWQ or GPTQ")
-    } else if ends(&[".weight_scale_2"]) {
-        Some("nvfp4")
-    } else if ends(&[":_data", ":qdata", ".qdata", "weight_qdata", ":int_data"]) {
-        Some("torchao")
-    } else if ends(&[".weight._data"]) {
-        Some("quanto")
-    } else if ends(&[FP4_STATE]) {
-        Some("bitsandbytes fp4")
-    } else {
-        None
-    }
-}
-
-pub(super) fn quantized_by(what: &str) -> String {
-    format!("it is quantized as {what}, which is not supported: {SUPPORTED}")
 }
 
 /// A tensor that nothing else belongs to.
@@ -600,69 +372,6 @@ fn plain(name: &str, place: &Place) -> StoredTensor {
         shape: place.entry.shape.clone(),
         held: Held::Plain(place.entry.stored),
         parts: vec![place.piece()],
-    }
-}
-
-/// Whether the free text of a file says of a quantization that is not read.
-fn check_metadata(file: &CheckpointFile) -> Result<(), ModelError> {
-    #[derive(Deserialize)]
-    struct Layer {
-        format: String,
-    }
-    #[derive(Deserialize)]
-    struct Quantized {
-        #[serde(default)]
-        layers: BTreeMap<String, Layer>,
-    }
-    let Some(text) = file.metadata().get("_quantization_metadata") else {
-        return Ok(());
-    };
-    let Quantized { layers } = serde_json::from_str(text).map_err(|e| {
-        damaged(
-            file.path(),
-            format!("its _quantization_metadata cannot be parsed: {e}"),
-        )
-    })?;
-    match layers.values().find(|layer| layer.format != "float8_e4m3fn") {
-        Some(Layer { format }) => Err(unsupported(file.path(), quantized_by(format))),
-        None => Ok(()),
-    }
-}
-
-/// Whether a component's configuration says of a quantization that is not read.
-fn check_configuration(path: &Path) -> Result<(), ModelError> {
-    #[derive(Deserialize)]
-    struct Quantized {
-        quant_method: Option<String>,
-        #[serde(default)]
-        load_in_4bit: bool,
-        #[serde(default)]
-        load_in_8bit: bool,
-        bnb_4bit_quant_type: Option<String>,
-    }
-    #[derive(Deserialize)]
-    struct Configuration {
-        quantization_config: Option<Quantized>,
-    }
-    if !path.is_file() {
-        return Ok(());
-    }
-    let Configuration { quantization_config } = read_json(path)?;
-    let Some(quantized) = quantization_config else {
-        return Ok(());
-    };
-    let bitsandbytes = quantized.load_in_4bit || quantized.load_in_8bit;
-    let method = quantized
-        .quant_method
-        .unwrap_or_else(|| if bitsandbytes { "bitsandbytes" } else { "unnamed" }.to_owned());
-    if method != "bitsandbytes" {
-        return Err(unsupported(path, quantized_by(&method)));
-    }
-    match quantized.bnb_4bit_quant_type {
-        Some(kind) if quantized.load_in_4bit && kind != "nf4" => {
-            Err(unsupported(path, quantized_by(&format!("bitsandbytes {kind}"))))
-        }
-        _ => Ok(()),
     }
 }
 

@@ -4,15 +4,14 @@
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
 use ops::{
-    Epilogue, Mask, Nonlinearity, Norm, Scratch, attention, linears_into, norm_modulate,
+    Epilogue, Mask, Nonlinearity, Norm, Scratch, allocated, attention, linears_into, norm_modulate,
     residual_norm_modulate,
 };
 use residency::Bytes;
 use serde::Deserialize;
 
 use super::clip::{check_finite, check_ids};
-use super::linear::Linear;
-use super::tensors::allocated;
+use super::linear::{Linear, largest_scratch};
 use crate::family::StageError;
 
 /// The component's name.
@@ -179,7 +178,7 @@ impl T5Config {
         if distance < exact {
             return base + distance;
         }
-        // In f32, as the reference has it: at some distances the bucket hangs on the rounding.
+        // In f32, as the reference has it: at some distances the bucket depends on the rounding.
         let span = (self.relative_attention_max_distance as f64 / exact as f64).ln() as f32;
         let far = (distance as f32 / exact as f32).ln() / span * (one_way - exact) as f32;
         base + (exact + far as usize).min(one_way - 1)
@@ -227,15 +226,17 @@ impl Layer {
         })
     }
 
-    /// The scratch of its largest linear layer.
-    fn scratch_bytes(&self, tokens: usize, dtype: DType) -> u64 {
-        let attention = [&self.query, &self.key, &self.value, &self.out];
-        let feed_forward = [&self.gate, &self.widen, &self.narrow];
-        let layers = attention.into_iter().chain(feed_forward);
-        layers
-            .map(|layer| layer.scratch_bytes(tokens, dtype))
-            .max()
-            .unwrap_or(0)
+    /// Its linear layers.
+    fn linears(&self) -> [&Linear; 7] {
+        [
+            &self.query,
+            &self.key,
+            &self.value,
+            &self.out,
+            &self.gate,
+            &self.widen,
+            &self.narrow,
+        ]
     }
 
     /// Adds the layer to the sum. The sum is normed for it already, and `next` is the weight of the norm behind it.
@@ -372,11 +373,8 @@ impl T5Encoder {
     pub fn forward(&self, ids: &[u32], cancelled: &dyn Fn() -> bool) -> Result<Tensor, StageError> {
         check_ids(ids, self.config.vocab_size, MOST_TOKENS)?;
         let (device, dtype) = (self.tokens.device(), self.tokens.dtype());
-        let of_layers = self
-            .layers
-            .iter()
-            .map(|layer| layer.scratch_bytes(ids.len(), dtype));
-        let scratch = Scratch::new(of_layers.max().unwrap_or(0), device)?;
+        let linears = self.layers.iter().flat_map(Layer::linears);
+        let scratch = Scratch::new(largest_scratch(linears, ids.len(), dtype), device)?;
         let buffers = Buffers::new(&self.config, ids.len(), dtype, scratch, device)?;
         ops::embed(&self.tokens, &Tensor::new(ids, device)?, &buffers.sum)?;
         ops::relative_bias(&self.biases, &self.buckets(ids.len())?, &buffers.bias)?;

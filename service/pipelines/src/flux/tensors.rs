@@ -75,11 +75,6 @@ fn numbers<T, const N: usize>(data: &[u8], from_bytes: impl Fn([u8; N]) -> T) ->
         .collect()
 }
 
-/// What an allocation of so many bytes takes on a card.
-pub(super) fn allocated(bytes: usize) -> u64 {
-    (bytes as u64).next_multiple_of(512)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,9 +4,10 @@ use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
 use ops::{Epilogue, Nonlinearity};
 
-use super::blocks::{Buffers, DoubleBlock, Layers, Modulator, Next, SingleBlock};
+use super::blocks::{DoubleBlock, Modulator, SingleBlock};
+use super::buffers::{Buffers, Layers, Next};
 use super::config::TransformerConfig;
-use super::linear::Linear;
+use super::linear::{Linear, largest_scratch};
 use super::positions::{Rotations, positions, rotations};
 use crate::StageError;
 
@@ -158,13 +159,13 @@ impl Transformer {
     ///
     /// # Errors
     /// Those of the device.
-    pub fn workplace(
+    pub fn step_buffers(
         &self,
         batch: usize,
         text: usize,
         picture: usize,
         (dtype, device): (DType, &Device),
-    ) -> candle_core::Result<Workplace> {
+    ) -> candle_core::Result<StepBuffers> {
         let tokens = batch * (text + picture);
         let layers = || {
             let double = self.double.iter().flat_map(DoubleBlock::layers);
@@ -177,21 +178,20 @@ impl Transformer {
         for layer in layers() {
             take_codes |= layer.takes_codes()?;
         }
-        let of_layer = |layer: &Linear| layer.scratch_bytes(tokens, dtype);
         let layers = Layers {
             take_codes,
-            scratch_bytes: layers().map(of_layer).max().unwrap_or_default(),
+            scratch_bytes: largest_scratch(layers(), tokens, dtype),
         };
         let buffers = Buffers::new(&self.config, (batch, text, picture), layers, (dtype, device))?;
         let shape = (batch, picture, self.config.in_channels);
-        Ok(Workplace {
+        Ok(StepBuffers {
             velocity: Tensor::zeros(shape, dtype, device)?,
             buffers,
         })
     }
 
     /// The velocity at `latent` `[batch, rows * columns, in_channels]` in step `step` (from 0), of the same shape, which
-    /// is in the workplace until the next step. `go_on` is asked before every block.
+    /// is in the step buffers until the next step. `go_on` is asked before every block.
     ///
     /// # Errors
     /// Those of candle, and what `go_on` gives.
@@ -200,10 +200,10 @@ impl Transformer {
         latent: &Tensor,
         conditioning: &Conditioning,
         step: usize,
-        workplace: &'a Workplace,
+        step_buffers: &'a StepBuffers,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<&'a Tensor, StageError> {
-        let buffers = &workplace.buffers;
+        let buffers = &step_buffers.buffers;
         let (picture, text, whole) = (buffers.picture()?, buffers.text()?, buffers.whole()?);
         let scratch = buffers.scratch();
         self.picture_in
@@ -261,16 +261,16 @@ impl Transformer {
         self.last.forward_into(
             picture.last_normed(),
             Epilogue::None,
-            &workplace.velocity,
+            &step_buffers.velocity,
             scratch,
         )?;
-        Ok(&workplace.velocity)
+        Ok(&step_buffers.velocity)
     }
 }
 
 /// What the steps of a request are computed in.
 #[derive(Debug)]
-pub struct Workplace {
+pub struct StepBuffers {
     buffers: Buffers,
     velocity: Tensor,
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use gpu::{ComponentTensors, LoadPlan, ScratchGuard, WeightFormat, simulated_scratch};
 use residency::{Bytes, Component, ComponentId};
 
-use super::paint::{CHANNELS, PIXELS_PER_LATENT, colour_of, encode, fill, latent_of, mean_of, read_latent};
+use super::colour::{CHANNELS, PIXELS_PER_LATENT, colour_of, encode, fill, latent_of, mean_of, read_latent};
 use super::{DescribedComponent, Description};
 use crate::family::{
     EncodedText, Model, Observer, Rung, StageError, StageInput, StageKind, StageOutput, StagePlan,

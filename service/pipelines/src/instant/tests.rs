@@ -59,7 +59,7 @@ fn run(
 }
 
 /// All stages, and the picture's first pixel.
-fn paint(model: &dyn Model, request: &ImageRequest) -> [u8; 3] {
+fn first_pixel(model: &dyn Model, request: &ImageRequest) -> [u8; 3] {
     let mut input = StageInput::default();
     for plan in model.stages(request) {
         match run(model, plan.kind, request, &input, &mut Unobserved).unwrap() {
@@ -145,8 +145,8 @@ fn scratch_grows_with_the_picture_and_falls_with_the_rungs() {
 fn every_field_of_a_request_counts() {
     let model = open(&sample("small"));
     let plain = request(&*model);
-    let colour = paint(&*model, &plain);
-    assert_eq!(colour, paint(&*model, &plain));
+    let colour = first_pixel(&*model, &plain);
+    assert_eq!(colour, first_pixel(&*model, &plain));
     let variants: [fn(&mut ImageRequest); 4] = [
         |r| r.prompt = "a blue cube".into(),
         |r| r.seed = 2,
@@ -156,7 +156,7 @@ fn every_field_of_a_request_counts() {
     for change in variants {
         let mut changed = plain.clone();
         change(&mut changed);
-        assert_ne!(colour, paint(&*model, &changed));
+        assert_ne!(colour, first_pixel(&*model, &changed));
     }
     let grey: Arc<[u8]> = vec![128; 64 * 64 * 3].into();
     let mut from_image = plain.clone();
@@ -166,7 +166,7 @@ fn every_field_of_a_request_counts() {
         rgb: grey,
     });
     from_image.strength = 0.01;
-    let near = paint(&*model, &from_image);
+    let near = first_pixel(&*model, &from_image);
     assert!(
         near.iter().all(|byte| byte.abs_diff(128) <= 2),
         "{near:?} is near the image"
@@ -184,7 +184,7 @@ fn every_field_of_a_request_counts() {
 }
 
 #[test]
-fn what_cannot_be_painted_is_named_field_by_field() {
+fn what_cannot_be_generated_is_named_field_by_field() {
     let model = open(&sample("small"));
     assert_eq!(model.validate(&request(&*model)), Ok(()));
     let mut wrong = request(&*model);

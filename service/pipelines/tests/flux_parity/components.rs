@@ -29,11 +29,11 @@ pub(crate) fn velocity(folder: &str, tensors: &ComponentTensors, inputs: &HashMa
     let conditioning = transformer.condition(&prompted, &times).expect("conditioning");
     let latent = here(&inputs["hidden_states"]);
     let text = inputs["encoder_hidden_states"].dims()[1];
-    let workplace = transformer
-        .workplace(1, text, latent.dims()[1], (latent.dtype(), test_device()))
+    let step_buffers = transformer
+        .step_buffers(1, text, latent.dims()[1], (latent.dtype(), test_device()))
         .expect("buffers");
     transformer
-        .velocity(&latent, &conditioning, 1, &workplace, &mut || Ok(()))
+        .velocity(&latent, &conditioning, 1, &step_buffers, &mut || Ok(()))
         .expect("a velocity")
         .clone()
 }

@@ -7,11 +7,11 @@ use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 use serde::de::DeserializeOwned;
 
-use crate::device::{here, room};
+use crate::device::{crate_folder, here};
 
 /// The folder of the fixtures.
 pub(crate) fn fixtures() -> PathBuf {
-    room().join("fixtures")
+    crate_folder().join("fixtures")
 }
 
 /// All tensors of a file below the fixtures, in host memory.

@@ -56,7 +56,7 @@ fn pictures_equal_the_references() {
             .find(|(kind, _)| *kind == case.kind)
             .expect("a model");
         let request = case.request(&expected);
-        let host = workshop.paint(&request, &mut Unobserved).expect("a latent");
+        let host = workshop.denoised(&request, &mut Unobserved).expect("a latent");
         let latent = on_cpu(&host);
         assert_eq!(
             latent.dims(),
@@ -83,7 +83,7 @@ fn pictures_equal_the_references() {
 }
 
 #[test]
-fn bf16_paints_the_same_pictures_within_its_rounding() {
+fn bf16_generates_the_same_pictures_within_its_rounding() {
     // All components in bf16, as on a card. What must stay in f32 there (angles, norms' statistics, sinusoids, the
     // sums of the text encoder, the latent between steps) would be far outside if it did not.
     let expected = tensors("flux-tiny/expected/pipelines.safetensors");
@@ -92,7 +92,7 @@ fn bf16_paints_the_same_pictures_within_its_rounding() {
         let folder = folder(&case.kind);
         let workshop = Workshop::open_in(folder.path(), BF16);
         let request = case.request(&expected);
-        let host = workshop.paint(&request, &mut Unobserved).expect("a latent");
+        let host = workshop.denoised(&request, &mut Unobserved).expect("a latent");
         let latent = on_cpu(&host);
         let of_latent = distance(&latent, &expected[&format!("{}.latent", case.name)]);
         let picture = workshop.picture(&request, &latent);

@@ -656,7 +656,7 @@ fn each_component_has_a_format_of_its_own() {
     }
 
     let latent =
-        |workshop: &Workshop| on_cpu(&workshop.paint(&request(), &mut Unobserved).expect("a latent"));
+        |workshop: &Workshop| on_cpu(&workshop.denoised(&request(), &mut Unobserved).expect("a latent"));
     let (found, expected) = (latent(&mixed), latent(&full));
     let far = distance(&found, &expected);
     println!("mixed: {far:.3} from full precision");

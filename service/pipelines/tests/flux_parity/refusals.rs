@@ -12,7 +12,7 @@ use pipelines::flux::vae::{VaeConfig, diffusers_name_of_bfl};
 use pipelines::{Model, ModelError, catalogue};
 
 use crate::checkpoints::{set, write_json};
-use crate::device::room;
+use crate::device::crate_folder;
 use crate::numbers::tensors;
 use crate::workshop::{F32, Workshop, copy_of, request};
 
@@ -269,7 +269,7 @@ fn sizes_beyond_all_reason_are_refused() {
     }
 }
 
-/// Writes a safetensors file of zeros that takes no room: its data is a hole.
+/// Writes a safetensors file of zeros that takes no space on the disk: its data is a hole.
 fn write_hollow(path: &Path, dtype: &str, width: usize, shapes: &[(String, Vec<usize>)]) {
     let mut header = serde_json::Map::new();
     let mut end = 0;
@@ -395,6 +395,6 @@ fn the_autoencoder_of_a_single_file_may_be_bfls_own() {
 
 #[test]
 fn the_model_that_ships_opens() {
-    let demo = room().join("../../demo/model");
+    let demo = crate_folder().join("../../demo/model");
     assert!(matches!(FluxModel::open(&demo, &F32), Ok(Some(_))));
 }

@@ -44,7 +44,7 @@ fn workshop() -> Workshop {
 fn steps_and_previews_are_shown() {
     let workshop = workshop();
     let mut notes = Notes::default();
-    let plain = workshop.paint(&request(), &mut notes).expect("a latent");
+    let plain = workshop.denoised(&request(), &mut notes).expect("a latent");
     assert_eq!(notes.steps, [(1, 4), (2, 4), (3, 4), (4, 4)]);
     assert!(notes.previews.is_empty());
 
@@ -53,7 +53,7 @@ fn steps_and_previews_are_shown() {
         ..request()
     };
     let mut notes = Notes::default();
-    let watched = workshop.paint(&with_previews, &mut notes).expect("a latent");
+    let watched = workshop.denoised(&with_previews, &mut notes).expect("a latent");
     assert_eq!(
         notes.previews,
         [(32, 32, 32 * 32 * 3); 3],
@@ -66,7 +66,7 @@ fn steps_and_previews_are_shown() {
 fn every_question_can_cancel() {
     let workshop = workshop();
     let mut notes = Notes::default();
-    workshop.paint(&request(), &mut notes).expect("a latent");
+    workshop.denoised(&request(), &mut notes).expect("a latent");
     // Four steps of four blocks, and once before each step, at least.
     let questions = notes.asked.get();
     assert!(questions > 4 * 5, "{questions}");
@@ -75,7 +75,7 @@ fn every_question_can_cancel() {
             cancel_at: Some(at),
             ..Notes::default()
         };
-        let result = workshop.paint(&request(), &mut notes);
+        let result = workshop.denoised(&request(), &mut notes);
         assert!(
             matches!(result, Err(StageError::Cancelled)),
             "question {at}: {result:?}"
@@ -91,7 +91,7 @@ fn what_is_not_finite_is_an_error_and_no_black_picture() {
     let bias = weights["proj_out.bias"].affine(0.0, f64::NAN).expect("a tensor");
     weights.insert("proj_out.bias".to_owned(), bias);
     workshop.replace("transformer", weights);
-    match workshop.paint(&request(), &mut Unobserved) {
+    match workshop.denoised(&request(), &mut Unobserved) {
         Err(StageError::NotFinite { component, step: 1 }) => assert_eq!(component, "transformer"),
         other => panic!("{other:?}"),
     }
@@ -101,7 +101,7 @@ fn what_is_not_finite_is_an_error_and_no_black_picture() {
 fn a_tensor_that_is_missing_is_named() {
     let workshop = workshop();
     workshop.replace("transformer", HashMap::<String, Tensor>::new());
-    match workshop.paint(&request(), &mut Unobserved) {
+    match workshop.denoised(&request(), &mut Unobserved) {
         Err(StageError::Missing { component, .. }) => assert_eq!(component, "transformer"),
         other => panic!("{other:?}"),
     }
@@ -143,7 +143,7 @@ fn inputs_that_do_not_fit_are_refused() {
             latent: None,
         },
     );
-    let latent = workshop.paint(&request, &mut Unobserved).expect("a latent");
+    let latent = workshop.denoised(&request, &mut Unobserved).expect("a latent");
     let wider = ImageRequest {
         width: 96,
         ..request.clone()
@@ -321,15 +321,15 @@ fn guidance_counts_in_dev_and_not_in_schnell() {
     for (kind, counts) in [("dev", true), ("schnell", false)] {
         let folder = folder(kind);
         let workshop = Workshop::open(folder.path());
-        let paint = |guidance| {
+        let denoised = |guidance| {
             let request = ImageRequest {
                 guidance,
                 steps: 1,
                 ..request()
             };
-            on_cpu(&workshop.paint(&request, &mut Unobserved).expect("a latent"))
+            on_cpu(&workshop.denoised(&request, &mut Unobserved).expect("a latent"))
         };
-        let same = crate::numbers::distance(&paint(1.0), &paint(5.0)) == 0.0;
+        let same = crate::numbers::distance(&denoised(1.0), &denoised(5.0)) == 0.0;
         assert_eq!(same, !counts, "{kind}");
     }
 }

@@ -160,7 +160,7 @@ impl Workshop {
     }
 
     /// All stages but the decode: the final latent.
-    pub(crate) fn paint(
+    pub(crate) fn denoised(
         &self,
         request: &ImageRequest,
         observer: &mut dyn Observer,

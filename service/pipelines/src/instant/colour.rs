@@ -1,4 +1,4 @@
-//! What an instant model paints: one colour, which follows from all that a request says.
+//! What an instant model generates: one colour, which follows from all that a request says.
 
 use std::sync::Arc;
 

@@ -1,0 +1,303 @@
+//! Linear layers beside their definition in f64.
+
+use candle_core::{Device, Result};
+use gpu::Fp8Scales;
+
+use super::*;
+use crate::testing::{BF16_OPERATION, assert_close, formats, here, quantized, random, random_bytes};
+
+/// Sums of up to 768 products in f32 beside those in f64.
+const F32_PRODUCT: f64 = 1e-5;
+
+/// `x Wᵀ + b` in f64, one number after the other.
+fn defined(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let numbers = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec2::<f64>();
+    let (x, weight) = (numbers(x)?, numbers(weight)?);
+    let bias = match bias {
+        Some(bias) => bias.to_dtype(DType::F64)?.to_vec1::<f64>()?,
+        None => vec![0.0; weight.len()],
+    };
+    let mut out = Vec::new();
+    for row in &x {
+        for (weights, bias) in weight.iter().zip(&bias) {
+            let product: f64 = row.iter().zip(weights).map(|(a, b)| a * b).sum();
+            out.push((product + bias) as f32);
+        }
+    }
+    Tensor::from_vec(out, (x.len(), weight.len()), &Device::Cpu)
+}
+
+/// Bytes of a weight whose numbers are about 1: codes of fp8 without NaN.
+fn moderate_bytes(format: WeightFormat, rows: usize, columns: usize, seed: u64) -> Vec<u8> {
+    let mut bytes = random_bytes(format, rows, columns, seed);
+    if let (WeightFormat::Fp8(_), Some((_, codes))) = (format, format.layout(rows, columns).last()) {
+        for code in &mut bytes[codes.clone()] {
+            *code &= 0xBF;
+        }
+    }
+    bytes
+}
+
+#[test]
+fn a_quantized_layer_is_the_layer_of_its_numbers() -> Result<()> {
+    for (tokens, rows, columns) in [(1, 11, 256), (5, 7, 512), (3, 19, 768)] {
+        let x = here(&random(&[tokens, columns], 1)?);
+        let bias = random(&[rows], 2)?;
+        for format in formats() {
+            let held = quantized(format, &[rows, columns], moderate_bytes(format, rows, columns, 3));
+            let numbers = dequantize(&held, DType::F32)?;
+            let weight = Weight::Quantized(held.clone());
+            let expected = defined(&x, &numbers, None)?;
+            assert_close(&linear(&x, &weight, None)?, &expected, F32_PRODUCT)?;
+            let expected = defined(&x, &numbers, Some(&bias))?;
+            let bias = here(&bias);
+            assert_close(&linear(&x, &weight, Some(&bias))?, &expected, F32_PRODUCT)?;
+            assert_close(
+                &linear(&x, &Weight::Full(numbers), Some(&bias))?,
+                &expected,
+                F32_PRODUCT,
+            )?;
+            // Odd rows: fp8 is dequantized on a card as well.
+            let (x, bias) = (x.to_dtype(DType::BF16)?, bias.to_dtype(DType::BF16)?);
+            let found = linear(&x, &weight, Some(&bias))?;
+            assert_eq!(found.dtype(), DType::BF16);
+            let numbers = dequantize(&held, DType::BF16)?;
+            let bias = bias.to_device(&Device::Cpu)?;
+            assert_close(&found, &defined(&x, &numbers, Some(&bias))?, BF16_OPERATION)?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn shapes_that_do_not_fit_are_refused() -> Result<()> {
+    let format = WeightFormat::Fp8(Fp8Scales::Rows);
+    let weight = |shape: &[usize]| {
+        let bytes = random_bytes(format, shape[0], shape[1..].iter().product(), 1);
+        Weight::Quantized(quantized(format, shape, bytes))
+    };
+    let x = here(&random(&[2, 16], 1)?);
+    assert!(linear(&x, &weight(&[16, 16]), Some(&here(&random(&[16], 2)?))).is_ok());
+    let refused = |weight: &Weight, bias: Option<&Tensor>| {
+        let error = linear(&x, weight, bias).unwrap_err().to_string();
+        assert!(error.contains("a linear layer with"), "{error}");
+    };
+    refused(&weight(&[16, 32]), None);
+    refused(&weight(&[16, 4, 4]), None);
+    for wrong in [1, 15, 32] {
+        refused(&weight(&[16, 16]), Some(&here(&random(&[wrong], 2)?)));
+    }
+    Ok(())
+}
+
+/// A window with something else around it, which nobody may read or write.
+fn window(rows: usize, columns: usize, dtype: DType) -> Result<[Tensor; 2]> {
+    let all = (Tensor::zeros((2, rows + 3, columns + 24), DType::F32, &Device::Cpu)? + 7.0)?;
+    let all = here(&all.to_dtype(dtype)?);
+    let window = all.narrow(1, 2, rows)?.narrow(2, 16, columns)?;
+    Ok([all, window])
+}
+
+#[test]
+fn a_layer_reads_and_writes_windows_and_leaves_the_rest() -> Result<()> {
+    let scratch = Scratch::new(1 << 20, crate::testing::test_device())?;
+    for (tokens, outputs, inputs) in [(5, 16, 32), (64, 48, 256), (7, 11, 24)] {
+        for (dtype, tolerance) in [(DType::F32, F32_PRODUCT), (DType::BF16, BF16_OPERATION)] {
+            let x = random(&[2, tokens, inputs], 1)?;
+            let weight = random(&[outputs, inputs], 2)?;
+            let bias = random(&[outputs], 3)?;
+            let to = |x: &Tensor| here(x).to_dtype(dtype);
+            let held = Weight::Full(to(&weight)?);
+            let [_, x_] = window(tokens, inputs, dtype)?;
+            crate::copy_rows(&to(&x)?, &x_)?;
+            let plain = defined(&x.flatten_to(1)?, &weight, Some(&bias))?;
+            for (then, expected) in [
+                (Epilogue::None, plain.clone()),
+                (Epilogue::GeluTanh, plain.gelu()?),
+            ] {
+                let [all, out] = window(tokens, outputs, dtype)?;
+                linear_into(&x_, &held, Some(&to(&bias)?), then, &out, &scratch)?;
+                let host = all.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+                let found = host.narrow(1, 2, tokens)?.narrow(2, 16, outputs)?.contiguous()?;
+                assert_close(&found.flatten_to(1)?, &expected, tolerance)?;
+                let rest = (
+                    host.sum_all()?.to_scalar::<f32>()?,
+                    found.sum_all()?.to_scalar::<f32>()?,
+                );
+                let sevens = 7.0 * (host.elem_count() - found.elem_count()) as f32;
+                assert!((rest.0 - rest.1 - sevens).abs() < 1e-2 * sevens, "{rest:?}");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn layers_at_equal_distances_are_each_of_them() -> Result<()> {
+    let scratch = Scratch::new(1 << 20, crate::testing::test_device())?;
+    let device = crate::testing::test_device();
+    for dtype in [DType::F32, DType::BF16] {
+        let x = random(&[1, 9, 32], 1)?;
+        let weights = random(&[3, 64, 32], 2)?;
+        let biases = random(&[3, 64], 3)?;
+        let x_ = here(&x).to_dtype(dtype)?;
+        let (weights_, biases_) = (here(&weights).to_dtype(dtype)?, here(&biases).to_dtype(dtype)?);
+        let joint = Tensor::zeros((1, 9, 192), dtype, device)?;
+        let held = (0..3)
+            .map(|i| {
+                Ok((
+                    Weight::Full(weights_.get(i)?),
+                    biases_.get(i)?,
+                    joint.narrow(2, 64 * i, 64)?,
+                ))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let mut layers: Vec<LayerTo<'_>> = held
+            .iter()
+            .map(|(weight, bias, out)| LayerTo {
+                weight,
+                bias: Some(bias),
+                out,
+            })
+            .collect();
+        for _ in 0..2 {
+            linears_into(&x_, &layers, Epilogue::None, &scratch)?;
+            for i in 0..3 {
+                let expected = defined(&x.get(0)?, &weights.get(i)?, Some(&biases.get(i)?))?;
+                let host = joint
+                    .to_device(&Device::Cpu)?
+                    .narrow(2, 64 * i, 64)?
+                    .contiguous()?;
+                assert_close(&host.get(0)?, &expected, BF16_OPERATION)?;
+            }
+            // The other way round the distances are negative.
+            layers.reverse();
+        }
+    }
+    Ok(())
+}
+
+/// What only a card does.
+#[cfg(feature = "cuda")]
+mod on_a_card {
+    use gpu::e4m3_to_f32;
+
+    use super::*;
+    use crate::testing::{peak_of, test_device};
+
+    /// How far fp8 times fp8 may be from the product with the same weight dequantized: a number of `x` in e4m3 has
+    /// four bits, and is off by up to 2^-4, about 0.026 in L2.
+    const NATIVE: f64 = 0.05;
+
+    /// Whether the card of the tests multiplies fp8.
+    fn is_native() -> Result<bool> {
+        let Device::Cuda(device) = test_device() else {
+            return Ok(false);
+        };
+        let capability = device.cuda_stream().context().compute_capability();
+        Ok(capability.map_err(candle_core::Error::wrap)? >= (8, 9))
+    }
+
+    /// Rows as the card quantizes them: by their absolute maximum, to the nearest of e4m3, to the even one of two.
+    fn rows_in_e4m3(x: &Tensor) -> Result<Tensor> {
+        let values: Vec<f32> = (0..0x7F).map(e4m3_to_f32).collect();
+        let nearest = |size: f32| {
+            let above = values
+                .partition_point(|&value| value < size)
+                .clamp(1, values.len() - 1);
+            let (down, up) = (size - values[above - 1], values[above] - size);
+            let is_above = up < down || up == down && above % 2 == 0;
+            values[if is_above { above } else { above - 1 }]
+        };
+        let mut out = Vec::new();
+        for row in x
+            .to_dtype(DType::F32)?
+            .to_device(&Device::Cpu)?
+            .to_vec2::<f32>()?
+        {
+            let scale = row.iter().fold(0f32, |most, v| most.max(v.abs())) / 448.0;
+            let quantized = |v: &f32| {
+                if scale == 0.0 {
+                    0.0
+                } else {
+                    nearest((v / scale).abs()).copysign(*v) * scale
+                }
+            };
+            out.extend(row.iter().map(quantized));
+        }
+        Tensor::from_vec(out, x.shape(), &Device::Cpu)
+    }
+
+    #[test]
+    fn fp8_multiplies_natively_as_it_is_defined() -> Result<()> {
+        if !is_native()? {
+            return Ok(());
+        }
+        for (tokens, rows, columns) in [(1, 16, 16), (7, 48, 64), (33, 256, 1040), (300, 3072, 512)] {
+            let mut x = random(&[tokens, columns], 1)?;
+            if tokens > 1 {
+                // A row of zeros, and one of large numbers.
+                x = x.slice_assign(
+                    &[0..1, 0..columns],
+                    &Tensor::zeros((1, columns), DType::F32, &Device::Cpu)?,
+                )?;
+                let large = (x.narrow(0, 1, 1)? * 1000.0)?;
+                x = x.slice_assign(&[1..2, 0..columns], &large)?;
+            }
+            for (dtype, kind) in [DType::BF16, DType::F16].into_iter().flat_map(|dtype| {
+                [Fp8Scales::None, Fp8Scales::Tensor, Fp8Scales::Rows].map(|kind| (dtype, kind))
+            }) {
+                let x = here(&x).to_dtype(dtype)?;
+                let bias = here(&random(&[rows], 2)?).to_dtype(dtype)?;
+                let format = WeightFormat::Fp8(kind);
+                let mut bytes = moderate_bytes(format, rows, columns, 3);
+                if kind == Fp8Scales::Tensor {
+                    bytes[..4].copy_from_slice(&0.37f32.to_le_bytes());
+                }
+                let weight = quantized(format, &[rows, columns], bytes);
+                let numbers = dequantize(&weight, DType::F32)?;
+                for bias in [None, Some(&bias)] {
+                    let held = Weight::Quantized(weight.clone());
+                    let is_native = multiplies_fp8(test_device(), &held, dtype)?;
+                    assert!(is_native, "{format} {dtype:?} {tokens} {rows} {columns}");
+                    let found = linear(&x, &Weight::Quantized(weight.clone()), bias)?;
+                    assert_eq!((found.dims(), found.dtype()), ([tokens, rows].as_slice(), dtype));
+                    let host = bias.map(|bias| bias.to_device(&Device::Cpu)).transpose()?;
+                    let exact = defined(&rows_in_e4m3(&x)?, &numbers, host.as_ref())?;
+                    assert_close(&found, &exact, BF16_OPERATION)?;
+                    let dequantized = defined(&x.to_dtype(DType::F32)?, &numbers, host.as_ref())?;
+                    assert_close(&found, &dequantized, NATIVE)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn no_layer_takes_more_than_its_scratch() -> Result<()> {
+        let device = test_device();
+        if device.is_cpu() {
+            return Ok(());
+        }
+        for (tokens, rows, columns) in [(64, 2048, 1024), (4096, 1024, 512)] {
+            for dtype in [DType::F32, DType::BF16] {
+                let x = here(&random(&[tokens, columns], 1)?).to_dtype(dtype)?;
+                let bias = here(&random(&[rows], 2)?).to_dtype(dtype)?;
+                for format in formats() {
+                    let bytes = moderate_bytes(format, rows, columns, 3);
+                    let weight = Weight::Quantized(quantized(format, &[rows, columns], bytes));
+                    // Kernels and cuBLAS's own workspace come with the first.
+                    linear(&x, &weight, Some(&bias))?;
+                    let (peak, result) = peak_of(device, || linear(&x, &weight, Some(&bias)));
+                    let result = allocated(result?.elem_count() * dtype.size_in_bytes());
+                    let most = linear_scratch(format, rows, columns, tokens, dtype) + result;
+                    assert!(
+                        peak <= most,
+                        "{format} {dtype:?}: {peak} bytes where {most} are predicted"
+                    );
+                }
+            }
+        }
+        Ok(())
+    }
+}
