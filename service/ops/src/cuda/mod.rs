@@ -28,7 +28,8 @@ use cudarc::nvrtc::Ptx;
 use gpu::{Fp8Scales, GgufType, QuantizedWeight, WeightFormat, WeightPart, rows_and_columns};
 use half::{bf16, f16};
 
-use crate::cudnn::OfCard;
+use crate::cudnn::{self, Cudnn, OfCard};
+use crate::planned::Planned;
 
 pub(crate) use apply_norm::{add_rows, apply_norm};
 pub(crate) use attention::attention;
@@ -157,6 +158,16 @@ impl Card {
 /// Loads what is kept for a device's context: its kernels, and cuDNN where it is installed.
 pub(crate) fn prepare(device: &CudaDevice) -> Result<()> {
     Card::of(device)?.cudnn.with(device, |_| Ok(()))?;
+    Ok(())
+}
+
+/// Has plans of cuDNN made ahead, where it is installed.
+pub(crate) fn make_plans(device: &CudaDevice, planned: &[Planned]) -> Result<()> {
+    let make = |cudnn: &mut Cudnn| {
+        cudnn::make_plans(cudnn, planned);
+        Ok(())
+    };
+    Card::of(device)?.cudnn.with(device, make)?;
     Ok(())
 }
 

@@ -5,7 +5,10 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
-use ops::{Activation, Angles, Codes, Epilogue, Gate, Mask, Modulation, Norm, Pairs, QkNorm, Scratch};
+use ops::{
+    Activation, Angles, AttentionShape, Codes, Epilogue, Gate, Mask, MaskShape, Modulation, Norm, Pairs,
+    Planned, QkNorm, Scratch,
+};
 
 use super::config::TransformerConfig;
 use super::linear::Linear;
@@ -73,6 +76,19 @@ impl Buffers {
     /// Bytes of buffers for so many rows.
     pub(super) fn bytes(width: usize, rows: usize, number: usize) -> u64 {
         ((1 + 1 + 3 + WIDE) * width * rows * number) as u64
+    }
+
+    /// What attention asks for over so many tokens of one picture and its text.
+    pub(super) fn planned(config: &TransformerConfig, tokens: usize, dtype: DType) -> Planned {
+        let by_head = (config.num_attention_heads, config.attention_head_dim);
+        let rows = (3 * config.width(), WIDE * config.width());
+        Planned::Attention(AttentionShape::of_rows(
+            tokens,
+            by_head,
+            rows,
+            dtype,
+            MaskShape::None,
+        ))
     }
 
     /// What layers work in.

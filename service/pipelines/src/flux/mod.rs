@@ -13,6 +13,7 @@ mod layout;
 mod linear;
 mod model;
 mod noise;
+mod planned;
 mod positions;
 mod quantize_rule;
 mod scheduler;
