@@ -4,6 +4,8 @@ mod cpu;
 
 use candle_core::{Result, Tensor};
 
+use crate::planned::{AttentionShape, Planned, tell_asked};
+
 /// Which keys a query sees.
 #[derive(Clone, Copy, Debug)]
 pub enum Mask<'a> {
@@ -48,6 +50,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>,
             out.dims()
         );
     }
+    tell_asked(|| AttentionShape::of(q, k, v, mask, out).map(Planned::Attention));
     #[cfg(feature = "cuda")]
     if q.device().is_cuda() {
         return crate::cuda::attention(q, k, v, scale, mask, out);

@@ -5,6 +5,7 @@ use gpu::Weight;
 
 use crate::convolve_cpu;
 use crate::dequantize;
+use crate::planned::{ConvolutionShape, Planned, tell_asked};
 
 /// Bounds of what patches are unrolled into on a card that has no convolution of its own for a shape, unless the patches
 /// of one position are more.
@@ -32,16 +33,39 @@ impl Steps {
     };
 }
 
+/// The sides of a filter.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sides {
+    outputs: usize,
+    inputs: usize,
+    kernel: [usize; 3],
+    /// Spatial axes; 0 for a matrix.
+    axes: usize,
+}
+
+impl Sides {
+    /// Of a weight `[out, in, spatial..]` with up to three spatial axes, none of which is 0.
+    pub(crate) fn of(weight: &[usize]) -> Option<Sides> {
+        let [outputs, inputs, ref spatial @ ..] = *weight else {
+            return None;
+        };
+        let mut kernel = [1; 3];
+        kernel[3usize.checked_sub(spatial.len())?..].copy_from_slice(spatial);
+        (!weight.contains(&0)).then_some(Sides {
+            outputs,
+            inputs,
+            kernel,
+            axes: spatial.len(),
+        })
+    }
+}
+
 /// A convolution's weight as the device reads it.
 #[derive(Clone, Debug)]
 pub struct Filter {
     /// On a card `[out, taps, in]` in the dtype of maps. On the CPU f32 `[taps, in, out]`, or `[out, in]` for one tap.
     pub(crate) held: Tensor,
-    pub(crate) outputs: usize,
-    pub(crate) inputs: usize,
-    pub(crate) kernel: [usize; 3],
-    /// Spatial axes; 0 for a matrix.
-    axes: usize,
+    sides: Sides,
 }
 
 impl Filter {
@@ -52,16 +76,11 @@ impl Filter {
     /// # Errors
     /// When the shape is another.
     pub fn new(weight: &Weight, dtype: DType) -> Result<Filter> {
-        let dims = weight.dims().to_vec();
-        let [outputs, inputs, ref spatial @ ..] = dims[..] else {
-            candle_core::bail!("a filter of shape {dims:?}");
+        let Some(sides) = Sides::of(weight.dims()) else {
+            candle_core::bail!("a filter of shape {:?}", weight.dims());
         };
-        if spatial.len() > 3 || dims.contains(&0) {
-            candle_core::bail!("a filter of shape {dims:?}");
-        }
-        let mut kernel = [1; 3];
-        kernel[3 - spatial.len()..].copy_from_slice(spatial);
-        let taps: usize = spatial.iter().product();
+        let (outputs, inputs) = (sides.outputs, sides.inputs);
+        let taps: usize = sides.kernel.iter().product();
         let device = match weight {
             Weight::Full(weight) => weight.device(),
             Weight::Quantized(quantized) => quantized.bytes.device(),
@@ -82,18 +101,12 @@ impl Filter {
                 candle_core::bail!("maps are convolved on the CPU and on CUDA devices, not on {other:?}")
             }
         };
-        Ok(Filter {
-            held,
-            outputs,
-            inputs,
-            kernel,
-            axes: spatial.len(),
-        })
+        Ok(Filter { held, sides })
     }
 
     /// Channels of what it gives.
     pub fn outputs(&self) -> usize {
-        self.outputs
+        self.sides.outputs
     }
 }
 
@@ -113,9 +126,9 @@ pub(crate) struct Shape {
 }
 
 impl Shape {
-    fn of(x: &Tensor, filter: &Filter, steps: &Steps) -> Option<Shape> {
+    /// Of a map `[spatial.., in]` or `[n, spatial.., in]` of these dims.
+    pub(crate) fn of(dims: &[usize], filter: Sides, steps: &Steps) -> Option<Shape> {
         let axes = filter.axes.max(1);
-        let dims = x.dims();
         // A matrix is a filter of one tap over any axes.
         let axes = match filter.axes {
             0 => dims.len().checked_sub(1)?.clamp(1, 3),
@@ -141,7 +154,7 @@ impl Shape {
             .iter()
             .chain(&steps.after[..unused])
             .all(|&pad| pad == 0);
-        (dims.last() == Some(&filter.inputs) && x.elem_count() > 0 && is_unused).then_some(Shape {
+        (dims.last() == Some(&filter.inputs) && !dims.contains(&0) && is_unused).then_some(Shape {
             batch,
             sides,
             inputs: filter.inputs,
@@ -165,6 +178,25 @@ impl Shape {
     /// Whether each output looks at its own position alone.
     pub(crate) fn is_product(&self) -> bool {
         self.taps() == 1 && self.steps == Steps::EACH
+    }
+
+    /// What cuDNN is asked for; `None` where it is a product.
+    pub(crate) fn planned(&self, dtype: DType, has_bias: bool) -> Option<ConvolutionShape> {
+        // Spatial axes that are not used stand first.
+        let of = |all: &[usize; 3]| all[3 - self.axes..].to_vec();
+        (!self.is_product()).then(|| ConvolutionShape {
+            batch: self.batch,
+            spatial: of(&self.sides),
+            channels_in: self.inputs,
+            channels_out: self.outputs,
+            filter: of(&self.kernel),
+            before: of(&self.steps.before),
+            after: of(&self.steps.after),
+            strides: of(&self.steps.strides),
+            dilations: vec![1; self.axes],
+            dtype,
+            has_bias,
+        })
     }
 }
 
@@ -194,7 +226,7 @@ pub fn convolve(
     out: &Tensor,
     onto: Onto,
 ) -> Result<()> {
-    let shape = Shape::of(x, filter, steps).filter(|shape| {
+    let shape = Shape::of(x.dims(), filter.sides, steps).filter(|shape| {
         let mut written = x.dims().to_vec();
         let rank = written.len();
         written[rank - 1 - shape.axes..rank - 1].copy_from_slice(&shape.out[3 - shape.axes..]);
@@ -208,13 +240,14 @@ pub fn convolve(
     let Some(shape) = shape else {
         candle_core::bail!(
             "a filter {:?} of {} to {} channels over {:?} to {:?}",
-            filter.kernel,
-            filter.inputs,
-            filter.outputs,
+            filter.sides.kernel,
+            filter.sides.inputs,
+            filter.sides.outputs,
             x.dims(),
             out.dims()
         );
     };
+    tell_asked(|| shape.planned(x.dtype(), bias.is_some()).map(Planned::Convolution));
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
         return crate::cuda::convolve(x, filter, bias, &shape, out, onto);
@@ -358,7 +391,7 @@ mod tests {
                 let numbers = |t: &Tensor| back(t)?.flatten_all()?.to_vec1::<f32>();
                 let (x, bias, weight) = (there(&x)?, there(&bias)?, there(&weight)?);
                 let filter = Filter::new(&Weight::Full(weight.clone()), dtype)?;
-                let shape = Shape::of(&x, &filter, &steps).expect("a shape that fits");
+                let shape = Shape::of(x.dims(), filter.sides, &steps).expect("a shape that fits");
                 let sums = naive(&numbers(&x)?, &numbers(&weight)?, &numbers(&bias)?, &shape);
                 let mut dims = x.dims().to_vec();
                 let rank = dims.len();

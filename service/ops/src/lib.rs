@@ -30,6 +30,7 @@ mod loops;
 mod norm;
 mod pictures;
 mod place;
+mod planned;
 mod relative_bias;
 mod rope;
 mod rows;
@@ -46,7 +47,9 @@ pub use euler::{Finite, euler};
 pub use finite::all_finite;
 pub use glu::glu;
 pub use group_moments::{Affine, GroupNorm, Residual, group_moments};
-pub use libraries::{AttentionPaths, Libraries, attention_by, keep_plans_in, libraries, prepare};
+pub use libraries::{
+    AttentionPaths, Libraries, PlansMade, attention_by, keep_plans_in, libraries, make_plans, prepare,
+};
 pub use linear::{
     Epilogue, LayerTo, Scratch, linear, linear_into, linear_scratch, linears_into, multiplies_fp8,
 };
@@ -54,6 +57,7 @@ pub use norm::{
     Activation, Codes, Gate, Modulation, Norm, add_residual, norm_modulate, residual_norm_modulate,
 };
 pub use pictures::{blank, blend, bytes_to_map, map_to_bytes, map_to_planes, planes_to_map};
+pub use planned::{ASKED, AttentionShape, ConvolutionShape, MaskShape, Planned};
 pub use relative_bias::relative_bias;
 pub use rope::{Angles, Pairs, QkNorm, qk_norm_rope};
 

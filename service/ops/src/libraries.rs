@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{Device, Result};
 
+use crate::planned::Planned;
+
 /// Attentions since the process began: those of CUDA devices that cuDNN computed, and that our own kernels did; and the CPU's.
 static BY_CUDNN: AtomicU64 = AtomicU64::new(0);
 static BY_OWN_KERNELS: AtomicU64 = AtomicU64::new(0);
@@ -13,6 +15,10 @@ static ON_CPU: AtomicU64 = AtomicU64::new(0);
 /// The paths in words, beside `cudnn` with its version.
 const OWN_KERNELS: &str = "own kernels";
 const CPU_LOOPS: &str = "cpu loops";
+
+/// Plans that were made, by [`PlansMade`]'s words.
+static MADE_AHEAD: AtomicU64 = AtomicU64::new(0);
+static MADE_IN_STAGES: AtomicU64 = AtomicU64::new(0);
 
 /// What was found of the libraries that are looked for when the program runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -85,6 +91,70 @@ fn attention_on_cuda(
         }
         (Err(reason), _) | (_, Err(reason)) => format!("{OWN_KERNELS}: {reason}"),
     }
+}
+
+/// Has plans of cuDNN made for these shapes on threads of their own, the first first, so that operations find them ready.
+/// Returns at once. It is advice: nothing fails by it, shapes that were asked for before cost nothing, and a device without
+/// cuDNN needs none.
+pub fn make_plans(device: &Device, planned: &[Planned]) {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = device
+        && let Err(error) = crate::cuda::make_plans(device, planned)
+    {
+        tracing::debug!(%error, "no plans are made ahead: stages make them");
+    }
+    #[cfg(not(feature = "cuda"))]
+    let _ = (device, planned); // there are no plans
+}
+
+/// How many plans of cuDNN were compiled since the process began, whether or not there was one. Those that were kept are
+/// not among them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PlansMade {
+    /// On threads of their own ([`make_plans`]).
+    pub ahead: u64,
+    /// By operations that did not find them.
+    pub in_stages: u64,
+}
+
+impl PlansMade {
+    /// Those of this process.
+    #[must_use]
+    pub fn now() -> PlansMade {
+        PlansMade {
+            ahead: MADE_AHEAD.load(Ordering::Relaxed),
+            in_stages: MADE_IN_STAGES.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// Who makes a plan.
+#[cfg(any(feature = "cuda", test))]
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Maker {
+    Ahead,
+    Stage,
+}
+
+#[cfg(any(feature = "cuda", test))]
+impl Maker {
+    /// What the parts of its time are of.
+    pub(crate) fn timeline(self) -> &'static str {
+        match self {
+            Maker::Ahead => "plans made ahead",
+            Maker::Stage => "plans in a stage",
+        }
+    }
+}
+
+/// Counts a plan that is compiled.
+#[cfg(any(feature = "cuda", test))]
+pub(crate) fn count_plan(by: Maker) {
+    let made = match by {
+        Maker::Ahead => &MADE_AHEAD,
+        Maker::Stage => &MADE_IN_STAGES,
+    };
+    made.fetch_add(1, Ordering::Relaxed);
 }
 
 /// How many attentions each path has computed since the process began. The difference over a stage says which it went.

@@ -48,6 +48,14 @@ pub enum StageKind {
 }
 
 impl StageKind {
+    /// All, in the order in which a job runs those that it has.
+    pub const ALL: [StageKind; 4] = [
+        StageKind::EncodeText,
+        StageKind::EncodeImage,
+        StageKind::Denoise,
+        StageKind::Decode,
+    ];
+
     /// `encode_text`, `encode_image`, `denoise`, `decode`.
     pub fn name(self) -> &'static str {
         match self {
@@ -283,6 +291,12 @@ pub trait Model: Send + Sync {
 
     /// The plan of a decode or an encode alone, for latents that clients bring or ask for.
     fn lone_stage(&self, kind: StageKind, width: u32, height: u32) -> StagePlan;
+
+    /// Shapes that a stage of a request asks cuDNN for on a card, run on its first rung: what is worth making plans for
+    /// before it begins ([`ops::make_plans`]). It is advice: any list does, and the default is none.
+    fn planned(&self, _kind: StageKind, _request: &ImageRequest) -> Vec<ops::Planned> {
+        Vec::new()
+    }
 
     /// Identity of what `encode_text` would give: same key, same encodings. Covers the tokens, not the
     /// weights: callers add the encoders' identities.

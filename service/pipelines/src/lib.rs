@@ -15,7 +15,9 @@ pub use family::{
     StageKind, StageOutput, StagePlan, Unobserved, provisional_identity,
 };
 pub use host::{HostTensor, HostType};
-pub use ops::{AttentionPaths, Libraries, attention_by, keep_plans_in, libraries, prepare};
+pub use ops::{
+    AttentionPaths, Libraries, Planned, attention_by, keep_plans_in, libraries, make_plans, prepare,
+};
 pub use out_of_memory::is_out_of_memory;
 pub use quantization::{FULL, Preset, Quantization};
 pub use request::{Defaults, ImageRequest, InitImage, RequestError};

@@ -5,14 +5,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use gpu::{LoadPlan, Timeline};
-use pipelines::{Model, Rung};
+use pipelines::{Model, Planned, Rung, StageKind};
 use residency::{Bytes, Component, ComponentId, Move, StageNeed, WaitCause};
 
 use super::moves::MoveError;
 use super::stage::StageRun;
 use super::{Card, Flow, Link};
 use crate::admission::{Admission, choose_rung, choose_rung_low_memory, not_resident_yet};
-use crate::messages::{Completed, Event, Failure, Order, Outcome, Progress, Shortage, Work};
+use crate::messages::{Completed, Event, Failure, Order, Outcome, Progress, Shortage, StageWork, Work};
 
 /// How often a plan is made anew when the moves of the one before came to less than was planned: others were faster,
 /// or freed bytes are late.
@@ -122,6 +122,10 @@ impl Card {
         let model = self.open(order)?;
         check(order, &need, &*model)?;
         timeline.part("open the model");
+        if let Work::Stage(work) = &order.work {
+            self.plan_ahead(&*model, work);
+            timeline.part("have plans made");
+        }
         let resident_already = need.components.iter().filter(|c| self.ledger.is_resident(&c.id));
         let resident_already = resident_already.map(|c| c.name.clone()).collect();
 
@@ -175,6 +179,21 @@ impl Card {
                 message: error.to_string(),
             })
         })
+    }
+
+    /// Has libraries compile what this stage and those behind it will ask for, while weights are loaded. Later orders of
+    /// the job ask for the same, which costs nothing.
+    fn plan_ahead(&self, model: &dyn Model, work: &StageWork) {
+        if !self.gpu.device().is_cuda() {
+            return;
+        }
+        let behind = StageKind::ALL
+            .into_iter()
+            .skip_while(|kind| *kind != work.plan.kind);
+        let planned: Vec<Planned> = behind
+            .flat_map(|kind| model.planned(kind, &work.request))
+            .collect();
+        pipelines::make_plans(self.gpu.device(), &planned);
     }
 
     /// Makes moves until a plan has none left, and says which rung that plan is for.

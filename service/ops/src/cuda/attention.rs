@@ -10,7 +10,8 @@ use cudarc::driver::{DevicePtr as _, DeviceRepr};
 use super::{Card, address_of, kernel_dtype};
 use crate::Mask;
 use crate::attention_workspace::{queries_at_a_time, row_of_scores};
-use crate::cudnn::{self, AttentionAt, AttentionShape, MaskShape};
+use crate::cudnn::{self, AttentionAt};
+use crate::planned::{AttentionShape, is_asked_in};
 
 /// Threads of a block (`softmax.cuh`).
 const THREADS: usize = 256;
@@ -34,51 +35,13 @@ pub(crate) fn attention(
 
 /// Whether cuDNN did it.
 fn by_cudnn(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>, out: &Tensor) -> Result<bool> {
-    let dtype = q.dtype();
-    let is_alike = [k, v, out].iter().all(|x| x.dtype() == dtype);
-    let is_narrow = matches!(dtype, DType::BF16 | DType::F16);
-    if !is_alike || !is_narrow || q.elem_count() == 0 || k.elem_count() == 0 {
-        return Ok(false);
-    }
-    let (mask, bias) = match mask {
-        Mask::None => (MaskShape::None, None),
-        Mask::Causal => (MaskShape::Causal, None),
-        Mask::Window { before, after } => (MaskShape::Window { before, after }, None),
-        Mask::Bias(bias) => match (bias.dims(), bias.layout().stride()) {
-            (&[b, h, n, m], &[of_b, of_h, of_n, of_m]) if bias.dtype() == dtype => {
-                let shape = MaskShape::Bias {
-                    dims: [b, h, n, m],
-                    strides: [of_b, of_h, of_n, of_m],
-                };
-                (shape, Some(address_of(bias)?))
-            }
-            _ => return Ok(false),
-        },
-        // A plan wants lengths of queries as well, which nobody has here.
-        Mask::Lengths(_) => return Ok(false),
-    };
-    let strides = |x: &Tensor| match *x.layout().stride() {
-        [batch, token, head, 1] => Some([batch, token, head]),
-        _ => None,
-    };
-    let [Some(of_q), Some(of_k), Some(of_v), Some(of_out)] = [q, k, v, out].map(strides) else {
+    let shape = AttentionShape::of(q, k, v, mask, out);
+    let Some(shape) = shape.filter(|shape| is_asked_in(shape.dtype)) else {
         return Ok(false);
     };
-    let (batch, queries, heads, width) = q.dims4()?;
-    let (_, keys, heads_kv, _) = k.dims4()?;
-    let shape = AttentionShape {
-        batch,
-        heads,
-        heads_kv,
-        queries,
-        keys,
-        width,
-        dtype,
-        q: of_q,
-        k: of_k,
-        v: of_v,
-        out: of_out,
-        mask,
+    let bias = match mask {
+        Mask::Bias(bias) => Some(address_of(bias)?),
+        Mask::None | Mask::Causal | Mask::Window { .. } | Mask::Lengths(_) => None,
     };
     let at = AttentionAt {
         q: address_of(q)?,

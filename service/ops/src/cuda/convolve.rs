@@ -9,7 +9,8 @@ use super::apply_norm::add_rows;
 use super::moments::is_wide;
 use super::{Card, UNIT, address_of, kernel_dtype, tensor};
 use crate::convolve::{Filter, Onto, Shape, unrolled_positions};
-use crate::cudnn::{self, ConvolutionAt, ConvolutionShape};
+use crate::cudnn::{self, ConvolutionAt};
+use crate::planned::is_asked_in;
 
 const THREADS: usize = 256;
 
@@ -105,7 +106,7 @@ pub(crate) fn convolve(
         let product = rows.matmul(&filter.held.reshape((shape.outputs, shape.inputs))?.t()?)?;
         return add_rows(&product, bias, onto == Onto::Itself, out);
     }
-    if x.dtype() != DType::F32 {
+    if is_asked_in(x.dtype()) {
         match onto {
             Onto::Nothing => {
                 if by_cudnn(x, filter, bias, shape, out)? {
@@ -125,20 +126,8 @@ pub(crate) fn convolve(
 
 /// Whether cuDNN did it. All four tensors are contiguous, `out` may be a window. Where it has no engine nothing was written.
 fn by_cudnn(x: &Tensor, filter: &Filter, bias: Option<&Tensor>, shape: &Shape, out: &Tensor) -> Result<bool> {
-    // Spatial axes that are not used stand first.
-    let of = |all: &[usize; 3]| all[3 - shape.axes..].to_vec();
-    let wanted = ConvolutionShape {
-        batch: shape.batch,
-        spatial: of(&shape.sides),
-        channels_in: shape.inputs,
-        channels_out: shape.outputs,
-        filter: of(&shape.kernel),
-        before: of(&shape.steps.before),
-        after: of(&shape.steps.after),
-        strides: of(&shape.steps.strides),
-        dilations: vec![1; shape.axes],
-        dtype: x.dtype(),
-        has_bias: bias.is_some(),
+    let Some(wanted) = shape.planned(x.dtype(), bias.is_some()) else {
+        return Ok(false);
     };
     let at = ConvolutionAt {
         x: address_of(x)?,

@@ -28,7 +28,8 @@ use cudarc::nvrtc::Ptx;
 use gpu::{Fp8Scales, GgufType, QuantizedWeight, WeightFormat, WeightPart, rows_and_columns};
 use half::{bf16, f16};
 
-use crate::cudnn::OfCard;
+use crate::cudnn::{self, Cudnn, OfCard};
+use crate::planned::Planned;
 
 pub(crate) use apply_norm::{add_rows, apply_norm};
 pub(crate) use attention::attention;
@@ -86,7 +87,9 @@ impl Card {
             functions: Mutex::default(),
             compute_capability: context.compute_capability().w()?,
             processors: context
-                .attribute(cudarc::driver::sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+                .attribute(
+                    cudarc::driver::sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+                )
                 .w()? as usize,
             products: Mutex::new(product::Products::new(context)?),
             workspace: OnceLock::new(),
@@ -171,6 +174,16 @@ pub(crate) fn prepare(device: &CudaDevice) -> Result<()> {
 pub(crate) fn has_cudnn(device: &CudaDevice) -> Result<bool> {
     let opened = Card::of(device)?.cudnn.with(device, |_| Ok(()))?;
     Ok(opened.is_some())
+}
+
+/// Has plans of cuDNN made ahead, where it is installed.
+pub(crate) fn make_plans(device: &CudaDevice, planned: &[Planned]) -> Result<()> {
+    let make = |cudnn: &mut Cudnn| {
+        cudnn::make_plans(cudnn, planned);
+        Ok(())
+    };
+    Card::of(device)?.cudnn.with(device, make)?;
+    Ok(())
 }
 
 /// Numbers that our kernels write.

@@ -1,10 +1,9 @@
 //! Attention as a graph: two products with a softmax between them, in which cuDNN sees attention and runs one kernel
 //! that never holds the scores (Dao, "FlashAttention-2", 2023).
 
-use candle_core::DType;
-
 use super::graph::{Graph, Node, Numbers, Pointwise, Product, Reduction};
-use super::{Library, Outcome};
+use super::{Library, Outcome, Shape};
+use crate::planned::{AttentionShape, MaskShape};
 
 /// Numbers by which runs name what a graph reads and writes.
 pub(super) mod number {
@@ -19,44 +18,6 @@ pub(super) mod number {
     pub(crate) const HIDDEN: i64 = 10;
     pub(crate) const AFTER: i64 = 12;
     pub(crate) const BEFORE: i64 = 13;
-}
-
-/// Which keys a query sees.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum MaskShape {
-    /// All.
-    None,
-    /// Query `i` sees keys `0..=i`.
-    Causal,
-    /// Query `i` sees keys `i - before ..= i + after`.
-    Window { before: usize, after: usize },
-    /// All, and `[batch, heads, queries, keys]` numbers of the operands' dtype are added to the scores. Along an axis
-    /// where `dims` is 1 the same is added. Strides are in numbers.
-    Bias { dims: [usize; 4], strides: [usize; 4] },
-    /// Of each item of the batch so many keys, for so many queries: i32 on the card, each at least 1. What is written
-    /// for queries beyond them is not said.
-    Lengths,
-}
-
-/// What a plan for attention is made for. Strides are in numbers, `[item of the batch, token, head]`; the numbers of a
-/// head lie side by side.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct AttentionShape {
-    pub(crate) batch: usize,
-    pub(crate) heads: usize,
-    /// A divisor of `heads`: so many heads have their keys in common.
-    pub(crate) heads_kv: usize,
-    pub(crate) queries: usize,
-    pub(crate) keys: usize,
-    /// Numbers of a head.
-    pub(crate) width: usize,
-    /// bf16 or f16.
-    pub(crate) dtype: DType,
-    pub(crate) q: [usize; 3],
-    pub(crate) k: [usize; 3],
-    pub(crate) v: [usize; 3],
-    pub(crate) out: [usize; 3],
-    pub(crate) mask: MaskShape,
 }
 
 /// Where one attention's operands are on the card, aligned to 16 bytes. `out` overlaps none of the others.
@@ -74,9 +35,11 @@ pub(crate) struct AttentionAt {
     pub(crate) scale: f32,
 }
 
-impl AttentionShape {
-    /// Numbers of both dtypes, and sides that there is anything of.
-    pub(super) fn numbers(&self) -> Option<Numbers> {
+impl Shape for AttentionShape {
+    const NAME: &'static str = "attention";
+
+    /// Those of both dtypes, where there is anything of each side.
+    fn numbers(&self) -> Option<Numbers> {
         let sides = [
             self.batch,
             self.heads,
@@ -89,6 +52,16 @@ impl AttentionShape {
         Numbers::of(self.dtype).filter(|numbers| fits && *numbers != Numbers::F32)
     }
 
+    fn graph(&self, library: &'static Library, numbers: Numbers) -> Outcome<Graph> {
+        let mut made = Scores::new(self, library, numbers)?;
+        let scores = made.scores()?;
+        let scores = made.masked(scores)?;
+        made.weighted(scores)?;
+        Ok(made.graph)
+    }
+}
+
+impl AttentionShape {
     /// How far a query sees before and behind itself, where that is a bound at all.
     pub(super) fn reach(&self) -> (Option<usize>, Option<usize>) {
         match self.mask {
@@ -99,15 +72,6 @@ impl AttentionShape {
             ),
             MaskShape::None | MaskShape::Bias { .. } | MaskShape::Lengths => (None, None),
         }
-    }
-
-    /// The graph.
-    pub(super) fn graph(&self, library: &'static Library, numbers: Numbers) -> Outcome<Graph> {
-        let mut made = Scores::new(self, library, numbers)?;
-        let scores = made.scores()?;
-        let scores = made.masked(scores)?;
-        made.weighted(scores)?;
-        Ok(made.graph)
     }
 }
 

@@ -1,5 +1,6 @@
 //! cuDNN on a card: its handle, its workspace, and runs.
 
+use std::collections::HashSet;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -12,9 +13,10 @@ use super::graph::ALIGNMENT;
 use super::plan::{Plan, Target};
 use super::plans::Folder;
 use super::{
-    AttentionAt, AttentionShape, ConvolutionAt, ConvolutionShape, Failure, Library, Made, Maker, MaskShape,
-    Shape, WORKSPACE_BYTES, convolution,
+    Ahead, AttentionAt, ConvolutionAt, Failure, Library, Made, Maker, Outcome, REMEMBERED, Shape,
+    WORKSPACE_BYTES, convolution,
 };
+use crate::planned::{AttentionShape, ConvolutionShape, MaskShape, Planned};
 
 /// cuDNN of one card, opened when it is first asked for.
 #[derive(Default)]
@@ -48,6 +50,10 @@ pub(crate) struct Cudnn {
     /// allocates does.
     workspace: u64,
     maker: Maker,
+    /// Plans that threads make, each with a handle of its own.
+    ahead: Ahead<Maker>,
+    /// What they were asked for.
+    asked: HashSet<Planned>,
     attentions: Made<AttentionShape>,
     convolutions: Made<ConvolutionShape>,
 }
@@ -66,31 +72,72 @@ impl Cudnn {
         context.bind_to_thread().map_err(driver)?;
         let (major, minor) = context.compute_capability().map_err(driver)?;
         let card = format!("sm_{major}{minor} {}", context.name().map_err(driver)?);
-        let mut handle = std::ptr::null_mut();
-        // SAFETY: the context is this thread's; the call writes one pointer.
-        let created = unsafe { (library.create)(&raw mut handle) };
-        library.check(created, "cudnnCreate").map_err(refused)?;
+        let handle = create(library).map_err(refused)?;
         // SAFETY: the handle is alive, and the stream is of its context and lives as long as it, which is kept beside it.
         let set = unsafe { (library.set_stream)(handle, stream.cu_stream().cast()) };
         library.check(set, "cudnnSetStream").map_err(refused)?;
         // SAFETY: a workspace is written before it is read.
         let workspace = unsafe { result::malloc_sync(WORKSPACE_BYTES) }.map_err(driver)?;
         tracing::info!(version = library.version(), card, "cuDNN is open");
+        library.load_parts();
+        let folder = Folder::of_process();
+        let maker = move |handle| Maker {
+            library,
+            target: Target::Card(handle),
+            card: card.clone(),
+            folder: folder.clone(),
+        };
+        let own = maker(handle);
+        let of_threads = Arc::clone(&context);
+        let open = move |idle: Option<Maker>| -> Outcome<Maker> {
+            of_threads.bind_to_thread().map_err(|error| Failure {
+                call: "the card's context",
+                status: 5000,
+                reason: error.to_string(),
+            })?;
+            idle.map_or_else(|| create(library).map(&maker), Ok)
+        };
         Ok(Cudnn {
             handle,
             context,
             stream,
             workspace,
-            maker: Maker {
-                library,
-                target: Target::Card(handle),
-                card,
-                folder: Folder::of_process(),
-            },
+            maker: own,
+            ahead: Ahead::new(Box::new(open)),
+            asked: HashSet::new(),
             attentions: Made::new(),
             convolutions: Made::new(),
         })
     }
+}
+
+/// A handle for the context of this thread. It is never destroyed: that would wait for the card.
+fn create(library: &'static Library) -> Outcome<*mut c_void> {
+    let mut handle = std::ptr::null_mut();
+    // SAFETY: the context is this thread's; the call writes one pointer.
+    let created = unsafe { (library.create)(&raw mut handle) };
+    library.check(created, "cudnnCreate")?;
+    Ok(handle)
+}
+
+/// Has plans made ahead for shapes that are not known yet. Returns at once.
+pub(crate) fn make_plans(cudnn: &mut Cudnn, planned: &[Planned]) {
+    if cudnn.asked.len() >= REMEMBERED {
+        cudnn.asked.clear();
+    }
+    let (asked, attentions, convolutions) = (&mut cudnn.asked, &cudnn.attentions, &cudnn.convolutions);
+    let fresh: Vec<Planned> = planned
+        .iter()
+        .filter(|planned| {
+            let is_made = match planned {
+                Planned::Attention(shape) => attentions.0.contains_key(shape),
+                Planned::Convolution(shape) => convolutions.0.contains_key(shape),
+            };
+            !is_made && asked.insert((*planned).clone())
+        })
+        .cloned()
+        .collect();
+    cudnn.ahead.ask(cudnn.maker.all_ahead(&fresh));
 }
 
 /// Makes room for a plan. What is forgotten may still be running.
@@ -138,7 +185,8 @@ pub(crate) fn attention(cudnn: &mut Cudnn, shape: &AttentionShape, at: &Attentio
     }
     cudnn.context.bind_to_thread().w()?;
     make_room(&mut cudnn.attentions, shape, &cudnn.stream)?;
-    let Some(plan) = cudnn.attentions.plan(&cudnn.maker, shape).map_err(failed)? else {
+    let plan = cudnn.attentions.plan(&cudnn.maker, &cudnn.ahead, shape);
+    let Some(plan) = plan.map_err(failed)? else {
         return Ok(false);
     };
     // Scalars are read from here while the run is queued.
@@ -183,7 +231,8 @@ pub(crate) fn convolve(cudnn: &mut Cudnn, shape: &ConvolutionShape, at: &Convolu
     }
     cudnn.context.bind_to_thread().w()?;
     make_room(&mut cudnn.convolutions, shape, &cudnn.stream)?;
-    let Some(plan) = cudnn.convolutions.plan(&cudnn.maker, shape).map_err(failed)? else {
+    let plan = cudnn.convolutions.plan(&cudnn.maker, &cudnn.ahead, shape);
+    let Some(plan) = plan.map_err(failed)? else {
         return Ok(false);
     };
     run(plan, cudnn.handle, &addresses, cudnn.workspace)?;

@@ -1,9 +1,8 @@
 //! Convolutions over one, two or three axes with a bias, of maps whose channels lie side by side.
 
-use candle_core::DType;
-
 use super::graph::{Geometry, Graph, Numbers, Pointwise};
-use super::{Failure, Library, Outcome};
+use super::{Failure, Library, Outcome, Shape};
+use crate::planned::ConvolutionShape;
 
 /// Numbers by which runs name what a graph reads and writes.
 pub(super) mod number {
@@ -11,29 +10,6 @@ pub(super) mod number {
     pub(crate) const FILTER: i64 = 2;
     pub(crate) const OUT: i64 = 3;
     pub(crate) const BIAS: i64 = 4;
-}
-
-/// What a plan for a convolution is made for. Maps are `[batch, spatial.., channels]`, filters
-/// `[channels out, spatial.., channels in]`, a bias `[channels out]`, each contiguous and all of one dtype. Of lists each
-/// has a number for each spatial axis, of which there are one to three.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct ConvolutionShape {
-    pub(crate) batch: usize,
-    /// Sides of the map that is read.
-    pub(crate) spatial: Vec<usize>,
-    pub(crate) channels_in: usize,
-    pub(crate) channels_out: usize,
-    /// Sides of the filter.
-    pub(crate) filter: Vec<usize>,
-    /// Rows of zeros that are thought before and behind the map.
-    pub(crate) before: Vec<usize>,
-    pub(crate) after: Vec<usize>,
-    pub(crate) strides: Vec<usize>,
-    /// Distances of what a filter reads: 1 where it reads neighbours.
-    pub(crate) dilations: Vec<usize>,
-    /// bf16, f16, or f32, which is computed in full f32.
-    pub(crate) dtype: DType,
-    pub(crate) has_bias: bool,
 }
 
 /// Where one convolution's operands are on the card, aligned to 16 bytes. `out` overlaps none of the others.
@@ -45,37 +21,18 @@ pub(crate) struct ConvolutionAt {
     pub(crate) out: u64,
 }
 
-impl ConvolutionShape {
-    /// Sides of the map that is written; `None` where the lists do not fit each other, or nothing is written.
-    pub(crate) fn out(&self) -> Option<Vec<usize>> {
-        let axes = self.spatial.len();
-        let lists = [
-            &self.filter,
-            &self.before,
-            &self.after,
-            &self.strides,
-            &self.dilations,
-        ];
-        if !(1..=3).contains(&axes) || lists.iter().any(|list| list.len() != axes) {
-            return None;
-        }
-        (0..axes)
-            .map(|axis| {
-                let padded = self.spatial[axis] + self.before[axis] + self.after[axis];
-                let reach = self.dilations[axis].checked_mul(self.filter[axis].checked_sub(1)?)? + 1;
-                Some(padded.checked_sub(reach)?.checked_div(self.strides[axis])? + 1)
-            })
-            .collect()
-    }
+impl Shape for ConvolutionShape {
+    const NAME: &'static str = "convolution";
 
-    pub(super) fn numbers(&self) -> Option<Numbers> {
+    /// Those of the dtype, where there is anything of each side.
+    fn numbers(&self) -> Option<Numbers> {
         let sides = [self.batch, self.channels_in, self.channels_out];
         let fits = !sides.contains(&0) && !self.spatial.contains(&0) && self.out().is_some();
         Numbers::of(self.dtype).filter(|_| fits)
     }
 
-    /// The graph. One axis is taken as two, of which the first is 1: fewer engines know one.
-    pub(super) fn graph(&self, library: &'static Library, numbers: Numbers) -> Outcome<Graph> {
+    /// One axis is taken as two, of which the first is 1: fewer engines know one.
+    fn graph(&self, library: &'static Library, numbers: Numbers) -> Outcome<Graph> {
         let written = self
             .out()
             .ok_or_else(|| Failure::ours("lists of a convolution that do not fit"))?;
@@ -130,6 +87,8 @@ fn channels_last(items: usize, channels: usize, spatial: &[usize]) -> (Vec<usize
 
 #[cfg(test)]
 mod tests {
+    use candle_core::DType;
+
     use super::*;
 
     fn shape() -> ConvolutionShape {

@@ -4,10 +4,23 @@
 use std::ffi::{c_char, c_void};
 use std::sync::OnceLock;
 
+#[cfg(feature = "cuda")]
+use gpu::Timeline;
+
 use super::{Failure, Outcome};
 
 /// What the loader is asked for: by `LD_LIBRARY_PATH`, then where the program was told to look when it was linked.
 pub(super) const FILE: &str = "libcudnn.so.9";
+
+/// The libraries beside it that it loads when it first needs them, at 30 to 100 ms each.
+#[cfg(feature = "cuda")]
+const PARTS: [&str; 5] = [
+    "libcudnn_graph.so.9",
+    "libcudnn_heuristic.so.9",
+    "libcudnn_engines_precompiled.so.9",
+    "libcudnn_engines_runtime_compiled.so.9",
+    "libcudnn_engines_tensor_ir.so.9",
+];
 
 /// The oldest version that graphs were tried with.
 const SINCE: usize = 91301;
@@ -88,6 +101,27 @@ impl Library {
             last_error: function!("cudnnGetLastErrorString" as LastError),
             _loaded: loaded,
         })
+    }
+
+    /// Has what cuDNN loads later loaded now, on a thread of its own. A part that is not found (versions differ in them) is
+    /// left to cuDNN.
+    #[cfg(feature = "cuda")]
+    pub(super) fn load_parts(&self) {
+        let load = || {
+            let mut timeline = Timeline::begin("load the parts of cuDNN");
+            for part in PARTS {
+                // SAFETY: these are parts of the library that is loaded already, and what it would load itself.
+                match unsafe { libloading::Library::new(part) } {
+                    Ok(loaded) => std::mem::forget(loaded), // as long as the process
+                    Err(error) => tracing::debug!(part, %error, "a part of cuDNN is not loaded ahead"),
+                }
+                timeline.part(part);
+            }
+        };
+        let thread = std::thread::Builder::new().name("cudnn".to_owned());
+        if let Err(error) = thread.spawn(load) {
+            tracing::debug!(%error, "the parts of cuDNN are loaded when they are needed");
+        }
     }
 
     /// As people write it: 9.19.0.

@@ -8,6 +8,7 @@
 // Without the feature `cuda` only tests use it: they make plans for cards that are described.
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]
 
+mod ahead;
 mod attention;
 #[cfg(feature = "cuda")]
 mod card;
@@ -24,18 +25,22 @@ use std::collections::HashMap;
 use std::fmt::{self, Debug, Display, Formatter};
 use std::hash::Hash;
 
-use graph::{Graph, Wanted};
+use gpu::Timeline;
+
+use ahead::{Ahead, Make};
+use graph::{Graph, Numbers, Wanted};
 use plan::{Plan, Target};
 use plans::Folder;
 
+use crate::libraries::{Maker as By, count_plan};
+use crate::planned::{Planned, is_asked_in};
+
 #[cfg(feature = "cuda")]
 pub(crate) use attention::AttentionAt;
-pub(crate) use attention::{AttentionShape, MaskShape};
 #[cfg(feature = "cuda")]
-pub(crate) use card::{OfCard, attention, convolve};
+pub(crate) use card::{Cudnn, OfCard, attention, convolve, make_plans};
 #[cfg(feature = "cuda")]
 pub(crate) use convolution::ConvolutionAt;
-pub(crate) use convolution::ConvolutionShape;
 pub(crate) use library::Library;
 #[cfg(feature = "cuda")]
 pub(crate) use plans::keep_plans_in;
@@ -83,6 +88,11 @@ impl Failure {
         (3000..5000).contains(&self.status)
     }
 
+    /// Whether it would be the same each time: there is no plan for such a shape.
+    fn is_of_the_shape(&self) -> bool {
+        (2000..4000).contains(&self.status)
+    }
+
     /// Whether the card may be at fault, and not what was asked of cuDNN.
     fn is_of_the_card(&self) -> bool {
         self.status >= 5000
@@ -103,49 +113,15 @@ impl Display for Failure {
 impl std::error::Error for Failure {}
 
 /// A shape that plans are made for.
-trait Shape: Clone + Debug + Eq + Hash {
+trait Shape: Clone + Debug + Eq + Hash + Send + 'static {
     /// The operation, as files of plans have it.
     const NAME: &'static str;
 
-    /// Its graph; `None` where it is known that there is no plan.
-    fn graph(&self, library: &'static Library) -> Outcome<Option<Graph>>;
+    /// What its numbers are; `None` where it is known that there is no plan.
+    fn numbers(&self) -> Option<Numbers>;
 
-    /// What is asked of engines.
-    fn wanted(&self) -> Wanted;
-}
-
-impl Shape for AttentionShape {
-    const NAME: &'static str = "attention";
-
-    fn graph(&self, library: &'static Library) -> Outcome<Option<Graph>> {
-        self.numbers()
-            .map(|numbers| self.graph(library, numbers))
-            .transpose()
-    }
-
-    fn wanted(&self) -> Wanted {
-        Wanted {
-            full_f32: false,
-            workspace: WORKSPACE_BYTES,
-        }
-    }
-}
-
-impl Shape for ConvolutionShape {
-    const NAME: &'static str = "convolution";
-
-    fn graph(&self, library: &'static Library) -> Outcome<Option<Graph>> {
-        self.numbers()
-            .map(|numbers| self.graph(library, numbers))
-            .transpose()
-    }
-
-    fn wanted(&self) -> Wanted {
-        Wanted {
-            full_f32: self.dtype == candle_core::DType::F32,
-            workspace: WORKSPACE_BYTES,
-        }
-    }
+    /// Its graph.
+    fn graph(&self, library: &'static Library, numbers: Numbers) -> Outcome<Graph>;
 }
 
 /// What makes plans for one card.
@@ -158,32 +134,83 @@ struct Maker {
     folder: Option<Folder>,
 }
 
+// SAFETY: a handle, or the description of a card, may be used from any thread, one at a time. Nobody shares a maker.
+unsafe impl Send for Maker {}
+
 impl Maker {
-    /// The plan of a shape: as it was kept, or new, and then kept.
+    /// What a plan goes by, in the folder and while it is made ahead.
+    fn key<S: Shape>(&self, shape: &S) -> String {
+        format!("{} {}: {} {shape:?}", self.library.version(), self.card, S::NAME)
+    }
+
+    /// The plan of a shape and its text: as it was kept, or new, and then kept. Without text where it cannot be written
+    /// down.
     ///
     /// # Errors
     /// Why there is none.
-    fn plan<S: Shape>(&self, shape: &S) -> Outcome<Plan> {
-        let wanted = shape.wanted();
-        let key = format!("{} {}: {} {shape:?}", self.library.version(), self.card, S::NAME);
+    fn plan<S: Shape>(&self, shape: &S, by: By) -> Outcome<(Plan, Option<Vec<u8>>)> {
+        let mut timeline = Timeline::begin(by.timeline());
+        let key = self.key(shape);
         if let Some(text) = self.folder.as_ref().and_then(|folder| folder.read(&key)) {
-            match Plan::load(self.library, &self.target, &text, wanted.workspace) {
-                Ok(plan) => return Ok(plan),
+            match self.load(&text) {
+                Ok(plan) => {
+                    timeline.part("load a kept plan");
+                    return Ok((plan, Some(text)));
+                }
                 Err(failure) if failure.is_of_the_card() => return Err(failure),
                 Err(failure) => tracing::debug!(%failure, "a plan that was kept is made anew"),
             }
         }
-        let Some(graph) = shape.graph(self.library)? else {
+        let Some(numbers) = shape.numbers() else {
             return Err(Failure::refused("the shape or dtype is none that it is used for"));
         };
-        let plan = graph.plan(&self.target, wanted)?;
-        if let Some(folder) = &self.folder {
-            match plan.text() {
-                Ok(text) => folder.write(&key, &text),
-                Err(failure) => tracing::debug!(%failure, "a plan cannot be kept"),
-            }
+        let wanted = Wanted {
+            full_f32: numbers == Numbers::F32,
+            workspace: WORKSPACE_BYTES,
+        };
+        count_plan(by);
+        let plan = shape.graph(self.library, numbers)?.plan(&self.target, wanted)?;
+        let text = plan
+            .text()
+            .inspect_err(|failure| tracing::debug!(%failure, "a plan cannot be kept"));
+        if let (Some(folder), Ok(text)) = (&self.folder, &text) {
+            folder.write(&key, text);
         }
-        Ok(plan)
+        timeline.part("make a plan");
+        Ok((plan, text.ok()))
+    }
+
+    /// A plan by its text.
+    ///
+    /// # Errors
+    /// When it is none for this card.
+    fn load(&self, text: &[u8]) -> Outcome<Plan> {
+        Plan::load(self.library, &self.target, text, WORKSPACE_BYTES)
+    }
+
+    /// How a plan is asked for ahead.
+    fn ahead<S: Shape>(&self, shape: &S) -> (String, Make<Maker>) {
+        let wanted = shape.clone();
+        let make = move |maker: &Maker| match maker.plan(&wanted, By::Ahead)? {
+            (_, Some(text)) => Ok(text),
+            (_, None) => Err(Failure {
+                call: "the plan's text",
+                status: 4000,
+                reason: "it cannot be written down".to_owned(),
+            }),
+        };
+        (self.key(shape), Box::new(make))
+    }
+
+    /// How plans are asked for ahead, of shapes that cuDNN is asked for.
+    fn all_ahead(&self, planned: &[Planned]) -> Vec<(String, Make<Maker>)> {
+        planned
+            .iter()
+            .filter_map(|planned| match planned {
+                Planned::Attention(shape) => is_asked_in(shape.dtype).then(|| self.ahead(shape)),
+                Planned::Convolution(shape) => is_asked_in(shape.dtype).then(|| self.ahead(shape)),
+            })
+            .collect()
     }
 }
 
@@ -200,11 +227,11 @@ impl<S: Shape> Made<S> {
         self.0.len() >= REMEMBERED && !self.0.contains_key(shape)
     }
 
-    /// The plan of a shape, made when it is first asked for, or `None` where cuDNN has none. A failure that comes before
-    /// anything runs is a refusal, unless the card is at fault.
-    fn plan(&mut self, maker: &Maker, shape: &S) -> Outcome<Option<&Plan>> {
+    /// The plan of a shape, or `None` where cuDNN has none: found among those that were made ahead, or made when it is
+    /// first asked for. A failure that comes before anything runs is a refusal, unless the card is at fault.
+    fn plan(&mut self, maker: &Maker, ahead: &Ahead<Maker>, shape: &S) -> Outcome<Option<&Plan>> {
         if !self.0.contains_key(shape) {
-            let plan = match maker.plan(shape) {
+            let plan = match found_or_made(maker, ahead, shape) {
                 Ok(plan) => Some(plan),
                 Err(failure) if failure.is_of_the_card() => return Err(failure),
                 Err(failure) => {
@@ -216,4 +243,21 @@ impl<S: Shape> Made<S> {
         }
         Ok(self.0.get(shape).and_then(Option::as_ref))
     }
+}
+
+fn found_or_made<S: Shape>(maker: &Maker, ahead: &Ahead<Maker>, shape: &S) -> Outcome<Plan> {
+    let mut timeline = Timeline::begin(By::Stage.timeline());
+    if let Some(found) = ahead.fetch(&maker.key(shape)) {
+        timeline.part("wait for a plan made ahead");
+        match maker.load(&found?) {
+            Err(failure) if !failure.is_of_the_card() => {
+                tracing::debug!(%failure, "a plan that was made ahead is made anew");
+            }
+            loaded => {
+                timeline.part("load a plan made ahead");
+                return loaded;
+            }
+        }
+    }
+    maker.plan(shape, By::Stage).map(|(plan, _)| plan)
 }

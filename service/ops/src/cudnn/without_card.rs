@@ -10,7 +10,9 @@ use candle_core::DType;
 use super::descriptor::{Descriptor, Value, kind};
 use super::plan::Target;
 use super::plans::Folder;
-use super::{AttentionShape, ConvolutionShape, Library, Maker, MaskShape, Shape};
+use super::{Ahead, By, Library, Made, Make, Maker, Shape};
+use crate::PlansMade;
+use crate::planned::{AttentionShape, ConvolutionShape, MaskShape, Planned};
 
 /// A card as cuDNN describes it.
 struct Described {
@@ -121,14 +123,6 @@ fn flux() -> AttentionShape {
     attention(1, [24, 24], [4608, 4608], 128)
 }
 
-fn bias(dims: [usize; 4]) -> MaskShape {
-    let [_, heads, queries, keys] = dims;
-    MaskShape::Bias {
-        dims,
-        strides: [heads * queries * keys, queries * keys, keys, 1],
-    }
-}
-
 fn attentions() -> Vec<(&'static str, AttentionShape)> {
     let window = |before, after| AttentionShape {
         mask: MaskShape::Window { before, after },
@@ -162,16 +156,22 @@ fn attentions() -> Vec<(&'static str, AttentionShape)> {
         ("32 heads share 8", attention(1, [32, 8], [512, 512], 128)),
         ("16 heads share 8", attention(1, [16, 8], [1500, 1500], 128)),
         ("one wide head", attention(1, [1, 1], [16384, 16384], 512)),
-        ("T5", masked(bias([1, 64, 512, 512]), t5())),
+        ("T5", masked(MaskShape::bias([1, 64, 512, 512]), t5())),
         (
             "T5, batch of 2",
-            masked(bias([1, 64, 512, 512]), attention(2, [64, 64], [512, 512], 64)),
+            masked(
+                MaskShape::bias([1, 64, 512, 512]),
+                attention(2, [64, 64], [512, 512], 64),
+            ),
         ),
         (
             "bias over heads",
-            masked(bias([1, 1, 1501, 1501]), attention(1, [16, 8], [1501, 1501], 128)),
+            masked(
+                MaskShape::bias([1, 1, 1501, 1501]),
+                attention(1, [16, 8], [1501, 1501], 128),
+            ),
         ),
-        ("bias of keys", masked(bias([1, 1, 1, 4608]), flux())),
+        ("bias of keys", masked(MaskShape::bias([1, 1, 1, 4608]), flux())),
         (
             "CLIP, causal",
             masked(MaskShape::Causal, attention(1, [12, 12], [77, 77], 64)),
@@ -293,8 +293,8 @@ fn refused<S: Shape>(maker: &Maker, shapes: Vec<(&str, S)>) -> Vec<String> {
     let mut refused = Vec::new();
     for (name, shape) in shapes {
         let began = Instant::now();
-        match maker.plan(&shape) {
-            Ok(plan) => eprintln!(
+        match maker.plan(&shape, By::Stage) {
+            Ok((plan, _)) => eprintln!(
                 "{} {}: {name}: {} ms, {} bytes of workspace",
                 maker.card,
                 S::NAME,
@@ -340,7 +340,7 @@ fn other_cards_get_plans_too() {
 fn what_is_not_supported_is_a_refusal() {
     let odd = attention(1, [2, 2], [64, 64], 60);
     for (maker, shape) in [(T4.maker(None), flux()), (H100.maker(None), odd)] {
-        let failure = maker.plan(&shape).err().expect("no plan");
+        let failure = maker.plan(&shape, By::Stage).err().expect("no plan");
         eprintln!("{failure}");
         assert!(!failure.is_of_the_card(), "{failure}");
     }
@@ -348,7 +348,7 @@ fn what_is_not_supported_is_a_refusal() {
         dtype: DType::F32,
         ..flux()
     };
-    assert!(H100.maker(None).plan(&f32).is_err());
+    assert!(H100.maker(None).plan(&f32, By::Stage).is_err());
 }
 
 #[test]
@@ -358,7 +358,7 @@ fn a_plan_comes_back_from_its_folder() {
     let maker = |card: &Described| card.maker(Some(Folder::at(at.path(), 8)));
     let plan = |maker: &Maker| {
         let began = Instant::now();
-        let plan = maker.plan(&flux()).unwrap();
+        let (plan, _) = maker.plan(&flux(), By::Stage).unwrap();
         eprintln!("new {}: {} ms", plan.is_new(), began.elapsed().as_millis());
         plan
     };
@@ -374,10 +374,159 @@ fn a_plan_comes_back_from_its_folder() {
 
     // A plan that is whole and yet none of cuDNN's is made anew, and overwritten.
     let made = maker(&H100);
-    let key = format!("{} {}: attention {:?}", made.library.version(), made.card, flux());
+    let key = made.key(&flux());
     let folder = Folder::at(at.path(), 8);
     assert!(folder.read(&key).is_some());
     folder.write(&key, b"{\"no\": \"plan\"}");
     assert!(plan(&made).is_new());
     assert!(!plan(&made).is_new());
+}
+
+/// Threads that make plans for a card.
+fn ahead(card: &'static Described, folder: Option<Folder>) -> Ahead<Maker> {
+    Ahead::of_threads(
+        Box::new(move |idle| Ok(idle.unwrap_or_else(|| card.maker(folder.clone())))),
+        4,
+    )
+}
+
+/// How many plans were made ahead, and in stages, by some work.
+fn made(work: impl FnOnce()) -> (u64, u64) {
+    let before = PlansMade::now();
+    work();
+    let now = PlansMade::now();
+    (now.ahead - before.ahead, now.in_stages - before.in_stages)
+}
+
+#[test]
+#[ignore = "needs libcudnn"]
+fn what_was_made_ahead_is_not_made_again() {
+    let maker = H100.maker(None);
+    let ahead = ahead(&H100, None);
+    let (picture, narrow) = (
+        convolution(&[64, 64], [64, 64], 3),
+        convolution(&[64, 64], [64, 3], 3),
+    );
+    let odd = attention(1, [2, 2], [64, 64], 60);
+    let f32 = ConvolutionShape {
+        dtype: DType::F32,
+        ..picture.clone()
+    };
+    let planned = [
+        Planned::Attention(flux()),
+        Planned::Convolution(picture.clone()),
+        Planned::Convolution(narrow.clone()),
+        Planned::Attention(odd.clone()),
+        Planned::Convolution(f32),
+    ];
+    let (mut attentions, mut convolutions) = (Made::new(), Made::new());
+    let (before, in_stages) = made(|| {
+        let began = Instant::now();
+        // Two requests at once.
+        for _ in 0..2 {
+            ahead.ask(maker.all_ahead(&planned));
+        }
+        eprintln!("asked for in {:?}", began.elapsed());
+        // A queue that nobody has come to is not waited for: here each has a thread.
+        while !ahead.is_idle() {
+            std::thread::yield_now();
+        }
+        let began = Instant::now();
+        assert!(attentions.plan(&maker, &ahead, &flux()).unwrap().is_some());
+        assert!(
+            attentions.plan(&maker, &ahead, &odd).unwrap().is_none(),
+            "a refusal"
+        );
+        for shape in [&picture, &narrow] {
+            let plan = convolutions.plan(&maker, &ahead, shape).unwrap().unwrap();
+            assert!(!plan.is_new(), "it was loaded");
+        }
+        eprintln!("found in {:?}", began.elapsed());
+        // And remembered.
+        assert!(convolutions.plan(&maker, &ahead, &picture).unwrap().is_some());
+    });
+    assert_eq!((before, in_stages), (4, 0));
+    // What was not asked for is made as ever.
+    let other = attention(1, [4, 4], [256, 256], 64);
+    let (before, in_stages) =
+        made(|| assert!(attentions.plan(&maker, &ahead, &other).unwrap().unwrap().is_new()));
+    assert_eq!((before, in_stages), (0, 1));
+}
+
+#[test]
+#[ignore = "needs libcudnn"]
+fn a_kept_plan_is_found_ahead() {
+    let at = tempfile::tempdir().unwrap();
+    let folder = || Some(Folder::at(at.path(), 8));
+    let maker = H100.maker(folder());
+    for expected in [(1, 0), (0, 0)] {
+        let ahead = ahead(&H100, folder());
+        let counted = made(|| {
+            ahead.ask(maker.all_ahead(&[Planned::Attention(flux())]));
+            while !ahead.is_idle() {
+                std::thread::yield_now();
+            }
+            let mut attentions = Made::new();
+            assert!(attentions.plan(&maker, &ahead, &flux()).unwrap().is_some());
+        });
+        assert_eq!(counted, expected);
+    }
+}
+
+#[test]
+#[ignore = "needs libcudnn"]
+fn a_text_that_is_no_plan_is_made_anew() {
+    let maker = H100.maker(None);
+    let ahead = ahead(&H100, None);
+    let key = maker.key(&flux());
+    ahead.ask([(
+        key,
+        Box::new(|_: &Maker| Ok(b"{\"no\": \"plan\"}".to_vec())) as Make<Maker>,
+    )]);
+    while !ahead.is_idle() {
+        std::thread::yield_now();
+    }
+    let mut attentions = Made::new();
+    let counted = made(|| {
+        assert!(
+            attentions
+                .plan(&maker, &ahead, &flux())
+                .unwrap()
+                .unwrap()
+                .is_new()
+        )
+    });
+    assert_eq!(counted, (0, 1));
+}
+
+/// How long plans of a whole request take by so many threads. A measure: it shows, and asserts nothing but that all are
+/// made.
+#[test]
+#[ignore = "needs libcudnn"]
+fn plans_of_many_threads_beside_those_of_one() {
+    for threads in [1, 2, 4, 8] {
+        let maker = H100.maker(None);
+        let open = |idle: Option<Maker>| Ok(idle.unwrap_or_else(|| H100.maker(None)));
+        let ahead = Ahead::of_threads(Box::new(open), threads);
+        let planned: Vec<Planned> = attentions()
+            .into_iter()
+            .take(6)
+            .map(|(_, shape)| Planned::Attention(shape))
+            .chain(
+                convolutions()
+                    .into_iter()
+                    .take(8)
+                    .map(|(_, shape)| Planned::Convolution(shape)),
+            )
+            .collect();
+        let began = Instant::now();
+        let counted = made(|| {
+            ahead.ask(maker.all_ahead(&planned));
+            while !ahead.is_idle() {
+                std::thread::yield_now();
+            }
+        });
+        eprintln!("{threads} threads: {:?}", began.elapsed());
+        assert_eq!(counted, (planned.len() as u64, 0));
+    }
 }

@@ -2,7 +2,7 @@
 //! modulation.
 
 use candle_core::{DType, Device, Result, Tensor};
-use ops::{Activation, Codes, Gate, Modulation, Norm, Scratch};
+use ops::{Activation, AttentionShape, Codes, Gate, MaskShape, Modulation, Norm, Planned, Scratch};
 
 use super::config::TransformerConfig;
 
@@ -69,6 +69,19 @@ impl Buffers {
     /// Bytes of buffers for so many rows.
     pub(super) fn bytes(width: usize, rows: usize, number: usize) -> u64 {
         ((1 + 1 + 3 + WIDE) * width * rows * number) as u64
+    }
+
+    /// What attention asks for over so many tokens of one picture and its text.
+    pub(super) fn planned(config: &TransformerConfig, tokens: usize, dtype: DType) -> Planned {
+        let by_head = (config.num_attention_heads, config.attention_head_dim);
+        let rows = (3 * config.width(), WIDE * config.width());
+        Planned::Attention(AttentionShape::of_rows(
+            tokens,
+            by_head,
+            rows,
+            dtype,
+            MaskShape::None,
+        ))
     }
 
     /// What layers work in.

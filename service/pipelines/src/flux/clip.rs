@@ -3,8 +3,8 @@
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
 use ops::{
-    Epilogue, Mask, Nonlinearity, Norm, Scratch, add_residual, allocated, attention, linears_into,
-    norm_modulate, residual_norm_modulate,
+    AttentionShape, Epilogue, Mask, MaskShape, Nonlinearity, Norm, Planned, Scratch, add_residual, allocated,
+    attention, linears_into, norm_modulate, residual_norm_modulate,
 };
 use residency::Bytes;
 use serde::Deserialize;
@@ -140,6 +140,20 @@ impl ClipConfig {
         let buffers: u64 = widths.iter().map(|width| allocated(tokens * width * size)).sum();
         let attention = ops::attention_workspace(self.num_attention_heads, tokens, tokens);
         Bytes(buffers + allocated(tokens * size_of::<u32>()) + allocated(attention))
+    }
+
+    /// What the attention of each layer asks for: queries, keys and values stand side by side in rows of one buffer.
+    pub fn planned(&self, tokens: usize, dtype: DType) -> Planned {
+        let (width, heads) = (self.hidden_size, self.num_attention_heads);
+        let by_head = (heads, width / heads.max(1));
+        let rows = (3 * width, width);
+        Planned::Attention(AttentionShape::of_rows(
+            tokens,
+            by_head,
+            rows,
+            dtype,
+            MaskShape::Causal,
+        ))
     }
 
     /// Numbers that a token has in the buffer that the halves of a layer share: queries, keys and values, then the

@@ -15,6 +15,7 @@ mod linear;
 mod model;
 mod noise;
 mod open;
+mod planned;
 mod positions;
 mod quantize_rule;
 mod scheduler;

@@ -105,7 +105,7 @@ impl FluxModel {
     }
 
     /// Sides of the latent of a picture: height, then width.
-    fn latent_sides(&self, width: u32, height: u32) -> (usize, usize) {
+    pub(super) fn latent_sides(&self, width: u32, height: u32) -> (usize, usize) {
         (
             height as usize / self.vae.factor(),
             width as usize / self.vae.factor(),
@@ -257,6 +257,10 @@ impl Model for FluxModel {
             shape: format!("{width}x{height}"),
             steps: 1,
         }
+    }
+
+    fn planned(&self, kind: StageKind, request: &ImageRequest) -> Vec<ops::Planned> {
+        self.planned_of(kind, request)
     }
 
     fn text_key(&self, request: &ImageRequest) -> Result<String, RequestError> {

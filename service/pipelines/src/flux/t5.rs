@@ -4,8 +4,8 @@
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
 use ops::{
-    Epilogue, Mask, Nonlinearity, Norm, Scratch, allocated, attention, linears_into, norm_modulate,
-    residual_norm_modulate,
+    AttentionShape, Epilogue, Mask, MaskShape, Nonlinearity, Norm, Planned, Scratch, allocated, attention,
+    linears_into, norm_modulate, residual_norm_modulate,
 };
 use residency::Bytes;
 use serde::Deserialize;
@@ -155,6 +155,14 @@ impl T5Config {
         let small = allocated(tokens * size_of::<u32>()) + allocated(2 * tokens * size_of::<u32>());
         let attention = allocated(ops::attention_workspace(self.num_heads, tokens, tokens));
         Bytes(sum + bias + others + small + attention)
+    }
+
+    /// What the attention of each layer asks for: queries, keys and values stand side by side in rows of one buffer.
+    pub fn planned(&self, tokens: usize, dtype: DType) -> Planned {
+        let inner = self.num_heads * self.d_kv;
+        let bias = MaskShape::bias([1, self.num_heads, tokens, tokens]);
+        let (by_head, rows) = ((self.num_heads, self.d_kv), (3 * inner, inner));
+        Planned::Attention(AttentionShape::of_rows(tokens, by_head, rows, dtype, bias))
     }
 
     /// Numbers that a token has in the first of the buffers that layers share: queries, keys and values, then the gate.

@@ -223,14 +223,6 @@ fn check(
     Ok(())
 }
 
-fn dense_bias(dims: [usize; 4]) -> MaskShape {
-    let [_, heads, queries, keys] = dims;
-    MaskShape::Bias {
-        dims,
-        strides: [heads * queries * keys, queries * keys, keys, 1],
-    }
-}
-
 #[test]
 fn attention_is_its_definition() -> Result<()> {
     with_cudnn(|cudnn| {
@@ -256,19 +248,19 @@ fn attention_is_its_definition() -> Result<()> {
         }
         check(
             "bias",
-            shape_of(1, [4, 4], [150, 150], 64, dense_bias([1, 4, 150, 150])),
+            shape_of(1, [4, 4], [150, 150], 64, MaskShape::bias([1, 4, 150, 150])),
         )?;
         check(
             "bias of a batch",
-            shape_of(2, [4, 4], [96, 96], 64, dense_bias([1, 4, 96, 96])),
+            shape_of(2, [4, 4], [96, 96], 64, MaskShape::bias([1, 4, 96, 96])),
         )?;
         check(
             "bias over heads",
-            shape_of(1, [4, 4], [128, 128], 128, dense_bias([1, 1, 128, 128])),
+            shape_of(1, [4, 4], [128, 128], 128, MaskShape::bias([1, 1, 128, 128])),
         )?;
         check(
             "bias of keys",
-            shape_of(1, [4, 4], [128, 144], 128, dense_bias([1, 1, 1, 144])),
+            shape_of(1, [4, 4], [128, 144], 128, MaskShape::bias([1, 1, 1, 144])),
         )?;
         check("causal", shape_of(1, [3, 3], [77, 77], 64, MaskShape::Causal))
     })

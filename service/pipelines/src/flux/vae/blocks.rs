@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 use gpu::{ComponentTensors, Weight};
-use ops::{Affine, ChannelNorm, MapReading, Mask, Onto};
+use ops::{Affine, AttentionShape, ChannelNorm, MapReading, Mask, MaskShape, Onto};
 
 use super::conv::{Convolution, Layer, Padding, Reading};
 use super::norm::GroupNorm;
@@ -107,8 +107,8 @@ pub(super) fn convolve(
     walk: Walk<'_>,
 ) -> std::result::Result<Tensor, StageError> {
     let layer = Layer::new(map, reading, convolution, |height| walk.rows(height))?;
-    let out = layer.blank(layer.height, map)?;
-    for strip in layer.strips() {
+    let out = layer.blank(layer.strips.height, map)?;
+    for strip in layer.strips.each() {
         walk.go_on()?;
         let read = layer.read(map, strip)?;
         layer.convolve(&read, &out.narrow(0, strip.0, strip.1)?, Onto::Nothing)?;
@@ -127,7 +127,7 @@ fn convolve_onto(
 ) -> std::result::Result<(), StageError> {
     let layer = Layer::new(&map, reading, convolution, |height| walk.rows(height))?;
     let mut map = Some(map);
-    for strip in layer.strips() {
+    for strip in layer.strips.each() {
         walk.go_on()?;
         let read = layer.read_last(&mut map, strip)?;
         layer.convolve(&read, &other.narrow(0, strip.0, strip.1)?, Onto::Itself)?;
@@ -147,22 +147,22 @@ fn convolve_onto_shortcut(
 ) -> std::result::Result<Tensor, StageError> {
     let layer = Layer::new(&map, reading, convolution, |height| walk.rows(height))?;
     walk.go_on()?;
-    if layer.rows >= layer.height {
-        let whole = (0, layer.height);
+    if layer.strips.rows >= layer.strips.height {
+        let whole = (0, layer.strips.height);
         let read = layer.read_last(&mut Some(map), whole)?;
-        let out = layer.blank(layer.height, &other)?;
+        let out = layer.blank(layer.strips.height, &other)?;
         shortcut.of_positions(&other, &out, Onto::Nothing)?;
         drop(other);
         layer.convolve(&read, &out, Onto::Itself)?;
         return Ok(out);
     }
-    let sums = layer.blank(layer.rows, &map)?;
+    let sums = layer.blank(layer.strips.rows, &map)?;
     let mut unwritten: Option<(usize, usize)> = None;
     let write = |(first, count): (usize, usize)| {
         let target = map.narrow(0, first, count)?;
         ops::apply_norm(&sums.narrow(0, 0, count)?, &MapReading::PLAIN, [0; 3], &target)
     };
-    for strip in layer.strips() {
+    for strip in layer.strips.each() {
         walk.go_on()?;
         let read = layer.read(&map, strip)?;
         unwritten.take().map_or(Ok(()), write)?;
@@ -324,6 +324,12 @@ impl Attention {
         let seen = seen.to_dtype(map.dtype())?;
         Ok(self.to_out.of_positions(&seen, map, Onto::Itself)?)
     }
+}
+
+/// What the attention asks for over a map of so many positions: one head, of all channels.
+pub(super) fn attention_shape(positions: usize, channels: usize, dtype: DType) -> AttentionShape {
+    let one_head = (1, channels);
+    AttentionShape::of_rows(positions, one_head, (channels, channels), dtype, MaskShape::None)
 }
 
 /// `UNetMidBlock2D`.

@@ -108,23 +108,63 @@ impl Convolution {
     }
 }
 
+/// How a square filter goes over a map, strip by strip.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Strips {
+    pub(super) kernel: usize,
+    pub(super) stride: usize,
+    pub(super) padding: Padding,
+    /// Rows of what is read.
+    pub(super) height_read: usize,
+    /// Rows of outputs.
+    pub(super) height: usize,
+    /// Rows of outputs at a time.
+    pub(super) rows: usize,
+}
+
+impl Strips {
+    /// First row and number of rows of each strip of outputs.
+    pub(super) fn each(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let (height, rows) = (self.height, self.rows);
+        (0..height)
+            .step_by(rows)
+            .map(move |first| (first, rows.min(height - first)))
+    }
+
+    /// The rows of what is read that a strip of outputs looks at: their first, their number, and how the filter steps
+    /// over them.
+    pub(super) fn window(&self, (first, count): (usize, usize)) -> (usize, usize, Steps) {
+        // Counted in the padded map, then in what is read.
+        let before = self.padding.before;
+        let (begin, end) = (
+            first * self.stride,
+            (first + count - 1) * self.stride + self.kernel,
+        );
+        let low = begin.saturating_sub(before).min(self.height_read);
+        let high = end.saturating_sub(before).min(self.height_read);
+        let (above, below) = (before.saturating_sub(begin), end - before.min(end) - high);
+        let steps = Steps {
+            before: [0, above, before],
+            after: [0, below, self.padding.after],
+            strides: [1, self.stride, self.stride],
+        };
+        (low, high - low, steps)
+    }
+
+    /// Rows of what is read that a strip looks at, at most.
+    fn most_rows_in(&self) -> usize {
+        ((self.rows - 1) * self.stride + self.kernel).min(self.height_read)
+    }
+}
+
 /// A convolution of a whole map, strip by strip.
 pub(super) struct Layer<'a> {
     reading: Reading<'a>,
     filter: Filter,
     bias: &'a Tensor,
-    kernel: usize,
-    stride: usize,
-    /// Of the map.
-    width_in: usize,
-    channels_in: usize,
-    /// Of what is read.
-    height_read: usize,
+    pub(super) strips: Strips,
     /// Of the outputs.
-    pub(super) height: usize,
-    pub(super) width: usize,
-    /// Rows of outputs at a time.
-    pub(super) rows: usize,
+    width: usize,
     /// What strips are read into.
     buffer: Option<Tensor>,
 }
@@ -157,71 +197,40 @@ impl<'a> Layer<'a> {
             reading,
             filter: Filter::new(&convolution.weight, map.dtype())?,
             bias: &convolution.bias,
-            kernel,
-            stride,
-            width_in,
-            channels_in,
-            height_read: reading.size(map_height),
-            height,
+            strips: Strips {
+                kernel,
+                stride,
+                padding: reading.padding,
+                height_read: reading.size(map_height),
+                height,
+                rows: rows(height),
+            },
             width,
-            rows: rows(height),
             buffer: None,
         };
         if !reading.is_plain() {
             let of_row = reading.size(width_in) * channels_in * map.dtype().size_in_bytes();
             if map.device().is_cpu() {
-                layer.rows = layer.rows.min(rows_of_strip(of_row));
+                layer.strips.rows = layer.strips.rows.min(rows_of_strip(of_row));
             }
-            let shape = [
-                layer.most_rows_in(),
-                reading.size(layer.width_in),
-                layer.channels_in,
-            ];
+            let shape = [layer.strips.most_rows_in(), reading.size(width_in), channels_in];
             layer.buffer = Some(ops::blank(&shape, map.dtype(), map.device())?);
         }
         Ok(layer)
     }
 
-    /// Rows of what is read that a strip looks at, at most.
-    fn most_rows_in(&self) -> usize {
-        ((self.rows - 1) * self.stride + self.kernel).min(self.height_read)
-    }
-
-    /// First row and number of rows of each strip of outputs.
-    pub(super) fn strips(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
-        let (height, rows) = (self.height, self.rows);
-        (0..height)
-            .step_by(rows)
-            .map(move |first| (first, rows.min(height - first)))
-    }
-
     /// Reads what a strip of outputs looks at. The strip before is lost.
-    pub(super) fn read(&self, map: &Tensor, (first, count): (usize, usize)) -> Result<Strip> {
-        // Counted in the padded map, then in what is read.
-        let before = self.reading.padding.before;
-        let (begin, end) = (
-            first * self.stride,
-            (first + count - 1) * self.stride + self.kernel,
-        );
-        let low = begin.saturating_sub(before).min(self.height_read);
-        let high = end.saturating_sub(before).min(self.height_read);
+    pub(super) fn read(&self, map: &Tensor, strip: (usize, usize)) -> Result<Strip> {
+        let (low, count, steps) = self.strips.window(strip);
         let rows = match &self.buffer {
-            None => map.narrow(0, low, high - low)?,
+            None => map.narrow(0, low, count)?,
             Some(buffer) => {
-                let rows = buffer.narrow(0, 0, high - low)?;
+                let rows = buffer.narrow(0, 0, count)?;
                 self.reading.read(map, low, &rows)?;
                 rows
             }
         };
-        let (above, below) = (before.saturating_sub(begin), end - before.min(end) - high);
-        Ok(Strip {
-            rows,
-            steps: Steps {
-                before: [0, above, before],
-                after: [0, below, self.reading.padding.after],
-                strides: [1, self.stride, self.stride],
-            },
-        })
+        Ok(Strip { rows, steps })
     }
 
     /// The same, and gives the map back after the last strip.
@@ -230,7 +239,7 @@ impl<'a> Layer<'a> {
             Some(map) => self.read(map, strip)?,
             None => candle_core::bail!("a map that is read after its last strip"),
         };
-        if strip.0 + strip.1 == self.height {
+        if strip.0 + strip.1 == self.strips.height {
             *map = None;
         }
         Ok(read)

@@ -16,6 +16,7 @@ mod encoder;
 mod names;
 mod norm;
 mod picture;
+mod planned;
 mod scratch;
 mod shapes;
 mod tiles;

@@ -155,20 +155,30 @@ fn edges(size: usize, width: usize, channels: usize) -> usize {
     (2 * beside + size) * blended * channels
 }
 
-/// Bytes alive, followed layer by layer.
-struct Account {
-    dtype: DType,
+/// Bytes alive, followed layer by layer, and the layers that were come by.
+pub(super) struct Account {
+    pub(super) dtype: DType,
     latent_height: usize,
     latent_rows: usize,
     peak: usize,
+    pub(super) seen: Vec<Seen>,
+}
+
+/// What of a network cuDNN may be asked for.
+#[derive(Clone, Copy)]
+pub(super) enum Seen {
+    /// A convolution, so many rows of outputs at a time.
+    Convolution(Pass, usize),
+    /// Attention over all positions of a map.
+    Attention(Map),
 }
 
 /// A map: channels, height, width.
 #[derive(Clone, Copy)]
-struct Map {
-    channels: usize,
-    height: usize,
-    width: usize,
+pub(super) struct Map {
+    pub(super) channels: usize,
+    pub(super) height: usize,
+    pub(super) width: usize,
 }
 
 impl Map {
@@ -182,13 +192,21 @@ impl Map {
 }
 
 /// What a convolution reads and writes.
-struct Pass {
+#[derive(Clone, Copy)]
+pub(super) struct Pass {
     /// As it is read: enlarged.
-    read: Map,
-    to: Map,
-    kernel: usize,
+    pub(super) read: Map,
+    pub(super) to: Map,
+    pub(super) kernel: usize,
     /// Whether strips are read as they lie, and not into a buffer.
     is_plain: bool,
+}
+
+impl Pass {
+    /// 1, or 2 where it halves.
+    pub(super) fn stride(&self) -> usize {
+        self.read.height / self.to.height
+    }
 }
 
 /// What one takes.
@@ -217,14 +235,14 @@ impl Account {
         self.dtype.size_in_bytes() < 4
     }
 
-    fn take(&self, pass: &Pass) -> Taken {
+    fn take(&mut self, pass: &Pass) -> Taken {
         let Pass {
             read,
             to,
             kernel,
             is_plain,
         } = *pass;
-        let stride = read.height / to.height;
+        let stride = pass.stride();
         let mut rows = self
             .latent_rows
             .saturating_mul(to.height.div_ceil(self.latent_height))
@@ -232,6 +250,7 @@ impl Account {
         if !self.on_card() && !is_plain {
             rows = rows.min(rows_of_strip(self.map(Map { height: 1, ..read })));
         }
+        self.seen.push(Seen::Convolution(*pass, rows));
         let rows_in = ((rows - 1) * stride + kernel).min(read.height);
         let strip = self.map(Map {
             height: rows_in,
@@ -298,6 +317,7 @@ impl Account {
     fn middle(&mut self, map: Map, with_attention: bool) {
         self.resnet(map, map.channels);
         if with_attention {
+            self.seen.push(Seen::Attention(map));
             let cells = map.height * map.width;
             let one = self.map(map);
             // Scores where cuDNN does not do it, or a product after them. The CPU holds a block of scores a thread.
@@ -318,10 +338,21 @@ fn account(h: usize, latent_rows: usize, dtype: DType) -> Account {
         latent_height: h,
         latent_rows,
         peak: 0,
+        seen: Vec::new(),
     }
 }
 
-fn decode_peak(config: &VaeConfig, (h, w): (usize, usize), latent_rows: usize, dtype: DType) -> usize {
+fn decode_peak(config: &VaeConfig, sides: (usize, usize), latent_rows: usize, dtype: DType) -> usize {
+    decode_account(config, sides, latent_rows, dtype).peak
+}
+
+/// A latent decoded, in strips of so many rows of the latent.
+pub(super) fn decode_account(
+    config: &VaeConfig,
+    (h, w): (usize, usize),
+    latent_rows: usize,
+    dtype: DType,
+) -> Account {
     let mut account = account(h, latent_rows, dtype);
     let channels = &config.block_out_channels;
     let latent = Map {
@@ -349,10 +380,20 @@ fn decode_peak(config: &VaeConfig, (h, w): (usize, usize), latent_rows: usize, d
         ..map
     };
     account.layer(map, map, picture, false);
-    account.peak
+    account
 }
 
-fn encode_peak(config: &VaeConfig, (h, w): (usize, usize), latent_rows: usize, dtype: DType) -> usize {
+fn encode_peak(config: &VaeConfig, sides: (usize, usize), latent_rows: usize, dtype: DType) -> usize {
+    encode_account(config, sides, latent_rows, dtype).peak
+}
+
+/// A picture encoded, in strips of so many rows of the latent.
+pub(super) fn encode_account(
+    config: &VaeConfig,
+    (h, w): (usize, usize),
+    latent_rows: usize,
+    dtype: DType,
+) -> Account {
     let mut account = account(h, latent_rows, dtype);
     let channels = &config.block_out_channels;
     let factor = config.factor();
@@ -386,5 +427,5 @@ fn encode_peak(config: &VaeConfig, (h, w): (usize, usize), latent_rows: usize, d
         ..map
     };
     account.layer(map, map, moments, false);
-    account.peak
+    account
 }

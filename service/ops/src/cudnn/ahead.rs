@@ -1,0 +1,394 @@
+//! Plans that are made ahead: on threads of their own, before a stage asks for them. Compiling takes a core some tenths
+//! of a second and nothing of a card, so that many are compiled at once, while weights are loaded.
+//!
+//! What a thread gives is the plan's text, which the handle of the stage loads in a millisecond. It is advice: whatever
+//! happens here, a stage that finds nothing makes the plan itself.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use super::{Outcome, REMEMBERED};
+
+/// Threads of one card, at most, and no more than there are cores.
+const THREADS: usize = 8;
+
+/// Makes the text of one plan, by a thread's own handle.
+pub(super) type Make<M> = Box<dyn FnOnce(&M) -> Outcome<Vec<u8>> + Send>;
+
+/// Opens what a thread makes plans with, or takes on what another thread made them with. Called on the thread.
+pub(super) type Open<M> = Box<dyn Fn(Option<M>) -> Outcome<M> + Send + Sync>;
+
+/// Plans of one card that are made ahead, by the keys of their folder.
+pub(super) struct Ahead<M>(Arc<Shared<M>>);
+
+struct Shared<M> {
+    state: Mutex<State<M>>,
+    /// A plan is made, or not to be had.
+    changed: Condvar,
+    open: Open<M>,
+    most_threads: usize,
+}
+
+struct State<M> {
+    plans: HashMap<String, Stand>,
+    queue: VecDeque<(String, Make<M>)>,
+    threads: usize,
+    /// What threads that have ended made plans with. It is never closed: that would wait for the card.
+    idle: Vec<M>,
+}
+
+/// Where a plan stands.
+enum Stand {
+    /// It is in the queue.
+    Queued,
+    /// A thread makes it.
+    UnderWay,
+    /// Its text, or why there is none for such a shape.
+    Ready(Outcome<Vec<u8>>),
+    /// It was fetched, or could not be made here.
+    Over,
+}
+
+impl<M: Send + 'static> Ahead<M> {
+    pub(super) fn new(open: Open<M>) -> Ahead<M> {
+        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        Ahead::of_threads(open, cores.min(THREADS))
+    }
+
+    pub(super) fn of_threads(open: Open<M>, most_threads: usize) -> Ahead<M> {
+        Ahead(Arc::new(Shared {
+            state: Mutex::new(State {
+                plans: HashMap::new(),
+                queue: VecDeque::new(),
+                threads: 0,
+                idle: Vec::new(),
+            }),
+            changed: Condvar::new(),
+            open,
+            most_threads,
+        }))
+    }
+
+    /// Has plans made, the first of them first. One that was asked for before is not made again. Returns at once.
+    pub(super) fn ask(&self, wanted: impl IntoIterator<Item = (String, Make<M>)>) {
+        let mut state = self.0.lock();
+        for (key, make) in wanted {
+            if state.plans.contains_key(&key) {
+                continue;
+            }
+            if state.plans.len() >= REMEMBERED {
+                let is_pending = |stand: &Stand| matches!(stand, Stand::Queued | Stand::UnderWay);
+                state.plans.retain(|_, stand| is_pending(stand));
+            }
+            state.plans.insert(key.clone(), Stand::Queued);
+            state.queue.push_back((key, make));
+        }
+        let wanted = state.queue.len().min(self.0.most_threads);
+        while state.threads < wanted {
+            let shared = Arc::clone(&self.0);
+            let thread = std::thread::Builder::new().name("plans".to_owned());
+            if let Err(error) = thread.spawn(move || make_plans(&shared)) {
+                tracing::debug!(%error, "no thread makes plans ahead: stages make them");
+                break;
+            }
+            state.threads += 1;
+        }
+    }
+
+    /// What became of a plan that was asked for, once: its text, or why there is none for such a shape. Waits for one
+    /// that is under way. `None`: whoever wants it makes it.
+    pub(super) fn fetch(&self, key: &str) -> Option<Outcome<Vec<u8>>> {
+        let mut state = self.0.lock();
+        loop {
+            match state.plans.get_mut(key)? {
+                Stand::UnderWay => {
+                    state = self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                }
+                stand => {
+                    let was = std::mem::replace(stand, Stand::Over);
+                    return match was {
+                        Stand::Ready(outcome) => Some(outcome),
+                        // Who wants it now is faster than a queue.
+                        Stand::Queued => {
+                            state.queue.retain(|(queued, _)| queued != key);
+                            None
+                        }
+                        Stand::UnderWay | Stand::Over => None,
+                    };
+                }
+            }
+        }
+    }
+
+    /// Whether all that was asked for is made, or not to be had.
+    #[cfg(test)]
+    pub(super) fn is_idle(&self) -> bool {
+        let state = self.0.lock();
+        let is_pending = |stand: &Stand| matches!(stand, Stand::Queued | Stand::UnderWay);
+        !state.plans.values().any(is_pending)
+    }
+}
+
+impl<M> Shared<M> {
+    fn lock(&self) -> MutexGuard<'_, State<M>> {
+        // Whoever panicked with it left it whole: nothing that may panic is done with it.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next plan to make. Where there is none, the thread gives back what it made plans with, and ends.
+    fn next(&self, thread: &mut Thread<'_, M>) -> Option<(UnderWay<'_, M>, Make<M>)> {
+        let mut state = self.lock();
+        let Some((key, make)) = state.queue.pop_front() else {
+            state.idle.extend(thread.maker.take());
+            state.threads -= 1;
+            thread.has_ended = true;
+            return None;
+        };
+        state.plans.insert(key.clone(), Stand::UnderWay);
+        let under_way = UnderWay {
+            shared: self,
+            key,
+            becomes: Stand::Over,
+        };
+        Some((under_way, make))
+    }
+}
+
+/// A thread's whole life. A panic in it ends it, and what it held of `Shared` is put right as it is dropped.
+fn make_plans<M>(shared: &Shared<M>) {
+    let mut thread = Thread {
+        shared,
+        maker: None,
+        has_ended: false,
+    };
+    let idle = shared.lock().idle.pop();
+    match (shared.open)(idle) {
+        Ok(maker) => thread.maker = Some(maker),
+        Err(failure) => return tracing::debug!(%failure, "no plans are made ahead: stages make them"),
+    }
+    while let Some((mut under_way, make)) = shared.next(&mut thread) {
+        let Some(maker) = &thread.maker else { return };
+        match make(maker) {
+            Err(failure) if !failure.is_of_the_shape() => {
+                tracing::debug!(%failure, "a plan was not made ahead: the stage makes it");
+            }
+            outcome => under_way.becomes = Stand::Ready(outcome),
+        }
+    }
+}
+
+/// A thread that is counted.
+struct Thread<'a, M> {
+    shared: &'a Shared<M>,
+    maker: Option<M>,
+    has_ended: bool,
+}
+
+impl<M> Drop for Thread<'_, M> {
+    fn drop(&mut self) {
+        if !self.has_ended {
+            self.shared.lock().threads -= 1;
+        }
+    }
+}
+
+/// A plan that a thread makes: whoever waits for it is told, however that ends.
+struct UnderWay<'a, M> {
+    shared: &'a Shared<M>,
+    key: String,
+    becomes: Stand,
+}
+
+impl<M> Drop for UnderWay<'_, M> {
+    fn drop(&mut self) {
+        let becomes = std::mem::replace(&mut self.becomes, Stand::Over);
+        self.shared
+            .lock()
+            .plans
+            .insert(std::mem::take(&mut self.key), becomes);
+        self.shared.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::mpsc::channel;
+
+    use super::super::Failure;
+    use super::*;
+
+    fn of_threads(threads: usize) -> Ahead<()> {
+        Ahead::of_threads(Box::new(|_| Ok(())), threads)
+    }
+
+    fn wanted(key: &str, make: impl FnOnce() -> Outcome<Vec<u8>> + Send + 'static) -> (String, Make<()>) {
+        (key.to_owned(), Box::new(move |()| make()))
+    }
+
+    /// Until all is made.
+    fn settle(ahead: &Ahead<()>) {
+        while !ahead.is_idle() {
+            std::thread::yield_now();
+        }
+    }
+
+    fn failure(status: i32) -> Failure {
+        Failure {
+            status,
+            ..Failure::ours("as a test wants it")
+        }
+    }
+
+    #[test]
+    fn a_plan_is_made_once_and_given_once() {
+        let ahead = of_threads(2);
+        let made = Arc::new(AtomicUsize::new(0));
+        for _ in 0..2 {
+            let made = Arc::clone(&made);
+            ahead.ask([wanted("a", move || {
+                made.fetch_add(1, Ordering::Relaxed);
+                Ok(b"plan".to_vec())
+            })]);
+        }
+        assert!(ahead.fetch("never asked for").is_none());
+        settle(&ahead);
+        assert_eq!(ahead.fetch("a"), Some(Ok(b"plan".to_vec())));
+        assert_eq!(made.load(Ordering::Relaxed), 1);
+        assert_eq!(ahead.fetch("a"), None, "whoever wants it again has it");
+        ahead.ask([wanted("a", || panic!("it was made already"))]);
+        assert!(ahead.is_idle());
+        assert_eq!(ahead.fetch("a"), None);
+    }
+
+    #[test]
+    fn a_plan_under_way_is_waited_for() {
+        let ahead = of_threads(1);
+        let (started, has_started) = channel();
+        let (go, may_go) = channel();
+        let (look, is_looked_for) = channel::<()>();
+        ahead.ask([wanted("a", move || {
+            started.send(()).unwrap();
+            may_go.recv().unwrap();
+            Ok(b"plan".to_vec())
+        })]);
+        has_started.recv().unwrap();
+        std::thread::spawn(move || {
+            is_looked_for.recv().unwrap();
+            go.send(()).unwrap();
+        });
+        look.send(()).unwrap();
+        assert_eq!(ahead.fetch("a"), Some(Ok(b"plan".to_vec())));
+    }
+
+    #[test]
+    fn what_is_queued_is_left_to_whoever_wants_it_now() {
+        let ahead = of_threads(1);
+        let (started, has_started) = channel();
+        let (go, may_go) = channel();
+        ahead.ask([
+            wanted("a", move || {
+                started.send(()).unwrap();
+                may_go.recv().unwrap();
+                Ok(b"a".to_vec())
+            }),
+            wanted("b", || panic!("its stage makes it")),
+            wanted("c", || Ok(b"c".to_vec())),
+        ]);
+        has_started.recv().unwrap();
+        assert_eq!(ahead.fetch("b"), None);
+        go.send(()).unwrap();
+        assert_eq!(ahead.fetch("a"), Some(Ok(b"a".to_vec())));
+        settle(&ahead);
+        assert_eq!(
+            ahead.fetch("c"),
+            Some(Ok(b"c".to_vec())),
+            "the thread lives: it did not make b"
+        );
+    }
+
+    #[test]
+    fn several_are_made_at_once() {
+        let ahead = of_threads(2);
+        let together = Arc::new(Barrier::new(3));
+        for key in ["a", "b"] {
+            let together = Arc::clone(&together);
+            ahead.ask([wanted(key, move || {
+                together.wait(); // for the other one
+                Ok(key.as_bytes().to_vec())
+            })]);
+        }
+        together.wait();
+        for key in ["a", "b"] {
+            assert_eq!(ahead.fetch(key), Some(Ok(key.as_bytes().to_vec())));
+        }
+    }
+
+    #[test]
+    fn refusals_are_told_and_other_failures_left_to_the_stage() {
+        for status in [2000, 3000, 4003, 5003] {
+            let ahead = of_threads(1);
+            let (started, has_started) = channel();
+            ahead.ask([wanted("a", move || {
+                started.send(()).unwrap();
+                Err(failure(status))
+            })]);
+            has_started.recv().unwrap();
+            let expected = (status < 4000).then(|| Err(failure(status)));
+            assert_eq!(ahead.fetch("a"), expected, "{status}");
+        }
+    }
+
+    #[test]
+    fn a_thread_that_panics_or_cannot_begin_keeps_nobody_waiting() {
+        let ahead = of_threads(1);
+        let (started, has_started) = channel();
+        ahead.ask([wanted("a", move || {
+            started.send(()).unwrap();
+            panic!("as a test wants it")
+        })]);
+        has_started.recv().unwrap();
+        assert_eq!(ahead.fetch("a"), None);
+        // Another thread makes what is asked for next, as soon as that one is gone.
+        while ahead.0.lock().threads > 0 {
+            std::thread::yield_now();
+        }
+        ahead.ask([wanted("b", || Ok(b"b".to_vec()))]);
+        settle(&ahead);
+        assert_eq!(ahead.fetch("b"), Some(Ok(b"b".to_vec())));
+
+        let opens: [Open<()>; 2] = [
+            Box::new(|_| Err(failure(5000))),
+            Box::new(|_| panic!("as a test wants it")),
+        ];
+        for open in opens {
+            let ahead = Ahead::of_threads(open, 2);
+            ahead.ask([wanted("a", || Ok(Vec::new()))]);
+            assert_eq!(ahead.fetch("a"), None);
+        }
+    }
+
+    #[test]
+    fn a_thread_goes_on_with_what_another_opened() {
+        let opened = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&opened);
+        let open = move |idle: Option<()>| {
+            if idle.is_none() {
+                count.fetch_add(1, Ordering::Relaxed);
+            }
+            Ok(())
+        };
+        let ahead = Ahead::of_threads(Box::new(open), 1);
+        for key in ["a", "b", "c"] {
+            let (started, has_started) = channel();
+            ahead.ask([wanted(key, move || {
+                started.send(()).unwrap();
+                Ok(Vec::new())
+            })]);
+            has_started.recv().unwrap();
+            assert_eq!(ahead.fetch(key), Some(Ok(Vec::new())));
+        }
+        assert_eq!(opened.load(Ordering::Relaxed), 1);
+    }
+}
