@@ -4,5 +4,5 @@
 mod nvcc;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    nvcc::compile("src/cuda/quantize.cu", "src/cuda/quantize.cu")
+    nvcc::compile("src/cuda/quantize.cu")
 }

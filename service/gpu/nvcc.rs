@@ -14,11 +14,19 @@ const CARDS: [u32; 7] = [75, 80, 86, 89, 90, 100, 120];
 const LEAST: u32 = 75;
 
 /// With the feature `cuda`, compiles `source` to a file of its name that ends in `.fatbin`, in cargo's folder for what is
-/// built. `watched` is the file or folder whose changes call for that again.
-pub(crate) fn compile(source: &str, watched: &str) -> Result<(), Box<dyn Error>> {
+/// built. Changes of it and of kernels beside it call for that again.
+pub(crate) fn compile(source: &str) -> Result<(), Box<dyn Error>> {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed=../gpu/nvcc.rs");
-    println!("cargo:rerun-if-changed={watched}");
+    // Not the folder: a change of the Rust beside the kernels compiles none of them anew.
+    let folder = Path::new(source).parent().ok_or("a source without a folder")?;
+    for entry in std::fs::read_dir(folder)? {
+        let path = entry?.path();
+        let ending = path.extension().unwrap_or_default();
+        if ending == "cu" || ending == "cuh" {
+            println!("cargo:rerun-if-changed={}", path.display());
+        }
+    }
     println!("cargo:rerun-if-env-changed=NVCC");
     println!("cargo:rerun-if-env-changed=CUDA_HOME");
     if std::env::var_os("CARGO_FEATURE_CUDA").is_none() {
@@ -35,7 +43,7 @@ pub(crate) fn compile(source: &str, watched: &str) -> Result<(), Box<dyn Error>>
     let name = name.file_name().ok_or("a source without a name")?;
     let to = PathBuf::from(std::env::var_os("OUT_DIR").ok_or("cargo sets no OUT_DIR")?).join(name);
     // Arithmetic is rounded after each operation, as on the CPU: no fused multiply-add.
-    let mut arguments: Vec<OsString> = ["-fatbin", "-O3", "-fmad=false", "-std=c++17"]
+    let mut arguments: Vec<OsString> = ["-fatbin", "-O3", "-fmad=false", "-std=c++17", "--threads=0"]
         .map(OsString::from)
         .into();
     for capability in CARDS.into_iter().filter(|&c| knows(c)) {

@@ -5,5 +5,5 @@
 mod nvcc;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    nvcc::compile("src/cuda/kernels.cu", "src/cuda") // it, and what it includes
+    nvcc::compile("src/cuda/kernels.cu")
 }

@@ -31,6 +31,7 @@ mod norm;
 mod pictures;
 mod place;
 mod planned;
+mod product;
 mod relative_bias;
 mod rope;
 mod rows;

@@ -1,7 +1,9 @@
 //! Loops over rows of f32, compiled for the vectors that a processor has. The build is for every x86-64, whose vectors
-//! hold four numbers; those of most processors hold eight or sixteen, which is seen when the program runs. Additions and
-//! products are done in the same order whatever the vectors (and never fused), so that the numbers are the same on all
-//! processors.
+//! hold four numbers; those of most processors hold eight or sixteen, which is seen when the program runs.
+//!
+//! In what [`vectorised`] compiles, additions and products are done in the same order whatever the vectors (and never
+//! fused), so that the numbers are the same on all processors. What [`by_processor`] compiles may fuse them: products of
+//! matrices and attention, whose last digits may differ from one processor to another.
 
 #![allow(unsafe_code)] // Calls of what is compiled for the processor at hand.
 
@@ -41,6 +43,158 @@ macro_rules! vectorised {
     };
 }
 pub(crate) use vectorised;
+
+/// What a loop is compiled for.
+///
+/// # Safety
+/// Of the unsafe functions: the processor must be of this kind, as it is within what [`by_processor`] compiles, and as many
+/// numbers as a vector has must be at the address.
+pub(crate) trait Processor {
+    /// Some f32.
+    type Vector: Copy;
+    /// Numbers of a vector.
+    const LANES: usize;
+
+    /// `a b + c`, rounded once if the processor has an instruction for it.
+    fn multiply_add(a: f32, b: f32, c: f32) -> f32;
+    /// The same number in all lanes.
+    unsafe fn all(number: f32) -> Self::Vector;
+    /// What is there.
+    unsafe fn load(from: *const f32) -> Self::Vector;
+    /// Writes a vector there.
+    unsafe fn store(vector: Self::Vector, to: *mut f32);
+    /// `a b + c` in each lane.
+    unsafe fn multiply_add_vectors(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
+}
+
+/// A kind of x86-64 that has FMA, with its vectors and instructions.
+#[cfg(target_arch = "x86_64")]
+macro_rules! processor {
+    ($(#[$attribute:meta])* $name:ident, $vector:ident, $all:ident, $load:ident, $store:ident, $multiply_add:ident) => {
+        $(#[$attribute])*
+        pub(crate) struct $name;
+
+        impl Processor for $name {
+            type Vector = std::arch::x86_64::$vector;
+            const LANES: usize = size_of::<Self::Vector>() / size_of::<f32>();
+
+            #[inline(always)]
+            fn multiply_add(a: f32, b: f32, c: f32) -> f32 {
+                a.mul_add(b, c)
+            }
+
+            #[inline(always)]
+            unsafe fn all(number: f32) -> Self::Vector {
+                // SAFETY: the processor has the instruction (the caller's).
+                unsafe { std::arch::x86_64::$all(number) }
+            }
+
+            #[inline(always)]
+            unsafe fn load(from: *const f32) -> Self::Vector {
+                // SAFETY: a vector is there, and the processor has the instruction (the caller's).
+                unsafe { std::arch::x86_64::$load(from) }
+            }
+
+            #[inline(always)]
+            unsafe fn store(vector: Self::Vector, to: *mut f32) {
+                // SAFETY: as above.
+                unsafe { std::arch::x86_64::$store(to, vector) }
+            }
+
+            #[inline(always)]
+            unsafe fn multiply_add_vectors(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector {
+                // SAFETY: the processor has the instruction (the caller's).
+                unsafe { std::arch::x86_64::$multiply_add(a, b, c) }
+            }
+        }
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+processor! {
+    /// x86-64 with AVX-512 and FMA.
+    Avx512, __m512, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps
+}
+
+#[cfg(target_arch = "x86_64")]
+processor! {
+    /// x86-64 with AVX2 and FMA.
+    Avx2, __m256, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps
+}
+
+/// Every processor that the program runs on. Without an instruction for it, rounding once would be a call.
+pub(crate) struct Any;
+
+impl Processor for Any {
+    type Vector = [f32; 4];
+    const LANES: usize = 4;
+
+    #[inline(always)]
+    fn multiply_add(a: f32, b: f32, c: f32) -> f32 {
+        a * b + c
+    }
+
+    #[inline(always)]
+    unsafe fn all(number: f32) -> [f32; 4] {
+        [number; 4]
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> [f32; 4] {
+        // SAFETY: four numbers are there (the caller's), and an array is aligned as they are.
+        unsafe { *from.cast() }
+    }
+
+    #[inline(always)]
+    unsafe fn store(vector: [f32; 4], to: *mut f32) {
+        // SAFETY: as above.
+        unsafe { *to.cast() = vector }
+    }
+
+    #[inline(always)]
+    unsafe fn multiply_add_vectors(a: [f32; 4], b: [f32; 4], c: [f32; 4]) -> [f32; 4] {
+        [0, 1, 2, 3].map(|i| a[i] * b[i] + c[i])
+    }
+}
+
+/// Compiles a generic function for each [`Processor`], and calls it for the one at hand. The function, and what it calls, is
+/// `#[inline(always)]`, or it would be compiled for every processor alone.
+macro_rules! by_processor {
+    (
+        $(#[$attribute:meta])*
+        $visible:vis fn $name:ident($($argument:ident: $kind:ty),* $(,)?) $(-> $result:ty)? = $generic:ident
+    ) => {
+        $(#[$attribute])*
+        $visible fn $name($($argument: $kind),*) $(-> $result)? {
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma")]
+                fn with_avx512($($argument: $kind),*) $(-> $result)? {
+                    $generic::<$crate::loops::Avx512>($($argument),*)
+                }
+                #[target_feature(enable = "avx2,fma")]
+                fn with_avx2($($argument: $kind),*) $(-> $result)? {
+                    $generic::<$crate::loops::Avx2>($($argument),*)
+                }
+                if is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+                    && is_x86_feature_detected!("fma")
+                {
+                    // SAFETY: the processor has what the function is compiled for.
+                    return unsafe { with_avx512($($argument),*) };
+                }
+                if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+                    // SAFETY: the processor has what the function is compiled for.
+                    return unsafe { with_avx2($($argument),*) };
+                }
+            }
+            $generic::<$crate::loops::Any>($($argument),*)
+        }
+    };
+}
+pub(crate) use by_processor;
 
 /// Partial sums of a row: four vectors of eight, or two of sixteen.
 const LANES: usize = 32;

@@ -157,7 +157,7 @@ fn strips_ask_for_what_is_planned_of_strips() {
     let config: VaeConfig = serde_json::from_slice(&config).expect("a configuration");
     let (h, w) = (48 / config.factor(), 96 / config.factor());
     let request = from_picture();
-    let latent = workshop.paint(&request, &mut Unobserved).expect("a latent");
+    let latent = workshop.denoised(&request, &mut Unobserved).expect("a latent");
     let input = StageInput {
         text: None,
         latent: Some(latent),

@@ -5,30 +5,31 @@
 //! Within a block numbers lie query by query in vectors: scores `[keys, queries]` and sums `[width, queries]`, so that the
 //! softmax of all queries of a block goes on side by side, and products take keys and values as they lie.
 
-#![allow(unsafe_code)] // Products of the gemm crate, and tasks that write one storage.
+#![allow(unsafe_code)] // Tasks that write one storage.
 
 use std::cell::RefCell;
 
 use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor};
-use gemm::Parallelism;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::Mask;
-use crate::loops::vectorised;
+use crate::loops::{Processor, by_processor, vectorised};
 use crate::place::apart_from;
-use crate::rows::exp;
+use crate::product::{COLUMNS, Product, multiply};
+use crate::rows::exp_by;
 
 /// Queries of a block at most.
 const QUERIES: usize = 64;
-/// Keys of a block at most.
-const KEYS: usize = 128;
+/// Keys of a block at most: whole tiles of a product.
+const KEYS: usize = 120;
 /// Queries are counted in vectors of so many.
-const VECTOR: usize = 16;
+const VECTOR: usize = COLUMNS;
 /// What the highest score is before there is one: low, and its distance to itself is zero.
 const LOWEST: f32 = -1e30;
 
-/// [`super::attention`] on the CPU. The numbers do not depend on how many threads there are.
+/// [`super::attention`] on the CPU. The numbers do not depend on how many threads there are; their last digits may differ
+/// from one processor to another, as those of [`multiply`] do.
 pub(super) fn attention(
     q: &Tensor,
     k: &Tensor,
@@ -307,28 +308,34 @@ impl Operands<'_> {
             let at = [block.batch, first, key_head];
             let key = &self.k.numbers[self.k.row(at)..];
             let value = &self.v.numbers[self.v.row(at)..];
-            // SAFETY: `scores` are [count, lanes], `queries` [width, lanes], `sums` [width, lanes]; rows of `count` keys
-            // from `first` on are within the storages of keys and values (`strides_within`).
-            unsafe {
-                product(
-                    [lanes, count, width],
-                    (scores.as_mut_ptr(), lanes, false),
-                    queries.as_ptr(),
-                    (key.as_ptr(), self.k.strides[1], 1),
-                );
-            }
+            multiply(Product {
+                rows: count,
+                columns: lanes,
+                depth: width,
+                out: scores,
+                out_stride: lanes,
+                adds: false,
+                left: key,
+                left_strides: [self.k.strides[1], 1],
+                right: queries,
+                right_stride: lanes,
+            });
             self.mask(block, first, count, scores);
-            weigh(scores, lanes, highest, totals, factors);
-            correct(sums, lanes, factors);
-            // SAFETY: as above.
-            unsafe {
-                product(
-                    [lanes, width, count],
-                    (sums.as_mut_ptr(), lanes, true),
-                    scores.as_ptr(),
-                    (value.as_ptr(), 1, self.v.strides[1]),
-                );
+            if weigh(scores, lanes, highest, totals, factors) {
+                correct(sums, lanes, factors);
             }
+            multiply(Product {
+                rows: width,
+                columns: lanes,
+                depth: count,
+                out: sums,
+                out_stride: lanes,
+                adds: true,
+                left: value,
+                left_strides: [1, self.v.strides[1]],
+                right: scores,
+                right_stride: lanes,
+            });
         }
         (sums, totals)
     }
@@ -405,80 +412,56 @@ impl Room<'_> {
     }
 }
 
-/// The product of a matrix of vectors `[k, m]` with `right` `[k, n]`, written or added to `[n, m]`. Of `right` the
-/// distances along `n` and `k` are given.
-///
-/// # Safety
-/// All numbers of the three must be within their allocations, and those of the result nobody else's.
-unsafe fn product(
-    [m, n, k]: [usize; 3],
-    (out, out_stride, adds): (*mut f32, usize, bool),
-    left: *const f32,
-    (right, right_n, right_k): (*const f32, usize, usize),
-) {
-    // SAFETY: the caller's.
-    unsafe {
-        gemm::gemm(
-            m,
-            n,
-            k,
-            out,
-            out_stride as isize,
-            1,
-            adds,
-            left,
-            m as isize,
-            1,
-            right,
-            right_n as isize,
-            right_k as isize,
-            1.0,
-            1.0,
-            false,
-            false,
-            false,
-            Parallelism::None,
-        );
-    }
-}
-
-vectorised! {
+by_processor! {
     /// Turns scores `[keys, lanes]` into weights: `e` to the score less the highest so far, which is brought up to date,
-    /// as are the totals of weights. What was summed before must be multiplied by `factors`.
+    /// as are the totals of weights. What was summed before must be multiplied by `factors`; says whether any is not 1.
     fn weigh(
         scores: &mut [f32],
         lanes: usize,
         highest: &mut [f32],
         totals: &mut [f32],
         factors: &mut [f32],
-    ) {
-        for first in (0..lanes).step_by(VECTOR) {
-            let range = first..first + VECTOR;
-            let mut high = [LOWEST; VECTOR];
-            high.copy_from_slice(&highest[range.clone()]);
-            for row in scores.chunks_exact(lanes) {
-                for (high, &score) in high.iter_mut().zip(&row[range.clone()]) {
-                    *high = if score > *high { score } else { *high };
-                }
+    ) -> bool = weigh_by
+}
+
+#[inline(always)]
+fn weigh_by<P: Processor>(
+    scores: &mut [f32],
+    lanes: usize,
+    highest: &mut [f32],
+    totals: &mut [f32],
+    factors: &mut [f32],
+) -> bool {
+    let exp = |x: f32| exp_by(x, P::multiply_add);
+    let mut rose = false;
+    for first in (0..lanes).step_by(VECTOR) {
+        let range = first..first + VECTOR;
+        let mut high = [LOWEST; VECTOR];
+        high.copy_from_slice(&highest[range.clone()]);
+        for row in scores.chunks_exact(lanes) {
+            for (high, &score) in high.iter_mut().zip(&row[range.clone()]) {
+                *high = if score > *high { score } else { *high };
             }
-            let mut total = [0f32; VECTOR];
-            for i in 0..VECTOR {
-                let factor = exp(highest[first + i] - high[i]);
-                factors[first + i] = factor;
-                highest[first + i] = high[i];
-                total[i] = totals[first + i] * factor;
-            }
-            for row in scores.chunks_exact_mut(lanes) {
-                let row = &mut row[range.clone()];
-                for i in 0..VECTOR {
-                    let weight = exp(row[i] - high[i]);
-                    row[i] = weight;
-                    total[i] += weight;
-                }
-            }
-            totals[range].copy_from_slice(&total);
         }
+        let mut total = [0f32; VECTOR];
+        for i in 0..VECTOR {
+            let factor = exp(highest[first + i] - high[i]);
+            rose |= high[i] > highest[first + i];
+            factors[first + i] = factor;
+            highest[first + i] = high[i];
+            total[i] = totals[first + i] * factor;
+        }
+        for row in scores.chunks_exact_mut(lanes) {
+            let row = &mut row[range.clone()];
+            for i in 0..VECTOR {
+                let weight = exp(row[i] - high[i]);
+                row[i] = weight;
+                total[i] += weight;
+            }
+        }
+        totals[range].copy_from_slice(&total);
     }
+    rose
 }
 
 vectorised! {

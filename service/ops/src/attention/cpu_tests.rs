@@ -62,6 +62,9 @@ fn attention_equals_its_definition_for_every_mask_and_size() -> Result<()> {
         [1, QUERIES + 1, KEYS + 1, 4, 2, 5],
         [2, 2 * QUERIES + 17, 2 * KEYS + 3, 6, 1, 16],
         [1, 33, 300, 2, 1, 72],
+        [1, 65, 129, 2, 2, 1],
+        [1, 1, 129, 2, 1, 17],
+        [1, 65, 1, 2, 2, 33],
     ];
     for size in sizes {
         let [q, k, v] = operands(size)?;

@@ -178,7 +178,7 @@ pub(crate) fn norm(pass: &Pass<'_>) -> Result<()> {
 
     let units = columns.div_ceil(UNIT);
     let chunks = match units.div_ceil(FEW_THREADS) {
-        few @ 0..LONG if lying.is_wide => few,
+        few @ 0..LONG if layout.is_wide => few,
         _ if units <= LONG * MOST_THREADS => LONG,
         _ => LONGEST,
     };
@@ -199,7 +199,7 @@ pub(crate) fn norm(pass: &Pass<'_>) -> Result<()> {
     let card = Card::of(device)?;
     // Every block has as many rows, to a row.
     let at_once = (BLOCKS_OF_PROCESSOR * card.processors).div_ceil(batch);
-    let blocks = rows.div_ceil(rows.div_ceil(at_once));
+    let blocks = rows.div_ceil(rows.div_ceil(at_once).max(1));
     // SAFETY: the structure is that of `norm.cuh`, and the kernel keeps to the rows, columns and distances that were read
     // off the tensors, which are of these dtypes. The caller has them for as long as the call lasts.
     unsafe {

@@ -177,6 +177,47 @@ fn layers_at_equal_distances_are_each_of_them() -> Result<()> {
     Ok(())
 }
 
+/// On a card they are one product where the scratch has room for all of them, and one after the other where it has not.
+#[test]
+fn quantized_layers_over_the_same_rows_are_each_of_them() -> Result<()> {
+    let device = crate::testing::test_device();
+    let (tokens, outputs, columns) = (9, 64, 256);
+    let x = random(&[1, tokens, columns], 1)?;
+    let biases = random(&[3, outputs], 2)?;
+    let biases_ = here(&biases);
+    for format in formats() {
+        let one = linear_scratch(format, outputs, columns, tokens, DType::F32);
+        for scratch in [one, 3 * one] {
+            let scratch = Scratch::new(scratch, device)?;
+            let joint = Tensor::zeros((1, tokens, 3 * outputs), DType::F32, device)?;
+            let held = (0..3)
+                .map(|i| {
+                    let bytes = moderate_bytes(format, outputs, columns, 5 + i as u64);
+                    let weight = quantized(format, &[outputs, columns], bytes);
+                    let numbers = dequantize(&weight, DType::F32)?;
+                    let out = joint.narrow(2, outputs * i, outputs)?;
+                    Ok((Weight::Quantized(weight), numbers, biases_.get(i)?, out))
+                })
+                .collect::<Result<Vec<_>>>()?;
+            let layers: Vec<LayerTo<'_>> = held
+                .iter()
+                .map(|(weight, _, bias, out)| LayerTo {
+                    weight,
+                    bias: Some(bias),
+                    out,
+                })
+                .collect();
+            linears_into(&here(&x), &layers, Epilogue::None, &scratch)?;
+            for (i, (_, numbers, _, out)) in held.iter().enumerate() {
+                let expected = defined(&x.get(0)?, numbers, Some(&biases.get(i)?))?;
+                let found = out.to_device(&Device::Cpu)?.contiguous()?;
+                assert_close(&found.get(0)?, &expected, F32_PRODUCT)?;
+            }
+        }
+    }
+    Ok(())
+}
+
 /// What only a card does.
 #[cfg(feature = "cuda")]
 mod on_a_card {

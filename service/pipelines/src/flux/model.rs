@@ -14,7 +14,7 @@ use super::config::TransformerConfig;
 use super::scheduler::{SchedulerConfig, first_step};
 use super::t5::T5Config;
 use super::tokenizers::{ClipTokenizer, T5Tokenizer};
-use super::transformer::{codes_bytes, denoise_scratch};
+use super::transformer::{codes_bytes, denoise_scratch, is_modulator};
 use super::vae::Chunking;
 use super::vae::{VaeConfig, decode_scratch, encode_ladder, ladder};
 use crate::{
@@ -69,8 +69,8 @@ impl FluxModel {
     }
 
     /// Activation bytes that the quantized layers of a component take beside what the mathematics does, over so many
-    /// tokens: one layer is run at a time, and the largest counts.
-    fn dequantizing(&self, component_name: &str, tokens: usize) -> Bytes {
+    /// tokens: one layer is run at a time, and the largest of those whose names are chosen counts.
+    fn dequantizing(&self, component_name: &str, tokens: usize, is_run: fn(&str) -> bool) -> Bytes {
         let Some(LoadPlan::Files(sources)) = self.load_plan(component_name) else {
             return Bytes(0);
         };
@@ -82,7 +82,8 @@ impl FluxModel {
             }
             Target::Full(_) => None,
         };
-        Bytes(sources.iter().filter_map(of_layer).max().unwrap_or_default())
+        let run = sources.iter().filter(|source| is_run(&source.name));
+        Bytes(run.filter_map(of_layer).max().unwrap_or_default())
     }
 
     /// Whether a component has layers in fp8, which cards may multiply as they are.
@@ -116,8 +117,8 @@ impl FluxModel {
         let tokens = request.max_sequence_length as usize;
         let dtype = self.precision.dtype;
         let pooled = self.clip_tokenizer.length();
-        let scratch = (self.clip.scratch(pooled, dtype) + self.dequantizing("text_encoder", pooled))
-            .max(self.t5.scratch(tokens, dtype) + self.dequantizing("text_encoder_2", tokens));
+        let scratch = (self.clip.scratch(pooled, dtype) + self.dequantizing("text_encoder", pooled, any))
+            .max(self.t5.scratch(tokens, dtype) + self.dequantizing("text_encoder_2", tokens, any));
         StagePlan {
             kind: StageKind::EncodeText,
             components: [self.component("text_encoder"), self.component("text_encoder_2")].concat(),
@@ -152,16 +153,21 @@ impl FluxModel {
             steps,
             dtype,
         ));
-        scratch += self.dequantizing("transformer", tokens as usize + picture);
+        scratch += self.dequantizing("transformer", tokens as usize + picture, |name| {
+            !is_modulator(name)
+        });
         if self.holds_fp8("transformer") {
             scratch += Bytes(codes_bytes(&self.transformer, tokens as usize, picture));
         }
+        // Modulators have run before there are buffers.
+        scratch = scratch.max(self.dequantizing("transformer", steps as usize, is_modulator));
         let mut components = self.component("transformer");
         if request.preview {
             components.extend(self.component("vae"));
             // What is conditioned stays while a preview is decoded at half the size.
             let (h, w) = self.latent_sides(width / 2, height / 2);
-            scratch += decode_scratch(&self.vae, h, w, Chunking::Whole, dtype) + self.dequantizing("vae", 0);
+            scratch +=
+                decode_scratch(&self.vae, h, w, Chunking::Whole, dtype) + self.dequantizing("vae", 0, any);
         }
         StagePlan {
             kind: StageKind::Denoise,
@@ -243,7 +249,7 @@ impl Model for FluxModel {
             }
         };
         // Convolutions are dequantized whatever their format: no tokens are.
-        let dequantizing = self.dequantizing("vae", 0);
+        let dequantizing = self.dequantizing("vae", 0, any);
         StagePlan {
             kind,
             components: self.component("vae"),
@@ -307,4 +313,9 @@ impl Model for FluxModel {
         };
         stage.run(plan.kind, rung, input)
     }
+}
+
+/// All layers.
+fn any(_: &str) -> bool {
+    true
 }

@@ -349,6 +349,11 @@ pub fn denoise_scratch(
     buffers + rotations + modulations + latents as u64 + LIBRARIES
 }
 
+/// Whether a tensor is the weight of a [`Modulator`], which no step runs.
+pub(super) fn is_modulator(name: &str) -> bool {
+    name.ends_with(".linear.weight")
+}
+
 /// Bytes of the codes of rows where layers multiply fp8.
 pub(super) fn codes_bytes(config: &TransformerConfig, text: usize, picture: usize) -> u64 {
     ((text + picture) * (config.width() + size_of::<f32>())) as u64
