@@ -110,7 +110,8 @@ FULL = Scale(
     mixed_seconds=170.0,
     peer_rounds=3,
     peer_seconds=75.0,
-    speed_steps=8,
+    # A whole job's: the card's clock goes up and down over some ten steps.
+    speed_steps=28,
     speed_rounds=12,
     request_steps=28,
     request_rounds=3,

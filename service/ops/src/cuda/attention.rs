@@ -654,14 +654,14 @@ mod tests {
         if !is_card() {
             return Ok(());
         }
-        // Of one warp's keys and of many blocks'. e to the -300 is nothing in f32.
+        // Of one warp's keys and of many blocks'. e to the -110 is nothing in f32; of much lower scores f32 keeps too few digits.
         for keys in [5, 34, 700] {
-            let bias = (Tensor::zeros((1, 1, 1, keys), DType::F32, &Device::Cpu)? - 300.0)?;
+            let bias = (Tensor::zeros((1, 1, 1, keys), DType::F32, &Device::Cpu)? - 110.0)?;
             check(
                 [1, 9, keys, 2, 2, 16],
                 Mask::Bias(&bias),
                 |_, _, _| true,
-                |_| -300.0,
+                |_| -110.0,
                 &[DType::F32],
             )?;
         }
