@@ -7,8 +7,8 @@ The service says so at the level debug under the target `timeline`:
 
 `--from` and `--to` cut the log at the first line with these words, so that one request can be looked at
 alone. Parts of one whole follow each other but where they say otherwise; wholes contain each other: `decode`
-contains `run`, which contains `compute`. `plans made ahead` are made on threads beside everything else, several
-at a time; `plans in a stage` are what stages still wait for.
+contains `run`, which contains `compute`. `plans made ahead` are made on threads beside everything else,
+several at a time; `plans in a stage` are what stages still wait for.
 """
 
 from __future__ import annotations
