@@ -326,16 +326,13 @@ def test_the_end_tells_times_and_peaks_of_every_stage(painting_client: moored.Cl
     assert isinstance(events[0], moored.Accepted)
     assert events[-1] == result.done
     assert [stage.name for stage in result.stages] == ["encode_text", "denoise", "decode"]
-    resident = sum(
-        resident.component.bytes
-        for card in painting_client.status().cards
-        for resident in card.residents
-    )
+    (memory,) = (card.memory for card in painting_client.status().cards)
+    at_rest = memory.components + memory.workspaces + memory.context
     for stage in result.stages:
         assert stage.card == "cpu"
         assert 0 < stage.peak_scratch_bytes <= stage.predicted_scratch_bytes
         assert stage.peak_scratch_bytes < stage.peak_bytes
-        assert stage.peak_bytes <= resident + stage.predicted_scratch_bytes
+        assert stage.peak_bytes <= at_rest + stage.predicted_scratch_bytes
         assert stage.attention == "cpu loops"
     assert result.timings["denoise"].run_ms > 0
     spent = sum(stage.run_ms + stage.move_ms + stage.wait_ms for stage in result.stages)
