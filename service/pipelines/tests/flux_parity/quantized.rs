@@ -556,6 +556,28 @@ fn scratch_of_quantized_layers_counts_the_tokens_of_the_stage() {
     }
 }
 
+/// Int8 and fp8 take as many bytes, and other scratch: what is learned of one must not be booked for the other.
+#[test]
+fn a_stage_that_multiplies_fp8_has_a_shape_of_its_own() {
+    let folder = copy_of(&["flux-tiny"]);
+    let shapes = |format: &str| {
+        let formats = ["transformer", "text_encoder_2"].map(|name| (name, format));
+        let model = FluxModel::open(folder.path(), &quantized(&formats))
+            .expect("sound")
+            .expect("FLUX");
+        let stages = model.stages(&request());
+        stages
+            .into_iter()
+            .map(|stage| (stage.kind, stage.shape))
+            .collect::<Vec<_>>()
+    };
+    let (int8, fp8) = (shapes("int8"), shapes("fp8"));
+    assert_eq!(int8, shapes("nf4"));
+    for ((kind, int8), (_, fp8)) in int8.iter().zip(&fp8) {
+        assert_eq!(int8 == fp8, *kind == StageKind::Decode, "{kind:?}: {int8}, {fp8}");
+    }
+}
+
 #[test]
 fn gguf_is_read_as_it_is() {
     let folder = schnell();
