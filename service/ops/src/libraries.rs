@@ -93,7 +93,7 @@ fn attention_on_cuda(
     }
 }
 
-/// Has plans of cuDNN made for these shapes on threads of their own, the first first, so that operations find them ready.
+/// Has cuDNN's plans for these shapes made on threads of their own, in this order, so that operations find them ready.
 /// Returns at once. It is advice: nothing fails by it, shapes that were asked for before cost nothing, and a device without
 /// cuDNN needs none.
 pub fn make_plans(device: &Device, planned: &[Planned]) {
@@ -131,28 +131,28 @@ impl PlansMade {
 /// Who makes a plan.
 #[cfg(any(feature = "cuda", test))]
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Maker {
+pub(crate) enum MadeBy {
     Ahead,
     Stage,
 }
 
 #[cfg(any(feature = "cuda", test))]
-impl Maker {
+impl MadeBy {
     /// What the parts of its time are of.
     pub(crate) fn timeline(self) -> &'static str {
         match self {
-            Maker::Ahead => "plans made ahead",
-            Maker::Stage => "plans in a stage",
+            MadeBy::Ahead => "plans made ahead",
+            MadeBy::Stage => "plans in a stage",
         }
     }
 }
 
 /// Counts a plan that is compiled.
 #[cfg(any(feature = "cuda", test))]
-pub(crate) fn count_plan(by: Maker) {
+pub(crate) fn count_plan(by: MadeBy) {
     let made = match by {
-        Maker::Ahead => &MADE_AHEAD,
-        Maker::Stage => &MADE_IN_STAGES,
+        MadeBy::Ahead => &MADE_AHEAD,
+        MadeBy::Stage => &MADE_IN_STAGES,
     };
     made.fetch_add(1, Ordering::Relaxed);
 }

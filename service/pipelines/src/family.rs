@@ -316,12 +316,7 @@ pub trait Model: Send + Sync {
             width: side,
             height: side,
             steps: 1,
-            guidance: defaults.guidance,
-            seed: 0,
-            max_sequence_length: defaults.max_sequence_length,
-            init_image: None,
-            strength: 1.0,
-            preview: false,
+            ..defaults.request()
         };
         let sides = (4..10).map(|power| square(1 << power));
         sides

@@ -55,6 +55,24 @@ pub struct Defaults {
     pub height: u32,
 }
 
+impl Defaults {
+    /// A request that leaves everything open: no prompt, seed 0, no image, no previews.
+    pub fn request(&self) -> ImageRequest {
+        ImageRequest {
+            prompt: String::new(),
+            width: self.width,
+            height: self.height,
+            steps: self.steps,
+            guidance: self.guidance,
+            seed: 0,
+            max_sequence_length: self.max_sequence_length,
+            init_image: None,
+            strength: 1.0,
+            preview: false,
+        }
+    }
+}
+
 /// A field of a request that cannot be.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{field}: {problem}")]

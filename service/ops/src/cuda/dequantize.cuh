@@ -18,6 +18,7 @@ constexpr unsigned UNIT = 8;
 constexpr unsigned UNITS = 4;
 constexpr unsigned DEQUANTIZE_THREADS = 256;
 
+// Threads of a warp.
 constexpr unsigned LANES = 32;
 
 // Where the parts of a weight are, and its size. The weight itself is aligned to 16 bytes.

@@ -49,6 +49,13 @@ enum Stand {
     Over,
 }
 
+impl Stand {
+    /// Whether it is still to be made.
+    fn is_pending(&self) -> bool {
+        matches!(self, Stand::Queued | Stand::UnderWay)
+    }
+}
+
 impl<M: Send + 'static> Ahead<M> {
     pub(super) fn new(open: Open<M>) -> Ahead<M> {
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
@@ -77,8 +84,7 @@ impl<M: Send + 'static> Ahead<M> {
                 continue;
             }
             if state.plans.len() >= REMEMBERED {
-                let is_pending = |stand: &Stand| matches!(stand, Stand::Queued | Stand::UnderWay);
-                state.plans.retain(|_, stand| is_pending(stand));
+                state.plans.retain(|_, stand| stand.is_pending());
             }
             state.plans.insert(key.clone(), Stand::Queued);
             state.queue.push_back((key, make));
@@ -123,9 +129,7 @@ impl<M: Send + 'static> Ahead<M> {
     /// Whether all that was asked for is made, or not to be had.
     #[cfg(test)]
     pub(super) fn is_idle(&self) -> bool {
-        let state = self.0.lock();
-        let is_pending = |stand: &Stand| matches!(stand, Stand::Queued | Stand::UnderWay);
-        !state.plans.values().any(is_pending)
+        !self.0.lock().plans.values().any(Stand::is_pending)
     }
 }
 

@@ -32,7 +32,7 @@ use graph::{Graph, Numbers, Wanted};
 use plan::{Plan, Target};
 use plans::Folder;
 
-use crate::libraries::{Maker as By, count_plan};
+use crate::libraries::{MadeBy, count_plan};
 use crate::planned::{Planned, is_asked_in};
 
 #[cfg(feature = "cuda")]
@@ -148,7 +148,7 @@ impl Maker {
     ///
     /// # Errors
     /// Why there is none.
-    fn plan<S: Shape>(&self, shape: &S, by: By) -> Outcome<(Plan, Option<Vec<u8>>)> {
+    fn plan<S: Shape>(&self, shape: &S, by: MadeBy) -> Outcome<(Plan, Option<Vec<u8>>)> {
         let mut timeline = Timeline::begin(by.timeline());
         let key = self.key(shape);
         if let Some(text) = self.folder.as_ref().and_then(|folder| folder.read(&key)) {
@@ -191,7 +191,7 @@ impl Maker {
     /// How a plan is asked for ahead.
     fn ahead<S: Shape>(&self, shape: &S) -> (String, Make<Maker>) {
         let wanted = shape.clone();
-        let make = move |maker: &Maker| match maker.plan(&wanted, By::Ahead)? {
+        let make = move |maker: &Maker| match maker.plan(&wanted, MadeBy::Ahead)? {
             (_, Some(text)) => Ok(text),
             (_, None) => Err(Failure {
                 call: "the plan's text",
@@ -246,7 +246,7 @@ impl<S: Shape> Made<S> {
 }
 
 fn found_or_made<S: Shape>(maker: &Maker, ahead: &Ahead<Maker>, shape: &S) -> Outcome<Plan> {
-    let mut timeline = Timeline::begin(By::Stage.timeline());
+    let mut timeline = Timeline::begin(MadeBy::Stage.timeline());
     if let Some(found) = ahead.fetch(&maker.key(shape)) {
         timeline.part("wait for a plan made ahead");
         match maker.load(&found?) {
@@ -259,5 +259,5 @@ fn found_or_made<S: Shape>(maker: &Maker, ahead: &Ahead<Maker>, shape: &S) -> Ou
             }
         }
     }
-    maker.plan(shape, By::Stage).map(|(plan, _)| plan)
+    maker.plan(shape, MadeBy::Stage).map(|(plan, _)| plan)
 }

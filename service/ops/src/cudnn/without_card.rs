@@ -10,7 +10,7 @@ use candle_core::DType;
 use super::descriptor::{Descriptor, Value, kind};
 use super::plan::Target;
 use super::plans::Folder;
-use super::{Ahead, By, Library, Made, Make, Maker, Shape};
+use super::{Ahead, Library, Made, MadeBy, Make, Maker, Shape};
 use crate::PlansMade;
 use crate::planned::{AttentionShape, ConvolutionShape, MaskShape, Planned};
 
@@ -293,7 +293,7 @@ fn refused<S: Shape>(maker: &Maker, shapes: Vec<(&str, S)>) -> Vec<String> {
     let mut refused = Vec::new();
     for (name, shape) in shapes {
         let began = Instant::now();
-        match maker.plan(&shape, By::Stage) {
+        match maker.plan(&shape, MadeBy::Stage) {
             Ok((plan, _)) => eprintln!(
                 "{} {}: {name}: {} ms, {} bytes of workspace",
                 maker.card,
@@ -340,7 +340,7 @@ fn other_cards_get_plans_too() {
 fn what_is_not_supported_is_a_refusal() {
     let odd = attention(1, [2, 2], [64, 64], 60);
     for (maker, shape) in [(T4.maker(None), flux()), (H100.maker(None), odd)] {
-        let failure = maker.plan(&shape, By::Stage).err().expect("no plan");
+        let failure = maker.plan(&shape, MadeBy::Stage).err().expect("no plan");
         eprintln!("{failure}");
         assert!(!failure.is_of_the_card(), "{failure}");
     }
@@ -348,7 +348,7 @@ fn what_is_not_supported_is_a_refusal() {
         dtype: DType::F32,
         ..flux()
     };
-    assert!(H100.maker(None).plan(&f32, By::Stage).is_err());
+    assert!(H100.maker(None).plan(&f32, MadeBy::Stage).is_err());
 }
 
 #[test]
@@ -358,7 +358,7 @@ fn a_plan_comes_back_from_its_folder() {
     let maker = |card: &Described| card.maker(Some(Folder::at(at.path(), 8)));
     let plan = |maker: &Maker| {
         let began = Instant::now();
-        let (plan, _) = maker.plan(&flux(), By::Stage).unwrap();
+        let (plan, _) = maker.plan(&flux(), MadeBy::Stage).unwrap();
         eprintln!("new {}: {} ms", plan.is_new(), began.elapsed().as_millis());
         plan
     };

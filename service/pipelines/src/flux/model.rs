@@ -117,8 +117,9 @@ impl FluxModel {
         let tokens = request.max_sequence_length as usize;
         let dtype = self.precision.dtype;
         let pooled = self.clip_tokenizer.length();
-        let scratch = (self.clip.scratch(pooled, dtype) + self.dequantizing("text_encoder", pooled, any))
-            .max(self.t5.scratch(tokens, dtype) + self.dequantizing("text_encoder_2", tokens, any));
+        let scratch = (self.clip.scratch(pooled, dtype)
+            + self.dequantizing("text_encoder", pooled, |_| true))
+        .max(self.t5.scratch(tokens, dtype) + self.dequantizing("text_encoder_2", tokens, |_| true));
         StagePlan {
             kind: StageKind::EncodeText,
             components: [self.component("text_encoder"), self.component("text_encoder_2")].concat(),
@@ -166,8 +167,8 @@ impl FluxModel {
             components.extend(self.component("vae"));
             // What is conditioned stays while a preview is decoded at half the size.
             let (h, w) = self.latent_sides(width / 2, height / 2);
-            scratch +=
-                decode_scratch(&self.vae, h, w, Chunking::Whole, dtype) + self.dequantizing("vae", 0, any);
+            scratch += decode_scratch(&self.vae, h, w, Chunking::Whole, dtype)
+                + self.dequantizing("vae", 0, |_| true);
         }
         StagePlan {
             kind: StageKind::Denoise,
@@ -249,7 +250,7 @@ impl Model for FluxModel {
             }
         };
         // Convolutions are dequantized whatever their format: no tokens are.
-        let dequantizing = self.dequantizing("vae", 0, any);
+        let dequantizing = self.dequantizing("vae", 0, |_| true);
         StagePlan {
             kind,
             components: self.component("vae"),
@@ -313,9 +314,4 @@ impl Model for FluxModel {
         };
         stage.run(plan.kind, rung, input)
     }
-}
-
-/// All layers.
-fn any(_: &str) -> bool {
-    true
 }

@@ -19,7 +19,7 @@ use super::t5::T5Config;
 use super::tokenizers::{ClipTokenizer, T5Tokenizer};
 use super::vae::VaeConfig;
 use crate::files::{damaged, read_json, unsupported};
-use crate::{Defaults, ImageRequest, ModelError, Precision, RequestError, provisional_identity};
+use crate::{Defaults, ModelError, Precision, RequestError, provisional_identity};
 
 /// Its components, in the order of [`FluxModel::components`].
 const COMPONENTS: [&str; 4] = ["transformer", "vae", "text_encoder", "text_encoder_2"];
@@ -233,19 +233,7 @@ fn defaults(base: &Path, guided: bool) -> Result<Defaults, ModelError> {
         width: told.width.unwrap_or(1024),
         height: told.height.unwrap_or(1024),
     };
-    let request = ImageRequest {
-        prompt: String::new(),
-        width: defaults.width,
-        height: defaults.height,
-        steps: defaults.steps,
-        guidance: defaults.guidance,
-        seed: 0,
-        max_sequence_length: defaults.max_sequence_length,
-        init_image: None,
-        strength: 1.0,
-        preview: false,
-    };
-    let problems = problems(&request);
+    let problems = problems(&defaults.request());
     if problems.is_empty() {
         return Ok(defaults);
     }

@@ -329,31 +329,17 @@ impl Model for InstantModel {
 
     fn stages(&self, request: &ImageRequest) -> Vec<StagePlan> {
         let from_image = request.init_image.is_some();
-        let all = [
-            StageKind::EncodeText,
-            StageKind::EncodeImage,
-            StageKind::Denoise,
-            StageKind::Decode,
-        ];
-        let asked = all
+        let asked = StageKind::ALL
             .into_iter()
             .filter(|&kind| kind != StageKind::EncodeImage || from_image);
         asked.map(|kind| self.plan(kind, request)).collect()
     }
 
     fn lone_stage(&self, kind: StageKind, width: u32, height: u32) -> StagePlan {
-        let defaults = &self.description.defaults;
         let request = ImageRequest {
-            prompt: String::new(),
             width,
             height,
-            steps: defaults.steps,
-            guidance: defaults.guidance,
-            seed: 0,
-            max_sequence_length: defaults.max_sequence_length,
-            init_image: None,
-            strength: 1.0,
-            preview: false,
+            ..self.defaults().request()
         };
         self.plan(kind, &request)
     }

@@ -155,7 +155,7 @@ fn edges(size: usize, width: usize, channels: usize) -> usize {
     (2 * beside + size) * blended * channels
 }
 
-/// Bytes alive, followed layer by layer, and the layers that were come by.
+/// Bytes alive, followed layer by layer, and the layers that were passed.
 pub(super) struct Account {
     pub(super) dtype: DType,
     latent_height: usize,
@@ -164,7 +164,7 @@ pub(super) struct Account {
     pub(super) seen: Vec<Seen>,
 }
 
-/// What of a network cuDNN may be asked for.
+/// A layer that cuDNN may have a plan for.
 #[derive(Clone, Copy)]
 pub(super) enum Seen {
     /// A convolution, so many rows of outputs at a time.
