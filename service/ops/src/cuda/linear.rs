@@ -400,7 +400,9 @@ impl Layer<'_> {
         let mut products = self.card.products.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: the addresses are of tensors that the caller has for as long as the call lasts, or of its scratch, and
         // the shape was read off them.
-        unsafe { products.multiply(&Shape { finish, ..*shape }, &at, self.stream) }
+        let multiplied = unsafe { products.multiply(&Shape { finish, ..*shape }, &at, self.stream) };
+        products.write_soon(&self.card.products);
+        multiplied
     }
 
     /// Scales, bias and activation in a pass of their own: what the product did not do. `scales`: of rows of `x`, of the

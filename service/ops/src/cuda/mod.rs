@@ -4,6 +4,7 @@
 
 mod apply_norm;
 mod attention;
+mod code;
 mod convolve;
 mod elementwise;
 mod euler;
@@ -25,14 +26,15 @@ use cudarc::driver::{
     PushKernelArg as _,
 };
 use cudarc::nvrtc::Ptx;
-use gpu::{Fp8Scales, GgufType, QuantizedWeight, WeightFormat, WeightPart, rows_and_columns};
+use gpu::{Fp8Scales, GgufType, QuantizedWeight, Timeline, WeightFormat, WeightPart, rows_and_columns};
 use half::{bf16, f16};
 
-use crate::cudnn::{self, Cudnn, OfCard};
+use crate::cudnn::{self, OfCard};
 use crate::planned::Planned;
 
 pub(crate) use apply_norm::{add_rows, apply_norm};
 pub(crate) use attention::attention;
+pub(crate) use code::Recorder;
 pub(crate) use convolve::{convolve, taps_first, unwritten};
 pub(crate) use elementwise::{all_finite, copy_rows, glu, relative_bias};
 pub(crate) use euler::euler;
@@ -57,6 +59,12 @@ const ALIGNMENT: u64 = 16;
 /// What libraries may work in where nobody gave them more.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
+/// The compute capability that computes in bf16.
+const BF16_SINCE: (i32, i32) = (8, 0);
+
+/// One of our kernels, by which their module is found.
+const ANY_KERNEL: &str = "finish_product_bf16";
+
 /// What is kept for one context, as long as the process lives.
 struct Card {
     module: Arc<CudaModule>,
@@ -65,7 +73,7 @@ struct Card {
     compute_capability: (i32, i32),
     /// Multiprocessors.
     processors: usize,
-    products: Mutex<product::Products>,
+    products: Arc<Mutex<product::Products>>,
     /// Where the libraries work: address and bytes.
     workspace: OnceLock<(u64, usize)>,
     cudnn: OfCard,
@@ -91,7 +99,7 @@ impl Card {
                     cudarc::driver::sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
                 )
                 .w()? as usize,
-            products: Mutex::new(product::Products::new(context)?),
+            products: Arc::new(Mutex::new(product::Products::new(context)?)),
             workspace: OnceLock::new(),
             cudnn: OfCard::default(),
         });
@@ -118,6 +126,44 @@ impl Card {
             }
         };
         Ok(*self.workspace.get_or_init(|| workspace))
+    }
+
+    /// Brings code to the card that stages are likely to launch: our kernels in the dtype that this card computes in, and
+    /// those of the products that processes before this one asked for.
+    fn bring_code(&self, device: &CudaDevice) -> Result<()> {
+        let mut timeline = Timeline::begin("code brought ahead");
+        let stream = device.cuda_stream();
+        let context = stream.context();
+        let dtype = if self.compute_capability >= BF16_SINCE {
+            "bf16"
+        } else {
+            "f16"
+        };
+        let is_of_stages = |name: &str| {
+            let mut words = name.split('_');
+            !name.starts_with("dequantize_") && words.any(|word| word == dtype)
+        };
+        let loaded =
+            code::load_functions(&self.function(ANY_KERNEL.to_owned())?, context, is_of_stages).w()?;
+        timeline.part("our kernels");
+        let keys = {
+            let mut products = self.products.lock().unwrap_or_else(PoisonError::into_inner);
+            products.of_before()
+        };
+        timeline.part("read which products there were");
+        let recorder = Recorder::new(context).w()?;
+        let workspace = self.workspace(device)?;
+        for key in &keys {
+            let mut products = self.products.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Err(error) = products.choose_ahead(key, workspace, &recorder) {
+                tracing::debug!(%error, ?key, "a product is left to stages");
+            }
+            drop(products);
+            timeline.part("a product");
+        }
+        tracing::debug!(kernels = loaded, products = keys.len(), "code is on the card");
+        timeline.end();
+        Ok(())
     }
 
     /// Queues a kernel whose only argument is a structure, by value.
@@ -164,10 +210,28 @@ impl Card {
     }
 }
 
-/// Loads what is kept for a device's context: its kernels, and cuDNN where it is installed.
+/// Loads what is kept for a device's context: its kernels, and cuDNN where it is installed. Code that stages will launch
+/// is brought to the card meanwhile and afterwards, on a thread of its own.
 pub(crate) fn prepare(device: &CudaDevice) -> Result<()> {
+    let card = Card::of(device)?;
+    let of_thread = device.clone();
+    beside("code", move || card.bring_code(&of_thread));
     has_cudnn(device)?;
     Ok(())
+}
+
+/// Does some work ahead on a thread of its own. Nothing fails by it.
+fn beside(name: &str, work: impl FnOnce() -> Result<()> + Send + 'static) {
+    let told = name.to_owned();
+    let work = move || {
+        if let Err(error) = work() {
+            tracing::debug!(%error, thread = told, "what was to be done ahead is left to stages");
+        }
+    };
+    let thread = std::thread::Builder::new().name(name.to_owned());
+    if let Err(error) = thread.spawn(work) {
+        tracing::debug!(%error, "nothing is done ahead: stages do it");
+    }
 }
 
 /// Whether cuDNN is open for a device's context; it is opened at the first call.
@@ -178,11 +242,15 @@ pub(crate) fn has_cudnn(device: &CudaDevice) -> Result<bool> {
 
 /// Has plans of cuDNN made ahead, where it is installed.
 pub(crate) fn make_plans(device: &CudaDevice, planned: &[Planned]) -> Result<()> {
-    let make = |cudnn: &mut Cudnn| {
-        cudnn::make_plans(cudnn, planned);
-        Ok(())
-    };
-    Card::of(device)?.cudnn.with(device, make)?;
+    let card = Card::of(device)?;
+    let asked = card
+        .cudnn
+        .with(device, |cudnn| Ok(cudnn::make_plans(cudnn, planned)))?;
+    let fresh = asked.unwrap_or_default();
+    if !fresh.is_empty() {
+        let of_thread = device.clone();
+        beside("plans", move || card.cudnn.take_ahead(&of_thread, &fresh));
+    }
     Ok(())
 }
 

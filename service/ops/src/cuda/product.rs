@@ -5,10 +5,11 @@
 //! product with the same weight dequantized: four bits of each number of `x` are what is lost. Sums are in f32, those of
 //! Hopper's units in a little less (`FAST_ACCUM`).
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ffi::c_void;
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use candle_core::cuda_backend::WrapErr as _;
 use candle_core::{Error, Result};
@@ -16,12 +17,21 @@ use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys;
 use cudarc::driver::{CudaContext, CudaStream};
 
+use super::code::Recorder;
+use crate::cudnn::Folder;
+
 use sys::cublasLtMatmulDescAttributes_t as Attribute;
 use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
 use sys::cublasLtMatrixLayoutAttribute_t as LayoutAttribute;
 
 /// Plans that are remembered at most.
 const REMEMBERED: usize = 4096;
+
+/// Products that are kept beyond this process, those that came last: some models' in some sizes.
+const KEPT: usize = 96;
+
+/// How long further products are waited for before they are kept.
+const KEPT_AFTER: Duration = Duration::from_millis(50);
 
 /// The alignment beyond which nothing is gained, in bytes.
 const MOST_ALIGNED: u64 = 256;
@@ -92,6 +102,67 @@ pub(super) struct Shape {
     pub(super) finish: Finish,
 }
 
+impl Shape {
+    /// All its counts and distances, in the order of its fields.
+    fn sides(&self) -> [usize; 10] {
+        let Shape {
+            batch,
+            tokens,
+            inputs,
+            outputs,
+            x_row,
+            x_batch,
+            out_row,
+            out_batch,
+            weight_batch,
+            bias_batch,
+            numbers: _,
+            finish: _,
+        } = *self;
+        [
+            batch,
+            tokens,
+            inputs,
+            outputs,
+            x_row,
+            x_batch,
+            out_row,
+            out_batch,
+            weight_batch,
+            bias_batch,
+        ]
+    }
+}
+
+/// What numbers can be, and how products are finished, in the order in which kept products count them.
+const KINDS: [Numbers; 7] = [
+    Numbers::F32,
+    Numbers::F16,
+    Numbers::Bf16,
+    Numbers::Fp8 {
+        is_bf16: false,
+        by_rows: false,
+    },
+    Numbers::Fp8 {
+        is_bf16: false,
+        by_rows: true,
+    },
+    Numbers::Fp8 {
+        is_bf16: true,
+        by_rows: false,
+    },
+    Numbers::Fp8 {
+        is_bf16: true,
+        by_rows: true,
+    },
+];
+const FINISHES: [Finish; 4] = [
+    Finish::Nothing,
+    Finish::Bias,
+    Finish::GeluTanh,
+    Finish::BiasGeluTanh,
+];
+
 /// Where everything is on the card.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct At {
@@ -107,11 +178,22 @@ pub(super) struct At {
     pub(super) workspace: (u64, usize),
 }
 
+/// What cuBLASLt chooses an algorithm by: the product, and how the weight, `x` and the result are aligned, in bytes.
+type Key = (Shape, [u32; 3]);
+
 /// cuBLASLt of one context, and what it chose for each shape.
 pub(super) struct Products {
     handle: sys::cublasLtHandle_t,
     /// None where it has no algorithm.
-    plans: HashMap<(Shape, [u32; 3]), Option<Plan>>,
+    plans: HashMap<Key, Option<Plan>>,
+    /// Where products are kept beyond this process, and under which key; if they are.
+    folder: Option<(Folder, String)>,
+    /// Those that are kept, or to be.
+    kept: VecDeque<Key>,
+    /// Whether there are further ones than those that are written.
+    has_further: bool,
+    /// Whether a thread is about to write them.
+    has_writer: bool,
 }
 
 // SAFETY: a handle and what is made for it may be used from any thread, one at a time: it is behind a mutex. It lives as
@@ -122,10 +204,104 @@ impl Products {
     pub(super) fn new(context: &Arc<CudaContext>) -> Result<Products> {
         context.bind_to_thread().w()?;
         let handle = result::create_handle().map_err(failed)?;
+        // SAFETY: it takes nothing and gives a number.
+        let version = unsafe { sys::cublasLtGetVersion() };
+        let (major, minor) = context.compute_capability().w()?;
+        let key = format!(
+            "cuBLASLt {version} sm_{major}{minor} {}: products",
+            context.name().w()?
+        );
         Ok(Products {
             handle,
             plans: HashMap::new(),
+            folder: Folder::of_process().map(|folder| (folder, key)),
+            kept: VecDeque::new(),
+            has_further: false,
+            has_writer: false,
         })
+    }
+
+    /// Products of processes before this one, which asked for them last.
+    pub(super) fn of_before(&mut self) -> Vec<Key> {
+        let text = self.folder.as_ref().and_then(|(folder, key)| folder.read(key));
+        let text = String::from_utf8(text.unwrap_or_default()).unwrap_or_default();
+        let keys: Vec<Key> = text.lines().filter_map(of_line).take(KEPT).collect();
+        let new = keys.iter().filter(|key| !self.kept.contains(key));
+        self.kept = new.copied().chain(self.kept.iter().copied()).collect();
+        keys
+    }
+
+    /// Has cuBLASLt choose an algorithm for a product, and the code of its kernels brought to the card.
+    pub(super) fn choose_ahead(
+        &mut self,
+        key: &Key,
+        workspace: (u64, usize),
+        recorder: &Recorder,
+    ) -> Result<()> {
+        if self.plans.contains_key(key) {
+            return Ok(());
+        }
+        let (shape, _) = key;
+        // Nothing of it is computed, and no address is followed.
+        let everywhere = workspace.0;
+        let at = At {
+            weight: everywhere,
+            x: everywhere,
+            out: everywhere,
+            bias: matches!(shape.finish, Finish::Bias | Finish::BiasGeluTanh).then_some(everywhere),
+            scales: match shape.numbers {
+                Numbers::Fp8 { by_rows: true, .. } => Some((everywhere, everywhere)),
+                _ => None,
+            },
+            factor: 1.0,
+            workspace,
+        };
+        let Some(plan) = self.plan(key, &at)? else {
+            return Ok(());
+        };
+        let mut outcome = Ok(());
+        // SAFETY: it is recorded, and never runs.
+        let queue = || outcome = unsafe { plan.queue(&at, recorder.stream()) };
+        recorder.load_queued(queue).w()?;
+        outcome
+    }
+
+    /// Has a thread write down which products there are, soon, where further ones came.
+    pub(super) fn write_soon(&mut self, this: &Arc<Mutex<Products>>) {
+        if !self.has_further || self.has_writer || self.folder.is_none() {
+            return;
+        }
+        self.has_writer = true;
+        let this = Arc::clone(this);
+        let write = move || {
+            std::thread::sleep(KEPT_AFTER);
+            let (folder, text) = {
+                let mut products = this.lock().unwrap_or_else(PoisonError::into_inner);
+                (products.has_further, products.has_writer) = (false, false);
+                let lines: Vec<String> = products.kept.iter().map(line_of).collect();
+                (products.folder.clone(), lines.join("\n"))
+            };
+            if let Some((folder, key)) = folder {
+                folder.write(&key, text.as_bytes());
+            }
+        };
+        let thread = std::thread::Builder::new().name("products".to_owned());
+        if let Err(error) = thread.spawn(write) {
+            tracing::debug!(%error, "which products there are is not written down");
+        }
+    }
+
+    /// The plan of a product, made when it is first asked for; `None` where cuBLASLt has no algorithm.
+    fn plan(&mut self, key: &Key, at: &At) -> Result<Option<&Plan>> {
+        if !self.plans.contains_key(key) {
+            if self.plans.len() >= REMEMBERED {
+                self.plans.clear();
+            }
+            let (shape, alignments) = key;
+            let plan = Plan::new(self.handle, shape, *alignments, at).map_err(failed)?;
+            self.plans.insert(*key, plan);
+        }
+        Ok(self.plans.get(key).and_then(Option::as_ref))
     }
 
     /// Queues a product. `false` where cuBLASLt has no algorithm for it, and nothing was done.
@@ -156,42 +332,19 @@ impl Products {
             align(at.out, [shape.out_row, shape.out_batch], size_of_type(result)),
         ];
         let key = (*shape, alignments);
-        if !self.plans.contains_key(&key) {
-            if self.plans.len() >= REMEMBERED {
-                self.plans.clear();
+        let is_new = !self.plans.contains_key(&key);
+        if is_new && !self.kept.contains(&key) {
+            self.kept.push_back(key);
+            if self.kept.len() > KEPT {
+                self.kept.pop_front();
             }
-            let plan = Plan::new(self.handle, shape, alignments, at).map_err(failed)?;
-            self.plans.insert(key, plan);
+            self.has_further = true;
         }
-        let Some(Some(plan)) = self.plans.get(&key) else {
+        let Some(plan) = self.plan(&key, at)? else {
             return Ok(false);
         };
-        plan.point_at(at).map_err(failed)?;
-        let (alpha, beta) = (at.factor, 0f32);
-        // SAFETY: the plan describes the operands as the caller promises that they are; the workspace is as large as the
-        // algorithm was chosen for; alpha and beta are read before the call returns. With beta 0 nothing is read from the
-        // result.
-        let multiplied = unsafe {
-            result::matmul(
-                self.handle,
-                plan.product,
-                (&raw const alpha).cast(),
-                (&raw const beta).cast(),
-                at.weight as *const c_void,
-                plan.weight,
-                at.x as *const c_void,
-                plan.x,
-                at.out as *const c_void,
-                plan.out,
-                at.out as *mut c_void,
-                plan.out,
-                &raw const plan.algorithm,
-                at.workspace.0 as *mut c_void,
-                at.workspace.1,
-                stream.cu_stream().cast(),
-            )
-        };
-        multiplied.map_err(failed)?;
+        // SAFETY: the plan describes the operands as the caller promises that they are.
+        unsafe { plan.queue(at, stream) }?;
         Ok(true)
     }
 }
@@ -199,6 +352,7 @@ impl Products {
 /// What cuBLASLt is told of a product, and how it is done. It counts columns first: `outᵀ = W xᵀ` of matrices whose columns
 /// are our rows, the weight transposed, which is the one order that fp8 has.
 struct Plan {
+    handle: sys::cublasLtHandle_t,
     product: sys::cublasLtMatmulDesc_t,
     weight: sys::cublasLtMatrixLayout_t,
     x: sys::cublasLtMatrixLayout_t,
@@ -217,6 +371,7 @@ impl Plan {
         let (operands, out) = shape.numbers.types();
         // Whatever was made before an error is given back by the drop.
         let mut plan = Plan {
+            handle,
             product: ptr::null_mut(),
             weight: ptr::null_mut(),
             x: ptr::null_mut(),
@@ -279,7 +434,7 @@ impl Plan {
                 }
             }
         }
-        let chosen = plan.choose(handle, alignments, at.workspace.1)?;
+        let chosen = plan.choose(alignments, at.workspace.1)?;
         Ok(chosen.map(|algorithm| {
             plan.algorithm = algorithm;
             plan
@@ -288,7 +443,6 @@ impl Plan {
 
     fn choose(
         &self,
-        handle: sys::cublasLtHandle_t,
         [weight, x, out]: [u32; 3],
         workspace: usize,
     ) -> std::result::Result<Option<sys::cublasLtMatmulAlgo_t>, CublasError> {
@@ -318,7 +472,7 @@ impl Plan {
         // SAFETY: the handle, the plan and the preference are alive.
         let found = unsafe {
             result::get_matmul_algo_heuristic(
-                handle,
+                self.handle,
                 self.product,
                 self.weight,
                 self.x,
@@ -332,6 +486,40 @@ impl Plan {
             Err(error) if is_unsupported(error) => Ok(None),
             Err(error) => Err(error),
         }
+    }
+
+    /// Queues the product.
+    ///
+    /// # Safety
+    /// What is at the addresses is as the shape says that the plan was made for, on the card of the stream; or the stream
+    /// only records.
+    unsafe fn queue(&self, at: &At, stream: &CudaStream) -> Result<()> {
+        self.point_at(at).map_err(failed)?;
+        let (alpha, beta) = (at.factor, 0f32);
+        // SAFETY: the plan describes the operands as the caller promises that they are; the workspace is as large as the
+        // algorithm was chosen for; alpha and beta are read before the call returns. With beta 0 nothing is read from the
+        // result.
+        let multiplied = unsafe {
+            result::matmul(
+                self.handle,
+                self.product,
+                (&raw const alpha).cast(),
+                (&raw const beta).cast(),
+                at.weight as *const c_void,
+                self.weight,
+                at.x as *const c_void,
+                self.x,
+                at.out as *const c_void,
+                self.out,
+                at.out as *mut c_void,
+                self.out,
+                &raw const self.algorithm,
+                at.workspace.0 as *mut c_void,
+                at.workspace.1,
+                stream.cu_stream().cast(),
+            )
+        };
+        multiplied.map_err(failed)
     }
 
     /// Bias and scales of this call.
@@ -376,6 +564,69 @@ impl Drop for Plan {
     }
 }
 
+/// A product as it is kept: its distances, what its numbers are, how it is finished, and its alignments.
+fn line_of((shape, alignments): &Key) -> String {
+    let numbers = shape.sides().into_iter().map(|side| side.to_string());
+    let kinds = [
+        KINDS.iter().position(|kind| *kind == shape.numbers),
+        FINISHES.iter().position(|one| *one == shape.finish),
+    ];
+    let kinds = kinds
+        .into_iter()
+        .map(|place| place.unwrap_or(usize::MAX).to_string());
+    let alignments = alignments.iter().map(u32::to_string);
+    numbers
+        .chain(kinds)
+        .chain(alignments)
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+/// [`line_of`] backwards; `None` for what is none.
+fn of_line(line: &str) -> Option<Key> {
+    let numbers: Vec<usize> = line
+        .split(' ')
+        .map(|word| word.parse().ok())
+        .collect::<Option<_>>()?;
+    let [
+        batch,
+        tokens,
+        inputs,
+        outputs,
+        x_row,
+        x_batch,
+        out_row,
+        out_batch,
+        weight_batch,
+        bias_batch,
+        kind,
+        finish,
+        alignments @ ..,
+    ] = numbers.as_slice()
+    else {
+        return None;
+    };
+    let alignments: Vec<u32> = alignments
+        .iter()
+        .map(|n| u32::try_from(*n).ok())
+        .collect::<Option<_>>()?;
+    let shape = Shape {
+        batch: *batch,
+        tokens: *tokens,
+        inputs: *inputs,
+        outputs: *outputs,
+        x_row: *x_row,
+        x_batch: *x_batch,
+        out_row: *out_row,
+        out_batch: *out_batch,
+        weight_batch: *weight_batch,
+        bias_batch: *bias_batch,
+        numbers: *KINDS.get(*kind)?,
+        finish: *FINISHES.get(*finish)?,
+    };
+    Some((shape, alignments.try_into().ok()?))
+}
+
 struct OwnPreference(sys::cublasLtMatmulPreference_t);
 
 impl Drop for OwnPreference {
@@ -402,4 +653,49 @@ fn is_unsupported(error: CublasError) -> bool {
 
 fn failed(error: CublasError) -> Error {
     Error::Msg(format!("cuBLASLt: {:?}", error.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_product_is_written_and_read_as_it_is() {
+        for numbers in KINDS {
+            for finish in FINISHES {
+                let shape = Shape {
+                    batch: 1,
+                    tokens: 2,
+                    inputs: 3,
+                    outputs: 4,
+                    x_row: 5,
+                    x_batch: 6,
+                    out_row: 7,
+                    out_batch: 8,
+                    weight_batch: 9,
+                    bias_batch: 10,
+                    numbers,
+                    finish,
+                };
+                let key = (shape, [16, 32, 256]);
+                assert_eq!(of_line(&line_of(&key)), Some(key));
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_product_is_none() {
+        for line in [
+            "",
+            "1 2 3",
+            "1 2 3 4 5 6 7 8 9 10 0 0 16 32",
+            "1 2 3 4 5 6 7 8 9 10 0 0 16 32 256 1",
+            "1 2 3 4 5 6 7 8 9 10 7 0 16 32 256",
+            "1 2 3 4 5 6 7 8 9 10 0 4 16 32 256",
+            "1 2 3 4 5 6 7 8 9 10 0 0 16 32 -256",
+            "1 2 3 4 5 6 7 8 9 10 0 0 16 32 4294967296",
+        ] {
+            assert_eq!(of_line(line), None, "{line}");
+        }
+    }
 }

@@ -23,7 +23,7 @@ pub(super) struct Ahead<M>(Arc<Shared<M>>);
 
 struct Shared<M> {
     state: Mutex<State<M>>,
-    /// A plan is made, or not to be had.
+    /// A plan is made, or not to be had; or a thread has ended.
     changed: Condvar,
     open: Open<M>,
     most_threads: usize,
@@ -53,6 +53,12 @@ impl Stand {
     /// Whether it is still to be made.
     fn is_pending(&self) -> bool {
         matches!(self, Stand::Queued | Stand::UnderWay)
+    }
+}
+
+impl<M> Clone for Ahead<M> {
+    fn clone(&self) -> Ahead<M> {
+        Ahead(Arc::clone(&self.0))
     }
 }
 
@@ -126,6 +132,23 @@ impl<M: Send + 'static> Ahead<M> {
         }
     }
 
+    /// Waits until a plan that was asked for is made, or not to be had, and leaves it where it is. Whether it is there to be
+    /// fetched.
+    pub(super) fn is_made(&self, key: &str) -> bool {
+        let mut state = self.0.lock();
+        loop {
+            match state.plans.get(key) {
+                Some(Stand::Ready(outcome)) => return outcome.is_ok(),
+                // Without a thread nobody comes to what is queued.
+                Some(Stand::Queued) if state.threads == 0 => return false,
+                Some(Stand::Queued | Stand::UnderWay) => {
+                    state = self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                }
+                Some(Stand::Over) | None => return false,
+            }
+        }
+    }
+
     /// Whether all that was asked for is made, or not to be had.
     #[cfg(test)]
     pub(super) fn is_idle(&self) -> bool {
@@ -146,6 +169,8 @@ impl<M> Shared<M> {
             state.idle.extend(thread.maker.take());
             state.threads -= 1;
             thread.has_ended = true;
+            drop(state);
+            self.changed.notify_all();
             return None;
         };
         state.plans.insert(key.clone(), Stand::UnderWay);
@@ -192,6 +217,7 @@ impl<M> Drop for Thread<'_, M> {
     fn drop(&mut self) {
         if !self.has_ended {
             self.shared.lock().threads -= 1;
+            self.shared.changed.notify_all();
         }
     }
 }
@@ -284,6 +310,30 @@ mod tests {
         });
         look.send(()).unwrap();
         assert_eq!(ahead.fetch("a"), Some(Ok(b"plan".to_vec())));
+    }
+
+    #[test]
+    fn whether_a_plan_is_made_is_waited_for_and_takes_nothing() {
+        let ahead = of_threads(1);
+        let (go, may_go) = channel();
+        let waits = ahead.clone();
+        ahead.ask([
+            wanted("a", move || {
+                may_go.recv().unwrap();
+                Ok(b"plan".to_vec())
+            }),
+            wanted("b", || Err(failure(3000))),
+        ]);
+        let found = std::thread::spawn(move || [waits.is_made("a"), waits.is_made("b")]);
+        go.send(()).unwrap();
+        assert_eq!(found.join().unwrap(), [true, false]);
+        assert_eq!(ahead.fetch("a"), Some(Ok(b"plan".to_vec())));
+        assert!(!ahead.is_made("a"), "it was fetched");
+        assert!(!ahead.is_made("never asked for"));
+        // Where no thread begins, nobody waits.
+        let nobody = Ahead::of_threads(Box::new(|_: Option<()>| Err(failure(5000))), 1);
+        nobody.ask([wanted("a", || Ok(Vec::new()))]);
+        assert!(!nobody.is_made("a"));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! that never holds the scores (Dao, "FlashAttention-2", 2023).
 
 use super::graph::{Graph, Node, Numbers, Pointwise, Product, Reduction};
-use super::{Library, Outcome, Shape};
+use super::{Library, Outcome, Recorded, Shape};
 use crate::planned::{AttentionShape, MaskShape};
 
 /// Numbers by which runs name what a graph reads and writes.
@@ -35,6 +35,41 @@ pub(crate) struct AttentionAt {
     pub(crate) scale: f32,
 }
 
+/// Scalars of an attention: a run reads them from here while it is queued.
+pub(super) struct Scalars {
+    scale: f32,
+    hidden: f32,
+    before_and_itself: i32,
+    beyond: i32,
+}
+
+impl Scalars {
+    pub(super) fn of(shape: &AttentionShape, scale: f32) -> Scalars {
+        let (before, after) = shape.reach();
+        Scalars {
+            scale,
+            hidden: f32::NEG_INFINITY,
+            before_and_itself: before.map_or(0, |before| before as i32 + 1),
+            beyond: after.map_or(0, |after| after as i32),
+        }
+    }
+
+    /// Adds where those are that the graph of a shape has.
+    pub(super) fn add_to(&self, addresses: &mut Vec<(i64, u64)>, shape: &AttentionShape) {
+        let (before, after) = shape.reach();
+        addresses.push((number::SCALE, (&raw const self.scale) as u64));
+        if before.is_some() || after.is_some() || shape.mask == MaskShape::Lengths {
+            addresses.push((number::HIDDEN, (&raw const self.hidden) as u64));
+        }
+        if before.is_some() {
+            addresses.push((number::BEFORE, (&raw const self.before_and_itself) as u64));
+        }
+        if after.is_some_and(|after| after > 0) {
+            addresses.push((number::AFTER, (&raw const self.beyond) as u64));
+        }
+    }
+}
+
 impl Shape for AttentionShape {
     const NAME: &'static str = "attention";
 
@@ -58,6 +93,22 @@ impl Shape for AttentionShape {
         let scores = made.masked(scores)?;
         made.weighted(scores)?;
         Ok(made.graph)
+    }
+
+    fn recorded(&self, everywhere: u64) -> Recorded {
+        let mut numbers = vec![number::Q, number::K, number::V, number::OUT];
+        match self.mask {
+            MaskShape::Bias { .. } => numbers.push(number::BIAS),
+            MaskShape::Lengths => numbers.extend([number::QUERIES, number::KEYS]),
+            MaskShape::None | MaskShape::Causal | MaskShape::Window { .. } => {}
+        }
+        let mut at = numbers.into_iter().map(|number| (number, everywhere)).collect();
+        let scalars = Box::new(Scalars::of(self, 1.0));
+        scalars.add_to(&mut at, self);
+        Recorded {
+            at,
+            scalars: Some(scalars),
+        }
     }
 }
 

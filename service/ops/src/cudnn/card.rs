@@ -7,15 +7,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::cuda_backend::WrapErr as _;
 use candle_core::{CudaDevice, Error, Result};
 use cudarc::driver::{CudaContext, CudaStream, result};
+use gpu::Timeline;
 
-use super::attention::number;
+use super::attention::{Scalars, number};
 use super::graph::ALIGNMENT;
 use super::plan::{Plan, Target};
 use super::plans::Folder;
 use super::{
-    Ahead, AttentionAt, ConvolutionAt, Failure, Library, Made, Maker, Outcome, REMEMBERED, Shape,
+    Ahead, AttentionAt, Bring, ConvolutionAt, Failure, Library, Made, Maker, Outcome, REMEMBERED, Shape,
     WORKSPACE_BYTES, convolution,
 };
+use crate::cuda::Recorder;
 use crate::planned::{AttentionShape, ConvolutionShape, MaskShape, Planned};
 
 /// cuDNN of one card, opened when it is first asked for.
@@ -39,6 +41,32 @@ impl OfCard {
         });
         opened.as_mut().ok().map(work).transpose()
     }
+
+    /// Takes plans that are made ahead, one after the other as they are made, so that stages find them. For a thread of its
+    /// own; a stage waits for one at most.
+    pub(crate) fn take_ahead(&self, device: &CudaDevice, planned: &[Planned]) -> Result<()> {
+        let mut timeline = Timeline::begin("plans taken ahead");
+        let asked = self.with(device, |cudnn| {
+            let key = |planned: &Planned| match planned {
+                Planned::Attention(shape) => cudnn.maker.key(shape),
+                Planned::Convolution(shape) => cudnn.maker.key(shape),
+            };
+            Ok((cudnn.ahead.clone(), planned.iter().map(key).collect::<Vec<_>>()))
+        })?;
+        let Some((ahead, keys)) = asked else {
+            return Ok(());
+        };
+        for (planned, key) in planned.iter().zip(&keys) {
+            let is_made = ahead.is_made(key);
+            timeline.part("wait for a plan");
+            if is_made {
+                self.with(device, |cudnn| cudnn.take(planned))?;
+                timeline.part("take a plan");
+            }
+        }
+        timeline.end();
+        Ok(())
+    }
 }
 
 /// cuDNN of one context. It lives as long as the process.
@@ -56,6 +84,8 @@ pub(crate) struct Cudnn {
     asked: HashSet<Planned>,
     attentions: Made<AttentionShape>,
     convolutions: Made<ConvolutionShape>,
+    /// For plans that are taken ahead.
+    bring: Option<Bring>,
 }
 
 // SAFETY: a handle and its plans may be used from any thread, one at a time: they are behind a mutex.
@@ -81,13 +111,14 @@ impl Cudnn {
         tracing::info!(version = library.version(), card, "cuDNN is open");
         library.load_parts();
         let folder = Folder::of_process();
-        let maker = move |handle| Maker {
+        let maker = move |handle, bring| Maker {
             library,
             target: Target::Card(handle),
             card: card.clone(),
             folder: folder.clone(),
+            bring,
         };
-        let own = maker(handle);
+        let own = maker(handle, None);
         let of_threads = Arc::clone(&context);
         let open = move |idle: Option<Maker>| -> Outcome<Maker> {
             of_threads.bind_to_thread().map_err(|error| Failure {
@@ -95,7 +126,14 @@ impl Cudnn {
                 status: 5000,
                 reason: error.to_string(),
             })?;
-            idle.map_or_else(|| create(library).map(&maker), Ok)
+            if let Some(idle) = idle {
+                return Ok(idle);
+            }
+            let handle = create(library)?;
+            let bring = bring(library, &of_threads, handle, workspace).inspect_err(
+                |error| tracing::debug!(%error, "the code of plans is brought when they run first"),
+            );
+            Ok(maker(handle, bring.ok()))
         };
         Ok(Cudnn {
             handle,
@@ -107,8 +145,65 @@ impl Cudnn {
             asked: HashSet::new(),
             attentions: Made::new(),
             convolutions: Made::new(),
+            bring: None,
         })
     }
+
+    /// Takes a plan that was made ahead. Code that is a plan's own is brought for this one anew.
+    fn take(&mut self, planned: &Planned) -> Result<()> {
+        self.context.bind_to_thread().w()?;
+        if self.bring.is_none() {
+            let handle = create(self.maker.library).map_err(failed)?;
+            self.bring =
+                Some(bring(self.maker.library, &self.context, handle, self.workspace).map_err(failed)?);
+        }
+        let (maker, ahead) = (&self.maker, &self.ahead);
+        match planned {
+            Planned::Attention(shape) => {
+                if !self.attentions.has_no_place_for(shape)
+                    && let Some(plan) = self.attentions.plan(maker, ahead, shape).map_err(failed)?
+                    && let Some(bring) = &self.bring
+                {
+                    bring.code_of(shape, plan);
+                }
+            }
+            // The kernels of these are the library's.
+            Planned::Convolution(shape) => {
+                if !self.convolutions.has_no_place_for(shape) {
+                    self.convolutions.plan(maker, ahead, shape).map_err(failed)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What has the code of plans brought to the card, by a handle that serves nothing else at the same time. The workspace is
+/// where recorded runs are told that everything is: nothing of them is computed.
+fn bring(
+    library: &'static Library,
+    context: &Arc<CudaContext>,
+    handle: *mut c_void,
+    workspace: u64,
+) -> Outcome<Bring> {
+    let recorder = Recorder::new(context).map_err(|error| Failure {
+        call: "a stream that records",
+        status: 5000,
+        reason: error.to_string(),
+    })?;
+    // SAFETY: the handle is alive, and so is the stream, which is kept as long as the process.
+    let set = unsafe { (library.set_stream)(handle, recorder.stream().cu_stream().cast()) };
+    library.check(set, "cudnnSetStream")?;
+    let recorder = std::mem::ManuallyDrop::new(recorder);
+    let queue = move |plan: &Plan, at: &[(i64, u64)]| {
+        let mut outcome = Ok(());
+        let loaded = recorder.load_queued(|| outcome = plan.run(handle, at, workspace));
+        tracing::trace!(?loaded, ?outcome, "the code of a plan");
+    };
+    Ok(Bring {
+        everywhere: workspace,
+        queue: Box::new(queue),
+    })
 }
 
 /// A handle for the context of this thread. It is never destroyed: that would wait for the card.
@@ -120,8 +215,8 @@ fn create(library: &'static Library) -> Outcome<*mut c_void> {
     Ok(handle)
 }
 
-/// Has plans made ahead for shapes that are not known yet. Returns at once.
-pub(crate) fn make_plans(cudnn: &mut Cudnn, planned: &[Planned]) {
+/// Has plans made ahead for shapes that are not known yet, and says which those are. Returns at once.
+pub(crate) fn make_plans(cudnn: &mut Cudnn, planned: &[Planned]) -> Vec<Planned> {
     if cudnn.asked.len() >= REMEMBERED {
         cudnn.asked.clear();
     }
@@ -138,6 +233,7 @@ pub(crate) fn make_plans(cudnn: &mut Cudnn, planned: &[Planned]) {
         .cloned()
         .collect();
     cudnn.ahead.ask(cudnn.maker.all_ahead(&fresh));
+    fresh
 }
 
 /// Makes room for a plan. What is forgotten may still be running.
@@ -189,21 +285,8 @@ pub(crate) fn attention(cudnn: &mut Cudnn, shape: &AttentionShape, at: &Attentio
     let Some(plan) = plan.map_err(failed)? else {
         return Ok(false);
     };
-    // Scalars are read from here while the run is queued.
-    let hidden = f32::NEG_INFINITY;
-    let (before, after) = shape.reach();
-    let before_and_itself = before.map_or(0, |before| before as i32 + 1);
-    let beyond = after.map_or(0, |after| after as i32);
-    addresses.push((number::SCALE, (&raw const at.scale) as u64));
-    if before.is_some() || after.is_some() || shape.mask == MaskShape::Lengths {
-        addresses.push((number::HIDDEN, (&raw const hidden) as u64));
-    }
-    if before.is_some() {
-        addresses.push((number::BEFORE, (&raw const before_and_itself) as u64));
-    }
-    if after.is_some_and(|after| after > 0) {
-        addresses.push((number::AFTER, (&raw const beyond) as u64));
-    }
+    let scalars = Scalars::of(shape, at.scale);
+    scalars.add_to(&mut addresses, shape);
     run(plan, cudnn.handle, &addresses, cudnn.workspace)?;
     Ok(true)
 }

@@ -1,7 +1,7 @@
 //! Convolutions over one, two or three axes with a bias, of maps whose channels lie side by side.
 
 use super::graph::{Geometry, Graph, Numbers, Pointwise};
-use super::{Failure, Library, Outcome, Shape};
+use super::{Failure, Library, Outcome, Recorded, Shape};
 use crate::planned::ConvolutionShape;
 
 /// Numbers by which runs name what a graph reads and writes.
@@ -29,6 +29,15 @@ impl Shape for ConvolutionShape {
         let sides = [self.batch, self.channels_in, self.channels_out];
         let fits = !sides.contains(&0) && !self.spatial.contains(&0) && self.out().is_some();
         Numbers::of(self.dtype).filter(|_| fits)
+    }
+
+    fn recorded(&self, everywhere: u64) -> Recorded {
+        let bias = self.has_bias.then_some(number::BIAS);
+        let numbers = [number::X, number::FILTER, number::OUT].into_iter().chain(bias);
+        Recorded {
+            at: numbers.map(|number| (number, everywhere)).collect(),
+            scalars: None,
+        }
     }
 
     /// One axis is taken as two, of which the first is 1: fewer engines know one.

@@ -28,8 +28,10 @@ use std::hash::Hash;
 use gpu::Timeline;
 
 use ahead::{Ahead, Make};
+use attention::Scalars;
 use graph::{Graph, Numbers, Wanted};
 use plan::{Plan, Target};
+#[cfg(not(feature = "cuda"))]
 use plans::Folder;
 
 use crate::libraries::{MadeBy, count_plan};
@@ -38,12 +40,12 @@ use crate::planned::{Planned, is_asked_in};
 #[cfg(feature = "cuda")]
 pub(crate) use attention::AttentionAt;
 #[cfg(feature = "cuda")]
-pub(crate) use card::{Cudnn, OfCard, attention, convolve, make_plans};
+pub(crate) use card::{OfCard, attention, convolve, make_plans};
 #[cfg(feature = "cuda")]
 pub(crate) use convolution::ConvolutionAt;
 pub(crate) use library::Library;
 #[cfg(feature = "cuda")]
-pub(crate) use plans::keep_plans_in;
+pub(crate) use plans::{Folder, keep_plans_in};
 
 /// What plans may take beside their operands, allocated once for a card. Those that want more are not chosen.
 pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
@@ -122,6 +124,31 @@ trait Shape: Clone + Debug + Eq + Hash + Send + 'static {
 
     /// Its graph.
     fn graph(&self, library: &'static Library, numbers: Numbers) -> Outcome<Graph>;
+
+    /// What a run is told that is only recorded: all that is on the card is said to be at this address.
+    fn recorded(&self, everywhere: u64) -> Recorded;
+}
+
+/// What a run is told. Its scalars are read from here.
+struct Recorded {
+    at: Vec<(i64, u64)>,
+    scalars: Option<Box<Scalars>>,
+}
+
+/// Has the code of a plan's kernels brought to the card.
+struct Bring {
+    /// An address on the card.
+    everywhere: u64,
+    /// Queues the plan where it is only recorded, with what such a run is told.
+    queue: Box<dyn Fn(&Plan, &[(i64, u64)])>,
+}
+
+impl Bring {
+    fn code_of<S: Shape>(&self, shape: &S, plan: &Plan) {
+        let recorded = shape.recorded(self.everywhere);
+        (self.queue)(plan, &recorded.at);
+        drop(recorded.scalars); // they were read
+    }
 }
 
 /// What makes plans for one card.
@@ -132,6 +159,8 @@ struct Maker {
     card: String,
     /// Where plans are kept beyond this process, if they are.
     folder: Option<Folder>,
+    /// For plans that are made ahead.
+    bring: Option<Bring>,
 }
 
 // SAFETY: a handle, or the description of a card, may be used from any thread, one at a time. Nobody shares a maker.
@@ -192,7 +221,12 @@ impl Maker {
     fn ahead<S: Shape>(&self, shape: &S) -> (String, Make<Maker>) {
         let wanted = shape.clone();
         let make = move |maker: &Maker| match maker.plan(&wanted, MadeBy::Ahead)? {
-            (_, Some(text)) => Ok(text),
+            (plan, Some(text)) => {
+                if let Some(bring) = &maker.bring {
+                    bring.code_of(&wanted, &plan);
+                }
+                Ok(text)
+            }
             (_, None) => Err(Failure {
                 call: "the plan's text",
                 status: 4000,
@@ -225,6 +259,11 @@ impl<S: Shape> Made<S> {
     /// Whether one more is one too many.
     fn is_full_for(&self, shape: &S) -> bool {
         self.0.len() >= REMEMBERED && !self.0.contains_key(shape)
+    }
+
+    /// Whether a plan of this shape is here, or would push out others.
+    fn has_no_place_for(&self, shape: &S) -> bool {
+        self.0.contains_key(shape) || self.is_full_for(shape)
     }
 
     /// The plan of a shape, or `None` where cuDNN has none: found among those that were made ahead, or made when it is

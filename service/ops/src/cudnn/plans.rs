@@ -30,14 +30,14 @@ pub(crate) fn keep_plans_in(folder: &Path) {
 
 /// A folder of plans.
 #[derive(Clone, Debug)]
-pub(super) struct Folder {
+pub(crate) struct Folder {
     path: PathBuf,
     most: usize,
 }
 
 impl Folder {
     /// That which was said, if one was.
-    pub(super) fn of_process() -> Option<Folder> {
+    pub(crate) fn of_process() -> Option<Folder> {
         FOLDER.get().map(|path| Folder::at(path, FILES))
     }
 
@@ -54,7 +54,7 @@ impl Folder {
     }
 
     /// The text of a plan, if it is there and whole.
-    pub(super) fn read(&self, key: &str) -> Option<Vec<u8>> {
+    pub(crate) fn read(&self, key: &str) -> Option<Vec<u8>> {
         let path = self.file(key);
         let bytes = fs::read(&path).ok()?;
         let head = head(key, bytes.get(head_bytes()..)?);
@@ -67,7 +67,7 @@ impl Folder {
     }
 
     /// Keeps a plan. A folder that cannot be written keeps none.
-    pub(super) fn write(&self, key: &str, text: &[u8]) {
+    pub(crate) fn write(&self, key: &str, text: &[u8]) {
         if let Err(error) = self.try_write(key, text) {
             let folder = self.path.display();
             tracing::warn!(%error, %folder, "a plan of cuDNN cannot be kept: it will be made anew");

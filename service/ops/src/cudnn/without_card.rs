@@ -91,6 +91,7 @@ impl Described {
             target: Target::Described(properties),
             card: format!("sm_{} {}", self.capability, self.name),
             folder,
+            bring: None,
         }
     }
 }
