@@ -18,6 +18,7 @@ mod thread;
 use std::sync::Arc;
 use std::time::Duration;
 
+use candle_core::Device;
 use gpu::{CardDescription, Gpu, GpuError, Timeline};
 use pipelines::Catalogue;
 use residency::{Bytes, IdlePolicy, Ledger, Millis};
@@ -87,14 +88,30 @@ pub enum CardError {
     Canary(String),
 }
 
-/// Loads what operations need on a card beside its memory, as a stage of its own: the card then counts what that took of
-/// it to its context.
-fn prepare(gpu: &mut dyn Gpu) -> Result<(), GpuError> {
-    if gpu.device().is_cuda() {
-        gpu.begin_stage();
-        pipelines::prepare(gpu.device()).map_err(|error| GpuError::Lost(error.to_string()))?;
-        gpu.stage_peak();
+/// A computation whose result is known, and beside it what operations need on a card beside its memory is loaded, as a
+/// stage of its own: the card then counts what both took of it to its context.
+fn prove_and_prepare(gpu: &mut dyn Gpu, timeline: &mut Timeline) -> Result<(), CardError> {
+    let sing = |device: &Device, dtype| canary::sing(device, dtype).map_err(CardError::Canary);
+    if !gpu.device().is_cuda() {
+        sing(gpu.device(), gpu.compute_dtype())?;
+        timeline.part("first computation");
+        return Ok(());
     }
+    gpu.begin_stage();
+    let (device, dtype) = (gpu.device(), gpu.compute_dtype());
+    let (sung, prepared) = std::thread::scope(|scope| {
+        let prepared = scope.spawn(|| pipelines::prepare(device));
+        let sung = sing(device, dtype);
+        timeline.part("first computation, beside the libraries");
+        (sung, prepared.join())
+    });
+    sung?;
+    let lost = |why: String| CardError::Gpu(GpuError::Lost(why));
+    prepared
+        .map_err(|_| lost("preparing its libraries panicked".to_owned()))?
+        .map_err(|error| lost(error.to_string()))?;
+    gpu.stage_peak();
+    timeline.part("the rest of the libraries");
     Ok(())
 }
 
@@ -130,10 +147,7 @@ impl Card {
         clock: Box<dyn Clock>,
     ) -> Result<Card, CardError> {
         let mut timeline = Timeline::begin("take the card into service");
-        canary::sing(gpu.device(), gpu.compute_dtype()).map_err(CardError::Canary)?;
-        timeline.part("first computation");
-        prepare(&mut *gpu)?;
-        timeline.part("libraries");
+        prove_and_prepare(&mut *gpu, &mut timeline)?;
         let truth = gpu.memory()?;
         timeline.part("ask the driver");
         let mut ledger = Ledger::new(gpu.describe().total, settings.headroom);

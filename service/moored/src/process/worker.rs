@@ -147,6 +147,10 @@ fn start_card(configure: wire::Configure, events: mpsc::Sender<Frame>) -> Result
     let open = move || {
         let lost = |why: String| CardError::Gpu(GpuError::Lost(why));
         let device: DeviceSpec = configure.device.parse().map_err(|e| lost(format!("{e}")))?;
+        if matches!(device, DeviceSpec::Cuda(_)) {
+            // The system loads them while the driver starts. What is not found now is not found later.
+            std::thread::spawn(pipelines::libraries);
+        }
         let memory = configure
             .memory
             .ok_or_else(|| lost(FrameError::Lacks("how memory is managed").to_string()))?;
