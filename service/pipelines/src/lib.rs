@@ -1,14 +1,23 @@
 //! GENERATES. Model families: how their checkpoints are recognised and read, the stages of a request, and
 //! their mathematics. A family never loads, evicts, or knows who asked.
 
+pub mod autoencoder_kl;
+mod checkpoint;
 mod family;
 mod files;
+pub mod flow_match;
 pub mod flux;
 mod host;
 pub mod instant;
+mod linear;
+pub mod noise;
 mod out_of_memory;
 mod quantization;
 mod request;
+pub mod rotary;
+mod sinusoids;
+mod tensors;
+pub mod text;
 
 pub use family::{
     Catalogue, EncodedText, Family, Model, ModelError, Observer, Precision, Rung, StageError, StageInput,

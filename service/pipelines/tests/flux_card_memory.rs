@@ -11,9 +11,9 @@ use std::collections::HashMap;
 use candle_core::{DType, Device, Tensor};
 use device::{pool::peak_of, test_device};
 use gpu::ComponentTensors;
-use pipelines::flux::t5::{T5Config, T5Encoder};
-use pipelines::flux::vae::{Chunking, VaeConfig, VaeDecoder, VaeEncoder, encode_ladder, ladder};
+use pipelines::autoencoder_kl::{Chunking, VaeConfig, VaeDecoder, VaeEncoder, encode_ladder, ladder};
 use pipelines::flux::{Prompted, Transformer, TransformerConfig, denoise_scratch};
+use pipelines::text::t5::{T5Config, T5Encoder};
 
 /// The card, if the tests compute on one.
 fn card() -> Option<&'static Device> {
@@ -136,7 +136,7 @@ fn an_encoding_takes_what_was_predicted() {
         ..T5Config::default()
     };
     let tensors = component(config.tensor_shapes(&|_| false), device);
-    let encoder = T5Encoder::new(&config, &tensors).expect("an encoder");
+    let encoder = T5Encoder::new(&config, "text_encoder_2", &tensors).expect("an encoder");
     for tokens in [256, 512] {
         let encode = || drop(encoder.forward(&vec![1; tokens], &|| false).expect("an encoding"));
         encode();

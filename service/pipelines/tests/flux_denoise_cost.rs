@@ -7,7 +7,8 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, allocator};
-use pipelines::flux::{Generator, Prompted, Transformer, TransformerConfig, denoise_scratch};
+use pipelines::flux::{Prompted, Transformer, TransformerConfig, denoise_scratch};
+use pipelines::noise::Generator;
 
 #[global_allocator]
 static ALLOCATOR: gpu::CountingAllocator = gpu::CountingAllocator;

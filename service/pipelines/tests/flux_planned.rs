@@ -18,7 +18,7 @@ use std::sync::Once;
 
 use candle_core::DType;
 use ops::{ASKED, Planned};
-use pipelines::flux::vae::VaeConfig;
+use pipelines::autoencoder_kl::VaeConfig;
 use pipelines::{
     ImageRequest, InitImage, Model, Observer, StageInput, StageKind, StageOutput, StagePlan, Unobserved,
 };

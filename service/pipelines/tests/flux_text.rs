@@ -7,9 +7,9 @@ use std::path::PathBuf;
 
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
-use pipelines::flux::clip::{ClipConfig, ClipEncoder, ClipOutput};
-use pipelines::flux::t5::{T5Config, T5Encoder};
-use pipelines::flux::tokenizers::{ClipTokenizer, T5Tokenizer};
+use pipelines::text::clip::{ClipConfig, ClipEncoder, ClipOutput};
+use pipelines::text::t5::{T5Config, T5Encoder};
+use pipelines::text::tokenizers::{ClipTokenizer, T5Tokenizer};
 use pipelines::{ModelError, StageError};
 use serde::Deserialize;
 
@@ -59,11 +59,11 @@ fn resident(tensors: Tensors) -> ComponentTensors {
 }
 
 fn clip_of(tensors: Tensors) -> ClipEncoder {
-    ClipEncoder::new(&clip_config(), &resident(tensors)).expect("an encoder")
+    ClipEncoder::new(&clip_config(), "text_encoder", &resident(tensors)).expect("an encoder")
 }
 
 fn t5_of(tensors: Tensors) -> T5Encoder {
-    T5Encoder::new(&t5_config(), &resident(tensors)).expect("an encoder")
+    T5Encoder::new(&t5_config(), "text_encoder_2", &resident(tensors)).expect("an encoder")
 }
 
 fn encode_clip(encoder: &ClipEncoder, ids: &[u32]) -> ClipOutput {
@@ -202,7 +202,7 @@ fn mistakes_in_clip_would_be_seen() {
         hidden_act: "gelu".to_owned(),
         ..clip_config()
     };
-    let other = ClipEncoder::new(&config, &resident(clip_weights())).unwrap();
+    let other = ClipEncoder::new(&config, "text_encoder", &resident(clip_weights())).unwrap();
     assert!(distance(&encode_clip(&other, &ids).last_hidden, &expected["0.last_hidden"]) > 1e-3);
 }
 
@@ -283,7 +283,7 @@ fn clip_pools_at_the_end_of_the_prompt() {
         eos_token_id: 3,
         ..clip_config()
     };
-    let encoder = ClipEncoder::new(&config, &resident(clip_weights())).unwrap();
+    let encoder = ClipEncoder::new(&config, "text_encoder", &resident(clip_weights())).unwrap();
     let output = encode_clip(&encoder, &ids);
     assert_eq!(distance(&output.pooled, &at(&output, 3)), 0.0);
     ids[3] = 4;
@@ -372,7 +372,7 @@ fn encoders_refuse_end_and_report() {
     assert!(matches!(t5.forward(&[1], &|| true), Err(StageError::Cancelled)));
     let mut tensors = t5_weights();
     tensors.remove("encoder.block.1.layer.0.SelfAttention.k.weight");
-    let error = T5Encoder::new(&t5_config(), &ComponentTensors::new(tensors))
+    let error = T5Encoder::new(&t5_config(), "text_encoder_2", &ComponentTensors::new(tensors))
         .unwrap_err()
         .to_string();
     assert!(
@@ -392,7 +392,7 @@ fn encoders_refuse_end_and_report() {
         ..t5_config()
     };
     assert!(matches!(
-        T5Encoder::new(&strange, &ComponentTensors::new(t5_weights())),
+        T5Encoder::new(&strange, "text_encoder_2", &ComponentTensors::new(t5_weights())),
         Err(StageError::BadInput(_))
     ));
 }

@@ -11,7 +11,7 @@ use std::sync::RwLock;
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 use pipelines::StageError;
-use pipelines::flux::vae::{
+use pipelines::autoencoder_kl::{
     Chunking, VaeConfig, VaeDecoder, VaeEncoder, decode_scratch, diffusers_name_of_bfl, encode_ladder,
     encode_scratch, from_rgb8, ladder, to_rgb8,
 };

@@ -9,8 +9,8 @@ use ops::{Angles, Epilogue, Mask, Pairs, QkNorm, Scratch};
 
 use super::buffers::{Buffers, EPS, Next, Part};
 use super::config::TransformerConfig;
-use super::linear::Linear;
-use super::positions::Rotations;
+use crate::linear::Linear;
+use crate::rotary::Rotations;
 
 /// One projection of tokens to queries, keys and values, with norms of queries and keys by head.
 struct Projection {

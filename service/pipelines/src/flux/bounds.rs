@@ -1,6 +1,6 @@
 //! What a request may ask for.
 
-use super::scheduler::first_step;
+use crate::flow_match::first_step;
 use crate::{ImageRequest, RequestError};
 
 /// Pixels that a token of the transformer covers in each direction.

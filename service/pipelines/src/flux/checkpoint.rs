@@ -13,11 +13,10 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use super::components::open;
 use super::config::TransformerConfig;
-use super::layout::{TensorSpec, layout};
-use super::stored::Checkpoint;
+use super::layout::layout;
 use crate::ModelError;
+use crate::checkpoint::{Checkpoint, TensorSpec, open};
 use crate::files::{damaged, pipeline_class, read_json, unsupported};
 
 /// Pipelines whose checkpoints are run here.

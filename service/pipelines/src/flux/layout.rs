@@ -3,41 +3,7 @@
 //! queries, keys, values and feed-forwards, and has shift before scale in its last layer.
 
 use super::config::TransformerConfig;
-
-/// Rows of a tensor of a single file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Rows {
-    /// The first row.
-    pub(super) first: usize,
-    /// How many.
-    pub(super) count: usize,
-}
-
-/// A tensor of the transformer.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct TensorSpec {
-    /// In the words of diffusers.
-    pub(super) name: String,
-    /// Row-major.
-    pub(super) shape: Vec<usize>,
-    /// The tensor of a single file that it lies in.
-    pub(super) tensor: String,
-    /// Where it lies there, part behind part.
-    pub(super) rows: Vec<Rows>,
-}
-
-impl TensorSpec {
-    /// A tensor that is the whole of one of the same name.
-    pub(super) fn whole(name: String, shape: Vec<usize>) -> TensorSpec {
-        let count = shape.first().copied().unwrap_or_default();
-        TensorSpec {
-            tensor: name.clone(),
-            name,
-            shape,
-            rows: vec![Rows { first: 0, count }],
-        }
-    }
-}
+use crate::checkpoint::{Rows, TensorSpec};
 
 /// Names of both worlds for one stream of a double block.
 struct StreamNames {

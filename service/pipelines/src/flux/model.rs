@@ -8,15 +8,14 @@ use residency::{Bytes, Component};
 
 use super::bounds::{PIXELS_PER_TOKEN, problems};
 use super::checkpoint::{FOLDERS, PIPELINES};
-use super::clip::ClipConfig;
-use super::components::ComponentFiles;
 use super::config::TransformerConfig;
-use super::scheduler::{SchedulerConfig, first_step};
-use super::t5::T5Config;
-use super::tokenizers::{ClipTokenizer, T5Tokenizer};
 use super::transformer::{codes_bytes, denoise_scratch, is_modulator};
-use super::vae::Chunking;
-use super::vae::{VaeConfig, decode_scratch, encode_ladder, ladder};
+use crate::autoencoder_kl::{Chunking, VaeConfig, decode_scratch, encode_ladder, ladder};
+use crate::checkpoint::ComponentFiles;
+use crate::flow_match::{SchedulerConfig, first_step};
+use crate::text::clip::ClipConfig;
+use crate::text::t5::T5Config;
+use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer, TokenizeError};
 use crate::{
     Defaults, Family, ImageRequest, Model, ModelError, Precision, RequestError, Rung, StageKind, StagePlan,
 };
@@ -271,7 +270,7 @@ impl Model for FluxModel {
     }
 
     fn text_key(&self, request: &ImageRequest) -> Result<String, RequestError> {
-        let refused = |error: super::tokenizers::TokenizeError| RequestError {
+        let refused = |error: TokenizeError| RequestError {
             field: "prompt".to_owned(),
             problem: error.to_string(),
         };

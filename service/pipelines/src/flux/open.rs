@@ -7,18 +7,17 @@ use serde::Deserialize;
 
 use super::bounds::{PIXELS_PER_TOKEN, problems};
 use super::checkpoint::{Recognised, config_of_single_file, recognise};
-use super::clip::ClipConfig;
-use super::components::{
-    ComponentFiles, Wanted, autoencoder_of_single_file, component_of_folder, transformer_of_folder,
-    transformer_of_single_file,
-};
+use super::components::{transformer_of_folder, transformer_of_single_file};
 use super::config::TransformerConfig;
 use super::model::FluxModel;
-use super::scheduler::SchedulerConfig;
-use super::t5::T5Config;
-use super::tokenizers::{ClipTokenizer, T5Tokenizer};
-use super::vae::VaeConfig;
+use super::quantize_rule::role_of;
+use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
+use crate::checkpoint::{ComponentFiles, Wanted, component_of_folder};
 use crate::files::{damaged, read_json, unsupported};
+use crate::flow_match::SchedulerConfig;
+use crate::text::clip::ClipConfig;
+use crate::text::t5::T5Config;
+use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer};
 use crate::{Defaults, ModelError, Precision, RequestError, provisional_identity};
 
 /// Its components, in the order of [`FluxModel::components`].
@@ -44,6 +43,7 @@ impl FluxModel {
             component,
             dtype: precision.dtype,
             format: formats.format_of(component),
+            role_of: role_of(component),
         };
         let base = match &recognised {
             Recognised::Folder(folder) => folder,

@@ -18,38 +18,33 @@
 //! multiplies with may be quantized. Tables, norms and biases may not, but for unscaled fp8, which is read as the
 //! numbers that it is.
 
-/// What becomes of a tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Role {
-    /// Quantized where the component is asked for in a format.
-    Quantized,
-    /// In full precision unless the checkpoint stores it quantized.
-    AsStored,
-    /// In full precision.
-    Full,
+use crate::checkpoint::{Role, RoleOf};
+use crate::{autoencoder_kl, text};
+
+/// The rule of a component.
+pub(super) fn role_of(component: &str) -> RoleOf {
+    match component {
+        "transformer" => of_transformer,
+        "text_encoder_2" => text::t5::role,
+        "text_encoder" => text::clip::role,
+        "vae" => autoencoder_kl::role,
+        _ => |_| Role::Full,
+    }
 }
 
-/// The role of a tensor, by its name within its component in diffusers' words.
-pub(super) fn role(component: &str, name: &str) -> Role {
+/// The role of a tensor of the transformer, by its name in diffusers.
+fn of_transformer(name: &str) -> Role {
     let Some(layer) = name.strip_suffix(".weight") else {
         return Role::Full;
     };
     let last = layer.rsplit('.').next().unwrap_or(layer);
-    match component {
-        "transformer" if last.starts_with("norm") => Role::Full,
-        "transformer" if layer.starts_with("transformer_blocks.") => Role::Quantized,
-        "transformer" if layer.starts_with("single_transformer_blocks.") => Role::Quantized,
-        "transformer" if layer == "norm_out.linear" => Role::Quantized,
-        "transformer" => Role::AsStored,
-        "text_encoder_2" if last == "relative_attention_bias" => Role::Full,
-        "text_encoder_2" if layer.contains(".SelfAttention.") || layer.contains(".DenseReluDense.") => {
-            Role::Quantized
-        }
-        "text_encoder" if layer.contains(".self_attn.") || layer.contains(".mlp.") => Role::Quantized,
-        "vae" if last.contains("norm") => Role::Full,
-        "vae" if last == "conv_in" || last == "conv_out" => Role::AsStored,
-        "vae" => Role::Quantized,
-        _ => Role::Full,
+    if last.starts_with("norm") {
+        return Role::Full;
+    }
+    let of_block = ["transformer_blocks.", "single_transformer_blocks."];
+    match of_block.iter().any(|prefix| layer.starts_with(prefix)) || layer == "norm_out.linear" {
+        true => Role::Quantized,
+        false => Role::AsStored,
     }
 }
 
@@ -57,11 +52,11 @@ pub(super) fn role(component: &str, name: &str) -> Role {
 mod tests {
     use gpu::{Fp8Scales, Target, WeightFormat};
 
-    use super::super::clip::ClipConfig;
     use super::super::config::TransformerConfig;
-    use super::super::t5::T5Config;
-    use super::super::vae::VaeConfig;
     use super::*;
+    use crate::autoencoder_kl::VaeConfig;
+    use crate::text::clip::ClipConfig;
+    use crate::text::t5::T5Config;
 
     fn dev() -> TransformerConfig {
         TransformerConfig {
@@ -74,14 +69,14 @@ mod tests {
     fn left(component: &str, shapes: impl IntoIterator<Item = (String, Vec<usize>)>) -> Vec<String> {
         let names = shapes.into_iter().map(|(name, _)| name);
         names
-            .filter(|name| role(component, name) != Role::Quantized && !name.ends_with(".bias"))
+            .filter(|name| role_of(component)(name) != Role::Quantized && !name.ends_with(".bias"))
             .collect()
     }
 
     #[test]
     fn the_published_transformer_has_the_bytes_that_are_promised() {
         let bytes = |format: WeightFormat| -> u64 {
-            let held = |(name, shape): (String, Vec<usize>)| match role("transformer", &name) {
+            let held = |(name, shape): (String, Vec<usize>)| match role_of("transformer")(&name) {
                 Role::Quantized => Target::Quantized(format).bytes(&shape).0,
                 Role::AsStored | Role::Full => Target::Full(candle_core::DType::BF16).bytes(&shape).0,
             };

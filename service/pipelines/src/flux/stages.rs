@@ -12,14 +12,15 @@ use gpu::ComponentTensors;
 use ops::{Finite, euler};
 
 use super::bounds::{LONGEST_SIDE, PIXELS_PER_TOKEN};
-use super::clip::ClipEncoder;
 use super::model::FluxModel;
-use super::noise::Generator;
-use super::scheduler::first_step;
-use super::t5::T5Encoder;
-use super::tensors::{from_host, to_host};
 use super::transformer::{Prompted, Transformer, pack, unpack};
-use super::vae::{Chunking, Rgb8, VaeDecoder, VaeEncoder, encode_ladder, ladder};
+use crate::autoencoder_kl::{Chunking, Rgb8, VaeDecoder, VaeEncoder, encode_ladder, ladder};
+use crate::flow_match::first_step;
+use crate::noise::Generator;
+use crate::tensors::{from_host, to_host};
+use crate::text::clip::ClipEncoder;
+use crate::text::t5::T5Encoder;
+use crate::text::tokenizers::TokenizeError;
 use crate::{
     EncodedText, HostTensor, ImageRequest, Model, Observer, StageError, StageInput, StageKind, StageOutput,
     is_out_of_memory,
@@ -86,11 +87,15 @@ impl Stage<'_> {
             max_sequence_length,
             ..
         } = self.request;
-        let refused = |error: super::tokenizers::TokenizeError| StageError::BadInput(error.to_string());
+        let refused = |error: TokenizeError| StageError::BadInput(error.to_string());
         let cancelled = || self.observer.cancelled();
 
         let ids = self.model.clip_tokenizer.encode(prompt).map_err(refused)?;
-        let clip = ClipEncoder::new(&self.model.clip, &*(self.tensors)("text_encoder")?)?;
+        let clip = ClipEncoder::new(
+            &self.model.clip,
+            "text_encoder",
+            &*(self.tensors)("text_encoder")?,
+        )?;
         let pooled = to_host(&clip.forward(&ids, &cancelled)?.pooled)?;
 
         let ids = self
@@ -98,7 +103,11 @@ impl Stage<'_> {
             .t5_tokenizer
             .encode(prompt, *max_sequence_length as usize)
             .map_err(refused)?;
-        let t5 = T5Encoder::new(&self.model.t5, &*(self.tensors)("text_encoder_2")?)?;
+        let t5 = T5Encoder::new(
+            &self.model.t5,
+            "text_encoder_2",
+            &*(self.tensors)("text_encoder_2")?,
+        )?;
         let sequence = to_host(&t5.forward(&ids, &cancelled)?)?;
         Ok(EncodedText {
             tensors: vec![(POOLED.to_owned(), pooled), (SEQUENCE.to_owned(), sequence)],

@@ -7,9 +7,11 @@ use ops::{Epilogue, Nonlinearity};
 use super::blocks::{DoubleBlock, Modulator, SingleBlock};
 use super::buffers::{Buffers, Layers, Next};
 use super::config::TransformerConfig;
-use super::linear::{Linear, largest_scratch};
-use super::positions::{Rotations, positions, rotations};
+use super::positions::{positions, rotations};
 use crate::StageError;
+use crate::linear::{Linear, largest_scratch};
+use crate::rotary::Rotations;
+use crate::sinusoids::sinusoids;
 
 /// Width of the sinusoidal embedding of timesteps and guidance.
 const SINUSOIDS: usize = 256;
@@ -124,7 +126,7 @@ impl Transformer {
             columns,
         } = *prompted;
         let (device, dtype) = (sequence.device(), sequence.dtype());
-        let embedded = |thousandths: Vec<f32>| sinusoids(&thousandths, dtype, device);
+        let embedded = |thousandths: Vec<f32>| sinusoids(&thousandths, SINUSOIDS, dtype, device);
         let vector = self
             .timestep
             .forward(&embedded(times.iter().map(|t| t * 1000.0).collect())?)?;
@@ -273,28 +275,6 @@ impl Transformer {
 pub struct StepBuffers {
     buffers: Buffers,
     velocity: Tensor,
-}
-
-/// `Timesteps(256, flip_sin_to_cos=True, downscale_freq_shift=0)`: cosines, then sines, `[values, 256]`,
-/// computed in f32. The angles are rounded to f32 as the reference rounds them: at 3,500 (a guidance of 3.5) that
-/// is 1e-4. The frequencies are rounded correctly; torch's depend on the machine in their last bit, which
-/// moves a whole model's output by 1.5e-5.
-fn sinusoids(values: &[f32], dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
-    let half = SINUSOIDS / 2;
-    let minus_ln_of_period = -(10_000f64.ln()) as f32;
-    let frequencies: Vec<f32> = (0..half)
-        .map(|i| f64::from(minus_ln_of_period * i as f32 / half as f32).exp() as f32)
-        .collect();
-    let numbers: Vec<f32> = values
-        .iter()
-        .flat_map(|value| {
-            let cosines = frequencies.iter().map(move |frequency| (value * frequency).cos());
-            cosines.chain(frequencies.iter().map(move |frequency| (value * frequency).sin()))
-        })
-        .collect();
-    Tensor::from_vec(numbers, (values.len(), SINUSOIDS), &Device::Cpu)?
-        .to_dtype(dtype)?
-        .to_device(device)
 }
 
 /// A latent `[1, channels, 2 rows, 2 columns]` as tokens `[1, rows * columns, 4 * channels]`:

@@ -4,9 +4,9 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
-use pipelines::flux::{
-    Generator, Prompted, SchedulerConfig, Transformer, TransformerConfig, positions, rotations,
-};
+use pipelines::flow_match::SchedulerConfig;
+use pipelines::flux::{Prompted, Transformer, TransformerConfig, positions, rotations};
+use pipelines::noise::Generator;
 
 use crate::device::{BF16_COMPONENT, here, test_device, tolerances};
 use crate::numbers::{component, distance, json, largest_difference, numbers, resident, tensors};

@@ -7,7 +7,7 @@ use std::path::Path;
 use candle_core::{DType, Tensor};
 use gpu::{Fp8Scales, GgufType, LoadPlan, Target, Weight, WeightFormat};
 use pipelines::flux::FluxModel;
-use pipelines::flux::t5::{T5Config, T5Encoder};
+use pipelines::text::t5::{T5Config, T5Encoder};
 use pipelines::{ImageRequest, Model, ModelError, Precision, Preset, Quantization, StageKind, Unobserved};
 use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
@@ -180,7 +180,8 @@ fn int8_of_bitsandbytes_is_read_as_it_is() {
     );
     assert_eq!(held[&format!("{block}.1.DenseReluDense.wo.weight")], None);
     let config: T5Config = json("flux-tiny/text_encoder_2/config.json");
-    let encoder = T5Encoder::new(&config, &workshop.tensors("text_encoder_2")).expect("an encoder");
+    let encoder =
+        T5Encoder::new(&config, "text_encoder_2", &workshop.tensors("text_encoder_2")).expect("an encoder");
     let ids = tensors("flux-tiny/expected/t5.safetensors")["0.ids"].clone();
     let ids: Vec<u32> = ids
         .flatten_all()

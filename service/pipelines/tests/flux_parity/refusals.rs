@@ -5,10 +5,10 @@ use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use gpu::LoadPlan;
+use pipelines::autoencoder_kl::{VaeConfig, diffusers_name_of_bfl};
 use pipelines::flux::FluxModel;
-use pipelines::flux::clip::ClipConfig;
-use pipelines::flux::t5::T5Config;
-use pipelines::flux::vae::{VaeConfig, diffusers_name_of_bfl};
+use pipelines::text::clip::ClipConfig;
+use pipelines::text::t5::T5Config;
 use pipelines::{Model, ModelError, catalogue};
 
 use crate::checkpoints::{set, write_json};

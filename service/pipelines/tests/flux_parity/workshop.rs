@@ -192,7 +192,7 @@ impl Workshop {
             observer: &mut observer,
         };
         let picture = stage
-            .decoded(&here(latent), pipelines::flux::vae::Chunking::Whole)
+            .decoded(&here(latent), pipelines::autoencoder_kl::Chunking::Whole)
             .expect("a picture");
         picture
             .affine(0.5, 0.5)

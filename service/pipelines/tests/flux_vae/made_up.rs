@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::collections::HashMap;
 
 use candle_core::{Device, Tensor};
-use pipelines::flux::vae::VaeConfig;
+use pipelines::autoencoder_kl::VaeConfig;
 
 /// A latent of any size, the same every time.
 pub(crate) fn latent(h: usize, w: usize) -> Tensor {

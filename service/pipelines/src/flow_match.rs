@@ -1,4 +1,4 @@
-//! The noise schedule: diffusers' `FlowMatchEulerDiscreteScheduler`, as the FLUX pipelines drive it.
+//! The noise schedule: diffusers' `FlowMatchEulerDiscreteScheduler`, as the FLUX and Z-Image pipelines drive it.
 
 use serde::Deserialize;
 

@@ -23,7 +23,7 @@ pub struct TokenizeError(String);
 const CLIP_WORD: &str =
     r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+";
 
-/// The tokenizer of the `text_encoder` component.
+/// CLIP's tokenizer.
 #[derive(Clone, Debug)]
 pub struct ClipTokenizer {
     tokenizer: Tokenizer,
@@ -34,7 +34,7 @@ pub struct ClipTokenizer {
 }
 
 impl ClipTokenizer {
-    /// From a folder `tokenizer/`: its `tokenizer.json`, or its `vocab.json` and `merges.txt`, and its
+    /// From a folder: its `tokenizer.json`, or its `vocab.json` and `merges.txt`, and its
     /// `tokenizer_config.json`.
     ///
     /// # Errors
@@ -124,7 +124,7 @@ impl ClipTokenizer {
     }
 }
 
-/// The tokenizer of the `text_encoder_2` component.
+/// T5's tokenizer.
 #[derive(Clone, Debug)]
 pub struct T5Tokenizer {
     tokenizer: Tokenizer,
@@ -133,7 +133,7 @@ pub struct T5Tokenizer {
 }
 
 impl T5Tokenizer {
-    /// From a folder `tokenizer_2/`: its `tokenizer.json` and its `tokenizer_config.json`.
+    /// From a folder: its `tokenizer.json` and its `tokenizer_config.json`.
     ///
     /// # Errors
     /// [`ModelError::Damaged`] for a file that is missing or not what it should be.

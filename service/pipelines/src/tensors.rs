@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use crate::{HostTensor, HostType, StageError};
 
 /// A tensor's numbers as they are; other dtypes than f32, f16 and bf16 become f32.
-pub(super) fn to_host(tensor: &Tensor) -> Result<HostTensor, StageError> {
+pub(crate) fn to_host(tensor: &Tensor) -> Result<HostTensor, StageError> {
     let flat = tensor.to_device(&Device::Cpu)?.flatten_all()?;
     let (dtype, data) = match tensor.dtype() {
         DType::BF16 => (
@@ -34,7 +34,7 @@ fn bytes<T: Copy, const N: usize>(numbers: &[T], to_bytes: impl Fn(T) -> [u8; N]
 }
 
 /// A host tensor on a card, in `dtype`. It may come from a client: nothing about it is believed.
-pub(super) fn from_host(
+pub(crate) fn from_host(
     tensor: &HostTensor,
     name: &str,
     dtype: DType,

@@ -10,12 +10,10 @@ use ops::{
 use residency::Bytes;
 use serde::Deserialize;
 
-use super::clip::{check_finite, check_ids};
-use super::linear::{Linear, largest_scratch};
+use super::encoding::{check_finite, check_ids};
+use crate::checkpoint::Role;
 use crate::family::StageError;
-
-/// The component's name.
-const COMPONENT: &str = "text_encoder_2";
+use crate::linear::{Linear, largest_scratch};
 
 /// Tokens beyond which a prompt is refused: attention needs their square.
 const MOST_TOKENS: usize = 4096;
@@ -31,7 +29,7 @@ fn table(has: &dyn Fn(&str) -> bool) -> &'static str {
     names.into_iter().find(|name| has(name)).unwrap_or(names[0])
 }
 
-/// `text_encoder_2/config.json`. Fields that the file leaves out have the defaults of transformers' `T5Config`.
+/// The encoder's `config.json`. Fields that the file leaves out have the defaults of transformers' `T5Config`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct T5Config {
@@ -193,6 +191,20 @@ impl T5Config {
     }
 }
 
+/// What may become of a tensor: attention and feed-forward may be quantized.
+pub(crate) fn role(name: &str) -> Role {
+    let Some(layer) = name.strip_suffix(".weight") else {
+        return Role::Full;
+    };
+    if layer.ends_with(".relative_attention_bias") {
+        return Role::Full;
+    }
+    match layer.contains(".SelfAttention.") || layer.contains(".DenseReluDense.") {
+        true => Role::Quantized,
+        false => Role::Full,
+    }
+}
+
 /// `T5Block` of an encoder.
 #[derive(Clone, Debug)]
 struct Layer {
@@ -340,17 +352,22 @@ pub struct T5Encoder {
     biases: Tensor,
     layers: Vec<Layer>,
     norm: Tensor,
+    component: String,
     config: T5Config,
 }
 
 impl T5Encoder {
-    /// From the tensors of the `text_encoder_2` component, by transformers' names (`shared.weight`,
+    /// From the tensors of the component of this name, by transformers' names (`shared.weight`,
     /// `encoder.block.*`).
     ///
     /// # Errors
     /// [`StageError::BadInput`] for an encoder that is not known, [`StageError::Missing`] for a tensor that is
     /// not there or not of the configuration's shape.
-    pub fn new(config: &T5Config, tensors: &ComponentTensors) -> Result<T5Encoder, StageError> {
+    pub fn new(
+        config: &T5Config,
+        component: &str,
+        tensors: &ComponentTensors,
+    ) -> Result<T5Encoder, StageError> {
         let bad = |problem| StageError::BadInput(format!("the T5 encoder has {problem}"));
         config.check().map_err(bad)?;
         let read = || -> Result<T5Encoder, MissingTensor> {
@@ -362,11 +379,12 @@ impl T5Encoder {
                 biases: tensors.shaped(BIASES, &[config.relative_attention_num_buckets, config.num_heads])?,
                 layers: layers.collect::<Result<_, _>>()?,
                 norm: tensors.shaped(LAST_NORM, &[config.d_model])?,
+                component: component.to_owned(),
                 config: config.clone(),
             })
         };
         read().map_err(|missing| StageError::Missing {
-            component: COMPONENT.to_owned(),
+            component: component.to_owned(),
             missing,
         })
     }
@@ -399,7 +417,7 @@ impl T5Encoder {
             layer.forward(&buffers, next)?;
         }
         let encoded = buffers.normed.unsqueeze(0)?;
-        check_finite(&encoded, COMPONENT)?;
+        check_finite(&encoded, &self.component)?;
         Ok(encoded)
     }
 

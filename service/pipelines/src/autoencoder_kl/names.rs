@@ -1,8 +1,22 @@
 //! Names of Black Forest Labs' own checkpoint, `ae.safetensors`.
 
+use std::path::Path;
+
+use crate::ModelError;
+use crate::checkpoint::{ComponentFiles, Shapes, Wanted, component_of_file};
+
 /// Resolutions of FLUX's autoencoder. BFL counts the decoder's blocks from the picture, diffusers from the
 /// latent.
 const RESOLUTIONS: usize = 4;
+
+/// The autoencoder in a single file of Black Forest Labs.
+pub(crate) fn autoencoder_of_single_file(
+    file: &Path,
+    shapes: Shapes,
+    wanted: Wanted,
+) -> Result<ComponentFiles, ModelError> {
+    component_of_file(file, diffusers_name_of_bfl, shapes, wanted)
+}
 
 /// The diffusers name of a tensor of `ae.safetensors`; `None` for a name that is none of it.
 ///

@@ -12,7 +12,7 @@ use crate::ModelError;
 use crate::files::{damaged, read_json, unsupported};
 
 /// What is said of a quantization that is not read.
-pub(in crate::flux) const SUPPORTED: &str = "what is read is full precision, bitsandbytes nf4 and int8, GGUF, and fp8 (e4m3) of ComfyUI and \
+pub(crate) const SUPPORTED: &str = "what is read is full precision, bitsandbytes nf4 and int8, GGUF, and fp8 (e4m3) of ComfyUI and \
                                     Black Forest Labs";
 
 const FP4_STATE: &str = ".quant_state.bitsandbytes__fp4";
@@ -39,7 +39,7 @@ impl Checkpoint {
 }
 
 /// The quantization that is not read and that tensors of these names are of.
-pub(in crate::flux) fn foreign(names: &[&str]) -> Option<&'static str> {
+pub(crate) fn foreign(names: &[&str]) -> Option<&'static str> {
     let ends = |ends: &[&str]| {
         names
             .iter()
@@ -62,7 +62,7 @@ pub(in crate::flux) fn foreign(names: &[&str]) -> Option<&'static str> {
     }
 }
 
-pub(in crate::flux) fn quantized_by(what: &str) -> String {
+pub(crate) fn quantized_by(what: &str) -> String {
     format!("it is quantized as {what}, which is not supported: {SUPPORTED}")
 }
 

@@ -9,11 +9,10 @@ use ops::{
 use residency::Bytes;
 use serde::Deserialize;
 
-use super::linear::{Linear, largest_scratch};
+use super::encoding::{check_finite, check_ids};
+use crate::checkpoint::Role;
 use crate::family::StageError;
-
-/// The component's name.
-const COMPONENT: &str = "text_encoder";
+use crate::linear::{Linear, largest_scratch};
 
 /// What published checkpoints put in front of every name.
 const PREFIX: &str = "text_model.";
@@ -22,7 +21,7 @@ const PREFIX: &str = "text_model.";
 /// then the highest id in it.
 const LEGACY_END: u32 = 2;
 
-/// `text_encoder/config.json`. Fields that the file leaves out have the defaults of transformers'
+/// The encoder's `config.json`. Fields that the file leaves out have the defaults of transformers'
 /// `CLIPTextConfig`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default)]
@@ -335,6 +334,14 @@ pub struct ClipOutput {
     pub pooled: Tensor,
 }
 
+/// What may become of a tensor: attention and feed-forward may be quantized.
+pub(crate) fn role(name: &str) -> Role {
+    match name.strip_suffix(".weight") {
+        Some(layer) if layer.contains(".self_attn.") || layer.contains(".mlp.") => Role::Quantized,
+        _ => Role::Full,
+    }
+}
+
 /// CLIP's text encoder.
 #[derive(Clone, Debug)]
 pub struct ClipEncoder {
@@ -343,17 +350,22 @@ pub struct ClipEncoder {
     layers: Vec<Layer>,
     norm: LayerNorm,
     activation: Nonlinearity,
+    component: String,
     config: ClipConfig,
 }
 
 impl ClipEncoder {
-    /// From the tensors of the `text_encoder` component. Names begin with `text_model.` in published
+    /// From the tensors of the component of this name. Tensors' names begin with `text_model.` in published
     /// checkpoints, and not in those that transformers 5 saves: both are read.
     ///
     /// # Errors
     /// [`StageError::BadInput`] for an encoder that is not known, [`StageError::Missing`] for a tensor that is
     /// not there or not of the configuration's shape.
-    pub fn new(config: &ClipConfig, tensors: &ComponentTensors) -> Result<ClipEncoder, StageError> {
+    pub fn new(
+        config: &ClipConfig,
+        component: &str,
+        tensors: &ComponentTensors,
+    ) -> Result<ClipEncoder, StageError> {
         let bad = |problem| StageError::BadInput(format!("the CLIP encoder has {problem}"));
         config.check().map_err(bad)?;
         let activation = activation_named(&config.hidden_act).map_err(bad)?;
@@ -372,11 +384,12 @@ impl ClipEncoder {
                 layers: layers.collect::<Result<_, _>>()?,
                 norm: LayerNorm::new(tensors, &format!("{prefix}final_layer_norm"), config)?,
                 activation,
+                component: component.to_owned(),
                 config: config.clone(),
             })
         };
         read().map_err(|missing| StageError::Missing {
-            component: COMPONENT.to_owned(),
+            component: component.to_owned(),
             missing,
         })
     }
@@ -405,7 +418,7 @@ impl ClipEncoder {
             layer.forward(&buffers, self.config.num_attention_heads, self.activation, next)?;
         }
         let last_hidden = buffers.normed.unsqueeze(0)?;
-        check_finite(&last_hidden, COMPONENT)?;
+        check_finite(&last_hidden, &self.component)?;
         let pooled = buffers.normed.narrow(0, self.end_of(ids), 1)?;
         Ok(ClipOutput { last_hidden, pooled })
     }
@@ -419,31 +432,4 @@ impl ClipEncoder {
         };
         ids.iter().position(|id| *id == end).unwrap_or(0)
     }
-}
-
-/// Whether there are such tokens.
-pub(super) fn check_ids(ids: &[u32], vocabulary: usize, most: usize) -> Result<(), StageError> {
-    if ids.is_empty() || ids.len() > most {
-        return Err(StageError::BadInput(format!(
-            "{} tokens where 1 to {most} are expected",
-            ids.len()
-        )));
-    }
-    match ids.iter().find(|id| **id as usize >= vocabulary) {
-        Some(id) => Err(StageError::BadInput(format!(
-            "token {id} of a vocabulary of {vocabulary}"
-        ))),
-        None => Ok(()),
-    }
-}
-
-/// Whether an encoding is finite throughout.
-pub(super) fn check_finite(encoding: &Tensor, component: &str) -> Result<(), StageError> {
-    if ops::all_finite(encoding)? {
-        return Ok(());
-    }
-    Err(StageError::NotFinite {
-        component: component.to_owned(),
-        step: 0,
-    })
 }

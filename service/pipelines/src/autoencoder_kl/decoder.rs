@@ -38,7 +38,7 @@ pub(super) fn dtype_of_maps(
     probe: &str,
 ) -> std::result::Result<DType, StageError> {
     let tensor = tensors.get(probe).map_err(|missing| StageError::Missing {
-        component: "vae".to_owned(),
+        component: super::COMPONENT.to_owned(),
         missing,
     })?;
     Ok(if matches!(tensor.device(), Device::Cpu) {
@@ -229,7 +229,7 @@ pub(super) fn finite(is_finite: bool) -> Result<(), StageError> {
         return Ok(());
     }
     Err(StageError::NotFinite {
-        component: "vae".to_owned(),
+        component: super::COMPONENT.to_owned(),
         step: 0,
     })
 }

@@ -1,4 +1,4 @@
-//! The one linear layer of this family, however its weight is held.
+//! The one linear layer of all families, however its weight is held.
 
 use candle_core::{DType, Tensor};
 use gpu::{ComponentTensors, MissingTensor, Weight};
@@ -6,7 +6,7 @@ use ops::{Activation, Epilogue, LayerTo, Scratch};
 
 /// `x Wᵀ + b`, as `torch.nn.Linear`.
 #[derive(Debug, Clone)]
-pub(super) struct Linear {
+pub(crate) struct Linear {
     /// `[outputs, inputs]`.
     weight: Weight,
     bias: Option<Tensor>,
@@ -17,7 +17,7 @@ impl Linear {
     ///
     /// # Errors
     /// When one of them is missing or of another shape.
-    pub(super) fn new(
+    pub(crate) fn new(
         tensors: &ComponentTensors,
         name: &str,
         inputs: usize,
@@ -34,7 +34,7 @@ impl Linear {
     ///
     /// # Errors
     /// When it is missing or of another shape.
-    pub(super) fn without_bias(
+    pub(crate) fn without_bias(
         tensors: &ComponentTensors,
         name: &str,
         inputs: usize,
@@ -48,7 +48,7 @@ impl Linear {
     ///
     /// # Errors
     /// Those of [`ops::linear`].
-    pub(super) fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+    pub(crate) fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         ops::linear(x, &self.weight, self.bias.as_ref())
     }
 
@@ -56,7 +56,7 @@ impl Linear {
     ///
     /// # Errors
     /// Those of [`ops::linear_into`].
-    pub(super) fn forward_into<'a>(
+    pub(crate) fn forward_into<'a>(
         &self,
         x: impl Into<Activation<'a>>,
         then: Epilogue,
@@ -67,7 +67,7 @@ impl Linear {
     }
 
     /// The layer among others over the same rows.
-    pub(super) fn to<'a>(&'a self, out: &'a Tensor) -> LayerTo<'a> {
+    pub(crate) fn to<'a>(&'a self, out: &'a Tensor) -> LayerTo<'a> {
         LayerTo {
             weight: &self.weight,
             bias: self.bias.as_ref(),
@@ -79,7 +79,7 @@ impl Linear {
     ///
     /// # Errors
     /// Those of the device.
-    pub(super) fn takes_codes(&self) -> candle_core::Result<bool> {
+    pub(crate) fn takes_codes(&self) -> candle_core::Result<bool> {
         match &self.bias {
             Some(bias) => ops::multiplies_fp8(bias.device(), &self.weight, bias.dtype()),
             None => Ok(false),
@@ -99,7 +99,7 @@ impl Linear {
 }
 
 /// The scratch that the most demanding of these layers needs for so many tokens: they run one after the other.
-pub(super) fn largest_scratch<'a>(
+pub(crate) fn largest_scratch<'a>(
     layers: impl IntoIterator<Item = &'a Linear>,
     tokens: usize,
     dtype: DType,

@@ -29,11 +29,11 @@ use serde::Deserialize;
 use unread::{check_configuration, check_metadata};
 
 use super::components::open;
-use super::layout::Rows;
+use super::spec::Rows;
 use crate::ModelError;
 use crate::files::{damaged, read_json, unsupported};
 
-pub(super) use unread::{SUPPORTED, foreign, quantized_by};
+pub(crate) use unread::{SUPPORTED, foreign, quantized_by};
 
 const NF4_STATE: &str = ".quant_state.bitsandbytes__nf4";
 
@@ -79,7 +79,7 @@ impl Place {
 
 /// How a weight is stored.
 #[derive(Clone, Debug)]
-pub(super) enum Held {
+pub(crate) enum Held {
     /// As numbers.
     Plain(Stored),
     /// As the parts of this format.
@@ -88,24 +88,24 @@ pub(super) enum Held {
 
 /// A tensor of a checkpoint, with all that belongs to it.
 #[derive(Clone, Debug)]
-pub(super) struct StoredTensor {
+pub(crate) struct StoredTensor {
     name: String,
     file: Arc<Path>,
     /// The shape of its numbers, not of the bytes that they are packed into.
-    pub(super) shape: Vec<usize>,
-    pub(super) held: Held,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) held: Held,
     /// Whole parts, in the order of the format; the numbers where there is none.
     parts: Vec<SourcePiece>,
 }
 
 impl StoredTensor {
     /// The file that holds its numbers.
-    pub(super) fn file(&self) -> &Path {
+    pub(crate) fn file(&self) -> &Path {
         &self.file
     }
 
     /// As codes of fp8 without scales, where it is stored as such.
-    pub(super) fn into_unscaled_fp8(mut self) -> StoredTensor {
+    pub(crate) fn into_unscaled_fp8(mut self) -> StoredTensor {
         if matches!(self.held, Held::Plain(Stored::F8E4M3)) {
             self.held = Held::Quantized(WeightFormat::Fp8(Fp8Scales::None));
             self.parts.insert(0, SourcePiece::Inline(Arc::from([])));
@@ -117,7 +117,7 @@ impl StoredTensor {
     ///
     /// # Errors
     /// When a format's blocks reach over the ends of these rows.
-    pub(super) fn pieces(&self, rows: &[Rows]) -> Result<Vec<SourcePiece>, ModelError> {
+    pub(crate) fn pieces(&self, rows: &[Rows]) -> Result<Vec<SourcePiece>, ModelError> {
         let (all, columns) = rows_and_columns(&self.shape);
         if let [Rows { first: 0, count }] = rows
             && *count == all
@@ -187,11 +187,11 @@ fn unit(format: WeightFormat, part: WeightPart, columns: usize) -> Option<(usize
 }
 
 /// The tensors of a component: of one file, or of the shards of an index.
-pub(super) struct Checkpoint {
+pub(crate) struct Checkpoint {
     /// The file, or the index.
     place: PathBuf,
     tensors: BTreeMap<String, Place>,
-    pub(super) files: Vec<Arc<Path>>,
+    pub(crate) files: Vec<Arc<Path>>,
 }
 
 impl Checkpoint {
@@ -200,7 +200,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// When it is quantized in a way that is not read.
-    pub(super) fn of_file(
+    pub(crate) fn of_file(
         file: &CheckpointFile,
         rename: impl Fn(&str) -> Option<String>,
     ) -> Result<Checkpoint, ModelError> {
@@ -260,7 +260,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// When there are none, or they are quantized in a way that is not read.
-    pub(super) fn of_folder(folder: &Path) -> Result<Checkpoint, ModelError> {
+    pub(crate) fn of_folder(folder: &Path) -> Result<Checkpoint, ModelError> {
         check_configuration(&folder.join("config.json"))?;
         for stem in ["diffusion_pytorch_model", "model"] {
             let single = folder.join(format!("{stem}.safetensors"));
@@ -279,17 +279,17 @@ impl Checkpoint {
     }
 
     /// Whether there is a tensor of this name.
-    pub(super) fn has(&self, name: &str) -> bool {
+    pub(crate) fn has(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
     }
 
     /// Names of all tensors, in order.
-    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
 
     /// A tensor that is in neither of these names, nor belongs to one that is: its name and file.
-    pub(super) fn left_over<'a>(&'a self, known: &BTreeSet<String>) -> Option<(&'a str, &'a Path)> {
+    pub(crate) fn left_over<'a>(&'a self, known: &BTreeSet<String>) -> Option<(&'a str, &'a Path)> {
         let belongs = |name: &str| {
             let weight = BEHIND_WEIGHT.iter().find_map(|behind| name.strip_suffix(behind));
             let layer = BEHIND_LAYER.iter().find_map(|behind| name.strip_suffix(behind));
@@ -307,7 +307,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// When it is missing, or stored in a way that is not read.
-    pub(super) fn tensor(&self, name: &str) -> Result<StoredTensor, ModelError> {
+    pub(crate) fn tensor(&self, name: &str) -> Result<StoredTensor, ModelError> {
         let Some(place) = self.tensors.get(name) else {
             return Err(damaged(&self.place, format!("tensor {name} is missing")));
         };

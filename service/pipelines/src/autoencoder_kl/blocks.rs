@@ -94,7 +94,7 @@ impl Source<'_> {
 
 fn missing(missing: gpu::MissingTensor) -> StageError {
     StageError::Missing {
-        component: "vae".to_owned(),
+        component: super::COMPONENT.to_owned(),
         missing,
     }
 }

@@ -1,0 +1,78 @@
+//! Rotary position embedding over several axes (Su et al. 2021): the rotation of every pair of a head, by the token's place
+//! on each axis.
+
+use candle_core::{Device, Result, Tensor};
+
+/// Cosine and sine of every pair of a head, `[tokens, head_width / 2]` in f32 whatever the dtype of the
+/// card: at the far end of a picture an angle in bf16 is off by whole tenths.
+#[derive(Debug, Clone)]
+pub struct Rotations {
+    /// Cosines.
+    pub cos: Tensor,
+    /// Sines.
+    pub sin: Tensor,
+}
+
+impl Rotations {
+    /// Those of some tokens.
+    pub(crate) fn rows(&self, first: usize, count: usize) -> Result<Rotations> {
+        Ok(Rotations {
+            cos: self.cos.narrow(0, first, count)?,
+            sin: self.sin.narrow(0, first, count)?,
+        })
+    }
+
+    pub(crate) fn angles(&self) -> ops::Angles<'_> {
+        ops::Angles {
+            cos: &self.cos,
+            sin: &self.sin,
+        }
+    }
+}
+
+/// The rotations of these positions, computed in f64. `axes` are the widths that each axis has in a head; the frequency of
+/// pair `i` of an axis of width `d` is `theta^(-2i/d)`.
+///
+/// # Errors
+/// Those of the device.
+pub(crate) fn rotations<const N: usize>(
+    positions: &[[u32; N]],
+    axes: [usize; N],
+    theta: f64,
+    device: &Device,
+) -> Result<Rotations> {
+    // Few places on an axis are different ones: each is computed once.
+    let mut most = [0; N];
+    for position in positions {
+        most.iter_mut()
+            .zip(position)
+            .for_each(|(most, &at)| *most = at.max(*most));
+    }
+    let mut tables = Vec::with_capacity(N);
+    for (&width, most) in axes.iter().zip(most) {
+        let frequency = |i: usize| theta.powf(-((2 * i) as f64) / width as f64);
+        let frequencies: Vec<f64> = (0..width / 2).map(frequency).collect();
+        let turn = |at: u32, frequency: f64| {
+            let (sin, cos) = (f64::from(at) * frequency).sin_cos();
+            (sin as f32, cos as f32)
+        };
+        let table = (0..=most).map(|at| frequencies.iter().map(|&f| turn(at, f)).collect());
+        tables.push(table.collect::<Vec<Vec<(f32, f32)>>>());
+    }
+    let pairs = axes.iter().sum::<usize>() / 2;
+    let mut cos = Vec::with_capacity(positions.len() * pairs);
+    let mut sin = Vec::with_capacity(positions.len() * pairs);
+    for position in positions {
+        for (&at, table) in position.iter().zip(&tables) {
+            for (s, c) in &table[at as usize] {
+                cos.push(*c);
+                sin.push(*s);
+            }
+        }
+    }
+    let shape = (positions.len(), pairs);
+    Ok(Rotations {
+        cos: Tensor::from_vec(cos, shape, device)?,
+        sin: Tensor::from_vec(sin, shape, device)?,
+    })
+}

@@ -1,0 +1,32 @@
+//! What holds of the tokens that every encoder is given, and of every encoding.
+
+use candle_core::Tensor;
+
+use crate::family::StageError;
+
+/// Whether there are such tokens.
+pub(crate) fn check_ids(ids: &[u32], vocabulary: usize, most: usize) -> Result<(), StageError> {
+    if ids.is_empty() || ids.len() > most {
+        return Err(StageError::BadInput(format!(
+            "{} tokens where 1 to {most} are expected",
+            ids.len()
+        )));
+    }
+    match ids.iter().find(|id| **id as usize >= vocabulary) {
+        Some(id) => Err(StageError::BadInput(format!(
+            "token {id} of a vocabulary of {vocabulary}"
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Whether an encoding is finite throughout.
+pub(crate) fn check_finite(encoding: &Tensor, component: &str) -> Result<(), StageError> {
+    if ops::all_finite(encoding)? {
+        return Ok(());
+    }
+    Err(StageError::NotFinite {
+        component: component.to_owned(),
+        step: 0,
+    })
+}
