@@ -27,13 +27,6 @@ fn main() -> Result<(), Box<dyn Error>> {
     tonic_prost_build::configure()
         .bytes(".")
         .compile_fds(descriptors)?;
-
-    let private = protox::compile([format!("{root}/moored/worker/worker.proto")], [root])?;
-    tonic_prost_build::configure()
-        .build_client(false)
-        .build_server(false)
-        .bytes(".")
-        .compile_fds(private)?;
     Ok(())
 }
 

@@ -203,7 +203,7 @@ pub enum JobEventKind {
         /// Pixels down.
         height: u32,
         /// RGB.
-        rgb: Arc<[u8]>,
+        rgb: bytes::Bytes,
     },
     /// A finished picture, as pixels: whoever serves it encodes it.
     Picture {
@@ -216,7 +216,7 @@ pub enum JobEventKind {
         /// Pixels down.
         height: u32,
         /// RGB.
-        rgb: Arc<[u8]>,
+        rgb: bytes::Bytes,
     },
     /// A latent is in the store.
     Latent {

@@ -1,5 +1,5 @@
-//! All that passes between the two halves. No tensor, only what can be written down: a worker is another
-//! process, and the binary turns these into frames.
+//! All that passes between the two halves. No tensor, only what can be written down: a worker is another process, and the
+//! binary writes these types into frames as they are.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -178,7 +178,7 @@ pub enum Progress {
         /// Pixels down.
         height: u32,
         /// RGB.
-        rgb: Arc<[u8]>,
+        rgb: bytes::Bytes,
     },
     /// Something is tried again within the stage: out of memory, then a smaller rung.
     Retrying {
@@ -240,7 +240,6 @@ pub struct Completed {
     /// Milliseconds of computing.
     pub run_ms: u64,
     /// Usable bytes just before the stage's lease: what `RunOutcome::Succeeded` wants to know.
-    #[serde(default)]
     pub room: Bytes,
     /// Predicted activation bytes.
     pub predicted_scratch: Bytes,
@@ -250,7 +249,6 @@ pub struct Completed {
     pub peak_bytes: Bytes,
     /// What computed attention in the stage: `cudnn 9.19.0`, `own kernels`, `cpu loops`, several with commas between; empty
     /// where none was computed.
-    #[serde(default)]
     pub attention: String,
     /// Seconds that each component that was loaded took, by identity: what a reload costs.
     pub load_seconds: Vec<(ComponentId, f64)>,

@@ -1,4 +1,4 @@
-//! The generated protocol types: `v1` is public, `worker` private.
+//! The generated types of the public protocol.
 #![allow(missing_docs, unreachable_pub, clippy::all, clippy::unwrap_used)]
 
 /// The public API, `proto/moored/v1`.
@@ -7,9 +7,4 @@ pub mod v1 {
 
     /// Descriptors, for reflection.
     pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/moored.v1.bin"));
-}
-
-/// Between supervisor and worker, `proto/moored/worker`.
-pub mod worker {
-    tonic::include_proto!("moored.worker");
 }

@@ -20,7 +20,8 @@ use crate::grpc::{self, Service, Token};
 use crate::hub::{Hub, Pulls};
 use crate::locks::{LockError, Locks, worker_lock};
 use crate::models::Models;
-use crate::process::supervisor::{self, EarlyWorker, WorkerPids, WorkerSettings};
+use crate::process::WorkerSettings;
+use crate::process::supervisor::{self, EarlyWorker, WorkerPids};
 
 /// Why the service could not start.
 #[derive(Debug, thiserror::Error)]
@@ -187,8 +188,8 @@ fn start_queue(
         tracing::info!(card = card.id, name = card.name, total = %card.total, profile = %config.cards.profile_of(card),
             %memory, "a card is managed");
         let settings = WorkerSettings {
-            device: device.to_string(),
-            headroom_bytes: config.cards.headroom.0,
+            device: device.clone(),
+            headroom: config.cards.headroom,
             memory,
             log: log.clone(),
             lock_file: worker_lock(&config.service.state, card),

@@ -78,7 +78,7 @@ fn arrows_point_one_way() {
 #[test]
 fn only_the_binary_knows_a_protocol() {
     for (room, dependencies) in dependencies() {
-        for protocol in ["tonic", "prost", "tonic-prost", "tonic-types"] {
+        for protocol in ["tonic", "prost", "tonic-prost", "tonic-types", "postcard"] {
             assert!(
                 room == "moored" || !dependencies.contains(protocol),
                 "{room} imports {protocol}"

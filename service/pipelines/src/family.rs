@@ -124,7 +124,7 @@ pub enum StageOutput {
         /// Pixels down.
         height: u32,
         /// RGB, 8 bits each, row-major.
-        rgb: Vec<u8>,
+        rgb: bytes::Bytes,
     },
 }
 

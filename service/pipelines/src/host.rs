@@ -1,7 +1,6 @@
 //! Tensors as bytes: what passes between the processes.
 
-use std::sync::Arc;
-
+use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 /// Dtype of a [`HostTensor`].
@@ -24,5 +23,5 @@ pub struct HostTensor {
     /// Shape.
     pub shape: Vec<usize>,
     /// `shape` numbers of `dtype`.
-    pub data: Arc<[u8]>,
+    pub data: Bytes,
 }

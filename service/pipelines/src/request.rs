@@ -1,7 +1,6 @@
 //! What a client asks for, in types that no protocol is part of.
 
-use std::sync::Arc;
-
+use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 /// An image to start from.
@@ -12,7 +11,7 @@ pub struct InitImage {
     /// Pixels down.
     pub height: u32,
     /// RGB, 8 bits each, row-major.
-    pub rgb: Arc<[u8]>,
+    pub rgb: Bytes,
 }
 
 /// One picture to generate. Everything is resolved: defaults are filled in before this exists.

@@ -204,7 +204,7 @@ mod tests {
 
     use super::*;
 
-    fn retained(key: usize, rgb: Option<Arc<[u8]>>) -> Retained {
+    fn retained(key: usize, rgb: Option<bytes::Bytes>) -> Retained {
         let request = ImageRequest {
             prompt: String::new(),
             width: 16,
@@ -231,7 +231,7 @@ mod tests {
         }
     }
 
-    fn oldest_of(count: usize, rgb: Option<Arc<[u8]>>) -> (usize, String) {
+    fn oldest_of(count: usize, rgb: Option<bytes::Bytes>) -> (usize, String) {
         let mut ended = Ended::default();
         for key in 0..count {
             ended.retain(retained(key, rgb.clone()));
@@ -243,7 +243,7 @@ mod tests {
     #[tokio::test]
     async fn what_is_retained_is_bounded_in_number_and_in_bytes_and_the_oldest_goes_first() {
         assert_eq!(oldest_of(1_002, None), (1_000, "2".to_owned()));
-        let image: Arc<[u8]> = vec![0; 48 << 20].into();
+        let image: bytes::Bytes = vec![0; 48 << 20].into();
         assert_eq!(
             oldest_of(7, Some(image)),
             (5, "2".to_owned()),

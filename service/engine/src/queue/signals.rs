@@ -316,7 +316,7 @@ impl Actor {
                         seed,
                         width,
                         height,
-                        rgb: rgb.into(),
+                        rgb,
                     },
                 );
                 self.forget_latent(job, step.picture, now);

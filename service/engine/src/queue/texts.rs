@@ -87,14 +87,12 @@ fn bytes_of(text: &EncodedText) -> Bytes {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use pipelines::{HostTensor, HostType};
 
     use super::*;
 
     fn text(bytes: usize) -> EncodedText {
-        let data: Arc<[u8]> = vec![0; bytes].into();
+        let data = vec![0; bytes].into();
         let tensor = HostTensor {
             dtype: HostType::F16,
             shape: vec![bytes / 2],

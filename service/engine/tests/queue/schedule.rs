@@ -89,7 +89,7 @@ impl Played {
                 continue;
             };
             if let Some(StageOutput::Picture { rgb, .. }) = &mut done.output {
-                *rgb = DEAD.into();
+                *rgb = DEAD.to_vec().into();
             }
             let (ticket, outcome) = (order.ticket, Outcome::Completed(done));
             let event = Event::Finished { ticket, outcome };

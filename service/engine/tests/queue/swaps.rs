@@ -253,7 +253,11 @@ fn another_picture(order: &Order) -> Outcome {
     };
     let rgb = vec![0; 3 * 8 * 8];
     let (width, height) = (8, 8);
-    report.output = Some(StageOutput::Picture { width, height, rgb });
+    report.output = Some(StageOutput::Picture {
+        width,
+        height,
+        rgb: rgb.into(),
+    });
     Outcome::Completed(report)
 }
 

@@ -121,7 +121,7 @@ async fn a_slow_reader_sees_every_picture_come_to_its_last_step() {
         let of = if stage_of(&order) == "decode" { 7 } else { 40 };
         for n in 1..=of {
             worker.progress(order.ticket, Progress::Step { n, of });
-            let (width, height, rgb) = (1, 1, [0, 0, n as u8].into());
+            let (width, height, rgb) = (1, 1, vec![0, 0, n as u8].into());
             let preview = Progress::Preview {
                 step: n,
                 width,

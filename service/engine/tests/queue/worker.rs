@@ -412,13 +412,13 @@ fn output_of(order: &Order) -> Option<StageOutput> {
         StageKind::EncodeImage | StageKind::Denoise => StageOutput::Latent(latent()),
         StageKind::Decode if stage.request.width < 64 => {
             let (width, height) = (stage.request.width, stage.request.height);
-            let rgb = vec![7; 3 * width as usize * height as usize];
+            let rgb = vec![7; 3 * width as usize * height as usize].into();
             StageOutput::Picture { width, height, rgb }
         }
         StageKind::Decode => StageOutput::Picture {
             width: 2,
             height: 1,
-            rgb: vec![1, 2, 3, 4, 5, 6],
+            rgb: vec![1, 2, 3, 4, 5, 6].into(),
         },
     })
 }

@@ -23,7 +23,7 @@ pub(crate) struct Heard {
     /// How jobs ended.
     pub(crate) ends: BTreeMap<String, u64>,
     /// Latents that were kept, and the pictures that they decode to.
-    pub(crate) latents: Vec<(String, Arc<[u8]>)>,
+    pub(crate) latents: Vec<(String, bytes::Bytes)>,
 }
 
 pub(crate) type Ears = Arc<Mutex<Heard>>;
@@ -31,14 +31,14 @@ pub(crate) type Ears = Arc<Mutex<Heard>>;
 /// A job, and the pictures that it must make, by their number.
 pub(crate) struct Wish {
     pub(crate) spec: JobSpec,
-    pub(crate) pictures: Vec<Arc<[u8]>>,
+    pub(crate) pictures: Vec<bytes::Bytes>,
 }
 
 pub(crate) fn random_wish(
     models: &Models,
     heard: &Heard,
     random: &mut ChaCha8Rng,
-    painted: &mut BTreeMap<String, Arc<[u8]>>,
+    painted: &mut BTreeMap<String, bytes::Bytes>,
 ) -> Wish {
     let name = if random.random_ratio(2, 3) {
         NAMES[random.random_range(0..2)]
@@ -55,7 +55,7 @@ pub(crate) fn random_wish(
         let key = format!("{prompt} {steps} {} {from_image}", request.seed);
         painted
             .entry(key)
-            .or_insert_with(|| models.paint(request).into())
+            .or_insert_with(|| models.paint(request))
             .clone()
     };
     let (work, pictures) = match random.random_range(0..12) {
@@ -129,7 +129,7 @@ fn random_options(random: &mut ChaCha8Rng) -> JobOptions {
 /// Listens to a job for so many events, and to its end if they are not enough.
 pub(crate) async fn listen(
     mut job: Job,
-    pictures: Vec<Arc<[u8]>>,
+    pictures: Vec<bytes::Bytes>,
     for_events: usize,
     records: Arc<Mutex<Records>>,
     ears: Ears,

@@ -94,7 +94,7 @@ impl Models {
     }
 
     /// The picture that a request leads to.
-    pub(crate) fn paint(&self, request: &ImageRequest) -> Vec<u8> {
+    pub(crate) fn paint(&self, request: &ImageRequest) -> bytes::Bytes {
         let run = |kind: StageKind, input: StageInput| {
             let plan = self.painter.lone_stage(kind, SIDE, SIDE);
             let stages = self.painter.stages(request);

@@ -440,7 +440,7 @@ impl Slot {
             Work::Load(_) => Some(completed(None)),
             Work::Stage(stage) if stage.plan.kind == pipelines::StageKind::Decode => {
                 let (width, height) = (stage.request.width, stage.request.height);
-                let rgb = vec![DEAD; width as usize * height as usize * 3];
+                let rgb = vec![DEAD; width as usize * height as usize * 3].into();
                 Some(completed(Some(StageOutput::Picture { width, height, rgb })))
             }
             Work::Stage(_) => None,
@@ -510,7 +510,9 @@ impl Slot {
                         if self.defect == Defect::PaintsSomethingElse
                             && let Some(StageOutput::Picture { rgb, .. }) = &mut completed.output
                         {
-                            rgb[0] ^= 1;
+                            let mut other = rgb.to_vec();
+                            other[0] ^= 1;
+                            *rgb = other.into();
                         }
                     }
                 }
@@ -631,12 +633,12 @@ fn poison(event: &mut Event) {
     else {
         return;
     };
-    let all_dead = |numbers: usize| -> Arc<[u8]> {
+    let all_dead = |numbers: usize| -> bytes::Bytes {
         let dead = (f32::from(DEAD) / 255.0).to_le_bytes();
         dead.repeat(numbers / 4).into()
     };
     match &mut completed.output {
-        Some(StageOutput::Picture { rgb, .. }) => rgb.fill(DEAD),
+        Some(StageOutput::Picture { rgb, .. }) => *rgb = vec![DEAD; rgb.len()].into(),
         Some(StageOutput::Latent(latent)) => latent.data = all_dead(latent.data.len()),
         Some(StageOutput::Text(text)) => {
             for (_, tensor) in &mut text.tensors {

@@ -103,7 +103,7 @@ struct World<'a> {
     ears: Ears,
     tasks: JoinSet<()>,
     jobs: Vec<Arc<str>>,
-    painted: BTreeMap<String, Arc<[u8]>>,
+    painted: BTreeMap<String, bytes::Bytes>,
     now: Arc<AtomicU64>,
     began: Instant,
     /// Nothing fails any more.

@@ -83,7 +83,7 @@ impl Generation for Service {
         let id = request.into_inner().latent_id;
         let latent = self.queue.latent(&id).await.map_err(|e| status_of(&e))?;
         let info = latent_out(&latent.info);
-        let data = bytes::Bytes::from_owner(latent.tensor.data);
+        let data = latent.tensor.data;
         let chunks = (0..data.len().max(1)).step_by(CHUNK_BYTES).map(move |start| {
             let end = (start + CHUNK_BYTES).min(data.len());
             let info = (start == 0).then(|| info.clone());

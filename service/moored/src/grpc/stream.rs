@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::pin::Pin;
 
+use bytes::Bytes;
 use engine::job::{JobEvent, JobEventKind};
 use engine::queue::Job;
 use futures::Stream;
@@ -65,7 +66,7 @@ async fn encode(happened: JobEvent, output: Output) -> Result<Vec<Kind>, Status>
             width,
             height,
             rgb,
-        } => artifact(picture, seed, width, height, &rgb, output),
+        } => artifact(picture, seed, width, height, rgb, output),
         _ => Ok(Vec::new()),
     });
     let internal = |why: String| status_of(&engine::Error::Internal(why));
@@ -80,7 +81,7 @@ fn artifact(
     seed: u64,
     width: u32,
     height: u32,
-    rgb: &[u8],
+    rgb: Bytes,
     output: Output,
 ) -> Result<Vec<Kind>, String> {
     let recipe = Recipe {
@@ -105,11 +106,13 @@ fn artifact(
         );
     }
     let (media_type, file) = if output.raw {
-        ("image/x-raw-rgb", rgb.to_vec())
+        ("image/x-raw-rgb", rgb)
     } else {
-        ("image/png", pictures::png(width, height, rgb, kept)?)
+        (
+            "image/png",
+            Bytes::from(pictures::png(width, height, &rgb, kept)?),
+        )
     };
-    let file = bytes::Bytes::from(file);
     let total = file.len();
     let mut chunks = Vec::with_capacity(total.div_ceil(CHUNK_BYTES));
     for start in (0..total).step_by(CHUNK_BYTES) {
@@ -137,13 +140,13 @@ mod tests {
 
     #[test]
     fn a_large_picture_is_cut_and_adds_up() {
-        let rgb = vec![5_u8; 1024 * 1024 * 3];
+        let rgb = Bytes::from(vec![5_u8; 1024 * 1024 * 3]);
         let output = Output {
             raw: true,
             recipe: Recipe::default(),
             omit_metadata: true,
         };
-        let kinds = artifact(2, 9, 1024, 1024, &rgb, output).unwrap();
+        let kinds = artifact(2, 9, 1024, 1024, rgb.clone(), output).unwrap();
         assert_eq!(kinds.len(), 3);
         let mut joined = Vec::new();
         for (i, kind) in kinds.iter().enumerate() {

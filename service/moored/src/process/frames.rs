@@ -1,98 +1,107 @@
-//! Frames: a message with its length in front, over a pipe.
+//! Frames: a message as postcard writes it, behind its length (32 bits, big-endian), over a pipe.
 
 use std::io;
+use std::marker::PhantomData;
 
-use bytes::{Buf as _, Bytes, BytesMut};
-use prost::Message;
-use tokio_util::codec::{Decoder, Encoder, LengthDelimitedCodec};
+use bytes::BytesMut;
+use postcard::ser_flavors::Size;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio_util::codec::Decoder;
 
 /// No message between the two is longer: a 4096 x 4096 picture with its latent fits many times.
 const LONGEST_FRAME_BYTES: usize = 1 << 30;
 
-/// A frame that is not what the protocol says. Both ends are one build, so this is a fault of ours or a
+/// A frame that is not what the other end reads. Both ends are one build, so this is a fault of ours or a
 /// process that was cut off in the middle of a frame.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum FrameError {
     /// The pipe.
     #[error("the pipe to the other process failed: {0}")]
     Pipe(#[from] io::Error),
-    /// The bytes.
-    #[error("a frame cannot be read: {0}")]
-    Malformed(#[from] prost::DecodeError),
-    /// A field that must be there.
-    #[error("a frame lacks {0}")]
-    Lacks(&'static str),
-    /// The ledger's own form.
-    #[error("a ledger cannot be read: {0}")]
-    Ledger(#[from] serde_json::Error),
+    /// The bytes, or a message that has no form in bytes.
+    #[error("a frame cannot be read or written: {0}")]
+    Malformed(#[from] postcard::Error),
+    /// A message has ended and its frame has not.
+    #[error("a frame goes on for {0} bytes behind its message")]
+    Surplus(usize),
+    /// More than a frame may have.
+    #[error("a frame of {0} bytes, where {LONGEST_FRAME_BYTES} are the most")]
+    TooLarge(usize),
 }
 
-/// Reads frames of one type and writes frames of another.
-pub(crate) struct Frames<In> {
-    lengths: LengthDelimitedCodec,
-    read: std::marker::PhantomData<fn() -> In>,
-}
+/// Bytes of a frame's length.
+const LENGTH_BYTES: usize = size_of::<u32>();
+
+/// Reads frames of one type from a pipe that is read asynchronously.
+pub(crate) struct Frames<In>(PhantomData<fn() -> In>);
 
 impl<In> Frames<In> {
     pub(crate) fn new() -> Frames<In> {
-        Frames {
-            lengths: LengthDelimitedCodec::builder()
-                .max_frame_length(LONGEST_FRAME_BYTES)
-                .new_codec(),
-            read: std::marker::PhantomData,
-        }
+        Frames(PhantomData)
     }
 }
 
-impl<In: Message + Default> Decoder for Frames<In> {
+impl<In: DeserializeOwned> Decoder for Frames<In> {
     type Item = In;
     type Error = FrameError;
 
     fn decode(&mut self, buffer: &mut BytesMut) -> Result<Option<In>, FrameError> {
-        match self.lengths.decode(buffer)? {
-            // Freezing shares the buffer: pictures are not copied.
-            Some(frame) => Ok(Some(In::decode(frame.freeze())?)),
-            None => Ok(None),
+        let Some(&length) = buffer.first_chunk() else {
+            return Ok(None);
+        };
+        let end = LENGTH_BYTES + checked(length)?;
+        if buffer.len() < end {
+            buffer.reserve(end - buffer.len());
+            return Ok(None);
         }
+        message_of(&buffer.split_to(end)[LENGTH_BYTES..]).map(Some)
     }
 }
 
-impl<In, Out: Message> Encoder<Out> for Frames<In> {
-    type Error = FrameError;
-
-    fn encode(&mut self, message: Out, buffer: &mut BytesMut) -> Result<(), FrameError> {
-        Ok(self
-            .lengths
-            .encode(Bytes::from(message.encode_to_vec()), buffer)?)
-    }
-}
-
-/// One frame as bytes, for the worker's blocking writer.
-pub(crate) fn to_bytes(message: &impl Message) -> Vec<u8> {
-    let length = message.encoded_len();
-    let mut frame = Vec::with_capacity(4 + length);
-    frame.extend_from_slice(&u32::try_from(length).unwrap_or(u32::MAX).to_be_bytes());
-    message.encode_raw(&mut frame);
-    frame
+/// Writes one frame. Blobs go to `pipe` as they are, each in one piece. Nothing is written of a message that is too
+/// large.
+pub(crate) fn write(message: &impl Serialize, pipe: &mut impl io::Write) -> Result<(), FrameError> {
+    let bytes = postcard::serialize_with_flavor(message, Size::default())?;
+    let length = u32::try_from(bytes)
+        .map_err(|_| FrameError::TooLarge(bytes))?
+        .to_be_bytes();
+    checked(length)?;
+    pipe.write_all(&length)?;
+    // It has a form in bytes, as their number shows, so this is the pipe's error, which postcard does not tell.
+    postcard::to_io(message, pipe).map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
+    Ok(())
 }
 
 /// Reads one frame from a blocking pipe; `None` when the other end has closed it between frames.
-pub(crate) fn read_blocking<In: Message + Default>(
-    pipe: &mut impl io::Read,
-) -> Result<Option<In>, FrameError> {
-    let mut length = [0_u8; 4];
+pub(crate) fn read<In: DeserializeOwned>(pipe: &mut impl io::Read) -> Result<Option<In>, FrameError> {
+    let mut length = [0_u8; LENGTH_BYTES];
     match pipe.read(&mut length[..1])? {
         0 => return Ok(None),
         _ => pipe.read_exact(&mut length[1..])?,
     }
-    let length = (&length[..]).get_u32() as usize;
-    if length > LONGEST_FRAME_BYTES {
-        return Err(FrameError::Pipe(io::Error::new(
-            io::ErrorKind::InvalidData,
-            "a frame of over 1 GiB",
-        )));
-    }
-    let mut frame = vec![0_u8; length];
+    let mut frame = vec![0_u8; checked(length)?];
     pipe.read_exact(&mut frame)?;
-    Ok(Some(In::decode(Bytes::from(frame))?))
+    message_of(&frame).map(Some)
 }
+
+/// A frame's length, if it may be that long.
+fn checked(length: [u8; LENGTH_BYTES]) -> Result<usize, FrameError> {
+    match u32::from_be_bytes(length) as usize {
+        length if length > LONGEST_FRAME_BYTES => Err(FrameError::TooLarge(length)),
+        length => Ok(length),
+    }
+}
+
+/// The message in the bytes of a frame. A blob is copied once, in one piece.
+fn message_of<In: DeserializeOwned>(frame: &[u8]) -> Result<In, FrameError> {
+    let (message, rest) = postcard::take_from_bytes(frame)?;
+    if rest.is_empty() {
+        Ok(message)
+    } else {
+        Err(FrameError::Surplus(rest.len()))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,6 +1,5 @@
 //! One task per card: it starts the worker process, carries frames, reaps it, and starts the next.
 
-use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -8,19 +7,18 @@ use std::time::Duration;
 
 use engine::messages::{Command, Event};
 use engine::queue::{CardPort, CardSignal, CardSlot, Signal};
-use futures::{SinkExt as _, StreamExt as _};
-use gpu::{CardDescription, MemoryProfile, Timeline};
+use futures::StreamExt as _;
+use gpu::{CardDescription, Timeline};
+use serde::Serialize;
+use tokio::io::AsyncWriteExt as _;
 use tokio::process::{Child, ChildStdin, ChildStdout};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
-use tokio_util::codec::{FramedRead, FramedWrite};
+use tokio_util::codec::FramedRead;
 
-use super::command_frames::command_out;
-use super::event_frames::{Outgoing, event_in};
-use super::frames::{FrameError, Frames};
-use super::noun_frames::memory_out;
-use crate::proto::worker as wire;
+use super::frames::{self, FrameError, Frames};
+use super::{Configuration, FromWorker, WorkerSettings};
 
 /// Waits between two starts: doubled from the first to the last while workers die young.
 const FIRST_BACK_OFF: Duration = Duration::from_millis(100);
@@ -50,23 +48,6 @@ impl WorkerPids {
             own.store(pid.unwrap_or(0), Ordering::Relaxed);
         }
     }
-}
-
-/// What a card's worker is told when it starts.
-#[derive(Clone, Debug)]
-pub(crate) struct WorkerSettings {
-    /// As `--device` names it.
-    pub(crate) device: String,
-    /// Bytes that are never planned into.
-    pub(crate) headroom_bytes: u64,
-    /// How its memory is managed.
-    pub(crate) memory: MemoryProfile,
-    /// tracing filter.
-    pub(crate) log: String,
-    /// What the worker keeps locked while it lives; none for a card that cannot be shared by mistake.
-    pub(crate) lock_file: Option<PathBuf>,
-    /// Where compiled plans of cuDNN are kept.
-    pub(crate) plans_folder: PathBuf,
 }
 
 /// To the task of one card.
@@ -219,9 +200,8 @@ impl Keeper {
     /// Carries frames both ways until one side ends; `None` when the worker closed its end. Writing has a task
     /// of its own: a worker that does not read must not keep us from hearing that it is to be replaced.
     async fn carry(&mut self, stdin: ChildStdin, stdout: ChildStdout, child: &mut Child) -> Option<End> {
-        let (frames, mut writing) = start_writer(stdin);
-        let mut from_worker = FramedRead::new(stdout, Frames::<wire::Event>::new());
-        let _ = frames.send(self.configuration()); // a writer that has ended is told of below
+        let (commands, mut writing) = start_writer(stdin, self.configuration());
+        let mut from_worker = FramedRead::new(stdout, Frames::<FromWorker>::new());
         let start_limit = tokio::time::sleep(START_LIMIT);
         tokio::pin!(start_limit);
         let mut is_ready = false;
@@ -231,25 +211,27 @@ impl Keeper {
                 event = from_worker.next() => match event {
                     None => break None,
                     Some(Err(problem)) => break Some(End::Died(problem.to_string())),
-                    Some(Ok(frame)) => match event_in(frame) {
-                        Ok(Outgoing::Event(event)) => {
-                            if matches!(event, Event::Ready { .. }) {
-                                is_ready = true;
-                                timeline.part("from its start until it is ready");
-                            }
-                            self.pass_on(event, child);
+                    Some(Ok(FromWorker::Refused(why))) => break Some(End::Died(why)),
+                    Some(Ok(FromWorker::Event(event))) => {
+                        if matches!(event, Event::Ready { .. }) {
+                            is_ready = true;
+                            timeline.part("from its start until it is ready");
                         }
-                        Ok(Outgoing::Refused(why)) => break Some(End::Died(why)),
-                        Err(problem) => break Some(End::Died(problem.to_string())),
-                    },
+                        self.pass_on(event, child);
+                    }
                 },
                 request = self.requests.recv() => match request {
                     None => break Some(End::Dismissed),
-                    Some(Request::Send(command)) => drop(frames.send(command_out(&command))),
+                    Some(Request::Send(command)) => {
+                        let _ = commands.send(command); // a writer that has ended is told of below
+                    }
                     Some(Request::Recycle(reason)) => break Some(End::Died(format!("recycled: {reason}"))),
                 },
                 written = &mut writing => {
-                    let problem = written.map_or_else(|panic| panic.to_string(), |problem| problem.to_string());
+                    let problem = written.map_or_else(|panic| panic.to_string(), |end| match end {
+                        Ok(()) => "nothing is written to it any more".to_owned(),
+                        Err(problem) => problem.to_string(),
+                    });
                     break Some(End::Died(problem));
                 }
                 () = &mut start_limit, if !is_ready => {
@@ -265,21 +247,10 @@ impl Keeper {
     }
 
     /// The first frame.
-    fn configuration(&self) -> wire::Command {
-        let lock_file = self.settings.lock_file.as_deref();
-        let configure = wire::Configure {
-            device: self.settings.device.clone(),
+    fn configuration(&self) -> Configuration {
+        Configuration {
             generation: self.generation,
-            headroom: self.settings.headroom_bytes,
-            memory: Some(memory_out(&self.settings.memory)),
-            log: self.settings.log.clone(),
-            lock_file: lock_file
-                .map(|path| path.to_string_lossy().into_owned())
-                .unwrap_or_default(),
-            plans_folder: self.settings.plans_folder.to_string_lossy().into_owned(),
-        };
-        wire::Command {
-            command: Some(wire::command::Command::Configure(configure)),
+            settings: self.settings.clone(),
         }
     }
 
@@ -299,19 +270,30 @@ impl Keeper {
     }
 }
 
-/// Writes frames to the worker until the pipe fails.
-fn start_writer(stdin: ChildStdin) -> (mpsc::UnboundedSender<wire::Command>, JoinHandle<FrameError>) {
-    let (frames, mut received) = mpsc::unbounded_channel();
+/// Writes the configuration and then commands to the worker, until the pipe fails or nobody has the sender.
+fn start_writer(
+    mut stdin: ChildStdin,
+    configuration: Configuration,
+) -> (
+    mpsc::UnboundedSender<Box<Command>>,
+    JoinHandle<Result<(), FrameError>>,
+) {
+    let (commands, mut received) = mpsc::unbounded_channel::<Box<Command>>();
     let writing = tokio::spawn(async move {
-        let mut to_worker = FramedWrite::new(stdin, Frames::<wire::Event>::new());
-        while let Some(frame) = received.recv().await {
-            if let Err(problem) = to_worker.send(frame).await {
-                return problem;
-            }
+        stdin.write_all(&frame(&configuration)?).await?;
+        while let Some(command) = received.recv().await {
+            stdin.write_all(&frame(&command)?).await?;
         }
-        FrameError::Lacks("anybody who writes it")
+        Ok(())
     });
-    (frames, writing)
+    (commands, writing)
+}
+
+/// A frame in memory: a pipe that is written asynchronously takes bytes that are there.
+fn frame(message: &impl Serialize) -> Result<Vec<u8>, FrameError> {
+    let mut frame = Vec::new();
+    frames::write(message, &mut frame)?;
+    Ok(frame)
 }
 
 /// The same binary, in another part. It has a process group of its own, so that a Ctrl-C in the terminal

@@ -1,19 +1,16 @@
 //! The worker process: it owns one card, and ends when its supervisor does.
 
-use std::io::Write as _;
+use std::io::{BufWriter, Write as _};
 use std::path::Path;
 use std::sync::mpsc;
 
 use engine::card::{Card, CardCommands, CardError, CardThread, End, Settings, SystemClock};
+use engine::messages::Command;
 use gpu::{DeviceSpec, GpuError, OpenError, Timeline};
-use residency::Bytes;
 
-use super::command_frames::{Incoming, command_in};
-use super::event_frames::event_out;
-use super::frames::{FrameError, read_blocking, to_bytes};
-use super::noun_frames::memory_in;
+use super::frames::{self, FrameError};
+use super::{Configuration, FromWorker};
 use crate::locks;
-use crate::proto::worker as wire;
 use crate::telemetry;
 
 /// How the process ends when all went well, and when not.
@@ -33,30 +30,24 @@ pub(crate) fn run() -> ! {
 fn serve() -> Result<i32, FrameError> {
     let mut timeline = Timeline::begin("worker process");
     let mut pipe = std::io::stdin();
-    let Some(first) = read_blocking::<wire::Command>(&mut pipe)? else {
+    let Some(configuration) = frames::read::<Configuration>(&mut pipe)? else {
         return Ok(SUCCESS);
     };
-    let Incoming::Configure(configure) = command_in(first)? else {
-        return Err(FrameError::Lacks("its configuration"));
-    };
-    telemetry::start_worker(&configure.log);
+    telemetry::start_worker(&configuration.settings.log);
     timeline.part("wait for its configuration");
     telemetry::tell_age("worker process");
     let events = start_writer();
     let refuse = |why: String| {
-        let refused = wire::Event {
-            event: Some(wire::event::Event::Refused(why)),
-        };
-        let _ = events.send(Frame::Event(Box::new(refused))); // a supervisor that is gone need not know
+        let _ = events.send(Frame::Of(Box::new(FromWorker::Refused(why)))); // a supervisor that is gone need not know
     };
-    let _lock = match lock(&configure.lock_file) {
+    let _lock = match lock(configuration.settings.lock_file.as_deref()) {
         Ok(lock) => lock,
         Err(why) => {
             refuse(why);
             return Ok(last_words(&events));
         }
     };
-    let thread = start_card(configure, events.clone())?;
+    let thread = start_card(configuration, events.clone())?;
     let commands = thread.commands();
     std::thread::spawn(move || pass_on(&commands));
     match thread.join() {
@@ -76,11 +67,10 @@ fn serve() -> Result<i32, FrameError> {
 fn pass_on(commands: &CardCommands) {
     let mut pipe = std::io::stdin();
     loop {
-        match read_blocking::<wire::Command>(&mut pipe).and_then(|frame| frame.map(command_in).transpose()) {
-            Ok(Some(Incoming::Command(command))) => {
+        match frames::read::<Command>(&mut pipe) {
+            Ok(Some(command)) => {
                 commands.send(command);
             }
-            Ok(Some(Incoming::Configure(_))) => {}
             Ok(None) => gpu::end_process(SUCCESS),
             Err(problem) => {
                 tracing::error!(%problem, "the supervisor cannot be understood");
@@ -90,11 +80,11 @@ fn pass_on(commands: &CardCommands) {
     }
 }
 
-fn lock(path: &str) -> Result<Option<std::fs::File>, String> {
-    if path.is_empty() {
+fn lock(path: Option<&Path>) -> Result<Option<std::fs::File>, String> {
+    let Some(path) = path else {
         return Ok(None);
-    }
-    match locks::take(Path::new(path)) {
+    };
+    match locks::take(path) {
         Ok(Ok(file)) => Ok(Some(file)),
         Ok(Err(pid)) => Err(format!(
             "worker process {pid} still holds the card; it ends, or needs `kill -9 {pid}`"
@@ -105,7 +95,7 @@ fn lock(path: &str) -> Result<Option<std::fs::File>, String> {
 
 /// To the writer thread.
 enum Frame {
-    Event(Box<wire::Event>),
+    Of(Box<FromWorker>),
     /// Answered when all before it is written.
     Flush(mpsc::Sender<()>),
 }
@@ -114,16 +104,18 @@ enum Frame {
 fn start_writer() -> mpsc::Sender<Frame> {
     let (sender, receiver) = mpsc::channel::<Frame>();
     std::thread::spawn(move || {
-        let mut pipe = std::io::stdout();
+        // Standard output alone would write at every byte that is a line break.
+        let mut pipe = BufWriter::new(std::io::stdout());
         for frame in receiver {
             match frame {
-                Frame::Event(event) => {
-                    if pipe
-                        .write_all(&to_bytes(&*event))
-                        .and_then(|()| pipe.flush())
-                        .is_err()
-                    {
-                        gpu::end_process(SUCCESS);
+                Frame::Of(message) => {
+                    match frames::write(&*message, &mut pipe).and_then(|()| Ok(pipe.flush()?)) {
+                        Ok(()) => {}
+                        Err(FrameError::Pipe(_)) => gpu::end_process(SUCCESS),
+                        Err(problem) => {
+                            tracing::error!(%problem, "the worker cannot say what it has to say");
+                            gpu::end_process(FAILURE);
+                        }
                     }
                 }
                 Frame::Flush(done) => drop(done.send(())),
@@ -140,27 +132,23 @@ fn last_words(events: &mpsc::Sender<Frame>) -> i32 {
     FAILURE
 }
 
-fn start_card(configure: wire::Configure, events: mpsc::Sender<Frame>) -> Result<CardThread, FrameError> {
-    if !configure.plans_folder.is_empty() {
-        pipelines::keep_plans_in(Path::new(&configure.plans_folder));
-    }
+fn start_card(configuration: Configuration, events: mpsc::Sender<Frame>) -> Result<CardThread, FrameError> {
+    let Configuration { generation, settings } = configuration;
+    pipelines::keep_plans_in(&settings.plans_folder);
     let open = move || {
-        let lost = |why: String| CardError::Gpu(GpuError::Lost(why));
-        let device: DeviceSpec = configure.device.parse().map_err(|e| lost(format!("{e}")))?;
-        if matches!(device, DeviceSpec::Cuda(_)) {
+        if matches!(settings.device, DeviceSpec::Cuda(_)) {
             // The system loads them while the driver starts. What is not found now is not found later.
             std::thread::spawn(pipelines::libraries);
         }
-        let memory = configure
-            .memory
-            .ok_or_else(|| lost(FrameError::Lacks("how memory is managed").to_string()))?;
-        let memory = memory_in(&memory);
-        let gpu = gpu::open(&device, configure.generation, &memory).map_err(|error| match error {
+        let memory = &settings.memory;
+        let gpu = gpu::open(&settings.device, generation, memory).map_err(|error| match error {
             OpenError::Card { source, .. } => CardError::Gpu(source),
-            OpenError::NoCuda { .. } | OpenError::NotFound { .. } => lost(error.to_string()),
+            OpenError::NoCuda { .. } | OpenError::NotFound { .. } => {
+                CardError::Gpu(GpuError::Lost(error.to_string()))
+            }
         })?;
         let settings = Settings {
-            headroom: Bytes(configure.headroom),
+            headroom: settings.headroom,
             slack_limit: memory.slack_limit,
             ..Settings::default()
         };
@@ -172,7 +160,7 @@ fn start_card(configure: wire::Configure, events: mpsc::Sender<Frame>) -> Result
         )
     };
     let emit = move |event| {
-        let _ = events.send(Frame::Event(Box::new(event_out(&event)))); // the writer ends the process when the pipe is gone
+        let _ = events.send(Frame::Of(Box::new(FromWorker::Event(event)))); // the writer ends the process when the pipe is gone
     };
     Ok(engine::card::spawn(open, emit)?)
 }

@@ -312,7 +312,7 @@ impl Stage<'_> {
         Ok(StageOutput::Picture {
             width: width as u32,
             height: height as u32,
-            rgb,
+            rgb: rgb.into(),
         })
     }
 

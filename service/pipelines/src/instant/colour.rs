@@ -1,7 +1,5 @@
 //! What an instant model generates: one colour, which follows from all that a request says.
 
-use std::sync::Arc;
-
 use crate::family::{EncodedText, StageError};
 use crate::host::{HostTensor, HostType};
 use crate::request::{ImageRequest, InitImage};
@@ -119,7 +117,7 @@ fn unit(byte: u8) -> f32 {
 }
 
 fn host(shape: Vec<usize>, numbers: &[f32]) -> HostTensor {
-    let data: Arc<[u8]> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+    let data = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
     HostTensor {
         dtype: HostType::F32,
         shape,

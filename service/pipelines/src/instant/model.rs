@@ -231,7 +231,7 @@ impl InstantModel {
         Ok(StageOutput::Picture {
             width,
             height,
-            rgb: fill(colour, width, height),
+            rgb: fill(colour, width, height).into(),
         })
     }
 }

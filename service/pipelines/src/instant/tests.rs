@@ -158,7 +158,7 @@ fn every_field_of_a_request_counts() {
         change(&mut changed);
         assert_ne!(colour, first_pixel(&*model, &changed));
     }
-    let grey: Arc<[u8]> = vec![128; 64 * 64 * 3].into();
+    let grey = bytes::Bytes::from(vec![128; 64 * 64 * 3]);
     let mut from_image = plain.clone();
     from_image.init_image = Some(InitImage {
         width: 64,
@@ -192,7 +192,7 @@ fn what_cannot_be_generated_is_named_field_by_field() {
     wrong.init_image = Some(InitImage {
         width: 64,
         height: 64,
-        rgb: Arc::from([0_u8; 3]),
+        rgb: vec![0; 3].into(),
     });
     let fields: Vec<String> = model
         .validate(&wrong)

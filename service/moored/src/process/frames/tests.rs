@@ -1,0 +1,465 @@
+use std::fmt::Debug;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use bytes::Bytes as Blob;
+use engine::messages::{
+    Answer, Command, Completed, Event, Failure, ModelLocation, Order, Outcome, Progress, Shortage, StageWork,
+    Standing, Ticket, Work,
+};
+use gpu::{CardDescription, CardKind, MemoryProfile, ProfileName, Unloaded};
+use pipelines::{
+    EncodedText, HostTensor, HostType, ImageRequest, InitImage, Preset, Quantization, Rung, StageInput,
+    StageKind, StageOutput, StagePlan,
+};
+use residency::{
+    Bytes, Component, ComponentId, DriverTruth, HoldId, Holder, Ledger, Millis, Policy, ReservationId,
+    StageNeed, WaitCause,
+};
+
+use super::super::{Configuration, FromWorker, WorkerSettings};
+use super::*;
+
+fn component(name: &str) -> Component {
+    Component {
+        id: ComponentId::new(format!("{name}@1f")),
+        name: name.to_owned(),
+        bytes: Bytes::mib(300),
+        reload_seconds: 0.1,
+    }
+}
+
+fn tensor(dtype: HostType) -> HostTensor {
+    HostTensor {
+        dtype,
+        shape: vec![1, 2, 300],
+        data: (0..=255).cycle().take(2400).collect(),
+    }
+}
+
+fn text() -> EncodedText {
+    EncodedText {
+        tensors: vec![
+            ("pooled".to_owned(), tensor(HostType::Bf16)),
+            ("sequence".to_owned(), tensor(HostType::F16)),
+        ],
+    }
+}
+
+fn holder() -> Holder {
+    Holder {
+        name: "another program".to_owned(),
+        pid: Some(4711),
+        bytes: Bytes::gib(3),
+    }
+}
+
+fn stage() -> StageWork {
+    StageWork {
+        plan: StagePlan {
+            kind: StageKind::Denoise,
+            components: vec![component("transformer"), component("vae")],
+            rungs: vec![Rung {
+                label: "whole".to_owned(),
+                scratch: Bytes::gib(5),
+                approximate: true,
+            }],
+            shape: "1024x1024 t512".to_owned(),
+            steps: 28,
+        },
+        request: ImageRequest {
+            prompt: "Türme im Nebel, 霧".to_owned(),
+            width: 32,
+            height: 16,
+            steps: 28,
+            guidance: 3.5,
+            seed: u64::MAX,
+            max_sequence_length: 512,
+            init_image: Some(InitImage {
+                width: 32,
+                height: 16,
+                rgb: vec![77; 3 * 32 * 16].into(),
+            }),
+            strength: 0.6,
+            preview: true,
+        },
+        input: StageInput {
+            text: Some(text()),
+            latent: Some(tensor(HostType::F32)),
+        },
+        preview_interval_ms: 500,
+    }
+}
+
+fn order(work: Work) -> Command {
+    Command::Run(Box::new(Order {
+        ticket: Ticket(300),
+        job: "job-1".to_owned(),
+        model: ModelLocation {
+            key: "flux:transformer=int8".to_owned(),
+            path: PathBuf::from("/models/flux 1"),
+            quantization: Quantization::of(Preset::FourBit, [("vae", "fp8")]).unwrap(),
+            kept: vec![("transformer".to_owned(), PathBuf::from("/kept/1f.moored"))],
+        },
+        work,
+        policy: Policy::Exclusive,
+        allow_low_memory: true,
+    }))
+}
+
+fn commands() -> Vec<Command> {
+    let ids = || vec![ComponentId::new("vae@1f"), ComponentId::new("clip@2e")];
+    vec![
+        order(Work::Stage(Box::new(stage()))),
+        order(Work::Load(vec![component("vae")])),
+        Command::Cancel(Ticket(u64::MAX)),
+        Command::Standing(Standing {
+            pins: ids(),
+            holds: vec![("hold-1".to_owned(), ids())],
+            reservations: vec![("r-1".to_owned(), "a game".to_owned(), Bytes::gib(6))],
+        }),
+        Command::Unload {
+            id: 1,
+            components: ids(),
+        },
+        Command::Trim { id: 2 },
+        Command::MakeRoom {
+            id: 3,
+            bytes: Bytes(u64::MAX),
+        },
+        Command::Shutdown,
+    ]
+}
+
+/// A ledger with an entry of every sort.
+fn ledger() -> Ledger {
+    let (vae, clip, t5) = (component("vae"), component("clip"), component("t5"));
+    let mut ledger = Ledger::new(Bytes::gib(24), Bytes::mib(512));
+    for component in [&vae, &clip, &t5] {
+        ledger.begin_load(component, Millis(5)).unwrap();
+        ledger.complete_load(&component.id, Millis(6)).unwrap();
+    }
+    let need = StageNeed {
+        name: "decode".to_owned(),
+        components: vec![vae.clone()],
+        scratch: Bytes::gib(2),
+    };
+    ledger.lease(&need, Millis(7)).unwrap();
+    ledger.pin(vae.id.clone());
+    ledger.set_keep_alive(&clip.id, Some(Millis(900)));
+    ledger.hold(HoldId::new("hold-1"), vec![clip.id.clone()], Millis(800));
+    let label = "a game".to_owned();
+    ledger.reserve(ReservationId::new("r-1"), label, Bytes::gib(6), Millis(700));
+    ledger.reconcile(&DriverTruth {
+        total: Bytes::gib(24),
+        free: Bytes::gib(10),
+        components: Bytes::mib(900),
+        scratch: Bytes::gib(1),
+        slack: Bytes::mib(100),
+        workspaces: Bytes::mib(32),
+        context: Bytes::mib(400),
+        holders: vec![holder()],
+    });
+    ledger.begin_evict(&t5.id).unwrap();
+    ledger
+}
+
+fn completed(output: Option<StageOutput>) -> Outcome {
+    Outcome::Completed(Box::new(Completed {
+        output,
+        chunking: "strips of 16".to_owned(),
+        approximate: true,
+        resident_already: vec!["vae".to_owned()],
+        move_ms: 1,
+        run_ms: 2,
+        room: Bytes(3),
+        predicted_scratch: Bytes(4),
+        peak_scratch: Bytes(5),
+        peak_bytes: Bytes(6),
+        attention: "cudnn 9.19.0, own kernels".to_owned(),
+        load_seconds: vec![(ComponentId::new("vae@1"), 0.1)],
+    }))
+}
+
+fn outcomes() -> Vec<Outcome> {
+    let picture = StageOutput::Picture {
+        width: 2,
+        height: 1,
+        rgb: vec![1, 2, 3, 4, 5, 6].into(),
+    };
+    let cause = [
+        WaitCause::LateEviction,
+        WaitCause::Leases,
+        WaitCause::Foreign,
+        WaitCause::Reservation,
+    ];
+    let waits = cause.map(|cause| {
+        Outcome::Wait(Shortage {
+            short: Bytes(1),
+            needed: Bytes(2),
+            usable: Bytes(3),
+            cause,
+            holders: vec![holder()],
+        })
+    });
+    let failures = [
+        Failure::OutOfMemory {
+            stage: "decode".to_owned(),
+            needed: Bytes(1),
+            usable: Bytes(2),
+            holders: vec![holder()],
+        },
+        Failure::NotFinite {
+            component: "transformer".to_owned(),
+            step: 4,
+        },
+        Failure::Model {
+            message: "the file is cut off".to_owned(),
+        },
+        Failure::BadInput("a latent of another model".to_owned()),
+        Failure::Internal("what nobody thought of".to_owned()),
+    ];
+    let mut outcomes = vec![
+        completed(None),
+        completed(Some(StageOutput::Text(text()))),
+        completed(Some(StageOutput::Latent(tensor(HostType::F32)))),
+        completed(Some(picture)),
+        Outcome::Never {
+            needed: Bytes(1),
+            capacity: Bytes(2),
+        },
+        Outcome::Cancelled,
+    ];
+    outcomes.extend(waits);
+    outcomes.extend(failures.map(Outcome::Failed));
+    outcomes
+}
+
+fn progress() -> Vec<Progress> {
+    vec![
+        Progress::Evicting(component("vae")),
+        Progress::Loading {
+            component: component("vae"),
+            done: Bytes::mib(17),
+        },
+        Progress::Started {
+            chunking: "whole".to_owned(),
+        },
+        Progress::Step { n: 3, of: 28 },
+        Progress::Preview {
+            step: 3,
+            width: 2,
+            height: 2,
+            rgb: vec![9; 12].into(),
+        },
+        Progress::Retrying {
+            reason: "out_of_memory".to_owned(),
+            message: "in strips of 16".to_owned(),
+        },
+    ]
+}
+
+fn from_worker() -> Vec<FromWorker> {
+    let ticket = Ticket(7);
+    let finished = |outcome| Event::Finished { ticket, outcome };
+    let answers = [
+        Answer::Unloaded {
+            freed: vec![(
+                component("vae"),
+                Unloaded {
+                    booked: Bytes(4),
+                    freed: Bytes(3),
+                },
+            )],
+            kept: vec![(component("clip"), "pinned".to_owned())],
+            short: Bytes(1),
+        },
+        Answer::Trimmed(Bytes::mib(100)),
+        Answer::Failed("the card is busy".to_owned()),
+    ];
+    let mut events = vec![
+        Event::Ready {
+            card: CardDescription {
+                id: "GPU-1a".to_owned(),
+                kind: CardKind::Cuda,
+                name: "a device".to_owned(),
+                total: Bytes::gib(80),
+                compute_capability: Some((9, 0)),
+                compute_dtype: "bf16".to_owned(),
+            },
+            attention: "own kernels: libcudnn.so.9 cannot be loaded".to_owned(),
+        },
+        Event::Snapshot(Arc::new(ledger())),
+    ];
+    events.extend(
+        progress()
+            .into_iter()
+            .map(|progress| Event::Progress { ticket, progress }),
+    );
+    events.extend(outcomes().into_iter().map(finished));
+    events.extend(answers.map(|answer| Event::Answer { id: 5, answer }));
+    let mut messages = vec![FromWorker::Refused("its card is held by process 12".to_owned())];
+    messages.extend(events.into_iter().map(FromWorker::Event));
+    messages
+}
+
+fn configurations() -> [Configuration; 2] {
+    let settings = |device: &str, lock_file: Option<&str>| WorkerSettings {
+        device: device.parse().unwrap(),
+        headroom: Bytes::mib(512),
+        memory: MemoryProfile::of(ProfileName::Balanced, Bytes::gib(24)),
+        log: "info,gpu=debug".to_owned(),
+        lock_file: lock_file.map(PathBuf::from),
+        plans_folder: PathBuf::from("/state/plans"),
+    };
+    [
+        Configuration {
+            generation: 1,
+            settings: settings("cuda:GPU-8f2c", Some("/state/GPU-8f2c.worker")),
+        },
+        Configuration {
+            generation: 2,
+            settings: settings("sim:24GiB", None),
+        },
+    ]
+}
+
+fn frame_of(message: &impl Serialize) -> Vec<u8> {
+    let mut frame = Vec::new();
+    write(message, &mut frame).unwrap();
+    frame
+}
+
+/// Writes all messages one behind the other, and reads them as a worker does and as a supervisor does.
+fn arrive_as_they_were<M: Serialize + DeserializeOwned + PartialEq + Debug>(messages: &[M]) {
+    let pipe: Vec<u8> = messages.iter().flat_map(frame_of).collect();
+    let (mut blocking, mut buffer) = (&pipe[..], BytesMut::from(&pipe[..]));
+    let mut frames = Frames::<M>::new();
+    for message in messages {
+        assert_eq!(&read::<M>(&mut blocking).unwrap().unwrap(), message);
+        assert_eq!(&frames.decode(&mut buffer).unwrap().unwrap(), message);
+    }
+    assert!(read::<M>(&mut blocking).unwrap().is_none());
+    assert!(frames.decode_eof(&mut buffer).unwrap().is_none());
+}
+
+#[test]
+fn all_that_is_said_arrives_as_it_was() {
+    arrive_as_they_were(&configurations());
+    arrive_as_they_were(&commands());
+    arrive_as_they_were(&from_worker());
+}
+
+#[test]
+fn a_blob_goes_to_the_pipe_as_it_lies_in_memory() {
+    /// Where each piece lay that was written.
+    struct Pieces(Vec<(*const u8, usize)>);
+    impl io::Write for Pieces {
+        fn write(&mut self, piece: &[u8]) -> io::Result<usize> {
+            self.0.push((piece.as_ptr(), piece.len()));
+            Ok(piece.len())
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+    let rgb = Blob::from(vec![9; 3 * 512 * 512]);
+    let preview = Progress::Preview {
+        step: 1,
+        width: 512,
+        height: 512,
+        rgb: rgb.clone(),
+    };
+    let mut pieces = Pieces(Vec::new());
+    write(&preview, &mut pieces).unwrap();
+    assert!(pieces.0.contains(&(rgb.as_ptr(), rgb.len())));
+}
+
+#[test]
+fn a_frame_that_is_cut_off_is_an_error() {
+    for message in from_worker() {
+        let frame = frame_of(&message);
+        for length in 1..frame.len() {
+            let cut = &frame[..length];
+            assert!(matches!(
+                read::<FromWorker>(&mut &*cut),
+                Err(FrameError::Pipe(problem)) if problem.kind() == io::ErrorKind::UnexpectedEof
+            ));
+            let (mut buffer, mut frames) = (BytesMut::from(cut), Frames::<FromWorker>::new());
+            assert!(frames.decode(&mut buffer).unwrap().is_none());
+            assert!(matches!(frames.decode_eof(&mut buffer), Err(FrameError::Pipe(_))));
+        }
+    }
+}
+
+#[test]
+fn a_frame_that_is_too_large_is_neither_read_nor_written() {
+    let too_large = (LONGEST_FRAME_BYTES as u32 + 1).to_be_bytes();
+    assert!(matches!(
+        read::<Command>(&mut &too_large[..]),
+        Err(FrameError::TooLarge(_))
+    ));
+    let mut buffer = BytesMut::from(&too_large[..]);
+    assert!(matches!(
+        Frames::<FromWorker>::new().decode(&mut buffer),
+        Err(FrameError::TooLarge(_))
+    ));
+
+    let preview = Progress::Preview {
+        step: 1,
+        width: 1,
+        height: 1,
+        rgb: vec![0; LONGEST_FRAME_BYTES].into(), // which nothing touches
+    };
+    let mut pipe = Vec::new();
+    assert!(matches!(
+        write(&preview, &mut pipe),
+        Err(FrameError::TooLarge(bytes)) if bytes > LONGEST_FRAME_BYTES
+    ));
+    assert!(pipe.is_empty());
+}
+
+/// A frame with these bytes behind its length.
+fn framed(bytes: &[u8]) -> Vec<u8> {
+    [&(bytes.len() as u32).to_be_bytes()[..], bytes].concat()
+}
+
+#[test]
+fn garbage_is_an_error() {
+    for garbage in [
+        &[][..],
+        &[200, 1],
+        &[255; 64],
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    ] {
+        let frame = framed(garbage);
+        assert!(matches!(
+            read::<Command>(&mut &frame[..]),
+            Err(FrameError::Malformed(_))
+        ));
+        assert!(matches!(
+            Frames::<FromWorker>::new().decode(&mut BytesMut::from(&frame[..])),
+            Err(FrameError::Malformed(_))
+        ));
+    }
+    let mut shutdown = frame_of(&Command::Shutdown).split_off(4);
+    shutdown.push(0);
+    assert!(matches!(
+        read::<Command>(&mut &framed(&shutdown)[..]),
+        Err(FrameError::Surplus(1))
+    ));
+}
+
+#[test]
+fn a_damaged_frame_is_read_without_a_panic_or_a_huge_allocation() {
+    let frames = commands().iter().map(frame_of).collect::<Vec<_>>();
+    for frame in frames {
+        for at in 4..frame.len().min(600) {
+            for byte in [0, 1, 127, 128, 255, frame[at] ^ 1] {
+                let mut damaged = frame.clone();
+                damaged[at] = byte;
+                let _ = read::<Command>(&mut &damaged[..]);
+            }
+        }
+    }
+}
