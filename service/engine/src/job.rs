@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pipelines::{HostTensor, ImageRequest};
+use pipelines::{Piece, Request, Role, ValueShape, Values};
 use residency::{Bytes, Component, Holder};
 use tokio::time::Instant;
 
@@ -13,6 +13,9 @@ use crate::queue::{Freed, Kept};
 
 /// Name of a job, for people and for cancelling.
 pub type JobId = Arc<str>;
+
+/// Name of a stage, as its family has it; or `load`, `restore`, `unload`.
+pub type StageName = Arc<str>;
 
 /// Order among the jobs of all clients: the share of a client's next job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -61,44 +64,46 @@ pub struct JobSpec {
 /// What a job makes.
 #[derive(Clone, Debug, PartialEq)]
 pub enum JobWork {
-    /// Pictures.
-    Generate(Generate),
-    /// A latent of `request.init_image` (`request.seed` draws the sample).
-    Encode {
-        /// Width, height, init image, seed.
-        request: ImageRequest,
-    },
-    /// A picture of a latent in the store.
-    Decode {
-        /// Which.
-        latent: String,
-    },
+    /// Stages of a request are run.
+    Run(Run),
     /// Nothing: components come in.
     Load {
         /// Names; empty: all. All it must be if anything follows.
         components: Vec<String>,
         /// The entry whose place it takes once it is proven, or that is brought back.
         replace: Option<Arc<Entry>>,
-        /// Make the smallest picture with it, as a proof; whatever replaces does so anyway.
+        /// Run the smallest request with it, as a proof; whatever replaces does so anyway.
         prove: bool,
     },
 }
 
-/// Pictures to make.
+/// Stages of a request to run.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Generate {
-    /// The request of the first picture; picture i uses seed + i.
-    pub request: ImageRequest,
-    /// How many.
+pub struct Run {
+    /// The call, for lists: `GenerateImage`.
+    pub call: &'static str,
+    /// The request of the first item; item i uses seed + i.
+    pub request: Request,
+    /// How many items.
     pub count: u32,
-    /// Keep each picture's latent.
+    /// What it starts from instead of nothing.
+    pub start: Option<Start>,
+    /// The last role that is run: up to [`Role::Sample`] it ends with values in the store, up to [`Role::Encode`] with
+    /// those of what the client brings.
+    pub until: Role,
+    /// Keep the values that each item's decode takes.
     pub keep_latent: bool,
-    /// Stop before the decode.
-    pub latent_only: bool,
     /// Least milliseconds between previews; 0: none.
     pub preview_interval_ms: u32,
-    /// Start from a latent in the store.
-    pub init_latent: Option<String>,
+}
+
+/// Values in the store that a run starts from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Start {
+    /// Their handle.
+    pub latent: String,
+    /// The first role that finds them.
+    pub role: Role,
 }
 
 /// What happens to a job, in order. Exactly one of `Done` and `Failed` comes, last.
@@ -129,7 +134,7 @@ pub enum JobEventKind {
     /// For late or foreign memory.
     Waiting {
         /// The stage.
-        stage: &'static str,
+        stage: StageName,
         /// Bytes needed that are not resident.
         needed: Bytes,
         /// Bytes usable.
@@ -164,12 +169,12 @@ pub enum JobEventKind {
         /// For people.
         message: String,
         /// The stage.
-        stage: &'static str,
+        stage: StageName,
     },
     /// A stage begins.
     Stage {
         /// Its name.
-        name: &'static str,
+        name: StageName,
         /// From 1.
         index: u32,
         /// In all.
@@ -180,8 +185,8 @@ pub enum JobEventKind {
         cached: bool,
         /// Where.
         card: String,
-        /// Which picture.
-        picture: u32,
+        /// Which item.
+        item: u32,
     },
     /// A step is done.
     Step {
@@ -189,15 +194,15 @@ pub enum JobEventKind {
         n: u32,
         /// In all.
         of: u32,
-        /// Which picture.
-        picture: u32,
+        /// Which item.
+        item: u32,
     },
     /// So far.
     Preview {
         /// The step.
         step: u32,
-        /// Which picture.
-        picture: u32,
+        /// Which item.
+        item: u32,
         /// Pixels across.
         width: u32,
         /// Pixels down.
@@ -205,25 +210,21 @@ pub enum JobEventKind {
         /// RGB.
         rgb: bytes::Bytes,
     },
-    /// A finished picture, as pixels: whoever serves it encodes it.
-    Picture {
-        /// Which.
-        picture: u32,
+    /// A piece of a result, as pixels or samples: whoever serves it encodes it.
+    Piece {
+        /// Which item.
+        item: u32,
         /// Its seed.
         seed: u64,
-        /// Pixels across.
-        width: u32,
-        /// Pixels down.
-        height: u32,
-        /// RGB.
-        rgb: bytes::Bytes,
+        /// The next of its track.
+        piece: Piece,
     },
     /// A latent is in the store.
     Latent {
         /// Its description.
         info: LatentInfo,
-        /// Which picture.
-        picture: u32,
+        /// Which item.
+        item: u32,
     },
     /// The end.
     Done(Arc<JobReport>),
@@ -234,7 +235,7 @@ pub enum JobEventKind {
 /// What a finished job took.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct JobReport {
-    /// Seed of the first picture.
+    /// Seed of the first item.
     pub seed: u64,
     /// Stages in order.
     pub stages: Vec<StageReport>,
@@ -251,10 +252,10 @@ pub struct JobReport {
 }
 
 /// What one stage took.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct StageReport {
     /// Its name.
-    pub name: &'static str,
+    pub name: StageName,
     /// Computing.
     pub run: Duration,
     /// Loading and evicting.
@@ -274,21 +275,41 @@ pub struct StageReport {
     pub attention: String,
     /// Taken from a cache.
     pub cached: bool,
-    /// Which picture.
-    pub picture: u32,
+    /// Which item.
+    pub item: u32,
     /// Where.
     pub card: String,
 }
 
-/// A latent in the store.
+impl StageReport {
+    /// Of a stage that has not run yet.
+    pub fn of(name: impl Into<StageName>) -> StageReport {
+        StageReport {
+            name: name.into(),
+            run: Duration::ZERO,
+            moves: Duration::ZERO,
+            wait: Duration::ZERO,
+            peak_scratch: Bytes::ZERO,
+            peak_bytes: Bytes::ZERO,
+            predicted_scratch: Bytes::ZERO,
+            chunking: String::new(),
+            attention: String::new(),
+            cached: false,
+            item: 0,
+            card: String::new(),
+        }
+    }
+}
+
+/// A latent in the store: values that can be decoded, or started from.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LatentInfo {
     /// Handle.
     pub id: String,
-    /// Shape.
-    pub shape: Vec<usize>,
-    /// Identity of its VAE.
-    pub vae_id: String,
+    /// Names and shapes of its tensors.
+    pub values: Vec<ValueShape>,
+    /// Identity of what decodes it.
+    pub decoder_id: String,
     /// Until it is dropped.
     pub expires_in: Duration,
     /// Its bytes.
@@ -300,6 +321,6 @@ pub struct LatentInfo {
 pub struct Latent {
     /// Its description.
     pub info: LatentInfo,
-    /// Its numbers.
-    pub tensor: HostTensor,
+    /// Its tensors.
+    pub values: Values,
 }

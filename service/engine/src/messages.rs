@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use gpu::{CardDescription, Unloaded};
-use pipelines::{ImageRequest, Quantization, StageInput, StageOutput, StagePlan};
+use pipelines::{Piece, Quantization, Request, StagePlan, Values};
 use residency::{Bytes, Component, ComponentId, Holder, Ledger, Policy, WaitCause};
 use serde::{Deserialize, Serialize};
 
@@ -57,12 +57,16 @@ pub enum Work {
 /// A stage with all that it needs to know.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StageWork {
-    /// Components (with their identities), rungs (with learned peaks already put in).
+    /// The stage, with learned peaks put into its rungs.
     pub plan: StagePlan,
-    /// The request.
-    pub request: ImageRequest,
-    /// Encodings and latents.
-    pub input: StageInput,
+    /// Its components, with their identities.
+    pub components: Vec<Component>,
+    /// Names of the stages of the job that come after it.
+    pub behind: Vec<String>,
+    /// The request, with the item's seed.
+    pub request: Request,
+    /// What the stage takes.
+    pub values: Values,
     /// Least milliseconds between previews; none are made at 0.
     pub preview_interval_ms: u32,
 }
@@ -180,6 +184,8 @@ pub enum Progress {
         /// RGB.
         rgb: bytes::Bytes,
     },
+    /// A piece of the result.
+    Piece(Piece),
     /// Something is tried again within the stage: out of memory, then a smaller rung.
     Retrying {
         /// Stable reason.
@@ -227,8 +233,8 @@ pub struct Shortage {
 /// What a completed attempt reports.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Completed {
-    /// The stage's result; none for a load.
-    pub output: Option<StageOutput>,
+    /// What the stage gives; nothing for a load.
+    pub values: Values,
     /// How it was run.
     pub chunking: String,
     /// Whether that differs from the whole by more than rounding.

@@ -11,6 +11,7 @@ mod process;
 mod proto;
 mod serve;
 mod telemetry;
+mod wav;
 
 use std::process::ExitCode;
 

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant, SystemTime};
 use engine::Error;
 use engine::library::Entry;
 use gpu::WeightFormat;
-use pipelines::{Defaults, FULL, Preset, Quantization, RequestError};
+use pipelines::{FULL, Medium, Preset, Quantization, Request, RequestError};
 
-use crate::config::{ModelSettings, Models as Settings};
+use crate::config::Models as Settings;
 use crate::hub;
 use crate::proto::v1;
 
@@ -195,16 +195,21 @@ impl Models {
     }
 
     /// A model's defaults with the configured ones over them.
-    pub(crate) fn defaults(&self, id: &str, of_model: Defaults) -> Defaults {
-        let none = ModelSettings::default();
-        let own = self.settings.settings.get(id).unwrap_or(&none);
-        Defaults {
-            steps: own.steps.unwrap_or(of_model.steps),
-            guidance: own.guidance.unwrap_or(of_model.guidance),
-            max_sequence_length: own.max_sequence_length.unwrap_or(of_model.max_sequence_length),
-            width: own.width.unwrap_or(of_model.width),
-            height: own.height.unwrap_or(of_model.height),
-        }
+    pub(crate) fn defaults(&self, id: &str, mut defaults: Request) -> Request {
+        let Some(own) = self.settings.settings.get(id) else {
+            return defaults;
+        };
+        defaults.steps = own.steps.unwrap_or(defaults.steps);
+        defaults.guidance = own.guidance.unwrap_or(defaults.guidance);
+        defaults.max_sequence_length = own.max_sequence_length.unwrap_or(defaults.max_sequence_length);
+        let (width, height) = match &mut defaults.medium {
+            Medium::Image(image) => (&mut image.width, &mut image.height),
+            Medium::Video(video) => (&mut video.width, &mut video.height),
+            Medium::Audio(_) => return defaults,
+        };
+        *width = own.width.unwrap_or(*width);
+        *height = own.height.unwrap_or(*height);
+        defaults
     }
 }
 

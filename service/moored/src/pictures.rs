@@ -2,8 +2,10 @@
 
 use std::io::Cursor;
 
+use engine::library::Entry;
 use image::imageops::FilterType;
 use image::{DynamicImage, ImageDecoder as _, ImageReader, Limits};
+use pipelines::{Medium, Request};
 use serde::{Deserialize, Serialize};
 
 /// Largest side of a picture that a client may send.
@@ -25,7 +27,7 @@ pub(crate) struct Pixels {
     pub(crate) rgb: Vec<u8>,
 }
 
-/// Everything that made a picture: enough to make it again.
+/// Everything that made a result: enough to make it again.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Recipe {
     pub(crate) prompt: String,
@@ -37,12 +39,54 @@ pub(crate) struct Recipe {
     pub(crate) max_sequence_length: u32,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) strength: Option<f32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) frames: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) frames_per_second: Option<f32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) seconds: Option<f32>,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub(crate) lyrics: String,
     /// Id of the model.
     pub(crate) model: String,
     /// Entry key: revision and quantization too.
     pub(crate) model_key: String,
     /// Version of the service.
     pub(crate) version: String,
+}
+
+impl Recipe {
+    /// Of a request to a model.
+    pub(crate) fn of(request: &Request, entry: &Entry, from_latent: bool) -> Recipe {
+        let (width, height) = request.medium.size().unwrap_or_default();
+        let starts = request.medium.init_image().is_some() || from_latent;
+        let mut recipe = Recipe {
+            prompt: request.prompt.clone(),
+            seed: request.seed,
+            width,
+            height,
+            steps: request.steps,
+            guidance: request.guidance,
+            max_sequence_length: request.max_sequence_length,
+            strength: starts.then_some(request.strength),
+            model: entry.id.clone(),
+            model_key: entry.key.clone(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            ..Recipe::default()
+        };
+        match &request.medium {
+            Medium::Image(_) => {}
+            Medium::Video(video) => {
+                recipe.frames = Some(video.frames);
+                recipe.frames_per_second = Some(video.frames_per_second);
+            }
+            Medium::Audio(audio) => {
+                recipe.seconds = Some(audio.seconds);
+                recipe.lyrics.clone_from(&audio.lyrics);
+            }
+        }
+        recipe
+    }
 }
 
 /// Why a picture cannot be taken.
@@ -102,6 +146,42 @@ pub(crate) fn decode(data: &[u8], scale_to: Option<(u32, u32)>) -> Result<Pixels
         height: rgb.height(),
         rgb: rgb.into_raw(),
     })
+}
+
+/// Encodes frames of RGB as an animated PNG that repeats for ever.
+///
+/// # Errors
+/// In words, where bytes are missing or the rate is none.
+pub(crate) fn animated_png(
+    (width, height): (u32, u32),
+    frames: u32,
+    frames_per_second: f32,
+    rgb: &[u8],
+) -> Result<Vec<u8>, String> {
+    let frame_bytes = 3 * width as usize * height as usize;
+    if frame_bytes == 0 || rgb.len() != frame_bytes * frames as usize || frames_per_second <= 0.0 {
+        let found = rgb.len();
+        return Err(format!(
+            "{found} bytes are not {frames} frames of {width}x{height}"
+        ));
+    }
+    let delay_ms = (1000.0 / frames_per_second).round().clamp(1.0, 65_535.0) as u16;
+    let mut file = Vec::new();
+    let mut encoder = png::Encoder::new(&mut file, width, height);
+    encoder.set_color(png::ColorType::Rgb);
+    encoder.set_depth(png::BitDepth::Eight);
+    encoder.set_compression(png::Compression::Fast);
+    let animated = encoder.set_animated(frames, 0);
+    animated.map_err(|e| e.to_string())?;
+    encoder
+        .set_frame_delay(delay_ms, 1000)
+        .map_err(|e| e.to_string())?;
+    let mut writer = encoder.write_header().map_err(|e| e.to_string())?;
+    for frame in rgb.chunks_exact(frame_bytes) {
+        writer.write_image_data(frame).map_err(|e| e.to_string())?;
+    }
+    writer.finish().map_err(|e| e.to_string())?;
+    Ok(file)
 }
 
 /// Encodes a PNG, fast, with its recipe in it unless that is left out.

@@ -15,7 +15,7 @@ use std::time::Instant;
 use candle_core::{DType, Device};
 use gpu::{ComponentTensors, CpuCard, CpuSettings, Gpu};
 use pipelines::flux::FluxModel;
-use pipelines::{ImageRequest, Model, Precision, StageInput, StageOutput, Unobserved};
+use pipelines::{Image, Medium, Model, Precision, Request, StageRun, Unobserved, Values};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().collect();
@@ -26,17 +26,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (model, tensors) = loaded(Path::new(folder))?;
     for side in sides.split(',') {
         let side: u32 = side.parse()?;
-        let request = ImageRequest {
+        let request = Request {
             prompt: "a red circle above a blue square".to_owned(),
-            width: side,
-            height: side,
-            steps: 8,
-            guidance: 3.5,
             seed: 1,
-            max_sequence_length: 48,
-            init_image: None,
-            strength: 1.0,
-            preview: false,
+            ..Request::of(Medium::Image(Image::of(side, side)), 8, 3.5, 48)
         };
         times_of_stages(&model, &tensors, &request)?;
         let before = processor_time::of_process();
@@ -47,13 +40,13 @@ fn main() -> Result<(), Box<dyn Error>> {
         let stages = times.first().map_or(0, Vec::len);
         let mut line = format!("{side}:");
         for stage in 0..=stages {
-            let of_run = |run: &Vec<(&str, f64)>| match run.get(stage) {
+            let of_run = |run: &Vec<(String, f64)>| match run.get(stage) {
                 Some((_, seconds)) => *seconds,
                 None => run.iter().map(|(_, seconds)| seconds).sum(),
             };
             let mut seconds: Vec<f64> = times.iter().map(of_run).collect();
             seconds.sort_by(f64::total_cmp);
-            let name = times[0].get(stage).map_or("all", |(name, _)| name);
+            let name = times[0].get(stage).map_or("all", |(name, _)| name.as_str());
             line += &format!(" {name} {:.4} ({:.4})", seconds[0], seconds[seconds.len() / 2]);
         }
         println!("{line}; of the processors {processor:.3}");
@@ -79,20 +72,25 @@ fn loaded(folder: &Path) -> Result<(FluxModel, Components), Box<dyn Error>> {
 fn times_of_stages(
     model: &FluxModel,
     tensors: &Components,
-    request: &ImageRequest,
-) -> Result<Vec<(&'static str, f64)>, Box<dyn Error>> {
-    let mut input = StageInput::default();
+    request: &Request,
+) -> Result<Vec<(String, f64)>, Box<dyn Error>> {
+    let mut values = Values::new();
     let mut times = Vec::new();
-    for plan in model.stages(request) {
+    let stages = model.plan(request);
+    for plan in stages.map_err(|problems| format!("the request is refused: {problems:?}"))? {
         let give = |name: &str| Ok(Arc::clone(&tensors[name]));
         let start = Instant::now();
-        let output = model.run(&plan, 0, request, &input, &give, &Device::Cpu, &mut Unobserved)?;
-        times.push((plan.kind.name(), start.elapsed().as_secs_f64()));
-        match output {
-            StageOutput::Text(text) => input.text = Some(text),
-            StageOutput::Latent(latent) => input.latent = Some(latent),
-            StageOutput::Picture { .. } => {}
-        }
+        let stage = StageRun {
+            plan: &plan,
+            rung: 0,
+            request,
+            values: &values,
+            tensors: &give,
+            device: &Device::Cpu,
+        };
+        let given = model.run(&stage, &mut Unobserved)?;
+        times.push((plan.name.clone(), start.elapsed().as_secs_f64()));
+        values.extend(given);
     }
     Ok(times)
 }

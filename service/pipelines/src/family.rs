@@ -7,12 +7,13 @@ use std::sync::Arc;
 use candle_core::DType;
 use gpu::{ComponentTensors, LoadPlan, Target, TensorSource, WeightFormat};
 use residency::{Bytes, Component, ComponentId};
-use serde::{Deserialize, Serialize};
 
 use crate::files::pipeline_class;
 use crate::host::HostTensor;
+use crate::media::Piece;
+use crate::plan::{StagePlan, ValueShape, Values};
 use crate::quantization::Quantization;
-use crate::request::{Defaults, ImageRequest, RequestError};
+use crate::request::{Medium, Request, RequestError};
 
 /// How weights are held.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,101 +34,6 @@ impl Precision {
     }
 }
 
-/// A stage of a job.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum StageKind {
-    /// Prompt to encodings.
-    EncodeText,
-    /// Init image to latent.
-    EncodeImage,
-    /// Noise to latent.
-    Denoise,
-    /// Latent to picture.
-    Decode,
-}
-
-impl StageKind {
-    /// All, in the order in which a job runs those that it has.
-    pub const ALL: [StageKind; 4] = [
-        StageKind::EncodeText,
-        StageKind::EncodeImage,
-        StageKind::Denoise,
-        StageKind::Decode,
-    ];
-
-    /// `encode_text`, `encode_image`, `denoise`, `decode`.
-    pub fn name(self) -> &'static str {
-        match self {
-            StageKind::EncodeText => "encode_text",
-            StageKind::EncodeImage => "encode_image",
-            StageKind::Denoise => "denoise",
-            StageKind::Decode => "decode",
-        }
-    }
-}
-
-/// One way to run a stage. A later rung of the ladder needs less memory than the one before it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Rung {
-    /// `whole`, `strips of 16`, `tiles of 64`.
-    pub label: String,
-    /// Predicted activation bytes at the peak.
-    pub scratch: Bytes,
-    /// Whether the result differs from the whole's by more than rounding.
-    pub approximate: bool,
-}
-
-/// One stage of a request: its components, and the ways to run it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct StagePlan {
-    /// Which.
-    pub kind: StageKind,
-    /// What must be resident.
-    pub components: Vec<Component>,
-    /// At least one; the best first.
-    pub rungs: Vec<Rung>,
-    /// What the peak depends on besides the model, e.g. `1024x1024 t512`: the key of what is learned.
-    pub shape: String,
-    /// Steps within the stage, for progress; 1 where there are none.
-    pub steps: u32,
-}
-
-/// The output of the text encoders: named host tensors (`pooled`, `sequence`).
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct EncodedText {
-    /// Tensors by name.
-    pub tensors: Vec<(String, HostTensor)>,
-}
-
-/// What a stage is given beside the request.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct StageInput {
-    /// For denoise.
-    pub text: Option<EncodedText>,
-    /// For decode: the latent to decode. For denoise of image to image: the encoded init image.
-    pub latent: Option<HostTensor>,
-}
-
-/// What a stage gives.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum StageOutput {
-    /// From `encode_text`.
-    Text(EncodedText),
-    /// From `encode_image` and `denoise`: `[1, channels, height / 8, width / 8]`, scaled as the transformer
-    /// sees it.
-    Latent(HostTensor),
-    /// From `decode`.
-    Picture {
-        /// Pixels across.
-        width: u32,
-        /// Pixels down.
-        height: u32,
-        /// RGB, 8 bits each, row-major.
-        rgb: bytes::Bytes,
-    },
-}
-
 /// How a stage reports, and how it learns that nobody wants it any more.
 pub trait Observer {
     /// Step `n` of `of` is done.
@@ -136,6 +42,8 @@ pub trait Observer {
     fn wants_preview(&mut self) -> bool;
     /// A preview: RGB, 8 bits each.
     fn preview(&mut self, width: u32, height: u32, rgb: Vec<u8>);
+    /// The next piece of what was asked for. A stage that takes long delivers as it goes: pieces are progress too.
+    fn deliver(&mut self, piece: Piece);
     /// Asked between steps and between layers that take long: `true` ends the stage with
     /// [`StageError::Cancelled`].
     fn cancelled(&self) -> bool;
@@ -151,6 +59,7 @@ impl Observer for Unobserved {
         false
     }
     fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
+    fn deliver(&mut self, _piece: Piece) {}
     fn cancelled(&self) -> bool {
         false
     }
@@ -226,7 +135,7 @@ pub enum StageError {
     #[error("out of memory in {stage}")]
     OutOfMemory {
         /// The stage.
-        stage: &'static str,
+        stage: String,
     },
     /// A number that is not finite.
     #[error("{component} produced a value that is not finite at step {step}")]
@@ -252,14 +161,52 @@ pub enum StageError {
     Tensor(#[from] candle_core::Error),
 }
 
+/// Everything that one run of a stage is computed from.
+#[derive(Clone, Copy)]
+pub struct StageRun<'a> {
+    /// The stage.
+    pub plan: &'a StagePlan,
+    /// Indexes [`StagePlan::rungs`].
+    pub rung: usize,
+    /// The request, with the seed of the item.
+    pub request: &'a Request,
+    /// What the stage takes.
+    pub values: &'a Values,
+    /// The tensors of the stage's components, by name.
+    pub tensors: &'a dyn Fn(&str) -> Result<Arc<ComponentTensors>, StageError>,
+    /// Where they are, and where it computes.
+    pub device: &'a candle_core::Device,
+}
+
+impl StageRun<'_> {
+    /// A value that the stage takes.
+    ///
+    /// # Errors
+    /// [`StageError::BadInput`] where it is not there, or of another shape than the plan says.
+    pub fn value(&self, name: &str) -> Result<&HostTensor, StageError> {
+        let value = self.values.get(name);
+        let value = value.ok_or_else(|| {
+            StageError::BadInput(format!("{} takes {name}, which is not there", self.plan.name))
+        })?;
+        let taken = self.plan.takes.iter().find(|taken| taken.name == name);
+        match taken {
+            Some(taken) if taken.shape != value.shape => Err(StageError::BadInput(format!(
+                "{name} of shape {:?} where {:?} is expected",
+                value.shape, taken.shape
+            ))),
+            _ => Ok(value),
+        }
+    }
+}
+
 /// A checkpoint that a family has recognised, by its headers alone: it holds no weights. It can be asked
 /// what it needs, and, given tensors, it computes.
 pub trait Model: Send + Sync {
     /// The family's name: `flux`.
     fn family(&self) -> &'static str;
 
-    /// Defaults for requests.
-    fn defaults(&self) -> Defaults;
+    /// What it generates for a request that leaves everything open; its medium is the one that the model generates.
+    fn defaults(&self) -> Request;
 
     /// Its components, with exact bytes. Identity is provisional (the resolved path) until
     /// [`Model::files_of`] has been hashed; callers may put another identity in.
@@ -280,71 +227,56 @@ pub trait Model: Send + Sync {
     /// The files whose content is the component's identity.
     fn files_of(&self, component_name: &str) -> Vec<Arc<Path>>;
 
-    /// Whether a request can be run at all.
+    /// The stages of a request, in order. The values that a [`Role::Decode`](crate::Role::Decode) stage takes are what a client may keep, bring
+    /// back, and have decoded later.
     ///
     /// # Errors
-    /// Every field that is wrong.
-    fn validate(&self, request: &ImageRequest) -> Result<(), Vec<RequestError>>;
+    /// Every field of the request that is wrong.
+    fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>>;
 
-    /// The stages of a valid request, in order.
-    fn stages(&self, request: &ImageRequest) -> Vec<StagePlan>;
+    /// A request of defaults whose decode takes values of these shapes; `None`: it takes others.
+    fn request_of(&self, values: &[ValueShape]) -> Option<Request>;
 
-    /// The plan of a decode or an encode alone, for latents that clients bring or ask for.
-    fn lone_stage(&self, kind: StageKind, width: u32, height: u32) -> StagePlan;
+    /// What of the same request might fit where the whole does not, each by its label, the closest first.
+    fn smaller(&self, request: &Request) -> Vec<(String, Request)>;
+
+    /// The smallest request that it can run, in one step: run through all stages, it proves that the model works.
+    fn smallest(&self) -> Request;
 
     /// Shapes that a stage of a request asks cuDNN for on a card, run on its first rung: what is worth making plans for
     /// before it begins ([`ops::make_plans`]). It is advice: any list does, and the default is none.
-    fn planned(&self, _kind: StageKind, _request: &ImageRequest) -> Vec<ops::Planned> {
+    fn planned(&self, _stage: &str, _request: &Request) -> Vec<ops::Planned> {
         Vec::new()
     }
 
-    /// Identity of what `encode_text` would give: same key, same encodings. Covers the tokens, not the
-    /// weights: callers add the encoders' identities.
-    ///
-    /// # Errors
-    /// When the tokenizer refuses the prompt.
-    fn text_key(&self, request: &ImageRequest) -> Result<String, RequestError>;
-
-    /// Shape of a latent for a picture of this size.
-    fn latent_shape(&self, width: u32, height: u32) -> Vec<usize>;
-
-    /// The smallest picture that it can make, in one step: run through all stages, it proves that the model works.
-    fn canary_request(&self) -> ImageRequest {
-        let defaults = self.defaults();
-        let square = |side: u32| ImageRequest {
-            prompt: "a canary".to_owned(),
-            width: side,
-            height: side,
-            steps: 1,
-            ..defaults.request()
-        };
-        let sides = (4..10).map(|power| square(1 << power));
-        sides
-            .into_iter()
-            .find(|request| self.validate(request).is_ok())
-            .unwrap_or_else(|| ImageRequest {
-                width: defaults.width,
-                height: defaults.height,
-                ..square(0)
-            })
-    }
-
-    /// Runs one stage. `tensors` are those of the stage's components by name; `rung` indexes
-    /// [`StagePlan::rungs`].
+    /// Runs one stage: the values that it gives. What it delivers goes to the observer.
     ///
     /// # Errors
     /// [`StageError`].
-    #[allow(clippy::too_many_arguments)] // A stage's whole world, each part by its name.
-    fn run(
-        &self,
-        plan: &StagePlan,
-        rung: usize,
-        request: &ImageRequest,
-        input: &StageInput,
-        tensors: &dyn Fn(&str) -> Result<Arc<ComponentTensors>, StageError>,
-        device: &candle_core::Device,
-        observer: &mut dyn Observer,
-    ) -> Result<StageOutput, StageError>;
+    fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError>;
+}
+
+/// The same request with its sides in three, two and one quarters, rounded down to a multiple of `grain` pixels: what
+/// most families of pictures and films can offer instead.
+pub(crate) fn smaller_sides(request: &Request, grain: u32) -> Vec<(String, Request)> {
+    let smaller = [3, 2, 1].map(|quarters| {
+        let side = |side: u32| side * quarters / 4 / grain * grain;
+        let mut smaller = request.clone();
+        let (width, height, init_image) = match &mut smaller.medium {
+            Medium::Image(image) => (&mut image.width, &mut image.height, &mut image.init_image),
+            Medium::Video(video) => (&mut video.width, &mut video.height, &mut video.init_image),
+            Medium::Audio(_) => return None,
+        };
+        (*width, *height) = (side(*width), side(*height));
+        if *width == 0 || *height == 0 {
+            return None;
+        }
+        if let Some(image) = init_image {
+            *image = image.resampled(*width, *height);
+        }
+        Some((format!("{width}x{height}"), smaller))
+    });
+    smaller.into_iter().flatten().collect()
 }
 
 /// A family of models.
@@ -367,6 +299,27 @@ pub trait Family: Send + Sync {
     /// # Errors
     /// When it is of this family and cannot be run.
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError>;
+}
+
+/// The same request with three, two and one quarters of its length, rounded down to whole frames or tenths of a second;
+/// none for a picture.
+pub(crate) fn smaller_lengths(request: &Request) -> Vec<(String, Request)> {
+    let shorter = [3, 2, 1].map(|quarters| {
+        let mut shorter = request.clone();
+        let label = match &mut shorter.medium {
+            Medium::Image(_) => return None,
+            Medium::Video(video) => {
+                video.frames = video.frames * quarters / 4;
+                (video.frames > 0).then(|| format!("{} frames", video.frames))
+            }
+            Medium::Audio(audio) => {
+                audio.seconds = (audio.seconds * 10.0 * quarters as f32 / 4.0).floor() / 10.0;
+                (audio.seconds > 0.0).then(|| format!("{} s", audio.seconds))
+            }
+        };
+        Some((label?, shorter))
+    });
+    shorter.into_iter().flatten().collect()
 }
 
 /// All families that this build knows, in one explicit list.

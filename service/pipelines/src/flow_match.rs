@@ -126,6 +126,19 @@ impl SchedulerConfig {
             .collect()
     }
 
+    /// The same from a grid that `torch.linspace` makes, which computes in f32 from both ends towards the middle, each
+    /// product and sum rounded once: `get_default_z_image_sigmas`.
+    pub fn sigmas_from_both_ends(&self, steps: u32, tokens: usize) -> Vec<f32> {
+        let last = 1.0 / steps as f32;
+        let stride = (last - 1.0) / steps.saturating_sub(1).max(1) as f32;
+        let mu = self.mu(tokens);
+        let linear = (0..steps).map(|i| match i < steps / 2 || steps == 1 {
+            true => stride.mul_add(i as f32, 1.0),
+            false => (-stride).mul_add((steps - 1 - i) as f32, last),
+        });
+        linear.map(|sigma| self.shifted(sigma, mu)).chain([0.0]).collect()
+    }
+
     /// The exponent of the dynamic shift: `calculate_shift`.
     fn mu(&self, tokens: usize) -> f64 {
         let slope = (self.max_shift - self.base_shift) / (self.max_image_seq_len - self.base_image_seq_len);

@@ -1,5 +1,5 @@
 //! The `instant` family: models that exist in a JSON file only. They hold memory on a simulated card and generate
-//! one colour, so that everything around a model can be tested without one.
+//! one colour, or one tone, so that everything around a model can be tested without one.
 //!
 //! ```json
 //! { "name": "small",
@@ -14,8 +14,12 @@
 //! `"stored": "Q4_K"` a component is quantized in its file already: its bytes are as they stand. Scratch figures are those of a picture of the
 //! default size. Faults for tests: `real_scratch` (what a stage takes in truth, where that differs from what is
 //! predicted), `not_finite_at_step`, `panic_at` (a stage's name).
+//!
+//! With `"medium": "video"` it generates frames of one size, with `"audio"` samples of two channels, in a few pieces;
+//! `steps_ms` then lies between pieces too. Defaults may name `frames`, `frames_per_second` and `seconds`.
 
 mod colour;
+mod content;
 mod model;
 #[cfg(test)]
 mod tests;
@@ -27,10 +31,10 @@ use gpu::{Fp8Scales, GgufType, WeightFormat};
 use residency::Bytes;
 use serde::{Deserialize, Deserializer};
 
-use crate::family::{Family, Model, ModelError, Precision, StageKind};
+use crate::family::{Family, Model, ModelError, Precision};
 use crate::files::{damaged, read_json};
 use crate::quantization::Quantization;
-use crate::request::Defaults;
+use crate::request::{Audio, Image, Medium, Video};
 
 use model::InstantModel;
 
@@ -39,6 +43,15 @@ const FILE_ENDING: &str = ".instant.json";
 
 /// What the file is called inside of a model's folder.
 const FILE_IN_FOLDER: &str = "instant.json";
+
+/// Names of its stages.
+const ENCODE_TEXT: &str = "encode_text";
+const ENCODE_IMAGE: &str = "encode_image";
+const DENOISE: &str = "denoise";
+const DECODE: &str = "decode";
+
+/// Name of the value that sampling gives and decoding takes.
+const LATENT: &str = "latent";
 
 /// The family.
 #[derive(Clone, Copy, Debug, Default)]
@@ -106,6 +119,8 @@ fn description_of(path: &Path) -> Option<PathBuf> {
 #[serde(deny_unknown_fields)]
 struct Description {
     name: String,
+    #[serde(default)]
+    medium: DescribedMedium,
     components: Vec<DescribedComponent>,
     #[serde(default)]
     scratch: StageBytes,
@@ -118,7 +133,7 @@ struct Description {
     #[serde(default)]
     not_finite_at_step: Option<u32>,
     #[serde(default)]
-    panic_at: Option<StageKind>,
+    panic_at: Option<String>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -156,12 +171,12 @@ struct StageBytes {
 }
 
 impl StageBytes {
-    fn of(&self, kind: StageKind) -> Option<Bytes> {
-        match kind {
-            StageKind::EncodeText => self.encode_text,
-            StageKind::EncodeImage => self.encode_image.or(self.decode),
-            StageKind::Denoise => self.denoise,
-            StageKind::Decode => self.decode,
+    fn of(&self, stage: &str) -> Option<Bytes> {
+        match stage {
+            ENCODE_TEXT => self.encode_text,
+            ENCODE_IMAGE => self.encode_image.or(self.decode),
+            DENOISE => self.denoise,
+            _ => self.decode,
         }
     }
 }
@@ -174,6 +189,9 @@ struct DescribedDefaults {
     max_sequence_length: u32,
     width: u32,
     height: u32,
+    frames: u32,
+    frames_per_second: f32,
+    seconds: f32,
 }
 
 impl Default for DescribedDefaults {
@@ -184,18 +202,49 @@ impl Default for DescribedDefaults {
             max_sequence_length: 512,
             width: 1024,
             height: 1024,
+            frames: 25,
+            frames_per_second: 25.0,
+            seconds: 10.0,
         }
     }
 }
 
-impl From<&DescribedDefaults> for Defaults {
-    fn from(d: &DescribedDefaults) -> Defaults {
-        Defaults {
-            steps: d.steps,
-            guidance: d.guidance,
-            max_sequence_length: d.max_sequence_length,
-            width: d.width,
-            height: d.height,
+/// What the model generates.
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum DescribedMedium {
+    #[default]
+    Image,
+    Video,
+    Audio,
+}
+
+impl DescribedMedium {
+    fn name(self) -> &'static str {
+        match self {
+            DescribedMedium::Image => "image",
+            DescribedMedium::Video => "video",
+            DescribedMedium::Audio => "audio",
+        }
+    }
+}
+
+impl Description {
+    fn medium_of_defaults(&self) -> Medium {
+        let &DescribedDefaults { width, height, .. } = &self.defaults;
+        match self.medium {
+            DescribedMedium::Image => Medium::Image(Image::of(width, height)),
+            DescribedMedium::Video => Medium::Video(Video {
+                width,
+                height,
+                frames: self.defaults.frames,
+                frames_per_second: self.defaults.frames_per_second,
+                init_image: None,
+            }),
+            DescribedMedium::Audio => Medium::Audio(Audio {
+                seconds: self.defaults.seconds,
+                lyrics: String::new(),
+            }),
         }
     }
 }

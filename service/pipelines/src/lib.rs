@@ -2,7 +2,9 @@
 //! their mathematics. A family never loads, evicts, or knows who asked.
 
 pub mod autoencoder_kl;
+mod bounds;
 mod checkpoint;
+mod defaults;
 mod family;
 mod files;
 pub mod flow_match;
@@ -10,28 +12,39 @@ pub mod flux;
 mod host;
 pub mod instant;
 mod linear;
+mod media;
 pub mod noise;
 mod out_of_memory;
+mod plan;
 mod quantization;
 mod request;
 pub mod rotary;
 mod sinusoids;
+mod start;
 mod tensors;
 pub mod text;
+pub mod z_image;
 
+pub use bounds::{LONGEST_PROMPT, LONGEST_SIDE, MOST_STEPS, MOST_TOKENS, PIXELS_PER_TOKEN};
 pub use family::{
-    Catalogue, EncodedText, Family, Model, ModelError, Observer, Precision, Rung, StageError, StageInput,
-    StageKind, StageOutput, StagePlan, Unobserved, provisional_identity,
+    Catalogue, Family, Model, ModelError, Observer, Precision, StageError, StageRun, Unobserved,
+    provisional_identity,
 };
 pub use host::{HostTensor, HostType};
+pub use media::{MediaFormat, Piece};
 pub use ops::{
     AttentionPaths, Libraries, Planned, attention_by, keep_plans_in, libraries, make_plans, prepare,
 };
 pub use out_of_memory::is_out_of_memory;
+pub use plan::{Role, Rung, StagePlan, ValueShape, Values};
 pub use quantization::{FULL, Preset, Quantization};
-pub use request::{Defaults, ImageRequest, InitImage, RequestError};
+pub use request::{Audio, Image, InitImage, Medium, Request, RequestError, Video};
 
 /// Every family that this build knows. Adding one is a folder and a line here.
 pub fn catalogue() -> Catalogue {
-    Catalogue::new(vec![Box::new(flux::Flux), Box::new(instant::Instant)])
+    Catalogue::new(vec![
+        Box::new(flux::Flux),
+        Box::new(z_image::ZImage),
+        Box::new(instant::Instant),
+    ])
 }

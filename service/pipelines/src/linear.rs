@@ -75,15 +75,16 @@ impl Linear {
         }
     }
 
-    /// Whether its rows are better quantized where they are computed.
+    /// Whether its rows, of this dtype, are better quantized where they are computed.
     ///
     /// # Errors
     /// Those of the device.
-    pub(crate) fn takes_codes(&self) -> candle_core::Result<bool> {
-        match &self.bias {
-            Some(bias) => ops::multiplies_fp8(bias.device(), &self.weight, bias.dtype()),
-            None => Ok(false),
-        }
+    pub(crate) fn takes_codes(&self, dtype: DType) -> candle_core::Result<bool> {
+        let device = match &self.weight {
+            Weight::Full(weight) => weight.device(),
+            Weight::Quantized(weight) => weight.bytes.device(),
+        };
+        ops::multiplies_fp8(device, &self.weight, dtype)
     }
 
     /// The scratch that it needs for so many tokens.

@@ -30,6 +30,17 @@ impl Rotations {
     }
 }
 
+/// Where a reference rounds to f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Rounded {
+    /// Cosines and sines alone: FLUX.
+    Results,
+    /// The angles as well: Z-Image.
+    Angles,
+    /// Frequencies and angles as well: language models.
+    Frequencies,
+}
+
 /// The rotations of these positions, computed in f64. `axes` are the widths that each axis has in a head; the frequency of
 /// pair `i` of an axis of width `d` is `theta^(-2i/d)`.
 ///
@@ -39,6 +50,7 @@ pub(crate) fn rotations<const N: usize>(
     positions: &[[u32; N]],
     axes: [usize; N],
     theta: f64,
+    rounded: Rounded,
     device: &Device,
 ) -> Result<Rotations> {
     // Few places on an axis are different ones: each is computed once.
@@ -50,10 +62,20 @@ pub(crate) fn rotations<const N: usize>(
     }
     let mut tables = Vec::with_capacity(N);
     for (&width, most) in axes.iter().zip(most) {
-        let frequency = |i: usize| theta.powf(-((2 * i) as f64) / width as f64);
+        let frequency = |i: usize| match rounded {
+            Rounded::Results | Rounded::Angles => theta.powf(-((2 * i) as f64) / width as f64),
+            Rounded::Frequencies => {
+                let period = theta.powf((2 * i) as f64 / width as f64);
+                f64::from(1.0 / period as f32)
+            }
+        };
         let frequencies: Vec<f64> = (0..width / 2).map(frequency).collect();
         let turn = |at: u32, frequency: f64| {
-            let (sin, cos) = (f64::from(at) * frequency).sin_cos();
+            let angle = f64::from(at) * frequency;
+            let (sin, cos) = match rounded {
+                Rounded::Results => angle.sin_cos(),
+                Rounded::Angles | Rounded::Frequencies => f64::from(angle as f32).sin_cos(),
+            };
             (sin as f32, cos as f32)
         };
         let table = (0..=most).map(|at| frequencies.iter().map(|&f| turn(at, f)).collect());

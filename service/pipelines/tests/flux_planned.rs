@@ -8,74 +8,19 @@ mod device;
 #[allow(dead_code)] // each binary takes what it needs
 #[path = "flux_parity/numbers.rs"]
 mod numbers;
+mod shapes_asked;
 #[allow(dead_code)] // each binary takes what it needs
 #[path = "flux_parity/workshop.rs"]
 mod workshop;
 
-use std::cell::RefCell;
-use std::fmt::Debug;
-use std::sync::Once;
-
 use candle_core::DType;
-use ops::{ASKED, Planned};
+#[cfg(feature = "cuda")]
+use ops::Planned;
 use pipelines::autoencoder_kl::VaeConfig;
-use pipelines::{
-    ImageRequest, InitImage, Model, Observer, StageInput, StageKind, StageOutput, StagePlan, Unobserved,
-};
-use tracing::field::{Field, Visit};
-use tracing::span::{Attributes, Id, Record};
-use tracing::{Event, Metadata, Subscriber};
+use pipelines::{Image, InitImage, Medium, Model, Observer, Piece, Request, StagePlan, Unobserved, Values};
 
-use workshop::{Workshop, folder, request};
-
-thread_local! {
-    /// Shapes that this thread asked for, each once.
-    static SHAPES: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
-}
-
-/// Hears which shapes are asked for.
-struct Asked;
-
-impl Visit for Asked {
-    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
-        let shape = format!("{value:?}");
-        SHAPES.with_borrow_mut(|all| {
-            if field.name() == "planned" && !all.contains(&shape) {
-                all.push(shape);
-            }
-        });
-    }
-}
-
-impl Subscriber for Asked {
-    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.target() == ASKED
-    }
-    fn new_span(&self, _span: &Attributes<'_>) -> Id {
-        Id::from_u64(1)
-    }
-    fn record(&self, _span: &Id, _values: &Record<'_>) {}
-    fn record_follows_from(&self, _span: &Id, _follows: &Id) {}
-    fn event(&self, event: &Event<'_>) {
-        event.record(&mut Asked);
-    }
-    fn enter(&self, _span: &Id) {}
-    fn exit(&self, _span: &Id) {}
-}
-
-/// What some work asks for, and what it gives. One subscriber serves all threads: what threads without one ask for first is
-/// not told to others either.
-fn asked<R>(work: impl FnOnce() -> R) -> (Vec<String>, R) {
-    static LISTENS: Once = Once::new();
-    LISTENS.call_once(|| tracing::subscriber::set_global_default(Asked).expect("the only subscriber"));
-    SHAPES.take();
-    let result = work();
-    (SHAPES.take(), result)
-}
-
-fn words(planned: &[Planned]) -> Vec<String> {
-    planned.iter().map(|shape| format!("{shape:?}")).collect()
-}
+use shapes_asked::{asked, words};
+use workshop::{Workshop, folder, from_image, sized};
 
 /// Wants every preview.
 struct Curious;
@@ -86,51 +31,49 @@ impl Observer for Curious {
         true
     }
     fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
+    fn deliver(&mut self, _piece: Piece) {}
     fn cancelled(&self) -> bool {
         false
     }
 }
 
+/// Names of all stages that a request can have.
+const STAGES: [&str; 4] = ["encode_text", "encode_image", "denoise", "decode"];
+
 /// Runs all stages of a request, each through `run`, and hands on what they give.
 fn through_stages(
     workshop: &Workshop,
-    request: &ImageRequest,
-    mut run: impl FnMut(&StagePlan, &StageInput) -> StageOutput,
+    request: &Request,
+    mut run: impl FnMut(&StagePlan, &Values) -> Values,
 ) {
-    let mut input = StageInput::default();
-    for plan in workshop.model.stages(request) {
-        match run(&plan, &input) {
-            StageOutput::Text(text) => input.text = Some(text),
-            StageOutput::Latent(latent) => input.latent = Some(latent),
-            StageOutput::Picture { .. } => assert_eq!(plan.kind, StageKind::Decode),
-        }
+    let mut values = Values::new();
+    for plan in workshop.stages(request) {
+        let given = run(&plan, &values);
+        values.extend(given);
     }
 }
 
 /// An odd size, so that no side is taken for another.
-fn odd() -> ImageRequest {
-    ImageRequest {
-        width: 96,
-        height: 48,
+fn odd() -> Request {
+    Request {
         max_sequence_length: 40,
         steps: 2,
-        ..request()
+        ..sized(96, 48)
     }
 }
 
-fn from_picture() -> ImageRequest {
-    let ImageRequest { width, height, .. } = odd();
+fn from_picture() -> Request {
+    let (width, height) = (96, 48);
     let rgb = (0..3 * width * height).map(|i| (i % 251) as u8);
-    ImageRequest {
-        init_image: Some(InitImage {
-            width,
-            height,
-            rgb: rgb.collect(),
-        }),
+    let image = InitImage {
+        width,
+        height,
+        rgb: rgb.collect(),
+    };
+    Request {
+        max_sequence_length: 40,
         preview: true,
-        steps: 4,
-        strength: 0.8,
-        ..odd()
+        ..from_image(image, 0.8)
     }
 }
 
@@ -138,13 +81,13 @@ fn from_picture() -> ImageRequest {
 fn stages_ask_for_what_is_planned_in_its_order() {
     let workshop = Workshop::open(folder("dev").path());
     for request in [odd(), from_picture()] {
-        through_stages(&workshop, &request, |plan, input| {
-            let run = || workshop.run(plan, 0, &request, input, &mut Curious);
-            let (asked, output) = asked(run);
-            let planned = words(&workshop.model.planned(plan.kind, &request));
+        through_stages(&workshop, &request, |plan, values| {
+            let run = || workshop.run(plan, 0, &request, values, &mut Curious);
+            let (asked, given) = asked(run);
+            let planned = words(&workshop.model.planned(&plan.name, &request));
             assert!(!planned.is_empty());
-            assert_eq!(asked, planned, "{:?}", plan.kind);
-            output.expect("a stage")
+            assert_eq!(asked, planned, "{}", plan.name);
+            given.expect("a stage")
         });
     }
 }
@@ -157,26 +100,22 @@ fn strips_ask_for_what_is_planned_of_strips() {
     let config: VaeConfig = serde_json::from_slice(&config).expect("a configuration");
     let (h, w) = (48 / config.factor(), 96 / config.factor());
     let request = from_picture();
-    let latent = workshop.denoised(&request, &mut Unobserved).expect("a latent");
-    let input = StageInput {
-        text: None,
-        latent: Some(latent),
-    };
+    let values = workshop.values(&request, &mut Unobserved).expect("a latent");
     let mut strips = 0;
-    for kind in [StageKind::EncodeImage, StageKind::Decode] {
-        let plan = workshop.model.lone_stage(kind, request.width, request.height);
+    for name in ["encode_image", "decode"] {
+        let plan = workshop.stage(&request, name);
         for (index, rung) in plan.rungs.iter().enumerate() {
             let Some(rows) = rung.label.strip_prefix("strips of ") else {
                 continue;
             };
             let rows = rows.parse().expect("rows");
-            let (asked, output) = asked(|| workshop.run(&plan, index, &request, &input, &mut Unobserved));
+            let (asked, output) = asked(|| workshop.run(&plan, index, &request, &values, &mut Unobserved));
             output.expect("a stage");
-            let planned = match kind {
-                StageKind::Decode => config.planned_to_decode((h, w), rows, DType::F32),
+            let planned = match name {
+                "decode" => config.planned_to_decode((h, w), rows, DType::F32),
                 _ => config.planned_to_encode((h, w), rows, DType::F32),
             };
-            assert_eq!(asked, words(&planned), "{kind:?} in {}", rung.label);
+            assert_eq!(asked, words(&planned), "{name} in {}", rung.label);
             strips += 1;
         }
     }
@@ -186,14 +125,18 @@ fn strips_ask_for_what_is_planned_of_strips() {
 #[test]
 fn what_cannot_be_is_planned_without_harm() {
     let workshop = Workshop::open(folder("dev").path());
-    let nothing = ImageRequest {
-        width: 0,
-        height: 0,
+    let picture = from_picture();
+    let init_image = picture.medium.init_image().cloned();
+    let nothing = Request {
         max_sequence_length: 0,
-        ..from_picture()
+        medium: Medium::Image(Image {
+            init_image,
+            ..Image::of(0, 0)
+        }),
+        ..picture
     };
-    for kind in StageKind::ALL {
-        let planned = workshop.model.planned(kind, &nothing);
+    for name in STAGES.into_iter().chain(["none"]) {
+        let planned = workshop.model.planned(name, &nothing);
         ops::make_plans(device::test_device(), &planned);
     }
 }
@@ -212,15 +155,15 @@ fn stages_make_no_plans_that_were_made_ahead() {
     assert!(libraries().cudnn.is_ok(), "{:?}", libraries().cudnn);
     let workshop = Workshop::open_in(folder("dev").path(), BF16);
     let request = from_picture();
-    let planned: Vec<Planned> = StageKind::ALL
+    let planned: Vec<Planned> = STAGES
         .into_iter()
-        .flat_map(|kind| workshop.model.planned(kind, &request))
+        .flat_map(|name| workshop.model.planned(name, &request))
         .collect();
     let shapes: std::collections::HashSet<&Planned> = planned.iter().collect();
-    let run = |request: &ImageRequest| {
-        through_stages(&workshop, request, |plan, input| {
+    let run = |request: &Request| {
+        through_stages(&workshop, request, |plan, values| {
             workshop
-                .run(plan, 0, request, input, &mut Curious)
+                .run(plan, 0, request, values, &mut Curious)
                 .expect("a stage")
         });
     };
@@ -242,9 +185,8 @@ fn stages_make_no_plans_that_were_made_ahead() {
     assert!(AttentionPaths::now().cudnn > paths.cudnn);
 
     // The counter counts: a picture of another size was planned by nobody.
-    let other = ImageRequest {
-        width: 64,
-        height: 64,
+    let other = Request {
+        medium: Medium::Image(Image::of(64, 64)),
         ..odd()
     };
     run(&other);

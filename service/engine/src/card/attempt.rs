@@ -5,11 +5,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use gpu::{LoadPlan, Timeline};
-use pipelines::{Model, Planned, Rung, StageKind};
+use pipelines::{Model, Planned, Rung, Values};
 use residency::{Bytes, Component, ComponentId, Move, StageNeed, WaitCause};
 
 use super::moves::MoveError;
-use super::stage::StageRun;
+use super::stage::Attempted;
 use super::{Card, Flow, Link};
 use crate::admission::{Admission, choose_rung, choose_rung_low_memory, not_resident_yet};
 use crate::messages::{Completed, Event, Failure, Order, Outcome, Progress, Shortage, StageWork, Work};
@@ -56,7 +56,7 @@ impl From<MoveError> for Halt {
 /// What an order needs on the card.
 pub(super) struct Need<'a> {
     /// The stage's name, or `load`.
-    pub(super) name: &'static str,
+    pub(super) name: &'a str,
     pub(super) components: &'a [Component],
     /// None for a plain load.
     pub(super) rungs: &'a [Rung],
@@ -73,8 +73,8 @@ impl<'a> Need<'a> {
             Work::Stage(work) => {
                 let plan = &work.plan;
                 Need {
-                    name: plan.kind.name(),
-                    components: &plan.components,
+                    name: &plan.name,
+                    components: &work.components,
                     rungs: &plan.rungs,
                 }
             }
@@ -118,7 +118,7 @@ impl Card {
             return Err(Halt::cancelled());
         }
         let need = Need::of(order);
-        let mut timeline = Timeline::begin(need.name);
+        let mut timeline = Timeline::begin(need.name.to_owned());
         let model = self.open(order)?;
         check(order, &need, &*model)?;
         timeline.part("open the model");
@@ -136,7 +136,7 @@ impl Card {
         timeline.part("plan and move");
 
         let mut completed = Completed {
-            output: None,
+            values: Values::new(),
             chunking: String::new(),
             approximate: false,
             resident_already,
@@ -158,7 +158,7 @@ impl Card {
                 },
             }),
             Work::Stage(work) => {
-                let run = StageRun {
+                let run = Attempted {
                     ticket: order.ticket,
                     work,
                     need,
@@ -187,11 +187,9 @@ impl Card {
         if !self.gpu.device().is_cuda() {
             return;
         }
-        let behind = StageKind::ALL
-            .into_iter()
-            .skip_while(|kind| *kind != work.plan.kind);
-        let planned: Vec<Planned> = behind
-            .flat_map(|kind| model.planned(kind, &work.request))
+        let stages = std::iter::once(&work.plan.name).chain(&work.behind);
+        let planned: Vec<Planned> = stages
+            .flat_map(|stage| model.planned(stage, &work.request))
             .collect();
         pipelines::make_plans(self.gpu.device(), &planned);
     }

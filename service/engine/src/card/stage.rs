@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use gpu::{ComponentTensors, Timeline};
-use pipelines::{AttentionPaths, Model, Observer, StageError, StageKind, StageOutput};
+use pipelines::{AttentionPaths, Model, Observer, Piece, Role, StageError, Values};
 use residency::{Bytes, Millis};
 
 use super::attempt::{Halt, Need};
@@ -14,7 +14,7 @@ use super::{Card, Clock, Link, canary};
 use crate::messages::{Completed, Event, Failure, Progress, StageWork, Ticket};
 
 /// A stage that is to run, and with what.
-pub(super) struct StageRun<'a> {
+pub(super) struct Attempted<'a> {
     pub(super) ticket: Ticket,
     pub(super) work: &'a StageWork,
     pub(super) need: Need<'a>,
@@ -34,12 +34,12 @@ impl Card {
     /// then, where the result is the same in smaller pieces, down the ladder.
     pub(super) fn run_stage(
         &mut self,
-        run: &StageRun<'_>,
+        run: &Attempted<'_>,
         first_rung: usize,
         report: &mut Completed,
         link: &mut dyn Link,
     ) -> Result<(), Halt> {
-        let StageRun {
+        let Attempted {
             ticket,
             work,
             ref need,
@@ -62,8 +62,8 @@ impl Card {
                 return Err(Halt::cancelled());
             }
             match self.run_once(run, rung, report, link)? {
-                Ok(output) => {
-                    report.output = Some(output);
+                Ok(values) => {
+                    report.values = values;
                     report.run_ms = self.clock.micros().saturating_sub(started) / 1000;
                     return Ok(());
                 }
@@ -94,11 +94,11 @@ impl Card {
     /// One run at one rung. When it returns, nothing is leased and no tensor of it is left.
     fn run_once(
         &mut self,
-        run: &StageRun<'_>,
+        run: &Attempted<'_>,
         rung: usize,
         report: &mut Completed,
         link: &mut dyn Link,
-    ) -> Result<Result<StageOutput, Failed>, Halt> {
+    ) -> Result<Result<Values, Failed>, Halt> {
         let stage = run.need.at(rung);
         let mut timeline = Timeline::begin("run");
         self.gather(stage.scratch, link)?;
@@ -157,19 +157,14 @@ impl Card {
     }
 
     /// The family's mathematics, observed. A panic ends the stage only: tensors are dropped on its way up.
-    fn compute(
-        &mut self,
-        run: &StageRun<'_>,
-        rung: usize,
-        link: &mut dyn Link,
-    ) -> Result<StageOutput, Failed> {
-        let StageRun {
+    fn compute(&mut self, run: &Attempted<'_>, rung: usize, link: &mut dyn Link) -> Result<Values, Failed> {
+        let Attempted {
             ticket, work, model, ..
         } = *run;
         let gpu = &*self.gpu;
         let plan = &work.plan;
         let tensors = |name: &str| -> Result<Arc<ComponentTensors>, StageError> {
-            let component = plan.components.iter().find(|c| c.name == name);
+            let component = work.components.iter().find(|c| c.name == name);
             let component = component
                 .ok_or_else(|| StageError::BadInput(format!("{name} is not among the stage's components")))?;
             gpu.tensors(&component.id)
@@ -184,17 +179,15 @@ impl Card {
             last_step: 0,
             timeline: Timeline::begin("compute"),
         };
-        let mathematics = || {
-            model.run(
-                plan,
-                rung,
-                &work.request,
-                &work.input,
-                &tensors,
-                gpu.device(),
-                &mut watch,
-            )
+        let stage = pipelines::StageRun {
+            plan,
+            rung,
+            request: &work.request,
+            values: &work.values,
+            tensors: &tensors,
+            device: gpu.device(),
         };
+        let mathematics = || model.run(&stage, &mut watch);
         // What the closure touches is either read only or, like the link, has no state that half a step could break.
         match catch_unwind(AssertUnwindSafe(mathematics)) {
             Ok(result) => result.map_err(Failed::Error),
@@ -236,12 +229,11 @@ impl Card {
     }
 }
 
-/// The next rung that is predicted to need less. Denoising is not cut into pieces, and its sampling is not begun again
-/// for less: it ends here.
+/// The next rung that is predicted to need less. Sampling is not cut into pieces, nor begun again for less: it ends here.
 fn next_rung(work: &StageWork, rung: usize) -> Option<usize> {
-    match work.plan.kind {
-        StageKind::Denoise => None,
-        StageKind::EncodeText | StageKind::EncodeImage | StageKind::Decode => {
+    match work.plan.role {
+        Role::Sample => None,
+        Role::Encode | Role::Decode => {
             let needed = work.plan.rungs.get(rung)?.scratch;
             (rung + 1..work.plan.rungs.len()).find(|&next| work.plan.rungs[next].scratch < needed)
         }
@@ -324,6 +316,10 @@ impl Observer for Watch<'_> {
             height,
             rgb: rgb.into(),
         });
+    }
+
+    fn deliver(&mut self, piece: Piece) {
+        self.report(Progress::Piece(piece));
     }
 
     fn cancelled(&self) -> bool {

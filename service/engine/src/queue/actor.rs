@@ -13,12 +13,12 @@ use super::cards::Card;
 use super::ending::Ended;
 use super::latents::Latents;
 use super::learned::Learned;
+use super::memos::Memos;
 use super::record::{JobRecord, Phase};
 use super::report::StatusReport;
 use super::request::{Reply, Request};
 use super::shares::Shares;
 use super::standing::Claims;
-use super::texts::Texts;
 use super::unload::{PendingTrim, PendingUnload};
 use super::{CardSignal, CardSlot, Settings};
 use crate::error::Error;
@@ -42,7 +42,7 @@ pub(super) struct Actor {
     pub(super) shares: Shares,
     pub(super) learned: Learned,
     pub(super) latents: Latents,
-    pub(super) texts: Texts,
+    pub(super) memos: Memos,
     pub(super) claims: Claims,
     pub(super) unloads: Vec<PendingUnload>,
     pub(super) trims: BTreeMap<u64, PendingTrim>,
@@ -81,7 +81,7 @@ impl Actor {
             .collect();
         let mut actor = Actor {
             latents: Latents::new(settings.latents, settings.latent_ttl),
-            texts: Texts::new(settings.text_cache),
+            memos: Memos::new(settings.text_cache),
             settings,
             library,
             cards,

@@ -1,16 +1,17 @@
 //! Which job starts where, now.
 
-use pipelines::StageKind;
+use pipelines::Values;
 use tokio::time::Instant;
 
 use super::actor::{Actor, TICK};
 use super::cards::InFlight;
-use super::placing::{Placement, text_cache_key};
-use super::record::{JobRecord, Need, Patience, Phase, Step, StepKind};
+use super::placing::{Placement, memo_key};
+use super::record::{JobRecord, Need, Patience, Phase};
 use super::shares::AFFINITY_WINDOW_MS;
+use super::steps::{Step, StepKind};
 use super::watchdog::Pace;
 use crate::error::{Error, Shortfall};
-use crate::job::{JobEventKind, JobId, JobWork, StageReport};
+use crate::job::{JobEventKind, JobId, StageReport};
 use crate::messages::{Order, Shortage, StageWork, Work};
 use residency::{Bytes, WaitCause};
 
@@ -127,7 +128,7 @@ impl Actor {
             };
             let ticket = self.ticket();
             let need = Need {
-                name: "load",
+                name: "load".into(),
                 components: components.clone(),
                 rungs: Vec::new(),
                 plan: None,
@@ -279,7 +280,7 @@ impl Actor {
             let at_the_end = (over > now).then_some(over); // a worker may say wait to one who risks it
             patience.next_tick = at_the_end.map_or(now + TICK, |over| over.min(now + TICK));
             let event = JobEventKind::Waiting {
-                stage: job.step().map_or("", |step| step.kind.name()),
+                stage: job.stage_name(),
                 needed: shortage.needed,
                 free: shortage.usable,
                 holders: shortage.holders,
@@ -338,7 +339,7 @@ impl Actor {
         let Some(mut job) = self.make_way(job, index, now) else {
             return;
         };
-        self.take_cached_text(&mut job, index, now);
+        self.take_cached_values(&mut job, index, now);
         let (Some(step), Some(need)) = (job.step(), self.need_on(&job, job.cursor, index)) else {
             self.end(
                 job,
@@ -383,58 +384,61 @@ impl Actor {
         self.cards[index].order(order, in_flight);
     }
 
-    /// Text that is encoded already costs no stage and no encoder.
-    fn take_cached_text(&mut self, job: &mut JobRecord, index: usize, now: Instant) {
+    /// A stage whose values are known already is not run, and needs no component.
+    fn take_cached_values(&mut self, job: &mut JobRecord, index: usize, now: Instant) {
         let card = &self.cards[index].description;
-        if !job.is_at(job.cursor, StageKind::EncodeText) {
+        let Some(step) = job.step() else { return };
+        let StepKind::Stage(stage) = step.kind else {
+            return;
+        };
+        if !self.may_take_known_values(job) {
             return;
         }
-        if !self.may_take_known_text(job) {
-            return;
-        }
-        let cached = text_cache_key(job, &card.compute_dtype).and_then(|key| self.texts.get(&key));
-        let Some(text) = cached else { return };
-        job.text = Some(text);
-        let name = StageKind::EncodeText.name();
-        let card = card.id.clone();
+        let cached = memo_key(job, stage, &card.compute_dtype).and_then(|key| self.memos.get(&key));
+        let Some(values) = cached else { return };
+        job.values.extend(values);
+        let (name, card) = (job.name_of(step), card.id.clone());
         let event = JobEventKind::Stage {
-            name,
+            name: name.clone(),
             index: job.cursor as u32 + 1,
             of: job.steps.len() as u32,
             chunking: String::new(),
             cached: true,
             card: card.clone(),
-            picture: 0,
+            item: step.item,
         };
         job.emit(now, event);
         job.report.stages.push(StageReport {
-            name,
             cached: true,
             card,
-            ..StageReport::default()
+            ..StageReport::of(name)
         });
         job.cursor += 1;
     }
 
     fn work_of(&self, job: &JobRecord, step: Step, need: &Need) -> Result<Work, Error> {
-        let Some(plan) = need.plan.clone() else {
+        let (Some(plan), Some(run)) = (need.plan.clone(), job.run()) else {
             return Ok(Work::Load(need.components.clone()));
         };
-        let latent = match job.latents.get(&step.picture) {
-            Some(id) if step.kind == StepKind::Stage(StageKind::Decode) => {
-                Some(self.latents.leased_tensor(id)?)
-            }
-            _ => job.init.clone(),
+        let kept = match job.latents.get(&step.item) {
+            Some(id) => self.latents.leased_values(id)?,
+            None => Values::new(),
         };
-        let preview_interval_ms = match &job.work {
-            JobWork::Generate(generate) => generate.preview_interval_ms,
-            JobWork::Encode { .. } | JobWork::Decode { .. } | JobWork::Load { .. } => 0,
-        };
+        let behind = job
+            .steps
+            .iter()
+            .skip(job.cursor + 1)
+            .filter_map(|step| job.stage(*step));
+        let mut behind: Vec<String> = behind.map(|stage| stage.name.clone()).collect();
+        behind.sort_unstable();
+        behind.dedup();
         Ok(Work::Stage(Box::new(StageWork {
             plan,
-            request: job.request(step.picture),
-            input: job.input(step, latent),
-            preview_interval_ms,
+            components: need.components.clone(),
+            behind,
+            request: run.request.of_item(step.item),
+            values: job.input(step, &kept),
+            preview_interval_ms: run.preview_interval_ms,
         })))
     }
 }

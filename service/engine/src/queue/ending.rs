@@ -8,8 +8,8 @@ use residency::Bytes;
 use tokio::time::Instant;
 
 use super::actor::Actor;
-use super::listener::picture_bytes;
-use super::record::{JobRecord, Phase, StepKind, input_bytes};
+use super::listener::piece_bytes;
+use super::record::{JobRecord, Phase, input_bytes};
 use super::report::JobInfo;
 use crate::error::Error;
 use crate::job::{JobEvent, JobEventKind, JobId, JobWork};
@@ -80,8 +80,8 @@ impl Ended {
 
 impl Retained {
     fn bytes(&self) -> Bytes {
-        let pictures = self.events.iter().map(|event| picture_bytes(&event.kind));
-        pictures.sum::<Bytes>() + input_bytes(&self.work)
+        let pieces = self.events.iter().map(|event| piece_bytes(&event.kind));
+        pieces.sum::<Bytes>() + input_bytes(&self.work)
     }
 }
 
@@ -175,57 +175,59 @@ impl Actor {
     fn tell_of_latents_that_were_paid_for(&mut self, job: &mut JobRecord, now: Instant) {
         let undecoded: Vec<u32> = job.steps[job.cursor.min(job.steps.len())..]
             .iter()
-            .filter(|step| step.kind == StepKind::Stage(pipelines::StageKind::Decode))
-            .map(|step| step.picture)
+            .filter(|step| job.is_of(**step, pipelines::Role::Decode))
+            .map(|step| step.item)
             .collect();
-        for picture in undecoded {
-            self.tell_of_latent(job, picture, now);
+        for item in undecoded {
+            self.tell_of_latent(job, item, now);
         }
     }
 
-    /// Tells the client of a picture's latent, once.
-    pub(super) fn tell_of_latent(&mut self, job: &mut JobRecord, picture: u32, now: Instant) {
-        let Some(id) = job.latents.get(&picture) else {
+    /// Tells the client of an item's latent, once.
+    pub(super) fn tell_of_latent(&mut self, job: &mut JobRecord, item: u32, now: Instant) {
+        let Some(id) = job.latents.get(&item) else {
             return;
         };
-        if !job.told.contains(&picture)
+        if !job.told.contains(&item)
             && let Ok(info) = self.latents.info(id, now)
         {
             self.latents.keep(id);
-            job.told.insert(picture);
-            job.emit(now, JobEventKind::Latent { info, picture });
+            job.told.insert(item);
+            job.emit(now, JobEventKind::Latent { info, item });
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use pipelines::{ImageRequest, InitImage};
+    use pipelines::{Image, InitImage, Medium, Request, Role};
 
     use super::*;
+    use crate::job::Run;
 
     fn retained(key: usize, rgb: Option<bytes::Bytes>) -> Retained {
-        let request = ImageRequest {
-            prompt: String::new(),
-            width: 16,
-            height: 16,
-            steps: 1,
-            guidance: 0.0,
-            seed: 0,
-            max_sequence_length: 0,
+        let image = Image {
             init_image: rgb.map(|rgb| InitImage {
                 width: 16,
                 height: 16,
                 rgb,
             }),
-            strength: 1.0,
-            preview: false,
+            ..Image::of(16, 16)
+        };
+        let run = Run {
+            call: "EncodeImage",
+            request: Request::of(Medium::Image(image), 1, 0.0, 0),
+            count: 1,
+            start: None,
+            until: Role::Encode,
+            keep_latent: true,
+            preview_interval_ms: 0,
         };
         Retained {
             key: key.to_string(),
             id: "job".into(),
             model_key: "a".into(),
-            work: JobWork::Encode { request },
+            work: JobWork::Run(run),
             events: Vec::new(),
             until: Instant::now() + RETAINED_FOR,
         }

@@ -4,16 +4,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use pipelines::{HostTensor, ImageRequest, StageKind, StagePlan};
-use residency::{Bytes, Component, ComponentId};
+use pipelines::{Role, Values};
+use residency::{Bytes, ComponentId};
 use tokio::time::Instant;
 
 use super::actor::Actor;
+use super::latents::shapes_of;
 use super::listener::{Job, Mailbox};
-use super::record::{JobRecord, Phase, StepKind, input_bytes, size_of_latent, steps_of};
+use super::record::{JobRecord, Phase, input_bytes};
 use super::reductions::Reductions;
 use super::report::JobInfo;
 use super::request::{OpenModels, Request, Submission};
+use super::steps::{Step, StepKind, decodable, steps_of};
 use super::swap::Swap;
 use crate::error::Error;
 use crate::job::{JobEvent, JobEventKind, JobId, JobReport, JobSpec, JobWork};
@@ -86,11 +88,11 @@ impl Actor {
                 let _ = reply.send(self.latents.get(&id, now));
             }
             Request::PutLatent {
-                tensor,
-                vae_id,
+                values,
+                decoder_id,
                 reply,
             } => {
-                let _ = reply.send(self.latents.put(tensor, vae_id, now));
+                let _ = reply.send(self.latents.put(values, decoder_id, now));
                 self.dirty = true;
             }
             Request::ReleaseLatent { id, reply } => {
@@ -159,49 +161,60 @@ impl Actor {
             spec,
             models,
             old,
-            text_key,
+            plans,
+            proof,
             reductions,
         } = submission;
         let JobSpec { options, entry, work } = spec;
         let models = self.refreshed(&entry, &models);
-        let init = match &work {
-            JobWork::Decode { latent } => Some(self.latents.get(latent, now)?.tensor),
-            JobWork::Generate(generate) => {
-                let latent = generate.init_latent.as_ref().map(|id| self.latents.get(id, now));
-                latent.transpose()?.map(|latent| latent.tensor)
-            }
-            JobWork::Encode { .. } | JobWork::Load { .. } => None,
-        };
-        let canary = match &work {
-            JobWork::Load { replace, prove, .. } if *prove || replace.is_some() => {
-                models.values().next().map(|open| open.model.canary_request())
-            }
-            _ => None,
+        let brought = match &work {
+            JobWork::Run(run) => match &run.start {
+                Some(start) => {
+                    let values = self.latents.get(&start.latent, now)?.values;
+                    named_as_decoded(values, &plans)
+                }
+                None => Values::new(),
+            },
+            JobWork::Load { .. } => Values::new(),
         };
         let swap = old.map(|(old, opened)| {
             let opened = self.refreshed(&old, &opened);
             Box::new(Swap::new(old, opened, now))
         });
-        let plans = plans_of(&work, &models, init.as_ref(), canary.as_ref());
+        let plan = plans.values().next().map_or(&[][..], Vec::as_slice);
+        let steps = match &work {
+            JobWork::Run(run) => steps_of(plan, run, self.settings.policy),
+            JobWork::Load { .. } => {
+                let load = Step {
+                    kind: StepKind::Load,
+                    item: 0,
+                };
+                let proven = proof
+                    .iter()
+                    .flat_map(|run| steps_of(plan, run, self.settings.policy));
+                std::iter::once(load).chain(proven).collect()
+            }
+        };
         let arrival = self.number();
         let retained = (!options.idempotency_key.is_empty()).then(Vec::new);
         Ok(JobRecord {
             id: format!("job-{}", &uuid::Uuid::new_v4().simple().to_string()[..16]).into(),
             arrival,
             detached: options.detach,
-            steps: steps_of(&work, self.settings.policy),
+            steps,
             options,
             entry,
             work,
             models,
             reductions: reductions.map_or(Reductions::Unknown, Reductions::Known),
             plans,
-            text_key,
             accepted: now,
             cursor: 0,
-            text: None,
-            init,
-            canary,
+            values: Values::new(),
+            item_values: BTreeMap::new(),
+            brought,
+            delivered: BTreeMap::new(),
+            proof,
             swap,
             latents: BTreeMap::new(),
             told: BTreeSet::new(),
@@ -280,7 +293,7 @@ impl Actor {
                 let card = "every card that tried".to_owned();
                 return Err(Error::WorkerDied {
                     card,
-                    stage: need.name.to_owned(),
+                    stage: need.name.to_string(),
                     deaths,
                 });
             }
@@ -288,44 +301,49 @@ impl Actor {
         Ok(())
     }
 
-    /// A latent that a client names must be of this model's VAE and of the right shape; it stays while the job does.
+    /// Values that a client names must be what this model decodes, and of the shapes that the request asks for; they stay
+    /// while the job does.
     fn lease_input(&mut self, job: &mut JobRecord, now: Instant) -> Result<(), Error> {
-        let id = match &job.work {
-            JobWork::Decode { latent } => latent.clone(),
-            JobWork::Generate(generate) => match &generate.init_latent {
-                Some(id) => id.clone(),
-                None => return Ok(()),
-            },
-            JobWork::Encode { .. } | JobWork::Load { .. } => return Ok(()),
+        let JobWork::Run(run) = &job.work else {
+            return Ok(());
+        };
+        let Some(id) = run.start.as_ref().map(|start| start.latent.clone()) else {
+            return Ok(());
         };
         let info = self.latents.info(&id, now)?;
-        let same_vae = job.models.values().any(|open| {
-            let identities = open
+        let plan = job.plans.values().next().map_or(&[][..], Vec::as_slice);
+        let decodes = plan.iter().filter(|stage| stage.role == Role::Decode);
+        let decoders: Vec<&String> = decodes.flat_map(|stage| &stage.components).collect();
+        let same_decoder = job.models.values().any(|open| {
+            let mut identities = open
                 .components
                 .iter()
                 .chain(open.model.components())
-                .filter(|c| c.name == VAE);
-            identities
-                .into_iter()
-                .any(|c| content_of(&c.id) == info.vae_id || *c.id.0 == *info.vae_id)
+                .filter(|c| decoders.contains(&&c.name));
+            identities.any(|c| content_of(&c.id) == info.decoder_id || *c.id.0 == *info.decoder_id)
         });
-        if !same_vae {
+        if !same_decoder {
             let key = &job.entry.key;
             return Err(Error::LatentMismatch(format!(
                 "latent {id} belongs to VAE {}, not to that of {key}",
-                info.vae_id
+                info.decoder_id
             )));
         }
-        let (width, height) = job.size();
-        let expected = job
-            .models
-            .values()
-            .next()
-            .map(|open| open.model.latent_shape(width, height));
-        if expected.as_ref().is_some_and(|expected| *expected != info.shape) {
-            let (expected, found) = (expected.unwrap_or_default(), &info.shape);
+        let found = shapes_of(&job.brought);
+        let expected = decodable(plan);
+        if !expected.iter().all(|value| found.contains(value)) {
+            let shapes = |values: Vec<&pipelines::ValueShape>| -> Vec<String> {
+                values
+                    .into_iter()
+                    .map(|value| format!("{:?}", value.shape))
+                    .collect()
+            };
+            let (expected, found) = (
+                shapes(expected).join(", "),
+                shapes(found.iter().collect()).join(", "),
+            );
             return Err(Error::LatentMismatch(format!(
-                "latent {id} is {found:?}, and {expected:?} is asked for"
+                "latent {id} is {found}, and {expected} is asked for"
             )));
         }
         self.latents.lease(&id, now)?;
@@ -440,7 +458,7 @@ impl Actor {
             kind: job.kind_name(),
             model_key: job.entry.key.clone(),
             card: card.map(|card| card.description.id.clone()).unwrap_or_default(),
-            stage: job.step().map_or("", |step| step.kind.name()),
+            stage: job.stage_name(),
             step: job.step_done,
             steps: job.steps_of_stage,
             position: position.unwrap_or(0),
@@ -449,9 +467,6 @@ impl Actor {
         }
     }
 }
-
-/// Name of the component that latents belong to.
-pub(super) const VAE: &str = "vae";
 
 /// An identity without its dtype and format: a latent fits the same VAE on every card, however it is held there.
 pub(super) fn content_of(id: &ComponentId) -> &str {
@@ -477,47 +492,13 @@ fn replay(mailbox: &Mailbox, at_ms: u64, events: &[JobEvent]) {
     }
 }
 
-fn plans_of(
-    work: &JobWork,
-    models: &OpenModels,
-    init: Option<&HostTensor>,
-    canary: Option<&ImageRequest>,
-) -> BTreeMap<String, Vec<StagePlan>> {
-    let plans = models.iter().map(|(dtype, open)| {
-        let mut plans = match work {
-            JobWork::Generate(generate) => open.model.stages(&generate.request),
-            JobWork::Encode { request } => {
-                vec![
-                    open.model
-                        .lone_stage(StageKind::EncodeImage, request.width, request.height),
-                ]
-            }
-            JobWork::Decode { .. } => {
-                let (width, height) = init.map_or((0, 0), size_of_latent);
-                vec![open.model.lone_stage(StageKind::Decode, width, height)]
-            }
-            JobWork::Load { .. } => canary.map_or(Vec::new(), |request| open.model.stages(request)),
-        };
-        for component in plans.iter_mut().flat_map(|plan| &mut plan.components) {
-            rename(component, &open.components);
-        }
-        (dtype.clone(), plans)
-    });
-    plans.collect()
-}
-
-/// Puts in the identity that a component is known by.
-pub(super) fn rename(component: &mut Component, known: &[Component]) {
-    if let Some(known) = known.iter().find(|known| known.name == component.name) {
-        component.id = known.id.clone();
+/// Values as decoding names them: one that came without a name is the only one that is decoded.
+fn named_as_decoded(mut values: Values, plans: &BTreeMap<String, Vec<pipelines::StagePlan>>) -> Values {
+    let plan = plans.values().next().map_or(&[][..], Vec::as_slice);
+    if let [only] = decodable(plan)[..]
+        && let Some(unnamed) = values.remove("")
+    {
+        values.insert(only.name.clone(), unnamed);
     }
-}
-
-impl JobRecord {
-    /// Whether a step is the one that a kind of stage belongs to.
-    pub(super) fn is_at(&self, index: usize, kind: StageKind) -> bool {
-        self.steps
-            .get(index)
-            .is_some_and(|step| step.kind == StepKind::Stage(kind))
-    }
+    values
 }

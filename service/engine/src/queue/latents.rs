@@ -1,9 +1,9 @@
-//! Latents that outlive the stage that made them: bounded, each with a time to live that use renews.
+//! Values that outlive the stage that made them: bounded, each with a time to live that use renews.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use pipelines::{HostTensor, HostType, RequestError};
+use pipelines::{HostTensor, HostType, RequestError, ValueShape, Values};
 use residency::Bytes;
 use tokio::time::Instant;
 
@@ -18,8 +18,8 @@ pub(super) struct Latents {
 }
 
 struct Kept {
-    tensor: HostTensor,
-    vae_id: String,
+    values: Values,
+    decoder_id: String,
     /// None for what a client has brought.
     made_by: Option<JobId>,
     last_used: Instant,
@@ -42,16 +42,16 @@ impl Latents {
     /// Takes what a job made, under a lease: sampling that was paid for is kept whatever the bound says.
     pub(super) fn put_leased(
         &mut self,
-        tensor: HostTensor,
-        vae_id: String,
+        values: Values,
+        decoder_id: String,
         made_by: JobId,
         keep: bool,
         now: Instant,
     ) -> String {
-        self.make_room(bytes_of(&tensor));
+        self.make_room(bytes_of(&values));
         self.insert(Kept {
-            tensor,
-            vae_id,
+            values,
+            decoder_id,
             made_by: Some(made_by),
             last_used: now,
             leases: 1,
@@ -63,18 +63,18 @@ impl Latents {
     /// Takes what a client brings.
     pub(super) fn put(
         &mut self,
-        tensor: HostTensor,
-        vae_id: String,
+        values: Values,
+        decoder_id: String,
         now: Instant,
     ) -> Result<LatentInfo, Error> {
-        if vae_id.trim().is_empty() {
+        if decoder_id.trim().is_empty() {
             return Err(Error::Invalid(vec![RequestError {
                 field: "info.vae_id".into(),
                 problem: "is empty; it says whose VAE the latent is of".into(),
             }]));
         }
-        check_numbers(&tensor)?;
-        let wanted = bytes_of(&tensor);
+        check_numbers(&values)?;
+        let wanted = bytes_of(&values);
         if wanted > self.bound {
             let problem = format!("a latent of {wanted} exceeds the store of {}", self.bound);
             return Err(Error::LatentMismatch(problem));
@@ -92,8 +92,8 @@ impl Latents {
         }
         self.make_room(wanted);
         let id = self.insert(Kept {
-            tensor,
-            vae_id,
+            values,
+            decoder_id,
             made_by: None,
             last_used: now,
             leases: 0,
@@ -103,21 +103,33 @@ impl Latents {
         self.info(&id, now)
     }
 
-    /// Its numbers; that is a use.
+    /// Adds to what a job has made and leases.
+    pub(super) fn extend_leased(&mut self, id: &str, values: Values) {
+        let more = values
+            .values()
+            .map(|tensor| Bytes(tensor.data.len() as u64))
+            .sum();
+        self.make_room(more);
+        if let Some(kept) = self.kept.get_mut(id) {
+            kept.values.extend(values);
+        }
+    }
+
+    /// Its tensors; that is a use.
     pub(super) fn get(&mut self, id: &str, now: Instant) -> Result<Latent, Error> {
         let kept = self.known_mut(id)?;
         kept.last_used = now;
-        let tensor = kept.tensor.clone();
+        let values = kept.values.clone();
         Ok(Latent {
             info: self.info(id, now)?,
-            tensor,
+            values,
         })
     }
 
-    /// The numbers for a job that leases it: there, whatever clients have given up.
-    pub(super) fn leased_tensor(&self, id: &str) -> Result<HostTensor, Error> {
+    /// The values for a job that leases them: there, whatever clients have given up.
+    pub(super) fn leased_values(&self, id: &str) -> Result<Values, Error> {
         let kept = self.kept.get(id).filter(|kept| kept.leases > 0);
-        kept.map(|kept| kept.tensor.clone())
+        kept.map(|kept| kept.values.clone())
             .ok_or_else(|| Error::LatentNotFound(id.to_owned()))
     }
 
@@ -126,10 +138,10 @@ impl Latents {
         let kept = kept.ok_or_else(|| Error::LatentNotFound(id.to_owned()))?;
         Ok(LatentInfo {
             id: id.to_owned(),
-            shape: kept.tensor.shape.clone(),
-            vae_id: kept.vae_id.clone(),
+            values: shapes_of(&kept.values),
+            decoder_id: kept.decoder_id.clone(),
             expires_in: (kept.last_used + self.ttl).saturating_duration_since(now),
-            bytes: bytes_of(&kept.tensor),
+            bytes: bytes_of(&kept.values),
         })
     }
 
@@ -210,12 +222,12 @@ impl Latents {
     }
 
     pub(super) fn bytes(&self) -> Bytes {
-        self.kept.values().map(|kept| bytes_of(&kept.tensor)).sum()
+        self.kept.values().map(|kept| bytes_of(&kept.values)).sum()
     }
 
     fn leased_bytes(&self) -> Bytes {
         let leased = self.kept.values().filter(|kept| kept.leases > 0);
-        leased.map(|kept| bytes_of(&kept.tensor)).sum()
+        leased.map(|kept| bytes_of(&kept.values)).sum()
     }
 
     fn insert(&mut self, kept: Kept) -> String {
@@ -238,25 +250,37 @@ impl Latents {
     }
 }
 
-fn bytes_of(tensor: &HostTensor) -> Bytes {
-    Bytes(tensor.data.len() as u64)
+fn bytes_of(values: &Values) -> Bytes {
+    values
+        .values()
+        .map(|tensor| Bytes(tensor.data.len() as u64))
+        .sum()
 }
 
-fn check_numbers(tensor: &HostTensor) -> Result<(), Error> {
-    let width = match tensor.dtype {
-        HostType::F32 => 4,
-        HostType::F16 | HostType::Bf16 => 2,
-    };
-    let numbers = tensor
-        .shape
+/// Names and shapes.
+pub(super) fn shapes_of(values: &Values) -> Vec<ValueShape> {
+    let shapes = values
         .iter()
-        .try_fold(1_usize, |product, side| product.checked_mul(*side));
-    let expected = numbers.and_then(|n| n.checked_mul(width));
-    if tensor.shape.len() != 4 || expected == Some(0) || expected != Some(tensor.data.len()) {
-        let (shape, found) = (&tensor.shape, tensor.data.len());
-        return Err(Error::LatentMismatch(format!(
-            "a latent is [1, channels, height / 8, width / 8]; this one says {shape:?} and has {found} bytes"
-        )));
+        .map(|(name, tensor)| ValueShape::new(name, tensor.shape.clone()));
+    shapes.collect()
+}
+
+fn check_numbers(values: &Values) -> Result<(), Error> {
+    for HostTensor { dtype, shape, data } in values.values() {
+        let width = match dtype {
+            HostType::F32 => 4,
+            HostType::F16 | HostType::Bf16 => 2,
+        };
+        let numbers = shape
+            .iter()
+            .try_fold(1_usize, |product, side| product.checked_mul(*side));
+        let expected = numbers.and_then(|n| n.checked_mul(width));
+        if shape.is_empty() || expected == Some(0) || expected != Some(data.len()) {
+            let found = data.len();
+            return Err(Error::LatentMismatch(format!(
+                "a latent of shape {shape:?} does not have {found} bytes"
+            )));
+        }
     }
     Ok(())
 }
@@ -265,12 +289,18 @@ fn check_numbers(tensor: &HostTensor) -> Result<(), Error> {
 mod tests {
     use super::*;
 
-    fn tensor() -> HostTensor {
-        HostTensor {
+    fn of_shape(shape: Vec<usize>) -> Values {
+        let bytes = 4 * shape.iter().product::<usize>();
+        let tensor = HostTensor {
             dtype: HostType::F32,
-            shape: vec![1, 1, 2, 2],
-            data: vec![0; 16].into(),
-        }
+            shape,
+            data: vec![0; bytes].into(),
+        };
+        Values::from([("latent".to_owned(), tensor)])
+    }
+
+    fn tensor() -> Values {
+        of_shape(vec![1, 1, 2, 2])
     }
 
     #[tokio::test(start_paused = true)]
@@ -305,9 +335,9 @@ mod tests {
         assert!(latents.give_up(&leased));
         assert!(!latents.give_up(&leased), "once");
         assert!(latents.get(&leased, now).is_err() && latents.lease(&leased, now).is_err());
-        assert!(latents.leased_tensor(&leased).is_ok(), "its job needs it");
+        assert!(latents.leased_values(&leased).is_ok(), "its job needs it");
         latents.release(&leased, now);
-        assert!(latents.leased_tensor(&leased).is_err());
+        assert!(latents.leased_values(&leased).is_err());
         assert_eq!(latents.len(), 0);
     }
 
@@ -348,8 +378,7 @@ mod tests {
         let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
         let now = Instant::now();
         let idle = latents.put(tensor(), "vae".into(), now).unwrap();
-        let mut large = tensor();
-        (large.shape, large.data) = (vec![1, 1, 4, 4], vec![0; 64].into());
+        let large = of_shape(vec![1, 1, 4, 4]);
         let refused = latents.put(large, "vae".into(), now);
         assert!(matches!(refused, Err(Error::LatentMismatch(_))));
         assert!(latents.get(&idle.id, now).is_ok());

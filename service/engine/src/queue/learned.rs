@@ -8,8 +8,9 @@ use pipelines::StagePlan;
 use residency::{Bytes, Component, ComponentId, RunOutcome, ScratchBook, ScratchKey};
 use tokio::time::Instant;
 
+use super::record::Need;
 use super::watchdog::PaceKey;
-use crate::job::JobId;
+use crate::job::{JobId, StageName};
 use crate::messages::Completed;
 
 /// Jobs of one model and shape that may end by the death of their workers before others like them are refused.
@@ -20,7 +21,7 @@ const DEADLY_FOR: Duration = Duration::from_secs(600);
 const REMEMBERED: usize = 4096;
 
 /// A stage of a model at a shape: (entry key, stage, shape).
-pub(super) type StageKey = (String, &'static str, String);
+pub(super) type StageKey = (String, StageName, String);
 
 #[derive(Default)]
 pub(super) struct Learned {
@@ -44,16 +45,18 @@ struct Deadly {
 
 impl Learned {
     /// Puts learned peaks into a stage's rungs, and learned seconds into its components.
-    pub(super) fn improve(&self, plan: &mut StagePlan, family: &str, card: &CardDescription) {
-        let mut key = scratch_key(family, plan, "", card);
+    pub(super) fn improve(&self, need: &mut Need, family: &str, card: &CardDescription) {
+        self.time_loads(&mut need.components);
+        let Some(plan) = &mut need.plan else { return };
+        let mut key = scratch_key(family, plan, &need.components, "", card);
         for rung in &mut plan.rungs {
             key.shape = shape_of_scratch(&plan.shape, &rung.label, plan.steps);
             rung.scratch = self.scratch.estimate(&key, rung.scratch);
         }
-        self.time_loads(&mut plan.components);
+        need.rungs.clone_from(&plan.rungs);
     }
 
-    pub(super) fn time_loads(&self, components: &mut [Component]) {
+    fn time_loads(&self, components: &mut [Component]) {
         for component in components {
             if let Some(&seconds) = self.load_seconds.get(&component.id) {
                 component.reload_seconds = seconds;
@@ -63,15 +66,15 @@ impl Learned {
 
     pub(super) fn knows_scratch(
         &self,
-        plan: &StagePlan,
+        need: &Need,
         rung: &str,
         family: &str,
         card: &CardDescription,
     ) -> bool {
-        self.scratch
-            .peaks(&scratch_key(family, plan, rung, card))
-            .next()
-            .is_some()
+        need.plan.as_ref().is_some_and(|plan| {
+            let key = scratch_key(family, plan, &need.components, rung, card);
+            self.scratch.peaks(&key).next().is_some()
+        })
     }
 
     /// A stage ran to its end.
@@ -79,16 +82,15 @@ impl Learned {
         &mut self,
         key: StageKey,
         family: &str,
-        plan: &StagePlan,
+        need: &Need,
         card: &CardDescription,
         completed: &Completed,
     ) {
-        let scratch_key = scratch_key(family, plan, &completed.chunking, card);
-        self.scratch.learn(
-            &scratch_key,
-            completed.peak_scratch,
-            RunOutcome::Succeeded { room: completed.room },
-        );
+        if let Some(plan) = &need.plan {
+            let scratch_key = scratch_key(family, plan, &need.components, &completed.chunking, card);
+            let outcome = RunOutcome::Succeeded { room: completed.room };
+            self.scratch.learn(&scratch_key, completed.peak_scratch, outcome);
+        }
         if self.stage_ms.len() >= REMEMBERED && !self.stage_ms.contains_key(&key) {
             self.stage_ms.clear();
         }
@@ -100,15 +102,10 @@ impl Learned {
     }
 
     /// A stage ran out of memory: so little room is not enough after all.
-    pub(super) fn out_of_memory(
-        &mut self,
-        family: &str,
-        plan: &StagePlan,
-        card: &CardDescription,
-        room: Bytes,
-    ) {
+    pub(super) fn out_of_memory(&mut self, family: &str, need: &Need, card: &CardDescription, room: Bytes) {
+        let Some(plan) = &need.plan else { return };
         for rung in &plan.rungs {
-            let key = scratch_key(family, plan, &rung.label, card);
+            let key = scratch_key(family, plan, &need.components, &rung.label, card);
             self.scratch
                 .learn(&key, Bytes::ZERO, RunOutcome::OutOfMemory { room });
         }
@@ -256,13 +253,19 @@ fn architecture(family: &str, components: &[Component]) -> String {
     words
 }
 
-fn scratch_key(family: &str, plan: &StagePlan, rung: &str, card: &CardDescription) -> ScratchKey {
+fn scratch_key(
+    family: &str,
+    plan: &StagePlan,
+    components: &[Component],
+    rung: &str,
+    card: &CardDescription,
+) -> ScratchKey {
     let capability = card
         .compute_capability
         .map(|(major, minor)| format!("{major}.{minor}"));
     ScratchKey {
-        family: architecture(family, &plan.components),
-        stage: plan.kind.name().to_owned(),
+        family: architecture(family, components),
+        stage: plan.name.clone(),
         shape: shape_of_scratch(&plan.shape, rung, plan.steps),
         dtype: card.compute_dtype.clone(),
         kernels: String::new(), // one set a build

@@ -1,5 +1,5 @@
 //! How a job's events reach those who listen: a mailbox each, that a slow reader cannot make grow without bound. Most
-//! events are coalesced; pictures cannot be, and whoever leaves too many bytes of them unread is no listener any more.
+//! events are coalesced; pieces of results cannot be, and whoever leaves too many bytes of them unread is no listener any more.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -34,7 +34,7 @@ impl Job {
             {
                 let mut contents = self.mailbox.lock();
                 if let Some(event) = contents.events.pop_front() {
-                    contents.unread -= picture_bytes(&event.kind);
+                    contents.unread -= piece_bytes(&event.kind);
                     return Some(event);
                 }
                 if contents.closed {
@@ -68,9 +68,9 @@ pub(super) struct Mailbox {
 #[derive(Debug, Default)]
 struct Contents {
     events: VecDeque<JobEvent>,
-    /// Of the pictures among the events.
+    /// Of the pieces among the events.
     unread: Bytes,
-    /// On those bytes; a single picture may exceed it.
+    /// On those bytes; a single piece may exceed it.
     bound: Bytes,
     closed: bool,
 }
@@ -89,19 +89,19 @@ impl Mailbox {
 
     /// Adds an event of before the listener came: it is kept elsewhere too, and nobody could have read it yet.
     pub(super) fn push_missed(&self, event: JobEvent) {
-        self.lock().bound += picture_bytes(&event.kind);
+        self.lock().bound += piece_bytes(&event.kind);
         self.push(event);
     }
 
     /// Adds an event. One that may be coalesced takes the place of an unread one that it says more of: of the same
-    /// kind and subject, with no event between them that is never lost. So every component's load, and every picture's
+    /// kind and subject, with no event between them that is never lost. So every component's load, and every item's
     /// steps in each of its stages, is read to its end, however slowly; and for each event that is never lost, at the
     /// most one of every kind and subject is unread.
     ///
     /// False: the reader does not read. What it has not read is dropped, and it hears no more than that it is over.
     pub(super) fn push(&self, event: JobEvent) -> bool {
         let mut contents = self.lock();
-        let bytes = picture_bytes(&event.kind);
+        let bytes = piece_bytes(&event.kind);
         if bytes > Bytes::ZERO && contents.unread > Bytes::ZERO && contents.unread + bytes > contents.bound {
             contents.unread = Bytes::ZERO;
             contents.events = VecDeque::from([JobEvent {
@@ -143,20 +143,21 @@ impl Mailbox {
 }
 
 /// What an event weighs that cannot be coalesced.
-pub(super) fn picture_bytes(kind: &JobEventKind) -> Bytes {
+pub(super) fn piece_bytes(kind: &JobEventKind) -> Bytes {
     match kind {
-        JobEventKind::Picture { rgb, .. } => Bytes(rgb.len() as u64),
+        JobEventKind::Piece { piece, .. } => Bytes(piece.data.len() as u64),
         _ => Bytes::ZERO,
     }
 }
 
-/// Whether two events are of the same kind, and of the same component or picture where they are of one.
+/// Whether two events are of the same kind, and of the same component or item where they are of one.
 fn are_of_one_thing(earlier: &JobEventKind, later: &JobEventKind) -> bool {
     use JobEventKind::{Loading, Preview, Step};
     match (earlier, later) {
         (Loading { component: a, .. }, Loading { component: b, .. }) => a.id == b.id,
-        (Step { picture: a, .. }, Step { picture: b, .. })
-        | (Preview { picture: a, .. }, Preview { picture: b, .. }) => a == b,
+        (Step { item: a, .. }, Step { item: b, .. }) | (Preview { item: a, .. }, Preview { item: b, .. }) => {
+            a == b
+        }
         _ => std::mem::discriminant(earlier) == std::mem::discriminant(later),
     }
 }
@@ -173,7 +174,7 @@ pub(super) fn is_coalescible(kind: &JobEventKind) -> bool {
         | JobEventKind::Evicting { .. }
         | JobEventKind::Retrying { .. }
         | JobEventKind::Stage { .. }
-        | JobEventKind::Picture { .. }
+        | JobEventKind::Piece { .. }
         | JobEventKind::Latent { .. }
         | JobEventKind::Done(_)
         | JobEventKind::Failed(_) => false,

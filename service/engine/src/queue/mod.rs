@@ -1,4 +1,4 @@
-//! The supervisor's half: jobs, waiting room, fair shares, patience, latents, standing claims.
+//! The supervisor's half: jobs, waiting, fair shares, patience, latents, standing claims.
 //!
 //! One actor task owns all of it and takes no lock. Handles ([`Queue`]) send it requests, workers send it signals,
 //! and each turn ends with a look at which job can start where. It plans on the ledgers that workers publish; a
@@ -17,6 +17,7 @@ mod intake;
 mod latents;
 mod learned;
 mod listener;
+mod memos;
 mod order;
 mod placing;
 mod planning;
@@ -28,8 +29,8 @@ mod shares;
 mod signals;
 mod standing;
 mod status;
+mod steps;
 mod swap;
-mod texts;
 mod unload;
 mod watchdog;
 
@@ -38,7 +39,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gpu::CardDescription;
-use pipelines::{HostTensor, RequestError};
+use pipelines::{RequestError, Role, Values};
 use residency::{Bytes, Patience, Policy};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
@@ -52,7 +53,7 @@ pub use report::{
 use request::{OpenModels, Reply, Request, Submission};
 
 use crate::error::Error;
-use crate::job::{Generate, JobSpec, JobWork, Latent, LatentInfo};
+use crate::job::{JobSpec, JobWork, Latent, LatentInfo, Run};
 use crate::library::{Entry, Library};
 use crate::messages::{Command, Event};
 
@@ -74,9 +75,9 @@ pub struct Settings {
     pub policy: Policy,
     /// Bytes of a card that are never planned into.
     pub headroom: Bytes,
-    /// Bound on cached text encodings.
+    /// Bound on values of stages that are cached for other jobs: encoded prompts.
     pub text_cache: Bytes,
-    /// Bound on the pictures that one listener has not read yet; beyond, it is dropped as one that does not read.
+    /// Bound on the results that one listener has not read yet; beyond, it is dropped as one that does not read.
     pub unread_pictures: Bytes,
     /// Bound on latents.
     pub latents: Bytes,
@@ -371,15 +372,15 @@ impl Queue {
         .await?
     }
 
-    /// Takes a client's latent into the store.
+    /// Takes a client's latent into the store. One tensor alone may go without a name.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when no VAE is named; [`Error::LatentMismatch`] when the numbers are not those of a latent of
-    /// that shape, or exceed the store; [`Error::MemoryTaken`] while jobs need what is in it.
-    pub async fn put_latent(&self, tensor: HostTensor, vae_id: String) -> Result<LatentInfo, Error> {
+    /// [`Error::Invalid`] when nothing is named that decodes it; [`Error::LatentMismatch`] when the bytes are not those of
+    /// tensors of these shapes, or exceed the store; [`Error::MemoryTaken`] while jobs need what is in it.
+    pub async fn put_latent(&self, values: Values, decoder_id: String) -> Result<LatentInfo, Error> {
         self.ask(|reply| Request::PutLatent {
-            tensor,
-            vae_id,
+            values,
+            decoder_id,
             reply,
         })
         .await?
@@ -445,7 +446,6 @@ impl Queue {
             let Some(any) = models.values().next() else {
                 return Err(Error::CardNotReady("there is no card".into()));
             };
-            let refused = |problem| Error::Invalid(vec![problem]);
             let mut old = None;
             if let JobWork::Load {
                 components,
@@ -467,22 +467,40 @@ impl Queue {
                     old = Some((replaced.clone(), open_for(&library, replaced, &cards)?));
                 }
             }
-            let text_key = match &spec.work {
-                JobWork::Generate(Generate { request, .. }) => {
-                    any.model.validate(request).map_err(Error::Invalid)?;
-                    Some(any.model.text_key(request).map_err(refused)?)
-                }
-                JobWork::Load { replace: Some(_), .. } => {
-                    let proof = any.model.canary_request();
-                    Some(any.model.text_key(&proof).map_err(refused)?)
-                }
-                JobWork::Encode { .. } | JobWork::Decode { .. } | JobWork::Load { .. } => None,
+            let proof = match &spec.work {
+                JobWork::Load { replace, prove, .. } if *prove || replace.is_some() => Some(Run {
+                    call: "Load",
+                    request: any.model.smallest(),
+                    count: 1,
+                    start: None,
+                    until: Role::Decode,
+                    keep_latent: false,
+                    preview_interval_ms: 0,
+                }),
+                JobWork::Load { .. } | JobWork::Run(_) => None,
             };
+            let run = match &spec.work {
+                JobWork::Run(run) => Some(run),
+                JobWork::Load { .. } => proof.as_ref(),
+            };
+            let mut plans = BTreeMap::new();
+            for (dtype, open) in &models {
+                let plan = run.map(|run| open.model.plan(&run.request)).transpose();
+                let plan = plan.map_err(Error::Invalid)?.unwrap_or_default();
+                if let Some(run) = run
+                    && steps::needed(&plan, run).is_empty()
+                {
+                    let problem = format!("{} has no stage for {}", open.model.family(), run.call);
+                    return Err(Error::Invalid(vec![RequestError::new("model", problem)]));
+                }
+                plans.insert(dtype.clone(), plan);
+            }
             Ok(Box::new(Submission {
                 spec,
                 models,
                 old,
-                text_key,
+                plans,
+                proof,
                 reductions: None,
             }))
         })

@@ -71,10 +71,12 @@ impl Actor {
     }
 
     pub(super) fn expected_step_ms(&self, job: &JobRecord, index: usize, dtype: &str) -> (f64, bool) {
-        if job.is_at(index, pipelines::StageKind::EncodeText) && self.has_text(job, dtype) {
+        if self.is_cached(job, index, dtype) {
             return (0.0, true);
         }
-        let shape = job.need(index, dtype).map(|need| (need.name, need.shape()));
+        let shape = job
+            .need(index, dtype)
+            .map(|need| (need.name.clone(), need.shape()));
         let learned =
             shape.and_then(|(name, shape)| self.learned.stage_ms(&(job.entry.key.clone(), name, shape)));
         (learned.unwrap_or(STAGE_MS), learned.is_some())

@@ -1,12 +1,12 @@
 //! Where a job could go: each card's answer for its next step, and the best of them.
 
-use pipelines::StageKind;
 use residency::{Bytes, Ledger, Millis, StageNeed, WaitCause, predicted_move_seconds};
 use tokio::time::Instant;
 
 use super::actor::Actor;
+use super::memos::Memos;
 use super::record::{JobRecord, Need};
-use super::texts::Texts;
+use super::steps::StepKind;
 use crate::admission::{Admission, choose_rung, choose_rung_low_memory, not_resident_yet};
 use crate::messages::Shortage;
 
@@ -195,26 +195,28 @@ impl Actor {
 
     /// The first step that is not answered by a cache.
     pub(super) fn next_step(&self, job: &JobRecord, dtype: &str) -> usize {
-        let cached = job.is_at(job.cursor, StageKind::EncodeText) && self.has_text(job, dtype);
-        job.cursor + usize::from(cached)
+        job.cursor + usize::from(self.is_cached(job, job.cursor, dtype))
     }
 
-    /// Whether a job's prompt is encoded already.
-    pub(super) fn has_text(&self, job: &JobRecord, dtype: &str) -> bool {
-        let key = || text_cache_key(job, dtype).filter(|_| self.may_take_known_text(job));
-        job.text.is_some() || key().is_some_and(|key| self.texts.contains(&key))
+    /// Whether what a step gives is known already: it ran, or another job's values can be taken.
+    pub(super) fn is_cached(&self, job: &JobRecord, index: usize, dtype: &str) -> bool {
+        let Some(StepKind::Stage(stage)) = job.steps.get(index).map(|step| step.kind) else {
+            return false;
+        };
+        let key = memo_key(job, stage, dtype).filter(|_| self.may_take_known_values(job));
+        let ran = || {
+            let gives = job.plan(dtype).get(stage).map_or(&[][..], |stage| &stage.gives);
+            index >= job.cursor && gives.iter().all(|name| job.values.contains_key(name))
+        };
+        key.as_ref().is_some_and(|key| self.memos.contains(key) || ran())
     }
 
     /// A step's need on a card, with all that was learned.
     pub(super) fn need_on(&self, job: &JobRecord, index: usize, card: usize) -> Option<Need> {
         let description = &self.cards[card].description;
         let mut need = job.need(index, &description.compute_dtype)?;
-        self.learned.time_loads(&mut need.components);
-        if let Some(plan) = &mut need.plan {
-            let model = &job.models.get(&description.compute_dtype)?.model;
-            self.learned.improve(plan, model.family(), description);
-            need.rungs.clone_from(&plan.rungs);
-        }
+        let model = &job.models.get(&description.compute_dtype)?.model;
+        self.learned.improve(&mut need, model.family(), description);
         Some(need)
     }
 
@@ -316,9 +318,9 @@ impl Actor {
     }
 }
 
-/// The key of a job's encodings on cards of a dtype.
-pub(super) fn text_cache_key(job: &JobRecord, dtype: &str) -> Option<String> {
-    let plans = job.plans.get(dtype)?;
-    let encoders = plans.iter().find(|plan| plan.kind == StageKind::EncodeText)?;
-    Some(Texts::key(&encoders.components, job.text_key.as_ref()?))
+/// The key of what a stage of a job gives, on cards of a dtype; `None`: it is this job's alone.
+pub(super) fn memo_key(job: &JobRecord, stage: usize, dtype: &str) -> Option<String> {
+    let stage = job.plan(dtype).get(stage)?;
+    let components = job.components(&stage.components, dtype);
+    Some(Memos::key(&components, stage.memo.as_ref()?))
 }

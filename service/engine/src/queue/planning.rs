@@ -1,6 +1,6 @@
 //! Plans for those who only ask, and for those who are refused: what is short, and what would fit instead.
 
-use pipelines::{ImageRequest, StageKind, StagePlan};
+use pipelines::Request;
 use residency::{Alternative, Bytes, Component, Fallback, Fits, Move, StageNeed, fallbacks, peak_of};
 use tokio::time::Instant;
 
@@ -9,15 +9,11 @@ use super::placing::Placement;
 use super::record::{JobRecord, Need, Phase};
 use super::report::{PlanReport, PlannedStage};
 use super::request::Submission;
+use super::steps::needed;
 use crate::admission::{Admission, choose_rung, not_resident_yet};
 use crate::error::{Error, Shortfall};
 use crate::job::{JobId, JobWork};
 use crate::library::OpenModel;
-
-/// Sides of the same picture in quarters, the closest first.
-const SMALLER: [u32; 3] = [3, 2, 1];
-/// Sides are multiples of this.
-const SIDE: u32 = 16;
 
 impl Actor {
     /// What a submission would need and do on a card, or on the one that would be picked.
@@ -87,7 +83,7 @@ impl Actor {
             self.settings.policy,
             ledger_now,
         );
-        let cached = job.is_at(step, StageKind::EncodeText) && self.has_text(job, dtype);
+        let cached = self.is_cached(job, step, dtype);
         let last = need.rungs.len().saturating_sub(1);
         let (rung, verdict, moves, capacity): (usize, _, Vec<Move>, _) = match admission {
             _ if cached => (0, "run", Vec::new(), None),
@@ -101,7 +97,7 @@ impl Actor {
         let label = chosen.map(|rung| rung.label.clone()).unwrap_or_default();
         let here = |c: &&residency::Component| ledger.is_resident(&c.id);
         Some(PlannedStage {
-            name: need.name,
+            name: need.name.clone(),
             resident_already: need
                 .components
                 .iter()
@@ -110,10 +106,7 @@ impl Actor {
                 .collect(),
             component_bytes: need.components.iter().map(|c| c.bytes).sum(),
             scratch,
-            scratch_learned: need
-                .plan
-                .as_ref()
-                .is_some_and(|plan| self.learned.knows_scratch(plan, &label, family, description)),
+            scratch_learned: self.learned.knows_scratch(&need, &label, family, description),
             moves,
             verdict,
             shortfall: capacity.map(|capacity| Shortfall {
@@ -163,7 +156,7 @@ impl Actor {
         let (needed, free, holders) = waited.map_or((Bytes::ZERO, Bytes::ZERO, Vec::new()), |shortage| {
             (shortage.needed, shortage.usable, shortage.holders.clone())
         });
-        let stage = job.step().map_or("", |step| step.kind.name()).to_owned();
+        let stage = job.stage_name().to_string();
         Shortfall {
             stage,
             needed,
@@ -185,7 +178,7 @@ impl Actor {
         let ledger = &self.cards[card].ledger;
         let not_there = not_resident_yet(ledger, &need.components, Bytes::ZERO);
         Shortfall {
-            stage: need.name.to_owned(),
+            stage: need.name.to_string(),
             needed: needed.max(not_there),
             free: ledger.usable(),
             capacity: ledger.total(),
@@ -224,12 +217,7 @@ impl Actor {
     /// The quantizations of the job's model that would fit.
     fn reduced(&self, job: &JobRecord, card: usize, now: Instant) -> Vec<Fallback> {
         let dtype = &self.cards[card].description.compute_dtype;
-        let request = match &job.work {
-            JobWork::Generate(generate) => Some(&generate.request),
-            JobWork::Encode { request } => Some(request),
-            JobWork::Load { .. } => job.canary.as_ref(),
-            JobWork::Decode { .. } => None,
-        };
+        let request = job.run().map(|run| &run.request);
         let steps = (0..job.steps.len()).filter_map(|step| self.need_on(job, step, card));
         let asked: Vec<StageNeed> = steps
             .map(|need| need.with_scratch(need.least_scratch()))
@@ -264,23 +252,26 @@ impl Actor {
         &self,
         job: &JobRecord,
         open: &OpenModel,
-        request: Option<&ImageRequest>,
+        request: Option<&Request>,
         card: usize,
     ) -> Option<Vec<StageNeed>> {
         let description = &self.cards[card].description;
-        let plans: Vec<StagePlan> = match (&job.work, request) {
-            (JobWork::Encode { .. }, Some(request)) => {
-                vec![
-                    open.model
-                        .lone_stage(StageKind::EncodeImage, request.width, request.height),
-                ]
+        let mut stages = Vec::new();
+        if let (Some(run), Some(request)) = (job.run(), request) {
+            let plan = open.model.plan(request).ok()?;
+            for index in needed(&plan, run) {
+                let plan = plan.get(index)?.clone();
+                let named = |name: &String| open.components.iter().find(|c| c.name == *name).cloned();
+                let mut need = Need {
+                    name: plan.name.as_str().into(),
+                    components: plan.components.iter().filter_map(named).collect(),
+                    rungs: plan.rungs.clone(),
+                    plan: Some(plan),
+                };
+                self.learned.improve(&mut need, open.model.family(), description);
+                stages.push(need.with_scratch(need.least_scratch()));
             }
-            (_, Some(request)) => {
-                open.model.validate(request).ok()?;
-                open.model.stages(request)
-            }
-            (_, None) => Vec::new(),
-        };
+        }
         let loaded = match &job.work {
             JobWork::Load {
                 components: names, ..
@@ -293,38 +284,34 @@ impl Actor {
                     scratch: Bytes::ZERO,
                 })
             }
-            JobWork::Generate(_) | JobWork::Encode { .. } | JobWork::Decode { .. } => None,
+            JobWork::Run(_) => None,
         };
-        let wanted = plans
-            .into_iter()
-            .filter(|plan| job.steps.iter().any(|step| step.kind.name() == plan.kind.name()));
-        let stages = wanted.map(|mut plan| {
-            self.learned.improve(&mut plan, open.model.family(), description);
-            for component in &mut plan.components {
-                super::intake::rename(component, &open.components);
-            }
-            let need = Need {
-                name: plan.kind.name(),
-                components: plan.components.clone(),
-                rungs: plan.rungs.clone(),
-                plan: None,
-            };
-            need.with_scratch(need.least_scratch())
-        });
         let all: Vec<StageNeed> = loaded.into_iter().chain(stages).collect();
         (!all.is_empty()).then_some(all)
     }
 
     fn with_less_of_it(&self, job: &JobRecord, card: usize, now: Instant) -> Vec<Fallback> {
-        let request = match &job.work {
-            JobWork::Generate(generate) => &generate.request,
-            JobWork::Encode { request } => request,
+        let run = match &job.work {
+            JobWork::Run(run) => run,
             JobWork::Load { .. } => return self.parts_of_load(job, card, now),
-            JobWork::Decode { .. } => return Vec::new(),
         };
-        let alternatives: Vec<Alternative> = SMALLER
-            .iter()
-            .filter_map(|&quarters| self.alternative(job, request, quarters, card))
+        let dtype = &self.cards[card].description.compute_dtype;
+        // Values that are brought have the shape that they have.
+        let Some(open) = job.models.get(dtype).filter(|_| run.start.is_none()) else {
+            return Vec::new();
+        };
+        let smaller = open.model.smaller(&run.request);
+        let fidelities = (1..=smaller.len() as u32).rev();
+        let alternatives: Vec<Alternative> = smaller
+            .into_iter()
+            .zip(fidelities)
+            .filter_map(|((label, request), fidelity)| {
+                Some(Alternative {
+                    label,
+                    fidelity,
+                    stages: self.stages_with(job, open, Some(&request), card)?,
+                })
+            })
             .collect();
         let ledger_now = self.cards[card].ledger_now(now);
         fallbacks(
@@ -347,7 +334,7 @@ impl Actor {
         let try_them = |components: &[Component]| {
             let names: Vec<&str> = components.iter().map(|c| c.name.as_str()).collect();
             let stage = StageNeed {
-                name: need.name.to_owned(),
+                name: need.name.to_string(),
                 components: components.to_vec(),
                 scratch: Bytes::ZERO,
             };
@@ -381,30 +368,5 @@ impl Actor {
                 _ => return parts,
             }
         }
-    }
-
-    fn alternative(
-        &self,
-        job: &JobRecord,
-        request: &ImageRequest,
-        quarters: u32,
-        card: usize,
-    ) -> Option<Alternative> {
-        let open = job.models.get(&self.cards[card].description.compute_dtype)?;
-        let smaller = |side: u32| side * quarters / 4 / SIDE * SIDE;
-        let (width, height) = (smaller(request.width), smaller(request.height));
-        if width == 0 || height == 0 {
-            return None;
-        }
-        let request = ImageRequest {
-            width,
-            height,
-            ..request.clone()
-        };
-        Some(Alternative {
-            label: format!("{width}x{height}"),
-            fidelity: quarters,
-            stages: self.stages_with(job, open, Some(&request), card)?,
-        })
     }
 }

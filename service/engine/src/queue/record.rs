@@ -4,49 +4,24 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use pipelines::{EncodedText, HostTensor, ImageRequest, Rung, StageInput, StageKind, StagePlan};
-use residency::{Bytes, Component, Policy, StageNeed, Wait};
+use pipelines::{MediaFormat, Role, Rung, StagePlan, Values};
+use residency::{Bytes, Component, StageNeed, Wait};
 use tokio::time::Instant;
 
 use super::listener::{Mailbox, is_coalescible};
 use super::reductions::Reductions;
 use super::request::OpenModels;
+use super::steps::{Step, StepKind, decodable};
 use super::swap::Swap;
 use crate::error::{Error, Shortfall};
-use crate::job::{JobEvent, JobEventKind, JobId, JobOptions, JobReport, JobWork};
+use crate::job::{JobEvent, JobEventKind, JobId, JobOptions, JobReport, JobWork, Run, StageName};
 use crate::library::Entry;
 use crate::messages::Shortage;
-
-/// What one order is sent for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum StepKind {
-    Stage(StageKind),
-    Load,
-    /// What a swap that failed had displaced comes back.
-    Restore,
-}
-
-impl StepKind {
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            StepKind::Stage(kind) => kind.name(),
-            StepKind::Load => "load",
-            StepKind::Restore => "restore",
-        }
-    }
-}
-
-/// A step of a job, and the picture that it is for.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Step {
-    pub(super) kind: StepKind,
-    pub(super) picture: u32,
-}
 
 /// What a step needs on a card.
 #[derive(Clone, Debug)]
 pub(super) struct Need {
-    pub(super) name: &'static str,
+    pub(super) name: StageName,
     pub(super) components: Vec<Component>,
     pub(super) rungs: Vec<Rung>,
     /// None for a load.
@@ -76,7 +51,7 @@ impl Need {
 
     pub(super) fn with_scratch(&self, scratch: Bytes) -> StageNeed {
         StageNeed {
-            name: self.name.to_owned(),
+            name: self.name.to_string(),
             components: self.components.clone(),
             scratch,
         }
@@ -131,20 +106,25 @@ pub(super) struct JobRecord {
     pub(super) reductions: Reductions,
     /// Plans by compute dtype.
     pub(super) plans: BTreeMap<String, Vec<StagePlan>>,
-    pub(super) text_key: Option<String>,
     pub(super) accepted: Instant,
 
     pub(super) steps: Vec<Step>,
     pub(super) cursor: usize,
-    pub(super) text: Option<EncodedText>,
-    pub(super) init: Option<HostTensor>,
-    /// What a load makes to prove its model.
-    pub(super) canary: Option<ImageRequest>,
+    /// What stages gave that run once for all items.
+    pub(super) values: Values,
+    /// What stages gave for an item and later ones take; what decoding takes is in the store instead.
+    pub(super) item_values: BTreeMap<u32, Values>,
+    /// What the job started from.
+    pub(super) brought: Values,
+    /// How much of each item's tracks the client has.
+    pub(super) delivered: BTreeMap<(u32, String), (MediaFormat, u64)>,
+    /// The run that proves a load's model.
+    pub(super) proof: Option<Run>,
     /// What a load replaces.
     pub(super) swap: Option<Box<Swap>>,
-    /// Latents in the store by picture, each under a lease of this job.
+    /// Values in the store by item, each under a lease of this job.
     pub(super) latents: BTreeMap<u32, String>,
-    /// Pictures whose latents the client knows of.
+    /// Items whose latents the client knows of.
     pub(super) told: BTreeSet<u32>,
     /// A latent of a client that the job works on, under a lease.
     pub(super) input_latent: Option<String>,
@@ -189,50 +169,89 @@ impl JobRecord {
     }
 
     pub(super) fn kind_name(&self) -> &'static str {
-        match self.work {
-            JobWork::Generate(_) => "GenerateImage",
-            JobWork::Encode { .. } => "EncodeImage",
-            JobWork::Decode { .. } => "DecodeLatent",
+        match &self.work {
+            JobWork::Run(run) => run.call,
             JobWork::Load { .. } => "Load",
         }
     }
 
     pub(super) fn seed(&self) -> u64 {
         match &self.work {
-            JobWork::Generate(generate) => generate.request.seed,
-            JobWork::Encode { request } => request.seed,
-            JobWork::Decode { .. } | JobWork::Load { .. } => 0,
+            JobWork::Run(run) => run.request.seed,
+            JobWork::Load { .. } => 0,
         }
     }
 
     /// Whether the client asked for latents, rather than getting them because something failed.
     pub(super) fn keeps_latents(&self) -> bool {
         match &self.work {
-            JobWork::Generate(generate) => generate.keep_latent || generate.latent_only,
-            JobWork::Encode { .. } => true,
-            JobWork::Decode { .. } | JobWork::Load { .. } => false,
+            JobWork::Run(run) => run.keep_latent || run.until < Role::Decode,
+            JobWork::Load { .. } => false,
         }
+    }
+
+    /// The stages that it runs: its own, or those of its proof.
+    pub(super) fn run(&self) -> Option<&Run> {
+        match &self.work {
+            JobWork::Run(run) => Some(run),
+            JobWork::Load { .. } => self.proof.as_ref(),
+        }
+    }
+
+    /// Its stages on cards of a dtype.
+    pub(super) fn plan(&self, dtype: &str) -> &[StagePlan] {
+        self.plans.get(dtype).map_or(&[], Vec::as_slice)
+    }
+
+    /// A stage as any card would run it: all that does not depend on a card is alike.
+    pub(super) fn stage(&self, step: Step) -> Option<&StagePlan> {
+        let StepKind::Stage(stage) = step.kind else {
+            return None;
+        };
+        self.plans.values().next()?.get(stage)
+    }
+
+    /// What a step is called.
+    pub(super) fn name_of(&self, step: Step) -> StageName {
+        match step.kind {
+            StepKind::Load => "load".into(),
+            StepKind::Restore => "restore".into(),
+            StepKind::Stage(_) => self.stage(step).map_or("", |stage| stage.name.as_str()).into(),
+        }
+    }
+
+    /// What the step that comes next is called; empty: there is none.
+    pub(super) fn stage_name(&self) -> StageName {
+        self.step().map_or_else(|| "".into(), |step| self.name_of(step))
+    }
+
+    /// Whether a step is of this role.
+    pub(super) fn is_of(&self, step: Step, role: Role) -> bool {
+        self.stage(step).is_some_and(|stage| stage.role == role)
+    }
+
+    /// The components of these names, under the identities that they go by.
+    pub(super) fn components(&self, names: &[String], dtype: &str) -> Vec<Component> {
+        let all = self.models.get(dtype).map_or(&[][..], |open| &open.components);
+        let named = names
+            .iter()
+            .filter_map(|name| all.iter().find(|c| c.name == *name));
+        named.cloned().collect()
     }
 
     /// What the step at `index` needs on cards of this dtype, as the family says.
     pub(super) fn need(&self, index: usize, dtype: &str) -> Option<Need> {
-        let step = self.steps.get(index)?;
-        let kind = match step.kind {
-            StepKind::Stage(kind) => kind,
+        let step = *self.steps.get(index)?;
+        let stage = match step.kind {
+            StepKind::Stage(stage) => stage,
             StepKind::Load => return self.load_need(dtype),
-            StepKind::Restore => return self.restore_need(),
+            StepKind::Restore => return self.restore_need(step),
         };
-        let plan = self
-            .plans
-            .get(dtype)?
-            .iter()
-            .find(|plan| plan.kind == kind)?
-            .clone();
-        let (components, rungs) = (plan.components.clone(), plan.rungs.clone());
+        let plan = self.plan(dtype).get(stage)?.clone();
         Some(Need {
-            name: kind.name(),
-            components,
-            rungs,
+            name: plan.name.as_str().into(),
+            components: self.components(&plan.components, dtype),
+            rungs: plan.rungs.clone(),
             plan: Some(plan),
         })
     }
@@ -247,65 +266,74 @@ impl JobRecord {
         let all = self.models.get(dtype)?.components.iter();
         let named = all.filter(|c| names.is_empty() || names.contains(&c.name));
         Some(Need {
-            name: "load",
+            name: "load".into(),
             components: named.cloned().collect(),
             rungs: Vec::new(),
             plan: None,
         })
     }
 
-    fn restore_need(&self) -> Option<Need> {
+    fn restore_need(&self, step: Step) -> Option<Need> {
         Some(Need {
-            name: StepKind::Restore.name(),
+            name: self.name_of(step),
             components: self.swap.as_ref()?.before().to_vec(),
             rungs: Vec::new(),
             plan: None,
         })
     }
 
-    /// The request that a stage of this picture gets.
-    pub(super) fn request(&self, picture: u32) -> ImageRequest {
-        match &self.work {
-            JobWork::Generate(generate) => {
-                let mut request = generate.request.clone();
-                request.seed = request.seed.wrapping_add(u64::from(picture));
-                request
-            }
-            JobWork::Encode { request } => request.clone(),
-            JobWork::Load { .. } if self.canary.is_some() => {
-                self.canary.clone().unwrap_or_else(|| blank_request(0, 0))
-            }
-            JobWork::Decode { .. } | JobWork::Load { .. } => {
-                let (width, height) = self.size();
-                blank_request(width, height)
+    /// What a stage takes, of all that the job has; `kept` is what is in the store for its item.
+    pub(super) fn input(&self, step: Step, kept: &Values) -> Values {
+        let own = self.item_values.get(&step.item);
+        let takes = self.stage(step).into_iter().flat_map(|stage| &stage.takes);
+        let found = takes.filter_map(|value| {
+            let name = &value.name;
+            let item = own.and_then(|own| own.get(name)).or_else(|| kept.get(name));
+            let found = item
+                .or_else(|| self.values.get(name))
+                .or_else(|| self.brought.get(name));
+            Some((name.clone(), found?.clone()))
+        });
+        found.collect()
+    }
+
+    /// The steps behind the one that comes next, that are for an item.
+    fn later_of(&self, item: u32) -> impl Iterator<Item = (Step, &StagePlan)> {
+        let later = self.steps.iter().skip(self.cursor + 1).copied();
+        let of_item = later.filter(move |step| step.item == item);
+        of_item.filter_map(|step| Some((step, self.stage(step)?)))
+    }
+
+    /// Whether a value that the step that comes next gives belongs in the store: what is decoded next, and what the job
+    /// ends with.
+    pub(super) fn belongs_in_store(&self, step: Step, name: &str) -> bool {
+        let takes = |stage: &StagePlan| stage.takes.iter().any(|value| value.name == name);
+        let next = self.later_of(step.item).find(|(_, stage)| takes(stage));
+        match next {
+            Some((_, stage)) => stage.role == Role::Decode,
+            None => {
+                let plan = self.plans.values().next().map_or(&[][..], Vec::as_slice);
+                decodable(plan).iter().any(|value| value.name == name)
             }
         }
     }
 
-    /// Pixels of what it makes.
-    pub(super) fn size(&self) -> (u32, u32) {
-        match &self.work {
-            JobWork::Generate(generate) => (generate.request.width, generate.request.height),
-            JobWork::Encode { request } => (request.width, request.height),
-            JobWork::Decode { .. } => self.init.as_ref().map_or((0, 0), size_of_latent),
-            JobWork::Load { .. } => {
-                let canary = self.canary.as_ref();
-                canary.map_or((0, 0), |request| (request.width, request.height))
-            }
-        }
+    /// Whether a later step of an item decodes.
+    pub(super) fn decodes_later(&self, item: u32) -> bool {
+        self.later_of(item).any(|(_, stage)| stage.role == Role::Decode)
     }
 
-    /// What a stage gets beside the request; `latent` is that of its picture.
-    pub(super) fn input(&self, step: Step, latent: Option<HostTensor>) -> StageInput {
-        match step.kind {
-            StepKind::Stage(StageKind::Denoise) => StageInput {
-                text: self.text.clone(),
-                latent: self.init.clone(),
-            },
-            StepKind::Stage(StageKind::Decode) => StageInput { text: None, latent },
-            StepKind::Stage(StageKind::EncodeText | StageKind::EncodeImage)
-            | StepKind::Load
-            | StepKind::Restore => StageInput::default(),
+    /// Forgets values of an item that no later step takes.
+    pub(super) fn forget_untaken(&mut self, item: u32) {
+        let taken: BTreeSet<String> = self
+            .later_of(item)
+            .flat_map(|(_, stage)| stage.takes.iter().map(|value| value.name.clone()))
+            .collect();
+        if let Some(values) = self.item_values.get_mut(&item) {
+            values.retain(|name, _| taken.contains(name));
+            if values.is_empty() {
+                self.item_values.remove(&item);
+            }
         }
     }
 
@@ -324,7 +352,7 @@ impl JobRecord {
         self.listeners.retain(|listener, mailbox| {
             let reads = mailbox.push(event.clone());
             if !reads {
-                tracing::warn!(job = %id, listener, "a listener does not read its pictures: it is dropped");
+                tracing::warn!(job = %id, listener, "a listener does not read its results: it is dropped");
             }
             reads
         });
@@ -363,75 +391,8 @@ impl JobRecord {
 
 /// What a piece of work brings along and keeps in memory.
 pub(super) fn input_bytes(work: &JobWork) -> Bytes {
-    let request = match work {
-        JobWork::Generate(generate) => &generate.request,
-        JobWork::Encode { request } => request,
-        JobWork::Decode { .. } | JobWork::Load { .. } => return Bytes::ZERO,
-    };
-    let image = request.init_image.as_ref();
-    image.map_or(Bytes::ZERO, |image| Bytes(image.rgb.len() as u64))
-}
-
-/// The steps of a piece of work, in the order that suits the policy: where one large component at a time is on the
-/// card, all denoising is done before the first decode.
-pub(super) fn steps_of(work: &JobWork, policy: Policy) -> Vec<Step> {
-    let stage = |kind, picture| Step {
-        kind: StepKind::Stage(kind),
-        picture,
-    };
-    let generate = match work {
-        JobWork::Generate(generate) => generate,
-        JobWork::Encode { .. } => return vec![stage(StageKind::EncodeImage, 0)],
-        JobWork::Decode { .. } => return vec![stage(StageKind::Decode, 0)],
-        JobWork::Load { replace, prove, .. } => {
-            let mut steps = vec![Step {
-                kind: StepKind::Load,
-                picture: 0,
-            }];
-            if *prove || replace.is_some() {
-                let proof = [StageKind::EncodeText, StageKind::Denoise, StageKind::Decode];
-                steps.extend(proof.map(|kind| stage(kind, 0)));
-            }
-            return steps;
-        }
-    };
-    let mut steps = vec![stage(StageKind::EncodeText, 0)];
-    let encodes = generate.request.init_image.is_some() && generate.init_latent.is_none();
-    for picture in 0..generate.count.max(1) {
-        if encodes {
-            // Each draws its own start from what the encoder gives, as it would if it were asked for alone.
-            steps.push(stage(StageKind::EncodeImage, picture));
-        }
-        steps.push(stage(StageKind::Denoise, picture));
-        if !generate.latent_only {
-            steps.push(stage(StageKind::Decode, picture));
-        }
-    }
-    if policy == Policy::Exclusive {
-        steps.sort_by_key(|step| step.kind == StepKind::Stage(StageKind::Decode)); // stable: pictures stay in order
-    }
-    steps
-}
-
-/// Pixels of the picture that a latent decodes to.
-pub(super) fn size_of_latent(latent: &HostTensor) -> (u32, u32) {
-    match latent.shape[..] {
-        [_, _, height, width] => (8 * width as u32, 8 * height as u32),
-        _ => (0, 0),
-    }
-}
-
-fn blank_request(width: u32, height: u32) -> ImageRequest {
-    ImageRequest {
-        prompt: String::new(),
-        width,
-        height,
-        steps: 1,
-        guidance: 0.0,
-        seed: 0,
-        max_sequence_length: 0,
-        init_image: None,
-        strength: 1.0,
-        preview: false,
+    match work {
+        JobWork::Run(run) => Bytes(run.request.input_bytes()),
+        JobWork::Load { .. } => Bytes::ZERO,
     }
 }

@@ -8,7 +8,7 @@ use gpu::CardDescription;
 use residency::{Bytes, Component, ComponentId, Ledger, Millis, Move};
 
 use crate::error::{Error, Shortfall};
-use crate::job::{JobId, Priority};
+use crate::job::{JobId, Priority, StageName};
 
 /// A job as lists show it.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,7 +28,7 @@ pub struct JobInfo {
     /// Where it runs or ran last; empty: nowhere yet.
     pub card: String,
     /// Its stage; empty: none yet.
-    pub stage: &'static str,
+    pub stage: StageName,
     /// Step within the stage, from 1; 0: none yet.
     pub step: u32,
     /// Steps of the stage.
@@ -58,7 +58,7 @@ pub struct PlanReport {
 #[derive(Clone, Debug, PartialEq)]
 pub struct PlannedStage {
     /// `encode_text`, ..., `load`.
-    pub name: &'static str,
+    pub name: StageName,
     /// What must be resident.
     pub components: Vec<Component>,
     /// Names of those that are.
@@ -142,7 +142,7 @@ pub struct StatusReport {
     pub latents: usize,
     /// Their bytes.
     pub latent_bytes: Bytes,
-    /// Cached text encodings.
+    /// Values of stages that are cached for other jobs: encoded prompts.
     pub texts: usize,
     /// Their bytes.
     pub text_bytes: Bytes,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pipelines::HostTensor;
+use pipelines::{StagePlan, Values};
 use residency::Bytes;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
@@ -13,7 +13,7 @@ use super::listener::Job;
 use super::reductions::Reduction;
 use super::report::{JobInfo, PlanReport, Reserved, StatusReport, UnloadReport};
 use crate::error::Error;
-use crate::job::{JobId, JobSpec, Latent, LatentInfo};
+use crate::job::{JobId, JobSpec, Latent, LatentInfo, Run};
 use crate::library::{Entry, OpenModel};
 
 /// An entry as every kind of card would hold it, by compute dtype.
@@ -28,8 +28,10 @@ pub(super) struct Submission {
     pub(super) models: OpenModels,
     /// What it replaces.
     pub(super) old: Option<(Arc<Entry>, OpenModels)>,
-    /// Of the prompt, without the encoders' identities.
-    pub(super) text_key: Option<String>,
+    /// Stages by compute dtype: of the request, or of the proof.
+    pub(super) plans: BTreeMap<String, Vec<StagePlan>>,
+    /// What proves a load's model.
+    pub(super) proof: Option<Run>,
     /// The model in fewer bytes, where that is known already.
     pub(super) reductions: Option<Vec<Reduction>>,
 }
@@ -105,8 +107,8 @@ pub(super) enum Request {
         reply: Reply<Result<Latent, Error>>,
     },
     PutLatent {
-        tensor: HostTensor,
-        vae_id: String,
+        values: Values,
+        decoder_id: String,
         reply: Reply<Result<LatentInfo, Error>>,
     },
     ReleaseLatent {

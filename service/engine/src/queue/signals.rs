@@ -1,18 +1,18 @@
 //! What workers say, and what follows from it for the job that they say it of.
 
-use pipelines::{RequestError, StageKind, StageOutput};
+use pipelines::{Piece, RequestError, Role, Values};
 use residency::Bytes;
 use tokio::time::Instant;
 
 use super::actor::{Actor, TICK};
 use super::cards::{Errand, InFlight};
-use super::intake::{VAE, content_of};
-use super::placing::text_cache_key;
-use super::record::{JobRecord, Phase, Refusal, StepKind};
-use super::swap::check_proof;
+use super::intake::content_of;
+use super::placing::memo_key;
+use super::record::{JobRecord, Phase, Refusal};
+use super::steps::{Step, StepKind};
 use super::{CardSignal, Signal};
 use crate::error::{Error, Shortfall};
-use crate::job::{JobEventKind, JobWork, StageReport};
+use crate::job::{JobEventKind, StageReport};
 use crate::messages::{Answer, Completed, Event, Failure, Outcome, Progress, Shortage, Ticket};
 
 impl Actor {
@@ -27,7 +27,7 @@ impl Actor {
             .get(index)
             .is_none_or(|card| !card.listens_to(generation) && !card.is_replaced_by(generation))
         {
-            return; // the dead say nothing
+            return; // a stale generation is ignored
         }
         if self.cards[index].is_replaced_by(generation) {
             self.lost(
@@ -91,7 +91,7 @@ impl Actor {
             return;
         };
         let Some(step) = job.step() else { return };
-        let picture = step.picture;
+        let item = step.item;
         let event = match progress {
             Progress::Evicting(component) => JobEventKind::Evicting {
                 component,
@@ -105,18 +105,18 @@ impl Actor {
             Progress::Started { chunking } => {
                 job.patience = None;
                 JobEventKind::Stage {
-                    name: step.kind.name(),
+                    name: job.name_of(step),
                     index: job.cursor as u32 + 1,
                     of: job.steps.len() as u32,
                     chunking,
                     cached: false,
                     card: card_id,
-                    picture,
+                    item,
                 }
             }
             Progress::Step { n, of } => {
                 (job.step_done, job.steps_of_stage) = (n, of);
-                JobEventKind::Step { n, of, picture }
+                JobEventKind::Step { n, of, item }
             }
             Progress::Preview {
                 step,
@@ -125,15 +125,21 @@ impl Actor {
                 rgb,
             } => JobEventKind::Preview {
                 step,
-                picture,
+                item,
                 width,
                 height,
                 rgb,
             },
+            Progress::Piece(piece) => {
+                if let Some(event) = delivered(job, item, piece) {
+                    job.emit(now, event);
+                }
+                return;
+            }
             Progress::Retrying { reason, message } => JobEventKind::Retrying {
                 reason,
                 message,
-                stage: step.kind.name(),
+                stage: job.name_of(step),
             },
         };
         job.emit(now, event);
@@ -165,7 +171,7 @@ impl Actor {
             self.library.keep_soon(&job.entry, dtype);
         }
         let took = now.duration_since(running.sent);
-        gpu::Timeline::tell("order, there and back", running.need.name, took);
+        gpu::Timeline::tell("order, there and back", &running.need.name, took);
         let card_ms = took.as_secs_f64() * 1000.0;
         if !matches!(outcome, Outcome::Wait(_) | Outcome::Never { .. }) {
             self.shares
@@ -228,9 +234,10 @@ impl Actor {
         let Some(step) = job.step() else { return Ok(()) };
         let card = self.cards[index].description.clone();
         if let (Some(plan), Some(open)) = (&running.need.plan, job.models.get(&card.compute_dtype)) {
-            let key = (job.entry.key.clone(), running.need.name, plan.shape.clone());
+            let (need, name) = (&running.need, running.need.name.clone());
+            let key = (job.entry.key.clone(), name, plan.shape.clone());
             self.learned
-                .stage_completed(key, open.model.family(), plan, &card, &completed);
+                .stage_completed(key, open.model.family(), need, &card, &completed);
         }
         for name in &completed.resident_already {
             if !job.report.resident_already.contains(name) {
@@ -238,13 +245,13 @@ impl Actor {
             }
         }
         if completed.approximate {
-            let words = format!("{} in {}", step.kind.name(), completed.chunking);
+            let words = format!("{} in {}", job.name_of(step), completed.chunking);
             if !job.report.approximations.contains(&words) {
                 job.report.approximations.push(words);
             }
         }
         job.report.stages.push(StageReport {
-            name: step.kind.name(),
+            name: job.name_of(step),
             run: std::time::Duration::from_millis(completed.run_ms),
             moves: std::time::Duration::from_millis(completed.move_ms),
             wait: std::mem::take(&mut job.waited),
@@ -254,10 +261,10 @@ impl Actor {
             chunking: completed.chunking,
             attention: completed.attention,
             cached: false,
-            picture: step.picture,
+            item: step.item,
             card: card.id.clone(),
         });
-        self.take_output(job, &card.compute_dtype, completed.output, now)?;
+        self.take_values(job, step, &card.compute_dtype, completed.values, now)?;
         job.cursor += 1;
         job.begun = true;
         job.keeps = Some(index);
@@ -268,71 +275,67 @@ impl Actor {
         Ok(())
     }
 
-    fn take_output(
+    /// What a stage gave goes where later steps find it: for all items, for its own, or into the store where a client may
+    /// ask for it.
+    fn take_values(
         &mut self,
         job: &mut JobRecord,
+        step: Step,
         dtype: &str,
-        output: Option<StageOutput>,
+        values: Values,
         now: Instant,
     ) -> Result<(), Error> {
-        let Some(step) = job.step() else { return Ok(()) };
-        match (step.kind, output) {
-            (StepKind::Load | StepKind::Restore, None) => {}
-            (StepKind::Stage(StageKind::EncodeText), Some(StageOutput::Text(text))) => {
-                if let Some(key) = text_cache_key(job, dtype) {
-                    self.texts.put(key, text.clone());
-                }
-                job.text = Some(text);
-            }
-            (StepKind::Stage(StageKind::EncodeImage), Some(StageOutput::Latent(latent)))
-                if matches!(job.work, JobWork::Generate(_)) =>
-            {
-                job.init = Some(latent);
-            }
-            (
-                StepKind::Stage(StageKind::EncodeImage | StageKind::Denoise),
-                Some(StageOutput::Latent(latent)),
-            ) => {
-                let vae = vae_of(job, dtype);
-                let id = self
-                    .latents
-                    .put_leased(latent, vae, job.id.clone(), job.keeps_latents(), now);
-                job.latents.insert(step.picture, id);
-                if job.keeps_latents() {
-                    self.tell_of_latent(job, step.picture, now);
-                }
-            }
-            (StepKind::Stage(StageKind::Decode), Some(StageOutput::Picture { width, height, rgb })) => {
-                if job.is_load() {
-                    check_proof(job, width, height, &rgb)?;
-                    self.forget_latent(job, step.picture, now);
-                    return Ok(());
-                }
-                let (picture, seed) = (step.picture, job.seed().wrapping_add(u64::from(step.picture)));
-                job.emit(
-                    now,
-                    JobEventKind::Picture {
-                        picture,
-                        seed,
-                        width,
-                        height,
-                        rgb,
-                    },
-                );
-                self.forget_latent(job, step.picture, now);
-            }
-            (kind, _) => {
-                return Err(Error::Internal(format!(
-                    "{} gave something else than it should",
-                    kind.name()
-                )));
-            }
+        let StepKind::Stage(index) = step.kind else {
+            return Ok(());
+        };
+        let Some(stage) = job.plan(dtype).get(index) else {
+            return Ok(());
+        };
+        let (role, per_item) = (stage.role, stage.per_item);
+        if let Some(missing) = stage.gives.iter().find(|name| !values.contains_key(*name)) {
+            let problem = format!("{} did not give {missing}", stage.name);
+            return Err(Error::Internal(problem));
+        }
+        if let Some(key) = memo_key(job, index, dtype) {
+            self.memos.put(key, values.clone());
+        }
+        if !per_item {
+            job.values.extend(values);
+            return Ok(());
+        }
+        if role == Role::Decode && !job.decodes_later(step.item) {
+            check_delivered(job, step)?;
+        }
+        let (kept, own): (Values, Values) = values
+            .into_iter()
+            .partition(|(name, _)| job.belongs_in_store(step, name));
+        let of_item = job.item_values.entry(step.item).or_default();
+        of_item.retain(|name, _| !kept.contains_key(name)); // what is given again is another value
+        of_item.extend(own);
+        job.forget_untaken(step.item);
+        if !kept.is_empty() {
+            self.keep_values(job, step, dtype, kept, now);
+        } else if !job.decodes_later(step.item) && role == Role::Decode {
+            self.forget_latent(job, step.item, now);
         }
         Ok(())
     }
 
-    fn forget_latent(&mut self, job: &mut JobRecord, picture: u32, now: Instant) {
-        if let Some(id) = job.latents.remove(&picture) {
+    fn keep_values(&mut self, job: &mut JobRecord, step: Step, dtype: &str, kept: Values, now: Instant) {
+        if let Some(id) = job.latents.get(&step.item) {
+            self.latents.extend_leased(id, kept);
+            return;
+        }
+        let (decoder, keeps) = (decoder_of(job, dtype), job.keeps_latents());
+        let id = self.latents.put_leased(kept, decoder, job.id.clone(), keeps, now);
+        job.latents.insert(step.item, id);
+        if keeps {
+            self.tell_of_latent(job, step.item, now);
+        }
+    }
+
+    fn forget_latent(&mut self, job: &mut JobRecord, item: u32, now: Instant) {
+        if let Some(id) = job.latents.remove(&item) {
             self.latents.release(&id, now);
         }
     }
@@ -346,9 +349,9 @@ impl Actor {
                 holders,
             } => {
                 let card = &self.cards[index].description;
-                if let (Some(plan), Some(open)) = (&running.need.plan, job.models.get(&card.compute_dtype)) {
+                if let Some(open) = job.models.get(&card.compute_dtype) {
                     self.learned
-                        .out_of_memory(open.model.family(), plan, card, usable);
+                        .out_of_memory(open.model.family(), &running.need, card, usable);
                 }
                 let shortfall = Shortfall {
                     stage,
@@ -361,7 +364,7 @@ impl Actor {
             Failure::NotFinite { component, step } => Error::NotFinite { component, step },
             Failure::Model { message } => Error::ModelDamaged(message),
             Failure::BadInput(problem) => Error::Invalid(vec![RequestError {
-                field: running.need.name.to_owned(),
+                field: running.need.name.to_string(),
                 problem,
             }]),
             Failure::Internal(problem) => Error::Internal(problem),
@@ -421,7 +424,7 @@ impl Actor {
             return;
         };
         let took = now.duration_since(running.sent);
-        gpu::Timeline::tell("order, there and back", running.need.name, took);
+        gpu::Timeline::tell("order, there and back", &running.need.name, took);
         let card_ms = took.as_secs_f64() * 1000.0;
         self.shares
             .charge(&job.options.client, job.options.priority, card_ms);
@@ -430,13 +433,13 @@ impl Actor {
             return self.end(job, Err(ending), now);
         }
         job.deaths += 1;
-        let stage = running.need.name;
+        let stage = running.need.name.clone();
         if job.deaths > 1 {
             self.learned
                 .died(&job.entry.key, &running.need.shape(), &job.id, now);
             let error = Error::WorkerDied {
                 card,
-                stage: stage.to_owned(),
+                stage: stage.to_string(),
                 deaths: job.deaths,
             };
             return self.end(job, Err(error), now);
@@ -455,11 +458,52 @@ impl Actor {
     }
 }
 
-/// What a job's latents belong to.
-fn vae_of(job: &JobRecord, dtype: &str) -> String {
-    let vae = job
-        .models
-        .get(dtype)
-        .and_then(|open| open.components.iter().find(|c| c.name == VAE));
-    vae.map(|c| content_of(&c.id).to_owned()).unwrap_or_default()
+/// What a job's latents belong to: the first component that decodes.
+fn decoder_of(job: &JobRecord, dtype: &str) -> String {
+    let decode = job.plan(dtype).iter().find(|stage| stage.role == Role::Decode);
+    let components = decode.map_or(Vec::new(), |stage| job.components(&stage.components, dtype));
+    let decoder = components.first();
+    decoder
+        .map(|component| content_of(&component.id).to_owned())
+        .unwrap_or_default()
+}
+
+/// Takes down how far a track has come, and makes of a piece what the client has not got yet: a stage that is run again
+/// delivers from the beginning. What belongs to a proof nobody gets.
+fn delivered(job: &mut JobRecord, item: u32, piece: Piece) -> Option<JobEventKind> {
+    let Some(units) = piece.units() else {
+        tracing::warn!(job = %job.id, format = ?piece.format, "a stage delivered what is no piece of its result");
+        return None;
+    };
+    let (track, first, format) = (piece.track.clone(), piece.first, piece.format);
+    let (_, done) = *job.delivered.entry((item, track.clone())).or_insert((format, 0));
+    if first > done {
+        tracing::warn!(job = %job.id, first, done, "a stage left out a part of its result");
+        return None;
+    }
+    let piece = piece.from_unit(done)?;
+    job.delivered.insert((item, track), (format, first + units));
+    let seed = job.seed().wrapping_add(u64::from(item));
+    (!job.is_load()).then_some(JobEventKind::Piece { item, seed, piece })
+}
+
+/// Whether all of an item has been delivered, in the format that was asked for.
+fn check_delivered(job: &JobRecord, step: Step) -> Result<(), Error> {
+    let of_item = job.delivered.iter().filter(|((item, _), _)| *item == step.item);
+    let tracks: Vec<_> = of_item.map(|(_, delivered)| delivered).collect();
+    let asked = job.run().map(|run| &run.request.medium);
+    let is_whole = |(format, units): &&(pipelines::MediaFormat, u64)| {
+        *units == format.units() && asked.is_some_and(|asked| asked.is_made_as(format))
+    };
+    if !tracks.is_empty() && tracks.iter().all(is_whole) {
+        return Ok(());
+    }
+    let (key, stage) = (&job.entry.key, job.name_of(step));
+    let asked = asked.map_or("result", |asked| asked.name());
+    let told =
+        format!("{stage} of {key} delivered {tracks:?}, which is not the whole {asked} that was asked for");
+    Err(match job.is_load() {
+        true => Error::ModelDamaged(format!("{key} did not prove itself: {told}")),
+        false => Error::Internal(told),
+    })
 }

@@ -36,8 +36,8 @@ impl Actor {
             jobs: self.infos(false, now),
             latents: self.latents.len(),
             latent_bytes: self.latents.bytes(),
-            texts: self.texts.len(),
-            text_bytes: self.texts.bytes(),
+            texts: self.memos.len(),
+            text_bytes: self.memos.bytes(),
             pinned: self.claims.pinned(),
             users: Arc::new(users),
         }

@@ -2,7 +2,7 @@
 //!
 //! A swap is a load that names what it replaces. Where both fit, the old entry is held beside the new one; where they do
 //! not, it leaves first, its pins and holds notwithstanding, and whoever needs it queues until the swap is over. Then
-//! the new one is loaded and makes a small picture. If that goes well, the old one's pins and holds pass on to it, and
+//! the new one is loaded and runs its smallest request. If that goes well, the old one's pins and holds pass on to it, and
 //! what of the old one it does not share is unloaded. If anything goes wrong, what came in for it is unloaded again and
 //! what left for it is brought back, before the job ends with the error.
 //!
@@ -12,15 +12,16 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use pipelines::{Rung, StageKind};
+use pipelines::Rung;
 use residency::{Bytes, Component, ComponentId, HoldId, Ledger, Millis};
 use tokio::time::Instant;
 
 use super::actor::Actor;
 use super::cards::Errand;
-use super::record::{JobRecord, Phase, Step, StepKind};
+use super::record::{JobRecord, Phase};
 use super::report::{Freed, Kept};
 use super::request::OpenModels;
+use super::steps::{Step, StepKind};
 use super::unload::Leaving;
 use crate::admission::{Admission, choose_rung};
 use crate::error::Error;
@@ -275,10 +276,10 @@ impl Actor {
         matches!(admission, Admission::Run { .. })
     }
 
-    /// Whether a job may take text that is encoded already. A proof may where its encoders stood on the card before the swap
-    /// began, and stand there still: what was encoded with their identities is their own work. Encoders that came in for
-    /// the swap have to prove themselves.
-    pub(super) fn may_take_known_text(&self, job: &JobRecord) -> bool {
+    /// Whether a job may take values that other jobs' stages gave. A proof may where the components of those stages stood on
+    /// the card before the swap began, and stand there still: what was made with their identities is their own work. What
+    /// came in for the swap has to prove itself.
+    pub(super) fn may_take_known_values(&self, job: &JobRecord) -> bool {
         if !job.is_load() {
             return true;
         }
@@ -286,16 +287,11 @@ impl Actor {
         let Some((swap, card)) = begun.map(|(swap, index)| (swap, &self.cards[index])) else {
             return false;
         };
-        let plans = job
-            .plans
-            .get(&card.description.compute_dtype)
-            .into_iter()
-            .flatten();
-        let mut encoders = plans
-            .filter(|plan| plan.kind == StageKind::EncodeText)
-            .flat_map(|plan| &plan.components);
+        let dtype = &card.description.compute_dtype;
+        let kept = job.plan(dtype).iter().filter(|stage| stage.memo.is_some());
+        let mut components = kept.flat_map(|stage| job.components(&stage.components, dtype));
         card.generation == swap.generation
-            && encoders.all(|c| swap.new_before.contains(&c.id) && card.ledger.is_resident(&c.id))
+            && components.all(|c| swap.new_before.contains(&c.id) && card.ledger.is_resident(&c.id))
     }
 
     /// A worker says that memory is short: the old entry does not stay beside the new one any longer.
@@ -377,10 +373,9 @@ impl Actor {
         }
         gpu::Timeline::tell("swap", "unload, there and back", took);
         job.report.stages.push(StageReport {
-            name: "unload",
             moves: took,
             card,
-            ..StageReport::default()
+            ..StageReport::of("unload")
         });
         job.enter(Phase::Queued, now);
         let ending = job.ending.take();
@@ -489,7 +484,7 @@ impl Actor {
             let (new, old) = (&job.entry.key, &swap.old.key);
             let message = format!("{new} did not prove itself ({error}); {old} is brought back");
             let reason = "RESTORING".to_owned();
-            let stage = StepKind::Restore.name();
+            let stage = "restore".into();
             tracing::warn!(job = %job.id, message, "a swap is undone");
             job.emit(
                 now,
@@ -523,7 +518,7 @@ impl Actor {
         }
         job.steps.push(Step {
             kind: StepKind::Restore,
-            picture: 0,
+            item: 0,
         });
         job.cursor = job.steps.len() - 1;
         job.keeps = job.swap.as_ref().and_then(|swap| swap.card);
@@ -536,24 +531,8 @@ impl Actor {
     }
 }
 
-/// The picture of a proof must be the one that was asked for; that its numbers are finite the stages have seen to.
-pub(super) fn check_proof(job: &JobRecord, width: u32, height: u32, rgb: &[u8]) -> Result<(), Error> {
-    let (wanted, key) = (job.size(), &job.entry.key);
-    let whole = rgb.len() as u64 == 3 * u64::from(width) * u64::from(height);
-    let is_wanted = wanted == (width, height);
-    if is_wanted && whole {
-        return Ok(());
-    }
-    Err(Error::ModelDamaged(format!(
-        "{key} did not prove itself: a picture of {}x{} was asked for, and it made {} bytes for {width}x{height}",
-        wanted.0,
-        wanted.1,
-        rgb.len()
-    )))
-}
-
 impl JobRecord {
-    /// Whether its pictures are for the proof alone.
+    /// Whether what it generates is for the proof alone.
     pub(super) fn is_load(&self) -> bool {
         matches!(self.work, JobWork::Load { .. })
     }

@@ -1,8 +1,8 @@
 //! When a worker is taken for hung: it is silent for much longer than what it does has ever taken, or it does not let
 //! go of what was cancelled.
 //!
-//! What is measured is the time between two reports of an order. Steps of denoising teach it by their intervals, stages
-//! without steps by how long they run, loads by their bytes a second on that card. What nothing is known of yet, and
+//! What is measured is the time between two reports of an order. Steps, and pieces of a result, teach it by their
+//! intervals, stages without either by how long they run, loads by their bytes a second on that card. What nothing is known of yet, and
 //! what may take long for once (the first step of a stage, with kernels to load; moves before it), has the whole
 //! `stall_limit`.
 
@@ -69,7 +69,7 @@ struct Allowance {
 impl Pace {
     pub(super) fn of(model_key: &str, need: &Need) -> Pace {
         let stage = need.plan.as_ref().map(|plan| {
-            let key = (model_key.to_owned(), need.name, plan.shape.clone());
+            let key = (model_key.to_owned(), need.name.clone(), plan.shape.clone());
             (key, plan.steps)
         });
         Pace {
@@ -93,7 +93,7 @@ impl Pace {
                 self.chunking.clone_from(chunking);
                 self.doing = Doing::Stage;
             }
-            Progress::Step { .. } => {
+            Progress::Step { .. } | Progress::Piece(_) => {
                 if let Some(last) = self.last_step.replace(now) {
                     self.longest = self.longest.max(Some(now.duration_since(last)));
                 }
@@ -240,7 +240,7 @@ impl Actor {
                 format!("it did not do what it was asked for within the stall limit of {longest:?}"),
             );
         };
-        let (stage, grace) = (running.need.name, running.grace());
+        let (stage, grace) = (running.need.name.clone(), running.grace());
         if running.cancelled.is_some_and(|at| at + grace <= now) {
             let steps = running.pace.step().map_or_else(
                 || "the least that it gets".to_owned(),

@@ -2,7 +2,6 @@
 
 use engine::messages::*;
 use gpu::SimulatedClock;
-use pipelines::StageKind::{Decode, Denoise, EncodeText};
 use residency::*;
 
 use crate::support::*;
@@ -181,7 +180,7 @@ fn room_counts_what_the_driver_calls_free() {
     let folder = tempfile::tempdir().unwrap();
     let path = write_model(folder.path(), "m", "");
     let mut bench = bench("200MiB,slack=keep");
-    bench.run_stage(&path, Decode);
+    bench.run_stage(&path, "decode");
     assert_eq!(bench.card.ledger().accounts().slack, Bytes::mib(64));
     let Answer::Unloaded { freed, short, .. } = bench.answer(Command::MakeRoom {
         id: 1,
@@ -203,12 +202,15 @@ fn a_pinned_component_makes_a_stage_wait_or_never_run_but_never_leaves() {
         pins: vec![id("instant:m-transformer")],
         ..Standing::default()
     }));
-    assert!(matches!(bench.run_stage(&other, Denoise), Outcome::Never { .. }));
+    assert!(matches!(
+        bench.run_stage(&other, "denoise"),
+        Outcome::Never { .. }
+    ));
     bench.handle(Command::Standing(Standing {
         holds: vec![("h".into(), vec![id("instant:m-transformer")])],
         ..Standing::default()
     }));
-    let Outcome::Wait(shortage) = bench.run_stage(&other, Denoise) else {
+    let Outcome::Wait(shortage) = bench.run_stage(&other, "denoise") else {
         panic!("it waits for the hold")
     };
     assert_eq!(shortage.cause, WaitCause::Leases);
@@ -220,7 +222,7 @@ fn a_trim_says_what_it_gave_back() {
     let folder = tempfile::tempdir().unwrap();
     let path = write_model(folder.path(), "m", "");
     let mut bench = bench("200MiB,slack=keep");
-    bench.run_stage(&path, Decode);
+    bench.run_stage(&path, "decode");
     assert_eq!(
         bench.answer(Command::Trim { id: 1 }),
         Answer::Trimmed(Bytes::mib(64))
@@ -234,14 +236,14 @@ fn a_trim_says_what_it_gave_back() {
 #[test]
 fn the_janitor_trims_an_idle_card_and_only_that() {
     let mut bench = bench("64GiB,slack=keep");
-    bench.run_stage(&sample("flux-full"), Decode);
+    bench.run_stage(&sample("flux-full"), "decode");
     assert_eq!(bench.card.ledger().accounts().slack, Bytes::gib(3));
     bench.tick_after(1900);
     assert!(
         !bench.calls().contains(&"trim".to_owned()),
         "not idle for long enough"
     );
-    bench.run_stage(&sample("flux-full"), Decode);
+    bench.run_stage(&sample("flux-full"), "decode");
     bench.tick_after(1900);
     assert!(
         !bench.calls().contains(&"trim".to_owned()),
@@ -267,7 +269,7 @@ fn an_idle_card_unloads_what_nobody_used_where_it_is_told_to() {
         ..engine::card::Settings::default()
     };
     let mut bench = bench_with("64GiB", settings);
-    bench.run_stage(&sample("flux-full"), EncodeText);
+    bench.run_stage(&sample("flux-full"), "encode_text");
     bench.tick_after(59_000);
     assert_eq!(bench.resident().len(), 2);
     bench.tick_after(2_000);
@@ -377,7 +379,7 @@ fn an_unload_waits_a_little_for_the_driver_to_show_what_left() {
 #[test]
 fn slack_that_comes_back_late_is_nobody_elses() {
     let mut bench = bench("40GiB,slack=keep,lag=600ms");
-    bench.run_stage(&sample("flux-full"), Decode);
+    bench.run_stage(&sample("flux-full"), "decode");
     let answer = bench.answer(Command::Trim { id: 1 });
     assert_eq!(answer, Answer::Trimmed(Bytes::gib(3)));
     let ledger = bench.card.ledger();

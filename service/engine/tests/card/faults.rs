@@ -2,14 +2,13 @@
 
 use engine::card::Flow;
 use engine::messages::*;
-use pipelines::StageKind::{Decode, Denoise};
 use residency::Bytes;
 
 use crate::support::*;
 
 #[test]
 fn a_card_that_dies_leaves_the_order_without_an_answer() {
-    for (place, kind) in [("denoise", Denoise), ("load", Decode)] {
+    for (place, kind) in [("denoise", "denoise"), ("load", "decode")] {
         let mut bench = bench(&format!("32GiB,die-at={place}:1"));
         let order = bench.stage(&sample("flux-full"), kind);
         let flow = bench.card.handle(Command::Run(Box::new(order)), &mut bench.link);
@@ -30,7 +29,7 @@ fn a_card_that_hangs_and_is_let_go_goes_on() {
     let mut bench = bench("32GiB,hang-at=decode:2");
     for _ in 0..3 {
         assert!(matches!(
-            bench.run_stage(&sample("flux-full"), Decode),
+            bench.run_stage(&sample("flux-full"), "decode"),
             Outcome::Completed(_)
         ));
     }
@@ -41,7 +40,7 @@ fn a_card_that_hangs_and_is_let_go_goes_on() {
 fn a_card_that_is_lost_in_a_stage_or_a_load_says_so() {
     for place in ["denoise", "load"] {
         let mut bench = bench(&format!("32GiB,lose-at={place}:1"));
-        let order = bench.stage(&sample("flux-full"), Denoise);
+        let order = bench.stage(&sample("flux-full"), "denoise");
         let flow = bench.card.handle(Command::Run(Box::new(order)), &mut bench.link);
         assert!(matches!(flow, Flow::Lost(_)), "{flow:?}");
         assert!(

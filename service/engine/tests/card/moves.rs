@@ -1,7 +1,6 @@
 //! Making room: which moves, in which order, and what is left when one fails.
 
 use engine::messages::*;
-use pipelines::StageKind::{Decode, Denoise, EncodeText};
 use residency::*;
 
 use crate::support::*;
@@ -14,7 +13,7 @@ const VAE: &str = "instant:flux-vae";
 #[test]
 fn a_stage_finds_its_components_resident_and_a_second_one_moves_nothing() {
     let mut bench = bench("48GiB");
-    let order = bench.stage(&sample("flux-full"), EncodeText);
+    let order = bench.stage(&sample("flux-full"), "encode_text");
     let completed = bench.completed(order);
     assert_eq!(completed.resident_already, Vec::<String>::new());
     assert_eq!(completed.load_seconds.len(), 2);
@@ -23,7 +22,7 @@ fn a_stage_finds_its_components_resident_and_a_second_one_moves_nothing() {
     assert_eq!(bench.resident(), [CLIP, T5]);
 
     let calls = bench.calls();
-    let order = bench.stage(&sample("flux-full"), EncodeText);
+    let order = bench.stage(&sample("flux-full"), "encode_text");
     let completed = bench.completed(order);
     assert_eq!(completed.resident_already, ["text_encoder", "text_encoder_2"]);
     assert_eq!(bench.calls(), calls, "nothing was moved");
@@ -32,9 +31,9 @@ fn a_stage_finds_its_components_resident_and_a_second_one_moves_nothing() {
 #[test]
 fn under_pressure_evictions_come_before_loads_and_each_is_announced_before_it_is_made() {
     let mut bench = bench("32GiB");
-    bench.run_stage(&sample("flux-full"), EncodeText);
+    bench.run_stage(&sample("flux-full"), "encode_text");
     let before = bench.progress().len();
-    bench.run_stage(&sample("flux-full"), Denoise);
+    bench.run_stage(&sample("flux-full"), "denoise");
     assert_eq!(bench.resident(), [CLIP, FULL]);
     let expected = [
         format!("load {CLIP}"),
@@ -72,9 +71,9 @@ fn under_pressure_evictions_come_before_loads_and_each_is_announced_before_it_is
 #[test]
 fn a_snapshot_shows_each_move_while_it_is_made_and_the_lease_of_the_stage() {
     let mut bench = bench("32GiB");
-    bench.run_stage(&sample("flux-full"), EncodeText);
+    bench.run_stage(&sample("flux-full"), "encode_text");
     bench.link.events.clear();
-    bench.run_stage(&sample("flux-full"), Denoise);
+    bench.run_stage(&sample("flux-full"), "denoise");
     let mut shown: Vec<String> = Vec::new();
     for event in &bench.link.events {
         let Event::Snapshot(ledger) = event else { continue };
@@ -104,7 +103,7 @@ fn a_snapshot_shows_each_move_while_it_is_made_and_the_lease_of_the_stage() {
 fn a_whole_picture_swaps_between_two_models_and_shares_what_is_the_same() {
     let mut bench = bench("34GiB");
     for name in ["flux-full", "flux-other", "flux-full"] {
-        for kind in [EncodeText, Denoise, Decode] {
+        for kind in ["encode_text", "denoise", "decode"] {
             let outcome = bench.run_stage(&sample(name), kind);
             assert!(
                 matches!(outcome, Outcome::Completed(_)),
@@ -126,8 +125,8 @@ fn a_whole_picture_swaps_between_two_models_and_shares_what_is_the_same() {
 #[test]
 fn exclusive_leaves_one_large_component_and_no_slack() {
     let mut bench = bench("48GiB,slack=keep");
-    bench.run_stage(&sample("flux-full"), EncodeText);
-    let mut order = bench.stage(&sample("flux-full"), Denoise);
+    bench.run_stage(&sample("flux-full"), "encode_text");
+    let mut order = bench.stage(&sample("flux-full"), "denoise");
     order.policy = Policy::Exclusive;
     bench.completed(order);
     assert_eq!(bench.resident(), [CLIP, FULL]);
@@ -163,7 +162,7 @@ fn a_plain_load_brings_components_in_and_runs_nothing() {
     let mut bench = bench("32GiB");
     let order = bench.load(&sample("flux-full"), &["vae", "text_encoder"]);
     let completed = bench.completed(order);
-    assert_eq!(completed.output, None);
+    assert!(completed.values.is_empty());
     assert_eq!(completed.chunking, "");
     assert_eq!(bench.resident(), [CLIP, VAE]);
     assert!(!bench.calls().contains(&"trim".to_owned()));
@@ -178,10 +177,10 @@ fn a_plain_load_brings_components_in_and_runs_nothing() {
 #[test]
 fn what_others_hold_is_waited_for_without_a_move() {
     let mut bench = bench("32GiB");
-    bench.run_stage(&sample("flux-full"), EncodeText);
+    bench.run_stage(&sample("flux-full"), "encode_text");
     let calls = bench.calls();
     bench.world.hold("blender", Some(41), Bytes::gib(20));
-    let Outcome::Wait(shortage) = bench.run_stage(&sample("flux-full"), Denoise) else {
+    let Outcome::Wait(shortage) = bench.run_stage(&sample("flux-full"), "denoise") else {
         panic!("it waits")
     };
     assert_eq!(shortage.cause, WaitCause::Foreign);
@@ -200,7 +199,7 @@ fn what_others_hold_is_waited_for_without_a_move() {
 
     bench.world.hold("blender", None, Bytes::ZERO);
     assert!(matches!(
-        bench.run_stage(&sample("flux-full"), Denoise),
+        bench.run_stage(&sample("flux-full"), "denoise"),
         Outcome::Completed(_)
     ));
 }
@@ -208,12 +207,12 @@ fn what_others_hold_is_waited_for_without_a_move() {
 #[test]
 fn what_exceeds_the_card_is_never_run_and_nothing_leaves_for_it() {
     let mut bench = bench("32GiB,context=1GiB");
-    bench.run_stage(&sample("flux-full"), EncodeText);
+    bench.run_stage(&sample("flux-full"), "encode_text");
     let calls = bench.calls();
-    let outcome = bench.run_stage(&sample("huge"), Denoise);
+    let outcome = bench.run_stage(&sample("huge"), "denoise");
     let (needed, capacity) = (Bytes::gib(40) + Bytes::mib(1536), Bytes::gib(31));
     assert_eq!(outcome, Outcome::Never { needed, capacity });
-    let mut order = bench.stage(&sample("huge"), Denoise);
+    let mut order = bench.stage(&sample("huge"), "denoise");
     order.allow_low_memory = true;
     assert!(
         matches!(bench.run(order), Outcome::Never { .. }),
@@ -232,7 +231,7 @@ fn low_memory_is_admitted_where_it_was_asked_for() {
         &format!(r#","real_scratch":{{"decode":{}}}"#, 32 * MIB),
     );
     let mut bench = bench("50MiB");
-    let mut order = bench.stage(&model, Decode);
+    let mut order = bench.stage(&model, "decode");
     if let Work::Stage(work) = &mut order.work {
         work.plan.rungs.truncate(1);
     }
@@ -249,8 +248,8 @@ fn low_memory_is_admitted_where_it_was_asked_for() {
 #[test]
 fn a_load_that_is_cancelled_leaves_nothing_and_finished_evictions_stand() {
     let mut bench = bench("32GiB");
-    bench.run_stage(&sample("flux-full"), EncodeText);
-    let order = bench.stage(&sample("flux-full"), Denoise);
+    bench.run_stage(&sample("flux-full"), "encode_text");
+    let order = bench.stage(&sample("flux-full"), "denoise");
     bench.link.cancel_in.set(Some(20));
     assert_eq!(bench.run(order), Outcome::Cancelled);
     bench.link.cancel_in.set(None);
@@ -262,7 +261,7 @@ fn a_load_that_is_cancelled_leaves_nothing_and_finished_evictions_stand() {
             .any(|p| matches!(p, Progress::Loading { .. }))
     );
     assert!(matches!(
-        bench.run_stage(&sample("flux-full"), Denoise),
+        bench.run_stage(&sample("flux-full"), "denoise"),
         Outcome::Completed(_)
     ));
 }
@@ -270,7 +269,7 @@ fn a_load_that_is_cancelled_leaves_nothing_and_finished_evictions_stand() {
 #[test]
 fn what_is_cancelled_before_it_starts_moves_nothing() {
     let mut bench = bench("32GiB");
-    let order = bench.stage(&sample("flux-full"), EncodeText);
+    let order = bench.stage(&sample("flux-full"), "encode_text");
     bench.link.cancel_in.set(Some(0));
     assert_eq!(bench.run(order), Outcome::Cancelled);
     assert_eq!(bench.calls(), Vec::<String>::new());
@@ -279,16 +278,16 @@ fn what_is_cancelled_before_it_starts_moves_nothing() {
 #[test]
 fn a_load_that_fails_leaves_nothing_and_works_the_next_time() {
     let mut bench = bench("32GiB,fail-load=2:io,fail-load=3:damaged");
-    let Outcome::Failed(Failure::Model { message }) = bench.run_stage(&sample("flux-full"), EncodeText)
+    let Outcome::Failed(Failure::Model { message }) = bench.run_stage(&sample("flux-full"), "encode_text")
     else {
         panic!("the second load fails")
     };
     assert!(message.contains("cannot read"), "{message}");
     assert_eq!(bench.resident(), [CLIP], "what was loaded before it stands");
-    let outcome = bench.run_stage(&sample("flux-full"), EncodeText);
+    let outcome = bench.run_stage(&sample("flux-full"), "encode_text");
     assert!(matches!(outcome, Outcome::Failed(Failure::Model { message }) if message.contains("damaged")));
     assert!(matches!(
-        bench.run_stage(&sample("flux-full"), EncodeText),
+        bench.run_stage(&sample("flux-full"), "encode_text"),
         Outcome::Completed(_)
     ));
 }
@@ -296,7 +295,7 @@ fn a_load_that_fails_leaves_nothing_and_works_the_next_time() {
 #[test]
 fn a_load_that_runs_out_of_memory_is_planned_again() {
     let mut bench = bench("32GiB,fail-load=1");
-    let order = bench.stage(&sample("flux-full"), EncodeText);
+    let order = bench.stage(&sample("flux-full"), "encode_text");
     let completed = bench.completed(order);
     assert_eq!(completed.load_seconds.len(), 2);
 }
@@ -305,7 +304,7 @@ fn a_load_that_runs_out_of_memory_is_planned_again() {
 fn a_card_that_never_has_what_it_says_ends_in_out_of_memory() {
     let every: String = (1..20).map(|n| format!(",fail-load={n}")).collect();
     let mut bench = bench(&format!("32GiB{every}"));
-    let outcome = bench.run_stage(&sample("flux-full"), EncodeText);
+    let outcome = bench.run_stage(&sample("flux-full"), "encode_text");
     assert!(matches!(outcome, Outcome::Failed(Failure::OutOfMemory { stage, .. }) if stage == "encode_text"));
     assert_eq!(bench.resident(), Vec::<String>::new());
 }
@@ -315,7 +314,7 @@ fn bytes_that_come_back_late_are_waited_for() {
     let mut bench = bench("31500MiB,lag=200ms");
     let order = bench.load(&sample("flux-full"), &["text_encoder", "text_encoder_2"]);
     bench.completed(order);
-    let Outcome::Wait(shortage) = bench.run_stage(&sample("flux-full"), Denoise) else {
+    let Outcome::Wait(shortage) = bench.run_stage(&sample("flux-full"), "denoise") else {
         panic!("they are late")
     };
     assert_eq!(shortage.cause, WaitCause::LateEviction);
@@ -344,7 +343,7 @@ fn bytes_that_come_back_late_are_waited_for() {
         "whoever waits is told"
     );
     assert!(matches!(
-        bench.run_stage(&sample("flux-full"), Denoise),
+        bench.run_stage(&sample("flux-full"), "denoise"),
         Outcome::Completed(_)
     ));
 }
@@ -354,7 +353,7 @@ fn a_load_that_has_room_does_not_wait_for_late_bytes() {
     let mut bench = bench("32GiB,lag=200ms");
     let order = bench.load(&sample("flux-full"), &["text_encoder", "text_encoder_2"]);
     bench.completed(order);
-    let outcome = bench.run_stage(&sample("flux-full"), Denoise);
+    let outcome = bench.run_stage(&sample("flux-full"), "denoise");
     assert!(
         matches!(outcome, Outcome::Wait(s) if s.cause == WaitCause::LateEviction && s.needed < Bytes::gib(2))
     );
@@ -364,7 +363,7 @@ fn a_load_that_has_room_does_not_wait_for_late_bytes() {
         "only the activations have to wait"
     );
     bench.tick_after(200);
-    let order = bench.stage(&sample("flux-full"), Denoise);
+    let order = bench.stage(&sample("flux-full"), "denoise");
     assert_eq!(bench.completed(order).resident_already, ["transformer"]);
 }
 
@@ -373,7 +372,7 @@ fn low_memory_waits_for_late_bytes_where_weights_have_no_room_without_them() {
     let mut bench = bench("31500MiB,lag=200ms");
     let order = bench.load(&sample("flux-full"), &["text_encoder", "text_encoder_2"]);
     bench.completed(order);
-    let mut order = bench.stage(&sample("flux-full"), Denoise);
+    let mut order = bench.stage(&sample("flux-full"), "denoise");
     order.allow_low_memory = true;
     assert!(matches!(bench.run(order), Outcome::Wait(s) if s.cause == WaitCause::LateEviction));
 }
@@ -383,7 +382,7 @@ fn models_that_are_missing_damaged_or_changed_fail_alone() {
     let folder = tempfile::tempdir().unwrap();
     let path = write_model(folder.path(), "m", "");
     let mut bench = bench("1GiB");
-    let order = bench.stage(&path, Decode);
+    let order = bench.stage(&path, "decode");
     let retried = |n: u64| Order {
         ticket: Ticket(100 + n),
         ..order.clone()

@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use engine::messages::*;
-use pipelines::StageKind::{Decode, Denoise, EncodeText};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use residency::*;
@@ -75,9 +74,9 @@ fn order(bench: &mut Bench, models: &[PathBuf], random: &mut ChaCha8Rng) -> Orde
     let model = &models[random.random_range(0..models.len())];
     let mut order = match random.random_range(0..5) {
         0 => bench.load(model, &["transformer", "vae"]),
-        1 => bench.stage(model, EncodeText),
-        2 | 3 => bench.stage(model, Denoise),
-        _ => bench.stage(model, Decode),
+        1 => bench.stage(model, "encode_text"),
+        2 | 3 => bench.stage(model, "denoise"),
+        _ => bench.stage(model, "decode"),
     };
     order.policy = if random.random() {
         Policy::Shared

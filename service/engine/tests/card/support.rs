@@ -244,19 +244,12 @@ pub(crate) fn write_model(folder: &Path, name: &str, more: &str) -> PathBuf {
     path
 }
 
-pub(crate) fn request(model: &dyn Model) -> ImageRequest {
-    let defaults = model.defaults();
-    ImageRequest {
+pub(crate) fn request(model: &dyn Model) -> Request {
+    Request {
         prompt: "a red cube".into(),
-        width: defaults.width,
-        height: defaults.height,
-        steps: defaults.steps,
-        guidance: defaults.guidance,
         seed: 7,
         max_sequence_length: 16,
-        init_image: None,
-        strength: 1.0,
-        preview: false,
+        ..model.defaults()
     }
 }
 
@@ -283,48 +276,33 @@ impl Bench {
     }
 
     /// An order for a stage, given what it would be given.
-    pub(crate) fn stage(&mut self, path: &Path, kind: StageKind) -> Order {
+    pub(crate) fn stage(&mut self, path: &Path, stage: &str) -> Order {
         let request = request(&*self.open(path));
-        self.stage_of(path, kind, request)
+        self.stage_of(path, stage, request)
     }
 
-    pub(crate) fn stage_of(&mut self, path: &Path, kind: StageKind, request: ImageRequest) -> Order {
+    pub(crate) fn stage_of(&mut self, path: &Path, stage: &str, request: Request) -> Order {
         let model = self.open(path);
-        let plan = model
-            .stages(&request)
-            .into_iter()
-            .find(|plan| plan.kind == kind)
-            .unwrap();
-        let number = HostTensor {
-            dtype: HostType::F32,
-            shape: vec![1],
-            data: vec![0; 4].into(),
-        };
-        let text = EncodedText {
-            tensors: vec![("pooled".into(), number)],
-        };
-        let shape = model.latent_shape(request.width, request.height);
-        let bytes = shape.iter().product::<usize>() * 4;
-        let latent = HostTensor {
-            dtype: HostType::F32,
-            shape,
-            data: vec![0; bytes].into(),
-        };
-        let input = match kind {
-            StageKind::Denoise => StageInput {
-                text: Some(text),
-                latent: None,
-            },
-            StageKind::Decode => StageInput {
-                text: None,
-                latent: Some(latent),
-            },
-            StageKind::EncodeText | StageKind::EncodeImage => StageInput::default(),
-        };
+        let plan = model.plan(&request).unwrap();
+        let plan = plan.into_iter().find(|plan| plan.name == stage).unwrap();
+        let values = plan.takes.iter().map(|value| {
+            let bytes = value.shape.iter().product::<usize>() * 4;
+            let tensor = HostTensor {
+                dtype: HostType::F32,
+                shape: value.shape.clone(),
+                data: vec![0; bytes].into(),
+            };
+            (value.name.clone(), tensor)
+        });
+        let values = values.collect();
+        let components = model.components().iter();
+        let components = components.filter(|c| plan.components.contains(&c.name)).cloned();
         let work = StageWork {
+            components: components.collect(),
+            behind: Vec::new(),
             plan,
             request,
-            input,
+            values,
             preview_interval_ms: 0,
         };
         self.order(path, Work::Stage(Box::new(work)))
@@ -359,8 +337,8 @@ impl Bench {
         ends.remove(0)
     }
 
-    pub(crate) fn run_stage(&mut self, path: &Path, kind: StageKind) -> Outcome {
-        let order = self.stage(path, kind);
+    pub(crate) fn run_stage(&mut self, path: &Path, stage: &str) -> Outcome {
+        let order = self.stage(path, stage);
         self.run(order)
     }
 

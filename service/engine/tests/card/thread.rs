@@ -7,7 +7,6 @@ use std::time::Duration;
 use engine::card::{Card, CardError, CardThread, End, Settings, SystemClock, spawn};
 use engine::messages::*;
 use gpu::*;
-use pipelines::StageKind::Denoise;
 use residency::ComponentId;
 
 use crate::support::*;
@@ -55,7 +54,7 @@ fn until(events: &Receiver<Event>, is_it: impl Fn(&Progress) -> bool) {
 fn orders_run_and_a_shutdown_ends_the_thread() {
     let (thread, events) = start("32GiB");
     let mut bench = bench("32GiB");
-    assert!(thread.send(Command::Run(Box::new(bench.stage(&sample("small"), Denoise)))));
+    assert!(thread.send(Command::Run(Box::new(bench.stage(&sample("small"), "denoise")))));
     assert!(matches!(outcome(&events), Outcome::Completed(_)));
     assert!(thread.send(Command::Shutdown));
     assert!(matches!(thread.join(), End::Shutdown));
@@ -68,7 +67,7 @@ fn a_running_stage_and_a_queued_one_are_cancelled_beside_the_thread() {
     // Nobody waits for the end of one step: a cancel takes effect within it, or the test fails.
     let folder = tempfile::tempdir().unwrap();
     let slow = write_model(folder.path(), "slow", r#","steps_ms":600000"#);
-    let (running, queued) = (bench.stage(&slow, Denoise), bench.stage(&slow, Denoise));
+    let (running, queued) = (bench.stage(&slow, "denoise"), bench.stage(&slow, "denoise"));
     let (first, second) = (running.ticket, queued.ticket);
     thread.send(Command::Cancel(first)); // It was not sent yet: nobody is cancelled.
     thread.send(Command::Run(Box::new(running)));
@@ -79,7 +78,7 @@ fn a_running_stage_and_a_queued_one_are_cancelled_beside_the_thread() {
     commands.send(Command::Cancel(second));
     assert_eq!(outcome(&events), Outcome::Cancelled);
     assert_eq!(outcome(&events), Outcome::Cancelled);
-    thread.send(Command::Run(Box::new(bench.stage(&sample("small"), Denoise))));
+    thread.send(Command::Run(Box::new(bench.stage(&sample("small"), "denoise"))));
     assert!(matches!(outcome(&events), Outcome::Completed(_)));
 }
 
@@ -100,7 +99,7 @@ fn a_slow_load_is_cancelled_beside_the_thread() {
 fn a_lost_card_ends_the_thread() {
     let (thread, events) = start("32GiB,lose-at=denoise:1");
     let mut bench = bench("32GiB");
-    thread.send(Command::Run(Box::new(bench.stage(&sample("small"), Denoise))));
+    thread.send(Command::Run(Box::new(bench.stage(&sample("small"), "denoise"))));
     assert!(matches!(thread.join(), End::Lost(_)));
     assert!(!events.iter().any(|event| matches!(event, Event::Finished { .. })));
 }

@@ -3,11 +3,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use candle_core::Device;
-use gpu::{ComponentTensors, LoadPlan};
+use gpu::LoadPlan;
 use pipelines::{
-    Defaults, ImageRequest, Model, Observer, RequestError, StageError, StageInput, StageKind, StageOutput,
-    StagePlan,
+    Image, Medium, Model, Observer, Request, RequestError, StageError, StagePlan, StageRun, ValueShape,
+    Values,
 };
 use residency::Component;
 
@@ -23,14 +22,8 @@ impl Model for IdleModel {
     fn family(&self) -> &'static str {
         "idle"
     }
-    fn defaults(&self) -> Defaults {
-        Defaults {
-            steps: 1,
-            guidance: 0.0,
-            max_sequence_length: 1,
-            width: 16,
-            height: 16,
-        }
+    fn defaults(&self) -> Request {
+        Request::of(Medium::Image(Image::of(16, 16)), 1, 0.0, 1)
     }
     fn components(&self) -> &[Component] {
         &self.components
@@ -45,37 +38,19 @@ impl Model for IdleModel {
             .map(|(_, file)| file.clone())
             .collect()
     }
-    fn validate(&self, _request: &ImageRequest) -> Result<(), Vec<RequestError>> {
-        Ok(())
+    fn plan(&self, _request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
+        Ok(Vec::new())
     }
-    fn stages(&self, _request: &ImageRequest) -> Vec<StagePlan> {
+    fn request_of(&self, _values: &[ValueShape]) -> Option<Request> {
+        None
+    }
+    fn smaller(&self, _request: &Request) -> Vec<(String, Request)> {
         Vec::new()
     }
-    fn lone_stage(&self, kind: StageKind, _width: u32, _height: u32) -> StagePlan {
-        StagePlan {
-            kind,
-            components: Vec::new(),
-            rungs: Vec::new(),
-            shape: String::new(),
-            steps: 1,
-        }
+    fn smallest(&self) -> Request {
+        self.defaults()
     }
-    fn text_key(&self, _request: &ImageRequest) -> Result<String, RequestError> {
-        Ok(String::new())
-    }
-    fn latent_shape(&self, _width: u32, _height: u32) -> Vec<usize> {
-        Vec::new()
-    }
-    fn run(
-        &self,
-        _plan: &StagePlan,
-        _rung: usize,
-        _request: &ImageRequest,
-        _input: &StageInput,
-        _tensors: &dyn Fn(&str) -> Result<Arc<ComponentTensors>, StageError>,
-        _device: &Device,
-        _observer: &mut dyn Observer,
-    ) -> Result<StageOutput, StageError> {
+    fn run(&self, _stage: &StageRun<'_>, _observer: &mut dyn Observer) -> Result<Values, StageError> {
         Err(StageError::Cancelled)
     }
 }

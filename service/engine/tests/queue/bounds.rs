@@ -3,13 +3,13 @@
 use std::time::Duration;
 
 use engine::Error;
-use engine::job::{JobEventKind, JobSpec, JobWork};
+use engine::job::{JobEventKind, JobSpec};
 use engine::queue::{Job, Queue, Settings};
 use pipelines::InitImage;
 use residency::Bytes;
 use tokio::time::Instant;
 
-use crate::fixture::{load, picture};
+use crate::fixture::{image_of, load, picture, run_of};
 use crate::worker::{Worker, at_rest, end, events, one_card, one_card_with};
 
 /// A load under a key with a deadline in so many seconds (0: none).
@@ -50,12 +50,13 @@ async fn the_latest_deadline_of_all_who_joined_counts() {
     }
 }
 
-/// Four pictures of 6 bytes each.
+/// Bytes of a picture.
+const PICTURE_BYTES: u64 = 3 * 1024 * 1024;
+
+/// Four pictures.
 fn four_pictures() -> JobSpec {
     let mut spec = picture("a", "me", "cats");
-    let JobWork::Generate(generate) = &mut spec.work else {
-        panic!()
-    };
+    let generate = run_of(&mut spec);
     generate.count = 4;
     spec.options.idempotency_key = "key".into();
     spec
@@ -64,7 +65,7 @@ fn four_pictures() -> JobSpec {
 /// Where two unread pictures are the most.
 async fn two_unread() -> (Queue, Worker) {
     one_card_with(Settings {
-        unread_pictures: Bytes(12),
+        unread_pictures: Bytes(2 * PICTURE_BYTES),
         ..Settings::default()
     })
     .await
@@ -72,7 +73,7 @@ async fn two_unread() -> (Queue, Worker) {
 
 async fn pictures(job: &mut Job) -> usize {
     let all = events(job).await;
-    let pictures = all.iter().filter(|e| matches!(e, JobEventKind::Picture { .. }));
+    let pictures = all.iter().filter(|e| matches!(e, JobEventKind::Piece { .. }));
     pictures.count()
 }
 
@@ -128,10 +129,7 @@ async fn a_detached_job_goes_on_without_those_who_do_not_read() {
 /// A picture of a picture of so many bytes.
 fn of_image(bytes: usize) -> JobSpec {
     let mut spec = picture("a", "me", "a cat");
-    let JobWork::Generate(generate) = &mut spec.work else {
-        panic!()
-    };
-    generate.request.init_image = Some(InitImage {
+    image_of(&mut spec).init_image = Some(InitImage {
         width: 1024,
         height: 1024,
         rgb: vec![0; bytes].into(),

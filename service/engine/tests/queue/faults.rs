@@ -36,7 +36,7 @@ async fn a_stage_whose_worker_dies_is_tried_once_more() {
     end(&mut queued).await.unwrap();
     let seen = events(&mut job).await;
     let retries = seen.iter().filter(|event| {
-        matches!(event, JobEventKind::Retrying { reason, stage: "denoise", .. } if reason == "WORKER_DIED")
+        matches!(event, JobEventKind::Retrying { reason, stage, .. } if reason == "WORKER_DIED" && **stage == *"denoise")
     });
     assert_eq!(retries.count(), 1);
     assert!(matches!(seen.last(), Some(JobEventKind::Done(_))));
@@ -95,12 +95,12 @@ async fn a_decode_that_fails_keeps_its_latent_and_a_retry_starts_at_the_decode()
     let seen = events(&mut job).await;
     let denoised = seen
         .iter()
-        .filter(|e| matches!(e, JobEventKind::Stage { name: "denoise", .. }))
+        .filter(|e| matches!(e, JobEventKind::Stage { name, .. } if **name == *"denoise"))
         .count();
     assert_eq!(denoised, 1, "the sampling is paid for once");
     let [
         ..,
-        JobEventKind::Latent { info, picture: 0 },
+        JobEventKind::Latent { info, item: 0 },
         JobEventKind::Failed(_),
     ] = &seen[..]
     else {

@@ -3,13 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use candle_core::Device;
-use engine::job::{Generate, JobOptions, JobSpec, JobWork};
+use engine::job::{JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::Entry;
-use gpu::{ComponentTensors, LoadPlan, WeightFormat};
+use gpu::{LoadPlan, WeightFormat};
 use pipelines::{
-    Defaults, Family, HostTensor, HostType, ImageRequest, Model, ModelError, Observer, Precision, Preset,
-    Quantization, RequestError, Rung, StageError, StageInput, StageKind, StageOutput, StagePlan,
+    Family, HostTensor, HostType, Image, Medium, Model, ModelError, Observer, Precision, Preset,
+    Quantization, Request, RequestError, Role, Rung, StageError, StagePlan, StageRun, ValueShape, Values,
 };
 use residency::{Bytes, Component, ComponentId};
 
@@ -66,14 +65,26 @@ impl FakeModel {
         }
     }
 
-    fn plan(&self, kind: StageKind, component: usize, rungs: Vec<Rung>, shape: String) -> StagePlan {
+    fn stage(&self, name: &str, role: Role, component: usize, rungs: Vec<Rung>, shape: String) -> StagePlan {
         StagePlan {
-            kind,
-            components: vec![self.components[component].clone()],
+            name: name.into(),
+            role,
+            components: vec![self.components[component].name.clone()],
             rungs,
             shape,
             steps: 1,
+            takes: Vec::new(),
+            gives: Vec::new(),
+            per_item: true,
+            memo: None,
         }
+    }
+
+    fn of_vae(&self, name: &str, role: Role, image: &Image) -> StagePlan {
+        let pixels = u64::from(image.width) * u64::from(image.height);
+        let rungs = vec![rung("whole", pixels << 11), rung("strips", pixels << 10)];
+        let shape = format!("{}x{}", image.width, image.height);
+        self.stage(name, role, 2, rungs, shape)
     }
 }
 
@@ -89,14 +100,8 @@ impl Model for FakeModel {
     fn family(&self) -> &'static str {
         "fake"
     }
-    fn defaults(&self) -> Defaults {
-        Defaults {
-            steps: 4,
-            guidance: 0.0,
-            max_sequence_length: 16,
-            width: 1024,
-            height: 1024,
-        }
+    fn defaults(&self) -> Request {
+        Request::of(Medium::Image(Image::of(1024, 1024)), 4, 0.0, 16)
     }
     fn components(&self) -> &[Component] {
         &self.components
@@ -107,51 +112,82 @@ impl Model for FakeModel {
     fn files_of(&self, _component_name: &str) -> Vec<Arc<Path>> {
         Vec::new()
     }
-    fn validate(&self, request: &ImageRequest) -> Result<(), Vec<RequestError>> {
-        if request.width == 0 {
-            return Err(vec![RequestError {
-                field: "width".into(),
-                problem: "is 0".into(),
-            }]);
+    fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
+        let image = request.image().map_err(|problem| vec![problem])?;
+        let &Image { width, height, .. } = image;
+        if width == 0 {
+            return Err(vec![RequestError::new("width", "is 0")]);
         }
-        Ok(())
-    }
-    fn stages(&self, request: &ImageRequest) -> Vec<StagePlan> {
-        let pixels = u64::from(request.width) * u64::from(request.height);
-        let shape = format!("{}x{}", request.width, request.height);
+        let pixels = u64::from(width) * u64::from(height);
         let whole = |bytes| vec![rung("whole", bytes)];
-        let mut stages = vec![self.plan(StageKind::EncodeText, 0, whole(1 << 20), "t16".into())];
-        if request.init_image.is_some() {
-            stages.push(self.lone_stage(StageKind::EncodeImage, request.width, request.height));
+        let value = |name: &str| ValueShape::new(name, latent().shape);
+        let of_image = image.init_image.is_some();
+        let mut stages = vec![StagePlan {
+            gives: vec!["sequence".into()],
+            per_item: false,
+            memo: Some(request.prompt.clone()),
+            ..self.stage("encode_text", Role::Encode, 0, whole(1 << 20), "t16".into())
+        }];
+        if of_image && !request.from_values {
+            stages.push(StagePlan {
+                gives: vec!["latent".into()],
+                ..self.of_vae("encode_image", Role::Encode, image)
+            });
         }
+        let start = (of_image || request.from_values).then(|| value("latent"));
         stages.push(StagePlan {
             steps: request.steps,
-            ..self.plan(StageKind::Denoise, 1, whole(pixels << 10), shape)
+            takes: std::iter::once(value("sequence")).chain(start).collect(),
+            gives: vec!["latent".into()],
+            ..self.stage(
+                "denoise",
+                Role::Sample,
+                1,
+                whole(pixels << 10),
+                format!("{width}x{height}"),
+            )
         });
-        stages.push(self.lone_stage(StageKind::Decode, request.width, request.height));
-        stages
+        stages.push(StagePlan {
+            takes: vec![value("latent")],
+            ..self.of_vae("decode", Role::Decode, image)
+        });
+        Ok(stages)
     }
-    fn lone_stage(&self, kind: StageKind, width: u32, height: u32) -> StagePlan {
-        let pixels = u64::from(width) * u64::from(height);
-        let rungs = vec![rung("whole", pixels << 11), rung("strips", pixels << 10)];
-        self.plan(kind, 2, rungs, format!("{width}x{height}"))
+    fn request_of(&self, values: &[ValueShape]) -> Option<Request> {
+        (values.len() == 1).then(|| self.defaults())
     }
-    fn text_key(&self, request: &ImageRequest) -> Result<String, RequestError> {
-        Ok(request.prompt.clone())
+    fn smaller(&self, request: &Request) -> Vec<(String, Request)> {
+        let smaller = [3, 2, 1].map(|quarters| {
+            let Medium::Image(image) = &request.medium else {
+                panic!()
+            };
+            let side = |side: u32| side * quarters / 4 / 16 * 16;
+            let (width, height) = (side(image.width), side(image.height));
+            let medium = Medium::Image(Image {
+                width,
+                height,
+                ..image.clone()
+            });
+            (
+                format!("{width}x{height}"),
+                Request {
+                    medium,
+                    ..request.clone()
+                },
+            )
+        });
+        smaller.to_vec()
     }
-    fn latent_shape(&self, width: u32, height: u32) -> Vec<usize> {
-        vec![1, 1, height as usize / 8, width as usize / 8]
+    fn smallest(&self) -> Request {
+        let medium = Medium::Image(Image::of(16, 16));
+        Request {
+            prompt: "the smallest".into(),
+            steps: 1,
+            medium,
+            ..self.defaults()
+        }
     }
-    fn run(
-        &self,
-        _plan: &StagePlan,
-        _rung: usize,
-        _request: &ImageRequest,
-        _input: &StageInput,
-        _tensors: &dyn Fn(&str) -> Result<Arc<ComponentTensors>, StageError>,
-        _device: &Device,
-        _observer: &mut dyn Observer,
-    ) -> Result<StageOutput, StageError> {
+    fn run(&self, _stage: &StageRun<'_>, _observer: &mut dyn Observer) -> Result<Values, StageError> {
         Err(StageError::Cancelled)
     }
 }
@@ -185,19 +221,45 @@ pub fn entry(name: &str) -> Arc<Entry> {
     })
 }
 
-pub fn request(prompt: &str) -> ImageRequest {
-    ImageRequest {
+pub fn request(prompt: &str) -> Request {
+    Request {
         prompt: prompt.into(),
-        width: 1024,
-        height: 1024,
-        steps: 4,
-        guidance: 0.0,
         seed: 7,
-        max_sequence_length: 16,
-        init_image: None,
         strength: 0.6,
-        preview: false,
+        ..Request::of(Medium::Image(Image::of(1024, 1024)), 4, 0.0, 16)
     }
+}
+
+/// The run of a specification that has one.
+pub fn run_of(spec: &mut JobSpec) -> &mut Run {
+    match &mut spec.work {
+        JobWork::Run(run) => run,
+        JobWork::Load { .. } => panic!("a load"),
+    }
+}
+
+/// The picture that a specification asks for.
+pub fn image_of(spec: &mut JobSpec) -> &mut Image {
+    match &mut run_of(spec).request.medium {
+        Medium::Image(image) => image,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A picture of a latent in the store.
+pub fn decode(latent: &str) -> JobWork {
+    JobWork::Run(Run {
+        call: "DecodeLatent",
+        request: Request::of(Medium::Image(Image::of(1024, 1024)), 4, 0.0, 16),
+        count: 1,
+        start: Some(Start {
+            latent: latent.into(),
+            role: Role::Decode,
+        }),
+        until: Role::Decode,
+        keep_latent: false,
+        preview_interval_ms: 0,
+    })
 }
 
 /// What a refusal says of the quantizations of a model in full precision that would all fit, in its words.
@@ -217,13 +279,14 @@ pub fn with_formats(mut spec: JobSpec, formats: &[(&str, &str)]) -> JobSpec {
 
 /// A picture of model `name` for a client; each prompt is encoded anew unless it was there before.
 pub fn picture(name: &str, client: &str, prompt: &str) -> JobSpec {
-    let generate = Generate {
+    let run = Run {
+        call: "GenerateImage",
         request: request(prompt),
         count: 1,
+        start: None,
+        until: Role::Decode,
         keep_latent: false,
-        latent_only: false,
         preview_interval_ms: 0,
-        init_latent: None,
     };
     let options = JobOptions {
         client: client.into(),
@@ -232,7 +295,7 @@ pub fn picture(name: &str, client: &str, prompt: &str) -> JobSpec {
     JobSpec {
         options,
         entry: entry(name),
-        work: JobWork::Generate(generate),
+        work: JobWork::Run(run),
     }
 }
 
@@ -271,4 +334,9 @@ pub fn latent() -> HostTensor {
         shape: vec![1, 1, 128, 128],
         data: vec![0; 4 * 128 * 128].into(),
     }
+}
+
+/// The same as a client brings it: without a name.
+pub fn brought() -> Values {
+    Values::from([(String::new(), latent())])
 }

@@ -3,12 +3,13 @@
 use std::time::Duration;
 
 use engine::Error;
-use engine::job::{JobEventKind, JobWork};
+use engine::job::JobEventKind;
 use engine::messages::{Command, Work};
 use engine::queue::Settings;
+use pipelines::{Image, Role};
 use residency::{Bytes, Policy};
 
-use crate::fixture::{REDUCTIONS, latent, picture};
+use crate::fixture::{REDUCTIONS, brought, decode, image_of, picture, run_of};
 use crate::worker::{
     Wire, at_rest, completed, end, events, exclusive, one_card, one_card_with, settle, stage_of, start,
 };
@@ -23,8 +24,10 @@ fn names(events: &[JobEventKind]) -> Vec<String> {
             cached,
             ..
         } => format!("{name} {index}/{of} {cached}"),
-        JobEventKind::Picture { picture, seed, .. } => format!("picture {picture} seed {seed}"),
-        JobEventKind::Latent { picture, .. } => format!("latent {picture}"),
+        JobEventKind::Piece {
+            item: picture, seed, ..
+        } => format!("picture {picture} seed {seed}"),
+        JobEventKind::Latent { item: picture, .. } => format!("latent {picture}"),
         JobEventKind::Done(_) => "done".into(),
         JobEventKind::Failed(error) => format!("failed: {error}"),
         JobEventKind::Retrying { reason, stage, .. } => format!("retrying {reason} {stage}"),
@@ -102,9 +105,7 @@ async fn several_pictures_are_decoded_one_by_one_or_last_as_the_policy_has_it() 
         })
         .await;
         let mut spec = picture("a", "me", "two cats");
-        let JobWork::Generate(generate) = &mut spec.work else {
-            panic!()
-        };
+        let generate = run_of(&mut spec);
         generate.count = 2;
         let mut job = queue.submit(spec).await.unwrap();
         let mut seeds = Vec::new();
@@ -153,9 +154,7 @@ async fn a_latent_that_is_given_up_stays_for_the_jobs_that_need_it() {
     })
     .await;
     let mut spec = picture("a", "me", "a cat");
-    let JobWork::Generate(generate) = &mut spec.work else {
-        panic!()
-    };
+    let generate = run_of(&mut spec);
     generate.keep_latent = true;
     generate.count = 2;
     let mut job = queue.submit(spec).await.unwrap();
@@ -174,7 +173,7 @@ async fn a_latent_that_is_given_up_stays_for_the_jobs_that_need_it() {
         let order = worker.order().await;
         assert_eq!(stage_of(&order), expected);
         if let (Work::Stage(stage), "decode") = (&order.work, expected) {
-            assert!(stage.input.latent.is_some());
+            assert!(stage.values.contains_key("latent"));
         }
         worker.complete(&order);
     }
@@ -184,13 +183,11 @@ async fn a_latent_that_is_given_up_stays_for_the_jobs_that_need_it() {
     assert_eq!(queue.status_now().await.latents, 1, "the second picture's");
 
     // One that is queued behind another.
-    let brought = queue.put_latent(latent(), "path:/a#vae".into()).await.unwrap();
+    let brought = queue.put_latent(brought(), "path:/a#vae".into()).await.unwrap();
     let mut running = queue.submit(picture("a", "me", "a dog")).await.unwrap();
     let busy = worker.order().await;
     let mut spec = picture("a", "me", "");
-    spec.work = JobWork::Decode {
-        latent: brought.id.clone(),
-    };
+    spec.work = decode(&brought.id);
     let mut queued = queue.submit(spec.clone()).await.unwrap();
     assert!(queue.release_latent(&brought.id).await);
     assert!(matches!(queue.submit(spec).await, Err(Error::LatentNotFound(_))));
@@ -213,13 +210,11 @@ async fn a_job_that_is_discarded_leaves_no_latents_at_whatever_time() {
     let (queue, mut worker) = one_card().await;
     let keeping = |prompt: &str| {
         let mut spec = picture("a", "me", prompt);
-        let JobWork::Generate(generate) = &mut spec.work else {
-            panic!()
-        };
+        let generate = run_of(&mut spec);
         (generate.keep_latent, generate.count) = (true, 2);
         spec
     };
-    let brought = queue.put_latent(latent(), "path:/a#vae".into()).await.unwrap();
+    let brought = queue.put_latent(brought(), "path:/a#vae".into()).await.unwrap();
 
     // While its second picture is denoised, by a worker that does not let go before it is.
     let mut running = queue.submit(keeping("one")).await.unwrap();
@@ -260,10 +255,8 @@ async fn a_job_that_is_discarded_leaves_no_latents_at_whatever_time() {
 async fn latents_are_kept_encoded_and_decoded_on_request() {
     let (queue, mut worker) = one_card().await;
     let mut spec = picture("a", "me", "a cat");
-    let JobWork::Generate(generate) = &mut spec.work else {
-        panic!()
-    };
-    generate.latent_only = true;
+    let generate = run_of(&mut spec);
+    generate.until = Role::Sample;
     let mut job = queue.submit(spec).await.unwrap();
     worker.work(1).await;
     worker.work(1).await;
@@ -281,11 +274,11 @@ async fn latents_are_kept_encoded_and_decoded_on_request() {
         .unwrap();
 
     let mut spec = picture("a", "me", "");
-    spec.work = JobWork::Decode { latent: id.clone() };
+    spec.work = decode(&id);
     let mut job = queue.submit(spec.clone()).await.unwrap();
     let order = worker.order().await;
     let Work::Stage(stage) = &order.work else { panic!() };
-    assert!(stage.input.latent.is_some() && stage.request.width == 1024);
+    assert!(stage.values.contains_key("latent") && stage.request.medium.size() == Some((1024, 1024)));
     worker.complete(&order);
     assert_eq!(
         names(&events(&mut job).await)[1..],
@@ -297,28 +290,26 @@ async fn latents_are_kept_encoded_and_decoded_on_request() {
         matches!(queue.submit(spec.clone()).await, Err(Error::LatentMismatch(_))),
         "another VAE's"
     );
-    spec.work = JobWork::Decode {
-        latent: "latent-none".into(),
-    };
+    spec.work = decode("latent-none");
     assert!(matches!(queue.submit(spec).await, Err(Error::LatentNotFound(_))));
 
     let latent = queue.latent(&id).await.unwrap();
     let brought = queue
-        .put_latent(latent.tensor.clone(), latent.info.vae_id.clone())
+        .put_latent(latent.values.clone(), latent.info.decoder_id.clone())
         .await
         .unwrap();
     assert_ne!(brought.id, id);
     for nobody in ["", " "] {
-        let refused = queue.put_latent(latent.tensor.clone(), nobody.into()).await;
+        let refused = queue.put_latent(latent.values.clone(), nobody.into()).await;
         let Err(Error::Invalid(problems)) = refused else {
             panic!("a latent of no VAE was taken: {refused:?}")
         };
         assert_eq!(problems[0].field, "info.vae_id");
     }
-    let mut wrong = latent.tensor;
-    wrong.shape[0] = 3;
+    let mut wrong = latent.values;
+    wrong.get_mut("latent").unwrap().shape[0] = 3;
     assert!(matches!(
-        queue.put_latent(wrong, latent.info.vae_id).await,
+        queue.put_latent(wrong, latent.info.decoder_id).await,
         Err(Error::LatentMismatch(_))
     ));
     tokio::time::sleep(Duration::from_secs(601)).await;
@@ -333,10 +324,7 @@ async fn latents_are_kept_encoded_and_decoded_on_request() {
 async fn what_exceeds_the_card_is_refused_at_once_with_what_would_fit() {
     let (queue, mut worker) = one_card().await;
     let mut spec = picture("a", "me", "a wall");
-    let JobWork::Generate(generate) = &mut spec.work else {
-        panic!()
-    };
-    (generate.request.width, generate.request.height) = (4096, 4096);
+    *image_of(&mut spec) = Image::of(4096, 4096);
     let mut job = queue.submit(spec.clone()).await.unwrap();
     let Err(Error::NeverFits(shortfall)) = end(&mut job).await else {
         panic!()
@@ -362,6 +350,7 @@ async fn what_exceeds_the_card_is_refused_at_once_with_what_would_fit() {
     worker.work(1).await;
     let order = worker.order().await;
     assert!(order.allow_low_memory && stage_of(&order) == "denoise");
+    worker.deliver(&order);
     worker.finish(order.ticket, completed(&order, Vec::new()));
     worker.work(1).await;
     end(&mut risky).await.unwrap();
@@ -376,10 +365,7 @@ async fn a_model_that_is_damaged_or_a_field_that_is_wrong_is_refused() {
         Err(Error::ModelDamaged(_))
     ));
     let mut spec = picture("a", "me", "");
-    let JobWork::Generate(generate) = &mut spec.work else {
-        panic!()
-    };
-    generate.request.width = 0;
+    image_of(&mut spec).width = 0;
     assert!(matches!(queue.submit(spec).await, Err(Error::Invalid(_))));
     let (full, _worker) = one_card_with(Settings {
         max_jobs: 1,
@@ -445,8 +431,9 @@ async fn a_plan_says_what_would_happen_and_does_nothing() {
     let stages: Vec<_> = plan
         .stages
         .iter()
-        .map(|stage| (stage.name, stage.moves.len()))
+        .map(|stage| (stage.name.clone(), stage.moves.len()))
         .collect();
+    let stages: Vec<_> = stages.iter().map(|(name, n)| (&**name, *n)).collect();
     assert_eq!(stages, [("encode_text", 1), ("denoise", 1), ("decode", 1)]);
     assert!(matches!(
         queue.plan(picture("a", "me", "a cat"), "sim:9").await,

@@ -164,6 +164,7 @@ async fn who_allows_low_memory_runs_when_patience_is_over() {
     let before = tokio::time::Instant::now();
     let order = worker.order().await;
     assert!(order.allow_low_memory && before.elapsed().as_secs() == 7);
+    worker.deliver(&order);
     worker.finish(order.ticket, crate::worker::completed(&order, Vec::new()));
     end(&mut job).await.unwrap();
     at_rest(&queue).await;
@@ -448,6 +449,7 @@ async fn patience_stands_still_while_our_own_jobs_are_in_the_way() {
     assert_eq!(queue.jobs(false).await[0].state, "queued");
     worker.ledger.release(lease, worker.now()).unwrap();
     worker.set_foreign(Bytes::gib(14));
+    worker.deliver(&order);
     worker.finish(order.ticket, crate::worker::completed(&order, Vec::new()));
     end(&mut small).await.unwrap();
     let before = tokio::time::Instant::now();

@@ -8,7 +8,7 @@ use std::time::Duration;
 use engine::job::{JobEventKind, JobSpec, JobWork, Priority};
 use engine::messages::{Answer, Command, Event, Failure, Order, Outcome, Progress, Ticket};
 use engine::queue::{Job, Queue, Settings};
-use pipelines::StageOutput;
+use pipelines::{Image, Medium};
 use rand::rngs::StdRng;
 use rand::seq::{IndexedMutRandom, IndexedRandom};
 use rand::{Rng, SeedableRng};
@@ -17,10 +17,10 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::fixture::{entry, load, picture, swap};
-use crate::worker::{Wire, Worker, at_rest, completed, settle, start};
+use crate::worker::{Wire, Worker, at_rest, completed, piece_of, settle, start};
 
-/// What a picture of a dead worker looks like.
-const DEAD: [u8; 3] = [66, 66, 66];
+/// Every number of a picture of a dead worker.
+const DEAD: u8 = 0xde;
 
 /// A worker that does one thing at a time, and forgets all when it dies.
 struct Played {
@@ -85,11 +85,16 @@ impl Played {
     /// A worker that was lost says that all went well.
     fn haunt(&mut self) {
         for (generation, order) in &self.past {
-            let Outcome::Completed(mut done) = completed(order, Vec::new()) else {
+            let Outcome::Completed(done) = completed(order, Vec::new()) else {
                 continue;
             };
-            if let Some(StageOutput::Picture { rgb, .. }) = &mut done.output {
-                *rgb = DEAD.to_vec().into();
+            let ticket = order.ticket;
+            if let Some(mut piece) = piece_of(order) {
+                piece.data = vec![DEAD; piece.data.len()].into();
+                let progress = Progress::Piece(piece);
+                let event = Event::Progress { ticket, progress };
+                self.worker
+                    .signal(*generation, engine::queue::Signal::Event(event));
             }
             let (ticket, outcome) = (order.ticket, Outcome::Completed(done));
             let event = Event::Finished { ticket, outcome };
@@ -162,11 +167,11 @@ fn random_job(random: &mut StdRng, number: u64) -> JobSpec {
         1 => load(model, client, &[]),
         _ => picture(model, client, &format!("prompt {}", number % 7)),
     };
-    if let JobWork::Generate(generate) = &mut spec.work {
+    if let JobWork::Run(generate) = &mut spec.work {
         generate.count = random.random_range(1..3);
         generate.keep_latent = random.random_bool(0.2);
         if random.random_bool(0.05) {
-            generate.request.width = 8192;
+            generate.request.medium = Medium::Image(Image::of(8192, 1024));
         }
     }
     spec.options.priority = *[Priority::Low, Priority::Normal, Priority::High]
@@ -205,7 +210,7 @@ async fn listen(mut job: Job, for_events: usize, ends: Ends) {
                     .unwrap_or_default()
                     .to_owned();
             }
-            JobEventKind::Picture { rgb, .. } => assert_ne!(rgb[..], DEAD, "no success from the dead"),
+            JobEventKind::Piece { piece, .. } => assert_ne!(piece.data[0], DEAD, "no success from the dead"),
             _ => {}
         }
     }

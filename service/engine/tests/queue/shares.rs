@@ -163,7 +163,7 @@ async fn a_key_joins_the_job_that_is_there_and_the_one_that_has_just_ended() {
         let lasting = |e: &&JobEventKind| {
             matches!(
                 e,
-                JobEventKind::Stage { .. } | JobEventKind::Picture { .. } | JobEventKind::Done(_)
+                JobEventKind::Stage { .. } | JobEventKind::Piece { .. } | JobEventKind::Done(_)
             )
         };
         events.iter().filter(lasting).cloned().collect()
@@ -222,6 +222,7 @@ async fn a_slow_reader_gets_the_latest_step_and_every_event_that_matters() {
     for n in 1..=1000 {
         worker.progress(order.ticket, Progress::Step { n, of: 1000 });
     }
+    worker.deliver(&order);
     worker.finish(order.ticket, crate::worker::completed(&order, Vec::new()));
     worker.work(1).await;
     let seen = events(&mut job).await;
@@ -234,7 +235,7 @@ async fn a_slow_reader_gets_the_latest_step_and_every_event_that_matters() {
         [&JobEventKind::Step {
             n: 1000,
             of: 1000,
-            picture: 0
+            item: 0
         }]
     );
     assert_eq!(
@@ -245,7 +246,7 @@ async fn a_slow_reader_gets_the_latest_step_and_every_event_that_matters() {
     );
     assert_eq!(
         seen.iter()
-            .filter(|e| matches!(e, JobEventKind::Picture { .. }))
+            .filter(|e| matches!(e, JobEventKind::Piece { .. }))
             .count(),
         1
     );

@@ -62,7 +62,7 @@ async fn a_job_teaches_its_peaks_to_those_of_as_many_steps_alone() {
     let predicted = scratch_of_denoise(&queue, &mut worker, "a").await;
     let of_steps = |steps| {
         let mut spec = picture("a", "me", "a cat");
-        if let JobWork::Generate(generate) = &mut spec.work {
+        if let JobWork::Run(generate) = &mut spec.work {
             generate.request.steps = steps;
         }
         spec

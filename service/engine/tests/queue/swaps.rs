@@ -8,7 +8,6 @@ use engine::Error;
 use engine::job::{JobEventKind, JobReport, JobWork};
 use engine::messages::{Command, Failure, Order, Outcome, Shortage};
 use engine::queue::{Job, Queue, Settings};
-use pipelines::StageOutput;
 use residency::{Bytes, WaitCause};
 use tokio::time::Instant;
 
@@ -102,12 +101,12 @@ fn report(seen: &[JobEventKind]) -> &JobReport {
 }
 
 fn restorings(seen: &[JobEventKind]) -> usize {
-    let is_one = |event: &&JobEventKind| matches!(event, JobEventKind::Retrying { reason, stage: "restore", .. } if reason == "RESTORING");
+    let is_one = |event: &&JobEventKind| matches!(event, JobEventKind::Retrying { reason, stage, .. } if reason == "RESTORING" && **stage == *"restore");
     seen.iter().filter(is_one).count()
 }
 
-fn stages(seen: &[JobEventKind]) -> Vec<&'static str> {
-    report(seen).stages.iter().map(|stage| stage.name).collect()
+fn stages(seen: &[JobEventKind]) -> Vec<&str> {
+    report(seen).stages.iter().map(|stage| &*stage.name).collect()
 }
 
 fn pinned_by_worker(worker: &Worker) -> BTreeSet<String> {
@@ -168,7 +167,7 @@ async fn where_both_fit_the_old_model_stays_until_the_new_one_is_proven() {
     assert!(
         !seen
             .iter()
-            .any(|event| matches!(event, JobEventKind::Picture { .. } | JobEventKind::Latent { .. }))
+            .any(|event| matches!(event, JobEventKind::Piece { .. } | JobEventKind::Latent { .. }))
     );
     assert_eq!(on_card(&worker), whole("small"));
     assert_eq!(pinned(&queue).await, ["small"]);
@@ -251,13 +250,7 @@ fn another_picture(order: &Order) -> Outcome {
     let Outcome::Completed(mut report) = completed(order, Vec::new()) else {
         panic!()
     };
-    let rgb = vec![0; 3 * 8 * 8];
-    let (width, height) = (8, 8);
-    report.output = Some(StageOutput::Picture {
-        width,
-        height,
-        rgb: rgb.into(),
-    });
+    report.values.clear();
     Outcome::Completed(report)
 }
 
@@ -705,7 +698,7 @@ async fn orders_of_swap(
     let encoded: Vec<bool> = report(&seen)
         .stages
         .iter()
-        .filter(|stage| stage.name == "encode_text")
+        .filter(|stage| *stage.name == *"encode_text")
         .map(|stage| stage.cached)
         .collect();
     assert_eq!(encoded, [!orders.contains(&"encode_text")], "told in the report");

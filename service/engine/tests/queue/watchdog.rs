@@ -3,13 +3,13 @@
 
 use std::time::Duration;
 
-use engine::job::{JobEventKind, JobSpec, JobWork};
+use engine::job::{JobEventKind, JobSpec};
 use engine::messages::{Command, Order, Progress};
 use engine::queue::{Job, Queue, Settings};
 use residency::Bytes;
 use tokio::time::Instant;
 
-use crate::fixture::{load, picture};
+use crate::fixture::{image_of, load, picture};
 use crate::worker::{Wire, Worker, at_rest, completed, end, events, needs, one_card_with, settle, stage_of};
 
 const FLOOR: u64 = 10;
@@ -48,6 +48,7 @@ async fn paint(queue: &Queue, worker: &mut Worker, step_ms: u64) {
     for n in 1..=4 {
         step(worker, &order, n, step_ms).await;
     }
+    worker.deliver(&order);
     worker.finish(order.ticket, completed(&order, resident));
     worker.work(1).await;
     end(&mut job).await.unwrap();
@@ -156,9 +157,7 @@ async fn another_shape_teaches_nothing() {
     let (queue, mut worker) = watched().await;
     paint(&queue, &mut worker, 50).await;
     let mut larger = picture("a", "me", "a dog");
-    if let JobWork::Generate(generate) = &mut larger.work {
-        generate.request.width = 1280;
-    }
+    image_of(&mut larger).width = 1280;
     let (_job, _) = two_steps(&queue, &mut worker, larger, 50).await;
     assert_eq!(silent_for(&mut worker).await.0, LIMIT);
 }
@@ -173,6 +172,7 @@ async fn what_follows_the_last_step_counts_for_a_card_that_is_behind_its_reports
         step(&worker, &order, n, 10).await;
     }
     tokio::time::sleep(Duration::from_secs(6)).await;
+    worker.deliver(&order);
     worker.finish(order.ticket, completed(&order, resident));
     worker.work(1).await;
     end(&mut job).await.unwrap();
@@ -193,6 +193,7 @@ async fn a_limit_that_was_too_strict_is_not_held_against_the_next_attempt() {
     for n in 1..=4 {
         step(&worker, &order, n, 35_000).await; // the machine is busy with something else
     }
+    worker.deliver(&order);
     worker.finish(order.ticket, completed(&order, resident));
     worker.work(1).await;
     end(&mut job).await.unwrap();
@@ -213,6 +214,7 @@ async fn a_stage_without_steps_has_ten_times_as_long_as_it_ran_in_this_worker() 
     let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
     let order = until_stage(&mut worker, "decode").await;
     let resident = decode(&mut worker, &order);
+    worker.deliver(&order);
     worker.finish(order.ticket, slow(&order, resident));
     end(&mut job).await.unwrap();
 

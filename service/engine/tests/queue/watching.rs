@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use engine::Error;
-use engine::job::{JobEventKind, JobWork};
+use engine::job::JobEventKind;
 use engine::messages::{Answer, Command, Event, Progress};
 use engine::queue::{Settings, StatusReport};
 use residency::Bytes;
 
-use crate::fixture::{entry, latent, load, picture};
+use crate::fixture::{brought, entry, load, picture, run_of};
 use crate::worker::{
     Wire, at_rest, completed, end, events, needs, one_card, one_card_with, settle, stage_of,
 };
@@ -21,7 +21,7 @@ async fn watchers_hear_of_what_expires() {
     })
     .await;
     let mut status = queue.status();
-    queue.put_latent(latent(), "vae".into()).await.unwrap();
+    queue.put_latent(brought(), "vae".into()).await.unwrap();
     let asking = queue.clone();
     let reserve = tokio::spawn(async move {
         let ttl = Duration::from_secs(40);
@@ -90,6 +90,7 @@ async fn a_slow_reader_sees_every_component_come_in_to_its_end() {
         let (component, done) = (component.clone(), component.bytes);
         worker.progress(order.ticket, Progress::Loading { component, done });
     }
+    worker.deliver(&order);
     worker.finish(order.ticket, completed(&order, Vec::new()));
     settle().await;
     let seen = events(&mut job).await;
@@ -109,9 +110,7 @@ async fn a_slow_reader_sees_every_component_come_in_to_its_end() {
 async fn a_slow_reader_sees_every_picture_come_to_its_last_step() {
     let (queue, mut worker) = one_card().await;
     let mut spec = picture("a", "me", "two cats");
-    let JobWork::Generate(generate) = &mut spec.work else {
-        panic!()
-    };
+    let generate = run_of(&mut spec);
     generate.count = 2;
     let mut job = queue.submit(spec).await.unwrap();
     worker.work(1).await;
@@ -130,17 +129,18 @@ async fn a_slow_reader_sees_every_picture_come_to_its_last_step() {
             };
             worker.progress(order.ticket, preview);
         }
+        worker.deliver(&order);
         worker.finish(order.ticket, completed(&order, Vec::new()));
         settle().await;
     }
     let seen = events(&mut job).await;
-    let mut stage = "";
+    let mut stage = String::new();
     let (mut steps, mut previews) = (Vec::new(), Vec::new());
     for event in &seen {
         match event {
-            JobEventKind::Stage { name, .. } => stage = *name,
-            JobEventKind::Step { n, picture, .. } => steps.push((*picture, stage, *n)),
-            JobEventKind::Preview { step, picture, .. } => previews.push((*picture, stage, *step)),
+            JobEventKind::Stage { name, .. } => stage = name.to_string(),
+            JobEventKind::Step { n, item, .. } => steps.push((*item, stage.clone(), *n)),
+            JobEventKind::Preview { step, item, .. } => previews.push((*item, stage.clone(), *step)),
             _ => {}
         }
     }
@@ -150,6 +150,7 @@ async fn a_slow_reader_sees_every_picture_come_to_its_last_step() {
         (1, "denoise", 40),
         (1, "decode", 7),
     ];
+    let last = last.map(|(item, stage, n)| (item, stage.to_owned(), n));
     assert_eq!((&steps[..], &previews[..]), (&last[..], &last[..]));
     at_rest(&queue).await;
 }

@@ -11,7 +11,7 @@ use engine::messages::{
 };
 use engine::queue::{CardPort, CardSignal, CardSlot, Job, Queue, Settings, Signal};
 use gpu::{CardDescription, CardKind, Unloaded};
-use pipelines::{Catalogue, EncodedText, Rung, StageKind, StageOutput};
+use pipelines::{Catalogue, Piece, Rung, Values};
 use residency::{
     Bytes, Component, ComponentId, DriverTruth, HoldId, Ledger, Millis, Move, Policy, ReservationId,
 };
@@ -315,10 +315,20 @@ impl Worker {
         Ok(resident)
     }
 
+    /// What a decode delivers.
+    pub fn deliver(&self, order: &Order) {
+        if let Some(piece) = piece_of(order) {
+            self.progress(order.ticket, Progress::Piece(piece));
+        }
+    }
+
     /// Does all that an order asks for, at once.
     pub fn complete(&mut self, order: &Order) {
         let outcome = match self.begin(order) {
-            Ok(resident) => completed(order, resident),
+            Ok(resident) => {
+                self.deliver(order);
+                completed(order, resident)
+            }
             Err(outcome) => outcome,
         };
         self.finish(order.ticket, outcome);
@@ -367,14 +377,16 @@ impl Worker {
 pub fn needs(order: &Order) -> (&[Component], &[Rung]) {
     match &order.work {
         Work::Load(components) => (components, &[]),
-        Work::Stage(stage) => (&stage.plan.components, &stage.plan.rungs),
+        Work::Stage(stage) => (&stage.components, &stage.plan.rungs),
     }
 }
+
+const STAGES: [&str; 4] = ["encode_text", "encode_image", "denoise", "decode"];
 
 pub fn stage_of(order: &Order) -> &'static str {
     match &order.work {
         Work::Load(_) => "load",
-        Work::Stage(stage) => stage.plan.kind.name(),
+        Work::Stage(stage) => STAGES.into_iter().find(|name| stage.plan.name == *name).unwrap(),
     }
 }
 
@@ -383,7 +395,7 @@ pub fn completed(order: &Order, resident_already: Vec<String>) -> Outcome {
     let (components, rungs) = needs(order);
     let predicted = rungs.first().map_or(Bytes::ZERO, |rung| rung.scratch);
     Outcome::Completed(Box::new(Completed {
-        output: output_of(order),
+        values: values_of(order),
         chunking: rungs.first().map(|rung| rung.label.clone()).unwrap_or_default(),
         approximate: false,
         resident_already,
@@ -401,26 +413,22 @@ pub fn completed(order: &Order, resident_already: Vec<String>) -> Outcome {
     }))
 }
 
-fn output_of(order: &Order) -> Option<StageOutput> {
+fn values_of(order: &Order) -> Values {
+    let Work::Stage(stage) = &order.work else {
+        return Values::new();
+    };
+    let gives = stage.plan.gives.iter().map(|name| (name.clone(), latent()));
+    gives.collect()
+}
+
+/// What a decode delivers: a picture of the size that was asked for, whose bytes are few where it is large.
+pub fn piece_of(order: &Order) -> Option<Piece> {
     let Work::Stage(stage) = &order.work else {
         return None;
     };
-    Some(match stage.plan.kind {
-        StageKind::EncodeText => StageOutput::Text(EncodedText {
-            tensors: vec![("sequence".into(), latent())],
-        }),
-        StageKind::EncodeImage | StageKind::Denoise => StageOutput::Latent(latent()),
-        StageKind::Decode if stage.request.width < 64 => {
-            let (width, height) = (stage.request.width, stage.request.height);
-            let rgb = vec![7; 3 * width as usize * height as usize].into();
-            StageOutput::Picture { width, height, rgb }
-        }
-        StageKind::Decode => StageOutput::Picture {
-            width: 2,
-            height: 1,
-            rgb: vec![1, 2, 3, 4, 5, 6].into(),
-        },
-    })
+    let (width, height) = stage.request.medium.size()?;
+    let bytes = 3 * width as usize * height as usize;
+    (stage.plan.name == "decode").then(|| Piece::image(width, height, vec![7; bytes]))
 }
 
 /// All events of a job to its end.

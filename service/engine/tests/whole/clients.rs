@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use engine::job::{Generate, JobEventKind, JobOptions, JobSpec, JobWork, Priority};
+use engine::job::{JobEventKind, JobOptions, JobSpec, JobWork, Priority, Run, Start};
 use engine::queue::Job;
-use pipelines::ImageRequest;
+use pipelines::{Request, Role};
 use rand::Rng;
 use rand::seq::IndexedRandom;
 use rand_chacha::ChaCha8Rng;
@@ -51,7 +51,7 @@ pub(crate) fn random_wish(
         random.random_range(1..4),
     );
     let request = request(&prompt, steps, random.random_range(0..4), from_image);
-    let mut paint = |request: &ImageRequest| {
+    let mut paint = |request: &Request| {
         let key = format!("{prompt} {steps} {} {from_image}", request.seed);
         painted
             .entry(key)
@@ -78,35 +78,60 @@ pub(crate) fn random_wish(
                 Vec::new(),
             )
         }
-        2 if from_image => (JobWork::Encode { request }, Vec::new()),
+        2 if from_image => {
+            let run = Run {
+                call: "EncodeImage",
+                until: Role::Encode,
+                keep_latent: true,
+                ..run_of(request)
+            };
+            (JobWork::Run(run), Vec::new())
+        }
         3 | 4 if !heard.latents.is_empty() => {
             let (latent, picture) = heard.latents.choose(random).unwrap().clone();
-            (JobWork::Decode { latent }, vec![picture])
+            let start = Start {
+                latent,
+                role: Role::Decode,
+            };
+            let run = Run {
+                call: "DecodeLatent",
+                start: Some(start),
+                ..run_of(request)
+            };
+            (JobWork::Run(run), vec![picture])
         }
         _ => {
             let count = random.random_range(1..3);
-            let generate = Generate {
-                count,
-                keep_latent: random.random_ratio(1, 3),
-                latent_only: random.random_ratio(1, 12),
-                preview_interval_ms: 0,
-                init_latent: None,
-                request: request.clone(),
-            };
-            let pictures = (0..u64::from(count)).map(|n| {
-                paint(&ImageRequest {
-                    seed: request.seed + n,
-                    ..request.clone()
-                })
-            });
+            let keep_latent = random.random_ratio(1, 3);
+            let latent_only = random.random_ratio(1, 12);
+            let pictures = (0..count).map(|item| paint(&request.of_item(item)));
             let pictures = pictures.collect();
-            (JobWork::Generate(generate), pictures)
+            let run = Run {
+                count,
+                keep_latent,
+                until: if latent_only { Role::Sample } else { Role::Decode },
+                ..run_of(request)
+            };
+            (JobWork::Run(run), pictures)
         }
     };
     let options = random_options(random);
     let entry = models.entry(name);
     let spec = JobSpec { options, entry, work };
     Wish { spec, pictures }
+}
+
+/// A picture of a request.
+fn run_of(request: Request) -> Run {
+    Run {
+        call: "GenerateImage",
+        request,
+        count: 1,
+        start: None,
+        until: Role::Decode,
+        keep_latent: false,
+        preview_interval_ms: 0,
+    }
 }
 
 fn random_options(random: &mut ChaCha8Rng) -> JobOptions {
@@ -166,8 +191,9 @@ pub(crate) async fn listen(
                 let name = name.split(['(', ' ']).next().unwrap_or_default().to_owned();
                 *ears.lock().unwrap().ends.entry(name).or_default() += 1;
             }
-            JobEventKind::Picture { rgb, picture, .. } => {
+            JobEventKind::Piece { piece, item, .. } => {
                 painted += 1;
+                let (rgb, picture) = (&piece.data, item);
                 if rgb.iter().all(|&number| number == DEAD) {
                     let what = "a picture that a dead worker painted".to_owned();
                     found(Invariant::NothingOfTheDeadCounts, what);
@@ -179,8 +205,8 @@ pub(crate) async fn listen(
                     found(Invariant::PicturesAreRight, what);
                 }
             }
-            JobEventKind::Latent { info, picture } => {
-                if let Some(expected) = pictures.get(picture as usize) {
+            JobEventKind::Latent { info, item } => {
+                if let Some(expected) = pictures.get(item as usize) {
                     let mut ears = ears.lock().unwrap();
                     ears.latents.push((info.id, expected.clone()));
                 }

@@ -7,7 +7,7 @@ use candle_core::{DType, Device};
 use engine::library::Entry;
 use gpu::ComponentTensors;
 use pipelines::{
-    Catalogue, ImageRequest, InitImage, Model, Observer, Precision, StageInput, StageKind, StageOutput,
+    Catalogue, Image, InitImage, Medium, Model, Observer, Piece, Precision, Request, StageRun, Values,
 };
 
 const MIB: u64 = 1 << 20;
@@ -94,83 +94,56 @@ impl Models {
     }
 
     /// The picture that a request leads to.
-    pub(crate) fn paint(&self, request: &ImageRequest) -> bytes::Bytes {
-        let run = |kind: StageKind, input: StageInput| {
-            let plan = self.painter.lone_stage(kind, SIDE, SIDE);
-            let stages = self.painter.stages(request);
-            let plan = stages
-                .into_iter()
-                .find(|stage| stage.kind == kind)
-                .unwrap_or(plan);
+    pub(crate) fn paint(&self, request: &Request) -> bytes::Bytes {
+        let (mut values, mut painted) = (Values::new(), Painted::default());
+        for plan in self.painter.plan(request).unwrap() {
             let tensors = |_: &str| Ok(Arc::new(ComponentTensors::default()));
-            let output = self.painter.run(
-                &plan,
-                0,
+            let stage = StageRun {
+                plan: &plan,
+                rung: 0,
                 request,
-                &input,
-                &tensors,
-                &Device::Cpu,
-                &mut NobodyWatches,
-            );
-            output.unwrap()
-        };
-        let StageOutput::Text(text) = run(StageKind::EncodeText, StageInput::default()) else {
-            panic!("text is encoded to text")
-        };
-        let encoded = request
-            .init_image
-            .as_ref()
-            .map(|_| run(StageKind::EncodeImage, StageInput::default()));
-        let init = match encoded {
-            Some(StageOutput::Latent(latent)) => Some(latent),
-            _ => None,
-        };
-        let input = StageInput {
-            text: Some(text),
-            latent: init,
-        };
-        let StageOutput::Latent(latent) = run(StageKind::Denoise, input) else {
-            panic!("denoising makes a latent")
-        };
-        let input = StageInput {
-            text: None,
-            latent: Some(latent),
-        };
-        match run(StageKind::Decode, input) {
-            StageOutput::Picture { rgb, .. } => rgb,
-            other => panic!("decoding makes a picture, not {other:?}"),
+                values: &values,
+                tensors: &tensors,
+                device: &Device::Cpu,
+            };
+            let given = self.painter.run(&stage, &mut painted).unwrap();
+            values.extend(given);
         }
+        painted.0.unwrap().data
     }
 }
 
-pub(crate) fn request(prompt: &str, steps: u32, seed: u64, from_image: bool) -> ImageRequest {
+pub(crate) fn request(prompt: &str, steps: u32, seed: u64, from_image: bool) -> Request {
     let image = InitImage {
         width: SIDE,
         height: SIDE,
         rgb: vec![40; (SIDE * SIDE * 3) as usize].into(),
     };
-    ImageRequest {
-        prompt: prompt.into(),
-        width: SIDE,
-        height: SIDE,
-        steps,
-        guidance: 3.5,
-        seed,
-        max_sequence_length: 16,
+    let image = Image {
         init_image: from_image.then_some(image),
+        ..Image::of(SIDE, SIDE)
+    };
+    Request {
+        prompt: prompt.into(),
+        seed,
         strength: 0.6,
-        preview: false,
+        ..Request::of(Medium::Image(image), steps, 3.5, 16)
     }
 }
 
-struct NobodyWatches;
+/// What a stage delivered.
+#[derive(Default)]
+struct Painted(Option<Piece>);
 
-impl Observer for NobodyWatches {
+impl Observer for Painted {
     fn step(&mut self, _n: u32, _of: u32) {}
     fn wants_preview(&mut self) -> bool {
         false
     }
     fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
+    fn deliver(&mut self, piece: Piece) {
+        self.0 = Some(piece);
+    }
     fn cancelled(&self) -> bool {
         false
     }

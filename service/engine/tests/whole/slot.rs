@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use engine::messages::{Answer, Command, Event, Order, Outcome, Standing, Ticket, Work};
+use engine::messages::{Answer, Command, Event, Order, Outcome, Progress, Standing, Ticket, Work};
 use engine::queue::{CardPort, CardSignal, Signal};
 use gpu::{SimulatedSettings, SimulatedWorld, Unloaded};
-use pipelines::StageOutput;
+use pipelines::{Piece, Role, Values};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use residency::{Bytes, ComponentId, DriverTruth, Ledger, Millis, ResidentState, StageNeed};
@@ -374,7 +374,10 @@ impl Slot {
         }
         match &self.order {
             Some(order) => match &order.work {
-                Work::Stage(stage) if leased => stage.plan.kind.name(),
+                Work::Stage(stage) if leased => ["encode_text", "encode_image", "denoise", "decode"]
+                    .into_iter()
+                    .find(|name| stage.plan.name == *name)
+                    .unwrap_or("another stage"),
                 _ if in_state(ResidentState::Loading) => "loading",
                 _ => "beginning",
             },
@@ -420,9 +423,9 @@ impl Slot {
     /// A success of an order that was never carried out.
     fn invented(&self, order: &Order) -> Option<Outcome> {
         let ledger = Ledger::new(self.settings.capacity, Bytes::ZERO);
-        let completed = |output| {
+        let completed = |values| {
             Outcome::Completed(Box::new(engine::messages::Completed {
-                output,
+                values,
                 chunking: "whole".into(),
                 approximate: false,
                 resident_already: Vec::new(),
@@ -437,12 +440,8 @@ impl Slot {
             }))
         };
         match &order.work {
-            Work::Load(_) => Some(completed(None)),
-            Work::Stage(stage) if stage.plan.kind == pipelines::StageKind::Decode => {
-                let (width, height) = (stage.request.width, stage.request.height);
-                let rgb = vec![DEAD; width as usize * height as usize * 3].into();
-                Some(completed(Some(StageOutput::Picture { width, height, rgb })))
-            }
+            Work::Load(_) => Some(completed(Values::new())),
+            Work::Stage(stage) if stage.plan.role == Role::Decode => Some(completed(Values::new())),
             Work::Stage(_) => None,
         }
     }
@@ -470,6 +469,10 @@ impl Slot {
         };
         if let Some(outcome) = heard {
             let ticket = order.ticket;
+            if let Some(piece) = dead_piece_of(order) {
+                let progress = Progress::Piece(piece);
+                self.signal(Signal::Event(Event::Progress { ticket, progress }));
+            }
             self.signal(Signal::Event(Event::Finished { ticket, outcome }));
         }
     }
@@ -505,16 +508,17 @@ impl Slot {
                         return Err((Invariant::OneOrderAtATime, what));
                     };
                     records.note(name_of(outcome));
-                    if let Outcome::Completed(completed) = outcome {
+                    if let Outcome::Completed(_) = outcome {
                         *records.completed.entry(order.job).or_default() += 1;
-                        if self.defect == Defect::PaintsSomethingElse
-                            && let Some(StageOutput::Picture { rgb, .. }) = &mut completed.output
-                        {
-                            let mut other = rgb.to_vec();
-                            other[0] ^= 1;
-                            *rgb = other.into();
-                        }
                     }
+                }
+                Event::Progress {
+                    progress: Progress::Piece(piece),
+                    ..
+                } if self.defect == Defect::PaintsSomethingElse => {
+                    let mut other = piece.data.to_vec();
+                    other[0] ^= 1;
+                    piece.data = other.into();
                 }
                 Event::Ready { .. } | Event::Progress { .. } | Event::Answer { .. } => {}
             }
@@ -626,25 +630,33 @@ fn name_of(outcome: &Outcome) -> &'static str {
 
 /// Makes what a dead worker made recognisable.
 fn poison(event: &mut Event) {
-    let Event::Finished {
-        outcome: Outcome::Completed(completed),
-        ..
-    } = event
-    else {
-        return;
-    };
     let all_dead = |numbers: usize| -> bytes::Bytes {
         let dead = (f32::from(DEAD) / 255.0).to_le_bytes();
         dead.repeat(numbers / 4).into()
     };
-    match &mut completed.output {
-        Some(StageOutput::Picture { rgb, .. }) => *rgb = vec![DEAD; rgb.len()].into(),
-        Some(StageOutput::Latent(latent)) => latent.data = all_dead(latent.data.len()),
-        Some(StageOutput::Text(text)) => {
-            for (_, tensor) in &mut text.tensors {
+    match event {
+        Event::Progress {
+            progress: Progress::Piece(piece),
+            ..
+        } => piece.data = vec![DEAD; piece.data.len()].into(),
+        Event::Finished {
+            outcome: Outcome::Completed(completed),
+            ..
+        } => {
+            for tensor in completed.values.values_mut() {
                 tensor.data = all_dead(tensor.data.len());
             }
         }
-        None => {}
+        _ => {}
     }
+}
+
+/// What a dead worker would have delivered for an order.
+fn dead_piece_of(order: &Order) -> Option<Piece> {
+    let Work::Stage(stage) = &order.work else {
+        return None;
+    };
+    let (width, height) = stage.request.medium.size()?;
+    let bytes = 3 * width as usize * height as usize;
+    (stage.plan.role == Role::Decode).then(|| Piece::image(width, height, vec![DEAD; bytes]))
 }

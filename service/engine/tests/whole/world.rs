@@ -336,9 +336,7 @@ impl<'a> World<'a> {
         let what = format!(
             "{} of {} by {}",
             match &wish.spec.work {
-                engine::job::JobWork::Generate(_) => "pictures",
-                engine::job::JobWork::Encode { .. } => "an encoding",
-                engine::job::JobWork::Decode { .. } => "a decoding",
+                engine::job::JobWork::Run(run) => run.call,
                 engine::job::JobWork::Load { .. } => "a load",
             },
             wish.spec.entry.key,

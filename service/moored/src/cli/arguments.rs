@@ -115,25 +115,40 @@ pub(super) struct Generate {
     pub(super) pull: bool,
     #[command(flatten)]
     pub(super) formats: Formats,
-    /// Where to write: a .png file, a folder, or - for standard output
-    #[arg(short, long, value_name = "PATH", default_value = "moored.png")]
-    pub(super) out: String,
+    /// Where to write: a file, a folder, or - for standard output [default: moored.png, moored.apng or moored.wav]
+    #[arg(short, long, value_name = "PATH")]
+    pub(super) out: Option<String>,
+    /// What to generate [default: what the other options are of, else a picture]
+    #[arg(long, value_enum)]
+    pub(super) medium: Option<MediumChoice>,
     /// Pixels across
     #[arg(short = 'W', long)]
     pub(super) width: Option<u32>,
     /// Pixels down
     #[arg(short = 'H', long)]
     pub(super) height: Option<u32>,
+    /// Of a film: frames in all
+    #[arg(long)]
+    pub(super) frames: Option<u32>,
+    /// Of a film: frames a second
+    #[arg(long)]
+    pub(super) fps: Option<f32>,
+    /// Of a track: its length
+    #[arg(long)]
+    pub(super) seconds: Option<f32>,
+    /// Of a track: what is sung
+    #[arg(long, value_name = "TEXT")]
+    pub(super) lyrics: Option<String>,
     /// Denoising steps
     #[arg(short, long)]
     pub(super) steps: Option<u32>,
     /// Guidance scale
     #[arg(short, long)]
     pub(super) guidance: Option<f32>,
-    /// Seed; picture i uses seed + i [default: random]
+    /// Seed; item i uses seed + i [default: random]
     #[arg(long)]
     pub(super) seed: Option<u64>,
-    /// How many pictures
+    /// How many pictures, films or tracks
     #[arg(short = 'n', long, default_value_t = 1)]
     pub(super) count: u32,
     /// T5 tokens
@@ -166,6 +181,28 @@ pub(super) struct Generate {
     /// Prefer this card
     #[arg(long)]
     pub(super) card: Option<String>,
+}
+
+/// What is generated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum MediumChoice {
+    /// A picture, written as PNG
+    Image,
+    /// A film, written as animated PNG
+    Video,
+    /// A track, written as WAV
+    Audio,
+}
+
+impl MediumChoice {
+    /// Where it is written unless something else is said.
+    pub(super) fn default_file(self) -> &'static str {
+        match self {
+            MediumChoice::Image => "moored.png",
+            MediumChoice::Video => "moored.apng",
+            MediumChoice::Audio => "moored.wav",
+        }
+    }
 }
 
 /// How a model's weights are held.

@@ -13,13 +13,14 @@ use tonic_health::pb::health_client::HealthClient;
 
 use super::arguments::Demo;
 use super::connection::Connection;
-use super::generate::{Painted, paint, summary, write};
+use super::generate::{Generated, generate, summary, write};
 use super::picture::{Canvas, picture};
 use super::show::Show;
 use super::{CliError, screen};
 use crate::config::{Client, Config};
 use crate::models::SHIPPED_ID;
 use crate::proto::v1;
+use crate::proto::v1::plan_request::Request as Asked;
 use crate::serve;
 
 /// What is painted: one prompt a line, in the language of the shipped model.
@@ -81,10 +82,11 @@ async fn paint_all(client: &Client, options: &Demo, as_json: bool) -> Result<(),
             ..Default::default()
         };
         let mut show = Show::new(as_json);
-        let painted = paint(&connection, request, &mut show).await?;
+        let generated = generate(&connection, Asked::Generate(request), &mut show).await?;
         let resident = resident_names(&connection).await?;
-        report(index, prompt, &painted, &resident, options, as_json)?;
-        for file in painted.pictures.into_values() {
+        report(index, prompt, &generated, &resident, options, as_json)?;
+        for (_, _, picture) in generated.results.iter() {
+            let file = picture.file().map_err(CliError::Usage)?;
             sheet.push(
                 image::load_from_memory(&file)
                     .map_err(|e| CliError::Usage(e.to_string()))?
@@ -156,18 +158,19 @@ async fn resident_names(connection: &Connection) -> Result<Vec<String>, CliError
 fn report(
     index: usize,
     prompt: &str,
-    painted: &Painted,
+    generated: &Generated,
     resident: &[String],
     options: &Demo,
     as_json: bool,
 ) -> Result<(), CliError> {
-    for file in painted.pictures.values() {
+    for (_, _, picture) in generated.results.iter() {
+        let file = picture.file().map_err(CliError::Usage)?;
         let path = options.out.join(format!("{:02}.png", index + 1));
-        write(&path, file)?;
+        write(&path, &file)?;
         if as_json {
             screen::json(&json!({"event": "written", "prompt": prompt, "path": path.display().to_string()}))?;
         } else {
-            screen::text(&format!("   {}: {}", path.display(), summary(&painted.done)))?;
+            screen::text(&format!("   {}: {}", path.display(), summary(&generated.done)))?;
             screen::text(&format!("   resident: {}", resident.join(", ")))?;
         }
     }

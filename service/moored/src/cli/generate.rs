@@ -1,6 +1,5 @@
 //! `moored generate` and `moored plan`.
 
-use std::collections::BTreeMap;
 use std::io::{IsTerminal as _, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
@@ -9,20 +8,24 @@ use residency::Bytes;
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::arguments::{Formats, Generate, PriorityChoice};
+use super::arguments::{Formats, Generate, MediumChoice, PriorityChoice};
 use super::connection::{Connection, when_of};
 use super::pull::WhenMissing;
+use super::results::Results;
 use super::show::Show;
 use super::{CliError, screen};
 use crate::config::Client;
 use crate::pictures::{self, Recipe};
 use crate::proto::v1;
 use crate::proto::v1::event::Event as Kind;
+use crate::proto::v1::plan_request::Request as Asked;
 
-/// Paints, and writes what was painted.
+/// Generates, and writes what was generated.
 pub(super) async fn run(client: &Client, options: Generate, json: bool) -> Result<(), CliError> {
-    let request = request_of(&options)?;
-    let to_stdout = options.out == "-";
+    let medium = medium_of(&options);
+    let request = request_of(&options, medium)?;
+    let out = options.out.as_deref().unwrap_or_else(|| medium.default_file());
+    let to_stdout = out == "-";
     if to_stdout && std::io::stdout().is_terminal() {
         return Err(CliError::Usage(
             "a picture is not written to a terminal: redirect it, or use -o FILE".to_owned(),
@@ -43,35 +46,87 @@ pub(super) async fn run(client: &Client, options: Generate, json: bool) -> Resul
         pull: options.pull,
         json: json && !to_stdout,
     };
-    let attempt = async || paint(&connection, request.clone(), &mut show).await;
-    let asked = request.model.as_ref();
-    let painted = when_missing.retry(&connection, asked, attempt).await?;
-    for (index, picture) in &painted.pictures {
+    let attempt = async || generate(&connection, request.clone(), &mut show).await;
+    let generated = when_missing
+        .retry(&connection, model_of(&request), attempt)
+        .await?;
+    for (item, track, result) in generated.results.iter() {
+        let file = result.file().map_err(CliError::Usage)?;
         if to_stdout {
-            std::io::stdout().write_all(picture)?;
+            std::io::stdout().write_all(&file)?;
             continue;
         }
-        let path = path_of(&options.out, *index, options.count);
-        write(&path, picture)?;
+        let path = path_of(out, item, track, options.count, result.ending());
+        write(&path, &file)?;
         if json {
-            screen::json(&json!({"event": "written", "picture": index, "path": path.display().to_string()}))?;
+            screen::json(&json!({"event": "written", "picture": item, "path": path.display().to_string()}))?;
         } else {
             screen::text(&path.display().to_string())?;
         }
     }
     if !json {
-        screen::note(&summary(&painted.done));
-        if let Some(attention) = attention(&painted.done.stages) {
+        screen::note(&summary(&generated.done));
+        if let Some(attention) = attention(&generated.done.stages) {
             screen::note(&format!("attention: {attention}"));
         }
     }
     Ok(())
 }
 
+/// Refuses options that say nothing of what is generated.
+fn check_options(options: &Generate, medium: MediumChoice) -> Result<(), CliError> {
+    let of_film = [
+        ("--frames", options.frames.is_some()),
+        ("--fps", options.fps.is_some()),
+    ];
+    let of_track = [
+        ("--seconds", options.seconds.is_some()),
+        ("--lyrics", options.lyrics.is_some()),
+    ];
+    let seen = [
+        ("--width", options.width.is_some()),
+        ("--height", options.height.is_some()),
+        ("--init", options.init.is_some()),
+    ];
+    let (others, what) = match medium {
+        MediumChoice::Image => ([&of_film[..], &of_track[..]].concat(), "a picture"),
+        MediumChoice::Video => (of_track.to_vec(), "a film"),
+        MediumChoice::Audio => ([&of_film[..], &seen[..]].concat(), "a track"),
+    };
+    match others.iter().find(|(_, given)| *given) {
+        Some((option, _)) => Err(CliError::Usage(format!(
+            "{option} says nothing of {what}: leave it out, or choose with --medium"
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// What is generated: what the options say, else a picture.
+fn medium_of(options: &Generate) -> MediumChoice {
+    let ending = options.out.as_deref().map(Path::new).and_then(Path::extension);
+    match options.medium {
+        Some(medium) => medium,
+        None if options.frames.is_some() || options.fps.is_some() => MediumChoice::Video,
+        None if options.seconds.is_some() || options.lyrics.is_some() => MediumChoice::Audio,
+        None if ending.is_some_and(|ending| ending == "wav") => MediumChoice::Audio,
+        None if ending.is_some_and(|ending| ending == "apng") => MediumChoice::Video,
+        None => MediumChoice::Image,
+    }
+}
+
+fn model_of(request: &Asked) -> Option<&v1::ModelRef> {
+    match request {
+        Asked::Generate(image) => image.model.as_ref(),
+        Asked::Video(video) => video.model.as_ref(),
+        Asked::Audio(audio) => audio.model.as_ref(),
+    }
+}
+
 /// What would be done.
 pub(super) async fn plan(client: &Client, options: Generate, json: bool) -> Result<(), CliError> {
+    let asked = request_of(&options, medium_of(&options))?;
     let request = v1::PlanRequest {
-        generate: Some(request_of(&options)?),
+        request: Some(asked.clone()),
         card: options.card.clone().unwrap_or_default(),
     };
     let connection = Connection::open(client).await?;
@@ -80,9 +135,7 @@ pub(super) async fn plan(client: &Client, options: Generate, json: bool) -> Resu
         json,
     };
     let attempt = async || Ok(connection.residency().plan(request.clone()).await?);
-    let generate = request.generate.as_ref();
-    let asked = generate.and_then(|generate| generate.model.as_ref());
-    let plan = when_missing.retry(&connection, asked, attempt).await?;
+    let plan = when_missing.retry(&connection, model_of(&asked), attempt).await?;
     let plan = plan.into_inner();
     if json {
         return screen::json(&plan_json(&plan));
@@ -128,27 +181,28 @@ pub(super) async fn plan(client: &Client, options: Generate, json: bool) -> Resu
 }
 
 /// What a generate call gave.
-pub(super) struct Painted {
-    /// Files by index.
-    pub(super) pictures: BTreeMap<u32, Vec<u8>>,
+pub(super) struct Generated {
+    pub(super) results: Results,
     pub(super) done: v1::Done,
 }
 
 /// Sends a request and follows it to its end. Ctrl-C drops the stream, which cancels the job.
-pub(super) async fn paint(
+pub(super) async fn generate(
     connection: &Connection,
-    request: v1::GenerateImageRequest,
+    request: Asked,
     show: &mut Show,
-) -> Result<Painted, CliError> {
+) -> Result<Generated, CliError> {
     // Before the job exists, and one listener for all of it: a Ctrl-C between two events is not lost.
     let mut interrupted = signal(SignalKind::interrupt())?;
-    let mut events = connection
-        .generation()
-        .generate_image(request)
-        .await?
-        .into_inner();
-    let mut painted = Painted {
-        pictures: BTreeMap::new(),
+    let mut generation = connection.generation();
+    let events = match request {
+        Asked::Generate(image) => generation.generate_image(image).await,
+        Asked::Video(video) => generation.generate_video(video).await,
+        Asked::Audio(audio) => generation.generate_audio(audio).await,
+    };
+    let mut events = events?.into_inner();
+    let mut generated = Generated {
+        results: Results::default(),
         done: v1::Done::default(),
     };
     loop {
@@ -163,23 +217,18 @@ pub(super) async fn paint(
         let event = event.inspect_err(|_| show.end())?;
         show.event(&event)?;
         match event.event {
-            Some(Kind::Artifact(artifact)) => {
-                painted
-                    .pictures
-                    .entry(artifact.index)
-                    .or_default()
-                    .extend_from_slice(&artifact.chunk);
-            }
-            Some(Kind::Done(done)) => painted.done = done,
+            Some(Kind::Artifact(chunk)) => generated.results.add(chunk),
+            Some(Kind::Done(done)) => generated.done = done,
             _ => {}
         }
     }
     show.end();
-    Ok(painted)
+    Ok(generated)
 }
 
 /// A request from options, over the recipe of `--from`.
-fn request_of(options: &Generate) -> Result<v1::GenerateImageRequest, CliError> {
+fn request_of(options: &Generate, medium: MediumChoice) -> Result<Asked, CliError> {
+    check_options(options, medium)?;
     let recipe = options.from.as_deref().map(recipe_of).transpose()?;
     let prompt = match (&options.prompt, &recipe) {
         (Some(prompt), _) if prompt != "-" => prompt.clone(),
@@ -200,39 +249,82 @@ fn request_of(options: &Generate) -> Result<v1::GenerateImageRequest, CliError> 
         None => options.formats.of(&recipe.model),
         Some(model) => options.formats.of(model),
     }?;
-    Ok(v1::GenerateImageRequest {
-        model: Some(model),
-        prompt,
-        width: options.width.or(zero(recipe.width)).unwrap_or(0),
-        height: options.height.or(zero(recipe.height)).unwrap_or(0),
-        steps: options.steps.or(zero(recipe.steps)).unwrap_or(0),
-        guidance: options.guidance.or(from_recipe.then_some(recipe.guidance)),
-        seed: options.seed.or(from_recipe.then_some(recipe.seed)),
-        max_sequence_length: options
-            .max_sequence_length
-            .or(zero(recipe.max_sequence_length))
-            .unwrap_or(0),
-        count: options.count,
-        init_image: init_image.into(),
-        strength: options.strength.or(recipe.strength),
-        output: v1::OutputFormat::Png.into(),
-        omit_metadata: options.no_metadata,
-        options: Some(v1::JobOptions {
-            client_id: options.client.clone().unwrap_or_default(),
-            priority: match options.priority {
-                PriorityChoice::Low => v1::Priority::Low,
-                PriorityChoice::Normal => v1::Priority::Normal,
-                PriorityChoice::High => v1::Priority::High,
-            }
-            .into(),
-            patience_ms: options
-                .patience
-                .map(|p| u64::try_from(p.as_millis()).unwrap_or(u64::MAX)),
-            allow_low_memory: options.allow_low_memory,
-            card: options.card.clone().unwrap_or_default(),
+    let job = v1::JobOptions {
+        client_id: options.client.clone().unwrap_or_default(),
+        priority: match options.priority {
+            PriorityChoice::Low => v1::Priority::Low,
+            PriorityChoice::Normal => v1::Priority::Normal,
+            PriorityChoice::High => v1::Priority::High,
+        }
+        .into(),
+        patience_ms: options
+            .patience
+            .map(|p| u64::try_from(p.as_millis()).unwrap_or(u64::MAX)),
+        allow_low_memory: options.allow_low_memory,
+        card: options.card.clone().unwrap_or_default(),
+        ..Default::default()
+    };
+    let (width, height) = (
+        options.width.or(zero(recipe.width)).unwrap_or(0),
+        options.height.or(zero(recipe.height)).unwrap_or(0),
+    );
+    let steps = options.steps.or(zero(recipe.steps)).unwrap_or(0);
+    let guidance = options.guidance.or(from_recipe.then_some(recipe.guidance));
+    let seed = options.seed.or(from_recipe.then_some(recipe.seed));
+    let tokens = options.max_sequence_length.or(zero(recipe.max_sequence_length));
+    let (max_sequence_length, strength) = (tokens.unwrap_or(0), options.strength.or(recipe.strength));
+    let (model, count, omit_metadata) = (Some(model), options.count, options.no_metadata);
+    Ok(match medium {
+        MediumChoice::Image => Asked::Generate(v1::GenerateImageRequest {
+            model,
+            prompt,
+            width,
+            height,
+            steps,
+            guidance,
+            seed,
+            max_sequence_length,
+            count,
+            init_image: init_image.into(),
+            strength,
+            output: v1::OutputFormat::Png.into(),
+            omit_metadata,
+            options: Some(job),
             ..Default::default()
         }),
-        ..Default::default()
+        MediumChoice::Video => Asked::Video(v1::GenerateVideoRequest {
+            model,
+            prompt,
+            width,
+            height,
+            frames: options.frames.or(recipe.frames).unwrap_or(0),
+            frames_per_second: options.fps.or(recipe.frames_per_second).unwrap_or(0.0),
+            steps,
+            guidance,
+            seed,
+            max_sequence_length,
+            count,
+            init_image: init_image.into(),
+            strength,
+            omit_metadata,
+            options: Some(job),
+            ..Default::default()
+        }),
+        MediumChoice::Audio => Asked::Audio(v1::GenerateAudioRequest {
+            model,
+            prompt,
+            lyrics: options.lyrics.clone().unwrap_or(recipe.lyrics),
+            seconds: options.seconds.or(recipe.seconds).unwrap_or(0.0),
+            steps,
+            guidance,
+            seed,
+            max_sequence_length,
+            count,
+            strength,
+            omit_metadata,
+            options: Some(job),
+            ..Default::default()
+        }),
     })
 }
 
@@ -276,18 +368,30 @@ pub(super) fn write(path: &Path, contents: &[u8]) -> Result<(), CliError> {
     std::fs::write(path, contents).map_err(failed)
 }
 
-/// One picture goes where `-o` says; several are numbered beside it, or in the folder that it names.
-fn path_of(out: &str, index: u32, count: u32) -> PathBuf {
+/// One result goes where `-o` says; several are numbered beside it, or in the folder that it names. Tracks of one item are
+/// named.
+fn path_of(out: &str, item: u32, track: &str, count: u32, ending: &str) -> PathBuf {
     let path = Path::new(out);
+    let track = if track.is_empty() {
+        String::new()
+    } else {
+        format!("-{track}")
+    };
     let is_folder = path.is_dir() || out.ends_with('/') || path.extension().is_none();
     if is_folder {
-        return path.join(format!("{index:04}.png"));
+        return path.join(format!("{item:04}{track}.{ending}"));
     }
-    if count <= 1 {
+    if count <= 1 && track.is_empty() {
         return path.to_owned();
     }
     let stem = path.file_stem().unwrap_or_default().to_string_lossy();
-    path.with_file_name(format!("{stem}-{index:04}.png"))
+    let extension = path.extension().unwrap_or_default().to_string_lossy();
+    let number = if count <= 1 {
+        String::new()
+    } else {
+        format!("-{item:04}")
+    };
+    path.with_file_name(format!("{stem}{number}{track}.{extension}"))
 }
 
 /// The times of a finished job in a line.
@@ -397,9 +501,15 @@ mod tests {
 
     #[test]
     fn pictures_go_where_they_are_told() {
-        assert_eq!(path_of("a.png", 0, 1), Path::new("a.png"));
-        assert_eq!(path_of("b/a.png", 2, 3), Path::new("b/a-0002.png"));
-        assert_eq!(path_of("folder", 1, 2), Path::new("folder/0001.png"));
-        assert_eq!(path_of("folder/", 0, 1), Path::new("folder/0000.png"));
+        let path = |out, item, count| path_of(out, item, "", count, "png");
+        assert_eq!(path("a.png", 0, 1), Path::new("a.png"));
+        assert_eq!(path("b/a.png", 2, 3), Path::new("b/a-0002.png"));
+        assert_eq!(path("folder", 1, 2), Path::new("folder/0001.png"));
+        assert_eq!(path("folder/", 0, 1), Path::new("folder/0000.png"));
+        assert_eq!(path_of("a.wav", 0, "drums", 1, "wav"), Path::new("a-drums.wav"));
+        assert_eq!(
+            path_of("songs/", 3, "drums", 4, "wav"),
+            Path::new("songs/0003-drums.wav")
+        );
     }
 }

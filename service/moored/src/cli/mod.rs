@@ -10,6 +10,7 @@ mod picture;
 mod pull;
 mod reports;
 mod residency;
+mod results;
 mod screen;
 mod show;
 mod status;

@@ -237,7 +237,7 @@ fn as_json(event: &v1::Event, kind: &Kind) -> serde_json::Value {
         }
         Kind::Artifact(artifact) => json!({"event": "artifact", "index": artifact.index,
             "media_type": artifact.media_type, "metadata": artifact.metadata, "bytes": artifact.chunk.len(),
-            "last": artifact.last}),
+            "track": artifact.track, "last": artifact.last}),
         Kind::Latent(kept) => {
             let latent = kept.latent.clone().unwrap_or_default();
             json!({"event": "latent", "id": latent.id, "shape": latent.shape, "picture": kept.picture})

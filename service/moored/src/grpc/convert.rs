@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use engine::job::{JobEvent, JobEventKind, JobReport, LatentInfo, Priority, StageReport};
 use engine::library::{Entry, OpenModel};
 use engine::queue::JobInfo;
-use pipelines::FULL;
+use pipelines::{FULL, Medium, Request, ValueShape};
 use residency::{Component, Fallback, Fits, Holder};
 
 use super::residency::{freed_out, kept_out};
@@ -39,16 +39,47 @@ pub(super) fn fallback_out(fallback: &Fallback) -> v1::Fallback {
 pub(super) fn latent_out(info: &LatentInfo) -> v1::LatentInfo {
     v1::LatentInfo {
         id: info.id.clone(),
-        shape: info
-            .shape
-            .iter()
-            .map(|&n| u32::try_from(n).unwrap_or(u32::MAX))
-            .collect(),
+        shape: info.values.first().map_or(Vec::new(), shape_out),
         dtype: "f32".to_owned(),
-        vae_id: info.vae_id.clone(),
+        vae_id: info.decoder_id.clone(),
         expires_in_ms: millis(info.expires_in),
         bytes: info.bytes.0,
+        tensors: info.values.iter().map(tensor_out).collect(),
     }
+}
+
+fn tensor_out(value: &ValueShape) -> v1::TensorInfo {
+    v1::TensorInfo {
+        name: value.name.clone(),
+        shape: shape_out(value),
+    }
+}
+
+/// What a request takes where it leaves a field open.
+pub(super) fn defaults_out(defaults: &Request) -> v1::ModelDefaults {
+    let (width, height) = defaults.medium.size().unwrap_or_default();
+    let mut out = v1::ModelDefaults {
+        steps: defaults.steps,
+        guidance: defaults.guidance,
+        max_sequence_length: defaults.max_sequence_length,
+        width,
+        height,
+        ..Default::default()
+    };
+    match &defaults.medium {
+        Medium::Image(_) => {}
+        Medium::Video(video) => {
+            (out.frames, out.frames_per_second) = (video.frames, video.frames_per_second);
+        }
+        Medium::Audio(audio) => out.seconds = audio.seconds,
+    }
+    out
+}
+
+/// Sides of a tensor.
+fn shape_out(value: &ValueShape) -> Vec<u32> {
+    let sides = value.shape.iter();
+    sides.map(|&n| u32::try_from(n).unwrap_or(u32::MAX)).collect()
 }
 
 pub(super) fn millis(duration: std::time::Duration) -> u64 {
@@ -104,7 +135,7 @@ pub(super) fn job_out(job: &JobInfo) -> v1::JobInfo {
         kind: job.kind.to_owned(),
         model_key: job.model_key.clone(),
         card: job.card.clone(),
-        stage: job.stage.to_owned(),
+        stage: job.stage.to_string(),
         step: job.step,
         steps: job.steps,
         queue_position: job.position,
@@ -126,8 +157,8 @@ pub(super) fn event(job_id: &str, at_ms: u64, kind: Kind) -> v1::Event {
 pub(super) enum Converted {
     /// It is sent as it is.
     Event(Box<Kind>),
-    /// It carries pixels, which are encoded first.
-    Pixels,
+    /// It carries pixels or samples, which are encoded first.
+    Media,
     /// It ends the stream with an error.
     Failed(engine::Error),
 }
@@ -156,7 +187,7 @@ pub(super) fn convert(event: &JobEvent, model: &v1::ResolvedModel) -> Converted 
             holders: holders.iter().map(holder_out).collect(),
             patience_left_ms: millis(*patience_left),
             cause: (*cause).to_owned(),
-            stage: (*stage).to_owned(),
+            stage: stage.to_string(),
         }),
         JobEventKind::Evicting { component, card } => Kind::Evicting(v1::Evicting {
             component: Some(component_out(component)),
@@ -179,7 +210,7 @@ pub(super) fn convert(event: &JobEvent, model: &v1::ResolvedModel) -> Converted 
         } => Kind::Retrying(v1::Retrying {
             reason: reason.clone(),
             message: message.clone(),
-            stage: (*stage).to_owned(),
+            stage: stage.to_string(),
         }),
         JobEventKind::Stage {
             name,
@@ -188,27 +219,27 @@ pub(super) fn convert(event: &JobEvent, model: &v1::ResolvedModel) -> Converted 
             chunking,
             cached,
             card,
-            picture,
+            item,
         } => Kind::Stage(v1::StageStarted {
-            name: (*name).to_owned(),
+            name: name.to_string(),
             index: *index,
             of: *of,
             chunking: chunking.clone(),
             cached: *cached,
             card: card.clone(),
-            picture: *picture,
+            picture: *item,
         }),
-        JobEventKind::Step { n, of, picture } => Kind::Step(v1::Step {
+        JobEventKind::Step { n, of, item } => Kind::Step(v1::Step {
             n: *n,
             of: *of,
-            picture: *picture,
+            picture: *item,
         }),
-        JobEventKind::Latent { info, picture } => Kind::Latent(v1::LatentKept {
+        JobEventKind::Latent { info, item } => Kind::Latent(v1::LatentKept {
             latent: Some(latent_out(info)),
-            picture: *picture,
+            picture: *item,
         }),
         JobEventKind::Done(report) => Kind::Done(done_out(report, model)),
-        JobEventKind::Preview { .. } | JobEventKind::Picture { .. } => return Converted::Pixels,
+        JobEventKind::Preview { .. } | JobEventKind::Piece { .. } => return Converted::Media,
         JobEventKind::Failed(error) => return Converted::Failed(error.clone()),
     }))
 }
@@ -228,7 +259,7 @@ fn done_out(report: &JobReport, model: &v1::ResolvedModel) -> v1::Done {
 
 fn stage_out(stage: &StageReport) -> v1::StageReport {
     v1::StageReport {
-        name: stage.name.to_owned(),
+        name: stage.name.to_string(),
         run_ms: millis(stage.run),
         move_ms: millis(stage.moves),
         wait_ms: millis(stage.wait),
@@ -237,7 +268,7 @@ fn stage_out(stage: &StageReport) -> v1::StageReport {
         predicted_scratch_bytes: stage.predicted_scratch.0,
         chunking: stage.chunking.clone(),
         cached: stage.cached,
-        picture: stage.picture,
+        picture: stage.item,
         card: stage.card.clone(),
         attention: stage.attention.clone(),
     }

@@ -1,36 +1,26 @@
 //! `moored.v1.Generation`.
 
-use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::pin::Pin;
 use std::sync::Arc;
 
 use engine::Error;
-use engine::job::{Generate, JobSpec, JobWork};
+use engine::job::{JobSpec, JobWork, Run, Start};
 use engine::library::{Entry, OpenModel};
 use futures::Stream;
-use pipelines::{Defaults, ImageRequest, InitImage};
+use pipelines::{Image, InitImage, Medium, Role};
 use tonic::{Request, Response, Status, Streaming};
 
+use super::asked::{Asked, LONGEST_SIDE_PIXELS};
 use super::caller::Caller;
 use super::convert::{latent_out, resolved};
 use super::latent_upload::receive_latent;
 use super::server::Service;
 use super::status::{invalid, status_of};
-use super::stream::{CHUNK_BYTES, EventStream, Output, events_of};
+use super::stream::{CHUNK_BYTES, Encoding, EventStream, Output, events_of};
 use crate::pictures::{self, Pixels, Recipe};
 use crate::proto::v1;
 use crate::proto::v1::generation_server::Generation;
 
-/// Longest prompt, in characters. T5 reads 512 tokens at the most: what is longer is a mistake.
-const LONGEST_PROMPT_CHARACTERS: usize = 10_000;
-/// Longest side of a picture that is painted or encoded; a model may take less.
-const LONGEST_SIDE_PIXELS: u32 = 4096;
-/// Pictures of one request.
-const MOST_PICTURES: u32 = 64;
-/// Least time between previews.
-const LEAST_PREVIEW_INTERVAL_MS: u32 = 100;
-/// Strength where a request for image to image names none.
-const DEFAULT_STRENGTH: f32 = 0.6;
 #[tonic::async_trait]
 impl Generation for Service {
     type GenerateImageStream = EventStream;
@@ -40,16 +30,30 @@ impl Generation for Service {
         request: Request<v1::GenerateImageRequest>,
     ) -> Result<Response<EventStream>, Status> {
         let caller = Caller::of(&request);
-        let prepared = self
-            .prepare_generate(request.into_inner(), &caller)
-            .await
-            .map_err(|e| status_of(&e))?;
-        let job = self
-            .queue
-            .submit(prepared.spec)
-            .await
-            .map_err(|e| status_of(&e))?;
-        Ok(Response::new(events_of(job, prepared.model, prepared.output)))
+        let asked = Asked::image(request.into_inner());
+        self.generate(asked, &caller).await
+    }
+
+    type GenerateVideoStream = EventStream;
+
+    async fn generate_video(
+        &self,
+        request: Request<v1::GenerateVideoRequest>,
+    ) -> Result<Response<EventStream>, Status> {
+        let caller = Caller::of(&request);
+        let asked = Asked::video(request.into_inner());
+        self.generate(asked, &caller).await
+    }
+
+    type GenerateAudioStream = EventStream;
+
+    async fn generate_audio(
+        &self,
+        request: Request<v1::GenerateAudioRequest>,
+    ) -> Result<Response<EventStream>, Status> {
+        let caller = Caller::of(&request);
+        let asked = Asked::audio(request.into_inner());
+        self.generate(asked, &caller).await
     }
 
     type EncodeImageStream = EventStream;
@@ -83,7 +87,18 @@ impl Generation for Service {
         let id = request.into_inner().latent_id;
         let latent = self.queue.latent(&id).await.map_err(|e| status_of(&e))?;
         let info = latent_out(&latent.info);
-        let data = latent.tensor.data;
+        // Tensor after tensor, in the order of `info.tensors`.
+        let data: bytes::Bytes = match latent.values.len() {
+            1 => latent.values.into_values().map(|tensor| tensor.data).next_back(),
+            _ => Some(
+                latent
+                    .values
+                    .values()
+                    .flat_map(|tensor| tensor.data.clone())
+                    .collect(),
+            ),
+        }
+        .unwrap_or_default();
         let chunks = (0..data.len().max(1)).step_by(CHUNK_BYTES).map(move |start| {
             let end = (start + CHUNK_BYTES).min(data.len());
             let info = (start == 0).then(|| info.clone());
@@ -101,10 +116,10 @@ impl Generation for Service {
         &self,
         request: Request<Streaming<v1::LatentChunk>>,
     ) -> Result<Response<v1::LatentInfo>, Status> {
-        let (tensor, vae_id) = receive_latent(request.into_inner()).await?;
+        let (values, decoder_id) = receive_latent(request.into_inner()).await?;
         let info = self
             .queue
-            .put_latent(tensor, vae_id)
+            .put_latent(values, decoder_id)
             .await
             .map_err(|e| status_of(&e))?;
         Ok(Response::new(latent_out(&info)))
@@ -141,88 +156,75 @@ impl Service {
         resolved.map_err(|panic| Error::Internal(panic.to_string()))?
     }
 
+    async fn generate(&self, asked: Asked, caller: &Caller) -> Result<Response<EventStream>, Status> {
+        let prepared = self.prepare(asked, caller).await.map_err(|e| status_of(&e))?;
+        let job = self.queue.submit(prepared.spec).await;
+        let job = job.map_err(|e| status_of(&e))?;
+        Ok(Response::new(events_of(job, prepared.model, prepared.output)))
+    }
+
     /// Turns a request into a job, with the model's defaults in.
-    pub(super) async fn prepare_generate(
-        &self,
-        request: v1::GenerateImageRequest,
-        caller: &Caller,
-    ) -> Result<Prepared, Error> {
-        check_generate(&request)?;
-        let entry = self.entry(request.model.clone()).await?;
+    pub(super) async fn prepare(&self, asked: Asked, caller: &Caller) -> Result<Prepared, Error> {
+        asked.check()?;
+        let entry = self.entry(asked.model.clone()).await?;
         let open = self.open(&entry).await?;
-        let defaults = self.models.defaults(&entry.id, open.model.defaults());
-        let (width, height, init_image) = self.size_and_start(&request, defaults).await?;
-        let image = ImageRequest {
-            prompt: request.prompt,
-            width,
-            height,
-            steps: or(request.steps, defaults.steps),
-            guidance: request.guidance.unwrap_or(defaults.guidance),
-            seed: request.seed.unwrap_or_else(|| seed_of(request.options.as_ref())),
-            max_sequence_length: or(request.max_sequence_length, defaults.max_sequence_length),
-            strength: request.strength.unwrap_or(DEFAULT_STRENGTH),
-            init_image,
-            preview: request.preview_interval_ms > 0,
-        };
+        let mut request = self.models.defaults(&entry.id, open.model.defaults());
+        if let Some(id) = &asked.init_latent {
+            let values = self.queue.latent(id).await?.info.values;
+            if let Some(of_latent) = open.model.request_of(&values) {
+                request.medium = of_latent.medium;
+            }
+        }
+        let init_image = self.init_image(&asked, &request.medium).await?;
+        let request = asked.request(request, init_image)?;
         let output = Output {
-            raw: request.output == v1::OutputFormat::RawRgb as i32,
-            recipe: recipe_of(&image, &entry, !request.init_latent_id.is_empty()),
-            omit_metadata: request.omit_metadata,
+            encoding: asked.encoding,
+            recipe: Recipe::of(&request, &entry, asked.init_latent.is_some()),
+            omit_metadata: asked.omit_metadata,
         };
-        let work = JobWork::Generate(Generate {
-            request: image,
-            count: request.count.max(1),
-            keep_latent: request.keep_latent || request.latent_only,
-            latent_only: request.latent_only,
-            preview_interval_ms: request.preview_interval_ms,
-            init_latent: Some(request.init_latent_id).filter(|id| !id.is_empty()),
-        });
+        let role = Role::Sample;
+        let run = Run {
+            call: asked.call,
+            request,
+            count: asked.count.max(1),
+            start: asked.init_latent.map(|latent| Start { latent, role }),
+            until: if asked.latent_only {
+                Role::Sample
+            } else {
+                Role::Decode
+            },
+            keep_latent: asked.keep_latent || asked.latent_only,
+            preview_interval_ms: asked.preview_interval_ms,
+        };
         let model = resolved(&entry, &open);
         let spec = JobSpec {
-            options: caller.options(request.options)?,
+            options: caller.options(asked.options)?,
             entry,
-            work,
+            work: JobWork::Run(run),
         };
         Ok(Prepared { spec, model, output })
     }
 
-    /// Size of the picture and the image to start from. A size that is left open is that of what it starts
-    /// from, cut to a multiple of 16, or the model's default.
-    async fn size_and_start(
-        &self,
-        request: &v1::GenerateImageRequest,
-        defaults: Defaults,
-    ) -> Result<(u32, u32, Option<InitImage>), Error> {
-        if !request.init_latent_id.is_empty() {
-            let latent = self.queue.latent(&request.init_latent_id).await?;
-            let side = |n: usize| u32::try_from(n * 8).unwrap_or(u32::MAX);
-            let (height, width) = match latent.info.shape[..] {
-                [_, _, h, w] => (side(h), side(w)),
-                _ => (defaults.height, defaults.width),
-            };
-            return Ok((or(request.width, width), or(request.height, height), None));
+    /// The image to start from. A size that is left open is that of the image, cut to a multiple of 16.
+    async fn init_image(&self, asked: &Asked, defaults: &Medium) -> Result<Option<InitImage>, Error> {
+        if asked.init_image.is_empty() || defaults.size().is_none() {
+            return Ok(None);
         }
-        if request.init_image.is_empty() {
-            return Ok((
-                or(request.width, defaults.width),
-                or(request.height, defaults.height),
-                None,
-            ));
-        }
-        let asked = (request.width > 0 && request.height > 0).then_some((request.width, request.height));
+        let named = (asked.width > 0 && asked.height > 0).then_some((asked.width, asked.height));
         let pixels = self
-            .decode_picture("init_image", request.init_image.clone(), asked)
+            .decode_picture("init_image", asked.init_image.clone(), named)
             .await?;
         let cut = |side: u32| (side / 16 * 16).min(LONGEST_SIDE_PIXELS);
-        let width = or(request.width, cut(pixels.width));
-        let height = or(request.height, cut(pixels.height));
+        let or = |value: u32, default: u32| if value == 0 { default } else { value };
+        let width = or(asked.width, cut(pixels.width));
+        let height = or(asked.height, cut(pixels.height));
         let pixels = if (pixels.width, pixels.height) == (width, height) {
             pixels
         } else {
-            self.decode_picture("init_image", request.init_image.clone(), Some((width, height)))
+            self.decode_picture("init_image", asked.init_image.clone(), Some((width, height)))
                 .await?
         };
-        Ok((width, height, Some(init_image(pixels))))
+        Ok(Some(init_image(pixels)))
     }
 
     /// Decodes and scales a client's picture, as many at a time as there are processors: each may take a quarter
@@ -264,31 +266,30 @@ impl Service {
             None => {}
         }
         let pixels = self.decode_picture("image", request.image, asked).await?;
-        check_sides(pixels.width, pixels.height)?;
-        let image = ImageRequest {
-            prompt: String::new(),
-            width: pixels.width,
-            height: pixels.height,
-            steps: 1,
-            guidance: 0.0,
-            seed: request.seed,
-            max_sequence_length: 1,
-            strength: 1.0,
+        let (pixels_width, pixels_height) = (pixels.width, pixels.height);
+        check_sides(pixels_width, pixels_height)?;
+        let image = Image {
             init_image: Some(init_image(pixels)),
-            preview: false,
+            ..Image::of(pixels_width, pixels_height)
         };
-        let output = Output {
-            raw: false,
-            recipe: recipe_of(&image, &entry, false),
-            omit_metadata: true,
+        let mut image = pipelines::Request::of(Medium::Image(image), 1, 0.0, 1);
+        image.seed = request.seed;
+        let run = Run {
+            call: "EncodeImage",
+            request: image,
+            count: 1,
+            start: None,
+            until: Role::Encode,
+            keep_latent: true,
+            preview_interval_ms: 0,
         };
         let model = resolved(&entry, &open);
-        let work = JobWork::Encode { request: image };
         let spec = JobSpec {
             options: caller.options(request.options)?,
             entry,
-            work,
+            work: JobWork::Run(run),
         };
+        let output = Output::without_recipe(Encoding::Png);
         Ok(events_of(self.queue.submit(spec).await?, model, output))
     }
 
@@ -299,73 +300,39 @@ impl Service {
     ) -> Result<EventStream, Error> {
         let entry = self.entry(request.model.clone()).await?;
         let open = self.open(&entry).await?;
-        let output = Output {
-            raw: request.output == v1::OutputFormat::RawRgb as i32,
-            recipe: Recipe::default(),
-            omit_metadata: true,
+        let values = self.queue.latent(&request.latent_id).await?.info.values;
+        let of_latent = open.model.request_of(&values).ok_or_else(|| {
+            let (id, shapes) = (
+                &request.latent_id,
+                values.iter().map(|value| format!("{:?}", value.shape)),
+            );
+            let shapes = shapes.collect::<Vec<_>>().join(", ");
+            Error::LatentMismatch(format!(
+                "latent {id} is {shapes}, which {} does not decode",
+                entry.key
+            ))
+        })?;
+        let raw = request.output == v1::OutputFormat::RawRgb as i32;
+        let run = Run {
+            call: "DecodeLatent",
+            request: of_latent,
+            count: 1,
+            start: Some(Start {
+                latent: request.latent_id,
+                role: Role::Decode,
+            }),
+            until: Role::Decode,
+            keep_latent: false,
+            preview_interval_ms: 0,
         };
         let model = resolved(&entry, &open);
-        let work = JobWork::Decode {
-            latent: request.latent_id,
-        };
         let spec = JobSpec {
             options: caller.options(request.options)?,
             entry,
-            work,
+            work: JobWork::Run(run),
         };
+        let output = Output::without_recipe(if raw { Encoding::Raw } else { Encoding::Png });
         Ok(events_of(self.queue.submit(spec).await?, model, output))
-    }
-}
-
-/// What can be said of a request before its model is known: all of it at once.
-fn check_generate(request: &v1::GenerateImageRequest) -> Result<(), Error> {
-    let mut problems = Vec::new();
-    let mut problem = |field: &str, problem: String| {
-        problems.push(pipelines::RequestError {
-            field: field.to_owned(),
-            problem,
-        });
-    };
-    let characters = request.prompt.chars().count();
-    if characters > LONGEST_PROMPT_CHARACTERS {
-        problem(
-            "prompt",
-            format!("has {characters} characters; {LONGEST_PROMPT_CHARACTERS} are the most"),
-        );
-    }
-    for (field, value) in [("width", request.width), ("height", request.height)] {
-        if !value.is_multiple_of(16) {
-            let below = (value / 16 * 16).max(16);
-            let above = below.saturating_add(16);
-            problem(
-                field,
-                format!("{value} is no multiple of 16; {below} and {above} are"),
-            );
-        } else if value > LONGEST_SIDE_PIXELS {
-            problem(field, format!("{value} is more than {LONGEST_SIDE_PIXELS}"));
-        }
-    }
-    if request.count > MOST_PICTURES {
-        problem("count", format!("{} is more than {MOST_PICTURES}", request.count));
-    }
-    if (1..LEAST_PREVIEW_INTERVAL_MS).contains(&request.preview_interval_ms) {
-        problem(
-            "preview_interval_ms",
-            format!("is less than {LEAST_PREVIEW_INTERVAL_MS}; 0 leaves previews off"),
-        );
-    }
-    if let Some(strength) = request.strength
-        && !(strength > 0.0 && strength <= 1.0)
-    {
-        problem("strength", format!("{strength} is not over 0 and up to 1"));
-    }
-    if !request.init_image.is_empty() && !request.init_latent_id.is_empty() {
-        problem("init_latent_id", "excludes init_image: leave one out".to_owned());
-    }
-    if problems.is_empty() {
-        Ok(())
-    } else {
-        Err(Error::Invalid(problems))
     }
 }
 
@@ -386,72 +353,5 @@ fn init_image(pixels: Pixels) -> InitImage {
         width: pixels.width,
         height: pixels.height,
         rgb: pixels.rgb.into(),
-    }
-}
-
-fn or(value: u32, default: u32) -> u32 {
-    if value == 0 { default } else { value }
-}
-
-/// A seed for a request that names none: random, but for an idempotency key always the same, so that asking
-/// again is the same request. Of 32 bits: other tools take no more.
-fn seed_of(options: Option<&v1::JobOptions>) -> u64 {
-    let key = options.map_or("", |options| options.idempotency_key.as_str());
-    let seed = if key.is_empty() {
-        uuid::Uuid::new_v4().as_u128() as u64
-    } else {
-        let mut hasher = DefaultHasher::new();
-        key.hash(&mut hasher);
-        hasher.finish()
-    };
-    seed & 0xffff_ffff
-}
-
-fn recipe_of(image: &ImageRequest, entry: &Entry, from_latent: bool) -> Recipe {
-    Recipe {
-        prompt: image.prompt.clone(),
-        seed: image.seed,
-        width: image.width,
-        height: image.height,
-        steps: image.steps,
-        guidance: image.guidance,
-        max_sequence_length: image.max_sequence_length,
-        strength: (image.init_image.is_some() || from_latent).then_some(image.strength),
-        model: entry.id.clone(),
-        model_key: entry.key.clone(),
-        version: env!("CARGO_PKG_VERSION").to_owned(),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_wrong_field_is_told_at_once() {
-        let request = v1::GenerateImageRequest {
-            prompt: "x".repeat(100_000),
-            width: 17,
-            height: 130,
-            count: 1000,
-            strength: Some(f32::NAN),
-            preview_interval_ms: 5,
-            ..Default::default()
-        };
-        let Err(Error::Invalid(problems)) = check_generate(&request) else {
-            panic!("it passed")
-        };
-        let fields: Vec<&str> = problems.iter().map(|p| p.field.as_str()).collect();
-        assert_eq!(
-            fields,
-            [
-                "prompt",
-                "width",
-                "height",
-                "count",
-                "preview_interval_ms",
-                "strength"
-            ]
-        );
     }
 }

@@ -1,7 +1,7 @@
 //! A latent that a client brings, chunk by chunk.
 
 use futures::StreamExt as _;
-use pipelines::{HostTensor, HostType};
+use pipelines::{HostTensor, HostType, Values};
 use tonic::{Status, Streaming};
 
 use super::status::{invalid, status_of};
@@ -10,10 +10,10 @@ use crate::proto::v1;
 /// Largest latent that a client may bring: 4096 x 4096 pixels in f32, sixteen channels.
 const LARGEST_LATENT_BYTES: usize = 16 * 512 * 512 * 4;
 
-/// Reads all chunks: the numbers, and the identity of the VAE that they belong to.
+/// Reads all chunks: the values, and the identity of what decodes them.
 pub(super) async fn receive_latent(
     mut chunks: Streaming<v1::LatentChunk>,
-) -> Result<(HostTensor, String), Status> {
+) -> Result<(Values, String), Status> {
     let mut info: Option<v1::LatentInfo> = None;
     let mut data = Vec::new();
     while let Some(chunk) = chunks.next().await {
@@ -34,11 +34,35 @@ pub(super) async fn receive_latent(
             format!("{:?} is not f32", info.dtype),
         )));
     }
-    let shape: Vec<usize> = info.shape.iter().map(|&n| n as usize).collect();
-    let tensor = HostTensor {
-        dtype: HostType::F32,
-        shape,
-        data: data.into(),
+    let sides = |shape: &[u32]| shape.iter().map(|&n| n as usize).collect::<Vec<usize>>();
+    let mut data = bytes::Bytes::from(data);
+    let mut values = Values::new();
+    // One tensor alone may go without a name.
+    let alone = [v1::TensorInfo {
+        name: String::new(),
+        shape: info.shape.clone(),
+    }];
+    let tensors = if info.tensors.is_empty() {
+        &alone
+    } else {
+        &info.tensors[..]
     };
-    Ok((tensor, info.vae_id))
+    for (index, tensor) in tensors.iter().enumerate() {
+        let shape = sides(&tensor.shape);
+        let numbers = shape
+            .iter()
+            .try_fold(4_usize, |bytes, side| bytes.checked_mul(*side));
+        let is_last = index + 1 == tensors.len();
+        let bytes = numbers
+            .filter(|bytes| !is_last && *bytes <= data.len())
+            .unwrap_or(data.len());
+        let tensor_data = data.split_to(bytes);
+        let tensor_of_values = HostTensor {
+            dtype: HostType::F32,
+            shape,
+            data: tensor_data,
+        };
+        values.insert(tensor.name.clone(), tensor_of_values);
+    }
+    Ok((values, info.vae_id))
 }

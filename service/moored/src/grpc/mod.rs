@@ -1,6 +1,7 @@
 //! The gRPC room: the only one that knows the public protocol. It validates, converts and serves; it never
 //! sees a tensor.
 
+mod asked;
 mod auth;
 mod caller;
 mod convert;

@@ -15,14 +15,15 @@ use pipelines::{Preset, Quantization};
 use residency::{Bytes, Component, Move, Resident, ResidentState};
 use tonic::{Request, Response, Status};
 
+use super::asked::Asked;
 use super::caller::Caller;
-use super::convert::{component_out, formats_out, holder_out, job_out, millis, resolved};
+use super::convert::{component_out, defaults_out, formats_out, holder_out, job_out, millis, resolved};
 use super::server::Service;
 use super::status::{invalid, short, shortfall_out, status_of};
-use super::stream::{EventStream, Output, events_of};
+use super::stream::{Encoding, EventStream, Output, events_of};
 use crate::models::Found;
-use crate::pictures::Recipe;
 use crate::proto::v1;
+use crate::proto::v1::plan_request::Request as Planned;
 use crate::proto::v1::residency_server::Residency;
 
 const DEFAULT_HOLD: Duration = Duration::from_secs(60);
@@ -92,11 +93,7 @@ impl Residency for Service {
                     work,
                 })
                 .await?;
-            let output = Output {
-                raw: false,
-                recipe: Recipe::default(),
-                omit_metadata: true,
-            };
+            let output = Output::without_recipe(Encoding::Raw);
             Ok(events_of(job, model, output))
         };
         start.await.map(Response::new).map_err(|e: Error| status_of(&e))
@@ -170,8 +167,15 @@ impl Residency for Service {
         let caller = Caller::of(&request);
         let request = request.into_inner();
         let plan = async {
-            let generate = request.generate.unwrap_or_default();
-            let prepared = self.prepare_generate(generate, &caller).await?;
+            let asked = match request
+                .request
+                .unwrap_or(Planned::Generate(v1::GenerateImageRequest::default()))
+            {
+                Planned::Generate(image) => Asked::image(image),
+                Planned::Video(video) => Asked::video(video),
+                Planned::Audio(audio) => Asked::audio(audio),
+            };
+            let prepared = self.prepare(asked, &caller).await?;
             let report = self.queue.plan(prepared.spec, &request.card).await?;
             Ok(v1::PlanResponse {
                 model: Some(prepared.model),
@@ -287,13 +291,8 @@ impl Service {
         };
         let defaults = self.models.defaults(&model.id, open.model.defaults());
         info.family = open.model.family().to_owned();
-        info.defaults = Some(v1::ModelDefaults {
-            steps: defaults.steps,
-            guidance: defaults.guidance,
-            max_sequence_length: defaults.max_sequence_length,
-            width: defaults.width,
-            height: defaults.height,
-        });
+        defaults.medium.name().clone_into(&mut info.media);
+        info.defaults = Some(defaults_out(&defaults));
         let resident = |component: &Component| {
             report
                 .cards
@@ -450,7 +449,7 @@ pub(super) fn kept_out(kept: &Kept) -> v1::KeptComponent {
 
 fn planned_out(stage: &PlannedStage) -> v1::PlannedStage {
     v1::PlannedStage {
-        name: stage.name.to_owned(),
+        name: stage.name.to_string(),
         components: stage.components.iter().map(component_out).collect(),
         resident_already: stage.resident_already.clone(),
         component_bytes: stage.component_bytes.0,

@@ -3,28 +3,42 @@
 use std::collections::HashMap;
 use std::pin::Pin;
 
-use bytes::Bytes;
 use engine::job::{JobEvent, JobEventKind};
 use engine::queue::Job;
 use futures::Stream;
 use gpu::Timeline;
+use pipelines::{MediaFormat, Piece};
 use tonic::Status;
 
 use super::convert::{Converted, convert, event};
 use super::status::status_of;
 use crate::pictures::{self, Recipe};
 use crate::proto::v1;
+use crate::proto::v1::artifact::Format;
 use crate::proto::v1::event::Event as Kind;
+use crate::wav;
 
 /// Bytes of one artifact or latent chunk.
 pub(super) const CHUNK_BYTES: usize = 1 << 20;
 
 pub(super) type EventStream = Pin<Box<dyn Stream<Item = Result<v1::Event, Status>> + Send>>;
 
-/// How pictures are sent.
+/// How results are sent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Encoding {
+    /// Pixels or samples as they are.
+    #[default]
+    Raw,
+    /// A picture as PNG; what else there is, raw.
+    Png,
+    /// A track as WAV; what else there is, raw.
+    Wav,
+}
+
+/// How the results of a job are sent.
 #[derive(Clone, Debug)]
 pub(super) struct Output {
-    pub(super) raw: bool,
+    pub(super) encoding: Encoding,
     /// Goes into the PNG and, as text, beside it; the seed is each picture's own.
     pub(super) recipe: Recipe,
     pub(super) omit_metadata: bool,
@@ -37,7 +51,7 @@ pub(super) fn events_of(mut job: Job, model: v1::ResolvedModel, output: Output) 
             match convert(&happened, &model) {
                 Converted::Event(kind) => yield event(&job.id, happened.at_ms, *kind),
                 Converted::Failed(error) => Err(status_of(&error))?,
-                Converted::Pixels => {
+                Converted::Media => {
                     let at_ms = happened.at_ms;
                     for kind in encode(happened, output.clone()).await? {
                         yield event(&job.id, at_ms, kind);
@@ -52,21 +66,19 @@ async fn encode(happened: JobEvent, output: Output) -> Result<Vec<Kind>, Status>
     let encoded = tokio::task::spawn_blocking(move || match happened.kind {
         JobEventKind::Preview {
             step,
-            picture,
+            item,
             width,
             height,
             rgb,
         } => {
             let jpeg = pictures::preview_jpeg(width, height, &rgb)?.into();
-            Ok(vec![Kind::Preview(v1::Preview { jpeg, step, picture })])
+            Ok(vec![Kind::Preview(v1::Preview {
+                jpeg,
+                step,
+                picture: item,
+            })])
         }
-        JobEventKind::Picture {
-            picture,
-            seed,
-            width,
-            height,
-            rgb,
-        } => artifact(picture, seed, width, height, rgb, output),
+        JobEventKind::Piece { item, seed, piece } => artifact(item, seed, piece, output),
         _ => Ok(Vec::new()),
     });
     let internal = |why: String| status_of(&engine::Error::Internal(why));
@@ -76,28 +88,111 @@ async fn encode(happened: JobEvent, output: Output) -> Result<Vec<Kind>, Status>
         .map_err(internal)
 }
 
-fn artifact(
-    index: u32,
-    seed: u64,
-    width: u32,
-    height: u32,
-    rgb: Bytes,
-    output: Output,
-) -> Result<Vec<Kind>, String> {
+impl Output {
+    /// Without a word of how it was made.
+    pub(super) fn without_recipe(encoding: Encoding) -> Output {
+        Output {
+            encoding,
+            recipe: Recipe::default(),
+            omit_metadata: true,
+        }
+    }
+}
+
+/// A piece of a result as chunks of its artifact.
+fn artifact(index: u32, seed: u64, piece: Piece, output: Output) -> Result<Vec<Kind>, String> {
+    let timeline = Timeline::begin("encode a result");
     let recipe = Recipe {
         seed,
-        width,
-        height,
         ..output.recipe
     };
-    let mut metadata = HashMap::from([
-        ("width".to_owned(), width.to_string()),
-        ("height".to_owned(), height.to_string()),
-        ("seed".to_owned(), seed.to_string()),
-    ]);
-    let timeline = Timeline::begin("encode a picture");
     let kept = (!output.omit_metadata).then_some(&recipe);
-    if let Some(recipe) = kept {
+    let (is_first, is_last) = (piece.first == 0, piece.is_last());
+    let whole = piece.format.bytes().ok_or("a result of too many bytes")?;
+    let (media_type, file, total) = match (piece.format, output.encoding) {
+        (MediaFormat::Image { width, height }, Encoding::Png) => {
+            let file = bytes::Bytes::from(pictures::png(width, height, &piece.data, kept)?);
+            let total = file.len() as u64;
+            ("image/png", file, total)
+        }
+        (MediaFormat::Image { .. }, _) => ("image/x-raw-rgb", piece.data, whole),
+        (MediaFormat::Video { .. }, _) => ("video/x-raw-rgb", piece.data, whole),
+        (
+            MediaFormat::Audio {
+                samples_per_second,
+                channels,
+                ..
+            },
+            Encoding::Wav,
+        ) => {
+            let header = wav::header(samples_per_second, channels, whole)?;
+            let total = whole + header.len() as u64;
+            let file = match is_first {
+                true => [&header[..], &piece.data].concat().into(),
+                false => piece.data,
+            };
+            ("audio/wav", file, total)
+        }
+        (MediaFormat::Audio { .. }, _) => ("audio/x-raw-s16le", piece.data, whole),
+    };
+    let mut first =
+        is_first.then(|| Ok::<_, String>((metadata(seed, &piece.format, kept)?, format_out(&piece.format))));
+    let mut chunks = Vec::with_capacity(file.len().div_ceil(CHUNK_BYTES));
+    for start in (0..file.len()).step_by(CHUNK_BYTES) {
+        let end = (start + CHUNK_BYTES).min(file.len());
+        let (metadata, format) = first.take().transpose()?.unzip();
+        chunks.push(Kind::Artifact(v1::Artifact {
+            index,
+            media_type: media_type.to_owned(),
+            metadata: metadata.unwrap_or_default(),
+            chunk: file.slice(start..end),
+            total_bytes: total,
+            last: is_last && end == file.len(),
+            track: piece.track.clone(),
+            format,
+        }));
+    }
+    timeline.end();
+    Ok(chunks)
+}
+
+fn format_out(format: &MediaFormat) -> Format {
+    match *format {
+        MediaFormat::Image { width, height } => Format::Image(v1::ImageFormat { width, height }),
+        MediaFormat::Video {
+            width,
+            height,
+            frames,
+            frames_per_second,
+        } => Format::Video(v1::VideoFormat {
+            width,
+            height,
+            frames,
+            frames_per_second,
+        }),
+        MediaFormat::Audio {
+            samples_per_second,
+            channels,
+            samples,
+        } => Format::Audio(v1::AudioTrackFormat {
+            samples_per_second,
+            channels,
+            samples,
+        }),
+    }
+}
+
+fn metadata(
+    seed: u64,
+    format: &MediaFormat,
+    recipe: Option<&Recipe>,
+) -> Result<HashMap<String, String>, String> {
+    let mut metadata = HashMap::from([("seed".to_owned(), seed.to_string())]);
+    if let MediaFormat::Image { width, height } | MediaFormat::Video { width, height, .. } = format {
+        metadata.insert("width".to_owned(), width.to_string());
+        metadata.insert("height".to_owned(), height.to_string());
+    }
+    if let Some(recipe) = recipe {
         metadata.insert("prompt".to_owned(), recipe.prompt.clone());
         metadata.insert("model".to_owned(), recipe.model_key.clone());
         metadata.insert(
@@ -105,33 +200,7 @@ fn artifact(
             serde_json::to_string(recipe).map_err(|e| e.to_string())?,
         );
     }
-    let (media_type, file) = if output.raw {
-        ("image/x-raw-rgb", rgb)
-    } else {
-        (
-            "image/png",
-            Bytes::from(pictures::png(width, height, &rgb, kept)?),
-        )
-    };
-    let total = file.len();
-    let mut chunks = Vec::with_capacity(total.div_ceil(CHUNK_BYTES));
-    for start in (0..total).step_by(CHUNK_BYTES) {
-        let end = (start + CHUNK_BYTES).min(total);
-        chunks.push(Kind::Artifact(v1::Artifact {
-            index,
-            media_type: media_type.to_owned(),
-            metadata: if start == 0 {
-                std::mem::take(&mut metadata)
-            } else {
-                HashMap::new()
-            },
-            chunk: file.slice(start..end),
-            total_bytes: total as u64,
-            last: end == total,
-        }));
-    }
-    timeline.end();
-    Ok(chunks)
+    Ok(metadata)
 }
 
 #[cfg(test)]
@@ -140,13 +209,9 @@ mod tests {
 
     #[test]
     fn a_large_picture_is_cut_and_adds_up() {
-        let rgb = Bytes::from(vec![5_u8; 1024 * 1024 * 3]);
-        let output = Output {
-            raw: true,
-            recipe: Recipe::default(),
-            omit_metadata: true,
-        };
-        let kinds = artifact(2, 9, 1024, 1024, rgb.clone(), output).unwrap();
+        let rgb = bytes::Bytes::from(vec![5_u8; 1024 * 1024 * 3]);
+        let output = Output::without_recipe(Encoding::Raw);
+        let kinds = artifact(2, 9, Piece::image(1024, 1024, rgb.clone()), output).unwrap();
         assert_eq!(kinds.len(), 3);
         let mut joined = Vec::new();
         for (i, kind) in kinds.iter().enumerate() {
@@ -163,5 +228,39 @@ mod tests {
             joined.extend_from_slice(&artifact.chunk);
         }
         assert_eq!(joined, rgb);
+    }
+
+    #[test]
+    fn pieces_of_a_track_add_up_to_one_wav_file() {
+        let format = MediaFormat::Audio {
+            samples_per_second: 48_000,
+            channels: 2,
+            samples: 5,
+        };
+        let piece = |first, samples: usize| Piece {
+            track: "drums".into(),
+            format,
+            first,
+            data: vec![first as u8; 4 * samples].into(),
+        };
+        let mut file = Vec::new();
+        for (piece, last) in [(piece(0, 3), false), (piece(3, 2), true)] {
+            let output = Output::without_recipe(Encoding::Wav);
+            let kinds = artifact(0, 1, piece, output).unwrap();
+            let [Kind::Artifact(chunk)] = &kinds[..] else {
+                panic!("{kinds:?}")
+            };
+            assert_eq!(
+                (chunk.last, chunk.track.as_str(), chunk.total_bytes),
+                (last, "drums", 64)
+            );
+            assert_eq!(chunk.format.is_some(), !last);
+            file.extend_from_slice(&chunk.chunk);
+        }
+        assert_eq!(
+            (file.len(), &file[..4], &file[8..12]),
+            (64, &b"RIFF"[..], &b"WAVE"[..])
+        );
+        assert_eq!(file[44..], [[0; 4].repeat(3), [3; 4].repeat(2)].concat());
     }
 }

@@ -135,12 +135,15 @@ struct Recorded {
     scalars: Option<Box<Scalars>>,
 }
 
+/// Queues a plan, with what its run is told: tensors by their number, and where each is.
+type Queue = Box<dyn Fn(&Plan, &[(i64, u64)])>;
+
 /// Has the code of a plan's kernels brought to the card.
 struct Bring {
     /// An address on the card.
     everywhere: u64,
     /// Queues the plan where it is only recorded, with what such a run is told.
-    queue: Box<dyn Fn(&Plan, &[(i64, u64)])>,
+    queue: Queue,
 }
 
 impl Bring {

@@ -23,6 +23,7 @@ mod planned;
 mod role;
 mod scratch;
 mod shapes;
+pub(crate) mod stages;
 mod tiles;
 
 pub use config::VaeConfig;

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::config::VaeConfig;
 use super::conv::{filter_bytes, rows_of_strip};
 use super::tiles::Cut;
-use crate::family::Rung;
+use crate::Rung;
 
 /// How much of a map is worked on at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

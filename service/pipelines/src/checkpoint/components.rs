@@ -202,14 +202,23 @@ pub(crate) fn component_of_folder(
     wanted: Wanted,
     shapes: impl FnOnce(&dyn Fn(&str) -> bool) -> Shapes,
 ) -> Result<ComponentFiles, ModelError> {
-    let checkpoint = Checkpoint::of_folder(folder)?;
+    component_of_checkpoint(folder, Checkpoint::of_folder(folder)?, wanted, shapes)
+}
+
+/// The same of a checkpoint that is open, in a folder or a file.
+pub(crate) fn component_of_checkpoint(
+    place: &Path,
+    checkpoint: Checkpoint,
+    wanted: Wanted,
+    shapes: impl FnOnce(&dyn Fn(&str) -> bool) -> Shapes,
+) -> Result<ComponentFiles, ModelError> {
     let shapes = shapes(&|name| checkpoint.has(name));
     let sources = sources(&checkpoint, &whole(shapes), wanted)?;
     Ok(component_files(
-        folder.to_owned(),
+        place.to_owned(),
         sources,
         checkpoint.files,
-        Some(folder.join("config.json")),
+        Some(place.join("config.json")),
     ))
 }
 

@@ -3,7 +3,7 @@
 //! Between two layers stands one pass: the residual, and the norm and modulation of what comes next. So a block begins with
 //! rows that are normalised already, and ends by normalising for the block behind it.
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
 use ops::{Angles, Epilogue, Mask, Pairs, QkNorm, Scratch};
 
@@ -140,14 +140,14 @@ fn next_of<'a>(parts: &[Tensor], step: usize, layers: impl IntoIterator<Item = &
     Ok(Next {
         shift: parts[0].narrow(0, step, 1)?,
         scale: parts[1].narrow(0, step, 1)?,
-        as_codes: take_codes(layers)?,
+        as_codes: take_codes(layers, parts[0].dtype())?,
     })
 }
 
 /// Whether all layers multiply fp8 as it is.
-fn take_codes<'a>(layers: impl IntoIterator<Item = &'a Linear>) -> Result<bool> {
+fn take_codes<'a>(layers: impl IntoIterator<Item = &'a Linear>, dtype: DType) -> Result<bool> {
     for layer in layers {
-        if !layer.takes_codes()? {
+        if !layer.takes_codes(dtype)? {
             return Ok(false);
         }
     }

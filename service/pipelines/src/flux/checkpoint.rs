@@ -11,13 +11,11 @@
 
 use std::path::{Path, PathBuf};
 
-use serde::Deserialize;
-
 use super::config::TransformerConfig;
 use super::layout::layout;
 use crate::ModelError;
-use crate::checkpoint::{Checkpoint, TensorSpec, open};
-use crate::files::{damaged, pipeline_class, read_json, unsupported};
+use crate::checkpoint::{Checkpoint, PREFIXES, TensorSpec, base_folder, is_single_file, open};
+use crate::files::{damaged, pipeline_class, unsupported};
 
 /// Pipelines whose checkpoints are run here.
 pub(super) const PIPELINES: [&str; 2] = ["FluxPipeline", "FluxImg2ImgPipeline"];
@@ -32,12 +30,6 @@ pub(super) const FOLDERS: [&str; 7] = [
     "transformer",
     "vae",
 ];
-
-/// What some single files put in front of every name of the transformer.
-const PREFIXES: [&str; 2] = ["", "model.diffusion_model."];
-
-/// What single files are called.
-const EXTENSIONS: [&str; 4] = ["safetensors", "gguf", "pth", "pt"];
 
 /// Whose names a single file's tensors have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,13 +90,7 @@ pub(super) fn recognise(path: &Path) -> Result<Option<Recognised>, ModelError> {
     if path.is_dir() {
         return Ok(is_flux_folder(path)?.then(|| Recognised::Folder(path.to_owned())));
     }
-    let extension = path.extension().and_then(|extension| extension.to_str());
-    let known = |extension: &str| {
-        EXTENSIONS
-            .iter()
-            .any(|known| extension.eq_ignore_ascii_case(known))
-    };
-    if !extension.is_some_and(known) || !path.is_file() {
+    if !is_single_file(path) {
         return Ok(None);
     }
     let file = open(path)?;
@@ -123,7 +109,7 @@ pub(super) fn recognise(path: &Path) -> Result<Option<Recognised>, ModelError> {
         checkpoint: Checkpoint::of_file(&file, without_prefix)?,
         path: path.to_owned(),
         naming,
-        base: base_folder(path)?,
+        base: base_folder(path, "FLUX", &is_flux_folder)?,
     }))
 }
 
@@ -139,52 +125,6 @@ fn is_flux_folder(path: &Path) -> Result<bool, ModelError> {
         ));
     }
     Ok(PIPELINES.contains(&class_name.as_str()))
-}
-
-/// Where the companions of a single file are.
-fn base_folder(file: &Path) -> Result<PathBuf, ModelError> {
-    #[derive(Deserialize)]
-    #[serde(deny_unknown_fields)]
-    struct Sidecar {
-        base: PathBuf,
-    }
-    let folder = file.parent().unwrap_or(Path::new("."));
-    let sidecar = file.with_extension("moored.json");
-    if sidecar.is_file() {
-        let Sidecar { base } = read_json(&sidecar)?;
-        let base = folder.join(base);
-        return match is_flux_folder(&base)? {
-            true => Ok(base),
-            false => Err(damaged(
-                &sidecar,
-                format!("its base {} is no FLUX folder", base.display()),
-            )),
-        };
-    }
-    if is_flux_folder(folder)? {
-        return Ok(folder.to_owned());
-    }
-    let entries =
-        std::fs::read_dir(folder).map_err(|e| damaged(folder, format!("it cannot be listed: {e}")))?;
-    let mut beside: Vec<PathBuf> = entries
-        .flatten()
-        .map(|entry| entry.path())
-        .filter(|path| path.is_dir() && is_flux_folder(path).unwrap_or(false))
-        .collect();
-    beside.sort();
-    match beside.as_slice() {
-        [one] => Ok(one.clone()),
-        _ => Err(unsupported(
-            file,
-            format!(
-                "it holds a transformer only, and {} folders beside it hold the VAE, text encoders and \
-                 tokenizers of a FLUX pipeline: write {} with {{\"base\": \"path of a FLUX folder in \
-                 diffusers' layout\"}}",
-                beside.len(),
-                sidecar.display()
-            ),
-        )),
-    }
 }
 
 /// The configuration of a single file's transformer, from the shapes of its tensors. The widths of the

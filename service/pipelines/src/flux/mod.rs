@@ -4,7 +4,6 @@
 //! diffusers' names.
 
 mod blocks;
-mod bounds;
 mod buffers;
 mod checkpoint;
 mod components;
@@ -18,7 +17,7 @@ mod quantize_rule;
 mod stages;
 mod transformer;
 
-pub use bounds::{LONGEST_PROMPT, LONGEST_SIDE, MOST_STEPS, MOST_TOKENS, PIXELS_PER_TOKEN};
+pub use crate::bounds::{LONGEST_PROMPT, LONGEST_SIDE, MOST_STEPS, MOST_TOKENS, PIXELS_PER_TOKEN};
 pub use config::TransformerConfig;
 pub use model::{Flux, FluxModel};
 pub use positions::{positions, rotations};

@@ -1,30 +1,25 @@
 //! Opens a FLUX checkpoint by its headers and configurations: what it consists of, and whether its parts fit together.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use residency::Component;
-use serde::Deserialize;
-
-use super::bounds::{PIXELS_PER_TOKEN, problems};
 use super::checkpoint::{Recognised, config_of_single_file, recognise};
 use super::components::{transformer_of_folder, transformer_of_single_file};
 use super::config::TransformerConfig;
 use super::model::FluxModel;
 use super::quantize_rule::role_of;
 use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
-use crate::checkpoint::{ComponentFiles, Wanted, component_of_folder};
+use crate::bounds::{PIXELS_PER_TOKEN, problems};
+use crate::checkpoint::{ComponentSet, Wanted, companion, component_of_folder};
+use crate::defaults::told;
 use crate::files::{damaged, read_json, unsupported};
 use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
 use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer};
-use crate::{Defaults, ModelError, Precision, RequestError, provisional_identity};
+use crate::{Image, Medium, ModelError, Precision, Request};
 
 /// Its components, in the order of [`FluxModel::components`].
 const COMPONENTS: [&str; 4] = ["transformer", "vae", "text_encoder", "text_encoder_2"];
-
-/// Bytes a second that a reload is predicted to take until it was measured.
-const RELOAD_BYTES_PER_SECOND: f64 = 4e9;
 
 impl FluxModel {
     /// Opens a folder in diffusers' layout or a single file, by headers and configurations; `None` if it is neither.
@@ -77,7 +72,8 @@ impl FluxModel {
         };
         let bfl_vae = match is_folder {
             true => None,
-            false => bfl_vae(path, base),
+            false if base.join("vae").is_dir() => None,
+            false => companion(path, base, "vae", "ae"),
         };
         let vae = match bfl_vae {
             Some(_) => VaeConfig::flux(),
@@ -101,7 +97,7 @@ impl FluxModel {
             let problem = format!("its CLIP has {places} positions for {tokens} tokens");
             return Err(unsupported(base, problem));
         }
-        let files = vec![
+        let files = [
             transformer_files,
             match bfl_vae {
                 Some(file) => autoencoder_of_single_file(&file, vae.tensor_shapes(), wanted("vae"))?,
@@ -114,37 +110,21 @@ impl FluxModel {
                 t5.tensor_shapes(has)
             })?,
         ];
-        let components = COMPONENTS
-            .iter()
-            .zip(&files)
-            .map(|(name, files)| component(name, files, precision));
         Ok(Some(FluxModel {
             precision: precision.clone(),
-            components: components.collect(),
-            files,
+            components: ComponentSet::new(COMPONENTS.into_iter().zip(files), precision),
             scheduler: checked(
                 &base.join("scheduler/scheduler_config.json"),
                 SchedulerConfig::check,
             )?,
             clip_tokenizer,
             t5_tokenizer: t5_tokenizer?,
-            defaults: defaults(base, transformer.guidance_embeds)?,
+            defaults: told(base, defaults(transformer.guidance_embeds), problems)?,
             transformer,
             vae,
             clip,
             t5,
         }))
-    }
-}
-
-/// A component's identity and size.
-fn component(name: &str, files: &ComponentFiles, precision: &Precision) -> Component {
-    let bytes = files.plan.bytes();
-    Component {
-        id: provisional_identity(&files.place, name, precision),
-        name: name.to_owned(),
-        bytes,
-        reload_seconds: bytes.0 as f64 / RELOAD_BYTES_PER_SECOND,
     }
 }
 
@@ -195,51 +175,8 @@ fn check_widths(
     }
 }
 
-/// The autoencoder of Black Forest Labs that belongs to a single file: beside it or in its base, if the base
-/// has none in diffusers' layout.
-fn bfl_vae(file: &Path, base: &Path) -> Option<PathBuf> {
-    if base.join("vae").is_dir() {
-        return None;
-    }
-    let folders = [file.parent().unwrap_or(Path::new(".")), base];
-    folders
-        .into_iter()
-        .map(|folder| folder.join("ae.safetensors"))
-        .find(|path| path.is_file())
-}
-
-/// What `moored.json` in the model's folder says, over what dev or schnell are used with.
-fn defaults(base: &Path, guided: bool) -> Result<Defaults, ModelError> {
-    #[derive(Default, Deserialize)]
-    #[serde(default)]
-    struct Told {
-        steps: Option<u32>,
-        guidance: Option<f32>,
-        max_sequence_length: Option<u32>,
-        width: Option<u32>,
-        height: Option<u32>,
-    }
-    let path = base.join("moored.json");
-    let told: Told = if path.is_file() {
-        read_json(&path)?
-    } else {
-        Told::default()
-    };
+/// What dev or schnell are used with.
+fn defaults(guided: bool) -> Request {
     let (steps, guidance, tokens) = if guided { (28, 3.5, 512) } else { (4, 0.0, 256) };
-    let defaults = Defaults {
-        steps: told.steps.unwrap_or(steps),
-        guidance: told.guidance.unwrap_or(guidance),
-        max_sequence_length: told.max_sequence_length.unwrap_or(tokens),
-        width: told.width.unwrap_or(1024),
-        height: told.height.unwrap_or(1024),
-    };
-    let problems = problems(&defaults.request());
-    if problems.is_empty() {
-        return Ok(defaults);
-    }
-    let problems: Vec<String> = problems
-        .into_iter()
-        .map(|RequestError { field, problem }| format!("{field} {problem}"))
-        .collect();
-    Err(damaged(&path, problems.join("; ")))
+    Request::of(Medium::Image(Image::of(1024, 1024)), steps, guidance, tokens)
 }

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Result};
 
-use crate::rotary::{self, Rotations};
+use crate::rotary::{self, Rotations, Rounded};
 
 /// Base of the frequencies.
 const THETA: f64 = 10_000.0;
@@ -20,5 +20,5 @@ pub fn positions(text: usize, rows: usize, columns: usize) -> Vec<[u32; 3]> {
 /// # Errors
 /// Those of candle.
 pub fn rotations(positions: &[[u32; 3]], axes: [usize; 3], device: &Device) -> Result<Rotations> {
-    rotary::rotations(positions, axes, THETA, device)
+    rotary::rotations(positions, axes, THETA, Rounded::Results, device)
 }

@@ -178,7 +178,7 @@ impl Transformer {
         };
         let mut take_codes = false;
         for layer in layers() {
-            take_codes |= layer.takes_codes()?;
+            take_codes |= layer.takes_codes(dtype)?;
         }
         let layers = Layers {
             take_codes,

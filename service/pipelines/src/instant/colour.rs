@@ -1,22 +1,29 @@
 //! What an instant model generates: one colour, which follows from all that a request says.
 
-use crate::family::{EncodedText, StageError};
+use crate::family::StageError;
 use crate::host::{HostTensor, HostType};
-use crate::request::{ImageRequest, InitImage};
+use crate::plan::{ValueShape, Values};
+use crate::request::{InitImage, Request};
 
 /// Channels of a latent: red, green, blue, and one that stays zero.
 pub(super) const CHANNELS: usize = 4;
-
-/// Pixels of a picture for each number of a latent, across and down.
-pub(super) const PIXELS_PER_LATENT: usize = 8;
 
 /// Numbers that a prompt becomes.
 const POOLED: usize = 4;
 
 pub(super) type Colour = [u8; 3];
 
+/// Names and shapes of a prompt's encodings.
+pub(super) fn encoded_shapes(request: &Request) -> [ValueShape; 2] {
+    let rows = request.max_sequence_length as usize;
+    [
+        ValueShape::new("pooled", vec![1, POOLED]),
+        ValueShape::new("sequence", vec![1, rows, POOLED]),
+    ]
+}
+
 /// The encodings of a prompt: a few numbers of its hash.
-pub(super) fn encode(request: &ImageRequest) -> EncodedText {
+pub(super) fn encode(request: &Request) -> Values {
     let hash = blake3::hash(request.prompt.as_bytes());
     let pooled: Vec<f32> = hash
         .as_bytes()
@@ -26,18 +33,17 @@ pub(super) fn encode(request: &ImageRequest) -> EncodedText {
         .collect();
     let rows = request.max_sequence_length as usize;
     let sequence: Vec<f32> = pooled.iter().copied().cycle().take(rows * POOLED).collect();
-    EncodedText {
-        tensors: vec![
-            ("pooled".to_owned(), host(vec![1, POOLED], &pooled)),
-            ("sequence".to_owned(), host(vec![1, rows, POOLED], &sequence)),
-        ],
-    }
+    let numbers = [pooled, sequence];
+    let named = encoded_shapes(request).into_iter().zip(&numbers);
+    named
+        .map(|(value, numbers)| (value.name, host(value.shape, numbers)))
+        .collect()
 }
 
 /// The colour that text, seed, steps and guidance lead to; from `init`'s colour on as far as `strength` says.
-pub(super) fn colour_of(text: &EncodedText, request: &ImageRequest, init: Option<Colour>) -> Colour {
+pub(super) fn colour_of(text: &[(&str, &HostTensor)], request: &Request, init: Option<Colour>) -> Colour {
     let mut hasher = blake3::Hasher::new();
-    for (name, tensor) in &text.tensors {
+    for (name, tensor) in text {
         hasher.update(name.as_bytes()).update(&tensor.data);
     }
     hasher.update(&request.seed.to_le_bytes());
@@ -80,18 +86,12 @@ pub(super) fn latent_of(colour: Colour, shape: Vec<usize>) -> HostTensor {
     host(shape, &numbers)
 }
 
-/// The colour of a latent, and the size of its picture.
+/// The colour of a latent.
 ///
 /// # Errors
 /// [`StageError::BadInput`] if it is not of this family's making.
-pub(super) fn read_latent(latent: &HostTensor) -> Result<(Colour, u32, u32), StageError> {
-    let [1, CHANNELS, rows, columns] = latent.shape[..] else {
-        return Err(StageError::BadInput(format!(
-            "a latent of shape {:?} where [1, {CHANNELS}, height / 8, width / 8] is expected",
-            latent.shape
-        )));
-    };
-    let in_channel = rows * columns;
+pub(super) fn read_latent(latent: &HostTensor) -> Result<Colour, StageError> {
+    let in_channel: usize = latent.shape.iter().skip(2).product();
     if latent.dtype != HostType::F32 || latent.data.len() != CHANNELS * in_channel * 4 || in_channel == 0 {
         return Err(StageError::BadInput(
             "a latent whose bytes do not fit its shape and dtype".to_owned(),
@@ -102,13 +102,7 @@ pub(super) fn read_latent(latent: &HostTensor) -> Result<(Colour, u32, u32), Sta
         let bytes: [u8; 4] = std::array::from_fn(|i| latent.data[at + i]);
         (f32::from_le_bytes(bytes) * 255.0).round() as u8
     };
-    let size = |numbers: usize| (numbers * PIXELS_PER_LATENT) as u32;
-    Ok(([first_of(0), first_of(1), first_of(2)], size(columns), size(rows)))
-}
-
-/// A picture of one colour: RGB, 8 bits each.
-pub(super) fn fill(colour: Colour, width: u32, height: u32) -> Vec<u8> {
-    colour.repeat(width as usize * height as usize)
+    Ok([first_of(0), first_of(1), first_of(2)])
 }
 
 /// A byte as a number between 0 and 1.

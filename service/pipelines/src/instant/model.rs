@@ -7,13 +7,14 @@ use std::time::Duration;
 use gpu::{ComponentTensors, LoadPlan, ScratchGuard, WeightFormat, simulated_scratch};
 use residency::{Bytes, Component, ComponentId};
 
-use super::colour::{CHANNELS, PIXELS_PER_LATENT, colour_of, encode, fill, latent_of, mean_of, read_latent};
-use super::{DescribedComponent, Description};
-use crate::family::{
-    EncodedText, Model, Observer, Rung, StageError, StageInput, StageKind, StageOutput, StagePlan,
-};
+use super::colour::{Colour, colour_of, encode, encoded_shapes, latent_of, mean_of, read_latent};
+use super::content::{content_of, format_of, latent_shape, medium_of, units_of};
+use super::{DECODE, DENOISE, DescribedComponent, Description, ENCODE_IMAGE, ENCODE_TEXT, LATENT};
+use crate::family::{Model, Observer, StageError, StageRun, smaller_lengths, smaller_sides};
+use crate::media::{MediaFormat, Piece};
+use crate::plan::{Role, Rung, StagePlan, ValueShape, Values, only_value};
 use crate::quantization::Quantization;
-use crate::request::{Defaults, ImageRequest, RequestError};
+use crate::request::{Medium, Request, RequestError};
 
 /// What a component's reload is predicted to run at, in bytes a second.
 const LOAD_SPEED: f64 = 25e9;
@@ -23,6 +24,9 @@ const SLICE: Duration = Duration::from_millis(1);
 
 /// Every size is a multiple of this.
 const GRAIN: u32 = 16;
+
+/// Parts that a long result is delivered in.
+const PIECES: u64 = 4;
 
 /// An opened instant model.
 pub(super) struct InstantModel {
@@ -79,53 +83,47 @@ impl InstantModel {
         }
     }
 
-    /// Those of these components that the model has.
-    fn named(&self, names: &[&str]) -> Vec<Component> {
-        self.components
-            .iter()
-            .filter(|c| names.contains(&c.name.as_str()))
+    /// Names of those of these components that the model has.
+    fn named(&self, names: &[&str]) -> Vec<String> {
+        let own = self.components.iter().map(|c| &c.name);
+        own.filter(|name| names.contains(&name.as_str()))
             .cloned()
             .collect()
     }
 
-    /// Bytes for a picture of the default size, as many as one of this size takes.
-    fn scaled(&self, bytes: Option<Bytes>, width: u32, height: u32) -> Bytes {
-        let defaults = &self.description.defaults;
-        let usual = (u128::from(defaults.width) * u128::from(defaults.height)).max(1);
-        let pixels = u128::from(width) * u128::from(height);
-        Bytes((u128::from(bytes.unwrap_or_default().0) * pixels / usual) as u64)
+    /// Bytes for a result of the default size, as many as one of this request's takes.
+    fn scaled(&self, bytes: Option<Bytes>, request: &Request) -> Bytes {
+        let usual = u128::from(units_of(&self.description.medium_of_defaults())).max(1);
+        let units = u128::from(units_of(&request.medium));
+        Bytes((u128::from(bytes.unwrap_or_default().0) * units / usual) as u64)
     }
 
-    fn rungs(&self, kind: StageKind, width: u32, height: u32) -> Vec<Rung> {
-        let whole = self.description.scratch.of(kind);
+    fn rungs(&self, stage: &str, request: &Request) -> Vec<Rung> {
+        let whole = self.description.scratch.of(stage);
         let rung = |label: &str, part: u64, approximate: bool| Rung {
             label: label.to_owned(),
-            scratch: Bytes(self.scaled(whole, width, height).0 / part),
+            scratch: Bytes(self.scaled(whole, request).0 / part),
             approximate,
         };
-        match kind {
-            // Text has one size, whatever the picture's.
-            StageKind::EncodeText => {
-                vec![Rung {
-                    label: WHOLE.to_owned(),
-                    scratch: whole.unwrap_or_default(),
-                    approximate: false,
-                }]
-            }
-            StageKind::Denoise => vec![rung(WHOLE, 1, false)],
-            StageKind::EncodeImage | StageKind::Decode => {
-                vec![
-                    rung(WHOLE, 1, false),
-                    rung("strips of 16", 2, false),
-                    rung("tiles of 64", 4, true),
-                ]
-            }
+        match stage {
+            // Text has one size, whatever is made of it.
+            ENCODE_TEXT => vec![Rung {
+                label: WHOLE.to_owned(),
+                scratch: whole.unwrap_or_default(),
+                approximate: false,
+            }],
+            DENOISE => vec![rung(WHOLE, 1, false)],
+            _ => vec![
+                rung(WHOLE, 1, false),
+                rung("strips of 16", 2, false),
+                rung("tiles of 64", 4, true),
+            ],
         }
     }
 
-    /// Denoising steps that are run: all of them from noise, the last ones from an image.
-    fn steps_of(&self, request: &ImageRequest) -> u32 {
-        let from_image = request.init_image.is_some();
+    /// Denoising steps that are run: all of them from noise, the last ones from what there is to start from.
+    fn steps_of(&self, request: &Request) -> u32 {
+        let from_image = request.medium.init_image().is_some() || request.from_values;
         let part = if from_image {
             request.strength.clamp(0.0, 1.0)
         } else {
@@ -134,64 +132,83 @@ impl InstantModel {
         ((request.steps as f32 * part).round() as u32).clamp(1, request.steps.max(1))
     }
 
-    fn plan(&self, kind: StageKind, request: &ImageRequest) -> StagePlan {
-        let (width, height) = (request.width, request.height);
-        let components = match kind {
-            StageKind::EncodeText => self.named(&["text_encoder", "text_encoder_2"]),
-            StageKind::Denoise if request.preview => self.named(&["transformer", "vae"]),
-            StageKind::Denoise => self.named(&["transformer"]),
-            StageKind::EncodeImage | StageKind::Decode => self.named(&["vae"]),
+    fn stage(&self, name: &'static str, request: &Request) -> StagePlan {
+        let size = content_of(&request.medium);
+        let tokens = request.max_sequence_length;
+        let latent = || ValueShape::new(LATENT, latent_shape(&request.medium));
+        let from_latent = request.medium.init_image().is_some() || request.from_values;
+        let (role, components, shape): (_, &[&str], _) = match name {
+            ENCODE_TEXT => (
+                Role::Encode,
+                &["text_encoder", "text_encoder_2"],
+                format!("t{tokens}"),
+            ),
+            ENCODE_IMAGE => (Role::Encode, &["vae"], size),
+            DENOISE if request.preview => {
+                (Role::Sample, &["transformer", "vae"], format!("{size} t{tokens}"))
+            }
+            DENOISE => (Role::Sample, &["transformer"], format!("{size} t{tokens}")),
+            _ => (Role::Decode, &["vae"], size),
         };
-        let shape = match kind {
-            StageKind::EncodeText => format!("t{}", request.max_sequence_length),
-            StageKind::Denoise => format!("{width}x{height} t{}", request.max_sequence_length),
-            StageKind::EncodeImage | StageKind::Decode => format!("{width}x{height}"),
+        let (takes, gives) = match name {
+            ENCODE_TEXT => (
+                Vec::new(),
+                encoded_shapes(request).map(|value| value.name).to_vec(),
+            ),
+            ENCODE_IMAGE => (Vec::new(), vec![LATENT.to_owned()]),
+            DENOISE => {
+                let from = from_latent.then(latent);
+                let takes = encoded_shapes(request).into_iter().chain(from).collect();
+                (takes, vec![LATENT.to_owned()])
+            }
+            _ => (vec![latent()], Vec::new()),
         };
-        let steps = if kind == StageKind::Denoise {
-            self.steps_of(request)
-        } else {
-            1
-        };
+        let is_text = name == ENCODE_TEXT;
+        let prompt = blake3::hash(request.prompt.as_bytes()).to_hex();
         StagePlan {
-            kind,
-            components,
-            rungs: self.rungs(kind, width, height),
+            name: name.to_owned(),
+            role,
+            components: self.named(components),
+            rungs: self.rungs(name, request),
             shape,
-            steps,
+            steps: if name == DENOISE {
+                self.steps_of(request)
+            } else {
+                1
+            },
+            takes,
+            gives,
+            per_item: !is_text,
+            memo: is_text.then(|| format!("instant:{prompt}:{tokens}")),
         }
     }
 
     /// What the rung really takes: the file's own prediction, unless the file says otherwise. What a plan says of it
     /// may have been learned from here.
-    fn real_scratch(&self, kind: StageKind, rung: usize, request: &ImageRequest) -> Bytes {
-        let Some(real) = self.description.real_scratch.of(kind) else {
-            let rungs = self.rungs(kind, request.width, request.height);
+    fn real_scratch(&self, stage: &str, rung: usize, request: &Request) -> Bytes {
+        let Some(real) = self.description.real_scratch.of(stage) else {
+            let rungs = self.rungs(stage, request);
             return rungs.get(rung).map_or(Bytes::ZERO, |r| r.scratch);
         };
         let part = 1_u64 << rung.min(2);
-        match kind {
-            StageKind::EncodeText => real,
-            StageKind::Denoise | StageKind::EncodeImage | StageKind::Decode => {
-                Bytes(self.scaled(Some(real), request.width, request.height).0 / part)
-            }
+        match stage {
+            ENCODE_TEXT => real,
+            _ => Bytes(self.scaled(Some(real), request).0 / part),
         }
     }
 
-    fn denoise(
-        &self,
-        plan: &StagePlan,
-        request: &ImageRequest,
-        input: &StageInput,
-        observer: &mut dyn Observer,
-    ) -> Result<StageOutput, StageError> {
-        let text: &EncodedText = input
-            .text
-            .as_ref()
-            .ok_or_else(|| StageError::BadInput("denoising needs encoded text".to_owned()))?;
-        let init = input.latent.as_ref().map(read_latent).transpose()?;
-        let colour = colour_of(text, request, init.map(|(colour, ..)| colour));
+    fn denoise(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Colour, StageError> {
+        let (request, steps) = (stage.request, stage.plan.steps);
+        let text = encoded_shapes(request).map(|value| value.name);
+        let text = text.iter().map(|name| Ok((name.as_str(), stage.value(name)?)));
+        let text = text.collect::<Result<Vec<_>, StageError>>()?;
+        let takes_latent = stage.plan.takes.iter().any(|value| value.name == LATENT);
+        let init = takes_latent
+            .then(|| read_latent(stage.value(LATENT)?))
+            .transpose()?;
+        let colour = colour_of(&text, request, init);
         let pretended = Duration::from_millis(self.description.steps_ms);
-        for step in 1..=plan.steps {
+        for step in 1..=steps {
             sleep(pretended, observer)?;
             if self.description.not_finite_at_step == Some(step) {
                 return Err(StageError::NotFinite {
@@ -199,40 +216,112 @@ impl InstantModel {
                     step,
                 });
             }
-            observer.step(step, plan.steps);
-            if request.preview && observer.wants_preview() {
-                let (width, height) = (request.width / 8, request.height / 8);
-                observer.preview(width, height, fill(colour, width, height));
+            observer.step(step, steps);
+            if request.preview
+                && observer.wants_preview()
+                && let Some((width, height)) = request.medium.size()
+            {
+                let (width, height) = (width / 8, height / 8);
+                observer.preview(width, height, colour.repeat((width * height) as usize));
             }
         }
-        Ok(StageOutput::Latent(latent_of(
-            colour,
-            self.latent_shape(request.width, request.height),
-        )))
+        Ok(colour)
     }
 
-    fn encode_image(&self, request: &ImageRequest) -> Result<StageOutput, StageError> {
-        let image = request
-            .init_image
-            .as_ref()
-            .ok_or_else(|| StageError::BadInput("encoding needs an image".to_owned()))?;
-        Ok(StageOutput::Latent(latent_of(
-            mean_of(image),
-            self.latent_shape(request.width, request.height),
-        )))
+    /// Delivers the whole in a few pieces, each of which takes as long as a step where decoding is to take its time.
+    fn decode(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<(), StageError> {
+        let colour = read_latent(stage.value(LATENT)?)?;
+        let format = format_of(&stage.request.medium);
+        let (units, unit_bytes) = (format.units(), format.unit_bytes() as usize);
+        let at_once = units.div_ceil(PIECES).max(1);
+        for first in (0..units).step_by(at_once as usize) {
+            if first > 0 {
+                sleep(Duration::from_millis(self.description.steps_ms), observer)?;
+            }
+            let last = (first + at_once).min(units);
+            let mut data = Vec::with_capacity((last - first) as usize * unit_bytes);
+            for unit in first..last {
+                match format {
+                    MediaFormat::Audio { channels, .. } => {
+                        let of_channel = |c: u32| (i16::from(colour[c as usize % 3]) - 128) * 100;
+                        data.extend((0..channels).flat_map(|c| of_channel(c).to_le_bytes()));
+                    }
+                    MediaFormat::Image { .. } | MediaFormat::Video { .. } => {
+                        // Each frame is a little redder than the one before it.
+                        let [red, green, blue] = colour;
+                        let frame = [red.wrapping_add(unit as u8), green, blue];
+                        data.extend(frame.repeat(unit_bytes / 3));
+                    }
+                }
+            }
+            observer.deliver(Piece {
+                track: String::new(),
+                format,
+                first,
+                data: data.into(),
+            });
+        }
+        Ok(())
     }
 
-    fn decode(&self, input: &StageInput) -> Result<StageOutput, StageError> {
-        let latent = input
-            .latent
-            .as_ref()
-            .ok_or_else(|| StageError::BadInput("decoding needs a latent".to_owned()))?;
-        let (colour, width, height) = read_latent(latent)?;
-        Ok(StageOutput::Picture {
-            width,
-            height,
-            rgb: fill(colour, width, height).into(),
-        })
+    /// Every field of a request that is out of its bounds.
+    fn problems(&self, request: &Request) -> Vec<RequestError> {
+        let made = self.description.medium.name();
+        if request.medium.name() != made {
+            return vec![RequestError::other_medium(&request.medium, made)];
+        }
+        let mut wrong = Vec::new();
+        let mut require = |holds: bool, field: &str, problem: &str| {
+            if !holds {
+                wrong.push(RequestError::new(field, problem));
+            }
+        };
+        if let Some((width, height)) = request.medium.size() {
+            let size_is_right =
+                |pixels: u32| (GRAIN..=8192).contains(&pixels) && pixels.is_multiple_of(GRAIN);
+            let size = "must be a multiple of 16 between 16 and 8192";
+            require(size_is_right(width), "width", size);
+            require(size_is_right(height), "height", size);
+        }
+        match &request.medium {
+            Medium::Image(_) => {}
+            Medium::Video(video) => {
+                let frames = (1..=1000).contains(&video.frames);
+                require(frames, "frames", "must be between 1 and 1000");
+                let rate = (1.0..=240.0).contains(&video.frames_per_second);
+                require(rate, "frames_per_second", "must be between 1 and 240");
+            }
+            Medium::Audio(audio) => {
+                let seconds = (0.1..=600.0).contains(&audio.seconds);
+                require(seconds, "seconds", "must be between 0.1 and 600");
+            }
+        }
+        require(
+            (1..=200).contains(&request.steps),
+            "steps",
+            "must be between 1 and 200",
+        );
+        require(
+            request.guidance.is_finite() && request.guidance >= 0.0,
+            "guidance",
+            "must not be negative",
+        );
+        let tokens = (1..=512).contains(&request.max_sequence_length);
+        require(tokens, "max_sequence_length", "must be between 1 and 512");
+        if request.medium.init_image().is_some() || request.from_values {
+            let strength = request.strength > 0.0 && request.strength <= 1.0;
+            require(strength, "strength", "must be over 0 and at most 1");
+        }
+        if let (Some(image), Some(size)) = (request.medium.init_image(), request.medium.size()) {
+            let same_size = (image.width, image.height) == size;
+            let all_there = image.rgb.len() == image.width as usize * image.height as usize * 3;
+            require(
+                same_size && all_there,
+                "init_image",
+                "must have the size of the picture",
+            );
+        }
+        wrong
     }
 }
 
@@ -240,8 +329,10 @@ impl InstantModel {
 const WHOLE: &str = "whole";
 
 /// Activations of the simulated card that runs the stage; on another card it needs none.
-fn take_scratch(bytes: Bytes, kind: StageKind) -> Result<Option<ScratchGuard>, StageError> {
-    simulated_scratch(bytes).map_err(|_| StageError::OutOfMemory { stage: kind.name() })
+fn take_scratch(bytes: Bytes, stage: &str) -> Result<Option<ScratchGuard>, StageError> {
+    simulated_scratch(bytes).map_err(|_| StageError::OutOfMemory {
+        stage: stage.to_owned(),
+    })
 }
 
 /// Sleeps in slices, and ends early when nobody wants the result any more.
@@ -264,8 +355,14 @@ impl Model for InstantModel {
         "instant"
     }
 
-    fn defaults(&self) -> Defaults {
-        Defaults::from(&self.description.defaults)
+    fn defaults(&self) -> Request {
+        let described = &self.description.defaults;
+        Request::of(
+            self.description.medium_of_defaults(),
+            described.steps,
+            described.guidance,
+            described.max_sequence_length,
+        )
     }
 
     fn components(&self) -> &[Component] {
@@ -287,103 +384,71 @@ impl Model for InstantModel {
         Vec::new()
     }
 
-    fn validate(&self, request: &ImageRequest) -> Result<(), Vec<RequestError>> {
-        let mut wrong = Vec::new();
-        let mut require = |holds: bool, field: &str, problem: &str| {
-            if !holds {
-                wrong.push(RequestError {
-                    field: field.to_owned(),
-                    problem: problem.to_owned(),
-                });
-            }
-        };
-        let size_is_right = |pixels: u32| (GRAIN..=8192).contains(&pixels) && pixels.is_multiple_of(GRAIN);
-        let size = "must be a multiple of 16 between 16 and 8192";
-        require(size_is_right(request.width), "width", size);
-        require(size_is_right(request.height), "height", size);
-        require(
-            (1..=200).contains(&request.steps),
-            "steps",
-            "must be between 1 and 200",
-        );
-        require(
-            request.guidance.is_finite() && request.guidance >= 0.0,
-            "guidance",
-            "must not be negative",
-        );
-        let tokens = (1..=512).contains(&request.max_sequence_length);
-        require(tokens, "max_sequence_length", "must be between 1 and 512");
-        if let Some(image) = &request.init_image {
-            let strength = request.strength > 0.0 && request.strength <= 1.0;
-            require(strength, "strength", "must be over 0 and at most 1");
-            let same_size = (image.width, image.height) == (request.width, request.height);
-            let all_there = image.rgb.len() == image.width as usize * image.height as usize * 3;
-            require(
-                same_size && all_there,
-                "init_image",
-                "must have the size of the picture",
-            );
+    fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
+        let problems = self.problems(request);
+        if !problems.is_empty() {
+            return Err(problems);
         }
-        if wrong.is_empty() { Ok(()) } else { Err(wrong) }
+        let encodes_image = request.medium.init_image().is_some() && !request.from_values;
+        let names = [ENCODE_TEXT, ENCODE_IMAGE, DENOISE, DECODE].into_iter();
+        let names = names.filter(|name| *name != ENCODE_IMAGE || encodes_image);
+        Ok(names.map(|name| self.stage(name, request)).collect())
     }
 
-    fn stages(&self, request: &ImageRequest) -> Vec<StagePlan> {
-        let from_image = request.init_image.is_some();
-        let asked = StageKind::ALL
-            .into_iter()
-            .filter(|&kind| kind != StageKind::EncodeImage || from_image);
-        asked.map(|kind| self.plan(kind, request)).collect()
+    fn request_of(&self, values: &[ValueShape]) -> Option<Request> {
+        let shape = only_value(values, LATENT)?;
+        let mut request = self.defaults();
+        request.medium = medium_of(shape, &request.medium)?;
+        Some(request)
     }
 
-    fn lone_stage(&self, kind: StageKind, width: u32, height: u32) -> StagePlan {
-        let request = ImageRequest {
-            width,
-            height,
-            ..self.defaults().request()
-        };
-        self.plan(kind, &request)
+    fn smaller(&self, request: &Request) -> Vec<(String, Request)> {
+        [smaller_sides(request, GRAIN), smaller_lengths(request)].concat()
     }
 
-    fn text_key(&self, request: &ImageRequest) -> Result<String, RequestError> {
-        let prompt = blake3::hash(request.prompt.as_bytes()).to_hex();
-        Ok(format!("instant:{prompt}:{}", request.max_sequence_length))
+    fn smallest(&self) -> Request {
+        let mut request = self.defaults();
+        (request.prompt, request.steps) = ("the smallest request".to_owned(), 1);
+        match &mut request.medium {
+            Medium::Image(image) => (image.width, image.height) = (GRAIN, GRAIN),
+            Medium::Video(video) => (video.width, video.height, video.frames) = (GRAIN, GRAIN, 1),
+            Medium::Audio(audio) => audio.seconds = 0.1,
+        }
+        request
     }
 
-    fn latent_shape(&self, width: u32, height: u32) -> Vec<usize> {
-        let numbers = |pixels: u32| pixels as usize / PIXELS_PER_LATENT;
-        vec![1, CHANNELS, numbers(height), numbers(width)]
-    }
-
-    fn run(
-        &self,
-        plan: &StagePlan,
-        rung: usize,
-        request: &ImageRequest,
-        input: &StageInput,
-        tensors: &dyn Fn(&str) -> Result<Arc<ComponentTensors>, StageError>,
-        _device: &candle_core::Device,
-        observer: &mut dyn Observer,
-    ) -> Result<StageOutput, StageError> {
+    fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError> {
+        let (plan, request) = (stage.plan, stage.request);
         // Kept to the end, as a real family's tensors are.
         let _resident: Vec<Arc<ComponentTensors>> = plan
             .components
             .iter()
-            .map(|c| tensors(&c.name))
+            .map(|name| (stage.tensors)(name))
             .collect::<Result<_, _>>()?;
-        let _scratch = take_scratch(self.real_scratch(plan.kind, rung, request), plan.kind)?;
+        let _scratch = take_scratch(self.real_scratch(&plan.name, stage.rung, request), &plan.name)?;
         if observer.cancelled() {
             return Err(StageError::Cancelled);
         }
         assert_ne!(
-            self.description.panic_at,
-            Some(plan.kind),
+            self.description.panic_at.as_ref(),
+            Some(&plan.name),
             "the model's file asks for this panic"
         );
-        match plan.kind {
-            StageKind::EncodeText => Ok(StageOutput::Text(encode(request))),
-            StageKind::EncodeImage => self.encode_image(request),
-            StageKind::Denoise => self.denoise(plan, request, input, observer),
-            StageKind::Decode => self.decode(input),
+        let latent = |colour| {
+            let latent = latent_of(colour, latent_shape(&request.medium));
+            Values::from([(LATENT.to_owned(), latent)])
+        };
+        match plan.name.as_str() {
+            ENCODE_TEXT => Ok(encode(request)),
+            ENCODE_IMAGE => {
+                let image = request.medium.init_image();
+                let image =
+                    image.ok_or_else(|| StageError::BadInput("encoding needs an image".to_owned()))?;
+                Ok(latent(mean_of(image)))
+            }
+            DENOISE => self.denoise(stage, observer).map(latent),
+            DECODE => self.decode(stage, observer).map(|()| Values::new()),
+            other => Err(StageError::BadInput(format!("there is no stage {other}"))),
         }
     }
 }

@@ -8,9 +8,11 @@ use gpu::{ComponentTensors, LoadPlan};
 use residency::Bytes;
 
 use super::*;
-use crate::family::{Observer, StageError, StageInput, StageOutput, Unobserved};
+use crate::family::{Observer, StageError, StageRun, Unobserved};
+use crate::media::{MediaFormat, Piece};
+use crate::plan::{Role, StagePlan, ValueShape, Values};
 use crate::quantization::Preset;
-use crate::request::{ImageRequest, InitImage};
+use crate::request::{InitImage, Request};
 
 const PRECISION: Precision = Precision::full(DType::F32);
 
@@ -26,56 +28,188 @@ fn open(path: &Path) -> Arc<dyn Model> {
         .expect("it is of this family")
 }
 
-fn request(model: &dyn Model) -> ImageRequest {
-    let defaults = model.defaults();
-    ImageRequest {
+/// The components and scratch of a model that a test describes.
+const BODY: &str = r#""components": [
+    {"name": "transformer", "bytes": 4096, "identity": "t"},
+    {"name": "vae", "bytes": 4096, "identity": "v"}],
+    "scratch": {"denoise": 1048576, "decode": 4194304}"#;
+
+/// A model of this medium, with what the description says besides.
+fn described(medium: &str, more: &str) -> Arc<dyn Model> {
+    let folder = tempfile::tempdir().unwrap();
+    let description = format!(r#"{{"name": "{medium}", "medium": "{medium}", {BODY}{more}}}"#);
+    std::fs::write(folder.path().join("instant.json"), description).unwrap();
+    open(folder.path())
+}
+
+/// A model of films of 10 frames of 64 x 32 pixels.
+fn of_films() -> Arc<dyn Model> {
+    let defaults = r#", "defaults": {"width": 64, "height": 32, "frames": 10, "frames_per_second": 12.0}"#;
+    described("video", defaults)
+}
+
+/// A model of tracks of 2.5 seconds.
+fn of_tracks() -> Arc<dyn Model> {
+    described("audio", r#", "defaults": {"seconds": 2.5}"#)
+}
+
+/// A model of each medium.
+fn of_all_media() -> [Arc<dyn Model>; 3] {
+    [open(&sample("small")), of_films(), of_tracks()]
+}
+
+fn request(model: &dyn Model) -> Request {
+    Request {
         prompt: "a red cube".into(),
-        width: defaults.width,
-        height: defaults.height,
-        steps: defaults.steps,
-        guidance: defaults.guidance,
         seed: 1,
         max_sequence_length: 8,
-        init_image: None,
-        strength: 1.0,
-        preview: false,
+        ..model.defaults()
     }
 }
 
+/// The same for a picture of this size.
+fn sized(model: &dyn Model, width: u32, height: u32) -> Request {
+    Request {
+        medium: Medium::Image(Image::of(width, height)),
+        ..request(model)
+    }
+}
+
+/// The same from a picture of one shade of grey.
+fn from_grey(request: &Request, shade: u8, strength: f32) -> Request {
+    let mut request = Request {
+        strength,
+        ..request.clone()
+    };
+    let (width, height) = request.medium.size().unwrap();
+    let grey = Some(InitImage {
+        width,
+        height,
+        rgb: vec![shade; (3 * width * height) as usize].into(),
+    });
+    match &mut request.medium {
+        Medium::Image(image) => image.init_image = grey,
+        Medium::Video(video) => video.init_image = grey,
+        Medium::Audio(_) => panic!("a track has no pixels"),
+    }
+    request
+}
+
+fn stage(model: &dyn Model, request: &Request, name: &str) -> StagePlan {
+    let mut stages = model.plan(request).unwrap().into_iter();
+    stages.find(|plan| plan.name == name).unwrap()
+}
+
+fn names(model: &dyn Model, request: &Request) -> Vec<String> {
+    let stages = model.plan(request).unwrap().into_iter();
+    stages.map(|plan| plan.name).collect()
+}
+
+/// Names of the fields that a plan refuses.
+fn wrong_fields(model: &dyn Model, request: &Request) -> Vec<String> {
+    let problems = model.plan(request).unwrap_err().into_iter();
+    problems.map(|problem| problem.field).collect()
+}
+
+/// Runs one stage over those of the values that it says it takes; what it gives is what it says.
 fn run(
     model: &dyn Model,
-    kind: StageKind,
-    request: &ImageRequest,
-    input: &StageInput,
+    plan: &StagePlan,
+    request: &Request,
+    values: &Values,
     observer: &mut dyn Observer,
-) -> Result<StageOutput, StageError> {
-    let plan = model
-        .stages(request)
-        .into_iter()
-        .find(|plan| plan.kind == kind)
-        .unwrap();
-    let tensors = |_: &str| Ok(Arc::new(ComponentTensors::default()));
-    model.run(&plan, 0, request, input, &tensors, &Device::Cpu, observer)
+) -> Result<Values, StageError> {
+    let taken = plan.takes.iter().filter_map(|taken| {
+        let value = values.get(&taken.name)?;
+        Some((taken.name.clone(), value.clone()))
+    });
+    let stage = StageRun {
+        plan,
+        rung: 0,
+        request,
+        values: &taken.collect(),
+        tensors: &|_: &str| Ok(Arc::new(ComponentTensors::default())),
+        device: &Device::Cpu,
+    };
+    let given = model.run(&stage, observer)?;
+    let mut named: Vec<&String> = plan.gives.iter().collect();
+    named.sort();
+    assert!(given.keys().eq(named), "{} gave {:?}", plan.name, given.keys());
+    Ok(given)
+}
+
+/// Notes pieces and steps, and cancels when there are so many pieces.
+#[derive(Default)]
+struct Notes {
+    pieces: Vec<Piece>,
+    steps: Vec<(u32, u32)>,
+    cancel_after: Option<usize>,
+}
+
+impl Observer for Notes {
+    fn step(&mut self, n: u32, of: u32) {
+        self.steps.push((n, of));
+    }
+    fn wants_preview(&mut self) -> bool {
+        false
+    }
+    fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
+    fn deliver(&mut self, piece: Piece) {
+        self.pieces.push(piece);
+    }
+    fn cancelled(&self) -> bool {
+        self.cancel_after
+            .is_some_and(|pieces| self.pieces.len() >= pieces)
+    }
+}
+
+/// All stages: the values that there are in the end, and what was delivered.
+fn through_stages(model: &dyn Model, request: &Request) -> (Values, Vec<Piece>) {
+    let (mut values, mut notes) = (Values::new(), Notes::default());
+    for plan in model.plan(request).unwrap() {
+        assert!(notes.pieces.is_empty(), "pieces before {}", plan.name);
+        for ValueShape { name, shape } in &plan.takes {
+            assert_eq!(&values[name].shape, shape, "{name} that {} takes", plan.name);
+        }
+        values.extend(run(model, &plan, request, &values, &mut notes).unwrap());
+    }
+    let steps = stage(model, request, "denoise").steps;
+    assert!(
+        notes
+            .steps
+            .iter()
+            .copied()
+            .eq((1..=steps).map(|step| (step, steps)))
+    );
+    (values, notes.pieces)
+}
+
+/// The whole that pieces are of, if they are in order, without gaps, and add up to all of it.
+fn joined(pieces: &[Piece]) -> (MediaFormat, Vec<u8>) {
+    let format = pieces.first().expect("a piece").format;
+    let (mut units, mut data) = (0, Vec::new());
+    for piece in pieces {
+        assert_eq!(
+            (piece.format, piece.first, piece.track.as_str()),
+            (format, units, "")
+        );
+        units += piece.units().expect("whole units within the format");
+        data.extend_from_slice(&piece.data);
+        assert_eq!(piece.is_last(), units == format.units());
+    }
+    assert_eq!(units, format.units());
+    assert_eq!(Some(data.len() as u64), format.bytes());
+    (format, data)
 }
 
 /// All stages, and the picture's first pixel.
-fn first_pixel(model: &dyn Model, request: &ImageRequest) -> [u8; 3] {
-    let mut input = StageInput::default();
-    for plan in model.stages(request) {
-        match run(model, plan.kind, request, &input, &mut Unobserved).unwrap() {
-            StageOutput::Text(text) => input.text = Some(text),
-            StageOutput::Latent(latent) => {
-                assert_eq!(latent.shape, model.latent_shape(request.width, request.height));
-                input.latent = Some(latent);
-            }
-            StageOutput::Picture { width, height, rgb } => {
-                assert_eq!((width, height), (request.width, request.height));
-                assert_eq!(rgb.len(), (width * height * 3) as usize);
-                return [rgb[0], rgb[1], rgb[2]];
-            }
-        }
-    }
-    panic!("no picture")
+fn first_pixel(model: &dyn Model, request: &Request) -> [u8; 3] {
+    let (_, pieces) = through_stages(model, request);
+    let (format, rgb) = joined(&pieces);
+    let (width, height) = request.medium.size().unwrap();
+    assert_eq!(format, MediaFormat::Image { width, height });
+    assert_eq!(pieces.len(), 1, "a picture is one piece");
+    [rgb[0], rgb[1], rgb[2]]
 }
 
 #[test]
@@ -126,7 +260,7 @@ fn a_folder_with_a_description_is_a_model_and_other_paths_are_not() {
 #[test]
 fn scratch_grows_with_the_picture_and_falls_with_the_rungs() {
     let model = open(&sample("flux-full"));
-    let large = model.lone_stage(StageKind::Decode, 1024, 1024);
+    let large = stage(&*model, &sized(&*model, 1024, 1024), "decode");
     assert_eq!(large.rungs[0].scratch, Bytes::gib(3));
     let labels: Vec<&str> = large.rungs.iter().map(|r| r.label.as_str()).collect();
     assert_eq!(labels, ["whole", "strips of 16", "tiles of 64"]);
@@ -136,7 +270,7 @@ fn scratch_grows_with_the_picture_and_falls_with_the_rungs() {
         [false, false, true]
     );
     assert_eq!(
-        model.lone_stage(StageKind::Decode, 512, 512).rungs[0].scratch,
+        stage(&*model, &sized(&*model, 512, 512), "decode").rungs[0].scratch,
         Bytes::mib(768)
     );
 }
@@ -147,7 +281,7 @@ fn every_field_of_a_request_counts() {
     let plain = request(&*model);
     let colour = first_pixel(&*model, &plain);
     assert_eq!(colour, first_pixel(&*model, &plain));
-    let variants: [fn(&mut ImageRequest); 4] = [
+    let variants: [fn(&mut Request); 4] = [
         |r| r.prompt = "a blue cube".into(),
         |r| r.seed = 2,
         |r| r.steps = 5,
@@ -158,60 +292,345 @@ fn every_field_of_a_request_counts() {
         change(&mut changed);
         assert_ne!(colour, first_pixel(&*model, &changed));
     }
-    let grey = bytes::Bytes::from(vec![128; 64 * 64 * 3]);
-    let mut from_image = plain.clone();
-    from_image.init_image = Some(InitImage {
-        width: 64,
-        height: 64,
-        rgb: grey,
-    });
-    from_image.strength = 0.01;
+    let from_image = from_grey(&plain, 128, 0.01);
     let near = first_pixel(&*model, &from_image);
     assert!(
         near.iter().all(|byte| byte.abs_diff(128) <= 2),
         "{near:?} is near the image"
     );
-    let kinds: Vec<StageKind> = model.stages(&from_image).iter().map(|plan| plan.kind).collect();
     assert_eq!(
-        kinds,
-        [
-            StageKind::EncodeText,
-            StageKind::EncodeImage,
-            StageKind::Denoise,
-            StageKind::Decode
-        ]
+        names(&*model, &from_image),
+        ["encode_text", "encode_image", "denoise", "decode"]
     );
+    let roles: Vec<Role> = model
+        .plan(&from_image)
+        .unwrap()
+        .iter()
+        .map(|plan| plan.role)
+        .collect();
+    assert_eq!(roles, [Role::Encode, Role::Encode, Role::Sample, Role::Decode]);
+}
+
+#[test]
+fn a_film_goes_through_all_stages_and_comes_in_pieces() {
+    let model = of_films();
+    let request = request(&*model);
+    assert_eq!(names(&*model, &request), ["encode_text", "denoise", "decode"]);
+    let (values, pieces) = through_stages(&*model, &request);
+    assert!(pieces.len() > 1, "{} pieces", pieces.len());
+    let (format, rgb) = joined(&pieces);
+    let expected = MediaFormat::Video {
+        width: 64,
+        height: 32,
+        frames: 10,
+        frames_per_second: 12.0,
+    };
+    assert_eq!(format, expected);
+    assert!(request.medium.is_made_as(&format));
+    let reds: Vec<u8> = rgb
+        .chunks(format.unit_bytes() as usize)
+        .map(|frame| frame[0])
+        .collect();
+    let redder: Vec<u8> = (0..10).map(|frame: u8| reds[0].wrapping_add(frame)).collect();
+    assert_eq!(reds, redder, "the frames follow one another");
+    assert_eq!(values["latent"].shape, [1, 4, 10, 4, 8]);
+
+    let from_image = from_grey(&request, 128, 0.01);
+    assert_eq!(
+        names(&*model, &from_image),
+        ["encode_text", "encode_image", "denoise", "decode"]
+    );
+    let (_, rgb) = joined(&through_stages(&*model, &from_image).1);
+    assert!(
+        rgb[..3].iter().all(|byte| byte.abs_diff(128) <= 2),
+        "{:?}",
+        &rgb[..3]
+    );
+}
+
+#[test]
+fn a_track_goes_through_all_stages_and_comes_in_pieces() {
+    let model = of_tracks();
+    let mut request = request(&*model);
+    for (seconds, tenths) in [(2.5, 25), (0.1, 1), (1.26, 13)] {
+        request.medium = Medium::Audio(Audio {
+            seconds,
+            lyrics: String::new(),
+        });
+        assert_eq!(names(&*model, &request), ["encode_text", "denoise", "decode"]);
+        let (values, pieces) = through_stages(&*model, &request);
+        assert!(pieces.len() > 1, "{} pieces", pieces.len());
+        let (format, samples) = joined(&pieces);
+        let expected = MediaFormat::Audio {
+            samples_per_second: 48_000,
+            channels: 2,
+            samples: 4_800 * tenths,
+        };
+        assert_eq!(format, expected);
+        assert!(request.medium.is_made_as(&format));
+        let frames = samples.as_chunks::<4>().0;
+        assert!(frames.iter().all(|frame| *frame == frames[0]), "one tone");
+        assert_eq!(values["latent"].shape, [1, 4, tenths as usize]);
+    }
+}
+
+#[test]
+fn a_long_decode_takes_its_time_between_pieces_and_is_cancelled_there() {
+    // Steps so long that nothing on this machine outlasts one.
+    let slow =
+        r#", "steps_ms": 60000, "defaults": {"width": 64, "height": 32, "frames": 10, "seconds": 2.5}"#;
+    for (quick, medium) in [(of_films(), "video"), (of_tracks(), "audio")] {
+        let request = request(&*quick);
+        let (values, pieces) = through_stages(&*quick, &request);
+        let mut notes = Notes {
+            cancel_after: Some(1),
+            ..Notes::default()
+        };
+        let model = described(medium, slow);
+        let plan = stage(&*model, &request, "decode");
+        let result = run(&*model, &plan, &request, &values, &mut notes);
+        assert!(matches!(result, Err(StageError::Cancelled)));
+        assert_eq!(notes.pieces, pieces[..1]);
+    }
+}
+
+#[test]
+fn a_latent_says_what_it_is_of() {
+    for model in of_all_media() {
+        let mut request = request(&*model);
+        match &mut request.medium {
+            Medium::Image(image) => (image.width, image.height) = (96, 48),
+            Medium::Video(video) => (video.width, video.height, video.frames) = (96, 48, 7),
+            Medium::Audio(audio) => audio.seconds = 12.3,
+        }
+        let (values, _) = through_stages(&*model, &request);
+        let latent = ValueShape::new("latent", values["latent"].shape.clone());
+        let found = model.request_of(std::slice::from_ref(&latent)).unwrap();
+        let expected = Request {
+            medium: request.medium.clone(),
+            ..model.defaults()
+        };
+        assert_eq!(found, expected);
+        let decode = stage(&*model, &found, "decode");
+        assert_eq!(decode, stage(&*model, &request, "decode"));
+        assert_eq!(decode.takes, std::slice::from_ref(&latent));
+
+        let with = |shape: Vec<usize>| vec![ValueShape::new("latent", shape)];
+        let mut other_channels = latent.shape.clone();
+        other_channels[1] += 1;
+        let others = [
+            Vec::new(),
+            vec![latent.clone(), latent.clone()],
+            vec![ValueShape::new("sequence", latent.shape.clone())],
+            with(other_channels),
+            with(vec![1, 4]),
+            with(vec![1, 4, 2, 8, 8, 8]),
+        ];
+        for other in others {
+            assert_eq!(model.request_of(&other), None, "{other:?}");
+        }
+    }
+}
+
+#[test]
+fn a_latent_of_another_medium_is_of_nothing() {
+    let models = of_all_media();
+    for (i, model) in models.iter().enumerate() {
+        for (k, other) in models.iter().enumerate() {
+            let takes = stage(&**other, &request(&**other), "decode").takes;
+            assert_eq!(model.request_of(&takes).is_some(), i == k);
+        }
+    }
+}
+
+#[test]
+fn smaller_requests_are_valid_and_smaller() {
+    let [pictures, films, tracks] = of_all_media();
+    let picture = request(&*pictures);
+    let film = request(&*films);
+    let sides = ["48x48", "32x32", "16x16"];
+    let of_film = ["48x16", "32x16", "7 frames", "5 frames", "2 frames"];
+    for (model, request, expected) in [
+        (&pictures, picture.clone(), &sides[..]),
+        (&pictures, from_grey(&picture, 7, 0.5), &sides),
+        (&films, film.clone(), &of_film),
+        (&films, from_grey(&film, 7, 0.5), &of_film),
+        (&tracks, request(&*tracks), &["1.8 s", "1.2 s", "0.6 s"]),
+    ] {
+        let smaller = model.smaller(&request);
+        let labels: Vec<&str> = smaller.iter().map(|(label, _)| label.as_str()).collect();
+        assert_eq!(labels, expected);
+        let scratch = |request: &Request| stage(&**model, request, "decode").rungs[0].scratch;
+        for (label, smaller) in smaller {
+            assert_eq!(names(&**model, &smaller), names(&**model, &request), "{label}");
+            assert!(scratch(&smaller) < scratch(&request), "{label}");
+            joined(&through_stages(&**model, &smaller).1);
+            let rest = Request {
+                medium: request.medium.clone(),
+                ..smaller
+            };
+            assert_eq!(rest, request, "nothing but the size differs");
+        }
+    }
+}
+
+#[test]
+fn the_smallest_request_runs_through_all_stages_in_one_step() {
+    for model in of_all_media() {
+        let smallest = model.smallest();
+        assert_eq!(smallest.medium.name(), model.defaults().medium.name());
+        assert_eq!(stage(&*model, &smallest, "denoise").steps, 1);
+        let (_, pieces) = through_stages(&*model, &smallest);
+        assert!(smallest.medium.is_made_as(&joined(&pieces).0));
+        assert_eq!(model.smaller(&smallest), [], "smaller than the smallest");
+    }
+}
+
+#[test]
+fn a_request_of_another_medium_is_refused() {
+    let models = of_all_media();
+    for (i, model) in models.iter().enumerate() {
+        for (k, other) in models.iter().enumerate() {
+            let mut asked = request(&**other);
+            if i == k {
+                assert!(model.plan(&asked).is_ok());
+                continue;
+            }
+            asked.steps = 0; // what else is wrong does not matter then
+            assert_eq!(wrong_fields(&**model, &asked), ["model"]);
+        }
+    }
+}
+
+#[test]
+fn from_a_kept_latent_only_the_rest_of_the_steps_is_run() {
+    for model in of_all_media() {
+        let plain = request(&*model);
+        let (kept, _) = through_stages(&*model, &plain);
+        let brought = Request {
+            seed: 2,
+            from_values: true,
+            strength: 0.5,
+            ..plain.clone()
+        };
+        assert_eq!(names(&*model, &brought), ["encode_text", "denoise", "decode"]);
+        let denoise = stage(&*model, &brought, "denoise");
+        assert_eq!((denoise.steps, stage(&*model, &plain, "denoise").steps), (2, 4));
+        let taken: Vec<&str> = denoise.takes.iter().map(|value| value.name.as_str()).collect();
+        assert_eq!(taken, ["pooled", "sequence", "latent"]);
+        let mut notes = Notes::default();
+        let again = run(&*model, &denoise, &brought, &kept, &mut notes).unwrap();
+        assert_eq!(notes.steps, [(1, 2), (2, 2)]);
+        assert_ne!(again["latent"], kept["latent"]);
+
+        let mut without = kept.clone();
+        without.remove("latent");
+        let refused = run(&*model, &denoise, &brought, &without, &mut Unobserved);
+        assert!(matches!(refused, Err(StageError::BadInput(_))));
+        let mut of_another_size = kept.clone();
+        of_another_size.get_mut("latent").unwrap().shape.push(1);
+        let refused = run(&*model, &denoise, &brought, &of_another_size, &mut Unobserved);
+        assert!(matches!(refused, Err(StageError::BadInput(_))));
+    }
+}
+
+#[test]
+fn the_memo_of_a_text_is_of_prompt_and_length() {
+    let model = open(&sample("small"));
+    let memos = |request: &Request| -> Vec<Option<String>> {
+        let stages = model.plan(request).unwrap().into_iter();
+        stages.map(|plan| plan.memo).collect()
+    };
+    let plain = request(&*model);
+    let of_plain = memos(&plain);
+    assert!(of_plain[0].is_some() && of_plain[1..].iter().all(Option::is_none));
+    let elsewhere = Request {
+        seed: 2,
+        steps: 1,
+        ..sized(&*model, 96, 48)
+    };
+    assert_eq!(memos(&elsewhere)[0], of_plain[0]);
+    let longer = Request {
+        max_sequence_length: 9,
+        ..plain.clone()
+    };
+    let other = Request {
+        prompt: "a blue cube".into(),
+        ..plain
+    };
+    assert!(memos(&longer)[0] != of_plain[0] && memos(&other)[0] != of_plain[0]);
 }
 
 #[test]
 fn what_cannot_be_generated_is_named_field_by_field() {
     let model = open(&sample("small"));
-    assert_eq!(model.validate(&request(&*model)), Ok(()));
+    assert!(model.plan(&request(&*model)).is_ok());
     let mut wrong = request(&*model);
-    (wrong.width, wrong.steps, wrong.guidance) = (60, 0, f32::NAN);
-    wrong.init_image = Some(InitImage {
-        width: 64,
+    (wrong.steps, wrong.guidance) = (0, f32::NAN);
+    wrong.medium = Medium::Image(Image {
+        width: 60,
         height: 64,
-        rgb: vec![0; 3].into(),
+        init_image: Some(InitImage {
+            width: 64,
+            height: 64,
+            rgb: vec![0; 3].into(),
+        }),
     });
-    let fields: Vec<String> = model
-        .validate(&wrong)
-        .unwrap_err()
-        .into_iter()
-        .map(|e| e.field)
-        .collect();
-    assert_eq!(fields, ["width", "steps", "guidance", "init_image"]);
+    assert_eq!(
+        wrong_fields(&*model, &wrong),
+        ["width", "steps", "guidance", "init_image"]
+    );
+    // A strength counts wherever something is started from.
+    for strength in [0.0, 1.5, f32::NAN] {
+        let plain = Request {
+            strength,
+            ..request(&*model)
+        };
+        assert!(model.plan(&plain).is_ok());
+        assert_eq!(
+            wrong_fields(&*model, &from_grey(&plain, 0, strength)),
+            ["strength"]
+        );
+        let brought = Request {
+            from_values: true,
+            ..plain
+        };
+        assert_eq!(wrong_fields(&*model, &brought), ["strength"]);
+    }
+
+    let model = of_films();
+    let mut wrong = request(&*model);
+    wrong.medium = Medium::Video(Video {
+        width: 64,
+        height: 8208,
+        frames: 0,
+        frames_per_second: f32::INFINITY,
+        init_image: None,
+    });
+    assert_eq!(
+        wrong_fields(&*model, &wrong),
+        ["height", "frames", "frames_per_second"]
+    );
+    let model = of_tracks();
+    for seconds in [0.0, 601.0, f32::NAN] {
+        let mut wrong = request(&*model);
+        wrong.medium = Medium::Audio(Audio {
+            seconds,
+            lyrics: String::new(),
+        });
+        assert_eq!(wrong_fields(&*model, &wrong), ["seconds"], "{seconds}");
+    }
 }
 
 #[test]
 fn steps_end_where_the_api_says() {
     let model = open(&sample("small"));
     for (steps, fits) in [(1, true), (200, true), (201, false), (1000, false)] {
-        let asked = ImageRequest {
+        let asked = Request {
             steps,
             ..request(&*model)
         };
-        assert_eq!(model.validate(&asked).is_ok(), fits, "{steps}");
+        assert_eq!(model.plan(&asked).is_ok(), fits, "{steps}");
     }
 }
 
@@ -244,27 +663,22 @@ fn a_slow_model_takes_its_time_and_is_cancelled_within_a_step() {
             false
         }
         fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
+        fn deliver(&mut self, _piece: Piece) {}
         fn cancelled(&self) -> bool {
             self.asked.set(self.asked.get() + 1);
             self.asked.get() >= 3
         }
     }
     let slow = open(&sample("slow"));
-    let request = ImageRequest {
+    let request = Request {
         steps: 2,
         ..request(&*slow)
     };
-    let nothing = StageInput::default();
-    let Ok(StageOutput::Text(text)) = run(&*slow, StageKind::EncodeText, &request, &nothing, &mut Unobserved)
-    else {
-        panic!("no text")
-    };
-    let input = StageInput {
-        text: Some(text),
-        latent: None,
-    };
+    let encode_text = stage(&*slow, &request, "encode_text");
+    let text = run(&*slow, &encode_text, &request, &Values::new(), &mut Unobserved).unwrap();
+    let denoise = stage(&*slow, &request, "denoise");
     let began = Moment::now();
-    let result = run(&*slow, StageKind::Denoise, &request, &input, &mut Unobserved);
+    let result = run(&*slow, &denoise, &request, &text, &mut Unobserved);
     assert!(result.is_ok() && began.elapsed() >= Duration::from_millis(100));
 
     // Steps so long that nothing on this machine outlasts one.
@@ -275,7 +689,7 @@ fn a_slow_model_takes_its_time_and_is_cancelled_within_a_step() {
     assert_ne!(slower, description);
     std::fs::write(&file, slower).unwrap();
     let mut observer = Impatient::default();
-    let result = run(&*open(&file), StageKind::Denoise, &request, &input, &mut observer);
+    let result = run(&*open(&file), &denoise, &request, &text, &mut observer);
     assert!(matches!(result, Err(StageError::Cancelled)));
     assert_eq!(observer.steps, 0, "in the first step of a minute");
 }

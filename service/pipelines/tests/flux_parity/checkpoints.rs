@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::Tensor;
 use pipelines::flux::{Flux, FluxModel};
-use pipelines::{Catalogue, Model, ModelError};
+use pipelines::{Catalogue, Image, Medium, Model, ModelError, Request};
 
 use crate::numbers::{fixtures, numbers, tensors};
 use crate::workshop::{F32, Workshop, copy_of, folder};
@@ -350,8 +350,8 @@ fn defaults_are_the_models_own() {
         .expect("FLUX")
         .defaults();
     assert_eq!(
-        (dev.steps, dev.guidance, dev.max_sequence_length, dev.width),
-        (28, 3.5, 512, 1024)
+        dev,
+        Request::of(Medium::Image(Image::of(1024, 1024)), 28, 3.5, 512)
     );
     let copy = folder("schnell");
     let schnell = open(copy.path()).expect("sound").expect("FLUX").defaults();
@@ -365,10 +365,7 @@ fn defaults_are_the_models_own() {
         serde_json::json!({"steps": 8, "width": 128, "height": 96}),
     );
     let told = open(copy.path()).expect("sound").expect("FLUX").defaults();
-    assert_eq!(
-        (told.steps, told.width, told.height, told.max_sequence_length),
-        (8, 128, 96, 256)
-    );
+    assert_eq!(told, Request::of(Medium::Image(Image::of(128, 96)), 8, 0.0, 256));
     write_json(
         &copy.path().join("moored.json"),
         serde_json::json!({"steps": "many"}),

@@ -3,12 +3,12 @@
 use std::collections::HashMap;
 
 use candle_core::Tensor;
-use pipelines::{HostTensor, ImageRequest, Model, StageInput, StageKind, StageOutput, Unobserved};
+use pipelines::{HostTensor, Image, MediaFormat, Medium, Request, Unobserved, Values};
 use serde::Deserialize;
 
 use crate::device::{BF16_PIPELINE, ON_CPU, tolerances};
 use crate::numbers::{distance, json, largest_difference, numbers, tensors};
-use crate::workshop::{BF16, Workshop, folder, init_image, on_cpu};
+use crate::workshop::{BF16, Delivered, Workshop, folder, init_image, on_cpu};
 
 /// An entry of `expected/pipelines.json`.
 #[derive(Deserialize)]
@@ -26,18 +26,21 @@ struct Case {
 }
 
 impl Case {
-    fn request(&self, expected: &HashMap<String, Tensor>) -> ImageRequest {
-        ImageRequest {
-            prompt: self.prompt.clone(),
-            width: self.width,
-            height: self.height,
-            steps: self.steps,
-            guidance: self.guidance,
-            seed: self.seed,
-            max_sequence_length: self.max_sequence_length,
+    fn request(&self, expected: &HashMap<String, Tensor>) -> Request {
+        let image = Image {
             init_image: expected.get(&format!("{}.init", self.name)).map(init_image),
+            ..Image::of(self.width, self.height)
+        };
+        Request {
+            prompt: self.prompt.clone(),
+            seed: self.seed,
             strength: if self.strength > 0.0 { self.strength } else { 1.0 },
-            preview: false,
+            ..Request::of(
+                Medium::Image(image),
+                self.steps,
+                self.guidance,
+                self.max_sequence_length,
+            )
         }
     }
 }
@@ -58,10 +61,7 @@ fn pictures_equal_the_references() {
         let request = case.request(&expected);
         let host = workshop.denoised(&request, &mut Unobserved).expect("a latent");
         let latent = on_cpu(&host);
-        assert_eq!(
-            latent.dims(),
-            workshop.model.latent_shape(case.width, case.height)
-        );
+        assert_eq!(latent.dims(), workshop.stage(&request, "decode").takes[0].shape);
         let of_latent = distance(&latent, &expected[&format!("{}.latent", case.name)]);
         let picture = workshop.picture(&request, &latent);
         let reference = &expected[&format!("{}.picture", case.name)];
@@ -106,30 +106,27 @@ fn bf16_generates_the_same_pictures_within_its_rounding() {
     }
 }
 
-/// The bytes that the decode stage gives are the reference's floats, rounded, on every exact rung.
-fn assert_rounded(workshop: &Workshop, request: &ImageRequest, latent: &HostTensor, reference: &Tensor) {
-    let plan = workshop
-        .model
-        .lone_stage(StageKind::Decode, request.width, request.height);
-    let input = StageInput {
-        text: None,
-        latent: Some(latent.clone()),
-    };
+/// The bytes that the decode stage delivers are the reference's floats, rounded, on every exact rung.
+fn assert_rounded(workshop: &Workshop, request: &Request, latent: &HostTensor, reference: &Tensor) {
+    let plan = workshop.stage(request, "decode");
+    let values = Values::from([("latent".to_owned(), latent.clone())]);
+    let (width, height) = request.medium.size().expect("a picture");
     for rung in (0..plan.rungs.len()).filter(|&rung| !plan.rungs[rung].approximate) {
-        let output = workshop
-            .run(&plan, rung, request, &input, &mut Unobserved)
-            .expect("a picture");
-        let StageOutput::Picture { width, height, rgb } = output else {
-            panic!("no picture")
+        let mut delivered = Delivered::default();
+        let given = workshop.run(&plan, rung, request, &values, &mut delivered);
+        assert_eq!(given.expect("a picture"), Values::new());
+        let [piece] = &delivered.0[..] else {
+            panic!("{} pieces of a picture", delivered.0.len())
         };
-        assert_eq!((width, height), (request.width, request.height));
+        assert_eq!(piece.format, MediaFormat::Image { width, height });
+        assert!(piece.track.is_empty() && piece.first == 0 && piece.is_last());
         let row_major = reference
             .squeeze(0)
             .and_then(|r| r.permute((1, 2, 0)))
             .expect("a picture");
         let worst = numbers(&row_major.contiguous().expect("a picture"))
             .iter()
-            .zip(&rgb)
+            .zip(&piece.data)
             .map(|(float, &byte)| (float * 255.0 - f32::from(byte)).abs())
             .fold(0.0, f32::max);
         assert!(worst < 0.55, "{}: {worst}", plan.rungs[rung].label);
@@ -149,28 +146,26 @@ fn the_order_of_draws_matters() {
     let folder = folder("dev");
     let workshop = Workshop::open(folder.path());
     let request = case.request(&expected);
-    let stages = workshop.model.stages(&request);
-    let mut input = StageInput::default();
-    for plan in &stages[..2] {
-        match workshop
-            .run(plan, 0, &request, &input, &mut Unobserved)
-            .expect("a stage")
-        {
-            StageOutput::Text(text) => input.text = Some(text),
-            StageOutput::Latent(latent) => input.latent = Some(latent),
-            StageOutput::Picture { .. } => panic!("a picture"),
+    let mut values = Values::new();
+    for plan in &workshop.stages(&request)[..2] {
+        let given = workshop.run(plan, 0, &request, &values, &mut Unobserved);
+        values.extend(given.expect("a stage"));
+    }
+    // For a latent that a client brought nothing was sampled.
+    let brought = Request {
+        from_values: true,
+        medium: Medium::Image(Image::of(case.width, case.height)),
+        ..request.clone()
+    };
+    for (request, is_the_references) in [(&request, true), (&brought, false)] {
+        let plan = workshop.stage(request, "denoise");
+        let given = workshop.run(&plan, 0, request, &values, &mut Unobserved);
+        let given = given.expect("a latent");
+        let apart = distance(&on_cpu(&given["latent"]), &expected["from_image.latent"]);
+        if is_the_references {
+            assert!(apart < tolerances().pipeline, "{apart:e}");
+        } else {
+            assert!(apart > 100.0 * ON_CPU.pipeline, "{apart:e}");
         }
     }
-    // A latent without an init image is one that a client brought: nothing was sampled for it.
-    let brought = ImageRequest {
-        init_image: None,
-        ..request
-    };
-    let output = workshop
-        .run(&stages[2], 0, &brought, &input, &mut Unobserved)
-        .expect("a latent");
-    let StageOutput::Latent(latent) = output else {
-        panic!("no latent")
-    };
-    assert!(distance(&on_cpu(&latent), &expected["from_image.latent"]) > 100.0 * ON_CPU.pipeline);
 }

@@ -8,7 +8,7 @@ use candle_core::{DType, Tensor};
 use gpu::{Fp8Scales, GgufType, LoadPlan, Target, Weight, WeightFormat};
 use pipelines::flux::FluxModel;
 use pipelines::text::t5::{T5Config, T5Encoder};
-use pipelines::{ImageRequest, Model, ModelError, Precision, Preset, Quantization, StageKind, Unobserved};
+use pipelines::{Model, ModelError, Precision, Preset, Quantization, Request, Unobserved};
 use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
 
@@ -16,7 +16,7 @@ use crate::checkpoints::{set, write_json};
 use crate::components::velocity;
 use crate::device::tolerances;
 use crate::numbers::{distance, fixtures, json, tensors};
-use crate::workshop::{F32, Workshop, copy_of, on_cpu, request};
+use crate::workshop::{F32, Workshop, black, copy_of, from_image, on_cpu, request, sized};
 
 const EXPECTED: &str = "flux-tiny-quantized/expected.safetensors";
 const WEIGHTS: &str = "transformer/diffusion_pytorch_model.safetensors";
@@ -504,24 +504,23 @@ fn scratch_of_quantized_layers_counts_the_tokens_of_the_stage() {
     let quantized = open(&quantized(&formats));
     let small = request();
     // So many that results are larger than weights.
-    let large = ImageRequest {
-        width: 512,
-        height: 512,
+    let large = Request {
         max_sequence_length: 512,
-        ..request()
+        ..sized(512, 512)
     };
     for (request, components) in [
         (small, &["transformer"][..]),
         (large, &["transformer", "text_encoder_2"]),
     ] {
+        let (width, height) = request.medium.size().expect("a picture");
         let (text, picture) = (
             request.max_sequence_length as usize,
-            (request.width / 16 * request.height / 16) as usize,
+            (width / 16 * height / 16) as usize,
         );
-        for (component, kind, tokens) in [
-            ("transformer", StageKind::Denoise, text + picture),
+        for (component, name, tokens) in [
+            ("transformer", "denoise", text + picture),
             // Of short texts CLIP, which is not quantized, takes more.
-            ("text_encoder_2", StageKind::EncodeText, text),
+            ("text_encoder_2", "encode_text", text),
         ] {
             if !components.contains(&component) {
                 continue;
@@ -547,8 +546,8 @@ fn scratch_of_quantized_layers_counts_the_tokens_of_the_stage() {
                 .max()
                 .expect("a quantized layer");
             let scratch = |model: &FluxModel| {
-                let stages = model.stages(&request);
-                let stage = stages.iter().find(|stage| stage.kind == kind).expect("a stage");
+                let stages = model.plan(&request).expect("a valid request");
+                let stage = stages.iter().find(|stage| stage.name == name).expect("a stage");
                 stage.rungs[0].scratch.0
             };
             let added = scratch(&quantized) - scratch(&full);
@@ -566,16 +565,16 @@ fn a_stage_that_multiplies_fp8_has_a_shape_of_its_own() {
         let model = FluxModel::open(folder.path(), &quantized(&formats))
             .expect("sound")
             .expect("FLUX");
-        let stages = model.stages(&request());
+        let stages = model.plan(&request()).expect("a valid request");
         stages
             .into_iter()
-            .map(|stage| (stage.kind, stage.shape))
+            .map(|stage| (stage.name, stage.shape))
             .collect::<Vec<_>>()
     };
     let (int8, fp8) = (shapes("int8"), shapes("fp8"));
     assert_eq!(int8, shapes("nf4"));
-    for ((kind, int8), (_, fp8)) in int8.iter().zip(&fp8) {
-        assert_eq!(int8 == fp8, *kind == StageKind::Decode, "{kind:?}: {int8}, {fp8}");
+    for ((name, int8), (_, fp8)) in int8.iter().zip(&fp8) {
+        assert_eq!(int8 == fp8, name == "decode", "{name}: {int8}, {fp8}");
     }
 }
 
@@ -669,13 +668,14 @@ fn each_component_has_a_format_of_its_own() {
     assert_ne!(some.components()[1].id, mixed.model.components()[1].id);
 
     // What dequantizing takes is in the prediction of every stage, and in no other model's.
-    for (with, without) in mixed
-        .model
-        .stages(&request())
-        .iter()
-        .zip(full.model.stages(&request()))
-    {
-        assert_eq!(with.rungs.len(), without.rungs.len());
+    let of_picture = from_image(black(64, 64), 0.5);
+    let (with, without) = (mixed.stages(&of_picture), full.stages(&of_picture));
+    assert_eq!((with.len(), without.len()), (4, 4));
+    for (with, without) in with.iter().zip(&without) {
+        assert_eq!(
+            (&with.name, with.rungs.len()),
+            (&without.name, without.rungs.len())
+        );
         for (with, without) in with.rungs.iter().zip(&without.rungs) {
             assert!(with.scratch > without.scratch, "{}", with.label);
         }
@@ -694,10 +694,6 @@ fn each_component_has_a_format_of_its_own() {
     );
     println!("vae in fp8: {pictures:.3}");
     assert!(pictures > 1e-4 && pictures < 0.1, "{pictures}");
-    assert_eq!(
-        full.model.lone_stage(StageKind::EncodeImage, 64, 64).rungs.len(),
-        mixed.model.lone_stage(StageKind::EncodeImage, 64, 64).rungs.len()
-    );
 }
 
 /// What is said of a checkpoint that is not opened.

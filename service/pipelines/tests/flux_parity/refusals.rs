@@ -9,7 +9,7 @@ use pipelines::autoencoder_kl::{VaeConfig, diffusers_name_of_bfl};
 use pipelines::flux::FluxModel;
 use pipelines::text::clip::ClipConfig;
 use pipelines::text::t5::T5Config;
-use pipelines::{Model, ModelError, catalogue};
+use pipelines::{Model, ModelError, Unobserved, Values, catalogue};
 
 use crate::checkpoints::{set, write_json};
 use crate::device::crate_folder;
@@ -171,14 +171,8 @@ fn tensors_beside_those_of_an_encoder_and_other_names_of_them_are_read() {
     };
     let bytes = || -> Vec<u64> {
         let workshop = Workshop::open(folder.path());
-        let plan = &workshop.model.stages(&request())[0];
-        let text = workshop.run(
-            plan,
-            0,
-            &request(),
-            &pipelines::StageInput::default(),
-            &mut pipelines::Unobserved,
-        );
+        let plan = workshop.stage(&request(), "encode_text");
+        let text = workshop.run(&plan, 0, &request(), &Values::new(), &mut Unobserved);
         assert!(text.is_ok(), "{:?}", text.err());
         workshop.model.components().iter().map(|c| c.bytes.0).collect()
     };

@@ -5,11 +5,12 @@ use std::collections::HashMap;
 
 use candle_core::Tensor;
 use pipelines::{
-    ImageRequest, InitImage, Model, Observer, StageError, StageInput, StageKind, StageOutput, Unobserved,
+    Audio, HostTensor, HostType, Image, InitImage, Medium, Model, Observer, Piece, Request, Role, StageError,
+    StagePlan, Unobserved, ValueShape, Values, Video,
 };
 
 use crate::numbers::tensors;
-use crate::workshop::{Workshop, folder, on_cpu, request};
+use crate::workshop::{Delivered, Workshop, black, folder, from_image, on_cpu, request, sized};
 
 /// Notes what it sees, wants every preview, and cancels when it was asked often enough.
 #[derive(Default)]
@@ -30,6 +31,9 @@ impl Observer for Notes {
     fn preview(&mut self, width: u32, height: u32, rgb: Vec<u8>) {
         self.previews.push((width, height, rgb.len()));
     }
+    fn deliver(&mut self, piece: Piece) {
+        panic!("{:?} before the decode", piece.format);
+    }
     fn cancelled(&self) -> bool {
         self.asked.set(self.asked.get() + 1);
         self.cancel_at.is_some_and(|at| self.asked.get() >= at)
@@ -48,7 +52,7 @@ fn steps_and_previews_are_shown() {
     assert_eq!(notes.steps, [(1, 4), (2, 4), (3, 4), (4, 4)]);
     assert!(notes.previews.is_empty());
 
-    let with_previews = ImageRequest {
+    let with_previews = Request {
         preview: true,
         ..request()
     };
@@ -111,84 +115,68 @@ fn a_tensor_that_is_missing_is_named() {
 fn inputs_that_do_not_fit_are_refused() {
     let workshop = workshop();
     let request = request();
-    let stages = workshop.model.stages(&request);
-    let denoise = &stages[1];
-    let nothing = StageInput::default();
-    let refused = |plan, rung, request: &ImageRequest, input: &StageInput| {
-        let result = workshop.run(plan, rung, request, input, &mut Unobserved);
-        assert!(matches!(result, Err(StageError::BadInput(_))), "{result:?}");
+    let [encode_text, denoise, decode] = &workshop.stages(&request)[..] else {
+        panic!("other stages")
     };
-    refused(denoise, 0, &request, &nothing);
-    refused(&stages[2], 0, &request, &nothing);
-    let lone = workshop.model.lone_stage(StageKind::EncodeImage, 64, 64);
-    refused(&lone, 0, &request, &nothing);
+    let refused = |plan: &StagePlan, rung, request: &Request, values: &Values, words: &str| match workshop
+        .run(plan, rung, request, values, &mut Unobserved)
+    {
+        Err(StageError::BadInput(problem)) => assert!(problem.contains(words), "{words}: {problem}"),
+        other => panic!("{words}: {other:?}"),
+    };
+    let nothing = Values::new();
+    refused(denoise, 0, &request, &nothing, "takes pooled");
+    refused(decode, 0, &request, &nothing, "takes latent");
+    let encode_image = workshop.stage(&from_image(black(64, 64), 0.5), "encode_image");
+    refused(&encode_image, 0, &request, &nothing, "no image to encode");
+    let unknown = StagePlan {
+        name: "upscale".to_owned(),
+        ..decode.clone()
+    };
+    refused(&unknown, 0, &request, &nothing, "no stage upscale");
 
     // Text of another length, and a latent of another size.
-    let StageOutput::Text(text) = workshop
-        .run(&stages[0], 0, &request, &nothing, &mut Unobserved)
-        .expect("text")
-    else {
-        panic!("no text")
-    };
-    let shorter = ImageRequest {
+    let text = workshop.run(encode_text, 0, &request, &nothing, &mut Unobserved);
+    let text = text.expect("text");
+    let shorter = Request {
         max_sequence_length: 32,
         ..request.clone()
     };
-    refused(
-        denoise,
-        0,
-        &shorter,
-        &StageInput {
-            text: Some(text.clone()),
-            latent: None,
-        },
-    );
-    let latent = workshop.denoised(&request, &mut Unobserved).expect("a latent");
-    let wider = ImageRequest {
-        width: 96,
-        ..request.clone()
+    let denoise_shorter = workshop.stage(&shorter, "denoise");
+    refused(&denoise_shorter, 0, &shorter, &text, "sequence of shape [1, 48");
+    let values = workshop.values(&request, &mut Unobserved).expect("a latent");
+    let wider = Request {
+        from_values: true,
+        ..sized(96, 64)
     };
-    refused(
-        denoise,
-        0,
-        &wider,
-        &StageInput {
-            text: Some(text),
-            latent: Some(latent.clone()),
-        },
-    );
-    refused(
-        &stages[2],
-        99,
-        &request,
-        &StageInput {
-            text: None,
-            latent: Some(latent),
-        },
-    );
+    let denoise_wider = workshop.stage(&wider, "denoise");
+    refused(&denoise_wider, 0, &wider, &values, "latent of shape");
+    refused(&denoise_wider, 0, &wider, &text, "takes latent");
+    let decode_wider = workshop.stage(&wider, "decode");
+    refused(&decode_wider, 0, &wider, &values, "latent of shape");
+    refused(decode, 99, &request, &values, "no rung 99");
 }
 
 #[test]
 fn a_latent_that_lies_about_its_size_is_refused() {
     let workshop = workshop();
-    let plan = workshop.model.lone_stage(StageKind::Decode, 64, 64);
+    let plan = workshop.stage(&request(), "decode");
+    let expected = plan.takes[0].shape.clone();
     for shape in [
         vec![1, 0, 1 << 60, 1 << 60],
         vec![1, 16, 0, 8],
         vec![1, 16, 8, 8],
         vec![16, 8, 8],
         vec![],
+        expected,
     ] {
-        let latent = pipelines::HostTensor {
-            dtype: pipelines::HostType::F32,
+        let latent = HostTensor {
+            dtype: HostType::F32,
             shape,
             data: Vec::new().into(),
         };
-        let input = StageInput {
-            text: None,
-            latent: Some(latent),
-        };
-        let result = workshop.run(&plan, 0, &request(), &input, &mut Unobserved);
+        let values = Values::from([("latent".to_owned(), latent)]);
+        let result = workshop.run(&plan, 0, &request(), &values, &mut Unobserved);
         assert!(matches!(result, Err(StageError::BadInput(_))), "{result:?}");
     }
 }
@@ -196,50 +184,39 @@ fn a_latent_that_lies_about_its_size_is_refused() {
 #[test]
 fn stages_name_what_they_need() {
     let workshop = workshop();
-    let text_alone = request();
-    let names = |request: &ImageRequest| -> Vec<(StageKind, Vec<String>)> {
-        let stages = workshop.model.stages(request);
-        let of = |c: &[residency::Component]| c.iter().map(|component| component.name.clone()).collect();
+    let needs = |request: &Request| -> Vec<(String, Role, Vec<String>)> {
+        let stages = workshop.stages(request).into_iter();
         stages
-            .iter()
-            .map(|stage| (stage.kind, of(&stage.components)))
+            .map(|stage| (stage.name, stage.role, stage.components))
             .collect()
     };
-    let encoders = vec!["text_encoder".to_owned(), "text_encoder_2".to_owned()];
-    let one = |name: &str| vec![name.to_owned()];
+    let stage = |name: &str, role, components: &[&str]| {
+        let components = components.iter().map(|&name| name.to_owned()).collect();
+        (name.to_owned(), role, components)
+    };
     assert_eq!(
-        names(&text_alone),
+        needs(&request()),
         [
-            (StageKind::EncodeText, encoders.clone()),
-            (StageKind::Denoise, one("transformer")),
-            (StageKind::Decode, one("vae"))
+            stage("encode_text", Role::Encode, &["text_encoder", "text_encoder_2"]),
+            stage("denoise", Role::Sample, &["transformer"]),
+            stage("decode", Role::Decode, &["vae"]),
         ]
     );
-    let image = InitImage {
-        width: 64,
-        height: 64,
-        rgb: vec![0; 64 * 64 * 3].into(),
-    };
-    let from_image = ImageRequest {
-        init_image: Some(image),
-        strength: 0.5,
+    let watched = Request {
         preview: true,
-        ..text_alone.clone()
+        ..from_image(black(64, 64), 0.5)
     };
     assert_eq!(
-        names(&from_image),
+        needs(&watched),
         [
-            (StageKind::EncodeText, encoders),
-            (StageKind::EncodeImage, one("vae")),
-            (
-                StageKind::Denoise,
-                vec!["transformer".to_owned(), "vae".to_owned()]
-            ),
-            (StageKind::Decode, one("vae"))
+            stage("encode_text", Role::Encode, &["text_encoder", "text_encoder_2"]),
+            stage("encode_image", Role::Encode, &["vae"]),
+            stage("denoise", Role::Sample, &["transformer", "vae"]),
+            stage("decode", Role::Decode, &["vae"]),
         ]
     );
-    assert_eq!(workshop.model.stages(&from_image)[2].steps, 2);
-    for stage in workshop.model.stages(&from_image) {
+    assert_eq!(workshop.stage(&watched, "denoise").steps, 2);
+    for stage in workshop.stages(&watched) {
         assert!(!stage.rungs.is_empty() && stage.rungs.iter().all(|rung| rung.scratch.0 > 0));
         assert!(
             stage
@@ -253,42 +230,252 @@ fn stages_name_what_they_need() {
 }
 
 #[test]
-fn the_text_key_is_of_the_tokens() {
+fn each_stage_takes_what_those_before_it_give() {
     let workshop = workshop();
-    let key = |prompt: &str, tokens: u32| {
-        let request = ImageRequest {
+    let brought = Request {
+        from_values: true,
+        ..request()
+    };
+    for (request, takes_of_denoise) in [
+        (request(), &["pooled", "sequence"][..]),
+        (from_image(black(64, 64), 0.5), &["pooled", "sequence", "latent"]),
+        (brought, &["pooled", "sequence", "latent"]),
+    ] {
+        let denoise = workshop.stage(&request, "denoise");
+        let taken: Vec<&str> = denoise.takes.iter().map(|value| value.name.as_str()).collect();
+        assert_eq!(taken, takes_of_denoise);
+        let mut values = match request.from_values {
+            true => workshop
+                .values(&self::request(), &mut Unobserved)
+                .expect("a latent"),
+            false => Values::new(),
+        };
+        for plan in workshop.stages(&request) {
+            assert_eq!(plan.per_item, plan.name != "encode_text");
+            for ValueShape { name, shape } in &plan.takes {
+                assert_eq!(&values[name].shape, shape, "{name} that {} takes", plan.name);
+            }
+            let given = workshop.run(&plan, 0, &request, &values, &mut Unobserved);
+            values.extend(given.expect("a stage"));
+        }
+    }
+}
+
+#[test]
+fn from_a_kept_latent_only_the_rest_of_the_schedule_is_run() {
+    let workshop = workshop();
+    let kept = workshop.values(&request(), &mut Unobserved).expect("a latent");
+    let brought = Request {
+        from_values: true,
+        strength: 0.5,
+        ..request()
+    };
+    let names: Vec<String> = workshop
+        .stages(&brought)
+        .into_iter()
+        .map(|stage| stage.name)
+        .collect();
+    assert_eq!(names, ["encode_text", "denoise", "decode"]);
+    let denoise = workshop.stage(&brought, "denoise");
+    assert_eq!(
+        (denoise.steps, workshop.stage(&request(), "denoise").steps),
+        (2, 4)
+    );
+    let mut notes = Notes::default();
+    let again = workshop
+        .run(&denoise, 0, &brought, &kept, &mut notes)
+        .expect("a latent");
+    assert_eq!(notes.steps, [(1, 2), (2, 2)]);
+    assert_ne!(again["latent"], kept["latent"]);
+
+    // A picture beside it is not encoded: the latent stands for it.
+    let beside = Request {
+        from_values: true,
+        ..from_image(black(64, 64), 0.5)
+    };
+    assert_eq!(workshop.stages(&beside), workshop.stages(&brought));
+    let same = workshop
+        .run(&denoise, 0, &beside, &kept, &mut Unobserved)
+        .expect("a latent");
+    assert_eq!(same, again);
+
+    // Without one the strength says nothing.
+    let from_noise = Request {
+        strength: 0.5,
+        ..request()
+    };
+    assert_eq!(workshop.stages(&from_noise), workshop.stages(&request()));
+}
+
+#[test]
+fn a_latent_says_what_it_is_of() {
+    let workshop = workshop();
+    let wide = sized(96, 48);
+    let plan = workshop.stage(&wide, "decode");
+    let found = workshop
+        .model
+        .request_of(&plan.takes)
+        .expect("a latent of this model");
+    let defaults = workshop.model.defaults();
+    assert_eq!(
+        found,
+        Request {
+            medium: wide.medium.clone(),
+            ..defaults
+        }
+    );
+    assert_eq!(workshop.stage(&found, "decode"), plan);
+
+    let encoded = &workshop.stage(&wide, "denoise").takes;
+    let shaped = |shape: &[usize]| vec![ValueShape::new("latent", shape.to_vec())];
+    let channels = plan.takes[0].shape[1];
+    for other in [
+        Vec::new(),
+        encoded.clone(),
+        [plan.takes.clone(), plan.takes.clone()].concat(),
+        shaped(&[1, channels + 1, 8, 8]),
+        shaped(&[2, channels, 8, 8]),
+        shaped(&[1, channels, 8]),
+        shaped(&[1, channels, 8, usize::MAX]),
+        vec![ValueShape::new("sequence", plan.takes[0].shape.clone())],
+    ] {
+        assert_eq!(workshop.model.request_of(&other), None, "{other:?}");
+    }
+    // What no picture has is told by the plan.
+    for (h, w, fields) in [
+        (0, 8, &["height"][..]),
+        (7, 8, &["height"]),
+        (1026, 1026, &["width", "height"]),
+    ] {
+        let odd = workshop
+            .model
+            .request_of(&shaped(&[1, channels, h, w]))
+            .expect("a latent");
+        assert_eq!(wrong_fields(&workshop, &odd), fields, "{h}x{w}");
+    }
+}
+
+#[test]
+fn smaller_requests_are_valid_and_smaller() {
+    let workshop = workshop();
+    let init = InitImage {
+        rgb: (0..3 * 128 * 64).map(|byte| (byte % 251) as u8).collect(),
+        ..black(128, 64)
+    };
+    let brought = Request {
+        from_values: true,
+        ..sized(128, 64)
+    };
+    for request in [sized(128, 64), from_image(init, 0.5), brought] {
+        let smaller = workshop.model.smaller(&request);
+        let labels: Vec<&str> = smaller.iter().map(|(label, _)| label.as_str()).collect();
+        assert_eq!(labels, ["96x48", "64x32", "32x16"]);
+        let mut most = workshop.stage(&request, "decode").rungs[0].scratch;
+        for (label, smaller) in smaller {
+            let (width, height) = smaller.medium.size().expect("a picture");
+            assert_eq!(label, format!("{width}x{height}"));
+            let scratch = workshop.stage(&smaller, "decode").rungs[0].scratch;
+            assert!(scratch < most, "{label}");
+            most = scratch;
+            assert_eq!(names(&workshop, &smaller), names(&workshop, &request), "{label}");
+            let rest = Request {
+                medium: request.medium.clone(),
+                ..smaller
+            };
+            assert_eq!(rest, request, "nothing but the size differs");
+        }
+    }
+    assert!(workshop.model.smaller(&sized(16, 16)).is_empty());
+}
+
+/// Names of the stages of a request.
+fn names(workshop: &Workshop, request: &Request) -> Vec<String> {
+    workshop
+        .stages(request)
+        .into_iter()
+        .map(|stage| stage.name)
+        .collect()
+}
+
+#[test]
+fn the_smallest_request_runs_through_all_stages_in_one_step() {
+    for kind in ["dev", "schnell"] {
+        let folder = folder(kind);
+        let workshop = Workshop::open(folder.path());
+        let smallest = workshop.model.smallest();
+        assert_eq!(smallest.medium, Medium::Image(Image::of(16, 16)));
+        assert_eq!(workshop.stage(&smallest, "denoise").steps, 1);
+        let values = workshop.values(&smallest, &mut Unobserved).expect("a latent");
+        let mut delivered = Delivered::default();
+        let decode = workshop.stage(&smallest, "decode");
+        workshop
+            .run(&decode, 0, &smallest, &values, &mut delivered)
+            .expect("a picture");
+        let [piece] = &delivered.0[..] else {
+            panic!("{} pieces", delivered.0.len())
+        };
+        assert!(piece.is_last() && smallest.medium.is_made_as(&piece.format));
+    }
+}
+
+#[test]
+fn the_memo_of_a_text_is_of_its_tokens() {
+    let workshop = workshop();
+    let memo = |prompt: &str, tokens: u32| {
+        let request = Request {
             prompt: prompt.to_owned(),
             max_sequence_length: tokens,
             ..request()
         };
-        workshop.model.text_key(&request).expect("a key")
+        let memo = workshop.stage(&request, "encode_text").memo;
+        memo.expect("a memo")
     };
-    assert_eq!(key("a red circle", 48), key("a  red circle ", 48));
-    assert_ne!(key("a red circle", 48), key("a red square", 48));
-    assert_ne!(key("a red circle", 48), key("a red circle", 32));
+    assert_eq!(memo("a red circle", 48), memo("a  red circle ", 48));
+    assert_ne!(memo("a red circle", 48), memo("a red square", 48));
+    assert_ne!(memo("a red circle", 48), memo("a red circle", 32));
+
+    // Nothing else that is asked counts, and nothing else is kept.
+    let other = Request {
+        seed: 8,
+        steps: 3,
+        guidance: 1.0,
+        ..from_image(black(96, 48), 0.5)
+    };
+    let memos = |request: &Request| -> Vec<Option<String>> {
+        let stages = workshop.stages(request).into_iter();
+        stages.map(|stage| stage.memo).collect()
+    };
+    let (of_one, of_other) = (memos(&request()), memos(&other));
+    assert!(of_one[0].is_some() && of_one[0] == of_other[0]);
+    assert!(of_one[1..].iter().chain(&of_other[1..]).all(Option::is_none));
+}
+
+/// Names of the fields that a plan refuses.
+fn wrong_fields(workshop: &Workshop, request: &Request) -> Vec<String> {
+    let problems = workshop.model.plan(request).expect_err("something is wrong");
+    problems.into_iter().map(|problem| problem.field).collect()
 }
 
 #[test]
 fn every_wrong_field_is_named() {
     let workshop = workshop();
     let image = InitImage {
-        width: 32,
-        height: 64,
         rgb: vec![0; 5].into(),
+        ..black(32, 64)
     };
-    let wrong = ImageRequest {
+    let wrong = Request {
         prompt: "x".repeat(100_000),
-        width: 63,
-        height: 8192,
         steps: 0,
         guidance: f32::NAN,
         max_sequence_length: 513,
-        init_image: Some(image),
         strength: 0.0,
+        medium: Medium::Image(Image {
+            width: 63,
+            height: 8192,
+            init_image: Some(image),
+        }),
         ..request()
     };
-    let problems = workshop.model.validate(&wrong).expect_err("all is wrong");
-    let fields: Vec<&str> = problems.iter().map(|problem| problem.field.as_str()).collect();
     let expected = [
         "width",
         "height",
@@ -299,21 +486,51 @@ fn every_wrong_field_is_named() {
         "init_image",
         "strength",
     ];
-    assert_eq!(fields, expected);
+    assert_eq!(wrong_fields(&workshop, &wrong), expected);
 
-    let image = InitImage {
+    let too_weak = from_image(black(64, 64), 1e-9);
+    // The reference truncates: even the weakest leaves the last step.
+    assert_eq!(workshop.stage(&too_weak, "denoise").steps, 1);
+
+    // A strength counts wherever something is started from.
+    for strength in [0.0, -0.5, 1.5, f32::NAN] {
+        let brought = Request {
+            from_values: true,
+            strength,
+            ..request()
+        };
+        assert_eq!(wrong_fields(&workshop, &brought), ["strength"], "{strength}");
+    }
+}
+
+#[test]
+fn a_request_of_another_medium_is_refused() {
+    let workshop = workshop();
+    let film = Medium::Video(Video {
         width: 64,
         height: 64,
-        rgb: vec![0; 64 * 64 * 3].into(),
-    };
-    let too_weak = ImageRequest {
-        init_image: Some(image),
-        strength: 1e-9,
-        ..request()
-    };
-    // The reference truncates: even the weakest leaves the last step.
-    assert!(workshop.model.validate(&too_weak).is_ok());
-    assert_eq!(workshop.model.stages(&too_weak)[2].steps, 1);
+        frames: 5,
+        frames_per_second: 24.0,
+        init_image: None,
+    });
+    let track = Medium::Audio(Audio {
+        seconds: 1.0,
+        lyrics: String::new(),
+    });
+    for (medium, name) in [(film, "video"), (track, "audio")] {
+        let other = Request { medium, ..request() };
+        let problems = workshop.model.plan(&other).expect_err("another medium");
+        let [problem] = &problems[..] else {
+            panic!("{problems:?}")
+        };
+        assert_eq!(problem.field, "model");
+        assert!(problem.problem.contains(name), "{problem}");
+        assert!(workshop.model.planned("denoise", &other).is_empty());
+        let decode = workshop.stage(&request(), "decode");
+        let values = workshop.values(&request(), &mut Unobserved).expect("a latent");
+        let result = workshop.run(&decode, 0, &other, &values, &mut Unobserved);
+        assert!(matches!(result, Err(StageError::BadInput(_))), "{result:?}");
+    }
 }
 
 #[test]
@@ -322,7 +539,7 @@ fn guidance_counts_in_dev_and_not_in_schnell() {
         let folder = folder(kind);
         let workshop = Workshop::open(folder.path());
         let denoised = |guidance| {
-            let request = ImageRequest {
+            let request = Request {
                 guidance,
                 steps: 1,
                 ..request()

@@ -10,8 +10,8 @@ use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, CpuCard, CpuSettings, Gpu, QuantizedWeight, Weight};
 use pipelines::flux::{FluxModel, Stage};
 use pipelines::{
-    HostTensor, ImageRequest, InitImage, Model, Observer, Precision, StageError, StageInput, StageKind,
-    StageOutput, StagePlan, Unobserved,
+    HostTensor, Image, InitImage, Medium, Model, Observer, Piece, Precision, Request, Role, StageError,
+    StagePlan, StageRun, Unobserved, Values,
 };
 use tempfile::TempDir;
 
@@ -136,52 +136,82 @@ impl Workshop {
         Ok(self.tensors(name))
     }
 
-    /// Runs one stage, and checks that it asked for no more than it had named.
+    /// Runs one stage over those of the values that it says it takes, and checks that it asked for no more than it had
+    /// named and gave what it had named.
     pub(crate) fn run(
         &self,
         plan: &StagePlan,
         rung: usize,
-        request: &ImageRequest,
-        input: &StageInput,
+        request: &Request,
+        values: &Values,
         observer: &mut dyn Observer,
-    ) -> Result<StageOutput, StageError> {
+    ) -> Result<Values, StageError> {
         self.asked.borrow_mut().clear();
         let tensors = |name: &str| self.give(name);
-        let result = self
-            .model
-            .run(plan, rung, request, input, &tensors, test_device(), observer);
+        let taken = plan.takes.iter().filter_map(|taken| {
+            let value = values.get(&taken.name)?;
+            Some((taken.name.clone(), value.clone()))
+        });
+        let stage = StageRun {
+            plan,
+            rung,
+            request,
+            values: &taken.collect(),
+            tensors: &tensors,
+            device: test_device(),
+        };
+        let result = self.model.run(&stage, observer);
         for asked in self.asked.borrow().iter() {
-            assert!(
-                plan.components.iter().any(|component| component.name == *asked),
-                "{asked}"
-            );
+            assert!(plan.components.contains(asked), "{asked}");
+        }
+        if let Ok(given) = &result {
+            let mut named: Vec<&String> = plan.gives.iter().collect();
+            named.sort();
+            assert!(given.keys().eq(named), "{} gave {:?}", plan.name, given.keys());
         }
         result
+    }
+
+    /// The stages of a request that is valid.
+    pub(crate) fn stages(&self, request: &Request) -> Vec<StagePlan> {
+        self.model.plan(request).expect("a valid request")
+    }
+
+    /// The stage of this name of a request that is valid.
+    pub(crate) fn stage(&self, request: &Request, name: &str) -> StagePlan {
+        let mut stages = self.stages(request).into_iter();
+        stages.find(|stage| stage.name == name).expect("a stage")
+    }
+
+    /// All stages but the decode: every value that there is then.
+    pub(crate) fn values(
+        &self,
+        request: &Request,
+        observer: &mut dyn Observer,
+    ) -> Result<Values, StageError> {
+        let mut values = Values::new();
+        for plan in self.stages(request) {
+            if plan.role == Role::Decode {
+                break;
+            }
+            let given = self.run(&plan, 0, request, &values, observer)?;
+            values.extend(given);
+        }
+        Ok(values)
     }
 
     /// All stages but the decode: the final latent.
     pub(crate) fn denoised(
         &self,
-        request: &ImageRequest,
+        request: &Request,
         observer: &mut dyn Observer,
     ) -> Result<HostTensor, StageError> {
-        self.model.validate(request).expect("a valid request");
-        let mut input = StageInput::default();
-        for plan in self.model.stages(request) {
-            if plan.kind == StageKind::Decode {
-                break;
-            }
-            match self.run(&plan, 0, request, &input, observer)? {
-                StageOutput::Text(text) => input.text = Some(text),
-                StageOutput::Latent(latent) => input.latent = Some(latent),
-                StageOutput::Picture { .. } => panic!("a picture from {:?}", plan.kind),
-            }
-        }
-        Ok(input.latent.expect("a latent"))
+        let values = self.values(request, observer)?;
+        Ok(values["latent"].clone())
     }
 
     /// The picture of a latent in floats over 0 to 1, as `output_type="pt"`.
-    pub(crate) fn picture(&self, request: &ImageRequest, latent: &Tensor) -> Tensor {
+    pub(crate) fn picture(&self, request: &Request, latent: &Tensor) -> Tensor {
         let tensors = |name: &str| self.give(name);
         let mut observer = Unobserved;
         let stage = Stage {
@@ -213,19 +243,60 @@ pub(crate) fn on_cpu(tensor: &HostTensor) -> Tensor {
     Tensor::from_vec(numbers, tensor.shape.as_slice(), &Device::Cpu).expect("a tensor")
 }
 
+/// Notes what is delivered, and sees nothing else.
+#[derive(Default)]
+pub(crate) struct Delivered(pub(crate) Vec<Piece>);
+
+impl Observer for Delivered {
+    fn step(&mut self, _n: u32, _of: u32) {}
+    fn wants_preview(&mut self) -> bool {
+        false
+    }
+    fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
+    fn deliver(&mut self, piece: Piece) {
+        self.0.push(piece);
+    }
+    fn cancelled(&self) -> bool {
+        false
+    }
+}
+
 /// A small request.
-pub(crate) fn request() -> ImageRequest {
-    ImageRequest {
+pub(crate) fn request() -> Request {
+    Request {
         prompt: "a red circle on a blue square".to_owned(),
-        width: 64,
-        height: 64,
-        steps: 4,
-        guidance: 3.5,
         seed: 7,
-        max_sequence_length: 48,
-        init_image: None,
-        strength: 1.0,
-        preview: false,
+        ..Request::of(Medium::Image(Image::of(64, 64)), 4, 3.5, 48)
+    }
+}
+
+/// The same for a picture of another size.
+pub(crate) fn sized(width: u32, height: u32) -> Request {
+    Request {
+        medium: Medium::Image(Image::of(width, height)),
+        ..request()
+    }
+}
+
+/// The same from a picture, as far as a strength says.
+pub(crate) fn from_image(image: InitImage, strength: f32) -> Request {
+    Request {
+        strength,
+        medium: Medium::Image(Image {
+            width: image.width,
+            height: image.height,
+            init_image: Some(image),
+        }),
+        ..request()
+    }
+}
+
+/// A black picture to start from.
+pub(crate) fn black(width: u32, height: u32) -> InitImage {
+    InitImage {
+        width,
+        height,
+        rgb: vec![0; (3 * width * height) as usize].into(),
     }
 }
 

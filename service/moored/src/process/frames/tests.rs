@@ -9,8 +9,8 @@ use engine::messages::{
 };
 use gpu::{CardDescription, CardKind, MemoryProfile, ProfileName, Unloaded};
 use pipelines::{
-    EncodedText, HostTensor, HostType, ImageRequest, InitImage, Preset, Quantization, Rung, StageInput,
-    StageKind, StageOutput, StagePlan,
+    Audio, HostTensor, HostType, Image, InitImage, MediaFormat, Medium, Piece, Preset, Quantization, Request,
+    Role, Rung, StagePlan, ValueShape, Values, Video,
 };
 use residency::{
     Bytes, Component, ComponentId, DriverTruth, HoldId, Holder, Ledger, Millis, Policy, ReservationId,
@@ -37,13 +37,11 @@ fn tensor(dtype: HostType) -> HostTensor {
     }
 }
 
-fn text() -> EncodedText {
-    EncodedText {
-        tensors: vec![
-            ("pooled".to_owned(), tensor(HostType::Bf16)),
-            ("sequence".to_owned(), tensor(HostType::F16)),
-        ],
-    }
+fn values() -> Values {
+    Values::from([
+        ("pooled".to_owned(), tensor(HostType::Bf16)),
+        ("sequence".to_owned(), tensor(HostType::F16)),
+    ])
 }
 
 fn holder() -> Holder {
@@ -54,11 +52,12 @@ fn holder() -> Holder {
     }
 }
 
-fn stage() -> StageWork {
+fn stage(medium: Medium) -> StageWork {
     StageWork {
         plan: StagePlan {
-            kind: StageKind::Denoise,
-            components: vec![component("transformer"), component("vae")],
+            name: "denoise".to_owned(),
+            role: Role::Sample,
+            components: vec!["transformer".to_owned(), "vae".to_owned()],
             rungs: vec![Rung {
                 label: "whole".to_owned(),
                 scratch: Bytes::gib(5),
@@ -66,29 +65,50 @@ fn stage() -> StageWork {
             }],
             shape: "1024x1024 t512".to_owned(),
             steps: 28,
+            takes: vec![ValueShape::new("sequence", vec![1, 2, 300])],
+            gives: vec!["latent".to_owned()],
+            per_item: true,
+            memo: Some("a memo".to_owned()),
         },
-        request: ImageRequest {
+        components: vec![component("transformer"), component("vae")],
+        behind: vec!["decode".to_owned()],
+        request: Request {
             prompt: "Türme im Nebel, 霧".to_owned(),
-            width: 32,
-            height: 16,
-            steps: 28,
-            guidance: 3.5,
             seed: u64::MAX,
-            max_sequence_length: 512,
-            init_image: Some(InitImage {
-                width: 32,
-                height: 16,
-                rgb: vec![77; 3 * 32 * 16].into(),
-            }),
             strength: 0.6,
             preview: true,
+            from_values: true,
+            ..Request::of(medium, 28, 3.5, 512)
         },
-        input: StageInput {
-            text: Some(text()),
-            latent: Some(tensor(HostType::F32)),
-        },
+        values: values(),
         preview_interval_ms: 500,
     }
+}
+
+fn media() -> [Medium; 3] {
+    let image = InitImage {
+        width: 32,
+        height: 16,
+        rgb: vec![77; 3 * 32 * 16].into(),
+    };
+    [
+        Medium::Image(Image {
+            width: 32,
+            height: 16,
+            init_image: Some(image.clone()),
+        }),
+        Medium::Video(Video {
+            width: 32,
+            height: 16,
+            frames: 81,
+            frames_per_second: 23.976,
+            init_image: Some(image),
+        }),
+        Medium::Audio(Audio {
+            seconds: 12.5,
+            lyrics: "la".to_owned(),
+        }),
+    ]
 }
 
 fn order(work: Work) -> Command {
@@ -109,8 +129,8 @@ fn order(work: Work) -> Command {
 
 fn commands() -> Vec<Command> {
     let ids = || vec![ComponentId::new("vae@1f"), ComponentId::new("clip@2e")];
-    vec![
-        order(Work::Stage(Box::new(stage()))),
+    let stages = media().map(|medium| order(Work::Stage(Box::new(stage(medium)))));
+    let others = vec![
         order(Work::Load(vec![component("vae")])),
         Command::Cancel(Ticket(u64::MAX)),
         Command::Standing(Standing {
@@ -128,7 +148,8 @@ fn commands() -> Vec<Command> {
             bytes: Bytes(u64::MAX),
         },
         Command::Shutdown,
-    ]
+    ];
+    stages.into_iter().chain(others).collect()
 }
 
 /// A ledger with an entry of every sort.
@@ -164,9 +185,9 @@ fn ledger() -> Ledger {
     ledger
 }
 
-fn completed(output: Option<StageOutput>) -> Outcome {
+fn completed(values: Values) -> Outcome {
     Outcome::Completed(Box::new(Completed {
-        output,
+        values,
         chunking: "strips of 16".to_owned(),
         approximate: true,
         resident_already: vec!["vae".to_owned()],
@@ -182,11 +203,6 @@ fn completed(output: Option<StageOutput>) -> Outcome {
 }
 
 fn outcomes() -> Vec<Outcome> {
-    let picture = StageOutput::Picture {
-        width: 2,
-        height: 1,
-        rgb: vec![1, 2, 3, 4, 5, 6].into(),
-    };
     let cause = [
         WaitCause::LateEviction,
         WaitCause::Leases,
@@ -220,10 +236,8 @@ fn outcomes() -> Vec<Outcome> {
         Failure::Internal("what nobody thought of".to_owned()),
     ];
     let mut outcomes = vec![
-        completed(None),
-        completed(Some(StageOutput::Text(text()))),
-        completed(Some(StageOutput::Latent(tensor(HostType::F32)))),
-        completed(Some(picture)),
+        completed(Values::new()),
+        completed(values()),
         Outcome::Never {
             needed: Bytes(1),
             capacity: Bytes(2),
@@ -252,6 +266,17 @@ fn progress() -> Vec<Progress> {
             height: 2,
             rgb: vec![9; 12].into(),
         },
+        Progress::Piece(Piece::image(2, 1, vec![1, 2, 3, 4, 5, 6])),
+        Progress::Piece(Piece {
+            track: "drums".to_owned(),
+            format: MediaFormat::Audio {
+                samples_per_second: 48_000,
+                channels: 2,
+                samples: 3,
+            },
+            first: 1,
+            data: vec![1; 8].into(),
+        }),
         Progress::Retrying {
             reason: "out_of_memory".to_owned(),
             message: "in strips of 16".to_owned(),

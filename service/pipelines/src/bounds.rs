@@ -1,7 +1,7 @@
-//! What a request may ask for.
+//! What a request for a picture may ask for, of every family whose transformer sees 16 by 16 pixels as a token.
 
 use crate::flow_match::first_step;
-use crate::{ImageRequest, RequestError};
+use crate::{Medium, Request, RequestError};
 
 /// Pixels that a token of the transformer covers in each direction.
 pub const PIXELS_PER_TOKEN: u32 = 16;
@@ -9,13 +9,16 @@ pub const PIXELS_PER_TOKEN: u32 = 16;
 pub const LONGEST_SIDE: u32 = 4096;
 /// The most steps.
 pub const MOST_STEPS: u32 = 200;
-/// The most tokens of T5, as the reference has it.
+/// The most tokens of a prompt, as the references have it.
 pub const MOST_TOKENS: u32 = 512;
 /// The longest prompt in bytes; far more than its tokens can hold.
 pub const LONGEST_PROMPT: usize = 32 * 1024;
 
 /// Every field of a request that is out of its bounds.
-pub(super) fn problems(request: &ImageRequest) -> Vec<RequestError> {
+pub(crate) fn problems(request: &Request) -> Vec<RequestError> {
+    let Medium::Image(picture) = &request.medium else {
+        return vec![RequestError::other_medium(&request.medium, "image")];
+    };
     let mut problems = Vec::new();
     let mut refuse = |field: &str, problem: String| {
         problems.push(RequestError {
@@ -23,7 +26,7 @@ pub(super) fn problems(request: &ImageRequest) -> Vec<RequestError> {
             problem,
         });
     };
-    for (field, side) in [("width", request.width), ("height", request.height)] {
+    for (field, side) in [("width", picture.width), ("height", picture.height)] {
         if !(PIXELS_PER_TOKEN..=LONGEST_SIDE).contains(&side) || !side.is_multiple_of(PIXELS_PER_TOKEN) {
             let bounds =
                 format!("a multiple of {PIXELS_PER_TOKEN} from {PIXELS_PER_TOKEN} to {LONGEST_SIDE}");
@@ -56,8 +59,8 @@ pub(super) fn problems(request: &ImageRequest) -> Vec<RequestError> {
             format!("has {found} bytes; at most {LONGEST_PROMPT} are expected"),
         );
     }
-    if let Some(image) = &request.init_image {
-        let (found, expected) = ((image.width, image.height), (request.width, request.height));
+    if let Some(image) = &picture.init_image {
+        let (found, expected) = ((image.width, image.height), (picture.width, picture.height));
         if found != expected {
             refuse(
                 "init_image",
@@ -69,6 +72,8 @@ pub(super) fn problems(request: &ImageRequest) -> Vec<RequestError> {
                 format!("has {} bytes for {found:?} pixels of RGB", image.rgb.len()),
             );
         }
+    }
+    if picture.init_image.is_some() || request.from_values {
         if !(request.strength > 0.0 && request.strength <= 1.0) {
             refuse(
                 "strength",

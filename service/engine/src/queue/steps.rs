@@ -1,0 +1,195 @@
+//! Which stages of a plan a job runs, and in which order. Pure: over a plan and what is asked of it.
+
+use std::collections::BTreeSet;
+
+use pipelines::{Role, StagePlan, ValueShape};
+use residency::Policy;
+
+use crate::job::Run;
+
+/// What one order is sent for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum StepKind {
+    /// A stage, by its index in the plan.
+    Stage(usize),
+    /// Components come in.
+    Load,
+    /// What a swap that failed had displaced comes back.
+    Restore,
+}
+
+/// A step of a job, and the item that it is for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Step {
+    pub(super) kind: StepKind,
+    pub(super) item: u32,
+}
+
+/// The values that decoding takes: what a client may keep, bring back, and have decoded later.
+pub(super) fn decodable(plan: &[StagePlan]) -> Vec<&ValueShape> {
+    let decodes = plan.iter().filter(|stage| stage.role == Role::Decode);
+    decodes.flat_map(|stage| &stage.takes).collect()
+}
+
+/// The stages that are needed for what a run asks for, by their indices in the plan. Values that it brings are there from
+/// the first stage of the role on that they are brought to; nothing is run to make them.
+pub(super) fn needed(plan: &[StagePlan], run: &Run) -> Vec<usize> {
+    let kept = decodable(plan).into_iter().map(|value| value.name.as_str());
+    let kept: BTreeSet<&str> = kept.collect();
+    let mut wanted = match run.until {
+        Role::Decode => BTreeSet::new(),
+        Role::Encode | Role::Sample => kept.clone(),
+    };
+    let brought_to = run.start.as_ref().map(|start| start.role);
+    let mut needed = Vec::new();
+    for (index, stage) in plan.iter().enumerate().rev() {
+        if stage.role > run.until {
+            continue;
+        }
+        if brought_to.is_some_and(|role| stage.role < role) {
+            wanted.retain(|name| !kept.contains(name));
+        }
+        let gives_it = stage.gives.iter().any(|name| wanted.contains(name.as_str()));
+        if stage.role == Role::Decode || gives_it {
+            wanted.retain(|name| !stage.gives.iter().any(|given| given == name));
+            wanted.extend(stage.takes.iter().map(|value| value.name.as_str()));
+            needed.push(index);
+        }
+    }
+    needed.reverse();
+    needed
+}
+
+/// The steps of a run: what is run once, then item by item. Where one large component at a time is on the card, all
+/// sampling is done before the first decode.
+pub(super) fn steps_of(plan: &[StagePlan], run: &Run, policy: Policy) -> Vec<Step> {
+    let needed = needed(plan, run);
+    let step = |stage: &usize, item| Step {
+        kind: StepKind::Stage(*stage),
+        item,
+    };
+    let (each, once): (Vec<usize>, Vec<usize>) = needed.into_iter().partition(|&stage| plan[stage].per_item);
+    let mut steps: Vec<Step> = once.iter().map(|stage| step(stage, 0)).collect();
+    for item in 0..run.count.max(1) {
+        steps.extend(each.iter().map(|stage| step(stage, item)));
+    }
+    if policy == Policy::Exclusive {
+        let decodes =
+            |step: &Step| matches!(step.kind, StepKind::Stage(stage) if plan[stage].role == Role::Decode);
+        steps.sort_by_key(decodes); // stable: items stay in order
+    }
+    steps
+}
+
+#[cfg(test)]
+mod tests {
+    use pipelines::{Image, Medium, Request, Rung};
+    use residency::Bytes;
+
+    use super::*;
+    use crate::job::Start;
+
+    fn stage(name: &str, role: Role, takes: &[&str], gives: &[&str], per_item: bool) -> StagePlan {
+        StagePlan {
+            name: name.into(),
+            role,
+            components: Vec::new(),
+            rungs: vec![Rung {
+                label: "whole".into(),
+                scratch: Bytes::ZERO,
+                approximate: false,
+            }],
+            shape: String::new(),
+            steps: 1,
+            takes: takes.iter().map(|name| ValueShape::new(name, vec![1])).collect(),
+            gives: gives.iter().map(|&name| name.into()).collect(),
+            per_item,
+            memo: None,
+        }
+    }
+
+    /// A picture's sound and frames, from text and a picture to start from.
+    fn plan(from_latent: bool) -> Vec<StagePlan> {
+        let takes: &[&str] = if from_latent {
+            &["text", "frames"]
+        } else {
+            &["text"]
+        };
+        vec![
+            stage("text", Role::Encode, &[], &["text"], false),
+            stage("picture", Role::Encode, &[], &["frames"], true),
+            stage("sample", Role::Sample, takes, &["frames", "sound"], true),
+            stage("frames", Role::Decode, &["frames"], &[], true),
+            stage("sound", Role::Decode, &["sound"], &[], true),
+        ]
+    }
+
+    fn run(start: Option<Role>, until: Role, count: u32) -> Run {
+        Run {
+            call: "Test",
+            request: Request::of(Medium::Image(Image::of(16, 16)), 1, 0.0, 1),
+            count,
+            start: start.map(|role| Start {
+                latent: "latent-1".into(),
+                role,
+            }),
+            until,
+            keep_latent: false,
+            preview_interval_ms: 0,
+        }
+    }
+
+    fn names(plan: &[StagePlan], run: &Run) -> Vec<String> {
+        needed(plan, run)
+            .into_iter()
+            .map(|index| plan[index].name.clone())
+            .collect()
+    }
+
+    #[test]
+    fn a_run_needs_the_stages_that_lead_to_what_it_asks_for() {
+        let all = run(None, Role::Decode, 1);
+        assert_eq!(names(&plan(false), &all), ["text", "sample", "frames", "sound"]);
+        assert_eq!(
+            names(&plan(true), &all),
+            ["text", "picture", "sample", "frames", "sound"]
+        );
+        assert_eq!(
+            names(&plan(true), &run(None, Role::Sample, 1)),
+            ["text", "picture", "sample"]
+        );
+        assert_eq!(names(&plan(true), &run(None, Role::Encode, 1)), ["picture"]);
+    }
+
+    #[test]
+    fn nothing_is_run_to_make_values_that_are_brought() {
+        let sampled = run(Some(Role::Sample), Role::Decode, 1);
+        assert_eq!(
+            names(&plan(true), &sampled),
+            ["text", "sample", "frames", "sound"]
+        );
+        let decoded = run(Some(Role::Decode), Role::Decode, 1);
+        assert_eq!(names(&plan(true), &decoded), ["frames", "sound"]);
+    }
+
+    #[test]
+    fn what_is_for_all_items_runs_once_and_exclusive_decodes_last() {
+        let plan = plan(false);
+        let order = |policy| -> Vec<String> {
+            let steps = steps_of(&plan, &run(None, Role::Decode, 2), policy);
+            let words = steps.iter().map(|step| match step.kind {
+                StepKind::Stage(stage) => format!("{}{}", plan[stage].name, step.item),
+                other => format!("{other:?}"),
+            });
+            words.collect()
+        };
+        let by_item = [
+            "text0", "sample0", "frames0", "sound0", "sample1", "frames1", "sound1",
+        ];
+        assert_eq!(order(Policy::Shared), by_item);
+        let by_role = [
+            "text0", "sample0", "sample1", "frames0", "sound0", "frames1", "sound1",
+        ];
+        assert_eq!(order(Policy::Exclusive), by_role);
+    }
+}

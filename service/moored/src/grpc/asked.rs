@@ -1,0 +1,321 @@
+//! A request to generate, whatever its medium: the same checks and defaults for all three calls.
+
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+
+use engine::Error;
+use pipelines::{InitImage, Medium, Request, RequestError};
+
+use super::stream::Encoding;
+use crate::proto::v1;
+
+/// Longest prompt, in characters. T5 reads 512 tokens at the most: what is longer is a mistake.
+const LONGEST_PROMPT_CHARACTERS: usize = 10_000;
+/// Longest side of what is generated or encoded, in pixels; a model may take less.
+pub(super) const LONGEST_SIDE_PIXELS: u32 = 4096;
+/// Items of one request.
+const MOST_ITEMS: u32 = 64;
+/// Least time between previews.
+const LEAST_PREVIEW_INTERVAL_MS: u32 = 100;
+/// Strength where a request for image to image names none.
+const DEFAULT_STRENGTH: f32 = 0.6;
+
+/// What a client asks for. What it leaves open is zero, empty or `None`.
+#[derive(Debug, Default)]
+pub(super) struct Asked {
+    /// `GenerateImage`, ...: for lists of jobs.
+    pub(super) call: &'static str,
+    pub(super) model: Option<v1::ModelRef>,
+    pub(super) prompt: String,
+    /// Pixels across.
+    pub(super) width: u32,
+    /// Pixels down.
+    pub(super) height: u32,
+    pub(super) steps: u32,
+    pub(super) guidance: Option<f32>,
+    pub(super) seed: Option<u64>,
+    pub(super) max_sequence_length: u32,
+    pub(super) strength: Option<f32>,
+    pub(super) count: u32,
+    /// An encoded picture.
+    pub(super) init_image: bytes::Bytes,
+    pub(super) init_latent: Option<String>,
+    pub(super) keep_latent: bool,
+    pub(super) latent_only: bool,
+    pub(super) preview_interval_ms: u32,
+    pub(super) omit_metadata: bool,
+    pub(super) encoding: Encoding,
+    pub(super) options: Option<v1::JobOptions>,
+    of_medium: OfMedium,
+}
+
+/// What one medium has and the others have not.
+#[derive(Debug, Default)]
+enum OfMedium {
+    #[default]
+    Image,
+    Video {
+        frames: u32,
+        frames_per_second: f32,
+    },
+    Audio {
+        lyrics: String,
+        seconds: f32,
+    },
+}
+
+impl Asked {
+    pub(super) fn image(request: v1::GenerateImageRequest) -> Asked {
+        let raw = request.output == v1::OutputFormat::RawRgb as i32;
+        Asked {
+            call: "GenerateImage",
+            model: request.model,
+            prompt: request.prompt,
+            width: request.width,
+            height: request.height,
+            steps: request.steps,
+            guidance: request.guidance,
+            seed: request.seed,
+            max_sequence_length: request.max_sequence_length,
+            strength: Some(request.strength.unwrap_or(DEFAULT_STRENGTH)),
+            count: request.count,
+            init_image: request.init_image,
+            init_latent: Some(request.init_latent_id).filter(|id| !id.is_empty()),
+            keep_latent: request.keep_latent,
+            latent_only: request.latent_only,
+            preview_interval_ms: request.preview_interval_ms,
+            omit_metadata: request.omit_metadata,
+            encoding: if raw { Encoding::Raw } else { Encoding::Png },
+            options: request.options,
+            of_medium: OfMedium::Image,
+        }
+    }
+
+    pub(super) fn video(request: v1::GenerateVideoRequest) -> Asked {
+        Asked {
+            call: "GenerateVideo",
+            model: request.model,
+            prompt: request.prompt,
+            width: request.width,
+            height: request.height,
+            steps: request.steps,
+            guidance: request.guidance,
+            seed: request.seed,
+            max_sequence_length: request.max_sequence_length,
+            strength: request.strength,
+            count: request.count,
+            init_image: request.init_image,
+            init_latent: Some(request.init_latent_id).filter(|id| !id.is_empty()),
+            keep_latent: request.keep_latent,
+            latent_only: request.latent_only,
+            preview_interval_ms: request.preview_interval_ms,
+            omit_metadata: request.omit_metadata,
+            encoding: Encoding::Raw,
+            options: request.options,
+            of_medium: OfMedium::Video {
+                frames: request.frames,
+                frames_per_second: request.frames_per_second,
+            },
+        }
+    }
+
+    pub(super) fn audio(request: v1::GenerateAudioRequest) -> Asked {
+        let raw = request.output == v1::AudioFormat::RawS16le as i32;
+        Asked {
+            call: "GenerateAudio",
+            model: request.model,
+            prompt: request.prompt,
+            steps: request.steps,
+            guidance: request.guidance,
+            seed: request.seed,
+            max_sequence_length: request.max_sequence_length,
+            strength: request.strength,
+            count: request.count,
+            init_latent: Some(request.init_latent_id).filter(|id| !id.is_empty()),
+            keep_latent: request.keep_latent,
+            latent_only: request.latent_only,
+            omit_metadata: request.omit_metadata,
+            encoding: if raw { Encoding::Raw } else { Encoding::Wav },
+            options: request.options,
+            of_medium: OfMedium::Audio {
+                lyrics: request.lyrics,
+                seconds: request.seconds,
+            },
+            ..Asked::default()
+        }
+    }
+
+    /// What can be said of a request before its model is known: all of it at once.
+    pub(super) fn check(&self) -> Result<(), Error> {
+        let mut problems = Vec::new();
+        let mut problem = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
+        let characters = self.prompt.chars().count();
+        if characters > LONGEST_PROMPT_CHARACTERS {
+            problem(
+                "prompt",
+                format!("has {characters} characters; {LONGEST_PROMPT_CHARACTERS} are the most"),
+            );
+        }
+        for (field, value) in [("width", self.width), ("height", self.height)] {
+            if !value.is_multiple_of(16) {
+                let below = (value / 16 * 16).max(16);
+                let above = below.saturating_add(16);
+                problem(
+                    field,
+                    format!("{value} is no multiple of 16; {below} and {above} are"),
+                );
+            } else if value > LONGEST_SIDE_PIXELS {
+                problem(field, format!("{value} is more than {LONGEST_SIDE_PIXELS}"));
+            }
+        }
+        if self.count > MOST_ITEMS {
+            problem("count", format!("{} is more than {MOST_ITEMS}", self.count));
+        }
+        if (1..LEAST_PREVIEW_INTERVAL_MS).contains(&self.preview_interval_ms) {
+            problem(
+                "preview_interval_ms",
+                format!("is less than {LEAST_PREVIEW_INTERVAL_MS}; 0 leaves previews off"),
+            );
+        }
+        if let Some(strength) = self.strength
+            && !(strength > 0.0 && strength <= 1.0)
+        {
+            problem("strength", format!("{strength} is not over 0 and up to 1"));
+        }
+        if !self.init_image.is_empty() && self.init_latent.is_some() {
+            problem("init_latent_id", "excludes init_image: leave one out".to_owned());
+        }
+        if problems.is_empty() {
+            Ok(())
+        } else {
+            Err(Error::Invalid(problems))
+        }
+    }
+
+    /// The request, with `defaults` for what is left open, from a picture that was decoded.
+    ///
+    /// # Errors
+    /// When the model generates another medium.
+    pub(super) fn request(&self, defaults: Request, init_image: Option<InitImage>) -> Result<Request, Error> {
+        let named = |value: u32, default: u32| if value == 0 { default } else { value };
+        let set = |value: f32, default: f32| if value == 0.0 { default } else { value };
+        let of_image = init_image.as_ref().map(|image| (image.width, image.height));
+        let sides =
+            |width, height| of_image.unwrap_or((named(self.width, width), named(self.height, height)));
+        let mut medium = defaults.medium;
+        match (&mut medium, &self.of_medium) {
+            (Medium::Image(image), OfMedium::Image) => {
+                (image.width, image.height) = sides(image.width, image.height);
+                image.init_image = init_image;
+            }
+            (
+                Medium::Video(video),
+                &OfMedium::Video {
+                    frames,
+                    frames_per_second,
+                },
+            ) => {
+                (video.width, video.height) = sides(video.width, video.height);
+                video.frames = named(frames, video.frames);
+                video.frames_per_second = set(frames_per_second, video.frames_per_second);
+                video.init_image = init_image;
+            }
+            (Medium::Audio(audio), OfMedium::Audio { lyrics, seconds }) => {
+                audio.seconds = set(*seconds, audio.seconds);
+                audio.lyrics.clone_from(lyrics);
+            }
+            (made, _) => {
+                let problem = format!(
+                    "generates {}, and {} was called; `moored models` lists what each model generates",
+                    made.name(),
+                    self.call
+                );
+                return Err(Error::Invalid(vec![RequestError::new("model", problem)]));
+            }
+        }
+        Ok(Request {
+            prompt: self.prompt.clone(),
+            steps: named(self.steps, defaults.steps),
+            guidance: self.guidance.unwrap_or(defaults.guidance),
+            seed: self.seed.unwrap_or_else(|| seed_of(self.options.as_ref())),
+            max_sequence_length: named(self.max_sequence_length, defaults.max_sequence_length),
+            strength: self.strength.unwrap_or(1.0),
+            preview: self.preview_interval_ms > 0,
+            from_values: self.init_latent.is_some(),
+            medium,
+        })
+    }
+}
+
+/// A seed for a request that names none: random, but for an idempotency key always the same, so that asking
+/// again is the same request. Of 32 bits: other tools take no more.
+fn seed_of(options: Option<&v1::JobOptions>) -> u64 {
+    let key = options.map_or("", |options| options.idempotency_key.as_str());
+    let seed = if key.is_empty() {
+        uuid::Uuid::new_v4().as_u128() as u64
+    } else {
+        let mut hasher = DefaultHasher::new();
+        key.hash(&mut hasher);
+        hasher.finish()
+    };
+    seed & 0xffff_ffff
+}
+
+#[cfg(test)]
+mod tests {
+    use pipelines::{Audio, Image};
+
+    use super::*;
+
+    #[test]
+    fn every_wrong_field_is_told_at_once() {
+        let request = v1::GenerateImageRequest {
+            prompt: "x".repeat(100_000),
+            width: 17,
+            height: 130,
+            count: 1000,
+            strength: Some(f32::NAN),
+            preview_interval_ms: 5,
+            ..Default::default()
+        };
+        let Err(Error::Invalid(problems)) = Asked::image(request).check() else {
+            panic!("it passed")
+        };
+        let fields: Vec<&str> = problems.iter().map(|p| p.field.as_str()).collect();
+        let expected = [
+            "prompt",
+            "width",
+            "height",
+            "count",
+            "preview_interval_ms",
+            "strength",
+        ];
+        assert_eq!(fields, expected);
+    }
+
+    #[test]
+    fn what_is_left_open_is_the_models_and_another_medium_is_refused() {
+        let request = v1::GenerateAudioRequest {
+            seconds: 3.5,
+            ..Default::default()
+        };
+        let asked = Asked::audio(request);
+        let track = Medium::Audio(Audio {
+            seconds: 60.0,
+            lyrics: "la".into(),
+        });
+        let resolved = asked.request(Request::of(track, 8, 2.0, 16), None).unwrap();
+        assert_eq!(
+            (resolved.steps, resolved.guidance, resolved.strength),
+            (8, 2.0, 1.0)
+        );
+        assert!(
+            matches!(&resolved.medium, Medium::Audio(audio) if audio.seconds == 3.5 && audio.lyrics.is_empty())
+        );
+        let image = Request::of(Medium::Image(Image::of(16, 16)), 1, 0.0, 1);
+        let refused = asked.request(image, None).unwrap_err().to_string();
+        assert!(
+            refused.contains("generates image") && refused.contains("GenerateAudio"),
+            "{refused}"
+        );
+    }
+}

@@ -1,0 +1,92 @@
+//! What an instant model's request is as media, as a latent, and as bytes.
+
+use super::colour::CHANNELS;
+use crate::media::MediaFormat;
+use crate::request::{Audio, Image, Medium, Video};
+
+/// Pixels of a picture for each number of a latent, across and down.
+const PIXELS_PER_LATENT: usize = 8;
+
+/// Numbers of a latent for each second of a track.
+const LATENTS_PER_SECOND: f32 = 10.0;
+
+/// Samples of a track for each number of a latent.
+const SAMPLES_PER_LATENT: u64 = 4_800;
+
+/// Shape of the latent of what is asked for: `[1, channels, height / 8, width / 8]`, with frames before the height, or
+/// tenths of a second alone.
+pub(super) fn latent_shape(medium: &Medium) -> Vec<usize> {
+    let numbers = |pixels: u32| pixels as usize / PIXELS_PER_LATENT;
+    match medium {
+        Medium::Image(image) => vec![1, CHANNELS, numbers(image.height), numbers(image.width)],
+        Medium::Video(video) => {
+            let frames = video.frames as usize;
+            vec![1, CHANNELS, frames, numbers(video.height), numbers(video.width)]
+        }
+        Medium::Audio(audio) => vec![1, CHANNELS, tenths(audio)],
+    }
+}
+
+fn tenths(audio: &Audio) -> usize {
+    (audio.seconds * LATENTS_PER_SECOND).round() as usize
+}
+
+/// What a latent of this shape is of, where the rest is as in `defaults`; `None`: it is of nothing.
+pub(super) fn medium_of(shape: &[usize], defaults: &Medium) -> Option<Medium> {
+    let pixels = |numbers: usize| u32::try_from(numbers.checked_mul(PIXELS_PER_LATENT)?).ok();
+    match (defaults, shape) {
+        (Medium::Image(_), &[1, CHANNELS, height, width]) => {
+            Some(Medium::Image(Image::of(pixels(width)?, pixels(height)?)))
+        }
+        (Medium::Video(video), &[1, CHANNELS, frames, height, width]) => Some(Medium::Video(Video {
+            width: pixels(width)?,
+            height: pixels(height)?,
+            frames: u32::try_from(frames).ok()?,
+            init_image: None,
+            ..video.clone()
+        })),
+        (Medium::Audio(audio), &[1, CHANNELS, tenths]) => Some(Medium::Audio(Audio {
+            seconds: tenths as f32 / LATENTS_PER_SECOND,
+            ..audio.clone()
+        })),
+        _ => None,
+    }
+}
+
+/// What is delivered.
+pub(super) fn format_of(medium: &Medium) -> MediaFormat {
+    match medium {
+        Medium::Image(image) => MediaFormat::Image {
+            width: image.width,
+            height: image.height,
+        },
+        Medium::Video(video) => MediaFormat::Video {
+            width: video.width,
+            height: video.height,
+            frames: video.frames,
+            frames_per_second: video.frames_per_second,
+        },
+        Medium::Audio(audio) => MediaFormat::Audio {
+            samples_per_second: (SAMPLES_PER_LATENT as f32 * LATENTS_PER_SECOND) as u32,
+            channels: 2,
+            samples: tenths(audio) as u64 * SAMPLES_PER_LATENT,
+        },
+    }
+}
+
+/// The size of what is asked for, in words: `64x64`, `64x64 25 frames`, `12.5 s`.
+pub(super) fn content_of(medium: &Medium) -> String {
+    match medium {
+        Medium::Image(image) => format!("{}x{}", image.width, image.height),
+        Medium::Video(video) => format!("{}x{} {} frames", video.width, video.height, video.frames),
+        Medium::Audio(audio) => format!("{} s", audio.seconds),
+    }
+}
+
+/// What scratch grows with: pixels, or samples.
+pub(super) fn units_of(medium: &Medium) -> u64 {
+    match format_of(medium) {
+        MediaFormat::Audio { samples, .. } => samples,
+        format => format.bytes().unwrap_or(u64::MAX) / 3,
+    }
+}

@@ -1,0 +1,152 @@
+//! What a stage delivers to whoever asked for the job: a picture, frames of a film, samples of a track, in pieces.
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+
+/// What a whole result is, known before any of it is made.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub enum MediaFormat {
+    /// One picture: RGB, 8 bits each, row-major.
+    Image {
+        /// Pixels across.
+        width: u32,
+        /// Pixels down.
+        height: u32,
+    },
+    /// Frames of one film, each as a picture.
+    Video {
+        /// Pixels across.
+        width: u32,
+        /// Pixels down.
+        height: u32,
+        /// Frames in all.
+        frames: u32,
+        /// Frames a second.
+        frames_per_second: f32,
+    },
+    /// Samples of one track: 16-bit little-endian integers, channels interleaved.
+    Audio {
+        /// Samples a second, of each channel.
+        samples_per_second: u32,
+        /// Channels.
+        channels: u32,
+        /// Samples in all, of each channel.
+        samples: u64,
+    },
+}
+
+impl MediaFormat {
+    /// How many units a whole result has: 1 picture, frames, or samples of each channel.
+    pub fn units(&self) -> u64 {
+        match *self {
+            MediaFormat::Image { .. } => 1,
+            MediaFormat::Video { frames, .. } => u64::from(frames),
+            MediaFormat::Audio { samples, .. } => samples,
+        }
+    }
+
+    /// Bytes of one unit.
+    pub fn unit_bytes(&self) -> u64 {
+        match *self {
+            MediaFormat::Image { width, height } | MediaFormat::Video { width, height, .. } => {
+                3 * u64::from(width) * u64::from(height)
+            }
+            MediaFormat::Audio { channels, .. } => 2 * u64::from(channels),
+        }
+    }
+
+    /// Bytes of a whole result, if they can be counted.
+    pub fn bytes(&self) -> Option<u64> {
+        self.units().checked_mul(self.unit_bytes())
+    }
+}
+
+/// Consecutive units of a result. Pieces of one track come in order and without gaps.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Piece {
+    /// Which of several results of one request: a stem of a song, the sound of a film; empty where there is one alone.
+    pub track: String,
+    /// The whole that it is a piece of.
+    pub format: MediaFormat,
+    /// The first unit of the piece, from 0.
+    pub first: u64,
+    /// Whole units, as [`MediaFormat`] says.
+    pub data: Bytes,
+}
+
+impl Piece {
+    /// A whole picture of the only track.
+    pub fn image(width: u32, height: u32, rgb: impl Into<Bytes>) -> Piece {
+        Piece {
+            track: String::new(),
+            format: MediaFormat::Image { width, height },
+            first: 0,
+            data: rgb.into(),
+        }
+    }
+
+    /// Units that it holds, if its bytes are whole units of the format and lie within it.
+    pub fn units(&self) -> Option<u64> {
+        let (unit, bytes) = (self.format.unit_bytes(), self.data.len() as u64);
+        let units = bytes.checked_div(unit).filter(|units| units * unit == bytes)?;
+        (self.first.checked_add(units)? <= self.format.units()).then_some(units)
+    }
+
+    /// What of it lies behind unit `from`; `None`: nothing.
+    pub fn from_unit(mut self, from: u64) -> Option<Piece> {
+        let skipped = from.saturating_sub(self.first);
+        if skipped >= self.units()? {
+            return None;
+        }
+        let bytes = usize::try_from(skipped * self.format.unit_bytes()).ok()?;
+        self.data = self.data.slice(bytes..);
+        self.first += skipped;
+        Some(self)
+    }
+
+    /// Whether it is the end of its track.
+    pub fn is_last(&self) -> bool {
+        self.units()
+            .is_some_and(|units| self.first + units == self.format.units())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn frames(first: u64, count: usize) -> Piece {
+        let format = MediaFormat::Video {
+            width: 2,
+            height: 1,
+            frames: 5,
+            frames_per_second: 24.0,
+        };
+        let data: Vec<u8> = (0..count * 6).map(|byte| byte as u8).collect();
+        Piece {
+            track: String::new(),
+            format,
+            first,
+            data: data.into(),
+        }
+    }
+
+    #[test]
+    fn a_piece_is_whole_units_within_its_format() {
+        assert_eq!(frames(0, 5).units(), Some(5));
+        assert!(frames(3, 2).is_last() && !frames(3, 1).is_last());
+        assert_eq!(frames(4, 2).units(), None, "beyond the end");
+        let mut cut = frames(0, 2);
+        cut.data = cut.data.slice(1..);
+        assert_eq!(cut.units(), None, "half a frame");
+        assert_eq!(Piece::image(0, 0, Vec::new()).units(), None, "no pixels");
+    }
+
+    #[test]
+    fn what_was_delivered_already_is_cut_off() {
+        let rest = frames(1, 3).from_unit(3).unwrap();
+        assert_eq!((rest.first, rest.units(), rest.data[0]), (3, Some(1), 12));
+        assert_eq!(frames(1, 3).from_unit(0), Some(frames(1, 3)));
+        assert_eq!(frames(1, 3).from_unit(4), None);
+    }
+}

@@ -1,0 +1,61 @@
+//! Where denoising begins, and what it begins with.
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::flow_match::first_step;
+use crate::noise::Generator;
+use crate::tensors::from_host;
+use crate::{HostTensor, Request, StageError};
+
+/// The beginning of a request's denoising.
+#[derive(Debug)]
+pub(crate) struct Start {
+    /// Sigmas of the steps that are run, and the last, zero.
+    pub(crate) sigmas: Vec<f32>,
+    /// f32, on the host.
+    pub(crate) latent: Tensor,
+}
+
+/// The noise that a request starts from, of this shape, mixed with a latent of the same shape if there is one: an encoded
+/// picture, or what a client brought. `get_timesteps` and `prepare_latents` of diffusers' pipelines that take images.
+/// `sigmas` are those of all steps, with the closing zero. It is computed in host memory: a card would have to load
+/// kernels for it.
+///
+/// # Errors
+/// [`StageError::BadInput`] when the strength leaves no step.
+pub(crate) fn start(
+    mut sigmas: Vec<f32>,
+    request: &Request,
+    shape: &[usize],
+    latent: Option<&HostTensor>,
+) -> Result<Start, StageError> {
+    let &Request {
+        steps,
+        seed,
+        strength,
+        ..
+    } = request;
+    let count = shape.iter().product();
+    let mut generator = Generator::new(seed);
+    if request.medium.init_image().is_some() && !request.from_values {
+        let _sample_of_the_encoded_image = generator.normal(count);
+    }
+    let noise = Tensor::from_vec(generator.normal(count), shape, &Device::Cpu)?;
+    let Some(brought) = latent else {
+        return Ok(Start {
+            sigmas,
+            latent: noise,
+        });
+    };
+    let first = first_step(steps, strength);
+    if first >= steps {
+        return Err(StageError::BadInput(format!(
+            "a strength of {strength} leaves none of {steps} steps"
+        )));
+    }
+    sigmas.drain(..first as usize);
+    let image = from_host(brought, "the latent", DType::F32, &Device::Cpu)?;
+    let sigma = f64::from(sigmas[0]);
+    let latent = ((noise * sigma)? + (image * (1.0 - sigma))?)?;
+    Ok(Start { sigmas, latent })
+}
