@@ -1,11 +1,11 @@
-//! Prompts to tokens, as transformers' `CLIPTokenizer` and `T5Tokenizer` make them.
+//! Prompts to tokens, as transformers' `CLIPTokenizer`, `T5Tokenizer` and `Qwen2Tokenizer` make them.
 //!
 //! Those classes take a vocabulary from a folder and put their own fixed rules around it, whatever rules the
 //! folder's `tokenizer.json` has; so do these. Truncation and padding are done here: ids end with the prompt's
 //! end token however long the prompt is.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -41,26 +41,13 @@ impl ClipTokenizer {
     /// [`ModelError::Damaged`] for a file that is missing or not what it should be.
     pub fn open(folder: &Path) -> Result<ClipTokenizer, ModelError> {
         let settings = Settings::open(folder)?;
-        let whole = folder.join("tokenizer.json");
-        let (words_file, merges_file) = match whole.is_file() {
-            true => (whole.clone(), whole),
-            false => (folder.join("vocab.json"), folder.join("merges.txt")),
-        };
-        let (vocabulary, merges, baked) = if words_file == merges_file {
-            let mut file = read_json(&words_file)?;
-            (
-                take(&mut file, "/model/vocab"),
-                take(&mut file, "/model/merges"),
-                take(&mut file, "/added_tokens"),
-            )
-        } else {
-            // Ids are looked at here, so that what fails below is not the vocabulary.
-            let ids: BTreeMap<String, u32> = read_json(&words_file)?;
-            if ids.is_empty() {
-                return Err(damaged(&words_file, "it has no words"));
-            }
-            (json!(ids), read_merges(&merges_file)?, Value::Null)
-        };
+        let Pairs {
+            words_file,
+            merges_file,
+            vocabulary,
+            merges,
+            added: baked,
+        } = Pairs::open(folder)?;
         let unknown = settings.token("unk_token", "<|endoftext|>");
         let start = settings.token("bos_token", "<|startoftext|>");
         let end = settings.token("eos_token", "<|endoftext|>");
@@ -179,6 +166,112 @@ impl T5Tokenizer {
         ids.push(self.end);
         ids.resize(max_sequence_length.max(1), self.pad);
         Ok(ids)
+    }
+}
+
+/// What Qwen takes for a word.
+const QWEN_WORD: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// Qwen's tokenizer, for what a user says to a model that is to answer.
+#[derive(Clone, Debug)]
+pub struct QwenTokenizer {
+    tokenizer: Tokenizer,
+}
+
+impl QwenTokenizer {
+    /// From a folder: its `tokenizer.json`, or its `vocab.json` and `merges.txt`, and its `tokenizer_config.json`.
+    ///
+    /// # Errors
+    /// [`ModelError::Damaged`] for a file that is missing or not what it should be, or that lacks the marks of a
+    /// conversation.
+    pub fn open(folder: &Path) -> Result<QwenTokenizer, ModelError> {
+        let settings = Settings::open(folder)?;
+        let pairs = Pairs::open(folder)?;
+        let end = settings.token("eos_token", "<|im_end|>");
+        let pad = settings.token("pad_token", "<|endoftext|>");
+        let added = settings.added_tokens(pairs.added, &pairs.vocabulary, &[&end, &pad]);
+        let description = json!({
+            "version": "1.0",
+            "truncation": null,
+            "padding": null,
+            "added_tokens": added,
+            "normalizer": {"type": "NFC"},
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": QWEN_WORD}, "behavior": "Isolated", "invert": false},
+                {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
+            ]},
+            "post_processor": null,
+            "decoder": null,
+            "model": {
+                "type": "BPE",
+                "dropout": null,
+                "unk_token": null,
+                "continuing_subword_prefix": "",
+                "end_of_word_suffix": "",
+                "fuse_unk": false,
+                "byte_fallback": false,
+                "ignore_merges": false,
+                "vocab": pairs.vocabulary,
+                "merges": pairs.merges,
+            },
+        });
+        let tokenizer = build(&pairs.merges_file, &description)?;
+        for mark in ["<|im_start|>", "<|im_end|>"] {
+            id_of(&pairs.words_file, &tokenizer, mark)?;
+        }
+        Ok(QwenTokenizer { tokenizer })
+    }
+
+    /// The first tokens of a conversation in which a user has said the prompt and the answer is to begin, with thinking
+    /// left to the model: Qwen3's chat template with `add_generation_prompt` and `enable_thinking`. At most
+    /// `max_sequence_length`; no pads.
+    ///
+    /// # Errors
+    /// [`TokenizeError`], which no text is known to cause.
+    pub fn encode_turn(&self, prompt: &str, max_sequence_length: usize) -> Result<Vec<u32>, TokenizeError> {
+        let turn = format!("<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n");
+        let mut ids = words(&self.tokenizer, &turn)?;
+        ids.truncate(max_sequence_length);
+        Ok(ids)
+    }
+}
+
+/// The files of a byte-level BPE: a vocabulary, and the pairs that are merged.
+struct Pairs {
+    words_file: PathBuf,
+    merges_file: PathBuf,
+    vocabulary: Value,
+    merges: Value,
+    /// `added_tokens` of a `tokenizer.json`.
+    added: Value,
+}
+
+impl Pairs {
+    fn open(folder: &Path) -> Result<Pairs, ModelError> {
+        let whole = folder.join("tokenizer.json");
+        if whole.is_file() {
+            let mut file = read_json(&whole)?;
+            return Ok(Pairs {
+                vocabulary: take(&mut file, "/model/vocab"),
+                merges: take(&mut file, "/model/merges"),
+                added: take(&mut file, "/added_tokens"),
+                words_file: whole.clone(),
+                merges_file: whole,
+            });
+        }
+        let (words_file, merges_file) = (folder.join("vocab.json"), folder.join("merges.txt"));
+        // Ids are looked at here, so that what fails later is not the vocabulary.
+        let ids: BTreeMap<String, u32> = read_json(&words_file)?;
+        if ids.is_empty() {
+            return Err(damaged(&words_file, "it has no words"));
+        }
+        Ok(Pairs {
+            vocabulary: json!(ids),
+            merges: read_merges(&merges_file)?,
+            added: Value::Null,
+            words_file,
+            merges_file,
+        })
     }
 }
 

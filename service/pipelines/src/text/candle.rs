@@ -1,0 +1,141 @@
+//! Encoders of candle-transformers over tensors that are resident: they ask for tensors by name and are given handles, so
+//! nothing is copied and residency stays with who has it.
+//!
+//! Its `models::qwen3::Model` ends in the last norm, and what is wanted is what stands before it;
+//! `models::z_image::ZImageTextEncoder` is the same decoder and gives that. It holds weights in full precision only.
+
+use candle_core::{DType, Device, Shape, Tensor};
+use candle_nn::var_builder::SimpleBackend;
+use candle_nn::{Activation, Init, VarBuilder};
+use candle_transformers::models::z_image::{TextEncoderConfig, ZImageTextEncoder};
+use gpu::ComponentTensors;
+use ops::allocated;
+use residency::Bytes;
+
+use super::qwen3::{Qwen3Config, prefix_of};
+
+/// What the encoder there puts in front of every name.
+const PREFIX: &str = "model.";
+
+/// The tensors of a component, as candle-transformers asks for them.
+struct Resident<'a> {
+    tensors: &'a ComponentTensors,
+    /// What stands in front of names in the component.
+    prefix: &'static str,
+    /// The layer that is asked for and never run, and the one whose tensors stand in for it.
+    unused: (String, String),
+}
+
+impl Resident<'_> {
+    fn name(&self, asked: &str) -> String {
+        let name = asked.strip_prefix(PREFIX).unwrap_or(asked);
+        let (unused, instead) = &self.unused;
+        match name.strip_prefix(unused.as_str()) {
+            Some(part) => format!("{}{instead}{part}", self.prefix),
+            None => format!("{}{name}", self.prefix),
+        }
+    }
+}
+
+impl SimpleBackend for Resident<'_> {
+    fn get(
+        &self,
+        shape: Shape,
+        name: &str,
+        _: Init,
+        dtype: DType,
+        device: &Device,
+    ) -> candle_core::Result<Tensor> {
+        let tensor = self.get_unchecked(name, dtype, device)?;
+        if *tensor.shape() != shape {
+            candle_core::bail!(
+                "tensor {name} is {:?} where {shape:?} is expected",
+                tensor.shape()
+            );
+        }
+        Ok(tensor)
+    }
+
+    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+        let tensor = self
+            .tensors
+            .get(&self.name(name))
+            .map_err(candle_core::Error::wrap)?;
+        // Another dtype or device would be a copy.
+        if tensor.dtype() != dtype || !tensor.device().same_device(device) {
+            candle_core::bail!(
+                "tensor {name} is {:?} where {dtype:?} is expected",
+                tensor.dtype()
+            );
+        }
+        Ok(tensor)
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.tensors.contains(&self.name(name))
+    }
+}
+
+/// What the first `depth` layers add up to over these tokens, `[tokens, hidden_size]` in the dtype of the weights.
+///
+/// # Errors
+/// Those of the device.
+pub(super) fn encode(
+    config: &Qwen3Config,
+    depth: usize,
+    tensors: &ComponentTensors,
+    ids: &[u32],
+) -> candle_core::Result<Tensor> {
+    let prefix = prefix_of(&|name| tensors.contains(name));
+    let table = tensors.get(&format!("{prefix}embed_tokens.weight"));
+    let table = table.map_err(candle_core::Error::wrap)?;
+    let (device, dtype) = (table.device(), table.dtype());
+    let resident = Resident {
+        tensors,
+        prefix,
+        unused: (format!("layers.{depth}."), format!("layers.{}.", depth - 1)),
+    };
+    let vars = VarBuilder::from_backend(Box::new(resident), dtype, device.clone());
+    let encoder = ZImageTextEncoder::new(&config_of(config, depth, ids.len()), vars)?;
+    encoder
+        .forward(&Tensor::new(ids, device)?.unsqueeze(0)?)?
+        .squeeze(0)
+}
+
+/// It stops one layer before the last of those that it has.
+fn config_of(config: &Qwen3Config, depth: usize, tokens: usize) -> TextEncoderConfig {
+    TextEncoderConfig {
+        vocab_size: config.vocab_size,
+        hidden_size: config.hidden_size,
+        intermediate_size: config.intermediate_size,
+        num_hidden_layers: depth + 1,
+        num_attention_heads: config.num_attention_heads,
+        num_key_value_heads: config.num_key_value_heads,
+        head_dim: config.head_dim,
+        rms_norm_eps: config.rms_norm_eps,
+        rope_theta: config.theta(),
+        attention_bias: false,
+        hidden_act: Activation::Silu,
+        // Rotations are made for so many places.
+        max_position_embeddings: tokens,
+    }
+}
+
+/// Bytes that matrix products pack their operands into on a CPU.
+const LIBRARIES: u64 = 4 << 20;
+
+/// Predicted peak of activations. Every operation there has a result of its own: the widest moments are attention (scores,
+/// scaled, masked, beside queries, keys and values of all heads), and the feed-forward (the gate, what is gated, and their
+/// product).
+pub(super) fn scratch(config: &Qwen3Config, tokens: usize, dtype: DType) -> Bytes {
+    let size = dtype.size_in_bytes();
+    let (heads, width) = (config.num_attention_heads, config.hidden_size);
+    let of_heads = heads * config.head_dim;
+    let scores = allocated(heads * tokens * tokens * size);
+    let mask = allocated(tokens * tokens * size_of::<f32>()) + allocated(tokens * tokens * size);
+    let rotations = 6 * allocated(tokens * config.head_dim / 2 * size_of::<f32>());
+    let hidden = allocated(tokens * width * size);
+    let attention = 3 * scores + 6 * allocated(tokens * of_heads * size);
+    let feed_forward = 3 * allocated(tokens * config.intermediate_size * size);
+    Bytes(4 * hidden + mask + rotations + attention.max(feed_forward) + LIBRARIES)
+}

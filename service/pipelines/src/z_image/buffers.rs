@@ -1,0 +1,259 @@
+//! What blocks compute in, and the pass between two layers: the branch normalised, its gate, the residual, the norm behind
+//! it, its modulation.
+
+use candle_core::{DType, Device, Result, Tensor};
+use ops::{Activation, AttentionShape, Codes, Gate, MaskShape, Modulation, Norm, Planned, Scratch};
+
+use super::config::TransformerConfig;
+
+/// Of the norm in front of the last layer.
+const LAST_EPS: f64 = 1e-6;
+
+/// Numbers of a row that attention and feed-forward share.
+fn wide(config: &TransformerConfig) -> usize {
+    (2 * config.feed_forward_width()).next_multiple_of(config.head())
+}
+
+/// What blocks are computed in, `[1, tokens, ..]` in the dtype of the card. The picture comes first, then the text.
+#[derive(Debug)]
+pub(super) struct Buffers {
+    /// The residual stream, `[1, tokens, dim]`.
+    hidden: Tensor,
+    /// Normalised for the next layers; then what those give, before it is added to the residual.
+    branch: Tensor,
+    /// The same quantized, where layers multiply fp8: u8 `[tokens, dim]`.
+    codes: Option<Codes>,
+    /// Queries, keys and values behind one another in each row, then what is gated, `[1, tokens, 3 dim]`.
+    joint: Tensor,
+    /// What attention gives, then both halves inside the feed-forward, `[1, tokens, 2 inner]`, up to whole heads.
+    wide: Tensor,
+    /// What layers work in.
+    scratch: Scratch,
+    heads: usize,
+    inner: usize,
+    /// Of the norms of tokens.
+    eps: f64,
+}
+
+impl Buffers {
+    /// For so many tokens.
+    pub(super) fn new(
+        config: &TransformerConfig,
+        tokens: usize,
+        layers: Layers,
+        (dtype, device): (DType, &Device),
+    ) -> Result<Buffers> {
+        let width = config.dim;
+        let rows = |width: usize| Tensor::zeros((1, tokens, width), dtype, device);
+        let codes = || -> Result<Codes> {
+            Ok(Codes {
+                codes: Tensor::zeros((tokens, width), DType::U8, device)?,
+                scales: Tensor::zeros(tokens, DType::F32, device)?,
+            })
+        };
+        Ok(Buffers {
+            hidden: rows(width)?,
+            branch: rows(width)?,
+            codes: if layers.take_codes { Some(codes()?) } else { None },
+            joint: rows(3 * width)?,
+            wide: rows(wide(config))?,
+            scratch: Scratch::new(layers.scratch_bytes, device)?,
+            heads: config.n_heads,
+            inner: config.feed_forward_width(),
+            eps: config.norm_eps,
+        })
+    }
+
+    /// Bytes of buffers for so many tokens.
+    pub(super) fn bytes(config: &TransformerConfig, tokens: usize, number: usize) -> u64 {
+        (((1 + 1 + 3) * config.dim + wide(config)) * tokens * number) as u64
+    }
+
+    /// What attention asks for over `tokens` of the `all` tokens that there are buffers for.
+    pub(super) fn planned(config: &TransformerConfig, tokens: usize, all: usize, dtype: DType) -> Planned {
+        let (row, row_out) = (3 * config.dim, wide(config));
+        let by_head = (config.n_heads, config.head());
+        let mut shape = AttentionShape::of_rows(tokens, by_head, (row, row_out), dtype, MaskShape::None);
+        for strides in [&mut shape.q, &mut shape.k, &mut shape.v] {
+            strides[0] = all * row;
+        }
+        shape.out[0] = all * row_out;
+        Planned::Attention(shape)
+    }
+
+    /// What layers work in.
+    pub(super) fn scratch(&self) -> &Scratch {
+        &self.scratch
+    }
+
+    /// Some rows.
+    pub(super) fn part(&self, first: usize, count: usize) -> Result<Part> {
+        let (_, tokens, width) = self.hidden.dims3()?;
+        let (heads, head) = (self.heads, width / self.heads);
+        let rows = |x: &Tensor| x.narrow(1, first, count);
+        let by_head = |x: &Tensor| {
+            let row = x.dim(2)?;
+            rows(&x.reshape((1, tokens, row / head, head))?)
+        };
+        let (joint, wide) = (by_head(&self.joint)?, rows(&self.wide)?);
+        Ok(Part {
+            hidden: rows(&self.hidden)?,
+            branch: rows(&self.branch)?,
+            codes: match &self.codes {
+                Some(all) => Some(Codes {
+                    codes: all.codes.narrow(0, first, count)?,
+                    scales: all.scales.narrow(0, first, count)?,
+                }),
+                None => None,
+            },
+            query: joint.narrow(2, 0, heads)?,
+            key: joint.narrow(2, heads, heads)?,
+            value: joint.narrow(2, 2 * heads, heads)?,
+            attended: by_head(&self.wide)?.narrow(2, 0, heads)?,
+            gate: wide.narrow(2, 0, self.inner)?,
+            gated: rows(&self.joint)?.narrow(2, 0, self.inner)?,
+            raised: wide.narrow(2, self.inner, self.inner)?,
+            eps: self.eps,
+        })
+    }
+}
+
+/// What layers ask of the buffers.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Layers {
+    /// Some multiply fp8 as it is.
+    pub(super) take_codes: bool,
+    /// The scratch of the largest.
+    pub(super) scratch_bytes: u64,
+}
+
+/// Rows of the buffers: of the picture, of the text, or of both.
+#[derive(Debug)]
+pub(super) struct Part {
+    /// `[1, tokens, dim]`.
+    pub(super) hidden: Tensor,
+    pub(super) branch: Tensor,
+    codes: Option<Codes>,
+    /// `[1, tokens, heads, head]`.
+    pub(super) query: Tensor,
+    pub(super) key: Tensor,
+    pub(super) value: Tensor,
+    pub(super) attended: Tensor,
+    /// `[1, tokens, inner]`, in the memory of `attended`.
+    pub(super) gate: Tensor,
+    /// `[1, tokens, inner]`, behind it.
+    pub(super) raised: Tensor,
+    /// `[1, tokens, inner]`, in the memory of queries, keys and values: `inner` is less than three widths.
+    pub(super) gated: Tensor,
+    eps: f64,
+}
+
+impl Part {
+    /// Where rows are normalised to, as the layers behind want them.
+    pub(super) fn normed(&self, as_codes: bool) -> Activation<'_> {
+        match &self.codes {
+            Some(codes) if as_codes => Activation::Codes(codes),
+            _ => Activation::Numbers(&self.branch),
+        }
+    }
+
+    /// Normalises what there is for the first layers.
+    pub(super) fn enter(&self, next: &Next) -> Result<()> {
+        ops::norm_modulate(
+            &self.hidden,
+            next.norm(self.eps),
+            next.modulation(),
+            self.normed(next.as_codes()),
+        )
+    }
+
+    /// Adds the gated norm of the branch to the residual, and normalises for what is next.
+    pub(super) fn pass_on(&self, close: &Close, next: &Next) -> Result<()> {
+        let gate = Gate {
+            vector: &close.gate,
+            tanh: close.is_tanh,
+            branch_norm: Some(&close.norm),
+        };
+        // The epsilon of this norm is the branch's as well, and the last layer's is another.
+        let within = match next {
+            Next::Block { .. } => next,
+            Next::Last { .. } | Next::Nothing => &Next::Nothing,
+        };
+        ops::residual_norm_modulate(
+            &self.hidden,
+            &self.branch,
+            Some(gate),
+            within.norm(self.eps),
+            within.modulation(),
+            self.normed(within.as_codes()),
+        )?;
+        match next {
+            Next::Last { .. } => self.enter(next),
+            Next::Block { .. } | Next::Nothing => Ok(()),
+        }
+    }
+
+    /// What was normalised last, as numbers.
+    pub(super) fn last_normed(&self) -> &Tensor {
+        &self.branch
+    }
+}
+
+/// How a branch joins the residual.
+pub(super) struct Close {
+    /// Weight of the branch's norm, `[dim]`.
+    pub(super) norm: Tensor,
+    /// `[1, dim]`.
+    pub(super) gate: Tensor,
+    /// The gate is tanh of it.
+    pub(super) is_tanh: bool,
+}
+
+/// The norm in front of layers.
+pub(super) enum Next {
+    /// Of a block.
+    Block {
+        /// `[dim]`.
+        weight: Tensor,
+        /// In one step, `[1, dim]`.
+        scale: Option<Tensor>,
+        /// Whether all layers behind it multiply fp8 as it is.
+        as_codes: bool,
+    },
+    /// Of the last layer: `LayerNorm` without weights.
+    Last {
+        /// In one step, `[1, dim]`.
+        scale: Tensor,
+    },
+    /// None: the rows are wanted as they are.
+    Nothing,
+}
+
+impl Next {
+    fn norm(&self, eps: f64) -> Norm<'_> {
+        match self {
+            Next::Block { weight, .. } => Norm::Rms {
+                weight: Some(weight),
+                eps,
+            },
+            Next::Last { .. } => Norm::Layer {
+                affine: None,
+                eps: LAST_EPS,
+            },
+            Next::Nothing => Norm::Rms { weight: None, eps },
+        }
+    }
+
+    fn modulation(&self) -> Option<Modulation<'_>> {
+        let scale = match self {
+            Next::Block { scale, .. } => scale.as_ref(),
+            Next::Last { scale } => Some(scale),
+            Next::Nothing => None,
+        };
+        scale.map(|scale| Modulation { scale, shift: None })
+    }
+
+    fn as_codes(&self) -> bool {
+        matches!(self, Next::Block { as_codes: true, .. })
+    }
+}

@@ -1,0 +1,24 @@
+//! Z-Image-Turbo: what it is made of (`checkpoint`), its stages (`stages`), and its mathematics.
+//!
+//! References are diffusers' `ZImagePipeline` and `ZImageImg2ImgPipeline` with their models; tensors have diffusers' names.
+//! Its autoencoder is FLUX.1's, its text encoder is Qwen3.
+
+mod blocks;
+mod buffers;
+mod checkpoint;
+mod config;
+mod layout;
+mod model;
+mod open;
+mod planned;
+mod positions;
+mod quantize_rule;
+mod stages;
+mod transformer;
+
+pub use config::TransformerConfig;
+pub use model::{ZImage, ZImageModel};
+pub use positions::{Lengths, positions, rotations};
+pub use transformer::{
+    Conditioning, StepBuffers, Transformer, denoise_scratch, latent_of, patches_of, times,
+};

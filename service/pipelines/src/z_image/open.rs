@@ -1,0 +1,197 @@
+//! Opens a Z-Image checkpoint by its headers and configurations: what it consists of, and whether its parts fit together.
+
+use std::path::Path;
+
+use super::checkpoint::{Recognised, config_of_single_file, recognise, timestep_inner};
+use super::config::TransformerConfig;
+use super::model::{TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel, problems};
+use super::quantize_rule::role_of;
+use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
+use crate::bounds::{MOST_TOKENS, PIXELS_PER_TOKEN};
+use crate::checkpoint::{
+    Checkpoint, ComponentFiles, ComponentSet, Wanted, companion, component_of_checkpoint,
+    component_of_folder, exact_component, open, whole,
+};
+use crate::defaults::told;
+use crate::files::{damaged, read_json, unsupported};
+use crate::flow_match::SchedulerConfig;
+use crate::text::qwen3::Qwen3Config;
+use crate::text::tokenizers::QwenTokenizer;
+use crate::{Image, Medium, ModelError, Precision, Request};
+
+/// Its components.
+const COMPONENTS: [&str; 3] = [TRANSFORMER, VAE, TEXT_ENCODER];
+
+/// What a tensor that is not known is no part of.
+const WHAT: &str = "a Z-Image transformer";
+
+/// Z-Image-Turbo's.
+fn defaults() -> Request {
+    Request::of(Medium::Image(Image::of(1024, 1024)), 8, 0.0, MOST_TOKENS)
+}
+
+impl ZImageModel {
+    /// Opens a folder in diffusers' layout or a single file, by headers and configurations; `None` if it is neither.
+    ///
+    /// # Errors
+    /// When it is Z-Image and damaged or not supported, or cannot be quantized as it is asked for.
+    pub fn open(path: &Path, precision: &Precision) -> Result<Option<ZImageModel>, ModelError> {
+        let Some(recognised) = recognise(path)? else {
+            return Ok(None);
+        };
+        let formats = &precision.quantization;
+        if let Some((unknown, _)) = formats.formats().find(|(name, _)| !COMPONENTS.contains(name)) {
+            return Err(ModelError::no_such_component(unknown, &COMPONENTS));
+        }
+        let wanted = |component: &'static str| Wanted {
+            component,
+            dtype: precision.dtype,
+            format: formats.format_of(component),
+            role_of: role_of(component),
+        };
+        let (base, single) = match &recognised {
+            Recognised::Folder(folder) => (folder, None),
+            Recognised::SingleFile { base, path, .. } => (base, Some(path.clone())),
+        };
+        let base = &std::fs::canonicalize(base).map_err(|e| damaged(base, e.to_string()))?;
+        let (transformer, transformer_files) = transformer(recognised, base, wanted(TRANSFORMER))?;
+        // Companions that are single files, too.
+        let alone = |folder: &str, comfy: &str, stem: &str| match (&single, base.join(folder).is_dir()) {
+            (Some(file), false) => companion(file, base, comfy, stem),
+            _ => None,
+        };
+        let vae_file = alone(VAE, "vae", "ae");
+        let vae = match vae_file {
+            Some(_) => VaeConfig::flux(),
+            None => checked(&base.join("vae/config.json"), VaeConfig::check)?,
+        };
+        let text_file = alone(TEXT_ENCODER, "text_encoders", "qwen_3_4b");
+        let text = match text_file {
+            Some(_) => Qwen3Config::qwen3_4b(),
+            None => checked(&base.join("text_encoder/config.json"), Qwen3Config::check)?,
+        };
+        check_parts(base, &transformer, &vae, &text)?;
+        // The states in front of the last layer are what is encoded.
+        let depth = text.num_hidden_layers - 1;
+        let vae_files = match &vae_file {
+            Some(file) => autoencoder_of_single_file(file, vae.tensor_shapes(), wanted(VAE))?,
+            None => component_of_folder(&base.join(VAE), wanted(VAE), |_| vae.tensor_shapes())?,
+        };
+        let shapes = |has: &dyn Fn(&str) -> bool| text.tensor_shapes(depth, has);
+        let text_files = match &text_file {
+            Some(file) => {
+                let checkpoint = Checkpoint::of_file(&open(file)?, |name| Some(name.to_owned()))?;
+                component_of_checkpoint(file, checkpoint, wanted(TEXT_ENCODER), shapes)?
+            }
+            None => component_of_folder(&base.join(TEXT_ENCODER), wanted(TEXT_ENCODER), shapes)?,
+        };
+        let files = [
+            (TRANSFORMER, transformer_files),
+            (VAE, vae_files),
+            (TEXT_ENCODER, text_files),
+        ];
+        Ok(Some(ZImageModel {
+            precision: precision.clone(),
+            components: ComponentSet::new(files, precision),
+            scheduler: checked(
+                &base.join("scheduler/scheduler_config.json"),
+                SchedulerConfig::check,
+            )?,
+            tokenizer: QwenTokenizer::open(&base.join("tokenizer"))?,
+            defaults: told(base, defaults(), problems)?,
+            transformer,
+            vae,
+            text,
+            depth,
+        }))
+    }
+}
+
+fn transformer(
+    recognised: Recognised,
+    base: &Path,
+    wanted: Wanted,
+) -> Result<(TransformerConfig, ComponentFiles), ModelError> {
+    let folder = base.join(TRANSFORMER);
+    let config_file = folder.join("config.json");
+    match recognised {
+        Recognised::Folder(_) => {
+            let checkpoint = Checkpoint::of_folder(&folder)?;
+            let config = TransformerConfig {
+                timestep_inner: timestep_inner(&checkpoint)?,
+                ..read_json(&config_file)?
+            };
+            config
+                .check()
+                .map_err(|problem| unsupported(&config_file, problem))?;
+            let specs = whole(config.tensor_shapes().collect());
+            let files = exact_component(&folder, checkpoint, &specs, wanted, WHAT)?;
+            Ok((config, files))
+        }
+        Recognised::SingleFile {
+            path,
+            checkpoint,
+            naming,
+            ..
+        } => {
+            let of_base = match config_file.is_file() {
+                true => read_json(&config_file)?,
+                false => TransformerConfig::default(),
+            };
+            let config = config_of_single_file(&path, &checkpoint, naming, &of_base)?;
+            config.check().map_err(|problem| unsupported(&path, problem))?;
+            let specs = naming.specs(&config);
+            let files = exact_component(&path, checkpoint, &specs, wanted, WHAT)?;
+            Ok((config, files))
+        }
+    }
+}
+
+/// A configuration that this build knows.
+fn checked<T: serde::de::DeserializeOwned>(
+    path: &Path,
+    check: impl Fn(&T) -> Result<(), String>,
+) -> Result<T, ModelError> {
+    let config = read_json(path)?;
+    check(&config).map_err(|problem| unsupported(path, problem))?;
+    Ok(config)
+}
+
+/// Components of one pipeline fit together.
+fn check_parts(
+    base: &Path,
+    transformer: &TransformerConfig,
+    vae: &VaeConfig,
+    text: &Qwen3Config,
+) -> Result<(), ModelError> {
+    let pairs = [
+        (
+            "the VAE's latent channels",
+            vae.latent_channels,
+            transformer.in_channels,
+        ),
+        (
+            "the VAE's pixels per latent cell",
+            vae.factor(),
+            PIXELS_PER_TOKEN as usize / 2,
+        ),
+        ("the VAE's channels of a picture", vae.out_channels, 3),
+        ("the VAE's channels of a picture to encode", vae.in_channels, 3),
+        (
+            "the text encoder's width",
+            text.hidden_size,
+            transformer.cap_feat_dim,
+        ),
+    ];
+    if let Some((what, found, expected)) = pairs.into_iter().find(|(_, found, expected)| found != expected) {
+        let problem = format!("{what}: {found}, and the transformer takes {expected}");
+        return Err(unsupported(base, problem));
+    }
+    match text.num_hidden_layers {
+        0 | 1 => Err(unsupported(
+            base,
+            "its text encoder has nothing in front of its last layer",
+        )),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,177 @@
+//! The stages of a request, as diffusers' `ZImagePipeline` and `ZImageImg2ImgPipeline` do them.
+//!
+//! Their order of random numbers is that of the reference: image to image first draws the sample of the encoded picture,
+//! then the noise of the latent. The two are different stages here, so denoising draws the first again and drops it.
+//! Numbers are drawn in f32 on every card, as there.
+
+use candle_core::{DType, Device, Tensor};
+use ops::{Finite, euler};
+
+use super::model::{TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel};
+use super::transformer::{Transformer, latent_of, patches_of, times};
+use crate::autoencoder_kl::Rgb8;
+use crate::autoencoder_kl::stages::Run;
+use crate::start::{Start, start};
+use crate::tensors::{from_host, to_host};
+use crate::text::qwen3::Qwen3Encoder;
+use crate::{HostTensor, Image, Observer, Piece, StageError, StageRun, Values, is_out_of_memory};
+
+/// Names of the stages.
+pub(super) const ENCODE_TEXT: &str = "encode_text";
+pub(super) const ENCODE_IMAGE: &str = "encode_image";
+pub(super) const DENOISE: &str = "denoise";
+pub(super) const DECODE: &str = "decode";
+
+/// Name of the latent, scaled as the transformer sees it: f32 `[1, channels, height / 8, width / 8]`.
+pub(super) const LATENT: &str = "latent";
+/// Name of the text encoder's states among the values, `[tokens, cap_feat_dim]`.
+pub(super) const CAPTION: &str = "caption";
+
+/// A stage of one request that is computed.
+pub(super) struct Stage<'a> {
+    /// The checkpoint.
+    pub(super) model: &'a ZImageModel,
+    /// What it is computed from.
+    pub(super) run: StageRun<'a>,
+    /// Who watches.
+    pub(super) observer: &'a mut dyn Observer,
+}
+
+impl Stage<'_> {
+    /// The values that it gives.
+    ///
+    /// # Errors
+    /// [`StageError`].
+    pub(super) fn run(&mut self) -> Result<Values, StageError> {
+        let named = |name: &str, value| Values::from([(name.to_owned(), value)]);
+        let name = self.run.plan.name.as_str();
+        let result = match name {
+            ENCODE_TEXT => self.encode_text().map(|caption| named(CAPTION, caption)),
+            ENCODE_IMAGE => self.encode_image().map(|latent| named(LATENT, latent)),
+            DENOISE => self.denoise().map(|latent| named(LATENT, latent)),
+            DECODE => self.decode().map(|()| Values::new()),
+            other => Err(StageError::BadInput(format!("there is no stage {other}"))),
+        };
+        result.map_err(|error| match error {
+            // An error of the tensor library that means that memory ran out says so in its words only.
+            StageError::Tensor(error) if is_out_of_memory(&error) => StageError::OutOfMemory {
+                stage: name.to_owned(),
+            },
+            other => other,
+        })
+    }
+
+    fn go_on(&self) -> Result<(), StageError> {
+        if self.observer.cancelled() {
+            Err(StageError::Cancelled)
+        } else {
+            Ok(())
+        }
+    }
+
+    fn encode_text(&mut self) -> Result<HostTensor, StageError> {
+        let ids = self
+            .model
+            .tokens(self.run.request)
+            .map_err(|error| StageError::BadInput(error.to_string()))?;
+        let tensors = (self.run.tensors)(TEXT_ENCODER)?;
+        let encoder = Qwen3Encoder::new(&self.model.text, self.model.depth, TEXT_ENCODER, &tensors)?;
+        to_host(&encoder.forward(&ids, &|| self.observer.cancelled())?)
+    }
+
+    /// Has the autoencoder do something.
+    fn vae<R>(&self, work: impl FnOnce(&Run<'_>) -> Result<R, StageError>) -> Result<R, StageError> {
+        let tensors = (self.run.tensors)(VAE)?;
+        work(&Run {
+            config: &self.model.vae,
+            tensors: &tensors,
+            dtype: self.model.precision.dtype,
+            device: self.run.device,
+            cancelled: &|| self.observer.cancelled(),
+        })
+    }
+
+    /// The picture that is asked for.
+    fn image(&self) -> Result<&Image, StageError> {
+        let image = self.run.request.image();
+        image.map_err(|error| StageError::BadInput(error.to_string()))
+    }
+
+    fn encode_image(&mut self) -> Result<HostTensor, StageError> {
+        let image = self.image()?.init_image.as_ref();
+        self.vae(|vae| vae.encode(image, self.run.request.seed, self.run.rung))
+    }
+
+    fn denoise(&mut self) -> Result<HostTensor, StageError> {
+        let dtype = self.model.precision.dtype;
+        let caption = from_host(self.run.value(CAPTION)?, CAPTION, dtype, self.run.device)?;
+        let image = self.image()?;
+        let lengths = self.model.lengths(image, caption.dim(0)?);
+        let (rows, columns) = (lengths.rows, lengths.columns);
+        let shape = self.model.latent_shape(image.width, image.height);
+        let takes_latent = self.run.plan.takes.iter().any(|value| value.name == LATENT);
+        let brought = takes_latent.then(|| self.run.value(LATENT)).transpose()?;
+        let steps = self.run.request.steps;
+        let sigmas = self
+            .model
+            .scheduler
+            .sigmas_from_both_ends(steps, lengths.picture());
+        let Start { sigmas, latent } = start(sigmas, self.run.request, &shape, brought)?;
+
+        let component = (self.run.tensors)(TRANSFORMER)?;
+        let transformer =
+            Transformer::new(&self.model.transformer, &component).map_err(|missing| StageError::Missing {
+                component: TRANSFORMER.to_owned(),
+                missing,
+            })?;
+        let conditioning =
+            transformer.condition(&caption, (rows, columns), &times(&sigmas), &mut || self.go_on())?;
+
+        // On the host the order of a latent costs nothing. Two tensors, since both are written.
+        let latent = patches_of(&latent)?.contiguous()?;
+        let seen = latent.to_dtype(dtype)?.copy()?.to_device(self.run.device)?;
+        let latent = latent.to_device(self.run.device)?;
+        let step_buffers = transformer.step_buffers(&lengths, (dtype, self.run.device))?;
+        let finite = Finite::new(self.run.device)?;
+        let steps = sigmas.len() - 1;
+        for step in 0..steps {
+            self.go_on()?;
+            let direction =
+                transformer.direction(&seen, &conditioning, step, &step_buffers, &mut || self.go_on())?;
+            let (sigma, next) = (sigmas[step], sigmas[step + 1]);
+            // The velocity is the negative of what the transformer says.
+            euler(&latent, direction, f64::from(sigma - next), &seen, &finite)?;
+            // To look is to wait for the card, which is meant: a step that is told of has been done.
+            if !finite.is_finite()? {
+                return Err(StageError::NotFinite {
+                    component: TRANSFORMER.to_owned(),
+                    step: step as u32 + 1,
+                });
+            }
+            self.observer.step(step as u32 + 1, steps as u32);
+            if self.run.request.preview && step + 1 < steps && self.observer.wants_preview() {
+                let clean = without_noise(&latent, direction, next)?;
+                let clean = latent_of(&clean, rows, columns)?;
+                if let Some(Rgb8 { width, height, rgb }) = self.vae(|vae| vae.preview(&clean))? {
+                    self.observer.preview(width as u32, height as u32, rgb);
+                }
+            }
+        }
+        to_host(&latent_of(&latent.to_device(&Device::Cpu)?, rows, columns)?)
+    }
+
+    fn decode(&mut self) -> Result<(), StageError> {
+        self.image()?;
+        let latent = self.run.value(LATENT)?;
+        let Rgb8 { width, height, rgb } = self.vae(|vae| vae.decode(latent, self.run.rung))?;
+        self.observer
+            .deliver(Piece::image(width as u32, height as u32, rgb));
+        Ok(())
+    }
+}
+
+/// The latent that a step heads for, in host memory: what it made of it, and the direction over the sigma that is left.
+fn without_noise(latent: &Tensor, direction: &Tensor, sigma: f32) -> candle_core::Result<Tensor> {
+    let direction = direction.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+    latent.to_device(&Device::Cpu)? + (direction * f64::from(sigma))?
+}

@@ -1,0 +1,388 @@
+//! Z-Image's transformer: diffusers' `ZImageTransformer2DModel`, by the names of its tensors.
+//!
+//! Text and picture are refined each by itself, then go through all blocks together. The text and its refinement are the
+//! same in every step, so they are computed once a request.
+
+use candle_core::{DType, Device, Tensor};
+use gpu::{ComponentTensors, MissingTensor};
+use ops::{Epilogue, Nonlinearity, Norm};
+
+use super::blocks::{Block, Modulations};
+use super::buffers::{Buffers, Layers, Next};
+use super::config::{PATCH, TransformerConfig};
+use super::layout::{LAST, PATCH_IN};
+use super::positions::{Lengths, positions, rotations};
+use crate::StageError;
+use crate::linear::{Linear, largest_scratch};
+use crate::rotary::Rotations;
+use crate::sinusoids::sinusoids;
+
+/// Width of the sinusoidal embedding of timesteps.
+pub(super) const SINUSOIDS: usize = 256;
+
+/// The transformer over tensors that are on a card. It holds handles only: making one costs no memory.
+pub struct Transformer {
+    config: TransformerConfig,
+    patch_in: Linear,
+    /// Linear, SiLU, linear.
+    timestep: [Linear; 2],
+    text_norm: Tensor,
+    text_in: Linear,
+    /// What stands in the place of pads, `[1, dim]`.
+    picture_pad: Tensor,
+    text_pad: Tensor,
+    picture_blocks: Vec<Block>,
+    text_blocks: Vec<Block>,
+    blocks: Vec<Block>,
+    last_modulator: Linear,
+    last: Linear,
+}
+
+/// What is the same in every step of a request, computed once: the refined text, rotations, and the modulation of every
+/// block for every step.
+pub struct Conditioning {
+    lengths: Lengths,
+    /// `[1, padded text, dim]`.
+    text: Tensor,
+    rotations: Rotations,
+    picture_blocks: Vec<Modulations>,
+    blocks: Vec<Modulations>,
+    /// `[steps, dim]`.
+    last: Tensor,
+    /// Where the picture's pads are copied from: as many zeros, u32.
+    pads: Option<Tensor>,
+}
+
+impl Transformer {
+    /// Takes the tensors out of a component and checks their shapes.
+    ///
+    /// # Errors
+    /// The first that is missing or of another shape.
+    pub fn new(config: &TransformerConfig, tensors: &ComponentTensors) -> Result<Transformer, MissingTensor> {
+        let (width, timestep) = (config.dim, config.timestep_width());
+        let kinds = config.blocks().map(|blocks| {
+            let block = |i| {
+                Block::new(
+                    tensors,
+                    &format!("{}.{i}", blocks.name),
+                    blocks.is_modulated,
+                    config,
+                )
+            };
+            (0..blocks.count).map(block).collect::<Result<Vec<_>, _>>()
+        });
+        let [picture_blocks, text_blocks, blocks] = kinds;
+        let linear = |name: &str, from: usize, to: usize| Linear::new(tensors, name, from, to);
+        Ok(Transformer {
+            patch_in: linear(PATCH_IN, config.patch_width(), width)?,
+            timestep: [
+                linear("t_embedder.mlp.0", SINUSOIDS, config.timestep_inner)?,
+                linear("t_embedder.mlp.2", config.timestep_inner, timestep)?,
+            ],
+            text_norm: tensors.shaped("cap_embedder.0.weight", &[config.cap_feat_dim])?,
+            text_in: linear("cap_embedder.1", config.cap_feat_dim, width)?,
+            picture_pad: tensors.shaped("x_pad_token", &[1, width])?,
+            text_pad: tensors.shaped("cap_pad_token", &[1, width])?,
+            picture_blocks: picture_blocks?,
+            text_blocks: text_blocks?,
+            blocks: blocks?,
+            last_modulator: linear(&format!("{LAST}.adaLN_modulation.1"), timestep, width)?,
+            last: linear(&format!("{LAST}.linear"), width, config.patch_width())?,
+            config: config.clone(),
+        })
+    }
+
+    /// Computes what every step shares: from the encoded text, `[tokens, cap_feat_dim]`, and the times of all steps, from 0
+    /// (noise) to 1.
+    ///
+    /// # Errors
+    /// When shapes do not fit; those of the device, and what `go_on` gives, which is asked before every block.
+    pub fn condition(
+        &self,
+        caption: &Tensor,
+        (rows, columns): (usize, usize),
+        times: &[f32],
+        go_on: &mut dyn FnMut() -> Result<(), StageError>,
+    ) -> Result<Conditioning, StageError> {
+        let (device, dtype) = (caption.device(), caption.dtype());
+        let lengths = Lengths {
+            rows,
+            columns,
+            text: caption.dim(0)?,
+        };
+        let rotations = rotations(&positions(&lengths), &self.config, device)?;
+        let scale = self.config.t_scale as f32;
+        let scaled: Vec<f32> = times.iter().map(|time| time * scale).collect();
+        let [first, second] = &self.timestep;
+        let embedded = first.forward(&sinusoids(&scaled, SINUSOIDS, dtype, device)?)?;
+        ops::activate(&embedded, Nonlinearity::Silu)?;
+        let embedded = second.forward(&embedded)?;
+        let modulated = |blocks: &[Block]| -> candle_core::Result<Vec<Modulations>> {
+            blocks.iter().map(|block| block.modulate(&embedded)).collect()
+        };
+        let (picture_blocks, blocks) = (modulated(&self.picture_blocks)?, modulated(&self.blocks)?);
+        let text = self.refined(caption, &lengths, &rotations, go_on)?;
+        // The blocks take the embedding as it is.
+        ops::activate(&embedded, Nonlinearity::Silu)?;
+        let pads = lengths.padded_picture() - lengths.picture();
+        Ok(Conditioning {
+            lengths,
+            text,
+            rotations,
+            picture_blocks,
+            blocks,
+            last: self.last_modulator.forward(&embedded)?,
+            pads: zeros(pads, device)?,
+        })
+    }
+
+    /// The text as blocks see it, `[1, padded text, dim]`.
+    fn refined(
+        &self,
+        caption: &Tensor,
+        lengths: &Lengths,
+        rotations: &Rotations,
+        go_on: &mut dyn FnMut() -> Result<(), StageError>,
+    ) -> Result<Tensor, StageError> {
+        let (device, dtype) = (caption.device(), caption.dtype());
+        let (tokens, padded) = (lengths.text, lengths.padded_text());
+        let layers = self.text_blocks.iter().flat_map(Block::layers);
+        let layers = asked(layers.chain([&self.text_in]), padded, dtype)?;
+        let buffers = Buffers::new(&self.config, padded, layers, (dtype, device))?;
+        let normed = Tensor::zeros(caption.shape(), dtype, device)?;
+        let norm = Norm::Rms {
+            weight: Some(&self.text_norm),
+            eps: self.config.norm_eps,
+        };
+        ops::norm_modulate(caption, norm, None, &normed)?;
+        let text = buffers.part(0, padded)?;
+        let real = text.hidden.narrow(1, 0, tokens)?.squeeze(0)?;
+        self.text_in
+            .forward_into(&normed, Epilogue::None, &real, buffers.scratch())?;
+        if let Some(pads) = zeros(padded - tokens, device)? {
+            let at = text.hidden.narrow(1, tokens, padded - tokens)?.squeeze(0)?;
+            ops::embed(&self.text_pad, &pads, &at)?;
+        }
+        let turned = rotations.rows(lengths.padded_picture(), padded)?;
+        let none = Block::unmodulated(self.config.dim, dtype, device)?;
+        for (i, block) in self.text_blocks.iter().enumerate() {
+            go_on()?;
+            if i == 0 {
+                text.enter(&block.first(&none, 0, dtype)?)?;
+            }
+            let next = match self.text_blocks.get(i + 1) {
+                Some(next) => next.first(&none, 0, dtype)?,
+                None => Next::Nothing,
+            };
+            block.forward(&buffers, (&text, &text), &none, 0, turned.angles(), &next)?;
+        }
+        Ok(text.hidden)
+    }
+
+    /// What steps are computed in.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn step_buffers(
+        &self,
+        lengths: &Lengths,
+        (dtype, device): (DType, &Device),
+    ) -> candle_core::Result<StepBuffers> {
+        let tokens = lengths.all();
+        let blocks = self.picture_blocks.iter().chain(&self.blocks);
+        let layers = blocks.flat_map(Block::layers).chain([&self.patch_in, &self.last]);
+        let buffers = Buffers::new(
+            &self.config,
+            tokens,
+            asked(layers, tokens, dtype)?,
+            (dtype, device),
+        )?;
+        let shape = (1, lengths.picture(), self.config.patch_width());
+        Ok(StepBuffers {
+            output: Tensor::zeros(shape, dtype, device)?,
+            buffers,
+        })
+    }
+
+    /// What the transformer says of patches `[1, rows * columns, patch width]` in step `step` (from 0), of the same shape,
+    /// which is in the step buffers until the next step. It points from noise to picture: the velocity of the schedule is
+    /// its negative. `go_on` is asked before every block.
+    ///
+    /// # Errors
+    /// Those of the device, and what `go_on` gives.
+    pub fn direction<'a>(
+        &self,
+        patches: &Tensor,
+        conditioning: &Conditioning,
+        step: usize,
+        step_buffers: &'a StepBuffers,
+        go_on: &mut dyn FnMut() -> Result<(), StageError>,
+    ) -> Result<&'a Tensor, StageError> {
+        let (buffers, lengths) = (&step_buffers.buffers, &conditioning.lengths);
+        let (there, padded) = (lengths.picture(), lengths.padded_picture());
+        let (picture, text) = (
+            buffers.part(0, padded)?,
+            buffers.part(padded, lengths.padded_text())?,
+        );
+        let (whole, wanted) = (buffers.part(0, lengths.all())?, buffers.part(0, there)?);
+        let (scratch, dtype) = (buffers.scratch(), patches.dtype());
+        self.patch_in
+            .forward_into(patches, Epilogue::None, &wanted.hidden, scratch)?;
+        if let Some(pads) = &conditioning.pads {
+            let at = picture.hidden.narrow(1, there, padded - there)?.squeeze(0)?;
+            ops::embed(&self.picture_pad, pads, &at)?;
+        }
+        ops::copy_rows(&conditioning.text, &text.hidden)?;
+
+        let together = |i: usize| match (self.blocks.get(i), conditioning.blocks.get(i)) {
+            (Some(block), Some(modulations)) => block.first(modulations, step, dtype),
+            _ => Ok(Next::Last {
+                scale: conditioning.last.narrow(0, step, 1)?,
+            }),
+        };
+        let turned = conditioning.rotations.rows(0, padded)?;
+        let alone = self.picture_blocks.iter().zip(&conditioning.picture_blocks);
+        let mut behind = self.picture_blocks.iter().zip(&conditioning.picture_blocks);
+        for (i, (block, modulations)) in alone.enumerate() {
+            go_on()?;
+            if i == 0 {
+                picture.enter(&block.first(modulations, step, dtype)?)?;
+                behind.next();
+            }
+            let next = match behind.next() {
+                Some((next, modulations)) => next.first(modulations, step, dtype)?,
+                None => together(0)?,
+            };
+            block.forward(
+                buffers,
+                (&picture, &picture),
+                modulations,
+                step,
+                turned.angles(),
+                &next,
+            )?;
+        }
+        match self.picture_blocks.is_empty() {
+            true => whole.enter(&together(0)?)?,
+            false => text.enter(&together(0)?)?,
+        }
+        let last = self.blocks.len().saturating_sub(1);
+        for (i, (block, modulations)) in self.blocks.iter().zip(&conditioning.blocks).enumerate() {
+            go_on()?;
+            let goes_on = if i == last { &wanted } else { &whole };
+            let angles = conditioning.rotations.angles();
+            block.forward(
+                buffers,
+                (&whole, goes_on),
+                modulations,
+                step,
+                angles,
+                &together(i + 1)?,
+            )?;
+        }
+        self.last.forward_into(
+            wanted.last_normed(),
+            Epilogue::None,
+            &step_buffers.output,
+            scratch,
+        )?;
+        Ok(&step_buffers.output)
+    }
+}
+
+/// What the steps of a request are computed in.
+#[derive(Debug)]
+pub struct StepBuffers {
+    buffers: Buffers,
+    output: Tensor,
+}
+
+/// So many zeros, u32; none if there are none.
+fn zeros(count: usize, device: &Device) -> candle_core::Result<Option<Tensor>> {
+    (count > 0)
+        .then(|| Tensor::zeros(count, DType::U32, device))
+        .transpose()
+}
+
+/// What these layers ask of the buffers for so many tokens.
+fn asked<'a>(
+    layers: impl Iterator<Item = &'a Linear> + Clone,
+    tokens: usize,
+    dtype: DType,
+) -> candle_core::Result<Layers> {
+    let mut take_codes = false;
+    for layer in layers.clone() {
+        take_codes |= layer.takes_codes(dtype)?;
+    }
+    Ok(Layers {
+        take_codes,
+        scratch_bytes: largest_scratch(layers, tokens, dtype),
+    })
+}
+
+/// A latent `[1, channels, 2 rows, 2 columns]` as patches `[1, rows * columns, 4 * channels]`, in each of which the channels
+/// of a cell lie side by side: `ZImageTransformer2DModel._patchify_image`.
+///
+/// # Errors
+/// When a side is odd.
+pub fn patches_of(latent: &Tensor) -> candle_core::Result<Tensor> {
+    let (batch, channels, height, width) = latent.dims4()?;
+    if height % PATCH != 0 || width % PATCH != 0 {
+        candle_core::bail!("a latent of {height} x {width} does not divide into squares of {PATCH}");
+    }
+    let (rows, columns) = (height / PATCH, width / PATCH);
+    latent
+        .reshape((batch, channels, rows, PATCH, columns, PATCH))?
+        .permute((0, 2, 4, 3, 5, 1))?
+        .reshape((batch, rows * columns, PATCH * PATCH * channels))
+}
+
+/// Patches as a latent again: `ZImageTransformer2DModel.unpatchify`.
+///
+/// # Errors
+/// When there are not `rows * columns` patches.
+pub fn latent_of(patches: &Tensor, rows: usize, columns: usize) -> candle_core::Result<Tensor> {
+    let (batch, _, width) = patches.dims3()?;
+    let channels = width / (PATCH * PATCH);
+    patches
+        .reshape((batch, rows, columns, PATCH, PATCH, channels))?
+        .permute((0, 5, 1, 3, 2, 4))?
+        .reshape((batch, channels, rows * PATCH, columns * PATCH))
+}
+
+/// What the transformer is told of the sigmas of all steps but the closing one: times from 0 (noise) to 1, rounded where
+/// the reference rounds.
+pub fn times(sigmas: &[f32]) -> Vec<f32> {
+    let steps = sigmas.len().saturating_sub(1);
+    let time = |sigma: &f32| (1000.0 - sigma * 1000.0) / 1000.0;
+    sigmas.iter().take(steps).map(time).collect()
+}
+
+/// Bytes that matrix products pack their operands into on a CPU, and what else does not depend on the request.
+const LIBRARIES: u64 = 4 << 20;
+
+/// Predicted activation bytes of `steps` steps: the buffers that they are computed in, the refined text, rotations, and the
+/// modulation of all steps. What quantized layers work in is not among it ([`ops::linear_scratch`]), nor are the codes of
+/// rows where layers multiply fp8.
+pub fn denoise_scratch(config: &TransformerConfig, lengths: &Lengths, steps: u32, dtype: DType) -> u64 {
+    let number = dtype.size_in_bytes();
+    let buffers = Buffers::bytes(config, lengths.all(), number);
+    let rotations = (lengths.all() * config.head() * 4) as u64;
+    let modulated = config.blocks().into_iter().filter(|blocks| blocks.is_modulated);
+    let modulations = modulated.map(|blocks| 4 * blocks.count).sum::<usize>() + 1;
+    let modulations = (modulations * config.dim * number) as u64 * u64::from(steps);
+    // The latent in f32, as it is seen, and what is said of it; the text as it is encoded, normalised and refined.
+    let latents = lengths.picture() * config.patch_width() * (4 + 2 * number);
+    let text = (2 * lengths.text * config.cap_feat_dim + lengths.padded_text() * config.dim) * number;
+    buffers + rotations + modulations + (latents + text) as u64 + LIBRARIES
+}
+
+/// Whether a tensor is the weight of a layer that modulations are made by, which no step runs.
+pub(super) fn is_modulator(name: &str) -> bool {
+    name.contains(".adaLN_modulation.")
+}
+
+/// Bytes of the codes of rows where layers multiply fp8.
+pub(super) fn codes_bytes(config: &TransformerConfig, lengths: &Lengths) -> u64 {
+    (lengths.all() * (config.dim + size_of::<f32>())) as u64
+}

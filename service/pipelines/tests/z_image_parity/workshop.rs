@@ -1,0 +1,231 @@
+//! A model whose components are all on a card, and its stages one after the other.
+
+use std::collections::HashMap;
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use gpu::{ComponentTensors, CpuCard, CpuSettings, Gpu, QuantizedWeight, Weight};
+use pipelines::autoencoder_kl::{Chunking, VaeConfig, VaeDecoder};
+use pipelines::{
+    HostTensor, Image, InitImage, Medium, Model, Observer, Piece, Precision, Request, Role, StageError,
+    StagePlan, StageRun, Values, catalogue,
+};
+use tempfile::TempDir;
+
+use crate::device::{here, test_device};
+use crate::numbers::{fixtures, json};
+
+/// The precision of the fixtures.
+pub(crate) const F32: Precision = Precision::full(DType::F32);
+
+/// A folder of the whole pipeline, which a test may spoil: its autoencoder is FLUX's.
+pub(crate) fn folder() -> TempDir {
+    fn copy(from: &Path, to: &Path) {
+        std::fs::create_dir_all(to).expect("a folder");
+        for entry in std::fs::read_dir(from).expect("a folder").flatten() {
+            let target = to.join(entry.file_name());
+            if entry.path().is_dir() {
+                copy(&entry.path(), &target);
+            } else {
+                std::fs::copy(entry.path(), target).expect("a copy");
+            }
+        }
+    }
+    let folder = TempDir::new().expect("a folder");
+    copy(&fixtures().join("z-image-tiny"), folder.path());
+    copy(&fixtures().join("flux-tiny/vae"), &folder.path().join("vae"));
+    folder
+}
+
+/// A component on the device of the tests.
+fn moved(tensors: &ComponentTensors) -> ComponentTensors {
+    let weights = tensors.names().map(|name| {
+        let weight = match tensors.weight(name).expect("a tensor") {
+            Weight::Full(tensor) => Weight::Full(here(&tensor)),
+            Weight::Quantized(quantized) => Weight::Quantized(QuantizedWeight {
+                bytes: here(&quantized.bytes),
+                ..quantized
+            }),
+        };
+        (name.to_owned(), weight)
+    });
+    ComponentTensors::of_weights(weights.collect())
+}
+
+/// A model with everything resident.
+pub(crate) struct Workshop {
+    pub(crate) model: Arc<dyn Model>,
+    components: HashMap<String, Arc<ComponentTensors>>,
+}
+
+impl Workshop {
+    /// Opens a model, loads it with the CPU card and puts it on the device of the tests.
+    pub(crate) fn open(path: &Path, precision: &Precision) -> Workshop {
+        let model = catalogue().open(path, precision).expect("a sound model");
+        assert_eq!(model.family(), "z-image");
+        let mut card = CpuCard::new(CpuSettings::default()).expect("a card");
+        let mut components = HashMap::new();
+        for component in model.components() {
+            let plan = model.load_plan(&component.name).expect("a plan");
+            assert_eq!(plan.bytes(), component.bytes, "{}", component.name);
+            card.load(component, plan, &mut |_| ControlFlow::Continue(()))
+                .expect("a load");
+            let mut tensors = card.tensors(&component.id).expect("tensors");
+            if !test_device().is_cpu() {
+                tensors = Arc::new(moved(&tensors));
+            }
+            components.insert(component.name.clone(), tensors);
+        }
+        Workshop { model, components }
+    }
+
+    pub(crate) fn tensors(&self, name: &str) -> Arc<ComponentTensors> {
+        Arc::clone(&self.components[name])
+    }
+
+    /// Runs one stage over those of the values that it says it takes, and checks that it asked for no more than it had
+    /// named and gave what it had named.
+    pub(crate) fn run(
+        &self,
+        plan: &StagePlan,
+        rung: usize,
+        request: &Request,
+        values: &Values,
+        observer: &mut dyn Observer,
+    ) -> Result<Values, StageError> {
+        let tensors = |name: &str| {
+            assert!(plan.components.iter().any(|named| named == name), "{name}");
+            Ok(self.tensors(name))
+        };
+        let taken = plan.takes.iter().filter_map(|taken| {
+            let value = values.get(&taken.name)?;
+            Some((taken.name.clone(), value.clone()))
+        });
+        let stage = StageRun {
+            plan,
+            rung,
+            request,
+            values: &taken.collect(),
+            tensors: &tensors,
+            device: test_device(),
+        };
+        let result = self.model.run(&stage, observer);
+        if let Ok(given) = &result {
+            assert!(
+                given.keys().eq(plan.gives.iter()),
+                "{}: {:?}",
+                plan.name,
+                given.keys()
+            );
+        }
+        result
+    }
+
+    /// The stages of a request that is valid.
+    pub(crate) fn stages(&self, request: &Request) -> Vec<StagePlan> {
+        self.model.plan(request).expect("a valid request")
+    }
+
+    /// The stage of this name of a request that is valid.
+    pub(crate) fn stage(&self, request: &Request, name: &str) -> StagePlan {
+        let mut stages = self.stages(request).into_iter();
+        stages.find(|stage| stage.name == name).expect("a stage")
+    }
+
+    /// All stages but the decode: the final latent.
+    pub(crate) fn denoised(
+        &self,
+        request: &Request,
+        observer: &mut dyn Observer,
+    ) -> Result<HostTensor, StageError> {
+        let mut values = Values::new();
+        for plan in self.stages(request) {
+            if plan.role != Role::Decode {
+                let given = self.run(&plan, 0, request, &values, observer)?;
+                values.extend(given);
+            }
+        }
+        Ok(values.remove("latent").expect("a latent"))
+    }
+
+    /// The picture of a latent in floats over 0 to 1, as `output_type="pt"`.
+    pub(crate) fn picture(&self, latent: &Tensor) -> Tensor {
+        let config: VaeConfig = json("flux-tiny/vae/config.json");
+        let latent = here(&config.unscaled(latent).expect("a latent"));
+        let decoder = VaeDecoder::new(&config, &self.tensors("vae")).expect("a decoder");
+        decoder
+            .decode(&latent, Chunking::Whole, &|| false)
+            .expect("a picture")
+            .affine(0.5, 0.5)
+            .and_then(|picture| picture.clamp(0f32, 1f32))
+            .expect("a picture")
+    }
+}
+
+/// A host tensor of f32 as a tensor.
+pub(crate) fn on_cpu(tensor: &HostTensor) -> Tensor {
+    let numbers = tensor.data.as_chunks::<4>().0.iter();
+    let numbers: Vec<f32> = numbers.map(|&bytes| f32::from_le_bytes(bytes)).collect();
+    Tensor::from_vec(numbers, tensor.shape.as_slice(), &Device::Cpu).expect("a tensor")
+}
+
+/// Notes what is delivered, and sees nothing else.
+#[derive(Default)]
+pub(crate) struct Delivered(pub(crate) Vec<Piece>);
+
+impl Observer for Delivered {
+    fn step(&mut self, _n: u32, _of: u32) {}
+    fn wants_preview(&mut self) -> bool {
+        false
+    }
+    fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
+    fn deliver(&mut self, piece: Piece) {
+        self.0.push(piece);
+    }
+    fn cancelled(&self) -> bool {
+        false
+    }
+}
+
+/// A small request, of sides that no other is taken for.
+pub(crate) fn request() -> Request {
+    Request {
+        prompt: "a red circle on a blue square".to_owned(),
+        seed: 7,
+        ..Request::of(Medium::Image(Image::of(80, 48)), 3, 0.0, 512)
+    }
+}
+
+/// The same from a picture, with previews.
+pub(crate) fn from_picture() -> Request {
+    let (width, height) = (80, 48);
+    let rgb = (0..3 * width * height).map(|i| (i % 251) as u8);
+    let image = Image {
+        init_image: Some(InitImage {
+            width,
+            height,
+            rgb: rgb.collect(),
+        }),
+        ..Image::of(width, height)
+    };
+    Request {
+        preview: true,
+        steps: 5,
+        strength: 0.8,
+        medium: Medium::Image(image),
+        ..request()
+    }
+}
+
+/// An init image of a fixture, `[height, width, 3]` bytes.
+pub(crate) fn init_image(picture: &Tensor) -> InitImage {
+    let (height, width, _) = picture.dims3().expect("a picture");
+    let rgb = picture.flatten_all().and_then(|bytes| bytes.to_vec1::<u8>());
+    InitImage {
+        width: width as u32,
+        height: height as u32,
+        rgb: rgb.expect("bytes").into(),
+    }
+}
