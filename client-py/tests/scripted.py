@@ -170,7 +170,14 @@ def done(seed: int = 7, **more: Any) -> events_pb2.Event:
 
 
 def pieces(
-    data: bytes, *, index: int = 0, size: int = 100, media_type: str = "image/png", **metadata: str
+    data: bytes,
+    *,
+    index: int = 0,
+    size: int = 100,
+    media_type: str = "image/png",
+    track: str = "",
+    format: dict[str, Message] | None = None,
+    **metadata: str,
 ) -> list[events_pb2.Event]:
     """An artifact in chunks of `size` bytes, as the service sends them."""
     starts = range(0, len(data), size)
@@ -183,10 +190,46 @@ def pieces(
                 media_type=media_type if start == 0 else "",
                 metadata=metadata if start == 0 else {},
                 total_bytes=len(data) if start == 0 else 0,
+                track=track,
+                **(format or {} if start == 0 else {}),
             )
         )
         for start in starts
     ]
+
+
+WIDTH, HEIGHT, FRAMES_PER_SECOND = 4, 2, 24.0
+FRAME_BYTES = WIDTH * HEIGHT * 3
+
+
+def film(frames: int, *, size: int = 100, **more: Any) -> tuple[bytes, list[events_pb2.Event]]:
+    """The bytes of a film whose frames all differ, and its pieces."""
+    data = b"".join(bytes([number + 1] * FRAME_BYTES) for number in range(frames))
+    video = events_pb2.VideoFormat(
+        width=WIDTH, height=HEIGHT, frames=frames, frames_per_second=FRAMES_PER_SECOND
+    )
+    return data, pieces(
+        data, size=size, media_type="video/x-raw-rgb", format={"video": video}, **more
+    )
+
+
+SAMPLES_PER_SECOND, CHANNELS = 8000, 2
+
+
+def sound(samples: int, first: int = 0) -> bytes:
+    """Samples of both channels, which all differ."""
+    numbers = range(first, first + samples * CHANNELS)
+    return b"".join(number.to_bytes(2, "little", signed=True) for number in numbers)
+
+
+def track(
+    data: bytes, *, samples: int, media_type: str = "audio/x-raw-s16le", name: str = "", **more: Any
+) -> list[events_pb2.Event]:
+    """A track in pieces."""
+    audio = events_pb2.AudioTrackFormat(
+        samples_per_second=SAMPLES_PER_SECOND, channels=CHANNELS, samples=samples
+    )
+    return pieces(data, media_type=media_type, track=name, format={"audio": audio}, **more)
 
 
 def refuse(

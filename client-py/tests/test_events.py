@@ -119,6 +119,60 @@ CASES = [
     ),
     (
         event(
+            artifact=events_pb2.Artifact(
+                media_type="video/x-raw-rgb",
+                total_bytes=192,
+                video=events_pb2.VideoFormat(width=8, height=4, frames=2, frames_per_second=23.5),
+            )
+        ),
+        moored.Artifact(
+            0,
+            "video/x-raw-rgb",
+            {},
+            b"",
+            192,
+            False,
+            video=moored.VideoFormat(8, 4, 2, 23.5),
+            **AT,
+        ),
+        "Receiving film 1",
+    ),
+    (
+        event(
+            artifact=events_pb2.Artifact(
+                index=1,
+                track="drums",
+                audio=events_pb2.AudioTrackFormat(
+                    samples_per_second=48_000, channels=2, samples=2**33
+                ),
+            )
+        ),
+        moored.Artifact(
+            1,
+            "",
+            {},
+            b"",
+            0,
+            False,
+            "drums",
+            audio=moored.AudioTrackFormat(48_000, 2, 2**33),
+            **AT,
+        ),
+        "Receiving drums of track 2",
+    ),
+    (
+        event(
+            artifact=events_pb2.Artifact(
+                media_type="image/x-raw-rgb", image=events_pb2.ImageFormat(width=8, height=4)
+            )
+        ),
+        moored.Artifact(
+            0, "image/x-raw-rgb", {}, b"", 0, False, image=moored.ImageFormat(8, 4), **AT
+        ),
+        "Receiving picture 1",
+    ),
+    (
+        event(
             latent=events_pb2.LatentKept(
                 latent=model_pb2.LatentInfo(
                     id="lat-1",

@@ -63,6 +63,39 @@ def test_other_numbers_become_f32(service: Service, ask: Ask) -> None:
     assert ask("get_latent", "lat-1").array.tolist() == [[1.0, 1.0]]
 
 
+def test_several_tensors_there_and_back(service: Service, ask: Ask) -> None:
+    store = Store(service)
+    arrays = {
+        "video": np.arange(24, dtype="f4").reshape(1, 2, 3, 4),
+        "sound": np.arange(400_000, dtype="f4").reshape(1, 400_000) + 100,
+    }
+    info = ask("put_latent", arrays, vae_id="v")
+    sent = store.chunks[0].info
+    assert [(one.name, list(one.shape)) for one in sent.tensors] == [
+        ("video", [1, 2, 3, 4]),
+        ("sound", [1, 400_000]),
+    ]
+    assert info.shape == (1, 2, 3, 4)
+    latent = ask("get_latent", info)
+    assert list(latent.arrays) == ["video", "sound"]
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(latent.arrays[name], array)
+    with pytest.raises(ValueError, match="video, sound"):
+        _ = latent.array
+    again = ask("put_latent", latent)
+    assert again.tensors == info.tensors
+    # One alone keeps its name.
+    alone = ask("put_latent", {"latent": arrays["video"]}, vae_id="v")
+    assert alone.tensors == (moored.TensorInfo("latent", (1, 2, 3, 4)),)
+    np.testing.assert_array_equal(ask("get_latent", alone).array, arrays["video"])
+
+
+def test_a_latent_whose_shapes_are_not_its_numbers() -> None:
+    info = moored.LatentInfo("l", (3,), "f32", "v", 0, 8)
+    with pytest.raises(ValueError, match="2 numbers; its shapes say 3"):
+        _ = moored.Latent(info, bytes(8)).array
+
+
 def test_release(service: Service, ask: Ask) -> None:
     there = {"lat-1"}
 
@@ -90,6 +123,8 @@ def test_half_precision() -> None:
 def test_an_array_must_say_whose_vae_it_is_of(client: moored.Client) -> None:
     with pytest.raises(ValueError, match="vae_id"):
         client.put_latent(np.zeros((1, 2)))
+    with pytest.raises(ValueError, match="one tensor"):
+        client.put_latent({}, vae_id="v")
 
 
 def test_what_is_refused(service: Service, ask: Ask) -> None:

@@ -57,13 +57,17 @@ def test_every_field_of_a_request_has_an_argument() -> None:
     assert options == set(generation_pb2.JobOptions.DESCRIPTOR.fields_by_name)
 
     renamed = {"preview_interval_s": "preview_interval_ms", "init_latent": "init_latent_id"}
-    own = {
-        renamed.get(name, name)
-        for name in _requests.ImageOptions.__annotations__
-        if name not in _requests.JobOptions.__annotations__
-    }
-    fields = set(generation_pb2.GenerateImageRequest.DESCRIPTOR.fields_by_name)
-    assert own | {"prompt", "options"} == fields
+    for said, request in [
+        (_requests.ImageOptions, generation_pb2.GenerateImageRequest),
+        (_requests.VideoOptions, generation_pb2.GenerateVideoRequest),
+        (_requests.AudioOptions, generation_pb2.GenerateAudioRequest),
+    ]:
+        own = {
+            renamed.get(name, name)
+            for name in said.__annotations__
+            if name not in _requests.JobOptions.__annotations__
+        }
+        assert own | {"prompt", "options"} == set(request.DESCRIPTOR.fields_by_name)
 
     renamed = {"quantization": "quantization", "formats": "quantization"}
     named = {renamed.get(f.name, f.name) for f in dataclasses.fields(moored.ModelRef)}

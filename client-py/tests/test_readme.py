@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from scripted import Service, accepted, done, event, pieces, step
+from scripted import Service, accepted, done, event, film, pieces, step
 
 from moored._generated import events_pb2, residency_pb2
 
@@ -17,13 +17,14 @@ EXAMPLES = re.findall(
 SAID = [
     "7 {'encode_text': 3, 'denoise': 100, 'decode': 21}\n",
     "step 1 of 4\nWaiting for 3.0 GB, 4.0 s left\n2 pictures\n",
+    "frame 0 1.0\nframe 1 2.0\n(2, 2, 4, 3) 24.0\n",
     "demo@main ()\n",
     "demo@main {'vae': 'full'}\ndemo {'full': 100, '4-bit': 30}\n",
 ]
 
 
-def test_there_are_four() -> None:
-    assert len(EXAMPLES) == 4
+def test_there_are_five() -> None:
+    assert len(EXAMPLES) == 5
 
 
 @pytest.mark.parametrize(("example", "said"), [*zip(EXAMPLES, SAID, strict=True)])
@@ -40,6 +41,7 @@ def test_an_example(
     waiting = events_pb2.Waiting(needed_bytes=3_000_000_000, patience_left_ms=4000)
     pictures = [*pieces(png), *pieces(png, index=1)]
     service.on("GenerateImage", [accepted(), step(1), event(waiting=waiting), *pictures, done()])
+    service.on("GenerateVideo", [accepted(), *film(2)[1], done()])
     choices = {"full": 100, "4-bit": 30}
     model = residency_pb2.ModelInfo(id="demo")
     for preset, size in choices.items():

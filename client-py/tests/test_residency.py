@@ -30,6 +30,7 @@ def test_models(service: Service, ask: Ask) -> None:
         components=[COMPONENT],
         defaults=residency_pb2.ModelDefaults(steps=4, guidance=3.5, width=64, height=32),
         is_default=True,
+        media="image",
         resident=["vae"],
         quantization={"vae": "full"},
         choices=[residency_pb2.QuantizationChoice(preset="4-bit", bytes=30)],
@@ -39,10 +40,30 @@ def test_models(service: Service, ask: Ask) -> None:
     assert (seen.id, seen.components, seen.resident) == ("demo", (MIRRORED,), ("vae",))
     assert seen.defaults == moored.ModelDefaults(4, 3.5, 0, 64, 32)
     assert (seen.is_default, seen.pinned, seen.problem) == (True, False, "")
+    assert seen.media == "image"
     assert (seen.quantization, seen.choices) == (
         {"vae": "full"},
         (moored.QuantizationChoice("4-bit", 30),),
     )
+
+
+def test_what_models_generate(service: Service, ask: Ask) -> None:
+    models = [
+        residency_pb2.ModelInfo(
+            media="video",
+            defaults=residency_pb2.ModelDefaults(
+                width=64, height=32, frames=25, frames_per_second=23.5
+            ),
+        ),
+        residency_pb2.ModelInfo(
+            media="audio", defaults=residency_pb2.ModelDefaults(steps=8, seconds=2.5)
+        ),
+    ]
+    service.on("ListModels", residency_pb2.ListModelsResponse(models=models))
+    video, audio = ask("list_models")
+    assert (video.media, audio.media) == ("video", "audio")
+    assert video.defaults == moored.ModelDefaults(0, 0, 0, 64, 32, 25, 23.5)
+    assert audio.defaults == moored.ModelDefaults(8, 0, 0, 0, 0, seconds=2.5)
 
 
 def test_a_model_in_other_formats_may_be_loaded_replaced_and_unloaded(
@@ -183,6 +204,14 @@ def test_a_plan(service: Service, ask: Ask) -> None:
     assert (never.shortfall.needed_bytes, never.moves) == (5, ("evict vae (100)",))
     request = service.requests["Plan"]
     assert (request.generate.width, request.card) == (64, "cpu")
+    assert ask("plan_video", "x", frames=9, card="cpu") == plan
+    request = service.requests["Plan"]
+    assert (request.WhichOneof("request"), request.video.frames) == ("video", 9)
+    assert (request.card, request.video.options.card) == ("cpu", "cpu")
+    assert ask("plan_audio", "x", seconds=2.5, card="cpu") == plan
+    request = service.requests["Plan"]
+    assert (request.WhichOneof("request"), request.audio.seconds) == ("audio", 2.5)
+    assert (request.card, request.audio.options.card) == ("cpu", "cpu")
 
 
 def status(uptime_ms: int = 9) -> residency_pb2.Status:

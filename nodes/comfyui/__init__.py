@@ -1,4 +1,4 @@
-"""Nodes of moored: the service holds the models and paints, ComfyUI shows and cancels."""
+"""Nodes of moored: the service holds the models and generates, ComfyUI shows and cancels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from comfy_api.latest import ComfyExtension, io
 
 try:
     from .latent_nodes import LatentFromComfyUI, LatentToComfyUI, VAEDecode, VAEEncode
+    from .media_nodes import Audio, Video
     from .model_nodes import LoadModel, Server
     from .panel import register_routes
     from .picture_nodes import ImageToImage, TextToImage
@@ -28,6 +29,8 @@ NODES: list[type[io.ComfyNode]] = [
     LoadModel,
     TextToImage,
     ImageToImage,
+    Video,
+    Audio,
     VAEEncode,
     VAEDecode,
     LatentToComfyUI,

@@ -15,6 +15,7 @@ from .connection import Target
 from .failures import Failure
 from .follow import Deliver, Display, attend, follow
 from .handles import Bringing, Encoding, KeptLatent, ModelRecipe, Painting
+from .plans import plan_of
 
 T = TypeVar("T")
 
@@ -139,7 +140,7 @@ async def _bring(display: Display, target: Target, model: ModelRecipe, recipe: B
 
 async def _plan(display: Display, target: Target, model: ModelRecipe) -> moored.Plan:
     async def work(client: moored.AsyncClient, deliver: Deliver) -> moored.Plan:
-        return await client.plan(model=model.ref)
+        return await plan_of(client, model.ref)
 
     return await attend(display, target, work)
 

@@ -11,6 +11,7 @@ from . import claims, connection
 from .failures import Failure, told
 from .follow import Deliver, Display, attend
 from .handles import RESIDENCIES, ModelHandle, ModelRecipe, Residency, formats_of
+from .plans import plan_of
 from .schema import CATEGORY, ModelType, ServerType, server_input
 
 WHEN_MISSING = ["say so", "pull"]
@@ -168,10 +169,10 @@ async def _found(
     client: moored.AsyncClient, deliver: Deliver, recipe: ModelRecipe, pull: bool
 ) -> None:
     """Raises unless the service has the model, and can hold it so; pulls it, if told to."""
-    # What a picture would need says all of that, and loads nothing. Whether memory is short is asked later.
+    # What a request would need says all of that, and loads nothing. Whether memory is short is asked later.
     with contextlib.suppress(moored.MemoryShortage, moored.CardNotReady):
         try:
-            await client.plan(model=recipe.ref)
+            await plan_of(client, recipe.ref)
             return
         except moored.ModelNotFound:
             if not pull:
@@ -180,4 +181,4 @@ async def _found(
             async for event in progress:
                 deliver(event)
             await progress.result()
-        await client.plan(model=recipe.ref)
+        await plan_of(client, recipe.ref)

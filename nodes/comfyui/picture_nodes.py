@@ -14,12 +14,12 @@ from .follow import Display
 from .handles import KeptLatent, LatentHandle, ModelHandle, Painting
 from .schema import (
     CATEGORY,
-    MODEL_GUIDANCE,
     LatentType,
     job_options,
     latent_input,
     model_input,
     painting_inputs,
+    sampling_options,
     seed_of,
     size_inputs,
 )
@@ -169,9 +169,7 @@ async def _painted(
     target = connection.target(recipe.server)
     display = Display(node, pictures=count * len(starts))
     options = {
-        "steps": steps or None,
-        "guidance": None if guidance == MODEL_GUIDANCE else guidance,
-        "max_sequence_length": max_sequence_length or None,
+        **sampling_options(steps, guidance, max_sequence_length),
         "strength": strength,
         **job_options(**job),
     }

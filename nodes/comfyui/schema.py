@@ -39,15 +39,10 @@ def server_input() -> io.Input:
     )
 
 
-def seed_input() -> io.Input:
+def seed_input(tooltip: str = "Picture n of several uses seed + n, from 0.") -> io.Input:
     """A seed, as ComfyUI has them."""
     return io.Int.Input(
-        "seed",
-        default=0,
-        min=0,
-        max=MAX_SEED,
-        control_after_generate=True,
-        tooltip="Picture n of several uses seed + n, from 0.",
+        "seed", default=0, min=0, max=MAX_SEED, control_after_generate=True, tooltip=tooltip
     )
 
 
@@ -70,6 +65,24 @@ def size_inputs(default: str) -> list[io.Input]:
 def painting_inputs() -> list[io.Input]:
     """What both painting nodes ask for besides their start."""
     return [
+        *sampling_inputs(),
+        seed_input(),
+        count_input("How many pictures."),
+        io.Boolean.Input(
+            "latent_only",
+            default=False,
+            advanced=True,
+            tooltip="Paint no picture, only a latent, for VAE Decode. What is linked to image does not run.",
+        ),
+        text_length_input(),
+        preview_input(),
+        *job_inputs(),
+    ]
+
+
+def sampling_inputs() -> list[io.Input]:
+    """Steps and guidance."""
+    return [
         io.Int.Input("steps", default=0, min=0, max=200, tooltip="0: as many as the model wants."),
         io.Float.Input(
             "guidance",
@@ -79,33 +92,46 @@ def painting_inputs() -> list[io.Input]:
             step=0.1,
             tooltip="How closely to follow the prompt. -1: as the model wants.",
         ),
-        seed_input(),
-        io.Int.Input("count", default=1, min=1, max=MAX_COUNT, tooltip="How many pictures."),
-        io.Boolean.Input(
-            "latent_only",
-            default=False,
-            advanced=True,
-            tooltip="Paint no picture, only a latent, for VAE Decode. What is linked to image does not run.",
-        ),
-        io.Int.Input(
-            "max_sequence_length",
-            default=0,
-            min=0,
-            max=512,
-            advanced=True,
-            tooltip="Tokens of the prompt that the large text encoder reads. 0: as the model wants.",
-        ),
-        io.Float.Input(
-            "preview_every_s",
-            default=0.5,
-            min=0.0,
-            max=60.0,
-            step=0.1,
-            advanced=True,
-            tooltip="Seconds between two previews, at least 0.1. 0: no previews.",
-        ),
-        *job_inputs(),
     ]
+
+
+def sampling_options(steps: int, guidance: float, max_sequence_length: int) -> dict[str, Any]:
+    """What `sampling_inputs` and `text_length_input` asked for, as options of the client."""
+    return {
+        "steps": steps or None,
+        "guidance": None if guidance == MODEL_GUIDANCE else guidance,
+        "max_sequence_length": max_sequence_length or None,
+    }
+
+
+def count_input(tooltip: str) -> io.Input:
+    """How many."""
+    return io.Int.Input("count", default=1, min=1, max=MAX_COUNT, tooltip=tooltip)
+
+
+def text_length_input() -> io.Input:
+    """How much of the prompt is read."""
+    return io.Int.Input(
+        "max_sequence_length",
+        default=0,
+        min=0,
+        max=512,
+        advanced=True,
+        tooltip="Tokens of the prompt that the large text encoder reads. 0: as the model wants.",
+    )
+
+
+def preview_input() -> io.Input:
+    """How often it is shown what comes."""
+    return io.Float.Input(
+        "preview_every_s",
+        default=0.5,
+        min=0.0,
+        max=60.0,
+        step=0.1,
+        advanced=True,
+        tooltip="Seconds between two previews, at least 0.1. 0: no previews.",
+    )
 
 
 def job_inputs() -> list[io.Input]:

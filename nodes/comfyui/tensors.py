@@ -1,4 +1,4 @@
-"""Pictures and latents between ComfyUI's tensors and the service's bytes.
+"""Pictures, films, tracks and latents between ComfyUI's tensors and the service's bytes.
 
 ComfyUI has brought its torch; this pack imports it where a tensor has to be made, never of its own accord.
 """
@@ -25,7 +25,7 @@ LATENT_SCALE = 8
 # What ComfyUI multiplies a family's latents with, and what it takes off before, on their way from its LATENT
 # to the transformer. Its LATENT is as its VAE gives it; the service's latents are as the transformer sees
 # them.
-LATENT_FORMATS = {"flux": (0.3611, 0.1159)}
+LATENT_FORMATS = {"flux": (0.3611, 0.1159), "z-image": (0.3611, 0.1159)}
 
 
 def image_of(pictures: Sequence[moored.Picture]) -> Any:
@@ -34,6 +34,24 @@ def image_of(pictures: Sequence[moored.Picture]) -> Any:
 
     pixels = np.stack([picture.array for picture in pictures]).astype(np.float32)
     return torch.from_numpy(pixels / np.float32(255))
+
+
+def frames_of(film: moored.Film) -> Any:
+    """A film as an IMAGE: float [frames, H, W, C], 0 to 1."""
+    import torch
+
+    pixels = film.array.astype(np.float32)
+    pixels /= np.float32(255)  # in place: a film is large
+    return torch.from_numpy(pixels)
+
+
+def audio_of(tracks: Sequence[moored.Track]) -> Any:
+    """An AUDIO: `waveform`, float [B, C, T], -1 to 1, and `sample_rate`."""
+    import torch
+
+    samples = np.stack([track.array.T for track in tracks]).astype(np.float32)
+    samples /= np.float32(1 << 15)
+    return {"waveform": torch.from_numpy(samples), "sample_rate": tracks[0].sample_rate}
 
 
 def pngs_of(image: Any) -> list[bytes]:
@@ -50,6 +68,11 @@ def pngs_of(image: Any) -> list[bytes]:
     pixels = np.nan_to_num(pixels[..., :3], nan=0.0, posinf=1.0, neginf=0.0)
     bytes8 = np.rint(np.clip(pixels, 0.0, 1.0) * 255.0).astype(np.uint8)
     return [_png(picture) for picture in bytes8]
+
+
+def first_png_of(image: Any) -> bytes:
+    """The first picture of an IMAGE as a PNG."""
+    return pngs_of(image if len(image.shape) == 3 else image[:1])[0]
 
 
 def size_of(image: Any) -> tuple[int, int]:

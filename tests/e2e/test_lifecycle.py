@@ -360,7 +360,7 @@ def test_server_info_tells_what_there_is(simulate: Simulate) -> None:
     assert set(info.not_built) == {"adapters", "controlnet", "video", "audio"}
     assert not set(info.capabilities) & set(info.not_built)
     assert info.default_model == "moored/demo"
-    assert set(info.families) == {"flux", "instant"}
+    assert set(info.families) == {"flux", "instant", "z-image"}
     assert info.max_message_bytes == 64 << 20
     simulated, cpu = info.cards
     assert (simulated.id, simulated.kind, simulated.total_bytes) == (

@@ -1,4 +1,4 @@
-"""Client of moored: it owns a GPU box's model memory and paints for several frontends.
+"""Client of moored: it owns a GPU box's model memory and generates for several frontends.
 
 with moored.Client() as client:
     result = client.generate_image("a red cube on a blue plane")
@@ -45,10 +45,12 @@ from ._errors import (
 from ._events import (
     Accepted,
     Artifact,
+    AudioTrackFormat,
     BaseEvent,
     Done,
     Event,
     Evicting,
+    ImageFormat,
     LatentKept,
     Loading,
     Preview,
@@ -56,9 +58,11 @@ from ._events import (
     Retrying,
     StageStarted,
     Step,
+    VideoFormat,
     Waiting,
 )
 from ._latents import Latent
+from ._media import Film, Frame, Picture, Samples, Track
 from ._progress import AsyncProgress, Progress, describe, progress
 from ._records import (
     CardInfo,
@@ -86,10 +90,14 @@ from ._records import (
     ServerInfo,
     StageReport,
     Status,
+    TensorInfo,
     Unloaded,
 )
 from ._requests import (
     Adapter,
+    AudioOptions,
+    AudioOutput,
+    GenerateOptions,
     ImageInput,
     ImageOptions,
     JobOptions,
@@ -97,8 +105,16 @@ from ._requests import (
     ModelRef,
     OutputFormat,
     Priority,
+    VideoOptions,
 )
-from ._results import ImageResult, JobResult, LatentResult, Picture, StageTiming
+from ._results import (
+    AudioResult,
+    ImageResult,
+    JobResult,
+    LatentResult,
+    StageTiming,
+    VideoResult,
+)
 from ._streams import (
     AsyncEventStream,
     AsyncPullStream,
@@ -120,6 +136,10 @@ __all__ = [
     "AsyncPullStream",
     "AsyncReservedMemory",
     "AsyncStatusStream",
+    "AudioOptions",
+    "AudioOutput",
+    "AudioResult",
+    "AudioTrackFormat",
     "BaseEvent",
     "Cancelled",
     "CardInfo",
@@ -135,9 +155,13 @@ __all__ = [
     "EventStream",
     "Evicting",
     "Fallback",
+    "Film",
+    "Frame",
     "FreedComponent",
+    "GenerateOptions",
     "Hold",
     "Holder",
+    "ImageFormat",
     "ImageInput",
     "ImageOptions",
     "ImageResult",
@@ -193,6 +217,7 @@ __all__ = [
     "ResidentComponent",
     "ResolvedModel",
     "Retrying",
+    "Samples",
     "ServerInfo",
     "ShuttingDown",
     "StageReport",
@@ -201,8 +226,13 @@ __all__ = [
     "Status",
     "StatusStream",
     "Step",
+    "TensorInfo",
+    "Track",
     "Unauthenticated",
     "Unloaded",
+    "VideoFormat",
+    "VideoOptions",
+    "VideoResult",
     "Violation",
     "Waiting",
     "WorkerDied",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,15 +29,27 @@ from ._records import (
     Status,
     Unloaded,
 )
-from ._requests import ImageInput, ImageOptions, JobOptions, ModelLike, OutputFormat
+from ._requests import (
+    AudioOptions,
+    ImageInput,
+    ImageOptions,
+    JobOptions,
+    ModelLike,
+    OutputFormat,
+    VideoOptions,
+)
 from ._results import (
+    AudioResult,
     Gathered,
     ImageResult,
     JobResult,
     LatentResult,
+    VideoResult,
+    audio_result,
     image_result,
     job_result,
     latent_result,
+    video_result,
 )
 from ._streams import EventStream, PullStream, StatusStream, begun
 from ._stubs import Stubs
@@ -81,7 +93,7 @@ class Client:
         self._channel = grpc.insecure_channel(self.endpoint, options_for(self.endpoint))
         self._made = Stubs(self._channel)
 
-    # Pictures.
+    # Pictures, films, tracks.
 
     def generate_image(
         self, prompt: str, *, timeout: float | None = None, **options: Unpack[ImageOptions]
@@ -95,6 +107,38 @@ class Client:
         """The same as an iterator of events; closing it cancels the job."""
         request = requests.image_request(prompt, options, self.client_id)
         return self._events(self._stubs.generation.GenerateImage, request, timeout, image_result)
+
+    def generate_video(
+        self, prompt: str, *, timeout: float | None = None, **options: Unpack[VideoOptions]
+    ) -> VideoResult:
+        """Generates one or several films. For the options see VideoOptions and JobOptions."""
+        return self.stream_video(prompt, timeout=timeout, **options).result()
+
+    def stream_video(
+        self, prompt: str, *, timeout: float | None = None, **options: Unpack[VideoOptions]
+    ) -> EventStream[VideoResult]:
+        """The same as an iterator of events; closing it cancels the job.
+
+        `stream.frames()` gives the frames as they come.
+        """
+        request = requests.video_request(prompt, options, self.client_id)
+        return self._events(self._stubs.generation.GenerateVideo, request, timeout, video_result)
+
+    def generate_audio(
+        self, prompt: str, *, timeout: float | None = None, **options: Unpack[AudioOptions]
+    ) -> AudioResult:
+        """Generates one or several tracks. For the options see AudioOptions and JobOptions."""
+        return self.stream_audio(prompt, timeout=timeout, **options).result()
+
+    def stream_audio(
+        self, prompt: str, *, timeout: float | None = None, **options: Unpack[AudioOptions]
+    ) -> EventStream[AudioResult]:
+        """The same as an iterator of events; closing it cancels the job.
+
+        `stream.samples()` gives the samples as they come.
+        """
+        request = requests.audio_request(prompt, options, self.client_id)
+        return self._events(self._stubs.generation.GenerateAudio, request, timeout, audio_result)
 
     def encode_image(
         self,
@@ -147,7 +191,7 @@ class Client:
         timeout: float | None = None,
         **options: Unpack[JobOptions],
     ) -> ImageResult:
-        """Decodes a latent that is in the service, by its handle."""
+        """Decodes the latent of a picture that is in the service, by its handle."""
         return self.stream_decode(
             latent, model=model, output=output, timeout=timeout, **options
         ).result()
@@ -166,8 +210,59 @@ class Client:
         request = requests.decode_request(latent, model, output, job)
         return self._events(self._stubs.generation.DecodeLatent, request, timeout, image_result)
 
+    def decode_video(
+        self,
+        latent: str | LatentInfo,
+        *,
+        model: ModelLike | None = None,
+        timeout: float | None = None,
+        **options: Unpack[JobOptions],
+    ) -> VideoResult:
+        """Decodes the latent of a film that is in the service, by its handle."""
+        return self.stream_decode_video(latent, model=model, timeout=timeout, **options).result()
+
+    def stream_decode_video(
+        self,
+        latent: str | LatentInfo,
+        *,
+        model: ModelLike | None = None,
+        timeout: float | None = None,
+        **options: Unpack[JobOptions],
+    ) -> EventStream[VideoResult]:
+        """The same as an iterator of events; closing it cancels the job."""
+        job = requests.job_request(options, self.client_id)
+        request = requests.decode_request(latent, model, None, job)
+        return self._events(self._stubs.generation.DecodeLatent, request, timeout, video_result)
+
+    def decode_audio(
+        self,
+        latent: str | LatentInfo,
+        *,
+        model: ModelLike | None = None,
+        timeout: float | None = None,
+        **options: Unpack[JobOptions],
+    ) -> AudioResult:
+        """Decodes the latent of a track that is in the service, by its handle."""
+        return self.stream_decode_audio(latent, model=model, timeout=timeout, **options).result()
+
+    def stream_decode_audio(
+        self,
+        latent: str | LatentInfo,
+        *,
+        model: ModelLike | None = None,
+        timeout: float | None = None,
+        **options: Unpack[JobOptions],
+    ) -> EventStream[AudioResult]:
+        """The same as an iterator of events; closing it cancels the job."""
+        job = requests.job_request(options, self.client_id)
+        request = requests.decode_request(latent, model, None, job)
+        return self._events(self._stubs.generation.DecodeLatent, request, timeout, audio_result)
+
     def get_latent(self, latent: str | LatentInfo, *, timeout: float | None = None) -> Latent:
-        """Reads a latent of the service: `.array` is a numpy array, `.data` its bytes."""
+        """Reads a latent of the service: `.array` is a numpy array, `.data` its bytes.
+
+        One of several tensors has `.arrays`, by their names.
+        """
         request = generation_pb2.GetLatentRequest(latent_id=requests.latent_id(latent))
         call = self._stubs.generation.GetLatent(request, timeout=timeout, metadata=self._metadata)
         info, data = None, bytearray()
@@ -185,9 +280,16 @@ class Client:
         return Latent(info, bytes(data))
 
     def put_latent(
-        self, latent: Latent | NDArray[Any], *, vae_id: str = "", timeout: float | None = None
+        self,
+        latent: Latent | NDArray[Any] | Mapping[str, NDArray[Any]],
+        *,
+        vae_id: str = "",
+        timeout: float | None = None,
     ) -> LatentInfo:
-        """Brings a latent to the service: one that was read, or an array and whose VAE it is of."""
+        """Brings a latent to the service: one that was read, or an array and whose VAE it is of.
+
+        Tensors with names are a mapping of them to arrays.
+        """
         return mirror(
             LatentInfo,
             self._unary(self._stubs.generation.PutLatent, chunks_of(latent, vae_id), timeout),
@@ -338,6 +440,30 @@ class Client:
         """What `generate_image` with the same arguments would need and do, without doing it."""
         generate = requests.image_request(prompt, options, self.client_id)
         request = residency_pb2.PlanRequest(generate=generate, card=generate.options.card)
+        return mirror(Plan, self._unary(self._stubs.residency.Plan, request, timeout))
+
+    def plan_video(
+        self,
+        prompt: str = "",
+        *,
+        timeout: float | None = QUICK_S,
+        **options: Unpack[VideoOptions],
+    ) -> Plan:
+        """What `generate_video` with the same arguments would need and do, without doing it."""
+        video = requests.video_request(prompt, options, self.client_id)
+        request = residency_pb2.PlanRequest(video=video, card=video.options.card)
+        return mirror(Plan, self._unary(self._stubs.residency.Plan, request, timeout))
+
+    def plan_audio(
+        self,
+        prompt: str = "",
+        *,
+        timeout: float | None = QUICK_S,
+        **options: Unpack[AudioOptions],
+    ) -> Plan:
+        """What `generate_audio` with the same arguments would need and do, without doing it."""
+        audio = requests.audio_request(prompt, options, self.client_id)
+        request = residency_pb2.PlanRequest(audio=audio, card=audio.options.card)
         return mirror(Plan, self._unary(self._stubs.residency.Plan, request, timeout))
 
     def status(self, *, timeout: float | None = QUICK_S) -> Status:

@@ -151,12 +151,44 @@ class Preview(BaseEvent):
         return image
 
 
+@mirrors(events_pb2.ImageFormat)
+@dataclass(frozen=True, slots=True)
+class ImageFormat:
+    """What a picture is: pixels across and down."""
+
+    width: int
+    height: int
+
+
+@mirrors(events_pb2.VideoFormat)
+@dataclass(frozen=True, slots=True)
+class VideoFormat:
+    """What a film is: pixels across and down, frames in all, frames a second."""
+
+    width: int
+    height: int
+    frames: int
+    frames_per_second: float
+
+
+@mirrors(events_pb2.AudioTrackFormat)
+@dataclass(frozen=True, slots=True)
+class AudioTrackFormat:
+    """What a track is: samples a second and in all, both of each channel; channels."""
+
+    samples_per_second: int
+    channels: int
+    samples: int
+
+
 @mirrors(events_pb2.Artifact)
 @dataclass(frozen=True, slots=True)
 class Artifact(BaseEvent):
-    """A piece of a result. `EventStream.pictures` puts them together.
+    """A piece of a result. `EventStream` puts them together: `pictures`, `films`, `tracks`.
 
-    The first piece of an artifact carries its metadata and `total_bytes`; the last has `last` set.
+    The first piece of an artifact carries its metadata, `total_bytes`, and its format: one of
+    `image`, `video` and `audio`. The last has `last` set. `track` is which of several results of
+    one item it is of, such as a stem of a song; empty where there is one alone.
     """
 
     index: int
@@ -165,6 +197,10 @@ class Artifact(BaseEvent):
     chunk: bytes
     total_bytes: int
     last: bool
+    track: str = ""
+    image: ImageFormat | None = None
+    video: VideoFormat | None = None
+    audio: AudioTrackFormat | None = None
 
 
 @mirrors(events_pb2.LatentKept)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ._extras import numpy
 from ._generated import generation_pb2, model_pb2
-from ._records import LatentInfo
+from ._records import LatentInfo, TensorInfo
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,7 +30,18 @@ class Latent:
 
     @property
     def array(self) -> NDArray[Any]:
-        """A numpy array of `info.shape`, made anew at each access. `bf16` comes as float32."""
+        """A numpy array of `info.shape`, made anew at each access. `bf16` comes as float32.
+
+        A latent of several tensors has `arrays` instead.
+        """
+        arrays = self.arrays
+        if len(arrays) > 1:
+            raise ValueError(f"The latent has several tensors, in .arrays: {', '.join(arrays)}")
+        return next(iter(arrays.values()))
+
+    @property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Its tensors by name as numpy arrays, made anew at each access."""
         np = numpy()
         dtype = _DTYPES.get(self.info.dtype)
         if dtype is None:
@@ -37,23 +49,41 @@ class Latent:
         flat = np.frombuffer(self.data, dtype=dtype)
         if self.info.dtype == "bf16":
             flat = (flat.astype("<u4") << 16).view("<f4")
-        array: NDArray[Any] = flat.reshape(self.info.shape).copy()
-        return array
+        tensors = self.info.tensors or (TensorInfo("", self.info.shape),)
+        ends = [*itertools.accumulate(math.prod(tensor.shape) for tensor in tensors)]
+        if ends[-1] != flat.size:
+            raise ValueError(f"The latent has {flat.size} numbers; its shapes say {ends[-1]}")
+        return {
+            tensor.name: flat[start:end].reshape(tensor.shape).copy()
+            for tensor, start, end in zip(tensors, [0, *ends], ends, strict=False)
+        }
 
 
-def chunks_of(latent: Latent | NDArray[Any], vae_id: str) -> Iterator[generation_pb2.LatentChunk]:
+def chunks_of(
+    latent: Latent | NDArray[Any] | Mapping[str, NDArray[Any]], vae_id: str
+) -> Iterator[generation_pb2.LatentChunk]:
     """A latent in the messages that PutLatent takes; the first carries what it is."""
     if isinstance(latent, Latent):
-        shape, dtype, data = latent.info.shape, latent.info.dtype, latent.data
-        vae_id = vae_id or latent.info.vae_id
+        info, data = latent.info, latent.data
+        shape, dtype, tensors = info.shape, info.dtype, info.tensors
+        vae_id = vae_id or info.vae_id
     else:
         # The service takes f32; anything else that numpy can hold becomes that.
-        array = numpy().ascontiguousarray(latent, dtype="<f4")
-        shape, dtype, data = array.shape, "f32", array.tobytes()
+        named = latent if isinstance(latent, Mapping) else {"": latent}
+        arrays = {
+            name: numpy().ascontiguousarray(array, dtype="<f4") for name, array in named.items()
+        }
+        if not arrays:
+            raise ValueError("A latent has one tensor at least")
+        tensors = tuple(TensorInfo(name, array.shape) for name, array in arrays.items() if name)
+        shape, dtype = next(iter(arrays.values())).shape, "f32"
+        data = b"".join(array.tobytes() for array in arrays.values())
     if not vae_id:
         raise ValueError("An array does not say whose VAE it is of: name it by vae_id")
-    info = model_pb2.LatentInfo(shape=shape, dtype=dtype, vae_id=vae_id, bytes=len(data))
-    first = generation_pb2.LatentChunk(info=info, chunk=data[:CHUNK_BYTES])
+    info_out = model_pb2.LatentInfo(shape=shape, dtype=dtype, vae_id=vae_id, bytes=len(data))
+    for tensor in tensors:
+        info_out.tensors.add(name=tensor.name, shape=tensor.shape)
+    first = generation_pb2.LatentChunk(info=info_out, chunk=data[:CHUNK_BYTES])
     rest = (
         generation_pb2.LatentChunk(chunk=data[start : start + CHUNK_BYTES])
         for start in range(CHUNK_BYTES, len(data), CHUNK_BYTES)

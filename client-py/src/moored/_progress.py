@@ -66,7 +66,7 @@ def describe(event: Event | PullProgress) -> str:
         case Preview():
             return f"Preview at step {event.step}"
         case Artifact():
-            return f"Receiving picture {event.index + 1}"
+            return f"Receiving {_whole(event)} {event.index + 1}"
         case LatentKept():
             return f"Latent {event.latent.id} kept"
         case PullProgress(bytes_total=0):
@@ -76,6 +76,15 @@ def describe(event: Event | PullProgress) -> str:
         case Done():
             exact = "".join(f", approximated: {one}" for one in event.approximations)
             return f"Done in {_time(event.total_ms)}{exact}"
+
+
+def _whole(piece: Artifact) -> str:
+    """What it is a piece of: only the first piece need say so."""
+    if piece.video is not None or piece.media_type.startswith("video/"):
+        return "film"
+    if piece.audio is not None or piece.media_type.startswith("audio/"):
+        return f"{piece.track} of track" if piece.track else "track"
+    return "picture"
 
 
 def _waiting(event: Waiting) -> str:

@@ -34,10 +34,23 @@ class ResolvedModel:
     quantization: Mapping[str, str]
 
 
+@mirrors(model_pb2.TensorInfo)
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor of a latent, under the name that the model's family gives it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
 @mirrors(model_pb2.LatentInfo)
 @dataclass(frozen=True, slots=True)
 class LatentInfo:
-    """A latent in the store of the service: handle (`id`), shape, dtype, whose VAE it is of."""
+    """A latent in the store of the service: handle (`id`), shape, dtype, whose VAE it is of.
+
+    `tensors` names its tensors, in the order of their bytes; `shape` is that of the first. Empty:
+    it is one tensor without a name.
+    """
 
     id: str
     shape: tuple[int, ...]
@@ -45,6 +58,7 @@ class LatentInfo:
     vae_id: str
     expires_in_ms: int
     bytes: int
+    tensors: tuple[TensorInfo, ...] = ()
 
 
 @mirrors(events_pb2.Holder)
@@ -107,13 +121,20 @@ class StageReport:
 @mirrors(residency_pb2.ModelDefaults)
 @dataclass(frozen=True, slots=True)
 class ModelDefaults:
-    """What a request takes where it leaves a field open."""
+    """What a request takes where it leaves a field open.
+
+    Width, height: of pictures and films. Frames, frames_per_second: of films. Seconds: of tracks. 0
+    where the model generates something else.
+    """
 
     steps: int
     guidance: float
     max_sequence_length: int
     width: int
     height: int
+    frames: int = 0
+    frames_per_second: float = 0.0
+    seconds: float = 0.0
 
 
 @mirrors(residency_pb2.QuantizationChoice)
@@ -131,7 +152,7 @@ class ModelInfo:
     """A model that can be named. `problem` says why it cannot be used; empty: it can.
 
     `quantization` is the format of each component as it is stored, and `choices` are the presets
-    that the model can be loaded with.
+    that the model can be loaded with. `media` is what it generates: `image`, `video` or `audio`.
     """
 
     id: str
@@ -145,6 +166,7 @@ class ModelInfo:
     pinned: bool
     quantization: Mapping[str, str]
     choices: tuple[QuantizationChoice, ...]
+    media: str = ""
 
 
 @mirrors(model_pb2.FreedComponent)

@@ -32,6 +32,9 @@ Priority: TypeAlias = Literal["low", "normal", "high"]
 OutputFormat: TypeAlias = Literal["png", "raw"]
 """How pictures travel: as PNG, or as raw RGB, which costs more bytes and no encoding."""
 
+AudioOutput: TypeAlias = Literal["wav", "raw"]
+"""How tracks travel: as WAV, or as samples alone, 16-bit little-endian."""
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -91,41 +94,77 @@ class JobOptions(TypedDict, total=False):
     """Go on when the stream is dropped; join again by the idempotency key."""
 
 
-class ImageOptions(JobOptions, total=False):
-    """What a picture is made with. None is the same as left out: the model's default."""
+class GenerateOptions(JobOptions, total=False):
+    """What pictures, films and tracks are made with. None is the same as left out.
+
+    What is left out is the model's default.
+    """
 
     model: ModelLike | None
     """Default: the service's default model."""
+    steps: int | None
+    """Denoising steps, 1 to 200."""
+    guidance: float | None
+    """How far it follows the prompt."""
+    seed: int | None
+    """Default: random, told in the result. Number i of several uses seed + i."""
+    max_sequence_length: int | None
+    """Tokens of the prompt, 1 to 512."""
+    count: int | None
+    """How many pictures, films or tracks, 1 to 64."""
+    init_latent: str | LatentInfo | None
+    """Start from this latent of the service."""
+    strength: float | None
+    """Of a start: over 0 to 1, how much of the schedule runs. Default: 0.6 for pictures, else 1."""
+    omit_metadata: bool | None
+    """Leave prompt, seed, settings and model out of the metadata."""
+    keep_latent: bool | None
+    """Keep the latent of each in the service."""
+    latent_only: bool | None
+    """Give the latent only: no decode, and nothing to see or hear."""
+
+
+class ImageOptions(GenerateOptions, total=False):
+    """What a picture is made with. None is the same as left out: the model's default."""
+
     width: int | None
     """Pixels across; a multiple of 16."""
     height: int | None
     """Pixels down; a multiple of 16."""
-    steps: int | None
-    """Denoising steps, 1 to 200."""
-    guidance: float | None
-    """Embedded guidance."""
-    seed: int | None
-    """Default: random, told in the result. Picture i of several uses seed + i."""
-    max_sequence_length: int | None
-    """T5 tokens, 1 to 512."""
-    count: int | None
-    """How many pictures, 1 to 64."""
     init_image: ImageInput | None
     """Image to image: what to start from; scaled to width x height."""
-    init_latent: str | LatentInfo | None
-    """Image to image: start from this latent of the service instead."""
-    strength: float | None
-    """Image to image: over 0 to 1, how much of the schedule runs. Default: 0.6."""
     output: OutputFormat | None
     """Default: `png`."""
-    omit_metadata: bool | None
-    """Leave prompt, seed, settings and model out of the PNG."""
-    keep_latent: bool | None
-    """Keep each picture's latent in the service."""
-    latent_only: bool | None
-    """Give the latent only: no decode, no picture."""
     preview_interval_s: float | None
     """Seconds between previews, at least 0.1. Default: none."""
+
+
+class VideoOptions(GenerateOptions, total=False):
+    """What a film is made with. None is the same as left out: the model's default."""
+
+    width: int | None
+    """Pixels across; a multiple of 16."""
+    height: int | None
+    """Pixels down; a multiple of 16."""
+    frames: int | None
+    """Frames in all. A model may take certain numbers only."""
+    frames_per_second: float | None
+    """Frames a second."""
+    init_image: ImageInput | None
+    """Image to video: the first frame; scaled to width x height."""
+    preview_interval_s: float | None
+    """Seconds between previews, at least 0.1. Default: none."""
+
+
+class AudioOptions(GenerateOptions, total=False):
+    """What a track is made with. None is the same as left out: the model's default."""
+
+    lyrics: str | None
+    """What is sung. Default: nothing."""
+    seconds: float | None
+    """Length."""
+    output: AudioOutput | None
+    """Default: `wav`."""
 
 
 @contextmanager
@@ -229,16 +268,128 @@ def generate_image(
         )
 
 
+def generate_video(
+    prompt: str,
+    *,
+    model: ModelLike | None = None,
+    width: int | None = None,
+    height: int | None = None,
+    frames: int | None = None,
+    frames_per_second: float | None = None,
+    steps: int | None = None,
+    guidance: float | None = None,
+    seed: int | None = None,
+    max_sequence_length: int | None = None,
+    count: int | None = None,
+    init_image: ImageInput | None = None,
+    init_latent: str | LatentInfo | None = None,
+    strength: float | None = None,
+    omit_metadata: bool | None = False,
+    keep_latent: bool | None = False,
+    latent_only: bool | None = False,
+    preview_interval_s: float | None = None,
+    options: generation_pb2.JobOptions,
+) -> generation_pb2.GenerateVideoRequest:
+    """VideoOptions as a message."""
+    with _checked():
+        return generation_pb2.GenerateVideoRequest(
+            model=model_of(model),
+            prompt=prompt,
+            width=width or 0,
+            height=height or 0,
+            frames=frames or 0,
+            frames_per_second=frames_per_second or 0,
+            steps=steps or 0,
+            guidance=guidance,
+            seed=seed,
+            max_sequence_length=max_sequence_length or 0,
+            count=count or 0,
+            init_image=b"" if init_image is None else image_bytes(init_image),
+            init_latent_id="" if init_latent is None else latent_id(init_latent),
+            strength=strength,
+            omit_metadata=bool(omit_metadata),
+            keep_latent=bool(keep_latent),
+            latent_only=bool(latent_only),
+            preview_interval_ms=milliseconds(preview_interval_s or 0),
+            options=options,
+        )
+
+
+def generate_audio(
+    prompt: str,
+    *,
+    model: ModelLike | None = None,
+    lyrics: str | None = None,
+    seconds: float | None = None,
+    steps: int | None = None,
+    guidance: float | None = None,
+    seed: int | None = None,
+    max_sequence_length: int | None = None,
+    count: int | None = None,
+    init_latent: str | LatentInfo | None = None,
+    strength: float | None = None,
+    output: AudioOutput | None = None,
+    omit_metadata: bool | None = False,
+    keep_latent: bool | None = False,
+    latent_only: bool | None = False,
+    options: generation_pb2.JobOptions,
+) -> generation_pb2.GenerateAudioRequest:
+    """AudioOptions as a message."""
+    with _checked():
+        return generation_pb2.GenerateAudioRequest(
+            model=model_of(model),
+            prompt=prompt,
+            lyrics=lyrics or "",
+            seconds=seconds or 0,
+            steps=steps or 0,
+            guidance=guidance,
+            seed=seed,
+            max_sequence_length=max_sequence_length or 0,
+            count=count or 0,
+            init_latent_id="" if init_latent is None else latent_id(init_latent),
+            strength=strength,
+            output=audio_output_of(output),
+            omit_metadata=bool(omit_metadata),
+            keep_latent=bool(keep_latent),
+            latent_only=bool(latent_only),
+            options=options,
+        )
+
+
 def image_request(
     prompt: str, options: ImageOptions, client_id: str | None
 ) -> generation_pb2.GenerateImageRequest:
     """The request of generate_image and its like; `client_id` is the client's own."""
+    job, rest = _job_and_rest(options, client_id)
+    return generate_image(prompt, **rest, options=job)
+
+
+def video_request(
+    prompt: str, options: VideoOptions, client_id: str | None
+) -> generation_pb2.GenerateVideoRequest:
+    """The request of generate_video and its like; `client_id` is the client's own."""
+    job, rest = _job_and_rest(options, client_id)
+    return generate_video(prompt, **rest, options=job)
+
+
+def audio_request(
+    prompt: str, options: AudioOptions, client_id: str | None
+) -> generation_pb2.GenerateAudioRequest:
+    """The request of generate_audio and its like; `client_id` is the client's own."""
+    job, rest = _job_and_rest(options, client_id)
+    return generate_audio(prompt, **rest, options=job)
+
+
+def _job_and_rest(
+    options: GenerateOptions, client_id: str | None
+) -> tuple[generation_pb2.JobOptions, dict[str, Any]]:
+    """The options of any long call as a message, and what is left."""
     job = JobOptions()
-    rest = dict(options)
+    rest: dict[str, Any] = dict(options)
     for name in JobOptions.__annotations__:
         if name in rest:
             job[name] = rest.pop(name)  # type: ignore[literal-required]
-    return generate_image(prompt, **rest, options=job_request(job, client_id))  # type: ignore[arg-type]
+    return job_request(job, client_id), rest
 
 
 def job_request(options: JobOptions, client_id: str | None) -> generation_pb2.JobOptions:
@@ -290,6 +441,15 @@ def output_of(output: OutputFormat | None) -> generation_pb2.OutputFormat.ValueT
     if output == "raw":
         return generation_pb2.RAW_RGB
     raise InvalidRequest(f"output is png or raw, not {output!r}")
+
+
+def audio_output_of(output: AudioOutput | None) -> generation_pb2.AudioFormat.ValueType:
+    """How a track travels, as its number."""
+    if output is None or output == "wav":
+        return generation_pb2.WAV
+    if output == "raw":
+        return generation_pb2.RAW_S16LE
+    raise InvalidRequest(f"output is wav or raw, not {output!r}")
 
 
 def pull_request(model: str, revision: str) -> hub_pb2.PullModelRequest:

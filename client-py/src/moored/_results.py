@@ -1,72 +1,24 @@
-"""What a finished job gives: pictures, latents, timings; and how events are gathered into it."""
+"""What a finished job gives: pictures, films, tracks, latents, timings.
+
+And how its events are gathered into that.
+"""
 
 from __future__ import annotations
 
-import io
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ._assembly import Assembly, FilmAssembly, TrackAssembly, assembly_of
 from ._errors import InternalError, MooredError
 from ._events import Accepted, Artifact, Done, Event, LatentKept
-from ._extras import numpy, pillow
+from ._media import Film, Frame, Picture, Samples, Track
 from ._records import FreedComponent, LatentInfo, ResolvedModel, StageReport
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL import Image
-
-RAW_RGB = "image/x-raw-rgb"
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A picture as it came: `data` is a PNG, or raw RGB, as `media_type` says."""
-
-    index: int
-    """Its place among the pictures of the job, from 0."""
-    media_type: str
-    """`image/png` or `image/x-raw-rgb`."""
-    data: bytes = field(repr=False)
-    """The bytes of the file, or of the pixels: 8 bits a channel, row-major."""
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    """Width, height, seed, prompt and the like, as text."""
-
-    @cached_property
-    def image(self) -> Image.Image:
-        """A PIL image, decoded once. Needs `moored[images]`."""
-        if self.media_type == RAW_RGB:
-            return self._raw()
-        image: Image.Image = pillow().open(io.BytesIO(self.data))
-        image.load()
-        return image
-
-    def _raw(self) -> Image.Image:
-        size = (int(self.metadata["width"]), int(self.metadata["height"]))
-        image: Image.Image = pillow().frombytes("RGB", size, self.data)
-        return image
-
-    @cached_property
-    def array(self) -> NDArray[Any]:
-        """A numpy array, uint8, [height, width, 3]. Needs `moored[images]`."""
-        array: NDArray[Any] = numpy().asarray(self.image.convert("RGB"))
-        return array
-
-    @property
-    def seed(self) -> int | None:
-        """The seed that it was painted with; None where the service did not tell."""
-        said = self.metadata.get("seed")
-        return int(said) if said is not None else None
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a file. A PNG keeps its metadata; other formats go through pillow."""
-        if self.media_type == "image/png" and Path(path).suffix.lower() == ".png":
-            Path(path).write_bytes(self.data)
-        else:
-            self.image.save(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +40,7 @@ class JobResult:
     done: Done
     """The last event."""
     latents: tuple[LatentInfo, ...] = ()
-    """Latents that it left in the service, in the order of their pictures."""
+    """Latents that it left in the service, in the order of what they are of."""
 
     @property
     def job_id(self) -> str:
@@ -97,7 +49,7 @@ class JobResult:
 
     @property
     def seed(self) -> int:
-        """Seed of the first picture; picture i used seed + i."""
+        """Seed of the first picture, film or track; number i used seed + i."""
         return self.done.seed
 
     @property
@@ -143,6 +95,9 @@ class JobResult:
         """Components that did not have to be loaded, by name."""
         return self.done.resident_already
 
+    def _without(self, what: str) -> LookupError:
+        return LookupError(f"Job {self.job_id} gave no {what}; what it kept is in .latents")
+
 
 @dataclass(frozen=True)
 class ImageResult(JobResult):
@@ -172,8 +127,92 @@ class ImageResult(JobResult):
 
     def _first(self) -> Picture:
         if not self.pictures:
-            raise LookupError(f"Job {self.job_id} gave no picture; what it kept is in .latents")
+            raise self._without("picture")
         return self.pictures[0]
+
+
+@dataclass(frozen=True)
+class VideoResult(JobResult):
+    """The films of a job. Empty when only a latent was asked for."""
+
+    films: tuple[Film, ...] = ()
+    """The films as they came, in order."""
+    tracks: tuple[Track, ...] = ()
+    """Their sound, where the model makes any, in order."""
+
+    @property
+    def film(self) -> Film:
+        """The first film."""
+        if not self.films:
+            raise self._without("film")
+        return self.films[0]
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """The first film as a numpy array, uint8, [frames, height, width, 3], without a copy.
+
+        Needs `moored[images]`.
+        """
+        return self.film.array
+
+    @property
+    def frames(self) -> list[Image.Image]:
+        """The frames of the first film as PIL images. Needs `moored[images]`."""
+        return self.film.frames
+
+    @property
+    def frames_per_second(self) -> float:
+        """The rate of the first film."""
+        return self.film.frames_per_second
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """What the service says of the first film, as text."""
+        return self.film.metadata
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the first film to a file; see Film.save for the formats."""
+        self.film.save(path)
+
+
+@dataclass(frozen=True)
+class AudioResult(JobResult):
+    """The tracks of a job. Empty when only a latent was asked for."""
+
+    tracks: tuple[Track, ...] = ()
+    """The tracks as they came, in the order of their items."""
+
+    def track(self, name: str | None = None, index: int = 0) -> Track:
+        """A track of an item, by its name; by none, the first of the item."""
+        for track in self.tracks:
+            if track.index == index and name in (None, track.name):
+                return track
+        if not self.tracks:
+            raise self._without("track")
+        there = ", ".join(f"{track.name!r} of item {track.index}" for track in self.tracks)
+        raise LookupError(f"Job {self.job_id} gave no track {name!r} of item {index}: {there}")
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """The first track as a numpy array, int16, [samples, channels], without a copy.
+
+        Needs `moored[images]`.
+        """
+        return self.track().array
+
+    @property
+    def sample_rate(self) -> int:
+        """Samples a second of the first track, of each channel."""
+        return self.track().sample_rate
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """What the service says of the first track, as text."""
+        return self.track().metadata
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the first track to a file; see Track.save for the formats."""
+        self.track().save(path)
 
 
 @dataclass(frozen=True)
@@ -188,39 +227,42 @@ class LatentResult(JobResult):
         return self.latents[0]
 
 
-class _Assembly:
-    """An artifact that is still arriving."""
-
-    def __init__(self, first: Artifact) -> None:
-        self.media_type = first.media_type
-        self.metadata = first.metadata
-        self.total_bytes = first.total_bytes
-        self.data = bytearray()
-
-    def add(self, piece: Artifact) -> None:
-        self.data += piece.chunk
-
-    def finish(self, index: int) -> Picture:
-        if self.total_bytes and len(self.data) != self.total_bytes:
-            raise InternalError(
-                f"Artifact {index} ended after {len(self.data)} of {self.total_bytes} bytes"
-            )
-        return Picture(index, self.media_type, bytes(self.data), self.metadata)
-
-
 class Gathered:
     """What the events of a job have brought so far."""
 
     def __init__(self) -> None:
         self.job_id = ""
         self.done: Done | None = None
-        self._pictures: dict[int, Picture] = {}
         self._latents: dict[int, LatentInfo] = {}
-        self._arriving: dict[int, _Assembly] = {}
+        # By index and track, in the order in which they began.
+        self._assemblies: dict[tuple[int, str], Assembly] = {}
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
-        return tuple(picture for _, picture in sorted(self._pictures.items()))
+        return tuple(one.whole for one in self._in_order() if isinstance(one.whole, Picture))
+
+    @property
+    def films(self) -> tuple[Film, ...]:
+        return tuple(one.whole for one in self._in_order() if isinstance(one.whole, Film))
+
+    @property
+    def tracks(self) -> tuple[Track, ...]:
+        return tuple(one.whole for one in self._in_order() if isinstance(one.whole, Track))
+
+    def new_frames(self) -> Iterator[Frame]:
+        """Frames of any film that were not given here before."""
+        for one in self._in_order():
+            if isinstance(one, FilmAssembly):
+                yield from one.frames()
+
+    def new_samples(self) -> Iterator[Samples]:
+        """Samples of any track that were not given here before."""
+        for one in self._in_order():
+            if isinstance(one, TrackAssembly) and (samples := one.samples()) is not None:
+                yield samples
+
+    def _in_order(self) -> list[Assembly]:
+        return sorted(self._assemblies.values(), key=lambda one: one.first.index)
 
     @property
     def latents(self) -> tuple[LatentInfo, ...]:
@@ -230,7 +272,8 @@ class Gathered:
         self.job_id = event.job_id or self.job_id
         if isinstance(event, Accepted):
             # A joined job replays from its start.
-            self._arriving.clear()
+            whole = {key: one for key, one in self._assemblies.items() if one.whole is not None}
+            self._assemblies = whole
         elif isinstance(event, Artifact):
             self._add_piece(event)
         elif isinstance(event, LatentKept):
@@ -239,12 +282,12 @@ class Gathered:
             self.done = event
 
     def _add_piece(self, piece: Artifact) -> None:
-        # Pieces of several artifacts may be interleaved.
-        if piece.index not in self._arriving:
-            self._arriving[piece.index] = _Assembly(piece)
-        self._arriving[piece.index].add(piece)
-        if piece.last:
-            self._pictures[piece.index] = self._arriving.pop(piece.index).finish(piece.index)
+        # Pieces of several artifacts, and of several tracks of one, may be interleaved.
+        key = (piece.index, piece.track)
+        assembly = self._assemblies.get(key)
+        if assembly is None or assembly.whole is not None:
+            assembly = self._assemblies[key] = assembly_of(piece)
+        assembly.add(piece)
 
     def failed(self, error: MooredError) -> MooredError:
         """`error` with what the job left behind."""
@@ -258,8 +301,18 @@ class Gathered:
 
 
 def image_result(gathered: Gathered) -> ImageResult:
-    """The result of GenerateImage and DecodeLatent."""
+    """The result of GenerateImage, and of DecodeLatent for a picture."""
     return ImageResult(gathered.finished(), gathered.latents, gathered.pictures)
+
+
+def video_result(gathered: Gathered) -> VideoResult:
+    """The result of GenerateVideo, and of DecodeLatent for a film."""
+    return VideoResult(gathered.finished(), gathered.latents, gathered.films, gathered.tracks)
+
+
+def audio_result(gathered: Gathered) -> AudioResult:
+    """The result of GenerateAudio, and of DecodeLatent for a track."""
+    return AudioResult(gathered.finished(), gathered.latents, gathered.tracks)
 
 
 def latent_result(gathered: Gathered) -> LatentResult:

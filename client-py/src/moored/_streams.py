@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -22,9 +22,10 @@ import grpc.aio
 from ._errors import Cancelled, InternalError, MooredError, error_of
 from ._events import Event, event_of
 from ._generated import hub_pb2, residency_pb2
+from ._media import Film, Frame, Picture, Samples, Track
 from ._mirror import mirror
 from ._records import LatentInfo, PulledModel, PullProgress, Status
-from ._results import Gathered, Picture
+from ._results import Gathered
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -331,6 +332,16 @@ class _Events(_Reading[Event], Generic[R]):
         return self._gathered.pictures
 
     @property
+    def films(self) -> tuple[Film, ...]:
+        """The films that are complete so far, in order."""
+        return self._gathered.films
+
+    @property
+    def tracks(self) -> tuple[Track, ...]:
+        """The tracks that are complete so far, in order."""
+        return self._gathered.tracks
+
+    @property
     def latents(self) -> tuple[LatentInfo, ...]:
         """The latents that the job has left in the service so far."""
         return self._gathered.latents
@@ -346,6 +357,24 @@ class EventStream(_Events[R], Stream[Event]):
                 pass
         return self._finished()
 
+    def frames(self) -> Iterator[Frame]:
+        """The frames of films, each once, as soon as it is there. Reads the events.
+
+        They are views of the film, which `result()` then has whole: nothing is kept twice.
+        """
+        yield from self._gathered.new_frames()
+        for _ in self:
+            yield from self._gathered.new_frames()
+
+    def samples(self) -> Iterator[Samples]:
+        """The samples of tracks, each once, as soon as they are there. Reads the events.
+
+        They are views of the track, which `result()` then has whole: nothing is kept twice.
+        """
+        yield from self._gathered.new_samples()
+        for _ in self:
+            yield from self._gathered.new_samples()
+
 
 class AsyncEventStream(_Events[R], AsyncStream[Event]):
     """The events of a job. `await result()` is what the plain call would have returned."""
@@ -356,6 +385,28 @@ class AsyncEventStream(_Events[R], AsyncStream[Event]):
             async for _ in self:
                 pass
         return self._finished()
+
+    async def frames(self) -> AsyncIterator[Frame]:
+        """The frames of films, each once, as soon as it is there. Reads the events.
+
+        They are views of the film, which `result()` then has whole: nothing is kept twice.
+        """
+        for frame in self._gathered.new_frames():
+            yield frame
+        async for _ in self:
+            for frame in self._gathered.new_frames():
+                yield frame
+
+    async def samples(self) -> AsyncIterator[Samples]:
+        """The samples of tracks, each once, as soon as they are there. Reads the events.
+
+        They are views of the track, which `result()` then has whole: nothing is kept twice.
+        """
+        for samples in self._gathered.new_samples():
+            yield samples
+        async for _ in self:
+            for samples in self._gathered.new_samples():
+                yield samples
 
 
 class _Statuses(_Reading[Status]):

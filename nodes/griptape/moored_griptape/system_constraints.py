@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import moored
 
@@ -21,6 +21,10 @@ _MULTIPLE = 16
 
 Log = Callable[[str], None]
 Needs = Callable[[moored.Plan], tuple[int, str]]
+Options = dict[str, Any]
+"""Those of a request, whatever it generates."""
+Planner = Callable[..., Awaitable[moored.Plan]]
+"""`plan`, `plan_video` or `plan_audio` of a client."""
 
 
 class OverBudget(Exception):
@@ -106,23 +110,19 @@ class SystemConstraints:
         return options
 
     @property
-    def image_options(self) -> moored.ImageOptions:
-        """The same, as a part of the options of a picture."""
-        return cast("moored.ImageOptions", self.job_options)
-
-    @property
     def _has_budget(self) -> bool:
         return self.gpu_memory_fraction < 1 or self.cpu_memory_gb is not None
 
     async def check(
         self,
         client: moored.AsyncClient,
+        plan: Planner,
         handle: ModelHandle,
         prompt: str,
-        options: moored.ImageOptions,
+        options: Options,
         log: Log,
     ) -> None:
-        """Raises OverBudget where the service's plan of a picture peaks above what is allowed.
+        """Raises OverBudget where the service's plan of a request peaks above what is allowed.
 
         With `allow_low_memory` it is said in the log instead. Activations are what the service has
         measured before, or predicts.
@@ -130,22 +130,23 @@ class SystemConstraints:
         tries = _quantized(handle, options)
         width, height = options.get("width"), options.get("height")
         if width and height and min(width, height) >= 2 * _MULTIPLE:
-            half: moored.ImageOptions = {"width": _half(width), "height": _half(height)}
+            half = {"width": _half(width), "height": _half(height)}
             tries[f"{half['width']}x{half['height']}"] = {**options, **half}
-        await self._check_plan(client, prompt, options, tries, _peak, log)
+        await self._check_plan(client, plan, prompt, options, tries, _peak, log)
 
     async def check_load(self, client: moored.AsyncClient, handle: ModelHandle, log: Log) -> None:
         """The same for a whole model that is to be in."""
-        options = moored.ImageOptions(model=handle.ref)
-        options.update(self.image_options)
-        await self._check_plan(client, "", options, _quantized(handle, options), _whole, log)
+        options: Options = {"model": handle.ref, **self.job_options}
+        tries = _quantized(handle, options)
+        await self._check_plan(client, _of_any_medium(client), "", options, tries, _whole, log)
 
     async def _check_plan(
         self,
         client: moored.AsyncClient,
+        planner: Planner,
         prompt: str,
-        options: moored.ImageOptions,
-        tries: Mapping[str, moored.ImageOptions],
+        options: Options,
+        tries: Mapping[str, Options],
         needs: Needs,
         log: Log,
     ) -> None:
@@ -157,7 +158,7 @@ class SystemConstraints:
                 f"The service has no card {self.card}: set gpu_device to `{ANY_DEVICE}` or to one of "
                 f"{', '.join(sorted(cards))}"
             )
-        plan = await client.plan(prompt, **options)
+        plan = await planner(prompt, **options)
         card = cards.get(plan.card)
         if card is None or not self._has_budget:
             return
@@ -177,7 +178,7 @@ class SystemConstraints:
         fits = []
         for label, instead in tries.items():
             with contextlib.suppress(moored.MooredError):  # a model that cannot be quantized, say
-                less, _ = needs(await client.plan(prompt, **instead))
+                less, _ = needs(await planner(prompt, **instead))
                 fits += [f"{label} ({in_words(less)})"] if less <= allowed else []
         remedies = [f"take {' or '.join(fits)}"] if fits else []
         raise OverBudget(
@@ -192,7 +193,26 @@ class SystemConstraints:
         return min(limits)
 
 
-def _quantized(handle: ModelHandle, options: moored.ImageOptions) -> dict[str, moored.ImageOptions]:
+def _of_any_medium(client: moored.AsyncClient) -> Planner:
+    """A plan of what the model generates, for options that a request for any medium has."""
+
+    async def plan(prompt: str, **options: Any) -> moored.Plan:
+        refused: moored.InvalidRequest | None = None
+        for one in (client.plan, client.plan_video, client.plan_audio):
+            try:
+                return await one(prompt, **options)
+            except moored.InvalidRequest as error:
+                if [violation.field for violation in error.violations] != ["model"]:
+                    raise
+                # It may generate something else than was asked for.
+                refused = refused or error
+        assert refused is not None
+        raise refused
+
+    return plan
+
+
+def _quantized(handle: ModelHandle, options: Options) -> dict[str, Options]:
     """The same request in fewer bytes."""
     if handle.quantization_mode != "None":
         return {}

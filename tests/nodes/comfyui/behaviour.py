@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from PIL import Image
 from prompts import RED, SIZE, Graph, Prompt
 from runs import Run
 
-from service import Service, slower_model
+from service import INSTANT_MODELS, Service, slower_model
 
 Serve = Callable[..., Service]
 
@@ -186,6 +187,68 @@ def test_a_latent_alone_is_painted_and_says_where_it_belongs(
     assert not [text for text in run.texts(painted) if text.startswith("Decoding")]
     shown(graph, painted)
     assert "VAE Decode" in comfyui.queue(graph.prompt).done().error
+
+
+# Films.
+
+
+def film_model(folder: Path, steps_ms: int) -> Path:
+    """A folder of models, made in `folder`, with `film`: as `video`, with pieces so far apart."""
+    models = folder / "models"
+    models.mkdir()
+    model = json.loads((INSTANT_MODELS / "video.instant.json").read_text(encoding="utf-8"))
+    model |= {"name": "film", "steps_ms": steps_ms}
+    (models / "film.instant.json").write_text(json.dumps(model), encoding="utf-8")
+    return models
+
+
+def test_a_film_is_the_clients_own(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve("sim:24GiB")
+    with service.client() as client:
+        graph = Graph(service.address, model="video")
+        show = shown(graph, graph.video())
+        sized = shown(graph, graph.video(frames=3, width=96, height=32, fps=12.0, seed=8))
+        run = comfyui.queue(graph.prompt).succeeded()
+        own = client.generate_video(RED, model="video", seed=7, steps=2)
+        same(run.pictures(show), list(own.array))
+        small = {"frames": 3, "width": 96, "height": 32, "frames_per_second": 12.0}
+        own = client.generate_video(RED, model="video", seed=8, steps=2, **small)
+        same(run.pictures(sized), list(own.array))
+
+
+def test_a_film_starts_from_a_picture_of_any_size(comfyui: ComfyUI, serve: Serve) -> None:
+    graph = Graph(serve("sim:24GiB").address, model="video")
+    odd = comfyui.upload("first.png", scene(1).resize((75, 50)))
+    loaded = graph.add("LoadImage", image=odd)
+    made = graph.video(image=[loaded, 0], frames=2)
+    show = shown(graph, made)
+    run = comfyui.queue(graph.prompt).succeeded()
+    assert [frame.shape for frame in run.pictures(show)] == [(48, 80, 3)] * 2
+    assert "Encoding the picture" in run.texts(made)
+    assert run.texts(made)[-1].startswith("Done in")
+
+
+def test_an_interrupt_ends_a_film_that_is_decoded(
+    comfyui: ComfyUI, serve: Serve, tmp_path: Path
+) -> None:
+    service = serve("sim:24GiB", more_models=film_model(tmp_path, steps_ms=10_000))
+    with service.client() as client:
+        graph = Graph(service.address, model="film")
+        shown(graph, graph.video(steps=1))
+        run = comfyui.queue(graph.prompt)
+        run.text("Decoding")
+        (job,) = interrupted(comfyui, client, run)
+        assert job.stage == "decode"
+        assert client.status().latents == 0
+
+
+def test_a_model_of_another_medium_is_told(comfyui: ComfyUI, painter: Service) -> None:
+    graph = Graph(painter.address)
+    shown(graph, graph.video())
+    run = comfyui.queue(graph.prompt).done()
+    assert run.status == "error"
+    assert "generates image" in run.error
+    assert "Traceback" not in run.error
 
 
 # What is shown.

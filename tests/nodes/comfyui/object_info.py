@@ -22,7 +22,10 @@ FOLDER = "python_module"
 
 
 def golden() -> dict[str, Any]:
-    """The golden file: `comfyui_version`, `taken` (a date), `nodes`."""
+    """The golden file: `comfyui_version`, `taken` (a date), `nodes`.
+
+    `not_taken` names nodes whose entries are the stand-in's word, until the file is written anew.
+    """
     taken: dict[str, Any] = json.loads(GOLDEN.read_text(encoding="utf-8"))
     return taken
 

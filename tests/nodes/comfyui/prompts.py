@@ -18,6 +18,7 @@ PAINTING: dict[str, Any] = {
     "preview_every_s": 0.0,
     **JOB,
 }
+MAKING = {name: value for name, value in PAINTING.items() if name not in ("count", "latent_only")}
 SIZE: dict[str, Any] = {"width": 64, "height": 64}
 MODEL: dict[str, Any] = {
     "model": "moored/demo",
@@ -69,6 +70,28 @@ class Graph:
         """VAE Decode."""
         inputs = {"model": [self.model, 0], "latent": latent} | JOB | options
         return self.add("MooredVAEDecode", **inputs)
+
+    def video(self, prompt: str = RED, **options: Any) -> str:
+        """Video."""
+        inputs: dict[str, Any] = {
+            "model": [self.model, 0],
+            "prompt": prompt,
+            "frames": 0,
+            "fps": 0.0,
+        }
+        return self.add("MooredVideo", **(inputs | {"width": 0, "height": 0} | MAKING | options))
+
+    def audio(self, prompt: str = RED, **options: Any) -> str:
+        """Audio."""
+        inputs = {
+            "model": [self.model, 0],
+            "prompt": prompt,
+            "lyrics": "",
+            "seconds": 0.0,
+            "count": 1,
+        }
+        making = {name: value for name, value in MAKING.items() if name != "preview_every_s"}
+        return self.add("MooredAudio", **(inputs | making | options))
 
     def preview(self, image: Link) -> str:
         """Shows pictures."""

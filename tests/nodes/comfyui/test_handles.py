@@ -94,6 +94,31 @@ def test_a_picture_goes_to_a_tensor_and_back(pack: ModuleType) -> None:
         assert np.array_equal(moored.Picture(0, "image/png", png).array, pixels)
 
 
+def test_the_first_picture_of_a_batch_is_taken(pack: ModuleType) -> None:
+    tensors = pack.tensors
+    batch = np.stack([np.full((2, 3, 3), shade, dtype=np.float32) for shade in (0.2, 0.4)])
+    for image in (batch, batch[0]):
+        png = tensors.first_png_of(torch.from_numpy(image))
+        assert moored.Picture(0, "image/png", png).array.tolist() == [[[51] * 3] * 3] * 2
+    with pytest.raises(pack.failures.Failure, match="no picture"):
+        tensors.first_png_of(torch.from_numpy(batch[:0]))
+
+
+def test_a_film_and_tracks_go_to_tensors(pack: ModuleType) -> None:
+    tensors = pack.tensors
+    pixels = np.arange(2 * 4 * 3 * 3, dtype=np.uint8)
+    film = moored.Film(0, "video/x-raw-rgb", 3, 4, 2, 24.0, pixels.tobytes())
+    image = tensors.frames_of(film)
+    assert (image.shape, image.dtype) == ((2, 4, 3, 3), "float32")
+    assert np.array_equal(np.rint(image.numpy() * 255).astype(np.uint8).ravel(), pixels)
+    samples = np.array([[-32768, 0], [16384, 32767], [1, -1]], dtype="<i2")
+    track = moored.Track(0, "", "audio/x-raw-s16le", 8000, 2, 3, samples.tobytes())
+    audio = tensors.audio_of([track, track])
+    assert audio["sample_rate"] == 8000
+    assert (audio["waveform"].shape, audio["waveform"].dtype) == ((2, 2, 3), "float32")
+    assert np.array_equal(audio["waveform"].numpy()[1].T * 2**15, samples)
+
+
 def test_pictures_of_any_channels_and_values_are_taken(pack: ModuleType) -> None:
     tensors = pack.tensors
     values = np.array([[[-1.0, 0.5, 2.0, 0.3]], [[np.nan, np.inf, -np.inf, 1.0]]], dtype=np.float32)

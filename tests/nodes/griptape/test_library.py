@@ -16,6 +16,7 @@ NODES = {
     "MooredDiffusionModel",
     "MooredGenerateImage",
     "MooredEditImage",
+    "MooredGenerateAudio",
     "MooredPreloadModel",
     "MooredUnloadModels",
     "MooredGPUStatus",

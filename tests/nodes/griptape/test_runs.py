@@ -148,6 +148,68 @@ def test_a_guidance_that_is_emptied_is_the_models_own_again(
         assert picture(node).info["moored"] == own
 
 
+# Tracks.
+
+
+def track(node: Any) -> bytes:
+    """The file of the track that a node gave, read as the engine reads it."""
+    from griptape.artifacts import AudioUrlArtifact
+    from griptape_nodes.files.file import File
+
+    artifact = outputs(node)["audio"]
+    assert type(artifact) is AudioUrlArtifact
+    return bytes(File(artifact.value).read_bytes())
+
+
+def test_a_prompt_becomes_a_track_by_url(simulate: Simulate, nowhere: Headless) -> None:
+    client = simulate()
+    values = {"prompt": "a slow waltz", "model": "track", "seed": 7, "steps": 2}
+    node = nowhere.do(nowhere.node("GenerateAudio", lyrics="la la", seconds=0.5, **values))
+    succeeds(nowhere)
+    asked: dict[str, Any] = {"model": "track", "seed": 7, "steps": 2, "lyrics": "la la"}
+    same = client.generate_audio("a slow waltz", seconds=0.5, **asked)
+    assert track(node) == bytes(same.track().data)
+    shown = outputs(node)
+    assert shown["audio"].value.endswith(".wav")
+    assert (shown["was_successful"], shown["progress"], shown["status"]) == (True, 1.0, "Done")
+    assert "seed 7" in details(node)
+    assert "0.5 s long" in details(node)
+    assert {"encode_text", "denoise", "decode", "total_s"} <= set(shown["timings"])
+    for words in ("Denoising", "Step 2/2", "Decoding", "Done in"):
+        assert words in shown["logs"]
+
+
+def test_a_track_that_cannot_be_is_told_in_a_sentence(
+    simulate: Simulate, nowhere: Headless
+) -> None:
+    simulate()
+    node = nowhere.do(nowhere.node("GenerateAudio", model="track"))
+    assert fails(nowhere, node) == "There is no prompt: say what is to be heard."
+    nowhere.do(nowhere.set(node, prompt="x", seconds=1e9))
+    assert "seconds" in fails(nowhere, node)
+    nowhere.do(nowhere.set(node, seconds=0, model="small"))
+    assert "generates image" in fails(nowhere, node)
+    assert "audio" not in outputs(node)
+
+
+def test_a_budget_bears_on_tracks_and_on_loads_of_any_model(
+    simulate: Simulate, nowhere: Headless
+) -> None:
+    simulate("sim:1GiB")
+    little = {"gpu_memory_fraction": 0.001}
+    node = nowhere.do(
+        nowhere.node("GenerateAudio", prompt="x", model="track", system_constraints=little)
+    )
+    assert "gpu_memory_fraction allows" in fails(nowhere, node)
+    nowhere.do(nowhere.fresh_flow())
+    for model in ("track", "video"):
+        node = nowhere.do(nowhere.node("PreloadModel", model=model, system_constraints=little))
+        assert "for the whole model" in fails(nowhere, node)
+        nowhere.do(nowhere.set(node, system_constraints={"gpu_memory_fraction": 0.5}))
+        succeeds(nowhere)
+        nowhere.do(nowhere.fresh_flow())
+
+
 @pytest.mark.parametrize(
     ("mode", "formats"),
     [

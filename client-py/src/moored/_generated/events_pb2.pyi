@@ -380,7 +380,9 @@ global___Preview = Preview
 
 @typing.final
 class Artifact(google.protobuf.message.Message):
-    """A piece of a result. The first chunk of an artifact carries its metadata."""
+    """A piece of a result. The first chunk of an artifact carries its metadata. Chunks of one artifact come in order, as the
+    result is made: those of several tracks of an item may alternate.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -406,20 +408,34 @@ class Artifact(google.protobuf.message.Message):
     CHUNK_FIELD_NUMBER: builtins.int
     TOTAL_BYTES_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
+    TRACK_FIELD_NUMBER: builtins.int
+    IMAGE_FIELD_NUMBER: builtins.int
+    VIDEO_FIELD_NUMBER: builtins.int
+    AUDIO_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Index among the artifacts of this job."""
     media_type: builtins.str
-    """`image/png`, or `image/x-raw-rgb` (8 bits a channel, row-major)."""
+    """`image/png`, or `image/x-raw-rgb` (8 bits a channel, row-major); `video/x-raw-rgb`, frame after frame of the same;
+    `audio/wav`, or `audio/x-raw-s16le` (16-bit little-endian, channels interleaved).
+    """
     chunk: builtins.bytes
     """At most 1 MiB."""
     total_bytes: builtins.int
     """Bytes of the whole artifact; on the first chunk."""
     last: builtins.bool
     """True on the last chunk."""
+    track: builtins.str
+    """Which of several results of one item, such as a stem of a song or the sound of a film; empty where there is one alone."""
     @property
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """width, height, seed, prompt, ... ; on the first chunk."""
 
+    @property
+    def image(self) -> global___ImageFormat: ...
+    @property
+    def video(self) -> global___VideoFormat: ...
+    @property
+    def audio(self) -> global___AudioTrackFormat: ...
     def __init__(
         self,
         *,
@@ -429,10 +445,94 @@ class Artifact(google.protobuf.message.Message):
         chunk: builtins.bytes = ...,
         total_bytes: builtins.int = ...,
         last: builtins.bool = ...,
+        track: builtins.str = ...,
+        image: global___ImageFormat | None = ...,
+        video: global___VideoFormat | None = ...,
+        audio: global___AudioTrackFormat | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "index", b"index", "last", b"last", "media_type", b"media_type", "metadata", b"metadata", "total_bytes", b"total_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["audio", b"audio", "format", b"format", "image", b"image", "video", b"video"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["audio", b"audio", "chunk", b"chunk", "format", b"format", "image", b"image", "index", b"index", "last", b"last", "media_type", b"media_type", "metadata", b"metadata", "total_bytes", b"total_bytes", "track", b"track", "video", b"video"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["format", b"format"]) -> typing.Literal["image", "video", "audio"] | None: ...
 
 global___Artifact = Artifact
+
+@typing.final
+class ImageFormat(google.protobuf.message.Message):
+    """A picture."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: builtins.int
+    HEIGHT_FIELD_NUMBER: builtins.int
+    width: builtins.int
+    """Pixels across."""
+    height: builtins.int
+    """Pixels down."""
+    def __init__(
+        self,
+        *,
+        width: builtins.int = ...,
+        height: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["height", b"height", "width", b"width"]) -> None: ...
+
+global___ImageFormat = ImageFormat
+
+@typing.final
+class VideoFormat(google.protobuf.message.Message):
+    """A film."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: builtins.int
+    HEIGHT_FIELD_NUMBER: builtins.int
+    FRAMES_FIELD_NUMBER: builtins.int
+    FRAMES_PER_SECOND_FIELD_NUMBER: builtins.int
+    width: builtins.int
+    """Pixels across."""
+    height: builtins.int
+    """Pixels down."""
+    frames: builtins.int
+    """Frames in all."""
+    frames_per_second: builtins.float
+    """Frames a second."""
+    def __init__(
+        self,
+        *,
+        width: builtins.int = ...,
+        height: builtins.int = ...,
+        frames: builtins.int = ...,
+        frames_per_second: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["frames", b"frames", "frames_per_second", b"frames_per_second", "height", b"height", "width", b"width"]) -> None: ...
+
+global___VideoFormat = VideoFormat
+
+@typing.final
+class AudioTrackFormat(google.protobuf.message.Message):
+    """A track."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SAMPLES_PER_SECOND_FIELD_NUMBER: builtins.int
+    CHANNELS_FIELD_NUMBER: builtins.int
+    SAMPLES_FIELD_NUMBER: builtins.int
+    samples_per_second: builtins.int
+    """Samples a second, of each channel."""
+    channels: builtins.int
+    """Channels."""
+    samples: builtins.int
+    """Samples in all, of each channel."""
+    def __init__(
+        self,
+        *,
+        samples_per_second: builtins.int = ...,
+        channels: builtins.int = ...,
+        samples: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["channels", b"channels", "samples", b"samples", "samples_per_second", b"samples_per_second"]) -> None: ...
+
+global___AudioTrackFormat = AudioTrackFormat
 
 @typing.final
 class LatentKept(google.protobuf.message.Message):

@@ -16,33 +16,39 @@ from . import events_pb2 as moored_dot_v1_dot_events__pb2
 from . import model_pb2 as moored_dot_v1_dot_model__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amoored/v1/generation.proto\x12\tmoored.v1\x1a\x16moored/v1/events.proto\x1a\x15moored/v1/model.proto\"\xc1\x01\n\nJobOptions\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12%\n\x08priority\x18\x02 \x01(\x0e\x32\x13.moored.v1.Priority\x12\x18\n\x0bpatience_ms\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x10\x61llow_low_memory\x18\x04 \x01(\x08\x12\x0c\n\x04\x63\x61rd\x18\x05 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65tach\x18\x07 \x01(\x08\x42\x0e\n\x0c_patience_ms\"\xe3\x03\n\x14GenerateImageRequest\x12\"\n\x05model\x18\x01 \x01(\x0b\x32\x13.moored.v1.ModelRef\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\r\n\x05width\x18\x03 \x01(\r\x12\x0e\n\x06height\x18\x04 \x01(\r\x12\r\n\x05steps\x18\x05 \x01(\r\x12\x15\n\x08guidance\x18\x06 \x01(\x02H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x01\x88\x01\x01\x12\x1b\n\x13max_sequence_length\x18\x08 \x01(\r\x12\r\n\x05\x63ount\x18\t \x01(\r\x12\x12\n\ninit_image\x18\n \x01(\x0c\x12\x15\n\x08strength\x18\x0b \x01(\x02H\x02\x88\x01\x01\x12\'\n\x06output\x18\x0c \x01(\x0e\x32\x17.moored.v1.OutputFormat\x12\x15\n\romit_metadata\x18\r \x01(\x08\x12\x13\n\x0bkeep_latent\x18\x0e \x01(\x08\x12\x1b\n\x13preview_interval_ms\x18\x0f \x01(\r\x12\x16\n\x0einit_latent_id\x18\x10 \x01(\t\x12\x13\n\x0blatent_only\x18\x11 \x01(\x08\x12&\n\x07options\x18\x1e \x01(\x0b\x32\x15.moored.v1.JobOptionsB\x0b\n\t_guidanceB\x07\n\x05_seedB\x0b\n\t_strength\"\x9c\x01\n\x12\x45ncodeImageRequest\x12\"\n\x05model\x18\x01 \x01(\x0b\x32\x13.moored.v1.ModelRef\x12\r\n\x05image\x18\x02 \x01(\x0c\x12\r\n\x05width\x18\x03 \x01(\r\x12\x0e\n\x06height\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12&\n\x07options\x18\x1e \x01(\x0b\x32\x15.moored.v1.JobOptions\"\x9d\x01\n\x13\x44\x65\x63odeLatentRequest\x12\"\n\x05model\x18\x01 \x01(\x0b\x32\x13.moored.v1.ModelRef\x12\x11\n\tlatent_id\x18\x02 \x01(\t\x12\'\n\x06output\x18\x03 \x01(\x0e\x32\x17.moored.v1.OutputFormat\x12&\n\x07options\x18\x1e \x01(\x0b\x32\x15.moored.v1.JobOptions\"%\n\x10GetLatentRequest\x12\x11\n\tlatent_id\x18\x01 \x01(\t\")\n\x14ReleaseLatentRequest\x12\x11\n\tlatent_id\x18\x01 \x01(\t\")\n\x15ReleaseLatentResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\"A\n\x0bLatentChunk\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.moored.v1.LatentInfo\x12\r\n\x05\x63hunk\x18\x02 \x01(\x0c*C\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x07\n\x03LOW\x10\x01\x12\n\n\x06NORMAL\x10\x02\x12\x08\n\x04HIGH\x10\x03*C\n\x0cOutputFormat\x12\x1d\n\x19OUTPUT_FORMAT_UNSPECIFIED\x10\x00\x12\x07\n\x03PNG\x10\x01\x12\x0b\n\x07RAW_RGB\x10\x02\x32\xae\x03\n\nGeneration\x12\x44\n\rGenerateImage\x12\x1f.moored.v1.GenerateImageRequest\x1a\x10.moored.v1.Event0\x01\x12@\n\x0b\x45ncodeImage\x12\x1d.moored.v1.EncodeImageRequest\x1a\x10.moored.v1.Event0\x01\x12\x42\n\x0c\x44\x65\x63odeLatent\x12\x1e.moored.v1.DecodeLatentRequest\x1a\x10.moored.v1.Event0\x01\x12\x42\n\tGetLatent\x12\x1b.moored.v1.GetLatentRequest\x1a\x16.moored.v1.LatentChunk0\x01\x12<\n\tPutLatent\x12\x16.moored.v1.LatentChunk\x1a\x15.moored.v1.LatentInfo(\x01\x12R\n\rReleaseLatent\x12\x1f.moored.v1.ReleaseLatentRequest\x1a .moored.v1.ReleaseLatentResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amoored/v1/generation.proto\x12\tmoored.v1\x1a\x16moored/v1/events.proto\x1a\x15moored/v1/model.proto\"\xc1\x01\n\nJobOptions\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12%\n\x08priority\x18\x02 \x01(\x0e\x32\x13.moored.v1.Priority\x12\x18\n\x0bpatience_ms\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x10\x61llow_low_memory\x18\x04 \x01(\x08\x12\x0c\n\x04\x63\x61rd\x18\x05 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65tach\x18\x07 \x01(\x08\x42\x0e\n\x0c_patience_ms\"\xe3\x03\n\x14GenerateImageRequest\x12\"\n\x05model\x18\x01 \x01(\x0b\x32\x13.moored.v1.ModelRef\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\r\n\x05width\x18\x03 \x01(\r\x12\x0e\n\x06height\x18\x04 \x01(\r\x12\r\n\x05steps\x18\x05 \x01(\r\x12\x15\n\x08guidance\x18\x06 \x01(\x02H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x01\x88\x01\x01\x12\x1b\n\x13max_sequence_length\x18\x08 \x01(\r\x12\r\n\x05\x63ount\x18\t \x01(\r\x12\x12\n\ninit_image\x18\n \x01(\x0c\x12\x15\n\x08strength\x18\x0b \x01(\x02H\x02\x88\x01\x01\x12\'\n\x06output\x18\x0c \x01(\x0e\x32\x17.moored.v1.OutputFormat\x12\x15\n\romit_metadata\x18\r \x01(\x08\x12\x13\n\x0bkeep_latent\x18\x0e \x01(\x08\x12\x1b\n\x13preview_interval_ms\x18\x0f \x01(\r\x12\x16\n\x0einit_latent_id\x18\x10 \x01(\t\x12\x13\n\x0blatent_only\x18\x11 \x01(\x08\x12&\n\x07options\x18\x1e \x01(\x0b\x32\x15.moored.v1.JobOptionsB\x0b\n\t_guidanceB\x07\n\x05_seedB\x0b\n\t_strength\"\xe5\x03\n\x14GenerateVideoRequest\x12\"\n\x05model\x18\x01 \x01(\x0b\x32\x13.moored.v1.ModelRef\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\r\n\x05width\x18\x03 \x01(\r\x12\x0e\n\x06height\x18\x04 \x01(\r\x12\x0e\n\x06\x66rames\x18\x05 \x01(\r\x12\x19\n\x11\x66rames_per_second\x18\x06 \x01(\x02\x12\r\n\x05steps\x18\x07 \x01(\r\x12\x15\n\x08guidance\x18\x08 \x01(\x02H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x01\x88\x01\x01\x12\x1b\n\x13max_sequence_length\x18\n \x01(\r\x12\r\n\x05\x63ount\x18\x0b \x01(\r\x12\x12\n\ninit_image\x18\x0c \x01(\x0c\x12\x15\n\x08strength\x18\r \x01(\x02H\x02\x88\x01\x01\x12\x13\n\x0bkeep_latent\x18\x0e \x01(\x08\x12\x1b\n\x13preview_interval_ms\x18\x0f \x01(\r\x12\x16\n\x0einit_latent_id\x18\x10 \x01(\t\x12\x13\n\x0blatent_only\x18\x11 \x01(\x08\x12\x15\n\romit_metadata\x18\x12 \x01(\x08\x12&\n\x07options\x18\x1e \x01(\x0b\x32\x15.moored.v1.JobOptionsB\x0b\n\t_guidanceB\x07\n\x05_seedB\x0b\n\t_strength\"\xb3\x03\n\x14GenerateAudioRequest\x12\"\n\x05model\x18\x01 \x01(\x0b\x32\x13.moored.v1.ModelRef\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x0e\n\x06lyrics\x18\x03 \x01(\t\x12\x0f\n\x07seconds\x18\x04 \x01(\x02\x12\r\n\x05steps\x18\x05 \x01(\r\x12\x15\n\x08guidance\x18\x06 \x01(\x02H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x01\x88\x01\x01\x12\x1b\n\x13max_sequence_length\x18\x08 \x01(\r\x12\r\n\x05\x63ount\x18\t \x01(\r\x12\x15\n\x08strength\x18\n \x01(\x02H\x02\x88\x01\x01\x12\x13\n\x0bkeep_latent\x18\x0b \x01(\x08\x12\x16\n\x0einit_latent_id\x18\x0c \x01(\t\x12\x13\n\x0blatent_only\x18\r \x01(\x08\x12\x15\n\romit_metadata\x18\x0e \x01(\x08\x12&\n\x06output\x18\x0f \x01(\x0e\x32\x16.moored.v1.AudioFormat\x12&\n\x07options\x18\x1e \x01(\x0b\x32\x15.moored.v1.JobOptionsB\x0b\n\t_guidanceB\x07\n\x05_seedB\x0b\n\t_strength\"\x9c\x01\n\x12\x45ncodeImageRequest\x12\"\n\x05model\x18\x01 \x01(\x0b\x32\x13.moored.v1.ModelRef\x12\r\n\x05image\x18\x02 \x01(\x0c\x12\r\n\x05width\x18\x03 \x01(\r\x12\x0e\n\x06height\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12&\n\x07options\x18\x1e \x01(\x0b\x32\x15.moored.v1.JobOptions\"\x9d\x01\n\x13\x44\x65\x63odeLatentRequest\x12\"\n\x05model\x18\x01 \x01(\x0b\x32\x13.moored.v1.ModelRef\x12\x11\n\tlatent_id\x18\x02 \x01(\t\x12\'\n\x06output\x18\x03 \x01(\x0e\x32\x17.moored.v1.OutputFormat\x12&\n\x07options\x18\x1e \x01(\x0b\x32\x15.moored.v1.JobOptions\"%\n\x10GetLatentRequest\x12\x11\n\tlatent_id\x18\x01 \x01(\t\")\n\x14ReleaseLatentRequest\x12\x11\n\tlatent_id\x18\x01 \x01(\t\")\n\x15ReleaseLatentResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\"A\n\x0bLatentChunk\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.moored.v1.LatentInfo\x12\r\n\x05\x63hunk\x18\x02 \x01(\x0c*C\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x07\n\x03LOW\x10\x01\x12\n\n\x06NORMAL\x10\x02\x12\x08\n\x04HIGH\x10\x03*C\n\x0b\x41udioFormat\x12\x1c\n\x18\x41UDIO_FORMAT_UNSPECIFIED\x10\x00\x12\x07\n\x03WAV\x10\x01\x12\r\n\tRAW_S16LE\x10\x02*C\n\x0cOutputFormat\x12\x1d\n\x19OUTPUT_FORMAT_UNSPECIFIED\x10\x00\x12\x07\n\x03PNG\x10\x01\x12\x0b\n\x07RAW_RGB\x10\x02\x32\xba\x04\n\nGeneration\x12\x44\n\rGenerateImage\x12\x1f.moored.v1.GenerateImageRequest\x1a\x10.moored.v1.Event0\x01\x12\x44\n\rGenerateVideo\x12\x1f.moored.v1.GenerateVideoRequest\x1a\x10.moored.v1.Event0\x01\x12\x44\n\rGenerateAudio\x12\x1f.moored.v1.GenerateAudioRequest\x1a\x10.moored.v1.Event0\x01\x12@\n\x0b\x45ncodeImage\x12\x1d.moored.v1.EncodeImageRequest\x1a\x10.moored.v1.Event0\x01\x12\x42\n\x0c\x44\x65\x63odeLatent\x12\x1e.moored.v1.DecodeLatentRequest\x1a\x10.moored.v1.Event0\x01\x12\x42\n\tGetLatent\x12\x1b.moored.v1.GetLatentRequest\x1a\x16.moored.v1.LatentChunk0\x01\x12<\n\tPutLatent\x12\x16.moored.v1.LatentChunk\x1a\x15.moored.v1.LatentInfo(\x01\x12R\n\rReleaseLatent\x12\x1f.moored.v1.ReleaseLatentRequest\x1a .moored.v1.ReleaseLatentResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'moored.v1.generation_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_PRIORITY']._serialized_start=1281
-  _globals['_PRIORITY']._serialized_end=1348
-  _globals['_OUTPUTFORMAT']._serialized_start=1350
-  _globals['_OUTPUTFORMAT']._serialized_end=1417
+  _globals['_PRIORITY']._serialized_start=2207
+  _globals['_PRIORITY']._serialized_end=2274
+  _globals['_AUDIOFORMAT']._serialized_start=2276
+  _globals['_AUDIOFORMAT']._serialized_end=2343
+  _globals['_OUTPUTFORMAT']._serialized_start=2345
+  _globals['_OUTPUTFORMAT']._serialized_end=2412
   _globals['_JOBOPTIONS']._serialized_start=89
   _globals['_JOBOPTIONS']._serialized_end=282
   _globals['_GENERATEIMAGEREQUEST']._serialized_start=285
   _globals['_GENERATEIMAGEREQUEST']._serialized_end=768
-  _globals['_ENCODEIMAGEREQUEST']._serialized_start=771
-  _globals['_ENCODEIMAGEREQUEST']._serialized_end=927
-  _globals['_DECODELATENTREQUEST']._serialized_start=930
-  _globals['_DECODELATENTREQUEST']._serialized_end=1087
-  _globals['_GETLATENTREQUEST']._serialized_start=1089
-  _globals['_GETLATENTREQUEST']._serialized_end=1126
-  _globals['_RELEASELATENTREQUEST']._serialized_start=1128
-  _globals['_RELEASELATENTREQUEST']._serialized_end=1169
-  _globals['_RELEASELATENTRESPONSE']._serialized_start=1171
-  _globals['_RELEASELATENTRESPONSE']._serialized_end=1212
-  _globals['_LATENTCHUNK']._serialized_start=1214
-  _globals['_LATENTCHUNK']._serialized_end=1279
-  _globals['_GENERATION']._serialized_start=1420
-  _globals['_GENERATION']._serialized_end=1850
+  _globals['_GENERATEVIDEOREQUEST']._serialized_start=771
+  _globals['_GENERATEVIDEOREQUEST']._serialized_end=1256
+  _globals['_GENERATEAUDIOREQUEST']._serialized_start=1259
+  _globals['_GENERATEAUDIOREQUEST']._serialized_end=1694
+  _globals['_ENCODEIMAGEREQUEST']._serialized_start=1697
+  _globals['_ENCODEIMAGEREQUEST']._serialized_end=1853
+  _globals['_DECODELATENTREQUEST']._serialized_start=1856
+  _globals['_DECODELATENTREQUEST']._serialized_end=2013
+  _globals['_GETLATENTREQUEST']._serialized_start=2015
+  _globals['_GETLATENTREQUEST']._serialized_end=2052
+  _globals['_RELEASELATENTREQUEST']._serialized_start=2054
+  _globals['_RELEASELATENTREQUEST']._serialized_end=2095
+  _globals['_RELEASELATENTRESPONSE']._serialized_start=2097
+  _globals['_RELEASELATENTRESPONSE']._serialized_end=2138
+  _globals['_LATENTCHUNK']._serialized_start=2140
+  _globals['_LATENTCHUNK']._serialized_end=2205
+  _globals['_GENERATION']._serialized_start=2415
+  _globals['_GENERATION']._serialized_end=2985
 # @@protoc_insertion_point(module_scope)

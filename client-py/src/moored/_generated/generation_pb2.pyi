@@ -46,6 +46,28 @@ HIGH: Priority.ValueType  # 3
 """Four shares."""
 global___Priority = Priority
 
+class _AudioFormat:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _AudioFormatEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_AudioFormat.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    AUDIO_FORMAT_UNSPECIFIED: _AudioFormat.ValueType  # 0
+    """WAV."""
+    WAV: _AudioFormat.ValueType  # 1
+    RAW_S16LE: _AudioFormat.ValueType  # 2
+    """16-bit little-endian samples, channels interleaved."""
+
+class AudioFormat(_AudioFormat, metaclass=_AudioFormatEnumTypeWrapper):
+    """How a track is sent."""
+
+AUDIO_FORMAT_UNSPECIFIED: AudioFormat.ValueType  # 0
+"""WAV."""
+WAV: AudioFormat.ValueType  # 1
+RAW_S16LE: AudioFormat.ValueType  # 2
+"""16-bit little-endian samples, channels interleaved."""
+global___AudioFormat = AudioFormat
+
 class _OutputFormat:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -204,6 +226,186 @@ class GenerateImageRequest(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_strength", b"_strength"]) -> typing.Literal["strength"] | None: ...
 
 global___GenerateImageRequest = GenerateImageRequest
+
+@typing.final
+class GenerateVideoRequest(google.protobuf.message.Message):
+    """One or several films. Zero or absent values take the model's defaults (see ListModels)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    PROMPT_FIELD_NUMBER: builtins.int
+    WIDTH_FIELD_NUMBER: builtins.int
+    HEIGHT_FIELD_NUMBER: builtins.int
+    FRAMES_FIELD_NUMBER: builtins.int
+    FRAMES_PER_SECOND_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    GUIDANCE_FIELD_NUMBER: builtins.int
+    SEED_FIELD_NUMBER: builtins.int
+    MAX_SEQUENCE_LENGTH_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    INIT_IMAGE_FIELD_NUMBER: builtins.int
+    STRENGTH_FIELD_NUMBER: builtins.int
+    KEEP_LATENT_FIELD_NUMBER: builtins.int
+    PREVIEW_INTERVAL_MS_FIELD_NUMBER: builtins.int
+    INIT_LATENT_ID_FIELD_NUMBER: builtins.int
+    LATENT_ONLY_FIELD_NUMBER: builtins.int
+    OMIT_METADATA_FIELD_NUMBER: builtins.int
+    OPTIONS_FIELD_NUMBER: builtins.int
+    prompt: builtins.str
+    """At most 10,000 characters."""
+    width: builtins.int
+    """Pixels across; a multiple of 16, at most 4096."""
+    height: builtins.int
+    """Pixels down; a multiple of 16, at most 4096."""
+    frames: builtins.int
+    """Frames in all. A model may take certain numbers only."""
+    frames_per_second: builtins.float
+    """Frames a second."""
+    steps: builtins.int
+    """Denoising steps, 1 to 200."""
+    guidance: builtins.float
+    seed: builtins.int
+    """Absent: told in `done`; random, but for an idempotency key always the same."""
+    max_sequence_length: builtins.int
+    """Tokens of the prompt, 1 to 512."""
+    count: builtins.int
+    """How many films, 1 to 64; 0 is 1. Film i uses seed + i."""
+    init_image: builtins.bytes
+    """Image to video: a PNG, JPEG or WebP as the first frame; scaled to width x height."""
+    strength: builtins.float
+    """How much of the schedule runs from what it starts from: over 0 to 1. Absent: 1."""
+    keep_latent: builtins.bool
+    """Keep each film's latent in the service; its handle comes as `latent`."""
+    preview_interval_ms: builtins.int
+    """Stream previews while denoising, no oftener than this; 0: none. At least 100."""
+    init_latent_id: builtins.str
+    """Start from this latent of the service."""
+    latent_only: builtins.bool
+    """Give the latent only: no decode, no frames. Implies `keep_latent`."""
+    omit_metadata: builtins.bool
+    """Leave prompt, seed, settings and model out of the metadata."""
+    @property
+    def model(self) -> model_pb2.ModelRef: ...
+    @property
+    def options(self) -> global___JobOptions: ...
+    def __init__(
+        self,
+        *,
+        model: model_pb2.ModelRef | None = ...,
+        prompt: builtins.str = ...,
+        width: builtins.int = ...,
+        height: builtins.int = ...,
+        frames: builtins.int = ...,
+        frames_per_second: builtins.float = ...,
+        steps: builtins.int = ...,
+        guidance: builtins.float | None = ...,
+        seed: builtins.int | None = ...,
+        max_sequence_length: builtins.int = ...,
+        count: builtins.int = ...,
+        init_image: builtins.bytes = ...,
+        strength: builtins.float | None = ...,
+        keep_latent: builtins.bool = ...,
+        preview_interval_ms: builtins.int = ...,
+        init_latent_id: builtins.str = ...,
+        latent_only: builtins.bool = ...,
+        omit_metadata: builtins.bool = ...,
+        options: global___JobOptions | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "guidance", b"guidance", "model", b"model", "options", b"options", "seed", b"seed", "strength", b"strength"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "count", b"count", "frames", b"frames", "frames_per_second", b"frames_per_second", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "seed", b"seed", "steps", b"steps", "strength", b"strength", "width", b"width"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_guidance", b"_guidance"]) -> typing.Literal["guidance"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_strength", b"_strength"]) -> typing.Literal["strength"] | None: ...
+
+global___GenerateVideoRequest = GenerateVideoRequest
+
+@typing.final
+class GenerateAudioRequest(google.protobuf.message.Message):
+    """One or several tracks. Zero or absent values take the model's defaults (see ListModels)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    PROMPT_FIELD_NUMBER: builtins.int
+    LYRICS_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    GUIDANCE_FIELD_NUMBER: builtins.int
+    SEED_FIELD_NUMBER: builtins.int
+    MAX_SEQUENCE_LENGTH_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    STRENGTH_FIELD_NUMBER: builtins.int
+    KEEP_LATENT_FIELD_NUMBER: builtins.int
+    INIT_LATENT_ID_FIELD_NUMBER: builtins.int
+    LATENT_ONLY_FIELD_NUMBER: builtins.int
+    OMIT_METADATA_FIELD_NUMBER: builtins.int
+    OUTPUT_FIELD_NUMBER: builtins.int
+    OPTIONS_FIELD_NUMBER: builtins.int
+    prompt: builtins.str
+    """At most 10,000 characters."""
+    lyrics: builtins.str
+    """What is sung; empty: nothing."""
+    seconds: builtins.float
+    """Length in seconds."""
+    steps: builtins.int
+    """Denoising steps, 1 to 200."""
+    guidance: builtins.float
+    seed: builtins.int
+    """Absent: told in `done`; random, but for an idempotency key always the same."""
+    max_sequence_length: builtins.int
+    """Tokens of the prompt, 1 to 512."""
+    count: builtins.int
+    """How many tracks, 1 to 64; 0 is 1. Track i uses seed + i."""
+    strength: builtins.float
+    """How much of the schedule runs from what it starts from: over 0 to 1. Absent: 1."""
+    keep_latent: builtins.bool
+    """Keep each track's latent in the service; its handle comes as `latent`."""
+    init_latent_id: builtins.str
+    """Start from this latent of the service."""
+    latent_only: builtins.bool
+    """Give the latent only: no decode, no samples. Implies `keep_latent`."""
+    omit_metadata: builtins.bool
+    """Leave prompt, seed, settings and model out of the metadata."""
+    output: global___AudioFormat.ValueType
+    """WAV (default), or samples alone."""
+    @property
+    def model(self) -> model_pb2.ModelRef: ...
+    @property
+    def options(self) -> global___JobOptions: ...
+    def __init__(
+        self,
+        *,
+        model: model_pb2.ModelRef | None = ...,
+        prompt: builtins.str = ...,
+        lyrics: builtins.str = ...,
+        seconds: builtins.float = ...,
+        steps: builtins.int = ...,
+        guidance: builtins.float | None = ...,
+        seed: builtins.int | None = ...,
+        max_sequence_length: builtins.int = ...,
+        count: builtins.int = ...,
+        strength: builtins.float | None = ...,
+        keep_latent: builtins.bool = ...,
+        init_latent_id: builtins.str = ...,
+        latent_only: builtins.bool = ...,
+        omit_metadata: builtins.bool = ...,
+        output: global___AudioFormat.ValueType = ...,
+        options: global___JobOptions | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "guidance", b"guidance", "model", b"model", "options", b"options", "seed", b"seed", "strength", b"strength"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "count", b"count", "guidance", b"guidance", "init_latent_id", b"init_latent_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "lyrics", b"lyrics", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "prompt", b"prompt", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_guidance", b"_guidance"]) -> typing.Literal["guidance"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_strength", b"_strength"]) -> typing.Literal["strength"] | None: ...
+
+global___GenerateAudioRequest = GenerateAudioRequest
 
 @typing.final
 class EncodeImageRequest(google.protobuf.message.Message):

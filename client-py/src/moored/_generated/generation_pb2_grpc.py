@@ -8,7 +8,7 @@ from . import model_pb2 as moored_dot_v1_dot_model__pb2
 
 
 class GenerationStub(object):
-    """Makes pictures. Deadlines and cancellation are honoured in the queue, in waits, in loads and between
+    """Generates pictures, films and tracks. Deadlines and cancellation are honoured in the queue, in waits, in loads and between
     steps; dropping the stream cancels the job.
     """
 
@@ -21,6 +21,16 @@ class GenerationStub(object):
         self.GenerateImage = channel.unary_stream(
                 '/moored.v1.Generation/GenerateImage',
                 request_serializer=moored_dot_v1_dot_generation__pb2.GenerateImageRequest.SerializeToString,
+                response_deserializer=moored_dot_v1_dot_events__pb2.Event.FromString,
+                )
+        self.GenerateVideo = channel.unary_stream(
+                '/moored.v1.Generation/GenerateVideo',
+                request_serializer=moored_dot_v1_dot_generation__pb2.GenerateVideoRequest.SerializeToString,
+                response_deserializer=moored_dot_v1_dot_events__pb2.Event.FromString,
+                )
+        self.GenerateAudio = channel.unary_stream(
+                '/moored.v1.Generation/GenerateAudio',
+                request_serializer=moored_dot_v1_dot_generation__pb2.GenerateAudioRequest.SerializeToString,
                 response_deserializer=moored_dot_v1_dot_events__pb2.Event.FromString,
                 )
         self.EncodeImage = channel.unary_stream(
@@ -51,12 +61,26 @@ class GenerationStub(object):
 
 
 class GenerationServicer(object):
-    """Makes pictures. Deadlines and cancellation are honoured in the queue, in waits, in loads and between
+    """Generates pictures, films and tracks. Deadlines and cancellation are honoured in the queue, in waits, in loads and between
     steps; dropping the stream cancels the job.
     """
 
     def GenerateImage(self, request, context):
         """Text to image, or image to image when `init_image` is set.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateVideo(self, request, context):
+        """Text to video, or image to video when `init_image` is set. Frames come as they are decoded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateAudio(self, request, context):
+        """Text to audio. Samples come as they are decoded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,6 +129,16 @@ def add_GenerationServicer_to_server(servicer, server):
                     request_deserializer=moored_dot_v1_dot_generation__pb2.GenerateImageRequest.FromString,
                     response_serializer=moored_dot_v1_dot_events__pb2.Event.SerializeToString,
             ),
+            'GenerateVideo': grpc.unary_stream_rpc_method_handler(
+                    servicer.GenerateVideo,
+                    request_deserializer=moored_dot_v1_dot_generation__pb2.GenerateVideoRequest.FromString,
+                    response_serializer=moored_dot_v1_dot_events__pb2.Event.SerializeToString,
+            ),
+            'GenerateAudio': grpc.unary_stream_rpc_method_handler(
+                    servicer.GenerateAudio,
+                    request_deserializer=moored_dot_v1_dot_generation__pb2.GenerateAudioRequest.FromString,
+                    response_serializer=moored_dot_v1_dot_events__pb2.Event.SerializeToString,
+            ),
             'EncodeImage': grpc.unary_stream_rpc_method_handler(
                     servicer.EncodeImage,
                     request_deserializer=moored_dot_v1_dot_generation__pb2.EncodeImageRequest.FromString,
@@ -138,7 +172,7 @@ def add_GenerationServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Generation(object):
-    """Makes pictures. Deadlines and cancellation are honoured in the queue, in waits, in loads and between
+    """Generates pictures, films and tracks. Deadlines and cancellation are honoured in the queue, in waits, in loads and between
     steps; dropping the stream cancels the job.
     """
 
@@ -155,6 +189,40 @@ class Generation(object):
             metadata=None):
         return grpc.experimental.unary_stream(request, target, '/moored.v1.Generation/GenerateImage',
             moored_dot_v1_dot_generation__pb2.GenerateImageRequest.SerializeToString,
+            moored_dot_v1_dot_events__pb2.Event.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def GenerateVideo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(request, target, '/moored.v1.Generation/GenerateVideo',
+            moored_dot_v1_dot_generation__pb2.GenerateVideoRequest.SerializeToString,
+            moored_dot_v1_dot_events__pb2.Event.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def GenerateAudio(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(request, target, '/moored.v1.Generation/GenerateAudio',
+            moored_dot_v1_dot_generation__pb2.GenerateAudioRequest.SerializeToString,
             moored_dot_v1_dot_events__pb2.Event.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -20,7 +20,7 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class GenerationStub:
-    """Makes pictures. Deadlines and cancellation are honoured in the queue, in waits, in loads and between
+    """Generates pictures, films and tracks. Deadlines and cancellation are honoured in the queue, in waits, in loads and between
     steps; dropping the stream cancels the job.
     """
 
@@ -30,6 +30,18 @@ class GenerationStub:
         events_pb2.Event,
     ]
     """Text to image, or image to image when `init_image` is set."""
+
+    GenerateVideo: grpc.UnaryStreamMultiCallable[
+        generation_pb2.GenerateVideoRequest,
+        events_pb2.Event,
+    ]
+    """Text to video, or image to video when `init_image` is set. Frames come as they are decoded."""
+
+    GenerateAudio: grpc.UnaryStreamMultiCallable[
+        generation_pb2.GenerateAudioRequest,
+        events_pb2.Event,
+    ]
+    """Text to audio. Samples come as they are decoded."""
 
     EncodeImage: grpc.UnaryStreamMultiCallable[
         generation_pb2.EncodeImageRequest,
@@ -62,7 +74,7 @@ class GenerationStub:
     """Gives a latent up before its time. A job that needs it keeps it until it has ended."""
 
 class GenerationAsyncStub:
-    """Makes pictures. Deadlines and cancellation are honoured in the queue, in waits, in loads and between
+    """Generates pictures, films and tracks. Deadlines and cancellation are honoured in the queue, in waits, in loads and between
     steps; dropping the stream cancels the job.
     """
 
@@ -71,6 +83,18 @@ class GenerationAsyncStub:
         events_pb2.Event,
     ]
     """Text to image, or image to image when `init_image` is set."""
+
+    GenerateVideo: grpc.aio.UnaryStreamMultiCallable[
+        generation_pb2.GenerateVideoRequest,
+        events_pb2.Event,
+    ]
+    """Text to video, or image to video when `init_image` is set. Frames come as they are decoded."""
+
+    GenerateAudio: grpc.aio.UnaryStreamMultiCallable[
+        generation_pb2.GenerateAudioRequest,
+        events_pb2.Event,
+    ]
+    """Text to audio. Samples come as they are decoded."""
 
     EncodeImage: grpc.aio.UnaryStreamMultiCallable[
         generation_pb2.EncodeImageRequest,
@@ -103,7 +127,7 @@ class GenerationAsyncStub:
     """Gives a latent up before its time. A job that needs it keeps it until it has ended."""
 
 class GenerationServicer(metaclass=abc.ABCMeta):
-    """Makes pictures. Deadlines and cancellation are honoured in the queue, in waits, in loads and between
+    """Generates pictures, films and tracks. Deadlines and cancellation are honoured in the queue, in waits, in loads and between
     steps; dropping the stream cancels the job.
     """
 
@@ -114,6 +138,22 @@ class GenerationServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[events_pb2.Event], collections.abc.AsyncIterator[events_pb2.Event]]:
         """Text to image, or image to image when `init_image` is set."""
+
+    @abc.abstractmethod
+    def GenerateVideo(
+        self,
+        request: generation_pb2.GenerateVideoRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[events_pb2.Event], collections.abc.AsyncIterator[events_pb2.Event]]:
+        """Text to video, or image to video when `init_image` is set. Frames come as they are decoded."""
+
+    @abc.abstractmethod
+    def GenerateAudio(
+        self,
+        request: generation_pb2.GenerateAudioRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[events_pb2.Event], collections.abc.AsyncIterator[events_pb2.Event]]:
+        """Text to audio. Samples come as they are decoded."""
 
     @abc.abstractmethod
     def EncodeImage(

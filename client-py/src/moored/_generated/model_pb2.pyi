@@ -255,7 +255,7 @@ global___KeptComponent = KeptComponent
 
 @typing.final
 class LatentInfo(google.protobuf.message.Message):
-    """A latent picture: what a VAE encodes to, and what a transformer paints."""
+    """A latent: what an encoder makes of a picture, what sampling gives, and what is decoded to a result."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -265,6 +265,7 @@ class LatentInfo(google.protobuf.message.Message):
     VAE_ID_FIELD_NUMBER: builtins.int
     EXPIRES_IN_MS_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
     id: builtins.str
     """Handle for DecodeLatent and GetLatent. Ends with the service, or after `expires_in_ms`."""
     dtype: builtins.str
@@ -277,7 +278,11 @@ class LatentInfo(google.protobuf.message.Message):
     """Bytes of its data."""
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Shape, `[1, channels, height / 8, width / 8]`."""
+        """Shape; of a picture `[1, channels, height / 8, width / 8]`."""
+
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorInfo]:
+        """Its tensors, where it is not one alone without a name; `shape` and `dtype` are those of the first."""
 
     def __init__(
         self,
@@ -288,7 +293,30 @@ class LatentInfo(google.protobuf.message.Message):
         vae_id: builtins.str = ...,
         expires_in_ms: builtins.int = ...,
         bytes: builtins.int = ...,
+        tensors: collections.abc.Iterable[global___TensorInfo] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "dtype", b"dtype", "expires_in_ms", b"expires_in_ms", "id", b"id", "shape", b"shape", "vae_id", b"vae_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "dtype", b"dtype", "expires_in_ms", b"expires_in_ms", "id", b"id", "shape", b"shape", "tensors", b"tensors", "vae_id", b"vae_id"]) -> None: ...
 
 global___LatentInfo = LatentInfo
+
+@typing.final
+class TensorInfo(google.protobuf.message.Message):
+    """A tensor of a latent."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    SHAPE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """As the model's family calls it."""
+    @property
+    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        shape: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "shape", b"shape"]) -> None: ...
+
+global___TensorInfo = TensorInfo

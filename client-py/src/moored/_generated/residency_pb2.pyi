@@ -76,6 +76,7 @@ class ModelInfo(google.protobuf.message.Message):
     PINNED_FIELD_NUMBER: builtins.int
     QUANTIZATION_FIELD_NUMBER: builtins.int
     CHOICES_FIELD_NUMBER: builtins.int
+    MEDIA_FIELD_NUMBER: builtins.int
     id: builtins.str
     revision: builtins.str
     family: builtins.str
@@ -86,6 +87,8 @@ class ModelInfo(google.protobuf.message.Message):
     """True for the model of requests that name none."""
     pinned: builtins.bool
     """In whichever format."""
+    media: builtins.str
+    """What it generates: `image`, `video`, `audio`."""
     @property
     def components(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[model_pb2.Component]: ...
     @property
@@ -122,9 +125,10 @@ class ModelInfo(google.protobuf.message.Message):
         pinned: builtins.bool = ...,
         quantization: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         choices: collections.abc.Iterable[global___QuantizationChoice] | None = ...,
+        media: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["defaults", b"defaults"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["choices", b"choices", "components", b"components", "defaults", b"defaults", "family", b"family", "id", b"id", "is_default", b"is_default", "pinned", b"pinned", "problem", b"problem", "quantization", b"quantization", "resident", b"resident", "revision", b"revision"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choices", b"choices", "components", b"components", "defaults", b"defaults", "family", b"family", "id", b"id", "is_default", b"is_default", "media", b"media", "pinned", b"pinned", "problem", b"problem", "quantization", b"quantization", "resident", b"resident", "revision", b"revision"]) -> None: ...
 
 global___ModelInfo = ModelInfo
 
@@ -161,11 +165,20 @@ class ModelDefaults(google.protobuf.message.Message):
     MAX_SEQUENCE_LENGTH_FIELD_NUMBER: builtins.int
     WIDTH_FIELD_NUMBER: builtins.int
     HEIGHT_FIELD_NUMBER: builtins.int
+    FRAMES_FIELD_NUMBER: builtins.int
+    FRAMES_PER_SECOND_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
     steps: builtins.int
     guidance: builtins.float
     max_sequence_length: builtins.int
     width: builtins.int
     height: builtins.int
+    frames: builtins.int
+    """Of a film."""
+    frames_per_second: builtins.float
+    """Of a film."""
+    seconds: builtins.float
+    """Of a track."""
     def __init__(
         self,
         *,
@@ -174,8 +187,11 @@ class ModelDefaults(google.protobuf.message.Message):
         max_sequence_length: builtins.int = ...,
         width: builtins.int = ...,
         height: builtins.int = ...,
+        frames: builtins.int = ...,
+        frames_per_second: builtins.float = ...,
+        seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["guidance", b"guidance", "height", b"height", "max_sequence_length", b"max_sequence_length", "steps", b"steps", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["frames", b"frames", "frames_per_second", b"frames_per_second", "guidance", b"guidance", "height", b"height", "max_sequence_length", b"max_sequence_length", "seconds", b"seconds", "steps", b"steps", "width", b"width"]) -> None: ...
 
 global___ModelDefaults = ModelDefaults
 
@@ -398,21 +414,28 @@ class PlanRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     GENERATE_FIELD_NUMBER: builtins.int
+    VIDEO_FIELD_NUMBER: builtins.int
+    AUDIO_FIELD_NUMBER: builtins.int
     CARD_FIELD_NUMBER: builtins.int
     card: builtins.str
     """The card to plan on; empty: the one that would be picked for the request."""
     @property
-    def generate(self) -> generation_pb2.GenerateImageRequest:
-        """The request to plan for; nothing is run."""
-
+    def generate(self) -> generation_pb2.GenerateImageRequest: ...
+    @property
+    def video(self) -> generation_pb2.GenerateVideoRequest: ...
+    @property
+    def audio(self) -> generation_pb2.GenerateAudioRequest: ...
     def __init__(
         self,
         *,
         generate: generation_pb2.GenerateImageRequest | None = ...,
+        video: generation_pb2.GenerateVideoRequest | None = ...,
+        audio: generation_pb2.GenerateAudioRequest | None = ...,
         card: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["generate", b"generate"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["card", b"card", "generate", b"generate"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["audio", b"audio", "generate", b"generate", "request", b"request", "video", b"video"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["audio", b"audio", "card", b"card", "generate", b"generate", "request", b"request", "video", b"video"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["generate", "video", "audio"] | None: ...
 
 global___PlanRequest = PlanRequest
 

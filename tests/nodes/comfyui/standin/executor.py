@@ -268,8 +268,41 @@ class PreviewImage(io.ComfyNode):
         return io.NodeOutput(ui={"pictures": list((255.0 * pixels).clip(0, 255).astype(np.uint8))})
 
 
+class PreviewAudio(io.ComfyNode):
+    """Plays tracks."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema("PreviewAudio", inputs=[io.Audio.Input("audio")], is_output_node=True)
+
+    @classmethod
+    def execute(cls, audio: dict[str, Any]) -> io.NodeOutput:
+        """Plays them."""
+        samples = audio["waveform"].numpy()
+        assert samples.dtype == np.float32
+        assert samples.ndim == 3, "[B, C, T]"
+        return io.NodeOutput(ui={"audio": [(samples, audio["sample_rate"])]})
+
+
+class PreviewAny(io.ComfyNode):
+    """Shows anything as text."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema("PreviewAny", inputs=[io.AnyType.Input("source")], is_output_node=True)
+
+    @classmethod
+    def execute(cls, source: Any) -> io.NodeOutput:
+        """Shows it."""
+        return io.NodeOutput(ui={"text": (str(source),)})
+
+
 CORE: dict[str, type[Any]] = {
     "LoadImage": LoadImage,
     "ImageBatch": ImageBatch,
     "PreviewImage": PreviewImage,
+    "PreviewAudio": PreviewAudio,
+    "PreviewAny": PreviewAny,
 }

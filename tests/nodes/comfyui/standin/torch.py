@@ -23,6 +23,10 @@ class Tensor:
         """Its dtype's name."""
         return str(self._array.dtype)
 
+    def __getitem__(self, index: Any) -> Tensor:
+        """A view of a part of it."""
+        return Tensor(self._array[index])
+
     def detach(self) -> Tensor:
         """Itself."""
         return self

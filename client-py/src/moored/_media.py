@@ -1,0 +1,328 @@
+"""What a job makes: pictures, films with their frames, tracks with their samples."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import wave
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._extras import numpy, pillow
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from PIL import Image
+
+PNG = "image/png"
+RAW_RGB = "image/x-raw-rgb"
+RAW_VIDEO = "video/x-raw-rgb"
+WAV = "audio/wav"
+RAW_AUDIO = "audio/x-raw-s16le"
+
+SAMPLE_BYTES = 2
+"""Of one channel: 16-bit little-endian."""
+
+# What pillow writes well of a film, by a file's ending: its name for it, and in how many
+# milliseconds the format counts a frame's time.
+_ANIMATIONS = {
+    ".png": ("PNG", 1),
+    ".apng": ("PNG", 1),
+    ".webp": ("WEBP", 1),
+    ".gif": ("GIF", 10),
+}
+_RAW_ENDINGS = (".rgb", ".raw")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture as it came: `data` is a PNG, or raw RGB, as `media_type` says."""
+
+    index: int
+    """Its place among the pictures of the job, from 0."""
+    media_type: str
+    """`image/png` or `image/x-raw-rgb`."""
+    data: bytes = field(repr=False)
+    """The bytes of the file, or of the pixels: 8 bits a channel, row-major."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Width, height, seed, prompt and the like, as text."""
+    track: str = ""
+    """Which of several results of one item; empty where there is one alone."""
+
+    @cached_property
+    def image(self) -> Image.Image:
+        """A PIL image, decoded once. Needs `moored[images]`."""
+        if self.media_type == RAW_RGB:
+            return self._raw()
+        image: Image.Image = pillow().open(io.BytesIO(self.data))
+        image.load()
+        return image
+
+    def _raw(self) -> Image.Image:
+        size = (int(self.metadata["width"]), int(self.metadata["height"]))
+        image: Image.Image = pillow().frombytes("RGB", size, self.data)
+        return image
+
+    @cached_property
+    def array(self) -> NDArray[Any]:
+        """A numpy array, uint8, [height, width, 3]. Needs `moored[images]`."""
+        array: NDArray[Any] = numpy().asarray(self.image.convert("RGB"))
+        return array
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that it was painted with; None where the service did not tell."""
+        return _seed(self.metadata)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it to a file. A PNG keeps its metadata; other formats go through pillow."""
+        if self.media_type == PNG and Path(path).suffix.lower() == ".png":
+            Path(path).write_bytes(self.data)
+        else:
+            self.image.save(path)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A frame of a film. Its bytes are those of the film, not a copy."""
+
+    index: int
+    """The film's place among the films of the job, from 0."""
+    number: int
+    """Its place in the film, from 0."""
+    width: int
+    height: int
+    data: memoryview = field(repr=False)
+    """RGB, 8 bits a channel, row-major. Not to be written."""
+    track: str = ""
+    """Which of several films of one item; empty where there is one alone."""
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """A numpy array, uint8, [height, width, 3], without a copy: it cannot be written.
+
+        Needs `moored[images]`.
+        """
+        np = numpy()
+        array: NDArray[Any] = np.frombuffer(self.data, dtype=np.uint8)
+        return array.reshape(self.height, self.width, 3)
+
+    @property
+    def image(self) -> Image.Image:
+        """A PIL image, made anew at each access. Needs `moored[images]`."""
+        image: Image.Image = pillow().frombytes("RGB", (self.width, self.height), self.data)
+        return image
+
+
+@dataclass(frozen=True)
+class Film:
+    """A film as it came: `data` is frame after frame of raw RGB, as `media_type` says."""
+
+    index: int
+    """Its place among the films of the job, from 0."""
+    media_type: str
+    """`video/x-raw-rgb`."""
+    width: int
+    height: int
+    frame_count: int
+    frames_per_second: float
+    _buffer: bytes | bytearray = field(repr=False)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Width, height, seed, prompt and the like, as text."""
+    track: str = ""
+    """Which of several films of one item; empty where there is one alone."""
+
+    @property
+    def data(self) -> memoryview:
+        """Its bytes, without a copy. Not to be written."""
+        return memoryview(self._buffer).toreadonly()
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """A numpy array, uint8, [frames, height, width, 3], without a copy: it cannot be written.
+
+        Needs `moored[images]`.
+        """
+        np = numpy()
+        array: NDArray[Any] = np.frombuffer(self._raw(), dtype=np.uint8)
+        return array.reshape(self.frame_count, self.height, self.width, 3)
+
+    @property
+    def frames(self) -> list[Image.Image]:
+        """Its frames as PIL images, made anew at each access. Needs `moored[images]`."""
+        return [self.frame(number).image for number in range(self.frame_count)]
+
+    def frame(self, number: int) -> Frame:
+        """One of its frames, from 0."""
+        if not 0 <= number < self.frame_count:
+            raise IndexError(f"Film {self.index} has {self.frame_count} frames, not {number + 1}")
+        size = self.width * self.height * 3
+        data = self._raw()[number * size : (number + 1) * size]
+        return Frame(self.index, number, self.width, self.height, data, self.track)
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that it was made with; None where the service did not tell."""
+        return _seed(self.metadata)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it to a file, in the format of its ending.
+
+        `.png` or `.apng`, `.webp` and `.gif` are animations, at the film's rate to the nearest
+        millisecond (`.gif`: hundredth of a second); they need `moored[images]`. `.rgb` and `.raw`
+        are its bytes as they are. Other formats are for other libraries: they take `array`, or the
+        frames as they come.
+        """
+        ending = Path(path).suffix.lower()
+        if ending in _RAW_ENDINGS:
+            Path(path).write_bytes(self.data)
+            return
+        if ending not in _ANIMATIONS:
+            known = ", ".join((*_ANIMATIONS, *_RAW_ENDINGS))
+            raise ValueError(
+                f"A film is not written as {ending or 'a file without an ending'!r}: {known}"
+            )
+        name, unit_ms = _ANIMATIONS[ending]
+        first, *others = self.frames
+        first.save(
+            path,
+            format=name,
+            save_all=True,
+            append_images=others,
+            duration=self._durations(unit_ms),
+            loop=0,
+        )
+
+    def _durations(self, unit_ms: int) -> list[int]:
+        """Milliseconds of each frame, in whole units. What is rounded does not add up."""
+        units_a_frame = 1000 / self.frames_per_second / unit_ms
+        ends = [round(n * units_a_frame) * unit_ms for n in range(self.frame_count + 1)]
+        return [end - start for start, end in itertools.pairwise(ends)]
+
+    def _raw(self) -> memoryview:
+        if self.media_type != RAW_VIDEO:
+            raise ValueError(f"The frames of {self.media_type} are not known to this version")
+        return self.data
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Consecutive samples of a track. Their bytes are those of the track, not a copy."""
+
+    index: int
+    """The track's item among those of the job, from 0."""
+    track: str
+    """Which of several tracks of one item; empty where there is one alone."""
+    first: int
+    """The place of the first one in the track, from 0."""
+    sample_rate: int
+    """Samples a second, of each channel."""
+    channels: int
+    data: memoryview = field(repr=False)
+    """16-bit little-endian, channels interleaved. Not to be written."""
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """A numpy array, int16, [samples, channels], without a copy: it cannot be written.
+
+        Needs `moored[images]`.
+        """
+        array: NDArray[Any] = numpy().frombuffer(self.data, dtype="<i2")
+        return array.reshape(-1, self.channels)
+
+
+@dataclass(frozen=True)
+class Track:
+    """A track as it came: `data` is a WAV file, or its samples alone, as `media_type` says."""
+
+    index: int
+    """Its item's place among those of the job, from 0."""
+    name: str
+    """Which of several tracks of one item; empty where there is one alone."""
+    media_type: str
+    """`audio/wav` or `audio/x-raw-s16le`."""
+    sample_rate: int
+    """Samples a second, of each channel."""
+    channels: int
+    sample_count: int
+    """Samples of each channel."""
+    _buffer: bytes | bytearray = field(repr=False)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Seed, prompt and the like, as text."""
+
+    @property
+    def data(self) -> memoryview:
+        """Its bytes, without a copy. Not to be written."""
+        return memoryview(self._buffer).toreadonly()
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.sample_count / self.sample_rate
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """A numpy array, int16, [samples, channels], without a copy: it cannot be written.
+
+        Needs `moored[images]`.
+        """
+        array: NDArray[Any] = numpy().frombuffer(self._samples(), dtype="<i2")
+        return array.reshape(self.sample_count, self.channels)
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that it was made with; None where the service did not tell."""
+        return _seed(self.metadata)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it to a file, in the format of its ending.
+
+        `.wav` is a WAV file, `.raw` and `.pcm` are its samples alone. Other formats are for other
+        libraries: they take `array`.
+        """
+        ending = Path(path).suffix.lower()
+        if ending in (".raw", ".pcm"):
+            Path(path).write_bytes(self._samples())
+        elif ending != ".wav":
+            named = repr(ending) if ending else "a file without an ending"
+            raise ValueError(f"A track is not written as {named}: .wav, .raw, .pcm")
+        elif self.media_type == WAV:
+            Path(path).write_bytes(self.data)
+        else:
+            with wave.open(os.fspath(path), "wb") as file:
+                file.setnchannels(self.channels)
+                file.setsampwidth(SAMPLE_BYTES)
+                file.setframerate(self.sample_rate)
+                file.writeframes(self._samples())
+
+    def _samples(self) -> memoryview:
+        start = samples_start(self.media_type, self.data)
+        if start is None:
+            raise ValueError(f"The samples of {self.media_type} are not known to this version")
+        size = self.sample_count * self.channels * SAMPLE_BYTES
+        return self.data[start : start + size]
+
+
+def samples_start(media_type: str, data: memoryview) -> int | None:
+    """Where the samples begin in a track's bytes; None: not in these, or it is not known."""
+    if media_type == RAW_AUDIO:
+        return 0
+    if media_type != WAV or bytes(data[:4]) != b"RIFF" or bytes(data[8:12]) != b"WAVE":
+        return None
+    at = 12
+    while at + 8 <= len(data):
+        if bytes(data[at : at + 4]) == b"data":
+            return at + 8
+        # A chunk of odd length has a byte behind it that is not counted.
+        size = int.from_bytes(data[at + 4 : at + 8], "little")
+        at += 8 + size + size % 2
+    return None
+
+
+def _seed(metadata: Mapping[str, str]) -> int | None:
+    said = metadata.get("seed")
+    return int(said) if said is not None else None

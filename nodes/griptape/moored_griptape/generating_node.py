@@ -1,0 +1,116 @@
+"""What the nodes share that generate: prompt, steps, guidance, seed, and a file of the project."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, ClassVar, TypeVar
+
+import moored
+from griptape_nodes.exe_types.core_types import Parameter
+from griptape_nodes.exe_types.param_components.project_file_parameter import ProjectFileParameter
+from griptape_nodes.exe_types.param_components.seed_parameter import SeedParameter
+from griptape_nodes.exe_types.param_types.parameter_int import ParameterInt
+from griptape_nodes.exe_types.param_types.parameter_string import ParameterString
+
+from moored_griptape.numbers import number_or_none
+from moored_griptape.run_node import RunNode
+
+R = TypeVar("R", bound=moored.JobResult)
+
+
+class GeneratingNode(RunNode):
+    """A node that has the service make something from a prompt, and keeps it as a file."""
+
+    prompt_tooltip: ClassVar[str]
+    prompt_example: ClassVar[str]
+    without_prompt: ClassVar[str]
+    """What is said where there is none."""
+    default_file: ClassVar[str]
+
+    def _add_inputs(self) -> None:
+        self.add_parameter(
+            ParameterString(
+                name="prompt",
+                tooltip=self.prompt_tooltip,
+                default_value="",
+                multiline=True,
+                placeholder_text=self.prompt_example,
+            )
+        )
+        self._add_inputs_of_its_own()
+        self.add_parameter(
+            ParameterInt(name="steps", tooltip="1 to 200. 0: the model's own.", default_value=0)
+        )
+        self.add_parameter(
+            # No ParameterFloat: that makes 0 of a field that was emptied, which is another picture.
+            Parameter(
+                name="guidance",
+                tooltip="Empty: the model's own.",
+                type="float",
+                input_types=["any"],
+                output_type="float",
+                default_value=None,
+            )
+        )
+        self._seed = SeedParameter(self)
+        self._seed.add_input_parameters()
+        self._add_inputs_before_the_file()
+        self._file = ProjectFileParameter(self, "output_file", default_filename=self.default_file)
+        self._file.add_parameter()
+
+    def _add_inputs_of_its_own(self) -> None:
+        """Adds what is between the prompt and the steps."""
+
+    def _add_inputs_before_the_file(self) -> None:
+        """Adds what is between the seed and the file."""
+
+    def after_value_set(self, parameter: Parameter, value: Any) -> None:
+        """A random seed is none to type in."""
+        self._seed.after_value_set(parameter, value)
+        super().after_value_set(parameter, value)
+
+    def _prompt(self) -> str:
+        prompt = str(self.get_parameter_value("prompt") or "").strip()
+        if not prompt:
+            raise ValueError(self.without_prompt)
+        return prompt
+
+    def _options(self) -> dict[str, Any]:
+        """The options that a job of any of these nodes has; draws the seed."""
+        self._seed.preprocess()
+        return {
+            "model": self._handle.ref,
+            "steps": self._whole("steps"),
+            "guidance": number_or_none(self.get_parameter_value("guidance"), "guidance"),
+            "seed": _unsigned(self._seed.get_seed(), "seed", bits=64),
+            **self._constraints.job_options,
+        }
+
+    async def _made(
+        self,
+        client: moored.AsyncClient,
+        plan: Callable[..., Awaitable[moored.Plan]],
+        options: dict[str, Any],
+        begin: Callable[[], moored.AsyncEventStream[R]],
+    ) -> R:
+        """Follows the job that `begin` begins, once its plan keeps to the constraints."""
+        handle, constraints, prompt = self._handle, self._constraints, self._prompt()
+
+        async def make() -> R:
+            await constraints.check(client, plan, handle, prompt, options, self._shown.line)
+            return await self._follow(begin())
+
+        result = await self._with_model(client, handle, make)
+        self._shown.done(result)
+        return result
+
+    def _whole(self, name: str) -> int | None:
+        """A number that 0 leaves to the model."""
+        return _unsigned(int(self.get_parameter_value(name) or 0), name, bits=32) or None
+
+
+def _unsigned(value: int, name: str, bits: int) -> int:
+    """What can be said to the service at all; its own limits it tells itself."""
+    if not 0 <= value < 1 << bits:
+        raise ValueError(f"{name} is 0 or more, and less than 2^{bits}, not {value}")
+    return value
