@@ -284,6 +284,8 @@ def test_models_are_listed(service: Service) -> None:
     rows = {row["model"]: row for row in table(good(service.run("models")))}
     assert {"flux-full", "flux-other", "huge", "moored/demo", "slow", "small"} <= set(rows)
     assert rows["flux-full"]["family"] == "instant"
+    assert (rows["flux-full"]["generates"], rows["video"]["generates"]) == ("image", "video")
+    assert [row["generates"] for row in rows.values()].count("audio") == 1
     assert rows["flux-full"]["on the card"] == "31.5 GiB"
     listed = {str(one["id"]): one for one in objects(good(service.run("models", "--json")))}
     assert set(listed) == set(rows)

@@ -104,6 +104,26 @@ impl Piece {
         Some(self)
     }
 
+    /// The same in pieces of at most so many bytes, and of at least one unit each.
+    pub fn cut(self, most_bytes: usize) -> impl Iterator<Item = Piece> {
+        let unit = usize::try_from(self.format.unit_bytes())
+            .unwrap_or(usize::MAX)
+            .max(1);
+        let at_once = (most_bytes / unit).max(1);
+        let bytes = at_once.saturating_mul(unit);
+        (0..self.data.len())
+            .step_by(bytes)
+            .zip(0_u64..)
+            .map(move |(start, number)| Piece {
+                track: self.track.clone(),
+                format: self.format,
+                first: self.first + number * at_once as u64,
+                data: self
+                    .data
+                    .slice(start..start.saturating_add(bytes).min(self.data.len())),
+            })
+    }
+
     /// Whether it is the end of its track.
     pub fn is_last(&self) -> bool {
         self.units()
@@ -140,6 +160,17 @@ mod tests {
         cut.data = cut.data.slice(1..);
         assert_eq!(cut.units(), None, "half a frame");
         assert_eq!(Piece::image(0, 0, Vec::new()).units(), None, "no pixels");
+    }
+
+    #[test]
+    fn a_large_piece_is_cut_into_whole_units_that_follow_one_another() {
+        let cut: Vec<Piece> = frames(0, 5).cut(15).collect();
+        let seen: Vec<_> = cut.iter().map(|piece| (piece.first, piece.units())).collect();
+        assert_eq!(seen, [(0, Some(2)), (2, Some(2)), (4, Some(1))]);
+        assert!(cut[2].is_last() && !cut[1].is_last());
+        let joined: Vec<u8> = cut.iter().flat_map(|piece| piece.data.to_vec()).collect();
+        assert_eq!(joined, frames(0, 5).data);
+        assert_eq!(frames(1, 2).cut(1).count(), 2, "a unit is never cut");
     }
 
     #[test]

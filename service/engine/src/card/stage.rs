@@ -13,6 +13,9 @@ use super::moves::MoveError;
 use super::{Card, Clock, Link, canary};
 use crate::messages::{Completed, Event, Failure, Progress, StageWork, Ticket};
 
+/// Bytes of a piece that leaves the card's process at once, unless one unit has more.
+const PIECE_BYTES: usize = 16 << 20;
+
 /// A stage that is to run, and with what.
 pub(super) struct Attempted<'a> {
     pub(super) ticket: Ticket,
@@ -319,7 +322,9 @@ impl Observer for Watch<'_> {
     }
 
     fn deliver(&mut self, piece: Piece) {
-        self.report(Progress::Piece(piece));
+        for piece in piece.cut(PIECE_BYTES) {
+            self.report(Progress::Piece(piece));
+        }
     }
 
     fn cancelled(&self) -> bool {

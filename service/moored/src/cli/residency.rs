@@ -25,7 +25,8 @@ pub(super) async fn models(client: &Client, json: bool) -> Result<(), CliError> 
     if json {
         for model in listed {
             screen::json(&json!({
-                "id": model.id, "revision": model.revision, "family": model.family, "problem": model.problem,
+                "id": model.id, "revision": model.revision, "family": model.family, "media": model.media,
+                "problem": model.problem,
                 "default": model.is_default, "pinned": model.pinned, "resident": model.resident,
                 "bytes": model.components.iter().map(|c| c.bytes).sum::<u64>(),
                 "quantization": model.quantization.into_iter().collect::<BTreeMap<_, _>>(),
@@ -63,6 +64,7 @@ pub(super) async fn models(client: &Client, json: bool) -> Result<(), CliError> 
             model.id,
             model.revision,
             model.family,
+            model.media,
             Bytes(bytes).to_string(),
             formats,
             choices.join(", "),
@@ -74,6 +76,7 @@ pub(super) async fn models(client: &Client, json: bool) -> Result<(), CliError> 
             "model",
             "revision",
             "family",
+            "generates",
             "on the card",
             "formats",
             "quantized",
