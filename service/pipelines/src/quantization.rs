@@ -11,7 +11,12 @@ pub const FULL: &str = "full";
 
 /// The components that a preset quantizes, in every family: those that most of a model's bytes are in. The others are
 /// small, and pay for a loss of precision out of proportion.
-const LARGE_COMPONENTS: [&str; 2] = ["transformer", "text_encoder_2"];
+const LARGE_COMPONENTS: [&str; 2] = ["transformer", LARGE_TEXT_ENCODER];
+
+/// What presets call the large text encoder, which has this name where there are two.
+const LARGE_TEXT_ENCODER: &str = "text_encoder_2";
+/// What it is called where there is one.
+const ONLY_TEXT_ENCODER: &str = "text_encoder";
 
 /// Sets of formats under one name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -60,12 +65,15 @@ impl Preset {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Quantization {
     formats: BTreeMap<String, WeightFormat>,
+    /// Whether an only text encoder is left as it is stored, whatever a preset says of the large one.
+    only_text_encoder_is_full: bool,
 }
 
 impl Quantization {
     /// Everything as it is stored.
     pub const NONE: Quantization = Quantization {
         formats: BTreeMap::new(),
+        only_text_encoder_is_full: false,
     };
 
     /// From a preset, and formats by component that go over it: `full` or what [`WeightFormat`] parses.
@@ -80,15 +88,20 @@ impl Quantization {
         let mut formats: BTreeMap<String, WeightFormat> = large
             .filter_map(|name| Some((name.to_owned(), preset.format()?)))
             .collect();
+        let mut only_text_encoder_is_full = false;
         for (component, format) in components {
             if format == FULL {
                 formats.remove(component);
+                only_text_encoder_is_full |= component == ONLY_TEXT_ENCODER && preset != Preset::Full;
                 continue;
             }
             let format = format.parse().map_err(|e| (component.to_owned(), e))?;
             formats.insert(component.to_owned(), format);
         }
-        Ok(Quantization { formats })
+        Ok(Quantization {
+            formats,
+            only_text_encoder_is_full,
+        })
     }
 
     /// This, with the large components among `components` in `format` where they would be held more faithfully otherwise.
@@ -112,7 +125,26 @@ impl Quantization {
         });
         let mut formats = self.formats.clone();
         formats.extend(less_faithful.map(|name| (name.to_owned(), format)));
-        Quantization { formats }
+        Quantization {
+            formats,
+            only_text_encoder_is_full: self.only_text_encoder_is_full,
+        }
+    }
+
+    /// This, as a model with one text encoder reads it: that is the large one, and what is said of it by its own name goes
+    /// before.
+    #[must_use]
+    pub(crate) fn with_one_text_encoder(&self) -> Quantization {
+        let mut formats = self.formats.clone();
+        if let Some(format) = formats.remove(LARGE_TEXT_ENCODER)
+            && !self.only_text_encoder_is_full
+        {
+            formats.entry(ONLY_TEXT_ENCODER.to_owned()).or_insert(format);
+        }
+        Quantization {
+            formats,
+            only_text_encoder_is_full: false,
+        }
     }
 
     /// What a component is to be quantized to; `None`: it is left as it is stored.
@@ -136,7 +168,10 @@ impl fmt::Display for Quantization {
             let comma = if index == 0 { "" } else { "," };
             write!(f, "{comma}{component}={format}")?;
         }
-        Ok(())
+        match self.only_text_encoder_is_full {
+            true => write!(f, ",{ONLY_TEXT_ENCODER}={FULL}"),
+            false => Ok(()),
+        }
     }
 }
 
@@ -158,6 +193,24 @@ mod tests {
         assert_eq!(undone.unwrap().to_string(), "full");
         assert!(Quantization::of(Preset::Full, [("vae", "int7")]).is_err());
         assert_eq!(Preset::named("3-bit"), None);
+    }
+
+    #[test]
+    fn an_only_text_encoder_is_the_large_one() {
+        let read = |formats: &[(&str, &str)]| {
+            let said = Quantization::of(Preset::EightBit, formats.iter().copied()).unwrap();
+            said.with_one_text_encoder().to_string()
+        };
+        assert_eq!(read(&[]), "text_encoder=int8,transformer=int8");
+        assert_eq!(
+            read(&[("text_encoder", "nf4")]),
+            "text_encoder=nf4,transformer=int8"
+        );
+        assert_eq!(read(&[("text_encoder", "full")]), "transformer=int8");
+        assert_eq!(read(&[("text_encoder_2", "full")]), "transformer=int8");
+        let said = Quantization::of(Preset::EightBit, [("text_encoder", "full")]).unwrap();
+        assert_ne!(said, Quantization::of(Preset::EightBit, []).unwrap());
+        assert_eq!(said.format_of("text_encoder_2"), Some(WeightFormat::Int8));
     }
 
     #[test]

@@ -60,12 +60,12 @@ fn denoise(config: &TransformerConfig, lengths: &Lengths, steps: usize) -> u64 {
     allocator::peak_since_mark().0 - before.0
 }
 
-fn assert_predicted(what: &str, taken: u64, predicted: u64) {
-    assert!(taken <= predicted, "{what}: {taken} taken, {predicted} predicted");
-    assert!(
-        predicted <= taken * 2 + (8 << 20),
-        "{what}: {taken} taken, {predicted} predicted"
-    );
+/// What was taken beside what was predicted, which is enough and not far too much.
+fn compared(what: &str, taken: u64, predicted: u64) -> String {
+    let figures = format!("{what}: {taken} bytes taken, {predicted} predicted");
+    assert!(taken <= predicted, "{figures}");
+    assert!(predicted <= taken * 2 + (8 << 20), "{figures}");
+    figures
 }
 
 /// One test, since there is one counter: nothing else must allocate meanwhile.
@@ -86,7 +86,10 @@ fn stages_take_what_was_predicted() {
         let lengths = Lengths { rows, columns, text };
         let taken = denoise(&small, &lengths, 2);
         let predicted = denoise_scratch(&small, &lengths, 2, DType::F32);
-        assert_predicted(&format!("{rows}x{columns} and {text} tokens"), taken, predicted);
+        println!(
+            "{}",
+            compared(&format!("{rows}x{columns} and {text} tokens"), taken, predicted)
+        );
     }
 
     let json = r#"{"vocab_size": 400, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
@@ -101,15 +104,21 @@ fn stages_take_what_was_predicted() {
         drop(encoder.forward(&ids, &|| false).expect("an encoding"));
         let by_candle = allocator::peak_since_mark().0 - before.0;
         let predicted = config.scratch(tokens, false, DType::F32).0;
-        assert_predicted(
-            &format!("{tokens} tokens by candle-transformers"),
-            by_candle,
-            predicted,
+        println!(
+            "{}",
+            compared(
+                &format!("{tokens} tokens by candle-transformers"),
+                by_candle,
+                predicted,
+            )
         );
         let before = allocator::mark();
         drop(encoder.by_our_layers(&ids, &|| false).expect("an encoding"));
         let by_ours = allocator::peak_since_mark().0 - before.0;
         let predicted = config.scratch(tokens, true, DType::F32).0;
-        assert_predicted(&format!("{tokens} tokens by our layers"), by_ours, predicted);
+        println!(
+            "{}",
+            compared(&format!("{tokens} tokens by our layers"), by_ours, predicted)
+        );
     }
 }

@@ -39,6 +39,10 @@ impl ZImageModel {
         let Some(recognised) = recognise(path)? else {
             return Ok(None);
         };
+        let precision = &Precision {
+            quantization: precision.quantization.with_one_text_encoder(),
+            ..precision.clone()
+        };
         let formats = &precision.quantization;
         if let Some((unknown, _)) = formats.formats().find(|(name, _)| !COMPONENTS.contains(name)) {
             return Err(ModelError::no_such_component(unknown, &COMPONENTS));

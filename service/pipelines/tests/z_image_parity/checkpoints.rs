@@ -270,10 +270,35 @@ fn quantized_models_generate_nearly_the_same() {
         assert!(apart > ON_CPU.pipeline && apart < most, "{formats:?}: {apart:e}");
     }
     let unknown = catalogue()
-        .open(whole.path(), &quantized(&[("text_encoder_2", "int8")]))
+        .open(whole.path(), &quantized(&[("unet", "int8")]))
         .map(|_| ())
         .expect_err("no such component");
-    assert!(unknown.to_string().contains("text_encoder_2"), "{unknown}");
+    assert!(unknown.to_string().contains("unet"), "{unknown}");
+}
+
+#[test]
+fn a_preset_quantizes_the_transformer_and_the_text_encoder() {
+    let whole = folder();
+    let bytes = |preset: Preset, formats: &[(&str, &str)]| {
+        let precision = Precision {
+            dtype: DType::F32,
+            quantization: Quantization::of(preset, formats.iter().copied()).expect("formats"),
+        };
+        let model = catalogue().open(whole.path(), &precision).expect("a model");
+        let formats = ["transformer", "text_encoder", "vae"].map(|name| model.format_of(name));
+        let bytes: u64 = model.components().iter().map(|c| c.bytes.0).sum();
+        (formats, bytes)
+    };
+    let full = bytes(Preset::Full, &[]);
+    assert_eq!(full.0, [None; 3]);
+    let (formats, taken) = bytes(Preset::EightBit, &[]);
+    assert_eq!(
+        formats,
+        [Some(WeightFormat::Int8), Some(WeightFormat::Int8), None]
+    );
+    assert!(taken < full.1);
+    let (formats, _) = bytes(Preset::FourBit, &[("text_encoder", FULL)]);
+    assert_eq!(formats, [Some(WeightFormat::Nf4), None, None]);
 }
 
 /// A quantized encoder is computed by other code than one in full precision: what it holds, dequantized, is what
