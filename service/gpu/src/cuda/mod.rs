@@ -133,6 +133,21 @@ fn warm_up(device: &Device, dtype: DType) -> candle_core::Result<()> {
     Ok(())
 }
 
+/// Makes cuBLAS load its code for f32, which the card is proved by, beside that for what stages compute in: the driver loads
+/// both in the time of one. By handles of its own, which end here. It is advice: what fails here fails again where it counts.
+fn warm_up_in_f32(ordinal: usize) {
+    let began = std::time::Instant::now();
+    let device = CudaDevice::new_with_stream(ordinal);
+    if let Err(error) = device.and_then(|device| warm_up(&Device::Cuda(device), DType::F32)) {
+        tracing::debug!(%error, "no first product in f32");
+    }
+    Timeline::tell(
+        "open the card",
+        "first product in f32, on a thread of its own",
+        began.elapsed(),
+    );
+}
+
 impl CudaCard {
     /// Opens a card on this thread, which is to own it. `generation` is the how manieth worker process this is for it.
     ///
@@ -166,7 +181,11 @@ impl CudaCard {
         let (pinned, libraries) = std::thread::scope(|scope| {
             let pinned =
                 scope.spawn(|| PinnedRing::new(&primary, profile.staging_bytes, profile.staging_chunk));
+            let in_f32 = (dtype != DType::F32).then(|| scope.spawn(|| warm_up_in_f32(ordinal)));
             let libraries = Libraries::open(ordinal, dtype, profile, &mut timeline);
+            if let Some(Err(_)) = in_f32.map(std::thread::ScopedJoinHandle::join) {
+                tracing::debug!("a first product in f32 panicked");
+            }
             (pinned.join(), libraries)
         });
         drop(primary);

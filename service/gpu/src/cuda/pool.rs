@@ -3,6 +3,7 @@
 use std::ffi::c_void;
 use std::ops::Range;
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use cudarc::driver::result::{self, mem_pool};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, sys};
@@ -178,20 +179,48 @@ pub(super) fn is_out_of_memory(error: DriverError) -> bool {
 pub(super) struct PinnedBuffer {
     bytes: NonNull<u8>,
     length: usize,
+    /// What it is a part of; without, it is the driver's own.
+    region: Option<Arc<PinnedRegion>>,
 }
 
 // SAFETY: it owns its memory, which is the process's and not a thread's.
 unsafe impl Send for PinnedBuffer {}
 
 impl PinnedBuffer {
+    /// So many buffers of `length` bytes, a multiple of 4096, with zeros: parts of one region that is locked in one call, or
+    /// where that cannot be had each by itself. `threads` have the system find the memory.
+    pub(super) fn several(
+        context: &CudaContext,
+        count: usize,
+        length: usize,
+        threads: usize,
+    ) -> Result<Vec<PinnedBuffer>, DriverError> {
+        context.bind_to_thread()?;
+        let Some(region) = PinnedRegion::new(count * length, threads) else {
+            return (0..count).map(|_| PinnedBuffer::alone(context, length)).collect();
+        };
+        let region = Arc::new(region);
+        let part = |number: usize| PinnedBuffer {
+            // SAFETY: the region is as long as all parts.
+            bytes: unsafe { region.bytes.add(number * length) },
+            length,
+            region: Some(Arc::clone(&region)),
+        };
+        Ok((0..count).map(part).collect())
+    }
+
     /// `length` bytes, zeroed by the system.
-    pub(super) fn new(context: &CudaContext, length: usize) -> Result<PinnedBuffer, DriverError> {
+    fn alone(context: &CudaContext, length: usize) -> Result<PinnedBuffer, DriverError> {
         context.bind_to_thread()?;
         // SAFETY: a plain allocation.
         let bytes = unsafe { result::malloc_host(length, 0) }?;
         let bytes =
             NonNull::new(bytes.cast::<u8>()).ok_or(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY))?;
-        Ok(PinnedBuffer { bytes, length })
+        Ok(PinnedBuffer {
+            bytes,
+            length,
+            region: None,
+        })
     }
 
     /// All of it, to be filled.
@@ -225,9 +254,123 @@ impl PinnedBuffer {
 
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
-        // SAFETY: allocated by `new`, and freed once. A copy that is under way is waited for by the driver.
+        if self.region.is_some() {
+            return;
+        }
+        // SAFETY: allocated by `alone`, and freed once. A copy that is under way is waited for by the driver.
         if let Err(error) = unsafe { result::free_host(self.bytes.as_ptr().cast()) } {
             tracing::error!(%error, "pinned memory cannot be freed");
         }
+    }
+}
+
+/// Memory of this process that the driver has locked. It takes a sixth of the time that the driver takes to allocate as much:
+/// the system finds it in pages of 2 MiB, where it has those, by several threads.
+#[derive(Debug)]
+struct PinnedRegion {
+    /// What the system mapped: its address and bytes.
+    mapped: (NonNull<c_void>, usize),
+    /// The first byte that is locked, at a multiple of 2 MiB.
+    bytes: NonNull<u8>,
+}
+
+// SAFETY: it owns its memory, which is the process's and not a thread's.
+unsafe impl Send for PinnedRegion {}
+// SAFETY: nobody reads or writes through it; its parts do, each its own.
+unsafe impl Sync for PinnedRegion {}
+
+/// The system's calls, with the numbers of Linux.
+mod system {
+    use std::ffi::{c_int, c_void};
+
+    pub(super) const READ_AND_WRITE: c_int = 3;
+    pub(super) const PRIVATE_AND_ANONYMOUS: c_int = 0x22;
+    pub(super) const HUGE_PAGES: c_int = 14;
+
+    unsafe extern "C" {
+        pub(super) fn mmap(
+            at: *mut c_void,
+            length: usize,
+            protection: c_int,
+            flags: c_int,
+            file: c_int,
+            offset: i64,
+        ) -> *mut c_void;
+        pub(super) fn madvise(at: *mut c_void, length: usize, advice: c_int) -> c_int;
+        pub(super) fn munmap(at: *mut c_void, length: usize) -> c_int;
+    }
+}
+
+impl PinnedRegion {
+    const HUGE: usize = 2 << 20;
+    const PAGE: usize = 4096;
+
+    /// `length` bytes of zeros for the context of this thread; `None` where system or driver do not do so.
+    fn new(length: usize, threads: usize) -> Option<PinnedRegion> {
+        if !cfg!(target_os = "linux") || length == 0 {
+            return None;
+        }
+        let whole = length + PinnedRegion::HUGE;
+        // SAFETY: a new mapping at an address of the system's choice.
+        let at = unsafe {
+            system::mmap(
+                std::ptr::null_mut(),
+                whole,
+                system::READ_AND_WRITE,
+                system::PRIVATE_AND_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        // -1 says that there is none.
+        let at = NonNull::new(at).filter(|at| at.as_ptr().addr() != usize::MAX)?;
+        let before = at.as_ptr().addr().next_multiple_of(PinnedRegion::HUGE) - at.as_ptr().addr();
+        // SAFETY: it is within the mapping, which is longer by as much as an alignment can take.
+        let bytes = unsafe { at.cast::<u8>().add(before) };
+        let mapped = (at, whole);
+        // Small pages do as well.
+        // SAFETY: the range is within the mapping, and only advice is given.
+        unsafe { system::madvise(bytes.as_ptr().cast(), length, system::HUGE_PAGES) };
+        let part = length
+            .div_ceil(threads.max(1))
+            .next_multiple_of(PinnedRegion::HUGE);
+        std::thread::scope(|scope| {
+            for begin in (0..length).step_by(part) {
+                let (first, end) = (
+                    bytes.as_ptr().expose_provenance() + begin,
+                    (begin + part).min(length) - begin,
+                );
+                scope.spawn(move || {
+                    for offset in (0..end).step_by(PinnedRegion::PAGE) {
+                        // SAFETY: a byte of the mapping, in a part that no other thread touches.
+                        unsafe {
+                            std::ptr::with_exposed_provenance_mut::<u8>(first + offset).write_volatile(0)
+                        };
+                    }
+                });
+            }
+        });
+        // SAFETY: the range is mapped, and stays so until it is unregistered.
+        let locked = unsafe { sys::cuMemHostRegister_v2(bytes.as_ptr().cast(), length, 0) }.result();
+        if let Err(error) = locked {
+            tracing::debug!(%error, "memory of the process cannot be locked: the driver allocates its own");
+            // SAFETY: nobody has it.
+            unsafe { system::munmap(at.as_ptr(), whole) };
+            return None;
+        }
+        Some(PinnedRegion { mapped, bytes })
+    }
+}
+
+impl Drop for PinnedRegion {
+    fn drop(&mut self) {
+        // SAFETY: registered by `new`, and unregistered once. A copy that is under way is waited for by the driver.
+        if let Err(error) = unsafe { sys::cuMemHostUnregister(self.bytes.as_ptr().cast()) }.result() {
+            // Whatever the card may still read stays mapped.
+            return tracing::error!(%error, "pinned memory cannot be freed");
+        }
+        let (at, length) = self.mapped;
+        // SAFETY: mapped by `new`, unmapped once, and no part of it is left.
+        unsafe { system::munmap(at.as_ptr(), length) };
     }
 }

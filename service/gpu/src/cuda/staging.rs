@@ -140,8 +140,10 @@ impl PinnedRing {
         let chunk = (chunk.0.max(64 << 10) as usize).next_multiple_of(4096);
         let threads = reader::threads();
         let slots = (total.0 as usize / chunk / threads).max(LEAST_SLOTS);
-        let lane = || (0..slots).map(|_| PinnedBuffer::new(context, chunk)).collect();
-        let lanes = (0..threads).map(|_| lane()).collect::<Result<_, _>>()?;
+        let mut buffers = PinnedBuffer::several(context, threads * slots, chunk, threads)?.into_iter();
+        let lanes = (0..threads)
+            .map(|_| buffers.by_ref().take(slots).collect())
+            .collect();
         Timeline::tell(
             "open the card",
             "pin memory, on a thread of its own",
