@@ -252,7 +252,7 @@ pub struct JobReport {
 }
 
 /// What one stage took.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct StageReport {
     /// Its name.
     pub name: StageName,
@@ -279,26 +279,6 @@ pub struct StageReport {
     pub item: u32,
     /// Where.
     pub card: String,
-}
-
-impl StageReport {
-    /// Of a stage that has not run yet.
-    pub fn of(name: impl Into<StageName>) -> StageReport {
-        StageReport {
-            name: name.into(),
-            run: Duration::ZERO,
-            moves: Duration::ZERO,
-            wait: Duration::ZERO,
-            peak_scratch: Bytes::ZERO,
-            peak_bytes: Bytes::ZERO,
-            predicted_scratch: Bytes::ZERO,
-            chunking: String::new(),
-            attention: String::new(),
-            cached: false,
-            item: 0,
-            card: String::new(),
-        }
-    }
 }
 
 /// A latent in the store: values that can be decoded, or started from.

@@ -11,7 +11,7 @@ const ROWS: usize = 32;
 /// Computes on the device, reads the results back, and compares each number: a product in f32, and one in the dtype that
 /// pipelines compute in, since those are different kernels. Nothing of it stays on the card. No kernel of the tensor library
 /// is used: the driver would compile those before the first picture.
-pub(super) fn sing(device: &Device, dtype: DType) -> Result<(), String> {
+pub(super) fn compute(device: &Device, dtype: DType) -> Result<(), String> {
     let numbers: Vec<f32> = (0..SIDE * SIDE).map(|number| number as f32).collect();
     let right = |row: usize| {
         (0..SIDE)
@@ -63,7 +63,7 @@ mod tests {
     #[test]
     fn every_dtype_computes_it_and_one_wrong_number_is_seen() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
-            sing(&Device::Cpu, dtype).unwrap();
+            compute(&Device::Cpu, dtype).unwrap();
         }
         let right = |row: usize| row as f32;
         let rows = vec![vec![0.0, 0.0], vec![1.0, 1.0]];

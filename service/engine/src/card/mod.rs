@@ -91,21 +91,21 @@ pub enum CardError {
 /// A computation whose result is known, and beside it what operations need on a card beside its memory is loaded, as a
 /// stage of its own: the card then counts what both took of it to its context.
 fn prove_and_prepare(gpu: &mut dyn Gpu, timeline: &mut Timeline) -> Result<(), CardError> {
-    let sing = |device: &Device, dtype| canary::sing(device, dtype).map_err(CardError::Canary);
+    let compute = |device: &Device, dtype| canary::compute(device, dtype).map_err(CardError::Canary);
     if !gpu.device().is_cuda() {
-        sing(gpu.device(), gpu.compute_dtype())?;
+        compute(gpu.device(), gpu.compute_dtype())?;
         timeline.part("first computation");
         return Ok(());
     }
     gpu.begin_stage();
     let (device, dtype) = (gpu.device(), gpu.compute_dtype());
-    let (sung, prepared) = std::thread::scope(|scope| {
+    let (computed, prepared) = std::thread::scope(|scope| {
         let prepared = scope.spawn(|| pipelines::prepare(device));
-        let sung = sing(device, dtype);
+        let computed = compute(device, dtype);
         timeline.part("first computation, beside the libraries");
-        (sung, prepared.join())
+        (computed, prepared.join())
     });
-    sung?;
+    computed?;
     let lost = |why: String| CardError::Gpu(GpuError::Lost(why));
     prepared
         .map_err(|_| lost("preparing its libraries panicked".to_owned()))?

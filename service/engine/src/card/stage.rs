@@ -218,7 +218,7 @@ impl Card {
 
     fn internal_unless_lost(&mut self, message: String) -> Halt {
         tracing::error!(message, "a stage failed");
-        match canary::sing(self.gpu.device(), self.gpu.compute_dtype()) {
+        match canary::compute(self.gpu.device(), self.gpu.compute_dtype()) {
             Ok(()) => Halt::internal(message),
             Err(reason) => Halt::Lost(format!("{message}; then the card failed a computation: {reason}")),
         }

@@ -130,7 +130,6 @@ impl Actor {
             let need = Need {
                 name: "load".into(),
                 components: components.clone(),
-                rungs: Vec::new(),
                 plan: None,
             };
             let in_flight = InFlight {
@@ -411,7 +410,8 @@ impl Actor {
         job.report.stages.push(StageReport {
             cached: true,
             card,
-            ..StageReport::of(name)
+            name,
+            ..StageReport::default()
         });
         job.cursor += 1;
     }

@@ -53,7 +53,6 @@ impl Learned {
             key.shape = shape_of_scratch(&plan.shape, &rung.label, plan.steps);
             rung.scratch = self.scratch.estimate(&key, rung.scratch);
         }
-        need.rungs.clone_from(&plan.rungs);
     }
 
     fn time_loads(&self, components: &mut [Component]) {

@@ -151,7 +151,7 @@ impl Actor {
         }
         if !card.is_free() {
             // Whether it fits will be seen when the card is free; memory of others is waited for meanwhile.
-            let admission = choose_rung(ledger, &need.components, &need.rungs, policy, ledger_now);
+            let admission = choose_rung(ledger, &need.components, need.rungs(), policy, ledger_now);
             return Some(match admission {
                 Admission::Wait { rung, short, cause } if cause != WaitCause::Leases && !low => {
                     Answer::Short(self.shortage(index, need, rung, short, cause))
@@ -176,7 +176,7 @@ impl Actor {
             });
         }
         Some(
-            match choose_rung(ledger, &need.components, &need.rungs, policy, ledger_now) {
+            match choose_rung(ledger, &need.components, need.rungs(), policy, ledger_now) {
                 Admission::Run { .. } => Answer::Start {
                     seconds: self.move_seconds(ledger, &needs, ledger_now),
                     low_memory: false,
@@ -198,17 +198,13 @@ impl Actor {
         job.cursor + usize::from(self.is_cached(job, job.cursor, dtype))
     }
 
-    /// Whether what a step gives is known already: it ran, or another job's values can be taken.
+    /// Whether what a step gives is known already, as another job's stage gave it.
     pub(super) fn is_cached(&self, job: &JobRecord, index: usize, dtype: &str) -> bool {
         let Some(StepKind::Stage(stage)) = job.steps.get(index).map(|step| step.kind) else {
             return false;
         };
-        let key = memo_key(job, stage, dtype).filter(|_| self.may_take_known_values(job));
-        let ran = || {
-            let gives = job.plan(dtype).get(stage).map_or(&[][..], |stage| &stage.gives);
-            index >= job.cursor && gives.iter().all(|name| job.values.contains_key(name))
-        };
-        key.as_ref().is_some_and(|key| self.memos.contains(key) || ran())
+        memo_key(job, stage, dtype)
+            .is_some_and(|key| self.memos.contains(&key) && self.may_take_known_values(job))
     }
 
     /// A step's need on a card, with all that was learned.
@@ -242,7 +238,7 @@ impl Actor {
         now: Millis,
     ) -> Option<Answer> {
         needs.iter().find_map(|(index, need)| {
-            let admission = choose_rung(ledger, &need.components, &need.rungs, self.settings.policy, now);
+            let admission = choose_rung(ledger, &need.components, need.rungs(), self.settings.policy, now);
             match admission {
                 Admission::Never { needed, capacity } => {
                     let risks_it = job.options.allow_low_memory && self.could_risk(ledger, need, now);
@@ -266,12 +262,12 @@ impl Actor {
     }
 
     fn exceeds(&self, ledger: &Ledger, need: &Need, now: Millis) -> bool {
-        let admission = choose_rung(ledger, &need.components, &need.rungs, self.settings.policy, now);
+        let admission = choose_rung(ledger, &need.components, need.rungs(), self.settings.policy, now);
         matches!(admission, Admission::Never { .. })
     }
 
     fn could_risk(&self, ledger: &Ledger, need: &Need, now: Millis) -> bool {
-        choose_rung_low_memory(ledger, &need.components, &need.rungs, self.settings.policy, now).is_some()
+        choose_rung_low_memory(ledger, &need.components, need.rungs(), self.settings.policy, now).is_some()
     }
 
     fn move_seconds(&self, ledger: &Ledger, needs: &[(usize, Need)], now: Millis) -> f64 {
@@ -291,7 +287,7 @@ impl Actor {
         cause: WaitCause,
     ) -> Shortage {
         let ledger = &self.cards[card].ledger;
-        let scratch = need.rungs.get(rung).map_or(Bytes::ZERO, |rung| rung.scratch);
+        let scratch = need.rungs().get(rung).map_or(Bytes::ZERO, |rung| rung.scratch);
         Shortage {
             short,
             needed: not_resident_yet(ledger, &need.components, scratch),
@@ -321,6 +317,6 @@ impl Actor {
 /// The key of what a stage of a job gives, on cards of a dtype; `None`: it is this job's alone.
 pub(super) fn memo_key(job: &JobRecord, stage: usize, dtype: &str) -> Option<String> {
     let stage = job.plan(dtype).get(stage)?;
-    let components = job.components(&stage.components, dtype);
-    Some(Memos::key(&components, stage.memo.as_ref()?))
+    let memo = stage.memo.as_ref()?;
+    Some(Memos::key(&job.components(&stage.components, dtype), memo))
 }

@@ -79,19 +79,19 @@ impl Actor {
         let admission = choose_rung(
             ledger,
             &need.components,
-            &need.rungs,
+            need.rungs(),
             self.settings.policy,
             ledger_now,
         );
         let cached = self.is_cached(job, step, dtype);
-        let last = need.rungs.len().saturating_sub(1);
+        let last = need.rungs().len().saturating_sub(1);
         let (rung, verdict, moves, capacity): (usize, _, Vec<Move>, _) = match admission {
             _ if cached => (0, "run", Vec::new(), None),
             Admission::Run { rung, moves } => (rung, "run", moves, None),
             Admission::Wait { rung, .. } => (rung, "wait", Vec::new(), Some(ledger.total())),
             Admission::Never { capacity, .. } => (last, "never", Vec::new(), Some(capacity)),
         };
-        let chosen = need.rungs.get(rung);
+        let chosen = need.rungs().get(rung);
         let scratch = chosen.map_or(Bytes::ZERO, |rung| rung.scratch);
         let family = job.models.get(dtype)?.model.family();
         let label = chosen.map(|rung| rung.label.clone()).unwrap_or_default();
@@ -261,13 +261,7 @@ impl Actor {
             let plan = open.model.plan(request).ok()?;
             for index in needed(&plan, run) {
                 let plan = plan.get(index)?.clone();
-                let named = |name: &String| open.components.iter().find(|c| c.name == *name).cloned();
-                let mut need = Need {
-                    name: plan.name.as_str().into(),
-                    components: plan.components.iter().filter_map(named).collect(),
-                    rungs: plan.rungs.clone(),
-                    plan: Some(plan),
-                };
+                let mut need = Need::of_stage(plan, &open.components);
                 self.learned.improve(&mut need, open.model.family(), description);
                 stages.push(need.with_scratch(need.least_scratch()));
             }

@@ -23,12 +23,33 @@ use crate::messages::Shortage;
 pub(super) struct Need {
     pub(super) name: StageName,
     pub(super) components: Vec<Component>,
-    pub(super) rungs: Vec<Rung>,
     /// None for a load.
     pub(super) plan: Option<StagePlan>,
 }
 
+/// The components of these names.
+pub(super) fn named(names: &[String], all: &[Component]) -> Vec<Component> {
+    let found = names
+        .iter()
+        .filter_map(|name| all.iter().find(|component| component.name == *name));
+    found.cloned().collect()
+}
+
 impl Need {
+    /// What a stage needs, of all components of its model.
+    pub(super) fn of_stage(plan: StagePlan, all: &[Component]) -> Need {
+        Need {
+            name: plan.name.as_str().into(),
+            components: named(&plan.components, all),
+            plan: Some(plan),
+        }
+    }
+
+    /// The ways to run it; none for a load.
+    pub(super) fn rungs(&self) -> &[Rung] {
+        self.plan.as_ref().map_or(&[], |plan| &plan.rungs)
+    }
+
     pub(super) fn shape(&self) -> String {
         self.plan
             .as_ref()
@@ -39,13 +60,13 @@ impl Need {
     /// Scratch of the exact rung that needs the least, or of any if there is no exact one.
     pub(super) fn least_scratch(&self) -> Bytes {
         let exact = self
-            .rungs
+            .rungs()
             .iter()
             .filter(|r| !r.approximate)
             .map(|r| r.scratch)
             .min();
         exact
-            .or_else(|| self.rungs.iter().map(|r| r.scratch).min())
+            .or_else(|| self.rungs().iter().map(|r| r.scratch).min())
             .unwrap_or(Bytes::ZERO)
     }
 
@@ -233,10 +254,7 @@ impl JobRecord {
     /// The components of these names, under the identities that they go by.
     pub(super) fn components(&self, names: &[String], dtype: &str) -> Vec<Component> {
         let all = self.models.get(dtype).map_or(&[][..], |open| &open.components);
-        let named = names
-            .iter()
-            .filter_map(|name| all.iter().find(|c| c.name == *name));
-        named.cloned().collect()
+        named(names, all)
     }
 
     /// What the step at `index` needs on cards of this dtype, as the family says.
@@ -248,12 +266,7 @@ impl JobRecord {
             StepKind::Restore => return self.restore_need(step),
         };
         let plan = self.plan(dtype).get(stage)?.clone();
-        Some(Need {
-            name: plan.name.as_str().into(),
-            components: self.components(&plan.components, dtype),
-            rungs: plan.rungs.clone(),
-            plan: Some(plan),
-        })
+        Some(Need::of_stage(plan, &self.models.get(dtype)?.components))
     }
 
     fn load_need(&self, dtype: &str) -> Option<Need> {
@@ -268,7 +281,6 @@ impl JobRecord {
         Some(Need {
             name: "load".into(),
             components: named.cloned().collect(),
-            rungs: Vec::new(),
             plan: None,
         })
     }
@@ -277,7 +289,6 @@ impl JobRecord {
         Some(Need {
             name: self.name_of(step),
             components: self.swap.as_ref()?.before().to_vec(),
-            rungs: Vec::new(),
             plan: None,
         })
     }

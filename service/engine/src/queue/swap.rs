@@ -373,9 +373,10 @@ impl Actor {
         }
         gpu::Timeline::tell("swap", "unload, there and back", took);
         job.report.stages.push(StageReport {
+            name: "unload".into(),
             moves: took,
             card,
-            ..StageReport::of("unload")
+            ..StageReport::default()
         });
         job.enter(Phase::Queued, now);
         let ending = job.ending.take();
