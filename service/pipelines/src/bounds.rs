@@ -1,7 +1,7 @@
 //! What a request for a picture may ask for, of every family whose transformer sees 16 by 16 pixels as a token.
 
 use crate::flow_match::first_step;
-use crate::{Medium, Request, RequestError};
+use crate::{Image, Medium, Request, RequestError};
 
 /// Pixels that a token of the transformer covers in each direction.
 pub const PIXELS_PER_TOKEN: u32 = 16;
@@ -13,6 +13,16 @@ pub const MOST_STEPS: u32 = 200;
 pub const MOST_TOKENS: u32 = 512;
 /// The longest prompt in bytes; far more than its tokens can hold.
 pub const LONGEST_PROMPT: usize = 32 * 1024;
+
+/// The smallest picture, in one step.
+pub(crate) fn smallest(defaults: Request) -> Request {
+    Request {
+        prompt: "the smallest picture".to_owned(),
+        steps: 1,
+        medium: Medium::Image(Image::of(PIXELS_PER_TOKEN, PIXELS_PER_TOKEN)),
+        ..defaults
+    }
+}
 
 /// Every field of a request that is out of its bounds.
 pub(crate) fn problems(request: &Request) -> Vec<RequestError> {

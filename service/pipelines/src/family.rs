@@ -11,6 +11,7 @@ use residency::{Bytes, Component, ComponentId};
 use crate::files::pipeline_class;
 use crate::host::HostTensor;
 use crate::media::Piece;
+use crate::out_of_memory::is_out_of_memory;
 use crate::plan::{StagePlan, ValueShape, Values};
 use crate::quantization::Quantization;
 use crate::request::{Medium, Request, RequestError};
@@ -161,6 +162,18 @@ pub enum StageError {
     Tensor(#[from] candle_core::Error),
 }
 
+impl StageError {
+    /// As a stage tells it: an error of the tensor library that means that memory ran out says so in its words only.
+    pub(crate) fn of_stage(self, stage: &str) -> StageError {
+        match self {
+            StageError::Tensor(error) if is_out_of_memory(&error) => StageError::OutOfMemory {
+                stage: stage.to_owned(),
+            },
+            other => other,
+        }
+    }
+}
+
 /// Everything that one run of a stage is computed from.
 #[derive(Clone, Copy)]
 pub struct StageRun<'a> {
@@ -179,6 +192,15 @@ pub struct StageRun<'a> {
 }
 
 impl StageRun<'_> {
+    /// A value, if the stage takes it.
+    ///
+    /// # Errors
+    /// As [`StageRun::value`], where it takes it.
+    pub fn value_if_taken(&self, name: &str) -> Result<Option<&HostTensor>, StageError> {
+        let is_taken = self.plan.takes.iter().any(|taken| taken.name == name);
+        is_taken.then(|| self.value(name)).transpose()
+    }
+
     /// A value that the stage takes.
     ///
     /// # Errors

@@ -36,6 +36,19 @@ pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, ModelErro
     serde_json::from_str(&text).map_err(|e| damaged(path, format!("it cannot be parsed: {e}")))
 }
 
+/// Reads a configuration that this build knows.
+///
+/// # Errors
+/// As [`read_json`], and what `check` says of it.
+pub(crate) fn checked<T: DeserializeOwned>(
+    path: &Path,
+    check: impl Fn(&T) -> Result<(), String>,
+) -> Result<T, ModelError> {
+    let config = read_json(path)?;
+    check(&config).map_err(|problem| unsupported(path, problem))?;
+    Ok(config)
+}
+
 /// The class that a folder's `model_index.json` names: empty if it names none, `None` if there is no such file.
 pub(crate) fn pipeline_class(folder: &Path) -> Result<Option<String>, ModelError> {
     #[derive(Deserialize)]

@@ -33,6 +33,22 @@ pub struct Rung {
     pub approximate: bool,
 }
 
+impl Rung {
+    /// The only rung of a stage that is not cut into pieces.
+    pub(crate) fn whole(scratch: Bytes) -> Rung {
+        Rung {
+            label: "whole".to_owned(),
+            scratch,
+            approximate: false,
+        }
+    }
+}
+
+/// Names of components or values.
+pub(crate) fn names(names: &[&str]) -> Vec<String> {
+    names.iter().map(|&name| name.to_owned()).collect()
+}
+
 /// A value by its name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ValueShape {

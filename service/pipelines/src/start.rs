@@ -16,6 +16,20 @@ pub(crate) struct Start {
     pub(crate) latent: Tensor,
 }
 
+/// Whether a request starts from a latent, of a picture or brought, rather than from noise alone.
+pub(crate) fn is_from_latent(request: &Request) -> bool {
+    request.medium.init_image().is_some() || request.from_values
+}
+
+/// Steps of a request that are run: from a latent the last ones of its schedule.
+pub(crate) fn steps_run(request: &Request) -> u32 {
+    let first = match is_from_latent(request) {
+        true => first_step(request.steps, request.strength),
+        false => 0,
+    };
+    request.steps.saturating_sub(first)
+}
+
 /// The noise that a request starts from, of this shape, mixed with a latent of the same shape if there is one: an encoded
 /// picture, or what a client brought. `get_timesteps` and `prepare_latents` of diffusers' pipelines that take images.
 /// `sigmas` are those of all steps, with the closing zero. It is computed in host memory: a card would have to load

@@ -82,6 +82,11 @@ impl VaeConfig {
         1 << self.block_out_channels.len().saturating_sub(1)
     }
 
+    /// Sides of the latent of a picture: height, then width.
+    pub fn latent_sides(&self, width: u32, height: u32) -> (usize, usize) {
+        (height as usize / self.factor(), width as usize / self.factor())
+    }
+
     /// The latent rows (and columns) of diffusers' tiles: `tile_latent_min_size`.
     pub fn default_tile(&self) -> usize {
         self.sample_size / self.factor()

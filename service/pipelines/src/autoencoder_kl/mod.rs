@@ -19,6 +19,7 @@ mod encoder;
 mod names;
 mod norm;
 mod picture;
+pub(crate) mod plan;
 mod planned;
 mod role;
 mod scratch;

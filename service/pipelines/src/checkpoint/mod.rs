@@ -3,6 +3,7 @@
 
 mod component_set;
 mod components;
+mod recognise;
 mod role;
 mod single_file;
 mod spec;
@@ -13,7 +14,8 @@ pub(crate) use components::{
     ComponentFiles, Shapes, Wanted, component_of_checkpoint, component_of_file, component_of_folder,
     exact_component, open, whole,
 };
+pub(crate) use recognise::{Marks, Naming, Recognised};
 pub(crate) use role::{Role, RoleOf};
-pub(crate) use single_file::{PREFIXES, base_folder, companion, is_single_file};
+pub(crate) use single_file::companion;
 pub(crate) use spec::{Rows, TensorSpec};
 pub(crate) use stored::Checkpoint;

@@ -9,13 +9,13 @@
 //!
 //! Either may be quantized (`stored`), and what is not may be quantized while it is loaded (`quantize_rule`).
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::config::TransformerConfig;
 use super::layout::layout;
 use crate::ModelError;
-use crate::checkpoint::{Checkpoint, PREFIXES, TensorSpec, base_folder, is_single_file, open};
-use crate::files::{damaged, pipeline_class, unsupported};
+use crate::checkpoint::{self, Checkpoint, Marks, TensorSpec, whole};
+use crate::files::damaged;
 
 /// Pipelines whose checkpoints are run here.
 pub(super) const PIPELINES: [&str; 2] = ["FluxPipeline", "FluxImg2ImgPipeline"];
@@ -40,8 +40,7 @@ pub(super) enum Naming {
     Diffusers,
 }
 
-impl Naming {
-    /// Names that only FLUX's transformer begins with, so. Whatever quantized it, they do.
+impl checkpoint::Naming for Naming {
     fn marks(self) -> &'static [&'static str] {
         match self {
             Naming::Bfl => &["double_blocks.0.img_attn.", "single_blocks.0."],
@@ -52,79 +51,25 @@ impl Naming {
             ],
         }
     }
+}
 
+/// What FLUX is known by.
+pub(super) const MARKS: Marks<Naming> = Marks {
+    family: "FLUX",
+    class_prefix: "Flux",
+    pipelines: &PIPELINES,
+    namings: &[Naming::Bfl, Naming::Diffusers],
+    unused: None,
+};
+
+impl Naming {
     /// The tensors that a transformer of this configuration is made of in such a file.
     pub(super) fn specs(self, config: &TransformerConfig) -> Vec<TensorSpec> {
         match self {
             Naming::Bfl => layout(config),
-            Naming::Diffusers => config
-                .tensor_shapes()
-                .map(|(name, shape)| TensorSpec::whole(name, shape))
-                .collect(),
+            Naming::Diffusers => whole(config.tensor_shapes().collect()),
         }
     }
-}
-
-/// What a path turned out to be.
-pub(super) enum Recognised {
-    /// A folder in diffusers' layout.
-    Folder(PathBuf),
-    /// A single file.
-    SingleFile {
-        /// Where it is.
-        path: PathBuf,
-        /// The tensors of its transformer.
-        checkpoint: Checkpoint,
-        /// Whose names they have.
-        naming: Naming,
-        /// The folder of its companions.
-        base: PathBuf,
-    },
-}
-
-/// Looks what a path is. `None`: nothing of this family.
-///
-/// # Errors
-/// When it is of this family and cannot be run, or a file is too damaged to tell.
-pub(super) fn recognise(path: &Path) -> Result<Option<Recognised>, ModelError> {
-    if path.is_dir() {
-        return Ok(is_flux_folder(path)?.then(|| Recognised::Folder(path.to_owned())));
-    }
-    if !is_single_file(path) {
-        return Ok(None);
-    }
-    let file = open(path)?;
-    let marked = |(prefix, naming): &(&str, Naming)| {
-        naming.marks().iter().all(|mark| {
-            let mark = format!("{prefix}{mark}");
-            file.tensors().any(|(name, _)| name.starts_with(&mark))
-        })
-    };
-    let pairs = PREFIXES.map(|prefix| [(prefix, Naming::Bfl), (prefix, Naming::Diffusers)]);
-    let Some((prefix, naming)) = pairs.into_iter().flatten().find(marked) else {
-        return Ok(None);
-    };
-    let without_prefix = |name: &str| name.strip_prefix(prefix).map(str::to_owned);
-    Ok(Some(Recognised::SingleFile {
-        checkpoint: Checkpoint::of_file(&file, without_prefix)?,
-        path: path.to_owned(),
-        naming,
-        base: base_folder(path, "FLUX", &is_flux_folder)?,
-    }))
-}
-
-/// Whether a folder's `model_index.json` names a pipeline of this family.
-fn is_flux_folder(path: &Path) -> Result<bool, ModelError> {
-    let Some(class_name) = pipeline_class(path)? else {
-        return Ok(false);
-    };
-    if class_name.starts_with("Flux") && !PIPELINES.contains(&class_name.as_str()) {
-        return Err(unsupported(
-            &path.join("model_index.json"),
-            format!("it is a {class_name}; {} are supported", PIPELINES.join(" and ")),
-        ));
-    }
-    Ok(PIPELINES.contains(&class_name.as_str()))
 }
 
 /// The configuration of a single file's transformer, from the shapes of its tensors. The widths of the

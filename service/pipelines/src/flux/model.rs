@@ -8,14 +8,16 @@ use residency::{Bytes, Component};
 
 use super::checkpoint::{FOLDERS, PIPELINES};
 use super::config::TransformerConfig;
-use super::stages::{DECODE, DENOISE, ENCODE_IMAGE, ENCODE_TEXT, LATENT, POOLED, SEQUENCE, Stage};
+use super::stages::{DENOISE, ENCODE_TEXT, POOLED, SEQUENCE, Stage};
 use super::transformer::{codes_bytes, denoise_scratch, is_modulator};
-use crate::autoencoder_kl::{Chunking, VaeConfig, decode_scratch, encode_ladder, ladder};
-use crate::bounds::{PIXELS_PER_TOKEN, problems};
+use crate::autoencoder_kl::VaeConfig;
+use crate::autoencoder_kl::plan::{Autoencoder, LATENT};
+use crate::bounds::{self, PIXELS_PER_TOKEN, problems};
 use crate::checkpoint::ComponentSet;
 use crate::family::smaller_sides;
-use crate::flow_match::{SchedulerConfig, first_step};
-use crate::plan::only_value;
+use crate::flow_match::SchedulerConfig;
+use crate::plan::names;
+use crate::start::{is_from_latent, steps_run};
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
 use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer, TokenizeError};
@@ -63,18 +65,13 @@ pub struct FluxModel {
 }
 
 impl FluxModel {
-    /// Sides of the latent of a picture: height, then width.
-    pub(super) fn latent_sides(&self, width: u32, height: u32) -> (usize, usize) {
-        (
-            height as usize / self.vae.factor(),
-            width as usize / self.vae.factor(),
-        )
-    }
-
-    /// Shape of the latent of a picture.
-    pub(super) fn latent_shape(&self, width: u32, height: u32) -> Vec<usize> {
-        let (h, w) = self.latent_sides(width, height);
-        vec![1, self.vae.latent_channels, h, w]
+    /// The autoencoder, as plans see it.
+    pub(super) fn autoencoder(&self) -> Autoencoder<'_> {
+        Autoencoder {
+            config: &self.vae,
+            components: &self.components,
+            dtype: self.precision.dtype,
+        }
     }
 
     /// Names and shapes of a prompt's encodings.
@@ -103,7 +100,7 @@ impl FluxModel {
             name: ENCODE_TEXT.to_owned(),
             role: Role::Encode,
             components: names(&["text_encoder", "text_encoder_2"]),
-            rungs: vec![whole(scratch)],
+            rungs: vec![Rung::whole(scratch)],
             shape: format!("t{tokens}{}", self.components.as_multiplied("text_encoder_2")),
             steps: 1,
             takes: Vec::new(),
@@ -135,13 +132,7 @@ impl FluxModel {
         let &Image { width, height, .. } = image;
         let tokens = request.max_sequence_length;
         let picture = (width / PIXELS_PER_TOKEN) as usize * (height / PIXELS_PER_TOKEN) as usize;
-        let from_latent = image.init_image.is_some() || request.from_values;
-        let start = if from_latent {
-            first_step(request.steps, request.strength)
-        } else {
-            0
-        };
-        let steps = request.steps.saturating_sub(start);
+        let steps = steps_run(request);
         let dtype = self.precision.dtype;
         let mut scratch = Bytes(denoise_scratch(
             &self.transformer,
@@ -167,16 +158,14 @@ impl FluxModel {
         if request.preview {
             components.push("vae".to_owned());
             // What is conditioned stays while a preview is decoded at half the size.
-            let (h, w) = self.latent_sides(width / 2, height / 2);
-            scratch += decode_scratch(&self.vae, h, w, Chunking::Whole, dtype)
-                + self.components.dequantizing("vae", 0, |_| true);
+            scratch += self.autoencoder().preview_scratch(image);
         }
-        let latent = from_latent.then(|| ValueShape::new(LATENT, self.latent_shape(width, height)));
+        let latent = is_from_latent(request).then(|| self.autoencoder().latent(image));
         StagePlan {
             name: DENOISE.to_owned(),
             role: Role::Sample,
             components,
-            rungs: vec![whole(scratch)],
+            rungs: vec![Rung::whole(scratch)],
             shape: format!(
                 "{width}x{height} t{tokens}{}{}",
                 self.components.as_multiplied("transformer"),
@@ -188,62 +177,6 @@ impl FluxModel {
             per_item: true,
             memo: None,
         }
-    }
-
-    fn encode_image_stage(&self, image: &Image) -> StagePlan {
-        let (h, w) = self.latent_sides(image.width, image.height);
-        StagePlan {
-            name: ENCODE_IMAGE.to_owned(),
-            role: Role::Encode,
-            gives: names(&[LATENT]),
-            ..self.vae_stage(image, encode_ladder(&self.vae, h, w, self.precision.dtype))
-        }
-    }
-
-    fn decode_stage(&self, image: &Image) -> StagePlan {
-        let (h, w) = self.latent_sides(image.width, image.height);
-        StagePlan {
-            takes: vec![ValueShape::new(
-                LATENT,
-                self.latent_shape(image.width, image.height),
-            )],
-            ..self.vae_stage(image, ladder(&self.vae, h, w, self.precision.dtype))
-        }
-    }
-
-    fn vae_stage(&self, image: &Image, rungs: Vec<(Chunking, Rung)>) -> StagePlan {
-        // Convolutions are dequantized whatever their format: no tokens are.
-        let dequantizing = self.components.dequantizing("vae", 0, |_| true);
-        StagePlan {
-            name: DECODE.to_owned(),
-            role: Role::Decode,
-            components: names(&["vae"]),
-            rungs: rungs
-                .into_iter()
-                .map(|(_, rung)| Rung {
-                    scratch: rung.scratch + dequantizing,
-                    ..rung
-                })
-                .collect(),
-            shape: format!("{}x{}", image.width, image.height),
-            steps: 1,
-            takes: Vec::new(),
-            gives: Vec::new(),
-            per_item: true,
-            memo: None,
-        }
-    }
-}
-
-fn names(names: &[&str]) -> Vec<String> {
-    names.iter().map(|&name| name.to_owned()).collect()
-}
-
-fn whole(scratch: Bytes) -> Rung {
-    Rung {
-        label: "whole".to_owned(),
-        scratch,
-        approximate: false,
     }
 }
 
@@ -277,19 +210,18 @@ impl Model for FluxModel {
         let image = request.image().map_err(refused)?;
         let mut stages = vec![self.encode_text_stage(request).map_err(refused)?];
         if image.init_image.is_some() && !request.from_values {
-            stages.push(self.encode_image_stage(image));
+            stages.push(self.autoencoder().encode_stage(image));
         }
-        stages.extend([self.denoise_stage(request, image), self.decode_stage(image)]);
+        stages.extend([
+            self.denoise_stage(request, image),
+            self.autoencoder().decode_stage(image),
+        ]);
         Ok(stages)
     }
 
     fn request_of(&self, values: &[ValueShape]) -> Option<Request> {
-        let &[1, channels, h, w] = only_value(values, LATENT)? else {
-            return None;
-        };
-        let side = |numbers: usize| u32::try_from(numbers.checked_mul(self.vae.factor())?).ok();
-        let image = Image::of(side(w)?, side(h)?);
-        (channels == self.vae.latent_channels).then(|| Request {
+        let image = self.autoencoder().image_of(values)?;
+        Some(Request {
             medium: Medium::Image(image),
             ..self.defaults()
         })
@@ -300,13 +232,7 @@ impl Model for FluxModel {
     }
 
     fn smallest(&self) -> Request {
-        let side = PIXELS_PER_TOKEN;
-        Request {
-            prompt: "the smallest picture".to_owned(),
-            steps: 1,
-            medium: Medium::Image(Image::of(side, side)),
-            ..self.defaults()
-        }
+        bounds::smallest(self.defaults())
     }
 
     fn planned(&self, stage: &str, request: &Request) -> Vec<ops::Planned> {

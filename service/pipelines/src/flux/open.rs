@@ -2,16 +2,16 @@
 
 use std::path::Path;
 
-use super::checkpoint::{Recognised, config_of_single_file, recognise};
+use super::checkpoint::{MARKS, config_of_single_file};
 use super::components::{transformer_of_folder, transformer_of_single_file};
 use super::config::TransformerConfig;
 use super::model::FluxModel;
 use super::quantize_rule::role_of;
 use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
 use crate::bounds::{PIXELS_PER_TOKEN, problems};
-use crate::checkpoint::{ComponentSet, Wanted, companion, component_of_folder};
+use crate::checkpoint::{ComponentSet, Recognised, Wanted, companion, component_of_folder};
 use crate::defaults::told;
-use crate::files::{damaged, read_json, unsupported};
+use crate::files::{checked, damaged, read_json, unsupported};
 use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
@@ -27,7 +27,7 @@ impl FluxModel {
     /// # Errors
     /// When it is FLUX and damaged or not supported, or cannot be quantized as it is asked for.
     pub fn open(path: &Path, precision: &Precision) -> Result<Option<FluxModel>, ModelError> {
-        let Some(recognised) = recognise(path)? else {
+        let Some(recognised) = MARKS.recognise(path)? else {
             return Ok(None);
         };
         let formats = &precision.quantization;
@@ -126,16 +126,6 @@ impl FluxModel {
             t5,
         }))
     }
-}
-
-/// A configuration that this build knows.
-fn checked<T: serde::de::DeserializeOwned>(
-    path: &Path,
-    check: impl Fn(&T) -> Result<(), String>,
-) -> Result<T, ModelError> {
-    let config = read_json(path)?;
-    check(&config).map_err(|problem| unsupported(path, problem))?;
-    Ok(config)
 }
 
 /// Components of one pipeline fit together.

@@ -4,8 +4,9 @@ use ops::Planned;
 
 use super::buffers::Buffers;
 use super::model::FluxModel;
-use super::stages::{DECODE, DENOISE, ENCODE_IMAGE, ENCODE_TEXT};
+use super::stages::{DENOISE, ENCODE_TEXT};
 use crate::Request;
+use crate::autoencoder_kl::plan::{DECODE, ENCODE_IMAGE};
 use crate::bounds::PIXELS_PER_TOKEN;
 
 impl FluxModel {
@@ -17,29 +18,23 @@ impl FluxModel {
         };
         let (width, height) = (image.width, image.height);
         let (dtype, tokens) = (self.precision.dtype, request.max_sequence_length as usize);
-        let decode = |(h, w): (usize, usize)| match h * w {
-            0 => Vec::new(),
-            _ => self.vae.planned_to_decode((h, w), h, dtype),
-        };
+        let autoencoder = self.autoencoder();
         match stage {
             ENCODE_TEXT => vec![
                 self.clip.planned(self.clip_tokenizer.length(), dtype),
                 self.t5.planned(tokens, dtype),
             ],
-            ENCODE_IMAGE => match (&image.init_image, self.latent_sides(width, height)) {
-                (None, _) | (_, (0, _) | (_, 0)) => Vec::new(),
-                (Some(_), (h, w)) => self.vae.planned_to_encode((h, w), h, dtype),
-            },
+            ENCODE_IMAGE => autoencoder.planned_to_encode(image),
             DENOISE => {
                 let picture = (width / PIXELS_PER_TOKEN) as usize * (height / PIXELS_PER_TOKEN) as usize;
                 let mut planned = vec![Buffers::planned(&self.transformer, tokens + picture, dtype)];
                 if request.preview {
                     // Half the size.
-                    planned.extend(decode(self.latent_sides(width / 2, height / 2)));
+                    planned.extend(autoencoder.planned_to_preview(image));
                 }
                 planned
             }
-            DECODE => decode(self.latent_sides(width, height)),
+            DECODE => autoencoder.planned_to_decode(image),
             _ => Vec::new(),
         }
     }

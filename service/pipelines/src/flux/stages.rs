@@ -13,6 +13,7 @@ use ops::{Finite, euler};
 
 use super::model::FluxModel;
 use super::transformer::{Prompted, Transformer, pack, unpack};
+use crate::autoencoder_kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::autoencoder_kl::stages::Run;
 use crate::autoencoder_kl::{Chunking, Rgb8, VaeDecoder};
 use crate::bounds::PIXELS_PER_TOKEN;
@@ -21,16 +22,12 @@ use crate::tensors::{from_host, to_host};
 use crate::text::clip::ClipEncoder;
 use crate::text::t5::T5Encoder;
 use crate::text::tokenizers::TokenizeError;
-use crate::{HostTensor, Image, Observer, Piece, Request, StageError, StageRun, Values, is_out_of_memory};
+use crate::{HostTensor, Image, Observer, Piece, Request, StageError, StageRun, Values};
 
 /// Names of the stages.
 pub(super) const ENCODE_TEXT: &str = "encode_text";
-pub(super) const ENCODE_IMAGE: &str = "encode_image";
 pub(super) const DENOISE: &str = "denoise";
-pub(super) const DECODE: &str = "decode";
 
-/// Name of the latent, scaled as the transformer sees it: f32 `[1, channels, height / 8, width / 8]`.
-pub(super) const LATENT: &str = "latent";
 /// Name of CLIP's pooled output among the encodings.
 pub const POOLED: &str = "pooled";
 /// Name of T5's last hidden states among the encodings.
@@ -64,7 +61,7 @@ impl Stage<'_> {
             DECODE => self.decode(stage).map(|()| Values::new()),
             other => Err(StageError::BadInput(format!("there is no stage {other}"))),
         };
-        result.map_err(|error| named_if_out_of_memory(error, &stage.plan.name))
+        result.map_err(|error| error.of_stage(&stage.plan.name))
     }
 
     fn go_on(&self) -> Result<(), StageError> {
@@ -131,13 +128,12 @@ impl Stage<'_> {
         let pooled = self.encoding(stage, POOLED)?;
         let tokens = self.request.max_sequence_length as usize;
         let sequence = self.encoding(stage, SEQUENCE)?;
-        let takes_latent = stage.plan.takes.iter().any(|value| value.name == LATENT);
-        let image_latent = takes_latent.then(|| stage.value(LATENT)).transpose()?;
+        let image_latent = stage.value_if_taken(LATENT)?;
         let &Image { width, height, .. } = self.image()?;
         let rows = (height / PIXELS_PER_TOKEN) as usize;
         let columns = (width / PIXELS_PER_TOKEN) as usize;
         let sigmas = self.model.scheduler.sigmas(self.request.steps, rows * columns);
-        let shape = self.model.latent_shape(width, height);
+        let shape = self.model.autoencoder().latent(self.image()?).shape;
         let Start { sigmas, latent } = start(sigmas, self.request, &shape, image_latent)?;
 
         let component = (self.tensors)("transformer")?;
@@ -233,14 +229,4 @@ impl Stage<'_> {
 fn without_noise(latent: &Tensor, velocity: &Tensor, sigma: f32) -> candle_core::Result<Tensor> {
     let velocity = velocity.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
     latent.to_device(&Device::Cpu)? - (velocity * f64::from(sigma))?
-}
-
-/// An error of the tensor library that means that memory ran out says so in its words only.
-fn named_if_out_of_memory(error: StageError, stage: &str) -> StageError {
-    match error {
-        StageError::Tensor(error) if is_out_of_memory(&error) => StageError::OutOfMemory {
-            stage: stage.to_owned(),
-        },
-        other => other,
-    }
 }

@@ -107,14 +107,10 @@ impl InstantModel {
         };
         match stage {
             // Text has one size, whatever is made of it.
-            ENCODE_TEXT => vec![Rung {
-                label: WHOLE.to_owned(),
-                scratch: whole.unwrap_or_default(),
-                approximate: false,
-            }],
-            DENOISE => vec![rung(WHOLE, 1, false)],
+            ENCODE_TEXT => vec![Rung::whole(whole.unwrap_or_default())],
+            DENOISE => vec![Rung::whole(self.scaled(whole, request))],
             _ => vec![
-                rung(WHOLE, 1, false),
+                Rung::whole(self.scaled(whole, request)),
                 rung("strips of 16", 2, false),
                 rung("tiles of 64", 4, true),
             ],
@@ -202,10 +198,7 @@ impl InstantModel {
         let text = encoded_shapes(request).map(|value| value.name);
         let text = text.iter().map(|name| Ok((name.as_str(), stage.value(name)?)));
         let text = text.collect::<Result<Vec<_>, StageError>>()?;
-        let takes_latent = stage.plan.takes.iter().any(|value| value.name == LATENT);
-        let init = takes_latent
-            .then(|| read_latent(stage.value(LATENT)?))
-            .transpose()?;
+        let init = stage.value_if_taken(LATENT)?.map(read_latent).transpose()?;
         let colour = colour_of(&text, request, init);
         let pretended = Duration::from_millis(self.description.steps_ms);
         for step in 1..=steps {
@@ -324,9 +317,6 @@ impl InstantModel {
         wrong
     }
 }
-
-/// The rung that is not cut into pieces.
-const WHOLE: &str = "whole";
 
 /// Activations of the simulated card that runs the stage; on another card it needs none.
 fn take_scratch(bytes: Bytes, stage: &str) -> Result<Option<ScratchGuard>, StageError> {

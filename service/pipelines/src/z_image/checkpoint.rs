@@ -6,13 +6,13 @@
 //! `ae.safetensors` and `qwen_3_4b.safetensors` lie beside the transformer, in that folder, or in `vae` and `text_encoders`
 //! beside the transformer's folder, which is where ComfyUI keeps them.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::config::TransformerConfig;
 use super::layout::{PATCH_IN, UNUSED, layout};
 use crate::ModelError;
-use crate::checkpoint::{Checkpoint, PREFIXES, TensorSpec, base_folder, is_single_file, open, whole};
-use crate::files::{damaged, pipeline_class, unsupported};
+use crate::checkpoint::{self, Checkpoint, Marks, TensorSpec, whole};
+use crate::files::damaged;
 
 /// Pipelines whose checkpoints are run here.
 pub(super) const PIPELINES: [&str; 2] = ["ZImagePipeline", "ZImageImg2ImgPipeline"];
@@ -29,15 +29,25 @@ pub(super) enum Naming {
     Diffusers,
 }
 
-impl Naming {
-    /// Names that only Z-Image's transformer begins with, so. Whatever quantized it, they do.
+impl checkpoint::Naming for Naming {
     fn marks(self) -> &'static [&'static str] {
         match self {
             Naming::Own => &["noise_refiner.0.attention.qkv.", "cap_embedder.0.", "x_embedder."],
             Naming::Diffusers => &["noise_refiner.0.attention.to_q.", "cap_embedder.0.", PATCH_IN],
         }
     }
+}
 
+/// What Z-Image is known by.
+pub(super) const MARKS: Marks<Naming> = Marks {
+    family: "Z-Image",
+    class_prefix: "ZImage",
+    pipelines: &PIPELINES,
+    namings: &[Naming::Own, Naming::Diffusers],
+    unused: Some(UNUSED),
+};
+
+impl Naming {
     /// The tensors that a transformer of this configuration is made of in such a file.
     pub(super) fn specs(self, config: &TransformerConfig) -> Vec<TensorSpec> {
         match self {
@@ -45,71 +55,6 @@ impl Naming {
             Naming::Diffusers => whole(config.tensor_shapes().collect()),
         }
     }
-}
-
-/// What a path turned out to be.
-pub(super) enum Recognised {
-    /// A folder in diffusers' layout.
-    Folder(PathBuf),
-    /// A single file.
-    SingleFile {
-        /// Where it is.
-        path: PathBuf,
-        /// The tensors of its transformer.
-        checkpoint: Checkpoint,
-        /// Whose names they have.
-        naming: Naming,
-        /// The folder of its companions.
-        base: PathBuf,
-    },
-}
-
-/// Looks what a path is. `None`: nothing of this family.
-///
-/// # Errors
-/// When it is of this family and cannot be run, or a file is too damaged to tell.
-pub(super) fn recognise(path: &Path) -> Result<Option<Recognised>, ModelError> {
-    if path.is_dir() {
-        return Ok(is_z_image_folder(path)?.then(|| Recognised::Folder(path.to_owned())));
-    }
-    if !is_single_file(path) {
-        return Ok(None);
-    }
-    let file = open(path)?;
-    let marked = |(prefix, naming): &(&str, Naming)| {
-        naming.marks().iter().all(|mark| {
-            let mark = format!("{prefix}{mark}");
-            file.tensors().any(|(name, _)| name.starts_with(&mark))
-        })
-    };
-    let pairs = PREFIXES.map(|prefix| [(prefix, Naming::Own), (prefix, Naming::Diffusers)]);
-    let Some((prefix, naming)) = pairs.into_iter().flatten().find(marked) else {
-        return Ok(None);
-    };
-    let name_of = |name: &str| {
-        let name = name.strip_prefix(prefix)?;
-        (name != UNUSED).then(|| name.to_owned())
-    };
-    Ok(Some(Recognised::SingleFile {
-        checkpoint: Checkpoint::of_file(&file, name_of)?,
-        path: path.to_owned(),
-        naming,
-        base: base_folder(path, "Z-Image", &is_z_image_folder)?,
-    }))
-}
-
-/// Whether a folder's `model_index.json` names a pipeline of this family.
-fn is_z_image_folder(path: &Path) -> Result<bool, ModelError> {
-    let Some(class_name) = pipeline_class(path)? else {
-        return Ok(false);
-    };
-    if class_name.starts_with("ZImage") && !PIPELINES.contains(&class_name.as_str()) {
-        return Err(unsupported(
-            &path.join("model_index.json"),
-            format!("it is a {class_name}; {} are supported", PIPELINES.join(" and ")),
-        ));
-    }
-    Ok(PIPELINES.contains(&class_name.as_str()))
 }
 
 /// The width inside the timestep's layers, which no configuration says.

@@ -9,14 +9,16 @@ use residency::{Bytes, Component};
 use super::checkpoint::{FOLDERS, PIPELINES};
 use super::config::{MULTIPLE, TransformerConfig};
 use super::positions::Lengths;
-use super::stages::{CAPTION, DECODE, DENOISE, ENCODE_IMAGE, ENCODE_TEXT, LATENT, Stage};
+use super::stages::{CAPTION, DENOISE, ENCODE_TEXT, Stage};
 use super::transformer::{codes_bytes, denoise_scratch, is_modulator};
-use crate::autoencoder_kl::{Chunking, VaeConfig, decode_scratch, encode_ladder, ladder};
+use crate::autoencoder_kl::VaeConfig;
+use crate::autoencoder_kl::plan::{Autoencoder, LATENT};
 use crate::bounds::{self, MOST_TOKENS, PIXELS_PER_TOKEN};
 use crate::checkpoint::ComponentSet;
 use crate::family::smaller_sides;
-use crate::flow_match::{SchedulerConfig, first_step};
-use crate::plan::only_value;
+use crate::flow_match::SchedulerConfig;
+use crate::plan::names;
+use crate::start::{is_from_latent, steps_run};
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::{QwenTokenizer, TokenizeError};
 use crate::{
@@ -26,9 +28,7 @@ use crate::{
 
 /// Names of the components.
 pub(super) const TRANSFORMER: &str = "transformer";
-/// See [`TRANSFORMER`].
 pub(super) const VAE: &str = "vae";
-/// See [`TRANSFORMER`].
 pub(super) const TEXT_ENCODER: &str = "text_encoder";
 
 /// The family.
@@ -83,16 +83,13 @@ pub struct ZImageModel {
 }
 
 impl ZImageModel {
-    /// Sides of the latent of a picture: height, then width.
-    pub(super) fn latent_sides(&self, width: u32, height: u32) -> (usize, usize) {
-        let factor = self.vae.factor();
-        (height as usize / factor, width as usize / factor)
-    }
-
-    /// Shape of the latent of a picture.
-    pub(super) fn latent_shape(&self, width: u32, height: u32) -> Vec<usize> {
-        let (h, w) = self.latent_sides(width, height);
-        vec![1, self.vae.latent_channels, h, w]
+    /// The autoencoder, as plans see it.
+    pub(super) fn autoencoder(&self) -> Autoencoder<'_> {
+        Autoencoder {
+            config: &self.vae,
+            components: &self.components,
+            dtype: self.precision.dtype,
+        }
     }
 
     /// The tokens of a request's prompt.
@@ -126,7 +123,7 @@ impl ZImageModel {
             name: ENCODE_TEXT.to_owned(),
             role: Role::Encode,
             components: names(&[TEXT_ENCODER]),
-            rungs: vec![whole(scratch)],
+            rungs: vec![Rung::whole(scratch)],
             shape: format!("t{tokens}{}", self.components.as_multiplied(TEXT_ENCODER)),
             steps: 1,
             takes: Vec::new(),
@@ -141,13 +138,7 @@ impl ZImageModel {
         let caption = ValueShape::new(CAPTION, vec![tokens, self.transformer.cap_feat_dim]);
         let tokens = tokens.next_multiple_of(MULTIPLE);
         let lengths = self.lengths(image, tokens);
-        let from_latent = image.init_image.is_some() || request.from_values;
-        let start = if from_latent {
-            first_step(request.steps, request.strength)
-        } else {
-            0
-        };
-        let steps = request.steps.saturating_sub(start);
+        let steps = steps_run(request);
         let dtype = self.precision.dtype;
         let mut scratch = Bytes(denoise_scratch(&self.transformer, &lengths, steps, dtype));
         scratch += self
@@ -165,16 +156,14 @@ impl ZImageModel {
         if request.preview {
             components.push(VAE.to_owned());
             // What is conditioned stays while a preview is decoded at half the size.
-            let (h, w) = self.latent_sides(width / 2, height / 2);
-            scratch += decode_scratch(&self.vae, h, w, Chunking::Whole, dtype)
-                + self.components.dequantizing(VAE, 0, |_| true);
+            scratch += self.autoencoder().preview_scratch(image);
         }
-        let latent = from_latent.then(|| ValueShape::new(LATENT, self.latent_shape(width, height)));
+        let latent = is_from_latent(request).then(|| self.autoencoder().latent(image));
         StagePlan {
             name: DENOISE.to_owned(),
             role: Role::Sample,
             components,
-            rungs: vec![whole(scratch)],
+            rungs: vec![Rung::whole(scratch)],
             shape: format!(
                 "{width}x{height} t{tokens}{}{}",
                 self.components.as_multiplied(TRANSFORMER),
@@ -187,54 +176,6 @@ impl ZImageModel {
             memo: None,
         }
     }
-
-    fn encode_image_stage(&self, image: &Image) -> StagePlan {
-        let (h, w) = self.latent_sides(image.width, image.height);
-        StagePlan {
-            name: ENCODE_IMAGE.to_owned(),
-            role: Role::Encode,
-            gives: names(&[LATENT]),
-            ..self.vae_stage(image, encode_ladder(&self.vae, h, w, self.precision.dtype))
-        }
-    }
-
-    fn decode_stage(&self, image: &Image) -> StagePlan {
-        let (h, w) = self.latent_sides(image.width, image.height);
-        StagePlan {
-            takes: vec![ValueShape::new(
-                LATENT,
-                self.latent_shape(image.width, image.height),
-            )],
-            ..self.vae_stage(image, ladder(&self.vae, h, w, self.precision.dtype))
-        }
-    }
-
-    fn vae_stage(&self, image: &Image, rungs: Vec<(Chunking, Rung)>) -> StagePlan {
-        // Convolutions are dequantized whatever their format: no tokens are.
-        let dequantizing = self.components.dequantizing(VAE, 0, |_| true);
-        StagePlan {
-            name: DECODE.to_owned(),
-            role: Role::Decode,
-            components: names(&[VAE]),
-            rungs: rungs
-                .into_iter()
-                .map(|(_, rung)| Rung {
-                    scratch: rung.scratch + dequantizing,
-                    ..rung
-                })
-                .collect(),
-            shape: format!("{}x{}", image.width, image.height),
-            steps: 1,
-            takes: Vec::new(),
-            gives: Vec::new(),
-            per_item: true,
-            memo: None,
-        }
-    }
-}
-
-fn names(names: &[&str]) -> Vec<String> {
-    names.iter().map(|&name| name.to_owned()).collect()
 }
 
 /// Identity of the tokens of a prompt.
@@ -244,15 +185,6 @@ fn memo(ids: &[u32]) -> String {
         hash.update(&id.to_le_bytes());
     }
     format!("z-image:{}", hash.finalize().to_hex())
-}
-
-/// The one rung of a stage that is not cut into pieces.
-fn whole(scratch: Bytes) -> Rung {
-    Rung {
-        label: "whole".to_owned(),
-        scratch,
-        approximate: false,
-    }
 }
 
 impl Model for ZImageModel {
@@ -287,22 +219,18 @@ impl Model for ZImageModel {
         let ids = ids.map_err(|error| vec![RequestError::new("prompt", error.to_string())])?;
         let mut stages = vec![self.encode_text_stage(&ids)];
         if image.init_image.is_some() && !request.from_values {
-            stages.push(self.encode_image_stage(image));
+            stages.push(self.autoencoder().encode_stage(image));
         }
         stages.extend([
             self.denoise_stage(request, image, ids.len()),
-            self.decode_stage(image),
+            self.autoencoder().decode_stage(image),
         ]);
         Ok(stages)
     }
 
     fn request_of(&self, values: &[ValueShape]) -> Option<Request> {
-        let &[1, channels, h, w] = only_value(values, LATENT)? else {
-            return None;
-        };
-        let side = |numbers: usize| u32::try_from(numbers.checked_mul(self.vae.factor())?).ok();
-        let image = Image::of(side(w)?, side(h)?);
-        (channels == self.vae.latent_channels).then(|| Request {
+        let image = self.autoencoder().image_of(values)?;
+        Some(Request {
             medium: Medium::Image(image),
             ..self.defaults()
         })
@@ -313,13 +241,7 @@ impl Model for ZImageModel {
     }
 
     fn smallest(&self) -> Request {
-        let side = PIXELS_PER_TOKEN;
-        Request {
-            prompt: "the smallest picture".to_owned(),
-            steps: 1,
-            medium: Medium::Image(Image::of(side, side)),
-            ..self.defaults()
-        }
+        bounds::smallest(self.defaults())
     }
 
     fn planned(&self, stage: &str, request: &Request) -> Vec<ops::Planned> {

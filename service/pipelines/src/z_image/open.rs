@@ -2,18 +2,18 @@
 
 use std::path::Path;
 
-use super::checkpoint::{Recognised, config_of_single_file, recognise, timestep_inner};
+use super::checkpoint::{MARKS, Naming, config_of_single_file, timestep_inner};
 use super::config::TransformerConfig;
 use super::model::{TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel, problems};
 use super::quantize_rule::role_of;
 use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
 use crate::bounds::{MOST_TOKENS, PIXELS_PER_TOKEN};
 use crate::checkpoint::{
-    Checkpoint, ComponentFiles, ComponentSet, Wanted, companion, component_of_checkpoint,
+    Checkpoint, ComponentFiles, ComponentSet, Recognised, Wanted, companion, component_of_checkpoint,
     component_of_folder, exact_component, open, whole,
 };
 use crate::defaults::told;
-use crate::files::{damaged, read_json, unsupported};
+use crate::files::{checked, damaged, read_json, unsupported};
 use crate::flow_match::SchedulerConfig;
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
@@ -36,7 +36,7 @@ impl ZImageModel {
     /// # Errors
     /// When it is Z-Image and damaged or not supported, or cannot be quantized as it is asked for.
     pub fn open(path: &Path, precision: &Precision) -> Result<Option<ZImageModel>, ModelError> {
-        let Some(recognised) = recognise(path)? else {
+        let Some(recognised) = MARKS.recognise(path)? else {
             return Ok(None);
         };
         let precision = &Precision {
@@ -112,7 +112,7 @@ impl ZImageModel {
 }
 
 fn transformer(
-    recognised: Recognised,
+    recognised: Recognised<Naming>,
     base: &Path,
     wanted: Wanted,
 ) -> Result<(TransformerConfig, ComponentFiles), ModelError> {
@@ -149,16 +149,6 @@ fn transformer(
             Ok((config, files))
         }
     }
-}
-
-/// A configuration that this build knows.
-fn checked<T: serde::de::DeserializeOwned>(
-    path: &Path,
-    check: impl Fn(&T) -> Result<(), String>,
-) -> Result<T, ModelError> {
-    let config = read_json(path)?;
-    check(&config).map_err(|problem| unsupported(path, problem))?;
-    Ok(config)
 }
 
 /// Components of one pipeline fit together.

@@ -4,8 +4,9 @@ use ops::Planned;
 
 use super::buffers::Buffers;
 use super::model::{TEXT_ENCODER, ZImageModel};
-use super::stages::{DECODE, DENOISE, ENCODE_IMAGE, ENCODE_TEXT};
+use super::stages::{DENOISE, ENCODE_TEXT};
 use crate::Request;
+use crate::autoencoder_kl::plan::{DECODE, ENCODE_IMAGE};
 
 impl ZImageModel {
     /// Shapes that a stage asks for on a card, first those that it asks for first. Pictures are decoded and encoded whole:
@@ -14,22 +15,15 @@ impl ZImageModel {
         let Ok(image) = request.image() else {
             return Vec::new();
         };
-        let (width, height) = (image.width, image.height);
         let dtype = self.precision.dtype;
-        let decode = |(h, w): (usize, usize)| match h * w {
-            0 => Vec::new(),
-            _ => self.vae.planned_to_decode((h, w), h, dtype),
-        };
+        let autoencoder = self.autoencoder();
         match stage {
             ENCODE_TEXT => {
                 let is_quantized = self.components.is_quantized(TEXT_ENCODER);
                 let planned = self.text.planned(self.text_tokens(request), is_quantized, dtype);
                 planned.into_iter().collect()
             }
-            ENCODE_IMAGE => match (&image.init_image, self.latent_sides(width, height)) {
-                (None, _) | (_, (0, _) | (_, 0)) => Vec::new(),
-                (Some(_), (h, w)) => self.vae.planned_to_encode((h, w), h, dtype),
-            },
+            ENCODE_IMAGE => autoencoder.planned_to_encode(image),
             DENOISE => {
                 let lengths = self.lengths(image, self.text_tokens(request));
                 let (picture, text, all) = (lengths.padded_picture(), lengths.padded_text(), lengths.all());
@@ -45,11 +39,11 @@ impl ZImageModel {
                 }
                 if request.preview {
                     // Half the size.
-                    planned.extend(decode(self.latent_sides(width / 2, height / 2)));
+                    planned.extend(autoencoder.planned_to_preview(image));
                 }
                 planned
             }
-            DECODE => decode(self.latent_sides(width, height)),
+            DECODE => autoencoder.planned_to_decode(image),
             _ => Vec::new(),
         }
     }

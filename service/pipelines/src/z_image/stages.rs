@@ -10,20 +10,17 @@ use ops::{Finite, euler};
 use super::model::{TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel};
 use super::transformer::{Transformer, latent_of, patches_of, times};
 use crate::autoencoder_kl::Rgb8;
+use crate::autoencoder_kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::autoencoder_kl::stages::Run;
 use crate::start::{Start, start};
 use crate::tensors::{from_host, to_host};
 use crate::text::qwen3::Qwen3Encoder;
-use crate::{HostTensor, Image, Observer, Piece, StageError, StageRun, Values, is_out_of_memory};
+use crate::{HostTensor, Image, Observer, Piece, StageError, StageRun, Values};
 
 /// Names of the stages.
 pub(super) const ENCODE_TEXT: &str = "encode_text";
-pub(super) const ENCODE_IMAGE: &str = "encode_image";
 pub(super) const DENOISE: &str = "denoise";
-pub(super) const DECODE: &str = "decode";
 
-/// Name of the latent, scaled as the transformer sees it: f32 `[1, channels, height / 8, width / 8]`.
-pub(super) const LATENT: &str = "latent";
 /// Name of the text encoder's states among the values, `[tokens, cap_feat_dim]`.
 pub(super) const CAPTION: &str = "caption";
 
@@ -52,13 +49,7 @@ impl Stage<'_> {
             DECODE => self.decode().map(|()| Values::new()),
             other => Err(StageError::BadInput(format!("there is no stage {other}"))),
         };
-        result.map_err(|error| match error {
-            // An error of the tensor library that means that memory ran out says so in its words only.
-            StageError::Tensor(error) if is_out_of_memory(&error) => StageError::OutOfMemory {
-                stage: name.to_owned(),
-            },
-            other => other,
-        })
+        result.map_err(|error| error.of_stage(name))
     }
 
     fn go_on(&self) -> Result<(), StageError> {
@@ -108,9 +99,8 @@ impl Stage<'_> {
         let image = self.image()?;
         let lengths = self.model.lengths(image, caption.dim(0)?);
         let (rows, columns) = (lengths.rows, lengths.columns);
-        let shape = self.model.latent_shape(image.width, image.height);
-        let takes_latent = self.run.plan.takes.iter().any(|value| value.name == LATENT);
-        let brought = takes_latent.then(|| self.run.value(LATENT)).transpose()?;
+        let shape = self.model.autoencoder().latent(image).shape;
+        let brought = self.run.value_if_taken(LATENT)?;
         let steps = self.run.request.steps;
         let sigmas = self
             .model

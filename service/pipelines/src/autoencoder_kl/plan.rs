@@ -1,0 +1,128 @@
+//! What the plan of a request says of the autoencoder: the stages that it computes, and what a preview takes.
+
+use candle_core::DType;
+use ops::Planned;
+use residency::Bytes;
+
+use super::scratch::{Chunking, decode_scratch, encode_ladder, ladder};
+use super::{COMPONENT, VaeConfig};
+use crate::checkpoint::ComponentSet;
+use crate::plan::{names, only_value};
+use crate::{Image, Role, Rung, StagePlan, ValueShape};
+
+/// Names of the stages.
+pub(crate) const ENCODE_IMAGE: &str = "encode_image";
+pub(crate) const DECODE: &str = "decode";
+
+/// Name of the latent, scaled as a transformer sees it: f32 `[1, channels, height / 8, width / 8]`.
+pub(crate) const LATENT: &str = "latent";
+
+/// The autoencoder of a model that is open.
+pub(crate) struct Autoencoder<'a> {
+    pub(crate) config: &'a VaeConfig,
+    pub(crate) components: &'a ComponentSet,
+    /// Of the maps.
+    pub(crate) dtype: DType,
+}
+
+impl Autoencoder<'_> {
+    /// The latent of a picture.
+    pub(crate) fn latent(&self, image: &Image) -> ValueShape {
+        let (h, w) = self.config.latent_sides(image.width, image.height);
+        ValueShape::new(LATENT, vec![1, self.config.latent_channels, h, w])
+    }
+
+    /// The picture that these values decode to; `None`: they are no latent of this autoencoder.
+    pub(crate) fn image_of(&self, values: &[ValueShape]) -> Option<Image> {
+        let &[1, channels, h, w] = only_value(values, LATENT)? else {
+            return None;
+        };
+        let side = |numbers: usize| u32::try_from(numbers.checked_mul(self.config.factor())?).ok();
+        let image = Image::of(side(w)?, side(h)?);
+        (channels == self.config.latent_channels).then_some(image)
+    }
+
+    /// Picture to latent.
+    pub(crate) fn encode_stage(&self, image: &Image) -> StagePlan {
+        let (h, w) = self.config.latent_sides(image.width, image.height);
+        StagePlan {
+            gives: names(&[LATENT]),
+            ..self.stage(
+                ENCODE_IMAGE,
+                Role::Encode,
+                image,
+                encode_ladder(self.config, h, w, self.dtype),
+            )
+        }
+    }
+
+    /// Latent to picture.
+    pub(crate) fn decode_stage(&self, image: &Image) -> StagePlan {
+        let (h, w) = self.config.latent_sides(image.width, image.height);
+        StagePlan {
+            takes: vec![self.latent(image)],
+            ..self.stage(DECODE, Role::Decode, image, ladder(self.config, h, w, self.dtype))
+        }
+    }
+
+    fn stage(&self, name: &str, role: Role, image: &Image, rungs: Vec<(Chunking, Rung)>) -> StagePlan {
+        let dequantizing = self.dequantizing();
+        StagePlan {
+            name: name.to_owned(),
+            role,
+            components: names(&[COMPONENT]),
+            rungs: rungs
+                .into_iter()
+                .map(|(_, rung)| Rung {
+                    scratch: rung.scratch + dequantizing,
+                    ..rung
+                })
+                .collect(),
+            shape: format!("{}x{}", image.width, image.height),
+            steps: 1,
+            takes: Vec::new(),
+            gives: Vec::new(),
+            per_item: true,
+            memo: None,
+        }
+    }
+
+    /// Activation bytes of a preview, which is decoded whole at half the size.
+    pub(crate) fn preview_scratch(&self, image: &Image) -> Bytes {
+        let (h, w) = self.config.latent_sides(image.width / 2, image.height / 2);
+        decode_scratch(self.config, h, w, Chunking::Whole, self.dtype) + self.dequantizing()
+    }
+
+    /// Convolutions are dequantized whatever their format: no tokens are.
+    fn dequantizing(&self) -> Bytes {
+        self.components.dequantizing(COMPONENT, 0, |_| true)
+    }
+
+    /// Shapes that [`Self::encode_stage`] asks cuDNN for.
+    pub(crate) fn planned_to_encode(&self, image: &Image) -> Vec<Planned> {
+        match (
+            &image.init_image,
+            self.config.latent_sides(image.width, image.height),
+        ) {
+            (None, _) | (_, (0, _) | (_, 0)) => Vec::new(),
+            (Some(_), (h, w)) => self.config.planned_to_encode((h, w), h, self.dtype),
+        }
+    }
+
+    /// Shapes that [`Self::decode_stage`] asks cuDNN for.
+    pub(crate) fn planned_to_decode(&self, image: &Image) -> Vec<Planned> {
+        self.planned_at(image.width, image.height)
+    }
+
+    /// Shapes that a preview asks cuDNN for.
+    pub(crate) fn planned_to_preview(&self, image: &Image) -> Vec<Planned> {
+        self.planned_at(image.width / 2, image.height / 2)
+    }
+
+    fn planned_at(&self, width: u32, height: u32) -> Vec<Planned> {
+        match self.config.latent_sides(width, height) {
+            (0, _) | (_, 0) => Vec::new(),
+            (h, w) => self.config.planned_to_decode((h, w), h, self.dtype),
+        }
+    }
+}
