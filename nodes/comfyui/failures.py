@@ -57,7 +57,12 @@ def _remedy(error: moored.MooredError) -> str:
             return (
                 ": if it was not you, somebody cancelled it in the service; queue the prompt again"
             )
-        case moored.QueueFull() | moored.CardNotReady() | moored.ShuttingDown():
+        case (
+            moored.QueueFull()
+            | moored.ClientLimit()
+            | moored.CardNotReady()
+            | moored.ShuttingDown()
+        ):
             return ": queue the prompt again in a moment"
         case moored.Deadline():
             return ": see whether the service is well, and queue the prompt again"

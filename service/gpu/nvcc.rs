@@ -1,24 +1,24 @@
-//! Compiles kernels for every card that moored knows into one file that the binary carries: machine code where this nvcc
-//! can make it, so that nothing is compiled on a user's machine, and PTX for cards to come. The build scripts of the rooms
-//! that have kernels share it.
+//! Compiles kernels for all supported cards into one file that is embedded in the binary: machine code if this nvcc
+//! supports the architecture, so that nothing is compiled on a user's machine, and PTX for future cards. Shared by
+//! the build scripts of the crates with kernels.
 
 use std::error::Error;
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Compute capabilities that machine code is made for.
+/// Compute capabilities with machine code.
 const CARDS: [u32; 7] = [75, 80, 86, 89, 90, 100, 120];
 
-/// That of the PTX: the least that is supported.
+/// Compute capability of the PTX: the oldest that is supported.
 const LEAST: u32 = 75;
 
-/// With the feature `cuda`, compiles `source` to a file of its name that ends in `.fatbin`, in cargo's folder for what is
-/// built. Changes of it and of kernels beside it call for that again.
+/// With the feature `cuda`, compiles `source` to a `.fatbin` file with its name, in cargo's output folder. Rebuilt
+/// when it or kernels beside it change.
 pub(crate) fn compile(source: &str) -> Result<(), Box<dyn Error>> {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed=../gpu/nvcc.rs");
-    // Not the folder: a change of the Rust beside the kernels compiles none of them anew.
+    // Not the folder: a change of the Rust files beside the kernels must not recompile them.
     let folder = Path::new(source).parent().ok_or("a source without a folder")?;
     for entry in std::fs::read_dir(folder)? {
         let path = entry?.path();
@@ -55,7 +55,7 @@ pub(crate) fn compile(source: &str) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// `$NVCC`, that of `$CUDA_HOME`, or the one in the path.
+/// `$NVCC`, the nvcc of `$CUDA_HOME`, or the one in `$PATH`.
 fn nvcc() -> OsString {
     let of_toolkit = || {
         let nvcc = PathBuf::from(std::env::var_os("CUDA_HOME")?).join("bin/nvcc");
@@ -66,7 +66,7 @@ fn nvcc() -> OsString {
         .unwrap_or_else(|| "nvcc".into())
 }
 
-/// Runs nvcc, and gives what it writes to its standard output.
+/// Runs nvcc, and returns its standard output.
 fn run(
     nvcc: &OsStr,
     source: &str,

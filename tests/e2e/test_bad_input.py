@@ -196,7 +196,11 @@ WRONG_FIELDS: list[tuple[dict[str, Any], set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "fields"), WRONG_FIELDS, ids=lambda value: f"{value!r:.50}")
+@pytest.mark.parametrize(
+    ("wrong", "fields"),
+    WRONG_FIELDS,
+    ids=lambda value: f"{(sorted(value) if isinstance(value, set) else value)!r:.50}",
+)
 def test_a_wrong_field_is_named(
     client: moored.Client, wrong: dict[str, Any], fields: set[str]
 ) -> None:

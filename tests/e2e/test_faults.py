@@ -271,7 +271,8 @@ def test_names_that_are_no_names_are_refused(simulate: Simulate) -> None:
 
 def test_a_hung_stage_can_be_cancelled(simulate: Simulate) -> None:
     """Cancelling does not wait for the stall limit."""
-    with simulate("sim:24GiB,hang-at=denoise:1").client() as client:
+    limit = ("--set", "queue.cancel_limit=3s")
+    with simulate("sim:24GiB,hang-at=denoise:1", arguments=limit).client() as client:
         with client.stream_image("hangs", model="small") as stream:
             next(e for e in stream if isinstance(e, moored.StageStarted) and e.name == "denoise")
             assert client.cancel(stream.job_id)

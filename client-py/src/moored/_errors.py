@@ -24,6 +24,8 @@
     ├── ShuttingDown          the service is shutting down
     ├── KeyReused             the idempotency key belongs to another request
     ├── PullFailed            a model could not be fetched from its hub
+    ├── SlowReader            too much of a call's results was left unread
+    ├── ClientLimit           this client has too much open; `.retry_after_s`
     ├── DiskFull              what is to be pulled does not fit on the service's disk
     ├── InternalError         a fault of the service
     └── ConnectionFailed      the service cannot be reached, or was lost
@@ -167,6 +169,10 @@ class QueueFull(MooredError):
     """The queue is full."""
 
 
+class ClientLimit(MooredError):
+    """This client has more open than the service takes of one: calls, bytes, holds."""
+
+
 class Deadline(MooredError):
     """The timeout of the call passed."""
 
@@ -219,6 +225,10 @@ class PullFailed(MooredError):
     """A model could not be pulled: the hub is out of reach, has it not, or refuses the token."""
 
 
+class SlowReader(MooredError):
+    """Too much of a call's results was left unread."""
+
+
 class DiskFull(MooredError):
     """What is to be pulled does not fit on the disk of the service."""
 
@@ -257,6 +267,8 @@ BY_REASON: dict[str, type[MooredError]] = {
     "KEY_REUSED": KeyReused,
     "PULL_FAILED": PullFailed,
     "DISK_FULL": DiskFull,
+    "SLOW_READER": SlowReader,
+    "CLIENT_LIMIT": ClientLimit,
 }
 
 # Where there is no reason of ours, gRPC itself speaks: on either side, or a proxy between.

@@ -206,7 +206,7 @@ def in_a_sentence(error: Exception) -> str:
             more = [f"or set if_missing of Diffusion Model to `{PULL}`"]
         case moored.MemoryShortage():
             more = _shortage(error)
-        case moored.QueueFull() if error.retry_after_s:
+        case moored.QueueFull() | moored.ClientLimit() if error.retry_after_s:
             more = [f"run again in {error.retry_after_s:.0f} s"]
     return "; ".join([text, *more]) + "."
 

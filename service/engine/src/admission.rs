@@ -1,54 +1,53 @@
-//! Which rung of a stage's ladder runs on a ledger, and with which moves. The supervisor asks before it sends an
-//! order, the worker asks again before it runs one: both by this rule, so that they disagree only where their
-//! ledgers do.
+//! Admission: which rung of a stage runs on a ledger, and with which moves. The supervisor decides before it sends an
+//! order, the worker again before it runs one: by the same function, so that they differ only if their ledgers do.
 
 use pipelines::Rung;
 use residency::{
     Bytes, Component, Ledger, Millis, Move, Policy, StageNeed, Verdict, WaitCause, plan, plan_low_memory,
 };
 
-/// The answer for a whole ladder.
+/// The decision for all rungs of a stage.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Admission {
-    /// This rung, after these moves.
+    /// This rung can run, after these moves.
     Run {
-        /// Index among the rungs.
+        /// Index of the rung.
         rung: usize,
         /// Evictions, then a trim if one is needed, then loads.
         moves: Vec<Move>,
     },
-    /// No rung fits now; the one that is short of the least would if somebody gave memory back.
+    /// No rung fits now. The rung with the least shortage would fit if claimed memory came free.
     Wait {
         /// Index of that rung.
         rung: usize,
-        /// Bytes that it is short of.
+        /// Its shortage in bytes.
         short: Bytes,
-        /// Who would have to give them back.
+        /// The claim that has to be released.
         cause: WaitCause,
     },
-    /// No rung fits on this card, whoever leaves.
+    /// No rung fits on this card, whatever is evicted.
     Never {
         /// Peak bytes of the smallest rung.
         needed: Bytes,
-        /// What the card could give at the most.
+        /// The most that the card can provide.
         capacity: Bytes,
     },
 }
 
-/// An admission of a stage that memory may be short for.
+/// An admission of a stage for which memory may be short.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LowAdmission {
-    /// Index of the rung that needs the least.
+    /// Index of the rung with the smallest peak.
     pub rung: usize,
-    /// What can be freed, and what is loaded.
+    /// The moves that free as much as possible, and loads.
     pub moves: Vec<Move>,
-    /// What will be missing at the peak if every prediction is right.
+    /// Predicted shortage at the peak.
     pub short: Bytes,
 }
 
-/// Chooses a rung: the first exact one that runs without evicting anything, else the first exact one that runs, and
-/// approximate ones by the same rule only where no exact one runs. No rungs at all is a plain load: the components
-/// and no scratch, rung 0.
+/// Chooses a rung: the first exact one that runs without evictions, else the first exact one that runs; approximate
+/// ones by the same rule only if no exact one runs. An empty list is a plain load: the components without scratch,
+/// rung 0.
 pub fn choose_rung(
     ledger: &Ledger,
     components: &[Component],
@@ -81,7 +80,7 @@ pub fn choose_rung(
     least_short(&verdicts)
 }
 
-/// Admits the rung that needs the least although memory may be short; `None` where its components alone exceed the
+/// Admits the rung with the smallest peak even if memory may be short; `None` if its components alone exceed the
 /// card.
 pub fn choose_rung_low_memory(
     ledger: &Ledger,
@@ -105,7 +104,7 @@ pub fn choose_rung_low_memory(
     })
 }
 
-/// Bytes that a stage needs at its peak and that have nothing booked yet.
+/// Bytes of a stage's peak that are not booked yet.
 pub fn not_resident_yet(ledger: &Ledger, components: &[Component], scratch: Bytes) -> Bytes {
     let missing = components.iter().filter(|c| ledger.resident(&c.id).is_none());
     missing.map(|c| c.bytes).sum::<Bytes>() + scratch
@@ -200,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn a_smaller_rung_is_better_than_an_eviction_and_an_eviction_better_than_an_approximation() {
+    fn exact_rungs_without_evictions_are_preferred_then_evictions_then_approximations() {
         let full = ledger_with(&[component("vae", 1), component("other", 5)]);
         let rungs = [
             rung("whole", 6, false),
@@ -213,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn an_approximation_is_better_than_waiting() {
+    fn an_approximate_rung_is_preferred_to_waiting() {
         let rungs = [rung("whole", 6, false), rung("tiles", 1, true)];
         assert!(matches!(
             chosen(&foreign(7), &rungs),
@@ -222,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_is_for_the_rung_that_is_short_of_the_least() {
+    fn a_wait_is_for_the_rung_with_the_least_shortage() {
         let rungs = [rung("whole", 8, false), rung("strips", 4, false)];
         let expected = Admission::Wait {
             rung: 1,
@@ -239,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn no_rungs_are_a_plain_load() {
+    fn an_empty_ladder_is_a_plain_load() {
         assert!(
             matches!(chosen(&ledger_with(&[]), &[]), Admission::Run { rung: 0, moves } if moves.len() == 1)
         );

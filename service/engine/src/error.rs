@@ -1,117 +1,117 @@
-//! What can go wrong with a job, in one enum: the gRPC room turns each into a status.
+//! Errors of jobs, in one enum: the gRPC server converts each to a status.
 
 use residency::{Bytes, Holder};
 
-/// A request that would fit instead.
+/// A fallback for a request that does not fit.
 pub use residency::Fallback;
 
-/// How much memory is missing, who has it, and what would fit.
+/// A shortage of memory, its holders, and alternatives.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Shortfall {
-    /// The stage that is short.
     pub stage: String,
-    /// Bytes needed at the peak.
     pub needed: Bytes,
-    /// Bytes usable now.
     pub free: Bytes,
-    /// What the card could give at the most.
+    /// The most that the card can provide.
     pub capacity: Bytes,
-    /// Who holds memory.
+    /// Holders of memory that is not available.
     pub holders: Vec<Holder>,
-    /// What would fit, closest first.
+    /// Alternatives that would fit, the closest first.
     pub fallbacks: Vec<Fallback>,
 }
 
-/// The end of a job that did not succeed. `Clone`, since a joined job ends alike for all who wait for it.
+/// Why a job failed. `Clone`, since all clients that joined a job get the same error.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Error {
-    /// Fields that are wrong.
+    /// Invalid fields of the request.
     #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
     Invalid(Vec<pipelines::RequestError>),
-    /// No such model.
     #[error("there is no model {id}; `moored models` lists those that there are")]
     ModelNotFound {
-        /// As it was asked for.
+        /// As requested.
         id: String,
     },
-    /// Damaged files.
+    /// Damaged model files.
     #[error("{0}")]
     ModelDamaged(String),
-    /// Not a pipeline, or one that is not supported.
+    /// Not a pipeline, or an unsupported one.
     #[error("{0}")]
     ModelUnsupported(String),
-    /// The API has it, this build has not.
+    /// Defined in the API and not implemented in this build.
     #[error("{what} is not built yet; GetServerInfo lists what is")]
     NotBuilt {
-        /// What was asked for.
+        /// Name of the call or option.
         what: String,
     },
-    /// Larger than the card.
+    /// The job exceeds the capacity of the card.
     #[error("{} needs {} at its peak, and the card can give {} at the most", .0.stage, .0.needed, .0.capacity)]
     NeverFits(Box<Shortfall>),
-    /// Patience is over.
+    /// The patience for foreign or late memory is exhausted.
     #[error("{} needs {} and {} are free: memory is held by others; try again, or allow_low_memory", .0.stage, .0.needed, .0.free)]
     MemoryTaken(Box<Shortfall>),
-    /// Out of memory in a stage.
+    /// Out of memory in a stage, despite admission.
     #[error("out of memory in {}, which was predicted to need {}", .0.stage, .0.needed)]
     OutOfMemory(Box<Shortfall>),
-    /// Too many jobs.
+    /// Backpressure: the queue is at its limit.
     #[error("the queue is full ({limit} jobs); try again in a while")]
     QueueFull {
-        /// How many it takes.
+        /// Maximum of queued jobs.
         limit: usize,
     },
-    /// The deadline passed.
+    /// Init images of other jobs leave no room for the job's own.
+    #[error(
+        "init images of other jobs take {kept} of the {limit} that the queue keeps; try again in a while"
+    )]
+    InputsFull { kept: Bytes, limit: Bytes },
+    /// A listener left too much of its results unread.
+    #[error(
+        "{unread} of results were left unread, and {limit} are the most: read the stream as it comes; the job goes on for its other readers"
+    )]
+    SlowReader { unread: Bytes, limit: Bytes },
+    /// The job's deadline passed.
     #[error("the deadline passed while the job was {state}")]
     Deadline {
-        /// `queued`, `waiting`, `running`.
+        /// State at that time: `queued`, `waiting`, `running`.
         state: String,
     },
-    /// Cancelled.
     #[error("cancelled")]
     Cancelled,
-    /// Two workers died of it.
+    /// The job killed a worker repeatedly: it is not retried again.
     #[error(
         "the worker of {card} died {deaths} times while it ran {stage} of this job; it is not tried again"
     )]
     WorkerDied {
-        /// The card.
         card: String,
-        /// The stage.
         stage: String,
-        /// How often.
+        /// Number of worker deaths.
         deaths: u32,
     },
-    /// No card.
+    /// No card is ready.
     #[error("no card is ready: {0}")]
     CardNotReady(String),
-    /// Not finite.
+    /// A result is NaN or infinite.
     #[error("{component} produced a value that is not finite at step {step}: the picture would be black")]
     NotFinite {
-        /// The component.
         component: String,
-        /// The step.
+        /// The denoising step, from 1; 0 outside denoising.
         step: u32,
     },
-    /// No such latent.
     #[error("there is no latent {0}, or it has expired")]
     LatentNotFound(String),
-    /// Another VAE's, or another shape.
+    /// The latent is of another autoencoder or another shape.
     #[error("{0}")]
     LatentMismatch(String),
-    /// No such job.
     #[error("there is no job {0}")]
     JobNotFound(String),
-    /// Used by jobs.
+    /// The model or component is in use by jobs.
     #[error("{0}")]
     InUse(String),
-    /// A key for two requests.
+    /// An idempotency key was reused for a different request.
     #[error("the idempotency key {0} was used for another request")]
     KeyReused(String),
-    /// Going down.
+    /// The service is shutting down.
     #[error("the service is shutting down")]
     ShuttingDown,
-    /// A fault of ours.
+    /// A bug in the service.
     #[error("a fault of the service: {0}")]
     Internal(String),
 }

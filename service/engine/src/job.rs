@@ -1,4 +1,4 @@
-//! What a job is to whoever submits it: its specification, and the events of its life.
+//! Jobs as seen by their clients: specification and events.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,13 +11,13 @@ use crate::error::Error;
 use crate::library::Entry;
 use crate::queue::{Freed, Kept};
 
-/// Name of a job, for people and for cancelling.
+/// Id of a job, displayed and used for cancellation.
 pub type JobId = Arc<str>;
 
-/// Name of a stage, as its family has it; or `load`, `restore`, `unload`.
+/// Name of a stage, as its family defines it; or `load`, `restore`, `unload`.
 pub type StageName = Arc<str>;
 
-/// Order among the jobs of all clients: the share of a client's next job.
+/// Priority of a job: the share of its client that it costs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Priority {
     /// A quarter of a share.
@@ -29,50 +29,46 @@ pub enum Priority {
     High,
 }
 
-/// Everything about a job that does not depend on what it makes.
+/// Parameters of a job that are independent of its work.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct JobOptions {
-    /// Who asks, for fair shares.
+    /// Name of the client, for fair queueing.
     pub client: String,
-    /// Its share.
     pub priority: Priority,
-    /// For late or foreign memory; none: the service's setting.
+    /// For late or foreign memory; `None` for the service's setting.
     pub patience: Option<Duration>,
-    /// Admit a stage that is short of memory.
+    /// Run a stage even if it may be short of memory.
     pub allow_low_memory: bool,
-    /// A card to prefer; empty: any.
+    /// Id of a preferred card; empty for any.
     pub card_hint: String,
-    /// Jobs with the same key are one job; empty: none.
+    /// Jobs with the same key are one job; empty for none.
     pub idempotency_key: String,
-    /// Go on when nobody listens any more, and past the deadline.
+    /// Continue without listeners, and past the deadline.
     pub detach: bool,
-    /// When it must be done; of several who join it, the latest counts.
+    /// Of several clients that joined the job, the latest deadline counts.
     pub deadline: Option<Instant>,
 }
 
-/// A job.
+/// A job to submit.
 #[derive(Clone, Debug)]
 pub struct JobSpec {
-    /// How it is queued.
     pub options: JobOptions,
-    /// The model.
     pub entry: Arc<Entry>,
-    /// What it makes.
     pub work: JobWork,
 }
 
-/// What a job makes.
+/// The work of a job.
 #[derive(Clone, Debug, PartialEq)]
 pub enum JobWork {
-    /// Stages of a request are run.
+    /// Run stages of a request.
     Run(Run),
-    /// Nothing: components come in.
+    /// Load components.
     Load {
-        /// Names; empty: all. All it must be if anything follows.
+        /// Component names; empty for all. Must be all if anything follows the load.
         components: Vec<String>,
-        /// The entry whose place it takes once it is proven, or that is brought back.
+        /// The entry to unload once this one is proven, or to restore otherwise.
         replace: Option<Arc<Entry>>,
-        /// Run the smallest request with it, as a proof; whatever replaces does so anyway.
+        /// Run the smallest request afterwards, as a proof; implied by `replace`.
         prove: bool,
     },
 }
@@ -80,227 +76,195 @@ pub enum JobWork {
 /// Stages of a request to run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Run {
-    /// The call, for lists: `GenerateImage`.
+    /// Name of the API call, for display: `GenerateImage`.
     pub call: &'static str,
     /// The request of the first item; item i uses seed + i.
     pub request: Request,
-    /// How many items.
+    /// Number of items.
     pub count: u32,
-    /// What it starts from instead of nothing.
+    /// Stored values to start from.
     pub start: Option<Start>,
-    /// The last role that is run: up to [`Role::Sample`] it ends with values in the store, up to [`Role::Encode`] with
-    /// those of what the client brings.
+    /// The last role to run: up to [`Role::Sample`] the job ends with values in the store, up to [`Role::Encode`]
+    /// with those of the client's input.
     pub until: Role,
-    /// Keep the values that each item's decode takes.
+    /// Store the values that each item's decode takes.
     pub keep_latent: bool,
-    /// Least milliseconds between previews; 0: none.
+    /// Minimum milliseconds between previews; 0 for none.
     pub preview_interval_ms: u32,
 }
 
-/// Values in the store that a run starts from.
+/// Stored values from which a run starts.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Start {
-    /// Their handle.
+    /// Handle of the values.
     pub latent: String,
-    /// The first role that finds them.
+    /// The first role that takes them.
     pub role: Role,
 }
 
-/// What happens to a job, in order. Exactly one of `Done` and `Failed` comes, last.
+/// An event of a job. Events are in order; the last is exactly one of `Done` and `Failed`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct JobEvent {
     /// Milliseconds since the job was accepted.
     pub at_ms: u64,
-    /// What.
     pub kind: JobEventKind,
 }
 
-/// Kinds of events. Queue, waiting, loading, step and preview are coalesced for a slow reader (the latest
-/// wins); the others are never lost to whoever reads: a listener that leaves too many pictures unread is closed.
+/// Kinds of events. Queue, waiting, loading, step and preview are coalesced for a slow reader (the latest wins); the
+/// others are never dropped: a listener with too many unread pictures is closed.
 #[derive(Clone, Debug, PartialEq)]
 pub enum JobEventKind {
-    /// Recorded.
+    /// The job was recorded.
     Accepted {
-        /// Whether an idempotency key joined it to a job that was there.
+        /// Whether it joined an existing job with the same idempotency key.
         joined: bool,
     },
-    /// Behind our own jobs.
+    /// Waiting behind our own jobs.
     Queued {
-        /// Jobs ahead.
+        /// Number of jobs ahead.
         position: u32,
-        /// Until it starts.
+        /// Estimated time until it starts.
         estimate: Option<Duration>,
     },
-    /// For late or foreign memory.
+    /// Waiting for late or foreign memory.
     Waiting {
-        /// The stage.
         stage: StageName,
         /// Bytes needed that are not resident.
         needed: Bytes,
-        /// Bytes usable.
+        /// Bytes usable now.
         free: Bytes,
-        /// Who has it.
+        /// Holders of the memory.
         holders: Vec<Holder>,
-        /// How long it will still wait.
+        /// Remaining wait budget.
         patience_left: Duration,
         /// `late_eviction`, `foreign`, `leases`, `reservation`.
         cause: &'static str,
     },
-    /// A component leaves.
-    Evicting {
-        /// Which.
-        component: Component,
-        /// From where.
-        card: String,
-    },
-    /// A component comes in.
+    /// A component is being evicted.
+    Evicting { component: Component, card: String },
+    /// A component is being loaded.
     Loading {
-        /// Which.
         component: Component,
-        /// So far.
+        /// Bytes loaded so far.
         done: Bytes,
-        /// To where.
         card: String,
     },
-    /// Tried again.
+    /// Something is retried.
     Retrying {
-        /// Stable.
+        /// Stable identifier of the reason.
         reason: String,
-        /// For people.
+        /// For display.
         message: String,
-        /// The stage.
         stage: StageName,
     },
-    /// A stage begins.
+    /// A stage starts.
     Stage {
-        /// Its name.
         name: StageName,
-        /// From 1.
+        /// Index of the stage, from 1.
         index: u32,
-        /// In all.
+        /// Number of stages.
         of: u32,
-        /// How it runs.
+        /// Label of the rung.
         chunking: String,
-        /// Taken from a cache.
+        /// Taken from the cache, and not run.
         cached: bool,
-        /// Where.
         card: String,
-        /// Which item.
         item: u32,
     },
     /// A step is done.
     Step {
-        /// From 1.
+        /// Index of the step, from 1.
         n: u32,
-        /// In all.
+        /// Number of steps.
         of: u32,
-        /// Which item.
         item: u32,
     },
-    /// So far.
+    /// A preview of the current state.
     Preview {
-        /// The step.
         step: u32,
-        /// Which item.
         item: u32,
-        /// Pixels across.
         width: u32,
-        /// Pixels down.
         height: u32,
-        /// RGB.
+        /// RGB, 8 bits each, row-major.
         rgb: bytes::Bytes,
     },
-    /// A piece of a result, as pixels or samples: whoever serves it encodes it.
+    /// A piece of a result, as pixels or samples; encoded by the server.
     Piece {
-        /// Which item.
         item: u32,
-        /// Its seed.
         seed: u64,
-        /// The next of its track.
+        /// The next piece of its track.
         piece: Piece,
     },
-    /// A latent is in the store.
-    Latent {
-        /// Its description.
-        info: LatentInfo,
-        /// Which item.
-        item: u32,
-    },
-    /// The end.
+    /// A latent was stored.
+    Latent { info: LatentInfo, item: u32 },
+    /// The job succeeded.
     Done(Arc<JobReport>),
-    /// The other end.
+    /// The job failed.
     Failed(Error),
 }
 
-/// What a finished job took.
+/// Figures of a finished job.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct JobReport {
     /// Seed of the first item.
     pub seed: u64,
-    /// Stages in order.
+    /// In order of execution.
     pub stages: Vec<StageReport>,
-    /// Components that were there already.
+    /// Components that did not have to be loaded.
     pub resident_already: Vec<String>,
-    /// Approximations that memory forced.
+    /// Approximations that were necessary for lack of memory.
     pub approximations: Vec<String>,
-    /// From acceptance to the end.
+    /// Time from acceptance to the end.
     pub total: Duration,
-    /// What left of the model that was replaced.
+    /// Unloaded components of the replaced model.
     pub freed: Vec<Freed>,
-    /// What stayed of it.
+    /// Components of the replaced model that stayed.
     pub kept: Vec<Kept>,
 }
 
-/// What one stage took.
+/// Figures of one stage.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StageReport {
-    /// Its name.
     pub name: StageName,
-    /// Computing.
+    /// Time of computation.
     pub run: Duration,
-    /// Loading and evicting.
+    /// Time of loads and evictions.
     pub moves: Duration,
-    /// Waiting for memory.
+    /// Time waiting for memory.
     pub wait: Duration,
-    /// Highest activation bytes.
+    /// Peak of activation bytes.
     pub peak_scratch: Bytes,
-    /// Highest bytes of ours.
+    /// Peak of our bytes on the card.
     pub peak_bytes: Bytes,
-    /// Predicted activation bytes.
     pub predicted_scratch: Bytes,
-    /// How it ran.
+    /// Label of the rung.
     pub chunking: String,
-    /// What computed attention: `cudnn 9.19.0`, `own kernels`, `cpu loops`, several with commas between; empty where none was
-    /// computed.
+    /// Implementation of attention: `cudnn 9.19.0`, `own kernels`, `cpu loops`, separated by commas; empty if none
+    /// was computed.
     pub attention: String,
-    /// Taken from a cache.
+    /// Taken from the cache, and not run.
     pub cached: bool,
-    /// Which item.
     pub item: u32,
-    /// Where.
     pub card: String,
 }
 
-/// A latent in the store: values that can be decoded, or started from.
+/// Description of a stored latent: values that can be decoded, or started from.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LatentInfo {
-    /// Handle.
+    /// Handle, for clients.
     pub id: String,
     /// Names and shapes of its tensors.
     pub values: Vec<ValueShape>,
-    /// Identity of what decodes it.
+    /// Identity of the decoding component.
     pub decoder_id: String,
-    /// Until it is dropped.
+    /// Remaining time to live.
     pub expires_in: Duration,
-    /// Its bytes.
     pub bytes: Bytes,
 }
 
-/// A latent with its numbers.
+/// A stored latent with its tensors.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Latent {
-    /// Its description.
     pub info: LatentInfo,
-    /// Its tensors.
     pub values: Values,
 }

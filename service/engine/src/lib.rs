@@ -1,7 +1,7 @@
-//! RUNS. Two halves that meet in [`messages`]: [`queue`] is the supervisor's (jobs, waiting room, fairness,
-//! patience, latents), [`card`] the worker's (one thread that owns one card: ledger, moves, stages).
+//! RUNS. Two halves that communicate by [`messages`]: [`queue`] is the supervisor's (jobs, fair queueing, patience,
+//! latents), [`card`] the worker's (one thread that owns one card: ledger, moves, stages).
 //!
-//! Nothing here knows a protocol, a process or a file format: the binary carries the messages.
+//! Independent of protocols, processes and file formats: the binary transports the messages.
 
 pub mod admission;
 pub mod card;
@@ -9,6 +9,7 @@ pub mod job;
 pub mod library;
 pub mod messages;
 pub mod queue;
+mod stamps;
 
 mod error;
 

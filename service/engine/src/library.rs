@@ -1,48 +1,58 @@
-//! Models that have been opened: by their headers, without weights.
+//! Cache of opened models, known by their headers, without weights.
 //!
-//! A component is known by the hash of its files' content, so that two entries that name the same weights share one
-//! copy. Small files are hashed when they are first opened; large ones by a thread in the background, and until that
-//! is done their component goes by its path, in every model and format that shares it. A component changes over to the
-//! identity found since at a moment when nothing goes by the old one: see [`Library::adopt`].
+//! A component's identity is the hash of its files' content, so that two entries with the same weights share one
+//! copy. Small files are hashed when they are first opened; large ones by a background thread, and until then their
+//! components are identified by path and versions of files, in every model and format that shares them. A component switches to the new
+//! identity only while the old one is not in use: see [`Library::adopt`].
 
 mod hashes;
 mod kept;
+mod opening;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::DType;
-use gpu::{CardDescription, KeptFolder, LoadPlan, TensorSource, Timeline};
-use pipelines::{Catalogue, Model, ModelError, Precision, Quantization, RequestError};
+use gpu::{CardDescription, FileStamp, KeptFolder, LoadPlan, TensorSource, Timeline};
+use pipelines::{Catalogue, Model, ModelError, ModelFile, Precision, Quantization, RequestError};
 use residency::{Bytes, Component, ComponentId};
 
 use crate::error::Error;
 use crate::messages::ModelLocation;
-use hashes::{Hasher, KnownHash, Stamp, stamp_of};
-use kept::{Copies, Wanted};
+use crate::stamps::{Around, Stamps};
+use hashes::{Hasher, KnownHash};
+use kept::{Copies, WantedCopy};
+use opening::Opening;
 
-/// Files of a component that are hashed at once, in bytes: a fifth of a second.
-const HASHED_AT_ONCE: u64 = 256 << 20;
+/// Total file size of a component up to which it is hashed synchronously, in bytes: a fifth of a second.
+const MAX_SYNC_HASH_BYTES: u64 = 256 << 20;
 
-/// A resolved model reference: the key of the cache, and where the files are. Which tensors it becomes
-/// depends on the card's dtype: see [`Library::open`].
+/// Models that are kept open although nobody uses them, of all formats and dtypes together. Opening one again costs
+/// milliseconds.
+const KEPT_OPEN: usize = 64;
+
+/// Models whose identities are remembered after they were closed, and whose bytes are.
+const REMEMBERED: usize = 1024;
+
+/// A resolved model reference: cache key and files. The resulting tensors depend on the card's dtype: see
+/// [`Library::open`].
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Entry {
-    /// `id@revision+component=format`, everything resolved.
+    /// Cache key: `id@revision+component=format`, everything resolved.
     pub key: String,
     /// As configured.
     pub id: String,
-    /// As found.
+    /// Resolved revision; may be empty.
     pub revision: String,
-    /// Folder or file.
     pub path: PathBuf,
-    /// What its components are quantized to.
+    /// Formats of its components.
     pub quantization: Quantization,
 }
 
 impl Entry {
-    /// An entry under the key that follows from what it is. The revision may be empty.
+    /// An entry with the key derived from its fields. The revision may be empty.
     pub fn new(id: String, revision: String, path: PathBuf, quantization: Quantization) -> Entry {
         let at = if revision.is_empty() { "" } else { "@" };
         Entry {
@@ -54,117 +64,130 @@ impl Entry {
         }
     }
 
-    /// The same model with its components quantized in another way.
+    /// The same model with another quantization.
     #[must_use]
     pub fn quantized(&self, quantization: Quantization) -> Entry {
         let (id, revision, path) = (self.id.clone(), self.revision.clone(), self.path.clone());
         Entry::new(id, revision, path, quantization)
     }
 
-    /// Whether a key names this model, in whatever formats.
+    /// Whether a key is of this model, in any format.
     pub fn is_of_same_model(&self, key: &str) -> bool {
         fn model_of(key: &str) -> Option<&str> {
-            key.rsplit_once('+').map(|(model, _)| model) // no format has a plus in it
+            key.rsplit_once('+').map(|(model, _)| model) // formats contain no plus
         }
         model_of(key) == model_of(&self.key)
     }
 
-    /// For the worker, without copies: see [`Library::location`].
+    /// Location for the worker, without kept copies: see [`Library::location`].
     pub fn location(&self) -> ModelLocation {
         ModelLocation {
             key: self.key.clone(),
             path: self.path.clone(),
             quantization: self.quantization.clone(),
             kept: Vec::new(),
+            identities: Vec::new(),
         }
     }
 }
 
-/// A model as one kind of card holds it.
+/// A model as opened for one kind of card.
 #[derive(Clone)]
 pub struct OpenModel {
-    /// What it needs and computes.
     pub model: Arc<dyn Model>,
-    /// Its components under their best known identities: content hash, or path while that is not known.
+    /// Its components with their best known identities: content hash, or path and versions of files until it is known.
     pub components: Vec<Component>,
 }
 
-/// All models that have been opened, and what their files contain. Cheap to ask again: a model is opened anew only
-/// when one of its files has changed.
+/// All opened models, and the hashes of their files. Opening again is cheap: a model is reopened only if one of its
+/// files has changed.
 pub struct Library {
     catalogue: Catalogue,
     hasher: Hasher,
-    opened: Mutex<BTreeMap<Shelf, Opened>>,
+    opened: Mutex<BTreeMap<ModelKey, Opened>>,
+    /// Of models that were closed: see [`ModelLocation::identities`].
+    closed: Mutex<BTreeMap<ModelKey, Vec<(ComponentId, ComponentId)>>>,
+    /// Counts uses of models.
+    uses: AtomicU64,
     /// Bytes of models that were opened for that alone.
-    measured: Mutex<BTreeMap<Shelf, Measured>>,
+    measured: Mutex<BTreeMap<ModelKey, Measured>>,
     /// Where copies of what is quantized at load are kept, if they are.
     copies: Option<Arc<Copies>>,
+    opening: Opening,
 }
 
-/// Where an open model is kept: path, compute dtype, and what it is quantized to.
-type Shelf = (PathBuf, String, Quantization);
+/// Cache key of an open model: path, computation dtype, and quantization.
+type ModelKey = (PathBuf, String, Quantization);
 
 #[derive(Clone)]
 struct Opened {
     model: Arc<dyn Model>,
     components: Vec<Component>,
     stamps: Stamps,
+    /// Which use of any model was the last of this one.
+    used: u64,
 }
 
+#[derive(Clone)]
 struct Measured {
     bytes: Bytes,
     stamps: Stamps,
 }
 
-/// What a model was read from, as it was then.
-#[derive(Clone)]
-struct Stamps {
-    /// Files of each component.
-    files: Vec<Vec<(Arc<Path>, Option<Stamp>)>>,
-    /// The folder or file itself.
-    path: Option<Stamp>,
-}
-
 impl Library {
-    /// A library without open models. Hashes are remembered in `identity_cache`, if one is given.
+    /// An empty library. Hashes are persisted in `identity_cache`, if given.
     pub fn new(catalogue: Catalogue, identity_cache: Option<PathBuf>) -> Library {
         Library {
             catalogue,
             hasher: Hasher::new(identity_cache),
             opened: Mutex::new(BTreeMap::new()),
+            closed: Mutex::new(BTreeMap::new()),
+            uses: AtomicU64::new(0),
             measured: Mutex::new(BTreeMap::new()),
             copies: None,
+            opening: Opening::new(),
         }
     }
 
-    /// Keeps copies of components that are quantized at load, from the moment when their content is known.
+    /// Enables kept copies of components quantized at load, written once their content hash is known.
     #[must_use]
     pub fn with_copies(mut self, folder: KeptFolder) -> Library {
         self.copies = Some(Arc::new(Copies::new(folder)));
         self
     }
 
-    /// Opens an entry as a card would hold it. Reads headers and hashes small files: not for async threads.
+    /// Runs work that reads the model at a path, away from the async threads. A file system that does not answer keeps
+    /// threads of that model alone; whoever waits is told after a minute.
     ///
     /// # Errors
-    /// [`Error::ModelUnsupported`], [`Error::ModelDamaged`]; [`Error::Invalid`] for a format that a component cannot have.
+    /// Those of the work; [`Error::ModelDamaged`] when the file system does not answer.
+    pub async fn aside<T: Send + 'static>(
+        &self,
+        path: &Path,
+        work: impl FnOnce() -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        self.opening.run(path, work).await
+    }
+
+    /// Opens an entry for a card. Reads headers and hashes small files: blocking.
+    ///
+    /// # Errors
+    /// [`Error::ModelUnsupported`], [`Error::ModelDamaged`]; [`Error::Invalid`] for a format that a component cannot
+    /// have.
     pub fn open(&self, entry: &Entry, card: &CardDescription) -> Result<OpenModel, Error> {
         let shelf = shelf_of(entry, &card.compute_dtype);
-        let open_already = self
-            .lock()
-            .get(&shelf)
-            .filter(|opened| opened.stamps.are_current(&entry.path))
-            .map(Opened::to_model);
-        if let Some(open_model) = open_already {
+        if let Some(open_model) = self.open_already(&shelf) {
             self.look_for_copies(&shelf);
             return Ok(open_model);
         }
         let mut timeline = Timeline::begin("open a model, in the supervisor");
+        let around = Around::of(&entry.path);
         let model = self.read(entry, card)?;
         timeline.part("read headers, tokenizers");
         let mut opened = Opened {
             components: model.components().to_vec(),
-            stamps: Stamps::of(&entry.path, &*model),
+            stamps: Stamps::of(around, &*model),
+            used: self.uses.fetch_add(1, Ordering::Relaxed),
             model,
         };
         for files in &opened.stamps.files {
@@ -173,7 +196,8 @@ impl Library {
         timeline.part("hash small files");
         let mut all = self.lock();
         for index in 0..opened.components.len() {
-            // What another entry has by its path, on a card perhaps, is the same here: else it would be there twice.
+            // A component that another entry identifies by path, possibly on a card, must have the same identity
+            // here, or it would be loaded twice.
             if all.values().any(|other| other.goes_by_path(&opened, index)) {
                 continue;
             }
@@ -184,12 +208,54 @@ impl Library {
         }
         let open_model = opened.to_model();
         all.insert(shelf.clone(), opened);
+        let closed = close_unused(&mut all);
         drop(all);
+        self.remember_closed(&closed);
         self.look_for_copies(&shelf);
         Ok(open_model)
     }
 
-    /// Where an entry is, for the worker, with the copies of its components that are known. Reads nothing.
+    /// What was opened before, if its files are the same. They are looked at without the lock, which the queue takes: a
+    /// file system may not answer.
+    fn open_already(&self, shelf: &ModelKey) -> Option<OpenModel> {
+        let opened = self.lock().get(shelf).cloned()?;
+        if !opened.stamps.are_current() {
+            return None;
+        }
+        let mut all = self.lock();
+        let same = all
+            .get_mut(shelf)
+            .filter(|now| Arc::ptr_eq(&now.model, &opened.model));
+        Some(match same {
+            Some(same) => {
+                same.used = self.uses.fetch_add(1, Ordering::Relaxed);
+                same.to_model()
+            }
+            None => opened.to_model(),
+        })
+    }
+
+    fn remember_closed(&self, closed: &[(ModelKey, Opened)]) {
+        let mut remembered = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
+        for (shelf, opened) in closed {
+            remembered.insert(shelf.clone(), opened.identities());
+        }
+        while remembered.len() > REMEMBERED {
+            remembered.pop_first();
+        }
+    }
+
+    /// The identities of an entry's components by their content, and what they were before: see
+    /// [`ModelLocation::identities`].
+    fn identities(&self, shelf: &ModelKey) -> Vec<(ComponentId, ComponentId)> {
+        if let Some(opened) = self.lock().get(shelf) {
+            return opened.identities();
+        }
+        let closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
+        closed.get(shelf).cloned().unwrap_or_default()
+    }
+
+    /// Location of an entry for the worker, with known kept copies of its components. Does no IO.
     pub fn location(&self, entry: &Entry, compute_dtype: &str) -> ModelLocation {
         let shelf = shelf_of(entry, compute_dtype);
         let kept = self.copies.iter().flat_map(|copies| {
@@ -198,11 +264,12 @@ impl Library {
         });
         ModelLocation {
             kept: kept.collect(),
+            identities: self.identities(&shelf),
             ..entry.location()
         }
     }
 
-    /// An entry was loaded: what was quantized on the way is kept, once its content is known.
+    /// Called after an entry was loaded: components that were quantized are copied, once their content hash is known.
     pub fn keep_soon(&self, entry: &Entry, compute_dtype: &str) {
         let Some(copies) = &self.copies else { return };
         let shelf = shelf_of(entry, compute_dtype);
@@ -228,14 +295,14 @@ impl Library {
         });
     }
 
-    /// Ends what is being kept, and waits for that. Nothing is kept from then on.
+    /// Aborts the current copy and waits for that. No copies are written afterwards.
     pub fn stop_keeping(&self) {
         if let Some(copies) = &self.copies {
             copies.stop();
         }
     }
 
-    fn look_for_copies(&self, shelf: &Shelf) {
+    fn look_for_copies(&self, shelf: &ModelKey) {
         if let Some(copies) = &self.copies {
             let wanted = self.wanted(shelf).into_iter();
             wanted
@@ -244,38 +311,44 @@ impl Library {
         }
     }
 
-    fn wanted(&self, shelf: &Shelf) -> Vec<(String, Option<Wanted>)> {
+    fn wanted(&self, shelf: &ModelKey) -> Vec<(String, Option<WantedCopy>)> {
         let opened = self.lock();
-        let known = |stamp: &Stamp| self.hasher.known(stamp);
+        let known = |stamp: &FileStamp| self.hasher.known(stamp);
         opened
             .get(shelf)
             .map_or(Vec::new(), |opened| opened.wanted(shelf, &known))
     }
 
-    /// Bytes of an entry as a card would hold it. Its headers are read, and nothing of it is kept but this: not for async
-    /// threads.
+    /// Bytes of an entry on a card. Reads its headers, and keeps only this figure: blocking.
     ///
     /// # Errors
     /// As [`Library::open`].
     pub fn bytes(&self, entry: &Entry, card: &CardDescription) -> Result<Bytes, Error> {
         let shelf = shelf_of(entry, &card.compute_dtype);
-        if let Some(opened) = self.lock().get(&shelf)
-            && opened.stamps.are_current(&entry.path)
+        let opened = self.lock().get(&shelf).cloned();
+        if let Some(opened) = opened
+            && opened.stamps.are_current()
         {
             return Ok(opened.components.iter().map(|c| c.bytes).sum());
         }
-        if let Some(measured) = self.lock_measured().get(&shelf)
-            && measured.stamps.are_current(&entry.path)
+        let measured = self.lock_measured().get(&shelf).cloned();
+        if let Some(measured) = measured
+            && measured.stamps.are_current()
         {
             return Ok(measured.bytes);
         }
+        let around = Around::of(&entry.path);
         let model = self.read(entry, card)?;
         let measured = Measured {
             bytes: model.components().iter().map(|c| c.bytes).sum(),
-            stamps: Stamps::of(&entry.path, &*model),
+            stamps: Stamps::of(around, &*model),
         };
         let bytes = measured.bytes;
-        self.lock_measured().insert(shelf, measured);
+        let mut all = self.lock_measured();
+        all.insert(shelf, measured);
+        while all.len() > REMEMBERED {
+            all.pop_first();
+        }
         Ok(bytes)
     }
 
@@ -287,14 +360,14 @@ impl Library {
         self.catalogue.open(&entry.path, &precision).map_err(error_of)
     }
 
-    /// The components of an entry that is open, under the identities that they go by now. Reads nothing.
+    /// The components of an open entry, with their current identities. Does no IO.
     pub fn components(&self, entry: &Entry, compute_dtype: &str) -> Option<Vec<Component>> {
         let shelf = shelf_of(entry, compute_dtype);
         self.lock().get(&shelf).map(|opened| opened.components.clone())
     }
 
-    /// Lets components go by the hashes that have been found since they were opened, each in all models at once and only if
-    /// its present identity is not in use: on a card, pinned, held, or named by a job.
+    /// Switches components to content hashes found since they were opened, each in all models at once, and only if
+    /// the old identity is not in use: on a card, pinned, held, or part of a job.
     pub fn adopt(&self, in_use: &dyn Fn(&ComponentId) -> bool) {
         for ((_, dtype, quantization), opened) in self.lock().iter_mut() {
             for index in 0..opened.components.len() {
@@ -308,27 +381,22 @@ impl Library {
         }
     }
 
-    /// Whether models go by provisional identities that [`Library::adopt`] may replace one day.
+    /// Whether there are provisional identities that [`Library::adopt`] may replace.
     pub fn is_hashing(&self) -> bool {
         self.lock().values().any(Opened::has_provisional)
     }
 
-    fn hash(&self, files: &[(Arc<Path>, Option<Stamp>)]) {
-        let size: u64 = files
-            .iter()
-            .filter_map(|(_, stamp)| *stamp)
-            .map(|stamp| stamp.size)
-            .sum();
-        for (file, stamp) in files {
-            match stamp {
-                Some(stamp) if size <= HASHED_AT_ONCE => self.hasher.hash_now(file, *stamp),
-                Some(stamp) => self.hasher.hash_soon(file, *stamp),
-                None => {}
+    fn hash(&self, files: &[ModelFile]) {
+        let size: u64 = files.iter().map(|file| file.stamp.size).sum();
+        for file in files {
+            match size <= MAX_SYNC_HASH_BYTES {
+                true => self.hasher.hash_now(&file.path, file.stamp),
+                false => self.hasher.hash_soon(&file.path, file.stamp),
             }
         }
     }
 
-    /// The name is part of it: one file may hold several components.
+    /// The name is included: one file may contain several components.
     fn content_identity(
         &self,
         opened: &Opened,
@@ -344,33 +412,13 @@ impl Library {
         }))
     }
 
-    fn lock_measured(&self) -> MutexGuard<'_, BTreeMap<Shelf, Measured>> {
+    fn lock_measured(&self) -> MutexGuard<'_, BTreeMap<ModelKey, Measured>> {
         self.measured.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// No half-done change is ever left behind: each is one call.
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<Shelf, Opened>> {
+    /// Each change is a single call, so the state is consistent after a panic.
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<ModelKey, Opened>> {
         self.opened.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Stamps {
-    fn of(path: &Path, model: &dyn Model) -> Stamps {
-        let stamped = |file: Arc<Path>| {
-            let stamp = stamp_of(&file);
-            (file, stamp)
-        };
-        let components = model.components().iter();
-        let files = components.map(|c| model.files_of(&c.name).into_iter().map(stamped).collect());
-        Stamps {
-            files: files.collect(),
-            path: stamp_of(path),
-        }
-    }
-
-    fn are_current(&self, path: &Path) -> bool {
-        let mut files = self.files.iter().flatten();
-        stamp_of(path) == self.path && files.all(|(file, stamp)| stamp_of(file) == *stamp)
     }
 }
 
@@ -385,7 +433,7 @@ impl Opened {
             && !self.stamps.files[index].is_empty()
     }
 
-    /// Whether this has a component of `other` by its path, from the same files.
+    /// Whether this has a component of `other` identified by path, with the same files.
     fn goes_by_path(&self, other: &Opened, index: usize) -> bool {
         let (theirs, files) = (&other.components[index].id, &other.stamps.files[index]);
         let mut own = 0..self.components.len();
@@ -394,23 +442,23 @@ impl Opened {
         })
     }
 
-    /// Hash of what a component is made of; `None` while that is not known, or where it has no files.
+    /// Hash of a component's content; `None` if it is not known yet, or there are no files.
     fn content_hash(&self, index: usize, known: KnownHash<'_>) -> Option<String> {
         let files = self.stamps.files.get(index).filter(|files| !files.is_empty())?;
         let mut whole = blake3::Hasher::new();
         whole.update(self.components[index].name.as_bytes());
-        for (_, stamp) in files {
-            whole.update(known(&(*stamp)?)?.as_bytes());
+        for file in files {
+            whole.update(known(&file.stamp)?.as_bytes());
         }
         Some(whole.finalize().to_hex().to_string())
     }
 
-    /// The components that are quantized at load, by name; without more while their content is not known.
+    /// The components that are quantized at load, by name; `None` while their content hash is not known.
     fn wanted(
         &self,
-        (_, dtype, quantization): &Shelf,
+        (_, dtype, quantization): &ModelKey,
         known: KnownHash<'_>,
-    ) -> Vec<(String, Option<Wanted>)> {
+    ) -> Vec<(String, Option<WantedCopy>)> {
         let made = self
             .components
             .iter()
@@ -424,7 +472,7 @@ impl Opened {
                 if !sources.iter().any(TensorSource::is_made_at_load) {
                     return None;
                 }
-                let wanted = self.content_hash(index, known).map(|hash| Wanted {
+                let wanted = self.content_hash(index, known).map(|hash| WantedCopy {
                     key: format!("{name}-{format}-{dtype}-{hash}"),
                     model: self.model.clone(),
                     component: name.clone(),
@@ -435,6 +483,15 @@ impl Opened {
         made.collect()
     }
 
+    /// Of the components that go by their content: that, and the identity that they had by their files.
+    fn identities(&self) -> Vec<(ComponentId, ComponentId)> {
+        let by_files = self.model.components().iter();
+        let both = self.components.iter().zip(by_files);
+        both.filter(|(now, by_files)| now.id != by_files.id)
+            .map(|(now, by_files)| (now.id.clone(), by_files.id.clone()))
+            .collect()
+    }
+
     fn to_model(&self) -> OpenModel {
         OpenModel {
             model: self.model.clone(),
@@ -443,7 +500,27 @@ impl Opened {
     }
 }
 
-fn shelf_of(entry: &Entry, compute_dtype: &str) -> Shelf {
+/// Takes models out that nobody uses, what was used longest ago first, until no more than [`KEPT_OPEN`] are kept. Those
+/// that wait for hashes go last: they would come back under another identity than what is resident.
+fn close_unused(all: &mut BTreeMap<ModelKey, Opened>) -> Vec<(ModelKey, Opened)> {
+    let Some(surplus) = all.len().checked_sub(KEPT_OPEN).filter(|surplus| *surplus > 0) else {
+        return Vec::new();
+    };
+    let unused = all
+        .iter()
+        .filter(|(_, opened)| Arc::strong_count(&opened.model) == 1);
+    let mut unused: Vec<(bool, u64, ModelKey)> = unused
+        .map(|(shelf, opened)| (opened.has_provisional(), opened.used, shelf.clone()))
+        .collect();
+    unused.sort_unstable();
+    unused
+        .into_iter()
+        .take(surplus)
+        .filter_map(|(_, _, shelf)| all.remove_entry(&shelf))
+        .collect()
+}
+
+fn shelf_of(entry: &Entry, compute_dtype: &str) -> ModelKey {
     (
         entry.path.clone(),
         compute_dtype.to_owned(),

@@ -1,5 +1,5 @@
-//! All that passes between the two halves. No tensor, only what can be written down: a worker is another process, and the
-//! binary writes these types into frames as they are.
+//! Messages between supervisor and worker. They contain no tensors, only serializable data: the binary writes these
+//! types into frames.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,104 +9,89 @@ use pipelines::{Piece, Quantization, Request, StagePlan, Values};
 use residency::{Bytes, Component, ComponentId, Holder, Ledger, Policy, WaitCause};
 use serde::{Deserialize, Serialize};
 
-/// One attempt at a piece of work on a card. Never used twice, so that an answer to an old attempt cannot be
-/// taken for the new one's.
+/// Id of one attempt at an order. Never reused, so that a stale answer cannot be mistaken for that of a newer
+/// attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Ticket(pub u64);
 
-/// Where a model is, for the worker to open it itself.
+/// Location of a model, for the worker to open it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ModelLocation {
-    /// Entry key, for logs.
+    /// Cache key of the entry, for logs.
     pub key: String,
-    /// The folder or file.
+    /// Folder or file.
     pub path: PathBuf,
-    /// What its components are quantized to.
+    /// Formats of its components.
     pub quantization: Quantization,
-    /// Copies of components as they are quantized, by name: to be read instead, if they can be.
+    /// Kept copies of quantized components, by name: read instead of the checkpoint if possible.
     pub kept: Vec<(String, PathBuf)>,
+    /// Of components that go by their content: that identity, and the provisional one of the files that have it.
+    pub identities: Vec<(ComponentId, ComponentId)>,
 }
 
-/// A piece of work for the card: bring the components in, then run the stage (if there is one).
+/// An order for the card: load the components, then run the stage (if there is one).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Order {
-    /// This attempt.
     pub ticket: Ticket,
-    /// The job, for logs.
+    /// Id of the job, for logs.
     pub job: String,
-    /// The model.
     pub model: ModelLocation,
-    /// What to do.
     pub work: Work,
-    /// How to make room.
+    /// Eviction policy.
     pub policy: Policy,
-    /// Admit a plan that memory is short for.
+    /// Run even if memory may be short.
     pub allow_low_memory: bool,
 }
 
-/// What an order is for.
+/// The work of an order.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Work {
-    /// Only bring these in.
+    /// Load these components.
     Load(Vec<Component>),
-    /// Run a stage.
     Stage(Box<StageWork>),
 }
 
-/// A stage with all that it needs to know.
+/// A stage to run, with all its inputs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StageWork {
-    /// The stage, with learned peaks put into its rungs.
+    /// The stage, with learned peaks in its rungs.
     pub plan: StagePlan,
     /// Its components, with their identities.
     pub components: Vec<Component>,
-    /// Names of the stages of the job that come after it.
+    /// Names of the later stages of the job.
     pub behind: Vec<String>,
     /// The request, with the item's seed.
     pub request: Request,
-    /// What the stage takes.
+    /// Input values of the stage.
     pub values: Values,
-    /// Least milliseconds between previews; none are made at 0.
+    /// Minimum milliseconds between previews; 0 for none.
     pub preview_interval_ms: u32,
 }
 
-/// To the worker.
+/// Commands to the worker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Command {
-    /// Try this once: it runs, or the answer says why not.
+    /// Run an attempt once: its outcome is sent as `Finished`.
     Run(Box<Order>),
-    /// End that attempt as soon as possible. Handled beside the card thread, which may be busy with it.
+    /// Cancel an attempt as soon as possible. Handled outside of the card thread, which may be busy with it.
     Cancel(Ticket),
-    /// What must stay, in full: replaces what was said before. The supervisor keeps the times to live.
+    /// The complete set of claims; replaces the previous one. The supervisor keeps the times to live.
     Standing(Standing),
-    /// Take components out, those in use or standing excepted.
-    Unload {
-        /// For the answer.
-        id: u64,
-        /// Which.
-        components: Vec<ComponentId>,
-    },
-    /// Hand slack back to the driver.
-    Trim {
-        /// For the answer.
-        id: u64,
-    },
+    /// Unload components, except those that are in use or claimed.
+    Unload { id: u64, components: Vec<ComponentId> },
+    /// Give slack back to the driver.
+    Trim { id: u64 },
     /// Make room for another program: evict idle components until `bytes` are free.
-    MakeRoom {
-        /// For the answer.
-        id: u64,
-        /// How much.
-        bytes: Bytes,
-    },
-    /// Finish what runs, then end.
+    MakeRoom { id: u64, bytes: Bytes },
+    /// Finish the current order, then exit.
     Shutdown,
 }
 
-/// What must stay on a card, and what must stay free.
+/// Claims on a card: what must stay resident, and what must stay free.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Standing {
-    /// Never evicted.
+    /// Components that are never evicted.
     pub pins: Vec<ComponentId>,
     /// Held for clients: (hold, components).
     pub holds: Vec<(String, Vec<ComponentId>)>,
@@ -114,198 +99,176 @@ pub struct Standing {
     pub reservations: Vec<(String, String, Bytes)>,
 }
 
-/// From the worker.
+/// Events from the worker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Event {
-    /// The card answers: it has run its canary.
+    /// The card is in service: its canary has passed.
     Ready {
-        /// The card.
         card: CardDescription,
-        /// What computes attention on it ([`pipelines::attention_by`]).
+        /// Implementation of attention on it ([`pipelines::attention_by`]).
         attention: String,
     },
     /// The ledger after a change.
     Snapshot(Arc<Ledger>),
-    /// How an attempt goes on.
-    Progress {
-        /// Which.
-        ticket: Ticket,
-        /// What happened.
-        progress: Progress,
-    },
-    /// How an attempt ended. Exactly one for each order.
-    Finished {
-        /// Which.
-        ticket: Ticket,
-        /// The end.
-        outcome: Outcome,
-    },
-    /// To `Unload`, `Trim` and `MakeRoom`.
+    /// Progress of an attempt.
+    Progress { ticket: Ticket, progress: Progress },
+    /// The end of an attempt. Exactly one per order.
+    Finished { ticket: Ticket, outcome: Outcome },
+    /// Answer to `Unload`, `Trim` and `MakeRoom`.
     Answer {
-        /// The command's.
+        /// Id of the command.
         id: u64,
-        /// What was done.
         answer: Answer,
     },
 }
 
-/// A step on the way.
+/// Progress of an attempt.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Progress {
-    /// A component leaves.
+    /// A component is being evicted.
     Evicting(Component),
-    /// A component comes in.
+    /// A component is being loaded.
     Loading {
-        /// Which.
         component: Component,
-        /// Bytes so far.
+        /// Bytes loaded so far.
         done: Bytes,
     },
-    /// The stage begins.
+    /// The stage starts.
     Started {
         /// Label of the rung.
         chunking: String,
     },
     /// A step is done.
     Step {
-        /// From 1.
+        /// Index of the step, from 1.
         n: u32,
-        /// In all.
+        /// Number of steps.
         of: u32,
     },
-    /// What it looks like.
+    /// A preview of the current state.
     Preview {
-        /// The step.
         step: u32,
-        /// Pixels across.
         width: u32,
-        /// Pixels down.
         height: u32,
-        /// RGB.
+        /// RGB, 8 bits each, row-major.
         rgb: bytes::Bytes,
     },
-    /// A piece of the result.
     Piece(Piece),
-    /// Something is tried again within the stage: out of memory, then a smaller rung.
+    /// A retry within the stage: out of memory, then a smaller rung.
     Retrying {
-        /// Stable reason.
+        /// Stable identifier of the reason.
         reason: String,
-        /// For people.
+        /// For display.
         message: String,
     },
 }
 
-/// The end of an attempt.
+/// Outcome of an attempt.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Outcome {
-    /// It ran.
+    /// It completed.
     Completed(Box<Completed>),
-    /// Not now: nothing was started, no move was made that is not booked.
+    /// It cannot run now: nothing was started, and all moves made are booked.
     Wait(Shortage),
-    /// Not on this card.
+    /// It never fits on this card.
     Never {
         /// Peak bytes of the smallest rung.
         needed: Bytes,
-        /// What the card could give at the most.
+        /// The most that the card can provide.
         capacity: Bytes,
     },
-    /// As asked.
     Cancelled,
-    /// It failed; the card is well.
+    /// It failed; the card is healthy.
     Failed(Failure),
 }
 
-/// Why a stage cannot start now.
+/// Why a stage cannot run now.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Shortage {
     /// Bytes missing.
     pub short: Bytes,
-    /// Bytes needed at the peak that are not resident yet.
+    /// Bytes of the peak that are not resident yet.
     pub needed: Bytes,
-    /// Bytes usable now.
     pub usable: Bytes,
-    /// What to wait for.
+    /// The claim to wait for.
     pub cause: WaitCause,
-    /// Who holds memory.
+    /// Holders of memory.
     pub holders: Vec<Holder>,
 }
 
-/// What a completed attempt reports.
+/// Report of a completed attempt.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Completed {
-    /// What the stage gives; nothing for a load.
+    /// Values that the stage gives; empty for a load.
     pub values: Values,
-    /// How it was run.
+    /// Label of the rung.
     pub chunking: String,
-    /// Whether that differs from the whole by more than rounding.
+    /// Whether the result differs from the first rung's by more than rounding.
     pub approximate: bool,
-    /// Names of the components that were there already.
+    /// Components that did not have to be loaded.
     pub resident_already: Vec<String>,
     /// Milliseconds of moves.
     pub move_ms: u64,
-    /// Milliseconds of computing.
+    /// Milliseconds of computation.
     pub run_ms: u64,
-    /// Usable bytes just before the stage's lease: what `RunOutcome::Succeeded` wants to know.
+    /// Usable bytes just before the stage's lease, for `RunOutcome::Succeeded`.
     pub room: Bytes,
-    /// Predicted activation bytes.
     pub predicted_scratch: Bytes,
-    /// Highest activation bytes.
+    /// Peak of activation bytes.
     pub peak_scratch: Bytes,
-    /// Bytes of ours on the card at the peak.
+    /// Peak of our bytes on the card.
     pub peak_bytes: Bytes,
-    /// What computed attention in the stage: `cudnn 9.19.0`, `own kernels`, `cpu loops`, several with commas between; empty
-    /// where none was computed.
+    /// Implementation of attention in the stage: `cudnn 9.19.0`, `own kernels`, `cpu loops`, separated by commas;
+    /// empty if none was computed.
     pub attention: String,
-    /// Seconds that each component that was loaded took, by identity: what a reload costs.
+    /// Seconds that each load took, by identity: the cost of a reload.
     pub load_seconds: Vec<(ComponentId, f64)>,
 }
 
-/// Why an attempt failed although the card is well.
+/// Why an attempt failed on a healthy card.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Failure {
-    /// Out of memory in spite of admission, down to the last rung.
+    /// Out of memory despite admission, down to the last rung.
     OutOfMemory {
-        /// The stage.
         stage: String,
-        /// Bytes that were predicted at the last rung's peak.
+        /// Bytes predicted for the last rung's peak.
         needed: Bytes,
-        /// Usable bytes then.
+        /// Bytes usable at that time.
         usable: Bytes,
-        /// Who held memory.
+        /// Holders of memory at that time.
         holders: Vec<Holder>,
     },
-    /// A value that is not finite.
+    /// A result is NaN or infinite.
     NotFinite {
-        /// The component.
         component: String,
-        /// The step, from 1; 0 outside denoising.
+        /// The denoising step, from 1; 0 outside denoising.
         step: u32,
     },
     /// The checkpoint is damaged or not supported.
     Model {
-        /// For people: the file and what is wrong.
+        /// For display: the file and the problem.
         message: String,
     },
-    /// The stage was given what does not fit.
+    /// An input of the stage does not match the model.
     BadInput(String),
-    /// Anything else, in words.
+    /// Any other failure, described in words.
     Internal(String),
 }
 
-/// To a command with an id.
+/// Answer to a command with an id.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Answer {
     /// To `Unload` and `MakeRoom`.
     Unloaded {
-        /// What left.
+        /// Unloaded components.
         freed: Vec<(Component, Unloaded)>,
-        /// What stayed, and why: `in use`, `pinned`, `held`.
+        /// Components that stayed, and why: `in use`, `pinned`, `held`.
         kept: Vec<(Component, String)>,
-        /// To `MakeRoom`: bytes that are still missing.
+        /// For `MakeRoom`: bytes still missing.
         short: Bytes,
     },
-    /// To `Trim`.
+    /// To `Trim`: bytes given back.
     Trimmed(Bytes),
-    /// It could not be done.
+    /// The command failed.
     Failed(String),
 }

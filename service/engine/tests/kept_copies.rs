@@ -1,5 +1,5 @@
-//! Copies of what is quantized at load: made once its content is known, read instead of the checkpoint, and done
-//! without where they are not right.
+//! Kept copies of components quantized at load: written once their content hash is known, read instead of the
+//! checkpoint, and ignored if invalid.
 #![allow(clippy::unwrap_used)]
 
 mod idle_model;
@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use candle_core::{DType, Device};
-use engine::card::{Card, Flow, Link, Settings, SystemClock};
+use engine::card::{Card, CardSettings, Flow, Link, SystemClock};
 use engine::library::{Entry, Library};
 use engine::messages::{Command, Event, Order, Outcome, Ticket, Work};
 use gpu::{
@@ -22,14 +22,14 @@ use gpu::{
 };
 use idle_model::IdleModel;
 use pipelines::{
-    Catalogue, Family, Model, ModelError, Precision, Preset, Quantization, provisional_identity,
+    Catalogue, Family, Model, ModelError, ModelFile, Precision, Preset, Quantization, provisional_identity,
 };
 use residency::{Bytes, Component, ComponentId, DriverTruth, Policy};
 
 const ROWS: usize = 96;
 const COLUMNS: usize = 64;
 
-/// A file of f32 is a transformer of one weight.
+/// A family: a file of f32 is a transformer with one weight.
 struct Weights;
 
 impl Family for Weights {
@@ -44,18 +44,19 @@ impl Family for Weights {
             length: (4 * ROWS * COLUMNS) as u64,
         };
         let file: Arc<Path> = path.into();
+        let opened = ModelFile::at(path).unwrap();
         let shape = vec![ROWS, COLUMNS];
         let source = TensorSource::full("w", &file, [range], Stored::F32, shape, precision.dtype);
         let plan = LoadPlan::Files(vec![TensorSource { target, ..source }]);
         let component = Component {
-            id: provisional_identity(path, "transformer", precision),
+            id: provisional_identity(path, std::slice::from_ref(&opened), "transformer", precision),
             name: "transformer".into(),
             bytes: plan.bytes(),
             reload_seconds: 0.0,
         };
         Ok(Some(Arc::new(IdleModel {
             components: vec![component],
-            files: vec![file],
+            files: vec![opened],
             plan: Some(plan),
         })))
     }
@@ -86,7 +87,7 @@ fn library(folder: &Path) -> Library {
     Library::new(catalogue(), None).with_copies(kept)
 }
 
-/// The copies of an entry, once there are as many.
+/// Waits until an entry has this many copies, and returns them.
 fn copies(library: &Library, entry: &Entry, number: usize) -> Vec<(String, PathBuf)> {
     let (started, dtype) = (Instant::now(), card().describe().compute_dtype.clone());
     loop {
@@ -100,7 +101,7 @@ fn copies(library: &Library, entry: &Entry, number: usize) -> Vec<(String, PathB
 }
 
 #[test]
-fn what_was_quantized_is_kept_by_its_content_and_found_again() {
+fn kept_copies_are_found_by_content() {
     let folder = tempfile::tempdir().unwrap();
     let (a, b) = (checkpoint(folder.path(), "a"), checkpoint(folder.path(), "b"));
     let first = library(folder.path());
@@ -121,12 +122,12 @@ fn what_was_quantized_is_kept_by_its_content_and_found_again() {
     let files = || fs::read_dir(folder.path().join("kept")).unwrap().count();
     assert_eq!(files(), 1);
 
-    // Another service finds it, by the content of another path.
+    // Another library finds it, by the content of another path.
     let second = library(folder.path());
     let same = entry(&b, "nf4");
     second.open(&same, card().describe()).unwrap();
     assert_eq!(copies(&second, &same, 1), kept);
-    // One that is not right leaves.
+    // An invalid copy is removed.
     fs::write(&kept[0].1, b"no copy").unwrap();
     let third = library(folder.path());
     third.open(&same, card().describe()).unwrap();
@@ -135,7 +136,7 @@ fn what_was_quantized_is_kept_by_its_content_and_found_again() {
 }
 
 #[test]
-fn a_checkpoint_that_has_changed_since_its_content_was_known_is_not_kept_as_that() {
+fn a_checkpoint_changed_after_hashing_is_not_copied_under_the_old_hash() {
     let folder = tempfile::tempdir().unwrap();
     let library = library(folder.path());
     let dtype = card().describe().compute_dtype.clone();
@@ -143,7 +144,7 @@ fn a_checkpoint_that_has_changed_since_its_content_was_known_is_not_kept_as_that
     let changed = entry(&changed, "nf4");
     library.open(&changed, card().describe()).unwrap();
     fs::write(&changed.path, vec![0; 4 * ROWS * COLUMNS]).unwrap();
-    // Where times of change are coarse, this one would be that of the first writing.
+    // With a coarse clock the change time would equal that of the first write.
     let later = SystemTime::now() + Duration::from_secs(5);
     let file = fs::File::options().write(true).open(&changed.path).unwrap();
     file.set_modified(later).unwrap();
@@ -155,14 +156,14 @@ fn a_checkpoint_that_has_changed_since_its_content_was_known_is_not_kept_as_that
     copies(&library, &other, 1); // one after the other
     assert_eq!(copies(&library, &changed, 0), []);
     assert_eq!(fs::read_dir(folder.path().join("kept")).unwrap().count(), 1);
-    // As it is now it is opened anew, and kept.
+    // The changed file is opened again, and copied.
     library.open(&changed, card().describe()).unwrap();
     library.keep_soon(&changed, &dtype);
     copies(&library, &changed, 1);
 }
 
 #[test]
-fn a_copy_that_left_or_broke_is_made_again() {
+fn a_missing_or_damaged_copy_is_written_again() {
     let folder = tempfile::tempdir().unwrap();
     let library = library(folder.path());
     let dtype = card().describe().compute_dtype.clone();
@@ -179,7 +180,7 @@ fn a_copy_that_left_or_broke_is_made_again() {
             std::thread::yield_now();
         }
     };
-    // Nothing else is under way once what was asked for last is done.
+    // When the last request is done, no work is under way.
     let at_rest = |format| {
         let last = entry(&asked.path, format);
         library.open(&last, card().describe()).unwrap();
@@ -197,7 +198,7 @@ fn a_copy_that_left_or_broke_is_made_again() {
 }
 
 #[test]
-fn nothing_is_kept_after_the_end() {
+fn no_copies_are_written_after_the_end() {
     let folder = tempfile::tempdir().unwrap();
     let library = library(folder.path());
     let asked = entry(&checkpoint(folder.path(), "a"), "nf4");
@@ -208,7 +209,7 @@ fn nothing_is_kept_after_the_end() {
     assert_eq!(fs::read_dir(folder.path().join("kept")).unwrap().count(), 0);
 }
 
-/// A processor that remembers which files it loads from, and cannot read some.
+/// A CPU card that records the files that it loads from, and fails on some.
 struct Watched {
     card: CpuCard,
     files: Rc<RefCell<Vec<PathBuf>>>,
@@ -279,7 +280,7 @@ impl Link for Ends {
     }
 }
 
-/// Loads an entry as the library says where it is, and tells from which files.
+/// Loads an entry from the library's location, and returns the files.
 fn files_of_load(library: &Library, entry: &Entry, unreadable: Option<&Path>) -> Vec<PathBuf> {
     let files = Rc::new(RefCell::new(Vec::new()));
     let watched = Watched {
@@ -289,9 +290,9 @@ fn files_of_load(library: &Library, entry: &Entry, unreadable: Option<&Path>) ->
     };
     let dtype = watched.describe().compute_dtype.clone();
     let open = library.open(entry, watched.describe()).unwrap();
-    let settings = Settings {
+    let settings = CardSettings {
         headroom: Bytes::ZERO,
-        ..Settings::default()
+        ..CardSettings::default()
     };
     let clock = Box::new(SystemClock::new());
     let mut card = Card::new(Box::new(watched), catalogue(), settings, clock).unwrap();
@@ -313,7 +314,7 @@ fn files_of_load(library: &Library, entry: &Entry, unreadable: Option<&Path>) ->
 }
 
 #[test]
-fn a_worker_reads_the_copy_and_where_it_cannot_the_checkpoint() {
+fn a_worker_reads_the_copy_and_falls_back_to_the_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let library = library(folder.path());
     let path = checkpoint(folder.path(), "a");

@@ -1,5 +1,4 @@
-//! What models go by: the content of their files as soon as it is known, and at a moment when nothing goes by
-//! anything else.
+//! Identities of components: the content hash once it is known, and while no old identity is in use.
 #![allow(clippy::unwrap_used)]
 
 mod idle_model;
@@ -13,11 +12,11 @@ use engine::library::{Entry, Library, OpenModel};
 use gpu::{CardDescription, CardKind};
 use idle_model::IdleModel;
 use pipelines::{
-    Catalogue, Family, Model, ModelError, Precision, Preset, Quantization, provisional_identity,
+    Catalogue, Family, Model, ModelError, ModelFile, Precision, Preset, Quantization, provisional_identity,
 };
 use residency::{Bytes, Component};
 
-/// A folder with `transformer` and `vae`, one file each, is a model.
+/// A family: a folder with `transformer` and `vae`, one file each, is a model.
 struct Folders;
 
 impl Family for Folders {
@@ -28,16 +27,16 @@ impl Family for Folders {
         if !path.join("vae").exists() {
             return Ok(None);
         }
+        let file = |name: &str| ModelFile::at(&path.join(name)).unwrap();
         let component = |name: &str| Component {
-            id: provisional_identity(path, name, precision),
+            id: provisional_identity(path, &[file(name)], name, precision),
             name: name.into(),
             bytes: Bytes(1),
             reload_seconds: 0.0,
         };
-        let components = vec![component("transformer"), component("vae")];
         Ok(Some(Arc::new(IdleModel {
-            files: ["transformer", "vae"].map(|name| path.join(name).into()).into(),
-            components,
+            components: ["transformer", "vae"].map(component).into(),
+            files: ["transformer", "vae"].map(file).into(),
             plan: None,
         })))
     }
@@ -72,7 +71,7 @@ fn model(folder: &Path, name: &str, transformer: &[u8], vae: &[u8]) -> Entry {
     }
 }
 
-/// A model whose transformer is a hole of so many bytes: nothing is written.
+/// A model whose transformer is a sparse file of this size.
 fn model_with_hole(folder: &Path, name: &str, bytes: u64) -> Entry {
     let entry = model(folder, name, b"", b"vae");
     let transformer = fs::File::options()
@@ -87,7 +86,7 @@ fn ids(open: &OpenModel) -> Vec<String> {
 }
 
 #[test]
-fn equal_content_is_one_identity_and_another_dtype_or_content_another() {
+fn identity_depends_on_content_and_dtype() {
     let folder = tempfile::tempdir().unwrap();
     let library = library(None);
     let (a, b) = (
@@ -114,7 +113,7 @@ fn equal_content_is_one_identity_and_another_dtype_or_content_another() {
 }
 
 #[test]
-fn components_that_are_one_file_are_not_one_identity() {
+fn components_in_the_same_file_have_different_identities() {
     let folder = tempfile::tempdir().unwrap();
     let entry = model(folder.path(), "a", b"same", b"same");
     let ids = ids(&library(None).open(&entry, &card("f32")).unwrap());
@@ -122,13 +121,13 @@ fn components_that_are_one_file_are_not_one_identity() {
 }
 
 #[test]
-fn large_files_go_by_their_path_until_their_hash_is_known_and_nothing_uses_it() {
+fn large_files_are_identified_by_path_until_hashed_and_unused() {
     let folder = tempfile::tempdir().unwrap();
     let cache = folder.path().join("identities.json");
     const LARGE: u64 = (256 << 20) + 1;
     let entry = model_with_hole(folder.path(), "a", LARGE);
     let first = library(Some(cache.clone()));
-    // What is hashed before it takes long unless it is cut short: whatever the threads do, the hash comes after the look.
+    // Hashing the previous file is slow unless it is aborted: in any schedule, the hash is found after the check.
     let endless = model_with_hole(folder.path(), "endless", 1 << 36);
     first.open(&endless, &card("f32")).unwrap();
     let open = first.open(&entry, &card("f32")).unwrap();
@@ -136,7 +135,7 @@ fn large_files_go_by_their_path_until_their_hash_is_known_and_nothing_uses_it() 
     model(folder.path(), "endless", b"", b"vae");
     first.open(&endless, &card("f32")).unwrap();
     let waited = std::time::Instant::now();
-    // Looked for in the cache alone: another library that opens it might find the hash before this one.
+    // Looked up in the cache only: another library that opens it might find the hash first.
     let is_known =
         || fs::read_to_string(&cache).is_ok_and(|known| known.contains(&format!(r#""size":{LARGE},"#)));
     while !is_known() {
@@ -171,7 +170,7 @@ fn large_files_go_by_their_path_until_their_hash_is_known_and_nothing_uses_it() 
 }
 
 #[test]
-fn what_is_no_model_is_refused() {
+fn a_path_that_is_not_a_model_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let entry = Entry {
         key: "x".into(),
@@ -192,7 +191,7 @@ fn what_is_no_model_is_refused() {
 }
 
 #[test]
-fn a_key_is_of_the_model_that_it_names_and_of_no_longer_name() {
+fn a_key_matches_its_model_and_no_longer_name() {
     let entry = |id: &str| Entry::new(id.into(), "r".into(), PathBuf::new(), Quantization::NONE);
     for (key, is_of_it) in [
         ("a@r+full", true),
@@ -203,4 +202,67 @@ fn a_key_is_of_the_model_that_it_names_and_of_no_longer_name() {
     ] {
         assert_eq!(entry("a").is_of_same_model(key), is_of_it, "{key}");
     }
+}
+
+#[test]
+fn models_that_nobody_uses_are_closed_and_what_is_used_stays_open() {
+    let folder = tempfile::tempdir().unwrap();
+    let library = library(None);
+    let first = model(folder.path(), "first", b"one", b"vae");
+    let in_use = library.open(&first, &card("f32")).unwrap();
+    let second = model(folder.path(), "second", b"two", b"vae");
+    let closed = Arc::downgrade(&library.open(&second, &card("f32")).unwrap().model);
+    let before = library.location(&second, "f32").identities;
+    assert_eq!(before.len(), 2, "both go by their content");
+    let others: Vec<_> = (0..100)
+        .map(|i| {
+            let entry = model(folder.path(), &format!("other {i}"), b"three", b"vae");
+            Arc::downgrade(&library.open(&entry, &card("f32")).unwrap().model)
+        })
+        .collect();
+    let open = others.iter().filter(|model| model.strong_count() > 0).count();
+    assert!((32..=64).contains(&open), "{open}");
+    assert_eq!(closed.strong_count(), 0);
+    assert!(Arc::strong_count(&in_use.model) > 1 && library.components(&first, "f32").is_some());
+    // A worker is told as before what a closed model's identities stand for.
+    assert_eq!(library.location(&second, "f32").identities, before);
+    assert_eq!(
+        ids(&library.open(&second, &card("f32")).unwrap())[1],
+        ids(&in_use)[1]
+    );
+}
+
+/// The folder of the cache can be written to no more: a pipe is in the way, which nobody reads.
+#[test]
+fn nobody_waits_for_identities_to_be_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let library = Arc::new(library(Some(folder.path().join("identities.json"))));
+    // Whose hash is looked for by whoever adopts, and is not found for long.
+    let endless = model_with_hole(folder.path(), "endless", 1 << 36);
+    library.open(&endless, &card("f32")).unwrap();
+    let pipe = folder
+        .path()
+        .join(format!("identities.{}.new", std::process::id()));
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+    assert!(made.unwrap().success());
+    let entry = model(folder.path(), "a", b"one", b"another vae");
+    let opening = {
+        let library = library.clone();
+        std::thread::spawn(move || library.open(&entry, &card("f32")).unwrap().components.len())
+    };
+    let (done, is_done) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        // For a second, in which the other thread comes to where it writes.
+        for _ in 0..1000 {
+            library.adopt(&|_| false);
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        let _ = done.send(());
+    });
+    let answered = is_done.recv_timeout(std::time::Duration::from_secs(60));
+    assert!(answered.is_ok() && !opening.is_finished());
+    // Which lets the writer go on. It renames the pipe then; a read that comes just before waits for ever, on a thread
+    // that nobody waits for.
+    std::thread::spawn(move || while fs::read(&pipe).is_ok() {});
+    assert_eq!(opening.join().unwrap(), 2);
 }

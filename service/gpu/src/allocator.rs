@@ -1,14 +1,14 @@
-//! A global allocator that counts. On a GPU a pool knows what it handed out; in system memory nobody does
-//! unless the allocator counts, and without that the activation memory of a stage would be a guess.
+//! A global allocator with counters. On a GPU the memory pool reports what it has allocated; system memory has no
+//! such account, and without one the activation memory of a stage would be a guess.
 //!
 //! The binary installs it:
 //! ```ignore
 //! #[global_allocator]
 //! static ALLOCATOR: gpu::CountingAllocator = gpu::CountingAllocator;
 //! ```
-//! Everything here answers zero in a process that did not. The counters are relaxed atomics: each is exact
-//! by itself, and nobody may conclude from one on the other. An allocation costs one atomic addition and one
-//! load more than without, two nanoseconds where there is no contention.
+//! All functions here return zero in a process that has not installed it. The counters are relaxed atomics: each is
+//! exact by itself, and comparing two of them is not meaningful. An allocation costs one atomic addition and one load
+//! more than without, two nanoseconds uncontended.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -16,15 +16,15 @@ use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
 
 use residency::Bytes;
 
-/// Bytes that are allocated now.
+/// Bytes allocated now.
 static LIVE: AtomicI64 = AtomicI64::new(0);
 
-/// The most that `LIVE` has been since [`mark`].
+/// Maximum of `LIVE` since [`mark`].
 static PEAK: AtomicI64 = AtomicI64::new(0);
 
 thread_local! {
-    /// Allocated less freed by this thread. Const and without a destructor, so that the allocator may touch
-    /// it at any time, also while the thread ends.
+    /// Bytes allocated less bytes freed by this thread. Const and without a destructor, so that the allocator may use
+    /// it at any time, including thread exit.
     static NET: Cell<i64> = const { Cell::new(0) };
 }
 
@@ -32,35 +32,35 @@ thread_local! {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CountingAllocator;
 
-fn grown(bytes: usize) {
+fn record_allocated(bytes: usize) {
     let bytes = bytes as i64;
     let live = LIVE.fetch_add(bytes, Relaxed) + bytes;
-    // Nearly always below the peak: the cache line is then only read.
+    // Usually below the peak: then the cache line is only read.
     if live > PEAK.load(Relaxed) {
         PEAK.fetch_max(live, Relaxed);
     }
     count_for_thread(bytes);
 }
 
-fn shrunk(bytes: usize) {
+fn record_freed(bytes: usize) {
     let bytes = bytes as i64;
     LIVE.fetch_sub(bytes, Relaxed);
     count_for_thread(-bytes);
 }
 
 fn count_for_thread(change: i64) {
-    // Fails only where the thread's storage is gone already: nobody will ask for that thread again.
+    // Fails only after the thread's storage was destroyed, when its counter is no longer read.
     let _ = NET.try_with(|net| net.set(net.get().wrapping_add(change)));
 }
 
-// SAFETY: every call goes to `System` with the arguments as they came, and its answer is returned as it is;
+// SAFETY: every call is forwarded to `System` with unchanged arguments, and its result is returned unchanged;
 // counting neither allocates nor unwinds.
 unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller keeps `GlobalAlloc::alloc`'s contract, which is `System`'s.
         let pointer = unsafe { System.alloc(layout) };
         if !pointer.is_null() {
-            grown(layout.size());
+            record_allocated(layout.size());
         }
         pointer
     }
@@ -68,15 +68,15 @@ unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         // SAFETY: `pointer` came from `System` through this allocator, with this layout.
         unsafe { System.dealloc(pointer, layout) };
-        shrunk(layout.size());
+        record_freed(layout.size());
     }
 
-    // Passed on rather than left to the default, which would write zeros over pages that are zero already.
+    // Forwarded, since the default implementation would write zeros over pages that are zero already.
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller keeps `GlobalAlloc::alloc_zeroed`'s contract, which is `System`'s.
         let pointer = unsafe { System.alloc_zeroed(layout) };
         if !pointer.is_null() {
-            grown(layout.size());
+            record_allocated(layout.size());
         }
         pointer
     }
@@ -86,9 +86,9 @@ unsafe impl GlobalAlloc for CountingAllocator {
         let moved = unsafe { System.realloc(pointer, layout, new_size) };
         if !moved.is_null() {
             if new_size >= layout.size() {
-                grown(new_size - layout.size());
+                record_allocated(new_size - layout.size());
             } else {
-                shrunk(layout.size() - new_size);
+                record_freed(layout.size() - new_size);
             }
         }
         moved
@@ -99,31 +99,56 @@ fn bytes(counter: i64) -> Bytes {
     Bytes(u64::try_from(counter).unwrap_or(0))
 }
 
-/// Whether this process counts. A Rust program has allocated before it can ask.
+/// Whether the allocator is installed in this process. (A Rust program has allocated before it can call this.)
 pub fn installed() -> bool {
     LIVE.load(Relaxed) > 0
 }
 
-/// Bytes that are allocated now; zero where the allocator is not installed.
+/// Bytes allocated now; zero if the allocator is not installed.
 pub fn live() -> Bytes {
     bytes(LIVE.load(Relaxed))
 }
 
-/// Starts a measurement: from here on [`peak_since_mark`] counts. Answers what is allocated now. There is
-/// one mark per process, as there is one card per worker.
+/// Starts a measurement for [`peak_since_mark`] and returns the bytes allocated now. There is one mark per process,
+/// as there is one card per worker.
 pub fn mark() -> Bytes {
     let live = LIVE.load(Relaxed);
     PEAK.store(live, Relaxed);
     bytes(live)
 }
 
-/// The most bytes that were allocated at once since [`mark`], with all that was there before it.
+/// Maximum of allocated bytes since [`mark`], including what was allocated before it.
 pub fn peak_since_mark() -> Bytes {
     bytes(PEAK.load(Relaxed).max(LIVE.load(Relaxed)))
 }
 
-/// Bytes that this thread has allocated less those that it has freed; may be negative. The difference of two
-/// readings is what happened between them on this thread, whatever other threads did meanwhile.
+/// From here on an allocation that is not small comes from the system by itself, and goes back there as it is freed. The C library
+/// would raise its bound with each large one that is freed, and keep what comes next for the threads that asked for it, in a heap
+/// each. For a process that computes little: a large allocation costs a page fault for each 4 KiB then.
+pub fn return_large() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: it sets a number of the C library, which takes its own lock.
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE_BYTES);
+    }
+}
+
+/// What is large for [`return_large`]: the C library's own bound, before it raises it.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+const LARGE_BYTES: libc::c_int = 128 << 10;
+
+/// Gives pages of freed memory back to the system, those between what is still allocated too. It looks through all heaps: for now
+/// and then, where more was freed than is worth keeping.
+pub fn return_free() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: it gives back pages in which nothing is allocated, under the C library's own locks.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
+/// Bytes that this thread has allocated less those that it has freed; may be negative. The difference of two readings
+/// is the net allocation between them on this thread, independent of other threads.
 pub(crate) fn thread_net() -> i64 {
     NET.try_with(Cell::get).unwrap_or(0)
 }

@@ -1,4 +1,4 @@
-//! What a card is to the rest of the house.
+//! The [`Gpu`] trait: the interface between a card and the other crates.
 
 use std::fmt;
 use std::ops::ControlFlow;
@@ -12,76 +12,71 @@ use crate::faults::FaultAction;
 use crate::load::{LoadError, LoadPlan, LoadProgress};
 use crate::tensors::ComponentTensors;
 
-/// What sort of card it is.
+/// Kind of a card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CardKind {
     /// System memory and the processor.
     Cpu,
-    /// A card that exists in arithmetic only: capacity, transfer speed and faults are settings.
+    /// Simulated: capacity, transfer speed and faults are settings.
     Simulated,
-    /// An NVIDIA card.
     Cuda,
 }
 
-/// A card, as it is named to users.
+/// Public description of a card.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CardDescription {
     /// `cpu`, `sim:0`, or a CUDA card's UUID.
     pub id: String,
-    /// What sort of card it is.
     pub kind: CardKind,
-    /// The product's name, for people.
+    /// Product name, for display.
     pub name: String,
-    /// Capacity.
     pub total: Bytes,
     /// CUDA compute capability (major, minor).
     pub compute_capability: Option<(u32, u32)>,
-    /// The dtype that pipelines compute in here: `f32` on the CPU, `bf16` on a GPU.
+    /// Default computation dtype: `f32` on the CPU, `bf16` on a GPU.
     pub compute_dtype: String,
 }
 
-/// How an unload ended.
+/// Result of an unload.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Unloaded {
-    /// Bytes that were booked to the component.
+    /// Bytes booked for the component.
     pub booked: Bytes,
-    /// Bytes that the driver shows as free since.
+    /// Bytes that the driver shows as free since the unload.
     pub freed: Bytes,
 }
 
-/// A failure of the card itself.
+/// A failure of the card.
 #[derive(Debug, thiserror::Error)]
 pub enum GpuError {
-    /// The component is not on this card.
+    /// The component is not loaded.
     #[error("component {0} is not on this card")]
     NotLoaded(ComponentId),
-    /// Someone still holds tensors of the component: unloading would free nothing.
+    /// Tensor handles of the component are still alive: unloading would free nothing.
     #[error("component {0} is still in use by {1} holder(s) of its tensors")]
     StillInUse(ComponentId, usize),
-    /// A component has left, and its memory has not: somebody keeps tensors of it. Only a new worker process brings
-    /// these bytes back.
+    /// A component was unloaded and its memory was not freed, because tensors of it are still alive. Only a new
+    /// worker process recovers these bytes.
     #[error("component {component} left {bytes} behind, in {}", tensors.join(", "))]
     Leaked {
-        /// What was unloaded.
         component: ComponentId,
-        /// What stayed.
         bytes: Bytes,
-        /// Its tensors that are still allocated.
+        /// Names of its tensors that are still allocated.
         tensors: Vec<String>,
     },
-    /// The driver's figures cannot be had.
+    /// The driver's memory figures are unavailable.
     #[error("the memory figures of the card cannot be read: {0}")]
     Truth(String),
-    /// The card is lost: only a new worker process helps.
+    /// The card is lost: only a new worker process recovers it.
     #[error("the card is lost: {0}")]
     Lost(String),
 }
 
-/// One card, owned by one thread. Every byte that a component takes goes through [`Gpu::load`] and leaves
-/// through [`Gpu::unload`].
+/// One card, owned by one thread. All memory of components is allocated by [`Gpu::load`] and freed by
+/// [`Gpu::unload`].
 pub trait Gpu {
-    /// Identity and capacity.
+    /// Identity and capacity of the card.
     fn describe(&self) -> &CardDescription;
 
     /// The device that tensors of this card live on.
@@ -90,17 +85,17 @@ pub trait Gpu {
     /// The dtype that pipelines compute in on this card.
     fn compute_dtype(&self) -> DType;
 
-    /// What the driver says now.
+    /// The driver's current memory figures.
     ///
     /// # Errors
     /// [`GpuError::Truth`] or [`GpuError::Lost`].
     fn memory(&mut self) -> Result<DriverTruth, GpuError>;
 
-    /// Reads one component into memory of its own. `progress` is called at least every 64 MiB and answers
-    /// whether to go on; a cancelled or failed load leaves no byte behind.
+    /// Loads one component into memory of its own. Calls `progress` at least every 64 MiB; `Break` cancels. A
+    /// cancelled or failed load leaves no byte allocated.
     ///
     /// # Errors
-    /// [`LoadError`]; the component is then not on the card.
+    /// [`LoadError`]; the component is not on the card then.
     fn load(
         &mut self,
         component: &Component,
@@ -108,27 +103,27 @@ pub trait Gpu {
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError>;
 
-    /// The tensors of a component that is loaded. The handle must be dropped before [`Gpu::unload`].
+    /// The tensors of a loaded component. The handle must be dropped before [`Gpu::unload`].
     ///
     /// # Errors
     /// [`GpuError::NotLoaded`].
     fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError>;
 
-    /// Drops a component and verifies by the driver's figures that its bytes came back.
+    /// Frees a component and verifies by the driver's figures that its memory was freed.
     ///
     /// # Errors
-    /// [`GpuError::StillInUse`] when tensor handles are still out; nothing is freed then. [`GpuError::Leaked`] when it
-    /// left and its memory did not.
+    /// [`GpuError::StillInUse`] if tensor handles are alive; nothing is freed then. [`GpuError::Leaked`] if the
+    /// component was removed and its memory was not freed.
     fn unload(&mut self, id: &ComponentId) -> Result<Unloaded, GpuError>;
 
-    /// Hands slack back to the driver and says how much.
+    /// Gives slack back to the driver and returns its bytes.
     ///
     /// # Errors
     /// [`GpuError::Lost`].
     fn trim(&mut self) -> Result<Bytes, GpuError>;
 
-    /// The largest single allocation that would succeed now, as far as `enough`: free memory that is there but not in
-    /// one piece is of no use to whoever needs one piece. Slack of the activation pool is not counted.
+    /// The largest single allocation that would succeed now, up to `enough`. Smaller than free memory where that is
+    /// fragmented. Slack of the activation pool is not counted.
     ///
     /// # Errors
     /// [`GpuError::Lost`] or [`GpuError::Truth`].
@@ -136,16 +131,15 @@ pub trait Gpu {
         Ok(self.memory()?.free.min(enough))
     }
 
-    /// Starts measuring activation memory for a stage, which [`Gpu::stage_peak`] ends.
+    /// Starts measuring the activation peak of a stage; [`Gpu::stage_peak`] ends it.
     fn begin_stage(&mut self);
 
-    /// Ends the stage, whose tensors are dropped by now: the highest activation bytes since [`Gpu::begin_stage`].
-    /// Asked once for each stage.
+    /// Ends the measurement: the maximum of activation bytes since [`Gpu::begin_stage`]. Called once per stage, after
+    /// its tensors were dropped.
     fn stage_peak(&mut self) -> Bytes;
 
-    /// What must go wrong here, on a simulated card whose settings say so. The worker asks before each stage
-    /// (by the stage's name) and before each load (`load`), and carries out what it is told. Real cards need
-    /// no help with going wrong.
+    /// The fault to inject at this point, on a card whose settings ask for one. The worker calls it before each stage
+    /// (with the stage's name) and before each load (`load`), and carries the fault out.
     fn fault_at(&mut self, _place: &str) -> Option<FaultAction> {
         None
     }

@@ -1,4 +1,4 @@
-//! Numbers as a checkpoint stores them, into numbers as a card wants them.
+//! Conversion from the dtypes of checkpoints to those of cards.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -11,17 +11,16 @@ use half::{bf16, f16};
 use crate::format::e4m3_to_f32;
 use crate::load::Stored;
 
-// Checkpoints are little-endian, and bytes are read straight into numbers.
+// Checkpoints are little-endian, and bytes are read directly into numbers.
 const _: () = assert!(
     cfg!(target_endian = "little"),
     "moored runs on little-endian machines only"
 );
 
-/// Numbers converted at a time: small enough that they are still in the second-level cache when they are read
-/// again.
+/// Numbers converted at a time: few enough that they are still in the L2 cache when they are read again.
 const PIECE: usize = 64 << 10;
 
-/// A number of which every bit pattern is a value.
+/// A number type of which every bit pattern is a valid value.
 ///
 /// # Safety
 /// The type has no padding and no invalid bit pattern.
@@ -50,7 +49,7 @@ fn bytes_of<T: Plain>(numbers: &[T]) -> &[u8] {
     unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast(), std::mem::size_of_val(numbers)) }
 }
 
-/// The numbers of a tensor while it is read.
+/// Owned numbers of a tensor, while it is being read.
 pub(crate) enum Numbers {
     F32(Vec<f32>),
     F64(Vec<f64>),
@@ -60,7 +59,7 @@ pub(crate) enum Numbers {
     I64(Vec<i64>),
 }
 
-/// A part of [`Numbers`], to be filled by one thread.
+/// A mutable slice of [`Numbers`], filled by one thread.
 pub(crate) enum Part<'a> {
     F32(&'a mut [f32]),
     F64(&'a mut [f64]),
@@ -70,8 +69,8 @@ pub(crate) enum Part<'a> {
     I64(&'a mut [i64]),
 }
 
-/// Whether numbers stored so can be made into a tensor of that dtype. Integers stay integers or become
-/// floats; nothing becomes an integer that was none.
+/// Whether numbers of this stored type can become a tensor of that dtype. Integers stay integers or become floats;
+/// floats never become integers.
 pub(crate) fn converts(stored: Stored, target: DType) -> bool {
     match target {
         DType::F32 | DType::F64 | DType::F16 | DType::BF16 => {
@@ -84,13 +83,12 @@ pub(crate) fn converts(stored: Stored, target: DType) -> bool {
 }
 
 impl Numbers {
-    /// Room for `count` numbers, zeroed by the system, which costs nothing until a page is written. `None` for
-    /// a dtype that is not read into system memory.
+    /// Buffer of `count` zeros, lazily zeroed by the system. `None` for a dtype that is not read into system memory.
     pub(crate) fn zeroed(target: DType, count: usize) -> Option<Numbers> {
         Some(match target {
             DType::F32 => Numbers::F32(vec![0.0; count]),
             DType::F64 => Numbers::F64(vec![0.0; count]),
-            // As bits: zeros of a type that the library does not know would be written one by one.
+            // Allocated as bits: the zeros of a type that is not a primitive would be written one by one.
             DType::F16 => Numbers::F16(vec![0u16; count].reinterpret_into()),
             DType::BF16 => Numbers::Bf16(vec![0u16; count].reinterpret_into()),
             DType::U8 => Numbers::U8(vec![0; count]),
@@ -110,7 +108,7 @@ impl Numbers {
         }
     }
 
-    /// As they lie in memory, and in a file.
+    /// The bytes in memory order, which is that of files.
     pub(crate) fn bytes(&self) -> &[u8] {
         match self {
             Numbers::F32(n) => bytes_of(n),
@@ -134,7 +132,7 @@ impl Numbers {
     }
 }
 
-/// The numbers that these bytes have room for. `None` where they are not aligned for them.
+/// Reinterprets bytes as numbers. `None` if they are not aligned for `T`.
 fn numbers_in<T: Plain>(bytes: &mut [u8]) -> Option<&mut [T]> {
     // SAFETY: `Plain` has no bit pattern that is invalid, and no padding that reading it as bytes would reach.
     let (before, numbers, behind) = unsafe { bytes.align_to_mut::<T>() };
@@ -142,8 +140,7 @@ fn numbers_in<T: Plain>(bytes: &mut [u8]) -> Option<&mut [T]> {
 }
 
 impl<'a> Part<'a> {
-    /// Bytes that hold numbers of this dtype and nothing else. `None` for a dtype that is not read, and for bytes that
-    /// are not aligned for it.
+    /// Reinterprets bytes as numbers of this dtype. `None` for a dtype that is not read, and for misaligned bytes.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // pinned memory is CUDA's
     pub(crate) fn over(bytes: &'a mut [u8], target: DType) -> Option<Part<'a>> {
         Some(match target {
@@ -157,7 +154,7 @@ impl<'a> Part<'a> {
         })
     }
 
-    /// How many numbers it has.
+    /// Number of elements.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // pinned memory is CUDA's
     pub(crate) fn len(&self) -> usize {
         match self {
@@ -170,7 +167,7 @@ impl<'a> Part<'a> {
         }
     }
 
-    /// The first `count` numbers, and the rest.
+    /// Splits after the first `count` numbers.
     pub(crate) fn split(self, count: usize) -> (Part<'a>, Part<'a>) {
         macro_rules! halves {
             ($variant:ident, $numbers:expr) => {{
@@ -188,8 +185,8 @@ impl<'a> Part<'a> {
         }
     }
 
-    /// Fills the part with the numbers that begin at `offset` in the file. Where the dtype stays, bytes go
-    /// straight to their place, and a NaN keeps its payload; otherwise NaN stays NaN.
+    /// Fills the slice with the numbers at `offset` in the file. Without a conversion the bytes are read in place and
+    /// NaN keeps its payload; otherwise NaN stays NaN.
     pub(crate) fn read(self, file: &File, offset: u64, stored: Stored) -> std::io::Result<()> {
         match (self, stored) {
             (Part::F32(to), Stored::F32) => file.read_exact_at(as_bytes(to), offset),
@@ -210,12 +207,12 @@ impl<'a> Part<'a> {
     }
 }
 
-/// What [`converts`] said no to before anything was read.
+/// Error for a conversion that [`converts`] rejects; unreachable after that check.
 fn not_converted() -> std::io::Error {
     std::io::Error::other("these numbers are not read so")
 }
 
-/// Reads piece by piece through a buffer of stored numbers.
+/// Reads piece by piece through a buffer of the stored type, converting each piece.
 fn through<S: Plain, D>(
     file: &File,
     offset: u64,
@@ -234,7 +231,7 @@ fn through<S: Plain, D>(
     Ok(())
 }
 
-/// Written so that the compiler vectorises it.
+/// A loop that the compiler vectorizes.
 fn each<S: Copy, D>(from: &[S], to: &mut [D], convert: impl Fn(S) -> D) {
     for (to, from) in to.iter_mut().zip(from) {
         *to = convert(*from);
@@ -244,7 +241,7 @@ fn each<S: Copy, D>(from: &[S], to: &mut [D], convert: impl Fn(S) -> D) {
 fn read_f32(file: &File, offset: u64, stored: Stored, to: &mut [f32]) -> std::io::Result<()> {
     match stored {
         Stored::F32 => file.read_exact_at(as_bytes(to), offset),
-        // A brain float is the upper half of a single: a shift, which vectorises, where `to_f32` branches.
+        // bf16 is the upper half of f32: a shift vectorizes, where `to_f32` branches.
         Stored::Bf16 => through(file, offset, to, |from: &[bf16], to| {
             each(from, to, |x| f32::from_bits(u32::from(x.to_bits()) << 16));
         }),

@@ -12,37 +12,37 @@ use crate::allocator;
 use crate::card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
 use crate::load::{LoadError, LoadPlan, LoadProgress};
 use crate::reader::read_tensors;
-use crate::system::{SystemReader, give_back};
+use crate::system::{SystemReader, trim_heap};
 use crate::tensors::ComponentTensors;
 
-/// What can be set about system memory.
+/// Settings of system memory as a card.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuSettings {
-    /// The most that may be used; all of the system's (or cgroup's) memory where it is `None` or larger.
+    /// Limit on the memory used; the system's (or cgroup's) memory if `None` or larger.
     pub capacity: Option<Bytes>,
 }
 
-/// System memory and the processor. Bytes of components are booked by their tensors. What the
-/// [`crate::CountingAllocator`] counts besides is the process's own context, and what a stage adds to that while
-/// it runs is its activations; both are zero where it is not installed.
+/// System memory and the processor. Component bytes are booked by the size of their tensors. Other bytes counted by
+/// the [`crate::CountingAllocator`] are the process's context, and their growth during a stage is its activations;
+/// both are zero if the allocator is not installed.
 pub struct CpuCard {
     settings: CpuSettings,
     description: CardDescription,
     system: SystemReader,
-    held: HashMap<ComponentId, Held>,
-    /// The stage that is being measured.
+    held: HashMap<ComponentId, CpuComponent>,
+    /// The stage under measurement.
     stage: Option<Stage>,
 }
 
-/// What was there when a stage began.
+/// State at the start of a stage.
 struct Stage {
-    /// All bytes that were allocated.
+    /// All allocated bytes.
     allocated: Bytes,
-    /// Those that were no component's.
+    /// Allocated bytes that belong to no component.
     context: Bytes,
 }
 
-struct Held {
+struct CpuComponent {
     tensors: Arc<ComponentTensors>,
     booked: Bytes,
 }
@@ -71,7 +71,7 @@ impl CpuCard {
         })
     }
 
-    /// What the card would be called, without opening it.
+    /// Describes the card without opening it.
     ///
     /// # Errors
     /// [`GpuError::Truth`] if the system does not say how much memory it has.
@@ -109,10 +109,10 @@ impl Gpu for CpuCard {
         let components = self.components();
         let ours = allocator::live().max(components);
         let besides = ours - components;
-        // Without a stage nothing is scratch: opened models, buffers of the service and the like are context.
+        // Outside of a stage nothing is scratch: opened models, buffers of the service and the like are context.
         let context = self.stage.as_ref().map_or(besides, |s| besides.min(s.context));
         let scratch = besides - context;
-        // Never more than the system has, and never more than our own capacity leaves.
+        // At most what the system has available, and what our own capacity leaves.
         let free = system.available.min(total - ours);
         let others = total - ours - free;
         let holders = match others {
@@ -165,7 +165,7 @@ impl Gpu for CpuCard {
                 let tensors = Arc::new(ComponentTensors::of_weights(tensors));
                 self.held.insert(
                     component.id.clone(),
-                    Held {
+                    CpuComponent {
                         tensors,
                         booked: needed,
                     },
@@ -173,7 +173,7 @@ impl Gpu for CpuCard {
                 Ok(())
             }
             Err(error) => {
-                give_back();
+                trim_heap();
                 Err(error)
             }
         }
@@ -194,10 +194,10 @@ impl Gpu for CpuCard {
         let before = allocator::thread_net();
         self.held.remove(id);
         let freed = before - allocator::thread_net();
-        give_back();
+        trim_heap();
         self.system.expire();
-        // A tensor that somebody cloned keeps its storage: what this thread freed says so. Without the
-        // counting allocator only the booking is known.
+        // A cloned tensor keeps its storage: the bytes that this thread freed show it. Without the counting allocator
+        // only the booking is known.
         let freed = if allocator::installed() {
             Bytes(freed.max(0) as u64).min(booked)
         } else {
@@ -209,7 +209,7 @@ impl Gpu for CpuCard {
     fn trim(&mut self) -> Result<Bytes, GpuError> {
         self.system.expire();
         let before = self.system.read()?.available;
-        give_back();
+        trim_heap();
         self.system.expire();
         Ok(self.system.read()?.available - before)
     }

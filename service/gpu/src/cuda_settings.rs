@@ -1,5 +1,5 @@
-//! Which NVIDIA card is meant, and what is set about it, in one line of text. In every build, so that a name
-//! can be read without CUDA.
+//! Settings of an NVIDIA card, as one line of text. Compiled in every build, so that such a name can be parsed
+//! without CUDA.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,69 +12,58 @@ use crate::faults::{Fault, FaultAction};
 /// `0,dtype=f16,poison-at=denoise:2,die-at=load:1,hang-at=decode,die-generations=2`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CudaSettings {
-    /// The card.
     pub which: CudaWhich,
-    /// `dtype`: what pipelines compute in; see [`CudaSettings::compute_dtype`].
+    /// `dtype`: computation dtype; see [`CudaSettings::compute_dtype`].
     pub dtype: Option<CudaDtype>,
-    /// `poison-at`, `leak-at`, `die-at`, `hang-at`: what goes wrong where, for tests. May be given several times.
+    /// `poison-at`, `leak-at`, `die-at`, `hang-at`: faults to inject, for tests. May be given several times.
     pub faults: Vec<Fault>,
-    /// `die-generations`: faults happen in this many first processes of the card only. 1 unless told; 0 is never.
+    /// `die-generations`: number of worker generations of the card, from the first, in which faults happen. Default
+    /// 1; 0 for never.
     pub die_generations: u64,
 }
 
-/// How a card is named.
+/// How a card is identified.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CudaWhich {
-    /// By its number in the driver's order (that of the PCI bus), from 0.
+    /// Ordinal in the driver's order (PCI bus order), from 0.
     Ordinal(u32),
-    /// By its UUID, `GPU-` or `MIG-` and hexadecimal digits, or the beginning of it that no other card has.
+    /// UUID, `GPU-` or `MIG-` and hexadecimal digits, or a unique prefix of it.
     Uuid(String),
 }
 
-/// What pipelines compute in on an NVIDIA card.
+/// Computation dtype on an NVIDIA card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CudaDtype {
-    /// `bf16`.
     Bf16,
-    /// `f16`.
     F16,
-    /// `f32`.
     F32,
 }
 
-/// An NVIDIA card that cannot be read.
+/// Settings of an NVIDIA card that cannot be parsed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CudaSettingsError {
-    /// Neither number nor UUID.
+    /// Neither an ordinal nor a UUID.
     #[error(
         "{given:?} names no NVIDIA card: write cuda, cuda:1, or cuda:GPU- with its UUID (`nvidia-smi -L` lists them)"
     )]
-    Which {
-        /// What was written.
-        given: String,
-    },
-    /// There is no such option.
+    Which { given: String },
+    /// An unknown option.
     #[error(
         "an NVIDIA card has no option {given:?}; there are dtype=, poison-at=, leak-at=, die-at=, hang-at=, die-generations="
     )]
-    UnknownOption {
-        /// What was written.
-        given: String,
-    },
-    /// The option is there, its value is not one.
+    UnknownOption { given: String },
+    /// An invalid value of a known option.
     #[error("{option}={given} of an NVIDIA card is not understood: write {expected}")]
     Value {
-        /// The option.
         option: String,
-        /// What was written.
         given: String,
-        /// What is allowed.
+        /// The allowed values, for the message.
         expected: &'static str,
     },
 }
 
 impl CudaSettings {
-    /// A card with nothing set.
+    /// Default settings.
     pub fn new(which: CudaWhich) -> CudaSettings {
         CudaSettings {
             which,
@@ -84,8 +73,8 @@ impl CudaSettings {
         }
     }
 
-    /// What pipelines compute in: what is set, else `bf16`, and `f16` on cards before compute capability 8.0, which
-    /// have no bf16 arithmetic.
+    /// Computation dtype: the setting if given, else `bf16`, or `f16` before compute capability 8.0, which has no
+    /// bf16 arithmetic.
     pub fn compute_dtype(&self, compute_capability: (u32, u32)) -> DType {
         match self.dtype {
             Some(CudaDtype::Bf16) => DType::BF16,
@@ -111,7 +100,7 @@ impl CudaSettings {
                 self.die_generations = value.parse().map_err(|_| wrong("a number of processes"))?;
             }
             _ => {
-                // A real card is not lost by saying so.
+                // `lose-at` exists on simulated cards only: a real card is lost by a real error.
                 let action = FaultAction::of_option(option)
                     .filter(|action| *action != FaultAction::Lose)
                     .ok_or_else(|| CudaSettingsError::UnknownOption {
@@ -126,8 +115,8 @@ impl CudaSettings {
 }
 
 impl CudaWhich {
-    /// Whether this UUID is meant. A prefix that is shorter than a whole UUID may match several cards.
-    pub fn names(&self, ordinal: u32, uuid: &str) -> bool {
+    /// Whether the card with this ordinal and UUID matches. A UUID prefix may match several cards.
+    pub fn matches(&self, ordinal: u32, uuid: &str) -> bool {
         match self {
             CudaWhich::Ordinal(number) => *number == ordinal,
             CudaWhich::Uuid(prefix) => uuid
@@ -204,7 +193,7 @@ impl fmt::Display for CudaWhich {
 }
 
 impl fmt::Display for CudaSettings {
-    /// The text that [`FromStr`] reads back; what was not set is left out.
+    /// The text that [`FromStr`] parses; defaults are left out.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.which)?;
         if let Some(dtype) = self.dtype {

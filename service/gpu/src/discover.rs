@@ -1,4 +1,4 @@
-//! Which card is meant, and opening it.
+//! Device names: parsing, discovery and opening.
 
 use std::fmt;
 use std::str::FromStr;
@@ -14,57 +14,50 @@ use crate::profile::MemoryProfile;
 use crate::simulated::{RealClock, SettingsError, SimulatedCard, SimulatedSettings, SimulatedWorld};
 use crate::size::{SizeError, exact_bytes, parse_bytes};
 
-/// A card as it is named in configuration: `cpu`, `cpu:16GiB`, `cuda`, `cuda:1`, `cuda:GPU-8f2c...` with
-/// [`CudaSettings`], or `sim:` with [`SimulatedSettings`]. What is displayed parses to the same, and it is serialised
-/// as that text.
+/// A card as named in the configuration: `cpu`, `cpu:16GiB`, `cuda`, `cuda:1`, `cuda:GPU-8f2c...` with
+/// [`CudaSettings`], or `sim:` with [`SimulatedSettings`]. Display and parsing are inverse; it is serialized as this
+/// text.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum DeviceSpec {
-    /// System memory.
     Cpu {
-        /// The most that may be used; all there is where it is `None`.
+        /// Limit on the memory used; all system memory if `None`.
         capacity: Option<Bytes>,
     },
-    /// A simulated card.
     Simulated(SimulatedSettings),
-    /// An NVIDIA card.
     Cuda(CudaSettings),
 }
 
-/// A card by name, or whatever there is.
+/// A named card, or automatic discovery.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// `auto`: all NVIDIA cards, or system memory where there are none or this build cannot drive them.
+    /// `auto`: all NVIDIA cards, or system memory if there are none or this build has no CUDA.
     Auto,
-    /// This one.
     Card(DeviceSpec),
 }
 
-/// What choices come to on this machine.
+/// The result of resolving device choices on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Discovered {
-    /// Each card, NVIDIA cards by their whole UUIDs.
+    /// Resolved cards; NVIDIA cards by their full UUIDs.
     pub devices: Vec<DeviceSpec>,
-    /// Why `auto` came to system memory, for people; `None` where it did not.
+    /// Why `auto` fell back to system memory, for display; `None` if it did not.
     pub fallback: Option<String>,
 }
 
-/// A name of a card that cannot be read.
+/// A device name that cannot be parsed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DeviceSpecError {
-    /// No such sort of card.
+    /// An unknown kind of card.
     #[error("{given:?} is no device: write auto, cpu, cpu:16GiB, cuda, cuda:0, or sim:24GiB")]
-    Unknown {
-        /// What was written.
-        given: String,
-    },
-    /// The capacity is no size.
+    Unknown { given: String },
+    /// An invalid capacity of `cpu`.
     #[error("the capacity of cpu: {0}")]
     Capacity(#[from] SizeError),
-    /// The simulated card's settings.
+    /// Invalid settings of a simulated card.
     #[error(transparent)]
     Settings(#[from] SettingsError),
-    /// The NVIDIA card's.
+    /// Invalid settings of an NVIDIA card.
     #[error(transparent)]
     Cuda(#[from] CudaSettingsError),
 }
@@ -72,36 +65,35 @@ pub enum DeviceSpecError {
 /// A card that cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// This build cannot drive such a card.
+    /// This build has no CUDA.
     #[error(
         "this build has no CUDA: {device} needs one made with `cargo build --release --features cuda`; cpu and sim: \
          work here"
     )]
     NoCuda {
-        /// The device that was asked for, as it was written.
+        /// The device as given.
         device: String,
     },
-    /// The driver was asked for the card and does not show it.
+    /// The driver does not list the card.
     #[error("cannot find {device}: {problem}")]
     NotFound {
-        /// The device that was asked for, as it was written.
+        /// The device as given.
         device: String,
-        /// What the driver said, and what to do about it.
+        /// The driver's message and the remedy.
         problem: String,
     },
-    /// The card does not answer.
+    /// The card does not respond.
     #[error("cannot open {device}: {source}")]
     Card {
-        /// The device that was asked for, as it was written.
+        /// The device as given.
         device: String,
-        /// What it said.
         source: GpuError,
     },
 }
 
 impl DeviceSpec {
-    /// What the card is called and how large it is, without opening it: nothing is allocated and no context
-    /// is made, so that the supervisor may ask.
+    /// Describes the card without opening it: allocates nothing and creates no CUDA context, so the supervisor may
+    /// call it.
     ///
     /// # Errors
     /// [`OpenError`] as [`open`], and [`OpenError::NotFound`].
@@ -117,7 +109,7 @@ impl DeviceSpec {
         }
     }
 
-    /// The same card under a name that stays true while cards come and go: NVIDIA cards by their whole UUIDs.
+    /// The same card under a stable name: NVIDIA cards by their full UUIDs.
     ///
     /// # Errors
     /// As [`DeviceSpec::describe`].
@@ -134,10 +126,10 @@ impl DeviceSpec {
 }
 
 impl DeviceChoice {
-    /// What several choices come to, in their order.
+    /// Resolves several choices, in their order.
     ///
     /// # Errors
-    /// As [`DeviceSpec::describe`], for a card that was named; `auto` always comes to something.
+    /// As [`DeviceSpec::describe`], for a named card; `auto` never fails.
     pub fn resolve(choices: &[DeviceChoice]) -> Result<Discovered, OpenError> {
         let mut discovered = Discovered {
             devices: Vec::new(),
@@ -186,12 +178,11 @@ fn all_cuda() -> Result<Vec<DeviceSpec>, String> {
     Err("this build has no CUDA".to_owned())
 }
 
-/// Opens a card, on the thread that will own it. `generation` is the how manieth worker process this is for
-/// the card, from 1: faults that are asked for depend on it. System memory and simulated cards allocate as they always
-/// do, whatever the profile.
+/// Opens a card, on the thread that will own it. `generation` counts the worker processes of this card from 1 and
+/// decides which faults are injected. The profile applies to NVIDIA cards only.
 ///
 /// # Errors
-/// [`OpenError::NoCuda`] if this build cannot drive it, [`OpenError::Card`] if it does not answer.
+/// [`OpenError::NoCuda`] if this build has no CUDA, [`OpenError::Card`] if the card does not respond.
 pub fn open(
     device: &DeviceSpec,
     generation: u64,

@@ -1,36 +1,36 @@
-//! Things that go wrong on purpose, at a place and a time that a test names.
+//! Fault injection: faults at a place and time that a test names.
 
 use std::collections::HashMap;
 use std::fmt;
 
-/// Something that goes wrong at a place. As text: `die-at=denoise:2`.
+/// A fault to inject. As text: `die-at=denoise:2`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// What goes wrong.
     pub action: FaultAction,
     /// The name of a stage, `load`, or `unload`.
     pub place: String,
-    /// The how manieth time that the process comes there, from 1.
+    /// The `nth` time that the process reaches the place, from 1.
     pub nth: u64,
 }
 
-/// What a worker must do because the settings of its card say so.
+/// The kind of a fault, which the worker carries out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultAction {
     /// End the process at once, as a crash does.
     Die,
-    /// Never come back.
+    /// Block forever.
     Hang,
-    /// The card is lost: from here on it answers so by itself.
+    /// The card is lost: from here on all its operations fail.
     Lose,
-    /// A kernel touches an illegal address, after which the driver refuses everything. A simulated card is lost.
+    /// A kernel accesses an illegal address, after which every driver call fails. On a simulated card the same as
+    /// `Lose`.
     Poison,
-    /// Somebody keeps a tensor of the component that leaves: at `unload`, and nowhere else.
+    /// A tensor of the component stays allocated: at `unload` only.
     Leak,
 }
 
 impl FaultAction {
-    /// The option that asks for it.
+    /// Name of the option that requests it.
     pub(crate) fn option(self) -> &'static str {
         match self {
             FaultAction::Die => "die-at",
@@ -41,7 +41,7 @@ impl FaultAction {
         }
     }
 
-    /// The action that an option of this name asks for.
+    /// The action of an option's name.
     pub(crate) fn of_option(option: &str) -> Option<FaultAction> {
         [
             FaultAction::Die,
@@ -56,10 +56,10 @@ impl FaultAction {
 }
 
 impl Fault {
-    /// What [`Fault::at`] reads, for messages.
+    /// The syntax that [`Fault::at`] parses, for messages.
     pub(crate) const EXPECTED: &'static str = "a stage and which time, as in denoise:2";
 
-    /// Reads where and when: `denoise`, or `denoise:2`.
+    /// Parses a place and an optional count: `denoise`, or `denoise:2`.
     pub(crate) fn at(action: FaultAction, text: &str) -> Option<Fault> {
         let (place, nth) = text.split_once(':').unwrap_or((text, "1"));
         let named = !place.is_empty() && place.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
@@ -78,18 +78,17 @@ impl fmt::Display for Fault {
     }
 }
 
-/// The faults of one card, and how often its process has passed each place.
+/// The faults of one card, and how often its process has reached each place.
 #[derive(Debug)]
 pub(crate) struct FaultSchedule {
     faults: Vec<Fault>,
-    /// Whether faults still happen in this process.
+    /// Whether faults are active in this generation.
     live: bool,
     passed: HashMap<String, u64>,
 }
 
 impl FaultSchedule {
-    /// Faults happen in the first `die_generations` processes of a card; `generation` counts from 1 (0 counts
-    /// as 1).
+    /// Faults are active in the first `die_generations` generations; `generation` counts from 1 (0 counts as 1).
     pub(crate) fn new(faults: Vec<Fault>, generation: u64, die_generations: u64) -> FaultSchedule {
         FaultSchedule {
             faults,
@@ -98,7 +97,7 @@ impl FaultSchedule {
         }
     }
 
-    /// Notes that the process comes to a place, and says what goes wrong there this time.
+    /// Counts one arrival at a place and returns the fault to inject now.
     pub(crate) fn at(&mut self, place: &str) -> Option<FaultAction> {
         let passed = self.passed.entry(place.to_owned()).or_default();
         *passed += 1;

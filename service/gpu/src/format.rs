@@ -1,9 +1,9 @@
-//! How quantized weights lie in memory. A quantized weight is plain bytes: its scales first, then its codes, in one
-//! allocation of its component's pool. On the card and in a kept copy the bytes are the same; a checkpoint's own
-//! bytes are taken over as they are, piece behind piece.
+//! Memory layout of quantized weights. A quantized weight is plain bytes: scales first, then codes, in one allocation
+//! of its component's pool. The bytes on the card and in a kept copy are the same; the bytes of a checkpoint that is
+//! quantized already are taken over unchanged, piece after piece.
 //!
-//! A weight of any shape is seen as a matrix: the first dimension is its rows (output channels), all others together
-//! its columns.
+//! A weight of any shape is treated as a matrix: the first dimension is its rows (output channels), all others
+//! together its columns.
 
 use std::fmt;
 use std::ops::Range;
@@ -12,14 +12,14 @@ use std::str::FromStr;
 use residency::Bytes;
 use serde::{Deserialize, Serialize};
 
-/// Numbers that share a scale in nf4.
+/// Block size of nf4: numbers that share a scale.
 pub const NF4_BLOCK: usize = 64;
-/// Scales that share a scale of their own in nf4 with double quantization.
+/// Block size of the nested scales of nf4-double.
 pub const NF4_NESTED_BLOCK: usize = 256;
-/// What a code of int8 is multiplied with beside its row's absolute maximum: 1/127, as bitsandbytes writes it.
+/// Step of int8, 1/127, as bitsandbytes rounds it: a value is `code * absmax * INT8_STEP`.
 pub const INT8_STEP: f32 = 7.874_016e-3;
 
-/// How the numbers of a quantized weight are held.
+/// Format of a quantized weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum WeightFormat {
@@ -37,20 +37,19 @@ pub enum WeightFormat {
     Gguf(GgufType),
 }
 
-/// Which scales a weight in fp8 has.
+/// Granularity of the scales of an fp8 weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fp8Scales {
-    /// None: codes are values.
+    /// No scale: codes are values.
     None,
-    /// One for the whole weight.
+    /// One scale per tensor.
     Tensor,
-    /// One for each row.
+    /// One scale per row.
     Rows,
 }
 
 /// Block types of llama.cpp. Source: the `gguf` Python package, `constants.py` and `quants.py`.
-#[allow(missing_docs)] // The names are the format's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum GgufType {
     Q4_0,
@@ -70,22 +69,21 @@ pub enum GgufType {
 pub enum WeightPart {
     /// nf4: 16 values in f32.
     Table,
-    /// nf4 with double quantization: 256 values in f32.
+    /// nf4-double: 256 values in f32.
     NestedTable,
-    /// nf4 with double quantization: one f32.
+    /// nf4-double: one f32.
     Offset,
-    /// nf4 with double quantization: f32, one for each [`NF4_NESTED_BLOCK`] blocks.
+    /// nf4-double: one f32 per [`NF4_NESTED_BLOCK`] blocks.
     NestedAbsmax,
-    /// Scales: f32 (u8 in nf4 with double quantization), by block, by row or by weight.
+    /// Scales, per block, row or tensor: f32 (u8 in nf4-double).
     Scales,
-    /// Zeros that nothing reads, so that codes behind a lone scale begin at a multiple of 16.
+    /// Zero bytes, unread: they align codes behind a single scale to 16 bytes.
     Padding,
-    /// The numbers themselves, or GGUF's blocks.
+    /// The codes, or the blocks of GGUF.
     Codes,
 }
 
 impl GgufType {
-    /// Every type.
     pub const ALL: [GgufType; 10] = [
         GgufType::Q4_0,
         GgufType::Q4_1,
@@ -99,7 +97,7 @@ impl GgufType {
         GgufType::Q6K,
     ];
 
-    /// Numbers of a block, and its bytes.
+    /// Block size in numbers and in bytes.
     pub fn block(self) -> (usize, usize) {
         match self {
             GgufType::Q4_0 => (32, 18),
@@ -115,7 +113,7 @@ impl GgufType {
         }
     }
 
-    /// `Q4_K`.
+    /// The type's name in llama.cpp: `Q4_K`.
     pub fn as_str(self) -> &'static str {
         match self {
             GgufType::Q4_0 => "Q4_0",
@@ -133,7 +131,7 @@ impl GgufType {
 }
 
 impl WeightFormat {
-    /// The formats that a checkpoint in full precision can be quantized to while it is loaded, the most faithful first.
+    /// Formats to which a full-precision checkpoint can be quantized at load, the most accurate first.
     pub const MADE_AT_LOAD: [WeightFormat; 4] = [
         WeightFormat::Int8,
         WeightFormat::Fp8(Fp8Scales::Rows),
@@ -141,9 +139,9 @@ impl WeightFormat {
         WeightFormat::Nf4Double,
     ];
 
-    /// The parts of a weight of so many rows and columns, in their order, and the bytes that each takes from where to
-    /// where. Parts of wider numbers come first, so that each is aligned when the whole is. Codes of int8 and fp8 begin
-    /// at a multiple of 16 where rows are a multiple of 4 or share one scale.
+    /// The parts of a weight in order, with their byte ranges. Parts of wider numbers come first, so that each is
+    /// aligned if the whole is. Codes of int8 and fp8 are aligned to 16 bytes if the row count is a multiple of 4 or
+    /// all rows share one scale.
     pub fn layout(self, rows: usize, columns: usize) -> Vec<(WeightPart, Range<usize>)> {
         let numbers = rows * columns;
         let blocks = numbers.div_ceil(NF4_BLOCK);
@@ -185,7 +183,7 @@ impl WeightFormat {
         parts.into_iter().map(place).collect()
     }
 
-    /// Exact bytes of a weight of so many rows and columns.
+    /// Exact bytes of a weight of this shape.
     pub fn bytes(self, rows: usize, columns: usize) -> Bytes {
         let end = self
             .layout(rows, columns)
@@ -194,7 +192,8 @@ impl WeightFormat {
         Bytes(end as u64)
     }
 
-    /// Whether a weight of so many columns can be held so. Blocks of llama.cpp do not reach over the end of a row.
+    /// Whether a weight with this many columns can have this format. Blocks of llama.cpp do not cross the end of a
+    /// row.
     pub fn fits(self, columns: usize) -> bool {
         match self {
             WeightFormat::Gguf(kind) => columns.is_multiple_of(kind.block().0),
@@ -203,7 +202,7 @@ impl WeightFormat {
     }
 }
 
-/// The value of a float of 8 bits: 1 sign, 4 exponent (bias 7), 3 mantissa; no infinities, and 0x7F is NaN.
+/// Decodes E4M3: 1 sign, 4 exponent (bias 7), 3 mantissa bits; no infinities, 0x7F is NaN.
 ///
 /// Source: FP8 Formats for Deep Learning (Micikevicius et al., 2022), E4M3.
 pub fn e4m3_to_f32(code: u8) -> f32 {
@@ -216,8 +215,7 @@ pub fn e4m3_to_f32(code: u8) -> f32 {
     if code & 0x80 == 0 { size } else { -size }
 }
 
-/// Rows and columns of a weight of this shape. Where there are no rows, columns may be more than can be counted, which
-/// are `usize::MAX` then.
+/// Rows and columns of a weight of this shape. Without rows the column count saturates at `usize::MAX`.
 pub fn rows_and_columns(shape: &[usize]) -> (usize, usize) {
     match shape.split_first() {
         Some((rows, rest)) => (*rows, rest.iter().fold(1, |all: usize, &n| all.saturating_mul(n))),
@@ -226,7 +224,7 @@ pub fn rows_and_columns(shape: &[usize]) -> (usize, usize) {
 }
 
 impl fmt::Display for WeightFormat {
-    /// As it is asked for (`int8`, `fp8`, `nf4`, `nf4-double`), or as it is stored (`fp8-scaled`, `Q4_K`).
+    /// The requested name (`int8`, `fp8`, `nf4`, `nf4-double`), or the stored one (`fp8-scaled`, `Q4_K`).
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             WeightFormat::Int8 => "int8",
@@ -240,11 +238,10 @@ impl fmt::Display for WeightFormat {
     }
 }
 
-/// No format that can be made at load.
+/// Not the name of a format that can be made at load.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{given:?} is none of int8, fp8, nf4, nf4-double")]
 pub struct WeightFormatError {
-    /// What was written.
     pub given: String,
 }
 
@@ -266,7 +263,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_follow_each_other_and_are_aligned() {
+    fn parts_are_contiguous_and_aligned() {
         let stored = [Fp8Scales::None, Fp8Scales::Tensor].map(WeightFormat::Fp8);
         for format in WeightFormat::MADE_AT_LOAD.into_iter().chain(stored) {
             for (rows, columns) in [(1, 1), (3, 5), (64, 64), (7, 4099), (4, 33)] {
@@ -295,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn columns_without_rows_are_not_counted_too_far() {
+    fn columns_without_rows_saturate() {
         let shape = [0, usize::MAX / 2, 3];
         for format in WeightFormat::MADE_AT_LOAD {
             let (rows, columns) = rows_and_columns(&shape);
@@ -304,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_read_as_they_are_written() {
+    fn format_names_round_trip() {
         for format in WeightFormat::MADE_AT_LOAD {
             assert_eq!(format.to_string().parse(), Ok(format));
         }

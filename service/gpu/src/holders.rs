@@ -1,28 +1,28 @@
-//! Who holds memory of a card that is not ours, as far as it can be seen from here.
+//! Attribution of foreign memory: the processes that hold memory of a card, as far as they are visible.
 
 use residency::{Bytes, Holder};
 
-/// A process that has a context on a card, as the driver lists it.
+/// A process with a context on a card, as the driver lists it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CardProcess {
-    /// Its id, in the namespace of whoever the driver thinks is asking.
+    /// Process id, in a PID namespace that the driver does not name.
     pub pid: u32,
-    /// What it holds; under MIG and WSL the driver does not say.
+    /// Bytes held; unknown under MIG and WSL.
     pub bytes: Option<Bytes>,
 }
 
-/// What others hold when the driver's list of processes cannot be read as ours.
+/// Holder name for foreign memory if the driver's process list is of another PID namespace.
 pub const UNSEEN: &str = "other processes (their PIDs are not visible from here)";
-/// What is left when every process that is listed has its share.
+/// Holder name for foreign memory beyond what the listed processes hold.
 pub const UNLISTED: &str = "others that the driver does not list";
 
-/// Divides `foreign`, what the driver shows as taken and is not ours, among the processes that it lists.
+/// Attributes `foreign` (allocated according to the driver, and not ours) to the processes that the driver lists.
 ///
-/// `own` are processes of ours that surely have a context on the card. A list in which none of them appears is of
-/// another PID namespace (a container shows the host's PIDs, or none), where a number that happens to exist here
-/// would name an innocent: then nobody is named. `name_of` looks a process up.
+/// `own` are processes of ours that certainly have a context on the card. A list that contains none of them is of
+/// another PID namespace (a container shows the host's PIDs, or none), where an equal number would name an unrelated
+/// process: then no process is named. `name_of` looks up a process.
 ///
-/// The holders' bytes add up to `foreign` exactly; the largest comes first.
+/// The holders' bytes sum up to `foreign` exactly; the largest comes first.
 pub fn foreign_holders(
     foreign: Bytes,
     processes: &[CardProcess],
@@ -60,7 +60,8 @@ pub fn foreign_holders(
         .map(|process| process.pid)
         .collect();
     if rest > Bytes::ZERO {
-        // Rounding leaves a few bytes of a list that says more than there is: nobody's but theirs.
+        // Rounding leaves a few bytes of a list that claims more than `foreign`: they are attributed to the listed
+        // processes.
         let rounding = listed >= u128::from(foreign.0);
         match (silent.as_slice(), holders.first_mut()) {
             (_, Some(first)) if rounding => first.bytes += rest,
@@ -83,7 +84,7 @@ pub fn foreign_holders(
     holders
 }
 
-/// The name of a process, as the kernel has it.
+/// The process's name, from the kernel.
 pub fn process_name(pid: u32) -> Option<String> {
     let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
     Some(name.trim().to_owned()).filter(|name| !name.is_empty())
@@ -97,7 +98,7 @@ fn unnamed(name: &str, bytes: Bytes) -> Holder {
     }
 }
 
-/// Each process once: one that computes and draws is listed twice with the same bytes.
+/// Merges duplicates: a process that computes and draws is listed twice with the same bytes.
 fn merged<'a>(processes: impl Iterator<Item = &'a CardProcess>) -> Vec<CardProcess> {
     let mut once: Vec<CardProcess> = Vec::new();
     for process in processes {
@@ -110,7 +111,8 @@ fn merged<'a>(processes: impl Iterator<Item = &'a CardProcess>) -> Vec<CardProce
     once
 }
 
-/// A process's share where all of them together claim more than there is: the figures are of different moments.
+/// Scales a process's bytes down where the listed processes claim more than `foreign`: the figures are of different
+/// moments.
 fn scaled(bytes: Bytes, foreign: Bytes, listed: u128) -> Bytes {
     if listed <= u128::from(foreign.0) {
         return bytes;

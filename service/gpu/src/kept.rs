@@ -1,8 +1,8 @@
-//! Kept copies: what a plan makes, in a file of its own, so that the next load reads only the small bytes.
+//! Kept copies: an on-disk cache of quantized components, so that the next load reads only the small bytes.
 //!
-//! A copy is a safetensors file. A tensor in full precision is there in the dtype that it has on the card, a quantized
-//! one as the bytes of its layout, `U8`; formats and shapes are in the metadata, under one key. Its numbers are not
-//! hashed: a copy is whole, or it has no name.
+//! A copy is a safetensors file. A full-precision tensor is stored in its dtype on the card, a quantized one as the
+//! bytes of its layout, `U8`; formats and shapes are in the metadata, under one key. There is no checksum: a copy
+//! gets its name only when it is complete.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{File, FileTimes, TryLockError};
@@ -19,37 +19,36 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use serde::{Deserialize, Serialize};
 use tempfile::NamedTempFile;
 
-use crate::checkpoint::{CheckpointFile, LONGEST_HEADER, TensorEntry};
+use crate::checkpoint::{CheckpointFile, MAX_HEADER_BYTES, TensorEntry};
 use crate::format::WeightFormat;
 use crate::load::{LoadError, LoadPlan, SourcePiece, Stored, Target, TensorSource};
 use crate::reader::{check_unchanged, open, read_numbers};
 
-/// The version of how quantized weights lie in a copy. It rises when a layout or what is made at load changes: older
-/// copies are made again then.
+/// Version of the layout of quantized weights in a copy. Incremented when a layout or the quantization changes: older
+/// copies are stale then.
 const LAYOUT: u32 = 2;
 
-/// The key in the metadata.
+/// Key in the safetensors metadata.
 const KEY: &str = "moored.kept";
 
-/// Names of finished copies end so, and those of copies that are being written. Nothing else in a folder is touched.
-const ENDING: &str = ".kept.safetensors";
+/// Suffixes of complete copies, and of copies being written. No other file in the folder is touched.
+const SUFFIX: &str = ".kept.safetensors";
 const UNFINISHED: &str = ".kept.part";
 
-/// What is made before it is written, in bytes; more where one tensor is larger.
-const AT_ONCE: Bytes = Bytes(64 << 20);
+/// Batch size in bytes for making a copy; exceeded by a single larger tensor.
+const BATCH_BYTES: Bytes = Bytes(64 << 20);
 
-/// Why there is no copy. Nothing is left behind.
+/// Why a copy was not kept. Nothing is left behind.
 #[derive(Debug, thiserror::Error)]
 pub enum KeepError {
-    /// The caller said stop.
+    /// The caller cancelled.
     #[error("the copy was cancelled")]
     Cancelled,
-    /// The copy needs more than the folder may hold.
+    /// The copy exceeds the capacity of the folder.
     #[error("a copy needs {needed}, and {limit} may be kept: raise the limit, or load without a copy")]
     TooLarge {
-        /// Bytes of the copy.
         needed: Bytes,
-        /// What the folder may hold.
+        /// Capacity of the folder.
         limit: Bytes,
     },
     /// The checkpoint cannot be read.
@@ -60,7 +59,6 @@ pub enum KeepError {
     Write {
         /// The file, or its folder.
         file: PathBuf,
-        /// What the system said.
         source: std::io::Error,
     },
 }
@@ -82,37 +80,37 @@ fn write_error(file: &Path) -> impl Fn(std::io::Error) -> KeepError + use<> {
     }
 }
 
-/// What the metadata says of a copy.
+/// The metadata of a copy.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Contents {
+struct CopyMetadata {
     layout: u32,
-    quantized: BTreeMap<String, Quantized>,
+    quantized: BTreeMap<String, QuantizedEntry>,
 }
 
-/// A quantized weight of a copy.
+/// A quantized weight in the metadata of a copy.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Quantized {
+struct QuantizedEntry {
     format: WeightFormat,
     shape: Vec<usize>,
 }
 
-impl Contents {
-    fn of(sources: &[TensorSource]) -> Contents {
+impl CopyMetadata {
+    fn of(sources: &[TensorSource]) -> CopyMetadata {
         let quantized = sources.iter().filter_map(|source| match source.target {
             Target::Quantized(format) => {
                 let shape = source.shape.clone();
-                Some((source.name.clone(), Quantized { format, shape }))
+                Some((source.name.clone(), QuantizedEntry { format, shape }))
             }
             Target::Full(_) => None,
         });
-        Contents {
+        CopyMetadata {
             layout: LAYOUT,
             quantized: quantized.collect(),
         }
     }
 }
 
-/// How a tensor is stored in a copy, and its shape there.
+/// Dtype, stored type and shape of a tensor in a copy.
 fn kept(source: &TensorSource) -> Result<(Dtype, Stored, Vec<usize>), LoadError> {
     let (dtype, stored) = match source.target {
         Target::Quantized(_) => {
@@ -135,10 +133,10 @@ fn kept(source: &TensorSource) -> Result<(Dtype, Stored, Vec<usize>), LoadError>
     Ok((dtype, stored, source.shape.clone()))
 }
 
-/// Length and header of a copy, padded so that the numbers behind begin at a multiple of 8.
+/// Length prefix and header of a copy, padded so that the data begins at a multiple of 8.
 fn header(sources: &[TensorSource]) -> Result<Vec<u8>, LoadError> {
     let refuse = |problem: String| LoadError::Unsupported(format!("no copy of this can be kept: {problem}"));
-    let contents = serde_json::to_string(&Contents::of(sources)).map_err(|e| refuse(e.to_string()))?;
+    let contents = serde_json::to_string(&CopyMetadata::of(sources)).map_err(|e| refuse(e.to_string()))?;
     let (mut end, mut tensors) = (0, Vec::with_capacity(sources.len()));
     for source in sources {
         if source.name == "__metadata__" {
@@ -161,7 +159,7 @@ fn header(sources: &[TensorSource]) -> Result<Vec<u8>, LoadError> {
     let metadata = Metadata::new(Some(metadata), tensors).map_err(|e| refuse(e.to_string()))?;
     let mut text = serde_json::to_vec(&metadata).map_err(|e| refuse(e.to_string()))?;
     text.resize(text.len().next_multiple_of(8), b' ');
-    if text.len() as u64 > LONGEST_HEADER {
+    if text.len() as u64 > MAX_HEADER_BYTES {
         return Err(refuse("its header would be too long".to_owned()));
     }
     let mut header = (text.len() as u64).to_le_bytes().to_vec();
@@ -172,14 +170,14 @@ fn header(sources: &[TensorSource]) -> Result<Vec<u8>, LoadError> {
 /// Exact bytes of the file that [`keep`] writes.
 ///
 /// # Errors
-/// [`LoadError::Unsupported`] for a plan that has no files, or of which no copy can be kept.
+/// [`LoadError::Unsupported`] for a plan without files, or one that cannot be copied.
 pub fn kept_bytes(plan: &LoadPlan) -> Result<Bytes, LoadError> {
     Ok(Bytes(header(plan.files()?)?.len() as u64) + plan.bytes())
 }
 
-/// Makes what a plan makes, and writes it to a file, which replaces one that is there: first to a temporary file in the
-/// same folder, which gets its name once the disk has it. `go_on` is asked before each group of tensors and, in groups
-/// that come to more, after every 32 MiB. The answer is the length of the file.
+/// Quantizes what a plan loads and writes it to `to`, replacing an existing file atomically: the data goes to a
+/// temporary file in the same folder, which is synced and renamed. `go_on` is called before each group of tensors
+/// and, within larger groups, after every 32 MiB; false cancels. Returns the length of the file.
 ///
 /// # Errors
 /// [`KeepError`]; nothing is left behind then.
@@ -192,15 +190,15 @@ pub fn keep(plan: &LoadPlan, to: &Path, go_on: &dyn Fn() -> bool) -> Result<Byte
     write_copy(plan, file, folder, to, go_on)
 }
 
-/// A temporary file of this process, locked: whoever tidies up sees that it is being written. It is gone when it is
-/// dropped.
+/// A temporary file, locked while it is being written, so that cleanup by other processes leaves it alone. Deleted
+/// when dropped.
 fn temporary(folder: &Path) -> std::io::Result<NamedTempFile> {
     loop {
         let file = tempfile::Builder::new()
             .prefix("copy-")
             .suffix(UNFINISHED)
             .tempfile_in(folder)?;
-        // Between its making and its locking somebody may have tidied up.
+        // Cleanup by another process may have removed it between creation and locking.
         match file.as_file().try_lock() {
             Ok(()) if file.path().try_exists()? => return Ok(file),
             Ok(()) | Err(TryLockError::WouldBlock) => {}
@@ -221,7 +219,7 @@ fn write_copy(
     let length = Bytes(header.len() as u64) + plan.bytes();
     let files = open(sources)?;
     let failed = write_error(to);
-    // Its whole length from the start, so that who adds up the folder counts it.
+    // Its full length from the start, so that other processes count it.
     file.as_file().set_len(length.0).map_err(&failed)?;
     let mut writer = BufWriter::with_capacity(1 << 20, file.as_file());
     writer.write_all(&header).map_err(&failed)?;
@@ -248,7 +246,7 @@ fn write_copy(
         return Err(KeepError::Cancelled);
     }
     file.persist(to).map_err(|e| failed(e.error))?;
-    // The name is safe once its folder is.
+    // The rename is durable once the folder is synced.
     File::open(folder)
         .and_then(|folder| folder.sync_all())
         .map_err(write_error(folder))?;
@@ -260,17 +258,17 @@ fn group_of(sources: &[TensorSource]) -> usize {
     let mut bytes = Bytes::ZERO;
     let fits = |source: &&TensorSource| {
         bytes += source.bytes_on_card();
-        bytes <= AT_ONCE
+        bytes <= BATCH_BYTES
     };
     sources.iter().take_while(fits).count().max(1)
 }
 
-/// The same tensors, read from a copy.
+/// A plan that reads the same tensors from a copy.
 ///
 /// # Errors
-/// [`LoadError::Damaged`] if the copy is not one of this plan: other names, shapes, formats, dtypes, or of another
-/// version; or if its header contradicts itself or the file. [`LoadError::Io`] if it cannot be read, and
-/// [`LoadError::Unsupported`] for a plan that has no files.
+/// [`LoadError::Damaged`] if the copy does not match this plan (names, shapes, formats, dtypes, or layout version),
+/// or its header contradicts itself or the file. [`LoadError::Io`] if it cannot be read, and
+/// [`LoadError::Unsupported`] for a plan without files.
 pub fn kept_plan(path: &Path, plan: &LoadPlan) -> Result<LoadPlan, LoadError> {
     let sources = plan.files()?;
     let copy = CheckpointFile::open(path)?;
@@ -282,14 +280,14 @@ pub fn kept_plan(path: &Path, plan: &LoadPlan) -> Result<LoadPlan, LoadError> {
         .metadata()
         .get(KEY)
         .ok_or_else(|| refuse(format!("it does not say {KEY}")))?;
-    let contents: Contents = serde_json::from_str(contents).map_err(|e| refuse(format!("{KEY}: {e}")))?;
+    let contents: CopyMetadata = serde_json::from_str(contents).map_err(|e| refuse(format!("{KEY}: {e}")))?;
     if contents.layout != LAYOUT {
         let found = contents.layout;
         return Err(refuse(format!(
             "its layout is of version {found}, and {LAYOUT} is read"
         )));
     }
-    if contents != Contents::of(sources) {
+    if contents != CopyMetadata::of(sources) {
         return Err(refuse(
             "other tensors are quantized, or to another format".to_owned(),
         ));
@@ -339,23 +337,23 @@ pub fn kept_plan(path: &Path, plan: &LoadPlan) -> Result<LoadPlan, LoadError> {
     ))
 }
 
-/// A folder of copies, bounded in size. What was used longest ago leaves first. Several processes may share it; it
-/// touches files of copies alone.
+/// A folder of copies with a bounded size and LRU eviction. Several processes may share it; no other files in it are
+/// touched.
 #[derive(Clone, Debug)]
 pub struct KeptFolder {
     folder: PathBuf,
     limit: Bytes,
 }
 
-/// A finished copy in a folder.
-struct Copy {
+/// A complete copy in a folder.
+struct KeptCopy {
     path: PathBuf,
     bytes: Bytes,
     used: SystemTime,
 }
 
 impl KeptFolder {
-    /// Opens a folder, makes it where there is none, and removes what processes that are gone left unfinished.
+    /// Opens or creates a folder, and removes unfinished files of dead processes.
     ///
     /// # Errors
     /// [`KeepError::Write`].
@@ -370,10 +368,10 @@ impl KeptFolder {
         Ok(kept)
     }
 
-    /// Removes what processes that are gone left unfinished.
+    /// Removes unfinished files of dead processes.
     fn remove_abandoned(&self) -> std::io::Result<()> {
         for path in self.files_ending(UNFINISHED)? {
-            // A lock is held for as long as its process writes. What is gone meanwhile, or not ours, may stay.
+            // A file is locked while its process writes. Files that vanish or cannot be opened are skipped.
             let abandoned = File::open(&path).is_ok_and(|file| match file.try_lock() {
                 Ok(()) => std::fs::remove_file(&path).is_ok(),
                 Err(_) => false,
@@ -385,9 +383,8 @@ impl KeptFolder {
         Ok(())
     }
 
-    /// Where the copy of this key is, or would be: the readable beginning of the key, and a hash of it and of the layout.
-    /// Versions of moored that lay out weights in different ways may share a folder; neither takes the other's copies for
-    /// its own.
+    /// The path of a key's copy, present or not: a readable prefix of the key, and a hash of the key and the layout
+    /// version. Versions of moored with different layouts may share a folder without mixing up their copies.
     pub fn path_of(&self, key: &str) -> PathBuf {
         const READABLE: usize = 80;
         let readable = |c: char| match c {
@@ -396,47 +393,47 @@ impl KeptFolder {
         };
         let name: String = key.chars().take(READABLE).map(readable).collect();
         let hash = blake3::hash(format!("{LAYOUT} {key}").as_bytes()).to_hex();
-        self.folder.join(format!("{name}-{}{ENDING}", &hash[..32]))
+        self.folder.join(format!("{name}-{}{SUFFIX}", &hash[..32]))
     }
 
-    /// The copy of this key, if there is one. It counts as used now.
+    /// The copy of this key, if present. Marks it as used.
     pub fn find(&self, key: &str) -> Option<PathBuf> {
         let path = self.path_of(key);
         let file = File::open(&path).ok()?;
-        // The time of its last reading alone: that of its last writing tells loads under way that it is the same file.
+        // Only its access time: the modification time tells loads under way that it is the same file.
         if let Err(error) = file.set_times(FileTimes::new().set_accessed(SystemTime::now())) {
-            // A folder that is only read from is none to complain of at each request.
+            // A read-only folder would warn at each request.
             tracing::debug!(file = %path.display(), %error, "cannot note that a copy was used");
         }
         Some(path)
     }
 
-    /// Removes what processes that are gone left unfinished, and copies, what was used longest ago first, until so many
-    /// bytes more stay within the limit.
+    /// Removes unfinished files of dead processes, and evicts copies, least recently used first, until `needed` more
+    /// bytes fit.
     ///
     /// # Errors
-    /// [`KeepError::TooLarge`] where they would not, beside the copies that are being written: no copy is removed then.
+    /// [`KeepError::TooLarge`] if they cannot fit, beside copies that are being written: no copy is removed then.
     /// [`KeepError::Write`] if the folder cannot be read or a copy cannot be removed.
     pub fn make_room(&self, needed: Bytes) -> Result<(), KeepError> {
         self.make_room_beside(needed, None)
     }
 
-    /// Makes room for a copy of a plan, and keeps it under this key. The answer is where.
+    /// Makes room for a copy of a plan, writes it under this key, and returns its path.
     ///
     /// # Errors
     /// As [`keep`], and [`KeepError::TooLarge`].
     pub fn keep(&self, key: &str, plan: &LoadPlan, go_on: &dyn Fn() -> bool) -> Result<PathBuf, KeepError> {
         let to = self.path_of(key);
-        // Whoever clears the folder may remove it.
+        // The folder may have been deleted meanwhile.
         std::fs::create_dir_all(&self.folder).map_err(write_error(&self.folder))?;
         self.make_room(kept_bytes(plan)?)?;
         keep(plan, &to, go_on)?;
-        // Another process may have kept something at the same time.
+        // Another process may have written a copy at the same time.
         self.make_room_beside(Bytes::ZERO, Some(&to))?;
         Ok(to)
     }
 
-    /// Removes the copy of this key, if there is one: it was refused.
+    /// Removes the copy of this key, if present: it was rejected.
     ///
     /// # Errors
     /// [`KeepError::Write`].
@@ -471,17 +468,17 @@ impl KeptFolder {
         Ok(())
     }
 
-    fn copies(&self) -> std::io::Result<Vec<Copy>> {
+    fn copies(&self) -> std::io::Result<Vec<KeptCopy>> {
         let copy = |path: PathBuf| {
-            // One that another process has just removed is no error.
+            // A file that another process has just removed is no error.
             let facts = std::fs::metadata(&path).ok()?;
-            Some(Copy {
+            Some(KeptCopy {
                 path,
                 bytes: Bytes(facts.len()),
                 used: facts.accessed().or_else(|_| facts.modified()).ok()?,
             })
         };
-        Ok(self.files_ending(ENDING)?.into_iter().filter_map(copy).collect())
+        Ok(self.files_ending(SUFFIX)?.into_iter().filter_map(copy).collect())
     }
 
     fn files_ending(&self, ending: &str) -> std::io::Result<Vec<PathBuf>> {
@@ -492,7 +489,7 @@ impl KeptFolder {
                 .file_name()
                 .to_str()
                 .is_some_and(|name| name.ends_with(ending));
-            // What is gone meanwhile was no file of ours.
+            // A file that is gone meanwhile is skipped.
             if named && entry.file_type().is_ok_and(|kind| kind.is_file()) {
                 files.push(entry.path());
             }
@@ -501,7 +498,7 @@ impl KeptFolder {
     }
 }
 
-/// Removes a file, if it is there.
+/// Removes a file, if it exists.
 fn remove(path: &Path) -> Result<(), KeepError> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(write_error(path)(error)),

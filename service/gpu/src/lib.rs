@@ -15,6 +15,7 @@ mod cuda;
 mod cuda_settings;
 mod discover;
 mod faults;
+mod files;
 mod format;
 mod holders;
 mod kept;
@@ -34,13 +35,14 @@ mod timeline;
 
 pub use allocator::CountingAllocator;
 pub use card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
-pub use checkpoint::{CheckpointFile, FileStamp, LONGEST_HEADER, TensorEntry};
+pub use checkpoint::{CheckpointFile, MAX_HEADER_BYTES, TensorEntry};
 pub use cpu::{CpuCard, CpuSettings};
 #[cfg(feature = "cuda")]
 pub use cuda::library_workspace;
 pub use cuda_settings::{CudaDtype, CudaSettings, CudaSettingsError, CudaWhich};
 pub use discover::{DeviceChoice, DeviceSpec, DeviceSpecError, Discovered, OpenError, open};
 pub use faults::{Fault, FaultAction};
+pub use files::{FileStamp, open_regular};
 pub use format::{
     Fp8Scales, GgufType, INT8_STEP, NF4_BLOCK, NF4_NESTED_BLOCK, WeightFormat, WeightFormatError, WeightPart,
     e4m3_to_f32, rows_and_columns,

@@ -1,4 +1,4 @@
-//! What is read, from where, into which tensors.
+//! Load plans: which bytes of which files become which tensors.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,28 +11,25 @@ use crate::format::{GgufType, WeightFormat, rows_and_columns};
 /// How numbers are stored in a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Stored {
-    /// IEEE single.
+    /// IEEE 754 binary32.
     F32,
-    /// IEEE half.
+    /// IEEE 754 binary16.
     F16,
-    /// Brain float.
+    /// bfloat16.
     Bf16,
-    /// IEEE double; read as f32.
+    /// IEEE 754 binary64; read as f32.
     F64,
-    /// Unsigned bytes.
     U8,
-    /// Signed bytes.
     I8,
-    /// Floats of 8 bits: 1 sign, 4 exponent, 3 mantissa; no infinities.
+    /// E4M3: 1 sign, 4 exponent, 3 mantissa bits; no infinities.
     F8E4M3,
-    /// Signed 64-bit integers.
     I64,
-    /// Blocks of llama.cpp.
+    /// Block-quantized types of llama.cpp.
     Gguf(GgufType),
 }
 
 impl Stored {
-    /// Numbers that are stored together, and their bytes: one number and its width but in blocks.
+    /// Block size in numbers and bytes; (1, width) for types without blocks.
     pub fn block(self) -> (usize, usize) {
         match self {
             Stored::U8 | Stored::I8 | Stored::F8E4M3 => (1, 1),
@@ -43,42 +40,36 @@ impl Stored {
         }
     }
 
-    /// Bytes of one number; of one block of llama.cpp.
+    /// Bytes of one number, or of one block of llama.cpp.
     pub fn width(self) -> usize {
         self.block().1
     }
 
-    /// Whether these are floats that are held in full precision.
+    /// Whether this is a full-precision float type.
     pub fn is_float(self) -> bool {
         matches!(self, Stored::F32 | Stored::F16 | Stored::Bf16 | Stored::F64)
     }
 }
 
-/// A run of bytes in a file.
+/// A byte range in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ByteRange {
-    /// First byte, from the start of the file.
+    /// Offset of the first byte from the start of the file.
     pub offset: u64,
-    /// How many.
     pub length: u64,
 }
 
-/// A part of what a tensor is read from.
+/// One contiguous piece of a tensor's source.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SourcePiece {
     /// Bytes of a file.
-    File {
-        /// The file.
-        file: Arc<Path>,
-        /// Which of its bytes.
-        range: ByteRange,
-    },
-    /// Bytes that the header gave, or that are the same for every checkpoint.
+    File { file: Arc<Path>, range: ByteRange },
+    /// Bytes taken from the header, or constants.
     Inline(Arc<[u8]>),
 }
 
 impl SourcePiece {
-    /// How many bytes it has.
+    /// Length in bytes.
     pub fn length(&self) -> u64 {
         match self {
             SourcePiece::File { range, .. } => range.length,
@@ -87,13 +78,13 @@ impl SourcePiece {
     }
 }
 
-/// What a tensor is on the card.
+/// Representation of a tensor on the card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Target {
-    /// Numbers of this dtype.
+    /// Full precision, of this dtype.
     Full(DType),
-    /// A quantized weight. From [`Stored::U8`] the pieces are the parts of its layout, taken as they are; from floats
-    /// it is made while it is loaded.
+    /// A quantized weight. If the source is [`Stored::U8`], the pieces are the parts of its layout, taken over
+    /// unchanged; if it is a float type, the weight is quantized at load.
     Quantized(WeightFormat),
 }
 
@@ -110,24 +101,23 @@ impl Target {
     }
 }
 
-/// Where one tensor of a component comes from. Pieces are read one behind the other: a slice of a fused
-/// weight is one piece, a concatenation in another order is several.
+/// Source of one tensor of a component. Pieces are concatenated: a slice of a fused weight is one piece, a
+/// concatenation in another order is several.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorSource {
-    /// Name within the component, in the words of diffusers.
+    /// Name within the component, in the naming of diffusers.
     pub name: String,
-    /// Its bytes, in order.
     pub pieces: Vec<SourcePiece>,
-    /// How they are stored. [`Stored::U8`] where a quantized weight is read as it is stored.
+    /// Type of the stored numbers. [`Stored::U8`] for a weight that is stored quantized.
     pub stored: Stored,
     /// Shape of the tensor, row-major.
     pub shape: Vec<usize>,
-    /// What it is on the card.
+    /// Representation on the card.
     pub target: Target,
 }
 
 impl TensorSource {
-    /// One that is in full precision on the card, from ranges of one file.
+    /// Source of a full-precision tensor, from ranges of one file.
     pub fn full(
         name: impl Into<String>,
         file: &Arc<Path>,
@@ -159,7 +149,7 @@ impl TensorSource {
         Bytes(self.pieces.iter().map(SourcePiece::length).sum())
     }
 
-    /// The files that it is read from, in the order of its pieces.
+    /// The files of its pieces, in order.
     pub fn files(&self) -> impl Iterator<Item = &Arc<Path>> {
         self.pieces.iter().filter_map(|piece| match piece {
             SourcePiece::File { file, .. } => Some(file),
@@ -167,26 +157,25 @@ impl TensorSource {
         })
     }
 
-    /// Whether it is quantized while it is loaded.
+    /// Whether it is quantized at load.
     pub fn is_made_at_load(&self) -> bool {
         matches!(self.target, Target::Quantized(_)) && self.stored != Stored::U8
     }
 }
 
-/// How a component is read.
+/// How a component is loaded.
 #[derive(Clone, Debug, PartialEq)]
 pub enum LoadPlan {
-    /// From checkpoint files.
     Files(Vec<TensorSource>),
-    /// From nowhere: so many bytes without content. Only a simulated card takes it.
+    /// Bytes without content, on a simulated card only.
     Synthetic(Bytes),
 }
 
 impl LoadPlan {
-    /// What is read from files.
+    /// The tensor sources.
     ///
     /// # Errors
-    /// [`LoadError::Unsupported`] for bytes without content: only a simulated card takes them.
+    /// [`LoadError::Unsupported`] for a synthetic plan.
     pub(crate) fn files(&self) -> Result<&[TensorSource], LoadError> {
         match self {
             LoadPlan::Files(sources) => Ok(sources),
@@ -205,55 +194,43 @@ impl LoadPlan {
     }
 }
 
-/// How far a load is, in bytes on the card.
+/// Progress of a load, in bytes on the card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoadProgress {
-    /// Already there.
     pub done: Bytes,
-    /// In all.
     pub total: Bytes,
 }
 
 /// Why a component could not be loaded. Nothing of it is left on the card.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// The caller's progress function said stop.
+    /// Cancelled by the progress callback.
     #[error("the load was cancelled")]
     Cancelled,
     /// The card has not enough memory.
     #[error("out of memory while loading: {needed} needed, {free} free")]
     OutOfMemory {
-        /// Bytes of the allocation that failed.
+        /// Bytes of the failed allocation.
         needed: Bytes,
         /// Bytes free at that moment.
         free: Bytes,
     },
     /// The file cannot be read.
     #[error("cannot read {}: {source}", file.display())]
-    Io {
-        /// The file.
-        file: PathBuf,
-        /// What the system said.
-        source: std::io::Error,
-    },
-    /// The file is not what its header says.
+    Io { file: PathBuf, source: std::io::Error },
+    /// The file contradicts its header.
     #[error("{} is damaged: {problem}", file.display())]
-    Damaged {
-        /// The file.
-        file: PathBuf,
-        /// What is wrong with it.
-        problem: String,
-    },
-    /// A number that is not finite, in a weight that was to be quantized. (What is stored quantized is taken as it is,
-    /// and what stays in full precision keeps such numbers.)
+    Damaged { file: PathBuf, problem: String },
+    /// A weight to be quantized contains NaN or an infinity. (Weights that are stored quantized or stay in full
+    /// precision may contain them.)
     #[error(
         "tensor {tensor} has a number that is not finite, and cannot be quantized: load it in full precision"
     )]
     NotFinite {
-        /// Its name within the component.
+        /// Name within the component.
         tensor: String,
     },
-    /// The card cannot take this plan.
+    /// The card cannot load this plan.
     #[error("this card cannot load that: {0}")]
     Unsupported(String),
     /// The card is lost.

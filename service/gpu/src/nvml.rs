@@ -1,5 +1,5 @@
-//! NVIDIA cards as the driver's management library (NVML) shows them: nothing here makes a CUDA context, so the
-//! supervisor may ask, and what it asks costs a card no byte.
+//! NVIDIA cards as seen by the driver's management library (NVML). No CUDA context is created, so the supervisor may
+//! call this, and it takes no memory of a card.
 
 use std::sync::OnceLock;
 
@@ -12,100 +12,88 @@ use crate::card::{CardDescription, CardKind};
 use crate::cuda_settings::{CudaSettings, CudaWhich};
 use crate::holders::{CardProcess, foreign_holders, process_name};
 
-/// A card, or a slice of one where MIG divides it.
+/// A card, or a MIG slice of one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NvmlCard {
-    /// Its number among the cards, in the order of the PCI bus, from 0.
+    /// Ordinal in PCI bus order, from 0.
     pub index: u32,
     /// `GPU-...`, or `MIG-...` for a slice.
     pub uuid: String,
-    /// The product's name.
+    /// Product name.
     pub name: String,
-    /// What programs can have of its memory: the driver's own reserve is not in it.
+    /// Memory that programs can allocate, without the driver's own reserve.
     pub total: Bytes,
     /// CUDA compute capability (major, minor).
     pub compute_capability: (u32, u32),
-    /// The link to the host; `None` where the driver does not say, as in some virtual machines.
+    /// The link to the host; `None` if unknown, as in some virtual machines.
     pub link: Option<PcieLink>,
-    /// What MIG has to do with it.
     pub mig: Mig,
 }
 
-/// A PCI Express link. An idle card often runs its link below what it can.
+/// A PCI Express link. An idle card often lowers its link's speed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PcieLink {
-    /// Generation and lanes as they are now.
+    /// Current generation and lanes.
     pub current: (u32, u32),
-    /// The most that card and slot can.
+    /// Maximum generation and lanes of card and slot.
     pub max: (u32, u32),
 }
 
-/// Whether a card is divided (Multi-Instance GPU).
+/// Multi-Instance GPU (MIG) mode of a card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mig {
-    /// The card cannot be divided.
+    /// The card does not support MIG.
     Unsupported,
-    /// It is not.
+    /// MIG is off.
     Off,
-    /// This is a slice of one.
+    /// This is a MIG slice.
     Slice,
 }
 
-/// Memory of a card as NVML counts it.
+/// Memory of a card, by NVML's accounts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NvmlMemory {
-    /// What programs can have.
+    /// Memory that programs can allocate.
     pub total: Bytes,
-    /// What nobody has.
     pub free: Bytes,
-    /// What programs have.
+    /// Allocated by programs.
     pub used: Bytes,
-    /// What the driver keeps for itself; it is in none of the others.
+    /// The driver's own reserve; not included in the other figures.
     pub reserved: Bytes,
 }
 
-/// What NVML cannot tell.
+/// A failed NVML query.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NvmlError {
-    /// No library, or no driver behind it.
+    /// The library or the driver is missing.
     #[error(
         "the NVIDIA driver cannot be asked ({problem}): `nvidia-smi` must work where this runs; a container needs the \
          NVIDIA runtime (`--gpus all`) with the `utility` and `compute` capabilities"
     )]
-    Unavailable {
-        /// What it said.
-        problem: String,
-    },
-    /// The driver works and shows no card.
+    Unavailable { problem: String },
+    /// The driver works and lists no card.
     #[error("the NVIDIA driver shows no card here; a container is given cards with `--gpus all`")]
     NoCards,
-    /// No card is called so.
+    /// No card has this name.
     #[error("there is no card {which} among {there}")]
     NotFound {
-        /// What was asked for.
         which: String,
-        /// What there is.
+        /// Names of the existing cards.
         there: String,
     },
-    /// The beginning of a UUID that several cards have.
+    /// A UUID prefix that several cards share.
     #[error("{which} may be any of {matching}: write more of the UUID")]
     Ambiguous {
-        /// What was asked for.
         which: String,
-        /// Which cards begin so.
+        /// Names of the matching cards.
         matching: String,
     },
-    /// One question failed.
-    #[error("the NVIDIA driver does not tell {what}: {problem}")]
-    Question {
-        /// What was asked.
-        what: &'static str,
-        /// What it said.
-        problem: String,
-    },
+    /// A query failed.
+    #[error("the NVIDIA driver does not report {what}: {problem}")]
+    Question { what: &'static str, problem: String },
 }
 
-/// All cards that this process may see; slices in the place of a card that MIG divides.
+/// All visible cards; a card in MIG mode is represented by its slices.
 ///
 /// # Errors
 /// [`NvmlError::Unavailable`], [`NvmlError::NoCards`], or [`NvmlError::Question`].
@@ -117,7 +105,7 @@ pub fn cards() -> Result<Vec<NvmlCard>, NvmlError> {
     Ok(listed)
 }
 
-/// A card as it is named to users, without a CUDA context.
+/// Describes a card without creating a CUDA context.
 ///
 /// # Errors
 /// As [`NvmlCard::open`].
@@ -131,7 +119,7 @@ pub fn describe(settings: &CudaSettings) -> Result<CardDescription, NvmlError> {
 }
 
 impl NvmlCard {
-    /// The one card that is meant.
+    /// Finds a card by ordinal or UUID prefix.
     ///
     /// # Errors
     /// As [`cards`], and [`NvmlError::NotFound`] or [`NvmlError::Ambiguous`].
@@ -144,7 +132,7 @@ impl NvmlCard {
         &self.uuid
     }
 
-    /// The card as it is named to users, computing in what is usual for it.
+    /// Description of the card, with its default computation dtype.
     pub fn describe(&self) -> CardDescription {
         let dtype = CudaSettings::new(CudaWhich::Ordinal(self.index)).compute_dtype(self.compute_capability);
         CardDescription {
@@ -157,16 +145,16 @@ impl NvmlCard {
         }
     }
 
-    /// Its memory now.
+    /// Current memory figures.
     ///
     /// # Errors
-    /// [`NvmlError::NotFound`] if it is gone, [`NvmlError::Question`] if it does not answer.
+    /// [`NvmlError::NotFound`] if the card is gone, [`NvmlError::Question`] if it does not respond.
     pub fn memory(&self) -> Result<NvmlMemory, NvmlError> {
         memory_of(&self.device()?)
     }
 
-    /// Processes with a context on it. In containers these are the host's ids, or none; under MIG and WSL they come
-    /// without bytes, or not at all: [`foreign_holders`] sorts that out.
+    /// Processes with a context on the card. In containers the ids are the host's, or the list is empty; under MIG
+    /// and WSL bytes are unknown, or the list is empty: [`foreign_holders`] handles that.
     ///
     /// # Errors
     /// As [`NvmlCard::memory`].
@@ -179,7 +167,7 @@ impl NvmlCard {
         ] {
             match listed {
                 Ok(processes) => found.extend(processes),
-                // A list that this card does not keep is empty.
+                // A list that this card does not support is empty.
                 Err(DriverError::NotSupported | DriverError::FailedToLoadSymbol(_)) => {}
                 Err(problem) => return Err(question("its processes")(problem)),
             }
@@ -194,7 +182,7 @@ impl NvmlCard {
         Ok(processes.collect())
     }
 
-    /// What the driver books to this process; `None` where it does not say, or lists the processes of another
+    /// Bytes that the driver attributes to this process; `None` if unknown, or if the list is of another PID
     /// namespace.
     pub fn own_bytes(&self) -> Option<Bytes> {
         let own = std::process::id();
@@ -206,7 +194,7 @@ impl NvmlCard {
             .max()
     }
 
-    /// Who holds `foreign` bytes, asked from the process that has a context on this card.
+    /// Holders of `foreign` bytes, from the point of view of a process with a context on this card.
     pub fn holders(&self, foreign: Bytes) -> Vec<Holder> {
         let processes = self.processes().unwrap_or_else(|problem| {
             tracing::debug!(%problem, card = self.uuid, "holders of memory stay unnamed");
@@ -227,7 +215,7 @@ impl NvmlCard {
     }
 }
 
-/// The driver's version: `580.65.06`.
+/// Version of the driver, such as `580.65.06`.
 ///
 /// # Errors
 /// [`NvmlError::Unavailable`] or [`NvmlError::Question`].
@@ -235,7 +223,7 @@ pub fn driver_version() -> Result<String, NvmlError> {
     library()?.sys_driver_version().map_err(question("its version"))
 }
 
-/// The library, opened once: each start of it looks at every card.
+/// The library, opened once: opening it queries every card.
 fn library() -> Result<&'static Nvml, NvmlError> {
     static LIBRARY: OnceLock<Nvml> = OnceLock::new();
     if let Some(library) = LIBRARY.get() {
@@ -256,7 +244,7 @@ fn listed() -> Result<Vec<NvmlCard>, NvmlError> {
     for index in 0..count {
         let device = match library.device_by_index(index) {
             Ok(device) => device,
-            // A card of the machine that this container or user was not given, or that is broken: the others work.
+            // A card that this container or user has no access to, or that is broken: the others work.
             Err(
                 problem @ (DriverError::NoPermission | DriverError::GpuLost | DriverError::InsufficientPower),
             ) => {
@@ -269,7 +257,7 @@ fn listed() -> Result<Vec<NvmlCard>, NvmlError> {
         match divided {
             Ok(true) => {
                 let slots = device.mig_device_count().unwrap_or(0);
-                // Slots that are not in use answer that they are not found.
+                // Unused slots return not found.
                 for slice in (0..slots).filter_map(|slot| device.mig_device_by_index(slot).ok()) {
                     found.push(card_of(found.len(), &slice, &device, Mig::Slice)?);
                 }
@@ -281,7 +269,7 @@ fn listed() -> Result<Vec<NvmlCard>, NvmlError> {
     Ok(found)
 }
 
-/// `whole` is the card that `device` is a slice of, or itself.
+/// `whole` is the card that `device` is a slice of, or `device` itself.
 fn card_of(index: usize, device: &Device<'_>, whole: &Device<'_>, mig: Mig) -> Result<NvmlCard, NvmlError> {
     let capability = whole
         .cuda_compute_capability()
@@ -325,7 +313,7 @@ fn pick(which: &CudaWhich, cards: Vec<NvmlCard>) -> Result<NvmlCard, NvmlError> 
     let there = names(&cards);
     let mut matching: Vec<NvmlCard> = cards
         .into_iter()
-        .filter(|card| which.names(card.index, &card.uuid))
+        .filter(|card| which.matches(card.index, &card.uuid))
         .collect();
     match (matching.len(), matching.pop()) {
         (1, Some(card)) => Ok(card),
@@ -375,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn a_card_is_found_by_number_or_by_as_much_of_its_uuid_as_tells_it_from_others() {
+    fn a_card_is_found_by_ordinal_or_by_a_unique_prefix_of_its_uuid() {
         let cards = || vec![card(0, "GPU-1a2b"), card(1, "GPU-1acc")];
         let found = |which: &str| pick(&which.parse().unwrap(), cards()).map(|card| card.index);
         assert_eq!(found("1"), Ok(1));

@@ -1,4 +1,4 @@
-//! Allocator profiles: how a card's memory is managed, under one name.
+//! Allocator profiles: named settings of a card's memory management.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,50 +8,49 @@ use serde::{Deserialize, Serialize};
 
 use crate::card::CardKind;
 
-/// An NVIDIA card below this is short of memory for what is run on it.
+/// NVIDIA cards below this capacity default to `constrained`.
 const SMALL_CARD: Bytes = Bytes::gib(12);
-/// An NVIDIA card from this on holds a whole pipeline beside its activations.
+/// NVIDIA cards from this capacity on default to `inference`: they hold a whole pipeline beside its activations.
 const LARGE_CARD: Bytes = Bytes::gib(40);
 
-/// The names that profiles go by. [`MemoryProfile::of`] says what each sets.
+/// Name of a profile. [`MemoryProfile::of`] defines the settings of each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ProfileName {
-    /// Throughput on a large card: memory that a stage has used stays for the next, loads are staged widely.
+    /// Throughput on a large card: stages leave their memory reserved for the next, loads have a large staging
+    /// buffer.
     Inference,
-    /// What suits most cards.
+    /// The default for most cards.
     Balanced,
-    /// A small card: little stays behind, and one large component is kept at a time.
+    /// A small card: little slack, and one large component at a time.
     Constrained,
-    /// Components that are stored small and expand in short bursts: little slack, small chunks.
+    /// Components that are small in storage and expand in short bursts: little slack, small chunks.
     QuantizationHeavy,
 }
 
-/// What a profile comes to on one card. The worker gets it with its first frame; system memory and simulated
-/// cards have no use for all but the slack limit, which the planner applies.
+/// Settings of a profile on one card. Sent to the worker in its first frame; system memory and simulated cards use
+/// the slack limit only, which the planner applies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryProfile {
-    /// Release threshold of the activation pool: reserved bytes that a synchronisation leaves with it. `None`
-    /// keeps everything until a trim.
+    /// Release threshold of the activation pool: reserved bytes that it keeps at a synchronization. `None` keeps
+    /// everything until a trim.
     pub release_threshold: Option<Bytes>,
-    /// Slack above which an idle card is trimmed.
+    /// An idle card with more slack than this is trimmed.
     pub slack_limit: Bytes,
-    /// Pinned memory that loads go through, in all.
+    /// Pinned staging memory in all.
     pub staging_bytes: Bytes,
-    /// How much of it one read and one copy take. Divides `staging_bytes`.
+    /// Bytes of one read and one copy. Divides `staging_bytes`.
     pub staging_chunk: Bytes,
 }
 
-/// No such profile.
+/// An unknown profile name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{given:?} is no profile: write inference, balanced, constrained or quantization-heavy")]
 pub struct ProfileError {
-    /// What was written.
     pub given: String,
 }
 
 impl ProfileName {
-    /// Every profile.
     pub const ALL: [ProfileName; 4] = [
         ProfileName::Inference,
         ProfileName::Balanced,
@@ -59,7 +58,7 @@ impl ProfileName {
         ProfileName::QuantizationHeavy,
     ];
 
-    /// The profile of a card that is given none: by its size, but for system memory, where all is balanced.
+    /// Default profile of a card, by its capacity; `balanced` for system memory.
     pub fn suggested(kind: CardKind, total: Bytes) -> ProfileName {
         match kind {
             CardKind::Cpu => ProfileName::Balanced,
@@ -69,7 +68,7 @@ impl ProfileName {
         }
     }
 
-    /// How room is made under this profile.
+    /// Eviction policy of this profile.
     pub fn policy(self) -> Policy {
         match self {
             ProfileName::Constrained => Policy::Exclusive,
@@ -77,7 +76,7 @@ impl ProfileName {
         }
     }
 
-    /// As it is written in configuration.
+    /// Name in the configuration.
     pub fn as_str(self) -> &'static str {
         match self {
             ProfileName::Inference => "inference",
@@ -89,7 +88,7 @@ impl ProfileName {
 }
 
 impl MemoryProfile {
-    /// What a profile comes to on a card of this capacity.
+    /// Settings of a profile on a card of this capacity.
     pub fn of(name: ProfileName, total: Bytes) -> MemoryProfile {
         let (release_percent, slack_mib, staging_mib, chunk_mib) = match name {
             ProfileName::Inference => (90, 512, 128, 4),
@@ -126,7 +125,7 @@ impl FromStr for ProfileName {
 }
 
 impl fmt::Display for MemoryProfile {
-    /// `releases above 72.0 GiB, trims above 512.0 MiB of slack, stages 128.0 MiB in chunks of 4.0 MiB`.
+    /// For display: `releases above 72.0 GiB, trims above 512.0 MiB of slack, stages 128.0 MiB in chunks of 4.0 MiB`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.release_threshold {
             Some(bytes) => write!(f, "releases above {bytes}")?,

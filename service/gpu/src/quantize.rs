@@ -1,8 +1,8 @@
-//! Numbers into the bytes of a quantized weight: what is made while a checkpoint in full precision is loaded.
+//! Quantization of full-precision weights, at load.
 //!
-//! All arithmetic is IEEE single, each operation rounded by itself (Rust fuses none), so that every machine and every
-//! card makes the same bytes. A run of numbers that shares a scale is called a unit here: a row of int8 and fp8, a block of
-//! [`NF4_BLOCK`] numbers of nf4.
+//! All arithmetic is IEEE single precision, each operation rounded by itself (Rust fuses none), so that every machine
+//! and every card produces the same bytes. A run of numbers that shares a scale is called a unit: a row of int8 and
+//! fp8, a block of [`NF4_BLOCK`] numbers of nf4.
 
 use crate::format::{Fp8Scales, NF4_BLOCK, NF4_NESTED_BLOCK, WeightFormat, WeightPart};
 
@@ -28,7 +28,7 @@ const NF4_TABLE: [f32; 16] = [
     1.0,
 ];
 
-/// Between each two values of the table: a number above the midpoint is nearer to the upper one.
+/// Midpoints between adjacent values of the table: a number above the midpoint rounds up.
 const NF4_MIDPOINTS: [f32; 15] = midpoints(&NF4_TABLE);
 
 static NESTED_TABLE: [f32; 256] = make_nested_table();
@@ -38,26 +38,23 @@ static NESTED_MIDPOINTS: [f32; 255] = midpoints(&NESTED_TABLE);
 /// The largest value of e4m3.
 const E4M3_MAX: f32 = 448.0;
 
-/// Partial sums of the mean of absolute maxima: as many as the threads of the kernel that makes the same sum on a card.
+/// Partial sums of the mean of absolute maxima: the thread count of the kernel that computes the same sum on a card.
 const MEAN_LANES: usize = 256;
 
 /// Why numbers cannot be quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum QuantizeError {
-    /// One of them is NaN or infinite.
+    /// A number is NaN or infinite.
     #[error("a number is not finite and cannot be quantized: load the weight in full precision")]
     NotFinite,
-    /// A format that is read as it is stored.
+    /// A format that can be read and not made.
     #[error("{0} is read as it is stored and not made at load: choose one of int8, fp8, nf4, nf4-double")]
     NotMadeAtLoad(WeightFormat),
-    /// Not as many numbers as the shape says.
+    /// The number count does not match the shape.
     #[error("{given} numbers for {rows} rows of {columns}: give as many as the shape has")]
     Count {
-        /// How many there are.
         given: usize,
-        /// Rows of the shape.
         rows: usize,
-        /// Columns of the shape.
         columns: usize,
     },
 }
@@ -72,7 +69,7 @@ impl From<NotFinite> for QuantizeError {
     }
 }
 
-/// The table of nf4: code `i` means `nf4_table()[i]` times the absolute maximum of its block.
+/// The table of nf4: code `i` means `nf4_table()[i] * absmax`.
 pub fn nf4_table() -> &'static [f32; 16] {
     &NF4_TABLE
 }
@@ -84,9 +81,9 @@ pub fn nested_table() -> &'static [f32; 256] {
     &NESTED_TABLE
 }
 
-/// For each power of ten from 1e-6 to 1, the middles of 1, 2, 4, .. 64 equal parts of 0.1..1 times that power, with both
-/// signs; and 0, and 1. Equal in every bit to what PyTorch's `linspace` gives bitsandbytes: the limits of parts are
-/// counted from the nearer end, each rounded once.
+/// For each power of ten from 1e-6 to 1, the midpoints of 1, 2, 4, .. 64 equal parts of 0.1..1 times that power, with
+/// both signs; and 0, and 1. Bit-identical to PyTorch's `linspace` as bitsandbytes uses it: the limits of parts are
+/// computed from the nearer end, each rounded once.
 const fn make_nested_table() -> [f32; 256] {
     const POWERS: [f32; 7] = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0];
     let mut table = [0.0; 256];
@@ -107,7 +104,7 @@ const fn make_nested_table() -> [f32; 256] {
     table
 }
 
-/// The lower limit of one of so many equal parts of 0.1..1.
+/// Lower limit of one of `parts` equal parts of 0.1..1.
 const fn part_limit(part: usize, parts: usize) -> f32 {
     const FIRST: f32 = 0.1;
     let step = ((1.0 - FIRST) / parts as f32) as f64;
@@ -118,7 +115,7 @@ const fn part_limit(part: usize, parts: usize) -> f32 {
     }
 }
 
-/// A weight of `rows` times `columns` numbers, row-major, as the bytes of its format
+/// Quantizes a weight of `rows` times `columns` numbers, row-major, into the bytes of its format
 /// ([`WeightFormat::layout`]).
 ///
 /// # Errors
@@ -145,7 +142,7 @@ pub fn quantize(
     Ok(bytes)
 }
 
-/// How many numbers share a scale, at least 1. `None` for a format that is not made at load.
+/// Unit size: how many numbers share a scale, at least 1. `None` for a format that is not made at load.
 pub(crate) fn unit(format: WeightFormat, columns: usize) -> Option<usize> {
     match format {
         WeightFormat::Int8 | WeightFormat::Fp8(Fp8Scales::Rows) => Some(columns.max(1)),
@@ -154,7 +151,7 @@ pub(crate) fn unit(format: WeightFormat, columns: usize) -> Option<usize> {
     }
 }
 
-/// How many bytes of codes so many numbers have.
+/// Bytes of the codes of so many numbers.
 pub(crate) fn code_bytes(format: WeightFormat, numbers: usize) -> usize {
     match format {
         WeightFormat::Nf4 | WeightFormat::Nf4Double => numbers.div_ceil(2),
@@ -162,21 +159,21 @@ pub(crate) fn code_bytes(format: WeightFormat, numbers: usize) -> usize {
     }
 }
 
-/// The bytes of a weight that is made, apart. Its tables are written already.
+/// The bytes of a weight under construction, split into its parts. Tables are filled in already.
 pub(crate) struct Parts<'a> {
     pub(crate) scales: Scales<'a>,
     pub(crate) codes: &'a mut [u8],
 }
 
-/// Where scales go.
+/// Destination of scales.
 pub(crate) enum Scales<'a> {
-    /// As they are: f32, one for each unit.
+    /// Stored as they are: f32, one per unit.
     Plain(&'a mut [u8]),
     /// Quantized themselves, once all are known.
     Nested(Nested<'a>),
 }
 
-/// Where the scales of nf4 with double quantization go.
+/// Destination of the nested scales of nf4-double.
 pub(crate) struct Nested<'a> {
     offset: &'a mut [u8],
     absmax: &'a mut [u8],
@@ -184,7 +181,7 @@ pub(crate) struct Nested<'a> {
 }
 
 impl<'a> Parts<'a> {
-    /// Cuts the bytes of a weight into its parts, and writes its tables.
+    /// Splits the bytes of a weight into its parts, and fills in its tables.
     pub(crate) fn of(bytes: &'a mut [u8], format: WeightFormat, rows: usize, columns: usize) -> Parts<'a> {
         let mut rest = bytes;
         let (mut offset, mut nested): (&mut [u8], &mut [u8]) = (&mut [], &mut []);
@@ -214,7 +211,7 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// Numbers as bytes.
+/// Writes numbers as little-endian bytes.
 pub(crate) fn write_f32s(to: &mut [u8], numbers: &[f32]) {
     for (to, number) in to.chunks_exact_mut(4).zip(numbers) {
         to.copy_from_slice(&number.to_le_bytes());
@@ -234,7 +231,7 @@ impl Nested<'_> {
         for ((block, codes), to) in blocks.zip(codes).zip(self.absmax.chunks_exact_mut(4)) {
             let nested = block.iter().fold(0.0f32, |most, x| most.max(x.abs()));
             to.copy_from_slice(&nested.to_le_bytes());
-            // All are 0 then, and 0 / 1 is what is asked for.
+            // All are 0 then, and 0 / 1 is the wanted result.
             let divisor = if nested == 0.0 { 1.0 } else { nested };
             for (code, centred) in codes.iter_mut().zip(block) {
                 *code = midpoints_below(&NESTED_MIDPOINTS, centred / divisor);
@@ -243,7 +240,7 @@ impl Nested<'_> {
     }
 }
 
-/// The mean in f64, summed in an order that a card sums in as well; 0 of nothing.
+/// Mean in f64, summed in the order of the card's kernel; 0 of nothing.
 fn mean(numbers: &[f32]) -> f32 {
     if numbers.is_empty() {
         return 0.0;
@@ -265,7 +262,7 @@ fn mean(numbers: &[f32]) -> f32 {
     (partial[0] / numbers.len() as f64) as f32
 }
 
-/// How many of the midpoints, which ascend, `y` exceeds: eight halvings without a branch.
+/// Number of midpoints (ascending) below `y`: a branch-free binary search of eight steps.
 fn midpoints_below(midpoints: &[f32; 255], y: f32) -> u8 {
     let mut below = 0;
     for step in [128, 64, 32, 16, 8, 4, 2, 1] {
@@ -285,7 +282,7 @@ const fn midpoints<const N: usize, const M: usize>(table: &[f32; N]) -> [f32; M]
     midpoints
 }
 
-/// Scales and codes of units, of which only the last of a weight may be short. `scales` has one for each unit; `codes`
+/// Scales and codes of units; only the last unit of a weight may be short. `scales` has one element per unit, `codes`
 /// has [`code_bytes`].
 pub(crate) fn make_codes(
     format: WeightFormat,
@@ -296,13 +293,13 @@ pub(crate) fn make_codes(
 ) -> Result<(), NotFinite> {
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("avx2") {
-        // SAFETY: the processor has what the function is compiled for.
+        // SAFETY: the processor has the features that the function is compiled for.
         return unsafe { make_codes_avx2(format, unit, numbers, scales, codes) };
     }
     make_codes_here(format, unit, numbers, scales, codes)
 }
 
-/// The same arithmetic, compiled for wider registers. Without fused multiply-add.
+/// The same arithmetic compiled for AVX2. Without fused multiply-add, which would change results.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 fn make_codes_avx2(
@@ -344,8 +341,8 @@ fn make_codes_here(
     Ok(())
 }
 
-/// The largest absolute value. As integers: the bits of floats without sign are in the order of the floats, with
-/// infinity and NaN above all numbers, and integers have a maximum that vectorises.
+/// The largest absolute value, computed on integers: the bits of floats without sign have the order of the floats,
+/// with infinity and NaN above all numbers, and an integer maximum vectorizes.
 #[inline(always)]
 fn absmax(numbers: &[f32]) -> Result<f32, NotFinite> {
     let size = |x: &f32| (x.to_bits() & 0x7fff_ffff) as i32;
@@ -358,10 +355,10 @@ fn absmax(numbers: &[f32]) -> Result<f32, NotFinite> {
     }
 }
 
-/// Its scale is the absolute maximum.
+/// Returns the scale, the absolute maximum.
 #[inline(always)]
 fn int8_row(row: &[f32], codes: &mut [u8]) -> Result<f32, NotFinite> {
-    // At this size a float has no places behind the point: adding rounds half to even, and leaves the integer in the
+    // At this magnitude a float has no fraction bits: the addition rounds half to even and leaves the integer in the
     // low bits, as two's complement.
     const ROUND: f32 = (3 << 22) as f32;
     let absmax = absmax(row)?;
@@ -385,16 +382,16 @@ fn fp8_row(row: &[f32], codes: &mut [u8]) -> Result<f32, NotFinite> {
     Ok(scale)
 }
 
-/// The nearest e4m3, ties to the even one; what is too large becomes the largest. The sign of zero stays.
+/// Rounds to e4m3, ties to even, saturating. The sign of zero is kept.
 #[inline(always)]
 fn e4m3(x: f32) -> u8 {
-    // The smallest normal number, 2^-6; and the number whose last place is the smallest step below it, 2^-9.
+    // The smallest normal number, 2^-6; and the number whose last place is the smallest denormal step, 2^-9.
     const NORMAL: u32 = 0x3c80_0000;
     const ROUND: f32 = 16384.0;
     let size = f32::from_bits(x.to_bits() & 0x7fff_ffff);
     let bits = (if size > E4M3_MAX { E4M3_MAX } else { size }).to_bits();
-    // 20 of 23 bits of the mantissa go; the exponent's bias changes from 127 to 7. Sums that wrap have no branch, which
-    // would keep the loop from being vectorised.
+    // 20 of 23 mantissa bits are dropped; the exponent's bias changes from 127 to 7. Wrapping sums have no branch,
+    // which would prevent vectorization.
     let rounded = bits.wrapping_add(0x7_ffff).wrapping_add(bits >> 20 & 1) >> 20;
     let normal = rounded.wrapping_sub((127 - 7) << 3);
     let subnormal = (f32::from_bits(bits) + ROUND).to_bits() & 0xff;
@@ -402,8 +399,8 @@ fn e4m3(x: f32) -> u8 {
     (code | x.to_bits() >> 24 & 0x80) as u8
 }
 
-/// Its scale is the absolute maximum. Short blocks fill the codes that they have; the other half of an odd one's last
-/// byte is 0.
+/// Returns the scale, the absolute maximum. A short block fills only its own codes; the second half of an odd block's
+/// last byte is 0.
 #[inline(always)]
 fn nf4_block(block: &[f32], codes: &mut [u8]) -> Result<f32, NotFinite> {
     let mut padded = [0.0; NF4_BLOCK];
@@ -419,7 +416,7 @@ fn nf4_block(block: &[f32], codes: &mut [u8]) -> Result<f32, NotFinite> {
     let mut indices = [0i32; NF4_BLOCK];
     for (index, x) in indices.iter_mut().zip(whole) {
         let y = x / divisor;
-        // Branch-free, so that it is one comparison and one subtraction for many numbers at a time.
+        // Branch-free, so that it vectorizes to a comparison and a subtraction.
         *index = NF4_MIDPOINTS
             .iter()
             .fold(0i32, |below, m| below.wrapping_add(i32::from(y > *m)));

@@ -1,5 +1,5 @@
-//! Reads a component's tensors: several threads, each with positional reads of its own. What they read into is the
-//! card's: system memory here, pinned memory on its way to a GPU in `cuda`.
+//! Reads a component's tensors: several threads, each with positional reads. The destination belongs to the card:
+//! system memory here, pinned staging memory in `cuda`.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -12,100 +12,99 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use candle_core::{DType, Tensor};
 use residency::Bytes;
 
-use crate::checkpoint::FileStamp;
 use crate::convert::{Numbers, Part, converts};
+use crate::files::{FileStamp, open_regular};
 use crate::format::{WeightFormat, rows_and_columns};
 use crate::load::{LoadError, LoadProgress, SourcePiece, Target, TensorSource};
 use crate::quantize::{self, Nested, Parts, Scales};
 use crate::tensors::{QuantizedWeight, Weight};
 
-/// Bytes of a file that one thread reads at a time: large enough to stream, small enough that a cancelled
-/// load ends in milliseconds.
+/// Bytes of one read by one thread: large enough to stream, small enough that a load can be cancelled within
+/// milliseconds.
 const CHUNK: u64 = 4 << 20;
 
-/// Numbers that one thread quantizes at a time: few enough that they are still in the second-level cache when they are
-/// read again.
-const QUANTIZED_AT_ONCE: usize = 128 << 10;
+/// Numbers that one thread quantizes at a time: few enough that they are still in the L2 cache when they are read
+/// again.
+const QUANTIZE_BATCH: usize = 128 << 10;
 
-/// Progress is told after so many bytes on the card, at the latest.
+/// Progress is reported at least after this many bytes on the card.
 const PROGRESS_EVERY: u64 = 32 << 20;
 
-/// More threads than this only contend for the page cache.
-const MOST_THREADS: usize = 16;
+/// Maximum of reading threads: more only contend for the page cache.
+const MAX_THREADS: usize = 16;
 
-/// What a caller hears of progress through, and answers.
+/// Progress callback; `Break` cancels the load.
 pub(crate) type Progress<'a> = &'a mut dyn FnMut(LoadProgress) -> ControlFlow<()>;
 
-/// What one thread does at a time, in system memory.
+/// Unit of work of one thread, in system memory.
 enum Task<'a> {
-    /// Reads numbers to where they stay.
+    /// Reads numbers to their final place.
     Read {
         part: Part<'a>,
         source: &'a TensorSource,
         read: Read<'a>,
     },
-    /// Reads numbers and leaves codes and scales of them.
+    /// Reads numbers and writes their codes and scales.
     Quantize(Quantize<'a>),
 }
 
-/// A chunk of a weight that is quantized while it is loaded.
+/// A chunk of a weight that is quantized at load.
 struct Quantize<'a> {
     source: &'a TensorSource,
     format: WeightFormat,
-    /// Numbers that share a scale.
+    /// Unit size: numbers that share a scale.
     unit: usize,
     chunk: Chunk<'a>,
     codes: &'a mut [u8],
     scales: ScalesTo<'a>,
 }
 
-/// Where the scales of a chunk go.
+/// Destination of a chunk's scales.
 enum ScalesTo<'a> {
-    /// To their place.
+    /// Their final place.
     Place(&'a mut [u8]),
-    /// To all others of their weight, which are quantized together by whoever brings the last.
+    /// Collected per weight, and quantized by the thread that adds the last.
     Collected(Arc<Mutex<Collected<'a>>>),
 }
 
 /// Scales of a weight until they are quantized themselves.
 struct Collected<'a> {
-    /// Empty until the first chunk is done: of a component, only few weights are under way.
+    /// Allocated with the first chunk: only few weights of a component are under way at a time.
     absmax: Vec<f32>,
-    /// How many there will be.
+    /// Final number of scales.
     blocks: usize,
     /// Chunks that are not done.
     left: usize,
-    /// Where they go.
     nested: Option<Nested<'a>>,
 }
 
-/// What a thread keeps from one chunk to the next.
+/// Buffers of a thread, reused from chunk to chunk.
 #[derive(Default)]
 struct Buffers {
     numbers: Vec<f32>,
     scales: Vec<f32>,
 }
 
-/// How a load is cut up. What is read does not depend on it.
+/// Granularity of a load. The result does not depend on it.
 #[derive(Clone, Copy)]
 struct Pace {
     threads: usize,
-    /// Numbers that are quantized at a time.
+    /// Numbers quantized at a time.
     at_once: usize,
 }
 
-/// A run of numbers of one tensor that is read at a time.
+/// A run of numbers of one tensor, read at a time.
 #[derive(Clone, Copy)]
 pub(crate) struct Read<'a> {
     from: Origin<'a>,
-    /// Its first number, counted within the tensor.
+    /// Index of its first number within the tensor.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // system memory is cut up in order
     pub(crate) first: usize,
-    /// How many numbers it has.
+    /// Count of numbers.
     pub(crate) count: usize,
 }
 
-/// Where the bytes of a read are.
+/// Where the bytes of a read come from.
 #[derive(Clone, Copy)]
 enum Origin<'a> {
     File { file: &'a OpenFile, offset: u64 },
@@ -113,7 +112,7 @@ enum Origin<'a> {
 }
 
 impl<'a> Read<'a> {
-    /// `count` of its numbers, which are `width` bytes each, from its `skipped`th on.
+    /// A part of this read: `count` numbers of `width` bytes, after the first `skipped`.
     pub(crate) fn part(&self, skipped: usize, count: usize, width: usize) -> Read<'a> {
         let from = match self.from {
             Origin::File { file, offset } => Origin::File {
@@ -127,7 +126,7 @@ impl<'a> Read<'a> {
     }
 }
 
-/// The dtype of what is read for a target: a quantized weight that is taken as it is stored is bytes.
+/// The dtype in which a target is read: bytes for a weight that is stored quantized.
 pub(crate) fn read_as(target: Target) -> DType {
     match target {
         Target::Full(dtype) => dtype,
@@ -135,10 +134,10 @@ pub(crate) fn read_as(target: Target) -> DType {
     }
 }
 
-/// Cuts a tensor into reads of at most so many numbers, in order.
+/// Splits a tensor into reads of at most `most` numbers, in order.
 ///
 /// # Errors
-/// [`LoadError::Unsupported`], if a file of it is not open.
+/// [`LoadError::Unsupported`] if one of its files is not open.
 pub(crate) fn reads<'a>(
     source: &'a TensorSource,
     files: &'a OpenFiles,
@@ -168,22 +167,21 @@ pub(crate) fn reads<'a>(
     Ok(cuts)
 }
 
-/// A run of numbers that is quantized at a time: whole units of the format, which may begin in one piece and end in
-/// another.
+/// A run of numbers quantized at a time: whole units of the format, possibly across pieces.
 pub(crate) struct Chunk<'a> {
-    /// Its first number, counted within the tensor.
+    /// Index of its first number within the tensor.
     pub(crate) first: usize,
-    /// How many numbers it has.
+    /// Count of numbers.
     pub(crate) count: usize,
-    /// What fills it, in order.
+    /// The reads that fill it, in order.
     pub(crate) reads: Vec<Read<'a>>,
 }
 
-/// Cuts a tensor into chunks of whole units (but for the last, if the tensor ends within one), each of at most `most`
-/// numbers, or of one unit where that is larger.
+/// Splits a tensor into chunks of whole units (but for the last), each of at most `most` numbers, or of one unit if
+/// that is larger.
 ///
 /// # Errors
-/// [`LoadError::Unsupported`], if a file of it is not open.
+/// [`LoadError::Unsupported`] if one of its files is not open.
 pub(crate) fn chunks<'a>(
     source: &'a TensorSource,
     files: &'a OpenFiles,
@@ -227,10 +225,10 @@ pub(crate) struct OpenFile {
 /// The files of a load, by path.
 pub(crate) type OpenFiles = HashMap<Arc<Path>, OpenFile>;
 
-/// Reads all tensors. `progress` is told on this thread: with nothing at the start, at least every 64 MiB on
-/// the card, and at the end.
+/// Reads all tensors. Calls `progress` on this thread: with zero at the start, at least every 64 MiB on the card, and
+/// at the end.
 ///
-/// # Errors
+/// As [`crate::Gpu::load`]; nothing is kept then.
 /// As [`crate::Gpu::load`]; nothing is kept then.
 pub(crate) fn read_tensors(
     sources: &[TensorSource],
@@ -238,7 +236,7 @@ pub(crate) fn read_tensors(
 ) -> Result<HashMap<String, Weight>, LoadError> {
     let files = open(sources)?;
     let total: Bytes = sources.iter().map(TensorSource::bytes_on_card).sum();
-    tell(progress, Bytes::ZERO, total)?;
+    report_progress(progress, Bytes::ZERO, total)?;
 
     let numbers = read_numbers(sources, &files, progress)?;
     check_unchanged(&files)?;
@@ -254,11 +252,11 @@ pub(crate) fn read_tensors(
             .map_err(|e| LoadError::Unsupported(format!("tensor {}: {e}", source.name)))?;
         tensors.insert(source.name.clone(), weight_of(source, tensor));
     }
-    tell(progress, total, total)?;
+    report_progress(progress, total, total)?;
     Ok(tensors)
 }
 
-/// The numbers of sources whose files are open, in order. Progress is told in between.
+/// The numbers of sources whose files are open, in order. Reports progress in between.
 ///
 /// # Errors
 /// As [`crate::Gpu::load`].
@@ -269,7 +267,7 @@ pub(crate) fn read_numbers(
 ) -> Result<Vec<Numbers>, LoadError> {
     let pace = Pace {
         threads: threads(),
-        at_once: QUANTIZED_AT_ONCE,
+        at_once: QUANTIZE_BATCH,
     };
     read_at_pace(sources, files, pace, progress)
 }
@@ -296,7 +294,7 @@ fn read_at_pace(
     Ok(numbers)
 }
 
-/// What a source has become, given all its numbers.
+/// The weight that a source describes, from its numbers.
 pub(crate) fn weight_of(source: &TensorSource, tensor: Tensor) -> Weight {
     match source.target {
         Target::Full(_) => Weight::Full(tensor),
@@ -308,15 +306,15 @@ pub(crate) fn weight_of(source: &TensorSource, tensor: Tensor) -> Weight {
     }
 }
 
-/// Tells progress, and hears whether to go on.
-pub(crate) fn tell(progress: Progress<'_>, done: Bytes, total: Bytes) -> Result<(), LoadError> {
+/// Reports progress; an error if the caller cancels.
+pub(crate) fn report_progress(progress: Progress<'_>, done: Bytes, total: Bytes) -> Result<(), LoadError> {
     match progress(LoadProgress { done, total }) {
         ControlFlow::Continue(()) => Ok(()),
         ControlFlow::Break(()) => Err(LoadError::Cancelled),
     }
 }
 
-/// Opens the files of all sources, and checks every source against them before anything is allocated for one.
+/// Opens the files of all sources, and validates every source before anything is allocated.
 ///
 /// # Errors
 /// As [`crate::Gpu::load`].
@@ -337,7 +335,7 @@ fn file_of<'a>(
         .ok_or_else(|| LoadError::Unsupported(format!("tensor {} has no file", source.name)))
 }
 
-/// Whether the files are what they were when they were opened: what was read is worth nothing otherwise.
+/// Checks that the files are unchanged since they were opened; otherwise the bytes read are worthless.
 ///
 /// # Errors
 /// [`LoadError::Damaged`] or [`LoadError::Io`].
@@ -356,7 +354,7 @@ fn open_files(sources: &[TensorSource]) -> Result<OpenFiles, LoadError> {
     for path in sources.iter().flat_map(TensorSource::files) {
         if !files.contains_key(path) {
             let path = Arc::clone(path);
-            let file = File::open(&path).map_err(|e| io(&path, e))?;
+            let file = open_regular(&path).map_err(|e| io(&path, e))?;
             let stamp = FileStamp::of(&file).map_err(|e| io(&path, e))?;
             files.insert(Arc::clone(&path), OpenFile { path, file, stamp });
         }
@@ -364,7 +362,7 @@ fn open_files(sources: &[TensorSource]) -> Result<OpenFiles, LoadError> {
     Ok(files)
 }
 
-/// Checks every source before anything is allocated for one.
+/// Validates every source before anything is allocated.
 fn check(sources: &[TensorSource], files: &OpenFiles) -> Result<(), LoadError> {
     let mut names = std::collections::HashSet::new();
     for source in sources {
@@ -410,7 +408,7 @@ fn check(sources: &[TensorSource], files: &OpenFiles) -> Result<(), LoadError> {
                     .offset
                     .checked_add(range.length)
                     .ok_or_else(|| refuse("ends nowhere"))?;
-                let length = files.get(file).map_or(0, |f| f.stamp.length);
+                let length = files.get(file).map_or(0, |f| f.stamp.size);
                 if end > length {
                     let (name, behind) = (&source.name, end - length);
                     let problem = format!("tensor {name} ends {behind} bytes behind the end of the file");
@@ -430,7 +428,7 @@ fn check(sources: &[TensorSource], files: &OpenFiles) -> Result<(), LoadError> {
     Ok(())
 }
 
-/// Cuts all tensors into tasks, in the order of the plan.
+/// Splits all tensors into tasks, in the order of the plan.
 fn tasks<'a>(
     sources: &'a [TensorSource],
     numbers: &'a mut [Numbers],
@@ -455,7 +453,7 @@ fn tasks<'a>(
     Ok(tasks)
 }
 
-/// Cuts a weight that is quantized while it is loaded into tasks, each with places of its own.
+/// Splits a weight that is quantized at load into tasks, each with its own destination.
 fn quantize_tasks<'a>(
     tasks: &mut Vec<Task<'a>>,
     source: &'a TensorSource,
@@ -507,18 +505,18 @@ fn quantize_tasks<'a>(
     Ok(())
 }
 
-/// How many threads read a component.
+/// Number of threads that read a component.
 pub(crate) fn threads() -> usize {
     std::thread::available_parallelism()
         .map_or(1, usize::from)
-        .min(MOST_THREADS)
+        .min(MAX_THREADS)
 }
 
-/// Carries out tasks, in their order, on a thread for each worker, while this one tells progress. A worker answers with
-/// the bytes on the card that are done; when this returns, all workers have ended.
+/// Runs tasks, in order, on one thread per worker, while the calling thread reports progress. A worker returns the
+/// bytes on the card that its task completed; all workers have ended when this returns.
 ///
 /// # Errors
-/// The first of a worker's, or that of `progress`.
+/// The first error of a worker or of `progress`.
 pub(crate) fn run<T, W>(
     tasks: impl Iterator<Item = T> + Send,
     workers: impl IntoIterator<Item = W>,
@@ -531,44 +529,44 @@ where
 {
     let queue = Mutex::new(tasks);
     let stop = AtomicBool::new(false);
-    let (tell_done, done_parts) = mpsc::channel::<Result<u64, LoadError>>();
+    let (send_done, done_parts) = mpsc::channel::<Result<u64, LoadError>>();
 
-    // Threads of their own rather than rayon's: candle may be busy in that pool, and a caller that runs in it
-    // would wait for itself.
-    let work = |mut worker: W, tell_done: mpsc::Sender<Result<u64, LoadError>>| {
+    // Own threads rather than rayon's: candle may keep that pool busy, and a caller that runs in it would wait for
+    // itself.
+    let work = |mut worker: W, send_done: mpsc::Sender<Result<u64, LoadError>>| {
         while !stop.load(Relaxed) {
             let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             let Some(task) = next else { break };
-            // Nobody listens any more after an error: the flag ends this loop.
-            let _ = tell_done.send(worker(task));
+            // After an error the receiver is gone: the flag ends this loop.
+            let _ = send_done.send(worker(task));
         }
     };
 
     std::thread::scope(|scope| {
         let mut started = 0;
         for worker in workers {
-            let tell_done = tell_done.clone();
+            let send_done = send_done.clone();
             let work = &work;
             let thread = std::thread::Builder::new().name("moored-read".to_owned());
-            match thread.spawn_scoped(scope, move || work(worker, tell_done)) {
+            match thread.spawn_scoped(scope, move || work(worker, send_done)) {
                 Ok(_) => started += 1,
                 Err(error) if started == 0 => {
                     return Err(LoadError::Lost(format!(
                         "no thread can be started to read with: {error}"
                     )));
                 }
-                // Fewer threads read as well, only slower.
+                // Fewer threads only read more slowly.
                 Err(_) => break,
             }
         }
-        drop(tell_done);
+        drop(send_done);
 
-        let (mut done, mut told) = (0, 0);
+        let (mut done, mut reported) = (0, 0);
         let outcome = done_parts.iter().try_for_each(|part| {
             done += part?;
-            if done - told >= PROGRESS_EVERY && done < total.0 {
-                told = done;
-                tell(progress, Bytes(done), total)?;
+            if done - reported >= PROGRESS_EVERY && done < total.0 {
+                reported = done;
+                report_progress(progress, Bytes(done), total)?;
             }
             Ok(())
         });
@@ -588,7 +586,7 @@ fn carry_out(task: Task<'_>, buffers: &mut Buffers) -> Result<u64, LoadError> {
 }
 
 impl Quantize<'_> {
-    /// Answers with the bytes on the card that are done.
+    /// Returns the bytes on the card that are done.
     fn carry_out(self, buffers: &mut Buffers) -> Result<u64, LoadError> {
         let Chunk { first, count, reads } = self.chunk;
         buffers.numbers.resize(count, 0.0);
@@ -626,7 +624,7 @@ impl Quantize<'_> {
 }
 
 impl<'a> Collected<'a> {
-    /// Takes the scales from block `first` on. With the last, all that there are, and where they go.
+    /// Adds the scales from block `first` on. The last call returns all of them and their destination.
     fn take(&mut self, first: usize, scales: &[f32]) -> Option<(Nested<'a>, Vec<f32>)> {
         self.absmax.resize(self.blocks, 0.0);
         self.absmax[first..first + scales.len()].copy_from_slice(scales);
@@ -636,10 +634,10 @@ impl<'a> Collected<'a> {
     }
 }
 
-/// Fills a part of a source with the numbers of a read, of which it has as many.
+/// Fills a slice with the numbers of a read of the same length.
 ///
 /// # Errors
-/// [`LoadError::Damaged`] where the file ends early, [`LoadError::Io`] else.
+/// [`LoadError::Damaged`] if the file ends early, [`LoadError::Io`] otherwise.
 pub(crate) fn read_part(part: Part<'_>, source: &TensorSource, read: &Read<'_>) -> Result<(), LoadError> {
     let (file, offset) = match read.from {
         Origin::File { file, offset } => (file, offset),
@@ -714,12 +712,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn neither_threads_nor_chunks_nor_pieces_change_a_byte(
+        fn threads_chunks_and_pieces_do_not_change_the_result(
             (rows, columns) in (0usize..9, prop_oneof![0usize..200, 4000usize..5000]),
             seed in any::<u32>(),
             cuts in proptest::collection::vec(any::<usize>(), 0..4),
             threads in 1usize..5,
-            at_once in prop_oneof![1usize..300, Just(QUANTIZED_AT_ONCE)],
+            at_once in prop_oneof![1usize..300, Just(QUANTIZE_BATCH)],
         ) {
             let next = |i: usize| {
                 let bits = (i as u32).wrapping_mul(2_654_435_761) ^ seed;

@@ -1,6 +1,5 @@
-//! A card that exists in arithmetic only: capacity, transfer speed, faults and other holders of its memory are
-//! settings. Everything above can be tested on it, and small real models run on it too: their tensors live in
-//! system memory and are booked at their bytes here.
+//! A simulated card: capacity, transfer speed, faults and foreign holders are settings. Higher layers are tested on
+//! it, and small real models run on it: their tensors live in system memory and are booked here by size.
 
 mod book;
 mod clock;
@@ -21,7 +20,7 @@ use crate::card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
 use crate::faults::{FaultAction, FaultSchedule};
 use crate::load::{LoadError, LoadPlan, LoadProgress, TensorSource};
 use crate::reader::{Progress, read_tensors};
-use crate::system::give_back;
+use crate::system::trim_heap;
 use crate::tensors::ComponentTensors;
 
 use book::SharedBook;
@@ -39,24 +38,24 @@ pub struct SimulatedCard {
     description: CardDescription,
     clock: Arc<dyn SimulatedClock>,
     book: SharedBook,
-    held: HashMap<ComponentId, Held>,
+    held: HashMap<ComponentId, SimulatedComponent>,
     faults: FaultSchedule,
     loads: u64,
     lost: Option<String>,
-    /// Bytes of this process when the stage began, for real mathematics on a simulated card.
-    stage_began: Bytes,
+    /// Allocated bytes of this process when the stage began, for real computations on a simulated card.
+    stage_baseline: Bytes,
 }
 
-struct Held {
+struct SimulatedComponent {
     tensors: Arc<ComponentTensors>,
     booked: Bytes,
-    /// Whether there are tensors, and not only bytes.
+    /// Whether it has tensors, and not only bytes.
     real: bool,
 }
 
 impl SimulatedCard {
-    /// A card. `generation` is the how manieth process this is for the card, from 1 (0 counts as 1): faults
-    /// happen in the first `die-generations` only.
+    /// Opens a card. `generation` counts the processes of this card from 1 (0 counts as 1): faults happen in the
+    /// first `die-generations` only.
     pub fn new(
         settings: SimulatedSettings,
         generation: u64,
@@ -78,11 +77,11 @@ impl SimulatedCard {
             held: HashMap::new(),
             loads: 0,
             lost: None,
-            stage_began: Bytes::ZERO,
+            stage_baseline: Bytes::ZERO,
         }
     }
 
-    /// What a card with these settings is called.
+    /// Describes a card with these settings without opening it.
     pub fn describe_unopened(settings: &SimulatedSettings) -> CardDescription {
         CardDescription {
             id: format!("sim:{}", settings.index),
@@ -94,25 +93,24 @@ impl SimulatedCard {
         }
     }
 
-    /// All accounts as they are now, in more detail than [`Gpu::memory`] shows: a driver does not tell what
-    /// is on its way back.
+    /// All accounts now, in more detail than [`Gpu::memory`]: a driver does not report memory that is being freed.
     pub fn accounts(&self) -> SimulatedAccounts {
         self.book.lock().accounts()
     }
 
-    /// Takes memory for activations until the guard is dropped. Slack is used before free memory.
+    /// Allocates activation memory until the guard is dropped. Slack is used before free memory.
     ///
     /// # Errors
-    /// [`OutOfMemory`]; nothing is taken then.
+    /// [`OutOfMemory`]; nothing is allocated then.
     pub fn use_scratch(&self, bytes: Bytes) -> Result<ScratchGuard, OutOfMemory> {
         self.book.use_scratch(bytes)
     }
 
-    fn alive(&self) -> Result<(), String> {
+    fn check_alive(&self) -> Result<(), String> {
         self.lost.clone().map_or(Ok(()), Err)
     }
 
-    /// The failure that the settings ask for, for the load that begins now.
+    /// The failure that the settings inject into the load that begins now.
     fn failing(&mut self) -> Option<LoadFailure> {
         self.loads += 1;
         self.settings
@@ -122,7 +120,7 @@ impl SimulatedCard {
             .map(|fail| fail.how)
     }
 
-    /// Moves the bytes of a plan; their room is booked.
+    /// Transfers the bytes of a plan, which are booked already.
     fn transfer(&self, plan: &LoadPlan, progress: Progress<'_>) -> Result<ComponentTensors, LoadError> {
         let began_ms = self.clock.now_ms();
         match plan {
@@ -140,23 +138,23 @@ impl SimulatedCard {
                 }
             }
             LoadPlan::Files(sources) => {
-                let tensors = read_tensors(sources, &mut |told| {
-                    self.wait_for_transfer(began_ms, told.done);
-                    progress(told)
+                let tensors = read_tensors(sources, &mut |reported| {
+                    self.wait_for_transfer(began_ms, reported.done);
+                    progress(reported)
                 })?;
                 Ok(ComponentTensors::of_weights(tensors))
             }
         }
     }
 
-    /// Takes the time that giving memory back takes.
+    /// Sleeps for the configured duration of freeing memory.
     fn release(&self) {
         if self.settings.release_ms > 0 {
             self.clock.sleep_ms(self.settings.release_ms);
         }
     }
 
-    /// Sleeps until so many bytes can have come over, at the card's speed.
+    /// Sleeps until so many bytes can have been transferred at the card's speed.
     fn wait_for_transfer(&self, began_ms: u64, done: Bytes) {
         let speed = u128::from(self.settings.bytes_per_second.0);
         if speed == 0 {
@@ -198,7 +196,7 @@ impl Gpu for SimulatedCard {
     }
 
     fn memory(&mut self) -> Result<DriverTruth, GpuError> {
-        self.alive().map_err(GpuError::Lost)?;
+        self.check_alive().map_err(GpuError::Lost)?;
         let accounts = self.accounts();
         Ok(DriverTruth {
             total: self.settings.capacity,
@@ -218,7 +216,7 @@ impl Gpu for SimulatedCard {
         plan: &LoadPlan,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError> {
-        self.alive().map_err(LoadError::Lost)?;
+        self.check_alive().map_err(LoadError::Lost)?;
         if self.held.contains_key(&component.id) {
             return Err(LoadError::Unsupported(format!(
                 "component {} is already there",
@@ -251,19 +249,19 @@ impl Gpu for SimulatedCard {
         self.book.lock().take_component(booked).map_err(out_of_memory)?;
 
         let mut failed_at = None;
-        let outcome = self.transfer(plan, &mut |told| {
-            if failing.is_some() && told.done.0 >= booked.0 / 2 {
-                failed_at = Some(told.done);
+        let outcome = self.transfer(plan, &mut |reported| {
+            if failing.is_some() && reported.done.0 >= booked.0 / 2 {
+                failed_at = Some(reported.done);
                 return ControlFlow::Break(());
             }
-            progress(told)
+            progress(reported)
         });
         match (outcome, failed_at) {
             (Ok(tensors), _) => {
                 let real = matches!(plan, LoadPlan::Files(_));
                 self.held.insert(
                     component.id.clone(),
-                    Held {
+                    SimulatedComponent {
                         tensors: Arc::new(tensors),
                         booked,
                         real,
@@ -285,13 +283,13 @@ impl Gpu for SimulatedCard {
     }
 
     fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError> {
-        self.alive().map_err(GpuError::Lost)?;
+        self.check_alive().map_err(GpuError::Lost)?;
         let held = self.held.get(id).ok_or_else(|| GpuError::NotLoaded(id.clone()))?;
         Ok(Arc::clone(&held.tensors))
     }
 
     fn unload(&mut self, id: &ComponentId) -> Result<Unloaded, GpuError> {
-        self.alive().map_err(GpuError::Lost)?;
+        self.check_alive().map_err(GpuError::Lost)?;
         let held = self.held.get(id).ok_or_else(|| GpuError::NotLoaded(id.clone()))?;
         let others = Arc::strong_count(&held.tensors) - 1;
         if others > 0 {
@@ -301,7 +299,7 @@ impl Gpu for SimulatedCard {
         self.release();
         self.held.remove(id);
         if self.faults.at("unload") == Some(FaultAction::Leak) {
-            // The bytes stay taken for as long as the process lives.
+            // The bytes stay allocated until the process ends.
             return Err(GpuError::Leaked {
                 component: id.clone(),
                 bytes: booked,
@@ -309,10 +307,10 @@ impl Gpu for SimulatedCard {
             });
         }
         if real {
-            give_back();
+            trim_heap();
         }
         self.book.lock().return_component(booked, false);
-        // What lags is not free yet, and a driver would say so.
+        // Lagging bytes are not free yet, and a driver would not show them as free.
         let freed = if self.settings.lag_ms == 0 {
             booked
         } else {
@@ -322,7 +320,7 @@ impl Gpu for SimulatedCard {
     }
 
     fn trim(&mut self) -> Result<Bytes, GpuError> {
-        self.alive().map_err(GpuError::Lost)?;
+        self.check_alive().map_err(GpuError::Lost)?;
         self.release();
         Ok(self.book.lock().trim())
     }
@@ -335,7 +333,7 @@ impl Gpu for SimulatedCard {
     fn begin_stage(&mut self) {
         self.book.make_current();
         self.book.lock().begin_stage();
-        self.stage_began = allocator::mark();
+        self.stage_baseline = allocator::mark();
     }
 
     fn stage_peak(&mut self) -> Bytes {
@@ -343,9 +341,9 @@ impl Gpu for SimulatedCard {
         if !self.held.values().any(|held| held.real) {
             return simulated;
         }
-        // Real mathematics books no scratch here. Its peak must still be learned, or the planner would come
-        // to believe that it needs none.
-        simulated.max(allocator::peak_since_mark() - self.stage_began)
+        // A real computation allocates no scratch on the card. Its peak must be learned all the same, or the planner
+        // would learn a peak of zero.
+        simulated.max(allocator::peak_since_mark() - self.stage_baseline)
     }
 
     fn fault_at(&mut self, place: &str) -> Option<FaultAction> {

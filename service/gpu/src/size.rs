@@ -1,8 +1,8 @@
-//! Sizes as people write them.
+//! Parsing and formatting of sizes.
 
 use residency::Bytes;
 
-/// Units that are understood, and how many bytes each is. Binary ones first: they are what is written.
+/// Units and their bytes, binary ones first: those are used for formatting.
 const UNITS: [(&str, u64); 9] = [
     ("TiB", 1 << 40),
     ("GiB", 1 << 30),
@@ -15,15 +15,14 @@ const UNITS: [(&str, u64); 9] = [
     ("B", 1),
 ];
 
-/// A size that cannot be read.
+/// A size that cannot be parsed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{given:?} is not a size: write a number with B, KiB, MiB, GiB, TiB, KB, MB, GB or TB, as in 24GiB")]
 pub struct SizeError {
-    /// What was written.
     pub given: String,
 }
 
-/// Reads a size: `24GiB`, `1.5 GB`, `4096`. Fractions are rounded down to whole bytes.
+/// Parses a size: `24GiB`, `1.5 GB`, `4096`. Fractions are rounded down to whole bytes.
 ///
 /// # Errors
 /// [`SizeError`] if it is not a number with a known unit, or is more than 2⁶⁴ bytes.
@@ -57,7 +56,7 @@ pub fn parse_bytes(text: &str) -> Result<Bytes, SizeError> {
     Ok(Bytes(bytes as u64))
 }
 
-/// Writes a size so that [`parse_bytes`] reads exactly the same: in the largest binary unit that divides it.
+/// Formats a size so that [`parse_bytes`] returns exactly the same, in the largest binary unit that divides it.
 pub fn exact_bytes(bytes: Bytes) -> String {
     if bytes == Bytes::ZERO {
         return "0".to_owned();

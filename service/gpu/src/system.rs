@@ -1,4 +1,4 @@
-//! System memory: what there is, what is available, and giving it back.
+//! System memory: total, available, and release of freed memory.
 
 use std::time::{Duration, Instant};
 
@@ -7,23 +7,23 @@ use sysinfo::{CGroupLimits, MemoryRefreshKind, Pid, Process, ProcessRefreshKind,
 
 use crate::card::GpuError;
 
-/// A reading is good for so long: planning asks many times within one decision.
-const GOOD_FOR: Duration = Duration::from_millis(50);
+/// Cache lifetime of a reading: planning reads many times within one decision.
+const CACHE_LIFETIME: Duration = Duration::from_millis(50);
 
-/// A process outside of any limited cgroup seldom comes into one, and asking costs ten times what all the rest
-/// of a reading does: the answer that there is no limit is believed for so long.
-const UNLIMITED_FOR: Duration = Duration::from_secs(10);
+/// Cache lifetime of the fact that there is no cgroup limit: it rarely changes, and looking it up costs ten times the
+/// rest of a reading.
+const UNLIMITED_CACHE_LIFETIME: Duration = Duration::from_secs(10);
 
 /// System memory at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SystemMemory {
-    /// What this process may use at most: of the machine, or of its cgroup.
+    /// Limit of this process: the machine's memory, or the cgroup's.
     pub(crate) total: Bytes,
-    /// What could be allocated now. Page cache counts as available: the kernel gives it up.
+    /// Bytes that could be allocated now. Page cache counts as available: the kernel reclaims it.
     pub(crate) available: Bytes,
 }
 
-/// Reads [`SystemMemory`], and remembers it for a moment.
+/// Reads [`SystemMemory`], with a cache.
 pub(crate) struct SystemReader {
     system: System,
     own: Option<Pid>,
@@ -36,7 +36,7 @@ impl SystemReader {
         let mut system = System::new().map_err(|e| GpuError::Truth(e.to_string()))?;
         let own = sysinfo::get_current_pid().ok();
         if let Some(pid) = own {
-            // Only so that the process can be asked for its cgroup; nothing else of it is read.
+            // Only so that the process's cgroup can be looked up; nothing else of it is read.
             let which = ProcessesToUpdate::Some(&[pid]);
             system.refresh_processes_specifics(which, false, ProcessRefreshKind::nothing().without_tasks());
         }
@@ -51,7 +51,7 @@ impl SystemReader {
     /// A reading that is at most 50 ms old.
     pub(crate) fn read(&mut self) -> Result<SystemMemory, GpuError> {
         if let Some((at, memory)) = self.last
-            && at.elapsed() < GOOD_FOR
+            && at.elapsed() < CACHE_LIFETIME
         {
             return Ok(memory);
         }
@@ -60,7 +60,7 @@ impl SystemReader {
         Ok(memory)
     }
 
-    /// Forgets the last reading, since we changed something that it must show.
+    /// Invalidates the cached reading, after a change of ours that the next one must show.
     pub(crate) fn expire(&mut self) {
         self.last = None;
     }
@@ -76,7 +76,7 @@ impl SystemReader {
         }
         let limits = self.limits();
         let (total, available) = match limits {
-            // `free_memory` would count the page cache as taken; what cannot be given up is resident.
+            // `free_memory` counts the page cache as used; memory that cannot be reclaimed is resident.
             Some(limits) => (
                 total.min(limits.total_memory),
                 available.min(limits.total_memory.saturating_sub(limits.rss)),
@@ -89,11 +89,11 @@ impl SystemReader {
         })
     }
 
-    /// The limits of the cgroup that this process is in, with those around it; `None` where there are none.
+    /// The limits of this process's cgroup and its ancestors; `None` if there are none.
     fn limits(&mut self) -> Option<CGroupLimits> {
         if self
             .unlimited_since
-            .is_some_and(|at| at.elapsed() < UNLIMITED_FOR)
+            .is_some_and(|at| at.elapsed() < UNLIMITED_CACHE_LIFETIME)
         {
             return None;
         }
@@ -109,27 +109,27 @@ impl SystemReader {
     }
 }
 
-/// Asks the C library to give back what it keeps of freed memory. It keeps gigabytes after a large component
-/// was dropped, which nobody else can use. Does nothing where there is no glibc.
-pub(crate) fn give_back() {
+/// Asks the C library to return freed memory to the system. Otherwise it keeps gigabytes after a large component was
+/// dropped. Does nothing without glibc.
+pub(crate) fn trim_heap() {
     #[cfg(target_env = "gnu")]
     {
         unsafe extern "C" {
             fn malloc_trim(pad: usize) -> std::ffi::c_int;
         }
-        // SAFETY: glibc's `malloc_trim` takes any pad, may be called from any thread at any time, and touches
-        // no memory that is allocated.
+        // SAFETY: glibc's `malloc_trim` takes any pad, may be called from any thread at any time, and touches no
+        // allocated memory.
         unsafe { malloc_trim(0) };
     }
 }
 
-/// Ends the process at once: no destructor, no exit handler. Those of a GPU's libraries wait for the card, which for a
-/// card that is lost may be for ever; and with another thread in the middle of a computation they race with it. The
-/// system gives all of the process's memory back either way.
+/// Ends the process at once, without destructors or exit handlers. Those of a GPU's libraries wait for the card,
+/// forever if it is lost; and they race with a thread that is computing. The system frees all memory of the process
+/// either way.
 pub fn end_process(code: i32) -> ! {
     unsafe extern "C" {
         fn _exit(code: std::ffi::c_int) -> !;
     }
-    // SAFETY: it takes any number and does not come back.
+    // SAFETY: `_exit` takes any number and does not return.
     unsafe { _exit(code) }
 }

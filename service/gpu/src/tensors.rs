@@ -6,28 +6,26 @@ use candle_core::Tensor;
 
 use crate::format::WeightFormat;
 
-/// A weight that is held quantized: bytes in the layout of its format.
+/// A quantized weight: bytes in the layout of its format.
 #[derive(Clone, Debug)]
 pub struct QuantizedWeight {
-    /// `u8`, one dimension, as many as [`WeightFormat::bytes`] says.
+    /// `u8`, one dimension of [`WeightFormat::bytes`].
     pub bytes: Tensor,
-    /// What they mean.
     pub format: WeightFormat,
-    /// Shape of the weight.
+    /// Shape of the weight before quantization.
     pub shape: Vec<usize>,
 }
 
-/// A weight, however it is held. Clones share memory.
+/// A weight in any representation. Clones share memory.
 #[derive(Clone, Debug)]
 pub enum Weight {
-    /// In the dtype of the card.
+    /// Full precision, in the dtype of the card.
     Full(Tensor),
-    /// In fewer bits.
     Quantized(QuantizedWeight),
 }
 
 impl Weight {
-    /// Its shape.
+    /// Shape of the weight.
     pub fn dims(&self) -> &[usize] {
         match self {
             Weight::Full(tensor) => tensor.dims(),
@@ -42,24 +40,24 @@ pub struct ComponentTensors {
     weights: HashMap<String, Weight>,
 }
 
-/// A tensor that the mathematics asks for and the component does not have, or not in that shape.
+/// A tensor that a component lacks, or has in another shape.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("tensor {name} is {problem}")]
 pub struct MissingTensor {
-    /// Its name within the component.
+    /// Name within the component.
     pub name: String,
-    /// `missing`, or which shape was found and which was expected.
+    /// `missing`, or the found and expected shapes, for the message.
     pub problem: String,
 }
 
 impl ComponentTensors {
-    /// From names and tensors, all in full precision.
+    /// From full-precision tensors by name.
     pub fn new(tensors: HashMap<String, Tensor>) -> ComponentTensors {
         let full = |(name, tensor)| (name, Weight::Full(tensor));
         ComponentTensors::of_weights(tensors.into_iter().map(full).collect())
     }
 
-    /// From names and weights.
+    /// From weights by name.
     pub fn of_weights(weights: HashMap<String, Weight>) -> ComponentTensors {
         ComponentTensors { weights }
     }
@@ -71,7 +69,7 @@ impl ComponentTensors {
         }
     }
 
-    /// A weight by name, of whatever shape it has. Weights share memory: a clone costs none.
+    /// A weight by name, of any shape. Clones share memory.
     ///
     /// # Errors
     /// [`MissingTensor`] names it.
@@ -80,7 +78,7 @@ impl ComponentTensors {
         weight.ok_or_else(|| ComponentTensors::missing(name, "missing"))
     }
 
-    /// A weight by name that must have this shape.
+    /// A weight by name with an expected shape.
     ///
     /// # Errors
     /// [`MissingTensor`] names it and both shapes.
@@ -93,7 +91,7 @@ impl ComponentTensors {
         Err(ComponentTensors::missing(name, problem))
     }
 
-    /// A tensor in full precision by name, of whatever shape it has.
+    /// A full-precision tensor by name, of any shape.
     ///
     /// # Errors
     /// [`MissingTensor`] names it.
@@ -107,7 +105,7 @@ impl ComponentTensors {
         }
     }
 
-    /// A tensor in full precision by name that must have this shape.
+    /// A full-precision tensor by name with an expected shape.
     ///
     /// # Errors
     /// [`MissingTensor`] names it and both shapes.
@@ -116,12 +114,12 @@ impl ComponentTensors {
         self.get(name)
     }
 
-    /// Whether there is a tensor of this name.
+    /// Whether there is a tensor with this name.
     pub fn contains(&self, name: &str) -> bool {
         self.weights.contains_key(name)
     }
 
-    /// All names, in no order.
+    /// All names, in no particular order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.weights.keys().map(String::as_str)
     }

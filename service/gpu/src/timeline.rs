@@ -1,11 +1,11 @@
-//! Where time goes: how long the parts of a start, a load or an unload took, told in the log.
+//! Timing of the phases of a start, a load or an unload, in the log.
 
 use std::borrow::Cow;
 use std::time::{Duration, Instant};
 
-/// Tells how long each part of something took, one after the other, in events of the target `timeline` at the level debug:
-/// `of` names the whole, `part` what has just ended, `ms` the milliseconds that it took. The filter `info,timeline=debug`
-/// shows them; `tests/gpu/timeline.py` makes a table of such a log.
+/// Logs the duration of consecutive parts of an operation, as events of the target `timeline` at level debug: `of`
+/// names the operation, `part` the part that ended, `ms` its milliseconds. The filter `info,timeline=debug` shows
+/// them; `tests/gpu/timeline.py` makes a table of such a log.
 #[derive(Clone, Debug)]
 pub struct Timeline {
     of: Cow<'static, str>,
@@ -14,7 +14,7 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// Begins now.
+    /// Starts the timer.
     pub fn begin(of: impl Into<Cow<'static, str>>) -> Timeline {
         let now = Instant::now();
         Timeline {
@@ -24,7 +24,7 @@ impl Timeline {
         }
     }
 
-    /// A part has ended; the next begins. Returns how long it took.
+    /// Ends a part and starts the next. Returns the part's duration.
     pub fn part(&mut self, part: &'static str) -> Duration {
         let took = self.last.elapsed();
         self.last += took;
@@ -32,14 +32,14 @@ impl Timeline {
         took
     }
 
-    /// All of it has ended, under the name `whole`. Returns how long it took.
+    /// Ends the operation, logged as part `whole`. Returns its duration.
     pub fn end(self) -> Duration {
         let took = self.began.elapsed();
         Timeline::tell(&self.of, "whole", took);
         took
     }
 
-    /// What was measured apart: on another thread, or over many short times.
+    /// Logs a duration that was measured elsewhere: on another thread, or accumulated.
     pub fn tell(of: &str, part: &str, took: Duration) {
         let ms = took.as_secs_f64() * 1e3;
         tracing::debug!(target: "timeline", of, part, ms);

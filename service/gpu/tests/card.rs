@@ -17,7 +17,7 @@ use gpu::{
 };
 use residency::{Bytes, Component, ComponentId};
 
-/// What another process, or a driver that maps in pieces, may move between two readings.
+/// Tolerance for another process, or a driver that maps in pieces, between two readings.
 const NOISE: Bytes = Bytes::mib(4);
 
 /// None, with a word, where the tests run without a card: they are part of every CUDA build.
@@ -71,7 +71,7 @@ fn plan(file: &Path, target: DType) -> LoadPlan {
 const NUMBERS: usize = 40 << 20;
 
 #[test]
-fn every_number_arrives_and_every_byte_leaves() {
+fn a_load_copies_every_number_and_an_unload_frees_every_byte() {
     let Some(mut card) = card() else { return };
     let file = file_of_numbers(NUMBERS);
     for target in [DType::F32, DType::BF16, DType::F16] {
@@ -129,7 +129,7 @@ fn assert_like_the_system(card: &dyn Gpu, component: &Component, plan: &LoadPlan
 }
 
 #[test]
-fn small_tensors_share_a_slot_of_the_ring_whatever_their_dtypes() {
+fn small_tensors_of_any_dtype_share_a_slot_of_the_ring() {
     let Some(mut card) = card() else { return };
     let file = file_of_numbers(NUMBERS);
     let before = card.memory().unwrap();
@@ -189,7 +189,7 @@ fn cancelled_leaves_nothing(card: &mut dyn Gpu, plan: &LoadPlan, calls: &[i32]) 
 }
 
 #[test]
-fn a_file_that_is_too_short_and_a_card_that_is_too_small_leave_nothing() {
+fn a_failed_load_leaves_no_memory_allocated() {
     let Some(mut card) = card() else { return };
     let file = file_of_numbers(1 << 20);
     let before = card.memory().unwrap().free;
@@ -217,7 +217,7 @@ fn a_file_that_is_too_short_and_a_card_that_is_too_small_leave_nothing() {
 }
 
 #[test]
-fn what_somebody_keeps_is_named() {
+fn leaked_tensors_are_named() {
     let Some(mut card) = card() else { return };
     let file = file_of_numbers(NUMBERS);
     let plan = plan(file.path(), DType::BF16);
@@ -242,7 +242,7 @@ fn what_somebody_keeps_is_named() {
 }
 
 #[test]
-fn scratch_is_measured_and_slack_is_handed_back() {
+fn scratch_is_measured_and_slack_is_trimmed() {
     let Some(mut card) = card() else { return };
     card.trim().unwrap();
     card.begin_stage();
@@ -263,7 +263,7 @@ fn scratch_is_measured_and_slack_is_handed_back() {
 }
 
 #[test]
-fn the_largest_allocation_is_found_by_asking_for_it() {
+fn the_largest_allocation_is_found_by_probing() {
     let Some(mut card) = card() else { return };
     let free = card.memory().unwrap().free;
     assert_eq!(

@@ -1,4 +1,4 @@
-//! What the header reader accepts and refuses, and that no header makes it panic.
+//! Valid and invalid headers, and that no header causes a panic.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::HashMap;
@@ -8,7 +8,7 @@ use gpu::{CheckpointFile, LoadError, Stored};
 use proptest::prelude::*;
 use safetensors::tensor::{Dtype, TensorView, serialize};
 
-/// Writes length, header and data as they are told, true or not.
+/// Writes length, header and data as given, valid or not.
 fn raw_file(length: u64, header: &[u8], data: &[u8]) -> tempfile::NamedTempFile {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(&length.to_le_bytes()).unwrap();
@@ -39,7 +39,7 @@ fn valid_bytes() -> Vec<u8> {
 }
 
 #[test]
-fn a_file_of_the_reference_writer_is_read() {
+fn a_file_of_the_reference_implementation_is_read() {
     let bytes = valid_bytes();
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(&bytes).unwrap();
@@ -64,6 +64,19 @@ fn a_file_of_the_reference_writer_is_read() {
 }
 
 #[test]
+fn a_header_of_more_tensors_than_any_model_has_is_refused() {
+    let header = |tensors: usize| {
+        let entries =
+            (0..tensors).map(|i| format!(r#""{i}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#));
+        format!("{{{}}}", entries.collect::<Vec<_>>().join(","))
+    };
+    let open = |tensors| CheckpointFile::open(with_header(&header(tensors), 0).path());
+    assert_eq!(open(200_000).unwrap().tensors().count(), 200_000);
+    let refused = open(200_001).unwrap_err().to_string();
+    assert!(refused.contains("more than 200000 tensors"), "{refused}");
+}
+
+#[test]
 fn rows_are_slices_of_the_first_dimension() {
     let file = with_header(r#"{"w":{"dtype":"F16","shape":[6,4],"data_offsets":[0,48]}}"#, 48);
     let read = CheckpointFile::open(file.path()).unwrap();
@@ -78,9 +91,9 @@ fn rows_are_slices_of_the_first_dimension() {
     assert!(whole.rows(usize::MAX, 2).is_none());
 }
 
-/// Each lie, and the word by which its message must be recognised.
+/// Each contradiction, and a word of the expected message.
 #[test]
-fn lies_are_refused_by_name() {
+fn contradictory_headers_are_refused_with_the_reason() {
     let cases: &[(&str, usize, &str)] = &[
         ("[]", 0, "begin with {"),
         ("{", 0, "parsed"),
@@ -153,7 +166,7 @@ fn lies_are_refused_by_name() {
 }
 
 #[test]
-fn a_dtype_that_we_do_not_read_is_named_with_its_tensor() {
+fn an_unsupported_dtype_is_named_with_its_tensor() {
     let file = with_header(r#"{"q":{"dtype":"F8_E5M2","shape":[4],"data_offsets":[0,4]}}"#, 4);
     let error = CheckpointFile::open(file.path()).unwrap_err();
     assert!(matches!(error, LoadError::Unsupported(_)));
@@ -164,12 +177,12 @@ fn a_dtype_that_we_do_not_read_is_named_with_its_tensor() {
 }
 
 #[test]
-fn lengths_that_lie_cost_no_memory() {
+fn false_lengths_cause_no_allocation() {
     let cases = [
         (u64::MAX, "more than the 100000000"),
         (100_000_001, "more than the 100000000"),
-        (99_999_999, "claims 99999999 bytes, and the file has 2"),
-        (3, "claims 3 bytes, and the file has 2"),
+        (99_999_999, "claims more bytes than the file has"),
+        (3, "claims more bytes than the file has"),
         (0, "begin with {"),
     ];
     for (length, word) in cases {
@@ -196,7 +209,7 @@ fn lengths_that_lie_cost_no_memory() {
 }
 
 #[test]
-fn an_empty_file_of_tensors_is_fine() {
+fn a_file_without_tensors_is_accepted() {
     let file = with_header("{}  ", 0);
     assert_eq!(CheckpointFile::open(file.path()).unwrap().tensors().count(), 0);
     let nothing = with_header(
@@ -213,7 +226,7 @@ fn an_empty_file_of_tensors_is_fine() {
     );
 }
 
-/// Whatever was accepted must be true.
+/// Checks that accepted ranges are within the file.
 fn check_ranges(bytes: &[u8]) {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(bytes).unwrap();
@@ -249,7 +262,7 @@ proptest! {
             let at = index.index(header_end.min(bytes.len()));
             match how {
                 0 => bytes[at] = byte,
-                // Digits are where a header lies most credibly.
+                // Digits are where a header is most plausibly wrong.
                 1 => bytes[at] = b"0123456789"[byte as usize % 10],
                 2 => { bytes.remove(at); }
                 _ => bytes.insert(at, byte),
@@ -260,7 +273,7 @@ proptest! {
 
     /// Headers of the right grammar with any numbers at all.
     #[test]
-    fn any_numbers_are_checked(
+    fn headers_with_arbitrary_numbers_are_validated(
         tensors in prop::collection::vec(
             (prop::collection::vec(prop_oneof![0u64..5, any::<u64>()], 0..4), 0u64..40, 0u64..40,
              prop::sample::select(vec!["F32", "BF16", "U8", "I64", "X9"])),

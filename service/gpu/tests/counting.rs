@@ -41,7 +41,7 @@ fn checkpoint(count: usize) -> tempfile::NamedTempFile {
 }
 
 #[test]
-fn bytes_are_counted_to_the_card_and_back() {
+fn allocated_bytes_are_counted_through_load_stage_and_unload() {
     assert!(allocator::installed());
     let file = checkpoint(2 << 20);
     let mut card = CpuCard::new(CpuSettings::default()).unwrap();
@@ -84,7 +84,7 @@ fn bytes_are_counted_to_the_card_and_back() {
         read.size()
     );
 
-    // A tensor that somebody kept is not free, and the card says so.
+    // A tensor that is still referenced is not freed, and the unload reports it.
     card.load(&component, &plan, &mut |_| ControlFlow::Continue(()))
         .unwrap();
     let kept = card.tensors(&id).unwrap().get("t7").unwrap();
@@ -95,7 +95,7 @@ fn bytes_are_counted_to_the_card_and_back() {
     assert!(near(truth.context - before.context, one), "{truth:?}");
     drop(kept);
 
-    // What the process keeps between stages, such as opened models, is nobody's scratch.
+    // Memory that the process keeps between stages, such as opened models, is not scratch.
     let earlier = vec![1u8; 3 << 20];
     let truth = card.memory().unwrap();
     assert_eq!(truth.scratch, Bytes::ZERO, "{truth:?}");

@@ -61,7 +61,7 @@ fn load_one(card: &mut CpuCard, source: TensorSource) -> Result<Tensor, LoadErro
     Ok(tensor)
 }
 
-/// What each stored dtype means as f32, by arithmetic of its own.
+/// The value of each stored dtype as f32, computed independently.
 fn samples(stored: Stored) -> (Vec<u8>, Vec<f32>) {
     let values = [
         0.0f32,
@@ -157,7 +157,7 @@ fn every_stored_dtype_becomes_f32_and_nan_stays_nan() {
 }
 
 #[test]
-fn integers_stay_integers_and_floats_do_not_become_any() {
+fn integers_stay_integers_and_floats_never_become_integers() {
     let file = file_of(&7i64.to_le_bytes());
     let number = load_one(
         &mut card(),
@@ -173,7 +173,7 @@ fn integers_stay_integers_and_floats_do_not_become_any() {
 }
 
 #[test]
-fn ranges_are_joined_in_their_order() {
+fn ranges_are_concatenated_in_order() {
     let numbers: Vec<u8> = (0..6u32).flat_map(|i| (i as f32).to_le_bytes()).collect();
     let file = file_of(&numbers);
     let mut source = source(file.path(), "w", Stored::F32, &[4], DType::F32);
@@ -185,7 +185,7 @@ fn ranges_are_joined_in_their_order() {
 
 /// A tensor of several reads, with every number telling its place.
 #[test]
-fn large_tensors_arrive_whole() {
+fn tensors_of_several_reads_are_complete() {
     let count = 9_000_001;
     let numbers: Vec<u8> = (0..count)
         .flat_map(|i| bf16::from_f32((i % 251) as f32).to_le_bytes())
@@ -201,24 +201,28 @@ fn large_tensors_arrive_whole() {
 }
 
 #[test]
-fn progress_is_told_at_least_every_64_mib_and_at_both_ends() {
+fn progress_is_reported_at_least_every_64_mib_and_at_both_ends() {
     let count = 50_000_000;
     let file = file_of(&vec![0; count * 2]);
     let plan = LoadPlan::Files(vec![source(file.path(), "w", Stored::Bf16, &[count], DType::F32)]);
     let component = component("c", &plan);
-    let mut told = Vec::new();
+    let mut reported = Vec::new();
     let mut card = card();
     card.load(&component, &plan, &mut |p| {
         assert_eq!(p.total, plan.bytes());
-        told.push(p.done);
+        reported.push(p.done);
         ControlFlow::Continue(())
     })
     .unwrap();
-    assert_eq!((told[0], *told.last().unwrap()), (Bytes::ZERO, plan.bytes()));
+    assert_eq!(
+        (reported[0], *reported.last().unwrap()),
+        (Bytes::ZERO, plan.bytes())
+    );
     assert!(
-        told.windows(2)
+        reported
+            .windows(2)
             .all(|w| w[0] <= w[1] && w[1] - w[0] <= Bytes::mib(64)),
-        "{told:?}"
+        "{reported:?}"
     );
 }
 
@@ -242,7 +246,7 @@ fn a_cancelled_load_leaves_nothing() {
 }
 
 #[test]
-fn files_that_changed_are_damaged() {
+fn files_that_changed_are_reported_as_damaged() {
     let file = file_of(&[0; 64]);
     let long = source(file.path(), "w", Stored::F32, &[17], DType::F32);
     assert!(
@@ -293,7 +297,7 @@ fn files_that_changed_are_damaged() {
 }
 
 #[test]
-fn what_is_in_use_stays_and_what_is_unknown_is_named() {
+fn a_component_in_use_is_not_unloaded_and_an_unknown_one_is_named() {
     let file = file_of(&[0; 64]);
     let plan = LoadPlan::Files(vec![source(file.path(), "w", Stored::F32, &[16], DType::F32)]);
     let component = component("c", &plan);
@@ -319,7 +323,7 @@ fn what_is_in_use_stays_and_what_is_unknown_is_named() {
 }
 
 #[test]
-fn a_capacity_is_a_limit() {
+fn the_configured_capacity_limits_loads() {
     let mut card = CpuCard::new(CpuSettings {
         capacity: Some(Bytes::mib(1)),
     })
@@ -335,7 +339,7 @@ fn a_capacity_is_a_limit() {
 }
 
 #[test]
-fn a_checkpoint_goes_from_header_to_tensor() {
+fn a_checkpoint_is_loaded_from_its_header_to_its_tensors() {
     let data: Vec<u8> = (0..24u32).flat_map(|i| (i as f32).to_le_bytes()).collect();
     let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, vec![6, 4], &data).unwrap();
     let file = file_of(&safetensors::serialize([("fused", view)], None).unwrap());

@@ -37,13 +37,13 @@ fn an_nvidia_card_is_named_by_number_or_uuid() {
         "cuda0",
         "cuda:é2345",
     ] {
-        let told = wrong.parse::<DeviceSpec>().unwrap_err().to_string();
-        assert!(told.contains("cuda:"), "{wrong}: {told}");
+        let reported = wrong.parse::<DeviceSpec>().unwrap_err().to_string();
+        assert!(reported.contains("cuda:"), "{wrong}: {reported}");
     }
 }
 
 #[test]
-fn faults_are_read_as_those_of_a_simulated_card_are() {
+fn faults_are_parsed_like_those_of_a_simulated_card() {
     let settings = cuda("cuda:1,poison-at=denoise:2,hang-at=load,die-at=decode:1,die-generations=3");
     let faults: Vec<_> = settings
         .faults
@@ -65,13 +65,13 @@ fn faults_are_read_as_those_of_a_simulated_card_are() {
         ("cuda:0,speed=1GiB", "no option"),
         ("cuda:0,die-generations=few", "number of processes"),
     ] {
-        let told = wrong.parse::<DeviceSpec>().unwrap_err().to_string();
-        assert!(told.contains(words), "{wrong}: {told}");
+        let reported = wrong.parse::<DeviceSpec>().unwrap_err().to_string();
+        assert!(reported.contains(words), "{wrong}: {reported}");
     }
 }
 
 #[test]
-fn a_simulated_card_that_is_poisoned_is_lost() {
+fn a_poisoned_simulated_card_is_lost() {
     let device: DeviceSpec = "sim:1GiB,poison-at=denoise:2".parse().unwrap();
     let profile = MemoryProfile::of(ProfileName::Balanced, Bytes::gib(1));
     let mut card = gpu::open(&device, 1, &profile).unwrap();
@@ -82,7 +82,7 @@ fn a_simulated_card_that_is_poisoned_is_lost() {
 }
 
 #[test]
-fn cards_without_bf16_arithmetic_compute_in_f16_unless_told() {
+fn cards_without_bf16_arithmetic_default_to_f16() {
     let automatic = cuda("cuda");
     assert_eq!(automatic.compute_dtype((9, 0)), DType::BF16);
     assert_eq!(automatic.compute_dtype((8, 0)), DType::BF16);
@@ -92,8 +92,8 @@ fn cards_without_bf16_arithmetic_compute_in_f16_unless_told() {
 }
 
 #[test]
-fn a_uuid_is_meant_by_its_beginning() {
-    let meant = |text: &str, uuid| cuda(text).which.names(3, uuid);
+fn a_uuid_is_matched_by_its_prefix() {
+    let meant = |text: &str, uuid| cuda(text).which.matches(3, uuid);
     assert!(meant("cuda:GPU-8f2c", "GPU-8f2c1111-22"));
     assert!(meant("cuda:GPU-8F2C1111-22", "GPU-8f2c1111-22"));
     assert!(!meant("cuda:GPU-8f2c1111-223", "GPU-8f2c1111-22"));
@@ -103,7 +103,7 @@ fn a_uuid_is_meant_by_its_beginning() {
 }
 
 #[test]
-fn named_cards_are_found_in_their_order() {
+fn named_cards_are_resolved_in_order() {
     let choices: Vec<DeviceChoice> = ["sim:2GiB", "cpu:1GiB"].map(|text| text.parse().unwrap()).into();
     let found = DeviceChoice::resolve(&choices).unwrap();
     let names: Vec<String> = found.devices.iter().map(ToString::to_string).collect();
@@ -124,7 +124,7 @@ fn without_cuda_auto_is_system_memory_and_a_named_card_is_refused_with_a_remedy(
 }
 
 #[test]
-fn a_card_gets_the_profile_that_suits_its_size() {
+fn the_default_profile_depends_on_the_capacity() {
     let suits = |kind, gib| ProfileName::suggested(kind, Bytes::gib(gib));
     assert_eq!(suits(CardKind::Cuda, 11), ProfileName::Constrained);
     assert_eq!(suits(CardKind::Cuda, 12), ProfileName::Balanced);
@@ -135,7 +135,7 @@ fn a_card_gets_the_profile_that_suits_its_size() {
 }
 
 #[test]
-fn profiles_are_read_by_name_and_set_what_the_documentation_says() {
+fn profiles_are_parsed_by_name_and_match_the_documentation() {
     for name in ProfileName::ALL {
         assert_eq!(name.to_string().parse(), Ok(name));
         assert_eq!(serde_json::to_string(&name).unwrap(), format!("\"{name}\""));
@@ -162,13 +162,13 @@ fn profiles_are_read_by_name_and_set_what_the_documentation_says() {
         );
         assert!(documented.contains(&row), "{row}");
     }
-    let told = "turbo".parse::<ProfileName>().unwrap_err().to_string();
-    assert!(told.contains("quantization-heavy"), "{told}");
+    let reported = "turbo".parse::<ProfileName>().unwrap_err().to_string();
+    assert!(reported.contains("quantization-heavy"), "{reported}");
 }
 
 proptest! {
     #[test]
-    fn what_is_shown_of_an_nvidia_card_reads_back(
+    fn nvidia_settings_round_trip(
         which in prop_oneof![
             any::<u32>().prop_map(CudaWhich::Ordinal),
             "(GPU|MIG)-[0-9a-f-]{1,36}".prop_map(CudaWhich::Uuid),

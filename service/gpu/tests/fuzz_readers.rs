@@ -22,7 +22,7 @@ static ALLOCATOR: gpu::CountingAllocator = gpu::CountingAllocator;
 /// Files that are tried of each kind: some seconds in all.
 const ITERATIONS: usize = 10_000;
 /// The most that a file of some kilobytes may cost.
-const MOST_MEMORY: Bytes = Bytes::mib(64);
+const MAX_MEMORY: Bytes = Bytes::mib(64);
 
 /// Where a file is changed.
 #[derive(Clone, Debug, TypeGenerator)]
@@ -34,8 +34,8 @@ enum Place {
     Pickle,
 }
 
-/// Changes to one file: with more, the first check refuses nearly all, and what is behind it is never tried.
-const MOST_EDITS: usize = 2;
+/// Maximum of changes per file: with more, the first check refuses nearly all files, and later code is not reached.
+const MAX_EDITS: usize = 2;
 
 /// A change to a file.
 #[derive(Clone, Debug, TypeGenerator)]
@@ -116,7 +116,7 @@ impl Edit {
     }
 }
 
-/// Reads a file of these bytes, and checks all that is promised of any file. Whether it was accepted.
+/// Reads a file of these bytes and checks the invariants of any file. Returns whether it was accepted.
 fn check_file(path: &Path, bytes: &[u8]) -> bool {
     // Written over rather than made anew, which file systems are slow at.
     let file = OpenOptions::new()
@@ -131,7 +131,7 @@ fn check_file(path: &Path, bytes: &[u8]) -> bool {
     let read = CheckpointFile::open(path);
     let peak = allocator::peak_since_mark();
     assert!(
-        peak <= before + MOST_MEMORY,
+        peak <= before + MAX_MEMORY,
         "{} bytes cost {:?} of memory",
         bytes.len(),
         peak - before
@@ -158,7 +158,7 @@ fn check_file(path: &Path, bytes: &[u8]) -> bool {
 }
 
 #[test]
-fn no_file_breaks_a_reader() {
+fn arbitrary_files_are_read_safely() {
     assert!(allocator::installed());
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let folder = tempfile::tempdir().unwrap();
@@ -183,7 +183,7 @@ fn no_file_breaks_a_reader() {
                 let edit = |mut bytes: Vec<u8>| {
                     edits
                         .iter()
-                        .take(MOST_EDITS)
+                        .take(MAX_EDITS)
                         .for_each(|edit| edit.apply(&mut bytes));
                     bytes
                 };
@@ -205,7 +205,7 @@ fn no_file_breaks_a_reader() {
                 tried.fetch_add(1, Relaxed);
                 accepted.fetch_add(usize::from(check_file(&path, &bytes)), Relaxed);
             });
-        // Some of either: else what is behind the checks was never tried.
+        // Both outcomes must occur: otherwise the code behind the checks was not reached.
         eprintln!(
             "{name}: {} of {} accepted",
             accepted.load(Relaxed),

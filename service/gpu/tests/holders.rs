@@ -1,4 +1,4 @@
-//! Who holds foreign memory, as far as the driver's list of processes says, without a GPU.
+//! Attribution of foreign memory to the driver's list of processes, without a GPU.
 
 use gpu::{CardProcess, UNLISTED, UNSEEN, foreign_holders};
 use proptest::prelude::*;
@@ -21,7 +21,7 @@ fn holder(name: &str, pid: impl Into<Option<u32>>, gib: u64) -> Holder {
     }
 }
 
-/// What the kernel of these tests knows.
+/// The process names of these tests.
 fn name_of(pid: u32) -> Option<String> {
     match pid {
         7 => Some("blender".to_owned()),
@@ -45,7 +45,7 @@ fn processes_are_named_with_what_they_hold_and_the_largest_comes_first() {
 }
 
 #[test]
-fn what_no_process_accounts_for_is_one_nameless_holder() {
+fn bytes_beyond_the_listed_processes_have_one_unnamed_holder() {
     let listed = [process(OWN, 30), process(7, 2)];
     assert_eq!(
         holders(5, &listed),
@@ -55,21 +55,21 @@ fn what_no_process_accounts_for_is_one_nameless_holder() {
 }
 
 #[test]
-fn a_list_without_ourselves_is_of_another_namespace_and_names_nobody() {
-    // In a container: the host's PIDs, of which 7 happens to be somebody here as well.
+fn a_list_without_our_process_is_of_another_namespace_and_names_no_process() {
+    // In a container: the host's PIDs, of which 7 is an unrelated process here.
     assert_eq!(
         holders(5, &[process(7, 3), process(5321, 30)]),
         [holder(UNSEEN, None, 5)]
     );
     // In another container, or under WSL: no PIDs at all.
     assert_eq!(holders(5, &[]), [holder(UNSEEN, None, 5)]);
-    // Nobody of ours has a context yet: nothing proves that the list is ours.
+    // No process of ours has a context yet: nothing proves that the list is of our namespace.
     let unproven = foreign_holders(Bytes::gib(5), &[process(7, 5)], &[], name_of);
     assert_eq!(unproven, [holder(UNSEEN, None, 5)]);
 }
 
 #[test]
-fn processes_without_bytes_as_under_mig_share_what_the_others_leave() {
+fn processes_of_unknown_size_share_the_remaining_bytes() {
     let one = [process(OWN, None), process(7, None)];
     assert_eq!(holders(5, &one), [holder("blender", 7, 5)]);
     let beside = [process(OWN, None), process(7, None), process(8, 4)];
@@ -91,7 +91,7 @@ fn a_process_that_computes_and_draws_is_listed_twice_and_counted_once() {
 }
 
 #[test]
-fn more_than_there_is_is_cut_down_in_proportion() {
+fn claims_beyond_the_foreign_bytes_are_scaled_down() {
     let listed = [process(OWN, 30), process(7, 8), process(8, 4)];
     assert_eq!(
         holders(6, &listed),
@@ -100,7 +100,7 @@ fn more_than_there_is_is_cut_down_in_proportion() {
 }
 
 #[test]
-fn a_process_that_ended_since_keeps_its_pid() {
+fn a_process_that_has_ended_is_listed_by_pid() {
     assert_eq!(
         holders(1, &[process(OWN, 30), process(9, 1)]),
         [holder("a process", 9, 1)]
@@ -108,14 +108,14 @@ fn a_process_that_ended_since_keeps_its_pid() {
 }
 
 #[test]
-fn this_process_has_a_name_and_a_pid_that_nobody_has_does_not() {
+fn process_names_are_known_for_existing_pids_only() {
     assert!(gpu::process_name(std::process::id()).is_some_and(|name| !name.is_empty()));
     assert_eq!(gpu::process_name(u32::MAX), None);
 }
 
 proptest! {
     #[test]
-    fn the_bytes_add_up_and_nobody_of_ours_is_named(
+    fn holders_sum_up_to_the_foreign_bytes_and_exclude_our_processes(
         foreign in any::<u64>(),
         listed in prop::collection::vec((0_u32..12, prop::option::of(any::<u64>())), 0..12),
         own in prop::collection::vec(0_u32..12, 0..3),

@@ -1,5 +1,5 @@
-//! Kept copies: what is read from one is what the plan makes, what does not match is refused, nothing half-written
-//! stays, and a folder keeps to its bound.
+//! Kept copies: a copy loads the same tensors as its plan, a mismatch is refused, no partial file remains, and a
+//! folder keeps its bound.
 #![allow(clippy::unwrap_used)]
 
 use std::cell::Cell;
@@ -81,7 +81,7 @@ impl Checkpoint {
         self.folder.path().join("copy.safetensors")
     }
 
-    /// What is in the folder besides the checkpoint.
+    /// Files in the folder other than the checkpoint.
     fn others(&self) -> Vec<PathBuf> {
         let entries = std::fs::read_dir(self.folder.path()).unwrap();
         entries
@@ -103,7 +103,7 @@ fn bytes_of(tensor: &Tensor) -> Vec<u8> {
     }
 }
 
-/// Everything that a plan makes: by name, how it is held and its bytes.
+/// All tensors that a plan loads: name, representation and bytes.
 fn made(plan: &LoadPlan) -> BTreeMap<String, (String, Vec<u8>)> {
     let mut card = CpuCard::new(CpuSettings::default()).unwrap();
     let component = Component {
@@ -151,7 +151,7 @@ fn a_copy_gives_the_same_bytes() {
 }
 
 #[test]
-fn other_programs_can_read_a_copy() {
+fn a_copy_is_a_valid_safetensors_file() {
     let checkpoint = Checkpoint::new();
     keep(&checkpoint.plan(), &checkpoint.copy(), &always).unwrap();
     let bytes = std::fs::read(checkpoint.copy()).unwrap();
@@ -173,7 +173,7 @@ fn refused(checkpoint: &Checkpoint, plan: &LoadPlan) -> String {
 }
 
 #[test]
-fn a_copy_of_something_else_is_refused() {
+fn a_copy_of_another_plan_is_refused() {
     let checkpoint = Checkpoint::new();
     keep(&checkpoint.plan(), &checkpoint.copy(), &always).unwrap();
     let changed = |change: &dyn Fn(&mut Vec<TensorSource>)| {
@@ -230,10 +230,10 @@ fn damaged_copies_are_refused() {
 }
 
 #[test]
-fn a_copy_that_is_given_up_leaves_nothing() {
+fn a_cancelled_copy_leaves_no_file() {
     let checkpoint = Checkpoint::new();
     let plan = checkpoint.plan();
-    // However often it was asked before: the last question comes before the file gets its name.
+    // Whatever the number of calls before: the last call comes before the file gets its name.
     let questions = Cell::new(0);
     let count = || {
         questions.set(questions.get() + 1);
@@ -258,7 +258,7 @@ fn a_copy_that_is_given_up_leaves_nothing() {
 }
 
 #[test]
-fn a_copy_that_fails_leaves_nothing_but_the_one_before() {
+fn a_failed_copy_leaves_the_previous_one_in_place() {
     let checkpoint = Checkpoint::new();
     let plan = checkpoint.plan();
     keep(&plan, &checkpoint.copy(), &always).unwrap();
@@ -294,7 +294,7 @@ fn a_copy_that_fails_leaves_nothing_but_the_one_before() {
 }
 
 #[test]
-fn what_cannot_be_kept_says_so() {
+fn a_plan_that_cannot_be_copied_is_refused_with_the_reason() {
     let checkpoint = Checkpoint::new();
     let nowhere = checkpoint.folder.path().join("nowhere/copy");
     let outcome = keep(&checkpoint.plan(), &nowhere, &always);
@@ -322,13 +322,13 @@ fn used(path: &Path, second: u64) {
 }
 
 #[test]
-fn a_folder_keeps_to_its_bound_and_the_longest_unused_leaves() {
+fn a_full_folder_evicts_the_least_recently_used_copy() {
     let checkpoint = Checkpoint::new();
     let plan = checkpoint.plan();
     let one = kept_bytes(&plan).unwrap();
     let path = checkpoint.folder.path().join("kept/copies");
     let folder = KeptFolder::open(&path, Bytes(one.0 * 2 + one.0 / 2)).unwrap();
-    // What is not ours is neither counted nor removed.
+    // Other files are neither counted nor removed.
     let foreign = path.join("model.safetensors");
     std::fs::write(&foreign, vec![0; one.0 as usize * 3]).unwrap();
 
@@ -348,7 +348,7 @@ fn a_folder_keeps_to_its_bound_and_the_longest_unused_leaves() {
     assert_eq!(folder.find("b"), None);
     kept_plan(&folder.find("c").unwrap(), &plan).unwrap();
 
-    // One that would never fit costs nobody anything.
+    // A copy that never fits evicts nothing.
     let outcome = folder.make_room(Bytes(one.0 * 3));
     assert!(matches!(outcome, Err(KeepError::TooLarge { .. })), "{outcome:?}");
     assert!(folder.path_of("a").exists() && folder.path_of("c").exists());
@@ -369,7 +369,7 @@ fn a_folder_keeps_to_its_bound_and_the_longest_unused_leaves() {
 fn a_copy_of_another_layout_has_another_name() {
     let folder = tempfile::tempdir().unwrap();
     let kept = KeptFolder::open(folder.path(), Bytes(1)).unwrap();
-    // As the first layout had it: the key alone was hashed.
+    // The first layout hashed the key alone.
     let of_key = blake3::hash(b"a").to_hex();
     let former = folder
         .path()
@@ -381,7 +381,7 @@ fn a_copy_of_another_layout_has_another_name() {
 }
 
 #[test]
-fn left_overs_of_processes_that_are_gone_are_removed_and_others_stay() {
+fn unfinished_files_of_dead_processes_are_removed_and_others_stay() {
     let checkpoint = Checkpoint::new();
     let path = checkpoint.folder.path().join("kept");
     let folder = KeptFolder::open(&path, Bytes(10 << 20)).unwrap();
@@ -396,11 +396,11 @@ fn left_overs_of_processes_that_are_gone_are_removed_and_others_stay() {
         KeptFolder::open(&path, Bytes(10 << 20)).unwrap();
         assert!(!left.exists());
         assert!(foreign.exists());
-        // And one that ended since does not count, or nothing could be kept before the next start.
+        // A file of a process that has ended since is not counted, or nothing could be kept before the next start.
         std::fs::write(&left, vec![0; 9 << 20]).unwrap();
         folder.make_room(Bytes(5 << 20)).unwrap();
         assert!(!left.exists());
-        // What is being written is counted.
+        // A file that is being written is counted.
         let outcome = folder.make_room(Bytes(10 << 20));
         assert!(matches!(outcome, Err(KeepError::TooLarge { .. })), "{outcome:?}");
         asked.set(asked.get() + 1);
@@ -412,7 +412,7 @@ fn left_overs_of_processes_that_are_gone_are_removed_and_others_stay() {
 }
 
 #[test]
-fn keys_become_names_that_stay_in_the_folder_and_apart() {
+fn keys_map_to_distinct_file_names_inside_the_folder() {
     let folder = tempfile::tempdir().unwrap();
     let kept = KeptFolder::open(folder.path(), Bytes(1)).unwrap();
     let keys = ["", ".", "..", "../a", "a/b", "a_b", "a:b", "ü", "A", "a", "a\0b"];

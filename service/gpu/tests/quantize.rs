@@ -1,4 +1,4 @@
-//! What is made of numbers, by the arithmetic of each format.
+//! Quantization on the CPU, checked against the arithmetic of each format.
 #![allow(clippy::unwrap_used)]
 
 use std::ops::ControlFlow;
@@ -36,7 +36,7 @@ fn nibble(codes: &[u8], i: usize) -> usize {
     })
 }
 
-/// The absolute maximum that each block of nf4 is multiplied with.
+/// The absolute maximum of each block of nf4.
 fn block_scales(bytes: &[u8], format: WeightFormat, shape: (usize, usize)) -> Vec<f32> {
     let scales = part(bytes, format, shape, WeightPart::Scales);
     if format == WeightFormat::Nf4 {
@@ -104,16 +104,16 @@ impl Fixture {
 }
 
 #[test]
-fn tables_are_those_of_bitsandbytes() {
+fn tables_equal_those_of_bitsandbytes() {
     let fixture = Fixture::read();
     assert_eq!(fixture.f32s("nf4_table"), nf4_table());
     assert_eq!(fixture.f32s("nested_table"), nested_table());
     assert!(nested_table().is_sorted());
 }
 
-/// bitsandbytes multiplies by a reciprocal where we divide: codes may differ where a number is as good as on a midpoint.
+/// bitsandbytes multiplies by a reciprocal where we divide: codes may differ close to a midpoint.
 #[test]
-fn nf4_is_that_of_bitsandbytes_but_on_midpoints() {
+fn nf4_equals_bitsandbytes_except_on_midpoints() {
     let fixture = Fixture::read();
     let mut differ = 0;
     for name in ["even", "odd", "long"] {
@@ -143,7 +143,7 @@ fn nf4_is_that_of_bitsandbytes_but_on_midpoints() {
 
 /// The mean is summed in another order, so that the offset may differ in its last places, and codes at midpoints.
 #[test]
-fn double_quantization_is_that_of_bitsandbytes_but_for_rounding() {
+fn double_quantization_equals_bitsandbytes_up_to_rounding() {
     let fixture = Fixture::read();
     let format = WeightFormat::Nf4Double;
     for name in ["even", "odd", "long"] {
@@ -172,7 +172,7 @@ fn double_quantization_is_that_of_bitsandbytes_but_for_rounding() {
 }
 
 #[test]
-fn int8_is_that_of_bitsandbytes_but_on_midpoints() {
+fn int8_equals_bitsandbytes_except_on_midpoints() {
     let fixture = Fixture::read();
     let mut differ = 0;
     for name in ["even", "odd"] {
@@ -275,7 +275,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
     #[test]
-    fn what_codes_mean_is_near_the_numbers((shape, numbers) in weights()) {
+    fn dequantized_values_are_within_the_error_bound((shape, numbers) in weights()) {
         for format in WeightFormat::MADE_AT_LOAD {
             let bytes = quantize(format, &numbers, shape.0, shape.1).unwrap();
             prop_assert_eq!(bytes.len() as u64, format.bytes(shape.0, shape.1).0);
@@ -302,7 +302,7 @@ proptest! {
     }
 
     #[test]
-    fn nested_scales_are_near_the_scales((shape, numbers) in weights()) {
+    fn nested_scales_are_within_the_error_bound((shape, numbers) in weights()) {
         let double = quantize(WeightFormat::Nf4Double, &numbers, shape.0, shape.1).unwrap();
         let plain = quantize(WeightFormat::Nf4, &numbers, shape.0, shape.1).unwrap();
         let codes = |bytes, format| part(bytes, format, shape, WeightPart::Codes).to_vec();
@@ -324,7 +324,7 @@ proptest! {
     }
 
     #[test]
-    fn codes_are_those_of_the_written_arithmetic((shape, numbers) in weights()) {
+    fn codes_equal_those_of_the_specified_arithmetic((shape, numbers) in weights()) {
         for format in WeightFormat::MADE_AT_LOAD {
             let bytes = quantize(format, &numbers, shape.0, shape.1).unwrap();
             let codes = part(&bytes, format, shape, WeightPart::Codes);
@@ -360,7 +360,7 @@ proptest! {
     }
 
     #[test]
-    fn a_number_that_is_not_finite_is_found_wherever_it_is(
+    fn a_number_that_is_not_finite_is_found_at_any_position(
         ((rows, columns), mut numbers) in weights().prop_filter("empty", |(_, n)| !n.is_empty()),
         place in any::<prop::sample::Index>(),
         what in prop_oneof![Just(f32::NAN), Just(f32::INFINITY), Just(f32::NEG_INFINITY), Just(-f32::NAN),
@@ -386,7 +386,7 @@ fn nearest_e4m3(y: f32) -> u8 {
 }
 
 #[test]
-fn e4m3_has_the_code_of_each_of_its_values_and_ties_go_to_the_even_one() {
+fn e4m3_encodes_its_own_values_exactly_and_rounds_ties_to_even() {
     for code in (0..=255u8).filter(|code| code & 0x7f != 0x7f) {
         let value = e4m3_to_f32(code);
         let next = if code & 0x7f < 0x7e {
@@ -407,7 +407,7 @@ fn e4m3_has_the_code_of_each_of_its_values_and_ties_go_to_the_even_one() {
 }
 
 #[test]
-fn a_number_on_a_midpoint_has_the_lower_code() {
+fn a_number_on_a_midpoint_gets_the_lower_code() {
     for (lower, pair) in nf4_table().windows(2).enumerate() {
         let midpoint = (pair[0] + pair[1]) * 0.5;
         // The 1 makes the absolute maximum 1.
@@ -420,7 +420,7 @@ fn a_number_on_a_midpoint_has_the_lower_code() {
 }
 
 #[test]
-fn zeros_have_codes_of_zero() {
+fn zeros_get_the_code_of_zero() {
     let codes = |format, numbers: &[f32]| {
         let shape = (1, numbers.len());
         let bytes = quantize(format, numbers, 1, numbers.len()).unwrap();
@@ -434,7 +434,7 @@ fn zeros_have_codes_of_zero() {
 }
 
 #[test]
-fn what_cannot_be_quantized_says_so() {
+fn weights_that_cannot_be_quantized_are_refused_with_the_reason() {
     let stored = WeightFormat::Fp8(Fp8Scales::Tensor);
     assert_eq!(
         quantize(stored, &[1.0], 1, 1),
@@ -502,7 +502,7 @@ fn weight_of(count: usize) -> Vec<f32> {
 }
 
 #[test]
-fn a_load_makes_the_bytes_and_tells_of_them() {
+fn a_load_quantizes_and_reports_its_progress() {
     // The last: rows that are longer than what is quantized at a time.
     for shape in [
         &[][..],
@@ -533,7 +533,7 @@ fn a_load_makes_the_bytes_and_tells_of_them() {
 }
 
 #[test]
-fn a_load_names_the_tensor_that_is_not_finite_and_leaves_nothing() {
+fn a_load_of_a_tensor_that_is_not_finite_names_it_and_leaves_nothing() {
     let shape = [300, 1023];
     for place in [0, 131_071, 131_072, 300 * 1023 - 1] {
         let mut numbers = weight_of(300 * 1023);
@@ -550,11 +550,11 @@ fn a_load_names_the_tensor_that_is_not_finite_and_leaves_nothing() {
 }
 
 #[test]
-fn a_load_that_quantizes_can_be_cancelled_under_way() {
+fn a_load_that_quantizes_can_be_cancelled() {
     let (_file, plan) = at_load(&weight_of(80_000_000), &[8000, 10_000], WeightFormat::Int8);
-    let mut told = Vec::new();
+    let mut reported = Vec::new();
     let outcome = load(&plan, &mut |progress| {
-        told.push(progress.done);
+        reported.push(progress.done);
         if progress.done.0 == 0 {
             ControlFlow::Continue(())
         } else {
@@ -562,5 +562,5 @@ fn a_load_that_quantizes_can_be_cancelled_under_way() {
         }
     });
     assert!(matches!(outcome, Err(LoadError::Cancelled)), "{outcome:?}");
-    assert!(told.len() == 2 && told[1] < plan.bytes(), "{told:?}");
+    assert!(reported.len() == 2 && reported[1] < plan.bytes(), "{reported:?}");
 }

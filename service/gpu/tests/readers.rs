@@ -1,5 +1,5 @@
-//! GGUF and PyTorch files: what their own writers wrote is read as they meant it, and every kind of damage is an
-//! error that says what is wrong.
+//! GGUF and PyTorch files: files of the reference writers are read back, and every kind of damage is an error that
+//! states the problem.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -30,7 +30,7 @@ fn open_bytes(bytes: &[u8]) -> Result<CheckpointFile, LoadError> {
     CheckpointFile::open(file.path())
 }
 
-/// What must be refused as damaged, with these words.
+/// Asserts an error `Damaged` with these words.
 #[track_caller]
 fn damaged(bytes: &[u8], words: &str) {
     match open_bytes(bytes) {
@@ -41,7 +41,7 @@ fn damaged(bytes: &[u8], words: &str) {
     }
 }
 
-/// What must be refused as something that is not read, with these words.
+/// Asserts an error `Unsupported` with these words.
 #[track_caller]
 fn unsupported(bytes: &[u8], words: &str) {
     match open_bytes(bytes) {
@@ -104,13 +104,13 @@ fn compare(name: &str) -> CheckpointFile {
 }
 
 #[test]
-fn safetensors_are_read_as_they_were_written() {
+fn safetensors_files_are_read_back_as_written() {
     let read = compare("tiny.safetensors");
     assert_eq!(read.metadata()["made"], "for tests");
 }
 
 #[test]
-fn gguf_is_read_as_it_was_written() {
+fn gguf_files_are_read_back_as_written() {
     let read = compare("tiny.gguf");
     let metadata = read.metadata();
     for (key, text) in [
@@ -142,7 +142,7 @@ fn gguf_is_read_as_it_was_written() {
 }
 
 #[test]
-fn version_2_of_gguf_is_read_and_others_are_named() {
+fn gguf_version_2_is_read_and_unsupported_versions_are_named() {
     let mut bytes = fixture_bytes("tiny.gguf");
     bytes[4..8].copy_from_slice(&2u32.to_le_bytes());
     assert!(open_bytes(&bytes).unwrap().get("block.Q6_K").is_some());
@@ -155,7 +155,7 @@ fn version_2_of_gguf_is_read_and_others_are_named() {
 }
 
 #[test]
-fn state_dicts_are_read_as_they_were_written() {
+fn state_dicts_are_read_back_as_written() {
     let read = compare("tiny.pth");
     assert!(read.metadata().is_empty());
     // Tied weights are one run of bytes under two names.
@@ -167,7 +167,7 @@ fn state_dicts_are_read_as_they_were_written() {
 }
 
 #[test]
-fn the_first_bytes_tell_the_format_and_the_name_does_not() {
+fn the_format_is_detected_by_the_first_bytes_and_not_by_the_name() {
     let folder = tempfile::tempdir().unwrap();
     for (from, to) in [
         ("tiny.pth", "a.gguf"),
@@ -190,7 +190,7 @@ fn the_first_bytes_tell_the_format_and_the_name_does_not() {
 }
 
 #[test]
-fn rows_of_blocks_are_whole_blocks() {
+fn rows_are_sliced_at_block_boundaries_only() {
     let read = CheckpointFile::open(&fixture("tiny.gguf")).unwrap();
     let whole = read.get("block.Q4_K").unwrap();
     let last = whole.rows(1, 2).unwrap();
@@ -214,7 +214,7 @@ fn rows_of_blocks_are_whole_blocks() {
 }
 
 #[test]
-fn what_no_state_dict_is_is_refused_in_plain_words() {
+fn pickles_other_than_state_dicts_are_refused_with_the_reason() {
     for (file, words) in [
         ("transposed.pth", "tensor w are not in row-major order"),
         (
@@ -234,14 +234,14 @@ fn what_no_state_dict_is_is_refused_in_plain_words() {
     }
 }
 
-/// Wherever a file ends too early, it is refused; nothing of it is believed.
+/// A file truncated at any length is refused.
 #[test]
-fn files_that_are_cut_short_are_refused() {
+fn truncated_files_are_refused() {
     for name in ["tiny.safetensors", "tiny.gguf", "tiny.pth", "nested.pth"] {
         let bytes = fixture_bytes(name);
         for length in 0..bytes.len() {
             if name == "tiny.gguf" && length + 32 > bytes.len() {
-                // The writer pads behind the last tensor too, and nobody misses that.
+                // The writer pads behind the last tensor too, and the padding may be missing.
                 continue;
             }
             match open_bytes(&bytes[..length]) {
@@ -252,7 +252,7 @@ fn files_that_are_cut_short_are_refused() {
     }
 }
 
-/// GGUF by hand.
+/// A builder of GGUF files.
 #[derive(Default)]
 struct Gguf {
     keys: Vec<Vec<u8>>,
@@ -318,7 +318,7 @@ const F32: u32 = 0;
 const Q4_K: u32 = 12;
 
 #[test]
-fn gguf_that_lies_is_refused_by_name() {
+fn contradictory_gguf_headers_are_refused_with_the_reason() {
     let new = Gguf::default;
     let good = || new().tensor("w", &[4, 2], F32, 0).data(32);
     assert_eq!(
@@ -345,7 +345,7 @@ fn gguf_that_lies_is_refused_by_name() {
         &roomy().counts(0, (1 << 18) + 1).bytes(),
         "keys, and 262144 are allowed",
     );
-    // What follows are zeros: names without a letter, scalars of F32 at 0.
+    // Zeros follow: empty names, scalars of F32 at 0.
     damaged(&good().counts(2, 0).bytes(), "overlaps");
     damaged(&good().counts(3, 0).bytes(), "is there twice");
     damaged(&good().tensor("w", &[1], F32, 0).bytes(), "w is there twice");
@@ -383,7 +383,7 @@ fn gguf_that_lies_is_refused_by_name() {
 }
 
 #[test]
-fn metadata_that_lies_is_refused() {
+fn malformed_gguf_metadata_is_refused() {
     let new = Gguf::default;
     let array = |element: u32, count: u64| [&element.to_le_bytes()[..], &count.to_le_bytes()].concat();
     damaged(
@@ -421,7 +421,7 @@ fn metadata_that_lies_is_refused() {
 }
 
 #[test]
-fn original_shapes_are_those_of_the_same_numbers() {
+fn original_shapes_must_have_the_same_element_count() {
     let with = |shape: &[i32]| {
         let file = Gguf::default().tensor("w", &[256, 2], Q4_K, 0).data(288);
         file.original_shape("w", shape).bytes()
@@ -436,7 +436,7 @@ fn original_shapes_are_those_of_the_same_numbers() {
 }
 
 #[test]
-fn a_type_that_we_do_not_read_is_named_with_its_tensor() {
+fn an_unsupported_type_is_named_with_its_tensor() {
     for (number, name) in [
         (23, "IQ4_XS"),
         (39, "MXFP4"),
@@ -514,7 +514,7 @@ fn with_tensor(offset: i64, shape: &[i64], strides: &[i64], length: i64) -> Vec<
 }
 
 #[test]
-fn tensors_that_lie_about_their_storage_are_refused() {
+fn tensors_that_exceed_their_storage_are_refused() {
     let good = open_bytes(&with_tensor(2, &[2, 2], &[2, 1], 6)).unwrap();
     let entry = good.get("w").unwrap();
     assert_eq!(
@@ -568,7 +568,7 @@ fn tensors_that_lie_about_their_storage_are_refused() {
 }
 
 #[test]
-fn pickles_that_are_no_state_dicts_are_refused() {
+fn malformed_pickles_are_refused() {
     let refused = |pickle: &[u8], words: &str| damaged(&archive(pickle, &[]), words);
     let foreign = |pickle: &[u8], words: &str| unsupported(&archive(pickle, &[]), words);
     assert_eq!(
@@ -622,7 +622,7 @@ fn pickles_that_are_no_state_dicts_are_refused() {
 }
 
 #[test]
-fn pickles_cannot_grow_without_bound() {
+fn the_values_of_a_pickle_are_bounded() {
     let refused = |middle: &[u8], count: usize, words: &str| {
         let pickle = [b"\x80\x02", &middle.repeat(count)[..], b"."].concat();
         damaged(&archive(&pickle, &[]), words);
@@ -641,7 +641,7 @@ fn pickles_cannot_grow_without_bound() {
 }
 
 #[test]
-fn archives_that_torch_did_not_write_are_refused() {
+fn archives_not_written_by_torch_are_refused() {
     let pickle = dict(&tensor(0, &[6], &[1], 6));
     let storage = ("a/data/0", &[0u8; 24][..]);
     let with = |more: &[(&str, &[u8])]| archive(&pickle, &[&[storage], more].concat());
@@ -656,7 +656,7 @@ fn archives_that_torch_did_not_write_are_refused() {
     let wide = archive_of(&[("a/data.pkl", &pickle), storage], plain().large_file(true));
     assert_eq!(open_bytes(&wide).unwrap().get("w").unwrap().range.length, 24);
 
-    // The writer has no compression here: what the directory says is changed by hand.
+    // The writer has no compression here: the directory is changed by hand.
     let bytes = with(&[]);
     let directory = |name: &str| {
         let found = bytes
@@ -702,7 +702,7 @@ fn wide_end(at: u64, entries: u64, directory: u64) -> Vec<u8> {
 }
 
 #[test]
-fn directories_are_bounded_before_memory_is_taken_for_them() {
+fn directories_are_bounded_before_they_are_allocated() {
     let damaged = |file: &std::fs::File, length: u64, end: &[u8], words: &str| {
         file.set_len(length).unwrap();
         file.write_all_at(end, length).unwrap();
@@ -735,7 +735,7 @@ fn directories_are_bounded_before_memory_is_taken_for_them() {
 }
 
 #[test]
-fn what_a_file_says_makes_no_endless_message() {
+fn long_names_in_a_file_are_truncated_in_messages() {
     let name = "ä".repeat(1 << 20);
     let file = Gguf::default().tensor(&name, &[1], 15, 0).data(32);
     let message = open_bytes(&file.bytes()).unwrap_err().to_string();

@@ -1,5 +1,5 @@
-//! The simulated card: its accounts add up whatever happens, its faults happen when they are told to, and its
-//! settings read back what they show.
+//! The simulated card: its accounts always sum up to the capacity, faults are injected as configured, and its
+//! settings round-trip.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::HashMap;
@@ -69,13 +69,13 @@ fn sum(accounts: &SimulatedAccounts) -> Bytes {
 }
 
 #[test]
-fn a_load_takes_as_long_as_its_bytes_need_and_can_be_cancelled() {
+fn a_load_takes_its_transfer_time_and_can_be_cancelled() {
     let mut b = bench("8GiB,speed=1GiB/s,context=512MiB");
     b.load("a", Bytes::gib(2)).unwrap();
     assert_eq!(b.clock.now_ms(), 2000);
     assert_eq!(b.free(), Bytes::gib(6) - Bytes::mib(512));
 
-    let mut told = Vec::new();
+    let mut reported = Vec::new();
     let component = Component {
         id: id("b"),
         name: "b".to_owned(),
@@ -85,7 +85,7 @@ fn a_load_takes_as_long_as_its_bytes_need_and_can_be_cancelled() {
     let outcome = b
         .card
         .load(&component, &LoadPlan::Synthetic(Bytes::gib(1)), &mut |p| {
-            told.push(p.done);
+            reported.push(p.done);
             if p.done >= Bytes::mib(512) {
                 ControlFlow::Break(())
             } else {
@@ -94,13 +94,13 @@ fn a_load_takes_as_long_as_its_bytes_need_and_can_be_cancelled() {
         });
     assert!(matches!(outcome, Err(LoadError::Cancelled)));
     assert_eq!(b.clock.now_ms(), 2500);
-    assert!(told.windows(2).all(|w| w[1] - w[0] <= Bytes::mib(64)));
+    assert!(reported.windows(2).all(|w| w[1] - w[0] <= Bytes::mib(64)));
     assert_eq!(b.free(), Bytes::gib(6) - Bytes::mib(512));
     assert!(matches!(b.card.tensors(&id("b")), Err(GpuError::NotLoaded(_))));
 }
 
 #[test]
-fn giving_back_takes_as_long_as_it_is_said_to() {
+fn freeing_memory_takes_the_configured_time() {
     let mut b = bench("4GiB,slack=keep,release=300ms");
     b.load("a", Bytes::gib(1)).unwrap();
     drop(b.card.use_scratch(Bytes::gib(1)).unwrap());
@@ -112,7 +112,7 @@ fn giving_back_takes_as_long_as_it_is_said_to() {
 }
 
 #[test]
-fn free_memory_in_pieces_serves_nobody_who_needs_one_piece() {
+fn the_largest_allocation_bounds_scratch_in_fragmented_memory() {
     let mut b = bench("8GiB,largest=1GiB");
     let enough = Bytes::gib(4);
     assert_eq!(b.card.largest_allocation(enough).unwrap(), Bytes::gib(1));
@@ -131,7 +131,7 @@ fn free_memory_in_pieces_serves_nobody_who_needs_one_piece() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_with_figures() {
+fn a_load_that_does_not_fit_is_refused_with_its_figures() {
     let mut b = bench("4GiB,foreign=3GiB");
     let outcome = b.load("a", Bytes::gib(2));
     assert!(
@@ -147,7 +147,7 @@ fn what_does_not_fit_is_refused_with_figures() {
 }
 
 #[test]
-fn freed_bytes_come_late_where_they_lag() {
+fn freed_bytes_become_free_after_the_configured_lag() {
     let mut b = bench("4GiB,lag=200ms");
     b.load("a", Bytes::gib(3)).unwrap();
     assert_eq!(b.card.unload(&id("a")).unwrap().freed, Bytes::ZERO);
@@ -159,7 +159,7 @@ fn freed_bytes_come_late_where_they_lag() {
 }
 
 #[test]
-fn others_get_what_is_free_and_take_the_rest_when_it_becomes_free() {
+fn foreign_demand_is_met_as_memory_becomes_free() {
     let mut b = bench("4GiB");
     b.load("a", Bytes::gib(3)).unwrap();
     b.world.hold("greedy", Some(77), Bytes::gib(2));
@@ -185,7 +185,7 @@ fn others_get_what_is_free_and_take_the_rest_when_it_becomes_free() {
 }
 
 #[test]
-fn a_file_changes_the_world() {
+fn the_world_file_sets_foreign_holders() {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     let mut b = bench(&format!("4GiB,world={}", file.path().display()));
     assert_eq!(b.free(), Bytes::gib(4));
@@ -217,7 +217,7 @@ fn scratch_is_measured_kept_and_trimmed() {
 }
 
 #[test]
-fn mathematics_without_a_card_at_hand_takes_scratch_of_the_current_one() {
+fn simulated_scratch_is_allocated_on_the_card_of_the_thread() {
     assert!(simulated_scratch(Bytes::gib(1)).unwrap().is_none());
     let mut b = bench("1GiB");
     b.card.begin_stage();
@@ -230,7 +230,7 @@ fn mathematics_without_a_card_at_hand_takes_scratch_of_the_current_one() {
 }
 
 #[test]
-fn loads_fail_when_they_are_told_to_and_leave_nothing() {
+fn injected_load_failures_leave_nothing_allocated() {
     let mut b = bench("4GiB,fail-load=1,fail-load=3:io,fail-load=4:damaged,speed=1GiB/s");
     assert!(matches!(
         b.load("a", Bytes::gib(2)),
@@ -249,7 +249,7 @@ fn loads_fail_when_they_are_told_to_and_leave_nothing() {
 }
 
 #[test]
-fn faults_happen_at_their_place_and_in_their_generations() {
+fn faults_are_injected_at_their_place_and_in_their_generations() {
     let settings = "1GiB,die-at=denoise:2,hang-at=load,lose-at=decode:1,die-generations=2";
     for generation in [0, 1, 2] {
         let mut b = bench_of(settings, generation);
@@ -301,7 +301,7 @@ fn profile() -> MemoryProfile {
 }
 
 #[test]
-fn settings_that_cannot_be_read_say_what_is_allowed() {
+fn invalid_settings_are_refused_with_the_allowed_values() {
     let cases = [
         ("sim:", "the capacity"),
         ("sim:many", "GiB"),
@@ -380,7 +380,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// What the card must hold, kept by other means: bytes that are ours, each with its place.
+/// An independent model of the card's bytes, each in one account.
 #[derive(Default)]
 struct Shadow {
     components: HashMap<u8, u64>,
@@ -492,7 +492,7 @@ proptest! {
     }
 
     #[test]
-    fn settings_read_back_what_they_show(
+    fn simulated_settings_round_trip(
         sizes in prop::collection::vec(any::<u64>(), 6),
         numbers in prop::collection::vec(0u64..5, 6),
         slack in any::<bool>(),
@@ -526,7 +526,7 @@ proptest! {
     }
 
     #[test]
-    fn sizes_read_back_what_they_show(bytes in any::<u64>(), shift in 0u32..50) {
+    fn sizes_round_trip(bytes in any::<u64>(), shift in 0u32..50) {
         let bytes = Bytes((bytes >> shift) << (shift % 31));
         prop_assert_eq!(parse_bytes(&exact_bytes(bytes)).unwrap(), bytes);
     }

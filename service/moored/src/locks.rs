@@ -11,36 +11,21 @@ use gpu::{CardDescription, CardKind};
 const STRAY_GRACE: Duration = Duration::from_secs(3);
 const STRAY_POLL: Duration = Duration::from_millis(100);
 
-/// Why a card cannot be had.
+/// Why a card's lock cannot be taken.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LockError {
     /// Another service runs on it.
     #[error("another service (pid {pid}) has the card {card}; stop it, or give this one another card")]
-    Taken {
-        /// Which.
-        card: String,
-        /// Whose.
-        pid: String,
-    },
-    /// A worker without a supervisor.
+    Taken { card: String, pid: String },
+    /// An orphaned worker.
     #[error(
         "worker process {pid} of a service that was killed still holds the card {card}: end it with `kill -9 {pid}` \
          and start again"
     )]
-    Stray {
-        /// Which.
-        card: String,
-        /// The worker.
-        pid: String,
-    },
-    /// The file.
+    Stray { card: String, pid: String },
+    /// The lock file cannot be used.
     #[error("the lock {} cannot be used: {problem} (service.state names another folder)", file.display())]
-    File {
-        /// Which.
-        file: PathBuf,
-        /// Why not.
-        problem: std::io::Error,
-    },
+    File { file: PathBuf, problem: std::io::Error },
 }
 
 /// The locks of a service; dropping them gives the cards up.

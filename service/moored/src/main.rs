@@ -5,6 +5,7 @@ mod config;
 mod grpc;
 mod hub;
 mod locks;
+mod memory;
 mod models;
 mod pictures;
 mod process;

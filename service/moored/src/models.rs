@@ -1,7 +1,8 @@
 //! Which models can be named: folders are scanned, ids resolved, defaults merged.
 
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant, SystemTime};
 
 use engine::Error;
@@ -21,6 +22,9 @@ const SINGLE_FILES: [&str; 5] = [".instant.json", ".safetensors", ".gguf", ".pth
 
 /// A folder listing is believed for so long; a model that is not found is looked for at once.
 const LISTING_LIFETIME: Duration = Duration::from_secs(10);
+
+/// Whoever finds that somebody else looks through the folders waits for so long.
+const LOOK_LIMIT: Duration = Duration::from_secs(1);
 
 /// A model that can be named.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,6 +55,41 @@ pub(crate) struct Models {
     /// Looked through after the folders.
     hub_cache: PathBuf,
     listing: RwLock<Option<(Instant, Arc<Vec<Found>>)>>,
+    /// Whoever looks through the folders has it, and nobody else does meanwhile: a folder may never answer.
+    looking: Looking,
+}
+
+/// Whether somebody looks through the folders.
+#[derive(Default)]
+struct Looking {
+    under_way: Mutex<bool>,
+    ended: Condvar,
+}
+
+impl Looking {
+    /// Takes the turn, if nobody has it; else waits for its end, though not for long.
+    fn begin(&self) -> Option<Turn<'_>> {
+        let mut under_way = self.under_way.lock().unwrap_or_else(PoisonError::into_inner);
+        if *under_way {
+            let waited = self
+                .ended
+                .wait_timeout_while(under_way, LOOK_LIMIT, |under_way| *under_way);
+            drop(waited);
+            return None;
+        }
+        *under_way = true;
+        Some(Turn(self))
+    }
+}
+
+/// The turn to look through the folders, until it is dropped.
+struct Turn<'a>(&'a Looking);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        *self.0.under_way.lock().unwrap_or_else(PoisonError::into_inner) = false;
+        self.0.ended.notify_all();
+    }
 }
 
 impl Models {
@@ -59,6 +98,7 @@ impl Models {
             settings,
             hub_cache,
             listing: RwLock::new(None),
+            looking: Looking::default(),
         }
     }
 
@@ -74,15 +114,28 @@ impl Models {
 
     /// Every model there is, by id.
     pub(crate) fn list(&self) -> Arc<Vec<Found>> {
-        let cached = self.listing.read().ok().and_then(|l| l.clone());
-        match cached {
+        match self.cached() {
             Some((when, listing)) if when.elapsed() < LISTING_LIFETIME => listing,
             _ => self.rescan(),
         }
     }
 
-    /// Every model there is now, whatever was listed a moment ago.
+    /// Every model as it was listed last. No folder is looked at, unless none ever was.
+    pub(crate) fn known(&self) -> Arc<Vec<Found>> {
+        self.cached()
+            .map_or_else(|| self.rescan(), |(_, listing)| listing)
+    }
+
+    fn cached(&self) -> Option<(Instant, Arc<Vec<Found>>)> {
+        self.listing.read().ok().and_then(|listing| listing.clone())
+    }
+
+    /// Every model there is now, whatever was listed a moment ago. Where a folder does not answer to whoever looks, it is
+    /// what was listed last.
     pub(crate) fn rescan(&self) -> Arc<Vec<Found>> {
+        let Some(_turn) = self.looking.begin() else {
+            return self.cached().map(|(_, listing)| listing).unwrap_or_default();
+        };
         // What is configured by path comes first, then the folders in their order; the first of an id and
         // revision wins. A hub cache lists the revision of `main` first, which the stable sort keeps.
         let configured = self
@@ -110,16 +163,15 @@ impl Models {
         listing
     }
 
-    /// Id of the model of requests that name none.
-    pub(crate) fn default_id(&self) -> Option<String> {
+    /// Id of the model of requests that name none, among those that are listed.
+    pub(crate) fn default_id(&self, listing: &[Found]) -> Option<String> {
         if let Some(id) = &self.settings.default {
             return Some(id.clone());
         }
-        let listing = self.list();
         if listing.iter().any(|m| m.id == SHIPPED_ID) {
             return Some(SHIPPED_ID.to_owned());
         }
-        match &listing[..] {
+        match listing {
             [only] => Some(only.id.clone()),
             _ => None,
         }
@@ -136,7 +188,7 @@ impl Models {
         }
         let (model, quantization) = self.formats_of(model)?;
         let id = if model.id.is_empty() {
-            self.default_id().ok_or_else(|| {
+            self.default_id(&self.list()).ok_or_else(|| {
                 invalid(
                     "model.id",
                     "is empty, and there is no default model: set models.default",
@@ -150,6 +202,18 @@ impl Models {
             .ok_or_else(|| Error::ModelNotFound { id: id.clone() })?;
         let entry = Entry::new(found.id, found.revision, found.path, quantization);
         Ok(Arc::new(entry))
+    }
+
+    /// The entry among `known` that a reference means, whose files may be gone: of this id (or key), revision where one is
+    /// named, and formats.
+    pub(crate) fn find_known(&self, model: &v1::ModelRef, known: Vec<Arc<Entry>>) -> Option<Arc<Entry>> {
+        let quantization = quantization_of(model.quantization.as_ref()).ok();
+        known.into_iter().find(|entry| {
+            let is_named = entry.id == model.id
+                && (model.revision.is_empty() || entry.revision == model.revision)
+                && Some(&entry.quantization) == quantization.as_ref();
+            is_named || entry.key == model.id
+        })
     }
 
     /// What a reference asks for. Its name may say that too, as entries are called in reports: `ID+4-bit`,
@@ -179,10 +243,19 @@ impl Models {
             }
             [preset] => *preset,
         };
-        let components = named.into_iter().filter_map(|each| each.split_once('='));
+        let components: Vec<(&str, &str)> = named.iter().filter_map(|each| each.split_once('=')).collect();
+        for (index, (name, _)) in components.iter().enumerate() {
+            if components[..index].iter().any(|(before, _)| before == name) {
+                return Err(invalid(
+                    "model.id",
+                    &format!("names {name} twice: write each component once"),
+                ));
+            }
+        }
         let quantization = quantization_of(Some(&v1::Quantization {
             preset: preset.to_owned(),
             components: components
+                .into_iter()
                 .map(|(name, format)| (name.to_owned(), format.to_owned()))
                 .collect(),
         }))?;
@@ -393,6 +466,16 @@ fn hub_model(repository: &Path, id: &str) -> Vec<Found> {
     snapshots.into_iter().map(found).collect()
 }
 
+/// A commit that a branch or tag stands for.
+fn read_ref(path: &Path) -> std::io::Result<String> {
+    const LONGEST: u64 = 1024;
+    let mut commit = String::new();
+    gpu::open_regular(path)?
+        .take(LONGEST)
+        .read_to_string(&mut commit)?;
+    Ok(commit)
+}
+
 /// Branches and tags of a repository in a hub cache, with their commits. A name may have slashes.
 fn refs_of(folder: &Path, prefix: &str) -> Vec<(String, String)> {
     let mut refs = Vec::new();
@@ -403,7 +486,7 @@ fn refs_of(folder: &Path, prefix: &str) -> Vec<(String, String)> {
         let name = format!("{prefix}{name}");
         if path.is_dir() {
             refs.extend(refs_of(&path, &format!("{name}/")));
-        } else if let Ok(commit) = std::fs::read_to_string(&path) {
+        } else if let Ok(commit) = read_ref(&path) {
             refs.push((name, commit.trim().to_owned()));
         }
     }

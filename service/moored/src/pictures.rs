@@ -89,19 +89,19 @@ impl Recipe {
     }
 }
 
-/// Why a picture cannot be taken.
+/// Why a picture is refused.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PictureError {
     /// Not an image, or a damaged one.
     #[error("cannot be read as PNG, JPEG or WebP: {0}")]
     Unreadable(String),
-    /// Too large.
+    /// It exceeds the limits.
     #[error(
         "is larger than {LONGEST_SIDE_PIXELS} pixels on a side or than {} MiB decoded",
         DECODE_LIMIT_BYTES >> 20
     )]
     TooLarge,
-    /// No pixels.
+    /// It has no pixels.
     #[error("has no pixels")]
     Empty,
 }

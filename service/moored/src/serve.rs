@@ -7,65 +7,71 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use engine::library::Library;
-use engine::queue::{Queue, Settings};
+use engine::queue::{CardSignal, CardSlot, Queue, Settings};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, KeepError, KeptFolder, Timeline};
 use residency::{Patience, Policy};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
+use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::config::{Cards, Config};
-use crate::grpc::{self, Service, Token};
+use crate::grpc::{self, Limits, Service, Token};
 use crate::hub::{Hub, Pulls};
 use crate::locks::{LockError, Locks, worker_lock};
+use crate::memory;
 use crate::models::Models;
 use crate::process::WorkerSettings;
 use crate::process::supervisor::{self, EarlyWorker, WorkerPids};
 
+/// What the copy that is being written at the end may take to be given up.
+const COPY_LIMIT: Duration = Duration::from_secs(2);
+
 /// Why the service could not start.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ServeError {
-    /// The token.
+    /// The token file cannot be read.
     #[error("{0}")]
     Token(String),
-    /// The address.
+    /// The address cannot be bound.
     #[error(
         "cannot listen on {address}: {problem}; is another service there? (`--listen` takes another address)"
     )]
     Listen {
-        /// Where.
         address: SocketAddr,
-        /// Why not.
         problem: std::io::Error,
     },
-    /// The folder for state.
+    /// The state folder cannot be used.
     #[error("the state folder {} cannot be used: {problem} (service.state names another)", folder.display())]
     State {
-        /// Which.
         folder: PathBuf,
-        /// Why not.
         problem: std::io::Error,
     },
-    /// The folder for copies.
+    /// The folder of kept copies cannot be used.
     #[error("copies cannot be kept (quantization.keep_folder): {0}")]
     Copies(#[from] KeepError),
-    /// A card that is not free.
+    /// A card is in use.
     #[error(transparent)]
     Locked(#[from] LockError),
-    /// A card that cannot be described.
+    /// A card cannot be described.
     #[error("{0}")]
     Card(#[from] gpu::OpenError),
-    /// Two names of one card.
+    /// A card is configured twice.
     #[error("cards.devices names the card {0} twice")]
     Twice(String),
-    /// The search itself.
+    /// Device discovery failed.
     #[error("the cards cannot be looked for: {0}")]
     Discovery(String),
-    /// Signals.
+    /// Signal handlers cannot be installed.
     #[error("signals cannot be handled: {0}")]
     Signals(std::io::Error),
-    /// The transport.
+    /// The queue's task, by a fault of ours.
+    #[error(
+        "the queue has ended, which is a fault of moored: its last words are in the log; start the service again and report them"
+    )]
+    QueueEnded,
+    /// The gRPC transport failed.
     #[error("the gRPC transport failed: {0}")]
     Transport(#[from] tonic::transport::Error),
 }
@@ -77,6 +83,7 @@ pub(crate) async fn run(
     stop: Option<oneshot::Receiver<()>>,
 ) -> Result<(), ServeError> {
     let mut timeline = Timeline::begin("start the service");
+    memory::give_back();
     let token = Token::read(config.service.token_file.as_deref()).map_err(ServeError::Token)?;
     std::fs::create_dir_all(&config.service.state).map_err(|problem| ServeError::State {
         folder: config.service.state.clone(),
@@ -100,10 +107,13 @@ pub(crate) async fn run(
     timeline.part("lock the cards, listen");
     let library = Arc::new(open_library(&config)?);
     let workers = WorkerPids::new(cards.len());
-    let queue = start_queue(&config, &cards, policy, library.clone(), early, workers.clone());
-    timeline.part("library, queue");
     let (stopping, stopping_seen) = watch::channel(false);
     let (stopped, stopped_seen) = watch::channel(false);
+    let limits = Limits::new(&config.limits);
+    grpc::paths::set_folders(folders_of_models(&config));
+    let keepers = start_keepers(&config, &cards, early, &workers, &stopped_seen);
+    let queue = start_queue(&config, policy, library.clone(), keepers.slots, keepers.signals);
+    timeline.part("library, queue");
     let service = Service {
         queue: queue.clone(),
         library: library.clone(),
@@ -116,21 +126,40 @@ pub(crate) async fn run(
         decoding: Arc::new(Semaphore::new(
             std::thread::available_parallelism().map_or(2, usize::from),
         )),
+        encodings: limits.encodings(),
+        limits,
         stopping: stopping_seen,
     };
+    let reports = queue.status();
     let shutdown = shut_down(queue, config.service.drain, stop, stopping, stopped)?;
     tracing::info!(%address, cards = ?cards.iter().map(|(device, _)| device.to_string()).collect::<Vec<_>>(), "moored is listening");
     if let Some(ready) = ready {
         let _ = ready.send(address);
     }
     let serving = tokio::spawn(grpc::serve(service, token, listener, stopped_seen));
-    shutdown.await;
-    let _ = tokio::task::spawn_blocking(move || library.stop_keeping()).await; // its panic has been told of
+    let ended = tokio::select! {
+        () = shutdown => Ok(()),
+        () = end_of(reports) => Err(ServeError::QueueEnded),
+    };
+    ended?; // workers end with the queue, and connections with the process
+    // The cards are free when this process has ended.
+    futures::future::join_all(keepers.tasks).await;
+    let stop_keeping = tokio::task::spawn_blocking(move || library.stop_keeping()); // its panic has been told of
+    if tokio::time::timeout(COPY_LIMIT, stop_keeping).await.is_err() {
+        tracing::warn!("a copy that is being written is given up: its files do not answer");
+    }
     // Streams of cancelled jobs end by themselves; a client that does not read does not hold us up.
     if let Ok(Ok(served)) = tokio::time::timeout(Duration::from_secs(2), serving).await {
         served?;
     }
     Ok(())
+}
+
+/// Resolves when nobody reports any more.
+async fn end_of<T>(mut reports: watch::Receiver<T>) {
+    while reports.changed().await.is_ok() {
+        reports.mark_unchanged();
+    }
 }
 
 /// The library, with copies if they are to be kept.
@@ -168,21 +197,32 @@ async fn find_cards(cards: &Cards) -> Result<Vec<(DeviceSpec, CardDescription)>,
         .map_err(|panic| ServeError::Discovery(panic.to_string()))?
 }
 
-fn start_queue(
+/// The tasks of all cards, and how they are spoken to.
+struct Keepers {
+    slots: Vec<CardSlot>,
+    signals: mpsc::UnboundedReceiver<CardSignal>,
+    /// Each ends once its worker has.
+    tasks: Vec<JoinHandle<()>>,
+}
+
+fn start_keepers(
     config: &Config,
     cards: &[(DeviceSpec, CardDescription)],
-    policy: Policy,
-    library: Arc<Library>,
     mut early: EarlyWorker,
-    workers: WorkerPids,
-) -> Queue {
+    workers: &WorkerPids,
+    stopped: &watch::Receiver<bool>,
+) -> Keepers {
     let (signals, received) = mpsc::unbounded_channel();
     let log = if config.log.json {
         format!("json:{}", config.log.filter)
     } else {
         config.log.filter.clone()
     };
-    let mut slots = Vec::with_capacity(cards.len());
+    let mut keepers = Keepers {
+        slots: Vec::with_capacity(cards.len()),
+        signals: received,
+        tasks: Vec::with_capacity(cards.len()),
+    };
     for (index, (device, card)) in cards.iter().enumerate() {
         let memory = config.cards.memory_of(card);
         tracing::info!(card = card.id, name = card.name, total = %card.total, profile = %config.cards.profile_of(card),
@@ -195,15 +235,28 @@ fn start_queue(
             lock_file: worker_lock(&config.service.state, card),
             plans_folder: config.service.state.join("plans"),
         };
-        slots.push(supervisor::start_card(
+        let (slot, task) = supervisor::start_card(
             index,
             card.clone(),
             settings,
             early.take(),
             signals.clone(),
             workers.clone(),
-        ));
+            stopped.clone(),
+        );
+        keepers.slots.push(slot);
+        keepers.tasks.push(task);
     }
+    keepers
+}
+
+fn start_queue(
+    config: &Config,
+    policy: Policy,
+    library: Arc<Library>,
+    slots: Vec<CardSlot>,
+    received: mpsc::UnboundedReceiver<CardSignal>,
+) -> Queue {
     let millis = |duration: Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
     let settings = Settings {
         max_jobs: config.queue.max_jobs,
@@ -222,6 +275,7 @@ fn start_queue(
         unload_when_idle: config.queue.unload_when_idle,
         stall_limit: config.queue.stall_limit,
         stall_floor: config.queue.stall_floor,
+        cancel_limit: config.queue.cancel_limit,
         ..Settings::default()
     };
     Queue::start(settings, library, slots, received)
@@ -260,10 +314,40 @@ fn shut_down(
     })
 }
 
+/// Where models lie: those at a place of their own, in the folder around it.
+fn folders_of_models(config: &Config) -> Vec<PathBuf> {
+    let around = |path: &PathBuf| path.parent().map(PathBuf::from);
+    let apart = config.models.paths.values().filter_map(around);
+    let folders = config
+        .models
+        .folders
+        .iter()
+        .cloned()
+        .chain([config.hub.cache.clone()]);
+    let absolute = |folder: PathBuf| std::path::absolute(&folder).unwrap_or(folder);
+    folders.chain(apart).map(absolute).collect()
+}
+
 /// The models whose keep-alive is set apart.
 fn keep_alive_of_models(config: &Config) -> BTreeMap<String, Option<Duration>> {
     let settings = config.models.settings.iter();
     settings
         .filter_map(|(id, own)| Some((id.clone(), own.keep_alive?)))
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_queue_without_a_task_is_noticed_and_one_with_a_task_is_not() {
+        let (reports, reported) = watch::channel(0);
+        let mut end = Box::pin(end_of(reported));
+        reports.send_replace(1);
+        let pending = futures::poll!(end.as_mut());
+        assert!(pending.is_pending(), "a report is no end");
+        drop(reports);
+        end.await;
+    }
 }

@@ -1,15 +1,15 @@
-//! The house's arrows and "nevers" (docs/ARCHITECTURE.md), read off the manifests and the sources.
+//! The allowed dependencies and the prohibitions of docs/ARCHITECTURE.md, checked against manifests and sources.
 
 #![allow(clippy::unwrap_used)] // a test
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-const ROOMS: [&str; 6] = ["residency", "gpu", "ops", "pipelines", "engine", "moored"];
+const CRATES: [&str; 6] = ["residency", "gpu", "ops", "pipelines", "engine", "moored"];
 
-/// Which rooms each room may import.
-fn allowed(room: &str) -> &'static [&'static str] {
-    match room {
+/// The crates that each crate may import.
+fn allowed(name: &str) -> &'static [&'static str] {
+    match name {
         "residency" => &[],
         "gpu" => &["residency"],
         "ops" => &["gpu"],
@@ -17,7 +17,9 @@ fn allowed(room: &str) -> &'static [&'static str] {
         "engine" => &["pipelines", "gpu", "residency"],
         "moored" => &["engine", "pipelines", "gpu", "residency"],
         other => {
-            panic!("{other} is a room that has no arrows yet: draw them here and in docs/ARCHITECTURE.md")
+            panic!(
+                "{other} is a crate without allowed dependencies: add them here and in docs/ARCHITECTURE.md"
+            )
         }
     }
 }
@@ -26,7 +28,7 @@ fn service() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
 }
 
-/// Direct dependencies of each room, those of its tests left out.
+/// Direct dependencies of each crate, without those of its tests.
 fn dependencies() -> BTreeMap<String, BTreeSet<String>> {
     let mut found = BTreeMap::new();
     for entry in std::fs::read_dir(service()).unwrap() {
@@ -44,10 +46,10 @@ fn dependencies() -> BTreeMap<String, BTreeSet<String>> {
     found
 }
 
-/// Rust sources of a room, tests left out.
-fn sources(room: &str) -> Vec<(PathBuf, String)> {
+/// Rust sources of a crate, without tests.
+fn sources(name: &str) -> Vec<(PathBuf, String)> {
     let mut found = Vec::new();
-    let mut folders = vec![service().join(room).join("src")];
+    let mut folders = vec![service().join(name).join("src")];
     while let Some(folder) = folders.pop() {
         for entry in std::fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
@@ -64,12 +66,12 @@ fn sources(room: &str) -> Vec<(PathBuf, String)> {
 
 #[test]
 fn arrows_point_one_way() {
-    for (room, dependencies) in dependencies() {
-        let ours = dependencies.iter().filter(|d| ROOMS.contains(&d.as_str()));
+    for (name, dependencies) in dependencies() {
+        let ours = dependencies.iter().filter(|d| CRATES.contains(&d.as_str()));
         for other in ours {
             assert!(
-                allowed(&room).contains(&other.as_str()),
-                "{room} must not import {other}"
+                allowed(&name).contains(&other.as_str()),
+                "{name} must not import {other}"
             );
         }
     }
@@ -77,11 +79,11 @@ fn arrows_point_one_way() {
 
 #[test]
 fn only_the_binary_knows_a_protocol() {
-    for (room, dependencies) in dependencies() {
+    for (name, dependencies) in dependencies() {
         for protocol in ["tonic", "prost", "tonic-prost", "tonic-types", "postcard"] {
             assert!(
-                room == "moored" || !dependencies.contains(protocol),
-                "{room} imports {protocol}"
+                name == "moored" || !dependencies.contains(protocol),
+                "{name} imports {protocol}"
             );
         }
     }
@@ -108,10 +110,69 @@ fn residency_is_pure() {
     }
 }
 
+/// The queue's sources without their unit tests, by path within its folder.
+fn queue_sources() -> Vec<(String, String)> {
+    let folder = service().join("engine/src/queue");
+    let of_queue = sources("engine").into_iter().filter_map(|(path, text)| {
+        let name = path.strip_prefix(&folder).ok()?.to_str()?.to_owned();
+        let code = text.split("#[cfg(test)]").next()?.to_owned();
+        Some((name, code))
+    });
+    of_queue.collect()
+}
+
+#[test]
+fn only_the_core_of_the_queue_sees_two_owners() {
+    let outside = ["mod.rs", "shell.rs", "listener.rs"]; // they bring it calls
+    let sources = queue_sources();
+    assert!(sources.len() > 20);
+    for (name, code) in sources {
+        let is_core = name.starts_with("core/") || outside.contains(&name.as_str());
+        assert!(
+            is_core || !code.contains("core::"),
+            "{name} uses the queue's core"
+        );
+        assert!(
+            is_core || !code.contains("impl Core"),
+            "{name} is no part of the queue's core"
+        );
+        for decisions in code
+            .split("\nimpl")
+            .filter(|code| code.trim_start_matches("<'a>").starts_with(" View<"))
+        {
+            let decisions = decisions.split("\n}\n").next().unwrap();
+            assert!(
+                !decisions.contains("&mut self"),
+                "{name} decides over a view and changes something"
+            );
+        }
+    }
+}
+
+#[test]
+fn the_core_of_the_queue_does_no_io_and_reads_no_clock() {
+    for (name, code) in queue_sources()
+        .into_iter()
+        .filter(|(name, _)| name.starts_with("core/"))
+    {
+        for outside in [
+            "async ",
+            ".await",
+            "spawn",
+            "Instant::now",
+            "std::fs",
+            "mpsc",
+            "watch::",
+        ] {
+            assert!(!code.contains(outside), "{name}: {outside}");
+        }
+    }
+}
+
 #[test]
 fn unsafe_lives_in_gpu_and_ops_alone() {
-    for room in ROOMS.iter().filter(|room| !["gpu", "ops"].contains(room)) {
-        for (path, text) in sources(room) {
+    for name in CRATES.iter().filter(|name| !["gpu", "ops"].contains(name)) {
+        for (path, text) in sources(name) {
             let is_code = |line: &&str| !line.trim_start().starts_with("//");
             let line = text.lines().filter(is_code).find(|line| line.contains("unsafe "));
             assert!(line.is_none(), "{}: {line:?}", path.display());
@@ -121,8 +182,8 @@ fn unsafe_lives_in_gpu_and_ops_alone() {
 
 #[test]
 fn only_the_configuration_reads_the_environment() {
-    for room in ROOMS {
-        for (path, text) in sources(room) {
+    for name in CRATES {
+        for (path, text) in sources(name) {
             let is_config = path.components().any(|part| part.as_os_str() == "config");
             assert!(
                 is_config || !text.contains("env::var"),

@@ -1,4 +1,4 @@
-//! Activations, number by number.
+//! Elementwise activation functions.
 
 use candle_core::cpu::erf::erf_f32;
 use candle_core::{D, Result, Tensor};
@@ -6,10 +6,10 @@ use candle_core::{D, Result, Tensor};
 use crate::loops::{gelu_tanh_in_place, quick_gelu_in_place, silu_in_place};
 use crate::place::write_rows;
 
-/// An activation. Their order is that of `elementwise.cuh`.
+/// An activation function. The order of the variants is that of `elementwise.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Nonlinearity {
-    /// `torch.nn.GELU()`, by the error function.
+    /// `torch.nn.GELU()`, exact, by the error function.
     Gelu,
     /// `torch.nn.GELU(approximate="tanh")`.
     GeluTanh,
@@ -20,7 +20,7 @@ pub enum Nonlinearity {
 }
 
 impl Nonlinearity {
-    /// Of every number, in place.
+    /// Applies it to every element, in place.
     pub(crate) fn apply(self, numbers: &mut [f32]) {
         match self {
             Nonlinearity::Gelu => gelu_in_place(numbers),
@@ -31,10 +31,10 @@ impl Nonlinearity {
     }
 }
 
-/// An activation of every number of `x` `[.., d]`, in place, computed in f32. `x` may be a window of a larger tensor.
+/// Applies an activation to every element of `x` `[.., d]`, in place, computed in f32. `x` may be a strided view.
 ///
 /// # Errors
-/// Those of the device.
+/// Errors of the device.
 pub fn activate(x: &Tensor, by: Nonlinearity) -> Result<()> {
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_is_activated_in_place() -> Result<()> {
+    fn a_strided_view_is_activated_in_place() -> Result<()> {
         use candle_core::Device;
         let x = (random(&[3, 5, 24], 1)? * 3.0)?;
         for (width, by, expected) in [

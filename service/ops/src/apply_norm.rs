@@ -1,5 +1,5 @@
-//! How a layer reads a map whose channels lie side by side: normalised, activated, enlarged and padded, in one pass over
-//! the rows that are asked for, into a given buffer.
+//! Reading of a channels-last feature map by a layer: normalization, SiLU, upsampling and padding in one pass over
+//! the rows that are requested, into a given buffer.
 
 #![allow(unsafe_code)] // Instructions that not every processor has.
 
@@ -9,46 +9,49 @@ use crate::group_moments::Affine;
 use crate::place::{Rows, apart_from, with_rows, write_rows};
 use crate::rows::exp;
 
-/// How the channels of a position are normalised.
+/// Normalization of the channels of a position.
 #[derive(Clone, Copy, Debug)]
 pub enum ChannelNorm<'a> {
-    /// Not.
     None,
-    /// A factor and a summand each ([`crate::group_moments()`]).
+    /// Per-channel scale and shift ([`crate::group_moments()`]).
     Affine(&'a Affine),
-    /// By their length: `x / max(|x|, eps) * sqrt(c) * weight` (diffusers' `WanRMS_norm`).
+    /// RMS norm, `x / max(
+    /// x
+    /// , eps) * sqrt(c) * weight` (diffusers' `WanRMS_norm`).
     Rms {
         /// `[c]`, in the dtype of the map.
         weight: &'a Tensor,
-        /// The least length.
+        /// Lower bound of `
+        /// x
+        /// `.
         eps: f64,
     },
 }
 
-/// What is read where the map has ended.
+/// Padding mode outside of the map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pad {
-    /// Zeros, whatever the norm.
+    /// Zeros, applied after the norm.
     Zero,
     /// The nearest position of the map.
     Replicate,
 }
 
-/// How a map is read.
+/// How a feature map is read.
 #[derive(Clone, Copy, Debug)]
 pub struct MapReading<'a> {
-    /// What is done to each position first.
+    /// Normalization, applied first.
     pub norm: ChannelNorm<'a>,
-    /// Then `x * sigmoid(x)`.
+    /// Apply SiLU, `x * sigmoid(x)`, after the norm.
     pub silu: bool,
-    /// Every position four times: twice the rows and columns, to the nearest (`Upsample2D`).
+    /// Upsample rows and columns by 2, nearest neighbour (`Upsample2D`).
     pub twice: bool,
-    /// What lies around the map.
+    /// Padding mode.
     pub pad: Pad,
 }
 
 impl MapReading<'_> {
-    /// As it is, with zeros around.
+    /// The identity, with zero padding.
     pub const PLAIN: MapReading<'static> = MapReading {
         norm: ChannelNorm::None,
         silu: false,
@@ -57,7 +60,7 @@ impl MapReading<'_> {
     };
 }
 
-/// Sides of a map `[h, w, c]` or `[t, h, w, c]`: frames, height, width, channels.
+/// Dimensions of a map `[h, w, c]` or `[t, h, w, c]`: frames, height, width, channels.
 pub(crate) fn sides(map: &Tensor) -> Result<[usize; 4]> {
     match *map.dims() {
         [height, width, channels] => Ok([1, height, width, channels]),
@@ -68,13 +71,13 @@ pub(crate) fn sides(map: &Tensor) -> Result<[usize; 4]> {
     }
 }
 
-/// Reads a part of a map `x` `[h, w, c]` or `[t, h, w, c]` into `out`, of the same rank, channels and dtype: its first
-/// position is `from` (frame, row, column, counted where the enlarged map begins; less than 0 and beyond the map is
-/// padding), and it is as large as `out`. Rows of either must be whole runs of memory; `out` may be a window, and must
-/// not overlap `x`.
+/// Reads a region of a map `x` `[h, w, c]` or `[t, h, w, c]` into `out`, of the same rank, channels and dtype. The
+/// region starts at `from` (frame, row, column, in coordinates of the upsampled map; positions outside of the map are
+/// padding) and has the size of `out`. Rows of both must be contiguous; `out` may be a strided view, and must not
+/// overlap `x`.
 ///
 /// # Errors
-/// When shapes do not fit.
+/// When shapes do not match.
 pub fn apply_norm(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], out: &Tensor) -> Result<()> {
     let ([_, height, width, channels], written) = (sides(x)?, sides(out)?);
     let vectors = match reading.norm {
@@ -98,7 +101,7 @@ pub fn apply_norm(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], out: &Te
     read_on_cpu(x, reading, from, out)
 }
 
-/// The place of the map that is read for a place of an axis; `None` for zeros.
+/// The source position for a position along an axis; `None` for zero padding.
 fn source(place: i64, size: usize, twice: bool, pad: Pad) -> Option<usize> {
     let scale = if twice { 2 } else { 1 };
     let last = size as i64 * scale - 1;
@@ -133,7 +136,7 @@ fn read_on_cpu(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], out: &Tenso
                 let target = &mut rest[..channels];
                 match column {
                     None => target.fill(0.0),
-                    // The same position again is a copy of what was just written.
+                    // A repeated position is a copy of the previous one.
                     Some(_) if before == Some(column) => {
                         target.copy_from_slice(&written[(index - 1) * channels..]);
                     }
@@ -145,11 +148,13 @@ fn read_on_cpu(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], out: &Tenso
     })
 }
 
-/// What is done to each position, on the CPU.
+/// The transformation of each position, on the CPU.
 struct OfPosition {
     factors: Vec<f32>,
     summands: Vec<f32>,
-    /// Whether factors are applied to numbers that are divided by their length first, and the least length.
+    /// `Some(eps)` for RMS norm: elements are divided by `max(
+    /// x
+    /// , eps)` before the factors are applied.
     least_length: Option<f64>,
     is_plain: bool,
     silu: bool,
@@ -194,7 +199,7 @@ impl OfPosition {
         };
         #[cfg(target_arch = "x86_64")]
         if self.is_wide {
-            // SAFETY: the processor was asked for both.
+            // SAFETY: both instruction sets were detected.
             return unsafe { affine_wide(from, by, &self.factors, &self.summands, self.silu, to) };
         }
         affine(from, by, &self.factors, &self.summands, self.silu, to);
@@ -208,7 +213,7 @@ fn has_wide_instructions() -> bool {
     false
 }
 
-/// The same, compiled for wider registers than every processor has.
+/// The same function compiled for AVX2 and FMA.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn affine_wide(from: &[f32], by: f32, factors: &[f32], summands: &[f32], silu: bool, to: &mut [f32]) {
@@ -229,10 +234,10 @@ fn affine(from: &[f32], by: f32, factors: &[f32], summands: &[f32], silu: bool, 
     }
 }
 
-/// `out += x`, row by row: [`apply_norm`] for layers that add. Both are `[.., c]` of one dtype.
+/// `out += x`, row by row: [`apply_norm`] for residual connections. Both are `[.., c]` of one dtype.
 ///
 /// # Errors
-/// When shapes do not fit.
+/// When shapes do not match.
 pub fn add_rows(x: &Tensor, out: &Tensor) -> Result<()> {
     let channels = x.dim(D::Minus1)?;
     if x.dims() != out.dims() || x.dtype() != out.dtype() {
@@ -259,7 +264,7 @@ mod tests {
     use super::*;
     use crate::testing::{BF16_OPERATION, assert_close, here, random};
 
-    /// One number after the other, in f64.
+    /// Reference implementation in f64, element by element.
     fn naive(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], shape: &[usize]) -> Result<Tensor> {
         let [frames, height, width, channels] = sides(x)?;
         let numbers = x.flatten_all()?.to_vec1::<f32>()?;
@@ -300,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_of_a_map_is_read_as_it_is_defined() -> Result<()> {
+    fn a_region_of_a_map_equals_the_reference() -> Result<()> {
         for channels in [1, 3, 8, 20, 64] {
             let x = (random(&[2, 5, 7, channels], channels as u64)? * 4.0)?;
             let (a, b) = (random(&[channels], 2)?, random(&[channels], 3)?);
@@ -337,8 +342,8 @@ mod tests {
                             ([0, 1, 0], [1, 9, 15]),
                         ];
                         for (from, [frames, rows, columns]) in places {
-                            // A window of a buffer in which nothing may be left of what was there, and nothing beside it
-                            // may change.
+                            // A view of a larger buffer: the view must be overwritten completely, and the rest must
+                            // not change.
                             let buffer = here(&Tensor::full(
                                 7f32,
                                 (frames, rows + 2, columns + 1, channels),
@@ -349,7 +354,7 @@ mod tests {
                             apply_norm(&there_x, &reading, from, &window)?;
                             let expected = naive(&exact, &reading, from, window.dims())?;
                             let found = window.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
-                            // All zeros have no relative distance.
+                            // A result of all zeros has no relative error.
                             let most = if dtype == DType::F32 { 1e-6 } else { BF16_OPERATION };
                             assert_close(&(found + 1e-3)?, &(expected + 1e-3)?, most)?;
                             let sum = |t: &Tensor| {
@@ -375,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_added_where_they_lie() -> Result<()> {
+    fn rows_are_added_in_place() -> Result<()> {
         for channels in [5, 16] {
             let (x, y) = (random(&[3, 4, channels], 1)?, random(&[5, 4, channels], 2)?);
             let expected = (&x + y.narrow(0, 1, 3)?)?;

@@ -1,38 +1,38 @@
-//! Attention: `softmax(q kᵀ scale + mask) v`, over tensors as projections leave them.
+//! Attention: `softmax(q kᵀ scale + mask) v`, over tensors as projections produce them.
 
 mod cpu;
 
 use candle_core::{Result, Tensor};
 
-use crate::planned::{AttentionShape, Planned, tell_asked};
+use crate::planned::{AttentionShape, Planned, log_shape};
 
-/// Which keys a query sees.
+/// Which keys a query attends to.
 #[derive(Clone, Copy, Debug)]
 pub enum Mask<'a> {
-    /// All.
+    /// All keys.
     None,
-    /// Those up to its own place.
+    /// Keys up to the query's own position.
     Causal,
-    /// Those at most so many places before and after its own.
+    /// Keys at most this far before and after the query's own position.
     Window {
-        /// Keys before the query's own place.
+        /// Keys before the query's own position.
         before: usize,
-        /// Keys after it.
+        /// Keys after the query's own position.
         after: usize,
     },
-    /// All, with `[b or 1, h or 1, n or 1, m]` added to the scaled scores, in the dtype of the queries.
+    /// All keys, with a bias `[b or 1, h or 1, n or 1, m]` added to the scaled scores, in the dtype of the queries.
     Bias(&'a Tensor),
-    /// The first so many of each batch: u32 `[b]`, 1 at least.
+    /// The first `lengths[i]` keys of batch item `i`: u32 `[b]`, each at least 1.
     Lengths(&'a Tensor),
 }
 
 /// Scaled dot-product attention (Vaswani et al. 2017; `torch.nn.functional.scaled_dot_product_attention`), written to
-/// `out`. `q` is `[b, n, h, d]`, `k` and `v` are `[b, m, g, d]` where `g` divides `h` (each `h / g` heads of queries share
-/// one of keys), `out` is `[b, n, h, d]`; of all, only the last axis must be contiguous, so that they may be windows of
-/// one buffer. `out` must not overlap the others. Softmax and sums are f32.
+/// `out`. `q` is `[b, n, h, d]`, `k` and `v` are `[b, m, g, d]` where `g` divides `h` (grouped-query attention),
+/// `out` is `[b, n, h, d]`. Only the last axis must be contiguous, so that the operands may be views of one buffer.
+/// `out` must not overlap the others. Softmax and sums are f32.
 ///
 /// # Errors
-/// When shapes do not fit; those of the device.
+/// When shapes do not match; errors of the device.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>, out: &Tensor) -> Result<()> {
     let (batch, _, heads, width) = q.dims4()?;
     let (key_batch, _, key_heads, key_width) = k.dims4()?;
@@ -50,7 +50,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>,
             out.dims()
         );
     }
-    tell_asked(|| AttentionShape::of(q, k, v, mask, out).map(Planned::Attention));
+    log_shape(|| AttentionShape::of(q, k, v, mask, out).map(Planned::Attention));
     #[cfg(feature = "cuda")]
     if q.device().is_cuda() {
         return crate::cuda::attention(q, k, v, scale, mask, out);

@@ -1,18 +1,19 @@
-//! What attention on a card takes beside its operands, where its scores are written down.
+//! Workspace of attention on a card where cuDNN has no plan and scores are materialized.
 
-/// Bytes of scores that exist at a time, unless those of one query are more.
+/// Limit on the bytes of materialized scores, unless those of one query exceed it.
 const SCORE_BYTES: usize = 64 << 20;
 
-/// Rows of scores, over all heads, that keep a card busy; and queries of a head that fill the tiles of a product.
+/// Rows of scores, over all heads, that keep a card busy; and queries of a head that fill the tiles of a matrix
+/// product.
 const ROWS: usize = 3072;
 const TILE: usize = 128;
 
-/// Numbers from a row of scores to the next: rows of weights begin at multiples of 16 bytes, as products like them.
+/// Stride of a row of scores, in elements: rows are aligned to 16 bytes for matrix products.
 pub(crate) fn row_of_scores(keys: usize) -> usize {
     keys.next_multiple_of(8)
 }
 
-/// Queries whose scores exist at a time.
+/// Number of queries whose scores are materialized at a time.
 pub(crate) fn queries_at_a_time(heads: usize, queries: usize, keys: usize) -> usize {
     let bytes_of_a_query = heads * row_of_scores(keys) * size_of::<f32>();
     let most = SCORE_BYTES / bytes_of_a_query.max(1);
@@ -24,8 +25,8 @@ pub(crate) fn queries_at_a_time(heads: usize, queries: usize, keys: usize) -> us
     chunk.clamp(1, queries.max(1))
 }
 
-/// Bytes that [`crate::attention()`] takes at most on a card beside its operands, in each of its dtypes: what its scores take,
-/// in f32, where cuDNN does not do it. Of so many heads, queries and keys; batches go one after the other.
+/// Maximum workspace in bytes of [`crate::attention()`] on a card, in any dtype: the f32 scores, where cuDNN has no
+/// plan. For one batch item; items are processed one after the other.
 pub fn attention_workspace(heads: usize, queries: usize, keys: usize) -> usize {
     heads * queries_at_a_time(heads, queries, keys) * row_of_scores(keys) * size_of::<f32>()
 }
@@ -35,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn scores_are_bounded_whatever_the_size() {
+    fn the_workspace_of_scores_is_bounded_for_every_size() {
         // FLUX.1 at 1024x1024 and at 4096x4096, T5, CLIP, and an autoencoder's one head.
         for (heads, queries, keys, bytes) in [
             (24, 4608, 4608, 24 * 128 * 4608 * 4),
@@ -48,7 +49,7 @@ mod tests {
             assert_eq!(attention_workspace(heads, queries, keys), bytes);
             assert!(bytes <= SCORE_BYTES);
         }
-        // One query is the least.
+        // The minimum is one query.
         assert_eq!(attention_workspace(1000, 5, 100_000), 1000 * 100_000 * 4);
     }
 }

@@ -1,31 +1,31 @@
-//! Convolutions over one, two or three axes of maps whose channels lie side by side.
+//! Convolutions over one, two or three axes of channels-last feature maps.
 
 use candle_core::{DType, Device, Result, Tensor};
 use gpu::Weight;
 
 use crate::convolve_cpu;
 use crate::dequantize;
-use crate::planned::{ConvolutionShape, Planned, tell_asked};
+use crate::planned::{ConvolutionShape, Planned, log_shape};
 
-/// Bounds of what patches are unrolled into on a card that has no convolution of its own for a shape, unless the patches
-/// of one position are more.
-const LEAST_UNROLLED_BYTES: usize = 1 << 20;
-const MOST_UNROLLED_BYTES: usize = 16 << 20;
+/// Bounds of the buffer of unrolled patches (im2col) on a card without a cuDNN plan, unless the patches of one
+/// position exceed them.
+const MIN_UNROLLED_BYTES: usize = 1 << 20;
+const MAX_UNROLLED_BYTES: usize = 16 << 20;
 
-/// How a filter steps over a map: by frame, row, column. Axes that a map does not have are the first ones; they have no
-/// padding, and strides of 1.
+/// Padding and strides of a filter, by frame, row and column. Missing axes come first; they have no padding, and
+/// strides of 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Steps {
-    /// Zeros that are thought before the map.
+    /// Zero padding before the map.
     pub before: [usize; 3],
-    /// Zeros that are thought behind it.
+    /// Zero padding behind the map.
     pub after: [usize; 3],
-    /// From what an output looks at to what the next one does.
+    /// Distance between the inputs of neighbouring outputs.
     pub strides: [usize; 3],
 }
 
 impl Steps {
-    /// To each position, and not beyond the map.
+    /// Stride 1 without padding.
     pub const EACH: Steps = Steps {
         before: [0; 3],
         after: [0; 3],
@@ -33,18 +33,18 @@ impl Steps {
     };
 }
 
-/// The sides of a filter.
+/// Dimensions of a filter.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sides {
     outputs: usize,
     inputs: usize,
     kernel: [usize; 3],
-    /// Spatial axes; 0 for a matrix.
+    /// Number of spatial axes; 0 for a matrix.
     axes: usize,
 }
 
 impl Sides {
-    /// Of a weight `[out, in, spatial..]` with up to three spatial axes, none of which is 0.
+    /// Of a weight `[out, in, spatial..]` with up to three spatial axes, each at least 1.
     pub(crate) fn of(weight: &[usize]) -> Option<Sides> {
         let [outputs, inputs, ref spatial @ ..] = *weight else {
             return None;
@@ -60,21 +60,22 @@ impl Sides {
     }
 }
 
-/// A convolution's weight as the device reads it.
+/// A convolution's weight in the layout of the device.
 #[derive(Clone, Debug)]
 pub struct Filter {
-    /// On a card `[out, taps, in]` in the dtype of maps. On the CPU f32 `[taps, in, out]`, or `[out, in]` for one tap.
+    /// On a card `[out, taps, in]` in the dtype of maps. On the CPU f32 `[taps, in, out]`, or `[out, in]` for one
+    /// tap.
     pub(crate) held: Tensor,
     sides: Sides,
 }
 
 impl Filter {
-    /// Of a weight `[out, in, spatial..]` with up to three spatial axes (as `torch.nn.ConvNd` keeps them), for maps of
-    /// this dtype. A quantized weight is dequantized. It takes as much memory as the weight has in that dtype, except for
-    /// a weight in full precision of one tap.
+    /// Converts a weight `[out, in, spatial..]` with up to three spatial axes (`torch.nn.ConvNd`) for maps of this
+    /// dtype. A quantized weight is dequantized. Allocates the bytes of the weight in that dtype, except for a
+    /// full-precision weight of one tap, which is shared.
     ///
     /// # Errors
-    /// When the shape is another.
+    /// When the shape is not of this form.
     pub fn new(weight: &Weight, dtype: DType) -> Result<Filter> {
         let Some(sides) = Sides::of(weight.dims()) else {
             candle_core::bail!("a filter of shape {:?}", weight.dims());
@@ -104,32 +105,32 @@ impl Filter {
         Ok(Filter { held, sides })
     }
 
-    /// Channels of what it gives.
+    /// Number of output channels.
     pub fn outputs(&self) -> usize {
         self.sides.outputs
     }
 }
 
-/// A convolution whose shapes fit: a map of so many frames, rows and columns, some of them side by side (`batch`).
+/// A convolution with validated shapes, over `batch` maps of frames, rows and columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Shape {
+pub(crate) struct MapShape {
     pub(crate) batch: usize,
     pub(crate) sides: [usize; 3],
     pub(crate) inputs: usize,
     pub(crate) outputs: usize,
     pub(crate) kernel: [usize; 3],
     pub(crate) steps: Steps,
-    /// Sides of what is written.
+    /// Dimensions of the output.
     pub(crate) out: [usize; 3],
-    /// Spatial axes, 1 to 3.
+    /// Number of spatial axes, 1 to 3.
     pub(crate) axes: usize,
 }
 
-impl Shape {
-    /// Of a map `[spatial.., in]` or `[n, spatial.., in]` of these dims.
-    pub(crate) fn of(dims: &[usize], filter: Sides, steps: &Steps) -> Option<Shape> {
+impl MapShape {
+    /// Of a map `[spatial.., in]` or `[n, spatial.., in]` with these dimensions.
+    pub(crate) fn of(dims: &[usize], filter: Sides, steps: &Steps) -> Option<MapShape> {
         let axes = filter.axes.max(1);
-        // A matrix is a filter of one tap over any axes.
+        // A matrix is a filter of one tap over any number of axes.
         let axes = match filter.axes {
             0 => dims.len().checked_sub(1)?.clamp(1, 3),
             _ => axes,
@@ -154,7 +155,7 @@ impl Shape {
             .iter()
             .chain(&steps.after[..unused])
             .all(|&pad| pad == 0);
-        (dims.last() == Some(&filter.inputs) && !dims.contains(&0) && is_unused).then_some(Shape {
+        (dims.last() == Some(&filter.inputs) && !dims.contains(&0) && is_unused).then_some(MapShape {
             batch,
             sides,
             inputs: filter.inputs,
@@ -170,19 +171,19 @@ impl Shape {
         self.kernel.iter().product()
     }
 
-    /// Positions that are written.
+    /// Number of output positions.
     pub(crate) fn positions(&self) -> usize {
         self.batch * self.out.iter().product::<usize>()
     }
 
-    /// Whether each output looks at its own position alone.
+    /// Whether each output depends on its own position only (a 1x1 convolution).
     pub(crate) fn is_product(&self) -> bool {
         self.taps() == 1 && self.steps == Steps::EACH
     }
 
-    /// What cuDNN is asked for; `None` where it is a product.
+    /// The shape to plan with cuDNN; `None` for a 1x1 convolution, which is a matrix product.
     pub(crate) fn planned(&self, dtype: DType, has_bias: bool) -> Option<ConvolutionShape> {
-        // Spatial axes that are not used stand first.
+        // Unused spatial axes come first.
         let of = |all: &[usize; 3]| all[3 - self.axes..].to_vec();
         (!self.is_product()).then(|| ConvolutionShape {
             batch: self.batch,
@@ -200,24 +201,24 @@ impl Shape {
     }
 }
 
-/// What becomes of the numbers where a convolution writes.
+/// How a convolution writes its output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Onto {
-    /// They are written over.
+    /// Overwrite.
     Nothing,
-    /// They are added to.
+    /// Accumulate.
     Itself,
 }
 
-/// Convolves (`torch.nn.functional.conv1d` to `conv3d`, channels last): `x` is `[spatial.., in]` or
-/// `[n, spatial.., in]`, `bias` `[out]`, and `out` has the spatial sides that follow from them. All are contiguous and of one
-/// dtype; `out` may be a window that is one run of memory, and must not overlap `x`. Sums are f32.
+/// Convolution (`torch.nn.functional.conv1d` to `conv3d`, channels-last): `x` is `[spatial.., in]` or `[n, spatial..,
+/// in]`, `bias` `[out]`, and `out` has the resulting spatial dimensions. All are contiguous and of one dtype; `out`
+/// may be a contiguous view, and must not overlap `x`. Sums are f32.
 ///
-/// On a card cuDNN convolves in f16 and bf16 where it is there; else patches are unrolled some at a time and multiplied
-/// ([`convolve_scratch`]).
+/// On a card, f16 and bf16 are convolved by cuDNN if it has a plan; otherwise patches are unrolled in batches and
+/// multiplied ([`convolve_scratch`]).
 ///
 /// # Errors
-/// When shapes do not fit.
+/// When shapes do not match.
 pub fn convolve(
     x: &Tensor,
     filter: &Filter,
@@ -226,7 +227,7 @@ pub fn convolve(
     out: &Tensor,
     onto: Onto,
 ) -> Result<()> {
-    let shape = Shape::of(x.dims(), filter.sides, steps).filter(|shape| {
+    let shape = MapShape::of(x.dims(), filter.sides, steps).filter(|shape| {
         let mut written = x.dims().to_vec();
         let rank = written.len();
         written[rank - 1 - shape.axes..rank - 1].copy_from_slice(&shape.out[3 - shape.axes..]);
@@ -247,7 +248,7 @@ pub fn convolve(
             out.dims()
         );
     };
-    tell_asked(|| shape.planned(x.dtype(), bias.is_some()).map(Planned::Convolution));
+    log_shape(|| shape.planned(x.dtype(), bias.is_some()).map(Planned::Convolution));
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
         return crate::cuda::convolve(x, filter, bias, &shape, out, onto);
@@ -255,13 +256,13 @@ pub fn convolve(
     convolve_cpu::convolve(x, filter, bias, &shape, out, onto)
 }
 
-/// Positions whose patches are unrolled at a time on a card, where each has so many bytes, over a map of so many.
+/// Number of positions whose patches are unrolled at a time on a card, given the bytes of the map and of a patch.
 pub(crate) fn unrolled_positions(bytes_of_x: usize, bytes_of_patch: usize) -> usize {
-    (bytes_of_x.clamp(LEAST_UNROLLED_BYTES, MOST_UNROLLED_BYTES) / bytes_of_patch.max(1)).max(1)
+    (bytes_of_x.clamp(MIN_UNROLLED_BYTES, MAX_UNROLLED_BYTES) / bytes_of_patch.max(1)).max(1)
 }
 
-/// Bytes that [`convolve`] takes at most on a card beside its operands: of a map of so many positions to as many as are
-/// written, by a filter of so many taps, in numbers of this size. On the CPU it takes none that grow with the map.
+/// Maximum workspace in bytes of [`convolve`] on a card: for input and output positions, filter taps and element
+/// size. On the CPU no workspace grows with the map.
 pub fn convolve_scratch(
     (positions_in, positions_out): (usize, usize),
     (inputs, outputs): (usize, usize),
@@ -286,9 +287,9 @@ mod tests {
     use super::*;
     use crate::testing::{BF16_OPERATION, assert_close, here, random};
 
-    /// One product after the other, in f64; axes that are missing are 1.
-    fn naive(x: &[f32], weight: &[f32], bias: &[f32], shape: &Shape) -> Vec<f32> {
-        let Shape {
+    /// Reference implementation in f64; missing axes are 1.
+    fn naive(x: &[f32], weight: &[f32], bias: &[f32], shape: &MapShape) -> Vec<f32> {
+        let MapShape {
             batch,
             sides,
             inputs,
@@ -374,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn maps_are_convolved_as_it_is_defined() -> Result<()> {
+    fn convolutions_equal_the_reference() -> Result<()> {
         for Case {
             x,
             outputs,
@@ -391,7 +392,7 @@ mod tests {
                 let numbers = |t: &Tensor| back(t)?.flatten_all()?.to_vec1::<f32>();
                 let (x, bias, weight) = (there(&x)?, there(&bias)?, there(&weight)?);
                 let filter = Filter::new(&Weight::Full(weight.clone()), dtype)?;
-                let shape = Shape::of(x.dims(), filter.sides, &steps).expect("a shape that fits");
+                let shape = MapShape::of(x.dims(), filter.sides, &steps).expect("a shape that fits");
                 let sums = naive(&numbers(&x)?, &numbers(&weight)?, &numbers(&bias)?, &shape);
                 let mut dims = x.dims().to_vec();
                 let rank = dims.len();
@@ -400,7 +401,7 @@ mod tests {
                 let expected = Tensor::from_vec(sums, dims.as_slice(), &Device::Cpu)?;
                 let most = if dtype == DType::F32 { 1e-6 } else { BF16_OPERATION };
 
-                // Over what was there, in the middle of a buffer.
+                // Overwrites a region in the middle of a buffer.
                 dims.insert(0, 3);
                 let buffer = here(&Tensor::full(f32::NAN, dims.as_slice(), &Device::Cpu)?).to_dtype(dtype)?;
                 let out = buffer.get(1)?;
@@ -413,7 +414,7 @@ mod tests {
                             .all(|number| number.is_nan())
                     );
                 }
-                // And added to it.
+                // Accumulates into it.
                 convolve(&x, &filter, Some(&bias), &steps, &out, Onto::Itself)?;
                 assert_close(&back(&out)?, &(&expected * 2.0)?, most)?;
                 // Without a bias.
@@ -426,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_that_are_given_their_neighbours_make_the_whole() -> Result<()> {
+    fn strips_with_their_neighbouring_rows_equal_the_whole() -> Result<()> {
         let x = here(&random(&[23, 14, 16], 1)?);
         let weight = Weight::Full(here(&random(&[24, 16, 3, 3], 2)?));
         let filter = Filter::new(&weight, DType::F32)?;
@@ -456,7 +457,7 @@ mod tests {
     }
 
     #[test]
-    fn a_quantized_filter_is_the_filter_of_its_numbers() -> Result<()> {
+    fn a_quantized_filter_equals_its_dequantized_weight() -> Result<()> {
         use crate::testing::{formats, quantized, random_bytes};
         let x = here(&random(&[6, 5, 256], 1)?);
         for format in formats() {

@@ -1,28 +1,27 @@
-//! [`crate::convolve()`] on the CPU, without unrolling patches: neighbouring positions lie side by side, so what a row of a
-//! filter looks at is one run of memory, and the runs of neighbouring outputs overlap. One product for each row of outputs
-//! and row of the filter takes them as a matrix whose rows overlap, and adds to what the rows before gave.
+//! [`crate::convolve()`] on the CPU, without unrolling patches: maps are channels-last, so the inputs of one filter
+//! row are contiguous, and those of neighbouring outputs overlap. One matrix product per output row and filter row
+//! takes them as a matrix with overlapping rows, and accumulates.
 #![allow(unsafe_code)] // Products of matrices whose rows overlap.
 
 use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Tensor};
 use gemm::Parallelism;
 use rayon::prelude::*;
 
-use crate::convolve::{Filter, Onto, Shape};
+use crate::convolve::{Filter, MapShape, Onto};
 use crate::place::{apart_from, with_rows, write_rows};
 use crate::rows::with_numbers;
 
-/// Tasks for each thread, so that none waits for long.
+/// Tasks per thread, to balance the load.
 const TASKS: usize = 4;
 
-/// Positions that one product is taken over at most and at least: what it packs stays in a cache, and it is worth the
-/// packing.
-const MOST_POSITIONS: usize = 512;
-const LEAST_POSITIONS: usize = 32;
+/// Bounds of the positions of one matrix product: its packed operand stays in a cache, and amortizes the packing.
+const MAX_POSITIONS: usize = 512;
+const MIN_POSITIONS: usize = 32;
 
-/// Rows of a task at most. More make no product faster.
-const MOST_ROWS: usize = 8;
+/// Maximum of rows of a task. More rows make no product faster.
+const MAX_ROWS: usize = 8;
 
-/// `[out, in, taps]` to `[taps, in, out]`, f32.
+/// Permutes `[out, in, taps]` to `[taps, in, out]`, f32.
 pub(crate) fn taps_first(weight: &Tensor) -> Result<Tensor> {
     let (outputs, inputs, taps) = weight.dims3()?;
     let mut held = vec![0f32; outputs * inputs * taps];
@@ -41,17 +40,17 @@ pub(crate) fn taps_first(weight: &Tensor) -> Result<Tensor> {
     Tensor::from_vec(held, (taps, inputs, outputs), weight.device())
 }
 
-/// A convolution whose shapes were checked.
+/// A convolution with validated shapes.
 pub(crate) fn convolve(
     x: &Tensor,
     filter: &Filter,
     bias: Option<&Tensor>,
-    shape: &Shape,
+    shape: &MapShape,
     out: &Tensor,
     onto: Onto,
 ) -> Result<()> {
     if out.dtype() != DType::F32 {
-        // Narrow numbers are computed with in f32, and rounded once.
+        // Narrow dtypes are computed in f32 and rounded once.
         let wide = out.to_dtype(DType::F32)?;
         convolve_f32(x, filter, bias, shape, &wide, onto)?;
         return with_rows(&wide, shape.outputs, |wide| {
@@ -67,7 +66,7 @@ fn convolve_f32(
     x: &Tensor,
     filter: &Filter,
     bias: Option<&Tensor>,
-    shape: &Shape,
+    shape: &MapShape,
     out: &Tensor,
     onto: Onto,
 ) -> Result<()> {
@@ -77,19 +76,19 @@ fn convolve_f32(
     };
     let mut shape = *shape;
     if shape.is_product() {
-        // Where every position is by itself, all of them are one row.
+        // A 1x1 convolution treats all positions as one row.
         let positions = shape.positions();
         (shape.batch, shape.sides, shape.out) = (1, [1, 1, positions], [1, 1, positions]);
     }
     with_numbers(x, |x| {
         with_numbers(&filter.held, |filter| {
-            let work = Work {
+            let work = ConvolutionTask {
                 x,
                 filter,
                 bias: &bias,
                 shape,
                 onto,
-                // One tap is kept as it came.
+                // A filter of one tap keeps its original layout.
                 stride_of_input: if shape.taps() == 1 { 1 } else { shape.outputs },
                 stride_of_output: if shape.taps() == 1 { shape.inputs } else { 1 },
             };
@@ -98,13 +97,13 @@ fn convolve_f32(
     })
 }
 
-struct Work<'a> {
+struct ConvolutionTask<'a> {
     x: &'a [f32],
     filter: &'a [f32],
     bias: &'a [f32],
-    shape: Shape,
+    shape: MapShape,
     onto: Onto,
-    /// From an input of the filter to the next, and from an output.
+    /// Strides of the filter, by input channel and by output channel.
     stride_of_input: usize,
     stride_of_output: usize,
 }
@@ -112,7 +111,7 @@ struct Work<'a> {
 /// Some rows of one frame of the outputs, or some columns of one row.
 #[derive(Clone, Copy)]
 struct Part {
-    /// Frames of all maps before it.
+    /// Index of the frame over the whole batch.
     frame: usize,
     first_row: usize,
     rows: usize,
@@ -120,7 +119,7 @@ struct Part {
     columns: usize,
 }
 
-impl InplaceOp1 for Work<'_> {
+impl InplaceOp1 for ConvolutionTask<'_> {
     fn name(&self) -> &'static str {
         "convolve"
     }
@@ -134,16 +133,16 @@ impl InplaceOp1 for Work<'_> {
     }
 }
 
-impl Work<'_> {
+impl ConvolutionTask<'_> {
     fn all(&self, out: &mut [f32]) {
-        let Shape {
+        let MapShape {
             out: sides, outputs, ..
         } = self.shape;
         let [_, height, width] = sides;
         let tasks = TASKS * rayon::current_num_threads();
         for (frame, plane) in out.chunks_mut(height * width * outputs).enumerate() {
             if height >= tasks / 2 {
-                let rows = (height / tasks).clamp(1, MOST_ROWS);
+                let rows = (height / tasks).clamp(1, MAX_ROWS);
                 plane
                     .par_chunks_mut(rows * width * outputs)
                     .enumerate()
@@ -161,7 +160,7 @@ impl Work<'_> {
             }
             let columns = (width * height)
                 .div_ceil(tasks)
-                .clamp(LEAST_POSITIONS, MOST_POSITIONS);
+                .clamp(MIN_POSITIONS, MAX_POSITIONS);
             plane
                 .par_chunks_mut(width * outputs)
                 .enumerate()
@@ -193,7 +192,7 @@ impl Work<'_> {
                 }
             }
         }
-        let Shape {
+        let MapShape {
             sides,
             kernel,
             steps,
@@ -213,7 +212,7 @@ impl Work<'_> {
         }
     }
 
-    /// Adds what one row of the filter gives, of frame `frame` of all maps.
+    /// Adds the contribution of one filter row, for frame `frame` of the batch.
     fn row_of_filter(
         &self,
         part: Part,
@@ -222,7 +221,7 @@ impl Work<'_> {
         row_of_all: usize,
         out: &mut [f32],
     ) {
-        let Shape {
+        let MapShape {
             sides,
             kernel,
             steps,
@@ -231,7 +230,7 @@ impl Work<'_> {
             ..
         } = self.shape;
         let ([_, height, width], [_, step_down, step]) = (sides, steps.strides);
-        // Rows of the part that look at a row of the map.
+        // Rows of the part whose inputs include a row of the map.
         let down = |row: usize| (part.first_row + row) * step_down + row_of_filter;
         let looks = |row: &usize| {
             down(*row)
@@ -242,7 +241,8 @@ impl Work<'_> {
             return;
         };
         let row_at = |row: usize| (frame * height + down(row) - steps.before[1]) * width * inputs;
-        // Columns whose taps are all inside the map: the others are few, and are taken one by one over all rows.
+        // Columns whose taps are all inside the map. The border columns are few, and are computed one by one over all
+        // rows.
         let taps_of = |column: usize| {
             let begin = (part.first_column + column) * step;
             let first = steps.before[2].saturating_sub(begin);
@@ -261,7 +261,7 @@ impl Work<'_> {
                 continue;
             }
             let x = (part.first_column + column) * step + tap - steps.before[2];
-            self.multiply_any(Product {
+            self.multiply_any(RowProduct {
                 out: &mut out[(first * part.columns + column) * outputs..],
                 out_stride: part.columns * outputs,
                 positions: last - first + 1,
@@ -272,12 +272,12 @@ impl Work<'_> {
             });
         }
         for row in first..=last {
-            for column in whole.clone().step_by(MOST_POSITIONS) {
+            for column in whole.clone().step_by(MAX_POSITIONS) {
                 let x = (part.first_column + column) * step - steps.before[2];
-                self.multiply_any(Product {
+                self.multiply_any(RowProduct {
                     out: &mut out[(row * part.columns + column) * outputs..],
                     out_stride: outputs,
-                    positions: MOST_POSITIONS.min(whole.end - column),
+                    positions: MAX_POSITIONS.min(whole.end - column),
                     x: &self.x[row_at(row) + x * inputs..],
                     x_stride: step * inputs,
                     filter: &self.filter[filter_at(0)..],
@@ -287,15 +287,15 @@ impl Work<'_> {
         }
     }
 
-    /// One position alone would go another way, with its sums in another order: it is taken twice, so that what an output
-    /// is does not depend on how many are computed with it.
-    fn multiply_any(&self, product: Product<'_>) {
+    /// A single position would take another code path, with another order of summation: it is computed twice, so that
+    /// an output does not depend on the number of positions computed with it.
+    fn multiply_any(&self, product: RowProduct<'_>) {
         if product.positions > 1 {
             return self.multiply(product);
         }
         let position = &mut product.out[..self.shape.outputs];
         let mut twice = [&*position, &*position].concat();
-        self.multiply(Product {
+        self.multiply(RowProduct {
             out: &mut twice,
             out_stride: self.shape.outputs,
             positions: 2,
@@ -305,8 +305,8 @@ impl Work<'_> {
         product.out[..self.shape.outputs].copy_from_slice(&twice[..self.shape.outputs]);
     }
 
-    fn multiply(&self, product: Product<'_>) {
-        let Product {
+    fn multiply(&self, product: RowProduct<'_>) {
+        let RowProduct {
             out,
             out_stride,
             positions,
@@ -324,8 +324,8 @@ impl Work<'_> {
                     <= filter.len(),
             "a product beyond its operands"
         );
-        // SAFETY: all that is read and written was just seen to be inside of the slices; rows of the result do not
-        // overlap, as their distance is the outputs' number at least.
+        // SAFETY: all accesses were checked to be inside of the slices; rows of the result do not overlap, as their
+        // stride is at least the number of outputs.
         unsafe {
             gemm::gemm(
                 positions,
@@ -352,8 +352,8 @@ impl Work<'_> {
     }
 }
 
-/// `out += x filter` over positions: rows of `x` of `depth` numbers, which may overlap.
-struct Product<'a> {
+/// `out += x filter` over positions: rows of `x` of `depth` elements, which may overlap.
+struct RowProduct<'a> {
     out: &'a mut [f32],
     out_stride: usize,
     positions: usize,

@@ -1,14 +1,14 @@
-//! Rows to another place, another dtype, or by their numbers out of a table.
+//! Strided row copies, dtype conversion, and embedding lookup.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
 use crate::place::{apart_from, widest_row, with_rows, write_rows};
 
-/// The numbers of `x` to where `out` lies, in the dtype of `out`: f32, f16 or bf16 each. Both are rows along the last axis
-/// or the last axes, as many and as long, and may be windows of larger tensors; not overlapping ones of the same.
+/// Copies the elements of `x` to `out`, converting to the dtype of `out`: f32, f16 or bf16 each. Both have the same
+/// rows along the last axis or axes, and may be strided views, which must not overlap.
 ///
 /// # Errors
-/// When shapes do not fit.
+/// When shapes do not match.
 pub fn copy_rows(x: &Tensor, out: &Tensor) -> Result<()> {
     if x.elem_count() != out.elem_count() || x.dim(D::Minus1)? != out.dim(D::Minus1)? {
         candle_core::bail!("rows of {:?} to {:?}", x.dims(), out.dims());
@@ -26,11 +26,11 @@ pub fn copy_rows(x: &Tensor, out: &Tensor) -> Result<()> {
     })
 }
 
-/// Rows of a table by their numbers: `table` is `[v, d]`, `ids` u32 `[n]`, `out` `[n, d]` in the same dtype or another of f32,
-/// f16 and bf16. `torch.nn.Embedding`.
+/// Embedding lookup (`torch.nn.Embedding`): `table` is `[v, d]`, `ids` u32 `[n]`, `out` `[n, d]` in any of f32, f16
+/// and bf16.
 ///
 /// # Errors
-/// When shapes do not fit. On the CPU also for a row that the table does not have; on a card such a row becomes NaN.
+/// When shapes do not match. On the CPU also for an index out of range; on a card such a row becomes NaN.
 pub fn embed(table: &Tensor, ids: &Tensor, out: &Tensor) -> Result<()> {
     let ((rows, width), (count, out_width)) = (table.dims2()?, out.dims2()?);
     if ids.dims() != [count] || ids.dtype() != DType::U32 || !ids.is_contiguous() || width != out_width {
@@ -58,8 +58,8 @@ mod tests {
     const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
     #[test]
-    fn rows_go_to_their_place_in_its_dtype() -> Result<()> {
-        // A width of eights, which is copied in wide loads, and others.
+    fn rows_are_copied_and_converted_to_the_destination_dtype() -> Result<()> {
+        // A width of a multiple of eight, which is copied with wide loads, and others.
         for (columns, before) in [(16, 8), (16, 1), (5, 3)] {
             let x = random(&[2, 7, columns + 4], 1)?;
             let window = |x: &Tensor| x.narrow(2, 0, columns)?.narrow(1, 2, 5);
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_gives_its_rows() -> Result<()> {
+    fn embedding_looks_rows_up_by_id() -> Result<()> {
         let table = random(&[9, 12], 1)?;
         let ids = Tensor::new(&[8u32, 0, 3, 3], &Device::Cpu)?;
         let expected = table.index_select(&ids, 0)?;
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_that_is_not_there_is_not_read() -> Result<()> {
+    fn an_id_out_of_range_is_not_read() -> Result<()> {
         let (table, ids) = (
             here(&random(&[3, 4], 1)?),
             here(&Tensor::new(&[3u32], &Device::Cpu)?),

@@ -1,4 +1,4 @@
-//! A step of Euler's method on a latent.
+//! Euler steps on a latent.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -6,19 +6,19 @@ use candle_core::{DType, Device, Result, Tensor};
 
 use crate::place::{with_rows, write_rows};
 
-/// Whether everything that was told of it was finite.
+/// Accumulates whether all values seen were finite.
 #[derive(Debug)]
 pub struct Finite {
-    /// u32 `[1]` on a card, not 0 once something was not.
+    /// u32 `[1]` on a card, nonzero once a value was not finite.
     flag: Option<Tensor>,
     is_not: AtomicBool,
 }
 
 impl Finite {
-    /// So far, all is.
+    /// A new accumulator, in the state finite.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Errors of the device.
     pub fn new(device: &Device) -> Result<Finite> {
         Ok(Finite {
             flag: match device {
@@ -29,10 +29,10 @@ impl Finite {
         })
     }
 
-    /// Whether all is finite. On a card this waits for everything that was asked of it.
+    /// Whether all values were finite. On a card this synchronizes.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Errors of the device.
     pub fn is_finite(&self) -> Result<bool> {
         match &self.flag {
             Some(flag) => Ok(flag.to_vec1::<u32>()? == [0]),
@@ -40,7 +40,7 @@ impl Finite {
         }
     }
 
-    /// Where a card says so.
+    /// The flag on the card.
     #[cfg(feature = "cuda")]
     pub(crate) fn flag(&self) -> Result<&Tensor> {
         let missing = || candle_core::Error::Msg("finiteness is told on another device".to_owned());
@@ -48,12 +48,12 @@ impl Finite {
     }
 }
 
-/// `latent += velocity * by`, in f32, in place, as `FlowMatchEulerDiscreteScheduler.step` does; `seen` becomes the same in
-/// its own dtype, which is that of the velocity, for the next step; `finite` is told. All three have the same shape and no
-/// gaps.
+/// `latent += velocity * by`, in f32, in place, as `FlowMatchEulerDiscreteScheduler.step` does. `seen` is set to the
+/// result in its own dtype, which is that of the velocity, as the next step's input; `finite` is updated. All three
+/// are contiguous and have the same shape.
 ///
 /// # Errors
-/// When shapes or dtypes do not fit.
+/// When shapes or dtypes do not match.
 pub fn euler(latent: &Tensor, velocity: &Tensor, by: f64, seen: &Tensor, finite: &Finite) -> Result<()> {
     let all = [latent, velocity, seen];
     let fits = all.iter().all(|x| x.is_contiguous() && x.dims() == latent.dims())
@@ -98,7 +98,7 @@ mod tests {
     use crate::testing::{assert_close, here, random, test_device};
 
     #[test]
-    fn a_step_moves_the_latent_and_shows_it() -> Result<()> {
+    fn an_euler_step_updates_the_latent_and_its_copy() -> Result<()> {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             let (before, velocity) = (random(&[2, 37, 5], 1)?, random(&[2, 37, 5], 2)?.to_dtype(dtype)?);
             let expected = (&before + (velocity.to_dtype(DType::F32)? * -0.25)?)?;
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_is_told_and_stays_told() -> Result<()> {
+    fn a_value_that_is_not_finite_sets_the_flag_permanently() -> Result<()> {
         let mut numbers = vec![0f32; 600];
         numbers[517] = f32::INFINITY;
         let velocity = here(&Tensor::from_vec(numbers, (1, 600), &Device::Cpu)?);

@@ -1,14 +1,14 @@
-//! Whether numbers are numbers.
+//! Detection of NaN and infinity.
 
 use candle_core::{D, Result, Tensor};
 
 use crate::place::with_rows;
 
-/// Whether every number of `x` `[.., d]` is finite: f32, f16 or bf16, and maybe a window of a larger tensor. On a card this
-/// waits for everything that was asked of it.
+/// Whether every element of `x` `[.., d]` is finite: f32, f16 or bf16, possibly a strided view. On a card this
+/// synchronizes.
 ///
 /// # Errors
-/// Those of the device.
+/// Errors of the device.
 pub fn all_finite(x: &Tensor) -> Result<bool> {
     if x.elem_count() == 0 {
         return Ok(true);
@@ -30,14 +30,14 @@ mod tests {
     use crate::testing::{here, random};
 
     #[test]
-    fn one_that_is_not_is_found_wherever_it_is_and_no_other() -> Result<()> {
+    fn a_value_that_is_not_finite_is_found_at_any_position() -> Result<()> {
         for (width, dtype) in [
             (24, DType::F32),
             (24, DType::BF16),
             (7, DType::F16),
             (5, DType::BF16),
         ] {
-            // Far from overflow one by one; their sum is not.
+            // Each value is far from overflow; their sum is not.
             let x = (random(&[2, 9, width + 8], 1)? * 6e4)?.to_dtype(dtype)?;
             assert!(all_finite(&here(&x))?, "{dtype:?}");
             for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
@@ -50,7 +50,7 @@ mod tests {
                         !all_finite(&with.narrow(2, 0, width)?)?,
                         "{wrong} in a window of {dtype:?}"
                     );
-                    // It is beyond this window.
+                    // The value is outside of this view.
                     assert!(all_finite(&with.narrow(2, width, 8)?)?);
                 }
             }

@@ -1,15 +1,15 @@
-//! Gated linear units: the activation of one half times the other half.
+//! Gated linear units.
 
 use candle_core::{D, Result, Tensor};
 
 use crate::Nonlinearity;
 use crate::place::{apart_from, with_rows, write_rows};
 
-/// `out = by(gate) * up` (Shazeer 2020, "GLU Variants Improve Transformer"), computed in f32. All are `[.., d]` in one dtype
-/// and may be windows of larger tensors; `out` may be `gate` or `up`.
+/// `out = by(gate) * up` (Shazeer 2020, "GLU Variants Improve Transformer"), computed in f32. All are `[.., d]` in
+/// one dtype and may be strided views; `out` may be `gate` or `up`.
 ///
 /// # Errors
-/// When shapes or dtypes do not fit.
+/// When shapes or dtypes do not match.
 pub fn glu(gate: &Tensor, up: &Tensor, by: Nonlinearity, out: &Tensor) -> Result<()> {
     let all = [gate, up, out];
     if all
@@ -48,7 +48,7 @@ mod tests {
     use super::*;
     use crate::testing::{BF16_OPERATION, assert_close, here, random};
 
-    /// By candle's operations on the CPU, in f32.
+    /// Reference implementation, by candle's operations on the CPU in f32.
     fn defined(gate: &Tensor, up: &Tensor, by: Nonlinearity) -> Result<Tensor> {
         let activated = match by {
             Nonlinearity::Gelu => gate.gelu_erf()?,
@@ -79,7 +79,7 @@ mod tests {
                         &Tensor::ones((2, 5, 8), dtype, &Device::Cpu)?,
                         0.0,
                     )?;
-                    // In the place of the gate, which lies in the same storage as the other.
+                    // In place of the gate, which shares a storage with the other half.
                     glu(&half(&x, 0)?, &half(&x, 1)?, by, &half(&x, 0)?)?;
                     assert_close(&half(&x, 0)?, &expected, tolerance)?;
                     assert_close(&half(&x, 1)?, &half(&halves.to_dtype(dtype)?, 1)?, 0.0)?;

@@ -1,5 +1,5 @@
-//! Group norm over maps whose channels lie side by side: statistics of a whole map, as a factor and a summand for each
-//! channel that any part of it can be normalised with.
+//! Group norm over channels-last maps: statistics of a whole map, as per-channel scale and shift that any region of
+//! it can be normalized with.
 
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
@@ -7,49 +7,47 @@ use rayon::prelude::*;
 use crate::place::{Rows, RowsOf, apart_from, with_rows, write_rows};
 use crate::rows::on_cpu;
 
-/// Positions whose numbers are summed in f32 before sums go on in f64, and such chunks of a task.
+/// Chunk size: positions summed in f32 before sums continue in f64; and chunks per task.
 const CHUNK: usize = 64;
 const CHUNKS: usize = 16;
 
-/// `value * factor + summand`, for each channel.
+/// `value * factor + summand`, per channel.
 #[derive(Clone, Debug)]
 pub struct Affine {
-    /// f32 `[c]`.
     pub factors: Tensor,
-    /// f32 `[c]`.
     pub summands: Tensor,
 }
 
-/// Weights of a group norm over `c` channels.
+/// Parameters of a group norm over `c` channels.
 #[derive(Clone, Copy, Debug)]
 pub struct GroupNorm<'a> {
-    /// Groups of neighbouring channels; they divide `c`.
+    /// Number of groups of neighbouring channels; divides `c`.
     pub groups: usize,
     /// `[c]`, in the dtype of the maps.
     pub weight: &'a Tensor,
-    /// `[c]`, likewise.
+    /// `[c]`, in the dtype of the maps.
     pub bias: &'a Tensor,
-    /// What is added to the variance.
+    /// Added to the variance.
     pub eps: f64,
 }
 
-/// What is added to a map before it is measured.
+/// Residual added to a map before its statistics are taken.
 #[derive(Clone, Copy, Debug)]
 pub struct Residual<'a> {
-    /// Of the map's shape and dtype.
+    /// Shape and dtype of the map.
     pub branch: &'a Tensor,
-    /// `[c]`, added to every position besides.
+    /// `[c]`, added to every position.
     pub bias: Option<&'a Tensor>,
 }
 
-/// Measures a map `[.., c]` (`torch.nn.GroupNorm` with a batch of one; positions at one distance from each other), and
-/// gives its norm as factors and summands on the map's device. A residual is first added to the map, in place.
+/// Statistics of a map `[.., c]` (`torch.nn.GroupNorm` with a batch of one; positions have one stride), as scale and
+/// shift on the map's device. A residual is first added to the map, in place.
 ///
-/// Mean and squares are gathered in parts that depend on the shape alone, and merged in one order (Chan, Golub, LeVeque
-/// 1983), so the result is always the same.
+/// Mean and squares are computed in parts that depend on the shape alone, and merged in a fixed order (Chan, Golub,
+/// LeVeque 1983), so the result is deterministic.
 ///
 /// # Errors
-/// When shapes do not fit, or channels do not divide into groups.
+/// When shapes do not match, or the group count does not divide the channels.
 pub fn group_moments(x: &Tensor, add: Option<Residual<'_>>, norm: &GroupNorm<'_>) -> Result<Affine> {
     let channels = x.dim(candle_core::D::Minus1)?;
     let GroupNorm {
@@ -129,7 +127,7 @@ fn add_residual(x: &Tensor, add: Residual<'_>) -> Result<()> {
 struct Moments {
     count: f64,
     mean: f64,
-    /// Sum of squared distances from the mean.
+    /// Sum of squared deviations from the mean.
     squares: f64,
 }
 
@@ -180,7 +178,7 @@ fn measure(rows: &RowsOf<'_>, channels: usize, groups: usize) -> Vec<Moments> {
     merged(&mut tasks.into_iter())
 }
 
-/// In two passes over numbers that stay in a cache. Sums of channels run side by side.
+/// Two passes over elements that stay in a cache. Channel sums vectorize.
 fn measure_chunk(
     rows: &RowsOf<'_>,
     range: std::ops::Range<usize>,
@@ -226,7 +224,7 @@ mod tests {
     use super::*;
     use crate::testing::{assert_close, here, random};
 
-    /// By the definition, in f64.
+    /// Reference implementation in f64.
     fn naive(x: &Tensor, groups: usize, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
         let channels = x.dim(candle_core::D::Minus1)?;
         let positions = x.elem_count() / channels;
@@ -253,8 +251,9 @@ mod tests {
     }
 
     #[test]
-    fn factors_and_summands_are_those_of_the_norm() -> Result<()> {
-        // Odd sizes, groups of few and of many channels, a mean far from zero, more positions than a block has.
+    fn factors_and_summands_equal_group_norm() -> Result<()> {
+        // Odd sizes, groups of few and of many channels, a mean far from zero, more positions than a thread block
+        // covers.
         let shapes: [(&[usize], usize); 7] = [
             (&[7, 5, 12], 4),
             (&[1, 1, 32], 8),
@@ -292,7 +291,7 @@ mod tests {
                 let found = group_moments(&x, Some(add), &norm)?;
                 let rounding = if dtype == DType::F32 { 1e-6 } else { 6e-3 };
                 assert_close(&back(&x)?, &sum, rounding)?;
-                // What is measured is what was kept.
+                // The statistics are those of the stored (rounded) sum.
                 let expected = naive(&back(&x)?, groups, &back(&weight)?, &back(&bias)?, 1e-6)?;
                 assert_close(&applied(&x, &found)?, &expected, 3e-6)?;
             }
@@ -301,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_is_measured_alone() -> Result<()> {
+    fn statistics_of_a_view_exclude_the_rest() -> Result<()> {
         let all = random(&[9, 4, 24], 1)?;
         let window = all.narrow(0, 2, 5)?.narrow(2, 8, 8)?;
         let (weight, bias) = (random(&[8], 2)?, random(&[8], 3)?);

@@ -1,10 +1,10 @@
-//! COMPUTES. The operations that model families are made of, one file each: what it does, its loops on the CPU, and a test
-//! that holds it on any device against its definition. Kernels for CUDA devices are in `cuda`, with what calls cuBLASLt;
-//! `cudnn` has the fused attention and the convolutions of NVIDIA's library, where it is installed.
+//! COMPUTES. The operations of model families, one file each: the contract, the CPU loops, and a test against the
+//! reference definition on any device. CUDA kernels and calls of cuBLASLt are in `cuda`; `cudnn` has the fused
+//! attention and the convolutions of NVIDIA's library, if it is installed.
 //!
-//! Operations take candle tensors of f32, f16 or bf16 and write into one that they are given, which may be a window of a
-//! larger one (`place`): a request allocates once what its steps compute in. Statistics, softmax and sums are f32. No family
-//! is named here.
+//! Operations take candle tensors of f32, f16 or bf16 and write into a given tensor, which may be a strided view of a
+//! larger one (`place`): a request allocates its buffers once. Statistics, softmax and sums are f32. No family is
+//! named here.
 
 mod activation;
 mod allocated;
@@ -58,7 +58,7 @@ pub use norm::{
     Activation, Codes, Gate, Modulation, Norm, add_residual, norm_modulate, residual_norm_modulate,
 };
 pub use pictures::{blank, blend, bytes_to_map, map_to_bytes, map_to_planes, planes_to_map};
-pub use planned::{ASKED, AttentionShape, ConvolutionShape, MaskShape, Planned};
+pub use planned::{AttentionShape, ConvolutionShape, MaskShape, PLANNED_TARGET, Planned};
 pub use relative_bias::relative_bias;
 pub use rope::{Angles, Pairs, QkNorm, qk_norm_rope};
 

@@ -1,4 +1,4 @@
-//! Libraries that are looked for when the program runs, rather than linked: today cuDNN.
+//! Libraries that are loaded at run time rather than linked: today cuDNN.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,27 +7,27 @@ use candle_core::{Device, Result};
 
 use crate::planned::Planned;
 
-/// Attentions since the process began: those of CUDA devices that cuDNN computed, and that our own kernels did; and the CPU's.
+/// Attention calls since the process started: on CUDA devices by cuDNN and by our own kernels, and on the CPU.
 static BY_CUDNN: AtomicU64 = AtomicU64::new(0);
 static BY_OWN_KERNELS: AtomicU64 = AtomicU64::new(0);
 static ON_CPU: AtomicU64 = AtomicU64::new(0);
 
-/// The paths in words, beside `cudnn` with its version.
+/// Name of the path in reports, beside `cudnn` with its version.
 const OWN_KERNELS: &str = "own kernels";
 const CPU_LOOPS: &str = "cpu loops";
 
-/// Plans that were made, by [`PlansMade`]'s words.
+/// Compiled plans, by kind ([`PlansMade`]).
 static MADE_AHEAD: AtomicU64 = AtomicU64::new(0);
 static MADE_IN_STAGES: AtomicU64 = AtomicU64::new(0);
 
-/// What was found of the libraries that are looked for when the program runs.
+/// Libraries found at run time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Libraries {
-    /// The version of cuDNN, `9.19.0`, or in words why it is not used.
+    /// Version of cuDNN, such as `9.19.0`, or the reason why it is not used.
     pub cudnn: std::result::Result<String, String>,
 }
 
-/// What was found; looked for at the first call. Opens no card.
+/// Loads the libraries at the first call. Opens no card.
 #[must_use]
 pub fn libraries() -> Libraries {
     #[cfg(feature = "cuda")]
@@ -39,20 +39,20 @@ pub fn libraries() -> Libraries {
     Libraries { cudnn }
 }
 
-/// Says where compiled plans of cuDNN are kept beyond this process, at most 512 files of some 70 KB. Before any card is
-/// prepared; what is said first counts. Without it none are kept.
+/// Sets the folder in which compiled cuDNN plans are cached on disk, at most 512 files of some 70 KB. The first call
+/// counts, and must precede [`prepare`]. Without it, plans are not cached on disk.
 pub fn keep_plans_in(folder: &Path) {
     #[cfg(feature = "cuda")]
     crate::cudnn::keep_plans_in(folder);
     #[cfg(not(feature = "cuda"))]
-    let _ = folder; // there are no plans
+    let _ = folder; // without CUDA there are no plans
 }
 
-/// Loads what operations need on a device beside its memory: our kernels, and cuDNN with its workspace. Memory of the card
-/// that is taken here is part of its context. A device that is no card needs nothing.
+/// Loads what operations need on a device: our kernels, and cuDNN with its workspace. Memory allocated here is part
+/// of the process's context. A no-op for the CPU.
 ///
 /// # Errors
-/// When the card fails. A library that is missing is no failure ([`libraries`]).
+/// When the card fails. A missing library is not an error ([`libraries`]).
 pub fn prepare(device: &Device) -> Result<()> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = device {
@@ -63,8 +63,8 @@ pub fn prepare(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// What computes attention on a device: `cudnn 9.19.0`, `own kernels: ` with the reason why cuDNN does not, `cpu loops`. cuDNN
-/// has no plan for some shapes, and our own kernels compute those: [`AttentionPaths`] says what a stage went by. Opens
+/// Implementation of attention on a device: `cudnn 9.19.0`, `own kernels: ` with the reason why cuDNN is not used, or
+/// `cpu loops`. Shapes without a cuDNN plan use our own kernels: [`AttentionPaths`] reports what a stage used. Opens
 /// cuDNN on a CUDA device, if [`prepare`] has not.
 #[must_use]
 pub fn attention_by(device: &Device) -> String {
@@ -78,7 +78,7 @@ pub fn attention_by(device: &Device) -> String {
     }
 }
 
-/// [`attention_by`] a CUDA device: by what was found of cuDNN, and whether it is open there.
+/// [`attention_by`] of a CUDA device, given the libraries and whether cuDNN is open there.
 #[cfg(any(feature = "cuda", test))]
 fn attention_on_cuda(
     cudnn: std::result::Result<String, String>,
@@ -93,9 +93,9 @@ fn attention_on_cuda(
     }
 }
 
-/// Has cuDNN's plans for these shapes made on threads of their own, in this order, so that operations find them ready.
-/// Returns at once. It is advice: nothing fails by it, shapes that were asked for before cost nothing, and a device without
-/// cuDNN needs none.
+/// Compiles cuDNN plans for these shapes on background threads, in this order, so that operations find them ready.
+/// Returns at once. Best effort: never fails, ignores shapes that were requested before, and is a no-op on a device
+/// without cuDNN.
 pub fn make_plans(device: &Device, planned: &[Planned]) {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = device
@@ -104,21 +104,21 @@ pub fn make_plans(device: &Device, planned: &[Planned]) {
         tracing::debug!(%error, "no plans are made ahead: stages make them");
     }
     #[cfg(not(feature = "cuda"))]
-    let _ = (device, planned); // there are no plans
+    let _ = (device, planned); // without CUDA there are no plans
 }
 
-/// How many plans of cuDNN were compiled since the process began, whether or not there was one. Those that were kept are
-/// not among them.
+/// Number of cuDNN plans compiled since the process started, successfully or not. Plans loaded from the disk cache
+/// are not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PlansMade {
-    /// On threads of their own ([`make_plans`]).
+    /// On background threads ([`make_plans`]).
     pub ahead: u64,
-    /// By operations that did not find them.
+    /// By operations that did not find a plan.
     pub in_stages: u64,
 }
 
 impl PlansMade {
-    /// Those of this process.
+    /// The current counts.
     #[must_use]
     pub fn now() -> PlansMade {
         PlansMade {
@@ -128,7 +128,7 @@ impl PlansMade {
     }
 }
 
-/// Who makes a plan.
+/// Which thread compiles a plan.
 #[cfg(any(feature = "cuda", test))]
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum MadeBy {
@@ -138,7 +138,7 @@ pub(crate) enum MadeBy {
 
 #[cfg(any(feature = "cuda", test))]
 impl MadeBy {
-    /// What the parts of its time are of.
+    /// Name of its parts in the timeline.
     pub(crate) fn timeline(self) -> &'static str {
         match self {
             MadeBy::Ahead => "plans made ahead",
@@ -147,7 +147,7 @@ impl MadeBy {
     }
 }
 
-/// Counts a plan that is compiled.
+/// Counts a compiled plan.
 #[cfg(any(feature = "cuda", test))]
 pub(crate) fn count_plan(by: MadeBy) {
     let made = match by {
@@ -157,19 +157,18 @@ pub(crate) fn count_plan(by: MadeBy) {
     made.fetch_add(1, Ordering::Relaxed);
 }
 
-/// How many attentions each path has computed since the process began. The difference over a stage says which it went.
+/// Attention calls by path since the process started. The difference over a stage shows which paths it used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AttentionPaths {
     /// On CUDA devices, by cuDNN.
     pub cudnn: u64,
     /// On CUDA devices, by our own kernels.
     pub own: u64,
-    /// On the CPU.
     pub cpu: u64,
 }
 
 impl AttentionPaths {
-    /// Those of this process.
+    /// The current counts.
     #[must_use]
     pub fn now() -> AttentionPaths {
         AttentionPaths {
@@ -179,8 +178,8 @@ impl AttentionPaths {
         }
     }
 
-    /// What came since, in words for a report: `cudnn 9.19.0`, `own kernels`, `cpu loops`, several with commas between, or
-    /// nothing.
+    /// Paths used since `before`, for a report: `cudnn 9.19.0`, `own kernels`, `cpu loops`, separated by commas, or
+    /// empty.
     #[must_use]
     pub fn since(before: AttentionPaths) -> String {
         AttentionPaths::now().beyond(before, || libraries().cudnn.unwrap_or_default())
@@ -195,14 +194,14 @@ impl AttentionPaths {
     }
 }
 
-/// Counts an attention that was computed on a CUDA device.
+/// Counts an attention call on a CUDA device.
 #[cfg(any(feature = "cuda", test))]
 pub(crate) fn count_attention(by_cudnn: bool) {
     let path = if by_cudnn { &BY_CUDNN } else { &BY_OWN_KERNELS };
     path.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Counts one that was computed on the CPU.
+/// Counts an attention call on the CPU.
 pub(crate) fn count_attention_on_cpu() {
     ON_CPU.fetch_add(1, Ordering::Relaxed);
 }
@@ -212,7 +211,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_report_names_the_paths_that_were_gone() {
+    fn a_report_names_the_attention_paths_that_were_used() {
         let paths = |cudnn, own, cpu| AttentionPaths { cudnn, own, cpu };
         let before = paths(7, 5, 3);
         let report = |now: AttentionPaths| now.beyond(before, || "9.19.0".to_owned());
@@ -225,7 +224,7 @@ mod tests {
 
     #[test]
     fn each_attention_is_counted_for_its_path() {
-        // Other tests of this process compute on the CPU meanwhile, or where they are told to: counts only grow.
+        // Other tests of this process compute meanwhile: counts only grow.
         let before = AttentionPaths::now();
         count_attention(true);
         count_attention(false);
@@ -235,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_says_what_computes_attention_on_it_and_why() {
+    fn a_device_reports_its_attention_implementation_and_the_reason() {
         assert_eq!(attention_by(&Device::Cpu), "cpu loops");
         let found = || Ok("9.19.0".to_owned());
         assert_eq!(attention_on_cuda(found(), Ok(true)), "cudnn 9.19.0");
@@ -255,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_has_a_reason() {
+    fn a_missing_library_has_a_reason() {
         if let Err(reason) = libraries().cudnn {
             assert!(!reason.is_empty());
         }

@@ -1,4 +1,4 @@
-//! `x Wᵀ + b` for a weight however it is held.
+//! Linear layers, `x Wᵀ + b`, for full-precision and quantized weights.
 
 use candle_core::{DType, Device, Result, Tensor};
 use gpu::{QuantizedWeight, Weight, WeightFormat};
@@ -8,16 +8,15 @@ use crate::loops::{add_in_place, gelu_tanh_in_place};
 use crate::rows::with_numbers;
 use crate::{Activation, allocated, dequantize};
 
-/// What is done to a sum and its bias before it is written.
+/// Activation fused into a linear layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Epilogue {
-    /// Nothing.
     None,
     /// `torch.nn.GELU(approximate="tanh")`.
     GeluTanh,
 }
 
-/// Memory that layers work in, one after the other: allocated once for all of a request. A CPU needs none.
+/// Workspace shared by consecutive layers, allocated once per request. The CPU needs none.
 #[derive(Debug)]
 pub struct Scratch {
     /// u8, on a card.
@@ -26,10 +25,10 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// So many bytes on a card: what [`linear_scratch`] says of the largest layer.
+    /// Allocates `bytes` on a card: the maximum of [`linear_scratch`] over the layers.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Errors of the device.
     pub fn new(bytes: u64, device: &Device) -> Result<Scratch> {
         Ok(Scratch {
             bytes: match device {
@@ -40,13 +39,13 @@ impl Scratch {
         })
     }
 
-    /// Whether it has so many bytes.
+    /// Whether it has at least `bytes`.
     #[cfg(feature = "cuda")]
     pub(crate) fn holds(&self, bytes: usize) -> bool {
         self.bytes.as_ref().map_or(0, Tensor::elem_count) >= bytes
     }
 
-    /// The address of a part of it.
+    /// Address of a part of it.
     #[cfg(feature = "cuda")]
     pub(crate) fn place(&self, begin: usize, bytes: usize) -> Result<u64> {
         let found = self.bytes.as_ref().map_or(0, Tensor::elem_count);
@@ -57,12 +56,12 @@ impl Scratch {
     }
 }
 
-/// Whether this device multiplies this weight as it is by rows of this dtype, so that they are better made
-/// [`crate::Codes`] where they are computed: fp8 with sides that are multiples of 16, bf16 or f16 rows, and compute
-/// capability 8.9 or more.
+/// Whether this device multiplies this fp8 weight natively by rows of this dtype, so that activations should be
+/// quantized to [`crate::Codes`] where they are computed: fp8 with dimensions that are multiples of 16, bf16 or f16
+/// rows, and compute capability 8.9 or later.
 ///
 /// # Errors
-/// Those of the device.
+/// Errors of the device.
 pub fn multiplies_fp8(device: &Device, weight: &Weight, dtype: DType) -> Result<bool> {
     match weight {
         Weight::Full(_) => Ok(false),
@@ -83,16 +82,16 @@ fn multiplies_codes(_: &Device, _: &QuantizedWeight, _: DType) -> Result<bool> {
     Ok(false)
 }
 
-/// `act(x Wᵀ + b)`, as `torch.nn.Linear`, written to `out`. `x` is `[.., inputs]` and `out` `[.., outputs]` with as many
-/// rows, in one dtype, and each may be a window of a larger tensor (rows at a distance, in matrices at a distance); the last
-/// axes of a row may be split (`[.., heads, width]`). `weight` is `[outputs, inputs]`, `bias` `[outputs]`.
+/// `act(x Wᵀ + b)`, as `torch.nn.Linear`, written to `out`. `x` is `[.., inputs]` and `out` `[.., outputs]` with as
+/// many rows, in one dtype, and each may be a strided view (strided rows in strided matrices); the last axes of a row
+/// may be split (`[.., heads, width]`). `weight` is `[outputs, inputs]`, `bias` `[outputs]`.
 ///
-/// A quantized weight is dequantized as a whole to the dtype of `x`, into `scratch`. Fp8 with bf16 or f16 is multiplied as
-/// it is on cards of compute capability 8.9 and more: each row of `x` is quantized to e4m3 by its absolute maximum, if it
-/// does not come so; the result is within 0.05 of the product with the same weight dequantized (relative, L2).
+/// A quantized weight is dequantized as a whole to the dtype of `x`, into `scratch`. Fp8 with bf16 or f16 is
+/// multiplied natively from compute capability 8.9 on: each row of `x` is quantized to e4m3 by its absolute maximum,
+/// unless it is already; the result is within 0.05 of the product with the dequantized weight (relative, L2).
 ///
 /// # Errors
-/// When shapes or dtypes do not fit, or the scratch is too small; those of [`dequantize()`] and of the device.
+/// When shapes or dtypes do not match, or the scratch is too small; errors of [`dequantize()`] and of the device.
 pub fn linear_into<'a>(
     x: impl Into<Activation<'a>>,
     weight: &Weight,
@@ -129,7 +128,7 @@ pub fn linear_into<'a>(
     }
 }
 
-/// A layer, and where it writes to.
+/// A layer and its output.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerTo<'a> {
     /// `[outputs, inputs]`.
@@ -140,8 +139,8 @@ pub struct LayerTo<'a> {
     pub out: &'a Tensor,
 }
 
-/// [`linear_into`] by several layers over the same rows. On a card it is one product where the layers are alike and have
-/// equal distances in memory, as those of one attention do.
+/// [`linear_into`] for several layers over the same rows. On a card it is one batched product if the layers have the
+/// same shape and equal strides in memory, as the projections of one attention do.
 ///
 /// # Errors
 /// Those of [`linear_into`].
@@ -186,7 +185,7 @@ fn on_cpu(x: &Tensor, weight: &Weight, bias: Option<&Tensor>, then: Epilogue, ou
     }
 }
 
-/// [`linear_into`] a new tensor: `x` is `[.., inputs]`, the result `[.., outputs]`.
+/// [`linear_into`] a newly allocated tensor: `x` is `[.., inputs]`, the result `[.., outputs]`.
 ///
 /// # Errors
 /// Those of [`linear_into`].
@@ -225,10 +224,9 @@ pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Result<Tens
     Ok(out)
 }
 
-/// Bytes of [`Scratch`] that [`linear_into`] needs for a layer of a weight in this format: what the weight is dequantized
-/// to, or what a native product of fp8 has (codes and scales of `x`). On the CPU it is what the weight is dequantized to,
-/// and the product before it is written; the product packs parts of its operands besides, in buffers of its own threads
-/// that do not grow with the shapes.
+/// Bytes of [`Scratch`] that [`linear_into`] needs for a layer in this format: the dequantized weight, or the codes
+/// and scales of `x` for a native fp8 product. On the CPU it is the dequantized weight and the product before it is
+/// written; thread-local packing buffers, which do not grow with the shapes, are not included.
 pub fn linear_scratch(format: WeightFormat, rows: usize, columns: usize, tokens: usize, dtype: DType) -> u64 {
     let dequantized = allocated(rows * columns * dtype.size_in_bytes());
     let native = match (format, dtype) {

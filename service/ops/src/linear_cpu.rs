@@ -1,5 +1,5 @@
-//! Products of a linear layer on the CPU, written where they belong, with what follows them done while a piece of the
-//! product is still in the caches.
+//! Matrix products of linear layers on the CPU, written directly to their destination, with the epilogue applied
+//! while a tile of the product is still in the caches.
 
 #![allow(unsafe_code)] // Products of the gemm crate, and tasks that write one storage.
 
@@ -9,28 +9,28 @@ use rayon::prelude::*;
 
 use crate::place::{Rows, apart_from, with_rows, write_rows};
 
-/// Multiplications of a tile at least: some microseconds, many times what it costs to hand them to another thread.
-const LEAST_WORK: usize = 1 << 20;
-/// Tiles at most, where they are larger.
-const MOST_TILES: usize = 64;
-/// Rows of a tile at most. For each tile a part of the weight is packed, which many rows share.
-const MOST_ROWS: usize = 256;
-/// Columns of a tile at least, and what they are a multiple of: vectors of the widest processors.
-const LEAST_COLUMNS: usize = 48;
+/// Minimum of multiplications per tile: some microseconds, many times the cost of scheduling it.
+const MIN_WORK: usize = 1 << 20;
+/// Maximum of tiles, if they are larger.
+const MAX_TILES: usize = 64;
+/// Maximum rows of a tile. A part of the weight is packed per tile, and shared by its rows.
+const MAX_ROWS: usize = 256;
+/// Minimum columns of a tile, and their multiple: the widest vectors.
+const MIN_COLUMNS: usize = 48;
 const VECTOR: usize = 16;
 
-/// What is done with a finished piece of a row of the product: the row, the column of the whole row that the piece begins
-/// at, and its numbers, in their place.
-pub(crate) type Finish<'a> = &'a (dyn Fn(usize, usize, &mut [f32]) + Sync);
+/// Epilogue of a finished piece of a row: called with the row, the column at which the piece begins, and its
+/// elements, in place.
+pub(crate) type FinishPiece<'a> = &'a (dyn Fn(usize, usize, &mut [f32]) + Sync);
 
-/// `x Wᵀ`: `x` is rows of `k` numbers, `weight` is `[n, k]` in full precision, and as many rows of `n` numbers are written
-/// to `out` (all may be windows; of `out`, which must not overlap `x`, and of `weight` the last axis is contiguous). Each
-/// number goes through `finish` once, in a piece of its row; which pieces is not said. Sums are f32, and so are the numbers
-/// that `finish` gets, whatever the dtypes. The numbers do not depend on how many threads there are.
+/// `x Wᵀ`: `x` is rows of `k` elements, `weight` is full-precision `[n, k]`, and rows of `n` elements are written to
+/// `out` (all may be strided views; `out` and `weight` are contiguous in the last axis, and `out` must not overlap
+/// `x`). Each element is passed to `finish` exactly once, in a piece of its row of unspecified length. Sums, and the
+/// elements passed to `finish`, are f32 whatever the dtypes. The result does not depend on the number of threads.
 ///
 /// # Errors
-/// When shapes do not fit or the tensors are not on the CPU.
-pub(crate) fn product_into(x: &Tensor, weight: &Tensor, out: &Tensor, finish: Finish<'_>) -> Result<()> {
+/// When shapes do not match or the tensors are not on the CPU.
+pub(crate) fn product_into(x: &Tensor, weight: &Tensor, out: &Tensor, finish: FinishPiece<'_>) -> Result<()> {
     let (outputs, inputs) = weight.dims2()?;
     if out.dtype() != DType::F32 {
         let rows = out.elem_count() / outputs.max(1);
@@ -56,7 +56,7 @@ pub(crate) fn product_into(x: &Tensor, weight: &Tensor, out: &Tensor, finish: Fi
     }
     let (x, _) = x.storage_and_layout();
     let (weight, _) = weight.storage_and_layout();
-    out.inplace_op1(&Product {
+    out.inplace_op1(&LinearProduct {
         x: numbers_of(&x)?,
         x_rows,
         weight: numbers_of(&weight)?,
@@ -73,24 +73,24 @@ fn numbers_of(storage: &Storage) -> Result<&[f32]> {
     }
 }
 
-struct Product<'a> {
+struct LinearProduct<'a> {
     x: &'a [f32],
     x_rows: Rows,
     weight: &'a [f32],
     weight_rows: Rows,
     out_rows: Rows,
-    finish: Finish<'a>,
+    finish: FinishPiece<'a>,
 }
 
-/// The storage of the result, of which tasks write different numbers.
-struct Target(*mut f32);
+/// The storage of the result; tasks write disjoint elements.
+struct DisjointTiles(*mut f32);
 
-// SAFETY: tiles have no number in common, and the rows of the result do not overlap (`is_within`).
-unsafe impl Send for Target {}
+// SAFETY: tiles are disjoint, and the rows of the result do not overlap (`is_within`).
+unsafe impl Send for DisjointTiles {}
 // SAFETY: the same.
-unsafe impl Sync for Target {}
+unsafe impl Sync for DisjointTiles {}
 
-/// Whether all rows are within so many numbers, and if they are `apart`, none overlaps another.
+/// Whether all rows are within `count` elements, and if `apart`, do not overlap.
 fn is_within(rows: &Rows, count: usize, apart: bool) -> bool {
     let Rows {
         start,
@@ -105,16 +105,16 @@ fn is_within(rows: &Rows, count: usize, apart: bool) -> bool {
     start + batch.saturating_sub(1) * batch_stride + of_matrix <= count && (is_apart || !apart)
 }
 
-/// Sizes of tiles: rows and columns. They depend on the shapes alone.
+/// Rows and columns of a tile. They depend on the shapes alone, so that results are deterministic.
 fn tile(rows: usize, columns: usize, inputs: usize) -> (usize, usize) {
-    let tiles = (rows * columns * inputs / LEAST_WORK).clamp(1, MOST_TILES);
-    let row_tiles = rows.div_ceil(MOST_ROWS);
+    let tiles = (rows * columns * inputs / MIN_WORK).clamp(1, MAX_TILES);
+    let row_tiles = rows.div_ceil(MAX_ROWS);
     let column_tiles = tiles.div_ceil(row_tiles);
-    let tile_columns = columns.div_ceil(column_tiles).max(LEAST_COLUMNS);
+    let tile_columns = columns.div_ceil(column_tiles).max(MIN_COLUMNS);
     (rows.div_ceil(row_tiles), tile_columns.next_multiple_of(VECTOR))
 }
 
-impl InplaceOp1 for Product<'_> {
+impl InplaceOp1 for LinearProduct<'_> {
     fn name(&self) -> &'static str {
         "product"
     }
@@ -134,8 +134,8 @@ impl InplaceOp1 for Product<'_> {
         if !are_within {
             candle_core::bail!("rows outside of their tensors, or over one another");
         }
-        let target = Target(numbers.as_mut_ptr());
-        // Rows of one matrix are equally far apart; a product is of one matrix of `x` and of the result.
+        let target = DisjointTiles(numbers.as_mut_ptr());
+        // A matrix has one row stride; a product is of one matrix of `x` and one of the result.
         let matrices = self.x_rows.batch.max(self.out_rows.batch);
         let of_matrix = if self.x_rows.batch > 1 {
             self.x_rows.rows
@@ -176,16 +176,16 @@ impl InplaceOp1 for Product<'_> {
     }
 }
 
-impl Product<'_> {
-    /// The product of some rows, which are equally far apart, and some columns.
-    fn tile(&self, target: &Target, (row, rows): (usize, usize), (column, columns): (usize, usize)) {
+impl LinearProduct<'_> {
+    /// The product of some rows, which have one stride, and some columns.
+    fn tile(&self, target: &DisjointTiles, (row, rows): (usize, usize), (column, columns): (usize, usize)) {
         let inputs = self.weight_rows.columns;
         let begin = self.out_rows.begin(row) + column;
         let (x, weight) = (
             &self.x[self.x_rows.begin(row)..],
             &self.weight[self.weight_rows.begin(column)..],
         );
-        // SAFETY: rows are within the storages (`is_within`), and no other tile has these of the result.
+        // SAFETY: rows are within the storages (`is_within`), and no other tile writes these elements.
         unsafe {
             gemm::gemm(
                 rows,
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn products_equal_their_definition_for_all_sizes() -> Result<()> {
+    fn products_equal_the_reference_for_all_sizes() -> Result<()> {
         let sizes = [
             (1, 1, 1),
             (1, 300, 70),
@@ -249,7 +249,7 @@ mod tests {
         for (rows, outputs, inputs) in sizes {
             let (x, weight) = (random(&[rows, inputs], 1)?, random(&[outputs, inputs], 2)?);
             let out = poisoned(&[rows, outputs])?;
-            // What follows sees each number once, and knows where it is.
+            // The epilogue sees each element once, with its position.
             let follow = |row: usize, column: usize, numbers: &mut [f32]| {
                 for (i, number) in numbers.iter_mut().enumerate() {
                     *number += (row * 3 + column + i) as f32 / 100.0;
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_of_two_matrices_are_read_and_written() -> Result<()> {
+    fn views_of_two_matrices_are_read_and_written() -> Result<()> {
         let weight = random(&[20, 12], 2)?;
         let x = random(&[2, 9, 30], 1)?.narrow(1, 2, 6)?.narrow(2, 5, 12)?;
         let expected = defined(&x.contiguous()?.reshape((12, 12))?, &weight)?;
@@ -281,7 +281,7 @@ mod tests {
                 all.sqr()?.sum_all()?.to_scalar::<f32>()? - out.sqr()?.sum_all()?.to_scalar::<f32>()?;
             assert!(rest.abs() < 1e-2, "{rest}");
         }
-        // From one part of a buffer to another.
+        // From one region of a buffer to another.
         let all = random(&[12, 40], 3)?;
         let (x, out) = (all.narrow(1, 0, 12)?, all.narrow(1, 20, 20)?);
         let expected = defined(&x.contiguous()?, &weight)?;
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn narrow_results_are_rounded_after_what_follows() -> Result<()> {
+    fn narrow_results_are_rounded_after_the_epilogue() -> Result<()> {
         let (x, weight) = (random(&[30, 12], 1)?, random(&[20, 12], 2)?);
         let out = poisoned(&[30, 20])?.to_dtype(DType::BF16)?;
         let narrow = |t: &Tensor| t.to_dtype(DType::BF16);
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn the_numbers_do_not_depend_on_the_threads() -> Result<()> {
+    fn the_result_does_not_depend_on_the_thread_count() -> Result<()> {
         let (x, weight) = (random(&[300, 192], 1)?, random(&[700, 192], 2)?);
         let with = |threads: usize| -> Result<Vec<f32>> {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();

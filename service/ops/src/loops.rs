@@ -1,16 +1,16 @@
-//! Loops over rows of f32, compiled for the vectors that a processor has. The build is for every x86-64, whose vectors
-//! hold four numbers; those of most processors hold eight or sixteen, which is seen when the program runs.
+//! Loops over rows of f32, compiled for the vector extensions of x86-64. The build targets baseline x86-64 with
+//! vectors of four floats; AVX2 and AVX-512 (eight and sixteen) are detected at run time.
 //!
-//! In what [`vectorised`] compiles, additions and products are done in the same order whatever the vectors (and never
-//! fused), so that the numbers are the same on all processors. What [`by_processor`] compiles may fuse them: products of
-//! matrices and attention, whose last digits may differ from one processor to another.
+//! In functions compiled by [`vectorised`], operations are in the same order for every vector width and never fused,
+//! so that results are identical on all processors. Functions compiled by [`by_processor`] may use FMA: matrix
+//! products and attention, whose last digits may differ between processors.
 
 #![allow(unsafe_code)] // Calls of what is compiled for the processor at hand.
 
 use crate::rows::exp;
 
-/// Compiles a function for AVX-512, for AVX2 and for every processor, and calls the widest that the processor has. What
-/// its body calls is `#[inline(always)]`, or it would be compiled for every processor alone.
+/// Compiles a function for AVX-512, AVX2 and baseline, and calls the widest that is supported. Its callees must be
+/// `#[inline(always)]`, or they are compiled for baseline only.
 macro_rules! vectorised {
     (
         $(#[$attribute:meta])*
@@ -37,37 +37,37 @@ macro_rules! vectorised {
                     return unsafe { with_avx2($($argument),*) };
                 }
             }
-            // In a block of its own: for other processors this is the whole function.
+            // In a block of its own: without these extensions it is the whole function.
             $body
         }
     };
 }
 pub(crate) use vectorised;
 
-/// What a loop is compiled for.
+/// A target of loops: a vector extension.
 ///
 /// # Safety
-/// Of the unsafe functions: the processor must be of this kind, as it is within what [`by_processor`] compiles, and as many
-/// numbers as a vector has must be at the address.
+/// Of the unsafe functions: the processor must support the extension, as it does within functions compiled by
+/// [`by_processor`], and a whole vector must be readable or writable at the address.
 pub(crate) trait Processor {
-    /// Some f32.
+    /// A vector of f32.
     type Vector: Copy;
-    /// Numbers of a vector.
+    /// Elements per vector.
     const LANES: usize;
 
-    /// `a b + c`, rounded once if the processor has an instruction for it.
+    /// `a b + c`, fused if the processor supports it.
     fn multiply_add(a: f32, b: f32, c: f32) -> f32;
-    /// The same number in all lanes.
+    /// Broadcasts a number to all lanes.
     unsafe fn all(number: f32) -> Self::Vector;
-    /// What is there.
+    /// Loads an unaligned vector.
     unsafe fn load(from: *const f32) -> Self::Vector;
-    /// Writes a vector there.
+    /// Stores an unaligned vector.
     unsafe fn store(vector: Self::Vector, to: *mut f32);
-    /// `a b + c` in each lane.
+    /// `a b + c` per lane.
     unsafe fn multiply_add_vectors(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
 }
 
-/// A kind of x86-64 that has FMA, with its vectors and instructions.
+/// Defines a [`Processor`] of x86-64 with FMA.
 #[cfg(target_arch = "x86_64")]
 macro_rules! processor {
     ($(#[$attribute:meta])* $name:ident, $vector:ident, $all:ident, $load:ident, $store:ident, $multiply_add:ident) => {
@@ -85,13 +85,13 @@ macro_rules! processor {
 
             #[inline(always)]
             unsafe fn all(number: f32) -> Self::Vector {
-                // SAFETY: the processor has the instruction (the caller's).
+                // SAFETY: the processor has the instruction (the caller's obligation).
                 unsafe { std::arch::x86_64::$all(number) }
             }
 
             #[inline(always)]
             unsafe fn load(from: *const f32) -> Self::Vector {
-                // SAFETY: a vector is there, and the processor has the instruction (the caller's).
+                // SAFETY: a vector is readable, and the processor has the instruction (the caller's obligation).
                 unsafe { std::arch::x86_64::$load(from) }
             }
 
@@ -122,7 +122,7 @@ processor! {
     Avx2, __m256, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps
 }
 
-/// Every processor that the program runs on. Without an instruction for it, rounding once would be a call.
+/// Baseline: every processor that the program runs on. Without the instruction, a fused multiply-add would be a call.
 pub(crate) struct Any;
 
 impl Processor for Any {
@@ -141,7 +141,7 @@ impl Processor for Any {
 
     #[inline(always)]
     unsafe fn load(from: *const f32) -> [f32; 4] {
-        // SAFETY: four numbers are there (the caller's), and an array is aligned as they are.
+        // SAFETY: four numbers are readable (the caller's obligation), and an array has their alignment.
         unsafe { *from.cast() }
     }
 
@@ -157,8 +157,8 @@ impl Processor for Any {
     }
 }
 
-/// Compiles a generic function for each [`Processor`], and calls it for the one at hand. The function, and what it calls, is
-/// `#[inline(always)]`, or it would be compiled for every processor alone.
+/// Compiles a generic function for each [`Processor`], and calls it for the detected one. The function, and its
+/// callees, must be `#[inline(always)]`, or they are compiled for baseline only.
 macro_rules! by_processor {
     (
         $(#[$attribute:meta])*
@@ -199,7 +199,7 @@ pub(crate) use by_processor;
 /// Partial sums of a row: four vectors of eight, or two of sixteen.
 const LANES: usize = 32;
 
-/// Sum of `f` of every number of a row, with [`LANES`] partial sums: they run side by side, and the error stays small.
+/// Sum of `f` over a row, with [`LANES`] partial sums, which vectorize and keep the error small.
 #[inline(always)]
 fn accumulate(row: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     let mut partial = [0f32; LANES];
@@ -209,7 +209,7 @@ fn accumulate(row: &[f32], f: impl Fn(f32) -> f32) -> f32 {
             *sum += f(v);
         }
     }
-    // The rest is part of the first sums, which the same lanes add.
+    // The remainder is added to the first partial sums.
     for (sum, &v) in partial.iter_mut().zip(parts.remainder()) {
         *sum += f(v);
     }
@@ -224,7 +224,7 @@ fn accumulate(row: &[f32], f: impl Fn(f32) -> f32) -> f32 {
 }
 
 vectorised! {
-    /// A row less its mean, if it is `centred`, by the root of its mean square.
+    /// Normalizes a row by its root mean square, after subtracting the mean if `centred`.
     pub(crate) fn normalised_row(row: &[f32], centred: bool, eps: f32, out: &mut [f32]) {
         let mean = if centred { accumulate(row, |v| v) / row.len() as f32 } else { 0.0 };
         let variance = accumulate(row, |v| (v - mean) * (v - mean)) / row.len() as f32;
@@ -236,7 +236,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// A row times as many numbers.
+    /// Elementwise product, in place.
     pub(crate) fn multiply_in_place(row: &mut [f32], by: &[f32]) {
         for (v, &b) in row.iter_mut().zip(by) {
             *v *= b;
@@ -245,7 +245,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// A row times as many numbers, each with one added.
+    /// `row *= 1 + scale`, elementwise.
     pub(crate) fn modulate_in_place(row: &mut [f32], scale: &[f32]) {
         for (v, &s) in row.iter_mut().zip(scale) {
             *v *= 1.0 + s;
@@ -254,7 +254,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Root-mean-square norm of a row in its place.
+    /// RMS norm of a row, in place.
     pub(crate) fn rms_norm_in_place(row: &mut [f32], weight: &[f32], eps: f32) {
         let mean_square = accumulate(row, |v| v * v) / row.len() as f32;
         let factor = 1.0 / (mean_square + eps).sqrt();
@@ -283,7 +283,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Neighbouring pairs `(a, b)` become `(a cos - b sin, b cos + a sin)`, in their place.
+    /// Rotates adjacent pairs `(a, b)` to `(a cos - b sin, b cos + a sin)`, in place.
     pub(crate) fn rotate_in_place(row: &mut [f32], cos: &[f32], sin: &[f32]) {
         for (pair, (&cos, &sin)) in row.chunks_exact_mut(2).zip(cos.iter().zip(sin)) {
             let (a, b) = (pair[0], pair[1]);
@@ -294,7 +294,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// `x * sigmoid(x)` in its place.
+    /// `x * sigmoid(x)`, in place.
     pub(crate) fn silu_in_place(numbers: &mut [f32]) {
         for v in numbers {
             *v /= 1.0 + exp(-*v);
@@ -303,7 +303,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// `x * sigmoid(1.702 x)` in its place.
+    /// `x * sigmoid(1.702 x)`, in place.
     pub(crate) fn quick_gelu_in_place(numbers: &mut [f32]) {
         for v in numbers {
             *v /= 1.0 + exp(-1.702 * *v);
@@ -312,8 +312,8 @@ vectorised! {
 }
 
 vectorised! {
-    /// GELU by its approximation with tanh, in its place. `(1 + tanh u) / 2 = 1 / (1 + exp -2u)`: one exponential, and
-    /// no cancellation far below zero.
+    /// GELU in its tanh approximation, in place. `(1 + tanh u) / 2 = 1 / (1 + exp -2u)`: one exponential, and no
+    /// cancellation far below zero.
     pub(crate) fn gelu_tanh_in_place(numbers: &mut [f32]) {
         const TWICE_ROOT_2_OVER_PI: f32 = 1.595_769;
         for v in numbers {
@@ -326,13 +326,13 @@ vectorised! {
 mod tests {
     use super::*;
 
-    /// Numbers over -4 to 4.
+    /// Numbers from -4 to 4.
     fn numbers(count: usize) -> Vec<f32> {
         (0..count).map(|i| ((i * i) as f32 * 0.37).sin() * 4.0).collect()
     }
 
     #[test]
-    fn sums_hold_every_number_whatever_the_length() {
+    fn sums_include_every_element_for_every_length() {
         for length in [0, 1, 31, 32, 33, 64, 100] {
             let row: Vec<f32> = (1..=length).map(|i| i as f32).collect();
             assert_eq!(accumulate(&row, |v| v), (length * (length + 1) / 2) as f32);
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn loops_are_what_they_say_whatever_the_length() {
+    fn loops_equal_the_reference_for_every_length() {
         for length in [2, 30, 32, 66] {
             let (row, weight, more) = (numbers(length), numbers(length + 3), numbers(length + 9));
             let (weight, more) = (&weight[3..], &more[9..]);
@@ -390,8 +390,8 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_the_same_whatever_the_vectors() {
-        // One number at a time is what no vector is made of.
+    fn results_do_not_depend_on_the_vector_width() {
+        // One element at a time is never vectorized.
         let row = numbers(77);
         let mut together = row.clone();
         gelu_tanh_in_place(&mut together);

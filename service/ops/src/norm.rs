@@ -1,4 +1,4 @@
-//! Residual, norm and modulation of tokens in one pass: what stands between two linear layers of every transformer.
+//! Residual, norm and modulation of tokens in one pass, as between two linear layers of a transformer.
 
 #[cfg(feature = "cuda")]
 use candle_core::DType;
@@ -7,18 +7,18 @@ use candle_core::{D, Result, Tensor};
 use crate::loops::{add_in_place, gated_in_place, modulate_in_place, multiply_in_place, normalised_row};
 use crate::place::{RowsOf, apart_from, with_rows, write_rows};
 
-/// How a row is normalised, in f32.
+/// Normalization of a row, in f32.
 #[derive(Clone, Copy, Debug)]
 pub enum Norm<'a> {
-    /// `torch.nn.LayerNorm`: mean away, by the root of the variance, which is taken in a second pass: one pass loses it to
-    /// cancellation where the mean is large.
+    /// `torch.nn.LayerNorm`. Mean and variance are two passes: a single pass loses the variance to cancellation if
+    /// the mean is large.
     Layer {
         /// Weight and bias, `[d]` each.
         affine: Option<(&'a Tensor, &'a Tensor)>,
         /// Added to the variance.
         eps: f64,
     },
-    /// `torch.nn.RMSNorm`, transformers' `T5LayerNorm`: by the root of the mean square, no mean is taken away.
+    /// `torch.nn.RMSNorm`, transformers' `T5LayerNorm`: the mean is not subtracted.
     Rms {
         /// `[d]`.
         weight: Option<&'a Tensor>,
@@ -35,23 +35,23 @@ impl Norm<'_> {
     }
 }
 
-/// What adaptive norms do behind a norm: `* (1 + scale) + shift`. `[b, d]` each, or `[1, d]` for every batch alike.
+/// Modulation of adaptive norms: `* (1 + scale) + shift`. `[b, d]` each, or `[1, d]` for every batch item.
 #[derive(Clone, Copy, Debug)]
 pub struct Modulation<'a> {
-    /// Less one.
+    /// The scale minus one.
     pub scale: &'a Tensor,
-    /// What is added.
+    /// Added after scaling.
     pub shift: Option<&'a Tensor>,
 }
 
-/// What a branch is multiplied by before it is added to the residual.
+/// Gate of a branch, multiplied before it is added to the residual.
 #[derive(Clone, Copy, Debug)]
 pub struct Gate<'a> {
-    /// `[b, d]`, or `[1, d]` for every batch alike.
+    /// `[b, d]`, or `[1, d]` for every batch item.
     pub vector: &'a Tensor,
-    /// The gate is tanh of the vector.
+    /// Apply tanh to the vector.
     pub tanh: bool,
-    /// `[d]`: the branch is normalised by its root mean square and this weight first, with the epsilon of the norm behind.
+    /// `[d]`: the branch is first normalized by RMS norm with this weight, with the epsilon of the norm that follows.
     pub branch_norm: Option<&'a Tensor>,
 }
 
@@ -65,12 +65,12 @@ impl<'a> From<&'a Tensor> for Gate<'a> {
     }
 }
 
-/// Rows that a linear layer multiplies: as numbers, or quantized for a card's own units.
+/// Input rows of a linear layer: full precision, or quantized for native fp8 products.
 #[derive(Clone, Copy, Debug)]
 pub enum Activation<'a> {
     /// `[.., d]` of f32, f16 or bf16.
     Numbers(&'a Tensor),
-    /// Codes with a scale for each row.
+    /// e4m3 codes with a scale per row.
     Codes(&'a Codes),
 }
 
@@ -86,8 +86,8 @@ impl<'a> From<&'a Codes> for Activation<'a> {
     }
 }
 
-/// Rows in e4m3, each scaled by its own absolute maximum: a number is its code times the scale of its row. Only cards that
-/// multiply fp8 take them.
+/// Rows in e4m3, each scaled by its absolute maximum: a value is its code times the scale of its row. Only cards with
+/// native fp8 products accept them.
 #[derive(Clone, Debug)]
 pub struct Codes {
     /// u8 `[rows, d]`, contiguous.
@@ -96,14 +96,14 @@ pub struct Codes {
     pub scales: Tensor,
 }
 
-/// What is added to the residual before the norm.
+/// A branch that is added to the residual before the norm.
 #[derive(Clone, Copy)]
 pub(crate) struct Branch<'a> {
     pub(crate) y: &'a Tensor,
     pub(crate) gate: Option<Gate<'a>>,
 }
 
-/// Everything that one pass does. `norm` is none where only the residual is wanted.
+/// The operations of one pass. `norm` is `None` if only the residual is wanted.
 #[derive(Clone, Copy)]
 pub(crate) struct Pass<'a> {
     pub(crate) x: &'a Tensor,
@@ -113,11 +113,11 @@ pub(crate) struct Pass<'a> {
     pub(crate) out: Option<Activation<'a>>,
 }
 
-/// `out = norm(x) * (1 + scale) + shift` for `x` `[.., d]`; modulation is for `[b, .., d]`. Dtypes are equal, but that `x`
-/// may be f32 where all others are narrower.
+/// `out = norm(x) * (1 + scale) + shift` for `x` `[.., d]`; modulation is for `[b, .., d]`. Dtypes are equal, except
+/// that `x` may be f32 while all others are narrower.
 ///
 /// # Errors
-/// When shapes do not fit.
+/// When shapes do not match.
 pub fn norm_modulate<'a>(
     x: &'a Tensor,
     norm: Norm<'a>,
@@ -133,10 +133,10 @@ pub fn norm_modulate<'a>(
     })
 }
 
-/// `x += gate * y`, in place, then [`norm_modulate`] of it. `out` may be `y` itself.
+/// `x += gate * y`, in place, then [`norm_modulate`] of `x`. `out` may be `y` itself.
 ///
 /// # Errors
-/// When shapes do not fit.
+/// When shapes do not match.
 pub fn residual_norm_modulate<'a>(
     x: &'a Tensor,
     y: &'a Tensor,
@@ -154,10 +154,10 @@ pub fn residual_norm_modulate<'a>(
     })
 }
 
-/// `x += gate * y`, in place: `x` and `y` are `[b, .., d]`; `y` may be `[1, d]` for every row alike.
+/// `x += gate * y`, in place: `x` and `y` are `[b, .., d]`; `y` may be `[1, d]`, broadcast to every row.
 ///
 /// # Errors
-/// When shapes do not fit.
+/// When shapes do not match.
 pub fn add_residual<'a>(x: &'a Tensor, y: &'a Tensor, gate: Option<Gate<'a>>) -> Result<()> {
     run(&Pass {
         x,
@@ -226,7 +226,7 @@ fn check(pass: &Pass<'_>) -> Result<()> {
     }
 }
 
-/// Rows of vectors `[b, d]`, chosen by the row of a tensor.
+/// A vector `[b, d]` per batch item, selected by the row of a tensor.
 struct ByBatch<'a> {
     rows: &'a RowsOf<'a>,
     rows_per_batch: usize,
@@ -330,7 +330,7 @@ fn on_cpu(pass: &Pass<'_>) -> Result<()> {
     })
 }
 
-/// Dtypes that a pass may have: that of `x`, and the one of everything else.
+/// Dtypes of a pass: that of `x`, and that of everything else.
 #[cfg(feature = "cuda")]
 pub(crate) fn dtypes(pass: &Pass<'_>) -> Result<(DType, DType)> {
     let other = match (pass.branch, pass.out) {

@@ -1,15 +1,14 @@
-//! Between maps whose channels lie side by side and what goes in and comes out of them: planes in f32, and pictures of
-//! bytes.
+//! Conversion between channels-last maps and the input and output of models: f32 planes, and 8-bit images.
 
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::place::{apart_from, with_rows, write_rows};
 use crate::rows::with_numbers;
 
-/// A tensor that is about to be written: zeros on the CPU, on a card whatever was there.
+/// An uninitialized tensor (zeros on the CPU), to be overwritten completely.
 ///
 /// # Errors
-/// When there is no room, or the dtype is not f32, f16 or bf16.
+/// When memory is exhausted, or the dtype is not f32, f16 or bf16.
 pub fn blank(shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(card) = device {
@@ -21,7 +20,7 @@ pub fn blank(shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
 /// f32 planes `[1, c, h, w]` to a map `[h, w, c]` of this dtype: `x * factor + summand`.
 ///
 /// # Errors
-/// When the shape is another.
+/// When the shape is not of this form.
 pub fn planes_to_map(planes: &Tensor, (factor, summand): (f64, f64), dtype: DType) -> Result<Tensor> {
     let (batch, channels, height, width) = planes.dims4()?;
     if batch != 1 || planes.dtype() != DType::F32 {
@@ -48,10 +47,10 @@ pub fn planes_to_map(planes: &Tensor, (factor, summand): (f64, f64), dtype: DTyp
     Ok(map)
 }
 
-/// A map `[h, w, c]` to f32 planes `[1, c, h, w]`, and whether all of its numbers are finite. On a card it waits for them.
+/// A map `[h, w, c]` to f32 planes `[1, c, h, w]`, and whether all elements are finite. Synchronizes on a card.
 ///
 /// # Errors
-/// When the shape is another.
+/// When the shape is not of this form.
 pub fn map_to_planes(map: &Tensor) -> Result<(Tensor, bool)> {
     let (height, width, channels) = map.dims3()?;
     let map = map.contiguous()?;
@@ -74,18 +73,18 @@ pub fn map_to_planes(map: &Tensor) -> Result<(Tensor, bool)> {
     Ok((planes, is_finite))
 }
 
-/// A number times zero is zero, unless it is not finite.
+/// `0 * x` is zero exactly if `x` is finite.
 fn all_finite(numbers: &[f32]) -> bool {
     numbers
         .chunks(4096)
         .all(|part| part.iter().map(|number| number * 0.0).sum::<f32>() == 0.0)
 }
 
-/// A map `[h, w, c]` of -1 to 1 to bytes in that order (`VaeImageProcessor.postprocess`), and whether all of its numbers
-/// are finite. What is out of bounds is clamped; halves are rounded to even, as numpy does. On a card it waits for them.
+/// A map `[h, w, c]` of -1 to 1 to bytes in that order (`VaeImageProcessor.postprocess`), and whether all elements
+/// are finite. Values are clamped; halves are rounded to even, as numpy does. Synchronizes on a card.
 ///
 /// # Errors
-/// When the shape is another.
+/// When the shape is not of this form.
 pub fn map_to_bytes(map: &Tensor) -> Result<(Vec<u8>, bool)> {
     map.dims3()?;
     let map = map.contiguous()?;
@@ -102,10 +101,10 @@ pub fn map_to_bytes(map: &Tensor) -> Result<(Vec<u8>, bool)> {
     })
 }
 
-/// A picture of bytes to a map `[height, width, channels]` of -1 to 1 (`VaeImageProcessor.preprocess`).
+/// An 8-bit image to a map `[height, width, channels]` of -1 to 1 (`VaeImageProcessor.preprocess`).
 ///
 /// # Errors
-/// When there are not as many bytes.
+/// When the byte count does not match the shape.
 pub fn bytes_to_map(bytes: &[u8], shape: [usize; 3], dtype: DType, device: &Device) -> Result<Tensor> {
     if bytes.len() != shape.iter().product::<usize>() || bytes.is_empty() {
         candle_core::bail!(
@@ -125,11 +124,11 @@ pub fn bytes_to_map(bytes: &[u8], shape: [usize; 3], dtype: DType, device: &Devi
     Tensor::from_vec(numbers, shape.as_slice(), device)?.to_dtype(dtype)
 }
 
-/// Goes over from `before` to `x`, two windows `[h, w, c]` of one shape and dtype, in place of `x`: by the share of the
-/// row (or column) of all, from 0.
+/// Blends from `before` to `x`, two views `[h, w, c]` of one shape and dtype, into `x`: the weight of `x` is the row
+/// index (or column index) over the number of rows (columns), from 0.
 ///
 /// # Errors
-/// When shapes do not fit.
+/// When shapes do not match.
 pub fn blend(before: &Tensor, x: &Tensor, by_row: bool) -> Result<()> {
     let (rows, columns, channels) = x.dims3()?;
     if before.dims() != x.dims() || before.dtype() != x.dtype() {
@@ -163,7 +162,7 @@ mod tests {
     use crate::testing::{assert_close, here, random};
 
     #[test]
-    fn planes_become_a_map_and_planes_again() -> Result<()> {
+    fn planes_and_maps_round_trip() -> Result<()> {
         let planes = random(&[1, 5, 7, 9], 1)?;
         let expected = planes
             .squeeze(0)?
@@ -184,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_is_not_finite_is_seen() -> Result<()> {
+    fn a_value_that_is_not_finite_is_reported() -> Result<()> {
         for strange in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             for place in [0, 17, 41] {
                 let mut numbers = vec![f32::MAX; 42];
@@ -197,8 +196,8 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_rounded_as_numpy_does() -> Result<()> {
-        // Every byte, the middle between each two, and what is out of bounds.
+    fn bytes_are_rounded_half_to_even_as_numpy_does() -> Result<()> {
+        // Every byte, the midpoints, and values out of range.
         let exact: Vec<u8> = (0..=255).cycle().take(3 * 256).collect();
         for dtype in [DType::F32, DType::BF16] {
             let map = bytes_to_map(&exact, [16, 16, 3], dtype, crate::testing::test_device())?;
@@ -222,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_are_blended_in_place() -> Result<()> {
+    fn views_are_blended_in_place() -> Result<()> {
         let (before, x) = (random(&[6, 9, 3], 1)?, random(&[8, 7, 3], 2)?);
         for by_row in [true, false] {
             let (before, x) = (here(&before), here(&x).copy()?);

@@ -1,36 +1,36 @@
-//! Where the numbers of a tensor lie: rows at a distance from each other, in matrices at a distance. A tensor may be a
-//! window of a larger one (`Tensor::narrow`), and operations that are given one write there: what belongs together is
-//! written next to each other, and nothing is joined afterwards.
+//! Strided layouts: rows with a stride, in matrices with a stride. A tensor may be a view of a larger one
+//! (`Tensor::narrow`), and operations write directly into such a view: results that belong together are written next
+//! to each other, without a concatenation afterwards.
 
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-/// Numbers that one task works on at least: below, sharing work costs more than it gives.
+/// Minimum of elements per task: below, scheduling costs more than it saves.
 const GRAIN: usize = 16 * 1024;
 
-/// A tensor as matrices of rows. Distances are counted in numbers.
+/// A tensor as matrices of rows. Strides are in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Rows {
-    /// Numbers of the storage before the first.
+    /// Offset of the first element in the storage.
     pub(crate) start: usize,
-    /// Matrices. Where all rows are equally far apart it is one.
+    /// Number of matrices; 1 if all rows have one stride.
     pub(crate) batch: usize,
-    /// Rows of a matrix.
+    /// Rows per matrix.
     pub(crate) rows: usize,
-    /// Numbers of a row, next to each other.
+    /// Elements per row, contiguous.
     pub(crate) columns: usize,
-    /// From a matrix to the next; 0 for one matrix.
+    /// Stride of matrices; 0 for one matrix.
     pub(crate) batch_stride: usize,
-    /// From a row to the next.
+    /// Stride of rows.
     pub(crate) row_stride: usize,
 }
 
 impl Rows {
-    /// A tensor whose last axes make rows of so many columns, and the others one or two distances.
+    /// A tensor whose last axes form rows of `columns` elements, and whose other axes have one or two strides.
     ///
     /// # Errors
-    /// When it lies otherwise: rows in pieces, or three distances.
+    /// For another layout: rows that are not contiguous, or three strides.
     pub(crate) fn of(tensor: &Tensor, columns: usize) -> Result<Rows> {
         let layout = tensor.layout();
         Rows::of_layout(layout, columns).ok_or_else(|| {
@@ -58,7 +58,7 @@ impl Rows {
         if width != columns {
             return None;
         }
-        // Distances from the innermost on; an axis that goes on where the one inside it ends is no distance of its own.
+        // Strides from the innermost axis on; an axis that is contiguous with the one inside it adds no stride.
         let mut distances: Vec<(usize, usize)> = Vec::new();
         for (&dim, &stride) in layout.dims().iter().zip(layout.stride()).rev().skip(axes_of_row) {
             if dim == 1 {
@@ -82,19 +82,19 @@ impl Rows {
         })
     }
 
-    /// Rows of all matrices.
+    /// Number of rows of all matrices.
     pub(crate) fn count(&self) -> usize {
         self.batch * self.rows
     }
 
-    /// Where a row begins, counted over all matrices.
+    /// Offset of a row, counted over all matrices.
     pub(crate) fn begin(&self, row: usize) -> usize {
         self.start + row / self.rows.max(1) * self.batch_stride + row % self.rows.max(1) * self.row_stride
     }
 }
 
-/// Numbers that lie next to each other in both tensors: of the last axis, and of those before it for as long as both have
-/// them without gaps and of one size.
+/// Number of elements that are contiguous in both tensors: the last axis, and preceding ones as long as both are
+/// contiguous and of the same size.
 pub(crate) fn widest_row(x: &Tensor, y: &Tensor) -> usize {
     let axes = |x: &Tensor| -> Vec<(usize, usize)> {
         let layout = x.layout();
@@ -111,7 +111,7 @@ pub(crate) fn widest_row(x: &Tensor, y: &Tensor) -> usize {
     width
 }
 
-/// Rows of f32 on the CPU, to be read.
+/// Rows of f32 on the CPU, for reading.
 pub(crate) struct RowsOf<'a> {
     numbers: &'a [f32],
     place: Rows,
@@ -123,13 +123,13 @@ impl RowsOf<'_> {
         &self.numbers[self.place.begin(row)..][..self.place.columns]
     }
 
-    /// Rows of all matrices.
+    /// Number of rows of all matrices.
     pub(crate) fn count(&self) -> usize {
         self.place.count()
     }
 }
 
-/// Calls `f` with the rows of a CPU tensor. Numbers are copied only where they are not f32.
+/// Calls `f` with the rows of a CPU tensor. Elements are copied only if they are not f32.
 pub(crate) fn with_rows<R>(
     x: &Tensor,
     columns: usize,
@@ -147,8 +147,8 @@ pub(crate) fn with_rows<R>(
     }
 }
 
-/// A copy of a CPU tensor whose storage is that of `out`, which is about to be written: reading it meanwhile would wait
-/// for ever. Others are as they were.
+/// Copies a CPU tensor if it shares the storage of `out`, which is about to be write-locked: reading it meanwhile
+/// would deadlock. Other tensors are returned unchanged.
 pub(crate) fn apart_from(x: &Tensor, out: &Tensor) -> Result<Tensor> {
     if !matches!(x.device(), Device::Cpu) {
         return Ok(x.clone());
@@ -160,8 +160,8 @@ pub(crate) fn apart_from(x: &Tensor, out: &Tensor) -> Result<Tensor> {
     if is_same { x.copy() } else { Ok(x.clone()) }
 }
 
-/// Calls `write(row, numbers)` for every row of a CPU tensor, on all cores: it is given what is there and leaves what
-/// shall be. Whatever else it reads must have another storage ([`apart_from`]).
+/// Calls `write(row, elements)` for every row of a CPU tensor, in parallel, with the current elements, which it
+/// updates in place. Other tensors that it reads must have another storage ([`apart_from`]).
 pub(crate) fn write_rows(
     out: &Tensor,
     columns: usize,
@@ -177,7 +177,7 @@ struct WriteRows<F> {
 }
 
 impl<F: Fn(usize, &mut [f32]) + Sync> WriteRows<F> {
-    /// `numbers` becomes f32 row by row and goes back; `widen` and `narrow` do that.
+    /// Converts each row to f32 for `visit` and back, by `widen` and `narrow`.
     fn each<T: Copy + Send>(&self, numbers: &mut [T], visit: impl Fn(usize, &mut [T]) + Sync) {
         let Rows {
             start,
@@ -247,13 +247,13 @@ mod tests {
     }
 
     #[test]
-    fn windows_are_rows_at_a_distance() -> Result<()> {
+    fn strided_views_are_rows_with_a_stride() -> Result<()> {
         let joint = Tensor::zeros((2, 7, 12, 4), DType::F32, &Device::Cpu)?;
         assert_eq!(layout_of(&joint, 48)?, (0, [1, 14, 48, 0, 48]));
         // Some heads of all tokens, and all heads of some tokens.
         assert_eq!(layout_of(&joint.narrow(2, 3, 2)?, 8)?, (12, [1, 14, 8, 0, 48]));
         assert_eq!(layout_of(&joint.narrow(1, 2, 5)?, 48)?, (96, [2, 5, 48, 336, 48]));
-        // One matrix of a batch, a single row, and rows in pieces.
+        // One matrix of a batch, a single row, and rows that are not contiguous.
         assert_eq!(layout_of(&joint.narrow(0, 1, 1)?, 48)?, (336, [1, 7, 48, 0, 48]));
         assert_eq!(
             layout_of(&joint.narrow(0, 1, 1)?.narrow(1, 3, 1)?, 48)?.1[..3],
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_is_what_lies_without_gaps_in_both() -> Result<()> {
+    fn the_widest_row_is_contiguous_in_both_tensors() -> Result<()> {
         let joint = Tensor::zeros((2, 7, 12, 4), DType::F32, &Device::Cpu)?;
         let heads = joint.narrow(2, 3, 2)?;
         assert_eq!(widest_row(&heads, &heads.contiguous()?), 8);
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_into_a_window_leaves_the_rest() -> Result<()> {
+    fn a_write_to_a_view_leaves_the_rest_unchanged() -> Result<()> {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             let all = Tensor::ones((2, 3, 5), dtype, &Device::Cpu)?;
             let window = all.narrow(2, 1, 3)?.narrow(1, 1, 2)?;
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_in_the_same_storage_is_copied_before() -> Result<()> {
+    fn a_source_in_the_same_storage_is_copied_first() -> Result<()> {
         let all = Tensor::new(&[[1f32, 2.0], [0.0, 0.0]], &Device::Cpu)?;
         let (from, to) = (all.narrow(0, 0, 1)?, all.narrow(0, 1, 1)?);
         let from = apart_from(&from, &to)?;

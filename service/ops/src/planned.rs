@@ -1,71 +1,68 @@
-//! Attentions and convolutions by their shapes alone: what cuDNN compiles a plan for, and what a caller can have compiled
-//! before the numbers are there ([`crate::make_plans`]).
+//! Shapes of attentions and convolutions: the keys of cuDNN plans, which a caller can have compiled before the
+//! operands exist ([`crate::make_plans`]).
 //!
-//! What is asked of an operation is told, as [`Planned`] has it, in events of the target [`ASKED`] at the level trace, on
-//! every device: so a list of shapes can be held against what is asked for.
+//! Each operation logs its shape, as [`Planned`], in an event of the target [`PLANNED_TARGET`] at level trace, on every
+//! device: so a list of planned shapes can be checked against the shapes that are used.
 
 use candle_core::{DType, Tensor};
 
 use crate::Mask;
-use crate::convolve::{Shape, Sides, Steps};
+use crate::convolve::{MapShape, Sides, Steps};
 
-/// The target of events that tell which shapes are asked for, each in a field `planned`.
-pub const ASKED: &str = "planned";
+/// Target of the events that log the shapes of operations, in a field `planned`.
+pub const PLANNED_TARGET: &str = "planned";
 
-/// A shape that cuDNN compiles a plan for.
+/// A shape for which cuDNN compiles a plan.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Planned {
-    /// Of [`crate::attention()`].
     Attention(AttentionShape),
-    /// Of [`crate::convolve()`].
     Convolution(ConvolutionShape),
 }
 
 impl Planned {
-    /// What [`crate::convolve()`] asks for with a map `[spatial.., in]` or `[n, spatial.., in]`, a filter
-    /// `[out, in, spatial..]` and a bias, all of this dtype; `None` where shapes do not fit, or where it is a product.
+    /// The shape of [`crate::convolve()`] with a map `[spatial.., in]` or `[n, spatial.., in]`, a filter `[out, in,
+    /// spatial..]` and a bias, all of this dtype; `None` if the shapes do not match, or for a 1x1 convolution, which
+    /// is a matrix product.
     pub fn convolution(x: &[usize], filter: &[usize], steps: &Steps, dtype: DType) -> Option<Planned> {
-        Shape::of(x, Sides::of(filter)?, steps)?
+        MapShape::of(x, Sides::of(filter)?, steps)?
             .planned(dtype, true)
             .map(Planned::Convolution)
     }
 }
 
-/// Whether cuDNN is asked at all where numbers are of this dtype: f32 is computed without it.
+/// Whether cuDNN is used for this dtype: f32 is computed without it.
 #[cfg(any(feature = "cuda", test))]
-pub(crate) fn is_asked_in(dtype: DType) -> bool {
+pub(crate) fn uses_cudnn_in(dtype: DType) -> bool {
     matches!(dtype, DType::BF16 | DType::F16)
 }
 
-/// Which keys a query sees.
+/// Which keys a query attends to.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum MaskShape {
-    /// All.
     None,
-    /// Query `i` sees keys `0..=i`.
+    /// Query `i` attends to keys `0..=i`.
     Causal,
-    /// Query `i` sees keys `i - before ..= i + after`.
+    /// Query `i` attends to keys `i - before ..= i + after`.
     Window {
-        /// Keys before the query's own place.
+        /// Keys before the query's own position.
         before: usize,
-        /// Keys after it.
+        /// Keys after the query's own position.
         after: usize,
     },
-    /// All, and `[batch, heads, queries, keys]` numbers of the operands' dtype are added to the scores. Along an axis
-    /// where `dims` is 1 the same is added.
+    /// All keys, with a bias `[batch, heads, queries, keys]` in the operands' dtype. Axes where `dims` is 1 are
+    /// broadcast.
     Bias {
-        /// Its sides.
         dims: [usize; 4],
-        /// In numbers.
+        /// In elements.
         strides: [usize; 4],
     },
-    /// Of each item of the batch so many keys, for so many queries: i32 on the card, each at least 1. What is written
-    /// for queries beyond them is not said.
+    /// Per batch item a number of queries and of keys: i32 on the card, each at least 1. Output rows of queries
+    /// beyond them are unspecified.
     Lengths,
 }
 
 impl MaskShape {
-    /// That of a contiguous bias of these sides.
+    /// A contiguous bias of these dimensions.
     pub fn bias(dims: [usize; 4]) -> MaskShape {
         let [_, heads, queries, keys] = dims;
         MaskShape::Bias {
@@ -74,8 +71,8 @@ impl MaskShape {
         }
     }
 
-    /// That of a mask for operands of this dtype. `None` for a bias of another dtype or number of axes; and for lengths,
-    /// since a plan wants those of queries as well, which nobody has.
+    /// The mask of operands of this dtype. `None` for a bias of another dtype or rank; and for lengths, since a plan
+    /// needs those of queries too, which callers do not have.
     fn of(mask: Mask<'_>, dtype: DType) -> Option<MaskShape> {
         match mask {
             Mask::None => Some(MaskShape::None),
@@ -90,39 +87,34 @@ impl MaskShape {
     }
 }
 
-/// What a plan for attention is made for. Strides are in numbers, `[item of the batch, token, head]`; the numbers of a
-/// head lie side by side.
+/// Key of a plan for attention. Strides are in elements, `[batch item, token, head]`; the elements of a head are
+/// contiguous.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionShape {
-    /// Items of the batch.
+    /// Batch size.
     pub batch: usize,
-    /// Heads of queries.
+    /// Query heads.
     pub heads: usize,
-    /// A divisor of `heads`: so many heads have their keys in common.
+    /// Key and value heads; divides `heads`.
     pub heads_kv: usize,
-    /// Tokens that look.
+    /// Query tokens.
     pub queries: usize,
-    /// Tokens that are looked at.
+    /// Key tokens.
     pub keys: usize,
-    /// Numbers of a head.
+    /// Elements per head.
     pub width: usize,
-    /// cuDNN takes bf16 and f16.
+    /// bf16 or f16.
     pub dtype: DType,
-    /// Strides of the queries.
     pub q: [usize; 3],
-    /// Strides of the keys.
     pub k: [usize; 3],
-    /// Strides of the values.
     pub v: [usize; 3],
-    /// Strides of the result.
     pub out: [usize; 3],
-    /// Which keys a query sees.
     pub mask: MaskShape,
 }
 
 impl AttentionShape {
-    /// Of one item's tokens that look at themselves, `heads` of `width` numbers each. Queries, keys and values of a token
-    /// stand in rows of `row` numbers, the result in rows of `row_out`, each row behind the other.
+    /// Self-attention over the tokens of one item, with `heads` of `width` elements. Queries, keys and values of a
+    /// token are in rows with stride `row`, the result in rows with stride `row_out`.
     pub fn of_rows(
         tokens: usize,
         (heads, width): (usize, usize),
@@ -147,7 +139,7 @@ impl AttentionShape {
         }
     }
 
-    /// What is asked of operands whose shapes were checked; `None` for what there is no plan of.
+    /// The shape of operands with validated shapes; `None` if there is no plan for it.
     pub(crate) fn of(
         q: &Tensor,
         k: &Tensor,
@@ -183,37 +175,32 @@ impl AttentionShape {
     }
 }
 
-/// What a plan for a convolution is made for. Maps are `[batch, spatial.., channels]`, filters
-/// `[channels out, spatial.., channels in]`, a bias `[channels out]`, each contiguous and all of one dtype. Of lists each
-/// has a number for each spatial axis, of which there are one to three.
+/// Key of a plan for a convolution. Maps are `[batch, spatial.., channels]`, filters `[channels out, spatial..,
+/// channels in]`, a bias `[channels out]`, each contiguous and all of one dtype. Lists have one element per spatial
+/// axis, of which there are one to three.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ConvolutionShape {
-    /// Items of the batch.
+    /// Batch size.
     pub batch: usize,
-    /// Sides of the map that is read.
+    /// Spatial dimensions of the input.
     pub spatial: Vec<usize>,
-    /// Channels of the map that is read.
     pub channels_in: usize,
-    /// Channels of the map that is written.
     pub channels_out: usize,
-    /// Sides of the filter.
+    /// Spatial dimensions of the filter.
     pub filter: Vec<usize>,
-    /// Rows of zeros that are thought before the map.
+    /// Zero padding before the map.
     pub before: Vec<usize>,
-    /// And behind it.
+    /// Zero padding behind the map.
     pub after: Vec<usize>,
-    /// From what an output looks at to what the next one does.
     pub strides: Vec<usize>,
-    /// Distances of what a filter reads: 1 where it reads neighbours.
     pub dilations: Vec<usize>,
-    /// bf16, f16, or f32, which is computed in full f32.
+    /// bf16, f16, or f32, which is computed without TF32.
     pub dtype: DType,
-    /// Whether there is a bias.
     pub has_bias: bool,
 }
 
 impl ConvolutionShape {
-    /// Sides of the map that is written; `None` where the lists do not fit each other, or nothing is written.
+    /// Spatial dimensions of the output; `None` if the lists have different lengths, or the output is empty.
     #[cfg(any(feature = "cuda", test))]
     pub(crate) fn out(&self) -> Option<Vec<usize>> {
         let axes = self.spatial.len();
@@ -237,11 +224,11 @@ impl ConvolutionShape {
     }
 }
 
-/// Tells which shape is asked for, to whoever listens.
-pub(crate) fn tell_asked(planned: impl FnOnce() -> Option<Planned>) {
-    if tracing::enabled!(target: ASKED, tracing::Level::TRACE)
+/// Logs the shape of an operation, if the target is enabled.
+pub(crate) fn log_shape(planned: impl FnOnce() -> Option<Planned>) {
+    if tracing::enabled!(target: PLANNED_TARGET, tracing::Level::TRACE)
         && let Some(planned) = planned()
     {
-        tracing::trace!(target: ASKED, ?planned);
+        tracing::trace!(target: PLANNED_TARGET, ?planned);
     }
 }

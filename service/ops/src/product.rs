@@ -1,41 +1,40 @@
-//! Products of small matrices on one thread, whose operands are read as they lie: neither is packed or transposed, which
-//! would take as long as the product where its depth is small. A tile of the result stays in registers while the depth
-//! is walked through.
+//! Products of small matrices on one thread, without packing or transposing the operands, which would take as long as
+//! a product of small depth. A tile of the result stays in registers over the whole depth.
 
 #![allow(unsafe_code)] // Numbers of matrices whose bounds are checked once.
 
 use crate::loops::{Processor, by_processor};
 
-/// Columns of a product are a multiple of this.
+/// The columns of a product are a multiple of this.
 pub(crate) const COLUMNS: usize = 16;
 
 /// `out = left right`, or `out += left right`: `out` is `[rows, columns]`, `left` `[rows, depth]`, `right` `[depth,
-/// columns]`. Rows of `left` may overlap, and its numbers may be at a distance. Distances are counted in numbers.
+/// columns]`. Rows of `left` may overlap, and its elements may have a stride. Strides are in elements.
 ///
-/// Each number of the result is one sum in the order of the depth, whatever else is computed with it. Where the processor
-/// multiplies and adds at once it does, so the last digits may differ from one processor to another.
+/// Each element of the result is one sum in the order of the depth, independent of the rest of the product. FMA is
+/// used if the processor supports it, so the last digits may differ between processors.
 pub(crate) struct Product<'a> {
     pub(crate) rows: usize,
     /// A multiple of [`COLUMNS`].
     pub(crate) columns: usize,
     pub(crate) depth: usize,
     pub(crate) out: &'a mut [f32],
-    /// From a row to the next; `columns` at least.
+    /// Row stride; at least `columns`.
     pub(crate) out_stride: usize,
-    /// Whether the product is added to what is there.
+    /// Accumulate into `out`.
     pub(crate) adds: bool,
     pub(crate) left: &'a [f32],
-    /// From a row to the next, and from a number of a row to the next.
+    /// Strides of rows and of elements in a row.
     pub(crate) left_strides: [usize; 2],
     pub(crate) right: &'a [f32],
-    /// From a row to the next.
+    /// Row stride.
     pub(crate) right_stride: usize,
 }
 
 /// Computes a product.
 ///
 /// # Panics
-/// When a matrix is beyond its numbers, or the number of columns is no multiple of [`COLUMNS`].
+/// When an operand is out of bounds, or the column count is no multiple of [`COLUMNS`].
 pub(crate) fn multiply(product: Product<'_>) {
     let Product {
         rows, columns, depth, ..
@@ -59,31 +58,31 @@ pub(crate) fn multiply(product: Product<'_>) {
 }
 
 by_processor! {
-    /// A product whose bounds are checked.
+    /// A product with validated bounds.
     fn multiply_checked(product: Product<'_>) = columns
 }
 
-/// Goes through the columns in the widest tiles of which the registers of a processor hold the sums.
+/// Iterates over the columns in the widest tiles whose sums fit in the registers.
 #[inline(always)]
 fn columns<P: Processor>(mut product: Product<'_>) {
     let mut first = 0;
     while first < product.columns {
         let vectors = (product.columns - first) / P::LANES;
         first += match P::LANES {
-            // Of 32 registers.
+            // With 32 registers.
             16 => match vectors {
                 4.. => rows::<P, 4, 6>(&mut product, first),
                 3 => rows::<P, 3, 8>(&mut product, first),
                 2 => rows::<P, 2, 12>(&mut product, first),
                 _ => rows::<P, 1, 12>(&mut product, first),
             },
-            // Of 16.
+            // With 16 registers.
             _ => rows::<P, 2, 6>(&mut product, first),
         };
     }
 }
 
-/// All rows of the columns of some vectors; says how many columns.
+/// All rows of some vectors of columns; returns the number of columns.
 #[inline(always)]
 fn rows<P: Processor, const VECTORS: usize, const ROWS: usize>(
     product: &mut Product<'_>,
@@ -105,10 +104,11 @@ fn rows<P: Processor, const VECTORS: usize, const ROWS: usize>(
     VECTORS * P::LANES
 }
 
-/// One tile; says how many rows.
+/// One tile; returns the number of rows.
 ///
 /// # Safety
-/// The tile must be within the result, and its rows and columns within the operands; the processor must be of this kind.
+/// The tile must be within the result, its rows and columns within the operands, and the processor must be of this
+/// kind.
 #[inline(always)]
 unsafe fn tile<P: Processor, const VECTORS: usize, const ROWS: usize>(
     product: &mut Product<'_>,
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn products_equal_their_definition_for_all_sizes_and_distances() {
+    fn products_equal_the_reference_for_all_sizes_and_strides() {
         for (rows, columns, depth) in [
             (1, 16, 1),
             (2, 32, 3),
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_does_not_depend_on_what_is_computed_with_it() {
+    fn an_element_does_not_depend_on_the_rest_of_the_product() {
         let (rows, columns, depth) = (31, 112, 40);
         let (left, right) = (numbers(rows * depth, 1), numbers(depth * columns, 2));
         let of = |first_row: usize, rows: usize, first_column: usize, taken: usize| {
@@ -244,7 +244,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "beyond its operands")]
-    fn operands_that_are_too_short_are_refused() {
+    fn operands_out_of_bounds_are_refused() {
         multiply(Product {
             rows: 2,
             columns: 16,

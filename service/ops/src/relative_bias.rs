@@ -1,16 +1,15 @@
-//! What attention adds to scores by the distance between two tokens.
+//! Relative position bias of attention.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
 use crate::place::write_rows;
 
-/// `out[.., head, query, key] = table[buckets[key - query + queries - 1], head]`: T5's `relative_attention_bias`, for
-/// distances whose buckets are known. `table` is `[b, h]`, `buckets` u32 `[queries + keys - 1]`, from the key that is farthest
-/// behind a query to the one that is farthest ahead; `out` is `[.., h, queries, keys]` in the dtype of the table. All are
-/// contiguous.
+/// `out[.., head, query, key] = table[buckets[key - query + queries - 1], head]`: T5's `relative_attention_bias`,
+/// with precomputed buckets. `table` is `[b, h]`, `buckets` u32 `[queries + keys - 1]`, by ascending distance from
+/// key to query; `out` is `[.., h, queries, keys]` in the dtype of the table. All are contiguous.
 ///
 /// # Errors
-/// When shapes do not fit. On the CPU also for a bucket that the table does not have; on a card it becomes NaN.
+/// When shapes do not match. On the CPU also for a bucket out of range; on a card it becomes NaN.
 pub fn relative_bias(table: &Tensor, buckets: &Tensor, out: &Tensor) -> Result<()> {
     let (known, heads) = table.dims2()?;
     let (queries, keys) = (out.dim(D::Minus2)?, out.dim(D::Minus1)?);
@@ -54,7 +53,7 @@ mod tests {
     use crate::testing::{assert_close, here, random, test_device};
 
     #[test]
-    fn a_bias_depends_on_the_distance_alone() -> Result<()> {
+    fn relative_bias_depends_only_on_the_distance() -> Result<()> {
         for (queries, keys) in [(5, 9), (8, 16), (16, 3), (1, 1)] {
             let table = random(&[6, 3], 1)?;
             let buckets: Vec<u32> = (0..queries + keys - 1).map(|i| (i * 7 % 6) as u32).collect();
@@ -78,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bucket_that_is_not_there_is_not_read() -> Result<()> {
+    fn a_bucket_out_of_range_is_not_read() -> Result<()> {
         let table = here(&random(&[2, 1], 1)?);
         let buckets = here(&Tensor::new(&[0u32, 1, 2], &Device::Cpu)?);
         let out = Tensor::zeros((1, 1, 2, 2), DType::F32, test_device())?;

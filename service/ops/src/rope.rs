@@ -1,45 +1,38 @@
-//! Norm of queries and keys, and rotary position embedding, in place.
+//! QK-norm and rotary position embedding, in place.
 
 use candle_core::{DType, Result, Tensor};
 
 use crate::loops::{rms_norm_in_place, rotate_in_place};
 use crate::place::{with_rows, write_rows};
 
-/// The norm of queries and keys by their root mean square, `x / sqrt(mean(x²) + eps) * weight`.
+/// RMS norm of queries and keys, `x / sqrt(mean(x²) + eps) * weight`.
 #[derive(Clone, Copy, Debug)]
 pub enum QkNorm<'a> {
-    /// None.
     None,
-    /// Each head by itself, weights `[d]`: FLUX, Hunyuan, Z-Image, Qwen3.
+    /// Per head, weights `[d]`: FLUX, Hunyuan, Z-Image, Qwen3.
     PerHead {
-        /// Of queries.
         q: &'a Tensor,
-        /// Of keys.
         k: &'a Tensor,
         /// Added to the mean square.
         eps: f64,
     },
-    /// All heads of a token together, weights `[h d]`: Wan.
+    /// Over all heads of a token, weights `[h d]`: Wan.
     AcrossHeads {
-        /// Of queries.
         q: &'a Tensor,
-        /// Of keys.
         k: &'a Tensor,
         /// Added to the mean square.
         eps: f64,
     },
 }
 
-/// Angles of a rotation: f32 `[n, d / 2]` each, one a pair (diffusers' `apply_rotary_emb` holds each twice).
+/// Rotation angles: f32 `[n, d / 2]` each, one per pair (diffusers' `apply_rotary_emb` holds each twice).
 #[derive(Clone, Copy, Debug)]
 pub struct Angles<'a> {
-    /// Cosines.
     pub cos: &'a Tensor,
-    /// Sines.
     pub sin: &'a Tensor,
 }
 
-/// Which numbers of a head are rotated as a pair.
+/// Which elements of a head are rotated as a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pairs {
     /// `2 i` and `2 i + 1`: FLUX and its like.
@@ -48,12 +41,12 @@ pub enum Pairs {
     Halves,
 }
 
-/// Normalises queries `[b, n, h, d]` and keys `[b, n, g, d]`, then rotates each pair `(a, b)` to
-/// `(a cos - b sin, b cos + a sin)`, in f32, in place (Su et al. 2021). They may be windows of one buffer, with heads next
-/// to each other; `d` is even.
+/// Normalizes queries `[b, n, h, d]` and keys `[b, n, g, d]`, then rotates each pair `(a, b)` to `(a cos - b sin, b
+/// cos + a sin)`, in f32, in place (Su et al. 2021). They may be views of one buffer, with contiguous heads; `d` is
+/// even.
 ///
 /// # Errors
-/// When shapes do not fit.
+/// When shapes do not match.
 pub fn qk_norm_rope(
     q: &Tensor,
     k: &Tensor,
@@ -117,7 +110,7 @@ fn numbers_of(x: &Tensor) -> Result<Vec<f32>> {
     x.to_dtype(DType::F32)?.to_vec1()
 }
 
-/// `norm` is a weight, its epsilon, and how many numbers are normalised together.
+/// `norm` is a weight, its epsilon, and the number of elements normalized together.
 fn on_cpu(
     x: &Tensor,
     norm: Option<&(Vec<f32>, f32, usize)>,
@@ -169,7 +162,7 @@ mod tests {
     use super::*;
     use crate::testing::{BF16_OPERATION, assert_close, here, random};
 
-    /// Queries and keys in one buffer `[b, n + 1, (h + g + 1) d]`, with a token and a head that nobody may touch.
+    /// Queries and keys in one buffer `[b, n + 1, (h + g + 1) d]`, with an extra token and head that must not change.
     fn joint(q: &Tensor, k: &Tensor, dtype: DType) -> Result<[Tensor; 3]> {
         let (batch, tokens, heads, width) = q.dims4()?;
         let of_keys = k.dim(2)?;
@@ -188,7 +181,7 @@ mod tests {
         x.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.contiguous()
     }
 
-    /// By candle's operations: `[b, n, h, d]`.
+    /// Reference implementation by candle's operations: `[b, n, h, d]`.
     fn defined(
         x: &Tensor,
         weight: Option<(&Tensor, bool)>,
@@ -226,8 +219,8 @@ mod tests {
     }
 
     #[test]
-    fn norms_and_rotations_equal_their_definition() -> Result<()> {
-        // The width that has a kernel of its own, odd ones, and fewer keys than queries.
+    fn norms_and_rotations_equal_the_reference() -> Result<()> {
+        // The width with a specialized kernel, odd ones, and fewer key heads than query heads.
         for (tokens, heads, of_keys, width) in [(5, 3, 3, 128), (7, 4, 2, 6), (3, 12, 12, 40), (2, 9, 1, 256)]
         {
             let q = random(&[2, tokens, heads, width], 1)?;
@@ -269,7 +262,7 @@ mod tests {
                         let of = |i: usize| weights.map(|(weights, is_across)| (&weights[i], is_across));
                         assert_close(&found(&q_)?, &defined(&q, of(0), angles, pairs)?, tolerance)?;
                         assert_close(&found(&k_)?, &defined(&k, of(1), angles, pairs)?, tolerance)?;
-                        // What was not given is as it was.
+                        // The rest of the buffer is unchanged.
                         let rest = found(&all)?.narrow(2, heads + of_keys, 1)?;
                         assert_eq!(rest.abs()?.sum_all()?.to_scalar::<f32>()?, 0.0);
                     }
@@ -280,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rotation_by_a_right_angle_swaps_the_pair() -> Result<()> {
+    fn a_rotation_by_90_degrees_swaps_the_pair() -> Result<()> {
         let x = Tensor::new(&[1f32, 2.0, 3.0, 4.0], &Device::Cpu)?.reshape((1, 1, 1, 4))?;
         let cos = here(&Tensor::new(&[[0f32, 1.0]], &Device::Cpu)?);
         let sin = here(&Tensor::new(&[[1f32, 0.0]], &Device::Cpu)?);

@@ -1,13 +1,13 @@
-//! Numbers of a tensor on the CPU.
+//! Elements of tensors on the CPU.
 
 use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor};
 
-/// Whether our own loops run for this tensor.
+/// Whether our CPU loops apply to this tensor.
 pub(crate) fn on_cpu(x: &Tensor) -> bool {
     matches!(x.device(), Device::Cpu)
 }
 
-/// Calls `f` with the numbers of a CPU tensor as f32, row-major. Copies only what is not so already.
+/// Calls `f` with the elements of a CPU tensor as row-major f32. Copies only if they are not that already.
 pub(crate) fn with_numbers<R>(x: &Tensor, f: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
     let x = x.to_dtype(DType::F32)?.contiguous()?;
     let (storage, layout) = x.storage_and_layout();
@@ -17,17 +17,18 @@ pub(crate) fn with_numbers<R>(x: &Tensor, f: impl FnOnce(&[f32]) -> Result<R>) -
     }
 }
 
-/// `e` to the `x`, to two units in the last place, without a branch or a call, so that loops over it become
-/// vector instructions. Arguments below -87 give 1e-38 rather than 0, above 88 give 1.7e38.
+/// `exp(x)`, to two units in the last place, without a branch or a call, so that loops vectorize. Arguments below -87
+/// give 1e-38 rather than 0, above 88 give 1.7e38.
 ///
-/// `x` is `n` times ln 2 and a rest of at most half of it. The rest goes through a polynomial (Cephes'), and
-/// `n`, rounded by adding a number whose last digit is a one, is already in place to become an exponent.
+/// `x` is split into `n ln 2` and a remainder of at most half of ln 2. The remainder is evaluated by Cephes'
+/// polynomial; `n`, rounded by adding a constant whose last digit is a one, is already in place to become the
+/// exponent.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     exp_by(x, |a, b, c| a * b + c)
 }
 
-/// [`exp`] by this way to compute `a b + c`.
+/// [`exp`] with a given `a b + c`.
 #[inline(always)]
 pub(crate) fn exp_by(x: f32, multiply_add: impl Fn(f32, f32, f32) -> f32) -> f32 {
     const ROUNDER: f32 = 12_582_912.0; // 1.5 * 2^23
@@ -58,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn exponentials_are_right_to_two_units_in_the_last_place() {
+    fn exp_is_accurate_to_two_units_in_the_last_place() {
         for i in -870_000..880_000 {
             let x = i as f32 / 10_000.0;
             let right = f64::from(x).exp();

@@ -1,4 +1,4 @@
-//! What the tests of every operation need.
+//! Fixtures and assertions shared by the tests.
 
 use candle_core::{DType, Device, Result, Tensor};
 use gpu::{Fp8Scales, GgufType, QuantizedWeight, WeightFormat, WeightPart};
@@ -10,12 +10,12 @@ mod device;
 pub(crate) use device::pool::peak_of;
 pub(crate) use device::{BF16_OPERATION, here, test_device, tolerances};
 
-/// Where the fixtures lie.
+/// Folder of the fixtures.
 pub(crate) fn fixtures() -> std::path::PathBuf {
     device::crate_folder().join("tests/fixtures")
 }
 
-/// Numbers over -1 to 1 that depend on the seed alone.
+/// Pseudorandom numbers from -1 to 1 that depend on the seed alone.
 pub(crate) fn random(shape: &[usize], seed: u64) -> Result<Tensor> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let numbers: Vec<f32> = (0..shape.iter().product())
@@ -54,7 +54,7 @@ pub(crate) fn random_bytes(format: WeightFormat, rows: usize, columns: usize, se
     bytes
 }
 
-/// Where the f16 of a block are.
+/// Offsets of the f16 numbers of a block.
 fn halves(kind: GgufType) -> Vec<usize> {
     match kind {
         GgufType::Q4_0 | GgufType::Q5_0 | GgufType::Q8_0 => vec![0],
@@ -65,7 +65,7 @@ fn halves(kind: GgufType) -> Vec<usize> {
     }
 }
 
-/// Every format.
+/// All weight formats.
 pub(crate) fn formats() -> Vec<WeightFormat> {
     let fp8 = [Fp8Scales::None, Fp8Scales::Tensor, Fp8Scales::Rows].map(WeightFormat::Fp8);
     let others = [WeightFormat::Int8, WeightFormat::Nf4, WeightFormat::Nf4Double];
@@ -83,8 +83,8 @@ pub(crate) fn quantized(format: WeightFormat, shape: &[usize], bytes: Vec<u8>) -
     }
 }
 
-/// Asserts shapes, and that the distance is at most `tolerance` of the expected length, or what the device of the
-/// tests is allowed if that is more.
+/// Asserts equal shapes, and that the relative L2 distance is at most `tolerance`, or that of the device of the tests
+/// if it is larger.
 pub(crate) fn assert_close(found: &Tensor, expected: &Tensor, tolerance: f64) -> Result<()> {
     assert_eq!(found.dims(), expected.dims());
     let tolerance = match test_device().is_cpu() {

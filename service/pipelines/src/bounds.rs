@@ -1,20 +1,20 @@
-//! What a request for a picture may ask for, of every family whose transformer sees 16 by 16 pixels as a token.
+//! Bounds of picture requests, shared by families whose transformer has a token per 16 by 16 pixels.
 
 use crate::flow_match::first_step;
 use crate::{Image, Medium, Request, RequestError};
 
-/// Pixels that a token of the transformer covers in each direction.
+/// Pixels per token along each axis.
 pub const PIXELS_PER_TOKEN: u32 = 16;
-/// The longest side of a picture.
-pub const LONGEST_SIDE: u32 = 4096;
-/// The most steps.
-pub const MOST_STEPS: u32 = 200;
-/// The most tokens of a prompt, as the references have it.
-pub const MOST_TOKENS: u32 = 512;
-/// The longest prompt in bytes; far more than its tokens can hold.
-pub const LONGEST_PROMPT: usize = 32 * 1024;
+/// Maximum width and height of a picture in pixels.
+pub const MAX_SIDE: u32 = 4096;
+/// Maximum of denoising steps.
+pub const MAX_STEPS: u32 = 200;
+/// Maximum tokens of a prompt, as in the references.
+pub const MAX_TOKENS: u32 = 512;
+/// Maximum length of a prompt in bytes; far more than its tokens can hold.
+pub const MAX_PROMPT_BYTES: usize = 32 * 1024;
 
-/// The smallest picture, in one step.
+/// The smallest valid picture, in one step.
 pub(crate) fn smallest(defaults: Request) -> Request {
     Request {
         prompt: "the smallest picture".to_owned(),
@@ -24,7 +24,7 @@ pub(crate) fn smallest(defaults: Request) -> Request {
     }
 }
 
-/// Every field of a request that is out of its bounds.
+/// All fields of a request that are out of bounds.
 pub(crate) fn problems(request: &Request) -> Vec<RequestError> {
     let Medium::Image(picture) = &request.medium else {
         return vec![RequestError::other_medium(&request.medium, "image")];
@@ -37,16 +37,15 @@ pub(crate) fn problems(request: &Request) -> Vec<RequestError> {
         });
     };
     for (field, side) in [("width", picture.width), ("height", picture.height)] {
-        if !(PIXELS_PER_TOKEN..=LONGEST_SIDE).contains(&side) || !side.is_multiple_of(PIXELS_PER_TOKEN) {
-            let bounds =
-                format!("a multiple of {PIXELS_PER_TOKEN} from {PIXELS_PER_TOKEN} to {LONGEST_SIDE}");
+        if !(PIXELS_PER_TOKEN..=MAX_SIDE).contains(&side) || !side.is_multiple_of(PIXELS_PER_TOKEN) {
+            let bounds = format!("a multiple of {PIXELS_PER_TOKEN} from {PIXELS_PER_TOKEN} to {MAX_SIDE}");
             refuse(field, format!("is {side}; {bounds} is expected"));
         }
     }
-    if !(1..=MOST_STEPS).contains(&request.steps) {
+    if !(1..=MAX_STEPS).contains(&request.steps) {
         refuse(
             "steps",
-            format!("is {}; 1 to {MOST_STEPS} is expected", request.steps),
+            format!("is {}; 1 to {MAX_STEPS} is expected", request.steps),
         );
     }
     if !(0.0..=1000.0).contains(&request.guidance) {
@@ -55,18 +54,18 @@ pub(crate) fn problems(request: &Request) -> Vec<RequestError> {
             format!("is {}; 0 to 1000 is expected", request.guidance),
         );
     }
-    if !(1..=MOST_TOKENS).contains(&request.max_sequence_length) {
+    if !(1..=MAX_TOKENS).contains(&request.max_sequence_length) {
         let found = request.max_sequence_length;
         refuse(
             "max_sequence_length",
-            format!("is {found}; 1 to {MOST_TOKENS} is expected"),
+            format!("is {found}; 1 to {MAX_TOKENS} is expected"),
         );
     }
-    if request.prompt.len() > LONGEST_PROMPT {
+    if request.prompt.len() > MAX_PROMPT_BYTES {
         let found = request.prompt.len();
         refuse(
             "prompt",
-            format!("has {found} bytes; at most {LONGEST_PROMPT} are expected"),
+            format!("has {found} bytes; at most {MAX_PROMPT_BYTES} are expected"),
         );
     }
     if let Some(image) = &picture.init_image {

@@ -1,4 +1,4 @@
-//! What a model does when a request leaves it open, and what its folder says of it.
+//! Default requests of models, and `moored.json` in their folders.
 
 use std::path::Path;
 
@@ -7,18 +7,18 @@ use serde::Deserialize;
 use crate::files::{damaged, read_json};
 use crate::{Image, Medium, ModelError, Request, RequestError};
 
-/// What `moored.json` in a model's folder says, over the family's own request of defaults, which is for a picture.
+/// Applies `moored.json` in a model's folder to the family's default request, which is for a picture.
 ///
 /// # Errors
-/// When the file cannot be read, or asks for what no request may.
-pub(crate) fn told(
+/// When the file cannot be read, or has values out of bounds.
+pub(crate) fn folder_defaults(
     folder: &Path,
     otherwise: Request,
     problems: impl Fn(&Request) -> Vec<RequestError>,
 ) -> Result<Request, ModelError> {
     #[derive(Default, Deserialize)]
     #[serde(default)]
-    struct Told {
+    struct FolderDefaults {
         steps: Option<u32>,
         guidance: Option<f32>,
         max_sequence_length: Option<u32>,
@@ -26,17 +26,22 @@ pub(crate) fn told(
         height: Option<u32>,
     }
     let path = folder.join("moored.json");
-    let told: Told = if path.is_file() {
+    let folder_defaults: FolderDefaults = if path.is_file() {
         read_json(&path)?
     } else {
-        Told::default()
+        FolderDefaults::default()
     };
     let (width, height) = otherwise.medium.size().unwrap_or_default();
-    let image = Image::of(told.width.unwrap_or(width), told.height.unwrap_or(height));
+    let image = Image::of(
+        folder_defaults.width.unwrap_or(width),
+        folder_defaults.height.unwrap_or(height),
+    );
     let defaults = Request {
-        steps: told.steps.unwrap_or(otherwise.steps),
-        guidance: told.guidance.unwrap_or(otherwise.guidance),
-        max_sequence_length: told.max_sequence_length.unwrap_or(otherwise.max_sequence_length),
+        steps: folder_defaults.steps.unwrap_or(otherwise.steps),
+        guidance: folder_defaults.guidance.unwrap_or(otherwise.guidance),
+        max_sequence_length: folder_defaults
+            .max_sequence_length
+            .unwrap_or(otherwise.max_sequence_length),
         medium: Medium::Image(image),
         ..otherwise
     };

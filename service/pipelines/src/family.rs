@@ -1,4 +1,4 @@
-//! What a model family is to the rest of the service.
+//! The interface between model families and the other crates.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -6,27 +6,28 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use gpu::{ComponentTensors, LoadPlan, Target, TensorSource, WeightFormat};
-use residency::{Bytes, Component, ComponentId};
+use residency::{Bytes, Component};
 
 use crate::files::pipeline_class;
 use crate::host::HostTensor;
+use crate::identity::ModelFile;
 use crate::media::Piece;
 use crate::out_of_memory::is_out_of_memory;
 use crate::plan::{StagePlan, ValueShape, Values};
 use crate::quantization::Quantization;
 use crate::request::{Medium, Request, RequestError};
 
-/// How weights are held.
+/// Dtype and quantization of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Precision {
-    /// The dtype that a card computes in: that of activations, and of weights in full precision.
+    /// Computation dtype of the card: of activations and full-precision weights.
     pub dtype: DType,
-    /// What components are quantized to while they are loaded.
+    /// Formats to which components are quantized at load.
     pub quantization: Quantization,
 }
 
 impl Precision {
-    /// Everything as it is stored, computed in this dtype.
+    /// Everything as stored, computed in this dtype.
     pub const fn full(dtype: DType) -> Precision {
         Precision {
             dtype,
@@ -35,22 +36,21 @@ impl Precision {
     }
 }
 
-/// How a stage reports, and how it learns that nobody wants it any more.
+/// Receives a stage's progress and results, and cancels it.
 pub trait Observer {
-    /// Step `n` of `of` is done.
+    /// Reports that step `n` of `of` is done.
     fn step(&mut self, n: u32, of: u32);
-    /// Whether a preview is wanted now (throttled by whoever asks for it).
+    /// Whether a preview is wanted now (throttled by the implementation).
     fn wants_preview(&mut self) -> bool;
-    /// A preview: RGB, 8 bits each.
+    /// Receives a preview: RGB, 8 bits each.
     fn preview(&mut self, width: u32, height: u32, rgb: Vec<u8>);
-    /// The next piece of what was asked for. A stage that takes long delivers as it goes: pieces are progress too.
+    /// Receives the next piece of the result. A slow stage delivers pieces as they are ready: they are progress too.
     fn deliver(&mut self, piece: Piece);
-    /// Asked between steps and between layers that take long: `true` ends the stage with
-    /// [`StageError::Cancelled`].
+    /// Polled between steps and between slow layers: `true` makes the stage fail with [`StageError::Cancelled`].
     fn cancelled(&self) -> bool;
 }
 
-/// An observer that sees nothing and never cancels.
+/// An observer that discards everything and never cancels.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Unobserved;
 
@@ -66,45 +66,37 @@ impl Observer for Unobserved {
     }
 }
 
-/// Why a folder or file is no model that we can run.
+/// Why a folder or file cannot be opened as a model.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
-    /// No family recognises it.
+    /// Not recognized by any family.
     #[error("{} is no pipeline that this version knows: {problem}", path.display())]
     NotAPipeline {
-        /// The folder or file.
         path: PathBuf,
-        /// What was looked for.
+        /// What was searched for.
         problem: String,
     },
-    /// A file is missing, truncated, or not what its header says.
+    /// A file is missing, truncated, or contradicts its header.
     #[error("{} is damaged: {problem}", path.display())]
-    Damaged {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        problem: String,
-    },
-    /// It is understood, and not supported.
+    Damaged { path: PathBuf, problem: String },
+    /// Recognized and not supported.
     #[error("{} is not supported: {problem}", path.display())]
     Unsupported {
-        /// The file.
         path: PathBuf,
-        /// What is not supported and what is.
+        /// What is not supported, and what is.
         problem: String,
     },
-    /// What was asked of a component's weights cannot be.
+    /// The requested quantization is not possible.
     #[error("{problem}")]
     Quantization {
-        /// The component that it was asked of.
         component: String,
-        /// What cannot be, and what can.
+        /// What is not possible, and what is.
         problem: String,
     },
 }
 
 impl ModelError {
-    /// A component is to be quantized that there is not.
+    /// Error for a requested format of an unknown component.
     pub(crate) fn no_such_component(component: &str, known: &[&str]) -> ModelError {
         ModelError::Quantization {
             component: component.to_owned(),
@@ -115,7 +107,7 @@ impl ModelError {
         }
     }
 
-    /// A component is to be quantized that the checkpoint stores quantized.
+    /// Error for a requested format of a component that the checkpoint stores quantized.
     pub(crate) fn stored_quantized(component: &str, format: WeightFormat) -> ModelError {
         ModelError::Quantization {
             component: component.to_owned(),
@@ -129,41 +121,36 @@ impl ModelError {
 /// Why a stage failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StageError {
-    /// The observer said so.
+    /// Cancelled by the observer.
     #[error("cancelled")]
     Cancelled,
     /// The card has not enough memory for the activations.
     #[error("out of memory in {stage}")]
-    OutOfMemory {
-        /// The stage.
-        stage: String,
-    },
-    /// A number that is not finite.
+    OutOfMemory { stage: String },
+    /// A result is NaN or infinite.
     #[error("{component} produced a value that is not finite at step {step}")]
     NotFinite {
-        /// The component that produced it.
         component: String,
         /// The denoising step, from 1; 0 outside denoising.
         step: u32,
     },
-    /// The stage was given something that does not fit the model.
+    /// An input of the stage does not match the model.
     #[error("{0}")]
     BadInput(String),
-    /// The checkpoint has not the tensor that the mathematics asks for.
+    /// A tensor of the component is missing.
     #[error("{component}: {missing}")]
     Missing {
-        /// The component.
         component: String,
-        /// Which tensor and what is wrong.
+        /// The tensor and the problem.
         missing: gpu::MissingTensor,
     },
-    /// The tensor library failed.
+    /// An operation of the tensor library failed.
     #[error("tensor operation failed: {0}")]
     Tensor(#[from] candle_core::Error),
 }
 
 impl StageError {
-    /// As a stage tells it: an error of the tensor library that means that memory ran out says so in its words only.
+    /// Converts an error of a stage: the tensor library reports exhausted memory in its message only.
     pub(crate) fn of_stage(self, stage: &str) -> StageError {
         match self {
             StageError::Tensor(error) if is_out_of_memory(&error) => StageError::OutOfMemory {
@@ -174,37 +161,36 @@ impl StageError {
     }
 }
 
-/// Everything that one run of a stage is computed from.
+/// Inputs of one run of a stage.
 #[derive(Clone, Copy)]
 pub struct StageRun<'a> {
-    /// The stage.
     pub plan: &'a StagePlan,
-    /// Indexes [`StagePlan::rungs`].
+    /// Index into [`StagePlan::rungs`].
     pub rung: usize,
     /// The request, with the seed of the item.
     pub request: &'a Request,
-    /// What the stage takes.
+    /// The stage's input values.
     pub values: &'a Values,
-    /// The tensors of the stage's components, by name.
+    /// Looks up the tensors of a component by name.
     pub tensors: &'a dyn Fn(&str) -> Result<Arc<ComponentTensors>, StageError>,
-    /// Where they are, and where it computes.
+    /// Device of the tensors, and of the computation.
     pub device: &'a candle_core::Device,
 }
 
 impl StageRun<'_> {
-    /// A value, if the stage takes it.
+    /// A value by name, or `None` if the stage does not take it.
     ///
     /// # Errors
-    /// As [`StageRun::value`], where it takes it.
+    /// As [`StageRun::value`], if the stage takes it.
     pub fn value_if_taken(&self, name: &str) -> Result<Option<&HostTensor>, StageError> {
         let is_taken = self.plan.takes.iter().any(|taken| taken.name == name);
         is_taken.then(|| self.value(name)).transpose()
     }
 
-    /// A value that the stage takes.
+    /// An input value by name.
     ///
     /// # Errors
-    /// [`StageError::BadInput`] where it is not there, or of another shape than the plan says.
+    /// [`StageError::BadInput`] if it is missing, or of another shape than planned.
     pub fn value(&self, name: &str) -> Result<&HostTensor, StageError> {
         let value = self.values.get(name);
         let value = value.ok_or_else(|| {
@@ -221,24 +207,24 @@ impl StageRun<'_> {
     }
 }
 
-/// A checkpoint that a family has recognised, by its headers alone: it holds no weights. It can be asked
-/// what it needs, and, given tensors, it computes.
+/// An open checkpoint, known by its headers alone: it holds no weights. It plans requests, and computes stages over
+/// given tensors.
 pub trait Model: Send + Sync {
     /// The family's name: `flux`.
     fn family(&self) -> &'static str;
 
-    /// What it generates for a request that leaves everything open; its medium is the one that the model generates.
+    /// The default request; its medium is the one that the model generates.
     fn defaults(&self) -> Request;
 
-    /// Its components, with exact bytes. Identity is provisional (the resolved path) until
-    /// [`Model::files_of`] has been hashed; callers may put another identity in.
+    /// Its components, with exact bytes. Their identity is provisional ([`provisional_identity`](crate::provisional_identity)) until [`Model::files_of`]
+    /// has been hashed; callers may substitute another identity.
     fn components(&self) -> &[Component];
 
-    /// How a component is read.
+    /// Load plan of a component.
     fn load_plan(&self, component_name: &str) -> Option<&LoadPlan>;
 
-    /// The quantized format that most of a component's quantized bytes are held in, whether it is made at load or
-    /// stored so; `None` where nothing is quantized.
+    /// The format that most of a component's quantized bytes have, made at load or stored; `None` if it is not
+    /// quantized.
     fn format_of(&self, component_name: &str) -> Option<WeightFormat> {
         match self.load_plan(component_name)? {
             LoadPlan::Files(sources) => format_of_plan(sources),
@@ -246,40 +232,40 @@ pub trait Model: Send + Sync {
         }
     }
 
-    /// The files whose content is the component's identity.
-    fn files_of(&self, component_name: &str) -> Vec<Arc<Path>>;
+    /// The files whose content identifies the component.
+    fn files_of(&self, component_name: &str) -> Vec<ModelFile>;
 
-    /// The stages of a request, in order. The values that a [`Role::Decode`](crate::Role::Decode) stage takes are what a client may keep, bring
-    /// back, and have decoded later.
+    /// The stages of a request, in order. The values that a [`Role::Decode`](crate::Role::Decode) stage takes are the
+    /// latents that a client may keep, bring back, and decode later.
     ///
     /// # Errors
-    /// Every field of the request that is wrong.
+    /// All invalid fields of the request.
     fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>>;
 
-    /// A request of defaults whose decode takes values of these shapes; `None`: it takes others.
+    /// A default request whose decode takes values of these shapes; `None` if there is none.
     fn request_of(&self, values: &[ValueShape]) -> Option<Request>;
 
-    /// What of the same request might fit where the whole does not, each by its label, the closest first.
+    /// Smaller variants of a request that may fit where it does not, each with a label, the closest first.
     fn smaller(&self, request: &Request) -> Vec<(String, Request)>;
 
-    /// The smallest request that it can run, in one step: run through all stages, it proves that the model works.
+    /// The smallest valid request, in one step: running all its stages proves that the model works.
     fn smallest(&self) -> Request;
 
-    /// Shapes that a stage of a request asks cuDNN for on a card, run on its first rung: what is worth making plans for
-    /// before it begins ([`ops::make_plans`]). It is advice: any list does, and the default is none.
+    /// The cuDNN shapes of a stage of a request on its first rung, to be compiled before it begins
+    /// ([`ops::make_plans`]). Best effort: any list is valid, and the default is empty.
     fn planned(&self, _stage: &str, _request: &Request) -> Vec<ops::Planned> {
         Vec::new()
     }
 
-    /// Runs one stage: the values that it gives. What it delivers goes to the observer.
+    /// Runs one stage and returns the values that it gives. Pieces are delivered to the observer.
     ///
     /// # Errors
     /// [`StageError`].
     fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError>;
 }
 
-/// The same request with its sides in three, two and one quarters, rounded down to a multiple of `grain` pixels: what
-/// most families of pictures and films can offer instead.
+/// The same request with its sides in three, two and one quarters, rounded down to a multiple of `grain` pixels: the
+/// fallbacks of most picture and video families.
 pub(crate) fn smaller_sides(request: &Request, grain: u32) -> Vec<(String, Request)> {
     let smaller = [3, 2, 1].map(|quarters| {
         let side = |side: u32| side * quarters / 4 / grain * grain;
@@ -301,30 +287,30 @@ pub(crate) fn smaller_sides(request: &Request, grain: u32) -> Vec<(String, Reque
     smaller.into_iter().flatten().collect()
 }
 
-/// A family of models.
+/// A model family.
 pub trait Family: Send + Sync {
-    /// `flux`.
+    /// The family's identifier: `flux`.
     fn name(&self) -> &'static str;
 
-    /// The classes in `model_index.json` that it opens.
+    /// The `model_index.json` classes that it opens.
     fn pipelines(&self) -> &'static [&'static str] {
         &[]
     }
 
-    /// The folders of a pipeline in diffusers' layout that it reads; what is beside them it does not need.
+    /// The folders that it reads of a pipeline in diffusers' layout; others are not needed.
     fn folders(&self) -> &'static [&'static str] {
         &[]
     }
 
-    /// Opens a folder or file if it is of this family; `None` if it is of another.
+    /// Opens a folder or file of this family; `None` if it is of another.
     ///
     /// # Errors
-    /// When it is of this family and cannot be run.
+    /// When it is of this family and not supported or damaged.
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError>;
 }
 
-/// The same request with three, two and one quarters of its length, rounded down to whole frames or tenths of a second;
-/// none for a picture.
+/// The same request with three, two and one quarters of its length, rounded down to whole frames or tenths of a
+/// second; none for a picture.
 pub(crate) fn smaller_lengths(request: &Request) -> Vec<(String, Request)> {
     let shorter = [3, 2, 1].map(|quarters| {
         let mut shorter = request.clone();
@@ -344,13 +330,13 @@ pub(crate) fn smaller_lengths(request: &Request) -> Vec<(String, Request)> {
     shorter.into_iter().flatten().collect()
 }
 
-/// All families that this build knows, in one explicit list.
+/// All families of this build, as an explicit list.
 pub struct Catalogue {
     families: Vec<Box<dyn Family>>,
 }
 
 impl Catalogue {
-    /// From a list of families; the first that recognises a checkpoint opens it.
+    /// From a list of families; the first that recognizes a checkpoint opens it.
     pub fn new(families: Vec<Box<dyn Family>>) -> Catalogue {
         Catalogue { families }
     }
@@ -360,12 +346,12 @@ impl Catalogue {
         self.families.iter().map(|family| family.name())
     }
 
-    /// The classes of all families that a `model_index.json` may name.
+    /// The `model_index.json` classes of all families.
     pub fn pipelines(&self) -> impl Iterator<Item = &'static str> {
         self.families.iter().flat_map(|f| f.pipelines()).copied()
     }
 
-    /// The folders that a pipeline of this class is read from; `None`: it is of no family.
+    /// The folders that are read of a pipeline of this class; `None` if it is of no family.
     pub fn folders_of(&self, class: &str) -> Option<&'static [&'static str]> {
         let family = self.families.iter().find(|f| f.pipelines().contains(&class));
         family.map(|family| family.folders())
@@ -374,7 +360,7 @@ impl Catalogue {
     /// Opens a checkpoint by its headers.
     ///
     /// # Errors
-    /// [`ModelError`]; [`ModelError::NotAPipeline`] when no family recognises it.
+    /// [`ModelError`]; [`ModelError::NotAPipeline`] if no family recognizes it.
     pub fn open(&self, path: &Path, precision: &Precision) -> Result<Arc<dyn Model>, ModelError> {
         for family in &self.families {
             if let Some(model) = family.open(path, precision)? {
@@ -405,7 +391,7 @@ impl Catalogue {
     }
 }
 
-/// The quantized format that most quantized bytes of these tensors are held in.
+/// The format that most quantized bytes of these tensors have.
 pub(crate) fn format_of_plan<'a>(
     sources: impl IntoIterator<Item = &'a TensorSource>,
 ) -> Option<WeightFormat> {
@@ -417,13 +403,4 @@ pub(crate) fn format_of_plan<'a>(
     }
     let most = bytes.into_iter().max_by_key(|(_, bytes)| *bytes);
     most.map(|(format, _)| format)
-}
-
-/// The identity that a component has while the hash of its content is not known.
-pub fn provisional_identity(path: &Path, component_name: &str, precision: &Precision) -> ComponentId {
-    let (path, dtype) = (path.display(), precision.dtype.as_str());
-    ComponentId::new(match precision.quantization.format_of(component_name) {
-        None => format!("path:{path}#{component_name}@{dtype}"),
-        Some(format) => format!("path:{path}#{component_name}@{dtype}:{format}"),
-    })
 }

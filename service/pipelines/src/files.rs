@@ -1,5 +1,6 @@
-//! Configuration files of models, and what is said of files that are not what they should be.
+//! Reading of models' configuration files, and errors about files.
 
+use std::io::Read as _;
 use std::path::Path;
 
 use serde::Deserialize;
@@ -21,13 +22,29 @@ pub(crate) fn unsupported(path: &Path, problem: impl Into<String>) -> ModelError
     }
 }
 
+/// The longest configuration, index or vocabulary that is read, in bytes: the largest tokenizers have half of it.
+const LONGEST_TEXT: u64 = 64 << 20;
+
 /// Reads a text file.
+///
+/// # Errors
+/// [`ModelError::Damaged`] for what cannot be read, is no regular file, or is too long.
 pub(crate) fn read_text(path: &Path) -> Result<String, ModelError> {
-    std::fs::read_to_string(path).map_err(|e| damaged(path, format!("it cannot be read: {e}")))
+    let unreadable = |e: std::io::Error| damaged(path, format!("it cannot be read: {e}"));
+    let mut text = String::new();
+    let file = gpu::open_regular(path).map_err(unreadable)?;
+    let read = file.take(LONGEST_TEXT + 1).read_to_string(&mut text);
+    match read.map_err(unreadable)? as u64 > LONGEST_TEXT {
+        true => Err(damaged(
+            path,
+            format!("it has more than {LONGEST_TEXT} bytes, and is read as text"),
+        )),
+        false => Ok(text),
+    }
 }
 
-/// Reads a JSON file that holds an object. serde would take a list for a structure as well, and an empty one
-/// for nothing but defaults.
+/// Reads a JSON file that contains an object. (serde would accept a list for a struct as well, and an empty one for
+/// nothing but defaults.)
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, ModelError> {
     let text = read_text(path)?;
     if !text.trim_start().starts_with('{') {
@@ -36,10 +53,10 @@ pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, ModelErro
     serde_json::from_str(&text).map_err(|e| damaged(path, format!("it cannot be parsed: {e}")))
 }
 
-/// Reads a configuration that this build knows.
+/// Reads a configuration and validates it.
 ///
 /// # Errors
-/// As [`read_json`], and what `check` says of it.
+/// As [`read_json`], and errors of `check`.
 pub(crate) fn checked<T: DeserializeOwned>(
     path: &Path,
     check: impl Fn(&T) -> Result<(), String>,
@@ -49,10 +66,10 @@ pub(crate) fn checked<T: DeserializeOwned>(
     Ok(config)
 }
 
-/// The class that a folder's `model_index.json` names: empty if it names none, `None` if there is no such file.
+/// The class in a folder's `model_index.json`: empty if it names none, `None` if there is no such file.
 pub(crate) fn pipeline_class(folder: &Path) -> Result<Option<String>, ModelError> {
     #[derive(Deserialize)]
-    struct Index {
+    struct ModelIndex {
         #[serde(rename = "_class_name", default)]
         class_name: String,
     }
@@ -60,6 +77,6 @@ pub(crate) fn pipeline_class(folder: &Path) -> Result<Option<String>, ModelError
     if !index.is_file() {
         return Ok(None);
     }
-    let Index { class_name } = read_json(&index)?;
+    let ModelIndex { class_name } = read_json(&index)?;
     Ok(Some(class_name))
 }

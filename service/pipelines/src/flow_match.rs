@@ -1,29 +1,26 @@
-//! The noise schedule: diffusers' `FlowMatchEulerDiscreteScheduler`, as the FLUX and Z-Image pipelines drive it.
+//! The noise schedule: diffusers' `FlowMatchEulerDiscreteScheduler`, as the FLUX and Z-Image pipelines use it.
 
 use serde::Deserialize;
 
-/// What `scheduler/scheduler_config.json` says; what it leaves out has the class's defaults.
+/// `scheduler/scheduler_config.json`; missing fields have the class's defaults.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct SchedulerConfig {
-    /// The class that the file is for.
     #[serde(rename = "_class_name")]
     pub class_name: String,
     /// Static shift of the sigmas.
     pub shift: f64,
-    /// Whether the shift follows the number of picture tokens instead.
+    /// Whether the shift depends on the number of picture tokens instead.
     pub use_dynamic_shifting: bool,
     /// Shift (as an exponent) at `base_image_seq_len` tokens.
     pub base_shift: f64,
     /// Shift at `max_image_seq_len` tokens.
     pub max_shift: f64,
-    /// See `base_shift`.
     pub base_image_seq_len: f64,
-    /// See `max_shift`.
     pub max_image_seq_len: f64,
-    /// How the dynamic shift bends the sigmas: `exponential` or `linear`.
+    /// Form of the dynamic shift: `exponential` or `linear`.
     pub time_shift_type: String,
-    /// Must be 1000: the transformer multiplies by as much.
+    /// Must be 1000, the factor of the transformer.
     pub num_train_timesteps: u32,
     /// Not supported.
     pub shift_terminal: Option<f64>,
@@ -65,10 +62,10 @@ impl Default for SchedulerConfig {
 }
 
 impl SchedulerConfig {
-    /// Whether this build can follow it.
+    /// Checks that this configuration is supported.
     ///
     /// # Errors
-    /// What it cannot.
+    /// The unsupported setting.
     pub fn check(&self) -> Result<(), String> {
         if self.class_name != "FlowMatchEulerDiscreteScheduler" {
             return Err(format!(
@@ -88,7 +85,8 @@ impl SchedulerConfig {
                 self.num_train_timesteps
             ));
         }
-        // Zero is nothing to the reference, too.
+        self.check_shift()?;
+        // The reference treats zero as unset.
         let settings = [
             (
                 "shift_terminal",
@@ -107,8 +105,32 @@ impl SchedulerConfig {
         }
     }
 
-    /// The sigmas of `steps` steps over a picture of `tokens` tokens, from 1 downwards, and a closing 0:
-    /// one more than steps. Rounded to f32 where the reference rounds.
+    /// Whether the shift of the sigmas is a number for every picture: what divides by zero, or turns the sigmas round, would
+    /// be told of by a picture that is none.
+    fn check_shift(&self) -> Result<(), String> {
+        if !self.use_dynamic_shifting {
+            return match self.shift > 0.0 && self.shift.is_finite() {
+                true => Ok(()),
+                false => Err(format!("shift is {}; it must be more than 0", self.shift)),
+            };
+        }
+        let (base, max) = (self.base_image_seq_len, self.max_image_seq_len);
+        if base == max || !base.is_finite() || !max.is_finite() {
+            return Err(format!(
+                "base_image_seq_len is {base} and max_image_seq_len {max}; they must be two different numbers"
+            ));
+        }
+        let is_usable = |shift: f64| shift.is_finite() && (shift > 0.0 || self.time_shift_type != "linear");
+        for (name, shift) in [("base_shift", self.base_shift), ("max_shift", self.max_shift)] {
+            if !is_usable(shift) {
+                return Err(format!("{name} is {shift}, which no sigma can be shifted by"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The sigmas of `steps` steps over a picture of `tokens` tokens, descending from 1, and a final 0: `steps + 1`
+    /// values. Rounded to f32 where the reference rounds.
     pub fn sigmas(&self, steps: u32, tokens: usize) -> Vec<f32> {
         let last = 1.0 / f64::from(steps);
         let stride = (last - 1.0) / f64::from(steps.saturating_sub(1).max(1));
@@ -126,8 +148,8 @@ impl SchedulerConfig {
             .collect()
     }
 
-    /// The same from a grid that `torch.linspace` makes, which computes in f32 from both ends towards the middle, each
-    /// product and sum rounded once: `get_default_z_image_sigmas`.
+    /// [`SchedulerConfig::sigmas`] over a grid of `torch.linspace`, which computes in f32 from both ends towards the
+    /// middle, each product and sum rounded once: `get_default_z_image_sigmas`.
     pub fn sigmas_from_both_ends(&self, steps: u32, tokens: usize) -> Vec<f32> {
         let last = 1.0 / steps as f32;
         let stride = (last - 1.0) / steps.saturating_sub(1).max(1) as f32;
@@ -146,7 +168,7 @@ impl SchedulerConfig {
     }
 
     fn shifted(&self, sigma: f32, mu: f64) -> f32 {
-        // numpy computes with f32 where an array meets a Python number.
+        // numpy computes in f32 where an array meets a Python number.
         if !self.use_dynamic_shifting {
             let shift = self.shift as f32;
             return shift * sigma / (1.0 + (self.shift - 1.0) as f32 * sigma);
@@ -160,16 +182,16 @@ impl SchedulerConfig {
     }
 }
 
-/// The step at which image to image starts, from 0: `FluxImg2ImgPipeline.get_timesteps`. A strength of 1
-/// starts at 0; one that is too small for a single step gives `steps`.
+/// The first step of image to image, from 0: `FluxImg2ImgPipeline.get_timesteps`. A strength of 1 starts at 0; one
+/// that is too small for a single step gives `steps`.
 pub fn first_step(steps: u32, strength: f32) -> u32 {
-    // The reference has the strength as a double that was typed in decimals.
+    // In the reference, strength is a double parsed from decimals.
     let strength = decimal(strength);
     let kept = (f64::from(steps) * strength).min(f64::from(steps));
     (f64::from(steps) - kept).max(0.0) as u32
 }
 
-/// The double nearest to the decimals that an f32 was written with: 0.6 is 0.6, not 0.60000002384.
+/// The double nearest to the shortest decimal form of an f32: 0.6 is 0.6, not 0.60000002384.
 fn decimal(value: f32) -> f64 {
     value.to_string().parse().unwrap_or_else(|_| f64::from(value))
 }
@@ -179,7 +201,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn image_to_image_starts_where_the_reference_does() {
+    fn image_to_image_starts_at_the_same_step_as_the_reference() {
         // int(max(steps - min(steps * strength, steps), 0)) in Python.
         for (steps, strength, expected) in [
             (28, 0.6, 11),
@@ -199,7 +221,51 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_supported_is_named() {
+    fn a_shift_that_makes_no_sigmas_is_refused() {
+        let plain = SchedulerConfig::default();
+        let dynamic = SchedulerConfig {
+            use_dynamic_shifting: true,
+            ..plain.clone()
+        };
+        let shift = |shift| SchedulerConfig {
+            shift,
+            ..plain.clone()
+        };
+        for (config, named) in [
+            (shift(0.0), "shift is 0"),
+            (shift(-1.0), "shift is -1"),
+            (shift(f64::INFINITY), "shift is inf"),
+            (
+                SchedulerConfig {
+                    base_image_seq_len: 4096.0,
+                    ..dynamic.clone()
+                },
+                "base_image_seq_len is 4096 and max_image_seq_len 4096",
+            ),
+            (
+                SchedulerConfig {
+                    base_shift: 0.0,
+                    time_shift_type: "linear".to_owned(),
+                    ..dynamic.clone()
+                },
+                "base_shift is 0",
+            ),
+        ] {
+            let refused = config.check().unwrap_err();
+            assert!(refused.contains(named), "{refused}");
+        }
+        let shift_of_nobody = SchedulerConfig {
+            shift: 0.0,
+            ..dynamic
+        };
+        for config in [shift(3.0), shift_of_nobody] {
+            assert_eq!(config.check(), Ok(()));
+            assert!(config.sigmas(4, 1024).iter().all(|sigma| sigma.is_finite()));
+        }
+    }
+
+    #[test]
+    fn unsupported_scheduler_settings_are_named() {
         let config = SchedulerConfig {
             shift_terminal: Some(0.1),
             ..SchedulerConfig::default()

@@ -1,4 +1,4 @@
-//! Tensors as bytes: what passes between the processes.
+//! Tensors in host memory, serializable between processes.
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
@@ -7,21 +7,19 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HostType {
-    /// IEEE single.
+    /// IEEE 754 binary32.
     F32,
-    /// IEEE half.
+    /// IEEE 754 binary16.
     F16,
-    /// Brain float.
+    /// bfloat16.
     Bf16,
 }
 
 /// A tensor in host memory: little-endian, row-major, contiguous.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostTensor {
-    /// Dtype.
     pub dtype: HostType,
-    /// Shape.
     pub shape: Vec<usize>,
-    /// `shape` numbers of `dtype`.
+    /// The elements of `shape`, in `dtype`.
     pub data: Bytes,
 }

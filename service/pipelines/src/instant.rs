@@ -1,5 +1,5 @@
-//! The `instant` family: models that exist in a JSON file only. They hold memory on a simulated card and generate
-//! one colour, or one tone, so that everything around a model can be tested without one.
+//! The `instant` family: models that consist of a JSON file. They allocate memory on a simulated card and generate
+//! one colour, or one tone, for tests of everything around a model.
 //!
 //! ```json
 //! { "name": "small",
@@ -9,14 +9,14 @@
 //!   "defaults": { "steps": 4, "width": 1024, "height": 1024 } }
 //! ```
 //!
-//! Equal identities are one component, in whichever files they stand, as long as they are held in the same format.
-//! `bytes` are those of bf16, and what is quantized at load takes as many as its format leaves of them. With
-//! `"stored": "Q4_K"` a component is quantized in its file already: its bytes are as they stand. Scratch figures are those of a picture of the
-//! default size. Faults for tests: `real_scratch` (what a stage takes in truth, where that differs from what is
-//! predicted), `not_finite_at_step`, `panic_at` (a stage's name).
+//! Components with equal identities are one component, in any files, if they have the same format. `bytes` are those
+//! of bf16; a component that is quantized at load takes the corresponding fraction. With `"stored": "Q4_K"` a
+//! component is stored quantized: its bytes are taken as given. Scratch figures are for a picture of the default
+//! size. Faults for tests: `real_scratch` (a stage's actual scratch, if different from the prediction),
+//! `not_finite_at_step`, `panic_at` (a stage's name).
 //!
-//! With `"medium": "video"` it generates frames of one size, with `"audio"` samples of two channels, in a few pieces;
-//! `steps_ms` then lies between pieces too. Defaults may name `frames`, `frames_per_second` and `seconds`.
+//! With `"medium": "video"` it generates frames, with `"audio"` samples of two channels, in a few pieces; `steps_ms`
+//! then also applies between pieces. Defaults may have `frames`, `frames_per_second` and `seconds`.
 
 mod colour;
 mod content;
@@ -38,10 +38,10 @@ use crate::request::{Audio, Image, Medium, Video};
 
 use model::InstantModel;
 
-/// How the name of a model's file ends.
+/// Suffix of a model's file.
 const FILE_ENDING: &str = ".instant.json";
 
-/// What the file is called inside of a model's folder.
+/// Name of the file inside of a model's folder.
 const FILE_IN_FOLDER: &str = "instant.json";
 
 /// Names of its stages.
@@ -50,10 +50,10 @@ const ENCODE_IMAGE: &str = "encode_image";
 const DENOISE: &str = "denoise";
 const DECODE: &str = "decode";
 
-/// Name of the value that sampling gives and decoding takes.
+/// Name of the value from sampling to decoding.
 const LATENT: &str = "latent";
 
-/// The family.
+/// The `instant` family.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Instant;
 
@@ -84,7 +84,7 @@ impl Family for Instant {
     }
 }
 
-/// Refuses formats of components that there are not, or that are stored quantized.
+/// Rejects formats of components that do not exist, or are stored quantized.
 fn check(quantization: &Quantization, description: &Description) -> Result<(), ModelError> {
     for (component, _) in quantization.formats() {
         let described = description.components.iter().find(|c| c.name == component);
@@ -98,10 +98,10 @@ fn check(quantization: &Quantization, description: &Description) -> Result<(), M
     Ok(())
 }
 
-/// Components that stages ask for.
+/// Components that stages use.
 const NAMES: [&str; 4] = ["text_encoder", "text_encoder_2", "transformer", "vae"];
 
-/// The file that describes the model at a path, if the path is one of this family.
+/// The description file of the model at a path, if the path is of this family.
 fn description_of(path: &Path) -> Option<PathBuf> {
     let name = path
         .file_name()
@@ -114,7 +114,7 @@ fn description_of(path: &Path) -> Option<PathBuf> {
     inside.is_file().then_some(inside)
 }
 
-/// A model's file.
+/// Content of a model's file.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Description {
@@ -146,7 +146,7 @@ struct DescribedComponent {
     stored: Option<WeightFormat>,
 }
 
-/// A format as it is displayed: those that are made at load, and those that only checkpoints have.
+/// A format by its displayed name, including those that can only be stored.
 fn stored_format<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<WeightFormat>, D::Error> {
     let name = String::deserialize(deserializer)?;
     let scales = [Fp8Scales::None, Fp8Scales::Tensor].map(WeightFormat::Fp8);
@@ -159,12 +159,12 @@ fn stored_format<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<We
     found.map(Some).ok_or_else(unknown)
 }
 
-/// Activation bytes of the stages.
+/// Activation bytes of each stage.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 struct StageBytes {
     encode_text: Option<Bytes>,
-    /// As much as the decode where it is not said.
+    /// Defaults to that of the decode.
     encode_image: Option<Bytes>,
     denoise: Option<Bytes>,
     decode: Option<Bytes>,
@@ -209,7 +209,7 @@ impl Default for DescribedDefaults {
     }
 }
 
-/// What the model generates.
+/// Medium of the model.
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum DescribedMedium {

@@ -1,5 +1,5 @@
-//! GENERATES. Model families: how their checkpoints are recognised and read, the stages of a request, and
-//! their mathematics. A family never loads, evicts, or knows who asked.
+//! GENERATES. Model families: detection and reading of their checkpoints, the stages of a request, and their
+//! mathematics. A family never loads or evicts, and does not know the client.
 
 pub mod autoencoder_kl;
 mod bounds;
@@ -10,6 +10,7 @@ mod files;
 pub mod flow_match;
 pub mod flux;
 mod host;
+mod identity;
 pub mod instant;
 mod linear;
 mod media;
@@ -25,12 +26,12 @@ mod tensors;
 pub mod text;
 pub mod z_image;
 
-pub use bounds::{LONGEST_PROMPT, LONGEST_SIDE, MOST_STEPS, MOST_TOKENS, PIXELS_PER_TOKEN};
+pub use bounds::{MAX_PROMPT_BYTES, MAX_SIDE, MAX_STEPS, MAX_TOKENS, PIXELS_PER_TOKEN};
 pub use family::{
     Catalogue, Family, Model, ModelError, Observer, Precision, StageError, StageRun, Unobserved,
-    provisional_identity,
 };
 pub use host::{HostTensor, HostType};
+pub use identity::{ModelFile, provisional_identity};
 pub use media::{MediaFormat, Piece};
 pub use ops::{
     AttentionPaths, Libraries, Planned, attention_by, keep_plans_in, libraries, make_plans, prepare,
@@ -40,7 +41,7 @@ pub use plan::{Role, Rung, StagePlan, ValueShape, Values};
 pub use quantization::{FULL, Preset, Quantization};
 pub use request::{Audio, Image, InitImage, Medium, Request, RequestError, Video};
 
-/// Every family that this build knows. Adding one is a folder and a line here.
+/// All families of this build. Adding one is a folder and a line here.
 pub fn catalogue() -> Catalogue {
     Catalogue::new(vec![
         Box::new(flux::Flux),

@@ -1,4 +1,4 @@
-//! The one linear layer of all families, however its weight is held.
+//! The linear layer of all families, for any weight format.
 
 use candle_core::{DType, Tensor};
 use gpu::{ComponentTensors, MissingTensor, Weight};
@@ -13,7 +13,7 @@ pub(crate) struct Linear {
 }
 
 impl Linear {
-    /// Takes `{name}.weight` `[outputs, inputs]` and `{name}.bias` `[outputs]` out of a component.
+    /// Takes `{name}.weight` `[outputs, inputs]` and `{name}.bias` `[outputs]` from a component.
     ///
     /// # Errors
     /// When one of them is missing or of another shape.
@@ -30,7 +30,7 @@ impl Linear {
         })
     }
 
-    /// Takes `{name}.weight` `[outputs, inputs]` alone.
+    /// Takes only `{name}.weight` `[outputs, inputs]`.
     ///
     /// # Errors
     /// When it is missing or of another shape.
@@ -44,18 +44,18 @@ impl Linear {
         Ok(Linear { weight, bias: None })
     }
 
-    /// `x` is `[.., inputs]`; the result has `outputs` instead.
+    /// `x` is `[.., inputs]`; the result is `[.., outputs]`.
     ///
     /// # Errors
-    /// Those of [`ops::linear`].
+    /// Errors of [`ops::linear`].
     pub(crate) fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         ops::linear(x, &self.weight, self.bias.as_ref())
     }
 
-    /// The same with an activation, written to `out`, which may be a window of a larger tensor.
+    /// [`Linear::forward`] with an activation, written to `out`, which may be a strided view.
     ///
     /// # Errors
-    /// Those of [`ops::linear_into`].
+    /// Errors of [`ops::linear_into`].
     pub(crate) fn forward_into<'a>(
         &self,
         x: impl Into<Activation<'a>>,
@@ -66,7 +66,7 @@ impl Linear {
         ops::linear_into(x, &self.weight, self.bias.as_ref(), then, out, scratch)
     }
 
-    /// The layer among others over the same rows.
+    /// The layer with its output, for [`ops::linears_into`].
     pub(crate) fn to<'a>(&'a self, out: &'a Tensor) -> LayerTo<'a> {
         LayerTo {
             weight: &self.weight,
@@ -75,10 +75,10 @@ impl Linear {
         }
     }
 
-    /// Whether its rows, of this dtype, are better quantized where they are computed.
+    /// Whether its input rows, of this dtype, should be quantized where they are computed, for native fp8 products.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Errors of the device.
     pub(crate) fn takes_codes(&self, dtype: DType) -> candle_core::Result<bool> {
         let device = match &self.weight {
             Weight::Full(weight) => weight.device(),
@@ -87,7 +87,7 @@ impl Linear {
         ops::multiplies_fp8(device, &self.weight, dtype)
     }
 
-    /// The scratch that it needs for so many tokens.
+    /// Scratch bytes for so many tokens.
     fn scratch_bytes(&self, tokens: usize, dtype: DType) -> u64 {
         match &self.weight {
             Weight::Full(_) => 0,
@@ -99,7 +99,7 @@ impl Linear {
     }
 }
 
-/// The scratch that the most demanding of these layers needs for so many tokens: they run one after the other.
+/// Maximum scratch bytes of these layers for so many tokens: they run one after the other.
 pub(crate) fn largest_scratch<'a>(
     layers: impl IntoIterator<Item = &'a Linear>,
     tokens: usize,

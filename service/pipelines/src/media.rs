@@ -1,42 +1,32 @@
-//! What a stage delivers to whoever asked for the job: a picture, frames of a film, samples of a track, in pieces.
+//! Results of a decode, in pieces: a picture, frames of a video, samples of a track.
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-/// What a whole result is, known before any of it is made.
+/// Format of a whole result, known before it is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum MediaFormat {
     /// One picture: RGB, 8 bits each, row-major.
-    Image {
-        /// Pixels across.
-        width: u32,
-        /// Pixels down.
-        height: u32,
-    },
-    /// Frames of one film, each as a picture.
+    Image { width: u32, height: u32 },
+    /// Frames of one video, each in the format of a picture.
     Video {
-        /// Pixels across.
         width: u32,
-        /// Pixels down.
         height: u32,
-        /// Frames in all.
         frames: u32,
-        /// Frames a second.
         frames_per_second: f32,
     },
     /// Samples of one track: 16-bit little-endian integers, channels interleaved.
     Audio {
-        /// Samples a second, of each channel.
+        /// Sample rate per channel.
         samples_per_second: u32,
-        /// Channels.
         channels: u32,
-        /// Samples in all, of each channel.
+        /// Total samples per channel.
         samples: u64,
     },
 }
 
 impl MediaFormat {
-    /// How many units a whole result has: 1 picture, frames, or samples of each channel.
+    /// Number of units of a whole result: 1 picture, frames, or samples per channel.
     pub fn units(&self) -> u64 {
         match *self {
             MediaFormat::Image { .. } => 1,
@@ -55,27 +45,27 @@ impl MediaFormat {
         }
     }
 
-    /// Bytes of a whole result, if they can be counted.
+    /// Bytes of a whole result; `None` on overflow.
     pub fn bytes(&self) -> Option<u64> {
         self.units().checked_mul(self.unit_bytes())
     }
 }
 
-/// Consecutive units of a result. Pieces of one track come in order and without gaps.
+/// Consecutive units of a result. Pieces of one track are delivered in order and without gaps.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Piece {
-    /// Which of several results of one request: a stem of a song, the sound of a film; empty where there is one alone.
+    /// Name of the track, if a request has several (a stem of a song, the sound of a video); empty for a single one.
     pub track: String,
-    /// The whole that it is a piece of.
+    /// Format of the whole result.
     pub format: MediaFormat,
-    /// The first unit of the piece, from 0.
+    /// Index of the first unit of the piece.
     pub first: u64,
-    /// Whole units, as [`MediaFormat`] says.
+    /// Whole units, in the format of [`MediaFormat`].
     pub data: Bytes,
 }
 
 impl Piece {
-    /// A whole picture of the only track.
+    /// A whole picture as the only track.
     pub fn image(width: u32, height: u32, rgb: impl Into<Bytes>) -> Piece {
         Piece {
             track: String::new(),
@@ -85,14 +75,14 @@ impl Piece {
         }
     }
 
-    /// Units that it holds, if its bytes are whole units of the format and lie within it.
+    /// Number of units; `None` if the bytes are not whole units within the format.
     pub fn units(&self) -> Option<u64> {
         let (unit, bytes) = (self.format.unit_bytes(), self.data.len() as u64);
         let units = bytes.checked_div(unit).filter(|units| units * unit == bytes)?;
         (self.first.checked_add(units)? <= self.format.units()).then_some(units)
     }
 
-    /// What of it lies behind unit `from`; `None`: nothing.
+    /// The part from unit `from` on; `None` if it is empty.
     pub fn from_unit(mut self, from: u64) -> Option<Piece> {
         let skipped = from.saturating_sub(self.first);
         if skipped >= self.units()? {
@@ -104,7 +94,7 @@ impl Piece {
         Some(self)
     }
 
-    /// The same in pieces of at most so many bytes, and of at least one unit each.
+    /// Splits it into pieces of at most so many bytes, and of at least one unit each.
     pub fn cut(self, most_bytes: usize) -> impl Iterator<Item = Piece> {
         let unit = usize::try_from(self.format.unit_bytes())
             .unwrap_or(usize::MAX)
@@ -124,7 +114,7 @@ impl Piece {
             })
     }
 
-    /// Whether it is the end of its track.
+    /// Whether it is the last piece of its track.
     pub fn is_last(&self) -> bool {
         self.units()
             .is_some_and(|units| self.first + units == self.format.units())
@@ -152,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_piece_is_whole_units_within_its_format() {
+    fn a_piece_has_whole_units_within_its_format() {
         assert_eq!(frames(0, 5).units(), Some(5));
         assert!(frames(3, 2).is_last() && !frames(3, 1).is_last());
         assert_eq!(frames(4, 2).units(), None, "beyond the end");
@@ -163,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_large_piece_is_cut_into_whole_units_that_follow_one_another() {
+    fn a_large_piece_is_split_into_consecutive_whole_units() {
         let cut: Vec<Piece> = frames(0, 5).cut(15).collect();
         let seen: Vec<_> = cut.iter().map(|piece| (piece.first, piece.units())).collect();
         assert_eq!(seen, [(0, Some(2)), (2, Some(2)), (4, Some(1))]);
@@ -174,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_delivered_already_is_cut_off() {
+    fn units_delivered_before_are_cut_off() {
         let rest = frames(1, 3).from_unit(3).unwrap();
         assert_eq!((rest.first, rest.units(), rest.data[0]), (3, Some(1), 12));
         assert_eq!(frames(1, 3).from_unit(0), Some(frames(1, 3)));

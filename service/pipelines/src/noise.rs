@@ -1,21 +1,21 @@
-//! Noise that users know: `torch.randn` of `torch.Generator("cpu").manual_seed(seed)`.
+//! Reproducible noise: `torch.randn` of `torch.Generator("cpu").manual_seed(seed)`.
 //!
-//! A Mersenne Twister (MT19937, 32 bits) whose numbers PyTorch turns into normal ones in two ways: sixteen
-//! or more at a time in f32, by blocks of sixteen; fewer one by one in f64. Both are here, and a generator
-//! goes on where it stopped, so several draws follow one another as they do there.
+//! A Mersenne Twister (MT19937, 32 bits) whose output PyTorch transforms to normal numbers in two ways: sixteen or
+//! more at a time in f32, by blocks of sixteen; fewer one by one in f64. Both are implemented, and a generator keeps
+//! its state between draws, so that several draws give the same sequence as PyTorch's.
 
-/// Numbers of state.
+/// State size in words.
 const STATE: usize = 624;
-/// Distance of the recurrence.
+/// The recurrence's offset.
 const SHIFT: usize = 397;
-/// Numbers that torch transforms at once.
+/// Block size of torch's vectorized transformation.
 const BLOCK: usize = 16;
 
 /// A CPU generator of PyTorch.
 pub struct Generator {
     state: [u32; STATE],
     next: usize,
-    /// The second of a pair of normal numbers, when only the first was asked for.
+    /// The second of a pair of normal numbers, when only the first was returned.
     kept: Option<f64>,
 }
 
@@ -37,7 +37,7 @@ impl Generator {
         }
     }
 
-    /// `torch.randn(count, generator=self)`: f32, mean 0, deviation 1.
+    /// `torch.randn(count, generator=self)`: f32, mean 0, standard deviation 1.
     pub fn normal(&mut self, count: usize) -> Vec<f32> {
         if count < BLOCK {
             return (0..count).map(|_| self.one_normal() as f32).collect();
@@ -45,7 +45,7 @@ impl Generator {
         let mut numbers: Vec<f32> = (0..count).map(|_| self.uniform()).collect();
         numbers.chunks_exact_mut(BLOCK).for_each(transform);
         if !count.is_multiple_of(BLOCK) {
-            // The last sixteen are drawn again, over what was there.
+            // The last sixteen are drawn again, and overwrite the previous values.
             let last = &mut numbers[count - BLOCK..];
             last.iter_mut().for_each(|number| *number = self.uniform());
             transform(last);
@@ -53,7 +53,7 @@ impl Generator {
         numbers
     }
 
-    /// One normal number in f64; every second call takes what the first left over.
+    /// One normal number in f64; every second call returns the second of a pair.
     fn one_normal(&mut self) -> f64 {
         if let Some(kept) = self.kept.take() {
             return kept;
@@ -65,12 +65,12 @@ impl Generator {
         radius * cos
     }
 
-    /// Uniform over 0 to 1, without 1, in steps of 2^-24.
+    /// Uniform in [0, 1), in steps of 2^-24.
     fn uniform(&mut self) -> f32 {
         (self.bits() & 0x00FF_FFFF) as f32 / (1u32 << 24) as f32
     }
 
-    /// Uniform over 0 to 1, without 1, in steps of 2^-53.
+    /// Uniform in [0, 1), in steps of 2^-53.
     fn uniform_f64(&mut self) -> f64 {
         let high = u64::from(self.bits());
         let low = u64::from(self.bits());
@@ -90,7 +90,7 @@ impl Generator {
         bits ^ (bits >> 18)
     }
 
-    /// The next 624 words of state.
+    /// Generates the next 624 words of state.
     fn twist(&mut self) {
         for i in 0..STATE {
             let joined = (self.state[i] & 0x8000_0000) | (self.state[(i + 1) % STATE] & 0x7FFF_FFFF);
@@ -101,8 +101,7 @@ impl Generator {
     }
 }
 
-/// Sixteen uniform numbers to normal ones by Box and Muller: eight radii, eight angles; eight cosines,
-/// then eight sines.
+/// Box-Muller transform of sixteen uniform numbers: eight radii, eight angles; eight cosines, then eight sines.
 fn transform(block: &mut [f32]) {
     let (radii, angles) = block.split_at_mut(BLOCK / 2);
     for (radius, angle) in radii.iter_mut().zip(angles) {
@@ -117,15 +116,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_twister_is_the_published_one() {
-        // First word of mt19937 seeded with 5489; the 10,000th is what the C++ standard asks for.
+    fn the_generator_equals_the_published_mt19937() {
+        // The first word of mt19937 seeded with 5489; the 10,000th is specified by the C++ standard.
         let mut generator = Generator::new(5489);
         let words: Vec<u32> = (0..10_000).map(|_| generator.bits()).collect();
         assert_eq!((words[0], words[9_999]), (3_499_211_612, 4_123_659_995));
     }
 
     #[test]
-    fn only_the_low_half_of_a_seed_counts() {
+    fn only_the_low_32_bits_of_a_seed_count() {
         assert_eq!(
             Generator::new(5).normal(40),
             Generator::new(5 + (9 << 32)).normal(40)

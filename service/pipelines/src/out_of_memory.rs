@@ -1,11 +1,11 @@
-//! Whether an error of the tensor library means that a card's memory ran out.
+//! Detection of out-of-memory errors of a card.
 
 use candle_core::Error;
 
-/// Whether memory of the card is what was missing: the driver's, or what cuBLAS, cuDNN or cuRAND wanted of it.
+/// Whether the error is a lack of card memory: the driver's, or of cuBLAS, cuDNN or cuRAND.
 ///
-/// candle boxes the errors of the libraries and keeps their words alone, so these are looked at; and only those of the
-/// innermost error, since a backtrace around it may name anything.
+/// candle boxes the libraries' errors and keeps only their text, so the text is examined; and only that of the
+/// innermost error, since a backtrace around it may contain anything.
 pub fn is_out_of_memory(error: &Error) -> bool {
     match error {
         Error::WithBacktrace { inner, .. } | Error::Context { inner, .. } | Error::WithPath { inner, .. } => {
@@ -22,8 +22,8 @@ pub fn is_out_of_memory(error: &Error) -> bool {
     }
 }
 
-/// The libraries' words for it, as cudarc prints their codes. cuDNN says of memory of the host that it could not be
-/// allocated, too: nothing that a card gives back helps there.
+/// The libraries' messages, as cudarc prints their codes. cuDNN also reports a failed host allocation, which freeing
+/// card memory does not help.
 fn says_out_of_memory(words: &str) -> bool {
     const CODES: [&str; 6] = [
         "CUDA_ERROR_OUT_OF_MEMORY",
@@ -40,7 +40,7 @@ fn says_out_of_memory(words: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// An error of a library, whose words are all that candle keeps.
+    /// A library's error, of which candle keeps only the text.
     #[derive(Debug)]
     struct Library(&'static str);
 
@@ -53,7 +53,7 @@ mod tests {
     impl std::error::Error for Library {}
 
     #[test]
-    fn memory_is_told_from_other_failures_of_the_libraries() {
+    fn out_of_memory_is_distinguished_from_other_library_errors() {
         for (words, expected) in [
             ("DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")", true),
             (
@@ -107,7 +107,7 @@ mod tests {
             backtrace: Box::new(std::backtrace::Backtrace::force_capture()),
         };
         assert!(is_out_of_memory(&traced(memory())));
-        // What stands around the error does not say what it is.
+        // The context around the error is ignored.
         let other = || Error::Msg("a shape does not fit".to_owned());
         assert!(!is_out_of_memory(&traced(
             other().context("CUDA_ERROR_OUT_OF_MEMORY")
@@ -117,7 +117,7 @@ mod tests {
 
     #[cfg(feature = "cuda")]
     #[test]
-    fn the_libraries_own_errors_are_known() {
+    fn the_libraries_out_of_memory_errors_are_recognized() {
         use candle_core::cuda_backend::{CudaError, cudarc};
         let of = |error: CudaError| is_out_of_memory(&Error::from(error));
         let driver = |code| CudaError::Cuda(cudarc::driver::DriverError(code));

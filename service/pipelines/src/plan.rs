@@ -1,4 +1,4 @@
-//! What a family says of a request before it runs: its stages, what each takes and gives, and the ways to run it.
+//! The plan of a request: its stages, their inputs and outputs, and their rungs.
 
 use std::collections::BTreeMap;
 
@@ -7,34 +7,34 @@ use serde::{Deserialize, Serialize};
 
 use crate::host::HostTensor;
 
-/// Host tensors by name: what stages take and give.
+/// Host tensors by name: inputs and outputs of stages.
 pub type Values = BTreeMap<String, HostTensor>;
 
-/// What a stage is for: all that a queue and a card need to know of it.
+/// Role of a stage: what queue and card need to know of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
-    /// Makes values of what the client brings: a prompt, a picture.
+    /// Computes values from the client's input: a prompt, a picture.
     Encode,
-    /// Generates: the part that costs most, and is not begun again in smaller pieces.
+    /// Generates: the most expensive part, which is not restarted with less memory.
     Sample,
-    /// Makes of values what the client asked for.
+    /// Computes the result from values.
     Decode,
 }
 
-/// One way to run a stage. A later rung of the ladder needs less memory than the one before it.
+/// One way to run a stage. Later rungs need less memory.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rung {
-    /// `whole`, `strips of 16`, `tiles of 64`.
+    /// For reports: `whole`, `strips of 16`, `tiles of 64`.
     pub label: String,
     /// Predicted activation bytes at the peak.
     pub scratch: Bytes,
-    /// Whether the result differs from the whole's by more than rounding.
+    /// Whether the result differs from the first rung's by more than rounding.
     pub approximate: bool,
 }
 
 impl Rung {
-    /// The only rung of a stage that is not cut into pieces.
+    /// The only rung of a stage that cannot be chunked.
     pub(crate) fn whole(scratch: Bytes) -> Rung {
         Rung {
             label: "whole".to_owned(),
@@ -49,17 +49,15 @@ pub(crate) fn names(names: &[&str]) -> Vec<String> {
     names.iter().map(|&name| name.to_owned()).collect()
 }
 
-/// A value by its name.
+/// Name and shape of a value.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ValueShape {
-    /// Its name among the values of the job.
     pub name: String,
-    /// Its shape.
     pub shape: Vec<usize>,
 }
 
 impl ValueShape {
-    /// Of a name and a shape.
+    /// A value with this name and shape.
     pub fn new(name: &str, shape: Vec<usize>) -> ValueShape {
         ValueShape {
             name: name.to_owned(),
@@ -68,7 +66,7 @@ impl ValueShape {
     }
 }
 
-/// The shape of the only value, if it goes by this name, or by none as clients may bring it.
+/// The shape of a single value, if it has this name, or an empty one as clients may send.
 pub(crate) fn only_value<'a>(values: &'a [ValueShape], name: &str) -> Option<&'a [usize]> {
     match values {
         [only] if only.name == name || only.name.is_empty() => Some(&only.shape),
@@ -76,28 +74,28 @@ pub(crate) fn only_value<'a>(values: &'a [ValueShape], name: &str) -> Option<&'a
     }
 }
 
-/// One stage of a request: a function over named values, and the ways to run it.
+/// One stage of a request: a function over named values, with its rungs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StagePlan {
-    /// The family's name for it, by which clients see it: `encode_text`, `denoise`, `decode`.
+    /// The family's name of the stage, visible to clients: `encode_text`, `denoise`, `decode`.
     pub name: String,
-    /// What it is for.
     pub role: Role,
     /// Names of the components that must be resident.
     pub components: Vec<String>,
-    /// At least one; the best first.
+    /// At least one, the best first.
     pub rungs: Vec<Rung>,
-    /// What the peak depends on besides the model, e.g. `1024x1024 t512`: the key of what is learned.
+    /// The parameters on which the peak depends besides the model, e.g. `1024x1024 t512`: part of the key of learned
+    /// peaks.
     pub shape: String,
-    /// Steps within the stage, for progress; 1 where there are none.
+    /// Number of steps, for progress; 1 if there are none.
     pub steps: u32,
-    /// The values that it is computed from, beside the request.
+    /// Input values, beside the request.
     pub takes: Vec<ValueShape>,
-    /// Names of the values that it makes.
+    /// Names of the output values.
     pub gives: Vec<String>,
-    /// Whether it runs for each of several items, or once for all of them.
+    /// Whether it runs once per item, rather than once per request.
     pub per_item: bool,
-    /// Identity of what it gives: the same memo and the same components give the same values, which may be kept for other
-    /// jobs. `None`: they are this job's alone.
+    /// Cache key of the outputs: the same memo and components give the same values, which other jobs may reuse.
+    /// `None`: the values are specific to this job.
     pub memo: Option<String>,
 }

@@ -1,4 +1,4 @@
-//! How a model's weights are asked for: a format for each component that is not to be held in full precision.
+//! The requested quantization of a model: a format per component that is not in full precision.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,22 +6,22 @@ use std::fmt;
 use gpu::{WeightFormat, WeightFormatError};
 use serde::{Deserialize, Serialize};
 
-/// What users call a model whose weights are left as they are stored.
+/// Public name of the preset without quantization.
 pub const FULL: &str = "full";
 
-/// The components that a preset quantizes, in every family: those that most of a model's bytes are in. The others are
-/// small, and pay for a loss of precision out of proportion.
+/// Components that a preset quantizes, in every family: those with most of a model's bytes. The others are small, and
+/// lose quality out of proportion.
 const LARGE_COMPONENTS: [&str; 2] = ["transformer", LARGE_TEXT_ENCODER];
 
-/// What presets call the large text encoder, which has this name where there are two.
+/// Preset name of the large text encoder, which is its name where there are two.
 const LARGE_TEXT_ENCODER: &str = "text_encoder_2";
-/// What it is called where there is one.
+/// Its name where there is only one.
 const ONLY_TEXT_ENCODER: &str = "text_encoder";
 
-/// Sets of formats under one name.
+/// Named sets of formats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Preset {
-    /// Everything as it is stored.
+    /// Everything as stored.
     Full,
     /// `int8`: half the bytes of bf16, at the smallest loss.
     EightBit,
@@ -30,10 +30,10 @@ pub enum Preset {
 }
 
 impl Preset {
-    /// Every preset, the most faithful first.
+    /// Every preset, the most accurate first.
     pub const ALL: [Preset; 3] = [Preset::Full, Preset::EightBit, Preset::FourBit];
 
-    /// `full`, `8-bit`, `4-bit`.
+    /// Public name: `full`, `8-bit`, `4-bit`.
     pub fn as_str(self) -> &'static str {
         match self {
             Preset::Full => FULL,
@@ -42,7 +42,7 @@ impl Preset {
         }
     }
 
-    /// What it makes of a large component.
+    /// Format of a large component.
     pub fn format(self) -> Option<WeightFormat> {
         match self {
             Preset::Full => None,
@@ -51,7 +51,7 @@ impl Preset {
         }
     }
 
-    /// The preset of this name; the empty one is `full`.
+    /// The preset of this name; empty for `full`.
     pub fn named(name: &str) -> Option<Preset> {
         match name {
             "" => Some(Preset::Full),
@@ -60,26 +60,26 @@ impl Preset {
     }
 }
 
-/// The formats that components are to be quantized to while they are loaded. Two ways to say the same thing are equal.
-/// What a checkpoint stores quantized needs no mention here, and takes none.
+/// Formats to which components are quantized at load, normalized so that equivalent requests are equal. A checkpoint
+/// that is stored quantized needs none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Quantization {
     formats: BTreeMap<String, WeightFormat>,
-    /// Whether an only text encoder is left as it is stored, whatever a preset says of the large one.
+    /// Whether a single text encoder is explicitly left as stored, whatever the preset.
     only_text_encoder_is_full: bool,
 }
 
 impl Quantization {
-    /// Everything as it is stored.
+    /// Everything as stored.
     pub const NONE: Quantization = Quantization {
         formats: BTreeMap::new(),
         only_text_encoder_is_full: false,
     };
 
-    /// From a preset, and formats by component that go over it: `full` or what [`WeightFormat`] parses.
+    /// From a preset, and formats by component that override it: `full` or a format that [`WeightFormat`] parses.
     ///
     /// # Errors
-    /// The component, and what its format is not.
+    /// The component, and why its format is invalid.
     pub fn of<'a>(
         preset: Preset,
         components: impl IntoIterator<Item = (&'a str, &'a str)>,
@@ -104,7 +104,8 @@ impl Quantization {
         })
     }
 
-    /// This, with the large components among `components` in `format` where they would be held more faithfully otherwise.
+    /// This, with the large components among `components` in `format` where they would otherwise have a more accurate
+    /// one.
     #[must_use]
     pub fn reduced<'a>(
         &self,
@@ -131,8 +132,7 @@ impl Quantization {
         }
     }
 
-    /// This, as a model with one text encoder reads it: that is the large one, and what is said of it by its own name goes
-    /// before.
+    /// This, for a model with one text encoder: that is the large one, and its own name takes precedence.
     #[must_use]
     pub(crate) fn with_one_text_encoder(&self) -> Quantization {
         let mut formats = self.formats.clone();
@@ -147,19 +147,19 @@ impl Quantization {
         }
     }
 
-    /// What a component is to be quantized to; `None`: it is left as it is stored.
+    /// The format of a component; `None` if it is left as stored.
     pub fn format_of(&self, component: &str) -> Option<WeightFormat> {
         self.formats.get(component).copied()
     }
 
-    /// Components and formats, by name in order.
+    /// Components and formats, ordered by name.
     pub fn formats(&self) -> impl Iterator<Item = (&str, WeightFormat)> {
         self.formats.iter().map(|(name, format)| (name.as_str(), *format))
     }
 }
 
 impl fmt::Display for Quantization {
-    /// `full`, or `text_encoder_2=nf4,transformer=nf4`: a part of an entry's key.
+    /// `full`, or `text_encoder_2=nf4,transformer=nf4`: part of an entry's key.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.formats.is_empty() {
             return f.write_str(FULL);
@@ -180,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_ways_to_say_the_same_are_one() {
+    fn equivalent_quantizations_are_equal() {
         let preset = Quantization::of(Preset::FourBit, []).unwrap();
         let said =
             Quantization::of(Preset::Full, [("transformer", "nf4"), ("text_encoder_2", "nf4")]).unwrap();
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn an_only_text_encoder_is_the_large_one() {
+    fn a_single_text_encoder_counts_as_the_large_one() {
         let read = |formats: &[(&str, &str)]| {
             let said = Quantization::of(Preset::EightBit, formats.iter().copied()).unwrap();
             said.with_one_text_encoder().to_string()
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_reduced_is_never_more_faithful_than_before() {
+    fn reducing_never_selects_a_more_accurate_format() {
         let mixed = Quantization::of(Preset::Full, [("transformer", "nf4"), ("vae", "int8")]).unwrap();
         let names = ["transformer", "text_encoder", "text_encoder_2", "vae"];
         let to = |format| mixed.reduced(format, names).to_string();

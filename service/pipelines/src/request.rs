@@ -1,92 +1,77 @@
-//! What a client asks for, in types that no protocol is part of.
+//! Requests, independent of any protocol.
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::media::MediaFormat;
 
-/// A picture that a client brings.
+/// A picture provided by the client.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InitImage {
-    /// Pixels across.
     pub width: u32,
-    /// Pixels down.
     pub height: u32,
     /// RGB, 8 bits each, row-major.
     pub rgb: Bytes,
 }
 
-/// One result to generate. Everything is resolved: defaults are filled in before this exists.
+/// One result to generate. All defaults are filled in.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Request {
-    /// The prompt.
     pub prompt: String,
-    /// Denoising steps.
     pub steps: u32,
     /// Guidance scale; ignored by models without it.
     pub guidance: f32,
     /// Seed of the starting noise.
     pub seed: u64,
-    /// Tokens of the prompt; a family may pad to this length.
+    /// Maximum prompt length in tokens; a family may pad to this length.
     pub max_sequence_length: u32,
-    /// How much of the schedule to run from what is brought to start from, over 0 to 1.
+    /// Fraction of the schedule to run from a given starting point, from 0 to 1.
     pub strength: f32,
-    /// Whether previews are wanted while denoising.
+    /// Whether to send previews while denoising.
     pub preview: bool,
-    /// Whether it starts from values that are brought to its sampling, as an earlier job gave them, instead of from noise.
+    /// Whether sampling starts from given values of an earlier job, instead of from noise.
     pub from_values: bool,
-    /// What is generated.
     pub medium: Medium,
 }
 
-/// What is generated: a family takes the kind that is its own.
+/// The medium to generate; a family supports one of them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Medium {
-    /// A picture.
     Image(Image),
-    /// A film.
     Video(Video),
-    /// A track.
     Audio(Audio),
 }
 
-/// A picture to generate.
+/// Parameters of a picture.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Image {
-    /// Pixels across.
     pub width: u32,
-    /// Pixels down.
     pub height: u32,
-    /// Image to image: where to start from; already of `width` x `height`.
+    /// Image to image: the starting picture, already of `width` x `height`.
     pub init_image: Option<InitImage>,
 }
 
-/// A film to generate.
+/// Parameters of a video.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Video {
-    /// Pixels across.
     pub width: u32,
-    /// Pixels down.
     pub height: u32,
-    /// Frames in all.
     pub frames: u32,
-    /// Frames a second.
     pub frames_per_second: f32,
     /// Image to video: the first frame; already of `width` x `height`.
     pub init_image: Option<InitImage>,
 }
 
-/// A track to generate.
+/// Parameters of a track.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Audio {
-    /// Length in seconds.
     pub seconds: f32,
-    /// What is sung; empty: nothing.
+    /// Lyrics; empty for an instrumental.
     pub lyrics: String,
 }
 
 impl Medium {
-    /// `image`, `video`, `audio`.
+    /// Name of the medium: `image`, `video`, `audio`.
     pub fn name(&self) -> &'static str {
         match self {
             Medium::Image(_) => "image",
@@ -95,7 +80,7 @@ impl Medium {
         }
     }
 
-    /// Pixels across and down; `None` for a track.
+    /// Width and height in pixels; `None` for a track.
     pub fn size(&self) -> Option<(u32, u32)> {
         match self {
             Medium::Image(image) => Some((image.width, image.height)),
@@ -104,7 +89,7 @@ impl Medium {
         }
     }
 
-    /// Whether a whole result of this format is what is asked for. The length of a track need not be exact.
+    /// Whether a whole result of this format satisfies the request. The length of a track need not be exact.
     pub fn is_made_as(&self, format: &MediaFormat) -> bool {
         match (self, format) {
             (Medium::Image(image), MediaFormat::Image { width, height }) => {
@@ -129,7 +114,7 @@ impl Medium {
         }
     }
 
-    /// The picture to start from.
+    /// The starting picture.
     pub fn init_image(&self) -> Option<&InitImage> {
         match self {
             Medium::Image(image) => image.init_image.as_ref(),
@@ -140,7 +125,7 @@ impl Medium {
 }
 
 impl Request {
-    /// A request of defaults: no prompt, seed 0, nothing to start from, no previews.
+    /// A default request: no prompt, seed 0, no starting point, no previews.
     pub fn of(medium: Medium, steps: u32, guidance: f32, max_sequence_length: u32) -> Request {
         Request {
             prompt: String::new(),
@@ -155,17 +140,17 @@ impl Request {
         }
     }
 
-    /// The same with the seed of item `item` of several.
+    /// The request of one of several items: `item` is added to the seed.
     #[must_use]
     pub fn of_item(&self, item: u32) -> Request {
         let seed = self.seed.wrapping_add(u64::from(item));
         Request { seed, ..self.clone() }
     }
 
-    /// The picture that is asked for.
+    /// The requested picture.
     ///
     /// # Errors
-    /// When it is a request for another medium.
+    /// When the request is for another medium.
     pub fn image(&self) -> Result<&Image, RequestError> {
         match &self.medium {
             Medium::Image(image) => Ok(image),
@@ -173,7 +158,7 @@ impl Request {
         }
     }
 
-    /// Bytes of the pictures that it brings along.
+    /// Bytes of the pictures that it contains.
     pub fn input_bytes(&self) -> u64 {
         let image = self.medium.init_image();
         image.map_or(0, |image| image.rgb.len() as u64)
@@ -181,7 +166,7 @@ impl Request {
 }
 
 impl Image {
-    /// A picture of this size, from nothing.
+    /// A picture of this size, without a starting picture.
     pub fn of(width: u32, height: u32) -> Image {
         Image {
             width,
@@ -192,7 +177,7 @@ impl Image {
 }
 
 impl InitImage {
-    /// The nearest pixels at another size: what a smaller request can be planned with.
+    /// Nearest-neighbour resampling: for planning a smaller request.
     pub(crate) fn resampled(&self, width: u32, height: u32) -> InitImage {
         let from = |to: u32, to_side: u32, side: u32| {
             (u64::from(to) * u64::from(side) / u64::from(to_side.max(1))) as usize
@@ -213,18 +198,18 @@ impl InitImage {
     }
 }
 
-/// A field of a request that cannot be.
+/// An invalid field of a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{field}: {problem}")]
 pub struct RequestError {
-    /// The field, as the public API names it.
+    /// Name of the field in the public API.
     pub field: String,
-    /// What is wrong with it and what would be right.
+    /// What is wrong, and what would be valid.
     pub problem: String,
 }
 
 impl RequestError {
-    /// Of a field and its problem.
+    /// From a field and its problem.
     pub fn new(field: impl Into<String>, problem: impl Into<String>) -> RequestError {
         RequestError {
             field: field.into(),
@@ -232,7 +217,7 @@ impl RequestError {
         }
     }
 
-    /// A request of one medium to a model of another.
+    /// Error for a request of one medium to a model of another.
     pub fn other_medium(asked: &Medium, made: &str) -> RequestError {
         let problem = format!(
             "generates {made}, and {} was asked for; `moored models` lists what each generates",

@@ -1,20 +1,18 @@
-//! Rotary position embedding over several axes (Su et al. 2021): the rotation of every pair of a head, by the token's place
-//! on each axis.
+//! Rotary position embedding over several axes (Su et al. 2021): each pair of a head's elements is rotated by the
+//! token's position on one axis.
 
 use candle_core::{Device, Result, Tensor};
 
-/// Cosine and sine of every pair of a head, `[tokens, head_width / 2]` in f32 whatever the dtype of the
-/// card: at the far end of a picture an angle in bf16 is off by whole tenths.
+/// Cosine and sine for every pair of a head, `[tokens, head_width / 2]` in f32 for any dtype of the card: far
+/// positions have errors of 0.1 rad and more in bf16.
 #[derive(Debug, Clone)]
 pub struct Rotations {
-    /// Cosines.
     pub cos: Tensor,
-    /// Sines.
     pub sin: Tensor,
 }
 
 impl Rotations {
-    /// Those of some tokens.
+    /// The rotations of some tokens.
     pub(crate) fn rows(&self, first: usize, count: usize) -> Result<Rotations> {
         Ok(Rotations {
             cos: self.cos.narrow(0, first, count)?,
@@ -30,22 +28,22 @@ impl Rotations {
     }
 }
 
-/// Where a reference rounds to f32.
+/// Which intermediate results the reference rounds to f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rounded {
-    /// Cosines and sines alone: FLUX.
+    /// Cosines and sines: FLUX.
     Results,
-    /// The angles as well: Z-Image.
+    /// Angles too: Z-Image.
     Angles,
-    /// Frequencies and angles as well: language models.
+    /// Frequencies and angles too: language models.
     Frequencies,
 }
 
-/// The rotations of these positions, computed in f64. `axes` are the widths that each axis has in a head; the frequency of
+/// The rotations of these positions, computed in f64. `axes` are the widths of the axes in a head; the frequency of
 /// pair `i` of an axis of width `d` is `theta^(-2i/d)`.
 ///
 /// # Errors
-/// Those of the device.
+/// Errors of the device.
 pub(crate) fn rotations<const N: usize>(
     positions: &[[u32; N]],
     axes: [usize; N],
@@ -53,7 +51,7 @@ pub(crate) fn rotations<const N: usize>(
     rounded: Rounded,
     device: &Device,
 ) -> Result<Rotations> {
-    // Few places on an axis are different ones: each is computed once.
+    // An axis has few distinct positions: each is computed once.
     let mut most = [0; N];
     for position in positions {
         most.iter_mut()

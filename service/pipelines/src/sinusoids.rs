@@ -1,14 +1,14 @@
-//! Sinusoidal embedding of numbers, which timesteps are told to a transformer by.
+//! Sinusoidal embedding of scalars, such as timesteps.
 
 use candle_core::{DType, Device, Result, Tensor};
 
-/// `Timesteps(width, flip_sin_to_cos=True, downscale_freq_shift=0)`: cosines, then sines, `[values, width]`, of angles
-/// `value * 10000^(-i / (width / 2))`, computed in f32. The angles are rounded to f32 as the references round them: at 3,500
-/// (a guidance of 3.5) that is 1e-4. The frequencies are rounded correctly; torch's depend on the machine in their last
-/// bit, which moves a whole model's output by 1.5e-5.
+/// `Timesteps(width, flip_sin_to_cos=True, downscale_freq_shift=0)`: cosines, then sines, `[values, width]`, of
+/// angles `value * 10000^(-i / (width / 2))`, computed in f32. Angles are rounded to f32 as in the references: at
+/// 3,500 (a guidance of 3.5) that is an error of 1e-4. Frequencies are correctly rounded; torch's last bit depends on
+/// the machine, which changes a whole model's output by 1.5e-5.
 ///
 /// # Errors
-/// Those of the device.
+/// Errors of the device.
 pub(crate) fn sinusoids(values: &[f32], width: usize, dtype: DType, device: &Device) -> Result<Tensor> {
     let half = width / 2;
     let minus_ln_of_period = -(10_000f64.ln()) as f32;

@@ -1,4 +1,4 @@
-//! Where denoising begins, and what it begins with.
+//! The starting point of denoising.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -7,21 +7,21 @@ use crate::noise::Generator;
 use crate::tensors::from_host;
 use crate::{HostTensor, Request, StageError};
 
-/// The beginning of a request's denoising.
+/// Initial state of a request's denoising.
 #[derive(Debug)]
 pub(crate) struct Start {
-    /// Sigmas of the steps that are run, and the last, zero.
+    /// Sigmas of the steps that are run, and the final zero.
     pub(crate) sigmas: Vec<f32>,
-    /// f32, on the host.
+    /// f32, in host memory.
     pub(crate) latent: Tensor,
 }
 
-/// Whether a request starts from a latent, of a picture or brought, rather than from noise alone.
+/// Whether a request starts from a latent, encoded or given, rather than from noise alone.
 pub(crate) fn is_from_latent(request: &Request) -> bool {
     request.medium.init_image().is_some() || request.from_values
 }
 
-/// Steps of a request that are run: from a latent the last ones of its schedule.
+/// Number of steps that are run: from a latent the last ones of its schedule.
 pub(crate) fn steps_run(request: &Request) -> u32 {
     let first = match is_from_latent(request) {
         true => first_step(request.steps, request.strength),
@@ -30,13 +30,12 @@ pub(crate) fn steps_run(request: &Request) -> u32 {
     request.steps.saturating_sub(first)
 }
 
-/// The noise that a request starts from, of this shape, mixed with a latent of the same shape if there is one: an encoded
-/// picture, or what a client brought. `get_timesteps` and `prepare_latents` of diffusers' pipelines that take images.
-/// `sigmas` are those of all steps, with the closing zero. It is computed in host memory: a card would have to load
-/// kernels for it.
+/// The initial noise of a request, mixed with a latent of the same shape if there is one: an encoded picture, or a
+/// latent from the client. `get_timesteps` and `prepare_latents` of diffusers' image to image pipelines. `sigmas` are
+/// those of all steps, with the final zero. Computed in host memory: a card would have to load kernels for it.
 ///
 /// # Errors
-/// [`StageError::BadInput`] when the strength leaves no step.
+/// [`StageError::BadInput`] if the strength leaves no step.
 pub(crate) fn start(
     mut sigmas: Vec<f32>,
     request: &Request,

@@ -1,11 +1,11 @@
-//! Tensors between a card and host memory.
+//! Copies of tensors between card and host.
 
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 
 use crate::{HostTensor, HostType, StageError};
 
-/// A tensor's numbers as they are; other dtypes than f32, f16 and bf16 become f32.
+/// Copies a tensor to the host; dtypes other than f32, f16 and bf16 are converted to f32.
 pub(crate) fn to_host(tensor: &Tensor) -> Result<HostTensor, StageError> {
     let flat = tensor.to_device(&Device::Cpu)?.flatten_all()?;
     let (dtype, data) = match tensor.dtype() {
@@ -33,7 +33,7 @@ fn bytes<T: Copy, const N: usize>(numbers: &[T], to_bytes: impl Fn(T) -> [u8; N]
     numbers.iter().flat_map(|&number| to_bytes(number)).collect()
 }
 
-/// A host tensor on a card, in `dtype`. It may come from a client: nothing about it is believed.
+/// Copies a host tensor to a card, in `dtype`. It may come from a client, so it is validated.
 pub(crate) fn from_host(
     tensor: &HostTensor,
     name: &str,
@@ -57,7 +57,7 @@ pub(crate) fn from_host(
         return Err(StageError::BadInput(problem));
     }
     let shape = tensor.shape.as_slice();
-    // Its dtype changes here, where no kernel has to be loaded for it.
+    // The dtype is converted on the host, where no kernel has to be loaded for it.
     let host = &Device::Cpu;
     let here = match tensor.dtype {
         HostType::F32 => Tensor::from_vec(numbers(&tensor.data, f32::from_le_bytes), shape, host),
@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tensors_come_back_as_they_went() -> Result<(), StageError> {
+    fn host_tensors_round_trip() -> Result<(), StageError> {
         let tensor = Tensor::new(&[[1.5f32, -2.0, 0.25], [3.0, 1e-3, -7.5]], &Device::Cpu)?;
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             let tensor = tensor.to_dtype(dtype)?;
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shape_that_lies_is_refused() {
+    fn a_shape_that_contradicts_the_data_is_refused() {
         for shape in [vec![3], vec![usize::MAX, usize::MAX], vec![2, 2]] {
             let tensor = HostTensor {
                 dtype: HostType::F32,

@@ -1,5 +1,4 @@
-//! What stages of FLUX.1's own size take of a card's memory, beside what was predicted. Weights are zeros: memory does
-//! not depend on them.
+//! Memory of FLUX.1's stages on a card, against the prediction. Weights are zeros: memory does not depend on them.
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout)] // what was measured is worth seeing
 
@@ -31,8 +30,8 @@ fn component(shapes: impl IntoIterator<Item = (String, Vec<usize>)>, device: &De
     ComponentTensors::new(tensors.collect::<HashMap<_, _>>())
 }
 
-/// Prints both, and asserts that the prediction is near what was taken. What it may be short of is less than the headroom
-/// that no plan uses; and the measured peak takes its place after the first run.
+/// Prints both, and asserts that the prediction is close to the measurement. A shortage must be within the headroom;
+/// after the first run the measured peak replaces the prediction.
 fn assert_predicted(what: &str, predicted: u64, taken: u64) {
     let ratio = predicted as f64 / taken as f64;
     println!(
@@ -47,9 +46,9 @@ fn assert_predicted(what: &str, predicted: u64, taken: u64) {
 }
 
 #[test]
-fn a_step_takes_what_was_predicted() {
+fn a_step_allocates_the_predicted_bytes() {
     let Some(device) = card() else { return };
-    // One block of each kind: the others take the same memory, one after the other.
+    // One block of each kind: the others use the same memory, one after the other.
     let config = TransformerConfig {
         num_layers: 1,
         num_single_layers: 1,
@@ -95,7 +94,7 @@ fn a_step_takes_what_was_predicted() {
 }
 
 #[test]
-fn every_rung_of_the_autoencoder_takes_what_was_predicted() {
+fn every_rung_of_the_autoencoder_allocates_the_predicted_bytes() {
     let Some(device) = card() else { return };
     let config = VaeConfig::flux();
     let tensors = component(config.tensor_shapes(), device);
@@ -124,7 +123,7 @@ fn every_rung_of_the_autoencoder_takes_what_was_predicted() {
 }
 
 #[test]
-fn an_encoding_takes_what_was_predicted() {
+fn text_encoding_allocates_the_predicted_bytes() {
     let Some(device) = card() else { return };
     // FLUX.1's T5 with two layers of 24.
     let config = T5Config {

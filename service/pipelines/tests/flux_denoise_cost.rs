@@ -1,4 +1,4 @@
-//! What a denoising step costs: memory against the prediction, and time on the processor.
+//! Cost of a denoising step: memory against the prediction, and CPU time.
 #![allow(clippy::expect_used)] // What tests share is outside of them.
 
 mod processor_time;
@@ -37,7 +37,7 @@ fn demo() -> TransformerConfig {
     }
 }
 
-/// Seconds of the processors for `steps` steps over a square picture, and the bytes that they took at most.
+/// CPU seconds of `steps` steps over a square picture, and their peak memory.
 fn denoise(config: &TransformerConfig, side: usize, text: usize, steps: usize) -> (f64, u64) {
     let mut generator = Generator::new(1);
     let tensors: HashMap<String, Tensor> = config
@@ -79,12 +79,12 @@ fn denoise(config: &TransformerConfig, side: usize, text: usize, steps: usize) -
     )
 }
 
-/// One test, since there is one counter: nothing else must allocate meanwhile.
+/// A single test, since the counter is process-wide.
 #[test]
-fn a_step_takes_what_was_predicted_and_is_quick() {
+fn a_step_allocates_the_predicted_bytes_and_is_fast() {
     let (seconds, _) = denoise(&demo(), 8, 48, 8);
     println!("8 steps of the demo model: {seconds:.2} s");
-    // Half a second on two idle cores; threads that wait for each other on busy ones take more.
+    // Half a second on two idle cores; more on busy ones, where threads wait for each other.
     assert!(seconds < 5.0, "{seconds}");
 
     let wide = TransformerConfig {

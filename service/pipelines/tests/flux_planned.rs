@@ -1,5 +1,5 @@
-//! What a request is planned to ask of cuDNN is what its stages ask for: shape by shape on every device, and on a card by
-//! the plans that stages do not have to make.
+//! The planned cuDNN shapes of a request equal those that its stages use: by shape on every device, and on a card by
+//! the number of plans that stages compile.
 
 #![allow(clippy::expect_used)] // What tests share is outside of them.
 
@@ -37,10 +37,10 @@ impl Observer for Curious {
     }
 }
 
-/// Names of all stages that a request can have.
+/// Names of all possible stages of a request.
 const STAGES: [&str; 4] = ["encode_text", "encode_image", "denoise", "decode"];
 
-/// Runs all stages of a request, each through `run`, and hands on what they give.
+/// Runs all stages of a request through `run`, and passes their values on.
 fn through_stages(
     workshop: &Workshop,
     request: &Request,
@@ -53,7 +53,7 @@ fn through_stages(
     }
 }
 
-/// An odd size, so that no side is taken for another.
+/// An odd size, so that no dimensions are confused.
 fn odd() -> Request {
     Request {
         max_sequence_length: 40,
@@ -78,7 +78,7 @@ fn from_picture() -> Request {
 }
 
 #[test]
-fn stages_ask_for_what_is_planned_in_its_order() {
+fn stages_use_the_planned_shapes_in_order() {
     let workshop = Workshop::open(folder("dev").path());
     for request in [odd(), from_picture()] {
         through_stages(&workshop, &request, |plan, values| {
@@ -93,7 +93,7 @@ fn stages_ask_for_what_is_planned_in_its_order() {
 }
 
 #[test]
-fn strips_ask_for_what_is_planned_of_strips() {
+fn strips_use_the_planned_shapes() {
     let dev = folder("dev");
     let workshop = Workshop::open(dev.path());
     let config = std::fs::read(dev.path().join("vae/config.json")).expect("a configuration");
@@ -123,7 +123,7 @@ fn strips_ask_for_what_is_planned_of_strips() {
 }
 
 #[test]
-fn what_cannot_be_is_planned_without_harm() {
+fn planning_an_invalid_request_does_not_panic() {
     let workshop = Workshop::open(folder("dev").path());
     let picture = from_picture();
     let init_image = picture.medium.init_image().cloned();
@@ -141,10 +141,10 @@ fn what_cannot_be_is_planned_without_harm() {
     }
 }
 
-/// The first thing that this process does with cuDNN: run by name, or with one thread.
+/// Must be the first use of cuDNN in this process: run by name, or with one thread.
 #[cfg(feature = "cuda")]
 #[test]
-fn stages_make_no_plans_that_were_made_ahead() {
+fn stages_compile_no_plans_that_were_compiled_ahead() {
     use ops::{AttentionPaths, PlansMade, libraries, make_plans};
     use workshop::BF16;
 
@@ -171,7 +171,7 @@ fn stages_make_no_plans_that_were_made_ahead() {
     for _ in 0..2 {
         make_plans(device, &planned);
     }
-    // A plan that is still queued would be made by its stage.
+    // A plan that is still queued would be compiled by its stage.
     while PlansMade::now().ahead < before.ahead + shapes.len() as u64 {
         std::thread::yield_now();
     }
@@ -184,7 +184,7 @@ fn stages_make_no_plans_that_were_made_ahead() {
     assert_eq!(now.in_stages, before.in_stages);
     assert!(AttentionPaths::now().cudnn > paths.cudnn);
 
-    // The counter counts: a picture of another size was planned by nobody.
+    // Control: a picture of another size was not planned.
     let other = Request {
         medium: Medium::Image(Image::of(64, 64)),
         ..odd()

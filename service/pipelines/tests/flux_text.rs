@@ -20,9 +20,9 @@ mod processor_time;
 use device::{BF16_COMPONENT, crate_folder, here, tolerances};
 
 type Tensors = HashMap<String, Tensor>;
-/// A change of the weights.
+/// A change of the weights, with a name.
 type Change = dyn Fn(&mut Tensors);
-/// What to call it, too.
+/// Another name for it.
 type Mutation = (String, Box<Change>);
 
 fn fixtures() -> PathBuf {
@@ -104,7 +104,7 @@ fn distance(actual: &Tensor, expected: &Tensor) -> f64 {
     norm(&(actual - &expected).unwrap()) / norm(&expected)
 }
 
-/// The prompts that both encoders were asked.
+/// The prompts of the fixtures of both encoders.
 const PROMPTS: usize = 5;
 
 #[test]
@@ -131,7 +131,7 @@ fn t5_equals_transformers() {
     }
 }
 
-/// Runs every change of the weights and expects to see it.
+/// Applies every change of the weights and expects the error to exceed the tolerance.
 fn expect_seen(mutations: &[Mutation], error_of: &dyn Fn(&Change) -> f64) {
     for (name, change) in mutations {
         let error = error_of(change.as_ref());
@@ -157,7 +157,7 @@ fn swapped(a: &'static str, b: &'static str) -> Mutation {
 }
 
 #[test]
-fn mistakes_in_clip_would_be_seen() {
+fn wrong_weights_in_clip_exceed_the_tolerance() {
     let expected = load("expected/clip.safetensors");
     let ids = ids_of(&expected["0.ids"]);
     let mutations = [
@@ -207,7 +207,7 @@ fn mistakes_in_clip_would_be_seen() {
 }
 
 #[test]
-fn mistakes_in_t5_would_be_seen() {
+fn wrong_weights_in_t5_exceed_the_tolerance() {
     let expected = load("expected/t5.safetensors");
     let ids = ids_of(&expected["0.ids"]);
     let mutations = [
@@ -241,8 +241,8 @@ fn mistakes_in_t5_would_be_seen() {
 }
 
 #[test]
-fn distances_have_the_reference_buckets() {
-    // Where `T5Attention._relative_position_bucket` changes, from the reference itself.
+fn relative_position_buckets_equal_the_reference() {
+    // Distances at which `T5Attention._relative_position_bucket` changes, from the reference itself.
     let steps = [
         (0, 0),
         (1, 1),
@@ -275,10 +275,10 @@ fn clip_pools_at_the_end_of_the_prompt() {
     let mut ids = vec![5u32, 9, 500, 3, 500, 8];
     let output = encode_clip(&clip_of(clip_weights()), &ids);
     let at = |output: &ClipOutput, i: usize| output.last_hidden.narrow(1, i, 1).unwrap().squeeze(1).unwrap();
-    // The legacy configuration: the first of the highest.
+    // The legacy configuration: the first of the highest ids.
     assert_eq!(clip_config().eos_token_id, 2);
     assert_eq!(distance(&output.pooled, &at(&output, 2)), 0.0);
-    // Otherwise the first that is the end; the first of all where there is none.
+    // Otherwise the first end token; index 0 if there is none.
     let config = ClipConfig {
         eos_token_id: 3,
         ..clip_config()
@@ -292,7 +292,7 @@ fn clip_pools_at_the_end_of_the_prompt() {
 }
 
 #[test]
-fn clip_is_read_without_its_prefix_too() {
+fn clip_is_read_with_and_without_its_prefix() {
     let bare = clip_weights()
         .into_iter()
         .map(|(name, t)| (name.replace("text_model.", ""), t))
@@ -306,7 +306,7 @@ fn clip_is_read_without_its_prefix_too() {
 }
 
 #[test]
-fn narrow_weights_change_little() {
+fn bf16_weights_change_encodings_little() {
     let expected = load("expected/t5.safetensors");
     let ids = ids_of(&expected["0.ids"]);
     let rounded: Tensors = t5_weights()
@@ -354,7 +354,7 @@ fn bf16_encodes_the_same_within_its_rounding() {
 }
 
 #[test]
-fn encoders_refuse_end_and_report() {
+fn encoders_refuse_bad_input_can_be_cancelled_and_report_errors() {
     let (clip, t5) = (clip_of(clip_weights()), t5_of(t5_weights()));
     assert!(matches!(
         clip.forward(&[1; 78], &|| false),
@@ -432,7 +432,7 @@ fn tokens_equal_transformers() {
 }
 
 #[test]
-fn tokens_are_those_that_the_encoders_were_given() {
+fn tokens_equal_the_inputs_of_the_encoder_fixtures() {
     let (clip, t5) = (clip_tokenizer(), t5_tokenizer());
     let prompts: Vec<String> = serde_json::from_str(&read("expected/prompts.json")).expect("prompts");
     let (for_clip, for_t5) = (load("expected/clip.safetensors"), load("expected/t5.safetensors"));
@@ -448,7 +448,7 @@ fn tokens_are_those_that_the_encoders_were_given() {
 }
 
 #[test]
-fn enormous_prompts_take_no_time() {
+fn huge_prompts_are_tokenized_fast() {
     let (clip, t5) = (clip_tokenizer(), t5_tokenizer());
     let cases = [
         "x".to_owned(),
@@ -471,7 +471,7 @@ fn enormous_prompts_take_no_time() {
 }
 
 #[test]
-fn a_whole_tokenizer_file_serves_clip_as_well() {
+fn clip_reads_a_tokenizer_json_too() {
     let folder = tempfile::tempdir().unwrap();
     let vocabulary: serde_json::Value = serde_json::from_str(&read("tokenizer/vocab.json")).unwrap();
     let merges = read("tokenizer/merges.txt");

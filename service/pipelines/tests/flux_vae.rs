@@ -1,5 +1,4 @@
-//! FLUX's autoencoder against diffusers' own (fixtures/make_fixtures.py), and its strips and tiles against
-//! the whole.
+//! FLUX's autoencoder against diffusers (fixtures/make_fixtures.py), and its strips and tiles against the whole.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 #![allow(unsafe_code)] // The counting allocator.
 
@@ -29,7 +28,7 @@ use made_up::{latent, made_up, noise};
 
 type Tensors = HashMap<String, Tensor>;
 
-/// Tests read it; the ones that measure write it, so that they are alone.
+/// Read-locked by most tests, write-locked by those that measure memory, so that they run alone.
 static ALONE: RwLock<()> = RwLock::new(());
 
 fn fixtures() -> PathBuf {
@@ -134,7 +133,7 @@ fn encoding_equals_diffusers_whole_and_in_strips() {
 }
 
 #[test]
-fn bytes_are_those_of_the_picture() {
+fn decoded_bytes_equal_the_rounded_picture() {
     let _together = ALONE.read();
     let decoder = decoder_of(weights());
     let scaled = here(&latent(7, 5));
@@ -146,7 +145,7 @@ fn bytes_are_those_of_the_picture() {
             .expect("bytes");
         assert_eq!((found.width, found.height), (40, 56));
         assert_eq!(found.rgb.len(), expected.len());
-        // A number in the middle between two bytes may be rounded to either.
+        // A value in the middle between two bytes may be rounded to either.
         let apart = |(a, b): (&u8, &u8)| a.abs_diff(*b);
         let worst = found.rgb.iter().zip(&expected).map(apart).max();
         assert!(worst <= Some(1), "{chunking:?}: {worst:?}");
@@ -156,7 +155,7 @@ fn bytes_are_those_of_the_picture() {
 }
 
 #[test]
-fn bytes_are_encoded_as_their_picture() {
+fn encoding_bytes_equals_encoding_the_picture() {
     let _together = ALONE.read();
     let encoder = VaeEncoder::new(&config(), &resident(weights())).expect("an encoder");
     let expected = load("expected/vae.safetensors");
@@ -175,7 +174,7 @@ fn bytes_are_encoded_as_their_picture() {
 }
 
 #[test]
-fn strips_of_any_size_are_the_whole() {
+fn strips_of_any_size_equal_the_whole() {
     let _together = ALONE.read();
     let decoder = decoder_of(weights());
     let mut worst = 0f64;
@@ -206,13 +205,13 @@ fn tiles_equal_diffusers_tiles() {
     assert!(error < tolerances().pipeline, "{error:e}");
     let from_whole = distance(&tiled, &expected["decode.tall.picture"]);
     assert!(from_whole > 1e-3, "tiles are an approximation: {from_whole:e}");
-    // What fits in one tile is not tiled.
+    // A latent that fits in one tile is not tiled.
     let one = decode(&decoder, latent, Chunking::Tiles { latent_size: 16 });
     assert!(distance(&one, &decode(&decoder, latent, Chunking::Whole)) == 0.0);
 }
 
 #[test]
-fn mistakes_in_the_mapping_would_be_seen() {
+fn wrong_tensor_mappings_exceed_the_tolerance() {
     let _together = ALONE.read();
     let expected = load("expected/vae.safetensors");
     let latent = &expected["decode.square.latent"];
@@ -307,7 +306,7 @@ fn mistakes_in_the_mapping_would_be_seen() {
 #[test]
 fn bfl_names_cover_the_whole_autoencoder() {
     let _together = ALONE.read();
-    // Every diffusers name, made BFL's by hand, comes back.
+    // Every diffusers name, converted to BFL's, is mapped back.
     for name in weights().keys() {
         let mut bfl = name
             .replace("mid_block.resnets.0", "mid.block_1")
@@ -344,7 +343,7 @@ fn bfl_names_cover_the_whole_autoencoder() {
 }
 
 #[test]
-fn attention_may_be_kept_as_1x1_convolutions() {
+fn attention_may_be_stored_as_1x1_convolutions() {
     let _together = ALONE.read();
     let latent = latent(4, 4);
     let expected = decode(&decoder_of(weights()), &latent, Chunking::Whole);
@@ -362,7 +361,7 @@ fn attention_may_be_kept_as_1x1_convolutions() {
 }
 
 #[test]
-fn a_decode_that_nobody_wants_ends_early() {
+fn a_cancelled_decode_ends_early() {
     let _together = ALONE.read();
     let decoder = decoder_of(weights());
     for chunking in [
@@ -382,7 +381,7 @@ fn a_decode_that_nobody_wants_ends_early() {
 }
 
 #[test]
-fn values_that_are_not_finite_are_told() {
+fn values_that_are_not_finite_are_reported() {
     let _together = ALONE.read();
     let mut tensors = weights();
     let name = "decoder.up_blocks.1.resnets.0.conv2.bias";
@@ -393,7 +392,7 @@ fn values_that_are_not_finite_are_told() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_by_name() {
+fn inputs_that_do_not_match_are_refused_by_name() {
     let _together = ALONE.read();
     let mut tensors = weights();
     tensors.remove("decoder.mid_block.attentions.0.to_k.bias");
@@ -414,7 +413,7 @@ fn what_does_not_fit_is_refused_by_name() {
 }
 
 #[test]
-fn pictures_become_bytes_as_diffusers_makes_them() {
+fn conversion_to_bytes_equals_diffusers() {
     let _together = ALONE.read();
     let values: Vec<f32> = vec![
         -2.0,
@@ -440,7 +439,7 @@ fn pictures_become_bytes_as_diffusers_makes_them() {
     );
 }
 
-/// About what the demonstration model has, and somewhat more.
+/// Slightly larger than the demo model.
 fn small_config() -> VaeConfig {
     VaeConfig {
         block_out_channels: vec![32, 64, 64, 64],
@@ -451,14 +450,14 @@ fn small_config() -> VaeConfig {
     }
 }
 
-/// Two threads, whatever the machine has: each keeps a buffer of about a megabyte for its products from its first on.
+/// Two threads on any machine: each keeps a buffer of about a megabyte for its products.
 fn on_two_threads(measure: impl FnOnce() + Send) {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build();
     pool.expect("two threads").install(measure);
 }
 
 #[test]
-fn predicted_scratch_is_what_a_decode_needs() {
+fn a_decode_allocates_the_predicted_scratch() {
     let _alone = ALONE.write();
     on_two_threads(decode_needs_what_was_predicted);
 }
@@ -492,7 +491,7 @@ fn decode_needs_what_was_predicted() {
 }
 
 #[test]
-fn predicted_scratch_is_what_an_encode_needs() {
+fn an_encode_allocates_the_predicted_scratch() {
     let _alone = ALONE.write();
     on_two_threads(encode_needs_what_was_predicted);
 }
@@ -518,7 +517,7 @@ fn encode_needs_what_was_predicted() {
 }
 
 #[test]
-fn bf16_decodes_and_encodes_the_same_within_its_rounding() {
+fn bf16_decoding_and_encoding_equal_f32_within_rounding() {
     let _together = ALONE.read();
     let expected = load("expected/vae.safetensors");
     let decoder = VaeDecoder::in_dtype(&config(), &resident(weights()), DType::BF16).expect("a decoder");
@@ -575,7 +574,7 @@ fn every_rung_is_predicted_to_need_less_than_the_one_before() {
 /// `cargo test -p pipelines --test flux_vae --release -- --ignored --nocapture how_long`
 #[test]
 #[ignore = "prints times"]
-fn how_long_a_decode_takes() {
+fn duration_of_a_decode() {
     let _alone = ALONE.write();
     let demo = VaeConfig {
         block_out_channels: vec![16, 32, 64, 96],

@@ -1,4 +1,4 @@
-//! What Z-Image's stages take: memory against the prediction.
+//! Memory of Z-Image's stages, against the prediction.
 #![allow(clippy::expect_used)] // What tests share is outside of them.
 
 use std::collections::HashMap;
@@ -30,7 +30,7 @@ fn made_up(shapes: impl IntoIterator<Item = (String, Vec<usize>)>) -> ComponentT
     ComponentTensors::new(tensors)
 }
 
-/// Bytes that `steps` steps take at most.
+/// Peak bytes of `steps` steps.
 fn denoise(config: &TransformerConfig, lengths: &Lengths, steps: usize) -> u64 {
     let tensors = made_up(config.tensor_shapes());
     let transformer = Transformer::new(config, &tensors).expect("all tensors");
@@ -40,7 +40,7 @@ fn denoise(config: &TransformerConfig, lengths: &Lengths, steps: usize) -> u64 {
     let times: Vec<f32> = (0..steps).map(|step| step as f32 / steps as f32).collect();
 
     let before = allocator::mark();
-    // What a stage has: the text on the card, the latent twice.
+    // Inputs of the stage: the text on the card, the latent twice.
     let caption = caption.copy().expect("a text");
     let latent = latent.copy().expect("a latent");
     let seen = latent.copy().expect("a latent");
@@ -60,7 +60,7 @@ fn denoise(config: &TransformerConfig, lengths: &Lengths, steps: usize) -> u64 {
     allocator::peak_since_mark().0 - before.0
 }
 
-/// What was taken beside what was predicted, which is enough and not far too much.
+/// Asserts that the prediction is sufficient and not much too large.
 fn compared(what: &str, taken: u64, predicted: u64) -> String {
     let figures = format!("{what}: {taken} bytes taken, {predicted} predicted");
     assert!(taken <= predicted, "{figures}");
@@ -68,9 +68,9 @@ fn compared(what: &str, taken: u64, predicted: u64) -> String {
     figures
 }
 
-/// One test, since there is one counter: nothing else must allocate meanwhile.
+/// A single test, since the counter is process-wide.
 #[test]
-fn stages_take_what_was_predicted() {
+fn stages_allocate_the_predicted_bytes() {
     let small = TransformerConfig {
         dim: 192,
         n_layers: 2,

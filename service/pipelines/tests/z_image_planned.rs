@@ -1,4 +1,4 @@
-//! What a request of Z-Image is planned to ask of cuDNN is what its stages ask for, shape by shape.
+//! The planned cuDNN shapes of a Z-Image request equal those that its stages use.
 
 #![allow(clippy::expect_used)] // What tests share is outside of them.
 
@@ -46,9 +46,9 @@ fn assert_planned(workshop: &Workshop, request: &Request, is_text_planned: bool)
 }
 
 #[test]
-fn stages_ask_for_what_is_planned_in_its_order() {
+fn stages_use_the_planned_shapes_in_order() {
     let folder = folder();
-    // candle-transformers asks cuDNN for nothing; our own layers do.
+    // candle-transformers does not use cuDNN; our own layers do.
     let quantization = Quantization::of(Preset::named(FULL).expect("a preset"), [("text_encoder", "int8")]);
     let quantized = Precision {
         dtype: DType::F32,
@@ -63,7 +63,7 @@ fn stages_ask_for_what_is_planned_in_its_order() {
 }
 
 #[test]
-fn what_cannot_be_is_planned_without_harm() {
+fn planning_an_invalid_request_does_not_panic() {
     let folder = folder();
     let workshop = Workshop::open(folder.path(), &F32);
     let picture = from_picture();

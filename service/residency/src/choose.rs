@@ -1,26 +1,26 @@
-//! Which of several cards: the one that is predicted to be finished first. A warm card is preferred exactly as long as
-//! that is worth it.
+//! Placement: the card with the least predicted finish time. A warm card is preferred while its saved moves outweigh
+//! its queue.
 
 use crate::ledger::Ledger;
 use crate::nouns::{Millis, StageNeed};
 use crate::plan::{Move, Policy, Verdict, plan, plan_low_memory};
 
-/// Freeing a component, seen through to the driver: 40 ms for 21.5 GB on an H100, and never less than a few.
+/// Measured: 40 ms until the driver shows 21.5 GB as free on an H100; a few milliseconds at least.
 const EVICT_SECONDS: f64 = 0.005;
 const EVICT_SECONDS_PER_BYTE: f64 = 0.040 / 21.5e9;
 const TRIM_SECONDS: f64 = 0.005;
 
-/// A card that could take a job.
+/// A card that could run a job.
 #[derive(Clone, Copy, Debug)]
 pub struct Candidate<'a> {
-    /// Its memory, as last published.
+    /// The card's ledger, as last published.
     pub ledger: &'a Ledger,
-    /// Predicted seconds until it has done what it already has to do.
+    /// Predicted seconds until the card has finished the work assigned to it.
     pub work_ahead_seconds: f64,
 }
 
-/// Predicted seconds of moves before a stage can run here. Infinite where it never can; where it has to wait, the moves
-/// that will come on top of the wait.
+/// Predicted seconds of moves before a stage can run here. Infinite for [`Verdict::Never`]; for [`Verdict::Wait`],
+/// the moves that follow the wait (the wait itself is not included).
 pub fn predicted_move_seconds(ledger: &Ledger, need: &StageNeed, policy: Policy, now: Millis) -> f64 {
     match plan(ledger, need, policy, now) {
         Verdict::Run { moves } => moves.iter().map(seconds_of).sum(),
@@ -33,8 +33,8 @@ pub fn predicted_move_seconds(ledger: &Ledger, need: &StageNeed, policy: Policy,
     }
 }
 
-/// The candidate with the least predicted finish time for a job's stages, the first of equals; `None` where the job can
-/// run on none of them.
+/// Index of the candidate with the least predicted finish time for a job's stages, the first of equals; `None` if the
+/// job can run on none of them.
 pub fn choose(
     candidates: &[Candidate<'_>],
     stages: &[StageNeed],

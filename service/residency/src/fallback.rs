@@ -1,4 +1,4 @@
-//! What would fit instead: computed from the ledger for this very request, never a canned suggestion.
+//! Fallbacks: which alternatives to a refused request would run, computed from the ledger.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,14 +6,13 @@ use crate::ledger::Ledger;
 use crate::nouns::{Bytes, Millis, StageNeed};
 use crate::plan::{Move, Policy, Verdict, WaitCause, plan};
 
-/// The same request, asked for a little differently.
+/// The same request with smaller demands.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Alternative {
     /// What differs: `8-bit`, `512x512`, `strips of 8`.
     pub label: String,
-    /// How close it comes to what was asked; higher is closer.
+    /// Closeness to the original request; higher is closer.
     pub fidelity: u32,
-    /// Its stages.
     pub stages: Vec<StageNeed>,
 }
 
@@ -21,9 +20,9 @@ pub struct Alternative {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Fits {
-    /// Beside everything that is resident now.
+    /// Without evicting anything.
     Now,
-    /// After idle components left, or after our own stages or late bytes came to their end.
+    /// After evictions of idle components, or after a wait for our own stages or late bytes.
     AfterEvictions,
 }
 
@@ -32,17 +31,16 @@ pub enum Fits {
 pub struct Fallback {
     /// What differs from the request.
     pub label: String,
-    /// Its largest stage's peak.
+    /// The largest peak among its stages.
     pub peak: Bytes,
-    /// When it would fit.
     pub fits: Fits,
-    /// By how much its peak is less than that of the closest alternative offered. Offer the request itself as the
-    /// closest one, and this is what is saved.
+    /// Bytes saved at the peak, relative to the closest alternative offered. Offer the request itself as the closest
+    /// one to make this the saving over the request.
     pub saved: Bytes,
 }
 
-/// Those of the alternatives that would run on this card, the closest first. What needs memory of others to come free,
-/// or what is reserved for them, is not among them.
+/// The alternatives that would run on this card, the closest first. Alternatives that need foreign or reserved memory
+/// to come free are left out.
 pub fn fallbacks(
     ledger: &Ledger,
     alternatives: &[Alternative],

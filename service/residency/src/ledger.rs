@@ -1,9 +1,9 @@
 //! The ledger: double entry over one card's memory. Every byte is in exactly one account.
 //!
 //! Two sources feed it. *Bookings* (loads, evictions, leases) move bytes between accounts at once, pessimistically:
-//! what is about to be taken counts as taken, what is being given back counts as gone until the driver shows it.
-//! *Reconciling* lays the driver's figures under the bookings: claims that the driver does not show yet stay
-//! subtracted from what is free, and whatever nobody of ours explains is named `foreign` or `unexplained`.
+//! bytes about to be allocated count as allocated, bytes being freed count as gone until the driver shows them as
+//! free. *Reconciling* replaces the accounts by the driver's figures: bookings that the driver does not show yet stay
+//! subtracted from what is free, and bytes that no booking explains become `foreign` or `unexplained`.
 
 mod claims;
 mod moves;
@@ -19,27 +19,28 @@ use crate::resident::{Resident, ResidentState};
 pub use claims::{Expired, HoldId, ReservationId};
 pub use moves::{LeaseId, LedgerError};
 
-/// Bytes given back that the driver has not shown as free after this long are somebody else's by now.
+/// Timeout in milliseconds after which late bytes (freed by us, not shown as free by the driver) are written off as
+/// foreign.
 pub const LATE_AT_MOST_MS: u64 = 30_000;
 
-/// All accounts of a card. Their sum is the card, always.
+/// All accounts of a card. Invariant: their sum is the capacity of the card.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Accounts {
-    /// Components: loading, resident, being evicted.
+    /// Components that are loading, resident or being evicted.
     pub components: Bytes,
-    /// Activations: booked by leases, or more where the driver shows more.
+    /// Activations: the sum of the leases' bookings, or the driver's figure if it is larger.
     pub scratch: Bytes,
-    /// Reserved by our pools, used by nothing. Activations may have it at once, components after a trim.
+    /// Reserved by our pools and unused. Activations can use it at once, components after a trim.
     pub slack: Bytes,
-    /// Workspaces of libraries.
+    /// Workspaces of libraries, and what granularity adds to component pools.
     pub workspaces: Bytes,
-    /// Fixed costs of the process on the card.
+    /// Fixed cost of the process's context on the card.
     pub context: Bytes,
-    /// Held by others.
+    /// Held by other processes.
     pub foreign: Bytes,
-    /// Ours as far as anybody can tell, and no component's: given back but not shown as free yet, or leaked.
+    /// Bytes in our pools, or freed by us, that belong to no component: late bytes and leaks.
     pub unexplained: Bytes,
-    /// Free, less what is booked and not visible yet.
+    /// Free, less bookings that are not visible in the driver's figures yet.
     pub free: Bytes,
 }
 
@@ -51,7 +52,8 @@ impl Accounts {
     }
 }
 
-/// Double entry over one card. It is a plain value: snapshots of it travel, and plans are made on snapshots.
+/// Double entry over one card. A plain value without interior mutability: it is serialized as a snapshot, and plans
+/// are made on snapshots.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Ledger {
     total: Bytes,
@@ -63,13 +65,13 @@ pub struct Ledger {
     pins: BTreeSet<ComponentId>,
     holds: BTreeMap<HoldId, claims::Hold>,
     reservations: BTreeMap<ReservationId, claims::Reservation>,
-    /// Foreign bytes that were there before anybody took what was reserved.
+    /// Foreign bytes at the time of the first reservation: growth beyond this counts as use of a reservation.
     foreign_before_reservations: Bytes,
-    /// Freed by us, not shown as free by the driver: part of `book.unexplained`.
+    /// Freed by us and not shown as free by the driver: part of `book.unexplained`.
     late: Bytes,
     late_since: Option<Millis>,
-    /// Bytes that nobody of ours explained when nothing was late: what exceeds them now is late.
-    nobodys_before: Bytes,
+    /// Unattributed bytes (foreign or leaked) when last nothing was late: the excess over this is late.
+    unattributed_baseline: Bytes,
     holders: Vec<Holder>,
 }
 
@@ -92,18 +94,20 @@ impl Ledger {
             foreign_before_reservations: Bytes::ZERO,
             late: Bytes::ZERO,
             late_since: None,
-            nobodys_before: Bytes::ZERO,
+            unattributed_baseline: Bytes::ZERO,
             holders: Vec::new(),
         }
     }
 
-    /// Lays the driver's figures under the bookings: after every move and every stage.
+    /// Replaces the accounts by the driver's figures, with the bookings on top. Called after every move and every
+    /// stage.
     ///
-    /// Figures that contradict each other (readings taken at different moments) are cut to the size of the card, the
-    /// least certain first: what the driver calls free, then slack, workspaces, context, scratch.
+    /// Figures that contradict each other (readings taken at different moments) are truncated to the capacity of the
+    /// card, the least certain first: free, then slack, workspaces, context, scratch.
     ///
-    /// The driver shows activations in one sum. Where stages run side by side, one that needs more than it booked
-    /// therefore hides what another has booked and not taken yet; as soon as it shows, the booking follows.
+    /// The driver shows activations as one sum. Where stages run side by side, a stage that exceeds its booking
+    /// therefore hides bytes that another has booked and not allocated yet; the booking grows as soon as the excess
+    /// is visible.
     pub fn reconcile(&mut self, truth: &DriverTruth) {
         if truth.total > Bytes::ZERO {
             self.total = truth.total;
@@ -127,21 +131,21 @@ impl Ledger {
 
         let booked = self.booked();
         let leaked = visible - booked;
-        let nobodys = rest + leaked;
-        self.late = self.late.min(nobodys - self.nobodys_before);
+        let unattributed = rest + leaked;
+        self.late = self.late.min(unattributed - self.unattributed_baseline);
         if self.late == Bytes::ZERO {
-            self.nobodys_before = nobodys;
+            self.unattributed_baseline = unattributed;
             self.late_since = None;
         }
-        let late_at_the_driver = self.late - leaked;
-        book.unexplained = leaked + late_at_the_driver;
-        book.foreign = rest - late_at_the_driver;
+        let late_at_driver = self.late - leaked;
+        book.unexplained = leaked + late_at_driver;
+        book.foreign = rest - late_at_driver;
 
         book.components = visible - leaked;
         book.claim_components(booked - visible);
         let overrun = book.scratch - self.booked_scratch();
         if let Some(mut newest) = self.leases.last_entry() {
-            newest.get_mut().scratch += overrun; // it has shown that it needs more than was booked for it
+            newest.get_mut().scratch += overrun; // a stage has exceeded its booking
         }
         book.claim_scratch(self.booked_scratch() - book.scratch);
 
@@ -150,12 +154,12 @@ impl Ledger {
         self.foreign_before_reservations = self.foreign_before_reservations.min(book.foreign);
     }
 
-    /// All accounts, right now.
+    /// All accounts.
     pub fn accounts(&self) -> Accounts {
         self.book
     }
 
-    /// The size of the card.
+    /// Capacity of the card.
     pub fn total(&self) -> Bytes {
         self.total
     }
@@ -165,13 +169,13 @@ impl Ledger {
         self.headroom
     }
 
-    /// Changes the bytes that are never planned into.
+    /// Sets the bytes that are never planned into.
     pub fn set_headroom(&mut self, headroom: Bytes) {
         self.headroom = headroom;
     }
 
-    /// What a plan may use without evicting: free and slack, less headroom, less what is booked and not visible yet,
-    /// less reservations that nobody has taken yet.
+    /// Bytes that a plan may use without evicting: free and slack, less headroom, less bookings that are not visible
+    /// yet, less unused reservations.
     pub fn usable(&self) -> Bytes {
         self.within_reach() - self.spoken_for()
     }
@@ -181,56 +185,58 @@ impl Ledger {
         self.book.free + self.book.slack
     }
 
-    /// Headroom and reservations not taken yet.
+    /// Headroom and unused reservations.
     pub(crate) fn spoken_for(&self) -> Bytes {
         self.headroom + self.untaken()
     }
 
-    /// What a stage can have at best: the card less context, workspaces, headroom and bytes that nothing explains.
-    /// Pins are not subtracted, as a stage may need what is pinned.
+    /// The most that a stage can have: the card less context, workspaces, headroom and leaked bytes. Pins are not
+    /// subtracted, as a stage may need what is pinned.
     pub(crate) fn capacity(&self) -> Bytes {
         let lost = self.book.unexplained - self.late;
         self.total - self.book.context - self.book.workspaces - self.headroom - lost
     }
 
-    /// Bytes that we gave back, components and slack, and that the driver does not show as free yet.
+    /// Bytes freed by us (components and slack) that the driver does not show as free yet.
     pub fn late(&self) -> Bytes {
         self.late
     }
 
-    /// Gives up on late bytes: whoever has them now is somebody else. Returns how many there were.
+    /// Writes late bytes off: they count as foreign from here on. Returns how many there were.
     pub fn write_off_late(&mut self) -> Bytes {
         let late = std::mem::take(&mut self.late);
         self.late_since = None;
         self.book.unexplained -= late;
         self.book.foreign += late;
-        self.nobodys_before += late;
+        self.unattributed_baseline += late;
         late
     }
 
-    /// Bytes booked for components that exist nowhere on the card: somebody else was faster. The load will fail.
+    /// Bytes booked for components that are nowhere on the card, because another process allocated them first. The
+    /// load will fail.
     pub fn overbooked(&self) -> Bytes {
         self.booked() - self.book.components
     }
 
-    /// Everything that has bytes booked, by identity.
+    /// All residents, ordered by identity.
     pub fn residents(&self) -> impl Iterator<Item = &Resident> {
         self.residents.values()
     }
 
-    /// One component, if it has bytes booked.
+    /// A resident by its component's identity, if bytes are booked for it.
     pub fn resident(&self, id: &ComponentId) -> Option<&Resident> {
         self.residents.get(id)
     }
 
-    /// Whether all of a component is on the card.
+    /// Whether a component is loaded in full.
     pub fn is_resident(&self, id: &ComponentId) -> bool {
         self.residents
             .get(id)
             .is_some_and(|r| r.state == ResidentState::Resident)
     }
 
-    /// Who holds memory and why it does not come free: others, reservations, and what of ours is busy, pinned or held.
+    /// Holders of memory that is not evictable, with the reason: other processes, reservations, and our own
+    /// components that are busy, pinned or held.
     pub fn holders(&self) -> Vec<Holder> {
         let ours = |name: String, bytes| Holder {
             name,
@@ -278,7 +284,7 @@ impl Ledger {
         holders
     }
 
-    /// The next moment at which `expire` has something to say.
+    /// The next time at which [`Ledger::expire`] returns something.
     pub fn next_deadline(&self) -> Option<Millis> {
         let claims = self
             .holds
@@ -294,19 +300,19 @@ impl Ledger {
         claims.chain(keep_alives).chain(late).min()
     }
 
-    /// Bytes of all components that are booked, whatever the driver shows.
+    /// Bytes of all booked components, visible to the driver or not.
     pub(crate) fn booked(&self) -> Bytes {
         self.residents.values().map(|r| r.component.bytes).sum()
     }
 
-    /// Scratch of all leases, whatever the driver shows.
+    /// Scratch of all leases, visible to the driver or not.
     pub(crate) fn booked_scratch(&self) -> Bytes {
         self.leases.values().map(|l| l.scratch).sum()
     }
 }
 
 impl Accounts {
-    /// Books bytes for components: from what is free, then from slack. Returns what could not be booked.
+    /// Books bytes for components: from free, then from slack. Returns the bytes that could not be booked.
     fn claim_components(&mut self, bytes: Bytes) -> Bytes {
         let from_free = bytes.min(self.free);
         let from_slack = (bytes - from_free).min(self.slack);
@@ -316,7 +322,7 @@ impl Accounts {
         bytes - from_free - from_slack
     }
 
-    /// Books bytes for activations: from slack, then from what is free. Returns what could not be booked.
+    /// Books bytes for activations: from slack, then from free. Returns the bytes that could not be booked.
     fn claim_scratch(&mut self, bytes: Bytes) -> Bytes {
         let from_slack = bytes.min(self.slack);
         let from_free = (bytes - from_slack).min(self.free);
@@ -327,5 +333,5 @@ impl Accounts {
     }
 }
 
-/// Text that names something a client or another program asked for.
+/// Text of an identifier that a client or another program chose.
 pub(crate) type Name = Arc<str>;

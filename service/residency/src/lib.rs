@@ -1,19 +1,20 @@
 //! DECIDES. Pure arithmetic over a ledger of one card's memory: no IO, no async, no clock, no tensors.
 //!
-//! # The rooms
-//! - [`Ledger`]: double entry. Every byte of the card is in exactly one account, and the driver has the last word:
-//!   moves and leases *book*, [`Ledger::reconcile`] lays the driver's figures underneath.
-//! - [`plan()`]: which [`Move`]s make room for a stage ([`Verdict::Run`]), who would have to give memory back
-//!   ([`Verdict::Wait`]), or that the card is too small ([`Verdict::Never`]). Beside it [`plan_low_memory`] for those
-//!   who risk it, [`make_room`] for other programs, [`idle_moves`] for the janitor.
-//! - [`ScratchBook`]: what stages really needed. [`Wait`]: patience as a state. [`fallbacks`]: what would fit instead.
-//!   [`choose()`]: which card is finished first.
+//! # Contents
+//! - [`Ledger`]: double entry. Every byte of the card is in exactly one account, and the driver's figures are
+//!   authoritative: moves and leases *book*, [`Ledger::reconcile`] replaces the accounts by the driver's figures.
+//! - [`plan()`]: which [`Move`]s make room for a stage ([`Verdict::Run`]), which claim it has to wait for
+//!   ([`Verdict::Wait`]), or that the card is too small ([`Verdict::Never`]). Beside it [`plan_low_memory`] for
+//!   requests that accept a shortage, [`make_room`] for other programs, [`idle_moves`] for the janitor.
+//! - [`ScratchBook`]: learned scratch peaks. [`Wait`]: wait budgets as a state. [`fallbacks`]: alternatives that
+//!   would fit. [`choose()`]: placement on one of several cards.
 //!
-//! # The words
-//! A *component* is loaded, leased, pinned and evicted as one. A *stage* needs components and *scratch*. A *lease* is
-//! a running stage's; a *hold* is a client's, with a time to live; a *pin* lasts until unpinned; a *reservation* is
-//! another program's. *Usable* is what the driver calls free and our own *slack*, less *headroom* and what is spoken
-//! for. *Late* bytes were freed by us and are not shown as free yet. *Foreign* bytes are held by others.
+//! # Terms
+//! A *component* is loaded, leased, pinned and evicted as one. A *stage* needs components and *scratch* (activation
+//! memory). A *lease* belongs to a running stage; a *hold* to a client, with a time to live; a *pin* lasts until
+//! unpinned; a *reservation* belongs to another program. *Slack* is reserved by our pools and unused. *Usable* is
+//! free and slack, less *headroom* and unused reservations. *Late* bytes were freed by us and are not shown as free
+//! by the driver yet. *Foreign* bytes are held by other processes.
 //!
 //! # One stage, start to end
 //! ```
@@ -49,9 +50,9 @@
 //! # Ok::<(), LedgerError>(())
 //! ```
 //!
-//! # What is absent
-//! Clocks (every call says what time it is), randomness, hash-ordered iteration, threads, and any knowledge of
-//! families, drivers or clients.
+//! # Absent by design
+//! Clocks (the caller passes the time), randomness, hash-ordered iteration, threads, and any knowledge of families,
+//! drivers or clients.
 #![deny(unsafe_code)]
 
 mod choose;

@@ -1,4 +1,4 @@
-//! The words that every room shares: bytes, components, stages, points in time.
+//! The types that every crate shares: bytes, components, stages, points in time.
 
 use std::fmt;
 use std::iter::Sum;
@@ -7,21 +7,20 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-/// A number of bytes. Subtraction saturates at zero: no account can owe memory.
+/// A number of bytes. Arithmetic saturates: no account can be negative.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Bytes(pub u64);
 
 impl Bytes {
-    /// No bytes at all.
     pub const ZERO: Bytes = Bytes(0);
 
-    /// `n` times 1024².
+    /// `n` MiB.
     pub const fn mib(n: u64) -> Bytes {
         Bytes(n << 20)
     }
 
-    /// `n` times 1024³.
+    /// `n` GiB.
     pub const fn gib(n: u64) -> Bytes {
         Bytes(n << 30)
     }
@@ -77,26 +76,26 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// A point in time in milliseconds since an epoch that the caller chooses. This crate has no clock:
-/// whoever calls says what time it is, so that tests can say so too.
+/// A point in time in milliseconds since an epoch that the caller chooses. This crate has no clock: the caller passes
+/// the time, so that tests can too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Millis(pub u64);
 
 impl Millis {
-    /// This point, `milliseconds` later.
+    /// This point plus `milliseconds`, saturating.
     pub fn after(self, milliseconds: u64) -> Millis {
         Millis(self.0.saturating_add(milliseconds))
     }
 
-    /// Milliseconds that have gone by since `earlier`; zero if `earlier` lies ahead.
+    /// Milliseconds since `earlier`; zero if `earlier` lies ahead.
     pub fn since(self, earlier: Millis) -> u64 {
         self.0.saturating_sub(earlier.0)
     }
 }
 
-/// Identity of a component: its content (or, until that is known, its resolved path), quantization and
-/// dtype. Two entries that name the same identity share one copy.
+/// Identity of a component: hash of its content (or, until that is known, its resolved path), quantization and dtype.
+/// Entries with the same identity share one copy.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct ComponentId(pub Arc<str>);
@@ -117,62 +116,59 @@ impl fmt::Display for ComponentId {
 /// The unit of residence: what is loaded, leased, pinned and evicted as one.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Component {
-    /// Identity: content, quantization and dtype.
     pub id: ComponentId,
-    /// Its name in the words of diffusers: `transformer`, `vae`, `text_encoder_2`.
+    /// The component's name in diffusers: `transformer`, `vae`, `text_encoder_2`.
     pub name: String,
-    /// Exact bytes on the card, known from the checkpoint header before anything is read.
+    /// Exact bytes on the card, known from the checkpoint's header before anything is read.
     pub bytes: Bytes,
-    /// Measured or predicted seconds to bring it back, so that the cheapest to bring back leaves first.
+    /// Measured or predicted seconds to reload it: the cheapest to reload is evicted first.
     pub reload_seconds: f64,
 }
 
 /// What one stage of a job needs on the card while it runs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StageNeed {
-    /// `encode_text`, `encode_image`, `denoise`, `decode`, or `load` for a plain load.
+    /// Stage name: `encode_text`, `encode_image`, `denoise`, `decode`, or `load` for a plain load.
     pub name: String,
-    /// All of these must be resident when the stage starts.
+    /// Components that must be resident when the stage starts.
     pub components: Vec<Component>,
-    /// Activation bytes at the stage's peak, predicted by the family and corrected by what was learned.
+    /// Activation bytes at the stage's peak: the family's prediction, or the learned estimate.
     pub scratch: Bytes,
 }
 
 impl StageNeed {
-    /// Components and scratch together: what the card must hold at the stage's peak.
+    /// Bytes of components and scratch: what the card must hold at the stage's peak.
     pub fn peak(&self) -> Bytes {
         self.components.iter().map(|c| c.bytes).sum::<Bytes>() + self.scratch
     }
 }
 
-/// Somebody who holds memory of the card that is not ours.
+/// A holder of memory that is not available to us.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
-    /// Process name where it is visible, or a description such as `other processes` or a reservation's label.
+    /// Process name if visible, or a description such as `other processes` or a reservation's label.
     pub name: String,
-    /// Process id where it is visible; in containers it often is not.
+    /// Process id if visible; inside a container it often is not.
     pub pid: Option<u32>,
-    /// Bytes held.
     pub bytes: Bytes,
 }
 
-/// What the driver says of a card's memory at one moment.
+/// The driver's figures of a card's memory at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DriverTruth {
-    /// Capacity of the card.
     pub total: Bytes,
-    /// Free according to the driver (system memory: available inside the cgroup, page cache counted as free).
+    /// Free according to the driver (for system memory: available inside the cgroup, page cache counted as free).
     pub free: Bytes,
     /// Allocated from component pools.
     pub components: Bytes,
-    /// Allocated for activations right now.
+    /// Allocated for activations at this moment.
     pub scratch: Bytes,
-    /// Reserved by our pools and not in use: ours to hand out without asking the driver.
+    /// Reserved by our pools and unused: can be allocated without asking the driver.
     pub slack: Bytes,
-    /// Library workspaces.
+    /// Workspaces of libraries, and what granularity adds to component pools.
     pub workspaces: Bytes,
-    /// The context itself: code, stacks, fixed costs of the process on the card.
+    /// The context itself: code, stacks, fixed cost of the process on the card.
     pub context: Bytes,
-    /// Other holders that are visible.
+    /// Visible holders in other processes.
     pub holders: Vec<Holder>,
 }

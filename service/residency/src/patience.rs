@@ -1,16 +1,16 @@
-//! Patience: how long a stage waits for memory that is not ours to give. A state, not a sleep.
+//! Patience: how long a stage waits for memory that no eviction of ours can free. A state machine without a clock.
 
 use serde::{Deserialize, Serialize};
 
 use crate::nouns::Millis;
 use crate::plan::WaitCause;
 
-/// Two budgets, in milliseconds.
+/// Wait budgets, in milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Patience {
     /// For evicted bytes that the driver does not show as free yet.
     pub after_eviction_ms: u64,
-    /// For memory that others hold, or have reserved.
+    /// For memory that other processes hold or have reserved.
     pub foreign_ms: u64,
 }
 
@@ -23,20 +23,20 @@ impl Default for Patience {
     }
 }
 
-/// A wait under way. Each cause spends its own budget; waiting for our own stages spends none, as that is a queue, and
-/// a queue is bounded by the request's deadline.
+/// A wait under way. Each cause spends its own budget. Waiting for our own stages spends none: that is queueing,
+/// bounded by the request's deadline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wait {
     started: Millis,
     cause: WaitCause,
-    /// Time up to here has been charged.
+    /// Time up to here has been charged to a budget.
     charged_until: Millis,
-    /// What is left of both budgets.
+    /// Remaining budgets.
     budget: Patience,
 }
 
 impl Wait {
-    /// A wait starts.
+    /// Starts a wait.
     pub fn new(now: Millis, cause: WaitCause, patience: &Patience) -> Wait {
         Wait {
             started: now,
@@ -46,25 +46,25 @@ impl Wait {
         }
     }
 
-    /// When it started.
+    /// Start of the wait.
     pub fn started(&self) -> Millis {
         self.started
     }
 
-    /// What it is waiting for at the moment.
+    /// The current cause.
     pub fn cause(&self) -> WaitCause {
         self.cause
     }
 
-    /// The planner answered again. Time until now is charged to the cause until now.
+    /// Sets the cause after another plan. The time until `now` is charged to the previous cause.
     pub fn update(&mut self, now: Millis, cause: WaitCause) {
         self.budget = self.charged(now);
         self.charged_until = self.charged_until.max(now);
         self.cause = cause;
     }
 
-    /// Milliseconds left for the present cause. While the wait is for our own stages, this is what is left for others,
-    /// and it stands still.
+    /// Milliseconds left for the current cause. While the wait is for our own stages, the budget for foreign memory,
+    /// which is not being spent.
     pub fn left(&self, now: Millis) -> u64 {
         let budget = self.charged(now);
         match self.cause {
@@ -73,7 +73,7 @@ impl Wait {
         }
     }
 
-    /// Whether the present cause has used up its budget.
+    /// Whether the budget of the current cause is spent.
     pub fn is_over(&self, now: Millis) -> bool {
         self.cause != WaitCause::Leases && self.left(now) == 0
     }

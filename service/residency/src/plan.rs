@@ -1,6 +1,6 @@
-//! The planner: which moves make room for a stage, or why it has to wait, or that it can never run here.
+//! The planner: which moves make room for a stage, or why it has to wait, or that it can never run on this card.
 //!
-//! One pass over the ledger, one sort of what could leave, no loops within loops: a thousand components cost well
+//! One pass over the ledger and one sort of the eviction candidates, no nested loops: a thousand components cost well
 //! under a millisecond.
 
 use serde::{Deserialize, Serialize};
@@ -9,85 +9,82 @@ use crate::ledger::Ledger;
 use crate::nouns::{Bytes, Component, ComponentId, Millis, StageNeed};
 use crate::resident::{Resident, ResidentState};
 
-/// One thing to do to the card's memory. Moves are carried out in order, each bracketed by ledger entries.
+/// One change to the card's memory. Moves are carried out in order, each bracketed by ledger entries.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Move {
-    /// Free a component.
     Evict(Component),
-    /// Bring a component.
     Load(Component),
-    /// Hand slack back to the driver, so that component pools can have it.
+    /// Give slack back to the driver, so that component pools can allocate it.
     Trim,
 }
 
-/// How much of what a stage does not need may stay while it runs.
+/// How much that a stage does not need may stay resident while it runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Policy {
-    /// Evict only what the stage's peak needs.
+    /// Evict only as much as the stage's peak needs.
     #[default]
     Shared,
-    /// One large component at a time: every large component (see [`large_from`]) that the stage does not need leaves,
-    /// and slack is trimmed, before anything is loaded.
+    /// One large component at a time: every large component (see [`large_from`]) that the stage does not need is
+    /// evicted, and slack is trimmed, before anything is loaded.
     Exclusive,
 }
 
-/// What a stage that could run one day is waiting for.
+/// What a stage waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WaitCause {
-    /// Bytes that we freed and the driver does not show yet.
+    /// Late bytes: freed by us, not shown as free by the driver yet.
     LateEviction,
-    /// Components and scratch of ours that are busy, held by a client, or on their way.
+    /// Our own components and scratch that are in use, held by a client, loading or being evicted.
     Leases,
-    /// Memory that others hold.
+    /// Memory held by other processes.
     Foreign,
-    /// Memory that is booked for another program.
+    /// Memory reserved for another program.
     Reservation,
 }
 
-/// The planner's answer.
+/// The planner's decision.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// These moves, in this order, and the stage can run. No moves: it can run at once.
+    /// The stage can run after these moves; at once if there are none.
     Run {
         /// Evictions, then a trim if one is needed, then loads.
         moves: Vec<Move>,
     },
-    /// It does not fit now, and would if somebody gave memory back.
+    /// The stage does not fit now, and would if claimed memory came free.
     Wait {
-        /// Bytes missing after everything idle has left. Zero where a component it needs is on its way.
+        /// Bytes missing after all idle components are evicted. Zero where a needed component is still loading.
         short: Bytes,
-        /// Who would have to give them back.
+        /// The claim that has to be released.
         cause: WaitCause,
     },
-    /// It does not fit on this card, whoever leaves.
+    /// The stage does not fit on this card, whatever is evicted.
     Never {
-        /// The stage's peak.
         needed: Bytes,
-        /// The card less context, workspaces, headroom, unexplained bytes, and pins that the stage does not need.
+        /// The card less context, workspaces, headroom, leaked bytes, and pins that the stage does not need.
         capacity: Bytes,
     },
 }
 
-/// A plan for a request that allows low memory: it runs although it may be short.
+/// A plan for a request that allows low memory: it runs even if memory may be short.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LowMemory {
-    /// The moves that free as much as is needed, or as can be freed.
+    /// Moves that free as much as is needed, or as much as is evictable.
     pub moves: Vec<Move>,
-    /// What will be missing at the stage's peak if every prediction is right. Zero: an ordinary plan.
+    /// Predicted shortage at the stage's peak. Zero: an ordinary plan.
     pub short: Bytes,
 }
 
-/// When the janitor acts.
+/// Configuration of the janitor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IdlePolicy {
-    /// Slack above this is handed back to the driver.
+    /// Slack above this is given back to the driver.
     pub slack_limit: Bytes,
-    /// Components that nobody has used for this long leave; `None` keeps them until their memory is wanted. A keep-alive
-    /// of a component's own goes before this.
+    /// Components unused for this long, in milliseconds, are evicted; `None` keeps them until their memory is needed.
+    /// A component's own keep-alive takes precedence.
     pub unload_all_after_ms: Option<u64>,
 }
 
@@ -100,19 +97,20 @@ impl Default for IdlePolicy {
     }
 }
 
-/// From this size on a component is *large* on a card of `total` bytes: 1 GiB, or a sixteenth of a small card.
+/// The size in bytes from which a component is *large* on a card of `total` bytes: 1 GiB, or a sixteenth of a small
+/// card.
 pub fn large_from(total: Bytes) -> Bytes {
     Bytes::gib(1).min(Bytes(total.0 / 16))
 }
 
-/// Can this stage run on this card, and what has to be moved first?
+/// Decides whether a stage can run on this card, and which moves have to come first.
 pub fn plan(ledger: &Ledger, need: &StageNeed, policy: Policy, now: Millis) -> Verdict {
     let ask = Ask::of_stage(ledger, need);
     let survey = Survey::of(ledger, &ask);
     survey.verdict(&ask, policy, now)
 }
 
-/// A plan that does not refuse: it frees what can be freed and says what will be missing.
+/// A plan that never refuses: it frees as much as is evictable and reports the shortage.
 pub fn plan_low_memory(ledger: &Ledger, need: &StageNeed, policy: Policy, now: Millis) -> LowMemory {
     let ask = Ask::of_stage(ledger, need);
     let survey = Survey::of(ledger, &ask);
@@ -123,7 +121,7 @@ pub fn plan_low_memory(ledger: &Ledger, need: &StageNeed, policy: Policy, now: M
     }
 }
 
-/// Room for another program: idle components leave until `bytes` are free at the driver.
+/// Moves for another program: evicts idle components until the driver shows `bytes` as free.
 pub fn make_room(ledger: &Ledger, bytes: Bytes, now: Millis) -> Verdict {
     let ask = Ask {
         ids: Vec::new(),
@@ -135,7 +133,8 @@ pub fn make_room(ledger: &Ledger, bytes: Bytes, now: Millis) -> Verdict {
     Survey::of(ledger, &ask).verdict(&ask, Policy::Shared, now)
 }
 
-/// What the janitor does while nothing runs: components whose time is over leave, and slack goes back to the driver.
+/// The janitor's moves: evicts components whose idle time is over, and trims slack. None while a stage or a move is
+/// under way.
 pub fn idle_moves(ledger: &Ledger, now: Millis, policy: IdlePolicy) -> Vec<Move> {
     let moving = ledger.residents().any(|r| r.state != ResidentState::Resident);
     if ledger.leases() > 0 || moving {
@@ -154,13 +153,13 @@ pub fn idle_moves(ledger: &Ledger, now: Millis, policy: IdlePolicy) -> Vec<Move>
     moves
 }
 
-/// What is asked of the card, each component counted once.
+/// The demand on the card, each component counted once.
 struct Ask<'a> {
-    /// All components of the stage, sorted.
+    /// All components of the stage, sorted by identity.
     ids: Vec<&'a ComponentId>,
-    /// Those that have nothing booked yet, in the stage's order.
+    /// Components that are not booked yet, in the stage's order.
     loads: Vec<&'a Component>,
-    /// Bytes that have to be free at the driver, not just in our pools: loads, or another program's.
+    /// Bytes that have to be free at the driver, not just in our pools: loads, or another program's memory.
     at_driver: Bytes,
     scratch: Bytes,
     peak: Bytes,
@@ -191,15 +190,15 @@ impl<'a> Ask<'a> {
     }
 }
 
-/// One pass over the ledger: what could leave, and what cannot.
+/// The supply, from one pass over the ledger: what is evictable and what is not.
 struct Survey<'a> {
     ledger: &'a Ledger,
     idle: Vec<&'a Resident>,
-    /// Ours, not needed by the stage, and neither idle nor pinned.
+    /// Our own bytes that the stage does not need and that are neither idle nor pinned.
     busy: Bytes,
-    /// Pinned and not needed by the stage.
+    /// Pinned bytes that the stage does not need.
     pinned: Bytes,
-    /// Whether something that the stage needs is being loaded or evicted right now.
+    /// Whether a component that the stage needs is being loaded or evicted.
     needed_is_moving: bool,
 }
 
@@ -253,7 +252,7 @@ impl<'a> Survey<'a> {
         }
     }
 
-    /// Bytes that are missing before anything leaves. Who takes nothing misses nothing, however overdrawn the card is.
+    /// Bytes missing before any eviction. A demand of zero misses nothing, even on an overdrawn card.
     fn missing(&self, ask: &Ask<'_>) -> Bytes {
         let wanted = ask.at_driver + ask.scratch;
         if wanted == Bytes::ZERO {
@@ -266,7 +265,7 @@ impl<'a> Survey<'a> {
         self.idle.iter().map(|r| r.component.bytes).sum()
     }
 
-    /// The first of these whose return would be enough, together with those before it.
+    /// The first claim whose release, together with those before it, would be enough.
     fn cause(&self, short: Bytes) -> WaitCause {
         let late = self.ledger.late();
         let ours = late + self.busy + self.ledger.booked_scratch();
@@ -299,8 +298,8 @@ impl<'a> Survey<'a> {
         moves
     }
 
-    /// Who leaves: what the policy wants gone, then the cheapest to bring back until enough is free, less whoever
-    /// turned out not to be necessary after all.
+    /// Components to evict: those that the policy requires, then the cheapest to reload until enough is free, less
+    /// those that later choices made unnecessary.
     fn victims(&self, missing: Bytes, policy: Policy, now: Millis) -> Vec<&'a Resident> {
         let large = large_from(self.ledger.total());
         let must_go = |r: &Resident| policy == Policy::Exclusive && r.component.bytes >= large;

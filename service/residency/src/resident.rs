@@ -1,46 +1,43 @@
-//! One component on the card, as the ledger sees it.
+//! One component on the card, as the ledger records it.
 
 use serde::{Deserialize, Serialize};
 
 use crate::nouns::{Component, Millis};
 
-/// After this many milliseconds without a use, the memory of earlier uses counts half.
+/// Half-life, in milliseconds, of the weight of earlier uses in [`Resident::heat`].
 pub const HEAT_HALF_LIFE_MS: u64 = 600_000;
 
-/// Where a component is on its way to the card or off it.
+/// Where a component is between absent and resident.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ResidentState {
-    /// Booked; its bytes are on their way.
+    /// Booked; its bytes are being copied.
     Loading,
-    /// All of it is there.
+    /// Loaded in full.
     Resident,
-    /// Being freed; its bytes are not ours to plan with yet.
+    /// Being freed; its bytes are not usable yet.
     Evicting,
 }
 
 /// A component that has bytes booked on the card.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Resident {
-    /// What it is.
     pub component: Component,
-    /// Where it is on its way.
     pub state: ResidentState,
-    /// Stages that run on it right now.
+    /// Number of stages that run on it: a refcount.
     pub leases: u32,
-    /// Whether somebody wants it to stay until unpinned.
     pub pinned: bool,
-    /// How many clients' holds name it.
+    /// Number of holds that name it: a refcount.
     pub held: u32,
-    /// When it was last leased, released or loaded.
+    /// Time of the last lease, release or load.
     pub last_used: Millis,
-    /// How many stages have run on it since it was loaded.
+    /// Number of stages that have run on it since it was loaded.
     pub uses: u64,
-    /// Uses, decayed to `last_used`: what the chance of another use is computed from.
+    /// Exponentially decayed count of uses, as of `last_used`.
     pub heat: f64,
-    /// Until when the janitor leaves it alone, where somebody said so.
+    /// The janitor must not evict it before this time, if set.
     pub keep_alive: Option<Millis>,
-    /// Whether `keep_alive` went by and was reported.
+    /// Whether the expiry of `keep_alive` was reported.
     pub lapsed: bool,
 }
 
@@ -60,28 +57,28 @@ impl Resident {
         }
     }
 
-    /// Whether a planner may evict it: all of it is here, and nobody runs on it, pins it or holds it.
+    /// Whether a plan may evict it: resident in full, and neither leased, pinned nor held.
     pub fn is_idle(&self) -> bool {
         self.state == ResidentState::Resident && self.leases == 0 && !self.pinned && self.held == 0
     }
 
-    /// Chance of another use between 0 and 1, from how often and how lately it was used.
+    /// Estimated probability of another use, from 0 to 1, by frequency and recency.
     pub fn chance_of_use(&self, now: Millis) -> f64 {
         let heat = self.heat_at(now);
         heat / (1.0 + heat)
     }
 
-    /// What evicting it costs: seconds to bring it back times the chance that somebody will want it, per byte.
-    /// A component whose keep-alive is over costs nothing.
+    /// Cost of evicting it, per byte: seconds to reload it times the probability of another use. Zero after its
+    /// keep-alive has expired.
     pub fn cost_per_byte(&self, now: Millis) -> f64 {
         if self.keep_alive_is_over(now) {
             return 0.0;
         }
-        let seconds = self.component.reload_seconds.max(0.0); // a NaN counts as zero
+        let seconds = self.component.reload_seconds.max(0.0); // NaN becomes 0
         seconds * self.chance_of_use(now) / self.component.bytes.0.max(1) as f64
     }
 
-    /// Whether it had a keep-alive, and that is over.
+    /// Whether it has a keep-alive that has expired.
     pub fn keep_alive_is_over(&self, now: Millis) -> bool {
         self.keep_alive.is_some_and(|until| until <= now)
     }

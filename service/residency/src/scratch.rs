@@ -1,8 +1,8 @@
-//! What stages really needed: learned peaks, so that nobody guesses twice.
+//! Learned scratch peaks.
 //!
-//! A family predicts a stage's activation bytes; the activation pool's high-water mark corrects it. Only success
-//! teaches. Estimates follow the last few runs, so they fall again. And where a run succeeded in so little room, the
-//! same room is enough from then on: a job that ran once is never refused on the same free memory.
+//! A family predicts a stage's activation bytes; the activation pool's high-water mark corrects the prediction. Only
+//! successful runs are learned from. Estimates cover the last few runs, so they can fall again. A room (usable bytes)
+//! in which a run succeeded is enough from then on: a job that ran once is never refused on the same free memory.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -13,7 +13,7 @@ use crate::nouns::Bytes;
 /// How many of the last successful runs an estimate covers.
 pub const RUNS_REMEMBERED: usize = 8;
 
-/// How many keys a book keeps; beyond them, the one that was taught longest ago is forgotten.
+/// Capacity of a book, in keys; beyond it, the key that was updated longest ago is evicted.
 pub const KEYS_REMEMBERED: usize = 4096;
 
 /// Everything that a stage's activation bytes depend on.
@@ -21,17 +21,17 @@ pub const KEYS_REMEMBERED: usize = 4096;
 pub struct ScratchKey {
     /// Model family and variant.
     pub family: String,
-    /// Stage: `encode_text`, `denoise`, `decode`.
+    /// Stage name: `encode_text`, `denoise`, `decode`.
     pub stage: String,
-    /// Batch, pixels, frames, tokens, chunking: as the family writes them.
+    /// Batch, pixels, frames, tokens, chunking, in the family's notation.
     pub shape: String,
-    /// Computation type, and quantization where it changes what is allocated.
+    /// Computation dtype, and quantization where it changes what is allocated.
     pub dtype: String,
-    /// Which kernels run: attention and linear implementations.
+    /// Implementation of attention and linear layers.
     pub kernels: String,
-    /// Build of the service.
+    /// Version of the service's build.
     pub build: String,
-    /// Compute capability of the card, `9.0`; `cpu` for none.
+    /// Compute capability of the card, such as `9.0`; `cpu` for system memory.
     pub compute_capability: String,
 }
 
@@ -39,18 +39,17 @@ pub struct ScratchKey {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RunOutcome {
-    /// It ran to its end.
+    /// The stage completed.
     Succeeded {
-        /// What was usable for its scratch when it started: `Ledger::usable` just before its lease.
+        /// Usable bytes for scratch at its start: `Ledger::usable` just before its lease.
         room: Bytes,
     },
-    /// It failed for a reason that says nothing about memory.
+    /// It failed for a reason unrelated to memory.
     Failed,
-    /// It was cancelled; its peak may have been ahead.
+    /// It was cancelled, possibly before its peak.
     Cancelled,
-    /// It ran out of memory.
     OutOfMemory {
-        /// What was usable for its scratch when it started.
+        /// Usable bytes for scratch at its start.
         room: Bytes,
     },
 }
@@ -59,12 +58,12 @@ pub enum RunOutcome {
 struct Learned {
     key: ScratchKey,
     peaks: VecDeque<Bytes>,
-    /// The least room in which a run succeeded and none failed since.
+    /// The least usable bytes in which a run succeeded and none failed since.
     proven: Option<Bytes>,
     taught: u64,
 }
 
-/// Learned peaks by key. Serialises as a plain list, so that it can be kept across restarts.
+/// Learned peaks by key. Serialized as a list, so that it can be persisted across restarts.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Vec<Learned>", into = "Vec<Learned>")]
 pub struct ScratchBook {
@@ -89,13 +88,12 @@ impl From<ScratchBook> for Vec<Learned> {
 }
 
 impl ScratchBook {
-    /// An empty book.
     pub fn new() -> ScratchBook {
         ScratchBook::default()
     }
 
-    /// Scratch bytes to plan with: what the last runs needed and a margin, or as little as was enough before;
-    /// `family_prediction` as long as nothing was learned.
+    /// Scratch bytes to plan with: the peak of the last runs and a margin, or the least room that was enough before
+    /// if that is less; `family_prediction` if nothing is known.
     pub fn estimate(&self, key: &ScratchKey, family_prediction: Bytes) -> Bytes {
         let Some(learned) = self.learned.get(key) else {
             return family_prediction;
@@ -108,13 +106,13 @@ impl ScratchBook {
         learned.proven.map_or(estimate, |room| estimate.min(room))
     }
 
-    /// Whether a stage would be refused with `room` usable bytes for its scratch.
+    /// Whether a stage with `room` usable bytes for its scratch would be refused.
     pub fn would_refuse(&self, key: &ScratchKey, family_prediction: Bytes, room: Bytes) -> bool {
         self.estimate(key, family_prediction) > room
     }
 
-    /// Learns from a run's high-water mark. Failed and cancelled runs teach nothing. Running out of memory teaches no
-    /// peak either (that is how estimates grow past the card), it only ends the proof that so little room is enough.
+    /// Learns from a run's high-water mark. Failed and cancelled runs are ignored. Running out of memory teaches no
+    /// peak either (estimates would grow past the card); it only withdraws the proof that so little room is enough.
     pub fn learn(&mut self, key: &ScratchKey, peak: Bytes, outcome: RunOutcome) {
         match outcome {
             RunOutcome::Succeeded { room } => self.learn_success(key, peak, room),
@@ -140,12 +138,12 @@ impl ScratchBook {
         self.learned.get(key).and_then(|l| l.proven)
     }
 
-    /// How many keys were learned.
+    /// Number of known keys.
     pub fn len(&self) -> usize {
         self.learned.len()
     }
 
-    /// Whether nothing was learned yet.
+    /// Whether no key is known.
     pub fn is_empty(&self) -> bool {
         self.learned.is_empty()
     }
@@ -159,7 +157,7 @@ impl ScratchBook {
         if learned.peaks.len() > RUNS_REMEMBERED {
             learned.peaks.pop_front();
         }
-        // No room at all is an overdrawn card (usable is cut at zero): by how much is not known, so it proves nothing.
+        // A room of zero is an overdrawn card (usable saturates at zero) by an unknown amount, so it proves nothing.
         if room > Bytes::ZERO {
             learned.proven = Some(learned.proven.map_or(room, |proven| proven.min(room)));
         }
@@ -174,7 +172,7 @@ impl ScratchBook {
     }
 }
 
-/// Allocators round up, and not always alike: a thirty-second part and 16 MiB.
+/// Margin for rounding in allocators, which varies: 1/32 and 16 MiB.
 fn margin(peak: Bytes) -> Bytes {
     Bytes(peak.0 / 32) + Bytes::mib(16)
 }

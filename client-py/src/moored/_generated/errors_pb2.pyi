@@ -44,7 +44,7 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     OUT_OF_MEMORY: _Reason.ValueType  # 8
     """Out of memory inside a stage although admitted. RESOURCE_EXHAUSTED."""
     QUEUE_FULL: _Reason.ValueType  # 9
-    """The queue is full. RESOURCE_EXHAUSTED, with RetryInfo."""
+    """The queue is full, of jobs or of init images. RESOURCE_EXHAUSTED, with RetryInfo."""
     DEADLINE: _Reason.ValueType  # 10
     """The deadline passed. DEADLINE_EXCEEDED."""
     CANCELLED: _Reason.ValueType  # 11
@@ -77,6 +77,12 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """
     DISK_FULL: _Reason.ValueType  # 24
     """What is to be pulled does not fit on the disk. RESOURCE_EXHAUSTED."""
+    SLOW_READER: _Reason.ValueType  # 25
+    """The client left too much of its results unread. RESOURCE_EXHAUSTED."""
+    CLIENT_LIMIT: _Reason.ValueType  # 26
+    """This client has more open or under way than the service takes of one: calls, bytes that arrive or are not read, holds,
+    reservations. The message says which, and which setting bounds it. RESOURCE_EXHAUSTED, with RetryInfo.
+    """
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Reasons of `ErrorInfo`, by name. Stable: clients match on them."""
@@ -99,7 +105,7 @@ MEMORY_TAKEN: Reason.ValueType  # 7
 OUT_OF_MEMORY: Reason.ValueType  # 8
 """Out of memory inside a stage although admitted. RESOURCE_EXHAUSTED."""
 QUEUE_FULL: Reason.ValueType  # 9
-"""The queue is full. RESOURCE_EXHAUSTED, with RetryInfo."""
+"""The queue is full, of jobs or of init images. RESOURCE_EXHAUSTED, with RetryInfo."""
 DEADLINE: Reason.ValueType  # 10
 """The deadline passed. DEADLINE_EXCEEDED."""
 CANCELLED: Reason.ValueType  # 11
@@ -132,6 +138,12 @@ else than it announced. FAILED_PRECONDITION.
 """
 DISK_FULL: Reason.ValueType  # 24
 """What is to be pulled does not fit on the disk. RESOURCE_EXHAUSTED."""
+SLOW_READER: Reason.ValueType  # 25
+"""The client left too much of its results unread. RESOURCE_EXHAUSTED."""
+CLIENT_LIMIT: Reason.ValueType  # 26
+"""This client has more open or under way than the service takes of one: calls, bytes that arrive or are not read, holds,
+reservations. The message says which, and which setting bounds it. RESOURCE_EXHAUSTED, with RetryInfo.
+"""
 global___Reason = Reason
 
 @typing.final

@@ -548,7 +548,7 @@ class WatchStatusRequest(google.protobuf.message.Message):
 
     INTERVAL_MS_FIELD_NUMBER: builtins.int
     interval_ms: builtins.int
-    """No oftener than this; 0: 250."""
+    """No oftener than this, an hour at the most; 0: 250."""
     def __init__(
         self,
         *,

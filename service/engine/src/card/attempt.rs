@@ -1,27 +1,27 @@
-//! One attempt at an order: the model is opened, the driver is asked, moves are made until the plan has none left,
-//! and the stage runs.
+//! One attempt at an order: opens the model, reconciles with the driver, makes moves until the plan has none left,
+//! and runs the stage.
 
 use std::path::Path;
 use std::sync::Arc;
 
 use gpu::{LoadPlan, Timeline};
-use pipelines::{Model, Planned, Rung, Values};
+use pipelines::{Model, ModelFile, Planned, Rung, Values};
 use residency::{Bytes, Component, ComponentId, Move, StageNeed, WaitCause};
 
-use super::moves::MoveError;
-use super::stage::Attempted;
+use super::moves::{MoveError, Source};
+use super::stage::StageAttempt;
 use super::{Card, Flow, Link};
 use crate::admission::{Admission, choose_rung, choose_rung_low_memory, not_resident_yet};
 use crate::messages::{Completed, Event, Failure, Order, Outcome, Progress, Shortage, StageWork, Work};
 
-/// How often a plan is made anew when the moves of the one before came to less than was planned: others were faster,
-/// or freed bytes are late.
-const ROUNDS: usize = 4;
+/// Maximum of plans per attempt: moves may free less than planned, because other processes allocate or freed bytes
+/// are late.
+const MAX_PLANS: usize = 4;
 
-/// Why an attempt ended before its work was done.
+/// Why an attempt ended early.
 #[derive(Debug)]
 pub(super) enum Halt {
-    /// With this answer; the card is well.
+    /// With this outcome; the card is healthy.
     With(Box<Outcome>),
     /// The card is lost.
     Lost(String),
@@ -53,26 +53,26 @@ impl From<MoveError> for Halt {
     }
 }
 
-/// What an order needs on the card.
-pub(super) struct Need<'a> {
+/// Demand of an order on the card.
+pub(super) struct OrderNeed<'a> {
     /// The stage's name, or `load`.
     pub(super) name: &'a str,
     pub(super) components: &'a [Component],
-    /// None for a plain load.
+    /// Empty for a plain load.
     pub(super) rungs: &'a [Rung],
 }
 
-impl<'a> Need<'a> {
-    fn of(order: &'a Order) -> Need<'a> {
+impl<'a> OrderNeed<'a> {
+    fn of(order: &'a Order) -> OrderNeed<'a> {
         match &order.work {
-            Work::Load(components) => Need {
+            Work::Load(components) => OrderNeed {
                 name: "load",
                 components,
                 rungs: &[],
             },
             Work::Stage(work) => {
                 let plan = &work.plan;
-                Need {
+                OrderNeed {
                     name: &plan.name,
                     components: &work.components,
                     rungs: &plan.rungs,
@@ -95,13 +95,15 @@ impl<'a> Need<'a> {
 }
 
 impl Card {
-    /// One attempt, with exactly one answer, unless the card is lost in it.
+    /// Runs one attempt, and emits exactly one outcome unless the card is lost.
     pub(super) fn run(&mut self, order: &Order, link: &mut dyn Link) -> Flow {
+        let span = tracing::info_span!("order", job = order.job, stage = OrderNeed::of(order).name);
+        let _entered = span.enter();
         let outcome = match self.attempt(order, link) {
             Ok(completed) => Outcome::Completed(Box::new(completed)),
             Err(Halt::With(outcome)) => *outcome,
             Err(Halt::Lost(reason)) => {
-                tracing::error!(job = order.job, reason, "the card is lost");
+                tracing::error!(reason, "the card is lost");
                 return Flow::Lost(reason);
             }
         };
@@ -117,7 +119,7 @@ impl Card {
         if link.cancelled(order.ticket) {
             return Err(Halt::cancelled());
         }
-        let need = Need::of(order);
+        let need = OrderNeed::of(order);
         let mut timeline = Timeline::begin(need.name.to_owned());
         let model = self.open(order)?;
         check(order, &need, &*model)?;
@@ -131,7 +133,7 @@ impl Card {
 
         let started = self.clock.micros();
         let mut load_seconds = Vec::new();
-        let rung = self.make_ready(order, &need, &*model, &mut load_seconds, link)?;
+        let rung = self.make_moves(order, &need, &*model, &mut load_seconds, link)?;
         let move_ms = self.clock.micros().saturating_sub(started) / 1000;
         timeline.part("plan and move");
 
@@ -145,12 +147,12 @@ impl Card {
             room: self.ledger.usable(),
             predicted_scratch: Bytes::ZERO,
             peak_scratch: Bytes::ZERO,
-            peak_bytes: self.ours(),
+            peak_bytes: self.own_bytes(),
             attention: String::new(),
             load_seconds,
         };
         match &order.work {
-            // Like any stage it begins when its components are there, and then there is nothing left to do.
+            // A load starts when its components are resident, and has nothing left to do then.
             Work::Load(_) => link.emit(Event::Progress {
                 ticket: order.ticket,
                 progress: Progress::Started {
@@ -158,7 +160,7 @@ impl Card {
                 },
             }),
             Work::Stage(work) => {
-                let run = Attempted {
+                let run = StageAttempt {
                     ticket: order.ticket,
                     work,
                     need,
@@ -181,8 +183,8 @@ impl Card {
         })
     }
 
-    /// Has libraries compile what this stage and those behind it will ask for, while weights are loaded. Later orders of
-    /// the job ask for the same, which costs nothing.
+    /// Starts background compilation of the plans of this stage and later ones, while weights are loaded. Repeated
+    /// requests by later orders of the job are ignored.
     fn plan_ahead(&self, model: &dyn Model, work: &StageWork) {
         if !self.gpu.device().is_cuda() {
             return;
@@ -194,16 +196,16 @@ impl Card {
         pipelines::make_plans(self.gpu.device(), &planned);
     }
 
-    /// Makes moves until a plan has none left, and says which rung that plan is for.
-    fn make_ready(
+    /// Makes moves until a plan has none left, and returns that plan's rung.
+    fn make_moves(
         &mut self,
         order: &Order,
-        need: &Need<'_>,
+        need: &OrderNeed<'_>,
         model: &dyn Model,
         load_seconds: &mut Vec<(ComponentId, f64)>,
         link: &mut dyn Link,
     ) -> Result<usize, Halt> {
-        for _ in 0..ROUNDS {
+        for _ in 0..MAX_PLANS {
             self.reconcile()?;
             self.publish(link);
             let (rung, moves) = self.admit(order, need)?;
@@ -213,8 +215,8 @@ impl Card {
             match self.carry_out(&moves, order, model, load_seconds, link) {
                 Ok(()) => {}
                 Err(MoveError::NoRoom) => {
-                    self.hand_back_slack(link)?;
-                    // The next plan finds out what is missing, unless it is one that does not ask.
+                    self.trim_slack(link)?;
+                    // A shortage is detected by the next plan, except in a low-memory plan.
                     let late = self.ledger.late();
                     if order.allow_low_memory && late > Bytes::ZERO {
                         return Err(self.wait(need, rung, late, WaitCause::LateEviction));
@@ -227,8 +229,8 @@ impl Card {
         Err(self.out_of_memory(need, last))
     }
 
-    /// The rung to run and the moves before it; or the answer that there is none.
-    fn admit(&self, order: &Order, need: &Need<'_>) -> Result<(usize, Vec<Move>), Halt> {
+    /// The rung to run and the moves before it; or the outcome if there is none.
+    fn admit(&self, order: &Order, need: &OrderNeed<'_>) -> Result<(usize, Vec<Move>), Halt> {
         let now = self.clock.now();
         let (components, rungs) = (need.components, need.rungs);
         let admission = choose_rung(&self.ledger, components, rungs, order.policy, now);
@@ -250,7 +252,7 @@ impl Card {
         }
     }
 
-    fn wait(&self, need: &Need<'_>, rung: usize, short: Bytes, cause: WaitCause) -> Halt {
+    fn wait(&self, need: &OrderNeed<'_>, rung: usize, short: Bytes, cause: WaitCause) -> Halt {
         let shortage = Shortage {
             short,
             needed: not_resident_yet(&self.ledger, need.components, need.scratch(rung)),
@@ -261,8 +263,8 @@ impl Card {
         Halt::With(Box::new(Outcome::Wait(shortage)))
     }
 
-    /// Out of memory, in spite of a plan that said otherwise.
-    pub(super) fn out_of_memory(&self, need: &Need<'_>, rung: usize) -> Halt {
+    /// Out of memory despite admission.
+    pub(super) fn out_of_memory(&self, need: &OrderNeed<'_>, rung: usize) -> Halt {
         Halt::failed(Failure::OutOfMemory {
             stage: need.name.to_owned(),
             needed: need.at(rung).peak(),
@@ -289,7 +291,7 @@ impl Card {
                     self.evict(component, Some(ticket), link)?;
                 }
                 Move::Trim => {
-                    self.hand_back_slack(link)?;
+                    self.trim_slack(link)?;
                 }
                 Move::Load(component) => {
                     let plan = model.load_plan(&component.name).ok_or_else(|| {
@@ -299,7 +301,12 @@ impl Card {
                     let copy = kept
                         .filter(|(name, _)| *name == component.name)
                         .find_map(|(_, path)| from_copy(path, plan));
-                    let seconds = self.load(component, plan, copy.as_ref(), ticket, link)?;
+                    let source = Source {
+                        plan,
+                        copy: copy.as_ref(),
+                        files: &model.files_of(&component.name),
+                    };
+                    let seconds = self.load(component, &source, ticket, link)?;
                     load_seconds.push((component.id.clone(), seconds));
                 }
             }
@@ -307,30 +314,53 @@ impl Card {
         Ok(())
     }
 
-    /// Bytes on the card that are ours at this moment, slack apart.
-    pub(super) fn ours(&self) -> Bytes {
+    /// Bytes on the card allocated by us, without slack.
+    pub(super) fn own_bytes(&self) -> Bytes {
         let accounts = self.ledger.accounts();
         accounts.components + accounts.scratch + accounts.workspaces + accounts.context
     }
 }
 
-/// The plan that reads a copy instead, if there is one and it is right.
+/// The plan that reads a kept copy instead, if there is a valid one.
 fn from_copy(path: &Path, plan: &LoadPlan) -> Option<LoadPlan> {
     gpu::kept_plan(path, plan)
         .inspect_err(|error| tracing::warn!(%error, "a kept copy is not used: its checkpoint is"))
         .ok()
 }
 
+fn changed(order: &Order, problem: &str) -> Halt {
+    let key = &order.model.key;
+    Halt::failed(Failure::Model {
+        message: format!("{key} has changed since it was opened, ask again: {problem}"),
+    })
+}
+
+/// Whether a component's files are the versions that its identity was given for. What is resident under the identity of
+/// other versions holds other weights.
+fn check_version(order: &Order, component: &Component, model: &dyn Model) -> Result<(), Halt> {
+    let files = model.files_of(&component.name);
+    let mut own = model.components().iter();
+    let Some(own) = own.find(|own| own.name == component.name && !files.is_empty()) else {
+        return Ok(()); // without files there are no versions, and a name that is not there is told of by the caller
+    };
+    let by_content = order.model.identities.iter();
+    let by_content = by_content.filter(|(content, _)| *content == component.id);
+    let is_this = own.id == component.id || by_content.into_iter().any(|(_, files)| *files == own.id);
+    if is_this && files.iter().all(ModelFile::is_current) {
+        return Ok(());
+    }
+    Err(changed(
+        order,
+        &format!("the files of its {} were replaced", component.name),
+    ))
+}
+
 /// Whether the order is about this model as it is now. Its identities are the supervisor's; names and bytes must be the
 /// model's, since the supervisor opened the same files, though not at the same time.
-fn check(order: &Order, need: &Need<'_>, model: &dyn Model) -> Result<(), Halt> {
-    let changed = |message: String| {
-        let key = &order.model.key;
-        Halt::failed(Failure::Model {
-            message: format!("{key} has changed since it was opened: {message}"),
-        })
-    };
+fn check(order: &Order, need: &OrderNeed<'_>, model: &dyn Model) -> Result<(), Halt> {
+    let changed = |message: String| changed(order, &message);
     for component in need.components {
+        check_version(order, component, model)?;
         let plan = model
             .load_plan(&component.name)
             .ok_or_else(|| changed(format!("it has no component {}", component.name)))?;

@@ -1,16 +1,16 @@
-//! A computation whose result is known: a card that cannot do it is of no use, whatever it answers otherwise.
+//! A computation with a known result, by which a card is checked for health.
 
 use candle_core::{DType, Device, Tensor};
 
-/// Rows and columns of the numbers from 0 on that it multiplies by twos, in f32.
+/// Side of the matrix of consecutive numbers that is multiplied by twos, in f32.
 const SIDE: usize = 16;
 
-/// Rows of the matrices of ones that it multiplies: their products are exact in any dtype that pipelines compute in.
+/// Side of the matrices of ones: their products are exact in any computation dtype.
 const ROWS: usize = 32;
 
-/// Computes on the device, reads the results back, and compares each number: a product in f32, and one in the dtype that
-/// pipelines compute in, since those are different kernels. Nothing of it stays on the card. No kernel of the tensor library
-/// is used: the driver would compile those before the first picture.
+/// Computes products in f32 and in the computation dtype (which use different kernels) on the device, copies the
+/// results back, and compares each number. Frees everything. Uses no kernel of the tensor library, which the driver
+/// would have to compile.
 pub(super) fn compute(device: &Device, dtype: DType) -> Result<(), String> {
     let numbers: Vec<f32> = (0..SIDE * SIDE).map(|number| number as f32).collect();
     let right = |row: usize| {
@@ -31,13 +31,13 @@ pub(super) fn compute(device: &Device, dtype: DType) -> Result<(), String> {
     expect(of_ones(), ROWS, |_| ROWS as f32)
 }
 
-/// The product of two matrices of the system's memory, computed on the device.
+/// The product of two host matrices, computed on the device.
 fn product(left: &Tensor, right: &Tensor, device: &Device) -> candle_core::Result<Vec<Vec<f32>>> {
     let product = left.to_device(device)?.matmul(&right.to_device(device)?)?;
     product.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.to_vec2()
 }
 
-/// Whether it is a square of this side, with the right number in each row's places.
+/// Checks that the result is a square of this side with the expected value in each position.
 fn expect(
     computed: candle_core::Result<Vec<Vec<f32>>>,
     side: usize,
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_dtype_computes_it_and_one_wrong_number_is_seen() {
+    fn the_canary_passes_in_every_dtype_and_detects_one_wrong_number() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             compute(&Device::Cpu, dtype).unwrap();
         }

@@ -1,4 +1,4 @@
-//! What others ask of the card beside running something: that components stay, leave, or make room.
+//! Claims on the card other than running stages: pins, holds and reservations, unloads, and room for other programs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -12,28 +12,28 @@ use super::moves::MoveError;
 use super::{Card, Flow, Link, millis};
 use crate::messages::{Answer, Event, Standing};
 
-/// The supervisor keeps the times to live: here a claim stands until it is no longer said.
-const UNTIL_SAID_OTHERWISE: Millis = Millis(u64::MAX);
+/// The supervisor keeps the times to live: on the card, a claim has no expiry.
+const NO_EXPIRY: Millis = Millis(u64::MAX);
 
-/// How long an unload waits for the driver to show what left, so that it can say so.
-const CONFIRMED_WITHIN: Duration = Duration::from_secs(2);
+/// Timeout of an unload for the driver to show the freed bytes.
+const FREED_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long room that is made waits for bytes that were given back: as long as patience after an eviction.
-const LATE_WITHIN: Duration = Duration::from_secs(5);
+/// Timeout of `make_room` for late bytes, equal to the patience after an eviction.
+const LATE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What left, what stayed and why.
+/// Outcome of an unload: freed and kept components.
 #[derive(Default)]
-struct Departures {
+struct UnloadOutcome {
     freed: Vec<(Component, Unloaded)>,
-    /// Bytes of it that the driver did not show when they left.
+    /// Freed bytes that the driver did not show as free yet.
     late: Bytes,
     kept: Vec<(Component, String)>,
 }
 
 impl Card {
-    /// Makes pins, holds and reservations what they are said to be. What is said again is left as it is: a reservation
-    /// remembers what its program has taken of it.
-    pub(super) fn stand(&mut self, standing: Standing) {
+    /// Replaces pins, holds and reservations by the given set. Unchanged entries keep their state: a reservation
+    /// remembers how much of it is in use.
+    pub(super) fn replace_claims(&mut self, standing: Standing) {
         let old = std::mem::replace(&mut self.standing, standing);
         let pins: BTreeSet<&ComponentId> = self.standing.pins.iter().collect();
         for gone in old.pins.iter().filter(|id| !pins.contains(id)) {
@@ -51,7 +51,7 @@ impl Card {
         }
         for (name, components) in is.iter().filter(|(name, held)| was.get(*name) != Some(held)) {
             self.ledger
-                .hold(HoldId::new(*name), components.to_vec(), UNTIL_SAID_OTHERWISE);
+                .hold(HoldId::new(*name), components.to_vec(), NO_EXPIRY);
         }
 
         let was: BTreeMap<&str, (&str, Bytes)> = old
@@ -70,24 +70,23 @@ impl Card {
         }
         for (&name, &(label, bytes)) in is.iter().filter(|(name, booked)| was.get(*name) != Some(booked)) {
             let id = ReservationId::new(name);
-            self.ledger
-                .reserve(id, label.to_owned(), bytes, UNTIL_SAID_OTHERWISE);
+            self.ledger.reserve(id, label.to_owned(), bytes, NO_EXPIRY);
         }
     }
 
-    /// Takes components out, those that must stay excepted.
+    /// Unloads components, except those that are in use, pinned or held.
     pub(super) fn unload(&mut self, id: u64, components: &[ComponentId], link: &mut dyn Link) -> Flow {
         let asked: BTreeSet<&ComponentId> = components.iter().collect();
-        let mut left = Departures::default();
-        let done = self.take_out(&asked, &mut left, link);
-        let done = done.and_then(|()| self.await_departed(&mut left, link));
+        let mut left = UnloadOutcome::default();
+        let done = self.unload_all(&asked, &mut left, link);
+        let done = done.and_then(|()| self.await_freed(&mut left, link));
         self.answer(id, done.map(|()| left.answer(Bytes::ZERO)), link)
     }
 
-    fn take_out(
+    fn unload_all(
         &mut self,
         asked: &BTreeSet<&ComponentId>,
-        left: &mut Departures,
+        left: &mut UnloadOutcome,
         link: &mut dyn Link,
     ) -> Result<(), MoveError> {
         for id in asked {
@@ -97,16 +96,16 @@ impl Card {
             let component = resident.component.clone();
             match reason_to_stay(resident) {
                 Some(reason) => left.kept.push((component, reason.to_owned())),
-                None => self.depart(component, left, link)?,
+                None => self.unload_one(component, left, link)?,
             }
         }
         Ok(())
     }
 
-    fn depart(
+    fn unload_one(
         &mut self,
         component: Component,
-        left: &mut Departures,
+        left: &mut UnloadOutcome,
         link: &mut dyn Link,
     ) -> Result<(), MoveError> {
         let before = self.ledger.late();
@@ -116,26 +115,26 @@ impl Card {
         Ok(())
     }
 
-    /// Waits a little for the driver to show what left, if it did not at once.
-    fn await_departed(&mut self, left: &mut Departures, link: &mut dyn Link) -> Result<(), MoveError> {
+    /// Waits for a limited time until the driver shows the freed bytes.
+    fn await_freed(&mut self, left: &mut UnloadOutcome, link: &mut dyn Link) -> Result<(), MoveError> {
         if left.unconfirmed().min(left.late) > Bytes::ZERO {
-            let until = self.clock.now().after(millis(CONFIRMED_WITHIN));
+            let until = self.clock.now().after(millis(FREED_TIMEOUT));
             self.await_late(until, |_| false, link)?;
             left.confirm(self.ledger.late());
         }
         Ok(())
     }
 
-    /// Hands slack back to the driver.
+    /// Gives slack back to the driver.
     pub(super) fn trim(&mut self, id: u64, link: &mut dyn Link) -> Flow {
-        let trimmed = self.hand_back_slack(link);
+        let trimmed = self.trim_slack(link);
         self.answer(id, trimmed.map(Answer::Trimmed), link)
     }
 
-    /// Makes room for another program, on top of what is reserved already. Where it cannot be had in full, what can be
-    /// had is made free all the same, unless the card is too small for it: then nothing leaves for nothing.
+    /// Makes room for another program, in addition to existing reservations. If less than `bytes` can be freed, frees
+    /// what it can, unless the card is too small for the request: then evicts nothing.
     pub(super) fn make_room(&mut self, id: u64, bytes: Bytes, link: &mut dyn Link) -> Flow {
-        let mut left = Departures::default();
+        let mut left = UnloadOutcome::default();
         let short = self.clear(bytes, &mut left, link);
         self.answer(id, short.map(|short| left.answer(short)), link)
     }
@@ -143,17 +142,17 @@ impl Card {
     fn clear(
         &mut self,
         bytes: Bytes,
-        left: &mut Departures,
+        left: &mut UnloadOutcome,
         link: &mut dyn Link,
     ) -> Result<Bytes, MoveError> {
-        let until = self.clock.now().after(millis(LATE_WITHIN));
-        // Waiting ends with the room, or once it would not be enough.
+        let until = self.clock.now().after(millis(LATE_TIMEOUT));
+        // Stop waiting when there is enough room, or when waiting cannot provide it.
         let done = |ledger: &Ledger| {
             let usable = ledger.usable();
             usable >= bytes || usable + ledger.late() < bytes
         };
         self.reconcile()?;
-        // Nothing leaves for room that is on its way.
+        // Late bytes first: nothing is evicted for memory that is about to become free.
         self.await_late(until, done, link)?;
         let victims: Vec<Component> = match residency::make_room(&self.ledger, bytes, self.clock.now()) {
             Verdict::Run { moves } => moves.into_iter().filter_map(evicted).collect(),
@@ -164,10 +163,10 @@ impl Card {
             Verdict::Never { .. } => Vec::new(),
         };
         for component in victims {
-            self.depart(component, left, link)?;
+            self.unload_one(component, left, link)?;
         }
-        // Other programs see what the driver calls free, and nothing of our slack.
-        self.hand_back_slack(link)?;
+        // Other programs can use the driver's free memory only, not our slack.
+        self.trim_slack(link)?;
         self.await_late(until, done, link)?;
         left.confirm(self.ledger.late());
         let short = bytes - self.ledger.usable();
@@ -195,13 +194,13 @@ impl Card {
     }
 }
 
-impl Departures {
-    /// Bytes that left and that nobody has seen to be free.
+impl UnloadOutcome {
+    /// Freed bytes that the driver has not shown as free.
     fn unconfirmed(&self) -> Bytes {
         self.freed.iter().map(|(_, u)| u.booked - u.freed).sum()
     }
 
-    /// Books as freed what the driver has shown since, when so much is late now.
+    /// Books as freed what the driver has shown since, given the bytes that are late now.
     fn confirm(&mut self, late: Bytes) {
         let mut shown = self.late - late;
         for (_, unloaded) in &mut self.freed {
@@ -227,7 +226,7 @@ fn evicted(each: Move) -> Option<Component> {
     }
 }
 
-/// Why a component does not leave when it is asked to.
+/// Why a component is not unloaded on request.
 fn reason_to_stay(resident: &Resident) -> Option<&'static str> {
     if resident.leases > 0 {
         return Some("in use");

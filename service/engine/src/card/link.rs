@@ -1,4 +1,4 @@
-//! What the card is given from outside: somebody who listens, and the time.
+//! Interfaces that the card depends on: event sink, clock, fault injection.
 
 use std::fmt;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -7,25 +7,25 @@ use residency::Millis;
 
 use crate::messages::{Event, Ticket};
 
-/// Whoever listens to a card. Neither call may block: the card waits for nobody.
+/// Receives a card's events. Calls must not block.
 pub trait Link {
-    /// Something happened.
+    /// Sends an event.
     fn emit(&mut self, event: Event);
-    /// Whether nobody wants this attempt any more. Asked often.
+    /// Whether this attempt is cancelled. Polled frequently.
     fn cancelled(&self, ticket: Ticket) -> bool;
 }
 
-/// The time. The supervisor plans on ledgers of the card, so both count from the same epoch.
+/// A monotonic clock. The supervisor plans on the card's ledgers, so both use the same epoch.
 pub trait Clock {
-    /// Milliseconds since the epoch; never less than before.
+    /// Milliseconds since the epoch; never decreases.
     fn now(&self) -> Millis;
 
-    /// The same point in microseconds, for what takes less than a millisecond.
+    /// The same time in microseconds.
     fn micros(&self) -> u64 {
         self.now().0.saturating_mul(1000)
     }
 
-    /// Lets so much time pass.
+    /// Sleeps.
     fn sleep(&self, duration: Duration) {
         std::thread::sleep(duration);
     }
@@ -37,7 +37,7 @@ impl fmt::Debug for dyn Clock {
     }
 }
 
-/// Milliseconds since 1970, read once and counted on from there: a clock that is set back does not turn it back.
+/// Milliseconds since 1970, based on a monotonic clock: setting the system's clock back has no effect.
 #[derive(Clone, Copy, Debug)]
 pub struct SystemClock {
     started: Instant,
@@ -45,7 +45,7 @@ pub struct SystemClock {
 }
 
 impl SystemClock {
-    /// Reads the system's clock.
+    /// A clock starting at the system's time.
     pub fn new() -> SystemClock {
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         SystemClock {
@@ -72,11 +72,11 @@ impl Clock for SystemClock {
     }
 }
 
-/// Carries out what a simulated card's settings say must go wrong. Real cards need no help with that.
+/// Carries out injected faults that end or block the process.
 pub trait Faults {
-    /// Ends the process at once, as a crash does. Where it returns, the card counts as lost.
+    /// Ends the process at once, like a crash. If it returns, the card counts as lost.
     fn die(&self, place: &str);
-    /// Does not come back, whoever cancels. Where it returns, the card goes on.
+    /// Blocks forever, ignoring cancellation. If it returns, the card continues.
     fn hang(&self, place: &str);
 }
 
@@ -86,7 +86,7 @@ impl fmt::Debug for dyn Faults {
     }
 }
 
-/// Faults as a worker process suffers them.
+/// Fault injection in a worker process.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ProcessFaults;
 

@@ -1,10 +1,10 @@
-//! The worker's half: one thread that owns one card.
+//! The worker's half: a thread that owns one card.
 //!
-//! [`Card`] is synchronous: a [`Command`] goes in, [`Event`]s come out through a [`Link`], and when
-//! [`Card::handle`] returns nothing is under way. [`spawn`] puts it on a thread of its own.
+//! [`Card`] is synchronous: a [`Command`] goes in, [`Event`]s come out through a [`Link`], and no work is under way
+//! when [`Card::handle`] returns. [`spawn`] runs it on a thread.
 //!
-//! Every change to the card's memory is bracketed by entries in the ledger, and after each the driver is asked
-//! what became of it: plans are made on what is true, never on what was meant.
+//! Every change to the card's memory is bracketed by ledger entries, and followed by a reading of the driver's
+//! figures: plans are based on actual figures, never on expected ones.
 
 mod attempt;
 mod canary;
@@ -26,33 +26,33 @@ use residency::{Bytes, IdlePolicy, Ledger, Millis};
 use crate::messages::{Command, Event, Standing};
 
 pub use link::{Clock, Faults, Link, ProcessFaults, SystemClock};
-pub use thread::{CardCommands, CardThread, End, spawn};
+pub use thread::{CardCommands, CardThread, ThreadEnd, spawn};
 
 use models::Models;
 use moves::MoveError;
 
-/// How a card behaves.
+/// Configuration of a card.
 #[derive(Clone, Debug)]
-pub struct Settings {
-    /// Never planned into.
+pub struct CardSettings {
+    /// Bytes that are never planned into.
     pub headroom: Bytes,
-    /// An idle card hands slack above this back to the driver.
+    /// An idle card with more slack than this is trimmed.
     pub slack_limit: Bytes,
-    /// An idle card unloads what nobody has used for so long; `None` keeps it until its memory is wanted.
+    /// An idle card unloads components unused for this long; `None` keeps them until their memory is needed.
     pub unload_after: Option<Duration>,
-    /// How long nothing must have run before the janitor looks, and how often it looks then.
+    /// Idle time before the janitor runs, and its interval afterwards.
     pub idle_tick: Duration,
-    /// How often an idle card asks the driver for its figures, to publish what others changed.
+    /// Interval at which an idle card reads the driver's figures, to publish changes by other processes.
     pub poll: Duration,
-    /// The same while freed bytes are not shown as free yet, since somebody may be waiting for them.
+    /// The interval while freed bytes are late, since a job may be waiting for them.
     pub poll_while_late: Duration,
-    /// Least time between two reports on one load.
+    /// Minimum interval of progress events of one load.
     pub progress_interval: Duration,
 }
 
-impl Default for Settings {
-    fn default() -> Settings {
-        Settings {
+impl Default for CardSettings {
+    fn default() -> CardSettings {
+        CardSettings {
             headroom: Bytes::mib(512),
             slack_limit: Bytes::mib(512),
             unload_after: None,
@@ -64,32 +64,30 @@ impl Default for Settings {
     }
 }
 
-/// What happens to the card's thread after a command.
+/// What the card's thread does after a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Flow {
-    /// The next command.
     Continue,
-    /// It was told to end.
+    /// Ends the thread.
     Shutdown,
-    /// The card is lost. Nothing that lives on it may be touched again, not even to drop it; the order that was under
-    /// way gets no answer, since the worker's death is one.
+    /// The card is lost. Nothing on it may be touched again, not even dropped; the current order gets no outcome,
+    /// since the worker's exit is one.
     Lost(String),
 }
 
 /// Why a card could not be taken into service.
 #[derive(Debug, thiserror::Error)]
 pub enum CardError {
-    /// It does not answer.
     #[error(transparent)]
     Gpu(#[from] GpuError),
-    /// It answers, and computes wrongly.
+    /// It computes wrong results.
     #[error("the card failed its first computation: {0}")]
     Canary(String),
 }
 
-/// A computation whose result is known, and beside it what operations need on a card beside its memory is loaded, as a
-/// stage of its own: the card then counts what both took of it to its context.
+/// Runs the canary and loads what operations need, as a stage, so that the memory of both is attributed to the card's
+/// context.
 fn prove_and_prepare(gpu: &mut dyn Gpu, timeline: &mut Timeline) -> Result<(), CardError> {
     let compute = |device: &Device, dtype| canary::compute(device, dtype).map_err(CardError::Canary);
     if !gpu.device().is_cuda() {
@@ -115,35 +113,35 @@ fn prove_and_prepare(gpu: &mut dyn Gpu, timeline: &mut Timeline) -> Result<(), C
     Ok(())
 }
 
-/// One card with all that is on it.
+/// A card, its ledger, models and claims.
 #[derive(Debug)]
 pub struct Card {
     gpu: Box<dyn Gpu>,
     ledger: Ledger,
     models: Models,
-    settings: Settings,
+    settings: CardSettings,
     clock: Box<dyn Clock>,
     faults: Box<dyn Faults>,
     standing: Standing,
-    /// What whoever listens knows: the next snapshot is sent only if it differs.
+    /// The last published snapshot: the next one is sent only if it differs.
     published: Option<Arc<Ledger>>,
-    /// When the last command was done.
+    /// End of the last command.
     last_busy: Millis,
     last_poll: Millis,
     last_janitor: Millis,
-    /// Slack that the janitor's last trim could not bring back: no use to try again before there is more.
-    stubborn_slack: Bytes,
+    /// Slack that the janitor's last trim could not free: no further trim until there is more.
+    untrimmable_slack: Bytes,
 }
 
 impl Card {
-    /// Takes a card into service: asks the driver for its figures and runs a computation whose result is known.
+    /// Takes a card into service: reads the driver's figures and runs the canary.
     ///
     /// # Errors
-    /// [`CardError`]; the card is then of no use.
+    /// [`CardError`]; the card is not usable then.
     pub fn new(
         mut gpu: Box<dyn Gpu>,
         catalogue: Catalogue,
-        settings: Settings,
+        settings: CardSettings,
         clock: Box<dyn Clock>,
     ) -> Result<Card, CardError> {
         let mut timeline = Timeline::begin("take the card into service");
@@ -166,28 +164,28 @@ impl Card {
             last_busy: now,
             last_poll: now,
             last_janitor: now,
-            stubborn_slack: Bytes::ZERO,
+            untrimmable_slack: Bytes::ZERO,
         })
     }
 
-    /// Lets somebody else carry out the faults of a simulated card than this process.
+    /// Replaces the implementation of injected faults.
     #[must_use]
     pub fn with_faults(mut self, faults: Box<dyn Faults>) -> Card {
         self.faults = faults;
         self
     }
 
-    /// Who it is.
+    /// Description of the card.
     pub fn describe(&self) -> &CardDescription {
         self.gpu.describe()
     }
 
-    /// Its memory.
+    /// The card's ledger.
     pub fn ledger(&self) -> &Ledger {
         &self.ledger
     }
 
-    /// Tells whoever listens that the card is ready, and what its memory looks like.
+    /// Emits that the card is ready, and its first snapshot.
     pub fn announce(&mut self, link: &mut dyn Link) {
         link.emit(Event::Ready {
             card: self.gpu.describe().clone(),
@@ -196,14 +194,14 @@ impl Card {
         self.publish(link);
     }
 
-    /// Carries out one command. When it returns, nothing is under way.
+    /// Carries out one command. No work is under way when it returns.
     pub fn handle(&mut self, command: Command, link: &mut dyn Link) -> Flow {
         let flow = match command {
             Command::Run(order) => self.run(&order, link),
-            // Whoever holds the link sees it at once; here it would come too late.
+            // Handled by the owner of the link, concurrently with the order; here it would be too late.
             Command::Cancel(_) => Flow::Continue,
             Command::Standing(standing) => {
-                self.stand(standing);
+                self.replace_claims(standing);
                 Flow::Continue
             }
             Command::Unload { id, components } => self.unload(id, &components, link),
@@ -216,12 +214,12 @@ impl Card {
         flow
     }
 
-    /// What there is to do while no command comes: others' memory changes, times run out, slack is handed back.
+    /// Periodic work while no command arrives: driver figures, expiry, janitor.
     pub fn tick(&mut self, link: &mut dyn Link) -> Flow {
         let now = self.clock.now();
         if now.since(self.last_poll) >= self.poll_interval() {
             self.last_poll = now;
-            if let Err(MoveError::Lost(reason)) = self.look_again() {
+            if let Err(MoveError::Lost(reason)) = self.reconcile_after_change() {
                 return Flow::Lost(reason);
             }
             for expired in self.ledger.expire(now) {
@@ -231,7 +229,7 @@ impl Card {
         let idle = now.since(self.last_busy) >= millis(self.settings.idle_tick);
         if idle && now.since(self.last_janitor) >= millis(self.settings.idle_tick) {
             self.last_janitor = now;
-            match self.tidy(link) {
+            match self.run_janitor(link) {
                 Ok(()) => {}
                 Err(MoveError::Lost(reason)) => return Flow::Lost(reason),
                 Err(error) => tracing::error!(?error, "the janitor could not do its work"),
@@ -241,8 +239,8 @@ impl Card {
         Flow::Continue
     }
 
-    /// How long a thread may sleep until [`Card::tick`] has something to do.
-    pub fn rest(&self) -> Duration {
+    /// Time until [`Card::tick`] has work to do.
+    pub fn time_until_tick(&self) -> Duration {
         let now = self.clock.now();
         let poll_in = self.poll_interval().saturating_sub(now.since(self.last_poll));
         let last_look = self.last_busy.max(self.last_janitor);
@@ -250,7 +248,7 @@ impl Card {
         Duration::from_millis(poll_in.min(janitor_in).max(1))
     }
 
-    /// Sends the ledger, if it differs from what was sent last.
+    /// Emits the ledger, if it differs from the last snapshot.
     fn publish(&mut self, link: &mut dyn Link) {
         if self.published.as_deref() == Some(&self.ledger) {
             return;
@@ -277,7 +275,7 @@ impl Card {
     }
 }
 
-/// A duration in the unit of the ledger's clock.
+/// Converts a duration to the ledger's unit.
 fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }

@@ -1,27 +1,36 @@
-//! Moves: components in and out, slack back to the driver. Each is bracketed by ledger entries and followed by the
-//! driver's figures.
+//! Moves: loads, evictions and trims. Each is bracketed by ledger entries and followed by a reading of the driver's
+//! figures.
 
 use std::ops::ControlFlow;
 
 use gpu::{FaultAction, GpuError, LoadError, LoadPlan, LoadProgress, Timeline, Unloaded};
+use pipelines::ModelFile;
 use residency::{Bytes, Component, Ledger, LedgerError, Millis, Move, idle_moves};
 
 use super::{Card, Link, millis};
 use crate::messages::{Event, Progress, Ticket};
 
-/// Why a move was not made. The ledger is as if it had never been begun.
+/// Why a move was not made. The ledger is unchanged.
 #[derive(Debug)]
 pub(super) enum MoveError {
-    /// Nobody wants it any more.
+    /// The attempt was cancelled.
     Cancelled,
-    /// Others were faster, or bytes that were freed are late: the plan is out of date.
+    /// Other processes allocated memory, or freed bytes are late: the plan is stale.
     NoRoom,
-    /// The files are not what they were, or cannot be read.
+    /// The files have changed, or cannot be read.
     Model(String),
-    /// It should not have been asked for.
+    /// The move is not allowed in the ledger's state.
     Refused(String),
-    /// The card is lost.
     Lost(String),
+}
+
+/// Where a component is read from.
+pub(super) struct Source<'a> {
+    pub(super) plan: &'a LoadPlan,
+    /// A copy that is read instead, as long as it can be.
+    pub(super) copy: Option<&'a LoadPlan>,
+    /// The versions of the files that the plan was made from.
+    pub(super) files: &'a [ModelFile],
 }
 
 impl From<GpuError> for MoveError {
@@ -30,7 +39,7 @@ impl From<GpuError> for MoveError {
             GpuError::NotLoaded(_) | GpuError::StillInUse(..) | GpuError::Truth(_) => {
                 MoveError::Refused(error.to_string())
             }
-            // Bytes that will not come back end the worker: the last rung of the ladder.
+            // Leaked bytes end the worker: only a new process recovers them.
             GpuError::Leaked { .. } => MoveError::Lost(error.to_string()),
             GpuError::Lost(reason) => MoveError::Lost(reason),
         }
@@ -67,15 +76,15 @@ impl From<LoadError> for MoveError {
 }
 
 impl Card {
-    /// Lays the driver's figures under the ledger. No plan is made without them.
+    /// Reconciles the ledger with the driver's figures. Required before every plan.
     pub(super) fn reconcile(&mut self) -> Result<(), MoveError> {
         let truth = self.gpu.memory()?;
         self.ledger.reconcile(&truth);
         Ok(())
     }
 
-    /// The same after something that was done: figures that cannot be had for once do not undo it.
-    pub(super) fn look_again(&mut self) -> Result<(), MoveError> {
+    /// Like [`Card::reconcile`], after a completed change: a failure to read the figures does not undo it.
+    pub(super) fn reconcile_after_change(&mut self) -> Result<(), MoveError> {
         match self.reconcile() {
             Err(MoveError::Lost(reason)) => Err(MoveError::Lost(reason)),
             Err(error) => {
@@ -86,13 +95,12 @@ impl Card {
         }
     }
 
-    /// Brings a component in and says how many seconds that took. A copy is read first, where there is one; if that fails
-    /// the component comes from where its plan says.
+    /// Loads a component and returns the seconds it took. A kept copy is read if there is one; if that fails, the
+    /// component is loaded by its plan.
     pub(super) fn load(
         &mut self,
         component: &Component,
-        plan: &LoadPlan,
-        copy: Option<&LoadPlan>,
+        source: &Source<'_>,
         ticket: Ticket,
         link: &mut dyn Link,
     ) -> Result<f64, MoveError> {
@@ -100,8 +108,12 @@ impl Card {
         let mut timeline = Timeline::begin("bring a component in");
         self.ledger.begin_load(component, self.clock.now())?;
         self.publish(link);
-        self.suffer("load")?;
-        let mut from = if copy.is_some() { "kept copy" } else { "checkpoint" };
+        self.inject_fault("load")?;
+        let mut from = if source.copy.is_some() {
+            "kept copy"
+        } else {
+            "checkpoint"
+        };
         let loaded = {
             let interval = millis(self.settings.progress_interval);
             let mut reports = LoadReports {
@@ -117,12 +129,12 @@ impl Card {
                 self.gpu
                     .load(component, plan, &mut |progress| reports.on(progress, clock.now()))
             };
-            match copy.map(&mut load) {
-                None => load(plan),
+            match source.copy.map(&mut load) {
+                None => load(source.plan),
                 Some(Err(error @ (LoadError::Io { .. } | LoadError::Damaged { .. }))) => {
                     tracing::warn!(component = component.name, %error, "a kept copy cannot be read: its checkpoint is");
                     from = "checkpoint";
-                    load(plan)
+                    load(source.plan)
                 }
                 Some(loaded) => loaded,
             }
@@ -130,13 +142,16 @@ impl Card {
         timeline.part("load");
         if let Err(error) = loaded {
             self.ledger.abort_load(&component.id)?;
-            self.look_again()?;
+            self.reconcile_after_change()?;
             self.publish(link);
             tracing::warn!(component = component.name, id = %component.id, %error, "a load came to nothing");
             return Err(error.into());
         }
+        if !source.files.iter().all(ModelFile::is_current) {
+            return Err(self.take_back(component, link)?);
+        }
         self.ledger.complete_load(&component.id, self.clock.now())?;
-        self.look_again()?;
+        self.reconcile_after_change()?;
         timeline.part("ask the driver");
         let seconds = self.clock.micros().saturating_sub(started) as f64 / 1e6;
         tracing::info!(component = component.name, id = %component.id, bytes = %component.bytes, seconds, from, "loaded");
@@ -149,7 +164,19 @@ impl Card {
         Ok(seconds)
     }
 
-    /// Takes a component out, for an order or without one, and sees it through to the driver.
+    /// Its files were replaced while they were read: what came in is not what the identity says.
+    fn take_back(&mut self, component: &Component, link: &mut dyn Link) -> Result<MoveError, MoveError> {
+        self.gpu.unload(&component.id)?;
+        self.ledger.abort_load(&component.id)?;
+        self.reconcile_after_change()?;
+        self.publish(link);
+        let name = &component.name;
+        Ok(MoveError::Model(format!(
+            "the files of {name} were replaced while they were read: ask again"
+        )))
+    }
+
+    /// Evicts a component, for an order or without one, and verifies it by the driver's figures.
     pub(super) fn evict(
         &mut self,
         component: &Component,
@@ -173,7 +200,7 @@ impl Card {
                 return Err(error.into());
             }
             Err(error @ (GpuError::Leaked { .. } | GpuError::Lost(_))) => return Err(error.into()),
-            // It is not there any more, either way; the figures below say what became of its bytes.
+            // The component is not on the card either way; the driver's figures show what happened to its bytes.
             Err(error @ (GpuError::NotLoaded(_) | GpuError::Truth(_))) => {
                 tracing::error!(component = component.name, %error, "an unload could not be verified");
                 Unloaded {
@@ -183,7 +210,7 @@ impl Card {
             }
         };
         self.ledger.complete_evict(&component.id, self.clock.now())?;
-        self.look_again()?;
+        self.reconcile_after_change()?;
         let late = self.ledger.late();
         tracing::info!(
             component = component.name, id = %component.id, booked = %unloaded.booked, freed = %unloaded.freed, %late,
@@ -193,18 +220,18 @@ impl Card {
         Ok(unloaded)
     }
 
-    /// Hands slack back to the driver and says how much that was.
-    pub(super) fn hand_back_slack(&mut self, link: &mut dyn Link) -> Result<Bytes, MoveError> {
-        // What others took meanwhile must not pass for what is given back here.
-        self.look_again()?;
+    /// Gives slack back to the driver and returns its bytes.
+    pub(super) fn trim_slack(&mut self, link: &mut dyn Link) -> Result<Bytes, MoveError> {
+        // Memory that other processes allocated meanwhile must not count as trimmed.
+        self.reconcile_after_change()?;
         let trimmed = self.gpu.trim()?;
         self.ledger.complete_trim(trimmed, self.clock.now());
-        self.look_again()?;
+        self.reconcile_after_change()?;
         self.publish(link);
         Ok(trimmed)
     }
 
-    /// Waits for bytes that are late, until there is no more to wait for as `done` sees it, or the time is over.
+    /// Waits for late bytes until `done`, or until the timeout.
     pub(super) fn await_late(
         &mut self,
         until: Millis,
@@ -213,16 +240,16 @@ impl Card {
     ) -> Result<(), MoveError> {
         while self.ledger.late() > Bytes::ZERO && !done(&self.ledger) && self.clock.now() < until {
             self.clock.sleep(self.settings.poll_while_late);
-            self.look_again()?;
+            self.reconcile_after_change()?;
             self.publish(link);
         }
         Ok(())
     }
 
-    /// Carries out what must go wrong at this place, on a simulated card that says so.
-    pub(super) fn suffer(&mut self, place: &str) -> Result<(), MoveError> {
+    /// Carries out the fault that is injected at this point, if any.
+    pub(super) fn inject_fault(&mut self, place: &str) -> Result<(), MoveError> {
         match self.gpu.fault_at(place) {
-            // A card that is lost or poisoned answers so by itself from here on.
+            // A lost or poisoned card reports errors by itself from here on.
             None | Some(FaultAction::Lose | FaultAction::Poison | FaultAction::Leak) => Ok(()),
             Some(FaultAction::Hang) => {
                 self.faults.hang(place);
@@ -237,18 +264,18 @@ impl Card {
         }
     }
 
-    /// The janitor, on a card that has been idle for a while.
-    pub(super) fn tidy(&mut self, link: &mut dyn Link) -> Result<(), MoveError> {
+    /// The janitor, run on a card that has been idle for a while.
+    pub(super) fn run_janitor(&mut self, link: &mut dyn Link) -> Result<(), MoveError> {
         for each in idle_moves(&self.ledger, self.clock.now(), self.idle_policy()) {
             match each {
                 Move::Evict(component) => {
                     self.evict(&component, None, link)?;
                 }
-                Move::Trim if self.ledger.accounts().slack > self.stubborn_slack => {
-                    let trimmed = self.hand_back_slack(link)?;
+                Move::Trim if self.ledger.accounts().slack > self.untrimmable_slack => {
+                    let trimmed = self.trim_slack(link)?;
                     let left = self.ledger.accounts().slack;
                     let stays = left > self.settings.slack_limit;
-                    self.stubborn_slack = if stays { left } else { Bytes::ZERO };
+                    self.untrimmable_slack = if stays { left } else { Bytes::ZERO };
                     tracing::info!(%trimmed, %left, "the janitor trimmed an idle card");
                 }
                 // The janitor's plan has no loads.
@@ -259,7 +286,7 @@ impl Card {
     }
 }
 
-/// Reports on one load: the first, the last, and not too many between.
+/// Progress events of one load: the first, the last, and some in between, rate-limited.
 struct LoadReports<'a> {
     ticket: Ticket,
     component: &'a Component,
@@ -271,7 +298,7 @@ struct LoadReports<'a> {
 impl LoadReports<'_> {
     fn on(&mut self, progress: LoadProgress, now: Millis) -> ControlFlow<()> {
         let due = self.last.is_none_or(|last| now.since(last) >= self.interval);
-        // The last report is sent when the ledger has it in full.
+        // The last event is sent when the ledger has the component as resident.
         if due && progress.done < self.component.bytes {
             self.report(progress.done, now);
         }

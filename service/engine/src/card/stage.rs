@@ -1,4 +1,4 @@
-//! A stage under its lease, and what is tried when its memory is not enough.
+//! Runs a stage under its lease, with retries when it runs out of memory.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,41 +8,40 @@ use gpu::{ComponentTensors, Timeline};
 use pipelines::{AttentionPaths, Model, Observer, Piece, Role, StageError, Values};
 use residency::{Bytes, Millis};
 
-use super::attempt::{Halt, Need};
+use super::attempt::{Halt, OrderNeed};
 use super::moves::MoveError;
 use super::{Card, Clock, Link, canary};
 use crate::messages::{Completed, Event, Failure, Progress, StageWork, Ticket};
 
-/// Bytes of a piece that leaves the card's process at once, unless one unit has more.
+/// Maximum bytes of a piece sent to the supervisor, unless one unit exceeds it.
 const PIECE_BYTES: usize = 16 << 20;
 
-/// A stage that is to run, and with what.
-pub(super) struct Attempted<'a> {
+/// A stage to run, with its inputs.
+pub(super) struct StageAttempt<'a> {
     pub(super) ticket: Ticket,
     pub(super) work: &'a StageWork,
-    pub(super) need: Need<'a>,
+    pub(super) need: OrderNeed<'a>,
     pub(super) model: &'a dyn Model,
 }
 
-/// How one run of a stage failed.
-enum Failed {
-    /// As the stage says.
+/// Failure of one run of a stage.
+enum StageFailure {
     Error(StageError),
-    /// It panicked, with these words.
+    /// It panicked, with this message.
     Panic(String),
 }
 
 impl Card {
-    /// Runs a stage for which everything is resident, and fills in the report. Out of memory: once more after a trim,
-    /// then, where the result is the same in smaller pieces, down the ladder.
+    /// Runs a stage whose components are resident, and fills in the report. Out of memory: retries after a trim, then
+    /// on smaller rungs, if those give the same result.
     pub(super) fn run_stage(
         &mut self,
-        run: &Attempted<'_>,
+        run: &StageAttempt<'_>,
         first_rung: usize,
         report: &mut Completed,
         link: &mut dyn Link,
     ) -> Result<(), Halt> {
-        let Attempted {
+        let StageAttempt {
             ticket,
             work,
             ref need,
@@ -70,7 +69,7 @@ impl Card {
                     report.run_ms = self.clock.micros().saturating_sub(started) / 1000;
                     return Ok(());
                 }
-                Err(Failed::Error(error)) if ran_out_of_memory(&error) => {
+                Err(StageFailure::Error(error)) if ran_out_of_memory(&error) => {
                     let next = if trimmed {
                         next_rung(work, rung)
                     } else {
@@ -79,7 +78,7 @@ impl Card {
                     let Some(next) = next else {
                         return Err(self.out_of_memory(need, rung));
                     };
-                    let freed = self.hand_back_slack(link)?;
+                    let freed = self.trim_slack(link)?;
                     let message = retry_message(work, rung, next, freed);
                     tracing::warn!(stage = need.name, message, "out of memory in a stage");
                     let progress = Progress::Retrying {
@@ -94,17 +93,17 @@ impl Card {
         }
     }
 
-    /// One run at one rung. When it returns, nothing is leased and no tensor of it is left.
+    /// One run on one rung. When it returns, there is no lease and no tensor of it is alive.
     fn run_once(
         &mut self,
-        run: &Attempted<'_>,
+        run: &StageAttempt<'_>,
         rung: usize,
         report: &mut Completed,
         link: &mut dyn Link,
-    ) -> Result<Result<Values, Failed>, Halt> {
+    ) -> Result<Result<Values, StageFailure>, Halt> {
         let stage = run.need.at(rung);
         let mut timeline = Timeline::begin("run");
-        self.gather(stage.scratch, link)?;
+        self.defragment(stage.scratch, link)?;
         let room = self.ledger.usable();
         let lease = self
             .ledger
@@ -112,8 +111,8 @@ impl Card {
             .map_err(Halt::internal)?;
         self.publish(link);
         self.log_memory(run.need.name, "before");
-        let at_rest = self.ours() - self.ledger.accounts().scratch;
-        self.suffer(run.need.name)?;
+        let at_rest = self.own_bytes() - self.ledger.accounts().scratch;
+        self.inject_fault(run.need.name)?;
         self.gpu.begin_stage();
         timeline.part("see that scratch can be had");
         let before = AttentionPaths::now();
@@ -124,7 +123,7 @@ impl Card {
         self.ledger
             .release(lease, self.clock.now())
             .map_err(Halt::internal)?;
-        self.look_again()?;
+        self.reconcile_after_change()?;
         self.log_memory(run.need.name, "after");
         self.publish(link);
         timeline.part("measure the peak, ask the driver");
@@ -139,16 +138,16 @@ impl Card {
         Ok(result)
     }
 
-    /// Sees to it that a stage's scratch can be had in one piece, where the driver is to supply it: slack that lies
-    /// between is handed back. What is still missing then shows in the log, and the stage finds out what it needs of it.
-    fn gather(&mut self, scratch: Bytes, link: &mut dyn Link) -> Result<(), MoveError> {
+    /// Makes a stage's scratch available as one allocation, if the driver has to provide it: gives back slack that
+    /// fragments the memory. A remaining shortage is logged, and the stage finds out whether it needs that much.
+    fn defragment(&mut self, scratch: Bytes, link: &mut dyn Link) -> Result<(), MoveError> {
         let slack = self.ledger.accounts().slack;
         if scratch <= slack {
-            return Ok(()); // the pool has it
+            return Ok(()); // the pool has enough
         }
         let mut largest = self.gpu.largest_allocation(scratch)?;
         if largest < scratch && slack > Bytes::ZERO {
-            self.hand_back_slack(link)?;
+            self.trim_slack(link)?;
             largest = self.gpu.largest_allocation(scratch)?;
         }
         let free = self.ledger.accounts().free;
@@ -159,9 +158,14 @@ impl Card {
         Ok(())
     }
 
-    /// The family's mathematics, observed. A panic ends the stage only: tensors are dropped on its way up.
-    fn compute(&mut self, run: &Attempted<'_>, rung: usize, link: &mut dyn Link) -> Result<Values, Failed> {
-        let Attempted {
+    /// Runs the family's computation. A panic ends the stage only: tensors are dropped during unwinding.
+    fn compute(
+        &mut self,
+        run: &StageAttempt<'_>,
+        rung: usize,
+        link: &mut dyn Link,
+    ) -> Result<Values, StageFailure> {
+        let StageAttempt {
             ticket, work, model, ..
         } = *run;
         let gpu = &*self.gpu;
@@ -191,28 +195,28 @@ impl Card {
             device: gpu.device(),
         };
         let mathematics = || model.run(&stage, &mut watch);
-        // What the closure touches is either read only or, like the link, has no state that half a step could break.
+        // The closure's state is either read-only or, like the link, consistent at any point.
         match catch_unwind(AssertUnwindSafe(mathematics)) {
-            Ok(result) => result.map_err(Failed::Error),
-            Err(panic) => Err(Failed::Panic(words_of(&*panic))),
+            Ok(result) => result.map_err(StageFailure::Error),
+            Err(panic) => Err(StageFailure::Panic(panic_message(&*panic))),
         }
     }
 
-    /// Turns a failure into the attempt's answer. Where it may be the card's fault, the card is asked to prove itself.
-    fn stage_failed(&mut self, failed: Failed) -> Halt {
+    /// Converts a failure to the attempt's outcome. If the card may be at fault, runs the canary.
+    fn stage_failed(&mut self, failed: StageFailure) -> Halt {
         match failed {
-            Failed::Error(StageError::Cancelled) => Halt::cancelled(),
-            Failed::Error(StageError::NotFinite { component, step }) => {
+            StageFailure::Error(StageError::Cancelled) => Halt::cancelled(),
+            StageFailure::Error(StageError::NotFinite { component, step }) => {
                 Halt::failed(Failure::NotFinite { component, step })
             }
-            Failed::Error(StageError::BadInput(message)) => Halt::failed(Failure::BadInput(message)),
-            Failed::Error(error @ StageError::Missing { .. }) => Halt::failed(Failure::Model {
+            StageFailure::Error(StageError::BadInput(message)) => Halt::failed(Failure::BadInput(message)),
+            StageFailure::Error(error @ StageError::Missing { .. }) => Halt::failed(Failure::Model {
                 message: error.to_string(),
             }),
-            Failed::Error(error @ (StageError::Tensor(_) | StageError::OutOfMemory { .. })) => {
+            StageFailure::Error(error @ (StageError::Tensor(_) | StageError::OutOfMemory { .. })) => {
                 self.internal_unless_lost(error.to_string())
             }
-            Failed::Panic(words) => self.internal_unless_lost(format!("the stage panicked: {words}")),
+            StageFailure::Panic(words) => self.internal_unless_lost(format!("the stage panicked: {words}")),
         }
     }
 
@@ -232,7 +236,7 @@ impl Card {
     }
 }
 
-/// The next rung that is predicted to need less. Sampling is not cut into pieces, nor begun again for less: it ends here.
+/// The next rung with a smaller prediction. Sampling is not restarted on another rung: it fails.
 fn next_rung(work: &StageWork, rung: usize) -> Option<usize> {
     match work.plan.role {
         Role::Sample => None,
@@ -254,7 +258,7 @@ fn retry_message(work: &StageWork, rung: usize, next: usize, freed: Bytes) -> St
     format!("out of memory ({}): trying {}", label(rung), label(next))
 }
 
-/// Whether memory is what was missing. Families say so; where one let the tensor library's own error through, that does.
+/// Whether the error is a lack of memory: as families report it, or as an error of the tensor library.
 fn ran_out_of_memory(error: &StageError) -> bool {
     match error {
         StageError::OutOfMemory { .. } => true,
@@ -266,23 +270,23 @@ fn ran_out_of_memory(error: &StageError) -> bool {
     }
 }
 
-fn words_of(panic: &(dyn Any + Send)) -> String {
+fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied())
         .unwrap_or("without words")
         .to_owned()
 }
 
-/// What a running stage sees of the world.
+/// The observer of a running stage.
 struct Watch<'a> {
     ticket: Ticket,
     link: &'a mut dyn Link,
     clock: &'a dyn Clock,
-    /// Least milliseconds between previews; 0: none.
+    /// Minimum milliseconds between previews; 0 for none.
     preview_interval: u64,
     last_preview: Option<Millis>,
     last_step: u32,
-    /// Of its steps.
+    /// Timeline of its steps.
     timeline: Timeline,
 }
 

@@ -1,4 +1,4 @@
-//! The thread that owns a card, and the way to it.
+//! The thread that owns a card, and its command channel.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -10,49 +10,49 @@ use crate::messages::{Command, Event, Ticket};
 
 /// How a card's thread ended.
 #[derive(Debug)]
-pub enum End {
-    /// It was told to, or nobody can tell it anything any more.
+pub enum ThreadEnd {
+    /// By [`Command::Shutdown`], or because all senders are gone.
     Shutdown,
     /// The card could not be taken into service.
     NeverReady(CardError),
-    /// The card is lost. What lived on it was leaked on purpose, since dropping it would touch the card: the process
-    /// is to end without running destructors.
+    /// The card is lost. Its objects were leaked on purpose, since dropping them would touch the card: the process
+    /// must end without running destructors.
     Lost(String),
-    /// A fault of ours.
+    /// The thread panicked.
     Panicked,
 }
 
-/// A card on a thread of its own.
+/// A card's thread.
 #[derive(Debug)]
 pub struct CardThread {
     commands: CardCommands,
-    thread: JoinHandle<End>,
+    thread: JoinHandle<ThreadEnd>,
 }
 
-/// The way to a card's thread. Clones lead to the same one.
+/// The command channel of a card's thread. Clones share it.
 #[derive(Clone, Debug)]
 pub struct CardCommands {
     sender: Sender<Command>,
     orders: Orders,
 }
 
-/// Orders that have been sent and not answered, and whether anybody still wants them. Shared with the card's thread,
-/// which cannot hear a command while it runs an order.
+/// Orders that were sent and not finished, and whether they are wanted (not cancelled). Shared with the card's
+/// thread, which cannot receive commands while it runs an order.
 #[derive(Clone, Debug, Default)]
 struct Orders(Arc<Mutex<BTreeMap<Ticket, bool>>>);
 
 impl Orders {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<Ticket, bool>> {
-        // Whoever panicked with it left a map of plain values.
+        // A panic leaves a map of plain values behind.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Starts a thread, makes the card on it, and keeps it there: nothing of a card ever crosses a thread. `events` is
-/// called on that thread and must not block.
+/// Starts a thread and creates the card on it: no object of a card crosses threads. `events` is called on that thread
+/// and must not block.
 ///
 /// # Errors
-/// When the system starts no thread.
+/// When the system cannot start a thread.
 pub fn spawn(
     card: impl FnOnce() -> Result<Card, CardError> + Send + 'static,
     events: impl Fn(Event) + Send + 'static,
@@ -68,7 +68,7 @@ pub fn spawn(
         .spawn(move || {
             let card = match card() {
                 Ok(card) => card,
-                Err(error) => return End::NeverReady(error),
+                Err(error) => return ThreadEnd::NeverReady(error),
             };
             serve(card, &receiver, &mut link)
         })?;
@@ -84,7 +84,7 @@ impl CardThread {
         self.commands.send(command)
     }
 
-    /// Another way to the same thread.
+    /// Another sender to the same thread.
     pub fn commands(&self) -> CardCommands {
         self.commands.clone()
     }
@@ -94,15 +94,15 @@ impl CardThread {
         self.thread.is_finished()
     }
 
-    /// Waits for its end, which [`Command::Shutdown`] brings about, and so does the loss of the card.
-    pub fn join(self) -> End {
+    /// Waits for its end, after [`Command::Shutdown`] or the loss of the card.
+    pub fn join(self) -> ThreadEnd {
         drop(self.commands);
-        self.thread.join().unwrap_or(End::Panicked)
+        self.thread.join().unwrap_or(ThreadEnd::Panicked)
     }
 }
 
 impl CardCommands {
-    /// Sends a command. Cancelling takes effect at once, whatever the thread is doing. False if the thread has ended.
+    /// Sends a command. Cancellation takes effect at once, even during an order. False if the thread has ended.
     pub fn send(&self, command: Command) -> bool {
         match command {
             Command::Cancel(ticket) => {
@@ -124,26 +124,26 @@ impl CardCommands {
     }
 }
 
-fn serve(mut card: Card, commands: &Receiver<Command>, link: &mut dyn Link) -> End {
+fn serve(mut card: Card, commands: &Receiver<Command>, link: &mut dyn Link) -> ThreadEnd {
     card.announce(link);
     loop {
-        let flow = match commands.recv_timeout(card.rest()) {
+        let flow = match commands.recv_timeout(card.time_until_tick()) {
             Ok(command) => card.handle(command, link),
             Err(RecvTimeoutError::Timeout) => card.tick(link),
             Err(RecvTimeoutError::Disconnected) => Flow::Shutdown,
         };
         match flow {
             Flow::Continue => {}
-            Flow::Shutdown => return End::Shutdown,
+            Flow::Shutdown => return ThreadEnd::Shutdown,
             Flow::Lost(reason) => {
                 std::mem::forget(card);
-                return End::Lost(reason);
+                return ThreadEnd::Lost(reason);
             }
         }
     }
 }
 
-/// Carries events out of the thread.
+/// Forwards events out of the thread.
 struct ThreadLink<F> {
     events: F,
     orders: Orders,

@@ -1,90 +1,69 @@
-//! Hashes of files, remembered by what tells that a file has not changed: device, inode, size, time of change.
+//! Cache of file hashes, by device, inode, size and time of change.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, Read};
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 
+use gpu::{FileStamp, open_regular};
 use serde::{Deserialize, Serialize};
 
-/// Files that the cache remembers.
-const REMEMBERED: usize = 4096;
+/// Capacity of the cache, in files.
+const CAPACITY: usize = 4096;
 
-/// How much is read at a time; between two reads a hasher that is dropped stops.
+/// Bytes per read; a dropped hasher stops between two reads.
 const PIECE: usize = 1 << 20;
 
-/// A file at one moment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub(super) struct Stamp {
-    device: u64,
-    inode: u64,
-    /// Bytes.
-    pub(super) size: u64,
-    modified_s: i64,
-    modified_ns: i64,
-}
-
-/// The file as it is; `None` when it is not there.
-pub(super) fn stamp_of(path: &Path) -> Option<Stamp> {
-    let metadata = fs::metadata(path).ok()?;
-    Some(Stamp {
-        device: metadata.dev(),
-        inode: metadata.ino(),
-        size: metadata.size(),
-        modified_s: metadata.mtime(),
-        modified_ns: metadata.mtime_nsec(),
-    })
-}
-
-/// Hashes files, now or in the background.
+/// Hashes files, synchronously or in the background.
 pub(super) struct Hasher {
-    shared: Arc<Shared>,
+    shared: Arc<HashCache>,
     background: mpsc::Sender<Task>,
 }
 
-/// What is known of a file that looks like this.
-pub(super) type KnownHash<'a> = &'a dyn Fn(&Stamp) -> Option<String>;
+/// Looks up the hash of a file by its stamp.
+pub(super) type KnownHash<'a> = &'a dyn Fn(&FileStamp) -> Option<String>;
 
-/// What the thread does, in the order in which it was asked for.
+/// Work of the background thread, in order.
 enum Task {
-    Hash(Arc<Path>, Stamp),
+    Hash(Arc<Path>, FileStamp),
     Then(Box<dyn FnOnce(KnownHash<'_>) + Send>),
 }
 
-struct Shared {
-    known: Mutex<Known>,
+struct HashCache {
+    known: Mutex<HashState>,
     cache: Option<PathBuf>,
+    writing: Mutex<()>,
     stop: AtomicBool,
 }
 
 #[derive(Default)]
-struct Known {
-    hashes: BTreeMap<Stamp, String>,
-    /// Asked for, and not done.
-    pending: BTreeSet<Stamp>,
+struct HashState {
+    hashes: BTreeMap<FileStamp, String>,
+    /// Requested, and not done.
+    pending: BTreeSet<FileStamp>,
 }
 
 #[derive(Serialize, Deserialize)]
 struct Remembered {
-    stamp: Stamp,
+    stamp: FileStamp,
     hash: String,
 }
 
 impl Hasher {
-    /// With what was remembered in the cache file, as far as it can be read.
+    /// Loads the cache file, as far as it can be read.
     pub(super) fn new(cache: Option<PathBuf>) -> Hasher {
         let hashes = cache.as_deref().map(read_cache).unwrap_or_default();
-        let known = Mutex::new(Known {
+        let known = Mutex::new(HashState {
             hashes,
             pending: BTreeSet::new(),
         });
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(HashCache {
             known,
             cache,
+            writing: Mutex::new(()),
             stop: AtomicBool::new(false),
         });
         let (background, tasks) = mpsc::channel::<Task>();
@@ -103,31 +82,31 @@ impl Hasher {
         Hasher { shared, background }
     }
 
-    /// The hash of a file that was hashed while it looked like this.
-    pub(super) fn known(&self, stamp: &Stamp) -> Option<String> {
+    /// The hash of a file with this stamp.
+    pub(super) fn known(&self, stamp: &FileStamp) -> Option<String> {
         self.shared.known(stamp)
     }
 
     /// Hashes a file on this thread, unless its hash is known.
-    pub(super) fn hash_now(&self, file: &Path, stamp: Stamp) {
+    pub(super) fn hash_now(&self, file: &Path, stamp: FileStamp) {
         if !self.shared.lock().hashes.contains_key(&stamp) {
             self.shared.hash(file, stamp);
         }
     }
 
-    /// Hashes a file one day.
-    pub(super) fn hash_soon(&self, file: &Arc<Path>, stamp: Stamp) {
+    /// Hashes a file in the background.
+    pub(super) fn hash_soon(&self, file: &Arc<Path>, stamp: FileStamp) {
         let mut known = self.shared.lock();
         if !known.hashes.contains_key(&stamp) && known.pending.insert(stamp) {
-            let _ = self.background.send(Task::Hash(file.clone(), stamp)); // without the thread, paths remain
+            let _ = self.background.send(Task::Hash(file.clone(), stamp)); // without the thread, identities stay paths
         }
     }
 }
 
 impl Hasher {
-    /// Calls this once all that was asked for before is hashed, as far as it can be.
+    /// Calls `next` once all previous requests are done, successfully or not.
     pub(super) fn then(&self, next: impl FnOnce(KnownHash<'_>) + Send + 'static) {
-        let _ = self.background.send(Task::Then(Box::new(next))); // without the thread, never
+        let _ = self.background.send(Task::Then(Box::new(next))); // without the thread, never called
     }
 }
 
@@ -137,32 +116,36 @@ impl Drop for Hasher {
     }
 }
 
-impl Shared {
-    fn known(&self, stamp: &Stamp) -> Option<String> {
+impl HashCache {
+    fn known(&self, stamp: &FileStamp) -> Option<String> {
         self.lock().hashes.get(stamp).cloned()
     }
 
-    fn hash(&self, file: &Path, stamp: Stamp) {
+    fn hash(&self, file: &Path, stamp: FileStamp) {
         let hashed = hash_file(file, &self.stop);
-        let unchanged = stamp_of(file) == Some(stamp);
+        let unchanged = FileStamp::at(file).is_ok_and(|now| now == stamp);
         let mut known = self.lock();
         known.pending.remove(&stamp);
         match hashed {
             Ok(Some(hash)) if unchanged => {
                 known.hashes.insert(stamp, hash);
-                while known.hashes.len() > REMEMBERED {
+                while known.hashes.len() > CAPACITY {
                     known.hashes.pop_first();
                 }
-                self.remember(&known.hashes);
+                drop(known);
+                self.remember();
             }
             Ok(_) => {}
             Err(error) => tracing::warn!(file = %file.display(), %error, "cannot hash"),
         }
     }
 
-    /// Written beside, then renamed: a reader sees the old file or the new one.
-    fn remember(&self, hashes: &BTreeMap<Stamp, String>) {
+    /// Written beside, then renamed: a reader sees the old file or the new one. The disk may not answer, so nobody who
+    /// asks for a hash waits for this; writers wait for each other, and the last writes the most.
+    fn remember(&self) {
         let Some(cache) = &self.cache else { return };
+        let _alone = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let hashes = self.lock().hashes.clone();
         let list: Vec<Remembered> = hashes
             .iter()
             .map(|(stamp, hash)| Remembered {
@@ -180,12 +163,12 @@ impl Shared {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Known> {
+    fn lock(&self) -> MutexGuard<'_, HashState> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn read_cache(cache: &Path) -> BTreeMap<Stamp, String> {
+fn read_cache(cache: &Path) -> BTreeMap<FileStamp, String> {
     let Ok(json) = fs::read(cache) else {
         return BTreeMap::new();
     };
@@ -196,9 +179,9 @@ fn read_cache(cache: &Path) -> BTreeMap<Stamp, String> {
     list.into_iter().map(|r| (r.stamp, r.hash)).collect()
 }
 
-/// `None` when it was told to stop.
+/// `None` if stopped.
 fn hash_file(file: &Path, stop: &AtomicBool) -> io::Result<Option<String>> {
-    let mut source = File::open(file)?;
+    let mut source = open_regular(file)?;
     let mut hasher = blake3::Hasher::new();
     let mut piece = vec![0; PIECE];
     loop {

@@ -1,73 +1,70 @@
-//! Copies of components as they are quantized at load, so that the next load reads only the small bytes.
+//! Kept copies of components quantized at load, so that the next load reads only the small bytes.
 //!
-//! One thread in the background writes them, one at a time. What is there is known in memory: whoever sends an order
-//! asks no disk.
+//! One background thread writes them, one at a time. Existing copies are cached in memory: sending an order does no
+//! IO.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use gpu::{KeepError, KeptFolder, LoadPlan, kept_plan};
-use pipelines::Model;
+use pipelines::{Model, ModelFile};
 
-use super::hashes::{Stamp, stamp_of};
-
-/// What could not be kept is not tried again for so long.
+/// Backoff after a failed copy.
 const RETRY: Duration = Duration::from_secs(600);
 
-/// A component as it is quantized, by content.
+/// A quantized component, by content.
 #[derive(Clone)]
-pub(super) struct Wanted {
-    /// `{component}-{format}-{dtype}-{content hash}`.
+pub(super) struct WantedCopy {
+    /// Key of the copy: `{component}-{format}-{dtype}-{content hash}`.
     pub(super) key: String,
-    /// The model that has it.
+    /// A model that contains it.
     pub(super) model: Arc<dyn Model>,
-    /// Its name there.
     pub(super) component: String,
     /// The files as they were when they had this content.
-    pub(super) files: Vec<(Arc<Path>, Option<Stamp>)>,
+    pub(super) files: Vec<ModelFile>,
 }
 
-impl Wanted {
-    /// What is copied.
+impl WantedCopy {
+    /// Load plan of the component.
     fn plan(&self) -> Option<&LoadPlan> {
         self.model.load_plan(&self.component)
     }
 }
 
-/// The folder, and who writes to it.
+/// The folder, and its writing thread.
 pub(super) struct Copies {
-    shared: Arc<Shared>,
+    shared: Arc<CopyCache>,
     writer: Mutex<Option<Writer>>,
 }
 
 struct Writer {
-    wanted: mpsc::Sender<Wanted>,
+    wanted: mpsc::Sender<WantedCopy>,
     thread: JoinHandle<()>,
 }
 
-struct Shared {
+struct CopyCache {
     folder: KeptFolder,
-    known: Mutex<Known>,
+    known: Mutex<CopyState>,
     stop: AtomicBool,
 }
 
 #[derive(Default)]
-struct Known {
+struct CopyState {
     there: BTreeMap<String, PathBuf>,
-    /// Asked for and not done.
+    /// Requested, and not done.
     asked: BTreeSet<String>,
-    /// What could not be kept, and when.
+    /// Time of the last failure, by key.
     failed: BTreeMap<String, Instant>,
 }
 
 impl Copies {
-    /// Without the thread nothing is written, and what is there is read.
+    /// If the thread cannot start, nothing is written, and existing copies are read.
     pub(super) fn new(folder: KeptFolder) -> Copies {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(CopyCache {
             folder,
             known: Mutex::default(),
             stop: AtomicBool::new(false),
@@ -88,18 +85,18 @@ impl Copies {
         }
     }
 
-    /// The copy of this key, as far as it is known. Reads nothing.
+    /// The copy of this key, if known. Does no IO.
     pub(super) fn known(&self, key: &str) -> Option<PathBuf> {
         self.shared.lock().there.get(key).cloned()
     }
 
-    /// Looks whether there is a copy, and notes that it is wanted again. One that is not right leaves.
-    pub(super) fn look(&self, wanted: &Wanted) {
+    /// Looks for a copy, and marks it as used. An invalid copy is removed.
+    pub(super) fn look(&self, wanted: &WantedCopy) {
         self.shared.look(wanted);
     }
 
-    /// Asks for a copy, and that the one that is there is looked at again: it was loaded from just now, or could not be.
-    pub(super) fn keep_soon(&self, wanted: Wanted) {
+    /// Requests a copy, and revalidates an existing one: it was just loaded from, or could not be.
+    pub(super) fn keep_soon(&self, wanted: WantedCopy) {
         let mut known = self.shared.lock();
         let failed = known.failed.get(&wanted.key);
         if failed.is_some_and(|when| when.elapsed() < RETRY) || !known.asked.insert(wanted.key.clone()) {
@@ -108,17 +105,17 @@ impl Copies {
         drop(known);
         let writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(writer) = &*writer {
-            let _ = writer.wanted.send(wanted); // a thread that has ended writes no more
+            let _ = writer.wanted.send(wanted); // an ended thread writes no more
         }
     }
 
-    /// Ends what is being written, and waits for that: moments.
+    /// Aborts the current copy, and waits for the thread: moments.
     pub(super) fn stop(&self) {
         self.shared.stop.store(true, Ordering::Relaxed);
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(Writer { wanted, thread }) = writer.take() {
             drop(wanted);
-            let _ = thread.join(); // its panic has been told of
+            let _ = thread.join(); // a panic has been logged
         }
     }
 }
@@ -129,8 +126,8 @@ impl Drop for Copies {
     }
 }
 
-impl Shared {
-    fn write_all(&self, wanted: &mpsc::Receiver<Wanted>) {
+impl CopyCache {
+    fn write_all(&self, wanted: &mpsc::Receiver<WantedCopy>) {
         for wanted in wanted {
             if self.stop.load(Ordering::Relaxed) {
                 return;
@@ -142,7 +139,7 @@ impl Shared {
         }
     }
 
-    fn look(&self, wanted: &Wanted) -> bool {
+    fn look(&self, wanted: &WantedCopy) -> bool {
         let Some(path) = self.folder.find(&wanted.key) else {
             self.lock().there.remove(&wanted.key);
             return false;
@@ -150,13 +147,13 @@ impl Shared {
         self.lock().there.contains_key(&wanted.key) || self.is_right(wanted, path)
     }
 
-    /// As `look`, and reads the header of a copy that was right before.
-    fn look_closely(&self, wanted: &Wanted) -> bool {
+    /// Like `look`, but rereads the header of a known copy.
+    fn look_closely(&self, wanted: &WantedCopy) -> bool {
         let found = self.folder.find(&wanted.key);
         found.is_some_and(|path| self.is_right(wanted, path))
     }
 
-    fn is_right(&self, wanted: &Wanted, path: PathBuf) -> bool {
+    fn is_right(&self, wanted: &WantedCopy, path: PathBuf) -> bool {
         let (key, Some(plan)) = (&wanted.key, wanted.plan()) else {
             return false;
         };
@@ -172,12 +169,12 @@ impl Shared {
         true
     }
 
-    fn write(&self, wanted: &Wanted) {
-        let (Wanted { key, files, .. }, Some(plan)) = (wanted, wanted.plan()) else {
+    fn write(&self, wanted: &WantedCopy) {
+        let (WantedCopy { key, files, .. }, Some(plan)) = (wanted, wanted.plan()) else {
             return;
         };
-        // A file that has changed since has another content than the key says.
-        let is_unchanged = || files.iter().all(|(file, stamp)| stamp_of(file) == *stamp);
+        // A file that has changed no longer has the content of the key.
+        let is_unchanged = || files.iter().all(ModelFile::is_current);
         let go_on = || !self.stop.load(Ordering::Relaxed) && is_unchanged();
         match self.folder.keep(key, plan, &go_on) {
             Ok(path) => {
@@ -194,7 +191,7 @@ impl Shared {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Known> {
+    fn lock(&self) -> MutexGuard<'_, CopyState> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

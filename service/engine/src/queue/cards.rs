@@ -9,9 +9,11 @@ use residency::{Bytes, Component, ComponentId, HoldId, Ledger, Millis, Reservati
 use tokio::time::Instant;
 
 use super::record::Need;
-use super::standing::Wanted;
+use super::report::Reserved;
+use super::request::Reply;
 use super::watchdog::Pace;
-use super::{CardPort, CardSlot};
+use crate::admission::not_resident_yet;
+use crate::error::{Error, Shortfall};
 use crate::job::JobId;
 use crate::library::Entry;
 use crate::messages::{Command, Order, Standing, Ticket};
@@ -42,6 +44,29 @@ pub(super) struct InFlight {
     pub(super) cancelled: Option<Instant>,
 }
 
+impl InFlight {
+    /// An order that is sent now, for a job or to bring back pinned components of this entry.
+    pub(super) fn new(
+        ticket: Ticket,
+        job: Option<JobId>,
+        entry_key: &str,
+        need: Need,
+        expected_ms: f64,
+        now: Instant,
+    ) -> InFlight {
+        InFlight {
+            ticket,
+            job,
+            pace: Pace::of(entry_key, &need),
+            need,
+            sent: now,
+            heard: now,
+            expected_ms,
+            cancelled: None,
+        }
+    }
+}
+
 /// What an answer of a worker is for.
 pub(super) enum Errand {
     Unload {
@@ -51,7 +76,10 @@ pub(super) enum Errand {
     Trim {
         trim: u64,
     },
-    Reserve(Wanted),
+    Reserve {
+        request: ReservationRequest,
+        reply: Reply<Result<Reserved, Error>>,
+    },
     /// Room for a model that replaces another, or what became of either.
     Swap {
         job: JobId,
@@ -60,11 +88,27 @@ pub(super) enum Errand {
     KeepAlive,
 }
 
+/// Room that another program is to have.
+pub(super) struct ReservationRequest {
+    pub(super) label: String,
+    pub(super) bytes: Bytes,
+    pub(super) ttl: Duration,
+}
+
+/// What is to be sent to a worker, or done to it.
+#[derive(Debug)]
+pub(super) enum ToWorker {
+    Command(Command),
+    /// Its end, with the reason.
+    Recycle(String),
+}
+
 pub(super) struct Card {
     pub(super) description: CardDescription,
     /// What computes attention on it; empty before a worker has said so.
     pub(super) attention: String,
-    port: Box<dyn CardPort>,
+    /// What is to be sent when the turn is over.
+    pub(super) outbox: Vec<ToWorker>,
     pub(super) health: Health,
     pub(super) generation: u64,
     /// Generations up to this one are dead: nothing that they say counts.
@@ -87,12 +131,12 @@ pub(super) struct Card {
 }
 
 impl Card {
-    pub(super) fn new(slot: CardSlot, headroom: Bytes, now: Instant) -> Card {
+    pub(super) fn new(description: CardDescription, headroom: Bytes, now: Instant) -> Card {
         Card {
-            ledger: Arc::new(Ledger::new(slot.description.total, headroom)),
-            description: slot.description,
+            ledger: Arc::new(Ledger::new(description.total, headroom)),
+            description,
             attention: String::new(),
-            port: slot.port,
+            outbox: Vec::new(),
             health: Health::Starting,
             generation: 0,
             dead_generation: None,
@@ -114,11 +158,29 @@ impl Card {
         self.health == Health::Ready
     }
 
+    /// The job that it has an order of.
+    pub(super) fn job(&self) -> Option<&JobId> {
+        self.in_flight.as_ref()?.job.as_ref()
+    }
+
+    /// What a stage is short of as the card is now, without what would fit instead.
+    pub(super) fn shortfall(&self, need: &Need, needed: Bytes) -> Shortfall {
+        let not_there = not_resident_yet(&self.ledger, &need.components, Bytes::ZERO);
+        Shortfall {
+            stage: need.name.to_string(),
+            needed: needed.max(not_there),
+            free: self.ledger.usable(),
+            capacity: self.ledger.total(),
+            holders: self.ledger.holders(),
+            fallbacks: Vec::new(),
+        }
+    }
+
     /// Whether it would take an order at once. While room is made for another program, or for a
     /// swap, nothing new may take it.
     pub(super) fn is_free(&self) -> bool {
         let mut errands = self.errands.values();
-        let making_room = errands.any(|e| matches!(e, Errand::Reserve(_) | Errand::Swap { .. }));
+        let making_room = errands.any(|e| matches!(e, Errand::Reserve { .. } | Errand::Swap { .. }));
         self.is_ready() && self.in_flight.is_none() && !self.recycled && !making_room
     }
 
@@ -170,12 +232,12 @@ impl Card {
         self.ledger = ledger;
         self.ledger_at = now;
         self.snapshots += 1;
-        self.see_our_pins();
+        self.correct_pins();
     }
 
     /// Pins are ours to say: a ledger that was published before the worker heard of a change must not have a job
     /// refused for a pin that is off already.
-    fn see_our_pins(&mut self) {
+    fn correct_pins(&mut self) {
         let stale: Vec<ComponentId> = self
             .ledger
             .pins()
@@ -211,16 +273,20 @@ impl Card {
 
     pub(super) fn order(&mut self, order: Order, in_flight: InFlight) {
         self.in_flight = Some(in_flight);
-        self.port.send(Command::Run(Box::new(order)));
+        self.send(Command::Run(Box::new(order)));
+    }
+
+    fn send(&mut self, command: Command) {
+        self.outbox.push(ToWorker::Command(command));
     }
 
     /// Asks the worker to let go of what runs.
     pub(super) fn cancel(&mut self, now: Instant) {
-        if let Some(in_flight) = &mut self.in_flight
-            && in_flight.cancelled.is_none()
-        {
+        let running = self.in_flight.as_mut();
+        if let Some(in_flight) = running.filter(|in_flight| in_flight.cancelled.is_none()) {
             in_flight.cancelled = Some(now);
-            self.port.send(Command::Cancel(in_flight.ticket));
+            let ticket = in_flight.ticket;
+            self.send(Command::Cancel(ticket));
         }
     }
 
@@ -230,11 +296,11 @@ impl Card {
             self.errand_since = Some(now);
         }
         self.errands.insert(id, errand);
-        self.port.send(command);
+        self.send(command);
     }
 
     /// The worker has ended an order, or answered: what else it was asked for is next.
-    pub(super) fn is_free_again(&mut self, now: Instant) {
+    pub(super) fn restart_errand_clock(&mut self, now: Instant) {
         self.errand_since = Some(now);
     }
 
@@ -243,7 +309,7 @@ impl Card {
         if !self.recycled && self.is_ready() {
             self.recycled = true;
             tracing::warn!(card = %self.description.id, reason, "the worker is recycled");
-            self.port.recycle(reason);
+            self.outbox.push(ToWorker::Recycle(reason.to_owned()));
         }
     }
 
@@ -252,17 +318,17 @@ impl Card {
     }
 
     /// Tells the worker what must stay, if that is new to it.
-    pub(super) fn stand(&mut self, standing: Standing, fresh_worker: bool) {
+    pub(super) fn tell_claims(&mut self, standing: Standing, fresh_worker: bool) {
         if self.is_ready() && (fresh_worker || standing != self.standing) {
             let before = std::mem::replace(&mut self.standing, standing.clone());
-            self.see_our_pins();
-            self.see_ended_claims(&before);
-            self.port.send(Command::Standing(standing));
+            self.correct_pins();
+            self.drop_ended_claims(&before);
+            self.send(Command::Standing(standing));
         }
     }
 
     /// A worker that hangs never says that a hold or a reservation is over: jobs must not be queued behind it for ever.
-    fn see_ended_claims(&mut self, before: &Standing) {
+    fn drop_ended_claims(&mut self, before: &Standing) {
         let (ledger, now) = (Arc::make_mut(&mut self.ledger), &self.standing);
         for (id, _) in before.holds.iter().filter(|hold| !now.holds.contains(hold)) {
             ledger.release_hold(&HoldId::new(id.as_str()));

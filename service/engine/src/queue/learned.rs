@@ -26,7 +26,8 @@ pub(super) type StageKey = (String, StageName, String);
 #[derive(Default)]
 pub(super) struct Learned {
     scratch: ScratchBook,
-    stage_ms: BTreeMap<StageKey, f64>,
+    /// Milliseconds that stages run, by card.
+    stage_ms: BTreeMap<StageKey, BTreeMap<usize, f64>>,
     load_seconds: BTreeMap<ComponentId, f64>,
     /// The longest time between two steps.
     between_steps: BTreeMap<PaceKey, Duration>,
@@ -82,7 +83,7 @@ impl Learned {
         key: StageKey,
         family: &str,
         need: &Need,
-        card: &CardDescription,
+        (index, card): (usize, &CardDescription),
         completed: &Completed,
     ) {
         if let Some(plan) = &need.plan {
@@ -94,8 +95,9 @@ impl Learned {
             self.stage_ms.clear();
         }
         let ms = completed.run_ms as f64;
-        self.stage_ms
-            .entry(key)
+        let by_card = self.stage_ms.entry(key).or_default();
+        by_card
+            .entry(index)
             .and_modify(|known| *known = *known * 0.7 + ms * 0.3)
             .or_insert(ms);
     }
@@ -119,9 +121,12 @@ impl Learned {
         }
     }
 
-    /// Milliseconds that a stage is expected to take, if one like it ran before.
-    pub(super) fn stage_ms(&self, key: &StageKey) -> Option<f64> {
-        self.stage_ms.get(key).copied()
+    /// Milliseconds that a stage is expected to take on a card, if one like it ran before: there, else on the fastest of
+    /// the others.
+    pub(super) fn stage_ms(&self, key: &StageKey, card: Option<usize>) -> Option<f64> {
+        let by_card = self.stage_ms.get(key)?;
+        let here = card.and_then(|card| by_card.get(&card)).copied();
+        here.or_else(|| by_card.values().copied().min_by(f64::total_cmp))
     }
 
     /// Components came in on a card, with the seconds that each took. A slow load counts at once, fast ones bit by bit.

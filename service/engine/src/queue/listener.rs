@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use residency::Bytes;
 use tokio::sync::{Notify, mpsc};
 
-use super::request::Request;
+use super::core::Input;
 use crate::error::Error;
 use crate::job::{JobEvent, JobEventKind, JobId};
 use crate::library::Entry;
@@ -23,7 +23,29 @@ pub struct Job {
     pub joined: bool,
     pub(super) mailbox: Arc<Mailbox>,
     pub(super) listener: u64,
-    pub(super) requests: mpsc::WeakUnboundedSender<Request>,
+    pub(super) inputs: mpsc::WeakUnboundedSender<Input>,
+}
+
+/// What the core gives a listener: the handle without its way back.
+pub(super) struct Joined {
+    pub(super) id: JobId,
+    pub(super) entry: Arc<Entry>,
+    pub(super) joined: bool,
+    pub(super) mailbox: Arc<Mailbox>,
+    pub(super) listener: u64,
+}
+
+impl Joined {
+    pub(super) fn handle(self, inputs: mpsc::WeakUnboundedSender<Input>) -> Job {
+        Job {
+            id: self.id,
+            entry: self.entry,
+            joined: self.joined,
+            mailbox: self.mailbox,
+            listener: self.listener,
+            inputs,
+        }
+    }
 }
 
 impl Job {
@@ -48,9 +70,9 @@ impl Job {
 
 impl Drop for Job {
     fn drop(&mut self) {
-        if let Some(requests) = self.requests.upgrade() {
+        if let Some(inputs) = self.inputs.upgrade() {
             // A queue that has ended has cancelled the job already.
-            let _ = requests.send(Request::Left {
+            let _ = inputs.send(Input::Left {
                 job: self.id.clone(),
                 listener: self.listener,
             });
@@ -103,10 +125,13 @@ impl Mailbox {
         let mut contents = self.lock();
         let bytes = piece_bytes(&event.kind);
         if bytes > Bytes::ZERO && contents.unread > Bytes::ZERO && contents.unread + bytes > contents.bound {
-            contents.unread = Bytes::ZERO;
+            let error = Error::SlowReader {
+                unread: std::mem::take(&mut contents.unread),
+                limit: contents.bound,
+            };
             contents.events = VecDeque::from([JobEvent {
                 at_ms: event.at_ms,
-                kind: JobEventKind::Failed(Error::Cancelled),
+                kind: JobEventKind::Failed(error),
             }]);
             contents.closed = true;
             drop(contents);

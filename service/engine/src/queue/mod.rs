@@ -1,37 +1,43 @@
 //! The supervisor's half: jobs, waiting, fair shares, patience, latents, standing claims.
 //!
-//! One actor task owns all of it and takes no lock. Handles ([`Queue`]) send it requests, workers send it signals,
-//! and each turn ends with a look at which job can start where. It plans on the ledgers that workers publish; a
+//! The `core` takes inputs and gives effects, without IO and without a lock; one task, the `shell`, brings the inputs in and
+//! carries the effects out. Each turn ends with a look at which job can start where, on the ledgers that workers publish; a
 //! worker plans again and may answer that memory is short after all.
+//!
+//! A file owns state (`cards`, `claims`, `ended`, `latents`, `learned`, `listener`, `memos`, `record`, `shares`, `swap`,
+//! `unloads`) or decides over a `view::View` and changes nothing (`decide`, `leaving`, `offers`, `order`, `placing`,
+//! `status`, `steps`, `swaps`). Only `core` sees two owners.
 //!
 //! # The words
 //! *Queued* is behind our own jobs: it is bounded by the deadline and spends no patience. *Waiting* is for memory
 //! that is late or that others have: it is bounded by patience. The *fair order* is that in which jobs would start
 //! if all of them fitted; starting a job out of it *overtakes* those before it, each at most so often.
 
-mod actor;
 mod cards;
-mod dispatch;
-mod ending;
-mod intake;
+mod claims;
+mod core;
+mod decide;
+mod ended;
 mod latents;
 mod learned;
+mod leaving;
 mod listener;
 mod memos;
+mod offers;
 mod order;
 mod placing;
-mod planning;
 mod record;
 mod reductions;
 mod report;
 mod request;
 mod shares;
-mod signals;
-mod standing;
+mod shell;
 mod status;
 mod steps;
 mod swap;
-mod unload;
+mod swaps;
+mod unloads;
+mod view;
 mod watchdog;
 
 use std::collections::BTreeMap;
@@ -44,13 +50,17 @@ use residency::{Bytes, Patience, Policy};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 
+use self::core::{Call, Core, Input};
+use cards::ReservationRequest;
 pub use listener::Job;
 use reductions::open_reductions;
 pub use report::{
     CardStatus, Freed, JobInfo, Kept, PlanReport, PlannedStage, ReservationStatus, Reserved, StatusReport,
     UnloadReport,
 };
-use request::{OpenModels, Reply, Request, Submission};
+use request::{OpenModels, Reply, Submission};
+use shell::Shell;
+use unloads::EntryToUnload;
 
 use crate::error::Error;
 use crate::job::{JobSpec, JobWork, Latent, LatentInfo, Run};
@@ -90,6 +100,8 @@ pub struct Settings {
     /// The least that a worker may be silent where it is known how long what it does takes: the limit is then ten times
     /// that, between this and `stall_limit`.
     pub stall_floor: Duration,
+    /// How long a cancel may go unanswered where no step of the stage has been measured; else three steps are waited for.
+    pub cancel_limit: Duration,
     /// Entries that nobody used for so long leave; none: when their memory is wanted.
     pub keep_alive: Option<Duration>,
     /// The same for models of these ids.
@@ -115,6 +127,7 @@ impl Default for Settings {
             ended_kept: 100,
             stall_limit: Duration::from_secs(120),
             stall_floor: Duration::from_secs(10),
+            cancel_limit: Duration::from_secs(90),
             keep_alive: None,
             keep_alive_of: BTreeMap::new(),
             unload_when_idle: None,
@@ -166,26 +179,37 @@ pub struct CardSlot {
 /// A handle to the queue. When the last one is dropped the queue ends, and all its jobs with it.
 #[derive(Clone)]
 pub struct Queue {
-    requests: mpsc::UnboundedSender<Request>,
+    inputs: mpsc::UnboundedSender<Input>,
     status: watch::Receiver<Arc<StatusReport>>,
     library: Arc<Library>,
 }
 
 impl Queue {
-    /// Starts the actor on the current runtime.
+    /// Starts the queue's task on the current runtime.
     pub fn start(
         settings: Settings,
         library: Arc<Library>,
         cards: Vec<CardSlot>,
         signals: mpsc::UnboundedReceiver<CardSignal>,
     ) -> Queue {
-        let (requests, received) = mpsc::unbounded_channel();
-        let (published, status) = watch::channel(Arc::new(StatusReport::default()));
-        let own_requests = requests.downgrade();
-        let actor = actor::Actor::new(settings, library.clone(), cards, published, own_requests);
-        tokio::spawn(actor.run(received, signals));
+        let (inputs, received) = mpsc::unbounded_channel();
+        let (descriptions, ports) = cards
+            .into_iter()
+            .map(|slot| (slot.description, slot.port))
+            .unzip();
+        let now = Instant::now();
+        let mut core = Core::new(settings, library.clone(), descriptions, now);
+        let (published, status) = watch::channel(Arc::new(core.take_status(now)));
+        let shell = Shell {
+            core,
+            library: library.clone(),
+            ports,
+            status: published,
+            inputs: inputs.downgrade(),
+        };
+        tokio::spawn(shell.run(received, signals));
         Queue {
-            requests,
+            inputs,
             status,
             library,
         }
@@ -198,7 +222,10 @@ impl Queue {
     /// not there, a queue that is full.
     pub async fn submit(&self, spec: JobSpec) -> Result<Job, Error> {
         let submission = self.prepare(spec).await?;
-        self.ask(|reply| Request::Submit { submission, reply }).await?
+        let inputs = self.inputs.downgrade();
+        // The handle is made there: should nobody wait for it any more, it is dropped, and leaves its job.
+        self.call(move |core, now| Ok(core.submit(submission, now)?.handle(inputs)))
+            .await?
     }
 
     /// Cancels a job: in the queue and in waits at once, else as soon as its worker lets go. False: it had ended.
@@ -206,12 +233,8 @@ impl Queue {
     /// # Errors
     /// [`Error::JobNotFound`].
     pub async fn cancel(&self, id: &str) -> Result<bool, Error> {
-        self.ask(|reply| Request::Cancel {
-            release_latents: false,
-            job: id.to_owned(),
-            reply,
-        })
-        .await?
+        let id = id.to_owned();
+        self.call(move |core, now| core.cancel(&id, false, now)).await?
     }
 
     /// As [`Queue::cancel`], for a job whose latents nobody will ask for: those that it has made are released, and
@@ -220,17 +243,13 @@ impl Queue {
     /// # Errors
     /// [`Error::JobNotFound`]; the latents of a job that is forgotten are released all the same.
     pub async fn discard(&self, id: &str) -> Result<bool, Error> {
-        self.ask(|reply| Request::Cancel {
-            release_latents: true,
-            job: id.to_owned(),
-            reply,
-        })
-        .await?
+        let id = id.to_owned();
+        self.call(move |core, now| core.cancel(&id, true, now)).await?
     }
 
     /// The jobs there are, oldest first, and on request those that have ended lately, the latest first.
     pub async fn jobs(&self, include_ended: bool) -> Vec<JobInfo> {
-        self.ask(|reply| Request::Jobs { include_ended, reply })
+        self.call(move |core, now| core.infos(include_ended, now))
             .await
             .unwrap_or_default()
     }
@@ -240,22 +259,19 @@ impl Queue {
     /// # Errors
     /// As [`Queue::submit`], and [`Error::CardNotReady`]; [`Error::Invalid`] when there is no such card.
     pub async fn plan(&self, spec: JobSpec, card: &str) -> Result<PlanReport, Error> {
-        let submission = self.prepare(spec.clone()).await?;
-        let ask = |submission| {
-            self.ask(|reply| Request::Plan {
-                submission,
-                card: card.to_owned(),
-                reply,
-            })
+        let ask = |submission: Submission| {
+            let card = card.to_owned();
+            self.call(move |core, now| core.plan_report(submission, &card, now))
         };
-        let report = ask(submission).await??;
+        let report = ask(self.prepare(spec.clone()).await?).await??;
         if report.stages.iter().all(|stage| stage.shortfall.is_none()) {
             return Ok(report);
         }
         // Something is short: again, with what the model would be in fewer bytes.
         let mut submission = self.prepare(spec).await?;
         let (cards, library) = (self.card_descriptions(), self.library.clone());
-        let submission = blocking(move || {
+        let path = submission.spec.entry.path.clone();
+        let submission = self.library.aside(&path, move || {
             let (entry, models) = (&submission.spec.entry, &submission.models);
             submission.reductions = Some(open_reductions(&library, entry, models, &cards));
             Ok(submission)
@@ -267,28 +283,51 @@ impl Queue {
     /// submitted meanwhile start after it.
     ///
     /// # Errors
-    /// When the model cannot be opened, or a worker fails at it.
+    /// When the model cannot be opened and was not in use before, or a worker fails at it.
     pub async fn unload(&self, entry: Option<Arc<Entry>>, force: bool) -> Result<UnloadReport, Error> {
         let entry = match entry {
-            Some(entry) => Some((entry.clone(), self.open(entry).await?)),
+            Some(entry) => Some(self.entry_to_unload(entry).await?),
             None => None,
         };
-        self.ask(|reply| Request::Unload { entry, force, reply }).await?
+        self.ask(move |core, reply, now| core.unload(entry, force, reply, now))
+            .await?
+    }
+
+    async fn entry_to_unload(&self, entry: Arc<Entry>) -> Result<EntryToUnload, Error> {
+        let (models, problem) = match self.open(entry.clone()).await {
+            Ok(models) => (Some(models), None),
+            Err(problem) => (None, Some(problem)),
+        };
+        let key = entry.key.clone();
+        let known = self
+            .call(move |core, _| core.entry_to_unload(&entry, models))
+            .await?;
+        known.ok_or_else(|| problem.unwrap_or(Error::ModelNotFound { id: key }))
     }
 
     /// Keeps an entry where it is, or will be loaded, until it is unpinned. Returns the keys of all that are pinned.
     ///
     /// # Errors
     /// When the model cannot be opened.
-    pub async fn pin(&self, entry: Arc<Entry>, unpin: bool) -> Result<Vec<String>, Error> {
+    pub async fn pin(&self, entry: Arc<Entry>) -> Result<Vec<String>, Error> {
         let models = self.open(entry.clone()).await?;
-        self.ask(|reply| Request::Pin {
-            entry,
-            models,
-            unpin,
-            reply,
-        })
-        .await
+        self.call(move |core, now| core.pin(&entry, &models, now)).await
+    }
+
+    /// Ends a pin, also of an entry whose files are gone. Returns the keys of all that are pinned still.
+    ///
+    /// # Errors
+    /// [`Error::ShuttingDown`].
+    pub async fn unpin(&self, key: &str) -> Result<Vec<String>, Error> {
+        let key = key.to_owned();
+        self.call(move |core, now| core.unpin(&key, now)).await
+    }
+
+    /// Entries that have components on cards, jobs, pins or holds: they are known although their files may be gone.
+    pub async fn known_entries(&self) -> Vec<Arc<Entry>> {
+        self.call(|core, _| core.known_entries())
+            .await
+            .unwrap_or_default()
     }
 
     /// Keeps an entry for a client, for a time. The same client asking again renews its hold.
@@ -297,24 +336,15 @@ impl Queue {
     /// When the model cannot be opened.
     pub async fn hold(&self, entry: Arc<Entry>, client: String, ttl: Duration) -> Result<String, Error> {
         let models = self.open(entry.clone()).await?;
-        self.ask(|reply| Request::Hold {
-            entry,
-            models,
-            client,
-            ttl,
-            reply,
-        })
-        .await
+        self.call(move |core, now| core.hold(&entry, &models, client, ttl, now))
+            .await
     }
 
     /// Ends a hold. False: there was none, or it had expired.
     pub async fn release_hold(&self, id: &str) -> bool {
-        self.ask(|reply| Request::ReleaseHold {
-            id: id.to_owned(),
-            reply,
-        })
-        .await
-        .unwrap_or(false)
+        let id = id.to_owned();
+        let released = self.call(move |core, now| core.release_hold(&id, now));
+        released.await.unwrap_or(false)
     }
 
     /// Hands slack of a card (empty: of every card) back to the driver.
@@ -322,11 +352,9 @@ impl Queue {
     /// # Errors
     /// [`Error::CardNotReady`]; [`Error::Invalid`] when there is no such card.
     pub async fn trim(&self, card: &str) -> Result<Bytes, Error> {
-        self.ask(|reply| Request::Trim {
-            card: card.to_owned(),
-            reply,
-        })
-        .await?
+        let card = card.to_owned();
+        self.ask(move |core, reply, now| core.trim(&card, reply, now))
+            .await?
     }
 
     /// Makes room for another program on a card (empty: the one with the most room) and keeps it free for a time.
@@ -340,24 +368,16 @@ impl Queue {
         ttl: Duration,
         label: String,
     ) -> Result<Reserved, Error> {
-        self.ask(|reply| Request::Reserve {
-            card: card.to_owned(),
-            bytes,
-            ttl,
-            label,
-            reply,
-        })
-        .await?
+        let (card, request) = (card.to_owned(), ReservationRequest { label, bytes, ttl });
+        self.ask(move |core, reply, now| core.reserve(&card, request, reply, now))
+            .await?
     }
 
     /// Ends a reservation. False: there was none, or it had expired.
     pub async fn release_reservation(&self, id: &str) -> bool {
-        self.ask(|reply| Request::ReleaseReservation {
-            id: id.to_owned(),
-            reply,
-        })
-        .await
-        .unwrap_or(false)
+        let id = id.to_owned();
+        let released = self.call(move |core, now| core.release_reservation(&id, now));
+        released.await.unwrap_or(false)
     }
 
     /// A latent with its numbers.
@@ -365,11 +385,8 @@ impl Queue {
     /// # Errors
     /// [`Error::LatentNotFound`].
     pub async fn latent(&self, id: &str) -> Result<Latent, Error> {
-        self.ask(|reply| Request::Latent {
-            id: id.to_owned(),
-            reply,
-        })
-        .await?
+        let id = id.to_owned();
+        self.call(move |core, now| core.latents.get(&id, now)).await?
     }
 
     /// Takes a client's latent into the store. One tensor alone may go without a name.
@@ -378,55 +395,68 @@ impl Queue {
     /// [`Error::Invalid`] when nothing is named that decodes it; [`Error::LatentMismatch`] when the bytes are not those of
     /// tensors of these shapes, or exceed the store; [`Error::MemoryTaken`] while jobs need what is in it.
     pub async fn put_latent(&self, values: Values, decoder_id: String) -> Result<LatentInfo, Error> {
-        self.ask(|reply| Request::PutLatent {
-            values,
-            decoder_id,
-            reply,
+        self.call(move |core, now| {
+            core.touch();
+            core.latents.put(values, decoder_id, now)
         })
         .await?
     }
 
     /// Gives a latent up. A job that needs it keeps it until it has ended. False: there was none, or it had expired.
     pub async fn release_latent(&self, id: &str) -> bool {
-        self.ask(|reply| Request::ReleaseLatent {
-            id: id.to_owned(),
-            reply,
-        })
-        .await
-        .unwrap_or(false)
+        let id = id.to_owned();
+        let released = self.call(move |core, _| {
+            core.touch();
+            core.latents.give_up(&id)
+        });
+        released.await.unwrap_or(false)
     }
 
-    /// Everything that the queue knows, published as it changes, ten times a second at the most.
+    /// Everything that the queue knows, published as it changes, ten times a second at the most. The channel closes when
+    /// the queue's task has ended.
     pub fn status(&self) -> watch::Receiver<Arc<StatusReport>> {
         self.status.clone()
     }
 
     /// The same as of now: whoever asks after a job's last event sees its card at rest.
     pub async fn status_now(&self) -> Arc<StatusReport> {
-        let last_published = || self.status.borrow().clone();
-        self.ask(|reply| Request::Status { reply })
-            .await
-            .unwrap_or_else(|_| last_published())
+        let now = self.call(|core, now| Arc::new(core.view(now).status_report()));
+        now.await.unwrap_or_else(|_| self.status.borrow().clone())
     }
 
     /// Refuses new jobs, waits for those that are there until the deadline, then cancels the rest. Returns when no job
     /// is left.
     pub async fn drain(&self, deadline: Instant) {
-        let _ = self.ask(|reply| Request::Drain { deadline, reply }).await; // a queue that has ended is drained
+        let drained = self.ask(move |core, reply, _| core.drain(deadline, reply));
+        let _ = drained.await; // a queue that has ended is drained
     }
 
     /// How many of everything the queue keeps: at rest, nothing but what is meant to stay. For tests.
     #[doc(hidden)]
     pub async fn census(&self) -> Vec<(&'static str, usize)> {
-        self.ask(|reply| Request::Census { reply })
-            .await
-            .unwrap_or_default()
+        self.call(|core, _| core.census()).await.unwrap_or_default()
     }
 
-    async fn ask<T>(&self, request: impl FnOnce(Reply<T>) -> Request) -> Result<T, Error> {
+    /// Has the core do something, and answer at once.
+    async fn call<T: Send + 'static>(
+        &self,
+        call: impl FnOnce(&mut Core, Instant) -> T + Send + 'static,
+    ) -> Result<T, Error> {
+        self.ask(move |core, reply, now| {
+            let _ = reply.send(call(core, now)); // whoever asked may have left
+        })
+        .await
+    }
+
+    /// Has the core do something, and answer when it is done.
+    async fn ask<T: Send + 'static>(
+        &self,
+        ask: impl FnOnce(&mut Core, Reply<T>, Instant) + Send + 'static,
+    ) -> Result<T, Error> {
         let (reply, answer) = oneshot::channel();
-        self.requests
-            .send(request(reply))
+        let call: Call = Box::new(move |core, now| ask(core, reply, now));
+        self.inputs
+            .send(Input::Call(call))
             .map_err(|_| Error::ShuttingDown)?;
         answer.await.map_err(|_| Error::ShuttingDown)
     }
@@ -435,13 +465,15 @@ impl Queue {
     async fn open(&self, entry: Arc<Entry>) -> Result<OpenModels, Error> {
         let cards = self.card_descriptions();
         let library = self.library.clone();
-        blocking(move || open_for(&library, &entry, &cards)).await
+        let path = entry.path.clone();
+        let open = move || open_for(&library, &entry, &cards);
+        self.library.aside(&path, open).await
     }
 
-    async fn prepare(&self, spec: JobSpec) -> Result<Box<Submission>, Error> {
+    async fn prepare(&self, spec: JobSpec) -> Result<Submission, Error> {
         let cards = self.card_descriptions();
-        let library = self.library.clone();
-        blocking(move || {
+        let (library, path) = (self.library.clone(), spec.entry.path.clone());
+        let prepare = move || {
             let models = open_for(&library, &spec.entry, &cards)?;
             let Some(any) = models.values().next() else {
                 return Err(Error::CardNotReady("there is no card".into()));
@@ -495,16 +527,16 @@ impl Queue {
                 }
                 plans.insert(dtype.clone(), plan);
             }
-            Ok(Box::new(Submission {
+            Ok(Submission {
                 spec,
                 models,
                 old,
                 plans,
                 proof,
                 reductions: None,
-            }))
-        })
-        .await
+            })
+        };
+        self.library.aside(&path, prepare).await
     }
 
     fn card_descriptions(&self) -> Vec<CardDescription> {
@@ -525,11 +557,4 @@ fn open_for(library: &Library, entry: &Entry, cards: &[CardDescription]) -> Resu
         }
     }
     Ok(models)
-}
-
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, Error> + Send + 'static,
-) -> Result<T, Error> {
-    let done = tokio::task::spawn_blocking(work).await;
-    done.unwrap_or_else(|panic| Err(Error::Internal(format!("opening a model ended: {panic}"))))
 }

@@ -4,21 +4,19 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use tokio::time::Instant;
-
-use super::actor::Actor;
-use super::record::{JobRecord, Phase};
-use crate::job::{JobEventKind, JobId};
+use super::record::{JobRecord, State};
+use super::view::View;
+use crate::job::JobId;
 
 /// What a stage is taken to last as long as none like it has run.
 const STAGE_MS: f64 = 1_000.0;
 
-impl Actor {
+impl View<'_> {
     /// Jobs that do not run: first those that have begun, then the next job of the client with the least card time,
     /// each job counted as if it had run already. Within a client priority decides, then arrival.
     pub(super) fn fair_order(&self) -> Vec<JobId> {
-        let idle = self.jobs.values().filter(|job| job.phase != Phase::Running);
-        let (mut begun, mut fresh): (Vec<&JobRecord>, Vec<&JobRecord>) = idle.partition(|job| job.begun);
+        let (mut begun, mut fresh): (Vec<&JobRecord>, Vec<&JobRecord>) =
+            self.idle_jobs().partition(|job| job.begun);
         begun.sort_unstable_by_key(|job| job.arrival);
         fresh.sort_unstable_by_key(|job| (Reverse(job.options.priority), job.arrival));
         let mut clients: BTreeMap<&str, (f64, VecDeque<&JobRecord>)> = BTreeMap::new();
@@ -59,75 +57,66 @@ impl Actor {
     /// Milliseconds that a job still takes, and whether that is known rather than guessed.
     pub(super) fn expected_ms(&self, job: &JobRecord) -> (f64, bool) {
         let (mut sum, mut known) = (0.0, true);
-        let Some(dtype) = job.models.keys().next() else {
-            return (STAGE_MS, false);
-        };
         for index in job.cursor..job.steps.len() {
-            let (ms, is_known) = self.expected_step_ms(job, index, dtype);
+            let (ms, is_known) = self.expected_step_ms(job, index, None);
             sum += ms;
             known &= is_known;
         }
         (sum, known)
     }
 
-    pub(super) fn expected_step_ms(&self, job: &JobRecord, index: usize, dtype: &str) -> (f64, bool) {
-        if self.is_cached(job, index, dtype) {
+    /// Milliseconds that a step takes on a card, or (`None`) on the fastest that ran one like it.
+    pub(super) fn expected_step_ms(&self, job: &JobRecord, index: usize, card: Option<usize>) -> (f64, bool) {
+        let dtype = card.map(|card| &self.cards[card].description.compute_dtype);
+        let Some(dtype) = dtype.or_else(|| job.models.keys().next()) else {
+            return (STAGE_MS, false);
+        };
+        let need = job.need(index, dtype);
+        let Some(need) = need.filter(|_| !self.is_cached(job, index, dtype)) else {
             return (0.0, true);
-        }
-        let shape = job
-            .need(index, dtype)
-            .map(|need| (need.name.clone(), need.shape()));
-        let learned =
-            shape.and_then(|(name, shape)| self.learned.stage_ms(&(job.entry.key.clone(), name, shape)));
+        };
+        let key = (job.entry.key.clone(), need.name.clone(), need.shape());
+        let learned = self.learned.stage_ms(&key, card);
         (learned.unwrap_or(STAGE_MS), learned.is_some())
     }
 
     /// Predicted seconds until each card has done all of the job that it is at.
-    pub(super) fn seconds_ahead(&self, now: Instant) -> Vec<f64> {
-        let seconds = self.cards.iter().map(|card| {
-            let job = card
-                .in_flight
-                .as_ref()
-                .and_then(|running| self.jobs.get(running.job.as_ref()?));
+    pub(super) fn seconds_ahead(&self) -> Vec<f64> {
+        let seconds = self.cards.iter().enumerate().map(|(here, card)| {
+            let job = card.job().and_then(|id| self.jobs.get(id));
             let later_ms = job.map_or(0.0, |job| {
-                let dtype = &card.description.compute_dtype;
                 let later = job.cursor + 1..job.steps.len();
                 later
-                    .map(|index| self.expected_step_ms(job, index, dtype).0)
+                    .map(|index| self.expected_step_ms(job, index, Some(here)).0)
                     .sum()
             });
-            card.busy_seconds(now) + later_ms / 1000.0
+            card.busy_seconds(self.now) + later_ms / 1000.0
         });
         seconds.collect()
     }
 
-    /// Tells queued jobs where they are, when that has changed.
-    pub(super) fn tell_positions(&mut self, order: &[JobId], now: Instant) {
+    /// The positions that have changed in this order, each with the time until the job starts where that is known.
+    pub(super) fn changed_positions(&self, order: &[JobId]) -> Vec<(JobId, u32, Option<Duration>)> {
         let working = self.cards.iter().filter(|card| card.is_ready()).count().max(1) as f64;
-        let mut ahead_ms: f64 = self
-            .seconds_ahead(now)
+        let mut ahead_ms = self.seconds_ahead().iter().sum::<f64>() * 1000.0;
+        let mut running = self.jobs.values().filter(|job| job.is_running());
+        let mut known =
+            self.cards.iter().all(|card| card.is_ready()) && running.all(|job| self.expected_ms(job).1);
+        let idle = order
             .iter()
-            .map(|seconds| seconds * 1000.0)
-            .sum();
-        let runs = |job: &&JobRecord| job.phase == Phase::Running;
-        let mut known = self.cards.iter().all(|card| card.is_ready())
-            && self.jobs.values().filter(runs).all(|job| self.expected_ms(job).1);
-        let mut position = 0;
-        for id in order {
-            let Some(job) = self.jobs.get(id).filter(|job| job.phase != Phase::Running) else {
-                continue;
-            };
-            let (ms, is_known) = self.expected_ms(job);
-            let is_told = job.phase == Phase::Queued && !job.is_near_refusal();
-            let tell = is_told && job.position != Some(position);
-            if tell && let Some(job) = self.jobs.get_mut(id) {
-                job.position = Some(position);
+            .filter_map(|id| self.jobs.get(id).filter(|job| !job.is_running()));
+        let mut changed = Vec::new();
+        for (position, job) in (0..).zip(idle) {
+            if View::is_in_line(job)
+                && !matches!(job.state, State::Queued { position: Some(told), .. } if told == position)
+            {
                 let estimate = known.then(|| Duration::from_secs_f64(ahead_ms / 1000.0 / working));
-                job.emit(now, JobEventKind::Queued { position, estimate });
+                changed.push((job.id.clone(), position, estimate));
             }
+            let (ms, is_known) = self.expected_ms(job);
             ahead_ms += ms;
             known &= is_known;
-            position += 1;
         }
+        changed
     }
 }

@@ -1,12 +1,9 @@
 //! Where a job could go: each card's answer for its next step, and the best of them.
 
 use residency::{Bytes, Ledger, Millis, StageNeed, WaitCause, predicted_move_seconds};
-use tokio::time::Instant;
 
-use super::actor::Actor;
-use super::memos::Memos;
 use super::record::{JobRecord, Need};
-use super::steps::StepKind;
+use super::view::View;
 use crate::admission::{Admission, choose_rung, choose_rung_low_memory, not_resident_yet};
 use crate::messages::Shortage;
 
@@ -53,19 +50,19 @@ enum Answer {
     },
 }
 
-impl Actor {
+impl View<'_> {
     /// The best place for a job's next step. `ahead` is seconds of work that each card has before it.
-    pub(super) fn place(&self, job: &JobRecord, ahead: &[f64], now: Instant) -> Placement {
-        let hinted = self.hinted(job);
+    pub(super) fn place(&self, job: &JobRecord, ahead: &[f64]) -> Placement {
+        let only = self.only_card(job);
         let mut best: Option<(f64, Placement)> = None;
         let mut held = false;
         let mut short: Option<Shortage> = None;
         let (mut never, mut most): (Option<Placement>, Option<Bytes>) = (None, None);
         for (card, seconds_ahead) in ahead.iter().enumerate() {
-            if hinted.is_some_and(|hinted| hinted != card) {
+            if only.is_some_and(|only| only != card) {
                 continue;
             }
-            let Some(answer) = self.ask(job, card, now) else {
+            let Some(answer) = self.ask(job, card) else {
                 continue;
             };
             let (seconds, placement) = match answer {
@@ -112,41 +109,24 @@ impl Actor {
         }
     }
 
-    /// The card that the client prefers, as long as it is there; a swap's is where the old model is.
-    fn hinted(&self, job: &JobRecord) -> Option<usize> {
-        if let Some(begun) = job.swap.as_ref().and_then(|swap| swap.card()) {
-            return Some(begun);
-        }
-        let hint = &job.options.card_hint;
-        let named = self.cards.iter().position(|card| card.description.id == *hint);
-        let card = named.or_else(|| self.card_of_swap(job))?;
-        self.cards[card].is_ready().then_some(card)
-    }
-
-    /// Whether a job may use a card at all.
-    pub(super) fn may_use(&self, job: &JobRecord, card: usize) -> bool {
-        self.hinted(job).is_none_or(|hinted| hinted == card)
-            && job
-                .models
-                .contains_key(&self.cards[card].description.compute_dtype)
-    }
-
-    fn ask(&self, job: &JobRecord, index: usize, now: Instant) -> Option<Answer> {
+    fn ask(&self, job: &JobRecord, index: usize) -> Option<Answer> {
         let card = &self.cards[index];
         let dtype = &card.description.compute_dtype;
-        let ledger_now = card.ledger_now(now);
+        let ledger_now = card.ledger_now(self.now);
         let ledger = &*self.ledger_for(job, index);
         let next = self.next_step(job, dtype);
-        let needs: Vec<(usize, Need)> = self.remaining_needs(job, next, index)?;
+        job.models.get(dtype)?;
+        let needs = self.remaining_needs(job, next, index);
         if let Some(never) = self.never(job, index, ledger, &needs, ledger_now) {
             return Some(never);
         }
         let (_, need) = needs.first()?;
         let policy = self.settings.policy;
-        let low = job.low_memory || (job.options.allow_low_memory && self.exceeds(ledger, need, ledger_now));
+        let low = job.attempt.low_memory
+            || (job.options.allow_low_memory && self.exceeds(ledger, need, ledger_now));
         if self.is_behind_a_swap(job, index) {
             return Some(Answer::Behind {
-                seconds: card.busy_seconds(now),
+                seconds: card.busy_seconds(self.now),
             });
         }
         if !card.is_free() {
@@ -157,19 +137,20 @@ impl Actor {
                     Answer::Short(self.shortage(index, need, rung, short, cause))
                 }
                 _ => Answer::Behind {
-                    seconds: self.move_seconds(ledger, &needs, ledger_now),
+                    seconds: self.seconds_on(job, next, index, ledger, &needs),
                 },
             });
         }
         if let Some(refusal) = job
+            .attempt
             .refusals
             .get(&index)
-            .filter(|r| r.snapshot == card.snapshots && now < r.until)
+            .filter(|r| r.snapshot == card.snapshots && self.now < r.until)
         {
             return Some(Answer::Short(refusal.shortage.clone()));
         }
         if low {
-            let seconds = self.move_seconds(ledger, &needs, ledger_now);
+            let seconds = self.seconds_on(job, next, index, ledger, &needs);
             return Some(Answer::Start {
                 seconds,
                 low_memory: true,
@@ -178,7 +159,7 @@ impl Actor {
         Some(
             match choose_rung(ledger, &need.components, need.rungs(), policy, ledger_now) {
                 Admission::Run { .. } => Answer::Start {
-                    seconds: self.move_seconds(ledger, &needs, ledger_now),
+                    seconds: self.seconds_on(job, next, index, ledger, &needs),
                     low_memory: false,
                 },
                 Admission::Wait { rung, short, cause } => {
@@ -193,40 +174,17 @@ impl Actor {
         )
     }
 
-    /// The first step that is not answered by a cache.
-    pub(super) fn next_step(&self, job: &JobRecord, dtype: &str) -> usize {
-        job.cursor + usize::from(self.is_cached(job, job.cursor, dtype))
-    }
-
-    /// Whether what a step gives is known already, as another job's stage gave it.
-    pub(super) fn is_cached(&self, job: &JobRecord, index: usize, dtype: &str) -> bool {
-        let Some(StepKind::Stage(stage)) = job.steps.get(index).map(|step| step.kind) else {
-            return false;
-        };
-        memo_key(job, stage, dtype)
-            .is_some_and(|key| self.memos.contains(&key) && self.may_take_known_values(job))
-    }
-
-    /// A step's need on a card, with all that was learned.
-    pub(super) fn need_on(&self, job: &JobRecord, index: usize, card: usize) -> Option<Need> {
-        let description = &self.cards[card].description;
-        let mut need = job.need(index, &description.compute_dtype)?;
-        let model = &job.models.get(&description.compute_dtype)?.model;
-        self.learned.improve(&mut need, model.family(), description);
-        Some(need)
-    }
-
     /// Needs of the steps that are left, each kind of step once.
-    fn remaining_needs(&self, job: &JobRecord, next: usize, card: usize) -> Option<Vec<(usize, Need)>> {
+    fn remaining_needs(&self, job: &JobRecord, next: usize, card: usize) -> Vec<(usize, Need)> {
         let mut kinds = Vec::new();
         let mut needs = Vec::new();
         for index in next..job.steps.len() {
             if !kinds.contains(&job.steps[index].kind) {
                 kinds.push(job.steps[index].kind);
-                needs.push((index, self.need_on(job, index, card)?));
+                needs.extend(self.need_on(job, index, card).map(|need| (index, need)));
             }
         }
-        Some(needs)
+        needs
     }
 
     fn never(
@@ -248,7 +206,7 @@ impl Actor {
                         capacity,
                     })
                 }
-                _ if job.never_on.contains(&card) => {
+                _ if job.attempt.never_on.contains(&card) => {
                     let (needed, capacity) = (need.with_scratch(need.least_scratch()).peak(), ledger.total());
                     Some(Answer::Never {
                         index: *index,
@@ -268,6 +226,23 @@ impl Actor {
 
     fn could_risk(&self, ledger: &Ledger, need: &Need, now: Millis) -> bool {
         choose_rung_low_memory(ledger, &need.components, need.rungs(), self.settings.policy, now).is_some()
+    }
+
+    /// Seconds that a card takes for the steps of a job from `next` on: moves, then computing.
+    fn seconds_on(
+        &self,
+        job: &JobRecord,
+        next: usize,
+        card: usize,
+        ledger: &Ledger,
+        needs: &[(usize, Need)],
+    ) -> f64 {
+        let steps = next..job.steps.len();
+        let run_ms: f64 = steps
+            .map(|index| self.expected_step_ms(job, index, Some(card)).0)
+            .sum();
+        let now = self.cards[card].ledger_now(self.now);
+        self.move_seconds(ledger, needs, now) + run_ms / 1000.0
     }
 
     fn move_seconds(&self, ledger: &Ledger, needs: &[(usize, Need)], now: Millis) -> f64 {
@@ -296,27 +271,4 @@ impl Actor {
             holders: ledger.holders(),
         }
     }
-
-    /// Bytes of the components that a job still needs and that are not on a card.
-    pub(super) fn missing_bytes(&self, job: &JobRecord, card: usize) -> Bytes {
-        let dtype = &self.cards[card].description.compute_dtype;
-        let ledger = &self.cards[card].ledger;
-        let next = self.next_step(job, dtype);
-        let needs = (next..job.steps.len()).filter_map(|index| job.need(index, dtype));
-        let mut components: Vec<_> = needs.flat_map(|need| need.components).collect();
-        components.sort_by(|a, b| a.id.cmp(&b.id));
-        components.dedup_by(|a, b| a.id == b.id);
-        components
-            .iter()
-            .filter(|c| !ledger.is_resident(&c.id))
-            .map(|c| c.bytes)
-            .sum()
-    }
-}
-
-/// The key of what a stage of a job gives, on cards of a dtype; `None`: it is this job's alone.
-pub(super) fn memo_key(job: &JobRecord, stage: usize, dtype: &str) -> Option<String> {
-    let stage = job.plan(dtype).get(stage)?;
-    let memo = stage.memo.as_ref()?;
-    Some(Memos::key(&job.components(&stage.components, dtype), memo))
 }

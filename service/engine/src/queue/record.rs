@@ -4,14 +4,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use pipelines::{MediaFormat, Role, Rung, StagePlan, Values};
-use residency::{Bytes, Component, StageNeed, Wait};
+use pipelines::{MediaFormat, Piece, Role, Rung, StagePlan, Values};
+use residency::{Bytes, Component, ComponentId, StageNeed, Wait};
 use tokio::time::Instant;
 
 use super::listener::{Mailbox, is_coalescible};
+use super::memos::Memos;
 use super::reductions::Reductions;
 use super::request::OpenModels;
-use super::steps::{Step, StepKind, decodable};
+use super::steps::{Model, Step, StepKind, decodable};
 use super::swap::Swap;
 use crate::error::{Error, Shortfall};
 use crate::job::{JobEvent, JobEventKind, JobId, JobOptions, JobReport, JobWork, Run, StageName};
@@ -80,24 +81,64 @@ impl Need {
 }
 
 /// Where a job is on its way.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Phase {
+#[derive(Debug)]
+pub(super) enum State {
     /// Behind our own jobs.
-    Queued,
-    /// For late or foreign memory.
-    Waiting,
-    /// An order is with a worker.
-    Running,
+    Queued {
+        /// What the client was told last.
+        position: Option<u32>,
+        /// The card that it has just run on, and may go on with before any other job.
+        keeps: Option<usize>,
+    },
+    /// For memory that is late or that others have.
+    Waiting { since: Instant },
+    /// A worker has an order of it, or unloads for it.
+    Running {
+        /// What it ends with as soon as the worker lets go.
+        ending: Option<Error>,
+    },
+    /// A stage ran out of memory: it ends with this as soon as it is known what would fit instead.
+    OutOfMemory(Box<Shortfall>),
 }
 
-impl Phase {
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Phase::Queued => "queued",
-            Phase::Waiting => "waiting",
-            Phase::Running => "running",
+impl State {
+    pub(super) fn queued() -> State {
+        State::Queued {
+            position: None,
+            keeps: None,
         }
     }
+
+    /// Just off a card, which it may go on with.
+    pub(super) fn queued_on(card: usize) -> State {
+        State::Queued {
+            position: None,
+            keeps: Some(card),
+        }
+    }
+
+    /// As lists name it.
+    pub(super) fn name(&self) -> &'static str {
+        match self {
+            State::Queued { .. } | State::OutOfMemory(_) => "queued",
+            State::Waiting { .. } => "waiting",
+            State::Running { .. } => "running",
+        }
+    }
+}
+
+/// What was tried to start the step that comes next. Each step begins with none of it.
+#[derive(Debug, Default)]
+pub(super) struct Attempt {
+    pub(super) patience: Option<Patience>,
+    /// By card.
+    pub(super) refusals: BTreeMap<usize, Refusal>,
+    /// Cards whose workers said never.
+    pub(super) never_on: BTreeSet<usize>,
+    /// Memory may be short: patience is over, or the stage exceeds the card.
+    pub(super) low_memory: bool,
+    /// How many workers died of the step.
+    pub(super) deaths: u32,
 }
 
 /// Patience for the step that comes next.
@@ -150,34 +191,20 @@ pub(super) struct JobRecord {
     /// A latent of a client that the job works on, under a lease.
     pub(super) input_latent: Option<String>,
 
-    pub(super) phase: Phase,
-    /// The card that it has just run on, and may go on with before anybody else.
-    pub(super) keeps: Option<usize>,
+    pub(super) state: State,
+    pub(super) attempt: Attempt,
     pub(super) last_card: Option<usize>,
     /// Whether a stage of it has run: such a job is before all that have not begun.
     pub(super) begun: bool,
     pub(super) overtaken: u32,
-    pub(super) deaths: u32,
-    pub(super) patience: Option<Patience>,
-    pub(super) waiting_since: Option<Instant>,
+    /// For memory, since the last stage.
     pub(super) waited: Duration,
-    pub(super) refusals: BTreeMap<usize, Refusal>,
-    /// Cards whose workers said never.
-    pub(super) never_on: BTreeSet<usize>,
-    /// Memory may be short: patience is over, or the stage exceeds the card.
-    pub(super) low_memory: bool,
-    /// What it ends with as soon as the worker lets go.
-    pub(super) ending: Option<Error>,
     /// Nobody will ask for what it makes from now on.
     pub(super) releases_latents: bool,
-    /// It ran out of memory in a step: what it ends with as soon as it is known what would fit instead.
-    pub(super) out_of_memory: Option<Box<Shortfall>>,
 
     pub(super) report: JobReport,
-    pub(super) step_done: u32,
-    pub(super) steps_of_stage: u32,
-    /// What the client was told last.
-    pub(super) position: Option<u32>,
+    /// Of the stage that runs or ran last: steps done, and steps in all.
+    pub(super) steps_done: (u32, u32),
     pub(super) listeners: BTreeMap<u64, Arc<Mailbox>>,
     pub(super) detached: bool,
     /// For those who join later, if anybody can.
@@ -235,8 +262,9 @@ impl JobRecord {
     /// What a step is called.
     pub(super) fn name_of(&self, step: Step) -> StageName {
         match step.kind {
-            StepKind::Load => "load".into(),
-            StepKind::Restore => "restore".into(),
+            StepKind::Load(Model::Own) => "load".into(),
+            StepKind::Load(Model::Replaced) => "restore".into(),
+            StepKind::Unload(_) => "unload".into(),
             StepKind::Stage(_) => self.stage(step).map_or("", |stage| stage.name.as_str()).into(),
         }
     }
@@ -262,8 +290,9 @@ impl JobRecord {
         let step = *self.steps.get(index)?;
         let stage = match step.kind {
             StepKind::Stage(stage) => stage,
-            StepKind::Load => return self.load_need(dtype),
-            StepKind::Restore => return self.restore_need(step),
+            StepKind::Load(Model::Own) => return self.load_need(dtype),
+            StepKind::Load(Model::Replaced) => return self.restore_need(step),
+            StepKind::Unload(_) => return None,
         };
         let plan = self.plan(dtype).get(stage)?.clone();
         Some(Need::of_stage(plan, &self.models.get(dtype)?.components))
@@ -288,7 +317,7 @@ impl JobRecord {
     fn restore_need(&self, step: Step) -> Option<Need> {
         Some(Need {
             name: self.name_of(step),
-            components: self.swap.as_ref()?.before().to_vec(),
+            components: self.swap.as_ref()?.begun.as_ref()?.before.clone(),
             plan: None,
         })
     }
@@ -379,25 +408,135 @@ impl JobRecord {
     /// When it must be done. A caller's deadline is no end to a job that goes on without its callers, nor to a swap that
     /// is past its turning point.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        let decided = self.swap.as_ref().is_some_and(|swap| swap.is_decided());
-        self.options.deadline.filter(|_| !self.detached && !decided)
+        self.options
+            .deadline
+            .filter(|_| !self.detached && !self.is_decided())
     }
 
-    /// Changes phase, and books the time that was spent waiting.
-    pub(super) fn enter(&mut self, phase: Phase, now: Instant) {
-        if phase != Phase::Waiting
-            && let Some(since) = self.waiting_since.take()
-        {
+    pub(super) fn is_running(&self) -> bool {
+        matches!(self.state, State::Running { .. })
+    }
+
+    /// Whether it is decided how it ends, and only its worker has to let go.
+    pub(super) fn is_ending(&self) -> bool {
+        matches!(self.state, State::Running { ending: Some(_) })
+    }
+
+    /// The card that it has just run on, and may go on with before any other job.
+    pub(super) fn kept_card(&self) -> Option<usize> {
+        match self.state {
+            State::Queued { keeps, .. } => keeps,
+            State::Waiting { .. } | State::Running { .. } | State::OutOfMemory(_) => None,
+        }
+    }
+
+    pub(super) fn give_up_card(&mut self) {
+        if let State::Queued { keeps, .. } = &mut self.state {
+            *keeps = None;
+        }
+    }
+
+    /// Changes its state, and books the time that was spent waiting.
+    pub(super) fn enter(&mut self, state: State, now: Instant) {
+        if let State::Waiting { since } = self.state {
             self.waited += now.duration_since(since);
         }
-        if phase == Phase::Waiting {
-            self.waiting_since.get_or_insert(now);
-        }
-        if phase != self.phase {
-            self.position = None;
-        }
-        self.phase = phase;
+        self.state = state;
     }
+
+    /// Goes behind other jobs; one that is there already stays where it is.
+    pub(super) fn queue_up(&mut self, now: Instant) {
+        if !matches!(self.state, State::Queued { .. } | State::OutOfMemory(_)) {
+            self.enter(State::queued(), now);
+        }
+    }
+
+    /// The step that comes next is another one: what was tried for the last is forgotten.
+    pub(super) fn go_to(&mut self, cursor: usize) {
+        self.cursor = cursor;
+        self.attempt = Attempt::default();
+    }
+
+    /// The key of what a stage gives, on cards of a dtype; `None`: it is this job's alone.
+    pub(super) fn memo_key(&self, stage: usize, dtype: &str) -> Option<String> {
+        let stage = self.plan(dtype).get(stage)?;
+        let memo = stage.memo.as_ref()?;
+        Some(Memos::key(&self.components(&stage.components, dtype), memo))
+    }
+
+    /// What its latents belong to: the first component that decodes.
+    pub(super) fn decoder_id(&self, dtype: &str) -> String {
+        let decode = self.plan(dtype).iter().find(|stage| stage.role == Role::Decode);
+        let components = decode.map_or(Vec::new(), |stage| self.components(&stage.components, dtype));
+        let decoder = components.first();
+        decoder
+            .map(|component| content_of(&component.id).to_owned())
+            .unwrap_or_default()
+    }
+
+    /// The number of the step that comes next, from 1, and how many there are that clients are told of.
+    pub(super) fn place_of_step(&self) -> (u32, u32) {
+        let told = |steps: &[Step]| steps.iter().filter(|step| !step.is_unload()).count() as u32;
+        (told(&self.steps[..self.cursor]) + 1, told(&self.steps))
+    }
+
+    /// Items whose values have not been decoded.
+    pub(super) fn undecoded_items(&self) -> Vec<u32> {
+        let left = self.steps.iter().skip(self.cursor);
+        let decodes = left.filter(|step| self.is_of(**step, Role::Decode));
+        decodes.map(|step| step.item).collect()
+    }
+
+    /// Takes down how far a track has come, and makes of a piece what the client has not got yet: a stage that is run again
+    /// delivers from the beginning. Nobody gets what belongs to a proof.
+    pub(super) fn deliver(&mut self, item: u32, piece: Piece) -> Option<JobEventKind> {
+        let Some(units) = piece.units() else {
+            tracing::warn!(job = %self.id, format = ?piece.format, "a stage delivered what is no piece of its result");
+            return None;
+        };
+        let (track, first, format) = (piece.track.clone(), piece.first, piece.format);
+        let (_, done) = *self.delivered.entry((item, track.clone())).or_insert((format, 0));
+        if first > done {
+            tracing::warn!(job = %self.id, first, done, "a stage left out a part of its result");
+            return None;
+        }
+        let piece = piece.from_unit(done)?;
+        self.delivered.insert((item, track), (format, first + units));
+        let seed = self.seed().wrapping_add(u64::from(item));
+        (!self.is_load()).then_some(JobEventKind::Piece { item, seed, piece })
+    }
+
+    /// Whether all of an item has been delivered, in the format that was asked for.
+    pub(super) fn check_delivered(&self, step: Step) -> Result<(), Error> {
+        let of_item = self.delivered.iter().filter(|((item, _), _)| *item == step.item);
+        let tracks: Vec<_> = of_item.map(|(_, delivered)| delivered).collect();
+        let asked = self.run().map(|run| &run.request.medium);
+        let is_whole = |(format, units): &&(MediaFormat, u64)| {
+            *units == format.units() && asked.is_some_and(|asked| asked.is_made_as(format))
+        };
+        if !tracks.is_empty() && tracks.iter().all(is_whole) {
+            return Ok(());
+        }
+        let (key, stage) = (&self.entry.key, self.name_of(step));
+        let asked = asked.map_or("result", |asked| asked.name());
+        let told = format!(
+            "{stage} of {key} delivered {tracks:?}, which is not the whole {asked} that was asked for"
+        );
+        Err(match self.is_load() {
+            true => Error::ModelDamaged(format!("{key} did not prove itself: {told}")),
+            false => Error::Internal(told),
+        })
+    }
+}
+
+/// An identity without its dtype and format: a latent fits the same decoder on every card, however it is held there.
+pub(super) fn content_of(id: &ComponentId) -> &str {
+    let parts = if id.0.starts_with("path:") {
+        id.0.rsplit_once('@')
+    } else {
+        id.0.split_once(':')
+    };
+    parts.map_or(&*id.0, |(content, _)| content)
 }
 
 /// What a piece of work brings along and keeps in memory.

@@ -5,11 +5,9 @@ use gpu::{CardDescription, WeightFormat};
 use pipelines::{Preset, Quantization};
 use residency::Bytes;
 
-use super::actor::Actor;
 use super::open_for;
 use super::record::JobRecord;
-use super::request::{OpenModels, Request};
-use crate::job::JobId;
+use super::request::OpenModels;
 use crate::library::{Entry, Library, OpenModel};
 
 /// A quantization of a job's model in which it is smaller.
@@ -40,46 +38,14 @@ impl JobRecord {
         }
     }
 
+    /// Whether its refusal may be told.
+    pub(super) fn knows_reductions(&self) -> bool {
+        matches!(self.reductions, Reductions::Known(_))
+    }
+
     /// Whether its refusal is decided, or was, as far as it is known.
     pub(super) fn is_near_refusal(&self) -> bool {
         !matches!(self.reductions, Reductions::Unknown)
-    }
-}
-
-impl Actor {
-    /// Whether a job's reductions are known; if not, they are as soon as they are opened, and the job is looked at again.
-    pub(super) fn knows_reductions(&mut self, id: &JobId) -> bool {
-        let Some(job) = self.jobs.get_mut(id) else {
-            return true;
-        };
-        match job.reductions {
-            Reductions::Known(_) => return true,
-            Reductions::Opening => return false,
-            Reductions::Unknown => job.reductions = Reductions::Opening,
-        }
-        let (entry, models, id) = (job.entry.clone(), job.models.clone(), id.clone());
-        let cards: Vec<CardDescription> = self.cards.iter().map(|card| card.description.clone()).collect();
-        let (library, requests) = (self.library.clone(), self.own_requests.clone());
-        let open = move || open_reductions(&library, &entry, &models, &cards);
-        tokio::spawn(async move {
-            // Even if that panicked: the refusal waits.
-            let reductions = tokio::task::spawn_blocking(open).await.unwrap_or_default();
-            if let Some(requests) = requests.upgrade() {
-                let _ = requests.send(Request::Reductions { job: id, reductions }); // a queue that has ended refuses nobody
-            }
-        });
-        false
-    }
-
-    pub(super) fn reductions_opened(&mut self, id: &JobId, mut reductions: Vec<Reduction>) {
-        for reduction in &mut reductions {
-            // Under the identities that they go by now, as the job's own.
-            reduction.models = self.refreshed(&reduction.entry, &reduction.models);
-        }
-        if let Some(job) = self.jobs.get_mut(id) {
-            job.reductions = Reductions::Known(reductions);
-        }
-        self.replan = true;
     }
 }
 

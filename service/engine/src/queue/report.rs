@@ -188,3 +188,28 @@ pub struct ReservationStatus {
     /// Until it is given up.
     pub expires_in: Duration,
 }
+
+impl Freed {
+    /// What a worker says that it unloaded from a card.
+    pub(super) fn on(card: &str, freed: Vec<(Component, gpu::Unloaded)>) -> Vec<Freed> {
+        let freed = freed.into_iter().map(|(component, unloaded)| Freed {
+            component,
+            card: card.to_owned(),
+            booked: unloaded.booked,
+            freed: unloaded.freed,
+        });
+        freed.collect()
+    }
+}
+
+impl Kept {
+    /// What a worker says that it kept on a card, with the reasons.
+    pub(super) fn on(card: &str, kept: Vec<(Component, String)>) -> Vec<Kept> {
+        let kept = kept.into_iter().map(|(component, reason)| Kept {
+            component,
+            card: card.to_owned(),
+            reason,
+        });
+        kept.collect()
+    }
+}

@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use residency::ComponentId;
-use tokio::time::Instant;
 
-use super::actor::Actor;
-use super::report::{CardStatus, StatusReport};
+use super::record::{JobRecord, State};
+use super::report::{CardStatus, JobInfo, StatusReport};
+use super::view::View;
 
-impl Actor {
-    pub(super) fn status_report(&self, now: Instant) -> StatusReport {
+impl View<'_> {
+    pub(super) fn status_report(&self) -> StatusReport {
         let cards = self.cards.iter().enumerate().map(|(index, card)| CardStatus {
             description: card.description.clone(),
             attention: card.attention.clone(),
@@ -18,9 +18,9 @@ impl Actor {
             generation: card.generation,
             restarts: card.restarts,
             ledger: card.ledger.clone(),
-            ledger_now: card.ledger_now(now),
+            ledger_now: card.ledger_now(self.now),
             job: card.in_flight.as_ref().and_then(|running| running.job.clone()),
-            reservations: self.claims.reservations(index, now),
+            reservations: self.claims.reservations(index, self.now),
         });
         let mut users: BTreeMap<ComponentId, Vec<String>> = BTreeMap::new();
         for (key, known) in self.claims.known() {
@@ -33,7 +33,7 @@ impl Actor {
         }
         StatusReport {
             cards: cards.collect(),
-            jobs: self.infos(false, now),
+            jobs: self.infos(),
             latents: self.latents.len(),
             latent_bytes: self.latents.bytes(),
             texts: self.memos.len(),
@@ -43,24 +43,34 @@ impl Actor {
         }
     }
 
-    /// How many of everything there are.
-    pub(super) fn census(&self) -> Vec<(&'static str, usize)> {
-        vec![
-            ("jobs", self.jobs.len()),
-            (
-                "orders",
-                self.cards.iter().filter(|card| card.in_flight.is_some()).count(),
-            ),
-            ("errands", self.cards.iter().map(|card| card.errands.len()).sum()),
-            ("restores", self.cards.iter().map(|card| card.restore.len()).sum()),
-            ("unloads", self.unloads.len()),
-            ("trims", self.trims.len()),
-            ("clients", self.shares.len()),
-            (
-                "listeners",
-                self.jobs.values().map(|job| job.listeners.len()).sum(),
-            ),
-            ("latent leases", self.latents.leases()),
-        ]
+    /// The jobs there are, oldest first.
+    pub(super) fn infos(&self) -> Vec<JobInfo> {
+        let mut live: Vec<&JobRecord> = self.jobs.values().collect();
+        live.sort_unstable_by_key(|job| job.arrival);
+        live.into_iter().map(|job| self.info(job)).collect()
+    }
+
+    /// What lists say of a job.
+    pub(super) fn info(&self, job: &JobRecord) -> JobInfo {
+        let card = job.last_card.and_then(|index| self.cards.get(index));
+        let position = match job.state {
+            State::Queued { position, .. } => position,
+            State::Waiting { .. } | State::Running { .. } | State::OutOfMemory(_) => None,
+        };
+        JobInfo {
+            id: job.id.clone(),
+            client: job.options.client.clone(),
+            priority: job.options.priority,
+            state: job.state.name(),
+            kind: job.kind_name(),
+            model_key: job.entry.key.clone(),
+            card: card.map(|card| card.description.id.clone()).unwrap_or_default(),
+            stage: job.stage_name(),
+            step: job.steps_done.0,
+            steps: job.steps_done.1,
+            position: position.unwrap_or(0),
+            age: self.now.duration_since(job.accepted),
+            error: None,
+        }
     }
 }

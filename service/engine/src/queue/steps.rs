@@ -12,10 +12,19 @@ use crate::job::Run;
 pub(super) enum StepKind {
     /// A stage, by its index in the plan.
     Stage(usize),
-    /// Components come in.
-    Load,
-    /// What a swap that failed had displaced comes back.
-    Restore,
+    /// Components of a model come in.
+    Load(Model),
+    /// What a swap does not want to stay leaves, without an order: it needs no memory.
+    Unload(Model),
+}
+
+/// Of the two models of a swap; any other job has its own alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Model {
+    /// The job's own.
+    Own,
+    /// The one that it replaces.
+    Replaced,
 }
 
 /// A step of a job, and the item that it is for.
@@ -23,6 +32,17 @@ pub(super) enum StepKind {
 pub(super) struct Step {
     pub(super) kind: StepKind,
     pub(super) item: u32,
+}
+
+impl Step {
+    /// A step that is for no item.
+    pub(super) fn of(kind: StepKind) -> Step {
+        Step { kind, item: 0 }
+    }
+
+    pub(super) fn is_unload(&self) -> bool {
+        matches!(self.kind, StepKind::Unload(_))
+    }
 }
 
 /// The values that decoding takes: what a client may keep, bring back, and have decoded later.
@@ -79,6 +99,27 @@ pub(super) fn steps_of(plan: &[StagePlan], run: &Run, policy: Policy) -> Vec<Ste
         steps.sort_by_key(decodes); // stable: items stay in order
     }
     steps
+}
+
+/// The steps of a load, with those of the run that proves its model. What is replaced leaves last.
+pub(super) fn steps_of_load(
+    plan: &[StagePlan],
+    proof: Option<&Run>,
+    replaces: bool,
+    policy: Policy,
+) -> Vec<Step> {
+    let mut steps = vec![Step::of(StepKind::Load(Model::Own))];
+    steps.extend(proof.iter().flat_map(|run| steps_of(plan, run, policy)));
+    steps.extend(replaces.then_some(Step::of(StepKind::Unload(Model::Replaced))));
+    steps
+}
+
+/// The steps that undo a swap: what came in for the new model leaves, and what left for it comes back.
+pub(super) fn undo_of_swap() -> Vec<Step> {
+    vec![
+        Step::of(StepKind::Unload(Model::Own)),
+        Step::of(StepKind::Load(Model::Replaced)),
+    ]
 }
 
 #[cfg(test)]

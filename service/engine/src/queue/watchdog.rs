@@ -11,7 +11,7 @@ use std::time::Duration;
 use residency::Bytes;
 use tokio::time::Instant;
 
-use super::actor::Actor;
+use super::Settings;
 use super::cards::{Card, Health, InFlight};
 use super::learned::{Learned, StageKey};
 use super::record::Need;
@@ -21,7 +21,7 @@ use crate::messages::{Completed, Progress};
 const PATIENT: u32 = 10;
 /// A cancel is answered within so many steps...
 const CANCEL_STEPS: u32 = 3;
-/// ...or within this, if that is longer.
+/// ...or within this, if that is longer. Where no step has been measured, `cancel_limit` holds.
 const CANCEL_FLOOR: Duration = Duration::from_secs(2);
 /// A limit that has ended a worker was perhaps too strict: the next is so many times as long.
 const LENIENT: u32 = 4;
@@ -154,96 +154,57 @@ impl InFlight {
     }
 
     /// How long a cancel may go unanswered.
-    fn grace(&self) -> Duration {
-        let steps = self.pace.step().unwrap_or_default() * CANCEL_STEPS;
-        steps.max(CANCEL_FLOOR)
+    fn grace(&self, settings: &Settings) -> Duration {
+        let steps = self.pace.step().map(|step| step * CANCEL_STEPS);
+        steps.map_or(settings.cancel_limit, |steps| steps.max(CANCEL_FLOOR))
     }
 }
 
-impl Actor {
-    /// Says anew how long a card's worker may be silent, after it has said something.
-    pub(super) fn allow_silence(&mut self, index: usize) {
-        let (floor, longest) = (self.settings.stall_floor, self.settings.stall_limit);
-        let card = &mut self.cards[index];
-        let generation = card.generation;
-        let Some(pace) = card.in_flight.as_mut().map(|running| &mut running.pace) else {
+impl Card {
+    /// Says anew how long the worker may be silent, after it has said something.
+    pub(super) fn allow_silence(&mut self, index: usize, learned: &Learned, settings: &Settings) {
+        let (floor, longest) = (settings.stall_floor, settings.stall_limit);
+        let generation = self.generation;
+        let Some(pace) = self.in_flight.as_mut().map(|running| &mut running.pace) else {
             return;
         };
         pace.learned = pace
             .key(&pace.chunking, index)
-            .and_then(|key| self.learned.between_steps(&key));
-        let usual = pace.usual(&self.learned, index, generation);
+            .and_then(|key| learned.between_steps(&key));
+        let usual = pace.usual(learned, index, generation);
         let limit = usual.map_or(longest, |(_, usual)| (usual * PATIENT).max(floor).min(longest));
         pace.allowance = Some(Allowance { limit, usual });
     }
 
-    /// What an order that ran to its end teaches of the next.
-    pub(super) fn learn_pace(
-        &mut self,
-        index: usize,
-        running: &InFlight,
-        completed: &Completed,
-        now: Instant,
-    ) {
-        self.learned
-            .load_speed(index, &running.need.components, &completed.load_seconds);
-        let Some(key) = running.pace.key(&completed.chunking, index) else {
-            return;
-        };
-        if let Some(between) = running.pace.between_steps(now) {
-            self.learned.stepped(key, between);
-        } else if running.need.plan.as_ref().is_some_and(|plan| plan.steps <= 1) {
-            let run = Duration::from_millis(completed.run_ms);
-            self.learned.ran(key, run, self.cards[index].generation);
-        }
-    }
-
-    /// When a worker is taken for hung.
-    pub(super) fn next_worry(&self, card: &Card) -> Option<Instant> {
-        if card.is_recycled() || card.health != Health::Ready {
+    /// When the worker is taken for hung.
+    pub(super) fn hung_at(&self, settings: &Settings) -> Option<Instant> {
+        if self.is_recycled() || self.health != Health::Ready {
             return None;
         }
-        let running = card.in_flight.as_ref().map(|running| {
-            let silent = running.heard + self.silence(running);
-            let cancelled = running.cancelled.map(|at| at + running.grace());
+        let running = self.in_flight.as_ref().map(|running| {
+            let silent = running.heard + running.silence(settings);
+            let cancelled = running.cancelled.map(|at| at + running.grace(settings));
             cancelled.map_or(silent, |at| at.min(silent))
         });
         running.or_else(|| {
-            let since = card.errand_since.filter(|_| !card.errands.is_empty());
-            since.map(|since| since + self.settings.stall_limit)
+            let since = self.errand_since.filter(|_| !self.errands.is_empty());
+            since.map(|since| since + settings.stall_limit)
         })
     }
 
-    fn silence(&self, running: &InFlight) -> Duration {
-        let allowance = running.pace.allowance.as_ref();
-        allowance.map_or(self.settings.stall_limit, |allowance| allowance.limit)
-    }
-
-    pub(super) fn watch_workers(&mut self, now: Instant) {
-        for index in 0..self.cards.len() {
-            if self.next_worry(&self.cards[index]).is_some_and(|at| at <= now) {
-                let (limit, reason) = self.worry(index, now);
-                let card = &self.cards[index].description.id;
-                tracing::warn!(%card, ?limit, reason, "a worker is taken for hung");
-                self.cards[index].recycle(&reason);
-            }
-        }
-    }
-
-    /// The limit that a worker has exceeded, and words for it. One that was learned is not held against the next
-    /// attempt.
-    fn worry(&mut self, index: usize, now: Instant) -> (Duration, String) {
-        let (floor, longest) = (self.settings.stall_floor, self.settings.stall_limit);
-        let Some(running) = &self.cards[index].in_flight else {
+    /// The limit that the worker has exceeded, and words for it.
+    pub(super) fn exceeded_limit(&self, settings: &Settings, now: Instant) -> (Duration, String) {
+        let (floor, longest) = (settings.stall_floor, settings.stall_limit);
+        let Some(running) = &self.in_flight else {
             return (
                 longest,
                 format!("it did not do what it was asked for within the stall limit of {longest:?}"),
             );
         };
-        let (stage, grace) = (running.need.name.clone(), running.grace());
-        if running.cancelled.is_some_and(|at| at + grace <= now) {
+        let (stage, grace) = (&running.need.name, running.grace(settings));
+        if running.is_cancel_overdue(settings, now) {
             let steps = running.pace.step().map_or_else(
-                || "the least that it gets".to_owned(),
+                || "as no step of it has been measured".to_owned(),
                 |step| format!("{CANCEL_STEPS} steps of {step:?}, at least {CANCEL_FLOOR:?}"),
             );
             return (
@@ -251,24 +212,70 @@ impl Actor {
                 format!("it did not let go of a cancelled {stage} within {grace:?} ({steps})"),
             );
         }
-        let limit = self.silence(running);
-        let usual = running
-            .pace
-            .allowance
-            .as_ref()
-            .and_then(|allowance| allowance.usual);
-        let Some((what, usual)) = usual else {
-            let why = "the stall limit, as it is not known yet how long it takes";
-            return (limit, format!("it said nothing of {stage} for {limit:?} ({why})"));
+        let limit = running.silence(settings);
+        let why = match running.usual() {
+            None => "the stall limit, as it is not known yet how long it takes".to_owned(),
+            Some((what, usual)) => {
+                format!("{PATIENT} times the {usual:?} {what}, at least {floor:?} and at most {longest:?}")
+            }
         };
-        let lenient = limit * LENIENT / PATIENT;
-        if let Doing::Loading(bytes) = running.pace.doing {
-            self.learned.loads_may_take(index, bytes, lenient);
-        } else if let Some(key) = running.pace.key(&running.pace.chunking, index) {
-            self.learned.may_take(&key, lenient);
-        }
-        let bounds = format!("at least {floor:?} and at most {longest:?}");
-        let why = format!("{PATIENT} times the {usual:?} {what}, {bounds}");
         (limit, format!("it said nothing of {stage} for {limit:?} ({why})"))
+    }
+}
+
+impl InFlight {
+    fn usual(&self) -> Option<(&'static str, Duration)> {
+        self.pace.allowance.as_ref().and_then(|allowance| allowance.usual)
+    }
+
+    fn silence(&self, settings: &Settings) -> Duration {
+        let allowance = self.pace.allowance.as_ref();
+        allowance.map_or(settings.stall_limit, |allowance| allowance.limit)
+    }
+
+    fn is_cancel_overdue(&self, settings: &Settings, now: Instant) -> bool {
+        self.cancelled.is_some_and(|at| at + self.grace(settings) <= now)
+    }
+}
+
+impl Learned {
+    /// What an order that ran to its end teaches of the next.
+    pub(super) fn order_completed(
+        &mut self,
+        card: (usize, u64),
+        running: &InFlight,
+        completed: &Completed,
+        now: Instant,
+    ) {
+        let (index, generation) = card;
+        self.loads_completed(&completed.load_seconds);
+        self.load_speed(index, &running.need.components, &completed.load_seconds);
+        let Some(key) = running.pace.key(&completed.chunking, index) else {
+            return;
+        };
+        if let Some(between) = running.pace.between_steps(now) {
+            self.stepped(key, between);
+        } else if running.need.plan.as_ref().is_some_and(|plan| plan.steps <= 1) {
+            self.ran(key, Duration::from_millis(completed.run_ms), generation);
+        }
+    }
+
+    /// An order ended its worker by a limit that was learned: the limit is not held against the next attempt.
+    pub(super) fn was_too_strict(
+        &mut self,
+        index: usize,
+        running: &InFlight,
+        settings: &Settings,
+        now: Instant,
+    ) {
+        if running.usual().is_none() || running.is_cancel_overdue(settings, now) {
+            return;
+        }
+        let lenient = running.silence(settings) * LENIENT / PATIENT;
+        if let Doing::Loading(bytes) = running.pace.doing {
+            self.loads_may_take(index, bytes, lenient);
+        } else if let Some(key) = running.pace.key(&running.pace.chunking, index) {
+            self.may_take(&key, lenient);
+        }
     }
 }

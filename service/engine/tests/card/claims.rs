@@ -1,4 +1,4 @@
-//! What is asked of a card beside running something.
+//! Claims on a card: pins, holds, reservations, unloads.
 
 use engine::messages::*;
 use gpu::SimulatedClock;
@@ -26,7 +26,7 @@ fn full_bench(folder: &tempfile::TempDir) -> (Bench, std::path::PathBuf) {
 }
 
 #[test]
-fn standing_claims_are_replaced_in_full() {
+fn claims_are_replaced_in_full() {
     let folder = tempfile::tempdir().unwrap();
     let (mut bench, _) = full_bench(&folder);
     bench.handle(Command::Standing(Standing {
@@ -66,7 +66,7 @@ fn standing_claims_are_replaced_in_full() {
 }
 
 #[test]
-fn what_is_said_again_does_not_count_twice() {
+fn a_repeated_claim_keeps_its_state() {
     let folder = tempfile::tempdir().unwrap();
     let (mut bench, _) = full_bench(&folder);
     let standing = Standing {
@@ -91,7 +91,7 @@ fn what_is_said_again_does_not_count_twice() {
 }
 
 #[test]
-fn an_unload_says_what_left_to_the_byte_and_why_the_rest_stayed() {
+fn an_unload_reports_freed_bytes_and_why_components_stayed() {
     let folder = tempfile::tempdir().unwrap();
     let (mut bench, _) = full_bench(&folder);
     bench.handle(Command::Standing(Standing {
@@ -127,7 +127,7 @@ fn an_unload_says_what_left_to_the_byte_and_why_the_rest_stayed() {
 }
 
 #[test]
-fn room_is_made_with_what_is_idle() {
+fn room_is_made_by_evicting_idle_components() {
     let folder = tempfile::tempdir().unwrap();
     let (mut bench, _) = full_bench(&folder);
     let Answer::Unloaded { freed, kept, short } = bench.answer(Command::MakeRoom {
@@ -142,7 +142,7 @@ fn room_is_made_with_what_is_idle() {
 }
 
 #[test]
-fn room_that_cannot_be_had_in_full_is_made_as_far_as_it_goes() {
+fn room_is_made_partially_if_the_full_amount_is_unavailable() {
     let folder = tempfile::tempdir().unwrap();
     let (mut bench, _) = full_bench(&folder);
     let Answer::Unloaded { freed, short, .. } = bench.answer(Command::MakeRoom {
@@ -176,7 +176,7 @@ fn room_that_cannot_be_had_in_full_is_made_as_far_as_it_goes() {
 }
 
 #[test]
-fn room_counts_what_the_driver_calls_free() {
+fn room_is_measured_by_the_drivers_free_memory() {
     let folder = tempfile::tempdir().unwrap();
     let path = write_model(folder.path(), "m", "");
     let mut bench = bench("200MiB,slack=keep");
@@ -194,7 +194,7 @@ fn room_counts_what_the_driver_calls_free() {
 }
 
 #[test]
-fn a_pinned_component_makes_a_stage_wait_or_never_run_but_never_leaves() {
+fn a_pinned_component_is_never_evicted_for_a_stage() {
     let folder = tempfile::tempdir().unwrap();
     let (mut bench, _) = full_bench(&folder);
     let other = write_model(folder.path(), "other", "");
@@ -218,7 +218,7 @@ fn a_pinned_component_makes_a_stage_wait_or_never_run_but_never_leaves() {
 }
 
 #[test]
-fn a_trim_says_what_it_gave_back() {
+fn a_trim_reports_the_bytes_given_back() {
     let folder = tempfile::tempdir().unwrap();
     let path = write_model(folder.path(), "m", "");
     let mut bench = bench("200MiB,slack=keep");
@@ -234,7 +234,7 @@ fn a_trim_says_what_it_gave_back() {
 }
 
 #[test]
-fn the_janitor_trims_an_idle_card_and_only_that() {
+fn the_janitor_trims_idle_cards_only() {
     let mut bench = bench("64GiB,slack=keep");
     bench.run_stage(&sample("flux-full"), "decode");
     assert_eq!(bench.card.ledger().accounts().slack, Bytes::gib(3));
@@ -263,10 +263,10 @@ fn the_janitor_trims_an_idle_card_and_only_that() {
 }
 
 #[test]
-fn an_idle_card_unloads_what_nobody_used_where_it_is_told_to() {
-    let settings = engine::card::Settings {
+fn an_idle_card_unloads_unused_components_if_configured() {
+    let settings = engine::card::CardSettings {
         unload_after: Some(std::time::Duration::from_secs(60)),
-        ..engine::card::Settings::default()
+        ..engine::card::CardSettings::default()
     };
     let mut bench = bench_with("64GiB", settings);
     bench.run_stage(&sample("flux-full"), "encode_text");
@@ -277,7 +277,7 @@ fn an_idle_card_unloads_what_nobody_used_where_it_is_told_to() {
 }
 
 #[test]
-fn what_others_change_is_published_once_and_within_a_poll() {
+fn foreign_changes_are_published_once_within_a_poll_interval() {
     let mut bench = bench("64GiB");
     bench.card.announce(&mut bench.link);
     assert!(matches!(&bench.link.events[0], Event::Ready { attention, .. } if attention == "cpu loops"));
@@ -300,7 +300,7 @@ fn what_others_change_is_published_once_and_within_a_poll() {
 }
 
 #[test]
-fn room_waits_for_what_left_for_it_and_then_says_that_it_is_free() {
+fn making_room_waits_for_evicted_bytes_to_become_free() {
     let mut bench = bench("40GiB,lag=300ms");
     let order = bench.load(&sample("flux-full"), &["transformer", "text_encoder_2", "vae"]);
     bench.completed(order);
@@ -318,7 +318,7 @@ fn room_waits_for_what_left_for_it_and_then_says_that_it_is_free() {
 }
 
 #[test]
-fn nothing_leaves_for_room_that_is_on_its_way() {
+fn nothing_is_evicted_while_late_bytes_make_the_room() {
     let mut bench = bench("40GiB,lag=3s");
     let order = bench.load(&sample("flux-full"), &["transformer", "vae"]);
     bench.completed(order);
@@ -337,7 +337,7 @@ fn nothing_leaves_for_room_that_is_on_its_way() {
 }
 
 #[test]
-fn room_that_does_not_come_is_not_waited_for_long() {
+fn making_room_stops_waiting_for_bytes_that_never_become_free() {
     for (lag, bytes, waited) in [("3600s", 20, 5000), ("3600s", 39, 0)] {
         let mut bench = bench(&format!("40GiB,lag={lag}"));
         let order = bench.load(&sample("flux-full"), &["transformer", "vae"]);
@@ -357,7 +357,7 @@ fn room_that_does_not_come_is_not_waited_for_long() {
 }
 
 #[test]
-fn an_unload_waits_a_little_for_the_driver_to_show_what_left() {
+fn an_unload_waits_briefly_for_the_driver_to_show_freed_bytes() {
     for (lag, waited, confirmed) in [(0, 0, true), (300, 300, true), (60_000, 2000, false)] {
         let mut bench = bench(&format!("40GiB,lag={lag}ms"));
         let order = bench.load(&sample("flux-full"), &["transformer", "vae"]);
@@ -377,7 +377,7 @@ fn an_unload_waits_a_little_for_the_driver_to_show_what_left() {
 }
 
 #[test]
-fn slack_that_comes_back_late_is_nobody_elses() {
+fn late_trimmed_slack_is_not_foreign() {
     let mut bench = bench("40GiB,slack=keep,lag=600ms");
     bench.run_stage(&sample("flux-full"), "decode");
     let answer = bench.answer(Command::Trim { id: 1 });

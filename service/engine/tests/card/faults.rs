@@ -1,4 +1,4 @@
-//! What a simulated card's settings say must go wrong.
+//! Injected faults of a simulated card.
 
 use engine::card::Flow;
 use engine::messages::*;
@@ -7,7 +7,7 @@ use residency::Bytes;
 use crate::support::*;
 
 #[test]
-fn a_card_that_dies_leaves_the_order_without_an_answer() {
+fn a_dying_card_sends_no_outcome() {
     for (place, kind) in [("denoise", "denoise"), ("load", "decode")] {
         let mut bench = bench(&format!("32GiB,die-at={place}:1"));
         let order = bench.stage(&sample("flux-full"), kind);
@@ -25,7 +25,7 @@ fn a_card_that_dies_leaves_the_order_without_an_answer() {
 }
 
 #[test]
-fn a_card_that_hangs_and_is_let_go_goes_on() {
+fn a_card_continues_after_an_injected_hang_is_released() {
     let mut bench = bench("32GiB,hang-at=decode:2");
     for _ in 0..3 {
         assert!(matches!(
@@ -37,7 +37,7 @@ fn a_card_that_hangs_and_is_let_go_goes_on() {
 }
 
 #[test]
-fn a_card_that_is_lost_in_a_stage_or_a_load_says_so() {
+fn a_card_lost_in_a_stage_or_a_load_reports_it() {
     for place in ["denoise", "load"] {
         let mut bench = bench(&format!("32GiB,lose-at={place}:1"));
         let order = bench.stage(&sample("flux-full"), "denoise");
@@ -65,7 +65,7 @@ fn a_card_that_is_lost_in_a_stage_or_a_load_says_so() {
 }
 
 #[test]
-fn memory_that_does_not_come_back_ends_the_card() {
+fn leaked_memory_ends_the_card() {
     let mut bench = bench("32GiB,leak-at=unload:2");
     let loaded = bench.load(&sample("flux-full"), &["transformer", "vae"]);
     assert!(matches!(bench.run(loaded), Outcome::Completed(_)));

@@ -1,4 +1,4 @@
-//! The worker's half on a simulated card, with models that exist in a file only.
+//! The worker's half on a simulated card, with simulated models.
 #![allow(clippy::unwrap_used)] // In helpers too, which clippy.toml's exception for tests passes over.
 
 mod claims;

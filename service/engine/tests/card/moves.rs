@@ -1,4 +1,4 @@
-//! Making room: which moves, in which order, and what is left when one fails.
+//! Moves: which, in which order, and the state after a failure.
 
 use engine::messages::*;
 use residency::*;
@@ -11,7 +11,7 @@ const T5: &str = "instant:t5-xxl";
 const VAE: &str = "instant:flux-vae";
 
 #[test]
-fn a_stage_finds_its_components_resident_and_a_second_one_moves_nothing() {
+fn a_stage_loads_its_components_and_a_second_one_moves_nothing() {
     let mut bench = bench("48GiB");
     let order = bench.stage(&sample("flux-full"), "encode_text");
     let completed = bench.completed(order);
@@ -29,7 +29,7 @@ fn a_stage_finds_its_components_resident_and_a_second_one_moves_nothing() {
 }
 
 #[test]
-fn under_pressure_evictions_come_before_loads_and_each_is_announced_before_it_is_made() {
+fn evictions_precede_loads_and_each_move_is_announced_first() {
     let mut bench = bench("32GiB");
     bench.run_stage(&sample("flux-full"), "encode_text");
     let before = bench.progress().len();
@@ -69,7 +69,7 @@ fn under_pressure_evictions_come_before_loads_and_each_is_announced_before_it_is
 }
 
 #[test]
-fn a_snapshot_shows_each_move_while_it_is_made_and_the_lease_of_the_stage() {
+fn snapshots_show_each_move_under_way_and_the_lease() {
     let mut bench = bench("32GiB");
     bench.run_stage(&sample("flux-full"), "encode_text");
     bench.link.events.clear();
@@ -100,7 +100,7 @@ fn a_snapshot_shows_each_move_while_it_is_made_and_the_lease_of_the_stage() {
 }
 
 #[test]
-fn a_whole_picture_swaps_between_two_models_and_shares_what_is_the_same() {
+fn alternating_models_share_equal_components() {
     let mut bench = bench("34GiB");
     for name in ["flux-full", "flux-other", "flux-full"] {
         for kind in ["encode_text", "denoise", "decode"] {
@@ -123,7 +123,7 @@ fn a_whole_picture_swaps_between_two_models_and_shares_what_is_the_same() {
 }
 
 #[test]
-fn exclusive_leaves_one_large_component_and_no_slack() {
+fn exclusive_policy_leaves_one_large_component_and_no_slack() {
     let mut bench = bench("48GiB,slack=keep");
     bench.run_stage(&sample("flux-full"), "encode_text");
     let mut order = bench.stage(&sample("flux-full"), "denoise");
@@ -134,7 +134,7 @@ fn exclusive_leaves_one_large_component_and_no_slack() {
 }
 
 #[test]
-fn reports_on_a_load_are_the_first_the_last_and_one_each_fifty_milliseconds() {
+fn load_progress_is_rate_limited_and_includes_first_and_last() {
     let mut bench = bench("32GiB,speed=1GiB/s");
     let order = bench.load(&sample("flux-full"), &["text_encoder_2"]);
     let completed = bench.completed(order);
@@ -153,12 +153,12 @@ fn reports_on_a_load_are_the_first_the_last_and_one_each_fifty_milliseconds() {
     assert_eq!(done[0], 0);
     assert_eq!(*done.last().unwrap(), (8.9 * 1024.0) as u64 * MIB);
     assert!(done.is_sorted());
-    // One each 32 MiB would be 31 ms apart: every second one is passed over.
+    // Progress every 32 MiB would be 31 ms apart: every second event is dropped.
     assert!((140..180).contains(&done.len()), "{} reports", done.len());
 }
 
 #[test]
-fn a_plain_load_brings_components_in_and_runs_nothing() {
+fn a_plain_load_loads_components_and_runs_no_stage() {
     let mut bench = bench("32GiB");
     let order = bench.load(&sample("flux-full"), &["vae", "text_encoder"]);
     let completed = bench.completed(order);
@@ -175,7 +175,7 @@ fn a_plain_load_brings_components_in_and_runs_nothing() {
 }
 
 #[test]
-fn what_others_hold_is_waited_for_without_a_move() {
+fn foreign_memory_is_waited_for_without_a_move() {
     let mut bench = bench("32GiB");
     bench.run_stage(&sample("flux-full"), "encode_text");
     let calls = bench.calls();
@@ -205,7 +205,7 @@ fn what_others_hold_is_waited_for_without_a_move() {
 }
 
 #[test]
-fn what_exceeds_the_card_is_never_run_and_nothing_leaves_for_it() {
+fn a_stage_that_exceeds_the_card_is_refused_without_evictions() {
     let mut bench = bench("32GiB,context=1GiB");
     bench.run_stage(&sample("flux-full"), "encode_text");
     let calls = bench.calls();
@@ -222,9 +222,9 @@ fn what_exceeds_the_card_is_never_run_and_nothing_leaves_for_it() {
 }
 
 #[test]
-fn low_memory_is_admitted_where_it_was_asked_for() {
+fn low_memory_is_admitted_only_if_requested() {
     let folder = tempfile::tempdir().unwrap();
-    // In truth the decode takes half of what is predicted.
+    // The decode really needs half of the prediction.
     let model = write_model(
         folder.path(),
         "frugal",
@@ -246,7 +246,7 @@ fn low_memory_is_admitted_where_it_was_asked_for() {
 }
 
 #[test]
-fn a_load_that_is_cancelled_leaves_nothing_and_finished_evictions_stand() {
+fn a_cancelled_load_is_rolled_back_and_finished_evictions_remain() {
     let mut bench = bench("32GiB");
     bench.run_stage(&sample("flux-full"), "encode_text");
     let order = bench.stage(&sample("flux-full"), "denoise");
@@ -267,7 +267,7 @@ fn a_load_that_is_cancelled_leaves_nothing_and_finished_evictions_stand() {
 }
 
 #[test]
-fn what_is_cancelled_before_it_starts_moves_nothing() {
+fn an_order_cancelled_before_it_starts_moves_nothing() {
     let mut bench = bench("32GiB");
     let order = bench.stage(&sample("flux-full"), "encode_text");
     bench.link.cancel_in.set(Some(0));
@@ -276,7 +276,7 @@ fn what_is_cancelled_before_it_starts_moves_nothing() {
 }
 
 #[test]
-fn a_load_that_fails_leaves_nothing_and_works_the_next_time() {
+fn a_failed_load_is_rolled_back_and_can_be_retried() {
     let mut bench = bench("32GiB,fail-load=2:io,fail-load=3:damaged");
     let Outcome::Failed(Failure::Model { message }) = bench.run_stage(&sample("flux-full"), "encode_text")
     else {
@@ -293,7 +293,7 @@ fn a_load_that_fails_leaves_nothing_and_works_the_next_time() {
 }
 
 #[test]
-fn a_load_that_runs_out_of_memory_is_planned_again() {
+fn a_load_that_runs_out_of_memory_is_replanned() {
     let mut bench = bench("32GiB,fail-load=1");
     let order = bench.stage(&sample("flux-full"), "encode_text");
     let completed = bench.completed(order);
@@ -301,7 +301,7 @@ fn a_load_that_runs_out_of_memory_is_planned_again() {
 }
 
 #[test]
-fn a_card_that_never_has_what_it_says_ends_in_out_of_memory() {
+fn a_load_that_keeps_running_out_of_memory_fails() {
     let every: String = (1..20).map(|n| format!(",fail-load={n}")).collect();
     let mut bench = bench(&format!("32GiB{every}"));
     let outcome = bench.run_stage(&sample("flux-full"), "encode_text");
@@ -310,7 +310,7 @@ fn a_card_that_never_has_what_it_says_ends_in_out_of_memory() {
 }
 
 #[test]
-fn bytes_that_come_back_late_are_waited_for() {
+fn late_bytes_are_waited_for() {
     let mut bench = bench("31500MiB,lag=200ms");
     let order = bench.load(&sample("flux-full"), &["text_encoder", "text_encoder_2"]);
     bench.completed(order);
@@ -324,7 +324,7 @@ fn bytes_that_come_back_late_are_waited_for() {
         "the eviction stands, the load had no room"
     );
     assert_eq!(
-        bench.card.rest().as_millis(),
+        bench.card.time_until_tick().as_millis(),
         25,
         "late bytes are looked for more often"
     );
@@ -349,7 +349,7 @@ fn bytes_that_come_back_late_are_waited_for() {
 }
 
 #[test]
-fn a_load_that_has_room_does_not_wait_for_late_bytes() {
+fn a_load_that_fits_does_not_wait_for_late_bytes() {
     let mut bench = bench("32GiB,lag=200ms");
     let order = bench.load(&sample("flux-full"), &["text_encoder", "text_encoder_2"]);
     bench.completed(order);
@@ -368,7 +368,7 @@ fn a_load_that_has_room_does_not_wait_for_late_bytes() {
 }
 
 #[test]
-fn low_memory_waits_for_late_bytes_where_weights_have_no_room_without_them() {
+fn low_memory_waits_for_late_bytes_if_weights_do_not_fit_without_them() {
     let mut bench = bench("31500MiB,lag=200ms");
     let order = bench.load(&sample("flux-full"), &["text_encoder", "text_encoder_2"]);
     bench.completed(order);
@@ -378,7 +378,7 @@ fn low_memory_waits_for_late_bytes_where_weights_have_no_room_without_them() {
 }
 
 #[test]
-fn models_that_are_missing_damaged_or_changed_fail_alone() {
+fn a_missing_damaged_or_changed_model_fails_only_its_order() {
     let folder = tempfile::tempdir().unwrap();
     let path = write_model(folder.path(), "m", "");
     let mut bench = bench("1GiB");

@@ -1,4 +1,4 @@
-//! Random schedules: whatever comes in whichever order, bytes are conserved and nothing is left behind.
+//! Random commands in any order conserve bytes and leak nothing.
 
 use std::path::PathBuf;
 
@@ -87,7 +87,7 @@ fn order(bench: &mut Bench, models: &[PathBuf], random: &mut ChaCha8Rng) -> Orde
     order
 }
 
-/// One random command or a piece of time, with what must hold after it.
+/// One random command or an advance of the clock, with its postconditions.
 fn turn(bench: &mut Bench, models: &[PathBuf], ids: &[ComponentId], random: &mut ChaCha8Rng) {
     match random.random_range(0..10) {
         0..=4 => {
@@ -130,7 +130,7 @@ fn turn(bench: &mut Bench, models: &[PathBuf], ids: &[ComponentId], random: &mut
     }
 }
 
-/// Nothing that is pinned or held left in this turn, except that the claim itself came after.
+/// No pinned or held component left in this turn, unless the claim came later.
 fn stayed(before: &Ledger, after: &Ledger) {
     for resident in before.residents().filter(|r| r.pinned || r.held > 0) {
         assert!(
@@ -142,10 +142,10 @@ fn stayed(before: &Ledger, after: &Ledger) {
 }
 
 #[test]
-fn whatever_comes_bytes_are_conserved_and_nothing_is_left_behind() {
+fn random_commands_conserve_bytes_and_leak_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let models = models(&folder);
-    // Panics of a model are part of the schedules: they need not be printed thousands of times.
+    // Panics of a model are part of the schedules, and are not printed.
     std::panic::set_hook(Box::new(|info| {
         let text = info.to_string();
         if !text.contains("asks for this panic") {

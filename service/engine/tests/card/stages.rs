@@ -1,4 +1,4 @@
-//! Running a stage: progress, previews, and what happens when it fails.
+//! Stages: progress, previews, and failures.
 
 use engine::messages::*;
 use pipelines::HostTensor;
@@ -15,7 +15,7 @@ fn retries(bench: &Bench) -> usize {
 }
 
 #[test]
-fn a_picture_follows_from_prompt_and_seed() {
+fn a_picture_is_determined_by_prompt_and_seed() {
     let mut bench = bench("1GiB");
     let folder = tempfile::tempdir().unwrap();
     let path = write_model(folder.path(), "m", "");
@@ -56,9 +56,9 @@ fn a_picture_follows_from_prompt_and_seed() {
 }
 
 #[test]
-fn out_of_memory_is_tried_once_more_and_then_in_smaller_pieces() {
+fn out_of_memory_is_retried_once_and_then_on_smaller_rungs() {
     let folder = tempfile::tempdir().unwrap();
-    // Predicted 64 whole and 32 in strips; in truth 160 and 80: only strips fit into 110.
+    // Predicted 64 whole and 32 in strips; really 160 and 80: only strips fit into 110.
     let greedy = write_model(
         folder.path(),
         "greedy",
@@ -88,7 +88,7 @@ fn out_of_memory_is_tried_once_more_and_then_in_smaller_pieces() {
 }
 
 #[test]
-fn a_smaller_piece_that_is_not_predicted_to_need_less_is_not_tried() {
+fn a_rung_without_a_smaller_prediction_is_not_tried() {
     let folder = tempfile::tempdir().unwrap();
     let greedy = write_model(
         folder.path(),
@@ -104,7 +104,7 @@ fn a_smaller_piece_that_is_not_predicted_to_need_less_is_not_tried() {
 }
 
 #[test]
-fn the_end_of_the_ladder_is_a_failure_that_names_who_holds_memory() {
+fn out_of_memory_on_the_last_rung_names_the_holders() {
     let folder = tempfile::tempdir().unwrap();
     let glutton = write_model(
         folder.path(),
@@ -131,7 +131,7 @@ fn the_end_of_the_ladder_is_a_failure_that_names_who_holds_memory() {
 }
 
 #[test]
-fn denoising_is_tried_once_more_and_no_more() {
+fn denoising_is_retried_only_once() {
     let folder = tempfile::tempdir().unwrap();
     let greedy = write_model(
         folder.path(),
@@ -145,11 +145,11 @@ fn denoising_is_tried_once_more_and_no_more() {
 }
 
 #[test]
-fn slack_that_stands_in_the_way_is_handed_back_before_a_stage_is_tried_again() {
+fn slack_is_trimmed_before_a_stage_is_retried() {
     let folder = tempfile::tempdir().unwrap();
     let path = write_model(folder.path(), "m", "");
     let other = write_model(folder.path(), "n", "");
-    // "decode" leaves 64 MiB of slack, which components cannot have without a trim.
+    // "decode" leaves 64 MiB of slack, which components cannot use without a trim.
     let mut bench = bench("180MiB,slack=keep");
     assert!(matches!(bench.run_stage(&path, "decode"), Outcome::Completed(_)));
     assert_eq!(bench.card.ledger().accounts().slack, Bytes::mib(64));
@@ -158,7 +158,7 @@ fn slack_that_stands_in_the_way_is_handed_back_before_a_stage_is_tried_again() {
 }
 
 #[test]
-fn a_smaller_piece_is_better_than_an_eviction() {
+fn a_smaller_rung_is_preferred_to_an_eviction() {
     let folder = tempfile::tempdir().unwrap();
     let path = write_model(folder.path(), "m", "");
     let mut bench = bench("150MiB");
@@ -192,7 +192,7 @@ fn a_panic_ends_the_stage_and_nothing_else() {
 }
 
 #[test]
-fn numbers_that_are_not_finite_name_the_component_and_the_step() {
+fn a_result_that_is_not_finite_names_component_and_step() {
     let folder = tempfile::tempdir().unwrap();
     let faulty = write_model(folder.path(), "faulty", r#","not_finite_at_step":3"#);
     let mut bench = bench("1GiB");
@@ -206,7 +206,7 @@ fn numbers_that_are_not_finite_name_the_component_and_the_step() {
 }
 
 #[test]
-fn input_that_does_not_fit_is_refused() {
+fn invalid_input_is_refused() {
     let mut bench = bench("1GiB");
     let mut order = bench.stage(&sample("small"), "decode");
     if let Work::Stage(work) = &mut order.work {
@@ -240,7 +240,7 @@ fn a_stage_is_cancelled_between_steps() {
             .count()
     };
     let before = steps(&bench);
-    // Before it starts, before the stage, before its first, second and third step.
+    // The checks come before the start, before the stage, before its first, second and third step.
     bench.link.cancel_in.set(Some(5));
     assert_eq!(bench.run(order), Outcome::Cancelled);
     assert_eq!(steps(&bench) - before, 2);
@@ -248,7 +248,7 @@ fn a_stage_is_cancelled_between_steps() {
 }
 
 #[test]
-fn previews_come_no_more_often_than_they_were_asked_for() {
+fn previews_are_rate_limited_as_requested() {
     let folder = tempfile::tempdir().unwrap();
     let path = write_model(folder.path(), "m", "");
     let mut bench = bench("1GiB");
@@ -274,7 +274,7 @@ fn previews_come_no_more_often_than_they_were_asked_for() {
         steps.collect::<Vec<u32>>()
     };
     assert_eq!(previews(&mut bench, 0), Vec::<u32>::new());
-    // The clock stands still: after the first, none is due.
+    // The clock is stopped: after the first, no preview is due.
     assert_eq!(previews(&mut bench, 100), [1]);
     assert_eq!(
         bench.resident(),
@@ -284,7 +284,7 @@ fn previews_come_no_more_often_than_they_were_asked_for() {
 }
 
 #[test]
-fn what_was_learned_of_a_stage_does_not_change_what_it_needs() {
+fn learned_peaks_do_not_change_the_real_demand() {
     let folder = tempfile::tempdir().unwrap();
     let path = write_model(folder.path(), "m", "");
     let mut bench = bench("1GiB");
@@ -302,7 +302,7 @@ fn what_was_learned_of_a_stage_does_not_change_what_it_needs() {
 }
 
 #[test]
-fn a_load_begins_like_any_stage_once_its_components_are_there() {
+fn a_load_is_reported_as_started_once_its_components_are_resident() {
     let folder = tempfile::tempdir().unwrap();
     let path = write_model(folder.path(), "m", "");
     let mut bench = bench("1GiB");
@@ -323,7 +323,7 @@ fn a_load_begins_like_any_stage_once_its_components_are_there() {
         );
     }
 
-    let mut bench = bench_with("100MiB", engine::card::Settings::default());
+    let mut bench = bench_with("100MiB", engine::card::CardSettings::default());
     let order = bench.load(&path, &["transformer"]);
     assert!(matches!(bench.run(order), Outcome::Never { .. }));
     assert!(!bench.progress().iter().any(is_start), "it never began");

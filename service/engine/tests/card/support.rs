@@ -1,4 +1,4 @@
-//! A card under test: a simulated one, a clock that stands still, and a listener that remembers and checks.
+//! The card under test: simulated, with a manual clock, and a listener that records and checks events.
 
 use std::cell::{Cell, RefCell};
 use std::ops::ControlFlow;
@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
-use engine::card::{Card, Clock, Faults, Flow, Link, Settings};
+use engine::card::{Card, CardSettings, Clock, Faults, Flow, Link};
 use engine::messages::*;
 use gpu::*;
 use pipelines::*;
@@ -15,7 +15,7 @@ use residency::*;
 
 pub(crate) const MIB: u64 = 1 << 20;
 
-/// The lead's clock for the card, over the simulated card's.
+/// The test's clock, shared with the simulated card.
 pub(crate) struct TestClock(pub(crate) ManualClock);
 
 impl Clock for TestClock {
@@ -27,7 +27,7 @@ impl Clock for TestClock {
     }
 }
 
-/// What the simulated card itself knows, past everything that is told to the ledger.
+/// The simulated card's own accounts, independent of the ledger.
 #[derive(Default)]
 pub(crate) struct Seen {
     pub(crate) accounts: SimulatedAccounts,
@@ -35,7 +35,7 @@ pub(crate) struct Seen {
     pub(crate) calls: Vec<String>,
 }
 
-/// The simulated card, watched.
+/// A wrapper that records the calls of the simulated card.
 struct Probe {
     card: SimulatedCard,
     seen: Rc<RefCell<Seen>>,
@@ -101,11 +101,11 @@ impl Gpu for Probe {
     }
 }
 
-/// Remembers every event, and checks what must hold in each.
+/// Records every event, and checks its invariants.
 #[derive(Default)]
 pub(crate) struct Recorder {
     pub(crate) events: Vec<Event>,
-    /// After so many more questions whether an attempt is cancelled, it is.
+    /// Cancels the attempt after this many polls.
     pub(crate) cancel_in: Cell<Option<u32>>,
 }
 
@@ -138,7 +138,7 @@ impl Link for Recorder {
     }
 }
 
-/// Faults that are remembered, and nothing else.
+/// Records injected faults, and returns.
 #[derive(Clone, Default)]
 pub(crate) struct RememberedFaults(pub(crate) Rc<RefCell<Vec<String>>>);
 
@@ -151,7 +151,7 @@ impl Faults for RememberedFaults {
     }
 }
 
-/// Everything that a test needs.
+/// The state of a test.
 pub(crate) struct Bench {
     pub(crate) card: Card,
     pub(crate) link: Recorder,
@@ -171,14 +171,14 @@ pub(crate) fn catalogue() -> Catalogue {
 pub(crate) fn bench(card: &str) -> Bench {
     bench_with(
         card,
-        Settings {
+        CardSettings {
             headroom: Bytes::ZERO,
-            ..Settings::default()
+            ..CardSettings::default()
         },
     )
 }
 
-pub(crate) fn bench_with(card: &str, settings: Settings) -> Bench {
+pub(crate) fn bench_with(card: &str, settings: CardSettings) -> Bench {
     let clock = ManualClock::default();
     let world = SimulatedWorld::new();
     let simulated: SimulatedSettings = card.parse().unwrap();
@@ -209,13 +209,13 @@ pub(crate) fn bench_with(card: &str, settings: Settings) -> Bench {
     }
 }
 
-/// One of the models that ship with the tests.
+/// One of the sample models.
 pub(crate) fn sample(name: &str) -> PathBuf {
     let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/models/instant");
     tests.join(format!("{name}.instant.json"))
 }
 
-/// Writes a model whose four components are `name`'s own, of 100, 20, 40 and 10 MiB; `more` is what else its file says.
+/// Writes a model with four components of its own, of 100, 20, 40 and 10 MiB; `more` is added to its file.
 pub(crate) fn write_model(folder: &Path, name: &str, more: &str) -> PathBuf {
     let component = |kind: &str, mib: u64| {
         format!(
@@ -268,6 +268,7 @@ impl Bench {
                 path: path.to_owned(),
                 quantization: pipelines::Quantization::NONE,
                 kept: Vec::new(),
+                identities: Vec::new(),
             },
             work,
             policy: Policy::Shared,
@@ -275,7 +276,7 @@ impl Bench {
         }
     }
 
-    /// An order for a stage, given what it would be given.
+    /// An order for a stage, with these inputs.
     pub(crate) fn stage(&mut self, path: &Path, stage: &str) -> Order {
         let request = request(&*self.open(path));
         self.stage_of(path, stage, request)
@@ -308,7 +309,7 @@ impl Bench {
         self.order(path, Work::Stage(Box::new(work)))
     }
 
-    /// An order to bring in some components of a model.
+    /// An order to load some components of a model.
     pub(crate) fn load(&mut self, path: &Path, names: &[&str]) -> Order {
         let model = self.open(path);
         let components = model
@@ -363,7 +364,7 @@ impl Bench {
         self.check();
     }
 
-    /// What must hold whenever nothing is under way.
+    /// Invariants while no work is under way.
     pub(crate) fn check(&self) {
         let ledger = self.card.ledger();
         assert_eq!(ledger.accounts().sum(), ledger.total());
@@ -385,7 +386,7 @@ impl Bench {
         );
     }
 
-    /// Names of what is resident, sorted.
+    /// Names of the resident components, sorted.
     pub(crate) fn resident(&self) -> Vec<String> {
         let mut names: Vec<String> = self
             .card
@@ -401,7 +402,7 @@ impl Bench {
         self.seen.borrow().calls.clone()
     }
 
-    /// Progress since the beginning.
+    /// All progress events so far.
     pub(crate) fn progress(&self) -> Vec<Progress> {
         let progress = self.link.events.iter().filter_map(|event| match event {
             Event::Progress { progress, .. } => Some(progress.clone()),
@@ -410,7 +411,7 @@ impl Bench {
         progress.collect()
     }
 
-    /// Everything out: what is left then is what was there at the start.
+    /// Unloads everything: the accounts must equal those at the start.
     pub(crate) fn unload_all(&mut self) {
         let components = self
             .card

@@ -1,17 +1,17 @@
-//! The card on a thread of its own.
+//! The card on its thread.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use engine::card::{Card, CardError, CardThread, End, Settings, SystemClock, spawn};
+use engine::card::{Card, CardError, CardSettings, CardThread, SystemClock, ThreadEnd, spawn};
 use engine::messages::*;
 use gpu::*;
 use residency::ComponentId;
 
 use crate::support::*;
 
-/// Nothing that is waited for takes as long, unless it never comes.
+/// Timeout of waits in these tests.
 const LONG: Duration = Duration::from_secs(60);
 
 fn start(card: &str) -> (CardThread, Receiver<Event>) {
@@ -20,9 +20,9 @@ fn start(card: &str) -> (CardThread, Receiver<Event>) {
     let card = move || {
         let clock = Arc::new(RealClock::default());
         let card = SimulatedCard::new(settings, 1, SimulatedWorld::new(), clock);
-        let settings = Settings {
+        let settings = CardSettings {
             poll: Duration::from_millis(5),
-            ..Settings::default()
+            ..CardSettings::default()
         };
         Card::new(
             Box::new(card),
@@ -57,14 +57,14 @@ fn orders_run_and_a_shutdown_ends_the_thread() {
     assert!(thread.send(Command::Run(Box::new(bench.stage(&sample("small"), "denoise")))));
     assert!(matches!(outcome(&events), Outcome::Completed(_)));
     assert!(thread.send(Command::Shutdown));
-    assert!(matches!(thread.join(), End::Shutdown));
+    assert!(matches!(thread.join(), ThreadEnd::Shutdown));
 }
 
 #[test]
-fn a_running_stage_and_a_queued_one_are_cancelled_beside_the_thread() {
+fn running_and_queued_orders_can_be_cancelled_concurrently() {
     let (thread, events) = start("32GiB");
     let mut bench = bench("32GiB");
-    // Nobody waits for the end of one step: a cancel takes effect within it, or the test fails.
+    // The step takes longer than the test: the cancellation must take effect within it.
     let folder = tempfile::tempdir().unwrap();
     let slow = write_model(folder.path(), "slow", r#","steps_ms":600000"#);
     let (running, queued) = (bench.stage(&slow, "denoise"), bench.stage(&slow, "denoise"));
@@ -83,8 +83,8 @@ fn a_running_stage_and_a_queued_one_are_cancelled_beside_the_thread() {
 }
 
 #[test]
-fn a_slow_load_is_cancelled_beside_the_thread() {
-    // Minutes of it: nobody waits for its end.
+fn a_slow_load_can_be_cancelled_concurrently() {
+    // The load takes minutes: the cancellation must end it.
     let (thread, events) = start("32GiB,speed=128MiB/s");
     let mut bench = bench("32GiB");
     let order = bench.load(&sample("flux-full"), &["transformer"]);
@@ -100,22 +100,22 @@ fn a_lost_card_ends_the_thread() {
     let (thread, events) = start("32GiB,lose-at=denoise:1");
     let mut bench = bench("32GiB");
     thread.send(Command::Run(Box::new(bench.stage(&sample("small"), "denoise"))));
-    assert!(matches!(thread.join(), End::Lost(_)));
+    assert!(matches!(thread.join(), ThreadEnd::Lost(_)));
     assert!(!events.iter().any(|event| matches!(event, Event::Finished { .. })));
 }
 
 #[test]
-fn a_card_that_cannot_be_made_never_gets_ready() {
+fn a_card_that_fails_to_open_is_never_ready() {
     let (sender, events) = channel::<Event>();
     let broken = || Err(CardError::Gpu(GpuError::NotLoaded(ComponentId::new("canary"))));
     let thread = spawn(broken, move |event| drop(sender.send(event))).unwrap();
-    assert!(matches!(thread.join(), End::NeverReady(CardError::Gpu(_))));
+    assert!(matches!(thread.join(), ThreadEnd::NeverReady(CardError::Gpu(_))));
     assert!(events.recv().is_err(), "nothing was said");
 }
 
 #[test]
-fn nobody_left_to_command_it_ends_the_thread() {
+fn the_thread_ends_when_all_senders_are_dropped() {
     let (thread, events) = start("32GiB");
-    assert!(matches!(thread.join(), End::Shutdown));
+    assert!(matches!(thread.join(), ThreadEnd::Shutdown));
     drop(events);
 }

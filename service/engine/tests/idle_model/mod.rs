@@ -1,20 +1,17 @@
-//! A model that has components and runs nothing, for tests of what becomes of the components.
-
-use std::path::Path;
-use std::sync::Arc;
+//! A model with components and without stages, for tests of components.
 
 use gpu::LoadPlan;
 use pipelines::{
-    Image, Medium, Model, Observer, Request, RequestError, StageError, StagePlan, StageRun, ValueShape,
-    Values,
+    Image, Medium, Model, ModelFile, Observer, Request, RequestError, StageError, StagePlan, StageRun,
+    ValueShape, Values,
 };
 use residency::Component;
 
 pub(crate) struct IdleModel {
     pub(crate) components: Vec<Component>,
     /// The file of each component.
-    pub(crate) files: Vec<Arc<Path>>,
-    /// Of the first.
+    pub(crate) files: Vec<ModelFile>,
+    /// Load plan of the first component.
     pub(crate) plan: Option<LoadPlan>,
 }
 
@@ -32,7 +29,7 @@ impl Model for IdleModel {
         let first = self.components.first()?;
         self.plan.as_ref().filter(|_| first.name == component_name)
     }
-    fn files_of(&self, component_name: &str) -> Vec<Arc<Path>> {
+    fn files_of(&self, component_name: &str) -> Vec<ModelFile> {
         let own = self.components.iter().zip(&self.files);
         own.filter(|(component, _)| component.name == component_name)
             .map(|(_, file)| file.clone())

@@ -1,4 +1,4 @@
-//! A model without numbers, and what is asked of it.
+//! A model without weights, and requests for it.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use engine::job::{JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::Entry;
 use gpu::{LoadPlan, WeightFormat};
 use pipelines::{
-    Family, HostTensor, HostType, Image, Medium, Model, ModelError, Observer, Precision, Preset,
+    Family, HostTensor, HostType, Image, Medium, Model, ModelError, ModelFile, Observer, Precision, Preset,
     Quantization, Request, RequestError, Role, Rung, StageError, StagePlan, StageRun, ValueShape, Values,
 };
 use residency::{Bytes, Component, ComponentId};
@@ -15,7 +15,7 @@ use residency::{Bytes, Component, ComponentId};
 /// Capacity of every card.
 pub const CARD: Bytes = Bytes::gib(24);
 
-/// A byte for each two of bf16, or for each four: near enough.
+/// One byte per two of bf16, or per four: close enough.
 fn quantized(mut component: Component, quantization: &Quantization) -> Component {
     if let Some(format) = quantization.format_of(&component.name) {
         let parts = match format {
@@ -28,7 +28,8 @@ fn quantized(mut component: Component, quantization: &Quantization) -> Component
     component
 }
 
-/// All models share one T5; `a` has its own transformer and VAE, and so on. The transformers of `small` and `large` are that.
+/// All models share one T5; `a` has its own transformer and VAE, and so on. The transformers of `small` and `large`
+/// differ in size.
 pub struct FakeModel {
     components: Vec<Component>,
 }
@@ -109,7 +110,7 @@ impl Model for FakeModel {
     fn load_plan(&self, _component_name: &str) -> Option<&LoadPlan> {
         None
     }
-    fn files_of(&self, _component_name: &str) -> Vec<Arc<Path>> {
+    fn files_of(&self, _component_name: &str) -> Vec<ModelFile> {
         Vec::new()
     }
     fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
@@ -230,7 +231,7 @@ pub fn request(prompt: &str) -> Request {
     }
 }
 
-/// The run of a specification that has one.
+/// The run of a specification.
 pub fn run_of(spec: &mut JobSpec) -> &mut Run {
     match &mut spec.work {
         JobWork::Run(run) => run,
@@ -238,7 +239,7 @@ pub fn run_of(spec: &mut JobSpec) -> &mut Run {
     }
 }
 
-/// The picture that a specification asks for.
+/// The picture request of a specification.
 pub fn image_of(spec: &mut JobSpec) -> &mut Image {
     match &mut run_of(spec).request.medium {
         Medium::Image(image) => image,
@@ -262,7 +263,7 @@ pub fn decode(latent: &str) -> JobWork {
     })
 }
 
-/// What a refusal says of the quantizations of a model in full precision that would all fit, in its words.
+/// The quantization fallbacks of a refused full-precision model that would all fit, in the refusal's words.
 pub const REDUCTIONS: [&str; 4] = [
     "quantization 8-bit (int8)",
     "quantization text_encoder_2=fp8,transformer=fp8",
@@ -277,7 +278,7 @@ pub fn with_formats(mut spec: JobSpec, formats: &[(&str, &str)]) -> JobSpec {
     spec
 }
 
-/// A picture of model `name` for a client; each prompt is encoded anew unless it was there before.
+/// A picture job of model `name` for a client; each prompt is new unless repeated.
 pub fn picture(name: &str, client: &str, prompt: &str) -> JobSpec {
     let run = Run {
         call: "GenerateImage",
@@ -317,7 +318,7 @@ pub fn load(name: &str, client: &str, components: &[&str]) -> JobSpec {
     }
 }
 
-/// A load that takes another model's place.
+/// A load that replaces another model.
 pub fn swap(new: &str, old: &str, client: &str) -> JobSpec {
     let mut spec = load(new, client, &[]);
     spec.work = JobWork::Load {
@@ -336,7 +337,7 @@ pub fn latent() -> HostTensor {
     }
 }
 
-/// The same as a client brings it: without a name.
+/// The same value as a client sends it: without a name.
 pub fn brought() -> Values {
     Values::from([(String::new(), latent())])
 }

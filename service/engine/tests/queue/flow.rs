@@ -1,4 +1,4 @@
-//! How jobs go when nothing goes wrong.
+//! The normal flow of jobs.
 
 use std::time::Duration;
 
@@ -37,7 +37,7 @@ fn names(events: &[JobEventKind]) -> Vec<String> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_picture_goes_through_its_stages_and_the_same_prompt_is_encoded_once() {
+async fn a_job_runs_all_stages_and_equal_prompts_are_encoded_once() {
     let (queue, mut worker) = one_card().await;
     let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
     for expected in ["encode_text", "denoise", "decode"] {
@@ -88,7 +88,7 @@ async fn a_picture_goes_through_its_stages_and_the_same_prompt_is_encoded_once()
 }
 
 #[tokio::test(start_paused = true)]
-async fn several_pictures_are_decoded_one_by_one_or_last_as_the_policy_has_it() {
+async fn several_pictures_are_decoded_in_the_order_of_the_policy() {
     for (policy, expected) in [
         (
             Policy::Shared,
@@ -128,7 +128,7 @@ async fn several_pictures_are_decoded_one_by_one_or_last_as_the_policy_has_it() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_learned_replaces_what_was_predicted() {
+async fn learned_peaks_replace_predictions() {
     let (queue, mut worker) = one_card().await;
     for expected in [Bytes::gib(1), Bytes(1 << 29) + Bytes(1 << 24) + Bytes::mib(16)] {
         let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
@@ -146,8 +146,8 @@ async fn what_was_learned_replaces_what_was_predicted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_latent_that_is_given_up_stays_for_the_jobs_that_need_it() {
-    // Its own job, which has denoised and decodes last: the client knows of the latent before that.
+async fn a_deleted_latent_stays_for_jobs_that_need_it() {
+    // The job itself, which has denoised and decodes last: the client has the latent's handle before that.
     let (queue, mut worker) = one_card_with(Settings {
         policy: Policy::Exclusive,
         ..exclusive()
@@ -182,7 +182,7 @@ async fn a_latent_that_is_given_up_stays_for_the_jobs_that_need_it() {
     at_rest(&queue).await;
     assert_eq!(queue.status_now().await.latents, 1, "the second picture's");
 
-    // One that is queued behind another.
+    // A job that is queued behind another.
     let brought = queue.put_latent(brought(), "path:/a#vae".into()).await.unwrap();
     let mut running = queue.submit(picture("a", "me", "a dog")).await.unwrap();
     let busy = worker.order().await;
@@ -206,7 +206,7 @@ async fn a_latent_that_is_given_up_stays_for_the_jobs_that_need_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_job_that_is_discarded_leaves_no_latents_at_whatever_time() {
+async fn a_discarded_job_leaves_no_latents() {
     let (queue, mut worker) = one_card().await;
     let keeping = |prompt: &str| {
         let mut spec = picture("a", "me", prompt);
@@ -216,7 +216,7 @@ async fn a_job_that_is_discarded_leaves_no_latents_at_whatever_time() {
     };
     let brought = queue.put_latent(brought(), "path:/a#vae".into()).await.unwrap();
 
-    // While its second picture is denoised, by a worker that does not let go before it is.
+    // While its second picture is denoised, by a worker that does not react to the cancellation earlier.
     let mut running = queue.submit(keeping("one")).await.unwrap();
     for expected in ["encode_text", "denoise", "decode"] {
         assert_eq!(worker.work(1).await.1, expected);
@@ -231,7 +231,7 @@ async fn a_job_that_is_discarded_leaves_no_latents_at_whatever_time() {
     assert_eq!(end(&mut running).await, Err(Error::Cancelled));
     assert_eq!(queue.status_now().await.latents, 1);
 
-    // When it has ended, and not by a mere cancel.
+    // After it has ended, and not by a cancellation only.
     let mut ended = queue.submit(keeping("two")).await.unwrap();
     for _ in 0..5 {
         worker.work(1).await;
@@ -321,7 +321,7 @@ async fn latents_are_kept_encoded_and_decoded_on_request() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_exceeds_the_card_is_refused_at_once_with_what_would_fit() {
+async fn a_job_that_exceeds_the_card_is_refused_with_fallbacks() {
     let (queue, mut worker) = one_card().await;
     let mut spec = picture("a", "me", "a wall");
     *image_of(&mut spec) = Image::of(4096, 4096);
@@ -358,7 +358,7 @@ async fn what_exceeds_the_card_is_refused_at_once_with_what_would_fit() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_model_that_is_damaged_or_a_field_that_is_wrong_is_refused() {
+async fn damaged_models_and_invalid_fields_are_refused() {
     let (queue, _worker) = one_card().await;
     assert!(matches!(
         queue.submit(picture("broken", "me", "")).await,
@@ -380,7 +380,7 @@ async fn a_model_that_is_damaged_or_a_field_that_is_wrong_is_refused() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn jobs_wait_for_a_card_and_go_to_the_one_that_is_done_first() {
+async fn jobs_wait_for_a_card_and_run_on_the_first_available() {
     let (queue, mut workers) = start(
         Settings {
             headroom: Bytes::ZERO,
@@ -424,7 +424,7 @@ async fn jobs_wait_for_a_card_and_go_to_the_one_that_is_done_first() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_plan_says_what_would_happen_and_does_nothing() {
+async fn a_plan_is_a_dry_run() {
     let (queue, mut worker) = one_card().await;
     let plan = queue.plan(picture("a", "me", "a cat"), "").await.unwrap();
     assert!(plan.runs_now && plan.card == "sim:0" && plan.predicted_move_seconds > 3.0);

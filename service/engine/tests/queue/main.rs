@@ -1,4 +1,4 @@
-//! The queue against workers that are played by hand, in time that stands still unless all wait for it.
+//! The queue with scripted workers, in paused time.
 #![allow(unreachable_pub, clippy::unwrap_used, clippy::expect_used)] // a test binary of several files
 
 mod bounds;

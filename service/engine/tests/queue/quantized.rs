@@ -1,5 +1,5 @@
-//! Models in several quantizations: each is an entry of its own, which shares what is the same, and a refusal names those
-//! that would fit.
+//! Quantized models: each quantization is an entry, entries share equal components, and a refusal lists the
+//! quantizations that would fit.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ fn told(fallbacks: &[Fallback]) -> Vec<(&str, Bytes, Bytes)> {
     told.map(|f| (f.label.as_str(), f.peak, f.saved)).collect()
 }
 
-/// Loads, and says how many bytes came in by how many orders' components.
+/// Runs a load, and returns the bytes loaded and the orders' components.
 async fn loaded(queue: &Queue, worker: &mut Worker, spec: JobSpec) -> Vec<String> {
     let mut job = queue.submit(spec).await.unwrap();
     let order = worker.order().await;
@@ -40,7 +40,7 @@ async fn loaded(queue: &Queue, worker: &mut Worker, spec: JobSpec) -> Vec<String
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refusal_names_the_quantizations_that_fit_the_most_faithful_first() {
+async fn a_refusal_lists_fitting_quantizations_most_accurate_first() {
     let (queue, mut worker) = one_card().await;
     let shortfall = refusal(&queue, load("large", "me", &[])).await;
     let quarter = |n: u64| Bytes(n << 28);
@@ -53,13 +53,13 @@ async fn a_refusal_names_the_quantizations_that_fit_the_most_faithful_first() {
     assert_eq!(told(&shortfall.fallbacks)[..4], expected);
     assert_eq!(shortfall.fallbacks[0].fits, Fits::Now);
 
-    // As told: it comes in.
+    // It is loaded as requested.
     let eight_bits = with_formats(
         load("large", "me", &[]),
         &[("text_encoder_2", "int8"), ("transformer", "int8")],
     );
     loaded(&queue, &mut worker, eight_bits.clone()).await;
-    // Now it is resident, so that a smaller one may have to take its place.
+    // It is resident now, so that a smaller one may have to replace it.
     let shortfall = refusal(&queue, load("large", "me", &[])).await;
     assert_eq!(shortfall.fallbacks[0].fits, Fits::Now, "it is there already");
     assert_eq!(shortfall.fallbacks[1].fits, Fits::AfterEvictions);
@@ -67,7 +67,7 @@ async fn a_refusal_names_the_quantizations_that_fit_the_most_faithful_first() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_would_not_fit_beside_others_or_is_no_smaller_is_not_named() {
+async fn quantizations_that_do_not_fit_or_are_not_smaller_are_not_listed() {
     let (queue, mut worker) = one_card().await;
     worker.set_foreign(Bytes::gib(15)); // 9 are left
     settle().await;
@@ -94,7 +94,7 @@ async fn what_would_not_fit_beside_others_or_is_no_smaller_is_not_named() {
         .collect();
     assert_eq!(labels[..2], REDUCTIONS[2..]);
 
-    // From what is mixed already: nothing is made more faithful again.
+    // From a mixed quantization: no component becomes more accurate.
     let mixed = with_formats(spec, &[("transformer", "int8"), ("vae", "nf4")]);
     let shortfall = refusal(&queue, mixed).await;
     let labels: Vec<&str> = told(&shortfall.fallbacks)
@@ -112,7 +112,7 @@ async fn what_would_not_fit_beside_others_or_is_no_smaller_is_not_named() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn with_several_cards_a_refusal_names_what_would_fit_on_any() {
+async fn a_refusal_lists_what_fits_on_any_of_several_cards() {
     let (queue, mut workers) = start(Settings::default(), 2);
     for worker in &mut workers {
         worker.ready();
@@ -138,7 +138,7 @@ async fn with_several_cards_a_refusal_names_what_would_fit_on_any() {
     );
     loaded(&queue, &mut workers[1], eight_bits).await;
 
-    // Of what one who prefers a card asks for, what fits there.
+    // With a preferred card, the list is for that card.
     let mut here = load("large", "me", &[]);
     here.options.card_hint = "sim:0".into();
     let shortfall = refusal(&queue, here).await;
@@ -151,7 +151,7 @@ async fn with_several_cards_a_refusal_names_what_would_fit_on_any() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_reserved_for_others_is_not_offered() {
+async fn reserved_memory_is_not_offered_in_a_refusal() {
     let (queue, mut worker) = one_card().await;
     let asking = queue.clone();
     let an_hour = Duration::from_secs(3600);
@@ -183,7 +183,7 @@ async fn what_is_reserved_for_others_is_not_offered() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_plan_says_of_quantizations_what_a_refusal_says() {
+async fn a_plan_lists_the_same_quantizations_as_a_refusal() {
     let (queue, _worker) = one_card().await;
     let shortfall = refusal(&queue, load("large", "me", &[])).await;
     let plan = queue.plan(load("large", "me", &[]), "").await.unwrap();
@@ -194,7 +194,7 @@ async fn a_plan_says_of_quantizations_what_a_refusal_says() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refusal_is_not_held_up_by_cards_that_are_busy() {
+async fn a_refusal_does_not_wait_for_busy_cards() {
     let (queue, mut worker) = one_card().await;
     let mut busy = queue.submit(load("a", "me", &["vae"])).await.unwrap();
     let order = worker.order().await;
@@ -206,7 +206,7 @@ async fn a_refusal_is_not_held_up_by_cards_that_are_busy() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_job_that_leaves_while_its_refusal_is_made_leaves_nothing_behind() {
+async fn a_job_cancelled_during_its_refusal_leaves_nothing() {
     let (queue, mut worker) = one_card().await;
     drop(queue.submit(load("large", "me", &[])).await.unwrap());
     settle().await;
@@ -215,7 +215,7 @@ async fn a_job_that_leaves_while_its_refusal_is_made_leaves_nothing_behind() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_encoder_in_two_formats_is_two_components_and_the_vae_is_one() {
+async fn components_are_shared_by_format() {
     let (queue, mut worker) = one_card().await;
     let full = loaded(&queue, &mut worker, load("small", "me", &[])).await;
     let quantized = with_formats(load("small", "me", &[]), &[("text_encoder_2", "nf4")]);

@@ -1,9 +1,11 @@
-//! Memory: waiting for it with patience, taking it back, keeping it, giving it to others.
+//! Memory: patience, unloads, holds, and room for other programs.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use engine::Error;
 use engine::job::{JobEvent, JobEventKind};
+use engine::library::Entry;
 use engine::messages::{Answer, Command, Outcome, Shortage};
 use engine::queue::{Job, Queue, Settings};
 use residency::{Bytes, ComponentId, WaitCause};
@@ -11,7 +13,7 @@ use residency::{Bytes, ComponentId, WaitCause};
 use crate::fixture::{REDUCTIONS, entry, load, picture};
 use crate::worker::{Wire, Worker, at_rest, end, events, one_card, one_card_with, settle};
 
-/// Milliseconds at which it ticked while it waited, and how it ended.
+/// Times in milliseconds of its waiting events, and its end.
 async fn ticks(job: &mut Job) -> (Vec<u64>, &'static str, JobEventKind) {
     let (mut at, mut why) = (Vec::new(), "");
     loop {
@@ -28,7 +30,7 @@ async fn ticks(job: &mut Job) -> (Vec<u64>, &'static str, JobEventKind) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn patience_for_what_others_hold_lasts_seven_seconds_and_is_told_every_half() {
+async fn patience_for_foreign_memory_lasts_seven_seconds_and_reports_twice_a_second() {
     let (queue, mut worker) = one_card().await;
     worker.set_foreign(Bytes::gib(16));
     let mut job = queue.submit(load("a", "me", &["transformer"])).await.unwrap();
@@ -47,8 +49,8 @@ async fn patience_for_what_others_hold_lasts_seven_seconds_and_is_told_every_hal
     at_rest(&queue).await;
 }
 
-#[tokio::test(start_paused = true)]
-async fn patience_for_a_late_eviction_lasts_five_seconds() {
+/// A card whose memory was evicted and is not shown as free yet.
+async fn late_eviction() -> (Queue, Worker) {
     let (queue, mut worker) = one_card().await;
     let mut job = queue.submit(load("b", "me", &["transformer"])).await.unwrap();
     worker.work(1).await;
@@ -59,6 +61,12 @@ async fn patience_for_a_late_eviction_lasts_five_seconds() {
     worker.ledger.complete_evict(&id, worker.now()).unwrap();
     worker.publish(); // gone, and not shown as free
     settle().await;
+    (queue, worker)
+}
+
+#[tokio::test(start_paused = true)]
+async fn patience_for_a_late_eviction_lasts_five_seconds() {
+    let (queue, _worker) = late_eviction().await;
     let mut spec = load("a", "me", &[]);
     let mut job = queue.submit(spec.clone()).await.unwrap();
     let (at, why, last) = ticks(&mut job).await;
@@ -71,7 +79,7 @@ async fn patience_for_a_late_eviction_lasts_five_seconds() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nobody_waits_longer_than_the_longest_patience_whatever_they_ask_for() {
+async fn requested_patience_is_capped() {
     let (queue, mut worker) = one_card().await;
     worker.set_foreign(Bytes::gib(16));
     for asked in [Duration::from_secs(86_400), Duration::MAX] {
@@ -89,7 +97,7 @@ async fn nobody_waits_longer_than_the_longest_patience_whatever_they_ask_for() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_load_that_exceeds_the_card_is_told_which_components_to_name() {
+async fn a_load_that_exceeds_the_card_suggests_components() {
     let (queue, mut worker) = one_card().await;
     let mut job = queue.submit(load("large", "me", &[])).await.unwrap();
     let Err(Error::NeverFits(shortfall)) = end(&mut job).await else {
@@ -131,7 +139,7 @@ async fn a_load_that_exceeds_the_card_is_told_which_components_to_name() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn it_goes_on_the_moment_that_it_fits() {
+async fn a_waiting_job_starts_as_soon_as_it_fits() {
     let (queue, mut worker) = one_card().await;
     worker.set_foreign(Bytes::gib(16));
     let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
@@ -155,7 +163,21 @@ async fn it_goes_on_the_moment_that_it_fits() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_allows_low_memory_runs_when_patience_is_over() {
+async fn a_job_that_allows_low_memory_waits_for_what_is_about_to_be_freed() {
+    let (queue, mut worker) = late_eviction().await;
+    let mut spec = load("a", "me", &[]);
+    spec.options.allow_low_memory = true;
+    let before = tokio::time::Instant::now();
+    let mut job = queue.submit(spec).await.unwrap();
+    let order = worker.order().await;
+    assert!(order.allow_low_memory && before.elapsed().as_secs() == 5);
+    worker.finish(order.ticket, Outcome::Cancelled);
+    assert_eq!(end(&mut job).await, Err(Error::Cancelled));
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_job_that_allows_low_memory_runs_at_once_when_nothing_is_expected_to_be_freed() {
     let (queue, mut worker) = one_card().await;
     worker.set_foreign(Bytes::gib(16));
     let mut spec = load("a", "me", &["transformer"]);
@@ -163,7 +185,7 @@ async fn who_allows_low_memory_runs_when_patience_is_over() {
     let mut job = queue.submit(spec).await.unwrap();
     let before = tokio::time::Instant::now();
     let order = worker.order().await;
-    assert!(order.allow_low_memory && before.elapsed().as_secs() == 7);
+    assert!(order.allow_low_memory && before.elapsed().as_secs() == 0);
     worker.deliver(&order);
     worker.finish(order.ticket, crate::worker::completed(&order, Vec::new()));
     end(&mut job).await.unwrap();
@@ -171,7 +193,7 @@ async fn who_allows_low_memory_runs_when_patience_is_over() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_that_says_wait_is_asked_again_and_patience_runs_on() {
+async fn an_order_answered_with_wait_is_sent_again_within_the_same_patience() {
     let (queue, mut worker) = one_card().await;
     let mut job = queue.submit(load("a", "me", &["transformer"])).await.unwrap();
     let mut asked = 0;
@@ -202,7 +224,7 @@ async fn resident(queue: &Queue, worker: &mut Worker, name: &str) {
     settle().await;
 }
 
-/// Answers the unload that comes next, and says what was to leave.
+/// Answers the next unload, and returns its components.
 async fn answer_unload(worker: &mut Worker) -> usize {
     let Wire::Command(Command::Unload { id, components }) = worker.next().await else {
         panic!()
@@ -213,7 +235,7 @@ async fn answer_unload(worker: &mut Worker) -> usize {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_unload_waits_for_jobs_and_those_that_come_later_wait_for_it() {
+async fn an_unload_waits_for_running_jobs_and_blocks_later_ones() {
     let (queue, mut worker) = one_card().await;
     let mut first = queue.submit(load("a", "me", &[])).await.unwrap();
     let order = worker.order().await;
@@ -256,10 +278,10 @@ async fn an_unload_waits_for_jobs_and_those_that_come_later_wait_for_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_others_share_pin_or_hold_stays() {
+async fn shared_pinned_and_held_components_are_not_unloaded() {
     let (queue, mut worker) = one_card().await;
     resident(&queue, &mut worker, "a").await;
-    assert_eq!(queue.pin(entry("b"), false).await.unwrap(), ["b"]);
+    assert_eq!(queue.pin(entry("b")).await.unwrap(), ["b"]);
     let asking = queue.clone();
     let unload = tokio::spawn(async move { asking.unload(Some(entry("a")), false).await });
     assert_eq!(answer_unload(&mut worker).await, 2);
@@ -273,7 +295,7 @@ async fn what_others_share_pin_or_hold_stays() {
 
     let report = queue.unload(Some(entry("b")), false).await.unwrap();
     assert_eq!(report.kept[0].reason, "pinned");
-    queue.pin(entry("b"), true).await.unwrap();
+    queue.unpin("b").await.unwrap();
     queue
         .hold(entry("b"), "me".into(), Duration::from_secs(60))
         .await
@@ -289,7 +311,33 @@ async fn what_others_share_pin_or_hold_stays() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn holds_end_when_they_are_not_renewed_and_workers_hear_of_it() {
+async fn a_model_whose_files_are_gone_is_unpinned_and_unloaded_all_the_same() {
+    let (queue, mut worker) = one_card().await;
+    resident(&queue, &mut worker, "a").await;
+    queue.pin(entry("a")).await.unwrap();
+    let gone = Arc::new(Entry {
+        path: "/models/broken".into(),
+        ..Entry::clone(&entry("a"))
+    });
+    assert!(queue.pin(gone.clone()).await.is_err(), "it cannot be opened");
+    assert_eq!(queue.known_entries().await.len(), 1);
+    assert!(queue.unpin(&gone.key).await.unwrap().is_empty());
+    let asking = queue.clone();
+    let unload = tokio::spawn(async move { asking.unload(Some(gone), false).await });
+    assert_eq!(answer_unload(&mut worker).await, 3);
+    assert_eq!(unload.await.unwrap().unwrap().freed.len(), 3);
+    let unknown = Arc::new(Entry {
+        key: "unknown".into(),
+        path: "/models/broken".into(),
+        ..Entry::clone(&entry("a"))
+    });
+    let refused = queue.unload(Some(unknown), false).await;
+    assert!(matches!(refused, Err(Error::ModelDamaged(_))), "{refused:?}");
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn expired_holds_are_released_on_workers() {
     let (queue, mut worker) = one_card().await;
     let hold = queue
         .hold(entry("a"), "me".into(), Duration::from_secs(10))
@@ -336,7 +384,7 @@ async fn a_job_behind_a_hold_is_queued_and_spends_no_patience() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn room_is_made_for_others_and_nothing_is_sent_meanwhile() {
+async fn making_room_for_other_programs_blocks_orders() {
     let (queue, mut worker) = one_card().await;
     let asking = queue.clone();
     let reserve = tokio::spawn(async move {
@@ -407,7 +455,7 @@ async fn room_is_made_for_others_and_nothing_is_sent_meanwhile() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn entries_that_nobody_uses_leave_after_their_keep_alive() {
+async fn unused_entries_are_unloaded_after_their_keep_alive() {
     let keep_alive = Some(Duration::from_secs(30));
     let (queue, mut worker) = one_card_with(Settings {
         keep_alive,
@@ -429,7 +477,7 @@ async fn entries_that_nobody_uses_leave_after_their_keep_alive() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn patience_stands_still_while_our_own_jobs_are_in_the_way() {
+async fn patience_is_not_spent_while_own_jobs_block() {
     let (queue, mut worker) = one_card().await;
     worker.set_foreign(Bytes::gib(14));
     let mut big = queue.submit(load("a", "me", &["transformer"])).await.unwrap();
@@ -459,7 +507,7 @@ async fn patience_stands_still_while_our_own_jobs_are_in_the_way() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_model_may_have_a_keep_alive_of_its_own() {
+async fn a_model_may_override_the_keep_alive() {
     let (queue, mut worker) = one_card_with(Settings {
         keep_alive: Some(Duration::from_secs(30)),
         keep_alive_of: [
@@ -496,7 +544,7 @@ async fn a_model_may_have_a_keep_alive_of_its_own() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn without_any_job_for_long_everything_leaves_at_once() {
+async fn everything_is_unloaded_after_a_long_idle_time() {
     let (queue, mut worker) = one_card_with(Settings {
         unload_when_idle: Some(Duration::from_secs(60)),
         ..Settings::default()

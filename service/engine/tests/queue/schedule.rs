@@ -1,5 +1,5 @@
-//! Thousands of random steps: jobs of several clients, deaths, cancels, memory that others take, answers of the dead.
-//! Whatever happens, each job ends once, nothing that a dead worker says counts, and nothing is left at rest.
+//! Thousands of random steps: jobs of several clients, worker deaths, cancellations, foreign memory, answers of stale
+//! workers. Each job ends once, nothing that a stale worker says counts, and no state is left at rest.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
@@ -19,19 +19,19 @@ use tokio::time::Instant;
 use crate::fixture::{entry, load, picture, swap};
 use crate::worker::{Wire, Worker, at_rest, completed, piece_of, settle, start};
 
-/// Every number of a picture of a dead worker.
+/// Every byte of a picture from a stale worker.
 const DEAD: u8 = 0xde;
 
-/// A worker that does one thing at a time, and forgets all when it dies.
+/// A worker that does one thing at a time, and loses its state when it dies.
 struct Played {
     worker: Worker,
     alive: bool,
-    /// What it has been asked for and has not answered, of its present life.
+    /// Commands of its current generation that are not answered.
     order: Option<Order>,
     begun: bool,
     unloads: Vec<(u64, Vec<ComponentId>)>,
     others: Vec<(u64, bool)>,
-    /// What it was asked for in earlier lives.
+    /// Commands of earlier generations.
     past: Vec<(u64, Order)>,
     tickets: BTreeSet<Ticket>,
 }
@@ -82,7 +82,7 @@ impl Played {
         }
     }
 
-    /// A worker that was lost says that all went well.
+    /// A lost worker reports success.
     fn haunt(&mut self) {
         for (generation, order) in &self.past {
             let Outcome::Completed(done) = completed(order, Vec::new()) else {
@@ -120,7 +120,7 @@ impl Played {
         }
     }
 
-    /// One step of what it does: begin, then end well or badly.
+    /// One step of its work: begin, then succeed or fail.
     fn step(&mut self, random: &mut StdRng) {
         self.answer();
         let Some(order) = self.order.clone() else { return };
@@ -191,7 +191,7 @@ fn random_job(random: &mut StdRng, number: u64) -> JobSpec {
     spec
 }
 
-/// Listens to a job, and sees that it ends once and that no dead worker's picture is among its events.
+/// Listens to a job, and checks that it ends once and that no stale worker's picture is among its events.
 async fn listen(mut job: Job, for_events: usize, ends: Ends) {
     let (mut terminals, mut end) = (0, String::new());
     for _ in 0..for_events {
@@ -232,11 +232,12 @@ fn disturb(queue: &Queue, random: &mut StdRng, tasks: &mut JoinSet<()>) {
     );
     let ttl = Duration::from_secs(5);
     tasks.spawn(async move {
-        // How these end depends on chance; that they end is what counts.
+        // The outcome is random; that they end is checked.
         match what {
             0 => drop(queue.unload(Some(model), force).await),
             1 => drop(queue.unload(None, force).await),
-            2 => drop(queue.pin(model, unpin).await),
+            2 if unpin => drop(queue.unpin(&model.key).await),
+            2 => drop(queue.pin(model).await),
             3 => drop(queue.hold(model, "x".into(), ttl).await),
             4 => drop(queue.reserve("", Bytes::gib(2), ttl, "other".into()).await),
             _ => drop(queue.trim("").await),
@@ -244,10 +245,10 @@ fn disturb(queue: &Queue, random: &mut StdRng, tasks: &mut JoinSet<()>) {
     });
 }
 
-/// From here on all goes well, until nobody wants anything.
+/// From here on there are no faults, until no job is left.
 async fn wind_down(queue: &Queue, workers: &mut [Played], tasks: &mut JoinSet<()>, random: &mut StdRng) {
     for model in ["a", "b", "c", "small"] {
-        queue.pin(entry(model), true).await.unwrap();
+        queue.unpin(model).await.unwrap();
     }
     for _ in 0..20_000 {
         if queue.jobs(false).await.is_empty() && tasks.is_empty() {
@@ -346,7 +347,7 @@ async fn run(seed: u64, steps: u64) -> Vec<String> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn whatever_happens_each_job_ends_once_and_nothing_is_left() {
+async fn random_events_end_each_job_once_and_leave_no_state() {
     let mut seen = BTreeSet::new();
     for seed in 0..8 {
         seen.extend(run(seed, 2000).await);

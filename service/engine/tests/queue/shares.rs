@@ -1,4 +1,4 @@
-//! Who is next: fair shares, affinity, overtaking, joining, slow readers.
+//! Scheduling: fair shares, affinity, overtaking, joining, slow readers.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ async fn submit_all(queue: &Queue, count: usize, spec: impl Fn(usize) -> engine:
     jobs
 }
 
-/// Runs all that comes, one order in `ms`, and says whose they were.
+/// Runs all orders, each in `ms`, and returns their clients.
 async fn serve(worker: &mut Worker, orders: usize, ms: u64) -> Vec<String> {
     let mut served = Vec::new();
     for _ in 0..orders {
@@ -36,7 +36,7 @@ fn count(served: &[String], jobs: &[Job]) -> usize {
 }
 
 #[tokio::test(start_paused = true)]
-async fn clients_share_a_card_whoever_came_first_and_however_much_they_ask_for() {
+async fn clients_get_fair_shares_for_any_order_and_number_of_jobs() {
     let (queue, mut worker) = one_card().await;
     let vae = |client| move |_| load("a", client, &["vae"]);
     let many = submit_all(&queue, 30, vae("many")).await;
@@ -63,7 +63,7 @@ async fn clients_share_a_card_whoever_came_first_and_however_much_they_ask_for()
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_newcomer_gets_its_share_from_now_on_and_no_more() {
+async fn a_new_client_gets_its_share_without_arrears() {
     let (queue, mut worker) = one_card().await;
     let vae = |client| move |_| load("a", client, &["vae"]);
     let old = submit_all(&queue, 20, vae("old")).await;
@@ -81,7 +81,7 @@ async fn a_newcomer_gets_its_share_from_now_on_and_no_more() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_warm_job_overtakes_a_cold_one_so_often_and_no_oftener() {
+async fn a_warm_job_overtakes_a_cold_one_up_to_the_bound() {
     for bound in [0, 3] {
         let (queue, mut worker) = one_card_with(Settings {
             overtaking_bound: bound,
@@ -103,7 +103,7 @@ async fn a_warm_job_overtakes_a_cold_one_so_often_and_no_oftener() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn those_who_fit_overtake_one_who_waits_so_often_and_no_oftener() {
+async fn jobs_that_fit_overtake_a_waiting_job_up_to_the_bound() {
     let (queue, mut worker) = one_card().await;
     worker.set_foreign(Bytes::gib(16));
     let mut big = queue.submit(load("a", "big", &["transformer"])).await.unwrap();
@@ -141,7 +141,7 @@ async fn a_job_that_runs_keeps_its_card_between_its_stages() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_key_joins_the_job_that_is_there_and_the_one_that_has_just_ended() {
+async fn an_idempotency_key_joins_a_current_or_recent_job() {
     let (queue, mut worker) = one_card().await;
     let mut spec = picture("a", "me", "a cat");
     spec.options.idempotency_key = "key".into();
@@ -184,7 +184,7 @@ async fn a_key_joins_the_job_that_is_there_and_the_one_that_has_just_ended() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_job_is_cancelled_when_the_last_listener_leaves_unless_it_is_detached() {
+async fn a_job_is_cancelled_with_its_last_listener_unless_detached() {
     let (queue, mut worker) = one_card().await;
     let mut spec = picture("a", "me", "a cat");
     spec.options.idempotency_key = "key".into();
@@ -213,7 +213,7 @@ async fn a_job_is_cancelled_when_the_last_listener_leaves_unless_it_is_detached(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_slow_reader_gets_the_latest_step_and_every_event_that_matters() {
+async fn a_slow_reader_gets_coalesced_steps_and_all_other_events() {
     let (queue, mut worker) = one_card().await;
     let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
     worker.work(1).await;

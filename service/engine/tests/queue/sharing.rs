@@ -1,18 +1,20 @@
-//! Models that have something in common, and what one of them does to the other: learned peaks, unloads.
+//! Models with common components, and their effects on each other: learned peaks, unloads.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use engine::job::{JobSpec, JobWork};
 use engine::library::Entry;
-use engine::messages::{Command, Order, Work};
+use engine::messages::{Command, Order, Outcome, Work};
 use engine::queue::{Queue, Settings, UnloadReport};
 use residency::Bytes;
 
 use crate::fixture::{entry, load, picture};
-use crate::worker::{Wire, Worker, at_rest, end, one_card, one_card_with, settle, stage_of};
+use crate::worker::{
+    Wire, Worker, at_rest, completed, end, one_card, one_card_with, settle, stage_of, start,
+};
 
-/// Generates a picture, and says with how much scratch the denoising was ordered.
+/// Runs a picture job, and returns the scratch with which the denoising was ordered.
 async fn scratch_of_denoise(queue: &Queue, worker: &mut Worker, name: &str) -> Bytes {
     scratch_of_job(queue, worker, picture(name, "me", "a cat")).await
 }
@@ -36,7 +38,7 @@ async fn scratch_of_job(queue: &Queue, worker: &mut Worker, spec: JobSpec) -> By
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_model_teaches_its_peaks_to_those_of_its_size_alone() {
+async fn learned_peaks_apply_only_to_models_of_the_same_size() {
     let (queue, mut worker) = one_card().await;
     let (predicted, learned) = (Bytes::gib(1), Bytes::mib(512) + Bytes::mib(16) + Bytes::mib(16));
     assert_eq!(scratch_of_denoise(&queue, &mut worker, "small").await, predicted);
@@ -55,9 +57,9 @@ async fn a_model_teaches_its_peaks_to_those_of_its_size_alone() {
     at_rest(&queue).await;
 }
 
-/// A stage may hold something for each of its steps: a short job must not teach a long one too little.
+/// A stage may allocate per step: a short job must not teach a long one too small a peak.
 #[tokio::test(start_paused = true)]
-async fn a_job_teaches_its_peaks_to_those_of_as_many_steps_alone() {
+async fn learned_peaks_apply_only_to_the_same_number_of_steps() {
     let (queue, mut worker) = one_card().await;
     let predicted = scratch_of_denoise(&queue, &mut worker, "a").await;
     let of_steps = |steps| {
@@ -81,7 +83,7 @@ async fn resident(queue: &Queue, worker: &mut Worker, entry: Arc<Entry>) {
     settle().await;
 }
 
-/// Unloads, with a worker that does as it is told.
+/// Unloads, with a worker that complies.
 async fn unload(queue: &Queue, worker: &mut Worker, entry: Option<Arc<Entry>>) -> UnloadReport {
     let asking = queue.clone();
     let unload = tokio::spawn(async move { asking.unload(entry, false).await });
@@ -104,7 +106,7 @@ fn names(report: &UnloadReport) -> (Vec<&str>, Vec<(&str, &str)>) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_unload_does_not_take_apart_another_model_that_is_there_as_a_whole() {
+async fn an_unload_keeps_components_of_another_complete_model() {
     let (queue, mut worker) = one_card().await;
     resident(&queue, &mut worker, entry("a")).await;
     resident(&queue, &mut worker, entry("small")).await;
@@ -129,7 +131,7 @@ async fn an_unload_does_not_take_apart_another_model_that_is_there_as_a_whole() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn two_models_that_are_unloaded_at_once_do_not_keep_what_they_share_for_each_other() {
+async fn unloading_two_models_at_once_frees_shared_components() {
     let (queue, mut worker) = one_card().await;
     resident(&queue, &mut worker, entry("a")).await;
     resident(&queue, &mut worker, entry("small")).await;
@@ -156,7 +158,7 @@ async fn two_models_that_are_unloaded_at_once_do_not_keep_what_they_share_for_ea
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_model_leaves_by_any_of_its_names() {
+async fn a_model_can_be_unloaded_by_any_of_its_names() {
     let (queue, mut worker) = one_card().await;
     let again = Arc::new(Entry {
         key: "again".into(),
@@ -170,7 +172,7 @@ async fn a_model_leaves_by_any_of_its_names() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_nobody_uses_leaves_after_its_keep_alive_though_another_shares_it() {
+async fn unused_components_are_unloaded_after_their_keep_alive_even_if_shared() {
     let keep_alive = Some(Duration::from_secs(30));
     let (queue, mut worker) = one_card_with(Settings {
         keep_alive,
@@ -201,4 +203,39 @@ async fn what_nobody_uses_leaves_after_its_keep_alive_though_another_shares_it()
     tokio::time::sleep(Duration::from_secs(100)).await;
     assert!(worker.is_idle().await && worker.ledger.residents().count() == 0);
     at_rest(&queue).await;
+}
+
+/// Runs a picture on the card that the hint names, whose stages take so long each.
+async fn picture_on(queue: &Queue, worker: &mut Worker, card: &str, run_ms: u64) {
+    let mut spec = picture("a", "me", card);
+    spec.options.card_hint = card.into();
+    let mut job = queue.submit(spec).await.unwrap();
+    for _ in 0..3 {
+        let order = worker.order().await;
+        let resident = worker.begin(&order).unwrap();
+        worker.deliver(&order);
+        let Outcome::Completed(mut done) = completed(&order, resident) else {
+            panic!()
+        };
+        done.run_ms = run_ms;
+        worker.finish(order.ticket, Outcome::Completed(done));
+    }
+    end(&mut job).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_two_idle_cards_the_one_that_computes_faster_is_taken() {
+    for fast in [0, 1] {
+        let (queue, mut workers) = start(Settings::default(), 2);
+        for worker in &mut workers {
+            worker.ready();
+        }
+        for (card, worker) in workers.iter_mut().enumerate() {
+            let run_ms = if card == fast { 100 } else { 60_000 };
+            picture_on(&queue, worker, &format!("sim:{card}"), run_ms).await;
+        }
+        let _job = queue.submit(picture("a", "me", "a new prompt")).await.unwrap();
+        workers[fast].order().await;
+        assert!(workers[1 - fast].is_idle().await);
+    }
 }

@@ -1,5 +1,4 @@
-//! A model takes another's place. `a` and `b` are 17 GiB with the T5 that they share and do not fit together; `small`
-//! fits beside either.
+//! Swaps of models. `a` and `b` have 17 GiB with their common T5 and do not fit together; `small` fits beside either.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -14,19 +13,19 @@ use tokio::time::Instant;
 use crate::fixture::{entry, load, picture, swap};
 use crate::worker::{Wire, Worker, at_rest, completed, end, events, one_card, settle, stage_of, start};
 
-/// What becomes of an order.
+/// Scripted fate of an order.
 enum Fate {
     Well,
-    /// Its components come in, then it ends like this.
+    /// Its components are loaded, then it ends like this.
     Ends(Outcome),
     Dies,
-    /// Nothing of it: others have taken the memory for a moment.
+    /// It fails: memory is foreign for a moment.
     Waits,
-    /// Nothing: it goes on until it is cancelled.
+    /// It runs until it is cancelled.
     Cancelled,
 }
 
-/// Plays a worker until a job has ended, and tells what happened to the job. `fate` hears of each order.
+/// Scripts a worker until a job has ended, and returns the job's events. `fate` decides each order.
 async fn play(
     queue: &Queue,
     worker: &mut Worker,
@@ -70,7 +69,7 @@ async fn resident(queue: &Queue, worker: &mut Worker, name: &str) {
     play(queue, worker, job, |_| Fate::Well).await;
 }
 
-/// Names of what is on the card, e.g. `a transformer`.
+/// Names of the resident components, e.g. `a transformer`.
 fn on_card(worker: &Worker) -> BTreeSet<String> {
     let name = |id: &str| {
         id.trim_start_matches("path:/")
@@ -113,11 +112,11 @@ fn pinned_by_worker(worker: &Worker) -> BTreeSet<String> {
     worker.standing.pins.iter().map(|id| id.0.to_string()).collect()
 }
 
-/// Model `a` is there, pinned, and held by a client.
+/// Model `a` is resident, pinned, and held by a client.
 async fn kept_a() -> (Queue, Worker, String) {
     let (queue, mut worker) = one_card().await;
     resident(&queue, &mut worker, "a").await;
-    queue.pin(entry("a"), false).await.unwrap();
+    queue.pin(entry("a")).await.unwrap();
     let hold = queue
         .hold(entry("a"), "client".into(), Duration::from_secs(3600))
         .await
@@ -132,7 +131,7 @@ async fn pinned(queue: &Queue) -> Vec<String> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_both_fit_the_old_model_stays_until_the_new_one_is_proven() {
+async fn a_swap_keeps_the_old_model_until_the_new_one_is_proven_if_both_fit() {
     let (queue, mut worker, hold) = kept_a().await;
     let job = queue.submit(swap("small", "a", "me")).await.unwrap();
     let mut order = worker.order().await;
@@ -187,7 +186,7 @@ async fn where_both_fit_the_old_model_stays_until_the_new_one_is_proven() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_they_do_not_the_old_one_leaves_first_in_spite_of_its_pins() {
+async fn a_swap_unloads_the_old_model_first_if_both_do_not_fit() {
     let (queue, mut worker, _) = kept_a().await;
     let job = queue.submit(swap("b", "a", "me")).await.unwrap();
     let Wire::Command(Command::Unload { id, components }) = worker.next().await else {
@@ -234,7 +233,7 @@ fn out_of_memory() -> Outcome {
     })
 }
 
-/// Others have the memory, as a worker sees it.
+/// Foreign memory, in the worker's ledger.
 fn taken() -> Shortage {
     Shortage {
         short: Bytes::gib(1),
@@ -245,7 +244,7 @@ fn taken() -> Shortage {
     }
 }
 
-/// A proof whose picture has another size than it should.
+/// A proof with a picture of another size than requested.
 fn another_picture(order: &Order) -> Outcome {
     let Outcome::Completed(mut report) = completed(order, Vec::new()) else {
         panic!()
@@ -287,7 +286,7 @@ const FAILURES: [Failing; 7] = [
 ];
 
 #[tokio::test(start_paused = true)]
-async fn whatever_goes_wrong_the_old_model_is_there_afterwards_and_the_new_one_is_not() {
+async fn a_failed_swap_restores_the_old_model() {
     for new in ["small", "b"] {
         for (number, (stage, fate, is_expected)) in FAILURES.iter().enumerate() {
             let what = format!("{new}, failure {number} in {stage}");
@@ -324,7 +323,7 @@ async fn whatever_goes_wrong_the_old_model_is_there_afterwards_and_the_new_one_i
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_old_model_comes_back_after_an_out_of_memory_although_its_way_back_is_interrupted() {
+async fn an_interrupted_restore_after_out_of_memory_is_completed() {
     for interruption in ["a death", "memory taken meanwhile"] {
         let (queue, mut worker, _) = kept_a().await;
         let job = queue.submit(swap("b", "a", "me")).await.unwrap();
@@ -352,7 +351,7 @@ async fn an_old_model_comes_back_after_an_out_of_memory_although_its_way_back_is
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cancel_while_the_old_one_leaves_brings_it_back() {
+async fn cancelling_a_swap_during_the_unload_restores_the_old_model() {
     let (queue, mut worker, _) = kept_a().await;
     let job = queue.submit(swap("b", "a", "me")).await.unwrap();
     let Wire::Command(Command::Unload { id, components }) = worker.next().await else {
@@ -376,7 +375,7 @@ async fn a_cancel_while_the_old_one_leaves_brings_it_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_goes_away_in_the_middle_leaves_the_old_model_behind() {
+async fn a_client_that_disconnects_during_a_swap_restores_the_old_model() {
     let (queue, mut worker, _) = kept_a().await;
     let mut spec = swap("b", "a", "me");
     spec.options.deadline = Some(Instant::now() + Duration::from_secs(5));
@@ -405,7 +404,7 @@ async fn who_goes_away_in_the_middle_leaves_the_old_model_behind() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn those_who_need_the_old_model_queue_while_it_is_away_and_spend_no_patience() {
+async fn jobs_of_the_old_model_queue_during_a_swap_without_spending_patience() {
     let (queue, mut worker, _) = kept_a().await;
     let job = queue.submit(swap("b", "a", "me")).await.unwrap();
     let Wire::Command(Command::Unload { id, components }) = worker.next().await else {
@@ -458,7 +457,7 @@ async fn those_who_need_the_old_model_queue_while_it_is_away_and_spend_no_patien
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_that_is_short_of_memory_makes_the_old_one_give_way() {
+async fn a_swap_unloads_the_old_model_when_the_worker_reports_a_shortage() {
     let (queue, mut worker, _) = kept_a().await;
     let job = queue.submit(swap("small", "a", "me")).await.unwrap();
     let order = worker.order().await;
@@ -477,7 +476,7 @@ async fn a_worker_that_is_short_of_memory_makes_the_old_one_give_way() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_old_model_that_cannot_be_brought_back_does_not_hide_the_first_failure() {
+async fn a_failed_restore_does_not_hide_the_first_failure() {
     let (queue, mut worker, _) = kept_a().await;
     let job = queue.submit(swap("b", "a", "me")).await.unwrap();
     let seen = play(&queue, &mut worker, job, |order| match order.model.key.as_str() {
@@ -493,8 +492,8 @@ async fn an_old_model_that_cannot_be_brought_back_does_not_hide_the_first_failur
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_that_dies_at_any_moment_costs_no_model() {
-    // Which life it dies in the middle of what: 0 unloads the old one, 1 unloads the new one, 2 brings the old one back.
+async fn a_worker_death_during_a_swap_loses_no_model() {
+    // The generation in which it dies: 0 unloads the old model, 1 unloads the new one, 2 restores the old one.
     for moment in 0..3 {
         let (queue, mut worker, _) = kept_a().await;
         let job = queue.submit(swap("b", "a", "me")).await.unwrap();
@@ -550,7 +549,7 @@ async fn a_worker_that_dies_at_any_moment_costs_no_model() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_drain_ends_a_swap_in_the_middle() {
+async fn a_drain_aborts_a_swap() {
     let (queue, mut worker, _) = kept_a().await;
     let mut job = queue.submit(swap("b", "a", "me")).await.unwrap();
     let Wire::Command(Command::Unload { id, components }) = worker.next().await else {
@@ -573,7 +572,7 @@ async fn a_drain_ends_a_swap_in_the_middle() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_load_may_be_proven_without_replacing_anything() {
+async fn a_load_may_be_proven_without_a_replacement() {
     let (queue, mut worker, _) = kept_a().await;
     let mut spec = load("small", "me", &[]);
     spec.work = JobWork::Load {
@@ -599,9 +598,9 @@ async fn a_load_may_be_proven_without_replacing_anything() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_not_there_is_replaced_by_a_proof_alone() {
+async fn replacing_a_model_that_is_not_resident_only_proves_the_new_one() {
     let (queue, mut worker) = one_card().await;
-    queue.pin(entry("a"), false).await.unwrap();
+    queue.pin(entry("a")).await.unwrap();
     let job = queue.submit(swap("b", "a", "me")).await.unwrap();
     let seen = play(&queue, &mut worker, job, |_| Fate::Well).await;
     assert_eq!(stages(&seen), ["load", "encode_text", "denoise", "decode"]);
@@ -613,7 +612,7 @@ async fn what_is_not_there_is_replaced_by_a_proof_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_swap_goes_where_the_old_model_is_and_unloads_it_on_every_card() {
+async fn a_swap_runs_on_the_old_models_card_and_unloads_it_everywhere() {
     let settings = Settings {
         headroom: Bytes::ZERO,
         ..Settings::default()
@@ -656,7 +655,7 @@ async fn a_swap_goes_where_the_old_model_is_and_unloads_it_on_every_card() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_swap_that_makes_no_sense_is_refused() {
+async fn an_invalid_swap_is_refused() {
     let (queue, _worker) = one_card().await;
     let mut part = swap("b", "a", "me");
     if let JobWork::Load { components, .. } = &mut part.work {
@@ -677,7 +676,7 @@ async fn a_swap_that_makes_no_sense_is_refused() {
     at_rest(&queue).await;
 }
 
-/// Plays a swap of `old` for `new` and names the orders that it came to; the worker dies in its first `dies_in`.
+/// Scripts a swap of `old` for `new` and returns its orders; the worker dies in its first `dies_in`.
 async fn orders_of_swap(
     queue: &Queue,
     worker: &mut Worker,
@@ -706,7 +705,7 @@ async fn orders_of_swap(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_proof_takes_known_text_of_encoders_that_stood_there_and_of_no_others() {
+async fn a_proof_uses_cached_text_only_of_encoders_that_were_resident() {
     let (queue, mut worker) = one_card().await;
     resident(&queue, &mut worker, "a").await;
     let worker = &mut worker;

@@ -1,5 +1,4 @@
-//! When a worker is taken for hung: by what was learned of the time between its reports, and by a cancel that it does
-//! not answer.
+//! Detection of hung workers: by learned intervals between reports, and by cancellations that are not answered.
 
 use std::time::Duration;
 
@@ -40,7 +39,7 @@ async fn step(worker: &Worker, order: &Order, n: u32, after_ms: u64) {
     worker.progress(order.ticket, Progress::Step { n, of: 4 });
 }
 
-/// A picture whose steps take so long each, to its end.
+/// Runs a picture whose steps take this long each, to its end.
 async fn paint(queue: &Queue, worker: &mut Worker, step_ms: u64) {
     let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
     let order = until_stage(worker, "denoise").await;
@@ -54,7 +53,7 @@ async fn paint(queue: &Queue, worker: &mut Worker, step_ms: u64) {
     end(&mut job).await.unwrap();
 }
 
-/// A picture that has two steps behind it.
+/// A picture job with two steps done.
 async fn two_steps(queue: &Queue, worker: &mut Worker, spec: JobSpec, step_ms: u64) -> (Job, Order) {
     let job = queue.submit(spec).await.unwrap();
     let order = until_stage(worker, "denoise").await;
@@ -65,7 +64,7 @@ async fn two_steps(queue: &Queue, worker: &mut Worker, spec: JobSpec, step_ms: u
     (job, order)
 }
 
-/// How many seconds it may be silent from here, and the reason that is given then.
+/// Seconds of silence until the timeout, and the reported reason.
 async fn silent_for(worker: &mut Worker) -> (u64, String) {
     let before = Instant::now();
     let reason = loop {
@@ -79,7 +78,7 @@ async fn silent_for(worker: &mut Worker) -> (u64, String) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn steps_that_are_known_have_ten_times_as_long_as_they_take() {
+async fn known_steps_time_out_after_ten_times_their_duration() {
     let (queue, mut worker) = watched().await;
     paint(&queue, &mut worker, 3_000).await;
     let (mut job, _) = two_steps(&queue, &mut worker, picture("a", "me", "a dog"), 3_000).await;
@@ -111,7 +110,7 @@ async fn steps_that_are_known_have_ten_times_as_long_as_they_take() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn however_fast_steps_are_there_is_a_floor() {
+async fn the_step_timeout_has_a_minimum() {
     let (queue, mut worker) = watched().await;
     paint(&queue, &mut worker, 50).await;
     let (_job, _) = two_steps(&queue, &mut worker, picture("a", "me", "a dog"), 50).await;
@@ -119,7 +118,7 @@ async fn however_fast_steps_are_there_is_a_floor() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn however_slow_steps_are_the_stall_limit_is_the_end() {
+async fn the_step_timeout_has_a_maximum() {
     let (queue, mut worker) = watched().await;
     paint(&queue, &mut worker, 50_000).await;
     let (_job, _) = two_steps(&queue, &mut worker, picture("a", "me", "a dog"), 50_000).await;
@@ -127,7 +126,7 @@ async fn however_slow_steps_are_the_stall_limit_is_the_end() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_not_known_and_first_steps_have_the_stall_limit() {
+async fn unknown_stages_and_first_steps_have_the_maximum_timeout() {
     let (queue, mut worker) = watched().await;
     let (job, order) = two_steps(&queue, &mut worker, picture("a", "me", "a cat"), 50).await;
     let (seconds, reason) = silent_for(&mut worker).await;
@@ -153,7 +152,7 @@ async fn what_is_not_known_and_first_steps_have_the_stall_limit() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn another_shape_teaches_nothing() {
+async fn timeouts_are_learned_per_shape() {
     let (queue, mut worker) = watched().await;
     paint(&queue, &mut worker, 50).await;
     let mut larger = picture("a", "me", "a dog");
@@ -163,7 +162,7 @@ async fn another_shape_teaches_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_follows_the_last_step_counts_for_a_card_that_is_behind_its_reports() {
+async fn work_after_the_last_step_counts_towards_the_timeout() {
     let (queue, mut worker) = watched().await;
     let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
     let order = until_stage(&mut worker, "denoise").await;
@@ -181,7 +180,7 @@ async fn what_follows_the_last_step_counts_for_a_card_that_is_behind_its_reports
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_limit_that_was_too_strict_is_not_held_against_the_next_attempt() {
+async fn a_timeout_that_was_too_short_is_relaxed_for_the_next_attempt() {
     let (queue, mut worker) = watched().await;
     paint(&queue, &mut worker, 50).await;
     let (mut job, _) = two_steps(&queue, &mut worker, picture("a", "me", "a dog"), 50).await;
@@ -201,7 +200,7 @@ async fn a_limit_that_was_too_strict_is_not_held_against_the_next_attempt() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stage_without_steps_has_ten_times_as_long_as_it_ran_in_this_worker() {
+async fn a_stage_without_steps_times_out_after_ten_times_its_duration_in_this_worker() {
     let (queue, mut worker) = watched().await;
     let decode = |worker: &mut Worker, order: &Order| worker.begin(order).unwrap();
     let slow = |order: &Order, resident| match completed(order, resident) {
@@ -242,7 +241,7 @@ async fn a_stage_without_steps_has_ten_times_as_long_as_it_ran_in_this_worker() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_load_is_measured_by_the_bytes_a_second_of_its_card() {
+async fn load_timeouts_depend_on_the_cards_throughput() {
     let (queue, mut worker) = watched().await;
     let mut job = queue.submit(load("a", "me", &["text_encoder_2"])).await.unwrap();
     worker.work(1).await; // 4 GiB in 4 s, as its report says
@@ -272,7 +271,7 @@ async fn a_load_is_measured_by_the_bytes_a_second_of_its_card() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cancel_is_answered_within_three_steps_or_two_seconds() {
+async fn a_cancel_times_out_after_three_steps_or_two_seconds() {
     for (step_ms, seconds) in [(50, 2), (3_000, 9)] {
         let (queue, mut worker) = watched().await;
         paint(&queue, &mut worker, step_ms).await;
@@ -294,7 +293,7 @@ async fn a_cancel_is_answered_within_three_steps_or_two_seconds() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cancel_of_steps_that_are_seen_for_the_first_time_waits_for_three_of_them() {
+async fn a_cancel_of_unknown_steps_times_out_after_three_of_them() {
     let (queue, mut worker) = watched().await;
     let (job, _) = two_steps(&queue, &mut worker, picture("a", "me", "a cat"), 4_000).await;
     queue.cancel(&job.id).await.unwrap();
@@ -302,4 +301,20 @@ async fn a_cancel_of_steps_that_are_seen_for_the_first_time_waits_for_three_of_t
     let before = Instant::now();
     worker.recycled().await;
     assert_eq!(before.elapsed().as_secs(), 12);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cancel_in_a_long_first_step_waits_for_its_end() {
+    let (queue, mut worker) = watched().await;
+    let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+    let order = until_stage(&mut worker, "denoise").await;
+    worker.begin(&order).unwrap();
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    queue.cancel(&job.id).await.unwrap();
+    assert!(matches!(worker.next().await, Wire::Command(Command::Cancel(_))));
+    tokio::time::sleep(Duration::from_secs(LIMIT / 2)).await;
+    assert!(worker.try_next().is_none(), "the worker is not recycled");
+    worker.finish(order.ticket, engine::messages::Outcome::Cancelled);
+    assert_eq!(end(&mut job).await, Err(engine::Error::Cancelled));
+    at_rest(&queue).await;
 }

@@ -1,4 +1,4 @@
-//! What those who watch are told: of what time alone changes, and of a job's every load and picture.
+//! Notifications of watchers: expiry, and every load and picture of a job.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::worker::{
 };
 
 #[tokio::test(start_paused = true)]
-async fn watchers_hear_of_what_expires() {
+async fn watchers_are_notified_of_expiry() {
     let (queue, mut worker) = one_card_with(Settings {
         latent_ttl: Duration::from_secs(20),
         ..Settings::default()
@@ -52,7 +52,7 @@ async fn watchers_hear_of_what_expires() {
     };
     tokio::time::sleep(Duration::from_secs(10)).await;
     assert_eq!(counts(&status.borrow_and_update()), (1, 1, 3));
-    // The worker says nothing meanwhile: each is told because its time has come.
+    // The worker is silent meanwhile: the notifications are due to time.
     for told in [(0, 1, 3), (0, 0, 3), (0, 0, 0)] {
         tokio::time::sleep(Duration::from_secs(20)).await;
         assert!(status.has_changed().unwrap(), "{told:?}");
@@ -62,7 +62,7 @@ async fn watchers_hear_of_what_expires() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn watchers_hear_that_the_last_of_a_model_is_gone() {
+async fn watchers_are_notified_when_a_model_is_completely_unloaded() {
     let (queue, mut worker) = one_card().await;
     let mut job = queue.submit(load("a", "me", &["vae"])).await.unwrap();
     settle().await;
@@ -76,7 +76,7 @@ async fn watchers_hear_that_the_last_of_a_model_is_gone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_slow_reader_sees_every_component_come_in_to_its_end() {
+async fn a_slow_reader_sees_the_final_progress_of_every_load() {
     let (queue, mut worker) = one_card().await;
     let mut job = queue.submit(load("a", "me", &[])).await.unwrap();
     let order = worker.order().await;
@@ -107,7 +107,7 @@ async fn a_slow_reader_sees_every_component_come_in_to_its_end() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_slow_reader_sees_every_picture_come_to_its_last_step() {
+async fn a_slow_reader_sees_the_last_step_of_every_picture() {
     let (queue, mut worker) = one_card().await;
     let mut spec = picture("a", "me", "two cats");
     let generate = run_of(&mut spec);

@@ -1,4 +1,4 @@
-//! A worker that a test plays by hand, with a real ledger.
+//! A worker scripted by a test, with a real ledger.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,7 +21,6 @@ use crate::fixture::{CARD, FakeFamily, latent};
 
 pub enum Wire {
     Command(Command),
-    /// With the reason.
     Recycle(String),
 }
 
@@ -36,20 +35,20 @@ impl CardPort for Port {
     }
 }
 
-/// A worker played by hand, with a real ledger.
+/// A worker scripted by a test, with a real ledger.
 pub struct Worker {
     pub card: usize,
     pub generation: u64,
     pub commands: mpsc::UnboundedReceiver<Wire>,
     signals: mpsc::UnboundedSender<CardSignal>,
     pub ledger: Ledger,
-    /// Bytes that others hold.
+    /// Foreign bytes.
     pub foreign: Bytes,
     pub standing: Standing,
     started: tokio::time::Instant,
 }
 
-/// Lets everything that can happen now happen.
+/// Runs all tasks that are ready.
 pub async fn settle() {
     tokio::time::sleep(Duration::from_millis(1)).await;
 }
@@ -78,7 +77,7 @@ pub fn start(settings: Settings, cards: usize) -> (Queue, Vec<Worker>) {
     (Queue::start(settings, library, slots, received), workers)
 }
 
-/// One card, ready.
+/// A queue with one card that is ready.
 pub async fn one_card() -> (Queue, Worker) {
     one_card_with(Settings::default()).await
 }
@@ -125,7 +124,7 @@ impl Worker {
         self.signal(self.generation, Signal::Event(event));
     }
 
-    /// A fresh worker process.
+    /// Starts a new worker process.
     pub fn ready(&mut self) {
         self.generation += 1;
         self.ledger = Ledger::new(CARD, Bytes::ZERO);
@@ -136,7 +135,7 @@ impl Worker {
         self.reconcile();
     }
 
-    /// The process dies.
+    /// The worker process dies.
     pub fn die(&mut self) {
         self.die_of("killed");
     }
@@ -147,7 +146,7 @@ impl Worker {
         self.signal(self.generation, Signal::Lost { reason, restarts_in });
     }
 
-    /// The driver is asked, and the ledger published.
+    /// Reads the driver's figures, and publishes the ledger.
     pub fn reconcile(&mut self) {
         let components = self.ledger.residents().map(|r| r.component.bytes).sum::<Bytes>();
         let free = CARD - components - self.foreign;
@@ -170,7 +169,7 @@ impl Worker {
         self.reconcile();
     }
 
-    /// What the supervisor says next, claims aside.
+    /// The supervisor's next command, other than claims.
     pub async fn next(&mut self) -> Wire {
         loop {
             let wire = tokio::time::timeout(Duration::from_secs(60), self.commands.recv()).await;
@@ -184,7 +183,7 @@ impl Worker {
         }
     }
 
-    /// What it has said already.
+    /// The commands received so far.
     pub fn try_next(&mut self) -> Option<Wire> {
         loop {
             match self.commands.try_recv().ok()? {
@@ -220,7 +219,7 @@ impl Worker {
         self.publish();
     }
 
-    /// Why it is to be killed.
+    /// The reason for which it is to be killed.
     pub async fn recycled(&mut self) -> String {
         match self.next().await {
             Wire::Recycle(reason) => reason,
@@ -236,13 +235,13 @@ impl Worker {
         }
     }
 
-    /// That nothing is asked of it.
+    /// Checks that there is no command.
     pub async fn is_idle(&mut self) -> bool {
         settle().await;
         self.try_next().is_none()
     }
 
-    /// Brings the components in, as a worker would; false if it does not fit.
+    /// Loads the components, as a worker would; false if they do not fit.
     pub fn load(&mut self, order: &Order) -> Result<Vec<String>, Outcome> {
         let (components, rungs) = needs(order);
         let now = self.now();
@@ -315,14 +314,14 @@ impl Worker {
         Ok(resident)
     }
 
-    /// What a decode delivers.
+    /// The delivered piece of a decode.
     pub fn deliver(&self, order: &Order) {
         if let Some(piece) = piece_of(order) {
             self.progress(order.ticket, Progress::Piece(piece));
         }
     }
 
-    /// Does all that an order asks for, at once.
+    /// Completes an order at once.
     pub fn complete(&mut self, order: &Order) {
         let outcome = match self.begin(order) {
             Ok(resident) => {
@@ -334,7 +333,7 @@ impl Worker {
         self.finish(order.ticket, outcome);
     }
 
-    /// Takes an order, works for so long, completes it. Says whose it was and which stage.
+    /// Takes an order, works for this long, completes it. Returns its client and stage.
     pub async fn work(&mut self, ms: u64) -> (String, &'static str) {
         let order = self.order().await;
         tokio::time::sleep(Duration::from_millis(ms)).await;
@@ -390,7 +389,7 @@ pub fn stage_of(order: &Order) -> &'static str {
     }
 }
 
-/// What a stage that went well reports: it took half of what was predicted.
+/// The report of a successful stage that needed half of the prediction.
 pub fn completed(order: &Order, resident_already: Vec<String>) -> Outcome {
     let (components, rungs) = needs(order);
     let predicted = rungs.first().map_or(Bytes::ZERO, |rung| rung.scratch);
@@ -421,7 +420,7 @@ fn values_of(order: &Order) -> Values {
     gives.collect()
 }
 
-/// What a decode delivers: a picture of the size that was asked for, whose bytes are few where it is large.
+/// The delivered picture of a decode, in the requested size, with few distinct bytes if it is large.
 pub fn piece_of(order: &Order) -> Option<Piece> {
     let Work::Stage(stage) = &order.work else {
         return None;
@@ -431,7 +430,7 @@ pub fn piece_of(order: &Order) -> Option<Piece> {
     (stage.plan.name == "decode").then(|| Piece::image(width, height, vec![7; bytes]))
 }
 
-/// All events of a job to its end.
+/// All events of a job until its end.
 pub async fn events(job: &mut Job) -> Vec<JobEventKind> {
     let mut all = Vec::new();
     while let Some(JobEvent { kind, .. }) = tokio::time::timeout(Duration::from_secs(600), job.next())
@@ -443,7 +442,7 @@ pub async fn events(job: &mut Job) -> Vec<JobEventKind> {
     all
 }
 
-/// How a job ended.
+/// Outcome of a job.
 pub async fn end(job: &mut Job) -> Result<(), engine::Error> {
     match events(job).await.pop() {
         Some(JobEventKind::Done(_)) => Ok(()),
@@ -452,7 +451,7 @@ pub async fn end(job: &mut Job) -> Result<(), engine::Error> {
     }
 }
 
-/// That nothing is left of anything.
+/// Checks that no state is left.
 pub async fn at_rest(queue: &Queue) {
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert!(queue.jobs(false).await.is_empty());

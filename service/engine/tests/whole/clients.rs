@@ -1,4 +1,4 @@
-//! Clients: what they ask for, and what has to be true of what they hear.
+//! Clients: their requests, and checks of the events that they receive.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -16,19 +16,19 @@ use crate::defect::{Defect, Invariant};
 use crate::models::{Models, NAMES, request};
 use crate::slot::{Broken, DEAD, Records};
 
-/// What all of them have heard.
+/// State shared by all clients.
 #[derive(Default)]
 pub(crate) struct Heard {
     pub(crate) broken: Option<Broken>,
-    /// How jobs ended.
+    /// Outcomes of jobs, by count.
     pub(crate) ends: BTreeMap<String, u64>,
-    /// Latents that were kept, and the pictures that they decode to.
+    /// Kept latents, and the pictures that they decode to.
     pub(crate) latents: Vec<(String, bytes::Bytes)>,
 }
 
 pub(crate) type Ears = Arc<Mutex<Heard>>;
 
-/// A job, and the pictures that it must make, by their number.
+/// A job, and its expected pictures, by item.
 pub(crate) struct Wish {
     pub(crate) spec: JobSpec,
     pub(crate) pictures: Vec<bytes::Bytes>,
@@ -151,7 +151,7 @@ fn random_options(random: &mut ChaCha8Rng) -> JobOptions {
     }
 }
 
-/// Listens to a job for so many events, and to its end if they are not enough.
+/// Listens to a job for this many events, and to its end otherwise.
 pub(crate) async fn listen(
     mut job: Job,
     pictures: Vec<bytes::Bytes>,

@@ -1,8 +1,8 @@
-//! What can be broken on purpose, and which invariant has to notice. Nothing of this is in the product.
+//! Defects that can be injected, and the invariant that has to detect each. None of this is in the product.
 
 use std::fmt;
 
-/// A defect that the harness wraps around the product.
+/// A defect that the harness adds around the product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Defect {
     None,
@@ -22,30 +22,30 @@ pub(crate) enum Defect {
     NeverComesBack,
 }
 
-/// What has to hold.
+/// The invariants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Invariant {
-    /// No picture, and no success, comes of what a worker says that is dead.
+    /// No picture, and no success, comes from a stale worker.
     NothingOfTheDeadCounts,
-    /// A card that does nothing has nothing leased.
+    /// An idle card has no leases.
     NoOrphanLease,
-    /// Every ledger that is published adds up to the card.
+    /// Every published ledger sums up to the capacity.
     AccountsAddUp,
-    /// A card that does nothing holds what its ledger says, to the byte.
+    /// An idle card holds exactly the bytes of its ledger.
     BooksAreTheCards,
-    /// A worker has one order at a time, and no ticket is used twice.
+    /// A worker has one order at a time, and no ticket is reused.
     OneOrderAtATime,
-    /// What is pinned stays.
+    /// Pinned components are not evicted.
     NothingPinnedLeaves,
-    /// Each job that somebody listens to ends once, and no call is left without an answer.
+    /// Each job with a listener ends once, and every call is answered.
     EveryJobEndsOnce,
-    /// Pictures are those that the model paints when nothing fails.
+    /// Pictures equal those of a run without faults.
     PicturesAreRight,
     /// After everything is unloaded, the card is as empty as before.
     FreeToTheByte,
-    /// When nobody wants anything, the queue keeps nothing.
+    /// Without jobs, the queue holds no state.
     TheQueueRests,
-    /// When nothing fails any more, every card is ready again.
+    /// After the last fault, every card becomes ready again.
     CardsComeBack,
 }
 
@@ -72,7 +72,7 @@ impl Defect {
     ];
 }
 
-/// An invariant that did not hold: enough to see it again.
+/// A violated invariant, with enough to reproduce it.
 #[derive(Clone, Debug)]
 pub(crate) struct Violation {
     pub(crate) invariant: Invariant,

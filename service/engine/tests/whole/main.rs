@@ -1,9 +1,9 @@
-//! The whole engine in one process: the real queue, the real card on the simulated one, the `instant` family, and time
-//! that passes only when the schedule says so. Thousands of seeded schedules of faults against named invariants, and
-//! for each invariant a defect that it has to find.
+//! The whole engine in one process: the real queue, the real card on the simulated one, the `instant` family, and
+//! simulated time. Thousands of seeded schedules of faults are checked against named invariants, and for each
+//! invariant there is a defect that it has to detect.
 //!
-//! `MOORED_WHOLE_SEED` and `MOORED_WHOLE_EPISODES` choose which are played. A failure prints its seed and its schedule;
-//! `MOORED_WHOLE_SEED=<seed> MOORED_WHOLE_EPISODES=1` plays it again.
+//! `MOORED_WHOLE_SEED` and `MOORED_WHOLE_EPISODES` select the episodes. A failure prints its seed and its schedule;
+//! `MOORED_WHOLE_SEED=<seed> MOORED_WHOLE_EPISODES=1` repeats it.
 
 #![allow(clippy::unwrap_used, reason = "a test, in modules of its own")]
 
@@ -42,7 +42,7 @@ fn episodes(models: &Models, first: u64, count: u64, defect: Defect) -> Result<S
     Ok(all)
 }
 
-/// Panics that a model's file asks for are part of the schedules: they need not be printed thousands of times.
+/// Panics of a model are part of the schedules, and are not printed.
 fn quiet_panics() {
     static ONCE: std::sync::Once = std::sync::Once::new();
     ONCE.call_once(|| {
@@ -56,7 +56,7 @@ fn quiet_panics() {
 }
 
 #[test]
-fn whatever_fails_jobs_end_once_nothing_of_the_dead_counts_and_memory_comes_back() {
+fn random_faults_end_jobs_once_ignore_stale_workers_and_leak_no_memory() {
     quiet_panics();
     let first = from_environment("MOORED_WHOLE_SEED", 1);
     let count = from_environment("MOORED_WHOLE_EPISODES", EPISODES);
@@ -83,7 +83,7 @@ fn whatever_fails_jobs_end_once_nothing_of_the_dead_counts_and_memory_comes_back
     }
 }
 
-/// Each defect is found, and by the invariant that is meant to find it.
+/// Each defect is detected, and by its own invariant.
 #[test]
 fn every_invariant_can_fail() {
     quiet_panics();
@@ -103,7 +103,7 @@ fn every_invariant_can_fail() {
     });
 }
 
-/// The same seed is the same history.
+/// The same seed gives the same history.
 #[test]
 fn a_seed_repeats() {
     quiet_panics();

@@ -1,4 +1,4 @@
-//! Models that do not all fit, and the pictures that they paint when nothing fails.
+//! Models that do not all fit, and their expected pictures.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,15 +12,15 @@ use pipelines::{
 
 const MIB: u64 = 1 << 20;
 
-/// Pictures are so small that thousands of them cost nothing.
+/// Pictures are tiny, so that thousands of them cost nothing.
 pub(crate) const SIDE: u32 = 16;
 
 pub(crate) const NAMES: [&str; 5] = ["plain", "other", "greedy", "faulty", "panicky"];
 
-/// The files, as long as this lives.
+/// The files, deleted on drop.
 pub(crate) struct Models {
     folder: tempfile::TempDir,
-    /// Paints what is expected; all models paint alike.
+    /// A model that computes expected pictures; all models give the same.
     painter: Arc<dyn Model>,
 }
 
@@ -93,7 +93,7 @@ impl Models {
         })
     }
 
-    /// The picture that a request leads to.
+    /// The expected picture of a request.
     pub(crate) fn paint(&self, request: &Request) -> bytes::Bytes {
         let (mut values, mut painted) = (Values::new(), Painted::default());
         for plan in self.painter.plan(request).unwrap() {
@@ -131,7 +131,7 @@ pub(crate) fn request(prompt: &str, steps: u32, seed: u64, from_image: bool) -> 
     }
 }
 
-/// What a stage delivered.
+/// The delivered pieces of a stage.
 #[derive(Default)]
 struct Painted(Option<Piece>);
 

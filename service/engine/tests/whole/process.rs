@@ -1,8 +1,8 @@
-//! A worker process: a card on a thread of its own, which runs only while it has the baton. Wherever it could be
-//! interrupted it hands the baton back, and whoever gets it decides whether it goes on, hangs, or has died there.
+//! A worker process: a card on a thread that runs only while it has the baton. At every point where it could be
+//! interrupted it returns the baton to the world, which decides whether it continues, hangs, or has died there.
 //!
-//! A process that has died runs on to the end of what it was doing, on a card that nobody sees any more: what it says
-//! from then on is kept, for a schedule in which messages of the dead arrive late.
+//! A dead process continues to the end of its current work, on a card that is no longer observed: its messages from
+//! then on are recorded, for schedules in which messages of stale workers arrive late.
 
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
@@ -13,7 +13,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use candle_core::{DType, Device};
-use engine::card::{Card, Clock, Faults, Flow, Link, Settings};
+use engine::card::{Card, CardSettings, Clock, Faults, Flow, Link};
 use engine::messages::{Command, Event, Progress, Ticket};
 use gpu::{
     CardDescription, ComponentTensors, FaultAction, Gpu, GpuError, LoadError, LoadPlan, LoadProgress,
@@ -26,13 +26,13 @@ use residency::{Bytes, Component, ComponentId, DriverTruth, Millis};
 use crate::defect::Defect;
 use crate::models::catalogue;
 
-/// Where a process handed the baton back.
+/// Where a process returned the baton.
 pub(crate) enum Stop {
-    /// It has nothing to do but to look around in so many milliseconds.
+    /// It is idle, with its next tick in this many milliseconds.
     Idle(u64),
-    /// It goes on in so many milliseconds.
+    /// It continues in this many milliseconds.
     Busy(u64),
-    /// It does not go on by itself.
+    /// It does not continue by itself.
     Hung,
     /// It crashed.
     Died,
@@ -40,7 +40,7 @@ pub(crate) enum Stop {
     Ended(String),
 }
 
-/// What a process is told when it gets the baton.
+/// Answer to a process when it gets the baton.
 pub(crate) enum Go {
     On,
     Tick,
@@ -54,16 +54,16 @@ pub(crate) struct Process {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What a process and the world around it both see. Only whoever has the baton looks.
+/// State shared by a process and the world. Only the holder of the baton reads it.
 pub(crate) struct Shared {
     /// Milliseconds of the world.
     now: Arc<AtomicU64>,
-    /// How much longer a dead process has lived on.
+    /// Additional milliseconds that a dead process has lived.
     afterlife: AtomicU64,
     dead: AtomicBool,
     pub(crate) cancelled: Mutex<BTreeSet<Ticket>>,
     said: Mutex<Vec<Event>>,
-    /// What the card really holds.
+    /// The real accounts of the card.
     pub(crate) accounts: Mutex<SimulatedAccounts>,
 }
 
@@ -105,7 +105,7 @@ impl Process {
         }
     }
 
-    /// Lets it have the baton, and waits until it hands it back.
+    /// Gives it the baton, and waits until it returns it.
     pub(crate) fn give(&self, go: Go) -> Stop {
         let gone = || Stop::Ended("its thread panicked".to_owned());
         let Some(baton) = &self.go else { return gone() };
@@ -121,12 +121,12 @@ impl Process {
         self.stopped.recv().unwrap_or_else(|_| panicked())
     }
 
-    /// What it has said since it was last asked.
+    /// Messages since the last call.
     pub(crate) fn said(&self) -> Vec<Event> {
         std::mem::take(&mut *self.shared.said.lock().unwrap())
     }
 
-    /// It is dead from here on. Returns what it says all the same.
+    /// Marks it as dead. Returns its later messages too.
     pub(crate) fn die(mut self) -> Vec<Event> {
         self.shared.dead.store(true, SeqCst);
         self.go = None;
@@ -137,7 +137,7 @@ impl Process {
     }
 }
 
-/// What a process does from its start to its end, which it explains.
+/// The body of a process, and why it ended.
 fn live(
     settings: SimulatedSettings,
     generation: u64,
@@ -151,9 +151,9 @@ fn live(
         shared: Arc::clone(&baton.shared),
         defect,
     };
-    let settings = Settings {
+    let settings = CardSettings {
         headroom: Bytes::ZERO,
-        ..Settings::default()
+        ..CardSettings::default()
     };
     let card = match Card::new(Box::new(gpu), catalogue(), settings, Box::new(baton.clone())) {
         Ok(card) => card,
@@ -166,7 +166,7 @@ fn live(
     };
     card.announce(&mut wire);
     loop {
-        let rest = u64::try_from(card.rest().as_millis()).unwrap_or(u64::MAX);
+        let rest = u64::try_from(card.time_until_tick().as_millis()).unwrap_or(u64::MAX);
         let flow = match baton.hand_back(Stop::Idle(rest)) {
             None => return "it is dead".to_owned(),
             Some(Go::Do(command)) => card.handle(command, &mut wire),
@@ -180,7 +180,7 @@ fn live(
     }
 }
 
-/// A process' side of it.
+/// The process's end of the baton.
 #[derive(Clone)]
 struct Baton {
     shared: Arc<Shared>,
@@ -189,7 +189,7 @@ struct Baton {
 }
 
 impl Baton {
-    /// Lets the world go on. None: it is dead.
+    /// Gives the baton to the world. `None`: the process is dead.
     fn hand_back(&self, stop: Stop) -> Option<Go> {
         if self.shared.dead.load(SeqCst) {
             return None;
@@ -231,7 +231,7 @@ impl Faults for Baton {
     }
 }
 
-/// What a process says, and how long the things take that take no time on a simulated card.
+/// Messages of a process, and simulated durations of operations that take no time on a simulated card.
 struct Wire<'a> {
     baton: &'a Baton,
     random: ChaCha8Rng,
@@ -265,7 +265,7 @@ impl Link for Wire<'_> {
     }
 }
 
-/// The simulated card, watched past everything that is told to the ledger.
+/// A wrapper that observes the simulated card, independent of the ledger.
 struct Watched {
     card: SimulatedCard,
     shared: Arc<Shared>,

@@ -1,5 +1,5 @@
-//! One card with its worker processes, one after the other: what the supervisor says to them, what they say, and what
-//! has to hold of both.
+//! One card with its consecutive worker processes: the commands of the supervisor, their messages, and the invariants
+//! of both.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -18,13 +18,13 @@ use tokio::sync::mpsc;
 use crate::defect::{Defect, Invariant};
 use crate::process::{Go, Process, Stop};
 
-/// Every number of a picture that a dead worker painted.
+/// Every byte of a picture from a stale worker.
 pub(crate) const DEAD: u8 = 66;
 
-/// A worker that has not said that it is ready by then is killed, as the supervisor does it.
+/// A worker that is not ready by then is killed, as by the supervisor.
 pub(crate) const START_LIMIT_MS: u64 = 120_000;
 
-/// What did not hold.
+/// A violated invariant.
 pub(crate) type Broken = (Invariant, String);
 
 pub(crate) enum Said {
@@ -43,38 +43,38 @@ impl CardPort for Port {
     }
 }
 
-/// What a worker is doing.
+/// State of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
-    /// There is none until then.
+    /// There is none until this time.
     Down { until: u64 },
-    /// It has been started and says nothing; it is given up then.
+    /// Started and silent; given up at this time.
     Mute { until: u64 },
-    /// It waits for commands, and looks around then.
+    /// Waiting for commands; next tick at this time.
     Idle { tick: u64 },
-    /// It goes on then.
+    /// Continues at this time.
     Busy { until: u64 },
-    /// It does not go on.
+    /// Does not continue.
     Hung,
 }
 
-/// How the life of a worker begins.
+/// How a worker starts.
 enum Fate {
     Well,
-    /// It is started and never says that it is ready.
+    /// It is started and never becomes ready.
     Mute,
-    /// It says that it is ready, and hears nothing from then on.
+    /// It becomes ready, and then ignores all commands.
     Deaf,
-    /// It says that it is ready, and dies of the first thing that it is asked for.
+    /// It becomes ready, and dies of the first command.
     Frail,
 }
 
-/// What was seen of all cards.
+/// Records of all cards.
 #[derive(Debug, Default)]
 pub(crate) struct Records {
     /// Orders that workers completed while they lived, by job.
     pub(crate) completed: BTreeMap<String, usize>,
-    /// How often something happened.
+    /// Event counts.
     pub(crate) happened: BTreeMap<String, u64>,
 }
 
@@ -99,13 +99,13 @@ pub(crate) struct Slot {
     frail: bool,
     back_off_ms: u64,
     inbox: VecDeque<Command>,
-    /// The order that the worker has and has not answered.
+    /// The order that the worker has not answered.
     order: Option<Order>,
     tickets: BTreeSet<Ticket>,
-    /// What the worker knows to be pinned.
+    /// Pins that the worker knows.
     pins: BTreeSet<ComponentId>,
     pub(crate) ledger: Option<Arc<Ledger>>,
-    /// What the dead have said.
+    /// Messages of stale workers.
     past: Vec<CardSignal>,
 }
 
@@ -142,7 +142,7 @@ impl Slot {
         }
     }
 
-    /// When it does something next by itself.
+    /// Time of its next action.
     pub(crate) fn due(&self) -> Option<u64> {
         match self.state {
             State::Down { until } | State::Mute { until } | State::Busy { until } => Some(until),
@@ -152,7 +152,7 @@ impl Slot {
         }
     }
 
-    /// Takes what the supervisor has said.
+    /// Takes the supervisor's commands.
     pub(crate) fn listen(&mut self, now: u64, records: &mut Records) -> Result<(), Broken> {
         while let Ok(said) = self.said.try_recv() {
             let command = match said {
@@ -183,7 +183,7 @@ impl Slot {
         Ok(())
     }
 
-    /// Takes an order, which is lost where there is no worker.
+    /// Takes an order, which is lost if there is no worker.
     fn take(&mut self, order: Box<Order>) -> Result<(), Broken> {
         if !self.tickets.insert(order.ticket) {
             let what = format!("{:?} was used before", order.ticket);
@@ -192,7 +192,7 @@ impl Slot {
         if self.process.is_none() {
             return Ok(());
         }
-        // Who is taken for dead is not asked whether it is done.
+        // A worker that is considered dead is not asked for its state.
         if let Some(other) = &self.order
             && !self.defect.hears_the_dead()
         {
@@ -204,7 +204,7 @@ impl Slot {
         Ok(())
     }
 
-    /// Does what is due. True if somebody may have heard of it.
+    /// Does what is due. True if a message may have been sent.
     pub(crate) fn step(
         &mut self,
         now: u64,
@@ -246,7 +246,7 @@ impl Slot {
         Ok(spoke || matches!(self.state, State::Down { .. }))
     }
 
-    /// A command as the worker gets it.
+    /// A command as the worker receives it.
     fn tampered(&mut self, command: Command) -> Option<Command> {
         match command {
             Command::Standing(standing) => {
@@ -351,7 +351,7 @@ impl Slot {
         Ok(())
     }
 
-    /// Its worker does not go on.
+    /// Makes its worker hang.
     pub(crate) fn hang(&mut self, records: &mut Records) {
         if self.process.is_some() {
             records.note(format!("hung while {}", self.doing()));
@@ -359,7 +359,7 @@ impl Slot {
         }
     }
 
-    /// What its worker is doing, for the records.
+    /// State of its worker, for the records.
     pub(crate) fn doing(&self) -> &'static str {
         if self.process.is_none() {
             return "starting";
@@ -386,7 +386,7 @@ impl Slot {
         }
     }
 
-    /// The worker ends, wherever it is.
+    /// Ends the worker, at any point.
     pub(crate) fn die(&mut self, why: &str, now: u64, records: &mut Records) {
         let doing = self.doing();
         if let Some(process) = self.process.take() {
@@ -401,7 +401,7 @@ impl Slot {
             return;
         }
         self.inbox.clear();
-        // What it would have said of the order that it had, if it had lived.
+        // What it would have answered to its order.
         if let Some(order) = self.order.take()
             && let Some(outcome) = self.invented(&order)
         {
@@ -420,7 +420,7 @@ impl Slot {
         self.back_off_ms = (self.back_off_ms * 2).min(10_000);
     }
 
-    /// A success of an order that was never carried out.
+    /// A success of an order that was never executed.
     fn invented(&self, order: &Order) -> Option<Outcome> {
         let ledger = Ledger::new(self.settings.capacity, Bytes::ZERO);
         let completed = |values| {
@@ -454,14 +454,14 @@ impl Slot {
         });
     }
 
-    /// What the dead have said arrives.
+    /// Delivers messages of stale workers.
     pub(crate) fn haunt(&mut self, records: &mut Records) {
         for signal in self.past.clone() {
             records.note("heard of the dead");
             let _ = self.signals.send(signal);
         }
         let Some(order) = &self.order else { return };
-        // A supervisor that took a dead worker's word for its successor's.
+        // As a supervisor that mistakes a stale worker for its successor.
         let heard = match (&order.work, self.defect) {
             (Work::Load(_), Defect::TheDeadAreHeardOfLoads) => self.invented(order),
             (Work::Stage(_), Defect::TheDeadAreHeard) => self.invented(order),
@@ -485,7 +485,7 @@ impl Slot {
         });
     }
 
-    /// Passes on what the worker has said, and looks at it. True if it said anything.
+    /// Delivers and checks the worker's messages. True if there were any.
     fn forward(&mut self, records: &mut Records) -> Result<bool, Broken> {
         let said = self.process.as_ref().map(Process::said).unwrap_or_default();
         let spoke = !said.is_empty();
@@ -589,7 +589,7 @@ impl Slot {
         Ok(())
     }
 
-    /// That nothing is on the card but what was there before anything was loaded.
+    /// Checks that the card is as empty as before the first load.
     pub(crate) fn check_empty(&self) -> Result<(), Broken> {
         let (Some(ledger), Some(process)) = (&self.ledger, &self.process) else {
             return Ok(());
@@ -605,7 +605,7 @@ impl Slot {
         Ok(())
     }
 
-    /// That its worker is there and does nothing.
+    /// Checks that its worker is ready and idle.
     pub(crate) fn check_ready(&self) -> Result<(), Broken> {
         match self.state {
             State::Idle { .. } if self.order.is_none() => Ok(()),
@@ -628,7 +628,7 @@ fn name_of(outcome: &Outcome) -> &'static str {
     }
 }
 
-/// Makes what a dead worker made recognisable.
+/// Marks the results of a stale worker.
 fn poison(event: &mut Event) {
     let all_dead = |numbers: usize| -> bytes::Bytes {
         let dead = (f32::from(DEAD) / 255.0).to_le_bytes();
@@ -651,7 +651,7 @@ fn poison(event: &mut Event) {
     }
 }
 
-/// What a dead worker would have delivered for an order.
+/// The pieces that a stale worker would have delivered for an order.
 fn dead_piece_of(order: &Order) -> Option<Piece> {
     let Work::Stage(stage) = &order.work else {
         return None;

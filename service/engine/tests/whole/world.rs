@@ -1,4 +1,4 @@
-//! One episode: cards with their faults, clients with their wishes, time, and a quiet end.
+//! One episode: cards with their faults, clients with their requests, time, and an end without faults.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
@@ -21,13 +21,13 @@ use crate::defect::{Defect, Invariant, Violation};
 use crate::models::{Models, NAMES, catalogue};
 use crate::slot::{Broken, Port, Records, START_LIMIT_MS, Slot, State};
 
-/// Things that happen in an episode.
+/// Number of events in an episode.
 const ACTIONS: usize = 24;
 
-/// By then each job has ended, once nothing fails any more.
+/// Deadline for all jobs to end, after the last fault.
 const PATIENCE_MS: u64 = 1_200_000;
 
-/// What happened, over all episodes.
+/// Event counts over all episodes.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stats {
     pub(crate) episodes: u64,
@@ -45,7 +45,7 @@ impl Stats {
         }
     }
 
-    /// Schedules that are too tame prove nothing.
+    /// Schedules that cover too little prove nothing.
     pub(crate) fn assert_everything_happened(&self) {
         for what in [
             "died while starting",
@@ -106,7 +106,7 @@ struct World<'a> {
     painted: BTreeMap<String, bytes::Bytes>,
     now: Arc<AtomicU64>,
     began: Instant,
-    /// Nothing fails any more.
+    /// Whether there are no more faults.
     calm: bool,
     schedule: Vec<String>,
 }
@@ -216,10 +216,10 @@ impl<'a> World<'a> {
         self.began.elapsed().as_millis() as u64
     }
 
-    /// Lets so much time pass, in which everybody does what is due.
+    /// Advances time, in which everything due happens.
     async fn pass(&mut self, ms: u64) -> Result<(), Broken> {
         let until = self.now_ms() + ms;
-        // What was said is heard before anything else happens.
+        // Messages are delivered before anything else happens.
         let mut spoke = true;
         loop {
             let now = self.now_ms();
@@ -284,7 +284,7 @@ impl<'a> World<'a> {
                 }
             }
             19..24 => {
-                // Most of the time a card is idle: that alone would be dull.
+                // A card is idle most of the time, which would cover little.
                 for _ in 0..self.random.random_range(0..30) {
                     if self.slots[slot].doing() == "idle" {
                         self.pass(10).await?;
@@ -373,11 +373,12 @@ impl<'a> World<'a> {
         ];
         self.tell(format!("{} ({name})", names[what]));
         self.tasks.spawn(async move {
-            // How these end depends on chance; that they end is what counts.
+            // The outcome is random; that they end is checked.
             match what {
                 0 => drop(queue.unload(Some(entry), force).await),
                 1 => drop(queue.unload(None, force).await),
-                2 | 3 => drop(queue.pin(entry, unpin).await),
+                2 | 3 if unpin => drop(queue.unpin(&entry.key).await),
+                2 | 3 => drop(queue.pin(entry).await),
                 4 => drop(queue.hold(entry, "x".into(), ttl).await),
                 5 => drop(queue.reserve("", Bytes::mib(mib), ttl, "other".into()).await),
                 6 => drop(queue.trim("").await),
@@ -390,7 +391,7 @@ impl<'a> World<'a> {
         });
     }
 
-    /// From here on nothing fails, until nobody wants anything; then everything has to be as it was in the beginning.
+    /// From here on there are no faults, until no job is left; then the state must equal the initial one.
     async fn wind_down(&mut self) -> Result<(), Broken> {
         self.tell("from here on nothing fails");
         self.calm = true;
@@ -398,12 +399,12 @@ impl<'a> World<'a> {
             slot.world.hold("blender", None, Bytes::ZERO);
         }
         for name in NAMES {
-            let _ = self.queue.pin(self.models.entry(name), true).await; // it may not have been pinned
+            let _ = self.queue.unpin(&self.models.entry(name).key).await; // it may not have been pinned
         }
         self.pass_until_all_have_ended().await?;
         self.tell("everything is unloaded");
-        // A worker that hangs with nothing to do is found when it is asked for something, and one that never says that it
-        // is ready is given up after a while.
+        // A worker that hangs while idle is detected at the next command, and one that never becomes ready is given
+        // up after a timeout.
         for _ in 0..2 {
             if self
                 .slots

@@ -1,33 +1,33 @@
-//! GGUF headers, versions 2 and 3, little-endian. Source: the format's description in the ggml project (`gguf.md`),
-//! and for the numbers of types the `gguf` Python package, `constants.py`.
+//! GGUF headers, versions 2 and 3, little-endian. Sources: the format's description in the ggml project (`gguf.md`),
+//! and for type numbers the `gguf` Python package, `constants.py`.
 //!
-//! The dimensions of the file, fastest first, are turned into row-major order. A tensor that ComfyUI's converter
-//! reshaped so that its rows divide into blocks has its own shape under `comfy.gguf.orig_shape.<name>`: that is the
-//! shape it gets here. Its numbers lie in the same order in both shapes.
+//! The file's dimensions, fastest first, are reversed into row-major order. A tensor that ComfyUI's converter
+//! reshaped so that its rows divide into blocks has its original shape under `comfy.gguf.orig_shape.<name>`: that is
+//! the shape it gets here. The order of its numbers is the same in both.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{BufReader, Read};
 
-use super::{Contents, LONGEST_HEADER, Problem, TensorEntry, extent};
+use super::{FileHeader, MAX_HEADER_BYTES, Problem, TensorEntry, extent};
 use crate::format::GgufType;
 use crate::load::{ByteRange, Stored};
 
-/// Prefix of the keys that hold the shape of a tensor before it was reshaped.
+/// Prefix of the metadata keys of original shapes.
 const ORIGINAL_SHAPE: &str = "comfy.gguf.orig_shape.";
-/// Where tensors begin: multiples of this, unless the file says otherwise.
+/// Default alignment of tensor data.
 const ALIGNMENT: u32 = 32;
-/// The most dimensions that a tensor has in GGUF.
-const MOST_DIMENSIONS: u32 = 4;
-/// The most dimensions of a shape under [`ORIGINAL_SHAPE`].
-const MOST_ORIGINAL_DIMENSIONS: u64 = 8;
-/// The most tensors, and the most keys of metadata. What is kept of one is ten times what it takes in the file.
-const MOST_ENTRIES: u64 = 1 << 18;
-/// How deep arrays may lie in arrays.
-const DEEPEST_ARRAY: usize = 4;
+/// Maximum of dimensions of a tensor in GGUF.
+const MAX_DIMENSIONS: u32 = 4;
+/// Maximum of dimensions of a shape under [`ORIGINAL_SHAPE`].
+const MAX_ORIGINAL_DIMENSIONS: u64 = 8;
+/// Maximum of tensors, and of metadata keys. An entry takes ten times its bytes in the file.
+const MAX_ENTRIES: u64 = 1 << 18;
+/// Maximum nesting of arrays.
+const MAX_ARRAY_DEPTH: usize = 4;
 
-/// Types of metadata, by their numbers.
+/// Type numbers of metadata values.
 mod kind {
     pub(super) const U8: u32 = 0;
     pub(super) const I8: u32 = 1;
@@ -45,8 +45,8 @@ mod kind {
 }
 
 /// Reads and checks the header of a file of `size` bytes.
-pub(super) fn read(file: &mut File, size: u64) -> Result<Contents, Problem> {
-    let mut header = Header {
+pub(super) fn read(file: &mut File, size: u64) -> Result<FileHeader, Problem> {
+    let mut header = HeaderReader {
         from: BufReader::new(file),
         position: 0,
         size,
@@ -68,11 +68,11 @@ pub(super) fn read(file: &mut File, size: u64) -> Result<Contents, Problem> {
     }
     let tensors = header.u64()?;
     let keys = header.u64()?;
-    // Each takes at least so many bytes: name, number of dimensions, type, offset; key, type, value.
+    // Minimum bytes of each: name, number of dimensions, type, offset; key, type, value.
     for (count, what) in [(tensors, "tensors"), (keys, "metadata keys")] {
-        if count > MOST_ENTRIES {
+        if count > MAX_ENTRIES {
             return Err(Problem::Damaged(format!(
-                "its header claims {count} {what}, and {MOST_ENTRIES} are allowed"
+                "its header claims {count} {what}, and {MAX_ENTRIES} are allowed"
             )));
         }
     }
@@ -81,7 +81,7 @@ pub(super) fn read(file: &mut File, size: u64) -> Result<Contents, Problem> {
     let metadata = Metadata::read(&mut header, keys)?;
     let mut infos = BTreeMap::new();
     for _ in 0..tensors {
-        let (name, info) = Info::read(&mut header)?;
+        let (name, info) = TensorInfo::read(&mut header)?;
         match infos.entry(name) {
             Entry::Occupied(there) => {
                 return Err(Problem::Damaged(format!("tensor {} is there twice", there.key())));
@@ -92,27 +92,27 @@ pub(super) fn read(file: &mut File, size: u64) -> Result<Contents, Problem> {
         }
     }
     let start = header.position.next_multiple_of(u64::from(metadata.alignment));
-    let data = Data {
+    let data = GgufData {
         start,
         size,
         alignment: u64::from(metadata.alignment),
     };
-    Ok(Contents {
+    Ok(FileHeader {
         tensors: data.entries(infos, &metadata.original_shapes)?,
         metadata: metadata.text,
     })
 }
 
-/// The bytes of the header, one behind the other.
-struct Header<'a> {
+/// A reader over the header's bytes.
+struct HeaderReader<'a> {
     from: BufReader<&'a mut File>,
     position: u64,
     /// Bytes of the whole file.
     size: u64,
 }
 
-impl Header<'_> {
-    /// Whether the next `length` bytes are there and may belong to a header.
+impl HeaderReader<'_> {
+    /// Checks that the next `length` bytes exist and are within the limit of a header.
     fn has(&self, length: u64) -> Result<(), Problem> {
         let end = self.position.saturating_add(length);
         if end > self.size {
@@ -122,17 +122,17 @@ impl Header<'_> {
                 self.position, self.size
             )));
         }
-        if end > LONGEST_HEADER {
+        if end > MAX_HEADER_BYTES {
             return Err(Problem::Damaged(format!(
-                "its header is longer than the {LONGEST_HEADER} bytes that are allowed"
+                "its header is longer than the {MAX_HEADER_BYTES} bytes that are allowed"
             )));
         }
         Ok(())
     }
 
-    /// Whether `count` things of at least `each` bytes can follow.
+    /// Checks that `count` elements of at least `each` bytes can follow.
     fn can_hold(&self, count: u64, each: u64, what: &str) -> Result<(), Problem> {
-        let left = self.size.min(LONGEST_HEADER) - self.position;
+        let left = self.size.min(MAX_HEADER_BYTES) - self.position;
         match count.checked_mul(each) {
             Some(bytes) if bytes <= left => Ok(()),
             _ => Err(Problem::Damaged(format!(
@@ -157,16 +157,16 @@ impl Header<'_> {
         Ok(u64::from_le_bytes(self.bytes()?))
     }
 
-    /// Leaves out `length` bytes.
+    /// Skips `length` bytes.
     fn skip(&mut self, length: u64) -> Result<(), Problem> {
         self.has(length)?;
-        // At most `LONGEST_HEADER`.
+        // At most `MAX_HEADER_BYTES`.
         self.from.seek_relative(length as i64).map_err(Problem::Io)?;
         self.position += length;
         Ok(())
     }
 
-    /// Bytes with their length in front.
+    /// Bytes with a length prefix.
     fn string(&mut self) -> Result<Vec<u8>, Problem> {
         let length = self.u64()?;
         self.has(length)?;
@@ -183,7 +183,7 @@ impl Header<'_> {
             .map_err(|_| Problem::Damaged(format!("the name at byte {position} of its header is not UTF-8")))
     }
 
-    /// Leaves out an array whose elements' type and number were read.
+    /// Skips an array whose element type and count were read.
     fn skip_array(&mut self, element: u32, count: u64, depth: usize) -> Result<(), Problem> {
         match element {
             kind::STRING => {
@@ -194,9 +194,9 @@ impl Header<'_> {
                 }
             }
             kind::ARRAY => {
-                if depth == DEEPEST_ARRAY {
+                if depth == MAX_ARRAY_DEPTH {
                     return Err(Problem::Damaged(format!(
-                        "its metadata has arrays in arrays, more than {DEEPEST_ARRAY} deep"
+                        "its metadata has arrays in arrays, more than {MAX_ARRAY_DEPTH} deep"
                     )));
                 }
                 self.can_hold(count, 4 + 8, "arrays")?;
@@ -214,7 +214,7 @@ impl Header<'_> {
         Ok(())
     }
 
-    /// A number or a truth value, as text.
+    /// A number or a boolean, as text.
     fn scalar(&mut self, kind: u32) -> Result<String, Problem> {
         Ok(match kind {
             kind::U8 => u8::from_le_bytes(self.bytes()?).to_string(),
@@ -233,7 +233,7 @@ impl Header<'_> {
     }
 }
 
-/// Bytes of a number or a truth value.
+/// Bytes of a number or a boolean.
 fn scalar_width(kind: u32) -> Result<u64, Problem> {
     Ok(match kind {
         kind::U8 | kind::I8 | kind::BOOL => 1,
@@ -250,7 +250,7 @@ fn unknown_kind(kind: u32) -> Problem {
     ))
 }
 
-/// What the header says beside its tensors.
+/// Metadata of the header.
 struct Metadata {
     alignment: u32,
     original_shapes: HashMap<String, Vec<u64>>,
@@ -258,7 +258,7 @@ struct Metadata {
 }
 
 impl Metadata {
-    fn read(header: &mut Header<'_>, keys: u64) -> Result<Metadata, Problem> {
+    fn read(header: &mut HeaderReader<'_>, keys: u64) -> Result<Metadata, Problem> {
         let mut metadata = Metadata {
             alignment: ALIGNMENT,
             original_shapes: HashMap::new(),
@@ -269,7 +269,7 @@ impl Metadata {
             let value = header.u32()?;
             let again = match value {
                 kind::STRING => {
-                    // Free text, which nobody relies on.
+                    // Free text that is only displayed.
                     let text = String::from_utf8_lossy(&header.string()?).into_owned();
                     metadata.text.insert(key.clone(), text).is_some()
                 }
@@ -301,13 +301,13 @@ impl Metadata {
 }
 
 /// The array under `comfy.gguf.orig_shape.<name>`.
-fn original_shape(header: &mut Header<'_>, name: &str) -> Result<Vec<u64>, Problem> {
+fn original_shape(header: &mut HeaderReader<'_>, name: &str) -> Result<Vec<u64>, Problem> {
     let damaged = |problem: &str| Problem::Damaged(format!("the original shape of tensor {name} {problem}"));
     let (element, count) = (header.u32()?, header.u64()?);
     if element != kind::I32 {
         return Err(damaged("is not an array of i32"));
     }
-    if count > MOST_ORIGINAL_DIMENSIONS {
+    if count > MAX_ORIGINAL_DIMENSIONS {
         return Err(damaged(&format!("has {count} dimensions")));
     }
     (0..count)
@@ -330,23 +330,23 @@ fn alignment(kind: u32, text: &str) -> Result<u32, Problem> {
 }
 
 /// One tensor as the header describes it.
-struct Info {
+struct TensorInfo {
     stored: Stored,
     /// Row-major.
     dimensions: Vec<u64>,
-    /// From the start of the data.
+    /// Offset from the start of the data.
     offset: u64,
 }
 
-impl Info {
-    fn read(header: &mut Header<'_>) -> Result<(String, Info), Problem> {
+impl TensorInfo {
+    fn read(header: &mut HeaderReader<'_>) -> Result<(String, TensorInfo), Problem> {
         let name = header.name()?;
         let count = header.u32()?;
-        if count > MOST_DIMENSIONS {
+        if count > MAX_DIMENSIONS {
             return Err(Problem::Damaged(format!("tensor {name} has {count} dimensions")));
         }
         let mut dimensions = (0..count).map(|_| header.u64()).collect::<Result<Vec<_>, _>>()?;
-        // Fastest first, in the file.
+        // The file has the fastest dimension first.
         dimensions.reverse();
         let number = header.u32()?;
         let stored = stored(number).ok_or_else(|| {
@@ -360,7 +360,7 @@ impl Info {
             ))
         })?;
         let offset = header.u64()?;
-        let info = Info {
+        let info = TensorInfo {
             stored,
             dimensions,
             offset,
@@ -370,18 +370,18 @@ impl Info {
 }
 
 /// The part of the file behind the header.
-struct Data {
+struct GgufData {
     start: u64,
     /// Bytes of the whole file. A file without tensors may end before `start`.
     size: u64,
     alignment: u64,
 }
 
-impl Data {
-    /// Checks every tensor for itself, then that no two overlap. Between them there may be padding.
+impl GgufData {
+    /// Checks each tensor, then that no two overlap. Padding between them is allowed.
     fn entries(
         &self,
-        infos: BTreeMap<String, Info>,
+        infos: BTreeMap<String, TensorInfo>,
         original_shapes: &HashMap<String, Vec<u64>>,
     ) -> Result<BTreeMap<String, TensorEntry>, Problem> {
         let mut entries = BTreeMap::new();
@@ -407,7 +407,12 @@ impl Data {
         Ok(entries)
     }
 
-    fn entry(&self, name: &str, info: &Info, original: Option<&Vec<u64>>) -> Result<TensorEntry, Problem> {
+    fn entry(
+        &self,
+        name: &str,
+        info: &TensorInfo,
+        original: Option<&Vec<u64>>,
+    ) -> Result<TensorEntry, Problem> {
         let damaged = |problem: String| Problem::Damaged(format!("tensor {name} {problem}"));
         let (in_block, _) = info.stored.block();
         let columns = info.dimensions.last().copied().unwrap_or(1);
@@ -424,7 +429,7 @@ impl Data {
                 info.offset, self.alignment
             )));
         }
-        // Saturating: what does not fit in 64 bits is behind the end of any file.
+        // Saturating: an offset that does not fit in 64 bits is beyond the end of any file.
         let end = self.start.saturating_add(info.offset).saturating_add(length);
         let missing = end.saturating_sub(self.size);
         if missing > 0 {
@@ -453,7 +458,7 @@ impl Data {
     }
 }
 
-/// The types that this build reads, by their numbers.
+/// Type of a number, for those that this build reads.
 fn stored(number: u32) -> Option<Stored> {
     Some(match number {
         0 => Stored::F32,
@@ -476,7 +481,7 @@ fn stored(number: u32) -> Option<Stored> {
     })
 }
 
-/// Types that are not read, to name them.
+/// Names of the types that are not read, for messages.
 const UNREAD: [(u32, &str); 18] = [
     (9, "Q8_1"),
     (15, "Q8_K"),

@@ -1,9 +1,9 @@
-//! Headers of checkpoint files: safetensors, GGUF, and the zip archives of `torch.save`. Only what describes the
-//! tensors is read here, and all of it is checked before anybody trusts an offset: a checkpoint comes from the
-//! internet, and a header that lies must cost an error, never a crash or somebody else's bytes.
+//! Headers of checkpoint files: safetensors, GGUF, and the zip archives of `torch.save`. Only the descriptions of
+//! tensors are read here, and all of them are validated before an offset is used: a checkpoint is untrusted input,
+//! and a malformed header must cause an error, never a crash or a read out of bounds.
 //!
-//! Whatever the format, a file is the same afterwards: tensors by name, each a run of bytes with a shape and a way
-//! of storing numbers. Which format a file has is told by its first bytes, not by its name.
+//! All formats are read into the same representation: tensors by name, each a byte range with a shape and a stored
+//! type. The format is detected by the first bytes, not by the file's name.
 
 mod gguf;
 mod pth;
@@ -14,40 +14,38 @@ use std::fs::File;
 use std::io::{ErrorKind, Read, Seek};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::SystemTime;
 
 use candle_core::DType;
 use residency::Bytes;
 
+use crate::files::{FileStamp, open_regular};
 use crate::load::{ByteRange, LoadError, Stored, TensorSource};
 
-/// The longest header that is read, in bytes, of a safetensors or a GGUF file: the limit of the first format's own
-/// implementation.
-pub const LONGEST_HEADER: u64 = 100_000_000;
+/// Maximum length of a header in bytes, of safetensors and GGUF: the limit of the reference implementation of
+/// safetensors.
+pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// One tensor of a checkpoint file, as its header describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorEntry {
-    /// How its numbers are stored.
     pub stored: Stored,
-    /// Its shape, row-major. Empty for a scalar. Of a tensor in GGUF this is the shape of the model, also where the
-    /// file holds it reshaped (`comfy.gguf.orig_shape`): blocks then lie one behind the other over the flattened
-    /// tensor, and may reach over the end of a row (see [`crate::WeightFormat::fits`]).
+    /// Shape, row-major; empty for a scalar. For a tensor in GGUF it is the model's shape, even if the file stores it
+    /// reshaped (`comfy.gguf.orig_shape`): its blocks are then those of the flattened tensor, and may cross the end
+    /// of a row (see [`crate::WeightFormat::fits`]).
     pub shape: Vec<usize>,
-    /// Its bytes; the offset counts from the start of the file, not of the data.
+    /// Byte range, from the start of the file (not of the data).
     pub range: ByteRange,
 }
 
 impl TensorEntry {
-    /// How many numbers it has.
+    /// Number of elements.
     pub fn elements(&self) -> usize {
         // Cannot overflow: `open` multiplied the same factors and got the length of a part of the file.
         self.shape.iter().product()
     }
 
-    /// `count` rows of the first dimension, from row `first` on, as an entry of its own: how a slice of a
-    /// fused weight is named. `None` if the tensor is a scalar, does not have so many rows, or is stored in blocks
-    /// that reach over the end of a row.
+    /// `count` rows of the first dimension, from row `first` on, as an entry: a slice of a fused weight. `None` if
+    /// the tensor is a scalar, does not have so many rows, or is stored in blocks that cross the end of a row.
     pub fn rows(&self, first: usize, count: usize) -> Option<TensorEntry> {
         let (rows, rest) = self.shape.split_first()?;
         if first.checked_add(count)? > *rows {
@@ -73,40 +71,7 @@ impl TensorEntry {
     }
 }
 
-/// What tells one version of a file from another without reading it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FileStamp {
-    /// Its length in bytes.
-    pub length: u64,
-    /// When it was last written, where the file system says so.
-    pub modified: Option<SystemTime>,
-    /// Device and inode: a file that was replaced under the same name differs here.
-    pub identity: (u64, u64),
-}
-
-impl FileStamp {
-    /// The stamp of an open file.
-    ///
-    /// # Errors
-    /// What the system said.
-    pub fn of(file: &File) -> std::io::Result<FileStamp> {
-        let facts = file.metadata()?;
-        #[cfg(unix)]
-        let identity = {
-            use std::os::unix::fs::MetadataExt;
-            (facts.dev(), facts.ino())
-        };
-        #[cfg(not(unix))]
-        let identity = (0, 0);
-        Ok(FileStamp {
-            length: facts.len(),
-            modified: facts.modified().ok(),
-            identity,
-        })
-    }
-}
-
-/// A safetensors, GGUF or PyTorch file whose header was read and found true. No descriptor is kept open.
+/// A safetensors, GGUF or PyTorch file with a validated header. No descriptor is kept open.
 #[derive(Clone, Debug)]
 pub struct CheckpointFile {
     path: Arc<Path>,
@@ -116,22 +81,22 @@ pub struct CheckpointFile {
 }
 
 impl CheckpointFile {
-    /// Reads and checks the header of a file, in the format that its first bytes tell: safetensors, GGUF of version
-    /// 2 or 3, or a zip archive of `torch.save`. The tensors' own bytes are not touched, and nothing that a pickle
-    /// asks for is executed.
+    /// Reads and validates the header of a file, in the format that its first bytes indicate: safetensors, GGUF of
+    /// version 2 or 3, or a zip archive of `torch.save`. Tensor data is not read, and no code of a pickle is
+    /// executed.
     ///
     /// # Errors
-    /// [`LoadError::Io`] if it cannot be opened or read, [`LoadError::Damaged`] if it is cut short or its
-    /// header contradicts itself or the file, [`LoadError::Unsupported`] if a tensor is stored in a way that
-    /// this build cannot read, or a pickle is more than a state dict. The message names the tensor that is meant.
+    /// [`LoadError::Io`] if it cannot be opened or read, [`LoadError::Damaged`] if it is truncated or its header
+    /// contradicts itself or the file, [`LoadError::Unsupported`] if a tensor is stored in a type that this build
+    /// cannot read, or a pickle is more than a state dict. The message names the tensor.
     pub fn open(path: &Path) -> Result<CheckpointFile, LoadError> {
         let io = |source| LoadError::Io {
             file: path.to_owned(),
             source,
         };
-        let mut file = File::open(path).map_err(io)?;
+        let mut file = open_regular(path).map_err(io)?;
         let stamp = FileStamp::of(&file).map_err(io)?;
-        let contents = contents(&mut file, stamp.length).map_err(|problem| problem.at(path))?;
+        let contents = contents(&mut file, stamp.size).map_err(|problem| problem.at(path))?;
         Ok(CheckpointFile {
             path: path.into(),
             stamp,
@@ -140,39 +105,39 @@ impl CheckpointFile {
         })
     }
 
-    /// Where the file is.
+    /// Path of the file.
     pub fn path(&self) -> &Arc<Path> {
         &self.path
     }
 
     /// Length of the whole file.
     pub fn size(&self) -> Bytes {
-        Bytes(self.stamp.length)
+        Bytes(self.stamp.size)
     }
 
-    /// What the file was when its header was read.
+    /// Stamp of the file when its header was read.
     pub fn stamp(&self) -> &FileStamp {
         &self.stamp
     }
 
-    /// All tensors, by name in order.
+    /// All tensors, ordered by name.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorEntry)> {
         self.tensors.iter().map(|(name, entry)| (name.as_str(), entry))
     }
 
-    /// One tensor.
+    /// A tensor by name.
     pub fn get(&self, name: &str) -> Option<&TensorEntry> {
         self.tensors.get(name)
     }
 
-    /// Free text beside the tensors: `__metadata__` of safetensors; of GGUF every key whose value is text or one
-    /// number, as text; nothing of PyTorch's.
+    /// Metadata as text: `__metadata__` of safetensors; all keys of GGUF with a string or scalar value; empty for
+    /// PyTorch.
     pub fn metadata(&self) -> &HashMap<String, String> {
         &self.metadata
     }
 
-    /// The whole of tensor `name` as the source of a tensor that is called `to` within its component and has
-    /// dtype `target` on the card. `None` if there is no such tensor.
+    /// The whole tensor `name` as the source of a tensor called `to` in its component, with dtype `target` on the
+    /// card. `None` if there is no such tensor.
     pub fn source(&self, name: &str, to: impl Into<String>, target: DType) -> Option<TensorSource> {
         let entry = self.get(name)?;
         let shape = entry.shape.clone();
@@ -186,7 +151,7 @@ impl CheckpointFile {
         ))
     }
 
-    /// Whether the file is still the one whose header was read.
+    /// Checks that the file is still the one whose header was read.
     ///
     /// # Errors
     /// [`LoadError::Damaged`] if it was replaced or written since, [`LoadError::Io`] if it is gone.
@@ -195,7 +160,7 @@ impl CheckpointFile {
             file: self.path.to_path_buf(),
             source,
         };
-        let now = FileStamp::of(&File::open(&self.path).map_err(io)?).map_err(io)?;
+        let now = FileStamp::at(&self.path).map_err(io)?;
         if now == self.stamp {
             return Ok(());
         }
@@ -203,7 +168,7 @@ impl CheckpointFile {
     }
 }
 
-/// What is wrong, before it is said of which file.
+/// A problem before it is attributed to a file.
 enum Problem {
     Damaged(String),
     Unsupported(String),
@@ -211,7 +176,7 @@ enum Problem {
 }
 
 impl Problem {
-    /// A file that ends early was cut while we read it: its length had been checked.
+    /// A file that ends early was truncated while we read it: its length had been checked.
     fn reading(error: std::io::Error) -> Problem {
         match error.kind() {
             ErrorKind::UnexpectedEof => Problem::Damaged("it became shorter while it was read".to_owned()),
@@ -236,8 +201,7 @@ impl Problem {
     }
 }
 
-/// A text with a middle left out where it is long: names and shapes are whatever the file says, and end up in logs and
-/// answers.
+/// Truncates a long text in the middle: names and shapes are arbitrary input, and end up in logs and responses.
 fn shortened(text: String) -> String {
     const ENDS: usize = 500;
     if text.len() <= 4 * ENDS {
@@ -249,29 +213,29 @@ fn shortened(text: String) -> String {
     format!("{head} … {tail}")
 }
 
-/// What a file's header says.
-struct Contents {
+/// The content of a file's header.
+struct FileHeader {
     tensors: BTreeMap<String, TensorEntry>,
     metadata: HashMap<String, String>,
 }
 
-/// Reads the header of a file of `size` bytes in the format that its first bytes tell.
-fn contents(file: &mut File, size: u64) -> Result<Contents, Problem> {
+/// Reads the header of a file of `size` bytes, in the format that its first bytes indicate.
+fn contents(file: &mut File, size: u64) -> Result<FileHeader, Problem> {
     let mut first = [0; 8];
     let known = first.len().min(usize::try_from(size).unwrap_or(usize::MAX));
     file.read_exact(&mut first[..known]).map_err(Problem::reading)?;
     file.rewind().map_err(Problem::Io)?;
     match first {
         [b'G', b'G', b'U', b'F', ..] => gguf::read(file, size),
-        // An archive begins with its first entry, or with its directory if it has none.
+        // An archive begins with its first entry, or with its directory if it is empty.
         [b'P', b'K', 3, 4, ..] | [b'P', b'K', 5, 6, ..] => pth::read(file, size),
-        // As the length of a safetensors header this would be more than is allowed.
-        [0x80, 2..=5, ..] if u64::from_le_bytes(first) > LONGEST_HEADER => Err(pth::bare_pickle()),
+        // As the length of a safetensors header this would exceed the limit.
+        [0x80, 2..=5, ..] if u64::from_le_bytes(first) > MAX_HEADER_BYTES => Err(pth::bare_pickle()),
         _ => safetensors::read(file, size),
     }
 }
 
-/// The shape and the exact bytes of a tensor of these dimensions; `None` if they cannot be addressed or are no whole
+/// Shape and exact bytes of a tensor of these dimensions; `None` if they cannot be addressed or are not a whole
 /// number of blocks.
 fn extent(stored: Stored, dimensions: &[u64]) -> Option<(Vec<usize>, u64)> {
     let (in_block, width) = stored.block();
@@ -289,8 +253,8 @@ fn extent(stored: Stored, dimensions: &[u64]) -> Option<(Vec<usize>, u64)> {
     strides_fit(&shape).then_some((shape, bytes))
 }
 
-/// Whether the product of all dimensions that are not zero can be addressed. A zero hides the other factors from the
-/// product: whoever multiplies them in another order must not overflow.
+/// Whether the product of all nonzero dimensions can be addressed. A zero hides the other factors, which must not
+/// overflow when multiplied in another order.
 fn strides_fit(shape: &[usize]) -> bool {
     shape
         .iter()

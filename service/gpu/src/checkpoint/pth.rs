@@ -1,9 +1,9 @@
-//! State dicts as `torch.save` writes them: a zip archive whose entries are stored uncompressed, `data.pkl` with the
-//! description, and one entry of plain bytes for each storage. Sources: PyTorch's notes on serialization semantics,
-//! and `torch/serialization.py`.
+//! State dicts as `torch.save` writes them: a zip archive of uncompressed entries, `data.pkl` with the description,
+//! and one entry of raw bytes per storage. Sources: PyTorch's notes on serialization semantics, and
+//! `torch/serialization.py`.
 //!
-//! The pickle is read by [`pickle`], which executes nothing. A tensor is a view of a storage: two may share their
-//! bytes (tied weights), and only those whose numbers lie in row-major order are read.
+//! The pickle is interpreted by [`pickle`], which executes nothing. A tensor is a view of a storage: two may share
+//! their bytes (tied weights), and only contiguous (row-major) ones are read.
 
 mod pickle;
 
@@ -16,25 +16,25 @@ use zip::result::ZipError;
 use zip::{CompressionMethod, ZipArchive};
 
 use self::pickle::{ElementType, Pickle, Value};
-use super::{Contents, Problem, TensorEntry, extent};
+use super::{FileHeader, Problem, TensorEntry, extent};
 use crate::load::ByteRange;
 
-/// The longest pickle that is read, in bytes. A state dict takes some 100 per tensor.
-const LONGEST_PICKLE: u64 = 32 << 20;
+/// Maximum length of a pickle in bytes. A state dict takes some 100 per tensor.
+const MAX_PICKLE_BYTES: u64 = 32 << 20;
 
-/// The longest directory of an archive that is read, with all that lies behind it, in bytes. A storage takes some 100.
-const LONGEST_DIRECTORY: u64 = 16 << 20;
+/// Maximum length in bytes of an archive's directory and what follows it. A storage takes some 100.
+const MAX_DIRECTORY_BYTES: u64 = 16 << 20;
 
-/// Bytes that an entry of the directory takes at least.
-const SHORTEST_ENTRY: u64 = 46;
+/// Minimum bytes of an entry in the directory.
+const MIN_ENTRY_BYTES: u64 = 46;
 
-/// The longest comment behind an archive's end record.
-const LONGEST_COMMENT: u64 = 0xFFFF;
+/// Maximum length of the comment behind an archive's end record.
+const MAX_COMMENT_BYTES: u64 = 0xFFFF;
 
-/// Where training scripts put the state dict that is meant, in the order in which it is looked for.
+/// Keys under which training scripts nest the state dict, in the order of lookup.
 const NESTED: [&str; 3] = ["state_dict", "model", "module"];
 
-/// What is said of a pickle that is not in an archive.
+/// Error for a pickle outside of an archive.
 pub(super) fn bare_pickle() -> Problem {
     Problem::Unsupported(
         "it is a bare pickle, as PyTorch wrote before 1.6: load it in PyTorch and save its tensors as safetensors \
@@ -43,14 +43,14 @@ pub(super) fn bare_pickle() -> Problem {
     )
 }
 
-/// Reads and checks the description of a file of `size` bytes.
-pub(super) fn read(file: &mut File, size: u64) -> Result<Contents, Problem> {
+/// Reads and validates the description of a file of `size` bytes.
+pub(super) fn read(file: &mut File, size: u64) -> Result<FileHeader, Problem> {
     let mut archive = Archive::open(file, size)?;
     archive.check_byte_order()?;
     let description = archive.range_of("data.pkl")?;
-    if description.length > LONGEST_PICKLE {
+    if description.length > MAX_PICKLE_BYTES {
         return Err(Problem::Damaged(format!(
-            "its pickle has {} bytes, more than the {LONGEST_PICKLE} that are allowed",
+            "its pickle has {} bytes, more than the {MAX_PICKLE_BYTES} that are allowed",
             description.length
         )));
     }
@@ -58,18 +58,18 @@ pub(super) fn read(file: &mut File, size: u64) -> Result<Contents, Problem> {
     let pickle = Pickle::read(&bytes)?;
     let tensors = entries(&pickle, &mut archive)?;
     archive.check_storages(description)?;
-    Ok(Contents {
+    Ok(FileHeader {
         tensors,
         metadata: HashMap::new(),
     })
 }
 
-/// The archive, and where the storages are that tensors asked for so far.
+/// The archive, with the storages that tensors have referred to so far.
 struct Archive<'a> {
     zip: ZipArchive<BufReader<&'a mut File>>,
-    /// Name of the folder that holds everything.
+    /// Name of the folder of all entries.
     folder: String,
-    /// Bytes in front of the archive's directory.
+    /// Offset of the archive's directory.
     data_end: u64,
     storages: HashMap<String, ByteRange>,
 }
@@ -128,7 +128,7 @@ impl<'a> Archive<'a> {
         self.zip.index_for_name(&self.path(name)).is_some()
     }
 
-    /// Which bytes of the file an entry is.
+    /// Byte range of an entry.
     fn range_of(&mut self, name: &str) -> Result<ByteRange, Problem> {
         let path = self.path(name);
         let index = self
@@ -154,7 +154,7 @@ impl<'a> Archive<'a> {
         }
     }
 
-    /// What an entry holds. Its length was checked against the file's; whoever asks bounds it.
+    /// Content of an entry. Its length was checked against the file's; the caller bounds it.
     fn bytes_of(&mut self, name: &str) -> Result<Vec<u8>, Problem> {
         let range = self.range_of(name)?;
         let path = self.path(name);
@@ -165,7 +165,7 @@ impl<'a> Archive<'a> {
         Ok(bytes)
     }
 
-    /// Refuses numbers of another byte order. Archives from before PyTorch 2.1 do not say theirs.
+    /// Rejects another byte order. Archives from before PyTorch 2.1 do not state theirs.
     fn check_byte_order(&mut self) -> Result<(), Problem> {
         if !self.has("byteorder") {
             return Ok(());
@@ -178,7 +178,7 @@ impl<'a> Archive<'a> {
         ))
     }
 
-    /// The bytes of storage `key`.
+    /// Byte range of storage `key`.
     fn storage(&mut self, key: &str) -> Result<ByteRange, Problem> {
         if let Some(known) = self.storages.get(key) {
             return Ok(*known);
@@ -188,7 +188,7 @@ impl<'a> Archive<'a> {
         Ok(range)
     }
 
-    /// No two storages may share bytes, nor one with the description: views of one storage say that they are.
+    /// Checks that no two storages overlap, nor one with the description: views of one storage share its key.
     fn check_storages(&self, description: ByteRange) -> Result<(), Problem> {
         let filled = self.storages.iter().filter(|(_, range)| range.length > 0);
         let mut spans: Vec<(ByteRange, &str)> = filled.map(|(key, range)| (*range, key.as_str())).collect();
@@ -207,22 +207,23 @@ impl<'a> Archive<'a> {
     }
 }
 
-/// Checks what the archive claims of its directory, before anything is allocated for it: wherever its end record may be
-/// found, the directory must be short. Source: APPNOTE.TXT of the zip format, 4.3.14 to 4.3.16.
+/// Validates the archive's claims about its directory before anything is allocated for it: wherever its end record
+/// may be, the directory must be short. Source: APPNOTE.TXT of the zip format, 4.3.14 to 4.3.16.
 fn check_directory(file: &mut File, size: u64) -> Result<(), Problem> {
     const END: (&[u8], usize) = (b"PK\x05\x06", 22);
     const LOCATOR: (&[u8], usize) = (b"PK\x06\x07", 20);
     const WIDE_END: (&[u8], usize) = (b"PK\x06\x06", 56);
     let damaged = |problem: &str| Problem::Damaged(format!("its archive {problem}"));
     let mut tail = Vec::new();
-    let behind = (END.1 + LOCATOR.1) as u64 + LONGEST_COMMENT;
+    let behind = (END.1 + LOCATOR.1) as u64 + MAX_COMMENT_BYTES;
     let begin = size.saturating_sub(behind);
     file.seek(SeekFrom::Start(begin)).map_err(Problem::Io)?;
     file.take(behind)
         .read_to_end(&mut tail)
         .map_err(Problem::reading)?;
     let is_short = |entries: u64, directory: u64| {
-        entries <= LONGEST_DIRECTORY / SHORTEST_ENTRY && size.saturating_sub(directory) <= LONGEST_DIRECTORY
+        entries <= MAX_DIRECTORY_BYTES / MIN_ENTRY_BYTES
+            && size.saturating_sub(directory) <= MAX_DIRECTORY_BYTES
     };
     for at in 0..tail.len().saturating_sub(END.1 - 1) {
         if !tail[at..].starts_with(END.0) {
@@ -291,7 +292,7 @@ fn entries(pickle: &Pickle<'_>, archive: &mut Archive<'_>) -> Result<BTreeMap<St
     Ok(entries)
 }
 
-/// The dict that holds tensors: the outermost if it has any, else the first of [`NESTED`] that does.
+/// The dict of tensors: the outermost if it has any, else the first of [`NESTED`] that has.
 fn state_dict<'p>(pickle: &'p Pickle<'_>) -> Result<impl Iterator<Item = (u32, u32)> + 'p, Problem> {
     let Value::Dict(outermost) = pickle.value(pickle.outermost()) else {
         return Err(Problem::Unsupported(
@@ -323,7 +324,7 @@ fn state_dict<'p>(pickle: &'p Pickle<'_>) -> Result<impl Iterator<Item = (u32, u
     Ok(dict.iter().copied())
 }
 
-/// One tensor, checked against its storage.
+/// One tensor, validated against its storage.
 fn entry(
     pickle: &Pickle<'_>,
     archive: &mut Archive<'_>,
@@ -360,7 +361,7 @@ fn entry(
     }
 
     let whole = archive.storage(storage.key)?;
-    // An untyped storage counts in bytes.
+    // The length of an untyped storage is in bytes.
     let counted_in = match storage.element {
         ElementType::Read(stored) => stored.width() as u64,
         ElementType::Unread(_) => 1,
@@ -386,7 +387,7 @@ fn entry(
     Ok(TensorEntry { stored, shape, range })
 }
 
-/// Whether these strides, in numbers, are those of a row-major tensor. That of a dimension of 1 may be anything.
+/// Whether these strides, in elements, are row-major. The stride of a dimension of 1 is ignored.
 fn is_row_major(shape: &[u64], strides: &[u64]) -> bool {
     if shape.contains(&0) {
         return true;

@@ -1,5 +1,5 @@
-//! Safetensors headers. The parser of the `safetensors` crate is not used: it keeps the last of two tensors with
-//! one name, and does not say which tensor an error is about.
+//! Safetensors headers. The parser of the `safetensors` crate is not used: of two tensors with one name it keeps the
+//! last, and its errors do not name the tensor.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -9,14 +9,18 @@ use std::io::Read;
 use serde::Deserialize;
 use serde::de::{self, MapAccess, Visitor};
 
-use super::{Contents, LONGEST_HEADER, Problem, TensorEntry, extent};
+use super::{FileHeader, MAX_HEADER_BYTES, Problem, TensorEntry, extent};
 use crate::load::{ByteRange, Stored};
 
-/// Bytes in front of the header that say how long it is.
+/// Length in bytes of the header's length prefix.
 const PREFIX: u64 = 8;
 
+/// Most tensors of one file: the largest checkpoints have a tenth of it, and each costs time and memory before anything
+/// can be said of the file.
+const MOST_TENSORS: usize = 200_000;
+
 /// Reads and checks the header of a file of `size` bytes.
-pub(super) fn read(file: &mut File, size: u64) -> Result<Contents, Problem> {
+pub(super) fn read(file: &mut File, size: u64) -> Result<FileHeader, Problem> {
     let damaged = |problem: String| Problem::Damaged(problem);
     let header_length = header_length(file, size)?;
     let mut header = vec![0; header_length as usize];
@@ -32,17 +36,17 @@ pub(super) fn read(file: &mut File, size: u64) -> Result<Contents, Problem> {
     })?;
     let raw: RawHeader =
         serde_json::from_str(text).map_err(|e| damaged(format!("the header cannot be parsed: {e}")))?;
-    let data = Data {
+    let data = SafetensorsData {
         start: PREFIX + header_length,
         length: size - PREFIX - header_length,
     };
-    Ok(Contents {
+    Ok(FileHeader {
         tensors: data.entries(raw.tensors)?,
         metadata: raw.metadata,
     })
 }
 
-/// Reads the length in front of the header and checks it before anything is allocated for it.
+/// Reads the length prefix and validates it before anything is allocated for the header.
 fn header_length(file: &mut File, size: u64) -> Result<u64, Problem> {
     if size < PREFIX {
         return Err(Problem::Damaged(format!(
@@ -53,15 +57,15 @@ fn header_length(file: &mut File, size: u64) -> Result<u64, Problem> {
     let mut prefix = [0; PREFIX as usize];
     file.read_exact(&mut prefix).map_err(Problem::reading)?;
     let length = u64::from_le_bytes(prefix);
-    if length > LONGEST_HEADER {
+    if length > MAX_HEADER_BYTES {
         return Err(Problem::Damaged(format!(
-            "its header claims {length} bytes, more than the {LONGEST_HEADER} that are allowed \
+            "its header claims more than the {MAX_HEADER_BYTES} bytes that are allowed \
              (is it a safetensors, GGUF or .pth file?)"
         )));
     }
     if length > size - PREFIX {
         return Err(Problem::Damaged(format!(
-            "its header claims {length} bytes, and the file has {} behind its length",
+            "its header claims more bytes than the file has behind its length, which are {}",
             size - PREFIX
         )));
     }
@@ -69,13 +73,13 @@ fn header_length(file: &mut File, size: u64) -> Result<u64, Problem> {
 }
 
 /// The part of the file behind the header.
-struct Data {
+struct SafetensorsData {
     start: u64,
     length: u64,
 }
 
-impl Data {
-    /// Checks every tensor for itself, then that together they cover the data without overlap or gap.
+impl SafetensorsData {
+    /// Validates each tensor, then that together they cover the data without overlap or gap.
     fn entries(&self, raw: Vec<(String, RawEntry)>) -> Result<BTreeMap<String, TensorEntry>, Problem> {
         let mut spans: Vec<(u64, u64, &str)> = raw
             .iter()
@@ -168,7 +172,7 @@ struct RawEntry {
     data_offsets: (u64, u64),
 }
 
-/// The header as it is written: in order, with names that may repeat.
+/// The header as written: in order, with possibly repeated names.
 #[derive(Default)]
 struct RawHeader {
     tensors: Vec<(String, RawEntry)>,
@@ -190,9 +194,13 @@ impl<'de> Deserialize<'de> for RawHeader {
                 while let Some(name) = map.next_key::<String>()? {
                     let named = |e: A::Error| de::Error::custom(format!("in {name}: {e}"));
                     if name == "__metadata__" {
-                        // Some writers say null where they have nothing to say.
+                        // Some writers have null for absent metadata.
                         let metadata: Option<HashMap<String, String>> = map.next_value().map_err(named)?;
                         header.metadata = metadata.unwrap_or_default();
+                    } else if header.tensors.len() >= MOST_TENSORS {
+                        return Err(de::Error::custom(format!(
+                            "it has more than {MOST_TENSORS} tensors"
+                        )));
                     } else {
                         let entry = map.next_value().map_err(named)?;
                         header.tensors.push((name, entry));

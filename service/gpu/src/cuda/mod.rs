@@ -1,9 +1,9 @@
 //! An NVIDIA card.
 //!
-//! Each component has a memory pool of its own, allocated from explicitly; activations live in the device's default pool,
-//! which nothing of ours ever replaces. What the pools have in use and in reserve, together with the driver's free bytes,
-//! is the ledger's truth. One thread owns the card and makes every allocation's last drop; reading threads only fill
-//! pinned memory and ask for copies.
+//! Each component has a memory pool of its own, allocated from explicitly; activations live in the device's default
+//! pool, which is never replaced. The bytes used and reserved by the pools, with the driver's free bytes, are the
+//! source of the ledger's figures. One thread owns the card and frees all memory; reading threads only fill pinned
+//! memory and enqueue copies.
 
 mod placer;
 mod pool;
@@ -33,19 +33,18 @@ use pool::{Pool, has_in_one_piece, is_allocated, is_out_of_memory};
 use quantize::Kernels;
 use staging::{Allocation, PinnedRing, Staging};
 
-/// cuBLAS takes a workspace of its own, unseen, unless it is given one. This is what it takes on compute capability 9;
-/// older cards need less and lose nothing.
+/// cuBLAS allocates a hidden workspace unless it is given one. This is its size on compute capability 9; older cards
+/// need less and lose nothing.
 const CUBLAS_WORKSPACE: Bytes = Bytes::mib(32);
 
-/// What code and stacks of newly loaded kernels may add to the context within one stage. Where NVML does not show our own
-/// process, what exceeds it is taken for somebody else's.
+/// Maximum growth of the context within one stage, by code and stacks of newly loaded kernels. If NVML does not list
+/// our process, the excess counts as foreign.
 const CONTEXT_GROWTH: Bytes = Bytes::mib(256);
 
-/// What the pools of a component and of the load's own workspace may take beside what is allocated from them: each grows
-/// by pieces of 32 MiB.
+/// Rounding of the pools of a component and of the load's workspace: each grows in steps of 32 MiB.
 const POOL_ROUNDING: Bytes = Bytes::mib(64);
 
-/// How close the search for the largest allocation comes.
+/// Precision of the search for the largest allocation.
 const PROBE_STEP: Bytes = Bytes::mib(16);
 
 /// An NVIDIA card, with its context in this process.
@@ -56,28 +55,29 @@ pub(crate) struct CudaCard {
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
     activations: Pool,
-    /// Library workspaces: allocated once.
+    /// Pool of library workspaces, allocated once.
     workspaces: Pool,
     staging: Staging,
-    held: HashMap<ComponentId, Held>,
+    held: HashMap<ComponentId, CudaComponent>,
     nvml: NvmlCard,
     context_bytes: Bytes,
-    /// Allocated from the activation pool when the stage that is measured began.
-    stage_began: Bytes,
+    /// Bytes used by the activation pool when the current stage began.
+    stage_baseline: Bytes,
     faults: FaultSchedule,
-    /// Why nothing of the card may be touched any more. cudarc tells of an error once and then looks healthy.
+    /// Set once the card is lost; nothing of it may be touched then. cudarc reports an error once and looks healthy
+    /// afterwards.
     lost: Option<String>,
 }
 
-struct Held {
+struct CudaComponent {
     tensors: Arc<ComponentTensors>,
-    /// Name and address of each tensor, to name those that do not come back.
+    /// Name and address of each tensor, to name leaked ones.
     addresses: Vec<(String, sys::CUdeviceptr)>,
     pool: Pool,
     booked: Bytes,
 }
 
-/// What computes on a card, and what it allocates from.
+/// The computing libraries and the stream that they allocate on.
 struct Libraries {
     device: Device,
     context: Arc<CudaContext>,
@@ -96,8 +96,8 @@ impl Libraries {
     ) -> Result<Libraries, GpuError> {
         let device = CudaDevice::new_with_stream(ordinal).map_err(|e| GpuError::Lost(e.to_string()))?;
         timeline.part("cuBLAS and cuRAND handles");
-        // SAFETY: one stream computes and one thread drops; the copy streams are synchronised before anything that they
-        // wrote is used or freed.
+        // SAFETY: one stream computes and one thread frees; the copy streams are synchronized before anything that
+        // they wrote is used or freed.
         unsafe { device.disable_event_tracking() };
         let stream = device.cuda_stream();
         let context = Arc::clone(stream.context());
@@ -125,16 +125,16 @@ impl Libraries {
     }
 }
 
-/// Makes the libraries load what every stage needs, so that the context is its size from the start. No kernel of the tensor
-/// library's own: the driver would compile its module here, for seconds on a machine that never has.
+/// Makes the libraries load what every stage needs, so that the context has its final size from the start. Uses no
+/// kernel of the tensor library: the driver would compile its module, which takes seconds on a new machine.
 fn warm_up(device: &Device, dtype: DType) -> candle_core::Result<()> {
     let ones = Tensor::ones((64, 64), dtype, &Device::Cpu)?.to_device(device)?;
     ones.matmul(&ones)?.to_device(&Device::Cpu)?;
     Ok(())
 }
 
-/// Makes cuBLAS load its code for f32, which the card is proved by, beside that for what stages compute in: the driver loads
-/// both in the time of one. By handles of its own, which end here. It is advice: what fails here fails again where it counts.
+/// Makes cuBLAS load its f32 code, used by the canary, in parallel with that of the computation dtype. Uses its own
+/// handles, which are dropped here. Best effort: an error recurs where it matters.
 fn warm_up_in_f32(ordinal: usize) {
     let began = std::time::Instant::now();
     let device = CudaDevice::new_with_stream(ordinal);
@@ -149,17 +149,17 @@ fn warm_up_in_f32(ordinal: usize) {
 }
 
 impl CudaCard {
-    /// Opens a card on this thread, which is to own it. `generation` is the how manieth worker process this is for it.
+    /// Opens a card on this thread, which will own it. `generation` counts the worker processes of the card from 1.
     ///
     /// # Errors
-    /// [`GpuError::Lost`] if there is no such card or it does not answer.
+    /// [`GpuError::Lost`] if there is no such card or it does not respond.
     pub(crate) fn new(
         settings: &CudaSettings,
         profile: &MemoryProfile,
         generation: u64,
     ) -> Result<CudaCard, GpuError> {
         let mut timeline = Timeline::begin("open the card");
-        // Two libraries of the driver, each with questions of its own to ask of all cards. Neither makes a context.
+        // Two libraries of the driver, each of which queries all cards. Neither creates a context.
         let (nvml, driver) = std::thread::scope(|scope| {
             let driver = scope.spawn(cudarc::driver::result::init);
             let nvml = NvmlCard::open(&settings.which);
@@ -173,11 +173,11 @@ impl CudaCard {
         let free_before = nvml.memory().map_err(|e| GpuError::Lost(e.to_string()))?.free;
         let ordinal = ordinal_of(nvml.uuid())?;
         timeline.part("find the card");
-        // Another handle of the context that the libraries get theirs of.
+        // Another handle of the primary context, which the libraries use too.
         let primary = CudaContext::new(ordinal).map_err(lost)?;
         timeline.part("context");
         let dtype = settings.compute_dtype(nvml.compute_capability);
-        // The system locks memory while libraries find their code.
+        // Memory is pinned while the libraries load their code.
         let (pinned, libraries) = std::thread::scope(|scope| {
             let pinned =
                 scope.spawn(|| PinnedRing::new(&primary, profile.staging_bytes, profile.staging_chunk));
@@ -216,7 +216,7 @@ impl CudaCard {
             held: HashMap::new(),
             nvml,
             context_bytes: Bytes::ZERO,
-            stage_began: Bytes::ZERO,
+            stage_baseline: Bytes::ZERO,
             faults: FaultSchedule::new(settings.faults.clone(), generation, settings.die_generations),
             lost: None,
         };
@@ -237,14 +237,14 @@ impl CudaCard {
         Ok(card)
     }
 
-    fn alive(&self) -> Result<(), GpuError> {
+    fn check_alive(&self) -> Result<(), GpuError> {
         match &self.lost {
             Some(why) => Err(GpuError::Lost(why.clone())),
             None => Ok(()),
         }
     }
 
-    /// Remembers that the card is lost, if this says so.
+    /// Records that the card is lost, if the result says so.
     fn latch<T>(&mut self, result: Result<T, DriverError>) -> Result<T, GpuError> {
         result.map_err(|error| {
             let why = error.to_string();
@@ -253,7 +253,7 @@ impl CudaCard {
         })
     }
 
-    /// Free and total bytes, as the driver has them.
+    /// Free and total bytes according to the driver.
     fn driver_memory(&self) -> Result<(Bytes, Bytes), GpuError> {
         let (free, total) = self.context.mem_get_info().map_err(lost)?;
         Ok((Bytes(free as u64), Bytes(total as u64)))
@@ -274,7 +274,7 @@ impl CudaCard {
         })
     }
 
-    /// Sees to it that what a stage's kernels added to the context is not taken for somebody else's memory.
+    /// Measures the context again, so that growth by a stage's kernels does not count as foreign.
     fn measure_context(&mut self, may_have_grown: bool) -> Result<(), GpuError> {
         let pools = self.pools()?;
         let (free, total) = self.driver_memory()?;
@@ -290,7 +290,7 @@ impl CudaCard {
 
     fn free_all(&mut self, allocations: &[Allocation<'_>], pool: Pool) -> Result<(), GpuError> {
         for allocation in allocations {
-            // SAFETY: allocated for a load that came to nothing; all copies to it have been waited for.
+            // SAFETY: allocated for a load that failed; all copies to it have completed.
             let freed = unsafe { pool::free(allocation.pointer, &self.stream) };
             self.latch(freed)?;
         }
@@ -298,15 +298,15 @@ impl CudaCard {
         self.latch(done)
     }
 
-    /// Makes tensors of allocations, each of which is filled.
+    /// Makes tensors of filled allocations.
     fn tensors_of(&self, allocations: &[Allocation<'_>]) -> Result<ComponentTensors, LoadError> {
         let Device::Cuda(device) = &self.device else {
             return Err(LoadError::Lost("the card is not a CUDA device".to_owned()));
         };
         let mut tensors = HashMap::with_capacity(allocations.len());
         for Allocation { source, pointer } in allocations {
-            // The plan was checked against what can be read, which is less than what CUDA has forms for. An error other
-            // than a loss would free twice what is a tensor already.
+            // The plan was checked against the readable dtypes, a subset of those with a CUDA form. An error other
+            // than a loss would free twice the memory of existing tensors.
             let tensor = tensor_at(source, *pointer, &self.stream, device).ok_or_else(|| {
                 LoadError::Lost(format!("tensor {} has no form {:?}", source.name, source.target))
             })?;
@@ -316,9 +316,9 @@ impl CudaCard {
     }
 }
 
-/// What the pools have, each by its own account.
+/// Bytes of the pools, by account.
 struct Pools {
-    /// As booked.
+    /// Booked bytes of components.
     components: Bytes,
     components_reserved: Bytes,
     scratch: Bytes,
@@ -327,7 +327,7 @@ struct Pools {
 }
 
 impl Pools {
-    /// All that they have of the card.
+    /// Bytes reserved by all pools.
     fn reserved(&self) -> Bytes {
         self.components_reserved + self.scratch_reserved + self.workspaces
     }
@@ -347,7 +347,7 @@ impl Gpu for CudaCard {
     }
 
     fn memory(&mut self) -> Result<DriverTruth, GpuError> {
-        self.alive()?;
+        self.check_alive()?;
         let pools = self.pools()?;
         let (free, total) = self.driver_memory()?;
         let besides = total - free - pools.reserved();
@@ -358,8 +358,7 @@ impl Gpu for CudaCard {
             components: pools.components,
             scratch: pools.scratch,
             slack: pools.scratch_reserved - pools.scratch,
-            // The driver hands memory out in pieces: what a component's pool has beyond its tensors is of no use to
-            // anybody else while it is there.
+            // The driver's granularity: what a component's pool reserves beyond its tensors is unusable by others.
             workspaces: pools.workspaces + (pools.components_reserved - pools.components),
             context,
             holders: self.nvml.holders(besides - context),
@@ -374,7 +373,7 @@ impl Gpu for CudaCard {
     ) -> Result<(), LoadError> {
         let mut timeline = Timeline::begin("load");
         let gone = |error: GpuError| LoadError::Lost(error.to_string());
-        self.alive().map_err(gone)?;
+        self.check_alive().map_err(gone)?;
         let sources = plan.files()?;
         if self.held.contains_key(&component.id) {
             return Err(LoadError::Unsupported(format!(
@@ -384,9 +383,9 @@ impl Gpu for CudaCard {
         }
         let booked = plan.bytes();
         let files = reader::open(sources)?;
-        reader::tell(progress, Bytes::ZERO, booked)?;
-        // Some of it for the load alone, out of what plans leave free: a load that quantizes makes do with what is there.
-        let needed = booked + self.staging.least_workspace(sources)?;
+        reader::report_progress(progress, Bytes::ZERO, booked)?;
+        // Temporary memory of this load, out of the planned headroom: a load that quantizes works with what is free.
+        let needed = booked + self.staging.min_workspace(sources)?;
         let (free, _) = self.driver_memory().map_err(gone)?;
         if needed > free {
             return Err(LoadError::OutOfMemory { needed, free });
@@ -402,7 +401,7 @@ impl Gpu for CudaCard {
         timeline.part("read and copy");
         let outcome = loaded
             .and_then(|()| reader::check_unchanged(&files))
-            .and_then(|()| reader::tell(progress, booked, booked))
+            .and_then(|()| reader::report_progress(progress, booked, booked))
             .and_then(|()| self.tensors_of(&made));
         timeline.part("check files, make tensors");
         match outcome {
@@ -412,7 +411,7 @@ impl Gpu for CudaCard {
                 let named = |a: &Allocation<'_>| (a.source.name.clone(), a.pointer);
                 self.held.insert(
                     component.id.clone(),
-                    Held {
+                    CudaComponent {
                         tensors: Arc::new(tensors),
                         addresses: made.iter().map(named).collect(),
                         pool,
@@ -437,19 +436,19 @@ impl Gpu for CudaCard {
     }
 
     fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError> {
-        self.alive()?;
+        self.check_alive()?;
         let held = self.held.get(id).ok_or_else(|| GpuError::NotLoaded(id.clone()))?;
         Ok(Arc::clone(&held.tensors))
     }
 
     fn unload(&mut self, id: &ComponentId) -> Result<Unloaded, GpuError> {
-        self.alive()?;
+        self.check_alive()?;
         let held = self.held.get(id).ok_or_else(|| GpuError::NotLoaded(id.clone()))?;
         let others = Arc::strong_count(&held.tensors) - 1;
         if others > 0 {
             return Err(GpuError::StillInUse(id.clone(), others));
         }
-        let Some(Held {
+        let Some(CudaComponent {
             tensors,
             addresses,
             pool,
@@ -465,7 +464,7 @@ impl Gpu for CudaCard {
         let mut timeline = Timeline::begin("unload");
         drop(tensors);
         timeline.part("drop tensors");
-        // A failed drop is recorded in the context and comes out of this synchronisation.
+        // A failed free is recorded in the context and surfaces at this synchronization.
         let synchronised = self.stream.synchronize();
         self.latch(synchronised)?;
         timeline.part("synchronise");
@@ -489,7 +488,7 @@ impl Gpu for CudaCard {
     }
 
     fn trim(&mut self) -> Result<Bytes, GpuError> {
-        self.alive()?;
+        self.check_alive()?;
         let before = self.activations.reserved();
         let before = self.latch(before)?;
         let trimmed = self.stream.synchronize().and_then(|()| self.activations.trim());
@@ -499,7 +498,7 @@ impl Gpu for CudaCard {
     }
 
     fn largest_allocation(&mut self, enough: Bytes) -> Result<Bytes, GpuError> {
-        self.alive()?;
+        self.check_alive()?;
         let (free, _) = self.driver_memory()?;
         let most = enough.min(free);
         let has = has_in_one_piece(&self.context, most);
@@ -524,16 +523,16 @@ impl Gpu for CudaCard {
             .activations
             .forget_peak()
             .and_then(|()| self.activations.used());
-        self.stage_began = self.latch(began).unwrap_or(Bytes::ZERO);
+        self.stage_baseline = self.latch(began).unwrap_or(Bytes::ZERO);
     }
 
     fn stage_peak(&mut self) -> Bytes {
         let peak = self.stream.synchronize().and_then(|()| self.activations.peak());
-        let peak = self.latch(peak).unwrap_or(self.stage_began);
+        let peak = self.latch(peak).unwrap_or(self.stage_baseline);
         if let Err(error) = self.measure_context(true) {
             tracing::warn!(%error, "the size of the context is not known");
         }
-        peak - self.stage_began
+        peak - self.stage_baseline
     }
 
     fn fault_at(&mut self, place: &str) -> Option<FaultAction> {
@@ -552,7 +551,7 @@ impl Gpu for CudaCard {
 }
 
 impl CudaCard {
-    /// Writes to an address that nobody has, as a faulty kernel does. What follows on the card fails.
+    /// Writes to an unmapped address, as a faulty kernel does. Everything on the card fails afterwards.
     fn poison(&mut self) -> candle_core::Result<()> {
         const KERNEL: &str = "
             .version 7.0
@@ -574,14 +573,14 @@ impl CudaCard {
         let mut launch = kernel.builder();
         launch.arg(&address);
         let one = cudarc::driver::LaunchConfig::for_num_elems(1);
-        // SAFETY: none at all, which is the point: the worker's settings ask for an illegal access, and the worker is
-        // ended for it. It writes nothing: the address is mapped nowhere.
+        // SAFETY: none, on purpose: the worker's settings request an illegal access, and the worker ends by it.
+        // Nothing is written: the address is unmapped.
         unsafe { launch.launch(one) }.map_err(candle_core::Error::wrap)?;
         Ok(())
     }
 }
 
-/// The card's number in the order of CUDA, which is not NVML's. No context is made for any of those that are asked.
+/// The card's ordinal in CUDA's order, which differs from NVML's. No context is created.
 fn ordinal_of(uuid: &str) -> Result<usize, GpuError> {
     cudarc::driver::result::init().map_err(lost)?;
     let count = cudarc::driver::result::device::get_count().map_err(lost)?;
@@ -597,12 +596,12 @@ fn ordinal_of(uuid: &str) -> Result<usize, GpuError> {
     )))
 }
 
-/// A UUID without the word before it: `GPU-`, or `MIG-` for a part of a card.
+/// The UUID without its prefix: `GPU-`, or `MIG-` for a slice.
 fn digits_of(uuid: &str) -> &str {
     uuid.split_once('-').map_or(uuid, |(_, digits)| digits)
 }
 
-/// As NVML writes it: `GPU-` and 32 hexadecimal digits in five groups.
+/// In NVML's notation: `GPU-` and 32 hexadecimal digits in five groups.
 fn uuid_text(uuid: &sys::CUuuid) -> String {
     let digits: String = uuid.bytes.iter().map(|b| format!("{:02x}", *b as u8)).collect();
     let [a, b, c, d, e] = [
@@ -615,7 +614,7 @@ fn uuid_text(uuid: &sys::CUuuid) -> String {
     format!("GPU-{a}-{b}-{c}-{d}-{e}")
 }
 
-/// Hands cuBLAS a workspace that is booked.
+/// Gives cuBLAS a workspace that is booked.
 fn give_workspace(device: &CudaDevice, pool: &Pool, stream: &CudaStream) -> Result<(), GpuError> {
     let workspace = pool.allocate(CUBLAS_WORKSPACE.0, stream).map_err(|error| {
         if is_out_of_memory(error) {
@@ -626,8 +625,8 @@ fn give_workspace(device: &CudaDevice, pool: &Pool, stream: &CudaStream) -> Resu
     })?;
     stream.synchronize().map_err(lost)?;
     let blas = device.cublas_handle();
-    // SAFETY: the handle is alive; the workspace is of this size, in this context, and is never freed: it ends with the
-    // process, as the handle does.
+    // SAFETY: the handle is check_alive; the workspace has this size, in this context, and is never freed: both live until
+    // the process ends.
     let set = unsafe {
         cudarc::cublas::sys::cublasSetWorkspace_v2(
             *blas.handle(),
@@ -645,17 +644,17 @@ fn give_workspace(device: &CudaDevice, pool: &Pool, stream: &CudaStream) -> Resu
     Ok(())
 }
 
-/// Workspaces of contexts: address and bytes.
+/// Workspace of each context: address and bytes.
 static WORKSPACES: LazyLock<Mutex<HashMap<usize, (u64, usize)>>> = LazyLock::new(Mutex::default);
 
-/// The address and bytes of the workspace of a card that was opened here, for the libraries that compute on its one
-/// stream. It is never freed.
+/// Address and bytes of the workspace of a card opened here, for libraries that compute on its only stream. Never
+/// freed.
 pub fn library_workspace(context: &CudaContext) -> Option<(u64, usize)> {
     let workspaces = WORKSPACES.lock().unwrap_or_else(PoisonError::into_inner);
     workspaces.get(&(context.cu_ctx() as usize)).copied()
 }
 
-/// A tensor over an allocation, which it frees when its last clone is dropped. `None` for a dtype that has no CUDA form.
+/// A tensor that owns an allocation. `None` for a dtype without a CUDA form.
 fn tensor_at(
     source: &TensorSource,
     pointer: sys::CUdeviceptr,
@@ -666,7 +665,7 @@ fn tensor_at(
     let count = source.bytes_on_card().0 as usize / dtype.size_in_bytes();
     macro_rules! slice {
         ($variant:ident) => {
-            // SAFETY: the allocation is live, of this many numbers of this width, filled, and freed by nobody else.
+            // SAFETY: the allocation is live, has this many numbers of this width, is filled, and has no other owner.
             CudaStorageSlice::$variant(unsafe { stream.upgrade_device_ptr(pointer, count) })
         };
     }

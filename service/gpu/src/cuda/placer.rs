@@ -1,5 +1,5 @@
-//! Memory for the tensors of a component, ahead of the lanes that fill it: the driver maps some hundred megabytes at a time,
-//! on a thread of its own, so that no lane waits for memory while there is something to read.
+//! Allocates the tensors of a component ahead of the lanes that fill them: the driver maps some hundred megabytes at
+//! a time, on a separate thread, so that no lane waits for memory while there is something to read.
 
 use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
@@ -13,40 +13,39 @@ use super::staging::{Allocation, Place, READING, lost, out_of_memory_or_lost};
 use crate::load::{LoadError, TensorSource};
 use crate::timeline::Timeline;
 
-/// Memory is mapped for so many bytes of tensors at a time. Each call into the driver while copies are asked for waits its
-/// turn, so that a thousand small tensors, mapped one by one, cost more than their copies; and the first bytes travel while
-/// memory for the last is mapped.
-const MAPPED_AT_ONCE: u64 = 512 << 20;
+/// Bytes of tensors mapped at a time. Driver calls contend with the enqueueing of copies, so that mapping a thousand
+/// small tensors one by one costs more than copying them; and copying the first bytes overlaps with mapping the last.
+const MAP_BATCH: u64 = 512 << 20;
 
-/// Batches that have their memory before a lane asks for them.
+/// Batches allocated ahead of the lanes.
 pub(super) const AHEAD: usize = 1;
 
-/// Addresses that the driver gives out are multiples of this.
+/// Alignment of the driver's allocations.
 const ALIGNMENT: u64 = 512;
 
-/// A tensor that has its memory.
+/// A tensor with its memory.
 pub(super) struct Placed<'a> {
     pub(super) source: &'a TensorSource,
-    /// How it is made, if it is not taken as it is stored.
+    /// How it is quantized, if it is.
     pub(super) making: Option<Making>,
     pub(super) place: Place,
 }
 
-/// Allocates the tensors of a load, in their order.
+/// Allocates the tensors of a load, in order.
 pub(super) struct Placer<'a, 'b> {
     pub(super) sources: &'a [TensorSource],
     pub(super) makings: Vec<Option<Making>>,
     pub(super) pool: &'b Pool,
     pub(super) stream: &'b CudaStream,
-    /// Recorded behind each batch, before it is handed on.
+    /// Recorded behind each batch, before it is sent.
     pub(super) allocated: &'b CudaEvent,
-    /// Each allocation is here as soon as it exists.
+    /// Each allocation is pushed as soon as it exists.
     pub(super) made: &'b mut Vec<Allocation<'a>>,
 }
 
 impl<'a> Placer<'a, '_> {
-    /// Hands on all tensors by batches, until there are none left, one has no memory, which is handed on as well, or nobody
-    /// listens.
+    /// Sends all tensors in batches, until none are left, an allocation fails (the error is sent too), or the
+    /// receiver is gone.
     pub(super) fn run(mut self, to: &SyncSender<Result<Vec<Placed<'a>>, LoadError>>) {
         let total: Bytes = self.sources.iter().map(TensorSource::bytes_on_card).sum();
         let makings = std::mem::take(&mut self.makings);
@@ -55,7 +54,7 @@ impl<'a> Placer<'a, '_> {
         while sources.peek().is_some() {
             let began = Instant::now();
             let (mut batch, mut bytes, left) = (Vec::new(), 0, total - booked);
-            while bytes < MAPPED_AT_ONCE
+            while bytes < MAP_BATCH
                 && let Some((source, making)) = sources.next()
             {
                 bytes += source.bytes_on_card().0.max(1).next_multiple_of(ALIGNMENT);
@@ -72,7 +71,7 @@ impl<'a> Placer<'a, '_> {
         Timeline::tell(READING, "map memory, beside the lanes", mapping);
     }
 
-    /// Allocates one batch, of so many bytes; `left` is what the load lacks before it.
+    /// Allocates one batch of `bytes`; `left` is what the load lacks before it.
     fn place(
         &mut self,
         batch: Vec<(&'a TensorSource, Option<Making>)>,
@@ -90,7 +89,7 @@ impl<'a> Placer<'a, '_> {
             self.made.push(Allocation { source, pointer });
             left -= bytes;
             if making.is_some_and(|making| making.numbers() == 0) {
-                // SAFETY: the allocation is of so many bytes. No kernel comes to the scales of rows without numbers.
+                // SAFETY: the allocation has this length. (No kernel writes the scales of rows without numbers.)
                 unsafe { sys::cuMemsetD8Async(pointer, 0, bytes.0 as usize, self.stream.cu_stream()) }
                     .result()
                     .map_err(lost)?;

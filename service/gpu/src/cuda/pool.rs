@@ -1,4 +1,4 @@
-//! Device memory by pool: what a pool has in use and in reserve is the driver's own account of it.
+//! Device memory pools. The bytes used and reserved by a pool are the driver's own figures.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -11,8 +11,8 @@ use residency::Bytes;
 
 use sys::CUmemPool_attribute_enum as Attribute;
 
-/// A memory pool of a card: one for each component, so that what a component takes comes back whole. The device's
-/// current pool, where activations live, is never one of these.
+/// A memory pool of a card: one per component, so that its memory is freed as a whole. Never the device's current
+/// pool, where activations live.
 ///
 /// Reference: the stream-ordered memory allocator of the CUDA driver API (`cuMemPool*`).
 #[derive(Debug)]
@@ -21,16 +21,16 @@ pub(super) struct Pool {
     ours: bool,
 }
 
-// SAFETY: a pool is a handle that the driver guards by itself; any thread may use it.
+// SAFETY: a pool is a handle to an object that the driver synchronizes; any thread may use it.
 unsafe impl Send for Pool {}
 // SAFETY: as above.
 unsafe impl Sync for Pool {}
 
 impl Pool {
-    /// An empty pool on the card of this context. It keeps what it has until it is trimmed.
+    /// An empty pool on the context's card. It keeps its memory until it is trimmed.
     pub(super) fn new(context: &CudaContext) -> Result<Pool, DriverError> {
         context.bind_to_thread()?;
-        // SAFETY: plain data, for which zeros mean: nothing special.
+        // SAFETY: plain data, for which zero means default.
         let mut wanted: sys::CUmemPoolProps = unsafe { std::mem::zeroed() };
         wanted.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
         wanted.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
@@ -42,7 +42,7 @@ impl Pool {
         Ok(pool)
     }
 
-    /// The pool that activations come from. `release_threshold`: what it keeps over a synchronisation.
+    /// The pool of activations. `release_threshold`: bytes that it keeps at a synchronization.
     pub(super) fn of_activations(
         context: &CudaContext,
         release_threshold: Option<Bytes>,
@@ -57,44 +57,44 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Bytes that are allocated from it.
+    /// Bytes allocated from the pool.
     pub(super) fn used(&self) -> Result<Bytes, DriverError> {
         self.get(Attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)
     }
 
-    /// Bytes that it has of the card, allocated or not.
+    /// Bytes that the pool reserves on the card, allocated or not.
     pub(super) fn reserved(&self) -> Result<Bytes, DriverError> {
         self.get(Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)
     }
 
-    /// The most that was allocated since [`Pool::forget_peak`].
+    /// Maximum of allocated bytes since [`Pool::forget_peak`].
     pub(super) fn peak(&self) -> Result<Bytes, DriverError> {
         self.get(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)
     }
 
-    /// Begins a new peak at what is allocated now.
+    /// Resets the peak to what is allocated now.
     pub(super) fn forget_peak(&self) -> Result<(), DriverError> {
         self.set(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0) // the only value that it can be set to
     }
 
-    /// Hands what is not allocated back to the card. Without a synchronisation before it, what was freed lately still
-    /// counts as allocated.
+    /// Returns unused memory to the card. Without a prior synchronization, recently freed memory still counts as
+    /// allocated.
     pub(super) fn trim(&self) -> Result<(), DriverError> {
         // SAFETY: the pool is alive as long as `self`.
         unsafe { mem_pool::trim_to(self.handle, 0) }
     }
 
-    /// Allocates `bytes` (one at least), to be used in the order of `stream`. Whoever gets the pointer frees it.
+    /// Allocates `bytes` (at least one) in the order of `stream`. The caller owns the pointer.
     pub(super) fn allocate(&self, bytes: u64, stream: &CudaStream) -> Result<sys::CUdeviceptr, DriverError> {
-        // SAFETY: pool and stream are alive, and of one context. That the memory has no content yet is the caller's.
+        // SAFETY: pool and stream are alive, and of one context. Uninitialized memory is the caller's concern.
         unsafe { mem_pool::alloc_async(self.handle, bytes.max(1) as usize, stream.cu_stream()) }
     }
 
-    /// Maps memory for `bytes`, which the next allocations in the order of `stream` are cut from: one call where each of
-    /// them would have been one. Without memory in one piece nothing happens, and they map what they need by themselves.
+    /// Maps memory for `bytes`, from which the next allocations in the order of `stream` are served: one driver call
+    /// for all of them. If there is no contiguous memory nothing happens, and each allocation maps its own.
     pub(super) fn map(&self, bytes: u64, stream: &CudaStream) -> Result<(), DriverError> {
         match self.allocate(bytes, stream) {
-            // SAFETY: allocated just now, and used by nobody.
+            // SAFETY: allocated just now, and unused.
             Ok(pointer) => unsafe { free(pointer, stream) },
             Err(error) if is_out_of_memory(error) => Ok(()),
             Err(error) => Err(error),
@@ -120,7 +120,7 @@ impl Drop for Pool {
         if !self.ours {
             return;
         }
-        // SAFETY: it is ours and nobody uses it any more. With allocations left the driver defers the end.
+        // SAFETY: the pool is ours and unused. With live allocations the driver defers its destruction.
         if let Err(error) = unsafe { mem_pool::destroy(self.handle) } {
             tracing::error!(%error, "a memory pool cannot be destroyed");
         }
@@ -130,26 +130,26 @@ impl Drop for Pool {
 /// Frees what [`Pool::allocate`] gave, in the order of `stream`.
 ///
 /// # Safety
-/// The pointer is one of those, is not freed otherwise, and what uses it comes before in `stream`.
+/// The pointer is one of those, is not freed elsewhere, and its uses precede this in `stream`.
 pub(super) unsafe fn free(pointer: sys::CUdeviceptr, stream: &CudaStream) -> Result<(), DriverError> {
     // SAFETY: the caller's promise.
     unsafe { result::free_async(pointer, stream.cu_stream()) }
 }
 
-/// Whether something is still allocated at this address.
+/// Whether this address is allocated.
 pub(super) fn is_allocated(pointer: sys::CUdeviceptr) -> bool {
     let mut size = 0_usize;
     let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE;
-    // SAFETY: the attribute is a `size_t`, and an address of which the driver knows nothing is an error only.
+    // SAFETY: the attribute is a `size_t`, and an address that the driver does not know is only an error.
     let known = unsafe { sys::cuPointerGetAttribute((&raw mut size).cast(), attribute, pointer) };
     known.result().is_ok() && size > 0
 }
 
-/// Whether the card has `bytes` in one piece: they are taken, never mapped, and given back.
+/// Whether the card has `bytes` of contiguous memory: it is allocated, never mapped, and freed.
 pub(super) fn has_in_one_piece(context: &CudaContext, bytes: Bytes) -> Result<bool, DriverError> {
-    const GRANULE: u64 = 2 << 20; // what physical memory of a card is handed out in
+    const GRANULE: u64 = 2 << 20; // allocation granularity of physical memory on a card
     context.bind_to_thread()?;
-    // SAFETY: plain data, for which zeros mean: nothing special.
+    // SAFETY: plain data, for which zero means default.
     let mut wanted: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
     wanted.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
     wanted.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
@@ -159,7 +159,7 @@ pub(super) fn has_in_one_piece(context: &CudaContext, bytes: Bytes) -> Result<bo
     // SAFETY: both pointers are to data that outlives the call.
     match unsafe { sys::cuMemCreate(&raw mut handle, size, &raw const wanted, 0) }.result() {
         Ok(()) => {
-            // SAFETY: the handle was made just now and is mapped nowhere.
+            // SAFETY: the handle was created just now and is not mapped.
             unsafe { sys::cuMemRelease(handle) }.result()?;
             Ok(true)
         }
@@ -168,18 +168,18 @@ pub(super) fn has_in_one_piece(context: &CudaContext, bytes: Bytes) -> Result<bo
     }
 }
 
-/// Whether memory is all that was missing: then the process is well.
+/// Whether the error is a lack of memory only, after which the process is healthy.
 pub(super) fn is_out_of_memory(error: DriverError) -> bool {
     error.0 == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY
 }
 
-/// Page-locked memory of the system, which the card reads by itself. Not write-combined: the CPU fills it from files
-/// and may read what it wrote.
+/// Page-locked host memory, which the card reads by DMA. Not write-combined: the CPU fills it from files and may read
+/// it back.
 #[derive(Debug)]
 pub(super) struct PinnedBuffer {
     bytes: NonNull<u8>,
     length: usize,
-    /// What it is a part of; without, it is the driver's own.
+    /// The region that it is a part of; `None` if allocated by the driver.
     region: Option<Arc<PinnedRegion>>,
 }
 
@@ -187,8 +187,8 @@ pub(super) struct PinnedBuffer {
 unsafe impl Send for PinnedBuffer {}
 
 impl PinnedBuffer {
-    /// So many buffers of `length` bytes, a multiple of 4096, with zeros: parts of one region that is locked in one call, or
-    /// where that cannot be had each by itself. `threads` have the system find the memory.
+    /// `count` zeroed buffers of `length` bytes, a multiple of 4096: parts of one region that is pinned in one call,
+    /// or separate allocations if that fails. `threads` fault its pages in.
     pub(super) fn several(
         context: &CudaContext,
         count: usize,
@@ -223,19 +223,19 @@ impl PinnedBuffer {
         })
     }
 
-    /// All of it, to be filled.
+    /// The whole buffer, for writing.
     ///
     /// # Safety
-    /// No copy from it is under way.
+    /// No copy from it is in flight.
     pub(super) unsafe fn fill(&mut self) -> &mut [u8] {
         // SAFETY: the memory is ours, of this length and initialised; the caller's promise keeps the card out of it.
         unsafe { std::slice::from_raw_parts_mut(self.bytes.as_ptr(), self.length) }
     }
 
-    /// Copies a part of it to the card, in the order of `stream`, and does not wait for it.
+    /// Enqueues a copy of a part of it to the card on `stream`, asynchronously.
     ///
     /// # Safety
-    /// `to` is an allocation with room for it; the part is neither written nor dropped before the copy is done.
+    /// `to` is an allocation that is large enough; the part is neither written nor dropped before the copy is done.
     pub(super) unsafe fn copy_to(
         &self,
         part: Range<usize>,
@@ -257,29 +257,29 @@ impl Drop for PinnedBuffer {
         if self.region.is_some() {
             return;
         }
-        // SAFETY: allocated by `alone`, and freed once. A copy that is under way is waited for by the driver.
+        // SAFETY: allocated by `alone`, and freed once. The driver waits for a copy in flight.
         if let Err(error) = unsafe { result::free_host(self.bytes.as_ptr().cast()) } {
             tracing::error!(%error, "pinned memory cannot be freed");
         }
     }
 }
 
-/// Memory of this process that the driver has locked. It takes a sixth of the time that the driver takes to allocate as much:
-/// the system finds it in pages of 2 MiB, where it has those, by several threads.
+/// Memory of this process that the driver has pinned. This takes a sixth of the time of an allocation by the driver:
+/// the system provides huge pages of 2 MiB if available, faulted in by several threads.
 #[derive(Debug)]
 struct PinnedRegion {
-    /// What the system mapped: its address and bytes.
+    /// Address and bytes of the mapping.
     mapped: (NonNull<c_void>, usize),
-    /// The first byte that is locked, at a multiple of 2 MiB.
+    /// The first pinned byte, at a multiple of 2 MiB.
     bytes: NonNull<u8>,
 }
 
 // SAFETY: it owns its memory, which is the process's and not a thread's.
 unsafe impl Send for PinnedRegion {}
-// SAFETY: nobody reads or writes through it; its parts do, each its own.
+// SAFETY: never read or written through directly; its parts are, each by its own owner.
 unsafe impl Sync for PinnedRegion {}
 
-/// The system's calls, with the numbers of Linux.
+/// System calls, with the constants of Linux.
 mod system {
     use std::ffi::{c_int, c_void};
 
@@ -305,7 +305,7 @@ impl PinnedRegion {
     const HUGE: usize = 2 << 20;
     const PAGE: usize = 4096;
 
-    /// `length` bytes of zeros for the context of this thread; `None` where system or driver do not do so.
+    /// `length` zeroed bytes for this thread's current context; `None` if the system or the driver refuses.
     fn new(length: usize, threads: usize) -> Option<PinnedRegion> {
         if !cfg!(target_os = "linux") || length == 0 {
             return None;
@@ -322,14 +322,14 @@ impl PinnedRegion {
                 0,
             )
         };
-        // -1 says that there is none.
+        // -1 is `MAP_FAILED`.
         let at = NonNull::new(at).filter(|at| at.as_ptr().addr() != usize::MAX)?;
         let before = at.as_ptr().addr().next_multiple_of(PinnedRegion::HUGE) - at.as_ptr().addr();
         // SAFETY: it is within the mapping, which is longer by as much as an alignment can take.
         let bytes = unsafe { at.cast::<u8>().add(before) };
         let mapped = (at, whole);
-        // Small pages do as well.
-        // SAFETY: the range is within the mapping, and only advice is given.
+        // Small pages work too.
+        // SAFETY: the range is within the mapping, and the call is only advice.
         unsafe { system::madvise(bytes.as_ptr().cast(), length, system::HUGE_PAGES) };
         let part = length
             .div_ceil(threads.max(1))
@@ -354,7 +354,7 @@ impl PinnedRegion {
         let locked = unsafe { sys::cuMemHostRegister_v2(bytes.as_ptr().cast(), length, 0) }.result();
         if let Err(error) = locked {
             tracing::debug!(%error, "memory of the process cannot be locked: the driver allocates its own");
-            // SAFETY: nobody has it.
+            // SAFETY: unused so far.
             unsafe { system::munmap(at.as_ptr(), whole) };
             return None;
         }
@@ -364,13 +364,13 @@ impl PinnedRegion {
 
 impl Drop for PinnedRegion {
     fn drop(&mut self) {
-        // SAFETY: registered by `new`, and unregistered once. A copy that is under way is waited for by the driver.
+        // SAFETY: registered by `new`, and unregistered once. The driver waits for a copy in flight.
         if let Err(error) = unsafe { sys::cuMemHostUnregister(self.bytes.as_ptr().cast()) }.result() {
-            // Whatever the card may still read stays mapped.
+            // Memory that the card may still read stays mapped.
             return tracing::error!(%error, "pinned memory cannot be freed");
         }
         let (at, length) = self.mapped;
-        // SAFETY: mapped by `new`, unmapped once, and no part of it is left.
+        // SAFETY: mapped by `new`, unmapped once, and no part of it is alive.
         unsafe { system::munmap(at.as_ptr(), length) };
     }
 }

@@ -1,6 +1,6 @@
-// Numbers of a checkpoint into codes and scales, on the card. The host's side, and what the formats are, is in
-// quantize.rs beside this and in format.rs. Arithmetic is IEEE f32, rounded half to even after each operation, so that the
-// bytes are those that a CPU makes: no contraction to fused multiply-adds (-fmad=false), no flushing of subnormals.
+// Quantization on the card. The host side and the formats are in quantize.rs beside this and in format.rs. Arithmetic
+// is IEEE f32, rounded half to even after each operation, with the same bytes as on the CPU: no fused multiply-adds
+// (-fmad=false), subnormals are kept.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
@@ -11,7 +11,7 @@ struct Bf16 { unsigned short bits; };
 
 // The 16 values of nf4, ascending.
 struct Table { float values[16]; };
-// The 256 values that scales of nf4 with double quantization have, ascending.
+// The 256 values of nested scales in nf4-double, ascending.
 struct NestedTable { float values[256]; };
 
 // -- one number ------------------------------------------------------------------------------------------------------
@@ -28,13 +28,13 @@ __device__ __forceinline__ float number(F16 x) {
 
 __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7F800000u) != 0x7F800000u; }
 
-// The code of int8: round((x / absmax) * 127).
+// int8 code: round((x / absmax) * 127).
 __device__ __forceinline__ unsigned char int8_code(float x, float absmax) {
   if (absmax == 0.0f) return 0;
   return (unsigned char)(signed char)(int)rintf(__fmul_rn(__fdiv_rn(x, absmax), 127.0f));
 }
 
-// The nearest float of 1 sign, 4 exponent (bias 7) and 3 mantissa bits to one of at most 448, ties to even.
+// Rounds to e4m3 (1 sign, 4 exponent, 3 mantissa bits), saturating at 448, ties to even.
 __device__ __forceinline__ unsigned char e4m3_of(float x) {
   const u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80u, size = bits & 0x7FFFFFFFu;
   // Below 2^-6 all steps are 2^-9, and 8 of them are the code of 2^-6.
@@ -54,7 +54,7 @@ __device__ __forceinline__ float midpoint(const float *values, int i) {
   return __fmul_rn(__fadd_rn(values[i], values[i + 1]), 0.5f);
 }
 
-// How many midpoints of the table x / absmax exceeds.
+// Number of midpoints of the table below x / absmax.
 __device__ __forceinline__ u32 nf4_code(float x, float absmax, const Table &table) {
   const float y = absmax == 0.0f ? 0.0f : __fdiv_rn(x, absmax);
   u32 code = 0;
@@ -63,7 +63,7 @@ __device__ __forceinline__ u32 nf4_code(float x, float absmax, const Table &tabl
   return code;
 }
 
-// The same among 256 values.
+// The same for 256 values.
 __device__ __forceinline__ unsigned char nested_code(float centred, float absmax, const float *values) {
   const float y = absmax == 0.0f ? 0.0f : __fdiv_rn(centred, absmax);
   int code = 0; // midpoints before it are exceeded
@@ -75,7 +75,7 @@ __device__ __forceinline__ unsigned char nested_code(float centred, float absmax
 
 // -- many numbers ----------------------------------------------------------------------------------------------------
 
-// Every thread of the warp gets the largest of its values, of which none is negative.
+// Maximum of non-negative values over a warp, in every thread.
 __device__ __forceinline__ float largest_in_warp(float value) {
 #pragma unroll
   for (int lane = 16; lane > 0; lane /= 2) value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, lane));
@@ -95,7 +95,7 @@ __device__ __forceinline__ float largest_in_block(float value) {
 
 __device__ __forceinline__ float scale_of(float absmax, bool fp8) { return fp8 ? fp8_scale(absmax) : absmax; }
 
-// A block of threads quantizes one row of `columns` numbers, by a scale of its own.
+// A block of threads quantizes one row of `columns` elements, with its own scale.
 template <typename T, bool FP8>
 __device__ __forceinline__ void
 quantize_row(const T *numbers, u64 columns, float *scales, unsigned char *codes, u32 *not_finite, u32 tensor) {
@@ -117,7 +117,7 @@ quantize_row(const T *numbers, u64 columns, float *scales, unsigned char *codes,
   }
 }
 
-// A warp quantizes one block of 64 numbers: two of them and one byte for each thread.
+// A warp quantizes one block of 64 elements: two of them and one byte per thread.
 template <typename T>
 __device__ __forceinline__ void quantize_nf4(
     const T *numbers, u64 count, const Table &table, float *absmax, unsigned char *codes, u32 *not_finite, u32 tensor) {
@@ -153,15 +153,15 @@ FOR(f32, F32)
 FOR(f16, F16)
 FOR(bf16, Bf16)
 
-// Writes the tables that a layout begins with: `count` is 16, or 16 + 256. One block of 256 threads.
+// Writes the tables of a layout: `count` is 16, or 16 + 256. One block of 256 threads.
 extern "C" __global__ void write_tables(
     float *to, u32 count, const __grid_constant__ Table table, const __grid_constant__ NestedTable nested) {
   if (threadIdx.x < 16) to[threadIdx.x] = table.values[threadIdx.x];
   if (threadIdx.x < count - 16) to[16 + threadIdx.x] = nested.values[threadIdx.x];
 }
 
-// The mean of all absolute maxima, in f64 and in this order: 256 sums of every 256th, then halves upon halves. One block of
-// 256 threads.
+// The mean of all absolute maxima, in f64 and in this order: 256 strided sums, then pairwise. One block of 256
+// threads.
 extern "C" __global__ void nested_offset(const float *absmax, u64 blocks, float *offset) {
   __shared__ double partial[256];
   double sum = 0.0;
@@ -183,7 +183,7 @@ extern "C" __global__ void nested_offset(const float *absmax, u64 blocks, float 
   if (threadIdx.x == 0) *offset = __double2float_rn(__ddiv_rn(partial[0], (double)blocks));
 }
 
-// Quantizes 256 absolute maxima, less the offset, by a scale of their own. A block of 256 threads for each 256.
+// Quantizes 256 absolute maxima, less the offset, with their own scale. One block of 256 threads per 256.
 extern "C" __global__ void nested_scales(
     const float *absmax, u64 blocks, const float *offset, float *nested_absmax, unsigned char *codes,
     const __grid_constant__ NestedTable nested) {

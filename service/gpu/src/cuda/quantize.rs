@@ -1,5 +1,5 @@
-//! Codes and scales that are made on the card, from numbers that have just arrived there (`quantize.cu`). The bytes are
-//! those that the CPU makes (`crate::quantize`).
+//! Quantization on the card, of numbers that have just been copied there (`quantize.cu`). The bytes are identical to
+//! those of the CPU (`crate::quantize`).
 
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -17,27 +17,27 @@ use crate::format::{NF4_BLOCK, NF4_NESTED_BLOCK, WeightFormat, WeightPart, rows_
 use crate::load::{LoadError, Stored, Target, TensorSource};
 use crate::quantize::{nested_table, nf4_table, unit};
 
-/// Compiled by `build.rs`.
+/// Fat binary compiled by `build.rs`.
 static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/quantize.fatbin"));
 
-/// What parts of a workspace are aligned to: more than any load of a kernel needs.
+/// Alignment of the parts of a workspace: at least that of any load in a kernel.
 const ALIGNMENT: u64 = 256;
 
-/// Threads of a block that does not depend on its rows.
+/// Block size of kernels that do not work by rows.
 const THREADS: u32 = 256;
 
-/// In [`Workspace`], where no tensor has a number that is not finite.
+/// Initial value of the mark in [`Workspace`]: all tensors are finite.
 const ALL_FINITE: u32 = u32::MAX;
 
-/// As the kernels take it: by value.
+/// A table as kernels take it: by value.
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
 struct Table<const N: usize>([f32; N]);
 
-// SAFETY: floats and nothing else, as in the kernels' declarations.
+// SAFETY: only floats, as in the kernels' declarations.
 unsafe impl<const N: usize> DeviceRepr for Table<N> {}
 
-/// The kernels, in this card's memory from the start: nothing is compiled or loaded while a component is.
+/// The kernels, loaded to the card at the start: nothing is compiled or loaded during a load.
 #[derive(Debug)]
 pub(super) struct Kernels {
     int8_rows: OfDtypes,
@@ -50,7 +50,7 @@ pub(super) struct Kernels {
     nested: Table<256>,
 }
 
-/// One kernel for each dtype that numbers can arrive in.
+/// One kernel per arriving dtype.
 #[derive(Debug)]
 struct OfDtypes {
     f32: CudaFunction,
@@ -58,7 +58,7 @@ struct OfDtypes {
     bf16: CudaFunction,
 }
 
-/// Finds a kernel, and has the driver bring its code to the card, which it would put off to the first launch.
+/// Finds a kernel, and loads its code now rather than at the first launch.
 fn kernel(module: &Arc<CudaModule>, name: &str) -> Result<CudaFunction, DriverError> {
     let kernel = module.load_function(name)?;
     kernel.num_regs()?;
@@ -83,7 +83,7 @@ impl OfDtypes {
     }
 }
 
-/// How numbers arrive on the card.
+/// Dtype of numbers as they arrive on the card.
 #[derive(Clone, Copy, Debug)]
 enum Arriving {
     F32,
@@ -91,50 +91,50 @@ enum Arriving {
     Bf16,
 }
 
-/// How a tensor is made.
+/// How a tensor is quantized.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Making {
     format: WeightFormat,
     arriving: Arriving,
     rows: usize,
     columns: usize,
-    /// Its number in the plan, by which a kernel names it.
+    /// Index in the plan, by which a kernel reports it.
     tensor: u32,
 }
 
-/// Memory on the card that one lane has for a load.
+/// Temporary memory of one lane on the card, during a load.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Bench {
-    /// As many bytes for each slot as it has.
+pub(super) struct LaneMemory {
+    /// As many bytes as each slot has.
     inputs: sys::CUdeviceptr,
-    /// Absolute maxima of the tensor of nf4 with double quantization that the lane is at.
+    /// Absolute maxima of the nf4-double tensor that the lane works on.
     absmax: sys::CUdeviceptr,
-    /// The least number of a tensor that has a number that is not finite: one `u32` for all lanes.
+    /// Lowest index of a tensor with a number that is not finite: one `u32` for all lanes.
     not_finite: sys::CUdeviceptr,
     chunk: u64,
 }
 
-/// The memory that a load which quantizes has besides its component's: in a pool of its own, which ends with the load.
+/// Temporary memory of a load that quantizes: a pool of its own, freed with the load.
 #[derive(Debug)]
 pub(super) struct Workspace {
-    /// Ended by [`Workspace::close`] alone: nothing of a lost card may be touched.
+    /// Destroyed by [`Workspace::close`] only: nothing of a lost card may be touched.
     pool: ManuallyDrop<Pool>,
     pointer: sys::CUdeviceptr,
     size: WorkspaceSize,
 }
 
-/// How large a [`Workspace`] is.
+/// Sizes of a [`Workspace`].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WorkspaceSize {
     lanes: u64,
     slots: u64,
     chunk: u64,
-    /// For each lane.
+    /// Bytes per lane.
     absmax: u64,
 }
 
 impl Making {
-    /// How this source is made from pieces of at most `chunk` bytes. `None` where it is taken as it is stored.
+    /// How this source is quantized in pieces of at most `chunk` bytes. `None` if it is not quantized at load.
     ///
     /// # Errors
     /// [`LoadError::Unsupported`].
@@ -180,7 +180,7 @@ impl Making {
         Ok(Some(making))
     }
 
-    /// The dtype that its numbers are read as.
+    /// The dtype in which its numbers are read.
     pub(super) fn dtype(&self) -> DType {
         match self.arriving {
             Arriving::F32 => DType::F32,
@@ -189,22 +189,22 @@ impl Making {
         }
     }
 
-    /// Numbers that share a scale.
+    /// Unit size: numbers that share a scale.
     pub(super) fn unit(&self) -> usize {
         unit(self.format, self.columns).unwrap_or(1)
     }
 
-    /// The most numbers that come in one piece of `chunk` bytes.
+    /// Maximum of numbers in one piece of `chunk` bytes.
     pub(super) fn most(&self, chunk: usize) -> usize {
         chunk / self.dtype().size_in_bytes()
     }
 
-    /// Whether all scales must be known before any can be written: its chunks are one lane's, in order.
+    /// Whether all scales must be known before any is written: one lane processes its chunks, in order.
     pub(super) fn is_nested(&self) -> bool {
         self.format == WeightFormat::Nf4Double
     }
 
-    /// Of how many numbers.
+    /// Count of numbers.
     pub(super) fn numbers(&self) -> usize {
         self.rows * self.columns
     }
@@ -213,7 +213,7 @@ impl Making {
         self.numbers().div_ceil(NF4_BLOCK)
     }
 
-    /// Bytes of absolute maxima that must be kept until all are there.
+    /// Bytes of absolute maxima to keep until all are known.
     fn absmax_bytes(&self) -> u64 {
         if self.is_nested() {
             4 * self.blocks() as u64
@@ -222,7 +222,7 @@ impl Making {
         }
     }
 
-    /// Where a part begins in the tensor's bytes.
+    /// Offset of a part in the tensor's bytes.
     fn begin_of(&self, wanted: WeightPart) -> u64 {
         let layout = self.format.layout(self.rows, self.columns);
         let found = layout.into_iter().find(|(part, _)| *part == wanted);
@@ -231,7 +231,7 @@ impl Making {
 }
 
 impl WorkspaceSize {
-    /// What these tensors take on lanes of so many slots. `None` if none of them is made at load.
+    /// Size for these tensors on lanes with so many slots. `None` if none of them is quantized at load.
     pub(super) fn of(
         makings: &[Option<Making>],
         lanes: usize,
@@ -251,18 +251,18 @@ impl WorkspaceSize {
         self.slots * self.chunk + self.absmax
     }
 
-    /// In all.
+    /// Total bytes.
     pub(super) fn bytes(self) -> Bytes {
         Bytes(ALIGNMENT + self.lanes * self.of_lane())
     }
 }
 
 impl Workspace {
-    /// Takes the memory, in the order of `stream`.
+    /// Allocates the memory, in the order of `stream`.
     pub(super) fn new(size: WorkspaceSize, stream: &CudaStream) -> Result<Workspace, DriverError> {
         let pool = Pool::new(stream.context())?;
         let pointer = pool.allocate(size.bytes().0, stream)?;
-        // SAFETY: the allocation begins with the mark, of one `u32`.
+        // SAFETY: the allocation begins with the mark, one `u32`.
         unsafe { sys::cuMemsetD32Async(pointer, ALL_FINITE, 1, stream.cu_stream()) }.result()?;
         Ok(Workspace {
             pool: ManuallyDrop::new(pool),
@@ -271,10 +271,10 @@ impl Workspace {
         })
     }
 
-    /// What a lane has of it.
-    pub(super) fn bench(&self, lane: usize) -> Bench {
+    /// The memory of one lane.
+    pub(super) fn lane_memory(&self, lane: usize) -> LaneMemory {
         let inputs = self.pointer + ALIGNMENT + lane as u64 * self.size.of_lane();
-        Bench {
+        LaneMemory {
             inputs,
             absmax: inputs + self.size.slots * self.size.chunk,
             not_finite: self.pointer,
@@ -282,14 +282,14 @@ impl Workspace {
         }
     }
 
-    /// Gives the memory back, and says which tensor, by its number in the plan, has a number that is not finite. All
-    /// lanes must be quiet.
+    /// Frees the memory, and returns the index in the plan of a tensor with a number that is not finite, if any. All
+    /// lanes must be idle.
     pub(super) fn close(self, stream: &CudaStream) -> Result<Option<usize>, DriverError> {
         let mut first = [ALL_FINITE];
         stream.synchronize()?;
-        // SAFETY: the mark is one `u32`, and nothing writes to it any more.
+        // SAFETY: the mark is one `u32`, and no longer written.
         unsafe { result::memcpy_dtoh_sync(&mut first, self.pointer) }?;
-        // SAFETY: allocated by `new`, and freed once; the lanes are quiet.
+        // SAFETY: allocated by `new`, and freed once; the lanes are idle.
         unsafe { pool::free(self.pointer, stream) }?;
         stream.synchronize()?;
         self.pool.trim()?;
@@ -298,8 +298,8 @@ impl Workspace {
     }
 }
 
-impl Bench {
-    /// Where the numbers of a slot arrive.
+impl LaneMemory {
+    /// Address at which the numbers of a slot arrive.
     pub(super) fn input(&self, slot: usize) -> sys::CUdeviceptr {
         self.inputs + slot as u64 * self.chunk
     }
@@ -308,16 +308,15 @@ impl Bench {
 /// A run of numbers that has arrived.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Arrived {
-    /// Where.
     pub(super) at: sys::CUdeviceptr,
-    /// Its first number, counted within the tensor.
+    /// Index of its first number within the tensor.
     pub(super) first: usize,
-    /// How many: whole units, but for the tensor's last.
+    /// Count of numbers: whole units, but for the tensor's last.
     pub(super) count: usize,
 }
 
 impl Kernels {
-    /// Brings the kernels to the card.
+    /// Loads the kernels to the card.
     pub(super) fn new(context: &Arc<CudaContext>) -> Result<Kernels, DriverError> {
         let module = context.load_module(Ptx::from_binary(KERNELS.to_vec()))?;
         Ok(Kernels {
@@ -332,18 +331,18 @@ impl Kernels {
         })
     }
 
-    /// Asks for the codes and scales of a run of numbers at their place in the tensor at `to`; with its first numbers for
-    /// the tables as well. In nf4 with double quantization the scales wait at the bench for [`Kernels::nest`].
+    /// Enqueues the quantization of a run of numbers to its place in the tensor at `to`; with the first run also the
+    /// tables. In nf4-double the scales stay in the lane's memory for [`Kernels::nest`].
     ///
     /// # Safety
-    /// `to` is an allocation of the tensor's bytes, `arrived` lies within its numbers, and both and the bench may be used
-    /// in the order of `stream`.
+    /// `to` is an allocation of the tensor's bytes, `arrived` is within its numbers, and both and the lane's memory are
+    /// usable in the order of `stream`.
     pub(super) unsafe fn quantize(
         &self,
         making: &Making,
         arrived: Arrived,
         to: sys::CUdeviceptr,
-        bench: &Bench,
+        lane_memory: &LaneMemory,
         stream: &CudaStream,
     ) -> Result<(), DriverError> {
         let Arrived { at, first, count } = arrived;
@@ -354,7 +353,7 @@ impl Kernels {
             let numbers: u32 = if making.is_nested() { 16 + 256 } else { 16 };
             let mut launch = stream.launch_builder(&self.write_tables);
             launch.arg(&to).arg(&numbers).arg(&self.table).arg(&self.nested);
-            // SAFETY: the kernel takes these, and writes as many floats as the layout has tables.
+            // SAFETY: matches the kernel's parameters; it writes as many floats as the layout has tables.
             unsafe { launch.launch(blocks_of(1, THREADS)) }?;
         }
         if count == 0 {
@@ -362,15 +361,23 @@ impl Kernels {
         }
         if is_nf4 {
             let block = (first / NF4_BLOCK) as u64;
-            let absmax = 4 * block + if making.is_nested() { bench.absmax } else { scales };
+            let absmax = 4 * block
+                + if making.is_nested() {
+                    lane_memory.absmax
+                } else {
+                    scales
+                };
             let (codes, count) = (codes + first as u64 / 2, count as u64);
             let warps = u64::from(THREADS / 32);
             let blocks = count.div_ceil(NF4_BLOCK as u64).div_ceil(warps) as u32;
             let mut launch = stream.launch_builder(self.nf4.of(making.arriving));
             launch.arg(&at).arg(&count).arg(&absmax).arg(&codes);
-            launch.arg(&bench.not_finite).arg(&making.tensor).arg(&self.table);
-            // SAFETY: the kernel takes these; it writes a scale for each block and a byte for each two numbers, which the
-            // tensor and the bench have at these places.
+            launch
+                .arg(&lane_memory.not_finite)
+                .arg(&making.tensor)
+                .arg(&self.table);
+            // SAFETY: matches the kernel's parameters; it writes a scale per block and a byte per two numbers, for
+            // which the tensor and the lane's memory have space at these places.
             unsafe { launch.launch(blocks_of(blocks, THREADS)) }?;
         } else {
             let rows = match making.format {
@@ -383,23 +390,24 @@ impl Kernels {
             let blocks = (count / making.columns) as u32;
             let mut launch = stream.launch_builder(rows.of(making.arriving));
             launch.arg(&at).arg(&columns).arg(&scales).arg(&codes);
-            launch.arg(&bench.not_finite).arg(&making.tensor);
-            // SAFETY: the kernel takes these; it writes a scale for each row and a byte for each number, which the tensor has
-            // at these places.
+            launch.arg(&lane_memory.not_finite).arg(&making.tensor);
+            // SAFETY: matches the kernel's parameters; it writes a scale per row and a byte per number, for which the
+            // tensor has space at these places.
             unsafe { launch.launch(blocks_of(blocks, threads)) }?;
         }
         Ok(())
     }
 
-    /// Asks for the scales of a tensor in nf4 with double quantization, all of whose absolute maxima are at the bench.
+    /// Enqueues the quantization of the scales of an nf4-double tensor, all of whose absolute maxima are in
+    /// the lane's memory.
     ///
     /// # Safety
-    /// As for [`Kernels::quantize`], which all numbers of this tensor went through, in the order of this stream.
+    /// As for [`Kernels::quantize`], which was called for all numbers of this tensor, on this stream.
     pub(super) unsafe fn nest(
         &self,
         making: &Making,
         to: sys::CUdeviceptr,
-        bench: &Bench,
+        lane_memory: &LaneMemory,
         stream: &CudaStream,
     ) -> Result<(), DriverError> {
         let blocks = making.blocks() as u64;
@@ -410,14 +418,15 @@ impl Kernels {
         let nested_absmax = to + making.begin_of(WeightPart::NestedAbsmax);
         let codes = to + making.begin_of(WeightPart::Scales);
         let mut launch = stream.launch_builder(&self.nested_offset);
-        launch.arg(&bench.absmax).arg(&blocks).arg(&offset);
-        // SAFETY: the kernel takes these, and writes one float.
+        launch.arg(&lane_memory.absmax).arg(&blocks).arg(&offset);
+        // SAFETY: matches the kernel's parameters, and it writes one float.
         unsafe { launch.launch(blocks_of(1, THREADS)) }?;
         let mut launch = stream.launch_builder(&self.nested_scales);
-        launch.arg(&bench.absmax).arg(&blocks).arg(&offset);
+        launch.arg(&lane_memory.absmax).arg(&blocks).arg(&offset);
         launch.arg(&nested_absmax).arg(&codes).arg(&self.nested);
         let groups = blocks.div_ceil(NF4_NESTED_BLOCK as u64) as u32;
-        // SAFETY: the kernel takes these; it writes a byte for each block and a float for each 256, which the layout has.
+        // SAFETY: matches the kernel's parameters; it writes a byte per block and a float per 256, which the layout
+        // has.
         unsafe { launch.launch(blocks_of(groups, THREADS)) }?;
         Ok(())
     }

@@ -1,12 +1,12 @@
-//! From files to the card, through a small ring of pinned memory that lives as long as the card is open.
+//! Copies files to the card, through a small ring of pinned memory that lives as long as the card is open.
 //!
-//! Each reading thread has a *lane*: a few pinned slots and a stream of its own. It reads a piece of a file into a slot,
-//! asks for an asynchronous copy, and goes on with the next slot, while the card's copy engine works through all lanes.
-//! Nothing is pageable, nothing is pinned for a load, and nobody waits for a tensor: a lane waits only for the slot that
-//! it is about to fill, and the load waits once, at its end.
+//! Each reading thread has a *lane*: a few pinned slots and a stream of its own. It reads a piece of a file into a
+//! slot, enqueues an asynchronous copy, and continues with the next slot, while the card's copy engine works through
+//! all lanes. Nothing is pageable, nothing is pinned per load, and there is no wait per tensor: a lane waits only for
+//! the slot that it is about to fill, and the load waits once, at its end.
 //!
-//! Numbers that are to be quantized take the same way to memory of the lane's own on the card, and a kernel behind their
-//! copy makes codes and scales of them at the tensor's place, while the next bytes arrive.
+//! Numbers to be quantized are copied to temporary memory of the lane on the card, and a kernel behind the copy
+//! writes their codes and scales to the tensor, while the next bytes arrive.
 
 use std::collections::VecDeque;
 use std::ops::{ControlFlow, Range};
@@ -20,19 +20,19 @@ use residency::Bytes;
 
 use super::placer::{self, Placed, Placer};
 use super::pool::{PinnedBuffer, Pool, is_out_of_memory};
-use super::quantize::{Arrived, Bench, Kernels, Making, Workspace, WorkspaceSize};
+use super::quantize::{Arrived, Kernels, LaneMemory, Making, Workspace, WorkspaceSize};
 use crate::convert;
 use crate::load::{LoadError, LoadProgress, TensorSource};
 use crate::reader::{self, Chunk, OpenFiles, Progress, Read};
 use crate::timeline::Timeline;
 
-/// Slots of a lane: one is read into while others are copied from.
-const LEAST_SLOTS: usize = 2;
+/// Minimum of slots per lane: one is filled while others are copied from.
+const MIN_SLOTS: usize = 2;
 
-/// Parts of a slot begin at multiples of this, whatever their dtype.
+/// Alignment of the parts of a slot, for any dtype.
 const PART_ALIGNMENT: usize = 64;
 
-/// What the log calls the reading lanes' part of a load.
+/// Name of the reading lanes' part in the timeline.
 pub(super) const READING: &str = "read and copy";
 
 /// The pinned ring with its streams.
@@ -40,9 +40,9 @@ pub(super) const READING: &str = "read and copy";
 pub(super) struct Staging {
     lanes: Vec<Lane>,
     chunk: usize,
-    /// What computes, and allocates: memory is handed out in its order.
+    /// The computing stream: memory is allocated in its order.
     stream: Arc<CudaStream>,
-    /// Says, in any stream, that all allocations so far may be used.
+    /// Recorded when all allocations so far are usable, for any stream.
     allocated: CudaEvent,
     kernels: Kernels,
 }
@@ -52,43 +52,43 @@ struct Lane {
     stream: Arc<CudaStream>,
     slots: Vec<Slot>,
     next: usize,
-    /// Tensors that its stream has waited for: so many are there.
+    /// Tensors that its stream has waited for: their memory is usable.
     waited_for: usize,
-    /// What its thread did in this load.
-    spent: Spent,
+    /// Timing of its thread in this load.
+    spent: LaneTiming,
 }
 
-/// What a lane's thread spent its time on, for the log.
+/// Time that a lane's thread spent, for the log.
 #[derive(Clone, Copy, Debug, Default)]
-struct Spent {
-    /// Waiting for a slot that is still copied from: the link is what is slow.
+struct LaneTiming {
+    /// Waiting for a slot that is being copied from: the link is the bottleneck.
     waiting: Duration,
-    /// Reading from files into slots: the page cache, or the disk, is what is slow.
+    /// Reading files into slots: the page cache, or the disk, is the bottleneck.
     reading: Duration,
-    /// Asking the driver for copies and kernels.
+    /// Enqueueing copies and kernels.
     asking: Duration,
 }
 
 #[derive(Debug)]
 struct Slot {
     memory: PinnedBuffer,
-    /// The last copy out of it, and what was made of the copy.
+    /// Recorded after the last copy out of it, and the kernels that use the copy.
     copied: CudaEvent,
 }
 
-/// A tensor that has its place on the card.
+/// A tensor with its memory.
 #[derive(Debug)]
 pub(super) struct Allocation<'a> {
     pub(super) source: &'a TensorSource,
     pub(super) pointer: sys::CUdeviceptr,
 }
 
-/// What one lane does at a time.
+/// Unit of work of a lane.
 enum Piece<'a> {
-    /// One slot full of what is only copied, most often of several tensors. A slot for each would leave its lane waiting for
-    /// the copies of others behind a few bytes: a third of the speed where a model has many small tensors.
+    /// One slot full of data to copy, usually of several tensors. A slot per tensor would make its lane wait for the
+    /// copies of others behind a few bytes: a third of the throughput for a model with many small tensors.
     Copy(Vec<SlotPart<'a>>),
-    /// Numbers that are quantized: one chunk, or, where scales must be known first, all of the tensor.
+    /// Numbers to quantize: one chunk, or the whole tensor if scales must be known first.
     Make {
         source: &'a TensorSource,
         place: Place,
@@ -97,49 +97,49 @@ enum Piece<'a> {
     },
 }
 
-/// One read, and one copy to where the numbers stay.
+/// One read, and one copy to its final place.
 struct SlotPart<'a> {
     source: &'a TensorSource,
     place: Place,
     read: Read<'a>,
-    /// Where in the slot its bytes lie.
+    /// Byte range in the slot.
     at: Range<usize>,
     to: sys::CUdeviceptr,
 }
 
-/// Where a tensor goes.
+/// Destination of a tensor.
 #[derive(Clone, Copy)]
 pub(super) struct Place {
     pub(super) pointer: sys::CUdeviceptr,
-    /// Tensors that had their memory when this one's was allocated, it included.
+    /// Tensors allocated up to and including this one.
     pub(super) among: usize,
 }
 
-/// What lanes share while a load is under way.
+/// State shared by the lanes during a load.
 #[derive(Clone, Copy)]
-struct Shared<'a> {
+struct LoadContext<'a> {
     allocated: &'a CudaEvent,
     kernels: &'a Kernels,
-    /// The load was cancelled: what is long need not be done to its end.
+    /// The load was cancelled: long work may stop early.
     cancelled: &'a AtomicBool,
 }
 
-/// Pinned memory that no lane has yet.
+/// Pinned memory that is not assigned to lanes yet.
 #[derive(Debug)]
 pub(super) struct PinnedRing {
-    /// Slots, by lane.
+    /// Slots by lane.
     lanes: Vec<Vec<PinnedBuffer>>,
     chunk: usize,
 }
 
 impl PinnedRing {
-    /// About `total` bytes in chunks of about `chunk` bytes, for as many threads as read. The system takes its time: any
-    /// thread may ask for them while the card is made ready otherwise.
+    /// About `total` bytes in chunks of about `chunk` bytes, for all reading threads. Pinning is slow: any thread may
+    /// do it while the card is being prepared.
     pub(super) fn new(context: &CudaContext, total: Bytes, chunk: Bytes) -> Result<PinnedRing, DriverError> {
         let began = Instant::now();
         let chunk = (chunk.0.max(64 << 10) as usize).next_multiple_of(4096);
         let threads = reader::threads();
-        let slots = (total.0 as usize / chunk / threads).max(LEAST_SLOTS);
+        let slots = (total.0 as usize / chunk / threads).max(MIN_SLOTS);
         let mut buffers = PinnedBuffer::several(context, threads * slots, chunk, threads)?.into_iter();
         let lanes = (0..threads)
             .map(|_| buffers.by_ref().take(slots).collect())
@@ -154,7 +154,7 @@ impl PinnedRing {
 }
 
 impl Staging {
-    /// Lanes over a ring. What is loaded is allocated in the order of `stream`.
+    /// Creates lanes over a ring. Memory is allocated in the order of `stream`.
     pub(super) fn new(
         stream: &Arc<CudaStream>,
         kernels: Kernels,
@@ -164,7 +164,7 @@ impl Staging {
         let slot = |memory: PinnedBuffer| -> Result<Slot, DriverError> {
             Ok(Slot {
                 memory,
-                // Lanes sleep until their slot is free: they are more than the processor may have to spare.
+                // Lanes sleep until their slot is free: there may be more lanes than idle cores.
                 copied: context.new_event(Some(sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC))?,
             })
         };
@@ -174,7 +174,7 @@ impl Staging {
                 slots: slots.into_iter().map(slot).collect::<Result<_, _>>()?,
                 next: 0,
                 waited_for: 0,
-                spent: Spent::default(),
+                spent: LaneTiming::default(),
             })
         };
         Ok(Staging {
@@ -186,18 +186,17 @@ impl Staging {
         })
     }
 
-    /// Pinned bytes that it holds.
+    /// Bytes of pinned memory.
     pub(super) fn bytes(&self) -> Bytes {
         let slots: usize = self.lanes.iter().map(|lane| lane.slots.len()).sum();
         Bytes((slots * self.chunk) as u64)
     }
 
-    /// The least bytes on the card that a load of these sources takes besides its tensors, while it lasts: those of one
-    /// lane.
+    /// Minimum of temporary bytes on the card during a load of these sources, beside the tensors: those of one lane.
     ///
     /// # Errors
-    /// [`LoadError::Unsupported`] if one of them is to be quantized in a way that is not known, or does not fit the ring.
-    pub(super) fn least_workspace(&self, sources: &[TensorSource]) -> Result<Bytes, LoadError> {
+    /// [`LoadError::Unsupported`] if one of them is to be quantized in an unknown way, or does not fit the ring.
+    pub(super) fn min_workspace(&self, sources: &[TensorSource]) -> Result<Bytes, LoadError> {
         let size = self.workspace_size(&self.makings(sources)?, 1);
         Ok(size.map_or(Bytes::ZERO, WorkspaceSize::bytes))
     }
@@ -214,8 +213,8 @@ impl Staging {
         WorkspaceSize::of(makings, lanes, slots, self.chunk)
     }
 
-    /// Takes the memory for what is quantized, if anything is, for as many lanes as have it within `room`: one at least. Says
-    /// how many lanes may work.
+    /// Allocates temporary memory if anything is quantized, for as many lanes as fit in `room`: at least one. Returns
+    /// the number of lanes that may work.
     fn workspace(
         &self,
         makings: &[Option<Making>],
@@ -239,9 +238,9 @@ impl Staging {
             .map_err(|error| out_of_memory_or_lost(error, size.bytes() + total))
     }
 
-    /// Allocates every source from `pool` and fills it. Each allocation is in `made` as soon as it exists, whatever the
-    /// outcome; when this returns, no copy and no kernel is under way, and what a load has besides is given back (but on
-    /// a card that is lost). That is no more than `room`, or what one lane needs.
+    /// Allocates every source from `pool` and fills it. Each allocation is pushed to `made` as soon as it exists,
+    /// whatever the outcome; when this returns, no copy and no kernel is in flight, and temporary memory is freed
+    /// (unless the card is lost). Temporary memory is at most `room`, or that of one lane.
     pub(super) fn load<'a>(
         &mut self,
         sources: &'a [TensorSource],
@@ -274,7 +273,7 @@ impl Staging {
             without_memory: Duration::ZERO,
         };
         let cancelled = AtomicBool::new(false);
-        let shared = Shared {
+        let shared = LoadContext {
             allocated: &self.allocated,
             kernels: &self.kernels,
             cancelled: &cancelled,
@@ -285,9 +284,9 @@ impl Staging {
             .take(lanes)
             .enumerate()
             .map(|(number, lane)| {
-                let bench = workspace.as_ref().map(|workspace| workspace.bench(number));
+                let lane_memory = workspace.as_ref().map(|workspace| workspace.lane_memory(number));
                 move |piece: Result<Piece<'a>, LoadError>| {
-                    piece.and_then(|piece| lane.carry(&piece, bench.as_ref(), shared))
+                    piece.and_then(|piece| lane.carry(&piece, lane_memory.as_ref(), shared))
                 }
             });
         let mut listening = |at: LoadProgress| -> ControlFlow<()> {
@@ -311,7 +310,7 @@ impl Staging {
             lane.waited_for = 0;
         }
         timeline.part("until all is copied");
-        self.tell_spent();
+        self.log_timing();
         if matches!(outcome, Err(LoadError::Lost(_))) {
             return outcome;
         }
@@ -330,9 +329,9 @@ impl Staging {
 }
 
 impl Staging {
-    /// Says what the lanes spent this load's time on, the mean of all, and forgets it.
-    fn tell_spent(&mut self) {
-        let (mut sum, count) = (Spent::default(), self.lanes.len().max(1) as u32);
+    /// Logs the mean timing of the lanes in this load, and resets it.
+    fn log_timing(&mut self) {
+        let (mut sum, count) = (LaneTiming::default(), self.lanes.len().max(1) as u32);
         for lane in &mut self.lanes {
             let spent = std::mem::take(&mut lane.spent);
             sum.waiting += spent.waiting;
@@ -346,12 +345,12 @@ impl Staging {
 }
 
 impl Lane {
-    /// Reads one piece and asks for its copy, and for what is made of it. Says how many bytes on the card that is.
+    /// Reads one piece and enqueues its copy, and its quantization. Returns its bytes on the card.
     fn carry(
         &mut self,
         piece: &Piece<'_>,
-        bench: Option<&Bench>,
-        shared: Shared<'_>,
+        lane_memory: Option<&LaneMemory>,
+        shared: LoadContext<'_>,
     ) -> Result<u64, LoadError> {
         match piece {
             Piece::Copy(parts) => self.copy(parts, shared),
@@ -361,15 +360,15 @@ impl Lane {
                 making,
                 chunks,
             } => {
-                let bench = bench.ok_or_else(|| {
+                let lane_memory = lane_memory.ok_or_else(|| {
                     LoadError::Unsupported(format!("tensor {} has no room to be quantized in", source.name))
                 })?;
-                self.make(source, *place, making, chunks, bench, shared)
+                self.make(source, *place, making, chunks, lane_memory, shared)
             }
         }
     }
 
-    fn copy(&mut self, parts: &[SlotPart<'_>], shared: Shared<'_>) -> Result<u64, LoadError> {
+    fn copy(&mut self, parts: &[SlotPart<'_>], shared: LoadContext<'_>) -> Result<u64, LoadError> {
         let memory = self.empty_slot()?;
         let began = Instant::now();
         for part in parts {
@@ -383,8 +382,8 @@ impl Lane {
         for part in parts {
             self.wait_for(part.place, shared.allocated)?;
             let slot = &self.slots[self.next];
-            // SAFETY: `to` lies in an allocation of the source's size, which is not freed before this lane's stream has been
-            // synchronised; the slot is not touched before `copied`, recorded behind the copies, has happened.
+            // SAFETY: `to` is in an allocation of the source's size, which is not freed before this lane's stream is
+            // synchronized; the slot is not touched before `copied`, recorded behind the copies, has completed.
             unsafe { slot.memory.copy_to(part.at.clone(), part.to, &self.stream) }.map_err(lost)?;
             length += part.at.len() as u64;
         }
@@ -393,17 +392,17 @@ impl Lane {
         Ok(length)
     }
 
-    /// Takes chunks to the bench, each followed by the kernel that quantizes it.
+    /// Copies chunks to the lane's memory, each followed by the kernel that quantizes it.
     fn make(
         &mut self,
         source: &TensorSource,
         place: Place,
         making: &Making,
         chunks: &[Chunk<'_>],
-        bench: &Bench,
-        shared: Shared<'_>,
+        lane_memory: &LaneMemory,
+        shared: LoadContext<'_>,
     ) -> Result<u64, LoadError> {
-        let Shared {
+        let LoadContext {
             allocated,
             kernels,
             cancelled,
@@ -422,27 +421,28 @@ impl Lane {
             self.wait_for(place, allocated)?;
             let slot = &self.slots[self.next];
             let arrived = Arrived {
-                at: bench.input(self.next),
+                at: lane_memory.input(self.next),
                 first: chunk.first,
                 count: chunk.count,
             };
-            // SAFETY: the bench has as many bytes for this slot as it has itself, and what was made of the last copy to
-            // them is done, since `copied` is recorded behind that; for the rest, as for `copy`.
+            // SAFETY: the lane's memory has as many bytes for this slot as the slot itself, and the work on the last copy to
+            // them is done, since `copied` is recorded behind it; otherwise as for `copy`.
             unsafe { slot.memory.copy_to(bytes, arrived.at, &self.stream) }.map_err(lost)?;
-            // SAFETY: the allocation is of the source's size, and the chunk one of its; neither allocation nor bench is
-            // freed before this lane's stream has been synchronised.
-            unsafe { kernels.quantize(making, arrived, place.pointer, bench, &self.stream) }.map_err(lost)?;
+            // SAFETY: the allocation has the source's size, and the chunk is one of the source; neither allocation
+            // nor the lane's memory is freed before this lane's stream is synchronized.
+            unsafe { kernels.quantize(making, arrived, place.pointer, lane_memory, &self.stream) }
+                .map_err(lost)?;
             self.pass_on()?;
             self.spent.asking += began.elapsed();
         }
         if making.is_nested() {
-            // SAFETY: all chunks of the tensor went before, in this stream; the next tensor's come behind.
-            unsafe { kernels.nest(making, place.pointer, bench, &self.stream) }.map_err(lost)?;
+            // SAFETY: all chunks of the tensor precede this in the stream; those of the next tensor follow.
+            unsafe { kernels.nest(making, place.pointer, lane_memory, &self.stream) }.map_err(lost)?;
         }
         Ok(share_of(source.bytes_on_card(), making.numbers(), chunks))
     }
 
-    /// Waits until nothing is copied from the next slot any more.
+    /// Waits until the next slot is no longer copied from.
     fn empty_slot(&mut self) -> Result<&mut [u8], LoadError> {
         let slot = &mut self.slots[self.next];
         let began = Instant::now();
@@ -452,7 +452,7 @@ impl Lane {
         Ok(unsafe { slot.memory.fill() })
     }
 
-    /// Has the stream wait until this place may be used.
+    /// Makes the stream wait until this place is usable.
     fn wait_for(&mut self, place: Place, allocated: &CudaEvent) -> Result<(), LoadError> {
         if self.waited_for < place.among {
             self.stream.wait(allocated).map_err(lost)?;
@@ -461,7 +461,7 @@ impl Lane {
         Ok(())
     }
 
-    /// Lets the slot go once all that was asked for by now is done, and goes on to the next.
+    /// Frees the slot when all work enqueued so far is done, and advances to the next.
     fn pass_on(&mut self) -> Result<(), LoadError> {
         self.slots[self.next].copied.record(&self.stream).map_err(lost)?;
         self.next = (self.next + 1) % self.slots.len();
@@ -469,7 +469,7 @@ impl Lane {
     }
 }
 
-/// Fills a part of a slot, read behind read.
+/// Fills a part of a slot, one read after the other.
 fn fill(
     memory: &mut [u8],
     at: Range<usize>,
@@ -492,21 +492,21 @@ fn fill(
     Ok(())
 }
 
-/// The bytes on the card of these chunks, out of all of a tensor: what its chunks have in all is exact.
+/// The share of these chunks in a tensor's bytes on the card. The shares of all chunks sum up exactly.
 fn share_of(bytes: Bytes, numbers: usize, chunks: &[Chunk<'_>]) -> u64 {
     let until = |number: usize| (u128::from(bytes.0) * number as u128 / numbers.max(1) as u128) as u64;
     let of_chunk = |chunk: &Chunk<'_>| until(chunk.first + chunk.count) - until(chunk.first);
     chunks.iter().map(of_chunk).sum()
 }
 
-/// Cuts tensors that have their memory into what one lane does at a time.
+/// Splits allocated tensors into the work of lanes.
 struct Pieces<'a> {
     batches: mpsc::Receiver<Result<Vec<Placed<'a>>, LoadError>>,
     files: &'a OpenFiles,
     chunk: usize,
-    /// Tensors that have their memory, and of which no lane has a piece yet.
+    /// Allocated tensors that no lane has begun.
     placed: VecDeque<Placed<'a>>,
-    /// What is copied next, as soon as it is a slot full.
+    /// Parts of the next slot to copy, until it is full.
     filling: Vec<SlotPart<'a>>,
     waiting: VecDeque<Piece<'a>>,
     has_failed: bool,
@@ -515,7 +515,7 @@ struct Pieces<'a> {
 }
 
 impl<'a> Pieces<'a> {
-    /// Waits for the next tensors that have their memory; says whether there are any.
+    /// Waits for the next allocated tensors; false if there are no more.
     fn await_memory(&mut self) -> Result<bool, LoadError> {
         let began = Instant::now();
         let batch = self.batches.recv();
@@ -525,7 +525,7 @@ impl<'a> Pieces<'a> {
                 self.placed.extend(placed?);
                 Ok(true)
             }
-            Err(mpsc::RecvError) => Ok(false), // those were all
+            Err(mpsc::RecvError) => Ok(false), // no more tensors
         }
     }
 
@@ -563,7 +563,7 @@ impl<'a> Pieces<'a> {
     fn make(&mut self, source: &'a TensorSource, making: Making, place: Place) -> Result<(), LoadError> {
         let mut chunks = reader::chunks(source, self.files, making.unit(), making.most(self.chunk))?;
         if chunks.is_empty() {
-            // Without numbers there are tables still.
+            // Without numbers there are still tables.
             chunks.push(Chunk {
                 first: 0,
                 count: 0,
@@ -628,7 +628,7 @@ impl<'a> Iterator for Pieces<'a> {
     }
 }
 
-/// What it means that so many bytes could not be allocated.
+/// Classifies a failed allocation.
 pub(super) fn out_of_memory_or_lost(error: DriverError, needed: Bytes) -> LoadError {
     if !is_out_of_memory(error) {
         return lost(error);
@@ -640,7 +640,7 @@ pub(super) fn out_of_memory_or_lost(error: DriverError, needed: Bytes) -> LoadEr
     }
 }
 
-/// Any failure of the driver but a lack of memory: the process cannot be trusted any more.
+/// Error for any driver failure but a lack of memory: the process is no longer usable.
 pub(super) fn lost(error: DriverError) -> LoadError {
     LoadError::Lost(error.to_string())
 }

@@ -1,5 +1,4 @@
-//! The accounts of a simulated card. Every byte is in exactly one of them, always: what a move takes from
-//! one it gives to another, and what is free is what remains.
+//! The accounts of a simulated card. Invariant: every byte is in exactly one of them; free is the remainder.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -10,24 +9,20 @@ use super::clock::SimulatedClock;
 use super::settings::SimulatedSettings;
 use super::world::SimulatedWorld;
 
-/// The accounts of a simulated card at one moment. They add up to the capacity.
+/// The accounts of a simulated card at one moment. They sum up to the capacity.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SimulatedAccounts {
-    /// Components.
     pub components: Bytes,
-    /// Activations.
     pub scratch: Bytes,
-    /// Freed activations that the pool keeps.
+    /// Freed activations that the pool keeps reserved.
     pub slack: Bytes,
-    /// Library workspaces.
     pub workspaces: Bytes,
-    /// The process itself.
+    /// Context of the process.
     pub context: Bytes,
-    /// Others, as far as they got what they want.
+    /// Foreign holders, with the bytes that they got.
     pub foreign: Vec<Holder>,
     /// Freed by us, and not free yet.
     pub lagging: Bytes,
-    /// Free.
     pub free: Bytes,
 }
 
@@ -35,13 +30,13 @@ pub struct SimulatedAccounts {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("out of memory: {needed} needed, {free} free")]
 pub struct OutOfMemory {
-    /// Bytes that were asked for.
+    /// Bytes requested.
     pub needed: Bytes,
-    /// Bytes that could have been had.
+    /// Bytes available for scratch.
     pub free: Bytes,
 }
 
-/// The book, shared between a card and the scratch that is out.
+/// The book, shared between a card and its scratch guards.
 #[derive(Clone)]
 pub(crate) struct SharedBook(Arc<Mutex<Book>>);
 
@@ -51,7 +46,7 @@ pub(crate) struct Book {
     workspaces: Bytes,
     keeps_slack: bool,
     lag_ms: u64,
-    /// The largest piece of activations that can be had.
+    /// Maximum of a single activation allocation.
     largest: Option<Bytes>,
     clock: Arc<dyn SimulatedClock>,
     world: SimulatedWorld,
@@ -59,12 +54,12 @@ pub(crate) struct Book {
     scratch: Bytes,
     scratch_peak: Bytes,
     slack: Bytes,
-    /// When it shows up as free, and how much.
+    /// Time at which bytes become free, and their count.
     lagging: Vec<(u64, Bytes)>,
 }
 
 impl Book {
-    /// What is neither ours nor on its way.
+    /// Bytes neither ours nor lagging.
     fn beyond_ours(&self) -> Bytes {
         let lagging: Bytes = self.lagging.iter().map(|(_, bytes)| *bytes).sum();
         let fixed = self.context + self.workspaces;
@@ -93,7 +88,7 @@ impl Book {
         }
     }
 
-    /// Bytes for a component come from what is free: slack belongs to the pool of activations.
+    /// Allocates a component from free memory: slack belongs to the activation pool.
     pub(crate) fn take_component(&mut self, bytes: Bytes) -> Result<(), OutOfMemory> {
         let free = self.accounts().free;
         if bytes > free {
@@ -103,7 +98,7 @@ impl Book {
         Ok(())
     }
 
-    /// A load that failed gives back at once; an unload may lag.
+    /// Frees a component: at once after a failed load, with the configured lag after an unload.
     pub(crate) fn return_component(&mut self, bytes: Bytes, at_once: bool) {
         self.components -= bytes;
         if !at_once {
@@ -182,7 +177,7 @@ impl SharedBook {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, Book> {
-        // Each method leaves whole accounts behind, also for somebody who panicked between two of them.
+        // Each method leaves consistent accounts, even if the caller panicked between two of them.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -194,20 +189,20 @@ impl SharedBook {
         })
     }
 
-    /// From here on, [`simulated_scratch`] on this thread takes from this card.
+    /// Makes this the card of [`simulated_scratch`] on this thread.
     pub(crate) fn make_current(&self) {
         CURRENT.with(|current| *current.borrow_mut() = Arc::downgrade(&self.0));
     }
 }
 
-/// Scratch of a simulated card; it returns when this is dropped.
+/// Scratch of a simulated card, freed on drop.
 pub struct ScratchGuard {
     book: SharedBook,
     bytes: Bytes,
 }
 
 impl ScratchGuard {
-    /// How much it is.
+    /// Bytes of this allocation.
     pub fn bytes(&self) -> Bytes {
         self.bytes
     }
@@ -231,12 +226,11 @@ thread_local! {
     static CURRENT: RefCell<Weak<Mutex<Book>>> = const { RefCell::new(Weak::new()) };
 }
 
-/// Takes scratch from the simulated card whose stage runs on this thread ([`crate::Gpu::begin_stage`] says
-/// which): how mathematics that exists in arithmetic only uses memory, since a device is all that it is given.
-/// `None` on a thread whose card is real.
+/// Allocates scratch on the simulated card whose stage runs on this thread (set by [`crate::Gpu::begin_stage`]), for
+/// simulated computations, which know only their device. `None` on a thread whose card is real.
 ///
 /// # Errors
-/// [`OutOfMemory`] if the card has not so much; nothing is taken then.
+/// [`OutOfMemory`] if the card has not so much; nothing is allocated then.
 pub fn simulated_scratch(bytes: Bytes) -> Result<Option<ScratchGuard>, OutOfMemory> {
     let Some(book) = CURRENT.with(|current| current.borrow().upgrade()) else {
         return Ok(None);

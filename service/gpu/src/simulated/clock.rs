@@ -1,19 +1,19 @@
-//! Time of a simulated card.
+//! Clock of a simulated card.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// What a simulated card asks for the time, and lets time go by with.
+/// A source of time that a test can control.
 pub trait SimulatedClock: Send + Sync {
-    /// Milliseconds since an epoch of the clock's own.
+    /// Milliseconds since an epoch of the clock's choice.
     fn now_ms(&self) -> u64;
 
-    /// Returns when so many milliseconds have gone by on this clock.
+    /// Sleeps for this many milliseconds of this clock.
     fn sleep_ms(&self, milliseconds: u64);
 }
 
-/// The time of this machine: transfers take as long as they say.
+/// Wall-clock time: transfers take as long as configured.
 #[derive(Clone, Copy, Debug)]
 pub struct RealClock(Instant);
 
@@ -33,13 +33,12 @@ impl SimulatedClock for RealClock {
     }
 }
 
-/// Time that goes by only when somebody says so. A sleeper moves it on by itself, so that nothing waits. All
-/// clones show the same time.
+/// A clock that advances only by calls. Sleeping advances it, so that nothing blocks. All clones share one time.
 #[derive(Clone, Debug, Default)]
 pub struct ManualClock(Arc<AtomicU64>);
 
 impl ManualClock {
-    /// Moves time on.
+    /// Advances the clock.
     pub fn advance_ms(&self, milliseconds: u64) {
         self.0.fetch_add(milliseconds, Relaxed);
     }

@@ -1,4 +1,4 @@
-//! What a simulated card is, in one line of text.
+//! Settings of a simulated card, as one line of text.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -13,48 +13,45 @@ use crate::size::{SizeError, exact_bytes, parse_bytes};
 /// `24GiB,speed=50GiB/s,lag=200ms,fail-load=3,die-at=denoise:2,hang-at=decode:1,foreign=4GiB`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SimulatedSettings {
-    /// Memory of the card.
     pub capacity: Bytes,
-    /// `index`: the number in its id, `sim:0` unless told.
+    /// `index`: ordinal in its id; default `sim:0`.
     pub index: u32,
-    /// `speed`: bytes of a load per second; 0 loads in no time.
+    /// `speed`: bytes per second of a load; 0 for instant.
     pub bytes_per_second: Bytes,
-    /// `context`: bytes that the process itself takes of the card.
+    /// `context`: bytes of the process's context on the card.
     pub context: Bytes,
-    /// `workspaces`: bytes that libraries take of the card.
+    /// `workspaces`: bytes of library workspaces.
     pub workspaces: Bytes,
     /// `slack=keep`: freed scratch stays reserved until a trim.
     pub keeps_slack: bool,
-    /// `lag`: milliseconds until freed bytes show up as free.
+    /// `lag`: milliseconds until freed bytes are shown as free.
     pub lag_ms: u64,
-    /// `release`: milliseconds that it takes to drop a component or to hand slack back, in which nothing else is done.
+    /// `release`: milliseconds, blocking, that freeing a component or a trim takes.
     pub release_ms: u64,
-    /// `largest`: the largest single allocation of activations that succeeds, however much is free.
+    /// `largest`: maximum of a single activation allocation, however much is free.
     pub largest: Option<Bytes>,
-    /// `foreign`: bytes that others hold from the start.
+    /// `foreign`: bytes held by other processes from the start.
     pub foreign: Bytes,
-    /// `world`: a file of foreign holders, read each time that memory is looked at; see
-    /// [`super::SimulatedWorld::follow`].
+    /// `world`: a file of foreign holders, read with each memory reading; see [`super::SimulatedWorld::follow`].
     pub world: Option<PathBuf>,
     /// `fail-load`: which loads fail, and how. May be given several times.
     pub fail_loads: Vec<FailLoad>,
-    /// `die-at`, `hang-at`, `lose-at`, `poison-at`, `leak-at`: what goes wrong where. May be given several times.
+    /// `die-at`, `hang-at`, `lose-at`, `poison-at`, `leak-at`: faults to inject. May be given several times.
     pub faults: Vec<Fault>,
-    /// `die-generations`: faults happen in this many first processes of the card only, so that a worker that
-    /// was started again lives. 1 unless told; 0 is never.
+    /// `die-generations`: number of generations of the card, from the first, in which faults happen, so that a
+    /// restarted worker lives. Default 1; 0 for never.
     pub die_generations: u64,
 }
 
-/// A load that fails.
+/// A load failure to inject.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FailLoad {
-    /// The how manieth load of a process, from 1.
+    /// The `nth` load of a process, from 1.
     pub nth: u64,
-    /// How it fails.
     pub how: LoadFailure,
 }
 
-/// How a load fails.
+/// Kind of a load failure.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LoadFailure {
     /// `oom`: out of memory, halfway.
@@ -66,43 +63,34 @@ pub enum LoadFailure {
     Damaged,
 }
 
-/// Settings that cannot be read.
+/// Settings that cannot be parsed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SettingsError {
-    /// The capacity, or an option's size, is no size.
+    /// An invalid size.
     #[error("{what} of a simulated card: {source}")]
     Size {
         /// `capacity`, or the option.
         what: String,
-        /// What is wrong with it.
         source: SizeError,
     },
-    /// There is no such option.
+    /// An unknown option.
     #[error(
         "a simulated card has no option {given:?}; there are speed=, lag=, release=, largest=, foreign=, context=, workspaces=, \
          slack=keep, fail-load=, die-at=, hang-at=, lose-at=, poison-at=, leak-at=, die-generations=, world=, \
          index="
     )]
-    UnknownOption {
-        /// What was written.
-        given: String,
-    },
-    /// The option is there, its value is not one.
+    UnknownOption { given: String },
+    /// An invalid value of a known option.
     #[error("{option}={given} of a simulated card is not understood: write {expected}")]
     Value {
-        /// The option.
         option: String,
-        /// What was written.
         given: String,
-        /// What is allowed.
+        /// The allowed values, for the message.
         expected: &'static str,
     },
-    /// Context, workspaces and others leave no memory.
+    /// Context, workspaces and foreign memory exceed the capacity.
     #[error("context, workspaces and foreign memory of a simulated card exceed its capacity of {capacity}")]
-    NoRoom {
-        /// The capacity.
-        capacity: Bytes,
-    },
+    NoRoom { capacity: Bytes },
 }
 
 impl SimulatedSettings {
@@ -225,7 +213,7 @@ impl FromStr for SimulatedSettings {
 }
 
 impl fmt::Display for SimulatedSettings {
-    /// The text that [`FromStr`] reads back; what was not set is left out.
+    /// The text that [`FromStr`] parses; defaults are left out.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&exact_bytes(self.capacity))?;
         if self.index != 0 {

@@ -1,4 +1,4 @@
-//! Everybody else on a simulated card.
+//! Foreign memory on a simulated card.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,9 +7,8 @@ use residency::{Bytes, Holder};
 
 use crate::size::parse_bytes;
 
-/// Memory that others want of a simulated card. Tests and scripts keep a clone and change it while the card
-/// runs. What others want, they get only as far as memory is free; what they could not get, they take as
-/// soon as somebody frees it.
+/// Memory demand of other processes on a simulated card. Tests and scripts keep a clone and change it while the card
+/// runs. A demand is met as far as memory is free; the rest is allocated as soon as memory is freed.
 #[derive(Clone, Debug, Default)]
 pub struct SimulatedWorld(Arc<Mutex<World>>);
 
@@ -28,12 +27,12 @@ struct Later {
 }
 
 impl SimulatedWorld {
-    /// A world in which nobody holds anything.
+    /// A world without foreign holders.
     pub fn new() -> SimulatedWorld {
         SimulatedWorld::default()
     }
 
-    /// From now on, `name` wants so many bytes; none, and it is gone.
+    /// Sets the demand of `name` to `bytes` from now on; zero removes it.
     pub fn hold(&self, name: &str, pid: Option<u32>, bytes: Bytes) {
         set(
             &mut self.lock().wanted,
@@ -45,7 +44,7 @@ impl SimulatedWorld {
         );
     }
 
-    /// From `at_ms` of the card's clock on, `name` wants so many bytes. It happens when the card looks next.
+    /// Sets the demand of `name` from `at_ms` of the card's clock on. Takes effect at the card's next memory reading.
     pub fn hold_from(&self, at_ms: u64, name: &str, pid: Option<u32>, bytes: Bytes) {
         let holder = Holder {
             name: name.to_owned(),
@@ -57,14 +56,13 @@ impl SimulatedWorld {
         world.later.sort_by_key(|later| later.at_ms);
     }
 
-    /// Reads holders from a file besides, each time that the card looks: lines of `name size`, or
-    /// `name pid size`. A script in another process changes the world by writing it. A file that is not
-    /// there holds nothing, and a line that cannot be read is passed over.
+    /// Reads further holders from a file at each memory reading: lines of `name size`, or `name pid size`. Another
+    /// process changes the world by writing it. A missing file has no holders, and malformed lines are skipped.
     pub fn follow(&self, script: PathBuf) {
         self.lock().script = Some(script);
     }
 
-    /// Who wants what at this time.
+    /// The demands at this time.
     pub(crate) fn wanted(&self, now_ms: u64) -> Vec<Holder> {
         let mut world = self.lock();
         let due = world.later.partition_point(|later| later.at_ms <= now_ms);
@@ -72,8 +70,8 @@ impl SimulatedWorld {
         for change in changes {
             set(&mut world.wanted, change.holder);
         }
-        // Read each time rather than by its time stamp: two writes may share one, and the file has few lines.
-        // A read that finds it empty while it is rewritten shows the holders as gone for one look.
+        // Read each time rather than by its time stamp: two writes may share one, and the file has few lines. A read
+        // during a rewrite shows no holders once.
         if let Some(script) = &world.script {
             world.scripted = std::fs::read_to_string(script)
                 .map(|text| holders(&text))

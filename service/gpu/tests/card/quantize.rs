@@ -1,5 +1,5 @@
-//! Weights that are quantized on the card while they arrive: the bytes are those that the processor makes, and whatever
-//! becomes of a load, what it took besides comes back.
+//! Quantization on the card during a load: the bytes equal those of the CPU, and temporary memory is freed whatever
+//! the outcome of the load.
 
 use std::io::Write as _;
 use std::ops::ControlFlow;
@@ -38,7 +38,7 @@ const SHAPES: [&[usize]; 16] = [
     &[2049, 3072],
 ];
 
-/// What is in every other of them, by [`number`]; the rest have all kinds in turn.
+/// Kinds of elements in every other weight, by [`number`]; the others have all kinds in turn.
 const KINDS: [usize; 8] = [0, 1, 2, 3, 4, 5, 6, 0];
 
 /// The same numbers each time, without a pattern.
@@ -153,7 +153,7 @@ fn bytes_of(tensors: &ComponentTensors, name: &str) -> Vec<u8> {
 }
 
 #[test]
-fn the_card_makes_the_bytes_that_the_processor_makes() {
+fn the_card_and_the_cpu_quantize_to_the_same_bytes() {
     let Some(mut card) = card() else { return };
     for stored in STORED {
         let file = file_of(&SHAPES, stored);
@@ -189,7 +189,7 @@ fn the_card_makes_the_bytes_that_the_processor_makes() {
 }
 
 #[test]
-fn a_number_that_is_not_finite_is_named_by_its_tensor_and_leaves_nothing() {
+fn a_tensor_that_is_not_finite_is_named_and_nothing_stays_allocated() {
     let Some(mut card) = card() else { return };
     let shapes: [&[usize]; 3] = [&[64, 64], &[300, 4099], &[5, 5]];
     let first = 64 * 64;
@@ -220,7 +220,7 @@ fn a_number_that_is_not_finite_is_named_by_its_tensor_and_leaves_nothing() {
                 assert!(matches!(card.tensors(&component.id), Err(GpuError::NotLoaded(_))));
                 assert!(before - card.memory().unwrap().free <= NOISE);
             }
-            // What was found belongs to that load alone.
+            // The reported tensor belongs to that load only.
             bytes.splice(at..at + right.len(), right);
             std::fs::write(file.path(), &bytes).unwrap();
             let plan = plan(file.path(), &shapes, stored, WeightFormat::Nf4);
@@ -232,7 +232,7 @@ fn a_number_that_is_not_finite_is_named_by_its_tensor_and_leaves_nothing() {
 }
 
 #[test]
-fn rows_that_no_piece_holds_are_refused_before_anything_is_taken() {
+fn rows_longer_than_a_piece_are_refused_before_any_allocation() {
     let Some(mut card) = card() else { return };
     let shapes: [&[usize]; 1] = [&[2, 3 << 20]];
     let file = file_of(&shapes, Stored::F32);
@@ -252,7 +252,7 @@ fn rows_that_no_piece_holds_are_refused_before_anything_is_taken() {
 }
 
 #[test]
-fn a_cancelled_load_that_quantizes_leaves_nothing() {
+fn a_cancelled_load_that_quantizes_leaves_no_memory_allocated() {
     let Some(mut card) = card() else { return };
     let shapes: [&[usize]; 3] = [&[4096, 4096], &[4096, 4096], &[4096, 4096]];
     let file = file_of(&shapes, Stored::Bf16);
@@ -264,7 +264,7 @@ fn a_cancelled_load_that_quantizes_leaves_nothing() {
 }
 
 #[test]
-fn a_load_makes_do_with_little_room_to_quantize_in() {
+fn a_load_quantizes_with_little_workspace() {
     let Some(mut card) = card() else { return };
     let shapes: [&[usize]; 3] = [&[4096, 4096], &[4096, 4096], &[2049, 3072]];
     let file = file_of(&shapes, Stored::Bf16);
@@ -280,7 +280,7 @@ fn a_load_makes_do_with_little_room_to_quantize_in() {
             numbers.into()
         };
         let expected = numbers(&mut *card);
-        // Somebody else has all but this: less than the workspace of all lanes.
+        // All other memory is allocated: what is left is less than the workspace of all lanes.
         let left = plan.bytes() + Bytes::mib(100);
         let mut others = Vec::new();
         loop {
@@ -298,7 +298,7 @@ fn a_load_makes_do_with_little_room_to_quantize_in() {
 }
 
 #[test]
-fn two_hundred_cycles_in_all_formats_leave_no_byte() {
+fn two_hundred_loads_in_all_formats_leak_no_byte() {
     let Some(mut card) = card() else { return };
     let shapes: [&[usize]; 4] = [&[512, 512], &[77, 333], &[1, 65], &[2, 64]];
     let file = file_of(&shapes, Stored::Bf16);

@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::error::ErrorKind;
+use clap::{ArgMatches, Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 
 use super::CliError;
 use crate::config::Flags;
@@ -13,23 +14,53 @@ use crate::proto::v1;
 #[derive(Debug, Parser)]
 #[command(name = "moored", version, propagate_version = true)]
 pub(super) struct Arguments {
-    /// Configuration file [env: MOORED_CONFIG]
-    #[arg(long, global = true, value_name = "FILE")]
-    config: Option<PathBuf>,
-    /// Any setting by name, e.g. --set queue.max_jobs=64
-    #[arg(long, global = true, value_name = "NAME=VALUE")]
-    set: Vec<String>,
-    /// The service to talk to [env: MOORED_ENDPOINT]
-    #[arg(long, global = true, value_name = "URL")]
-    endpoint: Option<String>,
-    /// File with the bearer token [env: MOORED_TOKEN_FILE]
-    #[arg(long, global = true, value_name = "FILE")]
-    token_file: Option<String>,
-    /// One JSON object a line, for scripts
-    #[arg(long, global = true)]
-    pub(super) json: bool,
+    #[command(flatten)]
+    common: Common,
     #[command(subcommand)]
     pub(super) command: Command,
+}
+
+/// What can be said before a command and behind it.
+#[derive(Debug, Default, Args)]
+struct Common {
+    /// Configuration file [env: MOORED_CONFIG]
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Any setting by name, e.g. --set queue.max_jobs=64
+    #[arg(long, value_name = "NAME=VALUE")]
+    set: Vec<String>,
+    /// The service to talk to [env: MOORED_ENDPOINT]
+    #[arg(long, value_name = "URL")]
+    endpoint: Option<String>,
+    /// File with the bearer token [env: MOORED_TOKEN_FILE]
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<String>,
+    /// One JSON object a line, for scripts
+    #[arg(long)]
+    json: bool,
+}
+
+impl Common {
+    /// Both, in their order; the name of what was said twice and can be said once.
+    fn and(self, behind: Common) -> Result<Common, &'static str> {
+        fn one<T>(
+            name: &'static str,
+            before: Option<T>,
+            behind: Option<T>,
+        ) -> Result<Option<T>, &'static str> {
+            match (before, behind) {
+                (Some(_), Some(_)) => Err(name),
+                (before, behind) => Ok(before.or(behind)),
+            }
+        }
+        Ok(Common {
+            config: one("--config", self.config, behind.config)?,
+            set: [self.set, behind.set].concat(),
+            endpoint: one("--endpoint", self.endpoint, behind.endpoint)?,
+            token_file: one("--token-file", self.token_file, behind.token_file)?,
+            json: self.json || behind.json,
+        })
+    }
 }
 
 #[derive(Debug, Subcommand)]
@@ -342,50 +373,118 @@ pub(super) struct Pin {
 }
 
 impl Arguments {
+    /// What was written on the command line. clap's own options for all commands would drop what comes before a command where there is
+    /// something behind it, so each command has them once more.
+    pub(super) fn read() -> Arguments {
+        let matches = whole_command().get_matches();
+        Arguments::of(&matches).unwrap_or_else(|mistake| mistake.exit())
+    }
+
+    fn of(matches: &ArgMatches) -> Result<Arguments, clap::Error> {
+        let mut arguments = Arguments::from_arg_matches(matches)?;
+        if let Some((_, behind)) = matches.subcommand() {
+            let behind = Common::from_arg_matches(behind)?;
+            let both = std::mem::take(&mut arguments.common).and(behind);
+            arguments.common = both.map_err(|name| {
+                let problem =
+                    format!("{name} is there twice, before the command and behind it: leave one out");
+                whole_command().error(ErrorKind::ArgumentConflict, problem)
+            })?;
+        }
+        if let (Command::Demo(_), Some(_)) = (&arguments.command, &arguments.common.token_file) {
+            let problem = "--token-file is of no use for demo, whose service is its own: leave it out";
+            return Err(whole_command().error(ErrorKind::ArgumentConflict, problem));
+        }
+        Ok(arguments)
+    }
+
+    /// Whether scripts read what is printed.
+    pub(super) fn json(&self) -> bool {
+        self.common.json
+    }
+
     /// The configuration file and the settings that flags set.
     pub(super) fn layers(&self) -> (Option<PathBuf>, Flags) {
         let mut flags = Flags::new();
         let mut text = |name: &str, value: &Option<String>| {
             if let Some(value) = value {
-                flags.push((name.to_owned(), value.clone().into()));
+                flags.push((name.to_owned(), Some(value.clone().into())));
             }
         };
-        text("client.endpoint", &self.endpoint);
+        text("client.endpoint", &self.common.endpoint);
         match &self.command {
             Command::Serve(serve) => {
-                text("service.token_file", &self.token_file);
+                text("service.token_file", &self.common.token_file);
                 text("service.listen", &serve.listen);
                 text("service.state", &serve.state);
                 text("cards.policy", &serve.policy);
                 if !serve.devices.is_empty() {
-                    flags.push(("cards.devices".to_owned(), serve.devices.clone().into()));
+                    flags.push(("cards.devices".to_owned(), Some(serve.devices.clone().into())));
                 }
                 if !serve.models.is_empty() {
-                    flags.push(("models.folders".to_owned(), serve.models.clone().into()));
+                    flags.push(("models.folders".to_owned(), Some(serve.models.clone().into())));
                 }
             }
-            Command::Demo(demo) => flags.push(("cards.devices".to_owned(), vec![demo.device.clone()].into())),
-            _ => text("client.token_file", &self.token_file),
+            Command::Demo(demo) => {
+                flags.push(("cards.devices".to_owned(), Some(vec![demo.device.clone()].into())))
+            }
+            _ => text("client.token_file", &self.common.token_file),
         }
-        for setting in &self.set {
-            let (name, value) = setting.split_once('=').unwrap_or((setting, ""));
-            // As a variable is read: a number, a list or a table where it looks like one, else text.
-            let value = value.parse().unwrap_or_else(|never| match never {});
+        for setting in &self.common.set {
+            // One without a value is told of with all other mistakes.
+            let (name, value) = setting
+                .split_once('=')
+                .map_or((setting.as_str(), None), |(name, value)| {
+                    // As a variable is read: a number, a list or a table where it looks like one, else text.
+                    (name, Some(value.parse().unwrap_or_else(|never| match never {})))
+                });
             flags.push((name.to_owned(), value));
         }
-        (self.config.clone(), flags)
+        (self.common.config.clone(), flags)
     }
+}
+
+/// The command line with the common options behind each command too.
+fn whole_command() -> clap::Command {
+    Arguments::command().mut_subcommands(Common::augment_args)
 }
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory as _;
-
     use super::*;
+
+    fn read(line: &str) -> Result<Arguments, clap::Error> {
+        Arguments::of(&whole_command().try_get_matches_from(line.split(' '))?)
+    }
 
     #[test]
     fn the_command_line_is_consistent() {
-        Arguments::command().debug_assert();
+        whole_command().debug_assert();
+    }
+
+    #[test]
+    fn what_is_said_before_a_command_and_behind_it_counts_in_its_order() {
+        let line = "moored --set a=1 --json --endpoint x --set b=2 config --set a=3 --config file";
+        let (file, flags) = read(line).unwrap().layers();
+        let flags: Vec<String> = flags
+            .iter()
+            .map(|(name, value)| format!("{name}={:?}", value.as_ref().and_then(|value| value.to_u128())))
+            .collect();
+        assert_eq!(flags[1..], ["a=Some(1)", "b=Some(2)", "a=Some(3)"]);
+        assert_eq!(file, Some(PathBuf::from("file")));
+        assert!(read(line).unwrap().json());
+    }
+
+    #[test]
+    fn what_can_be_said_once_is_refused_twice_and_nothing_is_dropped() {
+        for option in ["--endpoint", "--config", "--token-file"] {
+            let told = read(&format!("moored {option} a status {option} b"))
+                .unwrap_err()
+                .to_string();
+            assert!(told.contains(option) && told.contains("twice"), "{told}");
+        }
+        let told = read("moored --token-file a demo").unwrap_err().to_string();
+        assert!(told.contains("--token-file"), "{told}");
     }
 
     #[test]

@@ -161,12 +161,14 @@ impl Refusal {
                 "models.folders (`moored serve --models FOLDER`) adds folders to look in"
             }
             v1::Reason::Unauthenticated => "name the token's file with --token-file or MOORED_TOKEN_FILE",
-            v1::Reason::QueueFull | v1::Reason::CardNotReady | v1::Reason::ShuttingDown => {
-                "try again in a while"
-            }
+            v1::Reason::QueueFull
+            | v1::Reason::ClientLimit
+            | v1::Reason::CardNotReady
+            | v1::Reason::ShuttingDown => "try again in a while",
             v1::Reason::MemoryTaken => "`moored status` shows who holds memory; --patience waits longer",
             v1::Reason::LatentNotFound => "latents expire; queue.latent_ttl keeps them longer",
             v1::Reason::WorkerDied => "the service's log has the worker's last words",
+            v1::Reason::SlowReader => "write results to a faster place, or ask for fewer in one call",
             v1::Reason::DiskFull => "hub.cache, or HF_HUB_CACHE, names a folder on another disk",
             v1::Reason::Unspecified
             | v1::Reason::PullFailed

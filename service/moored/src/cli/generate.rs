@@ -95,7 +95,7 @@ fn check_options(options: &Generate, medium: MediumChoice) -> Result<(), CliErro
     };
     match others.iter().find(|(_, given)| *given) {
         Some((option, _)) => Err(CliError::Usage(format!(
-            "{option} says nothing of {what}: leave it out, or choose with --medium"
+            "{option} does not apply to {what}: leave it out, or choose another --medium"
         ))),
         None => Ok(()),
     }

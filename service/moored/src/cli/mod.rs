@@ -16,8 +16,8 @@ mod show;
 mod status;
 
 use std::process::ExitCode;
+use std::time::Duration;
 
-use clap::Parser as _;
 use tokio::sync::oneshot;
 
 use arguments::{Arguments, Command};
@@ -25,13 +25,15 @@ use arguments::{Arguments, Command};
 use crate::config::{Config, DEFAULTS};
 use crate::{process, serve, telemetry};
 
+/// What threads may take to end at the end of a command.
+const LAST_THREADS: Duration = Duration::from_secs(1);
+
 /// Why a command failed, for people.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CliError {
-    /// The configuration.
     #[error(transparent)]
     Config(#[from] crate::config::Mistakes),
-    /// The service could not start or serve.
+    /// The service could not start, or failed while running.
     #[error(transparent)]
     Serve(#[from] serve::ServeError),
     /// The service cannot be reached.
@@ -39,30 +41,20 @@ pub(crate) enum CliError {
         "no service answers at {endpoint}: {problem}\n  start one with `moored serve`, or name another with \
          `--endpoint` or MOORED_ENDPOINT"
     )]
-    Unreachable {
-        /// Where.
-        endpoint: String,
-        /// Why.
-        problem: String,
-    },
-    /// The service said no.
+    Unreachable { endpoint: String, problem: String },
+    /// The service refused the request.
     #[error("{0}")]
     Refused(Box<connection::Refusal>),
     /// A model could not be pulled.
     #[error(transparent)]
     Pull(#[from] crate::hub::PullError),
-    /// A file.
+    /// A file could not be read or written.
     #[error("{path}: {problem}")]
-    File {
-        /// Which.
-        path: String,
-        /// Why.
-        problem: String,
-    },
-    /// What was asked for cannot be.
+    File { path: String, problem: String },
+    /// The arguments are invalid.
     #[error("{0}")]
     Usage(String),
-    /// Something on the way out.
+    /// Output could not be written.
     #[error("output failed: {0}")]
     Output(#[from] std::io::Error),
 }
@@ -73,13 +65,13 @@ impl From<tonic::Status> for CliError {
     }
 }
 
-/// Parses and runs.
+/// Parses the arguments and runs the command.
 pub(crate) fn run() -> ExitCode {
-    let arguments = Arguments::parse();
+    let arguments = Arguments::read();
     if matches!(arguments.command, Command::Worker) {
         process::worker::run();
     }
-    let json = arguments.json;
+    let json = arguments.json();
     match dispatch(arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(CliError::Output(problem)) if problem.kind() == std::io::ErrorKind::BrokenPipe => {
@@ -100,11 +92,11 @@ fn dispatch(arguments: Arguments) -> Result<(), CliError> {
     let config = Config::load(file, flags)?;
     telemetry::start(&config.log);
     if let Command::Config { .. } = arguments.command {
-        return reports::configuration(&config, arguments.json);
+        return reports::configuration(&config, arguments.json());
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let json = arguments.json;
-    runtime.block_on(async move {
+    let json = arguments.json();
+    let ended = runtime.block_on(async move {
         match arguments.command {
             Command::Serve(options) => {
                 telemetry::tell_age("start the service");
@@ -125,7 +117,10 @@ fn dispatch(arguments: Arguments) -> Result<(), CliError> {
             Command::Cancel { job } => residency::cancel(&config.client, job, json).await,
             Command::Config { .. } | Command::Worker => Ok(()), // done above
         }
-    })
+    });
+    // A thread that waits for a file system that does not answer ends with the process.
+    runtime.shutdown_timeout(LAST_THREADS);
+    ended
 }
 
 /// Resolves when standard input is closed.

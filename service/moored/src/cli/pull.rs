@@ -54,7 +54,7 @@ pub(super) async fn run(hub: config::Hub, model: &str, json: bool) -> Result<(),
 /// How a missing model is come by.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WhenMissing {
-    /// Without asking.
+    /// Pull without a prompt.
     pub(super) pull: bool,
     pub(super) json: bool,
 }

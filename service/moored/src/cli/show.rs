@@ -42,7 +42,7 @@ impl Show {
         }
     }
 
-    /// Nothing at all.
+    /// Shows nothing.
     pub(super) fn silent() -> Show {
         Show {
             form: Form::Silent,
@@ -201,7 +201,7 @@ pub(super) fn freed_json(freed: &v1::FreedComponent) -> serde_json::Value {
     json!({"component": name, "card": freed.card, "booked_bytes": freed.booked_bytes, "freed_bytes": freed.freed_bytes})
 }
 
-/// One that stayed.
+/// A component that stayed, as JSON.
 pub(super) fn kept_json(kept: &v1::KeptComponent) -> serde_json::Value {
     let name = kept.component.clone().unwrap_or_default().name;
     json!({"component": name, "card": kept.card, "reason": kept.reason})

@@ -5,23 +5,23 @@ use std::path::PathBuf;
 
 use super::reader::Reader;
 
-/// The hub where nobody names another.
+/// Default hub.
 const ENDPOINT: &str = "https://huggingface.co";
 
 /// `[hub]`.
 #[derive(Clone, Debug)]
 pub(crate) struct Hub {
-    /// Without a slash at its end.
+    /// Base URL, without a trailing slash.
     pub(crate) endpoint: String,
     pub(crate) cache: PathBuf,
     /// Whether clients may ask for a pull.
     pub(crate) pull: bool,
     pub(crate) token: Token,
-    /// Nothing is fetched.
+    /// Never download.
     pub(crate) offline: bool,
 }
 
-/// Where the hub's token comes from. It is read anew for each pull, so that a login needs no restart, and never shown.
+/// Source of the hub's token. Read for each pull, so that a login needs no restart, and never displayed.
 #[derive(Clone)]
 pub(crate) struct Token {
     given: Option<String>,

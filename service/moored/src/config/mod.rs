@@ -1,5 +1,5 @@
 //! Configuration: the embedded defaults, then a file, then `MOORED_*`, then flags; read into meaningful
-//! types, with all mistakes reported at once. The only room that reads the environment.
+//! types, with all mistakes reported at once. The only module that reads the environment.
 
 mod hub;
 mod reader;
@@ -22,7 +22,7 @@ use reader::Reader;
 /// The commented defaults, as `moored config --defaults` prints them.
 pub(crate) const DEFAULTS: &str = include_str!("default.toml");
 
-/// Everything that is configured, resolved.
+/// The resolved configuration.
 #[derive(Clone, Debug)]
 pub(crate) struct Config {
     pub(crate) service: Service,
@@ -30,6 +30,7 @@ pub(crate) struct Config {
     pub(crate) hub: Hub,
     pub(crate) cards: Cards,
     pub(crate) queue: Queue,
+    pub(crate) limits: Limits,
     pub(crate) quantization: Quantization,
     pub(crate) client: Client,
     pub(crate) log: Log,
@@ -37,7 +38,7 @@ pub(crate) struct Config {
     pub(crate) sources: Vec<Setting>,
 }
 
-/// One setting as it is in force.
+/// One setting with its effective value.
 #[derive(Clone, Debug, serde::Serialize)]
 pub(crate) struct Setting {
     pub(crate) name: String,
@@ -64,7 +65,7 @@ pub(crate) struct Models {
     pub(crate) settings: BTreeMap<String, ModelSettings>,
 }
 
-/// `[models.settings."id"]`: what requests for one model take where they leave a field open.
+/// `[models.settings."id"]`: defaults for requests for this model.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ModelSettings {
@@ -82,23 +83,23 @@ pub(crate) struct ModelSettings {
 #[derive(Clone, Debug)]
 pub(crate) struct Cards {
     pub(crate) devices: Vec<DeviceChoice>,
-    /// `None`: by the card.
+    /// `None`: the default of the card.
     pub(crate) profile: Option<ProfileName>,
-    /// `None`: by the profile.
+    /// `None`: that of the profile.
     pub(crate) policy: Option<Policy>,
     pub(crate) headroom: Bytes,
-    /// `None`: by the profile.
+    /// `None`: that of the profile.
     pub(crate) slack_limit: Option<Bytes>,
 }
 
 impl Cards {
-    /// The profile of one card: the one that is set, else what suits the card.
+    /// The profile of one card: as configured, or its default.
     pub(crate) fn profile_of(&self, card: &CardDescription) -> ProfileName {
         self.profile
             .unwrap_or_else(|| ProfileName::suggested(card.kind, card.total))
     }
 
-    /// How the memory of one card is managed: its profile, with what is set beside it.
+    /// Memory settings of one card: its profile, with overrides.
     pub(crate) fn memory_of(&self, card: &CardDescription) -> MemoryProfile {
         let profile = MemoryProfile::of(self.profile_of(card), card.total);
         MemoryProfile {
@@ -107,8 +108,8 @@ impl Cards {
         }
     }
 
-    /// How room is made. One policy holds for a service, as a job is ordered before it is known where it runs: where a
-    /// profile asks for `exclusive`, all cards have it.
+    /// Eviction policy. One policy for the whole service, since a job is ordered before its card is known: if the
+    /// profile of any card asks for `exclusive`, all cards use it.
     pub(crate) fn policy_on<'a>(&self, cards: impl IntoIterator<Item = &'a CardDescription>) -> Policy {
         self.policy.unwrap_or_else(|| {
             let exclusive = |card| self.profile_of(card).policy() == Policy::Exclusive;
@@ -135,12 +136,49 @@ pub(crate) struct Queue {
     pub(crate) unload_when_idle: Option<Duration>,
     pub(crate) stall_limit: Duration,
     pub(crate) stall_floor: Duration,
+    pub(crate) cancel_limit: Duration,
+}
+
+/// `[limits]`.
+#[derive(Clone, Debug)]
+pub(crate) struct Limits {
+    pub(crate) connections: u64,
+    pub(crate) handshake: Duration,
+    pub(crate) calls: u64,
+    pub(crate) calls_per_client: u64,
+    pub(crate) uploads: Bytes,
+    pub(crate) uploads_per_client: Bytes,
+    pub(crate) upload_idle: Duration,
+    pub(crate) results: Bytes,
+    pub(crate) results_per_client: Bytes,
+    pub(crate) unread: Duration,
+    pub(crate) holds_per_client: usize,
+    pub(crate) reservations_per_client: usize,
+}
+
+impl Limits {
+    fn read(r: &mut Reader) -> Limits {
+        Limits {
+            connections: r.at_least("limits.connections", 1),
+            handshake: r.some_time("limits.handshake"),
+            calls: r.at_least("limits.calls", 1),
+            calls_per_client: r.at_least("limits.calls_per_client", 1),
+            uploads: r.size("limits.uploads"),
+            uploads_per_client: r.size("limits.uploads_per_client"),
+            upload_idle: r.some_time("limits.upload_idle"),
+            results: r.size("limits.results"),
+            results_per_client: r.size("limits.results_per_client"),
+            unread: r.some_time("limits.unread"),
+            holds_per_client: r.at_least("limits.holds_per_client", 1),
+            reservations_per_client: r.at_least("limits.reservations_per_client", 1),
+        }
+    }
 }
 
 /// `[quantization]`.
 #[derive(Clone, Debug)]
 pub(crate) struct Quantization {
-    /// `None`: no copies are kept.
+    /// `None`: no kept copies.
     pub(crate) keep_folder: Option<PathBuf>,
     pub(crate) keep_limit: Bytes,
 }
@@ -159,8 +197,8 @@ pub(crate) struct Log {
     pub(crate) json: bool,
 }
 
-/// What flags say: (setting, value) pairs such as (`service.listen`, "127.0.0.1:0").
-pub(crate) type Flags = Vec<(String, figment::value::Value)>;
+/// Settings given as flags: (setting, value) pairs such as (`service.listen`, "127.0.0.1:0"); `None` for one that was named without a value.
+pub(crate) type Flags = Vec<(String, Option<figment::value::Value>)>;
 
 impl Config {
     /// Reads all layers.
@@ -169,18 +207,25 @@ impl Config {
     /// Every mistake in every layer, each with its source.
     pub(crate) fn load(file: Option<PathBuf>, flags: Flags) -> Result<Config, Mistakes> {
         let mut figment = Figment::new().merge(Toml::string(DEFAULTS));
-        if let Some(path) = configuration_file(file)? {
-            figment = figment.merge(Toml::file_exact(path));
+        let mut mistakes = Vec::new();
+        match configuration_file(file) {
+            Ok(Some(path)) => figment = figment.merge(Toml::file_exact(path)),
+            Ok(None) => {}
+            Err(mistake) => mistakes.push(mistake),
         }
         figment = figment.merge(environment());
         for (name, value) in flags {
-            figment = figment.merge(Serialized::default(&name, value));
+            match value {
+                Some(value) => figment = figment.merge(Serialized::default(&name, value)),
+                None => mistakes.push(format!("{name} (flag): has no value; write --set {name}=VALUE")),
+            }
         }
-        Config::extract(figment)
+        Config::extract(figment, mistakes)
     }
 
-    fn extract(figment: Figment) -> Result<Config, Mistakes> {
-        let mut r = Reader::new(figment);
+    /// Reads the settings; `mistakes` were made in the layers themselves.
+    fn extract(figment: Figment, mistakes: Vec<String>) -> Result<Config, Mistakes> {
+        let mut r = Reader::new(figment, mistakes);
         let service = Service {
             listen: r.parsed("service.listen", "an address such as 127.0.0.1:50051"),
             token_file: r.optional_path("service.token_file"),
@@ -221,7 +266,9 @@ impl Config {
             unload_when_idle: r.optional_duration("queue.unload_when_idle"),
             stall_limit: r.duration("queue.stall_limit"),
             stall_floor: r.duration("queue.stall_floor"),
+            cancel_limit: r.duration("queue.cancel_limit"),
         };
+        let limits = Limits::read(&mut r);
         let quantization = Quantization {
             keep_folder: r.optional_path("quantization.keep_folder"),
             keep_limit: r.size("quantization.keep_limit"),
@@ -241,6 +288,17 @@ impl Config {
                  (e.g. `openssl rand -hex 32 > token`)",
             );
         }
+        for (name, bytes) in [
+            ("limits.uploads", limits.uploads),
+            ("limits.uploads_per_client", limits.uploads_per_client),
+        ] {
+            if bytes < service.max_message {
+                r.mistake(
+                    name,
+                    "is less than service.max_message, which no message could have then",
+                );
+            }
+        }
         if cards.devices.is_empty() {
             r.mistake("cards.devices", "names no card; \"auto\" always works");
         }
@@ -259,6 +317,7 @@ impl Config {
             hub,
             cards,
             queue,
+            limits,
             quantization,
             client,
             log,
@@ -291,16 +350,13 @@ fn names_of_several(devices: &[DeviceChoice]) -> Vec<String> {
 }
 
 /// The configuration file: the one named, or the user's if there is one.
-fn configuration_file(named: Option<PathBuf>) -> Result<Option<PathBuf>, Mistakes> {
+fn configuration_file(named: Option<PathBuf>) -> Result<Option<PathBuf>, String> {
     let named = named.or_else(|| std::env::var_os("MOORED_CONFIG").map(PathBuf::from));
     if let Some(path) = named {
         if path.is_file() {
             return Ok(Some(path));
         }
-        return Err(Mistakes::one(format!(
-            "there is no configuration file {}",
-            path.display()
-        )));
+        return Err(format!("there is no configuration file {}", path.display()));
     }
     let users = project_folders().map(|folders| folders.config_dir().join("moored.toml"));
     Ok(users.filter(|path| path.is_file()))

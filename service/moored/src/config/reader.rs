@@ -17,12 +17,6 @@ use super::Setting;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Mistakes(Vec<String>);
 
-impl Mistakes {
-    pub(super) fn one(mistake: String) -> Mistakes {
-        Mistakes(vec![mistake])
-    }
-}
-
 impl fmt::Display for Mistakes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "the configuration has {} mistake(s):", self.0.len())?;
@@ -48,12 +42,12 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    pub(super) fn new(figment: Figment) -> Reader {
+    pub(super) fn new(figment: Figment, mistakes: Vec<String>) -> Reader {
         Reader {
             figment,
             asked_for: Vec::new(),
             open_tables: Vec::new(),
-            mistakes: Vec::new(),
+            mistakes,
         }
     }
 
@@ -97,7 +91,7 @@ impl Reader {
         self.texts(name).into_iter().map(PathBuf::from).collect()
     }
 
-    /// A whole number.
+    /// An integer of at least `least`.
     pub(super) fn at_least<T>(&mut self, name: &'static str, least: T) -> T
     where
         T: DeserializeOwned + PartialOrd + fmt::Display + Copy,
@@ -142,6 +136,16 @@ impl Reader {
         })
     }
 
+    /// A time that is not 0.
+    pub(super) fn some_time(&mut self, name: &'static str) -> Duration {
+        let told = self.mistakes.len();
+        let time = self.duration(name);
+        if time.is_zero() && self.mistakes.len() == told {
+            self.mistake(name, "is 0, which leaves no time for anything");
+        }
+        time
+    }
+
     /// A time, or "".
     pub(super) fn optional_duration(&mut self, name: &'static str) -> Option<Duration> {
         if self.peek(name).is_some_and(|text| text.is_empty()) {
@@ -176,7 +180,7 @@ impl Reader {
         choices[0].1.clone()
     }
 
-    /// true or false.
+    /// A boolean.
     pub(super) fn flag(&mut self, name: &'static str) -> bool {
         self.value(name).unwrap_or_default()
     }

@@ -5,6 +5,7 @@ fn with(toml: &str) -> Result<Config, Mistakes> {
         Figment::new()
             .merge(Toml::string(DEFAULTS))
             .merge(Toml::string(toml)),
+        Vec::new(),
     )
 }
 
@@ -39,6 +40,41 @@ fn all_mistakes_are_told_at_once() {
 }
 
 #[test]
+fn limits_that_nothing_could_keep_are_mistakes() {
+    let wrong = "limits.upload_idle = '0s'\nlimits.unread = 'soon'\nlimits.uploads_per_client = '1MiB'";
+    let told = with(wrong).unwrap_err().to_string();
+    for part in [
+        "3 mistake(s)",
+        "limits.upload_idle",
+        "limits.unread",
+        "service.max_message",
+    ] {
+        assert!(told.contains(part), "{part} is not in {told}");
+    }
+}
+
+#[test]
+fn mistakes_of_every_layer_are_told_together() {
+    let flags: Flags = vec![
+        ("queue.max_jobs".to_owned(), None),
+        ("cards.policy".to_owned(), Some("greedy".into())),
+        ("queue.colour".to_owned(), Some("red".into())),
+    ];
+    let told = Config::load(Some("no/such/file".into()), flags)
+        .unwrap_err()
+        .to_string();
+    for part in [
+        "4 mistake(s)",
+        "no/such/file",
+        "--set queue.max_jobs=VALUE",
+        "greedy",
+        "queue.colour",
+    ] {
+        assert!(told.contains(part), "{part} is not in {told}");
+    }
+}
+
+#[test]
 fn beyond_loopback_needs_a_token() {
     let told = with("service.listen = '0.0.0.0:50051'").unwrap_err().to_string();
     assert!(told.contains("token"), "{told}");
@@ -57,7 +93,7 @@ fn sizes_times_and_lists_become_types() {
 
 #[test]
 fn a_flag_wins_and_is_named_as_the_source() {
-    let flags: Flags = vec![("service.listen".to_owned(), "127.0.0.1:7".into())];
+    let flags: Flags = vec![("service.listen".to_owned(), Some("127.0.0.1:7".into()))];
     let config = Config::load(None, flags).unwrap();
     assert_eq!(config.service.listen.port(), 7);
     let setting = config

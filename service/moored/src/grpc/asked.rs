@@ -1,14 +1,12 @@
 //! A request to generate, whatever its medium: the same checks and defaults for all three calls.
 
-use std::hash::{DefaultHasher, Hash as _, Hasher as _};
-
 use engine::Error;
 use pipelines::{InitImage, Medium, Request, RequestError};
 
 use super::stream::Encoding;
 use crate::proto::v1;
 
-/// Longest prompt, in characters. T5 reads 512 tokens at the most: what is longer is a mistake.
+/// Longest prompt, and longest lyrics, in characters. T5 reads 512 tokens at the most: what is longer is a mistake.
 const LONGEST_PROMPT_CHARACTERS: usize = 10_000;
 /// Longest side of what is generated or encoded, in pixels; a model may take less.
 pub(super) const LONGEST_SIDE_PIXELS: u32 = 4096;
@@ -26,9 +24,7 @@ pub(super) struct Asked {
     pub(super) call: &'static str,
     pub(super) model: Option<v1::ModelRef>,
     pub(super) prompt: String,
-    /// Pixels across.
     pub(super) width: u32,
-    /// Pixels down.
     pub(super) height: u32,
     pub(super) steps: u32,
     pub(super) guidance: Option<f32>,
@@ -148,12 +144,18 @@ impl Asked {
     pub(super) fn check(&self) -> Result<(), Error> {
         let mut problems = Vec::new();
         let mut problem = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
-        let characters = self.prompt.chars().count();
-        if characters > LONGEST_PROMPT_CHARACTERS {
-            problem(
-                "prompt",
-                format!("has {characters} characters; {LONGEST_PROMPT_CHARACTERS} are the most"),
-            );
+        let lyrics = match &self.of_medium {
+            OfMedium::Audio { lyrics, .. } => lyrics.as_str(),
+            OfMedium::Image | OfMedium::Video { .. } => "",
+        };
+        for (field, text) in [("prompt", self.prompt.as_str()), ("lyrics", lyrics)] {
+            let characters = text.chars().count();
+            if characters > LONGEST_PROMPT_CHARACTERS {
+                problem(
+                    field,
+                    format!("has {characters} characters; {LONGEST_PROMPT_CHARACTERS} are the most"),
+                );
+            }
         }
         for (field, value) in [("width", self.width), ("height", self.height)] {
             if !value.is_multiple_of(16) {
@@ -250,14 +252,16 @@ impl Asked {
 /// again is the same request. Of 32 bits: other tools take no more.
 fn seed_of(options: Option<&v1::JobOptions>) -> u64 {
     let key = options.map_or("", |options| options.idempotency_key.as_str());
-    let seed = if key.is_empty() {
-        uuid::Uuid::new_v4().as_u128() as u64
-    } else {
-        let mut hasher = DefaultHasher::new();
-        key.hash(&mut hasher);
-        hasher.finish()
-    };
-    seed & 0xffff_ffff
+    if key.is_empty() {
+        return (uuid::Uuid::new_v4().as_u128() as u32).into();
+    }
+    // A hash that is the same in every build: who asks a newer service again gets the same result.
+    let mut seed = [0; 4];
+    blake3::Hasher::new()
+        .update(key.as_bytes())
+        .finalize_xof()
+        .fill(&mut seed);
+    u32::from_le_bytes(seed).into()
 }
 
 #[cfg(test)]
@@ -290,6 +294,21 @@ mod tests {
             "strength",
         ];
         assert_eq!(fields, expected);
+    }
+
+    #[test]
+    fn a_key_stands_for_the_same_seed_in_every_build() {
+        let of_key = |key: &str| {
+            let idempotency_key = key.to_owned();
+            seed_of(Some(&v1::JobOptions {
+                idempotency_key,
+                ..Default::default()
+            }))
+        };
+        // The first four bytes of BLAKE3, little-endian.
+        assert_eq!(of_key("abc"), 0xacb3_3764);
+        assert_ne!(of_key("abc"), of_key("abd"));
+        assert_ne!(seed_of(None), seed_of(None), "without a key it is random");
     }
 
     #[test]

@@ -43,7 +43,7 @@ impl Interceptor for Token {
             .metadata()
             .get("authorization")
             .and_then(|value| value.to_str().ok());
-        match sent.and_then(|value| value.strip_prefix("Bearer ")) {
+        match sent.and_then(bearer) {
             Some(token) if same(token.as_bytes(), expected.as_bytes()) => Ok(request),
             Some(_) => Err(unauthenticated("the token is wrong")),
             None => Err(unauthenticated(
@@ -53,7 +53,15 @@ impl Interceptor for Token {
     }
 }
 
-/// Compares in a time that does not tell how much was right.
+/// The token of a header. The word before it may be in capitals or not (RFC 9110, 11.1).
+fn bearer(header: &str) -> Option<&str> {
+    let (scheme, token) = header.split_once(' ')?;
+    scheme
+        .eq_ignore_ascii_case("bearer")
+        .then(|| token.trim_start_matches(' '))
+}
+
+/// Constant-time comparison.
 fn same(a: &[u8], b: &[u8]) -> bool {
     a.len() == b.len() && a.iter().zip(b).fold(0, |difference, (x, y)| difference | (x ^ y)) == 0
 }
@@ -78,8 +86,12 @@ mod tests {
             expected: Some("0123456789abcdef".into()),
         };
         assert!(call(&token, Some("Bearer 0123456789abcdef")));
+        assert!(call(&token, Some("bearer 0123456789abcdef")));
+        assert!(call(&token, Some("BEARER  0123456789abcdef")));
         for wrong in [
             None,
+            Some("Basic 0123456789abcdef"),
+            Some("Bearer0123456789abcdef"),
             Some("Bearer 0123456789abcdeX"),
             Some("Bearer "),
             Some("0123456789abcdef"),

@@ -9,6 +9,7 @@ use tokio::time::Instant;
 use tonic::Request;
 
 use super::convert::priority_in;
+use super::limits::Client;
 use super::status::short;
 use crate::proto::v1;
 
@@ -31,6 +32,11 @@ impl Caller {
         }
     }
 
+    /// Whose limits it uses.
+    pub(super) fn client(&self) -> Client {
+        self.address.map(|address| address.ip())
+    }
+
     /// The client's name: its own, or its address.
     ///
     /// # Errors
@@ -38,6 +44,7 @@ impl Caller {
     pub(super) fn name(&self, client_id: String) -> Result<String, Error> {
         short("client_id", &client_id)?;
         if !client_id.is_empty() {
+            tracing::Span::current().record("client", &client_id);
             return Ok(client_id);
         }
         Ok(self

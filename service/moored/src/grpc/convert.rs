@@ -1,4 +1,4 @@
-//! House words to protocol words.
+//! Conversion of engine types to protocol types.
 
 use std::collections::HashMap;
 
@@ -153,13 +153,13 @@ pub(super) fn event(job_id: &str, at_ms: u64, kind: Kind) -> v1::Event {
     }
 }
 
-/// What becomes of a job event.
+/// What to do with a job event.
 pub(super) enum Converted {
-    /// It is sent as it is.
+    /// Send it as it is.
     Event(Box<Kind>),
-    /// It carries pixels or samples, which are encoded first.
+    /// Encode its pixels or samples first.
     Media,
-    /// It ends the stream with an error.
+    /// End the stream with an error.
     Failed(engine::Error),
 }
 

@@ -15,7 +15,7 @@ use super::caller::Caller;
 use super::convert::{latent_out, resolved};
 use super::latent_upload::receive_latent;
 use super::server::Service;
-use super::status::{invalid, status_of};
+use super::status::{invalid, short, status_of};
 use super::stream::{CHUNK_BYTES, Encoding, EventStream, Output, events_of};
 use crate::pictures::{self, Pixels, Recipe};
 use crate::proto::v1;
@@ -86,26 +86,16 @@ impl Generation for Service {
     ) -> Result<Response<Self::GetLatentStream>, Status> {
         let id = request.into_inner().latent_id;
         let latent = self.queue.latent(&id).await.map_err(|e| status_of(&e))?;
-        let info = latent_out(&latent.info);
-        // Tensor after tensor, in the order of `info.tensors`.
-        let data: bytes::Bytes = match latent.values.len() {
-            1 => latent.values.into_values().map(|tensor| tensor.data).next_back(),
-            _ => Some(
-                latent
-                    .values
-                    .values()
-                    .flat_map(|tensor| tensor.data.clone())
-                    .collect(),
-            ),
-        }
-        .unwrap_or_default();
-        let chunks = (0..data.len().max(1)).step_by(CHUNK_BYTES).map(move |start| {
-            let end = (start + CHUNK_BYTES).min(data.len());
-            let info = (start == 0).then(|| info.clone());
-            Ok(v1::LatentChunk {
-                info,
-                chunk: data.slice(start..end),
-            })
+        let mut info = Some(latent_out(&latent.info));
+        // Tensor after tensor, in the order of `info.tensors`, none of them copied.
+        let slices = latent.values.into_values().flat_map(|tensor| {
+            let bytes = tensor.data.len();
+            let starts = (0..bytes.max(1)).step_by(CHUNK_BYTES);
+            starts.map(move |start| tensor.data.slice(start..(start + CHUNK_BYTES).min(bytes)))
+        });
+        let chunks = slices.map(|chunk| {
+            let info = info.take();
+            Ok(v1::LatentChunk { info, chunk })
         });
         Ok(Response::new(Box::pin(futures::stream::iter(
             chunks.collect::<Vec<_>>(),
@@ -145,22 +135,39 @@ impl Service {
     /// Opens a model away from the async threads: headers are read.
     pub(super) async fn open(&self, entry: &Arc<Entry>) -> Result<OpenModel, Error> {
         let (library, card, entry) = (self.library.clone(), self.first_card(), entry.clone());
-        let opened = tokio::task::spawn_blocking(move || library.open(&entry, &card)).await;
-        opened.map_err(|panic| Error::Internal(panic.to_string()))?
+        let path = entry.path.clone();
+        let opened = self.library.aside(&path, move || library.open(&entry, &card));
+        opened.await
     }
 
     /// The entry that a reference means: folders may be looked through.
     pub(super) async fn entry(&self, model: Option<v1::ModelRef>) -> Result<Arc<Entry>, Error> {
+        model.as_ref().map_or(Ok(()), check_reference)?;
         let models = self.models.clone();
         let resolved = tokio::task::spawn_blocking(move || models.resolve(model.as_ref())).await;
         resolved.map_err(|panic| Error::Internal(panic.to_string()))?
+    }
+
+    /// As [`Service::entry`], for what ends a use: where the files are gone, the entry as it was used.
+    pub(super) async fn entry_in_use(&self, model: &v1::ModelRef) -> Result<Arc<Entry>, Error> {
+        let gone = match self.entry(Some(model.clone())).await {
+            Err(gone @ Error::ModelNotFound { .. }) => gone,
+            resolved => return resolved,
+        };
+        let known = self.queue.known_entries().await;
+        self.models.find_known(model, known).ok_or(gone)
     }
 
     async fn generate(&self, asked: Asked, caller: &Caller) -> Result<Response<EventStream>, Status> {
         let prepared = self.prepare(asked, caller).await.map_err(|e| status_of(&e))?;
         let job = self.queue.submit(prepared.spec).await;
         let job = job.map_err(|e| status_of(&e))?;
-        Ok(Response::new(events_of(job, prepared.model, prepared.output)))
+        Ok(Response::new(events_of(
+            job,
+            prepared.model,
+            prepared.output,
+            self.encoder(caller),
+        )))
     }
 
     /// Turns a request into a job, with the model's defaults in.
@@ -290,7 +297,12 @@ impl Service {
             work: JobWork::Run(run),
         };
         let output = Output::without_recipe(Encoding::Png);
-        Ok(events_of(self.queue.submit(spec).await?, model, output))
+        Ok(events_of(
+            self.queue.submit(spec).await?,
+            model,
+            output,
+            self.encoder(caller),
+        ))
     }
 
     async fn start_decode(
@@ -332,8 +344,36 @@ impl Service {
             work: JobWork::Run(run),
         };
         let output = Output::without_recipe(if raw { Encoding::Raw } else { Encoding::Png });
-        Ok(events_of(self.queue.submit(spec).await?, model, output))
+        Ok(events_of(
+            self.queue.submit(spec).await?,
+            model,
+            output,
+            self.encoder(caller),
+        ))
     }
+}
+
+/// Most components that formats can be named for.
+const MOST_FORMATS: usize = 64;
+
+/// The formats of a model are kept with its jobs, holds and pins; an id and a revision are those of a model that is here.
+fn check_reference(model: &v1::ModelRef) -> Result<(), Error> {
+    let Some(quantization) = &model.quantization else {
+        return Ok(());
+    };
+    short("model.quantization.preset", &quantization.preset)?;
+    if quantization.components.len() > MOST_FORMATS {
+        let problem = format!(
+            "names {} components; {MOST_FORMATS} are the most",
+            quantization.components.len()
+        );
+        return Err(invalid("model.quantization.components", problem));
+    }
+    let mut words = quantization
+        .components
+        .iter()
+        .flat_map(|(name, format)| [name, format]);
+    words.try_for_each(|word| short("model.quantization.components", word))
 }
 
 fn check_sides(width: u32, height: u32) -> Result<(), Error> {

@@ -35,10 +35,13 @@ async fn follow(
             return;
         }
         tokio::select! {
-            changed = reports.changed() => if changed.is_err() { return },
-            changed = stopping.changed() => if changed.is_err() { return },
+            changed = reports.changed() => if changed.is_err() { break },
+            changed = stopping.changed() => if changed.is_err() { break },
         }
     }
+    // The queue has ended, or the service: nobody is served any more, whatever the last report says.
+    let last = reports.borrow().clone();
+    tell_all(&reporter, &mut told, &last, true).await;
 }
 
 /// Each card, and the whole, which serves while one card does.
@@ -74,9 +77,60 @@ async fn tell(reporter: &HealthReporter, told: &mut BTreeMap<String, bool>, serv
 #[cfg(test)]
 mod tests {
     use super::*;
+    use engine::queue::CardStatus;
+    use gpu::{CardDescription, CardKind};
+    use residency::{Bytes, Ledger, Millis};
     use tonic_health::pb::HealthCheckRequest;
+    use tonic_health::pb::health_check_response::ServingStatus as Answer;
     use tonic_health::pb::health_server::Health;
     use tonic_health::server::HealthService;
+
+    async fn told(reporter: &HealthReporter) -> Option<i32> {
+        let service = HealthService::from_health_reporter(reporter.clone());
+        let asked = tonic::Request::new(HealthCheckRequest::default());
+        let answer = service.check(asked).await;
+        answer.map(|answer| answer.into_inner().status).ok()
+    }
+
+    fn with_a_ready_card() -> StatusReport {
+        let total = Bytes::gib(1);
+        let description = CardDescription {
+            id: "sim:0".to_owned(),
+            kind: CardKind::Simulated,
+            name: String::new(),
+            total,
+            compute_capability: None,
+            compute_dtype: "f32".to_owned(),
+        };
+        StatusReport {
+            cards: vec![CardStatus {
+                description,
+                attention: String::new(),
+                state: "ready",
+                generation: 1,
+                restarts: 0,
+                ledger: Arc::new(Ledger::new(total, Bytes::ZERO)),
+                ledger_now: Millis(0),
+                job: None,
+                reservations: Vec::new(),
+            }],
+            ..StatusReport::default()
+        }
+    }
+
+    #[tokio::test]
+    async fn a_queue_that_has_ended_does_not_serve_whatever_its_last_report_says() {
+        let (reporter, _) = tonic_health::server::health_reporter();
+        let (reports, reported) = watch::channel(Arc::new(with_a_ready_card()));
+        let (_stop, stopping) = watch::channel(false);
+        let follower = super::follow(reporter.clone(), BTreeMap::new(), reported, stopping);
+        let follower = tokio::spawn(follower);
+        tokio::task::yield_now().await;
+        assert_eq!(told(&reporter).await, Some(i32::from(Answer::Serving)));
+        drop(reports);
+        follower.await.unwrap();
+        assert_eq!(told(&reporter).await, Some(i32::from(Answer::NotServing)));
+    }
 
     #[tokio::test]
     async fn nothing_serves_before_a_card_is_ready() {
@@ -85,13 +139,6 @@ mod tests {
         let (_stop, stopping) = watch::channel(false);
         report(reporter.clone(), reported, stopping).await;
         // On this thread the task that follows has had no turn yet.
-        let service = HealthService::from_health_reporter(reporter);
-        let asked = tonic::Request::new(HealthCheckRequest::default());
-        let answer = service
-            .check(asked)
-            .await
-            .map(|answer| answer.into_inner().status);
-        let not_serving = tonic_health::pb::health_check_response::ServingStatus::NotServing;
-        assert_eq!(answer.ok(), Some(i32::from(not_serving)));
+        assert_eq!(told(&reporter).await, Some(i32::from(Answer::NotServing)));
     }
 }

@@ -1,14 +1,19 @@
 //! A latent that a client brings, chunk by chunk.
 
+use engine::Error;
 use futures::StreamExt as _;
 use pipelines::{HostTensor, HostType, Values};
 use tonic::{Status, Streaming};
 
-use super::status::{invalid, status_of};
+use super::status::{invalid, short, status_of};
 use crate::proto::v1;
 
 /// Largest latent that a client may bring: 4096 x 4096 pixels in f32, sixteen channels.
 const LARGEST_LATENT_BYTES: usize = 16 * 512 * 512 * 4;
+
+/// Most tensors of a latent, and dimensions of each: a decoder takes a few.
+const MOST_TENSORS: usize = 64;
+const MOST_DIMENSIONS: usize = 8;
 
 /// Reads all chunks: the values, and the identity of what decodes them.
 pub(super) async fn receive_latent(
@@ -18,8 +23,11 @@ pub(super) async fn receive_latent(
     let mut data = Vec::new();
     while let Some(chunk) = chunks.next().await {
         let chunk = chunk?;
-        if info.is_none() {
-            info = chunk.info;
+        if info.is_none()
+            && let Some(first) = chunk.info
+        {
+            check(&first).map_err(|problem| status_of(&problem))?;
+            info = Some(first);
         }
         if data.len() + chunk.chunk.len() > LARGEST_LATENT_BYTES {
             let problem = format!("is larger than {} MiB", LARGEST_LATENT_BYTES >> 20);
@@ -65,4 +73,77 @@ pub(super) async fn receive_latent(
         values.insert(tensor.name.clone(), tensor_of_values);
     }
     Ok((values, info.vae_id))
+}
+
+/// What is kept of a latent beside its numbers is short.
+fn check(info: &v1::LatentInfo) -> Result<(), Error> {
+    short("info.vae_id", &info.vae_id)?;
+    short("info.dtype", &info.dtype)?;
+    if info.tensors.len() > MOST_TENSORS {
+        let problem = format!("has {} tensors; {MOST_TENSORS} are the most", info.tensors.len());
+        return Err(invalid("info.tensors", problem));
+    }
+    let shapes = info
+        .tensors
+        .iter()
+        .map(|tensor| &tensor.shape)
+        .chain([&info.shape]);
+    for shape in shapes {
+        if shape.len() > MOST_DIMENSIONS {
+            let problem = format!("has {} dimensions; {MOST_DIMENSIONS} are the most", shape.len());
+            return Err(invalid("info.shape", problem));
+        }
+    }
+    let mut names = info.tensors.iter().map(|tensor| &tensor.name);
+    names.try_for_each(|name| short("info.tensors.name", name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_said_of_a_latent_is_short() {
+        let tensor = |name: &str, dimensions| v1::TensorInfo {
+            name: name.to_owned(),
+            shape: vec![1; dimensions],
+        };
+        let (long, good) = ("x".repeat(10_000), v1::LatentInfo::default());
+        let wrong = [
+            v1::LatentInfo {
+                vae_id: long.clone(),
+                ..good.clone()
+            },
+            v1::LatentInfo {
+                dtype: long.clone(),
+                ..good.clone()
+            },
+            v1::LatentInfo {
+                shape: vec![1; 100],
+                ..good.clone()
+            },
+            v1::LatentInfo {
+                tensors: vec![tensor(&long, 1)],
+                ..good.clone()
+            },
+            v1::LatentInfo {
+                tensors: vec![tensor("a", 100)],
+                ..good.clone()
+            },
+            v1::LatentInfo {
+                tensors: vec![tensor("a", 1); 100],
+                ..good.clone()
+            },
+        ];
+        for info in wrong {
+            assert!(
+                check(&info).is_err(),
+                "{} tensors, {} characters",
+                info.tensors.len(),
+                info.vae_id.len()
+            );
+        }
+        let tensors = vec![tensor("video", 5), tensor("sound", 3)];
+        assert!(check(&v1::LatentInfo { tensors, ..good }).is_ok());
+    }
 }

@@ -1,19 +1,23 @@
-//! The gRPC room: the only one that knows the public protocol. It validates, converts and serves; it never
+//! The gRPC server: the only module that knows the public protocol. It validates, converts and serves; it never
 //! sees a tensor.
 
 mod asked;
 mod auth;
 mod caller;
 mod convert;
+mod encodings;
 mod generation;
 mod health;
 mod hub;
 mod jobs;
 mod latent_upload;
+mod limits;
+pub(crate) mod paths;
 mod residency;
 mod server;
 mod status;
 mod stream;
 
 pub(crate) use auth::Token;
+pub(crate) use limits::Limits;
 pub(crate) use server::{Service, serve};

@@ -9,17 +9,18 @@ use engine::Error;
 use engine::job::{JobSpec, JobWork};
 use engine::library::{Entry, OpenModel};
 use engine::queue::{CardStatus, Freed, Kept, PlannedStage, StatusReport};
-use futures::Stream;
+use futures::{Stream, StreamExt as _};
 use gpu::CardKind;
 use pipelines::{Preset, Quantization};
 use residency::{Bytes, Component, Move, Resident, ResidentState};
+use tokio::sync::watch;
 use tonic::{Request, Response, Status};
 
 use super::asked::Asked;
 use super::caller::Caller;
 use super::convert::{component_out, defaults_out, formats_out, holder_out, job_out, millis, resolved};
 use super::server::Service;
-use super::status::{invalid, short, shortfall_out, status_of};
+use super::status::{invalid, short, shortfall_out, status_of, words_of};
 use super::stream::{Encoding, EventStream, Output, events_of};
 use crate::models::Found;
 use crate::proto::v1;
@@ -30,8 +31,14 @@ const DEFAULT_HOLD: Duration = Duration::from_secs(60);
 const LONGEST_HOLD: Duration = Duration::from_secs(3600);
 const DEFAULT_RESERVATION: Duration = Duration::from_secs(600);
 const LONGEST_RESERVATION: Duration = Duration::from_secs(86_400);
-/// Least time between two statuses of one watcher.
+/// Models that are opened at once to be listed.
+const LISTED_AT_ONCE: usize = 8;
+/// What one of them may take: it is listed without more then.
+const LIST_LIMIT: Duration = Duration::from_secs(10);
+/// Least time between two statuses of a watcher that names none.
 const WATCH_INTERVAL: Duration = Duration::from_millis(250);
+/// The longest that a watcher may name.
+const LONGEST_WATCH_INTERVAL: Duration = Duration::from_secs(3600);
 
 #[tonic::async_trait]
 impl Residency for Service {
@@ -43,13 +50,14 @@ impl Residency for Service {
         let found = tokio::task::spawn_blocking(move || models.list())
             .await
             .map_err(|panic| status_of(&Error::Internal(panic.to_string())))?;
-        let default = self.models.default_id().unwrap_or_default();
+        let default = self.models.default_id(&found).unwrap_or_default();
         let report = self.queue.status_now().await;
-        let mut listed = Vec::with_capacity(found.len());
-        for model in found.iter() {
-            listed.push(self.model_info(model, &default, &report).await);
+        let mut models = Vec::with_capacity(found.len());
+        for some in found.chunks(LISTED_AT_ONCE) {
+            let listed = some.iter().map(|model| self.model_info(model, &default, &report));
+            models.extend(futures::future::join_all(listed).await);
         }
-        Ok(Response::new(v1::ListModelsResponse { models: listed }))
+        Ok(Response::new(v1::ListModelsResponse { models }))
     }
 
     type LoadStream = EventStream;
@@ -60,6 +68,14 @@ impl Residency for Service {
         let start = async {
             let entry = self.entry(request.model.clone()).await?;
             let open = self.open(&entry).await?;
+            if request.components.len() > open.components.len() {
+                let problem = format!(
+                    "names {} components of {}",
+                    request.components.len(),
+                    open.components.len()
+                );
+                return Err(invalid("components", problem));
+            }
             for name in &request.components {
                 if !open.components.iter().any(|component| component.name == *name) {
                     let there: Vec<&str> = open.components.iter().map(|c| c.name.as_str()).collect();
@@ -94,7 +110,7 @@ impl Residency for Service {
                 })
                 .await?;
             let output = Output::without_recipe(Encoding::Raw);
-            Ok(events_of(job, model, output))
+            Ok(events_of(job, model, output, self.encoder(&caller)))
         };
         start.await.map(Response::new).map_err(|e: Error| status_of(&e))
     }
@@ -106,7 +122,7 @@ impl Residency for Service {
         let request = request.into_inner();
         let named = request.model.as_ref().filter(|model| !model.id.is_empty());
         let entry = match named {
-            Some(model) => Some(self.entry(Some(model.clone())).await.map_err(|e| status_of(&e))?),
+            Some(model) => Some(self.entry_in_use(model).await.map_err(|e| status_of(&e))?),
             None => None,
         };
         let report = self
@@ -123,15 +139,15 @@ impl Residency for Service {
 
     async fn pin(&self, request: Request<v1::PinRequest>) -> Result<Response<v1::PinResponse>, Status> {
         let request = request.into_inner();
-        let entry = self
-            .entry(request.model.clone())
-            .await
-            .map_err(|e| status_of(&e))?;
-        let pinned = self
-            .queue
-            .pin(entry, request.unpin)
-            .await
-            .map_err(|e| status_of(&e))?;
+        let model = request.model.unwrap_or_default();
+        let pinned = if request.unpin {
+            let entry = self.entry_in_use(&model).await.map_err(|e| status_of(&e))?;
+            self.queue.unpin(&entry.key).await
+        } else {
+            let entry = self.entry(Some(model)).await.map_err(|e| status_of(&e))?;
+            self.queue.pin(entry).await
+        };
+        let pinned = pinned.map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::PinResponse { pinned }))
     }
 
@@ -144,11 +160,13 @@ impl Residency for Service {
             .entry(request.model.clone())
             .await
             .map_err(|e| status_of(&e))?;
-        let hold_id = self
-            .queue
-            .hold(entry, client, ttl)
-            .await
-            .map_err(|e| status_of(&e))?;
+        let claim = self
+            .limits
+            .holds
+            .begin(caller.client(), format!("{client}\n{}", entry.key), ttl)?;
+        let held = self.queue.hold(entry, client, ttl).await;
+        let hold_id = held.map_err(|e| status_of(&e))?;
+        claim.granted(&hold_id);
         Ok(Response::new(v1::HoldResponse {
             hold_id,
             ttl: prost_types::Duration::try_from(ttl).ok(),
@@ -159,7 +177,9 @@ impl Residency for Service {
         &self,
         request: Request<v1::ReleaseHoldRequest>,
     ) -> Result<Response<v1::ReleaseHoldResponse>, Status> {
-        let released = self.queue.release_hold(&request.into_inner().hold_id).await;
+        let hold_id = request.into_inner().hold_id;
+        let released = self.queue.release_hold(&hold_id).await;
+        self.limits.holds.end(&hold_id);
         Ok(Response::new(v1::ReleaseHoldResponse { released }))
     }
 
@@ -203,21 +223,17 @@ impl Residency for Service {
         request: Request<v1::WatchStatusRequest>,
     ) -> Result<Response<Self::WatchStatusStream>, Status> {
         let asked = Duration::from_millis(request.into_inner().interval_ms.into());
+        if asked > LONGEST_WATCH_INTERVAL {
+            let most = LONGEST_WATCH_INTERVAL.as_millis();
+            let problem = format!("{} is more than {most}", asked.as_millis());
+            return Err(status_of(&invalid("interval_ms", problem)));
+        }
         let interval = if asked.is_zero() { WATCH_INTERVAL } else { asked };
         let service = self.clone();
-        let mut reports = self.queue.status();
-        let mut stopping = self.stopping.clone();
-        Ok(Response::new(Box::pin(async_stream::stream! {
-            loop {
-                let report = reports.borrow_and_update().clone();
-                yield Ok(service.status_out(&report));
-                tokio::time::sleep(interval).await;
-                tokio::select! {
-                    changed = reports.changed() => if changed.is_err() { return },
-                    _ = stopping.wait_for(|stopping| *stopping) => return,
-                }
-            }
-        })))
+        let reports = watched(self.queue.status(), self.stopping.clone(), interval);
+        Ok(Response::new(Box::pin(
+            reports.map(move |report| Ok(service.status_out(&report))),
+        )))
     }
 
     async fn trim(&self, request: Request<v1::TrimRequest>) -> Result<Response<v1::TrimResponse>, Status> {
@@ -233,18 +249,26 @@ impl Residency for Service {
         &self,
         request: Request<v1::ReserveRequest>,
     ) -> Result<Response<v1::ReserveResponse>, Status> {
+        let client = Caller::of(&request).client();
         let request = request.into_inner();
-        let reserve = async {
+        let checked = || {
             let ttl = time_to_live(request.ttl, DEFAULT_RESERVATION, LONGEST_RESERVATION)?;
             short("label", &request.label)?;
             if request.bytes == 0 {
                 return Err(invalid("bytes", "is 0: nothing to make room for"));
             }
-            self.queue
-                .reserve(&request.card, Bytes(request.bytes), ttl, request.label)
-                .await
+            Ok(ttl)
         };
-        let reserved = reserve.await.map_err(|e| status_of(&e))?;
+        let ttl = checked().map_err(|e| status_of(&e))?;
+        let key = uuid::Uuid::new_v4().to_string(); // each is another
+        let claim = self.limits.reservations.begin(client, key, ttl)?;
+        let bytes = Bytes(request.bytes);
+        let reserved = self
+            .queue
+            .reserve(&request.card, bytes, ttl, request.label)
+            .await
+            .map_err(|e| status_of(&e))?;
+        claim.granted(&reserved.id);
         Ok(Response::new(v1::ReserveResponse {
             reservation_id: reserved.id,
             bytes: reserved.bytes.0,
@@ -257,10 +281,9 @@ impl Residency for Service {
         &self,
         request: Request<v1::ReleaseReservationRequest>,
     ) -> Result<Response<v1::ReleaseReservationResponse>, Status> {
-        let released = self
-            .queue
-            .release_reservation(&request.into_inner().reservation_id)
-            .await;
+        let id = request.into_inner().reservation_id;
+        let released = self.queue.release_reservation(&id).await;
+        self.limits.reservations.end(&id);
         Ok(Response::new(v1::ReleaseReservationResponse { released }))
     }
 }
@@ -278,14 +301,23 @@ impl Service {
             revision: model.revision.clone(),
             ..Default::default()
         };
-        let opened = match self.entry(Some(reference)).await {
-            Ok(entry) => self.open(&entry).await.map(|open| (entry, open)),
-            Err(error) => Err(error),
+        let opened = async {
+            let entry = self.entry(Some(reference)).await?;
+            let open = self.open(&entry).await?;
+            let choices = self.choices(&entry, &open).await;
+            Ok::<_, Error>((entry, open, choices))
         };
-        let (entry, open) = match opened {
-            Ok(opened) => opened,
-            Err(error) => {
-                info.problem = error.to_string();
+        let (entry, open, choices) = match tokio::time::timeout(LIST_LIMIT, opened).await {
+            Ok(Ok(opened)) => opened,
+            Ok(Err(error)) => {
+                info.problem = words_of(&error);
+                return info;
+            }
+            Err(_) => {
+                info.problem = format!(
+                    "its files have not answered for {} s: is the disk or the network share there?",
+                    LIST_LIMIT.as_secs()
+                );
                 return info;
             }
         };
@@ -313,7 +345,7 @@ impl Service {
         info.components = open.components.iter().map(component_out).collect();
         info.pinned = report.pinned.iter().any(is_of_it);
         info.quantization = formats_out(&open);
-        info.choices = self.choices(&entry, &open).await;
+        info.choices = choices;
         info
     }
 
@@ -321,7 +353,8 @@ impl Service {
     async fn choices(&self, entry: &Entry, open: &OpenModel) -> Vec<v1::QuantizationChoice> {
         let full: u64 = open.components.iter().map(|c| c.bytes.0).sum();
         let (library, card, entry) = (self.library.clone(), self.first_card(), entry.clone());
-        let measured = tokio::task::spawn_blocking(move || {
+        let path = entry.path.clone();
+        let measured = self.library.aside(&path, move || {
             let smaller = Preset::ALL.into_iter().filter_map(|preset| {
                 let quantization = Quantization::of(preset, []).ok()?;
                 let bytes = library.bytes(&entry.quantized(quantization), &card).ok()?.0;
@@ -330,7 +363,7 @@ impl Service {
                     bytes,
                 })
             });
-            smaller.collect()
+            Ok(smaller.collect())
         });
         measured.await.unwrap_or_default()
     }
@@ -353,6 +386,31 @@ impl Service {
             text_encodings: u32::try_from(report.texts).unwrap_or(u32::MAX),
             text_encoding_bytes: report.text_bytes.0,
             uptime_ms: millis(self.started.elapsed()),
+        }
+    }
+}
+
+/// The first report, and each that follows it after an interval at the least; until the service is going down.
+fn watched<T: Clone>(
+    mut reports: watch::Receiver<T>,
+    mut stopping: watch::Receiver<bool>,
+    interval: Duration,
+) -> impl Stream<Item = T> {
+    async_stream::stream! {
+        loop {
+            let report = reports.borrow_and_update().clone();
+            yield report;
+            let next = async {
+                tokio::time::sleep(interval).await;
+                reports.changed().await.is_ok()
+            };
+            let goes_on = tokio::select! {
+                goes_on = next => goes_on,
+                _ = stopping.wait_for(|stopping| *stopping) => false,
+            };
+            if !goes_on {
+                return;
+            }
         }
     }
 }
@@ -488,4 +546,30 @@ fn time_to_live(
         ));
     }
     Ok(ttl)
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::Instant;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_watcher_ends_with_the_service_however_long_its_interval_is() {
+        let (reports, reported) = watch::channel(1);
+        let (stop, stopping) = watch::channel(false);
+        let mut watcher = Box::pin(watched(reported, stopping, LONGEST_WATCH_INTERVAL));
+        let began = Instant::now();
+        assert_eq!(watcher.next().await, Some(1));
+        reports.send_replace(2);
+        assert_eq!(
+            (watcher.next().await, began.elapsed()),
+            (Some(2), LONGEST_WATCH_INTERVAL)
+        );
+        stop.send_replace(true);
+        assert_eq!(
+            (watcher.next().await, began.elapsed()),
+            (None, LONGEST_WATCH_INTERVAL)
+        );
+    }
 }

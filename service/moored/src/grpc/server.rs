@@ -9,13 +9,17 @@ use gpu::CardDescription;
 use residency::{Bytes, Policy};
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
+use tonic::service::Routes;
 use tonic::transport::Server as Transport;
-use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status};
 
 use super::auth::Token;
+use super::caller::Caller;
+use super::encodings::Encodings;
 use super::health;
+use super::limits::{Limited, Limits};
 use super::residency::kind_out;
+use super::stream::Encoder;
 use crate::hub::Pulls;
 use crate::models::Models;
 use crate::process::supervisor::WorkerPids;
@@ -26,7 +30,7 @@ use crate::proto::v1::jobs_server::JobsServer;
 use crate::proto::v1::residency_server::ResidencyServer;
 use crate::proto::v1::server_server::{Server, ServerServer};
 
-/// What is built.
+/// Capabilities of this build, as `GetServerInfo` lists them.
 const CAPABILITIES: [&str; 8] = [
     "text_to_image",
     "image_to_image",
@@ -44,6 +48,11 @@ const NOT_BUILT: [&str; 4] = ["adapters", "controlnet", "video", "audio"];
 /// HTTP/2 windows: a picture crosses without waiting for acknowledgements.
 const STREAM_WINDOW_BYTES: u32 = 8 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 32 << 20;
+/// Streams of one connection, of which others wait in the client: more than jobs that a queue takes, so that a client with all
+/// of them can cancel one.
+const STREAMS_PER_CONNECTION: u32 = 512;
+/// A connection is asked whether it is there after so long without a word, and closed after as long without an answer.
+const KEEP_ALIVE: std::time::Duration = std::time::Duration::from_secs(20);
 
 /// Everything that a call needs. Cheap to clone.
 #[derive(Clone)]
@@ -58,6 +67,9 @@ pub(crate) struct Service {
     pub(crate) workers: WorkerPids,
     /// Turns at decoding clients' pictures.
     pub(crate) decoding: Arc<Semaphore>,
+    /// What clients may have open.
+    pub(crate) limits: Arc<Limits>,
+    pub(crate) encodings: Arc<Encodings>,
     /// Becomes true when the service is going down: streams without an end then end.
     pub(crate) stopping: watch::Receiver<bool>,
 }
@@ -76,6 +88,14 @@ impl Service {
                 compute_capability: None,
                 compute_dtype: "f32".to_owned(),
             })
+    }
+
+    /// For the results of a caller's job.
+    pub(super) fn encoder(&self, caller: &Caller) -> Encoder {
+        Encoder {
+            encodings: self.encodings.clone(),
+            client: caller.client(),
+        }
     }
 
     /// As the configuration names it.
@@ -104,9 +124,8 @@ pub(crate) async fn serve(
     listener: TcpListener,
     mut stopped: watch::Receiver<bool>,
 ) -> Result<(), tonic::transport::Error> {
-    // Here, since the builder's own setting does not reach a listener that is brought along: without it
-    // every small answer waits 40 ms for an acknowledgement.
-    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+    let limits = service.limits.clone();
+    let incoming = limits.accept(listener);
     let limit = usize::try_from(service.max_message.0).unwrap_or(usize::MAX);
     let (reporter, health_service) = tonic_health::server::health_reporter();
     health::report(reporter, service.queue.status(), service.stopping.clone()).await;
@@ -125,22 +144,37 @@ pub(crate) async fn serve(
             )
         };
     }
-    Transport::builder()
-        .initial_stream_window_size(STREAM_WINDOW_BYTES)
-        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
-        .http2_keepalive_interval(Some(std::time::Duration::from_secs(20)))
-        .add_service(health_service)
-        .add_optional_service(reflection().build_v1().ok())
-        .add_optional_service(reflection().build_v1alpha().ok()) // what most tools still ask
+    let mut routes = Routes::builder();
+    routes.add_service(health_service);
+    if let Ok(v1) = reflection().build_v1() {
+        routes.add_service(v1);
+    }
+    if let Ok(v1alpha) = reflection().build_v1alpha() {
+        routes.add_service(v1alpha); // what most tools still ask
+    }
+    routes
         .add_service(limited!(GenerationServer))
         .add_service(limited!(ResidencyServer))
         .add_service(limited!(JobsServer))
         .add_service(limited!(ServerServer))
-        .add_service(limited!(HubServer))
-        .serve_with_incoming_shutdown(incoming, async move {
-            let _ = stopped.wait_for(|stopped| *stopped).await; // a sender that is gone has stopped too
-        })
-        .await
+        .add_service(limited!(HubServer));
+    let serving = Transport::builder()
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .max_concurrent_streams(STREAMS_PER_CONNECTION)
+        .http2_keepalive_interval(Some(KEEP_ALIVE))
+        .http2_keepalive_timeout(Some(KEEP_ALIVE))
+        .serve_with_incoming_shutdown(
+            Limited::new(routes.routes().prepare(), limits.clone()),
+            incoming,
+            async move {
+                let _ = stopped.wait_for(|stopped| *stopped).await; // a sender that is gone has stopped too
+            },
+        );
+    tokio::select! {
+        served = serving => served,
+        () = limits.watch() => Ok(()), // which does not end
+    }
 }
 
 #[tonic::async_trait]
@@ -173,7 +207,7 @@ impl Server for Service {
                     compute_dtype: card.compute_dtype.clone(),
                 })
                 .collect(),
-            default_model: self.models.default_id().unwrap_or_default(),
+            default_model: self.models.default_id(&self.models.known()).unwrap_or_default(),
             families: pipelines::catalogue().names().map(str::to_owned).collect(),
             max_message_bytes: self.max_message.0,
         }))

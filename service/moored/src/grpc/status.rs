@@ -9,6 +9,7 @@ use tonic::{Code, Status};
 use tonic_types::pb;
 
 use super::convert::{fallback_out, holder_out};
+use super::paths;
 use crate::hub::{PullError, Reference};
 use crate::proto::v1;
 use crate::proto::v1::Reason;
@@ -36,7 +37,9 @@ pub(crate) fn status_of(error: &Error) -> Status {
             details.push(memory(shortfall));
             details.push(retry(RETRY_MEMORY));
         }
-        Error::QueueFull { .. } | Error::ShuttingDown => details.push(retry(RETRY_FULL_QUEUE)),
+        Error::QueueFull { .. } | Error::InputsFull { .. } | Error::ShuttingDown => {
+            details.push(retry(RETRY_FULL_QUEUE))
+        }
         Error::CardNotReady(_) => details.push(retry(RETRY_CARD)),
         Error::ModelNotFound { .. }
         | Error::ModelDamaged(_)
@@ -44,6 +47,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
         | Error::NotBuilt { .. }
         | Error::Deadline { .. }
         | Error::Cancelled
+        | Error::SlowReader { .. }
         | Error::WorkerDied { .. }
         | Error::NotFinite { .. }
         | Error::LatentNotFound(_)
@@ -67,15 +71,20 @@ pub(crate) fn status_of_pull(error: &PullError) -> Status {
     with_details(code, &error.to_string(), vec![error_info(error.reason())])
 }
 
-/// An error in words. A model that is not here may be in a hub.
-fn words_of(error: &Error) -> String {
-    match error {
+/// An error in words. A model that is not here may be in a hub; files are named as they lie in the folders of models.
+pub(crate) fn words_of(error: &Error) -> String {
+    let words = match error {
         Error::ModelNotFound { id } => match Reference::of_entry(id) {
             Some(model) => format!("{error}; if it is in a hub: `moored pull {model}`"),
             None => error.to_string(),
         },
         error => error.to_string(),
+    };
+    let told = paths::relative(&words);
+    if told != words {
+        tracing::info!(error = words, "a client is told of files");
     }
+    told
 }
 
 /// A token that is missing or wrong.
@@ -85,6 +94,12 @@ pub(crate) fn unauthenticated(problem: &str) -> Status {
         problem,
         vec![error_info(Reason::Unauthenticated)],
     )
+}
+
+/// A client has more open, or under way, than it may.
+pub(crate) fn client_limit(problem: impl AsRef<str>) -> Status {
+    let details = vec![error_info(Reason::ClientLimit), retry(RETRY_FULL_QUEUE)];
+    with_details(Code::ResourceExhausted, problem.as_ref(), details)
 }
 
 /// One field that is wrong, found before there is a job.
@@ -120,7 +135,8 @@ fn code_of(error: &Error) -> (Code, Reason) {
         Error::NeverFits(_) => (Code::FailedPrecondition, Reason::NeverFits),
         Error::MemoryTaken(_) => (Code::ResourceExhausted, Reason::MemoryTaken),
         Error::OutOfMemory(_) => (Code::ResourceExhausted, Reason::OutOfMemory),
-        Error::QueueFull { .. } => (Code::ResourceExhausted, Reason::QueueFull),
+        Error::QueueFull { .. } | Error::InputsFull { .. } => (Code::ResourceExhausted, Reason::QueueFull),
+        Error::SlowReader { .. } => (Code::ResourceExhausted, Reason::SlowReader),
         Error::Deadline { .. } => (Code::DeadlineExceeded, Reason::Deadline),
         Error::Cancelled => (Code::Cancelled, Reason::Cancelled),
         Error::WorkerDied { .. } => (Code::Aborted, Reason::WorkerDied),

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::pin::Pin;
+use std::sync::Arc;
 
 use engine::job::{JobEvent, JobEventKind};
 use engine::queue::Job;
@@ -11,6 +12,8 @@ use pipelines::{MediaFormat, Piece};
 use tonic::Status;
 
 use super::convert::{Converted, convert, event};
+use super::encodings::{Encoded, Encodings};
+use super::limits::Client;
 use super::status::status_of;
 use crate::pictures::{self, Recipe};
 use crate::proto::v1;
@@ -18,8 +21,8 @@ use crate::proto::v1::artifact::Format;
 use crate::proto::v1::event::Event as Kind;
 use crate::wav;
 
-/// Bytes of one artifact or latent chunk.
-pub(super) const CHUNK_BYTES: usize = 1 << 20;
+/// Bytes of one artifact or latent chunk. A stream that is not read holds a few of them.
+pub(super) const CHUNK_BYTES: usize = 256 << 10;
 
 pub(super) type EventStream = Pin<Box<dyn Stream<Item = Result<v1::Event, Status>> + Send>>;
 
@@ -36,7 +39,7 @@ pub(super) enum Encoding {
 }
 
 /// How the results of a job are sent.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub(super) struct Output {
     pub(super) encoding: Encoding,
     /// Goes into the PNG and, as text, beside it; the seed is each picture's own.
@@ -44,8 +47,19 @@ pub(super) struct Output {
     pub(super) omit_metadata: bool,
 }
 
+/// Where streams get their encoded results from, and whose they are.
+pub(super) struct Encoder {
+    pub(super) encodings: Arc<Encodings>,
+    pub(super) client: Client,
+}
+
 /// The events of a job until its end. Dropping the stream drops the job, which cancels it.
-pub(super) fn events_of(mut job: Job, model: v1::ResolvedModel, output: Output) -> EventStream {
+pub(super) fn events_of(
+    mut job: Job,
+    model: v1::ResolvedModel,
+    output: Output,
+    encoder: Encoder,
+) -> EventStream {
     Box::pin(async_stream::try_stream! {
         while let Some(happened) = job.next().await {
             match convert(&happened, &model) {
@@ -53,7 +67,8 @@ pub(super) fn events_of(mut job: Job, model: v1::ResolvedModel, output: Output) 
                 Converted::Failed(error) => Err(status_of(&error))?,
                 Converted::Media => {
                     let at_ms = happened.at_ms;
-                    for kind in encode(happened, output.clone()).await? {
+                    let encoded = encode(happened, &output, &encoder).await?;
+                    for kind in encoded.chunks().iter().cloned() {
                         yield event(&job.id, at_ms, kind);
                     }
                 }
@@ -62,8 +77,24 @@ pub(super) fn events_of(mut job: Job, model: v1::ResolvedModel, output: Output) 
     })
 }
 
-async fn encode(happened: JobEvent, output: Output) -> Result<Vec<Kind>, Status> {
-    let encoded = tokio::task::spawn_blocking(move || match happened.kind {
+/// What a stream sends of one event: its own, or what others send too.
+enum Sending {
+    Own(Vec<Kind>),
+    Shared(Arc<Encoded>),
+}
+
+impl Sending {
+    fn chunks(&self) -> &[Kind] {
+        match self {
+            Sending::Own(chunks) => chunks,
+            Sending::Shared(encoded) => encoded.chunks(),
+        }
+    }
+}
+
+async fn encode(happened: JobEvent, output: &Output, encoder: &Encoder) -> Result<Sending, Status> {
+    let internal = |why: String| status_of(&engine::Error::Internal(why));
+    match happened.kind {
         JobEventKind::Preview {
             step,
             item,
@@ -71,24 +102,40 @@ async fn encode(happened: JobEvent, output: Output) -> Result<Vec<Kind>, Status>
             height,
             rgb,
         } => {
-            let jpeg = pictures::preview_jpeg(width, height, &rgb)?.into();
-            Ok(vec![Kind::Preview(v1::Preview {
+            let encoded = tokio::task::spawn_blocking(move || pictures::preview_jpeg(width, height, &rgb));
+            let jpeg = encoded.await.map_err(|panic| internal(panic.to_string()))?;
+            let jpeg = jpeg.map_err(internal)?.into();
+            Ok(Sending::Own(vec![Kind::Preview(v1::Preview {
                 jpeg,
                 step,
                 picture: item,
-            })])
+            })]))
         }
-        JobEventKind::Piece { item, seed, piece } => artifact(item, seed, piece, output),
-        _ => Ok(Vec::new()),
-    });
-    let internal = |why: String| status_of(&engine::Error::Internal(why));
-    encoded
-        .await
-        .map_err(|panic| internal(panic.to_string()))?
-        .map_err(internal)
+        JobEventKind::Piece { item, seed, piece } if output.keeps(&piece) => {
+            artifact(item, seed, piece, output)
+                .map(Sending::Own)
+                .map_err(internal)
+        }
+        JobEventKind::Piece { item, seed, piece } => {
+            let shared = encoder
+                .encodings
+                .encode(item, seed, piece, output, encoder.client);
+            shared.await.map(Sending::Shared)
+        }
+        _ => Ok(Sending::Own(Vec::new())),
+    }
 }
 
 impl Output {
+    /// Whether a piece is sent as it is, without a copy.
+    fn keeps(&self, piece: &Piece) -> bool {
+        match (&piece.format, self.encoding) {
+            (MediaFormat::Image { .. }, Encoding::Png) => false,
+            (MediaFormat::Audio { .. }, Encoding::Wav) => piece.first > 0,
+            _ => true,
+        }
+    }
+
     /// Without a word of how it was made.
     pub(super) fn without_recipe(encoding: Encoding) -> Output {
         Output {
@@ -100,11 +147,11 @@ impl Output {
 }
 
 /// A piece of a result as chunks of its artifact.
-fn artifact(index: u32, seed: u64, piece: Piece, output: Output) -> Result<Vec<Kind>, String> {
+pub(super) fn artifact(index: u32, seed: u64, piece: Piece, output: &Output) -> Result<Vec<Kind>, String> {
     let timeline = Timeline::begin("encode a result");
     let recipe = Recipe {
         seed,
-        ..output.recipe
+        ..output.recipe.clone()
     };
     let kept = (!output.omit_metadata).then_some(&recipe);
     let (is_first, is_last) = (piece.first == 0, piece.is_last());
@@ -211,15 +258,15 @@ mod tests {
     fn a_large_picture_is_cut_and_adds_up() {
         let rgb = bytes::Bytes::from(vec![5_u8; 1024 * 1024 * 3]);
         let output = Output::without_recipe(Encoding::Raw);
-        let kinds = artifact(2, 9, Piece::image(1024, 1024, rgb.clone()), output).unwrap();
-        assert_eq!(kinds.len(), 3);
+        let kinds = artifact(2, 9, Piece::image(1024, 1024, rgb.clone()), &output).unwrap();
+        assert_eq!(kinds.len(), (3 << 20) / CHUNK_BYTES);
         let mut joined = Vec::new();
         for (i, kind) in kinds.iter().enumerate() {
             let Kind::Artifact(artifact) = kind else {
                 panic!("{kind:?}")
             };
             assert_eq!((artifact.index, artifact.total_bytes), (2, rgb.len() as u64));
-            assert_eq!(artifact.last, i == 2);
+            assert_eq!(artifact.last, i + 1 == kinds.len());
             assert_eq!(artifact.metadata.is_empty(), i > 0);
             assert!(
                 !artifact.metadata.contains_key("prompt"),
@@ -246,7 +293,7 @@ mod tests {
         let mut file = Vec::new();
         for (piece, last) in [(piece(0, 3), false), (piece(3, 2), true)] {
             let output = Output::without_recipe(Encoding::Wav);
-            let kinds = artifact(0, 1, piece, output).unwrap();
+            let kinds = artifact(0, 1, piece, &output).unwrap();
             let [Kind::Artifact(chunk)] = &kinds[..] else {
                 panic!("{kinds:?}")
             };

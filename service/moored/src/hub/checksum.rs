@@ -29,7 +29,7 @@ impl Oid {
     }
 }
 
-/// So many digits.
+/// Whether the text is hexadecimal, of this length.
 pub(super) fn is_hex(text: &str, length: usize) -> bool {
     text.len() == length && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }

@@ -4,130 +4,97 @@ use residency::Bytes;
 
 use crate::proto::v1::Reason;
 
-/// `Clone`, since all who joined a pull hear of its end.
+/// `Clone`, since all clients that joined a pull get its error.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum PullError {
-    /// Not `owner/name`.
+    /// Not a valid `owner/name`.
     #[error("{0:?} names no model of a hub: write owner/name, or owner/name@revision")]
     Name(String),
-    /// The configuration says no.
+    /// Clients may not pull models: `hub.pull` is off.
     #[error("this service pulls no models for its clients (hub.pull): run `moored pull {id}` on its machine")]
     NotAllowed {
-        /// What was asked for.
+        /// The requested model.
         id: String,
     },
-    /// Nothing may be fetched, and something is missing.
+    /// Offline, and files are missing.
     #[error("HF_HUB_OFFLINE is set, and {id} is not whole in {cache}: {} missing; unset it to fetch that", list(.missing))]
     Offline {
-        /// The model.
         id: String,
-        /// Where it was looked for.
+        /// Cache folder.
         cache: String,
-        /// What is not there.
+        /// Names of the missing files.
         missing: Vec<String>,
     },
-    /// No hub.
+    /// The hub cannot be reached.
     #[error("{endpoint} cannot be reached: {problem}; try again, or name another hub by HF_ENDPOINT")]
-    Unreachable {
-        /// The hub.
-        endpoint: String,
-        /// Why not.
-        problem: String,
-    },
-    /// The hub does not know it, or does not show it to everybody: it does not say which.
+    Unreachable { endpoint: String, problem: String },
+    /// The hub does not know the model, or hides it: it does not distinguish these.
     #[error(
         "{endpoint} has no model {id} that it shows {}",
         if *.anonymous { "without a token: check the name, and if it is private set HF_TOKEN" }
         else { "with this token: check the name, and that the token may read it" }
     )]
     NoSuchModel {
-        /// The hub.
         endpoint: String,
-        /// The model.
         id: String,
-        /// Whether it was asked without a token.
+        /// Whether the request had no token.
         anonymous: bool,
     },
     /// No such branch, tag or commit.
     #[error("{id} has no revision {revision}: name a branch, a tag or a whole commit")]
     NoSuchRevision {
-        /// The model.
         id: String,
-        /// What it has not.
+        /// The revision.
         revision: String,
     },
-    /// Its owner's terms come first.
+    /// The model is gated: its license has to be accepted first.
     #[error(
         "{id} is gated: accept its terms at {endpoint}/{id}, then {}",
         if *.anonymous { "log in with `hf auth login`, or set HF_TOKEN" }
         else { "pull again; the token in use must be of the account that accepted them" }
     )]
     Gated {
-        /// The hub.
         endpoint: String,
-        /// The model.
         id: String,
-        /// Whether it was asked without a token.
+        /// Whether the request had no token.
         anonymous: bool,
     },
-    /// A token that is wrong, or has expired.
+    /// The token is wrong or expired.
     #[error(
         "{endpoint} refuses the token: set HF_TOKEN to another, or log in anew with `hf auth login`; a public model \
          needs none"
     )]
-    TokenRefused {
-        /// The hub.
-        endpoint: String,
-    },
-    /// Nothing that could be run here.
+    TokenRefused { endpoint: String },
+    /// Not a pipeline that is supported.
     #[error("{0}")]
     NotAPipeline(String),
-    /// The hub said something else.
+    /// An unexpected response of the hub.
     #[error("{endpoint} answered {problem}; try again in a while")]
-    Answer {
-        /// The hub.
-        endpoint: String,
-        /// What it said.
-        problem: String,
-    },
-    /// What came is not what was announced.
+    Answer { endpoint: String, problem: String },
+    /// A checksum mismatch.
     #[error(
         "{file} came with another checksum than the hub announces, twice: what came was thrown away; try again"
     )]
-    Checksum {
-        /// Which file.
-        file: String,
-    },
-    /// The connection broke, over and over.
+    Checksum { file: String },
+    /// The connection broke repeatedly.
     #[error("{file} stopped coming: {problem}; the same pull goes on where this one ended")]
-    Cut {
-        /// Which file.
-        file: String,
-        /// How.
-        problem: String,
-    },
-    /// Not enough room.
+    Cut { file: String, problem: String },
+    /// Not enough disk space.
     #[error(
         "{needed} are needed in {folder}, and {free} are free: make room, or name another folder by hub.cache or \
          HF_HUB_CACHE"
     )]
     DiskFull {
-        /// What is missing of the model, and a margin.
+        /// Missing bytes of the model, and a margin.
         needed: Bytes,
-        /// What the disk has.
+        /// Free bytes on the disk.
         free: Bytes,
-        /// The hub cache.
         folder: String,
     },
     /// The cache cannot be written.
     #[error("{path}: {problem}; hub.cache or HF_HUB_CACHE names another folder")]
-    Disk {
-        /// What.
-        path: String,
-        /// Why not.
-        problem: String,
-    },
-    /// The service goes down.
+    Disk { path: String, problem: String },
+    /// The service is shutting down.
     #[error("the service is shutting down; the same pull goes on where this one ended")]
     ShuttingDown,
 }

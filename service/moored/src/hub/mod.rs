@@ -1,4 +1,4 @@
-//! The hub room: brings models from a hub into the hub cache of this machine. It knows neither the service nor the command
+//! The hub module: brings models from a hub into the hub cache of this machine. It knows neither the service nor the command
 //! line, which both use it.
 //!
 //! The hub's URLs, its HTTP client with TLS, and the layout of the cache are hf-hub's. What it lacks is here: which files
@@ -44,7 +44,7 @@ const MOST_FILES: usize = 4096;
 /// What a pull comes down to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Plan {
-    /// The commit.
+    /// Commit hash of the snapshot.
     pub(crate) revision: String,
     pub(crate) bytes_total: u64,
     pub(crate) bytes_missing: u64,
@@ -55,7 +55,7 @@ pub(crate) struct Plan {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Pulled {
     pub(crate) id: String,
-    /// The commit.
+    /// Commit hash of the snapshot.
     pub(crate) revision: String,
     pub(crate) bytes_total: u64,
     pub(crate) bytes_fetched: u64,

@@ -34,7 +34,7 @@ impl Drop for Running {
 
 /// One listener's part in a pull.
 pub(crate) struct Pull {
-    /// Keeps it going.
+    /// Refcount of the pull: dropping the last one aborts it.
     _running: Arc<Running>,
     progress: watch::Receiver<Progress>,
     result: watch::Receiver<Option<Result<Pulled, PullError>>>,

@@ -54,7 +54,7 @@ impl Reference {
     }
 }
 
-/// A whole commit.
+/// Whether the text is a full commit hash.
 pub(super) fn is_commit(text: &str) -> bool {
     is_hex(text, 40)
 }

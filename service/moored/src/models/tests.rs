@@ -182,3 +182,32 @@ fn two_models_of_one_name_need_the_whole_id() {
     assert!(models.resolve(Some(&reference("x"))).is_err());
     assert!(models.resolve(Some(&reference("a/x"))).is_ok());
 }
+
+#[test]
+fn a_component_that_is_named_twice_is_refused() {
+    let folder = folder_with(&["plain/model_index.json"]);
+    let models = models(folder.path());
+    let twice = models.resolve(Some(&reference("plain+transformer=nf4,transformer=int8")));
+    let Err(Error::Invalid(problems)) = twice else {
+        panic!("{twice:?}")
+    };
+    assert!(
+        problems[0].to_string().contains("transformer twice"),
+        "{problems:?}"
+    );
+}
+
+#[test]
+fn whoever_looks_while_a_folder_does_not_answer_gets_what_was_listed_last() {
+    let folder = folder_with(&["plain/model_index.json"]);
+    let models = models(folder.path());
+    let lists = |listing: &[Found], id: &str| listing.iter().any(|found| found.id == id);
+    assert!(lists(&models.list(), "plain"));
+    let turn = models.looking.begin().unwrap(); // somebody who never comes back
+    std::fs::create_dir(folder.path().join("more")).unwrap();
+    std::fs::write(folder.path().join("more/model_index.json"), "{}").unwrap();
+    assert!(!lists(&models.rescan(), "more"));
+    assert!(models.resolve(Some(&reference("plain"))).is_ok());
+    drop(turn);
+    assert!(lists(&models.rescan(), "more"));
+}

@@ -12,20 +12,20 @@ use tokio_util::codec::Decoder;
 /// No message between the two is longer: a 4096 x 4096 picture with its latent fits many times.
 const LONGEST_FRAME_BYTES: usize = 1 << 30;
 
-/// A frame that is not what the other end reads. Both ends are one build, so this is a fault of ours or a
-/// process that was cut off in the middle of a frame.
+/// An invalid frame. Both ends are one build, so this is a bug of ours or a process that was killed in the middle of
+/// a frame.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum FrameError {
-    /// The pipe.
+    /// The pipe failed.
     #[error("the pipe to the other process failed: {0}")]
     Pipe(#[from] io::Error),
-    /// The bytes, or a message that has no form in bytes.
+    /// The bytes do not decode, or the message does not encode.
     #[error("a frame cannot be read or written: {0}")]
     Malformed(#[from] postcard::Error),
-    /// A message has ended and its frame has not.
+    /// The message is shorter than its frame.
     #[error("a frame goes on for {0} bytes behind its message")]
     Surplus(usize),
-    /// More than a frame may have.
+    /// The frame exceeds the maximum length.
     #[error("a frame of {0} bytes, where {LONGEST_FRAME_BYTES} are the most")]
     TooLarge(usize),
 }

@@ -13,37 +13,37 @@ pub(crate) mod frames;
 pub(crate) mod supervisor;
 pub(crate) mod worker;
 
-/// What a card's workers are told, each when it starts.
+/// Configuration of a card's workers, sent to each at its start.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct WorkerSettings {
     /// The card that it owns.
     pub(crate) device: DeviceSpec,
-    /// Never planned into.
+    /// Bytes that are never planned into.
     pub(crate) headroom: Bytes,
     /// How the card's memory is managed.
     pub(crate) memory: MemoryProfile,
-    /// tracing filter.
+    /// Filter of tracing.
     pub(crate) log: String,
-    /// What the worker keeps locked while it lives; none for a card that cannot be shared by mistake.
+    /// Lock file of the worker; `None` for a card that cannot be shared by mistake.
     pub(crate) lock_file: Option<PathBuf>,
-    /// Where compiled plans of cuDNN are kept.
+    /// Folder of compiled cuDNN plans.
     pub(crate) plans_folder: PathBuf,
 }
 
-/// What one worker is told first.
+/// The first frame to a worker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Configuration {
-    /// Which worker of its card it is, from 1.
+    /// Generation of the worker on its card, from 1.
     pub(crate) generation: u64,
-    /// As for the card's other workers.
+    /// The configuration common to the card's workers.
     pub(crate) settings: WorkerSettings,
 }
 
-/// What a worker says.
+/// Messages of a worker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum FromWorker {
-    /// Of its card.
+    /// An event of its card.
     Event(Event),
-    /// It cannot have its card, or has lost it, and ends: why, for people.
+    /// It cannot open its card, or has lost it, and exits: the reason, for display.
     Refused(String),
 }

@@ -12,7 +12,7 @@ use gpu::{CardDescription, Timeline};
 use serde::Serialize;
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::{Child, ChildStdin, ChildStdout};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::codec::FramedRead;
@@ -20,15 +20,18 @@ use tokio_util::codec::FramedRead;
 use super::frames::{self, FrameError, Frames};
 use super::{Configuration, FromWorker, WorkerSettings};
 
-/// Waits between two starts: doubled from the first to the last while workers die young.
+/// Backoff between two starts: doubled from the first to the last while workers die young.
 const FIRST_BACK_OFF: Duration = Duration::from_millis(100);
 const LAST_BACK_OFF: Duration = Duration::from_secs(10);
-/// A worker that lived so long has shown that it can: the next death starts over with the first back-off.
+/// Uptime after which the backoff is reset.
 const OLD_ENOUGH: Duration = Duration::from_secs(60);
-/// A worker that has not opened its card and computed its canary by then never will.
+/// Timeout of a worker's start, up to a passed canary.
 const START_LIMIT: Duration = Duration::from_secs(120);
-/// What a worker may take to end after `Shutdown` before it is killed.
+/// Grace period after `Shutdown` before a worker is killed.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
+
+/// A worker that is given up has usually ended by then, and it is told how.
+const USUAL_END: Duration = Duration::from_secs(1);
 
 /// Process ids of the workers, in the order of the cards; 0 where none runs.
 #[derive(Clone, Debug)]
@@ -89,7 +92,7 @@ impl EarlyWorker {
 }
 
 /// Starts the task of one card, with a worker that may be there already. Where none is, it is started at once, and again
-/// whenever it ends, until the queue drops the slot.
+/// whenever it ends, until the queue drops the slot or the service ends: then the task ends once its worker has.
 pub(crate) fn start_card(
     card: usize,
     description: CardDescription,
@@ -97,7 +100,8 @@ pub(crate) fn start_card(
     early: EarlyWorker,
     signals: mpsc::UnboundedSender<CardSignal>,
     pids: WorkerPids,
-) -> CardSlot {
+    ending: watch::Receiver<bool>,
+) -> (CardSlot, JoinHandle<()>) {
     let (requests, receiver) = mpsc::unbounded_channel();
     let keeper = Keeper {
         card,
@@ -107,12 +111,14 @@ pub(crate) fn start_card(
         generation: 0,
         early,
         pids,
+        ending,
     };
-    tokio::spawn(keeper.run());
-    CardSlot {
+    let task = tokio::spawn(keeper.run());
+    let slot = CardSlot {
         description,
         port: Box::new(Port { requests }),
-    }
+    };
+    (slot, task)
 }
 
 /// Keeps one card's worker alive.
@@ -125,11 +131,13 @@ struct Keeper {
     /// For the first life.
     early: EarlyWorker,
     pids: WorkerPids,
+    /// True once the service ends.
+    ending: watch::Receiver<bool>,
 }
 
 /// How a worker's life ended.
 enum End {
-    /// It is to be started again.
+    /// It is to be started again; without a reason where it closed its pipe, which its status tells of.
     Died(String),
     /// The service is going down.
     Dismissed,
@@ -141,19 +149,21 @@ impl Keeper {
         loop {
             self.generation += 1;
             let born = Instant::now();
-            let reason = match self.one_life().await {
-                End::Dismissed => return,
+            let (end, worker) = self.one_life().await;
+            let reason = match end {
+                End::Dismissed => return self.dismiss(worker).await,
                 End::Died(reason) => reason,
             };
             if born.elapsed() >= OLD_ENOUGH {
                 back_off = FIRST_BACK_OFF;
             }
-            tracing::warn!(card = self.card, generation = self.generation, %reason, ?back_off, "the worker ended");
-            self.signal(Signal::Lost {
-                reason,
-                restarts_in: back_off,
-            });
-            tokio::time::sleep(back_off).await;
+            if let Some(undead) = self.bury(worker, reason, back_off).await {
+                return self.dismiss(Some(undead)).await;
+            }
+            tokio::select! {
+                () = tokio::time::sleep(back_off) => {}
+                () = ended(&mut self.ending) => return,
+            }
             back_off = (back_off * 2).min(LAST_BACK_OFF);
             // What was sent to the dead one is answered by `Lost`, not by its successor.
             while let Ok(request) = self.requests.try_recv() {
@@ -165,41 +175,100 @@ impl Keeper {
         }
     }
 
-    /// Runs one worker from start to end.
-    async fn one_life(&mut self) -> End {
+    /// Tells the queue that a worker is given up, then waits until its process has ended: its successor cannot have the
+    /// card before. That may be never, where it is stuck in the driver, and the queue must not wait for it. The process,
+    /// where the service ends before it.
+    async fn bury(&mut self, worker: Option<Child>, reason: String, back_off: Duration) -> Option<Child> {
+        let (reason, worker) = match worker {
+            None => (reason, None),
+            Some(mut worker) => match tokio::time::timeout(USUAL_END, worker.wait()).await {
+                Ok(status) => (with_status(&reason, status), None),
+                Err(_) => {
+                    let lives = std::io::Error::other("its process has not ended yet");
+                    (with_status(&reason, Err(lives)), Some(worker))
+                }
+            },
+        };
+        tracing::warn!(card = self.card, generation = self.generation, %reason, ?back_off, "the worker ended");
+        self.signal(Signal::Lost {
+            reason,
+            restarts_in: back_off,
+        });
+        let undead = match worker {
+            None => None,
+            Some(worker) => self.see_end(worker).await,
+        };
+        if undead.is_none() {
+            self.pids.set(self.card, None);
+        }
+        undead
+    }
+
+    /// Waits for the end of a worker, which is killed after its grace. The process, where the service ends before it.
+    async fn see_end(&mut self, mut worker: Child) -> Option<Child> {
+        for grace in [SHUTDOWN_GRACE, SHUTDOWN_GRACE] {
+            tokio::select! {
+                _ = worker.wait() => return None,
+                () = ended(&mut self.ending) => return Some(worker),
+                () = tokio::time::sleep(grace) => {
+                    let _ = worker.start_kill(); // it may have ended already
+                }
+            }
+        }
+        tracing::error!(
+            card = self.card,
+            pid = worker.id(),
+            "the worker was killed and does not end: it is stuck in the driver. Its card is out of service until it does; \
+             other cards go on. Reset the card, or restart the machine"
+        );
+        tokio::select! {
+            _ = worker.wait() => None,
+            () = ended(&mut self.ending) => Some(worker),
+        }
+    }
+
+    /// The service ends: so does its worker, by itself or not.
+    async fn dismiss(&self, worker: Option<Child>) {
+        let Some(mut worker) = worker else { return };
+        for _ in 0..2 {
+            if tokio::time::timeout(SHUTDOWN_GRACE, worker.wait()).await.is_ok() {
+                return self.pids.set(self.card, None);
+            }
+            let _ = worker.start_kill(); // it may have ended already
+        }
+        tracing::error!(
+            card = self.card,
+            pid = worker.id(),
+            "the worker was killed and does not end: its memory stays taken"
+        );
+    }
+
+    /// Runs one worker until it is given up; the process, which may live on.
+    async fn one_life(&mut self) -> (End, Option<Child>) {
         let child = match self.early.0.take() {
             Some(early) => Ok(early),
             None => spawn(),
         };
         let mut child = match child {
             Ok(child) => child,
-            Err(problem) => return End::Died(format!("the worker cannot be started: {problem}")),
+            Err(problem) => {
+                return (
+                    End::Died(format!("the worker cannot be started: {problem}")),
+                    None,
+                );
+            }
         };
         let (Some(stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
-            return End::Died("the worker has no pipes".to_owned());
+            return (End::Died("the worker has no pipes".to_owned()), Some(child));
         };
         self.pids.set(self.card, child.id());
         let end = self.carry(stdin, stdout, &mut child).await;
-        self.pids.set(self.card, None);
-        // The write end is closed by now, which ends a healthy worker.
-        let status = match tokio::time::timeout(SHUTDOWN_GRACE, child.wait()).await {
-            Ok(Ok(status)) => describe(status),
-            Ok(Err(problem)) => problem.to_string(),
-            Err(_) => {
-                let _ = child.kill().await;
-                "killed, since it did not end".to_owned()
-            }
-        };
-        match end {
-            Some(End::Died(reason)) => End::Died(format!("{reason} ({status})")),
-            Some(End::Dismissed) => End::Dismissed,
-            None => End::Died(status),
-        }
+        (end, Some(child))
     }
 
-    /// Carries frames both ways until one side ends; `None` when the worker closed its end. Writing has a task
+    /// Carries frames both ways until one side ends. Writing has a task
     /// of its own: a worker that does not read must not keep us from hearing that it is to be replaced.
-    async fn carry(&mut self, stdin: ChildStdin, stdout: ChildStdout, child: &mut Child) -> Option<End> {
+    async fn carry(&mut self, stdin: ChildStdin, stdout: ChildStdout, child: &mut Child) -> End {
         let (commands, mut writing) = start_writer(stdin, self.configuration());
         let mut from_worker = FramedRead::new(stdout, Frames::<FromWorker>::new());
         let start_limit = tokio::time::sleep(START_LIMIT);
@@ -209,9 +278,9 @@ impl Keeper {
         let end = loop {
             tokio::select! {
                 event = from_worker.next() => match event {
-                    None => break None,
-                    Some(Err(problem)) => break Some(End::Died(problem.to_string())),
-                    Some(Ok(FromWorker::Refused(why))) => break Some(End::Died(why)),
+                    None => break End::Died(String::new()),
+                    Some(Err(problem)) => break End::Died(problem.to_string()),
+                    Some(Ok(FromWorker::Refused(why))) => break End::Died(why),
                     Some(Ok(FromWorker::Event(event))) => {
                         if matches!(event, Event::Ready { .. }) {
                             is_ready = true;
@@ -221,32 +290,33 @@ impl Keeper {
                     }
                 },
                 request = self.requests.recv() => match request {
-                    None => break Some(End::Dismissed),
+                    None => break End::Dismissed,
                     Some(Request::Send(command)) => {
                         let _ = commands.send(command); // a writer that has ended is told of below
                     }
-                    Some(Request::Recycle(reason)) => break Some(End::Died(format!("recycled: {reason}"))),
+                    Some(Request::Recycle(reason)) => break End::Died(format!("recycled: {reason}")),
                 },
                 written = &mut writing => {
                     let problem = written.map_or_else(|panic| panic.to_string(), |end| match end {
                         Ok(()) => "nothing is written to it any more".to_owned(),
                         Err(problem) => problem.to_string(),
                     });
-                    break Some(End::Died(problem));
+                    break End::Died(problem);
                 }
+                () = ended(&mut self.ending) => break End::Dismissed,
                 () = &mut start_limit, if !is_ready => {
-                    break Some(End::Died(format!("it was not ready within {} s", START_LIMIT.as_secs())));
+                    break End::Died(format!("it was not ready within {} s", START_LIMIT.as_secs()));
                 }
             }
         };
         writing.abort(); // which closes the worker's standard input
-        if matches!(end, Some(End::Died(_))) {
+        if matches!(&end, End::Died(reason) if !reason.is_empty()) {
             let _ = child.start_kill(); // it may have ended already
         }
         end
     }
 
-    /// The first frame.
+    /// The first frame to a worker.
     fn configuration(&self) -> Configuration {
         Configuration {
             generation: self.generation,
@@ -307,6 +377,20 @@ fn spawn() -> std::io::Result<Child> {
         .process_group(0)
         .kill_on_drop(true)
         .spawn()
+}
+
+/// Resolves when the service ends.
+async fn ended(ending: &mut watch::Receiver<bool>) {
+    let _ = ending.wait_for(|ended| *ended).await; // whoever would say so is gone: it ends as well
+}
+
+/// Why a worker ended, and how its process did.
+fn with_status(reason: &str, status: std::io::Result<ExitStatus>) -> String {
+    let status = status.map_or_else(|problem| problem.to_string(), describe);
+    match reason {
+        "" => status,
+        reason => format!("{reason} ({status})"),
+    }
 }
 
 fn describe(status: ExitStatus) -> String {

@@ -1,10 +1,12 @@
 //! The worker process: it owns one card, and ends when its supervisor does.
 
+use std::fs::File;
 use std::io::{BufWriter, Write as _};
+use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::sync::mpsc;
 
-use engine::card::{Card, CardCommands, CardError, CardThread, End, Settings, SystemClock};
+use engine::card::{Card, CardCommands, CardError, CardSettings, CardThread, SystemClock, ThreadEnd};
 use engine::messages::Command;
 use gpu::{DeviceSpec, GpuError, OpenError, Timeline};
 
@@ -28,6 +30,7 @@ pub(crate) fn run() -> ! {
 }
 
 fn serve() -> Result<i32, FrameError> {
+    let output = take_output()?;
     let mut timeline = Timeline::begin("worker process");
     let mut pipe = std::io::stdin();
     let Some(configuration) = frames::read::<Configuration>(&mut pipe)? else {
@@ -36,7 +39,7 @@ fn serve() -> Result<i32, FrameError> {
     telemetry::start_worker(&configuration.settings.log);
     timeline.part("wait for its configuration");
     telemetry::tell_age("worker process");
-    let events = start_writer();
+    let events = start_writer(output);
     let refuse = |why: String| {
         let _ = events.send(Frame::Of(Box::new(FromWorker::Refused(why)))); // a supervisor that is gone need not know
     };
@@ -51,15 +54,23 @@ fn serve() -> Result<i32, FrameError> {
     let commands = thread.commands();
     std::thread::spawn(move || pass_on(&commands));
     match thread.join() {
-        End::Shutdown => return Ok(SUCCESS),
-        End::NeverReady(error) => refuse(error.to_string()),
-        End::Lost(why) => {
+        ThreadEnd::Shutdown => return Ok(SUCCESS),
+        ThreadEnd::NeverReady(error) => refuse(error.to_string()),
+        ThreadEnd::Lost(why) => {
             tracing::error!(%why, "the card is lost");
             refuse(why);
         }
-        End::Panicked => refuse("the card's thread panicked".to_owned()),
+        ThreadEnd::Panicked => refuse("the card's thread panicked".to_owned()),
     }
     Ok(last_words(&events))
+}
+
+/// The pipe to the supervisor, away from standard output, which is the log from here on: what a library prints there would be read as
+/// a frame.
+fn take_output() -> std::io::Result<File> {
+    let pipe = std::io::stdout().as_fd().try_clone_to_owned()?;
+    rustix::stdio::dup2_stdout(std::io::stderr())?;
+    Ok(File::from(pipe))
 }
 
 /// Commands from the pipe to the card thread, until the supervisor is gone. The card thread may then be in the
@@ -101,11 +112,10 @@ enum Frame {
 }
 
 /// Frames leave through a thread of their own, so that the card thread never waits for the pipe.
-fn start_writer() -> mpsc::Sender<Frame> {
+fn start_writer(pipe: File) -> mpsc::Sender<Frame> {
     let (sender, receiver) = mpsc::channel::<Frame>();
     std::thread::spawn(move || {
-        // Standard output alone would write at every byte that is a line break.
-        let mut pipe = BufWriter::new(std::io::stdout());
+        let mut pipe = BufWriter::new(pipe);
         for frame in receiver {
             match frame {
                 Frame::Of(message) => {
@@ -147,10 +157,10 @@ fn start_card(configuration: Configuration, events: mpsc::Sender<Frame>) -> Resu
                 CardError::Gpu(GpuError::Lost(error.to_string()))
             }
         })?;
-        let settings = Settings {
+        let settings = CardSettings {
             headroom: settings.headroom,
             slack_limit: memory.slack_limit,
-            ..Settings::default()
+            ..CardSettings::default()
         };
         Card::new(
             gpu,

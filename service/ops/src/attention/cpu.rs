@@ -1,9 +1,9 @@
-//! Attention on the CPU, block by block: the scores of 64 queries over 128 keys at a time, which stay in the first
-//! caches, with the softmax corrected as higher scores come (Milakov and Gimelshein 2018; Dao et al. 2022). Nothing is
-//! transposed or joined before, and no matrix of scores exists.
+//! Attention on the CPU, in blocks: the scores of 64 queries over some hundred keys at a time, which stay in the L1
+//! and L2 caches, with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022). Nothing is transposed or
+//! concatenated, and the score matrix is never materialized.
 //!
-//! Within a block numbers lie query by query in vectors: scores `[keys, queries]` and sums `[width, queries]`, so that the
-//! softmax of all queries of a block goes on side by side, and products take keys and values as they lie.
+//! Within a block, queries are the vectorized axis: scores are `[keys, queries]` and sums `[width, queries]`, so that
+//! the softmax of all queries runs in parallel, and products read keys and values in place.
 
 #![allow(unsafe_code)] // Tasks that write one storage.
 
@@ -19,17 +19,17 @@ use crate::place::apart_from;
 use crate::product::{COLUMNS, Product, multiply};
 use crate::rows::exp_by;
 
-/// Queries of a block at most.
+/// Maximum of queries per block.
 const QUERIES: usize = 64;
-/// Keys of a block at most: whole tiles of a product.
+/// Maximum of keys per block: whole tiles of a product.
 const KEYS: usize = 120;
-/// Queries are counted in vectors of so many.
+/// Queries are padded to vectors of this many.
 const VECTOR: usize = COLUMNS;
-/// What the highest score is before there is one: low, and its distance to itself is zero.
+/// Initial maximum of the scores: low but finite, so that its difference to itself is zero.
 const LOWEST: f32 = -1e30;
 
-/// [`super::attention`] on the CPU. The numbers do not depend on how many threads there are; their last digits may differ
-/// from one processor to another, as those of [`multiply`] do.
+/// [`super::attention`] on the CPU. The result does not depend on the number of threads; its last digits may differ
+/// between processors, as those of [`multiply`].
 pub(super) fn attention(
     q: &Tensor,
     k: &Tensor,
@@ -64,15 +64,15 @@ pub(super) fn attention(
         _ => Vec::new(),
     };
     let seen = match mask {
-        Mask::None | Mask::Bias(_) | Mask::Lengths(_) => Seen {
+        Mask::None | Mask::Bias(_) | Mask::Lengths(_) => KeyBounds {
             before: usize::MAX,
             after: usize::MAX,
         },
-        Mask::Causal => Seen {
+        Mask::Causal => KeyBounds {
             before: usize::MAX,
             after: 0,
         },
-        Mask::Window { before, after } => Seen { before, after },
+        Mask::Window { before, after } => KeyBounds { before, after },
     };
     let guards = [&q, &k, &v].map(|x| x.storage_and_layout());
     let [q, k, v] = &guards;
@@ -92,22 +92,22 @@ pub(super) fn attention(
     out.inplace_op1(&operands)
 }
 
-/// Keys that a query sees, by their places.
+/// Bounds of the keys that a query attends to, by position.
 #[derive(Clone, Copy)]
-struct Seen {
+struct KeyBounds {
     before: usize,
     after: usize,
 }
 
-impl Seen {
-    /// Keys that the query at this place sees, of so many.
+impl KeyBounds {
+    /// The keys, out of `keys`, that the query at this position attends to.
     fn of_query(self, query: usize, keys: usize) -> std::ops::Range<usize> {
         let last = query.saturating_add(self.after).saturating_add(1).min(keys);
         query.saturating_sub(self.before).min(last)..last
     }
 }
 
-/// A tensor of four axes as it lies. Every number is within `numbers`.
+/// A strided tensor of four axes, with every element within `numbers`.
 struct Operand<'a> {
     numbers: &'a [f32],
     start: usize,
@@ -128,7 +128,7 @@ impl<'a> Operand<'a> {
         })
     }
 
-    /// Where a row along the last axis begins.
+    /// Offset of a row along the last axis.
     fn row(&self, at: [usize; 3]) -> usize {
         self.start
             + at.iter()
@@ -144,7 +144,7 @@ fn four(of_axes: &[usize]) -> Result<[usize; 4]> {
         .map_err(|_| candle_core::Error::Msg(format!("four axes are expected, not {of_axes:?}")))
 }
 
-/// The distances of a tensor whose numbers are all within a storage of so many.
+/// Strides of a tensor whose elements are all within a storage of `count`.
 fn strides_within(layout: &Layout, count: usize) -> Result<[usize; 4]> {
     let (dims, strides) = (layout.dims(), layout.stride());
     let last: usize = dims
@@ -158,7 +158,7 @@ fn strides_within(layout: &Layout, count: usize) -> Result<[usize; 4]> {
     four(strides)
 }
 
-/// Whether no two numbers of a tensor share a place.
+/// Whether no two elements of a tensor share an address.
 fn is_apart(layout: &Layout) -> bool {
     let mut axes: Vec<(usize, usize)> = layout
         .stride()
@@ -184,18 +184,18 @@ struct Operands<'a> {
     v: Operand<'a>,
     bias: Option<Operand<'a>>,
     lengths: &'a [u32],
-    seen: Seen,
+    seen: KeyBounds,
     scale: f32,
 }
 
-/// Queries `first..first + count` of one head of one batch.
+/// Queries `first..first + count` of one head of one batch item.
 #[derive(Clone, Copy)]
 struct Block {
     batch: usize,
     head: usize,
     first: usize,
     count: usize,
-    /// `count` in whole vectors.
+    /// `count`, rounded up to whole vectors.
     lanes: usize,
 }
 
@@ -214,13 +214,13 @@ impl InplaceOp1 for Operands<'_> {
     }
 }
 
-/// The storage of the result, which tasks write different numbers of.
-struct Target<T>(*mut T);
+/// The storage of the result; tasks write disjoint elements.
+struct DisjointRows<T>(*mut T);
 
-// SAFETY: blocks have no query in common, and no two numbers of the result share a place.
-unsafe impl<T: Send> Send for Target<T> {}
+// SAFETY: blocks have disjoint queries, and no two elements of the result share an address.
+unsafe impl<T: Send> Send for DisjointRows<T> {}
 // SAFETY: the same.
-unsafe impl<T: Send> Sync for Target<T> {}
+unsafe impl<T: Send> Sync for DisjointRows<T> {}
 
 impl Operands<'_> {
     fn write<T: Copy + Send>(
@@ -240,7 +240,7 @@ impl Operands<'_> {
         let blocks = queries.div_ceil(QUERIES);
         let queries_of_block = queries.div_ceil(blocks).next_multiple_of(VECTOR);
         let blocks = queries.div_ceil(queries_of_block);
-        let target = Target(numbers.as_mut_ptr());
+        let target = DisjointRows(numbers.as_mut_ptr());
         let start = layout.start_offset();
         (0..batch * heads * blocks).into_par_iter().for_each(|task| {
             let target = &target;
@@ -270,7 +270,7 @@ impl Operands<'_> {
                             .sum::<usize>();
                     for column in 0..width {
                         let number = narrow(sums[column * block.lanes + query] * factor);
-                        // SAFETY: within the storage (`strides_within`), and no other task's (`Target`).
+                        // SAFETY: within the storage (`strides_within`), and no other task's (`DisjointRows`).
                         unsafe { target.0.add(begin + column * strides[3]).write(number) };
                     }
                 }
@@ -279,7 +279,7 @@ impl Operands<'_> {
         Ok(())
     }
 
-    /// The weighted sums of values `[width, lanes]` of a block, and of weights `[lanes]`.
+    /// The weighted sums of values `[width, lanes]` of a block, and the sums of weights `[lanes]`.
     fn attend<'a>(&self, block: Block, room: Room<'a>) -> (&'a [f32], &'a [f32]) {
         let Room {
             queries,
@@ -340,7 +340,7 @@ impl Operands<'_> {
         (sums, totals)
     }
 
-    /// The scaled queries of a block, `[width, lanes]`, with zeros after the last.
+    /// The scaled queries of a block, `[width, lanes]`, zero-padded.
     fn gather(&self, block: Block, queries: &mut [f32]) {
         queries.fill(0.0);
         for query in 0..block.count {
@@ -352,7 +352,7 @@ impl Operands<'_> {
         }
     }
 
-    /// Adds the bias to scores `[count, lanes]` over keys from `first` on, and lowers those that are not seen.
+    /// Adds the bias to scores `[count, lanes]` over keys from `first` on, and masks keys that are not attended to.
     fn mask(&self, block: Block, first: usize, count: usize, scores: &mut [f32]) {
         if let Some(bias) = &self.bias {
             for query in 0..block.count {
@@ -375,11 +375,11 @@ impl Operands<'_> {
 }
 
 thread_local! {
-    /// What a block is computed in, kept from one to the next.
+    /// Thread-local workspace, reused from block to block.
     static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The parts of the scratch of a block.
+/// The workspace of a block, split into its buffers.
 struct Room<'a> {
     /// `[width, lanes]`
     queries: &'a mut [f32],
@@ -387,7 +387,7 @@ struct Room<'a> {
     scores: &'a mut [f32],
     /// `[width, lanes]`
     sums: &'a mut [f32],
-    /// `[lanes]`, as the next two.
+    /// `[lanes]`, like the next two.
     highest: &'a mut [f32],
     totals: &'a mut [f32],
     factors: &'a mut [f32],
@@ -413,8 +413,8 @@ impl Room<'_> {
 }
 
 by_processor! {
-    /// Turns scores `[keys, lanes]` into weights: `e` to the score less the highest so far, which is brought up to date,
-    /// as are the totals of weights. What was summed before must be multiplied by `factors`; says whether any is not 1.
+    /// Turns scores `[keys, lanes]` into weights, `exp(score - maximum)`, and updates the running maximum and the
+    /// sums of weights. Earlier sums must be multiplied by `factors`; returns whether any of them is not 1.
     fn weigh(
         scores: &mut [f32],
         lanes: usize,

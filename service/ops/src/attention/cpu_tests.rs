@@ -4,10 +4,10 @@ use super::{KEYS, QUERIES};
 use crate::attention::{Mask, attention};
 use crate::testing::{assert_close, random};
 
-/// Sums in f32 beside those in f64.
+/// Tolerance of f32 sums against f64.
 const F32: f64 = 2e-6;
 
-/// What is computed, number by number, in f64. Of `bias` all four axes are given.
+/// Reference implementation in f64, element by element. `bias` has all four axes.
 fn defined(
     [q, k, v]: [&Tensor; 3],
     scale: f64,
@@ -54,7 +54,7 @@ fn operands([b, n, m, h, g, d]: [usize; 6]) -> Result<[Tensor; 3]> {
 }
 
 #[test]
-fn attention_equals_its_definition_for_every_mask_and_size() -> Result<()> {
+fn attention_equals_the_reference_for_every_mask_and_size() -> Result<()> {
     let sizes = [
         [1, 1, 1, 1, 1, 1],
         [2, 5, 7, 3, 3, 8],
@@ -76,7 +76,7 @@ fn attention_equals_its_definition_for_every_mask_and_size() -> Result<()> {
         };
         check(Mask::None, &|_, _, _| true, None)?;
         check(Mask::Causal, &|_, n, m| m <= n, None)?;
-        // Every query sees a key: with fewer keys than queries, only as many places before as there are queries do.
+        // Every query attends to a key: with fewer keys than queries, the window reaches back far enough.
         let (before, after) = (9 + n.saturating_sub(m), 4);
         let near = |_: usize, n: usize, m: usize| m + before >= n && m <= n + after;
         check(Mask::Window { before, after }, &near, None)?;
@@ -100,8 +100,8 @@ fn attention_equals_its_definition_for_every_mask_and_size() -> Result<()> {
 }
 
 #[test]
-fn queries_keys_values_and_sums_may_be_windows() -> Result<()> {
-    // One buffer of all three for tokens of which some are not looked at, and a result beside other columns.
+fn attention_reads_and_writes_strided_views() -> Result<()> {
+    // One buffer of all three, with tokens that are not attended to, and a result beside other columns.
     let joint = random(&[2, 90, 3 * 4, 24], 1)?;
     let of = |first: usize| joint.narrow(1, 10, 75)?.narrow(2, first, 4);
     let (q, k, v) = (of(0)?, of(4)?, of(8)?);
@@ -112,7 +112,7 @@ fn queries_keys_values_and_sums_may_be_windows() -> Result<()> {
     let square_sum = |x: Tensor| x.sqr()?.sum_all()?.to_scalar::<f32>();
     assert_eq!(square_sum(all.narrow(2, 0, 5)?)?, 0.0);
     assert_eq!(square_sum(all.narrow(2, 9, 2)?)?, 0.0);
-    // The result may lie in the buffer of the operands, if it overlaps none of them.
+    // The result may be in the buffer of the operands if it does not overlap them.
     let place = joint.narrow(1, 0, 10)?;
     let (q, k, v) = (of(0)?.narrow(1, 0, 10)?, of(4)?, of(8)?);
     let expected = defined([&q, &k, &v], 0.3, |_, _, _| true, None)?;
@@ -121,9 +121,9 @@ fn queries_keys_values_and_sums_may_be_windows() -> Result<()> {
 }
 
 #[test]
-fn high_and_low_scores_neither_overflow_nor_are_lost() -> Result<()> {
+fn extreme_scores_neither_overflow_nor_underflow() -> Result<()> {
     let [q, k, v] = operands([1, 70, 3 * KEYS, 2, 2, 8])?;
-    // Scores of thousands, whose highest are in the last block of keys or in the first.
+    // Scores of thousands, with the maximum in the first or the last block of keys.
     let ramp = Tensor::arange(0f32, (3 * KEYS) as f32, &Device::Cpu)?.reshape((1, 1, 1, 3 * KEYS))?;
     for slope in [7.0, -7.0] {
         let bias = (&ramp * slope)?;
@@ -141,7 +141,7 @@ fn high_and_low_scores_neither_overflow_nor_are_lost() -> Result<()> {
 }
 
 #[test]
-fn narrow_numbers_are_computed_in_f32() -> Result<()> {
+fn narrow_dtypes_are_computed_in_f32() -> Result<()> {
     for (dtype, tolerance) in [(DType::BF16, 4e-3), (DType::F16, 5e-4)] {
         let [q, k, v] = operands([1, 40, 50, 2, 1, 16])?;
         let narrow = |x: &Tensor| x.to_dtype(dtype);
@@ -158,7 +158,7 @@ fn narrow_numbers_are_computed_in_f32() -> Result<()> {
 }
 
 #[test]
-fn the_numbers_do_not_depend_on_the_threads() -> Result<()> {
+fn the_result_does_not_depend_on_the_thread_count() -> Result<()> {
     let [q, k, v] = operands([2, 150, 170, 3, 3, 32])?;
     let with = |threads: usize| -> Result<Vec<f32>> {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
@@ -172,7 +172,7 @@ fn the_numbers_do_not_depend_on_the_threads() -> Result<()> {
 }
 
 #[test]
-fn a_result_whose_numbers_share_a_place_is_refused() -> Result<()> {
+fn a_result_with_overlapping_elements_is_refused() -> Result<()> {
     let [q, k, v] = operands([1, 4, 4, 2, 2, 8])?;
     let out = Tensor::zeros((1, 1, 2, 8), DType::F32, &Device::Cpu)?.broadcast_as((1, 4, 2, 8))?;
     assert!(attention(&q, &k, &v, 1.0, Mask::None, &out).is_err());

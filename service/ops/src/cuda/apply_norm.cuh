@@ -1,14 +1,14 @@
-// A part of a map whose channels lie side by side, read into a buffer: normalised, activated, enlarged and padded. One pass.
+// Reads a region of a channels-last map into a buffer: normalization, SiLU, upsampling and padding in one pass.
 #pragma once
 #include "numbers.cuh"
 
 namespace moored {
 
 constexpr unsigned READ_THREADS = 256;
-// Positions that a thread reads.
+// Positions per thread.
 constexpr unsigned READ_POSITIONS = 4;
 
-// As `cuda/apply_norm.rs` has it. Strides are of frames and rows, in numbers.
+// Mirrors the struct in `cuda/apply_norm.rs`. Strides are of frames and rows, in elements.
 struct ApplyArguments {
     const void* x;          // T
     void* out;              // T
@@ -25,7 +25,7 @@ struct ApplyArguments {
     unsigned silu, twice, replicate;
 };
 
-// By the card's own exponential where numbers are narrow: it is right to some units in the last place of f32.
+// Uses the card's fast exponential for narrow dtypes: its error is some units in the last place of f32.
 template <class T>
 __device__ inline float silu(float value) {
     if constexpr (sizeof(T) == 4) {
@@ -35,7 +35,7 @@ __device__ inline float silu(float value) {
     }
 }
 
-// Where a position that is written is read from; false: zeros.
+// Source of an output position; false for zero padding.
 __device__ inline bool source_of(const ApplyArguments& a, unsigned position, unsigned long long& from,
                                  unsigned long long& to) {
     const unsigned column = position % a.out_width, line = position / a.out_width;
@@ -53,7 +53,7 @@ __device__ inline bool source_of(const ApplyArguments& a, unsigned position, uns
     return true;
 }
 
-// A thread has UNIT channels of some positions, and their factors in registers.
+// A thread has UNIT channels of some positions, with their factors in registers.
 template <class T, bool WIDE>
 __device__ inline void apply_norm(const ApplyArguments& a) {
     const unsigned all_units = (a.channels + UNIT - 1) / UNIT;
@@ -89,7 +89,7 @@ __device__ inline void apply_norm(const ApplyArguments& a) {
     }
 }
 
-// By the length of each position: a warp has one.
+// RMS norm: one warp per position.
 template <class T, bool WIDE>
 __device__ inline void apply_length(const ApplyArguments& a) {
     const unsigned position = blockIdx.x * (READ_THREADS / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -8,14 +8,14 @@ use super::{Card, UNIT, address_of, kernel_dtype};
 use crate::apply_norm::{ChannelNorm, MapReading, Pad, sides};
 use crate::place::Rows;
 
-/// As `apply_norm.cuh` has them.
+/// As in `apply_norm.cuh`.
 const THREADS: usize = 256;
 const POSITIONS: usize = 4;
 
-/// As `apply_norm.cuh` has it.
+/// Mirrors the struct in `apply_norm.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Arguments {
+struct ApplyNormArguments {
     x: u64,
     out: u64,
     factors: u64,
@@ -39,10 +39,10 @@ struct Arguments {
     replicate: u32,
 }
 
-// SAFETY: plain data, laid out as C lays it out.
-unsafe impl DeviceRepr for Arguments {}
+// SAFETY: plain data with C layout.
+unsafe impl DeviceRepr for ApplyNormArguments {}
 
-/// Distances of frames and rows of a map whose rows are runs of memory.
+/// Strides of frames and rows of a map with contiguous rows.
 fn strides(map: &Tensor) -> Result<(usize, usize)> {
     let [_, _, width, channels] = sides(map)?;
     Rows::of(map, width * channels)?;
@@ -53,12 +53,12 @@ fn strides(map: &Tensor) -> Result<(usize, usize)> {
     })
 }
 
-/// Shapes and dtypes were checked.
+/// Shapes and dtypes are validated by the caller.
 pub(crate) fn apply_norm(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], out: &Tensor) -> Result<()> {
     let ([frames, height, width, channels], [frames_out, out_height, out_width, _]) =
         (sides(x)?, sides(out)?);
     let positions = frames_out * out_height * out_width;
-    // Places are counted in 32 bits with a sign, as many as are enlarged.
+    // Positions are signed 32-bit integers, including upsampled ones.
     let most = (1 << 30) - 1;
     let largest = [frames, height, width, positions].into_iter().max().unwrap_or(0);
     if largest > most || from.iter().any(|from| from.unsigned_abs() > most as u64) {
@@ -86,7 +86,7 @@ pub(crate) fn apply_norm(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], o
             wide &= is_wide(weight_at, &[], channels, x.dtype());
         }
     }
-    let arguments = Arguments {
+    let arguments = ApplyNormArguments {
         x: x_at,
         out: out_at,
         factors,
@@ -122,12 +122,12 @@ pub(crate) fn apply_norm(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], o
             (format!("apply_norm_{wide}{dtype}"), grid)
         }
     };
-    // SAFETY: the arguments are laid out as the kernels'. They say where tensors are that live until this is queued, of
-    // checked shapes; what is read is bounded by the map's sides, what is written by those of `out`.
+    // SAFETY: the arguments have the kernels' layout. They point to tensors that live until this is enqueued, of
+    // validated shapes; reads are bounded by the map's dimensions, writes by those of `out`.
     unsafe { card.launch(&stream, name, grid, THREADS, &arguments) }
 }
 
-/// As `convolve.cuh` has it.
+/// Mirrors the struct in `convolve.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct AddArguments {
@@ -141,11 +141,11 @@ struct AddArguments {
     adds: u32,
 }
 
-// SAFETY: plain data, laid out as C lays it out.
+// SAFETY: plain data with C layout.
 unsafe impl DeviceRepr for AddArguments {}
 
-/// `out = x + bias`, or `out += x + bias`. Both are rows of as many numbers as `out`'s last axis has, as many rows, of one
-/// dtype, each at one distance.
+/// `out = x + bias`, or `out += x + bias`. Both have the same rows, with the length of `out`'s last axis, of one
+/// dtype and with one stride each.
 pub(crate) fn add_rows(x: &Tensor, bias: Option<&Tensor>, adds: bool, out: &Tensor) -> Result<()> {
     let channels = out.dim(D::Minus1)?;
     if out.elem_count() == 0 {
@@ -181,7 +181,7 @@ pub(crate) fn add_rows(x: &Tensor, bias: Option<&Tensor>, adds: bool, out: &Tens
         && is_wide(bias_at, &[], channels, x.dtype());
     let name = format!("add_rows_{}{dtype}", if wide { "wide_" } else { "" });
     let grid = (to.rows * channels.div_ceil(UNIT)).div_ceil(THREADS);
-    // SAFETY: the arguments are laid out as the kernel's, and say where tensors are that live until this is queued: as many
-    // rows in both, at their strides.
+    // SAFETY: the arguments have the kernel's layout, and point to tensors that live until this is enqueued, with the
+    // same rows at their strides.
     unsafe { card.launch(&stream, name, (grid, 1, 1), THREADS, &arguments) }
 }

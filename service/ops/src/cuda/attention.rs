@@ -11,12 +11,12 @@ use super::{Card, address_of, kernel_dtype};
 use crate::Mask;
 use crate::attention_workspace::{queries_at_a_time, row_of_scores};
 use crate::cudnn::{self, AttentionAt};
-use crate::planned::{AttentionShape, is_asked_in};
+use crate::planned::{AttentionShape, uses_cudnn_in};
 
-/// Threads of a block (`softmax.cuh`).
+/// Block size, as in `softmax.cuh`.
 const THREADS: usize = 256;
 
-/// By cuDNN where it has an engine for the shape, else by two products of cuBLAS and a kernel between them.
+/// Uses cuDNN if it has a plan for the shape, otherwise two cuBLAS products with a softmax kernel between them.
 pub(crate) fn attention(
     q: &Tensor,
     k: &Tensor,
@@ -33,10 +33,10 @@ pub(crate) fn attention(
     by_products(q, k, v, scale, mask, out)
 }
 
-/// Whether cuDNN did it.
+/// Returns whether cuDNN computed it.
 fn by_cudnn(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>, out: &Tensor) -> Result<bool> {
     let shape = AttentionShape::of(q, k, v, mask, out);
-    let Some(shape) = shape.filter(|shape| is_asked_in(shape.dtype)) else {
+    let Some(shape) = shape.filter(|shape| uses_cudnn_in(shape.dtype)) else {
         return Ok(false);
     };
     let bias = match mask {
@@ -60,7 +60,7 @@ fn by_cudnn(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>, out:
     Ok(done == Some(true))
 }
 
-/// A tensor `[b, n, h, d]` as products see it: an address, and distances in numbers.
+/// A tensor `[b, n, h, d]` for matrix products: an address, and strides in elements.
 #[derive(Clone, Copy)]
 struct Heads {
     start: u64,
@@ -102,7 +102,7 @@ impl Heads {
     }
 }
 
-/// As `softmax.cuh` has it.
+/// Mirrors the struct in `softmax.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct SoftmaxArguments {
@@ -119,23 +119,23 @@ struct SoftmaxArguments {
     after: u32,
 }
 
-// SAFETY: plain data, laid out as C lays it out.
+// SAFETY: plain data with C layout.
 unsafe impl DeviceRepr for SoftmaxArguments {}
 
-/// What a mask says to the kernel.
+/// A mask as arguments of the kernel.
 #[derive(Clone, Copy)]
-struct Seen {
+struct MaskArguments {
     before: u32,
     after: u32,
-    /// Address, and the distances of batches, heads and queries.
+    /// Address, and the strides of batch items, heads and queries.
     bias: Option<(u64, [usize; 3])>,
     /// Address of the lengths.
     lengths: Option<u64>,
 }
 
-impl Seen {
-    fn of(mask: Mask<'_>, shape: [usize; 4], dtype: DType) -> Result<Seen> {
-        let all = Seen {
+impl MaskArguments {
+    fn of(mask: Mask<'_>, shape: [usize; 4], dtype: DType) -> Result<MaskArguments> {
+        let all = MaskArguments {
             before: u32::MAX,
             after: u32::MAX,
             bias: None,
@@ -144,8 +144,8 @@ impl Seen {
         let most = |places: usize| u32::try_from(places).unwrap_or(u32::MAX);
         Ok(match mask {
             Mask::None => all,
-            Mask::Causal => Seen { after: 0, ..all },
-            Mask::Window { before, after } => Seen {
+            Mask::Causal => MaskArguments { after: 0, ..all },
+            Mask::Window { before, after } => MaskArguments {
                 before: most(before),
                 after: most(after),
                 ..all
@@ -167,7 +167,7 @@ impl Seen {
                     );
                 }
                 let stride = |axis: usize| if dims[axis] == 1 { 0 } else { strides[axis] };
-                Seen {
+                MaskArguments {
                     bias: Some((address_of(bias)?, [stride(0), stride(1), stride(2)])),
                     ..all
                 }
@@ -176,7 +176,7 @@ impl Seen {
                 if lengths.dims() != [shape[0]] || lengths.dtype() != DType::U32 || !lengths.is_contiguous() {
                     candle_core::bail!("lengths {:?} for {} batches", lengths.dims(), shape[0]);
                 }
-                Seen {
+                MaskArguments {
                     lengths: Some(address_of(lengths)?),
                     ..all
                 }
@@ -185,8 +185,8 @@ impl Seen {
     }
 }
 
-/// Scores of some queries in f32 by one product, their softmax in place, and the weighted sum by another product, which
-/// writes to where the result shall be. Shapes were checked, but for strides.
+/// Computes the f32 scores of some queries by one product, their softmax in place, and the weighted sum by another
+/// product, written directly to the result. Shapes are validated by the caller, except for strides.
 fn by_products(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>, out: &Tensor) -> Result<()> {
     let ((batches, queries, heads, width), keys) = (q.dims4()?, k.dim(1)?);
     if out.elem_count() == 0 {
@@ -196,13 +196,13 @@ fn by_products(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>, o
         candle_core::bail!("attention over no keys");
     }
     let dtype = q.dtype();
-    let seen = Seen::of(mask, [batches, heads, queries, keys], dtype)?;
+    let seen = MaskArguments::of(mask, [batches, heads, queries, keys], dtype)?;
     let device = q.device().as_cuda_device()?;
     let stream = device.cuda_stream();
     let chunk = queries_at_a_time(heads, queries, keys);
-    // SAFETY: a product writes every score before the kernel reads it; what lies between rows is not read.
+    // SAFETY: a product writes every score before the kernel reads it; padding between rows is not read.
     let scores = unsafe { device.alloc::<f32>(heads * chunk * row_of_scores(keys))? };
-    let work = Work {
+    let work = AttentionByProducts {
         device,
         dtype,
         q: Heads::of(q, dtype)?,
@@ -228,8 +228,8 @@ fn by_products(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>, o
     Ok(())
 }
 
-/// What all chunks share.
-struct Work<'a> {
+/// State shared by all chunks.
+struct AttentionByProducts<'a> {
     device: &'a CudaDevice,
     dtype: DType,
     q: Heads,
@@ -237,7 +237,7 @@ struct Work<'a> {
     v: Heads,
     out: Heads,
     heads: usize,
-    /// Heads of queries that share one of keys.
+    /// Query heads per key head.
     heads_per_key: usize,
     width: usize,
     keys: usize,
@@ -247,8 +247,8 @@ struct Work<'a> {
     scores: u64,
 }
 
-/// A matrix of a product, column by column as cuBLAS counts: `[rows, columns]` with `leading` numbers from a column to the
-/// next, and one for every so many numbers.
+/// A matrix of a product in cuBLAS's column-major order: `[rows, columns]` with the leading dimension `leading`,
+/// batched with a stride.
 struct Matrix {
     start: u64,
     leading: usize,
@@ -256,8 +256,8 @@ struct Matrix {
     dtype: DType,
 }
 
-impl Work<'_> {
-    /// Numbers of f32 from a head's scores to the next head's.
+impl AttentionByProducts<'_> {
+    /// Stride of heads in the scores, in elements.
     fn scores_of_head(&self) -> usize {
         self.chunk * row_of_scores(self.keys)
     }
@@ -293,7 +293,7 @@ impl Work<'_> {
         Ok(())
     }
 
-    fn softmax(&self, seen: &Seen, batch: usize, first: usize, count: usize) -> Result<()> {
+    fn softmax(&self, seen: &MaskArguments, batch: usize, first: usize, count: usize) -> Result<()> {
         let narrow = |number: usize| u32::try_from(number).map_err(Error::wrap);
         let (bias, [bias_batch, bias_head, bias_query]) = seen.bias.unwrap_or_default();
         let begin = (batch * bias_batch * self.dtype.size_in_bytes()) as u64;
@@ -315,12 +315,12 @@ impl Work<'_> {
         let name = format!("softmax_{}", kernel_dtype(self.dtype)?);
         let grid = (count, self.heads, 1);
         let (card, stream) = (Card::of(self.device)?, self.device.cuda_stream());
-        // SAFETY: the structure is that of `softmax.cuh`. There are scores for so many heads and queries; the bias covers
-        // all heads, queries and keys by its strides, and the lengths all batches (`Seen::of`).
+        // SAFETY: the structure mirrors `softmax.cuh`. There are scores for all heads and queries; the bias covers
+        // all heads, queries and keys by its strides, and the lengths all batch items (`MaskArguments::of`).
         unsafe { card.launch(&stream, name, grid, THREADS, &arguments) }
     }
 
-    /// `weights v`. A row of weights begins where its row of scores did.
+    /// `weights v`. A row of weights begins at the address of its row of scores.
     fn sum(&self, batch: usize, first: usize, count: usize) -> Result<()> {
         let (v, out, shared) = (&self.v, &self.out, self.heads_per_key);
         let weights_per_score = size_of::<f32>() / self.dtype.size_in_bytes();
@@ -352,7 +352,8 @@ impl Work<'_> {
         Ok(())
     }
 
-    /// `c = a b scale` for all heads of keys, `[m, n]` of sums over `k`, with sums in f32; true f32 where the operands are.
+    /// `c = a b scale` for all key heads, `[m, n]` of sums over `k`, accumulated in f32; without TF32 for f32
+    /// operands.
     fn product(
         &self,
         transposed: [bool; 2],
@@ -371,8 +372,8 @@ impl Work<'_> {
         let nothing = 0f32;
         let handle = self.device.cublas_handle();
         self.device.cuda_stream().context().bind_to_thread().w()?;
-        // SAFETY: the operands are on the card of the handle and alive until the stream, which is the handle's, has come
-        // by; sizes and distances are those of their layouts. The factors are read before the call returns.
+        // SAFETY: the operands are on the card of the handle and live until the work on the stream is done;
+        // dimensions and strides are those of their layouts. The factors are read before the call returns.
         unsafe {
             result::gemm_strided_batched_ex(
                 *handle.handle(),
@@ -404,7 +405,7 @@ impl Work<'_> {
     }
 }
 
-/// A dtype as cuBLAS calls it.
+/// cuBLAS's name of a dtype.
 fn of_dtype(dtype: DType) -> Result<sys::cudaDataType> {
     match dtype {
         DType::F32 => Ok(sys::cudaDataType::CUDA_R_32F),
@@ -421,7 +422,7 @@ mod tests {
     use super::*;
     use crate::testing::{BF16_OPERATION, here, random, test_device, tolerances};
 
-    /// Attention in f64, one number after the other; `seen` says whether a query sees a key, `bias` is added.
+    /// Reference implementation in f64; `seen` says whether a query attends to a key, `bias` is added.
     fn defined(
         [q, k, v]: [&Tensor; 3],
         scale: f64,
@@ -485,7 +486,7 @@ mod tests {
         }
     }
 
-    /// `q`, `k`, `v` as windows of one buffer in which the tokens lie behind one another, poisoned where it is not them.
+    /// `q`, `k`, `v` as views of one buffer, with NaN between them.
     fn joint(numbers: [&Tensor; 3], dtype: DType) -> Result<[Tensor; 3]> {
         let (batches, queries, heads, width) = numbers[0].dims4()?;
         let key_heads = numbers[1].dim(2)?;
@@ -508,7 +509,7 @@ mod tests {
         Ok([window(0)?, window(1)?, window(2)?])
     }
 
-    /// Runs the products and the kernel with a result inside of a larger tensor, and holds them against the definition.
+    /// Runs the products and the kernel into a view of a larger tensor, and checks against the reference.
     fn check(
         [batches, queries, keys, heads, key_heads, width]: [usize; 6],
         mask: Mask<'_>,
@@ -549,7 +550,7 @@ mod tests {
         Ok(())
     }
 
-    /// Nothing is computed where the tests have no card.
+    /// False without a card: the tests compute nothing then.
     fn is_card() -> bool {
         !test_device().is_cpu()
     }
@@ -559,7 +560,7 @@ mod tests {
     }
 
     #[test]
-    fn products_and_softmax_are_attention() -> Result<()> {
+    fn products_with_softmax_equal_attention() -> Result<()> {
         if !is_card() {
             return Ok(());
         }
@@ -588,7 +589,7 @@ mod tests {
     }
 
     #[test]
-    fn masks_hide_what_they_say() -> Result<()> {
+    fn masks_exclude_the_keys_that_they_define() -> Result<()> {
         if !is_card() {
             return Ok(());
         }
@@ -650,11 +651,12 @@ mod tests {
     }
 
     #[test]
-    fn scores_that_are_all_far_below_zero_have_weights_like_others() -> Result<()> {
+    fn scores_that_are_all_very_negative_have_finite_weights() -> Result<()> {
         if !is_card() {
             return Ok(());
         }
-        // Of one warp's keys and of many blocks'. e to the -110 is nothing in f32; of much lower scores f32 keeps too few digits.
+        // Keys of one warp and of many blocks. `exp(-110)` underflows in f32; for much lower scores f32 has too few
+        // digits.
         for keys in [5, 34, 700] {
             let bias = (Tensor::zeros((1, 1, 1, keys), DType::F32, &Device::Cpu)? - 110.0)?;
             check(

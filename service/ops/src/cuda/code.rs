@@ -1,9 +1,9 @@
-//! Code of kernels, brought to the card before they are launched. The driver brings it when a kernel is launched for the
-//! first time (CUDA's lazy loading), and a stage would wait for that, kernel by kernel; a thread does it while weights are
-//! loaded. It is advice: what is not brought here comes at the first launch.
+//! Loads the code of kernels to the card before their first launch. The driver loads it lazily at the first launch,
+//! for which a stage would wait, kernel by kernel; here a thread does it while weights are loaded. Best effort: other
+//! kernels are loaded at their first launch.
 //!
-//! Which kernels a library launches is found by asking it for the work on a stream that only records what it is asked for
-//! (capture of a CUDA graph): nothing runs, and no address is followed.
+//! The kernels that a library launches are found by stream capture (CUDA graphs): the library enqueues the work on a
+//! capturing stream. Nothing runs, and no address is dereferenced.
 
 use std::ffi::CStr;
 use std::ptr;
@@ -11,55 +11,55 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DriverError, sys};
 
-/// A stream that records.
+/// A capturing stream.
 pub(crate) struct Recorder {
     stream: Arc<CudaStream>,
 }
 
-/// What was recorded.
-struct Graph(sys::CUgraph);
+/// The captured graph.
+struct CapturedGraph(sys::CUgraph);
 
-impl Drop for Graph {
+impl Drop for CapturedGraph {
     fn drop(&mut self) {
         if !self.0.is_null() {
-            // Nobody could act on a failure: it is some bytes of the host.
-            // SAFETY: it is alive, and destroyed once.
+            // A failure cannot be handled: it leaks some bytes on the host.
+            // SAFETY: the graph is alive, and destroyed once.
             let _ = unsafe { sys::cuGraphDestroy(self.0) };
         }
     }
 }
 
 impl Recorder {
-    /// A stream of this context, which no work waits for, and which waits for none.
+    /// A stream of this context, independent of all others.
     pub(crate) fn new(context: &Arc<CudaContext>) -> Result<Recorder, DriverError> {
         let stream = context.new_stream()?;
         Ok(Recorder { stream })
     }
 
-    /// The stream that `queue` is to queue its work on.
+    /// The stream on which `queue` enqueues its work.
     pub(crate) fn stream(&self) -> &Arc<CudaStream> {
         &self.stream
     }
 
-    /// Brings the code of all kernels that `queue` queues on the stream, none of which runs. How many those are.
+    /// Loads the code of all kernels that `queue` enqueues on the stream, none of which runs. Returns their number.
     ///
     /// # Errors
-    /// Those of the driver. What `queue` gives is its own to look at: where it fails, what it queued until then counts.
+    /// Errors of the driver. Errors of `queue` are its own concern: what it enqueued before an error is loaded.
     pub(crate) fn load_queued(&self, queue: impl FnOnce()) -> Result<usize, DriverError> {
         self.stream.context().bind_to_thread()?;
         let raw = self.stream.cu_stream();
         let relaxed = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the stream is alive, and this thread's alone.
+        // SAFETY: the stream is alive, and used by this thread only.
         unsafe { sys::cuStreamBeginCapture_v2(raw, relaxed) }.result()?;
         queue();
-        let mut graph = Graph(ptr::null_mut());
-        // SAFETY: the stream records since the call above; the call writes one pointer.
+        let mut graph = CapturedGraph(ptr::null_mut());
+        // SAFETY: the stream is capturing since the call above; the call writes one pointer.
         unsafe { sys::cuStreamEndCapture(raw, &raw mut graph.0) }.result()?;
         let mut count = 0;
-        // SAFETY: the graph is alive; without a list the call writes how many nodes there are.
+        // SAFETY: the graph is alive; without a list the call writes the number of nodes.
         unsafe { sys::cuGraphGetNodes(graph.0, ptr::null_mut(), &raw mut count) }.result()?;
         let mut nodes = vec![ptr::null_mut(); count];
-        // SAFETY: as above; the list has room for so many.
+        // SAFETY: as above; the list has this capacity.
         unsafe { sys::cuGraphGetNodes(graph.0, nodes.as_mut_ptr(), &raw mut count) }.result()?;
         nodes.truncate(count);
         let mut loaded = 0;
@@ -74,7 +74,7 @@ impl Recorder {
     }
 }
 
-/// The function of a node that launches one.
+/// The function that a kernel node launches.
 fn kernel_of(node: sys::CUgraphNode) -> Result<Option<sys::CUfunction>, DriverError> {
     let mut kind = sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_EMPTY;
     // SAFETY: the node is of a graph that is alive; the call writes its kind.
@@ -84,7 +84,7 @@ fn kernel_of(node: sys::CUgraphNode) -> Result<Option<sys::CUfunction>, DriverEr
     }
     // SAFETY: plain data, which the call writes.
     let mut launch: sys::CUDA_KERNEL_NODE_PARAMS = unsafe { std::mem::zeroed() };
-    // SAFETY: the node launches a kernel; the call writes what with.
+    // SAFETY: it is a kernel node; the call writes its parameters.
     unsafe { sys::cuGraphKernelNodeGetParams_v2(node, &raw mut launch) }.result()?;
     if !launch.func.is_null() {
         return Ok(Some(launch.func));
@@ -98,10 +98,10 @@ fn kernel_of(node: sys::CUgraphNode) -> Result<Option<sys::CUfunction>, DriverEr
     Ok(Some(function))
 }
 
-/// Brings the code of those functions whose names are chosen, of the module that has this one. How many those are.
+/// Loads the code of the selected functions, by name, of the module that contains `one`. Returns their number.
 ///
 /// # Errors
-/// Those of the driver.
+/// Errors of the driver.
 pub(crate) fn load_functions(
     one: &CudaFunction,
     context: &CudaContext,
@@ -114,7 +114,7 @@ pub(crate) fn load_functions(
     // SAFETY: the module is alive; the call writes a number.
     unsafe { sys::cuModuleGetFunctionCount(&raw mut count, module) }.result()?;
     let mut functions = vec![ptr::null_mut(); count as usize];
-    // SAFETY: the list has room for so many.
+    // SAFETY: the list has this capacity.
     unsafe { sys::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, module) }.result()?;
     let mut loaded = 0;
     for function in functions {
@@ -124,7 +124,7 @@ pub(crate) fn load_functions(
         if name.is_null() {
             continue;
         }
-        // SAFETY: a name that ends with a zero, as long as the module.
+        // SAFETY: a NUL-terminated name that lives as long as the module.
         let name = unsafe { CStr::from_ptr(name) };
         if name.to_str().is_ok_and(&is_chosen) {
             // SAFETY: as above.

@@ -1,4 +1,4 @@
-// What convolutions need beside products: filters with their channels last, patches in rows, and what becomes of products.
+// Auxiliary kernels of convolutions: channels-last filters, unrolled patches, bias.
 #pragma once
 #include "numbers.cuh"
 
@@ -22,7 +22,7 @@ __device__ inline void taps_first(const TapsArguments& a) {
     static_cast<T*>(a.out)[i] = static_cast<const T*>(a.weight)[output * of_output + input * a.taps + tap];
 }
 
-// As `cuda/convolve.rs` has it.
+// Mirrors the struct in `cuda/convolve.rs`.
 struct UnrollArguments {
     const void* x;  // T, [batch, frames, rows, columns, channels]
     void* out;      // T, [positions, taps, channels]

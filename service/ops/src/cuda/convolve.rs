@@ -1,5 +1,5 @@
-//! [`crate::convolve()`] on a CUDA device: by cuDNN where it has an engine for the shape, else by a product over patches that
-//! are unrolled some at a time.
+//! [`crate::convolve()`] on a CUDA device: by cuDNN if it has a plan for the shape, otherwise by matrix products over
+//! patches that are unrolled in batches.
 
 use candle_core::{CudaDevice, DType, Result, Tensor};
 use cudarc::driver::DeviceRepr;
@@ -8,13 +8,13 @@ use half::{bf16, f16};
 use super::apply_norm::add_rows;
 use super::moments::is_wide;
 use super::{Card, UNIT, address_of, kernel_dtype, tensor};
-use crate::convolve::{Filter, Onto, Shape, unrolled_positions};
+use crate::convolve::{Filter, MapShape, Onto, unrolled_positions};
 use crate::cudnn::{self, ConvolutionAt};
-use crate::planned::is_asked_in;
+use crate::planned::uses_cudnn_in;
 
 const THREADS: usize = 256;
 
-/// As `convolve.cuh` has it.
+/// Mirrors the struct in `convolve.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct TapsArguments {
@@ -25,10 +25,10 @@ struct TapsArguments {
     taps: u32,
 }
 
-// SAFETY: plain data, laid out as C lays it out.
+// SAFETY: plain data with C layout.
 unsafe impl DeviceRepr for TapsArguments {}
 
-/// As `convolve.cuh` has it.
+/// Mirrors the struct in `convolve.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct UnrollArguments {
@@ -44,13 +44,13 @@ struct UnrollArguments {
     out_sides: [i32; 3],
 }
 
-// SAFETY: plain data, laid out as C lays it out.
+// SAFETY: plain data with C layout.
 unsafe impl DeviceRepr for UnrollArguments {}
 
-/// A tensor that work on the device's stream is about to write all of.
+/// An uninitialized tensor, which work on the device's stream will overwrite completely.
 pub(crate) fn unwritten(shape: &[usize], dtype: DType, device: &CudaDevice) -> Result<Tensor> {
     let count = shape.iter().product();
-    // SAFETY: whoever asks for it writes all of it before it is read, on the same stream.
+    // SAFETY: the caller overwrites all of it before it is read, on the same stream.
     Ok(unsafe {
         match dtype {
             DType::F32 => tensor(device.alloc::<f32>(count)?, device, shape),
@@ -62,7 +62,7 @@ pub(crate) fn unwritten(shape: &[usize], dtype: DType, device: &CudaDevice) -> R
     })
 }
 
-/// `[out, in, taps]` to `[out, taps, in]`.
+/// Permutes `[out, in, taps]` to `[out, taps, in]`.
 pub(crate) fn taps_first(weight: &Tensor) -> Result<Tensor> {
     let (outputs, inputs, taps) = weight.dims3()?;
     let device = weight.device().as_cuda_device()?;
@@ -76,18 +76,18 @@ pub(crate) fn taps_first(weight: &Tensor) -> Result<Tensor> {
     };
     let name = format!("taps_first_{}", kernel_dtype(weight.dtype())?);
     let grid = (weight.elem_count().div_ceil(THREADS), 1, 1);
-    // SAFETY: the arguments are laid out as the kernel's, and say where as many numbers are read and written; both tensors
-    // live until this is queued.
+    // SAFETY: the arguments have the kernel's layout, and point to equally many elements that are read and written;
+    // both tensors live until this is enqueued.
     unsafe { Card::of(device)?.launch(&device.cuda_stream(), name, grid, THREADS, &arguments)? };
     Ok(held)
 }
 
-/// A convolution whose shapes were checked.
+/// A convolution with validated shapes.
 pub(crate) fn convolve(
     x: &Tensor,
     filter: &Filter,
     bias: Option<&Tensor>,
-    shape: &Shape,
+    shape: &MapShape,
     out: &Tensor,
     onto: Onto,
 ) -> Result<()> {
@@ -106,7 +106,7 @@ pub(crate) fn convolve(
         let product = rows.matmul(&filter.held.reshape((shape.outputs, shape.inputs))?.t()?)?;
         return add_rows(&product, bias, onto == Onto::Itself, out);
     }
-    if is_asked_in(x.dtype()) {
+    if uses_cudnn_in(x.dtype()) {
         match onto {
             Onto::Nothing => {
                 if by_cudnn(x, filter, bias, shape, out)? {
@@ -124,8 +124,14 @@ pub(crate) fn convolve(
     by_patches(x, filter, bias, shape, out, onto)
 }
 
-/// Whether cuDNN did it. All four tensors are contiguous, `out` may be a window. Where it has no engine nothing was written.
-fn by_cudnn(x: &Tensor, filter: &Filter, bias: Option<&Tensor>, shape: &Shape, out: &Tensor) -> Result<bool> {
+/// Returns whether cuDNN computed it; otherwise nothing was written. All tensors are contiguous, `out` may be a view.
+fn by_cudnn(
+    x: &Tensor,
+    filter: &Filter,
+    bias: Option<&Tensor>,
+    shape: &MapShape,
+    out: &Tensor,
+) -> Result<bool> {
     let Some(wanted) = shape.planned(x.dtype(), bias.is_some()) else {
         return Ok(false);
     };
@@ -143,12 +149,12 @@ fn by_cudnn(x: &Tensor, filter: &Filter, bias: Option<&Tensor>, shape: &Shape, o
     Ok(done == Some(true))
 }
 
-/// Patches of some positions at a time are unrolled into rows, and one product does them all.
+/// Unrolls the patches of some positions at a time into rows, and multiplies them by one product.
 fn by_patches(
     x: &Tensor,
     filter: &Filter,
     bias: Option<&Tensor>,
-    shape: &Shape,
+    shape: &MapShape,
     out: &Tensor,
     onto: Onto,
 ) -> Result<()> {
@@ -187,8 +193,8 @@ fn by_patches(
         };
         let units = positions * shape.taps() * shape.inputs.div_ceil(UNIT);
         let grid = (units.div_ceil(THREADS), 1, 1);
-        // SAFETY: the arguments are laid out as the kernel's. What is read is bounded by the map's sides, and a patch of
-        // every position is written; both tensors live until this is queued.
+        // SAFETY: the arguments have the kernel's layout. Reads are bounded by the map's dimensions, and one patch
+        // per position is written; both tensors live until this is enqueued.
         unsafe { card.launch(&stream, name.clone(), grid, THREADS, &arguments)? };
         let product = patches.matmul(&weight)?;
         add_rows(

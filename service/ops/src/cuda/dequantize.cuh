@@ -1,8 +1,8 @@
-// Quantized weights as numbers in f32, f16 or bf16. A thread writes `UNITS` times eight numbers that follow each other,
-// sixteen bytes of a narrow dtype; the threads of a block write side by side, and each reads all of its codes before it
-// computes, since it is memory that takes the time. Each format's `read` gives eight numbers of one group of its scales;
-// what is computed, and in which order, is said beside the loops of the CPU (`dequantize/*.rs`), which give the same bits:
-// nothing may be fused (`-fmad=false`), and denormal numbers are kept.
+// Dequantizes weights to f32, f16 or bf16. A thread writes `UNITS` times eight consecutive elements, sixteen bytes of
+// a narrow dtype; writes of a block are coalesced, and each thread reads all of its codes before it computes, since
+// the kernel is memory-bound. Each format's `read` gives eight elements with one scale; the arithmetic and its order
+// are specified by the CPU loops (`dequantize/*.rs`), with identical bits: no fused operations (`-fmad=false`),
+// denormals are kept.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -14,14 +14,14 @@ namespace moored {
 
 constexpr unsigned UNIT = 8;
 
-// Units that a thread writes, and threads of a block.
+// Units per thread, and block size.
 constexpr unsigned UNITS = 4;
 constexpr unsigned DEQUANTIZE_THREADS = 256;
 
-// Threads of a warp.
+// Warp size.
 constexpr unsigned LANES = 32;
 
-// Where the parts of a weight are, and its size. The weight itself is aligned to 16 bytes.
+// Addresses and sizes of the parts of a weight. The weight itself is aligned to 16 bytes.
 struct Weight {
     const uint8_t* bytes;
     const uint8_t* scales;
@@ -38,8 +38,7 @@ __device__ inline float f16_at(const uint8_t* bytes) {
     return __half2float(*reinterpret_cast<const __half*>(bytes));
 }
 
-// One load or store of a whole `Wide`, which the place must be aligned to; what it holds is copied byte by byte, which
-// costs nothing in registers.
+// One load or store of a whole `Wide`, at an aligned address; copying its content bytewise costs no registers.
 template <class Wide>
 __device__ inline void load(const void* from, void* to) {
     const Wide wide = *static_cast<const Wide*>(from);
@@ -53,7 +52,7 @@ __device__ inline void store(const void* from, void* to) {
     *static_cast<Wide*>(to) = wide;
 }
 
-// Eight bytes by the widest loads that their place allows. A warp's loads follow each other.
+// Eight bytes by the widest loads that their alignment allows. Loads of a warp are coalesced.
 __device__ inline void load8(const uint8_t* from, uint8_t* to) {
     const uintptr_t at = reinterpret_cast<uintptr_t>(from);
     if (at % 8 == 0) {
@@ -74,10 +73,10 @@ __device__ inline float e4m3(uint8_t code) {
     return code & 0x80 ? -number : number;
 }
 
-// A format says how many numbers its table has (0: none), whether codes lie so that `read_regular` may read eight of them at
-// once, and `read`s up to eight wherever they lie.
+// A format defines the size of its table (0: none), whether `read_regular` may read eight aligned codes at once, and
+// `read`, for up to eight codes at any position.
 
-// One byte a number: `Value::of(code, scale)`, with the scale that the row has.
+// One byte per element: `Value::of(code, scale)`, with the scale of the row.
 template <class Value>
 struct ByRow {
     static constexpr unsigned TABLE = 0;
@@ -130,8 +129,8 @@ struct Fp8Rows : Fp8Value {
     __device__ static float scale(const Weight& w, unsigned row) { return f32_at(w.scales, row); }
 };
 
-// Eight nibbles, the high one first, of a block of 64 with one absolute maximum. Each lane has a table of its own in shared
-// memory, in a bank of its own.
+// Eight nibbles, the high one first, of a block of 64 with one absolute maximum. Each lane has its own copy of the
+// table in shared memory, in its own bank.
 template <class Absmax>
 struct ByTable {
     static constexpr unsigned TABLE = 16;
@@ -167,7 +166,7 @@ struct NestedAbsmax {
     }
 };
 
-// Blocks of llama.cpp: `Block::read(block, j, out)` gives numbers j to j + 8 of one.
+// Blocks of llama.cpp: `Block::read(block, j, out)` gives elements j to j + 8 of a block.
 template <class Block>
 struct ByBlock {
     static constexpr unsigned TABLE = 0;
@@ -202,7 +201,7 @@ struct Q4_1 {
     }
 };
 
-// Codes of five bits: eight fifth bits are one byte.
+// 5-bit codes: the fifth bits of eight codes are one byte.
 __device__ inline void five_bits(const uint8_t* b, unsigned j, int* out) {
     uint8_t codes[UNIT];
     load8(b + 4 + j % 16, codes);
@@ -269,7 +268,7 @@ struct Q3_K {
     }
 };
 
-// Scale and minimum of 32 numbers, in six bits each.
+// Scale and minimum of 32 elements, 6 bits each.
 __device__ inline void scale_and_least(const uint8_t* b, unsigned group, float* scale, float* least) {
     const float d = f16_at(b), d_least = f16_at(b + 2);
     const uint8_t* s = b + 4 + group;
@@ -326,7 +325,7 @@ __device__ inline void round_to(float number, float* out) { *out = number; }
 __device__ inline void round_to(float number, __half* out) { *out = __float2half_rn(number); }
 __device__ inline void round_to(float number, __nv_bfloat16* out) { *out = __float2bfloat16_rn(number); }
 
-// Eight numbers that follow each other, aligned to their size, by sixteen bytes at a time.
+// Eight consecutive elements, aligned to their size, stored by sixteen bytes at a time.
 template <class T>
 __device__ inline void store8(const float* numbers, T* out) {
     constexpr unsigned IN_STORE = 16 / sizeof(T);

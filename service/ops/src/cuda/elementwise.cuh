@@ -1,4 +1,4 @@
-// What is computed number by number, over tensors that may be windows of larger ones. A thread takes eight numbers of a row.
+// Elementwise operations on strided views. A thread processes eight elements of a row.
 #pragma once
 #include <cmath>
 
@@ -6,7 +6,7 @@
 
 namespace moored {
 
-// A tensor as matrices of rows (`place.rs`). Distances are counted in numbers.
+// A tensor as matrices of rows (`place.rs`). Strides are in elements.
 struct Place {
     unsigned long long start;
     unsigned long long batch_stride;
@@ -20,7 +20,7 @@ struct Place {
     }
 };
 
-// Which numbers a thread takes.
+// The elements of a thread.
 struct Unit {
     unsigned row;
     unsigned column;
@@ -34,7 +34,7 @@ __device__ inline bool unit_of(unsigned rows, unsigned columns, Unit& unit) {
     return unit.row < rows;
 }
 
-// Rows to other places, or of a table to the places of their numbers, in another dtype where it is another.
+// Copies rows, or looks rows of a table up by id, converting the dtype.
 struct CopyArguments {
     Place from;
     Place to;
@@ -80,7 +80,7 @@ __device__ inline float activated(float v, unsigned by) {
     }
 }
 
-// out = activated(gate) * up, or activated(gate) where there is no up. `out` may be `gate` or `up`.
+// out = activated(gate) * up, or activated(gate) without up. `out` may be `gate` or `up`.
 struct GluArguments {
     Place gate;
     Place up;
@@ -116,7 +116,7 @@ __device__ inline void glu(const GluArguments& a) {
     }
 }
 
-// Sets a flag where a number is not finite.
+// Sets a flag if an element is not finite.
 struct FiniteArguments {
     Place x;
     unsigned* flag;

@@ -1,4 +1,4 @@
-//! Operations on a CUDA device that take numbers one by one. Their callers checked shapes and dtypes.
+//! Elementwise operations on a CUDA device. Shapes and dtypes are validated by the callers.
 
 use candle_core::{D, DType, Error, Result, Tensor};
 use cudarc::driver::DeviceRepr;
@@ -7,10 +7,10 @@ use super::{ALIGNMENT, Card, THREADS, UNIT, address_of, kernel_dtype};
 use crate::Nonlinearity;
 use crate::place::Rows;
 
-/// Where a tensor lies, as `elementwise.cuh` has it.
+/// Address and strides of a tensor, mirroring `elementwise.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Place {
+struct StridedRows {
     start: u64,
     batch_stride: u64,
     row_stride: u64,
@@ -21,8 +21,8 @@ struct Place {
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct CopyArguments {
-    from: Place,
-    to: Place,
+    from: StridedRows,
+    to: StridedRows,
     ids: u64,
     rows: u32,
     columns: u32,
@@ -33,9 +33,9 @@ struct CopyArguments {
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct GluArguments {
-    gate: Place,
-    up: Place,
-    out: Place,
+    gate: StridedRows,
+    up: StridedRows,
+    out: StridedRows,
     rows: u32,
     columns: u32,
     by: u32,
@@ -47,7 +47,7 @@ struct GluArguments {
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct FiniteArguments {
-    x: Place,
+    x: StridedRows,
     flag: u64,
     rows: u32,
     columns: u32,
@@ -67,7 +67,7 @@ struct RelativeBiasArguments {
     known: u32,
 }
 
-// SAFETY: plain data, laid out as C lays it out.
+// SAFETY: plain data with C layout.
 unsafe impl DeviceRepr for CopyArguments {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for GluArguments {}
@@ -76,7 +76,7 @@ unsafe impl DeviceRepr for FiniteArguments {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for RelativeBiasArguments {}
 
-/// The layout of tensors whose rows have so many columns, and whether all of them allow wide loads.
+/// The common row layout of tensors, and whether all of them allow wide loads.
 struct RowLayout {
     columns: usize,
     is_wide: bool,
@@ -90,14 +90,14 @@ impl RowLayout {
         }
     }
 
-    fn place(&mut self, x: &Tensor) -> Result<(Place, u32)> {
+    fn place(&mut self, x: &Tensor) -> Result<(StridedRows, u32)> {
         let rows = Rows::of(x, self.columns)?;
         let start = address_of(x)?;
         let bytes = |stride: usize| (stride * x.dtype().size_in_bytes()) as u64;
         self.is_wide &= [start, bytes(rows.batch_stride), bytes(rows.row_stride)]
             .iter()
             .all(|at| at.is_multiple_of(ALIGNMENT));
-        let place = Place {
+        let place = StridedRows {
             start,
             batch_stride: rows.batch_stride as u64,
             row_stride: rows.row_stride as u64,
@@ -112,7 +112,7 @@ fn narrow(number: usize) -> Result<u32> {
     u32::try_from(number).map_err(Error::wrap)
 }
 
-/// Blocks with a thread for each [`UNIT`] numbers of a row.
+/// Launch grid with a thread per [`UNIT`] elements of a row.
 fn blocks(rows: u32, columns: usize) -> Result<(usize, usize, usize)> {
     let units = rows as usize * columns.div_ceil(UNIT);
     if units > u32::MAX as usize - THREADS {
@@ -144,8 +144,8 @@ pub(crate) fn copy_rows(x: &Tensor, ids: Option<&Tensor>, out: &Tensor, columns:
         kernel_dtype(out.dtype())?
     );
     let (card, stream) = (Card::of(device)?, device.cuda_stream());
-    // SAFETY: the structure is that of `elementwise.cuh`; both tensors have so many rows and columns at these places, and
-    // there is an id for each row that is written. A row that the table does not have is not read.
+    // SAFETY: the structure mirrors `elementwise.cuh`; both tensors have these rows and columns, and there is an id
+    // per written row. An id out of range is not dereferenced.
     unsafe { card.launch(&stream, name, blocks(rows, columns)?, THREADS, &arguments) }
 }
 
@@ -161,7 +161,7 @@ pub(crate) fn glu(gate: &Tensor, up: Option<&Tensor>, by: Nonlinearity, out: &Te
     let of_up = up.map(|up| layout.place(up)).transpose()?;
     let arguments = GluArguments {
         gate: of_gate,
-        up: of_up.map_or(Place::default(), |(place, _)| place),
+        up: of_up.map_or(StridedRows::default(), |(place, _)| place),
         out: of_out,
         rows,
         columns: narrow(columns)?,
@@ -173,8 +173,8 @@ pub(crate) fn glu(gate: &Tensor, up: Option<&Tensor>, by: Nonlinearity, out: &Te
     let device = out.device().as_cuda_device()?;
     let name = format!("glu_{}", kernel_dtype(out.dtype())?);
     let (card, stream) = (Card::of(device)?, device.cuda_stream());
-    // SAFETY: the structure is that of `elementwise.cuh`; all tensors have so many rows and columns at these places. A
-    // thread writes the numbers that it alone has read.
+    // SAFETY: the structure mirrors `elementwise.cuh`; all tensors have these rows and columns. A thread writes only
+    // elements that no other thread reads.
     unsafe { card.launch(&stream, name, blocks(rows, columns)?, THREADS, &arguments) }
 }
 
@@ -195,8 +195,8 @@ pub(crate) fn all_finite(x: &Tensor) -> Result<bool> {
     let device = x.device().as_cuda_device()?;
     let name = format!("find_not_finite_{}", kernel_dtype(x.dtype())?);
     let (card, stream) = (Card::of(device)?, device.cuda_stream());
-    // SAFETY: the structure is that of `elementwise.cuh`; the tensor has so many rows and columns at this place, and the
-    // flag is one number. All threads that write it write the same.
+    // SAFETY: the structure mirrors `elementwise.cuh`; the tensor has these rows and columns, and the flag is one
+    // element. All threads that write it write the same value.
     unsafe { card.launch(&stream, name, blocks(rows, columns)?, THREADS, &arguments)? };
     Ok(flag.to_vec1::<u32>()? == [0])
 }
@@ -221,7 +221,7 @@ pub(crate) fn relative_bias(table: &Tensor, buckets: &Tensor, out: &Tensor) -> R
     let name = format!("relative_bias_{}", kernel_dtype(out.dtype())?);
     let (card, stream) = (Card::of(device)?, device.cuda_stream());
     let grid = blocks(narrow(heads * queries)?, keys)?;
-    // SAFETY: the structure is that of `elementwise.cuh`; all three tensors are contiguous and of these sizes, and a
-    // bucket that the table does not have is not read.
+    // SAFETY: the structure mirrors `elementwise.cuh`; all three tensors are contiguous and of these dimensions, and
+    // a bucket out of range is not dereferenced.
     unsafe { card.launch(&stream, name, grid, THREADS, &arguments) }
 }

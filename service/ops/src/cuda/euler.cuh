@@ -1,4 +1,4 @@
-// A step of Euler's method on a latent in f32, the latent as the next step sees it, and whether all of it is finite.
+// Euler step on a latent in f32, its copy for the next step, and whether it is finite.
 #pragma once
 #include "numbers.cuh"
 

@@ -6,10 +6,10 @@ use cudarc::driver::DeviceRepr;
 use super::{Card, THREADS, address_of, kernel_dtype};
 use crate::Finite;
 
-/// As `euler.cuh` has it.
+/// Mirrors the struct in `euler.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Arguments {
+struct EulerArguments {
     latent: u64,
     velocity: u64,
     seen: u64,
@@ -18,10 +18,10 @@ struct Arguments {
     count: u32,
 }
 
-// SAFETY: plain data, laid out as C lays it out.
-unsafe impl DeviceRepr for Arguments {}
+// SAFETY: plain data with C layout.
+unsafe impl DeviceRepr for EulerArguments {}
 
-/// Shapes and dtypes were checked.
+/// Shapes and dtypes are validated by the caller.
 pub(crate) fn euler(
     latent: &Tensor,
     velocity: &Tensor,
@@ -30,7 +30,7 @@ pub(crate) fn euler(
     finite: &Finite,
 ) -> Result<()> {
     let count = latent.elem_count();
-    let arguments = Arguments {
+    let arguments = EulerArguments {
         latent: address_of(latent)?,
         velocity: address_of(velocity)?,
         seen: address_of(seen)?,
@@ -42,6 +42,6 @@ pub(crate) fn euler(
     let card = Card::of(device)?;
     let name = format!("euler_{}", kernel_dtype(velocity.dtype())?);
     let blocks = count.div_ceil(THREADS);
-    // SAFETY: the structure is that of `euler.cuh`; each tensor has so many numbers without gaps, of these dtypes.
+    // SAFETY: the structure mirrors `euler.cuh`; the tensors are contiguous, with this many elements of these dtypes.
     unsafe { card.launch(&device.cuda_stream(), name, (blocks, 1, 1), THREADS, &arguments) }
 }

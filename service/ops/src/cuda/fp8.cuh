@@ -1,5 +1,5 @@
-// What a native product of fp8 needs before and after: rows of numbers as codes with a scale each, and scales and bias
-// of the product.
+// Prologue and epilogue of native fp8 products: quantization of rows with a scale each; scales and bias of the
+// product.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -7,9 +7,9 @@
 
 namespace moored {
 
-// One block a row, whose threads hold CHUNKS units of it each. Rows are aligned to 16 bytes, columns a multiple of UNIT.
-// scale = absmax / 448; code = e4m3 of x / scale, to nearest even, 0 where the scale is about 0. A NaN becomes a NaN; an infinite
-// row becomes one of NaN and 0, as its product would be.
+// One block per row, whose threads hold CHUNKS units each. Rows are aligned to 16 bytes, columns a multiple of UNIT.
+// scale = absmax / 448; code = e4m3 of x / scale, to nearest even, 0 if the scale is about 0. NaN stays NaN; an
+// infinite row becomes NaN and 0, as its product would.
 struct QuantizeArguments {
     const void* x;  // [batch, rows, columns] with distances
     uint8_t* codes;
@@ -31,7 +31,7 @@ __device__ inline void quantize_rows(const QuantizeArguments& a) {
         for (unsigned i = 0; i < UNIT; i++) absmax = fmaxf(absmax, fabsf(numbers[c][i]));
     }
     const float scale = most_of_block(absmax, warps) / 448.0f;
-    // What is smaller than numbers of f32 are has no reciprocal, and is nothing beside anything else.
+    // Denormals have no reciprocal in f32, and are negligible.
     const float by = scale < 1.2e-38f ? 0.0f : 1.0f / scale;
     if (threadIdx.x == 0) a.scales[blockIdx.x] = scale;
     for (int c = 0; c < CHUNKS; c++) {
@@ -45,7 +45,7 @@ __device__ inline void quantize_rows(const QuantizeArguments& a) {
 }
 
 // In place: act(product * factor * x_scale[row] * w_scale[column] + bias[column]). Block (row, part of the columns).
-// `w_stride` is 1 for a scale a column, 0 for one scale; scales and bias may be null.
+// `w_stride` is 1 for a scale per column, 0 for a single scale; scales and bias may be null.
 struct FinishArguments {
     void* product;  // [batch, rows, columns] with distances
     const float* x_scales;

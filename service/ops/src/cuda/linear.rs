@@ -6,39 +6,39 @@ use candle_core::{CudaDevice, DType, Result, Tensor};
 use cudarc::driver::{CudaStream, DeviceRepr};
 use gpu::{Fp8Scales, QuantizedWeight, Weight, WeightFormat, WeightPart, rows_and_columns};
 
-use super::product::{At, Finish, Numbers, Shape};
+use super::product::{At, ProductEpilogue, ProductShape, ProductTypes};
 use super::{ALIGNMENT, Card, THREADS, UNIT, address_of, dequantize_to_address, kernel_dtype, place_of};
 use crate::place::Rows;
 use crate::{Activation, Epilogue, LayerTo, Scratch};
 
-/// The first compute capability whose units multiply fp8.
+/// The first compute capability with native fp8 products.
 const SINCE: (i32, i32) = (8, 9);
 
-/// That whose cuBLASLt applies a scale for each row of both operands within the product.
+/// The compute capability on which cuBLASLt applies per-row scales of both operands within the product.
 const BY_ROWS: (i32, i32) = (9, 0);
 
-/// What both sides of a weight must be multiples of in a product of fp8.
+/// Dimensions of a weight must be multiples of this for a native fp8 product.
 const MULTIPLE: usize = 16;
 
-/// Threads of a block that quantizes a row, and units that each holds of it, at most.
-const MOST_THREADS: usize = 1024;
-const MOST_CHUNKS: usize = 4;
+/// Maximum threads of a block that quantizes a row, and maximum units per thread.
+const MAX_THREADS: usize = 1024;
+const MAX_CHUNKS: usize = 4;
 
-/// What parts of the scratch begin at multiples of.
+/// Alignment of the parts of the scratch.
 const APART: usize = 256;
 
-/// Whether this card multiplies this weight as it is, given rows of this dtype or codes of them.
+/// Whether this card multiplies this weight natively, with rows of this dtype or codes of them.
 pub(crate) fn multiplies_fp8(device: &CudaDevice, weight: &QuantizedWeight, dtype: DType) -> Result<bool> {
     let (rows, columns) = rows_and_columns(&weight.shape);
     Ok(matches!(weight.format, WeightFormat::Fp8(_))
         && matches!(dtype, DType::BF16 | DType::F16)
         && rows.is_multiple_of(MULTIPLE)
         && columns.is_multiple_of(MULTIPLE)
-        && columns <= MOST_THREADS * MOST_CHUNKS * UNIT
+        && columns <= MAX_THREADS * MAX_CHUNKS * UNIT
         && Card::of(device)?.compute_capability >= SINCE)
 }
 
-/// The layer, whose shapes were checked.
+/// A layer with validated shapes.
 pub(crate) fn linear_into(
     x: Activation<'_>,
     weight: &Weight,
@@ -91,9 +91,9 @@ pub(crate) fn linear_into(
     }
 }
 
-/// Layers over the same rows as one product, whose batch is the layers: where all are of one shape, and weights, biases
-/// and results have equal distances in memory. Quantized weights do so in the scratch, if it is large enough for all of them. `false`
-/// where that is not so, and nothing was done.
+/// Computes layers over the same rows as one batched product, if all have the same shape, and weights, biases and
+/// results have equal strides. Quantized weights get equal strides in the scratch, if it is large enough. Otherwise
+/// returns `false`, and nothing is done.
 pub(crate) fn linear_as_one(
     x: &Tensor,
     layers: &[LayerTo<'_>],
@@ -156,7 +156,7 @@ pub(crate) fn linear_as_one(
     };
     let shape = layer.shape(Rows::of(x, columns)?, columns, layer.numbers()?)?;
     let finish = layer.finish();
-    if shape.batch != 1 || finish == Finish::Nothing {
+    if shape.batch != 1 || finish == ProductEpilogue::Nothing {
         return Ok(false);
     }
     for (layer, [place, ..]) in layers.iter().zip(&at) {
@@ -164,7 +164,7 @@ pub(crate) fn linear_as_one(
             dequantize_to_address(weight, x.dtype(), *place)?;
         }
     }
-    let shape = Shape {
+    let shape = ProductShape {
         batch: layers.len(),
         x_batch: 0,
         weight_batch: distances[0],
@@ -184,7 +184,7 @@ pub(crate) fn linear_as_one(
     layer.try_to(&shape, finish, &at)
 }
 
-/// As `quantize_rows` in `fp8.cuh` has it.
+/// Mirrors the arguments of `quantize_rows` in `fp8.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct QuantizeArguments {
@@ -197,10 +197,10 @@ struct QuantizeArguments {
     columns: u32,
 }
 
-// SAFETY: plain data, laid out as C lays it out.
+// SAFETY: plain data with C layout.
 unsafe impl DeviceRepr for QuantizeArguments {}
 
-/// As `finish_product` in `fp8.cuh` has it.
+/// Mirrors the arguments of `finish_product` in `fp8.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct FinishArguments {
@@ -217,10 +217,10 @@ struct FinishArguments {
     is_gelu: u32,
 }
 
-// SAFETY: plain data, laid out as C lays it out.
+// SAFETY: plain data with C layout.
 unsafe impl DeviceRepr for FinishArguments {}
 
-/// Codes and scales of rows, on the card.
+/// Addresses of the codes and scales of rows.
 type CodesAt = (u64, u64);
 
 struct Layer<'a> {
@@ -235,27 +235,27 @@ struct Layer<'a> {
 }
 
 impl Layer<'_> {
-    fn numbers(&self) -> Result<Numbers> {
+    fn numbers(&self) -> Result<ProductTypes> {
         match self.out.dtype() {
-            DType::F32 => Ok(Numbers::F32),
-            DType::F16 => Ok(Numbers::F16),
-            DType::BF16 => Ok(Numbers::Bf16),
+            DType::F32 => Ok(ProductTypes::F32),
+            DType::F16 => Ok(ProductTypes::F16),
+            DType::BF16 => Ok(ProductTypes::Bf16),
             other => candle_core::bail!("a linear layer of {other:?}"),
         }
     }
 
-    /// What cuBLASLt's epilogue may do here. Its GELU in f32 is not as exact as f32 is.
-    fn finish(&self) -> Finish {
+    /// The part of the epilogue that cuBLASLt may apply. Its GELU is less accurate than f32.
+    fn finish(&self) -> ProductEpilogue {
         match (self.bias, self.then, self.out.dtype()) {
-            (None, Epilogue::None, _) => Finish::Nothing,
-            (Some(_), Epilogue::None, _) => Finish::Bias,
-            (_, Epilogue::GeluTanh, DType::F32) => Finish::Nothing,
-            (None, Epilogue::GeluTanh, _) => Finish::GeluTanh,
-            (Some(_), Epilogue::GeluTanh, _) => Finish::BiasGeluTanh,
+            (None, Epilogue::None, _) => ProductEpilogue::Nothing,
+            (Some(_), Epilogue::None, _) => ProductEpilogue::Bias,
+            (_, Epilogue::GeluTanh, DType::F32) => ProductEpilogue::Nothing,
+            (None, Epilogue::GeluTanh, _) => ProductEpilogue::GeluTanh,
+            (Some(_), Epilogue::GeluTanh, _) => ProductEpilogue::BiasGeluTanh,
         }
     }
 
-    /// Rows of numbers by a weight `[outputs, columns]` of the same dtype at an address.
+    /// Multiplies rows by a weight `[outputs, columns]` of the same dtype at an address.
     fn multiply(&self, x: &Tensor, columns: usize, weight: u64) -> Result<()> {
         if x.dtype() != self.out.dtype() {
             candle_core::bail!("a linear layer of {:?} to {:?}", x.dtype(), self.out.dtype());
@@ -273,11 +273,11 @@ impl Layer<'_> {
         let shape = self.shape(rows, columns, self.numbers()?)?;
         if self.try_to(&shape, self.finish(), &at)? {
             return match self.finish() {
-                Finish::Nothing => self.finish_apart((0, 0, 0), 1.0),
+                ProductEpilogue::Nothing => self.finish_apart((0, 0, 0), 1.0),
                 _ => Ok(()),
             };
         }
-        if !self.try_to(&shape, Finish::Nothing, &at)? {
+        if !self.try_to(&shape, ProductEpilogue::Nothing, &at)? {
             candle_core::bail!(
                 "cuBLASLt has no algorithm for {shape:?} on compute capability {:?}: report this, with the name of the card \
                  and the version of cuBLASLt",
@@ -287,7 +287,7 @@ impl Layer<'_> {
         self.finish_apart((0, 0, 0), 1.0)
     }
 
-    /// Codes of rows by codes of a weight.
+    /// Multiplies codes of rows by codes of a weight.
     fn multiply_fp8(&self, (codes, scales): CodesAt, tokens: usize, weight: &QuantizedWeight) -> Result<()> {
         let WeightFormat::Fp8(kind) = weight.format else {
             candle_core::bail!("codes of fp8 by a weight in {}", weight.format);
@@ -326,30 +326,31 @@ impl Layer<'_> {
             factor: 1.0,
             workspace: self.card.workspace(self.device)?,
         };
-        let shape = self.shape(rows, columns, Numbers::Fp8 { is_bf16, by_rows })?;
+        let shape = self.shape(rows, columns, ProductTypes::Fp8 { is_bf16, by_rows })?;
         if by_rows {
             if self.try_to(&shape, self.finish(), &at)? {
                 return Ok(());
             }
-            if self.try_to(&shape, Finish::Nothing, &at)? {
+            if self.try_to(&shape, ProductEpilogue::Nothing, &at)? {
                 return self.finish_apart((0, 0, 0), 1.0);
             }
         }
-        // A sum of so many products of at most 448² must fit f16: it is kept smaller by a power of two, which costs nothing.
+        // A sum of so many products of at most 448² must fit f16: it is scaled by a power of two, which loses
+        // nothing.
         let factor = if is_bf16 {
             1.0
         } else {
             (4 * columns).next_power_of_two() as f32
         };
         (at.scales, at.factor, at.bias) = (None, 1.0 / factor, None);
-        let shape = Shape {
-            numbers: Numbers::Fp8 {
+        let shape = ProductShape {
+            numbers: ProductTypes::Fp8 {
                 is_bf16,
                 by_rows: false,
             },
             ..shape
         };
-        if !self.try_to(&shape, Finish::Nothing, &at)? {
+        if !self.try_to(&shape, ProductEpilogue::Nothing, &at)? {
             candle_core::bail!(
                 "cuBLASLt has no algorithm for {shape:?} on compute capability {:?}: report this, with the name of the card \
                  and the version of cuBLASLt",
@@ -364,7 +365,7 @@ impl Layer<'_> {
         self.finish_apart((scales, of_weight, stride), factor)
     }
 
-    fn shape(&self, rows: Rows, columns: usize, numbers: Numbers) -> Result<Shape> {
+    fn shape(&self, rows: Rows, columns: usize, numbers: ProductTypes) -> Result<ProductShape> {
         let outputs = self.outputs;
         let out = Rows::of(self.out, outputs)?;
         let batch = rows.batch.max(out.batch);
@@ -372,8 +373,8 @@ impl Layer<'_> {
             true => rows.batch_stride,
             false => rows.count() / batch * rows.row_stride,
         };
-        // Codes have no batches of their own: they lie in the order of the rows.
-        Ok(Shape {
+        // Codes are contiguous over batches, in the order of the rows.
+        Ok(ProductShape {
             batch,
             tokens: rows.count() / batch,
             inputs: columns,
@@ -385,28 +386,28 @@ impl Layer<'_> {
             weight_batch: 0,
             bias_batch: 0,
             numbers,
-            finish: Finish::Nothing,
+            finish: ProductEpilogue::Nothing,
         })
     }
 
-    fn try_to(&self, shape: &Shape, finish: Finish, at: &At) -> Result<bool> {
+    fn try_to(&self, shape: &ProductShape, finish: ProductEpilogue, at: &At) -> Result<bool> {
         let at = At {
             bias: match finish {
-                Finish::Bias | Finish::BiasGeluTanh => at.bias,
-                Finish::Nothing | Finish::GeluTanh => None,
+                ProductEpilogue::Bias | ProductEpilogue::BiasGeluTanh => at.bias,
+                ProductEpilogue::Nothing | ProductEpilogue::GeluTanh => None,
             },
             ..*at
         };
         let mut products = self.card.products.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the addresses are of tensors that the caller has for as long as the call lasts, or of its scratch, and
-        // the shape was read off them.
-        let multiplied = unsafe { products.multiply(&Shape { finish, ..*shape }, &at, self.stream) };
+        // SAFETY: the addresses are those of tensors that the caller keeps for the duration of the call, or of its
+        // scratch, and the shape was derived from them.
+        let multiplied = unsafe { products.multiply(&ProductShape { finish, ..*shape }, &at, self.stream) };
         products.write_soon(&self.card.products);
         multiplied
     }
 
-    /// Scales, bias and activation in a pass of their own: what the product did not do. `scales`: of rows of `x`, of the
-    /// weight (0: none), and how far apart those are.
+    /// Applies scales, bias and activation in a separate pass, where the product did not. `scales`: addresses for the
+    /// rows of `x` and for the weight (0: none), and the stride of the latter.
     fn finish_apart(&self, scales: (u64, u64, u32), factor: f32) -> Result<()> {
         let is_plain = scales.0 == 0 && scales.1 == 0 && self.bias.is_none() && self.then == Epilogue::None;
         if is_plain {
@@ -429,12 +430,12 @@ impl Layer<'_> {
         };
         let name = format!("finish_product_{}", kernel_dtype(self.out.dtype())?);
         let grid = (out.count(), outputs.div_ceil(UNIT * THREADS), 1);
-        // SAFETY: the structure is that of `fp8.cuh`, and rows, columns and distances are those of the result; scales and
-        // bias are as many as its rows and columns.
+        // SAFETY: the structure mirrors `fp8.cuh`, with the rows, columns and strides of the result; scales and bias
+        // have as many elements as its rows and columns.
         unsafe { self.card.launch(self.stream, name, grid, THREADS, &arguments) }
     }
 
-    /// Rows of numbers as codes with scales, in the scratch.
+    /// Quantizes rows to codes with scales, in the scratch.
     fn quantize(&self, x: &Tensor, columns: usize) -> Result<CodesAt> {
         let rows = Rows::of(x, columns)?;
         let codes = self.scratch.place(0, rows.count() * columns)?;
@@ -445,7 +446,7 @@ impl Layer<'_> {
     }
 }
 
-/// Rows of bf16 or f16 as codes of e4m3 with a scale for each, at these addresses.
+/// Quantizes rows of bf16 or f16 to e4m3 codes with a scale each, at these addresses.
 pub(crate) fn quantize_rows(
     card: &Card,
     stream: &CudaStream,
@@ -479,13 +480,13 @@ pub(crate) fn quantize_rows(
         );
     }
     let units = columns.div_ceil(UNIT);
-    let chunks = units.div_ceil(MOST_THREADS).next_power_of_two();
+    let chunks = units.div_ceil(MAX_THREADS).next_power_of_two();
     let threads = units.div_ceil(chunks).next_multiple_of(32);
-    if chunks > MOST_CHUNKS {
+    if chunks > MAX_CHUNKS {
         candle_core::bail!("rows of {columns} numbers are too long to be quantized");
     }
     let name = format!("quantize_rows_{}_{chunks}", kernel_dtype(x.dtype())?);
-    // SAFETY: the structure is that of `fp8.cuh`; rows and distances are those of the tensor, and there is room for as many
-    // codes and a scale for each row.
+    // SAFETY: the structure mirrors `fp8.cuh`; rows and strides are those of the tensor, and the destination has
+    // space for as many codes and a scale per row.
     unsafe { card.launch(stream, name, (rows.count(), 1, 1), threads, &arguments) }
 }

@@ -1,5 +1,5 @@
-//! Our own kernels on a CUDA device. They are queued on the device's stream, and nothing here waits for the card. What
-//! is allocated comes from candle's device, which is the pool of activations.
+//! Our own kernels on a CUDA device. They are enqueued on the device's stream without synchronization. Memory is
+//! allocated from candle's device, that is from the activation pool.
 #![allow(unsafe_code)] // Launches, and cuBLASLt.
 
 mod apply_norm;
@@ -44,43 +44,42 @@ pub(crate) use norm::norm;
 pub(crate) use pictures::{blend, bytes_to_map, map_to_bytes, map_to_planes, planes_to_map};
 pub(crate) use rope::qk_norm_rope;
 
-/// Machine code of `kernels.cu`. Empty where only types are checked.
+/// Fat binary of `kernels.cu`. Empty in type checks.
 static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
 
-/// Numbers that a thread writes at once, how often a thread that dequantizes does so, and threads of a block
-/// (`dequantize.cuh`).
+/// Elements that a thread writes at once, how often a dequantizing thread does so, and block size (`dequantize.cuh`).
 const UNIT: usize = 8;
 const UNITS: usize = 4;
 const THREADS: usize = 256;
 
-/// What wide loads ask of an address.
+/// Alignment of wide loads.
 const ALIGNMENT: u64 = 16;
 
-/// What libraries may work in where nobody gave them more.
+/// Workspace of libraries if none was provided.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
-/// The compute capability that computes in bf16.
+/// The first compute capability with bf16 arithmetic.
 const BF16_SINCE: (i32, i32) = (8, 0);
 
-/// One of our kernels, by which their module is found.
+/// Any of our kernels, by which their module is found.
 const ANY_KERNEL: &str = "finish_product_bf16";
 
-/// What is kept for one context, as long as the process lives.
+/// State of one context, which lives as long as the process.
 struct Card {
     module: Arc<CudaModule>,
     functions: Mutex<HashMap<String, CudaFunction>>,
-    /// Major and minor.
+    /// Major and minor version.
     compute_capability: (i32, i32),
-    /// Multiprocessors.
+    /// Number of multiprocessors.
     processors: usize,
     products: Arc<Mutex<product::Products>>,
-    /// Where the libraries work: address and bytes.
+    /// Workspace of libraries: address and bytes.
     workspace: OnceLock<(u64, usize)>,
     cudnn: OfCard,
 }
 
 impl Card {
-    /// The card of a device; its kernels are loaded when it is first asked for.
+    /// The state of a device; loads its kernels at the first call.
     fn of(device: &CudaDevice) -> Result<Arc<Card>> {
         static CARDS: LazyLock<Mutex<HashMap<usize, Arc<Card>>>> = LazyLock::new(Mutex::default);
         let stream = device.cuda_stream();
@@ -107,8 +106,8 @@ impl Card {
         Ok(card)
     }
 
-    /// Where a library may work for as long as a call of its takes: what the card was given for that when it was opened
-    /// (all work goes through one stream, so that it serves every library), or memory of our own, once.
+    /// Workspace for library calls: that which was allocated when the card was opened (all work uses one stream, so
+    /// one workspace serves all libraries), or a new one, once.
     fn workspace(&self, device: &CudaDevice) -> Result<(u64, usize)> {
         if let Some(workspace) = self.workspace.get() {
             return Ok(*workspace);
@@ -121,16 +120,16 @@ impl Card {
                 // SAFETY: a workspace is written before it is read.
                 let own = unsafe { device.alloc::<u8>(WORKSPACE_BYTES)? };
                 let address = own.device_ptr(&stream).0;
-                std::mem::forget(own); // as long as the process
+                std::mem::forget(own); // lives as long as the process
                 (address, WORKSPACE_BYTES)
             }
         };
         Ok(*self.workspace.get_or_init(|| workspace))
     }
 
-    /// Brings code to the card that stages are likely to launch: our kernels in the dtype that this card computes in, and
-    /// those of the products that processes before this one asked for.
-    fn bring_code(&self, device: &CudaDevice) -> Result<()> {
+    /// Loads code that stages are likely to launch: our kernels in the dtype that this card computes in, and those of
+    /// products that earlier processes used.
+    fn load_code(&self, device: &CudaDevice) -> Result<()> {
         let mut timeline = Timeline::begin("code brought ahead");
         let stream = device.cuda_stream();
         let context = stream.context();
@@ -166,11 +165,11 @@ impl Card {
         Ok(())
     }
 
-    /// Queues a kernel whose only argument is a structure, by value.
+    /// Enqueues a kernel whose only argument is a struct, by value.
     ///
     /// # Safety
-    /// The structure is laid out as the kernel's, and what its addresses point to is as large as it says, alive until
-    /// the stream has come by, and on the card of the stream.
+    /// The struct has the kernel's layout, and its addresses point to memory of the stated size, on the card of the
+    /// stream, that lives until the work on the stream is done.
     unsafe fn launch<A: DeviceRepr>(
         &self,
         stream: &CudaStream,
@@ -194,7 +193,7 @@ impl Card {
             block_dim: (threads, 1, 1),
             shared_mem_bytes: 0,
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's obligation.
         unsafe { launch.launch(config) }.w()?;
         Ok(())
     }
@@ -210,18 +209,18 @@ impl Card {
     }
 }
 
-/// Loads what is kept for a device's context: its kernels, and cuDNN where it is installed. Code that stages will launch
-/// is brought to the card meanwhile and afterwards, on a thread of its own.
+/// Loads the state of a device's context: its kernels, and cuDNN if it is installed. Code of kernels is loaded
+/// meanwhile, on a background thread.
 pub(crate) fn prepare(device: &CudaDevice) -> Result<()> {
     let card = Card::of(device)?;
     let of_thread = device.clone();
-    beside("code", move || card.bring_code(&of_thread));
+    spawn_background("code", move || card.load_code(&of_thread));
     has_cudnn(device)?;
     Ok(())
 }
 
-/// Does some work ahead on a thread of its own. Nothing fails by it.
-fn beside(name: &str, work: impl FnOnce() -> Result<()> + Send + 'static) {
+/// Runs best-effort work on a background thread.
+fn spawn_background(name: &str, work: impl FnOnce() -> Result<()> + Send + 'static) {
     let told = name.to_owned();
     let work = move || {
         if let Err(error) = work() {
@@ -234,13 +233,13 @@ fn beside(name: &str, work: impl FnOnce() -> Result<()> + Send + 'static) {
     }
 }
 
-/// Whether cuDNN is open for a device's context; it is opened at the first call.
+/// Whether cuDNN is open for a device's context; opens it at the first call.
 pub(crate) fn has_cudnn(device: &CudaDevice) -> Result<bool> {
     let opened = Card::of(device)?.cudnn.with(device, |_| Ok(()))?;
     Ok(opened.is_some())
 }
 
-/// Has plans of cuDNN made ahead, where it is installed.
+/// Compiles cuDNN plans ahead of time, if it is installed.
 pub(crate) fn make_plans(device: &CudaDevice, planned: &[Planned]) -> Result<()> {
     let card = Card::of(device)?;
     let asked = card
@@ -249,19 +248,19 @@ pub(crate) fn make_plans(device: &CudaDevice, planned: &[Planned]) -> Result<()>
     let fresh = asked.unwrap_or_default();
     if !fresh.is_empty() {
         let of_thread = device.clone();
-        beside("plans", move || card.cudnn.take_ahead(&of_thread, &fresh));
+        spawn_background("plans", move || card.cudnn.take_ahead(&of_thread, &fresh));
     }
     Ok(())
 }
 
-/// Numbers that our kernels write.
+/// Element types that our kernels write.
 trait Number: CudaDType + DeviceRepr + WithDType {}
 
 impl Number for f32 {}
 impl Number for f16 {}
 impl Number for bf16 {}
 
-/// [`crate::dequantize`] of a weight on a CUDA device. The weight was checked, and has a number.
+/// [`crate::dequantize`] on a CUDA device, of a validated weight that is not empty.
 pub(crate) fn dequantize(weight: &QuantizedWeight, dtype: DType) -> Result<Tensor> {
     match dtype {
         DType::F32 => dequantize_to::<f32>(weight),
@@ -273,14 +272,14 @@ pub(crate) fn dequantize(weight: &QuantizedWeight, dtype: DType) -> Result<Tenso
 
 fn dequantize_to<T: Number>(weight: &QuantizedWeight) -> Result<Tensor> {
     let device = weight.bytes.device().as_cuda_device()?;
-    // SAFETY: the kernel writes every number before anybody reads one: all work goes through this stream.
+    // SAFETY: the kernel writes every element before any is read: all work is on this stream.
     let out = unsafe { device.alloc::<T>(weight.shape.iter().product())? };
     let stream = device.cuda_stream();
     dequantize_to_address(weight, T::DTYPE, out.device_ptr(&stream).0)?;
     Ok(tensor(out, device, weight.shape.as_slice()))
 }
 
-/// The numbers of a weight, in f32, f16 or bf16, at an address of its card that has room for them.
+/// Dequantizes a weight to f32, f16 or bf16, at an address on its card that has space for it.
 pub(crate) fn dequantize_to_address(weight: &QuantizedWeight, dtype: DType, out: u64) -> Result<()> {
     let device = weight.bytes.device().as_cuda_device()?;
     let card = Card::of(device)?;
@@ -304,14 +303,15 @@ pub(crate) fn dequantize_to_address(weight: &QuantizedWeight, dtype: DType, out:
     launch.arg(&count);
     launch.arg(&width);
     launch.arg(&out);
-    // SAFETY: the arguments are those of `DEQUANTIZE_TO` in `kernels.cu`. The bytes are as many as format and shape say
-    // (`dequantize::checked`) and aligned; the result has room for every number; nothing is read or written beyond.
+    // SAFETY: the arguments are those of `DEQUANTIZE_TO` in `kernels.cu`. The bytes are as many as format and shape
+    // require (`dequantize::checked`) and aligned; the result has space for every element; nothing else is read or
+    // written.
     unsafe { launch.launch(blocks_of(numbers)) }.w()?;
     Ok(())
 }
 
-/// A launch with a thread for each [`UNITS`] of [`UNIT`] numbers. There are fewer than 2^32 of those, so the blocks can be
-/// counted.
+/// A launch with a thread per [`UNITS`] of [`UNIT`] elements. There are fewer than 2^32 of those, so the block count
+/// fits.
 fn blocks_of(numbers: usize) -> LaunchConfig {
     LaunchConfig {
         grid_dim: (numbers.div_ceil(UNITS * UNIT * THREADS) as u32, 1, 1),
@@ -320,14 +320,14 @@ fn blocks_of(numbers: usize) -> LaunchConfig {
     }
 }
 
-/// Where a part of a weight begins. A part that the format does not have is not read.
+/// Offset of a part of a weight. A part that the format lacks is not read.
 fn place_of(format: WeightFormat, rows: usize, columns: usize, wanted: WeightPart) -> usize {
     let layout = format.layout(rows, columns);
     let range = layout.into_iter().find(|(part, _)| *part == wanted);
     range.map_or(0, |(_, range)| range.start)
 }
 
-/// A format as the kernels' names have it.
+/// Suffix of a format in the kernels' names.
 fn kernel_of(format: WeightFormat) -> &'static str {
     match format {
         WeightFormat::Int8 => "int8",
@@ -351,7 +351,8 @@ fn kernel_of(format: WeightFormat) -> &'static str {
     }
 }
 
-/// The bytes of a weight where wide loads can be made. An allocation of its own, which every weight is, is so already.
+/// The bytes of a weight at an address aligned for wide loads. A separate allocation, as every weight is, needs no
+/// copy.
 fn aligned(bytes: &Tensor) -> Result<Tensor> {
     let is_aligned = {
         let (storage, layout) = bytes.storage_and_layout();
@@ -367,7 +368,7 @@ fn aligned(bytes: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// The numbers of a contiguous tensor on a CUDA device.
+/// A contiguous tensor on a CUDA device as a slice of elements.
 fn view<'a, T: CudaDType>(storage: &'a Storage, layout: &candle_core::Layout) -> Result<CudaView<'a, T>> {
     let (Storage::Cuda(storage), Some((start, end))) = (storage, layout.contiguous_offsets()) else {
         candle_core::bail!("a contiguous tensor on a CUDA device is expected");
@@ -379,8 +380,8 @@ fn address<T>(view: &CudaView<'_, T>, stream: &CudaStream) -> u64 {
     view.device_ptr(stream).0
 }
 
-/// The address of a tensor's first number on its card. Whoever uses it keeps the tensor until the work is queued: what is
-/// freed afterwards is freed in the order of the stream.
+/// Address of a tensor's first element. The caller keeps the tensor until the work is enqueued: memory freed
+/// afterwards is freed in stream order.
 pub(crate) fn address_of(x: &Tensor) -> Result<u64> {
     let device = x.device().as_cuda_device()?;
     let stream = device.cuda_stream();
@@ -401,7 +402,7 @@ pub(crate) fn address_of(x: &Tensor) -> Result<u64> {
     Ok(begin + (layout.start_offset() * x.dtype().size_in_bytes()) as u64)
 }
 
-/// A dtype as the kernels' names have it.
+/// Suffix of a dtype in the kernels' names.
 fn kernel_dtype(dtype: DType) -> Result<&'static str> {
     match dtype {
         DType::F32 => Ok("f32"),
@@ -411,7 +412,7 @@ fn kernel_dtype(dtype: DType) -> Result<&'static str> {
     }
 }
 
-/// A tensor over an allocation.
+/// A tensor that owns an allocation.
 fn tensor<T: CudaDType>(slice: CudaSlice<T>, device: &CudaDevice, shape: impl Into<Shape>) -> Tensor {
     let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(slice, device.clone()));
     Tensor::from_storage(storage, shape, BackpropOp::none(), false)

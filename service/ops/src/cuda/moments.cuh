@@ -1,5 +1,5 @@
-// Mean and squares of the groups of a map whose channels lie side by side, in two launches and without atomics: every
-// block gathers some positions, and a block for each group merges what they found, always in the same order.
+// Mean and squares of the groups of a channels-last map, in two launches and without atomics: blocks gather some
+// positions each, and a block per group merges their results, in a fixed order.
 #pragma once
 #include "numbers.cuh"
 
@@ -7,7 +7,7 @@ namespace moored {
 
 constexpr unsigned MOMENTS_THREADS = 256;
 
-// As `cuda/moments.rs` has it.
+// Mirrors the struct in `cuda/moments.rs`.
 struct MomentsArguments {
     void* x;            // T, positions at x_stride; written where y is there
     const void* y;      // T, positions at y_stride: added first; null: nothing is
@@ -25,7 +25,7 @@ struct MomentsArguments {
     float eps;
 };
 
-// Chan, Golub, LeVeque 1983: what two parts have together.
+// Merges two partial moments (Chan, Golub, LeVeque 1983).
 __device__ inline void merge_moments(float& count, float& mean, float& squares, float other_count, float other_mean,
                                      float other_squares) {
     if (other_count == 0) return;
@@ -35,8 +35,8 @@ __device__ inline void merge_moments(float& count, float& mean, float& squares, 
     count = total;
 }
 
-// A thread has UNIT channels of every lanes-th position. Sums are of distances from its first number, which keeps them
-// small whatever the mean is.
+// A thread has UNIT channels of every lanes-th position. Sums are of differences to its first element, which keeps
+// them small for any mean.
 template <class T, bool WIDE>
 __device__ inline void gather_moments(const MomentsArguments& a) {
     __shared__ float means[MOMENTS_THREADS * UNIT], squares[MOMENTS_THREADS * UNIT], counts[MOMENTS_THREADS];
@@ -56,7 +56,7 @@ __device__ inline void gather_moments(const MomentsArguments& a) {
                 read_unit<WIDE>(x, at, a.channels, number);
                 read_unit<WIDE>(static_cast<const T*>(a.y) + p * a.y_stride, at, a.channels, branch);
                 for (unsigned i = 0; i < UNIT; i++) {
-                    // What is measured is what is kept: rounded as it is kept.
+                    // Statistics are taken of the stored (rounded) value.
                     number[i] = to_f32(from_f32<T>(number[i] + (branch[i] + bias[i])));
                 }
                 write_unit<WIDE>(number, x, at, a.channels);
@@ -90,7 +90,7 @@ __device__ inline void gather_moments(const MomentsArguments& a) {
         if (unit == 0) counts[lane] = count;
     }
     __syncthreads();
-    // The lanes of a channel, then the channels of a group.
+    // Reduces over the lanes of a channel, then over the channels of a group.
     for (unsigned channel = threadIdx.x; channel < a.channels; channel += MOMENTS_THREADS) {
         float count = counts[0], mean = means[channel], square = squares[channel];
         for (unsigned l = 1; l < lanes; l++) {
@@ -115,7 +115,7 @@ __device__ inline void gather_moments(const MomentsArguments& a) {
     }
 }
 
-// A block merges one group, and makes factors and summands of its channels.
+// A block merges one group, and computes factors and summands of its channels.
 template <class T>
 __device__ inline void merge_groups(const MomentsArguments& a) {
     __shared__ float counts[MOMENTS_THREADS], means[MOMENTS_THREADS], squares[MOMENTS_THREADS];

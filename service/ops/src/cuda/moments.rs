@@ -8,17 +8,17 @@ use super::{ALIGNMENT, Card, UNIT, address_of, kernel_dtype};
 use crate::group_moments::{Affine, GroupNorm, Residual};
 use crate::place::Rows;
 
-/// Channels that a block has room for.
-const MOST_CHANNELS: usize = 2048;
+/// Maximum of channels that a block can process.
+const MAX_CHANNELS: usize = 2048;
 
-/// Blocks that gather at most, and positions that one is worth.
-const MOST_BLOCKS: usize = 1024;
+/// Maximum of blocks that gather, and positions per block.
+const MAX_BLOCKS: usize = 1024;
 const POSITIONS_OF_BLOCK: usize = 64;
 
-/// As `moments.cuh` has it.
+/// Mirrors the struct in `moments.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Arguments {
+struct MomentsArguments {
     x: u64,
     y: u64,
     y_bias: u64,
@@ -37,10 +37,10 @@ struct Arguments {
     eps: f32,
 }
 
-// SAFETY: plain data, laid out as C lays it out.
-unsafe impl DeviceRepr for Arguments {}
+// SAFETY: plain data with C layout.
+unsafe impl DeviceRepr for MomentsArguments {}
 
-/// Whether wide loads can be made of rows that begin here and are so far apart.
+/// Whether wide loads are possible for rows at this address with these strides.
 pub(super) fn is_wide(address: u64, strides: &[usize], channels: usize, dtype: DType) -> bool {
     let of = |stride: &usize| (stride * dtype.size_in_bytes()) as u64;
     channels.is_multiple_of(UNIT)
@@ -51,18 +51,18 @@ pub(super) fn is_wide(address: u64, strides: &[usize], channels: usize, dtype: D
             .all(|stride| stride.is_multiple_of(ALIGNMENT))
 }
 
-/// Shapes and dtypes were checked.
+/// Shapes and dtypes are validated by the caller.
 pub(crate) fn group_moments(x: &Tensor, add: Option<Residual<'_>>, norm: &GroupNorm<'_>) -> Result<Affine> {
     let channels = x.dim(candle_core::D::Minus1)?;
-    if channels > MOST_CHANNELS {
-        candle_core::bail!("moments of {channels} channels; {MOST_CHANNELS} are the most");
+    if channels > MAX_CHANNELS {
+        candle_core::bail!("moments of {channels} channels; {MAX_CHANNELS} are the most");
     }
     let dtype = kernel_dtype(x.dtype())?;
     let device = x.device().as_cuda_device()?;
     let (card, stream) = (Card::of(device)?, device.cuda_stream());
     let rows = Rows::of(x, channels)?;
     let positions = rows.rows;
-    let blocks = positions.div_ceil(POSITIONS_OF_BLOCK).min(MOST_BLOCKS);
+    let blocks = positions.div_ceil(POSITIONS_OF_BLOCK).min(MAX_BLOCKS);
     let of_block = positions.div_ceil(blocks);
     let blocks = positions.div_ceil(of_block);
     let partials = unwritten(&[blocks, norm.groups, 3], DType::F32, device)?;
@@ -71,7 +71,7 @@ pub(crate) fn group_moments(x: &Tensor, add: Option<Residual<'_>>, norm: &GroupN
         factors: unwritten(&[channels], DType::F32, device)?,
         summands: unwritten(&[channels], DType::F32, device)?,
     };
-    let mut arguments = Arguments {
+    let mut arguments = MomentsArguments {
         x: address_of(x)?,
         partials: address_of(&partials)?,
         weight: address_of(&weight)?,
@@ -85,7 +85,7 @@ pub(crate) fn group_moments(x: &Tensor, add: Option<Residual<'_>>, norm: &GroupN
         groups: norm.groups as u32,
         blocks: blocks as u32,
         eps: norm.eps as f32,
-        ..Arguments::default()
+        ..MomentsArguments::default()
     };
     let mut wide = is_wide(arguments.x, &[rows.row_stride], channels, x.dtype());
     if let Some(add) = add {
@@ -106,8 +106,8 @@ pub(crate) fn group_moments(x: &Tensor, add: Option<Residual<'_>>, norm: &GroupN
         }
     }
     let wide = if wide { "wide_" } else { "" };
-    // SAFETY: the arguments are laid out as the kernels', and say where tensors are that live until both are queued: of
-    // checked shapes, positions at their strides, partials for every block and group.
+    // SAFETY: the arguments have the kernels' layout, and point to tensors of validated shapes that live until both
+    // are enqueued, with positions at their strides, and partial results for every block and group.
     unsafe {
         let name = format!("gather_moments_{wide}{dtype}");
         card.launch(&stream, name, (blocks, 1, 1), 256, &arguments)?;

@@ -1,8 +1,8 @@
 // Residual, norm and modulation of rows, in one pass over memory: `x += gate * y`, then
 // `out = normalise(x) * weight + bias`, `* (1 + scale) + shift`. Statistics are in f32, the variance in a second pass over
-// registers. A block has a row at a time; its threads hold CHUNKS units of it each. Few threads with several units are faster
-// than many with one: a reduction waits for fewer warps, more blocks are on a processor, and each thread has more loads under
-// way.
+// registers. A block processes a row at a time; its threads hold CHUNKS units of it each. Few threads with several
+// units are faster than many with one: a reduction waits for fewer warps, more blocks are resident on a
+// multiprocessor, and each thread has more loads in flight.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -10,7 +10,7 @@
 
 namespace moored {
 
-// As `cuda/norm.rs` has it. Addresses may be null where it is said.
+// Mirrors the struct in `cuda/norm.rs`. Addresses may be null where noted.
 struct NormArguments {
     void* x;             // X, [batch, rows, columns] with strides; written where y is there
     const void* y;       // T, the branch; null: none
@@ -31,8 +31,8 @@ struct NormArguments {
     unsigned is_tanh;    // the gate is tanh of what is given
 };
 
-// What rows are multiplied by or what is added to them, the same for all rows of a batch. A thread keeps its part where it has
-// few units (`KEEPS`), else it reads it again for each row.
+// A vector applied to all rows of a batch item. A thread keeps its part in registers if it has few units (`KEEPS`),
+// else it reads it for each row.
 template <class T, bool WIDE, int CHUNKS, bool KEEPS>
 struct Vector {
     const T* numbers;
@@ -58,10 +58,10 @@ struct Vector {
     }
 };
 
-// A block has the rows `blockIdx.x`, `blockIdx.x + gridDim.x`, .. of the batch `blockIdx.y`.
+// A block has the rows `blockIdx.x`, `blockIdx.x + gridDim.x`, .. of the batch item `blockIdx.y`.
 template <class X, class T, bool WIDE, int CHUNKS>
 __device__ inline void norm(const NormArguments& a) {
-    // Vectors of few units are kept in registers, and the next row is read while one is computed.
+    // With few units, vectors are kept in registers, and the next row is prefetched.
     constexpr bool KEEPS = WIDE && CHUNKS < 4 && sizeof(X) == 2;
     __shared__ float warps[32];
     const unsigned batch = blockIdx.y;
@@ -124,7 +124,7 @@ __device__ inline void norm(const NormArguments& a) {
                     for (unsigned i = 0; i < UNIT; i++) branch[c][i] *= a.is_tanh ? tanhf(by[i]) : by[i];
                 }
                 for (unsigned i = 0; i < UNIT; i++) {
-                    // What is normalised is what is kept: rounded as it is kept. Units beyond the row stay 0.
+                    // The stored (rounded) value is normalized. Units beyond the row stay 0.
                     const float sum = at + i < a.columns ? numbers[c][i] + branch[c][i] : 0.0f;
                     numbers[c][i] = to_f32(from_f32<X>(sum));
                 }
@@ -145,7 +145,7 @@ __device__ inline void norm(const NormArguments& a) {
         for (int c = 0; c < CHUNKS; c++) {
             const unsigned at = (c * blockDim.x + threadIdx.x) * UNIT;
             for (unsigned i = 0; i < UNIT; i++) {
-                // Units beyond the row are no part of it.
+                // Units beyond the row are excluded.
                 const float apart = at + i < a.columns ? numbers[c][i] - mean : 0.0f;
                 square += apart * apart;
             }
@@ -180,7 +180,7 @@ __device__ inline void norm(const NormArguments& a) {
             }
         }
         if (!a.out_scales) continue;
-        // As `quantize_rows` does it.
+        // As in `quantize_rows`.
         const float step = most_of_block(most, warps) / 448.0f;
         const float by = step < 1.2e-38f ? 0.0f : 1.0f / step;
         const size_t of_all = static_cast<size_t>(batch) * a.rows + row;
@@ -207,7 +207,7 @@ __device__ inline void norm(const NormArguments& a) {
     extern "C" __global__ void __launch_bounds__(__VA_ARGS__) norm_##name##_##wide##_##CHUNKS(moored::NormArguments a) {   \
         moored::norm<X, T, WIDE, CHUNKS>(a);                                                                           \
     }
-// Threads, and blocks that a processor should have at once, as `cuda/norm.rs` has them.
+// Block size, and resident blocks per multiprocessor, as in `cuda/norm.rs`.
 #define NORM(name, X, T)                        \
     NORM_OF(name, X, T, wide, true, 1, 128, 3)  \
     NORM_OF(name, X, T, wide, true, 2, 128, 3)  \

@@ -1,4 +1,4 @@
-//! [`crate::norm_modulate`] and its like on a CUDA device.
+//! [`crate::norm_modulate`] and related operations on a CUDA device.
 
 use candle_core::{D, DType, Result, Tensor};
 use cudarc::driver::DeviceRepr;
@@ -7,21 +7,21 @@ use super::{ALIGNMENT, Card, UNIT, address_of, kernel_dtype};
 use crate::norm::{Activation, Branch, Norm, Pass, dtypes};
 use crate::place::Rows;
 
-/// Threads of a block that a row should have, and the most that it may have.
+/// Preferred and maximum threads per row.
 const FEW_THREADS: usize = 128;
-const MOST_THREADS: usize = 512;
+const MAX_THREADS: usize = 512;
 
-/// Blocks that a processor of the card has at once: registers of the kernel for 128 threads and three units.
+/// Resident blocks per multiprocessor: limited by the registers of the kernel with 128 threads and three units.
 const BLOCKS_OF_PROCESSOR: usize = 3;
 
-/// Units that a thread holds of a long row, and of the longest.
+/// Units per thread of a long row, and of the longest.
 const LONG: usize = 4;
 const LONGEST: usize = 8;
 
-/// As `norm.cuh` has it.
+/// Mirrors the struct in `norm.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Arguments {
+struct NormArguments {
     x: u64,
     y: u64,
     gate: u64,
@@ -48,22 +48,22 @@ struct Arguments {
     is_tanh: u32,
 }
 
-// SAFETY: plain data, laid out as C lays it out.
-unsafe impl DeviceRepr for Arguments {}
+// SAFETY: plain data with C layout.
+unsafe impl DeviceRepr for NormArguments {}
 
 /// The layout of the tensors that a pass reads, and whether all of them allow wide loads.
-struct RowLayout {
+struct NormLayout {
     columns: usize,
     batch: usize,
     is_wide: bool,
 }
 
-impl RowLayout {
-    /// Address, and distances of batches and rows.
+impl NormLayout {
+    /// Address, and strides of batch items and rows.
     fn rows(&mut self, x: &Tensor) -> Result<(u64, u64, u64)> {
         let rows = Rows::of(x, self.columns)?;
         if rows.count() == 1 {
-            // One for all.
+            // Broadcast to all rows.
             let address = address_of(x)?;
             self.align(address, &[], x.dtype());
             return Ok((address, 0, 0));
@@ -79,7 +79,7 @@ impl RowLayout {
         Ok((address, batch_stride as u64, rows.row_stride as u64))
     }
 
-    /// Address of a vector `[b, d]` or `[d]`, and the distance of batches. 0 for none.
+    /// Address of a vector `[b, d]` or `[d]`, and its batch stride. Zero for `None`.
     fn vector(&mut self, vector: Option<&Tensor>, dtype: DType) -> Result<(u64, u64)> {
         let Some(vector) = vector else {
             return Ok((0, 0));
@@ -107,7 +107,7 @@ impl RowLayout {
     }
 }
 
-/// One pass, which was checked.
+/// Runs one validated pass.
 pub(crate) fn norm(pass: &Pass<'_>) -> Result<()> {
     let columns = pass.x.dim(D::Minus1)?;
     if pass.x.elem_count() == 0 {
@@ -132,14 +132,14 @@ pub(crate) fn norm(pass: &Pass<'_>) -> Result<()> {
     for vector in vectors.into_iter().flatten() {
         batch = batch.max(vector.dim(0)?);
     }
-    let mut layout = RowLayout {
+    let mut layout = NormLayout {
         columns,
         batch,
         is_wide: columns.is_multiple_of(UNIT),
     };
-    let mut arguments = Arguments {
+    let mut arguments = NormArguments {
         columns: columns as u32,
-        ..Arguments::default()
+        ..NormArguments::default()
     };
     let a = &mut arguments;
     (a.x, a.x_batch, a.x_row) = layout.rows(pass.x)?;
@@ -179,14 +179,14 @@ pub(crate) fn norm(pass: &Pass<'_>) -> Result<()> {
     let units = columns.div_ceil(UNIT);
     let chunks = match units.div_ceil(FEW_THREADS) {
         few @ 0..LONG if layout.is_wide => few,
-        _ if units <= LONG * MOST_THREADS => LONG,
+        _ if units <= LONG * MAX_THREADS => LONG,
         _ => LONGEST,
     };
     let threads = units.div_ceil(chunks).next_multiple_of(32);
-    if threads > MOST_THREADS {
+    if threads > MAX_THREADS {
         candle_core::bail!(
             "a norm over {columns} numbers: at most {} fit",
-            MOST_THREADS * LONGEST * UNIT
+            MAX_THREADS * LONGEST * UNIT
         );
     }
     let name = format!(
@@ -197,11 +197,11 @@ pub(crate) fn norm(pass: &Pass<'_>) -> Result<()> {
     );
     let device = pass.x.device().as_cuda_device()?;
     let card = Card::of(device)?;
-    // Every block has as many rows, to a row.
+    // Rows are distributed evenly over the blocks.
     let at_once = (BLOCKS_OF_PROCESSOR * card.processors).div_ceil(batch);
     let blocks = rows.div_ceil(rows.div_ceil(at_once).max(1));
-    // SAFETY: the structure is that of `norm.cuh`, and the kernel keeps to the rows, columns and distances that were read
-    // off the tensors, which are of these dtypes. The caller has them for as long as the call lasts.
+    // SAFETY: the structure mirrors `norm.cuh`, and the kernel stays within the rows, columns and strides of the
+    // tensors, which have these dtypes. The caller keeps them for the duration of the call.
     unsafe {
         card.launch(
             &device.cuda_stream(),

@@ -1,4 +1,4 @@
-// Numbers of f32, f16 and bf16 as f32: eight at a time where they are aligned to 16 bytes, else one at a time.
+// Loads and stores of f32, f16 and bf16 as f32: eight at a time if aligned to 16 bytes, else one at a time.
 #pragma once
 #include <cmath>
 
@@ -25,14 +25,14 @@ __device__ inline __nv_bfloat16 from_f32<__nv_bfloat16>(float number) {
     return __float2bfloat16_rn(number);
 }
 
-// UNIT numbers from `from`, which is aligned to 16 bytes, as they are.
+// UNIT elements from `from`, aligned to 16 bytes, unconverted.
 template <class T>
 __device__ inline void load_numbers(const T* from, T* to) {
     load<uint4>(from, to);
     if constexpr (sizeof(T) == 4) load<uint4>(from + 4, to + 4);
 }
 
-// The same as f32.
+// UNIT elements as f32.
 template <class T>
 __device__ inline void read_wide(const T* from, float* to) {
     T numbers[UNIT];
@@ -52,7 +52,7 @@ __device__ inline void write_wide(const float* from, T* to) {
     }
 }
 
-// Up to UNIT numbers of a row that has `columns`; those beyond it are 0. WIDE: the row is aligned to 16 bytes and its
+// Up to UNIT elements of a row of `columns`; those beyond it are 0. WIDE: the row is aligned to 16 bytes and its
 // columns are a multiple of UNIT.
 template <bool WIDE, class T>
 __device__ inline void read_unit(const T* row, unsigned at, unsigned columns, float* to) {
@@ -86,8 +86,8 @@ __device__ inline float most_of_warp(float value) {
     return value;
 }
 
-// What `of_warp` makes of a block of whole warps, in every thread, always in the same order. `warps` holds one number a warp;
-// `nothing` stands where there is no warp.
+// Block-wide reduction by `of_warp`, in a fixed order, with the result in every thread. `warps` has one element per
+// warp; `nothing` is the neutral element.
 template <float (*of_warp)(float)>
 __device__ inline float of_block(float value, float* warps, float nothing) {
     value = of_warp(value);

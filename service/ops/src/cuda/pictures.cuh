@@ -1,10 +1,10 @@
-// Between maps whose channels lie side by side and what comes in and goes out: planes in f32, and bytes.
+// Conversion between channels-last maps and f32 planes or 8-bit images.
 #pragma once
 #include "numbers.cuh"
 
 namespace moored {
 
-// As `cuda/pictures.rs` has it.
+// Mirrors the struct in `cuda/pictures.rs`.
 struct PictureArguments {
     const void* x;
     void* out;
@@ -52,7 +52,7 @@ __device__ inline void bytes_to_map(const PictureArguments& a) {
     static_cast<T*>(a.out)[i] = from_f32<T>(2.0f * level - 1.0f);
 }
 
-// `[positions, channels]` windows: `x` goes over from `before` as the share of the place grows.
+// `[positions, channels]` views: blends from `before` to `x` by position.
 struct BlendArguments {
     const void* before;  // T
     void* x;             // T

@@ -1,4 +1,4 @@
-//! Pictures and latents on a CUDA device ([`crate::map_to_planes()`] and its like).
+//! Conversion of images and latents on a CUDA device ([`crate::map_to_planes()`] and related operations).
 
 use candle_core::{CudaDevice, DType, Result, Tensor};
 use cudarc::driver::DeviceRepr;
@@ -9,36 +9,36 @@ use crate::place::Rows;
 
 const THREADS: usize = 256;
 
-/// As `pictures.cuh` has it.
+/// Mirrors the struct in `pictures.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Arguments {
+struct ConversionArguments {
     x: u64,
     out: u64,
-    strange: u64,
+    not_finite: u64,
     positions: u64,
     channels: u32,
     factor: f32,
     summand: f32,
 }
 
-// SAFETY: plain data, laid out as C lays it out.
-unsafe impl DeviceRepr for Arguments {}
+// SAFETY: plain data with C layout.
+unsafe impl DeviceRepr for ConversionArguments {}
 
-/// A pass from one contiguous tensor to another of as many numbers.
-struct Pass<'a> {
+/// A pass from one contiguous tensor to another with as many elements.
+struct ConversionPass<'a> {
     kernel: &'static str,
-    /// The dtype of the map among them.
+    /// The dtype of whichever of them is the map.
     dtype: DType,
     x: &'a Tensor,
     out: &'a Tensor,
-    /// u32, of one number.
-    strange: Option<&'a Tensor>,
+    /// u32 flag of one element, set if a value is not finite.
+    not_finite: Option<&'a Tensor>,
     channels: usize,
     affine: (f64, f64),
 }
 
-impl Pass<'_> {
+impl ConversionPass<'_> {
     fn run(self, device: &CudaDevice) -> Result<()> {
         let numbers = self.out.elem_count();
         let fits = self.x.elem_count() == numbers && self.x.is_contiguous() && self.out.is_contiguous();
@@ -50,10 +50,10 @@ impl Pass<'_> {
                 self.out.dims()
             );
         }
-        let arguments = Arguments {
+        let arguments = ConversionArguments {
             x: address_of(self.x)?,
             out: address_of(self.out)?,
-            strange: self.strange.map(address_of).transpose()?.unwrap_or(0),
+            not_finite: self.not_finite.map(address_of).transpose()?.unwrap_or(0),
             positions: (numbers / self.channels) as u64,
             channels: self.channels as u32,
             factor: self.affine.0 as f32,
@@ -61,31 +61,31 @@ impl Pass<'_> {
         };
         let name = format!("{}_{}", self.kernel, kernel_dtype(self.dtype)?);
         let grid = (numbers.div_ceil(THREADS), 1, 1);
-        // SAFETY: the arguments are laid out as the kernel's, and say where as many numbers are read and written; the
-        // tensors live until this is queued.
+        // SAFETY: the arguments have the kernel's layout, and point to equally many elements that are read and
+        // written; the tensors live until this is enqueued.
         unsafe { Card::of(device)?.launch(&device.cuda_stream(), name, grid, THREADS, &arguments) }
     }
 }
 
-/// A zero that a kernel may set.
-fn no_strange(device: &CudaDevice) -> Result<Tensor> {
+/// A zeroed flag for a kernel to set.
+fn cleared_flag(device: &CudaDevice) -> Result<Tensor> {
     Ok(tensor(device.alloc_zeros::<u32>(1)?, device, 1))
 }
 
-fn is_finite(strange: &Tensor) -> Result<bool> {
-    Ok(strange.to_vec1::<u32>()? == [0])
+fn is_finite(not_finite: &Tensor) -> Result<bool> {
+    Ok(not_finite.to_vec1::<u32>()? == [0])
 }
 
 pub(crate) fn planes_to_map(planes: &Tensor, affine: (f64, f64), dtype: DType) -> Result<Tensor> {
     let (_, channels, height, width) = planes.dims4()?;
     let device = planes.device().as_cuda_device()?;
     let out = unwritten(&[height, width, channels], dtype, device)?;
-    let pass = Pass {
+    let pass = ConversionPass {
         kernel: "planes_to_map",
         dtype,
         x: planes,
         out: &out,
-        strange: None,
+        not_finite: None,
         channels,
         affine,
     };
@@ -96,51 +96,51 @@ pub(crate) fn planes_to_map(planes: &Tensor, affine: (f64, f64), dtype: DType) -
 pub(crate) fn map_to_planes(map: &Tensor) -> Result<(Tensor, bool)> {
     let (height, width, channels) = map.dims3()?;
     let device = map.device().as_cuda_device()?;
-    let (out, strange) = (
+    let (out, not_finite) = (
         unwritten(&[1, channels, height, width], DType::F32, device)?,
-        no_strange(device)?,
+        cleared_flag(device)?,
     );
-    let pass = Pass {
+    let pass = ConversionPass {
         kernel: "map_to_planes",
         dtype: map.dtype(),
         x: map,
         out: &out,
-        strange: Some(&strange),
+        not_finite: Some(&not_finite),
         channels,
         affine: (1.0, 0.0),
     };
     pass.run(device)?;
-    Ok((out, is_finite(&strange)?))
+    Ok((out, is_finite(&not_finite)?))
 }
 
 pub(crate) fn map_to_bytes(map: &Tensor) -> Result<(Vec<u8>, bool)> {
     let device = map.device().as_cuda_device()?;
-    let (out, strange) = (
+    let (out, not_finite) = (
         unwritten(&[map.elem_count()], DType::U8, device)?,
-        no_strange(device)?,
+        cleared_flag(device)?,
     );
-    let pass = Pass {
+    let pass = ConversionPass {
         kernel: "map_to_bytes",
         dtype: map.dtype(),
         x: map,
         out: &out,
-        strange: Some(&strange),
+        not_finite: Some(&not_finite),
         channels: map.dim(candle_core::D::Minus1)?,
         affine: (1.0, 0.0),
     };
     pass.run(device)?;
-    Ok((out.to_vec1::<u8>()?, is_finite(&strange)?))
+    Ok((out.to_vec1::<u8>()?, is_finite(&not_finite)?))
 }
 
 pub(crate) fn bytes_to_map(bytes: &Tensor, shape: &[usize], dtype: DType) -> Result<Tensor> {
     let device = bytes.device().as_cuda_device()?;
     let out = unwritten(shape, dtype, device)?;
-    let pass = Pass {
+    let pass = ConversionPass {
         kernel: "bytes_to_map",
         dtype,
         x: bytes,
         out: &out,
-        strange: None,
+        not_finite: None,
         channels: shape[shape.len() - 1],
         affine: (1.0, 0.0),
     };
@@ -148,7 +148,7 @@ pub(crate) fn bytes_to_map(bytes: &Tensor, shape: &[usize], dtype: DType) -> Res
     Ok(out)
 }
 
-/// As `pictures.cuh` has it.
+/// Mirrors the struct in `pictures.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct BlendArguments {
@@ -162,10 +162,10 @@ struct BlendArguments {
     by_row: u32,
 }
 
-// SAFETY: plain data, laid out as C lays it out.
+// SAFETY: plain data with C layout.
 unsafe impl DeviceRepr for BlendArguments {}
 
-/// Shapes and dtypes were checked.
+/// Shapes and dtypes are validated by the caller.
 pub(crate) fn blend(before: &Tensor, x: &Tensor, by_row: bool) -> Result<()> {
     let (rows, columns, channels) = x.dims3()?;
     let width = columns * channels;
@@ -183,7 +183,7 @@ pub(crate) fn blend(before: &Tensor, x: &Tensor, by_row: bool) -> Result<()> {
     let device = x.device().as_cuda_device()?;
     let name = format!("blend_{}", kernel_dtype(x.dtype())?);
     let grid = ((rows * width).div_ceil(THREADS), 1, 1);
-    // SAFETY: the arguments are laid out as the kernel's, and say where windows of these sides are, at their strides; both
-    // tensors live until this is queued.
+    // SAFETY: the arguments have the kernel's layout, and describe views of these dimensions at their strides; both
+    // tensors live until this is enqueued.
     unsafe { Card::of(device)?.launch(&device.cuda_stream(), name, grid, THREADS, &arguments) }
 }

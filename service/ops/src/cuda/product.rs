@@ -1,9 +1,9 @@
-//! Products of rows with a weight through cuBLASLt: full precision, and fp8 by fp8 on the card's own units (compute
-//! capability 8.9 and more). The result is written where it belongs, bias and GELU come with it.
+//! Matrix products with a weight through cuBLASLt: full precision, and native fp8 (compute capability 8.9 and later).
+//! The result is written directly to its destination, with bias and GELU in the epilogue.
 //!
-//! In fp8 each row of `x` is quantized by its own absolute maximum, so that the result is within a few hundredths of the
-//! product with the same weight dequantized: four bits of each number of `x` are what is lost. Sums are in f32, those of
-//! Hopper's units in a little less (`FAST_ACCUM`).
+//! In fp8 each row of `x` is quantized by its absolute maximum, so that the result is within a few hundredths of the
+//! product with the dequantized weight: `x` loses precision to four significant bits. Accumulation is in f32, on
+//! Hopper with slightly less precision (`FAST_ACCUM`).
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_void;
@@ -24,69 +24,69 @@ use sys::cublasLtMatmulDescAttributes_t as Attribute;
 use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
 use sys::cublasLtMatrixLayoutAttribute_t as LayoutAttribute;
 
-/// Plans that are remembered at most.
+/// Capacity of the in-memory cache of plans.
 const REMEMBERED: usize = 4096;
 
-/// Products that are kept beyond this process, those that came last: some models' in some sizes.
+/// Capacity of the on-disk list of recent products: some models in some sizes.
 const KEPT: usize = 96;
 
-/// How long further products are waited for before they are kept.
+/// Delay before the list is written, to batch further products.
 const KEPT_AFTER: Duration = Duration::from_millis(50);
 
-/// The alignment beyond which nothing is gained, in bytes.
-const MOST_ALIGNED: u64 = 256;
+/// Alignment beyond which cuBLASLt gains nothing, in bytes.
+const MAX_ALIGNMENT: u64 = 256;
 
-/// What operands and results are.
+/// Dtypes of operands and result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Numbers {
+pub(super) enum ProductTypes {
     F32,
     F16,
     Bf16,
-    /// e4m3 by e4m3 to this dtype. `by_rows`: a scale for each row of `x` and of the weight is applied within.
+    /// e4m3 by e4m3 to this dtype. `by_rows`: scales per row of `x` and of the weight are applied within the product.
     Fp8 {
         is_bf16: bool,
         by_rows: bool,
     },
 }
 
-impl Numbers {
-    /// Of operands, and of the result.
+impl ProductTypes {
+    /// Types of the operands, and of the result.
     fn types(self) -> (sys::cudaDataType_t, sys::cudaDataType_t) {
         use sys::cudaDataType_t::{CUDA_R_8F_E4M3, CUDA_R_16BF, CUDA_R_16F, CUDA_R_32F};
         match self {
-            Numbers::F32 => (CUDA_R_32F, CUDA_R_32F),
-            Numbers::F16 => (CUDA_R_16F, CUDA_R_16F),
-            Numbers::Bf16 => (CUDA_R_16BF, CUDA_R_16BF),
-            Numbers::Fp8 { is_bf16: true, .. } => (CUDA_R_8F_E4M3, CUDA_R_16BF),
-            Numbers::Fp8 { is_bf16: false, .. } => (CUDA_R_8F_E4M3, CUDA_R_16F),
+            ProductTypes::F32 => (CUDA_R_32F, CUDA_R_32F),
+            ProductTypes::F16 => (CUDA_R_16F, CUDA_R_16F),
+            ProductTypes::Bf16 => (CUDA_R_16BF, CUDA_R_16BF),
+            ProductTypes::Fp8 { is_bf16: true, .. } => (CUDA_R_8F_E4M3, CUDA_R_16BF),
+            ProductTypes::Fp8 { is_bf16: false, .. } => (CUDA_R_8F_E4M3, CUDA_R_16F),
         }
     }
 }
 
-/// What is done to a sum before it is written.
+/// Epilogue of a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Finish {
+pub(super) enum ProductEpilogue {
     Nothing,
     Bias,
     GeluTanh,
     BiasGeluTanh,
 }
 
-impl Finish {
+impl ProductEpilogue {
     fn epilogue(self) -> sys::cublasLtEpilogue_t {
         use sys::cublasLtEpilogue_t as Epilogue;
         match self {
-            Finish::Nothing => Epilogue::CUBLASLT_EPILOGUE_DEFAULT,
-            Finish::Bias => Epilogue::CUBLASLT_EPILOGUE_BIAS,
-            Finish::GeluTanh => Epilogue::CUBLASLT_EPILOGUE_GELU,
-            Finish::BiasGeluTanh => Epilogue::CUBLASLT_EPILOGUE_GELU_BIAS,
+            ProductEpilogue::Nothing => Epilogue::CUBLASLT_EPILOGUE_DEFAULT,
+            ProductEpilogue::Bias => Epilogue::CUBLASLT_EPILOGUE_BIAS,
+            ProductEpilogue::GeluTanh => Epilogue::CUBLASLT_EPILOGUE_GELU,
+            ProductEpilogue::BiasGeluTanh => Epilogue::CUBLASLT_EPILOGUE_GELU_BIAS,
         }
     }
 }
 
-/// `[batch, tokens, inputs]` by `[outputs, inputs]` to `[batch, tokens, outputs]`, with distances in numbers.
+/// `[batch, tokens, inputs]` by `[outputs, inputs]` to `[batch, tokens, outputs]`, with strides in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Shape {
+pub(super) struct ProductShape {
     pub(super) batch: usize,
     pub(super) tokens: usize,
     pub(super) inputs: usize,
@@ -95,17 +95,17 @@ pub(super) struct Shape {
     pub(super) x_batch: usize,
     pub(super) out_row: usize,
     pub(super) out_batch: usize,
-    /// From the weight of one of the batch to the next; 0 for one weight.
+    /// Batch stride of the weight; 0 for a shared weight.
     pub(super) weight_batch: usize,
     pub(super) bias_batch: usize,
-    pub(super) numbers: Numbers,
-    pub(super) finish: Finish,
+    pub(super) numbers: ProductTypes,
+    pub(super) finish: ProductEpilogue,
 }
 
-impl Shape {
-    /// All its counts and distances, in the order of its fields.
+impl ProductShape {
+    /// All dimensions and strides, in the order of the fields.
     fn sides(&self) -> [usize; 10] {
-        let Shape {
+        let ProductShape {
             batch,
             tokens,
             inputs,
@@ -134,77 +134,77 @@ impl Shape {
     }
 }
 
-/// What numbers can be, and how products are finished, in the order in which kept products count them.
-const KINDS: [Numbers; 7] = [
-    Numbers::F32,
-    Numbers::F16,
-    Numbers::Bf16,
-    Numbers::Fp8 {
+/// Dtypes and epilogues, in the order by which the on-disk list numbers them.
+const KINDS: [ProductTypes; 7] = [
+    ProductTypes::F32,
+    ProductTypes::F16,
+    ProductTypes::Bf16,
+    ProductTypes::Fp8 {
         is_bf16: false,
         by_rows: false,
     },
-    Numbers::Fp8 {
+    ProductTypes::Fp8 {
         is_bf16: false,
         by_rows: true,
     },
-    Numbers::Fp8 {
+    ProductTypes::Fp8 {
         is_bf16: true,
         by_rows: false,
     },
-    Numbers::Fp8 {
+    ProductTypes::Fp8 {
         is_bf16: true,
         by_rows: true,
     },
 ];
-const FINISHES: [Finish; 4] = [
-    Finish::Nothing,
-    Finish::Bias,
-    Finish::GeluTanh,
-    Finish::BiasGeluTanh,
+const FINISHES: [ProductEpilogue; 4] = [
+    ProductEpilogue::Nothing,
+    ProductEpilogue::Bias,
+    ProductEpilogue::GeluTanh,
+    ProductEpilogue::BiasGeluTanh,
 ];
 
-/// Where everything is on the card.
+/// Addresses of the operands.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct At {
     pub(super) weight: u64,
     pub(super) x: u64,
     pub(super) out: u64,
     pub(super) bias: Option<u64>,
-    /// Of rows of the weight, and of `x`.
+    /// Scales of the rows of the weight, and of `x`.
     pub(super) scales: Option<(u64, u64)>,
-    /// The sum is multiplied by it.
+    /// The sum is multiplied by this.
     pub(super) factor: f32,
     /// Address and bytes.
     pub(super) workspace: (u64, usize),
 }
 
-/// What cuBLASLt chooses an algorithm by: the product, and how the weight, `x` and the result are aligned, in bytes.
-type Key = (Shape, [u32; 3]);
+/// Key of a plan: the product, and the alignments of the weight, `x` and the result, in bytes.
+type Key = (ProductShape, [u32; 3]);
 
-/// cuBLASLt of one context, and what it chose for each shape.
+/// cuBLASLt of one context, with a cache of plans by shape.
 pub(super) struct Products {
     handle: sys::cublasLtHandle_t,
-    /// None where it has no algorithm.
-    plans: HashMap<Key, Option<Plan>>,
-    /// Where products are kept beyond this process, and under which key; if they are.
+    /// `None` for a product without an algorithm.
+    plans: HashMap<Key, Option<ProductPlan>>,
+    /// The folder of the on-disk list, and its key there; `None` if it is not persisted.
     folder: Option<(Folder, String)>,
-    /// Those that are kept, or to be.
+    /// Products in the on-disk list, written or not yet.
     kept: VecDeque<Key>,
-    /// Whether there are further ones than those that are written.
+    /// Whether there are products that are not written yet.
     has_further: bool,
     /// Whether a thread is about to write them.
     has_writer: bool,
 }
 
-// SAFETY: a handle and what is made for it may be used from any thread, one at a time: it is behind a mutex. It lives as
-// long as the process.
+// SAFETY: the handle and its descriptors may be used from any thread, one at a time: they are behind a mutex. It
+// lives as long as the process.
 unsafe impl Send for Products {}
 
 impl Products {
     pub(super) fn new(context: &Arc<CudaContext>) -> Result<Products> {
         context.bind_to_thread().w()?;
         let handle = result::create_handle().map_err(failed)?;
-        // SAFETY: it takes nothing and gives a number.
+        // SAFETY: it takes nothing and returns a number.
         let version = unsafe { sys::cublasLtGetVersion() };
         let (major, minor) = context.compute_capability().w()?;
         let key = format!(
@@ -221,7 +221,7 @@ impl Products {
         })
     }
 
-    /// Products of processes before this one, which asked for them last.
+    /// The recent products of earlier processes.
     pub(super) fn of_before(&mut self) -> Vec<Key> {
         let text = self.folder.as_ref().and_then(|(folder, key)| folder.read(key));
         let text = String::from_utf8(text.unwrap_or_default()).unwrap_or_default();
@@ -231,7 +231,7 @@ impl Products {
         keys
     }
 
-    /// Has cuBLASLt choose an algorithm for a product, and the code of its kernels brought to the card.
+    /// Chooses cuBLASLt's algorithm for a product, and loads the code of its kernels to the card.
     pub(super) fn choose_ahead(
         &mut self,
         key: &Key,
@@ -242,15 +242,19 @@ impl Products {
             return Ok(());
         }
         let (shape, _) = key;
-        // Nothing of it is computed, and no address is followed.
+        // Nothing is computed, and no address is dereferenced.
         let everywhere = workspace.0;
         let at = At {
             weight: everywhere,
             x: everywhere,
             out: everywhere,
-            bias: matches!(shape.finish, Finish::Bias | Finish::BiasGeluTanh).then_some(everywhere),
+            bias: matches!(
+                shape.finish,
+                ProductEpilogue::Bias | ProductEpilogue::BiasGeluTanh
+            )
+            .then_some(everywhere),
             scales: match shape.numbers {
-                Numbers::Fp8 { by_rows: true, .. } => Some((everywhere, everywhere)),
+                ProductTypes::Fp8 { by_rows: true, .. } => Some((everywhere, everywhere)),
                 _ => None,
             },
             factor: 1.0,
@@ -260,13 +264,13 @@ impl Products {
             return Ok(());
         };
         let mut outcome = Ok(());
-        // SAFETY: it is recorded, and never runs.
+        // SAFETY: the work is captured, and never runs.
         let queue = || outcome = unsafe { plan.queue(&at, recorder.stream()) };
         recorder.load_queued(queue).w()?;
         outcome
     }
 
-    /// Has a thread write down which products there are, soon, where further ones came.
+    /// Starts a thread that writes the list soon, if there are new products.
     pub(super) fn write_soon(&mut self, this: &Arc<Mutex<Products>>) {
         if !self.has_further || self.has_writer || self.folder.is_none() {
             return;
@@ -291,36 +295,41 @@ impl Products {
         }
     }
 
-    /// The plan of a product, made when it is first asked for; `None` where cuBLASLt has no algorithm.
-    fn plan(&mut self, key: &Key, at: &At) -> Result<Option<&Plan>> {
+    /// The plan of a product, made at its first use; `None` if cuBLASLt has no algorithm.
+    fn plan(&mut self, key: &Key, at: &At) -> Result<Option<&ProductPlan>> {
         if !self.plans.contains_key(key) {
             if self.plans.len() >= REMEMBERED {
                 self.plans.clear();
             }
             let (shape, alignments) = key;
-            let plan = Plan::new(self.handle, shape, *alignments, at).map_err(failed)?;
+            let plan = ProductPlan::new(self.handle, shape, *alignments, at).map_err(failed)?;
             self.plans.insert(*key, plan);
         }
         Ok(self.plans.get(key).and_then(Option::as_ref))
     }
 
-    /// Queues a product. `false` where cuBLASLt has no algorithm for it, and nothing was done.
+    /// Enqueues a product. Returns `false` if cuBLASLt has no algorithm for it; nothing is done then.
     ///
     /// # Safety
-    /// The addresses are on the card of the stream, and what is there is as the shape says.
-    pub(super) unsafe fn multiply(&mut self, shape: &Shape, at: &At, stream: &CudaStream) -> Result<bool> {
+    /// The addresses are on the card of the stream, and point to operands of this shape.
+    pub(super) unsafe fn multiply(
+        &mut self,
+        shape: &ProductShape,
+        at: &At,
+        stream: &CudaStream,
+    ) -> Result<bool> {
         let (operands, result) = shape.numbers.types();
         let align = |address: u64, strides: [usize; 2], size: usize| {
             let strides = strides.map(|stride| (stride * size) as u64);
             let lowest = |n: u64| {
                 if n == 0 {
-                    MOST_ALIGNED
+                    MAX_ALIGNMENT
                 } else {
                     n & n.wrapping_neg()
                 }
             };
             let all = [address, strides[0], strides[1]].map(lowest);
-            all.into_iter().min().unwrap_or(1).min(MOST_ALIGNED) as u32
+            all.into_iter().min().unwrap_or(1).min(MAX_ALIGNMENT) as u32
         };
         let alignments = [
             align(
@@ -343,15 +352,15 @@ impl Products {
         let Some(plan) = self.plan(&key, at)? else {
             return Ok(false);
         };
-        // SAFETY: the plan describes the operands as the caller promises that they are.
+        // SAFETY: the plan describes the operands, as the caller promises.
         unsafe { plan.queue(at, stream) }?;
         Ok(true)
     }
 }
 
-/// What cuBLASLt is told of a product, and how it is done. It counts columns first: `outᵀ = W xᵀ` of matrices whose columns
-/// are our rows, the weight transposed, which is the one order that fp8 has.
-struct Plan {
+/// Descriptors of a product for cuBLASLt, and its algorithm. cuBLASLt is column-major: `outᵀ = W xᵀ` of matrices
+/// whose columns are our rows, with the weight transposed, the only order that fp8 supports.
+struct ProductPlan {
     handle: sys::cublasLtHandle_t,
     product: sys::cublasLtMatmulDesc_t,
     weight: sys::cublasLtMatrixLayout_t,
@@ -360,17 +369,17 @@ struct Plan {
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
-impl Plan {
-    /// `None` where there is no algorithm.
+impl ProductPlan {
+    /// `None` if there is no algorithm.
     fn new(
         handle: sys::cublasLtHandle_t,
-        shape: &Shape,
+        shape: &ProductShape,
         alignments: [u32; 3],
         at: &At,
-    ) -> std::result::Result<Option<Plan>, CublasError> {
+    ) -> std::result::Result<Option<ProductPlan>, CublasError> {
         let (operands, out) = shape.numbers.types();
-        // Whatever was made before an error is given back by the drop.
-        let mut plan = Plan {
+        // After an error, the drop frees what was created before it.
+        let mut plan = ProductPlan {
             handle,
             product: ptr::null_mut(),
             weight: ptr::null_mut(),
@@ -382,11 +391,11 @@ impl Plan {
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
             sys::cudaDataType_t::CUDA_R_32F,
         )?;
-        // `CUBLAS_OP_T`, which these bindings do not name.
+        // `CUBLAS_OP_T`, which these bindings do not define.
         plan.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, 1i32)?;
         plan.set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, shape.finish.epilogue())?;
         plan.set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, out)?;
-        if let Numbers::Fp8 { by_rows, .. } = shape.numbers {
+        if let ProductTypes::Fp8 { by_rows, .. } = shape.numbers {
             plan.set(Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, 1i8)?;
             if by_rows {
                 let by_rows = sys::cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
@@ -488,17 +497,16 @@ impl Plan {
         }
     }
 
-    /// Queues the product.
+    /// Enqueues the product.
     ///
     /// # Safety
-    /// What is at the addresses is as the shape says that the plan was made for, on the card of the stream; or the stream
-    /// only records.
+    /// The addresses point to operands of the shape that the plan was made for, on the card of the stream; or the
+    /// stream is capturing.
     unsafe fn queue(&self, at: &At, stream: &CudaStream) -> Result<()> {
         self.point_at(at).map_err(failed)?;
         let (alpha, beta) = (at.factor, 0f32);
-        // SAFETY: the plan describes the operands as the caller promises that they are; the workspace is as large as the
-        // algorithm was chosen for; alpha and beta are read before the call returns. With beta 0 nothing is read from the
-        // result.
+        // SAFETY: the plan describes the operands, as the caller promises; the workspace is as large as the algorithm
+        // was chosen for; alpha and beta are read before the call returns. With beta 0 the result is not read.
         let multiplied = unsafe {
             result::matmul(
                 self.handle,
@@ -522,7 +530,7 @@ impl Plan {
         multiplied.map_err(failed)
     }
 
-    /// Bias and scales of this call.
+    /// Sets the pointers of bias and scales for this call.
     fn point_at(&self, at: &At) -> std::result::Result<(), CublasError> {
         if let Some(bias) = at.bias {
             self.set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias)?;
@@ -535,7 +543,7 @@ impl Plan {
     }
 
     fn set<T: Copy>(&self, attribute: Attribute, value: T) -> std::result::Result<(), CublasError> {
-        // SAFETY: the description is alive; every attribute is set with a value of its own size.
+        // SAFETY: the descriptor is alive; every attribute is set with a value of its own size.
         unsafe {
             result::set_matmul_desc_attribute(
                 self.product,
@@ -547,10 +555,10 @@ impl Plan {
     }
 }
 
-impl Drop for Plan {
+impl Drop for ProductPlan {
     fn drop(&mut self) {
-        // What cannot be given back is a few hundred bytes of the host, and nobody could act on it.
-        // SAFETY: each is alive and given back once; null is what was not made.
+        // A failure cannot be handled: it leaks a few hundred bytes on the host.
+        // SAFETY: each is alive and destroyed once; null was never created.
         unsafe {
             if !self.product.is_null() {
                 let _ = result::destroy_matmul_desc(self.product);
@@ -564,7 +572,7 @@ impl Drop for Plan {
     }
 }
 
-/// A product as it is kept: its distances, what its numbers are, how it is finished, and its alignments.
+/// Serializes a product for the on-disk list: strides, dtypes, epilogue, and alignments.
 fn line_of((shape, alignments): &Key) -> String {
     let numbers = shape.sides().into_iter().map(|side| side.to_string());
     let kinds = [
@@ -582,7 +590,7 @@ fn line_of((shape, alignments): &Key) -> String {
         .join(" ")
 }
 
-/// [`line_of`] backwards; `None` for what is none.
+/// Parses a line of [`line_of`]; `None` if it is malformed.
 fn of_line(line: &str) -> Option<Key> {
     let numbers: Vec<usize> = line
         .split(' ')
@@ -610,7 +618,7 @@ fn of_line(line: &str) -> Option<Key> {
         .iter()
         .map(|n| u32::try_from(*n).ok())
         .collect::<Option<_>>()?;
-    let shape = Shape {
+    let shape = ProductShape {
         batch: *batch,
         tokens: *tokens,
         inputs: *inputs,
@@ -631,7 +639,7 @@ struct OwnPreference(sys::cublasLtMatmulPreference_t);
 
 impl Drop for OwnPreference {
     fn drop(&mut self) {
-        // SAFETY: alive, and given back once.
+        // SAFETY: alive, and destroyed once.
         unsafe {
             let _ = result::destroy_matmul_pref(self.0);
         }
@@ -660,10 +668,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_product_is_written_and_read_as_it_is() {
+    fn a_product_line_round_trips() {
         for numbers in KINDS {
             for finish in FINISHES {
-                let shape = Shape {
+                let shape = ProductShape {
                     batch: 1,
                     tokens: 2,
                     inputs: 3,
@@ -684,7 +692,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_product_is_none() {
+    fn malformed_product_lines_are_rejected() {
         for line in [
             "",
             "1 2 3",

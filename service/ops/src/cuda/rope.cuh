@@ -1,11 +1,11 @@
-// Norm of queries and keys by their root mean square, and rotary position embedding, in place. A block has a token and one
-// of the two; a warp has a head at a time, a lane two pairs at a time.
+// QK-norm and rotary position embedding, in place. A block processes a token of queries or of keys; a warp a head at
+// a time, a lane two pairs at a time.
 #pragma once
 #include "numbers.cuh"
 
 namespace moored {
 
-// As `cuda/rope.rs` has it.
+// Mirrors the struct in `cuda/rope.rs`.
 struct RopeArguments {
     void* x[2];            // queries and keys, [batch, tokens, heads, width] with strides
     const void* weight[2]; // T, [width], or [heads * width] across heads; null: no norm
@@ -20,8 +20,8 @@ struct RopeArguments {
     unsigned is_halves;    // pairs are (i, i + width / 2) rather than (2 i, 2 i + 1)
 };
 
-// What a block has to do. Each choice is between two places that are known: an index that is not known before would have
-// every thread copy all arguments to memory of its own.
+// The work of a block. Fields are selected by branches: an index unknown at compile time would copy all arguments to
+// local memory.
 template <class T>
 struct RopeTask {
     T* x;
@@ -94,8 +94,8 @@ __device__ inline void rope(const RopeArguments& a) {
     }
 }
 
-// The same for heads of 128 neighbours that are aligned to 16 bytes: half a warp has a head, a lane four pairs, read
-// and written once. A block has as many half warps as there are heads, or goes around.
+// Specialization for heads of 128 adjacent pairs aligned to 16 bytes: half a warp per head, four pairs per lane, read
+// and written once. A block has as many half warps as heads, or loops.
 template <class T>
 __device__ inline void rope_128(const RopeArguments& a) {
     constexpr unsigned PAIRS = UNIT / 2, LANES = 16;
@@ -107,7 +107,7 @@ __device__ inline void rope_128(const RopeArguments& a) {
     if (weight) read_wide(weight + lane * UNIT, by);
     load<uint4>(a.cos + static_cast<size_t>(token) * 64 + lane * PAIRS, cos);
     load<uint4>(a.sin + static_cast<size_t>(token) * 64 + lane * PAIRS, sin);
-    // Both halves of a warp go around equally often, since they add up together.
+    // Both halves of a warp loop equally often, since they reduce together.
     for (unsigned first = 0; first < task.heads; first += blockDim.x / LANES) {
         const unsigned head = first + threadIdx.x / LANES;
         const bool is_there = head < task.heads;

@@ -6,18 +6,19 @@ use cudarc::driver::DeviceRepr;
 use super::{Card, address_of, kernel_dtype};
 use crate::rope::{Angles, Pairs, QkNorm};
 
-/// Threads of a block.
+/// Block size.
 const THREADS: usize = 256;
 
-/// What the kernel for heads of 128 neighbours reads at a time, in bytes; its threads for a head, and of a block at most.
+/// Bytes that the kernel for heads of 128 adjacent pairs reads at a time; its threads per head, and maximum block
+/// size.
 const WIDE: u64 = 16;
 const OF_HEAD: usize = 16;
-const MOST_THREADS: usize = 512;
+const MAX_THREADS: usize = 512;
 
-/// As `rope.cuh` has it.
+/// Mirrors the struct in `rope.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Arguments {
+struct RopeArguments {
     x: [u64; 2],
     weight: [u64; 2],
     cos: u64,
@@ -33,10 +34,10 @@ struct Arguments {
     is_halves: u32,
 }
 
-// SAFETY: plain data, laid out as C lays it out.
-unsafe impl DeviceRepr for Arguments {}
+// SAFETY: plain data with C layout.
+unsafe impl DeviceRepr for RopeArguments {}
 
-/// In place. Shapes were checked.
+/// In place. Shapes are validated by the caller.
 pub(crate) fn qk_norm_rope(
     q: &Tensor,
     k: &Tensor,
@@ -51,7 +52,7 @@ pub(crate) fn qk_norm_rope(
         QkNorm::AcrossHeads { q, k, eps } => (Some((q, k)), eps, true),
     };
     let both = [q, k];
-    let mut arguments = Arguments {
+    let mut arguments = RopeArguments {
         x: [address_of(q)?, address_of(k)?],
         weight: [0; 2],
         cos: 0,
@@ -107,15 +108,15 @@ pub(crate) fn qk_norm_rope(
     let (kernel, threads) = match is_common {
         true => (
             "rope_128",
-            (heads * OF_HEAD).next_multiple_of(32).min(MOST_THREADS),
+            (heads * OF_HEAD).next_multiple_of(32).min(MAX_THREADS),
         ),
         false => ("rope", THREADS),
     };
     let name = format!("{kernel}_{}", kernel_dtype(q.dtype())?);
     let device = q.device().as_cuda_device()?;
     let card = Card::of(device)?;
-    // SAFETY: the structure is that of `rope.cuh`; heads, tokens, widths and distances are those of the tensors, which the
-    // caller has for as long as the call lasts; weights and angles are as many as was checked.
+    // SAFETY: the structure mirrors `rope.cuh`; heads, tokens, widths and strides are those of the tensors, which the
+    // caller keeps for the duration of the call; weights and angles have the checked sizes.
     unsafe {
         card.launch(
             &device.cuda_stream(),

@@ -1,5 +1,5 @@
-// The softmax of attention's scores, in place, in f32: a row of f32 becomes weights of a dtype that may be narrower, which
-// then are at the row's beginning.
+// Softmax of attention's scores, in place, in f32: a row of f32 becomes weights of a possibly narrower dtype, at the
+// beginning of the row.
 #pragma once
 #include <cmath>
 
@@ -7,11 +7,11 @@
 
 namespace moored {
 
-// Threads of a block, and scores of a row that each of them keeps in registers at most.
+// Block size, and maximum of scores of a row per thread in registers.
 constexpr unsigned SOFTMAX_THREADS = 256;
 constexpr unsigned SOFTMAX_KEPT = 32;
 
-// As `cuda/attention.rs` has it. Block (query of the chunk, head).
+// Mirrors the struct in `cuda/attention.rs`. Block (query of the chunk, head).
 struct SoftmaxArguments {
     float* scores;         // [heads, queries, row]
     const void* bias;      // null for none; the distances of heads and queries may be 0
@@ -39,12 +39,12 @@ struct ScoreRow {
     }
 };
 
-// Weight of a score. A row that sees no key has no weights: the highest of it is minus infinity.
+// Weight of a score. A fully masked row has no weights: its maximum is minus infinity.
 __device__ inline float weight_of(float score, float highest) {
     return score == -INFINITY ? 0.0f : expf(score - highest);
 }
 
-// The whole row is in registers before the first weight is written over it.
+// The whole row is in registers before the first weight is written.
 template <class T>
 __device__ inline void softmax_kept(const ScoreRow<T>& row, unsigned keys, T* out, float* warps) {
     float kept[SOFTMAX_KEPT];
@@ -71,8 +71,8 @@ __device__ inline void softmax_kept(const ScoreRow<T>& row, unsigned keys, T* ou
     }
 }
 
-// A longer row: once for the highest, once for the sum, once for the weights. A weight is never wider than its score, so
-// that what is written lies over scores that the block has read.
+// A longer row: one pass for the maximum, one for the sum, one for the weights. A weight is never wider than its
+// score, so that writes only overwrite scores that the block has read.
 template <class T>
 __device__ inline void softmax_streamed(const ScoreRow<T>& row, unsigned keys, T* out, float* warps) {
     float highest = -INFINITY;

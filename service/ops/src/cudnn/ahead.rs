@@ -1,58 +1,58 @@
-//! Plans that are made ahead: on threads of their own, before a stage asks for them. Compiling takes a core some tenths
-//! of a second and nothing of a card, so that many are compiled at once, while weights are loaded.
+//! Compiles plans on background threads, before a stage requests them. Compiling takes some tenths of a second of one
+//! core and no resource of the card, so that many plans are compiled in parallel, while weights are loaded.
 //!
-//! What a thread gives is the plan's text, which the handle of the stage loads in a millisecond. It is advice: whatever
-//! happens here, a stage that finds nothing makes the plan itself.
+//! A thread produces the plan's serialized text, which the stage's handle loads in a millisecond. Best effort: a
+//! stage compiles a plan itself if none is ready.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use super::{Outcome, REMEMBERED};
 
-/// Threads of one card, at most, and no more than there are cores.
+/// Maximum of threads per card, and no more than there are cores.
 const THREADS: usize = 8;
 
-/// Makes the text of one plan, by a thread's own handle.
+/// Compiles one plan to text, with a thread's own handle.
 pub(super) type Make<M> = Box<dyn FnOnce(&M) -> Outcome<Vec<u8>> + Send>;
 
-/// Opens what a thread makes plans with, or takes on what another thread made them with. Called on the thread.
+/// Creates a thread's state, or reuses that of a thread that has ended. Called on the thread.
 pub(super) type Open<M> = Box<dyn Fn(Option<M>) -> Outcome<M> + Send + Sync>;
 
-/// Plans of one card that are made ahead, by the keys of their folder.
+/// Plans of one card that are compiled in the background, by the keys of their folder.
 pub(super) struct Ahead<M>(Arc<Shared<M>>);
 
 struct Shared<M> {
     state: Mutex<State<M>>,
-    /// A plan is made, or not to be had; or a thread has ended.
+    /// Signalled when a plan is finished or a thread ends.
     changed: Condvar,
     open: Open<M>,
     most_threads: usize,
 }
 
 struct State<M> {
-    plans: HashMap<String, Stand>,
+    plans: HashMap<String, PlanState>,
     queue: VecDeque<(String, Make<M>)>,
     threads: usize,
-    /// What threads that have ended made plans with. It is never closed: that would wait for the card.
+    /// States of threads that have ended. Never destroyed: that would wait for the card.
     idle: Vec<M>,
 }
 
-/// Where a plan stands.
-enum Stand {
-    /// It is in the queue.
+/// State of a plan.
+enum PlanState {
+    /// In the queue.
     Queued,
-    /// A thread makes it.
+    /// Being compiled.
     UnderWay,
-    /// Its text, or why there is none for such a shape.
+    /// The compiled text, or the refusal of this shape.
     Ready(Outcome<Vec<u8>>),
-    /// It was fetched, or could not be made here.
-    Over,
+    /// Fetched, or failed for a reason other than its shape.
+    Closed,
 }
 
-impl Stand {
-    /// Whether it is still to be made.
+impl PlanState {
+    /// Whether it is queued or being compiled.
     fn is_pending(&self) -> bool {
-        matches!(self, Stand::Queued | Stand::UnderWay)
+        matches!(self, PlanState::Queued | PlanState::UnderWay)
     }
 }
 
@@ -82,7 +82,7 @@ impl<M: Send + 'static> Ahead<M> {
         }))
     }
 
-    /// Has plans made, the first of them first. One that was asked for before is not made again. Returns at once.
+    /// Enqueues plans, in order. A plan that was requested before is ignored. Returns at once.
     pub(super) fn ask(&self, wanted: impl IntoIterator<Item = (String, Make<M>)>) {
         let mut state = self.0.lock();
         for (key, make) in wanted {
@@ -92,7 +92,7 @@ impl<M: Send + 'static> Ahead<M> {
             if state.plans.len() >= REMEMBERED {
                 state.plans.retain(|_, stand| stand.is_pending());
             }
-            state.plans.insert(key.clone(), Stand::Queued);
+            state.plans.insert(key.clone(), PlanState::Queued);
             state.queue.push_back((key, make));
         }
         let wanted = state.queue.len().min(self.0.most_threads);
@@ -107,62 +107,61 @@ impl<M: Send + 'static> Ahead<M> {
         }
     }
 
-    /// What became of a plan that was asked for, once: its text, or why there is none for such a shape. Waits for one
-    /// that is under way. `None`: whoever wants it makes it.
+    /// Takes a requested plan, once: its text, or the refusal of this shape. Waits for a plan that is being compiled.
+    /// `None`: the caller compiles it.
     pub(super) fn fetch(&self, key: &str) -> Option<Outcome<Vec<u8>>> {
         let mut state = self.0.lock();
         loop {
             match state.plans.get_mut(key)? {
-                Stand::UnderWay => {
+                PlanState::UnderWay => {
                     state = self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 }
                 stand => {
-                    let was = std::mem::replace(stand, Stand::Over);
+                    let was = std::mem::replace(stand, PlanState::Closed);
                     return match was {
-                        Stand::Ready(outcome) => Some(outcome),
-                        // Who wants it now is faster than a queue.
-                        Stand::Queued => {
+                        PlanState::Ready(outcome) => Some(outcome),
+                        // The caller is faster than the queue.
+                        PlanState::Queued => {
                             state.queue.retain(|(queued, _)| queued != key);
                             None
                         }
-                        Stand::UnderWay | Stand::Over => None,
+                        PlanState::UnderWay | PlanState::Closed => None,
                     };
                 }
             }
         }
     }
 
-    /// Waits until a plan that was asked for is made, or not to be had, and leaves it where it is. Whether it is there to be
-    /// fetched.
+    /// Waits until a requested plan is finished, without taking it. Returns whether there is something to fetch.
     pub(super) fn is_made(&self, key: &str) -> bool {
         let mut state = self.0.lock();
         loop {
             match state.plans.get(key) {
-                Some(Stand::Ready(outcome)) => return outcome.is_ok(),
-                // Without a thread nobody comes to what is queued.
-                Some(Stand::Queued) if state.threads == 0 => return false,
-                Some(Stand::Queued | Stand::UnderWay) => {
+                Some(PlanState::Ready(outcome)) => return outcome.is_ok(),
+                // Without a thread, queued plans are never compiled.
+                Some(PlanState::Queued) if state.threads == 0 => return false,
+                Some(PlanState::Queued | PlanState::UnderWay) => {
                     state = self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 }
-                Some(Stand::Over) | None => return false,
+                Some(PlanState::Closed) | None => return false,
             }
         }
     }
 
-    /// Whether all that was asked for is made, or not to be had.
+    /// Whether all requested plans are finished.
     #[cfg(test)]
     pub(super) fn is_idle(&self) -> bool {
-        !self.0.lock().plans.values().any(Stand::is_pending)
+        !self.0.lock().plans.values().any(PlanState::is_pending)
     }
 }
 
 impl<M> Shared<M> {
     fn lock(&self) -> MutexGuard<'_, State<M>> {
-        // Whoever panicked with it left it whole: nothing that may panic is done with it.
+        // No operation under the lock panics midway, so the state is consistent after a panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next plan to make. Where there is none, the thread gives back what it made plans with, and ends.
+    /// The next plan to compile. If there is none, the thread stores its state for reuse, and ends.
     fn next(&self, thread: &mut Thread<'_, M>) -> Option<(UnderWay<'_, M>, Make<M>)> {
         let mut state = self.lock();
         let Some((key, make)) = state.queue.pop_front() else {
@@ -173,17 +172,17 @@ impl<M> Shared<M> {
             self.changed.notify_all();
             return None;
         };
-        state.plans.insert(key.clone(), Stand::UnderWay);
+        state.plans.insert(key.clone(), PlanState::UnderWay);
         let under_way = UnderWay {
             shared: self,
             key,
-            becomes: Stand::Over,
+            becomes: PlanState::Closed,
         };
         Some((under_way, make))
     }
 }
 
-/// A thread's whole life. A panic in it ends it, and what it held of `Shared` is put right as it is dropped.
+/// The body of a thread. A panic ends it, and the drop of its guards restores `Shared`.
 fn make_plans<M>(shared: &Shared<M>) {
     let mut thread = Thread {
         shared,
@@ -201,12 +200,12 @@ fn make_plans<M>(shared: &Shared<M>) {
             Err(failure) if !failure.is_of_the_shape() => {
                 tracing::debug!(%failure, "a plan was not made ahead: the stage makes it");
             }
-            outcome => under_way.becomes = Stand::Ready(outcome),
+            outcome => under_way.becomes = PlanState::Ready(outcome),
         }
     }
 }
 
-/// A thread that is counted.
+/// Guard of a running thread, for the count of threads.
 struct Thread<'a, M> {
     shared: &'a Shared<M>,
     maker: Option<M>,
@@ -222,16 +221,16 @@ impl<M> Drop for Thread<'_, M> {
     }
 }
 
-/// A plan that a thread makes: whoever waits for it is told, however that ends.
+/// Guard of a plan being compiled: waiters are notified on drop, whatever the outcome.
 struct UnderWay<'a, M> {
     shared: &'a Shared<M>,
     key: String,
-    becomes: Stand,
+    becomes: PlanState,
 }
 
 impl<M> Drop for UnderWay<'_, M> {
     fn drop(&mut self) {
-        let becomes = std::mem::replace(&mut self.becomes, Stand::Over);
+        let becomes = std::mem::replace(&mut self.becomes, PlanState::Closed);
         self.shared
             .lock()
             .plans
@@ -257,7 +256,7 @@ mod tests {
         (key.to_owned(), Box::new(move |()| make()))
     }
 
-    /// Until all is made.
+    /// Waits until all plans are finished.
     fn settle(ahead: &Ahead<()>) {
         while !ahead.is_idle() {
             std::thread::yield_now();
@@ -272,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_is_made_once_and_given_once() {
+    fn a_plan_is_compiled_once_and_fetched_once() {
         let ahead = of_threads(2);
         let made = Arc::new(AtomicUsize::new(0));
         for _ in 0..2 {
@@ -293,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_under_way_is_waited_for() {
+    fn fetching_waits_for_a_plan_that_is_being_compiled() {
         let ahead = of_threads(1);
         let (started, has_started) = channel();
         let (go, may_go) = channel();
@@ -313,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn whether_a_plan_is_made_is_waited_for_and_takes_nothing() {
+    fn waiting_for_a_plan_does_not_fetch_it() {
         let ahead = of_threads(1);
         let (go, may_go) = channel();
         let waits = ahead.clone();
@@ -330,14 +329,14 @@ mod tests {
         assert_eq!(ahead.fetch("a"), Some(Ok(b"plan".to_vec())));
         assert!(!ahead.is_made("a"), "it was fetched");
         assert!(!ahead.is_made("never asked for"));
-        // Where no thread begins, nobody waits.
+        // If no thread can start, nothing waits.
         let nobody = Ahead::of_threads(Box::new(|_: Option<()>| Err(failure(5000))), 1);
         nobody.ask([wanted("a", || Ok(Vec::new()))]);
         assert!(!nobody.is_made("a"));
     }
 
     #[test]
-    fn what_is_queued_is_left_to_whoever_wants_it_now() {
+    fn a_queued_plan_is_left_to_its_caller() {
         let ahead = of_threads(1);
         let (started, has_started) = channel();
         let (go, may_go) = channel();
@@ -363,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn several_are_made_at_once() {
+    fn several_plans_are_compiled_in_parallel() {
         let ahead = of_threads(2);
         let together = Arc::new(Barrier::new(3));
         for key in ["a", "b"] {
@@ -380,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals_are_told_and_other_failures_left_to_the_stage() {
+    fn refusals_are_returned_and_other_failures_are_left_to_the_stage() {
         for status in [2000, 3000, 4003, 5003] {
             let ahead = of_threads(1);
             let (started, has_started) = channel();
@@ -395,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_panics_or_cannot_begin_keeps_nobody_waiting() {
+    fn a_thread_that_panics_or_cannot_start_blocks_no_caller() {
         let ahead = of_threads(1);
         let (started, has_started) = channel();
         ahead.ask([wanted("a", move || {
@@ -404,7 +403,7 @@ mod tests {
         })]);
         has_started.recv().unwrap();
         assert_eq!(ahead.fetch("a"), None);
-        // Another thread makes what is asked for next, as soon as that one is gone.
+        // Another thread compiles the next request, as soon as that one is gone.
         while ahead.0.lock().threads > 0 {
             std::thread::yield_now();
         }
@@ -424,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_goes_on_with_what_another_opened() {
+    fn a_thread_reuses_the_state_of_an_ended_thread() {
         let opened = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&opened);
         let open = move |idle: Option<()>| {

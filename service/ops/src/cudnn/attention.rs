@@ -1,11 +1,11 @@
-//! Attention as a graph: two products with a softmax between them, in which cuDNN sees attention and runs one kernel
-//! that never holds the scores (Dao, "FlashAttention-2", 2023).
+//! Attention as a graph: two matrix products with a softmax between them, which cuDNN recognizes and runs as one
+//! kernel that never materializes the scores (Dao, "FlashAttention-2", 2023).
 
-use super::graph::{Graph, Node, Numbers, Pointwise, Product, Reduction};
-use super::{Library, Outcome, Recorded, Shape};
+use super::graph::{DataType, Graph, MatrixProduct, Node, Pointwise, Reduction};
+use super::{Library, Outcome, PlanShape, Recorded};
 use crate::planned::{AttentionShape, MaskShape};
 
-/// Numbers by which runs name what a graph reads and writes.
+/// Unique ids of the tensors of a graph, used in variant packs.
 pub(super) mod number {
     pub(crate) const Q: i64 = 1;
     pub(crate) const K: i64 = 2;
@@ -20,22 +20,22 @@ pub(super) mod number {
     pub(crate) const BEFORE: i64 = 13;
 }
 
-/// Where one attention's operands are on the card, aligned to 16 bytes. `out` overlaps none of the others.
+/// Addresses of one attention's operands on the card, aligned to 16 bytes. `out` overlaps none of the others.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AttentionAt {
     pub(crate) q: u64,
     pub(crate) k: u64,
     pub(crate) v: u64,
     pub(crate) out: u64,
-    /// With [`MaskShape::Bias`].
+    /// Set with [`MaskShape::Bias`].
     pub(crate) bias: Option<u64>,
-    /// With [`MaskShape::Lengths`]: `[batch]` i32 of queries, and of keys.
+    /// Set with [`MaskShape::Lengths`]: `[batch]` i32 of queries, and of keys.
     pub(crate) lengths: Option<(u64, u64)>,
-    /// What the products of queries and keys are multiplied by.
+    /// Scale of the scores.
     pub(crate) scale: f32,
 }
 
-/// Scalars of an attention: a run reads them from here while it is queued.
+/// Scalars of an attention, read from here while a run is enqueued.
 pub(super) struct Scalars {
     scale: f32,
     hidden: f32,
@@ -54,7 +54,7 @@ impl Scalars {
         }
     }
 
-    /// Adds where those are that the graph of a shape has.
+    /// Adds the addresses of the scalars that the graph of this shape has.
     pub(super) fn add_to(&self, addresses: &mut Vec<(i64, u64)>, shape: &AttentionShape) {
         let (before, after) = shape.reach();
         addresses.push((number::SCALE, (&raw const self.scale) as u64));
@@ -70,11 +70,11 @@ impl Scalars {
     }
 }
 
-impl Shape for AttentionShape {
+impl PlanShape for AttentionShape {
     const NAME: &'static str = "attention";
 
-    /// Those of both dtypes, where there is anything of each side.
-    fn numbers(&self) -> Option<Numbers> {
+    /// The dtype of both products, if no dimension is zero.
+    fn numbers(&self) -> Option<DataType> {
         let sides = [
             self.batch,
             self.heads,
@@ -84,10 +84,10 @@ impl Shape for AttentionShape {
             self.width,
         ];
         let fits = !sides.contains(&0) && self.heads.is_multiple_of(self.heads_kv);
-        Numbers::of(self.dtype).filter(|numbers| fits && *numbers != Numbers::F32)
+        DataType::of(self.dtype).filter(|numbers| fits && *numbers != DataType::F32)
     }
 
-    fn graph(&self, library: &'static Library, numbers: Numbers) -> Outcome<Graph> {
+    fn graph(&self, library: &'static Library, numbers: DataType) -> Outcome<Graph> {
         let mut made = Scores::new(self, library, numbers)?;
         let scores = made.scores()?;
         let scores = made.masked(scores)?;
@@ -113,7 +113,7 @@ impl Shape for AttentionShape {
 }
 
 impl AttentionShape {
-    /// How far a query sees before and behind itself, where that is a bound at all.
+    /// How far a query attends before and behind itself; `None` where unbounded.
     pub(super) fn reach(&self) -> (Option<usize>, Option<usize>) {
         match self.mask {
             MaskShape::Causal => (None, Some(0)),
@@ -126,21 +126,21 @@ impl AttentionShape {
     }
 }
 
-/// A graph whose tensors have the form of scores, or of one number for each row of them.
+/// A graph under construction, whose tensors have the shape of the scores, or of one element per row of them.
 struct Scores<'a> {
     shape: &'a AttentionShape,
-    numbers: Numbers,
+    numbers: DataType,
     graph: Graph,
     lengths: Option<(Node, Node)>,
 }
 
 impl<'a> Scores<'a> {
-    fn new(shape: &'a AttentionShape, library: &'static Library, numbers: Numbers) -> Outcome<Scores<'a>> {
+    fn new(shape: &'a AttentionShape, library: &'static Library, numbers: DataType) -> Outcome<Scores<'a>> {
         let mut graph = Graph::new(library);
         let lengths = match shape.mask {
             MaskShape::Lengths => {
                 let mut of =
-                    |number| graph.on_card(number, Numbers::I32, &[shape.batch, 1, 1, 1], &[1, 1, 1, 1]);
+                    |number| graph.on_card(number, DataType::I32, &[shape.batch, 1, 1, 1], &[1, 1, 1, 1]);
                 Some((of(number::QUERIES)?, of(number::KEYS)?))
             }
             _ => None,
@@ -153,8 +153,8 @@ impl<'a> Scores<'a> {
         })
     }
 
-    /// What is the size of the scores.
-    fn all(&mut self, numbers: Numbers) -> Outcome<Node> {
+    /// A tensor of the shape of the scores.
+    fn all(&mut self, numbers: DataType) -> Outcome<Node> {
         let AttentionShape {
             batch,
             heads,
@@ -167,7 +167,7 @@ impl<'a> Scores<'a> {
             .between(numbers, &[batch, heads, queries, keys], &strides)
     }
 
-    /// What there is one of for each query.
+    /// A tensor of one element per query.
     fn row(&mut self) -> Outcome<Node> {
         let AttentionShape {
             batch,
@@ -177,14 +177,14 @@ impl<'a> Scores<'a> {
         } = *self.shape;
         let strides = [heads * queries, queries, 1, 1];
         self.graph
-            .between(Numbers::F32, &[batch, heads, queries, 1], &strides)
+            .between(DataType::F32, &[batch, heads, queries, 1], &strides)
     }
 
-    fn scalar(&mut self, number: i64, numbers: Numbers) -> Outcome<Node> {
+    fn scalar(&mut self, number: i64, numbers: DataType) -> Outcome<Node> {
         self.graph.scalar(number, numbers, 4)
     }
 
-    /// Queries with keys, scaled.
+    /// The scaled products of queries and keys.
     fn scores(&mut self) -> Outcome<Node> {
         let (shape, numbers) = (self.shape, self.numbers);
         let [batch, token, head] = shape.q;
@@ -193,13 +193,13 @@ impl<'a> Scores<'a> {
             .graph
             .on_card(number::Q, numbers, &dims, &[batch, head, token, 1])?;
         let [batch, token, head] = shape.k;
-        // The keys as their transpose.
+        // The keys, transposed.
         let dims = [shape.batch, shape.heads_kv, shape.width, shape.keys];
         let k = self
             .graph
             .on_card(number::K, numbers, &dims, &[batch, head, 1, token])?;
-        let products = self.all(Numbers::F32)?;
-        self.graph.product(&Product {
+        let products = self.all(DataType::F32)?;
+        self.graph.product(&MatrixProduct {
             a: q,
             b: k,
             out: products,
@@ -207,21 +207,21 @@ impl<'a> Scores<'a> {
             columns: self.lengths.map(|(_, keys)| keys),
             terms: None,
         })?;
-        let scale = self.scalar(number::SCALE, Numbers::F32)?;
-        let scores = self.all(Numbers::F32)?;
+        let scale = self.scalar(number::SCALE, DataType::F32)?;
+        let scores = self.all(DataType::F32)?;
         self.graph
-            .pointwise(Pointwise::Multiply, Numbers::F32, products, Some(scale), scores)?;
+            .pointwise(Pointwise::Multiply, DataType::F32, products, Some(scale), scores)?;
         Ok(scores)
     }
 
-    /// Minus infinity where a query does not see a key, and the bias added.
+    /// Minus infinity where a query does not attend to a key, plus the bias.
     fn masked(&mut self, scores: Node) -> Outcome<Node> {
         let mut scores = scores;
         if let MaskShape::Bias { dims, strides } = &self.shape.mask {
             let bias = self.graph.on_card(number::BIAS, self.numbers, dims, strides)?;
-            let sum = self.all(Numbers::F32)?;
+            let sum = self.all(DataType::F32)?;
             self.graph
-                .pointwise(Pointwise::Add, Numbers::F32, scores, Some(bias), sum)?;
+                .pointwise(Pointwise::Add, DataType::F32, scores, Some(bias), sum)?;
             scores = sum;
         }
         let (before, after) = self.shape.reach();
@@ -241,78 +241,90 @@ impl<'a> Scores<'a> {
             let row = self.place(2, scores, None)?;
             let column = self.place(3, scores, None)?;
             let [has_row, has_column, has_both] = [
-                self.all(Numbers::Flag)?,
-                self.all(Numbers::Flag)?,
-                self.all(Numbers::Flag)?,
+                self.all(DataType::Flag)?,
+                self.all(DataType::Flag)?,
+                self.all(DataType::Flag)?,
             ];
             let graph = &mut self.graph;
-            graph.pointwise(Pointwise::Less, Numbers::Flag, row, Some(queries), has_row)?;
-            graph.pointwise(Pointwise::Less, Numbers::Flag, column, Some(keys), has_column)?;
-            graph.pointwise(Pointwise::And, Numbers::Flag, has_row, Some(has_column), has_both)?;
+            graph.pointwise(Pointwise::Less, DataType::Flag, row, Some(queries), has_row)?;
+            graph.pointwise(Pointwise::Less, DataType::Flag, column, Some(keys), has_column)?;
+            graph.pointwise(
+                Pointwise::And,
+                DataType::Flag,
+                has_row,
+                Some(has_column),
+                has_both,
+            )?;
             scores = self.selected(scores, has_both)?;
         }
         Ok(scores)
     }
 
-    /// Where each score is on an axis, and so much more.
+    /// The index of each score along an axis, plus an optional scalar.
     fn place(&mut self, axis: i64, scores: Node, more: Option<i64>) -> Outcome<Node> {
-        let place = self.all(Numbers::I32)?;
+        let place = self.all(DataType::I32)?;
         self.graph.index(axis, scores, place)?;
         let Some(number) = more else {
             return Ok(place);
         };
-        let more = self.scalar(number, Numbers::I32)?;
-        let sum = self.all(Numbers::I32)?;
+        let more = self.scalar(number, DataType::I32)?;
+        let sum = self.all(DataType::I32)?;
         self.graph
-            .pointwise(Pointwise::Add, Numbers::I32, place, Some(more), sum)?;
+            .pointwise(Pointwise::Add, DataType::I32, place, Some(more), sum)?;
         Ok(sum)
     }
 
     fn kept_where(&mut self, mode: Pointwise, a: Node, b: Node, scores: Node) -> Outcome<Node> {
-        let mask = self.all(Numbers::Flag)?;
-        self.graph.pointwise(mode, Numbers::Flag, a, Some(b), mask)?;
+        let mask = self.all(DataType::Flag)?;
+        self.graph.pointwise(mode, DataType::Flag, a, Some(b), mask)?;
         self.selected(scores, mask)
     }
 
     fn selected(&mut self, scores: Node, mask: Node) -> Outcome<Node> {
-        let hidden = self.scalar(number::HIDDEN, Numbers::F32)?;
-        let selected = self.all(Numbers::F32)?;
+        let hidden = self.scalar(number::HIDDEN, DataType::F32)?;
+        let selected = self.all(DataType::F32)?;
         self.graph.select(scores, hidden, mask, selected)?;
         Ok(selected)
     }
 
-    /// The softmax of the scores, and the values by it.
+    /// The softmax of the scores, and its product with the values.
     fn weighted(&mut self, scores: Node) -> Outcome<()> {
         let (shape, numbers) = (self.shape, self.numbers);
         let highest = self.row()?;
-        let less = self.all(Numbers::F32)?;
-        let exponentials = self.all(Numbers::F32)?;
+        let less = self.all(DataType::F32)?;
+        let exponentials = self.all(DataType::F32)?;
         let sums = self.row()?;
         let logarithms = self.row()?;
         let log_sum_exp = self.row()?;
         let weights = self.all(numbers)?;
         let graph = &mut self.graph;
         graph.reduction(Reduction::Maximum, scores, highest)?;
-        graph.pointwise(Pointwise::Subtract, Numbers::F32, scores, Some(highest), less)?;
-        graph.pointwise(Pointwise::Exp, Numbers::F32, less, None, exponentials)?;
+        graph.pointwise(Pointwise::Subtract, DataType::F32, scores, Some(highest), less)?;
+        graph.pointwise(Pointwise::Exp, DataType::F32, less, None, exponentials)?;
         graph.reduction(Reduction::Sum, exponentials, sums)?;
-        // Nobody reads the logarithm of the sum of exponentials. Its kernels are found by it.
-        graph.pointwise(Pointwise::Log, Numbers::F32, sums, None, logarithms)?;
+        // The log-sum-exp is not read, but cuDNN recognizes the pattern by it.
+        graph.pointwise(Pointwise::Log, DataType::F32, sums, None, logarithms)?;
         graph.pointwise(
             Pointwise::Add,
-            Numbers::F32,
+            DataType::F32,
             highest,
             Some(logarithms),
             log_sum_exp,
         )?;
-        graph.pointwise(Pointwise::Divide, Numbers::F32, exponentials, Some(sums), weights)?;
+        graph.pointwise(
+            Pointwise::Divide,
+            DataType::F32,
+            exponentials,
+            Some(sums),
+            weights,
+        )?;
         let [batch, token, head] = shape.v;
         let dims = [shape.batch, shape.heads_kv, shape.keys, shape.width];
         let v = graph.on_card(number::V, numbers, &dims, &[batch, head, token, 1])?;
         let [batch, token, head] = shape.out;
         let dims = [shape.batch, shape.heads, shape.queries, shape.width];
         let out = graph.on_card(number::OUT, numbers, &dims, &[batch, head, token, 1])?;
-        graph.product(&Product {
+        graph.product(&MatrixProduct {
             a: weights,
             b: v,
             out,

@@ -1,4 +1,4 @@
-//! cuDNN on a card: its handle, its workspace, and runs.
+//! cuDNN on a card: handle, workspace, and execution.
 
 use std::collections::HashSet;
 use std::ffi::c_void;
@@ -11,24 +11,24 @@ use gpu::Timeline;
 
 use super::attention::{Scalars, number};
 use super::graph::ALIGNMENT;
-use super::plan::{Plan, Target};
+use super::plan::{CompileTarget, Plan};
 use super::plans::Folder;
 use super::{
-    Ahead, AttentionAt, Bring, ConvolutionAt, Failure, Library, Made, Maker, Outcome, REMEMBERED, Shape,
-    WORKSPACE_BYTES, convolution,
+    Ahead, AttentionAt, CodeLoader, ConvolutionAt, Failure, Library, Made, Maker, Outcome, PlanShape,
+    REMEMBERED, WORKSPACE_BYTES, convolution,
 };
 use crate::cuda::Recorder;
 use crate::planned::{AttentionShape, ConvolutionShape, MaskShape, Planned};
 
-/// cuDNN of one card, opened when it is first asked for.
+/// cuDNN of one card, opened at its first use.
 #[derive(Default)]
 pub(crate) struct OfCard(Mutex<Option<std::result::Result<Cudnn, String>>>);
 
 impl OfCard {
-    /// What `work` makes of it, or `None` where there is no cuDNN.
+    /// Runs `work` with cuDNN, or returns `None` if there is no cuDNN.
     ///
     /// # Errors
-    /// Those of the work.
+    /// Errors of `work`.
     pub(crate) fn with<R>(
         &self,
         device: &CudaDevice,
@@ -42,8 +42,8 @@ impl OfCard {
         opened.as_mut().ok().map(work).transpose()
     }
 
-    /// Takes plans that are made ahead, one after the other as they are made, so that stages find them. For a thread of its
-    /// own; a stage waits for one at most.
+    /// Loads plans that are being compiled in the background, one by one, so that stages find them. For a background
+    /// thread; a stage waits for one plan at most.
     pub(crate) fn take_ahead(&self, device: &CudaDevice, planned: &[Planned]) -> Result<()> {
         let mut timeline = Timeline::begin("plans taken ahead");
         let asked = self.with(device, |cudnn| {
@@ -69,30 +69,29 @@ impl OfCard {
     }
 }
 
-/// cuDNN of one context. It lives as long as the process.
+/// cuDNN of one context. Lives as long as the process.
 pub(crate) struct Cudnn {
     handle: *mut c_void,
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
-    /// Of [`WORKSPACE_BYTES`], never freed. It is none of a pool's: it belongs to the context, as what cuDNN itself
-    /// allocates does.
+    /// [`WORKSPACE_BYTES`], never freed. Not of a pool: it belongs to the context, like cuDNN's own allocations.
     workspace: u64,
     maker: Maker,
-    /// Plans that threads make, each with a handle of its own.
+    /// Plans compiled on threads with a handle each.
     ahead: Ahead<Maker>,
-    /// What they were asked for.
+    /// Shapes requested so far.
     asked: HashSet<Planned>,
     attentions: Made<AttentionShape>,
     convolutions: Made<ConvolutionShape>,
-    /// For plans that are taken ahead.
-    bring: Option<Bring>,
+    /// For loading the code of plans ahead of time.
+    code_loader: Option<CodeLoader>,
 }
 
 // SAFETY: a handle and its plans may be used from any thread, one at a time: they are behind a mutex.
 unsafe impl Send for Cudnn {}
 
 impl Cudnn {
-    /// cuDNN for a card, whose stream it uses; or why there is none.
+    /// Opens cuDNN for a card, on whose stream it works; or the reason why it is not available.
     fn open(device: &CudaDevice) -> std::result::Result<Cudnn, String> {
         let library = Library::get().map_err(str::to_owned)?;
         let stream = device.cuda_stream();
@@ -103,7 +102,8 @@ impl Cudnn {
         let (major, minor) = context.compute_capability().map_err(driver)?;
         let card = format!("sm_{major}{minor} {}", context.name().map_err(driver)?);
         let handle = create(library).map_err(refused)?;
-        // SAFETY: the handle is alive, and the stream is of its context and lives as long as it, which is kept beside it.
+        // SAFETY: the handle is alive; the stream is of its context, and lives as long as the handle, beside which it
+        // is stored.
         let set = unsafe { (library.set_stream)(handle, stream.cu_stream().cast()) };
         library.check(set, "cudnnSetStream").map_err(refused)?;
         // SAFETY: a workspace is written before it is read.
@@ -111,12 +111,12 @@ impl Cudnn {
         tracing::info!(version = library.version(), card, "cuDNN is open");
         library.load_parts();
         let folder = Folder::of_process();
-        let maker = move |handle, bring| Maker {
+        let maker = move |handle, code_loader| Maker {
             library,
-            target: Target::Card(handle),
+            target: CompileTarget::Card(handle),
             card: card.clone(),
             folder: folder.clone(),
-            bring,
+            code_loader,
         };
         let own = maker(handle, None);
         let of_threads = Arc::clone(&context);
@@ -130,10 +130,10 @@ impl Cudnn {
                 return Ok(idle);
             }
             let handle = create(library)?;
-            let bring = bring(library, &of_threads, handle, workspace).inspect_err(
+            let code_loader = open_code_loader(library, &of_threads, handle, workspace).inspect_err(
                 |error| tracing::debug!(%error, "the code of plans is brought when they run first"),
             );
-            Ok(maker(handle, bring.ok()))
+            Ok(maker(handle, code_loader.ok()))
         };
         Ok(Cudnn {
             handle,
@@ -145,29 +145,32 @@ impl Cudnn {
             asked: HashSet::new(),
             attentions: Made::new(),
             convolutions: Made::new(),
-            bring: None,
+            code_loader: None,
         })
     }
 
-    /// Takes a plan that was made ahead. Code that is a plan's own is brought for this one anew.
+    /// Takes a plan that was compiled in the background. Code that is specific to a plan is loaded for this instance
+    /// again.
     fn take(&mut self, planned: &Planned) -> Result<()> {
         self.context.bind_to_thread().w()?;
-        if self.bring.is_none() {
+        if self.code_loader.is_none() {
             let handle = create(self.maker.library).map_err(failed)?;
-            self.bring =
-                Some(bring(self.maker.library, &self.context, handle, self.workspace).map_err(failed)?);
+            self.code_loader = Some(
+                open_code_loader(self.maker.library, &self.context, handle, self.workspace)
+                    .map_err(failed)?,
+            );
         }
         let (maker, ahead) = (&self.maker, &self.ahead);
         match planned {
             Planned::Attention(shape) => {
                 if !self.attentions.has_no_place_for(shape)
                     && let Some(plan) = self.attentions.plan(maker, ahead, shape).map_err(failed)?
-                    && let Some(bring) = &self.bring
+                    && let Some(code_loader) = &self.code_loader
                 {
-                    bring.code_of(shape, plan);
+                    code_loader.code_of(shape, plan);
                 }
             }
-            // The kernels of these are the library's.
+            // The kernels of convolutions are the library's.
             Planned::Convolution(shape) => {
                 if !self.convolutions.has_no_place_for(shape) {
                     self.convolutions.plan(maker, ahead, shape).map_err(failed)?;
@@ -178,20 +181,20 @@ impl Cudnn {
     }
 }
 
-/// What has the code of plans brought to the card, by a handle that serves nothing else at the same time. The workspace is
-/// where recorded runs are told that everything is: nothing of them is computed.
-fn bring(
+/// Loads the code of plans to the card, with a handle that is used for nothing else. Captured runs get the workspace
+/// as address of all tensors: nothing is computed.
+fn open_code_loader(
     library: &'static Library,
     context: &Arc<CudaContext>,
     handle: *mut c_void,
     workspace: u64,
-) -> Outcome<Bring> {
+) -> Outcome<CodeLoader> {
     let recorder = Recorder::new(context).map_err(|error| Failure {
         call: "a stream that records",
         status: 5000,
         reason: error.to_string(),
     })?;
-    // SAFETY: the handle is alive, and so is the stream, which is kept as long as the process.
+    // SAFETY: the handle is alive, and so is the stream, which lives as long as the process.
     let set = unsafe { (library.set_stream)(handle, recorder.stream().cu_stream().cast()) };
     library.check(set, "cudnnSetStream")?;
     let recorder = std::mem::ManuallyDrop::new(recorder);
@@ -200,13 +203,13 @@ fn bring(
         let loaded = recorder.load_queued(|| outcome = plan.run(handle, at, workspace));
         tracing::trace!(?loaded, ?outcome, "the code of a plan");
     };
-    Ok(Bring {
+    Ok(CodeLoader {
         everywhere: workspace,
         queue: Box::new(queue),
     })
 }
 
-/// A handle for the context of this thread. It is never destroyed: that would wait for the card.
+/// A handle for the current context of this thread. Never destroyed: that would wait for the card.
 fn create(library: &'static Library) -> Outcome<*mut c_void> {
     let mut handle = std::ptr::null_mut();
     // SAFETY: the context is this thread's; the call writes one pointer.
@@ -215,7 +218,7 @@ fn create(library: &'static Library) -> Outcome<*mut c_void> {
     Ok(handle)
 }
 
-/// Has plans made ahead for shapes that are not known yet, and says which those are. Returns at once.
+/// Requests background compilation for shapes that are not known yet, and returns those. Returns at once.
 pub(crate) fn make_plans(cudnn: &mut Cudnn, planned: &[Planned]) -> Vec<Planned> {
     if cudnn.asked.len() >= REMEMBERED {
         cudnn.asked.clear();
@@ -236,8 +239,8 @@ pub(crate) fn make_plans(cudnn: &mut Cudnn, planned: &[Planned]) -> Vec<Planned>
     fresh
 }
 
-/// Makes room for a plan. What is forgotten may still be running.
-fn make_room<S: Shape>(made: &mut Made<S>, shape: &S, stream: &CudaStream) -> Result<()> {
+/// Evicts a plan if the cache is full. Evicted plans may still be running, so this synchronizes.
+fn make_room<S: PlanShape>(made: &mut Made<S>, shape: &S, stream: &CudaStream) -> Result<()> {
     if made.is_full_for(shape) {
         stream.synchronize().w()?;
         *made = Made::new();
@@ -250,12 +253,12 @@ fn run(plan: &Plan, handle: *mut c_void, at: &[(i64, u64)], workspace: u64) -> R
     plan.run(handle, at, workspace).map_err(failed)
 }
 
-/// Queues `softmax(q kᵀ scale, masked) v` on the card's stream. `false` where cuDNN has no plan for the shape, or an
-/// address is not aligned: nothing was queued then. The caller sees to it that the addresses lead to what the shape says,
-/// and that it lives until the stream has come past it.
+/// Enqueues `softmax(q kᵀ scale, masked) v` on the card's stream. Returns `false` if cuDNN has no plan for the shape,
+/// or an address is misaligned: nothing was enqueued then. The caller ensures that the addresses point to operands of
+/// this shape, which live until the work on the stream is done.
 ///
 /// # Errors
-/// When the card fails; when bias or lengths are not given where the mask asks for them.
+/// When the card fails; when bias or lengths are missing although the mask needs them.
 pub(crate) fn attention(cudnn: &mut Cudnn, shape: &AttentionShape, at: &AttentionAt) -> Result<bool> {
     let mut addresses = vec![
         (number::Q, at.q),
@@ -291,12 +294,12 @@ pub(crate) fn attention(cudnn: &mut Cudnn, shape: &AttentionShape, at: &Attentio
     Ok(true)
 }
 
-/// Queues a convolution on the card's stream. `false` where cuDNN has no plan for the shape, or an address is not
-/// aligned: nothing was queued then. The caller sees to it that the addresses lead to what the shape says, and that it
-/// lives until the stream has come past it.
+/// Enqueues a convolution on the card's stream. Returns `false` if cuDNN has no plan for the shape, or an address is
+/// misaligned: nothing was enqueued then. The caller ensures that the addresses point to operands of this shape,
+/// which live until the work on the stream is done.
 ///
 /// # Errors
-/// When the card fails; when there is no bias where the shape has one.
+/// When the card fails; when the bias is missing although the shape has one.
 pub(crate) fn convolve(cudnn: &mut Cudnn, shape: &ConvolutionShape, at: &ConvolutionAt) -> Result<bool> {
     use convolution::number;
     let mut addresses = vec![
@@ -322,7 +325,7 @@ pub(crate) fn convolve(cudnn: &mut Cudnn, shape: &ConvolutionShape, at: &Convolu
     Ok(true)
 }
 
-/// Whether all addresses are aligned as plans are told.
+/// Whether all addresses have the alignment of plans.
 fn aligned(addresses: &[(i64, u64)]) -> bool {
     addresses
         .iter()

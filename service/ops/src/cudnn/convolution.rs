@@ -1,10 +1,10 @@
-//! Convolutions over one, two or three axes with a bias, of maps whose channels lie side by side.
+//! Convolutions over one, two or three axes with a bias, of channels-last maps.
 
-use super::graph::{Geometry, Graph, Numbers, Pointwise};
-use super::{Failure, Library, Outcome, Recorded, Shape};
+use super::graph::{DataType, Geometry, Graph, Pointwise};
+use super::{Failure, Library, Outcome, PlanShape, Recorded};
 use crate::planned::ConvolutionShape;
 
-/// Numbers by which runs name what a graph reads and writes.
+/// Unique ids of the tensors of a graph, used in variant packs.
 pub(super) mod number {
     pub(crate) const X: i64 = 1;
     pub(crate) const FILTER: i64 = 2;
@@ -12,7 +12,7 @@ pub(super) mod number {
     pub(crate) const BIAS: i64 = 4;
 }
 
-/// Where one convolution's operands are on the card, aligned to 16 bytes. `out` overlaps none of the others.
+/// Addresses of one convolution's operands on the card, aligned to 16 bytes. `out` overlaps none of the others.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ConvolutionAt {
     pub(crate) x: u64,
@@ -21,14 +21,14 @@ pub(crate) struct ConvolutionAt {
     pub(crate) out: u64,
 }
 
-impl Shape for ConvolutionShape {
+impl PlanShape for ConvolutionShape {
     const NAME: &'static str = "convolution";
 
-    /// Those of the dtype, where there is anything of each side.
-    fn numbers(&self) -> Option<Numbers> {
+    /// The dtype, if cuDNN supports it and no dimension is zero.
+    fn numbers(&self) -> Option<DataType> {
         let sides = [self.batch, self.channels_in, self.channels_out];
         let fits = !sides.contains(&0) && !self.spatial.contains(&0) && self.out().is_some();
-        Numbers::of(self.dtype).filter(|_| fits)
+        DataType::of(self.dtype).filter(|_| fits)
     }
 
     fn recorded(&self, everywhere: u64) -> Recorded {
@@ -40,8 +40,8 @@ impl Shape for ConvolutionShape {
         }
     }
 
-    /// One axis is taken as two, of which the first is 1: fewer engines know one.
-    fn graph(&self, library: &'static Library, numbers: Numbers) -> Outcome<Graph> {
+    /// A 1D convolution is planned as 2D with a first axis of 1: fewer engines support 1D.
+    fn graph(&self, library: &'static Library, numbers: DataType) -> Outcome<Graph> {
         let written = self
             .out()
             .ok_or_else(|| Failure::ours("lists of a convolution that do not fit"))?;
@@ -72,16 +72,16 @@ impl Shape for ConvolutionShape {
             graph.convolution(&geometry, x, filter, out)?;
             return Ok(graph);
         }
-        let sums = graph.between(Numbers::F32, &dims, &strides)?;
+        let sums = graph.between(DataType::F32, &dims, &strides)?;
         graph.convolution(&geometry, x, filter, sums)?;
         let (dims, strides) = channels_last(1, self.channels_out, &vec![1; sides(1, &written).len()]);
         let bias = graph.on_card(number::BIAS, numbers, &dims, &strides)?;
-        graph.pointwise(Pointwise::Add, Numbers::F32, sums, Some(bias), out)?;
+        graph.pointwise(Pointwise::Add, DataType::F32, sums, Some(bias), out)?;
         Ok(graph)
     }
 }
 
-/// Dims and strides of `[items, channels, spatial..]` whose channels lie side by side.
+/// Dimensions and strides of `[items, channels, spatial..]` in channels-last memory.
 fn channels_last(items: usize, channels: usize, spatial: &[usize]) -> (Vec<usize>, Vec<usize>) {
     let dims = [&[items, channels], spatial].concat();
     let mut strides = vec![1; dims.len()];
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn sides_of_the_result_count_paddings_strides_and_dilations() {
+    fn output_dimensions_follow_from_padding_stride_and_dilation() {
         assert_eq!(shape().out(), Some(vec![4, 8]));
         for broken in [
             ConvolutionShape {
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn channels_lie_side_by_side() {
+    fn maps_are_channels_last() {
         let (dims, strides) = channels_last(2, 3, &[5, 7]);
         assert_eq!((dims, strides), (vec![2, 3, 5, 7], vec![105, 1, 21, 3]));
     }

@@ -1,11 +1,11 @@
-//! cuDNN's descriptors: each is created, filled, finalised, and destroyed once.
+//! cuDNN's backend descriptors: each is created, filled, finalized, and destroyed once.
 
 use std::ffi::c_void;
 use std::ptr;
 
 use super::{Library, Outcome};
 
-/// What a descriptor is of, by cuDNN's numbers.
+/// Descriptor types, by cuDNN's numbering.
 pub(super) mod kind {
     pub(crate) const POINTWISE: i32 = 0;
     pub(crate) const CONVOLUTION: i32 = 1;
@@ -26,7 +26,7 @@ pub(super) mod kind {
     pub(crate) const DEVICE_PROPERTIES: i32 = 38;
 }
 
-/// Types of attributes, by cuDNN's numbers.
+/// Attribute types, by cuDNN's numbering.
 mod typed {
     pub(super) const HANDLE: i32 = 0;
     pub(super) const DATA_TYPE: i32 = 1;
@@ -43,7 +43,7 @@ mod typed {
     pub(super) const TEXT: i32 = 24;
 }
 
-/// Notes of an engine that are asked for, at most.
+/// Maximum of numerical notes read from an engine.
 const NOTES: usize = 32;
 
 /// The value of an attribute.
@@ -59,7 +59,7 @@ pub(super) enum Value<'a> {
     HeuristicMode(i32),
     PointwiseMode(i32),
     ReductionOperator(i32),
-    /// Each finalised.
+    /// Each of them finalized.
     Descriptors(&'a [&'a Descriptor]),
     Text(&'a [u8]),
 }
@@ -71,7 +71,7 @@ pub(super) struct Descriptor {
 }
 
 impl Descriptor {
-    /// A new one, to be filled and finalised.
+    /// A new descriptor, not finalized.
     pub(super) fn new(library: &'static Library, kind: i32) -> Outcome<Descriptor> {
         let mut raw = ptr::null_mut();
         // SAFETY: the call writes one pointer.
@@ -80,7 +80,7 @@ impl Descriptor {
         Ok(Descriptor { library, raw })
     }
 
-    /// One with these attributes, finalised.
+    /// A finalized descriptor with these attributes.
     pub(super) fn with(
         library: &'static Library,
         kind: i32,
@@ -125,27 +125,27 @@ impl Descriptor {
     }
 
     fn set_raw(&self, attribute: i32, kind: i32, count: usize, values: *const c_void) -> Outcome<()> {
-        // SAFETY: the descriptor is alive; there are `count` values of what this type of attribute is made of (`Value`),
-        // which are read before the call returns.
+        // SAFETY: the descriptor is alive; there are `count` values of the attribute's element type (`Value`), which
+        // are read before the call returns.
         let status = unsafe { (self.library.set_attribute)(self.raw, attribute, kind, count as i64, values) };
         self.library.check(status, "cudnnBackendSetAttribute")
     }
 
-    /// Says that all attributes are set. What is not supported is often said here.
+    /// Finalizes the descriptor. Unsupported configurations are often rejected here.
     pub(super) fn finalise(&self) -> Outcome<()> {
         // SAFETY: the descriptor is alive.
         let status = unsafe { (self.library.finalize)(self.raw) };
         self.library.check(status, "cudnnBackendFinalize")
     }
 
-    /// An attribute that is one number.
+    /// A scalar attribute.
     pub(super) fn number(&self, attribute: i32) -> Outcome<i64> {
         let mut number = 0i64;
         self.get_raw(attribute, typed::NUMBER, 1, (&raw mut number).cast())?;
         Ok(number)
     }
 
-    /// An attribute that is text.
+    /// A text attribute.
     pub(super) fn text(&self, attribute: i32) -> Outcome<Vec<u8>> {
         let bytes = self.get_raw(attribute, typed::TEXT, 0, ptr::null_mut())?;
         let mut text = vec![0u8; bytes];
@@ -154,12 +154,12 @@ impl Descriptor {
         Ok(text)
     }
 
-    /// How many descriptors an attribute has.
+    /// Number of descriptors in an attribute.
     pub(super) fn count(&self, attribute: i32) -> Outcome<usize> {
         self.get_raw(attribute, typed::DESCRIPTOR, 0, ptr::null_mut())
     }
 
-    /// Fills descriptors, which are not finalised, from an attribute; what is beyond those that there are is dropped.
+    /// Reads an attribute into descriptors that are not finalized, and truncates the list to the number available.
     pub(super) fn fill(&self, attribute: i32, into: &mut Vec<Descriptor>) -> Outcome<()> {
         let mut raw: Vec<_> = into.iter().map(|descriptor| descriptor.raw).collect();
         let filled = self.get_raw(attribute, typed::DESCRIPTOR, raw.len(), raw.as_mut_ptr().cast())?;
@@ -175,10 +175,10 @@ impl Descriptor {
         Ok(notes)
     }
 
-    /// Gets up to `room` values, and says how many there are.
+    /// Reads up to `room` values, and returns how many there are.
     fn get_raw(&self, attribute: i32, kind: i32, room: usize, values: *mut c_void) -> Outcome<usize> {
         let mut count = 0i64;
-        // SAFETY: the descriptor is alive; `values` has room for so many of this type, or is null where there is none.
+        // SAFETY: the descriptor is alive; `values` has a capacity of `room`, or is null if that is zero.
         let status = unsafe {
             (self.library.get_attribute)(self.raw, attribute, kind, room as i64, &raw mut count, values)
         };
@@ -186,10 +186,10 @@ impl Descriptor {
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
-    /// Runs this, a plan, on what a variant pack names.
+    /// Executes this plan with a variant pack.
     pub(super) fn execute(&self, handle: *mut c_void, pack: &Descriptor) -> Outcome<()> {
-        // SAFETY: handle, plan and pack are alive. What the pack's addresses lead to is of the shapes that the plan was
-        // made for, which those who run a plan see to (`Plan::run`).
+        // SAFETY: handle, plan and pack are alive. The pack's addresses point to operands of the plan's shapes, as
+        // callers of `Plan::run` ensure.
         let status = unsafe { (self.library.execute)(handle, self.raw, pack.raw) };
         self.library.check(status, "cudnnBackendExecute")
     }
@@ -197,7 +197,7 @@ impl Descriptor {
 
 impl Drop for Descriptor {
     fn drop(&mut self) {
-        // Nobody could act on a failure: it is a few hundred bytes of the host.
+        // A failure cannot be handled: it leaks a few hundred bytes on the host.
         // SAFETY: it is alive, and destroyed once.
         let _ = unsafe { (self.library.destroy_descriptor)(self.raw) };
     }

@@ -1,12 +1,12 @@
-//! A graph of operations as cuDNN takes it, from its tensors to a plan that runs it.
+//! An operation graph for cuDNN, from its tensors to an executable plan.
 
 use super::descriptor::{Descriptor, Value, kind};
-use super::plan::{Plan, Target};
+use super::plan::{CompileTarget, Plan};
 use super::{Failure, Library, Outcome};
 
-/// Types of numbers, by cuDNN's numbers.
+/// Data types, by cuDNN's numbering.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Numbers {
+pub(super) enum DataType {
     F32 = 0,
     F16 = 2,
     I32 = 4,
@@ -14,19 +14,19 @@ pub(super) enum Numbers {
     Flag = 11,
 }
 
-impl Numbers {
-    /// Those of a tensor, if cuDNN computes with them here.
-    pub(super) fn of(dtype: candle_core::DType) -> Option<Numbers> {
+impl DataType {
+    /// The type of a dtype, if it is used with cuDNN here.
+    pub(super) fn of(dtype: candle_core::DType) -> Option<DataType> {
         match dtype {
-            candle_core::DType::F32 => Some(Numbers::F32),
-            candle_core::DType::F16 => Some(Numbers::F16),
-            candle_core::DType::BF16 => Some(Numbers::Bf16),
+            candle_core::DType::F32 => Some(DataType::F32),
+            candle_core::DType::F16 => Some(DataType::F16),
+            candle_core::DType::BF16 => Some(DataType::Bf16),
             _ => None,
         }
     }
 }
 
-/// Pointwise operations, by cuDNN's numbers.
+/// Pointwise modes, by cuDNN's numbering.
 #[derive(Clone, Copy)]
 pub(super) enum Pointwise {
     Add = 0,
@@ -39,27 +39,27 @@ pub(super) enum Pointwise {
     GreaterOrEqual = 303,
     Less = 304,
     And = 400,
-    /// The place of a number on an axis.
+    /// The index of an element along an axis.
     Index = 501,
-    /// X where the third is true, else B.
+    /// X where the third operand is true, else B.
     Select = 601,
 }
 
-/// Reductions, by cuDNN's numbers.
+/// Reduction modes, by cuDNN's numbering.
 #[derive(Clone, Copy)]
 pub(super) enum Reduction {
     Sum = 0,
     Maximum = 3,
 }
 
-/// Alignment of every address, in bytes.
+/// Alignment of every tensor's address, in bytes.
 pub(super) const ALIGNMENT: u64 = 16;
 
 const CROSS_CORRELATION: i32 = 1;
-/// Heuristics: those that know shapes, then a list of what runs at all.
+/// Heuristic modes: those that use the shapes, then the fallback list.
 const MODES: [i32; 2] = [3, 2];
 
-/// Notes of engines, by cuDNN's numbers.
+/// Numerical and behavioural notes of engines, by cuDNN's numbering.
 mod note {
     pub(super) const TENSOR_CORE: i32 = 0;
     pub(super) const NARROWED_INPUTS: i32 = 1;
@@ -69,23 +69,23 @@ mod note {
     pub(super) const WINOGRAD: i32 = 5;
 }
 
-/// A tensor of a graph.
+/// Index of a tensor of a graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Node(usize);
 
-/// Where a tensor's numbers are.
+/// Where a tensor's elements are.
 #[derive(Clone, Copy)]
-enum Place {
-    /// At an address of the card, by this number.
+enum TensorLocation {
+    /// On the card, at the address with this unique id.
     Card(i64),
-    /// At an address of the host, one number, read when the plan is run.
+    /// A scalar on the host with this unique id, read when the plan is executed.
     Host(i64),
-    /// Nowhere: between two operations.
+    /// Virtual: between two operations.
     Between,
 }
 
-/// The sides of two operands, and what they are multiplied to, with how many rows, columns and terms count of them.
-pub(super) struct Product {
+/// A matrix product, with the effective counts of rows, columns and terms.
+pub(super) struct MatrixProduct {
     pub(super) a: Node,
     pub(super) b: Node,
     pub(super) out: Node,
@@ -94,7 +94,7 @@ pub(super) struct Product {
     pub(super) terms: Option<Node>,
 }
 
-/// A convolution's numbers, one for each spatial axis.
+/// Parameters of a convolution, one per spatial axis.
 pub(super) struct Geometry<'a> {
     pub(super) before: &'a [i64],
     pub(super) after: &'a [i64],
@@ -102,19 +102,19 @@ pub(super) struct Geometry<'a> {
     pub(super) dilations: &'a [i64],
 }
 
-/// What is asked of an engine.
+/// Requirements on an engine.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Wanted {
-    /// Sums and products in full f32: no TF32.
+    /// Products and sums in full f32: no TF32.
     pub(super) full_f32: bool,
-    /// Bytes that a plan may take beside its operands.
+    /// Maximum workspace of a plan in bytes.
     pub(super) workspace: usize,
 }
 
-/// A graph that is being made.
+/// A graph under construction.
 pub(super) struct Graph {
     library: &'static Library,
-    /// All descriptors but operations, each of which is finalised.
+    /// All descriptors except operations, each finalized.
     kept: Vec<Descriptor>,
     operations: Vec<Descriptor>,
     between: i64,
@@ -126,7 +126,7 @@ impl Graph {
             library,
             kept: Vec::new(),
             operations: Vec::new(),
-            // Numbers of tensors must differ; those that have addresses are below.
+            // Unique ids must differ; those of tensors with an address are below.
             between: 100,
         }
     }
@@ -136,12 +136,18 @@ impl Graph {
         Ok(self.kept.len() - 1)
     }
 
-    fn tensor(&mut self, place: Place, numbers: Numbers, dims: &[usize], strides: &[usize]) -> Outcome<Node> {
+    fn tensor(
+        &mut self,
+        place: TensorLocation,
+        numbers: DataType,
+        dims: &[usize],
+        strides: &[usize],
+    ) -> Outcome<Node> {
         let wide = |values: &[usize]| -> Vec<i64> { values.iter().map(|value| *value as i64).collect() };
         let (dims, strides) = (wide(dims), wide(strides));
         let number = match place {
-            Place::Card(number) | Place::Host(number) => number,
-            Place::Between => {
+            TensorLocation::Card(number) | TensorLocation::Host(number) => number,
+            TensorLocation::Between => {
                 self.between += 1;
                 self.between
             }
@@ -155,33 +161,33 @@ impl Graph {
             (900, Value::Numbers(&alignment)),
         ];
         match place {
-            Place::Card(_) => {}
-            Place::Host(_) => attributes.push((908, Value::Flag(true))),
-            Place::Between => attributes.push((907, Value::Flag(true))),
+            TensorLocation::Card(_) => {}
+            TensorLocation::Host(_) => attributes.push((908, Value::Flag(true))),
+            TensorLocation::Between => attributes.push((907, Value::Flag(true))),
         }
         self.keep(kind::TENSOR, &attributes).map(Node)
     }
 
-    /// A tensor on the card, which runs name by its number. Strides are in numbers.
+    /// A tensor on the card, with its unique id. Strides are in elements.
     pub(super) fn on_card(
         &mut self,
         number: i64,
-        numbers: Numbers,
+        numbers: DataType,
         dims: &[usize],
         strides: &[usize],
     ) -> Outcome<Node> {
-        self.tensor(Place::Card(number), numbers, dims, strides)
+        self.tensor(TensorLocation::Card(number), numbers, dims, strides)
     }
 
-    /// A number of the host, of as many axes as the graph's other tensors.
-    pub(super) fn scalar(&mut self, number: i64, numbers: Numbers, axes: usize) -> Outcome<Node> {
+    /// A scalar on the host, with as many axes as the graph's other tensors.
+    pub(super) fn scalar(&mut self, number: i64, numbers: DataType, axes: usize) -> Outcome<Node> {
         let ones = vec![1; axes];
-        self.tensor(Place::Host(number), numbers, &ones, &ones)
+        self.tensor(TensorLocation::Host(number), numbers, &ones, &ones)
     }
 
-    /// What one operation gives to others.
-    pub(super) fn between(&mut self, numbers: Numbers, dims: &[usize], strides: &[usize]) -> Outcome<Node> {
-        self.tensor(Place::Between, numbers, dims, strides)
+    /// A virtual tensor, the result of one operation and the input of others.
+    pub(super) fn between(&mut self, numbers: DataType, dims: &[usize], strides: &[usize]) -> Outcome<Node> {
+        self.tensor(TensorLocation::Between, numbers, dims, strides)
     }
 
     fn node(&self, node: Node) -> Outcome<&Descriptor> {
@@ -206,8 +212,8 @@ impl Graph {
     }
 
     /// `out = a b`, summed in f32.
-    pub(super) fn product(&mut self, product: &Product) -> Outcome<()> {
-        let form = self.keep(kind::PRODUCT, &[(1500, Value::DataType(Numbers::F32 as i32))])?;
+    pub(super) fn product(&mut self, product: &MatrixProduct) -> Outcome<()> {
+        let form = self.keep(kind::PRODUCT, &[(1500, Value::DataType(DataType::F32 as i32))])?;
         let mut attributes = vec![
             (1520, Attribute::of(product.a)),
             (1521, Attribute::of(product.b)),
@@ -231,7 +237,7 @@ impl Graph {
     pub(super) fn pointwise(
         &mut self,
         mode: Pointwise,
-        numbers: Numbers,
+        numbers: DataType,
         x: Node,
         b: Option<Node>,
         out: Node,
@@ -239,11 +245,11 @@ impl Graph {
         self.pointwise_of(mode, numbers, None, [Some(x), b, None], out)
     }
 
-    /// Where on an axis each number of `x` is, as i32.
+    /// The index of each element of `x` along an axis, as i32.
     pub(super) fn index(&mut self, axis: i64, x: Node, out: Node) -> Outcome<()> {
         self.pointwise_of(
             Pointwise::Index,
-            Numbers::I32,
+            DataType::I32,
             Some(axis),
             [Some(x), None, None],
             out,
@@ -253,13 +259,13 @@ impl Graph {
     /// `out = x` where the mask is true, else `other`.
     pub(super) fn select(&mut self, x: Node, other: Node, mask: Node, out: Node) -> Outcome<()> {
         let inputs = [Some(x), Some(other), Some(mask)];
-        self.pointwise_of(Pointwise::Select, Numbers::F32, None, inputs, out)
+        self.pointwise_of(Pointwise::Select, DataType::F32, None, inputs, out)
     }
 
     fn pointwise_of(
         &mut self,
         mode: Pointwise,
-        numbers: Numbers,
+        numbers: DataType,
         axis: Option<i64>,
         [x, b, t]: [Option<Node>; 3],
         out: Node,
@@ -288,11 +294,11 @@ impl Graph {
         self.operation(kind::POINTWISE_OPERATION, &attributes)
     }
 
-    /// `out` is `x` reduced over the axes along which it is 1, in f32.
+    /// `out` is `x` reduced in f32 over the axes where it has dimension 1.
     pub(super) fn reduction(&mut self, reduction: Reduction, x: Node, out: Node) -> Outcome<()> {
         let form = [
             (1600, Value::ReductionOperator(reduction as i32)),
-            (1601, Value::DataType(Numbers::F32 as i32)),
+            (1601, Value::DataType(DataType::F32 as i32)),
         ];
         let form = self.keep(kind::REDUCTION, &form)?;
         let attributes = [
@@ -303,7 +309,7 @@ impl Graph {
         self.operation(kind::REDUCTION_OPERATION, &attributes)
     }
 
-    /// `out = x * filter`, as machine learning has convolutions: no filter is turned. Sums are in f32.
+    /// `out = x * filter`, as cross-correlation, accumulated in f32.
     pub(super) fn convolution(
         &mut self,
         geometry: &Geometry<'_>,
@@ -313,7 +319,7 @@ impl Graph {
     ) -> Outcome<()> {
         let axes = [geometry.strides.len() as i64];
         let form = [
-            (100, Value::DataType(Numbers::F32 as i32)),
+            (100, Value::DataType(DataType::F32 as i32)),
             (101, Value::ConvolutionMode(CROSS_CORRELATION)),
             (106, Value::Numbers(&axes)),
             (105, Value::Numbers(geometry.before)),
@@ -333,11 +339,11 @@ impl Graph {
         self.operation(kind::CONVOLUTION_FORWARD, &attributes)
     }
 
-    /// The first plan of the heuristics' that is as it is wanted and can be made.
+    /// The first plan, in the order of the heuristics, that meets the requirements and compiles.
     ///
     /// # Errors
-    /// Why there is none: of the last that was tried.
-    pub(super) fn plan(self, target: &Target, wanted: Wanted) -> Outcome<Plan> {
+    /// The failure of the last candidate.
+    pub(super) fn plan(self, target: &CompileTarget, wanted: Wanted) -> Outcome<Plan> {
         let Graph {
             library,
             mut kept,
@@ -363,7 +369,7 @@ impl Graph {
                     .and_then(|()| Plan::of(library, target, configuration, wanted.workspace))
                 {
                     Ok(mut plan) => {
-                        // A plan is destroyed before its graph, and that before what it is made of.
+                        // Drop order: a plan before its graph, and that before its parts.
                         kept.extend(operations);
                         kept.push(graph);
                         plan.keep(kept);
@@ -380,7 +386,7 @@ impl Graph {
 
 /// An attribute of an operation.
 enum Attribute {
-    /// One of the descriptors that the graph keeps.
+    /// Index of a descriptor that the graph owns.
     Kept(usize),
     Float(f32),
 }
@@ -391,11 +397,11 @@ impl Attribute {
     }
 }
 
-/// What the heuristics of a mode advise, best first.
+/// The engine configurations that a heuristic mode proposes, best first.
 fn configurations(
     library: &'static Library,
     graph: &Descriptor,
-    target: &Target,
+    target: &CompileTarget,
     mode: i32,
 ) -> Outcome<Vec<Descriptor>> {
     const RESULTS: i32 = 202;
@@ -420,7 +426,7 @@ fn configurations(
     Ok(configurations)
 }
 
-/// Whether a configuration's engine gives the same numbers each time, and as exact as they are wanted.
+/// Checks that a configuration's engine is deterministic, and as exact as required.
 fn suits(library: &'static Library, configuration: &Descriptor, wanted: Wanted) -> Outcome<()> {
     let mut engine = vec![Descriptor::new(library, kind::ENGINE)?];
     configuration.fill(300, &mut engine)?;

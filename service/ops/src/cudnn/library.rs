@@ -1,5 +1,5 @@
-//! The dozen functions of cuDNN that are called, from the library that is found when it is first asked for. Nothing is
-//! linked: a program without cuDNN starts, and computes by other kernels.
+//! The dozen functions of cuDNN that are called, loaded at their first use. Nothing is linked: without cuDNN the
+//! program starts and uses other kernels.
 
 use std::ffi::{c_char, c_void};
 use std::sync::OnceLock;
@@ -9,10 +9,10 @@ use gpu::Timeline;
 
 use super::{Failure, Outcome};
 
-/// What the loader is asked for: by `LD_LIBRARY_PATH`, then where the program was told to look when it was linked.
+/// Name for the dynamic loader, which searches `LD_LIBRARY_PATH`, then the program's rpath.
 pub(super) const FILE: &str = "libcudnn.so.9";
 
-/// The libraries beside it that it loads when it first needs them, at 30 to 100 ms each.
+/// Sublibraries that cuDNN loads lazily, at 30 to 100 ms each.
 #[cfg(feature = "cuda")]
 const PARTS: [&str; 5] = [
     "libcudnn_graph.so.9",
@@ -22,10 +22,10 @@ const PARTS: [&str; 5] = [
     "libcudnn_engines_tensor_ir.so.9",
 ];
 
-/// The oldest version that graphs were tried with.
+/// The oldest version with which the graphs were tested.
 const SINCE: usize = 91301;
 
-/// The longest reason that is asked for.
+/// Buffer size for error messages.
 const REASON_BYTES: usize = 1024;
 
 type Create = unsafe extern "C" fn(*mut *mut c_void) -> i32;
@@ -38,7 +38,7 @@ type SetAttribute = unsafe extern "C" fn(*mut c_void, i32, i32, i64, *const c_vo
 type GetAttribute = unsafe extern "C" fn(*mut c_void, i32, i32, i64, *mut i64, *mut c_void) -> i32;
 type Execute = unsafe extern "C" fn(*mut c_void, *mut c_void, *mut c_void) -> i32;
 
-/// cuDNN's functions. Each gives a status as a plain number: later versions have statuses that earlier ones lack.
+/// cuDNN's functions. Statuses are plain numbers, since later versions add values.
 pub(crate) struct Library {
     version: usize,
     pub(super) create: Create,
@@ -50,12 +50,12 @@ pub(crate) struct Library {
     pub(super) finalize: OfDescriptor,
     pub(super) execute: Execute,
     last_error: LastError,
-    /// What the functions are in.
+    /// Keeps the library loaded.
     _loaded: libloading::Library,
 }
 
 impl Library {
-    /// The library of this process, or why there is none. It is looked for once.
+    /// The library of this process, or why it is not available. Loaded once.
     pub(crate) fn get() -> Result<&'static Library, &'static str> {
         static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
         LIBRARY
@@ -64,22 +64,22 @@ impl Library {
             .map_err(String::as_str)
     }
 
-    /// Loads a library by its file.
+    /// Loads a library file.
     pub(super) fn open(file: &str) -> Result<Library, String> {
-        // SAFETY: the file is NVIDIA's library, or one that the operator put in its place; its initialisers have no
-        // conditions.
+        // SAFETY: the file is NVIDIA's library, or one that the operator put in its place; its initializers have no
+        // preconditions.
         let loaded = unsafe { libloading::Library::new(file) }
             .map_err(|error| format!("{file} cannot be loaded: {error}"))?;
         macro_rules! function {
             ($name:literal as $kind:ty) => {
-                // SAFETY: the function is of this type in every version 9 of cuDNN, and is called no longer than
-                // the library is loaded, which is beside it.
+                // SAFETY: the function has this type in every version 9 of cuDNN, and is not called after the library
+                // is unloaded, since that is stored beside it.
                 *unsafe { loaded.get::<$kind>($name) }
                     .map_err(|error| format!("{file} has no {}: {error}", $name))?
             };
         }
         let version: Version = function!("cudnnGetVersion" as Version);
-        // SAFETY: it takes nothing and gives a number.
+        // SAFETY: it takes nothing and returns a number.
         let version = unsafe { version() };
         if version < SINCE {
             return Err(format!(
@@ -103,16 +103,15 @@ impl Library {
         })
     }
 
-    /// Has what cuDNN loads later loaded now, on a thread of its own. A part that is not found (versions differ in them) is
-    /// left to cuDNN.
+    /// Loads cuDNN's sublibraries now, on a background thread. A missing one (versions differ) is left to cuDNN.
     #[cfg(feature = "cuda")]
     pub(super) fn load_parts(&self) {
         let load = || {
             let mut timeline = Timeline::begin("load the parts of cuDNN");
             for part in PARTS {
-                // SAFETY: these are parts of the library that is loaded already, and what it would load itself.
+                // SAFETY: these are parts of the library that is loaded already, which would load them itself.
                 match unsafe { libloading::Library::new(part) } {
-                    Ok(loaded) => std::mem::forget(loaded), // as long as the process
+                    Ok(loaded) => std::mem::forget(loaded), // lives as long as the process
                     Err(error) => tracing::debug!(part, %error, "a part of cuDNN is not loaded ahead"),
                 }
                 timeline.part(part);
@@ -124,18 +123,18 @@ impl Library {
         }
     }
 
-    /// As people write it: 9.19.0.
+    /// The version for display: 9.19.0.
     pub(crate) fn version(&self) -> String {
         version_text(self.version)
     }
 
-    /// A call's outcome by its status.
+    /// Converts a status to a result.
     pub(super) fn check(&self, status: i32, call: &'static str) -> Outcome<()> {
         if status == 0 {
             return Ok(());
         }
         let mut reason = [0u8; REASON_BYTES];
-        // SAFETY: it writes at most so many bytes, and ends them with a zero.
+        // SAFETY: it writes at most this many bytes, NUL-terminated.
         unsafe { (self.last_error)(reason.as_mut_ptr().cast(), reason.len()) };
         let ends = reason.iter().position(|byte| *byte == 0).unwrap_or(0);
         Err(Failure {
@@ -155,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_library_that_is_not_there_is_a_reason() {
+    fn a_missing_library_is_reported_as_a_reason() {
         let reason = Library::open("libcudnn-that-nobody-has.so.9").err();
         let reason = reason.expect("no library");
         assert!(
@@ -165,13 +164,13 @@ mod tests {
     }
 
     #[test]
-    fn another_library_is_a_reason() {
+    fn a_library_without_the_functions_is_reported_as_a_reason() {
         let reason = Library::open("libc.so.6").err().expect("not cuDNN");
         assert!(reason.starts_with("libc.so.6 has no cudnnGetVersion"), "{reason}");
     }
 
     #[test]
-    fn versions_are_written_as_people_do() {
+    fn versions_are_formatted_with_dots() {
         assert_eq!(version_text(91301), "9.13.1");
         assert_eq!(version_text(92700), "9.27.0");
     }

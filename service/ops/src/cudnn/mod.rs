@@ -1,11 +1,11 @@
-//! Attention and convolutions by NVIDIA's cuDNN, where it is installed: graphs of operations, which it compiles to a
-//! plan for each shape (`graph`, `plan`). Plans are remembered as long as the process lives, and kept in a folder
-//! beyond that (`plans`). What it refuses is remembered too, and computed by other kernels.
+//! Attention and convolutions by NVIDIA's cuDNN, if installed: operation graphs, compiled to one plan per shape
+//! (`graph`, `plan`). Plans are cached in memory, and on disk (`plans`). Refusals are cached too; such shapes are
+//! computed by other kernels.
 //!
-//! Numbers of descriptors, attributes and modes are those of `cudnn_backend.h` of version 9.
+//! Descriptor types, attributes and modes are numbered as in `cudnn_backend.h` of version 9.
 #![allow(unsafe_code)]
 // cuDNN's functions.
-// Without the feature `cuda` only tests use it: they make plans for cards that are described.
+// Without the feature `cuda` only tests use it: they compile plans for described cards.
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]
 
 mod ahead;
@@ -29,13 +29,13 @@ use gpu::Timeline;
 
 use ahead::{Ahead, Make};
 use attention::Scalars;
-use graph::{Graph, Numbers, Wanted};
-use plan::{Plan, Target};
+use graph::{DataType, Graph, Wanted};
+use plan::{CompileTarget, Plan};
 #[cfg(not(feature = "cuda"))]
 use plans::Folder;
 
 use crate::libraries::{MadeBy, count_plan};
-use crate::planned::{Planned, is_asked_in};
+use crate::planned::{Planned, uses_cudnn_in};
 
 #[cfg(feature = "cuda")]
 pub(crate) use attention::AttentionAt;
@@ -47,27 +47,27 @@ pub(crate) use library::Library;
 #[cfg(feature = "cuda")]
 pub(crate) use plans::{Folder, keep_plans_in};
 
-/// What plans may take beside their operands, allocated once for a card. Those that want more are not chosen.
+/// Workspace shared by all plans of a card. Plans that need more are not chosen.
 pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
 
-/// Plans and refusals of one operation that are remembered.
+/// Capacity of the in-memory cache per operation, plans and refusals.
 const REMEMBERED: usize = 512;
 
-/// What a call gives.
+/// Result of a cuDNN call.
 type Outcome<T> = Result<T, Failure>;
 
-/// A call that failed.
+/// A failed call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
     call: &'static str,
-    /// cuDNN's. Thousands say of what kind: 1 the library, 2 what it was told, 3 what it does not support, 4 itself, 5 the
-    /// card.
+    /// cuDNN's status. The thousands give the category: 1 library, 2 bad parameter, 3 not supported, 4 internal, 5
+    /// execution.
     status: i32,
     reason: String,
 }
 
 impl Failure {
-    /// What we refuse, as cuDNN says so.
+    /// A refusal of our own, with cuDNN's status for unsupported.
     fn refused(reason: &str) -> Failure {
         Failure {
             call: "the choice of an engine",
@@ -76,7 +76,7 @@ impl Failure {
         }
     }
 
-    /// A mistake of ours.
+    /// A bug of ours.
     fn ours(reason: &str) -> Failure {
         Failure {
             call: "the graph",
@@ -85,17 +85,17 @@ impl Failure {
         }
     }
 
-    /// Whether another plan may do.
+    /// Whether another plan may succeed.
     fn is_of_a_plan(&self) -> bool {
         (3000..5000).contains(&self.status)
     }
 
-    /// Whether it would be the same each time: there is no plan for such a shape.
+    /// Whether the refusal is permanent: there is no plan for this shape.
     fn is_of_the_shape(&self) -> bool {
         (2000..4000).contains(&self.status)
     }
 
-    /// Whether the card may be at fault, and not what was asked of cuDNN.
+    /// Whether the card may be at fault, rather than the request.
     fn is_of_the_card(&self) -> bool {
         self.status >= 5000
     }
@@ -114,73 +114,73 @@ impl Display for Failure {
 
 impl std::error::Error for Failure {}
 
-/// A shape that plans are made for.
-trait Shape: Clone + Debug + Eq + Hash + Send + 'static {
-    /// The operation, as files of plans have it.
+/// A shape that is the key of a plan.
+trait PlanShape: Clone + Debug + Eq + Hash + Send + 'static {
+    /// Name of the operation in the files of plans.
     const NAME: &'static str;
 
-    /// What its numbers are; `None` where it is known that there is no plan.
-    fn numbers(&self) -> Option<Numbers>;
+    /// Data type; `None` if there is certainly no plan.
+    fn numbers(&self) -> Option<DataType>;
 
-    /// Its graph.
-    fn graph(&self, library: &'static Library, numbers: Numbers) -> Outcome<Graph>;
+    /// The operation graph of this shape.
+    fn graph(&self, library: &'static Library, numbers: DataType) -> Outcome<Graph>;
 
-    /// What a run is told that is only recorded: all that is on the card is said to be at this address.
+    /// Arguments of a captured run: all addresses are `everywhere`.
     fn recorded(&self, everywhere: u64) -> Recorded;
 }
 
-/// What a run is told. Its scalars are read from here.
+/// Arguments of a run. Owns its scalars.
 struct Recorded {
     at: Vec<(i64, u64)>,
     scalars: Option<Box<Scalars>>,
 }
 
-/// Queues a plan, with what its run is told: tensors by their number, and where each is.
+/// Enqueues a plan with tensors by unique id and address.
 type Queue = Box<dyn Fn(&Plan, &[(i64, u64)])>;
 
-/// Has the code of a plan's kernels brought to the card.
-struct Bring {
+/// Loads the code of a plan's kernels to the card.
+struct CodeLoader {
     /// An address on the card.
     everywhere: u64,
-    /// Queues the plan where it is only recorded, with what such a run is told.
+    /// Enqueues the plan on a capturing stream.
     queue: Queue,
 }
 
-impl Bring {
-    fn code_of<S: Shape>(&self, shape: &S, plan: &Plan) {
+impl CodeLoader {
+    fn code_of<S: PlanShape>(&self, shape: &S, plan: &Plan) {
         let recorded = shape.recorded(self.everywhere);
         (self.queue)(plan, &recorded.at);
-        drop(recorded.scalars); // they were read
+        drop(recorded.scalars); // lived until the run was enqueued
     }
 }
 
-/// What makes plans for one card.
+/// Compiles plans for one card.
 struct Maker {
     library: &'static Library,
-    target: Target,
-    /// The card, as files of plans have it: compute capability and name.
+    target: CompileTarget,
+    /// The card in the keys of plans: compute capability and name.
     card: String,
-    /// Where plans are kept beyond this process, if they are.
+    /// The on-disk cache, if enabled.
     folder: Option<Folder>,
-    /// For plans that are made ahead.
-    bring: Option<Bring>,
+    /// For plans that are compiled ahead of time.
+    code_loader: Option<CodeLoader>,
 }
 
-// SAFETY: a handle, or the description of a card, may be used from any thread, one at a time. Nobody shares a maker.
+// SAFETY: a handle, or the description of a card, may be used from any thread, one at a time. A maker is not shared.
 unsafe impl Send for Maker {}
 
 impl Maker {
-    /// What a plan goes by, in the folder and while it is made ahead.
-    fn key<S: Shape>(&self, shape: &S) -> String {
+    /// Key of a plan, on disk and in the background queue.
+    fn key<S: PlanShape>(&self, shape: &S) -> String {
         format!("{} {}: {} {shape:?}", self.library.version(), self.card, S::NAME)
     }
 
-    /// The plan of a shape and its text: as it was kept, or new, and then kept. Without text where it cannot be written
-    /// down.
+    /// The plan of a shape and its text: from the disk cache, or newly compiled and then cached. No text if it cannot
+    /// be serialized.
     ///
     /// # Errors
-    /// Why there is none.
-    fn plan<S: Shape>(&self, shape: &S, by: MadeBy) -> Outcome<(Plan, Option<Vec<u8>>)> {
+    /// The reason why there is none.
+    fn plan<S: PlanShape>(&self, shape: &S, by: MadeBy) -> Outcome<(Plan, Option<Vec<u8>>)> {
         let mut timeline = Timeline::begin(by.timeline());
         let key = self.key(shape);
         if let Some(text) = self.folder.as_ref().and_then(|folder| folder.read(&key)) {
@@ -197,7 +197,7 @@ impl Maker {
             return Err(Failure::refused("the shape or dtype is none that it is used for"));
         };
         let wanted = Wanted {
-            full_f32: numbers == Numbers::F32,
+            full_f32: numbers == DataType::F32,
             workspace: WORKSPACE_BYTES,
         };
         count_plan(by);
@@ -212,21 +212,21 @@ impl Maker {
         Ok((plan, text.ok()))
     }
 
-    /// A plan by its text.
+    /// Loads a plan from its text.
     ///
     /// # Errors
-    /// When it is none for this card.
+    /// When it is not a plan for this card.
     fn load(&self, text: &[u8]) -> Outcome<Plan> {
         Plan::load(self.library, &self.target, text, WORKSPACE_BYTES)
     }
 
-    /// How a plan is asked for ahead.
-    fn ahead<S: Shape>(&self, shape: &S) -> (String, Make<Maker>) {
+    /// A request for background compilation.
+    fn ahead<S: PlanShape>(&self, shape: &S) -> (String, Make<Maker>) {
         let wanted = shape.clone();
         let make = move |maker: &Maker| match maker.plan(&wanted, MadeBy::Ahead)? {
             (plan, Some(text)) => {
-                if let Some(bring) = &maker.bring {
-                    bring.code_of(&wanted, &plan);
+                if let Some(code_loader) = &maker.code_loader {
+                    code_loader.code_of(&wanted, &plan);
                 }
                 Ok(text)
             }
@@ -239,38 +239,38 @@ impl Maker {
         (self.key(shape), Box::new(make))
     }
 
-    /// How plans are asked for ahead, of shapes that cuDNN is asked for.
+    /// Requests for background compilation of several shapes.
     fn all_ahead(&self, planned: &[Planned]) -> Vec<(String, Make<Maker>)> {
         planned
             .iter()
             .filter_map(|planned| match planned {
-                Planned::Attention(shape) => is_asked_in(shape.dtype).then(|| self.ahead(shape)),
-                Planned::Convolution(shape) => is_asked_in(shape.dtype).then(|| self.ahead(shape)),
+                Planned::Attention(shape) => uses_cudnn_in(shape.dtype).then(|| self.ahead(shape)),
+                Planned::Convolution(shape) => uses_cudnn_in(shape.dtype).then(|| self.ahead(shape)),
             })
             .collect()
     }
 }
 
-/// Plans by their shapes; `None` for those that are refused.
+/// In-memory cache of plans by shape; `None` for refusals.
 struct Made<S>(HashMap<S, Option<Plan>>);
 
-impl<S: Shape> Made<S> {
+impl<S: PlanShape> Made<S> {
     fn new() -> Made<S> {
         Made(HashMap::new())
     }
 
-    /// Whether one more is one too many.
+    /// Whether adding this shape would exceed the capacity.
     fn is_full_for(&self, shape: &S) -> bool {
         self.0.len() >= REMEMBERED && !self.0.contains_key(shape)
     }
 
-    /// Whether a plan of this shape is here, or would push out others.
+    /// Whether a plan of this shape is cached, or would evict others.
     fn has_no_place_for(&self, shape: &S) -> bool {
         self.0.contains_key(shape) || self.is_full_for(shape)
     }
 
-    /// The plan of a shape, or `None` where cuDNN has none: found among those that were made ahead, or made when it is
-    /// first asked for. A failure that comes before anything runs is a refusal, unless the card is at fault.
+    /// The plan of a shape, or `None` if cuDNN has none: from the cache, from background compilation, or compiled
+    /// now. A failure before execution is a refusal, unless the card is at fault.
     fn plan(&mut self, maker: &Maker, ahead: &Ahead<Maker>, shape: &S) -> Outcome<Option<&Plan>> {
         if !self.0.contains_key(shape) {
             let plan = match found_or_made(maker, ahead, shape) {
@@ -287,7 +287,7 @@ impl<S: Shape> Made<S> {
     }
 }
 
-fn found_or_made<S: Shape>(maker: &Maker, ahead: &Ahead<Maker>, shape: &S) -> Outcome<Plan> {
+fn found_or_made<S: PlanShape>(maker: &Maker, ahead: &Ahead<Maker>, shape: &S) -> Outcome<Plan> {
     let mut timeline = Timeline::begin(MadeBy::Stage.timeline());
     if let Some(found) = ahead.fetch(&maker.key(shape)) {
         timeline.part("wait for a plan made ahead");

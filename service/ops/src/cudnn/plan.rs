@@ -1,11 +1,11 @@
-//! A plan: compiled code for one graph of one shape on one kind of card.
+//! An execution plan: compiled code for one graph of one shape on one kind of card.
 
 use std::ffi::c_void;
 
 use super::descriptor::{Descriptor, Value, kind};
 use super::{Failure, Library, Outcome};
 
-/// Attributes of a plan, by cuDNN's numbers.
+/// Attributes of plans, by cuDNN's numbering.
 const HANDLE: i32 = 400;
 const CONFIGURATION: i32 = 401;
 const WORKSPACE: i32 = 402;
@@ -13,45 +13,45 @@ const TEXT: i32 = 405;
 #[cfg(test)]
 const PROPERTIES: i32 = 407;
 
-/// What plans are made for.
-pub(super) enum Target {
+/// The card that plans are compiled for.
+pub(super) enum CompileTarget {
     /// The card of a handle.
     Card(*mut c_void),
-    /// A card that is described, and need not be there.
+    /// A described card, which need not be present.
     #[cfg(test)]
     Described(Descriptor),
 }
 
-impl Target {
-    /// What a graph is told.
+impl CompileTarget {
+    /// The attribute of a graph for this target.
     pub(super) fn of_graph(&self) -> Option<(i32, Value<'_>)> {
         match self {
-            Target::Card(handle) => Some((800, Value::Handle(*handle))),
+            CompileTarget::Card(handle) => Some((800, Value::Handle(*handle))),
             #[cfg(test)]
-            Target::Described(_) => None,
+            CompileTarget::Described(_) => None,
         }
     }
 
-    /// The description.
+    /// The device properties, if described.
     pub(super) fn properties(&self) -> Option<&Descriptor> {
         match self {
-            Target::Card(_) => None,
+            CompileTarget::Card(_) => None,
             #[cfg(test)]
-            Target::Described(properties) => Some(properties),
+            CompileTarget::Described(properties) => Some(properties),
         }
     }
 
-    /// Tells a plan.
-    fn tell(&self, plan: &Descriptor) -> Outcome<()> {
+    /// Sets the target of a plan.
+    fn set_on(&self, plan: &Descriptor) -> Outcome<()> {
         match self {
-            Target::Card(handle) => plan.set(HANDLE, Value::Handle(*handle)),
+            CompileTarget::Card(handle) => plan.set(HANDLE, Value::Handle(*handle)),
             #[cfg(test)]
-            Target::Described(properties) => plan.set(PROPERTIES, Value::Descriptors(&[properties])),
+            CompileTarget::Described(properties) => plan.set(PROPERTIES, Value::Descriptors(&[properties])),
         }
     }
 }
 
-/// A plan, ready to run.
+/// An executable plan.
 pub(crate) struct Plan {
     // Dropped in this order.
     plan: Descriptor,
@@ -60,7 +60,7 @@ pub(crate) struct Plan {
     workspace: usize,
 }
 
-/// What a plan is made of, the last first to be dropped.
+/// The descriptors of a plan, dropped last to first.
 struct Kept(Vec<Descriptor>);
 
 impl Drop for Kept {
@@ -70,38 +70,38 @@ impl Drop for Kept {
 }
 
 impl Plan {
-    /// The plan of an engine's configuration. This is what takes time: kernels are compiled.
+    /// Compiles the plan of an engine configuration. This is the slow part.
     ///
     /// # Errors
-    /// Those of cuDNN; and where it takes more than `most` bytes beside its operands.
+    /// Errors of cuDNN; and when its workspace exceeds `most` bytes.
     pub(super) fn of(
         library: &'static Library,
-        target: &Target,
+        target: &CompileTarget,
         configuration: Descriptor,
         most: usize,
     ) -> Outcome<Plan> {
         let plan = Descriptor::new(library, kind::PLAN)?;
         plan.set(CONFIGURATION, Value::Descriptors(&[&configuration]))?;
-        // A card that is described was told to the heuristics.
+        // A described card was passed to the heuristics.
         if target.of_graph().is_some() {
-            target.tell(&plan)?;
+            target.set_on(&plan)?;
         }
         plan.finalise()?;
         Plan::finished(library, plan, vec![configuration], most)
     }
 
-    /// A plan that was kept as text.
+    /// Loads a plan from its serialized text.
     ///
     /// # Errors
-    /// When it is of another version of cuDNN, of another card, or damaged.
+    /// When it is of another version of cuDNN or another card, or damaged.
     pub(super) fn load(
         library: &'static Library,
-        target: &Target,
+        target: &CompileTarget,
         text: &[u8],
         most: usize,
     ) -> Outcome<Plan> {
         let plan = Descriptor::new(library, kind::PLAN)?;
-        target.tell(&plan)?;
+        target.set_on(&plan)?;
         plan.set(TEXT, Value::Text(text))?;
         plan.finalise()?;
         Plan::finished(library, plan, Vec::new(), most)
@@ -127,35 +127,35 @@ impl Plan {
         })
     }
 
-    /// Keeps what the plan was made of as long as the plan.
+    /// Keeps descriptors alive as long as the plan.
     pub(super) fn keep(&mut self, mut descriptors: Vec<Descriptor>) {
         descriptors.append(&mut self.kept.0);
         self.kept.0 = descriptors;
     }
 
-    /// The plan as it can be kept, compiled kernels with it.
+    /// The serialized plan, including compiled kernels.
     pub(super) fn text(&self) -> Outcome<Vec<u8>> {
         self.plan.text(TEXT)
     }
 
-    /// Bytes that a run takes beside its operands.
+    /// Workspace of a run in bytes.
     pub(super) fn workspace(&self) -> usize {
         self.workspace
     }
 
-    /// Whether it was made here, rather than loaded.
+    /// Whether it was compiled here, rather than loaded.
     #[cfg(test)]
     pub(super) fn is_new(&self) -> bool {
         !self.kept.0.is_empty()
     }
 
-    /// Queues the plan on the handle's stream. Of each tensor that is not between operations it is told the address, on
-    /// the card or for scalars on the host; those are read before this returns. The caller sees to it that what is at
-    /// the addresses has the shape that the plan was made for, is aligned to 16 bytes, and lives until the stream has
-    /// come past it, and that `workspace` leads to as many bytes as the plan says.
+    /// Enqueues the plan on the handle's stream. `at` has the address of each tensor that is not virtual, on the card
+    /// or, for scalars, on the host; those are read before this returns. The caller ensures that the addresses point
+    /// to operands of the plan's shape, aligned to 16 bytes, that live until the work on the stream is done, and that
+    /// `workspace` points to as many bytes as the plan needs.
     ///
     /// # Errors
-    /// Those of cuDNN.
+    /// Errors of cuDNN.
     pub(super) fn run(&self, handle: *mut c_void, at: &[(i64, u64)], workspace: u64) -> Outcome<()> {
         let numbers: Vec<i64> = at.iter().map(|(number, _)| *number).collect();
         let addresses: Vec<*mut c_void> = at.iter().map(|(_, address)| *address as *mut c_void).collect();

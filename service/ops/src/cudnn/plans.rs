@@ -1,5 +1,5 @@
-//! Plans in a folder, a file for each, so that another process need not compile them. Making one takes half a second,
-//! loading it some milliseconds.
+//! On-disk cache of plans, one file each, shared between processes. Compiling one takes half a second, loading it
+//! some milliseconds.
 
 use std::fs;
 use std::io::Write as _;
@@ -7,24 +7,24 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::{Duration, SystemTime};
 
-/// Files of a folder, at most. Each is some 70 KB.
+/// Maximum of files in a folder. Each has some 70 KB.
 const FILES: usize = 512;
 
-/// What a file begins with. It changes when what plans are made of does.
+/// Header of a file. Changed with the format of plans.
 const HEAD: &str = "moored plan 1 ";
 
-/// Names of plans end so, and those of plans that are being written.
+/// Suffixes of plans, and of plans being written.
 const ENDING: &str = ".plan";
 const UNFINISHED: &str = ".plan-part";
 
-/// When a plan that is being written was forgotten by who wrote it.
+/// Age at which a partial file counts as abandoned.
 const FORGOTTEN: Duration = Duration::from_secs(3600);
 
 static FOLDER: OnceLock<PathBuf> = OnceLock::new();
 
-/// Says where plans are kept beyond this process. What is said first counts, for cards that are not open yet.
+/// Sets the folder of the on-disk cache. The first call counts, for cards that are not open yet.
 pub(crate) fn keep_plans_in(folder: &Path) {
-    // Only the first counts: a process has one folder.
+    // Only the first call counts: a process has one folder.
     let _ = FOLDER.set(folder.to_owned());
 }
 
@@ -36,7 +36,7 @@ pub(crate) struct Folder {
 }
 
 impl Folder {
-    /// That which was said, if one was.
+    /// The folder of this process, if one was set.
     pub(crate) fn of_process() -> Option<Folder> {
         FOLDER.get().map(|path| Folder::at(path, FILES))
     }
@@ -53,20 +53,20 @@ impl Folder {
             .join(format!("{}{ENDING}", blake3::hash(key.as_bytes()).to_hex()))
     }
 
-    /// The text of a plan, if it is there and whole.
+    /// The text of a plan, if it is present and intact.
     pub(crate) fn read(&self, key: &str) -> Option<Vec<u8>> {
         let path = self.file(key);
         let bytes = fs::read(&path).ok()?;
         let head = head(key, bytes.get(head_bytes()..)?);
         let text = bytes.strip_prefix(head.as_bytes())?;
-        // It is among those used last. If that cannot be written, it goes earlier.
+        // Marks it as recently used. If that fails, it is evicted earlier.
         if let Ok(file) = fs::File::options().append(true).open(&path) {
             let _ = file.set_modified(SystemTime::now());
         }
         Some(text.to_vec())
     }
 
-    /// Keeps a plan. A folder that cannot be written keeps none.
+    /// Writes a plan. A folder that cannot be written is ignored.
     pub(crate) fn write(&self, key: &str, text: &[u8]) {
         if let Err(error) = self.try_write(key, text) {
             let folder = self.path.display();
@@ -85,7 +85,7 @@ impl Folder {
         self.remove_oldest()
     }
 
-    /// Removes what is beyond the bound, that which was used longest ago first.
+    /// Evicts plans beyond the capacity, least recently used first.
     fn remove_oldest(&self) -> std::io::Result<()> {
         let mut plans = Vec::new();
         for entry in fs::read_dir(&self.path)? {
@@ -109,7 +109,7 @@ impl Folder {
     }
 }
 
-/// Removes a file, unless another process did.
+/// Removes a file, unless another process has.
 fn remove(path: &Path) -> std::io::Result<()> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
@@ -117,7 +117,7 @@ fn remove(path: &Path) -> std::io::Result<()> {
     }
 }
 
-/// What a file begins with: a hash of what it is for, and of what follows.
+/// Header of a file: a hash of its key and of its content.
 fn head(key: &str, text: &[u8]) -> String {
     let mut hash = blake3::Hasher::new();
     hash.update(&(key.len() as u64).to_le_bytes());
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_comes_back_whole_and_for_its_key_alone() {
+    fn a_plan_is_read_back_intact_and_for_its_key_only() {
         let at = tempfile::tempdir().unwrap();
         let folder = Folder::at(&at.path().join("plans"), 4);
         assert_eq!(folder.read("a"), None);
@@ -150,13 +150,13 @@ mod tests {
         folder.write("a", b"another");
         assert_eq!(folder.read("a").as_deref(), Some(&b"another"[..]));
         assert_eq!(names(&folder), 2, "nothing is left of writing");
-        // A file under another's name is not taken for it.
+        // A file under another key's name is not accepted.
         fs::rename(folder.file("a"), folder.file("b")).unwrap();
         assert_eq!(folder.read("b"), None);
     }
 
     #[test]
-    fn a_damaged_plan_is_none() {
+    fn a_damaged_plan_is_ignored() {
         let at = tempfile::tempdir().unwrap();
         let folder = Folder::at(at.path(), 4);
         folder.write("a", b"a plan of some length");
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn the_plans_used_longest_ago_are_removed() {
+    fn the_least_recently_used_plans_are_evicted() {
         let at = tempfile::tempdir().unwrap();
         let folder = Folder::at(at.path(), 3);
         let long_ago = |key: &str, seconds| {
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_cannot_be_written_keeps_nothing() {
+    fn a_folder_that_cannot_be_written_is_ignored() {
         let at = tempfile::tempdir().unwrap();
         let file = at.path().join("file");
         fs::write(&file, "").unwrap();

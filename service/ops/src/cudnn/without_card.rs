@@ -1,20 +1,20 @@
-//! Plans for cards that are described, and are not there: which shapes cuDNN takes, and that a plan comes back from its
-//! folder. Nothing is run. These tests need `libcudnn.so.9`, `libnvrtc.so.13` and a stand-in `libcuda.so.1`, whose
-//! functions may all be empty, by `LD_LIBRARY_PATH`; so they are run by name: `cargo test -p ops without_card --
-//! --ignored --nocapture --test-threads=1`.
+//! Plans for described cards that are not present: which shapes cuDNN supports, and that the on-disk cache works.
+//! Nothing is executed. These tests need `libcudnn.so.9`, `libnvrtc.so.13` and a stub `libcuda.so.1`, whose functions
+//! may all be empty, in `LD_LIBRARY_PATH`; so they are run by name: `cargo test -p ops without_card -- --ignored
+//! --nocapture --test-threads=1`.
 
 use std::time::Instant;
 
 use candle_core::DType;
 
 use super::descriptor::{Descriptor, Value, kind};
-use super::plan::Target;
+use super::plan::CompileTarget;
 use super::plans::Folder;
-use super::{Ahead, Library, Made, MadeBy, Make, Maker, Shape};
+use super::{Ahead, Library, Made, MadeBy, Make, Maker, PlanShape};
 use crate::PlansMade;
 use crate::planned::{AttentionShape, ConvolutionShape, MaskShape, Planned};
 
-/// A card as cuDNN describes it.
+/// A card described to cuDNN.
 struct Described {
     capability: u32,
     processors: u32,
@@ -88,15 +88,15 @@ impl Described {
         properties.finalise().unwrap();
         Maker {
             library,
-            target: Target::Described(properties),
+            target: CompileTarget::Described(properties),
             card: format!("sm_{} {}", self.capability, self.name),
             folder,
-            bring: None,
+            code_loader: None,
         }
     }
 }
 
-/// Heads side by side: strides of `[batch, token, head]`.
+/// Contiguous heads: strides of `[batch, token, head]`.
 fn side_by_side(tokens: usize, heads: usize, width: usize) -> [usize; 3] {
     [tokens * heads * width, heads * width, width]
 }
@@ -289,8 +289,8 @@ fn convolutions() -> Vec<(&'static str, ConvolutionShape)> {
     ]
 }
 
-/// Says of each shape what became of it; those that got no plan.
-fn refused<S: Shape>(maker: &Maker, shapes: Vec<(&str, S)>) -> Vec<String> {
+/// Prints the outcome of each shape; returns those without a plan.
+fn refused<S: PlanShape>(maker: &Maker, shapes: Vec<(&str, S)>) -> Vec<String> {
     let mut refused = Vec::new();
     for (name, shape) in shapes {
         let began = Instant::now();
@@ -313,19 +313,19 @@ fn refused<S: Shape>(maker: &Maker, shapes: Vec<(&str, S)>) -> Vec<String> {
 
 #[test]
 #[ignore = "needs libcudnn"]
-fn every_attention_gets_a_plan() {
+fn every_attention_shape_has_a_plan() {
     assert_eq!(refused(&H100.maker(None), attentions()), [""; 0]);
 }
 
 #[test]
 #[ignore = "needs libcudnn"]
-fn every_convolution_gets_a_plan() {
+fn every_convolution_shape_has_a_plan() {
     assert_eq!(refused(&H100.maker(None), convolutions()), [""; 0]);
 }
 
 #[test]
 #[ignore = "needs libcudnn"]
-fn other_cards_get_plans_too() {
+fn other_cards_have_plans_too() {
     for card in OTHERS {
         let some = |shapes: Vec<_>| shapes.into_iter().take(3).collect();
         assert_eq!(refused(&card.maker(None), some(attentions())), [""; 0]);
@@ -338,7 +338,7 @@ fn other_cards_get_plans_too() {
 
 #[test]
 #[ignore = "needs libcudnn"]
-fn what_is_not_supported_is_a_refusal() {
+fn unsupported_shapes_are_refused() {
     let odd = attention(1, [2, 2], [64, 64], 60);
     for (maker, shape) in [(T4.maker(None), flux()), (H100.maker(None), odd)] {
         let failure = maker.plan(&shape, MadeBy::Stage).err().expect("no plan");
@@ -354,7 +354,7 @@ fn what_is_not_supported_is_a_refusal() {
 
 #[test]
 #[ignore = "needs libcudnn"]
-fn a_plan_comes_back_from_its_folder() {
+fn a_plan_is_loaded_from_its_folder() {
     let at = tempfile::tempdir().unwrap();
     let maker = |card: &Described| card.maker(Some(Folder::at(at.path(), 8)));
     let plan = |maker: &Maker| {
@@ -373,7 +373,7 @@ fn a_plan_comes_back_from_its_folder() {
         "that of another card is none of its"
     );
 
-    // A plan that is whole and yet none of cuDNN's is made anew, and overwritten.
+    // An intact file with a text that cuDNN rejects is replaced.
     let made = maker(&H100);
     let key = made.key(&flux());
     let folder = Folder::at(at.path(), 8);
@@ -383,7 +383,7 @@ fn a_plan_comes_back_from_its_folder() {
     assert!(!plan(&made).is_new());
 }
 
-/// Threads that make plans for a card.
+/// Background compilation for a card.
 fn ahead(card: &'static Described, folder: Option<Folder>) -> Ahead<Maker> {
     Ahead::of_threads(
         Box::new(move |idle| Ok(idle.unwrap_or_else(|| card.maker(folder.clone())))),
@@ -391,7 +391,7 @@ fn ahead(card: &'static Described, folder: Option<Folder>) -> Ahead<Maker> {
     )
 }
 
-/// How many plans were made ahead, and in stages, by some work.
+/// Counts of plans compiled in the background, and in stages, by `work`.
 fn made(work: impl FnOnce()) -> (u64, u64) {
     let before = PlansMade::now();
     work();
@@ -401,7 +401,7 @@ fn made(work: impl FnOnce()) -> (u64, u64) {
 
 #[test]
 #[ignore = "needs libcudnn"]
-fn what_was_made_ahead_is_not_made_again() {
+fn a_plan_compiled_ahead_is_not_compiled_again() {
     let maker = H100.maker(None);
     let ahead = ahead(&H100, None);
     let (picture, narrow) = (
@@ -423,12 +423,12 @@ fn what_was_made_ahead_is_not_made_again() {
     let (mut attentions, mut convolutions) = (Made::new(), Made::new());
     let (before, in_stages) = made(|| {
         let began = Instant::now();
-        // Two requests at once.
+        // Two identical requests.
         for _ in 0..2 {
             ahead.ask(maker.all_ahead(&planned));
         }
         eprintln!("asked for in {:?}", began.elapsed());
-        // A queue that nobody has come to is not waited for: here each has a thread.
+        // A queued plan is not waited for; here each has a thread.
         while !ahead.is_idle() {
             std::thread::yield_now();
         }
@@ -443,11 +443,11 @@ fn what_was_made_ahead_is_not_made_again() {
             assert!(!plan.is_new(), "it was loaded");
         }
         eprintln!("found in {:?}", began.elapsed());
-        // And remembered.
+        // It is cached.
         assert!(convolutions.plan(&maker, &ahead, &picture).unwrap().is_some());
     });
     assert_eq!((before, in_stages), (4, 0));
-    // What was not asked for is made as ever.
+    // A shape that was not requested is compiled on demand.
     let other = attention(1, [4, 4], [256, 256], 64);
     let (before, in_stages) =
         made(|| assert!(attentions.plan(&maker, &ahead, &other).unwrap().unwrap().is_new()));
@@ -456,7 +456,7 @@ fn what_was_made_ahead_is_not_made_again() {
 
 #[test]
 #[ignore = "needs libcudnn"]
-fn a_kept_plan_is_found_ahead() {
+fn a_plan_on_disk_is_found_ahead() {
     let at = tempfile::tempdir().unwrap();
     let folder = || Some(Folder::at(at.path(), 8));
     let maker = H100.maker(folder());
@@ -476,7 +476,7 @@ fn a_kept_plan_is_found_ahead() {
 
 #[test]
 #[ignore = "needs libcudnn"]
-fn a_text_that_is_no_plan_is_made_anew() {
+fn an_invalid_plan_text_is_replaced() {
     let maker = H100.maker(None);
     let ahead = ahead(&H100, None);
     let key = maker.key(&flux());
@@ -500,11 +500,11 @@ fn a_text_that_is_no_plan_is_made_anew() {
     assert_eq!(counted, (0, 1));
 }
 
-/// How long plans of a whole request take by so many threads. A measure: it shows, and asserts nothing but that all are
-/// made.
+/// Duration of compiling the plans of a whole request, by number of threads. A measurement: asserts only that all
+/// plans are compiled.
 #[test]
 #[ignore = "needs libcudnn"]
-fn plans_of_many_threads_beside_those_of_one() {
+fn compile_time_of_many_threads_and_of_one() {
     for threads in [1, 2, 4, 8] {
         let maker = H100.maker(None);
         let open = |idle: Option<Maker>| Ok(idle.unwrap_or_else(|| H100.maker(None)));

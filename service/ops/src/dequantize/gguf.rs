@@ -1,11 +1,11 @@
-//! Blocks of llama.cpp. The order of the operations is that of the `gguf` Python package (`quants.py`).
+//! Block types of llama.cpp. The order of operations is that of the `gguf` Python package (`quants.py`).
 
 use gpu::GgufType;
 use half::f16;
 
-use super::Codes;
+use super::ReadCodes;
 
-/// Blocks of one type, one behind the other.
+/// Consecutive blocks of one type.
 pub(super) struct Blocks<'a> {
     numbers: usize,
     bytes: usize,
@@ -37,7 +37,7 @@ impl<'a> Blocks<'a> {
     }
 }
 
-impl Codes for Blocks<'_> {
+impl ReadCodes for Blocks<'_> {
     fn read(&self, first: usize, out: &mut [f32]) {
         let blocks = self.blocks[first / self.numbers * self.bytes..].chunks_exact(self.bytes);
         for (block, out) in blocks.zip(out.chunks_exact_mut(self.numbers)) {
@@ -100,8 +100,8 @@ fn q8_0(block: &[u8], out: &mut [f32]) {
     }
 }
 
-/// 16 bytes of scale (low) and minimum (high) for 16 numbers each, 64 bytes of codes, the scale of scales and that of
-/// minima. A byte has the codes of four numbers that are 32 apart.
+/// 16 bytes of scale (low nibble) and minimum (high nibble) per 16 elements, 64 bytes of codes, the scale of scales
+/// and that of minima. A byte has the codes of four elements, 32 apart.
 fn q2_k(block: &[u8], out: &mut [f32]) {
     let (d, d_least) = (half_at(block, 80), half_at(block, 82));
     for (group, out) in out.chunks_exact_mut(16).enumerate() {
@@ -115,8 +115,8 @@ fn q2_k(block: &[u8], out: &mut [f32]) {
     }
 }
 
-/// 32 bytes of high bits, 64 of codes as in [`q2_k`], 12 of scales in six bits, and the scale of scales. A byte of
-/// high bits is for eight numbers that are 32 apart; where it is not set, 4 is taken away.
+/// 32 bytes of high bits, 64 of codes as in [`q2_k`], 12 of 6-bit scales, and the scale of scales. A byte of high
+/// bits is for eight elements, 32 apart; where the bit is clear, 4 is subtracted.
 fn q3_k(block: &[u8], out: &mut [f32]) {
     let d = half_at(block, 108);
     let scales = &block[96..108];
@@ -134,7 +134,7 @@ fn q3_k(block: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Scale and minimum of 32 numbers, in six bits each: the first four are whole, the others have their upper two bits
+/// Scale and minimum of 32 elements, 6 bits each: the first four are contiguous, the upper two bits of the others are
 /// above those.
 fn scale_and_least(scales: &[u8], group: usize) -> (f32, f32) {
     let (scale, least) = match group {
@@ -147,8 +147,8 @@ fn scale_and_least(scales: &[u8], group: usize) -> (f32, f32) {
     (f32::from(scale), f32::from(least))
 }
 
-/// The scale of scales and that of minima, 12 bytes of those, and 128 of codes: low nibbles are 32 numbers, high ones the
-/// next 32.
+/// The scale of scales and that of minima, 12 bytes of both, and 128 of codes: low nibbles are 32 elements, high ones
+/// the next 32.
 fn q4_k(block: &[u8], out: &mut [f32]) {
     let (d, d_least) = (half_at(block, 0), half_at(block, 2));
     for (group, out) in out.chunks_exact_mut(32).enumerate() {
@@ -160,7 +160,7 @@ fn q4_k(block: &[u8], out: &mut [f32]) {
     }
 }
 
-/// As [`q4_k`], with 32 bytes of fifth bits before the codes, each for eight numbers that are 32 apart.
+/// As [`q4_k`], with 32 bytes of fifth bits before the codes, each for eight elements, 32 apart.
 fn q5_k(block: &[u8], out: &mut [f32]) {
     let (d, d_least) = (half_at(block, 0), half_at(block, 2));
     for (group, out) in out.chunks_exact_mut(32).enumerate() {
@@ -173,8 +173,8 @@ fn q5_k(block: &[u8], out: &mut [f32]) {
     }
 }
 
-/// 128 bytes of low nibbles, 64 of upper two bits, 16 of signed scales for 16 numbers each, and the scale of scales; 32
-/// is zero. In each half, low nibbles are 64 numbers, high ones the next 64.
+/// 128 bytes of low nibbles, 64 of upper two bits, 16 of signed scales per 16 elements, and the scale of scales; 32
+/// is zero. In each half, low nibbles are 64 elements, high ones the next 64.
 fn q6_k(block: &[u8], out: &mut [f32]) {
     let d = half_at(block, 208);
     for (group, out) in out.chunks_exact_mut(16).enumerate() {

@@ -1,8 +1,8 @@
-//! The numbers of a quantized weight: one file a group of formats.
+//! Dequantization of weights, by groups of formats.
 //!
-//! A number is computed in f32, with products and sums rounded one by one in the order that its format's own library
-//! has, and rounded once more to the dtype that is asked for. On the CPU our own loops run over all cores; on a CUDA
-//! device our own kernels (`cuda/dequantize.cuh`) give the same bits.
+//! Elements are computed in f32, with products and sums rounded one by one in the order of the format's reference
+//! library, and rounded once more to the requested dtype. The CPU loops use all cores; the CUDA kernels
+//! (`cuda/dequantize.cuh`) give identical bits.
 
 mod gguf;
 mod nf4;
@@ -15,27 +15,27 @@ use half::vec::HalfBitsVecExt as _;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-/// Numbers that are read at a time: whole blocks of every format, and in f32 no more than the nearest cache holds.
+/// Elements read at a time: whole blocks of every format, and in f32 at most the L1 cache.
 const PIECE: usize = 2048;
 
-/// Numbers that one task reads at most.
+/// Maximum of elements per task.
 const TASK: usize = 16 * PIECE;
 
-/// Codes on the CPU that can be read in any order.
-trait Codes: Sync {
-    /// Writes the numbers from `first` on. `first` is a multiple of [`PIECE`], and `out` is at most that long and ends
-    /// with a block or with the weight.
+/// ReadCodes on the CPU with random access.
+trait ReadCodes: Sync {
+    /// Writes the elements from `first` on. `first` is a multiple of [`PIECE`], and `out` is at most that long and
+    /// ends with a block or with the weight.
     fn read(&self, first: usize, out: &mut [f32]);
 }
 
-/// The numbers of a quantized weight in `dtype` (f32, f16 or bf16), in its shape, on its device. On a card nothing
-/// waits: the work is queued on the device's stream.
+/// Dequantizes a weight to `dtype` (f32, f16 or bf16), in its shape, on its device. On a card the work is enqueued on
+/// the device's stream, without synchronization.
 ///
-/// In f32 they are bit for bit those of `bitsandbytes` (int8, nf4), of the `gguf` Python package, and of the product
-/// of code and scale (fp8). Where such a number is NaN, which NaN it is depends on the device.
+/// In f32 the result is bit-identical to `bitsandbytes` (int8, nf4), to the `gguf` Python package, and to the product
+/// of code and scale (fp8). The payload of NaN depends on the device.
 ///
 /// # Errors
-/// When the bytes are not as many as format and shape say, blocks do not fit the rows, or for another dtype; those of
+/// When the byte count does not match format and shape, blocks do not fit the rows, or for another dtype; errors of
 /// candle.
 pub fn dequantize(weight: &QuantizedWeight, dtype: DType) -> Result<Tensor> {
     let numbers = checked(weight)?;
@@ -56,10 +56,10 @@ pub fn dequantize(weight: &QuantizedWeight, dtype: DType) -> Result<Tensor> {
     }
 }
 
-/// How many numbers a weight has, once its bytes are known to be what its format and shape say.
+/// Number of elements of a weight, after validating its byte count against format and shape.
 fn checked(weight: &QuantizedWeight) -> Result<usize> {
     let QuantizedWeight { bytes, format, shape } = weight;
-    // No format takes more than a few bytes for a number or a row, so that no size overflows below these bounds.
+    // No format takes more than a few bytes per element or row, so that no size overflows below these bounds.
     let numbers = shape.iter().try_fold(1usize, |all, &n| all.checked_mul(n));
     let Some(numbers) = numbers.filter(|&numbers| numbers <= isize::MAX as usize / 16) else {
         candle_core::bail!("a weight of shape {shape:?} has more numbers than there is memory for");
@@ -83,14 +83,14 @@ fn checked(weight: &QuantizedWeight) -> Result<usize> {
     Ok(numbers)
 }
 
-/// The bytes of one part of a weight, found by its name; none if the format has no such part.
+/// The bytes of one part of a weight; empty if the format has no such part.
 fn part(format: WeightFormat, rows: usize, columns: usize, wanted: WeightPart, bytes: &[u8]) -> &[u8] {
     let layout = format.layout(rows, columns);
     let range = layout.into_iter().find(|(part, _)| *part == wanted);
     range.map_or(&[], |(_, range)| &bytes[range])
 }
 
-/// The f32 at an index. The bytes may lie anywhere.
+/// The f32 at an index of unaligned bytes.
 fn f32_at(bytes: &[u8], index: usize) -> f32 {
     let at = 4 * index;
     f32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
@@ -106,7 +106,7 @@ fn on_cpu(weight: &QuantizedWeight, numbers: usize, dtype: DType) -> Result<Tens
     let bytes = &bytes[start..end];
     let (rows, columns) = rows_and_columns(&weight.shape);
     let part = |wanted| part(weight.format, rows, columns, wanted, bytes);
-    let codes: Box<dyn Codes + '_> = match weight.format {
+    let codes: Box<dyn ReadCodes + '_> = match weight.format {
         WeightFormat::Int8 => Box::new(rows::Int8::new(
             part(WeightPart::Scales),
             part(WeightPart::Codes),
@@ -141,7 +141,7 @@ fn on_cpu(weight: &QuantizedWeight, numbers: usize, dtype: DType) -> Result<Tens
             in_pieces(&mut out, |first, out| codes.read(first, out));
             Tensor::from_vec(out, shape, &Device::Cpu)
         }
-        // Memory of plain integers comes zeroed from the system, so that the tasks are the first to touch it.
+        // Integers are zeroed lazily by the system, so that the tasks are the first to touch the memory.
         DType::BF16 => {
             let mut out = vec![0u16; numbers];
             in_pieces(&mut out, |first, out| {
@@ -166,7 +166,7 @@ fn on_cpu(weight: &QuantizedWeight, numbers: usize, dtype: DType) -> Result<Tens
     }
 }
 
-/// Calls `read` with every piece of `out` and the index that it begins at, on all cores.
+/// Calls `read` with every piece of `out` and its first index, on all cores.
 fn in_pieces<T: Send>(out: &mut [T], read: impl Fn(usize, &mut [T]) + Sync) {
     out.par_chunks_mut(TASK).enumerate().for_each(|(task, out)| {
         for (piece, out) in out.chunks_mut(PIECE).enumerate() {
@@ -175,14 +175,13 @@ fn in_pieces<T: Send>(out: &mut [T], read: impl Fn(usize, &mut [T]) + Sync) {
     });
 }
 
-fn with_piece(codes: &dyn Codes, first: usize, length: usize, then: impl FnOnce(&[f32])) {
+fn with_piece(codes: &dyn ReadCodes, first: usize, length: usize, then: impl FnOnce(&[f32])) {
     let mut piece = [0f32; PIECE];
     codes.read(first, &mut piece[..length]);
     then(&piece[..length]);
 }
 
-/// bf16 of a number, to nearest even, as `half` rounds it but without a branch, so that the loop becomes vector
-/// instructions.
+/// Rounds to bf16, to nearest even, as `half` does but branch-free, so that the loop vectorizes.
 #[inline(always)]
 fn bf16_bits(number: f32) -> u16 {
     let bits = number.to_bits();

@@ -2,7 +2,7 @@
 
 use gpu::{NF4_BLOCK, NF4_NESTED_BLOCK};
 
-use super::{Codes, f32_at};
+use super::{ReadCodes, f32_at};
 
 /// `table[index] * absmax`, as `bitsandbytes.functional.dequantize_4bit`.
 pub(super) struct Nf4<'a> {
@@ -13,9 +13,9 @@ pub(super) struct Nf4<'a> {
 
 /// Absolute maxima of blocks.
 pub(super) enum Absmax<'a> {
-    /// In f32.
+    /// Stored in f32.
     Plain(&'a [u8]),
-    /// In 8 bits: `table[code] * absmax + offset`, the product rounded before the sum.
+    /// Stored in 8 bits: `table[code] * absmax + offset`, the product rounded before the sum.
     Nested {
         table: &'a [u8],
         offset: f32,
@@ -45,7 +45,7 @@ impl<'a> Nf4<'a> {
     }
 }
 
-impl Codes for Nf4<'_> {
+impl ReadCodes for Nf4<'_> {
     fn read(&self, first: usize, out: &mut [f32]) {
         let codes = self.codes[first / 2..].chunks(NF4_BLOCK / 2);
         for ((index, out), codes) in out.chunks_mut(NF4_BLOCK).enumerate().zip(codes) {

@@ -1,10 +1,10 @@
-//! Formats of one byte a number with a scale by row: int8 and fp8.
+//! Formats of one byte per element with a scale per row: int8 and fp8.
 
 use std::sync::LazyLock;
 
 use gpu::{Fp8Scales, INT8_STEP, e4m3_to_f32};
 
-use super::{Codes, f32_at};
+use super::{ReadCodes, f32_at};
 
 /// `code * absmax * INT8_STEP`, multiplied in this order, as `bitsandbytes.functional.int8_vectorwise_dequant`.
 pub(super) struct Int8<'a> {
@@ -23,7 +23,7 @@ impl<'a> Int8<'a> {
     }
 }
 
-impl Codes for Int8<'_> {
+impl ReadCodes for Int8<'_> {
     fn read(&self, first: usize, out: &mut [f32]) {
         by_row(self.codes, self.columns, first, out, |row, codes, out| {
             let absmax = f32_at(self.absmax, row);
@@ -36,7 +36,7 @@ impl Codes for Int8<'_> {
 
 /// `code * scale`.
 pub(super) struct Fp8<'a> {
-    /// By row, or none where every row has the same.
+    /// One per row, or empty for a single scale.
     scales: &'a [u8],
     scale: f32,
     codes: &'a [u8],
@@ -59,7 +59,7 @@ impl<'a> Fp8<'a> {
     }
 }
 
-impl Codes for Fp8<'_> {
+impl ReadCodes for Fp8<'_> {
     fn read(&self, first: usize, out: &mut [f32]) {
         static VALUES: LazyLock<[f32; 256]> =
             LazyLock::new(|| std::array::from_fn(|code| e4m3_to_f32(code as u8)));
@@ -77,7 +77,7 @@ impl Codes for Fp8<'_> {
     }
 }
 
-/// Calls `read(row, codes, out)` with what lies in each row of the numbers from `first` on.
+/// Calls `read(row, codes, out)` for each row's part of the elements from `first` on.
 fn by_row(
     codes: &[u8],
     columns: usize,

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::testing::{fixtures, formats, quantized, random_bytes, test_device};
 
-/// One number of a weight, by index arithmetic over the whole: the definition, without blocks, rows or tasks.
+/// Reference implementation of one element, by index arithmetic over the whole weight, without blocks, rows or tasks.
 fn defined(format: WeightFormat, rows: usize, columns: usize, bytes: &[u8], index: usize) -> f32 {
     let part = |wanted| part(format, rows, columns, wanted, bytes);
     let (scales, codes) = (part(WeightPart::Scales), part(WeightPart::Codes));
@@ -31,11 +31,11 @@ fn defined(format: WeightFormat, rows: usize, columns: usize, bytes: &[u8], inde
     }
 }
 
-/// The number `j` of a block.
+/// Element `j` of a block.
 fn defined_in_block(kind: GgufType, b: &[u8], j: usize) -> f32 {
     let half = |at: usize| f16::from_le_bytes([b[at], b[at + 1]]).to_f32();
     let bit = |at: usize, bit: usize| i32::from(b[at + bit / 8] >> (bit % 8) & 1);
-    // Bits of a byte, from a place on.
+    // Bits of a byte, shifted and masked.
     let bits = |at: usize, shift: usize, mask: u8| i32::from(b[at] >> shift & mask);
     let nibble = |codes: usize| bits(codes + j % 16, j / 16 * 4, 15);
     let k_scales = |at: usize| {
@@ -88,8 +88,8 @@ fn defined_in_block(kind: GgufType, b: &[u8], j: usize) -> f32 {
     }
 }
 
-/// Asserts that a weight dequantizes to exactly this in f32, and to this rounded once in f16 and bf16. One NaN is as
-/// good as another.
+/// Asserts that a weight dequantizes to exactly this in f32, and to this rounded once in f16 and bf16. All NaNs are
+/// equal.
 fn assert_bits(weight: &QuantizedWeight, expected: &[f32]) {
     let read = |dtype| {
         let found = dequantize(weight, dtype).unwrap();
@@ -153,7 +153,7 @@ fn assert_defined_everywhere(format: WeightFormat, rows: usize, columns: usize, 
 }
 
 #[test]
-fn numbers_are_those_of_bitsandbytes_and_gguf_bit_for_bit() {
+fn dequantized_values_are_bit_identical_to_bitsandbytes_and_gguf() {
     let cases =
         candle_core::safetensors::load(fixtures().join("dequantize.safetensors"), &Device::Cpu).unwrap();
     let mut seen: Vec<WeightFormat> = Vec::new();
@@ -177,8 +177,8 @@ fn numbers_are_those_of_bitsandbytes_and_gguf_bit_for_bit() {
 }
 
 #[test]
-fn numbers_are_as_defined_across_pieces_and_tasks() {
-    // More than a task: rows end within pieces, the last block and the last byte are short.
+fn dequantized_values_equal_the_reference_across_pieces_and_tasks() {
+    // More than a task: rows end within pieces, the last block and the last byte are partial.
     for format in formats() {
         match format {
             WeightFormat::Gguf(_) => assert_defined_everywhere(format, 19, 2048, 1),
@@ -191,7 +191,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(48) })]
 
     #[test]
-    fn numbers_are_as_defined_in_every_shape(
+    fn dequantized_values_equal_the_reference_in_every_shape(
         which in 0..formats().len(), rows in 1..40usize, columns in 1..150usize, seed in any::<u64>(),
     ) {
         let format = formats()[which];
@@ -204,7 +204,7 @@ proptest! {
 }
 
 #[test]
-fn a_weight_has_any_shape() {
+fn a_weight_may_have_any_rank() {
     for shape in [vec![6, 2, 3, 3], vec![108], vec![108, 1]] {
         let bytes = random_bytes(WeightFormat::Int8, shape[0], 108 / shape[0], 3);
         let expected = (0..108).map(|i| defined(WeightFormat::Int8, shape[0], 108 / shape[0], &bytes, i));
@@ -222,7 +222,7 @@ fn a_weight_has_any_shape() {
 }
 
 #[test]
-fn bytes_of_a_narrowed_allocation_are_read_from_where_they_begin() {
+fn a_view_into_an_allocation_is_dequantized_from_its_offset() {
     for format in formats() {
         let bytes = random_bytes(format, 3, 256, 5);
         let expected = (0..3 * 256).map(|index| defined(format, 3, 256, &bytes, index));
@@ -235,7 +235,7 @@ fn bytes_of_a_narrowed_allocation_are_read_from_where_they_begin() {
 }
 
 #[test]
-fn what_does_not_fit_its_shape_is_refused() {
+fn bytes_that_do_not_match_the_shape_are_refused() {
     for format in formats() {
         let right = format.bytes(3, 256).0 as usize;
         for wrong in [0, right - 1, right + 1] {

@@ -1,4 +1,4 @@
-//! Linear layers beside their definition in f64.
+//! Linear layers against reference implementations in f64.
 
 use candle_core::{Device, Result};
 use gpu::Fp8Scales;
@@ -6,10 +6,10 @@ use gpu::Fp8Scales;
 use super::*;
 use crate::testing::{BF16_OPERATION, assert_close, formats, here, quantized, random, random_bytes};
 
-/// Sums of up to 768 products in f32 beside those in f64.
+/// Tolerance of sums of up to 768 products in f32 against f64.
 const F32_PRODUCT: f64 = 1e-5;
 
-/// `x Wᵀ + b` in f64, one number after the other.
+/// Reference `x Wᵀ + b` in f64.
 fn defined(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let numbers = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec2::<f64>();
     let (x, weight) = (numbers(x)?, numbers(weight)?);
@@ -27,7 +27,7 @@ fn defined(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>
     Tensor::from_vec(out, (x.len(), weight.len()), &Device::Cpu)
 }
 
-/// Bytes of a weight whose numbers are about 1: codes of fp8 without NaN.
+/// Bytes of a weight with elements of about 1: fp8 codes without NaN.
 fn moderate_bytes(format: WeightFormat, rows: usize, columns: usize, seed: u64) -> Vec<u8> {
     let mut bytes = random_bytes(format, rows, columns, seed);
     if let (WeightFormat::Fp8(_), Some((_, codes))) = (format, format.layout(rows, columns).last()) {
@@ -39,7 +39,7 @@ fn moderate_bytes(format: WeightFormat, rows: usize, columns: usize, seed: u64) 
 }
 
 #[test]
-fn a_quantized_layer_is_the_layer_of_its_numbers() -> Result<()> {
+fn a_quantized_layer_equals_its_dequantized_layer() -> Result<()> {
     for (tokens, rows, columns) in [(1, 11, 256), (5, 7, 512), (3, 19, 768)] {
         let x = here(&random(&[tokens, columns], 1)?);
         let bias = random(&[rows], 2)?;
@@ -57,7 +57,7 @@ fn a_quantized_layer_is_the_layer_of_its_numbers() -> Result<()> {
                 &expected,
                 F32_PRODUCT,
             )?;
-            // Odd rows: fp8 is dequantized on a card as well.
+            // Odd row counts: fp8 is dequantized on a card too.
             let (x, bias) = (x.to_dtype(DType::BF16)?, bias.to_dtype(DType::BF16)?);
             let found = linear(&x, &weight, Some(&bias))?;
             assert_eq!(found.dtype(), DType::BF16);
@@ -90,7 +90,7 @@ fn shapes_that_do_not_fit_are_refused() -> Result<()> {
     Ok(())
 }
 
-/// A window with something else around it, which nobody may read or write.
+/// A view with a margin, which must not be read or written.
 fn window(rows: usize, columns: usize, dtype: DType) -> Result<[Tensor; 2]> {
     let all = (Tensor::zeros((2, rows + 3, columns + 24), DType::F32, &Device::Cpu)? + 7.0)?;
     let all = here(&all.to_dtype(dtype)?);
@@ -99,7 +99,7 @@ fn window(rows: usize, columns: usize, dtype: DType) -> Result<[Tensor; 2]> {
 }
 
 #[test]
-fn a_layer_reads_and_writes_windows_and_leaves_the_rest() -> Result<()> {
+fn a_layer_reads_and_writes_views_and_leaves_the_rest_unchanged() -> Result<()> {
     let scratch = Scratch::new(1 << 20, crate::testing::test_device())?;
     for (tokens, outputs, inputs) in [(5, 16, 32), (64, 48, 256), (7, 11, 24)] {
         for (dtype, tolerance) in [(DType::F32, F32_PRODUCT), (DType::BF16, BF16_OPERATION)] {
@@ -133,7 +133,7 @@ fn a_layer_reads_and_writes_windows_and_leaves_the_rest() -> Result<()> {
 }
 
 #[test]
-fn layers_at_equal_distances_are_each_of_them() -> Result<()> {
+fn batched_layers_equal_each_layer_alone() -> Result<()> {
     let scratch = Scratch::new(1 << 20, crate::testing::test_device())?;
     let device = crate::testing::test_device();
     for dtype in [DType::F32, DType::BF16] {
@@ -170,16 +170,16 @@ fn layers_at_equal_distances_are_each_of_them() -> Result<()> {
                     .contiguous()?;
                 assert_close(&host.get(0)?, &expected, BF16_OPERATION)?;
             }
-            // The other way round the distances are negative.
+            // In reverse order the strides are negative.
             layers.reverse();
         }
     }
     Ok(())
 }
 
-/// On a card they are one product where the scratch has room for all of them, and one after the other where it has not.
+/// On a card they are one product if the scratch can hold all of them, else one after the other.
 #[test]
-fn quantized_layers_over_the_same_rows_are_each_of_them() -> Result<()> {
+fn batched_quantized_layers_equal_each_layer_alone() -> Result<()> {
     let device = crate::testing::test_device();
     let (tokens, outputs, columns) = (9, 64, 256);
     let x = random(&[1, tokens, columns], 1)?;
@@ -218,7 +218,7 @@ fn quantized_layers_over_the_same_rows_are_each_of_them() -> Result<()> {
     Ok(())
 }
 
-/// What only a card does.
+/// Tests of card-only behaviour.
 #[cfg(feature = "cuda")]
 mod on_a_card {
     use gpu::e4m3_to_f32;
@@ -226,11 +226,11 @@ mod on_a_card {
     use super::*;
     use crate::testing::{peak_of, test_device};
 
-    /// How far fp8 times fp8 may be from the product with the same weight dequantized: a number of `x` in e4m3 has
-    /// four bits, and is off by up to 2^-4, about 0.026 in L2.
+    /// Tolerance of native fp8 against the product with the dequantized weight: an element of `x` in e4m3 has four
+    /// significant bits, an error of up to 2^-4, about 0.026 in L2.
     const NATIVE: f64 = 0.05;
 
-    /// Whether the card of the tests multiplies fp8.
+    /// Whether the card of the tests has native fp8.
     fn is_native() -> Result<bool> {
         let Device::Cuda(device) = test_device() else {
             return Ok(false);
@@ -239,7 +239,7 @@ mod on_a_card {
         Ok(capability.map_err(candle_core::Error::wrap)? >= (8, 9))
     }
 
-    /// Rows as the card quantizes them: by their absolute maximum, to the nearest of e4m3, to the even one of two.
+    /// Rows as the card quantizes them: by their absolute maximum, to the nearest e4m3, ties to even.
     fn rows_in_e4m3(x: &Tensor) -> Result<Tensor> {
         let values: Vec<f32> = (0..0x7F).map(e4m3_to_f32).collect();
         let nearest = |size: f32| {
@@ -270,14 +270,14 @@ mod on_a_card {
     }
 
     #[test]
-    fn fp8_multiplies_natively_as_it_is_defined() -> Result<()> {
+    fn native_fp8_products_equal_the_reference() -> Result<()> {
         if !is_native()? {
             return Ok(());
         }
         for (tokens, rows, columns) in [(1, 16, 16), (7, 48, 64), (33, 256, 1040), (300, 3072, 512)] {
             let mut x = random(&[tokens, columns], 1)?;
             if tokens > 1 {
-                // A row of zeros, and one of large numbers.
+                // A row of zeros, and one of large values.
                 x = x.slice_assign(
                     &[0..1, 0..columns],
                     &Tensor::zeros((1, columns), DType::F32, &Device::Cpu)?,
@@ -315,7 +315,7 @@ mod on_a_card {
     }
 
     #[test]
-    fn no_layer_takes_more_than_its_scratch() -> Result<()> {
+    fn no_layer_allocates_more_than_its_predicted_scratch() -> Result<()> {
         let device = test_device();
         if device.is_cpu() {
             return Ok(());
@@ -327,7 +327,7 @@ mod on_a_card {
                 for format in formats() {
                     let bytes = moderate_bytes(format, rows, columns, 3);
                     let weight = Weight::Quantized(quantized(format, &[rows, columns], bytes));
-                    // Kernels and cuBLAS's own workspace come with the first.
+                    // Kernels and cuBLAS's own workspace are loaded with the first call.
                     linear(&x, &weight, Some(&bias))?;
                     let (peak, result) = peak_of(device, || linear(&x, &weight, Some(&bias)));
                     let result = allocated(result?.elem_count() * dtype.size_in_bytes());

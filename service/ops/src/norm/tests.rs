@@ -3,7 +3,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use super::*;
 use crate::testing::{BF16_OPERATION, assert_close, here, random};
 
-/// A window of a larger buffer that is full of what nobody may read.
+/// A view of a larger buffer full of NaN.
 fn poisoned(shape: (usize, usize, usize), dtype: DType) -> Result<Tensor> {
     let (batch, rows, columns) = shape;
     let all = (Tensor::zeros((batch, rows + 3, columns + 16), DType::F32, &Device::Cpu)? + f64::NAN)?;
@@ -12,7 +12,7 @@ fn poisoned(shape: (usize, usize, usize), dtype: DType) -> Result<Tensor> {
         .narrow(2, 8, columns)
 }
 
-/// `x` in such a window.
+/// `x` in such a view.
 fn placed(x: &Tensor, dtype: DType) -> Result<Tensor> {
     let (batch, rows, columns) = x.dims3()?;
     let all = (Tensor::zeros((batch, rows + 3, columns + 16), DType::F32, &Device::Cpu)? + f64::NAN)?;
@@ -22,13 +22,13 @@ fn placed(x: &Tensor, dtype: DType) -> Result<Tensor> {
         .narrow(2, 8, columns)
 }
 
-/// Back on the CPU, from wherever it lies in whatever.
+/// A copy on the CPU in f32.
 fn found(x: &Tensor) -> Result<Tensor> {
-    // The whole storage is copied: a card's own copies of windows are not what is tested.
+    // The whole storage is copied: strided copies on the card are not under test.
     x.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.contiguous()
 }
 
-/// The definition, by candle's operations on the CPU in f32.
+/// Reference implementation, by candle's operations on the CPU in f32.
 struct Defined {
     x: Tensor,
     out: Tensor,
@@ -81,8 +81,8 @@ fn defined(
 }
 
 #[test]
-fn every_pass_equals_its_definition_in_windows_of_every_dtype() -> Result<()> {
-    // Odd widths, those of vector loads, and one that a block holds in several units a thread.
+fn every_norm_pass_equals_the_reference_in_views_of_every_dtype() -> Result<()> {
+    // Odd widths, those of wide loads, and one with several units per thread.
     for (batch, rows, columns) in [
         (2, 5, 37),
         (2, 3, 192),
@@ -111,7 +111,7 @@ fn every_pass_equals_its_definition_in_windows_of_every_dtype() -> Result<()> {
                 shift: Some(&shift_),
             };
 
-            // An adaptive layer norm, and its residual written over its branch.
+            // An adaptive layer norm, with the normalized residual written over its branch.
             let (x_, y_) = (placed(&x, dtype_of_x)?, placed(&y, dtype)?);
             let norm = Norm::Layer {
                 affine: None,
@@ -139,7 +139,7 @@ fn every_pass_equals_its_definition_in_windows_of_every_dtype() -> Result<()> {
             residual_norm_modulate(&x_, &y_, None, norm, None, &out)?;
             assert_close(&found(&out)?, &expected.out, tolerance)?;
 
-            // By the root mean square, with a branch that is normalised and a gate through tanh, and no shift.
+            // RMS norm, with a normalized branch, a tanh gate, and no shift.
             let (x_, y_) = (placed(&x, dtype_of_x)?, placed(&y, dtype)?);
             let norm = Norm::Rms {
                 weight: Some(&weight_),
@@ -160,7 +160,7 @@ fn every_pass_equals_its_definition_in_windows_of_every_dtype() -> Result<()> {
             assert_close(&found(&x_)?, &expected.x, tolerance)?;
             assert_close(&found(&out)?, &expected.out, tolerance)?;
 
-            // The residual alone.
+            // The residual only.
             let (x_, y_) = (placed(&x, dtype_of_x)?, placed(&y, dtype)?);
             add_residual(&x_, &y_, None)?;
             assert_close(&found(&x_)?, &(&x + &y)?, tolerance)?;
@@ -170,7 +170,7 @@ fn every_pass_equals_its_definition_in_windows_of_every_dtype() -> Result<()> {
 }
 
 #[test]
-fn one_modulation_serves_every_batch() -> Result<()> {
+fn one_modulation_is_broadcast_to_every_batch_item() -> Result<()> {
     let x = random(&[3, 2, 24], 1)?;
     let (scale, shift) = (random(&[1, 24], 2)?, random(&[1, 24], 3)?);
     let all = |t: &Tensor| t.broadcast_as((3, 24))?.contiguous();
@@ -198,7 +198,7 @@ fn one_modulation_serves_every_batch() -> Result<()> {
 }
 
 #[test]
-fn a_large_mean_does_not_drown_the_variance() -> Result<()> {
+fn a_large_mean_does_not_cancel_the_variance() -> Result<()> {
     let around_zero = random(&[1, 1, 512], 4)?;
     let far_away = here(&(&around_zero + 4096.0)?);
     let norm = Norm::Layer {
@@ -208,7 +208,7 @@ fn a_large_mean_does_not_drown_the_variance() -> Result<()> {
     let out = poisoned((1, 1, 512), DType::F32)?;
     norm_modulate(&far_away, norm, None, &out)?;
     let expected = defined(&around_zero, None, false, None, None, None, 1e-6)?;
-    // Adding 4096 itself rounds to 2^-12 or so; a one-pass variance would be off by whole units.
+    // Adding 4096 itself rounds to 2^-12 or so; a one-pass variance would be wrong by whole units.
     assert_close(&found(&out)?, &expected.out, 1e-3)
 }
 

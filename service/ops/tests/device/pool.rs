@@ -1,4 +1,4 @@
-//! What a CUDA device's memory pool saw: the most bytes that were allocated at one time.
+//! Peak of a CUDA device's memory pool.
 #![allow(unsafe_code)] // The driver's attributes.
 
 use std::mem::MaybeUninit;
@@ -6,13 +6,13 @@ use std::mem::MaybeUninit;
 use candle_core::Device;
 use candle_core::cuda_backend::cudarc::driver::{result, sys};
 
-/// The most bytes that `work` held on this device beyond what was held before it.
+/// Peak of bytes that `work` allocated on this device.
 pub(crate) fn peak_of<R>(device: &Device, work: impl FnOnce() -> R) -> (u64, R) {
     device.synchronize().expect("a device that answers");
     let pool = pool();
     let used = attribute(pool, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT);
     let mut none = 0u64;
-    // SAFETY: the pool is the device's own; the attribute is one number of 64 bits, and writing 0 begins it anew.
+    // SAFETY: the pool is the device's own; the attribute is a 64-bit number, and writing 0 resets it.
     unsafe {
         result::mem_pool::set_attribute(
             pool,

@@ -1,18 +1,18 @@
-//! The blocks that the encoder and the decoder are made of, over maps `[h, w, c]`.
+//! The blocks of encoder and decoder, over channels-last maps `[h, w, c]`.
 
 use candle_core::{DType, Tensor};
 use gpu::{ComponentTensors, Weight};
 use ops::{Affine, AttentionShape, ChannelNorm, MapReading, Mask, MaskShape, Onto};
 
-use super::conv::{Convolution, Layer, Padding, Reading};
+use super::conv::{Convolution, Padding, Reading, StripConvolution};
 use super::norm::GroupNorm;
 use crate::family::StageError;
 
-/// How a map is walked through: in how many rows at a time, and whether anybody still wants it.
+/// How a map is processed: the height of its strips, and the check for cancellation.
 #[derive(Clone, Copy)]
 pub(super) struct Walk<'a> {
     pub(super) latent_height: usize,
-    /// Rows of a strip, counted at the latent's resolution.
+    /// Rows of a strip, at the latent's resolution.
     pub(super) latent_rows: usize,
     pub(super) cancelled: &'a dyn Fn() -> bool,
 }
@@ -25,7 +25,7 @@ impl Walk<'_> {
             .clamp(1, height)
     }
 
-    pub(super) fn go_on(&self) -> std::result::Result<(), StageError> {
+    pub(super) fn check_cancelled(&self) -> std::result::Result<(), StageError> {
         if (self.cancelled)() {
             Err(StageError::Cancelled)
         } else {
@@ -34,21 +34,21 @@ impl Walk<'_> {
     }
 }
 
-/// Reads the tensors of one layer.
+/// Takes the tensors of one layer out of a component.
 #[derive(Clone, Copy)]
-pub(super) struct Source<'a> {
+pub(super) struct LayerSource<'a> {
     pub(super) tensors: &'a ComponentTensors,
     pub(super) dtype: DType,
     pub(super) groups: usize,
 }
 
-impl Source<'_> {
+impl LayerSource<'_> {
     fn tensor(&self, name: &str, shape: &[usize]) -> std::result::Result<Tensor, StageError> {
         let tensor = self.tensors.shaped(name, shape).map_err(missing)?;
         Ok(tensor.to_dtype(self.dtype)?)
     }
 
-    /// A weight, in the dtype of maps where it is in full precision.
+    /// A weight; if in full precision, in the dtype of maps.
     fn weight(&self, name: &str, shape: &[usize]) -> std::result::Result<Weight, StageError> {
         match self.tensors.shaped_weight(name, shape).map_err(missing)? {
             Weight::Full(tensor) => Ok(Weight::Full(tensor.to_dtype(self.dtype)?)),
@@ -56,7 +56,7 @@ impl Source<'_> {
         }
     }
 
-    /// A convolution of a square kernel.
+    /// A convolution with a square kernel.
     pub(super) fn convolution(
         &self,
         name: &str,
@@ -76,7 +76,7 @@ impl Source<'_> {
         Ok(GroupNorm::new(weight, bias, self.groups)?)
     }
 
-    /// A linear layer `[c, c]`, which BFL's checkpoints keep as a 1x1 convolution `[c, c, 1, 1]`.
+    /// A linear layer `[c, c]`, which BFL's checkpoints store as a 1x1 convolution `[c, c, 1, 1]`.
     fn square(&self, name: &str, channels: usize) -> std::result::Result<Convolution, StageError> {
         let weight = format!("{name}.weight");
         let found = self.tensors.weight(&weight);
@@ -99,25 +99,25 @@ fn missing(missing: gpu::MissingTensor) -> StageError {
     }
 }
 
-/// Convolves a map strip by strip to a new one.
+/// Convolves a map strip by strip into a new one.
 pub(super) fn convolve(
     map: &Tensor,
     reading: Reading<'_>,
     convolution: &Convolution,
     walk: Walk<'_>,
 ) -> std::result::Result<Tensor, StageError> {
-    let layer = Layer::new(map, reading, convolution, |height| walk.rows(height))?;
+    let layer = StripConvolution::new(map, reading, convolution, |height| walk.rows(height))?;
     let out = layer.blank(layer.strips.height, map)?;
     for strip in layer.strips.each() {
-        walk.go_on()?;
+        walk.check_cancelled()?;
         let read = layer.read(map, strip)?;
         layer.convolve(&read, &out.narrow(0, strip.0, strip.1)?, Onto::Nothing)?;
     }
     Ok(out)
 }
 
-/// Convolves a map strip by strip, and adds that to another, which this layer does not read. Gives `map` back as soon as
-/// it is read.
+/// Convolves a map strip by strip, and accumulates into another, which is not an input of this layer. Frees `map` as
+/// soon as it is read.
 fn convolve_onto(
     map: Tensor,
     reading: Reading<'_>,
@@ -125,19 +125,19 @@ fn convolve_onto(
     other: &Tensor,
     walk: Walk<'_>,
 ) -> std::result::Result<(), StageError> {
-    let layer = Layer::new(&map, reading, convolution, |height| walk.rows(height))?;
+    let layer = StripConvolution::new(&map, reading, convolution, |height| walk.rows(height))?;
     let mut map = Some(map);
     for strip in layer.strips.each() {
-        walk.go_on()?;
+        walk.check_cancelled()?;
         let read = layer.read_last(&mut map, strip)?;
         layer.convolve(&read, &other.narrow(0, strip.0, strip.1)?, Onto::Itself)?;
     }
     Ok(())
 }
 
-/// The same where the other map has to go through a convolution first, which changes its channels. Where there are
-/// strips, the result is written over `map`: a strip once the next one, which looks at rows of it, was read. So there are
-/// no three maps at any time.
+/// Like [`convolve_onto`], where the other map first goes through a convolution that changes its channels. With
+/// strips, the result is written over `map`: each strip once the next one, which reads some of its rows, was read. So
+/// there are never three maps.
 fn convolve_onto_shortcut(
     map: Tensor,
     reading: Reading<'_>,
@@ -145,8 +145,8 @@ fn convolve_onto_shortcut(
     (other, shortcut): (Tensor, &Convolution),
     walk: Walk<'_>,
 ) -> std::result::Result<Tensor, StageError> {
-    let layer = Layer::new(&map, reading, convolution, |height| walk.rows(height))?;
-    walk.go_on()?;
+    let layer = StripConvolution::new(&map, reading, convolution, |height| walk.rows(height))?;
+    walk.check_cancelled()?;
     if layer.strips.rows >= layer.strips.height {
         let whole = (0, layer.strips.height);
         let read = layer.read_last(&mut Some(map), whole)?;
@@ -163,7 +163,7 @@ fn convolve_onto_shortcut(
         ops::apply_norm(&sums.narrow(0, 0, count)?, &MapReading::PLAIN, [0; 3], &target)
     };
     for strip in layer.strips.each() {
-        walk.go_on()?;
+        walk.check_cancelled()?;
         let read = layer.read(&map, strip)?;
         unwritten.take().map_or(Ok(()), write)?;
         let sums = sums.narrow(0, 0, strip.1)?;
@@ -175,7 +175,7 @@ fn convolve_onto_shortcut(
     Ok(map)
 }
 
-/// A convolution as it stands, of an even size or padded around.
+/// A convolution without norm, of an even size or padded around.
 pub(super) fn plain(
     map: &Tensor,
     convolution: &Convolution,
@@ -185,7 +185,7 @@ pub(super) fn plain(
     convolve(map, Reading::plain(padding), convolution, walk)
 }
 
-/// Nearest-neighbour enlargement by two and a convolution: `Upsample2D`.
+/// Nearest-neighbour upsampling by 2 and a convolution: `Upsample2D`.
 pub(super) fn enlarge(
     map: &Tensor,
     convolution: &Convolution,
@@ -223,13 +223,13 @@ pub(super) struct Resnet {
     conv1: Convolution,
     norm2: GroupNorm,
     conv2: Convolution,
-    /// Where the number of channels changes.
+    /// A 1x1 convolution, where the number of channels changes.
     shortcut: Option<Convolution>,
 }
 
 impl Resnet {
     pub(super) fn new(
-        source: Source<'_>,
+        source: LayerSource<'_>,
         name: &str,
         (from, to): (usize, usize),
     ) -> std::result::Result<Resnet, StageError> {
@@ -245,8 +245,8 @@ impl Resnet {
         })
     }
 
-    /// Consumes `map`: the result is added to it, or written over the map between the two convolutions where the number
-    /// of channels changes. In strips there are never more than two maps.
+    /// Consumes `map`: the result is added to it, or written over the intermediate map where the number of channels
+    /// changes. With strips there are never more than two maps.
     pub(super) fn forward(&self, map: Tensor, walk: Walk<'_>) -> std::result::Result<Tensor, StageError> {
         let inner = norm_and_convolve(&map, &self.norm1, &self.conv1, walk)?;
         let affine = self.norm2.measure(&inner)?;
@@ -262,7 +262,7 @@ impl Resnet {
     }
 }
 
-/// `Attention` of one head over all positions of a map.
+/// `Attention` with one head over all positions of a map.
 #[derive(Clone, Debug)]
 pub(super) struct Attention {
     norm: GroupNorm,
@@ -273,7 +273,11 @@ pub(super) struct Attention {
 }
 
 impl Attention {
-    fn new(source: Source<'_>, name: &str, channels: usize) -> std::result::Result<Attention, StageError> {
+    fn new(
+        source: LayerSource<'_>,
+        name: &str,
+        channels: usize,
+    ) -> std::result::Result<Attention, StageError> {
         Ok(Attention {
             norm: source.norm(&format!("{name}.group_norm"), channels)?,
             to_q: source.square(&format!("{name}.to_q"), channels)?,
@@ -283,9 +287,9 @@ impl Attention {
         })
     }
 
-    /// Adds to the map, in which every position sees all of them.
+    /// Adds attention over all positions to the map, in place.
     fn forward(&self, map: &Tensor, walk: Walk<'_>) -> std::result::Result<(), StageError> {
-        walk.go_on()?;
+        walk.check_cancelled()?;
         let (height, width, channels) = map.dims3()?;
         let blank = || ops::blank(map.dims(), map.dtype(), map.device());
         let affine = self.norm.measure(map)?;
@@ -299,8 +303,8 @@ impl Attention {
         for (projection, out) in [(&self.to_q, &queries), (&self.to_k, &keys), (&self.to_v, &values)] {
             projection.of_positions(&normed, out, Onto::Nothing)?;
         }
-        walk.go_on()?;
-        // What was normalised is read no more: what is seen is written over it. The CPU attends in f32.
+        walk.check_cancelled()?;
+        // The normalized map is no longer needed: the result is written over it. The CPU attends in f32.
         let wide = |map: &Tensor| match map.device().is_cpu() {
             true => map.to_dtype(DType::F32),
             false => Ok(map.clone()),
@@ -326,7 +330,7 @@ impl Attention {
     }
 }
 
-/// What the attention asks for over a map of so many positions: one head, of all channels.
+/// Shape of the attention over a map of so many positions: one head of all channels.
 pub(super) fn attention_shape(positions: usize, channels: usize, dtype: DType) -> AttentionShape {
     let one_head = (1, channels);
     AttentionShape::of_rows(positions, one_head, (channels, channels), dtype, MaskShape::None)
@@ -342,7 +346,7 @@ pub(super) struct Middle {
 
 impl Middle {
     pub(super) fn new(
-        source: Source<'_>,
+        source: LayerSource<'_>,
         name: &str,
         channels: usize,
         with_attention: bool,

@@ -2,40 +2,39 @@
 
 use serde::Deserialize;
 
-/// The configuration of diffusers' `AutoencoderKL`. Fields that the file leaves out have diffusers' defaults.
+/// Configuration of diffusers' `AutoencoderKL`. Missing fields have diffusers' defaults.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct VaeConfig {
-    /// Channels of the picture.
+    /// Channels of the input picture.
     pub in_channels: usize,
     /// Channels of the decoded picture.
     pub out_channels: usize,
-    /// Channels of a latent; the encoder gives twice as many (mean and log variance).
+    /// Channels of a latent; the encoder's output has twice as many (mean and log variance).
     pub latent_channels: usize,
-    /// Channels at each resolution, the picture's own first. Each but the last is followed by a halving.
+    /// Channels at each resolution, the picture's own first. Each but the last is followed by a downsampling.
     pub block_out_channels: Vec<usize>,
     /// Residual blocks at each resolution of the encoder; the decoder has one more.
     pub layers_per_block: usize,
-    /// Groups of every group norm.
     pub norm_num_groups: usize,
-    /// The size of picture it was trained on. diffusers takes its tile size from it.
+    /// Resolution of the training pictures, from which diffusers derives its tile size.
     #[serde(deserialize_with = "one_size")]
     pub sample_size: usize,
-    /// What the transformer's latents are multiplied with.
+    /// Factor of the transformer's latents.
     pub scaling_factor: f64,
-    /// What is taken off before that.
+    /// Subtracted before scaling.
     pub shift_factor: Option<f64>,
-    /// Whether the middle block attends over the whole map.
+    /// Whether the middle block has attention over the whole map.
     pub mid_block_add_attention: bool,
     /// Whether a 1x1 convolution follows the encoder.
     pub use_quant_conv: bool,
     /// Whether a 1x1 convolution precedes the decoder.
     pub use_post_quant_conv: bool,
-    /// The activation: only `silu` is known.
+    /// The activation: only `silu` is supported.
     pub act_fn: String,
-    /// Kinds of the encoder's blocks: only `DownEncoderBlock2D` is known.
+    /// Types of the encoder's blocks: only `DownEncoderBlock2D` is supported.
     pub down_block_types: Vec<String>,
-    /// Kinds of the decoder's blocks: only `UpDecoderBlock2D` is known.
+    /// Types of the decoder's blocks: only `UpDecoderBlock2D` is supported.
     pub up_block_types: Vec<String>,
 }
 
@@ -62,7 +61,7 @@ impl Default for VaeConfig {
 }
 
 impl VaeConfig {
-    /// The autoencoder of FLUX.1, which single-file checkpoints (`ae.safetensors`) do not describe.
+    /// The autoencoder of FLUX.1, whose single files (`ae.safetensors`) have no configuration.
     pub fn flux() -> VaeConfig {
         VaeConfig {
             latent_channels: 16,
@@ -77,27 +76,27 @@ impl VaeConfig {
         }
     }
 
-    /// Pixels per latent cell, in each direction.
+    /// Pixels per latent cell along each axis.
     pub fn factor(&self) -> usize {
         1 << self.block_out_channels.len().saturating_sub(1)
     }
 
-    /// Sides of the latent of a picture: height, then width.
+    /// Height and width of the latent of a picture.
     pub fn latent_sides(&self, width: u32, height: u32) -> (usize, usize) {
         (height as usize / self.factor(), width as usize / self.factor())
     }
 
-    /// The latent rows (and columns) of diffusers' tiles: `tile_latent_min_size`.
+    /// Side of diffusers' tiles in latent cells: `tile_latent_min_size`.
     pub fn default_tile(&self) -> usize {
         self.sample_size / self.factor()
     }
 
-    /// Whether this is an autoencoder that the mathematics here knows.
+    /// Checks that this autoencoder is supported.
     ///
     /// # Errors
-    /// Says what it is instead.
+    /// What is not supported.
     pub fn check(&self) -> Result<(), String> {
-        // Far above anything published: what a file says must not overflow, nor fill memory with names.
+        // Far above any published model: untrusted values must not overflow, nor exhaust memory.
         let widths = [self.in_channels, self.out_channels, self.latent_channels];
         if widths
             .iter()
@@ -145,7 +144,7 @@ impl VaeConfig {
     }
 }
 
-/// diffusers writes one size, or a height and a width of which it reads the first.
+/// diffusers writes one size, or a list of height and width, of which it reads the first.
 fn one_size<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<usize, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged)]

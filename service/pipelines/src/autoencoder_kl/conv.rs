@@ -1,19 +1,18 @@
-//! Convolution of a strip of rows of a map `[h, w, c]`.
+//! Convolution of a map `[h, w, c]`, strip by strip.
 //!
-//! Rows of a map are one run of memory, so the rows that a strip of outputs looks at are given as they lie, or are read
-//! into a buffer first: normalised, activated and enlarged as the layer wants them. Zeros are thought only where the map
-//! truly ends, so outputs do not depend on where strips begin. Neither the normalised nor the enlarged map need ever exist
-//! as a whole.
+//! Rows of a map are contiguous, so the input rows of a strip are passed in place, or are read into a buffer first,
+//! with norm, activation and upsampling applied. Zero padding is applied only at the borders of the map, so outputs
+//! do not depend on the strips. Neither the normalized nor the upsampled map is ever materialized.
 
 use candle_core::{DType, Result, Tensor};
 use gpu::Weight;
 use ops::{Affine, ChannelNorm, Filter, MapReading, Onto, Steps};
 
-/// Bytes of a strip on the CPU at most, unless a row has more: it is read and convolved while it is in a cache. What a
-/// card has of its own for a map wants strips as large as they come.
-pub(super) const MOST_STRIP_BYTES: usize = 8 << 20;
+/// Maximum bytes of a strip on the CPU, unless one row exceeds it: it is read and convolved while it is in a cache.
+/// On a card strips are as large as possible.
+pub(super) const MAX_STRIP_BYTES: usize = 8 << 20;
 
-/// Zeros around a map.
+/// Zero padding around a map.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Padding {
     pub(super) before: usize,
@@ -21,26 +20,26 @@ pub(super) struct Padding {
 }
 
 impl Padding {
-    /// None: 1x1 convolutions.
+    /// No padding: 1x1 convolutions.
     pub(super) const NONE: Padding = Padding { before: 0, after: 0 };
-    /// What keeps the size under 3x3.
+    /// Same padding of a 3x3 kernel.
     pub(super) const AROUND: Padding = Padding { before: 1, after: 1 };
-    /// `Downsample2D` pads below and on the right only.
+    /// `Downsample2D` pads at the bottom and right only.
     pub(super) const BEHIND: Padding = Padding { before: 0, after: 1 };
 }
 
-/// How rows of a map are read.
+/// How the rows of a map are read.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Reading<'a> {
-    /// Group norm as a factor and a summand per channel, followed by SiLU.
+    /// Group norm as scale and shift per channel, followed by SiLU.
     pub(super) normed: Option<&'a Affine>,
-    /// Nearest-neighbour enlargement by two.
+    /// Nearest-neighbour upsampling by 2.
     pub(super) enlarged: bool,
     pub(super) padding: Padding,
 }
 
 impl Reading<'_> {
-    /// As it stands.
+    /// No norm and no upsampling.
     pub(super) fn plain(padding: Padding) -> Reading<'static> {
         Reading {
             normed: None,
@@ -49,7 +48,7 @@ impl Reading<'_> {
         }
     }
 
-    /// Height or width of what is read, of a map of this height or width.
+    /// Height or width after upsampling, for a map of this height or width.
     fn size(&self, size: usize) -> usize {
         if self.enlarged { size * 2 } else { size }
     }
@@ -58,7 +57,7 @@ impl Reading<'_> {
         self.normed.is_none() && !self.enlarged
     }
 
-    /// Rows `first..` of what is read of `map`, as many as `out` has.
+    /// Rows `first..` of `map` as read, as many as `out` has.
     fn read(&self, map: &Tensor, first: usize, out: &Tensor) -> Result<()> {
         let reading = MapReading {
             norm: self.normed.map_or(ChannelNorm::None, ChannelNorm::Affine),
@@ -73,8 +72,8 @@ impl Reading<'_> {
 /// A convolution with its bias.
 #[derive(Clone, Debug)]
 pub(super) struct Convolution {
-    /// `[out, in, k, k]` or `[out, in]`. It is made a [`Filter`] whenever it is run, dequantized where it is quantized:
-    /// that takes a card microseconds, and no second copy of all weights is held.
+    /// `[out, in, k, k]` or `[out, in]`. Converted to a [`Filter`], and dequantized, at every run: that takes a card
+    /// microseconds, and avoids a second copy of all weights.
     weight: Weight,
     /// `[out]`.
     bias: Tensor,
@@ -82,7 +81,7 @@ pub(super) struct Convolution {
 }
 
 impl Convolution {
-    /// Of a weight `[out, in, k, k]` or `[out, in]` and a bias `[out]`.
+    /// From a weight `[out, in, k, k]` or `[out, in]` and a bias `[out]`.
     ///
     /// # Errors
     /// When the weight has another rank.
@@ -101,29 +100,29 @@ impl Convolution {
         self.weight.dims().get(2).copied().unwrap_or(1)
     }
 
-    /// What becomes of every position of a map `[h, w, in]` by itself: a 1x1 convolution.
+    /// A 1x1 convolution of a map `[h, w, in]`.
     pub(super) fn of_positions(&self, map: &Tensor, out: &Tensor, onto: Onto) -> Result<()> {
         let filter = Filter::new(&self.weight, map.dtype())?;
         ops::convolve(map, &filter, Some(&self.bias), &Steps::EACH, out, onto)
     }
 }
 
-/// How a square filter goes over a map, strip by strip.
+/// Decomposition of a convolution with a square filter into strips.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Strips {
     pub(super) kernel: usize,
     pub(super) stride: usize,
     pub(super) padding: Padding,
-    /// Rows of what is read.
+    /// Input rows, after upsampling.
     pub(super) height_read: usize,
-    /// Rows of outputs.
+    /// Output rows.
     pub(super) height: usize,
-    /// Rows of outputs at a time.
+    /// Output rows per strip.
     pub(super) rows: usize,
 }
 
 impl Strips {
-    /// First row and number of rows of each strip of outputs.
+    /// First row and number of rows of each output strip.
     pub(super) fn each(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
         let (height, rows) = (self.height, self.rows);
         (0..height)
@@ -131,10 +130,9 @@ impl Strips {
             .map(move |first| (first, rows.min(height - first)))
     }
 
-    /// The rows of what is read that a strip of outputs looks at: their first, their number, and how the filter steps
-    /// over them.
+    /// The input rows of an output strip: first row, number of rows, and the filter's steps.
     pub(super) fn window(&self, (first, count): (usize, usize)) -> (usize, usize, Steps) {
-        // Counted in the padded map, then in what is read.
+        // In coordinates of the padded map, then of the input.
         let before = self.padding.before;
         let (begin, end) = (
             first * self.stride,
@@ -151,38 +149,38 @@ impl Strips {
         (low, high - low, steps)
     }
 
-    /// Rows of what is read that a strip looks at, at most.
+    /// Maximum of input rows of a strip.
     fn most_rows_in(&self) -> usize {
         ((self.rows - 1) * self.stride + self.kernel).min(self.height_read)
     }
 }
 
 /// A convolution of a whole map, strip by strip.
-pub(super) struct Layer<'a> {
+pub(super) struct StripConvolution<'a> {
     reading: Reading<'a>,
     filter: Filter,
     bias: &'a Tensor,
     pub(super) strips: Strips,
-    /// Of the outputs.
+    /// Width of the output.
     width: usize,
-    /// What strips are read into.
+    /// Buffer into which strips are read.
     buffer: Option<Tensor>,
 }
 
-/// Rows that some outputs look at.
+/// The input rows of some outputs.
 pub(super) struct Strip {
     rows: Tensor,
     steps: Steps,
 }
 
-impl<'a> Layer<'a> {
-    /// `rows` says how many rows of outputs are wanted at a time, of so many.
+impl<'a> StripConvolution<'a> {
+    /// `rows` is the requested number of output rows per strip, and the total.
     pub(super) fn new(
         map: &Tensor,
         reading: Reading<'a>,
         convolution: &'a Convolution,
         rows: impl Fn(usize) -> usize,
-    ) -> Result<Layer<'a>> {
+    ) -> Result<StripConvolution<'a>> {
         let (map_height, width_in, channels_in) = map.dims3()?;
         let (kernel, stride) = (convolution.kernel(), convolution.stride);
         let padding = reading.padding.before + reading.padding.after;
@@ -193,7 +191,7 @@ impl<'a> Layer<'a> {
         let (Some(height), Some(width)) = (size_out(map_height), size_out(width_in)) else {
             candle_core::bail!("a map of {:?} under a filter of {kernel}", map.dims())
         };
-        let mut layer = Layer {
+        let mut layer = StripConvolution {
             reading,
             filter: Filter::new(&convolution.weight, map.dtype())?,
             bias: &convolution.bias,
@@ -219,7 +217,7 @@ impl<'a> Layer<'a> {
         Ok(layer)
     }
 
-    /// Reads what a strip of outputs looks at. The strip before is lost.
+    /// Reads the input of an output strip. Overwrites the previous strip.
     pub(super) fn read(&self, map: &Tensor, strip: (usize, usize)) -> Result<Strip> {
         let (low, count, steps) = self.strips.window(strip);
         let rows = match &self.buffer {
@@ -233,7 +231,7 @@ impl<'a> Layer<'a> {
         Ok(Strip { rows, steps })
     }
 
-    /// The same, and gives the map back after the last strip.
+    /// Like [`StripConvolution::read`], but frees the map after the last strip.
     pub(super) fn read_last(&self, map: &mut Option<Tensor>, strip: (usize, usize)) -> Result<Strip> {
         let read = match map {
             Some(map) => self.read(map, strip)?,
@@ -245,7 +243,7 @@ impl<'a> Layer<'a> {
         Ok(read)
     }
 
-    /// Convolves a strip to (or onto) its rows of outputs.
+    /// Convolves a strip into its output rows, overwriting or accumulating.
     pub(super) fn convolve(&self, strip: &Strip, out: &Tensor, onto: Onto) -> Result<()> {
         ops::convolve(
             &strip.rows,
@@ -257,7 +255,7 @@ impl<'a> Layer<'a> {
         )
     }
 
-    /// A map for so many rows of outputs.
+    /// An uninitialized map of so many output rows.
     pub(super) fn blank(&self, rows: usize, like: &Tensor) -> Result<Tensor> {
         ops::blank(
             &[rows, self.width, self.filter.outputs()],
@@ -267,12 +265,12 @@ impl<'a> Layer<'a> {
     }
 }
 
-/// Rows of a strip on the CPU at most, where a row that is read has so many bytes.
+/// Maximum rows of a strip on the CPU, for input rows of this many bytes.
 pub(super) fn rows_of_strip(bytes_of_row: usize) -> usize {
-    (MOST_STRIP_BYTES / bytes_of_row.max(1)).max(1)
+    (MAX_STRIP_BYTES / bytes_of_row.max(1)).max(1)
 }
 
-/// Bytes that a filter takes while it is run.
+/// Bytes of a filter while it is in use.
 pub(super) fn filter_bytes((inputs, outputs): (usize, usize), kernel: usize, dtype: DType) -> usize {
     match kernel {
         1 => 0,

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 
-use super::blocks::{Middle, Resnet, Source, Walk, enlarge, norm_and_convolve, plain};
+use super::blocks::{LayerSource, Middle, Resnet, Walk, enlarge, norm_and_convolve, plain};
 use super::config::VaeConfig;
 use super::conv::{Convolution, Padding};
 use super::norm::GroupNorm;
@@ -12,14 +12,14 @@ use super::scratch::Chunking;
 use super::tiles::decode_tiles;
 use crate::family::StageError;
 
-/// One resolution: residual blocks, then twice the size.
+/// One resolution: residual blocks, then upsampling.
 #[derive(Clone, Debug)]
 struct UpBlock {
     resnets: Vec<Resnet>,
     upsampler: Option<Convolution>,
 }
 
-/// The decoder of an autoencoder. It borrows nothing: tensors are shared with the component that it is made of.
+/// The decoder of an autoencoder. Tensors are shared with the component that it was made from.
 #[derive(Clone, Debug)]
 pub struct VaeDecoder {
     config: VaeConfig,
@@ -32,7 +32,7 @@ pub struct VaeDecoder {
     conv_out: Convolution,
 }
 
-/// The dtype that maps have: that of a card's biases, which are in full precision always; f32 on the CPU.
+/// The dtype of maps: on a card that of the biases, which are always in full precision; f32 on the CPU.
 pub(super) fn dtype_of_maps(
     tensors: &ComponentTensors,
     probe: &str,
@@ -49,19 +49,19 @@ pub(super) fn dtype_of_maps(
 }
 
 impl VaeDecoder {
-    /// From the tensors of the `vae` component, by diffusers' names (`decoder.*`, `post_quant_conv.*`).
+    /// From the tensors of the `vae` component, with diffusers' names (`decoder.*`, `post_quant_conv.*`).
     ///
     /// # Errors
-    /// [`StageError::BadInput`] for an autoencoder that is not known, [`StageError::Missing`] for a tensor that
-    /// is not there or not of the configuration's shape.
+    /// [`StageError::BadInput`] for an unsupported autoencoder, [`StageError::Missing`] for a tensor that is missing
+    /// or not of the configuration's shape.
     pub fn new(config: &VaeConfig, tensors: &ComponentTensors) -> Result<VaeDecoder, StageError> {
         VaeDecoder::in_dtype(config, tensors, dtype_of_maps(tensors, "decoder.conv_in.bias")?)
     }
 
-    /// The same with maps of this dtype, wherever the tensors are: what a card computes in a narrow one can be walked on
-    /// the CPU.
+    /// [`VaeDecoder::new`] with maps of this dtype, on any device: the computation of a card in a narrow dtype can be
+    /// reproduced on the CPU.
     ///
-    /// # Errors
+    /// Errors of [`VaeDecoder::new`].
     /// Those of [`VaeDecoder::new`].
     pub fn in_dtype(
         config: &VaeConfig,
@@ -71,7 +71,7 @@ impl VaeDecoder {
         config
             .check()
             .map_err(|problem| StageError::BadInput(format!("the VAE has {problem}")))?;
-        let source = Source {
+        let source = LayerSource {
             tensors,
             dtype,
             groups: config.norm_num_groups,
@@ -120,9 +120,9 @@ impl VaeDecoder {
         })
     }
 
-    /// Decodes `latent`, f32 `[1, latent_channels, h, w]` as the autoencoder gives it (see
-    /// [`VaeConfig::unscaled`]), to `[1, out_channels, 8h, 8w]` in f32, -1 to 1 and not
-    /// clamped: `AutoencoderKL.decode`. `cancelled` is asked before every layer and every strip.
+    /// Decodes `latent`, f32 `[1, latent_channels, h, w]` in the autoencoder's scale (see [`VaeConfig::unscaled`]),
+    /// to `[1, out_channels, 8h, 8w]` in f32, -1 to 1 and not clamped: `AutoencoderKL.decode`. `cancelled` is called
+    /// before every layer and every strip.
     ///
     /// # Errors
     /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for a latent of another
@@ -139,11 +139,11 @@ impl VaeDecoder {
         Ok(picture)
     }
 
-    /// Decodes `latent`, f32 `[1, latent_channels, h, w]` scaled as the transformer gives it, to a picture of bytes
-    /// (`VaeImageProcessor.postprocess`), which is all that leaves a card.
+    /// Decodes `latent`, f32 `[1, latent_channels, h, w]` in the transformer's scale, to an 8-bit picture
+    /// (`VaeImageProcessor.postprocess`): only bytes are copied from the card.
     ///
     /// # Errors
-    /// Those of [`VaeDecoder::decode`]; [`StageError::BadInput`] for an autoencoder of other than three channels.
+    /// Errors of [`VaeDecoder::decode`]; [`StageError::BadInput`] for an autoencoder without three channels.
     pub fn decode_to_rgb8(
         &self,
         latent: &Tensor,
@@ -164,7 +164,7 @@ impl VaeDecoder {
         Ok(Rgb8 { width, height, rgb })
     }
 
-    /// A map `[8h, 8w, out_channels]`. The latent is multiplied and added to first.
+    /// Decodes to a map `[8h, 8w, out_channels]`, after an affine transformation of the latent.
     fn decoded(
         &self,
         latent: &Tensor,
@@ -223,7 +223,7 @@ impl VaeDecoder {
     }
 }
 
-/// What is told of a result whose numbers are not all finite.
+/// The error for a result that is not finite.
 pub(super) fn finite(is_finite: bool) -> Result<(), StageError> {
     if is_finite {
         return Ok(());

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 
-use super::blocks::{Middle, Resnet, Source, Walk, norm_and_convolve, plain};
+use super::blocks::{LayerSource, Middle, Resnet, Walk, norm_and_convolve, plain};
 use super::config::VaeConfig;
 use super::conv::{Convolution, Padding};
 use super::decoder::{dtype_of_maps, finite};
@@ -12,7 +12,7 @@ use super::scratch::Chunking;
 use super::tiles::encode_tiles;
 use crate::family::StageError;
 
-/// One resolution: residual blocks, then half the size.
+/// One resolution: residual blocks, then downsampling.
 #[derive(Clone, Debug)]
 struct DownBlock {
     resnets: Vec<Resnet>,
@@ -32,8 +32,8 @@ pub struct VaeEncoder {
     quant: Option<Convolution>,
 }
 
-/// What an encoder gives: a Gaussian for each value of the latent (`DiagonalGaussianDistribution`). Both are in host
-/// memory, wherever they were computed: they are small, and what follows is a few numbers each.
+/// The encoder's output: a Gaussian per latent value (`DiagonalGaussianDistribution`). Both tensors are in host
+/// memory: they are small, and few operations follow.
 #[derive(Clone, Debug)]
 pub struct Moments {
     /// f32 `[1, latent_channels, h, w]`: the distribution's `mode()`.
@@ -43,30 +43,29 @@ pub struct Moments {
 }
 
 impl Moments {
-    /// The sample that standard-normal `noise` of the mean's shape stands for: `mean + exp(log_variance / 2)
-    /// * noise`.
+    /// The sample for standard-normal `noise` of the mean's shape: `mean + exp(log_variance / 2) * noise`.
     ///
     /// # Errors
-    /// When shapes do not fit.
+    /// When shapes do not match.
     pub fn sample(&self, noise: &Tensor) -> candle_core::Result<Tensor> {
         &self.mean + ((&self.log_variance * 0.5)?.exp()? * noise)?
     }
 }
 
 impl VaeEncoder {
-    /// From the tensors of the `vae` component, by diffusers' names (`encoder.*`, `quant_conv.*`).
+    /// From the tensors of the `vae` component, with diffusers' names (`encoder.*`, `quant_conv.*`).
     ///
     /// # Errors
-    /// [`StageError::BadInput`] for an autoencoder that is not known, [`StageError::Missing`] for a tensor that
-    /// is not there or not of the configuration's shape.
+    /// [`StageError::BadInput`] for an unsupported autoencoder, [`StageError::Missing`] for a tensor that is missing
+    /// or not of the configuration's shape.
     pub fn new(config: &VaeConfig, tensors: &ComponentTensors) -> Result<VaeEncoder, StageError> {
         VaeEncoder::in_dtype(config, tensors, dtype_of_maps(tensors, "encoder.conv_in.bias")?)
     }
 
-    /// The same with maps of this dtype, wherever the tensors are (see [`super::VaeDecoder::in_dtype`]).
+    /// [`VaeEncoder::new`] with maps of this dtype, on any device (see [`super::VaeDecoder::in_dtype`]).
     ///
     /// # Errors
-    /// Those of [`VaeEncoder::new`].
+    /// Errors of [`VaeEncoder::new`].
     pub fn in_dtype(
         config: &VaeConfig,
         tensors: &ComponentTensors,
@@ -75,7 +74,7 @@ impl VaeEncoder {
         config
             .check()
             .map_err(|problem| StageError::BadInput(format!("the VAE has {problem}")))?;
-        let source = Source {
+        let source = LayerSource {
             tensors,
             dtype,
             groups: config.norm_num_groups,
@@ -124,8 +123,8 @@ impl VaeEncoder {
         })
     }
 
-    /// Encodes `picture`, f32 `[1, in_channels, height, width]` of -1 to 1, both sizes multiples of
-    /// [`VaeConfig::factor`]: `AutoencoderKL.encode`. Strips and tiles are counted in latent rows.
+    /// Encodes `picture`, f32 `[1, in_channels, height, width]` of -1 to 1, with dimensions that are multiples of
+    /// [`VaeConfig::factor`]: `AutoencoderKL.encode`. Strips and tiles are in latent rows.
     ///
     /// # Errors
     /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for a picture of another
@@ -149,11 +148,11 @@ impl VaeEncoder {
         self.encoded(map, chunking, cancelled)
     }
 
-    /// Encodes a picture of bytes, row by row, as many channels a pixel as the autoencoder has
+    /// Encodes an 8-bit picture, row by row, with the autoencoder's number of channels
     /// (`VaeImageProcessor.preprocess` and [`VaeEncoder::encode`]).
     ///
     /// # Errors
-    /// Those of [`VaeEncoder::encode`].
+    /// Errors of [`VaeEncoder::encode`].
     pub fn encode_rgb8(
         &self,
         rgb: &[u8],

@@ -1,14 +1,13 @@
-//! The autoencoder of FLUX.1 and of the families that took it over: diffusers' `AutoencoderKL`.
+//! The autoencoder of FLUX.1 and of the families that share it: diffusers' `AutoencoderKL`.
 //!
-//! Maps have their channels side by side, `[h, w, c]`: rows are one run of memory, and convolutions read them as they
-//! lie.
+//! Maps are channels-last, `[h, w, c]`: rows are contiguous, and convolutions read them in place.
 //!
-//! Decoding (and encoding) whole and in strips is one road: every layer goes through its map strip by strip,
-//! and "whole" is one strip. What spans strips is taken of the whole map: group norm measures it first, the
-//! middle attention sees all of it, and convolutions read the rows around their strip. So the size of the
-//! strips changes the memory that is needed, and nothing else.
+//! Whole and strip-wise processing share one code path: every layer processes its map strip by strip, and "whole" is
+//! one strip. Operations that span strips use the whole map: group norm takes its statistics first, the middle
+//! attention sees all positions, and convolutions read the rows around their strip. So the size of the strips changes
+//! the memory that is needed, and nothing else.
 
-/// What pipelines call the component.
+/// Name of the component in pipelines.
 const COMPONENT: &str = "vae";
 
 mod blocks;

@@ -1,27 +1,27 @@
-//! Names of Black Forest Labs' own checkpoint, `ae.safetensors`.
+//! Tensor names of Black Forest Labs' own checkpoint, `ae.safetensors`.
 
 use std::path::Path;
 
 use crate::ModelError;
-use crate::checkpoint::{ComponentFiles, Shapes, Wanted, component_of_file};
+use crate::checkpoint::{ComponentFiles, Requested, Shapes, component_of_file};
 
-/// Resolutions of FLUX's autoencoder. BFL counts the decoder's blocks from the picture, diffusers from the
+/// Number of resolutions of FLUX's autoencoder. BFL numbers the decoder's blocks from the picture, diffusers from the
 /// latent.
 const RESOLUTIONS: usize = 4;
 
-/// The autoencoder in a single file of Black Forest Labs.
+/// The autoencoder from a single file of Black Forest Labs.
 pub(crate) fn autoencoder_of_single_file(
     file: &Path,
     shapes: Shapes,
-    wanted: Wanted,
+    wanted: Requested,
 ) -> Result<ComponentFiles, ModelError> {
     component_of_file(file, diffusers_name_of_bfl, shapes, wanted)
 }
 
-/// The diffusers name of a tensor of `ae.safetensors`; `None` for a name that is none of it.
+/// The diffusers name of a tensor of `ae.safetensors`; `None` for an unknown name.
 ///
-/// The attention's `q`, `k`, `v` and `proj_out` are 1x1 convolutions `[C, C, 1, 1]` there and linear layers
-/// `[C, C]` in diffusers: the layers here take either shape.
+/// The attention's `q`, `k`, `v` and `proj_out` are 1x1 convolutions `[C, C, 1, 1]` there and linear layers `[C, C]`
+/// in diffusers: the layers here accept either shape.
 pub fn diffusers_name_of_bfl(name: &str) -> Option<String> {
     let (half, rest) = name.split_once('.')?;
     if half != "encoder" && half != "decoder" {

@@ -1,5 +1,4 @@
-//! Group norm: statistics of the whole map, then a factor and a summand per channel that any strip can be normalised
-//! with.
+//! Group norm: statistics of the whole map, then scale and shift per channel, applicable to any strip.
 
 use candle_core::{Device, Result, Tensor};
 use ops::Affine;
@@ -7,7 +6,7 @@ use ops::Affine;
 /// The epsilon of every group norm of the autoencoder (`resnet_eps`).
 const EPSILON: f64 = 1e-6;
 
-/// Weights of a group norm.
+/// Parameters of a group norm.
 #[derive(Clone, Debug)]
 pub(super) struct GroupNorm {
     /// `[c]`, in the dtype of maps.
@@ -26,12 +25,12 @@ impl GroupNorm {
         })
     }
 
-    /// Where its weights are.
+    /// Device of the weights.
     pub(super) fn device(&self) -> &Device {
         self.weight.device()
     }
 
-    /// Measures a whole map `[h, w, c]`.
+    /// Statistics of a whole map `[h, w, c]`.
     pub(super) fn measure(&self, map: &Tensor) -> Result<Affine> {
         let norm = ops::GroupNorm {
             groups: self.groups,

@@ -1,14 +1,14 @@
-//! Between pictures of bytes and tensors of -1 to 1: diffusers' `VaeImageProcessor`.
+//! Conversion between 8-bit pictures and tensors of -1 to 1: diffusers' `VaeImageProcessor`.
 
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::config::VaeConfig;
 
-/// `[1, 3, height, width]` of -1 to 1 to RGB, 8 bits each, row-major: `VaeImageProcessor.postprocess`. What is
-/// out of bounds is clamped; halves are rounded to even, as numpy does.
+/// `[1, 3, height, width]` of -1 to 1 to RGB, 8 bits each, row-major: `VaeImageProcessor.postprocess`. Values are
+/// clamped; halves are rounded to even, as numpy does.
 ///
 /// # Errors
-/// When it is not of three channels.
+/// When it does not have three channels.
 pub fn to_rgb8(picture: &Tensor) -> Result<Vec<u8>> {
     let (_, channels, height, width) = picture.dims4()?;
     if channels != 3 {
@@ -53,26 +53,24 @@ pub fn from_rgb8(rgb: &[u8], width: usize, height: usize, device: &Device) -> Re
     Tensor::from_vec(values, (1, 3, height, width), device)
 }
 
-/// A picture of bytes.
+/// An 8-bit RGB picture.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rgb8 {
-    /// Pixels of a row.
     pub width: usize,
-    /// Rows.
     pub height: usize,
-    /// Row by row, three bytes a pixel.
+    /// Row-major, three bytes per pixel.
     pub rgb: Vec<u8>,
 }
 
 impl VaeConfig {
-    /// What the transformer's latents are multiplied with, and what is added then, to become the autoencoder's.
+    /// Factor and summand that convert the transformer's latents to the autoencoder's.
     pub(super) fn unscaling(&self) -> (f64, f64) {
         (1.0 / self.scaling_factor, self.shift_factor.unwrap_or(0.0))
     }
 
     /// The transformer's latents to the autoencoder's: `latents / scaling_factor + shift_factor`.
     ///
-    /// # Errors
+    /// Errors of candle.
     /// Those of candle.
     pub fn unscaled(&self, latent: &Tensor) -> Result<Tensor> {
         let (factor, summand) = self.unscaling();
@@ -81,7 +79,7 @@ impl VaeConfig {
 
     /// The autoencoder's latents to the transformer's: `(latents - shift_factor) * scaling_factor`.
     ///
-    /// # Errors
+    /// Errors of candle.
     /// Those of candle.
     pub fn scaled(&self, latent: &Tensor) -> Result<Tensor> {
         let shift = self.shift_factor.unwrap_or(0.0);

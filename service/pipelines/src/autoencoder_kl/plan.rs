@@ -1,4 +1,4 @@
-//! What the plan of a request says of the autoencoder: the stages that it computes, and what a preview takes.
+//! The autoencoder's part in the plan of a request: its stages, and the memory of previews.
 
 use candle_core::DType;
 use ops::Planned;
@@ -14,25 +14,25 @@ use crate::{Image, Role, Rung, StagePlan, ValueShape};
 pub(crate) const ENCODE_IMAGE: &str = "encode_image";
 pub(crate) const DECODE: &str = "decode";
 
-/// Name of the latent, scaled as a transformer sees it: f32 `[1, channels, height / 8, width / 8]`.
+/// Name of the latent, in the transformer's scale: f32 `[1, channels, height / 8, width / 8]`.
 pub(crate) const LATENT: &str = "latent";
 
-/// The autoencoder of a model that is open.
+/// The autoencoder of an open model.
 pub(crate) struct Autoencoder<'a> {
     pub(crate) config: &'a VaeConfig,
     pub(crate) components: &'a ComponentSet,
-    /// Of the maps.
+    /// Dtype of maps.
     pub(crate) dtype: DType,
 }
 
 impl Autoencoder<'_> {
-    /// The latent of a picture.
+    /// Shape of the latent of a picture.
     pub(crate) fn latent(&self, image: &Image) -> ValueShape {
         let (h, w) = self.config.latent_sides(image.width, image.height);
         ValueShape::new(LATENT, vec![1, self.config.latent_channels, h, w])
     }
 
-    /// The picture that these values decode to; `None`: they are no latent of this autoencoder.
+    /// The picture that these values decode to; `None` if they are not a latent of this autoencoder.
     pub(crate) fn image_of(&self, values: &[ValueShape]) -> Option<Image> {
         let &[1, channels, h, w] = only_value(values, LATENT)? else {
             return None;
@@ -42,7 +42,7 @@ impl Autoencoder<'_> {
         (channels == self.config.latent_channels).then_some(image)
     }
 
-    /// Picture to latent.
+    /// The stage from picture to latent.
     pub(crate) fn encode_stage(&self, image: &Image) -> StagePlan {
         let (h, w) = self.config.latent_sides(image.width, image.height);
         StagePlan {
@@ -56,7 +56,7 @@ impl Autoencoder<'_> {
         }
     }
 
-    /// Latent to picture.
+    /// The stage from latent to picture.
     pub(crate) fn decode_stage(&self, image: &Image) -> StagePlan {
         let (h, w) = self.config.latent_sides(image.width, image.height);
         StagePlan {
@@ -93,12 +93,12 @@ impl Autoencoder<'_> {
         decode_scratch(self.config, h, w, Chunking::Whole, self.dtype) + self.dequantizing()
     }
 
-    /// Convolutions are dequantized whatever their format: no tokens are.
+    /// Convolutions are dequantized in any format, independent of tokens.
     fn dequantizing(&self) -> Bytes {
         self.components.dequantizing(COMPONENT, 0, |_| true)
     }
 
-    /// Shapes that [`Self::encode_stage`] asks cuDNN for.
+    /// Shapes for which [`Self::encode_stage`] uses cuDNN.
     pub(crate) fn planned_to_encode(&self, image: &Image) -> Vec<Planned> {
         match (
             &image.init_image,
@@ -109,12 +109,12 @@ impl Autoencoder<'_> {
         }
     }
 
-    /// Shapes that [`Self::decode_stage`] asks cuDNN for.
+    /// Shapes for which [`Self::decode_stage`] uses cuDNN.
     pub(crate) fn planned_to_decode(&self, image: &Image) -> Vec<Planned> {
         self.planned_at(image.width, image.height)
     }
 
-    /// Shapes that a preview asks cuDNN for.
+    /// Shapes for which a preview uses cuDNN.
     pub(crate) fn planned_to_preview(&self, image: &Image) -> Vec<Planned> {
         self.planned_at(image.width / 2, image.height / 2)
     }

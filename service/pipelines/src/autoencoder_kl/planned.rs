@@ -1,4 +1,4 @@
-//! What cuDNN is asked for by a decode or an encode, from the configuration alone.
+//! The shapes for which a decode or an encode uses cuDNN, derived from the configuration.
 
 use candle_core::DType;
 use ops::Planned;
@@ -6,11 +6,11 @@ use ops::Planned;
 use super::blocks::attention_shape;
 use super::config::VaeConfig;
 use super::conv::{Padding, Strips};
-use super::scratch::{Account, Map, Pass, Seen, decode_account, encode_account};
+use super::scratch::{Account, ConvolutionPass, Map, PlannedLayer, decode_account, encode_account};
 
 impl VaeConfig {
-    /// What decoding a latent of `h` by `w` with maps of this dtype asks for, in strips of so many rows of the latent;
-    /// `h` of them decode it whole. Each shape once, in the order in which they are asked for.
+    /// Shapes of decoding a latent of `h` by `w` with maps of this dtype, in strips of `latent_rows` latent rows; `h`
+    /// of them decode it whole. Each shape once, in order of use.
     pub fn planned_to_decode(
         &self,
         (h, w): (usize, usize),
@@ -20,7 +20,7 @@ impl VaeConfig {
         planned(&decode_account(self, (h, w), latent_rows, dtype))
     }
 
-    /// What encoding a picture whose latent is `h` by `w` asks for.
+    /// Shapes of encoding a picture whose latent is `h` by `w`.
     pub fn planned_to_encode(
         &self,
         (h, w): (usize, usize),
@@ -35,8 +35,8 @@ fn planned(account: &Account) -> Vec<Planned> {
     let mut all = Vec::new();
     for seen in &account.seen {
         match seen {
-            Seen::Convolution(pass, rows) => convolutions(pass, *rows, account.dtype, &mut all),
-            Seen::Attention(map) => {
+            PlannedLayer::Convolution(pass, rows) => convolutions(pass, *rows, account.dtype, &mut all),
+            PlannedLayer::Attention(map) => {
                 let positions = map.height * map.width;
                 let shape = attention_shape(positions, map.channels, account.dtype);
                 add(Planned::Attention(shape), &mut all);
@@ -46,14 +46,14 @@ fn planned(account: &Account) -> Vec<Planned> {
     all
 }
 
-/// Those of all strips, of which the first, the last and the others differ.
-fn convolutions(pass: &Pass, rows: usize, dtype: DType, all: &mut Vec<Planned>) {
-    let Pass { read, to, kernel, .. } = *pass;
+/// The shapes of all strips: the first, the last and the others differ.
+fn convolutions(pass: &ConvolutionPass, rows: usize, dtype: DType, all: &mut Vec<Planned>) {
+    let ConvolutionPass { read, to, kernel, .. } = *pass;
     let Map { channels, width, .. } = read;
     let strips = Strips {
         kernel,
         stride: pass.stride(),
-        // Only what halves a map is padded behind alone.
+        // Only downsampling pads at the bottom and right alone.
         padding: if pass.stride() == 1 {
             Padding::AROUND
         } else {

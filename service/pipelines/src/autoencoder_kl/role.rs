@@ -1,15 +1,15 @@
-//! Which tensors of the autoencoder may be quantized.
+//! Quantization roles of the autoencoder's tensors.
 
-use crate::checkpoint::Role;
+use crate::checkpoint::QuantizeRole;
 
-/// What may become of a tensor: convolutions and linear layers may be quantized, but for the first and the last.
-pub(crate) fn role(name: &str) -> Role {
+/// Convolutions and linear layers may be quantized, except for the first and the last.
+pub(crate) fn role(name: &str) -> QuantizeRole {
     let Some(layer) = name.strip_suffix(".weight") else {
-        return Role::Full;
+        return QuantizeRole::Full;
     };
     match layer.rsplit('.').next().unwrap_or(layer) {
-        norm if norm.contains("norm") => Role::Full,
-        "conv_in" | "conv_out" => Role::AsStored,
-        _ => Role::Quantized,
+        norm if norm.contains("norm") => QuantizeRole::Full,
+        "conv_in" | "conv_out" => QuantizeRole::AsStored,
+        _ => QuantizeRole::Quantized,
     }
 }

@@ -1,5 +1,4 @@
-//! What a decode or an encode needs beside the weights, from the configuration alone, and the ways to need
-//! less.
+//! Activation memory of a decode or an encode, derived from the configuration, and the rungs that need less.
 
 use candle_core::DType;
 use ops::Onto;
@@ -11,27 +10,24 @@ use super::conv::{filter_bytes, rows_of_strip};
 use super::tiles::Cut;
 use crate::Rung;
 
-/// How much of a map is worked on at a time.
+/// How much of a map is processed at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Chunking {
-    /// All of it.
+    /// The whole map.
     Whole,
-    /// Strips of so many rows, counted at the latent's resolution. The result is the whole's.
-    Strips {
-        /// Rows of the latent.
-        latent_rows: usize,
-    },
-    /// Independent squares that overlap by a quarter, as diffusers' `enable_tiling`. The result is not the
-    /// whole's.
+    /// Strips of rows at the latent's resolution. The result equals that of `Whole`.
+    Strips { latent_rows: usize },
+    /// Independent square tiles that overlap by a quarter, as diffusers' `enable_tiling`. The result differs from
+    /// that of `Whole`.
     Tiles {
-        /// Rows and columns of the latent.
+        /// Rows and columns of a tile, in latent cells.
         latent_size: usize,
     },
 }
 
 impl Chunking {
-    /// `whole`, `strips of 16`, `tiles of 64`.
+    /// For reports: `whole`, `strips of 16`, `tiles of 64`.
     pub fn label(self) -> String {
         match self {
             Chunking::Whole => "whole".to_owned(),
@@ -40,21 +36,21 @@ impl Chunking {
         }
     }
 
-    /// Whether the result differs from the whole's by more than rounding.
+    /// Whether the result differs from that of `Whole` by more than rounding.
     pub fn is_approximate(self) -> bool {
         matches!(self, Chunking::Tiles { .. })
     }
 }
 
-/// The ways to decode a latent of `h` by `w`, best first, each predicted to need less than the one before it:
-/// whole, strips of 32 rows down to 1, tiles of diffusers' size down to an eighth of it.
+/// The ladder of rungs for decoding a latent of `h` by `w`, best first, each predicted to need less memory than the
+/// one before it: whole, strips of 32 rows down to 1, tiles of diffusers' size down to an eighth of it.
 pub fn ladder(config: &VaeConfig, h: usize, w: usize, dtype: DType) -> Vec<(Chunking, Rung)> {
     rungs(config, h, w, |chunking| {
         decode_scratch(config, h, w, chunking, dtype)
     })
 }
 
-/// The same for encoding a picture whose latent is `h` by `w`.
+/// The ladder for encoding a picture whose latent is `h` by `w`.
 pub fn encode_ladder(config: &VaeConfig, h: usize, w: usize, dtype: DType) -> Vec<(Chunking, Rung)> {
     rungs(config, h, w, |chunking| {
         encode_scratch(config, h, w, chunking, dtype)
@@ -77,7 +73,7 @@ fn rungs(
     let mut rungs: Vec<(Chunking, Rung)> = Vec::new();
     for chunking in std::iter::once(Chunking::Whole).chain(strips).chain(tiles) {
         let scratch = scratch(chunking);
-        // A rung that saves less than a fiftieth is not worth a try.
+        // A rung that saves less than 2% is skipped.
         if rungs
             .last()
             .is_some_and(|(_, last)| scratch.0 + last.scratch.0 / 50 >= last.scratch.0)
@@ -94,7 +90,7 @@ fn rungs(
     rungs
 }
 
-/// Predicted peak of activations while a latent of `h` by `w` is decoded, the picture included.
+/// Predicted peak of activation bytes of decoding a latent of `h` by `w`, the picture included.
 pub fn decode_scratch(config: &VaeConfig, h: usize, w: usize, chunking: Chunking, dtype: DType) -> Bytes {
     let factor = config.factor();
     let latent = config.latent_channels * h * w * dtype.size_in_bytes();
@@ -118,11 +114,11 @@ pub fn decode_scratch(config: &VaeConfig, h: usize, w: usize, chunking: Chunking
             latent + peak + picture * dtype.size_in_bytes() + edges
         }
     };
-    // At the end the picture as a map, and in f32.
+    // At the end: the picture as a map, and in f32.
     Bytes(bytes.max(picture * (dtype.size_in_bytes() + 4)) as u64)
 }
 
-/// Predicted peak of activations while a picture whose latent is `h` by `w` is encoded, the picture included.
+/// Predicted peak of activation bytes of encoding a picture whose latent is `h` by `w`, the picture included.
 pub fn encode_scratch(config: &VaeConfig, h: usize, w: usize, chunking: Chunking, dtype: DType) -> Bytes {
     let picture = config.in_channels * h * w * config.factor() * config.factor() * dtype.size_in_bytes();
     let bytes = match chunking {
@@ -131,7 +127,7 @@ pub fn encode_scratch(config: &VaeConfig, h: usize, w: usize, chunking: Chunking
         Chunking::Tiles { latent_size } if h <= latent_size && w <= latent_size => {
             encode_peak(config, (h, w), h, dtype)
         }
-        // Beside the tile: the picture as a map, and what tiles are joined to.
+        // Beside the tile: the picture as a map, and the joined result.
         Chunking::Tiles { latent_size } => {
             let peak = encode_peak(
                 config,
@@ -147,33 +143,33 @@ pub fn encode_scratch(config: &VaeConfig, h: usize, w: usize, chunking: Chunking
     Bytes((bytes + picture) as u64)
 }
 
-/// Numbers of the edges of finished tiles that are kept to blend with: of the row above, of this row, and of the tile
-/// before, where tiles become so large and all of them so wide.
+/// Elements of the edges of finished tiles that are kept for blending: of the row above, of this row, and of the
+/// previous tile, for a tile size and a total width in output units.
 fn edges(size: usize, width: usize, channels: usize) -> usize {
     let blended = Cut::of(size, size).blended;
     let beside = width.div_ceil((size - blended).max(1)) * size;
     (2 * beside + size) * blended * channels
 }
 
-/// Bytes alive, followed layer by layer, and the layers that were passed.
+/// Tracks live bytes layer by layer, and the layers that were passed.
 pub(super) struct Account {
     pub(super) dtype: DType,
     latent_height: usize,
     latent_rows: usize,
     peak: usize,
-    pub(super) seen: Vec<Seen>,
+    pub(super) seen: Vec<PlannedLayer>,
 }
 
-/// A layer that cuDNN may have a plan for.
+/// A layer for which cuDNN may have a plan.
 #[derive(Clone, Copy)]
-pub(super) enum Seen {
-    /// A convolution, so many rows of outputs at a time.
-    Convolution(Pass, usize),
+pub(super) enum PlannedLayer {
+    /// A convolution, with its number of output rows per strip.
+    Convolution(ConvolutionPass, usize),
     /// Attention over all positions of a map.
     Attention(Map),
 }
 
-/// A map: channels, height, width.
+/// Dimensions of a map: channels, height, width.
 #[derive(Clone, Copy)]
 pub(super) struct Map {
     pub(super) channels: usize,
@@ -191,32 +187,32 @@ impl Map {
     }
 }
 
-/// What a convolution reads and writes.
+/// Input and output of a convolution.
 #[derive(Clone, Copy)]
-pub(super) struct Pass {
-    /// As it is read: enlarged.
+pub(super) struct ConvolutionPass {
+    /// Dimensions of the input after upsampling.
     pub(super) read: Map,
     pub(super) to: Map,
     pub(super) kernel: usize,
-    /// Whether strips are read as they lie, and not into a buffer.
+    /// Whether strips are read in place, without a buffer.
     is_plain: bool,
 }
 
-impl Pass {
-    /// 1, or 2 where it halves.
+impl ConvolutionPass {
+    /// 1, or 2 for downsampling.
     pub(super) fn stride(&self) -> usize {
         self.read.height / self.to.height
     }
 }
 
-/// What one takes.
-struct Taken {
+/// Memory of a convolution.
+struct LayerBytes {
     in_strips: bool,
-    /// The filter, and what strips are read into.
+    /// The filter, and the buffer of strips.
     held: usize,
     /// A strip of outputs.
     out: usize,
-    /// While it is convolved, besides: to a new map, or onto one.
+    /// Workspace during the convolution: when overwriting, or accumulating.
     new: usize,
     onto: usize,
 }
@@ -230,13 +226,13 @@ impl Account {
         map.channels * map.height * map.width * self.dtype.size_in_bytes()
     }
 
-    /// Where numbers are narrower than f32 it is a card that computes: the CPU computes in f32.
+    /// Dtypes narrower than f32 imply a card: the CPU computes in f32.
     fn on_card(&self) -> bool {
         self.dtype.size_in_bytes() < 4
     }
 
-    fn take(&mut self, pass: &Pass) -> Taken {
-        let Pass {
+    fn take(&mut self, pass: &ConvolutionPass) -> LayerBytes {
+        let ConvolutionPass {
             read,
             to,
             kernel,
@@ -250,7 +246,7 @@ impl Account {
         if !self.on_card() && !is_plain {
             rows = rows.min(rows_of_strip(self.map(Map { height: 1, ..read })));
         }
-        self.seen.push(Seen::Convolution(*pass, rows));
+        self.seen.push(PlannedLayer::Convolution(*pass, rows));
         let rows_in = ((rows - 1) * stride + kernel).min(read.height);
         let strip = self.map(Map {
             height: rows_in,
@@ -265,7 +261,7 @@ impl Account {
                 false => 0,
             }
         };
-        Taken {
+        LayerBytes {
             in_strips: rows < to.height,
             held: filter_bytes(channels, kernel, self.dtype) + if is_plain { 0 } else { strip },
             out: self.map(Map { height: rows, ..to }),
@@ -274,9 +270,9 @@ impl Account {
         }
     }
 
-    /// A 3x3 convolution of a map, read as another, to a third.
+    /// A 3x3 convolution of a map, upsampled to another, to a third.
     fn layer(&mut self, from: Map, read: Map, to: Map, is_plain: bool) {
-        let pass = Pass {
+        let pass = ConvolutionPass {
             read,
             to,
             kernel: 3,
@@ -289,7 +285,7 @@ impl Account {
     fn resnet(&mut self, from: Map, channels: usize) -> Map {
         let to = Map { channels, ..from };
         self.layer(from, from, to, false);
-        let pass = Pass {
+        let pass = ConvolutionPass {
             read: to,
             to,
             kernel: 3,
@@ -303,7 +299,7 @@ impl Account {
             self.note(outer + inner + taken.held + taken.onto);
             return to;
         }
-        // A strip of what is added to, or all of it: the other map through its own convolution, and onto that.
+        // A strip of the result, or all of it: the other map through its own convolution, accumulated.
         let shortcut = if self.on_card() { taken.out } else { 0 };
         let (while_shortened, while_added) = match taken.in_strips {
             true => (outer + inner, outer + inner),
@@ -317,15 +313,15 @@ impl Account {
     fn middle(&mut self, map: Map, with_attention: bool) {
         self.resnet(map, map.channels);
         if with_attention {
-            self.seen.push(Seen::Attention(map));
+            self.seen.push(PlannedLayer::Attention(map));
             let cells = map.height * map.width;
             let one = self.map(map);
-            // Scores where cuDNN does not do it, or a product after them. The CPU holds a block of scores a thread.
+            // Scores where cuDNN has no plan, or the product after them. The CPU has a block of scores per thread.
             let besides = match self.on_card() {
                 true => ops::attention_workspace(1, cells, cells).max(one),
                 false => 0,
             };
-            // The map, what was normalised of it, and three projections.
+            // The map, its normalized copy, and three projections.
             self.note(5 * one + besides);
         }
         self.resnet(map, map.channels);
@@ -346,7 +342,7 @@ fn decode_peak(config: &VaeConfig, sides: (usize, usize), latent_rows: usize, dt
     decode_account(config, sides, latent_rows, dtype).peak
 }
 
-/// A latent decoded, in strips of so many rows of the latent.
+/// Account of decoding a latent, in strips of latent rows.
 pub(super) fn decode_account(
     config: &VaeConfig,
     (h, w): (usize, usize),
@@ -387,7 +383,7 @@ fn encode_peak(config: &VaeConfig, sides: (usize, usize), latent_rows: usize, dt
     encode_account(config, sides, latent_rows, dtype).peak
 }
 
-/// A picture encoded, in strips of so many rows of the latent.
+/// Account of encoding a picture, in strips of latent rows.
 pub(super) fn encode_account(
     config: &VaeConfig,
     (h, w): (usize, usize),

@@ -1,9 +1,9 @@
-//! Every tensor of the autoencoder, as [`super::VaeEncoder`] and [`super::VaeDecoder`] ask for them.
+//! Names and shapes of the autoencoder's tensors, as [`super::VaeEncoder`] and [`super::VaeDecoder`] need them.
 
 use super::config::VaeConfig;
 
 impl VaeConfig {
-    /// Names and shapes of all tensors of such an autoencoder.
+    /// Names and shapes of all tensors of this configuration.
     pub fn tensor_shapes(&self) -> Vec<(String, Vec<usize>)> {
         let mut list = List(Vec::new());
         let channels = &self.block_out_channels;
@@ -57,7 +57,7 @@ impl VaeConfig {
 struct List(Vec<(String, Vec<usize>)>);
 
 impl List {
-    /// A weight of this shape, and a bias of as many numbers as it has rows.
+    /// A weight of this shape, and a bias with one element per row.
     fn layer(&mut self, name: &str, shape: &[usize]) {
         self.0.push((format!("{name}.weight"), shape.to_vec()));
         self.0.push((format!("{name}.bias"), shape[..1].to_vec()));

@@ -1,4 +1,4 @@
-//! The stages that the autoencoder computes: a picture to a latent, a latent to a picture, and a preview.
+//! The autoencoder's stages: picture to latent, latent to picture, and previews.
 
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
@@ -9,18 +9,19 @@ use crate::noise::Generator;
 use crate::tensors::{from_host, to_host};
 use crate::{HostTensor, InitImage, Rung, StageError};
 
-/// How the autoencoder of a request is run.
+/// One run of the autoencoder for a request.
 pub(crate) struct Run<'a> {
     pub(crate) config: &'a VaeConfig,
     pub(crate) tensors: &'a ComponentTensors,
-    /// The dtype of the card, by which ladders were planned.
+    /// The dtype of the card, for which ladders were planned.
     pub(crate) dtype: DType,
     pub(crate) device: &'a Device,
     pub(crate) cancelled: &'a dyn Fn() -> bool,
 }
 
 impl Run<'_> {
-    /// The sample of an encoded picture that `retrieve_latents` draws with this seed, scaled as a transformer sees it.
+    /// Encodes a picture, draws the sample that `retrieve_latents` draws with this seed, and scales it as the
+    /// transformer expects.
     ///
     /// # Errors
     /// [`StageError`].
@@ -42,7 +43,7 @@ impl Run<'_> {
         to_host(&self.config.scaled(&moments.sample(&noise)?)?)
     }
 
-    /// The picture of a latent `[1, channels, h, w]` that is scaled as a transformer sees it.
+    /// Decodes a latent `[1, channels, h, w]` in the transformer's scale.
     ///
     /// # Errors
     /// [`StageError`].
@@ -63,7 +64,7 @@ impl Run<'_> {
         VaeDecoder::new(self.config, self.tensors)?.decode_to_rgb8(latent, chunking, self.cancelled)
     }
 
-    /// The picture of a latent in host memory at half its size. A preview that fails costs no job.
+    /// Decodes a latent in host memory at half its size. A failed preview does not fail the job.
     ///
     /// # Errors
     /// [`StageError::Cancelled`].

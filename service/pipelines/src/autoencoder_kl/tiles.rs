@@ -1,15 +1,15 @@
-//! Independent tiles, blended where they overlap: what diffusers computes under `enable_tiling`. Each tile has
-//! its own statistics and its own attention, so the result is not the whole's, at any overlap.
+//! Independent tiles, blended where they overlap, as diffusers computes with `enable_tiling`. Each tile has its own
+//! statistics and attention, so the result differs from that of the whole map for any overlap.
 
 use candle_core::{Result, Tensor};
 use ops::MapReading;
 
 use crate::family::StageError;
 
-/// `tile_overlap_factor`.
+/// diffusers' `tile_overlap_factor`.
 const OVERLAP: f64 = 0.25;
 
-/// Turns one tile of a map `[h, w, c]` into the same place of the other.
+/// Computes the output tile of one input tile `[h, w, c]`.
 type OfTile<'a> = &'a dyn Fn(Tensor) -> std::result::Result<Tensor, StageError>;
 
 /// `AutoencoderKL.tiled_decode` with a `tile_latent_min_size` of `tile`. A latent no larger than a tile is
@@ -34,10 +34,10 @@ pub(super) fn encode_tiles(
     in_tiles(picture, tile * factor, tile, encode)
 }
 
-/// What of each tile is kept, and what is blended. Both are counted in what tiles become.
+/// Step, extent and blending of tiles, in output units except where noted.
 #[derive(Clone, Copy)]
 pub(super) struct Cut {
-    /// From a tile to the next, counted in what they are made of.
+    /// Distance between tiles, in input units.
     step: usize,
     kept: usize,
     pub(super) blended: usize,
@@ -54,7 +54,7 @@ impl Cut {
     }
 }
 
-/// Tiles of `size_in` of the map become tiles of `size_out`, of which all but the overlap is kept.
+/// Splits the map into tiles of `size_in`, which become tiles of `size_out`, and joins those without their overlap.
 fn in_tiles(
     map: &Tensor,
     size_in: usize,
@@ -72,7 +72,7 @@ fn in_tiles(
         )));
     }
     let mut joined: Option<Tensor> = None;
-    // Of the row above, only the rows that the next one is blended with are kept.
+    // Of the row above, only the rows for blending are kept.
     let mut above: Vec<Tensor> = Vec::new();
     for (row, top) in (0..height).step_by(step).enumerate() {
         let mut bottoms = Vec::with_capacity(width.div_ceil(step));
@@ -108,7 +108,7 @@ fn in_tiles(
     joined.ok_or_else(|| StageError::BadInput("a map of nothing".to_owned()))
 }
 
-/// What all tiles are joined to: as much as is kept of each, along each axis.
+/// The joined output: the kept part of each tile, along each axis.
 fn blank_for(map: &Tensor, (size_in, size_out): (usize, usize), tile: &Tensor) -> Result<Tensor> {
     let (height, width, _) = map.dims3()?;
     let Cut { step, kept, .. } = Cut::of(size_in, size_out);
@@ -120,7 +120,7 @@ fn blank_for(map: &Tensor, (size_in, size_out): (usize, usize), tile: &Tensor) -
     ops::blank(&shape, tile.dtype(), tile.device())
 }
 
-/// A copy of a window alone.
+/// A contiguous copy of a view.
 fn copy(window: &Tensor) -> Result<Tensor> {
     let copy = ops::blank(window.dims(), window.dtype(), window.device())?;
     ops::apply_norm(window, &MapReading::PLAIN, [0; 3], &copy)?;
@@ -133,7 +133,7 @@ fn last(tile: &Tensor, axis: usize, count: usize) -> Result<Tensor> {
     tile.narrow(axis, tile.dim(axis)? - count, count)
 }
 
-/// `blend_v` (axis 0) and `blend_h` (axis 1): the first rows of `tile` go over from the last of `before`.
+/// diffusers' `blend_v` (axis 0) and `blend_h` (axis 1): blends the first rows of `tile` with the last of `before`.
 fn blend(before: &Tensor, tile: &Tensor, axis: usize, extent: usize) -> Result<()> {
     let extent = extent.min(before.dim(axis)?).min(tile.dim(axis)?);
     if extent == 0 {

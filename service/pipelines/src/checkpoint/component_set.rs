@@ -1,16 +1,13 @@
-//! The components of a model that is open: what a planner asks of them.
-
-use std::path::Path;
-use std::sync::Arc;
+//! The components of an open model, as a planner needs them.
 
 use candle_core::DType;
 use gpu::{LoadPlan, Target, TensorSource, WeightFormat};
 use residency::{Bytes, Component};
 
 use super::components::ComponentFiles;
-use crate::{Precision, provisional_identity};
+use crate::{ModelFile, Precision, provisional_identity};
 
-/// Bytes a second that a reload is predicted to take until it was measured.
+/// Predicted bytes per second of a reload, until measured.
 const RELOAD_BYTES_PER_SECOND: f64 = 4e9;
 
 /// All components of a model, by name.
@@ -35,7 +32,7 @@ impl ComponentSet {
         for (name, files) in named {
             let bytes = files.plan.bytes();
             set.components.push(Component {
-                id: provisional_identity(&files.place, name, precision),
+                id: provisional_identity(&files.place, &files.files, name, precision),
                 name: name.to_owned(),
                 bytes,
                 reload_seconds: bytes.0 as f64 / RELOAD_BYTES_PER_SECOND,
@@ -45,7 +42,7 @@ impl ComponentSet {
         set
     }
 
-    /// All.
+    /// All components, in order.
     pub(crate) fn all(&self) -> &[Component] {
         &self.components
     }
@@ -56,13 +53,13 @@ impl ComponentSet {
             .position(|component| component.name == name)
     }
 
-    /// How it is read.
+    /// Load plan of a component.
     pub(crate) fn load_plan(&self, name: &str) -> Option<&LoadPlan> {
         Some(&self.files[self.index(name)?].plan)
     }
 
-    /// The files whose content it depends on.
-    pub(crate) fn files_of(&self, name: &str) -> Vec<Arc<Path>> {
+    /// The files whose content identifies a component.
+    pub(crate) fn files_of(&self, name: &str) -> Vec<ModelFile> {
         let index = self.index(name);
         index
             .map(|index| self.files[index].files.clone())
@@ -76,8 +73,8 @@ impl ComponentSet {
         }
     }
 
-    /// Activation bytes that the quantized layers of a component take beside what the mathematics does, over so many
-    /// tokens: one layer is run at a time, and the largest of those whose names are chosen counts.
+    /// Predicted scratch of the quantized layers of a component for so many tokens: layers run one at a time, so it
+    /// is that of the largest layer for which `is_run` holds.
     pub(crate) fn dequantizing(&self, name: &str, tokens: usize, is_run: fn(&str) -> bool) -> Bytes {
         let of_layer = |source: &TensorSource| match source.target {
             Target::Quantized(format) => {
@@ -90,20 +87,19 @@ impl ComponentSet {
         Bytes(run.filter_map(of_layer).max().unwrap_or_default())
     }
 
-    /// Whether any weight of a component is held quantized.
+    /// Whether any weight of a component is quantized.
     pub(crate) fn is_quantized(&self, name: &str) -> bool {
         let is_quantized = |source: &TensorSource| matches!(source.target, Target::Quantized(_));
         self.sources(name).iter().any(is_quantized)
     }
 
-    /// Whether a component has layers in fp8, which cards may multiply as they are.
+    /// Whether a component has fp8 layers, which cards may multiply natively.
     pub(crate) fn holds_fp8(&self, name: &str) -> bool {
         let is_fp8 = |source: &TensorSource| matches!(source.target, Target::Quantized(WeightFormat::Fp8(_)));
         self.sources(name).iter().any(is_fp8)
     }
 
-    /// What a stage's shape says of a component whose fp8 is multiplied as it is: that takes other memory than int8 of as
-    /// many bytes.
+    /// Suffix of a stage's shape for a component with native fp8 products, whose scratch differs from that of int8.
     pub(crate) fn as_multiplied(&self, name: &str) -> &'static str {
         match self.holds_fp8(name) {
             true => " fp8",

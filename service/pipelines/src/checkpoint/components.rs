@@ -1,55 +1,52 @@
-//! Components as files: their headers, and which of their tensors are read. Every tensor that the mathematics
-//! asks for is looked up here, by name and shape, so that a checkpoint that lacks one is refused when it is
-//! opened.
+//! Components as files: their headers, and the tensors that are read from them. Every required tensor is looked up
+//! here, by name and shape, so that an incomplete checkpoint is refused when it is opened.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use candle_core::DType;
 use gpu::{CheckpointFile, LoadError, LoadPlan, Stored, Target, TensorSource, WeightFormat};
 
-use super::role::{Role, RoleOf};
+use super::role::{QuantizeRole, RoleOf};
 use super::spec::TensorSpec;
-use super::stored::{Checkpoint, Held, SUPPORTED, StoredTensor, foreign, quantized_by};
-use crate::ModelError;
+use super::stored::{Checkpoint, SUPPORTED, StoredAs, StoredTensor, foreign, quantized_by};
 use crate::family::format_of_plan;
 use crate::files::{damaged, unsupported};
+use crate::{ModelError, ModelFile};
 
 /// Names and shapes of tensors.
 pub(crate) type Shapes = Vec<(String, Vec<usize>)>;
 
-/// One component as files: how it is read and what it consists of.
+/// One component as files: its load plan and its identity.
 #[derive(Debug, Clone)]
 pub(crate) struct ComponentFiles {
-    /// The folder or file that names it.
+    /// The component's folder or file, for messages.
     pub(crate) place: PathBuf,
-    /// Which bytes become which tensors.
+    /// Sources of all tensors.
     pub(crate) plan: LoadPlan,
-    /// All files whose content it depends on.
-    pub(crate) files: Vec<Arc<Path>>,
+    /// All files whose content identifies the component.
+    pub(crate) files: Vec<ModelFile>,
 }
 
-/// What is wanted of a component.
+/// Requested representation of a component.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Wanted {
-    /// The component's name.
+pub(crate) struct Requested {
     pub(crate) component: &'static str,
-    /// The dtype of what is held in full precision.
+    /// Dtype of full-precision tensors.
     pub(crate) dtype: DType,
-    /// What it is to be quantized to while it is loaded.
+    /// Format to quantize to at load.
     pub(crate) format: Option<WeightFormat>,
-    /// Which of its tensors are.
+    /// Which tensors are quantized.
     pub(crate) role_of: RoleOf,
 }
 
-/// A header that could not be read, in the words of a model.
+/// Converts an error of a header reader.
 pub(crate) fn of_header(path: &Path, error: LoadError) -> ModelError {
     match error {
         LoadError::Io { file, source } => damaged(&file, format!("it cannot be read: {source}")),
         LoadError::Damaged { file, problem } => ModelError::Damaged { path: file, problem },
         LoadError::Unsupported(problem) => {
-            // The reader names the file, and so does what this becomes.
+            // The error repeats the path, which the new error names too.
             let named = format!("{}: ", path.display());
             unsupported(path, of_type(problem.strip_prefix(&named).unwrap_or(&problem)))
         }
@@ -60,8 +57,8 @@ pub(crate) fn of_header(path: &Path, error: LoadError) -> ModelError {
     }
 }
 
-/// What the reader says of a tensor whose type it does not know, and whose quantization that is: the reader stops there,
-/// before anybody looks at names.
+/// Replaces the reader's message for an unsupported tensor type by the quantization it belongs to: the reader fails
+/// before tensor names are examined.
 fn of_type(problem: &str) -> String {
     let tensor = problem.strip_prefix("tensor ");
     let Some((name, _)) = tensor.and_then(|tensor| tensor.split_once(" is stored as ")) else {
@@ -69,7 +66,7 @@ fn of_type(problem: &str) -> String {
     };
     match foreign(&[name]) {
         Some(foreign) => format!("{problem}: {}", quantized_by(foreign)),
-        // Of GGUF the reader says what is read.
+        // For GGUF the reader lists the supported types.
         None if problem.contains("what is read") => problem.to_owned(),
         None => format!("{problem}; {SUPPORTED}"),
     }
@@ -82,14 +79,14 @@ pub(crate) fn open(path: &Path) -> Result<CheckpointFile, ModelError> {
 /// The sources of a component's tensors.
 ///
 /// # Errors
-/// The first tensor that is missing, of another shape, or stored in a way that cannot be held; and a component that
-/// is stored quantized where a format is asked for.
+/// The first tensor that is missing, of another shape, or stored in an unsupported way; and a requested format for a
+/// component that is stored quantized.
 fn sources(
     checkpoint: &Checkpoint,
     specs: &[TensorSpec],
-    wanted: Wanted,
+    wanted: Requested,
 ) -> Result<Vec<TensorSource>, ModelError> {
-    // Fused tensors are named by several: each is looked at once.
+    // Several specs refer to a fused tensor: each is looked up once.
     let mut found: BTreeMap<&str, (StoredTensor, usize)> = BTreeMap::new();
     let mut sources = Vec::with_capacity(specs.len());
     for spec in specs {
@@ -122,7 +119,7 @@ fn sources(
 }
 
 /// The source of one tensor.
-fn source(stored: &StoredTensor, spec: &TensorSpec, wanted: Wanted) -> Result<TensorSource, ModelError> {
+fn source(stored: &StoredTensor, spec: &TensorSpec, wanted: Requested) -> Result<TensorSource, ModelError> {
     let TensorSpec {
         name,
         shape,
@@ -131,10 +128,10 @@ fn source(stored: &StoredTensor, spec: &TensorSpec, wanted: Wanted) -> Result<Te
     } = spec;
     let role = (wanted.role_of)(name);
     let mut stored = match role {
-        Role::Quantized => stored.clone().into_unscaled_fp8(),
-        Role::AsStored | Role::Full => stored.clone(),
+        QuantizeRole::Quantized => stored.clone().into_unscaled_fp8(),
+        QuantizeRole::AsStored | QuantizeRole::Full => stored.clone(),
     };
-    // BFL keeps some matrices as convolutions of one cell: the same numbers in the same order.
+    // BFL stores some matrices as 1x1 convolutions: the same elements in the same order.
     if let [outputs, inputs, 1, 1] = *stored.shape
         && shape.len() == 2
     {
@@ -143,8 +140,8 @@ fn source(stored: &StoredTensor, spec: &TensorSpec, wanted: Wanted) -> Result<Te
     let wrong = |expected: &str| {
         let (held, found) = (&stored.held, &stored.shape);
         let problem = match held {
-            Held::Plain(numbers) => format!("tensor {tensor} is {numbers:?} {found:?} where {expected}"),
-            Held::Quantized(format) => format!("tensor {tensor} is {format} {found:?} where {expected}"),
+            StoredAs::Plain(numbers) => format!("tensor {tensor} is {numbers:?} {found:?} where {expected}"),
+            StoredAs::Quantized(format) => format!("tensor {tensor} is {format} {found:?} where {expected}"),
         };
         (stored.file().to_owned(), problem)
     };
@@ -154,22 +151,22 @@ fn source(stored: &StoredTensor, spec: &TensorSpec, wanted: Wanted) -> Result<Te
         return Err(damaged(&file, problem));
     }
     let (as_stored, target) = match stored.held {
-        Held::Plain(numbers) if numbers.is_float() || numbers == Stored::F8E4M3 => {
+        StoredAs::Plain(numbers) if numbers.is_float() || numbers == Stored::F8E4M3 => {
             let target = match (role, wanted.format) {
-                (Role::Quantized, Some(format)) => Target::Quantized(format),
+                (QuantizeRole::Quantized, Some(format)) => Target::Quantized(format),
                 _ => Target::Full(wanted.dtype),
             };
             (numbers, target)
         }
-        Held::Plain(_) => {
+        StoredAs::Plain(_) => {
             let (file, problem) = wrong(&format!("floats of {shape:?} are expected"));
             return Err(damaged(&file, problem));
         }
-        Held::Quantized(_) if role == Role::Full => {
+        StoredAs::Quantized(_) if role == QuantizeRole::Full => {
             let (file, problem) = wrong("full precision is needed");
             return Err(unsupported(&file, format!("{problem}; {SUPPORTED}")));
         }
-        Held::Quantized(format) => {
+        StoredAs::Quantized(format) => {
             let (_, columns) = gpu::rows_and_columns(shape);
             if !format.fits(columns) {
                 let (file, problem) = wrong(&format!("rows of {columns} do not divide into its blocks"));
@@ -189,27 +186,27 @@ fn source(stored: &StoredTensor, spec: &TensorSpec, wanted: Wanted) -> Result<Te
     })
 }
 
-/// Tensors that a checkpoint has under the same names.
+/// Specs of tensors that a checkpoint has under the same names.
 pub(crate) fn whole(shapes: Shapes) -> Vec<TensorSpec> {
     let whole = |(name, shape)| TensorSpec::whole(name, shape);
     shapes.into_iter().map(whole).collect()
 }
 
-/// A component in a folder: the tensors that its configuration asks for. `shapes` may ask which names there are.
-/// What there is beside them is not read.
+/// A component in a folder, with the tensors that its configuration requires. `shapes` may query which names exist.
+/// Other tensors are ignored.
 pub(crate) fn component_of_folder(
     folder: &Path,
-    wanted: Wanted,
+    wanted: Requested,
     shapes: impl FnOnce(&dyn Fn(&str) -> bool) -> Shapes,
 ) -> Result<ComponentFiles, ModelError> {
     component_of_checkpoint(folder, Checkpoint::of_folder(folder)?, wanted, shapes)
 }
 
-/// The same of a checkpoint that is open, in a folder or a file.
+/// [`component_of_folder`] for an open checkpoint, in a folder or a file.
 pub(crate) fn component_of_checkpoint(
     place: &Path,
     checkpoint: Checkpoint,
-    wanted: Wanted,
+    wanted: Requested,
     shapes: impl FnOnce(&dyn Fn(&str) -> bool) -> Shapes,
 ) -> Result<ComponentFiles, ModelError> {
     let shapes = shapes(&|name| checkpoint.has(name));
@@ -222,16 +219,16 @@ pub(crate) fn component_of_checkpoint(
     ))
 }
 
-/// A component of exactly these tensors, in a folder or a file: a tensor that is none of them, nor belongs to one, is no
-/// part of `what`.
+/// A component with exactly these tensors, in a folder or a file: any other tensor that is not a part of one of them
+/// is an error, naming `what` it is not part of.
 ///
 /// # Errors
-/// Those of every component, and that there is such a tensor.
+/// Those of every component, and an unexpected tensor.
 pub(crate) fn exact_component(
     place: &Path,
     checkpoint: Checkpoint,
     specs: &[TensorSpec],
-    wanted: Wanted,
+    wanted: Requested,
     what: &str,
 ) -> Result<ComponentFiles, ModelError> {
     let sources = sources(&checkpoint, specs, wanted)?;
@@ -248,12 +245,12 @@ pub(crate) fn exact_component(
     ))
 }
 
-/// A component in a single file, whose tensors go by the names that `rename` gives them.
+/// A component in a single file, whose tensors are renamed by `rename`.
 pub(crate) fn component_of_file(
     file: &Path,
     rename: impl Fn(&str) -> Option<String>,
     shapes: Shapes,
-    wanted: Wanted,
+    wanted: Requested,
 ) -> Result<ComponentFiles, ModelError> {
     let checkpoint = Checkpoint::of_file(&open(file)?, rename)?;
     let sources = sources(&checkpoint, &whole(shapes), wanted)?;
@@ -263,10 +260,10 @@ pub(crate) fn component_of_file(
 fn component_files(
     place: PathBuf,
     sources: Vec<TensorSource>,
-    mut files: Vec<Arc<Path>>,
+    mut files: Vec<ModelFile>,
     config: Option<PathBuf>,
 ) -> ComponentFiles {
-    files.extend(config.filter(|path| path.is_file()).map(Arc::from));
+    files.extend(config.and_then(|path| ModelFile::at(&path).ok()));
     files.sort();
     ComponentFiles {
         place,

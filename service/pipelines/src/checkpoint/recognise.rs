@@ -1,4 +1,4 @@
-//! How the checkpoints of a family are told from others: by `model_index.json`, or by the names of a file's tensors.
+//! Detection of a family's checkpoints: by `model_index.json`, or by the tensor names of a file.
 
 use std::path::{Path, PathBuf};
 
@@ -8,37 +8,36 @@ use super::stored::Checkpoint;
 use crate::ModelError;
 use crate::files::{pipeline_class, unsupported};
 
-/// Whose names the tensors of a single file have.
+/// A naming scheme of the tensors in a single file.
 pub(crate) trait Naming: Copy {
-    /// Names that only this family's transformer begins with, so. Whatever quantized it, they do.
+    /// Name prefixes that only this family's transformer has, quantized or not.
     fn marks(self) -> &'static [&'static str];
 }
 
-/// What the checkpoints of a family are known by.
+/// Detection rules of a family.
 pub(crate) struct Marks<N: 'static> {
-    /// The family's name to users.
+    /// Display name of the family.
     pub(crate) family: &'static str,
-    /// What the class in its `model_index.json` begins with.
+    /// Prefix of the class in its `model_index.json`.
     pub(crate) class_prefix: &'static str,
-    /// The classes that are run here.
+    /// The supported pipeline classes.
     pub(crate) pipelines: &'static [&'static str],
-    /// Those of single files.
+    /// Naming schemes of single files.
     pub(crate) namings: &'static [N],
-    /// A tensor of single files that the mathematics never reads.
+    /// A tensor of single files that is never used.
     pub(crate) unused: Option<&'static str>,
 }
 
-/// What a path turned out to be.
+/// A detected checkpoint.
 pub(crate) enum Recognised<N> {
     /// A folder in diffusers' layout.
     Folder(PathBuf),
-    /// A single file.
+    /// A single file with the transformer.
     SingleFile {
-        /// Where it is.
         path: PathBuf,
         /// The tensors of its transformer.
         checkpoint: Checkpoint,
-        /// Whose names they have.
+        /// The naming scheme of its tensors.
         naming: N,
         /// The folder of its companions.
         base: PathBuf,
@@ -46,10 +45,10 @@ pub(crate) enum Recognised<N> {
 }
 
 impl<N: Naming> Marks<N> {
-    /// Looks what a path is. `None`: nothing of this family.
+    /// Detects what a path is. `None` if it is not of this family.
     ///
     /// # Errors
-    /// When it is of this family and cannot be run, or a file is too damaged to tell.
+    /// When it is of this family and not supported, or a file is too damaged to tell.
     pub(crate) fn recognise(&self, path: &Path) -> Result<Option<Recognised<N>>, ModelError> {
         if path.is_dir() {
             return Ok(self.is_folder(path)?.then(|| Recognised::Folder(path.to_owned())));

@@ -1,16 +1,16 @@
-//! What may become of a tensor when its component is asked for quantized. Each family, and each part that families share,
-//! says it of its own tensors.
+//! Quantization roles of tensors, for a component that is requested in a format. Each family, and each shared part,
+//! defines the roles of its own tensors.
 
-/// What becomes of a tensor.
+/// What happens to a tensor of a component that is requested in a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Role {
-    /// Quantized where the component is asked for in a format.
+pub(crate) enum QuantizeRole {
+    /// Quantized to the requested format.
     Quantized,
-    /// In full precision unless the checkpoint stores it quantized.
+    /// In full precision, unless the checkpoint stores it quantized.
     AsStored,
-    /// In full precision.
+    /// Always in full precision.
     Full,
 }
 
-/// The rule of a component: the role of a tensor, by its name within the component in diffusers' words.
-pub(crate) type RoleOf = fn(&str) -> Role;
+/// The roles of a component's tensors, by their names in diffusers.
+pub(crate) type RoleOf = fn(&str) -> QuantizeRole;

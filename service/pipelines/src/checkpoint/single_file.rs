@@ -1,4 +1,4 @@
-//! Checkpoints that are one file with a transformer only, and where their companions are.
+//! Single-file checkpoints, which have the transformer only, and their companions.
 
 use std::path::{Path, PathBuf};
 
@@ -7,13 +7,13 @@ use serde::Deserialize;
 use crate::ModelError;
 use crate::files::{damaged, read_json, unsupported};
 
-/// What some single files put in front of every name of the transformer.
+/// Optional prefixes of all tensor names of the transformer.
 pub(crate) const PREFIXES: [&str; 2] = ["", "model.diffusion_model."];
 
-/// What single files are called.
+/// Extensions of single files.
 const EXTENSIONS: [&str; 4] = ["safetensors", "gguf", "pth", "pt"];
 
-/// Whether a path is a file that may hold a checkpoint.
+/// Whether a path is a file that may be a checkpoint.
 pub(crate) fn is_single_file(path: &Path) -> bool {
     let extension = path.extension().and_then(|extension| extension.to_str());
     let known = |extension: &str| {
@@ -24,8 +24,8 @@ pub(crate) fn is_single_file(path: &Path) -> bool {
     extension.is_some_and(known) && path.is_file()
 }
 
-/// Where the companions of a single file are: in the folder that `X.moored.json` beside it names, in its own folder, or in
-/// the only folder of the family beside it. `family` is its name to users.
+/// The folder of a single file's companions: the folder that `X.moored.json` beside it names, its own folder, or the
+/// only folder of the family beside it. `family` is the display name.
 ///
 /// # Errors
 /// When there is none, or more than one.
@@ -78,9 +78,9 @@ pub(crate) fn base_folder(
     }
 }
 
-/// A component that is a single file as well, if its base has no folder for it: its name is this, or begins with it and goes
-/// on behind a `_`, `-` or `.`, and it lies beside the
-/// transformer, in the base, or where ComfyUI keeps files of its kind, in a folder beside the transformer's.
+/// The single file of a component for which the base has no folder: its name is `stem`, or `stem` followed by `_`,
+/// `-` or `.`; it is beside the transformer, in the base, or where ComfyUI keeps such files, in a folder beside the
+/// transformer's.
 pub(crate) fn companion(file: &Path, base: &Path, comfy_folder: &str, stem: &str) -> Option<PathBuf> {
     let folder = file.parent().unwrap_or(Path::new("."));
     let comfy = folder.parent().map(|models| models.join(comfy_folder));

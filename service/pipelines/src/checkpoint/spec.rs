@@ -1,29 +1,27 @@
-//! Where a tensor that the mathematics asks for lies among those of a checkpoint.
+//! Where the tensors of a model are in a checkpoint.
 
-/// Rows of a tensor of a single file.
+/// A range of rows of a tensor of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Rows {
-    /// The first row.
     pub(crate) first: usize,
-    /// How many.
     pub(crate) count: usize,
 }
 
-/// A tensor that the mathematics asks for.
+/// A tensor of the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct TensorSpec {
-    /// In the words of diffusers.
+    /// Name in diffusers.
     pub(crate) name: String,
-    /// Row-major.
+    /// Shape, row-major.
     pub(crate) shape: Vec<usize>,
-    /// The tensor of the checkpoint that it lies in.
+    /// The tensor of the checkpoint that contains it.
     pub(crate) tensor: String,
-    /// Where it lies there, part behind part.
+    /// Its row ranges there, concatenated.
     pub(crate) rows: Vec<Rows>,
 }
 
 impl TensorSpec {
-    /// A tensor that is the whole of one of the same name.
+    /// A tensor that is the whole of one with the same name.
     pub(crate) fn whole(name: String, shape: Vec<usize>) -> TensorSpec {
         let count = shape.first().copied().unwrap_or_default();
         TensorSpec {

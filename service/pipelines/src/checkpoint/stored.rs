@@ -1,5 +1,5 @@
-//! What a checkpoint's tensors are, in full precision or quantized by somebody else: which tensors belong to one
-//! weight, and which of their bytes are its rows.
+//! Stored representation of a checkpoint's tensors, full-precision or quantized by other programs: which tensors
+//! belong to one weight, and which of their bytes are its rows.
 //!
 //! | format | tensors of a weight `X.weight` |
 //! |---|---|
@@ -9,9 +9,9 @@
 //! | fp8 of Black Forest Labs | the same with a scale for each row (F32, `[rows]`, `[rows, 1]`) |
 //! | GGUF | `X.weight` in blocks |
 //!
-//! Shapes and types of all parts are checked by headers. Their numbers are not looked at: scales that are not finite
-//! are held as they are, and the stage that computes with them fails (`StageError::NotFinite`). The one number that is
-//! read here, the offset of doubly quantized scales, must be finite.
+//! Shapes and types of all parts are validated by headers. Values are not examined: scales that are not finite are
+//! accepted, and the stage that computes with them fails (`StageError::NotFinite`). The one value that is read here,
+//! the offset of doubly quantized scales, must be finite.
 
 mod parts;
 mod unread;
@@ -30,14 +30,14 @@ use unread::{check_configuration, check_metadata};
 
 use super::components::open;
 use super::spec::Rows;
-use crate::ModelError;
 use crate::files::{damaged, read_json, unsupported};
+use crate::{ModelError, ModelFile};
 
 pub(crate) use unread::{SUPPORTED, foreign, quantized_by};
 
 const NF4_STATE: &str = ".quant_state.bitsandbytes__nf4";
 
-/// What is written behind the name of a weight `X.weight`.
+/// Suffixes of tensors that belong to a weight `X.weight`.
 const BEHIND_WEIGHT: [&str; 5] = [
     ".absmax",
     ".quant_map",
@@ -45,8 +45,8 @@ const BEHIND_WEIGHT: [&str; 5] = [
     ".nested_quant_map",
     NF4_STATE,
 ];
-/// What is written behind the name `X` of its layer: scales, and what says how a layer was quantized. Scales of
-/// activations are not used: activations are not quantized, or by their own maxima.
+/// Suffixes of tensors that belong to a layer `X`: scales, and quantization metadata. Scales of activations are not
+/// used: activations are not quantized, or by their own maxima.
 const BEHIND_LAYER: [&str; 7] = [
     ".SCB",
     ".weight_format",
@@ -56,19 +56,19 @@ const BEHIND_LAYER: [&str; 7] = [
     ".scale_input",
     ".comfy_quant",
 ];
-/// The scales among them.
+/// Suffixes of scales.
 const SCALES: [&str; 2] = [".weight_scale", ".scale_weight"];
-/// What ComfyUI marks files of scaled fp8 with.
+/// Name of the tensor with which ComfyUI marks files of scaled fp8.
 const MARKER: &str = "scaled_fp8";
 
 /// A tensor and its file.
 #[derive(Clone, Debug)]
-struct Place {
+struct LocatedTensor {
     file: Arc<Path>,
     entry: TensorEntry,
 }
 
-impl Place {
+impl LocatedTensor {
     fn piece(&self) -> SourcePiece {
         SourcePiece::File {
             file: Arc::clone(&self.file),
@@ -79,44 +79,44 @@ impl Place {
 
 /// How a weight is stored.
 #[derive(Clone, Debug)]
-pub(crate) enum Held {
-    /// As numbers.
+pub(crate) enum StoredAs {
+    /// Full precision, of this type.
     Plain(Stored),
-    /// As the parts of this format.
+    /// Quantized, as the parts of this format.
     Quantized(WeightFormat),
 }
 
-/// A tensor of a checkpoint, with all that belongs to it.
+/// A tensor of a checkpoint, with all tensors that belong to it.
 #[derive(Clone, Debug)]
 pub(crate) struct StoredTensor {
     name: String,
     file: Arc<Path>,
-    /// The shape of its numbers, not of the bytes that they are packed into.
+    /// The logical shape, not that of the packed bytes.
     pub(crate) shape: Vec<usize>,
-    pub(crate) held: Held,
-    /// Whole parts, in the order of the format; the numbers where there is none.
+    pub(crate) held: StoredAs,
+    /// The parts in the order of the format; for full precision, the tensor itself.
     parts: Vec<SourcePiece>,
 }
 
 impl StoredTensor {
-    /// The file that holds its numbers.
+    /// The file of its data.
     pub(crate) fn file(&self) -> &Path {
         &self.file
     }
 
-    /// As codes of fp8 without scales, where it is stored as such.
+    /// Reinterprets fp8 as codes without scales.
     pub(crate) fn into_unscaled_fp8(mut self) -> StoredTensor {
-        if matches!(self.held, Held::Plain(Stored::F8E4M3)) {
-            self.held = Held::Quantized(WeightFormat::Fp8(Fp8Scales::None));
+        if matches!(self.held, StoredAs::Plain(Stored::F8E4M3)) {
+            self.held = StoredAs::Quantized(WeightFormat::Fp8(Fp8Scales::None));
             self.parts.insert(0, SourcePiece::Inline(Arc::from([])));
         }
         self
     }
 
-    /// The pieces of some of its rows, one behind the other.
+    /// The source pieces of some of its rows, concatenated.
     ///
     /// # Errors
-    /// When a format's blocks reach over the ends of these rows.
+    /// When a format's blocks cross the ends of these rows.
     pub(crate) fn pieces(&self, rows: &[Rows]) -> Result<Vec<SourcePiece>, ModelError> {
         let (all, columns) = rows_and_columns(&self.shape);
         if let [Rows { first: 0, count }] = rows
@@ -125,8 +125,8 @@ impl StoredTensor {
             return Ok(self.parts.clone());
         }
         let units: Vec<Option<(usize, usize)>> = match self.held {
-            Held::Plain(stored) => vec![Some(stored.block())],
-            Held::Quantized(format) => {
+            StoredAs::Plain(stored) => vec![Some(stored.block())],
+            StoredAs::Quantized(format) => {
                 let parts = format.layout(all, columns).into_iter();
                 parts.map(|(part, _)| unit(format, part, columns)).collect()
             }
@@ -165,13 +165,13 @@ impl StoredTensor {
 
     fn format_name(&self) -> String {
         match self.held {
-            Held::Plain(stored) => format!("{stored:?}"),
-            Held::Quantized(format) => format.to_string(),
+            StoredAs::Plain(stored) => format!("{stored:?}"),
+            StoredAs::Quantized(format) => format.to_string(),
         }
     }
 }
 
-/// Numbers that share an entry of a part, and the entry's bytes; `None` for what the whole weight shares.
+/// Elements per entry of a part, and the entry's bytes; `None` for parts shared by the whole weight.
 fn unit(format: WeightFormat, part: WeightPart, columns: usize) -> Option<(usize, usize)> {
     match (format, part) {
         (_, WeightPart::Table | WeightPart::NestedTable | WeightPart::Offset | WeightPart::Padding) => None,
@@ -190,22 +190,22 @@ fn unit(format: WeightFormat, part: WeightPart, columns: usize) -> Option<(usize
 pub(crate) struct Checkpoint {
     /// The file, or the index.
     place: PathBuf,
-    tensors: BTreeMap<String, Place>,
-    pub(crate) files: Vec<Arc<Path>>,
+    tensors: BTreeMap<String, LocatedTensor>,
+    pub(crate) files: Vec<ModelFile>,
 }
 
 impl Checkpoint {
-    /// Those of one file, whose tensors go by the names that `rename` gives them; the others are not looked at. What
-    /// belongs to a weight goes by the weight's name.
+    /// The tensors of one file, renamed by `rename`; tensors without a new name are ignored. Tensors that belong to a
+    /// weight are renamed with it.
     ///
     /// # Errors
-    /// When it is quantized in a way that is not read.
+    /// When it is quantized in an unsupported way.
     pub(crate) fn of_file(
         file: &CheckpointFile,
         rename: impl Fn(&str) -> Option<String>,
     ) -> Result<Checkpoint, ModelError> {
         let tensors = file.tensors().filter_map(|(name, entry)| {
-            let place = Place {
+            let place = LocatedTensor {
                 file: Arc::clone(file.path()),
                 entry: entry.clone(),
             };
@@ -214,20 +214,20 @@ impl Checkpoint {
         let checkpoint = Checkpoint {
             place: file.path().to_path_buf(),
             tensors: tensors.collect(),
-            files: vec![Arc::clone(file.path())],
+            files: vec![ModelFile::of(file)],
         };
         check_metadata(file)?;
         checkpoint.check_foreign()?;
         Ok(checkpoint)
     }
 
-    /// Those that an index names.
+    /// The tensors that an index names.
     fn of_index(index: &Path, folder: &Path) -> Result<Checkpoint, ModelError> {
         #[derive(Deserialize)]
-        struct Index {
+        struct ShardIndex {
             weight_map: BTreeMap<String, String>,
         }
-        let Index { weight_map } = read_json(index)?;
+        let ShardIndex { weight_map } = read_json(index)?;
         let mut shards: BTreeMap<String, CheckpointFile> = BTreeMap::new();
         let mut tensors = BTreeMap::new();
         for (name, shard) in weight_map {
@@ -245,21 +245,21 @@ impl Checkpoint {
                 damaged(file.path(), problem)
             })?;
             let file = Arc::clone(file.path());
-            tensors.insert(name, Place { file, entry });
+            tensors.insert(name, LocatedTensor { file, entry });
         }
         let checkpoint = Checkpoint {
             place: index.to_owned(),
             tensors,
-            files: shards.values().map(|file| Arc::clone(file.path())).collect(),
+            files: shards.values().map(ModelFile::of).collect(),
         };
         checkpoint.check_foreign()?;
         Ok(checkpoint)
     }
 
-    /// Those of a component's folder, whose configuration says how they are quantized.
+    /// The tensors of a component's folder, whose configuration may describe a quantization.
     ///
     /// # Errors
-    /// When there are none, or they are quantized in a way that is not read.
+    /// When there are none, or they are quantized in an unsupported way.
     pub(crate) fn of_folder(folder: &Path) -> Result<Checkpoint, ModelError> {
         check_configuration(&folder.join("config.json"))?;
         for stem in ["diffusion_pytorch_model", "model"] {
@@ -288,7 +288,7 @@ impl Checkpoint {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// A tensor that is in neither of these names, nor belongs to one that is: its name and file.
+    /// A tensor that is not among these names and does not belong to one of them: its name and file.
     pub(crate) fn left_over<'a>(&'a self, known: &BTreeSet<String>) -> Option<(&'a str, &'a Path)> {
         let belongs = |name: &str| {
             let weight = BEHIND_WEIGHT.iter().find_map(|behind| name.strip_suffix(behind));
@@ -303,10 +303,10 @@ impl Checkpoint {
             .map(|(name, place)| (name.as_str(), &*place.file))
     }
 
-    /// A tensor by name, with what belongs to it.
+    /// A tensor by name, with all tensors that belong to it.
     ///
     /// # Errors
-    /// When it is missing, or stored in a way that is not read.
+    /// When it is missing, or stored in an unsupported way.
     pub(crate) fn tensor(&self, name: &str) -> Result<StoredTensor, ModelError> {
         let Some(place) = self.tensors.get(name) else {
             return Err(damaged(&self.place, format!("tensor {name} is missing")));
@@ -317,7 +317,7 @@ impl Checkpoint {
         let scales = SCALES
             .iter()
             .find_map(|behind| self.tensors.get(&format!("{layer}{behind}")));
-        // Its bytes may be called by the name of another type (`bnb_4bit_quant_storage`).
+        // Its bytes may have another declared type (`bnb_4bit_quant_storage`).
         if self.has(&format!("{name}{NF4_STATE}")) {
             return self.nf4(name, place);
         }
@@ -336,7 +336,7 @@ impl Checkpoint {
                 )),
             },
             Stored::Gguf(kind) => Ok(StoredTensor {
-                held: Held::Quantized(WeightFormat::Gguf(kind)),
+                held: StoredAs::Quantized(WeightFormat::Gguf(kind)),
                 ..plain(name, place)
             }),
             Stored::F32 | Stored::F16 | Stored::Bf16 | Stored::F64 | Stored::I64 => match scales {
@@ -352,8 +352,8 @@ impl Checkpoint {
         }
     }
 
-    /// A tensor of this layer that is neither its weight nor its bias, nor known as a part of its weight: numbers without
-    /// the scales that somebody calls otherwise would be wrong.
+    /// A tensor of this layer that is neither weight, bias, nor a known part of the weight. It may contain scales
+    /// under another name, without which the weight would be wrong.
     fn unknown_part(&self, layer: &str) -> Option<&str> {
         let of_layer = format!("{layer}.");
         let known = |behind: &str| {
@@ -364,18 +364,18 @@ impl Checkpoint {
     }
 }
 
-/// A tensor that nothing else belongs to.
-fn plain(name: &str, place: &Place) -> StoredTensor {
+/// A tensor without further parts.
+fn plain(name: &str, place: &LocatedTensor) -> StoredTensor {
     StoredTensor {
         name: name.to_owned(),
         file: Arc::clone(&place.file),
         shape: place.entry.shape.clone(),
-        held: Held::Plain(place.entry.stored),
+        held: StoredAs::Plain(place.entry.stored),
         parts: vec![place.piece()],
     }
 }
 
-/// The new name of a tensor, or of one that belongs to a weight, as the weight's is.
+/// The new name of a tensor, or of one that belongs to a renamed weight.
 fn rename_with_parts(name: &str, rename: &impl Fn(&str) -> Option<String>) -> Option<String> {
     let of_weight = |behind: &&str| {
         name.strip_suffix(*behind)

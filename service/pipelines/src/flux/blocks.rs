@@ -1,18 +1,18 @@
-//! The transformer's blocks. They compute in [`Buffers`], which a request has once: in a step nothing is allocated.
+//! The transformer's blocks. They compute in [`FluxBuffers`], allocated once per request: a step allocates nothing.
 //!
-//! Between two layers stands one pass: the residual, and the norm and modulation of what comes next. So a block begins with
-//! rows that are normalised already, and ends by normalising for the block behind it.
+//! Between two layers there is one fused pass: the residual, and the norm and modulation of what follows. So a block
+//! begins with normalized rows, and ends by normalizing for the next block.
 
 use candle_core::{DType, Result, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
 use ops::{Angles, Epilogue, Mask, Pairs, QkNorm, Scratch};
 
-use super::buffers::{Buffers, EPS, Next, Part};
+use super::buffers::{EPS, FluxBuffers, Next, Part};
 use super::config::TransformerConfig;
 use crate::linear::Linear;
 use crate::rotary::Rotations;
 
-/// One projection of tokens to queries, keys and values, with norms of queries and keys by head.
+/// The query, key and value projections of one stream, with per-head norms of queries and keys.
 struct Projection {
     query: Linear,
     key: Linear,
@@ -50,7 +50,7 @@ impl Projection {
         [&self.query, &self.key, &self.value]
     }
 
-    /// Queries, keys and values of a part, normalised and rotated, into the joint buffer.
+    /// Queries, keys and values of a part, normalized and rotated, into the joint buffer.
     fn forward(&self, part: &Part, as_codes: bool, angles: Angles<'_>, scratch: &Scratch) -> Result<()> {
         let layers = [
             self.query.to(&part.query),
@@ -93,8 +93,8 @@ impl FeedForward {
     }
 }
 
-/// A projection of the conditioning to `parts` vectors of the hidden width: the linear layer of the
-/// adaptive norms. It depends on the step alone, so all steps go through it at once.
+/// The linear layer of adaptive norms: projects the conditioning to `parts` vectors of the hidden width. It depends
+/// on the step alone, so all steps are projected at once.
 pub(super) struct Modulator {
     linear: Linear,
     parts: usize,
@@ -113,13 +113,13 @@ impl Modulator {
         })
     }
 
-    /// `activated` is SiLU of the conditioning, `[steps, width]`; one `[steps, width]` a part.
+    /// `activated` is SiLU of the conditioning, `[steps, width]`; returns one `[steps, width]` per part.
     pub(super) fn forward(&self, activated: &Tensor) -> Result<Vec<Tensor>> {
         self.linear.forward(activated)?.chunk(self.parts, 1)
     }
 }
 
-/// One stream of a double block: everything that text and picture have each for themselves.
+/// One stream of a double block: the layers that text and picture have separately.
 struct Stream {
     modulator: Modulator,
     projection: Projection,
@@ -130,12 +130,12 @@ struct Stream {
 /// The modulation of one stream: shift, scale and gate around attention, then around the feed-forward.
 type StreamModulation = Vec<Tensor>;
 
-/// Rows `step` of modulations of all steps, `[1, width]` each.
+/// Row `step` of the modulations of all steps, `[1, width]` each.
 fn at_step(parts: &[Tensor], step: usize) -> Result<Vec<Tensor>> {
     parts.iter().map(|part| part.narrow(0, step, 1)).collect()
 }
 
-/// Shift and scale, which stand one behind the other, as the norm in front of `layers`.
+/// Shift and scale, adjacent in `parts`, as the norm before `layers`.
 fn next_of<'a>(parts: &[Tensor], step: usize, layers: impl IntoIterator<Item = &'a Linear>) -> Result<Next> {
     Ok(Next {
         shift: parts[0].narrow(0, step, 1)?,
@@ -144,7 +144,7 @@ fn next_of<'a>(parts: &[Tensor], step: usize, layers: impl IntoIterator<Item = &
     })
 }
 
-/// Whether all layers multiply fp8 as it is.
+/// Whether all layers have native fp8 products.
 fn take_codes<'a>(layers: impl IntoIterator<Item = &'a Linear>, dtype: DType) -> Result<bool> {
     for layer in layers {
         if !layer.takes_codes(dtype)? {
@@ -160,12 +160,12 @@ impl Stream {
         self.projection.layers().into_iter().chain(feed_forward)
     }
 
-    /// The norm in front of the projections.
+    /// The norm before the projections.
     fn next(&self, modulation: &StreamModulation, step: usize) -> Result<Next> {
         next_of(modulation, step, self.projection.layers())
     }
 
-    /// The residual of attention, and the feed-forward behind it; normalises for what is next.
+    /// Adds attention to the residual, and runs the feed-forward; normalizes for `next`.
     fn close(
         &self,
         part: &Part,
@@ -191,7 +191,7 @@ impl Stream {
     }
 }
 
-/// `FluxTransformerBlock`: text and picture with weights of their own and one attention.
+/// `FluxTransformerBlock`: text and picture with separate weights and joint attention.
 pub(super) struct DoubleBlock {
     picture: Stream,
     text: Stream,
@@ -234,7 +234,7 @@ impl DoubleBlock {
         })
     }
 
-    /// Layers that a step runs.
+    /// Linear layers that a step runs.
     pub(super) fn layers(&self) -> impl Iterator<Item = &Linear> {
         self.picture.layers().chain(self.text.layers())
     }
@@ -247,7 +247,7 @@ impl DoubleBlock {
         ))
     }
 
-    /// The norms that the block begins with: of the picture, then of the text.
+    /// The norms at the beginning of the block: of the picture, then of the text.
     pub(super) fn first(
         &self,
         (of_picture, of_text): &(StreamModulation, StreamModulation),
@@ -259,10 +259,10 @@ impl DoubleBlock {
         ))
     }
 
-    /// The block, over rows that are normalised; they are normalised for `next` then, picture and text.
+    /// Runs the block over normalized rows, and normalizes them for `next`: picture and text.
     pub(super) fn forward(
         &self,
-        buffers: &Buffers,
+        buffers: &FluxBuffers,
         modulation: &(StreamModulation, StreamModulation),
         step: usize,
         rotations: &Rotations,
@@ -286,7 +286,7 @@ impl DoubleBlock {
     }
 }
 
-/// `FluxSingleTransformerBlock`: attention and feed-forward side by side over text and picture together.
+/// `FluxSingleTransformerBlock`: attention and feed-forward in parallel over text and picture together.
 pub(super) struct SingleBlock {
     modulator: Modulator,
     projection: Projection,
@@ -310,7 +310,7 @@ impl SingleBlock {
         })
     }
 
-    /// Layers that a step runs.
+    /// Linear layers that a step runs.
     pub(super) fn layers(&self) -> impl Iterator<Item = &Linear> {
         self.projection
             .layers()
@@ -323,17 +323,17 @@ impl SingleBlock {
         self.modulator.forward(activated)
     }
 
-    /// The norm that the block begins with.
+    /// The norm at the beginning of the block.
     pub(super) fn first(&self, modulation: &[Tensor], step: usize) -> Result<Next> {
         let layers = self.projection.layers().into_iter().chain([&self.up]);
         next_of(modulation, step, layers)
     }
 
-    /// The block, over rows that are normalised; `rows` of them go on, and are normalised for `next`. Layers whose results
-    /// only those rows need compute no others: behind the last block the text is done with.
+    /// Runs the block over normalized rows; `rows` of them are needed afterwards, and are normalized for `next`.
+    /// Layers whose results only those rows need skip the others: after the last block the text is not needed.
     pub(super) fn forward(
         &self,
-        buffers: &Buffers,
+        buffers: &FluxBuffers,
         modulation: &[Tensor],
         step: usize,
         rotations: &Rotations,
@@ -344,7 +344,7 @@ impl SingleBlock {
         let scratch = buffers.scratch();
         self.projection
             .forward(&whole, as_codes, rotations.angles(), scratch)?;
-        // Codes of a part are not where those of the whole are.
+        // The codes of a part are not a view of those of the whole.
         let up = if as_codes { &whole } else { rows };
         self.up
             .forward_into(up.normed(as_codes), Epilogue::GeluTanh, &up.inner, scratch)?;

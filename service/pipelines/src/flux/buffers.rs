@@ -1,51 +1,50 @@
-//! What a step of the transformer is computed in, and the pass between two layers: the residual, the norm behind it, its
-//! modulation.
+//! The buffers of a transformer step, and the fused pass between two layers: residual, norm, modulation.
 
 use candle_core::{DType, Device, Result, Tensor};
 use ops::{Activation, AttentionShape, Codes, Gate, MaskShape, Modulation, Norm, Planned, Scratch};
 
 use super::config::TransformerConfig;
 
-/// Of every norm in the transformer.
+/// Epsilon of every norm in the transformer.
 pub(super) const EPS: f64 = 1e-6;
 
-/// The norm of every block, without weights: modulation has them.
+/// The norm of every block, without weights: those are in the modulation.
 const NORM: Norm<'static> = Norm::Layer {
     affine: None,
     eps: EPS,
 };
 
-/// Widths of the hidden state that `wide` has: attended, and the inside of the feed-forward.
+/// Width of `wide` in hidden widths: attention output, and the inside of the feed-forward.
 const WIDE: usize = 5;
 
-/// What a step is computed in, `[batch, tokens, ..]` in the dtype of the card. Text comes first, then the picture.
+/// Buffers of a step, `[batch, tokens, ..]` in the dtype of the card. Text comes first, then the picture.
 #[derive(Debug)]
-pub(super) struct Buffers {
+pub(super) struct FluxBuffers {
     /// The residual stream, `[batch, tokens, width]`.
     hidden: Tensor,
-    /// Normalised for the next layers; then what those give, before it is added to the residual.
+    /// Normalized input of the next layers; then their output, before it is added to the residual.
     branch: Tensor,
-    /// The same quantized, where layers multiply fp8: u8 `[batch * tokens, width]`.
+    /// The normalized input quantized to fp8, for native products: u8 `[batch * tokens, width]`.
     codes: Option<Codes>,
-    /// Queries, keys and values behind one another in each row, `[batch, tokens, 3 width]`.
+    /// Queries, keys and values, concatenated in each row, `[batch, tokens, 3 width]`.
     joint: Tensor,
-    /// What attention gives, then the inside of the feed-forward, `[batch, tokens, 5 width]`.
+    /// Attention output, then the inside of the feed-forward, `[batch, tokens, 5 width]`.
     wide: Tensor,
-    /// What layers work in.
+    /// Workspace of linear layers.
     scratch: Scratch,
     heads: usize,
-    /// Tokens of text.
+    /// Number of text tokens.
     pub(super) text: usize,
 }
 
-impl Buffers {
-    /// For so many pictures at once, with this many tokens of text and of each picture.
+impl FluxBuffers {
+    /// For a batch of pictures, with these token counts of text and of each picture.
     pub(super) fn new(
         config: &TransformerConfig,
         (batch, text, picture): (usize, usize, usize),
         layers: Layers,
         (dtype, device): (DType, &Device),
-    ) -> Result<Buffers> {
+    ) -> Result<FluxBuffers> {
         let (tokens, width) = (text + picture, config.width());
         let rows = |widths: usize| Tensor::zeros((batch, tokens, widths * width), dtype, device);
         let codes = || -> Result<Codes> {
@@ -54,7 +53,7 @@ impl Buffers {
                 scales: Tensor::zeros(batch * tokens, DType::F32, device)?,
             })
         };
-        Ok(Buffers {
+        Ok(FluxBuffers {
             hidden: rows(1)?,
             branch: rows(1)?,
             codes: if layers.take_codes { Some(codes()?) } else { None },
@@ -66,12 +65,12 @@ impl Buffers {
         })
     }
 
-    /// Bytes of buffers for so many rows.
+    /// Bytes of the buffers for so many rows.
     pub(super) fn bytes(width: usize, rows: usize, number: usize) -> u64 {
         ((1 + 1 + 3 + WIDE) * width * rows * number) as u64
     }
 
-    /// What attention asks for over so many tokens of one picture and its text.
+    /// Shape of the attention over the tokens of one picture and its text.
     pub(super) fn planned(config: &TransformerConfig, tokens: usize, dtype: DType) -> Planned {
         let by_head = (config.num_attention_heads, config.attention_head_dim);
         let rows = (3 * config.width(), WIDE * config.width());
@@ -84,7 +83,7 @@ impl Buffers {
         ))
     }
 
-    /// What layers work in.
+    /// Workspace of linear layers.
     pub(super) fn scratch(&self) -> &Scratch {
         &self.scratch
     }
@@ -94,12 +93,12 @@ impl Buffers {
         self.part(0, self.text)
     }
 
-    /// Rows of the picture.
+    /// Rows of the picture, `[batch, picture, width]`.
     pub(super) fn picture(&self) -> Result<Part> {
         self.part(self.text, self.hidden.dim(1)? - self.text)
     }
 
-    /// All rows.
+    /// All rows, `[batch, text + picture, width]`.
     pub(super) fn whole(&self) -> Result<Part> {
         self.part(0, self.hidden.dim(1)?)
     }
@@ -117,7 +116,7 @@ impl Buffers {
             hidden: rows(&self.hidden)?,
             branch: rows(&self.branch)?,
             codes: match &self.codes {
-                // Codes have no gaps, so those of a part are not where those of the whole are.
+                // Codes are contiguous, so those of a part are not a view of those of the whole.
                 Some(all) => Some(Codes {
                     codes: all.codes.narrow(0, batch * first, batch * count)?,
                     scales: all.scales.narrow(0, batch * first, batch * count)?,
@@ -134,12 +133,12 @@ impl Buffers {
     }
 }
 
-/// What the layers of a transformer ask of its buffers.
+/// Requirements of a transformer's layers on its buffers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layers {
-    /// Some multiply fp8 as it is.
+    /// Whether some have native fp8 products.
     pub(super) take_codes: bool,
-    /// The scratch of the largest.
+    /// Scratch bytes of the largest layer.
     pub(super) scratch_bytes: u64,
 }
 
@@ -160,7 +159,7 @@ pub(super) struct Part {
 }
 
 impl Part {
-    /// Where rows are normalised to, as the layers behind want them.
+    /// The destination of normalized rows, in the representation that the next layers take.
     pub(super) fn normed(&self, as_codes: bool) -> Activation<'_> {
         match &self.codes {
             Some(codes) if as_codes => Activation::Codes(codes),
@@ -168,7 +167,7 @@ impl Part {
         }
     }
 
-    /// Normalises what there is for the first layer of a step.
+    /// Normalizes the input for the first layer of a step.
     pub(super) fn enter(&self, next: &Next) -> Result<()> {
         ops::norm_modulate(
             &self.hidden,
@@ -178,7 +177,7 @@ impl Part {
         )
     }
 
-    /// Adds the branch to the residual, and normalises for what is next.
+    /// Adds the branch to the residual, and normalizes for `next`.
     pub(super) fn pass_on(&self, gate: &Tensor, next: &Next) -> Result<()> {
         ops::residual_norm_modulate(
             &self.hidden,
@@ -190,13 +189,13 @@ impl Part {
         )
     }
 
-    /// What was normalised last, as numbers.
+    /// The last normalized rows, not quantized.
     pub(super) fn last_normed(&self) -> &Tensor {
         &self.branch
     }
 }
 
-/// The norm in front of layers: its modulation in one step, `[1, width]` each, and what the layers take.
+/// The norm before layers: its modulation in one step, `[1, width]` each, and the representation that they take.
 pub(super) struct Next {
     pub(super) scale: Tensor,
     pub(super) shift: Tensor,

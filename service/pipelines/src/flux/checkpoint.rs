@@ -1,13 +1,13 @@
-//! How FLUX checkpoints are recognised and read: by headers alone.
+//! Detection and reading of FLUX checkpoints, by headers alone.
 //!
-//! Two shapes are known. A **folder in diffusers' layout** has `model_index.json`, and each component in a
+//! Two layouts are supported. A **folder in diffusers' layout** has `model_index.json`, and each component in a
 //! folder of its own (in one file, or sharded with an index). A **single file** (`flux1-dev.safetensors`, `.gguf`,
-//! `.pth`, `.pt`) has the transformer only, in the names of Black Forest Labs or of diffusers. Its companions come
-//! from a diffusers folder: the one that `X.moored.json` beside `X.safetensors` names (`{"base": "relative/path"}`),
-//! or else the folder that the file lies in, or else the only FLUX folder beside it. If that folder has no `vae/`,
-//! the autoencoder is `ae.safetensors` beside the file or in that folder.
+//! `.pth`, `.pt`) has the transformer only, in the naming of Black Forest Labs or of diffusers. Its companions are in
+//! a diffusers folder: the one that `X.moored.json` beside `X.safetensors` names (`{"base": "relative/path"}`), or
+//! else the folder of the file, or else the only FLUX folder beside it. If that folder has no `vae/`, the autoencoder
+//! is `ae.safetensors` beside the file or in that folder.
 //!
-//! Either may be quantized (`stored`), and what is not may be quantized while it is loaded (`quantize_rule`).
+//! Either may be stored quantized (`stored`); otherwise it can be quantized at load (`quantize_rule`).
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ use crate::ModelError;
 use crate::checkpoint::{self, Checkpoint, Marks, TensorSpec, whole};
 use crate::files::damaged;
 
-/// Pipelines whose checkpoints are run here.
+/// The supported pipeline classes.
 pub(super) const PIPELINES: [&str; 2] = ["FluxPipeline", "FluxImg2ImgPipeline"];
 
 /// The folders of such a pipeline.
@@ -31,20 +31,18 @@ pub(super) const FOLDERS: [&str; 7] = [
     "vae",
 ];
 
-/// Whose names a single file's tensors have.
+/// FluxNaming scheme of the tensors in a single file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Naming {
-    /// Black Forest Labs'.
+pub(super) enum FluxNaming {
     Bfl,
-    /// diffusers'.
     Diffusers,
 }
 
-impl checkpoint::Naming for Naming {
+impl checkpoint::Naming for FluxNaming {
     fn marks(self) -> &'static [&'static str] {
         match self {
-            Naming::Bfl => &["double_blocks.0.img_attn.", "single_blocks.0."],
-            Naming::Diffusers => &[
+            FluxNaming::Bfl => &["double_blocks.0.img_attn.", "single_blocks.0."],
+            FluxNaming::Diffusers => &[
                 "transformer_blocks.0.",
                 "single_transformer_blocks.0.",
                 "x_embedder.weight",
@@ -53,31 +51,31 @@ impl checkpoint::Naming for Naming {
     }
 }
 
-/// What FLUX is known by.
-pub(super) const MARKS: Marks<Naming> = Marks {
+/// Detection rules of FLUX.
+pub(super) const MARKS: Marks<FluxNaming> = Marks {
     family: "FLUX",
     class_prefix: "Flux",
     pipelines: &PIPELINES,
-    namings: &[Naming::Bfl, Naming::Diffusers],
+    namings: &[FluxNaming::Bfl, FluxNaming::Diffusers],
     unused: None,
 };
 
-impl Naming {
-    /// The tensors that a transformer of this configuration is made of in such a file.
+impl FluxNaming {
+    /// The tensors of a transformer of this configuration in a single file.
     pub(super) fn specs(self, config: &TransformerConfig) -> Vec<TensorSpec> {
         match self {
-            Naming::Bfl => layout(config),
-            Naming::Diffusers => whole(config.tensor_shapes().collect()),
+            FluxNaming::Bfl => layout(config),
+            FluxNaming::Diffusers => whole(config.tensor_shapes().collect()),
         }
     }
 }
 
-/// The configuration of a single file's transformer, from the shapes of its tensors. The widths of the
-/// rotary axes cannot be seen there: they are the base's, or those of every published FLUX.1.
+/// The configuration of a single file's transformer, from the shapes of its tensors. The rotary axes cannot be
+/// derived: they are those of the base folder, or of every published FLUX.1.
 pub(super) fn config_of_single_file(
     path: &Path,
     checkpoint: &Checkpoint,
-    naming: Naming,
+    naming: FluxNaming,
     base: &TransformerConfig,
 ) -> Result<TransformerConfig, ModelError> {
     let [
@@ -90,7 +88,7 @@ pub(super) fn config_of_single_file(
         double,
         single,
     ] = match naming {
-        Naming::Bfl => [
+        FluxNaming::Bfl => [
             "img_in.weight",
             "txt_in.weight",
             "vector_in.in_layer.weight",
@@ -100,7 +98,7 @@ pub(super) fn config_of_single_file(
             "double_blocks",
             "single_blocks",
         ],
-        Naming::Diffusers => [
+        FluxNaming::Diffusers => [
             "x_embedder.weight",
             "context_embedder.weight",
             "time_text_embed.text_embedder.linear_1.weight",

@@ -4,16 +4,16 @@ use std::path::Path;
 
 use super::config::TransformerConfig;
 use crate::ModelError;
-use crate::checkpoint::{Checkpoint, ComponentFiles, TensorSpec, Wanted, exact_component, whole};
+use crate::checkpoint::{Checkpoint, ComponentFiles, Requested, TensorSpec, exact_component, whole};
 
-/// What a tensor that is not known is no part of.
+/// Name of the component in messages about unexpected tensors.
 const TRANSFORMER: &str = "a FLUX transformer";
 
-/// The transformer of a diffusers folder: exactly the tensors that its configuration asks for.
+/// The transformer of a diffusers folder: exactly the tensors of its configuration.
 pub(super) fn transformer_of_folder(
     folder: &Path,
     config: &TransformerConfig,
-    wanted: Wanted,
+    wanted: Requested,
 ) -> Result<ComponentFiles, ModelError> {
     let specs = whole(config.tensor_shapes().collect());
     exact_component(
@@ -25,12 +25,12 @@ pub(super) fn transformer_of_folder(
     )
 }
 
-/// The transformer of a single file, of these tensors.
+/// The transformer of a single file, with these tensors.
 pub(super) fn transformer_of_single_file(
     file: &Path,
     checkpoint: Checkpoint,
     specs: &[TensorSpec],
-    wanted: Wanted,
+    wanted: Requested,
 ) -> Result<ComponentFiles, ModelError> {
     exact_component(file, checkpoint, specs, wanted, TRANSFORMER)
 }

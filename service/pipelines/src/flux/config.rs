@@ -1,33 +1,30 @@
-//! What `transformer/config.json` says.
+//! `transformer/config.json`.
 
 use serde::Deserialize;
 
-/// Configuration of the transformer, in the words of diffusers' `FluxTransformer2DModel`; what a file
-/// leaves out has that class's defaults.
+/// Configuration of the transformer, diffusers' `FluxTransformer2DModel`; missing fields have that class's defaults.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct TransformerConfig {
-    /// Side of the patch that the model itself takes; 1, since the pipeline packs.
+    /// Patch size of the model itself; 1, since the pipeline packs.
     pub patch_size: usize,
     /// Width of a packed token: four times the latent's channels.
     pub in_channels: usize,
-    /// Width of what comes out; that of what goes in if not given.
+    /// Output width; `in_channels` if missing.
     pub out_channels: Option<usize>,
-    /// Double-stream blocks.
+    /// Number of double-stream blocks.
     pub num_layers: usize,
-    /// Single-stream blocks.
+    /// Number of single-stream blocks.
     pub num_single_layers: usize,
-    /// Width of a head.
     pub attention_head_dim: usize,
-    /// Heads.
     pub num_attention_heads: usize,
     /// Width of the text tokens.
     pub joint_attention_dim: usize,
     /// Width of the pooled text.
     pub pooled_projection_dim: usize,
-    /// Whether guidance is embedded (dev) or distilled away (schnell).
+    /// Whether guidance is an input (dev) or distilled away (schnell).
     pub guidance_embeds: bool,
-    /// Widths of the rotary axes.
+    /// Widths of the rotary axes in a head.
     pub axes_dims_rope: [usize; 3],
 }
 
@@ -65,12 +62,12 @@ impl TransformerConfig {
         self.in_channels / 4
     }
 
-    /// Whether this build can compute it.
+    /// Checks that this configuration is supported.
     ///
     /// # Errors
-    /// What it cannot.
+    /// The unsupported setting.
     pub fn check(&self) -> Result<(), String> {
-        // Far above anything published; what a file says must not overflow, nor fill memory with names.
+        // Far above any published model; untrusted values must not overflow, nor exhaust memory.
         let widths = [
             self.in_channels,
             self.attention_head_dim,

@@ -1,11 +1,11 @@
-//! Every tensor of the transformer: its name and shape in diffusers, and where it lies in a single file of
-//! Black Forest Labs (their reference's `flux/model.py` and `flux/modules/layers.py`), which fuses
-//! queries, keys, values and feed-forwards, and has shift before scale in its last layer.
+//! Names and shapes of the transformer's tensors in diffusers, and their places in a single file of Black Forest Labs
+//! (their reference's `flux/model.py` and `flux/modules/layers.py`), which fuses queries, keys, values and
+//! feed-forwards, and has shift before scale in its last layer.
 
 use super::config::TransformerConfig;
 use crate::checkpoint::{Rows, TensorSpec};
 
-/// Names of both worlds for one stream of a double block.
+/// Names in both layouts for one stream of a double block.
 struct StreamNames {
     bfl: &'static str,
     modulation: &'static str,
@@ -151,7 +151,7 @@ pub(super) fn layout(config: &TransformerConfig) -> Vec<TensorSpec> {
 }
 
 impl TransformerConfig {
-    /// Names and shapes of all tensors of such a transformer.
+    /// Names and shapes of all tensors of this configuration.
     pub fn tensor_shapes(&self) -> impl Iterator<Item = (String, Vec<usize>)> {
         layout(self).into_iter().map(|spec| (spec.name, spec.shape))
     }
@@ -160,8 +160,7 @@ impl TransformerConfig {
 struct List(Vec<TensorSpec>);
 
 impl List {
-    /// A weight `[outputs, inputs]` and a bias `[outputs]`, which in a single file are rows of `bfl` from
-    /// `first` on.
+    /// A weight `[outputs, inputs]` and a bias `[outputs]`, which in a single file are rows of `bfl` from `first` on.
     fn linear(&mut self, name: &str, [outputs, inputs]: [usize; 2], bfl: &str, first: usize) {
         for (kind, shape) in [("weight", vec![outputs, inputs]), ("bias", vec![outputs])] {
             self.0.push(TensorSpec {

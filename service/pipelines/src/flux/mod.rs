@@ -1,7 +1,7 @@
-//! FLUX.1: what it is made of (`checkpoint`), its stages (`stages`), and its mathematics.
+//! FLUX.1: its checkpoints (`checkpoint`), stages (`stages`), and transformer.
 //!
-//! References are diffusers' `FluxPipeline` and `FluxImg2ImgPipeline` with their models; tensors have
-//! diffusers' names.
+//! References are diffusers' `FluxPipeline` and `FluxImg2ImgPipeline` with their models; tensors have diffusers'
+//! names.
 
 mod blocks;
 mod buffers;
@@ -17,7 +17,7 @@ mod quantize_rule;
 mod stages;
 mod transformer;
 
-pub use crate::bounds::{LONGEST_PROMPT, LONGEST_SIDE, MOST_STEPS, MOST_TOKENS, PIXELS_PER_TOKEN};
+pub use crate::bounds::{MAX_PROMPT_BYTES, MAX_SIDE, MAX_STEPS, MAX_TOKENS, PIXELS_PER_TOKEN};
 pub use config::TransformerConfig;
 pub use model::{Flux, FluxModel};
 pub use positions::{positions, rotations};

@@ -1,4 +1,4 @@
-//! A FLUX checkpoint that is open: what it can be asked, and the stages of a request.
+//! An open FLUX checkpoint: its answers to a planner, and the stages of a request.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,11 +22,11 @@ use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
 use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer, TokenizeError};
 use crate::{
-    Family, Image, Medium, Model, ModelError, Observer, Precision, Request, RequestError, Role, Rung,
-    StageError, StagePlan, StageRun, ValueShape, Values,
+    Family, Image, Medium, Model, ModelError, ModelFile, Observer, Precision, Request, RequestError, Role,
+    Rung, StageError, StagePlan, StageRun, ValueShape, Values,
 };
 
-/// The family.
+/// The FLUX.1 family.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Flux;
 
@@ -57,15 +57,15 @@ pub struct FluxModel {
     pub(super) clip: ClipConfig,
     pub(super) t5: T5Config,
     pub(super) scheduler: SchedulerConfig,
-    pub(super) clip_tokenizer: ClipTokenizer,
-    pub(super) t5_tokenizer: T5Tokenizer,
-    /// What it generates where a request leaves everything open.
+    pub(super) clip_tokenizer: Arc<ClipTokenizer>,
+    pub(super) t5_tokenizer: Arc<T5Tokenizer>,
+    /// The default request.
     pub(super) defaults: Request,
     pub(super) components: ComponentSet,
 }
 
 impl FluxModel {
-    /// The autoencoder, as plans see it.
+    /// The autoencoder, for planning.
     pub(super) fn autoencoder(&self) -> Autoencoder<'_> {
         Autoencoder {
             config: &self.vae,
@@ -74,7 +74,7 @@ impl FluxModel {
         }
     }
 
-    /// Names and shapes of a prompt's encodings.
+    /// Names and shapes of the text encodings of a request.
     pub(super) fn encodings(&self, request: &Request) -> [ValueShape; 2] {
         let tokens = request.max_sequence_length as usize;
         let (pooled, joint) = (
@@ -110,7 +110,7 @@ impl FluxModel {
         })
     }
 
-    /// Identity of the tokens of a prompt.
+    /// Memo of the tokens of a prompt.
     fn text_memo(&self, request: &Request) -> Result<String, RequestError> {
         let refused = |error: TokenizeError| RequestError::new("prompt", error.to_string());
         let clip = self.clip_tokenizer.encode(&request.prompt).map_err(refused)?;
@@ -149,7 +149,7 @@ impl FluxModel {
         if self.components.holds_fp8("transformer") {
             scratch += Bytes(codes_bytes(&self.transformer, tokens as usize, picture));
         }
-        // Modulators have run before there are buffers.
+        // Modulators run before the buffers are allocated.
         scratch = scratch.max(
             self.components
                 .dequantizing("transformer", steps as usize, is_modulator),
@@ -157,7 +157,7 @@ impl FluxModel {
         let mut components = names(&["transformer"]);
         if request.preview {
             components.push("vae".to_owned());
-            // What is conditioned stays while a preview is decoded at half the size.
+            // The conditioning stays allocated while a preview is decoded at half the size.
             scratch += self.autoencoder().preview_scratch(image);
         }
         let latent = is_from_latent(request).then(|| self.autoencoder().latent(image));
@@ -197,7 +197,7 @@ impl Model for FluxModel {
         self.components.load_plan(component_name)
     }
 
-    fn files_of(&self, component_name: &str) -> Vec<Arc<Path>> {
+    fn files_of(&self, component_name: &str) -> Vec<ModelFile> {
         self.components.files_of(component_name)
     }
 

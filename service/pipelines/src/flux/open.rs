@@ -1,4 +1,4 @@
-//! Opens a FLUX checkpoint by its headers and configurations: what it consists of, and whether its parts fit together.
+//! Opens a FLUX checkpoint by its headers and configurations, and validates that its components match.
 
 use std::path::Path;
 
@@ -9,8 +9,8 @@ use super::model::FluxModel;
 use super::quantize_rule::role_of;
 use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
 use crate::bounds::{PIXELS_PER_TOKEN, problems};
-use crate::checkpoint::{ComponentSet, Recognised, Wanted, companion, component_of_folder};
-use crate::defaults::told;
+use crate::checkpoint::{ComponentSet, Recognised, Requested, companion, component_of_folder};
+use crate::defaults::folder_defaults;
 use crate::files::{checked, damaged, read_json, unsupported};
 use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
@@ -18,14 +18,14 @@ use crate::text::t5::T5Config;
 use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer};
 use crate::{Image, Medium, ModelError, Precision, Request};
 
-/// Its components, in the order of [`FluxModel::components`].
+/// Component names, in the order of [`FluxModel::components`].
 const COMPONENTS: [&str; 4] = ["transformer", "vae", "text_encoder", "text_encoder_2"];
 
 impl FluxModel {
-    /// Opens a folder in diffusers' layout or a single file, by headers and configurations; `None` if it is neither.
+    /// Opens a folder in diffusers' layout or a single file, by headers and configurations; `None` if it is not FLUX.
     ///
     /// # Errors
-    /// When it is FLUX and damaged or not supported, or cannot be quantized as it is asked for.
+    /// When it is FLUX and damaged or not supported, or cannot be quantized as requested.
     pub fn open(path: &Path, precision: &Precision) -> Result<Option<FluxModel>, ModelError> {
         let Some(recognised) = MARKS.recognise(path)? else {
             return Ok(None);
@@ -34,7 +34,7 @@ impl FluxModel {
         if let Some((unknown, _)) = formats.formats().find(|(name, _)| !COMPONENTS.contains(name)) {
             return Err(ModelError::no_such_component(unknown, &COMPONENTS));
         }
-        let wanted = |component: &'static str| Wanted {
+        let wanted = |component: &'static str| Requested {
             component,
             dtype: precision.dtype,
             format: formats.format_of(component),
@@ -82,10 +82,10 @@ impl FluxModel {
         let clip: ClipConfig = checked(&base.join("text_encoder/config.json"), ClipConfig::check)?;
         let t5: T5Config = checked(&base.join("text_encoder_2/config.json"), T5Config::check)?;
         check_widths(base, &transformer, &vae, &clip, &t5)?;
-        // Vocabularies are most of the time that it takes to open a model: two threads read them.
+        // Reading vocabularies dominates the time to open a model: two threads read them.
         let (clip_tokenizer, t5_tokenizer) = std::thread::scope(|scope| {
-            let t5 = scope.spawn(|| T5Tokenizer::open(&base.join("tokenizer_2")));
-            let clip = ClipTokenizer::open(&base.join("tokenizer"));
+            let t5 = scope.spawn(|| T5Tokenizer::shared(&base.join("tokenizer_2")));
+            let clip = ClipTokenizer::shared(&base.join("tokenizer"));
             (
                 clip,
                 t5.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
@@ -119,7 +119,7 @@ impl FluxModel {
             )?,
             clip_tokenizer,
             t5_tokenizer: t5_tokenizer?,
-            defaults: told(base, defaults(transformer.guidance_embeds), problems)?,
+            defaults: folder_defaults(base, defaults(transformer.guidance_embeds), problems)?,
             transformer,
             vae,
             clip,
@@ -128,7 +128,7 @@ impl FluxModel {
     }
 }
 
-/// Components of one pipeline fit together.
+/// Checks that the widths of the components of one pipeline match.
 fn check_widths(
     base: &Path,
     transformer: &TransformerConfig,
@@ -165,7 +165,7 @@ fn check_widths(
     }
 }
 
-/// What dev or schnell are used with.
+/// The default request of dev or schnell.
 fn defaults(guided: bool) -> Request {
     let (steps, guidance, tokens) = if guided { (28, 3.5, 512) } else { (4, 0.0, 256) };
     Request::of(Medium::Image(Image::of(1024, 1024)), steps, guidance, tokens)

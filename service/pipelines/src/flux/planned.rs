@@ -1,8 +1,8 @@
-//! What the stages of a request ask of cuDNN, known from the configurations.
+//! The cuDNN shapes of a request's stages, derived from the configurations.
 
 use ops::Planned;
 
-use super::buffers::Buffers;
+use super::buffers::FluxBuffers;
 use super::model::FluxModel;
 use super::stages::{DENOISE, ENCODE_TEXT};
 use crate::Request;
@@ -10,8 +10,8 @@ use crate::autoencoder_kl::plan::{DECODE, ENCODE_IMAGE};
 use crate::bounds::PIXELS_PER_TOKEN;
 
 impl FluxModel {
-    /// Shapes that a stage asks for on a card, first those that it asks for first. Pictures are decoded and encoded whole:
-    /// a rung below finds out for itself.
+    /// cuDNN shapes of a stage on a card, in order of use. Pictures are decoded and encoded whole: a lower rung
+    /// compiles its plans itself.
     pub(super) fn planned_of(&self, stage: &str, request: &Request) -> Vec<Planned> {
         let Ok(image) = request.image() else {
             return Vec::new();
@@ -27,9 +27,9 @@ impl FluxModel {
             ENCODE_IMAGE => autoencoder.planned_to_encode(image),
             DENOISE => {
                 let picture = (width / PIXELS_PER_TOKEN) as usize * (height / PIXELS_PER_TOKEN) as usize;
-                let mut planned = vec![Buffers::planned(&self.transformer, tokens + picture, dtype)];
+                let mut planned = vec![FluxBuffers::planned(&self.transformer, tokens + picture, dtype)];
                 if request.preview {
-                    // Half the size.
+                    // At half the size.
                     planned.extend(autoencoder.planned_to_preview(image));
                 }
                 planned

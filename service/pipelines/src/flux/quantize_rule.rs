@@ -1,24 +1,23 @@
-//! The written rule of what is quantized at load, and of what may be held quantized at all.
+//! Quantization rules of FLUX: which tensors are quantized at load, and which may be stored quantized.
 //!
-//! Where a component is asked for in a format, these of its tensors are quantized, and no others:
+//! If a component is requested in a format, these of its tensors are quantized, and no others:
 //!
 //! - **transformer**: the weight of every linear layer in a block, of attention, feed-forward and modulation
-//!   (`norm1.linear`, `norm1_context.linear`, a single block's `norm.linear`: a quarter of all weights, read once a
-//!   request), and the last modulation, `norm_out.linear`. Not what else stands before and behind the blocks
-//!   (`x_embedder`, `context_embedder`, `time_text_embed`, `proj_out`): a third of a percent of the bytes, and every
-//!   number of the picture goes through it.
-//! - **text_encoder_2** (T5): attention and feed-forward. Not the table of tokens (`shared`), nor the biases by
-//!   distance.
-//! - **text_encoder** (CLIP): attention and feed-forward. Not the tables of tokens and positions.
+//!   (`norm1.linear`, `norm1_context.linear`, a single block's `norm.linear`: a quarter of all weights, read once per
+//!   request), and the last modulation, `norm_out.linear`. Not the other layers before and after the blocks
+//!   (`x_embedder`, `context_embedder`, `time_text_embed`, `proj_out`): a third of a percent of the bytes, on which
+//!   every value of the picture depends.
+//! - **text_encoder_2** (T5): attention and feed-forward. Not the token embedding (`shared`), nor the relative
+//!   position biases.
+//! - **text_encoder** (CLIP): attention and feed-forward. Not the token and position embeddings.
 //! - **vae**: convolutions and linear layers. Not `conv_in` and `conv_out`.
 //!
 //! Norms and biases stay in full precision everywhere.
 //!
-//! What a checkpoint stores quantized is another matter: there the file decides, and any weight that a layer
-//! multiplies with may be quantized. Tables, norms and biases may not, but for unscaled fp8, which is read as the
-//! numbers that it is.
+//! A checkpoint that is stored quantized is not bound by this list: any weight of a matrix product may be stored
+//! quantized. Embeddings, norms and biases may not, except as unscaled fp8, which is read as a plain number type.
 
-use crate::checkpoint::{Role, RoleOf};
+use crate::checkpoint::{QuantizeRole, RoleOf};
 use crate::{autoencoder_kl, text};
 
 /// The rule of a component.
@@ -28,23 +27,23 @@ pub(super) fn role_of(component: &str) -> RoleOf {
         "text_encoder_2" => text::t5::role,
         "text_encoder" => text::clip::role,
         "vae" => autoencoder_kl::role,
-        _ => |_| Role::Full,
+        _ => |_| QuantizeRole::Full,
     }
 }
 
 /// The role of a tensor of the transformer, by its name in diffusers.
-fn of_transformer(name: &str) -> Role {
+fn of_transformer(name: &str) -> QuantizeRole {
     let Some(layer) = name.strip_suffix(".weight") else {
-        return Role::Full;
+        return QuantizeRole::Full;
     };
     let last = layer.rsplit('.').next().unwrap_or(layer);
     if last.starts_with("norm") {
-        return Role::Full;
+        return QuantizeRole::Full;
     }
     let of_block = ["transformer_blocks.", "single_transformer_blocks."];
     match of_block.iter().any(|prefix| layer.starts_with(prefix)) || layer == "norm_out.linear" {
-        true => Role::Quantized,
-        false => Role::AsStored,
+        true => QuantizeRole::Quantized,
+        false => QuantizeRole::AsStored,
     }
 }
 
@@ -69,16 +68,18 @@ mod tests {
     fn left(component: &str, shapes: impl IntoIterator<Item = (String, Vec<usize>)>) -> Vec<String> {
         let names = shapes.into_iter().map(|(name, _)| name);
         names
-            .filter(|name| role_of(component)(name) != Role::Quantized && !name.ends_with(".bias"))
+            .filter(|name| role_of(component)(name) != QuantizeRole::Quantized && !name.ends_with(".bias"))
             .collect()
     }
 
     #[test]
-    fn the_published_transformer_has_the_bytes_that_are_promised() {
+    fn the_published_transformer_has_the_documented_bytes() {
         let bytes = |format: WeightFormat| -> u64 {
             let held = |(name, shape): (String, Vec<usize>)| match role_of("transformer")(&name) {
-                Role::Quantized => Target::Quantized(format).bytes(&shape).0,
-                Role::AsStored | Role::Full => Target::Full(candle_core::DType::BF16).bytes(&shape).0,
+                QuantizeRole::Quantized => Target::Quantized(format).bytes(&shape).0,
+                QuantizeRole::AsStored | QuantizeRole::Full => {
+                    Target::Full(candle_core::DType::BF16).bytes(&shape).0
+                }
             };
             dev().tensor_shapes().map(held).sum()
         };
@@ -95,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_in_full_precision_is_what_is_written() {
+    fn the_rule_leaves_the_listed_tensors_in_full_precision() {
         let of_transformer = left("transformer", dev().tensor_shapes());
         let of_transformer: Vec<_> = of_transformer
             .iter()
@@ -135,7 +136,7 @@ mod tests {
                 || name.ends_with("coder.conv_out.weight")),
             "{vae:?}"
         );
-        // Twelve layers of six weights, 24 of seven: nothing is left that should not be.
+        // Twelve layers of six weights, 24 of seven: all of them are quantized.
         assert_eq!(clip.len(), 2 + 2 * 12 + 1);
         assert_eq!(t5.len(), 2 + 2 * T5Config::default().num_layers + 1);
     }

@@ -1,9 +1,9 @@
-//! The stages of a request, computed.
+//! Computation of a request's stages.
 //!
-//! A request has one generator, and its draws follow one another as in the reference: image to image first
-//! draws the sample of the encoded picture (`retrieve_latents`), then the noise of the latent. The two are
-//! different stages here, so denoising draws the first again and drops it. Numbers are drawn in f32 on
-//! every card. (diffusers draws in the dtype of its encodings: under bf16 it has other noise.)
+//! A request has one random generator, whose draws are in the order of the reference: image to image first draws the
+//! sample of the encoded picture (`retrieve_latents`), then the noise of the latent. The two are different stages
+//! here, so denoising draws the first again and discards it. Numbers are drawn in f32 on every card. (diffusers draws
+//! in the dtype of its encodings: its noise differs under bf16.)
 
 use std::sync::Arc;
 
@@ -33,17 +33,16 @@ pub const POOLED: &str = "pooled";
 /// Name of T5's last hidden states among the encodings.
 pub const SEQUENCE: &str = "sequence";
 
-/// Everything that a stage of one request is computed from.
+/// Inputs of a stage of one request.
 pub struct Stage<'a> {
-    /// The checkpoint.
     pub model: &'a FluxModel,
-    /// What is generated; must be valid.
+    /// The request; must be valid.
     pub request: &'a Request,
-    /// The tensors of a resident component.
+    /// Looks up the tensors of a resident component.
     pub tensors: &'a dyn Fn(&str) -> Result<Arc<ComponentTensors>, StageError>,
-    /// Where they are.
+    /// Device of the tensors.
     pub device: &'a Device,
-    /// Who watches.
+    /// Receives progress and results.
     pub observer: &'a mut dyn Observer,
 }
 
@@ -64,7 +63,7 @@ impl Stage<'_> {
         result.map_err(|error| error.of_stage(&stage.plan.name))
     }
 
-    fn go_on(&self) -> Result<(), StageError> {
+    fn check_cancelled(&self) -> Result<(), StageError> {
         if self.observer.cancelled() {
             Err(StageError::Cancelled)
         } else {
@@ -106,7 +105,7 @@ impl Stage<'_> {
         ]))
     }
 
-    /// Has the autoencoder do something.
+    /// Runs `work` with the autoencoder.
     fn vae<R>(&self, work: impl FnOnce(&Run<'_>) -> Result<R, StageError>) -> Result<R, StageError> {
         let tensors = (self.tensors)("vae")?;
         work(&Run {
@@ -150,15 +149,15 @@ impl Stage<'_> {
             columns,
         };
         let steps = sigmas.len() - 1;
-        // The reference makes timesteps of the sigmas and sigmas of those, rounding twice.
+        // The reference derives timesteps from the sigmas and sigmas from those, rounding twice.
         let times: Vec<f32> = sigmas[..steps]
             .iter()
             .map(|sigma| sigma * 1000.0 / 1000.0)
             .collect();
-        self.go_on()?;
+        self.check_cancelled()?;
         let conditioning = transformer.condition(&prompted, &times)?;
 
-        // On the host the order of a latent costs nothing. Two tensors, since both are written.
+        // Transposing a latent on the host costs nothing. Two tensors, since both are written.
         let dtype = self.model.precision.dtype;
         let latent = pack(&latent)?.contiguous()?;
         let seen = latent.to_dtype(dtype)?.copy()?.to_device(self.device)?;
@@ -166,13 +165,14 @@ impl Stage<'_> {
         let step_buffers = transformer.step_buffers(1, tokens, rows * columns, (dtype, self.device))?;
         let finite = Finite::new(self.device)?;
         for step in 0..steps {
-            self.go_on()?;
-            let velocity =
-                transformer.velocity(&seen, &conditioning, step, &step_buffers, &mut || self.go_on())?;
+            self.check_cancelled()?;
+            let velocity = transformer.velocity(&seen, &conditioning, step, &step_buffers, &mut || {
+                self.check_cancelled()
+            })?;
             let (sigma, next) = (sigmas[step], sigmas[step + 1]);
             euler(&latent, velocity, f64::from(next - sigma), &seen, &finite)?;
-            // To look is to wait for the card, which is meant: a step that is told of has been done, and one that is
-            // cancelled is the last. It costs the card the microseconds in which the next step is asked for.
+            // Checking for finiteness synchronizes with the card, on purpose: a reported step has completed, and a
+            // cancelled one is the last. The card idles for the microseconds until the next step is enqueued.
             if !finite.is_finite()? {
                 let step = step as u32 + 1;
                 return Err(StageError::NotFinite {
@@ -197,7 +197,7 @@ impl Stage<'_> {
         from_host(stage.value(name)?, name, self.model.precision.dtype, self.device)
     }
 
-    /// The picture that is asked for.
+    /// The requested picture.
     fn image(&self) -> Result<&Image, StageError> {
         let image = self.request.image();
         image.map_err(|error| StageError::BadInput(error.to_string()))
@@ -212,8 +212,8 @@ impl Stage<'_> {
         Ok(())
     }
 
-    /// Decodes a latent, scaled as the transformer sees it, to f32 `[1, 3, height, width]` over -1 to 1, not
-    /// clamped. The latent may be in host memory.
+    /// Decodes a latent in the transformer's scale to f32 `[1, 3, height, width]` of -1 to 1, not clamped. The latent
+    /// may be in host memory.
     ///
     /// # Errors
     /// [`StageError`].
@@ -225,7 +225,7 @@ impl Stage<'_> {
     }
 }
 
-/// The latent that a step heads for, in host memory: what it made of it, less the velocity times the sigma that is left.
+/// The predicted final latent of a step, in host memory: the latent less the velocity times the remaining sigma.
 fn without_noise(latent: &Tensor, velocity: &Tensor, sigma: f32) -> candle_core::Result<Tensor> {
     let velocity = velocity.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
     latent.to_device(&Device::Cpu)? - (velocity * f64::from(sigma))?

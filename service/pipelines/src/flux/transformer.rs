@@ -1,11 +1,11 @@
-//! FLUX's transformer: diffusers' `FluxTransformer2DModel`, by the names of its tensors.
+//! FLUX's transformer: diffusers' `FluxTransformer2DModel`, with its tensor names.
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
 use ops::{Epilogue, Nonlinearity};
 
 use super::blocks::{DoubleBlock, Modulator, SingleBlock};
-use super::buffers::{Buffers, Layers, Next};
+use super::buffers::{FluxBuffers, Layers, Next};
 use super::config::TransformerConfig;
 use super::positions::{positions, rotations};
 use crate::StageError;
@@ -16,7 +16,7 @@ use crate::sinusoids::sinusoids;
 /// Width of the sinusoidal embedding of timesteps and guidance.
 const SINUSOIDS: usize = 256;
 
-/// The transformer over tensors that are on a card. It holds handles only: making one costs no memory.
+/// The transformer over resident tensors. It holds handles only, and allocates nothing.
 pub struct Transformer {
     config: TransformerConfig,
     picture_in: Linear,
@@ -30,10 +30,10 @@ pub struct Transformer {
     last: Linear,
 }
 
-/// What is the same in every step of a request, computed once: rotations, and the modulation of every block for
-/// every step (a quarter of the weights, needed only here).
+/// State shared by all steps of a request: rotations, and the modulation of every block for every step (from a
+/// quarter of the weights, which are only used here).
 pub struct Conditioning {
-    /// T5's states, `[batch, tokens, joint_attention_dim]`.
+    /// T5's hidden states, `[batch, tokens, joint_attention_dim]`.
     sequence: Tensor,
     rotations: Rotations,
     double: Vec<(Vec<Tensor>, Vec<Tensor>)>,
@@ -41,17 +41,17 @@ pub struct Conditioning {
     last: Vec<Tensor>,
 }
 
-/// What a request gives the transformer beside the latent.
+/// Inputs of the transformer other than the latent.
 pub struct Prompted<'a> {
     /// T5's last hidden states, `[1, tokens, joint_attention_dim]`.
     pub sequence: &'a Tensor,
     /// CLIP's pooled output, `[1, pooled_projection_dim]`.
     pub pooled: &'a Tensor,
-    /// Guidance scale; ignored without an embedding for it.
+    /// Guidance scale; ignored by models without guidance embedding.
     pub guidance: f32,
-    /// Rows of picture tokens: a sixteenth of the picture's height.
+    /// Rows of picture tokens: 1/16 of the picture's height.
     pub rows: usize,
-    /// Columns of picture tokens.
+    /// Columns of picture tokens: 1/16 of the picture's width.
     pub columns: usize,
 }
 
@@ -83,10 +83,10 @@ impl TwoLayers {
 }
 
 impl Transformer {
-    /// Takes the tensors out of a component and checks their shapes.
+    /// Takes the tensors from a component and checks their shapes.
     ///
     /// # Errors
-    /// The first that is missing or of another shape.
+    /// The first tensor that is missing or of another shape.
     pub fn new(config: &TransformerConfig, tensors: &ComponentTensors) -> Result<Transformer, MissingTensor> {
         let width = config.width();
         let guidance = config
@@ -113,10 +113,10 @@ impl Transformer {
         })
     }
 
-    /// Computes what every step shares. `times` are the timesteps, from 0 to 1 (the sigmas), one a step.
+    /// Computes the shared state. `times` are the timesteps, from 0 to 1 (the sigmas), one per step.
     ///
     /// # Errors
-    /// When shapes do not fit.
+    /// When shapes do not match.
     pub fn condition(&self, prompted: &Prompted<'_>, times: &[f32]) -> candle_core::Result<Conditioning> {
         let Prompted {
             sequence,
@@ -157,10 +157,10 @@ impl Transformer {
         })
     }
 
-    /// What steps are computed in: for so many pictures at once, with these tokens of text and of each picture.
+    /// Buffers of steps for a batch of pictures, with these token counts of text and of each picture.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Errors of the device.
     pub fn step_buffers(
         &self,
         batch: usize,
@@ -184,7 +184,7 @@ impl Transformer {
             take_codes,
             scratch_bytes: largest_scratch(layers(), tokens, dtype),
         };
-        let buffers = Buffers::new(&self.config, (batch, text, picture), layers, (dtype, device))?;
+        let buffers = FluxBuffers::new(&self.config, (batch, text, picture), layers, (dtype, device))?;
         let shape = (batch, picture, self.config.in_channels);
         Ok(StepBuffers {
             velocity: Tensor::zeros(shape, dtype, device)?,
@@ -192,11 +192,11 @@ impl Transformer {
         })
     }
 
-    /// The velocity at `latent` `[batch, rows * columns, in_channels]` in step `step` (from 0), of the same shape, which
-    /// is in the step buffers until the next step. `go_on` is asked before every block.
+    /// The velocity at `latent` `[batch, rows * columns, in_channels]` in step `step` (from 0), of the same shape. It
+    /// is in the step buffers, valid until the next step. `go_on` is called before every block.
     ///
     /// # Errors
-    /// Those of candle, and what `go_on` gives.
+    /// Errors of candle and of `go_on`.
     pub fn velocity<'a>(
         &self,
         latent: &Tensor,
@@ -270,10 +270,10 @@ impl Transformer {
     }
 }
 
-/// What the steps of a request are computed in.
+/// Buffers of a request's steps.
 #[derive(Debug)]
 pub struct StepBuffers {
-    buffers: Buffers,
+    buffers: FluxBuffers,
     velocity: Tensor,
 }
 
@@ -281,7 +281,7 @@ pub struct StepBuffers {
 /// `FluxPipeline._pack_latents`.
 ///
 /// # Errors
-/// When a side is odd.
+/// When a dimension is odd.
 pub fn pack(latent: &Tensor) -> candle_core::Result<Tensor> {
     let (batch, channels, height, width) = latent.dims4()?;
     if height % 2 != 0 || width % 2 != 0 {
@@ -293,7 +293,7 @@ pub fn pack(latent: &Tensor) -> candle_core::Result<Tensor> {
         .reshape((batch, (height / 2) * (width / 2), channels * 4))
 }
 
-/// Tokens as a latent again: `FluxPipeline._unpack_latents`.
+/// Tokens back to a latent: `FluxPipeline._unpack_latents`.
 ///
 /// # Errors
 /// When there are not `rows * columns` tokens.
@@ -305,12 +305,12 @@ pub fn unpack(tokens: &Tensor, rows: usize, columns: usize) -> candle_core::Resu
         .reshape((batch, width / 4, rows * 2, columns * 2))
 }
 
-/// Bytes that matrix products pack their operands into on a CPU, and what else does not depend on the request.
+/// Bytes of packing buffers of matrix products on a CPU, and of other allocations independent of the request.
 const LIBRARIES: u64 = 4 << 20;
 
-/// Predicted activation bytes of `steps` steps over `text` and `picture` tokens: the buffers that they are computed in,
-/// what attention takes besides, and the modulation of all steps. What quantized layers work in is not among it
-/// ([`ops::linear_scratch`]), nor are the codes of rows where layers multiply fp8.
+/// Predicted activation bytes of `steps` steps over `text` and `picture` tokens: the buffers, the workspace of
+/// attention, and the modulation of all steps. Not included are the scratch of quantized layers
+/// ([`ops::linear_scratch`]), and the codes of rows for native fp8 products.
 pub fn denoise_scratch(
     config: &TransformerConfig,
     text: usize,
@@ -319,22 +319,22 @@ pub fn denoise_scratch(
     dtype: DType,
 ) -> u64 {
     let (tokens, width, number) = (text + picture, config.width(), dtype.size_in_bytes());
-    let buffers = Buffers::bytes(width, tokens, number);
+    let buffers = FluxBuffers::bytes(width, tokens, number);
     let rotations = (tokens * config.attention_head_dim * 4) as u64;
     let modulations = config.num_layers * 12 + config.num_single_layers * 3 + 2;
     let modulations = (modulations * width * number) as u64 * u64::from(steps);
-    // The latent in f32, as it is seen, and its velocity; the encoded text.
+    // The latent in f32 and in the computation dtype, and its velocity; the encoded text.
     let latents =
         picture * config.in_channels * (4 + 2 * number) + text * config.joint_attention_dim * number;
     buffers + rotations + modulations + latents as u64 + LIBRARIES
 }
 
-/// Whether a tensor is the weight of a [`Modulator`], which no step runs.
+/// Whether a tensor is the weight of a [`Modulator`], which steps do not use.
 pub(super) fn is_modulator(name: &str) -> bool {
     name.ends_with(".linear.weight")
 }
 
-/// Bytes of the codes of rows where layers multiply fp8.
+/// Bytes of the codes of rows for native fp8 products.
 pub(super) fn codes_bytes(config: &TransformerConfig, text: usize, picture: usize) -> u64 {
     ((text + picture) * (config.width() + size_of::<f32>())) as u64
 }

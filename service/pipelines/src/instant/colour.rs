@@ -1,14 +1,14 @@
-//! What an instant model generates: one colour, which follows from all that a request says.
+//! The result of an instant model: one colour, derived from all fields of a request.
 
 use crate::family::StageError;
 use crate::host::{HostTensor, HostType};
 use crate::plan::{ValueShape, Values};
 use crate::request::{InitImage, Request};
 
-/// Channels of a latent: red, green, blue, and one that stays zero.
+/// Channels of a latent: red, green, blue, and one that is zero.
 pub(super) const CHANNELS: usize = 4;
 
-/// Numbers that a prompt becomes.
+/// Elements of a prompt's encoding.
 const POOLED: usize = 4;
 
 pub(super) type Colour = [u8; 3];
@@ -22,7 +22,7 @@ pub(super) fn encoded_shapes(request: &Request) -> [ValueShape; 2] {
     ]
 }
 
-/// The encodings of a prompt: a few numbers of its hash.
+/// The encodings of a prompt: some elements of its hash.
 pub(super) fn encode(request: &Request) -> Values {
     let hash = blake3::hash(request.prompt.as_bytes());
     let pooled: Vec<f32> = hash
@@ -40,7 +40,7 @@ pub(super) fn encode(request: &Request) -> Values {
         .collect()
 }
 
-/// The colour that text, seed, steps and guidance lead to; from `init`'s colour on as far as `strength` says.
+/// The colour derived from text, seed, steps and guidance; blended with `init`'s colour by `strength`.
 pub(super) fn colour_of(text: &[(&str, &HostTensor)], request: &Request, init: Option<Colour>) -> Colour {
     let mut hasher = blake3::Hasher::new();
     for (name, tensor) in text {
@@ -88,7 +88,7 @@ pub(super) fn latent_of(colour: Colour, shape: Vec<usize>) -> HostTensor {
 
 /// The colour of a latent.
 ///
-/// # Errors
+/// [`StageError::BadInput`] if it is not a latent of this family.
 /// [`StageError::BadInput`] if it is not of this family's making.
 pub(super) fn read_latent(latent: &HostTensor) -> Result<Colour, StageError> {
     let in_channel: usize = latent.shape.iter().skip(2).product();
@@ -105,7 +105,7 @@ pub(super) fn read_latent(latent: &HostTensor) -> Result<Colour, StageError> {
     Ok([first_of(0), first_of(1), first_of(2)])
 }
 
-/// A byte as a number between 0 and 1.
+/// A byte scaled to 0..1.
 fn unit(byte: u8) -> f32 {
     f32::from(byte) / 255.0
 }

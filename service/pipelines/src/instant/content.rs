@@ -1,20 +1,20 @@
-//! What an instant model's request is as media, as a latent, and as bytes.
+//! Conversion of an instant model's request to media formats, latents, and bytes.
 
 use super::colour::CHANNELS;
 use crate::media::MediaFormat;
 use crate::request::{Audio, Image, Medium, Video};
 
-/// Pixels of a picture for each number of a latent, across and down.
+/// Pixels per latent element along each axis.
 const PIXELS_PER_LATENT: usize = 8;
 
-/// Numbers of a latent for each second of a track.
+/// Latent elements per second of a track.
 const LATENTS_PER_SECOND: f32 = 10.0;
 
-/// Samples of a track for each number of a latent.
+/// Samples per latent element of a track.
 const SAMPLES_PER_LATENT: u64 = 4_800;
 
-/// Shape of the latent of what is asked for: `[1, channels, height / 8, width / 8]`, with frames before the height, or
-/// tenths of a second alone.
+/// Shape of the latent of a request: `[1, channels, height / 8, width / 8]`, with frames before the height for a
+/// video, or tenths of a second for a track.
 pub(super) fn latent_shape(medium: &Medium) -> Vec<usize> {
     let numbers = |pixels: u32| pixels as usize / PIXELS_PER_LATENT;
     match medium {
@@ -31,7 +31,7 @@ fn tenths(audio: &Audio) -> usize {
     (audio.seconds * LATENTS_PER_SECOND).round() as usize
 }
 
-/// What a latent of this shape is of, where the rest is as in `defaults`; `None`: it is of nothing.
+/// The medium of a latent of this shape, with the other fields of `defaults`; `None` if there is none.
 pub(super) fn medium_of(shape: &[usize], defaults: &Medium) -> Option<Medium> {
     let pixels = |numbers: usize| u32::try_from(numbers.checked_mul(PIXELS_PER_LATENT)?).ok();
     match (defaults, shape) {
@@ -53,7 +53,7 @@ pub(super) fn medium_of(shape: &[usize], defaults: &Medium) -> Option<Medium> {
     }
 }
 
-/// What is delivered.
+/// The format of the result.
 pub(super) fn format_of(medium: &Medium) -> MediaFormat {
     match medium {
         Medium::Image(image) => MediaFormat::Image {
@@ -74,7 +74,7 @@ pub(super) fn format_of(medium: &Medium) -> MediaFormat {
     }
 }
 
-/// The size of what is asked for, in words: `64x64`, `64x64 25 frames`, `12.5 s`.
+/// The size of the result in words: `64x64`, `64x64 25 frames`, `12.5 s`.
 pub(super) fn content_of(medium: &Medium) -> String {
     match medium {
         Medium::Image(image) => format!("{}x{}", image.width, image.height),
@@ -83,7 +83,7 @@ pub(super) fn content_of(medium: &Medium) -> String {
     }
 }
 
-/// What scratch grows with: pixels, or samples.
+/// The unit count that scratch is proportional to: pixels, or samples.
 pub(super) fn units_of(medium: &Medium) -> u64 {
     match format_of(medium) {
         MediaFormat::Audio { samples, .. } => samples,

@@ -1,6 +1,5 @@
-//! The model: what it needs, and how long it pretends to compute.
+//! The instant model: plans, and simulated computation.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,21 +10,22 @@ use super::colour::{Colour, colour_of, encode, encoded_shapes, latent_of, mean_o
 use super::content::{content_of, format_of, latent_shape, medium_of, units_of};
 use super::{DECODE, DENOISE, DescribedComponent, Description, ENCODE_IMAGE, ENCODE_TEXT, LATENT};
 use crate::family::{Model, Observer, StageError, StageRun, smaller_lengths, smaller_sides};
+use crate::identity::ModelFile;
 use crate::media::{MediaFormat, Piece};
 use crate::plan::{Role, Rung, StagePlan, ValueShape, Values, only_value};
 use crate::quantization::Quantization;
 use crate::request::{Medium, Request, RequestError};
 
-/// What a component's reload is predicted to run at, in bytes a second.
+/// Predicted bytes per second of a component's reload.
 const LOAD_SPEED: f64 = 25e9;
 
-/// The longest sleep between two looks at whether anybody still wants the result.
+/// Maximum sleep between two checks for cancellation.
 const SLICE: Duration = Duration::from_millis(1);
 
-/// Every size is a multiple of this.
+/// Dimensions are multiples of this.
 const GRAIN: u32 = 16;
 
-/// Parts that a long result is delivered in.
+/// Number of pieces of a long result.
 const PIECES: u64 = 4;
 
 /// An opened instant model.
@@ -36,9 +36,8 @@ pub(super) struct InstantModel {
     plans: Vec<LoadPlan>,
 }
 
-/// Bytes of a component in the format that it is held in. What is made at load takes its part of bf16: half for 8 bits;
-/// for nf4 half a byte for each number and 4 for each block of 64; with double quantization 1 for each block and 4 for
-/// each 256 of them.
+/// Bytes of a component in its format. Quantized at load, it takes a fraction of bf16: half for 8 bits; for nf4 half
+/// a byte per element and 4 per block of 64; with double quantization 1 per block and 4 per 256 blocks.
 fn bytes_in(described: &DescribedComponent, format: Option<WeightFormat>) -> Bytes {
     let (numerator, denominator) = match format {
         _ if described.stored.is_some() => (1, 1),
@@ -61,7 +60,7 @@ impl InstantModel {
             .zip(&formats)
             .map(|(c, &format)| {
                 let bytes = bytes_in(c, format);
-                // What is stored so has it in its identity; what is made differs from what it was made of.
+                // A stored format is part of the described identity; a format made at load changes the identity.
                 let id = match format.filter(|_| c.stored.is_none()) {
                     Some(format) => format!("instant:{}:{format}", c.identity),
                     None => format!("instant:{}", c.identity),
@@ -83,7 +82,7 @@ impl InstantModel {
         }
     }
 
-    /// Names of those of these components that the model has.
+    /// Those of these component names that the model has.
     fn named(&self, names: &[&str]) -> Vec<String> {
         let own = self.components.iter().map(|c| &c.name);
         own.filter(|name| names.contains(&name.as_str()))
@@ -91,7 +90,7 @@ impl InstantModel {
             .collect()
     }
 
-    /// Bytes for a result of the default size, as many as one of this request's takes.
+    /// Scales bytes for a result of the default size to this request's size.
     fn scaled(&self, bytes: Option<Bytes>, request: &Request) -> Bytes {
         let usual = u128::from(units_of(&self.description.medium_of_defaults())).max(1);
         let units = u128::from(units_of(&request.medium));
@@ -106,7 +105,7 @@ impl InstantModel {
             approximate,
         };
         match stage {
-            // Text has one size, whatever is made of it.
+            // Text has one size for every result.
             ENCODE_TEXT => vec![Rung::whole(whole.unwrap_or_default())],
             DENOISE => vec![Rung::whole(self.scaled(whole, request))],
             _ => vec![
@@ -117,7 +116,7 @@ impl InstantModel {
         }
     }
 
-    /// Denoising steps that are run: all of them from noise, the last ones from what there is to start from.
+    /// Denoising steps that are run: all from noise, or the last ones from a starting point.
     fn steps_of(&self, request: &Request) -> u32 {
         let from_image = request.medium.init_image().is_some() || request.from_values;
         let part = if from_image {
@@ -179,8 +178,8 @@ impl InstantModel {
         }
     }
 
-    /// What the rung really takes: the file's own prediction, unless the file says otherwise. What a plan says of it
-    /// may have been learned from here.
+    /// The actual scratch of a rung: the file's own prediction unless it has `real_scratch`. (The plan's figure may
+    /// have been learned.)
     fn real_scratch(&self, stage: &str, rung: usize, request: &Request) -> Bytes {
         let Some(real) = self.description.real_scratch.of(stage) else {
             let rungs = self.rungs(stage, request);
@@ -221,7 +220,7 @@ impl InstantModel {
         Ok(colour)
     }
 
-    /// Delivers the whole in a few pieces, each of which takes as long as a step where decoding is to take its time.
+    /// Delivers the result in a few pieces, each of which takes the time of a step if pieces are slow.
     fn decode(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<(), StageError> {
         let colour = read_latent(stage.value(LATENT)?)?;
         let format = format_of(&stage.request.medium);
@@ -240,7 +239,7 @@ impl InstantModel {
                         data.extend((0..channels).flat_map(|c| of_channel(c).to_le_bytes()));
                     }
                     MediaFormat::Image { .. } | MediaFormat::Video { .. } => {
-                        // Each frame is a little redder than the one before it.
+                        // Each frame is slightly redder than the previous one.
                         let [red, green, blue] = colour;
                         let frame = [red.wrapping_add(unit as u8), green, blue];
                         data.extend(frame.repeat(unit_bytes / 3));
@@ -257,7 +256,7 @@ impl InstantModel {
         Ok(())
     }
 
-    /// Every field of a request that is out of its bounds.
+    /// All fields of a request that are out of bounds.
     fn problems(&self, request: &Request) -> Vec<RequestError> {
         let made = self.description.medium.name();
         if request.medium.name() != made {
@@ -318,14 +317,14 @@ impl InstantModel {
     }
 }
 
-/// Activations of the simulated card that runs the stage; on another card it needs none.
+/// Allocates activations on the simulated card that runs the stage; none on a real card.
 fn take_scratch(bytes: Bytes, stage: &str) -> Result<Option<ScratchGuard>, StageError> {
     simulated_scratch(bytes).map_err(|_| StageError::OutOfMemory {
         stage: stage.to_owned(),
     })
 }
 
-/// Sleeps in slices, and ends early when nobody wants the result any more.
+/// Sleeps in slices, and returns early when cancelled.
 fn sleep(pretended: Duration, observer: &dyn Observer) -> Result<(), StageError> {
     let until = std::time::Instant::now() + pretended;
     loop {
@@ -369,8 +368,8 @@ impl Model for InstantModel {
         *self.formats.get(index)?
     }
 
-    /// None: the identity stands in the model's file.
-    fn files_of(&self, _component_name: &str) -> Vec<Arc<Path>> {
+    /// None: the identity is in the model's file.
+    fn files_of(&self, _component_name: &str) -> Vec<ModelFile> {
         Vec::new()
     }
 
@@ -409,7 +408,7 @@ impl Model for InstantModel {
 
     fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError> {
         let (plan, request) = (stage.plan, stage.request);
-        // Kept to the end, as a real family's tensors are.
+        // Kept until the end, as a real family's tensors are.
         let _resident: Vec<Arc<ComponentTensors>> = plan
             .components
             .iter()

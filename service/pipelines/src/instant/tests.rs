@@ -28,13 +28,13 @@ fn open(path: &Path) -> Arc<dyn Model> {
         .expect("it is of this family")
 }
 
-/// The components and scratch of a model that a test describes.
+/// Components and scratch of test models.
 const BODY: &str = r#""components": [
     {"name": "transformer", "bytes": 4096, "identity": "t"},
     {"name": "vae", "bytes": 4096, "identity": "v"}],
     "scratch": {"denoise": 1048576, "decode": 4194304}"#;
 
-/// A model of this medium, with what the description says besides.
+/// A model of this medium, with additional fields.
 fn described(medium: &str, more: &str) -> Arc<dyn Model> {
     let folder = tempfile::tempdir().unwrap();
     let description = format!(r#"{{"name": "{medium}", "medium": "{medium}", {BODY}{more}}}"#);
@@ -42,7 +42,7 @@ fn described(medium: &str, more: &str) -> Arc<dyn Model> {
     open(folder.path())
 }
 
-/// A model of films of 10 frames of 64 x 32 pixels.
+/// A model of videos of 10 frames of 64 x 32 pixels.
 fn of_films() -> Arc<dyn Model> {
     let defaults = r#", "defaults": {"width": 64, "height": 32, "frames": 10, "frames_per_second": 12.0}"#;
     described("video", defaults)
@@ -67,7 +67,7 @@ fn request(model: &dyn Model) -> Request {
     }
 }
 
-/// The same for a picture of this size.
+/// The default request for a picture of this size.
 fn sized(model: &dyn Model, width: u32, height: u32) -> Request {
     Request {
         medium: Medium::Image(Image::of(width, height)),
@@ -75,7 +75,7 @@ fn sized(model: &dyn Model, width: u32, height: u32) -> Request {
     }
 }
 
-/// The same from a picture of one shade of grey.
+/// The same request, from a grey picture.
 fn from_grey(request: &Request, shade: u8, strength: f32) -> Request {
     let mut request = Request {
         strength,
@@ -105,13 +105,13 @@ fn names(model: &dyn Model, request: &Request) -> Vec<String> {
     stages.map(|plan| plan.name).collect()
 }
 
-/// Names of the fields that a plan refuses.
+/// Names of the fields that planning rejects.
 fn wrong_fields(model: &dyn Model, request: &Request) -> Vec<String> {
     let problems = model.plan(request).unwrap_err().into_iter();
     problems.map(|problem| problem.field).collect()
 }
 
-/// Runs one stage over those of the values that it says it takes; what it gives is what it says.
+/// Runs one stage over the values that it takes; checks that it gives the planned values.
 fn run(
     model: &dyn Model,
     plan: &StagePlan,
@@ -138,7 +138,7 @@ fn run(
     Ok(given)
 }
 
-/// Notes pieces and steps, and cancels when there are so many pieces.
+/// Records pieces and steps, and cancels after so many pieces.
 #[derive(Default)]
 struct Notes {
     pieces: Vec<Piece>,
@@ -163,7 +163,7 @@ impl Observer for Notes {
     }
 }
 
-/// All stages: the values that there are in the end, and what was delivered.
+/// Runs all stages: the final values, and the delivered pieces.
 fn through_stages(model: &dyn Model, request: &Request) -> (Values, Vec<Piece>) {
     let (mut values, mut notes) = (Values::new(), Notes::default());
     for plan in model.plan(request).unwrap() {
@@ -184,7 +184,7 @@ fn through_stages(model: &dyn Model, request: &Request) -> (Values, Vec<Piece>) 
     (values, notes.pieces)
 }
 
-/// The whole that pieces are of, if they are in order, without gaps, and add up to all of it.
+/// Joins pieces, and checks that they are in order, without gaps, and complete.
 fn joined(pieces: &[Piece]) -> (MediaFormat, Vec<u8>) {
     let format = pieces.first().expect("a piece").format;
     let (mut units, mut data) = (0, Vec::new());
@@ -202,7 +202,7 @@ fn joined(pieces: &[Piece]) -> (MediaFormat, Vec<u8>) {
     (format, data)
 }
 
-/// All stages, and the picture's first pixel.
+/// Runs all stages, and returns the picture's first pixel.
 fn first_pixel(model: &dyn Model, request: &Request) -> [u8; 3] {
     let (_, pieces) = through_stages(model, request);
     let (format, rgb) = joined(&pieces);
@@ -213,7 +213,7 @@ fn first_pixel(model: &dyn Model, request: &Request) -> [u8; 3] {
 }
 
 #[test]
-fn the_models_that_ship_with_the_tests_open_and_share_what_is_the_same() {
+fn the_sample_models_open_and_share_equal_components() {
     let full = open(&sample("flux-full"));
     let other = open(&sample("flux-other"));
     for (ours, theirs) in full.components().iter().zip(other.components()) {
@@ -232,7 +232,7 @@ fn the_models_that_ship_with_the_tests_open_and_share_what_is_the_same() {
 }
 
 #[test]
-fn a_folder_with_a_description_is_a_model_and_other_paths_are_not() {
+fn only_a_folder_with_a_description_is_a_model() {
     let folder = tempfile::tempdir().unwrap();
     assert!(Instant.open(folder.path(), &PRECISION).unwrap().is_none());
     assert!(
@@ -276,7 +276,7 @@ fn scratch_grows_with_the_picture_and_falls_with_the_rungs() {
 }
 
 #[test]
-fn every_field_of_a_request_counts() {
+fn every_field_of_a_request_changes_the_result() {
     let model = open(&sample("small"));
     let plain = request(&*model);
     let colour = first_pixel(&*model, &plain);
@@ -312,7 +312,7 @@ fn every_field_of_a_request_counts() {
 }
 
 #[test]
-fn a_film_goes_through_all_stages_and_comes_in_pieces() {
+fn a_video_runs_through_all_stages_and_is_delivered_in_pieces() {
     let model = of_films();
     let request = request(&*model);
     assert_eq!(names(&*model, &request), ["encode_text", "denoise", "decode"]);
@@ -349,7 +349,7 @@ fn a_film_goes_through_all_stages_and_comes_in_pieces() {
 }
 
 #[test]
-fn a_track_goes_through_all_stages_and_comes_in_pieces() {
+fn a_track_runs_through_all_stages_and_is_delivered_in_pieces() {
     let model = of_tracks();
     let mut request = request(&*model);
     for (seconds, tenths) in [(2.5, 25), (0.1, 1), (1.26, 13)] {
@@ -375,8 +375,8 @@ fn a_track_goes_through_all_stages_and_comes_in_pieces() {
 }
 
 #[test]
-fn a_long_decode_takes_its_time_between_pieces_and_is_cancelled_there() {
-    // Steps so long that nothing on this machine outlasts one.
+fn a_slow_decode_can_be_cancelled_between_pieces() {
+    // Steps longer than any test.
     let slow =
         r#", "steps_ms": 60000, "defaults": {"width": 64, "height": 32, "frames": 10, "seconds": 2.5}"#;
     for (quick, medium) in [(of_films(), "video"), (of_tracks(), "audio")] {
@@ -395,7 +395,7 @@ fn a_long_decode_takes_its_time_between_pieces_and_is_cancelled_there() {
 }
 
 #[test]
-fn a_latent_says_what_it_is_of() {
+fn a_request_is_derived_from_the_shape_of_a_latent() {
     for model in of_all_media() {
         let mut request = request(&*model);
         match &mut request.medium {
@@ -433,7 +433,7 @@ fn a_latent_says_what_it_is_of() {
 }
 
 #[test]
-fn a_latent_of_another_medium_is_of_nothing() {
+fn a_latent_of_another_medium_has_no_request() {
     let models = of_all_media();
     for (i, model) in models.iter().enumerate() {
         for (k, other) in models.iter().enumerate() {
@@ -503,7 +503,7 @@ fn a_request_of_another_medium_is_refused() {
 }
 
 #[test]
-fn from_a_kept_latent_only_the_rest_of_the_steps_is_run() {
+fn a_kept_latent_runs_only_the_remaining_steps() {
     for model in of_all_media() {
         let plain = request(&*model);
         let (kept, _) = through_stages(&*model, &plain);
@@ -535,7 +535,7 @@ fn from_a_kept_latent_only_the_rest_of_the_steps_is_run() {
 }
 
 #[test]
-fn the_memo_of_a_text_is_of_prompt_and_length() {
+fn the_text_memo_depends_on_prompt_and_length() {
     let model = open(&sample("small"));
     let memos = |request: &Request| -> Vec<Option<String>> {
         let stages = model.plan(request).unwrap().into_iter();
@@ -562,7 +562,7 @@ fn the_memo_of_a_text_is_of_prompt_and_length() {
 }
 
 #[test]
-fn what_cannot_be_generated_is_named_field_by_field() {
+fn invalid_fields_are_refused_by_name() {
     let model = open(&sample("small"));
     assert!(model.plan(&request(&*model)).is_ok());
     let mut wrong = request(&*model);
@@ -580,7 +580,7 @@ fn what_cannot_be_generated_is_named_field_by_field() {
         wrong_fields(&*model, &wrong),
         ["width", "steps", "guidance", "init_image"]
     );
-    // A strength counts wherever something is started from.
+    // Strength is validated for every starting point.
     for strength in [0.0, 1.5, f32::NAN] {
         let plain = Request {
             strength,
@@ -623,7 +623,7 @@ fn what_cannot_be_generated_is_named_field_by_field() {
 }
 
 #[test]
-fn steps_end_where_the_api_says() {
+fn steps_beyond_the_limit_are_refused() {
     let model = open(&sample("small"));
     for (steps, fits) in [(1, true), (200, true), (201, false), (1000, false)] {
         let asked = Request {
@@ -638,7 +638,7 @@ fn steps_end_where_the_api_says() {
 fn a_description_that_is_a_list_is_damaged() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("instant.json");
-    // What serde would take for a name and no components.
+    // serde would accept it as a name and no components.
     std::fs::write(&file, r#"["x", []]"#).unwrap();
     let error = Instant.open(folder.path(), &PRECISION).err().unwrap();
     assert!(
@@ -648,8 +648,8 @@ fn a_description_that_is_a_list_is_damaged() {
 }
 
 #[test]
-fn a_slow_model_takes_its_time_and_is_cancelled_within_a_step() {
-    /// Cancels when it is asked for the third time, and counts the steps.
+fn a_slow_model_can_be_cancelled_within_a_step() {
+    /// Cancels at the third poll, and counts the steps.
     #[derive(Default)]
     struct Impatient {
         asked: Cell<u32>,
@@ -681,7 +681,7 @@ fn a_slow_model_takes_its_time_and_is_cancelled_within_a_step() {
     let result = run(&*slow, &denoise, &request, &text, &mut Unobserved);
     assert!(result.is_ok() && began.elapsed() >= Duration::from_millis(100));
 
-    // Steps so long that nothing on this machine outlasts one.
+    // Steps longer than any test.
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("slower.instant.json");
     let description = std::fs::read_to_string(sample("slow")).unwrap();
@@ -705,7 +705,7 @@ fn open_in(path: &Path, formats: &[(&str, &str)]) -> Result<Arc<dyn Model>, Mode
 }
 
 #[test]
-fn a_quantized_component_takes_its_part_and_goes_by_another_name() {
+fn a_quantized_component_has_fewer_bytes_and_another_identity() {
     let sample = sample("small");
     let full = open(&sample);
     let of = |model: &dyn Model, name: &str| {
@@ -734,7 +734,7 @@ fn a_quantized_component_takes_its_part_and_goes_by_another_name() {
 }
 
 #[test]
-fn a_format_is_refused_for_what_is_not_there_or_is_stored_quantized() {
+fn a_format_is_refused_for_an_unknown_or_stored_quantized_component() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("stored.instant.json");
     let description = r#"{"name": "stored", "components": [
@@ -761,7 +761,7 @@ fn a_format_is_refused_for_what_is_not_there_or_is_stored_quantized() {
         component == "unet" && problem.contains("transformer"),
         "{problem}"
     );
-    // What a family has and this model has not: a preset names it all the same.
+    // A component that the family has and this model lacks: a preset may name it.
     assert!(open_in(&file, &[("text_encoder_2", "nf4")]).is_ok());
 
     std::fs::write(&file, description.replace("Q4_K", "Q4_X")).unwrap();

@@ -1,8 +1,8 @@
-//! Encoders of candle-transformers over tensors that are resident: they ask for tensors by name and are given handles, so
-//! nothing is copied and residency stays with who has it.
+//! Encoders of candle-transformers over resident tensors: they look tensors up by name and get handles, so nothing is
+//! copied and residency is unaffected.
 //!
-//! Its `models::qwen3::Model` ends in the last norm, and what is wanted is what stands before it;
-//! `models::z_image::ZImageTextEncoder` is the same decoder and gives that. It holds weights in full precision only.
+//! Its `models::qwen3::Model` ends with the last norm, but the states before it are needed;
+//! `models::z_image::ZImageTextEncoder` is the same decoder and returns those. Full-precision weights only.
 
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
@@ -14,15 +14,15 @@ use residency::Bytes;
 
 use super::qwen3::{Qwen3Config, prefix_of};
 
-/// What the encoder there puts in front of every name.
+/// Prefix of all names that the encoder looks up.
 const PREFIX: &str = "model.";
 
-/// The tensors of a component, as candle-transformers asks for them.
+/// The tensors of a component as a tensor source of candle-transformers.
 struct Resident<'a> {
     tensors: &'a ComponentTensors,
-    /// What stands in front of names in the component.
+    /// Prefix of names in the component.
     prefix: &'static str,
-    /// The layer that is asked for and never run, and the one whose tensors stand in for it.
+    /// The layer that is looked up and never run, and the one whose tensors are substituted.
     unused: (String, String),
 }
 
@@ -61,7 +61,7 @@ impl SimpleBackend for Resident<'_> {
             .tensors
             .get(&self.name(name))
             .map_err(candle_core::Error::wrap)?;
-        // Another dtype or device would be a copy.
+        // Another dtype or device would mean a copy.
         if tensor.dtype() != dtype || !tensor.device().same_device(device) {
             candle_core::bail!(
                 "tensor {name} is {:?} where {dtype:?} is expected",
@@ -76,10 +76,10 @@ impl SimpleBackend for Resident<'_> {
     }
 }
 
-/// What the first `depth` layers add up to over these tokens, `[tokens, hidden_size]` in the dtype of the weights.
+/// The sum of the first `depth` layers over these tokens, `[tokens, hidden_size]` in the dtype of the weights.
 ///
 /// # Errors
-/// Those of the device.
+/// Errors of the device.
 pub(super) fn encode(
     config: &Qwen3Config,
     depth: usize,
@@ -102,7 +102,7 @@ pub(super) fn encode(
         .squeeze(0)
 }
 
-/// It stops one layer before the last of those that it has.
+/// The encoder stops one layer before the configured last.
 fn config_of(config: &Qwen3Config, depth: usize, tokens: usize) -> TextEncoderConfig {
     TextEncoderConfig {
         vocab_size: config.vocab_size,
@@ -116,16 +116,16 @@ fn config_of(config: &Qwen3Config, depth: usize, tokens: usize) -> TextEncoderCo
         rope_theta: config.theta(),
         attention_bias: false,
         hidden_act: Activation::Silu,
-        // Rotations are made for so many places.
+        // Size of the table of rotations.
         max_position_embeddings: tokens,
     }
 }
 
-/// Bytes that matrix products pack their operands into on a CPU.
+/// Bytes of packing buffers of matrix products on a CPU.
 const LIBRARIES: u64 = 4 << 20;
 
-/// Predicted peak of activations. Every operation there has a result of its own: the widest moments are attention (scores,
-/// scaled, masked, beside queries, keys and values of all heads), and the feed-forward (the gate, what is gated, and their
+/// Predicted peak of activations. Every operation allocates its result: the peaks are attention (scores, scaled,
+/// masked, beside queries, keys and values of all heads), and the feed-forward (the gate, the gated values, and their
 /// product).
 pub(super) fn scratch(config: &Qwen3Config, tokens: usize, dtype: DType) -> Bytes {
     let size = dtype.size_in_bytes();

@@ -1,4 +1,4 @@
-//! CLIP's text encoder: transformers' `CLIPTextModel`, of which FLUX takes the pooled output.
+//! CLIP's text encoder: transformers' `CLIPTextModel`. FLUX uses the pooled output.
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
@@ -10,39 +10,36 @@ use residency::Bytes;
 use serde::Deserialize;
 
 use super::encoding::{check_finite, check_ids};
-use crate::checkpoint::Role;
+use crate::checkpoint::QuantizeRole;
 use crate::family::StageError;
 use crate::linear::{Linear, largest_scratch};
 
-/// What published checkpoints put in front of every name.
+/// Prefix of all names in published checkpoints.
 const PREFIX: &str = "text_model.";
 
-/// The legacy `eos_token_id` that published configurations have and no tokenizer has: the end of the prompt is
-/// then the highest id in it.
+/// The legacy `eos_token_id` of published configurations, which no tokenizer has: the end of the prompt is then the
+/// highest id in it.
 const LEGACY_END: u32 = 2;
 
-/// The encoder's `config.json`. Fields that the file leaves out have the defaults of transformers'
-/// `CLIPTextConfig`.
+/// The encoder's `config.json`. Missing fields have the defaults of transformers' `CLIPTextConfig`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct ClipConfig {
-    /// Tokens that there are.
+    /// Vocabulary size.
     pub vocab_size: usize,
     /// Width of a token.
     pub hidden_size: usize,
-    /// Width within the feed-forward layers.
+    /// Width inside the feed-forward layers.
     pub intermediate_size: usize,
-    /// Layers.
     pub num_hidden_layers: usize,
-    /// Heads of each attention.
     pub num_attention_heads: usize,
-    /// Tokens that a prompt may have.
+    /// Maximum tokens of a prompt.
     pub max_position_embeddings: usize,
-    /// `quick_gelu`, `gelu`, `gelu_new`.
+    /// Activation: `quick_gelu`, `gelu`, `gelu_new`.
     pub hidden_act: String,
     /// Epsilon of the layer norms.
     pub layer_norm_eps: f64,
-    /// The token that pooling looks for.
+    /// The token at which the output is pooled.
     pub eos_token_id: u32,
 }
 
@@ -63,12 +60,12 @@ impl Default for ClipConfig {
 }
 
 impl ClipConfig {
-    /// Whether this is an encoder that the mathematics here knows.
+    /// Checks that this encoder is supported.
     ///
     /// # Errors
-    /// Says what it is instead.
+    /// What is not supported.
     pub fn check(&self) -> Result<(), String> {
-        // Far above anything published: what a file says must not overflow, nor fill memory with names.
+        // Far above any published model: untrusted values must not overflow, nor exhaust memory.
         let widths = [
             self.hidden_size,
             self.intermediate_size,
@@ -90,11 +87,11 @@ impl ClipConfig {
         Ok(())
     }
 
-    /// Names and shapes of all tensors of such an encoder, as [`ClipEncoder::new`] asks for them. Names begin
-    /// with `text_model.` if those that `has` knows do.
+    /// Names and shapes of all tensors of this configuration. Names begin with `text_model.` if those that `has`
+    /// knows do.
     pub fn tensor_shapes(&self, has: &dyn Fn(&str) -> bool) -> Vec<(String, Vec<usize>)> {
         let (width, inner) = (self.hidden_size, self.intermediate_size);
-        // Any of them tells, so that one which is missing is called by its name.
+        // Any of them is sufficient, so that a missing one is reported by its full name.
         let first = "embeddings.token_embedding.weight";
         let prefixed = ["final_layer_norm.weight", "final_layer_norm.bias", first]
             .iter()
@@ -126,8 +123,8 @@ impl ClipConfig {
         list
     }
 
-    /// Predicted peak of activations while a prompt of `tokens` is encoded: what a pass writes into, and what attention
-    /// takes where cuDNN does not do it.
+    /// Predicted peak of activations of encoding a prompt of `tokens`: the buffers, and the workspace of attention
+    /// where cuDNN has no plan.
     pub fn scratch(&self, tokens: usize, dtype: DType) -> Bytes {
         let widths = [
             self.hidden_size,
@@ -141,7 +138,7 @@ impl ClipConfig {
         Bytes(buffers + allocated(tokens * size_of::<u32>()) + allocated(attention))
     }
 
-    /// What the attention of each layer asks for: queries, keys and values stand side by side in rows of one buffer.
+    /// Shape of each layer's attention: queries, keys and values are concatenated in rows of one buffer.
     pub fn planned(&self, tokens: usize, dtype: DType) -> Planned {
         let (width, heads) = (self.hidden_size, self.num_attention_heads);
         let by_head = (heads, width / heads.max(1));
@@ -155,14 +152,14 @@ impl ClipConfig {
         ))
     }
 
-    /// Numbers that a token has in the buffer that the halves of a layer share: queries, keys and values, then the
-    /// feed-forward layer.
+    /// Elements per token of the buffer shared by both halves of a layer: queries, keys and values, then the
+    /// feed-forward.
     fn shared_width(&self) -> usize {
         (3 * self.hidden_size).max(self.intermediate_size)
     }
 }
 
-/// The activation that a configuration names.
+/// The activation of this name.
 fn activation_named(name: &str) -> Result<Nonlinearity, String> {
     match name {
         "quick_gelu" => Ok(Nonlinearity::QuickGelu),
@@ -202,7 +199,7 @@ impl LayerNorm {
 
 /// `CLIPEncoderLayer`: norms before attention and feed-forward.
 #[derive(Clone, Debug)]
-struct Layer {
+struct ClipLayer {
     norm1: LayerNorm,
     query: Linear,
     key: Linear,
@@ -213,11 +210,11 @@ struct Layer {
     narrow: Linear,
 }
 
-impl Layer {
-    fn new(tensors: &ComponentTensors, name: &str, config: &ClipConfig) -> Result<Layer, MissingTensor> {
+impl ClipLayer {
+    fn new(tensors: &ComponentTensors, name: &str, config: &ClipConfig) -> Result<ClipLayer, MissingTensor> {
         let (width, inner) = (config.hidden_size, config.intermediate_size);
         let square = |part: &str| Linear::new(tensors, &format!("{name}.self_attn.{part}"), width, width);
-        Ok(Layer {
+        Ok(ClipLayer {
             norm1: LayerNorm::new(tensors, &format!("{name}.layer_norm1"), config)?,
             query: square("q_proj")?,
             key: square("k_proj")?,
@@ -241,15 +238,15 @@ impl Layer {
         ]
     }
 
-    /// Adds the layer to the sum. The sum is normed for it already, and `next` is the norm behind it.
+    /// Adds the layer to the residual stream, whose normalized rows are ready; `next` is the norm that follows.
     fn forward(
         &self,
-        buffers: &Buffers,
+        buffers: &ClipBuffers,
         heads: usize,
         activation: Nonlinearity,
         next: &LayerNorm,
     ) -> candle_core::Result<()> {
-        let Buffers {
+        let ClipBuffers {
             sum,
             normed,
             queries_keys_values,
@@ -287,11 +284,11 @@ impl Layer {
     }
 }
 
-/// What a pass writes into, layer after layer. What a layer needs first and what it needs last share their memory.
-struct Buffers {
-    /// `[tokens, width]`: what the layers add up.
+/// Buffers of a pass, reused by every layer. The first and the last intermediate results share memory.
+struct ClipBuffers {
+    /// `[tokens, width]`: the residual stream.
     sum: Tensor,
-    /// `[tokens, width]`: the sum normed for what comes next, or what is added to it next.
+    /// `[tokens, width]`: the normalized input of the next layers, or their output before it is added.
     normed: Tensor,
     /// `[tokens, 3 * width]`.
     queries_keys_values: Tensor,
@@ -302,19 +299,19 @@ struct Buffers {
     scratch: Scratch,
 }
 
-impl Buffers {
+impl ClipBuffers {
     fn new(
         config: &ClipConfig,
         tokens: usize,
         dtype: DType,
         scratch: Scratch,
         device: &Device,
-    ) -> candle_core::Result<Buffers> {
+    ) -> candle_core::Result<ClipBuffers> {
         let width = config.hidden_size;
         let buffer = || Tensor::zeros((tokens, width), dtype, device);
         let shared = Tensor::zeros(tokens * config.shared_width(), dtype, device)?;
         let of_width = |width: usize| shared.narrow(0, 0, tokens * width)?.reshape((tokens, width));
-        Ok(Buffers {
+        Ok(ClipBuffers {
             sum: buffer()?,
             normed: buffer()?,
             queries_keys_values: of_width(3 * width)?,
@@ -325,29 +322,29 @@ impl Buffers {
     }
 }
 
-/// What the encoder gives.
+/// The encoder's output.
 #[derive(Clone, Debug)]
 pub struct ClipOutput {
     /// `[1, tokens, width]`, after the last norm: `last_hidden_state`.
     pub last_hidden: Tensor,
-    /// `[1, width]`: that of the prompt's end: `pooler_output`.
+    /// `[1, width]`, at the end of the prompt: `pooler_output`.
     pub pooled: Tensor,
 }
 
-/// What may become of a tensor: attention and feed-forward may be quantized.
-pub(crate) fn role(name: &str) -> Role {
+/// Attention and feed-forward may be quantized.
+pub(crate) fn role(name: &str) -> QuantizeRole {
     match name.strip_suffix(".weight") {
-        Some(layer) if layer.contains(".self_attn.") || layer.contains(".mlp.") => Role::Quantized,
-        _ => Role::Full,
+        Some(layer) if layer.contains(".self_attn.") || layer.contains(".mlp.") => QuantizeRole::Quantized,
+        _ => QuantizeRole::Full,
     }
 }
 
-/// CLIP's text encoder.
+/// CLIP's text encoder over resident tensors.
 #[derive(Clone, Debug)]
 pub struct ClipEncoder {
     tokens: Tensor,
     positions: Tensor,
-    layers: Vec<Layer>,
+    layers: Vec<ClipLayer>,
     norm: LayerNorm,
     activation: Nonlinearity,
     component: String,
@@ -355,12 +352,12 @@ pub struct ClipEncoder {
 }
 
 impl ClipEncoder {
-    /// From the tensors of the component of this name. Tensors' names begin with `text_model.` in published
-    /// checkpoints, and not in those that transformers 5 saves: both are read.
+    /// From the tensors of this component. Names begin with `text_model.` in published checkpoints, and not in those
+    /// saved by transformers 5: both are read.
     ///
     /// # Errors
-    /// [`StageError::BadInput`] for an encoder that is not known, [`StageError::Missing`] for a tensor that is
-    /// not there or not of the configuration's shape.
+    /// [`StageError::BadInput`] for an unsupported encoder, [`StageError::Missing`] for a tensor that is missing or
+    /// not of the configuration's shape.
     pub fn new(
         config: &ClipConfig,
         component: &str,
@@ -377,7 +374,8 @@ impl ClipEncoder {
                 tensors.shaped(&name, &[rows, config.hidden_size])
             };
             let layers = 0..config.num_hidden_layers;
-            let layers = layers.map(|i| Layer::new(tensors, &format!("{prefix}encoder.layers.{i}"), config));
+            let layers =
+                layers.map(|i| ClipLayer::new(tensors, &format!("{prefix}encoder.layers.{i}"), config));
             Ok(ClipEncoder {
                 tokens: embedding("token", config.vocab_size)?,
                 positions: embedding("position", config.max_position_embeddings)?,
@@ -394,18 +392,17 @@ impl ClipEncoder {
         })
     }
 
-    /// Encodes the tokens of one prompt; pads among them are tokens like others. `cancelled` is asked before
-    /// every layer.
+    /// Encodes the tokens of one prompt; padding is attended to. `cancelled` is called before every layer.
     ///
     /// # Errors
-    /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for tokens that there are
-    /// not, or too many.
+    /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for ids out of range, or too
+    /// many.
     pub fn forward(&self, ids: &[u32], cancelled: &dyn Fn() -> bool) -> Result<ClipOutput, StageError> {
         check_ids(ids, self.config.vocab_size, self.config.max_position_embeddings)?;
         let (device, dtype) = (self.tokens.device(), self.tokens.dtype());
-        let linears = self.layers.iter().flat_map(Layer::linears);
+        let linears = self.layers.iter().flat_map(ClipLayer::linears);
         let scratch = Scratch::new(largest_scratch(linears, ids.len(), dtype), device)?;
-        let buffers = Buffers::new(&self.config, ids.len(), dtype, scratch, device)?;
+        let buffers = ClipBuffers::new(&self.config, ids.len(), dtype, scratch, device)?;
         ops::embed(&self.tokens, &Tensor::new(ids, device)?, &buffers.sum)?;
         add_residual(&buffers.sum, &self.positions.narrow(0, 0, ids.len())?, None)?;
         let first = self.layers.first().map_or(&self.norm, |layer| &layer.norm1);
@@ -423,8 +420,8 @@ impl ClipEncoder {
         Ok(ClipOutput { last_hidden, pooled })
     }
 
-    /// The first token of those that end a prompt: the first `eos_token_id`, or the first of the highest id
-    /// under the legacy configuration. The first of all where there is none, as transformers has it.
+    /// Index of the first end token: the first `eos_token_id`, or the first highest id under the legacy
+    /// configuration. 0 if there is none, as in transformers.
     fn end_of(&self, ids: &[u32]) -> usize {
         let end = match self.config.eos_token_id {
             LEGACY_END => ids.iter().copied().max().unwrap_or(0),

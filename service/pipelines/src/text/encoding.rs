@@ -1,10 +1,10 @@
-//! What holds of the tokens that every encoder is given, and of every encoding.
+//! Validation of token ids and encodings.
 
 use candle_core::Tensor;
 
 use crate::family::StageError;
 
-/// Whether there are such tokens.
+/// Checks the ids and their number.
 pub(crate) fn check_ids(ids: &[u32], vocabulary: usize, most: usize) -> Result<(), StageError> {
     if ids.is_empty() || ids.len() > most {
         return Err(StageError::BadInput(format!(
@@ -20,7 +20,7 @@ pub(crate) fn check_ids(ids: &[u32], vocabulary: usize, most: usize) -> Result<(
     }
 }
 
-/// Whether an encoding is finite throughout.
+/// Checks that an encoding is finite.
 pub(crate) fn check_finite(encoding: &Tensor, component: &str) -> Result<(), StageError> {
     if ops::all_finite(encoding)? {
         return Ok(());

@@ -1,8 +1,9 @@
-//! Text encoders and tokenizers that families share: prompts to tokens, tokens to encodings.
+//! Text encoders and tokenizers shared by families.
 
 mod candle;
 pub mod clip;
 mod encoding;
 pub mod qwen3;
+mod shared;
 pub mod t5;
 pub mod tokenizers;

@@ -1,11 +1,10 @@
-//! Qwen3's decoder as a text encoder: what its layers add up to, without the last norm (transformers' `Qwen3Model`,
+//! Qwen3's decoder as a text encoder: the sum of its layers, without the last norm (transformers' `Qwen3Model`,
 //! `hidden_states[depth]`).
 //!
-//! Tokens see themselves and what stands before them, so pads behind a prompt change nothing in front of them, and none are
-//! computed.
+//! Attention is causal, so padding behind a prompt does not affect its states, and is not computed.
 //!
-//! A component in full precision is computed by candle-transformers (`candle.rs`); one that is quantized by the
-//! layers here, which are made of operations that take weights as they are held.
+//! A full-precision component is computed by candle-transformers (`candle.rs`); a quantized one by the layers here,
+//! which support all weight formats.
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor, Weight};
@@ -18,51 +17,51 @@ use serde::Deserialize;
 
 use super::candle;
 use super::encoding::{check_finite, check_ids};
-use crate::checkpoint::Role;
+use crate::checkpoint::QuantizeRole;
 use crate::family::StageError;
 use crate::linear::{Linear, largest_scratch};
 use crate::rotary::{Rotations, Rounded, rotations};
 
-/// Tokens beyond which a prompt is refused: attention needs their square.
-const MOST_TOKENS: usize = 4096;
+/// Maximum tokens of a prompt: attention is quadratic.
+const MAX_TOKENS: usize = 4096;
 
-/// Bytes that matrix products pack their operands into on a CPU, and what else does not depend on the request.
+/// Bytes of packing buffers of matrix products on a CPU, and of other allocations independent of the request.
 pub(super) const LIBRARIES: u64 = 4 << 20;
 
-/// What most checkpoints put in front of every name.
+/// Prefix of all names in most checkpoints.
 const PREFIX: &str = "model.";
 
-/// The encoder's `config.json`. Fields that the file leaves out have the defaults of transformers' `Qwen3Config`.
+/// The encoder's `config.json`. Missing fields have the defaults of transformers' `Qwen3Config`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct Qwen3Config {
-    /// Tokens that there are.
+    /// Vocabulary size.
     pub vocab_size: usize,
     /// Width of a token.
     pub hidden_size: usize,
-    /// Width within the feed-forward layers.
+    /// Width inside the feed-forward layers.
     pub intermediate_size: usize,
-    /// Layers.
+    /// Number of layers.
     pub num_hidden_layers: usize,
-    /// Heads of queries.
+    /// Query heads.
     pub num_attention_heads: usize,
-    /// Heads of keys, which divide those.
+    /// Key and value heads; divides the query heads.
     pub num_key_value_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
     /// Epsilon of the norms.
     pub rms_norm_eps: f64,
-    /// Only `silu` is known.
+    /// Activation: only `silu` is supported.
     pub hidden_act: String,
     /// Must be false.
     pub attention_bias: bool,
     /// Must be false.
     pub use_sliding_window: bool,
-    /// Base of the rotary frequencies, as older files say it.
+    /// Base of the rotary frequencies, in older files.
     rope_theta: Option<f64>,
-    /// The same, as newer files say it.
+    /// Base of the rotary frequencies, in newer files.
     rope_parameters: Option<RopeParameters>,
-    /// Must be nothing.
+    /// Must be null.
     rope_scaling: Option<serde_json::Value>,
 }
 
@@ -96,7 +95,7 @@ impl Default for Qwen3Config {
 }
 
 impl Qwen3Config {
-    /// Qwen3-4B, which single files do not describe.
+    /// Qwen3-4B, whose single files have no configuration.
     pub fn qwen3_4b() -> Qwen3Config {
         Qwen3Config {
             hidden_size: 2560,
@@ -108,12 +107,12 @@ impl Qwen3Config {
         }
     }
 
-    /// Whether this is a decoder that the mathematics here knows.
+    /// Checks that this decoder is supported.
     ///
     /// # Errors
-    /// Says what it is instead.
+    /// What is not supported.
     pub fn check(&self) -> Result<(), String> {
-        // Far above anything published: what a file says must not overflow, nor fill memory with names.
+        // Far above any published model: untrusted values must not overflow, nor exhaust memory.
         let widths = [self.hidden_size, self.intermediate_size, self.head_dim];
         let counts = [self.num_hidden_layers, self.num_attention_heads];
         if widths.iter().any(|width| *width > 1 << 17)
@@ -166,8 +165,8 @@ impl Qwen3Config {
         newer.or(self.rope_theta).unwrap_or(10_000.0)
     }
 
-    /// Names and shapes of the tensors that the first `depth` layers need. Names begin with `model.` if `has` knows the
-    /// table of tokens by such a name.
+    /// Names and shapes of the tensors of the first `depth` layers. Names begin with `model.` if `has` knows the
+    /// token embedding by such a name.
     pub fn tensor_shapes(&self, depth: usize, has: &dyn Fn(&str) -> bool) -> Vec<(String, Vec<usize>)> {
         let (width, inner, head) = (self.hidden_size, self.intermediate_size, self.head_dim);
         let (queries, keys) = (self.num_attention_heads * head, self.num_key_value_heads * head);
@@ -195,8 +194,7 @@ impl Qwen3Config {
         list
     }
 
-    /// Predicted peak of activations while `tokens` are encoded by a component that is quantized, or by one in full
-    /// precision.
+    /// Predicted peak of activations of encoding `tokens`, by a quantized or a full-precision component.
     pub fn scratch(&self, tokens: usize, is_quantized: bool, dtype: DType) -> Bytes {
         match is_quantized {
             true => self.own_scratch(tokens, dtype),
@@ -204,7 +202,7 @@ impl Qwen3Config {
         }
     }
 
-    /// What a pass writes into, and what attention takes where cuDNN does not do it.
+    /// The buffers, and the workspace of attention where cuDNN has no plan.
     fn own_scratch(&self, tokens: usize, dtype: DType) -> Bytes {
         let size = dtype.size_in_bytes();
         let sum = allocated(tokens * self.hidden_size * size_of::<f32>());
@@ -223,7 +221,7 @@ impl Qwen3Config {
         )
     }
 
-    /// What the attention of each layer asks of cuDNN: nothing where candle-transformers computes it.
+    /// cuDNN shape of each layer's attention: `None` if candle-transformers computes it.
     pub fn planned(&self, tokens: usize, is_quantized: bool, dtype: DType) -> Option<Planned> {
         let by_head = (self.num_attention_heads, self.head_dim);
         let rows = (self.joint_width(), self.second_width());
@@ -234,24 +232,24 @@ impl Qwen3Config {
         }))
     }
 
-    /// Queries, keys and values of a token.
+    /// Elements per token of queries, keys and values.
     fn joint_width(&self) -> usize {
         (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
     }
 
-    /// Numbers that a token has in the first of the buffers that layers share: queries, keys and values, then the gate.
+    /// Elements per token of the first shared buffer: queries, keys and values, then the gate.
     fn first_width(&self) -> usize {
         self.joint_width().max(self.intermediate_size)
     }
 
-    /// In the second: what was attended to, then what is gated, up to whole heads.
+    /// Elements per token of the second: attention output, then the gated values, rounded up to whole heads.
     fn second_width(&self) -> usize {
         let attended = self.num_attention_heads * self.head_dim;
         attended.max(self.intermediate_size.next_multiple_of(self.head_dim))
     }
 }
 
-/// What stands in front of the names of a checkpoint's tensors.
+/// Prefix of the names of a checkpoint's tensors.
 pub(super) fn prefix_of(has: &dyn Fn(&str) -> bool) -> &'static str {
     match has("embed_tokens.weight") {
         true => "",
@@ -259,20 +257,20 @@ pub(super) fn prefix_of(has: &dyn Fn(&str) -> bool) -> &'static str {
     }
 }
 
-/// What may become of a tensor: attention and feed-forward may be quantized.
-pub(crate) fn role(name: &str) -> Role {
+/// Attention and feed-forward may be quantized.
+pub(crate) fn role(name: &str) -> QuantizeRole {
     let Some(layer) = name.strip_suffix(".weight") else {
-        return Role::Full;
+        return QuantizeRole::Full;
     };
     match layer.ends_with("_proj") && (layer.contains(".self_attn.") || layer.contains(".mlp.")) {
-        true => Role::Quantized,
-        false => Role::Full,
+        true => QuantizeRole::Quantized,
+        false => QuantizeRole::Full,
     }
 }
 
 /// `Qwen3DecoderLayer`.
 #[derive(Clone, Debug)]
-struct Layer {
+struct Qwen3Layer {
     norm1: Tensor,
     query: Linear,
     key: Linear,
@@ -286,8 +284,12 @@ struct Layer {
     lower: Linear,
 }
 
-impl Layer {
-    fn new(tensors: &ComponentTensors, name: &str, config: &Qwen3Config) -> Result<Layer, MissingTensor> {
+impl Qwen3Layer {
+    fn new(
+        tensors: &ComponentTensors,
+        name: &str,
+        config: &Qwen3Config,
+    ) -> Result<Qwen3Layer, MissingTensor> {
         let (width, inner, head) = (config.hidden_size, config.intermediate_size, config.head_dim);
         let (queries, keys) = (
             config.num_attention_heads * head,
@@ -297,7 +299,7 @@ impl Layer {
             Linear::without_bias(tensors, &format!("{name}.{part}_proj"), from, to)
         };
         let norm = |part: &str, width: usize| tensors.shaped(&format!("{name}.{part}.weight"), &[width]);
-        Ok(Layer {
+        Ok(Qwen3Layer {
             norm1: norm("input_layernorm", width)?,
             query: linear("self_attn.q", width, queries)?,
             key: linear("self_attn.k", width, keys)?,
@@ -324,10 +326,10 @@ impl Layer {
         ]
     }
 
-    /// Adds the layer to the sum. The sum is normed for it already, and `next` is the weight of the norm behind it; there
-    /// is none behind the last.
-    fn forward(&self, buffers: &Buffers, next: Option<&Tensor>) -> candle_core::Result<()> {
-        let Buffers {
+    /// Adds the layer to the residual stream, whose normalized rows are ready; `next` is the weight of the norm that
+    /// follows, `None` after the last layer.
+    fn forward(&self, buffers: &Qwen3Buffers, next: Option<&Tensor>) -> candle_core::Result<()> {
+        let Qwen3Buffers {
             sum,
             normed,
             query,
@@ -367,13 +369,13 @@ impl Layer {
     }
 }
 
-/// What a pass writes into, layer after layer. What a layer needs first and what it needs last share their memory.
-struct Buffers {
-    /// f32 `[1, tokens, width]`: what the layers add up.
+/// Buffers of a pass, reused by every layer. The first and the last intermediate results share memory.
+struct Qwen3Buffers {
+    /// f32 `[1, tokens, width]`: the residual stream.
     sum: Tensor,
-    /// `[1, tokens, width]`: the sum normed for what comes next, or what is added to it next.
+    /// `[1, tokens, width]`: the normalized input of the next layers, or their output before it is added.
     normed: Tensor,
-    /// `[1, tokens, heads, head]`, keys and values behind them in each row.
+    /// `[1, tokens, heads, head]`, with keys and values behind them in each row.
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -387,14 +389,14 @@ struct Buffers {
     scratch: Scratch,
 }
 
-impl Buffers {
+impl Qwen3Buffers {
     fn new(
         config: &Qwen3Config,
         tokens: usize,
         dtype: DType,
         scratch: Scratch,
         device: &Device,
-    ) -> candle_core::Result<Buffers> {
+    ) -> candle_core::Result<Qwen3Buffers> {
         let (heads, keys, head) = (
             config.num_attention_heads,
             config.num_key_value_heads,
@@ -408,7 +410,7 @@ impl Buffers {
         let attended = second_rows.reshape((1, tokens, second / head, head))?;
         let inner = config.intermediate_size;
         let places: Vec<[u32; 1]> = (0..tokens as u32).map(|at| [at]).collect();
-        Ok(Buffers {
+        Ok(Qwen3Buffers {
             sum: Tensor::zeros((1, tokens, config.hidden_size), DType::F32, device)?,
             normed: buffer(config.hidden_size)?.reshape((1, tokens, config.hidden_size))?,
             query: joint.narrow(2, 0, heads)?,
@@ -426,7 +428,7 @@ impl Buffers {
     }
 }
 
-/// The first layers of a decoder, over tensors that are on a card.
+/// The first layers of a decoder, over resident tensors.
 #[derive(Debug)]
 pub struct Qwen3Encoder<'a> {
     config: Qwen3Config,
@@ -436,10 +438,10 @@ pub struct Qwen3Encoder<'a> {
 }
 
 impl Qwen3Encoder<'_> {
-    /// The first `depth` layers, 1 at least, from the tensors of the component of this name.
+    /// The first `depth` layers, at least 1, from the tensors of this component.
     ///
     /// # Errors
-    /// [`StageError::BadInput`] for a decoder that is not known, [`StageError::Missing`] for a tensor that is not there or
+    /// [`StageError::BadInput`] for an unsupported decoder, [`StageError::Missing`] for a tensor that is missing or
     /// not of the configuration's shape.
     pub fn new<'a>(
         config: &Qwen3Config,
@@ -457,8 +459,8 @@ impl Qwen3Encoder<'_> {
         }
         for (name, shape) in config.tensor_shapes(depth, &|name| tensors.contains(name)) {
             let found = match role(&name) {
-                Role::Quantized => tensors.shaped_weight(&name, &shape).map(|_| ()),
-                Role::AsStored | Role::Full => tensors.shaped(&name, &shape).map(|_| ()),
+                QuantizeRole::Quantized => tensors.shaped_weight(&name, &shape).map(|_| ()),
+                QuantizeRole::AsStored | QuantizeRole::Full => tensors.shaped(&name, &shape).map(|_| ()),
             };
             found.map_err(|missing| StageError::Missing {
                 component: component.to_owned(),
@@ -473,20 +475,20 @@ impl Qwen3Encoder<'_> {
         })
     }
 
-    /// Whether any of its weights is held quantized.
+    /// Whether any of its weights is quantized.
     pub fn is_quantized(&self) -> bool {
         let is_quantized = |name: &str| matches!(self.tensors.weight(name), Ok(Weight::Quantized(_)));
         self.tensors.names().any(is_quantized)
     }
 
-    /// Encodes tokens: `[tokens, hidden_size]`, what the layers add up to, in the dtype of the weights. `cancelled` is
-    /// asked before every layer of a component that is quantized, and once of one in full precision.
+    /// Encodes tokens: `[tokens, hidden_size]`, the sum of the layers, in the dtype of the weights. `cancelled` is
+    /// called before every layer of a quantized component, and once for a full-precision one.
     ///
     /// # Errors
-    /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for tokens that there are not, or too
+    /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for ids out of range, or too
     /// many.
     pub fn forward(&self, ids: &[u32], cancelled: &dyn Fn() -> bool) -> Result<Tensor, StageError> {
-        check_ids(ids, self.config.vocab_size, MOST_TOKENS)?;
+        check_ids(ids, self.config.vocab_size, MAX_TOKENS)?;
         if cancelled() {
             return Err(StageError::Cancelled);
         }
@@ -498,16 +500,16 @@ impl Qwen3Encoder<'_> {
         Ok(encoded)
     }
 
-    /// [`Qwen3Encoder::forward`] by the layers here, however weights are held. What they add up is f32.
+    /// [`Qwen3Encoder::forward`] by the layers here, for any weight format. Returns f32.
     ///
     /// # Errors
-    /// Those of the device, [`StageError::Cancelled`], [`StageError::Missing`].
+    /// Errors of the device, [`StageError::Cancelled`], [`StageError::Missing`].
     pub fn by_our_layers(&self, ids: &[u32], cancelled: &dyn Fn() -> bool) -> Result<Tensor, StageError> {
-        let read = || -> Result<(Tensor, Vec<Layer>), MissingTensor> {
+        let read = || -> Result<(Tensor, Vec<Qwen3Layer>), MissingTensor> {
             let prefix = prefix_of(&|name| self.tensors.contains(name));
             let table = self.tensors.get(&format!("{prefix}embed_tokens.weight"))?;
             let layers = (0..self.depth)
-                .map(|i| Layer::new(self.tensors, &format!("{prefix}layers.{i}"), &self.config));
+                .map(|i| Qwen3Layer::new(self.tensors, &format!("{prefix}layers.{i}"), &self.config));
             Ok((table, layers.collect::<Result<_, _>>()?))
         };
         let (table, layers) = read().map_err(|missing| StageError::Missing {
@@ -515,9 +517,9 @@ impl Qwen3Encoder<'_> {
             missing,
         })?;
         let (device, dtype) = (table.device(), table.dtype());
-        let linears = layers.iter().flat_map(Layer::linears);
+        let linears = layers.iter().flat_map(Qwen3Layer::linears);
         let scratch = Scratch::new(largest_scratch(linears, ids.len(), dtype), device)?;
-        let buffers = Buffers::new(&self.config, ids.len(), dtype, scratch, device)?;
+        let buffers = Qwen3Buffers::new(&self.config, ids.len(), dtype, scratch, device)?;
         ops::embed(&table, &Tensor::new(ids, device)?, &buffers.sum.squeeze(0)?)?;
         if let Some(first) = layers.first() {
             let norm = Norm::Rms {

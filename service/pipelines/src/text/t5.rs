@@ -1,5 +1,5 @@
-//! T5's encoder, version 1.1: transformers' `T5EncoderModel`. FLUX pads prompts and passes no mask, so pads
-//! attend and are attended to like any token.
+//! T5's encoder, version 1.1: transformers' `T5EncoderModel`. FLUX pads prompts and passes no mask, so padding takes
+//! part in attention.
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
@@ -11,47 +11,45 @@ use residency::Bytes;
 use serde::Deserialize;
 
 use super::encoding::{check_finite, check_ids};
-use crate::checkpoint::Role;
+use crate::checkpoint::QuantizeRole;
 use crate::family::StageError;
 use crate::linear::{Linear, largest_scratch};
 
-/// Tokens beyond which a prompt is refused: attention needs their square.
-const MOST_TOKENS: usize = 4096;
+/// Maximum tokens of a prompt: attention is quadratic.
+const MAX_TOKENS: usize = 4096;
 
-/// The first layer has the biases of all.
+/// The first layer has the relative position biases of all layers.
 const BIASES: &str = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight";
 
 const LAST_NORM: &str = "encoder.final_layer_norm.weight";
 
-/// The name of the table of tokens: it is tied to the encoder's own, and saved under either name.
+/// Name of the token embedding: it is tied to the encoder's own, and saved under either name.
 fn table(has: &dyn Fn(&str) -> bool) -> &'static str {
     let names = ["shared.weight", "encoder.embed_tokens.weight"];
     names.into_iter().find(|name| has(name)).unwrap_or(names[0])
 }
 
-/// The encoder's `config.json`. Fields that the file leaves out have the defaults of transformers' `T5Config`.
+/// The encoder's `config.json`. Missing fields have the defaults of transformers' `T5Config`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct T5Config {
-    /// Tokens that there are.
+    /// Vocabulary size.
     pub vocab_size: usize,
     /// Width of a token.
     pub d_model: usize,
     /// Width of a head.
     pub d_kv: usize,
-    /// Width within the feed-forward layers.
+    /// Width inside the feed-forward layers.
     pub d_ff: usize,
-    /// Layers.
     pub num_layers: usize,
-    /// Heads of each attention.
     pub num_heads: usize,
-    /// Buckets of distances between tokens that have a bias of their own.
+    /// Number of relative position buckets.
     pub relative_attention_num_buckets: usize,
-    /// The distance from which on all share one.
+    /// Distance from which on all tokens share one bucket.
     pub relative_attention_max_distance: usize,
     /// Epsilon of the norms.
     pub layer_norm_epsilon: f64,
-    /// Only `gated-gelu` is known.
+    /// Feed-forward type: only `gated-gelu` is supported.
     pub feed_forward_proj: String,
 }
 
@@ -73,12 +71,12 @@ impl Default for T5Config {
 }
 
 impl T5Config {
-    /// Whether this is an encoder that the mathematics here knows.
+    /// Checks that this encoder is supported.
     ///
     /// # Errors
-    /// Says what it is instead.
+    /// What is not supported.
     pub fn check(&self) -> Result<(), String> {
-        // Far above anything published: what a file says must not overflow, nor fill memory with names.
+        // Far above any published model: untrusted values must not overflow, nor exhaust memory.
         let widths = [
             self.d_model,
             self.d_kv,
@@ -111,8 +109,8 @@ impl T5Config {
         Ok(())
     }
 
-    /// Names and shapes of all tensors of such an encoder, as [`T5Encoder::new`] asks for them. The table of
-    /// tokens has that of its names that `has` knows.
+    /// Names and shapes of all tensors of this configuration. The token embedding has whichever of its names `has`
+    /// knows.
     pub fn tensor_shapes(&self, has: &dyn Fn(&str) -> bool) -> Vec<(String, Vec<usize>)> {
         let (width, inner) = (self.d_model, self.num_heads * self.d_kv);
         let mut list = vec![
@@ -141,21 +139,21 @@ impl T5Config {
         list
     }
 
-    /// Predicted peak of activations while a prompt of `tokens` is encoded: what a pass writes into, the bias of all
-    /// layers, and what attention takes where cuDNN does not do it.
+    /// Predicted peak of activations of encoding a prompt of `tokens`: the buffers, the shared bias, and the
+    /// workspace of attention where cuDNN has no plan.
     pub fn scratch(&self, tokens: usize, dtype: DType) -> Bytes {
         let size = dtype.size_in_bytes();
         let sum = allocated(tokens * self.d_model * size_of::<f32>());
         let bias = allocated(self.num_heads * tokens * tokens * size);
         let others = [self.d_model, self.first_width(), self.second_width()];
         let others: u64 = others.iter().map(|width| allocated(tokens * width * size)).sum();
-        // Tokens, and buckets of distances.
+        // Token ids, and bucket indices.
         let small = allocated(tokens * size_of::<u32>()) + allocated(2 * tokens * size_of::<u32>());
         let attention = allocated(ops::attention_workspace(self.num_heads, tokens, tokens));
         Bytes(sum + bias + others + small + attention)
     }
 
-    /// What the attention of each layer asks for: queries, keys and values stand side by side in rows of one buffer.
+    /// Shape of each layer's attention: queries, keys and values are concatenated in rows of one buffer.
     pub fn planned(&self, tokens: usize, dtype: DType) -> Planned {
         let inner = self.num_heads * self.d_kv;
         let bias = MaskShape::bias([1, self.num_heads, tokens, tokens]);
@@ -163,19 +161,19 @@ impl T5Config {
         Planned::Attention(AttentionShape::of_rows(tokens, by_head, rows, dtype, bias))
     }
 
-    /// Numbers that a token has in the first of the buffers that layers share: queries, keys and values, then the gate.
+    /// Elements per token of the first shared buffer: queries, keys and values, then the gate.
     fn first_width(&self) -> usize {
         (3 * self.num_heads * self.d_kv).max(self.d_ff)
     }
 
-    /// In the second: what was attended to, then what is gated.
+    /// Elements per token of the second: attention output, then the gated values.
     fn second_width(&self) -> usize {
         (self.num_heads * self.d_kv).max(self.d_ff)
     }
 
-    /// The bucket of a distance: `T5Attention._relative_position_bucket`, both ways. Half of the buckets are
-    /// for what is behind the query, half for what is before; of each, half are single distances, and the
-    /// others grow by the logarithm.
+    /// The bucket of a distance: `T5Attention._relative_position_bucket`, bidirectional. Half of the buckets are for
+    /// keys behind the query, half for those ahead; of each, half are single distances, and the others grow
+    /// logarithmically.
     pub fn bucket(&self, key: usize, query: usize) -> usize {
         let one_way = self.relative_attention_num_buckets / 2;
         let base = if key > query { one_way } else { 0 };
@@ -184,30 +182,30 @@ impl T5Config {
         if distance < exact {
             return base + distance;
         }
-        // In f32, as the reference has it: at some distances the bucket depends on the rounding.
+        // In f32, as in the reference: at some distances the bucket depends on the rounding.
         let span = (self.relative_attention_max_distance as f64 / exact as f64).ln() as f32;
         let far = (distance as f32 / exact as f32).ln() / span * (one_way - exact) as f32;
         base + (exact + far as usize).min(one_way - 1)
     }
 }
 
-/// What may become of a tensor: attention and feed-forward may be quantized.
-pub(crate) fn role(name: &str) -> Role {
+/// Attention and feed-forward may be quantized.
+pub(crate) fn role(name: &str) -> QuantizeRole {
     let Some(layer) = name.strip_suffix(".weight") else {
-        return Role::Full;
+        return QuantizeRole::Full;
     };
     if layer.ends_with(".relative_attention_bias") {
-        return Role::Full;
+        return QuantizeRole::Full;
     }
     match layer.contains(".SelfAttention.") || layer.contains(".DenseReluDense.") {
-        true => Role::Quantized,
-        false => Role::Full,
+        true => QuantizeRole::Quantized,
+        false => QuantizeRole::Full,
     }
 }
 
 /// `T5Block` of an encoder.
 #[derive(Clone, Debug)]
-struct Layer {
+struct T5Layer {
     norm1: Tensor,
     query: Linear,
     key: Linear,
@@ -219,8 +217,8 @@ struct Layer {
     narrow: Linear,
 }
 
-impl Layer {
-    fn new(tensors: &ComponentTensors, name: &str, config: &T5Config) -> Result<Layer, MissingTensor> {
+impl T5Layer {
+    fn new(tensors: &ComponentTensors, name: &str, config: &T5Config) -> Result<T5Layer, MissingTensor> {
         let (width, inner) = (config.d_model, config.num_heads * config.d_kv);
         let attention = |part: &str, from: usize, to: usize| {
             Linear::without_bias(tensors, &format!("{name}.layer.0.SelfAttention.{part}"), from, to)
@@ -233,7 +231,7 @@ impl Layer {
                 to,
             )
         };
-        Ok(Layer {
+        Ok(T5Layer {
             norm1: tensors.shaped(&format!("{name}.layer.0.layer_norm.weight"), &[width])?,
             query: attention("q", width, inner)?,
             key: attention("k", width, inner)?,
@@ -259,9 +257,10 @@ impl Layer {
         ]
     }
 
-    /// Adds the layer to the sum. The sum is normed for it already, and `next` is the weight of the norm behind it.
-    fn forward(&self, buffers: &Buffers, next: &Tensor) -> candle_core::Result<()> {
-        let Buffers {
+    /// Adds the layer to the residual stream, whose normalized rows are ready; `next` is the weight of the norm that
+    /// follows.
+    fn forward(&self, buffers: &T5Buffers, next: &Tensor) -> candle_core::Result<()> {
+        let T5Buffers {
             sum,
             normed,
             queries_keys_values,
@@ -284,7 +283,7 @@ impl Layer {
         linears_into(normed, &layers, Epilogue::None, scratch)?;
         let by_head = queries_keys_values.reshape((1, tokens, 3 * heads, head))?;
         let [query, key, value] = [0, 1, 2].map(|i| by_head.narrow(2, i * heads, heads));
-        // T5 does not scale: its weights are initialised so that it need not.
+        // T5 does not scale scores: the initialization of its weights accounts for it.
         let seen = attended.reshape((1, tokens, heads, head))?;
         attention(&query?, &key?, &value?, 1.0, Mask::Bias(bias), &seen)?;
         self.out.forward_into(attended, Epilogue::None, normed, scratch)?;
@@ -297,11 +296,11 @@ impl Layer {
     }
 }
 
-/// What a pass writes into, layer after layer. What a layer needs first and what it needs last share their memory.
-struct Buffers {
-    /// f32 `[tokens, width]`: what the layers add up, which outgrows what f16 holds.
+/// Buffers of a pass, reused by every layer. The first and the last intermediate results share memory.
+struct T5Buffers {
+    /// f32 `[tokens, width]`: the residual stream, which exceeds the range of f16.
     sum: Tensor,
-    /// `[tokens, width]`: the sum normed for what comes next, or what is added to it next.
+    /// `[tokens, width]`: the normalized input of the next layers, or their output before it is added.
     normed: Tensor,
     /// `[tokens, 3 * inner]`.
     queries_keys_values: Tensor,
@@ -311,26 +310,26 @@ struct Buffers {
     gate: Tensor,
     /// `[tokens, d_ff]`, in the memory of `attended`.
     raised: Tensor,
-    /// `[1, heads, tokens, tokens]`: what is added to the score of a key for a query.
+    /// `[1, heads, tokens, tokens]`: added to the scores of keys per query.
     bias: Tensor,
     config: T5Config,
     scratch: Scratch,
 }
 
-impl Buffers {
+impl T5Buffers {
     fn new(
         config: &T5Config,
         tokens: usize,
         dtype: DType,
         scratch: Scratch,
         device: &Device,
-    ) -> candle_core::Result<Buffers> {
+    ) -> candle_core::Result<T5Buffers> {
         let inner = config.num_heads * config.d_kv;
         let buffer = |width: usize| Tensor::zeros(tokens * width, dtype, device);
         let of_width =
             |buffer: &Tensor, width: usize| buffer.narrow(0, 0, tokens * width)?.reshape((tokens, width));
         let (first, second) = (buffer(config.first_width())?, buffer(config.second_width())?);
-        Ok(Buffers {
+        Ok(T5Buffers {
             sum: Tensor::zeros((tokens, config.d_model), DType::F32, device)?,
             normed: of_width(&buffer(config.d_model)?, config.d_model)?,
             queries_keys_values: of_width(&first, 3 * inner)?,
@@ -344,25 +343,24 @@ impl Buffers {
     }
 }
 
-/// T5's encoder.
+/// T5's encoder over resident tensors.
 #[derive(Clone, Debug)]
 pub struct T5Encoder {
     tokens: Tensor,
-    /// `[buckets, heads]`: the first layer has it, all use it.
+    /// `[buckets, heads]`, of the first layer, used by all.
     biases: Tensor,
-    layers: Vec<Layer>,
+    layers: Vec<T5Layer>,
     norm: Tensor,
     component: String,
     config: T5Config,
 }
 
 impl T5Encoder {
-    /// From the tensors of the component of this name, by transformers' names (`shared.weight`,
-    /// `encoder.block.*`).
+    /// From the tensors of this component, with transformers' names (`shared.weight`, `encoder.block.*`).
     ///
     /// # Errors
-    /// [`StageError::BadInput`] for an encoder that is not known, [`StageError::Missing`] for a tensor that is
-    /// not there or not of the configuration's shape.
+    /// [`StageError::BadInput`] for an unsupported encoder, [`StageError::Missing`] for a tensor that is missing or
+    /// not of the configuration's shape.
     pub fn new(
         config: &T5Config,
         component: &str,
@@ -373,7 +371,7 @@ impl T5Encoder {
         let read = || -> Result<T5Encoder, MissingTensor> {
             let table = table(&|name| tensors.contains(name));
             let layers = 0..config.num_layers;
-            let layers = layers.map(|i| Layer::new(tensors, &format!("encoder.block.{i}"), config));
+            let layers = layers.map(|i| T5Layer::new(tensors, &format!("encoder.block.{i}"), config));
             Ok(T5Encoder {
                 tokens: tensors.shaped(table, &[config.vocab_size, config.d_model])?,
                 biases: tensors.shaped(BIASES, &[config.relative_attention_num_buckets, config.num_heads])?,
@@ -389,19 +387,18 @@ impl T5Encoder {
         })
     }
 
-    /// Encodes the tokens of one prompt, pads included: `[1, tokens, d_model]` in the dtype of the weights.
-    /// What the layers add up is f32, since it outgrows what f16 holds. `cancelled` is asked before every
-    /// layer.
+    /// Encodes the tokens of one prompt, padding included: `[1, tokens, d_model]` in the dtype of the weights. The
+    /// residual stream is f32, since it exceeds the range of f16. `cancelled` is called before every layer.
     ///
     /// # Errors
-    /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for tokens that there are
-    /// not, or too many.
+    /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for ids out of range, or too
+    /// many.
     pub fn forward(&self, ids: &[u32], cancelled: &dyn Fn() -> bool) -> Result<Tensor, StageError> {
-        check_ids(ids, self.config.vocab_size, MOST_TOKENS)?;
+        check_ids(ids, self.config.vocab_size, MAX_TOKENS)?;
         let (device, dtype) = (self.tokens.device(), self.tokens.dtype());
-        let linears = self.layers.iter().flat_map(Layer::linears);
+        let linears = self.layers.iter().flat_map(T5Layer::linears);
         let scratch = Scratch::new(largest_scratch(linears, ids.len(), dtype), device)?;
-        let buffers = Buffers::new(&self.config, ids.len(), dtype, scratch, device)?;
+        let buffers = T5Buffers::new(&self.config, ids.len(), dtype, scratch, device)?;
         ops::embed(&self.tokens, &Tensor::new(ids, device)?, &buffers.sum)?;
         ops::relative_bias(&self.biases, &self.buckets(ids.len())?, &buffers.bias)?;
         let first = Norm::Rms {
@@ -421,7 +418,7 @@ impl T5Encoder {
         Ok(encoded)
     }
 
-    /// u32 `[2 * tokens - 1]`: the buckets of all distances, from the farthest key behind a query to the farthest ahead.
+    /// u32 `[2 * tokens - 1]`: the buckets of all distances from key to query, ascending.
     fn buckets(&self, tokens: usize) -> candle_core::Result<Tensor> {
         let last = tokens.saturating_sub(1);
         let buckets: Vec<u32> = (0..tokens + last)

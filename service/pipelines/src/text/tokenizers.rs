@@ -1,25 +1,27 @@
-//! Prompts to tokens, as transformers' `CLIPTokenizer`, `T5Tokenizer` and `Qwen2Tokenizer` make them.
+//! Tokenization, as by transformers' `CLIPTokenizer`, `T5Tokenizer` and `Qwen2Tokenizer`.
 //!
-//! Those classes take a vocabulary from a folder and put their own fixed rules around it, whatever rules the
-//! folder's `tokenizer.json` has; so do these. Truncation and padding are done here: ids end with the prompt's
-//! end token however long the prompt is.
+//! Those classes read a vocabulary from a folder and apply their own fixed rules, ignoring the rules of the folder's
+//! `tokenizer.json`; so do these. Truncation and padding are done here: ids end with the prompt's end token for any
+//! prompt length.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use tokenizers::{AddedToken, Tokenizer};
 
+use super::shared::Shared;
 use crate::family::ModelError;
 use crate::files::{damaged, read_json, read_text};
 
-/// Why a prompt has no tokens.
+/// A failed tokenization.
 #[derive(Debug, thiserror::Error)]
 #[error("the prompt cannot be tokenized: {0}")]
 pub struct TokenizeError(String);
 
-/// What CLIP takes for a word.
+/// Regular expression of words in CLIP.
 const CLIP_WORD: &str =
     r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+";
 
@@ -33,26 +35,36 @@ pub struct ClipTokenizer {
     length: usize,
 }
 
+static OPEN_CLIP: Shared<ClipTokenizer> = Shared::new();
+
 impl ClipTokenizer {
+    /// As [`ClipTokenizer::open`]; models that read the same files share it.
+    ///
+    /// # Errors
+    /// As [`ClipTokenizer::open`].
+    pub(crate) fn shared(folder: &Path) -> Result<Arc<ClipTokenizer>, ModelError> {
+        OPEN_CLIP.of(folder, ClipTokenizer::open)
+    }
+
     /// From a folder: its `tokenizer.json`, or its `vocab.json` and `merges.txt`, and its
     /// `tokenizer_config.json`.
     ///
     /// # Errors
     /// [`ModelError::Damaged`] for a file that is missing or not what it should be.
     pub fn open(folder: &Path) -> Result<ClipTokenizer, ModelError> {
-        let settings = Settings::open(folder)?;
-        let Pairs {
+        let tokenizer_config = TokenizerConfig::open(folder)?;
+        let BpeFiles {
             words_file,
             merges_file,
             vocabulary,
             merges,
             added: baked,
-        } = Pairs::open(folder)?;
-        let unknown = settings.token("unk_token", "<|endoftext|>");
-        let start = settings.token("bos_token", "<|startoftext|>");
-        let end = settings.token("eos_token", "<|endoftext|>");
-        let pad = settings.token("pad_token", "<|endoftext|>");
-        let added = settings.added_tokens(baked, &vocabulary, &[&start, &end, &unknown, &pad]);
+        } = BpeFiles::open(folder)?;
+        let unknown = tokenizer_config.token("unk_token", "<|endoftext|>");
+        let start = tokenizer_config.token("bos_token", "<|startoftext|>");
+        let end = tokenizer_config.token("eos_token", "<|endoftext|>");
+        let pad = tokenizer_config.token("pad_token", "<|endoftext|>");
+        let added = tokenizer_config.added_tokens(baked, &vocabulary, &[&start, &end, &unknown, &pad]);
         let description = json!({
             "version": "1.0",
             "truncation": null,
@@ -87,15 +99,15 @@ impl ClipTokenizer {
             start: id_of(&words_file, &tokenizer, &start)?,
             end: id_of(&words_file, &tokenizer, &end)?,
             pad: id_of(&words_file, &tokenizer, &pad)?,
-            length: settings.length(77),
+            length: tokenizer_config.length(77),
             tokenizer,
         })
     }
 
-    /// The tokens of a prompt: the start, its first words, the end, and pads up to `model_max_length` (77).
+    /// The ids of a prompt: start token, prompt (truncated), end token, and padding up to `model_max_length` (77).
     ///
     /// # Errors
-    /// [`TokenizeError`], which no text is known to cause.
+    /// [`TokenizeError`], for which no input is known.
     pub fn encode(&self, prompt: &str) -> Result<Vec<u32>, TokenizeError> {
         let mut ids = vec![self.start];
         ids.extend(words(&self.tokenizer, prompt)?);
@@ -105,7 +117,7 @@ impl ClipTokenizer {
         Ok(ids)
     }
 
-    /// Tokens that [`ClipTokenizer::encode`] gives.
+    /// Length of the result of [`ClipTokenizer::encode`].
     pub fn length(&self) -> usize {
         self.length
     }
@@ -119,21 +131,31 @@ pub struct T5Tokenizer {
     pad: u32,
 }
 
+static OPEN_T5: Shared<T5Tokenizer> = Shared::new();
+
 impl T5Tokenizer {
+    /// As [`T5Tokenizer::open`]; models that read the same files share it.
+    ///
+    /// # Errors
+    /// As [`T5Tokenizer::open`].
+    pub(crate) fn shared(folder: &Path) -> Result<Arc<T5Tokenizer>, ModelError> {
+        OPEN_T5.of(folder, T5Tokenizer::open)
+    }
+
     /// From a folder: its `tokenizer.json` and its `tokenizer_config.json`.
     ///
     /// # Errors
     /// [`ModelError::Damaged`] for a file that is missing or not what it should be.
     pub fn open(folder: &Path) -> Result<T5Tokenizer, ModelError> {
-        let settings = Settings::open(folder)?;
+        let tokenizer_config = TokenizerConfig::open(folder)?;
         let file = folder.join("tokenizer.json");
         let mut description = read_json(&file)?;
-        let unknown = settings.token("unk_token", "<unk>");
-        let end = settings.token("eos_token", "</s>");
-        let pad = settings.token("pad_token", "<pad>");
+        let unknown = tokenizer_config.token("unk_token", "<unk>");
+        let end = tokenizer_config.token("eos_token", "</s>");
+        let pad = tokenizer_config.token("pad_token", "<pad>");
         let vocabulary = take(&mut description, "/model/vocab");
         let baked = take(&mut description, "/added_tokens");
-        let added = settings.added_tokens(baked, &vocabulary, &[&end, &unknown, &pad]);
+        let added = tokenizer_config.added_tokens(baked, &vocabulary, &[&end, &unknown, &pad]);
         let space = json!({
             "type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true,
         });
@@ -156,10 +178,10 @@ impl T5Tokenizer {
         })
     }
 
-    /// The tokens of a prompt: its first words, the end, and pads up to `max_sequence_length`.
+    /// The ids of a prompt: prompt (truncated), end token, and padding up to `max_sequence_length`.
     ///
     /// # Errors
-    /// [`TokenizeError`], which no text is known to cause.
+    /// [`TokenizeError`], for which no input is known.
     pub fn encode(&self, prompt: &str, max_sequence_length: usize) -> Result<Vec<u32>, TokenizeError> {
         let mut ids = words(&self.tokenizer, prompt)?;
         ids.truncate(max_sequence_length.saturating_sub(1));
@@ -169,27 +191,36 @@ impl T5Tokenizer {
     }
 }
 
-/// What Qwen takes for a word.
+/// Regular expression of words in Qwen.
 const QWEN_WORD: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Qwen's tokenizer, for what a user says to a model that is to answer.
+/// Qwen's tokenizer, for a user's turn of a chat.
 #[derive(Clone, Debug)]
 pub struct QwenTokenizer {
     tokenizer: Tokenizer,
 }
 
+static OPEN_QWEN: Shared<QwenTokenizer> = Shared::new();
+
 impl QwenTokenizer {
+    /// As [`QwenTokenizer::open`]; models that read the same files share it.
+    ///
+    /// # Errors
+    /// As [`QwenTokenizer::open`].
+    pub(crate) fn shared(folder: &Path) -> Result<Arc<QwenTokenizer>, ModelError> {
+        OPEN_QWEN.of(folder, QwenTokenizer::open)
+    }
+
     /// From a folder: its `tokenizer.json`, or its `vocab.json` and `merges.txt`, and its `tokenizer_config.json`.
     ///
     /// # Errors
-    /// [`ModelError::Damaged`] for a file that is missing or not what it should be, or that lacks the marks of a
-    /// conversation.
+    /// [`ModelError::Damaged`] for a file that is missing or malformed, or that lacks the chat tokens.
     pub fn open(folder: &Path) -> Result<QwenTokenizer, ModelError> {
-        let settings = Settings::open(folder)?;
-        let pairs = Pairs::open(folder)?;
-        let end = settings.token("eos_token", "<|im_end|>");
-        let pad = settings.token("pad_token", "<|endoftext|>");
-        let added = settings.added_tokens(pairs.added, &pairs.vocabulary, &[&end, &pad]);
+        let tokenizer_config = TokenizerConfig::open(folder)?;
+        let pairs = BpeFiles::open(folder)?;
+        let end = tokenizer_config.token("eos_token", "<|im_end|>");
+        let pad = tokenizer_config.token("pad_token", "<|endoftext|>");
+        let added = tokenizer_config.added_tokens(pairs.added, &pairs.vocabulary, &[&end, &pad]);
         let description = json!({
             "version": "1.0",
             "truncation": null,
@@ -222,12 +253,11 @@ impl QwenTokenizer {
         Ok(QwenTokenizer { tokenizer })
     }
 
-    /// The first tokens of a conversation in which a user has said the prompt and the answer is to begin, with thinking
-    /// left to the model: Qwen3's chat template with `add_generation_prompt` and `enable_thinking`. At most
-    /// `max_sequence_length`; no pads.
+    /// The ids of a chat in which the user's turn is the prompt and the assistant's turn begins: Qwen3's chat
+    /// template with `add_generation_prompt` and `enable_thinking`. Truncated to `max_sequence_length`; no padding.
     ///
     /// # Errors
-    /// [`TokenizeError`], which no text is known to cause.
+    /// [`TokenizeError`], for which no input is known.
     pub fn encode_turn(&self, prompt: &str, max_sequence_length: usize) -> Result<Vec<u32>, TokenizeError> {
         let turn = format!("<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n");
         let mut ids = words(&self.tokenizer, &turn)?;
@@ -236,8 +266,8 @@ impl QwenTokenizer {
     }
 }
 
-/// The files of a byte-level BPE: a vocabulary, and the pairs that are merged.
-struct Pairs {
+/// The files of a byte-level BPE: vocabulary and merges.
+struct BpeFiles {
     words_file: PathBuf,
     merges_file: PathBuf,
     vocabulary: Value,
@@ -246,12 +276,12 @@ struct Pairs {
     added: Value,
 }
 
-impl Pairs {
-    fn open(folder: &Path) -> Result<Pairs, ModelError> {
+impl BpeFiles {
+    fn open(folder: &Path) -> Result<BpeFiles, ModelError> {
         let whole = folder.join("tokenizer.json");
         if whole.is_file() {
             let mut file = read_json(&whole)?;
-            return Ok(Pairs {
+            return Ok(BpeFiles {
                 vocabulary: take(&mut file, "/model/vocab"),
                 merges: take(&mut file, "/model/merges"),
                 added: take(&mut file, "/added_tokens"),
@@ -260,12 +290,12 @@ impl Pairs {
             });
         }
         let (words_file, merges_file) = (folder.join("vocab.json"), folder.join("merges.txt"));
-        // Ids are looked at here, so that what fails later is not the vocabulary.
+        // Ids are validated here, so that a later failure is not due to the vocabulary.
         let ids: BTreeMap<String, u32> = read_json(&words_file)?;
         if ids.is_empty() {
             return Err(damaged(&words_file, "it has no words"));
         }
-        Ok(Pairs {
+        Ok(BpeFiles {
             vocabulary: json!(ids),
             merges: read_merges(&merges_file)?,
             added: Value::Null,
@@ -275,7 +305,7 @@ impl Pairs {
     }
 }
 
-/// The tokens of a text alone.
+/// The ids of a text without special tokens.
 fn words(tokenizer: &Tokenizer, prompt: &str) -> Result<Vec<u32>, TokenizeError> {
     let encoding = tokenizer
         .encode_fast(prompt, false)
@@ -283,14 +313,14 @@ fn words(tokenizer: &Tokenizer, prompt: &str) -> Result<Vec<u32>, TokenizeError>
     Ok(encoding.get_ids().to_vec())
 }
 
-/// `tokenizer_config.json`, and beneath it `special_tokens_map.json`: either may be missing.
-struct Settings {
+/// `tokenizer_config.json`, over `special_tokens_map.json`: either may be missing.
+struct TokenizerConfig {
     config: Value,
     specials: Value,
 }
 
-impl Settings {
-    fn open(folder: &Path) -> Result<Settings, ModelError> {
+impl TokenizerConfig {
+    fn open(folder: &Path) -> Result<TokenizerConfig, ModelError> {
         let read = |name: &str| {
             let path = folder.join(name);
             if path.is_file() {
@@ -299,21 +329,21 @@ impl Settings {
                 Ok(Value::Null)
             }
         };
-        let settings = Settings {
+        let tokenizer_config = TokenizerConfig {
             config: read("tokenizer_config.json")?,
             specials: read("special_tokens_map.json")?,
         };
-        let added = settings.config["added_tokens_decoder"].as_object();
+        let added = tokenizer_config.config["added_tokens_decoder"].as_object();
         for (id, token) in added.into_iter().flatten() {
             AddedToken::deserialize(token).map_err(|error| {
                 let problem = format!("the added token {id} cannot be read: {error}");
                 damaged(&folder.join("tokenizer_config.json"), problem)
             })?;
         }
-        Ok(settings)
+        Ok(tokenizer_config)
     }
 
-    /// A token by its role, which files write as text or as an object.
+    /// A token by its role, stored as text or as an object.
     fn token(&self, role: &str, default: &str) -> String {
         let of = |file: &Value| {
             let token = &file[role];
@@ -327,7 +357,7 @@ impl Settings {
             .unwrap_or_else(|| default.to_owned())
     }
 
-    /// `model_max_length`, which transformers writes as an enormous number where there is none.
+    /// `model_max_length`, which transformers writes as a huge number if there is none.
     fn length(&self, default: usize) -> usize {
         let length = self.config["model_max_length"]
             .as_u64()
@@ -337,8 +367,8 @@ impl Settings {
             .unwrap_or(default)
     }
 
-    /// The tokens that are recognised within a prompt: those of `tokenizer_config.json`, or else those of
-    /// `tokenizer.json`, and the special ones whatever the files say.
+    /// Tokens that are recognized within a prompt: those of `tokenizer_config.json`, or else those of
+    /// `tokenizer.json`, and the special tokens in any case.
     fn added_tokens(&self, baked: Value, vocabulary: &Value, specials: &[&String]) -> Vec<Value> {
         let mut added: Vec<Value> = match (&self.config["added_tokens_decoder"], baked) {
             (Value::Object(tokens), _) => tokens
@@ -364,7 +394,7 @@ impl Settings {
     }
 }
 
-/// An entry of `added_tokens_decoder` as `tokenizer.json` would have it.
+/// Converts an entry of `added_tokens_decoder` to the form of `tokenizer.json`.
 fn with_id(id: &str, token: &Value) -> Option<Value> {
     let mut entry: Map<String, Value> = token.as_object()?.clone();
     entry.remove("__type");
@@ -381,8 +411,7 @@ fn id_in(vocabulary: &Value, token: &str) -> Option<u64> {
     }
 }
 
-/// The map of characters that SentencePiece compiled, alone or in a sequence: the only normalizer that
-/// `T5Tokenizer` keeps.
+/// SentencePiece's precompiled character map, alone or in a sequence: the only normalizer that `T5Tokenizer` keeps.
 fn precompiled_of(normalizer: &Value) -> Value {
     let parts = normalizer["normalizers"]
         .as_array()
@@ -394,7 +423,7 @@ fn precompiled_of(normalizer: &Value) -> Value {
         .unwrap_or(Value::Null)
 }
 
-/// Takes a value out of a file, wherever in it; null if there is none.
+/// Removes a value from a JSON file by its pointer; null if there is none.
 fn take(file: &mut Value, pointer: &str) -> Value {
     file.pointer_mut(pointer).map(Value::take).unwrap_or_default()
 }
@@ -409,7 +438,7 @@ fn id_of(file: &Path, tokenizer: &Tokenizer, token: &str) -> Result<u32, ModelEr
         .ok_or_else(|| damaged(file, format!("the vocabulary has no {token:?}")))
 }
 
-/// `merges.txt`: a pair a line, the most frequent first; the first line may name a version.
+/// Parses `merges.txt`: a pair per line, the most frequent first; the first line may contain a version.
 fn read_merges(path: &Path) -> Result<Value, ModelError> {
     let text = read_text(path)?;
     let lines = text

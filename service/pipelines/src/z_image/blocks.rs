@@ -1,20 +1,20 @@
-//! The transformer's blocks: diffusers' `ZImageTransformerBlock`. They compute in [`Buffers`], so that a step allocates
-//! nothing.
+//! The transformer's blocks: diffusers' `ZImageTransformerBlock`. They compute in [`ZImageBuffers`], so that a step
+//! allocates nothing.
 //!
-//! A block begins with rows that are normalised already, and ends by normalising for the block behind it.
+//! A block begins with normalized rows, and ends by normalizing for the next block.
 
 use candle_core::{DType, Device, Result, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
 use ops::{Angles, Epilogue, Mask, Nonlinearity, Pairs, QkNorm};
 
-use super::buffers::{Buffers, Close, Next, Part};
+use super::buffers::{Close, Next, Part, ZImageBuffers};
 use super::config::TransformerConfig;
 use crate::linear::Linear;
 
-/// Of the norms of queries and keys.
+/// Epsilon of the norms of queries and keys.
 const QK_EPS: f64 = 1e-5;
 
-/// One block.
+/// A transformer block.
 pub(super) struct Block {
     query: Linear,
     key: Linear,
@@ -22,24 +22,24 @@ pub(super) struct Block {
     output: Linear,
     query_norm: Tensor,
     key_norm: Tensor,
-    /// `silu(gate x) * (raise x)` goes through `lower`: `w1`, `w3`, `w2`.
+    /// The feed-forward is `lower(silu(gate x) * (raise x))`: `w2`, `w1`, `w3`.
     gate: Linear,
     raise: Linear,
     lower: Linear,
-    /// In front of attention and feed-forward, `[dim]` each.
+    /// Weights of the norms before attention and feed-forward, `[dim]` each.
     norms: [Tensor; 2],
-    /// Of what they give.
+    /// Weights of the norms of their outputs.
     branch_norms: [Tensor; 2],
-    /// To scale and gate around attention, then around the feed-forward.
+    /// Projects to scale and gate of attention, then of the feed-forward.
     modulator: Option<Linear>,
 }
 
 /// The modulation of a block in every step, `[steps, dim]` each: scale and gate of attention, scale and gate of the
-/// feed-forward. Of a block that is not modulated: gates of one, `[1, dim]`.
+/// feed-forward. For an unmodulated block: gates of one, `[1, dim]`.
 pub(super) enum Modulations {
-    /// By the timestep.
+    /// Modulated by the timestep.
     OfSteps(Vec<Tensor>),
-    /// By nothing.
+    /// Not modulated.
     None {
         /// Ones, `[1, dim]`.
         gate: Tensor,
@@ -87,7 +87,7 @@ impl Block {
         })
     }
 
-    /// Layers that run over tokens.
+    /// Linear layers that run over tokens.
     pub(super) fn layers(&self) -> [&Linear; 7] {
         let [query, key, value] = self.projections();
         let [gate, raise] = self.first_layers();
@@ -110,7 +110,7 @@ impl Block {
         }
     }
 
-    /// Of a block that has no modulation.
+    /// The modulations of an unmodulated block.
     pub(super) fn unmodulated(width: usize, dtype: DType, device: &Device) -> Result<Modulations> {
         let ones = Tensor::ones((1, width), dtype, &Device::Cpu)?;
         Ok(Modulations::None {
@@ -118,7 +118,7 @@ impl Block {
         })
     }
 
-    /// The norm in front of attention (0) or feed-forward (1).
+    /// The norm before attention (0) or feed-forward (1).
     fn next(&self, modulations: &Modulations, half: usize, step: usize, dtype: DType) -> Result<Next> {
         let layers = match half {
             0 => &self.projections()[..],
@@ -148,16 +148,17 @@ impl Block {
         })
     }
 
-    /// The norm that the block begins with.
+    /// The norm at the beginning of the block.
     pub(super) fn first(&self, modulations: &Modulations, step: usize, dtype: DType) -> Result<Next> {
         self.next(modulations, 0, step, dtype)
     }
 
-    /// The block over `rows`, which are normalised; `go_on` of them go on, and are normalised for `next`. Layers whose
-    /// results only those need compute no others: behind the last block the text and all pads are done with.
+    /// Runs the block over `rows`, which are normalized; `go_on` of them are needed afterwards, and are normalized
+    /// for `next`. Layers whose results only those need skip the others: after the last block the text and all
+    /// padding are not needed.
     pub(super) fn forward(
         &self,
-        buffers: &Buffers,
+        buffers: &ZImageBuffers,
         (rows, go_on): (&Part, &Part),
         modulations: &Modulations,
         step: usize,

@@ -1,48 +1,48 @@
-//! What blocks compute in, and the pass between two layers: the branch normalised, its gate, the residual, the norm behind
-//! it, its modulation.
+//! The buffers of blocks, and the fused pass between two layers: norm of the branch, gate, residual, norm,
+//! modulation.
 
 use candle_core::{DType, Device, Result, Tensor};
 use ops::{Activation, AttentionShape, Codes, Gate, MaskShape, Modulation, Norm, Planned, Scratch};
 
 use super::config::TransformerConfig;
 
-/// Of the norm in front of the last layer.
+/// Epsilon of the norm before the last layer.
 const LAST_EPS: f64 = 1e-6;
 
-/// Numbers of a row that attention and feed-forward share.
+/// Row width of the buffer shared by attention and feed-forward.
 fn wide(config: &TransformerConfig) -> usize {
     (2 * config.feed_forward_width()).next_multiple_of(config.head())
 }
 
-/// What blocks are computed in, `[1, tokens, ..]` in the dtype of the card. The picture comes first, then the text.
+/// Buffers of blocks, `[1, tokens, ..]` in the dtype of the card. The picture comes first, then the text.
 #[derive(Debug)]
-pub(super) struct Buffers {
+pub(super) struct ZImageBuffers {
     /// The residual stream, `[1, tokens, dim]`.
     hidden: Tensor,
-    /// Normalised for the next layers; then what those give, before it is added to the residual.
+    /// Normalized input of the next layers; then their output, before it is added to the residual.
     branch: Tensor,
-    /// The same quantized, where layers multiply fp8: u8 `[tokens, dim]`.
+    /// The normalized input quantized to fp8, for native products: u8 `[tokens, dim]`.
     codes: Option<Codes>,
-    /// Queries, keys and values behind one another in each row, then what is gated, `[1, tokens, 3 dim]`.
+    /// Queries, keys and values, concatenated in each row, then the gated values, `[1, tokens, 3 dim]`.
     joint: Tensor,
-    /// What attention gives, then both halves inside the feed-forward, `[1, tokens, 2 inner]`, up to whole heads.
+    /// Attention output, then both halves of the feed-forward, `[1, tokens, 2 inner]`, rounded up to whole heads.
     wide: Tensor,
-    /// What layers work in.
+    /// Workspace of linear layers.
     scratch: Scratch,
     heads: usize,
     inner: usize,
-    /// Of the norms of tokens.
+    /// Epsilon of the norms of tokens.
     eps: f64,
 }
 
-impl Buffers {
+impl ZImageBuffers {
     /// For so many tokens.
     pub(super) fn new(
         config: &TransformerConfig,
         tokens: usize,
         layers: Layers,
         (dtype, device): (DType, &Device),
-    ) -> Result<Buffers> {
+    ) -> Result<ZImageBuffers> {
         let width = config.dim;
         let rows = |width: usize| Tensor::zeros((1, tokens, width), dtype, device);
         let codes = || -> Result<Codes> {
@@ -51,7 +51,7 @@ impl Buffers {
                 scales: Tensor::zeros(tokens, DType::F32, device)?,
             })
         };
-        Ok(Buffers {
+        Ok(ZImageBuffers {
             hidden: rows(width)?,
             branch: rows(width)?,
             codes: if layers.take_codes { Some(codes()?) } else { None },
@@ -64,12 +64,12 @@ impl Buffers {
         })
     }
 
-    /// Bytes of buffers for so many tokens.
+    /// Bytes of the buffers for so many tokens.
     pub(super) fn bytes(config: &TransformerConfig, tokens: usize, number: usize) -> u64 {
         (((1 + 1 + 3) * config.dim + wide(config)) * tokens * number) as u64
     }
 
-    /// What attention asks for over `tokens` of the `all` tokens that there are buffers for.
+    /// Shape of attention over `tokens` of the `all` tokens of the buffers.
     pub(super) fn planned(config: &TransformerConfig, tokens: usize, all: usize, dtype: DType) -> Planned {
         let (row, row_out) = (3 * config.dim, wide(config));
         let by_head = (config.n_heads, config.head());
@@ -81,12 +81,12 @@ impl Buffers {
         Planned::Attention(shape)
     }
 
-    /// What layers work in.
+    /// Workspace of linear layers.
     pub(super) fn scratch(&self) -> &Scratch {
         &self.scratch
     }
 
-    /// Some rows.
+    /// A range of rows.
     pub(super) fn part(&self, first: usize, count: usize) -> Result<Part> {
         let (_, tokens, width) = self.hidden.dims3()?;
         let (heads, head) = (self.heads, width / self.heads);
@@ -118,12 +118,12 @@ impl Buffers {
     }
 }
 
-/// What layers ask of the buffers.
+/// Requirements of layers on the buffers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layers {
-    /// Some multiply fp8 as it is.
+    /// Whether some have native fp8 products.
     pub(super) take_codes: bool,
-    /// The scratch of the largest.
+    /// Scratch bytes of the largest layer.
     pub(super) scratch_bytes: u64,
 }
 
@@ -143,13 +143,13 @@ pub(super) struct Part {
     pub(super) gate: Tensor,
     /// `[1, tokens, inner]`, behind it.
     pub(super) raised: Tensor,
-    /// `[1, tokens, inner]`, in the memory of queries, keys and values: `inner` is less than three widths.
+    /// `[1, tokens, inner]`, in the memory of queries, keys and values: `inner` is less than 3 `dim`.
     pub(super) gated: Tensor,
     eps: f64,
 }
 
 impl Part {
-    /// Where rows are normalised to, as the layers behind want them.
+    /// The destination of normalized rows, in the representation that the next layers take.
     pub(super) fn normed(&self, as_codes: bool) -> Activation<'_> {
         match &self.codes {
             Some(codes) if as_codes => Activation::Codes(codes),
@@ -157,7 +157,7 @@ impl Part {
         }
     }
 
-    /// Normalises what there is for the first layers.
+    /// Normalizes the input of the first layers.
     pub(super) fn enter(&self, next: &Next) -> Result<()> {
         ops::norm_modulate(
             &self.hidden,
@@ -167,14 +167,14 @@ impl Part {
         )
     }
 
-    /// Adds the gated norm of the branch to the residual, and normalises for what is next.
+    /// Adds the gated norm of the branch to the residual, and normalizes for `next`.
     pub(super) fn pass_on(&self, close: &Close, next: &Next) -> Result<()> {
         let gate = Gate {
             vector: &close.gate,
             tanh: close.is_tanh,
             branch_norm: Some(&close.norm),
         };
-        // The epsilon of this norm is the branch's as well, and the last layer's is another.
+        // The pass has one epsilon, that of the branch's norm; the last layer's norm has another.
         let within = match next {
             Next::Block { .. } => next,
             Next::Last { .. } | Next::Nothing => &Next::Nothing,
@@ -193,39 +193,39 @@ impl Part {
         }
     }
 
-    /// What was normalised last, as numbers.
+    /// The last normalized rows, not quantized.
     pub(super) fn last_normed(&self) -> &Tensor {
         &self.branch
     }
 }
 
-/// How a branch joins the residual.
+/// How a branch is added to the residual.
 pub(super) struct Close {
     /// Weight of the branch's norm, `[dim]`.
     pub(super) norm: Tensor,
     /// `[1, dim]`.
     pub(super) gate: Tensor,
-    /// The gate is tanh of it.
+    /// Whether tanh is applied to the gate.
     pub(super) is_tanh: bool,
 }
 
-/// The norm in front of layers.
+/// The norm before the next layers.
 pub(super) enum Next {
-    /// Of a block.
+    /// The norm of a block.
     Block {
         /// `[dim]`.
         weight: Tensor,
-        /// In one step, `[1, dim]`.
+        /// Of one step, `[1, dim]`.
         scale: Option<Tensor>,
-        /// Whether all layers behind it multiply fp8 as it is.
+        /// Whether all layers behind it have native fp8 products.
         as_codes: bool,
     },
-    /// Of the last layer: `LayerNorm` without weights.
+    /// The norm of the last layer: `LayerNorm` without weights.
     Last {
-        /// In one step, `[1, dim]`.
+        /// Of one step, `[1, dim]`.
         scale: Tensor,
     },
-    /// None: the rows are wanted as they are.
+    /// No norm: the rows are needed as they are.
     Nothing,
 }
 

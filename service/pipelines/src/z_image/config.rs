@@ -1,50 +1,49 @@
-//! What `transformer/config.json` says.
+//! `transformer/config.json`.
 
 use serde::Deserialize;
 
-/// Tokens are padded to multiples of this, text and picture each.
+/// Text and picture tokens are each padded to multiples of this.
 pub(super) const MULTIPLE: usize = 32;
-/// The widest embedding of a timestep that modulations are made of.
-const WIDEST_TIMESTEP: usize = 256;
-/// The side of a patch in cells of the latent.
+/// Maximum width of the timestep embedding that modulations use.
+const MAX_TIMESTEP_WIDTH: usize = 256;
+/// Side of a patch in latent cells.
 pub(super) const PATCH: usize = 2;
 
-/// Configuration of the transformer, in the words of diffusers' `ZImageTransformer2DModel`; what a file leaves out has
-/// that class's defaults, which are those of Z-Image-Turbo.
+/// Configuration of the transformer, diffusers' `ZImageTransformer2DModel`; missing fields have that class's
+/// defaults, which are those of Z-Image-Turbo.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct TransformerConfig {
-    /// Sides of patches; one, of two.
+    /// Sides of patches; must be `[2]`.
     pub all_patch_size: Vec<usize>,
-    /// Lengths of patches in time; one, of one.
+    /// Lengths of patches in time; must be `[1]`.
     pub all_f_patch_size: Vec<usize>,
     /// Channels of the latent.
     pub in_channels: usize,
     /// Width of the hidden states.
     pub dim: usize,
-    /// Blocks over picture and text.
+    /// Number of blocks over picture and text.
     pub n_layers: usize,
-    /// Blocks over the picture alone, and as many over the text alone.
+    /// Number of blocks over the picture alone, and over the text alone.
     pub n_refiner_layers: usize,
-    /// Heads.
     pub n_heads: usize,
-    /// Heads of keys; as many.
+    /// Key and value heads; must equal `n_heads`.
     pub n_kv_heads: usize,
     /// Epsilon of the norms of tokens.
     pub norm_eps: f64,
-    /// Whether queries and keys are normalised; they are.
+    /// QK-norm; must be true.
     pub qk_norm: bool,
     /// Width of the text encoder's hidden states.
     pub cap_feat_dim: usize,
-    /// Width of a picture's encoding in the variant that edits; not supported.
+    /// Width of a picture's encoding in the editing variant; not supported.
     pub siglip_feat_dim: Option<usize>,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
-    /// What times from 0 to 1 are multiplied by.
+    /// Factor of times from 0 to 1.
     pub t_scale: f64,
-    /// Widths of the rotary axes within a head: text, rows, columns.
+    /// Widths of the rotary axes in a head: text, rows, columns.
     pub axes_dims: [usize; 3],
-    /// Width inside the timestep's layers. No file says it: it is 1024 in the class, and found in the checkpoint.
+    /// Inner width of the timestep embedding: in no configuration, 1024 in the class, taken from the checkpoint.
     #[serde(skip)]
     pub timestep_inner: usize,
 }
@@ -83,22 +82,22 @@ impl TransformerConfig {
         (self.dim as f64 / 3.0 * 8.0) as usize
     }
 
-    /// Width of a patch, as it comes and goes.
+    /// Width of a patch: channels times cells.
     pub fn patch_width(&self) -> usize {
         PATCH * PATCH * self.in_channels
     }
 
     /// Width of the embedding of a timestep.
     pub fn timestep_width(&self) -> usize {
-        self.dim.min(WIDEST_TIMESTEP)
+        self.dim.min(MAX_TIMESTEP_WIDTH)
     }
 
-    /// Whether this build can compute it.
+    /// Checks that this configuration is supported.
     ///
     /// # Errors
-    /// What it cannot.
+    /// The unsupported setting.
     pub fn check(&self) -> Result<(), String> {
-        // Far above anything published; what a file says must not overflow, nor fill memory with names.
+        // Far above any published model; untrusted values must not overflow, nor exhaust memory.
         let widths = [self.in_channels, self.dim, self.cap_feat_dim, self.timestep_inner];
         let counts = [self.n_layers, self.n_refiner_layers, self.n_heads];
         if widths.iter().chain(&self.axes_dims).any(|width| *width > 1 << 16)

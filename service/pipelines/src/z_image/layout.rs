@@ -1,22 +1,22 @@
-//! Every tensor of the transformer: its name and shape in diffusers, and where it lies in the single file that ComfyUI's
-//! users have (the names of Z-Image's own code), which fuses queries, keys and values.
+//! Names and shapes of the transformer's tensors in diffusers, and their places in the single file for ComfyUI (the
+//! names of Z-Image's own code), which fuses queries, keys and values.
 
 use super::config::TransformerConfig;
 use super::transformer::SINUSOIDS;
 use crate::checkpoint::{Rows, TensorSpec};
 
-/// In diffusers the layers in front and behind have a name for each size of patch: two by two, one in time.
+/// In diffusers the first and the last layers are named by patch size: two by two, one in time.
 pub(super) const PATCH_IN: &str = "all_x_embedder.2-1";
 /// See [`PATCH_IN`].
 pub(super) const LAST: &str = "all_final_layer.2-1";
-/// In the single file there is one size.
+/// The single file has one patch size.
 const SINGLE_PATCH_IN: &str = "x_embedder";
 const SINGLE_LAST: &str = "final_layer";
 
 /// A tensor of the published single file that no version of the model uses.
 pub(super) const UNUSED: &str = "norm_final.weight";
 
-/// Blocks of one kind.
+/// A group of blocks of one kind.
 pub(super) struct Blocks {
     pub(super) name: &'static str,
     pub(super) count: usize,
@@ -38,7 +38,7 @@ impl TransformerConfig {
         ]
     }
 
-    /// Names and shapes of all tensors of such a transformer.
+    /// Names and shapes of all tensors of this configuration.
     pub fn tensor_shapes(&self) -> impl Iterator<Item = (String, Vec<usize>)> {
         layout(self).into_iter().map(|spec| (spec.name, spec.shape))
     }
@@ -120,7 +120,7 @@ impl List {
         self.0.push(TensorSpec { tensor, ..whole });
     }
 
-    /// A tensor that is called the same in both.
+    /// A tensor with the same name in both layouts.
     fn same(&mut self, name: &str, shape: &[usize]) {
         self.push(name, name.to_owned(), shape);
     }

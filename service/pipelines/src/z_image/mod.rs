@@ -1,7 +1,7 @@
-//! Z-Image-Turbo: what it is made of (`checkpoint`), its stages (`stages`), and its mathematics.
+//! Z-Image-Turbo: its checkpoints (`checkpoint`), stages (`stages`), and transformer.
 //!
-//! References are diffusers' `ZImagePipeline` and `ZImageImg2ImgPipeline` with their models; tensors have diffusers' names.
-//! Its autoencoder is FLUX.1's, its text encoder is Qwen3.
+//! References are diffusers' `ZImagePipeline` and `ZImageImg2ImgPipeline` with their models; tensors have diffusers'
+//! names. The autoencoder is FLUX.1's, the text encoder is Qwen3.
 
 mod blocks;
 mod buffers;

@@ -1,4 +1,4 @@
-//! A Z-Image checkpoint that is open: what it can be asked, and the stages of a request.
+//! An open Z-Image checkpoint: its answers to a planner, and the stages of a request.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use super::stages::{CAPTION, DENOISE, ENCODE_TEXT, Stage};
 use super::transformer::{codes_bytes, denoise_scratch, is_modulator};
 use crate::autoencoder_kl::VaeConfig;
 use crate::autoencoder_kl::plan::{Autoencoder, LATENT};
-use crate::bounds::{self, MOST_TOKENS, PIXELS_PER_TOKEN};
+use crate::bounds::{self, MAX_TOKENS, PIXELS_PER_TOKEN};
 use crate::checkpoint::ComponentSet;
 use crate::family::smaller_sides;
 use crate::flow_match::SchedulerConfig;
@@ -22,8 +22,8 @@ use crate::start::{is_from_latent, steps_run};
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::{QwenTokenizer, TokenizeError};
 use crate::{
-    Family, Image, Medium, Model, ModelError, Observer, Precision, Request, RequestError, Role, Rung,
-    StageError, StagePlan, StageRun, ValueShape, Values,
+    Family, Image, Medium, Model, ModelError, ModelFile, Observer, Precision, Request, RequestError, Role,
+    Rung, StageError, StagePlan, StageRun, ValueShape, Values,
 };
 
 /// Names of the components.
@@ -31,7 +31,7 @@ pub(super) const TRANSFORMER: &str = "transformer";
 pub(super) const VAE: &str = "vae";
 pub(super) const TEXT_ENCODER: &str = "text_encoder";
 
-/// The family.
+/// The Z-Image family.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ZImage;
 
@@ -53,7 +53,7 @@ impl Family for ZImage {
     }
 }
 
-/// Every field of a request that is out of its bounds.
+/// All fields of a request that are out of bounds.
 pub(super) fn problems(request: &Request) -> Vec<RequestError> {
     let mut problems = bounds::problems(request);
     if request.guidance != 0.0 && !problems.iter().any(|problem| problem.field == "guidance") {
@@ -76,14 +76,14 @@ pub struct ZImageModel {
     /// Layers of the text encoder that are run.
     pub(super) depth: usize,
     pub(super) scheduler: SchedulerConfig,
-    pub(super) tokenizer: QwenTokenizer,
-    /// What it generates where a request leaves everything open.
+    pub(super) tokenizer: Arc<QwenTokenizer>,
+    /// The default request.
     pub(super) defaults: Request,
     pub(super) components: ComponentSet,
 }
 
 impl ZImageModel {
-    /// The autoencoder, as plans see it.
+    /// The autoencoder, for planning.
     pub(super) fn autoencoder(&self) -> Autoencoder<'_> {
         Autoencoder {
             config: &self.vae,
@@ -92,19 +92,19 @@ impl ZImageModel {
         }
     }
 
-    /// The tokens of a request's prompt.
+    /// The token ids of a request's prompt.
     pub(super) fn tokens(&self, request: &Request) -> Result<Vec<u32>, TokenizeError> {
         let most = request.max_sequence_length as usize;
         self.tokenizer.encode_turn(&request.prompt, most)
     }
 
-    /// How many they are: what attention asks for depends on it.
+    /// Their number, on which the shape of attention depends.
     pub(super) fn text_tokens(&self, request: &Request) -> usize {
-        let most = request.max_sequence_length.min(MOST_TOKENS) as usize;
+        let most = request.max_sequence_length.min(MAX_TOKENS) as usize;
         self.tokens(request).map_or(most, |ids| ids.len())
     }
 
-    /// Tokens of the picture and of its text.
+    /// Token counts of the picture and of its text.
     pub(super) fn lengths(&self, image: &Image, text: usize) -> Lengths {
         Lengths {
             rows: (image.height / PIXELS_PER_TOKEN) as usize,
@@ -114,7 +114,7 @@ impl ZImageModel {
     }
 
     fn encode_text_stage(&self, ids: &[u32]) -> StagePlan {
-        // Prompts of about the same length share what is learned of them.
+        // Prompts of similar length share their learned peaks.
         let tokens = ids.len().next_multiple_of(MULTIPLE);
         let is_quantized = self.components.is_quantized(TEXT_ENCODER);
         let scratch = self.text.scratch(tokens, is_quantized, self.precision.dtype)
@@ -147,7 +147,7 @@ impl ZImageModel {
         if self.components.holds_fp8(TRANSFORMER) {
             scratch += Bytes(codes_bytes(&self.transformer, &lengths));
         }
-        // Modulations are made before there are buffers.
+        // Modulations are computed before the buffers are allocated.
         let of_modulators = self
             .components
             .dequantizing(TRANSFORMER, steps as usize, is_modulator);
@@ -155,7 +155,7 @@ impl ZImageModel {
         let mut components = names(&[TRANSFORMER]);
         if request.preview {
             components.push(VAE.to_owned());
-            // What is conditioned stays while a preview is decoded at half the size.
+            // The conditioning stays allocated while a preview is decoded at half the size.
             scratch += self.autoencoder().preview_scratch(image);
         }
         let latent = is_from_latent(request).then(|| self.autoencoder().latent(image));
@@ -178,7 +178,7 @@ impl ZImageModel {
     }
 }
 
-/// Identity of the tokens of a prompt.
+/// Memo of the tokens of a prompt.
 fn memo(ids: &[u32]) -> String {
     let mut hash = blake3::Hasher::new();
     for id in ids {
@@ -204,7 +204,7 @@ impl Model for ZImageModel {
         self.components.load_plan(component_name)
     }
 
-    fn files_of(&self, component_name: &str) -> Vec<Arc<Path>> {
+    fn files_of(&self, component_name: &str) -> Vec<ModelFile> {
         self.components.files_of(component_name)
     }
 

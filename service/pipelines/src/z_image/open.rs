@@ -1,18 +1,18 @@
-//! Opens a Z-Image checkpoint by its headers and configurations: what it consists of, and whether its parts fit together.
+//! Opens a Z-Image checkpoint by its headers and configurations, and validates that its components match.
 
 use std::path::Path;
 
-use super::checkpoint::{MARKS, Naming, config_of_single_file, timestep_inner};
+use super::checkpoint::{MARKS, ZImageNaming, config_of_single_file, timestep_inner};
 use super::config::TransformerConfig;
 use super::model::{TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel, problems};
 use super::quantize_rule::role_of;
 use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
-use crate::bounds::{MOST_TOKENS, PIXELS_PER_TOKEN};
+use crate::bounds::{MAX_TOKENS, PIXELS_PER_TOKEN};
 use crate::checkpoint::{
-    Checkpoint, ComponentFiles, ComponentSet, Recognised, Wanted, companion, component_of_checkpoint,
+    Checkpoint, ComponentFiles, ComponentSet, Recognised, Requested, companion, component_of_checkpoint,
     component_of_folder, exact_component, open, whole,
 };
-use crate::defaults::told;
+use crate::defaults::folder_defaults;
 use crate::files::{checked, damaged, read_json, unsupported};
 use crate::flow_match::SchedulerConfig;
 use crate::text::qwen3::Qwen3Config;
@@ -22,19 +22,20 @@ use crate::{Image, Medium, ModelError, Precision, Request};
 /// Its components.
 const COMPONENTS: [&str; 3] = [TRANSFORMER, VAE, TEXT_ENCODER];
 
-/// What a tensor that is not known is no part of.
+/// Name of the component in messages about unexpected tensors.
 const WHAT: &str = "a Z-Image transformer";
 
-/// Z-Image-Turbo's.
+/// Default request of Z-Image-Turbo.
 fn defaults() -> Request {
-    Request::of(Medium::Image(Image::of(1024, 1024)), 8, 0.0, MOST_TOKENS)
+    Request::of(Medium::Image(Image::of(1024, 1024)), 8, 0.0, MAX_TOKENS)
 }
 
 impl ZImageModel {
-    /// Opens a folder in diffusers' layout or a single file, by headers and configurations; `None` if it is neither.
+    /// Opens a folder in diffusers' layout or a single file, by headers and configurations; `None` if it is not
+    /// Z-Image.
     ///
     /// # Errors
-    /// When it is Z-Image and damaged or not supported, or cannot be quantized as it is asked for.
+    /// When it is Z-Image and damaged or not supported, or cannot be quantized as requested.
     pub fn open(path: &Path, precision: &Precision) -> Result<Option<ZImageModel>, ModelError> {
         let Some(recognised) = MARKS.recognise(path)? else {
             return Ok(None);
@@ -47,7 +48,7 @@ impl ZImageModel {
         if let Some((unknown, _)) = formats.formats().find(|(name, _)| !COMPONENTS.contains(name)) {
             return Err(ModelError::no_such_component(unknown, &COMPONENTS));
         }
-        let wanted = |component: &'static str| Wanted {
+        let wanted = |component: &'static str| Requested {
             component,
             dtype: precision.dtype,
             format: formats.format_of(component),
@@ -59,7 +60,7 @@ impl ZImageModel {
         };
         let base = &std::fs::canonicalize(base).map_err(|e| damaged(base, e.to_string()))?;
         let (transformer, transformer_files) = transformer(recognised, base, wanted(TRANSFORMER))?;
-        // Companions that are single files, too.
+        // Companions may be single files too.
         let alone = |folder: &str, comfy: &str, stem: &str| match (&single, base.join(folder).is_dir()) {
             (Some(file), false) => companion(file, base, comfy, stem),
             _ => None,
@@ -75,7 +76,7 @@ impl ZImageModel {
             None => checked(&base.join("text_encoder/config.json"), Qwen3Config::check)?,
         };
         check_parts(base, &transformer, &vae, &text)?;
-        // The states in front of the last layer are what is encoded.
+        // The encoding is the hidden states before the last layer.
         let depth = text.num_hidden_layers - 1;
         let vae_files = match &vae_file {
             Some(file) => autoencoder_of_single_file(file, vae.tensor_shapes(), wanted(VAE))?,
@@ -101,8 +102,8 @@ impl ZImageModel {
                 &base.join("scheduler/scheduler_config.json"),
                 SchedulerConfig::check,
             )?,
-            tokenizer: QwenTokenizer::open(&base.join("tokenizer"))?,
-            defaults: told(base, defaults(), problems)?,
+            tokenizer: QwenTokenizer::shared(&base.join("tokenizer"))?,
+            defaults: folder_defaults(base, defaults(), problems)?,
             transformer,
             vae,
             text,
@@ -112,9 +113,9 @@ impl ZImageModel {
 }
 
 fn transformer(
-    recognised: Recognised<Naming>,
+    recognised: Recognised<ZImageNaming>,
     base: &Path,
-    wanted: Wanted,
+    wanted: Requested,
 ) -> Result<(TransformerConfig, ComponentFiles), ModelError> {
     let folder = base.join(TRANSFORMER);
     let config_file = folder.join("config.json");
@@ -151,7 +152,7 @@ fn transformer(
     }
 }
 
-/// Components of one pipeline fit together.
+/// Checks that the components of one pipeline match.
 fn check_parts(
     base: &Path,
     transformer: &TransformerConfig,

@@ -1,16 +1,16 @@
-//! What the stages of a request ask of cuDNN, known from the configurations.
+//! The cuDNN shapes of a request's stages, derived from the configurations.
 
 use ops::Planned;
 
-use super::buffers::Buffers;
+use super::buffers::ZImageBuffers;
 use super::model::{TEXT_ENCODER, ZImageModel};
 use super::stages::{DENOISE, ENCODE_TEXT};
 use crate::Request;
 use crate::autoencoder_kl::plan::{DECODE, ENCODE_IMAGE};
 
 impl ZImageModel {
-    /// Shapes that a stage asks for on a card, first those that it asks for first. Pictures are decoded and encoded whole:
-    /// a rung below finds out for itself.
+    /// cuDNN shapes of a stage on a card, in order of use. Pictures are decoded and encoded whole: a lower rung
+    /// compiles its plans itself.
     pub(super) fn planned_of(&self, stage: &str, request: &Request) -> Vec<Planned> {
         let Ok(image) = request.image() else {
             return Vec::new();
@@ -34,11 +34,11 @@ impl ZImageModel {
                 let mut planned: Vec<Planned> = Vec::new();
                 for (tokens, of) in refiners.chain([(all, all)]) {
                     if tokens > 0 {
-                        planned.push(Buffers::planned(&self.transformer, tokens, of, dtype));
+                        planned.push(ZImageBuffers::planned(&self.transformer, tokens, of, dtype));
                     }
                 }
                 if request.preview {
-                    // Half the size.
+                    // At half the size.
                     planned.extend(autoencoder.planned_to_preview(image));
                 }
                 planned

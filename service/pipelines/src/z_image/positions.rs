@@ -1,5 +1,5 @@
-//! Where tokens are, as angles: Z-Image's rotary embedding over three axes. A token of text has its place on the first; a
-//! token of the picture has the first place behind all text on it, and its row and column on the others
+//! Z-Image's rotary embedding over three axes. A text token has its index on the first axis; a picture token has the
+//! first index after all text on it, and its row and column on the others
 //! (`ZImageTransformer2DModel.patchify_and_embed`).
 
 use candle_core::{Device, Result};
@@ -7,42 +7,39 @@ use candle_core::{Device, Result};
 use super::config::{MULTIPLE, TransformerConfig};
 use crate::rotary::{self, Rotations, Rounded};
 
-/// Tokens of a picture and of its text: what there is, and what stands behind it so that both are multiples of
-/// `MULTIPLE`. Pads are tokens like others to attention.
+/// Token counts of a picture and of its text, and their padding to multiples of `MULTIPLE`. Padding takes part in
+/// attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lengths {
-    /// Rows of patches.
     pub rows: usize,
-    /// Columns of patches.
     pub columns: usize,
-    /// Tokens of text.
     pub text: usize,
 }
 
 impl Lengths {
-    /// Patches of the picture.
+    /// Number of picture patches.
     pub fn picture(&self) -> usize {
         self.rows * self.columns
     }
 
-    /// With the pads behind them.
+    /// Number of picture patches with padding.
     pub fn padded_picture(&self) -> usize {
         self.picture().next_multiple_of(MULTIPLE)
     }
 
-    /// Tokens of text with the pads behind them.
+    /// Number of text tokens with padding.
     pub fn padded_text(&self) -> usize {
         self.text.next_multiple_of(MULTIPLE)
     }
 
-    /// All tokens: the picture, its pads, the text, its pads.
+    /// Number of all tokens, in the order picture, padding, text, padding.
     pub fn all(&self) -> usize {
         self.padded_picture() + self.padded_text()
     }
 }
 
-/// Positions of all tokens in that order. The text begins at 1 and runs on through its pads; the pads of a picture are at
-/// zero.
+/// Positions of all tokens in that order. The text starts at 1 and continues through its padding; the padding of a
+/// picture is at zero.
 pub fn positions(lengths: &Lengths) -> Vec<[u32; 3]> {
     let text = lengths.padded_text() as u32;
     let (rows, columns) = (lengths.rows as u32, lengths.columns as u32);
@@ -54,10 +51,10 @@ pub fn positions(lengths: &Lengths) -> Vec<[u32; 3]> {
         .collect()
 }
 
-/// The rotations of these positions: `RopeEmbedder`, which rounds angles to f32 and then takes their cosine and sine.
+/// The rotations of these positions: `RopeEmbedder`, which rounds angles to f32 before cosine and sine.
 ///
 /// # Errors
-/// Those of the device.
+/// Errors of the device.
 pub fn rotations(positions: &[[u32; 3]], config: &TransformerConfig, device: &Device) -> Result<Rotations> {
     rotary::rotations(
         positions,
@@ -73,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pads_of_the_text_run_on_and_those_of_a_picture_are_at_zero() {
+    fn text_padding_continues_positions_and_picture_padding_is_at_zero() {
         let lengths = Lengths {
             rows: 3,
             columns: 11,

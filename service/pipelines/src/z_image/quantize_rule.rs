@@ -1,13 +1,13 @@
-//! The written rule of what is quantized at load, and of what may be held quantized at all.
+//! Quantization rules of Z-Image: which tensors are quantized at load, and which may be stored quantized.
 //!
-//! - **transformer**: attention and feed-forward of every block. Not modulations (a fiftieth of the bytes, through which
-//!   each step's every number goes), nor what stands before and behind the blocks.
-//! - **text_encoder** (Qwen3): attention and feed-forward. Not the table of tokens.
-//! - **vae**: what FLUX's rule says of it.
+//! - **transformer**: attention and feed-forward of every block. Not modulations (a fiftieth of the bytes, on which
+//!   every value of each step depends), nor the layers before and after the blocks.
+//! - **text_encoder** (Qwen3): attention and feed-forward. Not the token embedding.
+//! - **vae**: the same as for FLUX.
 //!
 //! Norms, biases and pad tokens stay in full precision everywhere.
 
-use crate::checkpoint::{Role, RoleOf};
+use crate::checkpoint::{QuantizeRole, RoleOf};
 use crate::{autoencoder_kl, text};
 
 /// The rule of a component.
@@ -16,23 +16,23 @@ pub(super) fn role_of(component: &str) -> RoleOf {
         "transformer" => of_transformer,
         "text_encoder" => text::qwen3::role,
         "vae" => autoencoder_kl::role,
-        _ => |_| Role::Full,
+        _ => |_| QuantizeRole::Full,
     }
 }
 
 /// The role of a tensor of the transformer, by its name in diffusers.
-fn of_transformer(name: &str) -> Role {
+fn of_transformer(name: &str) -> QuantizeRole {
     let Some(layer) = name.strip_suffix(".weight") else {
-        return Role::Full;
+        return QuantizeRole::Full;
     };
     let last = layer.rsplit('.').next().unwrap_or(layer);
     let is_norm = last.starts_with("norm_") || last.ends_with("norm1") || last.ends_with("norm2");
     if is_norm || layer == "cap_embedder.0" {
-        return Role::Full;
+        return QuantizeRole::Full;
     }
     match layer.contains(".attention.") || layer.contains(".feed_forward.") {
-        true => Role::Quantized,
-        false => Role::AsStored,
+        true => QuantizeRole::Quantized,
+        false => QuantizeRole::AsStored,
     }
 }
 
@@ -42,15 +42,19 @@ mod tests {
     use super::*;
     use crate::text::qwen3::Qwen3Config;
 
-    fn named(role: Role, of: impl IntoIterator<Item = (String, Vec<usize>)>, rule: RoleOf) -> Vec<String> {
+    fn named(
+        role: QuantizeRole,
+        of: impl IntoIterator<Item = (String, Vec<usize>)>,
+        rule: RoleOf,
+    ) -> Vec<String> {
         let names = of.into_iter().map(|(name, _)| name);
         names.filter(|name| rule(name) == role).collect()
     }
 
     #[test]
-    fn what_is_left_in_full_precision_is_what_is_written() {
+    fn the_rule_leaves_the_listed_tensors_in_full_precision() {
         let config = TransformerConfig::default();
-        let wide = named(Role::AsStored, config.tensor_shapes(), of_transformer);
+        let wide = named(QuantizeRole::AsStored, config.tensor_shapes(), of_transformer);
         let mut outside: Vec<&String> = wide
             .iter()
             .filter(|name| !name.contains(".adaLN_modulation.0."))
@@ -67,10 +71,10 @@ mod tests {
                 "t_embedder.mlp.2.weight",
             ]
         );
-        // Blocks: four layers of attention, three of feed-forward each.
-        let quantized = named(Role::Quantized, config.tensor_shapes(), of_transformer);
+        // Blocks: four attention layers, three of the feed-forward each.
+        let quantized = named(QuantizeRole::Quantized, config.tensor_shapes(), of_transformer);
         assert_eq!(quantized.len(), 34 * 7);
-        let full = named(Role::Full, config.tensor_shapes(), of_transformer);
+        let full = named(QuantizeRole::Full, config.tensor_shapes(), of_transformer);
         let kept = ["norm", ".bias", "_pad_token", "cap_embedder.0"];
         assert!(
             full.iter()
@@ -78,7 +82,7 @@ mod tests {
             "{full:?}"
         );
         let encoder = Qwen3Config::qwen3_4b().tensor_shapes(35, &|_| false);
-        let full = named(Role::Full, encoder, text::qwen3::role);
+        let full = named(QuantizeRole::Full, encoder, text::qwen3::role);
         assert_eq!(full.len(), 1 + 4 * 35);
         assert!(
             full.iter()

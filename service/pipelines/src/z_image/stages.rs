@@ -1,8 +1,8 @@
-//! The stages of a request, as diffusers' `ZImagePipeline` and `ZImageImg2ImgPipeline` do them.
+//! Computation of a request's stages, as in diffusers' `ZImagePipeline` and `ZImageImg2ImgPipeline`.
 //!
-//! Their order of random numbers is that of the reference: image to image first draws the sample of the encoded picture,
-//! then the noise of the latent. The two are different stages here, so denoising draws the first again and drops it.
-//! Numbers are drawn in f32 on every card, as there.
+//! Random draws are in the order of the reference: image to image first draws the sample of the encoded picture, then
+//! the noise of the latent. The two are different stages here, so denoising draws the first again and discards it.
+//! Numbers are drawn in f32 on every card, as in the reference.
 
 use candle_core::{DType, Device, Tensor};
 use ops::{Finite, euler};
@@ -24,18 +24,17 @@ pub(super) const DENOISE: &str = "denoise";
 /// Name of the text encoder's states among the values, `[tokens, cap_feat_dim]`.
 pub(super) const CAPTION: &str = "caption";
 
-/// A stage of one request that is computed.
+/// A stage of one request.
 pub(super) struct Stage<'a> {
-    /// The checkpoint.
     pub(super) model: &'a ZImageModel,
-    /// What it is computed from.
+    /// Inputs of the stage.
     pub(super) run: StageRun<'a>,
-    /// Who watches.
+    /// Receives progress and results.
     pub(super) observer: &'a mut dyn Observer,
 }
 
 impl Stage<'_> {
-    /// The values that it gives.
+    /// Computes the values that the stage gives.
     ///
     /// # Errors
     /// [`StageError`].
@@ -52,7 +51,7 @@ impl Stage<'_> {
         result.map_err(|error| error.of_stage(name))
     }
 
-    fn go_on(&self) -> Result<(), StageError> {
+    fn check_cancelled(&self) -> Result<(), StageError> {
         if self.observer.cancelled() {
             Err(StageError::Cancelled)
         } else {
@@ -70,7 +69,7 @@ impl Stage<'_> {
         to_host(&encoder.forward(&ids, &|| self.observer.cancelled())?)
     }
 
-    /// Has the autoencoder do something.
+    /// Runs `work` with the autoencoder.
     fn vae<R>(&self, work: impl FnOnce(&Run<'_>) -> Result<R, StageError>) -> Result<R, StageError> {
         let tensors = (self.run.tensors)(VAE)?;
         work(&Run {
@@ -82,7 +81,7 @@ impl Stage<'_> {
         })
     }
 
-    /// The picture that is asked for.
+    /// The requested picture.
     fn image(&self) -> Result<&Image, StageError> {
         let image = self.run.request.image();
         image.map_err(|error| StageError::BadInput(error.to_string()))
@@ -114,10 +113,11 @@ impl Stage<'_> {
                 component: TRANSFORMER.to_owned(),
                 missing,
             })?;
-        let conditioning =
-            transformer.condition(&caption, (rows, columns), &times(&sigmas), &mut || self.go_on())?;
+        let conditioning = transformer.condition(&caption, (rows, columns), &times(&sigmas), &mut || {
+            self.check_cancelled()
+        })?;
 
-        // On the host the order of a latent costs nothing. Two tensors, since both are written.
+        // Transposing a latent on the host costs nothing. Two tensors, since both are written.
         let latent = patches_of(&latent)?.contiguous()?;
         let seen = latent.to_dtype(dtype)?.copy()?.to_device(self.run.device)?;
         let latent = latent.to_device(self.run.device)?;
@@ -125,13 +125,14 @@ impl Stage<'_> {
         let finite = Finite::new(self.run.device)?;
         let steps = sigmas.len() - 1;
         for step in 0..steps {
-            self.go_on()?;
-            let direction =
-                transformer.direction(&seen, &conditioning, step, &step_buffers, &mut || self.go_on())?;
+            self.check_cancelled()?;
+            let direction = transformer.direction(&seen, &conditioning, step, &step_buffers, &mut || {
+                self.check_cancelled()
+            })?;
             let (sigma, next) = (sigmas[step], sigmas[step + 1]);
-            // The velocity is the negative of what the transformer says.
+            // The velocity is the negative of the transformer's output.
             euler(&latent, direction, f64::from(sigma - next), &seen, &finite)?;
-            // To look is to wait for the card, which is meant: a step that is told of has been done.
+            // Checking for finiteness synchronizes with the card, on purpose: a reported step has completed.
             if !finite.is_finite()? {
                 return Err(StageError::NotFinite {
                     component: TRANSFORMER.to_owned(),
@@ -160,7 +161,7 @@ impl Stage<'_> {
     }
 }
 
-/// The latent that a step heads for, in host memory: what it made of it, and the direction over the sigma that is left.
+/// The predicted final latent of a step, in host memory: the latent plus the direction times the remaining sigma.
 fn without_noise(latent: &Tensor, direction: &Tensor, sigma: f32) -> candle_core::Result<Tensor> {
     let direction = direction.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
     latent.to_device(&Device::Cpu)? + (direction * f64::from(sigma))?

@@ -1,14 +1,14 @@
-//! Z-Image's transformer: diffusers' `ZImageTransformer2DModel`, by the names of its tensors.
+//! Z-Image's transformer: diffusers' `ZImageTransformer2DModel`, with its tensor names.
 //!
-//! Text and picture are refined each by itself, then go through all blocks together. The text and its refinement are the
-//! same in every step, so they are computed once a request.
+//! Text and picture are refined separately, then go through all blocks together. The refined text is the same in
+//! every step, so it is computed once per request.
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
 use ops::{Epilogue, Nonlinearity, Norm};
 
 use super::blocks::{Block, Modulations};
-use super::buffers::{Buffers, Layers, Next};
+use super::buffers::{Layers, Next, ZImageBuffers};
 use super::config::{PATCH, TransformerConfig};
 use super::layout::{LAST, PATCH_IN};
 use super::positions::{Lengths, positions, rotations};
@@ -20,7 +20,7 @@ use crate::sinusoids::sinusoids;
 /// Width of the sinusoidal embedding of timesteps.
 pub(super) const SINUSOIDS: usize = 256;
 
-/// The transformer over tensors that are on a card. It holds handles only: making one costs no memory.
+/// The transformer over resident tensors. It holds handles only, and allocates nothing.
 pub struct Transformer {
     config: TransformerConfig,
     patch_in: Linear,
@@ -28,7 +28,7 @@ pub struct Transformer {
     timestep: [Linear; 2],
     text_norm: Tensor,
     text_in: Linear,
-    /// What stands in the place of pads, `[1, dim]`.
+    /// Learned embedding of padding, `[1, dim]`.
     picture_pad: Tensor,
     text_pad: Tensor,
     picture_blocks: Vec<Block>,
@@ -38,8 +38,8 @@ pub struct Transformer {
     last: Linear,
 }
 
-/// What is the same in every step of a request, computed once: the refined text, rotations, and the modulation of every
-/// block for every step.
+/// State shared by all steps of a request: the refined text, rotations, and the modulation of every block for every
+/// step.
 pub struct Conditioning {
     lengths: Lengths,
     /// `[1, padded text, dim]`.
@@ -49,15 +49,15 @@ pub struct Conditioning {
     blocks: Vec<Modulations>,
     /// `[steps, dim]`.
     last: Tensor,
-    /// Where the picture's pads are copied from: as many zeros, u32.
+    /// Source indices of the picture's padding: as many zeros, u32.
     pads: Option<Tensor>,
 }
 
 impl Transformer {
-    /// Takes the tensors out of a component and checks their shapes.
+    /// Takes the tensors from a component and checks their shapes.
     ///
     /// # Errors
-    /// The first that is missing or of another shape.
+    /// The first tensor that is missing or of another shape.
     pub fn new(config: &TransformerConfig, tensors: &ComponentTensors) -> Result<Transformer, MissingTensor> {
         let (width, timestep) = (config.dim, config.timestep_width());
         let kinds = config.blocks().map(|blocks| {
@@ -92,11 +92,11 @@ impl Transformer {
         })
     }
 
-    /// Computes what every step shares: from the encoded text, `[tokens, cap_feat_dim]`, and the times of all steps, from 0
+    /// Computes the shared state: from the encoded text, `[tokens, cap_feat_dim]`, and the times of all steps, from 0
     /// (noise) to 1.
     ///
     /// # Errors
-    /// When shapes do not fit; those of the device, and what `go_on` gives, which is asked before every block.
+    /// When shapes do not match; errors of the device, and of `go_on`, which is called before every block.
     pub fn condition(
         &self,
         caption: &Tensor,
@@ -122,7 +122,7 @@ impl Transformer {
         };
         let (picture_blocks, blocks) = (modulated(&self.picture_blocks)?, modulated(&self.blocks)?);
         let text = self.refined(caption, &lengths, &rotations, go_on)?;
-        // The blocks take the embedding as it is.
+        // The blocks take the embedding without activation.
         ops::activate(&embedded, Nonlinearity::Silu)?;
         let pads = lengths.padded_picture() - lengths.picture();
         Ok(Conditioning {
@@ -136,7 +136,7 @@ impl Transformer {
         })
     }
 
-    /// The text as blocks see it, `[1, padded text, dim]`.
+    /// The refined text, `[1, padded text, dim]`.
     fn refined(
         &self,
         caption: &Tensor,
@@ -148,7 +148,7 @@ impl Transformer {
         let (tokens, padded) = (lengths.text, lengths.padded_text());
         let layers = self.text_blocks.iter().flat_map(Block::layers);
         let layers = asked(layers.chain([&self.text_in]), padded, dtype)?;
-        let buffers = Buffers::new(&self.config, padded, layers, (dtype, device))?;
+        let buffers = ZImageBuffers::new(&self.config, padded, layers, (dtype, device))?;
         let normed = Tensor::zeros(caption.shape(), dtype, device)?;
         let norm = Norm::Rms {
             weight: Some(&self.text_norm),
@@ -179,10 +179,10 @@ impl Transformer {
         Ok(text.hidden)
     }
 
-    /// What steps are computed in.
+    /// Buffers of steps.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Errors of the device.
     pub fn step_buffers(
         &self,
         lengths: &Lengths,
@@ -191,7 +191,7 @@ impl Transformer {
         let tokens = lengths.all();
         let blocks = self.picture_blocks.iter().chain(&self.blocks);
         let layers = blocks.flat_map(Block::layers).chain([&self.patch_in, &self.last]);
-        let buffers = Buffers::new(
+        let buffers = ZImageBuffers::new(
             &self.config,
             tokens,
             asked(layers, tokens, dtype)?,
@@ -204,12 +204,12 @@ impl Transformer {
         })
     }
 
-    /// What the transformer says of patches `[1, rows * columns, patch width]` in step `step` (from 0), of the same shape,
-    /// which is in the step buffers until the next step. It points from noise to picture: the velocity of the schedule is
-    /// its negative. `go_on` is asked before every block.
+    /// The transformer's output for patches `[1, rows * columns, patch width]` in step `step` (from 0), of the same
+    /// shape. It is in the step buffers, valid until the next step. It points from noise to picture: the velocity of
+    /// the schedule is its negative. `go_on` is called before every block.
     ///
     /// # Errors
-    /// Those of the device, and what `go_on` gives.
+    /// Errors of the device, and of `go_on`.
     pub fn direction<'a>(
         &self,
         patches: &Tensor,
@@ -290,21 +290,21 @@ impl Transformer {
     }
 }
 
-/// What the steps of a request are computed in.
+/// Buffers of a request's steps.
 #[derive(Debug)]
 pub struct StepBuffers {
-    buffers: Buffers,
+    buffers: ZImageBuffers,
     output: Tensor,
 }
 
-/// So many zeros, u32; none if there are none.
+/// `count` zeros, u32; `None` for zero.
 fn zeros(count: usize, device: &Device) -> candle_core::Result<Option<Tensor>> {
     (count > 0)
         .then(|| Tensor::zeros(count, DType::U32, device))
         .transpose()
 }
 
-/// What these layers ask of the buffers for so many tokens.
+/// Requirements of these layers on the buffers for so many tokens.
 fn asked<'a>(
     layers: impl Iterator<Item = &'a Linear> + Clone,
     tokens: usize,
@@ -320,11 +320,11 @@ fn asked<'a>(
     })
 }
 
-/// A latent `[1, channels, 2 rows, 2 columns]` as patches `[1, rows * columns, 4 * channels]`, in each of which the channels
-/// of a cell lie side by side: `ZImageTransformer2DModel._patchify_image`.
+/// A latent `[1, channels, 2 rows, 2 columns]` as patches `[1, rows * columns, 4 * channels]`, channels-last within a
+/// patch: `ZImageTransformer2DModel._patchify_image`.
 ///
 /// # Errors
-/// When a side is odd.
+/// When a dimension is odd.
 pub fn patches_of(latent: &Tensor) -> candle_core::Result<Tensor> {
     let (batch, channels, height, width) = latent.dims4()?;
     if height % PATCH != 0 || width % PATCH != 0 {
@@ -337,7 +337,7 @@ pub fn patches_of(latent: &Tensor) -> candle_core::Result<Tensor> {
         .reshape((batch, rows * columns, PATCH * PATCH * channels))
 }
 
-/// Patches as a latent again: `ZImageTransformer2DModel.unpatchify`.
+/// Patches back to a latent: `ZImageTransformer2DModel.unpatchify`.
 ///
 /// # Errors
 /// When there are not `rows * columns` patches.
@@ -350,39 +350,40 @@ pub fn latent_of(patches: &Tensor, rows: usize, columns: usize) -> candle_core::
         .reshape((batch, channels, rows * PATCH, columns * PATCH))
 }
 
-/// What the transformer is told of the sigmas of all steps but the closing one: times from 0 (noise) to 1, rounded where
-/// the reference rounds.
+/// The transformer's times for the sigmas of all steps but the final one: from 0 (noise) to 1, rounded where the
+/// reference rounds.
 pub fn times(sigmas: &[f32]) -> Vec<f32> {
     let steps = sigmas.len().saturating_sub(1);
     let time = |sigma: &f32| (1000.0 - sigma * 1000.0) / 1000.0;
     sigmas.iter().take(steps).map(time).collect()
 }
 
-/// Bytes that matrix products pack their operands into on a CPU, and what else does not depend on the request.
+/// Bytes of packing buffers of matrix products on a CPU, and of other allocations independent of the request.
 const LIBRARIES: u64 = 4 << 20;
 
-/// Predicted activation bytes of `steps` steps: the buffers that they are computed in, the refined text, rotations, and the
-/// modulation of all steps. What quantized layers work in is not among it ([`ops::linear_scratch`]), nor are the codes of
-/// rows where layers multiply fp8.
+/// Predicted activation bytes of `steps` steps: the buffers, the refined text, rotations, and the modulation of all
+/// steps. Not included are the scratch of quantized layers ([`ops::linear_scratch`]), and the codes of rows for
+/// native fp8 products.
 pub fn denoise_scratch(config: &TransformerConfig, lengths: &Lengths, steps: u32, dtype: DType) -> u64 {
     let number = dtype.size_in_bytes();
-    let buffers = Buffers::bytes(config, lengths.all(), number);
+    let buffers = ZImageBuffers::bytes(config, lengths.all(), number);
     let rotations = (lengths.all() * config.head() * 4) as u64;
     let modulated = config.blocks().into_iter().filter(|blocks| blocks.is_modulated);
     let modulations = modulated.map(|blocks| 4 * blocks.count).sum::<usize>() + 1;
     let modulations = (modulations * config.dim * number) as u64 * u64::from(steps);
-    // The latent in f32, as it is seen, and what is said of it; the text as it is encoded, normalised and refined.
+    // The latent in f32 and in the computation dtype, and the output; the encoded, the normalized and the refined
+    // text.
     let latents = lengths.picture() * config.patch_width() * (4 + 2 * number);
     let text = (2 * lengths.text * config.cap_feat_dim + lengths.padded_text() * config.dim) * number;
     buffers + rotations + modulations + (latents + text) as u64 + LIBRARIES
 }
 
-/// Whether a tensor is the weight of a layer that modulations are made by, which no step runs.
+/// Whether a tensor is the weight of a layer that computes modulations, which steps do not use.
 pub(super) fn is_modulator(name: &str) -> bool {
     name.contains(".adaLN_modulation.")
 }
 
-/// Bytes of the codes of rows where layers multiply fp8.
+/// Bytes of the codes of rows for native fp8 products.
 pub(super) fn codes_bytes(config: &TransformerConfig, lengths: &Lengths) -> u64 {
     (lengths.all() * (config.dim + size_of::<f32>())) as u64
 }

@@ -1,11 +1,11 @@
-//! How checkpoints are recognised, read, and refused.
+//! Detection, reading and refusal of checkpoints.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
 use candle_core::Tensor;
 use pipelines::flux::{Flux, FluxModel};
-use pipelines::{Catalogue, Image, Medium, Model, ModelError, Request};
+use pipelines::{Catalogue, Image, Medium, Model, ModelError, ModelFile, Request};
 
 use crate::numbers::{fixtures, numbers, tensors};
 use crate::workshop::{F32, Workshop, copy_of, folder};
@@ -16,7 +16,7 @@ fn open(path: &Path) -> Result<Option<FluxModel>, ModelError> {
     FluxModel::open(path, &F32)
 }
 
-/// Every tensor that a model loads for a component is this one, to the bit.
+/// Asserts that every tensor of a component is bit-identical to this one.
 fn assert_tensors(workshop: &Workshop, expected: &HashMap<String, Tensor>) {
     let found = workshop.tensors("transformer");
     assert_eq!(found.names().count(), expected.len());
@@ -30,7 +30,7 @@ pub(crate) fn write_json(path: &Path, value: serde_json::Value) {
     std::fs::write(path, value.to_string()).expect("a file");
 }
 
-/// Changes one number or text of a JSON file.
+/// Changes one value of a JSON file.
 pub(crate) fn set(path: &Path, key: &str, value: serde_json::Value) {
     let text = std::fs::read_to_string(path).expect("a file");
     let mut json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
@@ -39,7 +39,7 @@ pub(crate) fn set(path: &Path, key: &str, value: serde_json::Value) {
 }
 
 #[test]
-fn a_folder_is_a_model_and_its_sizes_are_exact() {
+fn a_folder_is_opened_with_exact_component_sizes() {
     let model = open(folder("dev").path()).expect("sound").expect("FLUX");
     let names: Vec<_> = model
         .components()
@@ -54,11 +54,11 @@ fn a_folder_is_a_model_and_its_sizes_are_exact() {
         );
         let files = model.files_of(&component.name);
         assert!(
-            files.iter().any(|file| file.ends_with("config.json")),
+            files.iter().any(|file| file.path.ends_with("config.json")),
             "{files:?}"
         );
         assert!(
-            files.iter().all(|file| file.is_file()) && files.len() == 2,
+            files.iter().all(ModelFile::is_current) && files.len() == 2,
             "{files:?}"
         );
     }
@@ -72,12 +72,12 @@ fn a_folder_is_a_model_and_its_sizes_are_exact() {
 }
 
 #[test]
-fn a_single_file_gives_the_folders_tensors() {
+fn a_single_file_has_the_same_tensors_as_the_folder() {
     let expected = tensors(&format!("flux-tiny/{WEIGHTS}"));
     let beside = copy_of(&["flux-tiny-bfl"]);
     let file = beside.path().join("flux-tiny.safetensors");
 
-    // Nothing says where its companions are.
+    // Without a sidecar the companions are unknown.
     let Err(ModelError::Unsupported { problem, .. }) = open(&file) else {
         panic!("opened")
     };
@@ -86,7 +86,7 @@ fn a_single_file_gives_the_folders_tensors() {
         "{problem}"
     );
 
-    // A sidecar does.
+    // With a sidecar.
     let sidecar = beside.path().join("flux-tiny.moored.json");
     write_json(
         &sidecar,
@@ -96,7 +96,7 @@ fn a_single_file_gives_the_folders_tensors() {
     write_json(&sidecar, serde_json::json!({"base": "nowhere"}));
     assert!(matches!(open(&file), Err(ModelError::Damaged { path, .. }) if path == sidecar));
 
-    // In a diffusers folder it needs none, and one such folder beside it will do.
+    // In a diffusers folder no sidecar is needed, and a single such folder beside the file is enough.
     let inside = copy_of(&["flux-tiny", "flux-tiny-bfl"]);
     assert_tensors(
         &Workshop::open(&inside.path().join("flux-tiny.safetensors")),
@@ -108,7 +108,7 @@ fn a_single_file_gives_the_folders_tensors() {
 }
 
 #[test]
-fn a_single_file_with_a_prefix_and_neighbours_is_read() {
+fn a_single_file_with_prefixed_names_and_other_tensors_is_read() {
     let folder = copy_of(&["flux-tiny"]);
     let file = folder.path().join("whole.safetensors");
     let bfl = tensors("flux-tiny-bfl/flux-tiny.safetensors");
@@ -121,7 +121,7 @@ fn a_single_file_with_a_prefix_and_neighbours_is_read() {
     assert_tensors(&Workshop::open(&file), &tensors(&format!("flux-tiny/{WEIGHTS}")));
 }
 
-/// Splits a copy's transformer into two shards with an index.
+/// Splits the transformer of a copy into two shards with an index.
 fn shard(folder: &Path) -> PathBuf {
     let whole = folder.join(WEIGHTS);
     let tensors: BTreeMap<String, Tensor> = candle_core::safetensors::load(&whole, &candle_core::Device::Cpu)
@@ -150,14 +150,14 @@ fn shard(folder: &Path) -> PathBuf {
 }
 
 #[test]
-fn shards_are_one_component() {
+fn sharded_files_are_one_component() {
     let folder = copy_of(&["flux-tiny"]);
     let index = shard(folder.path());
     let workshop = Workshop::open(folder.path());
     assert_tensors(&workshop, &tensors(&format!("flux-tiny/{WEIGHTS}")));
     assert_eq!(workshop.model.files_of("transformer").len(), 3);
 
-    // An index that lies, in three ways.
+    // Three contradictory indexes.
     let sound = std::fs::read_to_string(&index).expect("the index");
     for (from, to) in [
         ("-00002-of-", "-00001-of-"),
@@ -178,7 +178,7 @@ fn shards_are_one_component() {
 }
 
 #[test]
-fn damage_is_told_by_file() {
+fn damaged_files_are_named() {
     let truncated = |path: &Path| {
         let bytes = std::fs::read(path).expect("a file");
         std::fs::write(path, &bytes[..bytes.len() - 4]).expect("a file");
@@ -224,7 +224,7 @@ fn damage_is_told_by_file() {
 }
 
 #[test]
-fn a_configuration_that_does_not_fit_the_weights_is_damage() {
+fn a_configuration_that_contradicts_the_weights_is_damage() {
     for (key, value) in [
         ("num_layers", 3),
         ("num_attention_heads", 3),
@@ -245,7 +245,7 @@ fn a_configuration_that_does_not_fit_the_weights_is_damage() {
 }
 
 #[test]
-fn what_is_not_supported_is_said() {
+fn unsupported_checkpoints_are_refused_with_the_reason() {
     let cases = [
         (
             "scheduler/scheduler_config.json",
@@ -302,7 +302,7 @@ fn what_is_not_supported_is_said() {
 }
 
 #[test]
-fn a_transformer_that_takes_more_than_a_latent_is_not_supported_yet() {
+fn a_transformer_with_additional_input_channels_is_not_supported() {
     // Fill, Canny and Depth: wider in than out.
     let folder = copy_of(&["flux-tiny"]);
     let file = folder.path().join("fill.safetensors");
@@ -317,7 +317,7 @@ fn a_transformer_that_takes_more_than_a_latent_is_not_supported_yet() {
 }
 
 #[test]
-fn what_is_no_pipeline_is_left_to_others() {
+fn other_paths_are_not_recognized() {
     let empty = tempfile::TempDir::new().expect("a folder");
     assert!(matches!(open(empty.path()), Ok(None)));
     assert!(matches!(open(Path::new("/nowhere")), Ok(None)));
@@ -344,7 +344,7 @@ fn what_is_no_pipeline_is_left_to_others() {
 }
 
 #[test]
-fn defaults_are_the_models_own() {
+fn defaults_depend_on_the_model() {
     let dev = open(folder("dev").path())
         .expect("sound")
         .expect("FLUX")

@@ -1,4 +1,4 @@
-//! Each part by itself.
+//! Parity of each component.
 
 use std::collections::HashMap;
 
@@ -11,7 +11,7 @@ use pipelines::noise::Generator;
 use crate::device::{BF16_COMPONENT, here, test_device, tolerances};
 use crate::numbers::{component, distance, json, largest_difference, numbers, resident, tensors};
 
-/// The transformer of a fixture over these tensors, asked what the reference was asked, on the device of the tests.
+/// The transformer of a fixture with these tensors, run on the fixture's inputs on the device of the tests.
 pub(crate) fn velocity(folder: &str, tensors: &ComponentTensors, inputs: &HashMap<String, Tensor>) -> Tensor {
     let config: TransformerConfig = json(&format!("{folder}/transformer/config.json"));
     let transformer = Transformer::new(&config, tensors).expect("all tensors");
@@ -24,7 +24,7 @@ pub(crate) fn velocity(folder: &str, tensors: &ComponentTensors, inputs: &HashMa
         rows: 4,
         columns: 6,
     };
-    // Two steps: the one that is asked for must not see the other's modulation.
+    // Two steps: the requested one must not use the modulation of the other.
     let times = [0.25, numbers(&inputs["timestep"])[0]];
     let conditioning = transformer.condition(&prompted, &times).expect("conditioning");
     let latent = here(&inputs["hidden_states"]);
@@ -55,7 +55,7 @@ fn the_transformer_equals_the_reference() {
 }
 
 #[test]
-fn bf16_is_the_same_model_within_its_rounding() {
+fn bf16_equals_f32_within_its_rounding() {
     let narrow = |tensors: &HashMap<String, Tensor>| -> HashMap<String, Tensor> {
         let narrow = |tensor: &Tensor| tensor.to_dtype(DType::BF16).expect("a tensor");
         tensors
@@ -77,13 +77,13 @@ fn bf16_is_the_same_model_within_its_rounding() {
 }
 
 #[test]
-fn rotations_hold_at_the_far_end_of_a_large_picture() {
+fn rotations_are_exact_at_the_far_end_of_a_large_picture() {
     let expected = tensors("flux-tiny/expected/rope.safetensors");
     let rows = expected["rows"].to_vec1::<i64>().expect("rows");
     let all = positions(512, 64, 64);
     let places: Vec<_> = rows.iter().map(|&row| all[row as usize]).collect();
     let found = rotations(&places, [16, 56, 56], test_device()).expect("rotations");
-    // The reference holds every angle twice, in neighbouring columns.
+    // The reference stores every angle twice, in adjacent columns.
     let every_second = Tensor::arange_step(0u32, 128, 2, &Device::Cpu).expect("indices");
     for (name, found) in [("cos", &found.cos), ("sin", &found.sin)] {
         let expected = expected[name].index_select(&every_second, 1).expect("columns");
@@ -114,7 +114,7 @@ fn rotations_hold_at_the_far_end_of_a_large_picture() {
 }
 
 #[test]
-fn noise_is_torchs() {
+fn noise_equals_torch() {
     let expected = tensors("flux-tiny/expected/noise.safetensors");
     let mut largest = 0f32;
     for (name, expected) in &expected {
@@ -144,7 +144,7 @@ fn noise_is_torchs() {
 }
 
 #[test]
-fn sigmas_are_the_schedulers() {
+fn sigmas_equal_the_schedulers() {
     let expected = tensors("flux-tiny/expected/scheduler.safetensors");
     let base = SchedulerConfig::default();
     let configuration = |name: &str| match name {

@@ -1,5 +1,5 @@
-//! Mistakes that a port makes must not hide below the tolerance: each, made on purpose, is a hundred times
-//! as far from the reference as the CPU is allowed, on every device.
+//! The tolerance detects typical porting errors: each of them, injected on purpose, exceeds the CPU's tolerance a
+//! hundredfold, on every device.
 
 use std::collections::HashMap;
 
@@ -11,14 +11,14 @@ use crate::numbers::{distance, resident, tensors};
 
 type Tensors = HashMap<String, Tensor>;
 
-/// Both tensors under each other's name.
+/// Swaps two tensors.
 fn swap(tensors: &mut Tensors, one: &str, other: &str) {
     let (a, b) = (tensors[one].clone(), tensors[other].clone());
     tensors.insert(one.to_owned(), b);
     tensors.insert(other.to_owned(), a);
 }
 
-/// Exchanges parts `one` and `other` of the `parts` that a modulation's weight and bias consist of.
+/// Swaps parts `one` and `other` of the `parts` of a modulation's weight and bias.
 fn swap_parts(tensors: &mut Tensors, name: &str, parts: usize, one: usize, other: usize) {
     for kind in ["weight", "bias"] {
         let name = format!("{name}.{kind}");
@@ -41,7 +41,7 @@ fn neutral_norm(tensors: &mut Tensors, name: &str) {
     replace(tensors, &format!("{name}.weight"), Tensor::ones_like);
 }
 
-/// A mistake, and what it does to the tensors.
+/// An error, and the change of the tensors that simulates it.
 type Mutation = (&'static str, fn(&mut Tensors));
 
 const MUTATIONS: &[Mutation] = &[
@@ -128,7 +128,7 @@ const MUTATIONS: &[Mutation] = &[
 ];
 
 #[test]
-fn mistakes_show() {
+fn wrong_weights_exceed_the_tolerance() {
     let weights = tensors("flux-tiny/transformer/diffusion_pytorch_model.safetensors");
     let inputs = tensors("flux-tiny/expected/transformer.safetensors");
     for (name, mutate) in MUTATIONS {

@@ -1,4 +1,4 @@
-//! Reading fixtures and measuring distances.
+//! Reading of fixtures, and error norms.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -14,12 +14,12 @@ pub(crate) fn fixtures() -> PathBuf {
     crate_folder().join("fixtures")
 }
 
-/// All tensors of a file below the fixtures, in host memory.
+/// All tensors of a fixture file, in host memory.
 pub(crate) fn tensors(path: &str) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(fixtures().join(path), &Device::Cpu).expect("a fixture")
 }
 
-/// A component of these tensors, on the device of the tests.
+/// A component with these tensors, on the device of the tests.
 pub(crate) fn resident(tensors: &HashMap<String, Tensor>) -> ComponentTensors {
     let copies = tensors.iter().map(|(name, tensor)| (name.clone(), here(tensor)));
     ComponentTensors::new(copies.collect())
@@ -36,7 +36,7 @@ pub(crate) fn json<T: DeserializeOwned>(path: &str) -> T {
     serde_json::from_str(&text).expect("a fixture's JSON")
 }
 
-/// All numbers of a tensor.
+/// All elements of a tensor.
 pub(crate) fn numbers(tensor: &Tensor) -> Vec<f32> {
     let flat = tensor
         .to_dtype(DType::F32)
@@ -45,7 +45,11 @@ pub(crate) fn numbers(tensor: &Tensor) -> Vec<f32> {
     flat.expect("numbers")
 }
 
-/// `|found - expected| / |expected|`, in f64. Infinite where shapes differ or a number is not finite.
+/// Relative L2 error `
+/// found - expected
+/// /
+/// expected
+/// `, in f64. Infinite if shapes differ or a value is not finite.
 pub(crate) fn distance(found: &Tensor, expected: &Tensor) -> f64 {
     if found.dims() != expected.dims() {
         return f64::INFINITY;
@@ -66,7 +70,7 @@ pub(crate) fn distance(found: &Tensor, expected: &Tensor) -> f64 {
     }
 }
 
-/// The largest difference of two numbers.
+/// Largest absolute difference.
 pub(crate) fn largest_difference(found: &Tensor, expected: &Tensor) -> f32 {
     assert_eq!(found.dims(), expected.dims());
     numbers(found)

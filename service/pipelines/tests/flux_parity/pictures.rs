@@ -1,4 +1,4 @@
-//! Whole pipelines: from a prompt, or a prompt and a picture, to a picture.
+//! Parity of whole pipelines: from a prompt, or a prompt and a picture, to a picture.
 
 use std::collections::HashMap;
 
@@ -84,8 +84,9 @@ fn pictures_equal_the_references() {
 
 #[test]
 fn bf16_generates_the_same_pictures_within_its_rounding() {
-    // All components in bf16, as on a card. What must stay in f32 there (angles, norms' statistics, sinusoids, the
-    // sums of the text encoder, the latent between steps) would be far outside if it did not.
+    // All components in bf16, as on a card. If the values that must stay in f32 (angles, norm statistics, sinusoids,
+    // the residual stream of the text encoder, the latent between steps) did not, the error would be far above the
+    // tolerance.
     let expected = tensors("flux-tiny/expected/pipelines.safetensors");
     let cases: Vec<Case> = json("flux-tiny/expected/pipelines.json");
     for case in &cases {
@@ -106,7 +107,7 @@ fn bf16_generates_the_same_pictures_within_its_rounding() {
     }
 }
 
-/// The bytes that the decode stage delivers are the reference's floats, rounded, on every exact rung.
+/// The delivered bytes of the decode stage are the rounded reference floats, on every exact rung.
 fn assert_rounded(workshop: &Workshop, request: &Request, latent: &HostTensor, reference: &Tensor) {
     let plan = workshop.stage(request, "decode");
     let values = Values::from([("latent".to_owned(), latent.clone())]);
@@ -134,9 +135,8 @@ fn assert_rounded(workshop: &Workshop, request: &Request, latent: &HostTensor, r
 }
 
 #[test]
-fn the_order_of_draws_matters() {
-    // The same request whose noise were drawn first gives another latent: that the order is right is
-    // visible in the fixtures.
+fn random_draws_are_in_the_reference_order() {
+    // Drawing the noise first gives another latent: the fixtures show that the order is correct.
     let expected = tensors("flux-tiny/expected/pipelines.safetensors");
     let cases: Vec<Case> = json("flux-tiny/expected/pipelines.json");
     let case = cases
@@ -151,7 +151,7 @@ fn the_order_of_draws_matters() {
         let given = workshop.run(plan, 0, &request, &values, &mut Unobserved);
         values.extend(given.expect("a stage"));
     }
-    // For a latent that a client brought nothing was sampled.
+    // A latent from the client needs no random draw.
     let brought = Request {
         from_values: true,
         medium: Medium::Image(Image::of(case.width, case.height)),

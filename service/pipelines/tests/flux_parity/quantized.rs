@@ -1,5 +1,5 @@
-//! Quantized weights, made at load and as others store them, beside the reference over the numbers that they stand for
-//! (`fixtures/make_quantized_fixtures.py`); and what is refused.
+//! Quantized weights, made at load and stored by other programs, against the reference with dequantized weights
+//! (`fixtures/make_quantized_fixtures.py`); and refusals.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -29,26 +29,26 @@ fn quantized(components: &[(&str, &str)]) -> Precision {
     }
 }
 
-/// A schnell that a test may spoil.
+/// A schnell fixture that a test may modify.
 fn schnell() -> TempDir {
     copy_of(&["flux-tiny", "flux-tiny-schnell"])
 }
 
-/// Puts a file of the quantized fixtures into a folder.
+/// Copies a file of the quantized fixtures into a folder.
 fn put(folder: &TempDir, from: &str, to: &str) -> std::path::PathBuf {
     let target = folder.path().join(to);
     std::fs::copy(fixtures().join("flux-tiny-quantized").join(from), &target).expect("a copy");
     target
 }
 
-/// How far a workshop's transformer is from this answer of the reference.
+/// Error of a workshop's transformer against this output of the reference.
 fn apart(workshop: &Workshop, answer: &str) -> f64 {
     let inputs = tensors("flux-tiny/expected/transformer_schnell.safetensors");
     let found = velocity("flux-tiny-schnell", &workshop.tensors("transformer"), &inputs);
     distance(&found, &tensors(EXPECTED)[answer])
 }
 
-/// Every tensor's format, and that a component has exactly the bytes that were said before it was loaded.
+/// Asserts the format of every tensor, and that the component has exactly the predicted bytes.
 fn formats(workshop: &Workshop, component: &str) -> BTreeMap<String, Option<WeightFormat>> {
     let tensors = workshop.tensors(component);
     let (mut bytes, mut formats) = (0, BTreeMap::new());
@@ -70,7 +70,7 @@ fn formats(workshop: &Workshop, component: &str) -> BTreeMap<String, Option<Weig
 }
 
 #[test]
-fn a_transformer_quantized_at_load_equals_the_reference_over_the_same_numbers() {
+fn a_transformer_quantized_at_load_equals_the_reference_with_dequantized_weights() {
     let folder = schnell();
     for name in ["int8", "fp8", "nf4", "nf4-double"] {
         let workshop = Workshop::open_in(folder.path(), quantized(&[("transformer", name)]));
@@ -91,14 +91,14 @@ fn a_transformer_quantized_at_load_equals_the_reference_over_the_same_numbers() 
         let apart = apart(&workshop, name);
         assert!(apart < tolerances().component, "{name}: {apart:e}");
     }
-    // The answers are further from one another than the tolerance: a format that was taken for another would show.
+    // The outputs differ by more than the tolerance: a wrong format would be detected.
     let answers = tensors(EXPECTED);
     let between = distance(&answers["nf4"], &answers["nf4-double"]);
     assert!(between > 10.0 * tolerances().component, "{between:e}");
 }
 
 #[test]
-fn nf4_of_bitsandbytes_in_one_file_of_fused_rows_is_read_as_it_is() {
+fn stored_nf4_in_a_single_file_with_fused_rows_equals_the_reference() {
     let folder = schnell();
     let file = put(&folder, "nf4.safetensors", "nf4.safetensors");
     let workshop = Workshop::open(&file);
@@ -124,7 +124,7 @@ fn nf4_double() -> TempDir {
 }
 
 #[test]
-fn nf4_of_bitsandbytes_with_double_quantization_is_read_as_it_is() {
+fn stored_nf4_with_double_quantization_equals_the_reference() {
     let folder = nf4_double();
     let workshop = Workshop::open(folder.path());
     let held = formats(&workshop, "transformer");
@@ -132,7 +132,7 @@ fn nf4_of_bitsandbytes_with_double_quantization_is_read_as_it_is() {
     let whole = apart(&workshop, "stored_nf4_double");
     assert!(whole < tolerances().component, "{whole:e}");
 
-    // The bytes of codes may be called by another type's name.
+    // The bytes of codes may have another declared type.
     let path = folder.path().join(WEIGHTS);
     let sound = Raw::open(&path);
     let mut renamed = sound.clone();
@@ -143,7 +143,7 @@ fn nf4_of_bitsandbytes_with_double_quantization_is_read_as_it_is() {
     assert!(as_bf16 < tolerances().component, "{as_bf16:e}");
     sound.save(&path);
 
-    // Parts of one weight may lie in different shards.
+    // Parts of one weight may be in different shards.
     let mut shards = [Raw::default(), Raw::default()];
     let mut weight_map = BTreeMap::new();
     for (i, (name, tensor)) in Raw::open(&path).0.into_iter().enumerate() {
@@ -163,7 +163,7 @@ fn nf4_of_bitsandbytes_with_double_quantization_is_read_as_it_is() {
 }
 
 #[test]
-fn int8_of_bitsandbytes_is_read_as_it_is() {
+fn stored_int8_equals_the_reference() {
     let folder = schnell();
     put(&folder, "t5-int8/config.json", "text_encoder_2/config.json");
     put(
@@ -193,7 +193,7 @@ fn int8_of_bitsandbytes_is_read_as_it_is() {
     assert!(apart < tolerances().component, "{apart:e}");
 }
 
-/// Tensors of a file in dtypes that only bytes can be made of.
+/// Tensors of a file in dtypes that are created from bytes.
 #[derive(Clone, Default)]
 struct Raw(BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>);
 
@@ -223,7 +223,7 @@ impl Raw {
         self.save_with(path, None);
     }
 
-    /// Names of layers with a weight, and its rows.
+    /// Names of layers with a weight, and its row count.
     fn layers(&self) -> Vec<(String, usize)> {
         let weights = self.0.iter().filter(|(_, (_, shape, _))| shape.len() == 2);
         let layers = weights.filter_map(|(name, (_, shape, _))| {
@@ -238,7 +238,7 @@ fn floats(numbers: impl IntoIterator<Item = f32>) -> Vec<u8> {
 }
 
 #[test]
-fn fp8_is_read_as_it_is_without_scales_with_one_and_by_rows() {
+fn stored_fp8_with_no_scale_one_scale_or_row_scales_equals_the_reference() {
     let folder = schnell();
     let file = put(&folder, "fp8.safetensors", "fp8.safetensors");
     let codes = Raw::open(&file);
@@ -255,7 +255,7 @@ fn fp8_is_read_as_it_is_without_scales_with_one_and_by_rows() {
     };
     check("fp8_unscaled", WeightFormat::Fp8(Fp8Scales::None), None);
 
-    // ComfyUI's, in the older and the newer words.
+    // ComfyUI's older and newer names.
     let tensor_scale = WeightFormat::Fp8(Fp8Scales::Tensor);
     for (scale, shape, unused) in [
         ("scale_weight", &[][..], "scale_input"),
@@ -296,7 +296,7 @@ fn fp8_is_read_as_it_is_without_scales_with_one_and_by_rows() {
 }
 
 #[test]
-fn scales_of_fp8_of_every_shape_are_read_or_refused() {
+fn fp8_scales_of_every_shape_are_read_or_refused() {
     let folder = schnell();
     let file = put(&folder, "fp8.safetensors", "fp8.safetensors");
     let codes = Raw::open(&file);
@@ -336,7 +336,7 @@ fn scales_of_fp8_of_every_shape_are_read_or_refused() {
         for shape in [&[rows][..], &[rows, 1]] {
             assert_eq!(of(name, Dtype::F32, shape), fp8(Fp8Scales::Rows), "{shape:?}");
         }
-        // By column, by squares, of no or of too many numbers; and in what scales are not read.
+        // Per column, per block, and with missing or surplus elements; and in unsupported scale types.
         for (dtype, shape) in [
             (Dtype::F32, &[1, rows][..]),
             (Dtype::F32, &[2, rows / 2]),
@@ -354,8 +354,8 @@ fn scales_of_fp8_of_every_shape_are_read_or_refused() {
             }
         }
     }
-    // Scales that somebody calls otherwise: codes alone would be other numbers. Of an encoder, too, which may have
-    // tensors that nobody asks for.
+    // Scales under another name: without them the codes would be wrong. Also for an encoder, which may have
+    // additional tensors.
     let said = of("weight_scale_inv", Dtype::F32, &[]).expect_err("refused");
     assert!(said.contains("weight_scale_inv"), "{said}");
     let t5 = folder.path().join("text_encoder_2/model.safetensors");
@@ -382,8 +382,8 @@ fn scales_of_fp8_of_every_shape_are_read_or_refused() {
 }
 
 #[test]
-fn what_is_partly_quantized_is_read_tensor_by_tensor() {
-    // Codes of fp8 for one layer, in the folder of a checkpoint in full precision; its bias is fp8, too.
+fn a_partly_quantized_checkpoint_is_read_tensor_by_tensor() {
+    // fp8 codes for one layer, in a full-precision checkpoint; its bias is fp8 too.
     let folder = schnell();
     let path = folder.path().join(WEIGHTS);
     let sound = Raw::open(&path);
@@ -404,7 +404,7 @@ fn what_is_partly_quantized_is_read_tensor_by_tensor() {
         assert_eq!(format, expected, "{name}");
     }
     assert_eq!(workshop.model.format_of("transformer"), Some(unscaled));
-    // The same numbers in full precision.
+    // The same values in full precision.
     let found = apart(&workshop, "pth");
     for kind in ["weight", "bias"] {
         let (_, shape, codes) = some.0[&format!("{layer}.{kind}")].clone();
@@ -419,7 +419,7 @@ fn what_is_partly_quantized_is_read_tensor_by_tensor() {
         "{found} {expected}"
     );
 
-    // A scale that nothing was quantized with, and a norm with one.
+    // A scale without quantized weight, and a norm with one.
     let mut scaled = sound.clone();
     scaled.add(&format!("{layer}.weight_scale"), Dtype::F32, &[], floats([2.0]));
     scaled.save(&path);
@@ -440,7 +440,7 @@ fn what_is_partly_quantized_is_read_tensor_by_tensor() {
 }
 
 #[test]
-fn int8_without_its_scales_or_with_others_is_refused() {
+fn int8_with_missing_or_wrong_scales_is_refused() {
     let folder = schnell();
     put(&folder, "t5-int8/config.json", "text_encoder_2/config.json");
     let to = "text_encoder_2/model.safetensors";
@@ -503,7 +503,7 @@ fn scratch_of_quantized_layers_counts_the_tokens_of_the_stage() {
     let formats = ["transformer", "text_encoder_2"].map(|name| (name, "int8"));
     let quantized = open(&quantized(&formats));
     let small = request();
-    // So many that results are larger than weights.
+    // So many tokens that results are larger than weights.
     let large = Request {
         max_sequence_length: 512,
         ..sized(512, 512)
@@ -519,7 +519,7 @@ fn scratch_of_quantized_layers_counts_the_tokens_of_the_stage() {
         );
         for (component, name, tokens) in [
             ("transformer", "denoise", text + picture),
-            // Of short texts CLIP, which is not quantized, takes more.
+            // For short texts CLIP, which is not quantized, dominates.
             ("text_encoder_2", "encode_text", text),
         ] {
             if !components.contains(&component) {
@@ -537,7 +537,7 @@ fn scratch_of_quantized_layers_counts_the_tokens_of_the_stage() {
                     Target::Full(_) => None,
                 }
             };
-            // Those of the adaptive norms have run before there are buffers.
+            // The layers of adaptive norms run before the buffers are allocated.
             let of_steps = |source: &&gpu::TensorSource| !source.name.ends_with(".linear.weight");
             let most = sources
                 .iter()
@@ -556,9 +556,9 @@ fn scratch_of_quantized_layers_counts_the_tokens_of_the_stage() {
     }
 }
 
-/// Int8 and fp8 take as many bytes, and other scratch: what is learned of one must not be booked for the other.
+/// Int8 and fp8 have equal bytes and different scratch: their learned peaks must be separate.
 #[test]
-fn a_stage_that_multiplies_fp8_has_a_shape_of_its_own() {
+fn a_stage_with_native_fp8_products_has_a_separate_shape_key() {
     let folder = copy_of(&["flux-tiny"]);
     let shapes = |format: &str| {
         let formats = ["transformer", "text_encoder_2"].map(|name| (name, format));
@@ -579,7 +579,7 @@ fn a_stage_that_multiplies_fp8_has_a_shape_of_its_own() {
 }
 
 #[test]
-fn gguf_is_read_as_it_is() {
+fn stored_gguf_equals_the_reference() {
     let folder = schnell();
     let file = put(&folder, "mixed.gguf", "mixed.gguf");
     let workshop = Workshop::open(&file);
@@ -603,7 +603,7 @@ fn gguf_is_read_as_it_is() {
 }
 
 #[test]
-fn an_archive_of_pytorch_is_read_and_quantized_like_any_file() {
+fn a_pytorch_archive_is_read_and_quantized_like_any_file() {
     let folder = schnell();
     let file = put(&folder, "shared.pth", "shared.pth");
     let apart = apart(&Workshop::open(&file), "pth");
@@ -617,7 +617,7 @@ fn an_archive_of_pytorch_is_read_and_quantized_like_any_file() {
 }
 
 #[test]
-fn a_single_file_may_have_the_names_of_diffusers() {
+fn a_single_file_may_use_diffusers_names() {
     let folder = schnell();
     let file = folder.path().join("whole.safetensors");
     std::fs::copy(folder.path().join(WEIGHTS), &file).expect("a copy");
@@ -632,7 +632,7 @@ fn a_single_file_may_have_the_names_of_diffusers() {
 }
 
 #[test]
-fn each_component_has_a_format_of_its_own() {
+fn each_component_may_have_another_format() {
     let folder = copy_of(&["flux-tiny"]);
     let full = Workshop::open(folder.path());
     let asked = [
@@ -667,7 +667,7 @@ fn each_component_has_a_format_of_its_own() {
     assert_eq!(some.components()[0].id, full.model.components()[0].id);
     assert_ne!(some.components()[1].id, mixed.model.components()[1].id);
 
-    // What dequantizing takes is in the prediction of every stage, and in no other model's.
+    // The scratch of dequantization is in the prediction of every stage of this model, and of no other.
     let of_picture = from_image(black(64, 64), 0.5);
     let (with, without) = (mixed.stages(&of_picture), full.stages(&of_picture));
     assert_eq!((with.len(), without.len()), (4, 4));
@@ -687,7 +687,7 @@ fn each_component_has_a_format_of_its_own() {
     let far = distance(&found, &expected);
     println!("mixed: {far:.3} from full precision");
     assert!(far > 1e-3 && far < 0.3, "{far}");
-    // The autoencoder by itself: of the same latent.
+    // The autoencoder alone, with the same latent.
     let pictures = distance(
         &mixed.picture(&request(), &expected),
         &full.picture(&request(), &expected),
@@ -696,7 +696,7 @@ fn each_component_has_a_format_of_its_own() {
     assert!(pictures > 1e-4 && pictures < 0.1, "{pictures}");
 }
 
-/// What is said of a checkpoint that is not opened.
+/// The error of a checkpoint that is refused.
 fn refused(path: &Path, precision: &Precision) -> ModelError {
     match FluxModel::open(path, precision) {
         Err(error) => error,
@@ -705,7 +705,7 @@ fn refused(path: &Path, precision: &Precision) -> ModelError {
 }
 
 #[test]
-fn what_cannot_be_asked_for_is_said() {
+fn impossible_formats_are_refused_with_the_reason() {
     let folder = nf4_double();
     let error = refused(folder.path(), &quantized(&[("transformer", "int8")]));
     assert!(
@@ -722,7 +722,7 @@ fn what_cannot_be_asked_for_is_said() {
         "{error}"
     );
     assert!(error.to_string().contains("text_encoder_2"), "{error}");
-    // Another component of the same model may be.
+    // Another component of the same model may be quantized.
     assert!(FluxModel::open(folder.path(), &quantized(&[("text_encoder_2", "int8")])).is_ok());
 }
 
@@ -736,7 +736,7 @@ fn assert_unsupported(path: &Path, words: &[&str]) {
 }
 
 #[test]
-fn quantizations_that_are_not_read_are_named_by_configuration() {
+fn unsupported_quantizations_are_detected_by_configuration() {
     for method in ["torchao", "svdquant", "gptq", "quanto", "modelopt"] {
         let folder = schnell();
         set(
@@ -756,7 +756,7 @@ fn quantizations_that_are_not_read_are_named_by_configuration() {
 }
 
 #[test]
-fn quantizations_that_are_not_read_are_named_by_their_tensors() {
+fn unsupported_quantizations_are_detected_by_tensor_names() {
     let folder = schnell();
     let file = folder.path().join("one.safetensors");
     let codes = Raw::open(&put(&folder, "fp8.safetensors", "one.safetensors"));
@@ -806,7 +806,7 @@ fn quantizations_that_are_not_read_are_named_by_their_tensors() {
         foreign.save(&file);
         assert_unsupported(&file, words);
     }
-    // Told by ComfyUI's notes.
+    // Detected by ComfyUI's metadata.
     let said = format!(r#"{{"layers": {{"{block}": {{"format": "nvfp4"}}}}}}"#);
     codes.save_with(&file, Some([("_quantization_metadata".to_owned(), said)].into()));
     assert_unsupported(&file, &["nvfp4", "what is read is"]);
@@ -815,7 +815,7 @@ fn quantizations_that_are_not_read_are_named_by_their_tensors() {
     noted.add(&format!("{block}.comfy_quant"), Dtype::U8, &[note.len()], note);
     noted.save(&file);
     assert_unsupported(&file, &["mxfp8"]);
-    // Bytes that nothing explains, and codes where full precision is needed.
+    // Unexplained bytes, and codes where full precision is required.
     let mut bytes = codes.clone();
     let (_, shape, data) = codes.0[&format!("{block}.weight")].clone();
     bytes.add(&format!("{block}.weight"), Dtype::U8, &shape, data);
@@ -826,7 +826,7 @@ fn quantizations_that_are_not_read_are_named_by_their_tensors() {
 }
 
 #[test]
-fn states_of_nf4_that_lie_are_refused() {
+fn contradictory_nf4_states_are_refused() {
     let folder = nf4_double();
     let path = folder.path().join(WEIGHTS);
     let sound = Raw::open(&path);
@@ -875,8 +875,8 @@ fn states_of_nf4_that_lie_are_refused() {
 }
 
 #[test]
-fn a_fused_weight_whose_blocks_reach_over_its_layers_is_refused() {
-    // Rows of 1024 numbers end inside blocks of 256 scales of 64.
+fn a_fused_weight_whose_blocks_cross_its_layers_is_refused() {
+    // Rows of 1024 elements end inside blocks of 256 scales of 64.
     let folder = schnell();
     let file = put(&folder, "nf4.safetensors", "nf4.safetensors");
     let mut raw = Raw::open(&file);
@@ -899,7 +899,7 @@ fn a_fused_weight_whose_blocks_reach_over_its_layers_is_refused() {
 }
 
 #[test]
-fn a_number_that_is_not_finite_is_named_when_it_is_quantized() {
+fn a_tensor_that_is_not_finite_is_named_when_it_is_quantized() {
     let folder = schnell();
     let path = folder.path().join(WEIGHTS);
     let mut found = candle_core::safetensors::load(&path, &candle_core::Device::Cpu).expect("tensors");

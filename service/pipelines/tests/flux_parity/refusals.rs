@@ -1,4 +1,4 @@
-//! What is refused when a checkpoint is opened, and that the refusal names the file.
+//! Checkpoints that are refused when opened, with the name of the file.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -23,7 +23,7 @@ fn refusal(path: &Path) -> ModelError {
     }
 }
 
-/// Asserts that a folder is damaged, and that it is said of this file.
+/// Asserts that a folder is damaged, and that the error names this file.
 fn assert_damaged(folder: &Path, file: &str) {
     let error = refusal(folder);
     let named = matches!(&error, ModelError::Damaged { path, .. } if path.ends_with(file));
@@ -31,7 +31,7 @@ fn assert_damaged(folder: &Path, file: &str) {
 }
 
 #[test]
-fn a_tokenizer_of_another_shape_is_damaged() {
+fn a_malformed_tokenizer_is_damaged() {
     let cases = [
         ("tokenizer_2/tokenizer.json", r#"{"model": 7}"#),
         ("tokenizer_2/tokenizer.json", r#"{"model": []}"#),
@@ -71,7 +71,7 @@ fn a_tokenizer_of_another_shape_is_damaged() {
 }
 
 #[test]
-fn a_configuration_that_is_no_object_is_damaged() {
+fn a_configuration_that_is_not_an_object_is_damaged() {
     for file in [
         "model_index.json",
         "moored.json",
@@ -94,7 +94,7 @@ fn a_configuration_that_is_no_object_is_damaged() {
 }
 
 #[test]
-fn another_pipeline_is_named_and_so_is_what_is_supported() {
+fn an_unsupported_pipeline_is_named_with_the_supported_ones() {
     let folder = tempfile::TempDir::new().expect("a folder");
     let said = |class: serde_json::Value| {
         write_json(
@@ -161,7 +161,7 @@ fn every_tensor_is_looked_up_when_a_checkpoint_is_opened() {
 }
 
 #[test]
-fn tensors_beside_those_of_an_encoder_and_other_names_of_them_are_read() {
+fn additional_tensors_and_alternative_names_of_encoders_are_accepted() {
     let folder = copy_of(&["flux-tiny"]);
     let rewrite = |file: &str, change: &dyn Fn(&mut Tensors)| {
         let path = folder.path().join(file);
@@ -198,7 +198,7 @@ fn tensors_beside_those_of_an_encoder_and_other_names_of_them_are_read() {
     });
     assert_eq!(bytes(), usual, "what is not needed is not loaded");
 
-    // As transformers 5 saves CLIP, and a T5 whose table has its other name only.
+    // As transformers 5 saves CLIP, and a T5 whose embedding has only its other name.
     rewrite(clip, &|found| {
         *found = found
             .drain()
@@ -240,7 +240,7 @@ fn published_companions_have_their_published_sizes() {
 }
 
 #[test]
-fn sizes_beyond_all_reason_are_refused() {
+fn implausible_sizes_are_refused() {
     let enormous = serde_json::json!(1u64 << 62);
     for (file, keys) in [
         (
@@ -263,7 +263,7 @@ fn sizes_beyond_all_reason_are_refused() {
     }
 }
 
-/// Writes a safetensors file of zeros that takes no space on the disk: its data is a hole.
+/// Writes a sparse safetensors file of zeros.
 fn write_hollow(path: &Path, dtype: &str, width: usize, shapes: &[(String, Vec<usize>)]) {
     let mut header = serde_json::Map::new();
     let mut end = 0;
@@ -282,7 +282,7 @@ fn write_hollow(path: &Path, dtype: &str, width: usize, shapes: &[(String, Vec<u
 }
 
 #[test]
-fn a_path_is_said_once() {
+fn an_error_contains_the_path_once() {
     let folder = copy_of(&["flux-tiny"]);
     let path = folder.path().join("text_encoder_2/model.safetensors");
     write_hollow(&path, "F8_E5M2", 1, &[("shared.weight".to_owned(), vec![4, 2])]);
@@ -294,7 +294,7 @@ fn a_path_is_said_once() {
 }
 
 #[test]
-fn defaults_that_no_request_may_have_are_damage() {
+fn invalid_defaults_are_damage() {
     let folder = copy_of(&["flux-tiny"]);
     let file = folder.path().join("moored.json");
     for (key, value) in [
@@ -314,7 +314,7 @@ fn defaults_that_no_request_may_have_are_damage() {
     assert!(FluxModel::open(folder.path(), &F32).is_ok());
 }
 
-/// A name of diffusers as BFL writes it, and its shape there.
+/// BFL's name and shape of a tensor with a diffusers name.
 fn of_bfl(name: &str, mut shape: Vec<usize>) -> (String, Vec<usize>) {
     let mut bfl = name.replace("conv_norm_out", "norm_out");
     for (theirs, ours) in [
@@ -342,7 +342,7 @@ fn of_bfl(name: &str, mut shape: Vec<usize>) -> (String, Vec<usize>) {
 }
 
 #[test]
-fn the_autoencoder_of_a_single_file_may_be_bfls_own() {
+fn the_autoencoder_of_a_single_file_may_use_bfl_names() {
     let folder = copy_of(&["flux-tiny", "flux-tiny-bfl"]);
     let file = folder.path().join("flux-tiny.safetensors");
     std::fs::remove_dir_all(folder.path().join("vae")).expect("no VAE");
@@ -380,15 +380,15 @@ fn the_autoencoder_of_a_single_file_may_be_bfls_own() {
         serde_json::json!({"base": folder.path()}),
     );
     std::fs::rename(&autoencoder, beside.path().join("ae.safetensors")).expect("a move");
-    assert!(open(&moved).files_of("vae")[0].starts_with(beside.path()));
+    assert!(open(&moved).files_of("vae")[0].path.starts_with(beside.path()));
 
-    // What lacks a tensor is refused like any.
+    // A missing tensor is refused as in any file.
     write_hollow(&beside.path().join("ae.safetensors"), "BF16", 2, &renamed[1..]);
     assert_damaged(&moved, "ae.safetensors");
 }
 
 #[test]
-fn the_model_that_ships_opens() {
+fn the_shipped_model_opens() {
     let demo = crate_folder().join("../../demo/model");
     assert!(matches!(FluxModel::open(&demo, &F32), Ok(Some(_))));
 }

@@ -1,4 +1,4 @@
-//! What stages promise besides numbers: steps, previews, cancelling, and errors that say what happened.
+//! Behaviour of stages other than numerics: steps, previews, cancellation, and errors.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -12,7 +12,7 @@ use pipelines::{
 use crate::numbers::tensors;
 use crate::workshop::{Delivered, Workshop, black, folder, from_image, on_cpu, request, sized};
 
-/// Notes what it sees, wants every preview, and cancels when it was asked often enough.
+/// Records calls, wants every preview, and cancels after a number of checks.
 #[derive(Default)]
 struct Notes {
     steps: Vec<(u32, u32)>,
@@ -45,7 +45,7 @@ fn workshop() -> Workshop {
 }
 
 #[test]
-fn steps_and_previews_are_shown() {
+fn steps_and_previews_are_reported() {
     let workshop = workshop();
     let mut notes = Notes::default();
     let plain = workshop.denoised(&request(), &mut notes).expect("a latent");
@@ -67,11 +67,11 @@ fn steps_and_previews_are_shown() {
 }
 
 #[test]
-fn every_question_can_cancel() {
+fn every_cancellation_check_ends_the_stage() {
     let workshop = workshop();
     let mut notes = Notes::default();
     workshop.denoised(&request(), &mut notes).expect("a latent");
-    // Four steps of four blocks, and once before each step, at least.
+    // At least four steps of four blocks, and a check before each step.
     let questions = notes.asked.get();
     assert!(questions > 4 * 5, "{questions}");
     for at in 1..=questions {
@@ -89,7 +89,7 @@ fn every_question_can_cancel() {
 }
 
 #[test]
-fn what_is_not_finite_is_an_error_and_no_black_picture() {
+fn a_result_that_is_not_finite_is_an_error() {
     let workshop = workshop();
     let mut weights = tensors("flux-tiny/transformer/diffusion_pytorch_model.safetensors");
     let bias = weights["proj_out.bias"].affine(0.0, f64::NAN).expect("a tensor");
@@ -102,7 +102,7 @@ fn what_is_not_finite_is_an_error_and_no_black_picture() {
 }
 
 #[test]
-fn a_tensor_that_is_missing_is_named() {
+fn a_missing_tensor_is_named() {
     let workshop = workshop();
     workshop.replace("transformer", HashMap::<String, Tensor>::new());
     match workshop.denoised(&request(), &mut Unobserved) {
@@ -112,7 +112,7 @@ fn a_tensor_that_is_missing_is_named() {
 }
 
 #[test]
-fn inputs_that_do_not_fit_are_refused() {
+fn inputs_of_another_shape_are_refused() {
     let workshop = workshop();
     let request = request();
     let [encode_text, denoise, decode] = &workshop.stages(&request)[..] else {
@@ -158,7 +158,7 @@ fn inputs_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn a_latent_that_lies_about_its_size_is_refused() {
+fn a_latent_whose_shape_contradicts_its_data_is_refused() {
     let workshop = workshop();
     let plan = workshop.stage(&request(), "decode");
     let expected = plan.takes[0].shape.clone();
@@ -182,7 +182,7 @@ fn a_latent_that_lies_about_its_size_is_refused() {
 }
 
 #[test]
-fn stages_name_what_they_need() {
+fn stages_name_their_components() {
     let workshop = workshop();
     let needs = |request: &Request| -> Vec<(String, Role, Vec<String>)> {
         let stages = workshop.stages(request).into_iter();
@@ -230,7 +230,7 @@ fn stages_name_what_they_need() {
 }
 
 #[test]
-fn each_stage_takes_what_those_before_it_give() {
+fn each_stage_takes_values_that_earlier_stages_give() {
     let workshop = workshop();
     let brought = Request {
         from_values: true,
@@ -262,7 +262,7 @@ fn each_stage_takes_what_those_before_it_give() {
 }
 
 #[test]
-fn from_a_kept_latent_only_the_rest_of_the_schedule_is_run() {
+fn a_kept_latent_runs_only_the_remaining_schedule() {
     let workshop = workshop();
     let kept = workshop.values(&request(), &mut Unobserved).expect("a latent");
     let brought = Request {
@@ -288,7 +288,7 @@ fn from_a_kept_latent_only_the_rest_of_the_schedule_is_run() {
     assert_eq!(notes.steps, [(1, 2), (2, 2)]);
     assert_ne!(again["latent"], kept["latent"]);
 
-    // A picture beside it is not encoded: the latent stands for it.
+    // With a given latent, a picture is not encoded.
     let beside = Request {
         from_values: true,
         ..from_image(black(64, 64), 0.5)
@@ -299,7 +299,7 @@ fn from_a_kept_latent_only_the_rest_of_the_schedule_is_run() {
         .expect("a latent");
     assert_eq!(same, again);
 
-    // Without one the strength says nothing.
+    // Without a starting point, strength is ignored.
     let from_noise = Request {
         strength: 0.5,
         ..request()
@@ -308,7 +308,7 @@ fn from_a_kept_latent_only_the_rest_of_the_schedule_is_run() {
 }
 
 #[test]
-fn a_latent_says_what_it_is_of() {
+fn a_request_is_derived_from_the_shape_of_a_latent() {
     let workshop = workshop();
     let wide = sized(96, 48);
     let plan = workshop.stage(&wide, "decode");
@@ -341,7 +341,7 @@ fn a_latent_says_what_it_is_of() {
     ] {
         assert_eq!(workshop.model.request_of(&other), None, "{other:?}");
     }
-    // What no picture has is told by the plan.
+    // Impossible sizes are refused by the plan.
     for (h, w, fields) in [
         (0, 8, &["height"][..]),
         (7, 8, &["height"]),
@@ -419,7 +419,7 @@ fn the_smallest_request_runs_through_all_stages_in_one_step() {
 }
 
 #[test]
-fn the_memo_of_a_text_is_of_its_tokens() {
+fn the_text_memo_depends_on_the_tokens() {
     let workshop = workshop();
     let memo = |prompt: &str, tokens: u32| {
         let request = Request {
@@ -434,7 +434,7 @@ fn the_memo_of_a_text_is_of_its_tokens() {
     assert_ne!(memo("a red circle", 48), memo("a red square", 48));
     assert_ne!(memo("a red circle", 48), memo("a red circle", 32));
 
-    // Nothing else that is asked counts, and nothing else is kept.
+    // No other field affects the memo, and no other stage has one.
     let other = Request {
         seed: 8,
         steps: 3,
@@ -450,7 +450,7 @@ fn the_memo_of_a_text_is_of_its_tokens() {
     assert!(of_one[1..].iter().chain(&of_other[1..]).all(Option::is_none));
 }
 
-/// Names of the fields that a plan refuses.
+/// Names of the fields that planning rejects.
 fn wrong_fields(workshop: &Workshop, request: &Request) -> Vec<String> {
     let problems = workshop.model.plan(request).expect_err("something is wrong");
     problems.into_iter().map(|problem| problem.field).collect()
@@ -489,10 +489,10 @@ fn every_wrong_field_is_named() {
     assert_eq!(wrong_fields(&workshop, &wrong), expected);
 
     let too_weak = from_image(black(64, 64), 1e-9);
-    // The reference truncates: even the weakest leaves the last step.
+    // The reference truncates: even the smallest strength leaves the last step.
     assert_eq!(workshop.stage(&too_weak, "denoise").steps, 1);
 
-    // A strength counts wherever something is started from.
+    // Strength is validated for every starting point.
     for strength in [0.0, -0.5, 1.5, f32::NAN] {
         let brought = Request {
             from_values: true,
@@ -534,7 +534,7 @@ fn a_request_of_another_medium_is_refused() {
 }
 
 #[test]
-fn guidance_counts_in_dev_and_not_in_schnell() {
+fn guidance_changes_dev_and_not_schnell() {
     for (kind, counts) in [("dev", true), ("schnell", false)] {
         let folder = folder(kind);
         let workshop = Workshop::open(folder.path());

@@ -1,4 +1,4 @@
-//! A model whose components are all on a card, and its stages one after the other.
+//! A model with all components on a card, and functions that run its stages.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -18,12 +18,12 @@ use tempfile::TempDir;
 use crate::device::{here, test_device};
 use crate::numbers::{fixtures, resident};
 
-/// The precision of the fixtures.
+/// Precision of the fixtures.
 pub(crate) const F32: Precision = Precision::full(DType::F32);
-/// That of a card.
+/// Precision of a card.
 pub(crate) const BF16: Precision = Precision::full(DType::BF16);
 
-/// A copy of fixture folders, one over the other, that a test may spoil.
+/// A copy of fixture folders, overlaid, that a test may modify.
 pub(crate) fn copy_of(folders: &[&str]) -> TempDir {
     fn copy(from: &Path, to: &Path) {
         std::fs::create_dir_all(to).expect("a folder");
@@ -43,7 +43,7 @@ pub(crate) fn copy_of(folders: &[&str]) -> TempDir {
     folder
 }
 
-/// A folder that is kept, or goes with whoever holds it.
+/// A folder that is permanent, or deleted on drop.
 pub(crate) enum Folder {
     Fixture(PathBuf),
     Copy(TempDir),
@@ -81,11 +81,11 @@ fn moved(tensors: &ComponentTensors) -> ComponentTensors {
     ComponentTensors::of_weights(weights.collect())
 }
 
-/// A model with everything resident.
+/// A model with all components resident.
 pub(crate) struct Workshop {
     pub(crate) model: FluxModel,
     components: RefCell<HashMap<String, Arc<ComponentTensors>>>,
-    /// Components that were asked for since the last look.
+    /// Components requested since the last call.
     pub(crate) asked: RefCell<Vec<String>>,
 }
 
@@ -95,7 +95,7 @@ impl Workshop {
         Workshop::open_in(path, F32)
     }
 
-    /// The same in another precision.
+    /// Opens a model in another precision.
     pub(crate) fn open_in(path: &Path, precision: Precision) -> Workshop {
         let model = FluxModel::open(path, &precision)
             .expect("a sound model")
@@ -120,7 +120,7 @@ impl Workshop {
         }
     }
 
-    /// Puts other tensors in a component's place.
+    /// Replaces the tensors of a component.
     pub(crate) fn replace(&self, name: &str, tensors: HashMap<String, Tensor>) {
         self.components
             .borrow_mut()
@@ -136,8 +136,8 @@ impl Workshop {
         Ok(self.tensors(name))
     }
 
-    /// Runs one stage over those of the values that it says it takes, and checks that it asked for no more than it had
-    /// named and gave what it had named.
+    /// Runs one stage over the values that it takes, and checks that it used only its named components and gave its
+    /// named values.
     pub(crate) fn run(
         &self,
         plan: &StagePlan,
@@ -172,18 +172,18 @@ impl Workshop {
         result
     }
 
-    /// The stages of a request that is valid.
+    /// The stages of a valid request.
     pub(crate) fn stages(&self, request: &Request) -> Vec<StagePlan> {
         self.model.plan(request).expect("a valid request")
     }
 
-    /// The stage of this name of a request that is valid.
+    /// The stage with this name of a valid request.
     pub(crate) fn stage(&self, request: &Request, name: &str) -> StagePlan {
         let mut stages = self.stages(request).into_iter();
         stages.find(|stage| stage.name == name).expect("a stage")
     }
 
-    /// All stages but the decode: every value that there is then.
+    /// Runs all stages but the decode, and returns all values.
     pub(crate) fn values(
         &self,
         request: &Request,
@@ -200,7 +200,7 @@ impl Workshop {
         Ok(values)
     }
 
-    /// All stages but the decode: the final latent.
+    /// Runs all stages but the decode, and returns the final latent.
     pub(crate) fn denoised(
         &self,
         request: &Request,
@@ -210,7 +210,7 @@ impl Workshop {
         Ok(values["latent"].clone())
     }
 
-    /// The picture of a latent in floats over 0 to 1, as `output_type="pt"`.
+    /// Decodes a latent to floats of 0 to 1, as `output_type="pt"`.
     pub(crate) fn picture(&self, request: &Request, latent: &Tensor) -> Tensor {
         let tensors = |name: &str| self.give(name);
         let mut observer = Unobserved;
@@ -243,7 +243,7 @@ pub(crate) fn on_cpu(tensor: &HostTensor) -> Tensor {
     Tensor::from_vec(numbers, tensor.shape.as_slice(), &Device::Cpu).expect("a tensor")
 }
 
-/// Notes what is delivered, and sees nothing else.
+/// Records delivered pieces.
 #[derive(Default)]
 pub(crate) struct Delivered(pub(crate) Vec<Piece>);
 
@@ -270,7 +270,7 @@ pub(crate) fn request() -> Request {
     }
 }
 
-/// The same for a picture of another size.
+/// The same request for a picture of another size.
 pub(crate) fn sized(width: u32, height: u32) -> Request {
     Request {
         medium: Medium::Image(Image::of(width, height)),
@@ -278,7 +278,7 @@ pub(crate) fn sized(width: u32, height: u32) -> Request {
     }
 }
 
-/// The same from a picture, as far as a strength says.
+/// The same request, starting from a picture with a strength.
 pub(crate) fn from_image(image: InitImage, strength: f32) -> Request {
     Request {
         strength,
@@ -291,7 +291,7 @@ pub(crate) fn from_image(image: InitImage, strength: f32) -> Request {
     }
 }
 
-/// A black picture to start from.
+/// A black starting picture.
 pub(crate) fn black(width: u32, height: u32) -> InitImage {
     InitImage {
         width,

@@ -1,18 +1,18 @@
-//! An allocator that counts, to hold predicted scratch against what is really needed.
+//! A counting allocator, to compare predicted with actual scratch.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Bytes that are allocated now, and the most since [`peak_of`] began.
+/// Bytes allocated now, and their maximum since [`peak_of`] began.
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 struct Counting;
 
-// SAFETY: every call is handed to the system's allocator as it came.
+// SAFETY: every call is forwarded to the system's allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's obligation.
         unsafe { System.alloc(layout) }
     }
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
@@ -35,7 +35,7 @@ fn count(bytes: usize) {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// The most bytes that `work` held beyond what was held before.
+/// Peak of bytes that `work` allocated.
 pub(crate) fn peak_of<R>(work: impl FnOnce() -> R) -> (usize, R) {
     let before = ALLOCATED.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);

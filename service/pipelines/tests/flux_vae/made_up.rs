@@ -1,4 +1,4 @@
-//! Latents and autoencoders of any size.
+//! Synthetic latents and autoencoders of any size.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -6,12 +6,12 @@ use std::collections::HashMap;
 use candle_core::{Device, Tensor};
 use pipelines::autoencoder_kl::VaeConfig;
 
-/// A latent of any size, the same every time.
+/// A deterministic latent of any size.
 pub(crate) fn latent(h: usize, w: usize) -> Tensor {
     noise(&[1, 16, h, w], 1.0)
 }
 
-/// Numbers of about unit variance times `gain`, the same every time.
+/// Deterministic numbers of about unit variance times `gain`.
 pub(crate) fn noise(shape: &[usize], gain: f32) -> Tensor {
     thread_local!(static STATE: Cell<u64> = const { Cell::new(0) });
     STATE.set(shape.iter().fold(88_172_645_463_325_252, |s, n| {

@@ -1,21 +1,21 @@
-//! Hears which shapes operations are asked for.
+//! Records the shapes that operations use.
 #![allow(clippy::expect_used)] // What tests share is outside of them.
 
 use std::cell::RefCell;
 use std::fmt::Debug;
 use std::sync::Once;
 
-use ops::{ASKED, Planned};
+use ops::{PLANNED_TARGET, Planned};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
 
 thread_local! {
-    /// Shapes that this thread asked for, each once.
+    /// Distinct shapes used by this thread.
     static SHAPES: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Hears which shapes are asked for.
+/// The tracing subscriber.
 struct Asked;
 
 impl Visit for Asked {
@@ -31,7 +31,7 @@ impl Visit for Asked {
 
 impl Subscriber for Asked {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.target() == ASKED
+        metadata.target() == PLANNED_TARGET
     }
     fn new_span(&self, _span: &Attributes<'_>) -> Id {
         Id::from_u64(1)
@@ -45,8 +45,8 @@ impl Subscriber for Asked {
     fn exit(&self, _span: &Id) {}
 }
 
-/// What some work asks for, and what it gives. One subscriber serves all threads: what threads without one ask for first is
-/// not told to others either.
+/// The shapes that `work` uses, and its result. One subscriber serves all threads: an event that is first emitted on
+/// a thread without subscriber would be disabled on all.
 pub(crate) fn asked<R>(work: impl FnOnce() -> R) -> (Vec<String>, R) {
     static LISTENS: Once = Once::new();
     LISTENS.call_once(|| tracing::subscriber::set_global_default(Asked).expect("the only subscriber"));
@@ -55,7 +55,7 @@ pub(crate) fn asked<R>(work: impl FnOnce() -> R) -> (Vec<String>, R) {
     (SHAPES.take(), result)
 }
 
-/// As they are told.
+/// In order of use.
 pub(crate) fn words(planned: &[Planned]) -> Vec<String> {
     planned.iter().map(|shape| format!("{shape:?}")).collect()
 }

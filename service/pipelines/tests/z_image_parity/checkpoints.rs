@@ -1,4 +1,4 @@
-//! What is opened: folders, and the single files that ComfyUI's users have; and what is refused.
+//! Checkpoints that are opened: folders, and single files for ComfyUI; and refusals.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ fn write(tensors: &HashMap<String, Tensor>, path: &Path) {
     candle_core::safetensors::save(tensors, path).expect("a file");
 }
 
-/// The transformer as ComfyUI's users have it: names as diffusers reads them, with a norm that nothing uses.
+/// The single file for ComfyUI: names as diffusers reads them, with an unused norm.
 fn comfy(prefix: &str) -> HashMap<String, Tensor> {
     let parts: BTreeMap<String, Vec<String>> = json("z-image-tiny/expected/comfy.json");
     let source = tensors(WEIGHTS);
@@ -60,7 +60,7 @@ fn comfy_folders(root: &Path, prefix: &str) -> PathBuf {
 }
 
 #[test]
-fn a_single_file_is_the_same_model() {
+fn a_single_file_equals_the_folder() {
     let whole = folder();
     let expected = Workshop::open(whole.path(), &F32);
     let expected = expected.denoised(&request(), &mut Unobserved).expect("a latent");
@@ -87,7 +87,7 @@ fn companions_may_be_single_files_in_comfyuis_folders() {
         .map(|_| ())
         .expect_err("no companions");
     assert!(missing(error).contains("vae"));
-    // Files that are there are read, and these are not of the published sizes: the refusal is theirs.
+    // Existing companion files are read, and these do not have the published sizes: the error is about them.
     write(
         &tensors("flux-tiny/vae/diffusion_pytorch_model.safetensors"),
         &root.path().join("vae/ae.safetensors"),
@@ -107,7 +107,7 @@ fn companions_may_be_single_files_in_comfyuis_folders() {
 }
 
 #[test]
-fn a_tensor_that_is_not_known_is_refused() {
+fn an_unknown_tensor_is_refused() {
     let root = tempfile::TempDir::new().expect("a folder");
     let file = comfy_folders(root.path(), "");
     let mut all = comfy("");
@@ -145,7 +145,7 @@ fn other_pipelines_of_the_family_are_named() {
 }
 
 #[test]
-fn configurations_that_cannot_be_computed_are_refused() {
+fn unsupported_configurations_are_refused() {
     for (file, from, to, says) in [
         (
             "transformer",
@@ -196,7 +196,7 @@ fn configurations_that_cannot_be_computed_are_refused() {
 }
 
 #[test]
-fn requests_out_of_their_bounds_are_refused_field_by_field() {
+fn requests_out_of_bounds_are_refused_by_field() {
     let whole = folder();
     let model = catalogue().open(whole.path(), &F32).expect("a model");
     assert!(model.plan(&request()).is_ok());
@@ -225,7 +225,7 @@ fn requests_out_of_their_bounds_are_refused_field_by_field() {
     let defaults = model.defaults();
     assert_eq!((defaults.steps, defaults.guidance), (8, 0.0));
     assert_eq!(defaults.medium.size(), Some((1024, 1024)));
-    // What proves a model, and what is offered instead of a request that does not fit, are valid requests.
+    // The smallest request, and the fallbacks, are valid requests.
     for request in model.smaller(&defaults).into_iter().map(|(_, request)| request) {
         assert!(model.plan(&request).is_ok());
     }
@@ -247,7 +247,7 @@ fn quantized(formats: &[(&str, &str)]) -> Precision {
 }
 
 #[test]
-fn quantized_models_generate_nearly_the_same() {
+fn quantized_models_generate_similar_pictures() {
     let whole = folder();
     let exact = Workshop::open(whole.path(), &F32);
     let expected = on_cpu(&exact.denoised(&request(), &mut Unobserved).expect("a latent"));
@@ -301,10 +301,10 @@ fn a_preset_quantizes_the_transformer_and_the_text_encoder() {
     assert_eq!(formats, [Some(WeightFormat::Nf4), None, None]);
 }
 
-/// A quantized encoder is computed by other code than one in full precision: what it holds, dequantized, is what
-/// candle-transformers must give the same encoding of.
+/// A quantized encoder is computed by other code than a full-precision one: with dequantized weights,
+/// candle-transformers must give the same encoding.
 #[test]
-fn the_quantized_encoder_is_the_same_encoder() {
+fn the_quantized_encoder_equals_the_full_precision_encoder() {
     let whole = folder();
     let encode = |precision: &Precision| {
         let workshop = Workshop::open(whole.path(), precision);

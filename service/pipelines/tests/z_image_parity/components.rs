@@ -1,4 +1,4 @@
-//! The transformer, its rotations and its schedule.
+//! Parity of the transformer, its rotations and its schedule.
 
 use std::collections::HashMap;
 
@@ -13,7 +13,7 @@ use crate::numbers::{component, distance, json, largest_difference, numbers, res
 pub(crate) const WEIGHTS: &str = "z-image-tiny/transformer/diffusion_pytorch_model.safetensors";
 pub(crate) const ANSWERS: &str = "z-image-tiny/expected/transformer.safetensors";
 
-/// The transformer's configuration; no file says the width inside the timestep's layers.
+/// The transformer's configuration; the inner width of the timestep embedding is in no file.
 pub(crate) fn config() -> TransformerConfig {
     TransformerConfig {
         timestep_inner: 72,
@@ -21,14 +21,14 @@ pub(crate) fn config() -> TransformerConfig {
     }
 }
 
-/// The weights of a fixture in f32, which the reference computed in.
+/// The weights of a fixture in f32, in which the reference was computed.
 pub(crate) fn weights(path: &str) -> HashMap<String, Tensor> {
     let wide = |tensor: Tensor| tensor.to_dtype(DType::F32).expect("numbers");
     let all = tensors(path).into_iter();
     all.map(|(name, tensor)| (name, wide(tensor))).collect()
 }
 
-/// What the transformer says in every step of a case, `[steps, channels, height, width]`.
+/// The transformer's output in every step of a case, `[steps, channels, height, width]`.
 pub(crate) fn outputs(tensors: &ComponentTensors, inputs: &HashMap<String, Tensor>, case: &str) -> Tensor {
     outputs_in(tensors, inputs, case, DType::F32)
 }
@@ -59,7 +59,7 @@ fn outputs_in(
     let buffers = transformer
         .step_buffers(&lengths, (dtype, test_device()))
         .expect("buffers");
-    // Out of their order, so that nothing of one step is left for another.
+    // Out of order, so that state of one step that leaks into another is detected.
     let mut outputs: Vec<(usize, Tensor)> = (0..times.len())
         .rev()
         .map(|step| {
@@ -76,7 +76,7 @@ fn outputs_in(
     Tensor::cat(&outputs, 0).expect("outputs")
 }
 
-/// Pads behind the picture and the text; a larger picture than one multiple; no pads at all.
+/// Padding of the picture and the text; a picture larger than one multiple; no padding.
 const CASES: [&str; 3] = ["wide", "tall", "no_pads"];
 
 #[test]
@@ -99,7 +99,7 @@ fn the_transformer_equals_the_reference_at_every_time() {
 }
 
 #[test]
-fn bf16_is_the_same_model_within_its_rounding() {
+fn bf16_equals_f32_within_its_rounding() {
     // The fixture's weights are bf16.
     let (inputs, weights) = (tensors(ANSWERS), component(WEIGHTS));
     for case in CASES {
@@ -111,7 +111,7 @@ fn bf16_is_the_same_model_within_its_rounding() {
 }
 
 #[test]
-fn rotations_hold_far_from_the_first_token() {
+fn rotations_are_exact_far_from_the_first_token() {
     let expected = tensors("z-image-tiny/expected/rope.safetensors");
     let rows: Vec<Vec<i64>> = expected["rows"].to_vec2().expect("rows");
     let places: Vec<[u32; 3]> = rows
@@ -127,7 +127,7 @@ fn rotations_hold_far_from_the_first_token() {
 }
 
 #[test]
-fn sigmas_and_times_are_the_schedulers() {
+fn sigmas_and_times_equal_the_schedulers() {
     let config: SchedulerConfig = json("z-image-tiny/scheduler/scheduler_config.json");
     for (name, expected) in tensors("z-image-tiny/expected/scheduler.safetensors") {
         let (steps, what) = name.split_once('.').expect("a name");

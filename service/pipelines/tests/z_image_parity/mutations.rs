@@ -1,5 +1,5 @@
-//! Mistakes that a port makes must not hide below the tolerance: each, made on purpose, is a hundred times as far from the
-//! reference as the CPU is allowed.
+//! The tolerance detects typical porting errors: each of them, injected on purpose, exceeds the CPU's tolerance a
+//! hundredfold.
 
 use std::collections::HashMap;
 
@@ -17,7 +17,7 @@ fn swap(tensors: &mut Tensors, one: &str, other: &str) {
     tensors.insert(other.to_owned(), a);
 }
 
-/// Exchanges parts `one` and `other` of the four that a block's modulation consists of.
+/// Swaps parts `one` and `other` of the four of a block's modulation.
 fn swap_parts(tensors: &mut Tensors, block: &str, one: usize, other: usize) {
     for kind in ["weight", "bias"] {
         let name = format!("{block}.adaLN_modulation.0.{kind}");
@@ -37,7 +37,7 @@ fn nothing(tensors: &mut Tensors, name: &str) {
     tensors.insert(name.to_owned(), zeros);
 }
 
-/// A mistake, and what it does to the tensors.
+/// An error, and the change of the tensors that simulates it.
 type Mutation = (&'static str, fn(&mut Tensors));
 
 const MUTATIONS: &[Mutation] = &[
@@ -115,7 +115,7 @@ const MUTATIONS: &[Mutation] = &[
 ];
 
 #[test]
-fn mistakes_show() {
+fn a_wrong_weight_exceeds_the_tolerance() {
     let (right, inputs) = (weights(WEIGHTS), tensors(ANSWERS));
     for (name, mutate) in MUTATIONS {
         let mut weights = right.clone();

@@ -1,4 +1,4 @@
-//! Whole pipelines: from a prompt, or a prompt and a picture, to a picture.
+//! Parity of whole pipelines: from a prompt, or a prompt and a picture, to a picture.
 
 use std::collections::HashMap;
 
@@ -77,7 +77,7 @@ fn pictures_equal_the_references() {
     }
 }
 
-/// The bytes that the decode stage gives are the reference's floats, rounded, on every exact rung.
+/// The bytes of the decode stage are the rounded reference floats, on every exact rung.
 fn assert_rounded(workshop: &Workshop, request: &Request, latent: &HostTensor, reference: &Tensor) {
     let plan = workshop.stage(request, "decode");
     let values = Values::from([("latent".to_owned(), latent.clone())]);

@@ -1,4 +1,4 @@
-//! What stages do besides the right mathematics: progress, previews, cancellation, bad input, memory of texts.
+//! Behaviour of stages other than numerics: progress, previews, cancellation, invalid input, memos of texts.
 
 use pipelines::{
     HostTensor, HostType, Image, Medium, Observer, Piece, Request, StageError, Unobserved, Values, Video,
@@ -6,7 +6,7 @@ use pipelines::{
 
 use crate::workshop::{Delivered, F32, Workshop, folder, from_picture, request};
 
-/// Counts, wants every preview, and cancels after so many steps.
+/// Counts steps, wants every preview, and cancels after a number of steps.
 #[derive(Default)]
 struct Watcher {
     steps: Vec<(u32, u32)>,
@@ -33,7 +33,7 @@ impl Observer for Watcher {
 }
 
 #[test]
-fn steps_and_previews_are_told() {
+fn steps_and_previews_are_reported() {
     let folder = folder();
     let workshop = Workshop::open(folder.path(), &F32);
     let mut watcher = Watcher::default();
@@ -49,8 +49,9 @@ fn steps_and_previews_are_told() {
 }
 
 #[test]
-fn a_preview_shows_where_it_goes() {
-    // The last step but one heads for nearly what the last gives: its preview is near the picture at half its size.
+fn a_preview_approximates_the_result() {
+    // The prediction of the second to last step is close to the result: its preview resembles the picture at half its
+    // size.
     let folder = folder();
     let workshop = Workshop::open(folder.path(), &F32);
     let mut watcher = Watcher::default();
@@ -73,7 +74,7 @@ fn a_preview_shows_where_it_goes() {
             .collect::<Vec<u8>>()
             .into(),
     };
-    // A quarter of the picture has sides that no request may have.
+    // A quarter of the picture has sides that are invalid for a request.
     let half = Request {
         medium: Medium::Image(Image::of(40, 24)),
         ..request.clone()
@@ -115,7 +116,7 @@ fn a_cancelled_request_ends_between_steps() {
 }
 
 #[test]
-fn the_same_tokens_are_the_same_text() {
+fn equal_tokens_have_equal_text_memos() {
     let folder = folder();
     let workshop = Workshop::open(folder.path(), &F32);
     let key = |prompt: &str, max_sequence_length: u32| {
@@ -171,8 +172,8 @@ fn bad_input_is_refused() {
 }
 
 #[test]
-fn it_goes_on_from_a_latent_that_is_brought() {
-    // A latent that a client kept takes the place of an encoded picture, and nothing was drawn for it.
+fn sampling_continues_from_a_given_latent() {
+    // A kept latent replaces an encoded picture, without a random draw.
     let folder = folder();
     let workshop = Workshop::open(folder.path(), &F32);
     let request = Request {

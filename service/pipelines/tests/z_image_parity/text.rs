@@ -33,7 +33,7 @@ fn config() -> Qwen3Config {
     json("z-image-tiny/text_encoder/config.json")
 }
 
-/// The states that Z-Image takes: those in front of the last layer.
+/// The states that Z-Image uses: those before the last layer.
 const DEPTH: usize = 4;
 
 fn encoder(tensors: &ComponentTensors) -> Qwen3Encoder<'_> {
@@ -41,7 +41,7 @@ fn encoder(tensors: &ComponentTensors) -> Qwen3Encoder<'_> {
 }
 
 #[test]
-fn a_prompt_becomes_the_tokens_of_a_turn() {
+fn a_prompt_is_tokenized_as_a_chat_turn() {
     let folder = fixtures().join("z-image-tiny/tokenizer");
     let tokenizer = QwenTokenizer::open(&folder).expect("a tokenizer");
     for case in cases() {
@@ -51,7 +51,7 @@ fn a_prompt_becomes_the_tokens_of_a_turn() {
 }
 
 #[test]
-fn a_tokenizer_in_one_file_is_the_same() {
+fn a_tokenizer_in_one_file_equals_that_in_several() {
     let from = fixtures().join("z-image-tiny/tokenizer");
     let read = |name: &str| std::fs::read_to_string(from.join(name)).expect(name);
     let vocabulary: serde_json::Value = serde_json::from_str(&read("vocab.json")).expect("a vocabulary");
@@ -82,7 +82,7 @@ fn a_tokenizer_in_one_file_is_the_same() {
 }
 
 #[test]
-fn a_tokenizer_without_the_marks_of_a_conversation_is_refused() {
+fn a_tokenizer_without_chat_tokens_is_refused() {
     let from = fixtures().join("z-image-tiny/tokenizer");
     let folder = tempfile::TempDir::new().expect("a folder");
     for name in ["vocab.json", "merges.txt"] {
@@ -93,7 +93,7 @@ fn a_tokenizer_without_the_marks_of_a_conversation_is_refused() {
 }
 
 #[test]
-fn the_encoder_equals_transformers_by_either_road() {
+fn both_encoders_equal_transformers() {
     let (weights, expected) = (resident(&weights(WEIGHTS)), tensors(ANSWERS));
     let encoder = encoder(&weights);
     assert!(!encoder.is_quantized());
@@ -121,7 +121,7 @@ fn the_encoder_equals_transformers_by_either_road() {
 }
 
 #[test]
-fn bf16_is_the_same_encoder_within_its_rounding() {
+fn bf16_encoding_equals_f32_within_its_rounding() {
     let (weights, expected) = (component(WEIGHTS), tensors(ANSWERS));
     let encoder = encoder(&weights);
     let case = &cases()[0];
@@ -139,7 +139,7 @@ fn bf16_is_the_same_encoder_within_its_rounding() {
 }
 
 #[test]
-fn names_without_a_prefix_are_read_too() {
+fn tensor_names_without_the_prefix_are_read() {
     let bare = |tensors: HashMap<String, Tensor>| -> HashMap<String, Tensor> {
         let bare = |name: &str| name.trim_start_matches("model.").to_owned();
         tensors.into_iter().map(|(name, t)| (bare(&name), t)).collect()
@@ -158,12 +158,12 @@ fn names_without_a_prefix_are_read_too() {
 }
 
 #[test]
-fn what_an_encoder_is_not_given_is_named() {
+fn a_missing_tensor_of_an_encoder_is_named() {
     let mut some = weights(WEIGHTS);
     some.remove("model.layers.3.self_attn.k_norm.weight");
     let error = Qwen3Encoder::new(&config(), DEPTH, "text_encoder", &resident(&some)).expect_err("a gap");
     assert!(error.to_string().contains("layers.3.self_attn.k_norm"), "{error}");
-    // The last layer and the norm behind it are not asked for.
+    // The last layer and the norm behind it are not computed.
     let mut enough = weights(WEIGHTS);
     enough.retain(|name, _| !name.contains("layers.4.") && name != "model.norm.weight");
     let enough = resident(&enough);
@@ -175,7 +175,7 @@ fn what_an_encoder_is_not_given_is_named() {
     assert!(encoder(&enough).forward(ids, &|| true).is_err());
 }
 
-/// A mistake, and what it does to the tensors.
+/// An error, and the change of the tensors that simulates it.
 type Mutation = (&'static str, fn(&mut HashMap<String, Tensor>));
 
 const MUTATIONS: &[Mutation] = &[
@@ -214,7 +214,7 @@ const MUTATIONS: &[Mutation] = &[
 ];
 
 #[test]
-fn mistakes_show_by_either_road() {
+fn a_wrong_weight_exceeds_the_tolerance_in_both_encoders() {
     let (case, expected) = (&cases()[2], tensors(ANSWERS));
     let expected = &expected[&format!("{}.hidden", case.name)];
     for (name, mutate) in MUTATIONS {

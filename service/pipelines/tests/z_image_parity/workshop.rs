@@ -1,4 +1,4 @@
-//! A model whose components are all on a card, and its stages one after the other.
+//! A model with all components on a card, and functions that run its stages.
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
@@ -17,10 +17,10 @@ use tempfile::TempDir;
 use crate::device::{here, test_device};
 use crate::numbers::{fixtures, json};
 
-/// The precision of the fixtures.
+/// Precision of the fixtures.
 pub(crate) const F32: Precision = Precision::full(DType::F32);
 
-/// A folder of the whole pipeline, which a test may spoil: its autoencoder is FLUX's.
+/// A folder of the whole pipeline that a test may modify: its autoencoder is FLUX's.
 pub(crate) fn folder() -> TempDir {
     fn copy(from: &Path, to: &Path) {
         std::fs::create_dir_all(to).expect("a folder");
@@ -54,7 +54,7 @@ fn moved(tensors: &ComponentTensors) -> ComponentTensors {
     ComponentTensors::of_weights(weights.collect())
 }
 
-/// A model with everything resident.
+/// A model with all components resident.
 pub(crate) struct Workshop {
     pub(crate) model: Arc<dyn Model>,
     components: HashMap<String, Arc<ComponentTensors>>,
@@ -85,8 +85,8 @@ impl Workshop {
         Arc::clone(&self.components[name])
     }
 
-    /// Runs one stage over those of the values that it says it takes, and checks that it asked for no more than it had
-    /// named and gave what it had named.
+    /// Runs one stage over the values that it takes, and checks that it used only its named components and gave its
+    /// named values.
     pub(crate) fn run(
         &self,
         plan: &StagePlan,
@@ -123,18 +123,18 @@ impl Workshop {
         result
     }
 
-    /// The stages of a request that is valid.
+    /// The stages of a valid request.
     pub(crate) fn stages(&self, request: &Request) -> Vec<StagePlan> {
         self.model.plan(request).expect("a valid request")
     }
 
-    /// The stage of this name of a request that is valid.
+    /// The stage with this name of a valid request.
     pub(crate) fn stage(&self, request: &Request, name: &str) -> StagePlan {
         let mut stages = self.stages(request).into_iter();
         stages.find(|stage| stage.name == name).expect("a stage")
     }
 
-    /// All stages but the decode: the final latent.
+    /// Runs all stages but the decode, and returns the final latent.
     pub(crate) fn denoised(
         &self,
         request: &Request,
@@ -150,7 +150,7 @@ impl Workshop {
         Ok(values.remove("latent").expect("a latent"))
     }
 
-    /// The picture of a latent in floats over 0 to 1, as `output_type="pt"`.
+    /// Decodes a latent to floats of 0 to 1, as `output_type="pt"`.
     pub(crate) fn picture(&self, latent: &Tensor) -> Tensor {
         let config: VaeConfig = json("flux-tiny/vae/config.json");
         let latent = here(&config.unscaled(latent).expect("a latent"));
@@ -171,7 +171,7 @@ pub(crate) fn on_cpu(tensor: &HostTensor) -> Tensor {
     Tensor::from_vec(numbers, tensor.shape.as_slice(), &Device::Cpu).expect("a tensor")
 }
 
-/// Notes what is delivered, and sees nothing else.
+/// Records delivered pieces.
 #[derive(Default)]
 pub(crate) struct Delivered(pub(crate) Vec<Piece>);
 
@@ -189,7 +189,7 @@ impl Observer for Delivered {
     }
 }
 
-/// A small request, of sides that no other is taken for.
+/// A small request, with sides that are not confused with others.
 pub(crate) fn request() -> Request {
     Request {
         prompt: "a red circle on a blue square".to_owned(),
@@ -198,7 +198,7 @@ pub(crate) fn request() -> Request {
     }
 }
 
-/// The same from a picture, with previews.
+/// The same request from a picture, with previews.
 pub(crate) fn from_picture() -> Request {
     let (width, height) = (80, 48);
     let rgb = (0..3 * width * height).map(|i| (i % 251) as u8);

@@ -1,4 +1,4 @@
-//! What others ask of the card's memory: pins, holds, keep-alives, reservations, and how they end.
+//! Claims on the card's memory: pins, holds, keep-alives and reservations, and how they expire.
 
 use std::fmt;
 
@@ -7,25 +7,25 @@ use serde::{Deserialize, Serialize};
 use super::{LATE_AT_MOST_MS, Ledger, Name};
 use crate::nouns::{Bytes, ComponentId, Millis};
 
-/// Names a client's hold.
+/// Identifies a client's hold.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct HoldId(pub Name);
 
-/// Names another program's reservation.
+/// Identifies another program's reservation.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct ReservationId(pub Name);
 
 impl HoldId {
-    /// A hold's name from its text.
+    /// A hold's identifier from its text.
     pub fn new(text: impl Into<Name>) -> HoldId {
         HoldId(text.into())
     }
 }
 
 impl ReservationId {
-    /// A reservation's name from its text.
+    /// A reservation's identifier from its text.
     pub fn new(text: impl Into<Name>) -> ReservationId {
         ReservationId(text.into())
     }
@@ -56,29 +56,28 @@ pub(crate) struct Reservation {
     pub(crate) until: Millis,
 }
 
-/// Something whose time was over.
+/// A claim whose time is over.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Expired {
-    /// A client did not renew its hold.
+    /// A hold that its client did not renew.
     Hold(HoldId),
-    /// Another program's reservation ended.
+    /// A reservation of another program.
     Reservation {
-        /// Its name.
         id: ReservationId,
-        /// What it was for.
+        /// What the reservation was for, in its owner's words.
         label: String,
-        /// What it had booked.
+        /// Bytes that were reserved.
         bytes: Bytes,
     },
-    /// Nobody has used this component for as long as it was to be kept alive: the janitor may have it.
+    /// A component that was unused for its whole keep-alive: the janitor may evict it.
     KeepAlive(ComponentId),
-    /// Evicted bytes never came back: somebody else has them. They count as foreign from here on.
+    /// Evicted bytes that the driver never showed as free. They count as foreign from here on.
     Late(Bytes),
 }
 
 impl Ledger {
-    /// Keeps a component on the card until it is unpinned, from now or from when it is loaded.
+    /// Keeps a component on the card until it is unpinned. Also valid for a component that is loaded later.
     pub fn pin(&mut self, id: ComponentId) {
         if let Some(resident) = self.residents.get_mut(&id) {
             resident.pinned = true;
@@ -86,7 +85,7 @@ impl Ledger {
         self.pins.insert(id);
     }
 
-    /// Ends a pin. False if there was none.
+    /// Removes a pin. False if there was none.
     pub fn unpin(&mut self, id: &ComponentId) -> bool {
         if let Some(resident) = self.residents.get_mut(id) {
             resident.pinned = false;
@@ -94,12 +93,12 @@ impl Ledger {
         self.pins.remove(id)
     }
 
-    /// All pins, of residents and of what may be loaded later.
+    /// All pins, including those of components that are not loaded.
     pub fn pins(&self) -> impl Iterator<Item = &ComponentId> {
         self.pins.iter()
     }
 
-    /// Keeps components on the card for a client until a point in time. A hold of the same name is replaced.
+    /// Keeps components on the card for a client until `until`. Replaces a hold with the same id.
     pub fn hold(&mut self, hold: HoldId, mut components: Vec<ComponentId>, until: Millis) {
         self.release_hold(&hold);
         components.sort_unstable();
@@ -112,8 +111,7 @@ impl Ledger {
         self.holds.insert(hold, Hold { components, until });
     }
 
-    /// A client used what it holds: its hold lasts until `until`, or as long as it did if that is later. False if
-    /// there is no such hold.
+    /// Extends a hold to `until`; never shortens it. False if there is no such hold.
     pub fn renew_hold(&mut self, hold: &HoldId, until: Millis) -> bool {
         let Some(hold) = self.holds.get_mut(hold) else {
             return false;
@@ -122,7 +120,7 @@ impl Ledger {
         true
     }
 
-    /// Ends a hold. False if there was none.
+    /// Removes a hold. False if there was none.
     pub fn release_hold(&mut self, hold: &HoldId) -> bool {
         let Some(hold) = self.holds.remove(hold) else {
             return false;
@@ -135,8 +133,8 @@ impl Ledger {
         true
     }
 
-    /// Books bytes for another program until a point in time. A reservation of the same name is replaced. What others
-    /// take from now on counts as taken from reservations first.
+    /// Reserves bytes for another program until `until`. Replaces a reservation with the same id. Growth of foreign
+    /// memory from now on counts as use of reservations first.
     pub fn reserve(&mut self, r: ReservationId, label: String, bytes: Bytes, until: Millis) {
         self.release_reservation(&r);
         if self.reservations.is_empty() {
@@ -145,19 +143,19 @@ impl Ledger {
         self.reservations.insert(r, Reservation { label, bytes, until });
     }
 
-    /// Ends a reservation. False if there was none.
+    /// Removes a reservation. False if there was none.
     pub fn release_reservation(&mut self, r: &ReservationId) -> bool {
         let taken = self.reserved() - self.untaken();
         let Some(gone) = self.reservations.remove(r) else {
             return false;
         };
-        // What its program took stays where it is: foreign, and no longer anybody's reservation.
+        // Bytes that its program has allocated stay foreign, and no longer count as use of a reservation.
         self.foreign_before_reservations += gone.bytes.min(taken);
         true
     }
 
-    /// Until when the janitor leaves a component alone; `None` leaves it to the janitor's own policy. False if the
-    /// component is not on the card. Whoever runs a stage renews it.
+    /// Sets the time until which the janitor must not evict a component; `None` leaves it to the janitor's policy.
+    /// False if the component is not on the card. Callers renew it with every stage.
     pub fn set_keep_alive(&mut self, id: &ComponentId, until: Option<Millis>) -> bool {
         let Some(resident) = self.residents.get_mut(id) else {
             return false;
@@ -167,7 +165,8 @@ impl Ledger {
         true
     }
 
-    /// Ends holds and reservations whose time is over, and names the components that were kept alive long enough.
+    /// Removes holds and reservations that have expired, and reports keep-alives that have (each once) and late bytes
+    /// that were written off.
     pub fn expire(&mut self, now: Millis) -> Vec<Expired> {
         let mut expired = Vec::new();
         let holds: Vec<HoldId> = self
@@ -203,12 +202,12 @@ impl Ledger {
         expired
     }
 
-    /// Bytes of all reservations.
+    /// Bytes of all reservations, used or not.
     pub(crate) fn reserved(&self) -> Bytes {
         self.reservations.values().map(|r| r.bytes).sum()
     }
 
-    /// Reserved bytes that nobody has taken yet.
+    /// Reserved bytes that are not in use yet.
     pub(crate) fn untaken(&self) -> Bytes {
         self.reserved() - (self.book.foreign - self.foreign_before_reservations)
     }

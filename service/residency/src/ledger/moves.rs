@@ -1,4 +1,5 @@
-//! Loads, evictions and leases: each a pair of entries, so that an interrupted one can be seen and undone.
+//! Loads, evictions and leases. Each is a pair of entries (begin, then complete or abort), so that an interrupted one
+//! is visible and can be undone.
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -7,7 +8,7 @@ use super::Ledger;
 use crate::nouns::{Bytes, Component, ComponentId, Millis, StageNeed};
 use crate::resident::{Resident, ResidentState};
 
-/// One stage's right to run on its components.
+/// Identifies the lease of one running stage on its components.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct LeaseId(pub u64);
@@ -22,44 +23,39 @@ pub(crate) struct Lease {
 #[derive(Clone, Debug, PartialEq, Eq, Error, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LedgerError {
-    /// A load of something that is booked already.
+    /// A load of a component that is booked already.
     #[error("{0} is on the card already")]
     AlreadyThere(ComponentId),
-    /// An entry about a component that has nothing booked.
+    /// An entry about a component that is not booked.
     #[error("{0} is not on the card")]
     Unknown(ComponentId),
-    /// A stage asked for a component that is not there in full.
+    /// A stage needs a component that is not loaded in full.
     #[error("{0} is not resident")]
     NotResident(ComponentId),
-    /// The entry does not follow from the component's state.
+    /// The entry is not allowed in the component's state.
     #[error("{id} is {state:?}")]
-    WrongState {
-        /// The component.
-        id: ComponentId,
-        /// Its state.
-        state: ResidentState,
-    },
-    /// An eviction of something a stage runs on.
+    WrongState { id: ComponentId, state: ResidentState },
+    /// An eviction of a component that a stage runs on.
     #[error("{0} is in use")]
     Leased(ComponentId),
-    /// An eviction of something pinned.
+    /// An eviction of a pinned component.
     #[error("{0} is pinned")]
     Pinned(ComponentId),
     /// A load of more bytes than are free or slack.
     #[error("{needed} needed, {available} available")]
     NoRoom {
-        /// Bytes of the component.
         needed: Bytes,
-        /// Free and slack.
+        /// Free and slack bytes.
         available: Bytes,
     },
-    /// A release of something never leased, or released before.
+    /// A release of a lease that does not exist, or was released before.
     #[error("no lease {}", .0.0)]
     UnknownLease(LeaseId),
 }
 
 impl Ledger {
-    /// Books a component's bytes before the first of them is allocated.
+    /// Books a component's bytes before the first of them is allocated. Fails if it is booked already or exceeds free
+    /// and slack.
     pub fn begin_load(&mut self, c: &Component, now: Millis) -> Result<(), LedgerError> {
         if self.residents.contains_key(&c.id) {
             return Err(LedgerError::AlreadyThere(c.id.clone()));
@@ -79,7 +75,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// The last byte arrived.
+    /// Marks a loading component as resident: its last byte has arrived.
     pub fn complete_load(&mut self, id: &ComponentId, now: Millis) -> Result<(), LedgerError> {
         let resident = self.in_state(id, ResidentState::Loading)?;
         resident.state = ResidentState::Resident;
@@ -87,15 +83,16 @@ impl Ledger {
         Ok(())
     }
 
-    /// The load failed or was cancelled; what had arrived is freed. Its bytes are late until the driver shows them.
+    /// Removes a component whose load failed or was cancelled. Its bytes are late until the driver shows them as
+    /// free.
     pub fn abort_load(&mut self, id: &ComponentId) -> Result<(), LedgerError> {
         self.in_state(id, ResidentState::Loading)?;
         self.leave(id);
         Ok(())
     }
 
-    /// An eviction starts: from here on no stage can lease it. Refused for what is leased or pinned. A hold does not
-    /// bind the one who carries out an explicit unload; plans never evict what is held.
+    /// Starts an eviction: from here on no stage can lease the component. Refused if it is leased or pinned. A hold
+    /// does not prevent an explicit unload; plans never evict a held component.
     pub fn begin_evict(&mut self, id: &ComponentId) -> Result<(), LedgerError> {
         let resident = self.in_state(id, ResidentState::Resident)?;
         if resident.leases > 0 {
@@ -108,13 +105,13 @@ impl Ledger {
         Ok(())
     }
 
-    /// An eviction that had begun does not happen: the component is still there in full.
+    /// Cancels an eviction that had begun: the component is still resident in full.
     pub fn abort_evict(&mut self, id: &ComponentId) -> Result<(), LedgerError> {
         self.in_state(id, ResidentState::Evicting)?.state = ResidentState::Resident;
         Ok(())
     }
 
-    /// The component is gone. Its bytes are late until the driver shows them as free or slack.
+    /// Completes an eviction. The component's bytes are late until the driver shows them as free or slack.
     pub fn complete_evict(&mut self, id: &ComponentId, now: Millis) -> Result<(), LedgerError> {
         self.in_state(id, ResidentState::Evicting)?;
         self.leave(id);
@@ -122,7 +119,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// Slack was handed back to the driver. It is late until the driver shows it as free.
+    /// Books slack that was given back to the driver. It is late until the driver shows it as free.
     pub fn complete_trim(&mut self, trimmed: Bytes, now: Millis) {
         let bytes = trimmed.min(self.book.slack);
         if bytes > Bytes::ZERO {
@@ -133,7 +130,7 @@ impl Ledger {
         }
     }
 
-    /// A stage starts: all its components must be resident; its scratch is booked, as far as there are bytes for it.
+    /// Starts a stage: all its components must be resident. Books its scratch, as far as bytes are available.
     pub fn lease(&mut self, need: &StageNeed, now: Millis) -> Result<LeaseId, LedgerError> {
         let mut components: Vec<ComponentId> = need.components.iter().map(|c| c.id.clone()).collect();
         components.sort_unstable();
@@ -160,7 +157,8 @@ impl Ledger {
         Ok(lease)
     }
 
-    /// A stage ended. Its scratch is slack until the driver says otherwise, since pools keep what they have had.
+    /// Ends a stage. Its scratch counts as slack until the driver's figures differ, since pools keep what they have
+    /// allocated.
     pub fn release(&mut self, lease: LeaseId, now: Millis) -> Result<(), LedgerError> {
         let Lease { components, scratch } = self
             .leases
@@ -178,7 +176,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// How many stages run under a lease right now.
+    /// Number of stages that run under a lease.
     pub fn leases(&self) -> usize {
         self.leases.len()
     }
@@ -194,7 +192,7 @@ impl Ledger {
         }
     }
 
-    /// Takes a component off the books. What was really on the card for it is late.
+    /// Removes a component from the book. The bytes that were really on the card for it are late.
     fn leave(&mut self, id: &ComponentId) {
         if let Some(gone) = self.residents.remove(id) {
             let bytes = gone.component.bytes.min(self.book.components - self.booked());

@@ -24,7 +24,7 @@ fn a_warm_card_moves_nothing_and_a_full_one_evicts_too() {
 }
 
 #[test]
-fn a_card_that_has_to_wait_still_has_its_moves_ahead() {
+fn moves_after_a_wait_are_counted() {
     let mut ledger = card_with(&[&component("busy", 20)]);
     ledger
         .lease(&stage(&[&component("busy", 20)], Bytes::ZERO), NOW)
@@ -33,7 +33,7 @@ fn a_card_that_has_to_wait_still_has_its_moves_ahead() {
 }
 
 #[test]
-fn a_warm_card_is_preferred_exactly_as_long_as_it_is_worth_it() {
+fn a_warm_card_is_preferred_until_its_queue_outweighs_the_saved_moves() {
     let c = component("c", 10);
     let (warm, cold, small) = (
         card_with(&[&c]),

@@ -21,7 +21,7 @@ fn offered(ledger: &Ledger, alternatives: &[Alternative]) -> Vec<(String, Fits)>
 }
 
 #[test]
-fn what_would_fit_is_offered_closest_first_with_what_it_saves() {
+fn fallbacks_are_ordered_by_fidelity_and_report_their_saving() {
     let (full, half, quarter) = (
         component("full", 23),
         component("half", 12),
@@ -53,7 +53,7 @@ fn what_would_fit_is_offered_closest_first_with_what_it_saves() {
 }
 
 #[test]
-fn what_needs_memory_of_others_is_not_offered_but_what_waits_for_ours_is() {
+fn fallbacks_may_wait_for_our_memory_but_not_for_foreign_memory() {
     let (busy, new) = (component("busy", 10), component("new", 12));
     let mut ledger = card_with(&[&busy]);
     ledger.lease(&stage(&[&busy], Bytes::ZERO), Millis(0)).unwrap();
@@ -79,7 +79,7 @@ fn what_needs_memory_of_others_is_not_offered_but_what_waits_for_ours_is() {
 }
 
 #[test]
-fn one_stage_that_never_fits_takes_the_whole_alternative_out() {
+fn an_alternative_with_a_stage_that_never_fits_is_left_out() {
     let huge = component("huge", 30);
     assert_eq!(
         offered(&card_with(&[]), &[alternative("huge", 1, &[&huge], 0)]),

@@ -30,7 +30,7 @@ fn a_load_is_booked_before_the_driver_shows_it_and_counted_once_after() {
     let (mut ledger, t5) = (Ledger::new(Bytes::gib(24), Bytes::ZERO), component("t5", 9));
     ledger.begin_load(&t5, T0).unwrap();
     assert_eq!(ledger.usable(), Bytes::gib(15));
-    // Half of it has arrived: the other half is still promised.
+    // Half of it has arrived: the other half is still booked.
     let half = DriverTruth {
         components: Bytes::gib(4),
         free: Bytes::gib(20),
@@ -60,7 +60,7 @@ fn a_load_of_exactly_what_is_free_fits_and_of_one_byte_more_does_not() {
 }
 
 #[test]
-fn entries_follow_from_each_other_or_are_refused() {
+fn entries_out_of_order_are_refused() {
     let (mut ledger, c) = (card_with(&[]), component("c", 1));
     let unknown = Err(LedgerError::Unknown(c.id.clone()));
     assert_eq!(ledger.complete_load(&c.id, T0), unknown);
@@ -106,7 +106,7 @@ fn evicted_bytes_are_late_until_they_are_free_or_slack() {
         free,
         ..truth(&ledger.clone())
     };
-    // In the pool's figures still; out of them and nowhere else; partly slack; free.
+    // The bytes appear in turn in the component pool's figures, nowhere, partly as slack, as free.
     let steps = [
         (still(Bytes::gib(9), Bytes::ZERO, Bytes::gib(15)), 9),
         (still(Bytes::ZERO, Bytes::ZERO, Bytes::gib(15)), 9),
@@ -123,7 +123,7 @@ fn evicted_bytes_are_late_until_they_are_free_or_slack() {
 }
 
 #[test]
-fn what_was_foreign_before_is_not_late_after_an_eviction() {
+fn memory_that_was_foreign_before_an_eviction_is_not_late() {
     let c = component("c", 9);
     let mut ledger = card_with(&[&c]);
     ledger.reconcile(&DriverTruth {
@@ -170,7 +170,7 @@ fn late_bytes_become_foreign_when_they_never_come_back() {
 }
 
 #[test]
-fn what_was_written_off_is_not_late_again_after_the_next_eviction() {
+fn written_off_bytes_are_not_late_again_after_the_next_eviction() {
     let (a, b) = (component("a", 9), component("b", 4));
     let mut ledger = card_with(&[&a, &b]);
     evict(&mut ledger, &a, T0);
@@ -206,7 +206,7 @@ fn bytes_in_our_pools_that_no_component_explains_are_a_leak() {
 }
 
 #[test]
-fn figures_that_contradict_each_other_still_sum_up_to_the_card() {
+fn contradictory_figures_still_sum_up_to_the_capacity() {
     let mut ledger = card_with(&[]);
     let ten = Bytes::gib(10);
     let driver = DriverTruth {
@@ -244,7 +244,7 @@ fn a_lease_books_scratch_until_the_driver_shows_it() {
             (Bytes::gib(14), Bytes::gib(6))
         );
     }
-    // It takes more than it booked: that is not there to be planned with either.
+    // The stage allocates more than it booked: the excess cannot be planned with either.
     ledger.reconcile(&DriverTruth {
         scratch: Bytes::gib(8),
         free: Bytes::gib(12),
@@ -280,7 +280,7 @@ fn a_lease_that_is_refused_leaves_no_trace() {
 }
 
 #[test]
-fn what_is_pinned_stays_and_pins_outlive_an_absence() {
+fn a_pin_prevents_eviction_and_applies_to_a_later_load() {
     let c = component("c", 1);
     let mut ledger = card_with(&[]);
     ledger.pin(c.id.clone());
@@ -353,7 +353,7 @@ fn a_reservation_is_not_usable_whether_it_was_taken_or_not() {
 }
 
 #[test]
-fn others_who_leave_do_not_hide_what_is_taken_of_a_reservation() {
+fn freed_foreign_memory_does_not_hide_use_of_a_reservation() {
     let mut ledger = card_with(&[]);
     let others = |gib: u64| DriverTruth {
         free: Bytes::gib(24 - gib),
@@ -389,7 +389,7 @@ fn the_end_of_one_reservation_does_not_touch_another() {
 }
 
 #[test]
-fn a_keep_alive_is_reported_once_and_again_after_it_was_renewed() {
+fn an_expired_keep_alive_is_reported_once_per_renewal() {
     let c = component("c", 1);
     let mut ledger = card_with(&[&c]);
     assert!(!ledger.set_keep_alive(&ComponentId::new("nothing"), None));
@@ -403,7 +403,7 @@ fn a_keep_alive_is_reported_once_and_again_after_it_was_renewed() {
 }
 
 #[test]
-fn slack_that_was_handed_back_is_late_and_not_foreign() {
+fn trimmed_slack_is_late_and_not_foreign() {
     let mut ledger = card_with(&[]);
     let shown = |slack, free| DriverTruth {
         total: Bytes::gib(24),
@@ -426,7 +426,7 @@ fn slack_that_was_handed_back_is_late_and_not_foreign() {
 }
 
 #[test]
-fn holders_name_who_has_what() {
+fn holders_are_listed_by_name_with_their_bytes() {
     let (a, b, c) = (component("a", 1), component("b", 2), component("c", 3));
     let mut ledger = card_with(&[&a, &b, &c]);
     ledger.lease(&stage(&[&a], Bytes::gib(1)), T0).unwrap();
@@ -460,7 +460,7 @@ fn holders_name_who_has_what() {
 }
 
 #[test]
-fn a_load_that_somebody_else_was_faster_than_shows_as_overbooked() {
+fn a_load_whose_memory_another_process_took_is_overbooked() {
     let (mut ledger, c) = (card_with(&[]), component("c", 20));
     ledger.begin_load(&c, T0).unwrap();
     ledger.reconcile(&DriverTruth {
@@ -482,7 +482,7 @@ fn a_load_that_somebody_else_was_faster_than_shows_as_overbooked() {
 }
 
 #[test]
-fn a_snapshot_travels() {
+fn a_snapshot_survives_serialization() {
     let (a, b) = (component("a", 1), component("b", 2));
     let mut ledger = card_with(&[&a, &b]);
     use_at(&mut ledger, &a, 3, Millis(5));

@@ -1,4 +1,4 @@
-//! The boundaries of each room, and properties that hold everywhere.
+//! Unit tests of each module at its boundaries, and properties over all of them.
 #![allow(clippy::unwrap_used, reason = "a test, in modules of its own")]
 
 mod choose;

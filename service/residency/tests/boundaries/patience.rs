@@ -3,7 +3,7 @@ use residency::{Millis, Patience, Wait, WaitCause};
 const START: Millis = Millis(1_000);
 
 #[test]
-fn the_budgets_are_those_of_the_field_reports() {
+fn default_budgets_match_the_field_reports() {
     assert_eq!(
         Patience::default(),
         Patience {
@@ -65,7 +65,7 @@ fn a_change_of_cause_does_not_refill_a_budget() {
 }
 
 #[test]
-fn a_clock_that_steps_back_costs_nobody_patience() {
+fn a_clock_that_steps_back_spends_no_budget() {
     let mut wait = Wait::new(START, WaitCause::Foreign, &Patience::default());
     wait.update(START.after(1_000), WaitCause::Foreign);
     wait.update(START, WaitCause::Foreign);

@@ -36,7 +36,7 @@ fn shared(ledger: &Ledger, components: &[&Component], scratch_gib: u64) -> Verdi
 }
 
 #[test]
-fn what_fits_to_the_byte_runs_and_one_byte_more_never_does() {
+fn a_stage_that_fits_to_the_byte_runs_and_one_byte_more_never_does() {
     let (ledger, c) = (card_with(&[]), component("c", 20));
     assert_eq!(shared(&ledger, &[&c], 4), run([load_of(&c)]));
     let more = stage(&[&c], Bytes::gib(4) + Bytes(1));
@@ -48,7 +48,7 @@ fn what_fits_to_the_byte_runs_and_one_byte_more_never_does() {
 }
 
 #[test]
-fn what_is_resident_is_counted_once_and_so_is_what_is_named_twice() {
+fn resident_and_repeated_components_are_counted_once() {
     let (a, b) = (component("a", 12), component("b", 8));
     let ledger = card_with(&[&a]);
     assert_eq!(shared(&ledger, &[&a, &b, &a, &b], 4), run([load_of(&b)]));
@@ -77,7 +77,7 @@ fn headroom_is_never_planned_into() {
 }
 
 #[test]
-fn the_cheapest_to_bring_back_leaves_first() {
+fn the_cheapest_component_to_reload_is_evicted_first() {
     let mut a = component("a", 8);
     let (b, new) = (component("b", 8), component("new", 8));
     a.reload_seconds = 1.0;
@@ -86,13 +86,13 @@ fn the_cheapest_to_bring_back_leaves_first() {
 }
 
 #[test]
-fn what_is_used_often_or_lately_stays() {
+fn frequently_or_recently_used_components_stay() {
     let (a, b, new) = (component("a", 8), component("b", 8), component("new", 8));
     let mut ledger = card_with(&[&a, &b]);
     use_at(&mut ledger, &a, 5, NOW);
     use_at(&mut ledger, &b, 1, NOW);
     assert_eq!(shared(&ledger, &[&new], 4), run([evict_of(&b), load_of(&new)]));
-    // Much later b is used again, and a's many uses have faded.
+    // Much later b is used again, and the weight of a's many uses has decayed.
     let later = Millis(NOW.0 + 6 * residency::HEAT_HALF_LIFE_MS);
     use_at(&mut ledger, &b, 1, later);
     ledger.reconcile(&truth(&ledger));
@@ -101,7 +101,7 @@ fn what_is_used_often_or_lately_stays() {
 }
 
 #[test]
-fn what_is_no_longer_kept_alive_leaves_before_all_others() {
+fn components_past_their_keep_alive_are_evicted_first() {
     let (a, mut b, new) = (component("a", 8), component("b", 8), component("new", 8));
     b.reload_seconds = 100.0;
     let mut ledger = card_with(&[&a, &b]);
@@ -110,7 +110,7 @@ fn what_is_no_longer_kept_alive_leaves_before_all_others() {
 }
 
 #[test]
-fn no_more_leaves_than_has_to() {
+fn no_more_is_evicted_than_needed() {
     let (mut small, mut large, new) = (
         component("small", 2),
         component("large", 16),
@@ -118,7 +118,7 @@ fn no_more_leaves_than_has_to() {
     );
     (small.reload_seconds, large.reload_seconds) = (0.1, 16.0);
     let ledger = card_with(&[&small, &large]);
-    // The small one is cheaper and not enough; with the large one gone it may stay after all.
+    // The small component is cheaper and not enough; with the large one evicted it can stay.
     assert_eq!(
         shared(&ledger, &[&new], 4),
         run([evict_of(&large), load_of(&new)])
@@ -126,7 +126,7 @@ fn no_more_leaves_than_has_to() {
 }
 
 #[test]
-fn exclusive_lets_everything_large_leave_and_trims_before_it_loads() {
+fn exclusive_evicts_all_large_components_and_trims_before_loading() {
     assert_eq!(large_from(Bytes::gib(24)), Bytes::gib(1));
     assert_eq!(large_from(Bytes::gib(8)), Bytes::mib(512));
     let (transformer, vae) = (component("transformer", 12), component("vae", 1));
@@ -145,7 +145,7 @@ fn exclusive_lets_everything_large_leave_and_trims_before_it_loads() {
         run([evict_of(&transformer), Move::Trim, load_of(&vae)])
     );
     assert_eq!(plan(&ledger, &decode, Policy::Shared, NOW), run([load_of(&vae)]));
-    // What it may not evict it leaves alone: it fits all the same.
+    // A pinned component is left alone: the stage fits anyway.
     ledger.pin(transformer.id.clone());
     assert_eq!(exclusive(&ledger), run([Move::Trim, load_of(&vae)]));
 }
@@ -181,7 +181,7 @@ fn slack_stays_where_an_eviction_is_enough() {
 }
 
 #[test]
-fn waits_name_whose_memory_would_be_enough() {
+fn a_wait_names_the_claim_whose_release_would_be_enough() {
     let (a, b, new) = (component("a", 8), component("b", 8), component("new", 20));
     let mut ledger = card_with(&[&a, &b]);
     let lease = ledger.lease(&stage(&[&a], Bytes::gib(2)), NOW).unwrap();
@@ -223,7 +223,7 @@ fn a_held_component_is_waited_for_like_a_busy_one() {
 }
 
 #[test]
-fn what_is_on_its_way_is_waited_for_and_not_loaded_twice() {
+fn a_loading_component_is_waited_for_and_not_loaded_twice() {
     let (mut ledger, c) = (card_with(&[]), component("c", 8));
     ledger.begin_load(&c, NOW).unwrap();
     assert_eq!(shared(&ledger, &[&c], 8), wait(0, WaitCause::Leases));
@@ -234,7 +234,7 @@ fn what_is_on_its_way_is_waited_for_and_not_loaded_twice() {
 }
 
 #[test]
-fn never_counts_context_pins_and_leaks_but_not_what_may_leave() {
+fn capacity_excludes_context_pins_and_leaks_but_not_idle_components() {
     let (pinned, leased, new) = (
         component("pinned", 6),
         component("leased", 6),
@@ -266,7 +266,7 @@ fn never_counts_context_pins_and_leaks_but_not_what_may_leave() {
 }
 
 #[test]
-fn late_bytes_do_not_make_a_never() {
+fn late_bytes_cause_a_wait_and_no_refusal() {
     let (a, new) = (component("a", 20), component("new", 24));
     let mut ledger = card_with(&[&a]);
     evict(&mut ledger, &a, NOW);
@@ -274,7 +274,7 @@ fn late_bytes_do_not_make_a_never() {
 }
 
 #[test]
-fn who_takes_nothing_runs_on_an_overdrawn_card() {
+fn a_stage_without_demand_runs_on_an_overdrawn_card() {
     let c = component("c", 8);
     let mut ledger = card_with(&[&c]);
     ledger.set_headroom(Bytes::gib(16));
@@ -290,7 +290,7 @@ fn who_takes_nothing_runs_on_an_overdrawn_card() {
 }
 
 #[test]
-fn low_memory_frees_what_can_be_freed_and_says_what_is_missing() {
+fn low_memory_evicts_all_idle_components_and_reports_the_shortage() {
     let (a, b, new) = (component("a", 8), component("b", 8), component("new", 20));
     let mut ledger = card_with(&[&a, &b]);
     ledger.pin(a.id.clone());
@@ -308,7 +308,7 @@ fn low_memory_frees_what_can_be_freed_and_says_what_is_missing() {
 }
 
 #[test]
-fn room_for_others_is_free_at_the_driver() {
+fn room_for_other_programs_is_free_at_the_driver() {
     let a = component("a", 8);
     let mut ledger = card_with(&[&a]);
     assert_eq!(make_room(&ledger, Bytes::gib(16), NOW), run([]));
@@ -348,7 +348,7 @@ fn the_janitor_trims_above_its_limit_only() {
 }
 
 #[test]
-fn the_janitor_unloads_what_was_kept_long_enough() {
+fn the_janitor_evicts_components_after_their_idle_time() {
     let [kept, lapsed, idle, used, pinned] =
         ["kept", "lapsed", "idle", "used", "pinned"].map(|name| component(name, 1));
     let mut ledger = card_with(&[&kept, &lapsed, &idle, &used, &pinned]);
@@ -368,7 +368,7 @@ fn the_janitor_unloads_what_was_kept_long_enough() {
 }
 
 #[test]
-fn the_words_on_the_wire_are_snake_case() {
+fn serialized_names_are_snake_case() {
     let text = |value: &Verdict| serde_json::to_string(value).unwrap();
     assert_eq!(
         text(&wait(0, WaitCause::LateEviction)),

@@ -152,9 +152,9 @@ fn carry_out(ledger: &mut Ledger, mut truth: DriverTruth, moves: &[Move]) -> Res
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(2_000) })]
 
-    /// A plan, carried out, is enough: the stage gets its lease, and headroom and reservations are untouched.
+    /// A carried-out plan is enough: the stage gets its lease, and headroom and reservations are untouched.
     #[test]
-    fn a_plan_is_enough(given in given()) {
+    fn a_carried_out_plan_makes_the_lease_possible(given in given()) {
         let (mut ledger, need, truth) = build(&given);
         if let Verdict::Run { moves } = plan(&ledger, &need, given.policy, NOW) {
             carry_out(&mut ledger, truth, &moves)?;
@@ -164,7 +164,7 @@ proptest! {
         }
     }
 
-    /// A plan evicts only what is idle, and `shared` nobody who could have stayed.
+    /// A plan evicts only idle components, and under `shared` none that could have stayed.
     #[test]
     fn a_plan_evicts_no_more_than_needed(given in given()) {
         let (ledger, need, _) = build(&given);
@@ -184,9 +184,9 @@ proptest! {
         }
     }
 
-    /// Waits are for what is missing after all idle components left, and low memory is short by exactly that.
+    /// Waits are for bytes missing after all idle components are evicted; a low-memory plan is short by exactly that.
     #[test]
-    fn a_wait_is_short_by_what_low_memory_misses(given in given()) {
+    fn a_wait_and_a_low_memory_plan_report_the_same_shortage(given in given()) {
         let (mut ledger, need, truth) = build(&given);
         let low = plan_low_memory(&ledger, &need, given.policy, NOW);
         match plan(&ledger, &need, given.policy, NOW) {
@@ -205,9 +205,9 @@ proptest! {
         }
     }
 
-    /// Whatever the driver says, the accounts sum up to the card, and reconciling twice changes nothing.
+    /// For any driver figures, the accounts sum up to the capacity, and reconciling twice changes nothing.
     #[test]
-    fn accounts_sum_up_whatever_the_driver_says(given in given(), figures in vec(0..12_000u64, 6), evict in any::<bool>()) {
+    fn accounts_sum_up_to_the_capacity_for_any_driver_figures(given in given(), figures in vec(0..12_000u64, 6), evict in any::<bool>()) {
         let (mut ledger, need, _) = build(&given);
         let idle = ledger.residents().find(|r| r.is_idle()).map(|r| r.component.id.clone());
         if evict && let Some(idle) = idle {

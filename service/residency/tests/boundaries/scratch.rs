@@ -17,7 +17,7 @@ fn success() -> RunOutcome {
 }
 
 #[test]
-fn the_family_is_believed_until_something_was_learned() {
+fn the_family_prediction_is_used_until_a_run_succeeded() {
     let mut book = ScratchBook::new();
     assert_eq!(book.estimate(&key("1"), PREDICTED), PREDICTED);
     for outcome in [
@@ -51,14 +51,14 @@ fn estimates_fall_when_the_last_runs_needed_less() {
 }
 
 #[test]
-fn what_ran_once_is_not_refused_in_the_same_room() {
+fn a_stage_that_ran_once_is_not_refused_in_the_same_room() {
     let mut book = ScratchBook::new();
     // It was predicted to need 4 GiB and needed 5, in 5 GiB of room: no margin would fit in there.
     let room = Bytes::gib(5);
     book.learn(&key("1"), Bytes::gib(5), RunOutcome::Succeeded { room });
     assert!(!book.would_refuse(&key("1"), PREDICTED, room));
     assert!(book.would_refuse(&key("1"), PREDICTED, room - Bytes(1)));
-    // A hundred runs in more room do not make anybody forget.
+    // A hundred runs in more room do not withdraw the proof.
     (0..100).for_each(|_| book.learn(&key("1"), Bytes::gib(5), success()));
     assert!(!book.would_refuse(&key("1"), PREDICTED, room));
     // Running out of memory in more room than that does.
@@ -82,7 +82,7 @@ fn what_ran_once_is_not_refused_in_the_same_room() {
 }
 
 #[test]
-fn an_overdrawn_card_proves_nothing() {
+fn a_success_on_an_overdrawn_card_proves_no_room() {
     let mut book = ScratchBook::new();
     book.learn(
         &key("1"),
@@ -94,7 +94,7 @@ fn an_overdrawn_card_proves_nothing() {
 }
 
 #[test]
-fn the_key_taught_longest_ago_is_forgotten_first() {
+fn the_key_updated_longest_ago_is_evicted_first() {
     let mut book = ScratchBook::new();
     let teach = |book: &mut ScratchBook, n: usize| book.learn(&key(&n.to_string()), Bytes(1), success());
     (0..KEYS_REMEMBERED).for_each(|n| teach(&mut book, n));
@@ -106,7 +106,7 @@ fn the_key_taught_longest_ago_is_forgotten_first() {
 }
 
 #[test]
-fn a_book_survives_a_restart() {
+fn a_book_survives_serialization() {
     let mut book = ScratchBook::new();
     book.learn(&key("1"), Bytes::gib(2), success());
     book.learn(&key("2"), Bytes::gib(3), success());
@@ -115,14 +115,14 @@ fn a_book_survives_a_restart() {
 }
 
 #[test]
-fn the_margin_is_on_top_of_what_was_needed_and_never_of_itself() {
+fn the_margin_is_added_to_peaks_and_never_compounds() {
     let mut book = ScratchBook::new();
     let peak = Bytes::mib(4);
     for _ in 0..3 * RUNS_REMEMBERED {
         book.learn(&key("1"), peak, success());
         let estimate = book.estimate(&key("1"), PREDICTED);
         assert_eq!(estimate, peak + Bytes(peak.0 / 32) + Bytes::mib(16));
-        // What was estimated last is no prediction of the family's either, should somebody take it for one.
+        // The last estimate is not a prediction of the family, in case a caller passes it as one.
         assert_eq!(book.estimate(&key("1"), estimate), estimate);
     }
 }

@@ -1,4 +1,4 @@
-//! The invariants, each from the model's side: none of them asks the code that it checks.
+//! The invariants, each checked against the model of the card and never by the code under test.
 
 use residency::{Bytes, ComponentId, Move, Resident, ResidentState, StageNeed, Verdict};
 
@@ -19,7 +19,7 @@ impl World {
             );
             return Err(self.violation(Invariant::NoOrphanLease, what));
         }
-        self.check_nobody_idles()
+        self.check_work_conservation()
     }
 
     fn check_bytes(&mut self) -> Result<(), Violation> {
@@ -62,8 +62,8 @@ impl World {
         Ok(())
     }
 
-    /// A lane is free and nothing moves: then whoever may go first would have to wait.
-    fn check_nobody_idles(&self) -> Result<(), Violation> {
+    /// Work conservation: if a lane is free and no move is under way, the job that may start next would have to wait.
+    fn check_work_conservation(&self) -> Result<(), Violation> {
         if self.mover.is_some() || self.running.len() >= self.lanes {
             return Ok(());
         }
@@ -117,7 +117,7 @@ impl World {
         Ok(())
     }
 
-    /// Carried out as planned, it leaves the driver enough for each load: component pools cannot use slack.
+    /// A plan, carried out in order, leaves the driver enough for each load: component pools cannot use slack.
     pub(crate) fn check_plan(&self, job: &Job, moves: &[Move]) -> Result<(), Violation> {
         let mut free = self.card.free();
         for each in moves {
@@ -134,7 +134,7 @@ impl World {
         Ok(())
     }
 
-    /// Something leaves the card.
+    /// Checks that an evicted component was allowed to leave.
     pub(crate) fn check_departure(&self, id: &ComponentId, planned: bool) -> Result<(), Violation> {
         if self.running.iter().any(|stage| stage.needs.contains(id)) {
             return Err(self.violation(Invariant::NothingLeasedIsEvicted, format!("a stage runs on {id}")));
@@ -153,7 +153,7 @@ impl World {
         Ok(())
     }
 
-    /// A stage starts: what it asked for is on the card, and so is the memory that it was promised.
+    /// Checks that a starting stage has its components on the card and the scratch that was booked for it.
     pub(crate) fn check_start(&self, job: &Job, booked: Bytes, fits: bool) -> Result<(), Violation> {
         for component in &self.kinds[job.kind].stages[job.stage].need.components {
             if self.card.components.get(&component.id) != Some(&component.bytes) {
@@ -161,7 +161,7 @@ impl World {
                 return Err(self.violation(Invariant::StagesHaveTheirComponents, what));
             }
         }
-        // In one sum, as the driver shows it: nobody can see which of several stages took what.
+        // In one sum, as the driver shows it: which stage allocated how much cannot be observed.
         let booked_before: Bytes = self.running.iter().map(|stage| stage.booked).sum();
         let promised = booked_before - self.card.scratch;
         let there = self.card.free() + self.card.slack;
@@ -172,7 +172,7 @@ impl World {
         Ok(())
     }
 
-    /// Everything came to its end and was unloaded.
+    /// After all jobs ended and all components were evicted.
     pub(crate) fn check_rest(&self) -> Result<(), Violation> {
         let books = self.ledger.accounts();
         let held = books.components + books.scratch + books.foreign + books.unexplained + self.ledger.late();
@@ -184,7 +184,7 @@ impl World {
         Ok(())
     }
 
-    /// A plan as a broken planner would have made it.
+    /// The plan that a planner with the current defect would make.
     pub(crate) fn spoil(&mut self, mut moves: Vec<Move>) -> Vec<Move> {
         if let Some(victim) = self.ledger.residents().find(|r| self.is_wrong_victim(r)) {
             moves.insert(0, Move::Evict(victim.component.clone()));
@@ -199,7 +199,7 @@ impl World {
         moves
     }
 
-    /// What the broken planner at hand picks, and a sound one never would.
+    /// Whether a planner with the current defect evicts it where a correct one never would.
     pub(crate) fn is_wrong_victim(&self, r: &Resident) -> bool {
         let is_there = r.state == ResidentState::Resident;
         match self.defect {

@@ -1,6 +1,6 @@
-//! What can be broken on purpose, and which invariant has to notice. Nothing of this is in the product.
+//! Defects that can be injected, and the invariant that has to detect each. None of this is in the product.
 
-/// A defect that the harness wraps around the product.
+/// A defect that the harness adds around the product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Defect {
     None,
@@ -21,7 +21,7 @@ pub(crate) enum Defect {
     PlannerForgetsToTrim,
 }
 
-/// What has to hold on every turn.
+/// Invariants that have to hold on every turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Invariant {
     BytesAreConserved,
@@ -62,7 +62,7 @@ impl Defect {
     ];
 }
 
-/// An invariant that did not hold: enough to see it again.
+/// A violated invariant, with enough to reproduce it.
 #[derive(Clone, Debug)]
 pub(crate) struct Violation {
     pub(crate) invariant: Invariant,

@@ -7,14 +7,14 @@ use residency::{Bytes, Component, ComponentId, Millis, ScratchKey, StageNeed, Wa
 
 pub(crate) const STAGES: [&str; 3] = ["encode_text", "denoise", "decode"];
 
-/// A stage of a kind of job: what it asks for, and what it will really need.
+/// A stage of a kind of job: its predicted need, and what it really allocates.
 pub(crate) struct Stage {
     pub(crate) need: StageNeed,
     pub(crate) key: ScratchKey,
     pub(crate) predicted: Bytes,
     pub(crate) peak: Bytes,
     pub(crate) successes: u64,
-    /// The least room in which it ran to its end, and has not failed in since.
+    /// The least room in which it completed, and has not failed in since.
     pub(crate) ran_in: Option<Bytes>,
 }
 

@@ -22,7 +22,7 @@ pub(crate) struct Running {
     pub(crate) lease: LeaseId,
     pub(crate) needs: Vec<ComponentId>,
     pub(crate) booked: Bytes,
-    /// What it has allocated so far.
+    /// Bytes allocated so far.
     pub(crate) taken: Bytes,
     peak: Bytes,
     room: Bytes,
@@ -135,7 +135,7 @@ impl World {
         self.ledger.complete_trim(slack, self.now);
     }
 
-    /// All moves are done: memory may have changed, so it is planned again, and then the stage runs under a lease.
+    /// After all moves: memory may have changed, so the stage is planned again, and then runs under a lease.
     fn start(&mut self, mut job: Job) -> Result<(), Violation> {
         self.ledger.reconcile(&self.card.truth());
         let mut need = self.kinds[job.kind].stages[job.stage].need.clone();
@@ -266,7 +266,7 @@ impl World {
         }
     }
 
-    /// Back into the queue, where it was.
+    /// Puts a job back into the queue at its position.
     fn wait_again(&mut self, mut job: Job) {
         job.attempts += 1;
         if job.attempts < 20 {

@@ -1,4 +1,4 @@
-//! A tiny queue: the oldest job that would run goes first, and nobody is overtaken more often than the bound allows.
+//! A minimal queue: the oldest job that can run goes first, and no job is overtaken more often than the bound allows.
 
 use residency::{Alternative, Bytes, Ledger};
 use residency::{Move, Patience, Verdict, Wait, WaitCause, fallbacks, plan, plan_low_memory};
@@ -45,7 +45,7 @@ impl World {
         }
     }
 
-    /// Starts what may start, while there is somebody to carry out moves and a lane to run in.
+    /// Starts jobs while the mover and a lane are free.
     pub(crate) fn run_queue(&mut self) -> Result<(), Violation> {
         while self.mover.is_none() && self.running.len() < self.lanes {
             self.ledger.reconcile(&self.card.truth());
@@ -110,7 +110,7 @@ impl World {
         Ok(None)
     }
 
-    /// Counted a second time, by other means: who is older and still waits was overtaken.
+    /// Counts overtaking independently: every older job that still waits was overtaken.
     fn count_overtaking(&mut self, started: &Job) -> Result<(), Violation> {
         let older = self
             .queue

@@ -1,4 +1,4 @@
-//! One episode: a card, its ledger, a queue, clients and other programs, and dice.
+//! One episode: a card, its ledger, a queue, clients, other programs, and a random number generator.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,7 +16,7 @@ use crate::mover::{Mover, Running};
 
 const QUEUE_AT_MOST: usize = 6;
 
-/// What happened, so that a simulation in which nothing happens is noticed.
+/// Event counts, so that a simulation that covers too little is noticed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stats {
     pub(crate) turns: u64,
@@ -95,7 +95,7 @@ pub(crate) struct World {
     pub(crate) running: Vec<Running>,
     pub(crate) pins: BTreeSet<ComponentId>,
     pub(crate) holds: BTreeMap<HoldId, (Vec<ComponentId>, Millis)>,
-    /// The last throw of the dice.
+    /// Result of the last call of `chance`.
     pub(crate) chance_now: bool,
 }
 
@@ -281,7 +281,8 @@ impl World {
         Ok(())
     }
 
-    /// No new jobs, everything is let go of, others leave, all is unloaded: nothing may be left.
+    /// Ends an episode: no new jobs, all claims are released, other programs exit, all components are evicted. No
+    /// byte may be left.
     fn come_to_rest(&mut self) -> Result<(), Violation> {
         self.card.foreign = Bytes::ZERO;
         for id in std::mem::take(&mut self.pins) {

@@ -1,62 +1,60 @@
-//! The part of the pickle format that state dicts use. Source: the opcodes' description in Python's `pickletools`.
+//! The subset of the pickle format that state dicts use. Source: the opcode descriptions in Python's `pickletools`.
 //!
-//! A pickle is a program for a small stack machine. This machine knows dicts, tuples, text, numbers, and the four
-//! calls by which PyTorch describes tensors; whatever else a pickle asks for is refused by name, and nothing is ever
-//! executed. Values lie in one list and point at each other by index: none is copied, none is freed by recursion,
-//! and a value that contains itself harms nobody.
+//! A pickle is a program for a small stack machine. This machine supports dicts, tuples, text, numbers, and the four
+//! calls by which PyTorch describes tensors; everything else is rejected by name, and nothing is ever executed.
+//! Values are stored in one list and refer to each other by index: none is copied or dropped recursively, and a
+//! self-referential value is harmless.
 
 use std::collections::HashMap;
 
 use super::Problem;
 use crate::load::Stored;
 
-/// The most values that a pickle may make. A tensor takes about 25.
-const MOST_VALUES: usize = 1 << 20;
-/// The most values on the stack at once.
-const DEEPEST_STACK: usize = 1 << 20;
-/// The most marks that are open at once: so deep a pickle may nest.
-const DEEPEST_MARKS: usize = 1000;
-/// The most dimensions of a tensor: PyTorch's own limit.
-const MOST_DIMENSIONS: usize = 64;
-/// The newest protocol.
+/// Maximum of values. A tensor takes about 25.
+const MAX_VALUES: usize = 1 << 20;
+/// Maximum stack depth.
+const MAX_STACK_DEPTH: usize = 1 << 20;
+/// Maximum of open marks: the nesting depth.
+const MAX_MARK_DEPTH: usize = 1000;
+/// Maximum of dimensions of a tensor: PyTorch's own limit.
+const MAX_DIMENSIONS: usize = 64;
+/// The newest supported protocol.
 const PROTOCOL: u8 = 5;
 
-/// What a pickle makes. Indices are those of other values.
+/// A value of the machine. Indices refer to other values.
 pub(super) enum Value<'a> {
-    /// Nothing that matters here: floats, lists, bytes, None, sets.
+    /// Ignored values: floats, lists, bytes, None, sets.
     Other,
     Bool,
     Int(i64),
     Text(&'a str),
     Tuple(Box<[u32]>),
-    /// In the order in which they were set.
+    /// In insertion order.
     Dict(Vec<(u32, u32)>),
     Global(Global),
     Storage(Box<Storage<'a>>),
     Tensor(Box<Tensor>),
 }
 
-/// The names that a pickle may ask for.
+/// The global names that a pickle may use.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Global {
     OrderedDict,
-    /// `torch._utils._rebuild_tensor_v2`: storage, offset, shape, strides, and what does not matter here.
+    /// `torch._utils._rebuild_tensor_v2`: storage, offset, shape, strides, and ignored arguments.
     Tensor,
-    /// `torch._utils._rebuild_tensor_v3`: the same with a dtype as its seventh.
+    /// `torch._utils._rebuild_tensor_v3`: the same, with a dtype as the seventh argument.
     TensorOfType,
-    /// `torch._utils._rebuild_parameter`: a tensor, and what does not matter here.
+    /// `torch._utils._rebuild_parameter`: a tensor, and ignored arguments.
     Parameter,
-    /// A storage class.
     Storage(ElementType),
-    /// A dtype.
     Element(ElementType),
 }
 
-/// How the numbers of a tensor or a storage are stored.
+/// Element type of a tensor or a storage.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum ElementType {
     Read(Stored),
-    /// By PyTorch's name. A storage may be plain bytes, whose tensors say what they are.
+    /// An unsupported type, by PyTorch's name. A storage may be untyped, with the type in its tensors.
     Unread(&'static str),
 }
 
@@ -64,22 +62,22 @@ pub(super) enum ElementType {
 pub(super) struct Storage<'a> {
     pub(super) element: ElementType,
     pub(super) key: &'a str,
-    /// In numbers; of untyped storages in bytes.
+    /// In elements; in bytes if untyped.
     pub(super) length: u64,
 }
 
 /// A view of a storage.
 pub(super) struct Tensor {
     pub(super) storage: u32,
-    /// In numbers.
+    /// In elements.
     pub(super) offset: u64,
     pub(super) shape: u32,
     pub(super) strides: u32,
-    /// Where the storage does not say it.
+    /// Set if the storage is untyped.
     pub(super) element: Option<ElementType>,
 }
 
-/// A pickle that was read to its end.
+/// A completely read pickle.
 pub(super) struct Pickle<'a> {
     values: Vec<Value<'a>>,
     outermost: u32,
@@ -111,12 +109,12 @@ impl<'a> Pickle<'a> {
         &self.values[index as usize]
     }
 
-    /// A tuple of numbers that are not negative.
+    /// A tuple of non-negative numbers.
     pub(super) fn dimensions(&self, index: u32) -> Option<Vec<u64>> {
         let Value::Tuple(items) = self.value(index) else {
             return None;
         };
-        if items.len() > MOST_DIMENSIONS {
+        if items.len() > MAX_DIMENSIONS {
             return None;
         }
         let number = |item: &u32| match self.value(*item) {
@@ -132,13 +130,13 @@ struct Machine<'a> {
     position: usize,
     values: Vec<Value<'a>>,
     stack: Vec<u32>,
-    /// Heights of the stack.
+    /// Stack heights.
     marks: Vec<usize>,
     memo: HashMap<u32, u32>,
 }
 
 impl<'a> Machine<'a> {
-    /// Follows one opcode; `false` after the last.
+    /// Executes one opcode; `false` after the last.
     fn step(&mut self) -> Result<bool, Problem> {
         let at = self.position;
         let [opcode] = self.array()?;
@@ -157,9 +155,9 @@ impl<'a> Machine<'a> {
             }
             // The stack.
             b'(' => {
-                if self.marks.len() == DEEPEST_MARKS {
+                if self.marks.len() == MAX_MARK_DEPTH {
                     return Err(Problem::Damaged(format!(
-                        "its pickle nests more than {DEEPEST_MARKS} deep"
+                        "its pickle nests more than {MAX_MARK_DEPTH} deep"
                     )));
                 }
                 self.marks.push(self.stack.len());
@@ -184,7 +182,7 @@ impl<'a> Machine<'a> {
                 self.remember(index)?;
             }
             0x94 => {
-                // Bounded as the values are.
+                // Bounded by the number of values.
                 let index = u32::try_from(self.memo.len()).unwrap_or(u32::MAX);
                 self.remember(index)?;
             }
@@ -257,7 +255,7 @@ impl<'a> Machine<'a> {
                 let items = self.pop_to_mark()?;
                 self.push(Value::Tuple(items))?;
             }
-            // Lists and sets, whose contents do not matter.
+            // Lists and sets, whose elements are ignored.
             b']' | 0x8f => self.push(Value::Other)?,
             b'l' | 0x91 => {
                 self.pop_to_mark()?;
@@ -305,7 +303,7 @@ impl<'a> Machine<'a> {
                 let items = self.pop_many(2)?;
                 self.call(at, items[0], items[1])?;
             }
-            // The state of an object: that of an ordered dict is what `state_dict` notes beside its tensors.
+            // The state of an object: for an ordered dict, attributes beside the tensors.
             b'b' => {
                 self.pop()?;
                 if !matches!(self.value(self.top()?), Value::Dict(_)) {
@@ -375,7 +373,7 @@ impl<'a> Machine<'a> {
         self.push(Value::Other)
     }
 
-    /// An integer of any length; those of more than 64 bits do not matter.
+    /// An integer of any length; more than 64 bits are ignored.
     fn long(&mut self, length: u64) -> Result<(), Problem> {
         let bytes = self.slice(length)?;
         let value = if bytes.len() > 8 {
@@ -394,9 +392,9 @@ impl<'a> Machine<'a> {
     }
 
     fn push(&mut self, value: Value<'a>) -> Result<(), Problem> {
-        if self.values.len() == MOST_VALUES {
+        if self.values.len() == MAX_VALUES {
             return Err(Problem::Damaged(format!(
-                "its pickle makes more than {MOST_VALUES} values"
+                "its pickle makes more than {MAX_VALUES} values"
             )));
         }
         let index = self.values.len() as u32;
@@ -405,16 +403,16 @@ impl<'a> Machine<'a> {
     }
 
     fn push_index(&mut self, index: u32) -> Result<(), Problem> {
-        if self.stack.len() == DEEPEST_STACK {
+        if self.stack.len() == MAX_STACK_DEPTH {
             return Err(Problem::Damaged(format!(
-                "its pickle stacks more than {DEEPEST_STACK} values"
+                "its pickle stacks more than {MAX_STACK_DEPTH} values"
             )));
         }
         self.stack.push(index);
         Ok(())
     }
 
-    /// The lowest height that may be popped to: what is below the last mark belongs to whoever made it.
+    /// The lowest height that may be popped to: values below the last mark belong to an outer construct.
     fn floor(&self) -> usize {
         self.marks.last().copied().unwrap_or(0)
     }
@@ -432,7 +430,7 @@ impl<'a> Machine<'a> {
         Ok(top)
     }
 
-    /// The last `count`, in their order.
+    /// The last `count` values, in order.
     fn pop_many(&mut self, count: usize) -> Result<Box<[u32]>, Problem> {
         if self.stack.len() - self.floor() < count {
             return Err(self.damaged(self.position, "takes a value that is not there"));
@@ -449,9 +447,9 @@ impl<'a> Machine<'a> {
 
     fn remember(&mut self, index: u32) -> Result<(), Problem> {
         let top = self.top()?;
-        if self.memo.len() == MOST_VALUES {
+        if self.memo.len() == MAX_VALUES {
             return Err(Problem::Damaged(format!(
-                "its pickle remembers more than {MOST_VALUES} values"
+                "its pickle remembers more than {MAX_VALUES} values"
             )));
         }
         self.memo.insert(index, top);
@@ -464,7 +462,7 @@ impl<'a> Machine<'a> {
         self.push_index(value)
     }
 
-    /// Sets keys and values in turn in the dict on top.
+    /// Inserts alternating keys and values into the dict on top.
     fn set(&mut self, items: &[u32]) -> Result<(), Problem> {
         let position = self.position;
         let broken = |what| Problem::Damaged(format!("its pickle {what}, at byte {position}"));
@@ -491,7 +489,7 @@ impl<'a> Machine<'a> {
         self.push(Value::Global(global))
     }
 
-    /// What a call of a known name with these arguments makes.
+    /// Result of calling a known name with these arguments.
     fn call(&mut self, at: usize, function: u32, arguments: u32) -> Result<(), Problem> {
         let (Value::Global(function), Value::Tuple(arguments)) =
             (self.value(function), self.value(arguments))
@@ -530,7 +528,7 @@ impl<'a> Machine<'a> {
         self.push(value)
     }
 
-    /// The storage that a persistent id names: `("storage", class, key, location, length)`.
+    /// The storage of a persistent id: `("storage", class, key, location, length)`.
     fn storage(&self, id: u32) -> Option<Storage<'a>> {
         let Value::Tuple(parts) = self.value(id) else {
             return None;
@@ -554,7 +552,7 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// The names that are known. No other is ever looked for.
+/// Resolves a global name; unknown names are never looked up.
 fn known(module: &str, name: &str) -> Option<Global> {
     Some(match (module, name) {
         ("collections", "OrderedDict") => Global::OrderedDict,

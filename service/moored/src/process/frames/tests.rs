@@ -120,6 +120,10 @@ fn order(work: Work) -> Command {
             path: PathBuf::from("/models/flux 1"),
             quantization: Quantization::of(Preset::FourBit, [("vae", "fp8")]).unwrap(),
             kept: vec![("transformer".to_owned(), PathBuf::from("/kept/1f.moored"))],
+            identities: vec![(
+                ComponentId::new("0a1b:f32"),
+                ComponentId::new("path:/m#vae~5c@f32"),
+            )],
         },
         work,
         policy: Policy::Exclusive,
@@ -369,7 +373,7 @@ fn arrive_as_they_were<M: Serialize + DeserializeOwned + PartialEq + Debug>(mess
 }
 
 #[test]
-fn all_that_is_said_arrives_as_it_was() {
+fn every_message_is_read_as_it_was_written() {
     arrive_as_they_were(&configurations());
     arrive_as_they_were(&commands());
     arrive_as_they_were(&from_worker());

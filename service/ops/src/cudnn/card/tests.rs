@@ -1,4 +1,4 @@
-//! On a card, beside definitions in f64 of fresh numbers. They need `libcudnn.so.9` there.
+//! Tests on a card, against reference implementations in f64. They need `libcudnn.so.9`.
 
 use candle_core::{DType, Device, Result, Storage, Tensor};
 use cudarc::driver::DevicePtr as _;
@@ -7,10 +7,10 @@ use half::{bf16, f16};
 use super::*;
 use crate::testing::{random, test_device};
 
-/// What cuDNN may be off, relative and in L2. A rounding to bf16 is 2e-3.
+/// Tolerance of cuDNN, relative L2. A rounding to bf16 is 2e-3.
 const TOLERANCE: f64 = 1e-2;
 
-/// Runs on the cuDNN of the device of the tests; nothing where that is the CPU.
+/// Runs with cuDNN on the device of the tests; does nothing on the CPU.
 fn with_cudnn(work: impl FnOnce(&mut Cudnn) -> Result<()>) -> Result<()> {
     let Device::Cuda(device) = test_device() else {
         return Ok(());
@@ -20,7 +20,7 @@ fn with_cudnn(work: impl FnOnce(&mut Cudnn) -> Result<()>) -> Result<()> {
     Ok(())
 }
 
-/// Where a tensor is on the card.
+/// Address of a tensor on the card.
 fn address(tensor: &Tensor) -> Result<u64> {
     let (storage, _) = tensor.storage_and_layout();
     let Storage::Cuda(storage) = &*storage else {
@@ -36,14 +36,14 @@ fn address(tensor: &Tensor) -> Result<u64> {
     })
 }
 
-/// Random numbers on the card, and as they are there.
+/// Random numbers on the card, and their values after rounding.
 fn numbers(count: usize, dtype: DType, seed: u64) -> Result<(Tensor, Vec<f64>)> {
     let narrow = (random(&[count], seed)? * 2.0)?.to_dtype(dtype)?;
     let exact = narrow.to_dtype(DType::F64)?.to_vec1()?;
     Ok((narrow.to_device(test_device())?, exact))
 }
 
-/// What nobody wrote yet.
+/// A buffer full of NaN.
 fn poisoned(count: usize, dtype: DType) -> Result<Tensor> {
     Tensor::full(f32::NAN, count, &Device::Cpu)?
         .to_dtype(dtype)?
@@ -63,19 +63,19 @@ fn assert_near(found: &[f64], expected: &[f64], tolerance: f64, what: &str) {
     assert!(relative < tolerance, "{what}: relative distance {relative:e}");
 }
 
-/// An attention's numbers, each behind where it begins.
-struct Operands<'a> {
+/// The operands of an attention, each with its offset.
+struct AttentionOperands<'a> {
     q: &'a [f64],
     k: &'a [f64],
     v: &'a [f64],
     bias: &'a [f64],
-    /// Queries and keys of each item.
+    /// DataType of queries and keys of each item.
     lengths: &'a [[usize; 2]],
     scale: f64,
 }
 
-impl Operands<'_> {
-    /// What is seen by a query, by the definition; `None` beyond the item's queries.
+impl AttentionOperands<'_> {
+    /// The weights of a query's keys, by the definition; `None` beyond the item's queries.
     fn seen(&self, shape: &AttentionShape, [item, head, query]: [usize; 3]) -> Option<Vec<f64>> {
         let [queries, keys] = *self.lengths.get(item).unwrap_or(&[shape.queries, shape.keys]);
         if query >= queries {
@@ -119,7 +119,7 @@ impl Operands<'_> {
     }
 }
 
-/// Attention over buffers of its own, or where `joint` over one of q, k and v, into columns of a wider one.
+/// Attention over separate buffers, or with `joint` over one buffer of q, k and v, into columns of a wider one.
 fn shape_of(
     batch: usize,
     [heads, heads_kv]: [usize; 2],
@@ -144,8 +144,8 @@ fn shape_of(
     }
 }
 
-/// Runs an attention whose out begins at `out_at` of its buffer, and q, k and v at these of theirs, which are one where
-/// there is a `joint`; and holds it against its definition.
+/// Runs an attention with the given offsets into the buffers of out, and of q, k and v (one buffer if `joint`), and
+/// checks it against the reference.
 fn check(
     cudnn: &mut Cudnn,
     what: &str,
@@ -180,7 +180,7 @@ fn check(
         Tensor::from_vec(counts, shape.batch, test_device())
     };
     let counts = [counts(0)?, counts(1)?];
-    let operands = Operands {
+    let operands = AttentionOperands {
         q: &tensor(0).1[starts[0]..],
         k: &tensor(1).1[starts[1]..],
         v: &tensor(2).1[starts[2]..],
@@ -224,7 +224,7 @@ fn check(
 }
 
 #[test]
-fn attention_is_its_definition() -> Result<()> {
+fn attention_equals_the_reference() -> Result<()> {
     with_cudnn(|cudnn| {
         let mut check = |what: &str, shape: AttentionShape| check(cudnn, what, &shape, None, 0);
         let plain = |tokens, width| shape_of(1, [2, 2], tokens, width, MaskShape::None);
@@ -267,7 +267,7 @@ fn attention_is_its_definition() -> Result<()> {
 }
 
 #[test]
-fn windows_and_lengths_are_their_definitions() -> Result<()> {
+fn window_and_length_masks_equal_the_reference() -> Result<()> {
     with_cudnn(|cudnn| {
         let mut check =
             |what: &str, mask| check(cudnn, what, &shape_of(1, [4, 2], [300, 300], 128, mask), None, 0);
@@ -301,7 +301,7 @@ fn attention_reads_and_writes_columns_of_wider_buffers() -> Result<()> {
 }
 
 #[test]
-fn a_plan_from_its_folder_computes_the_same() -> Result<()> {
+fn a_plan_loaded_from_disk_computes_the_same() -> Result<()> {
     let at = tempfile::tempdir()?;
     let shape = shape_of(1, [2, 2], [128, 128], 128, MaskShape::None);
     for is_new in [true, false] {
@@ -317,7 +317,7 @@ fn a_plan_from_its_folder_computes_the_same() -> Result<()> {
 }
 
 #[test]
-fn an_address_that_is_not_aligned_is_refused() -> Result<()> {
+fn a_misaligned_address_is_refused() -> Result<()> {
     with_cudnn(|cudnn| {
         let shape = shape_of(1, [1, 1], [8, 8], 64, MaskShape::None);
         let at = AttentionAt {
@@ -334,7 +334,7 @@ fn an_address_that_is_not_aligned_is_refused() -> Result<()> {
     })
 }
 
-/// A convolution by its definition, in f64: `[batch, spatial.., channels out]` of three axes.
+/// Reference convolution in f64: `[batch, spatial.., channels out]` of three axes.
 fn convolved(shape: &ConvolutionShape, x: &[f64], filter: &[f64], bias: &[f64]) -> Vec<f64> {
     let three = |of: &[usize], first: usize| -> [usize; 3] {
         let mut sides = [first; 3];
@@ -399,7 +399,7 @@ fn check_convolution(cudnn: &mut Cudnn, what: &str, shape: &ConvolutionShape, to
 }
 
 #[test]
-fn a_convolution_is_its_definition() -> Result<()> {
+fn a_convolution_equals_the_reference() -> Result<()> {
     let of = |spatial: &[usize], side: usize| {
         let each = |value: usize| vec![value; spatial.len()];
         ConvolutionShape {
@@ -479,7 +479,7 @@ fn a_convolution_is_its_definition() -> Result<()> {
 }
 
 #[test]
-fn a_convolution_of_f32_has_all_its_bits() -> Result<()> {
+fn an_f32_convolution_has_full_precision() -> Result<()> {
     let shape = ConvolutionShape {
         batch: 1,
         spatial: vec![17, 24],
@@ -493,6 +493,6 @@ fn a_convolution_of_f32_has_all_its_bits() -> Result<()> {
         dtype: DType::F32,
         has_bias: false,
     };
-    // TF32 is off by some 3e-4.
+    // TF32 has an error of some 3e-4.
     with_cudnn(|cudnn| check_convolution(cudnn, "f32", &shape, 1e-5))
 }

@@ -1,6 +1,5 @@
-//! Quantized weights: the tensors that are the parts of each, checked.
+//! The tensors of quantized weights, validated.
 
-use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::sync::Arc;
 
@@ -10,19 +9,19 @@ use gpu::{
 };
 use serde::Deserialize;
 
-use super::{Checkpoint, Held, NF4_STATE, Place, SCALES, SUPPORTED, StoredTensor, plain};
+use super::{Checkpoint, LocatedTensor, NF4_STATE, SCALES, SUPPORTED, StoredAs, StoredTensor, plain};
 use crate::ModelError;
 use crate::files::{damaged, unsupported};
 
-/// The longest JSON about one tensor that is read.
-const LONGEST_STATE: u64 = 64 << 10;
+/// Maximum length of the JSON of one tensor in bytes.
+const MAX_STATE_BYTES: u64 = 64 << 10;
 
 fn zeros(bytes: usize) -> SourcePiece {
     SourcePiece::Inline(vec![0; bytes].into())
 }
 
 impl Checkpoint {
-    /// A tensor that belongs to `name`, stored so and of as many numbers.
+    /// A tensor that belongs to `of`, with an expected type and element count.
     fn part(&self, of: &str, name: &str, stored: Stored, count: usize) -> Result<SourcePiece, ModelError> {
         let Some(place) = self.tensors.get(name) else {
             let problem = format!("tensor {name} is missing, and {of} cannot be read without it");
@@ -37,7 +36,7 @@ impl Checkpoint {
         Ok(place.piece())
     }
 
-    pub(super) fn nf4(&self, name: &str, place: &Place) -> Result<StoredTensor, ModelError> {
+    pub(super) fn nf4(&self, name: &str, place: &LocatedTensor) -> Result<StoredTensor, ModelError> {
         #[derive(Deserialize)]
         struct State {
             quant_type: String,
@@ -108,14 +107,19 @@ impl Checkpoint {
         };
         let parts = format.layout(rows, columns).into_iter().map(part);
         Ok(StoredTensor {
-            held: Held::Quantized(format),
+            held: StoredAs::Quantized(format),
             parts: parts.collect::<Result<_, _>>()?,
             shape,
             ..plain(name, place)
         })
     }
 
-    pub(super) fn int8(&self, name: &str, layer: &str, place: &Place) -> Result<StoredTensor, ModelError> {
+    pub(super) fn int8(
+        &self,
+        name: &str,
+        layer: &str,
+        place: &LocatedTensor,
+    ) -> Result<StoredTensor, ModelError> {
         let (rows, _) = rows_and_columns(&place.entry.shape);
         if let Some(scales) = SCALES.iter().find(|behind| self.has(&format!("{layer}{behind}"))) {
             let problem = format!("tensor {name} is int8 with scales in {layer}{scales}: {SUPPORTED}");
@@ -130,7 +134,7 @@ impl Checkpoint {
             return Err(unsupported(&place.file, problem));
         }
         Ok(StoredTensor {
-            held: Held::Quantized(WeightFormat::Int8),
+            held: StoredAs::Quantized(WeightFormat::Int8),
             parts: vec![
                 self.part(name, &format!("{layer}.SCB"), Stored::F32, rows)?,
                 place.piece(),
@@ -139,9 +143,14 @@ impl Checkpoint {
         })
     }
 
-    pub(super) fn fp8(&self, name: &str, place: &Place, scales: &Place) -> Result<StoredTensor, ModelError> {
+    pub(super) fn fp8(
+        &self,
+        name: &str,
+        place: &LocatedTensor,
+        scales: &LocatedTensor,
+    ) -> Result<StoredTensor, ModelError> {
         let (rows, columns) = rows_and_columns(&place.entry.shape);
-        // Scales by column, or by squares of the matrix, may be as many as it has rows: the shape tells.
+        // Scales per column, or per block of the matrix, may have the same count as rows: the shape is decisive.
         let held = match (scales.entry.stored, scales.entry.shape.as_slice()) {
             (Stored::F32, [] | [1] | [1, 1]) => Fp8Scales::Tensor,
             (Stored::F32, &[count] | &[count, 1]) if count == rows => Fp8Scales::Rows,
@@ -163,21 +172,22 @@ impl Checkpoint {
                 _ => place.piece(),
             });
         Ok(StoredTensor {
-            held: Held::Quantized(format),
+            held: StoredAs::Quantized(format),
             parts: parts.collect(),
             ..plain(name, place)
         })
     }
 
     /// The bytes of a small tensor.
-    fn small(&self, place: &Place) -> Result<Vec<u8>, ModelError> {
+    fn small(&self, place: &LocatedTensor) -> Result<Vec<u8>, ModelError> {
         let ByteRange { offset, length } = place.entry.range;
-        if length > LONGEST_STATE {
-            let problem = format!("{length} bytes say how one tensor is quantized; {LONGEST_STATE} are read");
+        if length > MAX_STATE_BYTES {
+            let problem =
+                format!("{length} bytes say how one tensor is quantized; {MAX_STATE_BYTES} are read");
             return Err(damaged(&place.file, problem));
         }
         let read = || -> std::io::Result<Vec<u8>> {
-            let mut file = File::open(&place.file)?;
+            let mut file = gpu::open_regular(&place.file)?;
             file.seek(SeekFrom::Start(offset))?;
             let mut bytes = vec![0; length as usize];
             file.read_exact(&mut bytes)?;
@@ -186,7 +196,7 @@ impl Checkpoint {
         read().map_err(|e| damaged(&place.file, format!("it cannot be read: {e}")))
     }
 
-    /// A tensor that is a JSON text.
+    /// A tensor that contains JSON.
     pub(super) fn state<T: serde::de::DeserializeOwned>(&self, name: &str) -> Result<T, ModelError> {
         let Some(place) = self.tensors.get(name) else {
             return Err(damaged(&self.place, format!("tensor {name} is missing")));

@@ -1,5 +1,4 @@
-//! Quantizations that are not read: how each is known, by names, by the text of a file, by a configuration, and what is said
-//! of it.
+//! Unsupported quantizations: their detection by tensor names, file metadata or configuration, and their messages.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,14 +10,14 @@ use super::Checkpoint;
 use crate::ModelError;
 use crate::files::{damaged, read_json, unsupported};
 
-/// What is said of a quantization that is not read.
+/// Suffix of messages about unsupported quantizations.
 pub(crate) const SUPPORTED: &str = "what is read is full precision, bitsandbytes nf4 and int8, GGUF, and fp8 (e4m3) of ComfyUI and \
                                     Black Forest Labs";
 
 const FP4_STATE: &str = ".quant_state.bitsandbytes__fp4";
 
 impl Checkpoint {
-    /// Whether the names of tensors are of a quantization that is not read.
+    /// Checks the names of tensors for unsupported quantizations.
     pub(super) fn check_foreign(&self) -> Result<(), ModelError> {
         let names: Vec<&str> = self.names().collect();
         if let Some(foreign) = foreign(&names) {
@@ -38,7 +37,7 @@ impl Checkpoint {
     }
 }
 
-/// The quantization that is not read and that tensors of these names are of.
+/// The unsupported quantization that tensors with these names belong to.
 pub(crate) fn foreign(names: &[&str]) -> Option<&'static str> {
     let ends = |ends: &[&str]| {
         names
@@ -66,16 +65,16 @@ pub(crate) fn quantized_by(what: &str) -> String {
     format!("it is quantized as {what}, which is not supported: {SUPPORTED}")
 }
 
-/// Whether the free text of a file says of a quantization that is not read.
+/// Checks the metadata of a file for unsupported quantizations.
 pub(super) fn check_metadata(file: &CheckpointFile) -> Result<(), ModelError> {
     #[derive(Deserialize)]
-    struct Layer {
+    struct QuantizedLayer {
         format: String,
     }
     #[derive(Deserialize)]
     struct Quantized {
         #[serde(default)]
-        layers: BTreeMap<String, Layer>,
+        layers: BTreeMap<String, QuantizedLayer>,
     }
     let Some(text) = file.metadata().get("_quantization_metadata") else {
         return Ok(());
@@ -87,12 +86,12 @@ pub(super) fn check_metadata(file: &CheckpointFile) -> Result<(), ModelError> {
         )
     })?;
     match layers.values().find(|layer| layer.format != "float8_e4m3fn") {
-        Some(Layer { format }) => Err(unsupported(file.path(), quantized_by(format))),
+        Some(QuantizedLayer { format }) => Err(unsupported(file.path(), quantized_by(format))),
         None => Ok(()),
     }
 }
 
-/// Whether a component's configuration says of a quantization that is not read.
+/// Checks a component's configuration for unsupported quantizations.
 pub(super) fn check_configuration(path: &Path) -> Result<(), ModelError> {
     #[derive(Deserialize)]
     struct Quantized {

@@ -1,40 +1,37 @@
 //! What workers say, and what follows from it for the job that they say it of.
 
-use pipelines::{Piece, RequestError, Role, Values};
+use std::time::Duration;
+
+use pipelines::{RequestError, Role, Values};
 use residency::Bytes;
 use tokio::time::Instant;
 
-use super::actor::{Actor, TICK};
-use super::cards::{Errand, InFlight};
-use super::intake::content_of;
-use super::placing::memo_key;
-use super::record::{JobRecord, Phase, Refusal};
-use super::steps::{Step, StepKind};
-use super::{CardSignal, Signal};
+use super::{Core, Effect, TICK};
 use crate::error::{Error, Shortfall};
-use crate::job::{JobEventKind, StageReport};
+use crate::job::{JobEventKind, JobId, StageReport};
 use crate::messages::{Answer, Completed, Event, Failure, Outcome, Progress, Shortage, Ticket};
+use crate::queue::cards::{Errand, InFlight};
+use crate::queue::record::{Refusal, State};
+use crate::queue::steps::{Step, StepKind};
+use crate::queue::{CardSignal, Signal};
 
-impl Actor {
+impl Core {
     pub(super) fn on_signal(&mut self, signal: CardSignal, now: Instant) {
         let CardSignal {
             card: index,
             generation,
             signal,
         } = signal;
-        if self
-            .cards
-            .get(index)
-            .is_none_or(|card| !card.listens_to(generation) && !card.is_replaced_by(generation))
-        {
+        let Some(card) = self.cards.get(index) else { return };
+        if !card.listens_to(generation) && !card.is_replaced_by(generation) {
             return; // a stale generation is ignored
         }
-        if self.cards[index].is_replaced_by(generation) {
+        if card.is_replaced_by(generation) {
             self.lost(
                 index,
-                self.cards[index].generation,
+                card.generation,
                 "another took its place",
-                std::time::Duration::ZERO,
+                Duration::ZERO,
                 now,
             );
         }
@@ -42,7 +39,7 @@ impl Actor {
             Signal::Lost { reason, restarts_in } => self.lost(index, generation, &reason, restarts_in, now),
             Signal::Event(Event::Ready { card, attention }) => {
                 self.cards[index].ready(generation, card, attention);
-                self.stand(index, true);
+                self.tell_claims(index, true, now);
                 self.replan = true;
             }
             Signal::Event(Event::Snapshot(ledger)) => {
@@ -56,7 +53,7 @@ impl Actor {
             Signal::Event(Event::Answer { id, answer }) => {
                 let errand = self.cards[index].errands.remove(&id);
                 if let Some(errand) = errand {
-                    self.cards[index].is_free_again(now);
+                    self.cards[index].restart_errand_clock(now);
                     self.answered(index, errand, answer, now);
                 }
             }
@@ -68,8 +65,8 @@ impl Actor {
         match errand {
             Errand::Unload { unload, .. } => self.unloaded(unload, index, answer),
             Errand::Trim { trim } => self.trimmed(trim, answer),
-            Errand::Reserve(wanted) => self.room_made(index, wanted, answer, now),
-            Errand::Swap { job, .. } => self.sent_away(&job, index, answer, now),
+            Errand::Reserve { request, reply } => self.room_made(index, request, reply, answer, now),
+            Errand::Swap { job, .. } => self.unloaded_for_swap(&job, index, answer, now),
             Errand::KeepAlive => {}
         }
         self.replan = true;
@@ -82,12 +79,8 @@ impl Actor {
             return;
         };
         running.hear(&progress, now);
-        self.allow_silence(index);
-        let running = self.cards[index].in_flight.as_ref();
-        let Some(job) = running
-            .and_then(|running| running.job.as_ref())
-            .and_then(|id| self.jobs.get_mut(id))
-        else {
+        card.allow_silence(index, &self.learned, &self.settings);
+        let Some(job) = card.job().and_then(|id| self.jobs.get_mut(id)) else {
             return;
         };
         let Some(step) = job.step() else { return };
@@ -103,11 +96,12 @@ impl Actor {
                 card: card_id,
             },
             Progress::Started { chunking } => {
-                job.patience = None;
+                job.attempt.patience = None;
+                let (index, of) = job.place_of_step();
                 JobEventKind::Stage {
                     name: job.name_of(step),
-                    index: job.cursor as u32 + 1,
-                    of: job.steps.len() as u32,
+                    index,
+                    of,
                     chunking,
                     cached: false,
                     card: card_id,
@@ -115,7 +109,7 @@ impl Actor {
                 }
             }
             Progress::Step { n, of } => {
-                (job.step_done, job.steps_of_stage) = (n, of);
+                job.steps_done = (n, of);
                 JobEventKind::Step { n, of, item }
             }
             Progress::Preview {
@@ -131,7 +125,7 @@ impl Actor {
                 rgb,
             },
             Progress::Piece(piece) => {
-                if let Some(event) = delivered(job, item, piece) {
+                if let Some(event) = job.deliver(item, piece) {
                     job.emit(now, event);
                 }
                 return;
@@ -146,98 +140,114 @@ impl Actor {
     }
 
     fn finished(&mut self, index: usize, ticket: Ticket, outcome: Outcome, now: Instant) {
-        let Some(running) = self.cards[index]
-            .in_flight
-            .take_if(|running| running.ticket == ticket)
-        else {
+        let card = &mut self.cards[index];
+        let Some(running) = card.in_flight.take_if(|running| running.ticket == ticket) else {
             return;
         };
         self.replan = true;
-        self.cards[index].is_free_again(now);
+        card.restart_errand_clock(now);
         if let Outcome::Completed(completed) = &outcome {
-            self.learned.loads_completed(&completed.load_seconds);
-            self.learn_pace(index, &running, completed, now);
+            let card = (index, card.generation);
+            self.learned.order_completed(card, &running, completed, now);
         }
-        let Some(mut job) = running.job.as_ref().and_then(|id| self.jobs.remove(id)) else {
+        let Some(id) = running.job.clone().filter(|id| self.jobs.contains_key(id)) else {
             if !matches!(outcome, Outcome::Completed(_)) {
                 tracing::warn!(?outcome, "a pinned model could not be brought back");
             }
             return;
         };
-        if let Outcome::Completed(completed) = &outcome
-            && !completed.load_seconds.is_empty()
-        {
-            let dtype = &self.cards[index].description.compute_dtype;
-            self.library.keep_soon(&job.entry, dtype);
-        }
-        let took = now.duration_since(running.sent);
-        gpu::Timeline::tell("order, there and back", &running.need.name, took);
-        let card_ms = took.as_secs_f64() * 1000.0;
-        if !matches!(outcome, Outcome::Wait(_) | Outcome::Never { .. }) {
-            self.shares
-                .charge(&job.options.client, job.options.priority, card_ms);
-        }
-        job.enter(Phase::Queued, now);
+        let is_charged = !matches!(outcome, Outcome::Wait(_) | Outcome::Never { .. });
+        let ending = self.let_go(&id, &running, is_charged, now);
         let result = match outcome {
-            Outcome::Completed(completed) => self.completed(&mut job, index, &running, *completed, now),
+            Outcome::Completed(completed) => self.completed(&id, index, &running, *completed, now),
             Outcome::Wait(shortage) => {
-                self.refused(&mut job, index, shortage, now);
-                Ok(())
+                self.refused(&id, index, shortage, now);
+                return self.fail_if(&id, ending, now);
             }
             Outcome::Never { .. } => {
-                job.never_on.insert(index);
-                Ok(())
+                if let Some(job) = self.jobs.get_mut(&id) {
+                    job.attempt.never_on.insert(index);
+                }
+                return self.fail_if(&id, ending, now);
             }
             Outcome::Cancelled => Err(Error::Cancelled),
-            Outcome::Failed(failure) => Err(self.failed(&job, index, &running, failure)),
+            Outcome::Failed(failure) => Err(self.failed(&id, index, &running, failure)),
         };
-        let result = match job.ending.take() {
-            Some(ending) => Err(ending),
-            None => result,
-        };
-        match result {
-            Ok(()) if job.cursor < job.steps.len() => {
-                self.jobs.insert(job.id.clone(), job);
-            }
+        match ending.map_or(result, Err) {
+            Ok(()) => self.advance(&id, now),
             Err(Error::OutOfMemory(shortfall)) => {
-                job.out_of_memory = Some(shortfall);
-                self.jobs.insert(job.id.clone(), job);
+                if let Some(job) = self.jobs.get_mut(&id) {
+                    job.enter(State::OutOfMemory(shortfall), now);
+                }
             }
-            result => self.end(job, result, now),
+            Err(error) => self.fail(&id, error, now),
         }
     }
 
-    fn refused(&mut self, job: &mut JobRecord, index: usize, shortage: Shortage, now: Instant) {
-        if self.gives_way(job) {
+    fn fail_if(&mut self, id: &JobId, ending: Option<Error>, now: Instant) {
+        if let Some(ending) = ending {
+            self.fail(id, ending, now);
+        }
+    }
+
+    /// A worker has let go of an order: its job is queued again, and what it is to end with is returned.
+    fn let_go(&mut self, id: &JobId, running: &InFlight, is_charged: bool, now: Instant) -> Option<Error> {
+        let took = now.duration_since(running.sent);
+        gpu::Timeline::tell("order, there and back", &running.need.name, took);
+        let job = self.jobs.get_mut(id)?;
+        if is_charged {
+            let card_ms = took.as_secs_f64() * 1000.0;
+            let options = &job.options;
+            self.shares.charge(&options.client, options.priority, card_ms);
+        }
+        match std::mem::replace(&mut job.state, State::queued()) {
+            State::Running { ending } => ending,
+            State::Queued { .. } | State::Waiting { .. } | State::OutOfMemory(_) => None,
+        }
+    }
+
+    fn refused(&mut self, id: &JobId, index: usize, shortage: Shortage, now: Instant) {
+        let snapshot = self.cards[index].snapshots;
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        if job.displace_replaced() {
             return; // asked again when the old entry has left
         }
-        if job.low_memory {
+        if job.attempt.low_memory {
             tracing::warn!(job = %job.id, "a worker did not risk what the job allows");
         }
         let refusal = Refusal {
-            snapshot: self.cards[index].snapshots,
+            snapshot,
             until: now + TICK,
             shortage,
         };
-        job.refusals.insert(index, refusal);
+        job.attempt.refusals.insert(index, refusal);
     }
 
     /// A step ran to its end: what it taught, what it made, what comes next.
     fn completed(
         &mut self,
-        job: &mut JobRecord,
+        id: &JobId,
         index: usize,
         running: &InFlight,
         completed: Completed,
         now: Instant,
     ) -> Result<(), Error> {
+        let card = &self.cards[index].description;
+        let Some(job) = self.jobs.get_mut(id) else {
+            return Ok(());
+        };
         let Some(step) = job.step() else { return Ok(()) };
-        let card = self.cards[index].description.clone();
+        if !completed.load_seconds.is_empty() {
+            self.effects.push(Effect::KeepCopies {
+                entry: job.entry.clone(),
+                compute_dtype: card.compute_dtype.clone(),
+            });
+        }
         if let (Some(plan), Some(open)) = (&running.need.plan, job.models.get(&card.compute_dtype)) {
             let (need, name) = (&running.need, running.need.name.clone());
             let key = (job.entry.key.clone(), name, plan.shape.clone());
             self.learned
-                .stage_completed(key, open.model.family(), need, &card, &completed);
+                .stage_completed(key, open.model.family(), need, (index, card), &completed);
         }
         for name in &completed.resident_already {
             if !job.report.resident_already.contains(name) {
@@ -250,10 +260,11 @@ impl Actor {
                 job.report.approximations.push(words);
             }
         }
+        let (dtype, card) = (card.compute_dtype.clone(), card.id.clone());
         job.report.stages.push(StageReport {
             name: job.name_of(step),
-            run: std::time::Duration::from_millis(completed.run_ms),
-            moves: std::time::Duration::from_millis(completed.move_ms),
+            run: Duration::from_millis(completed.run_ms),
+            moves: Duration::from_millis(completed.move_ms),
             wait: std::mem::take(&mut job.waited),
             peak_scratch: completed.peak_scratch,
             peak_bytes: completed.peak_bytes,
@@ -262,16 +273,15 @@ impl Actor {
             attention: completed.attention,
             cached: false,
             item: step.item,
-            card: card.id.clone(),
+            card,
         });
-        self.take_values(job, step, &card.compute_dtype, completed.values, now)?;
-        job.cursor += 1;
+        self.take_values(id, step, &dtype, completed.values, now)?;
+        let Some(job) = self.jobs.get_mut(id) else {
+            return Ok(());
+        };
+        job.go_to(job.cursor + 1);
         job.begun = true;
-        job.keeps = Some(index);
-        job.patience = None;
-        job.refusals.clear();
-        job.never_on.clear();
-        job.low_memory = false;
+        job.state = State::queued_on(index);
         Ok(())
     }
 
@@ -279,12 +289,15 @@ impl Actor {
     /// ask for it.
     fn take_values(
         &mut self,
-        job: &mut JobRecord,
+        id: &JobId,
         step: Step,
         dtype: &str,
         values: Values,
         now: Instant,
     ) -> Result<(), Error> {
+        let Some(job) = self.jobs.get_mut(id) else {
+            return Ok(());
+        };
         let StepKind::Stage(index) = step.kind else {
             return Ok(());
         };
@@ -296,7 +309,7 @@ impl Actor {
             let problem = format!("{} did not give {missing}", stage.name);
             return Err(Error::Internal(problem));
         }
-        if let Some(key) = memo_key(job, index, dtype) {
+        if let Some(key) = job.memo_key(index, dtype) {
             self.memos.put(key, values.clone());
         }
         if !per_item {
@@ -304,7 +317,7 @@ impl Actor {
             return Ok(());
         }
         if role == Role::Decode && !job.decodes_later(step.item) {
-            check_delivered(job, step)?;
+            job.check_delivered(step)?;
         }
         let (kept, own): (Values, Values) = values
             .into_iter()
@@ -314,33 +327,32 @@ impl Actor {
         of_item.extend(own);
         job.forget_untaken(step.item);
         if !kept.is_empty() {
-            self.keep_values(job, step, dtype, kept, now);
-        } else if !job.decodes_later(step.item) && role == Role::Decode {
-            self.forget_latent(job, step.item, now);
+            self.keep_values(id, step, dtype, kept, now);
+        } else if !job.decodes_later(step.item)
+            && role == Role::Decode
+            && let Some(latent) = job.latents.remove(&step.item)
+        {
+            self.latents.release(&latent, now);
         }
         Ok(())
     }
 
-    fn keep_values(&mut self, job: &mut JobRecord, step: Step, dtype: &str, kept: Values, now: Instant) {
-        if let Some(id) = job.latents.get(&step.item) {
-            self.latents.extend_leased(id, kept);
+    /// Puts values of an item into the store, under a lease of the job.
+    fn keep_values(&mut self, id: &JobId, step: Step, dtype: &str, kept: Values, now: Instant) {
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        if let Some(latent) = job.latents.get(&step.item) {
+            self.latents.extend_leased(latent, kept);
             return;
         }
-        let (decoder, keeps) = (decoder_of(job, dtype), job.keeps_latents());
-        let id = self.latents.put_leased(kept, decoder, job.id.clone(), keeps, now);
-        job.latents.insert(step.item, id);
+        let (decoder, keeps) = (job.decoder_id(dtype), job.keeps_latents());
+        let latent = self.latents.put_leased(kept, decoder, id.clone(), keeps, now);
+        job.latents.insert(step.item, latent);
         if keeps {
-            self.tell_of_latent(job, step.item, now);
+            self.tell_latent(id, step.item, now);
         }
     }
 
-    fn forget_latent(&mut self, job: &mut JobRecord, item: u32, now: Instant) {
-        if let Some(id) = job.latents.remove(&item) {
-            self.latents.release(&id, now);
-        }
-    }
-
-    fn failed(&mut self, job: &JobRecord, index: usize, running: &InFlight, failure: Failure) -> Error {
+    fn failed(&mut self, id: &JobId, index: usize, running: &InFlight, failure: Failure) -> Error {
         match failure {
             Failure::OutOfMemory {
                 stage,
@@ -348,16 +360,18 @@ impl Actor {
                 usable,
                 holders,
             } => {
-                let card = &self.cards[index].description;
-                if let Some(open) = job.models.get(&card.compute_dtype) {
+                let card = &self.cards[index];
+                let dtype = &card.description.compute_dtype;
+                let model = self.jobs.get(id).and_then(|job| job.models.get(dtype));
+                if let Some(open) = model {
                     self.learned
-                        .out_of_memory(open.model.family(), &running.need, card, usable);
+                        .out_of_memory(open.model.family(), &running.need, &card.description, usable);
                 }
                 let shortfall = Shortfall {
                     stage,
                     free: usable,
                     holders,
-                    ..self.shortfall(index, &running.need, needed)
+                    ..card.shortfall(&running.need, needed)
                 };
                 Error::OutOfMemory(Box::new(shortfall))
             }
@@ -372,14 +386,7 @@ impl Actor {
     }
 
     /// A worker is gone. What ran on it is tried once more; what was asked of it is answered as well as can be.
-    fn lost(
-        &mut self,
-        index: usize,
-        generation: u64,
-        reason: &str,
-        restarts_in: std::time::Duration,
-        now: Instant,
-    ) {
+    fn lost(&mut self, index: usize, generation: u64, reason: &str, restarts_in: Duration, now: Instant) {
         let headroom = self.settings.headroom;
         let card = &mut self.cards[index];
         let residents: Vec<_> = card.ledger.residents().map(|r| r.component.clone()).collect();
@@ -403,7 +410,7 @@ impl Actor {
                         short: Bytes::ZERO,
                     }
                 }
-                Errand::Trim { .. } | Errand::Reserve(_) | Errand::KeepAlive => {
+                Errand::Trim { .. } | Errand::Reserve { .. } | Errand::KeepAlive => {
                     Answer::Failed(format!("the worker was lost: {reason}"))
                 }
             };
@@ -412,39 +419,40 @@ impl Actor {
         if let Some(running) = running {
             self.died_of(index, running, reason, now);
         }
-        for job in self.jobs.values_mut().filter(|job| job.keeps == Some(index)) {
-            job.keeps = None;
+        for job in self
+            .jobs
+            .values_mut()
+            .filter(|job| job.kept_card() == Some(index))
+        {
+            job.give_up_card();
         }
         self.replan = true;
     }
 
+    /// A worker died while it ran an order.
     fn died_of(&mut self, index: usize, running: InFlight, reason: &str, now: Instant) {
         let card = self.cards[index].description.id.clone();
-        let Some(mut job) = running.job.as_ref().and_then(|id| self.jobs.remove(id)) else {
+        let Some(id) = running.job.clone().filter(|id| self.jobs.contains_key(id)) else {
             return;
         };
-        let took = now.duration_since(running.sent);
-        gpu::Timeline::tell("order, there and back", &running.need.name, took);
-        let card_ms = took.as_secs_f64() * 1000.0;
-        self.shares
-            .charge(&job.options.client, job.options.priority, card_ms);
-        job.enter(Phase::Queued, now);
-        if let Some(ending) = job.ending.take() {
-            return self.end(job, Err(ending), now);
+        if let Some(ending) = self.let_go(&id, &running, true, now) {
+            return self.fail(&id, ending, now);
         }
-        job.deaths += 1;
+        let Some(job) = self.jobs.get_mut(&id) else { return };
+        job.attempt.deaths += 1;
+        let deaths = job.attempt.deaths;
         let stage = running.need.name.clone();
-        if job.deaths > 1 {
-            self.learned
-                .died(&job.entry.key, &running.need.shape(), &job.id, now);
+        if deaths > 1 {
+            self.learned.died(&job.entry.key, &running.need.shape(), &id, now);
             let error = Error::WorkerDied {
                 card,
                 stage: stage.to_string(),
-                deaths: job.deaths,
+                deaths,
             };
-            return self.end(job, Err(error), now);
+            return self.fail(&id, error, now);
         }
         let message = format!("the worker of {card} was lost ({reason}); {stage} starts again");
+        job.begun = true; // it goes before those that have not begun
         job.emit(
             now,
             JobEventKind::Retrying {
@@ -453,57 +461,5 @@ impl Actor {
                 stage,
             },
         );
-        job.begun = true; // it goes before those that have not begun
-        self.jobs.insert(job.id.clone(), job);
     }
-}
-
-/// What a job's latents belong to: the first component that decodes.
-fn decoder_of(job: &JobRecord, dtype: &str) -> String {
-    let decode = job.plan(dtype).iter().find(|stage| stage.role == Role::Decode);
-    let components = decode.map_or(Vec::new(), |stage| job.components(&stage.components, dtype));
-    let decoder = components.first();
-    decoder
-        .map(|component| content_of(&component.id).to_owned())
-        .unwrap_or_default()
-}
-
-/// Takes down how far a track has come, and makes of a piece what the client has not got yet: a stage that is run again
-/// delivers from the beginning. What belongs to a proof nobody gets.
-fn delivered(job: &mut JobRecord, item: u32, piece: Piece) -> Option<JobEventKind> {
-    let Some(units) = piece.units() else {
-        tracing::warn!(job = %job.id, format = ?piece.format, "a stage delivered what is no piece of its result");
-        return None;
-    };
-    let (track, first, format) = (piece.track.clone(), piece.first, piece.format);
-    let (_, done) = *job.delivered.entry((item, track.clone())).or_insert((format, 0));
-    if first > done {
-        tracing::warn!(job = %job.id, first, done, "a stage left out a part of its result");
-        return None;
-    }
-    let piece = piece.from_unit(done)?;
-    job.delivered.insert((item, track), (format, first + units));
-    let seed = job.seed().wrapping_add(u64::from(item));
-    (!job.is_load()).then_some(JobEventKind::Piece { item, seed, piece })
-}
-
-/// Whether all of an item has been delivered, in the format that was asked for.
-fn check_delivered(job: &JobRecord, step: Step) -> Result<(), Error> {
-    let of_item = job.delivered.iter().filter(|((item, _), _)| *item == step.item);
-    let tracks: Vec<_> = of_item.map(|(_, delivered)| delivered).collect();
-    let asked = job.run().map(|run| &run.request.medium);
-    let is_whole = |(format, units): &&(pipelines::MediaFormat, u64)| {
-        *units == format.units() && asked.is_some_and(|asked| asked.is_made_as(format))
-    };
-    if !tracks.is_empty() && tracks.iter().all(is_whole) {
-        return Ok(());
-    }
-    let (key, stage) = (&job.entry.key, job.name_of(step));
-    let asked = asked.map_or("result", |asked| asked.name());
-    let told =
-        format!("{stage} of {key} delivered {tracks:?}, which is not the whole {asked} that was asked for");
-    Err(match job.is_load() {
-        true => Error::ModelDamaged(format!("{key} did not prove itself: {told}")),
-        false => Error::Internal(told),
-    })
 }

@@ -1,42 +1,35 @@
-//! Plans for those who only ask, and for those who are refused: what is short, and what would fit instead.
+//! Plans for clients that only ask, and offers for jobs that are refused: what is short, and what would fit instead.
 
 use pipelines::Request;
 use residency::{Alternative, Bytes, Component, Fallback, Fits, Move, StageNeed, fallbacks, peak_of};
-use tokio::time::Instant;
 
-use super::actor::Actor;
 use super::placing::Placement;
-use super::record::{JobRecord, Need, Phase};
+use super::record::{JobRecord, Need};
 use super::report::{PlanReport, PlannedStage};
-use super::request::Submission;
 use super::steps::needed;
-use crate::admission::{Admission, choose_rung, not_resident_yet};
+use super::view::View;
+use crate::admission::{Admission, choose_rung};
 use crate::error::{Error, Shortfall};
-use crate::job::{JobId, JobWork};
+use crate::job::JobWork;
 use crate::library::OpenModel;
+use crate::messages::Shortage;
 
-impl Actor {
-    /// What a submission would need and do on a card, or on the one that would be picked.
-    pub(super) fn plan_report(
-        &mut self,
-        submission: Submission,
-        card: &str,
-        now: Instant,
-    ) -> Result<PlanReport, Error> {
-        let job = self.record(submission, now)?;
+impl View<'_> {
+    /// What a job that nobody has submitted would need and do on a card, or on the one that would be picked.
+    pub(super) fn plan_report(&self, job: &JobRecord, card: &str) -> Result<PlanReport, Error> {
         let index = self
-            .card_to_plan_on(&job, card, now)
+            .card_to_plan_on(job, card)
             .ok_or_else(|| self.not_ready(card))?;
         let dtype = self.cards[index].description.compute_dtype.clone();
         let stages: Vec<PlannedStage> = (0..job.steps.len())
-            .filter_map(|step| self.planned_stage(&job, step, index, &dtype, now))
+            .filter_map(|step| self.planned_stage(job, step, index, &dtype))
             .collect();
-        let ahead = (0..job.steps.len()).filter_map(|step| self.need_on(&job, step, index));
-        let first = ahead.take(self.next_step(&job, &dtype) + 1).last();
+        let ahead = (0..job.steps.len()).filter_map(|step| self.need_on(job, step, index));
+        let first = ahead.take(self.next_step(job, &dtype) + 1).last();
         let (ledger, policy) = (&self.cards[index].ledger, self.settings.policy);
         let seconds = first.map_or(0.0, |need| {
             let need = need.with_scratch(need.least_scratch());
-            residency::predicted_move_seconds(ledger, &need, policy, self.cards[index].ledger_now(now))
+            residency::predicted_move_seconds(ledger, &need, policy, self.cards[index].ledger_now(self.now))
         });
         Ok(PlanReport {
             card: self.cards[index].description.id.clone(),
@@ -46,7 +39,7 @@ impl Actor {
         })
     }
 
-    fn card_to_plan_on(&self, job: &JobRecord, card: &str, now: Instant) -> Option<usize> {
+    fn card_to_plan_on(&self, job: &JobRecord, card: &str) -> Option<usize> {
         let ready = |index: &usize| self.cards[*index].is_ready();
         if !card.is_empty() {
             return self
@@ -55,7 +48,7 @@ impl Actor {
                 .position(|c| c.description.id == card)
                 .filter(ready);
         }
-        match self.place(job, &self.seconds_ahead(now), now) {
+        match self.place(job, &self.seconds_ahead()) {
             Placement::Start { card, .. } | Placement::Behind { card } | Placement::Never { card, .. } => {
                 Some(card)
             }
@@ -65,17 +58,10 @@ impl Actor {
         .or_else(|| (0..self.cards.len()).find(ready))
     }
 
-    fn planned_stage(
-        &self,
-        job: &JobRecord,
-        step: usize,
-        card: usize,
-        dtype: &str,
-        now: Instant,
-    ) -> Option<PlannedStage> {
+    fn planned_stage(&self, job: &JobRecord, step: usize, card: usize, dtype: &str) -> Option<PlannedStage> {
         let need = self.need_on(job, step, card)?;
         let (ledger, description) = (&self.cards[card].ledger, &self.cards[card].description);
-        let ledger_now = self.cards[card].ledger_now(now);
+        let ledger_now = self.cards[card].ledger_now(self.now);
         let admission = choose_rung(
             ledger,
             &need.components,
@@ -111,8 +97,8 @@ impl Actor {
             verdict,
             shortfall: capacity.map(|capacity| Shortfall {
                 capacity,
-                fallbacks: self.fallbacks(job, &[card], now),
-                ..self.shortfall(card, &need, need.with_scratch(scratch).peak())
+                fallbacks: self.fallbacks(job, &[card]),
+                ..self.cards[card].shortfall(&need, need.with_scratch(scratch).peak())
             }),
             chunking: label,
             approximate: chosen.is_some_and(|rung| rung.approximate),
@@ -121,79 +107,43 @@ impl Actor {
         })
     }
 
-    /// Ends a job that exceeds every card.
-    pub(super) fn never_fits(
-        &mut self,
-        id: &JobId,
+    /// What a job is refused with that exceeds every card.
+    pub(super) fn exceeds_every_card(
+        &self,
+        job: &JobRecord,
         card: usize,
         index: usize,
         needed: Bytes,
         capacity: Bytes,
-        now: Instant,
-    ) {
-        let Some(mut job) = self.jobs.remove(id) else {
-            return;
+    ) -> Error {
+        let Some(need) = self.need_on(job, index, card) else {
+            return Error::Internal("a step was refused that the job does not have".to_owned());
         };
-        let Some(need) = self.need_on(&job, index, card) else {
-            let problem = "a step was refused that the job does not have".to_owned();
-            return self.end(job, Err(Error::Internal(problem)), now);
-        };
-        let shortfall = Shortfall {
+        Error::NeverFits(Box::new(Shortfall {
             capacity,
-            fallbacks: self.fallbacks(&job, &self.usable_cards(&job), now),
-            ..self.shortfall(card, &need, needed)
-        };
-        job.enter(Phase::Queued, now);
-        self.end(job, Err(Error::NeverFits(Box::new(shortfall))), now);
+            fallbacks: self.fallbacks(job, &self.usable_cards(job)),
+            ..self.cards[card].shortfall(&need, needed)
+        }))
     }
 
     /// What was short when patience was over.
-    pub(super) fn shortfall_after_waiting(&self, job: &JobRecord, now: Instant) -> Shortfall {
-        let card = (0..self.cards.len())
-            .find(|&card| self.may_use(job, card))
-            .unwrap_or(0);
-        let waited = job.patience.as_ref().map(|patience| &patience.shortage);
-        let (needed, free, holders) = waited.map_or((Bytes::ZERO, Bytes::ZERO, Vec::new()), |shortage| {
-            (shortage.needed, shortage.usable, shortage.holders.clone())
-        });
-        let stage = job.stage_name().to_string();
+    pub(super) fn shortfall_after_waiting(&self, job: &JobRecord, shortage: &Shortage) -> Shortfall {
+        let mut usable = (0..self.cards.len()).filter(|&card| self.may_use(job, card));
+        let card = usable.next().unwrap_or(0);
         Shortfall {
-            stage,
-            needed,
-            free,
+            stage: job.stage_name().to_string(),
+            needed: shortage.needed,
+            free: shortage.usable,
             capacity: self.cards[card].ledger.total(),
-            holders,
-            fallbacks: self.fallbacks(job, &self.usable_cards(job), now),
-        }
-    }
-
-    /// The cards that a job could run on now.
-    pub(super) fn usable_cards(&self, job: &JobRecord) -> Vec<usize> {
-        let usable = |card: &usize| self.may_use(job, *card) && self.cards[*card].is_ready();
-        (0..self.cards.len()).filter(usable).collect()
-    }
-
-    /// What a stage is short of on a card as it is now, without what would fit instead.
-    pub(super) fn shortfall(&self, card: usize, need: &Need, needed: Bytes) -> Shortfall {
-        let ledger = &self.cards[card].ledger;
-        let not_there = not_resident_yet(ledger, &need.components, Bytes::ZERO);
-        Shortfall {
-            stage: need.name.to_string(),
-            needed: needed.max(not_there),
-            free: ledger.usable(),
-            capacity: ledger.total(),
-            holders: ledger.holders(),
-            fallbacks: Vec::new(),
+            holders: shortage.holders.clone(),
+            fallbacks: self.fallbacks(job, &self.usable_cards(job)),
         }
     }
 
     /// What would fit on one of these cards instead, the closest first: the same request of the model in fewer bytes, then
     /// in smaller sizes or, for a load, in parts.
-    pub(super) fn fallbacks(&self, job: &JobRecord, cards: &[usize], now: Instant) -> Vec<Fallback> {
-        let reduced: Vec<Fallback> = cards
-            .iter()
-            .flat_map(|&card| self.reduced(job, card, now))
-            .collect();
+    pub(super) fn fallbacks(&self, job: &JobRecord, cards: &[usize]) -> Vec<Fallback> {
+        let reduced: Vec<Fallback> = cards.iter().flat_map(|&card| self.reduced(job, card)).collect();
         let mut closest_first: Vec<Fallback> = Vec::new();
         for reduction in job.reductions() {
             let same = reduced
@@ -205,17 +155,14 @@ impl Actor {
             );
         }
         // A card that has room for more offers the same and more.
-        let less = cards
-            .iter()
-            .rev()
-            .map(|&card| self.with_less_of_it(job, card, now));
+        let less = cards.iter().rev().map(|&card| self.with_less_of_it(job, card));
         let most = less.max_by_key(|fallbacks| fallbacks.first().map(|closest| closest.peak));
         closest_first.extend(most.unwrap_or_default());
         closest_first
     }
 
     /// The quantizations of the job's model that would fit.
-    fn reduced(&self, job: &JobRecord, card: usize, now: Instant) -> Vec<Fallback> {
+    fn reduced(&self, job: &JobRecord, card: usize) -> Vec<Fallback> {
         let dtype = &self.cards[card].description.compute_dtype;
         let request = job.run().map(|run| &run.request);
         let steps = (0..job.steps.len()).filter_map(|step| self.need_on(job, step, card));
@@ -235,7 +182,7 @@ impl Actor {
                 })
             })
             .collect();
-        let ledger_now = self.cards[card].ledger_now(now);
+        let ledger_now = self.cards[card].ledger_now(self.now);
         let (ledger, policy) = (self.ledger_for(job, card), self.settings.policy);
         let fitting = fallbacks(&ledger, &alternatives, policy, ledger_now).into_iter();
         let smaller = fitting.filter(|fallback| fallback.peak < whole);
@@ -284,10 +231,10 @@ impl Actor {
         (!all.is_empty()).then_some(all)
     }
 
-    fn with_less_of_it(&self, job: &JobRecord, card: usize, now: Instant) -> Vec<Fallback> {
+    fn with_less_of_it(&self, job: &JobRecord, card: usize) -> Vec<Fallback> {
         let run = match &job.work {
             JobWork::Run(run) => run,
-            JobWork::Load { .. } => return self.parts_of_load(job, card, now),
+            JobWork::Load { .. } => return self.parts_of_load(job, card),
         };
         let dtype = &self.cards[card].description.compute_dtype;
         // Values that are brought have the shape that they have.
@@ -307,7 +254,7 @@ impl Actor {
                 })
             })
             .collect();
-        let ledger_now = self.cards[card].ledger_now(now);
+        let ledger_now = self.cards[card].ledger_now(self.now);
         fallbacks(
             &self.cards[card].ledger,
             &alternatives,
@@ -318,12 +265,12 @@ impl Actor {
 
     /// Components of a load to name instead of all, as many at once as would fit, the largest first. None if there is
     /// nothing to leave out.
-    fn parts_of_load(&self, job: &JobRecord, card: usize, now: Instant) -> Vec<Fallback> {
+    fn parts_of_load(&self, job: &JobRecord, card: usize) -> Vec<Fallback> {
         let Some(need) = self.need_on(job, job.cursor, card) else {
             return Vec::new();
         };
         let (ledger, policy) = (&self.cards[card].ledger, self.settings.policy);
-        let ledger_now = self.cards[card].ledger_now(now);
+        let ledger_now = self.cards[card].ledger_now(self.now);
         let whole = need.with_scratch(Bytes::ZERO).peak();
         let try_them = |components: &[Component]| {
             let names: Vec<&str> = components.iter().map(|c| c.name.as_str()).collect();

@@ -1,4 +1,4 @@
-//! What handles ask for: jobs are recorded, joined, listed and cancelled here.
+//! Jobs are recorded, joined, listed, cancelled and left here.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -8,104 +8,22 @@ use pipelines::{Role, Values};
 use residency::{Bytes, ComponentId};
 use tokio::time::Instant;
 
-use super::actor::Actor;
-use super::latents::shapes_of;
-use super::listener::{Job, Mailbox};
-use super::record::{JobRecord, Phase, input_bytes};
-use super::reductions::Reductions;
-use super::report::JobInfo;
-use super::request::{OpenModels, Request, Submission};
-use super::steps::{Step, StepKind, decodable, steps_of};
-use super::swap::Swap;
+use super::Core;
 use crate::error::Error;
 use crate::job::{JobEvent, JobEventKind, JobId, JobReport, JobSpec, JobWork};
 use crate::library::{Entry, OpenModel};
+use crate::queue::latents::shapes_of;
+use crate::queue::listener::{Joined, Mailbox};
+use crate::queue::record::{Attempt, JobRecord, State, content_of, input_bytes};
+use crate::queue::reductions::Reductions;
+use crate::queue::report::{JobInfo, PlanReport};
+use crate::queue::request::{OpenModels, Submission};
+use crate::queue::steps::{decodable, steps_of, steps_of_load};
+use crate::queue::swap::Swap;
 
-impl Actor {
-    pub(super) fn on_request(&mut self, request: Request, now: Instant) {
-        // A reply that cannot be delivered concerns nobody: whoever asked has left.
-        match request {
-            Request::Submit { submission, reply } => {
-                let _ = reply.send(self.submit(*submission, now));
-            }
-            Request::Reductions { job, reductions } => self.reductions_opened(&job, reductions),
-            Request::Left { job, listener } => self.left(&job, listener, now),
-            Request::Cancel {
-                release_latents,
-                job,
-                reply,
-            } => {
-                let _ = reply.send(self.cancel(&job, release_latents, now));
-            }
-            Request::Status { reply } => {
-                let _ = reply.send(Arc::new(self.status_report(now)));
-            }
-            Request::Jobs { include_ended, reply } => {
-                let _ = reply.send(self.infos(include_ended, now));
-            }
-            Request::Plan {
-                submission,
-                card,
-                reply,
-            } => {
-                let _ = reply.send(self.plan_report(*submission, &card, now));
-            }
-            Request::Unload { entry, force, reply } => self.unload(entry, force, reply, now),
-            Request::Pin {
-                entry,
-                models,
-                unpin,
-                reply,
-            } => {
-                let _ = reply.send(self.pin(&entry, &models, unpin, now));
-            }
-            Request::Hold {
-                entry,
-                models,
-                client,
-                ttl,
-                reply,
-            } => {
-                let _ = reply.send(self.hold(&entry, &models, client, ttl, now));
-            }
-            Request::ReleaseHold { id, reply } => {
-                let _ = reply.send(self.release_hold(&id, now));
-            }
-            Request::Trim { card, reply } => self.trim(&card, reply, now),
-            Request::Reserve {
-                card,
-                bytes,
-                ttl,
-                label,
-                reply,
-            } => {
-                self.reserve(&card, bytes, ttl, label, reply, now);
-            }
-            Request::ReleaseReservation { id, reply } => {
-                let _ = reply.send(self.release_reservation(&id, now));
-            }
-            Request::Latent { id, reply } => {
-                let _ = reply.send(self.latents.get(&id, now));
-            }
-            Request::PutLatent {
-                values,
-                decoder_id,
-                reply,
-            } => {
-                let _ = reply.send(self.latents.put(values, decoder_id, now));
-                self.dirty = true;
-            }
-            Request::ReleaseLatent { id, reply } => {
-                let _ = reply.send(self.latents.give_up(&id));
-                self.dirty = true;
-            }
-            Request::Census { reply } => drop(reply.send(self.census())),
-            Request::Drain { deadline, reply } => self.drain(deadline, reply),
-        }
-    }
-
-    fn submit(&mut self, submission: Submission, now: Instant) -> Result<Job, Error> {
-        if self.is_draining() {
+impl Core {
+    pub(in crate::queue) fn submit(&mut self, submission: Submission, now: Instant) -> Result<Joined, Error> {
+        if self.drain.is_some() {
             return Err(Error::ShuttingDown);
         }
         let key = &submission.spec.options.idempotency_key;
@@ -129,15 +47,20 @@ impl Actor {
         }
         self.refuse_heavy(&submission.spec.work)?;
         let mut job = self.record(submission, now)?;
-        self.refuse_deadly(&job)?;
+        if let Some(error) = self.view(now).why_deadly(&job) {
+            return Err(error);
+        }
         self.lease_input(&mut job, now)?;
         self.claims.learn(&job.entry, &job.models, now);
         if let Some(swap) = &job.swap {
             self.claims.learn(&swap.old, &swap.old_models, now);
         }
         self.shares.arrive(&job.options.client);
-        let handle = self.listen(&mut job, false);
+        let handle = listen(&mut job, self.number(), self.settings.unread_pictures, false);
         job.emit(now, JobEventKind::Accepted { joined: false });
+        tracing::info!(
+            job = %job.id, client = job.options.client, call = job.kind_name(), model = job.entry.key, "accepted",
+        );
         self.jobs.insert(job.id.clone(), job);
         self.replan = true;
         Ok(handle)
@@ -148,15 +71,25 @@ impl Actor {
         let (own, others) = (input_bytes(work), self.jobs.values());
         let kept = others.map(|job| input_bytes(&job.work)).sum::<Bytes>();
         if own > Bytes::ZERO && kept > Bytes::ZERO && kept + own > self.settings.input_bytes {
-            return Err(Error::QueueFull {
-                limit: self.jobs.len(),
-            });
+            let limit = self.settings.input_bytes;
+            return Err(Error::InputsFull { kept, limit });
         }
         Ok(())
     }
 
+    /// What a submission would need and do on a card, or on the one that would be picked.
+    pub(in crate::queue) fn plan_report(
+        &mut self,
+        submission: Submission,
+        card: &str,
+        now: Instant,
+    ) -> Result<PlanReport, Error> {
+        let job = self.record(submission, now)?;
+        self.view(now).plan_report(&job, card)
+    }
+
     /// A job as it would be submitted, on nobody's list yet.
-    pub(super) fn record(&mut self, submission: Submission, now: Instant) -> Result<JobRecord, Error> {
+    fn record(&mut self, submission: Submission, now: Instant) -> Result<JobRecord, Error> {
         let Submission {
             spec,
             models,
@@ -179,21 +112,15 @@ impl Actor {
         };
         let swap = old.map(|(old, opened)| {
             let opened = self.refreshed(&old, &opened);
-            Box::new(Swap::new(old, opened, now))
+            Box::new(Swap::new(old, opened))
         });
-        let plan = plans.values().next().map_or(&[][..], Vec::as_slice);
+        let (plan, policy) = (
+            plans.values().next().map_or(&[][..], Vec::as_slice),
+            self.settings.policy,
+        );
         let steps = match &work {
-            JobWork::Run(run) => steps_of(plan, run, self.settings.policy),
-            JobWork::Load { .. } => {
-                let load = Step {
-                    kind: StepKind::Load,
-                    item: 0,
-                };
-                let proven = proof
-                    .iter()
-                    .flat_map(|run| steps_of(plan, run, self.settings.policy));
-                std::iter::once(load).chain(proven).collect()
-            }
+            JobWork::Run(run) => steps_of(plan, run, policy),
+            JobWork::Load { .. } => steps_of_load(plan, proof.as_ref(), swap.is_some(), policy),
         };
         let arrival = self.number();
         let retained = (!options.idempotency_key.is_empty()).then(Vec::new);
@@ -219,25 +146,15 @@ impl Actor {
             latents: BTreeMap::new(),
             told: BTreeSet::new(),
             input_latent: None,
-            phase: Phase::Queued,
-            keeps: None,
+            state: State::queued(),
+            attempt: Attempt::default(),
             last_card: None,
             begun: false,
             overtaken: 0,
-            deaths: 0,
-            patience: None,
-            waiting_since: None,
             waited: Duration::ZERO,
-            refusals: BTreeMap::new(),
-            never_on: BTreeSet::new(),
-            low_memory: false,
-            ending: None,
-            out_of_memory: None,
             releases_latents: false,
             report: JobReport::default(),
-            step_done: 0,
-            steps_of_stage: 0,
-            position: None,
+            steps_done: (0, 0),
             listeners: BTreeMap::new(),
             retained,
         })
@@ -274,31 +191,6 @@ impl Actor {
             || known.any(|(key, known)| {
                 (self.claims.is_pinned(key) || self.claims.holder(key).is_some()) && known.names(id)
             })
-    }
-
-    /// A job that has not begun is refused if others like it have killed their workers.
-    pub(super) fn refuse_deadly(&self, job: &JobRecord) -> Result<(), Error> {
-        if job.begun || !self.learned.knows_deadly() {
-            return Ok(());
-        }
-        for (dtype, index) in job
-            .plans
-            .keys()
-            .flat_map(|dtype| (0..job.steps.len()).map(move |i| (dtype, i)))
-        {
-            let Some(need) = job.need(index, dtype) else {
-                continue;
-            };
-            if let Some(deaths) = self.learned.refuses(&job.entry.key, &need.shape()) {
-                let card = "every card that tried".to_owned();
-                return Err(Error::WorkerDied {
-                    card,
-                    stage: need.name.to_string(),
-                    deaths,
-                });
-            }
-        }
-        Ok(())
     }
 
     /// Values that a client names must be what this model decodes, and of the shapes that the request asks for; they stay
@@ -351,46 +243,25 @@ impl Actor {
         Ok(())
     }
 
-    fn listen(&mut self, job: &mut JobRecord, joined: bool) -> Job {
+    fn join_live(&mut self, id: &JobId, spec: &JobSpec, now: Instant) -> Result<Joined, Error> {
         let listener = self.number();
-        let mailbox = Arc::new(Mailbox::new(self.settings.unread_pictures));
-        job.listeners.insert(listener, mailbox.clone());
-        let requests = self.own_requests.clone();
-        Job {
-            id: job.id.clone(),
-            entry: job.entry.clone(),
-            joined,
-            mailbox,
-            listener,
-            requests,
-        }
-    }
-
-    fn join_live(&mut self, id: &JobId, spec: &JobSpec, now: Instant) -> Result<Job, Error> {
-        let key = &spec.options.idempotency_key;
-        let Some(mut job) = self.jobs.remove(id) else {
+        let Some(job) = self.jobs.get_mut(id) else {
             return Err(Error::JobNotFound(id.to_string()));
         };
-        let handle = if job.entry.key == spec.entry.key && job.work == spec.work {
-            let handle = self.listen(&mut job, true);
-            job.joined_by(&spec.options);
-            let at_ms = now.duration_since(job.accepted).as_millis() as u64;
-            replay(
-                &handle.mailbox,
-                at_ms,
-                job.retained.as_deref().unwrap_or_default(),
-            );
-            Ok(handle)
-        } else {
-            Err(Error::KeyReused(key.clone()))
-        };
-        self.jobs.insert(id.clone(), job);
-        handle
+        if job.entry.key != spec.entry.key || job.work != spec.work {
+            return Err(Error::KeyReused(spec.options.idempotency_key.clone()));
+        }
+        let handle = listen(job, listener, self.settings.unread_pictures, true);
+        job.joined_by(&spec.options);
+        let at_ms = now.duration_since(job.accepted).as_millis() as u64;
+        let missed = job.retained.as_deref().unwrap_or_default();
+        replay(&handle.mailbox, at_ms, missed);
+        Ok(handle)
     }
 
-    fn join_ended(&mut self, spec: &JobSpec) -> Result<Job, Error> {
+    fn join_ended(&mut self, spec: &JobSpec) -> Result<Joined, Error> {
         let (listener, key) = (self.number(), &spec.options.idempotency_key);
-        let same = |retained: &&super::ending::Retained| {
+        let same = |retained: &&crate::queue::ended::Retained| {
             retained.model_key == spec.entry.key && retained.work == spec.work
         };
         let retained = self
@@ -402,19 +273,17 @@ impl Actor {
         let at_ms = retained.events.last().map_or(0, |event| event.at_ms);
         replay(&mailbox, at_ms, &retained.events);
         mailbox.close();
-        let requests = self.own_requests.clone();
         let (id, entry) = (retained.id.clone(), spec.entry.clone());
-        Ok(Job {
+        Ok(Joined {
             id,
             entry,
             joined: true,
             mailbox,
             listener,
-            requests,
         })
     }
 
-    fn left(&mut self, id: &JobId, listener: u64, now: Instant) {
+    pub(super) fn left(&mut self, id: &JobId, listener: u64, now: Instant) {
         let Some(job) = self.jobs.get_mut(id) else { return };
         job.listeners.remove(&listener);
         if job.listeners.is_empty() && !job.detached {
@@ -422,7 +291,12 @@ impl Actor {
         }
     }
 
-    fn cancel(&mut self, id: &str, release_latents: bool, now: Instant) -> Result<bool, Error> {
+    pub(in crate::queue) fn cancel(
+        &mut self,
+        id: &str,
+        release_latents: bool,
+        now: Instant,
+    ) -> Result<bool, Error> {
         if release_latents {
             self.latents.give_up_made_by(id);
             self.dirty = true;
@@ -439,43 +313,24 @@ impl Actor {
         Err(Error::JobNotFound(id.to_owned()))
     }
 
-    /// Jobs in the order of their arrival.
-    pub(super) fn infos(&self, include_ended: bool, now: Instant) -> Vec<JobInfo> {
-        let mut live: Vec<&JobRecord> = self.jobs.values().collect();
-        live.sort_unstable_by_key(|job| job.arrival);
-        let live = live.into_iter().map(|job| self.info(job, job.position, now));
+    /// The jobs there are, oldest first, and on request those that have ended lately, the latest first.
+    pub(in crate::queue) fn infos(&self, include_ended: bool, now: Instant) -> Vec<JobInfo> {
         let ended = self.ended.infos().filter(|_| include_ended).cloned();
-        live.chain(ended).collect()
-    }
-
-    pub(super) fn info(&self, job: &JobRecord, position: Option<u32>, now: Instant) -> JobInfo {
-        let card = job.last_card.and_then(|index| self.cards.get(index));
-        JobInfo {
-            id: job.id.clone(),
-            client: job.options.client.clone(),
-            priority: job.options.priority,
-            state: job.phase.name(),
-            kind: job.kind_name(),
-            model_key: job.entry.key.clone(),
-            card: card.map(|card| card.description.id.clone()).unwrap_or_default(),
-            stage: job.stage_name(),
-            step: job.step_done,
-            steps: job.steps_of_stage,
-            position: position.unwrap_or(0),
-            age: now.duration_since(job.accepted),
-            error: None,
-        }
+        self.view(now).infos().into_iter().chain(ended).collect()
     }
 }
 
-/// An identity without its dtype and format: a latent fits the same VAE on every card, however it is held there.
-pub(super) fn content_of(id: &ComponentId) -> &str {
-    let parts = if id.0.starts_with("path:") {
-        id.0.rsplit_once('@')
-    } else {
-        id.0.split_once(':')
-    };
-    parts.map_or(&*id.0, |(content, _)| content)
+/// One more listener of a job.
+fn listen(job: &mut JobRecord, listener: u64, unread_bound: Bytes, joined: bool) -> Joined {
+    let mailbox = Arc::new(Mailbox::new(unread_bound));
+    job.listeners.insert(listener, mailbox.clone());
+    Joined {
+        id: job.id.clone(),
+        entry: job.entry.clone(),
+        joined,
+        mailbox,
+        listener,
+    }
 }
 
 /// What somebody who joins late has missed.

@@ -1,0 +1,273 @@
+//! What must stay on cards, and what must stay free: pins, holds, reservations, each with its end; and the entries that are
+//! known.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use residency::{Bytes, Component, ComponentId};
+use tokio::time::Instant;
+
+use super::report::ReservationStatus;
+use super::request::OpenModels;
+use crate::library::Entry;
+use crate::messages::Standing;
+
+/// All claims, and the entries that are known.
+#[derive(Default)]
+pub(super) struct Claims {
+    entries: BTreeMap<String, Known>,
+    pins: BTreeSet<String>,
+    holds: BTreeMap<String, Hold>,
+    reservations: BTreeMap<String, Reservation>,
+}
+
+/// An entry that has components on cards, or a claim to.
+pub(super) struct Known {
+    pub(super) entry: Arc<Entry>,
+    /// Components by compute dtype.
+    components: BTreeMap<String, Vec<Component>>,
+    pub(super) last_used: Instant,
+    /// When it was to leave last because nobody used it.
+    pub(super) asked: Option<Instant>,
+}
+
+struct Hold {
+    client: String,
+    key: String,
+    until: Instant,
+}
+
+struct Reservation {
+    card: usize,
+    label: String,
+    bytes: Bytes,
+    until: Instant,
+}
+
+impl Known {
+    pub(super) fn components(&self, dtype: &str) -> &[Component] {
+        self.components.get(dtype).map_or(&[], Vec::as_slice)
+    }
+
+    pub(super) fn components_by_dtype(&self) -> &BTreeMap<String, Vec<Component>> {
+        &self.components
+    }
+
+    pub(super) fn ids(&self) -> impl Iterator<Item = &ComponentId> {
+        self.components.values().flatten().map(|c| &c.id)
+    }
+
+    pub(super) fn names(&self, id: &ComponentId) -> bool {
+        self.ids().any(|own| own == id)
+    }
+}
+
+impl Claims {
+    /// An entry is named by a request.
+    pub(super) fn learn(&mut self, entry: &Arc<Entry>, models: &OpenModels, now: Instant) {
+        let components = models
+            .iter()
+            .map(|(dtype, open)| (dtype.clone(), open.components.clone()));
+        let known = Known {
+            entry: entry.clone(),
+            components: components.collect(),
+            last_used: now,
+            asked: None,
+        };
+        self.entries.insert(entry.key.clone(), known);
+    }
+
+    pub(super) fn used(&mut self, key: &str, now: Instant) {
+        if let Some(known) = self.entries.get_mut(key) {
+            known.last_used = now;
+        }
+    }
+
+    /// It was to leave because nobody uses it.
+    pub(super) fn asked(&mut self, key: &str, now: Instant) {
+        if let Some(known) = self.entries.get_mut(key) {
+            known.asked = Some(now);
+        }
+    }
+
+    pub(super) fn known(&self) -> impl Iterator<Item = (&String, &Known)> {
+        self.entries.iter()
+    }
+
+    pub(super) fn get(&self, key: &str) -> Option<&Known> {
+        self.entries.get(key)
+    }
+
+    /// Forgets entries that nothing speaks for any more; true if there were any.
+    pub(super) fn forget(&mut self, speaks_for: impl Fn(&str, &Known) -> bool) -> bool {
+        let before = self.entries.len();
+        let (pins, holds) = (&self.pins, &self.holds);
+        let claimed = |key: &String| pins.contains(key) || holds.values().any(|hold| hold.key == *key);
+        self.entries
+            .retain(|key, known| claimed(key) || speaks_for(key, known));
+        before != self.entries.len()
+    }
+
+    pub(super) fn pinned(&self) -> Vec<String> {
+        self.pins.iter().cloned().collect()
+    }
+
+    pub(super) fn is_pinned(&self, key: &str) -> bool {
+        self.pins.contains(key)
+    }
+
+    /// The client that holds an entry, if any does.
+    pub(super) fn holder(&self, key: &str) -> Option<&str> {
+        self.holds
+            .values()
+            .find(|hold| hold.key == key)
+            .map(|hold| hold.client.as_str())
+    }
+
+    /// The holds of an entry.
+    pub(super) fn holds_of<'a>(&'a self, key: &'a str) -> impl Iterator<Item = &'a str> {
+        let holds = self.holds.iter().filter(move |(_, hold)| hold.key == key);
+        holds.map(|(id, _)| id.as_str())
+    }
+
+    /// Whether another pinned entry has a component too.
+    pub(super) fn is_pinned_by_another(&self, key: &str, id: &ComponentId) -> bool {
+        let others = self.pins.iter().filter(|other| *other != key);
+        let mut known = others.filter_map(|other| self.entries.get(other));
+        known.any(|known| known.names(id))
+    }
+
+    /// An entry takes another's place: its pins and holds are its from now on.
+    pub(super) fn pass_on(&mut self, from: &str, to: &str) {
+        if self.pins.remove(from) {
+            self.pins.insert(to.to_owned());
+        }
+        for hold in self.holds.values_mut().filter(|hold| hold.key == from) {
+            to.clone_into(&mut hold.key);
+        }
+    }
+
+    pub(super) fn pin(&mut self, key: &str) {
+        self.pins.insert(key.to_owned());
+    }
+
+    pub(super) fn unpin(&mut self, key: &str) {
+        self.pins.remove(key);
+    }
+
+    /// Renews the hold that a client has on an entry.
+    pub(super) fn renew_hold(&mut self, key: &str, client: &str, until: Instant) -> Option<String> {
+        let mut same = self.holds.iter_mut();
+        let (id, hold) = same.find(|(_, hold)| hold.client == client && hold.key == key)?;
+        hold.until = until;
+        Some(id.clone())
+    }
+
+    pub(super) fn hold(&mut self, key: String, client: String, until: Instant) -> String {
+        let id = format!("hold-{}", uuid::Uuid::new_v4().simple());
+        self.holds.insert(id.clone(), Hold { client, key, until });
+        id
+    }
+
+    pub(super) fn release_hold(&mut self, id: &str) -> bool {
+        self.holds.remove(id).is_some()
+    }
+
+    pub(super) fn reserve(&mut self, card: usize, label: String, bytes: Bytes, until: Instant) -> String {
+        let id = format!("reservation-{}", uuid::Uuid::new_v4().simple());
+        let reservation = Reservation {
+            card,
+            label,
+            bytes,
+            until,
+        };
+        self.reservations.insert(id.clone(), reservation);
+        id
+    }
+
+    pub(super) fn release_reservation(&mut self, id: &str) -> bool {
+        self.reservations.remove(id).is_some()
+    }
+
+    /// Pinned components that a worker lost and that are to be brought back to its successor, by entry.
+    pub(super) fn pinned_among(
+        &self,
+        lost: &BTreeSet<ComponentId>,
+        dtype: &str,
+        away: &BTreeSet<String>,
+    ) -> Vec<(Arc<Entry>, Vec<Component>)> {
+        let pins = self.pins.iter().filter(|key| !away.contains(*key));
+        let known = pins.filter_map(|key| self.entries.get(key));
+        let of_each = known.map(|known| {
+            let lost = known.components(dtype).iter().filter(|c| lost.contains(&c.id));
+            (known.entry.clone(), lost.cloned().collect::<Vec<_>>())
+        });
+        of_each.filter(|(_, components)| !components.is_empty()).collect()
+    }
+
+    /// Ends what has run out; true if anything has.
+    pub(super) fn expire(&mut self, now: Instant) -> bool {
+        let before = self.holds.len() + self.reservations.len();
+        self.holds.retain(|_, hold| now < hold.until);
+        self.reservations.retain(|_, reservation| now < reservation.until);
+        before != self.holds.len() + self.reservations.len()
+    }
+
+    pub(super) fn next_expiry(&self) -> Option<Instant> {
+        let holds = self.holds.values().map(|hold| hold.until);
+        holds
+            .chain(self.reservations.values().map(|reservation| reservation.until))
+            .min()
+    }
+
+    pub(super) fn reservations(&self, card: usize, now: Instant) -> Vec<ReservationStatus> {
+        let of_card = self
+            .reservations
+            .iter()
+            .filter(|(_, reservation)| reservation.card == card);
+        of_card
+            .map(|(id, reservation)| ReservationStatus {
+                id: id.clone(),
+                label: reservation.label.clone(),
+                bytes: reservation.bytes,
+                expires_in: reservation.until.saturating_duration_since(now),
+            })
+            .collect()
+    }
+
+    /// What the worker of a card must keep. Claims on entries that are `away` do not count there for now; what stands
+    /// `beside` a model that is to replace it is held.
+    pub(super) fn standing(
+        &self,
+        card: usize,
+        dtype: &str,
+        away: &BTreeSet<String>,
+        beside: Vec<(String, Vec<ComponentId>)>,
+    ) -> Standing {
+        let ids = |key: &String| -> Vec<ComponentId> {
+            let known = self.entries.get(key);
+            known
+                .map_or(&[][..], |known| known.components(dtype))
+                .iter()
+                .map(|c| c.id.clone())
+                .collect()
+        };
+        let pins = self.pins.iter().filter(|key| !away.contains(*key));
+        let pins: BTreeSet<ComponentId> = pins.flat_map(ids).collect();
+        let holds = self.holds.iter().filter(|(_, hold)| !away.contains(&hold.key));
+        let reservations = self
+            .reservations
+            .iter()
+            .filter(|(_, reservation)| reservation.card == card);
+        Standing {
+            pins: pins.into_iter().collect(),
+            holds: holds
+                .map(|(id, hold)| (id.clone(), ids(&hold.key)))
+                .chain(beside)
+                .collect(),
+            reservations: reservations
+                .map(|(id, r)| (id.clone(), r.label.clone(), r.bytes))
+                .collect(),
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! Pins, holds, reservations: what clients claim. Workers are told in full whenever it changes, and when they are new.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use residency::Bytes;
+use tokio::time::Instant;
+
+use super::Core;
+use crate::error::{Error, Shortfall};
+use crate::library::Entry;
+use crate::messages::{Answer, Command};
+use crate::queue::cards::{Errand, ReservationRequest};
+use crate::queue::report::{Freed, Reserved};
+use crate::queue::request::{OpenModels, Reply};
+
+impl Core {
+    /// Returns the keys of all that are pinned.
+    pub(in crate::queue) fn pin(
+        &mut self,
+        entry: &Arc<Entry>,
+        models: &OpenModels,
+        now: Instant,
+    ) -> Vec<String> {
+        let models = self.refreshed(entry, models);
+        self.claims.learn(entry, &models, now);
+        self.claims.pin(&entry.key);
+        self.claims_changed(now);
+        self.claims.pinned()
+    }
+
+    /// Returns the keys of all that are pinned still.
+    pub(in crate::queue) fn unpin(&mut self, key: &str, now: Instant) -> Vec<String> {
+        self.claims.unpin(key);
+        self.claims_changed(now);
+        self.claims.pinned()
+    }
+
+    /// Entries that have components on cards, jobs, pins or holds.
+    pub(in crate::queue) fn known_entries(&self) -> Vec<Arc<Entry>> {
+        self.claims
+            .known()
+            .map(|(_, known)| known.entry.clone())
+            .collect()
+    }
+
+    pub(in crate::queue) fn hold(
+        &mut self,
+        entry: &Arc<Entry>,
+        models: &OpenModels,
+        client: String,
+        ttl: Duration,
+        now: Instant,
+    ) -> String {
+        let models = self.refreshed(entry, models);
+        self.claims.learn(entry, &models, now);
+        if let Some(id) = self.claims.renew_hold(&entry.key, &client, now + ttl) {
+            return id;
+        }
+        let id = self.claims.hold(entry.key.clone(), client, now + ttl);
+        self.claims_changed(now);
+        id
+    }
+
+    pub(in crate::queue) fn release_hold(&mut self, id: &str, now: Instant) -> bool {
+        let released = self.claims.release_hold(id);
+        self.claims_changed(now);
+        released
+    }
+
+    pub(in crate::queue) fn release_reservation(&mut self, id: &str, now: Instant) -> bool {
+        let released = self.claims.release_reservation(id);
+        self.claims_changed(now);
+        released
+    }
+
+    /// Tells the workers whom it concerns.
+    pub(super) fn claims_changed(&mut self, now: Instant) {
+        for index in 0..self.cards.len() {
+            self.tell_claims(index, false, now);
+        }
+        self.replan = true;
+        self.dirty = true;
+    }
+
+    /// Tells one worker what must stay, and has a fresh one's pinned components brought back.
+    pub(super) fn tell_claims(&mut self, index: usize, fresh_worker: bool, now: Instant) {
+        let dtype = self.cards[index].description.compute_dtype.clone();
+        let lost = match fresh_worker {
+            true => std::mem::take(&mut self.cards[index].lost_residents),
+            false => Default::default(),
+        };
+        let view = self.view(now);
+        let (away, beside) = view.swaps_on(index);
+        let standing = self.claims.standing(index, &dtype, &away, beside);
+        let back = self.claims.pinned_among(&lost, &dtype, &away); // a swap brings back its own
+        let card = &mut self.cards[index];
+        card.tell_claims(standing, fresh_worker);
+        card.restore.extend(back);
+    }
+
+    pub(in crate::queue) fn reserve(
+        &mut self,
+        card: &str,
+        request: ReservationRequest,
+        reply: Reply<Result<Reserved, Error>>,
+        now: Instant,
+    ) {
+        let room =
+            |index: usize| self.cards[index].ledger.total() - self.cards[index].ledger.accounts().foreign;
+        let ready = (0..self.cards.len()).filter(|&index| self.cards[index].is_ready());
+        let wanted = ready.filter(|&index| card.is_empty() || self.cards[index].description.id == card);
+        let Some(index) = wanted.max_by_key(|&index| room(index)) else {
+            let _ = reply.send(Err(self.view(now).not_ready(card)));
+            return;
+        };
+        let (id, bytes) = (self.number(), request.bytes);
+        let errand = Errand::Reserve { request, reply };
+        self.cards[index].errand(id, errand, Command::MakeRoom { id, bytes }, now);
+    }
+
+    /// The worker has made room, or as much as it could. Until now nothing was sent that could have taken it.
+    pub(super) fn room_made(
+        &mut self,
+        index: usize,
+        request: ReservationRequest,
+        reply: Reply<Result<Reserved, Error>>,
+        answer: Answer,
+        now: Instant,
+    ) {
+        let card = self.cards[index].description.id.clone();
+        let bytes = request.bytes;
+        let result = match answer {
+            Answer::Unloaded { freed, short, .. } if short == Bytes::ZERO => {
+                let id = self
+                    .claims
+                    .reserve(index, request.label, bytes, now + request.ttl);
+                let evicted = Freed::on(&card, freed);
+                Ok(Reserved {
+                    id,
+                    bytes,
+                    evicted,
+                    card,
+                })
+            }
+            Answer::Unloaded { short, .. } => {
+                let ledger = &self.cards[index].ledger;
+                Err(Error::MemoryTaken(Box::new(Shortfall {
+                    stage: "reserve".into(),
+                    needed: bytes,
+                    free: bytes - short,
+                    capacity: ledger.total(),
+                    holders: ledger.holders(),
+                    fallbacks: Vec::new(),
+                })))
+            }
+            Answer::Trimmed(_) => Err(Error::Internal(
+                "a worker trimmed when it was to make room".into(),
+            )),
+            Answer::Failed(problem) => Err(Error::Internal(problem)),
+        };
+        if let Err(Ok(unwanted)) = reply.send(result) {
+            self.claims.release_reservation(&unwanted.id); // whoever asked has left
+        }
+        self.claims_changed(now);
+    }
+}

@@ -1,0 +1,315 @@
+//! Carries decisions out: orders are sent, jobs queue up, wait, or are refused.
+
+use std::time::Duration;
+
+use residency::WaitCause;
+use tokio::time::Instant;
+
+use super::{Core, Effect, TICK};
+use crate::error::Error;
+use crate::job::{JobEventKind, JobId, StageReport};
+use crate::library::Entry;
+use crate::messages::{ModelLocation, Order, StageWork, Work};
+use crate::queue::cards::InFlight;
+use crate::queue::decide::{Decision, Pass};
+use crate::queue::record::{JobRecord, Need, Patience, State};
+use crate::queue::reductions::{Reduction, Reductions};
+use crate::queue::steps::{Model, Step, StepKind};
+use pipelines::Values;
+
+impl Core {
+    /// Starts all that can start, and tells the others why they cannot.
+    pub(super) fn dispatch(&mut self, now: Instant) {
+        self.bring_back(now);
+        self.go_on(now);
+        let mut pass = Pass::new(&self.view(now));
+        while let Some(decision) = pass.next(&self.view(now)) {
+            self.carry_out(decision, now);
+        }
+        for (id, position, estimate) in self.view(now).changed_positions(pass.order()) {
+            if let Some(job) = self.jobs.get_mut(&id)
+                && let State::Queued { position: told, .. } = &mut job.state
+            {
+                *told = Some(position);
+                job.emit(now, JobEventKind::Queued { position, estimate });
+            }
+        }
+    }
+
+    fn carry_out(&mut self, decision: Decision, now: Instant) {
+        match decision {
+            Decision::Start {
+                job,
+                card,
+                low_memory,
+                overtaken,
+            } => {
+                for id in overtaken {
+                    if let Some(job) = self.jobs.get_mut(&id) {
+                        job.overtaken += 1;
+                    }
+                }
+                self.start(&job, card, low_memory, now);
+            }
+            Decision::Queue { job } => self.queue_up(&job, now),
+            Decision::Wait { job, patience } => self.wait(&job, patience, now),
+            Decision::RunShort { job: id, patience } => {
+                if let Some(job) = self.jobs.get_mut(&id) {
+                    tracing::warn!(job = %id, "it runs although memory is short, as it allows");
+                    job.attempt.patience = Some(patience);
+                    job.attempt.low_memory = true;
+                    job.queue_up(now);
+                    self.replan = true;
+                }
+            }
+            Decision::FindOffers { job, patience } => {
+                self.open_reductions(&job);
+                match patience {
+                    Some(patience) => self.wait_for_offers(&job, patience, now),
+                    None => self.queue_up(&job, now),
+                }
+            }
+            Decision::Refuse { job, error } => self.fail(&job, error, now),
+        }
+    }
+
+    /// Pinned components come back to a fresh worker before anything runs on it.
+    fn bring_back(&mut self, now: Instant) {
+        for index in 0..self.cards.len() {
+            if !self.cards[index].is_free() {
+                continue;
+            }
+            let Some((entry, components)) = self.cards[index].restore.pop_front() else {
+                continue;
+            };
+            let need = Need {
+                name: "load".into(),
+                components: components.clone(),
+                plan: None,
+            };
+            let order = Order {
+                ticket: self.ticket(),
+                job: format!("restore {}", entry.key),
+                model: self.location(&entry, index),
+                work: Work::Load(components),
+                policy: self.settings.policy,
+                allow_low_memory: false,
+            };
+            let in_flight = InFlight::new(order.ticket, None, &entry.key, need, 1000.0, now);
+            self.cards[index].order(order, in_flight);
+        }
+    }
+
+    /// A job that runs keeps its card for its next stage, unless that has to wait.
+    fn go_on(&mut self, now: Instant) {
+        for index in 0..self.cards.len() {
+            let keeper = self.jobs.values_mut().find(|job| job.kept_card() == Some(index));
+            let Some(job) = keeper else { continue };
+            job.give_up_card();
+            let id = job.id.clone();
+            let view = self.view(now);
+            let starts = view.jobs.get(&id).filter(|_| view.cards[index].is_free());
+            if let Some(low_memory) = starts.and_then(|job| view.starts_on(job, index)) {
+                self.start(&id, index, low_memory, now);
+            }
+        }
+    }
+
+    fn queue_up(&mut self, id: &JobId, now: Instant) {
+        let time = self.view(now).time;
+        if let Some(job) = self.jobs.get_mut(id) {
+            if let Some(patience) = &mut job.attempt.patience {
+                patience.wait.update(time, WaitCause::Leases); // our own jobs cost no patience
+            }
+            job.queue_up(now);
+        }
+    }
+
+    /// Waits for memory of others, and tells of it at each tick.
+    fn wait(&mut self, id: &JobId, mut patience: Patience, now: Instant) {
+        let left = Duration::from_millis(patience.wait.left(self.view(now).time));
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        let is_new = !matches!(job.state, State::Waiting { .. });
+        if !is_new && now < patience.next_tick {
+            job.attempt.patience = Some(patience);
+            return;
+        }
+        let over = now + left;
+        let at_the_end = (over > now).then_some(over); // a worker may say wait to one who risks it
+        patience.next_tick = at_the_end.map_or(now + TICK, |over| over.min(now + TICK));
+        let shortage = patience.shortage.clone();
+        let event = JobEventKind::Waiting {
+            stage: job.stage_name(),
+            needed: shortage.needed,
+            free: shortage.usable,
+            holders: shortage.holders,
+            patience_left: left,
+            cause: cause_name(shortage.cause),
+        };
+        job.attempt.patience = Some(patience);
+        if is_new {
+            job.enter(State::Waiting { since: now }, now);
+        }
+        job.emit(now, event);
+    }
+
+    /// A job whose patience is over goes on waiting for what its refusal is to say.
+    fn wait_for_offers(&mut self, id: &JobId, mut patience: Patience, now: Instant) {
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        patience.next_tick = now + TICK;
+        job.attempt.patience = Some(patience);
+        if !matches!(job.state, State::Waiting { .. }) {
+            job.enter(State::Waiting { since: now }, now);
+        }
+    }
+
+    /// Has a job's model opened in fewer bytes, once; it is looked at again when that is done.
+    fn open_reductions(&mut self, id: &JobId) {
+        let cards = self.cards.iter().map(|card| card.description.clone());
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        if !job.is_near_refusal() {
+            job.reductions = Reductions::Opening;
+            self.effects.push(Effect::OpenReductions {
+                job: id.clone(),
+                entry: job.entry.clone(),
+                models: job.models.clone(),
+                cards: cards.collect(),
+            });
+        }
+    }
+
+    pub(super) fn reductions_opened(&mut self, id: &JobId, mut reductions: Vec<Reduction>) {
+        for reduction in &mut reductions {
+            // Under the identities that they go by now, as the job's own.
+            reduction.models = self.refreshed(&reduction.entry, &reduction.models);
+        }
+        if let Some(job) = self.jobs.get_mut(id) {
+            job.reductions = Reductions::Known(reductions);
+        }
+        self.replan = true;
+    }
+
+    /// Sends a job's next step to a card.
+    fn start(&mut self, id: &JobId, index: usize, low_memory: bool, now: Instant) {
+        self.make_way(id, index, now);
+        self.take_cached_values(id, index, now);
+        let Some(job) = self.jobs.get(id) else { return };
+        if job.step().is_some_and(|step| step.is_unload()) {
+            return self.advance(id, now);
+        }
+        let view = self.view(now);
+        let order = match (job.step(), view.need_on(job, job.cursor, index)) {
+            (Some(step), Some(need)) => self.work_of(job, step, &need).map(|work| (step, need, work)),
+            _ => Err(Error::Internal("a job was started that has nothing to do".into())),
+        };
+        let (step, need, work) = match order {
+            Ok(order) => order,
+            Err(error) => return self.fail(id, error, now),
+        };
+        let entry = match (step.kind, &job.swap) {
+            (StepKind::Load(Model::Replaced), Some(swap)) => &swap.old,
+            _ => &job.entry,
+        };
+        let model = self.location(entry, index);
+        let expected_ms = view.expected_step_ms(job, job.cursor, Some(index)).0;
+        let ticket = self.ticket();
+        let order = Order {
+            ticket,
+            job: id.to_string(),
+            model,
+            work,
+            policy: self.settings.policy,
+            allow_low_memory: low_memory,
+        };
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        job.enter(State::Running { ending: None }, now);
+        job.last_card = Some(index);
+        job.steps_done = (0, 0);
+        let in_flight = InFlight::new(ticket, Some(id.clone()), &job.entry.key, need, expected_ms, now);
+        self.cards[index].order(order, in_flight);
+    }
+
+    fn location(&self, entry: &Entry, card: usize) -> ModelLocation {
+        self.library
+            .location(entry, &self.cards[card].description.compute_dtype)
+    }
+
+    /// A stage whose values are cached is not run, and needs no component.
+    fn take_cached_values(&mut self, id: &JobId, index: usize, now: Instant) {
+        let card = &self.cards[index].description;
+        let Some(job) = self.jobs.get(id) else { return };
+        let Some(
+            step @ Step {
+                kind: StepKind::Stage(stage),
+                ..
+            },
+        ) = job.step()
+        else {
+            return;
+        };
+        if !self.view(now).may_take_cached_values(job) {
+            return;
+        }
+        let cached = job
+            .memo_key(stage, &card.compute_dtype)
+            .and_then(|key| self.memos.get(&key));
+        let (Some(values), Some(job)) = (cached, self.jobs.get_mut(id)) else {
+            return;
+        };
+        job.values.extend(values);
+        let (name, card, (step_number, of)) = (job.name_of(step), card.id.clone(), job.place_of_step());
+        let event = JobEventKind::Stage {
+            name: name.clone(),
+            index: step_number,
+            of,
+            chunking: String::new(),
+            cached: true,
+            card: card.clone(),
+            item: step.item,
+        };
+        job.emit(now, event);
+        job.report.stages.push(StageReport {
+            cached: true,
+            card,
+            name,
+            ..StageReport::default()
+        });
+        job.cursor += 1;
+    }
+
+    fn work_of(&self, job: &JobRecord, step: Step, need: &Need) -> Result<Work, Error> {
+        let (Some(plan), Some(run)) = (need.plan.clone(), job.run()) else {
+            return Ok(Work::Load(need.components.clone()));
+        };
+        let kept = match job.latents.get(&step.item) {
+            Some(id) => self.latents.leased_values(id)?,
+            None => Values::new(),
+        };
+        let behind = job
+            .steps
+            .iter()
+            .skip(job.cursor + 1)
+            .filter_map(|step| job.stage(*step));
+        let mut behind: Vec<String> = behind.map(|stage| stage.name.clone()).collect();
+        behind.sort_unstable();
+        behind.dedup();
+        Ok(Work::Stage(Box::new(StageWork {
+            plan,
+            components: need.components.clone(),
+            behind,
+            request: run.request.of_item(step.item),
+            values: job.input(step, &kept),
+            preview_interval_ms: run.preview_interval_ms,
+        })))
+    }
+}
+
+/// As the public API names it.
+fn cause_name(cause: WaitCause) -> &'static str {
+    match cause {
+        WaitCause::LateEviction => "late_eviction",
+        WaitCause::Leases => "leases",
+        WaitCause::Foreign => "foreign",
+        WaitCause::Reservation => "reservation",
+    }
+}

@@ -1,0 +1,358 @@
+//! The queue without IO: it takes [`Input`]s and says in [`Effect`]s what is to be done outside. Only the core sees two owners
+//! of state: every other file owns its own, or decides over a [`View`] and changes nothing.
+//!
+//! Replies and mailboxes are memory. Delivering into them can neither block nor fail, so that is done here.
+
+mod claims;
+mod dispatch;
+mod ending;
+mod intake;
+mod signals;
+mod swap;
+mod unload;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use gpu::CardDescription;
+use residency::Millis;
+use tokio::time::Instant;
+
+use super::cards::{Card, ToWorker};
+use super::claims::Claims;
+use super::ended::Ended;
+use super::latents::Latents;
+use super::learned::Learned;
+use super::memos::Memos;
+use super::record::{JobRecord, State};
+use super::reductions::Reduction;
+use super::report::StatusReport;
+use super::request::{OpenModels, Reply};
+use super::shares::Shares;
+use super::unloads::{PendingTrim, PendingUnload};
+use super::view::View;
+use super::{CardSignal, Settings};
+use crate::error::Error;
+use crate::job::JobId;
+use crate::library::{Entry, Library};
+use crate::messages::{Command, Ticket};
+
+/// Whoever waits for memory hears of it this often.
+pub(super) const TICK: Duration = Duration::from_millis(500);
+
+/// What a handle asks for, with its way to answer.
+pub(super) type Call = Box<dyn FnOnce(&mut Core, Instant) + Send>;
+
+/// What comes in.
+pub(super) enum Input {
+    /// A handle asks.
+    Call(Call),
+    /// A worker says something, or is gone.
+    Signal(CardSignal),
+    /// A listener has left its job.
+    Left { job: JobId, listener: u64 },
+    /// What [`Effect::OpenReductions`] has found.
+    ReductionsOpened { job: JobId, reductions: Vec<Reduction> },
+}
+
+/// What is to be done outside.
+pub(super) enum Effect {
+    /// A command to a card's worker.
+    Command { card: usize, command: Command },
+    /// The end of a card's worker.
+    Recycle { card: usize, reason: String },
+    /// A job's model is to be opened in the formats that make it smaller; [`Input::ReductionsOpened`] follows.
+    OpenReductions {
+        job: JobId,
+        entry: Arc<Entry>,
+        models: OpenModels,
+        cards: Vec<CardDescription>,
+    },
+    /// Components of an entry have been quantized: copies of them may be kept.
+    KeepCopies {
+        entry: Arc<Entry>,
+        compute_dtype: String,
+    },
+}
+
+/// The owners of the queue's state.
+pub(super) struct Core {
+    settings: Settings,
+    /// Asked only for what it has in memory.
+    library: Arc<Library>,
+    cards: Vec<Card>,
+    jobs: BTreeMap<JobId, JobRecord>,
+    ended: Ended,
+    shares: Shares,
+    learned: Learned,
+    pub(super) latents: Latents,
+    memos: Memos,
+    claims: Claims,
+    unloads: Vec<PendingUnload>,
+    trims: BTreeMap<u64, PendingTrim>,
+    drain: Option<Drain>,
+    effects: Vec<Effect>,
+    /// Source of tickets, arrivals, listeners and errands: no two are equal.
+    next_number: u64,
+    /// Whether something has changed that may let a job start.
+    replan: bool,
+    /// Whether the status has changed since it was last taken.
+    dirty: bool,
+    epoch: Instant,
+}
+
+/// The end of all jobs is waited for.
+struct Drain {
+    deadline: Instant,
+    replies: Vec<Reply<()>>,
+    cancelled: bool,
+}
+
+impl Core {
+    pub(super) fn new(
+        settings: Settings,
+        library: Arc<Library>,
+        cards: Vec<CardDescription>,
+        now: Instant,
+    ) -> Core {
+        let cards = cards.into_iter();
+        let cards = cards.map(|description| Card::new(description, settings.headroom, now));
+        Core {
+            cards: cards.collect(),
+            latents: Latents::new(settings.latents, settings.latent_ttl),
+            memos: Memos::new(settings.text_cache),
+            settings,
+            library,
+            jobs: BTreeMap::new(),
+            ended: Ended::default(),
+            shares: Shares::default(),
+            learned: Learned::default(),
+            claims: Claims::default(),
+            unloads: Vec::new(),
+            trims: BTreeMap::new(),
+            drain: None,
+            effects: Vec::new(),
+            next_number: 0,
+            replan: false,
+            dirty: true,
+            epoch: now,
+        }
+    }
+
+    /// Takes what has come in, lets time pass, starts what can start, and returns what is to be done outside.
+    pub(super) fn on(&mut self, inputs: impl IntoIterator<Item = Input>, now: Instant) -> Vec<Effect> {
+        for input in inputs {
+            match input {
+                Input::Call(call) => call(self, now),
+                Input::Signal(signal) => self.on_signal(signal, now),
+                Input::Left { job, listener } => self.left(&job, listener, now),
+                Input::ReductionsOpened { job, reductions } => self.reductions_opened(&job, reductions),
+            }
+        }
+        self.pass_time(now);
+        self.send_due_unloads(now);
+        if std::mem::take(&mut self.replan) {
+            self.dispatch(now);
+            self.send_due_unloads(now);
+            self.dirty = true;
+        }
+        self.finish_drain(now);
+        self.take_effects()
+    }
+
+    /// Ends all jobs with the queue.
+    pub(super) fn end_all(&mut self, now: Instant) {
+        let all: Vec<JobId> = self.jobs.keys().cloned().collect();
+        for id in all {
+            self.end(&id, Err(Error::ShuttingDown), now);
+        }
+    }
+
+    /// All that a decision may look at.
+    pub(super) fn view(&self, now: Instant) -> View<'_> {
+        View {
+            now,
+            time: Millis(now.duration_since(self.epoch).as_millis() as u64),
+            settings: &self.settings,
+            cards: &self.cards,
+            jobs: &self.jobs,
+            claims: &self.claims,
+            unloads: &self.unloads,
+            learned: &self.learned,
+            memos: &self.memos,
+            latents: &self.latents,
+            shares: &self.shares,
+        }
+    }
+
+    /// Whether the status has changed since it was last taken.
+    pub(super) fn is_dirty(&self) -> bool {
+        self.dirty
+    }
+
+    /// The status, of which no change is left.
+    pub(super) fn take_status(&mut self, now: Instant) -> StatusReport {
+        self.dirty = false;
+        self.view(now).status_report()
+    }
+
+    /// The next moment at which time alone changes something.
+    pub(super) fn next_wake(&self, now: Instant) -> Option<Instant> {
+        let live = self.jobs.values().filter(|job| !job.is_ending());
+        let deadlines = live.filter_map(JobRecord::deadline);
+        let looks = self.jobs.values().filter_map(next_look);
+        let hangs = self.cards.iter().filter_map(|card| card.hung_at(&self.settings));
+        let drain = self.drain.as_ref().filter(|drain| !drain.cancelled);
+        let watches_replies = self.unloads.iter().any(PendingUnload::is_asked_for);
+        let expiries = [
+            self.latents.next_expiry(),
+            self.learned.next_expiry(),
+            self.ended.next_expiry(),
+            self.claims.next_expiry(),
+            self.view(now).next_idle_unload(),
+            self.replan.then_some(now),
+            drain.map(|drain| drain.deadline),
+            watches_replies.then(|| now + TICK),
+        ];
+        deadlines
+            .chain(looks)
+            .chain(hangs)
+            .chain(expiries.into_iter().flatten())
+            .min()
+    }
+
+    /// Refuses new jobs, and answers when no job is left; those that are there at the deadline are cancelled.
+    pub(super) fn drain(&mut self, deadline: Instant, reply: Reply<()>) {
+        let drain = self.drain.get_or_insert(Drain {
+            deadline,
+            replies: Vec::new(),
+            cancelled: false,
+        });
+        drain.deadline = drain.deadline.min(deadline);
+        drain.replies.push(reply);
+    }
+
+    /// How many of everything there are. For tests.
+    pub(super) fn census(&self) -> Vec<(&'static str, usize)> {
+        let (cards, jobs) = (|| self.cards.iter(), || self.jobs.values());
+        vec![
+            ("jobs", self.jobs.len()),
+            ("orders", cards().filter(|card| card.in_flight.is_some()).count()),
+            ("errands", cards().map(|card| card.errands.len()).sum()),
+            ("restores", cards().map(|card| card.restore.len()).sum()),
+            ("unloads", self.unloads.len()),
+            ("trims", self.trims.len()),
+            ("clients", self.shares.len()),
+            ("listeners", jobs().map(|job| job.listeners.len()).sum()),
+            ("latent leases", self.latents.leases()),
+        ]
+    }
+
+    /// The status is to be taken anew.
+    pub(super) fn touch(&mut self) {
+        self.dirty = true;
+    }
+
+    /// A number that was never used before.
+    fn number(&mut self) -> u64 {
+        self.next_number += 1;
+        self.next_number
+    }
+
+    fn ticket(&mut self) -> Ticket {
+        Ticket(self.number())
+    }
+
+    fn take_effects(&mut self) -> Vec<Effect> {
+        let mut effects = std::mem::take(&mut self.effects);
+        for (card, outbox) in self.cards.iter_mut().map(|card| &mut card.outbox).enumerate() {
+            effects.extend(outbox.drain(..).map(|sent| match sent {
+                ToWorker::Command(command) => Effect::Command { card, command },
+                ToWorker::Recycle(reason) => Effect::Recycle { card, reason },
+            }));
+        }
+        effects
+    }
+
+    /// Carries out what a point in time asks for.
+    fn pass_time(&mut self, now: Instant) {
+        self.dirty |= self.latents.expire(now);
+        self.learned.expire(now);
+        self.ended.expire(now);
+        if self.claims.expire(now) {
+            self.claims_changed(now);
+        }
+        self.recycle_hung_workers(now);
+        self.unload_idle_entries(now);
+        self.stop_unread_jobs(now);
+        self.stop_late_jobs(now);
+        for job in self.jobs.values_mut() {
+            self.replan |= next_look(job).is_some_and(|at| at <= now);
+            job.attempt.refusals.retain(|_, refusal| now < refusal.until);
+        }
+    }
+
+    fn stop_late_jobs(&mut self, now: Instant) {
+        let live = self.jobs.values().filter(|job| !job.is_ending());
+        let late = live.filter(|job| job.deadline().is_some_and(|at| at <= now));
+        let late: Vec<(JobId, &str)> = late.map(|job| (job.id.clone(), job.state.name())).collect();
+        for (id, state) in late {
+            let state = state.to_owned();
+            self.stop(&id, Error::Deadline { state }, now);
+        }
+    }
+
+    /// A job whose last listener was dropped because it does not read ends as if that one had left.
+    fn stop_unread_jobs(&mut self, now: Instant) {
+        let live = self.jobs.values().filter(|job| !job.is_ending());
+        let unread = live.filter(|job| !job.detached && job.listeners.is_empty());
+        let unread: Vec<JobId> = unread.map(|job| job.id.clone()).collect();
+        for id in unread {
+            self.stop(&id, Error::Cancelled, now);
+        }
+    }
+
+    fn recycle_hung_workers(&mut self, now: Instant) {
+        for (index, card) in self.cards.iter_mut().enumerate() {
+            if card.hung_at(&self.settings).is_none_or(|at| now < at) {
+                continue;
+            }
+            let (limit, reason) = card.exceeded_limit(&self.settings, now);
+            if let Some(running) = &card.in_flight {
+                self.learned.was_too_strict(index, running, &self.settings, now);
+            }
+            tracing::warn!(card = %card.description.id, ?limit, reason, "a worker is taken for hung");
+            card.recycle(&reason);
+        }
+    }
+
+    fn finish_drain(&mut self, now: Instant) {
+        let Some(drain) = &mut self.drain else { return };
+        if now >= drain.deadline && !drain.cancelled {
+            drain.cancelled = true;
+            let all: Vec<JobId> = self.jobs.keys().cloned().collect();
+            for id in all {
+                self.stop(&id, Error::ShuttingDown, now);
+            }
+        }
+        if let Some(drain) = &mut self.drain
+            && self.jobs.is_empty()
+        {
+            for reply in drain.replies.drain(..) {
+                let _ = reply.send(()); // whoever asked may have left
+            }
+        }
+    }
+}
+
+/// When a job that does not run wants to be looked at again, should nothing else happen.
+fn next_look(job: &JobRecord) -> Option<Instant> {
+    if job.is_running() {
+        return None;
+    }
+    let refusals = job.attempt.refusals.values().map(|refusal| refusal.until);
+    let patience = job.attempt.patience.as_ref();
+    let tick = patience.filter(|_| matches!(job.state, State::Waiting { .. }));
+    refusals.chain(tick.map(|patience| patience.next_tick)).min()
+}

@@ -1,0 +1,261 @@
+//! What is done with jobs that do not run: one pass over the fair order, a decision at a time. The core carries each out
+//! before the next is asked for, as a start leaves less for the jobs behind it.
+
+use residency::{Bytes, Wait, WaitCause};
+
+use super::placing::Placement;
+use super::record::{JobRecord, Patience, State};
+use super::shares::AFFINITY_WINDOW_MS;
+use super::view::View;
+use crate::error::{Error, Shortfall};
+use crate::job::JobId;
+use crate::messages::Shortage;
+
+/// How far behind the first job a warm one is looked for.
+const AFFINITY_DEPTH: usize = 64;
+
+/// What is done with a job.
+pub(super) enum Decision {
+    /// Its next step is sent to a card.
+    Start {
+        job: JobId,
+        card: usize,
+        low_memory: bool,
+        /// Jobs that could have used the card and were before it.
+        overtaken: Vec<JobId>,
+    },
+    /// It stays behind our own jobs.
+    Queue { job: JobId },
+    /// It waits for memory that is late or that others have.
+    Wait { job: JobId, patience: Patience },
+    /// Its patience is over, or nothing is expected to be freed: it runs although memory is short, as it allows.
+    RunShort { job: JobId, patience: Patience },
+    /// It is about to be refused: what would fit instead is found out first.
+    FindOffers { job: JobId, patience: Option<Patience> },
+    /// It ends.
+    Refuse { job: JobId, error: Error },
+}
+
+/// One pass over the jobs that do not run.
+pub(super) struct Pass {
+    order: Vec<JobId>,
+    next: usize,
+    /// Seconds of work that each card has before it.
+    ahead: Vec<f64>,
+    /// Jobs that wait although others behind them may start.
+    passed: Vec<JobId>,
+    /// What follows from the decision before.
+    then: Option<Decision>,
+}
+
+impl Pass {
+    pub(super) fn new(view: &View<'_>) -> Pass {
+        Pass {
+            order: view.fair_order(),
+            next: 0,
+            ahead: view.seconds_ahead(),
+            passed: Vec::new(),
+            then: None,
+        }
+    }
+
+    /// The fair order of the pass.
+    pub(super) fn order(&self) -> &[JobId] {
+        &self.order
+    }
+
+    /// The next decision, as things are now; none: the pass is over.
+    pub(super) fn next(&mut self, view: &View<'_>) -> Option<Decision> {
+        if let Some(then) = self.then.take() {
+            return Some(then);
+        }
+        while let Some(id) = self.order.get(self.next).cloned() {
+            self.next += 1;
+            let job = view.jobs.get(&id).filter(|job| !job.is_running());
+            if let Some(decision) = job.and_then(|job| self.decide(view, job)) {
+                return Some(decision);
+            }
+        }
+        None
+    }
+
+    fn decide(&mut self, view: &View<'_>, job: &JobRecord) -> Option<Decision> {
+        let id = job.id.clone();
+        if let State::OutOfMemory(shortfall) = &job.state {
+            return Some(view.out_of_memory(job, shortfall));
+        }
+        // Once no card is free only those are asked who wait for memory, or were not asked before.
+        let is_told = matches!(
+            job.state,
+            State::Queued {
+                position: Some(_),
+                ..
+            }
+        );
+        let any_free = view.cards.iter().any(|card| card.is_free());
+        if !any_free && is_told && !job.is_near_refusal() {
+            return None;
+        }
+        if view.is_behind_an_unload(job) {
+            return Some(Decision::Queue { job: id });
+        }
+        if let Some(error) = view.why_deadly(job) {
+            return Some(Decision::Refuse { job: id, error });
+        }
+        Some(match view.place(job, &self.ahead) {
+            Placement::Start { card, low_memory } => self.start_by_turn(view, job, card, low_memory),
+            Placement::Behind { card } => {
+                self.ahead[card] += view.expected_ms(job).0 / 1000.0;
+                Decision::Queue { job: id }
+            }
+            Placement::Held | Placement::Nowhere => Decision::Queue { job: id },
+            Placement::Short { shortage } => {
+                let decision = view.wait(job, shortage);
+                if matches!(decision, Decision::Wait { .. }) {
+                    self.passed.push(id);
+                }
+                decision
+            }
+            Placement::Never { .. } if !job.knows_reductions() => Decision::FindOffers {
+                job: id,
+                patience: None,
+            },
+            Placement::Never {
+                card,
+                index,
+                needed,
+                capacity,
+            } => Decision::Refuse {
+                job: id,
+                error: view.exceeds_every_card(job, card, index, needed, capacity),
+            },
+        })
+    }
+
+    /// Starts the job whose turn it is on a card that `job` could take.
+    fn start_by_turn(&mut self, view: &View<'_>, job: &JobRecord, card: usize, low_memory: bool) -> Decision {
+        let rest = &self.order[self.next..];
+        let queue = Decision::Queue { job: job.id.clone() };
+        let Some(starter) = view.who_starts(job, card, rest, &self.passed) else {
+            self.passed.push(job.id.clone());
+            return queue;
+        };
+        let is_first = starter == job.id;
+        let mut before = self.passed.clone();
+        if !is_first {
+            self.passed.push(job.id.clone());
+            before.push(job.id.clone());
+            self.then = Some(queue);
+        }
+        let could_use = |id: &JobId| view.jobs.get(id).is_some_and(|job| view.may_use(job, card));
+        before.retain(could_use);
+        Decision::Start {
+            job: starter,
+            card,
+            low_memory: low_memory && is_first,
+            overtaken: before,
+        }
+    }
+}
+
+impl View<'_> {
+    /// Which job takes a card that `first` could take: a warm job instead of a cold one, none if a job that would be
+    /// overtaken has been overtaken often enough.
+    fn who_starts(&self, first: &JobRecord, card: usize, rest: &[JobId], passed: &[JobId]) -> Option<JobId> {
+        let bound = self.settings.overtaking_bound;
+        let is_overtaken_enough = |job: &JobRecord| job.overtaken >= bound && self.may_use(job, card);
+        let mut passed = passed.iter().filter_map(|id| self.jobs.get(id));
+        if passed.any(is_overtaken_enough) {
+            return None;
+        }
+        let missing = self.missing_bytes(first, card);
+        if missing == Bytes::ZERO || first.begun || is_overtaken_enough(first) {
+            return Some(first.id.clone());
+        }
+        let latest = self.virtual_ms(&first.options.client) + AFFINITY_WINDOW_MS;
+        let is_warm = |job: &&JobRecord| {
+            matches!(job.state, State::Queued { .. })
+                && self.virtual_ms(&job.options.client) <= latest
+                && self.missing_bytes(job, card).0.saturating_mul(2) < missing.0
+                && !self.is_behind_an_unload(job)
+                && self.starts_on(job, card) == Some(false)
+        };
+        let rest = rest.iter().take(AFFINITY_DEPTH);
+        let warm = rest.filter_map(|id| self.jobs.get(id)).find(is_warm);
+        Some(warm.unwrap_or(first).id.clone())
+    }
+
+    /// Whether a job would start on this card now, and if so whether memory would be short.
+    pub(super) fn starts_on(&self, job: &JobRecord, card: usize) -> Option<bool> {
+        let mut only_here = vec![f64::INFINITY; self.cards.len()];
+        only_here[card] = 0.0;
+        match self.place(job, &only_here) {
+            Placement::Start {
+                card: there,
+                low_memory,
+            } => (there == card).then_some(low_memory),
+            _ => None,
+        }
+    }
+
+    /// Waits for memory of others, or ends that.
+    fn wait(&self, job: &JobRecord, shortage: Shortage) -> Decision {
+        let patience = self.patience(job, shortage);
+        let id = job.id.clone();
+        let (over, low) = (patience.wait.is_over(self.time), job.options.allow_low_memory);
+        // Nobody has said that memory of other programs is about to be freed.
+        let is_hopeless = patience.shortage.cause == WaitCause::Foreign;
+        if low && !job.attempt.low_memory && (over || is_hopeless) {
+            return Decision::RunShort { job: id, patience };
+        }
+        if job.attempt.low_memory || !over {
+            return Decision::Wait { job: id, patience };
+        }
+        if !job.knows_reductions() {
+            let patience = Some(patience);
+            return Decision::FindOffers { job: id, patience };
+        }
+        let error = Error::MemoryTaken(Box::new(self.shortfall_after_waiting(job, &patience.shortage)));
+        Decision::Refuse { job: id, error }
+    }
+
+    /// A job's patience, now that it is short of this.
+    fn patience(&self, job: &JobRecord, shortage: Shortage) -> Patience {
+        let longest = self.settings.longest_patience;
+        let own = job
+            .options
+            .patience
+            .map(|own| own.min(longest).as_millis() as u64);
+        let budget = own.map_or(self.settings.patience, |ms| residency::Patience {
+            after_eviction_ms: ms,
+            foreign_ms: ms,
+        });
+        let mut wait = match &job.attempt.patience {
+            Some(patience) => patience.wait,
+            None => Wait::new(self.time, shortage.cause, &budget),
+        };
+        wait.update(self.time, shortage.cause);
+        Patience {
+            wait,
+            next_tick: job.attempt.patience.as_ref().map_or(self.now, |p| p.next_tick),
+            shortage,
+        }
+    }
+
+    /// A job ran out of memory in a stage: it ends as soon as it is known what would fit instead.
+    fn out_of_memory(&self, job: &JobRecord, shortfall: &Shortfall) -> Decision {
+        let id = job.id.clone();
+        if !job.knows_reductions() {
+            return Decision::FindOffers {
+                job: id,
+                patience: None,
+            };
+        }
+        let shortfall = Shortfall {
+            fallbacks: self.fallbacks(job, &self.usable_cards(job)),
+            ..shortfall.clone()
+        };
+        let error = Error::OutOfMemory(Box::new(shortfall));
+        Decision::Refuse { job: id, error }
+    }
+}

@@ -1,0 +1,164 @@
+//! What may leave a card, and why the rest stays: on request, after a swap, or when nobody has used it for long.
+
+use std::collections::BTreeSet;
+
+use residency::{Component, ComponentId};
+use tokio::time::Instant;
+
+use super::claims::Known;
+use super::record::JobRecord;
+use super::report::Kept;
+use super::view::View;
+
+/// What is to leave.
+pub(super) enum Leaving<'a> {
+    Everything,
+    /// An entry, with the components that it has on cards of one dtype.
+    Entry {
+        key: &'a str,
+        components: &'a [Component],
+    },
+    /// Entries that nobody has used for long.
+    Idle(&'a BTreeSet<String>),
+}
+
+impl Leaving<'_> {
+    fn has(&self, entry: &str) -> bool {
+        match self {
+            Leaving::Everything => true,
+            Leaving::Entry { key, .. } => *key == entry,
+            Leaving::Idle(keys) => keys.contains(entry),
+        }
+    }
+
+    /// Whether these are the same model under another name, that is asked to leave by this one.
+    fn is(&self, others: &[Component]) -> bool {
+        let Leaving::Entry { components, .. } = self else {
+            return false;
+        };
+        let ids = |components: &[Component]| -> BTreeSet<ComponentId> {
+            components.iter().map(|c| c.id.clone()).collect()
+        };
+        ids(components) == ids(others)
+    }
+}
+
+impl<'a> View<'a> {
+    /// Whether a job came after an unload of its entry: it starts after it.
+    pub(super) fn is_behind_an_unload(&self, job: &JobRecord) -> bool {
+        self.unloads.iter().any(|unload| unload.is_before(job))
+    }
+
+    /// Which of the components may leave a card; the others with the reason why they stay.
+    pub(super) fn who_may_leave(
+        &self,
+        leaving: &Leaving<'_>,
+        residents: Vec<Component>,
+        index: usize,
+    ) -> (Vec<ComponentId>, Vec<Kept>) {
+        let card = &self.cards[index].description;
+        let (mut leave, mut keep) = (Vec::new(), Vec::new());
+        for component in residents {
+            match self.why_it_stays(leaving, &component.id, index) {
+                Some(reason) => keep.push(Kept {
+                    component,
+                    card: card.id.clone(),
+                    reason,
+                }),
+                None => leave.push(component.id),
+            }
+        }
+        (leave, keep)
+    }
+
+    fn why_it_stays(&self, leaving: &Leaving<'_>, id: &ComponentId, index: usize) -> Option<String> {
+        let dtype = &self.cards[index].description.compute_dtype;
+        let users = self
+            .claims
+            .known()
+            .filter(|(_, known)| known.components(dtype).iter().any(|c| c.id == *id));
+        let mut shared = None;
+        for (key, known) in users {
+            let is_own = leaving.has(key);
+            let holder = self.claims.holder(key);
+            let in_use = || {
+                self.jobs
+                    .values()
+                    .any(|job| job.entry.key == *key && !self.is_behind_an_unload(job))
+            };
+            if is_own && self.claims.is_pinned(key) {
+                return Some("pinned".to_owned());
+            }
+            if let Some(holder) = holder.filter(|_| is_own) {
+                return Some(format!("held by {holder}"));
+            }
+            let is_whole = || !leaving.is(known.components(dtype)) && self.stays_whole(key, known, index);
+            if !is_own && (self.claims.is_pinned(key) || holder.is_some() || in_use() || is_whole()) {
+                shared.get_or_insert_with(|| format!("shared with {key}"));
+            }
+        }
+        shared
+    }
+
+    /// Whether a card has all of an entry, which nobody wants to leave: it would have to come back in part.
+    fn stays_whole(&self, key: &str, known: &Known, index: usize) -> bool {
+        let card = &self.cards[index];
+        let mut own = known.components(&card.description.compute_dtype).iter();
+        own.all(|c| card.ledger.is_resident(&c.id)) && !self.unloads.iter().any(|unload| unload.takes(key))
+    }
+
+    /// Components of these entries that have been unused for long and may leave a card.
+    pub(super) fn idle_to_unload(&self, idle: &BTreeSet<String>, index: usize) -> Vec<ComponentId> {
+        let card = &self.cards[index];
+        if !card.is_ready() {
+            return Vec::new();
+        }
+        let dtype = &card.description.compute_dtype;
+        let known = idle.iter().filter_map(|key| self.claims.get(key));
+        let mut residents: Vec<Component> = known
+            .flat_map(|known| known.components(dtype))
+            .filter(|c| card.ledger.is_resident(&c.id))
+            .cloned()
+            .collect();
+        residents.sort_by(|a, b| a.id.cmp(&b.id));
+        residents.dedup_by(|a, b| a.id == b.id);
+        self.who_may_leave(&Leaving::Idle(idle), residents, index).0
+    }
+
+    /// Entries that have been unused for long enough to leave.
+    pub(super) fn idle_entries(&self) -> BTreeSet<String> {
+        let idle = self.unused().filter(|(_, known)| {
+            let leaves = self.leaves_at(known, known.last_used);
+            leaves.is_some_and(|at| at <= self.now)
+        });
+        idle.map(|(key, _)| key.clone()).collect()
+    }
+
+    pub(super) fn next_idle_unload(&self) -> Option<Instant> {
+        let asked_or_used = |known: &Known| known.asked.unwrap_or(known.last_used).max(known.last_used);
+        self.unused()
+            .filter_map(|(_, known)| self.leaves_at(known, asked_or_used(known)))
+            .min()
+    }
+
+    /// When an entry that nobody uses leaves: its own keep-alive after `since`, or once there has been no job at all for
+    /// so long that everything leaves.
+    fn leaves_at(&self, known: &Known, since: Instant) -> Option<Instant> {
+        let settings = &self.settings;
+        let keep_alive = settings.keep_alive_of.get(&known.entry.id);
+        let keep_alive = keep_alive.copied().unwrap_or(settings.keep_alive);
+        let own = keep_alive.map(|keep_alive| since + keep_alive);
+        let last_use = self.claims.known().map(|(_, known)| known.last_used).max();
+        let with_all = settings
+            .unload_when_idle
+            .filter(|_| self.jobs.is_empty())
+            .map(|idle| since.max(last_use.unwrap_or(since)) + idle);
+        own.into_iter().chain(with_all).min()
+    }
+
+    /// Entries that no job is of.
+    fn unused(&self) -> impl Iterator<Item = (&'a String, &'a Known)> {
+        let (known, jobs) = (self.claims.known(), self.jobs);
+        known.filter(move |(key, _)| !jobs.values().any(|job| job.concerns(key)))
+    }
+}

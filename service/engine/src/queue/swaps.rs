@@ -1,0 +1,211 @@
+//! What swaps mean for cards and for other jobs: where a swap runs, who waits for it, what leaves for it and what comes back.
+
+use std::borrow::Cow;
+use std::collections::BTreeSet;
+
+use pipelines::Rung;
+use residency::{Bytes, Component, ComponentId, HoldId, Ledger, Millis};
+
+use super::leaving::Leaving;
+use super::record::JobRecord;
+use super::report::Kept;
+use super::steps::{Model, StepKind};
+use super::swap::{Begun, hold_of, ids};
+use super::view::View;
+use crate::admission::{Admission, choose_rung};
+
+impl View<'_> {
+    /// The card that a swap is tied to: where it has begun, else where most of the replaced entry is.
+    pub(super) fn card_of_swap(&self, job: &JobRecord) -> Option<usize> {
+        let swap = job.swap.as_ref()?;
+        if swap.begun.is_some() {
+            return swap.card();
+        }
+        let there = |index: usize| -> Bytes {
+            let card = &self.cards[index];
+            let alone = job.replaced_alone(&card.description.compute_dtype);
+            alone
+                .filter(|c| card.ledger.is_resident(&c.id))
+                .map(|c| c.bytes)
+                .sum()
+        };
+        let most = (0..self.cards.len()).rev().max_by_key(|&index| there(index))?;
+        (there(most) > Bytes::ZERO).then_some(most)
+    }
+
+    /// Whether a job has to wait for a swap on a card: it needs what had to leave, or is a swap of the same models.
+    pub(super) fn is_behind_a_swap(&self, job: &JobRecord, index: usize) -> bool {
+        let dtype = &self.cards[index].description.compute_dtype;
+        let needs = |component: &Component| {
+            let own = job.models.get(dtype).map_or(&[][..], |open| &open.components);
+            own.iter().any(|own| own.id == component.id)
+        };
+        let begun = |job: &JobRecord| job.swap.as_ref().is_some_and(|swap| swap.begun.is_some());
+        let others = self.jobs.values().filter(|other| other.id != job.id);
+        others.into_iter().any(|other| {
+            let Some(swap) = &other.swap else { return false };
+            let same = job.concerns(&other.entry.key) || job.concerns(&swap.old.key);
+            let displaced = other.swap_on(index).filter(|_| other.displaces_from(index));
+            displaced.is_some_and(|swap| swap.alone.iter().any(needs))
+                || (job.swap.is_some() && !begun(job) && begun(other) && same)
+        })
+    }
+
+    /// A card's ledger as a job's plan may see it: what a swap replaces may leave, whoever keeps it.
+    pub(super) fn ledger_for(&self, job: &JobRecord, index: usize) -> Cow<'_, Ledger> {
+        let card = &self.cards[index];
+        let ledger = Cow::Borrowed(&*card.ledger);
+        let Some(swap) = job.swap.as_ref().filter(|_| !job.is_decided()) else {
+            return ledger;
+        };
+        let mut ledger = ledger.into_owned();
+        for component in job.replaced_alone(&card.description.compute_dtype) {
+            if !self.claims.is_pinned_by_another(&swap.old.key, &component.id) {
+                ledger.unpin(&component.id);
+            }
+        }
+        for hold in self.claims.holds_of(&swap.old.key) {
+            ledger.release_hold(&HoldId::new(hold));
+        }
+        ledger.release_hold(&HoldId::new(hold_of(&job.id)));
+        Cow::Owned(ledger)
+    }
+
+    /// Entries whose pins and holds do not count on a card for now, and what is held there instead.
+    pub(super) fn swaps_on(&self, index: usize) -> (BTreeSet<String>, Vec<(String, Vec<ComponentId>)>) {
+        let (mut away, mut beside) = (BTreeSet::new(), Vec::new());
+        for job in self.jobs.values() {
+            let (Some(swap), Some(begun)) = (&job.swap, job.swap_on(index)) else {
+                continue;
+            };
+            if job.displaces_from(index) {
+                away.insert(swap.old.key.clone());
+            } else if !job.is_proven() {
+                beside.push((hold_of(&job.id), ids(&begun.alone)));
+            }
+        }
+        (away, beside)
+    }
+
+    /// What a swap finds on its card before its first step.
+    pub(super) fn begin_swap(&self, job: &JobRecord, index: usize) -> Begun {
+        let card = &self.cards[index];
+        let dtype = &card.description.compute_dtype;
+        let resident = |c: &&Component| card.ledger.is_resident(&c.id);
+        let old = job.swap.iter().filter_map(|swap| swap.old_models.get(dtype));
+        let old = old.flat_map(|open| &open.components);
+        let own = job.models.get(dtype).map_or(&[][..], |open| &open.components);
+        Begun {
+            card: index,
+            generation: card.generation,
+            before: old.filter(resident).cloned().collect(),
+            alone: job.replaced_alone(dtype).filter(resident).cloned().collect(),
+            new_before: own.iter().filter(resident).map(|c| c.id.clone()).collect(),
+            away: false,
+            told: None,
+            unloading: None,
+        }
+    }
+
+    /// Whether the whole of the new entry and the proof's largest stage fit beside what is left of the replaced one, which
+    /// is `alone`.
+    pub(super) fn fits_beside(&self, job: &JobRecord, alone: &[Component], index: usize) -> bool {
+        let card = &self.cards[index];
+        let Some(open) = job.models.get(&card.description.compute_dtype) else {
+            return true;
+        };
+        let needs = (0..job.steps.len()).filter_map(|step| self.need_on(job, step, index));
+        let scratch = needs
+            .map(|need| need.least_scratch())
+            .max()
+            .unwrap_or(Bytes::ZERO);
+        let proof = [Rung {
+            label: String::new(),
+            scratch,
+            approximate: false,
+        }];
+        let mut ledger = (*card.ledger).clone();
+        ledger.hold(HoldId::new(hold_of(&job.id)), ids(alone), Millis(u64::MAX));
+        let (policy, time) = (self.settings.policy, card.ledger_now(self.now));
+        let admission = choose_rung(&ledger, &open.components, &proof, policy, time);
+        matches!(admission, Admission::Run { .. })
+    }
+
+    /// Whether a job may take values that other jobs' stages gave. A proof may where the components of those stages stood on
+    /// the card before the swap began, and stand there still: what was made with their identities is their own work. What
+    /// came in for the swap has to prove itself.
+    pub(super) fn may_take_cached_values(&self, job: &JobRecord) -> bool {
+        if !job.is_load() {
+            return true;
+        }
+        let Some(begun) = job.swap.as_ref().and_then(|swap| swap.begun.as_ref()) else {
+            return false;
+        };
+        let card = &self.cards[begun.card];
+        let dtype = &card.description.compute_dtype;
+        let kept = job.plan(dtype).iter().filter(|stage| stage.memo.is_some());
+        let mut components = kept.flat_map(|stage| job.components(&stage.components, dtype));
+        card.generation == begun.generation
+            && components.all(|c| begun.new_before.contains(&c.id) && card.ledger.is_resident(&c.id))
+    }
+
+    /// What a swap's card had of the replaced entry and has no more.
+    pub(super) fn displaced(&self, job: &JobRecord) -> Vec<Component> {
+        let begun = job.swap.as_ref().and_then(|swap| swap.begun.as_ref());
+        let gone = begun.into_iter().flat_map(|begun| {
+            let ledger = &self.cards[begun.card].ledger;
+            begun.before.iter().filter(move |c| !ledger.is_resident(&c.id))
+        });
+        gone.cloned().collect()
+    }
+
+    /// What the unload that is a swap's next step takes off which cards, and what stays for a reason.
+    pub(super) fn unload_of_swap(&self, job: &JobRecord) -> (Vec<(usize, Vec<Component>)>, Vec<Kept>) {
+        let (Some(swap), Some(step)) = (&job.swap, job.step()) else {
+            return Default::default();
+        };
+        let Some(begun) = &swap.begun else {
+            return Default::default();
+        };
+        let card = &self.cards[begun.card];
+        let resident = |c: &&Component| card.ledger.is_resident(&c.id);
+        let here: Vec<Component> = match step.kind {
+            StepKind::Unload(Model::Replaced) if job.is_proven() => return self.replaced_to_unload(job),
+            StepKind::Unload(Model::Replaced) => begun.alone.iter().filter(resident).cloned().collect(),
+            StepKind::Unload(Model::Own) => {
+                let own = job.models.get(&card.description.compute_dtype);
+                let own = own.map_or(&[][..], |open| &open.components);
+                let came = own.iter().filter(resident);
+                came.filter(|c| !begun.new_before.contains(&c.id) && !swap.names(&c.id))
+                    .cloned()
+                    .collect()
+            }
+            StepKind::Stage(_) | StepKind::Load(_) => Vec::new(),
+        };
+        let leaves = (!here.is_empty() && card.is_ready()).then_some((begun.card, here));
+        (leaves.into_iter().collect(), Vec::new())
+    }
+
+    /// What the new entry does not share of the one that it has replaced, on all cards.
+    fn replaced_to_unload(&self, job: &JobRecord) -> (Vec<(usize, Vec<Component>)>, Vec<Kept>) {
+        let (mut leave, mut keep) = (Vec::new(), Vec::new());
+        for (index, card) in self.cards.iter().enumerate() {
+            let dtype = &card.description.compute_dtype;
+            let resident = |c: &&Component| card.ledger.is_resident(&c.id);
+            let there: Vec<Component> = job.replaced_alone(dtype).filter(resident).cloned().collect();
+            let old = job.swap.as_ref().map(|swap| {
+                let components = swap.old_models.get(dtype).map(|open| &open.components[..]);
+                (&swap.old.key, components.unwrap_or_default())
+            });
+            let Some((key, components)) = old else { continue };
+            let leaving = Leaving::Entry { key, components };
+            let (ids, kept) = self.who_may_leave(&leaving, there.clone(), index);
+            keep.extend(kept);
+            let leaves: Vec<Component> = there.into_iter().filter(|c| ids.contains(&c.id)).collect();
+            if !leaves.is_empty() && card.is_ready() {
+                leave.push((index, leaves));
+            }
+        }
+        (leave, keep)
+    }
+}

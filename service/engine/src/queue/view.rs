@@ -1,0 +1,146 @@
+//! Everything that a decision may look at, and nothing that it could change: orders, places, offers and reports are
+//! functions of a [`View`].
+
+use std::collections::BTreeMap;
+
+use residency::{Bytes, Millis};
+use tokio::time::Instant;
+
+use super::Settings;
+use super::cards::Card;
+use super::claims::Claims;
+use super::latents::Latents;
+use super::learned::Learned;
+use super::memos::Memos;
+use super::record::{JobRecord, Need, State};
+use super::shares::Shares;
+use super::steps::StepKind;
+use super::unloads::PendingUnload;
+use crate::error::Error;
+use crate::job::JobId;
+
+/// What there is, as of `now`.
+#[derive(Clone, Copy)]
+pub(super) struct View<'a> {
+    pub(super) now: Instant,
+    /// The same for patience.
+    pub(super) time: Millis,
+    pub(super) settings: &'a Settings,
+    pub(super) cards: &'a [Card],
+    pub(super) jobs: &'a BTreeMap<JobId, JobRecord>,
+    pub(super) claims: &'a Claims,
+    pub(super) unloads: &'a [PendingUnload],
+    pub(super) learned: &'a Learned,
+    pub(super) memos: &'a Memos,
+    pub(super) latents: &'a Latents,
+    pub(super) shares: &'a Shares,
+}
+
+impl<'a> View<'a> {
+    /// The card that a job must run on: the one that a swap is tied to, or the one that the client prefers, as long as it
+    /// is there.
+    pub(super) fn only_card(&self, job: &JobRecord) -> Option<usize> {
+        if let Some(begun) = job.swap.as_ref().and_then(|swap| swap.card()) {
+            return Some(begun);
+        }
+        let hint = &job.options.card_hint;
+        let named = self.cards.iter().position(|card| card.description.id == *hint);
+        let card = named.or_else(|| self.card_of_swap(job))?;
+        self.cards[card].is_ready().then_some(card)
+    }
+
+    /// Whether a job may use a card at all.
+    pub(super) fn may_use(&self, job: &JobRecord, card: usize) -> bool {
+        self.only_card(job).is_none_or(|only| only == card)
+            && job
+                .models
+                .contains_key(&self.cards[card].description.compute_dtype)
+    }
+
+    /// The cards that a job could run on now.
+    pub(super) fn usable_cards(&self, job: &JobRecord) -> Vec<usize> {
+        let usable = |card: &usize| self.may_use(job, *card) && self.cards[*card].is_ready();
+        (0..self.cards.len()).filter(usable).collect()
+    }
+
+    /// The first step whose values are not cached.
+    pub(super) fn next_step(&self, job: &JobRecord, dtype: &str) -> usize {
+        job.cursor + usize::from(self.is_cached(job, job.cursor, dtype))
+    }
+
+    /// Whether a step's values are cached, as another job's stage gave them.
+    pub(super) fn is_cached(&self, job: &JobRecord, index: usize, dtype: &str) -> bool {
+        let Some(StepKind::Stage(stage)) = job.steps.get(index).map(|step| step.kind) else {
+            return false;
+        };
+        job.memo_key(stage, dtype)
+            .is_some_and(|key| self.memos.contains(&key) && self.may_take_cached_values(job))
+    }
+
+    /// A step's need on a card, with all that was learned. None: the step needs no memory.
+    pub(super) fn need_on(&self, job: &JobRecord, index: usize, card: usize) -> Option<Need> {
+        let description = &self.cards[card].description;
+        let mut need = job.need(index, &description.compute_dtype)?;
+        let model = &job.models.get(&description.compute_dtype)?.model;
+        self.learned.improve(&mut need, model.family(), description);
+        Some(need)
+    }
+
+    /// Bytes of the components that a job still needs and that are not resident on a card.
+    pub(super) fn missing_bytes(&self, job: &JobRecord, card: usize) -> Bytes {
+        let dtype = &self.cards[card].description.compute_dtype;
+        let ledger = &self.cards[card].ledger;
+        let next = self.next_step(job, dtype);
+        let needs = (next..job.steps.len()).filter_map(|index| job.need(index, dtype));
+        let mut components: Vec<_> = needs.flat_map(|need| need.components).collect();
+        components.sort_by(|a, b| a.id.cmp(&b.id));
+        components.dedup_by(|a, b| a.id == b.id);
+        let missing = components.iter().filter(|c| !ledger.is_resident(&c.id));
+        missing.map(|c| c.bytes).sum()
+    }
+
+    /// Jobs that no worker has an order of.
+    pub(super) fn idle_jobs(&self) -> impl Iterator<Item = &'a JobRecord> {
+        self.jobs.values().filter(|job| !job.is_running())
+    }
+
+    /// Why a job that has not begun is refused: others like it have killed their workers.
+    pub(super) fn why_deadly(&self, job: &JobRecord) -> Option<Error> {
+        if job.begun || !self.learned.knows_deadly() {
+            return None;
+        }
+        let dtypes = job.plans.keys();
+        let needs =
+            dtypes.flat_map(|dtype| (0..job.steps.len()).filter_map(move |index| job.need(index, dtype)));
+        needs.into_iter().find_map(|need| {
+            let deaths = self.learned.refuses(&job.entry.key, &need.shape())?;
+            Some(Error::WorkerDied {
+                card: "every card that tried".to_owned(),
+                stage: need.name.to_string(),
+                deaths,
+            })
+        })
+    }
+
+    /// Why none of the cards that were asked for (empty: all) can be used.
+    pub(super) fn not_ready(&self, card: &str) -> Error {
+        let ids = || self.cards.iter().map(|c| c.description.id.as_str());
+        if !card.is_empty() && ids().all(|id| id != card) {
+            let there_are = ids().collect::<Vec<_>>().join(", ");
+            return Error::Invalid(vec![pipelines::RequestError {
+                field: "card".into(),
+                problem: format!("is {card:?}; there are {there_are}"),
+            }]);
+        }
+        let states = self
+            .cards
+            .iter()
+            .map(|c| format!("{} is {}", c.description.id, c.state_name()));
+        Error::CardNotReady(states.collect::<Vec<_>>().join(", "))
+    }
+
+    /// Whether a job that waits or is queued is to be told its position: one that is about to end is not.
+    pub(super) fn is_in_line(job: &JobRecord) -> bool {
+        matches!(job.state, State::Queued { .. }) && !job.is_near_refusal()
+    }
+}

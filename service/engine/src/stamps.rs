@@ -1,0 +1,72 @@
+//! What a model was read from, as it was then: whether it is to be read again.
+
+use std::path::{Path, PathBuf};
+
+use gpu::FileStamp;
+use pipelines::{Model, ModelFile};
+
+/// Files of one folder that are looked at: one with more is no folder of configurations.
+const LISTED: usize = 256;
+
+/// The files that an open model came from.
+#[derive(Clone)]
+pub(crate) struct Stamps {
+    /// Of each component, as they were when their headers were read.
+    pub(crate) files: Vec<Vec<ModelFile>>,
+    around: Around,
+}
+
+/// What lies at a model's path: the path itself, what is in it, and what is in its folders, where configurations and
+/// tokenizers are. What cannot be looked at has no stamp.
+#[derive(Clone, PartialEq)]
+pub(crate) struct Around {
+    path: PathBuf,
+    stamps: Vec<(PathBuf, Option<FileStamp>)>,
+}
+
+impl Around {
+    /// As it is now: to be asked before the model is read, so that what changes meanwhile is seen later.
+    pub(crate) fn of(path: &Path) -> Around {
+        let inside = listed(path);
+        let below = inside.iter().flat_map(|child| listed(child));
+        let all: Vec<PathBuf> = std::iter::once(path.to_owned())
+            .chain(inside.iter().cloned())
+            .chain(below)
+            .collect();
+        let stamped = all.into_iter().map(|path| {
+            let stamp = FileStamp::at(&path).ok();
+            (path, stamp)
+        });
+        Around {
+            path: path.to_owned(),
+            stamps: stamped.collect(),
+        }
+    }
+}
+
+impl Stamps {
+    /// Of a model that was read after its surroundings were looked at.
+    pub(crate) fn of(around: Around, model: &dyn Model) -> Stamps {
+        let components = model.components().iter();
+        Stamps {
+            files: components.map(|c| model.files_of(&c.name)).collect(),
+            around,
+        }
+    }
+
+    /// Whether the same files are there now.
+    pub(crate) fn are_current(&self) -> bool {
+        self.files.iter().flatten().all(ModelFile::is_current) && Around::of(&self.around.path) == self.around
+    }
+}
+
+/// What is in a folder, in order; nothing where it is none.
+fn listed(folder: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(folder) else {
+        return Vec::new();
+    };
+    let entries = entries.take(LISTED).flatten();
+    let mut paths: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
+    paths.sort_unstable();
+    paths
+}

@@ -1,0 +1,190 @@
+//! Encoded results, shared: a picture that several streams send is encoded once and counts once, read or not.
+
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use engine::Error;
+use pipelines::Piece;
+use tokio::sync::OnceCell;
+use tonic::Status;
+
+use super::limits::{Budget, Client, Exceeded, Taken};
+use super::status::{client_limit, status_of};
+use super::stream::{Output, artifact};
+use crate::proto::v1::event::Event as Kind;
+
+/// What is encoded now, for as long as somebody sends it.
+pub(crate) struct Encodings {
+    bound: Arc<Budget>,
+    recent: Mutex<Vec<Weak<Encoded>>>,
+}
+
+/// One result as some streams send it.
+pub(super) struct Encoded {
+    index: u32,
+    seed: u64,
+    /// Kept, so that its memory is no other piece's while it is compared by address.
+    piece: Piece,
+    output: Output,
+    chunks: OnceCell<(Vec<Kind>, Taken)>,
+}
+
+impl Encoded {
+    fn is_of(&self, index: u32, seed: u64, piece: &Piece, output: &Output) -> bool {
+        let of = |piece: &Piece| (piece.data.as_ptr(), piece.data.len(), piece.first, piece.format);
+        (self.index, self.seed) == (index, seed)
+            && of(&self.piece) == of(piece)
+            && self.piece.track == piece.track
+            && self.output == *output
+    }
+
+    /// Its chunks, which share their bytes.
+    pub(super) fn chunks(&self) -> &[Kind] {
+        self.chunks.get().map_or(&[], |(chunks, _)| chunks)
+    }
+}
+
+impl Encodings {
+    pub(super) fn new(bound: Arc<Budget>) -> Encodings {
+        Encodings {
+            bound,
+            recent: Mutex::default(),
+        }
+    }
+
+    /// The result, encoded by whoever asks first, and counted against that client.
+    pub(super) async fn encode(
+        &self,
+        index: u32,
+        seed: u64,
+        piece: Piece,
+        output: &Output,
+        client: Client,
+    ) -> Result<Arc<Encoded>, Status> {
+        let encoded = self.find_or_begin(index, seed, piece, output);
+        let (shared, bound) = (encoded.clone(), self.bound.clone());
+        let encode = || async move {
+            let work = tokio::task::spawn_blocking(move || {
+                artifact(shared.index, shared.seed, shared.piece.clone(), &shared.output)
+            });
+            let internal = |why: String| status_of(&Error::Internal(why));
+            let chunks = work
+                .await
+                .map_err(|panic| internal(panic.to_string()))?
+                .map_err(internal)?;
+            let taken = bound.take(client, bytes_of(&chunks)).map_err(refused)?;
+            Ok::<_, Status>((chunks, taken))
+        };
+        encoded.chunks.get_or_try_init(encode).await?;
+        Ok(encoded)
+    }
+
+    fn find_or_begin(&self, index: u32, seed: u64, piece: Piece, output: &Output) -> Arc<Encoded> {
+        // Whoever panicked with it left a list of references.
+        let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut found = None;
+        recent.retain(|each| {
+            let each = each.upgrade();
+            if let Some(encoded) = &each
+                && encoded.is_of(index, seed, &piece, output)
+            {
+                found = Some(encoded.clone());
+            }
+            each.is_some()
+        });
+        found.unwrap_or_else(|| {
+            let encoded = Arc::new(Encoded {
+                index,
+                seed,
+                piece,
+                output: output.clone(),
+                chunks: OnceCell::new(),
+            });
+            recent.push(Arc::downgrade(&encoded));
+            encoded
+        })
+    }
+}
+
+fn bytes_of(chunks: &[Kind]) -> u64 {
+    let bytes = |chunk: &Kind| match chunk {
+        Kind::Artifact(artifact) => artifact.chunk.len() as u64,
+        _ => 0,
+    };
+    chunks.iter().map(bytes).sum()
+}
+
+fn refused(exceeded: Exceeded) -> Status {
+    client_limit(match exceeded {
+        Exceeded::Client(bound) => format!(
+            "results of this client that it has not read have more than {} in all: read them as they come, or raise \
+             limits.results_per_client",
+            residency::Bytes(bound)
+        ),
+        Exceeded::All(bound) => format!(
+            "results that nobody has read have more than {} in all: try again, or raise limits.results",
+            residency::Bytes(bound)
+        ),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::grpc::stream::Encoding;
+
+    fn picture() -> Piece {
+        Piece::image(64, 64, vec![5; 64 * 64 * 3])
+    }
+
+    fn first_chunk(encoded: &Encoded) -> *const u8 {
+        let [Kind::Artifact(chunk), ..] = encoded.chunks() else {
+            panic!("no artifact")
+        };
+        chunk.chunk.as_ptr()
+    }
+
+    #[tokio::test]
+    async fn who_sends_the_same_picture_sends_the_same_bytes_which_count_once() {
+        let bound = Budget::new(1 << 20, 1 << 20);
+        let encodings = Encodings::new(bound.clone());
+        let (output, piece) = (Output::without_recipe(Encoding::Png), picture());
+        let one = encodings
+            .encode(0, 7, piece.clone(), &output, None)
+            .await
+            .unwrap();
+        let taken = bound.taken();
+        assert!(taken > 0);
+        let two = encodings
+            .encode(0, 7, piece.clone(), &output, None)
+            .await
+            .unwrap();
+        assert_eq!(first_chunk(&one), first_chunk(&two));
+        assert_eq!(bound.taken(), taken);
+        let other_seed = encodings.encode(0, 8, piece, &output, None).await.unwrap();
+        let other_piece = encodings.encode(0, 7, picture(), &output, None).await.unwrap();
+        assert_ne!(first_chunk(&one), first_chunk(&other_seed));
+        assert_ne!(first_chunk(&one), first_chunk(&other_piece));
+        drop((one, two, other_seed, other_piece));
+        assert_eq!(bound.taken(), 0);
+    }
+
+    #[tokio::test]
+    async fn what_one_client_leaves_unread_is_bounded() {
+        let encodings = Encodings::new(Budget::new(1 << 20, 4 * 64 * 64));
+        let output = Output::without_recipe(Encoding::Png);
+        let mut unread = Vec::new();
+        let refusal = loop {
+            match encodings.encode(0, 7, picture(), &output, None).await {
+                Ok(encoded) => unread.push(encoded),
+                Err(refusal) => break refusal,
+            }
+            assert!(unread.len() < 1000, "nothing is refused");
+        };
+        assert_eq!(refusal.code(), tonic::Code::ResourceExhausted);
+        assert!(
+            refusal.message().contains("limits.results_per_client"),
+            "{refusal}"
+        );
+        assert!(!unread.is_empty());
+    }
+}

@@ -1,0 +1,138 @@
+//! What clients have of something that is bounded, over all of them and each by itself.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Who has something: an address. Names that clients give themselves cost nothing and bound nothing. `None`: a transport
+/// without addresses.
+pub(crate) type Client = Option<IpAddr>;
+
+/// Two bounds and what is taken of them.
+#[derive(Debug)]
+pub(crate) struct Budget {
+    bound: u64,
+    bound_per_client: u64,
+    taken: Mutex<AllTaken>,
+}
+
+#[derive(Debug, Default)]
+struct AllTaken {
+    sum: u64,
+    /// Without those that have nothing.
+    clients: HashMap<Client, u64>,
+}
+
+/// A bound that would be exceeded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Exceeded {
+    /// That of one client.
+    Client(u64),
+    /// That of all clients.
+    All(u64),
+}
+
+impl Budget {
+    pub(crate) fn new(bound: u64, bound_per_client: u64) -> Arc<Budget> {
+        Arc::new(Budget {
+            bound,
+            bound_per_client,
+            taken: Mutex::default(),
+        })
+    }
+
+    /// Takes some for a client, until what is returned is dropped.
+    pub(crate) fn take(self: &Arc<Budget>, client: Client, amount: u64) -> Result<Taken, Exceeded> {
+        let mut taken = self.nothing(client);
+        taken.grow(amount)?;
+        Ok(taken)
+    }
+
+    /// Nothing yet, which may grow.
+    pub(crate) fn nothing(self: &Arc<Budget>, client: Client) -> Taken {
+        Taken {
+            budget: self.clone(),
+            client,
+            amount: 0,
+        }
+    }
+
+    /// What all clients have.
+    #[cfg(test)]
+    pub(crate) fn taken(&self) -> u64 {
+        self.lock().sum
+    }
+
+    /// Whoever panicked with it left two numbers that are one change apart at the most.
+    fn lock(&self) -> MutexGuard<'_, AllTaken> {
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A client's part of a budget, given back when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Taken {
+    budget: Arc<Budget>,
+    client: Client,
+    amount: u64,
+}
+
+impl Taken {
+    /// Takes more; at a bound, nothing.
+    pub(crate) fn grow(&mut self, more: u64) -> Result<(), Exceeded> {
+        let mut all = self.budget.lock();
+        let own = all.clients.get(&self.client).copied().unwrap_or(0);
+        if own.saturating_add(more) > self.budget.bound_per_client {
+            return Err(Exceeded::Client(self.budget.bound_per_client));
+        }
+        if all.sum.saturating_add(more) > self.budget.bound {
+            return Err(Exceeded::All(self.budget.bound));
+        }
+        if more > 0 {
+            all.sum += more;
+            all.clients.insert(self.client, own + more);
+        }
+        self.amount += more;
+        Ok(())
+    }
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        let mut all = self.budget.lock();
+        all.sum = all.sum.saturating_sub(self.amount);
+        let left = all
+            .clients
+            .get(&self.client)
+            .map_or(0, |own| own.saturating_sub(self.amount));
+        if left == 0 {
+            all.clients.remove(&self.client);
+        } else {
+            all.clients.insert(self.client, left);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_client_and_all_of_them_are_bounded_and_what_is_dropped_is_given_back() {
+        let budget = Budget::new(10, 6);
+        let client = |last: u8| Some(IpAddr::from([10, 0, 0, last]));
+        let mut first = budget.take(client(1), 4).unwrap();
+        assert_eq!(first.grow(3), Err(Exceeded::Client(6)));
+        assert_eq!(first.grow(2), Ok(()));
+        let second = budget.take(client(2), 4).unwrap();
+        assert_eq!(budget.take(client(3), 1).unwrap_err(), Exceeded::All(10));
+        drop(first);
+        let again = budget.take(client(1), 6).unwrap();
+        drop((second, again));
+        assert_eq!(budget.taken(), 0);
+        assert!(
+            budget.lock().clients.is_empty(),
+            "clients that left are remembered"
+        );
+    }
+}

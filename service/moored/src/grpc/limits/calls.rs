@@ -1,0 +1,123 @@
+//! Calls: how many there are, what of a request is counted, and a span for each.
+
+use std::convert::Infallible;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+
+use tokio::time::Instant;
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codegen::{Service, http};
+use tonic::transport::server::TcpConnectInfo;
+use tracing::Instrument as _;
+
+use super::Limits;
+use super::budget::{Client, Exceeded, Taken};
+use super::uploads::Upload;
+use crate::grpc::status::client_limit;
+
+/// Calls that carry pictures or latents. Of the others no request is long.
+const LARGE: [&str; 5] = [
+    "GenerateImage",
+    "GenerateVideo",
+    "EncodeImage",
+    "PutLatent",
+    "Plan",
+];
+/// Bytes of a request that carries none. A prompt is 40 KB at the most.
+const SMALL_REQUEST_BYTES: u64 = 1 << 20;
+/// Calls by which a person sees what there is, and ends it.
+const SPARE: [&str; 4] = ["Check", "GetStatus", "List", "Cancel"];
+
+/// A service whose calls are counted.
+#[derive(Clone)]
+pub(in crate::grpc) struct Limited<S> {
+    inner: S,
+    limits: Arc<Limits>,
+}
+
+impl<S> Limited<S> {
+    pub(in crate::grpc) fn new(inner: S, limits: Arc<Limits>) -> Limited<S> {
+        Limited { inner, limits }
+    }
+}
+
+impl Limits {
+    /// Counts a call, for as long as what is returned lives.
+    fn call(&self, client: Client, method: &str) -> Result<Taken, Status> {
+        self.calls.take(client, 1).or_else(|exceeded| {
+            if SPARE.contains(&method)
+                && let Ok(spare) = self.spare_calls.take(client, 1)
+            {
+                return Ok(spare);
+            }
+            Err(client_limit(match exceeded {
+                Exceeded::Client(bound) => {
+                    format!("this client has {bound} calls open, which are the most: end some, or raise limits.calls_per_client")
+                }
+                Exceeded::All(bound) => {
+                    format!("{bound} calls are open, which are the most: try again, or raise limits.calls")
+                }
+            }))
+        })
+    }
+
+    /// Gives up answers that are not read, for as long as this is polled.
+    pub(in crate::grpc) async fn watch(&self) {
+        self.readers.watch().await;
+    }
+}
+
+impl<S> Service<http::Request<Body>> for Limited<S>
+where
+    S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>,
+    S::Future: Send + 'static,
+{
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        let address = request.extensions().get::<TcpConnectInfo>();
+        let client: Client = address
+            .and_then(|info| info.remote_addr)
+            .map(|address| address.ip());
+        let path = request.uri().path().trim_start_matches('/').to_owned();
+        let method = path.rsplit('/').next().unwrap_or_default();
+        let limits = self.limits.clone();
+        let call = match limits.call(client, method) {
+            Ok(call) => call,
+            Err(refusal) => return Box::pin(std::future::ready(Ok(refusal.into_http()))),
+        };
+        let uploaded = Arc::new(Mutex::new(limits.uploads.nothing(client)));
+        let longest = match LARGE.contains(&method) {
+            true => u64::MAX,
+            false => SMALL_REQUEST_BYTES,
+        };
+        let span = match client {
+            Some(address) => {
+                tracing::info_span!("call", method = path, %address, client = tracing::field::Empty)
+            }
+            None => tracing::info_span!("call", method = path, client = tracing::field::Empty),
+        };
+        let idle = limits.upload_idle;
+        let counted = uploaded.clone();
+        let request = request.map(|body| Body::new(Upload::new(body, counted, longest, idle)));
+        let answer = span.in_scope(|| self.inner.call(request));
+        let of_answer = span.clone();
+        let answered = async move {
+            let began = Instant::now();
+            let response = answer.await?;
+            tracing::debug!(after = ?began.elapsed(), "answered");
+            drop(uploaded); // what came is a job's now, or nobody's
+            Ok(response.map(|body| Body::new(limits.readers.follow(body, call, of_answer))))
+        };
+        Box::pin(answered.instrument(span))
+    }
+}

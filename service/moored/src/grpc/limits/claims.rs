@@ -1,0 +1,154 @@
+//! What a client keeps by a name and for a time, holds and reservations: so many of each at the most.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
+use tonic::Status;
+
+use super::budget::Client;
+use crate::grpc::status::client_limit;
+
+/// The claims of one kind.
+pub(crate) struct Claims {
+    /// For people, and its setting.
+    what: &'static str,
+    most_per_client: usize,
+    made: Mutex<HashMap<Client, HashMap<String, Made>>>,
+}
+
+struct Made {
+    /// Empty until it is granted.
+    id: String,
+    until: Instant,
+}
+
+impl Claims {
+    pub(super) fn new(what: &'static str, most_per_client: usize) -> Claims {
+        Claims {
+            what,
+            most_per_client,
+            made: Mutex::default(),
+        }
+    }
+
+    /// Counts a claim before it is granted. The same `key` again is the same claim, renewed.
+    pub(crate) fn begin(&self, client: Client, key: String, ttl: Duration) -> Result<Claim<'_>, Status> {
+        let now = Instant::now();
+        let mut made = self.lock();
+        let own = made.entry(client).or_default();
+        own.retain(|_, each| each.until > now);
+        let known = own.get(&key).map(|each| (each.id.clone(), each.until));
+        if known.is_none() && own.len() >= self.most_per_client {
+            let (what, most) = (self.what, self.most_per_client);
+            return Err(client_limit(format!(
+                "this client has {most} {what}, which are the most: release some, or raise limits.{what}_per_client"
+            )));
+        }
+        let (id, _) = known.clone().unwrap_or((String::new(), now));
+        own.insert(key.clone(), Made { id, until: now + ttl });
+        Ok(Claim {
+            claims: self,
+            client,
+            key,
+            known,
+        })
+    }
+
+    /// A claim was released, by whoever knows its id.
+    pub(crate) fn end(&self, id: &str) {
+        if id.is_empty() {
+            return; // as of those that are not granted yet
+        }
+        let mut made = self.lock();
+        for own in made.values_mut() {
+            own.retain(|_, each| each.id != id);
+        }
+        made.retain(|_, own| !own.is_empty());
+    }
+
+    /// Whoever panicked with it left a claim too many or too few.
+    fn lock(&self) -> MutexGuard<'_, HashMap<Client, HashMap<String, Made>>> {
+        self.made.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A claim that is asked for. Dropped without a grant it counts as it did before.
+pub(crate) struct Claim<'a> {
+    claims: &'a Claims,
+    client: Client,
+    key: String,
+    known: Option<(String, Instant)>,
+}
+
+impl Claim<'_> {
+    pub(crate) fn granted(mut self, id: &str) {
+        let mut made = self.claims.lock();
+        if let Some(each) = made.get_mut(&self.client).and_then(|own| own.get_mut(&self.key)) {
+            id.clone_into(&mut each.id);
+            self.known = Some((each.id.clone(), each.until));
+        }
+    }
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        let mut made = self.claims.lock();
+        let Some(own) = made.get_mut(&self.client) else {
+            return;
+        };
+        match self.known.take() {
+            Some((id, until)) => own.insert(std::mem::take(&mut self.key), Made { id, until }),
+            None => own.remove(&self.key),
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TTL: Duration = Duration::from_secs(60);
+
+    fn claim(claims: &Claims, key: &str) -> bool {
+        match claims.begin(None, key.to_owned(), TTL) {
+            Ok(claim) => {
+                claim.granted(&format!("id of {key}"));
+                true
+            }
+            Err(_) => false,
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_has_so_many_and_may_renew_release_or_wait() {
+        let claims = Claims::new("holds", 2);
+        assert!(claim(&claims, "a") && claim(&claims, "b"));
+        let refusal = claims
+            .begin(None, "c".to_owned(), TTL)
+            .err()
+            .map(|r| r.message().to_owned());
+        assert!(refusal.is_some_and(|refusal| refusal.contains("limits.holds_per_client")));
+        assert!(claim(&claims, "a"), "a renewal is no other claim");
+        claims.end("id of b");
+        assert!(claim(&claims, "c"), "one was released");
+        assert!(!claim(&claims, "d"));
+        tokio::time::advance(TTL).await;
+        assert!(
+            claim(&claims, "d") && claim(&claims, "e"),
+            "the others have expired"
+        );
+        let neighbour = Some(std::net::IpAddr::from([10, 0, 0, 1]));
+        assert!(claims.begin(neighbour, "a".to_owned(), TTL).is_ok());
+    }
+
+    #[tokio::test]
+    async fn what_is_not_granted_does_not_count() {
+        let claims = Claims::new("holds", 1);
+        drop(claims.begin(None, "a".to_owned(), TTL));
+        assert!(claim(&claims, "b"));
+        drop(claims.begin(None, "b".to_owned(), TTL)); // a renewal that fails leaves what there was
+        assert!(!claim(&claims, "c"));
+    }
+}

@@ -1,0 +1,69 @@
+//! Bounds on what clients have open: connections, calls, bytes that arrive and bytes that are not read. They hold whatever a
+//! client sends, leaves unfinished or does not read.
+
+mod accept;
+mod budget;
+mod calls;
+mod claims;
+mod sent;
+mod uploads;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+
+pub(super) use accept::accepted;
+pub(crate) use budget::{Budget, Client, Exceeded, Taken};
+pub(super) use calls::Limited;
+use claims::Claims;
+use sent::Readers;
+
+use super::encodings::Encodings;
+use crate::config;
+
+/// The bounds of one service.
+pub(crate) struct Limits {
+    connections: Arc<Budget>,
+    handshake: Duration,
+    calls: Arc<Budget>,
+    /// For calls by which a person sees what there is and ends it, where there are no others left.
+    spare_calls: Arc<Budget>,
+    uploads: Arc<Budget>,
+    upload_idle: Duration,
+    /// Results that are encoded and not read.
+    results: Arc<Budget>,
+    readers: Readers,
+    pub(super) holds: Claims,
+    pub(super) reservations: Claims,
+}
+
+/// Calls beyond `limits.calls` that look at jobs and cards, or cancel.
+const SPARE_CALLS: u64 = 64;
+
+impl Limits {
+    pub(crate) fn new(settings: &config::Limits) -> Arc<Limits> {
+        Arc::new(Limits {
+            connections: Budget::new(settings.connections, settings.connections),
+            handshake: settings.handshake,
+            calls: Budget::new(settings.calls, settings.calls_per_client),
+            spare_calls: Budget::new(SPARE_CALLS, SPARE_CALLS),
+            uploads: Budget::new(settings.uploads.0, settings.uploads_per_client.0),
+            upload_idle: settings.upload_idle,
+            results: Budget::new(settings.results.0, settings.results_per_client.0),
+            readers: Readers::new(settings.unread),
+            holds: Claims::new("holds", settings.holds_per_client),
+            reservations: Claims::new("reservations", settings.reservations_per_client),
+        })
+    }
+
+    /// Encoded results, within these bounds.
+    pub(crate) fn encodings(&self) -> Arc<Encodings> {
+        Arc::new(Encodings::new(self.results.clone()))
+    }
+
+    /// The connections of a listener.
+    pub(super) fn accept(&self, listener: TcpListener) -> accept::Connections {
+        accepted(listener, self.connections.clone(), self.handshake)
+    }
+}

@@ -1,0 +1,67 @@
+//! What a component is known by before anybody has hashed its content: the versions of its files.
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use gpu::{CheckpointFile, FileStamp};
+use residency::ComponentId;
+
+use crate::family::Precision;
+
+/// A file that a component is read from, as it was when its model was opened.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ModelFile {
+    /// Where it is.
+    pub path: Arc<Path>,
+    /// Which version of it was opened.
+    pub stamp: FileStamp,
+}
+
+impl ModelFile {
+    /// The file at a path, as it is now.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub fn at(path: &Path) -> io::Result<ModelFile> {
+        let stamp = FileStamp::at(path)?;
+        Ok(ModelFile {
+            path: path.into(),
+            stamp,
+        })
+    }
+
+    /// The file whose header was read.
+    pub(crate) fn of(file: &CheckpointFile) -> ModelFile {
+        ModelFile {
+            path: Arc::clone(file.path()),
+            stamp: *file.stamp(),
+        }
+    }
+
+    /// Whether the same version is there now.
+    pub fn is_current(&self) -> bool {
+        FileStamp::at(&self.path).is_ok_and(|now| now == self.stamp)
+    }
+}
+
+/// The identity that a component has while the hash of its content is not known: where it is, and a digest of its files'
+/// stamps, so that other bytes at the same path are another component.
+pub fn provisional_identity(
+    path: &Path,
+    files: &[ModelFile],
+    component_name: &str,
+    precision: &Precision,
+) -> ComponentId {
+    let (path, dtype) = (path.display(), precision.dtype.as_str());
+    let mut digest = blake3::Hasher::new();
+    for file in files {
+        digest.update(format!("{:?}", file.stamp).as_bytes());
+    }
+    let digest = digest.finalize().to_hex();
+    let version = &digest[..16];
+    ComponentId::new(match precision.quantization.format_of(component_name) {
+        None => format!("path:{path}#{component_name}~{version}@{dtype}"),
+        Some(format) => format!("path:{path}#{component_name}~{version}@{dtype}:{format}"),
+    })
+}

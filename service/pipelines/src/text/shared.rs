@@ -1,0 +1,94 @@
+//! Tokenizers that several models share: one takes tens of megabytes, and a model in other formats has the same.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use crate::{ModelError, ModelFile};
+
+/// The files that a tokenizer may be read from.
+const FILES: [&str; 5] = [
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+];
+
+/// Tokenizers of one kind that are open, by the versions of their files. Nobody has one because of this.
+pub(crate) struct Shared<T>(Mutex<BTreeMap<Vec<ModelFile>, Weak<T>>>);
+
+impl<T> Shared<T> {
+    pub(crate) const fn new() -> Shared<T> {
+        Shared(Mutex::new(BTreeMap::new()))
+    }
+
+    /// The tokenizer of a folder: the one that somebody has, while the files are the same.
+    ///
+    /// # Errors
+    /// Those of `open`.
+    pub(crate) fn of(
+        &self,
+        folder: &Path,
+        open: impl FnOnce(&Path) -> Result<T, ModelError>,
+    ) -> Result<Arc<T>, ModelError> {
+        let files = FILES
+            .iter()
+            .filter_map(|name| ModelFile::at(&folder.join(name)).ok());
+        let files: Vec<ModelFile> = files.collect();
+        let lock = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(shared) = lock().get(&files).and_then(Weak::upgrade) {
+            return Ok(shared);
+        }
+        let tokenizer = Arc::new(open(folder)?); // two may do so at once: the later one is shared
+        let mut open = lock();
+        open.retain(|_, tokenizer| tokenizer.strong_count() > 0);
+        open.insert(files, Arc::downgrade(&tokenizer));
+        Ok(tokenizer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::time::{Duration, SystemTime};
+
+    use super::*;
+
+    #[test]
+    fn a_tokenizer_is_shared_while_somebody_has_it_and_its_files_are_the_same() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (a, b) = (folder.path().join("a"), folder.path().join("b"));
+        for each in [&a, &b] {
+            fs::create_dir(each).expect("a folder");
+            fs::write(each.join("tokenizer.json"), "one").expect("a file");
+        }
+        let shared = Shared::<String>::new();
+        let read = |folder: &Path| Ok(fs::read_to_string(folder.join("tokenizer.json")).expect("a file"));
+        let first = shared.of(&a, read).expect("a tokenizer");
+        let again = shared.of(&a, |_| panic!("it is open")).expect("a tokenizer");
+        assert!(Arc::ptr_eq(&first, &again));
+        assert!(!Arc::ptr_eq(&first, &shared.of(&b, read).expect("another")));
+
+        fs::write(a.join("tokenizer.json"), "two").expect("a file");
+        let file = fs::File::options()
+            .write(true)
+            .open(a.join("tokenizer.json"))
+            .expect("a file");
+        file.set_modified(SystemTime::now() + Duration::from_secs(5))
+            .expect("a time");
+        assert_eq!(*shared.of(&a, read).expect("a tokenizer"), "two");
+
+        drop((first, again));
+        let kept = shared.of(&b, read).expect("another");
+        let there = shared
+            .0
+            .lock()
+            .expect("a lock")
+            .values()
+            .filter(|one| one.strong_count() > 0)
+            .count();
+        assert_eq!(there, 1, "nobody has the others");
+        drop(kept);
+    }
+}

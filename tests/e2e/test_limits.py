@@ -1,0 +1,365 @@
+"""What clients leave open, unfinished or unread has bounds, and what was used is given back to the system.
+
+Most of it is said in HTTP/2 by hand: gRPC's own library leaves nothing half done.
+"""
+
+from __future__ import annotations
+
+import resource
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import grpc
+import moored
+import pytest
+from moored._errors import error_of
+from moored._generated import generation_pb2, generation_pb2_grpc, model_pb2
+
+from service import Service
+
+Simulate = Callable[..., Service]
+
+MIB = 2**20
+DEADLINE_S = 60.0
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+ACK = END_STREAM = 1
+END_HEADERS = 4
+INITIAL_WINDOW_SIZE = 4
+
+
+class Http2:
+    """A connection of which every frame is written by hand; what comes is read in the background."""
+
+    def __init__(self, address: str, window: int | None = None) -> None:
+        host, port = address.rsplit(":", 1)
+        self._socket = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+        settings = b"" if window is None else struct.pack("!HI", INITIAL_WINDOW_SIZE, window)
+        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self.frames: dict[tuple[int, int], bytes] = {}
+        self._may_send = {0: 65_535}
+        self._stream_window = 65_535
+        self._socket.sendall(PREFACE)
+        self._send(SETTINGS, 0, 0, settings)
+        self._next = 1
+        threading.Thread(target=self._read, daemon=True).start()
+        self.wait_for(lambda: (SETTINGS, 0) in self.frames)
+
+    def _send(self, kind: int, flags: int, stream: int, payload: bytes = b"") -> None:
+        head = (
+            struct.pack("!I", len(payload))[1:] + bytes([kind, flags]) + struct.pack("!I", stream)
+        )
+        with self._lock:
+            self._socket.sendall(head + payload)
+
+    def _receive(self, size: int) -> bytes:
+        got = b""
+        while len(got) < size:
+            more = self._socket.recv(size - len(got))
+            if not more:
+                raise ConnectionError
+            got += more
+        return got
+
+    def _read(self) -> None:
+        with suppress(OSError):
+            while True:
+                head = self._receive(9)
+                payload = self._receive(int.from_bytes(head[:3]))
+                kind, flags, stream = head[3], head[4], int.from_bytes(head[5:])
+                if kind == SETTINGS and not flags & ACK:
+                    self._send(SETTINGS, ACK, 0)
+                if kind == PING and not flags & ACK:
+                    self._send(PING, ACK, 0, payload)
+                with self._changed:
+                    self._heed(kind, flags, stream, payload)
+                    self._changed.notify_all()
+        with self._changed:
+            self.frames[(GOAWAY, 0)] = b"closed"
+            self._changed.notify_all()
+
+    def _heed(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        if kind == SETTINGS and not flags & ACK:
+            for at in range(0, len(payload), 6):
+                name, value = struct.unpack("!HI", payload[at : at + 6])
+                if name == INITIAL_WINDOW_SIZE:
+                    self._stream_window = value
+        if kind == WINDOW_UPDATE:
+            self._may_send[stream] = self._may_send.get(
+                stream, self._stream_window
+            ) + int.from_bytes(payload)
+        self.frames[(kind, stream)] = self.frames.get((kind, stream), b"") + payload
+
+    def wait_for(self, so: Callable[[], bool], seconds: float = DEADLINE_S) -> None:
+        with self._changed:
+            assert self._changed.wait_for(so, seconds), sorted(self.frames)
+
+    def ended(self, stream: int) -> bool:
+        """Whether the service has closed a stream, or the connection."""
+        with self._changed:
+            return (RST_STREAM, stream) in self.frames or (GOAWAY, 0) in self.frames
+
+    def call(self, method: str) -> int:
+        """Begins a call; the number of its stream."""
+        stream, self._next = self._next, self._next + 2
+        headers = {
+            ":method": "POST",
+            ":scheme": "http",
+            ":path": f"/moored.v1.{method}",
+            ":authority": "test",
+            "content-type": "application/grpc",
+            "te": "trailers",
+        }
+        block = b""
+        for name, value in headers.items():
+            block += bytes([0, len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+        self._may_send[stream] = self._stream_window
+        self._send(HEADERS, END_HEADERS, stream, block)
+        return stream
+
+    def _room(self, stream: int) -> int:
+        return min(self._may_send[0], self._may_send[stream])
+
+    def open_window(self) -> None:
+        """Lets the service send as much as it likes on all streams together."""
+        self._send(WINDOW_UPDATE, 0, 0, struct.pack("!I", 2**30))
+
+    def write(self, stream: int, data: bytes, end: bool = False) -> bool:
+        """Writes data as the service's windows allow. False: the service has ended the stream."""
+        at = 0
+        while at < len(data):
+            with self._changed:
+                self.wait_for(lambda: self._room(stream) > 0 or self.ended(stream))
+                if self.ended(stream):
+                    return False
+                size = min(self._room(stream), 16_384, len(data) - at)
+                self._may_send[0] -= size
+                self._may_send[stream] -= size
+            try:
+                self._send(DATA, 0, stream, data[at : at + size])
+            except OSError:
+                return False
+            at += size
+        if end:
+            self._send(DATA, END_STREAM, stream)
+        return True
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def message(body: bytes) -> bytes:
+    return b"\0" + struct.pack("!I", len(body)) + body
+
+
+def resident(service: Service) -> int:
+    """Bytes of the service's process that are in memory."""
+    pages = int(Path(f"/proc/{service.process.pid}/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def grew(service: Service, before: int) -> int:
+    return (resident(service) - before) // MIB
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_a_latent_is_named_in_a_few_characters(simulate: Simulate) -> None:
+    service = simulate()
+    with service.client() as client, grpc.insecure_channel(service.address) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        info = model_pb2.LatentInfo(vae_id="x" * (20 * MIB), shape=[1, 1, 1, 1], dtype="f32")
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.PutLatent(iter([generation_pb2.LatentChunk(info=info, chunk=bytes(4))]))
+        error = error_of(refused.value, service.address)
+        assert isinstance(error, moored.InvalidRequest), error
+        assert "info.vae_id" in str(error)
+        assert client.status().latents == 0
+
+
+def test_uploads_that_pause_for_too_long_are_ended(simulate: Simulate, opened: ExitStack) -> None:
+    service = simulate(arguments=("--set", "limits.upload_idle=500ms"))
+    service.client().close()
+    connection = Http2(service.address)
+    opened.callback(connection.close)
+    half_a_message = connection.call("Generation/GenerateImage")
+    connection.write(half_a_message, message(bytes(100_000))[:50_000])
+    half_a_latent = connection.call("Generation/PutLatent")
+    chunk = generation_pb2.LatentChunk(chunk=bytes(1000)).SerializeToString()
+    connection.write(half_a_latent, message(chunk))
+    whole_but_open = connection.call("Jobs/List")
+    connection.write(whole_but_open, message(b""))
+    for stream in (half_a_message, half_a_latent, whole_but_open):
+        connection.wait_for(lambda stream=stream: connection.ended(stream), 20)
+    assert (GOAWAY, 0) not in connection.frames, "the connection itself is well"
+
+
+def test_what_arrives_is_bounded_for_each_client(simulate: Simulate, opened: ExitStack) -> None:
+    service = simulate(arguments=("--set", "limits.uploads_per_client=100MiB"))
+    with service.client() as client:
+        before = resident(service)
+        ended = 0
+        for _ in range(10):
+            connection = Http2(service.address)
+            opened.callback(connection.close)
+            stream = connection.call("Generation/GenerateImage")
+            unfinished = message(bytes(60 * MIB))[: 40 * MIB]
+            ended += not connection.write(stream, unfinished)
+        assert ended >= 8, f"{ended} of 10 were ended"
+        assert grew(service, before) < 250
+        assert client.status().cards, "others are served"
+        opened.close()
+        client.generate_image("small", model="small", width=64, height=64)
+
+
+def test_calls_are_bounded_and_looking_and_cancelling_go_on(simulate: Simulate) -> None:
+    service = simulate(arguments=("--set", "limits.calls_per_client=4"))
+    with service.client() as client, ExitStack() as watchers:
+        for _ in range(4):
+            watching = iter(client.watch_status())
+            next(watching)
+            watchers.callback(watching.close)
+        with pytest.raises(moored.ClientLimit) as refused:
+            client.generate_image("one more", model="small", width=64, height=64)
+        assert "limits.calls_per_client" in str(refused.value)
+        assert refused.value.retry_after_s
+        assert client.status().cards
+        assert not client.jobs()
+    with service.client() as client:
+        client.generate_image("again", model="small", width=64, height=64)
+
+
+def test_connections_that_say_nothing_are_closed(simulate: Simulate) -> None:
+    service = simulate(arguments=("--set", "limits.handshake=500ms"))
+    host, port = service.address.rsplit(":", 1)
+    for said in (b"", PREFACE[:10], PREFACE):
+        with socket.create_connection((host, int(port)), timeout=20) as silent:
+            silent.sendall(said)
+            while silent.recv(1000):  # the service's own settings come first
+                pass
+
+
+def test_out_of_file_descriptors_it_waits_and_says_so_once(simulate: Simulate) -> None:
+    service = simulate()
+    pid = service.process.pid
+    with service.client() as client:
+        there = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (there + 4, there + 4))
+        host, port = service.address.rsplit(":", 1)
+        idle = [socket.create_connection((host, int(port))) for _ in range(20)]
+
+        def said() -> list[str]:
+            return [line for line in service.log if "no connection can be accepted" in line]
+
+        service.wait_for_log(lambda: bool(said()))
+        ticks = cpu_ticks(pid)
+        time.sleep(2)  # what it does in some time is what is measured
+        assert cpu_ticks(pid) - ticks < 50, "hundredths of a second of two"
+        assert len(said()) == 1
+        for each in idle:
+            each.close()
+        with moored.Client(service.address) as another:
+            assert another.status().cards
+        assert client.status().cards
+
+
+def cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def test_a_picture_that_many_leave_unread_is_held_once(
+    simulate: Simulate, opened: ExitStack
+) -> None:
+    service = simulate()
+    request = generation_pb2.GenerateImageRequest(prompt="wide", width=4096, height=4096, seed=1)
+    request.model.id = "small"
+    request.options.idempotency_key = "wide"
+    request.output = generation_pb2.RAW_RGB
+    with service.client() as client:
+        connection = Http2(service.address, window=20_000)
+        opened.callback(connection.close)
+        connection.open_window()
+        before = resident(service)
+        streams = [connection.call("Generation/GenerateImage") for _ in range(100)]
+        for stream in streams:
+            connection.write(stream, message(request.SerializeToString()), end=True)
+        received = connection.frames
+        connection.wait_for(
+            lambda: all(len(received.get((DATA, one), b"")) == 20_000 for one in streams)
+        )
+        assert len(client.jobs()) <= 1
+        assert grew(service, before) < 2 * 48 + 100
+
+
+def test_what_was_used_is_given_back(simulate: Simulate) -> None:
+    service = simulate()
+    with service.client() as client:
+        client.generate_image("first", model="small", width=64, height=64)
+        before = resident(service)
+
+        def paint(seed: int) -> None:
+            client.generate_image("one of many", model="small", width=2048, height=2048, seed=seed)
+
+        with ThreadPoolExecutor(24) as several:
+            list(several.map(paint, range(60)))
+        until = time.monotonic() + 30
+        while grew(service, before) > 24 and time.monotonic() < until:
+            time.sleep(0.2)
+        assert grew(service, before) <= 24
+
+
+def test_holds_and_reservations_are_bounded(simulate: Simulate) -> None:
+    bounds = ("limits.holds_per_client=3", "limits.reservations_per_client=2")
+    service = simulate(arguments=tuple(word for bound in bounds for word in ("--set", bound)))
+    with ExitStack() as clients:
+        named = [clients.enter_context(service.client(client_id=f"name {n}")) for n in range(4)]
+        holds = [each.hold("small") for each in named[:3]]
+        with pytest.raises(moored.ClientLimit, match=r"limits\.holds_per_client"):
+            named[3].hold("small")
+        named[0].hold("small")  # renewed
+        holds[0].release()
+        named[3].hold("small")
+        client = named[0]
+        reserved = [client.reserve(MIB) for _ in range(2)]
+        with pytest.raises(moored.ClientLimit, match=r"limits\.reservations_per_client"):
+            client.reserve(MIB)
+        reserved[0].release()
+        client.reserve(MIB)
+
+
+def test_lines_of_the_log_name_the_call_and_the_job(simulate: Simulate) -> None:
+    service = simulate(arguments=("--set", "log.filter=debug"))
+    with service.client(client_id="who asks") as client:
+        job = client.generate_image("x", model="small", width=64, height=64).job_id
+
+        def said(*words: str) -> bool:
+            return any(all(word in line for word in words) for line in service.log)
+
+        service.wait_for_log(lambda: said("order{", f'job="{job}"', "stage=", "loaded"))
+        service.wait_for_log(
+            lambda: said("call{", "GenerateImage", 'client="who asks"', "answered")
+        )
+
+
+def test_what_a_library_prints_in_a_worker_is_no_frame(simulate: Simulate) -> None:
+    service = simulate()
+    with service.client() as client:
+        worker = client.status().cards[0].worker_pid
+        with Path(f"/proc/{worker}/fd/1").open("wb") as standard_output:
+            standard_output.write(b"cuBLAS says what it thinks of this call\n")
+        service.wait_for_log(lambda: any("cuBLAS says" in line for line in service.log))
+        client.generate_image("after it", model="small", width=64, height=64)
+        card = client.status().cards[0]
+        assert (card.worker_pid, card.worker_restarts) == (worker, 0)
