@@ -2,9 +2,9 @@
 //! order, the worker again before it runs one: by the same function, so that they differ only if their ledgers do.
 
 use pipelines::Rung;
-use residency::{
-    Bytes, Component, Ledger, Millis, Move, Policy, StageNeed, Verdict, WaitCause, plan, plan_low_memory,
-};
+use residency::{Bytes, Component, Ledger, Millis, Move, Policy, Verdict, WaitCause, plan, plan_low_memory};
+
+use crate::need::Need;
 
 /// The decision for all rungs of a stage.
 #[derive(Clone, Debug, PartialEq)]
@@ -48,15 +48,12 @@ pub struct LowAdmission {
 /// Chooses a rung: the first exact one that runs without evictions, else the first exact one that runs; approximate
 /// ones by the same rule only if no exact one runs. An empty list is a plain load: the components without scratch,
 /// rung 0.
-pub fn choose_rung(
-    ledger: &Ledger,
-    components: &[Component],
-    rungs: &[Rung],
-    policy: Policy,
-    now: Millis,
-) -> Admission {
-    let verdicts: Vec<(bool, Verdict)> = ladder(rungs)
-        .map(|(scratch, approximate)| (approximate, plan(ledger, &need(components, scratch), policy, now)))
+pub fn choose_rung(ledger: &Ledger, need: &Need, policy: Policy, now: Millis) -> Admission {
+    let verdicts: Vec<(bool, Verdict)> = ladder(need.rungs())
+        .map(|(scratch, approximate)| {
+            let verdict = plan(ledger, &need.with_scratch(scratch), policy, now);
+            (approximate, verdict)
+        })
         .collect();
     for approximate in [false, true] {
         let runs = |evicting_too: bool| {
@@ -84,19 +81,18 @@ pub fn choose_rung(
 /// card.
 pub fn choose_rung_low_memory(
     ledger: &Ledger,
-    components: &[Component],
-    rungs: &[Rung],
+    need: &Need,
     policy: Policy,
     now: Millis,
 ) -> Option<LowAdmission> {
-    let weights = need(components, Bytes::ZERO);
+    let weights = need.with_scratch(Bytes::ZERO);
     if matches!(plan(ledger, &weights, policy, now), Verdict::Never { .. }) {
         return None;
     }
-    let (rung, (scratch, _)) = ladder(rungs)
+    let (rung, (scratch, _)) = ladder(need.rungs())
         .enumerate()
         .min_by_key(|(_, (scratch, _))| *scratch)?;
-    let low = plan_low_memory(ledger, &need(components, scratch), policy, now);
+    let low = plan_low_memory(ledger, &need.with_scratch(scratch), policy, now);
     Some(LowAdmission {
         rung,
         moves: low.moves,
@@ -115,14 +111,6 @@ fn ladder(rungs: &[Rung]) -> impl Iterator<Item = (Bytes, bool)> {
     plain_load
         .into_iter()
         .chain(rungs.iter().map(|r| (r.scratch, r.approximate)))
-}
-
-fn need(components: &[Component], scratch: Bytes) -> StageNeed {
-    StageNeed {
-        name: String::new(),
-        components: components.to_vec(),
-        scratch,
-    }
 }
 
 fn evicts(moves: &[Move]) -> bool {
@@ -153,6 +141,7 @@ fn least_short(verdicts: &[(bool, Verdict)]) -> Admission {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pipelines::{Role, StagePlan};
     use residency::{ComponentId, DriverTruth};
 
     const CARD: Bytes = Bytes::gib(10);
@@ -194,8 +183,36 @@ mod tests {
         ledger
     }
 
+    /// A stage with one component; without rungs, a load.
+    fn decode(component: Component, rungs: &[Rung]) -> Need {
+        let plan = StagePlan {
+            name: "decode".into(),
+            role: Role::Decode,
+            components: vec![component.name.clone()],
+            rungs: rungs.to_vec(),
+            shape: String::new(),
+            steps: 1,
+            takes: Vec::new(),
+            gives: Vec::new(),
+            per_item: true,
+            memo: None,
+            preview: None,
+        };
+        Need {
+            name: "decode".into(),
+            components: vec![component],
+            plan: (!rungs.is_empty()).then_some(plan),
+            headroom: Bytes::ZERO,
+        }
+    }
+
     fn chosen(ledger: &Ledger, rungs: &[Rung]) -> Admission {
-        choose_rung(ledger, &[component("vae", 1)], rungs, Policy::Shared, Millis(0))
+        choose_rung(
+            ledger,
+            &decode(component("vae", 1), rungs),
+            Policy::Shared,
+            Millis(0),
+        )
     }
 
     #[test]
@@ -247,7 +264,8 @@ mod tests {
     #[test]
     fn low_memory_takes_the_smallest_rung_and_refuses_weights_that_exceed_the_card() {
         let rungs = [rung("whole", 20, false), rung("strips", 12, false)];
-        let low = |c: Component| choose_rung_low_memory(&foreign(7), &[c], &rungs, Policy::Shared, Millis(0));
+        let low =
+            |c: Component| choose_rung_low_memory(&foreign(7), &decode(c, &rungs), Policy::Shared, Millis(0));
         let admission = low(component("vae", 1)).unwrap();
         assert_eq!((admission.rung, admission.short), (1, Bytes::gib(10)));
         assert_eq!(low(component("huge", 11)), None);

@@ -1,9 +1,33 @@
 //! Errors of jobs, in one enum: the gRPC server converts each to a status.
 
+use pipelines::{Quantization, Request};
 use residency::{Bytes, Holder};
 
-/// A fallback for a request that does not fit.
-pub use residency::Fallback;
+/// What would fit instead of a request that does not.
+pub type Fallback = residency::Fallback<Change>;
+
+/// How a request that would fit differs from the one that was asked for.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Change {
+    /// For people: `quantization 8-bit (int8)`, `512x512`, `components transformer, vae`.
+    pub label: String,
+    pub to: ChangedTo,
+}
+
+/// What is changed, and to what.
+#[derive(Clone, Debug, PartialEq)]
+pub enum ChangedTo {
+    /// The formats of the model's weights.
+    Quantization(Quantization),
+    /// The size of the result.
+    Request(Box<Request>),
+    /// The components of a load.
+    Components(Vec<String>),
+    /// The models of these keys are not pinned.
+    Unpinned(Vec<String>),
+    /// The bytes of a reservation.
+    Bytes(Bytes),
+}
 
 /// A shortage of memory, its holders, and alternatives.
 #[derive(Clone, Debug, PartialEq)]

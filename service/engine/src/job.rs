@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pipelines::{Piece, Request, Role, ValueShape, Values};
-use residency::{Bytes, Component, Holder};
+use residency::{Bytes, Component, Holder, MemorySummary};
 use tokio::time::Instant;
 
 use crate::error::Error;
 use crate::library::Entry;
+use crate::messages::StageMemory;
 use crate::queue::{Freed, Kept};
 
 /// Id of a job, displayed and used for cancellation.
@@ -43,6 +44,8 @@ pub struct JobOptions {
     pub card_hint: String,
     /// Jobs with the same key are one job; empty for none.
     pub idempotency_key: String,
+    /// Bytes of the card to keep free while it runs, if that is more than the service keeps.
+    pub headroom: Bytes,
     /// Continue without listeners, and past the deadline.
     pub detach: bool,
     /// Of several clients that joined the job, the latest deadline counts.
@@ -170,6 +173,8 @@ pub enum JobEventKind {
         cached: bool,
         card: String,
         item: u32,
+        /// The card's memory as it starts; `None` if nothing runs.
+        memory: Option<MemorySummary>,
     },
     /// A step is done.
     Step {
@@ -242,6 +247,8 @@ pub struct StageReport {
     /// Implementation of attention: `cudnn 9.19.0`, `own kernels`, `cpu loops`, separated by commas; empty if none
     /// was computed.
     pub attention: String,
+    /// The card's memory before and after; `None` if nothing ran.
+    pub memory: Option<StageMemory>,
     /// Taken from the cache, and not run.
     pub cached: bool,
     pub item: u32,

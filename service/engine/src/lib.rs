@@ -8,9 +8,10 @@ pub mod card;
 pub mod job;
 pub mod library;
 pub mod messages;
+pub mod need;
 pub mod queue;
 mod stamps;
 
 mod error;
 
-pub use error::{Error, Fallback, Shortfall};
+pub use error::{Change, ChangedTo, Error, Fallback, Shortfall};

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use gpu::{CardDescription, Unloaded};
 use pipelines::{Piece, Quantization, Request, StagePlan, Values};
-use residency::{Bytes, Component, ComponentId, Holder, Ledger, Policy, WaitCause};
+use residency::{Bytes, Component, ComponentId, Holder, Ledger, MemorySummary, Policy, WaitCause};
 use serde::{Deserialize, Serialize};
 
 /// Id of one attempt at an order. Never reused, so that a stale answer cannot be mistaken for that of a newer
@@ -42,6 +42,8 @@ pub struct Order {
     pub policy: Policy,
     /// Run even if memory may be short.
     pub allow_low_memory: bool,
+    /// Bytes of the card that stay free while it runs, if that is more than the card's own headroom.
+    pub headroom: Bytes,
 }
 
 /// The work of an order.
@@ -137,6 +139,8 @@ pub enum Progress {
     Started {
         /// Label of the rung.
         chunking: String,
+        /// The card's memory now.
+        memory: MemorySummary,
     },
     /// A step is done.
     Step {
@@ -218,11 +222,25 @@ pub struct Completed {
     pub peak_scratch: Bytes,
     /// Peak of our bytes on the card.
     pub peak_bytes: Bytes,
+    /// The card's memory around the stage; `None` for a load.
+    pub memory: Option<StageMemory>,
     /// Implementation of attention in the stage: `cudnn 9.19.0`, `own kernels`, `cpu loops`, separated by commas;
     /// empty if none was computed.
     pub attention: String,
     /// Seconds that each load took, by identity: the cost of a reload.
     pub load_seconds: Vec<(ComponentId, f64)>,
+}
+
+/// A card's memory around a stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StageMemory {
+    /// Before its activations were booked.
+    pub before: MemorySummary,
+    /// After they were freed.
+    pub after: MemorySummary,
+    /// The largest block that the driver could have given it, as far as it needed one; `None` if free memory was more
+    /// than enough.
+    pub largest_block: Option<Bytes>,
 }
 
 /// Why an attempt failed on a healthy card.
@@ -244,9 +262,14 @@ pub enum Failure {
         /// The denoising step, from 1; 0 outside denoising.
         step: u32,
     },
-    /// The checkpoint is damaged or not supported.
+    /// The checkpoint is damaged, or was changed.
     Model {
         /// For display: the file and the problem.
+        message: String,
+    },
+    /// The checkpoint is of no supported kind.
+    Unsupported {
+        /// For display.
         message: String,
     },
     /// An input of the stage does not match the model.

@@ -303,6 +303,7 @@ fn files_of_load(library: &Library, entry: &Entry, unreadable: Option<&Path>) ->
         work: Work::Load(open.components),
         policy: Policy::Shared,
         allow_low_memory: false,
+        headroom: Bytes::ZERO,
     };
     let mut ends = Ends::default();
     assert_eq!(

@@ -220,6 +220,7 @@ impl Bench {
             work: Work::Load(open.components.clone()),
             policy: Policy::Shared,
             allow_low_memory: false,
+            headroom: Bytes::ZERO,
         };
         let mut ends = Ends::default();
         let flow = self.card.handle(Command::Run(Box::new(order)), &mut ends);

@@ -5,14 +5,18 @@ use std::fmt;
 use std::str::FromStr;
 
 use candle_core::DType;
+use residency::Bytes;
 
 use crate::faults::{Fault, FaultAction};
+use crate::size::{exact_bytes, parse_bytes};
 
-/// An NVIDIA card. As text: `0`, `1` or `GPU-8f2c...`, then options behind commas:
-/// `0,dtype=f16,poison-at=denoise:2,die-at=load:1,hang-at=decode,die-generations=2`.
+/// An NVIDIA card. As text: `0`, `1` or `GPU-8f2c...`, with `=20GiB` where we may not have all of its memory, then
+/// options behind commas: `0=20GiB,dtype=f16,poison-at=denoise:2,die-at=load:1,hang-at=decode,die-generations=2`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CudaSettings {
     pub which: CudaWhich,
+    /// The most of its memory that we take, context included; all of it by default.
+    pub limit: Option<Bytes>,
     /// `dtype`: computation dtype; see [`CudaSettings::compute_dtype`].
     pub dtype: Option<CudaDtype>,
     /// `poison-at`, `leak-at`, `die-at`, `hang-at`: faults to inject, for tests. May be given several times.
@@ -44,7 +48,7 @@ pub enum CudaDtype {
 pub enum CudaSettingsError {
     /// Neither an ordinal nor a UUID.
     #[error(
-        "{given:?} names no NVIDIA card: write cuda, cuda:1, or cuda:GPU- with its UUID (`nvidia-smi -L` lists them)"
+        "{given:?} names no NVIDIA card: write cuda, cuda:1, cuda:1=20GiB to take that much of it, or cuda:GPU- with its UUID (`nvidia-smi -L` lists them)"
     )]
     Which { given: String },
     /// An unknown option.
@@ -67,6 +71,7 @@ impl CudaSettings {
     pub fn new(which: CudaWhich) -> CudaSettings {
         CudaSettings {
             which,
+            limit: None,
             dtype: None,
             faults: Vec::new(),
             die_generations: 1,
@@ -169,8 +174,21 @@ impl FromStr for CudaSettings {
 
     fn from_str(text: &str) -> Result<CudaSettings, CudaSettingsError> {
         let mut parts = text.split(',');
-        let which = parts.next().unwrap_or_default().trim();
-        let mut settings = CudaSettings::new(which.parse()?);
+        let first = parts.next().unwrap_or_default();
+        let (which, limit) = first
+            .split_once('=')
+            .map_or((first, None), |(which, limit)| (which, Some(limit)));
+        let mut settings = CudaSettings::new(which.trim().parse()?);
+        if let Some(limit) = limit {
+            let bytes = parse_bytes(limit.trim())
+                .ok()
+                .filter(|bytes| *bytes > Bytes::ZERO);
+            settings.limit = Some(bytes.ok_or_else(|| CudaSettingsError::Value {
+                option: which.trim().to_owned(),
+                given: limit.to_owned(),
+                expected: "the memory that may be used of it, such as 20GiB",
+            })?);
+        }
         for part in parts {
             let (option, value) = part
                 .split_once('=')
@@ -196,6 +214,9 @@ impl fmt::Display for CudaSettings {
     /// The text that [`FromStr`] parses; defaults are left out.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.which)?;
+        if let Some(limit) = self.limit {
+            write!(f, "={}", exact_bytes(limit))?;
+        }
         if let Some(dtype) = self.dtype {
             write!(f, ",dtype={}", dtype.as_str())?;
         }

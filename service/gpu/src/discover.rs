@@ -153,10 +153,14 @@ impl DeviceChoice {
 
 #[cfg(feature = "cuda")]
 fn describe_cuda(settings: &CudaSettings) -> Result<CardDescription, OpenError> {
-    crate::nvml::describe(settings).map_err(|problem| OpenError::NotFound {
+    let mut description = crate::nvml::describe(settings).map_err(|problem| OpenError::NotFound {
         device: format!("cuda:{settings}"),
         problem: problem.to_string(),
-    })
+    })?;
+    if let Some(limit) = settings.limit {
+        description.total = description.total.min(limit);
+    }
+    Ok(description)
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -57,6 +57,6 @@ pub use simulated::{
     SimulatedAccounts, SimulatedCard, SimulatedClock, SimulatedSettings, SimulatedWorld, simulated_scratch,
 };
 pub use size::{SizeError, exact_bytes, parse_bytes};
-pub use system::end_process;
+pub use system::{SystemMemory, SystemReader, end_process};
 pub use tensors::{ComponentTensors, MissingTensor, QuantizedWeight, Weight};
 pub use timeline::Timeline;

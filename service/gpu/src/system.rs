@@ -16,15 +16,15 @@ const UNLIMITED_CACHE_LIFETIME: Duration = Duration::from_secs(10);
 
 /// System memory at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct SystemMemory {
+pub struct SystemMemory {
     /// Limit of this process: the machine's memory, or the cgroup's.
-    pub(crate) total: Bytes,
+    pub total: Bytes,
     /// Bytes that could be allocated now. Page cache counts as available: the kernel reclaims it.
-    pub(crate) available: Bytes,
+    pub available: Bytes,
 }
 
 /// Reads [`SystemMemory`], with a cache.
-pub(crate) struct SystemReader {
+pub struct SystemReader {
     system: System,
     own: Option<Pid>,
     last: Option<(Instant, SystemMemory)>,
@@ -32,7 +32,9 @@ pub(crate) struct SystemReader {
 }
 
 impl SystemReader {
-    pub(crate) fn new() -> Result<SystemReader, GpuError> {
+    /// # Errors
+    /// [`GpuError::Truth`] where the system's figures cannot be read.
+    pub fn new() -> Result<SystemReader, GpuError> {
         let mut system = System::new().map_err(|e| GpuError::Truth(e.to_string()))?;
         let own = sysinfo::get_current_pid().ok();
         if let Some(pid) = own {
@@ -49,7 +51,10 @@ impl SystemReader {
     }
 
     /// A reading that is at most 50 ms old.
-    pub(crate) fn read(&mut self) -> Result<SystemMemory, GpuError> {
+    ///
+    /// # Errors
+    /// [`GpuError::Truth`].
+    pub fn read(&mut self) -> Result<SystemMemory, GpuError> {
         if let Some((at, memory)) = self.last
             && at.elapsed() < CACHE_LIFETIME
         {
@@ -58,6 +63,15 @@ impl SystemReader {
         let memory = self.read_now()?;
         self.last = Some((Instant::now(), memory));
         Ok(memory)
+    }
+
+    /// Resident memory of a process; zero if there is none of that id.
+    pub fn resident(&mut self, pid: u32) -> Bytes {
+        let pid = Pid::from_u32(pid);
+        let memory = ProcessRefreshKind::nothing().with_memory().without_tasks();
+        self.system
+            .refresh_processes_specifics(ProcessesToUpdate::Some(&[pid]), true, memory);
+        Bytes(self.system.process(pid).map_or(0, Process::memory))
     }
 
     /// Invalidates the cached reading, after a change of ours that the next one must show.

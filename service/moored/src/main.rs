@@ -3,11 +3,13 @@
 mod cli;
 mod config;
 mod grpc;
+mod host;
 mod hub;
 mod locks;
 mod memory;
 mod models;
 mod pictures;
+mod preload;
 mod process;
 mod proto;
 mod serve;

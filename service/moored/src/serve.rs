@@ -18,10 +18,12 @@ use tokio::time::Instant;
 
 use crate::config::{Cards, Config};
 use crate::grpc::{self, Limits, Service, Token};
+use crate::host::{self, Host};
 use crate::hub::{Hub, Pulls};
 use crate::locks::{LockError, Locks, worker_lock};
 use crate::memory;
 use crate::models::Models;
+use crate::preload;
 use crate::process::WorkerSettings;
 use crate::process::supervisor::{self, EarlyWorker, WorkerPids};
 
@@ -114,10 +116,15 @@ pub(crate) async fn run(
     let keepers = start_keepers(&config, &cards, early, &workers, &stopped_seen);
     let queue = start_queue(&config, policy, library.clone(), keepers.slots, keepers.signals);
     timeline.part("library, queue");
+    let models = Arc::new(Models::new(config.models.clone(), config.hub.cache.clone()));
+    let host = Arc::new(Host::new());
+    tokio::spawn(host::watch(host.clone(), workers.clone()));
+    tokio::spawn(preload::run(config.models.clone(), models.clone(), queue.clone()));
     let service = Service {
         queue: queue.clone(),
         library: library.clone(),
-        models: Arc::new(Models::new(config.models.clone(), config.hub.cache.clone())),
+        models,
+        host,
         pulls: Pulls::new(Hub::new(config.hub.clone())),
         started: std::time::Instant::now(),
         max_message: config.service.max_message,
@@ -252,7 +259,7 @@ fn start_keepers(
 
 fn start_queue(
     config: &Config,
-    policy: Policy,
+    policy: Option<Policy>,
     library: Arc<Library>,
     slots: Vec<CardSlot>,
     received: mpsc::UnboundedReceiver<CardSignal>,

@@ -37,7 +37,7 @@ pub use ops::{
     AttentionPaths, Libraries, Planned, attention_by, keep_plans_in, libraries, make_plans, prepare,
 };
 pub use out_of_memory::is_out_of_memory;
-pub use plan::{Role, Rung, StagePlan, ValueShape, Values};
+pub use plan::{PreviewNeed, Role, Rung, StagePlan, ValueShape, Values};
 pub use quantization::{FULL, Preset, Quantization};
 pub use request::{Audio, Image, InitImage, Medium, Request, RequestError, Video};
 

@@ -98,4 +98,36 @@ pub struct StagePlan {
     /// Cache key of the outputs: the same memo and components give the same values, which other jobs may reuse.
     /// `None`: the values are specific to this job.
     pub memo: Option<String>,
+    /// What previews of its state need beside it; `None` if none are wanted. Whether the stage fits does not depend on
+    /// them: without this memory it runs without previews.
+    pub preview: Option<PreviewNeed>,
+}
+
+/// What previews need beside the stage that sends them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PreviewNeed {
+    /// Names of components that must be resident.
+    pub components: Vec<String>,
+    /// Activation bytes on top of the stage's.
+    pub scratch: Bytes,
+}
+
+impl StagePlan {
+    /// The stage with the memory of its previews; the same where it sends none.
+    #[must_use]
+    pub fn with_previews(mut self) -> StagePlan {
+        if let Some(preview) = &self.preview {
+            let missing = preview
+                .components
+                .iter()
+                .filter(|name| !self.components.contains(name));
+            let missing: Vec<String> = missing.cloned().collect();
+            self.components.extend(missing);
+            for rung in &mut self.rungs {
+                rung.scratch += preview.scratch;
+            }
+            self.shape.push_str(" preview");
+        }
+        self
+    }
 }

@@ -44,6 +44,7 @@ fn full_card() -> Result<Ledger, LedgerError> {
             name: "denoise".into(),
             components: vec![c.clone()],
             scratch: Bytes::ZERO,
+            headroom: Bytes::ZERO,
         };
         for _ in 0..n % 5 {
             let lease = ledger.lease(&need, Millis(n as u64 * 37 % 600_000))?;
@@ -75,6 +76,7 @@ fn main() -> Result<(), LedgerError> {
             name: "denoise".into(),
             components,
             scratch: Bytes::mib(n * 13 % 40_000),
+            headroom: Bytes::ZERO,
         };
         let policy = if n % 2 == 0 {
             Policy::Shared

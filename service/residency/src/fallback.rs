@@ -8,9 +8,9 @@ use crate::plan::{Move, Policy, Verdict, WaitCause, plan};
 
 /// The same request with smaller demands.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Alternative {
-    /// What differs: `8-bit`, `512x512`, `strips of 8`.
-    pub label: String,
+pub struct Alternative<C> {
+    /// What differs from the request, in the caller's words.
+    pub change: C,
     /// Closeness to the original request; higher is closer.
     pub fidelity: u32,
     pub stages: Vec<StageNeed>,
@@ -28,9 +28,9 @@ pub enum Fits {
 
 /// An alternative that would run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Fallback {
+pub struct Fallback<C> {
     /// What differs from the request.
-    pub label: String,
+    pub change: C,
     /// The largest peak among its stages.
     pub peak: Bytes,
     pub fits: Fits,
@@ -41,20 +41,20 @@ pub struct Fallback {
 
 /// The alternatives that would run on this card, the closest first. Alternatives that need foreign or reserved memory
 /// to come free are left out.
-pub fn fallbacks(
+pub fn fallbacks<C: Clone>(
     ledger: &Ledger,
-    alternatives: &[Alternative],
+    alternatives: &[Alternative<C>],
     policy: Policy,
     now: Millis,
-) -> Vec<Fallback> {
-    let mut closest_first: Vec<&Alternative> = alternatives.iter().collect();
+) -> Vec<Fallback<C>> {
+    let mut closest_first: Vec<&Alternative<C>> = alternatives.iter().collect();
     closest_first.sort_by_key(|a| std::cmp::Reverse(a.fidelity));
     let most = closest_first.first().map_or(Bytes::ZERO, |a| peak_of(&a.stages));
     let fitting = closest_first.into_iter().filter_map(|alternative| {
         let fits = fits(ledger, &alternative.stages, policy, now)?;
         let peak = peak_of(&alternative.stages);
         Some(Fallback {
-            label: alternative.label.clone(),
+            change: alternative.change.clone(),
             peak,
             fits,
             saved: most - peak,

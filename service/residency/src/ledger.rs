@@ -44,6 +44,16 @@ pub struct Accounts {
     pub free: Bytes,
 }
 
+/// All accounts of a card at one moment, with what they add up to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemorySummary {
+    /// Capacity of the card: the sum of the accounts.
+    pub total: Bytes,
+    pub accounts: Accounts,
+    /// Bytes that a plan may use without evicting: [`Ledger::usable`].
+    pub usable: Bytes,
+}
+
 impl Accounts {
     /// The sum of all accounts.
     pub fn sum(&self) -> Bytes {
@@ -159,6 +169,15 @@ impl Ledger {
         self.book
     }
 
+    /// All accounts, for reports.
+    pub fn summary(&self) -> MemorySummary {
+        MemorySummary {
+            total: self.total,
+            accounts: self.book,
+            usable: self.usable(),
+        }
+    }
+
     /// Capacity of the card.
     pub fn total(&self) -> Bytes {
         self.total
@@ -192,7 +211,7 @@ impl Ledger {
 
     /// The most that a stage can have: the card less context, workspaces, headroom and leaked bytes. Pins are not
     /// subtracted, as a stage may need what is pinned.
-    pub(crate) fn capacity(&self) -> Bytes {
+    pub fn capacity(&self) -> Bytes {
         let lost = self.book.unexplained - self.late;
         self.total - self.book.context - self.book.workspaces - self.headroom - lost
     }

@@ -28,7 +28,7 @@
 //!     bytes: Bytes::mib(160),
 //!     reload_seconds: 0.02,
 //! };
-//! let need = StageNeed { name: "decode".into(), components: vec![vae], scratch: Bytes::gib(3) };
+//! let need = StageNeed { name: "decode".into(), components: vec![vae], scratch: Bytes::gib(3), headroom: Bytes::ZERO };
 //!
 //! let Verdict::Run { moves } = plan(&ledger, &need, Policy::Shared, now) else { panic!("it fits") };
 //! for each in moves {
@@ -66,7 +66,9 @@ mod scratch;
 
 pub use choose::{Candidate, choose, predicted_move_seconds};
 pub use fallback::{Alternative, Fallback, Fits, fallbacks, peak_of};
-pub use ledger::{Accounts, Expired, HoldId, LATE_AT_MOST_MS, LeaseId, Ledger, LedgerError, ReservationId};
+pub use ledger::{
+    Accounts, Expired, HoldId, LATE_AT_MOST_MS, LeaseId, Ledger, LedgerError, MemorySummary, ReservationId,
+};
 pub use nouns::{Bytes, Component, ComponentId, DriverTruth, Holder, Millis, StageNeed};
 pub use patience::{Patience, Wait};
 pub use plan::{

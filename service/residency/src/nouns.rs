@@ -134,6 +134,8 @@ pub struct StageNeed {
     pub components: Vec<Component>,
     /// Activation bytes at the stage's peak: the family's prediction, or the learned estimate.
     pub scratch: Bytes,
+    /// Bytes of the card that stay free while it runs, if the job asks for more than the card's own headroom.
+    pub headroom: Bytes,
 }
 
 impl StageNeed {
@@ -171,4 +173,19 @@ pub struct DriverTruth {
     pub context: Bytes,
     /// Visible holders in other processes.
     pub holders: Vec<Holder>,
+}
+
+impl DriverTruth {
+    /// The figures of a card of which we may have `limit` bytes at the most: memory beyond does not exist for us. Other
+    /// processes count as far as they take what we may have.
+    #[must_use]
+    pub fn limited_to(mut self, limit: Bytes) -> DriverTruth {
+        let own = self.components + self.scratch + self.slack + self.workspaces + self.context;
+        self.total = self.total.min(limit);
+        self.free = self.free.min(self.total - own);
+        if own + self.free >= self.total {
+            self.holders.clear();
+        }
+        self
+    }
 }

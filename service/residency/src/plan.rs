@@ -64,7 +64,8 @@ pub enum Verdict {
     /// The stage does not fit on this card, whatever is evicted.
     Never {
         needed: Bytes,
-        /// The card less context, workspaces, headroom, leaked bytes, and pins that the stage does not need.
+        /// The card less context, workspaces, headroom (the card's or the stage's), leaked bytes, and pins that the
+        /// stage does not need.
         capacity: Bytes,
     },
 }
@@ -129,6 +130,7 @@ pub fn make_room(ledger: &Ledger, bytes: Bytes, now: Millis) -> Verdict {
         at_driver: bytes,
         scratch: Bytes::ZERO,
         peak: bytes,
+        headroom: Bytes::ZERO,
     };
     Survey::of(ledger, &ask).verdict(&ask, Policy::Shared, now)
 }
@@ -163,6 +165,8 @@ struct Ask<'a> {
     at_driver: Bytes,
     scratch: Bytes,
     peak: Bytes,
+    /// Bytes to keep free beyond the card's own headroom.
+    headroom: Bytes,
 }
 
 impl<'a> Ask<'a> {
@@ -182,6 +186,7 @@ impl<'a> Ask<'a> {
             at_driver,
             scratch: need.scratch,
             peak,
+            headroom: need.headroom - ledger.headroom(),
         }
     }
 
@@ -227,7 +232,7 @@ impl<'a> Survey<'a> {
     }
 
     fn verdict(&self, ask: &Ask<'_>, policy: Policy, now: Millis) -> Verdict {
-        let capacity = self.ledger.capacity() - self.pinned;
+        let capacity = self.ledger.capacity() - self.pinned - ask.headroom;
         if ask.peak > capacity {
             return Verdict::Never {
                 needed: ask.peak,
@@ -258,7 +263,7 @@ impl<'a> Survey<'a> {
         if wanted == Bytes::ZERO {
             return Bytes::ZERO;
         }
-        self.ledger.spoken_for() + wanted - self.ledger.within_reach()
+        self.ledger.spoken_for() + ask.headroom + wanted - self.ledger.within_reach()
     }
 
     fn evictable(&self) -> Bytes {
@@ -285,7 +290,7 @@ impl<'a> Survey<'a> {
         let trim = match policy {
             Policy::Exclusive => !victims.is_empty() || !ask.loads.is_empty(),
             Policy::Shared => {
-                let at_driver = ask.at_driver + self.ledger.spoken_for();
+                let at_driver = ask.at_driver + ask.headroom + self.ledger.spoken_for();
                 ask.at_driver > Bytes::ZERO && accounts.free + freed < at_driver
             }
         };

@@ -13,19 +13,26 @@ _sym_db = _symbol_database.Default()
 
 
 from . import events_pb2 as moored_dot_v1_dot_events__pb2
+from . import model_pb2 as moored_dot_v1_dot_model__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16moored/v1/errors.proto\x12\tmoored.v1\x1a\x16moored/v1/events.proto\"\xae\x01\n\x0fMemoryShortfall\x12\x14\n\x0cneeded_bytes\x18\x01 \x01(\x04\x12\x12\n\nfree_bytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\"\n\x07holders\x18\x04 \x03(\x0b\x32\x11.moored.v1.Holder\x12&\n\tfallbacks\x18\x05 \x03(\x0b\x32\x13.moored.v1.Fallback\x12\r\n\x05stage\x18\x06 \x01(\t\"?\n\x08\x46\x61llback\x12\r\n\x05label\x18\x01 \x01(\t\x12\x12\n\npeak_bytes\x18\x02 \x01(\x04\x12\x10\n\x08\x66its_now\x18\x03 \x01(\x08*\xed\x03\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0fINVALID_REQUEST\x10\x01\x12\x13\n\x0fMODEL_NOT_FOUND\x10\x02\x12\x11\n\rMODEL_DAMAGED\x10\x03\x12\x15\n\x11MODEL_UNSUPPORTED\x10\x04\x12\r\n\tNOT_BUILT\x10\x05\x12\x0e\n\nNEVER_FITS\x10\x06\x12\x10\n\x0cMEMORY_TAKEN\x10\x07\x12\x11\n\rOUT_OF_MEMORY\x10\x08\x12\x0e\n\nQUEUE_FULL\x10\t\x12\x0c\n\x08\x44\x45\x41\x44LINE\x10\n\x12\r\n\tCANCELLED\x10\x0b\x12\x0f\n\x0bWORKER_DIED\x10\x0c\x12\x12\n\x0e\x43\x41RD_NOT_READY\x10\r\x12\x0e\n\nNOT_FINITE\x10\x0e\x12\x14\n\x10LATENT_NOT_FOUND\x10\x0f\x12\x13\n\x0fLATENT_MISMATCH\x10\x10\x12\x11\n\rJOB_NOT_FOUND\x10\x11\x12\n\n\x06IN_USE\x10\x12\x12\x13\n\x0fUNAUTHENTICATED\x10\x13\x12\x11\n\rSHUTTING_DOWN\x10\x14\x12\x0c\n\x08INTERNAL\x10\x15\x12\x0e\n\nKEY_REUSED\x10\x16\x12\x0f\n\x0bPULL_FAILED\x10\x17\x12\r\n\tDISK_FULL\x10\x18\x12\x0f\n\x0bSLOW_READER\x10\x19\x12\x10\n\x0c\x43LIENT_LIMIT\x10\x1a\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16moored/v1/errors.proto\x12\tmoored.v1\x1a\x16moored/v1/events.proto\x1a\x15moored/v1/model.proto\"\xae\x01\n\x0fMemoryShortfall\x12\x14\n\x0cneeded_bytes\x18\x01 \x01(\x04\x12\x12\n\nfree_bytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\"\n\x07holders\x18\x04 \x03(\x0b\x32\x11.moored.v1.Holder\x12&\n\tfallbacks\x18\x05 \x03(\x0b\x32\x13.moored.v1.Fallback\x12\r\n\x05stage\x18\x06 \x01(\t\"\x8d\x02\n\x08\x46\x61llback\x12\r\n\x05label\x18\x01 \x01(\t\x12\x12\n\npeak_bytes\x18\x02 \x01(\x04\x12\x10\n\x08\x66its_now\x18\x03 \x01(\x08\x12/\n\x0cquantization\x18\x04 \x01(\x0b\x32\x17.moored.v1.QuantizationH\x00\x12%\n\x04size\x18\x05 \x01(\x0b\x32\x15.moored.v1.ResultSizeH\x00\x12/\n\ncomponents\x18\x06 \x01(\x0b\x32\x19.moored.v1.ComponentNamesH\x00\x12(\n\x08unpinned\x18\x07 \x01(\x0b\x32\x14.moored.v1.EntryKeysH\x00\x12\x0f\n\x05\x62ytes\x18\x08 \x01(\x04H\x00\x42\x08\n\x06\x63hange\"L\n\nResultSize\x12\r\n\x05width\x18\x01 \x01(\r\x12\x0e\n\x06height\x18\x02 \x01(\r\x12\x0e\n\x06\x66rames\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x02\"\x1f\n\x0e\x43omponentNames\x12\r\n\x05names\x18\x01 \x03(\t\"\x19\n\tEntryKeys\x12\x0c\n\x04keys\x18\x01 \x03(\t*\xed\x03\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0fINVALID_REQUEST\x10\x01\x12\x13\n\x0fMODEL_NOT_FOUND\x10\x02\x12\x11\n\rMODEL_DAMAGED\x10\x03\x12\x15\n\x11MODEL_UNSUPPORTED\x10\x04\x12\r\n\tNOT_BUILT\x10\x05\x12\x0e\n\nNEVER_FITS\x10\x06\x12\x10\n\x0cMEMORY_TAKEN\x10\x07\x12\x11\n\rOUT_OF_MEMORY\x10\x08\x12\x0e\n\nQUEUE_FULL\x10\t\x12\x0c\n\x08\x44\x45\x41\x44LINE\x10\n\x12\r\n\tCANCELLED\x10\x0b\x12\x0f\n\x0bWORKER_DIED\x10\x0c\x12\x12\n\x0e\x43\x41RD_NOT_READY\x10\r\x12\x0e\n\nNOT_FINITE\x10\x0e\x12\x14\n\x10LATENT_NOT_FOUND\x10\x0f\x12\x13\n\x0fLATENT_MISMATCH\x10\x10\x12\x11\n\rJOB_NOT_FOUND\x10\x11\x12\n\n\x06IN_USE\x10\x12\x12\x13\n\x0fUNAUTHENTICATED\x10\x13\x12\x11\n\rSHUTTING_DOWN\x10\x14\x12\x0c\n\x08INTERNAL\x10\x15\x12\x0e\n\nKEY_REUSED\x10\x16\x12\x0f\n\x0bPULL_FAILED\x10\x17\x12\r\n\tDISK_FULL\x10\x18\x12\x0f\n\x0bSLOW_READER\x10\x19\x12\x10\n\x0c\x43LIENT_LIMIT\x10\x1a\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'moored.v1.errors_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_REASON']._serialized_start=304
-  _globals['_REASON']._serialized_end=797
-  _globals['_MEMORYSHORTFALL']._serialized_start=62
-  _globals['_MEMORYSHORTFALL']._serialized_end=236
-  _globals['_FALLBACK']._serialized_start=238
-  _globals['_FALLBACK']._serialized_end=301
+  _globals['_REASON']._serialized_start=672
+  _globals['_REASON']._serialized_end=1165
+  _globals['_MEMORYSHORTFALL']._serialized_start=85
+  _globals['_MEMORYSHORTFALL']._serialized_end=259
+  _globals['_FALLBACK']._serialized_start=262
+  _globals['_FALLBACK']._serialized_end=531
+  _globals['_RESULTSIZE']._serialized_start=533
+  _globals['_RESULTSIZE']._serialized_end=609
+  _globals['_COMPONENTNAMES']._serialized_start=611
+  _globals['_COMPONENTNAMES']._serialized_end=642
+  _globals['_ENTRYKEYS']._serialized_start=644
+  _globals['_ENTRYKEYS']._serialized_end=669
 # @@protoc_insertion_point(module_scope)

@@ -10,6 +10,7 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 from . import events_pb2
+from . import model_pb2
 import sys
 import typing
 
@@ -199,19 +200,117 @@ class Fallback(google.protobuf.message.Message):
     LABEL_FIELD_NUMBER: builtins.int
     PEAK_BYTES_FIELD_NUMBER: builtins.int
     FITS_NOW_FIELD_NUMBER: builtins.int
+    QUANTIZATION_FIELD_NUMBER: builtins.int
+    SIZE_FIELD_NUMBER: builtins.int
+    COMPONENTS_FIELD_NUMBER: builtins.int
+    UNPINNED_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
     label: builtins.str
-    """`quantization 8-bit (int8)`, `quantization transformer=nf4-double`, `512x512`, `components transformer, vae`."""
+    """For people: `quantization 8-bit (int8)`, `quantization transformer=nf4-double`, `512x512`, `components transformer, vae`,
+    `unpin owner/name+full`, `3.5 GiB`.
+    """
     peak_bytes: builtins.int
     """Bytes at its peak."""
     fits_now: builtins.bool
     """True: fits now; false: after evicting idle components."""
+    bytes: builtins.int
+    """This many bytes, of a reservation."""
+    @property
+    def quantization(self) -> model_pb2.Quantization:
+        """The model's weights held so."""
+
+    @property
+    def size(self) -> global___ResultSize:
+        """The result this large."""
+
+    @property
+    def components(self) -> global___ComponentNames:
+        """These components, instead of all."""
+
+    @property
+    def unpinned(self) -> global___EntryKeys:
+        """Without the pins of these models, by entry key."""
+
     def __init__(
         self,
         *,
         label: builtins.str = ...,
         peak_bytes: builtins.int = ...,
         fits_now: builtins.bool = ...,
+        quantization: model_pb2.Quantization | None = ...,
+        size: global___ResultSize | None = ...,
+        components: global___ComponentNames | None = ...,
+        unpinned: global___EntryKeys | None = ...,
+        bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fits_now", b"fits_now", "label", b"label", "peak_bytes", b"peak_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["bytes", b"bytes", "change", b"change", "components", b"components", "quantization", b"quantization", "size", b"size", "unpinned", b"unpinned"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "change", b"change", "components", b"components", "fits_now", b"fits_now", "label", b"label", "peak_bytes", b"peak_bytes", "quantization", b"quantization", "size", b"size", "unpinned", b"unpinned"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["change", b"change"]) -> typing.Literal["quantization", "size", "components", "unpinned", "bytes"] | None: ...
 
 global___Fallback = Fallback
+
+@typing.final
+class ResultSize(google.protobuf.message.Message):
+    """How large a result is; zero where that is as asked, or not of this medium."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: builtins.int
+    HEIGHT_FIELD_NUMBER: builtins.int
+    FRAMES_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    width: builtins.int
+    """Pixels across."""
+    height: builtins.int
+    """Pixels down."""
+    frames: builtins.int
+    """Of a film."""
+    seconds: builtins.float
+    """Of a track."""
+    def __init__(
+        self,
+        *,
+        width: builtins.int = ...,
+        height: builtins.int = ...,
+        frames: builtins.int = ...,
+        seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["frames", b"frames", "height", b"height", "seconds", b"seconds", "width", b"width"]) -> None: ...
+
+global___ResultSize = ResultSize
+
+@typing.final
+class ComponentNames(google.protobuf.message.Message):
+    """Names of components."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: builtins.int
+    @property
+    def names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        names: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["names", b"names"]) -> None: ...
+
+global___ComponentNames = ComponentNames
+
+@typing.final
+class EntryKeys(google.protobuf.message.Message):
+    """Entry keys, as ResolvedModel has them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        keys: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys"]) -> None: ...
+
+global___EntryKeys = EntryKeys

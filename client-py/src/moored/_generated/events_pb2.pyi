@@ -297,6 +297,7 @@ class StageStarted(google.protobuf.message.Message):
     CACHED_FIELD_NUMBER: builtins.int
     CARD_FIELD_NUMBER: builtins.int
     PICTURE_FIELD_NUMBER: builtins.int
+    MEMORY_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`encode_text`, `encode_image`, `denoise`, `decode`, `load`, `restore`."""
     index: builtins.int
@@ -311,6 +312,10 @@ class StageStarted(google.protobuf.message.Message):
     """The card."""
     picture: builtins.int
     """Which picture of a request for several, from 0."""
+    @property
+    def memory(self) -> global___MemoryAccounts:
+        """The card's memory as the stage begins; absent where nothing runs."""
+
     def __init__(
         self,
         *,
@@ -321,10 +326,57 @@ class StageStarted(google.protobuf.message.Message):
         cached: builtins.bool = ...,
         card: builtins.str = ...,
         picture: builtins.int = ...,
+        memory: global___MemoryAccounts | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cached", b"cached", "card", b"card", "chunking", b"chunking", "index", b"index", "name", b"name", "of", b"of", "picture", b"picture"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["memory", b"memory"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cached", b"cached", "card", b"card", "chunking", b"chunking", "index", b"index", "memory", b"memory", "name", b"name", "of", b"of", "picture", b"picture"]) -> None: ...
 
 global___StageStarted = StageStarted
+
+@typing.final
+class MemoryAccounts(google.protobuf.message.Message):
+    """Bytes. Every byte of a card is in exactly one of these; all but `usable` add up to `total`."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOTAL_FIELD_NUMBER: builtins.int
+    COMPONENTS_FIELD_NUMBER: builtins.int
+    SCRATCH_FIELD_NUMBER: builtins.int
+    SLACK_FIELD_NUMBER: builtins.int
+    WORKSPACES_FIELD_NUMBER: builtins.int
+    CONTEXT_FIELD_NUMBER: builtins.int
+    FOREIGN_FIELD_NUMBER: builtins.int
+    UNEXPLAINED_FIELD_NUMBER: builtins.int
+    FREE_FIELD_NUMBER: builtins.int
+    USABLE_FIELD_NUMBER: builtins.int
+    total: builtins.int
+    components: builtins.int
+    scratch: builtins.int
+    slack: builtins.int
+    workspaces: builtins.int
+    context: builtins.int
+    foreign: builtins.int
+    unexplained: builtins.int
+    free: builtins.int
+    usable: builtins.int
+    """What a plan may use: free + slack, less headroom and reservations."""
+    def __init__(
+        self,
+        *,
+        total: builtins.int = ...,
+        components: builtins.int = ...,
+        scratch: builtins.int = ...,
+        slack: builtins.int = ...,
+        workspaces: builtins.int = ...,
+        context: builtins.int = ...,
+        foreign: builtins.int = ...,
+        unexplained: builtins.int = ...,
+        free: builtins.int = ...,
+        usable: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["components", b"components", "context", b"context", "foreign", b"foreign", "free", b"free", "scratch", b"scratch", "slack", b"slack", "total", b"total", "unexplained", b"unexplained", "usable", b"usable", "workspaces", b"workspaces"]) -> None: ...
+
+global___MemoryAccounts = MemoryAccounts
 
 @typing.final
 class Step(google.protobuf.message.Message):
@@ -634,6 +686,9 @@ class StageReport(google.protobuf.message.Message):
     PICTURE_FIELD_NUMBER: builtins.int
     CARD_FIELD_NUMBER: builtins.int
     ATTENTION_FIELD_NUMBER: builtins.int
+    BEFORE_FIELD_NUMBER: builtins.int
+    AFTER_FIELD_NUMBER: builtins.int
+    LARGEST_BLOCK_BYTES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`encode_text`, ...; `unload` is what a model that replaces another had to leave."""
     run_ms: builtins.int
@@ -660,6 +715,16 @@ class StageReport(google.protobuf.message.Message):
     """What computed attention: `cudnn 9.19.0`, `own kernels`, `cpu loops`, several with commas between; empty where none
     was computed, as in a load or a stage that was taken from a cache.
     """
+    largest_block_bytes: builtins.int
+    """The largest block that the stage could have had from the driver, as far as it needed one: less than its prediction
+    where free memory is in pieces. 0: not asked, as free memory was more than enough.
+    """
+    @property
+    def before(self) -> global___MemoryAccounts:
+        """The card's memory before the stage's activations were booked, and after they were freed. Absent where nothing ran."""
+
+    @property
+    def after(self) -> global___MemoryAccounts: ...
     def __init__(
         self,
         *,
@@ -675,7 +740,11 @@ class StageReport(google.protobuf.message.Message):
         picture: builtins.int = ...,
         card: builtins.str = ...,
         attention: builtins.str = ...,
+        before: global___MemoryAccounts | None = ...,
+        after: global___MemoryAccounts | None = ...,
+        largest_block_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attention", b"attention", "cached", b"cached", "card", b"card", "chunking", b"chunking", "move_ms", b"move_ms", "name", b"name", "peak_bytes", b"peak_bytes", "peak_scratch_bytes", b"peak_scratch_bytes", "picture", b"picture", "predicted_scratch_bytes", b"predicted_scratch_bytes", "run_ms", b"run_ms", "wait_ms", b"wait_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["after", b"after", "before", b"before"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "attention", b"attention", "before", b"before", "cached", b"cached", "card", b"card", "chunking", b"chunking", "largest_block_bytes", b"largest_block_bytes", "move_ms", b"move_ms", "name", b"name", "peak_bytes", b"peak_bytes", "peak_scratch_bytes", b"peak_scratch_bytes", "picture", b"picture", "predicted_scratch_bytes", b"predicted_scratch_bytes", "run_ms", b"run_ms", "wait_ms", b"wait_ms"]) -> None: ...
 
 global___StageReport = StageReport

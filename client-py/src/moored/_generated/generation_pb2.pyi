@@ -103,6 +103,7 @@ class JobOptions(google.protobuf.message.Message):
     CARD_FIELD_NUMBER: builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: builtins.int
     DETACH_FIELD_NUMBER: builtins.int
+    HEADROOM_BYTES_FIELD_NUMBER: builtins.int
     client_id: builtins.str
     """Who asks, for fair shares. Empty: the peer's address."""
     priority: global___Priority.ValueType
@@ -117,6 +118,10 @@ class JobOptions(google.protobuf.message.Message):
     """A second request with the same key joins the first's job instead of starting another."""
     detach: builtins.bool
     """Go on when the stream is dropped, and past its deadline; join again by the idempotency key."""
+    headroom_bytes: builtins.int
+    """Keep this many bytes of the card free while the job runs, for other programs there. Absent, or less than the service's
+    own headroom: that.
+    """
     def __init__(
         self,
         *,
@@ -127,9 +132,13 @@ class JobOptions(google.protobuf.message.Message):
         card: builtins.str = ...,
         idempotency_key: builtins.str = ...,
         detach: builtins.bool = ...,
+        headroom_bytes: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_patience_ms", b"_patience_ms", "patience_ms", b"patience_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_patience_ms", b"_patience_ms", "allow_low_memory", b"allow_low_memory", "card", b"card", "client_id", b"client_id", "detach", b"detach", "idempotency_key", b"idempotency_key", "patience_ms", b"patience_ms", "priority", b"priority"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_headroom_bytes", b"_headroom_bytes", "_patience_ms", b"_patience_ms", "headroom_bytes", b"headroom_bytes", "patience_ms", b"patience_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_headroom_bytes", b"_headroom_bytes", "_patience_ms", b"_patience_ms", "allow_low_memory", b"allow_low_memory", "card", b"card", "client_id", b"client_id", "detach", b"detach", "headroom_bytes", b"headroom_bytes", "idempotency_key", b"idempotency_key", "patience_ms", b"patience_ms", "priority", b"priority"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_headroom_bytes", b"_headroom_bytes"]) -> typing.Literal["headroom_bytes"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_patience_ms", b"_patience_ms"]) -> typing.Literal["patience_ms"] | None: ...
 
 global___JobOptions = JobOptions

@@ -448,6 +448,7 @@ class PlanResponse(google.protobuf.message.Message):
     STAGES_FIELD_NUMBER: builtins.int
     RUNS_NOW_FIELD_NUMBER: builtins.int
     PREDICTED_MOVE_SECONDS_FIELD_NUMBER: builtins.int
+    UPGRADES_FIELD_NUMBER: builtins.int
     card: builtins.str
     runs_now: builtins.bool
     """True: every stage would run now."""
@@ -457,6 +458,12 @@ class PlanResponse(google.protobuf.message.Message):
     def model(self) -> model_pb2.ResolvedModel: ...
     @property
     def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PlannedStage]: ...
+    @property
+    def upgrades(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[errors_pb2.Fallback]:
+        """Where every stage would run: the same request with weights that lose less and would fit as well, the closest to
+        the original first.
+        """
+
     def __init__(
         self,
         *,
@@ -465,9 +472,10 @@ class PlanResponse(google.protobuf.message.Message):
         stages: collections.abc.Iterable[global___PlannedStage] | None = ...,
         runs_now: builtins.bool = ...,
         predicted_move_seconds: builtins.float = ...,
+        upgrades: collections.abc.Iterable[errors_pb2.Fallback] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["card", b"card", "model", b"model", "predicted_move_seconds", b"predicted_move_seconds", "runs_now", b"runs_now", "stages", b"stages"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["card", b"card", "model", b"model", "predicted_move_seconds", b"predicted_move_seconds", "runs_now", b"runs_now", "stages", b"stages", "upgrades", b"upgrades"]) -> None: ...
 
 global___PlanResponse = PlanResponse
 
@@ -571,6 +579,7 @@ class Status(google.protobuf.message.Message):
     TEXT_ENCODINGS_FIELD_NUMBER: builtins.int
     TEXT_ENCODING_BYTES_FIELD_NUMBER: builtins.int
     UPTIME_MS_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
     latents: builtins.int
     """Latents kept, and their bytes in the service's own memory."""
     latent_bytes: builtins.int
@@ -583,6 +592,10 @@ class Status(google.protobuf.message.Message):
     def cards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CardStatus]: ...
     @property
     def jobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JobInfo]: ...
+    @property
+    def host(self) -> global___HostMemory:
+        """Memory of the machine that the service runs on."""
+
     def __init__(
         self,
         *,
@@ -593,10 +606,41 @@ class Status(google.protobuf.message.Message):
         text_encodings: builtins.int = ...,
         text_encoding_bytes: builtins.int = ...,
         uptime_ms: builtins.int = ...,
+        host: global___HostMemory | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cards", b"cards", "jobs", b"jobs", "latent_bytes", b"latent_bytes", "latents", b"latents", "text_encoding_bytes", b"text_encoding_bytes", "text_encodings", b"text_encodings", "uptime_ms", b"uptime_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["host", b"host"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cards", b"cards", "host", b"host", "jobs", b"jobs", "latent_bytes", b"latent_bytes", "latents", b"latents", "text_encoding_bytes", b"text_encoding_bytes", "text_encodings", b"text_encodings", "uptime_ms", b"uptime_ms"]) -> None: ...
 
 global___Status = Status
+
+@typing.final
+class HostMemory(google.protobuf.message.Message):
+    """Memory of the machine, in bytes. What a container may have counts as the machine's."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOTAL_BYTES_FIELD_NUMBER: builtins.int
+    AVAILABLE_BYTES_FIELD_NUMBER: builtins.int
+    SERVICE_BYTES_FIELD_NUMBER: builtins.int
+    WORKERS_BYTES_FIELD_NUMBER: builtins.int
+    total_bytes: builtins.int
+    available_bytes: builtins.int
+    """What could be allocated now; page cache counts as free."""
+    service_bytes: builtins.int
+    """Resident memory of the service's own process."""
+    workers_bytes: builtins.int
+    """Resident memory of its workers; on a card of kind `cpu` the models are in it."""
+    def __init__(
+        self,
+        *,
+        total_bytes: builtins.int = ...,
+        available_bytes: builtins.int = ...,
+        service_bytes: builtins.int = ...,
+        workers_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["available_bytes", b"available_bytes", "service_bytes", b"service_bytes", "total_bytes", b"total_bytes", "workers_bytes", b"workers_bytes"]) -> None: ...
+
+global___HostMemory = HostMemory
 
 @typing.final
 class CardStatus(google.protobuf.message.Message):
@@ -627,14 +671,14 @@ class CardStatus(google.protobuf.message.Message):
     job_id: builtins.str
     """The job that runs here now."""
     policy: builtins.str
-    """`shared` or `exclusive`."""
+    """`shared`, `exclusive`, or `by model`: exclusive for models that do not fit the card as a whole."""
     attention: builtins.str
     """What computes attention: `cudnn 9.19.0`, `own kernels: ` with the reason why cuDNN does not, `cpu loops`. For a shape
     that cuDNN has no plan for, own kernels compute all the same: StageReport says what a stage went by. Empty while no
     worker is ready.
     """
     @property
-    def memory(self) -> global___MemoryAccounts: ...
+    def memory(self) -> events_pb2.MemoryAccounts: ...
     @property
     def residents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ResidentComponent]: ...
     @property
@@ -648,7 +692,7 @@ class CardStatus(google.protobuf.message.Message):
         name: builtins.str = ...,
         kind: builtins.str = ...,
         state: builtins.str = ...,
-        memory: global___MemoryAccounts | None = ...,
+        memory: events_pb2.MemoryAccounts | None = ...,
         residents: collections.abc.Iterable[global___ResidentComponent] | None = ...,
         holders: collections.abc.Iterable[events_pb2.Holder] | None = ...,
         reservations: collections.abc.Iterable[global___Reservation] | None = ...,
@@ -662,51 +706,6 @@ class CardStatus(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["attention", b"attention", "holders", b"holders", "id", b"id", "job_id", b"job_id", "kind", b"kind", "memory", b"memory", "name", b"name", "policy", b"policy", "reservations", b"reservations", "residents", b"residents", "state", b"state", "worker_pid", b"worker_pid", "worker_restarts", b"worker_restarts"]) -> None: ...
 
 global___CardStatus = CardStatus
-
-@typing.final
-class MemoryAccounts(google.protobuf.message.Message):
-    """Bytes. Every byte of a card is in exactly one of these; all but `usable` add up to `total`."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TOTAL_FIELD_NUMBER: builtins.int
-    COMPONENTS_FIELD_NUMBER: builtins.int
-    SCRATCH_FIELD_NUMBER: builtins.int
-    SLACK_FIELD_NUMBER: builtins.int
-    WORKSPACES_FIELD_NUMBER: builtins.int
-    CONTEXT_FIELD_NUMBER: builtins.int
-    FOREIGN_FIELD_NUMBER: builtins.int
-    UNEXPLAINED_FIELD_NUMBER: builtins.int
-    FREE_FIELD_NUMBER: builtins.int
-    USABLE_FIELD_NUMBER: builtins.int
-    total: builtins.int
-    components: builtins.int
-    scratch: builtins.int
-    slack: builtins.int
-    workspaces: builtins.int
-    context: builtins.int
-    foreign: builtins.int
-    unexplained: builtins.int
-    free: builtins.int
-    usable: builtins.int
-    """What a plan may use: free + slack, less headroom and reservations."""
-    def __init__(
-        self,
-        *,
-        total: builtins.int = ...,
-        components: builtins.int = ...,
-        scratch: builtins.int = ...,
-        slack: builtins.int = ...,
-        workspaces: builtins.int = ...,
-        context: builtins.int = ...,
-        foreign: builtins.int = ...,
-        unexplained: builtins.int = ...,
-        free: builtins.int = ...,
-        usable: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["components", b"components", "context", b"context", "foreign", b"foreign", "free", b"free", "scratch", b"scratch", "slack", b"slack", "total", b"total", "unexplained", b"unexplained", "usable", b"usable", "workspaces", b"workspaces"]) -> None: ...
-
-global___MemoryAccounts = MemoryAccounts
 
 @typing.final
 class ResidentComponent(google.protobuf.message.Message):
@@ -867,10 +866,15 @@ class ReserveRequest(google.protobuf.message.Message):
     TTL_FIELD_NUMBER: builtins.int
     LABEL_FIELD_NUMBER: builtins.int
     CARD_FIELD_NUMBER: builtins.int
+    RESERVATION_ID_FIELD_NUMBER: builtins.int
     bytes: builtins.int
     label: builtins.str
     """For people: who wants it."""
     card: builtins.str
+    reservation_id: builtins.str
+    """Renews this reservation, with a new time and as many bytes as are given (0: as many as it has), instead of making
+    another. Its card and label stay. INVALID_REQUEST where there is none: it may have expired.
+    """
     @property
     def ttl(self) -> google.protobuf.duration_pb2.Duration:
         """At most one day; absent: ten minutes."""
@@ -882,9 +886,10 @@ class ReserveRequest(google.protobuf.message.Message):
         ttl: google.protobuf.duration_pb2.Duration | None = ...,
         label: builtins.str = ...,
         card: builtins.str = ...,
+        reservation_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ttl", b"ttl"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "card", b"card", "label", b"label", "ttl", b"ttl"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "card", b"card", "label", b"label", "reservation_id", b"reservation_id", "ttl", b"ttl"]) -> None: ...
 
 global___ReserveRequest = ReserveRequest
 
@@ -944,3 +949,41 @@ class ReleaseReservationResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["released", b"released"]) -> None: ...
 
 global___ReleaseReservationResponse = ReleaseReservationResponse
+
+@typing.final
+class RecycleRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CARD_FIELD_NUMBER: builtins.int
+    FORCE_FIELD_NUMBER: builtins.int
+    card: builtins.str
+    """Empty: every card."""
+    force: builtins.bool
+    """End the worker at once: what it runs is tried again on the new one."""
+    def __init__(
+        self,
+        *,
+        card: builtins.str = ...,
+        force: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["card", b"card", "force", b"force"]) -> None: ...
+
+global___RecycleRequest = RecycleRequest
+
+@typing.final
+class RecycleResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CARDS_FIELD_NUMBER: builtins.int
+    @property
+    def cards(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Cards whose workers were replaced."""
+
+    def __init__(
+        self,
+        *,
+        cards: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cards", b"cards"]) -> None: ...
+
+global___RecycleResponse = RecycleResponse

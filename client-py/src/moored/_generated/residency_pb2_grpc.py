@@ -76,6 +76,11 @@ class ResidencyStub(object):
                 request_serializer=moored_dot_v1_dot_residency__pb2.ReleaseReservationRequest.SerializeToString,
                 response_deserializer=moored_dot_v1_dot_residency__pb2.ReleaseReservationResponse.FromString,
                 )
+        self.Recycle = channel.unary_unary(
+                '/moored.v1.Residency/Recycle',
+                request_serializer=moored_dot_v1_dot_residency__pb2.RecycleRequest.SerializeToString,
+                response_deserializer=moored_dot_v1_dot_residency__pb2.RecycleResponse.FromString,
+                )
 
 
 class ResidencyServicer(object):
@@ -166,6 +171,13 @@ class ResidencyServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Recycle(self, request, context):
+        """Ends a card's worker process and starts another, which gives every byte of it back. What it runs is finished first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ResidencyServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -228,6 +240,11 @@ def add_ResidencyServicer_to_server(servicer, server):
                     servicer.ReleaseReservation,
                     request_deserializer=moored_dot_v1_dot_residency__pb2.ReleaseReservationRequest.FromString,
                     response_serializer=moored_dot_v1_dot_residency__pb2.ReleaseReservationResponse.SerializeToString,
+            ),
+            'Recycle': grpc.unary_unary_rpc_method_handler(
+                    servicer.Recycle,
+                    request_deserializer=moored_dot_v1_dot_residency__pb2.RecycleRequest.FromString,
+                    response_serializer=moored_dot_v1_dot_residency__pb2.RecycleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -441,5 +458,22 @@ class Residency(object):
         return grpc.experimental.unary_unary(request, target, '/moored.v1.Residency/ReleaseReservation',
             moored_dot_v1_dot_residency__pb2.ReleaseReservationRequest.SerializeToString,
             moored_dot_v1_dot_residency__pb2.ReleaseReservationResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Recycle(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/moored.v1.Residency/Recycle',
+            moored_dot_v1_dot_residency__pb2.RecycleRequest.SerializeToString,
+            moored_dot_v1_dot_residency__pb2.RecycleResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -94,6 +94,12 @@ class ResidencyStub:
     ]
     """Gives a reservation up."""
 
+    Recycle: grpc.UnaryUnaryMultiCallable[
+        residency_pb2.RecycleRequest,
+        residency_pb2.RecycleResponse,
+    ]
+    """Ends a card's worker process and starts another, which gives every byte of it back. What it runs is finished first."""
+
 class ResidencyAsyncStub:
     """What is in the cards' memory, and what should be."""
 
@@ -168,6 +174,12 @@ class ResidencyAsyncStub:
         residency_pb2.ReleaseReservationResponse,
     ]
     """Gives a reservation up."""
+
+    Recycle: grpc.aio.UnaryUnaryMultiCallable[
+        residency_pb2.RecycleRequest,
+        residency_pb2.RecycleResponse,
+    ]
+    """Ends a card's worker process and starts another, which gives every byte of it back. What it runs is finished first."""
 
 class ResidencyServicer(metaclass=abc.ABCMeta):
     """What is in the cards' memory, and what should be."""
@@ -267,5 +279,13 @@ class ResidencyServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[residency_pb2.ReleaseReservationResponse, collections.abc.Awaitable[residency_pb2.ReleaseReservationResponse]]:
         """Gives a reservation up."""
+
+    @abc.abstractmethod
+    def Recycle(
+        self,
+        request: residency_pb2.RecycleRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[residency_pb2.RecycleResponse, collections.abc.Awaitable[residency_pb2.RecycleResponse]]:
+        """Ends a card's worker process and starts another, which gives every byte of it back. What it runs is finished first."""
 
 def add_ResidencyServicer_to_server(servicer: ResidencyServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -45,7 +45,7 @@ class ServerInfo(google.protobuf.message.Message):
 
     @property
     def not_built(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """What the API names and this build has not: `adapters`, `controlnet`, `quantization`, `video`, `audio`."""
+        """What the API names and this build has not: `adapters`, `controlnet`."""
 
     @property
     def cards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CardInfo]: ...

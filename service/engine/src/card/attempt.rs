@@ -5,14 +5,15 @@ use std::path::Path;
 use std::sync::Arc;
 
 use gpu::{LoadPlan, Timeline};
-use pipelines::{Model, ModelFile, Planned, Rung, Values};
-use residency::{Bytes, Component, ComponentId, Move, StageNeed, WaitCause};
+use pipelines::{Model, ModelError, ModelFile, Planned, Values};
+use residency::{Bytes, Component, ComponentId, Move, WaitCause};
 
 use super::moves::{MoveError, Source};
 use super::stage::StageAttempt;
 use super::{Card, Flow, Link};
 use crate::admission::{Admission, choose_rung, choose_rung_low_memory, not_resident_yet};
 use crate::messages::{Completed, Event, Failure, Order, Outcome, Progress, Shortage, StageWork, Work};
+use crate::need::Need;
 
 /// Maximum of plans per attempt: moves may free less than planned, because other processes allocate or freed bytes
 /// are late.
@@ -53,51 +54,10 @@ impl From<MoveError> for Halt {
     }
 }
 
-/// Demand of an order on the card.
-pub(super) struct OrderNeed<'a> {
-    /// The stage's name, or `load`.
-    pub(super) name: &'a str,
-    pub(super) components: &'a [Component],
-    /// Empty for a plain load.
-    pub(super) rungs: &'a [Rung],
-}
-
-impl<'a> OrderNeed<'a> {
-    fn of(order: &'a Order) -> OrderNeed<'a> {
-        match &order.work {
-            Work::Load(components) => OrderNeed {
-                name: "load",
-                components,
-                rungs: &[],
-            },
-            Work::Stage(work) => {
-                let plan = &work.plan;
-                OrderNeed {
-                    name: &plan.name,
-                    components: &work.components,
-                    rungs: &plan.rungs,
-                }
-            }
-        }
-    }
-
-    fn scratch(&self, rung: usize) -> Bytes {
-        self.rungs.get(rung).map_or(Bytes::ZERO, |r| r.scratch)
-    }
-
-    pub(super) fn at(&self, rung: usize) -> StageNeed {
-        StageNeed {
-            name: self.name.to_owned(),
-            components: self.components.to_vec(),
-            scratch: self.scratch(rung),
-        }
-    }
-}
-
 impl Card {
     /// Runs one attempt, and emits exactly one outcome unless the card is lost.
     pub(super) fn run(&mut self, order: &Order, link: &mut dyn Link) -> Flow {
-        let span = tracing::info_span!("order", job = order.job, stage = OrderNeed::of(order).name);
+        let span = tracing::info_span!("order", job = order.job, stage = &*Need::of_order(order).name);
         let _entered = span.enter();
         let outcome = match self.attempt(order, link) {
             Ok(completed) => Outcome::Completed(Box::new(completed)),
@@ -119,8 +79,8 @@ impl Card {
         if link.cancelled(order.ticket) {
             return Err(Halt::cancelled());
         }
-        let need = OrderNeed::of(order);
-        let mut timeline = Timeline::begin(need.name.to_owned());
+        let need = Need::of_order(order);
+        let mut timeline = Timeline::begin(need.name.to_string());
         let model = self.open(order)?;
         check(order, &need, &*model)?;
         timeline.part("open the model");
@@ -148,6 +108,7 @@ impl Card {
             predicted_scratch: Bytes::ZERO,
             peak_scratch: Bytes::ZERO,
             peak_bytes: self.own_bytes(),
+            memory: None,
             attention: String::new(),
             load_seconds,
         };
@@ -157,13 +118,14 @@ impl Card {
                 ticket: order.ticket,
                 progress: Progress::Started {
                     chunking: String::new(),
+                    memory: self.ledger.summary(),
                 },
             }),
             Work::Stage(work) => {
                 let run = StageAttempt {
                     ticket: order.ticket,
                     work,
-                    need,
+                    need: &need,
                     model: &*model,
                 };
                 self.run_stage(&run, rung, &mut completed, link)?;
@@ -177,8 +139,12 @@ impl Card {
     fn open(&mut self, order: &Order) -> Result<Arc<dyn Model>, Halt> {
         self.models.open(&order.model).map_err(|error| {
             tracing::warn!(job = order.job, model = order.model.key, %error, "a model cannot be opened");
-            Halt::failed(Failure::Model {
-                message: error.to_string(),
+            let message = error.to_string();
+            Halt::failed(match error {
+                ModelError::NotAPipeline { .. } | ModelError::Unsupported { .. } => {
+                    Failure::Unsupported { message }
+                }
+                ModelError::Damaged { .. } | ModelError::Quantization { .. } => Failure::Model { message },
             })
         })
     }
@@ -200,7 +166,7 @@ impl Card {
     fn make_moves(
         &mut self,
         order: &Order,
-        need: &OrderNeed<'_>,
+        need: &Need,
         model: &dyn Model,
         load_seconds: &mut Vec<(ComponentId, f64)>,
         link: &mut dyn Link,
@@ -225,22 +191,21 @@ impl Card {
                 Err(error) => return Err(error.into()),
             }
         }
-        let last = need.rungs.len().saturating_sub(1);
+        let last = need.rungs().len().saturating_sub(1);
         Err(self.out_of_memory(need, last))
     }
 
     /// The rung to run and the moves before it; or the outcome if there is none.
-    fn admit(&self, order: &Order, need: &OrderNeed<'_>) -> Result<(usize, Vec<Move>), Halt> {
+    fn admit(&self, order: &Order, need: &Need) -> Result<(usize, Vec<Move>), Halt> {
         let now = self.clock.now();
-        let (components, rungs) = (need.components, need.rungs);
-        let admission = choose_rung(&self.ledger, components, rungs, order.policy, now);
+        let admission = choose_rung(&self.ledger, need, order.policy, now);
         if let Admission::Run { rung, moves } = admission {
             return Ok((rung, moves));
         }
         if order.allow_low_memory
-            && let Some(low) = choose_rung_low_memory(&self.ledger, components, rungs, order.policy, now)
+            && let Some(low) = choose_rung_low_memory(&self.ledger, need, order.policy, now)
         {
-            tracing::warn!(job = order.job, stage = need.name, short = %low.short, "admitted although memory is short");
+            tracing::warn!(job = order.job, stage = &*need.name, short = %low.short, "admitted although memory is short");
             return Ok((low.rung, low.moves));
         }
         match admission {
@@ -252,10 +217,10 @@ impl Card {
         }
     }
 
-    fn wait(&self, need: &OrderNeed<'_>, rung: usize, short: Bytes, cause: WaitCause) -> Halt {
+    fn wait(&self, need: &Need, rung: usize, short: Bytes, cause: WaitCause) -> Halt {
         let shortage = Shortage {
             short,
-            needed: not_resident_yet(&self.ledger, need.components, need.scratch(rung)),
+            needed: not_resident_yet(&self.ledger, &need.components, need.scratch(rung)),
             usable: self.ledger.usable(),
             cause,
             holders: self.ledger.holders(),
@@ -264,10 +229,10 @@ impl Card {
     }
 
     /// Out of memory despite admission.
-    pub(super) fn out_of_memory(&self, need: &OrderNeed<'_>, rung: usize) -> Halt {
+    pub(super) fn out_of_memory(&self, need: &Need, rung: usize) -> Halt {
         Halt::failed(Failure::OutOfMemory {
-            stage: need.name.to_owned(),
-            needed: need.at(rung).peak(),
+            stage: need.name.to_string(),
+            needed: need.with_scratch(need.scratch(rung)).peak(),
             usable: self.ledger.usable(),
             holders: self.ledger.holders(),
         })
@@ -357,9 +322,9 @@ fn check_version(order: &Order, component: &Component, model: &dyn Model) -> Res
 
 /// Whether the order is about this model as it is now. Its identities are the supervisor's; names and bytes must be the
 /// model's, since the supervisor opened the same files, though not at the same time.
-fn check(order: &Order, need: &OrderNeed<'_>, model: &dyn Model) -> Result<(), Halt> {
+fn check(order: &Order, need: &Need, model: &dyn Model) -> Result<(), Halt> {
     let changed = |message: String| changed(order, &message);
-    for component in need.components {
+    for component in &need.components {
         check_version(order, component, model)?;
         let plan = model
             .load_plan(&component.name)
@@ -372,7 +337,7 @@ fn check(order: &Order, need: &OrderNeed<'_>, model: &dyn Model) -> Result<(), H
             )));
         }
     }
-    if matches!(order.work, Work::Stage(_)) && need.rungs.is_empty() {
+    if matches!(order.work, Work::Stage(_)) && need.rungs().is_empty() {
         return Err(Halt::failed(Failure::BadInput(
             "a stage without a way to run it".to_owned(),
         )));

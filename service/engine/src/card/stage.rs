@@ -6,12 +6,13 @@ use std::sync::Arc;
 
 use gpu::{ComponentTensors, Timeline};
 use pipelines::{AttentionPaths, Model, Observer, Piece, Role, StageError, Values};
-use residency::{Bytes, Millis};
+use residency::{Bytes, MemorySummary, Millis};
 
-use super::attempt::{Halt, OrderNeed};
+use super::attempt::Halt;
 use super::moves::MoveError;
 use super::{Card, Clock, Link, canary};
-use crate::messages::{Completed, Event, Failure, Progress, StageWork, Ticket};
+use crate::messages::{Completed, Event, Failure, Progress, StageMemory, StageWork, Ticket};
+use crate::need::Need;
 
 /// Maximum bytes of a piece sent to the supervisor, unless one unit exceeds it.
 const PIECE_BYTES: usize = 16 << 20;
@@ -20,7 +21,7 @@ const PIECE_BYTES: usize = 16 << 20;
 pub(super) struct StageAttempt<'a> {
     pub(super) ticket: Ticket,
     pub(super) work: &'a StageWork,
-    pub(super) need: OrderNeed<'a>,
+    pub(super) need: &'a Need,
     pub(super) model: &'a dyn Model,
 }
 
@@ -42,10 +43,7 @@ impl Card {
         link: &mut dyn Link,
     ) -> Result<(), Halt> {
         let StageAttempt {
-            ticket,
-            work,
-            ref need,
-            ..
+            ticket, work, need, ..
         } = *run;
         let (mut rung, mut trimmed) = (first_rung, false);
         let started = self.clock.micros();
@@ -55,9 +53,10 @@ impl Card {
             .get(rung)
             .map(|r| r.label.clone())
             .unwrap_or_default();
+        let memory = self.ledger.summary();
         link.emit(Event::Progress {
             ticket,
-            progress: Progress::Started { chunking },
+            progress: Progress::Started { chunking, memory },
         });
         loop {
             if link.cancelled(ticket) {
@@ -80,7 +79,7 @@ impl Card {
                     };
                     let freed = self.trim_slack(link)?;
                     let message = retry_message(work, rung, next, freed);
-                    tracing::warn!(stage = need.name, message, "out of memory in a stage");
+                    tracing::warn!(stage = &*need.name, message, "out of memory in a stage");
                     let progress = Progress::Retrying {
                         reason: "OUT_OF_MEMORY".to_owned(),
                         message,
@@ -101,30 +100,36 @@ impl Card {
         report: &mut Completed,
         link: &mut dyn Link,
     ) -> Result<Result<Values, StageFailure>, Halt> {
-        let stage = run.need.at(rung);
+        let stage = run.need.with_scratch(run.need.scratch(rung));
         let mut timeline = Timeline::begin("run");
-        self.defragment(stage.scratch, link)?;
+        let largest_block = self.defragment(stage.scratch, link)?;
         let room = self.ledger.usable();
+        let before = self.ledger.summary();
         let lease = self
             .ledger
             .lease(&stage, self.clock.now())
             .map_err(Halt::internal)?;
         self.publish(link);
-        self.log_memory(run.need.name, "before");
         let at_rest = self.own_bytes() - self.ledger.accounts().scratch;
-        self.inject_fault(run.need.name)?;
+        self.inject_fault(&run.need.name)?;
         self.gpu.begin_stage();
         timeline.part("see that scratch can be had");
-        let before = AttentionPaths::now();
+        let paths = AttentionPaths::now();
         let result = self.compute(run, rung, link);
-        report.attention = AttentionPaths::since(before);
+        report.attention = AttentionPaths::since(paths);
         timeline.part("compute");
         let peak = self.gpu.stage_peak();
         self.ledger
             .release(lease, self.clock.now())
             .map_err(Halt::internal)?;
         self.reconcile_after_change()?;
-        self.log_memory(run.need.name, "after");
+        let memory = StageMemory {
+            before,
+            after: self.ledger.summary(),
+            largest_block,
+        };
+        log_memory(&run.need.name, &memory);
+        report.memory = Some(memory);
         self.publish(link);
         timeline.part("measure the peak, ask the driver");
         if let Some(rung) = run.work.plan.rungs.get(rung) {
@@ -138,24 +143,28 @@ impl Card {
         Ok(result)
     }
 
-    /// Makes a stage's scratch available as one allocation, if the driver has to provide it: gives back slack that
-    /// fragments the memory. A remaining shortage is logged, and the stage finds out whether it needs that much.
-    fn defragment(&mut self, scratch: Bytes, link: &mut dyn Link) -> Result<(), MoveError> {
-        let slack = self.ledger.accounts().slack;
-        if scratch <= slack {
-            return Ok(()); // the pool has enough
+    /// Makes a stage's scratch available as one allocation. What the driver has free is in one piece; slack is what the
+    /// activation pool has kept, in pieces that fit earlier stages. Where the stage would depend on it, slack is given back
+    /// first. A remaining shortage is logged, and the stage finds out whether it needs that much. Returns the largest
+    /// block that the driver would give, at most `scratch`; `None` if slack and free memory each are enough.
+    fn defragment(&mut self, scratch: Bytes, link: &mut dyn Link) -> Result<Option<Bytes>, MoveError> {
+        let accounts = self.ledger.accounts();
+        if scratch <= accounts.slack && scratch <= accounts.free {
+            return Ok(None);
         }
         let mut largest = self.gpu.largest_allocation(scratch)?;
-        if largest < scratch && slack > Bytes::ZERO {
+        if largest >= scratch {
+            return Ok(Some(largest));
+        }
+        if accounts.slack > Bytes::ZERO {
             self.trim_slack(link)?;
             largest = self.gpu.largest_allocation(scratch)?;
         }
-        let free = self.ledger.accounts().free;
-        tracing::info!(%scratch, %largest, %free, "the largest allocation that would succeed");
         if largest < scratch {
+            let free = self.ledger.accounts().free;
             tracing::warn!(%scratch, %largest, %free, "memory for a stage is not there in one piece");
         }
-        Ok(())
+        Ok(Some(largest))
     }
 
     /// Runs the family's computation. A panic ends the stage only: tensors are dropped during unwinding.
@@ -227,13 +236,17 @@ impl Card {
             Err(reason) => Halt::Lost(format!("{message}; then the card failed a computation: {reason}")),
         }
     }
+}
 
-    fn log_memory(&self, stage: &str, when: &str) {
-        let accounts = self.ledger.accounts();
-        let allocated = accounts.components + accounts.scratch;
-        let reserved = allocated + accounts.slack;
-        tracing::info!(stage, when, free = %accounts.free, %allocated, %reserved, "memory of the card");
-    }
+fn log_memory(stage: &str, memory: &StageMemory) {
+    let reserved = |at: &MemorySummary| at.accounts.components + at.accounts.scratch + at.accounts.slack;
+    let StageMemory { before, after, .. } = memory;
+    tracing::debug!(
+        stage,
+        free_before = %before.accounts.free, reserved_before = %reserved(before),
+        free_after = %after.accounts.free, reserved_after = %reserved(after),
+        "memory of the card"
+    );
 }
 
 /// The next rung with a smaller prediction. Sampling is not restarted on another rung: it fails.

@@ -8,7 +8,6 @@ use gpu::CardDescription;
 use residency::{Bytes, Component, ComponentId, HoldId, Ledger, Millis, ReservationId};
 use tokio::time::Instant;
 
-use super::record::Need;
 use super::report::Reserved;
 use super::request::Reply;
 use super::watchdog::Pace;
@@ -17,6 +16,7 @@ use crate::error::{Error, Shortfall};
 use crate::job::JobId;
 use crate::library::Entry;
 use crate::messages::{Command, Order, Standing, Ticket};
+use crate::need::Need;
 
 /// Seconds until a worker that is starting is ready, as long as nobody knows.
 const STARTING_SECONDS: f64 = 3.0;
@@ -93,6 +93,8 @@ pub(super) struct ReservationRequest {
     pub(super) label: String,
     pub(super) bytes: Bytes,
     pub(super) ttl: Duration,
+    /// The reservation that it renews; empty: a new one.
+    pub(super) renews: String,
 }
 
 /// What is to be sent to a worker, or done to it.
@@ -123,6 +125,8 @@ pub(super) struct Card {
     pub(super) errands: BTreeMap<u64, Errand>,
     pub(super) errand_since: Option<Instant>,
     recycled: bool,
+    /// Its worker is to be replaced as soon as it has nothing left to do.
+    retiring: bool,
     standing: Standing,
     /// What was on the card when its worker was lost.
     pub(super) lost_residents: BTreeSet<ComponentId>,
@@ -148,6 +152,7 @@ impl Card {
             errands: BTreeMap::new(),
             errand_since: None,
             recycled: false,
+            retiring: false,
             standing: Standing::default(),
             lost_residents: BTreeSet::new(),
             restore: VecDeque::new(),
@@ -181,7 +186,7 @@ impl Card {
     pub(super) fn is_free(&self) -> bool {
         let mut errands = self.errands.values();
         let making_room = errands.any(|e| matches!(e, Errand::Reserve { .. } | Errand::Swap { .. }));
-        self.is_ready() && self.in_flight.is_none() && !self.recycled && !making_room
+        self.is_ready() && self.in_flight.is_none() && !self.recycled && !self.retiring && !making_room
     }
 
     /// Whether a worker of this generation may speak.
@@ -202,6 +207,7 @@ impl Card {
         self.description = description;
         self.attention = attention;
         self.recycled = false;
+        self.retiring = false;
     }
 
     /// The worker is gone, and all that it had on the card with it.
@@ -311,6 +317,21 @@ impl Card {
             tracing::warn!(card = %self.description.id, reason, "the worker is recycled");
             self.outbox.push(ToWorker::Recycle(reason.to_owned()));
         }
+    }
+
+    /// Nothing new is sent to the worker, which is to be replaced.
+    pub(super) fn retire(&mut self) {
+        self.retiring = true;
+    }
+
+    /// Whether the worker is to be replaced, and that was asked for.
+    pub(super) fn is_retiring(&self) -> bool {
+        self.retiring
+    }
+
+    /// Whether the worker is to be replaced, and has nothing left to do.
+    pub(super) fn is_retired(&self) -> bool {
+        self.retiring && self.in_flight.is_none() && self.errands.is_empty()
     }
 
     pub(super) fn is_recycled(&self) -> bool {

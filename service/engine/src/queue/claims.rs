@@ -112,6 +112,15 @@ impl Claims {
         self.pins.iter().cloned().collect()
     }
 
+    /// The components of an entry on cards of a dtype.
+    pub(super) fn component_ids(&self, key: &str, dtype: &str) -> Vec<ComponentId> {
+        let components = self
+            .entries
+            .get(key)
+            .map_or(&[][..], |known| known.components(dtype));
+        components.iter().map(|c| c.id.clone()).collect()
+    }
+
     pub(super) fn is_pinned(&self, key: &str) -> bool {
         self.pins.contains(key)
     }
@@ -185,6 +194,22 @@ impl Claims {
         id
     }
 
+    /// A reservation, with the card that it is on.
+    pub(super) fn reservation(&self, id: &str) -> Option<(usize, Bytes)> {
+        let reservation = self.reservations.get(id)?;
+        Some((reservation.card, reservation.bytes))
+    }
+
+    /// Gives a reservation another size and end. False: it has expired meanwhile.
+    pub(super) fn renew_reservation(&mut self, id: &str, bytes: Bytes, until: Instant) -> bool {
+        let reservation = self.reservations.get_mut(id);
+        if let Some(reservation) = reservation {
+            (reservation.bytes, reservation.until) = (bytes, until);
+            return true;
+        }
+        false
+    }
+
     pub(super) fn release_reservation(&mut self, id: &str) -> bool {
         self.reservations.remove(id).is_some()
     }
@@ -244,14 +269,7 @@ impl Claims {
         away: &BTreeSet<String>,
         beside: Vec<(String, Vec<ComponentId>)>,
     ) -> Standing {
-        let ids = |key: &String| -> Vec<ComponentId> {
-            let known = self.entries.get(key);
-            known
-                .map_or(&[][..], |known| known.components(dtype))
-                .iter()
-                .map(|c| c.id.clone())
-                .collect()
-        };
+        let ids = |key: &String| self.component_ids(key, dtype);
         let pins = self.pins.iter().filter(|key| !away.contains(*key));
         let pins: BTreeSet<ComponentId> = pins.flat_map(ids).collect();
         let holds = self.holds.iter().filter(|(_, hold)| !away.contains(&hold.key));

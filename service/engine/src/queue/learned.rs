@@ -8,10 +8,10 @@ use pipelines::StagePlan;
 use residency::{Bytes, Component, ComponentId, RunOutcome, ScratchBook, ScratchKey};
 use tokio::time::Instant;
 
-use super::record::Need;
 use super::watchdog::PaceKey;
 use crate::job::{JobId, StageName};
 use crate::messages::Completed;
+use crate::need::Need;
 
 /// Jobs of one model and shape that may end by the death of their workers before others like them are refused.
 const DEADLY_AFTER: usize = 2;

@@ -4,7 +4,7 @@
 //! carries the effects out. Each turn ends with a look at which job can start where, on the ledgers that workers publish; a
 //! worker plans again and may answer that memory is short after all.
 //!
-//! A file owns state (`cards`, `claims`, `ended`, `latents`, `learned`, `listener`, `memos`, `record`, `shares`, `swap`,
+//! A file owns state (`cards`, `claims`, `ended`, `latents`, `learned`, `listener`, `memos`, `record`, `recycles`, `shares`, `swap`,
 //! `unloads`) or decides over a `view::View` and changes nothing (`decide`, `leaving`, `offers`, `order`, `placing`,
 //! `status`, `steps`, `swaps`). Only `core` sees two owners.
 //!
@@ -27,6 +27,7 @@ mod offers;
 mod order;
 mod placing;
 mod record;
+mod recycles;
 mod reductions;
 mod report;
 mod request;
@@ -45,7 +46,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gpu::CardDescription;
-use pipelines::{RequestError, Role, Values};
+use pipelines::{Quantization, RequestError, Role, Values};
 use residency::{Bytes, Patience, Policy};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
@@ -53,7 +54,7 @@ use tokio::time::Instant;
 use self::core::{Call, Core, Input};
 use cards::ReservationRequest;
 pub use listener::Job;
-use reductions::open_reductions;
+use reductions::{open_reductions, open_upgrades};
 pub use report::{
     CardStatus, Freed, JobInfo, Kept, PlanReport, PlannedStage, ReservationStatus, Reserved, StatusReport,
     UnloadReport,
@@ -81,8 +82,9 @@ pub struct Settings {
     /// What a job asks for beyond it counts as it: one that waits and has been overtaken as often as it may be keeps a
     /// card idle, so that no client's patience may be without end.
     pub longest_patience: Duration,
-    /// How room is made.
-    pub policy: Policy,
+    /// How room is made; none: one large component at a time for models that do not fit a card as a whole, else no more
+    /// leaves than a stage needs.
+    pub policy: Option<Policy>,
     /// Bytes of a card that are never planned into.
     pub headroom: Bytes,
     /// Bound on values of stages that are cached for other jobs: encoded prompts.
@@ -118,7 +120,7 @@ impl Default for Settings {
             overtaking_bound: 3,
             patience: Patience::default(),
             longest_patience: Duration::from_secs(600),
-            policy: Policy::Shared,
+            policy: None,
             headroom: Bytes::mib(512),
             text_cache: Bytes::mib(256),
             unread_pictures: Bytes::mib(256),
@@ -264,16 +266,20 @@ impl Queue {
             self.call(move |core, now| core.plan_report(submission, &card, now))
         };
         let report = ask(self.prepare(spec.clone()).await?).await??;
-        if report.stages.iter().all(|stage| stage.shortfall.is_none()) {
+        let is_short = report.stages.iter().any(|stage| stage.shortfall.is_some());
+        if !is_short && spec.entry.quantization == Quantization::NONE {
             return Ok(report);
         }
-        // Something is short: again, with what the model would be in fewer bytes.
+        // Again, with what the model would be in fewer bytes where something is short, or in more where nothing is.
         let mut submission = self.prepare(spec).await?;
         let (cards, library) = (self.card_descriptions(), self.library.clone());
         let path = submission.spec.entry.path.clone();
         let submission = self.library.aside(&path, move || {
             let (entry, models) = (&submission.spec.entry, &submission.models);
-            submission.reductions = Some(open_reductions(&library, entry, models, &cards));
+            match is_short {
+                true => submission.reductions = Some(open_reductions(&library, entry, models, &cards)),
+                false => submission.upgrades = open_upgrades(&library, entry, models, &cards),
+            }
             Ok(submission)
         });
         ask(submission.await?).await?
@@ -360,7 +366,7 @@ impl Queue {
     /// Makes room for another program on a card (empty: the one with the most room) and keeps it free for a time.
     ///
     /// # Errors
-    /// As [`Queue::trim`], and [`Error::MemoryTaken`] when what is idle is not enough.
+    /// As [`Queue::trim`], and [`Error::MemoryTaken`] when what is idle is not enough: it offers what could be had.
     pub async fn reserve(
         &self,
         card: &str,
@@ -368,8 +374,41 @@ impl Queue {
         ttl: Duration,
         label: String,
     ) -> Result<Reserved, Error> {
-        let (card, request) = (card.to_owned(), ReservationRequest { label, bytes, ttl });
+        let request = ReservationRequest {
+            label,
+            bytes,
+            ttl,
+            renews: String::new(),
+        };
+        let card = card.to_owned();
         self.ask(move |core, reply, now| core.reserve(&card, request, reply, now))
+            .await?
+    }
+
+    /// Gives a reservation a new time, and another size unless `bytes` is zero. What it has more than before is made free
+    /// first.
+    ///
+    /// # Errors
+    /// As [`Queue::reserve`]; [`Error::Invalid`] when there is no such reservation, or it has expired.
+    pub async fn renew_reservation(&self, id: &str, bytes: Bytes, ttl: Duration) -> Result<Reserved, Error> {
+        let request = ReservationRequest {
+            label: String::new(),
+            bytes,
+            ttl,
+            renews: id.to_owned(),
+        };
+        self.ask(move |core, reply, now| core.renew_reservation(request, reply, now))
+            .await?
+    }
+
+    /// Ends the workers of a card (empty: of all cards) and has others started; each finishes what it runs first, unless
+    /// `force` has that tried again on the new one. Returns when the new ones are ready, with the ids of their cards.
+    ///
+    /// # Errors
+    /// [`Error::CardNotReady`]; [`Error::Invalid`] when there is no such card.
+    pub async fn recycle(&self, card: &str, force: bool) -> Result<Vec<String>, Error> {
+        let card = card.to_owned();
+        self.ask(move |core, reply, now| core.recycle(&card, force, reply, now))
             .await?
     }
 
@@ -534,6 +573,7 @@ impl Queue {
                 plans,
                 proof,
                 reductions: None,
+                upgrades: Vec::new(),
             })
         };
         self.library.aside(&path, prepare).await

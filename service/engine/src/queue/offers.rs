@@ -1,18 +1,21 @@
 //! Plans for clients that only ask, and offers for jobs that are refused: what is short, and what would fit instead.
 
+use std::collections::BTreeSet;
+
 use pipelines::Request;
-use residency::{Alternative, Bytes, Component, Fallback, Fits, Move, StageNeed, fallbacks, peak_of};
+use residency::{Alternative, Bytes, Component, ComponentId, Fits, Move, StageNeed, fallbacks, peak_of};
 
 use super::placing::Placement;
-use super::record::{JobRecord, Need};
+use super::record::JobRecord;
 use super::report::{PlanReport, PlannedStage};
 use super::steps::needed;
 use super::view::View;
 use crate::admission::{Admission, choose_rung};
-use crate::error::{Error, Shortfall};
+use crate::error::{Change, ChangedTo, Error, Fallback, Shortfall};
 use crate::job::JobWork;
 use crate::library::OpenModel;
 use crate::messages::Shortage;
+use crate::need::Need;
 
 impl View<'_> {
     /// What a job that nobody has submitted would need and do on a card, or on the one that would be picked.
@@ -26,7 +29,7 @@ impl View<'_> {
             .collect();
         let ahead = (0..job.steps.len()).filter_map(|step| self.need_on(job, step, index));
         let first = ahead.take(self.next_step(job, &dtype) + 1).last();
-        let (ledger, policy) = (&self.cards[index].ledger, self.settings.policy);
+        let (ledger, policy) = (&self.cards[index].ledger, self.policy(job, index));
         let seconds = first.map_or(0.0, |need| {
             let need = need.with_scratch(need.least_scratch());
             residency::predicted_move_seconds(ledger, &need, policy, self.cards[index].ledger_now(self.now))
@@ -34,6 +37,7 @@ impl View<'_> {
         Ok(PlanReport {
             card: self.cards[index].description.id.clone(),
             runs_now: stages.iter().all(|stage| stage.verdict == "run"),
+            upgrades: self.upgrades(job, index),
             stages,
             predicted_move_seconds: if seconds.is_finite() { seconds } else { 0.0 },
         })
@@ -62,13 +66,7 @@ impl View<'_> {
         let need = self.need_on(job, step, card)?;
         let (ledger, description) = (&self.cards[card].ledger, &self.cards[card].description);
         let ledger_now = self.cards[card].ledger_now(self.now);
-        let admission = choose_rung(
-            ledger,
-            &need.components,
-            need.rungs(),
-            self.settings.policy,
-            ledger_now,
-        );
+        let admission = choose_rung(ledger, &need, self.policy(job, card), ledger_now);
         let cached = self.is_cached(job, step, dtype);
         let last = need.rungs().len().saturating_sub(1);
         let (rung, verdict, moves, capacity): (usize, _, Vec<Move>, _) = match admission {
@@ -148,7 +146,7 @@ impl View<'_> {
         for reduction in job.reductions() {
             let same = reduced
                 .iter()
-                .filter(|fallback| fallback.label == reduction.label);
+                .filter(|fallback| fallback.change.label == reduction.label);
             closest_first.extend(
                 same.min_by_key(|fallback| fallback.fits == Fits::AfterEvictions)
                     .cloned(),
@@ -158,7 +156,77 @@ impl View<'_> {
         let less = cards.iter().rev().map(|&card| self.with_less_of_it(job, card));
         let most = less.max_by_key(|fallbacks| fallbacks.first().map(|closest| closest.peak));
         closest_first.extend(most.unwrap_or_default());
+        let unpinned = cards.iter().find_map(|&card| self.unpinned(job, card));
+        closest_first.extend(unpinned);
         closest_first
+    }
+
+    /// Pins of other models that keep a job from a card, and without which it would fit: the largest first, no more than
+    /// have to go.
+    fn unpinned(&self, job: &JobRecord, card: usize) -> Option<Fallback> {
+        let steps = (0..job.steps.len()).filter_map(|step| self.need_on(job, step, card));
+        let stages: Vec<StageNeed> = steps
+            .map(|need| need.with_scratch(need.least_scratch()))
+            .collect();
+        let needed = stages.iter().flat_map(|stage| &stage.components);
+        let needed: BTreeSet<&ComponentId> = needed.map(|component| &component.id).collect();
+        let mut ledger = self.ledger_for(job, card).into_owned();
+        let bytes_here = |known: &[ComponentId]| -> Bytes {
+            let here = known.iter().filter_map(|id| ledger.resident(id));
+            here.map(|resident| resident.component.bytes).sum()
+        };
+        let dtype = &self.cards[card].description.compute_dtype;
+        let pinned = self.claims.pinned().into_iter().map(|key| {
+            let ids = self.claims.component_ids(&key, dtype);
+            let ids: Vec<ComponentId> = ids.into_iter().filter(|id| !needed.contains(id)).collect();
+            (bytes_here(&ids), key, ids)
+        });
+        let mut pinned: Vec<_> = pinned.filter(|(bytes, ..)| *bytes > Bytes::ZERO).collect();
+        pinned.sort_by_key(|(bytes, ..)| std::cmp::Reverse(*bytes));
+        let (policy, now) = (self.policy(job, card), self.cards[card].ledger_now(self.now));
+        let mut keys = Vec::new();
+        for (_, key, ids) in pinned {
+            for id in &ids {
+                ledger.unpin(id);
+            }
+            keys.push(key);
+            let without = Alternative {
+                change: Change {
+                    label: format!("unpin {}", keys.join(", ")),
+                    to: ChangedTo::Unpinned(keys.clone()),
+                },
+                fidelity: 0,
+                stages: stages.clone(),
+            };
+            if let Some(fallback) = fallbacks(&ledger, &[without], policy, now).pop() {
+                return Some(fallback);
+            }
+        }
+        None
+    }
+
+    /// The quantizations of a job's model that lose less than the one that was asked for, and would fit a card as well.
+    fn upgrades(&self, job: &JobRecord, card: usize) -> Vec<Fallback> {
+        let dtype = &self.cards[card].description.compute_dtype;
+        let request = job.run().map(|run| &run.request);
+        let upgrades = job.upgrades.iter().zip((1..=job.upgrades.len() as u32).rev());
+        let alternatives: Vec<Alternative<Change>> = upgrades
+            .filter_map(|(upgrade, fidelity)| {
+                let open = upgrade.models.get(dtype)?;
+                Some(Alternative {
+                    change: upgrade.change(),
+                    fidelity,
+                    stages: self.stages_with(job, open, request, card)?,
+                })
+            })
+            .collect();
+        let ledger_now = self.cards[card].ledger_now(self.now);
+        fallbacks(
+            &self.cards[card].ledger,
+            &alternatives,
+            self.policy(job, card),
+            ledger_now,
+        )
     }
 
     /// The quantizations of the job's model that would fit.
@@ -172,18 +240,18 @@ impl View<'_> {
         let whole = peak_of(&asked);
         let fidelities = (1..=job.reductions().len() as u32).rev();
         let reductions = job.reductions().iter().zip(fidelities);
-        let alternatives: Vec<Alternative> = reductions
+        let alternatives: Vec<Alternative<Change>> = reductions
             .filter_map(|(reduction, fidelity)| {
                 let open = reduction.models.get(dtype)?;
                 Some(Alternative {
-                    label: reduction.label.clone(),
+                    change: reduction.change(),
                     fidelity,
                     stages: self.stages_with(job, open, request, card)?,
                 })
             })
             .collect();
         let ledger_now = self.cards[card].ledger_now(self.now);
-        let (ledger, policy) = (self.ledger_for(job, card), self.settings.policy);
+        let (ledger, policy) = (self.ledger_for(job, card), self.policy(job, card));
         let fitting = fallbacks(&ledger, &alternatives, policy, ledger_now).into_iter();
         let smaller = fitting.filter(|fallback| fallback.peak < whole);
         smaller
@@ -208,7 +276,7 @@ impl View<'_> {
             let plan = open.model.plan(request).ok()?;
             for index in needed(&plan, run) {
                 let plan = plan.get(index)?.clone();
-                let mut need = Need::of_stage(plan, &open.components);
+                let mut need = Need::of_stage(plan, &open.components, job.options.headroom);
                 self.learned.improve(&mut need, open.model.family(), description);
                 stages.push(need.with_scratch(need.least_scratch()));
             }
@@ -223,6 +291,7 @@ impl View<'_> {
                     name: "load".to_owned(),
                     components: named.cloned().collect(),
                     scratch: Bytes::ZERO,
+                    headroom: job.options.headroom,
                 })
             }
             JobWork::Run(_) => None,
@@ -243,14 +312,17 @@ impl View<'_> {
         };
         let smaller = open.model.smaller(&run.request);
         let fidelities = (1..=smaller.len() as u32).rev();
-        let alternatives: Vec<Alternative> = smaller
+        let alternatives: Vec<Alternative<Change>> = smaller
             .into_iter()
             .zip(fidelities)
             .filter_map(|((label, request), fidelity)| {
                 Some(Alternative {
-                    label,
-                    fidelity,
                     stages: self.stages_with(job, open, Some(&request), card)?,
+                    change: Change {
+                        label,
+                        to: ChangedTo::Request(Box::new(request)),
+                    },
+                    fidelity,
                 })
             })
             .collect();
@@ -258,7 +330,7 @@ impl View<'_> {
         fallbacks(
             &self.cards[card].ledger,
             &alternatives,
-            self.settings.policy,
+            self.policy(job, card),
             ledger_now,
         )
     }
@@ -269,7 +341,7 @@ impl View<'_> {
         let Some(need) = self.need_on(job, job.cursor, card) else {
             return Vec::new();
         };
-        let (ledger, policy) = (&self.cards[card].ledger, self.settings.policy);
+        let (ledger, policy) = (&self.cards[card].ledger, self.policy(job, card));
         let ledger_now = self.cards[card].ledger_now(self.now);
         let whole = need.with_scratch(Bytes::ZERO).peak();
         let try_them = |components: &[Component]| {
@@ -278,9 +350,13 @@ impl View<'_> {
                 name: need.name.to_string(),
                 components: components.to_vec(),
                 scratch: Bytes::ZERO,
+                headroom: job.options.headroom,
             };
             let part = Alternative {
-                label: format!("components {}", names.join(", ")),
+                change: Change {
+                    label: format!("components {}", names.join(", ")),
+                    to: ChangedTo::Components(names.iter().map(|&name| name.to_owned()).collect()),
+                },
                 fidelity: 0,
                 stages: vec![stage],
             };

@@ -75,8 +75,13 @@ impl View<'_> {
         let Some(need) = need.filter(|_| !self.is_cached(job, index, dtype)) else {
             return (0.0, true);
         };
-        let key = (job.entry.key.clone(), need.name.clone(), need.shape());
-        let learned = self.learned.stage_ms(&key, card);
+        let learned_as = |shape: String| {
+            let key = (job.entry.key.clone(), need.name.clone(), shape);
+            self.learned.stage_ms(&key, card)
+        };
+        let previewed = need.plan.clone().filter(|plan| plan.preview.is_some());
+        let previewed = previewed.and_then(|plan| learned_as(plan.with_previews().shape));
+        let learned = previewed.or_else(|| learned_as(need.shape()));
         (learned.unwrap_or(STAGE_MS), learned.is_some())
     }
 

@@ -1,11 +1,12 @@
 //! Where a job could go: each card's answer for its next step, and the best of them.
 
-use residency::{Bytes, Ledger, Millis, StageNeed, WaitCause, predicted_move_seconds};
+use residency::{Bytes, Ledger, Millis, Policy, StageNeed, WaitCause, predicted_move_seconds};
 
-use super::record::{JobRecord, Need};
+use super::record::JobRecord;
 use super::view::View;
 use crate::admission::{Admission, choose_rung, choose_rung_low_memory, not_resident_yet};
 use crate::messages::Shortage;
+use crate::need::Need;
 
 /// Where a job goes.
 #[derive(Clone, Debug)]
@@ -117,13 +118,13 @@ impl View<'_> {
         let next = self.next_step(job, dtype);
         job.models.get(dtype)?;
         let needs = self.remaining_needs(job, next, index);
+        let policy = self.policy(job, index);
         if let Some(never) = self.never(job, index, ledger, &needs, ledger_now) {
             return Some(never);
         }
         let (_, need) = needs.first()?;
-        let policy = self.settings.policy;
         let low = job.attempt.low_memory
-            || (job.options.allow_low_memory && self.exceeds(ledger, need, ledger_now));
+            || (job.options.allow_low_memory && exceeds(ledger, need, policy, ledger_now));
         if self.is_behind_a_swap(job, index) {
             return Some(Answer::Behind {
                 seconds: card.busy_seconds(self.now),
@@ -131,7 +132,7 @@ impl View<'_> {
         }
         if !card.is_free() {
             // Whether it fits will be seen when the card is free; memory of others is waited for meanwhile.
-            let admission = choose_rung(ledger, &need.components, need.rungs(), policy, ledger_now);
+            let admission = choose_rung(ledger, need, policy, ledger_now);
             return Some(match admission {
                 Admission::Wait { rung, short, cause } if cause != WaitCause::Leases && !low => {
                     Answer::Short(self.shortage(index, need, rung, short, cause))
@@ -156,22 +157,20 @@ impl View<'_> {
                 low_memory: true,
             });
         }
-        Some(
-            match choose_rung(ledger, &need.components, need.rungs(), policy, ledger_now) {
-                Admission::Run { .. } => Answer::Start {
-                    seconds: self.seconds_on(job, next, index, ledger, &needs),
-                    low_memory: false,
-                },
-                Admission::Wait { rung, short, cause } => {
-                    Answer::Short(self.shortage(index, need, rung, short, cause))
-                }
-                Admission::Never { needed, capacity } => Answer::Never {
-                    index: next,
-                    needed,
-                    capacity,
-                },
+        Some(match choose_rung(ledger, need, policy, ledger_now) {
+            Admission::Run { .. } => Answer::Start {
+                seconds: self.seconds_on(job, next, index, ledger, &needs),
+                low_memory: false,
             },
-        )
+            Admission::Wait { rung, short, cause } => {
+                Answer::Short(self.shortage(index, need, rung, short, cause))
+            }
+            Admission::Never { needed, capacity } => Answer::Never {
+                index: next,
+                needed,
+                capacity,
+            },
+        })
     }
 
     /// Needs of the steps that are left, each kind of step once.
@@ -195,11 +194,12 @@ impl View<'_> {
         needs: &[(usize, Need)],
         now: Millis,
     ) -> Option<Answer> {
+        let policy = self.policy(job, card);
         needs.iter().find_map(|(index, need)| {
-            let admission = choose_rung(ledger, &need.components, need.rungs(), self.settings.policy, now);
+            let admission = choose_rung(ledger, need, policy, now);
             match admission {
                 Admission::Never { needed, capacity } => {
-                    let risks_it = job.options.allow_low_memory && self.could_risk(ledger, need, now);
+                    let risks_it = job.options.allow_low_memory && could_risk(ledger, need, policy, now);
                     (!risks_it).then_some(Answer::Never {
                         index: *index,
                         needed,
@@ -219,15 +219,6 @@ impl View<'_> {
         })
     }
 
-    fn exceeds(&self, ledger: &Ledger, need: &Need, now: Millis) -> bool {
-        let admission = choose_rung(ledger, &need.components, need.rungs(), self.settings.policy, now);
-        matches!(admission, Admission::Never { .. })
-    }
-
-    fn could_risk(&self, ledger: &Ledger, need: &Need, now: Millis) -> bool {
-        choose_rung_low_memory(ledger, &need.components, need.rungs(), self.settings.policy, now).is_some()
-    }
-
     /// Seconds that a card takes for the steps of a job from `next` on: moves, then computing.
     fn seconds_on(
         &self,
@@ -242,15 +233,7 @@ impl View<'_> {
             .map(|index| self.expected_step_ms(job, index, Some(card)).0)
             .sum();
         let now = self.cards[card].ledger_now(self.now);
-        self.move_seconds(ledger, needs, now) + run_ms / 1000.0
-    }
-
-    fn move_seconds(&self, ledger: &Ledger, needs: &[(usize, Need)], now: Millis) -> f64 {
-        let seconds = |need: &StageNeed| predicted_move_seconds(ledger, need, self.settings.policy, now);
-        let each = needs
-            .iter()
-            .map(|(_, need)| seconds(&need.with_scratch(need.least_scratch())));
-        each.filter(|seconds| seconds.is_finite()).sum()
+        move_seconds(ledger, needs, self.policy(job, card), now) + run_ms / 1000.0
     }
 
     pub(super) fn shortage(
@@ -262,13 +245,29 @@ impl View<'_> {
         cause: WaitCause,
     ) -> Shortage {
         let ledger = &self.cards[card].ledger;
-        let scratch = need.rungs().get(rung).map_or(Bytes::ZERO, |rung| rung.scratch);
         Shortage {
             short,
-            needed: not_resident_yet(ledger, &need.components, scratch),
+            needed: not_resident_yet(ledger, &need.components, need.scratch(rung)),
             usable: ledger.usable(),
             cause,
             holders: ledger.holders(),
         }
     }
+}
+
+fn exceeds(ledger: &Ledger, need: &Need, policy: Policy, now: Millis) -> bool {
+    let admission = choose_rung(ledger, need, policy, now);
+    matches!(admission, Admission::Never { .. })
+}
+
+fn could_risk(ledger: &Ledger, need: &Need, policy: Policy, now: Millis) -> bool {
+    choose_rung_low_memory(ledger, need, policy, now).is_some()
+}
+
+fn move_seconds(ledger: &Ledger, needs: &[(usize, Need)], policy: Policy, now: Millis) -> f64 {
+    let seconds = |need: &StageNeed| predicted_move_seconds(ledger, need, policy, now);
+    let each = needs
+        .iter()
+        .map(|(_, need)| seconds(&need.with_scratch(need.least_scratch())));
+    each.filter(|seconds| seconds.is_finite()).sum()
 }

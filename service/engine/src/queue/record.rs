@@ -4,13 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use pipelines::{MediaFormat, Piece, Role, Rung, StagePlan, Values};
-use residency::{Bytes, Component, ComponentId, StageNeed, Wait};
+use pipelines::{MediaFormat, Piece, Role, StagePlan, Values};
+use residency::{Bytes, Component, ComponentId, Wait};
 use tokio::time::Instant;
 
 use super::listener::{Mailbox, is_coalescible};
 use super::memos::Memos;
-use super::reductions::Reductions;
+use super::reductions::{Reduction, Reductions};
 use super::request::OpenModels;
 use super::steps::{Model, Step, StepKind, decodable};
 use super::swap::Swap;
@@ -18,67 +18,7 @@ use crate::error::{Error, Shortfall};
 use crate::job::{JobEvent, JobEventKind, JobId, JobOptions, JobReport, JobWork, Run, StageName};
 use crate::library::Entry;
 use crate::messages::Shortage;
-
-/// What a step needs on a card.
-#[derive(Clone, Debug)]
-pub(super) struct Need {
-    pub(super) name: StageName,
-    pub(super) components: Vec<Component>,
-    /// None for a load.
-    pub(super) plan: Option<StagePlan>,
-}
-
-/// The components of these names.
-pub(super) fn named(names: &[String], all: &[Component]) -> Vec<Component> {
-    let found = names
-        .iter()
-        .filter_map(|name| all.iter().find(|component| component.name == *name));
-    found.cloned().collect()
-}
-
-impl Need {
-    /// What a stage needs, of all components of its model.
-    pub(super) fn of_stage(plan: StagePlan, all: &[Component]) -> Need {
-        Need {
-            name: plan.name.as_str().into(),
-            components: named(&plan.components, all),
-            plan: Some(plan),
-        }
-    }
-
-    /// The ways to run it; none for a load.
-    pub(super) fn rungs(&self) -> &[Rung] {
-        self.plan.as_ref().map_or(&[], |plan| &plan.rungs)
-    }
-
-    pub(super) fn shape(&self) -> String {
-        self.plan
-            .as_ref()
-            .map(|plan| plan.shape.clone())
-            .unwrap_or_default()
-    }
-
-    /// Scratch of the exact rung that needs the least, or of any if there is no exact one.
-    pub(super) fn least_scratch(&self) -> Bytes {
-        let exact = self
-            .rungs()
-            .iter()
-            .filter(|r| !r.approximate)
-            .map(|r| r.scratch)
-            .min();
-        exact
-            .or_else(|| self.rungs().iter().map(|r| r.scratch).min())
-            .unwrap_or(Bytes::ZERO)
-    }
-
-    pub(super) fn with_scratch(&self, scratch: Bytes) -> StageNeed {
-        StageNeed {
-            name: self.name.to_string(),
-            components: self.components.clone(),
-            scratch,
-        }
-    }
-}
+use crate::need::{Need, named};
 
 /// Where a job is on its way.
 #[derive(Debug)]
@@ -166,6 +106,8 @@ pub(super) struct JobRecord {
     pub(super) work: JobWork,
     pub(super) models: OpenModels,
     pub(super) reductions: Reductions,
+    /// For a plan that is only asked for: the model in formats that lose less.
+    pub(super) upgrades: Vec<Reduction>,
     /// Plans by compute dtype.
     pub(super) plans: BTreeMap<String, Vec<StagePlan>>,
     pub(super) accepted: Instant,
@@ -279,6 +221,18 @@ impl JobRecord {
         self.stage(step).is_some_and(|stage| stage.role == role)
     }
 
+    /// All components that its stages use, and the activations of the largest stage.
+    pub(super) fn whole_bytes(&self, dtype: &str) -> Bytes {
+        let plan = self.plan(dtype);
+        let all = self.models.get(dtype).map_or(&[][..], |open| &open.components);
+        let is_used =
+            |c: &&Component| plan.is_empty() || plan.iter().any(|stage| stage.components.contains(&c.name));
+        let scratch = plan
+            .iter()
+            .filter_map(|stage| stage.rungs.iter().map(|rung| rung.scratch).min());
+        all.iter().filter(is_used).map(|c| c.bytes).sum::<Bytes>() + scratch.max().unwrap_or(Bytes::ZERO)
+    }
+
     /// The components of these names, under the identities that they go by.
     pub(super) fn components(&self, names: &[String], dtype: &str) -> Vec<Component> {
         let all = self.models.get(dtype).map_or(&[][..], |open| &open.components);
@@ -295,7 +249,8 @@ impl JobRecord {
             StepKind::Unload(_) => return None,
         };
         let plan = self.plan(dtype).get(stage)?.clone();
-        Some(Need::of_stage(plan, &self.models.get(dtype)?.components))
+        let all = &self.models.get(dtype)?.components;
+        Some(Need::of_stage(plan, all, self.options.headroom))
     }
 
     fn load_need(&self, dtype: &str) -> Option<Need> {
@@ -311,6 +266,7 @@ impl JobRecord {
             name: "load".into(),
             components: named.cloned().collect(),
             plan: None,
+            headroom: self.options.headroom,
         })
     }
 
@@ -319,6 +275,7 @@ impl JobRecord {
             name: self.name_of(step),
             components: self.swap.as_ref()?.begun.as_ref()?.before.clone(),
             plan: None,
+            headroom: Bytes::ZERO, // what was there before comes back whatever the new model was to leave free
         })
     }
 

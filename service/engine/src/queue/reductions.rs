@@ -8,9 +8,10 @@ use residency::Bytes;
 use super::open_for;
 use super::record::JobRecord;
 use super::request::OpenModels;
+use crate::error::{Change, ChangedTo};
 use crate::library::{Entry, Library, OpenModel};
 
-/// A quantization of a job's model in which it is smaller.
+/// A quantization of a job's model in which it is smaller, or larger.
 pub(super) struct Reduction {
     /// For people, who can ask for it by these words.
     pub(super) label: String,
@@ -28,6 +29,16 @@ pub(super) enum Reductions {
     Opening,
     /// The most faithful first.
     Known(Vec<Reduction>),
+}
+
+impl Reduction {
+    /// How a request for it differs.
+    pub(super) fn change(&self) -> Change {
+        Change {
+            label: self.label.clone(),
+            to: ChangedTo::Quantization(self.entry.quantization.clone()),
+        }
+    }
 }
 
 impl JobRecord {
@@ -91,6 +102,31 @@ pub(super) fn open_reductions(
     reductions
 }
 
+/// Opens an entry in each preset that makes it larger: the one that loses the least first.
+pub(super) fn open_upgrades(
+    library: &Library,
+    entry: &Entry,
+    models: &OpenModels,
+    cards: &[CardDescription],
+) -> Vec<Reduction> {
+    let bytes = bytes_of(models.values().next());
+    let presets = Preset::ALL
+        .into_iter()
+        .filter_map(|preset| Quantization::of(preset, []).ok());
+    let entries = presets.map(|quantization| entry.quantized(quantization));
+    let upgrades = entries.filter_map(|larger| {
+        let models = open_for(library, &larger, cards).ok()?;
+        (bytes_of(models.values().next()) > bytes).then(|| Reduction {
+            label: label_of(&larger.quantization),
+            entry: larger,
+            models,
+        })
+    });
+    let mut upgrades: Vec<Reduction> = upgrades.collect();
+    upgrades.sort_by_key(|upgrade| std::cmp::Reverse(bytes_of(upgrade.models.values().next())));
+    upgrades
+}
+
 fn bytes_of(open: Option<&OpenModel>) -> Bytes {
     let components = open.map(|open| &open.components[..]).unwrap_or_default();
     components.iter().map(|c| c.bytes).sum()
@@ -101,6 +137,9 @@ fn label_of(quantization: &Quantization) -> String {
     let preset = Preset::ALL
         .into_iter()
         .find(|preset| Quantization::of(*preset, []).as_ref() == Ok(quantization));
+    if *quantization == Quantization::NONE {
+        return "quantization full".to_owned();
+    }
     match preset.and_then(|preset| Some((preset, preset.format()?))) {
         Some((preset, format)) => format!("quantization {} ({format})", preset.as_str()),
         None => format!("quantization {quantization}"),

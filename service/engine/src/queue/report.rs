@@ -7,7 +7,7 @@ use std::time::Duration;
 use gpu::CardDescription;
 use residency::{Bytes, Component, ComponentId, Ledger, Millis, Move};
 
-use crate::error::{Error, Shortfall};
+use crate::error::{Error, Fallback, Shortfall};
 use crate::job::{JobId, Priority, StageName};
 
 /// A job as lists show it.
@@ -52,6 +52,8 @@ pub struct PlanReport {
     pub runs_now: bool,
     /// Seconds of moves before the first step.
     pub predicted_move_seconds: f64,
+    /// The model's formats that lose less and would fit as well, the closest to the original first.
+    pub upgrades: Vec<Fallback>,
 }
 
 /// One stage of a plan.

@@ -28,4 +28,6 @@ pub(super) struct Submission {
     pub(super) proof: Option<Run>,
     /// The model in fewer bytes, where that is known already.
     pub(super) reductions: Option<Vec<Reduction>>,
+    /// The model in formats that lose less, for a plan that is only asked for.
+    pub(super) upgrades: Vec<Reduction>,
 }

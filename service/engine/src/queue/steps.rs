@@ -146,6 +146,7 @@ mod tests {
             gives: gives.iter().map(|&name| name.into()).collect(),
             per_item,
             memo: None,
+            preview: None,
         }
     }
 

@@ -3,8 +3,7 @@
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 
-use pipelines::Rung;
-use residency::{Bytes, Component, ComponentId, HoldId, Ledger, Millis};
+use residency::{Bytes, Component, ComponentId, HoldId, Ledger, Millis, StageNeed, Verdict, plan};
 
 use super::leaving::Leaving;
 use super::record::JobRecord;
@@ -12,7 +11,6 @@ use super::report::Kept;
 use super::steps::{Model, StepKind};
 use super::swap::{Begun, hold_of, ids};
 use super::view::View;
-use crate::admission::{Admission, choose_rung};
 
 impl View<'_> {
     /// The card that a swap is tied to: where it has begun, else where most of the replaced entry is.
@@ -119,16 +117,21 @@ impl View<'_> {
             .map(|need| need.least_scratch())
             .max()
             .unwrap_or(Bytes::ZERO);
-        let proof = [Rung {
-            label: String::new(),
-            scratch,
-            approximate: false,
-        }];
         let mut ledger = (*card.ledger).clone();
         ledger.hold(HoldId::new(hold_of(&job.id)), ids(alone), Millis(u64::MAX));
-        let (policy, time) = (self.settings.policy, card.ledger_now(self.now));
-        let admission = choose_rung(&ledger, &open.components, &proof, policy, time);
-        matches!(admission, Admission::Run { .. })
+        let whole = StageNeed {
+            name: "load".to_owned(),
+            components: open.components.clone(),
+            scratch,
+            headroom: job.options.headroom,
+        };
+        let verdict = plan(
+            &ledger,
+            &whole,
+            self.policy(job, index),
+            card.ledger_now(self.now),
+        );
+        matches!(verdict, Verdict::Run { .. })
     }
 
     /// Whether a job may take values that other jobs' stages gave. A proof may where the components of those stages stood on

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use residency::{Bytes, Millis};
+use residency::{Bytes, Millis, Policy};
 use tokio::time::Instant;
 
 use super::Settings;
@@ -12,12 +12,14 @@ use super::claims::Claims;
 use super::latents::Latents;
 use super::learned::Learned;
 use super::memos::Memos;
-use super::record::{JobRecord, Need, State};
+use super::record::{JobRecord, State};
 use super::shares::Shares;
 use super::steps::StepKind;
 use super::unloads::PendingUnload;
+use crate::admission::{Admission, choose_rung};
 use crate::error::Error;
 use crate::job::JobId;
+use crate::need::Need;
 
 /// What there is, as of `now`.
 #[derive(Clone, Copy)]
@@ -77,13 +79,38 @@ impl<'a> View<'a> {
             .is_some_and(|key| self.memos.contains(&key) && self.may_take_cached_values(job))
     }
 
-    /// A step's need on a card, with all that was learned. None: the step needs no memory.
+    /// A step's need on a card, with all that was learned. None: the step needs no memory. Previews are sent where their
+    /// memory can be had at once.
     pub(super) fn need_on(&self, job: &JobRecord, index: usize, card: usize) -> Option<Need> {
         let description = &self.cards[card].description;
         let mut need = job.need(index, &description.compute_dtype)?;
-        let model = &job.models.get(&description.compute_dtype)?.model;
-        self.learned.improve(&mut need, model.family(), description);
+        let open = job.models.get(&description.compute_dtype)?;
+        if let Some(plan) = need.plan.as_ref().filter(|plan| plan.preview.is_some()) {
+            let plan = plan.clone().with_previews();
+            let mut previewed = Need::of_stage(plan, &open.components, need.headroom);
+            self.learned
+                .improve(&mut previewed, open.model.family(), description);
+            let ledger = self.ledger_for(job, card);
+            let now = self.cards[card].ledger_now(self.now);
+            let admission = choose_rung(&ledger, &previewed, self.policy(job, card), now);
+            if matches!(admission, Admission::Run { .. }) {
+                return Some(previewed);
+            }
+        }
+        self.learned.improve(&mut need, open.model.family(), description);
         Some(need)
+    }
+
+    /// How room is made for a job on a card: as the service is set, or else with one large component at a time where the
+    /// job's model does not fit the card as a whole.
+    pub(super) fn policy(&self, job: &JobRecord, card: usize) -> Policy {
+        self.settings.policy.unwrap_or_else(|| {
+            let card = &self.cards[card];
+            match job.whole_bytes(&card.description.compute_dtype) > card.ledger.capacity() {
+                true => Policy::Exclusive,
+                false => Policy::Shared,
+            }
+        })
     }
 
     /// Bytes of the components that a job still needs and that are not resident on a card.

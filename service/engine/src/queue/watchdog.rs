@@ -14,8 +14,8 @@ use tokio::time::Instant;
 use super::Settings;
 use super::cards::{Card, Health, InFlight};
 use super::learned::{Learned, StageKey};
-use super::record::Need;
 use crate::messages::{Completed, Progress};
+use crate::need::Need;
 
 /// A worker may be silent for so many times what is usual.
 const PATIENT: u32 = 10;
@@ -89,7 +89,7 @@ impl Pace {
                     Doing::Preparing
                 };
             }
-            Progress::Started { chunking } => {
+            Progress::Started { chunking, .. } => {
                 self.chunking.clone_from(chunking);
                 self.doing = Doing::Stage;
             }

@@ -50,7 +50,7 @@ fn evictions_precede_loads_and_each_move_is_announced_first() {
                 format!("loaded {}", component.name)
             }
             Progress::Loading { component, .. } => format!("loading {}", component.name),
-            Progress::Started { chunking } => format!("started {chunking}"),
+            Progress::Started { chunking, .. } => format!("started {chunking}"),
             Progress::Step { n, of } => format!("{n}/{of}"),
             other => panic!("{other:?}"),
         })
@@ -408,4 +408,14 @@ fn a_missing_damaged_or_changed_model_fails_only_its_order() {
         bench.run(retried(4)),
         Outcome::Failed(Failure::Model { .. })
     ));
+
+    let notes = folder.path().join("notes.txt");
+    std::fs::write(&notes, "no model").unwrap();
+    let mut other = retried(5);
+    other.model.path = notes;
+    let outcome = bench.run(other);
+    assert!(
+        matches!(outcome, Outcome::Failed(Failure::Unsupported { .. })),
+        "{outcome:?}"
+    );
 }

@@ -273,6 +273,7 @@ impl Bench {
             work,
             policy: Policy::Shared,
             allow_low_memory: false,
+            headroom: Bytes::ZERO,
         }
     }
 
@@ -285,7 +286,11 @@ impl Bench {
     pub(crate) fn stage_of(&mut self, path: &Path, stage: &str, request: Request) -> Order {
         let model = self.open(path);
         let plan = model.plan(&request).unwrap();
-        let plan = plan.into_iter().find(|plan| plan.name == stage).unwrap();
+        let plan = plan
+            .into_iter()
+            .find(|plan| plan.name == stage)
+            .unwrap()
+            .with_previews();
         let values = plan.takes.iter().map(|value| {
             let bytes = value.shape.iter().product::<usize>() * 4;
             let tensor = HostTensor {

@@ -150,7 +150,7 @@ async fn a_decode_that_fails_keeps_its_latent_and_a_retry_starts_at_the_decode()
         panic!("{seen:?}")
     };
     assert_eq!((shortfall.needed, shortfall.free), (needed, usable));
-    let instead: Vec<&str> = shortfall.fallbacks.iter().map(|f| &*f.label).collect();
+    let instead: Vec<&str> = shortfall.fallbacks.iter().map(|f| &*f.change.label).collect();
     assert_eq!(instead[..4], REDUCTIONS, "{instead:?}");
     at_rest(&queue).await;
 }

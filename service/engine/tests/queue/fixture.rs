@@ -8,7 +8,8 @@ use engine::library::Entry;
 use gpu::{LoadPlan, WeightFormat};
 use pipelines::{
     Family, HostTensor, HostType, Image, Medium, Model, ModelError, ModelFile, Observer, Precision, Preset,
-    Quantization, Request, RequestError, Role, Rung, StageError, StagePlan, StageRun, ValueShape, Values,
+    PreviewNeed, Quantization, Request, RequestError, Role, Rung, StageError, StagePlan, StageRun,
+    ValueShape, Values,
 };
 use residency::{Bytes, Component, ComponentId};
 
@@ -78,6 +79,7 @@ impl FakeModel {
             gives: Vec::new(),
             per_item: true,
             memo: None,
+            preview: None,
         }
     }
 
@@ -140,6 +142,10 @@ impl Model for FakeModel {
             steps: request.steps,
             takes: std::iter::once(value("sequence")).chain(start).collect(),
             gives: vec!["latent".into()],
+            preview: request.preview.then(|| PreviewNeed {
+                components: vec!["vae".into()],
+                scratch: Bytes::gib(1),
+            }),
             ..self.stage(
                 "denoise",
                 Role::Sample,

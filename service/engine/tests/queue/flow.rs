@@ -100,7 +100,7 @@ async fn several_pictures_are_decoded_in_the_order_of_the_policy() {
         ),
     ] {
         let (queue, mut worker) = one_card_with(Settings {
-            policy,
+            policy: Some(policy),
             ..exclusive()
         })
         .await;
@@ -149,7 +149,7 @@ async fn learned_peaks_replace_predictions() {
 async fn a_deleted_latent_stays_for_jobs_that_need_it() {
     // The job itself, which has denoised and decodes last: the client has the latent's handle before that.
     let (queue, mut worker) = one_card_with(Settings {
-        policy: Policy::Exclusive,
+        policy: Some(Policy::Exclusive),
         ..exclusive()
     })
     .await;
@@ -336,7 +336,7 @@ async fn a_job_that_exceeds_the_card_is_refused_with_fallbacks() {
     let labels: Vec<&str> = shortfall
         .fallbacks
         .iter()
-        .map(|fallback| fallback.label.as_str())
+        .map(|fallback| fallback.change.label.as_str())
         .collect();
     assert_eq!(
         labels[REDUCTIONS.len()..],

@@ -11,6 +11,7 @@ mod schedule;
 mod shares;
 mod sharing;
 mod swaps;
+mod terms;
 mod watchdog;
 mod watching;
 mod worker;

@@ -22,7 +22,7 @@ async fn refusal(queue: &Queue, spec: JobSpec) -> Shortfall {
 
 fn told(fallbacks: &[Fallback]) -> Vec<(&str, Bytes, Bytes)> {
     let told = fallbacks.iter();
-    told.map(|f| (f.label.as_str(), f.peak, f.saved)).collect()
+    told.map(|f| (f.change.label.as_str(), f.peak, f.saved)).collect()
 }
 
 /// Runs a load, and returns the bytes loaded and the orders' components.

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use engine::Error;
 use engine::job::{JobEvent, JobEventKind};
 use engine::library::Entry;
 use engine::messages::{Answer, Command, Outcome, Shortage};
 use engine::queue::{Job, Queue, Settings};
+use engine::{ChangedTo, Error};
 use residency::{Bytes, ComponentId, WaitCause};
 
 use crate::fixture::{REDUCTIONS, entry, load, picture};
@@ -110,7 +110,7 @@ async fn a_load_that_exceeds_the_card_suggests_components() {
     );
     let told = shortfall.fallbacks[REDUCTIONS.len()..]
         .iter()
-        .map(|f| (f.label.as_str(), f.peak, f.saved));
+        .map(|f| (f.change.label.as_str(), f.peak, f.saved));
     let expected = [
         ("components transformer, vae", Bytes::gib(23), Bytes::gib(4)),
         ("components text_encoder_2", Bytes::gib(4), Bytes::gib(23)),
@@ -438,7 +438,11 @@ async fn making_room_for_other_programs_blocks_orders() {
         short: Bytes::gib(40),
     };
     worker.say(engine::messages::Event::Answer { id, answer });
-    assert!(matches!(reserve.await.unwrap(), Err(Error::MemoryTaken(_))));
+    let Err(Error::MemoryTaken(shortfall)) = reserve.await.unwrap() else {
+        panic!("there are 24 GiB")
+    };
+    let offered = shortfall.fallbacks.iter().map(|fallback| &fallback.change.to);
+    assert!(offered.eq([&ChangedTo::Bytes(Bytes::gib(20))]));
 
     let asking = queue.clone();
     let trim = tokio::spawn(async move { asking.trim("").await });
@@ -490,6 +494,7 @@ async fn patience_is_not_spent_while_own_jobs_block() {
         name: "load".into(),
         components,
         scratch: Bytes::ZERO,
+        headroom: Bytes::ZERO,
     };
     let lease = worker.ledger.lease(&need, worker.now()).unwrap();
     worker.set_foreign(Bytes::gib(12));

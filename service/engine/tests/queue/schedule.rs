@@ -275,7 +275,7 @@ async fn run(seed: u64, steps: u64) -> Vec<String> {
         Policy::Exclusive
     };
     let settings = Settings {
-        policy,
+        policy: Some(policy),
         headroom: Bytes::ZERO,
         max_jobs: 40,
         ..Settings::default()

@@ -9,6 +9,7 @@ use engine::library::Library;
 use engine::messages::{
     Answer, Command, Completed, Event, Failure, Order, Outcome, Progress, Shortage, Standing, Ticket, Work,
 };
+use engine::need::Need;
 use engine::queue::{CardPort, CardSignal, CardSlot, Job, Queue, Settings, Signal};
 use gpu::{CardDescription, CardKind, Unloaded};
 use pipelines::{Catalogue, Piece, Rung, Values};
@@ -243,14 +244,19 @@ impl Worker {
 
     /// Loads the components, as a worker would; false if they do not fit.
     pub fn load(&mut self, order: &Order) -> Result<Vec<String>, Outcome> {
-        let (components, rungs) = needs(order);
+        let need = Need::of_order(order);
         let now = self.now();
         let here = |c: &&Component| self.ledger.is_resident(&c.id);
-        let resident: Vec<String> = components.iter().filter(here).map(|c| c.name.clone()).collect();
-        let moves = match choose_rung(&self.ledger, components, rungs, order.policy, now) {
+        let resident: Vec<String> = need
+            .components
+            .iter()
+            .filter(here)
+            .map(|c| c.name.clone())
+            .collect();
+        let moves = match choose_rung(&self.ledger, &need, order.policy, now) {
             Admission::Run { moves, .. } => moves,
             _ if order.allow_low_memory => {
-                choose_rung_low_memory(&self.ledger, components, rungs, order.policy, now)
+                choose_rung_low_memory(&self.ledger, &need, order.policy, now)
                     .expect("weights fit")
                     .moves
             }
@@ -309,6 +315,7 @@ impl Worker {
             order.ticket,
             Progress::Started {
                 chunking: "whole".into(),
+                memory: self.ledger.summary(),
             },
         );
         Ok(resident)
@@ -404,6 +411,7 @@ pub fn completed(order: &Order, resident_already: Vec<String>) -> Outcome {
         room: predicted,
         peak_scratch: Bytes(predicted.0 / 2),
         peak_bytes: predicted,
+        memory: None,
         attention: "own kernels".to_owned(),
         load_seconds: components
             .iter()
@@ -470,7 +478,7 @@ pub async fn at_rest(queue: &Queue) {
 
 pub fn exclusive() -> Settings {
     Settings {
-        policy: Policy::Exclusive,
+        policy: Some(Policy::Exclusive),
         ..Settings::default()
     }
 }

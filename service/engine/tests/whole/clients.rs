@@ -144,6 +144,7 @@ fn random_options(random: &mut ChaCha8Rng) -> JobOptions {
             .unwrap(),
         patience: patience.map(Duration::from_millis),
         allow_low_memory: random.random_ratio(1, 6),
+        headroom: residency::Bytes::mib([0, 0, 0, 100][random.random_range(0..4)]),
         card_hint: if random.random_ratio(1, 10) { "sim:1" } else { "" }.into(),
         idempotency_key: if random.random_ratio(1, 8) { "key" } else { "" }.into(),
         detach: random.random_ratio(1, 10),

@@ -435,6 +435,7 @@ impl Slot {
                 predicted_scratch: Bytes::ZERO,
                 peak_scratch: Bytes::ZERO,
                 peak_bytes: Bytes::ZERO,
+                memory: None,
                 attention: String::new(),
                 load_seconds: Vec::new(),
             }))
@@ -536,6 +537,7 @@ impl Slot {
                     name: "lost".into(),
                     components: Vec::new(),
                     scratch: Bytes::ZERO,
+                    headroom: Bytes::ZERO,
                 };
                 leased.lease(&need, Millis(0)).ok()?;
                 Some(leased)

@@ -184,11 +184,7 @@ impl<'a> World<'a> {
         }
         let settings = Settings {
             headroom: Bytes::ZERO,
-            policy: if random.random() {
-                Policy::Shared
-            } else {
-                Policy::Exclusive
-            },
+            policy: [None, Some(Policy::Shared), Some(Policy::Exclusive)][random.random_range(0..3)],
             max_jobs: 40,
             keep_alive: random.random_ratio(1, 4).then(|| Duration::from_secs(8)),
             ..Settings::default()

@@ -63,6 +63,8 @@ pub(crate) struct CudaCard {
     context_bytes: Bytes,
     /// Bytes used by the activation pool when the current stage began.
     stage_baseline: Bytes,
+    /// The most of the card's memory that we take.
+    limit: Option<Bytes>,
     faults: FaultSchedule,
     /// Set once the card is lost; nothing of it may be touched then. cudarc reports an error once and looks healthy
     /// afterwards.
@@ -217,6 +219,7 @@ impl CudaCard {
             nvml,
             context_bytes: Bytes::ZERO,
             stage_baseline: Bytes::ZERO,
+            limit: settings.limit,
             faults: FaultSchedule::new(settings.faults.clone(), generation, settings.die_generations),
             lost: None,
         };
@@ -227,7 +230,8 @@ impl CudaCard {
             .free;
         let pools = card.pools()?;
         card.context_bytes = (free_before - free_now) - pools.reserved();
-        card.description.total = card.driver_memory()?.1;
+        let total = card.driver_memory()?.1;
+        card.description.total = card.limit.map_or(total, |limit| total.min(limit));
         tracing::info!(
             card = card.description.id, context = %card.context_bytes, pinned = %card.staging.bytes(), %profile,
             "the card is open"
@@ -352,7 +356,7 @@ impl Gpu for CudaCard {
         let (free, total) = self.driver_memory()?;
         let besides = total - free - pools.reserved();
         let context = self.context_bytes.min(besides);
-        Ok(DriverTruth {
+        let truth = DriverTruth {
             total,
             free,
             components: pools.components,
@@ -362,6 +366,10 @@ impl Gpu for CudaCard {
             workspaces: pools.workspaces + (pools.components_reserved - pools.components),
             context,
             holders: self.nvml.holders(besides - context),
+        };
+        Ok(match self.limit {
+            Some(limit) => truth.limited_to(limit),
+            None => truth,
         })
     }
 

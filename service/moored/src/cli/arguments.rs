@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::error::ErrorKind;
 use clap::{ArgMatches, Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 
-use super::CliError;
+use super::{CliError, cards};
 use crate::config::Flags;
 use crate::proto::v1;
 
@@ -88,6 +88,14 @@ pub(super) enum Command {
     Pin(Pin),
     /// What a request would need and do, without doing it
     Plan(Generate),
+    /// Give memory that is kept for the next stage back to the driver
+    Trim(cards::Trim),
+    /// Keep memory of a card free for another program
+    Reserve(cards::Reserve),
+    /// Give up a reservation
+    Release(cards::Release),
+    /// Replace a card's worker process, which gives all of its memory back
+    Recycle(cards::Recycle),
     /// The jobs of all clients
     Jobs {
         /// Also those that have ended

@@ -5,12 +5,13 @@ use std::sync::Arc;
 use engine::Error;
 use engine::library::Library;
 use gpu::{CardKind, DeviceChoice, DeviceSpec};
-use residency::{Bytes, Policy};
+use residency::Bytes;
 use serde_json::json;
 
 use super::connection::Connection;
 use super::{CliError, screen};
 use crate::config::{Cards, Config};
+use crate::grpc::policy_name;
 use crate::models::Models;
 use crate::proto::v1;
 
@@ -112,10 +113,7 @@ fn card(cards: &Cards, device: &DeviceSpec) -> Finding {
         }
     };
     let suits = if cards.profile.is_some() { "set" } else { "auto" };
-    let policy = match cards.policy_on([&description]) {
-        Policy::Shared => "shared",
-        Policy::Exclusive => "exclusive",
-    };
+    let policy = policy_name(cards.policy_on([&description]));
     let mut found = vec![
         format!("{} ({})", description.id, description.name),
         description.total.to_string(),

@@ -2,6 +2,7 @@
 //! be; `demo` is both.
 
 mod arguments;
+mod cards;
 mod connection;
 mod demo;
 mod doctor;
@@ -113,6 +114,10 @@ fn dispatch(arguments: Arguments) -> Result<(), CliError> {
             Command::Load(options) => residency::load(&config.client, options, json).await,
             Command::Unload(options) => residency::unload(&config.client, options, json).await,
             Command::Pin(options) => residency::pin(&config.client, options, json).await,
+            Command::Trim(options) => cards::trim(&config.client, options, json).await,
+            Command::Reserve(options) => cards::reserve(&config.client, options, json).await,
+            Command::Release(options) => cards::release(&config.client, options, json).await,
+            Command::Recycle(options) => cards::recycle(&config.client, options, json).await,
             Command::Jobs { all } => residency::jobs(&config.client, all, json).await,
             Command::Cancel { job } => residency::cancel(&config.client, job, json).await,
             Command::Config { .. } | Command::Worker => Ok(()), // done above

@@ -62,6 +62,10 @@ pub(crate) struct Models {
     pub(crate) folders: Vec<PathBuf>,
     pub(crate) default: Option<String>,
     pub(crate) paths: BTreeMap<String, PathBuf>,
+    /// Loaded when the service starts, by name, in order.
+    pub(crate) preload: Vec<String>,
+    /// Loaded and pinned when the service starts.
+    pub(crate) pinned: Vec<String>,
     pub(crate) settings: BTreeMap<String, ModelSettings>,
 }
 
@@ -88,8 +92,11 @@ pub(crate) struct Cards {
     /// `None`: that of the profile.
     pub(crate) policy: Option<Policy>,
     pub(crate) headroom: Bytes,
-    /// `None`: that of the profile.
+    /// `None`: that of the profile. So are the next three.
     pub(crate) slack_limit: Option<Bytes>,
+    pub(crate) release_threshold: Option<Bytes>,
+    pub(crate) staging: Option<Bytes>,
+    pub(crate) staging_chunk: Option<Bytes>,
 }
 
 impl Cards {
@@ -103,22 +110,22 @@ impl Cards {
     pub(crate) fn memory_of(&self, card: &CardDescription) -> MemoryProfile {
         let profile = MemoryProfile::of(self.profile_of(card), card.total);
         MemoryProfile {
+            release_threshold: self.release_threshold.or(profile.release_threshold),
             slack_limit: self.slack_limit.unwrap_or(profile.slack_limit),
-            ..profile
+            staging_bytes: self.staging.unwrap_or(profile.staging_bytes),
+            staging_chunk: self.staging_chunk.unwrap_or(profile.staging_chunk),
         }
     }
 
-    /// Eviction policy. One policy for the whole service, since a job is ordered before its card is known: if the
-    /// profile of any card asks for `exclusive`, all cards use it.
-    pub(crate) fn policy_on<'a>(&self, cards: impl IntoIterator<Item = &'a CardDescription>) -> Policy {
-        self.policy.unwrap_or_else(|| {
-            let exclusive = |card| self.profile_of(card).policy() == Policy::Exclusive;
-            if cards.into_iter().any(exclusive) {
-                Policy::Exclusive
-            } else {
-                Policy::Shared
-            }
-        })
+    /// Eviction policy; `None`: by the model and the card that it runs on. If the profile of any card asks for
+    /// `exclusive`, all cards use it.
+    pub(crate) fn policy_on<'a>(
+        &self,
+        cards: impl IntoIterator<Item = &'a CardDescription>,
+    ) -> Option<Policy> {
+        let is_exclusive = |card| self.profile_of(card).policy() == Policy::Exclusive;
+        self.policy
+            .or_else(|| cards.into_iter().any(is_exclusive).then_some(Policy::Exclusive))
     }
 }
 
@@ -237,6 +244,8 @@ impl Config {
             folders: r.paths("models.folders"),
             default: r.optional_text("models.default"),
             paths: r.table("models.paths"),
+            preload: r.words("models.preload"),
+            pinned: r.words("models.pinned"),
             settings: r.table("models.settings"),
         };
         let hub = Hub::read(&mut r);
@@ -253,6 +262,9 @@ impl Config {
             ),
             headroom: r.size("cards.headroom"),
             slack_limit: r.optional_size("cards.slack_limit"),
+            release_threshold: r.optional_size("cards.release_threshold"),
+            staging: r.optional_size("cards.staging"),
+            staging_chunk: r.optional_size("cards.staging_chunk"),
         };
         let queue = Queue {
             max_jobs: r.at_least("queue.max_jobs", 1),
@@ -297,6 +309,19 @@ impl Config {
                     name,
                     "is less than service.max_message, which no message could have then",
                 );
+            }
+        }
+        for card in [ProfileName::Inference, ProfileName::Constrained] {
+            let profile = MemoryProfile::of(cards.profile.unwrap_or(card), Bytes::gib(24));
+            let staging = cards.staging.unwrap_or(profile.staging_bytes);
+            let chunk = cards.staging_chunk.unwrap_or(profile.staging_chunk);
+            let is_set = cards.staging.is_some() || cards.staging_chunk.is_some();
+            if is_set && (chunk.0 < 1 << 16 || staging < chunk || !staging.0.is_multiple_of(chunk.0)) {
+                r.mistake(
+                    "cards.staging",
+                    format!("{staging} is no multiple of cards.staging_chunk, {chunk}, of 64 KiB at least: set both"),
+                );
+                break;
             }
         }
         if cards.devices.is_empty() {

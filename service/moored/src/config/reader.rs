@@ -92,6 +92,15 @@ impl Reader {
     }
 
     /// An integer of at least `least`.
+    /// A list of names, none of them empty.
+    pub(super) fn words(&mut self, name: &'static str) -> Vec<String> {
+        let words = self.texts(name);
+        if words.iter().any(|word| word.trim().is_empty()) {
+            self.mistake(name, "has an empty name in it");
+        }
+        words
+    }
+
     pub(super) fn at_least<T>(&mut self, name: &'static str, least: T) -> T
     where
         T: DeserializeOwned + PartialOrd + fmt::Display + Copy,

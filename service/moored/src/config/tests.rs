@@ -161,7 +161,7 @@ fn what_is_set_by_itself_wins_over_the_profile() {
     let small = card("sim:8GiB");
     let by_profile = with("cards.profile = 'constrained'").unwrap().cards;
     assert_eq!(by_profile.memory_of(&small).slack_limit, Bytes::mib(64));
-    assert_eq!(by_profile.policy_on([&small]), Policy::Exclusive);
+    assert_eq!(by_profile.policy_on([&small]), Some(Policy::Exclusive));
     let set = with("cards.profile = 'constrained'\ncards.policy = 'shared'\ncards.slack_limit = '1GiB'")
         .unwrap()
         .cards;
@@ -174,15 +174,15 @@ fn what_is_set_by_itself_wins_over_the_profile() {
         },
         profile
     );
-    assert_eq!(set.policy_on([&small]), Policy::Shared);
+    assert_eq!(set.policy_on([&small]), Some(Policy::Shared));
 }
 
 #[test]
 fn one_small_card_makes_the_whole_service_exclusive() {
     let cards = with("").unwrap().cards;
     let (small, large) = (card("sim:8GiB"), card("sim:80GiB,index=1"));
-    assert_eq!(cards.policy_on([&large]), Policy::Shared);
-    assert_eq!(cards.policy_on([&large, &small]), Policy::Exclusive);
+    assert_eq!(cards.policy_on([&large]), None, "by the model");
+    assert_eq!(cards.policy_on([&large, &small]), Some(Policy::Exclusive));
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use engine::Error;
 use engine::job::JobOptions;
+use residency::Bytes;
 use tokio::time::Instant;
 use tonic::Request;
 
@@ -65,6 +66,7 @@ impl Caller {
             priority: priority_in(options.priority),
             patience: options.patience_ms.map(Duration::from_millis),
             allow_low_memory: options.allow_low_memory,
+            headroom: Bytes(options.headroom_bytes.unwrap_or(0)),
             card_hint: options.card,
             idempotency_key: options.idempotency_key,
             detach: options.detach,

@@ -5,8 +5,9 @@ use std::collections::HashMap;
 use engine::job::{JobEvent, JobEventKind, JobReport, LatentInfo, Priority, StageReport};
 use engine::library::{Entry, OpenModel};
 use engine::queue::JobInfo;
+use engine::{Change, ChangedTo, Fallback};
 use pipelines::{FULL, Medium, Request, ValueShape};
-use residency::{Component, Fallback, Fits, Holder};
+use residency::{Component, Fits, Holder, MemorySummary};
 
 use super::residency::{freed_out, kept_out};
 use crate::proto::v1;
@@ -30,9 +31,57 @@ pub(super) fn holder_out(holder: &Holder) -> v1::Holder {
 
 pub(super) fn fallback_out(fallback: &Fallback) -> v1::Fallback {
     v1::Fallback {
-        label: fallback.label.clone(),
+        label: fallback.change.label.clone(),
         peak_bytes: fallback.peak.0,
         fits_now: fallback.fits == Fits::Now,
+        change: Some(change_out(&fallback.change)),
+    }
+}
+
+fn change_out(change: &Change) -> v1::fallback::Change {
+    use v1::fallback::Change as Out;
+    match &change.to {
+        ChangedTo::Quantization(quantization) => Out::Quantization(v1::Quantization {
+            preset: FULL.to_owned(), // what is not named is as it is stored
+            components: quantization
+                .formats()
+                .map(|(name, format)| (name.to_owned(), format.to_string()))
+                .collect(),
+        }),
+        ChangedTo::Request(request) => {
+            let (width, height) = request.medium.size().unwrap_or_default();
+            let mut size = v1::ResultSize {
+                width,
+                height,
+                ..Default::default()
+            };
+            match &request.medium {
+                Medium::Image(_) => {}
+                Medium::Video(video) => size.frames = video.frames,
+                Medium::Audio(audio) => size.seconds = audio.seconds,
+            }
+            Out::Size(size)
+        }
+        ChangedTo::Components(names) => Out::Components(v1::ComponentNames { names: names.clone() }),
+        ChangedTo::Unpinned(keys) => Out::Unpinned(v1::EntryKeys { keys: keys.clone() }),
+        ChangedTo::Bytes(bytes) => Out::Bytes(bytes.0),
+    }
+}
+
+/// A card's memory, account by account.
+pub(super) fn memory_out(memory: &MemorySummary) -> v1::MemoryAccounts {
+    let accounts = &memory.accounts;
+    v1::MemoryAccounts {
+        total: memory.total.0,
+        components: accounts.components.0,
+        scratch: accounts.scratch.0,
+        slack: accounts.slack.0,
+        workspaces: accounts.workspaces.0,
+        context: accounts.context.0,
+        foreign: accounts.foreign.0,
+        unexplained: accounts.unexplained.0,
+        free: accounts.free.0,
+        usable: memory.usable.0,
     }
 }
 
@@ -220,6 +269,7 @@ pub(super) fn convert(event: &JobEvent, model: &v1::ResolvedModel) -> Converted 
             cached,
             card,
             item,
+            memory,
         } => Kind::Stage(v1::StageStarted {
             name: name.to_string(),
             index: *index,
@@ -228,6 +278,7 @@ pub(super) fn convert(event: &JobEvent, model: &v1::ResolvedModel) -> Converted 
             cached: *cached,
             card: card.clone(),
             picture: *item,
+            memory: memory.as_ref().map(memory_out),
         }),
         JobEventKind::Step { n, of, item } => Kind::Step(v1::Step {
             n: *n,
@@ -271,5 +322,11 @@ fn stage_out(stage: &StageReport) -> v1::StageReport {
         picture: stage.item,
         card: stage.card.clone(),
         attention: stage.attention.clone(),
+        before: stage.memory.map(|memory| memory_out(&memory.before)),
+        after: stage.memory.map(|memory| memory_out(&memory.after)),
+        largest_block_bytes: stage
+            .memory
+            .and_then(|memory| memory.largest_block)
+            .map_or(0, |bytes| bytes.0),
     }
 }

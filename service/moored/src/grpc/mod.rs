@@ -20,4 +20,4 @@ mod stream;
 
 pub(crate) use auth::Token;
 pub(crate) use limits::Limits;
-pub(crate) use server::{Service, serve};
+pub(crate) use server::{Service, policy_name, serve};

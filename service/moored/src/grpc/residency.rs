@@ -18,8 +18,10 @@ use tonic::{Request, Response, Status};
 
 use super::asked::Asked;
 use super::caller::Caller;
-use super::convert::{component_out, defaults_out, formats_out, holder_out, job_out, millis, resolved};
-use super::server::Service;
+use super::convert::{
+    component_out, defaults_out, fallback_out, formats_out, holder_out, job_out, memory_out, millis, resolved,
+};
+use super::server::{Service, policy_name};
 use super::status::{invalid, short, shortfall_out, status_of, words_of};
 use super::stream::{Encoding, EventStream, Output, events_of};
 use crate::models::Found;
@@ -203,6 +205,7 @@ impl Residency for Service {
                 stages: report.stages.iter().map(planned_out).collect(),
                 runs_now: report.runs_now,
                 predicted_move_seconds: report.predicted_move_seconds,
+                upgrades: report.upgrades.iter().map(fallback_out).collect(),
             })
         };
         plan.await.map(Response::new).map_err(|e: Error| status_of(&e))
@@ -254,20 +257,24 @@ impl Residency for Service {
         let checked = || {
             let ttl = time_to_live(request.ttl, DEFAULT_RESERVATION, LONGEST_RESERVATION)?;
             short("label", &request.label)?;
-            if request.bytes == 0 {
+            short("reservation_id", &request.reservation_id)?;
+            if request.bytes == 0 && request.reservation_id.is_empty() {
                 return Err(invalid("bytes", "is 0: nothing to make room for"));
             }
             Ok(ttl)
         };
         let ttl = checked().map_err(|e| status_of(&e))?;
-        let key = uuid::Uuid::new_v4().to_string(); // each is another
+        let (bytes, id) = (Bytes(request.bytes), request.reservation_id);
+        let key = match id.as_str() {
+            "" => uuid::Uuid::new_v4().to_string(), // each is another
+            renewed => self.limits.reservations.key_of(renewed),
+        };
         let claim = self.limits.reservations.begin(client, key, ttl)?;
-        let bytes = Bytes(request.bytes);
-        let reserved = self
-            .queue
-            .reserve(&request.card, bytes, ttl, request.label)
-            .await
-            .map_err(|e| status_of(&e))?;
+        let reserved = match id.as_str() {
+            "" => self.queue.reserve(&request.card, bytes, ttl, request.label).await,
+            renewed => self.queue.renew_reservation(renewed, bytes, ttl).await,
+        };
+        let reserved = reserved.map_err(|e| status_of(&e))?;
         claim.granted(&reserved.id);
         Ok(Response::new(v1::ReserveResponse {
             reservation_id: reserved.id,
@@ -285,6 +292,16 @@ impl Residency for Service {
         let released = self.queue.release_reservation(&id).await;
         self.limits.reservations.end(&id);
         Ok(Response::new(v1::ReleaseReservationResponse { released }))
+    }
+
+    async fn recycle(
+        &self,
+        request: Request<v1::RecycleRequest>,
+    ) -> Result<Response<v1::RecycleResponse>, Status> {
+        let request = request.into_inner();
+        let cards = self.queue.recycle(&request.card, request.force).await;
+        let cards = cards.map_err(|e| status_of(&e))?;
+        Ok(Response::new(v1::RecycleResponse { cards }))
     }
 }
 
@@ -376,7 +393,7 @@ impl Service {
                 .zip(self.workers.pids())
                 .map(|(card, worker_pid)| v1::CardStatus {
                     worker_pid,
-                    policy: self.policy_name().to_owned(),
+                    policy: policy_name(self.policy).to_owned(),
                     ..card_out(card, report)
                 })
                 .collect(),
@@ -386,6 +403,7 @@ impl Service {
             text_encodings: u32::try_from(report.texts).unwrap_or(u32::MAX),
             text_encoding_bytes: report.text_bytes.0,
             uptime_ms: millis(self.started.elapsed()),
+            host: Some(self.host.read(&self.workers)),
         }
     }
 }
@@ -426,25 +444,13 @@ pub(super) fn kind_out(kind: CardKind) -> String {
 }
 
 fn card_out(card: &CardStatus, report: &StatusReport) -> v1::CardStatus {
-    let accounts = card.ledger.accounts();
     v1::CardStatus {
         id: card.description.id.clone(),
         name: card.description.name.clone(),
         kind: kind_out(card.description.kind),
         attention: card.attention.clone(),
         state: card.state.to_owned(),
-        memory: Some(v1::MemoryAccounts {
-            total: card.ledger.total().0,
-            components: accounts.components.0,
-            scratch: accounts.scratch.0,
-            slack: accounts.slack.0,
-            workspaces: accounts.workspaces.0,
-            context: accounts.context.0,
-            foreign: accounts.foreign.0,
-            unexplained: accounts.unexplained.0,
-            free: accounts.free.0,
-            usable: card.ledger.usable().0,
-        }),
+        memory: Some(memory_out(&card.ledger.summary())),
         residents: card
             .ledger
             .residents()

@@ -20,6 +20,7 @@ use super::health;
 use super::limits::{Limited, Limits};
 use super::residency::kind_out;
 use super::stream::Encoder;
+use crate::host::Host;
 use crate::hub::Pulls;
 use crate::models::Models;
 use crate::process::supervisor::WorkerPids;
@@ -63,7 +64,9 @@ pub(crate) struct Service {
     pub(crate) pulls: Pulls,
     pub(crate) started: Instant,
     pub(crate) max_message: Bytes,
-    pub(crate) policy: Policy,
+    /// `None`: by the model.
+    pub(crate) policy: Option<Policy>,
+    pub(crate) host: Arc<Host>,
     pub(crate) workers: WorkerPids,
     /// Turns at decoding clients' pictures.
     pub(crate) decoding: Arc<Semaphore>,
@@ -98,14 +101,6 @@ impl Service {
         }
     }
 
-    /// As the configuration names it.
-    pub(super) fn policy_name(&self) -> &'static str {
-        match self.policy {
-            Policy::Shared => "shared",
-            Policy::Exclusive => "exclusive",
-        }
-    }
-
     fn cards(&self) -> Vec<CardDescription> {
         self.queue
             .status()
@@ -114,6 +109,15 @@ impl Service {
             .iter()
             .map(|card| card.description.clone())
             .collect()
+    }
+}
+
+/// As statuses and `moored doctor` name how room is made.
+pub(crate) fn policy_name(policy: Option<Policy>) -> &'static str {
+    match policy {
+        Some(Policy::Shared) => "shared",
+        Some(Policy::Exclusive) => "exclusive",
+        None => "by model",
     }
 }
 

@@ -14,6 +14,8 @@ fn folder_with(files: &[&str]) -> tempfile::TempDir {
 
 fn models(folder: &Path) -> Models {
     let settings = Settings {
+        preload: Vec::new(),
+        pinned: Vec::new(),
         folders: vec![folder.to_owned()],
         default: None,
         paths: BTreeMap::new(),

@@ -8,7 +8,7 @@ use super::scratch::{Chunking, decode_scratch, encode_ladder, ladder};
 use super::{COMPONENT, VaeConfig};
 use crate::checkpoint::ComponentSet;
 use crate::plan::{names, only_value};
-use crate::{Image, Role, Rung, StagePlan, ValueShape};
+use crate::{Image, PreviewNeed, Role, Rung, StagePlan, ValueShape};
 
 /// Names of the stages.
 pub(crate) const ENCODE_IMAGE: &str = "encode_image";
@@ -84,13 +84,18 @@ impl Autoencoder<'_> {
             gives: Vec::new(),
             per_item: true,
             memo: None,
+            preview: None,
         }
     }
 
-    /// Activation bytes of a preview, which is decoded whole at half the size.
-    pub(crate) fn preview_scratch(&self, image: &Image) -> Bytes {
+    /// What a preview needs, which is decoded whole at half the size while the sampler's buffers stay allocated.
+    pub(crate) fn preview_need(&self, image: &Image) -> PreviewNeed {
         let (h, w) = self.config.latent_sides(image.width / 2, image.height / 2);
-        decode_scratch(self.config, h, w, Chunking::Whole, self.dtype) + self.dequantizing()
+        let decode = decode_scratch(self.config, h, w, Chunking::Whole, self.dtype);
+        PreviewNeed {
+            components: names(&[COMPONENT]),
+            scratch: decode + self.dequantizing(),
+        }
     }
 
     /// Convolutions are dequantized in any format, independent of tokens.

@@ -107,6 +107,7 @@ impl FluxModel {
             gives: names(&[POOLED, SEQUENCE]),
             per_item: false,
             memo: Some(self.text_memo(request)?),
+            preview: None,
         })
     }
 
@@ -154,28 +155,22 @@ impl FluxModel {
             self.components
                 .dequantizing("transformer", steps as usize, is_modulator),
         );
-        let mut components = names(&["transformer"]);
-        if request.preview {
-            components.push("vae".to_owned());
-            // The conditioning stays allocated while a preview is decoded at half the size.
-            scratch += self.autoencoder().preview_scratch(image);
-        }
         let latent = is_from_latent(request).then(|| self.autoencoder().latent(image));
         StagePlan {
             name: DENOISE.to_owned(),
             role: Role::Sample,
-            components,
+            components: names(&["transformer"]),
             rungs: vec![Rung::whole(scratch)],
             shape: format!(
-                "{width}x{height} t{tokens}{}{}",
+                "{width}x{height} t{tokens}{}",
                 self.components.as_multiplied("transformer"),
-                if request.preview { " preview" } else { "" }
             ),
             steps,
             takes: self.encodings(request).into_iter().chain(latent).collect(),
             gives: names(&[LATENT]),
             per_item: true,
             memo: None,
+            preview: request.preview.then(|| self.autoencoder().preview_need(image)),
         }
     }
 }

@@ -12,7 +12,7 @@ use super::{DECODE, DENOISE, DescribedComponent, Description, ENCODE_IMAGE, ENCO
 use crate::family::{Model, Observer, StageError, StageRun, smaller_lengths, smaller_sides};
 use crate::identity::ModelFile;
 use crate::media::{MediaFormat, Piece};
-use crate::plan::{Role, Rung, StagePlan, ValueShape, Values, only_value};
+use crate::plan::{PreviewNeed, Role, Rung, StagePlan, ValueShape, Values, only_value};
 use crate::quantization::Quantization;
 use crate::request::{Medium, Request, RequestError};
 
@@ -139,9 +139,6 @@ impl InstantModel {
                 format!("t{tokens}"),
             ),
             ENCODE_IMAGE => (Role::Encode, &["vae"], size),
-            DENOISE if request.preview => {
-                (Role::Sample, &["transformer", "vae"], format!("{size} t{tokens}"))
-            }
             DENOISE => (Role::Sample, &["transformer"], format!("{size} t{tokens}")),
             _ => (Role::Decode, &["vae"], size),
         };
@@ -175,6 +172,10 @@ impl InstantModel {
             gives,
             per_item: !is_text,
             memo: is_text.then(|| format!("instant:{prompt}:{tokens}")),
+            preview: (name == DENOISE && request.preview).then(|| PreviewNeed {
+                components: self.named(&["vae"]),
+                scratch: Bytes::ZERO,
+            }),
         }
     }
 

@@ -130,6 +130,7 @@ impl ZImageModel {
             gives: names(&[CAPTION]),
             per_item: false,
             memo: Some(memo(ids)),
+            preview: None,
         }
     }
 
@@ -152,28 +153,22 @@ impl ZImageModel {
             .components
             .dequantizing(TRANSFORMER, steps as usize, is_modulator);
         scratch = scratch.max(of_modulators);
-        let mut components = names(&[TRANSFORMER]);
-        if request.preview {
-            components.push(VAE.to_owned());
-            // The conditioning stays allocated while a preview is decoded at half the size.
-            scratch += self.autoencoder().preview_scratch(image);
-        }
         let latent = is_from_latent(request).then(|| self.autoencoder().latent(image));
         StagePlan {
             name: DENOISE.to_owned(),
             role: Role::Sample,
-            components,
+            components: names(&[TRANSFORMER]),
             rungs: vec![Rung::whole(scratch)],
             shape: format!(
-                "{width}x{height} t{tokens}{}{}",
+                "{width}x{height} t{tokens}{}",
                 self.components.as_multiplied(TRANSFORMER),
-                if request.preview { " preview" } else { "" }
             ),
             steps,
             takes: std::iter::once(caption).chain(latent).collect(),
             gives: names(&[LATENT]),
             per_item: true,
             memo: None,
+            preview: request.preview.then(|| self.autoencoder().preview_need(image)),
         }
     }
 }

@@ -172,9 +172,10 @@ impl Workshop {
         result
     }
 
-    /// The stages of a valid request.
+    /// The stages of a valid request, with the memory of the previews that it asks for.
     pub(crate) fn stages(&self, request: &Request) -> Vec<StagePlan> {
-        self.model.plan(request).expect("a valid request")
+        let plan = self.model.plan(request).expect("a valid request");
+        plan.into_iter().map(StagePlan::with_previews).collect()
     }
 
     /// The stage with this name of a valid request.

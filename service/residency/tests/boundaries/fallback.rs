@@ -5,19 +5,24 @@ use residency::{
 
 use crate::given::{card_with, component, stage, truth};
 
-fn alternative(label: &str, fidelity: u32, components: &[&Component], scratch_gib: u64) -> Alternative {
+fn alternative(
+    label: &str,
+    fidelity: u32,
+    components: &[&Component],
+    scratch_gib: u64,
+) -> Alternative<String> {
     let small = stage(&[], Bytes::gib(1));
     let stages = vec![small.clone(), stage(components, Bytes::gib(scratch_gib)), small];
     Alternative {
-        label: label.into(),
+        change: label.into(),
         fidelity,
         stages,
     }
 }
 
-fn offered(ledger: &Ledger, alternatives: &[Alternative]) -> Vec<(String, Fits)> {
+fn offered(ledger: &Ledger, alternatives: &[Alternative<String>]) -> Vec<(String, Fits)> {
     let fallbacks = fallbacks(ledger, alternatives, Policy::Shared, Millis(0));
-    fallbacks.into_iter().map(|f| (f.label, f.fits)).collect()
+    fallbacks.into_iter().map(|f| (f.change, f.fits)).collect()
 }
 
 #[test]
@@ -35,13 +40,13 @@ fn fallbacks_are_ordered_by_fidelity_and_report_their_saving() {
     ];
     let gib = Bytes::gib;
     let eight = Fallback {
-        label: "8-bit".into(),
+        change: "8-bit".into(),
         peak: gib(16),
         fits: Fits::AfterEvictions,
         saved: gib(11),
     };
     let four = Fallback {
-        label: "4-bit".into(),
+        change: "4-bit".into(),
         peak: gib(10),
         fits: Fits::Now,
         saved: gib(17),

@@ -18,6 +18,7 @@ pub(crate) fn stage(components: &[&Component], scratch: Bytes) -> StageNeed {
         name: "denoise".into(),
         components: components.iter().map(|&c| c.clone()).collect(),
         scratch,
+        headroom: Bytes::ZERO,
     }
 }
 

@@ -109,6 +109,7 @@ fn need_of(components: &[Component], scratch: u64) -> StageNeed {
         name: "denoise".into(),
         components: components.to_vec(),
         scratch: Bytes(scratch),
+        headroom: Bytes::ZERO,
     }
 }
 

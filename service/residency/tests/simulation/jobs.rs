@@ -83,6 +83,7 @@ fn stages(rng: &mut ChaCha8Rng, kind: usize, components: &[Component], total: By
             name: name.into(),
             components: wanted,
             scratch: predicted,
+            headroom: Bytes::ZERO,
         };
         Stage {
             need,

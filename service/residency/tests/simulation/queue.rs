@@ -136,7 +136,7 @@ impl World {
             .iter_mut()
             .for_each(|need| need.scratch = Bytes(need.scratch.0 / 4));
         let alternatives = [Alternative {
-            label: "a quarter".into(),
+            change: "a quarter",
             fidelity: 1,
             stages: smaller,
         }];

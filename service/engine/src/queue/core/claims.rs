@@ -3,11 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use residency::Bytes;
+use pipelines::RequestError;
+use residency::{Bytes, Fits};
 use tokio::time::Instant;
 
 use super::Core;
-use crate::error::{Error, Shortfall};
+use crate::error::{Change, ChangedTo, Error, Fallback, Shortfall};
 use crate::library::Entry;
 use crate::messages::{Answer, Command};
 use crate::queue::cards::{Errand, ReservationRequest};
@@ -114,9 +115,63 @@ impl Core {
             let _ = reply.send(Err(self.view(now).not_ready(card)));
             return;
         };
-        let (id, bytes) = (self.number(), request.bytes);
+        self.make_room(index, request.bytes, request, reply, now);
+    }
+
+    /// A reservation goes on: what it has more than before is made free.
+    pub(in crate::queue) fn renew_reservation(
+        &mut self,
+        mut request: ReservationRequest,
+        reply: Reply<Result<Reserved, Error>>,
+        now: Instant,
+    ) {
+        let Some((index, had)) = self.claims.reservation(&request.renews) else {
+            let _ = reply.send(Err(no_reservation(&request.renews)));
+            return;
+        };
+        if request.bytes == Bytes::ZERO {
+            request.bytes = had;
+        }
+        if request.bytes > had {
+            // What it has is kept free already.
+            let more = request.bytes - had;
+            return self.make_room(index, more, request, reply, now);
+        }
+        let card = self.cards[index].description.id.clone();
+        let _ = reply.send(self.renewed(request, card, Vec::new(), now));
+        self.claims_changed(now);
+    }
+
+    fn make_room(
+        &mut self,
+        index: usize,
+        bytes: Bytes,
+        request: ReservationRequest,
+        reply: Reply<Result<Reserved, Error>>,
+        now: Instant,
+    ) {
+        let id = self.number();
         let errand = Errand::Reserve { request, reply };
         self.cards[index].errand(id, errand, Command::MakeRoom { id, bytes }, now);
+    }
+
+    fn renewed(
+        &mut self,
+        request: ReservationRequest,
+        card: String,
+        evicted: Vec<Freed>,
+        now: Instant,
+    ) -> Result<Reserved, Error> {
+        let (id, bytes) = (request.renews, request.bytes);
+        if !self.claims.renew_reservation(&id, bytes, now + request.ttl) {
+            return Err(no_reservation(&id));
+        }
+        Ok(Reserved {
+            id,
+            bytes,
+            evicted,
+            card,
+        })
     }
 
     /// The worker has made room, or as much as it could. Until now nothing was sent that could have taken it.
@@ -129,8 +184,11 @@ impl Core {
         now: Instant,
     ) {
         let card = self.cards[index].description.id.clone();
-        let bytes = request.bytes;
+        let (bytes, is_new) = (request.bytes, request.renews.is_empty());
         let result = match answer {
+            Answer::Unloaded { freed, short, .. } if short == Bytes::ZERO && !request.renews.is_empty() => {
+                self.renewed(request, card.clone(), Freed::on(&card, freed), now)
+            }
             Answer::Unloaded { freed, short, .. } if short == Bytes::ZERO => {
                 let id = self
                     .claims
@@ -151,7 +209,7 @@ impl Core {
                     free: bytes - short,
                     capacity: ledger.total(),
                     holders: ledger.holders(),
-                    fallbacks: Vec::new(),
+                    fallbacks: less_of(bytes - short),
                 })))
             }
             Answer::Trimmed(_) => Err(Error::Internal(
@@ -159,9 +217,33 @@ impl Core {
             )),
             Answer::Failed(problem) => Err(Error::Internal(problem)),
         };
-        if let Err(Ok(unwanted)) = reply.send(result) {
+        if let Err(Ok(unwanted)) = reply.send(result)
+            && is_new
+        {
             self.claims.release_reservation(&unwanted.id); // whoever asked has left
         }
         self.claims_changed(now);
     }
+}
+
+/// A reservation of what could be had.
+fn less_of(bytes: Bytes) -> Vec<Fallback> {
+    let whole = Bytes(bytes.0 >> 20 << 20);
+    let fallback = Fallback {
+        change: Change {
+            label: whole.to_string(),
+            to: ChangedTo::Bytes(whole),
+        },
+        peak: whole,
+        fits: Fits::AfterEvictions,
+        saved: Bytes::ZERO,
+    };
+    (whole > Bytes::ZERO).then_some(fallback).into_iter().collect()
+}
+
+fn no_reservation(id: &str) -> Error {
+    Error::Invalid(vec![RequestError::new(
+        "reservation_id",
+        format!("is {id:?}, and there is no such reservation, or it has expired: make another"),
+    )])
 }

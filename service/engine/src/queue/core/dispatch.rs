@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use residency::WaitCause;
+use residency::{Bytes, WaitCause};
 use tokio::time::Instant;
 
 use super::{Core, Effect, TICK};
@@ -10,9 +10,10 @@ use crate::error::Error;
 use crate::job::{JobEventKind, JobId, StageReport};
 use crate::library::Entry;
 use crate::messages::{ModelLocation, Order, StageWork, Work};
+use crate::need::Need;
 use crate::queue::cards::InFlight;
 use crate::queue::decide::{Decision, Pass};
-use crate::queue::record::{JobRecord, Need, Patience, State};
+use crate::queue::record::{JobRecord, Patience, State};
 use crate::queue::reductions::{Reduction, Reductions};
 use crate::queue::steps::{Model, Step, StepKind};
 use pipelines::Values;
@@ -86,14 +87,16 @@ impl Core {
                 name: "load".into(),
                 components: components.clone(),
                 plan: None,
+                headroom: Bytes::ZERO,
             };
             let order = Order {
                 ticket: self.ticket(),
                 job: format!("restore {}", entry.key),
                 model: self.location(&entry, index),
                 work: Work::Load(components),
-                policy: self.settings.policy,
+                policy: self.settings.policy.unwrap_or_default(),
                 allow_low_memory: false,
+                headroom: Bytes::ZERO,
             };
             let in_flight = InFlight::new(order.ticket, None, &entry.key, need, 1000.0, now);
             self.cards[index].order(order, in_flight);
@@ -211,6 +214,7 @@ impl Core {
             _ => &job.entry,
         };
         let model = self.location(entry, index);
+        let (policy, headroom) = (view.policy(job, index), need.headroom);
         let expected_ms = view.expected_step_ms(job, job.cursor, Some(index)).0;
         let ticket = self.ticket();
         let order = Order {
@@ -218,8 +222,9 @@ impl Core {
             job: id.to_string(),
             model,
             work,
-            policy: self.settings.policy,
+            policy,
             allow_low_memory: low_memory,
+            headroom,
         };
         let Some(job) = self.jobs.get_mut(id) else { return };
         job.enter(State::Running { ending: None }, now);
@@ -266,6 +271,7 @@ impl Core {
             cached: true,
             card: card.clone(),
             item: step.item,
+            memory: None,
         };
         job.emit(now, event);
         job.report.stages.push(StageReport {
@@ -293,13 +299,21 @@ impl Core {
         let mut behind: Vec<String> = behind.map(|stage| stage.name.clone()).collect();
         behind.sort_unstable();
         behind.dedup();
+        let sends_previews = plan.preview.as_ref().is_some_and(|preview| {
+            let mut components = preview.components.iter();
+            components.all(|name| plan.components.contains(name))
+        });
         Ok(Work::Stage(Box::new(StageWork {
             plan,
             components: need.components.clone(),
             behind,
             request: run.request.of_item(step.item),
             values: job.input(step, &kept),
-            preview_interval_ms: run.preview_interval_ms,
+            preview_interval_ms: if sends_previews {
+                run.preview_interval_ms
+            } else {
+                0
+            },
         })))
     }
 }

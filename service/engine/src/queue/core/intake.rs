@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pipelines::{Role, Values};
-use residency::{Bytes, ComponentId};
+use residency::{Bytes, ComponentId, Policy};
 use tokio::time::Instant;
 
 use super::Core;
@@ -97,6 +97,7 @@ impl Core {
             plans,
             proof,
             reductions,
+            upgrades,
         } = submission;
         let JobSpec { options, entry, work } = spec;
         let models = self.refreshed(&entry, &models);
@@ -114,26 +115,19 @@ impl Core {
             let opened = self.refreshed(&old, &opened);
             Box::new(Swap::new(old, opened))
         });
-        let (plan, policy) = (
-            plans.values().next().map_or(&[][..], Vec::as_slice),
-            self.settings.policy,
-        );
-        let steps = match &work {
-            JobWork::Run(run) => steps_of(plan, run, policy),
-            JobWork::Load { .. } => steps_of_load(plan, proof.as_ref(), swap.is_some(), policy),
-        };
         let arrival = self.number();
         let retained = (!options.idempotency_key.is_empty()).then(Vec::new);
-        Ok(JobRecord {
+        let mut job = JobRecord {
             id: format!("job-{}", &uuid::Uuid::new_v4().simple().to_string()[..16]).into(),
             arrival,
             detached: options.detach,
-            steps,
+            steps: Vec::new(),
             options,
             entry,
             work,
             models,
             reductions: reductions.map_or(Reductions::Unknown, Reductions::Known),
+            upgrades,
             plans,
             accepted: now,
             cursor: 0,
@@ -157,7 +151,16 @@ impl Core {
             steps_done: (0, 0),
             listeners: BTreeMap::new(),
             retained,
-        })
+        };
+        // In the order of the card with the most memory: which one it will be is not known yet.
+        let largest = (0..self.cards.len()).max_by_key(|&card| self.cards[card].ledger.capacity());
+        let policy = largest.map_or_else(Policy::default, |card| self.view(now).policy(&job, card));
+        let plan = job.plans.values().next().map_or(&[][..], Vec::as_slice);
+        job.steps = match &job.work {
+            JobWork::Run(run) => steps_of(plan, run, policy),
+            JobWork::Load { .. } => steps_of_load(plan, job.proof.as_ref(), job.swap.is_some(), policy),
+        };
+        Ok(job)
     }
 
     /// An entry's components under the identities that they go by now. This is the moment to change over to hashes

@@ -7,6 +7,7 @@ mod claims;
 mod dispatch;
 mod ending;
 mod intake;
+mod recycle;
 mod signals;
 mod swap;
 mod unload;
@@ -26,6 +27,7 @@ use super::latents::Latents;
 use super::learned::Learned;
 use super::memos::Memos;
 use super::record::{JobRecord, State};
+use super::recycles::PendingRecycle;
 use super::reductions::Reduction;
 use super::report::StatusReport;
 use super::request::{OpenModels, Reply};
@@ -91,6 +93,7 @@ pub(super) struct Core {
     claims: Claims,
     unloads: Vec<PendingUnload>,
     trims: BTreeMap<u64, PendingTrim>,
+    recycles: Vec<PendingRecycle>,
     drain: Option<Drain>,
     effects: Vec<Effect>,
     /// Source of tickets, arrivals, listeners and errands: no two are equal.
@@ -131,6 +134,7 @@ impl Core {
             claims: Claims::default(),
             unloads: Vec::new(),
             trims: BTreeMap::new(),
+            recycles: Vec::new(),
             drain: None,
             effects: Vec::new(),
             next_number: 0,
@@ -152,6 +156,7 @@ impl Core {
         }
         self.pass_time(now);
         self.send_due_unloads(now);
+        self.recycle_retired_workers();
         if std::mem::take(&mut self.replan) {
             self.dispatch(now);
             self.send_due_unloads(now);
@@ -243,6 +248,7 @@ impl Core {
             ("restores", cards().map(|card| card.restore.len()).sum()),
             ("unloads", self.unloads.len()),
             ("trims", self.trims.len()),
+            ("recycles", self.recycles.len()),
             ("clients", self.shares.len()),
             ("listeners", jobs().map(|job| job.listeners.len()).sum()),
             ("latent leases", self.latents.leases()),

@@ -40,6 +40,7 @@ impl Core {
             Signal::Event(Event::Ready { card, attention }) => {
                 self.cards[index].ready(generation, card, attention);
                 self.tell_claims(index, true, now);
+                self.recycled(index);
                 self.replan = true;
             }
             Signal::Event(Event::Snapshot(ledger)) => {
@@ -95,7 +96,7 @@ impl Core {
                 done,
                 card: card_id,
             },
-            Progress::Started { chunking } => {
+            Progress::Started { chunking, memory } => {
                 job.attempt.patience = None;
                 let (index, of) = job.place_of_step();
                 JobEventKind::Stage {
@@ -106,6 +107,7 @@ impl Core {
                     cached: false,
                     card: card_id,
                     item,
+                    memory: Some(memory),
                 }
             }
             Progress::Step { n, of } => {
@@ -271,6 +273,7 @@ impl Core {
             predicted_scratch: completed.predicted_scratch,
             chunking: completed.chunking,
             attention: completed.attention,
+            memory: completed.memory,
             cached: false,
             item: step.item,
             card,
@@ -377,6 +380,7 @@ impl Core {
             }
             Failure::NotFinite { component, step } => Error::NotFinite { component, step },
             Failure::Model { message } => Error::ModelDamaged(message),
+            Failure::Unsupported { message } => Error::ModelUnsupported(message),
             Failure::BadInput(problem) => Error::Invalid(vec![RequestError {
                 field: running.need.name.to_string(),
                 problem,
@@ -389,6 +393,7 @@ impl Core {
     fn lost(&mut self, index: usize, generation: u64, reason: &str, restarts_in: Duration, now: Instant) {
         let headroom = self.settings.headroom;
         let card = &mut self.cards[index];
+        let is_asked_for = card.is_retiring();
         let residents: Vec<_> = card.ledger.residents().map(|r| r.component.clone()).collect();
         card.lost(generation, restarts_in, headroom, now);
         let running = card.in_flight.take();
@@ -417,7 +422,7 @@ impl Core {
             self.answered(index, errand, answer, now);
         }
         if let Some(running) = running {
-            self.died_of(index, running, reason, now);
+            self.died_of(index, running, is_asked_for, reason, now);
         }
         for job in self
             .jobs
@@ -429,8 +434,8 @@ impl Core {
         self.replan = true;
     }
 
-    /// A worker died while it ran an order.
-    fn died_of(&mut self, index: usize, running: InFlight, reason: &str, now: Instant) {
+    /// A worker died while it ran an order, which counts against the job unless somebody asked for it.
+    fn died_of(&mut self, index: usize, running: InFlight, is_asked_for: bool, reason: &str, now: Instant) {
         let card = self.cards[index].description.id.clone();
         let Some(id) = running.job.clone().filter(|id| self.jobs.contains_key(id)) else {
             return;
@@ -439,7 +444,7 @@ impl Core {
             return self.fail(&id, ending, now);
         }
         let Some(job) = self.jobs.get_mut(&id) else { return };
-        job.attempt.deaths += 1;
+        job.attempt.deaths += u32::from(!is_asked_for);
         let deaths = job.attempt.deaths;
         let stage = running.need.name.clone();
         if deaths > 1 {
@@ -456,7 +461,12 @@ impl Core {
         job.emit(
             now,
             JobEventKind::Retrying {
-                reason: "WORKER_DIED".into(),
+                reason: if is_asked_for {
+                    "WORKER_RECYCLED"
+                } else {
+                    "WORKER_DIED"
+                }
+                .into(),
                 message,
                 stage,
             },

@@ -56,6 +56,14 @@ impl Claims {
         })
     }
 
+    /// The name under which a granted claim is counted; its id where there is none.
+    pub(crate) fn key_of(&self, id: &str) -> String {
+        let made = self.lock();
+        let mut all = made.values().flatten();
+        let found = all.find(|(_, each)| each.id == id);
+        found.map_or_else(|| id.to_owned(), |(key, _)| key.clone())
+    }
+
     /// A claim was released, by whoever knows its id.
     pub(crate) fn end(&self, id: &str) {
         if id.is_empty() {

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use bytes::Bytes as Blob;
 use engine::messages::{
-    Answer, Command, Completed, Event, Failure, ModelLocation, Order, Outcome, Progress, Shortage, StageWork,
-    Standing, Ticket, Work,
+    Answer, Command, Completed, Event, Failure, ModelLocation, Order, Outcome, Progress, Shortage,
+    StageMemory, StageWork, Standing, Ticket, Work,
 };
 use gpu::{CardDescription, CardKind, MemoryProfile, ProfileName, Unloaded};
 use pipelines::{
@@ -52,6 +52,15 @@ fn holder() -> Holder {
     }
 }
 
+fn stage_memory() -> StageMemory {
+    let before = Ledger::new(Bytes::gib(24), Bytes::mib(256)).summary();
+    StageMemory {
+        before,
+        after: before,
+        largest_block: Some(Bytes::gib(3)),
+    }
+}
+
 fn stage(medium: Medium) -> StageWork {
     StageWork {
         plan: StagePlan {
@@ -69,6 +78,7 @@ fn stage(medium: Medium) -> StageWork {
             gives: vec!["latent".to_owned()],
             per_item: true,
             memo: Some("a memo".to_owned()),
+            preview: None,
         },
         components: vec![component("transformer"), component("vae")],
         behind: vec!["decode".to_owned()],
@@ -128,6 +138,7 @@ fn order(work: Work) -> Command {
         work,
         policy: Policy::Exclusive,
         allow_low_memory: true,
+        headroom: Bytes::gib(2),
     }))
 }
 
@@ -168,6 +179,7 @@ fn ledger() -> Ledger {
         name: "decode".to_owned(),
         components: vec![vae.clone()],
         scratch: Bytes::gib(2),
+        headroom: Bytes::ZERO,
     };
     ledger.lease(&need, Millis(7)).unwrap();
     ledger.pin(vae.id.clone());
@@ -201,6 +213,7 @@ fn completed(values: Values) -> Outcome {
         predicted_scratch: Bytes(4),
         peak_scratch: Bytes(5),
         peak_bytes: Bytes(6),
+        memory: Some(stage_memory()),
         attention: "cudnn 9.19.0, own kernels".to_owned(),
         load_seconds: vec![(ComponentId::new("vae@1"), 0.1)],
     }))
@@ -262,6 +275,7 @@ fn progress() -> Vec<Progress> {
         },
         Progress::Started {
             chunking: "whole".to_owned(),
+            memory: stage_memory().before,
         },
         Progress::Step { n: 3, of: 28 },
         Progress::Preview {

@@ -1,0 +1,89 @@
+//! What one step of a job needs on a card: the queue's view of it and the card's are this type.
+
+use std::sync::Arc;
+
+use pipelines::{Rung, StagePlan};
+use residency::{Bytes, Component, StageNeed};
+
+use crate::messages::{Order, Work};
+
+/// What a step needs on a card.
+#[derive(Clone, Debug)]
+pub struct Need {
+    /// Name of the stage, or `load`, `restore`.
+    pub name: Arc<str>,
+    pub components: Vec<Component>,
+    /// `None` for a load.
+    pub plan: Option<StagePlan>,
+    /// Bytes of the card that stay free while it runs, if that is more than the card's own headroom.
+    pub headroom: Bytes,
+}
+
+impl Need {
+    /// What a stage needs, of all components of its model.
+    pub(crate) fn of_stage(plan: StagePlan, all: &[Component], headroom: Bytes) -> Need {
+        Need {
+            name: plan.name.as_str().into(),
+            components: named(&plan.components, all),
+            plan: Some(plan),
+            headroom,
+        }
+    }
+
+    /// What an order needs.
+    pub fn of_order(order: &Order) -> Need {
+        let (name, components, plan) = match &order.work {
+            Work::Load(components) => ("load", components, None),
+            Work::Stage(work) => (work.plan.name.as_str(), &work.components, Some(work.plan.clone())),
+        };
+        Need {
+            name: name.into(),
+            components: components.clone(),
+            plan,
+            headroom: order.headroom,
+        }
+    }
+
+    /// The ways to run it; none for a load.
+    pub fn rungs(&self) -> &[Rung] {
+        self.plan.as_ref().map_or(&[], |plan| &plan.rungs)
+    }
+
+    /// Key of what is learned of its peak; empty for a load.
+    pub(crate) fn shape(&self) -> String {
+        let plan = self.plan.as_ref();
+        plan.map(|plan| plan.shape.clone()).unwrap_or_default()
+    }
+
+    /// Scratch of one way to run it; zero for a load.
+    pub(crate) fn scratch(&self, rung: usize) -> Bytes {
+        self.rungs().get(rung).map_or(Bytes::ZERO, |rung| rung.scratch)
+    }
+
+    /// Scratch of the exact rung that needs the least, or of any if there is no exact one.
+    pub(crate) fn least_scratch(&self) -> Bytes {
+        let exact = self.rungs().iter().filter(|rung| !rung.approximate);
+        let least = exact.map(|rung| rung.scratch).min();
+        least
+            .or_else(|| self.rungs().iter().map(|rung| rung.scratch).min())
+            .unwrap_or(Bytes::ZERO)
+    }
+
+    /// The demand on the ledger with this scratch.
+    pub(crate) fn with_scratch(&self, scratch: Bytes) -> StageNeed {
+        StageNeed {
+            name: self.name.to_string(),
+            components: self.components.clone(),
+            scratch,
+            headroom: self.headroom,
+        }
+    }
+}
+
+/// The components of these names.
+pub(crate) fn named(names: &[String], all: &[Component]) -> Vec<Component> {
+    let found = names
+        .iter()
+        .filter_map(|name| all.iter().find(|component| component.name == *name));
+    found.cloned().collect()
+}

@@ -1,0 +1,60 @@
+//! Workers are replaced on request.
+
+use std::collections::BTreeSet;
+
+use tokio::time::Instant;
+
+use super::Core;
+use crate::error::Error;
+use crate::queue::recycles::PendingRecycle;
+use crate::queue::request::Reply;
+
+/// What the log and a job's client are told.
+const REASON: &str = "it was asked for";
+
+impl Core {
+    pub(in crate::queue) fn recycle(
+        &mut self,
+        card: &str,
+        force: bool,
+        reply: Reply<Result<Vec<String>, Error>>,
+        now: Instant,
+    ) {
+        let is_asked_for = |index: &usize| {
+            self.cards[*index].is_ready() && (card.is_empty() || self.cards[*index].description.id == card)
+        };
+        let asked: BTreeSet<usize> = (0..self.cards.len()).filter(is_asked_for).collect();
+        if asked.is_empty() {
+            let _ = reply.send(Err(self.view(now).not_ready(card)));
+            return;
+        }
+        for &index in &asked {
+            self.cards[index].retire();
+            if force {
+                self.cards[index].recycle(REASON);
+            }
+        }
+        self.recycles.push(PendingRecycle::new(asked, reply));
+        self.dirty = true;
+    }
+
+    /// Workers that are to be replaced end once they have nothing left to do.
+    pub(super) fn recycle_retired_workers(&mut self) {
+        for card in &mut self.cards {
+            if card.is_retired() {
+                card.recycle(REASON);
+            }
+        }
+    }
+
+    pub(super) fn recycled(&mut self, index: usize) {
+        let id = self.cards[index].description.id.clone();
+        let mut done = Vec::new();
+        for position in (0..self.recycles.len()).rev() {
+            if self.recycles[position].ready(index, &id) {
+                done.push(self.recycles.remove(position));
+            }
+        }
+        done.into_iter().for_each(PendingRecycle::reply);
+    }
+}

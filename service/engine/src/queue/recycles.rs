@@ -1,0 +1,37 @@
+//! Workers that are to be replaced because somebody asked for it.
+
+use std::collections::BTreeSet;
+
+use super::request::Reply;
+use crate::error::Error;
+
+/// A request to replace workers, until the new ones are ready.
+pub(super) struct PendingRecycle {
+    /// Cards, by index, whose new workers are not ready yet.
+    waiting: BTreeSet<usize>,
+    /// Ids of the cards whose new workers are.
+    done: Vec<String>,
+    reply: Reply<Result<Vec<String>, Error>>,
+}
+
+impl PendingRecycle {
+    pub(super) fn new(cards: BTreeSet<usize>, reply: Reply<Result<Vec<String>, Error>>) -> PendingRecycle {
+        PendingRecycle {
+            waiting: cards,
+            done: Vec::new(),
+            reply,
+        }
+    }
+
+    /// A card has a new worker; true if it was the last one.
+    pub(super) fn ready(&mut self, card: usize, id: &str) -> bool {
+        if self.waiting.remove(&card) {
+            self.done.push(id.to_owned());
+        }
+        self.waiting.is_empty()
+    }
+
+    pub(super) fn reply(self) {
+        let _ = self.reply.send(Ok(self.done)); // whoever asked may have left
+    }
+}

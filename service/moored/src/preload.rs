@@ -1,0 +1,70 @@
+//! Models that the configuration wants in memory from the start: `models.preload` and `models.pinned`.
+
+use std::sync::Arc;
+
+use engine::Error;
+use engine::job::{JobEventKind, JobOptions, JobSpec, JobWork, Priority};
+use engine::library::Entry;
+use engine::queue::Queue;
+
+use crate::config;
+use crate::models::Models;
+use crate::proto::v1;
+
+/// As which client these jobs are listed.
+const CLIENT: &str = "moored (configuration)";
+
+/// Loads the models, pinned ones first, one after the other. A model that cannot be loaded is told of in the log and left
+/// out: the service is of use without it.
+pub(crate) async fn run(settings: config::Models, models: Arc<Models>, queue: Queue) {
+    let pinned = settings.pinned.iter().map(|name| ("models.pinned", name));
+    let preloaded = settings.preload.iter().map(|name| ("models.preload", name));
+    for (setting, name) in pinned.chain(preloaded) {
+        let loaded = async {
+            let entry = resolve(&models, name).await?;
+            if setting == "models.pinned" {
+                queue.pin(entry.clone()).await?;
+            }
+            load(&queue, entry).await
+        };
+        match loaded.await {
+            Ok(()) => tracing::info!(setting, model = name, "loaded"),
+            Err(Error::ShuttingDown) => return,
+            Err(error) => {
+                tracing::warn!(setting, model = name, %error, "a model of the configuration is not loaded")
+            }
+        }
+    }
+}
+
+async fn resolve(models: &Arc<Models>, name: &str) -> Result<Arc<Entry>, Error> {
+    let reference = v1::ModelRef {
+        id: name.to_owned(),
+        ..Default::default()
+    };
+    let models = models.clone();
+    let resolved = tokio::task::spawn_blocking(move || models.resolve(Some(&reference))).await;
+    resolved.map_err(|panic| Error::Internal(panic.to_string()))?
+}
+
+async fn load(queue: &Queue, entry: Arc<Entry>) -> Result<(), Error> {
+    let options = JobOptions {
+        client: CLIENT.to_owned(),
+        priority: Priority::Low, // requests of clients go first
+        ..JobOptions::default()
+    };
+    let work = JobWork::Load {
+        components: Vec::new(),
+        replace: None,
+        prove: false,
+    };
+    let mut job = queue.submit(JobSpec { options, entry, work }).await?;
+    while let Some(event) = job.next().await {
+        match event.kind {
+            JobEventKind::Done(_) => return Ok(()),
+            JobEventKind::Failed(error) => return Err(error),
+            _ => {}
+        }
+    }
+    Err(Error::ShuttingDown)
+}
