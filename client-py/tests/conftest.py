@@ -14,8 +14,8 @@ import moored
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MOORED_ENDPOINT", raising=False)
-    monkeypatch.delenv("MOORED_TOKEN_FILE", raising=False)
+    for name in ("ENDPOINT", "TOKEN_FILE", "CLIENT", "CA_FILE", "INSECURE_TOKEN"):
+        monkeypatch.delenv(f"MOORED_{name}", raising=False)
 
 
 @pytest.fixture

@@ -67,7 +67,9 @@ class Service:
         self.seconds_left = context.time_remaining()
         return self.answers[method](request, context)
 
-    def start(self, address: str = "127.0.0.1:0") -> tuple[grpc.Server, str]:
+    def start(
+        self, address: str = "127.0.0.1:0", tls: grpc.ServerCredentials | None = None
+    ) -> tuple[grpc.Server, str]:
         limit = 256 * 1024 * 1024
         server = grpc.server(
             ThreadPoolExecutor(max_workers=16),
@@ -83,7 +85,10 @@ class Service:
             servicer = type(name, (base,), methods)()
             getattr(module, f"add_{name}Servicer_to_server")(servicer, server)
         server.add_generic_rpc_handlers((self._health_handler(),))
-        port = server.add_insecure_port(address)
+        if tls is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, tls)
         server.start()
         return server, f"127.0.0.1:{port}"
 

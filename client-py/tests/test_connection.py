@@ -11,7 +11,17 @@ from pathlib import Path
 import grpc
 import pytest
 from conftest import Ask
-from scripted import DEADLINES_S, WAIT_S, Service, accepted, gone_event, pieces, reason, refuse
+from scripted import (
+    DEADLINES_S,
+    WAIT_S,
+    Service,
+    accepted,
+    done,
+    gone_event,
+    pieces,
+    reason,
+    refuse,
+)
 
 import moored
 from moored import _channel
@@ -53,6 +63,9 @@ def later() -> str:
         ("[::1]:1", "[::1]:1"),
         ("::1", "[::1]:50051"),
         ("unix:/run/moored.sock", "unix:/run/moored.sock"),
+        ("https://box", "https://box:443"),
+        ("HTTPS://box:8443/", "https://box:8443"),
+        ("https://[::1]:1", "https://[::1]:1"),
     ],
 )
 def test_endpoints(given: str | None, meant: str) -> None:
@@ -64,15 +77,52 @@ def test_where_the_endpoint_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moored.Client().endpoint == "box:7"
     assert moored.AsyncClient("other:8").endpoint == "other:8"
     assert repr(moored.Client()) == "Client('box:7')"
-    with pytest.raises(ValueError, match="tunnel"):
-        moored.Client("https://box")
+
+
+@pytest.mark.parametrize("wrong", ["ftp://box", "https://box/path", "https://", "http://me@box"])
+def test_an_address_that_is_none_is_refused_with_what_to_write(wrong: str) -> None:
+    for kind in (moored.Client, moored.AsyncClient):
+        with pytest.raises(moored.InvalidRequest, match="https://host:port"):
+            kind(wrong)
+
+
+def test_who_asks_is_user_at_host_unless_told(
+    service: Service, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.on("GenerateImage", [accepted(), done()])
+
+    def name() -> str:
+        ask("generate_image", "x")
+        return service.requests["GenerateImage"].options.client_id
+
+    monkeypatch.setattr("getpass.getuser", lambda: "ann")
+    monkeypatch.setattr("socket.gethostname", lambda: "box")
+    assert name() == "ann@box"
+    monkeypatch.setenv("MOORED_CLIENT", "nightly")
+    assert name() == "nightly"
+    ask.settings["client_id"] = "ben"
+    assert name() == "ben"
+    ask.settings["client_id"] = ""
+    assert name() == "", "the address that the service sees"
+
+
+def test_an_account_without_a_name_can_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> str:
+        raise KeyError("getpwuid(): uid not found: 10001")
+
+    monkeypatch.setattr("getpass.getuser", nobody)
+    monkeypatch.setattr("socket.gethostname", lambda: "b" * 500)
+    name = moored.Client().client_id
+    assert name.startswith("somebody@b")
+    assert len(name) == 100
 
 
 def test_no_proxy_stands_before_loopback() -> None:
     off = ("grpc.enable_http_proxy", 0)
     for endpoint in ("localhost:1", "127.0.0.1:1", "[::1]:1", "unix:/a"):
         assert off in _channel.options_for(endpoint)
-    assert off not in _channel.options_for("box:1")
+    for endpoint in ("box:1", "127.box.example:1"):
+        assert off not in _channel.options_for(endpoint)
 
 
 def test_the_token(
@@ -100,7 +150,7 @@ def test_the_token(
 def test_a_file_that_is_no_token_is_said_and_not_shown(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "token").write_bytes(content)
     with pytest.raises(moored.Unauthenticated, match=r"token.*token") as refused:
-        moored.Client("box:1", token_file=tmp_path / "token")
+        moored.Client(token_file=tmp_path / "token")
     assert "lines" not in str(refused.value)
 
 
@@ -110,7 +160,10 @@ def test_nothing_there(nowhere: str, kind: str) -> None:
     for method, *args in (["status"], ["generate_image", "x"], ["get_latent", "l"], ["health"]):
         with pytest.raises(moored.ConnectionFailed, match="moored serve") as caught:
             ask(method, *args)
-        assert nowhere in str(caught.value)
+        assert str(caught.value) == (
+            f"No moored service answers at {nowhere}: start one with `moored serve`, or name its "
+            "address by MOORED_ENDPOINT"
+        )
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
@@ -138,6 +191,13 @@ def test_a_lost_connection() -> None:
         with pytest.raises((moored.ConnectionFailed, moored.Cancelled)) as caught:
             next(stream)
         assert caught.value.job_id == "job-1"
+        if isinstance(caught.value, moored.ConnectionFailed):
+            assert "was lost before the job ended: see whether" in str(caught.value)
+
+
+def test_a_machine_that_is_not_there_is_named() -> None:
+    with pytest.raises(moored.ConnectionFailed, match="no machine by the name of nothing"):
+        moored.Client("nothing.invalid:1").status(timeout=WAIT_S)
 
 
 def test_health(service: Service, ask: Ask) -> None:

@@ -174,7 +174,7 @@ def test_what_is_left_open_stays_open(service: Service, ask: Ask) -> None:
     for field in ("model", "seed", "guidance", "strength"):
         assert not request.HasField(field)
     assert not request.options.HasField("patience_ms")
-    assert request.options.client_id == ""
+    assert request.options.client_id == moored.Client().client_id
 
 
 @pytest.mark.parametrize(

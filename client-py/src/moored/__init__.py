@@ -41,6 +41,7 @@ from ._errors import (
     ShuttingDown,
     SlowReader,
     Unauthenticated,
+    UnencryptedToken,
     Violation,
     WorkerDied,
 )
@@ -233,6 +234,7 @@ __all__ = [
     "TensorInfo",
     "Track",
     "Unauthenticated",
+    "UnencryptedToken",
     "Unloaded",
     "VideoFormat",
     "VideoOptions",

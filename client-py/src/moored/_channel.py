@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import getpass
+import ipaddress
 import os
+import socket
+import ssl
 from pathlib import Path
 
-from ._errors import Unauthenticated
+import grpc
+import grpc.aio
+
+from ._errors import InvalidRequest, Unauthenticated, UnencryptedToken
 from ._version import __version__
 
 DEFAULT_ENDPOINT = "localhost:50051"
 DEFAULT_PORT = 50051
+HTTPS = "https://"
+HTTPS_PORT = 443
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 QUICK_S = 30.0
@@ -18,31 +29,154 @@ QUICK_S = 30.0
 RETRY_S = 0.1
 """Seconds between two attempts to hear of the service's health."""
 
+NAME_AT_MOST_CHARACTERS = 100
+"""Of a client's name that nobody wrote out."""
+
 Metadata = tuple[tuple[str, str], ...]
 
 
 def endpoint_of(endpoint: str | None) -> str:
-    """The address to dial: the argument, else MOORED_ENDPOINT, else localhost:50051."""
-    address = endpoint or os.environ.get("MOORED_ENDPOINT") or DEFAULT_ENDPOINT
-    if address.startswith("https://"):
-        raise ValueError(
-            f"{address}: moored speaks plain HTTP/2. Reach a distant service through a tunnel, "
-            "and name the tunnel's end on this machine."
-        )
+    """The address as it is written out: the argument, else MOORED_ENDPOINT, else localhost:50051.
+
+    `https://host:port` where it is to be TLS, else `host:port` or `unix:path`.
+    """
+    address = (endpoint or os.environ.get("MOORED_ENDPOINT") or DEFAULT_ENDPOINT).strip()
     if address.startswith("unix:"):
         return address
-    address = address.removeprefix("http://").rstrip("/")
+    scheme, named, rest = address.partition("://")
+    if not named:
+        return _with_port(address, DEFAULT_PORT)
+    rest = rest.rstrip("/")
+    if not rest or any(sign in rest for sign in "/@?#"):
+        raise InvalidRequest(f"{address} is no address of a service: write https://host:port")
+    match scheme.lower():
+        case "https":
+            return HTTPS + _with_port(rest, HTTPS_PORT)
+        case "http":
+            return _with_port(rest, DEFAULT_PORT)
+    raise InvalidRequest(
+        f"{address}: write host:port, https://host:port for TLS, or unix:path for a socket"
+    )
+
+
+def _with_port(address: str, port: int) -> str:
     host, colon, _ = address.rpartition(":")
     named_port = bool(colon) and not address.endswith("]") and (":" not in host or "]" in host)
     if named_port:
         return address
     if address.count(":") > 1 and not address.startswith("["):
         address = f"[{address}]"
-    return f"{address}:{DEFAULT_PORT}"
+    return f"{address}:{port}"
+
+
+def client_id_of(client_id: str | None) -> str:
+    """Who asks: the argument, else MOORED_CLIENT, else user@host.
+
+    Not the address that the service sees: behind a tunnel that is the same for everybody.
+    """
+    if client_id is None:
+        client_id = os.environ.get("MOORED_CLIENT") or f"{_user()}@{socket.gethostname()}"
+        # A default must not fail a call.
+        client_id = client_id[:NAME_AT_MOST_CHARACTERS]
+    return client_id
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError, ImportError):
+        return "somebody"  # an account without a name, as in some containers
+
+
+class Line:
+    """A service's address, and what its channel needs: TLS and its roots, or neither; the token."""
+
+    def __init__(
+        self,
+        endpoint: str | None,
+        token: str | None,
+        token_file: str | os.PathLike[str] | None,
+        ca_file: str | os.PathLike[str] | None,
+        insecure_token: bool | None,
+    ) -> None:
+        self.endpoint = endpoint_of(endpoint)
+        self.metadata = metadata_of(token, token_file)
+        self._target = self.endpoint.removeprefix(HTTPS)
+        self._credentials: grpc.ChannelCredentials | None = None
+        if self.endpoint.startswith(HTTPS):
+            self._credentials = grpc.ssl_channel_credentials(_roots(ca_file))
+        elif ca_file is not None:
+            raise InvalidRequest(
+                f"ca_file is for TLS, and {self.endpoint} is reached without it: "
+                f"write https://{self.endpoint}"
+            )
+        elif self.metadata and not is_local(self.endpoint) and not _allowed(insecure_token):
+            raise UnencryptedToken(
+                f"The token was not sent: the line to {self.endpoint} is not encrypted, and "
+                f"others could read it. Use TLS (https://{self.endpoint}), or a tunnel (ssh -L) "
+                "and its end on this machine. To send it all the same: insecure_token=True, or "
+                "MOORED_INSECURE_TOKEN=1"
+            )
+
+    def open(self) -> grpc.Channel:
+        """A channel for threads."""
+        options = options_for(self._target)
+        if self._credentials is None:
+            return grpc.insecure_channel(self._target, options)
+        return grpc.secure_channel(self._target, self._credentials, options)
+
+    def open_async(self) -> grpc.aio.Channel:
+        """A channel for the event loop that runs."""
+        options = options_for(self._target)
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(self._target, options)
+        return grpc.aio.secure_channel(self._target, self._credentials, options)
+
+
+def _allowed(insecure_token: bool | None) -> bool:
+    if insecure_token is not None:
+        return insecure_token
+    said = os.environ.get("MOORED_INSECURE_TOKEN", "").strip().lower()
+    return said in ("1", "true", "yes", "on")
+
+
+def _roots(ca_file: str | os.PathLike[str] | None) -> bytes | None:
+    """PEM of the authorities to trust: those named, else the system's. None: those of gRPC."""
+    path = ca_file or os.environ.get("MOORED_CA_FILE")
+    if path:
+        try:
+            pem = Path(path).expanduser().read_bytes()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise InvalidRequest(f"The CA file {path} cannot be read: {reason}") from None
+        if b"-----BEGIN CERTIFICATE-----" not in pem:
+            raise InvalidRequest(f"The CA file {path} holds no certificate in PEM form")
+        return pem
+    if os.environ.get("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"):
+        return None  # gRPC reads it by itself
+    return _system_roots()
+
+
+@functools.cache
+def _system_roots() -> bytes | None:
+    """What this machine trusts, an authority of its own firm included; None where none is found."""
+    found = set(ssl.create_default_context().get_ca_certs(binary_form=True))
+    folder = ssl.get_default_verify_paths().capath
+    if not found and folder:
+        # OpenSSL reads a folder's authorities one by one, as it meets them: gRPC wants them all.
+        for file in Path(folder).glob("*.[0-9]"):
+            with contextlib.suppress(OSError, ValueError):
+                found.add(ssl.PEM_cert_to_DER_cert(file.read_text("ascii")))
+    if not found:
+        return None
+    return "".join(map(ssl.DER_cert_to_PEM_cert, sorted(found))).encode()
 
 
 def metadata_of(token: str | None, token_file: str | os.PathLike[str] | None) -> Metadata:
-    """What goes with every call. The token: the argument, else the file, else MOORED_TOKEN_FILE."""
+    """What goes with every call. The token: the argument, else the file, else MOORED_TOKEN_FILE.
+
+    An empty token is none, whatever the environment names.
+    """
     whose = "The token"
     if token is None:
         path = token_file or os.environ.get("MOORED_TOKEN_FILE")
@@ -54,10 +188,12 @@ def metadata_of(token: str | None, token_file: str | os.PathLike[str] | None) ->
             reason = getattr(error, "strerror", None) or str(error)
             raise Unauthenticated(f"The token file {path} cannot be read: {reason}") from error
         whose = f"The token in {path}"
+        if not token:
+            raise Unauthenticated(f"The token file {path} is empty")
     if not (token.isascii() and token.isprintable()):
         # gRPC would refuse each call, and print the token.
         raise Unauthenticated(f"{whose} is not one line of plain letters, digits and signs")
-    return (("authorization", f"Bearer {token}"),)
+    return (("authorization", f"Bearer {token}"),) if token else ()
 
 
 def options_for(endpoint: str) -> list[tuple[str, str | int]]:
@@ -76,12 +212,20 @@ def options_for(endpoint: str) -> list[tuple[str, str | int]]:
         # Two clients of one process do not share a connection: closing one must not slow the other.
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    if _is_loopback(endpoint):
+    if is_local(endpoint):
         # gRPC heeds http_proxy even for localhost, unless no_proxy says otherwise.
         options.append(("grpc.enable_http_proxy", 0))
     return options
 
 
-def _is_loopback(endpoint: str) -> bool:
-    host = endpoint.rpartition(":")[0]
-    return host in ("localhost", "[::1]", "unix") or host.startswith(("127.", "unix:"))
+def is_local(endpoint: str) -> bool:
+    """Whether what is sent there stays on this machine."""
+    if endpoint.startswith("unix:"):
+        return True
+    host = endpoint.rpartition(":")[0].strip("[]").lower()
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name: 127.example.org is one too

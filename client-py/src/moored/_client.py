@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from . import _requests as requests
-from ._channel import QUICK_S, RETRY_S, endpoint_of, metadata_of, options_for
+from ._channel import QUICK_S, RETRY_S, Line, client_id_of
 from ._claims import Hold, ReservedMemory
 from ._errors import InternalError, error_of, not_ready
 from ._generated import generation_pb2, jobs_pb2, residency_pb2, server_pb2
@@ -79,18 +79,27 @@ class Client:
         token: str | None = None,
         token_file: str | os.PathLike[str] | None = None,
         client_id: str | None = None,
+        ca_file: str | os.PathLike[str] | None = None,
+        insecure_token: bool | None = None,
     ) -> None:
         """Connects when first used.
 
-        endpoint: `host:port` or `unix:path`; default: MOORED_ENDPOINT, else localhost:50051.
+        endpoint: `host:port`, `https://host:port` for TLS, or `unix:path`; default:
+            MOORED_ENDPOINT, else localhost:50051.
         token, token_file: what the service asks for; default: the file named by MOORED_TOKEN_FILE.
-        client_id: who asks, for fair shares; default: the address that the service sees.
+        client_id: your name in the list of jobs, and for fair shares; default: MOORED_CLIENT, else
+            user@host.
+        ca_file: PEM file of the authorities to trust, with `https://`; default: MOORED_CA_FILE,
+            else those that this machine trusts.
+        insecure_token: send the token over an unencrypted line to another machine; default:
+            MOORED_INSECURE_TOKEN, else no.
         """
-        self.endpoint = endpoint_of(endpoint)
-        self.client_id = client_id
-        self._metadata = metadata_of(token, token_file)
+        self._line = Line(endpoint, token, token_file, ca_file, insecure_token)
+        self.endpoint = self._line.endpoint
+        self.client_id = client_id_of(client_id)
+        self._metadata = self._line.metadata
         self._closed = False
-        self._channel = grpc.insecure_channel(self.endpoint, options_for(self.endpoint))
+        self._channel = self._line.open()
         self._made = Stubs(self._channel)
 
     # Pictures, films, tracks.
@@ -419,7 +428,7 @@ class Client:
         """
         request = residency_pb2.HoldRequest(
             model=requests.model_of(model),
-            client_id=client_id or self.client_id or "",
+            client_id=client_id or self.client_id,
             ttl=requests.duration(ttl_s),
         )
         held = self._unary(self._stubs.residency.Hold, request, timeout)

@@ -21,6 +21,7 @@
     ├── JobNotFound           no such job
     ├── InUse                 jobs use the model: unload with `force` cancels them
     ├── Unauthenticated       the token is missing or wrong
+    │   └── UnencryptedToken  it was not sent: others could have read it on the way
     ├── ShuttingDown          the service is shutting down
     ├── KeyReused             the idempotency key belongs to another request
     ├── PullFailed            a model could not be fetched from its hub
@@ -213,6 +214,10 @@ class Unauthenticated(MooredError):
     """The token is missing or wrong."""
 
 
+class UnencryptedToken(Unauthenticated):
+    """The token was not sent, because the line to another machine is not encrypted."""
+
+
 class ShuttingDown(MooredError):
     """The service is shutting down."""
 
@@ -291,18 +296,34 @@ _BY_CODE: dict[grpc.StatusCode, type[MooredError]] = {
 _TIMEOUT_OF_THE_SERVICE = "Timeout expired"
 
 
-def unreachable(endpoint: str, why: str) -> ConnectionFailed:
-    """The error for a service that does not answer."""
+def unreachable(endpoint: str, why: str = "", within: str = "") -> ConnectionFailed:
+    """The error for a service that does not answer; `why` is what gRPC says of it."""
+    said = why.lower()
+    if "wrong_version_number" in said:
+        return ConnectionFailed(
+            f"{endpoint} answers without TLS: write http:// instead of https://, or name the proxy "
+            "that has the certificate"
+        )
+    if any(words in said for words in ("certificate_verify", "peer certificate", "hostname verif")):
+        return ConnectionFailed(
+            f"The certificate of {endpoint} is not trusted: name the PEM file of its authority by "
+            "MOORED_CA_FILE, and the service by the name in its certificate"
+        )
+    # Versions of gRPC word it differently.
+    if any(words in said for words in ("dns resolution failed", "name not found", "resolving")):
+        return ConnectionFailed(
+            f"There is no machine by the name of {endpoint}: see how it is spelt"
+        )
     return ConnectionFailed(
-        f"No moored service answers at {endpoint}: start it with `moored serve`, or name its "
-        f"address by MOORED_ENDPOINT ({why})"
+        f"No moored service answers at {endpoint}{within}: start one with `moored serve`, or "
+        "name its address by MOORED_ENDPOINT"
     )
 
 
 def not_ready(endpoint: str, said: str, timeout: float) -> MooredError:
     """The error of wait_until_ready; `said` is the service's last word on its health, if any."""
     if not said:
-        return unreachable(endpoint, f"nothing within {timeout:g} s")
+        return unreachable(endpoint, within=f" within {timeout:g} s")
     return CardNotReady(f"{endpoint} answers {said!r}, still after {timeout:g} s")
 
 
@@ -320,7 +341,10 @@ def error_of(error: grpc.RpcError, endpoint: str, *, begun: bool = False) -> Moo
     if code is grpc.StatusCode.CANCELLED and text == _TIMEOUT_OF_THE_SERVICE:
         kind = Deadline
     if kind is ConnectionFailed:
-        lost = f"The connection to {endpoint} was lost before the job ended ({text})"
+        lost = (
+            f"The connection to {endpoint} was lost before the job ended: see whether the service "
+            "still runs"
+        )
         return ConnectionFailed(lost) if begun else unreachable(endpoint, text)
     if kind is Deadline:
         return Deadline(f"The timeout passed before {endpoint} had finished")
