@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+import inspect
 import io
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from conftest import Ask
-from scripted import Service, accepted, done, event, pieces, resolved, step
+from scripted import Service, accepted, done, event, pieces, reason, refuse, resolved, step
 
 import moored
+from moored import _options
 from moored._generated import events_pb2, generation_pb2, model_pb2
 
 
@@ -179,16 +183,123 @@ def test_what_is_left_open_stays_open(service: Service, ask: Ask) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"seed": -1}, {"width": 2**40}, {"priority": "urgent"}, {"output": "gif"}],
+    [
+        *({"seed": -1}, {"width": 2**40}, {"patience_s": -1.0}, {"preview_interval_s": -1}),
+        *({"priority": "urgent"}, {"output": "gif"}),
+    ],
 )
-def test_what_no_field_can_hold_is_refused_here(ask: Ask, wrong: dict[str, Any]) -> None:
-    with pytest.raises(moored.InvalidRequest):
+def test_what_no_field_can_hold_is_refused_here_by_its_name(
+    ask: Ask, wrong: dict[str, Any]
+) -> None:
+    (name,) = wrong
+    with pytest.raises(moored.InvalidRequest, match=f"^{name}") as refused:
         ask("generate_image", "x", **wrong)
+    if name == "seed":
+        assert str(refused.value) == (
+            "seed: -1 is not a whole number from 0 to 18446744073709551615"
+        )
+        assert [one.field for one in refused.value.violations] == ["seed"]
 
 
-def test_a_misspelt_option_is_a_type_error(client: moored.Client) -> None:
-    with pytest.raises(TypeError, match="widht"):
-        client.generate_image("x", widht=3)  # type: ignore[call-arg]
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"steps": "4"}, "steps: a whole number is wanted, not '4'"),
+        ({"guidance": "3"}, "guidance: a number is wanted, not '3'"),
+        ({"card": 1}, "card: a str is wanted, not 1"),
+        ({"patience_s": "2"}, "patience_s: a number is wanted, not '2'"),
+        ({"prompt": None}, "prompt: a str is wanted, not None"),
+    ],
+)
+def test_a_wrong_type_is_named(ask: Ask, wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        ask("generate_image", **{"prompt": "x", **wrong})
+
+
+METHODS = {
+    moored.ImageOptions: ("generate_image", "stream_image", "plan"),
+    moored.VideoOptions: ("generate_video", "stream_video", "plan_video"),
+    moored.AudioOptions: ("generate_audio", "stream_audio", "plan_audio"),
+    moored.JobOptions: ("encode_image", "decode_latent", "decode_video", "decode_audio", "load"),
+}
+
+
+@pytest.mark.parametrize("client", [moored.Client, moored.AsyncClient])
+@pytest.mark.parametrize(("options", "methods"), METHODS.items())
+def test_signatures_and_help_have_every_option(
+    client: type, options: type, methods: tuple[str, ...]
+) -> None:
+    for method in (getattr(client, name) for name in methods):
+        parameters = inspect.signature(method).parameters
+        for name, words in _options.words_of(options).items():
+            assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+            assert parameters[name].default is None
+            assert f"{name}: {words}" in inspect.getdoc(method)
+        assert "options" not in parameters
+        assert "timeout" in parameters
+
+
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        ("widht", "did you mean width?"),
+        ("num_inference_steps", "write steps="),
+        ("guidance_scale", "write guidance="),
+        ("num_images_per_prompt", "write count="),
+        ("generator", "write seed="),
+        ("negative_prompt", "has no negative prompt"),
+        ("image", "write init_image="),
+        ("quite_different", "help"),
+    ],
+)
+def test_an_option_of_elsewhere_is_a_type_error_that_names_ours(
+    ask: Ask, option: str, remedy: str
+) -> None:
+    with pytest.raises(TypeError, match=f"{option}'.*{remedy}"):
+        ask("generate_image", "x", **{option: 3})
+
+
+def test_every_name_of_elsewhere_leads_to_an_option_that_there_is() -> None:
+    everything = {name for options in METHODS for name in _options.words_of(options)}
+    for remedy in _options.ELSEWHERE.values():
+        assert {*re.findall(r"(\w+)=", remedy)} - {"adapters"} <= everything
+    assert not everything & _options.ELSEWHERE.keys()
+
+
+def test_a_list_of_prompts_is_a_job_each(service: Service, ask: Ask, png: bytes) -> None:
+    def answer(request: Any, context: Any) -> Any:
+        return iter([accepted(), *pieces(png, prompt=request.prompt), done()])
+
+    service.on("GenerateImage", answer)
+    results = ask("generate_image", ["a cube", "a ball"], steps=3)
+    assert [result.metadata["prompt"] for result in results] == ["a cube", "a ball"]
+    assert service.requests["GenerateImage"].steps == 3
+    assert ask("generate_image", ()) == []
+
+
+def test_the_error_of_a_list_has_what_was_done_before_it(service: Service, ask: Ask) -> None:
+    asked = []
+
+    def answer(request: Any, context: Any) -> Any:
+        asked.append(request.prompt)
+        if request.prompt == "bad":
+            refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "no", reason("INVALID_REQUEST"))
+        return iter([accepted(), done(seed=len(asked))])
+
+    service.on("GenerateImage", answer)
+    with pytest.raises(moored.InvalidRequest) as failed:
+        ask("generate_image", ["a", "b", "bad", "c"])
+    assert [result.seed for result in failed.value.results] == [1, 2]
+    assert asked == ["a", "b", "bad"], "what comes after it is not begun"
+
+
+def test_a_list_is_of_prompts_and_of_one_key_at_most(ask: Ask) -> None:
+    with pytest.raises(TypeError, match="prompt: number 1 of the list"):
+        ask("generate_image", ["a", 3])
+    with pytest.raises(moored.InvalidRequest, match="idempotency_key"):
+        ask("generate_image", ["a"], idempotency_key="k")
+    with pytest.raises(TypeError, match="prompt: a str is wanted"):
+        ask.items("stream_image", ["a"])
 
 
 def test_a_picture_to_start_from(service: Service, ask: Ask, png: bytes, tmp_path: Path) -> None:

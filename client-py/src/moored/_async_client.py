@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import grpc
 import grpc.aio
@@ -16,10 +16,11 @@ import grpc.aio
 from . import _requests as requests
 from ._channel import QUICK_S, RETRY_S, Line, client_id_of
 from ._claims import AsyncHold, AsyncReservedMemory
-from ._errors import InternalError, error_of, not_ready
+from ._errors import InternalError, MooredError, error_of, not_ready
 from ._generated import generation_pb2, jobs_pb2, residency_pb2, server_pb2
 from ._latents import Latent, chunks_of
 from ._mirror import mirror
+from ._options import spelled
 from ._records import (
     FreedComponent,
     JobInfo,
@@ -112,12 +113,41 @@ class AsyncClient:
 
     # Pictures, films, tracks.
 
+    @overload
     async def generate_image(
         self, prompt: str, *, timeout: float | None = None, **options: Unpack[ImageOptions]
-    ) -> ImageResult:
-        """Paints one or several pictures. For the options see ImageOptions and JobOptions."""
+    ) -> ImageResult: ...
+
+    @overload
+    async def generate_image(
+        self,
+        prompt: list[str] | tuple[str, ...],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[ImageOptions],
+    ) -> list[ImageResult]: ...
+
+    @spelled(ImageOptions)
+    async def generate_image(
+        self,
+        prompt: str | list[str] | tuple[str, ...],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[ImageOptions],
+    ) -> ImageResult | list[ImageResult]:
+        """Generates one or several pictures.
+
+        A list of prompts is a job for each, one after another, and gives a list of results in the
+        same order. The first job that fails ends it: its error has the results before it in
+        `results`. `timeout` is for each job.
+        """
+        if isinstance(prompt, (list, tuple)):
+            return await self._each(
+                self.stream_image, requests.prompts_of(prompt, options), timeout, options
+            )
         return await self.stream_image(prompt, timeout=timeout, **options).result()
 
+    @spelled(ImageOptions)
     def stream_image(
         self, prompt: str, *, timeout: float | None = None, **options: Unpack[ImageOptions]
     ) -> AsyncEventStream[ImageResult]:
@@ -125,12 +155,41 @@ class AsyncClient:
         request = requests.image_request(prompt, options, self.client_id)
         return self._events(self._stubs.generation.GenerateImage, request, timeout, image_result)
 
+    @overload
     async def generate_video(
         self, prompt: str, *, timeout: float | None = None, **options: Unpack[VideoOptions]
-    ) -> VideoResult:
-        """Generates one or several films. For the options see VideoOptions and JobOptions."""
+    ) -> VideoResult: ...
+
+    @overload
+    async def generate_video(
+        self,
+        prompt: list[str] | tuple[str, ...],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[VideoOptions],
+    ) -> list[VideoResult]: ...
+
+    @spelled(VideoOptions)
+    async def generate_video(
+        self,
+        prompt: str | list[str] | tuple[str, ...],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[VideoOptions],
+    ) -> VideoResult | list[VideoResult]:
+        """Generates one or several films.
+
+        A list of prompts is a job for each, one after another, and gives a list of results in the
+        same order. The first job that fails ends it: its error has the results before it in
+        `results`. `timeout` is for each job.
+        """
+        if isinstance(prompt, (list, tuple)):
+            return await self._each(
+                self.stream_video, requests.prompts_of(prompt, options), timeout, options
+            )
         return await self.stream_video(prompt, timeout=timeout, **options).result()
 
+    @spelled(VideoOptions)
     def stream_video(
         self, prompt: str, *, timeout: float | None = None, **options: Unpack[VideoOptions]
     ) -> AsyncEventStream[VideoResult]:
@@ -141,12 +200,41 @@ class AsyncClient:
         request = requests.video_request(prompt, options, self.client_id)
         return self._events(self._stubs.generation.GenerateVideo, request, timeout, video_result)
 
+    @overload
     async def generate_audio(
         self, prompt: str, *, timeout: float | None = None, **options: Unpack[AudioOptions]
-    ) -> AudioResult:
-        """Generates one or several tracks. For the options see AudioOptions and JobOptions."""
+    ) -> AudioResult: ...
+
+    @overload
+    async def generate_audio(
+        self,
+        prompt: list[str] | tuple[str, ...],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[AudioOptions],
+    ) -> list[AudioResult]: ...
+
+    @spelled(AudioOptions)
+    async def generate_audio(
+        self,
+        prompt: str | list[str] | tuple[str, ...],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[AudioOptions],
+    ) -> AudioResult | list[AudioResult]:
+        """Generates one or several tracks.
+
+        A list of prompts is a job for each, one after another, and gives a list of results in the
+        same order. The first job that fails ends it: its error has the results before it in
+        `results`. `timeout` is for each job.
+        """
+        if isinstance(prompt, (list, tuple)):
+            return await self._each(
+                self.stream_audio, requests.prompts_of(prompt, options), timeout, options
+            )
         return await self.stream_audio(prompt, timeout=timeout, **options).result()
 
+    @spelled(AudioOptions)
     def stream_audio(
         self, prompt: str, *, timeout: float | None = None, **options: Unpack[AudioOptions]
     ) -> AsyncEventStream[AudioResult]:
@@ -157,6 +245,7 @@ class AsyncClient:
         request = requests.audio_request(prompt, options, self.client_id)
         return self._events(self._stubs.generation.GenerateAudio, request, timeout, audio_result)
 
+    @spelled(JobOptions)
     async def encode_image(
         self,
         image: ImageInput,
@@ -183,6 +272,7 @@ class AsyncClient:
             **options,
         ).result()
 
+    @spelled(JobOptions)
     def stream_encode(
         self,
         image: ImageInput,
@@ -199,6 +289,7 @@ class AsyncClient:
         request = requests.encode_request(image, model, width, height, seed, job)
         return self._events(self._stubs.generation.EncodeImage, request, timeout, latent_result)
 
+    @spelled(JobOptions)
     async def decode_latent(
         self,
         latent: str | LatentInfo,
@@ -213,6 +304,7 @@ class AsyncClient:
             latent, model=model, output=output, timeout=timeout, **options
         ).result()
 
+    @spelled(JobOptions)
     def stream_decode(
         self,
         latent: str | LatentInfo,
@@ -227,6 +319,7 @@ class AsyncClient:
         request = requests.decode_request(latent, model, output, job)
         return self._events(self._stubs.generation.DecodeLatent, request, timeout, image_result)
 
+    @spelled(JobOptions)
     async def decode_video(
         self,
         latent: str | LatentInfo,
@@ -240,6 +333,7 @@ class AsyncClient:
             latent, model=model, timeout=timeout, **options
         ).result()
 
+    @spelled(JobOptions)
     def stream_decode_video(
         self,
         latent: str | LatentInfo,
@@ -253,6 +347,7 @@ class AsyncClient:
         request = requests.decode_request(latent, model, None, job)
         return self._events(self._stubs.generation.DecodeLatent, request, timeout, video_result)
 
+    @spelled(JobOptions)
     async def decode_audio(
         self,
         latent: str | LatentInfo,
@@ -266,6 +361,7 @@ class AsyncClient:
             latent, model=model, timeout=timeout, **options
         ).result()
 
+    @spelled(JobOptions)
     def stream_decode_audio(
         self,
         latent: str | LatentInfo,
@@ -368,6 +464,7 @@ class AsyncClient:
         models = (await self._unary(self._stubs.residency.ListModels, request, timeout)).models
         return tuple(mirror(ModelInfo, model) for model in models)
 
+    @spelled(JobOptions)
     async def load(
         self,
         model: ModelLike,
@@ -388,6 +485,7 @@ class AsyncClient:
             model, components=components, replace=replace, prove=prove, timeout=timeout, **options
         ).result()
 
+    @spelled(JobOptions)
     def stream_load(
         self,
         model: ModelLike,
@@ -456,6 +554,7 @@ class AsyncClient:
 
         return AsyncHold(release, held.hold_id, requests.seconds_of(held.ttl))
 
+    @spelled(ImageOptions)
     async def plan(
         self,
         prompt: str = "",
@@ -468,6 +567,7 @@ class AsyncClient:
         request = residency_pb2.PlanRequest(generate=generate, card=generate.options.card)
         return mirror(Plan, await self._unary(self._stubs.residency.Plan, request, timeout))
 
+    @spelled(VideoOptions)
     async def plan_video(
         self,
         prompt: str = "",
@@ -480,6 +580,7 @@ class AsyncClient:
         request = residency_pb2.PlanRequest(video=video, card=video.options.card)
         return mirror(Plan, await self._unary(self._stubs.residency.Plan, request, timeout))
 
+    @spelled(AudioOptions)
     async def plan_audio(
         self,
         prompt: str = "",
@@ -646,6 +747,22 @@ class AsyncClient:
             return await method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_of(error, self.endpoint) from error
+
+    async def _each(
+        self,
+        stream: Callable[..., AsyncEventStream[R]],
+        prompts: list[str],
+        timeout: float | None,
+        options: Mapping[str, Any],
+    ) -> list[R]:
+        results: list[R] = []
+        for prompt in prompts:
+            try:
+                results.append(await stream(prompt, timeout=timeout, **options).result())
+            except MooredError as error:
+                error.results = tuple(results)
+                raise
+        return results
 
     def _events(
         self, method: Any, request: Any, timeout: float | None, finish: Callable[[Gathered], R]

@@ -6,17 +6,18 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import grpc
 
 from . import _requests as requests
 from ._channel import QUICK_S, RETRY_S, Line, client_id_of
 from ._claims import Hold, ReservedMemory
-from ._errors import InternalError, error_of, not_ready
+from ._errors import InternalError, MooredError, error_of, not_ready
 from ._generated import generation_pb2, jobs_pb2, residency_pb2, server_pb2
 from ._latents import Latent, chunks_of
 from ._mirror import mirror
+from ._options import spelled
 from ._records import (
     FreedComponent,
     JobInfo,
@@ -104,12 +105,41 @@ class Client:
 
     # Pictures, films, tracks.
 
+    @overload
     def generate_image(
         self, prompt: str, *, timeout: float | None = None, **options: Unpack[ImageOptions]
-    ) -> ImageResult:
-        """Paints one or several pictures. For the options see ImageOptions and JobOptions."""
+    ) -> ImageResult: ...
+
+    @overload
+    def generate_image(
+        self,
+        prompt: list[str] | tuple[str, ...],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[ImageOptions],
+    ) -> list[ImageResult]: ...
+
+    @spelled(ImageOptions)
+    def generate_image(
+        self,
+        prompt: str | list[str] | tuple[str, ...],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[ImageOptions],
+    ) -> ImageResult | list[ImageResult]:
+        """Generates one or several pictures.
+
+        A list of prompts is a job for each, one after another, and gives a list of results in the
+        same order. The first job that fails ends it: its error has the results before it in
+        `results`. `timeout` is for each job.
+        """
+        if isinstance(prompt, (list, tuple)):
+            return self._each(
+                self.stream_image, requests.prompts_of(prompt, options), timeout, options
+            )
         return self.stream_image(prompt, timeout=timeout, **options).result()
 
+    @spelled(ImageOptions)
     def stream_image(
         self, prompt: str, *, timeout: float | None = None, **options: Unpack[ImageOptions]
     ) -> EventStream[ImageResult]:
@@ -117,12 +147,41 @@ class Client:
         request = requests.image_request(prompt, options, self.client_id)
         return self._events(self._stubs.generation.GenerateImage, request, timeout, image_result)
 
+    @overload
     def generate_video(
         self, prompt: str, *, timeout: float | None = None, **options: Unpack[VideoOptions]
-    ) -> VideoResult:
-        """Generates one or several films. For the options see VideoOptions and JobOptions."""
+    ) -> VideoResult: ...
+
+    @overload
+    def generate_video(
+        self,
+        prompt: list[str] | tuple[str, ...],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[VideoOptions],
+    ) -> list[VideoResult]: ...
+
+    @spelled(VideoOptions)
+    def generate_video(
+        self,
+        prompt: str | list[str] | tuple[str, ...],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[VideoOptions],
+    ) -> VideoResult | list[VideoResult]:
+        """Generates one or several films.
+
+        A list of prompts is a job for each, one after another, and gives a list of results in the
+        same order. The first job that fails ends it: its error has the results before it in
+        `results`. `timeout` is for each job.
+        """
+        if isinstance(prompt, (list, tuple)):
+            return self._each(
+                self.stream_video, requests.prompts_of(prompt, options), timeout, options
+            )
         return self.stream_video(prompt, timeout=timeout, **options).result()
 
+    @spelled(VideoOptions)
     def stream_video(
         self, prompt: str, *, timeout: float | None = None, **options: Unpack[VideoOptions]
     ) -> EventStream[VideoResult]:
@@ -133,12 +192,41 @@ class Client:
         request = requests.video_request(prompt, options, self.client_id)
         return self._events(self._stubs.generation.GenerateVideo, request, timeout, video_result)
 
+    @overload
     def generate_audio(
         self, prompt: str, *, timeout: float | None = None, **options: Unpack[AudioOptions]
-    ) -> AudioResult:
-        """Generates one or several tracks. For the options see AudioOptions and JobOptions."""
+    ) -> AudioResult: ...
+
+    @overload
+    def generate_audio(
+        self,
+        prompt: list[str] | tuple[str, ...],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[AudioOptions],
+    ) -> list[AudioResult]: ...
+
+    @spelled(AudioOptions)
+    def generate_audio(
+        self,
+        prompt: str | list[str] | tuple[str, ...],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[AudioOptions],
+    ) -> AudioResult | list[AudioResult]:
+        """Generates one or several tracks.
+
+        A list of prompts is a job for each, one after another, and gives a list of results in the
+        same order. The first job that fails ends it: its error has the results before it in
+        `results`. `timeout` is for each job.
+        """
+        if isinstance(prompt, (list, tuple)):
+            return self._each(
+                self.stream_audio, requests.prompts_of(prompt, options), timeout, options
+            )
         return self.stream_audio(prompt, timeout=timeout, **options).result()
 
+    @spelled(AudioOptions)
     def stream_audio(
         self, prompt: str, *, timeout: float | None = None, **options: Unpack[AudioOptions]
     ) -> EventStream[AudioResult]:
@@ -149,6 +237,7 @@ class Client:
         request = requests.audio_request(prompt, options, self.client_id)
         return self._events(self._stubs.generation.GenerateAudio, request, timeout, audio_result)
 
+    @spelled(JobOptions)
     def encode_image(
         self,
         image: ImageInput,
@@ -175,6 +264,7 @@ class Client:
             **options,
         ).result()
 
+    @spelled(JobOptions)
     def stream_encode(
         self,
         image: ImageInput,
@@ -191,6 +281,7 @@ class Client:
         request = requests.encode_request(image, model, width, height, seed, job)
         return self._events(self._stubs.generation.EncodeImage, request, timeout, latent_result)
 
+    @spelled(JobOptions)
     def decode_latent(
         self,
         latent: str | LatentInfo,
@@ -205,6 +296,7 @@ class Client:
             latent, model=model, output=output, timeout=timeout, **options
         ).result()
 
+    @spelled(JobOptions)
     def stream_decode(
         self,
         latent: str | LatentInfo,
@@ -219,6 +311,7 @@ class Client:
         request = requests.decode_request(latent, model, output, job)
         return self._events(self._stubs.generation.DecodeLatent, request, timeout, image_result)
 
+    @spelled(JobOptions)
     def decode_video(
         self,
         latent: str | LatentInfo,
@@ -230,6 +323,7 @@ class Client:
         """Decodes the latent of a film that is in the service, by its handle."""
         return self.stream_decode_video(latent, model=model, timeout=timeout, **options).result()
 
+    @spelled(JobOptions)
     def stream_decode_video(
         self,
         latent: str | LatentInfo,
@@ -243,6 +337,7 @@ class Client:
         request = requests.decode_request(latent, model, None, job)
         return self._events(self._stubs.generation.DecodeLatent, request, timeout, video_result)
 
+    @spelled(JobOptions)
     def decode_audio(
         self,
         latent: str | LatentInfo,
@@ -254,6 +349,7 @@ class Client:
         """Decodes the latent of a track that is in the service, by its handle."""
         return self.stream_decode_audio(latent, model=model, timeout=timeout, **options).result()
 
+    @spelled(JobOptions)
     def stream_decode_audio(
         self,
         latent: str | LatentInfo,
@@ -353,6 +449,7 @@ class Client:
         models = self._unary(self._stubs.residency.ListModels, request, timeout).models
         return tuple(mirror(ModelInfo, model) for model in models)
 
+    @spelled(JobOptions)
     def load(
         self,
         model: ModelLike,
@@ -373,6 +470,7 @@ class Client:
             model, components=components, replace=replace, prove=prove, timeout=timeout, **options
         ).result()
 
+    @spelled(JobOptions)
     def stream_load(
         self,
         model: ModelLike,
@@ -439,6 +537,7 @@ class Client:
 
         return Hold(release, held.hold_id, requests.seconds_of(held.ttl))
 
+    @spelled(ImageOptions)
     def plan(
         self,
         prompt: str = "",
@@ -451,6 +550,7 @@ class Client:
         request = residency_pb2.PlanRequest(generate=generate, card=generate.options.card)
         return mirror(Plan, self._unary(self._stubs.residency.Plan, request, timeout))
 
+    @spelled(VideoOptions)
     def plan_video(
         self,
         prompt: str = "",
@@ -463,6 +563,7 @@ class Client:
         request = residency_pb2.PlanRequest(video=video, card=video.options.card)
         return mirror(Plan, self._unary(self._stubs.residency.Plan, request, timeout))
 
+    @spelled(AudioOptions)
     def plan_audio(
         self,
         prompt: str = "",
@@ -612,6 +713,22 @@ class Client:
             return method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_of(error, self.endpoint) from error
+
+    def _each(
+        self,
+        stream: Callable[..., EventStream[R]],
+        prompts: list[str],
+        timeout: float | None,
+        options: Mapping[str, Any],
+    ) -> list[R]:
+        results: list[R] = []
+        for prompt in prompts:
+            try:
+                results.append(stream(prompt, timeout=timeout, **options).result())
+            except MooredError as error:
+                error.results = tuple(results)
+                raise
+        return results
 
     def _events(
         self, method: Any, request: Any, timeout: float | None, finish: Callable[[Gathered], R]

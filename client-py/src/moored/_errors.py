@@ -78,6 +78,8 @@ class MooredError(Exception):
     """The job that failed; empty where there was none."""
     latents: tuple[LatentInfo, ...]
     """Latents that the job left in the service: a failed decode can be had by `decode_latent`."""
+    results: tuple[Any, ...]
+    """Of a list of prompts: the results of those before the one that failed, in order."""
 
     def __init__(
         self,
@@ -98,6 +100,7 @@ class MooredError(Exception):
         self.metadata = dict(metadata or {})
         self.job_id = ""
         self.latents = ()
+        self.results = ()
 
 
 class InvalidRequest(MooredError):

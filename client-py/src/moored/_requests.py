@@ -11,17 +11,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypedDict, TypeVar, Union
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
 from ._errors import InvalidRequest
 from ._generated import generation_pb2, hub_pb2, model_pb2, residency_pb2, rpc_pb2
+from ._options import put
 from ._records import LatentInfo
 
 if TYPE_CHECKING:
     from PIL import Image
+
+M = TypeVar("M", bound=Message)
 
 ImageInput: TypeAlias = Union[bytes, bytearray, memoryview, str, "os.PathLike[str]", "Image.Image"]
 """A picture: the bytes of a PNG, JPEG or WebP; a path to one; or a PIL image."""
@@ -78,20 +82,26 @@ ModelLike: TypeAlias = str | ModelRef
 class JobOptions(TypedDict, total=False):
     """How a job is queued and admitted. None is the same as left out."""
 
-    client_id: str | None
-    """Who asks, for fair shares. Default: the client's own `client_id`, else the peer's address."""
-    priority: Priority | None
-    """Default: `normal`."""
-    patience_s: float | None
-    """Seconds to wait for memory that is late or taken. Default: the service's setting."""
-    allow_low_memory: bool | None
-    """Admit a stage that memory is short for. If it runs out of memory, only this job ends."""
-    card: str | None
-    """Prefer this card. A hint."""
-    idempotency_key: str | None
-    """A second request with the same key joins the first's job instead of starting another."""
-    detach: bool | None
-    """Go on when the stream is dropped; join again by the idempotency key."""
+    client_id: Annotated[
+        str | None, "Your name in the list of jobs, and for fair shares. Default: the client's own."
+    ]
+    priority: Annotated[Priority | None, "Default: `normal`."]
+    patience_s: Annotated[
+        float | None,
+        "Seconds to wait for memory that is late or taken. Default: the service's setting.",
+    ]
+    allow_low_memory: Annotated[
+        bool | None,
+        "Admit a stage that memory is short for. If it runs out of memory, only this job ends.",
+    ]
+    card: Annotated[str | None, "Prefer this card. A hint."]
+    idempotency_key: Annotated[
+        str | None,
+        "A second request with the same key joins the first's job instead of starting another.",
+    ]
+    detach: Annotated[
+        bool | None, "Go on when the stream is dropped; join again by the idempotency key."
+    ]
 
 
 class GenerateOptions(JobOptions, total=False):
@@ -100,71 +110,63 @@ class GenerateOptions(JobOptions, total=False):
     What is left out is the model's default.
     """
 
-    model: ModelLike | None
-    """Default: the service's default model."""
-    steps: int | None
-    """Denoising steps, 1 to 200."""
-    guidance: float | None
-    """How far it follows the prompt."""
-    seed: int | None
-    """Default: random, told in the result. Number i of several uses seed + i."""
-    max_sequence_length: int | None
-    """Tokens of the prompt, 1 to 512."""
-    count: int | None
-    """How many pictures, films or tracks, 1 to 64."""
-    init_latent: str | LatentInfo | None
-    """Start from this latent of the service."""
-    strength: float | None
-    """Of a start: over 0 to 1, how much of the schedule runs. Default: 0.6 for pictures, else 1."""
-    omit_metadata: bool | None
-    """Leave prompt, seed, settings and model out of the metadata."""
-    keep_latent: bool | None
-    """Keep the latent of each in the service."""
-    latent_only: bool | None
-    """Give the latent only: no decode, and nothing to see or hear."""
+    model: Annotated[ModelLike | None, "Default: the service's default model."]
+    steps: Annotated[int | None, "Denoising steps, 1 to 200."]
+    guidance: Annotated[float | None, "How closely to follow the prompt."]
+    seed: Annotated[
+        int | None, "Default: random, told in the result. Number i of several uses seed + i."
+    ]
+    max_sequence_length: Annotated[int | None, "Tokens of the prompt, 1 to 512."]
+    count: Annotated[int | None, "How many pictures, films or tracks, 1 to 64."]
+    init_latent: Annotated[str | LatentInfo | None, "Start from this latent of the service."]
+    strength: Annotated[
+        float | None,
+        "How strongly to change the start: over 0, up to 1. Default: 0.6 for pictures, else 1.",
+    ]
+    omit_metadata: Annotated[
+        bool | None, "Leave prompt, seed, settings and model out of the metadata."
+    ]
+    keep_latent: Annotated[bool | None, "Keep the latent of each in the service."]
+    latent_only: Annotated[
+        bool | None, "Give the latent only: no decode, and nothing to see or hear."
+    ]
 
 
 class ImageOptions(GenerateOptions, total=False):
     """What a picture is made with. None is the same as left out: the model's default."""
 
-    width: int | None
-    """Pixels across; a multiple of 16."""
-    height: int | None
-    """Pixels down; a multiple of 16."""
-    init_image: ImageInput | None
-    """Image to image: what to start from; scaled to width x height."""
-    output: OutputFormat | None
-    """Default: `png`."""
-    preview_interval_s: float | None
-    """Seconds between previews, at least 0.1. Default: none."""
+    width: Annotated[int | None, "Pixels across; a multiple of 16."]
+    height: Annotated[int | None, "Pixels down; a multiple of 16."]
+    init_image: Annotated[
+        ImageInput | None, "Image to image: what to start from; scaled to width x height."
+    ]
+    output: Annotated[OutputFormat | None, "Default: `png`."]
+    preview_interval_s: Annotated[
+        float | None, "Seconds between previews, at least 0.1. Default: none."
+    ]
 
 
 class VideoOptions(GenerateOptions, total=False):
     """What a film is made with. None is the same as left out: the model's default."""
 
-    width: int | None
-    """Pixels across; a multiple of 16."""
-    height: int | None
-    """Pixels down; a multiple of 16."""
-    frames: int | None
-    """Frames in all. A model may take certain numbers only."""
-    frames_per_second: float | None
-    """Frames a second."""
-    init_image: ImageInput | None
-    """Image to video: the first frame; scaled to width x height."""
-    preview_interval_s: float | None
-    """Seconds between previews, at least 0.1. Default: none."""
+    width: Annotated[int | None, "Pixels across; a multiple of 16."]
+    height: Annotated[int | None, "Pixels down; a multiple of 16."]
+    frames: Annotated[int | None, "Frames in all. A model may take certain numbers only."]
+    frames_per_second: Annotated[float | None, "Frames a second."]
+    init_image: Annotated[
+        ImageInput | None, "Image to video: the first frame; scaled to width x height."
+    ]
+    preview_interval_s: Annotated[
+        float | None, "Seconds between previews, at least 0.1. Default: none."
+    ]
 
 
 class AudioOptions(GenerateOptions, total=False):
     """What a track is made with. None is the same as left out: the model's default."""
 
-    lyrics: str | None
-    """What is sung. Default: nothing."""
-    seconds: float | None
-    """Length."""
-    output: AudioOutput | None
-    """Default: `wav`."""
+    lyrics: Annotated[str | None, "What is sung. Default: nothing."]
+    seconds: Annotated[float | None, "Length."]
+    output: Annotated[AudioOutput | None, "Default: `wav`."]
 
 
 @contextmanager
@@ -193,210 +195,100 @@ def model_of(model: ModelLike | None) -> model_pb2.ModelRef | None:
     )
 
 
-def job_options(
-    *,
-    client_id: str | None = None,
-    priority: Priority | None = None,
-    patience_s: float | None = None,
-    allow_low_memory: bool | None = False,
-    card: str | None = None,
-    idempotency_key: str | None = None,
-    detach: bool | None = False,
-) -> generation_pb2.JobOptions:
-    """JobOptions as a message."""
-    priorities = {
-        "low": generation_pb2.LOW,
-        "normal": generation_pb2.NORMAL,
-        "high": generation_pb2.HIGH,
-    }
-    if priority is not None and priority not in priorities:
-        raise InvalidRequest(f"priority is low, normal or high, not {priority!r}")
-    with _checked():
-        return generation_pb2.JobOptions(
-            client_id=client_id or "",
-            priority=priorities[priority or "normal"],
-            patience_ms=None if patience_s is None else milliseconds(patience_s),
-            allow_low_memory=bool(allow_low_memory),
-            card=card or "",
-            idempotency_key=idempotency_key or "",
-            detach=bool(detach),
-        )
+_PRIORITIES = {
+    "low": generation_pb2.LOW,
+    "normal": generation_pb2.NORMAL,
+    "high": generation_pb2.HIGH,
+}
 
 
-def generate_image(
-    prompt: str,
-    *,
-    model: ModelLike | None = None,
-    width: int | None = None,
-    height: int | None = None,
-    steps: int | None = None,
-    guidance: float | None = None,
-    seed: int | None = None,
-    max_sequence_length: int | None = None,
-    count: int | None = None,
-    init_image: ImageInput | None = None,
-    init_latent: str | LatentInfo | None = None,
-    strength: float | None = None,
-    output: OutputFormat | None = None,
-    omit_metadata: bool | None = False,
-    keep_latent: bool | None = False,
-    latent_only: bool | None = False,
-    preview_interval_s: float | None = None,
-    options: generation_pb2.JobOptions,
-) -> generation_pb2.GenerateImageRequest:
-    """ImageOptions as a message."""
-    with _checked():
-        return generation_pb2.GenerateImageRequest(
-            model=model_of(model),
-            prompt=prompt,
-            width=width or 0,
-            height=height or 0,
-            steps=steps or 0,
-            guidance=guidance,
-            seed=seed,
-            max_sequence_length=max_sequence_length or 0,
-            count=count or 0,
-            init_image=b"" if init_image is None else image_bytes(init_image),
-            init_latent_id="" if init_latent is None else latent_id(init_latent),
-            strength=strength,
-            output=output_of(output),
-            omit_metadata=bool(omit_metadata),
-            keep_latent=bool(keep_latent),
-            latent_only=bool(latent_only),
-            preview_interval_ms=milliseconds(preview_interval_s or 0),
-            options=options,
-        )
+def _fill(message: Message, options: Mapping[str, Any]) -> None:
+    """Writes options into a message. None leaves a field to the service."""
+    for option, value in options.items():
+        if value is None:
+            continue
+        match option:
+            case "model":
+                put(message, option, model_of(value))
+            case "init_image":
+                put(message, option, image_bytes(value))
+            case "init_latent":
+                put(message, "init_latent_id", latent_id(value), option=option)
+            case "preview_interval_s" | "patience_s":
+                field = option.removesuffix("s") + "ms"
+                put(message, field, _milliseconds_of(option, value), option=option)
+            case "output" if isinstance(message, generation_pb2.GenerateAudioRequest):
+                put(message, option, audio_output_of(value))
+            case "output":
+                put(message, option, output_of(value))
+            case "priority" if value not in _PRIORITIES:
+                raise InvalidRequest(f"priority is low, normal or high, not {value!r}")
+            case "priority":
+                put(message, option, _PRIORITIES[value])
+            case _:
+                put(message, option, value)
 
 
-def generate_video(
-    prompt: str,
-    *,
-    model: ModelLike | None = None,
-    width: int | None = None,
-    height: int | None = None,
-    frames: int | None = None,
-    frames_per_second: float | None = None,
-    steps: int | None = None,
-    guidance: float | None = None,
-    seed: int | None = None,
-    max_sequence_length: int | None = None,
-    count: int | None = None,
-    init_image: ImageInput | None = None,
-    init_latent: str | LatentInfo | None = None,
-    strength: float | None = None,
-    omit_metadata: bool | None = False,
-    keep_latent: bool | None = False,
-    latent_only: bool | None = False,
-    preview_interval_s: float | None = None,
-    options: generation_pb2.JobOptions,
-) -> generation_pb2.GenerateVideoRequest:
-    """VideoOptions as a message."""
-    with _checked():
-        return generation_pb2.GenerateVideoRequest(
-            model=model_of(model),
-            prompt=prompt,
-            width=width or 0,
-            height=height or 0,
-            frames=frames or 0,
-            frames_per_second=frames_per_second or 0,
-            steps=steps or 0,
-            guidance=guidance,
-            seed=seed,
-            max_sequence_length=max_sequence_length or 0,
-            count=count or 0,
-            init_image=b"" if init_image is None else image_bytes(init_image),
-            init_latent_id="" if init_latent is None else latent_id(init_latent),
-            strength=strength,
-            omit_metadata=bool(omit_metadata),
-            keep_latent=bool(keep_latent),
-            latent_only=bool(latent_only),
-            preview_interval_ms=milliseconds(preview_interval_s or 0),
-            options=options,
-        )
-
-
-def generate_audio(
-    prompt: str,
-    *,
-    model: ModelLike | None = None,
-    lyrics: str | None = None,
-    seconds: float | None = None,
-    steps: int | None = None,
-    guidance: float | None = None,
-    seed: int | None = None,
-    max_sequence_length: int | None = None,
-    count: int | None = None,
-    init_latent: str | LatentInfo | None = None,
-    strength: float | None = None,
-    output: AudioOutput | None = None,
-    omit_metadata: bool | None = False,
-    keep_latent: bool | None = False,
-    latent_only: bool | None = False,
-    options: generation_pb2.JobOptions,
-) -> generation_pb2.GenerateAudioRequest:
-    """AudioOptions as a message."""
-    with _checked():
-        return generation_pb2.GenerateAudioRequest(
-            model=model_of(model),
-            prompt=prompt,
-            lyrics=lyrics or "",
-            seconds=seconds or 0,
-            steps=steps or 0,
-            guidance=guidance,
-            seed=seed,
-            max_sequence_length=max_sequence_length or 0,
-            count=count or 0,
-            init_latent_id="" if init_latent is None else latent_id(init_latent),
-            strength=strength,
-            output=audio_output_of(output),
-            omit_metadata=bool(omit_metadata),
-            keep_latent=bool(keep_latent),
-            latent_only=bool(latent_only),
-            options=options,
-        )
+def _milliseconds_of(option: str, seconds: Any) -> int:
+    if isinstance(seconds, str) or not hasattr(seconds, "__float__"):
+        raise TypeError(f"{option}: a number is wanted, not {seconds!r}")
+    return milliseconds(seconds)
 
 
 def image_request(
     prompt: str, options: ImageOptions, client_id: str | None
 ) -> generation_pb2.GenerateImageRequest:
     """The request of generate_image and its like; `client_id` is the client's own."""
-    job, rest = _job_and_rest(options, client_id)
-    return generate_image(prompt, **rest, options=job)
+    return _request(generation_pb2.GenerateImageRequest(), prompt, options, client_id)
 
 
 def video_request(
     prompt: str, options: VideoOptions, client_id: str | None
 ) -> generation_pb2.GenerateVideoRequest:
     """The request of generate_video and its like; `client_id` is the client's own."""
-    job, rest = _job_and_rest(options, client_id)
-    return generate_video(prompt, **rest, options=job)
+    return _request(generation_pb2.GenerateVideoRequest(), prompt, options, client_id)
 
 
 def audio_request(
     prompt: str, options: AudioOptions, client_id: str | None
 ) -> generation_pb2.GenerateAudioRequest:
     """The request of generate_audio and its like; `client_id` is the client's own."""
-    job, rest = _job_and_rest(options, client_id)
-    return generate_audio(prompt, **rest, options=job)
+    return _request(generation_pb2.GenerateAudioRequest(), prompt, options, client_id)
 
 
-def _job_and_rest(
-    options: GenerateOptions, client_id: str | None
-) -> tuple[generation_pb2.JobOptions, dict[str, Any]]:
-    """The options of any long call as a message, and what is left."""
-    job = JobOptions()
+def _request(message: M, prompt: str, options: GenerateOptions, client_id: str | None) -> M:
+    if not isinstance(prompt, str):
+        raise TypeError(f"prompt: a str is wanted, not {prompt!r}")
     rest: dict[str, Any] = dict(options)
+    job = JobOptions()
     for name in JobOptions.__annotations__:
         if name in rest:
             job[name] = rest.pop(name)  # type: ignore[literal-required]
-    return job_request(job, client_id), rest
+    put(message, "prompt", prompt)
+    if "output" in message.DESCRIPTOR.fields_by_name and rest.get("output") is None:
+        is_audio = isinstance(message, generation_pb2.GenerateAudioRequest)
+        rest["output"] = "wav" if is_audio else "png"
+    _fill(message, rest)
+    put(message, "options", job_request(job, client_id))
+    return message
+
+
+def prompts_of(prompt: str | Sequence[str], options: GenerateOptions) -> list[str]:
+    """The prompts of a list, each for a job of its own."""
+    prompts = list(prompt)
+    for number, one in enumerate(prompts):
+        if not isinstance(one, str):
+            raise TypeError(f"prompt: number {number} of the list is no str, but {one!r}")
+    if options.get("idempotency_key"):
+        raise InvalidRequest("idempotency_key is of one job: give one prompt with it, not a list")
+    return prompts
 
 
 def job_request(options: JobOptions, client_id: str | None) -> generation_pb2.JobOptions:
     """The options of any long call; `client_id` is the client's own."""
-    named = options.copy()
-    named["client_id"] = options.get("client_id") or client_id
-    return job_options(**named)
+    message = generation_pb2.JobOptions(priority=generation_pb2.NORMAL)
+    _fill(message, {**options, "client_id": options.get("client_id") or client_id})
+    return message
 
 
 def encode_request(
@@ -408,15 +300,11 @@ def encode_request(
     options: generation_pb2.JobOptions,
 ) -> generation_pb2.EncodeImageRequest:
     """The request of encode_image."""
-    with _checked():
-        return generation_pb2.EncodeImageRequest(
-            model=model_of(model),
-            image=image_bytes(image),
-            width=width or 0,
-            height=height or 0,
-            seed=seed,
-            options=options,
-        )
+    request = generation_pb2.EncodeImageRequest(
+        model=model_of(model), image=image_bytes(image), options=options
+    )
+    _fill(request, {"width": width, "height": height, "seed": seed})
+    return request
 
 
 def decode_request(

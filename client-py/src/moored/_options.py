@@ -1,0 +1,189 @@
+"""The options of a call: shown by `help()`, checked by name, and written into messages by field.
+
+The TypedDicts of `_requests` are the one place that names them, each with its words.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import os
+import typing
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from ._errors import InvalidRequest, Violation
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# What other libraries call it, and what it is here.
+ELSEWHERE: Mapping[str, str] = {
+    "num_inference_steps": "write steps=...",
+    "num_steps": "write steps=...",
+    "sampling_steps": "write steps=...",
+    "guidance_scale": "write guidance=...",
+    "cfg_scale": "write guidance=...",
+    "cfg": "write guidance=...",
+    "true_cfg_scale": "the models here need none; guidance=... is how far the prompt is followed",
+    "num_images_per_prompt": "write count=...",
+    "num_videos_per_prompt": "write count=...",
+    "num_waveforms_per_prompt": "write count=...",
+    "batch_size": "write count=..., or give a list of prompts",
+    "n": "write count=...",
+    "generator": "write seed=...: the same seed gives the same result",
+    "latents": "write init_latent=..., a latent that put_latent() has brought to the service",
+    "image": "write init_image=...",
+    "init_img": "write init_image=...",
+    "denoising_strength": "write strength=...",
+    "num_frames": "write frames=...",
+    "fps": "write frames_per_second=...",
+    "frame_rate": "write frames_per_second=...",
+    "audio_end_in_s": "write seconds=...",
+    "audio_length_in_s": "write seconds=...",
+    "audio_duration": "write seconds=...",
+    "duration": "write seconds=...",
+    "output_type": "write output='png' or output='raw'; a result has .image and .array",
+    "return_dict": "leave it out: a result has .image and .array",
+    "callback_on_step_end": "the steps are events of stream_image() and its like",
+    "callback": "the steps are events of stream_image() and its like",
+    "size": "write width=... and height=...",
+    "device": "write card=...",
+    "negative_prompt": "moored has no negative prompt: leave it out",
+    "negative_prompt_2": "moored has no negative prompt: leave it out",
+    "prompt_2": "moored gives both text encoders the one prompt: leave it out",
+    "mask_image": "moored does not paint within masks yet: leave it out",
+    "ip_adapter_image": "moored has no IP adapters: leave it out",
+    "controlnet": "moored has no ControlNets: leave it out",
+    "control_image": "moored has no ControlNets: leave it out",
+    "sampler": "the sampler belongs to the model: leave it out",
+    "scheduler": "the scheduler belongs to the model: leave it out",
+    "sigmas": "the schedule belongs to the model: write steps=...",
+    "timesteps": "the schedule belongs to the model: write steps=...",
+    "lora_scale": "write model=ModelRef(..., adapters=(Adapter(name, strength),))",
+    "joint_attention_kwargs": "write model=ModelRef(..., adapters=(Adapter(name, strength),))",
+    "cross_attention_kwargs": "write model=ModelRef(..., adapters=(Adapter(name, strength),))",
+}
+
+
+def words_of(options: type) -> dict[str, str]:
+    """What each option of a TypedDict is for; the caller's own first, then those of all."""
+    return {name: hint.__metadata__[0] for name, hint in _hints(options).items()}
+
+
+@functools.cache
+def _hints(options: type) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    # Bases are not in the MRO of a TypedDict.
+    for kind in (options, *_bases(options)):
+        names = {"Image": SimpleNamespace(Image=typing.Any), "os": os}
+        hints = typing.get_type_hints(kind, localns=names, include_extras=True)
+        inherited = {name for base in _bases(kind) for name in base.__annotations__}
+        found |= {name: hints[name] for name in kind.__annotations__ if name not in inherited}
+    return {name: found[name] for name in sorted(found, key=lambda name: name != "model")}
+
+
+def _bases(options: type) -> list[type]:
+    bases: list[type] = []
+    for base in getattr(options, "__orig_bases__", ()):
+        if typing.is_typeddict(base):
+            bases += [base, *_bases(base)]
+    return bases
+
+
+def spelled(options: type) -> Callable[[F], F]:
+    """Shows a method's options one by one in its signature and its help, and refuses others."""
+
+    def spell(method: F) -> F:
+        hints, name = _hints(options), getattr(method, "__name__", "")
+
+        @functools.wraps(method)
+        def checked(self: Any, *given: Any, **named: Any) -> Any:
+            for option in named:
+                if option not in known:
+                    raise TypeError(f"{name}() has no option {option!r}: {_remedy(option, known)}")
+            return method(self, *given, **named)
+
+        signature = inspect.signature(method)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        more = [
+            inspect.Parameter(
+                option,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=typing.get_args(hint)[0],
+            )
+            for option, hint in hints.items()
+        ]
+        # `timeout`, and what else a method names itself, stands behind what is asked for.
+        first = [each for each in own if each.kind is not each.KEYWORD_ONLY]
+        last = [each for each in own if each.kind is each.KEYWORD_ONLY]
+        known = {each.name for each in (*own, *more)}
+        shown = checked
+        shown.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*first, *more, *last]
+        )
+        told = "\n".join(f"    {option}: {words}" for option, words in words_of(options).items())
+        shown.__doc__ = (
+            f"{inspect.cleandoc(method.__doc__ or '')}\n\n"
+            "Options; None is the same as left out: the default.\n\n"
+            f"{told}\n"
+        )
+        return cast("F", shown)
+
+    return spell
+
+
+def _remedy(option: str, known: set[str]) -> str:
+    if option in ELSEWHERE:
+        return ELSEWHERE[option]
+    near = difflib.get_close_matches(option, known - {"self"}, n=1)
+    return f"did you mean {near[0]}?" if near else "help() of it lists them"
+
+
+def put(message: Message, field: str, value: Any, *, option: str = "") -> None:
+    """Writes one field of a message; what it cannot hold is refused by the option's name."""
+    option = option or field
+    try:
+        if isinstance(value, Message):
+            getattr(message, field).CopyFrom(value)
+        else:
+            setattr(message, field, value)
+    except ValueError:
+        why = f"{value!r} is not {_range(message.DESCRIPTOR.fields_by_name[field])}"
+        violation = Violation(option, why)
+        raise InvalidRequest(
+            f"{option}: {why}", reason="INVALID_REQUEST", violations=[violation]
+        ) from None
+    except TypeError:
+        wanted = _kind(message.DESCRIPTOR.fields_by_name[field])
+        raise TypeError(f"{option}: {wanted} is wanted, not {value!r}") from None
+
+
+_WHOLE = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}
+
+
+def _range(field: Any) -> str:
+    if field.cpp_type in _WHOLE:
+        lowest, highest = _WHOLE[field.cpp_type]
+        return f"a whole number from {lowest} to {highest}"
+    return "a value that can be sent"
+
+
+def _kind(field: Any) -> str:
+    if field.cpp_type in _WHOLE:
+        return "a whole number"
+    if field.cpp_type in (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE):
+        return "a number"
+    if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+        return "True or False"
+    return "bytes" if field.type == FieldDescriptor.TYPE_BYTES else "a str"
