@@ -2,7 +2,7 @@
 
 with moored.Client() as client:
     result = client.generate_image("a red cube on a blue plane")
-    result.image.save("cube.png")
+    result.save("cube.png")
 
 `AsyncClient` is the same with `await`. The `stream_...` methods give typed events, then a result.
 """
@@ -118,6 +118,7 @@ from ._results import (
     StageTiming,
     VideoResult,
 )
+from ._saving import read_recipe
 from ._streams import (
     AsyncEventStream,
     AsyncPullStream,
@@ -245,6 +246,7 @@ __all__ = [
     "__version__",
     "describe",
     "progress",
+    "read_recipe",
 ]
 
 # Users see the flat namespace, in tracebacks and in pickles alike.

@@ -67,7 +67,7 @@ class Client:
     """A connection to a moored service. Threads may share one.
 
     with moored.Client() as client:
-        client.generate_image("a red cube on a blue plane").image.save("cube.png")
+        client.generate_image("a red cube on a blue plane").save("cube.png")
 
     `timeout` is in seconds everywhere, and becomes the deadline of the call: when it passes, the
     service gives up. None is no deadline. What the service refuses or fails at is a MooredError.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-_HINT = "it comes with the extra `images`: pip install 'moored[images]'"
+_HINT = "moored[images] brings it"
 
 
 def pillow() -> ModuleType:
@@ -12,7 +12,7 @@ def pillow() -> ModuleType:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ImportError(f"This needs pillow; {_HINT}") from error
+        raise ImportError(f"This needs pillow: pip install pillow ({_HINT})") from error
     return Image
 
 
@@ -21,5 +21,5 @@ def numpy() -> ModuleType:
     try:
         import numpy as np
     except ImportError as error:
-        raise ImportError(f"This needs numpy; {_HINT}") from error
+        raise ImportError(f"This needs numpy: pip install numpy ({_HINT})") from error
     return np

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._extras import numpy, pillow
+from ._saving import picture_file, recipe_in, refuse_existing, tags_of, with_recipe, write
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,6 +36,7 @@ _ANIMATIONS = {
     ".webp": ("WEBP", 1),
     ".gif": ("GIF", 10),
 }
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 _RAW_ENDINGS = (".rgb", ".raw")
 
 
@@ -75,15 +77,37 @@ class Picture:
 
     @property
     def seed(self) -> int | None:
-        """The seed that it was painted with; None where the service did not tell."""
+        """The seed that it was made with; None where the service did not tell."""
         return _seed(self.metadata)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a file. A PNG keeps its metadata; other formats go through pillow."""
-        if self.media_type == PNG and Path(path).suffix.lower() == ".png":
-            Path(path).write_bytes(self.data)
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        """What it was made with; empty where the service was asked to leave that out."""
+        return recipe_in(self.metadata)
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Writes it to a file, with the recipe in it: `.png`, `.jpg` or `.webp`.
+
+        A `.png` of a picture that came as one needs nothing more; the others need
+        `moored[images]`. A file that is there is replaced by `overwrite` alone.
+        """
+        ending = Path(path).suffix.lower()
+        if ending not in _PICTURES:
+            named = repr(ending) if ending else "a file without an ending"
+            raise ValueError(
+                f"A picture is not saved as {named}: {', '.join(_PICTURES)}. Pillow has other "
+                "formats, without the recipe: .image.save(path)"
+            )
+        refuse_existing(path, overwrite)
+        if ending != ".png":
+            data = picture_file(self.image, ending, self.metadata)
+        elif self.media_type == PNG:
+            data = with_recipe(self.data, self.metadata)
         else:
-            self.image.save(path)
+            file = io.BytesIO()
+            self.image.save(file, format="PNG")
+            data = with_recipe(file.getvalue(), self.metadata)
+        write(path, data, overwrite)
 
 
 @dataclass(frozen=True)
@@ -169,17 +193,19 @@ class Film:
         """The seed that it was made with; None where the service did not tell."""
         return _seed(self.metadata)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Writes it to a file, in the format of its ending.
 
         `.png` or `.apng`, `.webp` and `.gif` are animations, at the film's rate to the nearest
         millisecond (`.gif`: hundredth of a second); they need `moored[images]`. `.rgb` and `.raw`
         are its bytes as they are. Other formats are for other libraries: they take `array`, or the
-        frames as they come.
+        frames as they come. `.png` and `.webp` have the recipe in them. A file that is there is
+        replaced by `overwrite` alone.
         """
         ending = Path(path).suffix.lower()
+        refuse_existing(path, overwrite)
         if ending in _RAW_ENDINGS:
-            Path(path).write_bytes(self.data)
+            write(path, self.data, overwrite)
             return
         if ending not in _ANIMATIONS:
             known = ", ".join((*_ANIMATIONS, *_RAW_ENDINGS))
@@ -188,14 +214,18 @@ class Film:
             )
         name, unit_ms = _ANIMATIONS[ending]
         first, *others = self.frames
+        file = io.BytesIO()
         first.save(
-            path,
+            file,
             format=name,
             save_all=True,
             append_images=others,
             duration=self._durations(unit_ms),
             loop=0,
+            **(tags_of(self.metadata) if name == "WEBP" else {}),
         )
+        data = file.getvalue()
+        write(path, with_recipe(data, self.metadata) if name == "PNG" else data, overwrite)
 
     def _durations(self, unit_ms: int) -> list[int]:
         """Milliseconds of each frame, in whole units. What is rounded does not add up."""
@@ -278,26 +308,28 @@ class Track:
         """The seed that it was made with; None where the service did not tell."""
         return _seed(self.metadata)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Writes it to a file, in the format of its ending.
 
         `.wav` is a WAV file, `.raw` and `.pcm` are its samples alone. Other formats are for other
-        libraries: they take `array`.
+        libraries: they take `array`. A file that is there is replaced by `overwrite` alone.
         """
         ending = Path(path).suffix.lower()
         if ending in (".raw", ".pcm"):
-            Path(path).write_bytes(self._samples())
+            write(path, self._samples(), overwrite)
         elif ending != ".wav":
             named = repr(ending) if ending else "a file without an ending"
             raise ValueError(f"A track is not written as {named}: .wav, .raw, .pcm")
         elif self.media_type == WAV:
-            Path(path).write_bytes(self.data)
+            write(path, self.data, overwrite)
         else:
-            with wave.open(os.fspath(path), "wb") as file:
+            whole = io.BytesIO()
+            with wave.open(whole, "wb") as file:
                 file.setnchannels(self.channels)
                 file.setsampwidth(SAMPLE_BYTES)
                 file.setframerate(self.sample_rate)
                 file.writeframes(self._samples())
+            write(path, whole.getvalue(), overwrite)
 
     def _samples(self) -> memoryview:
         start = samples_start(self.media_type, self.data)

@@ -121,9 +121,13 @@ class ImageResult(JobResult):
         """What the service says of the first picture, as text."""
         return self._first().metadata
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the first picture to a file."""
-        self._first().save(path)
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Writes the first picture to a file, with its recipe: `.png`, `.jpg` or `.webp`.
+
+        Of several, `result.pictures` has the others. A file that is there is replaced by
+        `overwrite` alone.
+        """
+        self._first().save(path, overwrite=overwrite)
 
     def _first(self) -> Picture:
         if not self.pictures:
@@ -170,9 +174,9 @@ class VideoResult(JobResult):
         """What the service says of the first film, as text."""
         return self.film.metadata
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Writes the first film to a file; see Film.save for the formats."""
-        self.film.save(path)
+        self.film.save(path, overwrite=overwrite)
 
 
 @dataclass(frozen=True)
@@ -210,9 +214,9 @@ class AudioResult(JobResult):
         """What the service says of the first track, as text."""
         return self.track().metadata
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Writes the first track to a file; see Track.save for the formats."""
-        self.track().save(path)
+        self.track().save(path, overwrite=overwrite)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,172 @@
+"""What is saved keeps its recipe, is what its name says, and replaces nothing unasked."""
+
+from __future__ import annotations
+
+import json
+import wave
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted import Service, accepted, done, film, pieces, sound, track
+
+import moored
+
+Image = pytest.importorskip("PIL.Image")
+
+RECIPE = {
+    "prompt": "a red cube",
+    "seed": 7,
+    "width": 32,
+    "height": 16,
+    "steps": 8,
+    "guidance": 3.5,
+    "max_sequence_length": 64,
+    "model": "moored/demo",
+    "model_key": "moored/demo+full",
+    "version": "0.1.0",
+}
+PARAMETERS = (
+    "a red cube\n"
+    "Steps: 8, Sampler: Euler, CFG scale: 3.5, Seed: 7, Size: 32x16, Model: moored/demo, "
+    "Version: moored 0.1.0"
+)
+
+
+def made(service: Service, client: moored.Client, data: bytes, **more: Any) -> moored.ImageResult:
+    recipe = more.pop("recipe", json.dumps(RECIPE))
+    metadata = {"recipe": recipe, "width": "32", "height": "16"} if recipe else {}
+    service.on("GenerateImage", [accepted(), *pieces(data, **more, **metadata), done()])
+    return client.generate_image("x")
+
+
+def user_comment(path: Path) -> bytes:
+    with Image.open(path) as image:
+        comment: bytes = image.getexif().get_ifd(0x8769)[0x9286]
+        return comment
+
+
+@pytest.mark.parametrize("media_type", ["image/png", "image/x-raw-rgb"])
+def test_a_png_has_the_recipe_and_the_parameters_that_other_tools_read(
+    service: Service, client: moored.Client, png: bytes, tmp_path: Path, media_type: str
+) -> None:
+    data = png if media_type == "image/png" else bytes(32 * 16 * 3)
+    result = made(service, client, data, media_type=media_type)
+    result.save(tmp_path / "cube.png")
+    with Image.open(tmp_path / "cube.png") as image:
+        image.load()
+        assert json.loads(image.info["moored"]) == RECIPE
+        assert image.info["parameters"] == PARAMETERS
+        assert image.tobytes() == result.image.tobytes()
+    assert moored.read_recipe(tmp_path / "cube.png") == RECIPE
+    assert result.pictures[0].recipe == RECIPE
+
+
+def test_texts_that_the_service_wrote_are_not_written_twice(
+    service: Service, client: moored.Client, png: bytes, tmp_path: Path
+) -> None:
+    made(service, client, png).save(tmp_path / "once.png")
+    once = (tmp_path / "once.png").read_bytes()
+    made(service, client, once).save(tmp_path / "twice.png")
+    assert (tmp_path / "twice.png").read_bytes() == once
+
+
+@pytest.mark.parametrize(("ending", "name"), [("jpg", "JPEG"), ("JPEG", "JPEG"), ("webp", "WEBP")])
+@pytest.mark.parametrize("prompt", ["a red cube", 'ein Würfel, <rot> & "schräg" 立方体'])
+def test_jpeg_and_webp_are_what_they_say_and_keep_the_recipe(
+    service: Service,
+    client: moored.Client,
+    png: bytes,
+    tmp_path: Path,
+    ending: str,
+    name: str,
+    prompt: str,
+) -> None:
+    recipe = RECIPE | {"prompt": prompt}
+    path = tmp_path / f"cube.{ending}"
+    made(service, client, png, recipe=json.dumps(recipe)).save(path)
+    with Image.open(path) as image:
+        assert (image.format, image.size) == (name, (32, 16))
+        assert image.getpixel((3, 3)) == pytest.approx((200, 10, 30), abs=8)
+    assert moored.read_recipe(path) == recipe
+    kind, text = user_comment(path)[:8], user_comment(path)[8:].decode("utf-16-be")
+    assert (kind, text) == (b"UNICODE\0", PARAMETERS.replace("a red cube", prompt))
+
+
+def test_a_prompt_of_any_letters_is_in_a_png(
+    service: Service, client: moored.Client, png: bytes, tmp_path: Path
+) -> None:
+    recipe = RECIPE | {"prompt": "立方体", "strength": 0.5, "model": "a,b: c"}
+    made(service, client, png, recipe=json.dumps(recipe)).save(tmp_path / "cube.png")
+    with Image.open(tmp_path / "cube.png") as image:
+        image.load()
+        said = image.info["parameters"]
+    assert said.startswith("立方体\nSteps: 8,")
+    assert 'Model: "a,b: c", Denoising strength: 0.5' in said
+
+
+def test_what_was_to_be_left_out_is_in_no_file(
+    service: Service, client: moored.Client, png: bytes, tmp_path: Path
+) -> None:
+    result = made(service, client, png, recipe="")
+    for ending in ("png", "jpg", "webp"):
+        result.save(tmp_path / f"cube.{ending}")
+        assert moored.read_recipe(tmp_path / f"cube.{ending}") == {}
+    assert (tmp_path / "cube.png").read_bytes() == png
+
+
+def test_a_prompt_too_long_for_a_jpeg_is_said(
+    service: Service, client: moored.Client, png: bytes, tmp_path: Path
+) -> None:
+    recipe = RECIPE | {"prompt": "very " * 20_000}
+    result = made(service, client, png, recipe=json.dumps(recipe))
+    with pytest.raises(ValueError, match=r"too long .* save a \.png"):
+        result.save(tmp_path / "cube.jpg")
+    assert not (tmp_path / "cube.jpg").exists()
+    result.save(tmp_path / "cube.png")
+    assert moored.read_recipe(tmp_path / "cube.png") == recipe
+
+
+@pytest.mark.parametrize("name", ["cube.bmp", "cube", "cube.gif"])
+def test_other_formats_are_refused_with_those_that_there_are(
+    service: Service, client: moored.Client, png: bytes, tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(ValueError, match=r"\.png, \.jpg, \.jpeg, \.webp.*image\.save"):
+        made(service, client, png).save(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_replaced_unless_asked_for(
+    service: Service, client: moored.Client, png: bytes, tmp_path: Path
+) -> None:
+    service.on("GenerateVideo", [accepted(), *film(2)[1], done()])
+    service.on("GenerateAudio", [accepted(), *track(sound(3), samples=3), done()])
+    saved: list[tuple[Any, tuple[str, ...]]] = [
+        (made(service, client, png), ("a.png", "a.jpg", "a.webp")),
+        (client.generate_video("x"), ("b.png", "b.webp", "b.gif", "b.rgb")),
+        (client.generate_audio("x"), ("c.wav", "c.pcm")),
+    ]
+    for result, names in saved:
+        for path in (tmp_path / name for name in names):
+            path.write_bytes(b"mine")
+            with pytest.raises(FileExistsError, match="overwrite=True"):
+                result.save(path)
+            assert path.read_bytes() == b"mine"
+            result.save(path, overwrite=True)
+            assert path.read_bytes() != b"mine"
+    with wave.open(str(tmp_path / "c.wav")) as file:
+        assert file.getnframes() == 3
+
+
+def test_an_animation_keeps_the_recipe(
+    service: Service, client: moored.Client, tmp_path: Path
+) -> None:
+    recipe = RECIPE | {"frames": 2}
+    events = film(2, recipe=json.dumps(recipe))[1]
+    service.on("GenerateVideo", [accepted(), *events, done()])
+    result = client.generate_video("x")
+    for name in ("a.png", "a.webp"):
+        result.save(tmp_path / name)
+        assert moored.read_recipe(tmp_path / name) == recipe
+    with Image.open(tmp_path / "a.png") as image:
+        assert image.n_frames == 2
