@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from comfy_api.latest import ComfyExtension, io
+
+
+def _client() -> str:
+    """What to install: the client of the checkout that this pack is in, else where to find it."""
+    found = Path(__file__).resolve().parents[2] / "client-py"
+    return f"{found if found.is_dir() else 'CHECKOUT-OF-MOORED/client-py'}[images]"
+
 
 try:
     from .latent_nodes import LatentFromComfyUI, LatentToComfyUI, VAEDecode, VAEEncode
@@ -19,7 +27,7 @@ except ModuleNotFoundError as missing:
     # ComfyUI shows it in its log, and starts without the nodes.
     raise ImportError(
         "The nodes of moored need its client in ComfyUI's own Python: "
-        f"{sys.executable} -m pip install 'moored[images]'"
+        f"{sys.executable} -m pip install '{_client()}'"
     ) from missing
 
 WEB_DIRECTORY = "./web"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 import moored
+
+from .node_text import show_on
 
 FALLBACKS_AT_MOST = 3
 
@@ -22,22 +25,28 @@ class Failure(RuntimeError):
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
-    """Turns the client's errors into a Failure."""
+def told(node_id: str | None) -> Iterator[None]:
+    """Turns the client's errors into a Failure, and shows it on the node itself."""
     try:
         yield
+    except Failure as failure:
+        show_on(node_id, str(failure))
+        raise
     except moored.MooredError as error:
-        raise Failure(sentence(error)) from error
+        said = sentence(error)
+        show_on(node_id, said)
+        # A refusal is no fault: only of a fault it helps to see where it came from.
+        raise Failure(said) from (error if isinstance(error, moored.InternalError) else None)
 
 
 def sentence(error: moored.MooredError) -> str:
     """What happened, and the remedy that ComfyUI has for it."""
-    said = error.message
-    if isinstance(error, moored.ConnectionFailed):
-        # In brackets is what gRPC says of it, which helps nobody here.
-        said = said.partition(" (")[0]
-    said = said.rstrip(". ")
-    return f"{said[:1].upper()}{said[1:]}{_remedy(error)}."
+    return f"{_capitalised(error.message.rstrip('. '))}{_remedy(error)}."
+
+
+def _capitalised(text: str) -> str:
+    """A sentence that begins with a word begins with a capital; an address or a name stays as it is."""
+    return text[:1].upper() + text[1:] if re.match(r"[a-z]+(?:'s)?:?(?:[\s,]|$)", text) else text
 
 
 def _remedy(error: moored.MooredError) -> str:
@@ -50,7 +59,9 @@ def _remedy(error: moored.MooredError) -> str:
         case moored.MemoryTaken():
             return ": queue the prompt again when that memory is free, or raise patience_s"
         case moored.ModelNotFound():
-            return ", or choose another model in Load Model, or set its when_missing to pull"
+            return ", or choose another model in Load Model, or set its `if missing` to pull"
+        case moored.UnencryptedToken():
+            return ", where ComfyUI is started"
         case moored.Unauthenticated():
             return ": name the right token file in ComfyUI's settings under moored"
         case moored.Cancelled():
@@ -68,8 +79,10 @@ def _remedy(error: moored.MooredError) -> str:
             return ": see whether the service is well, and queue the prompt again"
         case moored.ConnectionFailed() if "MOORED_ENDPOINT" in error.message:
             return " or in ComfyUI's settings under moored"
+        case moored.ConnectionFailed() if "still runs" in error.message:
+            return ", and queue the prompt again"
         case moored.ConnectionFailed():
-            return ": see whether the service still runs, and queue the prompt again"
+            return ", or see the address in ComfyUI's settings under moored"
         case moored.LatentNotFound():
             return ": queue the prompt again, and it is made anew"
         case moored.LatentMismatch():

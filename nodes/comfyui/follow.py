@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import comfy.model_management
 import comfy.utils
 import moored
-from server import PromptServer
 
 from . import claims, connection
 from .connection import Target
 from .handles import ModelRecipe
+from .node_text import show_on
 from .phases import phase
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 T = TypeVar("T")
 
@@ -33,13 +36,14 @@ class Display:
     """What a node shows while it runs."""
 
     def __init__(self, node_id: str | None, pictures: int = 1) -> None:
-        """`pictures`: how many the node paints in all, in one job or in several."""
+        """`pictures`: how many the node makes in all, in one job or in several."""
         self.prefix = ""
         self.pictures_before = 0
         self._node_id = node_id
         self._pictures = pictures
         self._bar = comfy.utils.ProgressBar(1, node_id=node_id)
         self._steps = (0, 1)
+        self._step: tuple[int, int] | None = None
         self._said = ""
 
     def show(self, event: Any) -> None:
@@ -48,21 +52,34 @@ class Display:
             case moored.Step():
                 before = (self.pictures_before + event.picture) * event.of
                 self._steps = (before + event.n, self._pictures * event.of)
+                self._step = (event.n, event.of)
                 self._bar.update_absolute(*self._steps)
             case moored.Preview():
-                self._bar.update_absolute(*self._steps, ("JPEG", event.image, PREVIEW_SIDE))
+                self._preview(event.image)
         self.say(phase(event))
+
+    def finish(self, image: Image) -> None:
+        """Shows the finished picture, so that no early preview stays."""
+        self._steps = (self._steps[1], self._steps[1])
+        with _left_for_others():
+            self._preview(image)
+
+    def interrupted(self) -> None:
+        """Says how far it had come."""
+        step = f" at step {self._step[0]} of {self._step[1]}" if self._step else ""
+        self.say(f"Interrupted{step}")
+
+    def _preview(self, image: Image) -> None:
+        # ComfyUI scales up to this side too: a small picture stays as it is.
+        side = min(PREVIEW_SIDE, max(image.size))
+        self._bar.update_absolute(*self._steps, ("JPEG", image.convert("RGB"), side))
 
     def say(self, text: str) -> None:
         """Shows a text on the node."""
         text = f"{self.prefix}{text}" if text else ""
-        if not text or text == self._said or self._node_id is None:
-            return
-        self._said = text
-        instance = getattr(PromptServer, "instance", None)
-        # To whoever queued the prompt, and to nobody else: others may have another node by this number.
-        if instance is not None and instance.client_id is not None:
-            instance.send_progress_text(text, self._node_id, instance.client_id)
+        if text and text != self._said:
+            self._said = text
+            show_on(self._node_id, text)
 
 
 async def attend(
@@ -110,6 +127,7 @@ async def attend(
             news.clear()
     except BaseException:
         # CancelledError too: when another node of the prompt was first to see the interrupt.
+        display.interrupted()
         job.cancel()
         # After that, in the same thread: by then the work was cancelled, or had its result.
         connection.start(undone())
@@ -162,8 +180,15 @@ def stop_if_interrupted() -> None:
 
 
 def _shown(display: Display, event: Any) -> None:
-    try:
+    with _left_for_others():
         display.show(event)
+
+
+@contextlib.contextmanager
+def _left_for_others() -> Iterator[None]:
+    """An interrupt that is seen within stays to be seen by the prompt's other nodes."""
+    try:
+        yield
     except comfy.model_management.InterruptProcessingException:
         # ComfyUI's bar looks at the flag too, and clears it.
         comfy.model_management.interrupt_current_processing(True)

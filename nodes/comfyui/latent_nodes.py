@@ -32,7 +32,7 @@ class VAEEncode(io.ComfyNode):
         return io.Schema(
             node_id="MooredVAEEncode",
             display_name="VAE Encode (moored)",
-            category=CATEGORY,
+            category=f"{CATEGORY}/latent",
             description="Encodes pictures to latents, which stay in the service.",
             inputs=[
                 model_input(),
@@ -50,7 +50,7 @@ class VAEEncode(io.ComfyNode):
     @classmethod
     async def execute(cls, model: ModelHandle, image: Any, seed: int, **job: Any) -> io.NodeOutput:
         """Encodes, picture by picture."""
-        with told():
+        with told(cls.hidden.unique_id):
             recipe = model.recipe
             target = connection.target(recipe.server)
             pngs = tensors.pngs_of(image)
@@ -75,7 +75,7 @@ class VAEDecode(io.ComfyNode):
         return io.Schema(
             node_id="MooredVAEDecode",
             display_name="VAE Decode (moored)",
-            category=CATEGORY,
+            category=f"{CATEGORY}/latent",
             description="Decodes latents of the service to pictures.",
             inputs=[model_input(), latent_input(), *job_inputs()],
             outputs=[io.Image.Output("image", tooltip="The pictures, as a batch.")],
@@ -85,7 +85,7 @@ class VAEDecode(io.ComfyNode):
     @classmethod
     async def execute(cls, model: ModelHandle, latent: LatentHandle, **job: Any) -> io.NodeOutput:
         """Decodes, latent by latent."""
-        with told():
+        with told(cls.hidden.unique_id):
             recipe = model.recipe
             target = connection.target(recipe.server)
             display = Display(cls.hidden.unique_id, pictures=len(latent.latents))
@@ -117,7 +117,7 @@ class LatentToComfyUI(io.ComfyNode):
         return io.Schema(
             node_id="MooredLatentToComfyUI",
             display_name="Latent to ComfyUI (moored)",
-            category=CATEGORY,
+            category=f"{CATEGORY}/latent",
             description="Brings latents of the service to ComfyUI, for its own samplers and VAE.",
             inputs=[latent_input()],
             outputs=[io.Latent.Output("samples")],
@@ -127,7 +127,7 @@ class LatentToComfyUI(io.ComfyNode):
     @classmethod
     async def execute(cls, latent: LatentHandle) -> io.NodeOutput:
         """Reads them."""
-        with told():
+        with told(cls.hidden.unique_id):
             display = Display(cls.hidden.unique_id)
             arrays = []
             for one in latent.latents:
@@ -145,7 +145,7 @@ class LatentFromComfyUI(io.ComfyNode):
         return io.Schema(
             node_id="MooredLatentFromComfyUI",
             display_name="Latent from ComfyUI (moored)",
-            category=CATEGORY,
+            category=f"{CATEGORY}/latent",
             description="Brings latents of ComfyUI to the service.",
             inputs=[
                 model_input(),
@@ -158,7 +158,7 @@ class LatentFromComfyUI(io.ComfyNode):
     @classmethod
     async def execute(cls, model: ModelHandle, samples: Any) -> io.NodeOutput:
         """Writes them."""
-        with told():
+        with told(cls.hidden.unique_id):
             recipe = model.recipe
             target = connection.target(recipe.server)
             display = Display(cls.hidden.unique_id)

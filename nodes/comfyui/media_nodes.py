@@ -38,8 +38,8 @@ class Video(io.ComfyNode):
         return io.Schema(
             node_id="MooredVideo",
             display_name="Video (moored)",
-            category=CATEGORY,
-            description="Makes a film in the moored service, from a prompt, or from a picture too.",
+            category=f"{CATEGORY}/video",
+            description="Generates a film from a prompt, or from a prompt and a picture.",
             search_aliases=["txt2vid", "img2vid", "text to video", "image to video", "film"],
             inputs=[
                 model_input(),
@@ -51,13 +51,13 @@ class Video(io.ComfyNode):
                     optional=True,
                     tooltip="The first frame, for models that start from one. Of a batch, the first picture.",
                 ),
-                *size_inputs("as the picture is, or as the model wants"),
+                *size_inputs("the picture's own, or the model's default"),
                 io.Int.Input(
                     "frames",
                     default=0,
                     min=0,
                     max=MAX_FRAMES,
-                    tooltip="How many. 0: as many as the model wants.",
+                    tooltip="How many. 0: the model's default.",
                 ),
                 io.Float.Input(
                     "fps",
@@ -65,7 +65,7 @@ class Video(io.ComfyNode):
                     min=0.0,
                     max=MAX_RATE,
                     step=0.01,
-                    tooltip="Frames a second. 0: as the model wants.",
+                    tooltip="Frames a second. 0: the model's default.",
                 ),
                 *sampling_inputs(),
                 seed_input("Another seed is another film."),
@@ -98,15 +98,15 @@ class Video(io.ComfyNode):
         **job: Any,
     ) -> io.NodeOutput:
         """Makes it."""
-        with told():
+        with told(cls.hidden.unique_id):
             start = None
             if image is not None:
                 start = tensors.first_png_of(image)
                 across, down = (width, height) if width and height else tensors.size_of(image)
                 width, height = width or across, height or down
-            recipe = model.recipe
+            recipe, display = model.recipe, Display(cls.hidden.unique_id)
             result = await follow(
-                Display(cls.hidden.unique_id),
+                display,
                 connection.target(recipe.server),
                 recipe,
                 lambda client: client.stream_video(
@@ -123,6 +123,8 @@ class Video(io.ComfyNode):
                     **job_options(**job),
                 ),
             )
+            if preview_every_s and result.film.frame_count:
+                display.finish(result.film.frame(0).image)
             return io.NodeOutput(tensors.frames_of(result.film), result.frames_per_second)
 
 
@@ -135,8 +137,8 @@ class Audio(io.ComfyNode):
         return io.Schema(
             node_id="MooredAudio",
             display_name="Audio (moored)",
-            category=CATEGORY,
-            description="Makes music or sound in the moored service.",
+            category=f"{CATEGORY}/audio",
+            description="Generates music or sound from a prompt.",
             search_aliases=["txt2audio", "text to audio", "music", "song", "sound"],
             inputs=[
                 model_input(),
@@ -150,7 +152,7 @@ class Audio(io.ComfyNode):
                     min=0.0,
                     max=MAX_SECONDS,
                     step=0.1,
-                    tooltip="How long. 0: as the model wants.",
+                    tooltip="How long. 0: the model's default.",
                 ),
                 *sampling_inputs(),
                 seed_input("Track n of several uses seed + n, from 0."),
@@ -177,7 +179,7 @@ class Audio(io.ComfyNode):
         **job: Any,
     ) -> io.NodeOutput:
         """Makes them."""
-        with told():
+        with told(cls.hidden.unique_id):
             recipe = model.recipe
             result = await follow(
                 Display(cls.hidden.unique_id, pictures=count),

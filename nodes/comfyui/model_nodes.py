@@ -14,7 +14,7 @@ from .handles import RESIDENCIES, ModelHandle, ModelRecipe, Residency, formats_o
 from .plans import plan_of
 from .schema import CATEGORY, ModelType, ServerType, server_input
 
-WHEN_MISSING = ["say so", "pull"]
+WHEN_MISSING = ["stop with an error", "pull"]
 
 
 class Server(io.ComfyNode):
@@ -26,15 +26,15 @@ class Server(io.ComfyNode):
         return io.Schema(
             node_id="MooredServer",
             display_name="Server (moored)",
-            category=CATEGORY,
-            description="Which moored service to use, where it is not the one of ComfyUI's settings.",
+            category=f"{CATEGORY}/model",
+            description="The address of another moored service than the one in ComfyUI's settings.",
             search_aliases=["endpoint", "remote gpu"],
             inputs=[
                 io.String.Input(
                     "endpoint",
                     default="",
                     placeholder="localhost:50051",
-                    tooltip="host:port of the service. Empty: the one of ComfyUI's settings.",
+                    tooltip="host:port, or https://host:port for TLS. Empty: the one of ComfyUI's settings.",
                 )
             ],
             outputs=[ServerType.Output("server")],
@@ -55,8 +55,8 @@ class LoadModel(io.ComfyNode):
         return io.Schema(
             node_id="MooredLoadModel",
             display_name="Load Model (moored)",
-            category=CATEGORY,
-            description="A model that the moored service has. Its memory is the service's, not ComfyUI's.",
+            category=f"{CATEGORY}/model",
+            description="Chooses a model of the moored service. It uses the service's memory, not ComfyUI's.",
             search_aliases=["checkpoint", "diffusion model", "flux"],
             inputs=[
                 # The pack's script fills the list. A remote combo of ComfyUI would set what a workflow has
@@ -66,31 +66,31 @@ class LoadModel(io.ComfyNode):
                     "quantization",
                     options=["full", "8-bit", "4-bit"],
                     default="full",
-                    tooltip="How the weights of the transformer and the large text encoder are held: "
-                    "as they are stored, in half of the memory, or in a quarter.",
+                    tooltip="Memory for the weights: full, about a half (8-bit) or about a quarter (4-bit).",
                 ),
                 io.Combo.Input(
                     "residency",
                     options=list(RESIDENCIES),
                     default="auto",
-                    tooltip="auto: stays until others want the memory. hold: stays for five minutes after "
-                    "each use. pin: stays until it is unpinned. evict after: leaves so many seconds after "
-                    "its last use.",
+                    tooltip="How long the model stays in memory. auto: until others need it. hold: five "
+                    "minutes after each use. pin: until it is unpinned. evict after: evict_after_s seconds "
+                    "after its last use.",
                 ),
                 io.Int.Input(
                     "evict_after_s",
                     default=60,
                     min=0,
                     max=86_400,
-                    tooltip="Seconds after the last use, for `evict after`.",
+                    tooltip="Seconds after the last use. Only for residency `evict after`.",
                     advanced=True,
                 ),
                 io.Combo.Input(
                     "when_missing",
                     options=WHEN_MISSING,
-                    default="say so",
-                    tooltip="What to do when the service does not have the model: say so, or have it pull "
-                    "the model from the hub.",
+                    default="stop with an error",
+                    display_name="if missing",
+                    tooltip="If the service does not have the model: stop with an error, or pull: download "
+                    "it from the hub first.",
                 ),
                 io.String.Input(
                     "other_model",
@@ -103,8 +103,8 @@ class LoadModel(io.ComfyNode):
                     "formats",
                     default="",
                     placeholder="text_encoder_2=int8, transformer=nf4",
-                    tooltip="The format of single components, where it is not the quantization's: full, "
-                    "int8, fp8, nf4 or nf4-double.",
+                    tooltip="Formats of single components, as component=format, separated by commas: "
+                    "text_encoder_2=int8, transformer=nf4. Formats: full, int8, fp8, nf4, nf4-double.",
                     advanced=True,
                 ),
                 io.String.Input(
@@ -138,12 +138,12 @@ class LoadModel(io.ComfyNode):
         server: connection.Server | None = None,
     ) -> io.NodeOutput:
         """Sees that the service has the model; nothing is loaded yet."""
-        name = other_model.strip() or (model or "").strip()
-        if not name:
-            raise Failure(
-                "No model is chosen: choose one in Load Model, after a refresh if its list is empty."
-            )
-        with told():
+        with told(cls.hidden.unique_id):
+            name = other_model.strip() or (model or "").strip()
+            if not name:
+                raise Failure(
+                    "No model is chosen: choose one in Load Model, after a refresh if its list is empty."
+                )
             recipe = ModelRecipe(
                 server=server,
                 id=name,

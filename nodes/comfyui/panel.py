@@ -3,6 +3,8 @@
     GET  /moored/status   one snapshot of the service
     GET  /moored/events   the same as server-sent events, each time it changes
     GET  /moored/models   the names of the models, the default first
+    GET  /moored/defaults by model, the values that a node's 0 or -1 stands for
+    GET  /moored/test     one sentence: which service answers and what cards it has, or why none does
     POST /moored/unload   {"model": KEY, "force": BOOL}
     POST /moored/pin      {"model": KEY, "pinned": BOOL}
     POST /moored/cancel   {"job": ID}
@@ -64,6 +66,8 @@ def register_routes(routes: web.RouteTableDef) -> None:
     routes.get("/moored/status")(_status)
     routes.get("/moored/events")(_events)
     routes.get("/moored/models")(_models)
+    routes.get("/moored/defaults")(_defaults)
+    routes.get("/moored/test")(_test)
     routes.post("/moored/unload")(_unload)
     routes.post("/moored/pin")(_pin)
     routes.post("/moored/cancel")(_cancel)
@@ -98,6 +102,31 @@ async def _models(request: web.Request) -> web.Response:
         return [one.id for one in sorted(usable, key=lambda one: not one.is_default)]
 
     return await _answer_of(work, QUICK_S)
+
+
+async def _defaults(request: web.Request) -> web.Response:
+    """What the nodes write beside their values, by the names of the nodes' inputs."""
+    _refuse_other_sites(request)
+
+    async def work(client: moored.AsyncClient) -> dict[str, dict[str, float]]:
+        models = await client.list_models(timeout=QUICK_S)
+        return {one.id: snapshot.defaults(one.defaults) for one in models}
+
+    return await _answer_of(work, QUICK_S)
+
+
+async def _test(request: web.Request) -> web.Response:
+    """What the button in the settings says."""
+    _refuse_other_sites(request)
+    endpoint = ""
+    try:
+        target = await _target()
+        endpoint = target.endpoint
+        info = await _ask(lambda client: client.server_info(timeout=QUICK_S), target, QUICK_S)
+    except (moored.MooredError, ValueError) as error:
+        return _answer({"answers": False, "said": _sentence(error, endpoint)})
+    cards = ", ".join(card.name or card.id for card in info.cards) or "no card"
+    return _answer({"answers": True, "said": f"moored {info.version} at {endpoint}: {cards}"})
 
 
 async def _events(request: web.Request) -> web.StreamResponse:
@@ -288,12 +317,14 @@ def _silence(endpoint: str) -> str:
 
 def _sentence(error: Exception, endpoint: str) -> str:
     """What happened and what to do, for somebody who looks at ComfyUI."""
-    if isinstance(error, moored.ConnectionFailed):
+    if isinstance(error, moored.ConnectionFailed) and any(
+        said in str(error) for said in ("moored serve", "was lost", "has ended")
+    ):
         return (
             f"No moored service answers at {endpoint}: start it with `moored serve`, "
             "or set its address in Settings > moored."
         )
-    if isinstance(error, moored.Unauthenticated):
+    if isinstance(error, moored.Unauthenticated) and not isinstance(error, moored.UnencryptedToken):
         said = str(error).rstrip(".")
         return f"{said}. Set the service's token file in Settings > moored."
     return str(error)

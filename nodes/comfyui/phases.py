@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import moored
@@ -50,9 +51,22 @@ def status_text(status: moored.Status) -> str:
     return "\n".join(lines)
 
 
+def kept_lines(unloaded: moored.Unloaded) -> list[str]:
+    """What stayed of a model, a line for each reason."""
+    by_reason: dict[str, list[str]] = {}
+    for one in unloaded.kept:
+        by_reason.setdefault(one.reason, []).append(one.component.name)
+    return [f"Kept {', '.join(names)}: {wrapping(why)}" for why, names in by_reason.items()]
+
+
+def wrapping(text: str) -> str:
+    """A text with a space behind each comma, so that a narrow node breaks it between words."""
+    return re.sub(r",(?=\S)", ", ", text)
+
+
 def _resident(one: moored.ResidentComponent) -> str:
     marks = [word for word, so in (("pinned", one.pinned), ("held", one.held)) if so]
-    of_models = f" of {', '.join(one.entries)}" if one.entries else ""
+    of_models = f" of {', '.join(map(wrapping, one.entries))}" if one.entries else ""
     more = f" ({', '.join(marks)})" if marks else ""
     return f"{one.component.name}{of_models}: {size(one.component.bytes)}{more}"
 

@@ -1,4 +1,4 @@
-"""The nodes that paint."""
+"""The nodes that make pictures."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .schema import (
     job_options,
     latent_input,
     model_input,
-    painting_inputs,
+    picture_inputs,
     sampling_options,
     seed_of,
     size_inputs,
 )
 
 NO_IMAGE = (
-    "The node before paints the latent only: link its latent to VAE Decode (moored), or switch its "
+    "The node before makes the latent only: link its latent to VAE Decode (moored), or switch its "
     "latent_only off."
 )
 
@@ -54,14 +54,14 @@ class TextToImage(io.ComfyNode):
         return io.Schema(
             node_id="MooredTextToImage",
             display_name="Text to Image (moored)",
-            category=CATEGORY,
-            description="Paints pictures in the moored service.",
+            category=f"{CATEGORY}/image",
+            description="Generates pictures from a prompt.",
             search_aliases=["txt2img", "generate", "sampler"],
             inputs=[
                 model_input(),
                 _prompt_input(),
-                *size_inputs("as the model wants"),
-                *painting_inputs(),
+                *size_inputs("the model's default"),
+                *picture_inputs(),
             ],
             outputs=_outputs(),
             hidden=[io.Hidden.unique_id],
@@ -71,10 +71,10 @@ class TextToImage(io.ComfyNode):
     async def execute(
         cls, model: ModelHandle, prompt: str, width: int, height: int, **painting: Any
     ) -> io.NodeOutput:
-        """Paints."""
-        with told():
+        """Generates."""
+        with told(cls.hidden.unique_id):
             size = {"width": width or None, "height": height or None}
-            return await _painted(cls.hidden.unique_id, model, prompt, [(None, size)], **painting)
+            return await _generated(cls.hidden.unique_id, model, prompt, [(None, size)], **painting)
 
 
 class ImageToImage(io.ComfyNode):
@@ -86,8 +86,8 @@ class ImageToImage(io.ComfyNode):
         return io.Schema(
             node_id="MooredImageToImage",
             display_name="Image to Image (moored)",
-            category=CATEGORY,
-            description="Repaints pictures, or latents, in the moored service.",
+            category=f"{CATEGORY}/image",
+            description="Generates pictures from a prompt and a picture, or a latent.",
             search_aliases=["img2img", "edit", "variation"],
             inputs=[
                 model_input(),
@@ -102,10 +102,10 @@ class ImageToImage(io.ComfyNode):
                     min=0.01,
                     max=1.0,
                     step=0.01,
-                    tooltip="How much of the schedule runs: the more, the less is left of the start.",
+                    tooltip="How strongly to change the picture: more than 0, up to 1.",
                 ),
-                *size_inputs("as the picture is"),
-                *painting_inputs(),
+                *size_inputs("the picture's own"),
+                *picture_inputs(),
             ],
             outputs=_outputs(),
             hidden=[io.Hidden.unique_id],
@@ -124,22 +124,22 @@ class ImageToImage(io.ComfyNode):
         latent: LatentHandle | None = None,
         **painting: Any,
     ) -> io.NodeOutput:
-        """Paints."""
-        if (image is None) == (latent is None):
-            raise Failure(
-                "Image to Image starts from an image or from a latent: link one of the two."
-            )
-        starts: list[tuple[Start, dict[str, Any]]] = []
-        if image is not None:
-            across, down = (width, height) if width and height else tensors.size_of(image)
-            size = {"width": width or across, "height": height or down}
-            starts = [(png, size) for png in tensors.pngs_of(image)]
-        elif latent is not None:
-            starts = [(one, _size_of(one)) for one in latent.latents]
-        with told():
+        """Generates."""
+        with told(cls.hidden.unique_id):
+            if (image is None) == (latent is None):
+                raise Failure(
+                    "Image to Image starts from an image or from a latent: link one of the two."
+                )
+            starts: list[tuple[Start, dict[str, Any]]] = []
+            if image is not None:
+                across, down = (width, height) if width and height else tensors.size_of(image)
+                size = {"width": width or across, "height": height or down}
+                starts = [(png, size) for png in tensors.pngs_of(image)]
+            elif latent is not None:
+                starts = [(one, _size_of(one)) for one in latent.latents]
             node = cls.hidden.unique_id
             painting |= {"strength": strength, "count": count}
-            return await _painted(node, model, prompt, starts, **painting)
+            return await _generated(node, model, prompt, starts, **painting)
 
 
 def _size_of(latent: KeptLatent) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _size_of(latent: KeptLatent) -> dict[str, Any]:
     return {"width": width, "height": height}
 
 
-async def _painted(
+async def _generated(
     node: str | None,
     model: ModelHandle,
     prompt: str,
@@ -192,4 +192,6 @@ async def _painted(
                 family = result.model.family
                 handle.latents.append(KeptLatent(recipe, one, kept.id, kept.shape, family))
         image = ExecutionBlocker(NO_IMAGE) if latent_only else tensors.image_of(pictures)
+        if pictures and preview_every_s:
+            display.finish(pictures[-1].image)
     return io.NodeOutput(image, handle)

@@ -11,7 +11,7 @@ from . import claims, connection
 from .failures import told
 from .follow import Deliver, Display, attend, follow
 from .handles import ModelHandle
-from .phases import size, status_text
+from .phases import kept_lines, size, status_text
 from .schema import CATEGORY, ModelType, model_input, server_input
 
 
@@ -24,8 +24,8 @@ class GPUStatus(io.ComfyNode):
         return io.Schema(
             node_id="MooredGPUStatus",
             display_name="GPU Status (moored)",
-            category=CATEGORY,
-            description="What is on the cards of the service. Asked anew each time.",
+            category=f"{CATEGORY}/memory",
+            description="Shows what is in the memory of each GPU. Asked again each time.",
             search_aliases=["vram", "memory"],
             inputs=[
                 io.AnyType.Input("after", optional=True, tooltip="Whatever is to happen before."),
@@ -50,7 +50,7 @@ class GPUStatus(io.ComfyNode):
         async def work(client: moored.AsyncClient, deliver: Deliver) -> moored.Status:
             return await client.status()
 
-        with told():
+        with told(cls.hidden.unique_id):
             display = Display(cls.hidden.unique_id)
             text = status_text(await attend(display, connection.target(server), work))
         display.say(text)
@@ -66,15 +66,15 @@ class Preload(io.ComfyNode):
         return io.Schema(
             node_id="MooredPreload",
             display_name="Preload (moored)",
-            category=CATEGORY,
-            description="Brings a model to the card before it is used, and passes it on.",
+            category=f"{CATEGORY}/memory",
+            description="Loads a model into memory before it is used, and passes it on.",
             inputs=[
                 model_input(),
                 io.Boolean.Input(
                     "prove",
                     default=False,
                     advanced=True,
-                    tooltip="Paint the smallest picture too, to see that the model works.",
+                    tooltip="Test the model by generating one tiny picture.",
                 ),
             ],
             outputs=[ModelType.Output("model")],
@@ -85,7 +85,7 @@ class Preload(io.ComfyNode):
     @classmethod
     async def execute(cls, model: ModelHandle, prove: bool = False) -> io.NodeOutput:
         """Loads."""
-        with told():
+        with told(cls.hidden.unique_id):
             recipe = model.recipe
             await follow(
                 Display(cls.hidden.unique_id),
@@ -105,8 +105,8 @@ class Unload(io.ComfyNode):
         return io.Schema(
             node_id="MooredUnload",
             display_name="Unload (moored)",
-            category=CATEGORY,
-            description="Takes a model off the cards, once whatever is linked to `after` is done.",
+            category=f"{CATEGORY}/memory",
+            description="Unloads a model from memory, after whatever is linked to `after`.",
             search_aliases=["free memory", "vram", "evict"],
             inputs=[
                 ModelType.Input(
@@ -142,7 +142,7 @@ class Unload(io.ComfyNode):
         server: connection.Server | None = None,
     ) -> io.NodeOutput:
         """Unloads."""
-        with told():
+        with told(cls.hidden.unique_id):
             target = connection.target(model.recipe.server if model else server)
 
             async def work(client: moored.AsyncClient, deliver: Deliver) -> moored.Unloaded:
@@ -154,8 +154,7 @@ class Unload(io.ComfyNode):
             display = Display(cls.hidden.unique_id)
             display.say("Unloading")
             unloaded = await attend(display, target, work)
-        kept = "".join(f", kept {one.component.name}: {one.reason}" for one in unloaded.kept)
-        display.say(f"Freed {size(unloaded.freed_bytes)}{kept}")
+        display.say("\n".join([f"Freed {size(unloaded.freed_bytes)}", *kept_lines(unloaded)]))
         return io.NodeOutput(model, after)
 
 
@@ -168,8 +167,8 @@ class Pin(io.ComfyNode):
         return io.Schema(
             node_id="MooredPin",
             display_name="Pin (moored)",
-            category=CATEGORY,
-            description="Keeps a model on the card until it is unpinned, and passes it on.",
+            category=f"{CATEGORY}/memory",
+            description="Keeps a model in memory until it is unpinned, and passes it on.",
             inputs=[
                 model_input(),
                 io.Boolean.Input(
@@ -192,7 +191,7 @@ class Pin(io.ComfyNode):
         async def work(client: moored.AsyncClient, deliver: Deliver) -> None:
             await (client.pin if pinned else client.unpin)(model.recipe.ref)
 
-        with told():
+        with told(cls.hidden.unique_id):
             display = Display(cls.hidden.unique_id)
             await attend(display, connection.target(model.recipe.server), work)
         display.say("Pinned" if pinned else "Unpinned")

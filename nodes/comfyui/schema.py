@@ -62,8 +62,8 @@ def size_inputs(default: str) -> list[io.Input]:
     return [side("width"), side("height")]
 
 
-def painting_inputs() -> list[io.Input]:
-    """What both painting nodes ask for besides their start."""
+def picture_inputs() -> list[io.Input]:
+    """What both picture nodes ask for besides their start."""
     return [
         *sampling_inputs(),
         seed_input(),
@@ -72,7 +72,7 @@ def painting_inputs() -> list[io.Input]:
             "latent_only",
             default=False,
             advanced=True,
-            tooltip="Paint no picture, only a latent, for VAE Decode. What is linked to image does not run.",
+            tooltip="Make only a latent, for VAE Decode. What is linked to image does not run.",
         ),
         text_length_input(),
         preview_input(),
@@ -83,14 +83,14 @@ def painting_inputs() -> list[io.Input]:
 def sampling_inputs() -> list[io.Input]:
     """Steps and guidance."""
     return [
-        io.Int.Input("steps", default=0, min=0, max=200, tooltip="0: as many as the model wants."),
+        io.Int.Input("steps", default=0, min=0, max=200, tooltip="0: the model's default."),
         io.Float.Input(
             "guidance",
             default=MODEL_GUIDANCE,
             min=-1.0,
             max=100.0,
             step=0.1,
-            tooltip="How closely to follow the prompt. -1: as the model wants.",
+            tooltip="How closely to follow the prompt. -1: the model's default.",
         ),
     ]
 
@@ -117,7 +117,7 @@ def text_length_input() -> io.Input:
         min=0,
         max=512,
         advanced=True,
-        tooltip="Tokens of the prompt that the large text encoder reads. 0: as the model wants.",
+        tooltip="Tokens of the prompt that the large text encoder reads. 0: the model's default.",
     )
 
 
@@ -142,7 +142,7 @@ def job_inputs() -> list[io.Input]:
             options=["low", "normal", "high"],
             default="normal",
             advanced=True,
-            tooltip="The share of the card among all who use it: a quarter, one, or four.",
+            tooltip="Your share of the GPU among all who wait for it: low a quarter, normal one, high four.",
         ),
         io.Float.Input(
             "patience_s",
@@ -151,13 +151,13 @@ def job_inputs() -> list[io.Input]:
             max=600.0,
             step=0.5,
             advanced=True,
-            tooltip="Seconds to wait for memory that other programs hold. -1: as the service is set.",
+            tooltip="Seconds to wait for memory that other programs use. -1: the service's setting.",
         ),
         io.Boolean.Input(
             "allow_low_memory",
             default=False,
             advanced=True,
-            tooltip="Try although memory is short. If it runs out, only this job ends.",
+            tooltip="Try even if memory is short. If it runs out, only this job fails.",
         ),
     ]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from moored import CardStatus, Holder, JobInfo, ResidentComponent, Status
+from moored import CardStatus, Holder, JobInfo, ModelDefaults, ResidentComponent, Status
 
 ENDED = ("done", "failed", "cancelled")
 
@@ -42,6 +42,20 @@ def unreachable(problem: str, endpoint: str) -> dict[str, Any]:
         "latent_bytes": 0,
         "uptime_ms": 0,
     }
+
+
+def defaults(of: ModelDefaults) -> dict[str, float]:
+    """A model's own values, by the inputs of the nodes; none for what it does not make."""
+    values = {"fps": of.frames_per_second} | {
+        name: getattr(of, name)
+        for name in (
+            *("width", "height", "frames", "seconds"),
+            *("steps", "guidance", "max_sequence_length"),
+        )
+    }
+    # The wire has singles: 3.5 is to look like that.
+    shown = {name: float(f"{value:.6g}") for name, value in values.items() if value}
+    return {name: int(value) if value.is_integer() else value for name, value in shown.items()}
 
 
 def _card(card: CardStatus, jobs: list[JobInfo]) -> dict[str, Any]:
@@ -115,7 +129,9 @@ def _entry(key: str, parts: list[ResidentComponent], jobs: list[JobInfo]) -> dic
         # A pin is on every component of its entry: one of another entry covers shared components alone.
         "pinned": all(part.pinned for part in parts),
         "held": any(part.held for part in parts),
-        "in_use": any(part.leases for part in parts),
+        # A component that others share may be in use by one of them.
+        "in_use": any(job.model_key == key and job.state == "running" for job in jobs)
+        or any(part.leases and len(part.entries) == 1 for part in parts),
         "idle_ms": min(part.idle_ms for part in parts),
         "jobs": sum(job.model_key == key for job in jobs),
         "components": [

@@ -2,13 +2,16 @@
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
+import { Labels, fold } from "./panel/inputs.js";
 import { ModelNames, feed, isLoadModel, withoutRemote } from "./panel/models.js";
 import { Panel } from "./panel/panel.js";
+import { testButton } from "./panel/test.js";
 import { chooseLanguage, words } from "./panel/words.js";
 
 const TAB = "moored";
 
 const names = new ModelNames(api);
+const labels = new Labels(app, names);
 let panel = null;
 
 function addressChanged() {
@@ -39,9 +42,10 @@ app.registerExtension({
     {
       id: "moored.endpoint",
       name: "Address of the service",
-      tooltip: "host:port. Empty: MOORED_ENDPOINT of ComfyUI's environment, else localhost:50051.",
+      tooltip:
+        "host:port, or https://host:port for TLS. Empty: MOORED_ENDPOINT of ComfyUI's environment, else localhost:50051.",
       category: ["moored", "Service", "endpoint"],
-      sortOrder: 2,
+      sortOrder: 3,
       type: "text",
       defaultValue: "",
       attrs: { placeholder: "localhost:50051" },
@@ -52,11 +56,20 @@ app.registerExtension({
       name: "Token file",
       tooltip: "A file on ComfyUI's machine that holds the service's token. Empty: MOORED_TOKEN_FILE, else none.",
       category: ["moored", "Service", "token_file"],
-      sortOrder: 1,
+      sortOrder: 2,
       type: "text",
       defaultValue: "",
       attrs: { placeholder: "/home/me/moored.token" },
       onChange: addressChanged,
+    },
+    {
+      id: "moored.test",
+      name: "Test the connection",
+      tooltip: "Says which service answers at this address, with its version and GPUs, or why none does.",
+      category: ["moored", "Service", "test"],
+      sortOrder: 1,
+      type: () => testButton(api),
+      defaultValue: null,
     },
   ],
 
@@ -86,6 +99,12 @@ app.registerExtension({
 
   nodeCreated(node) {
     if (isLoadModel(node.comfyClass)) feed(node, names);
+    fold(node);
+    labels.follow(node);
+  },
+
+  afterConfigureGraph() {
+    labels.write();
   },
 
   refreshComboInNodes() {

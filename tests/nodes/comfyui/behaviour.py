@@ -271,6 +271,9 @@ def test_steps_previews_and_phases_are_shown(comfyui: ComfyUI, painter: Service)
     previews = [one.what for one in run.messages if one.kind == "preview"]
     assert previews
     assert max(max(size) for size in previews) <= 512
+    assert previews[-1] == (128, 128), "the finished picture, at its own size"
+    last = [one.kind for one in run.messages if one.node == painted and one.kind != "text"][-1]
+    assert last == "preview"
 
 
 def test_loading_is_told_by_bytes(comfyui: ComfyUI, serve: Serve) -> None:
@@ -343,6 +346,7 @@ def test_an_interrupt_ends_a_job_within_a_step(
         (before,) = client.jobs()
         (job,) = interrupted(comfyui, client, run)
         assert job.step - before.step <= 1
+        assert re.fullmatch(r"Interrupted at step \d+ of 200", run.texts(painted)[-1])
         # The next prompt knows nothing of it.
         graph.prompt[painted]["inputs"] |= {"steps": 1, "count": 1}
         assert len(comfyui.queue(graph.prompt).succeeded().pictures(show)) == 1
@@ -408,9 +412,10 @@ def test_without_a_service_the_prompt_says_how_to_start_it(
     run = comfyui.queue(graph.prompt).done()
     assert run.status == "error"
     assert run.error.strip() == (
-        f"No moored service answers at {address}: start it with `moored serve`, or name its address by "
+        f"No moored service answers at {address}: start one with `moored serve`, or name its address by "
         "MOORED_ENDPOINT or in ComfyUI's settings under moored."
     )
+    assert run.texts(graph.model)[-1] == run.error.strip(), "it is said on the node too"
     serve(listen=address)
     assert len(comfyui.queue(graph.prompt).succeeded().pictures(show)) == 1
 
@@ -440,7 +445,8 @@ def test_a_model_that_is_not_there_is_told_with_a_remedy(
     run = comfyui.queue(graph.prompt).done()
     assert run.status == "error"
     assert run.error.startswith("There is no model nobody/nothing")
-    assert "when_missing" in run.error
+    assert "`if missing` to pull" in run.error
+    assert run.texts(graph.model)[-1] == run.error.strip()
 
 
 def test_what_never_fits_is_told_with_what_would(comfyui: ComfyUI, serve: Serve) -> None:
@@ -456,7 +462,9 @@ def test_what_never_fits_is_told_with_what_would(comfyui: ComfyUI, serve: Serve)
 def test_image_to_image_starts_from_one_thing(comfyui: ComfyUI, painter: Service) -> None:
     graph = Graph(painter.address)
     shown(graph, graph.image_to_image())
-    assert "link one of the two" in comfyui.queue(graph.prompt).done().error
+    run = comfyui.queue(graph.prompt).done()
+    assert "link one of the two" in run.error
+    assert run.texts()[-1] == run.error.strip()
 
 
 def test_load_model_needs_a_name(comfyui: ComfyUI, painter: Service) -> None:
@@ -640,8 +648,10 @@ def test_unload_says_what_stayed_and_why(comfyui: ComfyUI, serve: Serve) -> None
     unload = graph.add("MooredUnload", model=[preload, 0], force=False)
     run = comfyui.queue(graph.prompt).succeeded()
     (told,) = [text for text in run.texts(unload) if text.startswith("Freed")]
-    assert told.startswith("Freed 0.0 MB")
-    assert "kept transformer: pinned" in told
+    freed, *kept = told.splitlines()
+    assert freed == "Freed 0.0 MB"
+    assert any(line.startswith("Kept ") and line.endswith(": pinned") for line in kept), kept
+    assert len(kept) == 1, "what stayed for one reason is one line"
 
 
 def test_an_unload_is_done_each_time(comfyui: ComfyUI, serve: Serve) -> None:

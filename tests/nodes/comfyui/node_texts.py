@@ -30,7 +30,10 @@ def texts_of(info: dict[str, Any]) -> dict[str, Any]:
     return {
         "display_name": info["display_name"],
         "description": info["description"],
-        "inputs": {name: _named(name, options["tooltip"]) for name, options in inputs.items()},
+        "inputs": {
+            name: _named(options.get("display_name") or name, options["tooltip"])
+            for name, options in inputs.items()
+        },
         "outputs": {str(n): _named(name, tip) for n, (name, tip) in enumerate(outputs)},
     }
 

@@ -25,7 +25,7 @@ MODEL: dict[str, Any] = {
     "quantization": "full",
     "residency": "auto",
     "evict_after_s": 60,
-    "when_missing": "say so",
+    "when_missing": "stop with an error",
     "other_model": "",
     "formats": "",
     "revision": "",

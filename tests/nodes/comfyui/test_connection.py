@@ -13,9 +13,12 @@ from types import ModuleType
 from typing import Any
 
 import folder_paths
+import grpc
 import moored
 import pytest
-from conftest import CLIENT, HERE, PACK
+import trustme
+from conftest import CLIENT, HERE, PACK, ROOT
+from moored._generated import residency_pb2
 
 from service import Service
 
@@ -107,8 +110,52 @@ def test_a_token_file_that_is_missing_is_named(connection: Any, settings: Settin
 
 
 def test_an_address_that_is_none_is_told(connection: Any, settings: Settings) -> None:
-    with pytest.raises(moored.InvalidRequest, match="plain HTTP/2"):
-        connection.target(connection.Server("https://box"))
+    with pytest.raises(moored.InvalidRequest, match="write https://host:port"):
+        connection.target(connection.Server("https://box/path"))
+
+
+def test_an_https_address_is_tls_and_its_token_travels(
+    connection: Any,
+    settings: Settings,
+    token_file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "client-py" / "tests"))
+    from scripted import Service as Scripted
+
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "authority.pem")
+    made = authority.issue_cert("localhost")
+    chain = b"".join(blob.bytes() for blob in made.cert_chain_pems)
+    scripted = Scripted()
+    scripted.on("GetStatus", residency_pb2.Status(uptime_ms=3))
+    tls = grpc.ssl_server_credentials([(made.private_key_pem.bytes(), chain)])
+    server, address = scripted.start(tls=tls)
+    settings(endpoint=f"https://localhost:{address.rpartition(':')[2]}", token_file=token_file)
+    monkeypatch.setenv("MOORED_CA_FILE", str(tmp_path / "authority.pem"))
+
+    async def ask() -> moored.Status:
+        return await connection.run(lambda client: client.status(), connection.target())
+
+    try:
+        assert asyncio.run(ask()).uptime_ms == 3
+    finally:
+        server.stop(None).wait()
+    assert scripted.metadata["authorization"] == "Bearer secret"
+
+
+def test_a_token_does_not_leave_this_machine_unencrypted(
+    pack: ModuleType, connection: Any, settings: Settings, token_file: str
+) -> None:
+    settings(endpoint="box:2", token_file=token_file)
+
+    async def ask() -> moored.Status:
+        with pack.failures.told(None):
+            return await connection.run(lambda client: client.status(), connection.target())
+
+    with pytest.raises(pack.failures.Failure, match="https://box:2.*where ComfyUI is started"):
+        asyncio.run(ask())
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{"])
@@ -186,7 +233,7 @@ def test_without_the_client_it_says_what_to_install() -> None:
     assert done.returncode == 1
     told = done.stderr.strip().splitlines()[-1]
     assert told.startswith("ImportError: The nodes of moored need its client")
-    assert told.endswith(f"{sys.executable} -m pip install 'moored[images]'")
+    assert told.endswith(f"{sys.executable} -m pip install '{ROOT / 'client-py'}[images]'")
 
 
 IMPORT = """

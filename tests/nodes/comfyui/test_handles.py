@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
+import traceback
 from types import ModuleType
 from typing import Any
 
@@ -203,13 +204,52 @@ def every_error(base: type[moored.MooredError] = moored.MooredError) -> list[Any
 @pytest.mark.parametrize("kind", every_error(), ids=lambda kind: kind.__name__)
 def test_every_error_is_one_sentence(pack: ModuleType, kind: type[moored.MooredError]) -> None:
     failures = pack.failures
-    with pytest.raises(failures.Failure) as failed, failures.told():
+    with pytest.raises(failures.Failure) as failed, failures.told("1"):
         raise kind("something is wrong")
     said = str(failed.value)
     assert said.startswith("Something is wrong")
     assert said.endswith(".")
     assert ". " not in said
     assert "\n" not in said
+
+
+def test_a_refusal_brings_no_traces_of_what_was_behind_it(pack: ModuleType) -> None:
+    def trace_of(error: moored.MooredError) -> str:
+        try:
+            with pack.failures.told(None):
+                try:
+                    raise ValueError("behind it")
+                except ValueError as cause:
+                    raise error from cause
+        except pack.failures.Failure as failed:
+            return "".join(traceback.format_exception(failed))
+        raise AssertionError("nothing was raised")
+
+    assert "behind it" not in trace_of(moored.InvalidRequest("width: 100 is no multiple of 16"))
+    assert "behind it" in trace_of(moored.InternalError("a fault"))
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("https://huggingface.co cannot be reached", "https://huggingface.co cannot be reached."),
+        ("owner/name is gated", "owner/name is gated."),
+        ("text_encoder_2 has no format int9", "text_encoder_2 has no format int9."),
+        ("width: 100 is no multiple of 16", "Width: 100 is no multiple of 16."),
+        ("the queue is full", "The queue is full."),
+    ],
+)
+def test_only_a_word_gets_a_capital(pack: ModuleType, said: str, shown: str) -> None:
+    assert pack.failures.sentence(moored.InvalidRequest(said)) == shown
+
+
+def test_an_error_is_said_on_the_node_that_failed(pack: ModuleType, prompt_server: Any) -> None:
+    sent: list[Any] = []
+    prompt_server.client_id = "a"
+    prompt_server.send = lambda *said: sent.append(said)
+    with pytest.raises(pack.failures.Failure), pack.failures.told("7"):
+        raise moored.InvalidRequest("the prompt is too long")
+    assert sent == [("a", "text", "7", "The prompt is too long.")]
 
 
 def test_what_would_fit_is_told(pack: ModuleType) -> None:

@@ -89,7 +89,7 @@ def test_bars_follow_a_job_and_end_at_the_figures_of_the_service(
     with service.client() as client, opened(browser, panel) as page:
         expect(page.get_by_text("No model is in memory.")).to_be_visible()
         expect(page.get_by_text("Nothing runs, nothing waits.")).to_be_visible()
-        expect(page.get_by_text("Attention: cpu loops")).to_be_visible()
+        expect(page.get_by_title("Attention: cpu loops")).to_be_visible()
         expect(page.locator(".moored-notes")).to_have_text("2.1 GB held by another process")
         bar = page.locator(".moored-bar")
         with painting(service):
@@ -103,7 +103,9 @@ def test_bars_follow_a_job_and_end_at_the_figures_of_the_service(
                 "step => document.querySelector('[data-job] progress').value > step", arg=step
             )
             expect(page.locator("[data-account=scratch] .moored-number")).to_have_text("1.6 GB")
-            expect(bar).to_have_attribute("aria-label", re.compile("Components 1[27].*Scratch 1.6"))
+            expect(bar).to_have_attribute(
+                "aria-label", re.compile("Models 1[27].*Working memory 1.6")
+            )
             expect(page.locator(".moored-notes")).to_have_text("2.1 GB held by another process")
             expect(page.locator(".moored-card")).to_contain_text("busy")
         until(client, lambda status: not status.jobs and status.cards[0].state == "ready")
@@ -322,6 +324,91 @@ LOAD_MODEL = {
     "name": "MooredLoadModel",
     "input": {"required": {"model": ["COMBO", {"options": [], "remote": {"route": "/x"}}]}},
 }
+
+
+def test_the_settings_test_says_what_answers_there_or_why_not(
+    browser: Browser, panel: PanelPage, start: Start
+) -> None:
+    service = start()
+    with opened(browser, panel) as page:
+        page.evaluate(
+            """() => {
+                const setting = app.extensions[0].settings.find((one) => one.id === "moored.test");
+                document.body.append(setting.type());
+            }"""
+        )
+        told = page.locator(".moored-tested")
+        button(page, "Test").click()
+        with service.client() as client:
+            version = client.server_info().version
+        expect(told).to_have_text(
+            f"moored {version} at {service.address}: simulated card of 40.0 GiB"
+        )
+        expect(told).to_have_attribute("data-answers", "true")
+        service.kill()
+        button(page, "Test").click()
+        expect(told).to_contain_text("No moored service answers")
+        expect(told).to_have_attribute("data-answers", "false")
+
+
+GRAPH = """() => {
+    const widget = (name, value, options = {}) => ({ name, value, options });
+    const graph = {
+        links: { 1: { origin_id: 1 } },
+        getNodeById: (id) => graph.nodes.find((node) => node.id === id),
+    };
+    graph.nodes = [
+        { id: 1, graph, comfyClass: "MooredLoadModel", widgets: [widget("model", "%s")] },
+        {
+            id: 2,
+            graph,
+            comfyClass: "MooredTextToImage",
+            inputs: [{ name: "model", link: 1 }],
+            widgets: [
+                widget("width", 0),
+                widget("steps", 0),
+                widget("seed", 0),
+                widget("priority", "normal", { advanced: true }),
+            ],
+            size: [300, 900],
+            computeSize: () => [200, 150],
+            setSize(size) { this.size = size; },
+        },
+    ];
+    app.graph = graph;
+    for (const node of graph.nodes) app.extensions[0].nodeCreated(node);
+    app.extensions[0].afterConfigureGraph();
+    window.painter = graph.nodes[1];
+}"""
+
+
+def test_a_node_shows_the_values_of_its_model_and_folds_what_is_for_experts(
+    browser: Browser, panel: PanelPage, start: Start
+) -> None:
+    start()
+    with opened(browser, panel) as page:
+        page.evaluate(GRAPH % MODEL)
+        page.wait_for_function("painter.widgets[1].label === 'steps (0: 20)'")
+        labels = page.evaluate("painter.widgets.map((each) => each.label ?? each.name)")
+        assert labels == ["width (0: 64)", "steps (0: 20)", "seed", "priority"]
+        assert page.evaluate("painter.widgets.map((each) => each.advanced === true)") == [
+            *[False] * 3,
+            True,
+        ]
+        assert page.evaluate("painter.size") == [300, 150], "no gap where they were"
+        # Without its model it says nothing.
+        page.evaluate("painter.inputs[0].link = null; painter.onConnectionsChange()")
+        page.wait_for_function("painter.widgets[1].label === 'steps'")
+
+
+def test_long_names_break_behind_their_signs(
+    browser: Browser, panel: PanelPage, start: Start
+) -> None:
+    with start().client() as client, opened(browser, panel) as page:
+        client.load(MODEL)
+        name = entry(page).locator(".moored-name")
+        expect(name).to_have_text(KEY)
+        assert name.evaluate("it => it.querySelectorAll('wbr').length") == 3
 
 
 def test_load_model_lists_the_service_and_keeps_what_was_saved(

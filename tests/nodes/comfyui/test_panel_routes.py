@@ -278,6 +278,29 @@ def test_a_job_is_shown_with_its_client_and_cancelled(panel: PanelPage, start: S
         assert panel.ask("/moored/status")[1]["jobs"] == []
 
 
+def test_a_model_is_in_use_by_its_own_jobs_alone(panel: PanelPage, start: Start) -> None:
+    service = start()
+    with service.client() as client:
+        client.load(moored.ModelRef(MODEL, quantization="4-bit"))
+        with client.stream_image("x", model=MODEL, **LONG) as stream:
+            next(event for event in stream if isinstance(event, moored.Step))
+            (card,) = panel.ask("/moored/status")[1]["cards"]
+    used = {entry["key"]: entry["in_use"] for entry in card["entries"]}
+    assert used.pop(KEY) is True
+    assert list(used.values()) == [False], "it shares components, and does not run"
+
+
+def test_the_values_of_a_model_are_told_by_the_names_of_inputs(
+    panel: PanelPage, start: Start
+) -> None:
+    start()
+    code, said = panel.ask("/moored/defaults")
+    assert code == 200
+    assert said[MODEL]["steps"] == 20
+    assert said[MODEL]["width"] == 64
+    assert "frames" not in said[MODEL]
+
+
 def test_a_page_that_does_not_read_piles_nothing_up(
     pack: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

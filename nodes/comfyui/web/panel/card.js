@@ -1,6 +1,6 @@
 // A card: whose every byte is, and which models are there.
 
-import { Views, button, make, show, write } from "./dom.js";
+import { Views, button, make, show, write, writeName } from "./dom.js";
 import { fill, size, time, words } from "./words.js";
 
 // Each account that the bar shows, and what of the service's own accounts is in it.
@@ -61,7 +61,8 @@ class EntryView {
   constructor(key, actions) {
     this.key = key;
     this.actions = actions;
-    this.name = make("span", { class: "moored-name", text: key });
+    this.name = make("span", { class: "moored-name" });
+    writeName(this.name, key);
     this.bytes = make("span", { class: "moored-number" });
     this.badges = new Views(make("span", { class: "moored-badges" }), String, (text) => ({
       element: make("span", { class: "moored-badge", text }),
@@ -142,7 +143,6 @@ export class CardView {
     const heading = make("h3", { text: card.name || card.id });
     this.state = make("span", { class: "moored-badge" });
     this.used = make("p", { class: "moored-small" });
-    this.attention = make("p", { class: "moored-small" });
     this.bar = new Bar();
     const notes = make("ul", { class: "moored-notes" });
     this.notes = new Views(notes, String, (text) => ({ element: make("li", { text }), update() {} }));
@@ -157,7 +157,6 @@ export class CardView {
       { class: "moored-card", "aria-label": card.name || card.id, "data-card": card.id },
       make("div", { class: "moored-row" }, heading, this.state),
       this.used,
-      this.attention,
       this.bar.element,
       notes,
       make("h4", { text: words.entries.title }),
@@ -172,8 +171,8 @@ export class CardView {
     this.state.dataset.state = card.state;
     const used = size(memory.total - memory.free);
     write(this.used, `${card.id} · ${fill(words.memory.of, { used, total: size(memory.total) })}`);
-    write(this.attention, fill(words.attention, { by: card.attention }));
-    show(this.attention, card.attention !== "");
+    // For whoever asks why a card is slow; to others it says nothing.
+    this.used.title = card.attention ? fill(words.attention, { by: card.attention }) : "";
     this.bar.update(memory);
     this.notes.update(notesOf(card));
     this.entries.update(card.entries);

@@ -16,6 +16,13 @@ export function button(text, act, options = {}) {
   return element;
 }
 
+// A long name with places to break it: behind its signs, and not in the middle of a word.
+export function writeName(element, text) {
+  if (element.textContent === text) return;
+  const parts = text.split(/(?<=[/+,@_-])/);
+  element.replaceChildren(...parts.flatMap((part) => [part, document.createElement("wbr")]));
+}
+
 // Writes only what is new, so that nothing flickers and a selection stays.
 export function write(element, text) {
   if (element.textContent !== text) element.textContent = text;

@@ -22,6 +22,7 @@ export class ModelNames {
   constructor(api) {
     this.api = api;
     this.names = [];
+    this.defaults = {};
     this.asked = -Infinity;
     this.listeners = new Set();
   }
@@ -41,6 +42,8 @@ export class ModelNames {
       const answer = await this.api.fetchApi("/moored/models");
       if (!answer.ok) return;
       this.names = await answer.json();
+      const defaults = await this.api.fetchApi("/moored/defaults");
+      if (defaults.ok) this.defaults = await defaults.json();
     } catch {
       return; // ComfyUI does not answer, and says so itself.
     }

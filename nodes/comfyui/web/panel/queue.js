@@ -1,6 +1,6 @@
 // The jobs of all who use the service.
 
-import { Views, button, make, show, write } from "./dom.js";
+import { Views, button, make, show, write, writeName } from "./dom.js";
 import { fill, words } from "./words.js";
 
 const nameOf = (job) => `${job.kind} ${job.id}`;
@@ -29,10 +29,12 @@ class JobView {
     const cancel = button(words.jobs.cancel, () => actions.cancel(job.id), {
       "aria-label": fill(words.jobs.cancel_label, { job: nameOf(job) }),
     });
+    const name = make("span", { class: "moored-name" });
+    writeName(name, job.model || job.kind);
     this.element = make(
       "li",
       { class: "moored-job", "data-job": job.id },
-      make("div", { class: "moored-row" }, make("span", { class: "moored-name", text: job.model || job.kind }), this.state),
+      make("div", { class: "moored-row" }, name, this.state),
       this.doing,
       this.progress,
       make(
