@@ -1,1 +1,1 @@
-"""Nodes of Griptape Nodes that have moored paint: they forward, show and cancel; they hold no weights."""
+"""Nodes of Griptape Nodes for moored: the service generates, they forward, show and cancel."""

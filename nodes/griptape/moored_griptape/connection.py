@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
-import socket
 from typing import Any
 
 import moored
@@ -25,12 +23,12 @@ def service_client() -> moored.AsyncClient:
     """A client of the service that the settings name. It connects when first used.
 
     What the settings leave open follows the client's own rules: MOORED_ENDPOINT, MOORED_TOKEN_FILE,
-    localhost.
+    MOORED_CLIENT, localhost and user@host; an https:// address is TLS, with MOORED_CA_FILE.
     """
     return moored.AsyncClient(
         _setting("endpoint") or None,
         token=_token() or None,
-        client_id=_setting("client_name") or _person(),
+        client_id=_setting("client_name") or None,
     )
 
 
@@ -51,11 +49,3 @@ def _token() -> str:
             f"The secret {TOKEN_SECRET} has characters that no token has: set it to the service's token"
         )
     return token
-
-
-def _person() -> str:
-    """Whose share of the card a run is; the same before and after a restart, so that holds renew."""
-    try:
-        return f"{getpass.getuser()}@{socket.gethostname()}"
-    except (OSError, KeyError, ImportError):
-        return f"griptape@{socket.gethostname()}"

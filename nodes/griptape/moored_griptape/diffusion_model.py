@@ -17,7 +17,7 @@ from moored_griptape.model_handle import (
     HANDLE_TYPE,
     PULL,
     QUANTIZATION_MODES,
-    SAY_SO,
+    STOP,
     ModelHandle,
 )
 
@@ -37,7 +37,7 @@ class MooredDiffusionModel(DataNode):
         self.add_parameter(
             Parameter(
                 name="quantization_mode",
-                tooltip="How the weights of the transformer and the large text encoder are held: None: "
+                tooltip="Memory for the weights of the transformer and the large text encoder. None: "
                 "as stored; fp8; int8 (the service's 8-bit); int4 (its 4-bit, nf4).",
                 type="str",
                 default_value="None",
@@ -57,20 +57,19 @@ class MooredDiffusionModel(DataNode):
         self.add_parameter(
             ParameterFloat(
                 name="keep_alive_s",
-                tooltip="How many seconds the model is kept in after a run, at most 3600; each run "
-                "begins them anew. Until then nobody's run can have its memory. 0: it stays in "
-                "until the memory is wanted.",
+                tooltip="Seconds to keep the model in memory after each run, at most 3600. Nobody else "
+                "can use that memory meanwhile. 0: it stays until others need the memory.",
                 default_value=0.0,
             )
         )
         self.add_parameter(
             Parameter(
                 name="if_missing",
-                tooltip="What a run does where the service does not have the model: say so, or have "
-                "the service pull it from the hub first.",
+                tooltip="If the service does not have the model: stop with an error, or pull: download "
+                "it from the hub first.",
                 type="str",
-                default_value=SAY_SO,
-                traits={Options(choices=[SAY_SO, PULL])},
+                default_value=STOP,
+                traits={Options(choices=[STOP, PULL])},
             )
         )
         self.add_parameter(

@@ -22,7 +22,7 @@ _LYING = (5, 6, 7, 8)
 
 
 class MooredEditImage(PictureNode):
-    """Paints a picture over: from another picture and a prompt."""
+    """Generates a picture from another picture and a prompt."""
 
     size_tooltip = "0: the picture's own, to the nearest 16"
 
@@ -35,8 +35,7 @@ class MooredEditImage(PictureNode):
         self.add_parameter(
             ParameterFloat(
                 name="strength",
-                tooltip="How much is painted over: over 0, which leaves the picture, to 1, which "
-                "leaves nothing of it.",
+                tooltip="How strongly to change the picture: more than 0, up to 1.",
                 default_value=0.6,
             )
         )

@@ -36,7 +36,7 @@ class MooredGenerateAudio(GeneratingNode):
             )
         )
         self.add_parameter(
-            ParameterFloat(name="seconds", tooltip="0: the model's own length.", default_value=0.0)
+            ParameterFloat(name="seconds", tooltip="0: the model's default.", default_value=0.0)
         )
 
     def _add_outputs(self) -> None:

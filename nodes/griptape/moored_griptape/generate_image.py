@@ -6,4 +6,4 @@ from moored_griptape.picture_node import PictureNode
 
 
 class MooredGenerateImage(PictureNode):
-    """Paints a picture from a prompt."""
+    """Generates a picture from a prompt."""

@@ -39,7 +39,7 @@ class GeneratingNode(RunNode):
         )
         self._add_inputs_of_its_own()
         self.add_parameter(
-            ParameterInt(name="steps", tooltip="1 to 200. 0: the model's own.", default_value=0)
+            ParameterInt(name="steps", tooltip="1 to 200. 0: the model's default.", default_value=0)
         )
         self.add_parameter(
             # No ParameterFloat: that makes 0 of a field that was emptied, which is another picture.

@@ -13,7 +13,7 @@ from moored_griptape.numbers import number
 
 HANDLE_TYPE = "MooredModel"
 DEFAULT_MODEL = "default"
-SAY_SO, PULL = "say so", "pull it"
+STOP, PULL = "stop with an error", "pull"
 LONGEST_KEEP_ALIVE_S = 3600.0
 
 # By the mode that the node offers: the service's preset, and formats of single components.
@@ -36,7 +36,7 @@ class ModelHandle:
     loras: tuple[moored.Adapter, ...] = ()
     keep_alive_s: float = 0.0
     """How long the model stays in after a run; 0: no longer than the memory is wanted."""
-    if_missing: str = SAY_SO
+    if_missing: str = STOP
 
     @classmethod
     def parse(cls, value: object) -> Self:
@@ -151,7 +151,7 @@ def _keep_alive(value: object) -> float:
 
 
 def _if_missing(value: object) -> str:
-    choice = str(value or SAY_SO)
-    if choice not in (SAY_SO, PULL):
-        raise ValueError(f"if_missing is `{SAY_SO}` or `{PULL}`, not {choice}")
+    choice = str(value or STOP)
+    if choice not in (STOP, PULL):
+        raise ValueError(f"if_missing is `{STOP}` or `{PULL}`, not {choice}")
     return choice

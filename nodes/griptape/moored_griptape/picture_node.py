@@ -27,11 +27,11 @@ ImageUrlArtifact("").to_dict()
 class PictureNode(GeneratingNode):
     """A node that gives a picture, as a file of the project."""
 
-    prompt_tooltip = "What to paint."
+    prompt_tooltip = "What the picture shows."
     prompt_example = "a red cube on a blue plane"
-    without_prompt = "There is no prompt: say what to paint"
+    without_prompt = "There is no prompt: say what the picture is to show"
     default_file = "picture.png"
-    size_tooltip = "0: the model's own"
+    size_tooltip = "0: the model's default"
 
     def _add_inputs_of_its_own(self) -> None:
         self._add_picture_inputs()
@@ -48,7 +48,7 @@ class PictureNode(GeneratingNode):
         self.add_parameter(
             ParameterBool(
                 name="previews",
-                tooltip="Show what the picture looks like while it is painted.",
+                tooltip="Show what the picture looks like while it is generated.",
                 default_value=True,
             )
         )
@@ -94,7 +94,7 @@ class PictureNode(GeneratingNode):
         image = await asyncio.to_thread(self._saved, result.pictures[0].data)
         self.parameter_output_values["image"] = image
         return (
-            f"Painted with {result.model.key}, seed {result.seed}, in "
+            f"Generated with {result.model.key}, seed {result.seed}, in "
             f"{result.total_ms / 1000:.1f} s: {Path(image.value).name}"
         )
 

@@ -7,7 +7,7 @@
 # engine_version_created_with = "0.98.0"
 # node_libraries_referenced = [["moored", "0.1.0"]]
 # node_types_used = [["moored", "MooredDiffusionModel"], ["moored", "MooredEditImage"], ["moored", "MooredGPUConfiguration"], ["moored", "MooredGenerateImage"], ["moored", "MooredPreloadModel"], ["moored", "MooredUnloadModels"]]
-# description = "A picture, painted over; the model comes in and leaves."
+# description = "A picture, and a change of it; the model is loaded and unloaded."
 # is_template = true
 # is_griptape_provided = false
 # is_internal = false
@@ -265,7 +265,7 @@ async def build_workflow() -> None:
                 SetParameterValueRequest(
                     parameter_name="if_missing",
                     node_name=node0_name,
-                    value="say so",
+                    value="stop with an error",
                     initial_setup=True,
                     is_output=False,
                 )

@@ -139,7 +139,7 @@ async def build_workflow() -> None:
                 SetParameterValueRequest(
                     parameter_name="if_missing",
                     node_name=node0_name,
-                    value="say so",
+                    value="stop with an error",
                     initial_setup=True,
                     is_output=False,
                 )

@@ -38,7 +38,7 @@ async def text_to_image(engine: Headless) -> None:
 
 
 async def edit_image(engine: Headless) -> None:
-    """The model is brought in, paints, paints over, and leaves."""
+    """The model is loaded, generates, changes the picture, and is unloaded."""
     model = await engine.node("DiffusionModel", at=(0, 0))
     limits = await engine.node("GPUConfiguration", at=(0, 600))
     preload = await engine.node("PreloadModel", at=(700, 0))
@@ -57,7 +57,10 @@ async def edit_image(engine: Headless) -> None:
 
 DESCRIPTIONS = {
     "moored_text_to_image": (text_to_image, "A picture from a prompt, within limits."),
-    "moored_edit_image": (edit_image, "A picture, painted over; the model comes in and leaves."),
+    "moored_edit_image": (
+        edit_image,
+        "A picture, and a change of it; the model is loaded and unloaded.",
+    ),
 }
 
 

@@ -89,6 +89,6 @@ def test_a_handle_is_json_and_outlives_the_engine(
     with restarted(nowhere, manifest) as engine:
         engine.do(engine.fresh_flow())
         shown = paint(engine, text)
-    assert "Painted with small" in shown["result_details"]
+    assert "Generated with small" in shown["result_details"]
     assert "Loading" not in shown["logs"], "it had stayed in"
     assert held(client)

@@ -44,11 +44,11 @@ def painter(engine: Headless, model: str, **values: Any) -> Any:
 
 
 def test_a_missing_model_is_pulled_where_that_is_asked_for(pulling: Headless, hub: Hub) -> None:
-    node = painter(pulling, MODEL, if_missing="pull it")
+    node = painter(pulling, MODEL, if_missing="pull")
     result = pulling.do(pulling.run())
     assert result.succeeded(), result.result_details
     shown = dict(node.parameter_output_values)
-    assert "Painted with me/mine" in shown["result_details"]
+    assert "Generated with me/mine" in shown["result_details"]
     assert "Pulled me/mine, 15.8 MB fetched" in shown["logs"]
     assert hub.fetched(TRANSFORMER)
 
@@ -63,7 +63,7 @@ def test_a_missing_model_is_not_pulled_unasked(pulling: Headless, hub: Hub) -> N
 
 
 def test_a_pull_that_fails_is_told_in_a_sentence(pulling: Headless) -> None:
-    node = painter(pulling, "nobody/nothing", if_missing="pull it")
+    node = painter(pulling, "nobody/nothing", if_missing="pull")
     assert pulling.do(pulling.run()).failed()
     said = node.parameter_output_values["result_details"]
     assert "nobody/nothing" in said
@@ -72,7 +72,7 @@ def test_a_pull_that_fails_is_told_in_a_sentence(pulling: Headless) -> None:
 
 def test_a_cancel_ends_the_pull(pulling: Headless, hub: Hub) -> None:
     hub.stall(TRANSFORMER, 1 << 20)
-    node = painter(pulling, MODEL, if_missing="pull it")
+    node = painter(pulling, MODEL, if_missing="pull")
 
     async def cancel_in_the_middle() -> None:
         run = asyncio.create_task(pulling.run())

@@ -233,7 +233,7 @@ def test_quantization_modes_are_the_services_formats(
             for one in card.residents
             for entry in one.entries
         }
-    said = details(node).partition("Painted with ")[2].partition(", seed")[0]
+    said = details(node).partition("Generated with ")[2].partition(", seed")[0]
     assert said in keys
     wanted = {name: one for name, one in formats.items() if one != "full"}
     tail = ",".join(f"{name}={one}" for name, one in sorted(wanted.items())) or "full"
@@ -481,7 +481,7 @@ def test_a_token_is_asked_for_and_comes_from_the_secrets(nowhere: Headless, tmp_
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"prompt": ""}, "There is no prompt: say what to paint."),
+        ({"prompt": ""}, "There is no prompt: say what the picture is to show."),
         ({"prompt": "x", "width": 100}, "multiple of 16"),
         ({"prompt": "x", "height": -16}, "height is 0 or more"),
         ({"prompt": "x", "steps": 1 << 40}, "steps is 0 or more, and less than 2^32"),
