@@ -183,6 +183,19 @@ def test_a_reservation(service: Service, ask: Ask, client: moored.Client, addres
         ask("reserve", -1)
 
 
+def test_a_reservation_is_renewed_by_its_id(service: Service, ask: Ask) -> None:
+    service.on("Reserve", residency_pb2.ReserveResponse(reservation_id="r1", bytes=700))
+    assert ask("renew_reservation", "r1", 700, ttl_s=10) == 700
+    request = service.requests["Reserve"]
+    assert (request.reservation_id, request.bytes, request.ttl.seconds) == ("r1", 700, 10)
+
+
+def test_a_worker_is_recycled(service: Service, ask: Ask) -> None:
+    service.on("Recycle", residency_pb2.RecycleResponse(cards=["cuda:0"]))
+    assert ask("recycle", "cuda:0", force=True) == ["cuda:0"]
+    assert service.requests["Recycle"] == residency_pb2.RecycleRequest(card="cuda:0", force=True)
+
+
 def test_a_plan(service: Service, ask: Ask) -> None:
     stages = [
         residency_pb2.PlannedStage(name="decode", components=[COMPONENT], verdict="run"),
@@ -216,7 +229,7 @@ def test_a_plan(service: Service, ask: Ask) -> None:
 
 
 def status(uptime_ms: int = 9) -> residency_pb2.Status:
-    memory = residency_pb2.MemoryAccounts(total=10, components=4, free=6, usable=5)
+    memory = events_pb2.MemoryAccounts(total=10, components=4, free=6, usable=5)
     resident = residency_pb2.ResidentComponent(
         component=COMPONENT, state="resident", pinned=True, entries=["demo"]
     )

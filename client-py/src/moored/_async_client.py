@@ -613,6 +613,32 @@ class AsyncClient:
         request = residency_pb2.TrimRequest(card=card)
         return int((await self._unary(self._stubs.residency.Trim, request, timeout)).freed_bytes)
 
+    async def renew_reservation(
+        self,
+        reservation_id: str,
+        size_bytes: int = 0,
+        *,
+        ttl_s: float | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Gives a reservation a new time, and another size unless `size_bytes` is 0.
+
+        For `ttl_s` seconds: at most a day; default: ten minutes. Returns its bytes.
+        """
+        request = requests.reserve_request(size_bytes, ttl_s, renews=reservation_id)
+        return int((await self._unary(self._stubs.residency.Reserve, request, timeout)).bytes)
+
+    async def recycle(
+        self, card: str = "", *, force: bool = False, timeout: float | None = None
+    ) -> list[str]:
+        """Ends a card's worker process (default: of every card) and waits for the next to be ready.
+
+        What it runs is finished first; with `force` that is tried again on the new one. Returns
+        the ids of the cards.
+        """
+        request = residency_pb2.RecycleRequest(card=card, force=force)
+        return list((await self._unary(self._stubs.residency.Recycle, request, timeout)).cards)
+
     async def reserve(
         self,
         size_bytes: int,

@@ -27,6 +27,7 @@ from ._records import (
     Holder,
     KeptComponent,
     LatentInfo,
+    MemoryAccounts,
     ResolvedModel,
     StageReport,
 )
@@ -103,7 +104,7 @@ class Loading(BaseEvent):
 @mirrors(events_pb2.Retrying)
 @dataclass(frozen=True, slots=True)
 class Retrying(BaseEvent):
-    """Something failed that is tried again: `WORKER_DIED`, `OUT_OF_MEMORY`."""
+    """Something failed that is tried again: `WORKER_DIED`, `WORKER_RECYCLED`, `OUT_OF_MEMORY`."""
 
     reason: str
     message: str
@@ -113,7 +114,10 @@ class Retrying(BaseEvent):
 @mirrors(events_pb2.StageStarted)
 @dataclass(frozen=True, slots=True)
 class StageStarted(BaseEvent):
-    """A stage begins (`encode_text`, `denoise`, ...): `index` from 1, `picture` from 0."""
+    """A stage begins (`encode_text`, `denoise`, ...): `index` from 1, `picture` from 0.
+
+    `memory` is the card's as it begins; None where nothing runs.
+    """
 
     name: str
     index: int
@@ -122,6 +126,7 @@ class StageStarted(BaseEvent):
     cached: bool
     card: str
     picture: int
+    memory: MemoryAccounts | None = None
 
 
 @mirrors(events_pb2.Step)

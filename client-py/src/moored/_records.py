@@ -71,14 +71,60 @@ class Holder:
     bytes: int
 
 
+@mirrors(model_pb2.Quantization)
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a model's weights are held: a preset, and formats by component over it."""
+
+    preset: str
+    components: Mapping[str, str]
+
+
+@mirrors(errors_pb2.ResultSize)
+@dataclass(frozen=True, slots=True)
+class ResultSize:
+    """How large a result is; 0 where that is as asked, or not of this medium."""
+
+    width: int
+    height: int
+    frames: int
+    seconds: float
+
+
+@mirrors(errors_pb2.ComponentNames)
+@dataclass(frozen=True, slots=True)
+class ComponentNames:
+    """Names of components."""
+
+    names: tuple[str, ...]
+
+
+@mirrors(errors_pb2.EntryKeys)
+@dataclass(frozen=True, slots=True)
+class EntryKeys:
+    """Keys of models, as `ResolvedModel.key` has them."""
+
+    keys: tuple[str, ...]
+
+
 @mirrors(errors_pb2.Fallback)
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A request like the refused one that would fit: at once, or after idle components leave."""
+    """A request like the refused one that would fit: at once, or after idle components leave.
+
+    `label` says how it differs, for people; one of the others says it for programs: the model's
+    weights held so, a result this large, these components, without the pins of these models, or
+    this many bytes of a reservation.
+    """
 
     label: str
     peak_bytes: int
     fits_now: bool
+    quantization: Quantization | None = None
+    size: ResultSize | None = None
+    components: ComponentNames | None = None
+    unpinned: EntryKeys | None = None
+    bytes: int | None = None
 
 
 @mirrors(errors_pb2.MemoryShortfall)
@@ -94,6 +140,26 @@ class MemoryShortfall:
     stage: str
 
 
+@mirrors(events_pb2.MemoryAccounts)
+@dataclass(frozen=True, slots=True)
+class MemoryAccounts:
+    """Every byte of a card in exactly one account; they add up to `total`. All in bytes.
+
+    `usable` is what a plan may use: free and slack, less headroom and reservations.
+    """
+
+    total: int
+    components: int
+    scratch: int
+    slack: int
+    workspaces: int
+    context: int
+    foreign: int
+    unexplained: int
+    free: int
+    usable: int
+
+
 @mirrors(events_pb2.StageReport)
 @dataclass(frozen=True, slots=True)
 class StageReport:
@@ -101,7 +167,8 @@ class StageReport:
 
     `attention` is what computed attention in it: `cudnn 9.19.0`, `own kernels`, `cpu loops`,
     several with commas between; empty where none was computed, or the service is older than the
-    field.
+    field. `before` and `after` are the card's memory around it, and `largest_block_bytes` is the
+    largest block that the driver could have given it, as far as it needed one (0: not asked).
     """
 
     name: str
@@ -116,6 +183,9 @@ class StageReport:
     picture: int
     card: str
     attention: str
+    before: MemoryAccounts | None = None
+    after: MemoryAccounts | None = None
+    largest_block_bytes: int = 0
 
 
 @mirrors(residency_pb2.ModelDefaults)
@@ -226,33 +296,17 @@ class PlannedStage:
 @mirrors(residency_pb2.PlanResponse)
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a request would need and do. Moves are predicted in seconds, before the first step."""
+    """What a request would need and do. Moves are predicted in seconds, before the first step.
+
+    `upgrades` are formats of the model that lose less and would fit as well.
+    """
 
     model: ResolvedModel
     card: str
     stages: tuple[PlannedStage, ...]
     runs_now: bool
     predicted_move_seconds: float
-
-
-@mirrors(residency_pb2.MemoryAccounts)
-@dataclass(frozen=True, slots=True)
-class MemoryAccounts:
-    """Every byte of a card in exactly one account; they add up to `total`. All in bytes.
-
-    `usable` is what a plan may use: free and slack, less headroom and reservations.
-    """
-
-    total: int
-    components: int
-    scratch: int
-    slack: int
-    workspaces: int
-    context: int
-    foreign: int
-    unexplained: int
-    free: int
-    usable: int
+    upgrades: tuple[Fallback, ...] = ()
 
 
 @mirrors(residency_pb2.ResidentComponent)
@@ -325,6 +379,17 @@ class JobInfo:
     error: str
 
 
+@mirrors(residency_pb2.HostMemory)
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Memory of the service's machine: what there is, what is left, what our processes have."""
+
+    total_bytes: int
+    available_bytes: int
+    service_bytes: int
+    workers_bytes: int
+
+
 @mirrors(residency_pb2.Status)
 @dataclass(frozen=True, slots=True)
 class Status:
@@ -337,6 +402,7 @@ class Status:
     text_encodings: int
     text_encoding_bytes: int
     uptime_ms: int
+    host: HostMemory | None = None
 
 
 @mirrors(server_pb2.CardInfo)

@@ -94,6 +94,10 @@ class JobOptions(TypedDict, total=False):
         bool | None,
         "Admit a stage that memory is short for. If it runs out of memory, only this job ends.",
     ]
+    headroom_bytes: Annotated[
+        int | None,
+        "Keep this much of the card free meanwhile, for other programs. Default: the service's.",
+    ]
     card: Annotated[str | None, "Prefer this card. A hint."]
     idempotency_key: Annotated[
         str | None,
@@ -388,12 +392,12 @@ def component_names(components: Sequence[str]) -> list[str]:
 
 
 def reserve_request(
-    size_bytes: int, ttl_s: float | None, label: str, card: str
+    size_bytes: int, ttl_s: float | None, label: str = "", card: str = "", renews: str = ""
 ) -> residency_pb2.ReserveRequest:
-    """The request of reserve."""
+    """The request of reserve; of a renewal, where `renews` is the id of a reservation."""
     with _checked():
         return residency_pb2.ReserveRequest(
-            bytes=size_bytes, ttl=duration(ttl_s), label=label, card=card
+            bytes=size_bytes, ttl=duration(ttl_s), label=label, card=card, reservation_id=renews
         )
 
 
