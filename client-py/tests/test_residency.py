@@ -11,6 +11,7 @@ from scripted import Service, accepted, done, resolved
 import moored
 from moored._generated import (
     errors_pb2,
+    events_pb2,
     generation_pb2,
     jobs_pb2,
     model_pb2,

@@ -124,13 +124,21 @@ pub fn peak_since_mark() -> Bytes {
 
 /// From here on an allocation that is not small comes from the system by itself, and goes back there as it is freed. The C library
 /// would raise its bound with each large one that is freed, and keep what comes next for the threads that asked for it, in a heap
-/// each. Small ones share two heaps instead of one for each thread, which would each keep what its thread has freed. For a process
+/// each. For a process
 /// that computes little: a large allocation costs a page fault for each 4 KiB then.
 pub fn return_large() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    // SAFETY: it sets numbers of the C library, which takes its own lock.
+    // SAFETY: it sets a number of the C library, which takes its own lock.
     unsafe {
         libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE_BYTES);
+    }
+}
+
+/// From here on all threads share two heaps. The C library would give each thread its own, which keeps what that thread has freed.
+pub fn share_heaps() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: it sets a number of the C library, which takes its own lock.
+    unsafe {
         libc::mallopt(libc::M_ARENA_MAX, 2);
     }
 }

@@ -322,6 +322,7 @@ impl Gpu for SimulatedCard {
     fn trim(&mut self) -> Result<Bytes, GpuError> {
         self.check_alive().map_err(GpuError::Lost)?;
         self.release();
+        trim_heap();
         Ok(self.book.lock().trim())
     }
 

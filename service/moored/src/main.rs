@@ -23,5 +23,6 @@ use std::process::ExitCode;
 static ALLOCATOR: gpu::CountingAllocator = gpu::CountingAllocator;
 
 fn main() -> ExitCode {
+    gpu::allocator::share_heaps();
     cli::run()
 }
