@@ -341,7 +341,8 @@ class CardStatus:
 
     `attention` is what computes attention on it: `cudnn 9.19.0`, `own kernels: ` with the reason
     why cuDNN does not, `cpu loops`. For a shape that cuDNN has no plan for, own kernels compute all
-    the same: `StageReport.attention` says what a stage went by. Empty while no worker is ready.
+    the same: `StageReport.attention` says what a stage went by. Empty while no worker is ready;
+    then `problem` says why.
     """
 
     id: str
@@ -357,6 +358,7 @@ class CardStatus:
     job_id: str
     policy: str
     attention: str
+    problem: str = ""
 
 
 @mirrors(residency_pb2.JobInfo)

@@ -35,6 +35,8 @@ pub enum Priority {
 pub struct JobOptions {
     /// Name of the client, for fair queueing.
     pub client: String,
+    /// Whose unread results are bounded together, whatever name they go by: the client's address.
+    pub account: String,
     pub priority: Priority,
     /// For late or foreign memory; `None` for the service's setting.
     pub patience: Option<Duration>,

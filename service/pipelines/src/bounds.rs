@@ -11,8 +11,8 @@ pub const MAX_SIDE: u32 = 4096;
 pub const MAX_STEPS: u32 = 200;
 /// Maximum tokens of a prompt, as in the references.
 pub const MAX_TOKENS: u32 = 512;
-/// Maximum length of a prompt in bytes; far more than its tokens can hold.
-pub const MAX_PROMPT_BYTES: usize = 32 * 1024;
+/// Maximum length of a prompt in bytes, as UTF-8; far more than its tokens can hold: 10,000 characters of four bytes.
+pub const MAX_PROMPT_BYTES: usize = 40_000;
 
 /// The smallest valid picture, in one step.
 pub(crate) fn smallest(defaults: Request) -> Request {

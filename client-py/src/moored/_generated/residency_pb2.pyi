@@ -659,6 +659,7 @@ class CardStatus(google.protobuf.message.Message):
     JOB_ID_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
     ATTENTION_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
     id: builtins.str
     name: builtins.str
     kind: builtins.str
@@ -677,6 +678,8 @@ class CardStatus(google.protobuf.message.Message):
     that cuDNN has no plan for, own kernels compute all the same: StageReport says what a stage went by. Empty while no
     worker is ready.
     """
+    problem: builtins.str
+    """Why no worker serves it: how the last one ended, or that it is stuck in the driver. Empty while one does."""
     @property
     def memory(self) -> events_pb2.MemoryAccounts: ...
     @property
@@ -701,9 +704,10 @@ class CardStatus(google.protobuf.message.Message):
         job_id: builtins.str = ...,
         policy: builtins.str = ...,
         attention: builtins.str = ...,
+        problem: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["memory", b"memory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention", b"attention", "holders", b"holders", "id", b"id", "job_id", b"job_id", "kind", b"kind", "memory", b"memory", "name", b"name", "policy", b"policy", "reservations", b"reservations", "residents", b"residents", "state", b"state", "worker_pid", b"worker_pid", "worker_restarts", b"worker_restarts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention", b"attention", "holders", b"holders", "id", b"id", "job_id", b"job_id", "kind", b"kind", "memory", b"memory", "name", b"name", "policy", b"policy", "problem", b"problem", "reservations", b"reservations", "residents", b"residents", "state", b"state", "worker_pid", b"worker_pid", "worker_restarts", b"worker_restarts"]) -> None: ...
 
 global___CardStatus = CardStatus
 

@@ -116,6 +116,8 @@ pub(super) struct Card {
     /// Generations up to this one are dead: nothing that they say counts.
     dead_generation: Option<u64>,
     pub(super) restarts: u32,
+    /// Why no worker serves it; empty while one does.
+    pub(super) problem: String,
     pub(super) ledger: Arc<Ledger>,
     ledger_at: Instant,
     ledger_latest: Millis,
@@ -145,6 +147,7 @@ impl Card {
             generation: 0,
             dead_generation: None,
             restarts: 0,
+            problem: String::new(),
             ledger_at: now,
             ledger_latest: Millis(0),
             snapshots: 0,
@@ -208,10 +211,19 @@ impl Card {
         self.attention = attention;
         self.recycled = false;
         self.retiring = false;
+        self.problem.clear();
     }
 
     /// The worker is gone, and all that it had on the card with it.
-    pub(super) fn lost(&mut self, generation: u64, restarts_in: Duration, headroom: Bytes, now: Instant) {
+    pub(super) fn lost(
+        &mut self,
+        generation: u64,
+        reason: &str,
+        restarts_in: Duration,
+        headroom: Bytes,
+        now: Instant,
+    ) {
+        reason.clone_into(&mut self.problem);
         self.dead_generation = self.dead_generation.max(Some(generation.max(self.generation)));
         self.health = Health::Restarting {
             until: now + restarts_in,

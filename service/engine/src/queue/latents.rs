@@ -10,6 +10,9 @@ use tokio::time::Instant;
 use crate::error::{Error, Shortfall};
 use crate::job::{JobId, Latent, LatentInfo};
 
+/// Latents that are kept, however small they are.
+const MOST_LATENTS: usize = 4096;
+
 /// The store. What is leased (a job needs it) is never dropped.
 pub(super) struct Latents {
     bound: Bytes,
@@ -237,7 +240,7 @@ impl Latents {
     }
 
     fn make_room(&mut self, wanted: Bytes) {
-        while self.bytes() + wanted > self.bound {
+        while self.bytes() + wanted > self.bound || self.kept.len() >= MOST_LATENTS {
             let idle = self.kept.iter().filter(|(_, kept)| kept.leases == 0);
             let Some(oldest) = idle
                 .min_by_key(|(_, kept)| kept.last_used)
@@ -382,5 +385,18 @@ mod tests {
         let refused = latents.put(large, "vae".into(), now);
         assert!(matches!(refused, Err(Error::LatentMismatch(_))));
         assert!(latents.get(&idle.id, now).is_ok());
+    }
+
+    #[test]
+    fn so_many_latents_are_kept_however_small_they_are() {
+        let now = Instant::now();
+        let mut latents = Latents::new(Bytes::gib(1), Duration::from_secs(600));
+        let first = latents.put(tensor(), "a vae".into(), now).unwrap().id;
+        for n in 1..=MOST_LATENTS as u64 {
+            let later = now + Duration::from_millis(n);
+            latents.put(tensor(), "a vae".into(), later).unwrap();
+        }
+        assert_eq!(latents.len(), MOST_LATENTS);
+        assert!(latents.get(&first, now).is_err(), "the oldest has left");
     }
 }

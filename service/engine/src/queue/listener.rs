@@ -2,6 +2,7 @@
 //! events are coalesced; pieces of results cannot be, and whoever leaves too many bytes of them unread is no listener any more.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use residency::Bytes;
@@ -56,7 +57,13 @@ impl Job {
             {
                 let mut contents = self.mailbox.lock();
                 if let Some(event) = contents.events.pop_front() {
-                    contents.unread -= piece_bytes(&event.kind);
+                    let bytes = piece_bytes(&event.kind);
+                    if bytes <= contents.missed {
+                        contents.missed -= bytes;
+                    } else {
+                        contents.unread -= bytes;
+                        self.mailbox.account.remove(bytes);
+                    }
                     return Some(event);
                 }
                 if contents.closed {
@@ -80,25 +87,66 @@ impl Drop for Job {
     }
 }
 
+/// Bytes of results that all listeners of one account have not read yet.
+#[derive(Debug)]
+pub(super) struct Unread {
+    bytes: AtomicU64,
+    bound: Bytes,
+}
+
+impl Unread {
+    pub(super) fn new(bound: Bytes) -> Unread {
+        Unread {
+            bytes: AtomicU64::new(0),
+            bound,
+        }
+    }
+
+    /// Whether so many bytes more exceed what an account may leave unread. A single piece may.
+    fn exceeded_by(&self, bytes: Bytes) -> bool {
+        let unread = Bytes(self.bytes.load(Relaxed));
+        unread > Bytes::ZERO && unread + bytes > self.bound
+    }
+
+    fn add(&self, bytes: Bytes) {
+        self.bytes.fetch_add(bytes.0, Relaxed);
+    }
+
+    fn remove(&self, bytes: Bytes) {
+        self.bytes.fetch_sub(bytes.0, Relaxed);
+    }
+}
+
 /// Events that one listener has not read yet.
 #[derive(Debug)]
 pub(super) struct Mailbox {
     contents: Mutex<Contents>,
     changed: Notify,
+    /// Of this listener and the others of its account.
+    account: Arc<Unread>,
+}
+
+impl Drop for Mailbox {
+    fn drop(&mut self) {
+        let unread = self.lock().unread;
+        self.account.remove(unread);
+    }
 }
 
 #[derive(Debug, Default)]
 struct Contents {
     events: VecDeque<JobEvent>,
-    /// Of the pieces among the events.
+    /// Of the pieces among the events, without those that the listener missed.
     unread: Bytes,
+    /// Of the pieces that it missed: they are before all others.
+    missed: Bytes,
     /// On those bytes; a single piece may exceed it.
     bound: Bytes,
     closed: bool,
 }
 
 impl Mailbox {
-    pub(super) fn new(bound: Bytes) -> Mailbox {
+    pub(super) fn new(bound: Bytes, account: Arc<Unread>) -> Mailbox {
         let contents = Contents {
             bound,
             ..Contents::default()
@@ -106,13 +154,18 @@ impl Mailbox {
         Mailbox {
             contents: Mutex::new(contents),
             changed: Notify::new(),
+            account,
         }
     }
 
-    /// Adds an event of before the listener came: it is kept elsewhere too, and nobody could have read it yet.
+    /// Adds an event of before the listener came, and before any other: it is kept elsewhere too, so that it takes no
+    /// memory, and nobody could have read it yet.
     pub(super) fn push_missed(&self, event: JobEvent) {
-        self.lock().bound += piece_bytes(&event.kind);
-        self.push(event);
+        let mut contents = self.lock();
+        contents.missed += piece_bytes(&event.kind);
+        contents.events.push_back(event);
+        drop(contents);
+        self.changed.notify_one();
     }
 
     /// Adds an event. One that may be coalesced takes the place of an unread one that it says more of: of the same
@@ -124,11 +177,13 @@ impl Mailbox {
     pub(super) fn push(&self, event: JobEvent) -> bool {
         let mut contents = self.lock();
         let bytes = piece_bytes(&event.kind);
-        if bytes > Bytes::ZERO && contents.unread > Bytes::ZERO && contents.unread + bytes > contents.bound {
-            let error = Error::SlowReader {
-                unread: std::mem::take(&mut contents.unread),
-                limit: contents.bound,
-            };
+        let own = contents.unread > Bytes::ZERO && contents.unread + bytes > contents.bound;
+        let of_all = self.account.exceeded_by(bytes);
+        if bytes > Bytes::ZERO && (own || of_all) {
+            let unread = std::mem::take(&mut contents.unread);
+            self.account.remove(unread);
+            let limit = if own { contents.bound } else { self.account.bound };
+            let error = Error::SlowReader { unread, limit };
             contents.events = VecDeque::from([JobEvent {
                 at_ms: event.at_ms,
                 kind: JobEventKind::Failed(error),
@@ -139,6 +194,7 @@ impl Mailbox {
             return false;
         }
         contents.unread += bytes;
+        self.account.add(bytes);
         if is_coalescible(&event.kind) {
             let unread = contents.events.iter().enumerate().rev();
             let outdated = unread

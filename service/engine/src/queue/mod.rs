@@ -91,6 +91,8 @@ pub struct Settings {
     pub text_cache: Bytes,
     /// Bound on the results that one listener has not read yet; beyond, it is dropped as one that does not read.
     pub unread_pictures: Bytes,
+    /// The same for all listeners of one account together: see [`JobOptions::account`](crate::job::JobOptions::account).
+    pub unread_of_account: Bytes,
     /// Bound on latents.
     pub latents: Bytes,
     /// How long a latent is kept after its last use.
@@ -124,6 +126,7 @@ impl Default for Settings {
             headroom: Bytes::mib(512),
             text_cache: Bytes::mib(256),
             unread_pictures: Bytes::mib(256),
+            unread_of_account: Bytes::mib(512),
             latents: Bytes::mib(512),
             latent_ttl: Duration::from_secs(600),
             ended_kept: 100,
@@ -156,6 +159,11 @@ pub enum Signal {
         reason: String,
         /// Until another is started.
         restarts_in: Duration,
+    },
+    /// Its worker is gone, but its process does not end: no other can be started.
+    Stuck {
+        /// For people.
+        reason: String,
     },
 }
 

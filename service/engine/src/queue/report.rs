@@ -168,6 +168,8 @@ pub struct CardStatus {
     pub generation: u64,
     /// Workers that were lost.
     pub restarts: u32,
+    /// Why no worker serves it; empty while one does.
+    pub problem: String,
     /// Its memory as last published; an empty card while no worker is there.
     pub ledger: Arc<Ledger>,
     /// What time it is by the ledger's clock.

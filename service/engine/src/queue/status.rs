@@ -17,6 +17,7 @@ impl View<'_> {
             state: card.state_name(),
             generation: card.generation,
             restarts: card.restarts,
+            problem: card.problem.clone(),
             ledger: card.ledger.clone(),
             ledger_now: card.ledger_now(self.now),
             job: card.in_flight.as_ref().and_then(|running| running.job.clone()),

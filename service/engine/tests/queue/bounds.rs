@@ -188,3 +188,29 @@ async fn an_unknown_card_is_refused_at_once() {
     assert!(matches!(queue.trim("sim:0").await, Err(Error::CardNotReady(_))));
     at_rest(&queue).await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn the_unread_results_of_one_account_are_bounded_together() {
+    let (queue, mut worker) = one_card_with(Settings {
+        unread_of_account: Bytes(3 * PICTURE_BYTES),
+        ..Settings::default()
+    })
+    .await;
+    let of_account = |name: &str, account: &str| {
+        let mut spec = picture("a", name, name);
+        spec.options.account = account.into();
+        run_of(&mut spec).count = 2;
+        spec
+    };
+    // Under whatever names: two jobs of an address leave two pictures each unread, the second of the second is too many.
+    let mut first = queue.submit(of_account("one", "10.0.0.1")).await.unwrap();
+    let mut second = queue.submit(of_account("two", "10.0.0.1")).await.unwrap();
+    let mut other = queue.submit(of_account("three", "10.0.0.2")).await.unwrap();
+    while worker.try_work().await {}
+    assert!(matches!(end(&mut second).await, Err(Error::SlowReader { .. })));
+    assert_eq!((pictures(&mut first).await, pictures(&mut other).await), (2, 2));
+    let mut again = queue.submit(of_account("four", "10.0.0.1")).await.unwrap();
+    while worker.try_work().await {}
+    assert_eq!(pictures(&mut again).await, 2, "what was read counts no more");
+    at_rest(&queue).await;
+}

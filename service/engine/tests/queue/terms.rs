@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use engine::job::JobEventKind;
 use engine::messages::{Answer, Command, Event, Order, Work};
-use engine::queue::{Queue, Settings};
+use engine::queue::{Queue, Settings, Signal};
 use engine::{ChangedTo, Error};
 use pipelines::Quantization;
 use residency::{Bytes, Policy};
@@ -246,6 +246,31 @@ async fn a_worker_is_replaced_on_request_once_it_has_finished_what_it_runs() {
         queue.recycle("sim:9", false).await,
         Err(Error::Invalid(_))
     ));
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_status_tells_why_no_worker_serves_a_card() {
+    let (queue, mut worker) = one_card().await;
+    let problem = async || {
+        settle().await;
+        queue.status_now().await.cards[0].problem.clone()
+    };
+    assert_eq!(problem().await, "");
+    worker.die_of("signal 9");
+    assert_eq!(problem().await, "signal 9");
+    let reason = "it is stuck in the driver".to_owned();
+    worker.signal(
+        worker.generation,
+        Signal::Stuck {
+            reason: reason.clone(),
+        },
+    );
+    assert_eq!(problem().await, reason);
+    worker.ready();
+    assert_eq!(problem().await, "");
+    worker.signal(worker.generation - 1, Signal::Stuck { reason });
+    assert_eq!(problem().await, "", "that was its predecessor");
     at_rest(&queue).await;
 }
 

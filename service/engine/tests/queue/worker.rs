@@ -348,6 +348,18 @@ impl Worker {
         (order.job.clone(), stage_of(&order))
     }
 
+    /// Completes the order that is there, if one is.
+    pub async fn try_work(&mut self) -> bool {
+        settle().await;
+        match self.try_next() {
+            Some(Wire::Command(Command::Run(order))) => {
+                self.complete(&order);
+                true
+            }
+            _ => false,
+        }
+    }
+
     /// Answers an unload as a worker would.
     pub fn unload(&mut self, id: u64, components: &[ComponentId]) {
         let (mut freed, mut kept) = (Vec::new(), Vec::new());

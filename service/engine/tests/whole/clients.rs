@@ -138,6 +138,7 @@ fn random_options(random: &mut ChaCha8Rng) -> JobOptions {
     let deadline = random.random_ratio(1, 6).then(|| random.random_range(0..20_000));
     let patience = random.random_ratio(1, 4).then(|| random.random_range(0..10_000));
     JobOptions {
+        account: String::new(),
         client: ["x", "y", "z"].choose(random).copied().unwrap().into(),
         priority: *[Priority::Low, Priority::Normal, Priority::High]
             .choose(random)

@@ -63,6 +63,10 @@ impl Caller {
         short("options.idempotency_key", &options.idempotency_key)?;
         Ok(JobOptions {
             client: self.name(options.client_id)?,
+            account: self
+                .client()
+                .map(|address| address.to_string())
+                .unwrap_or_default(),
             priority: priority_in(options.priority),
             patience: options.patience_ms.map(Duration::from_millis),
             allow_low_memory: options.allow_low_memory,

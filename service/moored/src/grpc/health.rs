@@ -104,6 +104,7 @@ mod tests {
         };
         StatusReport {
             cards: vec![CardStatus {
+                problem: String::new(),
                 description,
                 attention: String::new(),
                 state: "ready",

@@ -468,6 +468,7 @@ fn card_out(card: &CardStatus, report: &StatusReport) -> v1::CardStatus {
             })
             .collect(),
         worker_restarts: card.restarts,
+        problem: card.problem.clone(),
         job_id: card.job.as_ref().map(ToString::to_string).unwrap_or_default(),
         ..Default::default()
     }

@@ -215,12 +215,13 @@ impl Keeper {
                 }
             }
         }
-        tracing::error!(
-            card = self.card,
-            pid = worker.id(),
-            "the worker was killed and does not end: it is stuck in the driver. Its card is out of service until it does; \
-             other cards go on. Reset the card, or restart the machine"
+        let reason = format!(
+            "the worker (process {}) was killed and does not end: it is stuck in the driver. The card is out of service until \
+             it does; other cards go on. Reset the card, or restart the machine",
+            worker.id().unwrap_or(0)
         );
+        tracing::error!(card = self.card, reason);
+        self.signal(Signal::Stuck { reason });
         tokio::select! {
             _ = worker.wait() => None,
             () = ended(&mut self.ending) => Some(worker),

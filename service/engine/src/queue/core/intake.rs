@@ -1,7 +1,7 @@
 //! Jobs are recorded, joined, listed, cancelled and left here.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use pipelines::{Role, Values};
@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::job::{JobEvent, JobEventKind, JobId, JobReport, JobSpec, JobWork};
 use crate::library::{Entry, OpenModel};
 use crate::queue::latents::shapes_of;
-use crate::queue::listener::{Joined, Mailbox};
+use crate::queue::listener::{Joined, Mailbox, Unread};
 use crate::queue::record::{Attempt, JobRecord, State, content_of, input_bytes};
 use crate::queue::reductions::Reductions;
 use crate::queue::report::{JobInfo, PlanReport};
@@ -56,7 +56,8 @@ impl Core {
             self.claims.learn(&swap.old, &swap.old_models, now);
         }
         self.shares.arrive(&job.options.client);
-        let handle = listen(&mut job, self.number(), self.settings.unread_pictures, false);
+        let mailbox = self.mailbox(&job.options.account);
+        let handle = listen(&mut job, self.number(), mailbox, false);
         job.emit(now, JobEventKind::Accepted { joined: false });
         tracing::info!(
             job = %job.id, client = job.options.client, call = job.kind_name(), model = job.entry.key, "accepted",
@@ -248,13 +249,14 @@ impl Core {
 
     fn join_live(&mut self, id: &JobId, spec: &JobSpec, now: Instant) -> Result<Joined, Error> {
         let listener = self.number();
+        let mailbox = self.mailbox(&spec.options.account);
         let Some(job) = self.jobs.get_mut(id) else {
             return Err(Error::JobNotFound(id.to_string()));
         };
         if job.entry.key != spec.entry.key || job.work != spec.work {
             return Err(Error::KeyReused(spec.options.idempotency_key.clone()));
         }
-        let handle = listen(job, listener, self.settings.unread_pictures, true);
+        let handle = listen(job, listener, mailbox, true);
         job.joined_by(&spec.options);
         let at_ms = now.duration_since(job.accepted).as_millis() as u64;
         let missed = job.retained.as_deref().unwrap_or_default();
@@ -264,6 +266,7 @@ impl Core {
 
     fn join_ended(&mut self, spec: &JobSpec) -> Result<Joined, Error> {
         let (listener, key) = (self.number(), &spec.options.idempotency_key);
+        let mailbox = self.mailbox(&spec.options.account);
         let same = |retained: &&crate::queue::ended::Retained| {
             retained.model_key == spec.entry.key && retained.work == spec.work
         };
@@ -272,7 +275,6 @@ impl Core {
             .by_key(key)
             .filter(same)
             .ok_or_else(|| Error::KeyReused(key.clone()))?;
-        let mailbox = Arc::new(Mailbox::new(self.settings.unread_pictures));
         let at_ms = retained.events.last().map_or(0, |event| event.at_ms);
         replay(&mailbox, at_ms, &retained.events);
         mailbox.close();
@@ -284,6 +286,18 @@ impl Core {
             mailbox,
             listener,
         })
+    }
+
+    /// For one more listener of an account.
+    fn mailbox(&mut self, account: &str) -> Arc<Mailbox> {
+        self.unread.retain(|_, unread| unread.strong_count() > 0);
+        let known = self.unread.get(account).and_then(Weak::upgrade);
+        let unread = known.unwrap_or_else(|| {
+            let unread = Arc::new(Unread::new(self.settings.unread_of_account));
+            self.unread.insert(account.to_owned(), Arc::downgrade(&unread));
+            unread
+        });
+        Arc::new(Mailbox::new(self.settings.unread_pictures, unread))
     }
 
     pub(super) fn left(&mut self, id: &JobId, listener: u64, now: Instant) {
@@ -324,8 +338,7 @@ impl Core {
 }
 
 /// One more listener of a job.
-fn listen(job: &mut JobRecord, listener: u64, unread_bound: Bytes, joined: bool) -> Joined {
-    let mailbox = Arc::new(Mailbox::new(unread_bound));
+fn listen(job: &mut JobRecord, listener: u64, mailbox: Arc<Mailbox>, joined: bool) -> Joined {
     job.listeners.insert(listener, mailbox.clone());
     Joined {
         id: job.id.clone(),

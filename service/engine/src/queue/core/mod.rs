@@ -13,7 +13,7 @@ mod swap;
 mod unload;
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use gpu::CardDescription;
@@ -25,6 +25,7 @@ use super::claims::Claims;
 use super::ended::Ended;
 use super::latents::Latents;
 use super::learned::Learned;
+use super::listener::Unread;
 use super::memos::Memos;
 use super::record::{JobRecord, State};
 use super::recycles::PendingRecycle;
@@ -94,6 +95,8 @@ pub(super) struct Core {
     unloads: Vec<PendingUnload>,
     trims: BTreeMap<u64, PendingTrim>,
     recycles: Vec<PendingRecycle>,
+    /// Of the accounts that have listeners, by name.
+    unread: BTreeMap<String, Weak<Unread>>,
     drain: Option<Drain>,
     effects: Vec<Effect>,
     /// Source of tickets, arrivals, listeners and errands: no two are equal.
@@ -135,6 +138,7 @@ impl Core {
             unloads: Vec::new(),
             trims: BTreeMap::new(),
             recycles: Vec::new(),
+            unread: BTreeMap::new(),
             drain: None,
             effects: Vec::new(),
             next_number: 0,

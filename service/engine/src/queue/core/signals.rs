@@ -22,7 +22,17 @@ impl Core {
             generation,
             signal,
         } = signal;
-        let Some(card) = self.cards.get(index) else { return };
+        let Some(card) = self.cards.get(index) else {
+            return;
+        };
+        if let Signal::Stuck { reason } = &signal {
+            // Of a worker that is lost: nothing else that it says counts.
+            if !card.is_ready() {
+                self.cards[index].problem.clone_from(reason);
+                self.dirty = true;
+            }
+            return;
+        }
         if !card.listens_to(generation) && !card.is_replaced_by(generation) {
             return; // a stale generation is ignored
         }
@@ -36,6 +46,7 @@ impl Core {
             );
         }
         match signal {
+            Signal::Stuck { .. } => {} // taken above
             Signal::Lost { reason, restarts_in } => self.lost(index, generation, &reason, restarts_in, now),
             Signal::Event(Event::Ready { card, attention }) => {
                 self.cards[index].ready(generation, card, attention);
@@ -395,7 +406,7 @@ impl Core {
         let card = &mut self.cards[index];
         let is_asked_for = card.is_retiring();
         let residents: Vec<_> = card.ledger.residents().map(|r| r.component.clone()).collect();
-        card.lost(generation, restarts_in, headroom, now);
+        card.lost(generation, reason, restarts_in, headroom, now);
         let running = card.in_flight.take();
         let errands = std::mem::take(&mut card.errands);
         tracing::warn!(card = %card.description.id, generation, reason, "the worker is lost");
