@@ -30,11 +30,12 @@ import moored
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS_FILE = ROOT / "docs/benchmarks/service.json"
-# Written by tests/gpu/run.
+# Written by tests/gpu/run, and the last by scripts/soak.
 CARD_ROWS_FILES = (
     ROOT / "docs/benchmarks/card.json",
     ROOT / "docs/benchmarks/quantization.json",
     ROOT / "docs/benchmarks/speed.json",
+    ROOT / "docs/benchmarks/soak.json",
 )
 # Where a figure is to be read against another program's, the table shows what it is of that.
 WITH_RATIOS = ("speed.json",)
