@@ -9,6 +9,7 @@ from typing import Any
 
 import moored
 from clients import CALL_S, Visitor
+from measures import OTHERS, OURS, accounts_of
 from models import DEMO, SINGLE, TINY, Z_TINY
 from PIL import Image
 from results import QUICK
@@ -373,10 +374,12 @@ def look(v: Visitor) -> None:
     v.client.list_models(timeout=CALL_S)
     v.client.server_info()
     v.client.health()
-    with v.client.watch_status(interval_s=0.05, timeout=CALL_S) as watch:
-        for count, _ in enumerate(watch):
-            if count >= 3:
-                break
+    # It tells of changes alone, and there may be none.
+    with suppress(moored.Deadline), v.client.watch_status(interval_s=0.05, timeout=0.5) as watch:
+        for card in (card for status in watch for card in status.cards):
+            accounts = accounts_of(card.memory)
+            if sum(accounts[name] for name in (*OURS, *OTHERS)) != accounts["total"]:
+                v.book.fault(f"the accounts of {card.id} do not add up: {accounts}")
 
 
 def newcomer(v: Visitor) -> None:
