@@ -9,6 +9,7 @@ import moored
 from checks import account_faults
 from clients import CALL_S, World
 from measures import CardSample, ProcessSample, Rest, accounts_of, children_of, process_sample
+from models import TINY
 from second_program import SecondProgram
 
 COME_OUT_S = CALL_S + 30.0
@@ -78,6 +79,10 @@ class Rester:
         while True:
             try:
                 self._client.wait_until_ready(COME_OUT_S)
+                self._client.unload(timeout=CALL_S)
+                # What left last is the same at each rest: a worker gives freed memory back to the system when
+                # real weights leave, and on a simulated card not when only pretended ones do.
+                self._client.load(TINY, timeout=CALL_S)
                 self._client.unload(timeout=CALL_S)
                 self._client.trim(timeout=CALL_S)
                 return

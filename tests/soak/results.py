@@ -9,6 +9,7 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import moored
 from models import TINY, Rewritten
@@ -18,7 +19,7 @@ CLOSE = 3.0
 """Of 255, on the average: kernels of a card that add in another order, not another picture."""
 APART = 4.0
 """How much closer a picture is to its own version of a checkpoint than to the other, at least."""
-QUICK = {"width": 64, "height": 64, "steps": 2, "max_sequence_length": 16}
+QUICK: dict[str, Any] = {"width": 64, "height": 64, "steps": 2, "max_sequence_length": 16}
 PIECES, PIECE_PAUSE_S = 3, 0.02
 
 
