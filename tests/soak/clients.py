@@ -120,6 +120,8 @@ class World:
 
     address: str
     simulated: bool
+    on_card: bool
+    """Whether it computes on a real card, which takes larger pictures in the same time."""
     card_bytes: int
     book: JobBook
     results: Results

@@ -18,7 +18,8 @@ FROM_SHARE, TO_SHARE = 0.4, 0.6
 PAUSE_S = (5.0, 15.0)
 STOPPED_SHARE = 0.3
 """Of the signals, those that stop a worker instead of ending it."""
-LEAVE_BYTES = 64 << 20
+LEAVE_BYTES = 512 << 20
+"""Where it takes nearly all: twice of what the service never plans into, so that a worker can start."""
 
 
 class Killer(threading.Thread):
@@ -57,8 +58,8 @@ class Killer(threading.Thread):
                 self._world.last_death = time.monotonic()
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP if stops else signal.SIGKILL)
-            self.stopped, self.killed = self.stopped + stops, self.killed + (not stops)
-            self._frozen = pid if stops else 0
+                self.stopped, self.killed = self.stopped + stops, self.killed + (not stops)
+                self._frozen = pid if stops else 0
         finally:
             self._world.gate.leave(self.name)
 

@@ -66,8 +66,8 @@ def picture(v: Visitor) -> None:
 
 def larger_picture(v: Visitor) -> None:
     """A picture of a real model that takes memory and time."""
-    side = v.chance.choice((128, 192) if v.world.simulated else (256, 512, 1024))
-    options = {"width": side, "height": side, "steps": 2 if v.world.simulated else 8}
+    side = v.chance.choice((256, 512, 1024) if v.world.on_card else (128, 192))
+    options: Options = {"width": side, "height": side, "steps": 8 if v.world.on_card else 2}
     _picture(v, v.client, _reference(v, DEMO), options)
 
 
@@ -137,11 +137,12 @@ def slow_reader(v: Visitor) -> None:
             "slowly", model="video", width=256, height=256, frames=13, timeout=CALL_S
         )
     else:
+        side = 512 if v.world.on_card else 192
         stream = v.client.stream_image(
             "slowly",
             model=DEMO,
-            width=512,
-            height=512,
+            width=side,
+            height=side,
             steps=1,
             count=2,
             output="raw",
@@ -159,7 +160,7 @@ def _long(v: Visitor) -> Any:
     }
     if v.world.simulated and v.chance.random() < 0.5:
         return v.client.stream_image("long", model="slow", **options)
-    size = {"width": 64, "height": 64, "max_sequence_length": 16}
+    size: Options = {"width": 64, "height": 64, "max_sequence_length": 16}
     return v.client.stream_image("long", model=_reference(v, DEMO), **size, **options)
 
 

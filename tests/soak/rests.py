@@ -31,11 +31,8 @@ class Rester:
         self._world, self._pid, self._program = world, supervisor_pid, program
         self._client = moored.Client(world.address, client_id="rester")
         self._workers: list[int] = []
-
-    @property
-    def workers(self) -> int:
-        """How many workers it has met at rests."""
-        return len(self._workers)
+        self.restarts = 0
+        """Workers that have ended, as the status says at the last rest."""
 
     def rest(self, at_s: float) -> Rest:
         """Ends all load, unloads everything, and measures. Raises NeverRests."""
@@ -47,7 +44,7 @@ class Rester:
         self._empty()
         card = self._settled()
         left += self._left_behind(card)
-        pid = card.worker_pid
+        pid, self.restarts = card.worker_pid, card.worker_restarts
         if pid not in self._workers:
             self._workers.append(pid)
         supervisor, worker = self._steady(pid)

@@ -19,11 +19,12 @@ KEPT_WARNINGS = 2000
 
 FOREIGN = ("MOORED_", "HF_", "HUGGING")
 
+STALL_S = 12
+"""A worker that is stopped is found soon; one on a busy machine is not taken for hung."""
+STALL_ON_CARD_S = 60
+"""The driver of a real card compiles kernels for a first picture."""
 SETTINGS = (
-    # A worker that is stopped is found soon; one on a busy machine is not taken for hung.
-    "queue.stall_limit=12s",
     "queue.stall_floor=6s",
-    "queue.cancel_limit=12s",
     # States at rests are to be equal: what is kept is little, and soon full.
     "queue.text_cache=4MiB",
     "queue.latent_ttl=20s",
@@ -41,7 +42,9 @@ class Served:
         command += ["--state", str(work / "state"), "--device", device]
         for folder in models:
             command += ["--models", str(folder)]
-        for setting in SETTINGS:
+        stall_s = STALL_ON_CARD_S if device.startswith("cuda") else STALL_S
+        limits = (f"queue.stall_limit={stall_s}s", f"queue.cancel_limit={stall_s}s")
+        for setting in (*SETTINGS, *limits):
             command += ["--set", setting]
         environment = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
         environment |= {"HF_HUB_CACHE": str(work / "no-hub"), "HF_HUB_OFFLINE": "1"}

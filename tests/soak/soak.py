@@ -99,6 +99,7 @@ class Soak:
         self.world = World(
             address=self.served.address,
             simulated=self.simulated,
+            on_card=settings.device.startswith("cuda"),
             card_bytes=card.memory.total,
             book=JobBook(),
             results=Results(exact=not settings.device.startswith("cuda")),
@@ -115,6 +116,7 @@ class Soak:
         self.stopped_by = ""
         self.killer: Killer | None = None
         self.pressure: Pressure | None = None
+        self.rester: Rester | None = None
 
     def run(self) -> float:
         """The load, with rests, for as long as was asked for; how long that was."""
@@ -127,7 +129,7 @@ class Soak:
         self.killer = Killer(self.world, seconds, seed)
         self.pressure = Pressure(self.world, self.program, seed)
         threads += [self.killer, self.pressure, JobWatcher(self.world)]
-        rester = Rester(self.world, self.served.process.pid, self.program)
+        rester = self.rester = Rester(self.world, self.served.process.pid, self.program)
         shortest, longest = REST_EVERY_S
         every = min(max(seconds / RESTS, shortest), longest)
         began = time.monotonic()
@@ -197,9 +199,18 @@ class Soak:
             0,
             reasons=stale,
         )
-        assert self.killer is not None and self.pressure is not None
+        assert self.killer is not None and self.pressure is not None and self.rester is not None
         report.add("workers killed", self.killer.killed, "workers")
         report.add("workers stopped", self.killer.stopped, "workers")
+        by_itself = self.rester.restarts - self.killer.killed - self.killer.stopped
+        ends = [
+            line
+            for line in served.warnings
+            if "the worker ended" in line or "taken for hung" in line
+        ]
+        report.add(
+            "workers that ended and were not ended", max(0, by_itself), "workers", 0, reasons=ends
+        )
         report.add("demands of the second program", self.pressure.changes, "demands")
         bad = [*served.panics, *served.errors]
         report.add("panics and errors in the log", len(bad), "lines", 0, reasons=bad)
