@@ -27,7 +27,8 @@ SETTINGS = (
     "queue.stall_floor=6s",
     # States at rests are to be equal: what is kept is little, and soon full.
     "queue.text_cache=4MiB",
-    "queue.latent_ttl=20s",
+    # Longer than any action takes, deaths of workers included.
+    "queue.latent_ttl=3m",
     "queue.patience_foreign=3s",
     "log.format=json",
 )
