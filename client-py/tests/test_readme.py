@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from scripted import Service, accepted, done, event, film, pieces, step
 
+import moored
 from moored._generated import events_pb2, residency_pb2
+from moored._options import words_of
 
 README = Path(__file__).parent.parent / "README.md"
 EXAMPLES = re.findall(
@@ -16,6 +18,7 @@ EXAMPLES = re.findall(
 )
 SAID = [
     "7 {'encode_text': 3, 'denoise': 100, 'decode': 21}\n",
+    "",
     "step 1 of 4\nWaiting for 3.0 GB, 4.0 s left\n2 pictures\n",
     "frame 0 1.0\nframe 1 2.0\n(2, 2, 4, 3) 24.0\n",
     "demo@main ()\n",
@@ -23,8 +26,24 @@ SAID = [
 ]
 
 
-def test_there_are_five() -> None:
-    assert len(EXAMPLES) == 5
+def test_there_are_six() -> None:
+    assert len(EXAMPLES) == 6
+
+
+@pytest.mark.parametrize(
+    ("medium", "options", "without"),
+    [
+        ("pictures", moored.ImageOptions, None),
+        ("films", moored.VideoOptions, moored.ImageOptions),
+        ("sound", moored.AudioOptions, moored.GenerateOptions),
+    ],
+)
+def test_the_tables_have_every_option(medium: str, options: type, without: type | None) -> None:
+    text = README.read_text("utf-8")
+    table = text.partition(f"<!-- options of {medium} -->")[2].partition("<!-- end -->")[0]
+    told = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE))
+    known = words_of(without) if without else {}
+    assert told == {one: said for one, said in words_of(options).items() if one not in known}
 
 
 @pytest.mark.parametrize(("example", "said"), [*zip(EXAMPLES, SAID, strict=True)])

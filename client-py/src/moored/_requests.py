@@ -85,26 +85,30 @@ class JobOptions(TypedDict, total=False):
     client_id: Annotated[
         str | None, "Your name in the list of jobs, and for fair shares. Default: the client's own."
     ]
-    priority: Annotated[Priority | None, "Default: `normal`."]
+    priority: Annotated[
+        Priority | None, "Your share of the GPU: `low`, `normal` or `high`. Default: `normal`."
+    ]
     patience_s: Annotated[
         float | None,
-        "Seconds to wait for memory that is late or taken. Default: the service's setting.",
+        "Seconds to wait for memory that others use. Default: the service's setting.",
     ]
     allow_low_memory: Annotated[
         bool | None,
-        "Admit a stage that memory is short for. If it runs out of memory, only this job ends.",
+        "Try even if memory is short. If it runs out, only this job fails.",
+    ]
+    card: Annotated[
+        str | None, "Prefer this GPU, by its name in status(): `cuda:0`. Another may be used."
     ]
     headroom_bytes: Annotated[
         int | None,
-        "Keep this much of the card free meanwhile, for other programs. Default: the service's.",
+        "Bytes of the GPU to keep free meanwhile, for other programs. Default: the service's.",
     ]
-    card: Annotated[str | None, "Prefer this card. A hint."]
     idempotency_key: Annotated[
         str | None,
-        "A second request with the same key joins the first's job instead of starting another.",
+        "A second request with the same key joins the job of the first.",
     ]
     detach: Annotated[
-        bool | None, "Go on when the stream is dropped; join again by the idempotency key."
+        bool | None, "Go on when you leave the stream. Join again by the same idempotency_key."
     ]
 
 
@@ -114,11 +118,13 @@ class GenerateOptions(JobOptions, total=False):
     What is left out is the model's default.
     """
 
-    model: Annotated[ModelLike | None, "Default: the service's default model."]
+    model: Annotated[
+        ModelLike | None, "`owner/name`, or a ModelRef. Default: the service's default model."
+    ]
     steps: Annotated[int | None, "Denoising steps, 1 to 200."]
     guidance: Annotated[float | None, "How closely to follow the prompt."]
     seed: Annotated[
-        int | None, "Default: random, told in the result. Number i of several uses seed + i."
+        int | None, "Default: random; the result tells it. Number i of several uses seed + i."
     ]
     max_sequence_length: Annotated[int | None, "Tokens of the prompt, 1 to 512."]
     count: Annotated[int | None, "How many pictures, films or tracks, 1 to 64."]
@@ -131,9 +137,7 @@ class GenerateOptions(JobOptions, total=False):
         bool | None, "Leave prompt, seed, settings and model out of the metadata."
     ]
     keep_latent: Annotated[bool | None, "Keep the latent of each in the service."]
-    latent_only: Annotated[
-        bool | None, "Give the latent only: no decode, and nothing to see or hear."
-    ]
+    latent_only: Annotated[bool | None, "Make only the latent, and no picture, film or track."]
 
 
 class ImageOptions(GenerateOptions, total=False):
@@ -142,9 +146,12 @@ class ImageOptions(GenerateOptions, total=False):
     width: Annotated[int | None, "Pixels across; a multiple of 16."]
     height: Annotated[int | None, "Pixels down; a multiple of 16."]
     init_image: Annotated[
-        ImageInput | None, "Image to image: what to start from; scaled to width x height."
+        ImageInput | None,
+        "A picture to start from: bytes, a path or a PIL image. Scaled to the size.",
     ]
-    output: Annotated[OutputFormat | None, "Default: `png`."]
+    output: Annotated[
+        OutputFormat | None, "How pictures are sent: `png`, or `raw` pixels. Default: `png`."
+    ]
     preview_interval_s: Annotated[
         float | None, "Seconds between previews, at least 0.1. Default: none."
     ]
@@ -156,7 +163,7 @@ class VideoOptions(GenerateOptions, total=False):
     width: Annotated[int | None, "Pixels across; a multiple of 16."]
     height: Annotated[int | None, "Pixels down; a multiple of 16."]
     frames: Annotated[int | None, "Frames in all. A model may take certain numbers only."]
-    frames_per_second: Annotated[float | None, "Frames a second."]
+    frames_per_second: Annotated[float | None, "Rate of the film."]
     init_image: Annotated[
         ImageInput | None, "Image to video: the first frame; scaled to width x height."
     ]
@@ -169,8 +176,10 @@ class AudioOptions(GenerateOptions, total=False):
     """What a track is made with. None is the same as left out: the model's default."""
 
     lyrics: Annotated[str | None, "What is sung. Default: nothing."]
-    seconds: Annotated[float | None, "Length."]
-    output: Annotated[AudioOutput | None, "Default: `wav`."]
+    seconds: Annotated[float | None, "Length in seconds."]
+    output: Annotated[
+        AudioOutput | None, "How sound is sent: `wav`, or `raw` samples. Default: `wav`."
+    ]
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def test_a_missing_model_is_not_pulled_unasked(pulling: Headless, hub: Hub) -> N
     assert pulling.do(pulling.run()).failed()
     said = node.parameter_output_values["result_details"]
     assert "`moored pull me/mine`" in said
-    assert said.endswith("or set if_missing of Diffusion Model to `pull it`.")
+    assert said.endswith("or set if_missing of Diffusion Model to `pull`.")
     assert not hub.fetched(TRANSFORMER)
 
 
