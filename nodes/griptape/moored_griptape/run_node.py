@@ -13,7 +13,7 @@ from griptape_nodes.exe_types.node_types import SuccessFailureNode
 from griptape_nodes.files.file import FileLoadError, FileWriteError
 
 from moored_griptape.connection import service_client
-from moored_griptape.model_handle import HANDLE_TYPE, PULL, QUANTIZATION_MODES, ModelHandle
+from moored_griptape.model_handle import HANDLE_TYPE, PULL, ModelHandle
 from moored_griptape.progress_log import ProgressLog
 from moored_griptape.sizes import in_words
 from moored_griptape.system_constraints import OverBudget, SystemConstraints
@@ -217,15 +217,19 @@ def _shortage(error: moored.MemoryShortage) -> list[str]:
         f"{one.name}{f' {one.pid}' if one.pid else ''} has {in_words(one.bytes)}"
         for one in sorted(error.holders, key=lambda one: -one.bytes)[:2]
     ]
-    fits = [_in_node_words(one.label) for one in error.fallbacks[:3]]
+    fits = [_in_node_words(one) for one in error.fallbacks[:3]]
     return [*has, *([f"what would fit: {', '.join(fits)}"] if fits else [])]
 
 
-def _in_node_words(label: str) -> str:
-    """`quantization 8-bit (int8)` is `quantization_mode int8` to these nodes."""
-    words = label.split()
-    for mode, (preset, formats) in QUANTIZATION_MODES.items():
-        told = preset or ",".join(f"{name}={one}" for name, one in sorted(formats.items()))
-        if words[0] == "quantization" and told and words[1] == told:
+# The mode of these nodes for what a service calls a format, where all that is quantized has that one.
+_MODE_OF_FORMAT = {"fp8": "fp8", "int8": "int8", "nf4": "int4"}
+
+
+def _in_node_words(fallback: moored.Fallback) -> str:
+    """8 bits are `quantization_mode int8` to these nodes; other words are the service's."""
+    if fallback.quantization is not None:
+        formats = set(fallback.quantization.components.values())
+        mode = _MODE_OF_FORMAT.get(formats.pop()) if len(formats) == 1 else None
+        if mode is not None:
             return f"quantization_mode {mode}"
-    return label
+    return fallback.label
