@@ -99,7 +99,7 @@ impl Pass {
         if view.is_behind_an_unload(job) {
             return Some(Decision::Queue { job: id });
         }
-        if let Some(error) = view.why_deadly(job) {
+        if let Some(error) = view.refusal_after_deaths(job) {
             return Some(Decision::Refuse { job: id, error });
         }
         Some(match view.place(job, &self.ahead) {
@@ -204,8 +204,8 @@ impl View<'_> {
         let id = job.id.clone();
         let (over, low) = (patience.wait.is_over(self.time), job.options.allow_low_memory);
         // Nobody has said that memory of other programs is about to be freed.
-        let is_hopeless = patience.shortage.cause == WaitCause::Foreign;
-        if low && !job.attempt.low_memory && (over || is_hopeless) {
+        let expects_nothing = patience.shortage.cause == WaitCause::Foreign;
+        if low && !job.attempt.low_memory && (over || expects_nothing) {
             return Decision::RunShort { job: id, patience };
         }
         if job.attempt.low_memory || !over {

@@ -206,7 +206,7 @@ impl Learned {
     }
 
     /// Whether any request has killed workers lately.
-    pub(super) fn knows_deadly(&self) -> bool {
+    pub(super) fn knows_deaths(&self) -> bool {
         !self.deadly.is_empty()
     }
 

@@ -132,8 +132,8 @@ impl<'a> View<'a> {
     }
 
     /// Why a job that has not begun is refused: others like it have killed their workers.
-    pub(super) fn why_deadly(&self, job: &JobRecord) -> Option<Error> {
-        if job.begun || !self.learned.knows_deadly() {
+    pub(super) fn refusal_after_deaths(&self, job: &JobRecord) -> Option<Error> {
+        if job.begun || !self.learned.knows_deaths() {
             return None;
         }
         let dtypes = job.plans.keys();

@@ -47,7 +47,7 @@ impl Core {
         }
         self.refuse_heavy(&submission.spec.work)?;
         let mut job = self.record(submission, now)?;
-        if let Some(error) = self.view(now).why_deadly(&job) {
+        if let Some(error) = self.view(now).refusal_after_deaths(&job) {
             return Err(error);
         }
         self.lease_input(&mut job, now)?;

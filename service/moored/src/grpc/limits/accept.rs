@@ -31,7 +31,7 @@ pub(in crate::grpc) fn accepted(
     handshake: Duration,
 ) -> Connections {
     Box::pin(async_stream::stream! {
-        let (mut full, mut out) = (Seldom::default(), Seldom::default());
+        let (mut full, mut out) = (LogInterval::default(), LogInterval::default());
         loop {
             let (stream, address) = match listener.accept().await {
                 Ok(accepted) => accepted,
@@ -65,9 +65,9 @@ fn is_of_one_connection(problem: &io::Error) -> bool {
 
 /// When something was told last.
 #[derive(Default)]
-struct Seldom(Option<Instant>);
+struct LogInterval(Option<Instant>);
 
-impl Seldom {
+impl LogInterval {
     fn is_due(&mut self) -> bool {
         let is_due = self.0.is_none_or(|last| last.elapsed() >= LOG_INTERVAL);
         if is_due {
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_is_silent_or_sends_half_a_preface_is_given_up() {
+    async fn a_connection_without_a_complete_preface_is_closed() {
         let bound = Budget::new(9, 9);
         for said in [&b""[..], b"PRI * HTTP/2.0\r\n"] {
             let (mut client, mut server) = connection(&bound);

@@ -26,7 +26,7 @@ struct Answer {
     body: Option<Body>,
     /// Since when it waits for its client; `None` while its client waits for it.
     ready_since: Option<Instant>,
-    gave_up: Option<Duration>,
+    unread_for: Option<Duration>,
 }
 
 impl Readers {
@@ -42,7 +42,7 @@ impl Readers {
         let answer = Arc::new(Mutex::new(Answer {
             body: Some(body),
             ready_since: Some(Instant::now()),
-            gave_up: None,
+            unread_for: None,
         }));
         let mut answers = lock(&self.answers);
         if answers.len() == answers.capacity() {
@@ -77,7 +77,7 @@ impl Readers {
                 if !answer.ready_since.is_some_and(is_late) {
                     return true;
                 }
-                answer.gave_up = Some(self.unread);
+                answer.unread_for = Some(self.unread);
                 answer.body.take()
             };
             drop(body); // outside the lock: it ends a job's listener
@@ -109,7 +109,7 @@ impl http_body::Body for Sent {
         let _entered = self.span.enter();
         let mut answer = lock(&self.answer);
         let Some(body) = &mut answer.body else {
-            let told = answer.gave_up.take().map(|unread| {
+            let told = answer.unread_for.take().map(|unread| {
                 let unread = humantime::format_duration(unread);
                 let problem = format!(
                     "nothing of this answer was read for {unread} (limits.unread), so it was given up"
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_answer_that_nobody_reads_is_given_up_and_told_so_when_somebody_does() {
+    async fn an_unread_answer_ends_with_an_error_for_its_late_reader() {
         let (readers, budget) = (Readers::new(UNREAD), Budget::new(9, 9));
         let call = || budget.take(None, 1).unwrap();
         let mut unread = readers.follow(Unfinished::body(&[5, 5]), call(), tracing::Span::none());

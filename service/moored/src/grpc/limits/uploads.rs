@@ -96,7 +96,9 @@ impl http_body::Body for Upload {
             }
             Poll::Pending if self.is_late(context) => {
                 let idle = humantime::format_duration(self.idle);
-                let problem = format!("nothing more of this request came for {idle} (limits.upload_idle)");
+                let problem = format!(
+                    "no more of this request arrived for {idle}: send it without pauses, or raise limits.upload_idle"
+                );
                 Poll::Ready(Some(Err(client_limit(problem))))
             }
             other => other,
