@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
+import os
+import pty
+import re
 import signal
+import struct
 import subprocess
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,9 +57,9 @@ def good(result: Completed) -> str:
     return result.stdout
 
 
-def bad(result: Completed, code: int = 1) -> str:
-    """What a command complained of."""
-    assert result.returncode == code, (result.stdout, result.stderr)
+def bad(result: Completed, code: int | None = None) -> str:
+    """What a command complained of; any failure of its own, or the one of this code."""
+    assert result.returncode in ([code] if code else range(1, 100)), (result.stdout, result.stderr)
     assert_plain(result)
     assert "panicked" not in result.stderr
     assert "transport error" not in result.stderr
@@ -177,8 +183,8 @@ def test_generate_speaks_json(service: Service, tmp_path: Path) -> None:
     ("out", "names"),
     [
         ("some.png", ["some-0000.png", "some-0001.png", "some-0002.png"]),
-        ("folder", ["folder/0000.png", "folder/0001.png", "folder/0002.png"]),
-        ("slash/", ["slash/0000.png", "slash/0001.png", "slash/0002.png"]),
+        ("folder", ["folder/small-5.png", "folder/small-6.png", "folder/small-7.png"]),
+        ("slash/", ["slash/small-5.png", "slash/small-6.png", "slash/small-7.png"]),
     ],
 )
 def test_generate_numbers_several_pictures(
@@ -208,18 +214,19 @@ def test_from_repeats_a_picture_and_options_change_it(service: Service, tmp_path
 
     for option in (["-s", "6"], ["-g", "2"], ["--seed", "12345"]):
         changed = tmp_path / "changed.png"
-        good(service.run("generate", "--from", str(first), *option, "-o", str(changed)))
+        good(service.run("generate", "--from", str(first), *option, "-f", "-o", str(changed)))
         assert pixels(changed)[0] == (80, 48)
         assert pixels(changed)[1] != pixels(first)[1], option
-    good(service.run("generate", "another prompt", "--from", str(first), "-o", str(changed)))
+    good(service.run("generate", "another prompt", "--from", str(first), "-fo", str(changed)))
     assert pixels(changed)[1] != pixels(first)[1]
-    good(service.run("generate", "--from", str(first), "-W", "32", "-o", str(changed)))
+    good(service.run("generate", "--from", str(first), "-W", "32", "-fo", str(changed)))
     assert pixels(changed)[0] == (32, 48)
 
 
 def test_a_picture_of_several_can_be_repeated(service: Service, tmp_path: Path) -> None:
-    good(service.run("generate", PROMPT, "-m", "small", "-n", "2", "-o", str(tmp_path / "s")))
-    second = tmp_path / "s" / "0001.png"
+    given = ["-m", "small", "-n", "2", "--seed", "4"]
+    good(service.run("generate", PROMPT, *given, "-o", str(tmp_path / "s")))
+    second = tmp_path / "s" / "small-5.png"
     again = tmp_path / "again.png"
     good(service.run("generate", "--from", str(second), "-o", str(again)))
     assert pixels(again) == pixels(second)
@@ -269,7 +276,7 @@ def test_ctrl_c_cancels_the_job(service: Service, client: moored.Client) -> None
     with painting, painting.stdout:
         job = next(e["job_id"] for e in map(json.loads, painting.stdout) if e["event"] == "step")
         painting.send_signal(signal.SIGINT)
-        assert painting.wait(DEADLINE_S) != 0
+        assert painting.wait(DEADLINE_S) == 130, "as shells have it"
     with client.watch_status(timeout=DEADLINE_S) as watch:
         next(status for status in watch if status.jobs == ())
     (state,) = [one.state for one in client.jobs(include_ended=True) if one.id == job]
@@ -306,14 +313,15 @@ def test_load_pin_and_unload(simulate: Simulate) -> None:
     assert any("transformer" in cell for cell in rows["flux-full"].values())
 
     assert good(service.run("pin", "flux-full")).strip() == "pinned: flux-full+full"
-    kept = good(service.run("unload", "flux-full"))
-    assert "kept transformer on sim:0: pinned" in kept
-    assert "0 B freed in all" in kept
+    kept = service.run("unload", "flux-full")
+    assert "--off" in bad(kept, 1), "nothing was unloaded, and what to do is told"
+    assert "kept transformer on sim:0: pinned" in kept.stdout
+    assert "0 B freed in all" in kept.stdout
     pinned = objects(good(service.run("pin", "small", "--json")))[-1]
     assert pinned == {"pinned": ["flux-full+full", "small+full"]}
     good(service.run("pin", "small", "--off"))
     good(service.run("unload", "small"))
-    assert good(service.run("pin", "flux-full", "--off")).strip() == "pinned: nothing"
+    assert "not pinned any more; nothing else" in good(service.run("pin", "flux-full", "--off"))
 
     freed = good(service.run("unload", "flux-full"))
     assert "freed transformer from sim:0: 22.2 GiB" in freed
@@ -328,7 +336,7 @@ def test_load_pin_and_unload(simulate: Simulate) -> None:
     ]
     events = objects(good(service.run("load", "small", "--json")))
     assert [event["event"] for event in (events[0], events[-1])] == ["accepted", "done"]
-    assert "required" in bad(service.run("unload"), 2), "everything is unloaded by --all only"
+    assert "--all" in bad(service.run("unload"), 2), "everything is unloaded by --all only"
 
 
 def test_a_plan_is_a_table(service: Service) -> None:
@@ -339,9 +347,13 @@ def test_a_plan_is_a_table(service: Service) -> None:
     assert {row["verdict"] for row in rows} == {"run"}
     assert last.startswith("on sim:0: runs now")
 
-    never = good(service.run("plan", PROMPT, "-m", "huge"))
-    assert "does not run now" in never
-    (plan,) = objects(good(service.run("plan", PROMPT, "-m", "huge", "--json")))
+    never = service.run("plan", PROMPT, "-m", "huge")
+    assert "can never run on sim:0" in bad(never, 6)
+    assert "moves first" not in never.stdout
+    told = service.run("plan", PROMPT, "-m", "huge", "--json")
+    assert told.returncode == 6
+    plan, failure = objects(told.stdout)
+    assert failure["reason"] == "NEVER_FITS"
     assert plan["runs_now"] is False
     assert plan["model"] == "huge+full"
 
@@ -443,14 +455,16 @@ def test_config_defaults_are_a_file_to_start_from(tmp_path: Path) -> None:
     text = good(run("config", "--defaults"))
     defaults = flat(tomllib.loads(text))
     assert "#" in text, "every setting is explained"
-    listed = json.loads(good(run("config", "--json")))
+    listed = objects(good(run("config", "--json")))
     assert {setting["name"] for setting in listed} == defaults
 
     file = tmp_path / "moored.toml"
     file.write_text(text)
-    from_file = json.loads(good(run("config", "--json", "--config", str(file))))
+    from_file = objects(good(run("config", "--json", "--config", str(file))))
     assert {s["name"]: s["value"] for s in from_file} == {s["name"]: s["value"] for s in listed}
-    assert any(str(file) in setting["source"] for setting in from_file)
+    assert any(str(file) in str(setting["source"]) for setting in from_file)
+    assert {s["name"]: s["value"] for s in listed}["queue.max_jobs"] == 256, "as JSON has it"
+    assert len(listed) == len({s["name"] for s in listed}), "each once"
 
 
 def test_config_says_where_each_value_comes_from(tmp_path: Path) -> None:
@@ -515,7 +529,7 @@ def test_doctor_finds_what_is_wrong(tmp_path: Path) -> None:
         '[client]\nendpoint = "http://127.0.0.1:1"\n'
     )
     result = run("doctor", "--config", str(file))
-    assert "3 thing(s) to mend" in bad(result)
+    assert "3 problems found" in bad(result, 1)
     wrong = [line for line in result.stdout.splitlines() if line.startswith("BAD")]
     for word in ("service.state", "nowhere", "broken"):
         assert any(word in line for line in wrong), wrong
@@ -547,7 +561,7 @@ def test_no_service_is_told_with_a_remedy(command: list[str]) -> None:
     for remedy in ("moored serve", "--endpoint", "MOORED_ENDPOINT"):
         assert remedy in complaint
     result = run(*command, "--endpoint", "http://127.0.0.1:1", "--json")
-    assert result.returncode == 1
+    assert result.returncode == 3
     (failure,) = objects(result.stdout)
     assert failure["event"] == "failed"
     assert failure["reason"] == "UNREACHABLE"
@@ -567,7 +581,8 @@ def test_wrong_requests_are_told_with_a_remedy(
         ("-m", "small", "--from", str(tmp_path / "none.png")): ("none.png",),
         ("-m", "small", "--strength", "1.5"): ("strength",),
     }.items():
-        complaint = bad(service.run(command, PROMPT, *given, "-o", str(out)))
+        to = ["-o", str(out)] if command == "generate" else []
+        complaint = bad(service.run(command, PROMPT, *given, *to))
         for word in words:
             assert word in complaint, (given, complaint)
     assert not out.exists()
@@ -585,7 +600,7 @@ def test_models_that_are_not_there_are_told_by_every_command(service: Service) -
 
 def test_failures_speak_json(service: Service) -> None:
     result = service.run("generate", PROMPT, "-m", "nope", "--json")
-    assert result.returncode == 1
+    assert result.returncode == 5
     failure = objects(result.stdout)[-1]
     assert failure["event"] == "failed"
     assert failure["reason"] == "MODEL_NOT_FOUND"
@@ -596,11 +611,13 @@ def test_failures_speak_json(service: Service) -> None:
 def test_what_never_fits_is_told_with_what_would(simulate: Simulate, tmp_path: Path) -> None:
     service = simulate("sim:24GiB")
     service.client().close()
-    given = ["-m", "flux-full", "-W", "2048", "-H", "2048", "-o", str(tmp_path / "n.png")]
-    complaint = bad(service.run("generate", PROMPT, *given))
+    given = ["-m", "flux-full", "-W", "2048", "-H", "2048"]
+    complaint = bad(service.run("generate", PROMPT, *given, "-o", str(tmp_path / "n.png")), 6)
     assert "28.2 GiB" in complaint
     assert "1024x1024 would fit" in complaint
-    assert "1024x1024 would fit" in good(service.run("plan", PROMPT, *given))
+    planned = service.run("plan", PROMPT, *given)
+    assert planned.returncode == 6
+    assert "1024x1024 would fit" in planned.stdout
 
 
 def test_a_picture_without_a_recipe_is_told(service: Service, tmp_path: Path) -> None:
@@ -608,16 +625,18 @@ def test_a_picture_without_a_recipe_is_told(service: Service, tmp_path: Path) ->
     Image.new("RGB", (16, 16)).save(plain)
     complaint = bad(service.run("generate", "--from", str(plain), "-o", str(tmp_path / "n.png")))
     assert "plain.png" in complaint
-    assert "recipe" in complaint
+    assert "no moored settings" in complaint
     text = tmp_path / "text.png"
     text.write_text("no picture")
-    assert "PNG" in bad(service.run("generate", "--from", str(text)))
+    assert "PNG" in bad(service.run("generate", "--from", str(text)), 8)
 
 
 def test_a_place_that_cannot_be_written_is_told(service: Service, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "x.png"
-    assert str(out) in bad(service.run("generate", PROMPT, "-m", "small", "-o", str(out)))
+    assert str(tmp_path / "file") in bad(
+        service.run("generate", PROMPT, "-m", "small", "-o", str(out)), 8
+    )
 
 
 @pytest.mark.parametrize(
@@ -632,6 +651,7 @@ def test_a_wrong_command_line_is_2(arguments: list[str]) -> None:
 def test_help_names_every_command_and_no_private_one() -> None:
     shown = good(run("--help"))
     commands = ["serve", "generate", "demo", "status", "models", "load", "unload", "pin", "plan"]
+    commands += ["run", "info", "pull", "rm", "completions", "man"]
     for command in [*commands, "jobs", "cancel", "config", "doctor"]:
         assert f"\n  {command} " in shown
         assert "Usage" in good(run(command, "--help"))
@@ -653,3 +673,192 @@ def test_a_reader_that_leaves_is_no_error(service: Service) -> None:
     with listing.stderr:
         assert listing.stderr.read() == ""
     assert listing.wait(DEADLINE_S) == 0
+
+
+# What a script and a person are told apart by.
+
+
+def test_files_that_are_there_are_kept(service: Service, tmp_path: Path) -> None:
+    out = tmp_path / "mine.png"
+    given = ["generate", PROMPT, "-m", "small", "-o", str(out)]
+    good(service.run(*given, "--seed", "1"))
+    first = out.read_bytes()
+    complaint = bad(service.run(*given, "--seed", "2"), 8)
+    assert "--force" in complaint
+    assert out.read_bytes() == first
+    refused = service.run(*given, "--json")
+    assert objects(refused.stdout)[-1]["reason"] == "FILE_EXISTS"
+    assert len(objects(refused.stdout)) == 1, "before anything is generated"
+    good(service.run(*given, "--seed", "2", "--force"))
+    assert out.read_bytes() != first
+
+
+def test_without_a_name_files_carry_model_and_seed(service: Service, tmp_path: Path) -> None:
+    for name in ("small-3.png", "small-3-2.png"):
+        given = ["generate", PROMPT, "-m", "small", "--seed", "3"]
+        assert good(service.run(*given, cwd=tmp_path)).strip() == name
+        assert (tmp_path / name).is_file()
+
+
+@pytest.mark.parametrize(("ending", "form"), [("jpg", "JPEG"), ("webp", "WEBP"), ("png", "PNG")])
+def test_a_picture_is_what_its_name_says_and_can_be_repeated(
+    service: Service, tmp_path: Path, ending: str, form: str
+) -> None:
+    out, plain = tmp_path / f"a.{ending}", tmp_path / "plain.png"
+    given = ["generate", PROMPT, "-m", "small", "--seed", "5", "-g", "2.5", "-s", "3"]
+    good(service.run(*given, "-o", str(out)))
+    good(service.run(*given, "-o", str(plain)))
+    with Image.open(out) as image:
+        assert image.format == form
+        if form == "PNG":
+            settings = image.info["parameters"]
+        else:
+            settings = image.getexif().get_ifd(0x8769)[0x9286].removeprefix(b"UNICODE\0")
+            settings = settings.decode("utf-16-be")
+    expected = "Steps: 3, Sampler: Euler, CFG scale: 2.5, Seed: 5, Size: 64x64, Model: small"
+    assert settings == f"{PROMPT}\n{expected}"
+    again = tmp_path / "again.png"
+    good(service.run("generate", "--from", str(out), "-o", str(again)))
+    assert pixels(again) == pixels(plain)
+
+
+def test_a_format_that_is_not_written_is_refused(service: Service, tmp_path: Path) -> None:
+    out = tmp_path / "a.gif"
+    complaint = bad(service.run("generate", PROMPT, "-m", "small", "-o", str(out)), 2)
+    assert ".webp" in complaint
+    assert not out.exists()
+
+
+def test_prompts_of_a_file_are_generated_in_turn(service: Service, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\n  two  \nthree\n", encoding="utf-8")
+    given = ["generate", "-m", "small", "--prompts", str(file), "-o", str(tmp_path / "out/a.png")]
+    printed = good(service.run(*given)).splitlines()
+    assert [Path(path).name for path in printed] == ["a-0000.png", "a-0001.png", "a-0002.png"]
+    prompts = []
+    for path in printed:
+        with Image.open(path) as image:
+            prompts.append(json.loads(image.text["moored"])["prompt"])  # type: ignore[attr-defined]
+    assert prompts == ["one", "two", "three"]
+    assert "cannot be used" in bad(service.run(*given, "and one more"), 2)
+
+
+def test_wrong_words_are_refused_before_a_job_exists(service: Service, tmp_path: Path) -> None:
+    out = ["-m", "small", "-o", str(tmp_path / "never.png")]
+    assert "steps" in bad(service.run("generate", PROMPT, "--steps", "0", *out), 2)
+    assert "empty" in bad(service.run("generate", "", *out), 2)
+    complaint = bad(service.run("generate", PROMPT, "--card", "cuda:9", *out), 2)
+    assert "sim:0" in complaint, "the cards that there are"
+    assert "moored serve" in bad(service.run("status", "--set", "queue.max_jobs=1"), 2)
+    assert not (tmp_path / "never.png").exists()
+
+
+def test_many_steps_are_few_lines_in_a_pipe_and_none_when_it_is_quiet(
+    service: Service, tmp_path: Path
+) -> None:
+    given = ["generate", PROMPT, "-m", "small", "-s", "200"]
+    told = service.run(*given, "-o", str(tmp_path / "a.png"))
+    good(told)
+    steps = [line for line in told.stderr.splitlines() if line.startswith("step ")]
+    assert steps[-1] == "step 200 of 200"
+    assert len(steps) < 15
+    quiet = service.run(*given, "-o", str(tmp_path / "b.png"), "--quiet")
+    assert good(quiet).strip() == str(tmp_path / "b.png")
+    assert quiet.stderr == ""
+
+
+def test_clients_are_named_after_their_users(service: Service, tmp_path: Path) -> None:
+    def client(name: str, *more: str, **variables: str) -> str:
+        env = clean_environment() | {"USER": "ann"} | variables
+        given = ["generate", PROMPT, "-m", "small", "-o", str(tmp_path / name)]
+        good(service.run(*given, *more, env=env))
+        return table(good(service.run("jobs", "--all")))[0]["client"]
+
+    assert client("a.png") == f"ann@{os.uname().nodename}"
+    assert client("b.png", MOORED_CLIENT="studio") == "studio"
+    assert client("c.png", "--client", "bea", MOORED_CLIENT="studio") == "bea"
+
+
+def test_the_end_of_a_service_is_told_plainly(simulate: Simulate, tmp_path: Path) -> None:
+    service = simulate()
+    service.client().close()
+    command = ["generate", PROMPT, "-m", "slow", "-s", "200", "--json"]
+    command += ["-o", str(tmp_path / "n.png")]
+    generating = subprocess.Popen(
+        [str(BINARY), *command, "--endpoint", f"http://{service.address}"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=clean_environment(),
+    )
+    assert generating.stdout is not None
+    with generating, generating.stdout:
+        next(e for e in map(json.loads, generating.stdout) if e["event"] == "step")
+        service.kill()
+        last = [json.loads(line) for line in generating.stdout][-1]
+        assert generating.wait(DEADLINE_S) == 3
+    assert last["reason"] == "CONNECTION_LOST"
+    assert service.address in last["message"]
+    assert "was lost before the job ended" in last["message"]
+
+
+def test_the_version_says_what_the_build_is() -> None:
+    assert good(run("-V")).startswith("moored ")
+    told = good(run("--version"))
+    for word in ("commit: ", "features: ", "profile: "):
+        assert f"\n{word}" in told
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_are_given_completions(shell: str) -> None:
+    script = good(run("completions", shell))
+    assert "moored" in script
+    assert "generate" in script
+
+
+def test_manual_pages_are_written(tmp_path: Path) -> None:
+    assert good(run("man")).startswith(".ie")
+    good(run("man", str(tmp_path / "man")))
+    names = {path.name for path in (tmp_path / "man").iterdir()}
+    assert {"moored.1", "moored-generate.1", "moored-run.1"} <= names
+    assert "moored-worker.1" not in names
+
+
+def screen_of(*command: str, env: dict[str, str]) -> tuple[int, str]:
+    """Exit code of a command on a terminal of 100 columns, and what it drew there."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    drawing = subprocess.Popen(
+        [str(BINARY), *command], stdin=slave, stdout=slave, stderr=slave, env=env
+    )
+    os.close(slave)
+    drawn = b""
+    while True:
+        try:
+            piece = os.read(master, 1 << 16)
+        except OSError:
+            break
+        if not piece:
+            break
+        drawn += piece
+    os.close(master)
+    return drawing.wait(DEADLINE_S), drawn.decode()
+
+
+def test_a_terminal_shows_steps_and_the_time_left(service: Service, tmp_path: Path) -> None:
+    given = ["generate", PROMPT, "-m", "slow", "-s", "40", "-o", str(tmp_path / "a.png")]
+    code, drawn = screen_of(
+        *given, "--endpoint", service.address, env=clean_environment() | {"TERM": "xterm"}
+    )
+    assert code == 0, drawn
+    counted = {int(found) for found in re.findall(r"step (\d+)/40", drawn)}
+    assert len(counted) > 2, drawn
+    assert re.search(r"step \d+/40, \d+.?s, \d+.?s left", drawn), drawn
+
+
+def test_tables_fit_the_terminal(service: Service) -> None:
+    env = clean_environment() | {"TERM": "xterm"}
+    code, drawn = screen_of("models", "--endpoint", service.address, env=env)
+    assert code == 0
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", drawn)
+    assert "flux-full" in plain
+    assert max(map(len, plain.splitlines())) <= 100

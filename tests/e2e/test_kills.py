@@ -950,7 +950,9 @@ def test_a_worker_that_ends_while_the_service_drains(services: Services) -> None
             at_step(2)(scene)
             pid = scene.hold()
             scene.service.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: any("draining" in line for line in scene.service.log), "it drains")
+            wait_until(
+                lambda: any("stopping: waiting" in line for line in scene.service.log), "it drains"
+            )
             end(pid, signal.SIGKILL)
             scene.events.extend(scene.stream)
         assert isinstance(scene.events[-1], moored.Done)

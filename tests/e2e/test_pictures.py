@@ -306,10 +306,10 @@ def test_a_prompt_that_comes_again_is_not_encoded_again(
 
 def test_the_command_line_says_what_computed_attention(painter: Service, tmp_path: Path) -> None:
     given = ["generate", PROMPT, "-W", "64", "-H", "64", "-s", "1", "-o", str(tmp_path / "a.png")]
-    plain = painter.run(*given)
+    plain = painter.run(*given, "--verbose")
     assert plain.returncode == 0, plain.stderr
     assert "attention: cpu loops" in plain.stderr.splitlines()
-    told = painter.run(*given, "--json")
+    told = painter.run(*given, "--force", "--json")
     done = next(
         line for line in map(json.loads, told.stdout.splitlines()) if line["event"] == "done"
     )

@@ -1,10 +1,14 @@
 //! Pictures at the edge: PNG with what made them, init images within limits, previews as JPEG.
 
+mod exif;
+
 use std::io::Cursor;
 
 use engine::library::Entry;
+use image::codecs::jpeg::JpegEncoder;
+use image::codecs::webp::WebPEncoder;
 use image::imageops::FilterType;
-use image::{DynamicImage, ImageDecoder as _, ImageReader, Limits};
+use image::{DynamicImage, ImageDecoder as _, ImageEncoder, ImageReader, Limits};
 use pipelines::{Medium, Request};
 use serde::{Deserialize, Serialize};
 
@@ -17,6 +21,10 @@ const PREVIEW_SIDE_PIXELS: u32 = 512;
 const PREVIEW_JPEG_QUALITY: u8 = 80;
 /// Name of the PNG text chunk that holds [`Recipe`] as JSON.
 const RECIPE_KEYWORD: &str = "moored";
+/// Name of the chunk that holds it as other tools write it.
+const PARAMETERS_KEYWORD: &str = "parameters";
+/// Quality of pictures that are written as JPEG.
+const JPEG_QUALITY: u8 = 95;
 
 /// A picture as pixels.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -87,6 +95,65 @@ impl Recipe {
         }
         recipe
     }
+}
+
+/// The recipe in the form that A1111's web UI writes, and many other tools read.
+fn parameters(recipe: &Recipe) -> String {
+    let model = recipe.model.rsplit('/').next().unwrap_or_default();
+    let mut settings = vec![
+        format!("Steps: {}", recipe.steps),
+        "Sampler: Euler".to_owned(),
+        format!("CFG scale: {}", recipe.guidance),
+        format!("Seed: {}", recipe.seed),
+        format!("Size: {}x{}", recipe.width, recipe.height),
+    ];
+    if let Some(strength) = recipe.strength {
+        settings.push(format!("Denoising strength: {strength}"));
+    }
+    settings.push(format!("Model: {model}"));
+    format!("{}\n{}", recipe.prompt, settings.join(", "))
+}
+
+/// What a picture can be written as besides PNG.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Encoding {
+    Jpeg,
+    /// Without loss.
+    WebP,
+}
+
+/// A PNG of ours in another format, with its recipe.
+pub(crate) fn encode_as(encoding: Encoding, file: &[u8]) -> Result<Vec<u8>, String> {
+    let picture = image::load_from_memory_with_format(file, image::ImageFormat::Png)
+        .map_err(|problem| problem.to_string())?
+        .into_rgb8();
+    let recipe = recipe_of(file).ok();
+    let mut out = Vec::new();
+    let written = match encoding {
+        Encoding::Jpeg => encode_by(
+            JpegEncoder::new_with_quality(&mut out, JPEG_QUALITY),
+            &picture,
+            recipe,
+        ),
+        Encoding::WebP => encode_by(WebPEncoder::new_lossless(&mut out), &picture, recipe),
+    };
+    written.map(|()| out)
+}
+
+fn encode_by(
+    mut encoder: impl ImageEncoder,
+    picture: &image::RgbImage,
+    recipe: Option<Recipe>,
+) -> Result<(), String> {
+    if let Some(recipe) = recipe {
+        let json = serde_json::to_string(&recipe).map_err(|problem| problem.to_string())?;
+        encoder
+            .set_exif_metadata(exif::write(&json, &parameters(&recipe)))
+            .map_err(|problem| problem.to_string())?;
+    }
+    picture
+        .write_with_encoder(encoder)
+        .map_err(|problem| problem.to_string())
 }
 
 /// Why a picture is refused.
@@ -196,6 +263,14 @@ pub(crate) fn png(width: u32, height: u32, rgb: &[u8], recipe: Option<&Recipe>) 
         encoder
             .add_itxt_chunk(RECIPE_KEYWORD.to_owned(), json)
             .map_err(|e| e.to_string())?;
+        let parameters = parameters(recipe);
+        // Some tools read the older chunk alone, which has Latin-1.
+        let is_latin_1 = parameters.chars().all(|c| u32::from(c) <= 0xff);
+        let added = match is_latin_1 {
+            true => encoder.add_text_chunk(PARAMETERS_KEYWORD.to_owned(), parameters),
+            false => encoder.add_itxt_chunk(PARAMETERS_KEYWORD.to_owned(), parameters),
+        };
+        added.map_err(|e| e.to_string())?;
     }
     let mut writer = encoder.write_header().map_err(|e| e.to_string())?;
     writer.write_image_data(rgb).map_err(|e| e.to_string())?;
@@ -203,8 +278,20 @@ pub(crate) fn png(width: u32, height: u32, rgb: &[u8], recipe: Option<&Recipe>) 
     Ok(file)
 }
 
-/// The recipe in a PNG of ours.
+/// The recipe in a picture of ours.
 pub(crate) fn recipe_of(file: &[u8]) -> Result<Recipe, String> {
+    const NONE: &str = "has no moored settings; --from needs a picture saved by moored";
+    let parse =
+        |text: &str| serde_json::from_str(text).map_err(|e| format!("its settings cannot be read: {e}"));
+    if !matches!(image::guess_format(file), Ok(image::ImageFormat::Png)) {
+        let reader = ImageReader::new(Cursor::new(file)).with_guessed_format();
+        let mut decoder = reader
+            .map_err(|problem| problem.to_string())?
+            .into_decoder()
+            .map_err(|problem| format!("cannot be read as PNG, JPEG or WebP: {problem}"))?;
+        let exif = decoder.exif_metadata().ok().flatten().unwrap_or_default();
+        return parse(&exif::read(&exif).ok_or(NONE)?);
+    }
     let mut reader = png::Decoder::new(Cursor::new(file))
         .read_info()
         .map_err(|e| format!("it is no PNG: {e}"))?;
@@ -214,9 +301,8 @@ pub(crate) fn recipe_of(file: &[u8]) -> Result<Recipe, String> {
         .utf8_text
         .iter()
         .find(|chunk| chunk.keyword == RECIPE_KEYWORD)
-        .ok_or("it carries no recipe of moored's")?;
-    let text = chunk.get_text().map_err(|e| e.to_string())?;
-    serde_json::from_str(&text).map_err(|e| format!("its recipe cannot be read: {e}"))
+        .ok_or(NONE)?;
+    parse(&chunk.get_text().map_err(|e| e.to_string())?)
 }
 
 /// A preview as JPEG, scaled down to what a preview needs.
@@ -265,7 +351,47 @@ mod tests {
     #[test]
     fn metadata_can_be_left_out() {
         let file = png(1, 1, &[1, 2, 3], None).unwrap();
-        assert!(recipe_of(&file).unwrap_err().contains("no recipe"));
+        assert!(recipe_of(&file).unwrap_err().contains("no moored settings"));
+    }
+
+    #[test]
+    fn the_recipe_survives_in_every_format() {
+        let rgb: Vec<u8> = (0..32 * 16 * 3).map(|i| (i % 251) as u8).collect();
+        let file = png(32, 16, &rgb, Some(&recipe())).unwrap();
+        let webp = encode_as(Encoding::WebP, &file).unwrap();
+        assert_eq!(decode(&webp, None).unwrap().rgb, rgb, "without loss");
+        let jpeg = encode_as(Encoding::Jpeg, &file).unwrap();
+        for (file, format) in [(webp, image::ImageFormat::WebP), (jpeg, image::ImageFormat::Jpeg)] {
+            assert_eq!(image::guess_format(&file).unwrap(), format);
+            assert_eq!(recipe_of(&file).unwrap(), recipe());
+            let none = png(32, 16, &rgb, None).unwrap();
+            let bare = encode_as(Encoding::Jpeg, &none).unwrap();
+            assert!(recipe_of(&bare).unwrap_err().contains("no moored settings"));
+        }
+    }
+
+    #[test]
+    fn other_tools_read_the_settings_too() {
+        let made = Recipe {
+            prompt: "a cat".to_owned(),
+            seed: 7,
+            width: 512,
+            height: 512,
+            steps: 4,
+            guidance: 3.5,
+            model: "me/flux-schnell".to_owned(),
+            ..Recipe::default()
+        };
+        let expected =
+            "a cat\nSteps: 4, Sampler: Euler, CFG scale: 3.5, Seed: 7, Size: 512x512, Model: flux-schnell";
+        assert_eq!(parameters(&made), expected);
+        let file = png(1, 1, &[1, 2, 3], Some(&made)).unwrap();
+        let reader = png::Decoder::new(Cursor::new(&file)).read_info().unwrap();
+        let found = &reader.info().uncompressed_latin1_text[0];
+        assert_eq!(
+            (found.keyword.as_str(), found.text.as_str()),
+            ("parameters", expected)
+        );
     }
 
     #[test]

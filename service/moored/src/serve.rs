@@ -26,6 +26,8 @@ use crate::models::Models;
 use crate::preload;
 use crate::process::WorkerSettings;
 use crate::process::supervisor::{self, EarlyWorker, WorkerPids};
+use crate::proto::v1;
+use crate::telemetry;
 
 /// What the copy that is being written at the end may take to be given up.
 const COPY_LIMIT: Duration = Duration::from_secs(2);
@@ -123,7 +125,7 @@ pub(crate) async fn run(
     let service = Service {
         queue: queue.clone(),
         library: library.clone(),
-        models,
+        models: models.clone(),
         host,
         pulls: Pulls::new(Hub::new(config.hub.clone())),
         started: std::time::Instant::now(),
@@ -139,7 +141,11 @@ pub(crate) async fn run(
     };
     let reports = queue.status();
     let shutdown = shut_down(queue, config.service.drain, stop, stopping, stopped)?;
-    tracing::info!(%address, cards = ?cards.iter().map(|(device, _)| device.to_string()).collect::<Vec<_>>(), "moored is listening");
+    let names: Vec<String> = cards.iter().map(|(device, _)| device.to_string()).collect();
+    tracing::info!(%address, cards = names.join(" "), "moored is listening");
+    tell_access(&config, address);
+    // Not awaited: a folder that does not answer holds up nobody.
+    drop(tokio::task::spawn_blocking(move || tell_models(&config, &models)));
     if let Some(ready) = ready {
         let _ = ready.send(address);
     }
@@ -159,7 +165,72 @@ pub(crate) async fn run(
     if let Ok(Ok(served)) = tokio::time::timeout(Duration::from_secs(2), serving).await {
         served?;
     }
+    tracing::info!("stopped");
     Ok(())
+}
+
+/// Says in the log who may talk to the service, and what to type next.
+fn tell_access(config: &Config, address: SocketAddr) {
+    let token = config.service.token_file.is_some();
+    if address.ip().is_loopback() {
+        let who = if token {
+            "programs of this machine that have the token"
+        } else {
+            "every program of this machine"
+        };
+        tracing::info!(token, "{who} may use it");
+    } else {
+        tracing::warn!(
+            token,
+            "other machines may use it with the token; the connection is not encrypted, so put a proxy with TLS or a tunnel \
+             in front of it"
+        );
+    }
+    let endpoint = match address.port() {
+        50051 if address.ip().is_loopback() => String::new(),
+        port if address.ip().is_unspecified() => format!(" --endpoint http://127.0.0.1:{port}"),
+        _ => format!(" --endpoint http://{address}"),
+    };
+    tracing::info!("try: moored generate \"a red circle on a white background\"{endpoint}");
+}
+
+/// Says in the log which models there are, and what of the configuration names none.
+fn tell_models(config: &Config, models: &Models) {
+    for folder in missing_folders(config) {
+        tracing::warn!(folder = %folder.display(), "models.folders names a folder that is not there");
+    }
+    let listing = models.known();
+    let mut ids: Vec<&str> = listing.iter().map(|model| model.id.as_str()).collect();
+    ids.dedup();
+    match missing_default(config, models) {
+        Some(id) => tracing::warn!(
+            default = id,
+            "models.default names a model that is not there: get it with `moored pull`, or name another"
+        ),
+        None => tracing::info!(count = ids.len(), models = ids.join(", "), "models"),
+    }
+    if ids.is_empty() {
+        tracing::warn!("there are no models: get one with `moored pull`, or set models.folders");
+    }
+}
+
+/// The folders of models that are not there.
+pub(crate) fn missing_folders(config: &Config) -> impl Iterator<Item = &PathBuf> {
+    config.models.folders.iter().filter(|folder| !folder.is_dir())
+}
+
+/// The configured default model, if it is not there.
+pub(crate) fn missing_default<'a>(config: &'a Config, models: &Models) -> Option<&'a str> {
+    let id = config.models.default.as_deref()?;
+    let model = v1::ModelRef {
+        id: id.to_owned(),
+        ..Default::default()
+    };
+    matches!(
+        models.resolve(Some(&model)),
+        Err(engine::Error::ModelNotFound { .. })
+    )
+    .then_some(id)
 }
 
 /// Resolves when nobody reports any more.
@@ -220,10 +291,11 @@ fn start_keepers(
     stopped: &watch::Receiver<bool>,
 ) -> Keepers {
     let (signals, received) = mpsc::unbounded_channel();
+    let filter = config.log.filter.as_deref().unwrap_or(telemetry::DEFAULT_FILTER);
     let log = if config.log.json {
-        format!("json:{}", config.log.filter)
+        format!("json:{filter}")
     } else {
-        config.log.filter.clone()
+        filter.to_owned()
     };
     let mut keepers = Keepers {
         slots: Vec::with_capacity(cards.len()),
@@ -233,7 +305,7 @@ fn start_keepers(
     for (index, (device, card)) in cards.iter().enumerate() {
         let memory = config.cards.memory_of(card);
         tracing::info!(card = card.id, name = card.name, total = %card.total, profile = %config.cards.profile_of(card),
-            %memory, "a card is managed");
+            %memory, "using card");
         let settings = WorkerSettings {
             device: device.clone(),
             headroom: config.cards.headroom,
@@ -310,7 +382,10 @@ fn shut_down(
             _ = interrupt.recv() => {}
             () = asked => {}
         }
-        tracing::info!(?drain, "draining; a second signal ends running jobs at once");
+        tracing::info!(
+            "stopping: waiting up to {} s for running jobs; press Ctrl-C again to stop now",
+            drain.as_secs()
+        );
         stopping.send_replace(true);
         tokio::select! {
             () = queue.drain(Instant::now() + drain) => {}

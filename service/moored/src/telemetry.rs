@@ -8,9 +8,26 @@ use tracing_subscriber::EnvFilter;
 
 use crate::config::Log;
 
+/// What is logged unless something else is said.
+pub(crate) const DEFAULT_FILTER: &str = "info";
+/// Libraries whose lines are about frames and handshakes: a filter that names them shows those.
+const LIBRARIES: [&str; 8] = [
+    "h2",
+    "hyper",
+    "hyper_util",
+    "tonic",
+    "tower",
+    "reqwest",
+    "rustls",
+    "mio",
+];
+/// What tells of each stage's memory at INFO, for those who look into it: `debug` shows it.
+const FIGURES: &str = "engine::card::stage=warn";
+
 /// Starts logging in a supervisor or a command.
 pub(crate) fn start(log: &Log) {
-    let filter = EnvFilter::try_new(&log.filter).unwrap_or_else(|_| EnvFilter::new("info"));
+    let filter = log.filter.as_deref().unwrap_or(DEFAULT_FILTER);
+    let filter = EnvFilter::try_new(directives(filter)).unwrap_or_else(|_| EnvFilter::new(DEFAULT_FILTER));
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(std::io::stderr().is_terminal())
@@ -23,10 +40,20 @@ pub(crate) fn start(log: &Log) {
     };
 }
 
+/// A filter with what `info` and `debug` leave out. What is named in it goes over that.
+fn directives(filter: &str) -> String {
+    let quiet = LIBRARIES.map(|library| format!("{library}=info"));
+    let mut all = quiet.join(",");
+    if filter.trim().eq_ignore_ascii_case("info") {
+        all = format!("{all},{FIGURES}");
+    }
+    format!("{all},{filter}")
+}
+
 /// Starts logging in a worker, whose lines mix with the supervisor's.
 pub(crate) fn start_worker(filter: &str) {
     let json = filter.starts_with("json:");
-    let filter = filter.trim_start_matches("json:").to_owned();
+    let filter = Some(filter.trim_start_matches("json:").to_owned());
     start(&Log { filter, json });
 }
 
@@ -62,6 +89,17 @@ fn age_by(stat: &str, uptime: &str) -> Option<Duration> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn debug_leaves_out_frames_and_a_filter_that_names_a_library_has_them() {
+        let shown = |filter: &str| EnvFilter::new(directives(filter)).to_string();
+        assert!(shown("debug").contains("h2=info"), "{}", shown("debug"));
+        assert!(shown("debug,h2=trace").contains("h2=trace"));
+        assert!(!shown("debug,h2=trace").contains("h2=info"));
+        assert!(shown("info").contains(FIGURES));
+        assert!(!shown("debug").contains("engine::card"));
+        assert!(EnvFilter::try_new(directives("info,engine=trace")).is_ok());
+    }
 
     #[test]
     fn a_process_is_as_old_as_the_system_says() {

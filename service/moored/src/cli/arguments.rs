@@ -4,15 +4,20 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 
 use clap::error::ErrorKind;
-use clap::{ArgMatches, Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
+use clap::{
+    ArgAction, ArgMatches, Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum,
+};
 
-use super::{CliError, cards};
+use super::{CliError, cards, version};
 use crate::config::Flags;
 use crate::proto::v1;
 
-/// Diffusion models, moored in GPU memory and shared by every frontend.
+/// Run FLUX and other image models on your GPU, shared by ComfyUI, Griptape Nodes, scripts and this command.
 #[derive(Debug, Parser)]
-#[command(name = "moored", version, propagate_version = true)]
+#[command(name = "moored", version = version::SHORT, long_version = version::LONG, propagate_version = true)]
+#[command(
+    after_help = "Start here: `moored demo`, then `moored models --available` and `moored run flux-schnell \"a cat\"`."
+)]
 pub(super) struct Arguments {
     #[command(flatten)]
     common: Common,
@@ -22,23 +27,36 @@ pub(super) struct Arguments {
 
 /// What can be said before a command and behind it.
 #[derive(Debug, Default, Args)]
+#[command(next_help_heading = "Common options")]
 struct Common {
-    /// Configuration file [env: MOORED_CONFIG]
-    #[arg(long, value_name = "FILE")]
-    config: Option<PathBuf>,
-    /// Any setting by name, e.g. --set queue.max_jobs=64
-    #[arg(long, value_name = "NAME=VALUE")]
-    set: Vec<String>,
     /// The service to talk to [env: MOORED_ENDPOINT]
     #[arg(long, value_name = "URL")]
     endpoint: Option<String>,
-    /// File with the bearer token [env: MOORED_TOKEN_FILE]
+    /// File with the token that the service asks for [env: MOORED_TOKEN_FILE]
     #[arg(long, value_name = "FILE")]
     token_file: Option<String>,
-    /// One JSON object a line, for scripts
+    /// Send the token although the connection to another machine is not encrypted [env: MOORED_INSECURE_TOKEN=1]
+    #[arg(long)]
+    insecure_token: bool,
+    /// Configuration file [env: MOORED_CONFIG]
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Set one setting, as `moored config` lists them, e.g. --set queue.max_jobs=64
+    #[arg(long, value_name = "NAME=VALUE")]
+    set: Vec<String>,
+    /// Print one JSON object a line, for scripts
     #[arg(long)]
     json: bool,
+    /// Print results and errors only
+    #[arg(short, long)]
+    quiet: bool,
+    /// Print more; -vv: everything
+    #[arg(short, long, action = ArgAction::Count)]
+    verbose: u8,
 }
+
+/// Options of [`Common`] that are for talking to a service.
+const OF_CONNECTIONS: [&str; 3] = ["endpoint", "token_file", "insecure_token"];
 
 impl Common {
     /// Both, in their order; the name of what was said twice and can be said once.
@@ -58,36 +76,63 @@ impl Common {
             set: [self.set, behind.set].concat(),
             endpoint: one("--endpoint", self.endpoint, behind.endpoint)?,
             token_file: one("--token-file", self.token_file, behind.token_file)?,
+            insecure_token: self.insecure_token || behind.insecure_token,
             json: self.json || behind.json,
+            quiet: self.quiet || behind.quiet,
+            verbose: self.verbose.saturating_add(behind.verbose),
         })
     }
 }
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Command {
-    /// Run the service
-    Serve(Serve),
-    /// Paint a picture through a running service
+    /// Generate with a model by name: downloads it if it is missing, starts a service if none runs
+    Run(Run),
+    /// Generate a picture, film or track with a running service
     Generate(Generate),
-    /// Start a service with the shipped model, paint a set of pictures, and end it
+    /// Try it out: generate twelve small pictures with the model that is included
     Demo(Demo),
-    /// The cards: what is resident, what is free, what runs
-    Status(Status),
-    /// The models that can be named
-    Models,
-    /// Fetch a model from the hub to this machine; what is here already is not fetched again
-    Pull {
-        /// OWNER/NAME, or OWNER/NAME@REVISION
+    /// Start the service
+    Serve(Serve),
+    /// List available models
+    #[command(visible_alias = "list")]
+    Models {
+        /// List what `moored run` and `moored pull` know by a short name, and what fits this card
+        #[arg(long)]
+        available: bool,
+    },
+    /// Show what is known of one model: sizes, formats, defaults, licence
+    Info {
+        /// A model of the service, a short name, or OWNER/NAME
         model: String,
     },
-    /// Bring a model in, ahead of use
+    /// Download a model from the hub
+    Pull {
+        /// A short name, OWNER/NAME, or OWNER/NAME@REVISION
+        model: String,
+        /// Show what would be downloaded, and how much, without doing it
+        #[arg(long)]
+        dry_run: bool,
+    },
+    /// Remove a downloaded model from this machine's hub cache
+    Rm {
+        /// A short name or OWNER/NAME
+        model: String,
+        /// Do not ask
+        #[arg(short, long)]
+        yes: bool,
+    },
+    /// Show the cards: what is in their memory, what is free, what runs
+    #[command(visible_alias = "ps")]
+    Status(Status),
+    /// Load a model into memory
     Load(Load),
-    /// Take a model out
+    /// Unload a model
     Unload(Unload),
-    /// Keep a model in
+    /// Keep a model in memory
     Pin(Pin),
-    /// What a request would need and do, without doing it
-    Plan(Generate),
+    /// Show what a request would need and do, without doing it
+    Plan(Plan),
     /// Give memory that is kept for the next stage back to the driver
     Trim(cards::Trim),
     /// Keep memory of a card free for another program
@@ -96,28 +141,66 @@ pub(super) enum Command {
     Release(cards::Release),
     /// Replace a card's worker process, which gives all of its memory back
     Recycle(cards::Recycle),
-    /// The jobs of all clients
+    /// List the jobs of all clients
     Jobs {
         /// Also those that have ended
         #[arg(long)]
         all: bool,
     },
-    /// End a job
+    /// Cancel a job
     Cancel {
         /// Its id, as `moored jobs` lists it
         job: String,
     },
-    /// The configuration in force, and where each value comes from
+    /// Show the configuration in force, and where each value comes from
     Config {
         /// Print the commented defaults instead: a file to start from
         #[arg(long)]
         defaults: bool,
+        /// Print the name of the configuration file, which need not be there
+        #[arg(long, conflicts_with = "defaults")]
+        path: bool,
     },
     /// Check this machine, the configuration and the models
     Doctor,
+    /// Print completions for a shell
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+    /// Write the manual pages
+    Man {
+        /// Folder for them; without one, the page of `moored` goes to standard output
+        folder: Option<PathBuf>,
+    },
     /// One card's process, started by the service
     #[command(hide = true)]
     Worker,
+}
+
+impl Command {
+    /// What it reads of the settings besides `[log]`: the sections; `None`: any of them.
+    fn sections(&self) -> Option<&'static [&'static str]> {
+        match self {
+            Command::Generate(_)
+            | Command::Plan(_)
+            | Command::Status(_)
+            | Command::Load(_)
+            | Command::Unload(_)
+            | Command::Pin(_)
+            | Command::Jobs { .. }
+            | Command::Cancel { .. } => Some(&["client"]),
+            Command::Models { .. } | Command::Info { .. } => Some(&["client", "hub"]),
+            Command::Pull { .. } | Command::Rm { .. } => Some(&["hub"]),
+            Command::Completions { .. } | Command::Man { .. } => Some(&[]),
+            Command::Run(_)
+            | Command::Demo(_)
+            | Command::Serve(_)
+            | Command::Config { .. }
+            | Command::Doctor
+            | Command::Worker => None,
+        }
+    }
 }
 
 #[derive(Debug, Args)]
@@ -131,94 +214,150 @@ pub(super) struct Serve {
     /// A folder to look for models in; may be repeated
     #[arg(long = "models", value_name = "FOLDER")]
     models: Vec<String>,
-    /// How room is made: shared or exclusive
+    /// What leaves memory for a model: shared (what is in the way) or exclusive (all but one large component)
     #[arg(long)]
     policy: Option<String>,
     /// Folder for locks and hashes
     #[arg(long, value_name = "FOLDER")]
     state: Option<String>,
-    /// Drain and end when standard input is closed, i.e. when the program that started this one is gone
+    /// Stop when standard input is closed, i.e. when the program that started this one is gone
     #[arg(long)]
     pub(super) end_with_stdin: bool,
 }
 
 #[derive(Debug, Args)]
 pub(super) struct Generate {
-    /// The prompt; from standard input when it is left out or "-"
+    /// The prompt; read from standard input when it is left out or "-"
     pub(super) prompt: Option<String>,
     /// The model [default: the service's]
     #[arg(short, long, value_name = "ID")]
     pub(super) model: Option<String>,
-    /// Fetch the model from the hub if the service has not got it, without asking
+    /// Download the model if it is missing, without asking
     #[arg(long)]
     pub(super) pull: bool,
     #[command(flatten)]
-    pub(super) formats: Formats,
-    /// Where to write: a file, a folder, or - for standard output [default: moored.png, moored.apng or moored.wav]
+    pub(super) prompts: Prompts,
+    #[command(flatten)]
+    pub(super) settings: Settings,
+    #[command(flatten)]
+    pub(super) output: Output,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Run {
+    /// A short name (`moored models --available`), OWNER/NAME, or a model of the service
+    pub(super) model: String,
+    /// The prompt; read from standard input when it is left out or "-"
+    pub(super) prompt: Option<String>,
+    /// Card of a service that is started: auto, cpu, cuda:0
+    #[arg(long, default_value = "auto")]
+    pub(super) device: String,
+    #[command(flatten)]
+    pub(super) prompts: Prompts,
+    #[command(flatten)]
+    pub(super) settings: Settings,
+    #[command(flatten)]
+    pub(super) output: Output,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Plan {
+    /// The prompt; read from standard input when it is left out or "-"
+    pub(super) prompt: Option<String>,
+    /// The model [default: the service's]
+    #[arg(short, long, value_name = "ID")]
+    pub(super) model: Option<String>,
+    #[command(flatten)]
+    pub(super) settings: Settings,
+}
+
+/// Prompts from a file.
+#[derive(Debug, Args)]
+pub(super) struct Prompts {
+    /// File with one prompt a line, "-" for standard input; each is generated in turn
+    #[arg(long = "prompts", value_name = "FILE", conflicts_with = "prompt")]
+    pub(super) file: Option<PathBuf>,
+}
+
+/// Where results go.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Output")]
+pub(super) struct Output {
+    /// A file (.png, .jpg, .webp, .apng, .wav), a folder, or - for standard output [default: MODEL-SEED.png]
     #[arg(short, long, value_name = "PATH")]
     pub(super) out: Option<String>,
-    /// What to generate [default: what the other options are of, else a picture]
-    #[arg(long, value_enum)]
-    pub(super) medium: Option<MediumChoice>,
-    /// Pixels across
-    #[arg(short = 'W', long)]
-    pub(super) width: Option<u32>,
-    /// Pixels down
-    #[arg(short = 'H', long)]
-    pub(super) height: Option<u32>,
-    /// Of a film: frames in all
-    #[arg(long)]
-    pub(super) frames: Option<u32>,
-    /// Of a film: frames a second
-    #[arg(long)]
-    pub(super) fps: Option<f32>,
-    /// Of a track: its length
-    #[arg(long)]
-    pub(super) seconds: Option<f32>,
-    /// Of a track: what is sung
-    #[arg(long, value_name = "TEXT")]
-    pub(super) lyrics: Option<String>,
-    /// Denoising steps
+    /// Overwrite files that are there
     #[arg(short, long)]
-    pub(super) steps: Option<u32>,
-    /// Guidance scale
-    #[arg(short, long)]
-    pub(super) guidance: Option<f32>,
-    /// Seed; item i uses seed + i [default: random]
-    #[arg(long)]
-    pub(super) seed: Option<u64>,
-    /// How many pictures, films or tracks
-    #[arg(short = 'n', long, default_value_t = 1)]
-    pub(super) count: u32,
-    /// T5 tokens
-    #[arg(long, value_name = "TOKENS")]
-    pub(super) max_sequence_length: Option<u32>,
-    /// Image to image: the picture to start from
-    #[arg(long, value_name = "PICTURE")]
-    pub(super) init: Option<PathBuf>,
-    /// Image to image: how much of the schedule runs, over 0 to 1
-    #[arg(long)]
-    pub(super) strength: Option<f32>,
-    /// Repeat a picture of ours from its metadata; other options change it
-    #[arg(long, value_name = "PICTURE")]
-    pub(super) from: Option<PathBuf>,
-    /// Leave prompt, seed and settings out of the PNG
+    pub(super) force: bool,
+    /// Leave prompt, seed and settings out of the file
     #[arg(long)]
     pub(super) no_metadata: bool,
+}
+
+/// What is generated, and how its job is run.
+#[derive(Debug, Args)]
+pub(super) struct Settings {
+    #[command(flatten)]
+    pub(super) formats: Formats,
+    /// Width in pixels
+    #[arg(short = 'W', long, help_heading = "Picture")]
+    pub(super) width: Option<u32>,
+    /// Height in pixels
+    #[arg(short = 'H', long, help_heading = "Picture")]
+    pub(super) height: Option<u32>,
+    /// Denoising steps
+    #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..), help_heading = "Picture")]
+    pub(super) steps: Option<u32>,
+    /// Guidance scale
+    #[arg(short, long, help_heading = "Picture")]
+    pub(super) guidance: Option<f32>,
+    /// Seed; item i uses seed + i [default: random]
+    #[arg(long, help_heading = "Picture")]
+    pub(super) seed: Option<u64>,
+    /// How many pictures, films or tracks
+    #[arg(short = 'n', long, default_value_t = 1, help_heading = "Picture")]
+    pub(super) count: u32,
+    /// Longest prompt, in tokens of the large text encoder
+    #[arg(long, value_name = "TOKENS", help_heading = "Picture")]
+    pub(super) max_sequence_length: Option<u32>,
+    /// Regenerate a picture from the settings stored in it. Other options override them
+    #[arg(long, value_name = "PICTURE", help_heading = "Picture")]
+    pub(super) from: Option<PathBuf>,
+    /// Image to image: the picture to start from
+    #[arg(long, value_name = "PICTURE", help_heading = "Picture")]
+    pub(super) init: Option<PathBuf>,
+    /// Image to image: how strongly to change the picture: more than 0, up to 1
+    #[arg(long, help_heading = "Picture")]
+    pub(super) strength: Option<f32>,
+    /// What to generate [default: what the other options are of, else a picture]
+    #[arg(long, value_enum, help_heading = "Film and track")]
+    pub(super) medium: Option<MediumChoice>,
+    /// Film: number of frames
+    #[arg(long, help_heading = "Film and track")]
+    pub(super) frames: Option<u32>,
+    /// Film: frames a second
+    #[arg(long, help_heading = "Film and track")]
+    pub(super) fps: Option<f32>,
+    /// Track: its length
+    #[arg(long, help_heading = "Film and track")]
+    pub(super) seconds: Option<f32>,
+    /// Track: what is sung
+    #[arg(long, value_name = "TEXT", help_heading = "Film and track")]
+    pub(super) lyrics: Option<String>,
     /// Start although memory is short
-    #[arg(long)]
+    #[arg(long, help_heading = "Job")]
     pub(super) allow_low_memory: bool,
-    /// How long to wait for memory that others hold, e.g. 10s
-    #[arg(long, value_name = "TIME")]
+    /// How long to wait for memory that other programs hold, e.g. 10s
+    #[arg(long, value_name = "TIME", help_heading = "Job")]
     pub(super) patience: Option<humantime::Duration>,
-    /// Share of the card
-    #[arg(long, value_enum, default_value_t = PriorityChoice::Normal)]
+    /// Priority in the queue
+    #[arg(long, value_enum, default_value_t = PriorityChoice::Normal, help_heading = "Job")]
     pub(super) priority: PriorityChoice,
-    /// Who asks, for fair shares
-    #[arg(long, value_name = "NAME")]
+    /// Your name in the job list, and for fair sharing [env: MOORED_CLIENT] [default: user@host]
+    #[arg(long, value_name = "NAME", help_heading = "Job")]
     pub(super) client: Option<String>,
-    /// Prefer this card
-    #[arg(long)]
+    /// The card to run on, as `moored status` names it
+    #[arg(long, help_heading = "Job")]
     pub(super) card: Option<String>,
 }
 
@@ -234,12 +373,12 @@ pub(super) enum MediumChoice {
 }
 
 impl MediumChoice {
-    /// Where it is written unless something else is said.
-    pub(super) fn default_file(self) -> &'static str {
+    /// How the names of its files end unless something else is said.
+    pub(super) fn ending(self) -> &'static str {
         match self {
-            MediumChoice::Image => "moored.png",
-            MediumChoice::Video => "moored.apng",
-            MediumChoice::Audio => "moored.wav",
+            MediumChoice::Image => "png",
+            MediumChoice::Video => "apng",
+            MediumChoice::Audio => "wav",
         }
     }
 }
@@ -247,11 +386,11 @@ impl MediumChoice {
 /// How a model's weights are held.
 #[derive(Debug, Default, Args)]
 pub(super) struct Formats {
-    /// How weights are held: full, 8-bit or 4-bit [default: full, which is as they are stored]; MODEL+4-bit is the same
-    #[arg(long, value_name = "PRESET")]
+    /// Precision of the weights: full, 8-bit or 4-bit [default: full, as they are stored]; MODEL+4-bit is the same
+    #[arg(long, value_name = "PRESET", help_heading = "Weights")]
     quantization: Option<String>,
-    /// How one component is held (full, int8, fp8, nf4, nf4-double), over the preset; may be repeated
-    #[arg(long = "format", value_name = "COMPONENT=FORMAT", value_parser = component_and_format)]
+    /// Precision of one component (full, int8, fp8, nf4, nf4-double), over the preset; may be repeated
+    #[arg(long = "format", value_name = "COMPONENT=FORMAT", value_parser = component_and_format, help_heading = "Weights")]
     formats: Vec<(String, String)>,
 }
 
@@ -306,9 +445,10 @@ impl Formats {
     }
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, ValueEnum)]
 pub(super) enum PriorityChoice {
     Low,
+    #[default]
     Normal,
     High,
 }
@@ -321,14 +461,17 @@ pub(super) struct Demo {
     /// Seed of the first picture
     #[arg(long, default_value_t = 1)]
     pub(super) seed: u64,
-    /// The card to paint on
-    #[arg(long, default_value = "cpu")]
+    /// The card to use: auto (an NVIDIA card if there is one that this build can drive), cpu, cuda:0
+    #[arg(long, default_value = "auto")]
     pub(super) device: String,
+    /// Overwrite the pictures of an earlier run
+    #[arg(short, long)]
+    pub(super) force: bool,
 }
 
 #[derive(Debug, Args)]
 pub(super) struct Status {
-    /// Go on, redrawing at each change
+    /// Keep running, and redraw at each change
     #[arg(short, long)]
     pub(super) watch: bool,
 }
@@ -340,14 +483,14 @@ pub(super) struct Load {
     /// Only these components
     #[arg(long = "component", value_name = "NAME", conflicts_with_all = ["replace", "prove"])]
     pub(super) components: Vec<String>,
-    /// The model whose place it takes: that one leaves when the new one is proven, and comes back if that fails. One that
-    /// is held in other formats is named by them too: MODEL+4-bit, or as `moored status` prints it
+    /// The model that it replaces: that one is unloaded once the new one has generated a tiny test image, and kept if that
+    /// fails. Name its precision too: MODEL+4-bit, or as `moored status` prints it
     #[arg(long, value_name = "MODEL")]
     pub(super) replace: Option<String>,
-    /// Prove it: make the smallest picture and throw it away (--replace does so anyway)
+    /// Test the model by generating one tiny picture (always done with --replace)
     #[arg(long)]
     pub(super) prove: bool,
-    /// Fetch the model from the hub if the service has not got it, without asking
+    /// Download the model if it is missing, without asking
     #[arg(long)]
     pub(super) pull: bool,
     #[command(flatten)]
@@ -356,8 +499,7 @@ pub(super) struct Load {
 
 #[derive(Debug, Args)]
 pub(super) struct Unload {
-    /// The model; every model with --all
-    #[arg(required_unless_present = "all")]
+    /// The model; --all for every model
     pub(super) model: Option<String>,
     /// Every model
     #[arg(long, conflicts_with = "model")]
@@ -373,7 +515,7 @@ pub(super) struct Unload {
 pub(super) struct Pin {
     /// The model
     pub(super) model: String,
-    /// Take the pin off
+    /// Unpin it: it may be unloaded again
     #[arg(long)]
     pub(super) off: bool,
     #[command(flatten)]
@@ -399,11 +541,56 @@ impl Arguments {
                 whole_command().error(ErrorKind::ArgumentConflict, problem)
             })?;
         }
-        if let (Command::Demo(_), Some(_)) = (&arguments.command, &arguments.common.token_file) {
-            let problem = "--token-file is of no use for demo, whose service is its own: leave it out";
-            return Err(whole_command().error(ErrorKind::ArgumentConflict, problem));
-        }
+        arguments
+            .check()
+            .map_err(|problem| whole_command().error(ErrorKind::ArgumentConflict, problem))?;
         Ok(arguments)
+    }
+
+    /// Refuses what the command would not heed.
+    fn check(&self) -> Result<(), String> {
+        let common = &self.common;
+        let talks = self
+            .command
+            .sections()
+            .is_none_or(|sections| sections.contains(&"client"));
+        let is_own = matches!(self.command, Command::Demo(_) | Command::Serve(_));
+        for (option, given, own) in [
+            ("--endpoint", common.endpoint.is_some(), is_own),
+            ("--insecure-token", common.insecure_token, is_own),
+            (
+                "--token-file",
+                common.token_file.is_some(),
+                matches!(self.command, Command::Demo(_)),
+            ),
+        ] {
+            if given && (own || !talks) {
+                return Err(format!("{option} has no effect on this command: leave it out"));
+            }
+        }
+        let Some(sections) = self.command.sections() else {
+            return Ok(());
+        };
+        for set in &common.set {
+            let name = set.split_once('=').map_or(set.as_str(), |(name, _)| name);
+            let section = name.split('.').next().unwrap_or_default();
+            if SECTIONS.contains(&section) && section != "log" && !sections.contains(&section) {
+                return Err(format!(
+                    "{name} is a setting of the service and has no effect on this command: give it to `moored serve`"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// How much is printed.
+    pub(super) fn verbosity(&self) -> Verbosity {
+        match (self.common.quiet, self.common.verbose) {
+            (true, _) => Verbosity::Quiet,
+            (false, 0) => Verbosity::Normal,
+            (false, 1) => Verbosity::Verbose,
+            (false, _) => Verbosity::All,
+        }
     }
 
     /// Whether scripts read what is printed.
@@ -414,6 +601,9 @@ impl Arguments {
     /// The configuration file and the settings that flags set.
     pub(super) fn layers(&self) -> (Option<PathBuf>, Flags) {
         let mut flags = Flags::new();
+        if self.common.insecure_token {
+            flags.push(("client.insecure_token".to_owned(), Some(true.into())));
+        }
         let mut text = |name: &str, value: &Option<String>| {
             if let Some(value) = value {
                 flags.push((name.to_owned(), Some(value.clone().into())));
@@ -433,8 +623,14 @@ impl Arguments {
                     flags.push(("models.folders".to_owned(), Some(serve.models.clone().into())));
                 }
             }
-            Command::Demo(demo) => {
-                flags.push(("cards.devices".to_owned(), Some(vec![demo.device.clone()].into())))
+            Command::Demo(Demo { device, .. }) => {
+                flags.push(("cards.devices".to_owned(), Some(vec![device.clone()].into())))
+            }
+            Command::Run(Run { device, .. }) => {
+                text("client.token_file", &self.common.token_file);
+                if device != "auto" {
+                    flags.push(("cards.devices".to_owned(), Some(vec![device.clone()].into())));
+                }
             }
             _ => text("client.token_file", &self.common.token_file),
         }
@@ -452,9 +648,52 @@ impl Arguments {
     }
 }
 
-/// The command line with the common options behind each command too.
-fn whole_command() -> clap::Command {
-    Arguments::command().mut_subcommands(Common::augment_args)
+/// Sections of the configuration.
+const SECTIONS: [&str; 9] = [
+    "service",
+    "models",
+    "hub",
+    "cards",
+    "queue",
+    "limits",
+    "quantization",
+    "client",
+    "log",
+];
+
+/// How much a command prints.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Verbosity {
+    /// Results and errors.
+    Quiet,
+    /// Progress and a summary too.
+    Normal,
+    /// What the program does.
+    Verbose,
+    /// Everything.
+    All,
+}
+
+/// The command line with the common options behind each command too; those that a command does not heed are not in its help.
+pub(super) fn whole_command() -> clap::Command {
+    Arguments::command().mut_subcommands(|command| {
+        let name = command.get_name().to_owned();
+        let mut hidden: Vec<&str> = Vec::new();
+        if ["serve", "demo", "pull", "rm", "completions", "man"].contains(&name.as_str()) {
+            hidden.extend(
+                OF_CONNECTIONS
+                    .iter()
+                    .filter(|option| name != "serve" || **option != "token_file"),
+            );
+        }
+        if !["serve", "demo", "run", "config", "doctor", "worker"].contains(&name.as_str()) {
+            hidden.push("set");
+        }
+        let command = Common::augment_args(command);
+        hidden.into_iter().fold(command, |command, option| {
+            command.mut_arg(option, |option| option.hide(true))
+        })
+    })
 }
 
 #[cfg(test)]
@@ -493,6 +732,29 @@ mod tests {
         }
         let told = read("moored --token-file a demo").unwrap_err().to_string();
         assert!(told.contains("--token-file"), "{told}");
+    }
+
+    #[test]
+    fn what_a_command_does_not_heed_is_refused() {
+        for line in [
+            "moored serve --endpoint x",
+            "moored pull me/mine --endpoint x",
+            "moored status --set queue.max_jobs=1",
+            "moored generate --set cards.policy=shared a",
+            "moored plan a -o b",
+            "moored generate a --steps 0",
+        ] {
+            assert!(read(line).is_err(), "{line}");
+        }
+        for line in [
+            "moored status --set client.endpoint=x",
+            "moored pull me/mine --set hub.cache=x",
+            "moored serve --token-file x --set queue.max_jobs=1",
+            "moored -v generate -v a",
+        ] {
+            assert!(read(line).is_ok(), "{line}");
+        }
+        assert_eq!(read("moored -v status -v").unwrap().verbosity(), Verbosity::All);
     }
 
     #[test]

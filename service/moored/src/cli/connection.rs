@@ -1,14 +1,18 @@
 //! The way to a running service, and what its refusals mean to a person.
 
 use std::fmt;
+use std::net::IpAddr;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use prost::Message as _;
+use tonic::codegen::http;
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
-use tonic::transport::{Channel, Endpoint};
-use tonic::{Request, Status};
+use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
+use tonic::{Code, Request, Status};
 use tonic_types::pb;
 
 use super::CliError;
@@ -47,43 +51,97 @@ impl Interceptor for Credentials {
     }
 }
 
+/// Where the service is, as it is written.
+struct Address {
+    /// With its scheme.
+    url: String,
+    encrypted: bool,
+    /// Whether it is this machine.
+    is_here: bool,
+}
+
+impl Address {
+    fn of(endpoint: &str) -> Result<Address, String> {
+        let url = match endpoint.split_once("://") {
+            Some(_) => endpoint.to_owned(),
+            None => format!("http://{endpoint}"),
+        };
+        let uri: http::Uri = url
+            .parse()
+            .map_err(|_| format!("{url} is no address: write http://HOST:PORT"))?;
+        let encrypted = match uri.scheme_str() {
+            Some("http") => false,
+            Some("https") => true,
+            _ => {
+                return Err(format!(
+                    "{url} is no address: write http://HOST:PORT, or https://HOST:PORT"
+                ));
+            }
+        };
+        let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
+        let is_here = match host.parse::<IpAddr>() {
+            Ok(address) => address.to_canonical().is_loopback(),
+            Err(_) => host.eq_ignore_ascii_case("localhost"),
+        };
+        Ok(Address {
+            url,
+            encrypted,
+            is_here,
+        })
+    }
+}
+
+/// The service that was connected to last, for what is said when it is lost.
+static CONNECTED: Mutex<String> = Mutex::new(String::new());
+
+/// The service, if this failure is that the connection to it was lost.
+pub(super) fn lost(status: &Status) -> Option<String> {
+    let of_connection = matches!(
+        status.code(),
+        Code::Unknown | Code::Unavailable | Code::Internal | Code::Cancelled
+    );
+    // What a service answers has no cause on this side.
+    let is_lost = of_connection && status.details().is_empty() && std::error::Error::source(status).is_some();
+    is_lost.then(|| CONNECTED.lock().unwrap_or_else(PoisonError::into_inner).clone())
+}
+
 impl Connection {
     /// Connects, so that a service that is not there is told at once.
     pub(super) async fn open(client: &Client) -> Result<Connection, CliError> {
-        let endpoint = match client.endpoint.split_once("://") {
-            Some(_) => client.endpoint.clone(),
-            None => format!("http://{}", client.endpoint),
-        };
+        let address = Address::of(&client.endpoint).map_err(CliError::Usage)?;
+        let header = client.token_file.as_deref().map(header_of).transpose()?;
+        if header.is_some() && !address.encrypted && !address.is_here && !client.insecure_token {
+            return Err(CliError::InsecureToken {
+                endpoint: address.url,
+            });
+        }
         let unreachable = |problem: String| CliError::Unreachable {
-            endpoint: endpoint.clone(),
+            endpoint: address.url.clone(),
             problem,
         };
-        let channel = Endpoint::from_shared(endpoint.clone())
+        let mut endpoint = Endpoint::from_shared(address.url.clone())
             .map_err(|problem| unreachable(problem.to_string()))?
             .connect_timeout(CONNECT_TIMEOUT)
             .initial_stream_window_size(8 << 20)
             .initial_connection_window_size(32 << 20)
-            .tcp_nodelay(true)
-            .connect()
-            .await
-            .map_err(|problem| unreachable(root_cause(&problem)))?;
-        let header = client.token_file.as_deref().map(|file| {
-            let failed = |problem: String| CliError::File {
-                path: file.display().to_string(),
-                problem,
-            };
-            let token = std::fs::read_to_string(file).map_err(|e| failed(e.to_string()))?;
-            format!("Bearer {}", token.trim())
-                .parse()
-                .map_err(|_| failed("holds no token".to_owned()))
-        });
+            .tcp_nodelay(true);
+        if address.encrypted {
+            endpoint = endpoint
+                .tls_config(tls(client.ca_file.as_deref())?)
+                .map_err(|problem| unreachable(root_cause(&problem)))?;
+        }
+        let channel = endpoint.connect().await.map_err(|problem| {
+            let mut cause = root_cause(&problem);
+            if cause.contains("UnknownIssuer") || cause.contains("certificate") {
+                cause.push_str(" (client.ca_file or MOORED_CA_FILE names certificates to trust)");
+            }
+            unreachable(cause)
+        })?;
+        address
+            .url
+            .clone_into(&mut CONNECTED.lock().unwrap_or_else(PoisonError::into_inner));
         Ok(Connection {
-            wire: InterceptedService::new(
-                channel,
-                Credentials {
-                    header: header.transpose()?,
-                },
-            ),
+            wire: InterceptedService::new(channel, Credentials { header }),
         })
     }
 
@@ -110,6 +168,31 @@ impl Connection {
     pub(super) fn server(&self) -> ServerClient<Wire> {
         ServerClient::new(self.wire.clone())
     }
+}
+
+/// What the token's file has calls carry.
+fn header_of(file: &Path) -> Result<MetadataValue<Ascii>, CliError> {
+    let failed = |problem: String| CliError::File {
+        path: file.display().to_string(),
+        problem,
+    };
+    let token = std::fs::read_to_string(file).map_err(|problem| failed(problem.to_string()))?;
+    format!("Bearer {}", token.trim())
+        .parse()
+        .map_err(|_| failed("holds no token".to_owned()))
+}
+
+/// By which certificates a service is trusted: those of a file, or the system's.
+fn tls(ca_file: Option<&Path>) -> Result<ClientTlsConfig, CliError> {
+    let config = ClientTlsConfig::new();
+    let Some(file) = ca_file else {
+        return Ok(config.with_native_roots());
+    };
+    let pem = std::fs::read(file).map_err(|problem| CliError::File {
+        path: file.display().to_string(),
+        problem: problem.to_string(),
+    })?;
+    Ok(config.ca_certificate(Certificate::from_pem(pem)))
 }
 
 /// The innermost reason: `Connection refused` rather than `transport error`.
@@ -158,7 +241,7 @@ impl Refusal {
     fn remedy(&self) -> Option<&'static str> {
         Some(match v1::Reason::from_str_name(&self.reason)? {
             v1::Reason::ModelNotFound => {
-                "models.folders (`moored serve --models FOLDER`) adds folders to look in"
+                "`moored pull OWNER/NAME` downloads one; models.folders (`moored serve --models FOLDER`) adds folders to look in"
             }
             v1::Reason::Unauthenticated => "name the token's file with --token-file or MOORED_TOKEN_FILE",
             v1::Reason::QueueFull
@@ -168,6 +251,9 @@ impl Refusal {
             v1::Reason::MemoryTaken => "`moored status` shows who holds memory; --patience waits longer",
             v1::Reason::LatentNotFound => "latents expire; queue.latent_ttl keeps them longer",
             v1::Reason::WorkerDied => "the service's log has the worker's last words",
+            v1::Reason::Cancelled => {
+                "somebody cancelled this job (`moored cancel`, or whoever unloaded its model by force)"
+            }
             v1::Reason::SlowReader => "write results to a faster place, or ask for fewer in one call",
             v1::Reason::DiskFull => "hub.cache, or HF_HUB_CACHE, names a folder on another disk",
             v1::Reason::Unspecified
@@ -179,7 +265,6 @@ impl Refusal {
             | v1::Reason::NeverFits
             | v1::Reason::OutOfMemory
             | v1::Reason::Deadline
-            | v1::Reason::Cancelled
             | v1::Reason::NotFinite
             | v1::Reason::LatentMismatch
             | v1::Reason::JobNotFound
@@ -220,5 +305,38 @@ impl fmt::Display for Refusal {
             Some(remedy) => write!(f, "\n  {remedy}"),
             None => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_known_which_addresses_are_this_machine_and_which_are_encrypted() {
+        let read = |text: &str| {
+            let address = Address::of(text)?;
+            Ok::<_, String>((address.encrypted, address.is_here))
+        };
+        for here in [
+            "localhost:1",
+            "http://127.0.0.9:1",
+            "http://[::1]:1",
+            "http://LOCALHOST:1",
+            "[::ffff:127.0.0.1]:1",
+        ] {
+            assert_eq!(read(here), Ok((false, true)), "{here}");
+        }
+        for there in [
+            "gpu:1",
+            "http://10.0.0.1:1",
+            "http://127.0.0.1.example.org:1",
+            "0.0.0.0:1",
+        ] {
+            assert_eq!(read(there), Ok((false, false)), "{there}");
+        }
+        assert_eq!(read("https://gpu"), Ok((true, false)));
+        assert!(read("ftp://gpu").is_err());
+        assert!(read("http://").is_err());
     }
 }

@@ -1,19 +1,17 @@
-//! `moored demo`: the whole house in one command. It starts a service with the shipped model, asks it for
-//! pictures as any client would, and ends it.
+//! `moored demo`: everything in one command. It starts a service with the shipped model, asks it for pictures as any client
+//! would, and ends it.
 
-use std::time::{Duration, Instant};
+use std::path::PathBuf;
+use std::time::Instant;
 
 use image::{Rgb, RgbImage, imageops};
 use serde_json::json;
-use tokio::sync::oneshot;
-use tonic::transport::Endpoint;
-use tonic_health::pb::HealthCheckRequest;
-use tonic_health::pb::health_check_response::ServingStatus;
-use tonic_health::pb::health_client::HealthClient;
 
-use super::arguments::Demo;
+use super::arguments::{Demo, Verbosity};
 use super::connection::Connection;
-use super::generate::{Generated, generate, summary, write};
+use super::files::write;
+use super::generate::{Generated, generate, summary};
+use super::local::LocalService;
 use super::picture::{Canvas, picture};
 use super::show::Show;
 use super::{CliError, screen};
@@ -21,53 +19,61 @@ use crate::config::{Client, Config};
 use crate::models::SHIPPED_ID;
 use crate::proto::v1;
 use crate::proto::v1::plan_request::Request as Asked;
-use crate::serve;
 
-/// What is painted: one prompt a line, in the language of the shipped model.
+/// What is generated: one prompt a line, in the language of the shipped model.
 const PROMPTS: &str = include_str!("demo_prompts.txt");
 /// Space around the pictures of the contact sheet.
 const MARGIN_PIXELS: u32 = 8;
 const SHEET_COLUMNS: u32 = 4;
-/// A worker that is not ready by then never will be.
-const START_LIMIT: Duration = Duration::from_secs(30);
 
 /// Runs the demo.
 pub(super) async fn run(mut config: Config, options: Demo, as_json: bool) -> Result<(), CliError> {
+    check_free(&options)?;
     config.service.listen = (std::net::Ipv4Addr::LOCALHOST, 0).into();
     config.service.token_file = None;
+    config.client.token_file = None;
     let state = std::env::temp_dir().join(format!("moored-demo-{}", std::process::id()));
     config.service.state = state.clone();
-    let (ready, address) = oneshot::channel();
-    let (stop, stopped) = oneshot::channel();
-    let service = tokio::spawn(serve::run(config, Some(ready), Some(stopped)));
-    let outcome = match address.await {
-        Ok(address) => {
-            let client = Client {
-                endpoint: format!("http://{address}"),
-                token_file: None,
-            };
-            paint_all(&client, &options, as_json).await
+    let outcome = match LocalService::start(config).await {
+        Ok((service, client)) => {
+            let generated = generate_all(&client, &options, as_json).await;
+            generated.and(service.end().await)
         }
-        Err(_) => Ok(()), // the service ended before it listened: its own error tells
+        Err(problem) => Err(problem),
     };
-    drop(stop);
-    let served = service
-        .await
-        .map_err(|panic| CliError::Usage(panic.to_string()))?;
     let _ = std::fs::remove_dir_all(state);
-    served?;
     outcome
 }
 
-async fn paint_all(client: &Client, options: &Demo, as_json: bool) -> Result<(), CliError> {
+fn contact_sheet(options: &Demo) -> PathBuf {
+    options.out.join("contact-sheet.png")
+}
+
+fn picture_path(options: &Demo, index: usize) -> PathBuf {
+    options.out.join(format!("{:02}.png", index + 1))
+}
+
+fn prompts() -> impl Iterator<Item = (usize, &'static str)> {
+    PROMPTS.lines().filter(|line| !line.is_empty()).enumerate()
+}
+
+/// Refuses to write over pictures of an earlier run before any is made.
+fn check_free(options: &Demo) -> Result<(), CliError> {
+    let pictures = prompts().map(|(index, _)| picture_path(options, index));
+    let there = pictures
+        .chain([contact_sheet(options)])
+        .find(|path| path.exists());
+    match there {
+        Some(path) if !options.force => Err(CliError::Exists(path.display().to_string())),
+        _ => Ok(()),
+    }
+}
+
+async fn generate_all(client: &Client, options: &Demo, as_json: bool) -> Result<(), CliError> {
     let connection = Connection::open(client).await?;
-    wait_until_ready(client).await?;
     let mut sheet = Vec::new();
     let started = Instant::now();
-    for (index, prompt) in PROMPTS.lines().filter(|line| !line.is_empty()).enumerate() {
-        if !as_json {
-            screen::text(&format!("\n{}. {prompt}", index + 1))?;
-        }
+    for (index, prompt) in prompts() {
         let request = v1::GenerateImageRequest {
             model: Some(v1::ModelRef {
                 id: SHIPPED_ID.to_owned(),
@@ -81,20 +87,22 @@ async fn paint_all(client: &Client, options: &Demo, as_json: bool) -> Result<(),
             }),
             ..Default::default()
         };
-        let mut show = Show::new(as_json);
+        let mut show = match as_json {
+            true => Show::new(true),
+            false => Show::terminal_only(),
+        };
         let generated = generate(&connection, Asked::Generate(request), &mut show).await?;
-        let resident = resident_names(&connection).await?;
-        report(index, prompt, &generated, &resident, options, as_json)?;
+        report(index, prompt, &generated, options, as_json)?;
         for (_, _, picture) in generated.results.iter() {
-            let file = picture.file().map_err(CliError::Usage)?;
+            let file = picture.file().map_err(CliError::Failed)?;
             sheet.push(
                 image::load_from_memory(&file)
-                    .map_err(|e| CliError::Usage(e.to_string()))?
+                    .map_err(|e| CliError::Failed(e.to_string()))?
                     .into_rgb8(),
             );
         }
     }
-    let path = options.out.join("contact-sheet.png");
+    let path = contact_sheet(options);
     write_sheet(&sheet, &path)?;
     let seconds = started.elapsed().as_secs_f64();
     if as_json {
@@ -103,75 +111,40 @@ async fn paint_all(client: &Client, options: &Demo, as_json: bool) -> Result<(),
             "pictures": sheet.len(), "seconds": seconds}),
         );
     }
-    let status = connection
-        .residency()
-        .get_status(v1::GetStatusRequest {})
-        .await?
-        .into_inner();
-    screen::text(&format!("\n{}\n", picture(&status, Canvas::of_stdout())))?;
+    if screen::verbosity() > Verbosity::Normal {
+        let status = connection.residency().get_status(v1::GetStatusRequest {}).await?;
+        screen::text(&format!(
+            "\n{}\n",
+            picture(&status.into_inner(), Canvas::of_stdout())
+        ))?;
+    }
     screen::text(&format!(
         "{} pictures in {seconds:.1} s; look at {}",
         sheet.len(),
         path.display()
-    ))
+    ))?;
+    screen::note("next: `moored models --available`, and `moored run flux-schnell \"a cat\"` for a real one");
+    Ok(())
 }
 
-/// The service answers before its worker does; grpc.health.v1 says when.
-async fn wait_until_ready(client: &Client) -> Result<(), CliError> {
-    let unreachable = |problem: String| CliError::Unreachable {
-        endpoint: client.endpoint.clone(),
-        problem,
-    };
-    let channel = Endpoint::from_shared(client.endpoint.clone()).map_err(|e| unreachable(e.to_string()))?;
-    let mut health = HealthClient::new(channel.connect().await.map_err(|e| unreachable(e.to_string()))?);
-    let watch = async {
-        let mut states = health.watch(HealthCheckRequest::default()).await?.into_inner();
-        while let Some(state) = states.message().await? {
-            if state.status() == ServingStatus::Serving {
-                return Ok(());
-            }
-        }
-        Err(tonic::Status::unavailable("the service ended"))
-    };
-    match tokio::time::timeout(START_LIMIT, watch).await {
-        Ok(result) => Ok(result?),
-        Err(_) => Err(unreachable("its worker did not become ready".to_owned())),
-    }
-}
-
-async fn resident_names(connection: &Connection) -> Result<Vec<String>, CliError> {
-    let status = connection
-        .residency()
-        .get_status(v1::GetStatusRequest {})
-        .await?
-        .into_inner();
-    let components = status
-        .cards
-        .into_iter()
-        .flat_map(|card| card.residents)
-        .filter_map(|r| r.component);
-    Ok(components
-        .map(|c| format!("{} {}", c.name, residency::Bytes(c.bytes)))
-        .collect())
-}
-
+/// A line for each picture: where it is, how long it took, and what it shows.
 fn report(
     index: usize,
     prompt: &str,
     generated: &Generated,
-    resident: &[String],
     options: &Demo,
     as_json: bool,
 ) -> Result<(), CliError> {
     for (_, _, picture) in generated.results.iter() {
-        let file = picture.file().map_err(CliError::Usage)?;
-        let path = options.out.join(format!("{:02}.png", index + 1));
-        write(&path, &file)?;
+        let file = picture.file().map_err(CliError::Failed)?;
+        let path = picture_path(options, index);
+        write(&path, &file, options.force)?;
         if as_json {
             screen::json(&json!({"event": "written", "prompt": prompt, "path": path.display().to_string()}))?;
         } else {
-            screen::text(&format!("   {}: {}", path.display(), summary(&generated.done)))?;
-            screen::text(&format!("   resident: {}", resident.join(", ")))?;
+            let seconds = generated.done.total_ms as f64 / 1000.0;
+            screen::text(&format!("{}  {seconds:.1} s  {prompt}", path.display()))?;
+            screen::detail(&summary(&generated.done));
         }
     }
     Ok(())

@@ -14,6 +14,7 @@ use crate::config::{Cards, Config};
 use crate::grpc::policy_name;
 use crate::models::Models;
 use crate::proto::v1;
+use crate::serve;
 
 /// One thing that was looked at.
 struct Finding {
@@ -40,7 +41,8 @@ pub(super) async fn run(config: Config, as_json: bool) -> Result<(), CliError> {
     }
     match findings.iter().filter(|finding| !finding.well).count() {
         0 => Ok(()),
-        wrong => Err(CliError::Usage(format!("{wrong} thing(s) to mend"))),
+        1 => Err(CliError::Failed("1 problem found".to_owned())),
+        wrong => Err(CliError::Failed(format!("{wrong} problems found"))),
     }
 }
 
@@ -212,6 +214,7 @@ async fn models(config: &Config) -> Vec<Finding> {
     let models = Models::new(config.models.clone(), config.hub.cache.clone());
     let library = Arc::new(Library::new(pipelines::catalogue(), None));
     let choices = config.cards.devices.clone();
+    let config = config.clone();
     let look = move || {
         let found = DeviceChoice::resolve(&choices).ok();
         let first = found.and_then(|found| found.devices.first()?.describe().ok());
@@ -228,6 +231,13 @@ async fn models(config: &Config) -> Vec<Finding> {
                     found,
                 });
             }
+        }
+        if let Some(id) = serve::missing_default(&config, &models) {
+            findings.push(Finding {
+                well: false,
+                what: "models",
+                found: format!("models.default names {id}, which is not there: get it with `moored pull`, or name another"),
+            });
         }
         for model in models.list().iter() {
             let reference = v1::ModelRef {
@@ -257,8 +267,7 @@ async fn models(config: &Config) -> Vec<Finding> {
             });
         }
         if findings.is_empty() {
-            let found =
-                "none found: set models.folders, or fetch one with `moored pull OWNER/NAME`".to_owned();
+            let found = "none found: set models.folders, or download one with `moored pull`".to_owned();
             findings.push(Finding {
                 well: false,
                 what: "models",
@@ -273,7 +282,7 @@ async fn models(config: &Config) -> Vec<Finding> {
 async fn service(config: &Config) -> Finding {
     let connection = match Connection::open(&config.client).await {
         Ok(connection) => connection,
-        Err(_) => {
+        Err(CliError::Unreachable { .. }) => {
             let found = format!(
                 "none runs at {} (not needed for this check)",
                 config.client.endpoint
@@ -282,6 +291,13 @@ async fn service(config: &Config) -> Finding {
                 well: true,
                 what: "service",
                 found,
+            };
+        }
+        Err(problem) => {
+            return Finding {
+                well: false,
+                what: "service",
+                found: problem.to_string(),
             };
         }
     };
@@ -300,6 +316,14 @@ async fn service(config: &Config) -> Finding {
                 found,
             }
         }
+        Err(status) if status.code() == tonic::Code::Unauthenticated => Finding {
+            well: false,
+            what: "service",
+            found: format!(
+                "{} asks for a token: name its file with --token-file or MOORED_TOKEN_FILE",
+                config.client.endpoint
+            ),
+        },
         Err(status) => Finding {
             well: false,
             what: "service",

@@ -1,120 +1,224 @@
 //! `moored generate` and `moored plan`.
 
-use std::io::{IsTerminal as _, Read as _, Write as _};
-use std::path::{Path, PathBuf};
+use std::io::{IsTerminal as _, Write as _};
 
 use futures::StreamExt as _;
 use residency::Bytes;
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::arguments::{Formats, Generate, MediumChoice, PriorityChoice};
+use super::arguments::{Generate, Output, Plan, Settings};
 use super::connection::{Connection, when_of};
+use super::files::{Target, Writing};
 use super::pull::WhenMissing;
+use super::request::{Wanted, medium_of, prompts_of, recipe_of, request_of};
 use super::results::Results;
 use super::show::Show;
 use super::{CliError, screen};
 use crate::config::Client;
-use crate::pictures::{self, Recipe};
 use crate::proto::v1;
 use crate::proto::v1::event::Event as Kind;
 use crate::proto::v1::plan_request::Request as Asked;
 
 /// Generates, and writes what was generated.
 pub(super) async fn run(client: &Client, options: Generate, json: bool) -> Result<(), CliError> {
-    let medium = medium_of(&options);
-    let request = request_of(&options, medium)?;
-    let out = options.out.as_deref().unwrap_or_else(|| medium.default_file());
-    let to_stdout = out == "-";
-    if to_stdout && std::io::stdout().is_terminal() {
-        return Err(CliError::Usage(
-            "a picture is not written to a terminal: redirect it, or use -o FILE".to_owned(),
-        ));
-    }
-    if to_stdout && options.count > 1 {
-        return Err(CliError::Usage(
-            "standard output takes one picture: use -o FOLDER for several".to_owned(),
-        ));
-    }
+    let order = Order::of(
+        options.model.as_deref(),
+        options.prompt.as_deref(),
+        options.prompts.file.as_deref(),
+        &options.settings,
+        &options.output,
+        client,
+    )?;
     let connection = Connection::open(client).await?;
-    let mut show = if json && to_stdout {
-        Show::silent()
-    } else {
-        Show::new(json)
-    };
-    let when_missing = WhenMissing {
-        pull: options.pull,
-        json: json && !to_stdout,
-    };
-    let attempt = async || generate(&connection, request.clone(), &mut show).await;
-    let generated = when_missing
-        .retry(&connection, model_of(&request), attempt)
-        .await?;
-    for (item, track, result) in generated.results.iter() {
-        let file = result.file().map_err(CliError::Usage)?;
-        if to_stdout {
-            std::io::stdout().write_all(&file)?;
-            continue;
-        }
-        let path = path_of(out, item, track, options.count, result.ending());
-        write(&path, &file)?;
-        if json {
-            screen::json(&json!({"event": "written", "picture": item, "path": path.display().to_string()}))?;
-        } else {
-            screen::text(&path.display().to_string())?;
-        }
-    }
-    if !json {
-        screen::note(&summary(&generated.done));
-        if let Some(attention) = attention(&generated.done.stages) {
-            screen::note(&format!("attention: {attention}"));
-        }
-    }
-    Ok(())
+    order.carry_out(&connection, options.pull, json).await
 }
 
-/// Refuses options that say nothing of what is generated.
-fn check_options(options: &Generate, medium: MediumChoice) -> Result<(), CliError> {
-    let of_film = [
-        ("--frames", options.frames.is_some()),
-        ("--fps", options.fps.is_some()),
-    ];
-    let of_track = [
-        ("--seconds", options.seconds.is_some()),
-        ("--lyrics", options.lyrics.is_some()),
-    ];
-    let seen = [
-        ("--width", options.width.is_some()),
-        ("--height", options.height.is_some()),
-        ("--init", options.init.is_some()),
-    ];
-    let (others, what) = match medium {
-        MediumChoice::Image => ([&of_film[..], &of_track[..]].concat(), "a picture"),
-        MediumChoice::Video => (of_track.to_vec(), "a film"),
-        MediumChoice::Audio => ([&of_film[..], &seen[..]].concat(), "a track"),
-    };
-    match others.iter().find(|(_, given)| *given) {
-        Some((option, _)) => Err(CliError::Usage(format!(
-            "{option} does not apply to {what}: leave it out, or choose another --medium"
-        ))),
-        None => Ok(()),
+/// What one command generates: a prompt or several, and where the results go.
+#[derive(Clone)]
+pub(super) struct Order {
+    requests: Vec<Asked>,
+    target: Target,
+    count: u32,
+    card: Option<String>,
+}
+
+impl Order {
+    /// From what is written on the command line; nothing has been asked of a service yet.
+    pub(super) fn of(
+        model: Option<&str>,
+        prompt: Option<&str>,
+        prompts: Option<&std::path::Path>,
+        settings: &Settings,
+        output: &Output,
+        client: &Client,
+    ) -> Result<Order, CliError> {
+        let recipe = settings.from.as_deref().map(recipe_of).transpose()?;
+        let medium = medium_of(settings, output.out.as_deref());
+        let target = Target::of(output.out.as_deref(), medium, output.force)?;
+        if target.is_stdout() && std::io::stdout().is_terminal() {
+            return Err(CliError::Usage(
+                "a picture is not written to a terminal: redirect it, or use -o FILE".to_owned(),
+            ));
+        }
+        let prompts = prompts_of(prompt, prompts, recipe.as_ref())?;
+        let wanted = Wanted {
+            medium,
+            model,
+            recipe,
+            client: &client.name,
+        };
+        let requests = prompts
+            .into_iter()
+            .map(|prompt| request_of(&wanted, prompt, settings, output.no_metadata))
+            .collect::<Result<Vec<Asked>, CliError>>()?;
+        let order = Order {
+            count: settings.count,
+            card: settings.card.clone(),
+            requests,
+            target,
+        };
+        if order.target.is_stdout() && order.results() > 1 {
+            return Err(CliError::Usage(
+                "standard output takes one picture: use -o FOLDER for several".to_owned(),
+            ));
+        }
+        order.target.check(order.results())?;
+        Ok(order)
+    }
+
+    /// How many pictures, films or tracks.
+    fn results(&self) -> u32 {
+        u32::try_from(self.requests.len())
+            .unwrap_or(u32::MAX)
+            .saturating_mul(self.count)
+    }
+
+    /// The first request, which stands for all: they differ in their prompts alone.
+    pub(super) fn first(&self) -> Option<&Asked> {
+        self.requests.first()
+    }
+
+    /// Asks for this model instead.
+    pub(super) fn set_model(&mut self, id: &str) {
+        self.models().for_each(|model| id.clone_into(&mut model.id));
+    }
+
+    /// Asks for these formats instead.
+    pub(super) fn set_formats(&mut self, preset: &str) {
+        self.models().for_each(|model| {
+            model.quantization = Some(v1::Quantization {
+                preset: preset.to_owned(),
+                ..Default::default()
+            });
+        });
+    }
+
+    fn models(&mut self) -> impl Iterator<Item = &mut v1::ModelRef> {
+        self.requests.iter_mut().filter_map(|request| match request {
+            Asked::Generate(image) => image.model.as_mut(),
+            Asked::Video(video) => video.model.as_mut(),
+            Asked::Audio(audio) => audio.model.as_mut(),
+        })
+    }
+
+    /// Generates one after the other, and writes what comes.
+    pub(super) async fn carry_out(
+        &self,
+        connection: &Connection,
+        pull: bool,
+        json: bool,
+    ) -> Result<(), CliError> {
+        check_card(connection, self.card.as_deref()).await?;
+        let to_stdout = self.target.is_stdout();
+        let when_missing = WhenMissing {
+            pull,
+            json: json && !to_stdout,
+        };
+        for (index, request) in (0_u32..).zip(&self.requests) {
+            let mut show = if json && to_stdout {
+                Show::silent()
+            } else {
+                Show::new(json)
+            };
+            if self.requests.len() > 1 && !json {
+                screen::note(&format!(
+                    "{} of {}: {}",
+                    index + 1,
+                    self.requests.len(),
+                    prompt_of(request)
+                ));
+            }
+            let attempt = async || generate(connection, request.clone(), &mut show).await;
+            let generated = when_missing.retry(connection, model_of(request), attempt).await?;
+            self.write(&generated, index * self.count, json)?;
+        }
+        Ok(())
+    }
+
+    fn write(&self, generated: &Generated, first: u32, json: bool) -> Result<(), CliError> {
+        let done = &generated.done;
+        for (item, track, result) in generated.results.iter() {
+            let file = self.target.encode(result)?;
+            if self.target.is_stdout() {
+                std::io::stdout().write_all(&file)?;
+                continue;
+            }
+            let path = self.target.write(
+                &Writing {
+                    item: first + item,
+                    of: self.results(),
+                    track,
+                    model: &generated.model,
+                    seed: done.seed.wrapping_add(item.into()),
+                },
+                &file,
+            )?;
+            if json {
+                screen::json(
+                    &json!({"event": "written", "picture": item, "path": path.display().to_string()}),
+                )?;
+            } else {
+                screen::text(&path.display().to_string())?;
+            }
+        }
+        if !json {
+            screen::note(&summary(done));
+            if let Some(attention) = attention(&done.stages) {
+                screen::detail(&format!("attention: {attention}"));
+            }
+        }
+        Ok(())
     }
 }
 
-/// What is generated: what the options say, else a picture.
-fn medium_of(options: &Generate) -> MediumChoice {
-    let ending = options.out.as_deref().map(Path::new).and_then(Path::extension);
-    match options.medium {
-        Some(medium) => medium,
-        None if options.frames.is_some() || options.fps.is_some() => MediumChoice::Video,
-        None if options.seconds.is_some() || options.lyrics.is_some() => MediumChoice::Audio,
-        None if ending.is_some_and(|ending| ending == "wav") => MediumChoice::Audio,
-        None if ending.is_some_and(|ending| ending == "apng") => MediumChoice::Video,
-        None => MediumChoice::Image,
+/// Refuses a card that the service has not got.
+async fn check_card(connection: &Connection, card: Option<&str>) -> Result<(), CliError> {
+    let Some(card) = card else { return Ok(()) };
+    let info = connection
+        .server()
+        .get_server_info(v1::GetServerInfoRequest {})
+        .await?
+        .into_inner();
+    let ids: Vec<String> = info.cards.into_iter().map(|card| card.id).collect();
+    if ids.iter().any(|id| id == card) {
+        return Ok(());
+    }
+    Err(CliError::Usage(format!(
+        "--card {card}: the service has no such card; it has {}",
+        ids.join(", ")
+    )))
+}
+
+fn prompt_of(request: &Asked) -> &str {
+    match request {
+        Asked::Generate(image) => &image.prompt,
+        Asked::Video(video) => &video.prompt,
+        Asked::Audio(audio) => &audio.prompt,
     }
 }
 
-fn model_of(request: &Asked) -> Option<&v1::ModelRef> {
+pub(super) fn model_of(request: &Asked) -> Option<&v1::ModelRef> {
     match request {
         Asked::Generate(image) => image.model.as_ref(),
         Asked::Video(video) => video.model.as_ref(),
@@ -122,24 +226,47 @@ fn model_of(request: &Asked) -> Option<&v1::ModelRef> {
     }
 }
 
-/// What would be done.
-pub(super) async fn plan(client: &Client, options: Generate, json: bool) -> Result<(), CliError> {
-    let asked = request_of(&options, medium_of(&options))?;
+/// What would be done. Fails, with codes of their own, where it could never be done or not now.
+pub(super) async fn plan(client: &Client, options: Plan, json: bool) -> Result<(), CliError> {
+    let settings = &options.settings;
+    let recipe = settings.from.as_deref().map(recipe_of).transpose()?;
+    let mut prompts = prompts_of(options.prompt.as_deref(), None, recipe.as_ref())?;
+    let wanted = Wanted {
+        medium: medium_of(settings, None),
+        model: options.model.as_deref(),
+        recipe,
+        client: &client.name,
+    };
+    let asked = request_of(&wanted, prompts.swap_remove(0), settings, false)?;
     let request = v1::PlanRequest {
-        request: Some(asked.clone()),
-        card: options.card.clone().unwrap_or_default(),
+        request: Some(asked),
+        card: settings.card.clone().unwrap_or_default(),
     };
     let connection = Connection::open(client).await?;
-    let when_missing = WhenMissing {
-        pull: options.pull,
-        json,
-    };
-    let attempt = async || Ok(connection.residency().plan(request.clone()).await?);
-    let plan = when_missing.retry(&connection, model_of(&asked), attempt).await?;
-    let plan = plan.into_inner();
+    check_card(&connection, settings.card.as_deref()).await?;
+    let plan = connection.residency().plan(request).await?.into_inner();
     if json {
-        return screen::json(&plan_json(&plan));
+        screen::json(&plan_json(&plan))?;
+    } else {
+        show_plan(&plan)?;
     }
+    let verdict = |verdict: &str| plan.stages.iter().find(|stage| stage.verdict == verdict);
+    if let Some(stage) = verdict("never") {
+        return Err(CliError::DoesNotFit(format!(
+            "{} can never run on {}",
+            stage.name, plan.card
+        )));
+    }
+    if let Some(stage) = verdict("wait").filter(|_| !plan.runs_now) {
+        return Err(CliError::NotNow(format!(
+            "{} does not run on {} now; `moored status` shows who holds memory",
+            stage.name, plan.card
+        )));
+    }
+    Ok(())
+}
+
+fn show_plan(plan: &v1::PlanResponse) -> Result<(), CliError> {
     let rows = plan.stages.iter().map(|stage| {
         let scratch = if stage.scratch_learned {
             "measured"
@@ -159,31 +286,45 @@ pub(super) async fn plan(client: &Client, options: Generate, json: bool) -> Resu
         &["stage", "components", "scratch", "chunking", "verdict", "moves"],
         rows.collect(),
     )?;
+    let mut told: Vec<String> = Vec::new();
     for shortfall in plan.stages.iter().filter_map(|stage| stage.shortfall.as_ref()) {
         for fallback in &shortfall.fallbacks {
-            screen::text(&format!(
+            let line = format!(
                 "{} would fit {} ({})",
                 fallback.label,
                 when_of(fallback),
                 Bytes(fallback.peak_bytes)
-            ))?;
+            );
+            if !told.contains(&line) {
+                screen::text(&line)?;
+                told.push(line);
+            }
         }
     }
-    let when = if plan.runs_now {
-        "runs now"
+    if plan.runs_now {
+        return screen::text(&format!(
+            "on {}: runs now; {:.2} s of moves first",
+            plan.card, plan.predicted_move_seconds
+        ));
+    }
+    if told.is_empty() {
+        screen::text("nothing smaller is known that would fit: try fewer pixels, or a smaller model")?;
+    }
+    let never = plan.stages.iter().any(|stage| stage.verdict == "never");
+    let when = if never {
+        "can never run"
     } else {
         "does not run now"
     };
-    screen::text(&format!(
-        "on {}: {when}; {:.2} s of moves first",
-        plan.card, plan.predicted_move_seconds
-    ))
+    screen::text(&format!("on {}: {when}", plan.card))
 }
 
 /// What a generate call gave.
 pub(super) struct Generated {
     pub(super) results: Results,
     pub(super) done: v1::Done,
+    /// Id of the model.
+    pub(super) model: String,
 }
 
 /// Sends a request and follows it to its end. Ctrl-C drops the stream, which cancels the job.
@@ -204,13 +345,14 @@ pub(super) async fn generate(
     let mut generated = Generated {
         results: Results::default(),
         done: v1::Done::default(),
+        model: String::new(),
     };
     loop {
         let event = tokio::select! {
             event = events.next() => event,
             _ = interrupted.recv() => {
                 show.end();
-                return Err(CliError::Usage("cancelled".to_owned()));
+                return Err(CliError::Interrupted("cancelled".to_owned()));
             }
         };
         let Some(event) = event else { break };
@@ -218,180 +360,13 @@ pub(super) async fn generate(
         show.event(&event)?;
         match event.event {
             Some(Kind::Artifact(chunk)) => generated.results.add(chunk),
+            Some(Kind::Accepted(accepted)) => generated.model = accepted.model.unwrap_or_default().id,
             Some(Kind::Done(done)) => generated.done = done,
             _ => {}
         }
     }
     show.end();
     Ok(generated)
-}
-
-/// A request from options, over the recipe of `--from`.
-fn request_of(options: &Generate, medium: MediumChoice) -> Result<Asked, CliError> {
-    check_options(options, medium)?;
-    let recipe = options.from.as_deref().map(recipe_of).transpose()?;
-    let prompt = match (&options.prompt, &recipe) {
-        (Some(prompt), _) if prompt != "-" => prompt.clone(),
-        (None, Some(recipe)) => recipe.prompt.clone(),
-        (Some(_), _) | (None, None) => prompt_from_stdin()?,
-    };
-    let recipe = recipe.unwrap_or_default();
-    let zero = |value: u32| (value > 0).then_some(value);
-    let from_recipe = options.from.is_some();
-    let init_image = options.init.as_deref().map(read).transpose()?.unwrap_or_default();
-    if init_image.is_empty() && recipe.strength.is_some() {
-        return Err(CliError::Usage(
-            "that picture was made from another: name it with --init to repeat it".to_owned(),
-        ));
-    }
-    let model = match &options.model {
-        None if options.formats.is_empty() => Formats::of_key(&recipe.model_key).of(&recipe.model),
-        None => options.formats.of(&recipe.model),
-        Some(model) => options.formats.of(model),
-    }?;
-    let job = v1::JobOptions {
-        client_id: options.client.clone().unwrap_or_default(),
-        priority: match options.priority {
-            PriorityChoice::Low => v1::Priority::Low,
-            PriorityChoice::Normal => v1::Priority::Normal,
-            PriorityChoice::High => v1::Priority::High,
-        }
-        .into(),
-        patience_ms: options
-            .patience
-            .map(|p| u64::try_from(p.as_millis()).unwrap_or(u64::MAX)),
-        allow_low_memory: options.allow_low_memory,
-        card: options.card.clone().unwrap_or_default(),
-        ..Default::default()
-    };
-    let (width, height) = (
-        options.width.or(zero(recipe.width)).unwrap_or(0),
-        options.height.or(zero(recipe.height)).unwrap_or(0),
-    );
-    let steps = options.steps.or(zero(recipe.steps)).unwrap_or(0);
-    let guidance = options.guidance.or(from_recipe.then_some(recipe.guidance));
-    let seed = options.seed.or(from_recipe.then_some(recipe.seed));
-    let tokens = options.max_sequence_length.or(zero(recipe.max_sequence_length));
-    let (max_sequence_length, strength) = (tokens.unwrap_or(0), options.strength.or(recipe.strength));
-    let (model, count, omit_metadata) = (Some(model), options.count, options.no_metadata);
-    Ok(match medium {
-        MediumChoice::Image => Asked::Generate(v1::GenerateImageRequest {
-            model,
-            prompt,
-            width,
-            height,
-            steps,
-            guidance,
-            seed,
-            max_sequence_length,
-            count,
-            init_image: init_image.into(),
-            strength,
-            output: v1::OutputFormat::Png.into(),
-            omit_metadata,
-            options: Some(job),
-            ..Default::default()
-        }),
-        MediumChoice::Video => Asked::Video(v1::GenerateVideoRequest {
-            model,
-            prompt,
-            width,
-            height,
-            frames: options.frames.or(recipe.frames).unwrap_or(0),
-            frames_per_second: options.fps.or(recipe.frames_per_second).unwrap_or(0.0),
-            steps,
-            guidance,
-            seed,
-            max_sequence_length,
-            count,
-            init_image: init_image.into(),
-            strength,
-            omit_metadata,
-            options: Some(job),
-            ..Default::default()
-        }),
-        MediumChoice::Audio => Asked::Audio(v1::GenerateAudioRequest {
-            model,
-            prompt,
-            lyrics: options.lyrics.clone().unwrap_or(recipe.lyrics),
-            seconds: options.seconds.or(recipe.seconds).unwrap_or(0.0),
-            steps,
-            guidance,
-            seed,
-            max_sequence_length,
-            count,
-            strength,
-            omit_metadata,
-            options: Some(job),
-            ..Default::default()
-        }),
-    })
-}
-
-fn prompt_from_stdin() -> Result<String, CliError> {
-    if std::io::stdin().is_terminal() {
-        return Err(CliError::Usage(
-            "a prompt is missing: write it behind `generate`, or pipe it in".to_owned(),
-        ));
-    }
-    let mut prompt = String::new();
-    std::io::stdin().read_to_string(&mut prompt)?;
-    match prompt.trim() {
-        "" => Err(CliError::Usage("standard input holds no prompt".to_owned())),
-        trimmed => Ok(trimmed.to_owned()),
-    }
-}
-
-fn recipe_of(path: &Path) -> Result<Recipe, CliError> {
-    pictures::recipe_of(&read(path)?).map_err(|problem| CliError::File {
-        path: path.display().to_string(),
-        problem,
-    })
-}
-
-fn read(path: &Path) -> Result<Vec<u8>, CliError> {
-    std::fs::read(path).map_err(|problem| CliError::File {
-        path: path.display().to_string(),
-        problem: problem.to_string(),
-    })
-}
-
-/// Writes a file, making its folder.
-pub(super) fn write(path: &Path, contents: &[u8]) -> Result<(), CliError> {
-    let failed = |problem: std::io::Error| CliError::File {
-        path: path.display().to_string(),
-        problem: problem.to_string(),
-    };
-    if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-        std::fs::create_dir_all(folder).map_err(failed)?;
-    }
-    std::fs::write(path, contents).map_err(failed)
-}
-
-/// One result goes where `-o` says; several are numbered beside it, or in the folder that it names. Tracks of one item are
-/// named.
-fn path_of(out: &str, item: u32, track: &str, count: u32, ending: &str) -> PathBuf {
-    let path = Path::new(out);
-    let track = if track.is_empty() {
-        String::new()
-    } else {
-        format!("-{track}")
-    };
-    let is_folder = path.is_dir() || out.ends_with('/') || path.extension().is_none();
-    if is_folder {
-        return path.join(format!("{item:04}{track}.{ending}"));
-    }
-    if count <= 1 && track.is_empty() {
-        return path.to_owned();
-    }
-    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
-    let extension = path.extension().unwrap_or_default().to_string_lossy();
-    let number = if count <= 1 {
-        String::new()
-    } else {
-        format!("-{item:04}")
-    };
-    path.with_file_name(format!("{stem}{number}{track}.{extension}"))
 }
 
 /// The times of a finished job in a line.
@@ -496,20 +471,6 @@ mod tests {
         assert_eq!(
             attention(&stages).as_deref(),
             Some("denoise by cudnn 9.19.0; decode by own kernels")
-        );
-    }
-
-    #[test]
-    fn pictures_go_where_they_are_told() {
-        let path = |out, item, count| path_of(out, item, "", count, "png");
-        assert_eq!(path("a.png", 0, 1), Path::new("a.png"));
-        assert_eq!(path("b/a.png", 2, 3), Path::new("b/a-0002.png"));
-        assert_eq!(path("folder", 1, 2), Path::new("folder/0001.png"));
-        assert_eq!(path("folder/", 0, 1), Path::new("folder/0000.png"));
-        assert_eq!(path_of("a.wav", 0, "drums", 1, "wav"), Path::new("a-drums.wav"));
-        assert_eq!(
-            path_of("songs/", 3, "drums", 4, "wav"),
-            Path::new("songs/0003-drums.wav")
         );
     }
 }

@@ -3,25 +3,36 @@
 
 mod arguments;
 mod cards;
+mod catalogue;
 mod connection;
 mod demo;
 mod doctor;
+mod exit;
+mod files;
 mod generate;
+mod local;
+mod models;
+mod names;
 mod picture;
 mod pull;
 mod reports;
+mod request;
 mod residency;
 mod results;
+mod run;
 mod screen;
+mod shell;
 mod show;
 mod status;
+mod version;
 
 use std::process::ExitCode;
 use std::time::Duration;
 
 use tokio::sync::oneshot;
 
-use arguments::{Arguments, Command};
+use arguments::{Arguments, Command, Verbosity};
+use exit::Exit;
 
 use crate::config::{Config, DEFAULTS};
 use crate::{process, serve, telemetry};
@@ -40,9 +51,22 @@ pub(crate) enum CliError {
     /// The service cannot be reached.
     #[error(
         "no service answers at {endpoint}: {problem}\n  start one with `moored serve`, or name another with \
-         `--endpoint` or MOORED_ENDPOINT"
+         `--endpoint` or MOORED_ENDPOINT; `moored run MODEL PROMPT` needs none"
     )]
     Unreachable { endpoint: String, problem: String },
+    /// The connection ended in the middle of a call.
+    #[error(
+        "the connection to {endpoint} was lost before the job ended; see whether the service still runs (`moored status`, \
+         and its log)"
+    )]
+    Lost { endpoint: String },
+    /// The token would be readable on its way.
+    #[error(
+        "the token was not sent: the connection to {endpoint} is not encrypted, and it is another machine\n  use an https:// \
+         address (a proxy with TLS in front of the service), or a tunnel: ssh -L 50051:127.0.0.1:50051 HOST; \
+         --insecure-token or MOORED_INSECURE_TOKEN=1 sends it all the same"
+    )]
+    InsecureToken { endpoint: String },
     /// The service refused the request.
     #[error("{0}")]
     Refused(Box<connection::Refusal>),
@@ -52,9 +76,24 @@ pub(crate) enum CliError {
     /// A file could not be read or written.
     #[error("{path}: {problem}")]
     File { path: String, problem: String },
+    /// A file is there already.
+    #[error("{0} is there already: --force overwrites it, -o FILE names another")]
+    Exists(String),
     /// The arguments are invalid.
     #[error("{0}")]
     Usage(String),
+    /// It was asked for, tried, and did not work.
+    #[error("{0}")]
+    Failed(String),
+    /// What is planned can never run on this card.
+    #[error("{0}")]
+    DoesNotFit(String),
+    /// What is planned cannot run now.
+    #[error("{0}")]
+    NotNow(String),
+    /// Ctrl-C.
+    #[error("{0}")]
+    Interrupted(String),
     /// Output could not be written.
     #[error("output failed: {0}")]
     Output(#[from] std::io::Error),
@@ -62,7 +101,10 @@ pub(crate) enum CliError {
 
 impl From<tonic::Status> for CliError {
     fn from(status: tonic::Status) -> CliError {
-        CliError::Refused(Box::new(connection::Refusal::of(&status)))
+        match connection::lost(&status) {
+            Some(endpoint) => CliError::Lost { endpoint },
+            None => CliError::Refused(Box::new(connection::Refusal::of(&status))),
+        }
     }
 }
 
@@ -80,52 +122,81 @@ pub(crate) fn run() -> ExitCode {
         }
         Err(error) => {
             screen::fail(&error, json);
-            ExitCode::FAILURE
+            ExitCode::from(Exit::of(&error) as u8)
         }
     }
 }
 
 fn dispatch(arguments: Arguments) -> Result<(), CliError> {
-    let (file, flags) = arguments.layers();
-    if let Command::Config { defaults: true } = arguments.command {
-        return screen::text(DEFAULTS.trim_end());
+    let verbosity = arguments.verbosity();
+    screen::set_verbosity(verbosity);
+    match &arguments.command {
+        Command::Config { defaults: true, .. } => return screen::text(DEFAULTS.trim_end()),
+        Command::Completions { shell } => return shell::completions(*shell),
+        Command::Man { folder } => return shell::manual(folder.as_deref()),
+        _ => {}
     }
-    let config = Config::load(file, flags)?;
+    let json = arguments.json();
+    let (file, flags) = arguments.layers();
+    let mut config = Config::load(file, flags)?;
+    config.log.filter = Some(filter_of(&arguments.command, &config, verbosity));
     telemetry::start(&config.log);
-    if let Command::Config { .. } = arguments.command {
-        return reports::configuration(&config, arguments.json());
+    if let Command::Config { path, .. } = arguments.command {
+        return reports::configuration(&config, path, json);
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let json = arguments.json();
     let ended = runtime.block_on(async move {
+        let client = &config.client;
         match arguments.command {
             Command::Serve(options) => {
                 telemetry::tell_age("start the service");
                 let stop = options.end_with_stdin.then(end_of_stdin);
                 Ok(serve::run(config, None, stop).await?)
             }
+            Command::Run(options) => run::run(config, options, json).await,
             Command::Demo(options) => demo::run(config, options, json).await,
             Command::Doctor => doctor::run(config, json).await,
-            Command::Generate(options) => generate::run(&config.client, options, json).await,
-            Command::Plan(options) => generate::plan(&config.client, options, json).await,
-            Command::Status(options) => status::run(&config.client, options, json).await,
-            Command::Models => residency::models(&config.client, json).await,
-            Command::Pull { model } => pull::run(config.hub, &model, json).await,
-            Command::Load(options) => residency::load(&config.client, options, json).await,
-            Command::Unload(options) => residency::unload(&config.client, options, json).await,
-            Command::Pin(options) => residency::pin(&config.client, options, json).await,
-            Command::Trim(options) => cards::trim(&config.client, options, json).await,
-            Command::Reserve(options) => cards::reserve(&config.client, options, json).await,
-            Command::Release(options) => cards::release(&config.client, options, json).await,
-            Command::Recycle(options) => cards::recycle(&config.client, options, json).await,
-            Command::Jobs { all } => residency::jobs(&config.client, all, json).await,
-            Command::Cancel { job } => residency::cancel(&config.client, job, json).await,
-            Command::Config { .. } | Command::Worker => Ok(()), // done above
+            Command::Generate(options) => generate::run(client, options, json).await,
+            Command::Plan(options) => generate::plan(client, options, json).await,
+            Command::Status(options) => status::run(client, options, json).await,
+            Command::Models { available: true } => models::available(&config, json).await,
+            Command::Models { available: false } => models::list(client, json).await,
+            Command::Info { model } => models::info(&config, &model, json).await,
+            Command::Pull { model, dry_run } => pull::run(config.hub, &model, dry_run, json).await,
+            Command::Rm { model, yes } => models::remove(&config, &model, yes, json),
+            Command::Load(options) => residency::load(client, options, json).await,
+            Command::Unload(options) => residency::unload(client, options, json).await,
+            Command::Pin(options) => residency::pin(client, options, json).await,
+            Command::Trim(options) => cards::trim(client, options, json).await,
+            Command::Reserve(options) => cards::reserve(client, options, json).await,
+            Command::Release(options) => cards::release(client, options, json).await,
+            Command::Recycle(options) => cards::recycle(client, options, json).await,
+            Command::Jobs { all } => residency::jobs(client, all, json).await,
+            Command::Cancel { job } => residency::cancel(client, job, json).await,
+            Command::Config { .. } | Command::Worker | Command::Completions { .. } | Command::Man { .. } => {
+                Ok(()) // done above
+            }
         }
     });
     // A thread that waits for a file system that does not answer ends with the process.
     runtime.shutdown_timeout(LAST_THREADS);
     ended
+}
+
+/// What is logged: of a service what it does; of other commands, whose own output says that, warnings.
+fn filter_of(command: &Command, config: &Config, verbosity: Verbosity) -> String {
+    let level = match verbosity {
+        Verbosity::Quiet => "error",
+        Verbosity::Normal => match &config.log.filter {
+            Some(filter) => filter.as_str(),
+            None if matches!(command, Command::Serve(_)) => telemetry::DEFAULT_FILTER,
+            None => "warn",
+        },
+        Verbosity::Verbose if matches!(command, Command::Serve(_)) => "debug",
+        Verbosity::Verbose => "info",
+        Verbosity::All => "debug",
+    };
+    level.to_owned()
 }
 
 /// Resolves when standard input is closed.

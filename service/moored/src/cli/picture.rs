@@ -3,6 +3,7 @@
 use console::{Style, measure_text_width, pad_str, truncate_str};
 use residency::Bytes;
 
+use super::names::short_key;
 use crate::proto::v1;
 
 /// Widths that a picture is drawn in, whatever the terminal's.
@@ -45,7 +46,7 @@ impl Canvas {
     }
 
     /// Text in one of 256 colours, or as it is.
-    fn paint(self, text: &str, colour: u8) -> String {
+    fn coloured(self, text: &str, colour: u8) -> String {
         if self.colour {
             Style::new()
                 .color256(colour)
@@ -58,7 +59,7 @@ impl Canvas {
     }
 
     fn dim(self, text: &str) -> String {
-        self.paint(text, 245)
+        self.coloured(text, 245)
     }
 
     fn bold(self, text: &str) -> String {
@@ -270,7 +271,8 @@ fn resident_notes(resident: &v1::ResidentComponent) -> Vec<String> {
     if resident.held {
         notes.push("held".to_owned());
     }
-    notes.push(resident.entries.join(" "));
+    let entries: Vec<String> = resident.entries.iter().map(|key| short_key(key)).collect();
+    notes.push(entries.join(" "));
     notes
 }
 
@@ -280,7 +282,7 @@ fn card_bar(parts: &[Part], total: u64, canvas: Canvas) -> String {
     let mut bar = String::new();
     for (part, width) in parts.iter().zip(widths(&bytes, total, canvas.width)) {
         let mark = if canvas.colour { part.mark } else { part.letter };
-        bar.push_str(&canvas.paint(&mark.to_string().repeat(width), part.colour));
+        bar.push_str(&canvas.coloured(&mark.to_string().repeat(width), part.colour));
     }
     bar
 }
@@ -323,9 +325,9 @@ fn row(part: &Part, total: u64, name_width: usize, canvas: Canvas) -> String {
         .collect();
     format!(
         "  {} {} {} {:>10}  {}",
-        canvas.paint(&key.to_string(), part.colour),
+        canvas.coloured(&key.to_string(), part.colour),
         pad_str(&name, name_width, console::Alignment::Left, None),
-        canvas.paint(&row_bar(part.bytes, total, ROW_BAR), part.colour),
+        canvas.coloured(&row_bar(part.bytes, total, ROW_BAR), part.colour),
         Bytes(part.bytes).to_string(),
         canvas.dim(&notes.join(", "))
     )
@@ -343,7 +345,7 @@ fn row_bar(bytes: u64, total: u64, width: usize) -> String {
 fn running_line(job: &v1::JobInfo, canvas: Canvas) -> String {
     let mut line = format!(
         "  {} {} {} for {}: {}",
-        canvas.paint("▶", 112),
+        canvas.coloured("▶", 112),
         job.kind,
         canvas.bold(&job.id),
         job.client_id,
@@ -359,13 +361,13 @@ fn running_line(job: &v1::JobInfo, canvas: Canvas) -> String {
             " step {} of {} {}{}",
             job.step,
             job.steps,
-            canvas.paint(&"━".repeat(done), 112),
+            canvas.coloured(&"━".repeat(done), 112),
             canvas.dim(&"─".repeat(ROW_BAR - done))
         ));
     }
     format!(
         "{line} {}",
-        canvas.dim(&format!("{}, {}", job.model_key, seconds(job.age_ms)))
+        canvas.dim(&format!("{}, {}", short_key(&job.model_key), seconds(job.age_ms)))
     )
 }
 
@@ -381,7 +383,7 @@ fn job_line(job: &v1::JobInfo) -> String {
         job.id,
         job.kind,
         job.client_id,
-        job.model_key,
+        short_key(&job.model_key),
         seconds(job.age_ms)
     )
 }

@@ -10,10 +10,11 @@ use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
+use super::arguments::Verbosity;
 use super::connection::{Connection, Refusal};
-use super::{CliError, screen};
+use super::{CliError, catalogue, screen};
 use crate::config;
-use crate::hub::{Hub, Progress, Reference};
+use crate::hub::{Hub, Plan, Progress, Reference};
 use crate::proto::v1;
 use crate::proto::v1::pull_event::Event;
 
@@ -22,13 +23,31 @@ const LINE_INTERVAL: Duration = Duration::from_secs(5);
 const JSON_INTERVAL: Duration = Duration::from_millis(200);
 const BYTES: &str = "{msg:32!} {bar:30} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec} {eta}";
 
-/// Pulls into the hub cache of this machine; no service is needed.
-pub(super) async fn run(hub: config::Hub, model: &str, json: bool) -> Result<(), CliError> {
-    let model: Reference = model.parse()?;
-    let hub = Hub::new(hub);
+/// `moored pull`.
+pub(super) async fn run(hub: config::Hub, model: &str, dry_run: bool, json: bool) -> Result<(), CliError> {
+    here(hub, &catalogue::reference(model)?, dry_run, json).await
+}
+
+/// Pulls into the hub cache of this machine, after saying what that comes down to; no service is needed.
+pub(super) async fn here(
+    settings: config::Hub,
+    model: &Reference,
+    dry_run: bool,
+    json: bool,
+) -> Result<(), CliError> {
+    let cache = settings.cache.clone();
+    let hub = Hub::new(settings);
+    // JSON has the plan where it is asked for: what is pulled says the same at its end.
+    if dry_run || !json {
+        let plan = hub.plan(model).await?;
+        tell_plan(model, &plan, &cache, dry_run, json)?;
+    }
+    if dry_run {
+        return Ok(());
+    }
     let mut interrupted = signal(SignalKind::interrupt())?;
     let (sender, mut progress) = watch::channel(Progress::default());
-    let pull = hub.pull(&model, sender);
+    let pull = hub.pull(model, sender);
     tokio::pin!(pull);
     let mut show = ShowPull::new(json);
     let mut ticks = tokio::time::interval(JSON_INTERVAL);
@@ -39,7 +58,7 @@ pub(super) async fn run(hub: config::Hub, model: &str, json: bool) -> Result<(),
             _ = ticks.tick() => show.tick()?,
             _ = interrupted.recv() => {
                 show.end();
-                return Err(CliError::Usage(format!(
+                return Err(CliError::Interrupted(format!(
                     "interrupted; what has come stays, and `moored pull {model}` goes on from there"
                 )));
             }
@@ -49,6 +68,42 @@ pub(super) async fn run(hub: config::Hub, model: &str, json: bool) -> Result<(),
     let pulled = pulled?;
     let path = pulled.path.clone();
     tell(&pulled.into(), Some(&path), json)
+}
+
+/// Says what a pull would fetch.
+fn tell_plan(
+    model: &Reference,
+    plan: &Plan,
+    cache: &Path,
+    dry_run: bool,
+    json: bool,
+) -> Result<(), CliError> {
+    if json {
+        return screen::json(
+            &json!({"event": "plan", "id": model.id, "revision": plan.revision,
+            "bytes_total": plan.bytes_total, "bytes_missing": plan.bytes_missing, "files_total": plan.files_total,
+            "cache": cache.display().to_string()}),
+        );
+    }
+    let size = match plan.bytes_missing {
+        0 => format!("{}, all of it here already", decimal(plan.bytes_total)),
+        missing if missing == plan.bytes_total => format!("{} to download", decimal(missing)),
+        missing => format!(
+            "{} to download of {}",
+            decimal(missing),
+            decimal(plan.bytes_total)
+        ),
+    };
+    let line = format!(
+        "{model}: {} files, {size}, into {}",
+        plan.files_total,
+        cache.display()
+    );
+    if dry_run {
+        return screen::text(&line);
+    }
+    screen::note(&line);
+    Ok(())
 }
 
 /// How a missing model is come by.
@@ -77,6 +132,16 @@ impl WhenMissing {
         let named = model.map_or("", |model| &model.id);
         let missing = Some(&refused.model).filter(|missing| named.is_empty() || named == *missing);
         let Some(model) = missing.and_then(|missing| Reference::of_entry(missing)) else {
+            if let Some(known) = missing
+                .map(|missing| catalogue::find(missing))
+                .transpose()?
+                .flatten()
+            {
+                screen::note(&format!(
+                    "{0} is the short name of {1}: `moored run {0}` knows it; elsewhere write {1}",
+                    known.name, known.id
+                ));
+            }
             return Err(CliError::Refused(refused));
         };
         if !self.is_wanted(connection, &model, &refused).await? {
@@ -114,7 +179,11 @@ impl WhenMissing {
 }
 
 /// Has the service pull a model to where it runs. Ctrl-C leaves the pull, which ends it.
-async fn by_service(connection: &Connection, model: &Reference, json: bool) -> Result<(), CliError> {
+pub(super) async fn by_service(
+    connection: &Connection,
+    model: &Reference,
+    json: bool,
+) -> Result<(), CliError> {
     let mut interrupted = signal(SignalKind::interrupt())?;
     let mut events = connection.hub().pull_model(request(model)).await?.into_inner();
     let mut show = ShowPull::new(json);
@@ -128,7 +197,7 @@ async fn by_service(connection: &Connection, model: &Reference, json: bool) -> R
             }
             _ = interrupted.recv() => {
                 show.end();
-                return Err(CliError::Usage("cancelled".to_owned()));
+                return Err(CliError::Interrupted("cancelled".to_owned()));
             }
         };
         let Some(event) = event else { break };
@@ -176,7 +245,7 @@ fn tell(pulled: &v1::PulledModel, path: Option<&Path>, json: bool) -> Result<(),
 }
 
 /// As downloads are sized everywhere: in powers of ten.
-fn decimal(bytes: u64) -> String {
+pub(super) fn decimal(bytes: u64) -> String {
     bytesize::ByteSize(bytes).display().si().to_string()
 }
 
@@ -190,7 +259,7 @@ struct ShowPull {
 
 impl ShowPull {
     fn new(json: bool) -> ShowPull {
-        let in_terminal = !json && std::io::stderr().is_terminal();
+        let in_terminal = !json && std::io::stderr().is_terminal() && screen::verbosity() > Verbosity::Quiet;
         ShowPull {
             json,
             bar: in_terminal.then(|| {

@@ -3,16 +3,38 @@
 use serde_json::json;
 
 use super::{CliError, screen};
-use crate::config::Config;
+use crate::config::{Config, FileRead};
 
-/// Every setting with its value and its source.
-pub(super) fn configuration(config: &Config, as_json: bool) -> Result<(), CliError> {
+/// Every setting with its value and its source; or, with `path`, the file alone.
+pub(super) fn configuration(config: &Config, path: bool, as_json: bool) -> Result<(), CliError> {
+    if path {
+        return match &config.file {
+            FileRead::Read(file) | FileRead::NoneAt(Some(file)) => screen::text(&file.display().to_string()),
+            FileRead::NoneAt(None) => Err(CliError::Failed(
+                "there is no folder for configuration files: HOME is not set".to_owned(),
+            )),
+        };
+    }
     if as_json {
-        return screen::json(&json!(config.sources));
+        return config
+            .sources
+            .iter()
+            .try_for_each(|setting| screen::json(&json!(setting)));
     }
     let rows = config
         .sources
         .iter()
-        .map(|s| vec![s.name.clone(), s.value.clone(), s.source.clone()]);
-    screen::table(&["setting", "value", "from"], rows.collect())
+        .map(|s| vec![s.name.clone(), s.value.to_string(), s.source.clone()]);
+    screen::table(&["setting", "value", "from"], rows.collect())?;
+    match &config.file {
+        FileRead::Read(file) => screen::note(&format!("read: {}", file.display())),
+        FileRead::NoneAt(Some(file)) => {
+            screen::note(&format!(
+                "no configuration file is there; {} would be read",
+                file.display()
+            ));
+        }
+        FileRead::NoneAt(None) => {}
+    }
+    Ok(())
 }

@@ -1,104 +1,19 @@
-//! `moored models`, `load`, `unload`, `pin`, `jobs`, `cancel`.
+//! `moored load`, `unload`, `pin`, `jobs`, `cancel`.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use futures::StreamExt as _;
-use pipelines::FULL;
 use residency::Bytes;
 use serde_json::json;
 
 use super::arguments::{Formats, Load, Pin, Unload};
 use super::connection::Connection;
+use super::names::short_key;
 use super::pull::WhenMissing;
 use super::show::{Show, freed_json, kept_json};
 use super::{CliError, screen};
 use crate::config::Client;
 use crate::proto::v1;
-
-pub(super) async fn models(client: &Client, json: bool) -> Result<(), CliError> {
-    let mut residency = Connection::open(client).await?.residency();
-    let listed = residency
-        .list_models(v1::ListModelsRequest {})
-        .await?
-        .into_inner()
-        .models;
-    if json {
-        for model in listed {
-            screen::json(&json!({
-                "id": model.id, "revision": model.revision, "family": model.family, "media": model.media,
-                "problem": model.problem,
-                "default": model.is_default, "pinned": model.pinned, "resident": model.resident,
-                "bytes": model.components.iter().map(|c| c.bytes).sum::<u64>(),
-                "quantization": model.quantization.into_iter().collect::<BTreeMap<_, _>>(),
-                "choices": model.choices.iter()
-                    .map(|c| json!({"preset": c.preset, "bytes": c.bytes})).collect::<Vec<_>>(),
-            }))?;
-        }
-        return Ok(());
-    }
-    if listed.is_empty() {
-        return screen::text(
-            "no models: add a folder with `moored serve --models FOLDER` or in models.folders, or fetch one with `moored pull \
-             OWNER/NAME`",
-        );
-    }
-    let rows = listed.into_iter().map(|model| {
-        let bytes: u64 = model.components.iter().map(|c| c.bytes).sum();
-        let formats = formats(&model);
-        let smaller = model.choices.iter().filter(|choice| choice.bytes < bytes);
-        let choices: Vec<String> = smaller
-            .map(|choice| format!("{} {}", choice.preset, Bytes(choice.bytes)))
-            .collect();
-        let mut notes = Vec::new();
-        if model.is_default {
-            notes.push("default".to_owned());
-        }
-        if model.pinned {
-            notes.push("pinned".to_owned());
-        }
-        if !model.resident.is_empty() {
-            notes.push(format!("resident: {}", model.resident.join(", ")));
-        }
-        notes.extend(Some(model.problem).filter(|problem| !problem.is_empty()));
-        vec![
-            model.id,
-            model.revision,
-            model.family,
-            model.media,
-            Bytes(bytes).to_string(),
-            formats,
-            choices.join(", "),
-            notes.join("; "),
-        ]
-    });
-    screen::table(
-        &[
-            "model",
-            "revision",
-            "family",
-            "generates",
-            "on the card",
-            "formats",
-            "quantized",
-            "",
-        ],
-        rows.collect(),
-    )
-}
-
-/// How a model is stored: `full`, or what is quantized in its files.
-fn formats(model: &v1::ModelInfo) -> String {
-    let quantized = model.quantization.iter().filter(|(_, format)| *format != FULL);
-    let mut words: Vec<String> = quantized
-        .map(|(component, format)| format!("{component} {format}"))
-        .collect();
-    words.sort();
-    match (&words[..], model.quantization.is_empty()) {
-        ([], true) => String::new(),
-        ([], false) => FULL.to_owned(),
-        (words, _) => words.join(", "),
-    }
-}
 
 pub(super) async fn load(client: &Client, options: Load, json: bool) -> Result<(), CliError> {
     let (old, components, prove) = (
@@ -158,6 +73,11 @@ async fn bring_in(
 }
 
 pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Result<(), CliError> {
+    if options.model.is_none() && !options.all {
+        return Err(CliError::Usage(
+            "name the model to unload, or --all for every model".to_owned(),
+        ));
+    }
     let what = options.model.clone();
     let request = v1::UnloadRequest {
         model: {
@@ -168,12 +88,21 @@ pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Resu
     };
     let mut residency = Connection::open(client).await?.residency();
     let done = residency.unload(request).await?.into_inner();
+    let stays = done.freed.is_empty() && !done.kept.is_empty();
+    let only_kept = || match stays {
+        true => Err(CliError::Failed(
+            "nothing was unloaded: `moored pin MODEL --off` unpins a model, and holds end by themselves"
+                .to_owned(),
+        )),
+        false => Ok(()),
+    };
     if json {
-        return screen::json(&json!({
+        screen::json(&json!({
             "freed": done.freed.iter().map(freed_json).collect::<Vec<_>>(),
             "kept": done.kept.iter().map(kept_json).collect::<Vec<_>>(),
             "cancelled_jobs": done.cancelled_jobs,
-        }));
+        }))?;
+        return only_kept();
     }
     left(&done.freed, &done.kept)?;
     let total: u64 = done.freed.iter().map(|f| f.freed_bytes).sum();
@@ -184,14 +113,14 @@ pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Resu
         let residents = status.cards.into_iter().flat_map(|card| card.residents);
         let entries: BTreeSet<String> = residents.flat_map(|resident| resident.entries).collect();
         if !entries.is_empty() {
-            let entries: Vec<String> = entries.into_iter().collect();
+            let entries: Vec<String> = entries.iter().map(|key| short_key(key)).collect();
             screen::text(&format!(
-                "{model} was not resident as it is named here; what is: {}",
+                "{model} was not in memory as it is named here; what is: {}",
                 entries.join(", ")
             ))?;
         }
     }
-    Ok(())
+    only_kept()
 }
 
 /// What left and what stayed, a line each.
@@ -235,12 +164,13 @@ pub(super) async fn pin(client: &Client, options: Pin, json: bool) -> Result<(),
     if json {
         return screen::json(&json!({ "pinned": pinned }));
     }
-    let all = if pinned.is_empty() {
-        "nothing".to_owned()
-    } else {
-        pinned.join(", ")
-    };
-    screen::text(&format!("pinned: {all}"))
+    let pinned: Vec<String> = pinned.iter().map(|key| short_key(key)).collect();
+    let all = pinned.join(", ");
+    screen::text(&match (options.off, pinned.is_empty()) {
+        (false, _) => format!("pinned: {all}"),
+        (true, true) => format!("{} is not pinned any more; nothing else is", options.model),
+        (true, false) => format!("{} is not pinned any more; still pinned: {all}", options.model),
+    })
 }
 
 pub(super) async fn jobs(client: &Client, all: bool, json: bool) -> Result<(), CliError> {
@@ -270,7 +200,7 @@ pub(super) async fn jobs(client: &Client, all: bool, json: bool) -> Result<(), C
             job.client_id,
             job.kind,
             job.state,
-            job.model_key,
+            short_key(&job.model_key),
             job.card,
             format!("{}{progress}", job.stage),
             format!("{:.1} s", job.age_ms as f64 / 1000.0),
@@ -279,7 +209,7 @@ pub(super) async fn jobs(client: &Client, all: bool, json: bool) -> Result<(), C
     });
     screen::table(
         &[
-            "job", "client", "call", "state", "model", "card", "stage", "age", "",
+            "job", "client", "call", "state", "model", "card", "stage", "took", "",
         ],
         rows.collect(),
     )

@@ -51,13 +51,4 @@ impl Arrived {
             _ => Ok(self.data.clone()),
         }
     }
-
-    /// How the name of its file ends.
-    pub(super) fn ending(&self) -> &'static str {
-        match self.media_type.as_str() {
-            "audio/wav" => "wav",
-            "image/png" | "video/x-raw-rgb" => "png",
-            _ => "raw",
-        }
-    }
 }

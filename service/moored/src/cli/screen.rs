@@ -2,15 +2,35 @@
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
 use std::io::{IsTerminal as _, Write as _};
+use std::sync::OnceLock;
 
-use comfy_table::{Table, presets};
+use comfy_table::{ContentArrangement, Table, presets};
 use serde_json::{Value, json};
 
 use super::CliError;
+use super::arguments::Verbosity;
 
 /// A line, or several, on standard output.
 pub(super) fn text(text: &str) -> Result<(), CliError> {
     Ok(writeln!(std::io::stdout(), "{text}")?)
+}
+
+/// Bytes as they are, on standard output.
+pub(super) fn bytes(bytes: &[u8]) -> Result<(), CliError> {
+    Ok(std::io::stdout().write_all(bytes)?)
+}
+
+/// How much is printed; set once, when the program starts.
+static VERBOSITY: OnceLock<Verbosity> = OnceLock::new();
+
+/// Sets how much is printed.
+pub(super) fn set_verbosity(verbosity: Verbosity) {
+    let _ = VERBOSITY.set(verbosity); // the first counts
+}
+
+/// How much is printed.
+pub(super) fn verbosity() -> Verbosity {
+    *VERBOSITY.get().unwrap_or(&Verbosity::Normal)
 }
 
 /// One JSON object on a line of its own.
@@ -20,7 +40,16 @@ pub(super) fn json(value: &Value) -> Result<(), CliError> {
 
 /// A line for the person who waits, on standard error.
 pub(super) fn note(text: &str) {
-    eprintln!("{text}");
+    if verbosity() > Verbosity::Quiet {
+        eprintln!("{text}");
+    }
+}
+
+/// A line for whoever asked for more.
+pub(super) fn detail(text: &str) {
+    if verbosity() > Verbosity::Normal {
+        eprintln!("{text}");
+    }
 }
 
 /// A question, on standard error; the answer is typed behind it.
@@ -41,6 +70,7 @@ pub(super) fn table(heading: &[&str], rows: Vec<Vec<String>>) -> Result<(), CliE
     let mut table = Table::new();
     table
         .load_style(presets::UTF8_HORIZONTAL_ONLY)
+        .set_content_arrangement(ContentArrangement::Dynamic)
         .set_header(heading.iter().copied());
     for row in rows {
         table.add_row(row);
@@ -58,7 +88,14 @@ pub(super) fn fail(error: &CliError, as_json: bool) {
             CliError::Serve(_) => "SERVE".to_owned(),
             CliError::Pull(error) => error.reason().as_str_name().to_owned(),
             CliError::File { .. } | CliError::Output(_) => "FILE".to_owned(),
+            CliError::Exists(_) => "FILE_EXISTS".to_owned(),
             CliError::Usage(_) => "USAGE".to_owned(),
+            CliError::Failed(_) => "FAILED".to_owned(),
+            CliError::Lost { .. } => "CONNECTION_LOST".to_owned(),
+            CliError::InsecureToken { .. } => "INSECURE_TOKEN".to_owned(),
+            CliError::DoesNotFit(_) => "NEVER_FITS".to_owned(),
+            CliError::NotNow(_) => "MEMORY_TAKEN".to_owned(),
+            CliError::Interrupted(_) => "CANCELLED".to_owned(),
         };
         println!(
             "{}",

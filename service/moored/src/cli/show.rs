@@ -6,6 +6,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use residency::Bytes;
 use serde_json::json;
 
+use super::arguments::Verbosity;
 use super::{CliError, screen};
 use crate::proto::v1;
 use crate::proto::v1::event::Event as Kind;
@@ -13,10 +14,20 @@ use crate::proto::v1::event::Event as Kind;
 /// Shows events one by one.
 pub(super) struct Show {
     form: Form,
-    bar: Option<(String, ProgressBar)>,
+    bar: Option<Shown>,
     last_line: String,
     last_loaded: String,
 }
+
+/// A bar on the screen.
+struct Shown {
+    title: String,
+    template: &'static str,
+    bar: ProgressBar,
+}
+
+/// What is said of one step in this many, where each step would be too many lines.
+const LINES_OF_STEPS: u32 = 10;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Form {
@@ -31,6 +42,7 @@ impl Show {
     pub(super) fn new(json: bool) -> Show {
         let form = match (json, std::io::stderr().is_terminal()) {
             (true, _) => Form::Json,
+            (false, _) if screen::verbosity() == Verbosity::Quiet => Form::Silent,
             (false, true) => Form::Bars,
             (false, false) => Form::Lines,
         };
@@ -39,6 +51,14 @@ impl Show {
             bar: None,
             last_line: String::new(),
             last_loaded: String::new(),
+        }
+    }
+
+    /// Bars on a terminal, and nothing elsewhere: for commands that have a line of their own for each job.
+    pub(super) fn terminal_only() -> Show {
+        match Show::new(false) {
+            show if show.form == Form::Bars => show,
+            _ => Show::silent(),
         }
     }
 
@@ -71,8 +91,8 @@ impl Show {
 
     /// Takes the last bar off the screen.
     pub(super) fn end(&mut self) {
-        if let Some((_, bar)) = self.bar.take() {
-            bar.finish_and_clear();
+        if let Some(shown) = self.bar.take() {
+            shown.bar.finish_and_clear();
         }
     }
 
@@ -88,12 +108,18 @@ impl Show {
                 bar.set_position(loading.bytes_done);
             }
             Kind::Step(step) => {
-                let title = format!("denoise, picture {}", step.picture + 1);
-                self.bar(&title, step.of.into(), STEPS)
-                    .set_position(step.n.into());
+                let title = match step.picture {
+                    0 => "denoise".to_owned(),
+                    more => format!("denoise, picture {}", more + 1),
+                };
+                let bar = self.bar(&title, step.of.into(), STEPS);
+                bar.set_position(step.n.into());
             }
             Kind::Stage(stage) if !stage.cached => {
-                let title = format!("{}, picture {}", stage.name, stage.picture + 1);
+                let title = match stage.picture {
+                    0 => stage.name.clone(),
+                    more => format!("{}, picture {}", stage.name, more + 1),
+                };
                 self.bar(&title, 0, SPINNER).tick();
             }
             Kind::Done(_) => self.end(),
@@ -105,21 +131,25 @@ impl Show {
         }
     }
 
-    /// The bar of this title; another's is finished.
-    fn bar(&mut self, title: &str, length: u64, template: &str) -> &ProgressBar {
-        if !matches!(&self.bar, Some((shown, _)) if shown == title) {
+    /// The bar of this title and form; another is finished.
+    fn bar(&mut self, title: &str, length: u64, template: &'static str) -> &ProgressBar {
+        if !matches!(&self.bar, Some(shown) if shown.title == title && shown.template == template) {
             self.end();
         }
-        let (_, bar) = self.bar.get_or_insert_with(|| {
+        let shown = self.bar.get_or_insert_with(|| {
             let bar = ProgressBar::new(length);
             if let Ok(style) = ProgressStyle::with_template(template) {
                 bar.set_style(style.progress_chars("█▉▊▋▌▍▎▏ "));
             }
             bar.set_message(title.to_owned());
             bar.enable_steady_tick(std::time::Duration::from_millis(100));
-            (title.to_owned(), bar)
+            Shown {
+                title: title.to_owned(),
+                template,
+                bar,
+            }
         });
-        bar
+        &shown.bar
     }
 
     fn line(&mut self, kind: &Kind) {
@@ -135,6 +165,11 @@ impl Show {
             }
             self.last_loaded = name;
         }
+        if let Kind::Step(step) = kind
+            && !is_told(step.n, step.of)
+        {
+            return;
+        }
         if let Some(line) = words(kind)
             && line != self.last_line
         {
@@ -144,8 +179,14 @@ impl Show {
     }
 }
 
-const BYTES: &str = "{msg:28} {bar:30} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}";
-const STEPS: &str = "{msg:28} {bar:30} {pos}/{len} {elapsed}";
+/// Whether a step is worth a line: the first, the last, and so many between.
+fn is_told(step: u32, of: u32) -> bool {
+    let tenth = |step: u32| u64::from(step) * u64::from(LINES_OF_STEPS) / u64::from(of.max(1));
+    step <= 1 || tenth(step) != tenth(step - 1)
+}
+
+const BYTES: &str = "{msg:28} {bar:30} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta} left";
+const STEPS: &str = "{msg:28} {bar:30} step {pos}/{len}, {elapsed}, {eta} left";
 const SPINNER: &str = "{msg:28} {spinner} {elapsed}";
 
 /// An event in a line, if it is worth one.
@@ -256,4 +297,38 @@ fn as_json(event: &v1::Event, kind: &Kind) -> serde_json::Value {
         map.insert("at_ms".to_owned(), event.at_ms.into());
     }
     object
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_steps_are_all_told_and_many_are_not() {
+        let told = |of: u32| (1..=of).filter(|step| is_told(*step, of)).count();
+        assert_eq!((told(1), told(8), told(10)), (1, 8, 10));
+        assert_eq!(told(200), 11);
+        assert!(is_told(200, 200));
+    }
+
+    #[test]
+    fn steps_have_a_bar_of_their_own_after_the_stage_they_are_of() {
+        let mut show = Show::silent();
+        show.form = Form::Bars;
+        show.draw(&Kind::Stage(v1::StageStarted {
+            name: "denoise".to_owned(),
+            ..Default::default()
+        }));
+        show.draw(&Kind::Step(v1::Step {
+            n: 3,
+            of: 100,
+            ..Default::default()
+        }));
+        let shown = show.bar.as_ref().unwrap();
+        assert_eq!(
+            (shown.template, shown.bar.length(), shown.bar.position()),
+            (STEPS, Some(100), 3)
+        );
+        show.end();
+    }
 }

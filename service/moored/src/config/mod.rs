@@ -36,13 +36,25 @@ pub(crate) struct Config {
     pub(crate) log: Log,
     /// Every setting with its value and where it comes from, for `moored config`.
     pub(crate) sources: Vec<Setting>,
+    /// Which configuration file there is.
+    pub(crate) file: FileRead,
+}
+
+/// Which configuration file was read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum FileRead {
+    /// This one.
+    Read(PathBuf),
+    /// None; this one is read where it is there.
+    NoneAt(Option<PathBuf>),
 }
 
 /// One setting with its effective value.
 #[derive(Clone, Debug, serde::Serialize)]
 pub(crate) struct Setting {
     pub(crate) name: String,
-    pub(crate) value: String,
+    /// What is in force: where a setting is left open, what it comes to.
+    pub(crate) value: serde_json::Value,
     pub(crate) source: String,
 }
 
@@ -195,12 +207,19 @@ pub(crate) struct Quantization {
 pub(crate) struct Client {
     pub(crate) endpoint: String,
     pub(crate) token_file: Option<PathBuf>,
+    /// Certificates that `https://` is trusted by; `None`: the system's.
+    pub(crate) ca_file: Option<PathBuf>,
+    /// Whether the token may leave this machine over a line that is not encrypted.
+    pub(crate) insecure_token: bool,
+    /// Name in the job list, and for fair shares.
+    pub(crate) name: String,
 }
 
 /// `[log]`.
 #[derive(Clone, Debug)]
 pub(crate) struct Log {
-    pub(crate) filter: String,
+    /// `None`: what the command finds worth saying.
+    pub(crate) filter: Option<String>,
     pub(crate) json: bool,
 }
 
@@ -215,9 +234,13 @@ impl Config {
     pub(crate) fn load(file: Option<PathBuf>, flags: Flags) -> Result<Config, Mistakes> {
         let mut figment = Figment::new().merge(Toml::string(DEFAULTS));
         let mut mistakes = Vec::new();
+        let mut file_read = FileRead::NoneAt(None);
         match configuration_file(file) {
-            Ok(Some(path)) => figment = figment.merge(Toml::file_exact(path)),
-            Ok(None) => {}
+            Ok(FileRead::Read(path)) => {
+                figment = figment.merge(Toml::file_exact(&path));
+                file_read = FileRead::Read(path);
+            }
+            Ok(none) => file_read = none,
             Err(mistake) => mistakes.push(mistake),
         }
         figment = figment.merge(environment());
@@ -227,7 +250,10 @@ impl Config {
                 None => mistakes.push(format!("{name} (flag): has no value; write --set {name}=VALUE")),
             }
         }
-        Config::extract(figment, mistakes)
+        Config::extract(figment, mistakes).map(|config| Config {
+            file: file_read,
+            ..config
+        })
     }
 
     /// Reads the settings; `mistakes` were made in the layers themselves.
@@ -288,9 +314,12 @@ impl Config {
         let client = Client {
             endpoint: r.text("client.endpoint"),
             token_file: r.optional_path("client.token_file"),
+            ca_file: r.optional_path("client.ca_file"),
+            insecure_token: r.switch("client.insecure_token"),
+            name: r.optional_text("client.name").unwrap_or_else(user_at_host),
         };
         let log = Log {
-            filter: r.text("log.filter"),
+            filter: r.optional_text("log.filter"),
             json: r.choice("log.format", &[("text", false), ("json", true)]),
         };
         if !service.listen.ip().is_loopback() && service.token_file.is_none() {
@@ -324,7 +353,7 @@ impl Config {
                 break;
             }
         }
-        if cards.devices.is_empty() {
+        if cards.devices.is_empty() && !r.is_wrong("cards.devices") {
             r.mistake("cards.devices", "names no card; \"auto\" always works");
         }
         for name in names_of_several(&cards.devices) {
@@ -335,7 +364,12 @@ impl Config {
                 ),
             );
         }
-        let sources = r.finish()?;
+        let sources = r.finish(&[
+            ("service.state", service.state.display().to_string()),
+            ("hub.cache", hub.cache.display().to_string()),
+            ("hub.endpoint", hub.endpoint.clone()),
+            ("client.name", client.name.clone()),
+        ])?;
         Ok(Config {
             service,
             models,
@@ -347,6 +381,7 @@ impl Config {
             client,
             log,
             sources,
+            file: FileRead::NoneAt(None),
         })
     }
 }
@@ -375,28 +410,52 @@ fn names_of_several(devices: &[DeviceChoice]) -> Vec<String> {
 }
 
 /// The configuration file: the one named, or the user's if there is one.
-fn configuration_file(named: Option<PathBuf>) -> Result<Option<PathBuf>, String> {
+fn configuration_file(named: Option<PathBuf>) -> Result<FileRead, String> {
     let named = named.or_else(|| std::env::var_os("MOORED_CONFIG").map(PathBuf::from));
     if let Some(path) = named {
         if path.is_file() {
-            return Ok(Some(path));
+            return Ok(FileRead::Read(path));
         }
         return Err(format!("there is no configuration file {}", path.display()));
     }
     let users = project_folders().map(|folders| folders.config_dir().join("moored.toml"));
-    Ok(users.filter(|path| path.is_file()))
+    Ok(match users {
+        Some(path) if path.is_file() => FileRead::Read(path),
+        users => FileRead::NoneAt(users),
+    })
 }
 
-/// `MOORED_SECTION_SETTING` is `section.setting`. The client's two have short names, which the Python
-/// client reads too.
+/// Who asks, where nothing else is said: so that the people behind one tunnel are several clients.
+fn user_at_host() -> String {
+    let variable = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let user = variable("USER").or_else(|| variable("LOGNAME"));
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let host = host.trim();
+    match (user, host) {
+        (Some(user), "") => user,
+        (Some(user), host) => format!("{user}@{host}"),
+        (None, host) => host.to_owned(),
+    }
+}
+
+/// Settings with short names, which the Python client reads too.
+const SHORT_NAMES: [(&str, &str); 5] = [
+    ("endpoint", "client.endpoint"),
+    ("token_file", "client.token_file"),
+    ("ca_file", "client.ca_file"),
+    ("insecure_token", "client.insecure_token"),
+    ("client", "client.name"),
+];
+
+/// `MOORED_SECTION_SETTING` is `section.setting`. The client's have short names.
 fn environment() -> Env {
-    Env::prefixed("MOORED_")
-        .filter(|key| key != "config")
-        .map(|key| match key.as_str() {
-            "endpoint" | "ENDPOINT" => "client.endpoint".into(),
-            "token_file" | "TOKEN_FILE" => "client.token_file".into(),
-            other => other.replacen('_', ".", 1).to_lowercase().into(),
-        })
+    Env::prefixed("MOORED_").filter(|key| key != "config").map(|key| {
+        let key = key.as_str().to_lowercase();
+        match SHORT_NAMES.iter().find(|(short, _)| *short == key) {
+            Some((_, name)) => (*name).into(),
+            None => key.replacen('_', ".", 1).into(),
+        }
+    })
 }
 
 fn project_folders() -> Option<directories::ProjectDirs> {

@@ -6,12 +6,13 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
+use figment::error::{Actual, Kind};
 use figment::value::{Dict, Value};
 use figment::{Figment, Provider as _};
 use residency::Bytes;
 use serde::de::DeserializeOwned;
 
-use super::Setting;
+use super::{SHORT_NAMES, Setting};
 
 /// Everything that is wrong with the configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,7 +20,10 @@ pub(crate) struct Mistakes(Vec<String>);
 
 impl fmt::Display for Mistakes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the configuration has {} mistake(s):", self.0.len())?;
+        match self.0.len() {
+            1 => write!(f, "the configuration has an error:")?,
+            several => write!(f, "the configuration has {several} errors:")?,
+        }
         for mistake in &self.0 {
             write!(f, "\n  {mistake}")?;
         }
@@ -55,6 +59,12 @@ impl Reader {
     pub(super) fn mistake(&mut self, name: &str, problem: impl fmt::Display) {
         let source = self.source(name);
         self.mistakes.push(format!("{name} ({source}): {problem}"));
+    }
+
+    /// Whether something is wrong with a setting already.
+    pub(super) fn is_wrong(&self, name: &str) -> bool {
+        let start = format!("{name} (");
+        self.mistakes.iter().any(|mistake| mistake.starts_with(&start))
     }
 
     /// A string that stands for something.
@@ -194,6 +204,25 @@ impl Reader {
         self.value(name).unwrap_or_default()
     }
 
+    /// A boolean that a variable may set to 1.
+    pub(super) fn switch(&mut self, name: &'static str) -> bool {
+        self.asked_for.push(name);
+        let text = match self.figment.find_value(name) {
+            Ok(Value::Bool(_, value)) => return value,
+            Ok(Value::Num(_, number)) => number.to_u128().map(|n| n.to_string()).unwrap_or_default(),
+            Ok(value) => value.into_string().unwrap_or_default(),
+            Err(_) => String::new(),
+        };
+        match text.trim().to_ascii_lowercase().as_str() {
+            "1" | "yes" | "on" => true,
+            "" | "0" | "no" | "off" => false,
+            _ => {
+                self.mistake(name, format!("{text:?} is neither true nor false"));
+                false
+            }
+        }
+    }
+
     /// A table whose keys are the user's.
     pub(super) fn table<T: DeserializeOwned>(&mut self, name: &'static str) -> BTreeMap<String, T> {
         self.open_tables.push(name);
@@ -221,8 +250,9 @@ impl Reader {
         }
     }
 
-    /// Ends the reading: the settings with their sources, or all mistakes.
-    pub(super) fn finish(mut self) -> Result<Vec<Setting>, Mistakes> {
+    /// Ends the reading: the settings with their sources, or all mistakes. `in_force` is what settings come to that are
+    /// left open.
+    pub(super) fn finish(mut self, in_force: &[(&str, String)]) -> Result<Vec<Setting>, Mistakes> {
         match self.figment.data() {
             Ok(profiles) => {
                 for dict in profiles.values() {
@@ -238,17 +268,20 @@ impl Reader {
         }
         let names = self.asked_for.iter().chain(&self.open_tables);
         let mut settings: Vec<Setting> = names
-            .map(|name| Setting {
-                name: (*name).to_owned(),
-                value: self
-                    .figment
-                    .find_value(name)
-                    .map(|v| show(&v))
-                    .unwrap_or_default(),
-                source: self.source(name),
+            .map(|name| {
+                let set = self.figment.find_value(name).map(|value| json_of(&value));
+                let value = set.unwrap_or_default();
+                let open = value.as_str().is_some_and(str::is_empty);
+                let resolved = in_force.iter().find(|(known, _)| known == name).filter(|_| open);
+                Setting {
+                    name: (*name).to_owned(),
+                    value: resolved.map_or(value, |(_, value)| value.clone().into()),
+                    source: self.source(name),
+                }
             })
             .collect();
         settings.sort_by(|a, b| a.name.cmp(&b.name));
+        settings.dedup_by(|a, b| a.name == b.name); // a table is both asked for and open
         Ok(settings)
     }
 
@@ -293,7 +326,7 @@ impl Reader {
             Ok(value) => Some(value),
             Err(problem) => {
                 for each in problem {
-                    self.mistake(name, each.kind);
+                    self.mistake(name, in_words(&each.kind));
                 }
                 None
             }
@@ -319,15 +352,40 @@ impl Reader {
 
 /// The variable that a setting can be given by.
 fn variable(name: &str) -> String {
-    match name {
-        "client.endpoint" => "MOORED_ENDPOINT".to_owned(),
-        "client.token_file" => "MOORED_TOKEN_FILE".to_owned(),
-        other => format!("MOORED_{}", other.replace('.', "_").to_uppercase()),
-    }
+    let short = SHORT_NAMES.iter().find(|(_, long)| *long == name);
+    let short = short.map_or_else(|| name.replace('.', "_"), |(short, _)| (*short).to_owned());
+    format!("MOORED_{}", short.to_uppercase())
 }
 
-fn show(value: &Value) -> String {
-    serde_json::to_string(value).unwrap_or_default()
+fn json_of(value: &Value) -> serde_json::Value {
+    serde_json::to_value(value).unwrap_or_default()
+}
+
+/// What is wrong with a value, without the names of types.
+fn in_words(kind: &Kind) -> String {
+    match kind {
+        Kind::InvalidType(found, expected) => {
+            let expected = expected.to_string();
+            let expected = match expected.as_str() {
+                number
+                    if number.starts_with(['u', 'i'])
+                        && number[1..].ends_with(|c: char| c.is_ascii_digit()) =>
+                {
+                    "a whole number"
+                }
+                "usize" | "isize" => "a whole number",
+                "f32" | "f64" => "a number",
+                "a boolean" | "bool" => "true or false",
+                other => other,
+            };
+            let found = match found {
+                Actual::Str(text) => format!("{text:?}"),
+                other => other.to_string(),
+            };
+            format!("{found} is not {expected}")
+        }
+        other => other.to_string(),
+    }
 }
 
 /// What stands in for a value that could not be read, until all mistakes are told. It is never used.

@@ -27,7 +27,7 @@ fn all_mistakes_are_told_at_once() {
     let wrong = "service.drain = 'soon'\nqueue.max_jobs = 0\ncards.policy = 'greedy'\nqueue.colour = 'red'\n";
     let told = with(wrong).unwrap_err().to_string();
     for part in [
-        "4 mistake(s)",
+        "4 errors",
         "service.drain",
         "soon",
         "queue.max_jobs",
@@ -44,7 +44,7 @@ fn limits_that_nothing_could_keep_are_mistakes() {
     let wrong = "limits.upload_idle = '0s'\nlimits.unread = 'soon'\nlimits.uploads_per_client = '1MiB'";
     let told = with(wrong).unwrap_err().to_string();
     for part in [
-        "3 mistake(s)",
+        "3 errors",
         "limits.upload_idle",
         "limits.unread",
         "service.max_message",
@@ -64,7 +64,7 @@ fn mistakes_of_every_layer_are_told_together() {
         .unwrap_err()
         .to_string();
     for part in [
-        "4 mistake(s)",
+        "4 errors",
         "no/such/file",
         "--set queue.max_jobs=VALUE",
         "greedy",
@@ -199,4 +199,35 @@ fn nvidia_cards_are_named_without_asking_the_driver() {
             .to_string()
             .contains("twice")
     );
+}
+
+#[test]
+fn what_is_in_force_is_told_once_and_with_what_open_settings_come_to() {
+    let config = with("").unwrap();
+    let value = |name: &str| {
+        let found: Vec<_> = config.sources.iter().filter(|setting| setting.name == name).collect();
+        assert_eq!(found.len(), 1, "{name}");
+        found[0].value.clone()
+    };
+    assert_eq!(value("service.state"), config.service.state.display().to_string());
+    assert_eq!(value("hub.cache"), config.hub.cache.display().to_string());
+    assert_eq!(value("client.name"), config.client.name);
+    assert_eq!(value("models.paths"), serde_json::json!({}));
+    assert_eq!(value("queue.max_jobs"), 256);
+}
+
+#[test]
+fn a_wrong_value_is_told_in_words_and_once() {
+    let told = with("queue.max_jobs = 'many'").unwrap_err().to_string();
+    assert!(told.contains("\"many\" is not a whole number"), "{told}");
+    let told = with("cards.devices = 'gpu0'").unwrap_err().to_string();
+    assert!(told.contains("an error:") && !told.contains("names no card"), "{told}");
+}
+
+#[test]
+fn a_token_may_go_unencrypted_when_a_variable_says_1() {
+    assert!(with("client.insecure_token = 1").unwrap().client.insecure_token);
+    assert!(with("client.insecure_token = '1'").unwrap().client.insecure_token);
+    assert!(!with("").unwrap().client.insecure_token);
+    assert!(with("client.insecure_token = 'perhaps'").is_err());
 }

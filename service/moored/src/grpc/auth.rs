@@ -1,6 +1,9 @@
 //! The bearer token.
 
+use std::net::SocketAddr;
 use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use tonic::service::Interceptor;
 use tonic::{Request, Status};
@@ -10,14 +13,19 @@ use super::status::unauthenticated;
 /// The token that calls must carry, if there is one.
 #[derive(Clone)]
 pub(crate) struct Token {
-    expected: Option<std::sync::Arc<str>>,
+    expected: Option<Arc<str>>,
+    /// When a refusal was logged last.
+    told: Arc<Mutex<Option<Instant>>>,
 }
+
+/// Least time between two refusals in the log.
+const TELL_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Token {
     /// From a file; `None`: calls need no token.
     pub(crate) fn read(file: Option<&Path>) -> Result<Token, String> {
         let Some(file) = file else {
-            return Ok(Token { expected: None });
+            return Ok(Token::expecting(None));
         };
         let text = std::fs::read_to_string(file)
             .map_err(|problem| format!("the token file {} cannot be read: {problem}", file.display()))?;
@@ -28,9 +36,14 @@ impl Token {
                 file.display()
             ));
         }
-        Ok(Token {
-            expected: Some(token.into()),
-        })
+        Ok(Token::expecting(Some(token)))
+    }
+
+    fn expecting(token: Option<&str>) -> Token {
+        Token {
+            expected: token.map(Arc::from),
+            told: Arc::default(),
+        }
     }
 }
 
@@ -43,13 +56,26 @@ impl Interceptor for Token {
             .metadata()
             .get("authorization")
             .and_then(|value| value.to_str().ok());
-        match sent.and_then(bearer) {
-            Some(token) if same(token.as_bytes(), expected.as_bytes()) => Ok(request),
-            Some(_) => Err(unauthenticated("the token is wrong")),
-            None => Err(unauthenticated(
-                "this service wants a token: send `authorization: Bearer TOKEN`",
-            )),
+        let refused = match sent.and_then(bearer) {
+            Some(token) if same(token.as_bytes(), expected.as_bytes()) => return Ok(request),
+            Some(_) => "the token is wrong",
+            None => "this service wants a token: send `authorization: Bearer TOKEN`",
+        };
+        self.tell(request.remote_addr(), refused);
+        Err(unauthenticated(refused))
+    }
+}
+
+impl Token {
+    /// A line in the log; one a second at the most, so that whoever guesses cannot fill a disk.
+    fn tell(&self, client: Option<SocketAddr>, why: &str) {
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        if told.is_some_and(|told| told.elapsed() < TELL_INTERVAL) {
+            return;
         }
+        *told = Some(Instant::now());
+        let client = client.map_or_else(|| "unknown".to_owned(), |client| client.ip().to_string());
+        tracing::warn!(client, why, "a call was refused");
     }
 }
 
@@ -82,9 +108,7 @@ mod tests {
 
     #[test]
     fn only_the_right_token_passes() {
-        let token = Token {
-            expected: Some("0123456789abcdef".into()),
-        };
+        let token = Token::expecting(Some("0123456789abcdef"));
         assert!(call(&token, Some("Bearer 0123456789abcdef")));
         assert!(call(&token, Some("bearer 0123456789abcdef")));
         assert!(call(&token, Some("BEARER  0123456789abcdef")));
@@ -98,7 +122,7 @@ mod tests {
         ] {
             assert!(!call(&token, wrong), "{wrong:?}");
         }
-        assert!(call(&Token { expected: None }, None));
+        assert!(call(&Token::expecting(None), None));
     }
 
     #[test]

@@ -47,6 +47,11 @@ impl ModelCache {
         }
     }
 
+    /// All of the model's.
+    fn folder(&self) -> PathBuf {
+        self.root.join(&self.folder_name)
+    }
+
     /// Where a content is, or will be.
     pub(super) fn blob(&self, oid: &Oid) -> PathBuf {
         self.layout.blob_path(oid.name())
@@ -143,6 +148,27 @@ impl ModelCache {
         }
         Ok(snapshot)
     }
+}
+
+/// Bytes that a model takes in a cache, all of its revisions, and what has come of those that are not whole.
+pub(super) fn size(root: &Path, model: &Reference) -> Option<u64> {
+    let folder = ModelCache::new(root, model).folder();
+    let contents = children(&folder.join("blobs"));
+    folder
+        .is_dir()
+        .then(|| contents.iter().filter_map(|path| length(path)).sum())
+}
+
+/// Removes a model from a cache. What makes it a pipeline goes first: nobody finds half of one.
+pub(super) fn remove(root: &Path, model: &Reference) -> Result<(), PullError> {
+    let folder = ModelCache::new(root, model).folder();
+    for part in ["refs", "snapshots"] {
+        match std::fs::remove_dir_all(folder.join(part)) {
+            Err(problem) if problem.kind() != ErrorKind::NotFound => return Err(failed(&folder, &problem)),
+            _ => {}
+        }
+    }
+    std::fs::remove_dir_all(&folder).map_err(|problem| failed(&folder, &problem))
 }
 
 /// The files of a snapshot that are here, with their folders.

@@ -270,6 +270,16 @@ impl Hub {
     }
 }
 
+/// Bytes that a model takes in a hub cache; `None`: it is not there.
+pub(crate) fn size_in_cache(cache: &Path, model: &Reference) -> Option<u64> {
+    cache::size(cache, model)
+}
+
+/// Removes a model from a hub cache, all of its revisions.
+pub(crate) fn remove_from_cache(cache: &Path, model: &Reference) -> Result<(), PullError> {
+    cache::remove(cache, model)
+}
+
 /// Whether a snapshot has what its pipeline is read from, as far as that can be told without the hub: other programs leave
 /// half of one when they are cut. What is no pipeline of ours lacks nothing that we know of.
 pub(crate) fn is_whole(snapshot: &Path) -> bool {

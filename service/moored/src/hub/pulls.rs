@@ -90,7 +90,7 @@ impl Pulls {
             let ended = hub.pull(&model, progress).await;
             match &ended {
                 Ok(pulled) => tracing::info!(%model, fetched = pulled.bytes_fetched, "a pull is done"),
-                Err(problem) => tracing::info!(%model, %problem, "a pull failed"),
+                Err(problem) => tracing::warn!(%model, %problem, "a pull failed"),
             }
             result.send_replace(Some(ended));
         });

@@ -1,0 +1,404 @@
+//! `moored models`, `info` and `rm`: which models there are, which there could be, and that one is there no more.
+
+use std::collections::BTreeMap;
+use std::io::IsTerminal as _;
+
+use gpu::{CardKind, DeviceChoice};
+use pipelines::FULL;
+use residency::Bytes;
+use serde_json::json;
+
+use super::catalogue::{self, PRESETS};
+use super::connection::Connection;
+use super::names::{short_key, short_revision};
+use super::pull::decimal;
+use super::{CliError, screen};
+use crate::config::{Client, Config};
+use crate::hub::{self, Reference};
+use crate::models::Models;
+use crate::proto::v1;
+
+pub(super) async fn list(client: &Client, json: bool) -> Result<(), CliError> {
+    let mut residency = Connection::open(client).await?.residency();
+    let status = residency.get_status(v1::GetStatusRequest {}).await?.into_inner();
+    let listed = residency
+        .list_models(v1::ListModelsRequest {})
+        .await?
+        .into_inner()
+        .models;
+    if json {
+        for model in listed {
+            screen::json(&json!({
+                "id": model.id, "revision": model.revision, "family": model.family, "media": model.media,
+                "problem": model.problem,
+                "default": model.is_default, "pinned": model.pinned, "resident": model.resident,
+                "bytes": model.components.iter().map(|c| c.bytes).sum::<u64>(),
+                "quantization": model.quantization.into_iter().collect::<BTreeMap<_, _>>(),
+                "choices": model.choices.iter()
+                    .map(|c| json!({"preset": c.preset, "bytes": c.bytes})).collect::<Vec<_>>(),
+            }))?;
+        }
+        return Ok(());
+    }
+    if listed.is_empty() {
+        return screen::text(
+            "no models: download one with `moored pull` (`moored models --available` names some), or add a folder with \
+             `moored serve --models FOLDER`",
+        );
+    }
+    let rows = listed.into_iter().map(|model| {
+        let bytes: u64 = model.components.iter().map(|c| c.bytes).sum();
+        let formats = formats(&model);
+        let smaller = model.choices.iter().filter(|choice| choice.bytes < bytes);
+        let choices: Vec<String> = smaller
+            .map(|choice| format!("{} {}", choice.preset, Bytes(choice.bytes)))
+            .collect();
+        let mut notes = Vec::new();
+        if model.is_default {
+            notes.push("default".to_owned());
+        }
+        notes.extend(in_memory(&model, &status));
+        notes.extend(Some(model.problem).filter(|problem| !problem.is_empty()));
+        vec![
+            model.id,
+            short_revision(&model.revision).to_owned(),
+            model.family,
+            model.media,
+            Bytes(bytes).to_string(),
+            formats,
+            choices.join(", "),
+            notes.join("; "),
+        ]
+    });
+    screen::table(
+        &[
+            "model",
+            "revision",
+            "family",
+            "generates",
+            "on the card",
+            "formats",
+            "quantized",
+            "",
+        ],
+        rows.collect(),
+    )
+}
+
+/// What of a model is in memory, and in which form.
+fn in_memory(model: &v1::ModelInfo, status: &v1::Status) -> Vec<String> {
+    let mut forms: BTreeMap<String, (Vec<String>, bool)> = BTreeMap::new();
+    for resident in status.cards.iter().flat_map(|card| &card.residents) {
+        let name = resident.component.clone().unwrap_or_default().name;
+        for key in &resident.entries {
+            let (id, form) = key.rsplit_once('+').unwrap_or((key, FULL));
+            let revision = id.strip_prefix(&model.id).and_then(|rest| rest.strip_prefix('@'));
+            if id != model.id && revision != Some(&model.revision) {
+                continue;
+            }
+            let key = short_key(&format!("+{form}"));
+            let form = forms.entry(key.trim_start_matches('+').to_owned()).or_default();
+            form.0.push(name.clone());
+            form.1 |= resident.pinned;
+        }
+    }
+    let mut notes: Vec<String> = forms
+        .iter()
+        .map(|(form, (components, pinned))| {
+            let pinned = if *pinned { ", pinned" } else { "" };
+            format!("in memory ({form}{pinned}): {}", components.join(", "))
+        })
+        .collect();
+    if model.pinned && !forms.values().any(|(_, pinned)| *pinned) {
+        notes.insert(0, "pinned".to_owned());
+    }
+    notes
+}
+
+/// How a model is stored: `full`, or what is quantized in its files.
+fn formats(model: &v1::ModelInfo) -> String {
+    let quantized = model.quantization.iter().filter(|(_, format)| *format != FULL);
+    let mut words: Vec<String> = quantized
+        .map(|(component, format)| format!("{component} {format}"))
+        .collect();
+    words.sort();
+    match (&words[..], model.quantization.is_empty()) {
+        ([], true) => String::new(),
+        ([], false) => FULL.to_owned(),
+        (words, _) => words.join(", "),
+    }
+}
+
+/// What is known where models are to be run: by the service that answers, else by this machine.
+struct Place {
+    /// Models that are there.
+    ids: Vec<String>,
+    /// The largest card.
+    card: Option<Card>,
+}
+
+struct Card {
+    id: String,
+    total: Bytes,
+    is_cpu: bool,
+}
+
+impl Place {
+    async fn of(config: &Config) -> Result<Place, CliError> {
+        match Connection::open(&config.client).await {
+            Ok(connection) => Ok(Place::of_service(&connection).await?),
+            Err(CliError::Unreachable { .. }) => Ok(Place::of_this_machine(config)),
+            Err(other) => Err(other),
+        }
+    }
+
+    async fn of_service(connection: &Connection) -> Result<Place, tonic::Status> {
+        let listed = connection
+            .residency()
+            .list_models(v1::ListModelsRequest {})
+            .await?;
+        let info = connection
+            .server()
+            .get_server_info(v1::GetServerInfoRequest {})
+            .await?;
+        let cards = info.into_inner().cards.into_iter().map(|card| Card {
+            id: card.id,
+            total: Bytes(card.total_bytes),
+            is_cpu: card.kind == "cpu",
+        });
+        Ok(Place {
+            ids: listed
+                .into_inner()
+                .models
+                .into_iter()
+                .map(|model| model.id)
+                .collect(),
+            card: cards.max_by_key(|card| card.total),
+        })
+    }
+
+    fn of_this_machine(config: &Config) -> Place {
+        let models = Models::new(config.models.clone(), config.hub.cache.clone());
+        let devices = DeviceChoice::resolve(&config.cards.devices).map(|found| found.devices);
+        let described = devices
+            .unwrap_or_default()
+            .into_iter()
+            .filter_map(|device| device.describe().ok());
+        let cards = described.map(|card| Card {
+            total: card.total,
+            is_cpu: card.kind == CardKind::Cpu,
+            id: card.id,
+        });
+        Place {
+            ids: models.list().iter().map(|model| model.id.clone()).collect(),
+            card: cards.max_by_key(|card| card.total),
+        }
+    }
+}
+
+/// What can be pulled by a short name, and what fits.
+pub(super) async fn available(config: &Config, json: bool) -> Result<(), CliError> {
+    let place = Place::of(config).await?;
+    let best = |model: &catalogue::Model| {
+        place
+            .card
+            .as_ref()
+            .map(|card| model.best_on(card.total, card.is_cpu))
+    };
+    let models = catalogue::all()?;
+    if json {
+        return models.iter().try_for_each(|model| {
+            let memory: serde_json::Map<String, serde_json::Value> = PRESETS
+                .iter()
+                .zip(model.memory_gib)
+                .map(|(preset, gib)| ((*preset).to_owned(), gib.into()))
+                .collect();
+            screen::json(
+                &json!({"name": model.name, "id": model.id, "licence": model.licence,
+                "needs_terms": model.needs_terms, "download_gb": model.download_gb, "memory_gib": memory,
+                "fits": best(model).flatten(), "here": place.ids.contains(&model.id), "about": model.about}),
+            )
+        });
+    }
+    let rows = models.iter().map(|model| {
+        let [full, eight, four] = model.memory_gib;
+        vec![
+            model.name.clone(),
+            if place.ids.contains(&model.id) { "yes" } else { "" }.to_owned(),
+            match best(model) {
+                None => "unknown".to_owned(),
+                Some(None) => "no".to_owned(),
+                Some(Some(preset)) => preset.to_owned(),
+            },
+            format!("{:.1} GB", model.download_gb),
+            format!("{full:.1} / {eight:.1} / {four:.1} GiB"),
+            match model.needs_terms {
+                true => format!("{}; accept its terms", model.licence),
+                false => model.licence.clone(),
+            },
+            format!("{}: {}", model.id, model.about),
+        ]
+    });
+    screen::table(
+        &[
+            "name",
+            "here",
+            "fits this card",
+            "download",
+            "memory full / 8-bit / 4-bit",
+            "licence",
+            "model",
+        ],
+        rows.collect(),
+    )?;
+    if let Some(card) = &place.card {
+        screen::note(&format!(
+            "this card: {}, {}; try `moored run flux-schnell \"a cat\"`",
+            card.id, card.total
+        ));
+    }
+    Ok(())
+}
+
+/// What is known of one model, of the service and of the catalogue.
+pub(super) async fn info(config: &Config, name: &str, json: bool) -> Result<(), CliError> {
+    let known = catalogue::find(name)?;
+    let id = known.as_ref().map_or(name, |model| &model.id);
+    let listed = match Connection::open(&config.client).await {
+        Ok(connection) => {
+            let listed = connection
+                .residency()
+                .list_models(v1::ListModelsRequest {})
+                .await?;
+            let named = |model: &v1::ModelInfo| model.id == name || model.id == id;
+            listed.into_inner().models.into_iter().find(named)
+        }
+        Err(CliError::Unreachable { .. }) => None,
+        Err(other) => return Err(other),
+    };
+    let cached = id.parse::<Reference>().ok();
+    let cached = cached.and_then(|reference| hub::size_in_cache(&config.hub.cache, &reference));
+    if listed.is_none() && known.is_none() && cached.is_none() {
+        return Err(CliError::Failed(format!(
+            "nothing is known of {name}: the service does not list it, it has no short name, and it is not in {}",
+            config.hub.cache.display()
+        )));
+    }
+    let mut facts: Vec<(&str, String)> = vec![("model", id.to_owned())];
+    if let Some(known) = &known {
+        facts.push(("short name", known.name.clone()));
+        facts.push(("about", known.about.clone()));
+        facts.push(("licence", known.licence.clone()));
+        if known.needs_terms {
+            facts.push((
+                "access",
+                format!(
+                    "log in at {}/{id} and accept the terms, if it asks",
+                    config.hub.endpoint
+                ),
+            ));
+        }
+        facts.push(("download", format!("{:.1} GB", known.download_gb)));
+    }
+    if let Some(bytes) = cached {
+        let state = format!("{} in {}", decimal(bytes), config.hub.cache.display());
+        facts.push(("downloaded", state));
+    }
+    match &listed {
+        Some(model) => facts.extend(facts_of(model)),
+        None => facts.push(("service", "none that answers lists it".to_owned())),
+    }
+    if json {
+        let object: serde_json::Map<String, serde_json::Value> = facts
+            .into_iter()
+            .map(|(name, value)| (name.replace(' ', "_"), value.into()))
+            .collect();
+        return screen::json(&object.into());
+    }
+    facts
+        .iter()
+        .try_for_each(|(name, value)| screen::text(&format!("{name:<12} {value}")))
+}
+
+fn facts_of(model: &v1::ModelInfo) -> Vec<(&'static str, String)> {
+    if !model.problem.is_empty() {
+        return vec![("problem", model.problem.clone())];
+    }
+    let components: Vec<String> = model
+        .components
+        .iter()
+        .map(|component| format!("{} {}", component.name, Bytes(component.bytes)))
+        .collect();
+    let choices: Vec<String> = model
+        .choices
+        .iter()
+        .map(|choice| format!("{} {}", choice.preset, Bytes(choice.bytes)))
+        .collect();
+    let defaults = model.defaults.unwrap_or_default();
+    let mut facts = vec![
+        ("family", model.family.clone()),
+        ("generates", model.media.clone()),
+        ("components", components.join(", ")),
+        ("memory", choices.join(", ")),
+        ("stored as", formats(model)),
+        (
+            "defaults",
+            format!(
+                "{}x{}, {} steps, guidance {}",
+                defaults.width, defaults.height, defaults.steps, defaults.guidance
+            ),
+        ),
+    ];
+    if !model.revision.is_empty() {
+        facts.insert(0, ("revision", model.revision.clone()));
+    }
+    if model.is_default {
+        facts.push(("default", "of requests that name no model".to_owned()));
+    }
+    facts
+}
+
+/// Removes a model from the hub cache of this machine, all of its revisions.
+pub(super) fn remove(config: &Config, name: &str, yes: bool, json: bool) -> Result<(), CliError> {
+    let reference = catalogue::reference(name)?;
+    let cache = &config.hub.cache;
+    let Some(bytes) = hub::size_in_cache(cache, &reference) else {
+        return Err(CliError::Failed(format!(
+            "{} is not in {}; models in other folders are yours to remove",
+            reference.id,
+            cache.display()
+        )));
+    };
+    if !yes {
+        if json || !std::io::stdin().is_terminal() || !std::io::stderr().is_terminal() {
+            return Err(CliError::Usage(format!(
+                "{} in {} would be removed: --yes does it without asking",
+                decimal(bytes),
+                cache.display()
+            )));
+        }
+        let question = format!(
+            "Remove {} ({}) from {}? [y/N] ",
+            reference.id,
+            decimal(bytes),
+            cache.display()
+        );
+        screen::ask(&question)?;
+        let mut answer = String::new();
+        std::io::stdin().read_line(&mut answer)?;
+        if !["y", "yes"].contains(&answer.trim().to_lowercase().as_str()) {
+            return screen::text("nothing was removed");
+        }
+    }
+    hub::remove_from_cache(cache, &reference)?;
+    if json {
+        return screen::json(&json!({"event": "removed", "id": reference.id, "bytes": bytes}));
+    }
+    screen::text(&format!(
+        "removed {}: {} freed on the disk",
+        reference.id,
+        decimal(bytes)
+    ))?;
+    screen::note("a service that has it in memory keeps it until it is unloaded");
+    Ok(())
+}

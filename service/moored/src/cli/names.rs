@@ -1,0 +1,67 @@
+//! What a model's entry is called for people: as it is typed, rather than with every format and all of a commit.
+
+/// Digits of a commit that are shown.
+const COMMIT_DIGITS: usize = 8;
+/// What the text encoder is called that presets quantize.
+const ENCODERS: [&str; 2] = ["text_encoder_2", "text_encoder"];
+
+/// An entry's key, shorter: `me/mine@0123abcd+4-bit`.
+pub(super) fn short_key(key: &str) -> String {
+    let (name, formats) = match key.rsplit_once('+') {
+        Some((name, formats)) => (name, Some(formats)),
+        None => (key, None),
+    };
+    let name = match name.rsplit_once('@') {
+        Some((id, revision)) => format!("{id}@{}", short_revision(revision)),
+        None => name.to_owned(),
+    };
+    match formats {
+        Some(formats) => format!("{name}+{}", preset_of(formats).unwrap_or(formats)),
+        None => name,
+    }
+}
+
+/// A commit's first digits; another revision as it is.
+pub(super) fn short_revision(revision: &str) -> &str {
+    let is_commit = revision.len() == 40 && revision.bytes().all(|byte| byte.is_ascii_hexdigit());
+    match is_commit {
+        true => &revision[..COMMIT_DIGITS],
+        false => revision,
+    }
+}
+
+/// The preset that these formats are.
+fn preset_of(formats: &str) -> Option<&'static str> {
+    [("int8", "8-bit"), ("nf4", "4-bit")]
+        .into_iter()
+        .find_map(|(format, preset)| {
+            let made = ENCODERS.map(|encoder| format!("{encoder}={format},transformer={format}"));
+            made.iter().any(|made| made == formats).then_some(preset)
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_shown_as_it_is_typed() {
+        let commit = "b28b7af69320201d1cf206ebf28373980add1451";
+        assert_eq!(
+            short_key(&format!("me/mine@{commit}+full")),
+            "me/mine@b28b7af6+full"
+        );
+        assert_eq!(
+            short_key("moored/demo+text_encoder_2=nf4,transformer=nf4"),
+            "moored/demo+4-bit"
+        );
+        for same in [
+            "me/mine@main+transformer=nf4",
+            "me/mine+text_encoder_2=int8,transformer=nf4",
+            "me/mine",
+            "small+full",
+        ] {
+            assert_eq!(short_key(same), same);
+        }
+    }
+}

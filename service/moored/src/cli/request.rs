@@ -1,0 +1,236 @@
+//! A request from what is written on the command line.
+
+use std::io::{IsTerminal as _, Read as _};
+use std::path::Path;
+
+use super::CliError;
+use super::arguments::{Formats, MediumChoice, PriorityChoice, Settings};
+use crate::pictures::{self, Recipe};
+use crate::proto::v1;
+use crate::proto::v1::plan_request::Request as Asked;
+
+/// What a request is made of besides its prompt and its settings.
+pub(super) struct Wanted<'a> {
+    pub(super) medium: MediumChoice,
+    /// `None`: the recipe's, else the service's default.
+    pub(super) model: Option<&'a str>,
+    /// Of `--from`.
+    pub(super) recipe: Option<Recipe>,
+    /// Who asks, unless the settings say.
+    pub(super) client: &'a str,
+}
+
+/// Refuses options that say nothing of what is generated.
+fn check_options(options: &Settings, medium: MediumChoice) -> Result<(), CliError> {
+    let of_film = [
+        ("--frames", options.frames.is_some()),
+        ("--fps", options.fps.is_some()),
+    ];
+    let of_track = [
+        ("--seconds", options.seconds.is_some()),
+        ("--lyrics", options.lyrics.is_some()),
+    ];
+    let seen = [
+        ("--width", options.width.is_some()),
+        ("--height", options.height.is_some()),
+        ("--init", options.init.is_some()),
+    ];
+    let (others, what) = match medium {
+        MediumChoice::Image => ([&of_film[..], &of_track[..]].concat(), "a picture"),
+        MediumChoice::Video => (of_track.to_vec(), "a film"),
+        MediumChoice::Audio => ([&of_film[..], &seen[..]].concat(), "a track"),
+    };
+    match others.iter().find(|(_, given)| *given) {
+        Some((option, _)) => Err(CliError::Usage(format!(
+            "{option} does not apply to {what}: leave it out, or choose another --medium"
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// What is generated: what the options say, else a picture.
+pub(super) fn medium_of(options: &Settings, out: Option<&str>) -> MediumChoice {
+    let ending = out.map(Path::new).and_then(Path::extension);
+    match options.medium {
+        Some(medium) => medium,
+        None if options.frames.is_some() || options.fps.is_some() => MediumChoice::Video,
+        None if options.seconds.is_some() || options.lyrics.is_some() => MediumChoice::Audio,
+        None if ending.is_some_and(|ending| ending == "wav") => MediumChoice::Audio,
+        None if ending.is_some_and(|ending| ending == "apng") => MediumChoice::Video,
+        None => MediumChoice::Image,
+    }
+}
+
+/// A request from options, over the recipe of `--from`.
+pub(super) fn request_of(
+    asked: &Wanted<'_>,
+    prompt: String,
+    options: &Settings,
+    omit_metadata: bool,
+) -> Result<Asked, CliError> {
+    let medium = asked.medium;
+    check_options(options, medium)?;
+    let recipe = asked.recipe.clone().unwrap_or_default();
+    let zero = |value: u32| (value > 0).then_some(value);
+    let from_recipe = options.from.is_some();
+    let init_image = options.init.as_deref().map(read).transpose()?.unwrap_or_default();
+    if init_image.is_empty() && recipe.strength.is_some() {
+        return Err(CliError::Usage(
+            "that picture was made from another: name it with --init to repeat it".to_owned(),
+        ));
+    }
+    let model = match asked.model {
+        None if options.formats.is_empty() => Formats::of_key(&recipe.model_key).of(&recipe.model),
+        None => options.formats.of(&recipe.model),
+        Some(model) => options.formats.of(model),
+    }?;
+    let job = v1::JobOptions {
+        client_id: options.client.clone().unwrap_or_else(|| asked.client.to_owned()),
+        priority: match options.priority {
+            PriorityChoice::Low => v1::Priority::Low,
+            PriorityChoice::Normal => v1::Priority::Normal,
+            PriorityChoice::High => v1::Priority::High,
+        }
+        .into(),
+        patience_ms: options
+            .patience
+            .map(|p| u64::try_from(p.as_millis()).unwrap_or(u64::MAX)),
+        allow_low_memory: options.allow_low_memory,
+        card: options.card.clone().unwrap_or_default(),
+        ..Default::default()
+    };
+    let (width, height) = (
+        options.width.or(zero(recipe.width)).unwrap_or(0),
+        options.height.or(zero(recipe.height)).unwrap_or(0),
+    );
+    let steps = options.steps.or(zero(recipe.steps)).unwrap_or(0);
+    let guidance = options.guidance.or(from_recipe.then_some(recipe.guidance));
+    let seed = options.seed.or(from_recipe.then_some(recipe.seed));
+    let tokens = options.max_sequence_length.or(zero(recipe.max_sequence_length));
+    let (max_sequence_length, strength) = (tokens.unwrap_or(0), options.strength.or(recipe.strength));
+    let (model, count) = (Some(model), options.count);
+    Ok(match medium {
+        MediumChoice::Image => Asked::Generate(v1::GenerateImageRequest {
+            model,
+            prompt,
+            width,
+            height,
+            steps,
+            guidance,
+            seed,
+            max_sequence_length,
+            count,
+            init_image: init_image.into(),
+            strength,
+            output: v1::OutputFormat::Png.into(),
+            omit_metadata,
+            options: Some(job),
+            ..Default::default()
+        }),
+        MediumChoice::Video => Asked::Video(v1::GenerateVideoRequest {
+            model,
+            prompt,
+            width,
+            height,
+            frames: options.frames.or(recipe.frames).unwrap_or(0),
+            frames_per_second: options.fps.or(recipe.frames_per_second).unwrap_or(0.0),
+            steps,
+            guidance,
+            seed,
+            max_sequence_length,
+            count,
+            init_image: init_image.into(),
+            strength,
+            omit_metadata,
+            options: Some(job),
+            ..Default::default()
+        }),
+        MediumChoice::Audio => Asked::Audio(v1::GenerateAudioRequest {
+            model,
+            prompt,
+            lyrics: options.lyrics.clone().unwrap_or(recipe.lyrics),
+            seconds: options.seconds.or(recipe.seconds).unwrap_or(0.0),
+            steps,
+            guidance,
+            seed,
+            max_sequence_length,
+            count,
+            strength,
+            omit_metadata,
+            options: Some(job),
+            ..Default::default()
+        }),
+    })
+}
+
+fn prompt_from_stdin() -> Result<String, CliError> {
+    if std::io::stdin().is_terminal() {
+        return Err(CliError::Usage(
+            "the prompt is missing: write it on the command line, or pipe it in".to_owned(),
+        ));
+    }
+    let mut prompt = String::new();
+    std::io::stdin().read_to_string(&mut prompt)?;
+    match prompt.trim() {
+        "" => Err(CliError::Usage("standard input holds no prompt".to_owned())),
+        trimmed => Ok(trimmed.to_owned()),
+    }
+}
+
+/// The prompts, in their order: from a file, else the one that is written, is in the recipe, or comes by standard input.
+pub(super) fn prompts_of(
+    written: Option<&str>,
+    file: Option<&Path>,
+    recipe: Option<&Recipe>,
+) -> Result<Vec<String>, CliError> {
+    if let Some(file) = file {
+        let text = if file == Path::new("-") {
+            std::io::read_to_string(std::io::stdin())?
+        } else {
+            let text = String::from_utf8(read(file)?);
+            text.map_err(|problem| failed(file, problem.utf8_error().to_string()))?
+        };
+        let prompts: Vec<String> = text
+            .lines()
+            .map(str::trim)
+            .filter(|line| !line.is_empty())
+            .map(str::to_owned)
+            .collect();
+        if prompts.is_empty() {
+            return Err(failed(file, "holds no prompt: write one a line".to_owned()));
+        }
+        return Ok(prompts);
+    }
+    let prompt = match (written, recipe) {
+        (Some(prompt), _) if prompt != "-" => prompt.to_owned(),
+        (None, Some(recipe)) => recipe.prompt.clone(),
+        (Some(_), _) | (None, None) => prompt_from_stdin()?,
+    };
+    if prompt.trim().is_empty() && written.is_some() {
+        return Err(CliError::Usage(
+            "the prompt is empty: write what to generate".to_owned(),
+        ));
+    }
+    Ok(vec![prompt])
+}
+
+fn failed(path: &Path, problem: String) -> CliError {
+    CliError::File {
+        path: path.display().to_string(),
+        problem,
+    }
+}
+
+pub(super) fn recipe_of(path: &Path) -> Result<Recipe, CliError> {
+    pictures::recipe_of(&read(path)?).map_err(|problem| CliError::File {
+        path: path.display().to_string(),
+        problem,
+    })
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, CliError> {
+    std::fs::read(path).map_err(|problem| CliError::File {
+        path: path.display().to_string(),
+        problem: problem.to_string(),
+    })
+}

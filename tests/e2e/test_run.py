@@ -1,0 +1,211 @@
+"""From a model's name to a picture: the catalogue, planned downloads, and a service for one command."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub import Hub, Repository, files_of
+from PIL import Image
+
+from service import BINARY, INSTANT_MODELS, ROOT, ReservedPort, Service, run
+
+SHORT = "z-image-turbo"
+ID = "Tongyi-MAI/Z-Image-Turbo"
+SIZE = ("-W", "64", "-H", "64", "--steps", "1", "--seed", "3")
+WAIT_S = 60
+
+Completed = subprocess.CompletedProcess[str]
+Run = Callable[..., Completed]
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    """A hub that has the shipped model under the name of a large one."""
+    with Hub() as hub:
+        hub.repositories[ID] = Repository(files_of(ROOT / "demo/model"))
+        yield hub
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def alone(hub: Hub, home: Path, tmp_path: Path) -> Run:
+    """A command where no service runs, in a folder of its own."""
+    port = ReservedPort()
+    env = hub.environment(home) | {
+        "MOORED_ENDPOINT": f"http://{port.address}",
+        "MOORED_SERVICE_STATE": str(tmp_path / "state"),
+    }
+
+    def command(*arguments: str, **variables: str) -> Completed:
+        return run(*arguments, env=env | variables, cwd=tmp_path)
+
+    return command
+
+
+def good(done: Completed) -> str:
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    return done.stdout
+
+
+def blobs(home: Path) -> list[Path]:
+    return list(home.glob("hub/models--*/blobs/*"))
+
+
+def test_one_command_downloads_a_model_starts_a_service_and_generates(
+    hub: Hub, home: Path, alone: Run, tmp_path: Path
+) -> None:
+    first = alone("run", SHORT, "a red cube", *SIZE, "--device", "cpu")
+    assert good(first).splitlines()[-1] == "z-image-turbo-3.png"
+    with Image.open(tmp_path / "z-image-turbo-3.png") as picture:
+        assert json.loads(picture.info["moored"])["model"] == ID
+    for told in (ID, "Apache-2.0", "15.8 MB to download", "starting one", "moored serve"):
+        assert told in first.stderr
+    assert "INFO" not in first.stderr
+    assert "no service answers" in alone("status").stderr, "it has ended with the command"
+    before = len(hub.requests)
+    second = alone("run", SHORT, "a red cube", *SIZE, "--device", "cpu")
+    assert good(second).splitlines() == ["z-image-turbo-3-2.png"]
+    assert len(hub.requests) == before, "what is here is not asked for again"
+
+
+def test_a_running_service_is_used_and_downloads_the_model(
+    hub: Hub, home: Path, tmp_path: Path
+) -> None:
+    env = hub.environment(home)
+    service = Service(state=tmp_path / "state", environment=env)
+    try:
+        service.client().close()
+        given = ("run", SHORT, "a red cube", *SIZE)
+        done = service.run(*given, env=env, cwd=tmp_path)
+        assert good(done).splitlines() == ["z-image-turbo-3.png"]
+        assert "starting one" not in done.stderr
+        listed = service.run("models", "--available", "--json", env=env)
+        here = {one["name"]: one["here"] for one in map(json.loads, good(listed).splitlines())}
+        assert (here[SHORT], here["flux-dev"]) == (True, False)
+    finally:
+        assert service.stop() == 0
+
+
+def test_the_most_faithful_precision_that_fits_is_taken(tmp_path: Path) -> None:
+    service = Service(
+        *("--models", str(INSTANT_MODELS)), state=tmp_path / "state", devices=("sim:20GiB",)
+    )
+    try:
+        service.client().close()
+
+        def model_of(*more: str) -> tuple[str, str]:
+            done = service.run("run", "flux-full", "a cube", "--json", *more, cwd=tmp_path)
+            events = [json.loads(line) for line in good(done).splitlines()]
+            told = service.run("run", "flux-full", "a cube", *more, cwd=tmp_path).stderr
+            return next(one["model"] for one in events if one["event"] == "accepted"), told
+
+        key, told = model_of()
+        assert key == "flux-full+text_encoder_2=int8,transformer=int8"
+        assert "in 8-bit" in told
+        assert "sim:0" in told
+        key, told = model_of("--quantization", "4-bit")
+        assert key == "flux-full+text_encoder_2=nf4,transformer=nf4"
+        assert "in 8-bit" not in told
+    finally:
+        assert service.stop() == 0
+
+
+def test_a_service_elsewhere_is_not_started_here(alone: Run) -> None:
+    done = alone("run", SHORT, "a cube", MOORED_ENDPOINT="http://192.0.2.1:1", MOORED_CLIENT="x")
+    assert done.returncode == 3
+    assert "192.0.2.1" in done.stderr
+
+
+def test_a_pull_shows_its_plan_and_can_be_tried_dry(hub: Hub, home: Path, alone: Run) -> None:
+    planned = good(alone("pull", SHORT, "--dry-run"))
+    assert re.search(rf"{ID}: \d+ files, 15.8 MB to download, into .*home/hub", planned)
+    assert blobs(home) == []
+    (told,) = map(json.loads, good(alone("pull", SHORT, "--dry-run", "--json")).splitlines())
+    assert told["bytes_missing"] == told["bytes_total"] > 15_000_000
+    done = alone("pull", SHORT)
+    assert "15.8 MB to download" in done.stderr
+    assert Path(good(done).strip()).is_dir()
+    assert "all of it here already" in good(alone("pull", SHORT, "--dry-run"))
+
+
+def test_what_no_hub_has_is_told_with_the_short_names(alone: Run) -> None:
+    done = alone("pull", "sdxl")
+    assert done.returncode == 2
+    for name in (SHORT, "flux-schnell", "OWNER/NAME"):
+        assert name in done.stderr
+
+
+def test_a_model_that_was_downloaded_can_be_removed(hub: Hub, home: Path, alone: Run) -> None:
+    missing = alone("rm", SHORT, "--yes")
+    assert missing.returncode == 1
+    assert "is not in" in missing.stderr
+    good(alone("pull", SHORT))
+    asks = alone("rm", SHORT)
+    assert asks.returncode == 2
+    assert "--yes" in asks.stderr
+    assert blobs(home) != []
+    assert "removed" in good(alone("rm", SHORT, "--yes"))
+    assert blobs(home) == []
+    assert list(home.glob("hub/models--*")) == []
+    good(alone("pull", SHORT))
+    assert "yes" not in good(alone("models", "--available")).replace("yes-", "") or blobs(home)
+
+
+@pytest.mark.parametrize(("answer", "removed"), [("y\n", True), ("\n", False)])
+def test_in_a_terminal_rm_asks(hub: Hub, home: Path, answer: str, removed: bool) -> None:
+    env = hub.environment(home, TERM="xterm")
+    assert run("pull", ID, env=env).returncode == 0
+    mine, theirs = pty.openpty()
+    command = [str(BINARY), "rm", ID]
+    with subprocess.Popen(command, env=env, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        os.write(mine, answer.encode())
+        assert process.wait(WAIT_S) == 0
+    os.close(mine)
+    assert (blobs(home) == []) is removed
+
+
+def test_the_catalogue_says_what_fits_this_card(tmp_path: Path, alone: Run) -> None:
+    def fits(device: str) -> dict[str, Any]:
+        told = good(alone("models", "--available", "--json", MOORED_CARDS_DEVICES=device))
+        return {one["name"]: one["fits"] for one in map(json.loads, told.splitlines())}
+
+    assert set(fits("sim:80GiB").values()) == {"full"}
+    assert fits("sim:24GiB")["flux-dev"] == "8-bit"
+    assert fits("sim:12GiB")["flux-dev"] == "4-bit"
+    assert fits("sim:4GiB")["flux-dev"] is None
+    shown = good(alone("models", "--available", MOORED_CARDS_DEVICES="sim:24GiB"))
+    heading, *rows = (line.split("\t") for line in shown.splitlines())
+    (dev,) = (dict(zip(heading, row, strict=True)) for row in rows if row[0] == "flux-dev")
+    assert dev["fits this card"] == "8-bit"
+    assert dev["download"] == "33.7 GB"
+    assert "non-commercial" in dev["licence"]
+
+
+def test_info_tells_what_is_known_of_a_model(hub: Hub, alone: Run, tmp_path: Path) -> None:
+    told = json.loads(good(alone("info", SHORT, "--json")))
+    assert told["licence"] == "Apache-2.0"
+    assert "downloaded" not in told
+    good(alone("pull", SHORT))
+    assert json.loads(good(alone("info", SHORT, "--json")))["downloaded"].startswith("15.8 MB")
+    assert alone("info", "nobody/knows").returncode == 1
+    service = Service("--models", str(INSTANT_MODELS), state=tmp_path / "s", devices=("sim:24GiB",))
+    try:
+        service.client().close()
+        shown = good(service.run("info", "flux-full"))
+        for word in ("transformer", "8-bit 15.9 GiB", "steps"):
+            assert word in shown
+    finally:
+        service.stop()
