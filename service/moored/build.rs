@@ -50,9 +50,9 @@ fn tell_version() {
         None => "cpu (no CUDA: NVIDIA cards are not used)",
     };
     let commit = commit.unwrap_or_else(|| "unknown".to_owned());
-    println!("cargo:rustc-env=MOORED_BUILD_COMMIT={commit}");
-    println!("cargo:rustc-env=MOORED_BUILD_FEATURES={features}");
-    println!("cargo:rustc-env=MOORED_BUILD_PROFILE={profile}");
+    println!("cargo:rustc-env=BUILD_OF_COMMIT={commit}");
+    println!("cargo:rustc-env=BUILD_OF_FEATURES={features}");
+    println!("cargo:rustc-env=BUILD_OF_PROFILE={profile}");
 }
 
 /// The commit with its date, and a note where files differ from it, if these are the sources of a git repository.

@@ -62,7 +62,6 @@ impl Job {
                         contents.missed -= bytes;
                     } else {
                         contents.unread -= bytes;
-                        self.mailbox.account.remove(bytes);
                     }
                     return Some(event);
                 }
@@ -87,11 +86,17 @@ impl Drop for Job {
     }
 }
 
-/// Bytes of results that all listeners of one account have not read yet.
+/// Bytes of results of one account's jobs that some listener has not read yet, each piece counted once.
 #[derive(Debug)]
 pub(super) struct Unread {
     bytes: AtomicU64,
     bound: Bytes,
+}
+
+/// The bytes of a piece, which count as long as anybody has them.
+struct Counted {
+    data: bytes::Bytes,
+    account: Arc<Unread>,
 }
 
 impl Unread {
@@ -102,18 +107,29 @@ impl Unread {
         }
     }
 
-    /// Whether so many bytes more exceed what an account may leave unread. A single piece may.
-    fn exceeded_by(&self, bytes: Bytes) -> bool {
-        let unread = Bytes(self.bytes.load(Relaxed));
-        unread > Bytes::ZERO && unread + bytes > self.bound
+    /// The same bytes, which count from here on until the last holder has let go of them.
+    pub(super) fn count(self: &Arc<Unread>, data: bytes::Bytes) -> bytes::Bytes {
+        self.bytes.fetch_add(data.len() as u64, Relaxed);
+        bytes::Bytes::from_owner(Counted {
+            data,
+            account: self.clone(),
+        })
     }
 
-    fn add(&self, bytes: Bytes) {
-        self.bytes.fetch_add(bytes.0, Relaxed);
+    fn is_exceeded(&self) -> bool {
+        Bytes(self.bytes.load(Relaxed)) > self.bound
     }
+}
 
-    fn remove(&self, bytes: Bytes) {
-        self.bytes.fetch_sub(bytes.0, Relaxed);
+impl AsRef<[u8]> for Counted {
+    fn as_ref(&self) -> &[u8] {
+        &self.data
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.account.bytes.fetch_sub(self.data.len() as u64, Relaxed);
     }
 }
 
@@ -122,15 +138,8 @@ impl Unread {
 pub(super) struct Mailbox {
     contents: Mutex<Contents>,
     changed: Notify,
-    /// Of this listener and the others of its account.
+    /// Of the listener's account.
     account: Arc<Unread>,
-}
-
-impl Drop for Mailbox {
-    fn drop(&mut self) {
-        let unread = self.lock().unread;
-        self.account.remove(unread);
-    }
 }
 
 #[derive(Debug, Default)]
@@ -178,10 +187,9 @@ impl Mailbox {
         let mut contents = self.lock();
         let bytes = piece_bytes(&event.kind);
         let own = contents.unread > Bytes::ZERO && contents.unread + bytes > contents.bound;
-        let of_all = self.account.exceeded_by(bytes);
+        let of_all = contents.unread > Bytes::ZERO && self.account.is_exceeded();
         if bytes > Bytes::ZERO && (own || of_all) {
             let unread = std::mem::take(&mut contents.unread);
-            self.account.remove(unread);
             let limit = if own { contents.bound } else { self.account.bound };
             let error = Error::SlowReader { unread, limit };
             contents.events = VecDeque::from([JobEvent {
@@ -194,7 +202,6 @@ impl Mailbox {
             return false;
         }
         contents.unread += bytes;
-        self.account.add(bytes);
         if is_coalescible(&event.kind) {
             let unread = contents.events.iter().enumerate().rev();
             let outdated = unread

@@ -91,7 +91,8 @@ pub struct Settings {
     pub text_cache: Bytes,
     /// Bound on the results that one listener has not read yet; beyond, it is dropped as one that does not read.
     pub unread_pictures: Bytes,
-    /// The same for all listeners of one account together: see [`JobOptions::account`](crate::job::JobOptions::account).
+    /// The same for all jobs of one account together, each piece counted once however many listen: see
+    /// [`JobOptions::account`](crate::job::JobOptions::account).
     pub unread_of_account: Bytes,
     /// Bound on latents.
     pub latents: Bytes,

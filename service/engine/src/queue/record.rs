@@ -8,7 +8,7 @@ use pipelines::{MediaFormat, Piece, Role, StagePlan, Values};
 use residency::{Bytes, Component, ComponentId, Wait};
 use tokio::time::Instant;
 
-use super::listener::{Mailbox, is_coalescible};
+use super::listener::{Mailbox, Unread, is_coalescible};
 use super::memos::Memos;
 use super::reductions::{Reduction, Reductions};
 use super::request::OpenModels;
@@ -148,6 +148,8 @@ pub(super) struct JobRecord {
     /// Of the stage that runs or ran last: steps done, and steps in all.
     pub(super) steps_done: (u32, u32),
     pub(super) listeners: BTreeMap<u64, Arc<Mailbox>>,
+    /// Counts what its listeners have not read.
+    pub(super) unread: Arc<Unread>,
     pub(super) detached: bool,
     /// For those who join later, if anybody can.
     pub(super) retained: Option<Vec<JobEvent>>,
@@ -336,7 +338,7 @@ impl JobRecord {
 
     /// Tells everybody who listens, and remembers it for those who join.
     pub(super) fn emit(&mut self, now: Instant, kind: JobEventKind) {
-        let event = JobEvent {
+        let mut event = JobEvent {
             at_ms: now.duration_since(self.accepted).as_millis() as u64,
             kind,
         };
@@ -344,6 +346,9 @@ impl JobRecord {
             && !is_coalescible(&event.kind)
         {
             retained.push(event.clone());
+        }
+        if let JobEventKind::Piece { piece, .. } = &mut event.kind {
+            piece.data = self.unread.count(std::mem::take(&mut piece.data));
         }
         let id = &self.id;
         self.listeners.retain(|listener, mailbox| {

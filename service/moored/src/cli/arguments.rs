@@ -188,6 +188,10 @@ impl Command {
             | Command::Load(_)
             | Command::Unload(_)
             | Command::Pin(_)
+            | Command::Trim(_)
+            | Command::Reserve(_)
+            | Command::Release(_)
+            | Command::Recycle(_)
             | Command::Jobs { .. }
             | Command::Cancel { .. } => Some(&["client"]),
             Command::Models { .. } | Command::Info { .. } => Some(&["client", "hub"]),

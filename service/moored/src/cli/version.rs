@@ -6,9 +6,9 @@ pub(super) const SHORT: &str = env!("CARGO_PKG_VERSION");
 pub(super) const LONG: &str = concat!(
     env!("CARGO_PKG_VERSION"),
     "\ncommit: ",
-    env!("MOORED_BUILD_COMMIT"),
+    env!("BUILD_OF_COMMIT"),
     "\nfeatures: ",
-    env!("MOORED_BUILD_FEATURES"),
+    env!("BUILD_OF_FEATURES"),
     "\nprofile: ",
-    env!("MOORED_BUILD_PROFILE"),
+    env!("BUILD_OF_PROFILE"),
 );

@@ -209,7 +209,12 @@ impl Reader {
         self.asked_for.push(name);
         let text = match self.figment.find_value(name) {
             Ok(Value::Bool(_, value)) => return value,
-            Ok(Value::Num(_, number)) => number.to_u128().map(|n| n.to_string()).unwrap_or_default(),
+            Ok(Value::Num(_, number)) => {
+                let signed = number.to_i128().map(|n| n.to_string());
+                signed
+                    .or_else(|| number.to_u128().map(|n| n.to_string()))
+                    .unwrap_or_default()
+            }
             Ok(value) => value.into_string().unwrap_or_default(),
             Err(_) => String::new(),
         };

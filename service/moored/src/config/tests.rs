@@ -205,7 +205,11 @@ fn nvidia_cards_are_named_without_asking_the_driver() {
 fn what_is_in_force_is_told_once_and_with_what_open_settings_come_to() {
     let config = with("").unwrap();
     let value = |name: &str| {
-        let found: Vec<_> = config.sources.iter().filter(|setting| setting.name == name).collect();
+        let found: Vec<_> = config
+            .sources
+            .iter()
+            .filter(|setting| setting.name == name)
+            .collect();
         assert_eq!(found.len(), 1, "{name}");
         found[0].value.clone()
     };
@@ -221,7 +225,10 @@ fn a_wrong_value_is_told_in_words_and_once() {
     let told = with("queue.max_jobs = 'many'").unwrap_err().to_string();
     assert!(told.contains("\"many\" is not a whole number"), "{told}");
     let told = with("cards.devices = 'gpu0'").unwrap_err().to_string();
-    assert!(told.contains("an error:") && !told.contains("names no card"), "{told}");
+    assert!(
+        told.contains("an error:") && !told.contains("names no card"),
+        "{told}"
+    );
 }
 
 #[test]

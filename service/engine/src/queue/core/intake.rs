@@ -116,7 +116,7 @@ impl Core {
             let opened = self.refreshed(&old, &opened);
             Box::new(Swap::new(old, opened))
         });
-        let arrival = self.number();
+        let (arrival, unread) = (self.number(), self.unread_of(&options.account));
         let retained = (!options.idempotency_key.is_empty()).then(Vec::new);
         let mut job = JobRecord {
             id: format!("job-{}", &uuid::Uuid::new_v4().simple().to_string()[..16]).into(),
@@ -151,6 +151,7 @@ impl Core {
             report: JobReport::default(),
             steps_done: (0, 0),
             listeners: BTreeMap::new(),
+            unread,
             retained,
         };
         // In the order of the card with the most memory: which one it will be is not known yet.
@@ -290,14 +291,18 @@ impl Core {
 
     /// For one more listener of an account.
     fn mailbox(&mut self, account: &str) -> Arc<Mailbox> {
+        let unread = self.unread_of(account);
+        Arc::new(Mailbox::new(self.settings.unread_pictures, unread))
+    }
+
+    fn unread_of(&mut self, account: &str) -> Arc<Unread> {
         self.unread.retain(|_, unread| unread.strong_count() > 0);
         let known = self.unread.get(account).and_then(Weak::upgrade);
-        let unread = known.unwrap_or_else(|| {
+        known.unwrap_or_else(|| {
             let unread = Arc::new(Unread::new(self.settings.unread_of_account));
             self.unread.insert(account.to_owned(), Arc::downgrade(&unread));
             unread
-        });
-        Arc::new(Mailbox::new(self.settings.unread_pictures, unread))
+        })
     }
 
     pub(super) fn left(&mut self, id: &JobId, listener: u64, now: Instant) {
