@@ -43,6 +43,7 @@ def test_models_of_the_configuration_are_loaded_and_pinned_at_the_start(simulate
 
 def test_room_is_reserved_renewed_and_released_from_the_command_line(simulate: Simulate) -> None:
     service = simulate("sim:24GiB")
+    service.client().close()  # its card is ready
 
     def told(*arguments: str) -> dict[str, object]:
         done = service.run(*arguments, "--json")

@@ -384,7 +384,7 @@ def test_the_right_token_opens_it_and_goes_nowhere_else(hub: Hub, home: Path, pu
     locked(hub)
     home.mkdir()
     (home / "token").write_text(f"{RIGHT}\n")  # as a login leaves it
-    done = pull(MOORED_LOG_FILTER="trace")
+    done = pull(MOORED_LOG_FILTER="trace,hyper=trace,hyper_util=trace,reqwest=trace,rustls=trace")
     assert "TRACE" in done.stderr
     assert done.returncode == 0
     assert RIGHT not in done.stdout + done.stderr
@@ -405,8 +405,8 @@ def test_a_private_model_needs_a_token(hub: Hub, pull: Pull) -> None:
     [
         ("me/other", "PULL_FAILED", "no model me/other"),
         (f"{MODEL}@nowhere", "PULL_FAILED", "no revision nowhere"),
-        ("mine", "INVALID_REQUEST", "owner/name"),
-        ("me/../../etc", "INVALID_REQUEST", "owner/name"),
+        ("mine", "INVALID_REQUEST", "OWNER/NAME"),
+        ("me/../../etc", "INVALID_REQUEST", "OWNER/NAME"),
     ],
 )
 def test_what_is_not_there_is_named(pull: Pull, model: str, reason: str, says: str) -> None:
@@ -627,7 +627,7 @@ def test_errors_reach_the_client_as_what_they_are(hub: Hub, serve: Serve) -> Non
     with serve().client() as client:
         with pytest.raises(moored.PullFailed, match="no model me/other"):
             client.pull_model("me/other")
-        with pytest.raises(moored.InvalidRequest, match="owner/name"):
+        with pytest.raises(moored.InvalidRequest, match="OWNER/NAME"):
             client.pull_model("../etc")
         hub.announce(TRANSFORMER, 1 << 50)
         with pytest.raises(moored.DiskFull):

@@ -104,7 +104,7 @@ def test_the_installed_service_paints_for_the_installed_client(
 def test_the_wheel_has_the_version_of_the_program_and_the_licences(
     wheels: Path, environment: Path
 ) -> None:
-    said = command(environment / "bin/moored", "--version").split()
+    said = command(environment / "bin/moored", "-V").split()
     (wheel,) = wheels.glob("moored_service-*.whl")
     assert said == ["moored", wheel.name.split("-")[1]]
     assert (wheels / f"moored-{said[1]}-py3-none-any.whl").is_file(), (

@@ -76,13 +76,6 @@ pub(super) fn reference(name: &str) -> Result<Reference, CliError> {
     if let Some(model) = find(name)? {
         return Ok(model.id.parse()?);
     }
-    if !name.contains('/') {
-        let names: Vec<String> = all()?.into_iter().map(|model| model.name).collect();
-        return Err(CliError::Usage(format!(
-            "{name:?} names no model: write OWNER/NAME, OWNER/NAME@REVISION, or one of {}",
-            names.join(", ")
-        )));
-    }
     Ok(name.parse()?)
 }
 

@@ -88,7 +88,9 @@ pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Resu
     };
     let mut residency = Connection::open(client).await?.residency();
     let done = residency.unload(request).await?.into_inner();
-    let stays = done.freed.is_empty() && !done.kept.is_empty();
+    // What another model shares stays as well, and nobody has to do anything for that.
+    let is_claimed = |kept: &v1::KeptComponent| kept.reason == "pinned" || kept.reason.starts_with("held");
+    let stays = done.freed.is_empty() && done.kept.iter().any(is_claimed);
     let only_kept = || match stays {
         true => Err(CliError::Failed(
             "nothing was unloaded: `moored pin MODEL --off` unpins a model, and holds end by themselves"
@@ -135,11 +137,14 @@ fn left(freed: &[v1::FreedComponent], kept: &[v1::KeptComponent]) -> Result<(), 
         ))?;
     }
     for kept in kept {
+        let reason = match kept.reason.strip_prefix("shared with ") {
+            Some(key) => format!("shared with {}", short_key(key)),
+            None => kept.reason.clone(),
+        };
         screen::text(&format!(
-            "kept {} on {}: {}",
+            "kept {} on {}: {reason}",
             name(&kept.component),
-            kept.card,
-            kept.reason
+            kept.card
         ))?;
     }
     Ok(())

@@ -16,6 +16,7 @@ use crate::config::Config;
 use crate::hub::Reference;
 use crate::models::Models;
 use crate::proto::v1;
+use crate::proto::v1::plan_request::Request as Asked;
 
 /// Jobs of other clients that found the service meanwhile may finish.
 const DRAIN: Duration = Duration::from_secs(3600);
@@ -106,6 +107,16 @@ fn is_here(config: &Config, name: &str) -> bool {
     models.resolve(Some(&named)).is_ok()
 }
 
+/// The card that a request is to run on; empty: any.
+fn card_of(request: &Asked) -> String {
+    let options = match request {
+        Asked::Generate(image) => image.options.as_ref(),
+        Asked::Video(video) => video.options.as_ref(),
+        Asked::Audio(audio) => audio.options.as_ref(),
+    };
+    options.map(|options| options.card.clone()).unwrap_or_default()
+}
+
 /// The most faithful precision that runs now on the service's card, else that could run there at all; `None`: as it is.
 async fn best_preset(
     connection: &Connection,
@@ -117,7 +128,7 @@ async fn best_preset(
     };
     let mut request = v1::PlanRequest {
         request: Some(first.clone()),
-        ..Default::default()
+        card: card_of(first),
     };
     let mut possible = None;
     for preset in catalogue::PRESETS {

@@ -45,7 +45,7 @@ const CAPABILITIES: [&str; 8] = [
 /// What is built, and may be switched off.
 const PULL: &str = "pull";
 /// What the API names and this build has not.
-const NOT_BUILT: [&str; 4] = ["adapters", "controlnet", "video", "audio"];
+const NOT_BUILT: [&str; 2] = ["adapters", "controlnet"];
 /// HTTP/2 windows: a picture crosses without waiting for acknowledgements.
 const STREAM_WINDOW_BYTES: u32 = 8 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 32 << 20;

@@ -8,7 +8,9 @@ use crate::proto::v1::Reason;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum PullError {
     /// Not a valid `owner/name`.
-    #[error("{0:?} names no model of a hub: write owner/name, or owner/name@revision")]
+    #[error(
+        "{0:?} names no model of a hub: write OWNER/NAME, OWNER/NAME@REVISION, or a short name that `moored models --available` lists"
+    )]
     Name(String),
     /// Clients may not pull models: `hub.pull` is off.
     #[error("this service pulls no models for its clients (hub.pull): run `moored pull {id}` on its machine")]
