@@ -357,7 +357,7 @@ pub(super) struct Settings {
     /// Priority in the queue
     #[arg(long, value_enum, default_value_t = PriorityChoice::Normal, help_heading = "Job")]
     pub(super) priority: PriorityChoice,
-    /// Your name in the job list, and for fair sharing [env: MOORED_CLIENT] [default: user@host]
+    /// Your name in the job list, and for fair sharing [env: MOORED_CLIENT] (default: user@host)
     #[arg(long, value_name = "NAME", help_heading = "Job")]
     pub(super) client: Option<String>,
     /// The card to run on, as `moored status` names it
