@@ -127,7 +127,7 @@ mod tests {
         );
         assert_eq!(reference("me/mine@v1").unwrap().to_string(), "me/mine@v1");
         let told = reference("sdxl").unwrap_err().to_string();
-        assert!(told.contains("flux-schnell"), "{told}");
+        assert!(told.contains("moored models --available"), "{told}");
     }
 
     #[test]
