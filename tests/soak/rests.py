@@ -76,6 +76,7 @@ class Rester:
         while True:
             try:
                 self._client.wait_until_ready(COME_OUT_S)
+                self._unpin()
                 self._client.unload(timeout=CALL_S)
                 # What left last is the same at each rest: a worker gives freed memory back to the system when
                 # real weights leave, and on a simulated card not when only pretended ones do.
@@ -87,6 +88,12 @@ class Rester:
                 if time.monotonic() > until:
                     raise NeverRests(f"it cannot be emptied: {error}") from error
                 time.sleep(LOOK_S)
+
+    def _unpin(self) -> None:
+        """A pin goes over to the model that replaces its own, where whoever made it does not find it."""
+        residents = self._client.status().cards[0].residents
+        for entry in {entry for one in residents if one.pinned for entry in one.entries}:
+            self._client.unpin(entry, timeout=CALL_S)
 
     def _settled(self) -> moored.CardStatus:
         """The card once it is ready and empty, or as it is when it does not come to that."""
