@@ -140,7 +140,7 @@ def test_a_pull_shows_its_plan_and_can_be_tried_dry(hub: Hub, home: Path, alone:
     assert "all of it here already" in good(alone("pull", SHORT, "--dry-run"))
 
 
-def test_what_no_hub_has_is_told_with_the_short_names(alone: Run) -> None:
+def test_an_unknown_name_points_to_the_list_of_short_names(alone: Run) -> None:
     done = alone("pull", "sdxl")
     assert done.returncode == 2
     for name in ("OWNER/NAME", "moored models --available"):

@@ -177,6 +177,13 @@ impl Models {
         }
     }
 
+    /// As [`Models::resolve`], on a thread where folders may be looked through.
+    pub(crate) async fn entry(self: &Arc<Self>, model: Option<v1::ModelRef>) -> Result<Arc<Entry>, Error> {
+        let models = self.clone();
+        let resolved = tokio::task::spawn_blocking(move || models.resolve(model.as_ref())).await;
+        resolved.map_err(|panic| Error::Internal(panic.to_string()))?
+    }
+
     /// Resolves a reference to the entry that it means.
     pub(crate) fn resolve(&self, model: Option<&v1::ModelRef>) -> Result<Arc<Entry>, Error> {
         let none = v1::ModelRef::default();

@@ -21,7 +21,11 @@ pub(crate) async fn run(settings: config::Models, models: Arc<Models>, queue: Qu
     let preloaded = settings.preload.iter().map(|name| ("models.preload", name));
     for (setting, name) in pinned.chain(preloaded) {
         let loaded = async {
-            let entry = resolve(&models, name).await?;
+            let reference = v1::ModelRef {
+                id: name.clone(),
+                ..Default::default()
+            };
+            let entry = models.entry(Some(reference)).await?;
             if setting == "models.pinned" {
                 queue.pin(entry.clone()).await?;
             }
@@ -35,16 +39,6 @@ pub(crate) async fn run(settings: config::Models, models: Arc<Models>, queue: Qu
             }
         }
     }
-}
-
-async fn resolve(models: &Arc<Models>, name: &str) -> Result<Arc<Entry>, Error> {
-    let reference = v1::ModelRef {
-        id: name.to_owned(),
-        ..Default::default()
-    };
-    let models = models.clone();
-    let resolved = tokio::task::spawn_blocking(move || models.resolve(Some(&reference))).await;
-    resolved.map_err(|panic| Error::Internal(panic.to_string()))?
 }
 
 async fn load(queue: &Queue, entry: Arc<Entry>) -> Result<(), Error> {

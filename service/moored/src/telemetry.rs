@@ -21,8 +21,6 @@ const LIBRARIES: [&str; 8] = [
     "rustls",
     "mio",
 ];
-/// What tells of each stage's memory at INFO, for those who look into it: `debug` shows it.
-const FIGURES: &str = "engine::card::stage=warn";
 
 /// Starts logging in a supervisor or a command.
 pub(crate) fn start(log: &Log) {
@@ -40,14 +38,10 @@ pub(crate) fn start(log: &Log) {
     };
 }
 
-/// A filter with what `info` and `debug` leave out. What is named in it goes over that.
+/// A filter with what `debug` leaves out. What is named in it goes over that.
 fn directives(filter: &str) -> String {
     let quiet = LIBRARIES.map(|library| format!("{library}=info"));
-    let mut all = quiet.join(",");
-    if filter.trim().eq_ignore_ascii_case("info") {
-        all = format!("{all},{FIGURES}");
-    }
-    format!("{all},{filter}")
+    format!("{},{filter}", quiet.join(","))
 }
 
 /// Starts logging in a worker, whose lines mix with the supervisor's.
@@ -96,7 +90,6 @@ mod tests {
         assert!(shown("debug").contains("h2=info"), "{}", shown("debug"));
         assert!(shown("debug,h2=trace").contains("h2=trace"));
         assert!(!shown("debug,h2=trace").contains("h2=info"));
-        assert!(shown("info").contains(FIGURES));
         assert!(!shown("debug").contains("engine::card"));
         assert!(EnvFilter::try_new(directives("info,engine=trace")).is_ok());
     }

@@ -57,9 +57,10 @@ impl From<MoveError> for Halt {
 impl Card {
     /// Runs one attempt, and emits exactly one outcome unless the card is lost.
     pub(super) fn run(&mut self, order: &Order, link: &mut dyn Link) -> Flow {
-        let span = tracing::info_span!("order", job = order.job, stage = &*Need::of_order(order).name);
+        let need = Need::of_order(order);
+        let span = tracing::info_span!("order", job = order.job, stage = &*need.name);
         let _entered = span.enter();
-        let outcome = match self.attempt(order, link) {
+        let outcome = match self.attempt(order, &need, link) {
             Ok(completed) => Outcome::Completed(Box::new(completed)),
             Err(Halt::With(outcome)) => *outcome,
             Err(Halt::Lost(reason)) => {
@@ -75,14 +76,13 @@ impl Card {
         Flow::Continue
     }
 
-    fn attempt(&mut self, order: &Order, link: &mut dyn Link) -> Result<Completed, Halt> {
+    fn attempt(&mut self, order: &Order, need: &Need, link: &mut dyn Link) -> Result<Completed, Halt> {
         if link.cancelled(order.ticket) {
             return Err(Halt::cancelled());
         }
-        let need = Need::of_order(order);
         let mut timeline = Timeline::begin(need.name.to_string());
         let model = self.open(order)?;
-        check(order, &need, &*model)?;
+        check(order, need, &*model)?;
         timeline.part("open the model");
         if let Work::Stage(work) = &order.work {
             self.plan_ahead(&*model, work);
@@ -93,7 +93,7 @@ impl Card {
 
         let started = self.clock.micros();
         let mut load_seconds = Vec::new();
-        let rung = self.make_moves(order, &need, &*model, &mut load_seconds, link)?;
+        let rung = self.make_moves(order, need, &*model, &mut load_seconds, link)?;
         let move_ms = self.clock.micros().saturating_sub(started) / 1000;
         timeline.part("plan and move");
 
@@ -125,7 +125,7 @@ impl Card {
                 let run = StageAttempt {
                     ticket: order.ticket,
                     work,
-                    need: &need,
+                    need,
                     model: &*model,
                 };
                 self.run_stage(&run, rung, &mut completed, link)?;

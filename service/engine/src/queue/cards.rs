@@ -331,7 +331,7 @@ impl Card {
         }
     }
 
-    /// Nothing new is sent to the worker, which is to be replaced.
+    /// Marks the worker to be replaced: it gets no new order.
     pub(super) fn retire(&mut self) {
         self.retiring = true;
     }

@@ -97,6 +97,9 @@ impl<'a> View<'a> {
                 return Some(previewed);
             }
         }
+        if let Some(plan) = &mut need.plan {
+            plan.preview = None;
+        }
         self.learned.improve(&mut need, open.model.family(), description);
         Some(need)
     }
@@ -147,6 +150,15 @@ impl<'a> View<'a> {
                 deaths,
             })
         })
+    }
+
+    /// The cards that were asked for (empty: all), as far as a worker is ready there.
+    pub(super) fn ready_cards(&self, card: &str) -> Vec<usize> {
+        let is_asked_for = |index: &usize| {
+            let found = &self.cards[*index];
+            found.is_ready() && (card.is_empty() || found.description.id == card)
+        };
+        (0..self.cards.len()).filter(is_asked_for).collect()
     }
 
     /// Why none of the cards that were asked for (empty: all) can be used.

@@ -141,7 +141,7 @@ async fn a_refusal_names_the_pins_that_are_in_the_way() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_plan_offers_formats_that_lose_less_and_fit_as_well() {
+async fn a_plan_offers_more_accurate_formats_that_fit() {
     let (queue, _worker) = one_card().await;
     let four_bits = [("text_encoder_2", "nf4"), ("transformer", "nf4")];
     let upgrades = async |model: &str| {

@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_written_is_not_promised() {
+    fn an_unsupported_file_ending_is_refused() {
         for (out, medium) in [
             ("a.gif", MediumChoice::Image),
             ("a.wav", MediumChoice::Image),

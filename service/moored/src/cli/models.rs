@@ -1,4 +1,4 @@
-//! `moored models`, `info` and `rm`: which models there are, which there could be, and that one is there no more.
+//! `moored models`, `info` and `rm`: list, describe and remove models.
 
 use std::collections::BTreeMap;
 use std::io::IsTerminal as _;

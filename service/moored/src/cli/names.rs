@@ -1,5 +1,7 @@
 //! What a model's entry is called for people: as it is typed, rather than with every format and all of a commit.
 
+use pipelines::Preset;
+
 /// Digits of a commit that are shown.
 const COMMIT_DIGITS: usize = 8;
 /// What the text encoder is called that presets quantize.
@@ -32,12 +34,11 @@ pub(super) fn short_revision(revision: &str) -> &str {
 
 /// The preset that these formats are.
 fn preset_of(formats: &str) -> Option<&'static str> {
-    [("int8", "8-bit"), ("nf4", "4-bit")]
-        .into_iter()
-        .find_map(|(format, preset)| {
-            let made = ENCODERS.map(|encoder| format!("{encoder}={format},transformer={format}"));
-            made.iter().any(|made| made == formats).then_some(preset)
-        })
+    Preset::ALL.into_iter().find_map(|preset| {
+        let format = preset.format()?;
+        let made = ENCODERS.map(|encoder| format!("{encoder}={format},transformer={format}"));
+        made.iter().any(|made| made == formats).then_some(preset.as_str())
+    })
 }
 
 #[cfg(test)]

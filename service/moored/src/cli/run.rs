@@ -45,9 +45,10 @@ pub(super) async fn run(config: Config, options: Run, json: bool) -> Result<(), 
             let Some(listen) = local::address_of(&config.client.endpoint) else {
                 return Err(CliError::Unreachable { endpoint, problem });
             };
-            let model = named(&options.model, is_here(&config, &options.model), tell)?;
+            let models = Models::new(config.models.clone(), config.hub.cache.clone());
+            let model = named(&options.model, is_here(&models, &options.model), tell)?;
             order.set_model(&model);
-            if let Some(reference) = Reference::of_entry(&model).filter(|_| !is_here(&config, &model)) {
+            if let Some(reference) = Reference::of_entry(&model).filter(|_| !is_here(&models, &model)) {
                 pull::here(config.hub.clone(), &reference, false, json).await?;
             }
             tell(&format!(
@@ -97,9 +98,8 @@ async fn is_listed(connection: &Connection, name: &str) -> Result<bool, CliError
     Ok(listed.into_inner().models.iter().any(|model| model.id == name))
 }
 
-/// Whether a service of this configuration would have the model.
-fn is_here(config: &Config, name: &str) -> bool {
-    let models = Models::new(config.models.clone(), config.hub.cache.clone());
+/// Whether a service with these models would have the model.
+fn is_here(models: &Models, name: &str) -> bool {
     let named = v1::ModelRef {
         id: name.to_owned(),
         ..Default::default()

@@ -143,9 +143,7 @@ impl Service {
     /// The entry that a reference means: folders may be looked through.
     pub(super) async fn entry(&self, model: Option<v1::ModelRef>) -> Result<Arc<Entry>, Error> {
         model.as_ref().map_or(Ok(()), check_reference)?;
-        let models = self.models.clone();
-        let resolved = tokio::task::spawn_blocking(move || models.resolve(model.as_ref())).await;
-        resolved.map_err(|panic| Error::Internal(panic.to_string()))?
+        self.models.entry(model).await
     }
 
     /// As [`Service::entry`], for what ends a use: where the files are gone, the entry as it was used.

@@ -109,8 +109,7 @@ impl Core {
     ) {
         let room =
             |index: usize| self.cards[index].ledger.total() - self.cards[index].ledger.accounts().foreign;
-        let ready = (0..self.cards.len()).filter(|&index| self.cards[index].is_ready());
-        let wanted = ready.filter(|&index| card.is_empty() || self.cards[index].description.id == card);
+        let wanted = self.view(now).ready_cards(card).into_iter();
         let Some(index) = wanted.max_by_key(|&index| room(index)) else {
             let _ = reply.send(Err(self.view(now).not_ready(card)));
             return;

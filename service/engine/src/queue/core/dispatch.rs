@@ -299,21 +299,17 @@ impl Core {
         let mut behind: Vec<String> = behind.map(|stage| stage.name.clone()).collect();
         behind.sort_unstable();
         behind.dedup();
-        let sends_previews = plan.preview.as_ref().is_some_and(|preview| {
-            let mut components = preview.components.iter();
-            components.all(|name| plan.components.contains(name))
-        });
+        let preview_interval_ms = match plan.preview {
+            Some(_) => run.preview_interval_ms,
+            None => 0,
+        };
         Ok(Work::Stage(Box::new(StageWork {
             plan,
             components: need.components.clone(),
             behind,
             request: run.request.of_item(step.item),
             values: job.input(step, &kept),
-            preview_interval_ms: if sends_previews {
-                run.preview_interval_ms
-            } else {
-                0
-            },
+            preview_interval_ms,
         })))
     }
 }

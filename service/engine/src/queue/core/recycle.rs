@@ -20,10 +20,7 @@ impl Core {
         reply: Reply<Result<Vec<String>, Error>>,
         now: Instant,
     ) {
-        let is_asked_for = |index: &usize| {
-            self.cards[*index].is_ready() && (card.is_empty() || self.cards[*index].description.id == card)
-        };
-        let asked: BTreeSet<usize> = (0..self.cards.len()).filter(is_asked_for).collect();
+        let asked: BTreeSet<usize> = self.view(now).ready_cards(card).into_iter().collect();
         if asked.is_empty() {
             let _ = reply.send(Err(self.view(now).not_ready(card)));
             return;

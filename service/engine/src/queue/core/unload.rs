@@ -106,10 +106,7 @@ impl Core {
     }
 
     pub(in crate::queue) fn trim(&mut self, card: &str, reply: Reply<Result<Bytes, Error>>, now: Instant) {
-        let is_asked_for = |index: &usize| {
-            self.cards[*index].is_ready() && (card.is_empty() || self.cards[*index].description.id == card)
-        };
-        let asked: Vec<usize> = (0..self.cards.len()).filter(is_asked_for).collect();
+        let asked = self.view(now).ready_cards(card);
         if asked.is_empty() {
             let _ = reply.send(Err(self.view(now).not_ready(card)));
             return;
