@@ -109,6 +109,7 @@ pub(crate) async fn run(
         .map_err(|problem| ServeError::Listen { address, problem })?;
 
     timeline.part("lock the cards, listen");
+    pipelines::set_fp8_products(config.cards.fp8_products);
     let library = Arc::new(open_library(&config)?);
     let workers = WorkerPids::new(cards.len());
     let (stopping, stopping_seen) = watch::channel(false);
@@ -313,6 +314,7 @@ fn start_keepers(
             log: log.clone(),
             lock_file: worker_lock(&config.service.state, card),
             plans_folder: config.service.state.join("plans"),
+            fp8_products: config.cards.fp8_products,
         };
         let (slot, task) = supervisor::start_card(
             index,

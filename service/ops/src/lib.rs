@@ -52,7 +52,8 @@ pub use libraries::{
     AttentionPaths, Libraries, PlansMade, attention_by, keep_plans_in, libraries, make_plans, prepare,
 };
 pub use linear::{
-    Epilogue, LayerTo, Scratch, linear, linear_into, linear_scratch, linears_into, multiplies_fp8,
+    Epilogue, Fp8Products, LayerTo, Scratch, is_multiplied_in_fp8, linear, linear_into, linear_scratch,
+    linears_into, multiplies_fp8, set_fp8_products,
 };
 pub use norm::{
     Activation, Codes, Gate, Modulation, Norm, add_residual, norm_modulate, residual_norm_modulate,

@@ -1,7 +1,10 @@
 //! Linear layers, `x Wᵀ + b`, for full-precision and quantized weights.
 
+use std::sync::OnceLock;
+
 use candle_core::{DType, Device, Result, Tensor};
-use gpu::{QuantizedWeight, Weight, WeightFormat};
+use gpu::{GgufType, QuantizedWeight, Weight, WeightFormat};
+use serde::{Deserialize, Serialize};
 
 use crate::linear_cpu::product_into;
 use crate::loops::{add_in_place, gelu_tanh_in_place};
@@ -14,6 +17,55 @@ pub enum Epilogue {
     None,
     /// `torch.nn.GELU(approximate="tanh")`.
     GeluTanh,
+}
+
+/// Which quantized weights cards with native fp8 products multiply in fp8, with rows of bf16 or f16. Others are
+/// dequantized to the dtype of the rows.
+///
+/// Rows, and weights of other formats, are rounded to e4m3 with a scale a row, which is an error of about 0.026 each
+/// (relative, L2): below that of a weight of four bits (about 0.09), above that of int8 (about 0.005).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Fp8Products {
+    /// None.
+    Never,
+    /// Weights in fp8, and those of about four bits a number or fewer.
+    #[default]
+    Auto,
+    /// All.
+    Always,
+}
+
+impl Fp8Products {
+    /// Whether weights of a format are multiplied in fp8.
+    #[must_use]
+    pub fn takes(self, format: WeightFormat) -> bool {
+        use GgufType::{Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+        let is_coarse = match format {
+            WeightFormat::Fp8(_) | WeightFormat::Nf4 | WeightFormat::Nf4Double => true,
+            WeightFormat::Gguf(Q2K | Q3K | Q4_0 | Q4_1 | Q4K) => true,
+            WeightFormat::Int8 | WeightFormat::Gguf(Q5_0 | Q5_1 | Q5K | Q6K | Q8_0) => false,
+        };
+        match self {
+            Fp8Products::Never => false,
+            Fp8Products::Auto => is_coarse,
+            Fp8Products::Always => true,
+        }
+    }
+}
+
+static FP8_PRODUCTS: OnceLock<Fp8Products> = OnceLock::new();
+
+/// Sets [`Fp8Products`] for the process, before anything is predicted or computed. The first call counts; without one
+/// it is [`Fp8Products::Auto`].
+pub fn set_fp8_products(products: Fp8Products) {
+    let _ = FP8_PRODUCTS.set(products);
+}
+
+/// Whether weights of this format are multiplied in fp8 where a card can.
+#[must_use]
+pub fn is_multiplied_in_fp8(format: WeightFormat) -> bool {
+    FP8_PRODUCTS.get().copied().unwrap_or_default().takes(format)
 }
 
 /// Workspace shared by consecutive layers, allocated once per request. The CPU needs none.
@@ -56,9 +108,9 @@ impl Scratch {
     }
 }
 
-/// Whether this device multiplies this fp8 weight natively by rows of this dtype, so that activations should be
-/// quantized to [`crate::Codes`] where they are computed: fp8 with dimensions that are multiples of 16, bf16 or f16
-/// rows, and compute capability 8.9 or later.
+/// Whether this device multiplies this weight in fp8 by rows of this dtype, so that activations should be quantized to
+/// [`crate::Codes`] where they are computed: a format that [`Fp8Products`] takes with dimensions that are multiples
+/// of 16, bf16 or f16 rows, and compute capability 8.9 or later.
 ///
 /// # Errors
 /// Errors of the device.
@@ -86,9 +138,10 @@ fn multiplies_codes(_: &Device, _: &QuantizedWeight, _: DType) -> Result<bool> {
 /// many rows, in one dtype, and each may be a strided view (strided rows in strided matrices); the last axes of a row
 /// may be split (`[.., heads, width]`). `weight` is `[outputs, inputs]`, `bias` `[outputs]`.
 ///
-/// A quantized weight is dequantized as a whole to the dtype of `x`, into `scratch`. Fp8 with bf16 or f16 is
-/// multiplied natively from compute capability 8.9 on: each row of `x` is quantized to e4m3 by its absolute maximum,
-/// unless it is already; the result is within 0.05 of the product with the dequantized weight (relative, L2).
+/// A quantized weight is dequantized as a whole to the dtype of `x`, into `scratch`. From compute capability 8.9 on,
+/// weights that [`Fp8Products`] takes are multiplied in fp8 by rows of bf16 or f16: each row of `x`, and of a weight in
+/// another format, is quantized to e4m3 by its absolute maximum, unless it is already; the result is within 0.05 of
+/// the product with the dequantized weight (relative, L2).
 ///
 /// # Errors
 /// When shapes or dtypes do not match, or the scratch is too small; errors of [`dequantize()`] and of the device.
@@ -224,18 +277,20 @@ pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Result<Tens
     Ok(out)
 }
 
-/// Bytes of [`Scratch`] that [`linear_into`] needs for a layer in this format: the dequantized weight, or the codes
-/// and scales of `x` for a native fp8 product. On the CPU it is the dequantized weight and the product before it is
-/// written; thread-local packing buffers, which do not grow with the shapes, are not included.
+/// Bytes of [`Scratch`] that [`linear_into`] needs for a layer in this format: the dequantized weight, or, for a
+/// product in fp8, the codes and scales of `x`, and of a weight in another format. On the CPU it is the dequantized
+/// weight and the product before it is written; thread-local packing buffers, which do not grow with the shapes, are
+/// not included.
 pub fn linear_scratch(format: WeightFormat, rows: usize, columns: usize, tokens: usize, dtype: DType) -> u64 {
     let dequantized = allocated(rows * columns * dtype.size_in_bytes());
-    let native = match (format, dtype) {
-        (WeightFormat::Fp8(_), DType::BF16 | DType::F16) => {
-            allocated(tokens * columns) + allocated(4 * tokens)
-        }
+    let in_codes = |rows: usize| allocated(rows * columns) + allocated(4 * rows);
+    let in_fp8 = match (format, dtype) {
+        (_, DType::BF16 | DType::F16) if !is_multiplied_in_fp8(format) => 0,
+        (WeightFormat::Fp8(_), DType::BF16 | DType::F16) => in_codes(tokens),
+        (_, DType::BF16 | DType::F16) => in_codes(tokens) + in_codes(rows),
         _ => 0,
     };
-    dequantized.max(native)
+    dequantized.max(in_fp8)
 }
 
 #[cfg(test)]

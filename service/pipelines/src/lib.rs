@@ -34,7 +34,8 @@ pub use host::{HostTensor, HostType};
 pub use identity::{ModelFile, provisional_identity};
 pub use media::{MediaFormat, Piece};
 pub use ops::{
-    AttentionPaths, Libraries, Planned, attention_by, keep_plans_in, libraries, make_plans, prepare,
+    AttentionPaths, Fp8Products, Libraries, Planned, attention_by, keep_plans_in, libraries, make_plans,
+    prepare, set_fp8_products,
 };
 pub use out_of_memory::is_out_of_memory;
 pub use plan::{PreviewNeed, Role, Rung, StagePlan, ValueShape, Values};

@@ -75,7 +75,7 @@ impl Linear {
         }
     }
 
-    /// Whether its input rows, of this dtype, should be quantized where they are computed, for native fp8 products.
+    /// Whether its input rows, of this dtype, should be quantized where they are computed, for products in fp8.
     ///
     /// # Errors
     /// Errors of the device.

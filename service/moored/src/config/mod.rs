@@ -12,6 +12,7 @@ use std::time::Duration;
 use figment::Figment;
 use figment::providers::{Env, Format as _, Serialized, Toml};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, MemoryProfile, ProfileName};
+use pipelines::Fp8Products;
 use residency::{Bytes, Policy};
 use serde::Deserialize;
 
@@ -109,6 +110,7 @@ pub(crate) struct Cards {
     pub(crate) release_threshold: Option<Bytes>,
     pub(crate) staging: Option<Bytes>,
     pub(crate) staging_chunk: Option<Bytes>,
+    pub(crate) fp8_products: Fp8Products,
 }
 
 impl Cards {
@@ -291,6 +293,14 @@ impl Config {
             release_threshold: r.optional_size("cards.release_threshold"),
             staging: r.optional_size("cards.staging"),
             staging_chunk: r.optional_size("cards.staging_chunk"),
+            fp8_products: r.choice(
+                "cards.fp8_products",
+                &[
+                    ("auto", Fp8Products::Auto),
+                    ("never", Fp8Products::Never),
+                    ("always", Fp8Products::Always),
+                ],
+            ),
         };
         let queue = Queue {
             max_jobs: r.at_least("queue.max_jobs", 1),

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use engine::messages::Event;
 use gpu::{DeviceSpec, MemoryProfile};
+use pipelines::Fp8Products;
 use residency::Bytes;
 use serde::{Deserialize, Serialize};
 
@@ -28,6 +29,8 @@ pub(crate) struct WorkerSettings {
     pub(crate) lock_file: Option<PathBuf>,
     /// Folder of compiled cuDNN plans.
     pub(crate) plans_folder: PathBuf,
+    /// Which quantized weights are multiplied in fp8; the supervisor predicts scratch by the same.
+    pub(crate) fp8_products: Fp8Products,
 }
 
 /// The first frame to a worker.

@@ -145,6 +145,7 @@ fn last_words(events: &mpsc::Sender<Frame>) -> i32 {
 fn start_card(configuration: Configuration, events: mpsc::Sender<Frame>) -> Result<CardThread, FrameError> {
     let Configuration { generation, settings } = configuration;
     pipelines::keep_plans_in(&settings.plans_folder);
+    pipelines::set_fp8_products(settings.fp8_products);
     let open = move || {
         if matches!(settings.device, DeviceSpec::Cuda(_)) {
             // The system loads them while the driver starts. What is not found now is not found later.

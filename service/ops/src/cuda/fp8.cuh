@@ -44,6 +44,58 @@ __device__ inline void quantize_rows(const QuantizeArguments& a) {
     }
 }
 
+// As `quantize_rows`, of the rows of a quantized weight, with REQUANTIZED units a thread. Columns are a multiple of
+// sixteen, so that no unit is of two rows or of two blocks of a format.
+constexpr int REQUANTIZED = 2;
+
+struct RequantizeArguments {
+    const uint8_t* bytes;
+    unsigned long long scales_at, codes_at;
+    uint8_t* codes;
+    float* scales;
+    unsigned rows, columns;
+};
+
+template <class Format>
+__device__ inline void requantize_rows(const RequantizeArguments& a) {
+    __shared__ float warps[32];
+    __shared__ float tables[Format::TABLE * LANES + 1];
+    if constexpr (Format::TABLE > 0) {
+        for (unsigned i = threadIdx.x; i < Format::TABLE * LANES; i += blockDim.x) tables[i] = f32_at(a.bytes, i / LANES);
+        __syncthreads();
+    }
+    const float* table = tables + threadIdx.x % LANES;
+    const Weight w = {a.bytes, a.bytes + a.scales_at, a.bytes + a.codes_at, a.rows * a.columns, a.columns};
+    const unsigned begin = blockIdx.x * a.columns;
+    const bool is_regular = Format::is_regular(w);
+    float numbers[REQUANTIZED][UNIT];
+    float absmax = 0;
+#pragma unroll
+    for (int c = 0; c < REQUANTIZED; c++) {
+        const unsigned at = (c * blockDim.x + threadIdx.x) * UNIT;
+        if (at < a.columns && is_regular) {
+            Format::read_regular(w, table, begin + at, numbers[c]);
+        } else if (at < a.columns) {
+            Format::read(w, table, begin + at, UNIT, numbers[c]);
+        } else {
+            for (unsigned i = 0; i < UNIT; i++) numbers[c][i] = 0;
+        }
+        for (unsigned i = 0; i < UNIT; i++) absmax = fmaxf(absmax, fabsf(numbers[c][i]));
+    }
+    const float scale = most_of_block(absmax, warps) / 448.0f;
+    const float by = scale < 1.2e-38f ? 0.0f : 1.0f / scale;
+    if (threadIdx.x == 0) a.scales[blockIdx.x] = scale;
+#pragma unroll
+    for (int c = 0; c < REQUANTIZED; c++) {
+        const unsigned at = (c * blockDim.x + threadIdx.x) * UNIT;
+        uint8_t out[UNIT];
+        for (unsigned i = 0; i < UNIT; i++) {
+            out[i] = __nv_cvt_float_to_fp8(numbers[c][i] * by, __NV_SATFINITE, __NV_E4M3);
+        }
+        if (at < a.columns) store<uint2>(out, a.codes + begin + at);
+    }
+}
+
 // In place: act(product * factor * x_scale[row] * w_scale[column] + bias[column]). Block (row, part of the columns).
 // `w_stride` is 1 for a scale per column, 0 for a single scale; scales and bias may be null.
 struct FinishArguments {

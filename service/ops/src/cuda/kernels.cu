@@ -16,22 +16,26 @@
     DEQUANTIZE_TO(format, __VA_ARGS__, f16, __half)                                                              \
     DEQUANTIZE_TO(format, __VA_ARGS__, bf16, __nv_bfloat16)
 
-DEQUANTIZE(int8, ByRow<moored::Int8Value>)
+// Formats other than fp8, by the suffix of their kernels and the type that reads them.
+#define OTHER_FORMATS(EACH)                            \
+    EACH(int8, ByRow<moored::Int8Value>)               \
+    EACH(nf4, ByTable<moored::PlainAbsmax>)            \
+    EACH(nf4_double, ByTable<moored::NestedAbsmax>)    \
+    EACH(q4_0, ByBlock<moored::Q4_0>)                  \
+    EACH(q4_1, ByBlock<moored::Q4_1>)                  \
+    EACH(q5_0, ByBlock<moored::Q5_0>)                  \
+    EACH(q5_1, ByBlock<moored::Q5_1>)                  \
+    EACH(q8_0, ByBlock<moored::Q8_0>)                  \
+    EACH(q2_k, ByBlock<moored::Q2_K>)                  \
+    EACH(q3_k, ByBlock<moored::Q3_K>)                  \
+    EACH(q4_k, ByBlock<moored::Q4_K>)                  \
+    EACH(q5_k, ByBlock<moored::Q5_K>)                  \
+    EACH(q6_k, ByBlock<moored::Q6_K>)
+
 DEQUANTIZE(fp8_none, ByRow<moored::Fp8None>)
 DEQUANTIZE(fp8_tensor, ByRow<moored::Fp8Tensor>)
 DEQUANTIZE(fp8_rows, ByRow<moored::Fp8Rows>)
-DEQUANTIZE(nf4, ByTable<moored::PlainAbsmax>)
-DEQUANTIZE(nf4_double, ByTable<moored::NestedAbsmax>)
-DEQUANTIZE(q4_0, ByBlock<moored::Q4_0>)
-DEQUANTIZE(q4_1, ByBlock<moored::Q4_1>)
-DEQUANTIZE(q5_0, ByBlock<moored::Q5_0>)
-DEQUANTIZE(q5_1, ByBlock<moored::Q5_1>)
-DEQUANTIZE(q8_0, ByBlock<moored::Q8_0>)
-DEQUANTIZE(q2_k, ByBlock<moored::Q2_K>)
-DEQUANTIZE(q3_k, ByBlock<moored::Q3_K>)
-DEQUANTIZE(q4_k, ByBlock<moored::Q4_K>)
-DEQUANTIZE(q5_k, ByBlock<moored::Q5_K>)
-DEQUANTIZE(q6_k, ByBlock<moored::Q6_K>)
+OTHER_FORMATS(DEQUANTIZE)
 
 #define QUANTIZE_ROWS_OF(dtype, T, CHUNKS)                                                                       \
     extern "C" __global__ void __launch_bounds__(1024)                                                           \
@@ -44,6 +48,12 @@ DEQUANTIZE(q6_k, ByBlock<moored::Q6_K>)
     QUANTIZE_ROWS_OF(dtype, T, 4)
 QUANTIZE_ROWS(f16, __half)
 QUANTIZE_ROWS(bf16, __nv_bfloat16)
+#define REQUANTIZE_ROWS(format, ...)                                                                             \
+    extern "C" __global__ void __launch_bounds__(1024)                                                           \
+        requantize_rows_##format(moored::RequantizeArguments a) {                                                \
+        moored::requantize_rows<moored::__VA_ARGS__>(a);                                                         \
+    }
+OTHER_FORMATS(REQUANTIZE_ROWS)
 #define FINISH_PRODUCT(dtype, T)                                                                                 \
     extern "C" __global__ void __launch_bounds__(256) finish_product_##dtype(moored::FinishArguments a) {        \
         moored::finish_product<T>(a);                                                                            \

@@ -7,7 +7,10 @@ use cudarc::driver::{CudaStream, DeviceRepr};
 use gpu::{Fp8Scales, QuantizedWeight, Weight, WeightFormat, WeightPart, rows_and_columns};
 
 use super::product::{At, ProductEpilogue, ProductShape, ProductTypes};
-use super::{ALIGNMENT, Card, THREADS, UNIT, address_of, dequantize_to_address, kernel_dtype, place_of};
+use super::{
+    ALIGNMENT, Card, THREADS, UNIT, address_of, aligned, dequantize_to_address, kernel_dtype, kernel_of,
+    place_of,
+};
 use crate::place::Rows;
 use crate::{Activation, Epilogue, LayerTo, Scratch};
 
@@ -24,17 +27,24 @@ const MULTIPLE: usize = 16;
 const MAX_THREADS: usize = 1024;
 const MAX_CHUNKS: usize = 4;
 
+/// Units per thread of a block that quantizes a row of a weight (`fp8.cuh`).
+const REQUANTIZED: usize = 2;
+
 /// Alignment of the parts of the scratch.
 const APART: usize = 256;
 
-/// Whether this card multiplies this weight natively, with rows of this dtype or codes of them.
+/// Whether this card multiplies this weight in fp8, with rows of this dtype or codes of them.
 pub(crate) fn multiplies_fp8(device: &CudaDevice, weight: &QuantizedWeight, dtype: DType) -> Result<bool> {
     let (rows, columns) = rows_and_columns(&weight.shape);
-    Ok(matches!(weight.format, WeightFormat::Fp8(_))
+    let chunks = match weight.format {
+        WeightFormat::Fp8(_) => MAX_CHUNKS,
+        _ => REQUANTIZED,
+    };
+    Ok(crate::is_multiplied_in_fp8(weight.format)
         && matches!(dtype, DType::BF16 | DType::F16)
         && rows.is_multiple_of(MULTIPLE)
         && columns.is_multiple_of(MULTIPLE)
-        && columns <= MAX_THREADS * MAX_CHUNKS * UNIT
+        && columns <= MAX_THREADS * chunks * UNIT
         && Card::of(device)?.compute_capability >= SINCE)
 }
 
@@ -73,8 +83,8 @@ pub(crate) fn linear_into(
         }
         (Activation::Numbers(x), Weight::Quantized(weight)) => {
             if multiplies_fp8(device, weight, out.dtype())? {
-                let codes = layer.quantize(x, columns)?;
-                return layer.multiply_fp8(codes, Rows::of(x, columns)?.count(), weight);
+                let (codes, taken) = layer.quantize(x, columns)?;
+                return layer.multiply_fp8(codes, Rows::of(x, columns)?.count(), weight, taken);
             }
             let (rows, columns) = rows_and_columns(&weight.shape);
             let place = scratch.place(0, rows * columns * out.dtype().size_in_bytes())?;
@@ -83,7 +93,7 @@ pub(crate) fn linear_into(
         }
         (Activation::Codes(codes), Weight::Quantized(weight)) => {
             let at = (address_of(&codes.codes)?, address_of(&codes.scales)?);
-            layer.multiply_fp8(at, codes.codes.dim(0)?, weight)
+            layer.multiply_fp8(at, codes.codes.dim(0)?, weight, 0)
         }
         (Activation::Codes(_), Weight::Full(_)) => {
             candle_core::bail!("codes of fp8 by a weight in full precision")
@@ -287,27 +297,29 @@ impl Layer<'_> {
         self.finish_apart((0, 0, 0), 1.0)
     }
 
-    /// Multiplies codes of rows by codes of a weight.
-    fn multiply_fp8(&self, (codes, scales): CodesAt, tokens: usize, weight: &QuantizedWeight) -> Result<()> {
-        let WeightFormat::Fp8(kind) = weight.format else {
-            candle_core::bail!("codes of fp8 by a weight in {}", weight.format);
-        };
+    /// Multiplies codes of rows by codes of a weight. Those of a weight in another format are made in the scratch, of
+    /// which the first `taken` bytes are in use.
+    fn multiply_fp8(
+        &self,
+        (codes, scales): CodesAt,
+        tokens: usize,
+        weight: &QuantizedWeight,
+        taken: usize,
+    ) -> Result<()> {
         let is_bf16 = match self.out.dtype() {
             DType::BF16 => true,
             DType::F16 => false,
             other => candle_core::bail!("a product of fp8 to {other:?}"),
         };
         let (outputs, columns) = rows_and_columns(&weight.shape);
-        let bytes = address_of(&weight.bytes)?;
-        let place = |wanted| bytes + place_of(weight.format, outputs, columns, wanted) as u64;
-        let (stored, weight_scales) = (place(WeightPart::Codes), place(WeightPart::Scales));
-        if !stored.is_multiple_of(ALIGNMENT) || !weight.bytes.is_contiguous() {
-            candle_core::bail!(
-                "the codes of a weight in {} are not contiguous, or not aligned to {ALIGNMENT} bytes: give the weight an \
-                 allocation of its own",
-                weight.format
-            );
-        }
+        let ((stored, weight_scales), kind) = match weight.format {
+            WeightFormat::Fp8(kind) => (stored_codes(weight)?, kind),
+            _ => {
+                let at = self.scratch_for_codes(taken, outputs, columns)?;
+                requantize_rows(self.card, self.stream, weight, at)?;
+                (at, Fp8Scales::Rows)
+            }
+        };
         let rows = Rows {
             start: 0,
             batch: 1,
@@ -435,15 +447,112 @@ impl Layer<'_> {
         unsafe { self.card.launch(self.stream, name, grid, THREADS, &arguments) }
     }
 
-    /// Quantizes rows to codes with scales, in the scratch.
-    fn quantize(&self, x: &Tensor, columns: usize) -> Result<CodesAt> {
-        let rows = Rows::of(x, columns)?;
-        let codes = self.scratch.place(0, rows.count() * columns)?;
-        let begin = (rows.count() * columns).next_multiple_of(APART);
-        let scales = self.scratch.place(begin, rows.count() * size_of::<f32>())?;
-        quantize_rows(self.card, self.stream, x, columns, (codes, scales))?;
-        Ok((codes, scales))
+    /// Quantizes rows to codes with scales, at the beginning of the scratch; returns its bytes in use as well.
+    fn quantize(&self, x: &Tensor, columns: usize) -> Result<(CodesAt, usize)> {
+        let rows = Rows::of(x, columns)?.count();
+        let at = self.scratch_for_codes(0, rows, columns)?;
+        quantize_rows(self.card, self.stream, x, columns, at)?;
+        Ok((at, bytes_of_codes(rows, columns)))
     }
+
+    /// A part of the scratch for the codes and scales of rows, behind the first `taken` bytes.
+    fn scratch_for_codes(&self, taken: usize, rows: usize, columns: usize) -> Result<CodesAt> {
+        let codes = rows * columns;
+        let scales = codes.next_multiple_of(APART);
+        Ok((
+            self.scratch.place(taken, codes)?,
+            self.scratch.place(taken + scales, rows * size_of::<f32>())?,
+        ))
+    }
+}
+
+/// Bytes of scratch that the codes and scales of rows take.
+fn bytes_of_codes(rows: usize, columns: usize) -> usize {
+    (rows * columns).next_multiple_of(APART) + (rows * size_of::<f32>()).next_multiple_of(APART)
+}
+
+/// Addresses of the codes and scales of a weight in fp8.
+fn stored_codes(weight: &QuantizedWeight) -> Result<CodesAt> {
+    let (outputs, columns) = rows_and_columns(&weight.shape);
+    let bytes = address_of(&weight.bytes)?;
+    let place = |wanted| bytes + place_of(weight.format, outputs, columns, wanted) as u64;
+    let at = (place(WeightPart::Codes), place(WeightPart::Scales));
+    if !at.0.is_multiple_of(ALIGNMENT) || !weight.bytes.is_contiguous() {
+        candle_core::bail!(
+            "the codes of a weight in {} are not contiguous, or not aligned to {ALIGNMENT} bytes: give the weight an \
+             allocation of its own",
+            weight.format
+        );
+    }
+    Ok(at)
+}
+
+/// Mirrors the arguments of `requantize_rows` in `fp8.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RequantizeArguments {
+    bytes: u64,
+    scales_at: u64,
+    codes_at: u64,
+    codes: u64,
+    scales: u64,
+    rows: u32,
+    columns: u32,
+}
+
+// SAFETY: plain data with C layout.
+unsafe impl DeviceRepr for RequantizeArguments {}
+
+/// Quantizes the rows of a quantized weight to e4m3 codes with a scale each, at these addresses.
+pub(crate) fn requantize_rows(
+    card: &Card,
+    stream: &CudaStream,
+    weight: &QuantizedWeight,
+    (codes, scales): CodesAt,
+) -> Result<()> {
+    let (rows, columns) = rows_and_columns(&weight.shape);
+    let bytes = aligned(&weight.bytes)?;
+    let place = |wanted| place_of(weight.format, rows, columns, wanted) as u64;
+    let (Ok(row_count), Ok(width), true) = (
+        u32::try_from(rows),
+        u32::try_from(columns),
+        u32::try_from(rows * columns).is_ok() && columns.is_multiple_of(MULTIPLE),
+    ) else {
+        candle_core::bail!(
+            "a weight of shape {:?} cannot be quantized to fp8: its rows must be a multiple of {MULTIPLE} numbers long, with \
+             fewer than 2^32 numbers in all",
+            weight.shape
+        );
+    };
+    let arguments = RequantizeArguments {
+        bytes: address_of(&bytes)?,
+        scales_at: place(WeightPart::Scales),
+        codes_at: place(WeightPart::Codes),
+        codes,
+        scales,
+        rows: row_count,
+        columns: width,
+    };
+    let threads = columns.div_ceil(UNIT * REQUANTIZED).next_multiple_of(32);
+    if threads > MAX_THREADS {
+        candle_core::bail!("rows of {columns} numbers are too long to be quantized");
+    }
+    let name = format!("requantize_rows_{}", kernel_of(weight.format));
+    // SAFETY: the structure mirrors `fp8.cuh`; the bytes are as many as format and shape require and aligned, and the
+    // destination has space for as many codes and a scale per row.
+    unsafe { card.launch(stream, name, (rows, 1, 1), threads, &arguments) }
+}
+
+/// The codes of a weight in another format, u8 of its shape, and the scales of its rows.
+#[cfg(test)]
+pub(crate) fn requantized(weight: &QuantizedWeight) -> Result<(Tensor, Tensor)> {
+    let of = weight.bytes.device();
+    let device = of.as_cuda_device()?;
+    let codes = Tensor::zeros(weight.shape.as_slice(), DType::U8, of)?;
+    let scales = Tensor::zeros(rows_and_columns(&weight.shape).0, DType::F32, of)?;
+    let at = (address_of(&codes)?, address_of(&scales)?);
+    requantize_rows(&*Card::of(device)?, &device.cuda_stream(), weight, at)?;
+    Ok((codes, scales))
 }
 
 /// Quantizes rows of bf16 or f16 to e4m3 codes with a scale each, at these addresses.

@@ -38,6 +38,8 @@ pub(crate) use code::Recorder;
 pub(crate) use convolve::{convolve, taps_first, unwritten};
 pub(crate) use elementwise::{all_finite, copy_rows, glu, relative_bias};
 pub(crate) use euler::euler;
+#[cfg(test)]
+pub(crate) use linear::requantized;
 pub(crate) use linear::{linear_as_one, linear_into, multiplies_fp8};
 pub(crate) use moments::group_moments;
 pub(crate) use norm::norm;

@@ -218,6 +218,45 @@ fn batched_quantized_layers_equal_each_layer_alone() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn formats_of_four_bits_or_fewer_are_multiplied_in_fp8_by_default() {
+    use GgufType::{Q2K, Q3K, Q4_0, Q4_1, Q4K};
+    let coarse = [Q2K, Q3K, Q4_0, Q4_1, Q4K].map(WeightFormat::Gguf);
+    for format in formats() {
+        let is_coarse = coarse.contains(&format)
+            || matches!(
+                format,
+                WeightFormat::Fp8(_) | WeightFormat::Nf4 | WeightFormat::Nf4Double
+            );
+        assert_eq!(Fp8Products::default().takes(format), is_coarse, "{format}");
+        assert!(Fp8Products::Always.takes(format), "{format}");
+        assert!(!Fp8Products::Never.takes(format), "{format}");
+    }
+}
+
+#[test]
+fn scratch_of_a_product_in_fp8_holds_the_codes_of_both_sides() {
+    let (rows, columns, tokens) = (256, 512, 4096);
+    let codes = |rows: usize| allocated(rows * columns) + allocated(4 * rows);
+    let scratch = |format, dtype| linear_scratch(format, rows, columns, tokens, dtype);
+    assert_eq!(
+        scratch(WeightFormat::Nf4, DType::BF16),
+        codes(tokens) + codes(rows)
+    );
+    assert_eq!(
+        scratch(WeightFormat::Fp8(Fp8Scales::Rows), DType::BF16),
+        codes(tokens)
+    );
+    assert_eq!(
+        scratch(WeightFormat::Int8, DType::BF16),
+        allocated(2 * rows * columns)
+    );
+    assert_eq!(
+        scratch(WeightFormat::Nf4, DType::F32),
+        allocated(4 * rows * columns)
+    );
+}
+
 /// Tests of card-only behaviour.
 #[cfg(feature = "cuda")]
 mod on_a_card {
@@ -309,6 +348,67 @@ mod on_a_card {
                     let dequantized = defined(&x.to_dtype(DType::F32)?, &numbers, host.as_ref())?;
                     assert_close(&found, &dequantized, NATIVE)?;
                 }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn weights_of_other_formats_become_fp8_by_rows() -> Result<()> {
+        if test_device().is_cpu() {
+            return Ok(());
+        }
+        let others = formats()
+            .into_iter()
+            .filter(|format| !matches!(format, WeightFormat::Fp8(_)));
+        for format in others {
+            for (rows, columns) in [(1, 256), (19, 1024), (64, 15360)] {
+                let bytes = moderate_bytes(format, rows, columns, 3);
+                let weight = quantized(format, &[rows, columns], bytes);
+                let (codes, scales) = crate::cuda::requantized(&weight)?;
+                let values: Vec<f32> = codes
+                    .to_device(&Device::Cpu)?
+                    .flatten_all()?
+                    .to_vec1::<u8>()?
+                    .into_iter()
+                    .map(e4m3_to_f32)
+                    .collect();
+                let found = Tensor::from_vec(values, (rows, columns), &Device::Cpu)?
+                    .broadcast_mul(&scales.to_device(&Device::Cpu)?.reshape((rows, 1))?)?;
+                let numbers = dequantize(&weight, DType::F32)?;
+                // A number halfway between two codes may become either.
+                assert_close(&found, &rows_in_e4m3(&numbers)?, 1e-3)?;
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn weights_of_four_bits_multiplied_in_fp8_equal_the_reference() -> Result<()> {
+        if !is_native()? {
+            return Ok(());
+        }
+        for (tokens, rows, columns) in [(1, 16, 256), (33, 256, 1024), (300, 3072, 512)] {
+            let x = random(&[tokens, columns], 1)?;
+            for (dtype, format) in [DType::BF16, DType::F16].into_iter().flat_map(|dtype| {
+                let coarse = formats().into_iter().filter(|format| {
+                    Fp8Products::Auto.takes(*format) && !matches!(format, WeightFormat::Fp8(_))
+                });
+                coarse.map(move |format| (dtype, format))
+            }) {
+                let x = here(&x).to_dtype(dtype)?;
+                let bias = here(&random(&[rows], 2)?).to_dtype(dtype)?;
+                let bytes = moderate_bytes(format, rows, columns, 3);
+                let weight = quantized(format, &[rows, columns], bytes);
+                let numbers = dequantize(&weight, DType::F32)?;
+                let held = Weight::Quantized(weight);
+                assert!(multiplies_fp8(test_device(), &held, dtype)?, "{format} {dtype:?}");
+                let found = linear(&x, &held, Some(&bias))?;
+                let bias = bias.to_device(&Device::Cpu)?;
+                let exact = defined(&rows_in_e4m3(&x)?, &rows_in_e4m3(&numbers)?, Some(&bias))?;
+                assert_close(&found, &exact, BF16_OPERATION)?;
+                let dequantized = defined(&x.to_dtype(DType::F32)?, &numbers, Some(&bias))?;
+                assert_close(&found, &dequantized, NATIVE)?;
             }
         }
         Ok(())

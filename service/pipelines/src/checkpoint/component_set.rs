@@ -89,21 +89,34 @@ impl ComponentSet {
 
     /// Whether any weight of a component is quantized.
     pub(crate) fn is_quantized(&self, name: &str) -> bool {
-        let is_quantized = |source: &TensorSource| matches!(source.target, Target::Quantized(_));
-        self.sources(name).iter().any(is_quantized)
+        self.has_layer(name, |_| true)
     }
 
-    /// Whether a component has fp8 layers, which cards may multiply natively.
-    pub(crate) fn holds_fp8(&self, name: &str) -> bool {
-        let is_fp8 = |source: &TensorSource| matches!(source.target, Target::Quantized(WeightFormat::Fp8(_)));
-        self.sources(name).iter().any(is_fp8)
+    /// Whether a component has layers that cards may multiply in fp8, so that rows need codes.
+    pub(crate) fn is_multiplied_in_fp8(&self, name: &str) -> bool {
+        self.has_layer(name, ops::is_multiplied_in_fp8)
     }
 
-    /// Suffix of a stage's shape for a component with native fp8 products, whose scratch differs from that of int8.
+    fn has_layer(&self, name: &str, is_such: impl Fn(WeightFormat) -> bool) -> bool {
+        self.sources(name).iter().any(|source| match source.target {
+            Target::Quantized(format) => is_such(format),
+            Target::Full(_) => false,
+        })
+    }
+
+    /// Suffix of a stage's shape for a component with products in fp8, whose scratch differs from that of
+    /// dequantized weights: of weights in fp8, or of others that become fp8 for it.
     pub(crate) fn as_multiplied(&self, name: &str) -> &'static str {
-        match self.holds_fp8(name) {
-            true => " fp8",
-            false => "",
+        let is_fp8 = |format| matches!(format, WeightFormat::Fp8(_));
+        match (
+            self.is_multiplied_in_fp8(name),
+            self.has_layer(name, |format| {
+                ops::is_multiplied_in_fp8(format) && !is_fp8(format)
+            }),
+        ) {
+            (false, _) => "",
+            (true, false) => " fp8",
+            (true, true) => " to fp8",
         }
     }
 }

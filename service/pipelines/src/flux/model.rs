@@ -147,7 +147,7 @@ impl FluxModel {
             .dequantizing("transformer", tokens as usize + picture, |name| {
                 !is_modulator(name)
             });
-        if self.components.holds_fp8("transformer") {
+        if self.components.is_multiplied_in_fp8("transformer") {
             scratch += Bytes(codes_bytes(&self.transformer, tokens as usize, picture));
         }
         // Modulators run before the buffers are allocated.

@@ -145,7 +145,7 @@ impl ZImageModel {
         scratch += self
             .components
             .dequantizing(TRANSFORMER, lengths.all(), |name| !is_modulator(name));
-        if self.components.holds_fp8(TRANSFORMER) {
+        if self.components.is_multiplied_in_fp8(TRANSFORMER) {
             scratch += Bytes(codes_bytes(&self.transformer, &lengths));
         }
         // Modulations are computed before the buffers are allocated.

@@ -9,8 +9,8 @@ use engine::messages::{
 };
 use gpu::{CardDescription, CardKind, MemoryProfile, ProfileName, Unloaded};
 use pipelines::{
-    Audio, HostTensor, HostType, Image, InitImage, MediaFormat, Medium, Piece, Preset, Quantization, Request,
-    Role, Rung, StagePlan, ValueShape, Values, Video,
+    Audio, Fp8Products, HostTensor, HostType, Image, InitImage, MediaFormat, Medium, Piece, Preset,
+    Quantization, Request, Role, Rung, StagePlan, ValueShape, Values, Video,
 };
 use residency::{
     Bytes, Component, ComponentId, DriverTruth, HoldId, Holder, Ledger, Millis, Policy, ReservationId,
@@ -354,6 +354,7 @@ fn configurations() -> [Configuration; 2] {
         log: "info,gpu=debug".to_owned(),
         lock_file: lock_file.map(PathBuf::from),
         plans_folder: PathBuf::from("/state/plans"),
+        fp8_products: Fp8Products::Always,
     };
     [
         Configuration {
