@@ -137,6 +137,7 @@ pub(crate) async fn run(
             std::thread::available_parallelism().map_or(2, usize::from),
         )),
         encodings: limits.encodings(),
+        media: limits.media(config.queue.latent_ttl),
         limits,
         stopping: stopping_seen,
     };

@@ -240,10 +240,12 @@ impl Description {
                 frames: self.defaults.frames,
                 frames_per_second: self.defaults.frames_per_second,
                 init_image: None,
+                init_video: None,
             }),
             DescribedMedium::Audio => Medium::Audio(Audio {
                 seconds: self.defaults.seconds,
                 lyrics: String::new(),
+                init_audio: None,
             }),
         }
     }

@@ -14,6 +14,14 @@ pub struct InitImage {
     pub rgb: Bytes,
 }
 
+/// A film or a track provided by the client, whole.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Clip {
+    pub format: MediaFormat,
+    /// All units, in the format of [`MediaFormat`].
+    pub data: Bytes,
+}
+
 /// One result to generate. All defaults are filled in.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Request {
@@ -60,6 +68,8 @@ pub struct Video {
     pub frames_per_second: f32,
     /// Image to video: the first frame; already of `width` x `height`.
     pub init_image: Option<InitImage>,
+    /// Video to video: the film to start from, in its own size and length.
+    pub init_video: Option<Clip>,
 }
 
 /// Parameters of a track.
@@ -68,6 +78,8 @@ pub struct Audio {
     pub seconds: f32,
     /// Lyrics; empty for an instrumental.
     pub lyrics: String,
+    /// Audio to audio: the track to start from, in its own rate and length.
+    pub init_audio: Option<Clip>,
 }
 
 impl Medium {
@@ -122,6 +134,20 @@ impl Medium {
             Medium::Audio(_) => None,
         }
     }
+
+    /// The starting film or track.
+    pub fn init_clip(&self) -> Option<&Clip> {
+        match self {
+            Medium::Image(_) => None,
+            Medium::Video(video) => video.init_video.as_ref(),
+            Medium::Audio(audio) => audio.init_audio.as_ref(),
+        }
+    }
+
+    /// Whether it starts from a picture, a film or a track.
+    pub fn has_start(&self) -> bool {
+        self.init_image().is_some() || self.init_clip().is_some()
+    }
 }
 
 impl Request {
@@ -158,10 +184,11 @@ impl Request {
         }
     }
 
-    /// Bytes of the pictures that it contains.
+    /// Bytes of the pictures, films and tracks that it contains.
     pub fn input_bytes(&self) -> u64 {
-        let image = self.medium.init_image();
-        image.map_or(0, |image| image.rgb.len() as u64)
+        let image = self.medium.init_image().map(|image| &image.rgb);
+        let clip = self.medium.init_clip().map(|clip| &clip.data);
+        image.into_iter().chain(clip).map(|data| data.len() as u64).sum()
     }
 }
 

@@ -18,7 +18,7 @@ pub(crate) struct Start {
 
 /// Whether a request starts from a latent, encoded or given, rather than from noise alone.
 pub(crate) fn is_from_latent(request: &Request) -> bool {
-    request.medium.init_image().is_some() || request.from_values
+    request.medium.has_start() || request.from_values
 }
 
 /// Number of steps that are run: from a latent the last ones of its schedule.
@@ -50,8 +50,8 @@ pub(crate) fn start(
     } = request;
     let count = shape.iter().product();
     let mut generator = Generator::new(seed);
-    if request.medium.init_image().is_some() && !request.from_values {
-        let _sample_of_the_encoded_image = generator.normal(count);
+    if request.medium.has_start() && !request.from_values {
+        let _sample_of_the_encoded_start = generator.normal(count);
     }
     let noise = Tensor::from_vec(generator.normal(count), shape, &Device::Cpu)?;
     let Some(brought) = latent else {

@@ -173,6 +173,8 @@ pub(crate) struct Limits {
     pub(crate) results: Bytes,
     pub(crate) results_per_client: Bytes,
     pub(crate) unread: Duration,
+    pub(crate) media: Bytes,
+    pub(crate) media_per_client: Bytes,
     pub(crate) holds_per_client: usize,
     pub(crate) reservations_per_client: usize,
 }
@@ -190,6 +192,8 @@ impl Limits {
             results: r.size("limits.results"),
             results_per_client: r.size("limits.results_per_client"),
             unread: r.some_time("limits.unread"),
+            media: r.size("limits.media"),
+            media_per_client: r.size("limits.media_per_client"),
             holds_per_client: r.at_least("limits.holds_per_client", 1),
             reservations_per_client: r.at_least("limits.reservations_per_client", 1),
         }

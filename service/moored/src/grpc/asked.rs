@@ -1,7 +1,7 @@
 //! A request to generate, whatever its medium: the same checks and defaults for all three calls.
 
 use engine::Error;
-use pipelines::{InitImage, Medium, Request, RequestError};
+use pipelines::{Clip, InitImage, MediaFormat, Medium, Request, RequestError};
 
 use super::stream::Encoding;
 use crate::proto::v1;
@@ -16,6 +16,16 @@ const MOST_ITEMS: u32 = 64;
 const LEAST_PREVIEW_INTERVAL_MS: u32 = 100;
 /// Strength where a request for image to image names none.
 const DEFAULT_STRENGTH: f32 = 0.6;
+
+/// What a client's request starts from, decoded.
+#[derive(Debug, Default)]
+pub(super) enum StartFrom {
+    /// Noise, or a latent of the service.
+    #[default]
+    Nothing,
+    Picture(InitImage),
+    Clip(Clip),
+}
 
 /// What a client asks for. What it leaves open is zero, empty or `None`.
 #[derive(Debug, Default)]
@@ -35,6 +45,8 @@ pub(super) struct Asked {
     /// An encoded picture.
     pub(super) init_image: bytes::Bytes,
     pub(super) init_latent: Option<String>,
+    /// Handle of media that was brought.
+    pub(super) init_media: Option<String>,
     pub(super) keep_latent: bool,
     pub(super) latent_only: bool,
     pub(super) preview_interval_ms: u32,
@@ -76,6 +88,7 @@ impl Asked {
             count: request.count,
             init_image: request.init_image,
             init_latent: Some(request.init_latent_id).filter(|id| !id.is_empty()),
+            init_media: Some(request.init_media_id).filter(|id| !id.is_empty()),
             keep_latent: request.keep_latent,
             latent_only: request.latent_only,
             preview_interval_ms: request.preview_interval_ms,
@@ -101,6 +114,7 @@ impl Asked {
             count: request.count,
             init_image: request.init_image,
             init_latent: Some(request.init_latent_id).filter(|id| !id.is_empty()),
+            init_media: Some(request.init_media_id).filter(|id| !id.is_empty()),
             keep_latent: request.keep_latent,
             latent_only: request.latent_only,
             preview_interval_ms: request.preview_interval_ms,
@@ -127,6 +141,7 @@ impl Asked {
             strength: request.strength,
             count: request.count,
             init_latent: Some(request.init_latent_id).filter(|id| !id.is_empty()),
+            init_media: Some(request.init_media_id).filter(|id| !id.is_empty()),
             keep_latent: request.keep_latent,
             latent_only: request.latent_only,
             omit_metadata: request.omit_metadata,
@@ -183,8 +198,14 @@ impl Asked {
         {
             problem("strength", format!("{strength} is not over 0 and up to 1"));
         }
-        if !self.init_image.is_empty() && self.init_latent.is_some() {
-            problem("init_latent_id", "excludes init_image: leave one out".to_owned());
+        let starts = [
+            ("init_image", !self.init_image.is_empty()),
+            ("init_media_id", self.init_media.is_some()),
+            ("init_latent_id", self.init_latent.is_some()),
+        ];
+        let mut starts = starts.iter().filter(|(_, is_given)| *is_given);
+        if let (Some((first, _)), Some((second, _))) = (starts.next(), starts.next()) {
+            problem(second, format!("excludes {first}: leave one out"));
         }
         if problems.is_empty() {
             Ok(())
@@ -193,19 +214,37 @@ impl Asked {
         }
     }
 
-    /// The request, with `defaults` for what is left open, from a picture that was decoded.
+    /// The request, with `defaults` for what is left open. Sides, frames and seconds that are left open are those of what
+    /// it starts from.
     ///
     /// # Errors
-    /// When the model generates another medium.
-    pub(super) fn request(&self, defaults: Request, init_image: Option<InitImage>) -> Result<Request, Error> {
+    /// When the model generates another medium, or does not start from this one.
+    pub(super) fn request(&self, defaults: Request, start: StartFrom) -> Result<Request, Error> {
         let named = |value: u32, default: u32| if value == 0 { default } else { value };
         let set = |value: f32, default: f32| if value == 0.0 { default } else { value };
+        let (init_image, clip) = match start {
+            StartFrom::Nothing => (None, None),
+            StartFrom::Picture(image) => (Some(image), None),
+            StartFrom::Clip(clip) => (None, Some(clip)),
+        };
         let of_image = init_image.as_ref().map(|image| (image.width, image.height));
         let sides =
             |width, height| of_image.unwrap_or((named(self.width, width), named(self.height, height)));
         let mut medium = defaults.medium;
+        if let Some(clip) = &clip {
+            start_size(&mut medium, &clip.format);
+        }
+        let wrong_start = |wanted: &str| {
+            Error::Invalid(vec![RequestError::new(
+                "init_media_id",
+                format!("{} needs {wanted}, and that is none", self.call),
+            )])
+        };
         match (&mut medium, &self.of_medium) {
             (Medium::Image(image), OfMedium::Image) => {
+                if clip.is_some() {
+                    return Err(wrong_start("a picture"));
+                }
                 (image.width, image.height) = sides(image.width, image.height);
                 image.init_image = init_image;
             }
@@ -220,8 +259,23 @@ impl Asked {
                 video.frames = named(frames, video.frames);
                 video.frames_per_second = set(frames_per_second, video.frames_per_second);
                 video.init_image = init_image;
+                if clip
+                    .as_ref()
+                    .is_some_and(|clip| !matches!(clip.format, MediaFormat::Video { .. }))
+                {
+                    return Err(wrong_start("a picture or a film"));
+                }
+                video.init_video = clip;
             }
             (Medium::Audio(audio), OfMedium::Audio { lyrics, seconds }) => {
+                if init_image.is_some()
+                    || clip
+                        .as_ref()
+                        .is_some_and(|clip| !matches!(clip.format, MediaFormat::Audio { .. }))
+                {
+                    return Err(wrong_start("a track"));
+                }
+                audio.init_audio = clip;
                 audio.seconds = set(*seconds, audio.seconds);
                 audio.lyrics.clone_from(lyrics);
             }
@@ -248,6 +302,34 @@ impl Asked {
     }
 }
 
+/// Gives a request the size of the film, or the length of the track, that it starts from; sides become multiples of 16.
+fn start_size(medium: &mut Medium, format: &MediaFormat) {
+    match (medium, *format) {
+        (
+            Medium::Video(video),
+            MediaFormat::Video {
+                width,
+                height,
+                frames,
+                frames_per_second,
+            },
+        ) => {
+            let side = |side: u32| (side / 16 * 16).clamp(16, LONGEST_SIDE_PIXELS);
+            (video.width, video.height) = (side(width), side(height));
+            (video.frames, video.frames_per_second) = (frames, frames_per_second);
+        }
+        (
+            Medium::Audio(audio),
+            MediaFormat::Audio {
+                samples_per_second,
+                samples,
+                ..
+            },
+        ) => audio.seconds = (samples as f64 / f64::from(samples_per_second.max(1))) as f32,
+        _ => {}
+    }
+}
+
 /// A seed for a request that names none: random, but for an idempotency key always the same, so that asking
 /// again is the same request. Of 32 bits: other tools take no more.
 fn seed_of(options: Option<&v1::JobOptions>) -> u64 {
@@ -266,7 +348,7 @@ fn seed_of(options: Option<&v1::JobOptions>) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use pipelines::{Audio, Image};
+    use pipelines::{Audio, Image, Video};
 
     use super::*;
 
@@ -297,6 +379,54 @@ mod tests {
     }
 
     #[test]
+    fn a_request_has_one_start_and_takes_its_size() {
+        let request = v1::GenerateVideoRequest {
+            init_media_id: "media-1".into(),
+            init_latent_id: "latent-1".into(),
+            ..Default::default()
+        };
+        let refused = Asked::video(request).check().unwrap_err().to_string();
+        assert!(
+            refused.contains("init_latent_id: excludes init_media_id"),
+            "{refused}"
+        );
+
+        let film = |frames| Clip {
+            format: MediaFormat::Video {
+                width: 70,
+                height: 33,
+                frames,
+                frames_per_second: 12.0,
+            },
+            data: bytes::Bytes::new(),
+        };
+        let defaults = || Request::of(Medium::Video(Video::default()), 8, 2.0, 16);
+        let asked = Asked::video(v1::GenerateVideoRequest {
+            frames: 5,
+            ..Default::default()
+        });
+        let resolved = asked.request(defaults(), StartFrom::Clip(film(9))).unwrap();
+        let Medium::Video(video) = resolved.medium else {
+            panic!("it is for a film")
+        };
+        assert_eq!((video.width, video.height), (64, 32));
+        assert_eq!(
+            (video.frames, video.frames_per_second),
+            (5, 12.0),
+            "what is named counts"
+        );
+        assert_eq!(video.init_video, Some(film(9)));
+
+        let asked = Asked::image(v1::GenerateImageRequest::default());
+        let defaults = Request::of(Medium::Image(Image::of(16, 16)), 1, 0.0, 1);
+        let refused = asked
+            .request(defaults, StartFrom::Clip(film(9)))
+            .unwrap_err()
+            .to_string();
+        assert!(refused.contains("GenerateImage needs a picture"), "{refused}");
+    }
+
+    #[test]
     fn a_key_stands_for_the_same_seed_in_every_build() {
         let of_key = |key: &str| {
             let idempotency_key = key.to_owned();
@@ -321,8 +451,11 @@ mod tests {
         let track = Medium::Audio(Audio {
             seconds: 60.0,
             lyrics: "la".into(),
+            init_audio: None,
         });
-        let resolved = asked.request(Request::of(track, 8, 2.0, 16), None).unwrap();
+        let resolved = asked
+            .request(Request::of(track, 8, 2.0, 16), StartFrom::Nothing)
+            .unwrap();
         assert_eq!(
             (resolved.steps, resolved.guidance, resolved.strength),
             (8, 2.0, 1.0)
@@ -331,7 +464,7 @@ mod tests {
             matches!(&resolved.medium, Medium::Audio(audio) if audio.seconds == 3.5 && audio.lyrics.is_empty())
         );
         let image = Request::of(Medium::Image(Image::of(16, 16)), 1, 0.0, 1);
-        let refused = asked.request(image, None).unwrap_err().to_string();
+        let refused = asked.request(image, StartFrom::Nothing).unwrap_err().to_string();
         assert!(
             refused.contains("generates image") && refused.contains("GenerateAudio"),
             "{refused}"

@@ -10,10 +10,11 @@ use futures::Stream;
 use pipelines::{Image, InitImage, Medium, Role};
 use tonic::{Request, Response, Status, Streaming};
 
-use super::asked::{Asked, LONGEST_SIDE_PIXELS};
+use super::asked::{Asked, LONGEST_SIDE_PIXELS, StartFrom};
 use super::caller::Caller;
 use super::convert::{latent_out, resolved};
 use super::latent_upload::receive_latent;
+use super::media::Media;
 use super::server::Service;
 use super::status::{invalid, short, status_of};
 use super::stream::{CHUNK_BYTES, Encoding, EventStream, Output, events_of};
@@ -122,6 +123,23 @@ impl Generation for Service {
         let released = self.queue.release_latent(&request.into_inner().latent_id).await;
         Ok(Response::new(v1::ReleaseLatentResponse { released }))
     }
+
+    async fn put_media(
+        &self,
+        request: Request<Streaming<v1::MediaChunk>>,
+    ) -> Result<Response<v1::MediaInfo>, Status> {
+        let client = Caller::of(&request).client();
+        let info = self.media.receive(request.into_inner(), client).await?;
+        Ok(Response::new(info))
+    }
+
+    async fn release_media(
+        &self,
+        request: Request<v1::ReleaseMediaRequest>,
+    ) -> Result<Response<v1::ReleaseMediaResponse>, Status> {
+        let released = self.media.release(&request.into_inner().media_id);
+        Ok(Response::new(v1::ReleaseMediaResponse { released }))
+    }
 }
 
 /// A job that is ready to be queued, with what its stream will need.
@@ -180,8 +198,8 @@ impl Service {
                 request.medium = of_latent.medium;
             }
         }
-        let init_image = self.init_image(&asked, &request.medium).await?;
-        let request = asked.request(request, init_image)?;
+        let start = self.start_of(&asked, &request.medium).await?;
+        let request = asked.request(request, start)?;
         let output = Output {
             encoding: asked.encoding,
             recipe: Recipe::of(&request, &entry, asked.init_latent.is_some()),
@@ -210,26 +228,46 @@ impl Service {
         Ok(Prepared { spec, model, output })
     }
 
-    /// The image to start from. A size that is left open is that of the image, cut to a multiple of 16.
-    async fn init_image(&self, asked: &Asked, defaults: &Medium) -> Result<Option<InitImage>, Error> {
-        if asked.init_image.is_empty() || defaults.size().is_none() {
-            return Ok(None);
+    /// What a request starts from, other than a latent.
+    async fn start_of(&self, asked: &Asked, defaults: &Medium) -> Result<StartFrom, Error> {
+        const MEDIA: &str = "init_media_id";
+        let (field, picture) = match &asked.init_media {
+            None => ("init_image", asked.init_image.clone()),
+            Some(id) => match self.media.get(MEDIA, id)? {
+                Media::Clip(clip) => return Ok(StartFrom::Clip(clip)),
+                Media::Picture(_) if defaults.size().is_none() => {
+                    return Err(invalid(MEDIA, "is a picture, and a track starts from a track"));
+                }
+                Media::Picture(picture) => (MEDIA, picture),
+            },
+        };
+        if picture.is_empty() || defaults.size().is_none() {
+            return Ok(StartFrom::Nothing);
         }
-        let named = (asked.width > 0 && asked.height > 0).then_some((asked.width, asked.height));
-        let pixels = self
-            .decode_picture("init_image", asked.init_image.clone(), named)
+        let image = self
+            .init_image(field, picture, (asked.width, asked.height))
             .await?;
+        Ok(StartFrom::Picture(image))
+    }
+
+    /// A picture to start from. A side that is left open (0) is that of the picture, cut to a multiple of 16.
+    async fn init_image(
+        &self,
+        field: &'static str,
+        picture: bytes::Bytes,
+        asked: (u32, u32),
+    ) -> Result<InitImage, Error> {
+        let named = (asked.0 > 0 && asked.1 > 0).then_some(asked);
+        let pixels = self.decode_picture(field, picture.clone(), named).await?;
         let cut = |side: u32| (side / 16 * 16).min(LONGEST_SIDE_PIXELS);
         let or = |value: u32, default: u32| if value == 0 { default } else { value };
-        let width = or(asked.width, cut(pixels.width));
-        let height = or(asked.height, cut(pixels.height));
-        let pixels = if (pixels.width, pixels.height) == (width, height) {
+        let size = (or(asked.0, cut(pixels.width)), or(asked.1, cut(pixels.height)));
+        let pixels = if (pixels.width, pixels.height) == size {
             pixels
         } else {
-            self.decode_picture("init_image", asked.init_image.clone(), Some((width, height)))
-                .await?
+            self.decode_picture(field, picture, Some(size)).await?
         };
-        Ok(Some(init_image(pixels)))
+        Ok(init_image(pixels))
     }
 
     /// Decodes and scales a client's picture, as many at a time as there are processors: each may take a quarter

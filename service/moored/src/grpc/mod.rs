@@ -12,6 +12,7 @@ mod hub;
 mod jobs;
 mod latent_upload;
 mod limits;
+mod media;
 pub(crate) mod paths;
 mod residency;
 mod server;

@@ -18,6 +18,7 @@ use super::caller::Caller;
 use super::encodings::Encodings;
 use super::health;
 use super::limits::{Limited, Limits};
+use super::media::MediaStore;
 use super::residency::kind_out;
 use super::stream::Encoder;
 use crate::host::Host;
@@ -32,12 +33,13 @@ use crate::proto::v1::residency_server::ResidencyServer;
 use crate::proto::v1::server_server::{Server, ServerServer};
 
 /// Capabilities of this build, as `GetServerInfo` lists them.
-const CAPABILITIES: [&str; 8] = [
+const CAPABILITIES: [&str; 9] = [
     "text_to_image",
     "image_to_image",
     "encode_image",
     "decode_latent",
     "latents",
+    "media",
     "preview",
     "reserve",
     "quantization",
@@ -73,6 +75,8 @@ pub(crate) struct Service {
     /// What clients may have open.
     pub(crate) limits: Arc<Limits>,
     pub(crate) encodings: Arc<Encodings>,
+    /// What clients have brought for later requests.
+    pub(crate) media: Arc<MediaStore>,
     /// Becomes true when the service is going down: streams without an end then end.
     pub(crate) stopping: watch::Receiver<bool>,
 }

@@ -2,8 +2,9 @@
 
 use crate::family::StageError;
 use crate::host::{HostTensor, HostType};
+use crate::media::MediaFormat;
 use crate::plan::{ValueShape, Values};
-use crate::request::{InitImage, Request};
+use crate::request::{Medium, Request};
 
 /// Channels of a latent: red, green, blue, and one that is zero.
 pub(super) const CHANNELS: usize = 4;
@@ -60,19 +61,42 @@ pub(super) fn colour_of(text: &[(&str, &HostTensor)], request: &Request, init: O
     })
 }
 
-/// The mean colour of a picture.
-pub(super) fn mean_of(image: &InitImage) -> Colour {
-    let pixels = (image.rgb.len() / 3).max(1) as u64;
+/// The mean colour of what a request starts from: of a picture, of all frames of a film; of a track the colour whose
+/// channels sound as loud.
+pub(super) fn mean_of_start(medium: &Medium) -> Option<Colour> {
+    if let Some(image) = medium.init_image() {
+        return Some(mean_of_pixels(&image.rgb));
+    }
+    let clip = medium.init_clip()?;
+    Some(match clip.format {
+        MediaFormat::Audio { channels, .. } => mean_of_samples(&clip.data, channels.max(1) as usize),
+        MediaFormat::Image { .. } | MediaFormat::Video { .. } => mean_of_pixels(&clip.data),
+    })
+}
+
+fn mean_of_pixels(rgb: &[u8]) -> Colour {
+    let pixels = (rgb.len() / 3).max(1) as u64;
     std::array::from_fn(|channel| {
-        let sum: u64 = image
-            .rgb
-            .iter()
-            .skip(channel)
-            .step_by(3)
-            .map(|&byte| u64::from(byte))
-            .sum();
+        let channel = rgb.iter().skip(channel).step_by(3);
+        let sum: u64 = channel.map(|&byte| u64::from(byte)).sum();
         (sum / pixels) as u8
     })
+}
+
+fn mean_of_samples(data: &[u8], channels: usize) -> Colour {
+    let samples = data.as_chunks::<2>().0;
+    std::array::from_fn(|channel| {
+        let of_channel = samples.iter().skip(channel % channels).step_by(channels);
+        let (sum, count) = of_channel.fold((0_i64, 0_i64), |(sum, count), &sample| {
+            (sum + i64::from(i16::from_le_bytes(sample)), count + 1)
+        });
+        (sum / count.max(1) / 100 + 128).clamp(0, 255) as u8
+    })
+}
+
+/// The sample that a channel of a colour sounds as.
+pub(super) fn loudness_of(channel: u8) -> i16 {
+    (i16::from(channel) - 128) * 100
 }
 
 /// A latent that decodes to this colour.
@@ -88,7 +112,6 @@ pub(super) fn latent_of(colour: Colour, shape: Vec<usize>) -> HostTensor {
 
 /// The colour of a latent.
 ///
-/// [`StageError::BadInput`] if it is not a latent of this family.
 /// [`StageError::BadInput`] if it is not of this family's making.
 pub(super) fn read_latent(latent: &HostTensor) -> Result<Colour, StageError> {
     let in_channel: usize = latent.shape.iter().skip(2).product();

@@ -43,10 +43,12 @@ pub(super) fn medium_of(shape: &[usize], defaults: &Medium) -> Option<Medium> {
             height: pixels(height)?,
             frames: u32::try_from(frames).ok()?,
             init_image: None,
+            init_video: None,
             ..video.clone()
         })),
         (Medium::Audio(audio), &[1, CHANNELS, tenths]) => Some(Medium::Audio(Audio {
             seconds: tenths as f32 / LATENTS_PER_SECOND,
+            init_audio: None,
             ..audio.clone()
         })),
         _ => None,

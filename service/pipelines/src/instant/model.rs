@@ -6,7 +6,9 @@ use std::time::Duration;
 use gpu::{ComponentTensors, LoadPlan, ScratchGuard, WeightFormat, simulated_scratch};
 use residency::{Bytes, Component, ComponentId};
 
-use super::colour::{Colour, colour_of, encode, encoded_shapes, latent_of, mean_of, read_latent};
+use super::colour::{
+    Colour, colour_of, encode, encoded_shapes, latent_of, loudness_of, mean_of_start, read_latent,
+};
 use super::content::{content_of, format_of, latent_shape, medium_of, units_of};
 use super::{DECODE, DENOISE, DescribedComponent, Description, ENCODE_IMAGE, ENCODE_TEXT, LATENT};
 use crate::family::{Model, Observer, StageError, StageRun, smaller_lengths, smaller_sides};
@@ -15,6 +17,7 @@ use crate::media::{MediaFormat, Piece};
 use crate::plan::{PreviewNeed, Role, Rung, StagePlan, ValueShape, Values, only_value};
 use crate::quantization::Quantization;
 use crate::request::{Medium, Request, RequestError};
+use crate::start::is_from_latent;
 
 /// Predicted bytes per second of a component's reload.
 const LOAD_SPEED: f64 = 25e9;
@@ -118,8 +121,7 @@ impl InstantModel {
 
     /// Denoising steps that are run: all from noise, or the last ones from a starting point.
     fn steps_of(&self, request: &Request) -> u32 {
-        let from_image = request.medium.init_image().is_some() || request.from_values;
-        let part = if from_image {
+        let part = if is_from_latent(request) {
             request.strength.clamp(0.0, 1.0)
         } else {
             1.0
@@ -131,7 +133,7 @@ impl InstantModel {
         let size = content_of(&request.medium);
         let tokens = request.max_sequence_length;
         let latent = || ValueShape::new(LATENT, latent_shape(&request.medium));
-        let from_latent = request.medium.init_image().is_some() || request.from_values;
+        let from_latent = is_from_latent(request);
         let (role, components, shape): (_, &[&str], _) = match name {
             ENCODE_TEXT => (
                 Role::Encode,
@@ -236,7 +238,7 @@ impl InstantModel {
             for unit in first..last {
                 match format {
                     MediaFormat::Audio { channels, .. } => {
-                        let of_channel = |c: u32| (i16::from(colour[c as usize % 3]) - 128) * 100;
+                        let of_channel = |c: u32| loudness_of(colour[c as usize % 3]);
                         data.extend((0..channels).flat_map(|c| of_channel(c).to_le_bytes()));
                     }
                     MediaFormat::Image { .. } | MediaFormat::Video { .. } => {
@@ -301,7 +303,7 @@ impl InstantModel {
         );
         let tokens = (1..=512).contains(&request.max_sequence_length);
         require(tokens, "max_sequence_length", "must be between 1 and 512");
-        if request.medium.init_image().is_some() || request.from_values {
+        if is_from_latent(request) {
             let strength = request.strength > 0.0 && request.strength <= 1.0;
             require(strength, "strength", "must be over 0 and at most 1");
         }
@@ -312,6 +314,19 @@ impl InstantModel {
                 same_size && all_there,
                 "init_image",
                 "must have the size of the picture",
+            );
+        }
+        if let Some(clip) = request.medium.init_clip() {
+            let is_such = match (&request.medium, clip.format) {
+                (Medium::Video(_), MediaFormat::Video { .. })
+                | (Medium::Audio(_), MediaFormat::Audio { .. }) => true,
+                _ => false,
+            };
+            let all_there = clip.format.bytes() == Some(clip.data.len() as u64) && !clip.data.is_empty();
+            require(
+                is_such && all_there,
+                "init_media_id",
+                "must be whole, and of the medium that is generated",
             );
         }
         wrong
@@ -379,9 +394,9 @@ impl Model for InstantModel {
         if !problems.is_empty() {
             return Err(problems);
         }
-        let encodes_image = request.medium.init_image().is_some() && !request.from_values;
+        let encodes_start = request.medium.has_start() && !request.from_values;
         let names = [ENCODE_TEXT, ENCODE_IMAGE, DENOISE, DECODE].into_iter();
-        let names = names.filter(|name| *name != ENCODE_IMAGE || encodes_image);
+        let names = names.filter(|name| *name != ENCODE_IMAGE || encodes_start);
         Ok(names.map(|name| self.stage(name, request)).collect())
     }
 
@@ -431,10 +446,10 @@ impl Model for InstantModel {
         match plan.name.as_str() {
             ENCODE_TEXT => Ok(encode(request)),
             ENCODE_IMAGE => {
-                let image = request.medium.init_image();
-                let image =
-                    image.ok_or_else(|| StageError::BadInput("encoding needs an image".to_owned()))?;
-                Ok(latent(mean_of(image)))
+                let mean = mean_of_start(&request.medium);
+                let mean =
+                    mean.ok_or_else(|| StageError::BadInput("there is nothing to encode".to_owned()))?;
+                Ok(latent(mean))
             }
             DENOISE => self.denoise(stage, observer).map(latent),
             DECODE => self.decode(stage, observer).map(|()| Values::new()),

@@ -356,6 +356,7 @@ fn a_track_runs_through_all_stages_and_is_delivered_in_pieces() {
         request.medium = Medium::Audio(Audio {
             seconds,
             lyrics: String::new(),
+            init_audio: None,
         });
         assert_eq!(names(&*model, &request), ["encode_text", "denoise", "decode"]);
         let (values, pieces) = through_stages(&*model, &request);
@@ -606,6 +607,7 @@ fn invalid_fields_are_refused_by_name() {
         frames: 0,
         frames_per_second: f32::INFINITY,
         init_image: None,
+        init_video: None,
     });
     assert_eq!(
         wrong_fields(&*model, &wrong),
@@ -617,6 +619,7 @@ fn invalid_fields_are_refused_by_name() {
         wrong.medium = Medium::Audio(Audio {
             seconds,
             lyrics: String::new(),
+            init_audio: None,
         });
         assert_eq!(wrong_fields(&*model, &wrong), ["seconds"], "{seconds}");
     }

@@ -512,10 +512,12 @@ fn a_request_of_another_medium_is_refused() {
         frames: 5,
         frames_per_second: 24.0,
         init_image: None,
+        init_video: None,
     });
     let track = Medium::Audio(Audio {
         seconds: 1.0,
         lyrics: String::new(),
+        init_audio: None,
     });
     for (medium, name) in [(film, "video"), (track, "audio")] {
         let other = Request { medium, ..request() };

@@ -19,11 +19,12 @@ use super::uploads::Upload;
 use crate::grpc::status::client_limit;
 
 /// Calls that carry pictures or latents. Of the others no request is long.
-const LARGE: [&str; 5] = [
+const LARGE: [&str; 6] = [
     "GenerateImage",
     "GenerateVideo",
     "EncodeImage",
     "PutLatent",
+    "PutMedia",
     "Plan",
 ];
 /// Bytes of a request that carries none. A prompt is 40 KB at the most.

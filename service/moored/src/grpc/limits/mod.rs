@@ -20,6 +20,7 @@ use claims::Claims;
 use sent::Readers;
 
 use super::encodings::Encodings;
+use super::media::MediaStore;
 use crate::config;
 
 /// The bounds of one service.
@@ -33,6 +34,8 @@ pub(crate) struct Limits {
     upload_idle: Duration,
     /// Results that are encoded and not read.
     results: Arc<Budget>,
+    /// What clients bring for later requests.
+    media: Arc<Budget>,
     readers: Readers,
     pub(super) holds: Claims,
     pub(super) reservations: Claims,
@@ -51,6 +54,7 @@ impl Limits {
             uploads: Budget::new(settings.uploads.0, settings.uploads_per_client.0),
             upload_idle: settings.upload_idle,
             results: Budget::new(settings.results.0, settings.results_per_client.0),
+            media: Budget::new(settings.media.0, settings.media_per_client.0),
             readers: Readers::new(settings.unread),
             holds: Claims::new("holds", settings.holds_per_client),
             reservations: Claims::new("reservations", settings.reservations_per_client),
@@ -60,6 +64,11 @@ impl Limits {
     /// Encoded results, within these bounds.
     pub(crate) fn encodings(&self) -> Arc<Encodings> {
         Arc::new(Encodings::new(self.results.clone()))
+    }
+
+    /// A store of media within these bounds, which leave when they were not used for `ttl`.
+    pub(crate) fn media(&self, ttl: Duration) -> Arc<MediaStore> {
+        MediaStore::new(self.media.clone(), ttl)
     }
 
     /// The connections of a listener.

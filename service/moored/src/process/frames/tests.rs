@@ -9,7 +9,7 @@ use engine::messages::{
 };
 use gpu::{CardDescription, CardKind, MemoryProfile, ProfileName, Unloaded};
 use pipelines::{
-    Audio, Fp8Products, HostTensor, HostType, Image, InitImage, MediaFormat, Medium, Piece, Preset,
+    Audio, Clip, Fp8Products, HostTensor, HostType, Image, InitImage, MediaFormat, Medium, Piece, Preset,
     Quantization, Request, Role, Rung, StagePlan, ValueShape, Values, Video,
 };
 use residency::{
@@ -113,10 +113,20 @@ fn media() -> [Medium; 3] {
             frames: 81,
             frames_per_second: 23.976,
             init_image: Some(image),
+            init_video: Some(Clip {
+                format: MediaFormat::Video {
+                    width: 2,
+                    height: 1,
+                    frames: 2,
+                    frames_per_second: 8.0,
+                },
+                data: vec![7; 12].into(),
+            }),
         }),
         Medium::Audio(Audio {
             seconds: 12.5,
             lyrics: "la".to_owned(),
+            init_audio: None,
         }),
     ]
 }
