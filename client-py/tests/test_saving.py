@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import struct
 import wave
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,14 @@ PARAMETERS = (
     "Steps: 8, Sampler: Euler, CFG scale: 3.5, Seed: 7, Size: 32x16, Model: moored/demo, "
     "Version: moored 0.1.0"
 )
+# What the service's tests hold too: recipes, and what is made of them.
+CASES = json.loads(Path(__file__).with_name("recipes.json").read_text(encoding="utf-8"))
+EXIF_CASES = [case for case in CASES if "exif" in case]
+
+
+def as_sent(recipe: dict[str, Any]) -> str:
+    """A recipe in the words of the service."""
+    return json.dumps(recipe, ensure_ascii=False, separators=(",", ":"))
 
 
 def made(service: Service, client: moored.Client, data: bytes, **more: Any) -> moored.ImageResult:
@@ -93,16 +104,93 @@ def test_jpeg_and_webp_are_what_they_say_and_keep_the_recipe(
     assert (kind, text) == (b"UNICODE\0", PARAMETERS.replace("a red cube", prompt))
 
 
-def test_a_prompt_of_any_letters_is_in_a_png(
-    service: Service, client: moored.Client, png: bytes, tmp_path: Path
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["why"])
+def test_other_tools_read_the_same_settings_as_in_files_of_the_service(
+    service: Service, client: moored.Client, png: bytes, tmp_path: Path, case: dict[str, Any]
 ) -> None:
-    recipe = RECIPE | {"prompt": "立方体", "strength": 0.5, "model": "a,b: c"}
-    made(service, client, png, recipe=json.dumps(recipe)).save(tmp_path / "cube.png")
+    result = made(service, client, png, recipe=as_sent(case["recipe"]))
+    result.save(tmp_path / "cube.png")
     with Image.open(tmp_path / "cube.png") as image:
         image.load()
-        said = image.info["parameters"]
-    assert said.startswith("立方体\nSteps: 8,")
-    assert 'Model: "a,b: c", Denoising strength: 0.5' in said
+        assert image.info["parameters"] == case["parameters"]
+    chunk = b"tEXt" if all(letter <= "\xff" for letter in case["parameters"]) else b"iTXt"
+    assert chunk + b"parameters\0" in (tmp_path / "cube.png").read_bytes()
+    for ending in ("jpg", "webp"):
+        result.save(tmp_path / f"cube.{ending}")
+        comment = user_comment(tmp_path / f"cube.{ending}")
+        assert comment == b"UNICODE\0" + case["parameters"].encode("utf-16-be")
+
+
+@pytest.mark.parametrize("case", EXIF_CASES, ids=lambda case: case["why"])
+def test_jpeg_and_webp_have_the_same_exif_as_those_of_the_command_line(
+    service: Service, client: moored.Client, png: bytes, tmp_path: Path, case: dict[str, Any]
+) -> None:
+    result = made(service, client, png, recipe=as_sent(case["recipe"]))
+    for ending in ("jpg", "webp"):
+        result.save(tmp_path / f"cube.{ending}")
+        with Image.open(tmp_path / f"cube.{ending}") as image:
+            assert image.info["exif"].removeprefix(b"Exif\0\0") == bytes.fromhex(case["exif"])
+
+
+def jpeg_of_the_command_line(exif: bytes) -> bytes:
+    """Its segments in their order: JFIF, the EXIF, and what the picture is made of."""
+    plain = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(plain, "JPEG")
+    start, jfif, rest = plain.getvalue()[:2], plain.getvalue()[2:20], plain.getvalue()[20:]
+    segment = b"Exif\0\0" + exif
+    return start + jfif + b"\xff\xe1" + struct.pack(">H", 2 + len(segment)) + segment + rest
+
+
+def webp_of_the_command_line(exif: bytes) -> bytes:
+    """Its chunks in their order: a header that says EXIF, the picture without loss, the EXIF."""
+    plain = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(plain, "WEBP", lossless=True)
+    header = struct.pack("<4sIB3x", b"VP8X", 10, 0x08) + 2 * (8 - 1).to_bytes(3, "little")
+    exif_chunk = struct.pack("<4sI", b"EXIF", len(exif)) + exif + bytes(len(exif) % 2)
+    chunks = b"WEBP" + header + plain.getvalue()[12:] + exif_chunk
+    return struct.pack("<4sI", b"RIFF", len(chunks)) + chunks
+
+
+@pytest.mark.parametrize(
+    "of_the_command_line", [jpeg_of_the_command_line, webp_of_the_command_line]
+)
+@pytest.mark.parametrize("case", EXIF_CASES, ids=lambda case: case["why"])
+def test_the_recipe_of_a_file_of_the_command_line_is_read(
+    tmp_path: Path, of_the_command_line: Callable[[bytes], bytes], case: dict[str, Any]
+) -> None:
+    path = tmp_path / "a picture"
+    path.write_bytes(of_the_command_line(bytes.fromhex(case["exif"])))
+    assert moored.read_recipe(path) == case["recipe"]
+
+
+def test_a_recipe_survives_a_tool_that_writes_the_file_again(
+    service: Service, client: moored.Client, png: bytes, tmp_path: Path
+) -> None:
+    made(service, client, png).save(tmp_path / "ours.jpg")
+    with Image.open(tmp_path / "ours.jpg") as image:
+        exif = image.getexif()
+        exif.get_ifd(0x8769)  # which is written again where it has been read
+        exif.endian = "<"
+        image.save(tmp_path / "theirs.webp", exif=exif)
+    assert b"II*\0" in (tmp_path / "theirs.webp").read_bytes()
+    assert moored.read_recipe(tmp_path / "theirs.webp") == RECIPE
+
+
+@pytest.mark.parametrize("note", [b'another{"steps": 1}', b"moored\0{}", b"moored\0\xff", b""])
+def test_a_note_of_another_maker_is_no_recipe(tmp_path: Path, note: bytes) -> None:
+    exif = Image.Exif()
+    exif.get_ifd(0x8769)[0x927C] = note
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.jpg", exif=exif)
+    assert moored.read_recipe(tmp_path / "a.jpg") == {}
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF:UserWarning")  # so pillow says it
+@pytest.mark.parametrize("damage", [b"", b"MM", b"MM\0*\0\0\0\x08", b"no directory at all"])
+def test_damaged_exif_is_no_recipe(tmp_path: Path, damage: bytes) -> None:
+    for ending in ("jpg", "webp"):
+        path = tmp_path / f"a.{ending}"
+        Image.new("RGB", (8, 8)).save(path, exif=b"Exif\0\0" + damage)
+        assert moored.read_recipe(path) == {}
 
 
 def test_what_was_to_be_left_out_is_in_no_file(

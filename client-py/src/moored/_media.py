@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._extras import numpy, pillow
-from ._saving import picture_file, recipe_in, refuse_existing, tags_of, with_recipe, write
+from ._saving import exif_of, picture_file, recipe_in, refuse_existing, with_recipe, write
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -222,7 +222,7 @@ class Film:
             append_images=others,
             duration=self._durations(unit_ms),
             loop=0,
-            **(tags_of(self.metadata) if name == "WEBP" else {}),
+            **({"exif": exif_of(self.metadata)} if name == "WEBP" else {}),
         )
         data = file.getvalue()
         write(path, with_recipe(data, self.metadata) if name == "PNG" else data, overwrite)

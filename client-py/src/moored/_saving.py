@@ -1,8 +1,9 @@
 """Files of what was made: nothing is overwritten unasked, and the recipe goes along.
 
 The recipe is what the service says of a result: JSON, enough to make it again. It stands in a PNG
-as the text `moored`, beside the text `parameters` that other tools read; in a JPEG or WebP as XMP,
-and the same parameters as EXIF.
+as the text `moored`, beside the text `parameters` that other tools read; in the EXIF of a JPEG or
+WebP as `MakerNote`, and the same parameters as `UserComment`. The command line writes and reads the
+same (`service/moored/src/pictures.rs`); `tests/recipes.json` holds both to it.
 """
 
 from __future__ import annotations
@@ -10,27 +11,22 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import struct
 import zlib
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape, unescape
 
 from ._extras import pillow
 
 KEYWORD = "moored"
 PARAMETERS = "parameters"
 _PNG_START = b"\x89PNG\r\n\x1a\n"
-_EXIF_IFD, _USER_COMMENT = 0x8769, 0x9286
-_XMP = (
-    '<x:xmpmeta xmlns:x="adobe:ns:meta/">'
-    '<rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">'
-    '<rdf:Description rdf:about="" xmlns:moored="urn:moored:recipe:1">'
-    "<moored:recipe>{recipe}</moored:recipe>"
-    "</rdf:Description></rdf:RDF></x:xmpmeta>"
-)
+_EXIF_IFD, _MAKER_NOTE, _USER_COMMENT = 0x8769, 0x927C, 0x9286
+_LONG, _UNDEFINED = 4, 7
+# What our note begins with.
+_OURS = b"moored\0"
 # How well pictures are kept, of 100, in formats that lose something.
 _QUALITY = 95
 
@@ -68,26 +64,31 @@ def recipe_in(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 def parameters_of(recipe: Mapping[str, Any]) -> str:
     """A recipe as other tools read it: the prompt, and a line of settings."""
+    width, height, version = (recipe.get(name) for name in ("width", "height", "version"))
     settings = {
         "Steps": recipe.get("steps"),
         "Sampler": "Euler",
         "CFG scale": recipe.get("guidance"),
         "Seed": recipe.get("seed"),
-        "Size": f"{recipe.get('width')}x{recipe.get('height')}" if recipe.get("width") else None,
-        "Model": recipe.get("model"),
+        "Size": f"{width}x{height}" if width else None,
+        "Model": recipe.get("model") or None,
         "Denoising strength": recipe.get("strength"),
-        "Version": f"moored {recipe['version']}" if recipe.get("version") else None,
+        "Version": f"moored {version}" if version else None,
     }
     line = ", ".join(
         f"{name}: {_value(value)}" for name, value in settings.items() if value is not None
     )
-    return f"{recipe.get('prompt', '')}\n{line}"
+    prompt = recipe.get("prompt")
+    text = f"{prompt}\n{line}" if prompt else line
+    return text.replace("\0", "")  # a text of PNG has none
 
 
 def _value(value: object) -> str:
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    # What would end the value for whoever reads it is quoted.
-    return json.dumps(text) if any(sign in text for sign in ",:\n") else text
+    if isinstance(value, float):
+        return format(Decimal(repr(value)), "f").removesuffix(".0")
+    text = str(value)
+    # As a JSON string where a reader would take a part of it for the next setting.
+    return json.dumps(text, ensure_ascii=False) if any(sign in text for sign in ',:"\n') else text
 
 
 def with_recipe(png: bytes, metadata: Mapping[str, str]) -> bytes:
@@ -109,7 +110,6 @@ def with_recipe(png: bytes, metadata: Mapping[str, str]) -> bytes:
 
 
 def _chunk(keyword: str, text: str) -> bytes:
-    text = text.replace("\0", "")
     try:
         if keyword == KEYWORD:
             raise UnicodeError  # the service reads it as UTF-8
@@ -119,24 +119,41 @@ def _chunk(keyword: str, text: str) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def tags_of(metadata: Mapping[str, str]) -> dict[str, bytes]:
-    """What pillow writes into a JPEG or WebP: the recipe as XMP, the parameters as EXIF."""
+def exif_of(metadata: Mapping[str, str]) -> bytes:
+    """EXIF for a JPEG or WebP: the recipe and the parameters; empty where there is no recipe."""
     recipe = recipe_in(metadata)
     if not recipe:
-        return {}
-    exif = pillow().Exif()
-    text = parameters_of(recipe).encode("utf-16-be")
-    exif.get_ifd(_EXIF_IFD)[_USER_COMMENT] = b"UNICODE\0" + text
-    xmp = _XMP.format(recipe=escape(json.dumps(recipe)))
-    return {"exif": exif.tobytes(), "xmp": xmp.encode("ascii")}
+        return b""
+    note = _OURS + metadata["recipe"].encode()
+    comment = b"UNICODE\0" + parameters_of(recipe).encode("utf-16-be")
+    # All of it big endian (TIFF 6.0, section 2): readers disagree whether UTF-16 in `UserComment`
+    # is so always, or as the file is. The comment comes first, as its length is even: TIFF wants
+    # values at even places.
+    inner = 26
+    data = inner + 30
+    return b"".join(
+        (
+            struct.pack(">2sHI", b"MM", 42, 8),
+            struct.pack(">HHHIII", 1, _EXIF_IFD, _LONG, 1, inner, 0),
+            struct.pack(">H", 2),
+            struct.pack(">HHII", _MAKER_NOTE, _UNDEFINED, len(note), data + len(comment)),
+            struct.pack(">HHII", _USER_COMMENT, _UNDEFINED, len(comment), data),
+            struct.pack(">I", 0),
+            comment,
+            note,
+        )
+    )
 
 
 def picture_file(image: Any, ending: str, metadata: Mapping[str, str]) -> bytes:
     """A PIL image as a JPEG or WebP, with its recipe."""
     file = io.BytesIO()
+    exif = exif_of(metadata)
     name = "WEBP" if ending == ".webp" else "JPEG"
+    if exif and name == "JPEG":
+        exif = b"Exif\0\0" + exif
     try:
-        image.convert("RGB").save(file, format=name, quality=_QUALITY, **tags_of(metadata))
+        image.convert("RGB").save(file, format=name, quality=_QUALITY, exif=exif)
     except ValueError as error:
         if "too long" not in str(error):
             raise
@@ -147,7 +164,7 @@ def picture_file(image: Any, ending: str, metadata: Mapping[str, str]) -> bytes:
 
 
 def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a picture was made with: the recipe in a file that `save` has written.
+    """What a picture was made with: the recipe in a file of `save`, or of the command line.
 
     Its keys are those of the options of `generate_image`, and `prompt`, `model_key`, `version`.
     Empty where the file has none. Needs `moored[images]`.
@@ -156,8 +173,14 @@ def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any]:
         image.load()
         text = image.info.get(KEYWORD)
         if text is None:
-            xmp = image.info.get("xmp", b"")
-            packet = xmp if isinstance(xmp, str) else bytes(xmp).decode("utf-8", "replace")
-            found = re.search(r"<moored:recipe>(.*?)</moored:recipe>", packet, re.DOTALL)
-            text = unescape(found[1]) if found else "{}"
+            text = _note_in(image)
     return recipe_in({"recipe": text})
+
+
+def _note_in(image: Any) -> str:
+    try:
+        note = image.getexif().get_ifd(_EXIF_IFD).get(_MAKER_NOTE)
+    except (SyntaxError, struct.error):  # damaged: so pillow says it
+        note = None
+    ours = isinstance(note, bytes) and note.startswith(_OURS)
+    return note[len(_OURS) :].decode("utf-8", "replace") if ours else "{}"

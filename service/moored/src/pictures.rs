@@ -97,21 +97,44 @@ impl Recipe {
     }
 }
 
-/// The recipe in the form that A1111's web UI writes, and many other tools read.
+/// The recipe as other tools read it, in the form of web UIs for Stable Diffusion: the prompt, and a line of settings. The
+/// Python client writes the same (`client-py/src/moored/_saving.py`). There is no negative prompt to write.
 fn parameters(recipe: &Recipe) -> String {
-    let model = recipe.model.rsplit('/').next().unwrap_or_default();
-    let mut settings = vec![
-        format!("Steps: {}", recipe.steps),
-        "Sampler: Euler".to_owned(),
-        format!("CFG scale: {}", recipe.guidance),
-        format!("Seed: {}", recipe.seed),
-        format!("Size: {}x{}", recipe.width, recipe.height),
+    let (width, height) = (recipe.width, recipe.height);
+    let settings = [
+        ("Steps", Some(recipe.steps.to_string())),
+        ("Sampler", Some("Euler".to_owned())),
+        ("CFG scale", Some(recipe.guidance.to_string())),
+        ("Seed", Some(recipe.seed.to_string())),
+        ("Size", (width > 0).then(|| format!("{width}x{height}"))),
+        ("Model", (!recipe.model.is_empty()).then(|| recipe.model.clone())),
+        (
+            "Denoising strength",
+            recipe.strength.map(|strength| strength.to_string()),
+        ),
+        (
+            "Version",
+            (!recipe.version.is_empty()).then(|| format!("moored {}", recipe.version)),
+        ),
     ];
-    if let Some(strength) = recipe.strength {
-        settings.push(format!("Denoising strength: {strength}"));
+    let settings: Vec<String> = settings
+        .into_iter()
+        .filter_map(|(name, value)| Some(format!("{name}: {}", quoted(value?))))
+        .collect();
+    let line = settings.join(", ");
+    let text = match recipe.prompt.is_empty() {
+        true => line,
+        false => format!("{}\n{line}", recipe.prompt),
+    };
+    text.replace('\0', "") // a text of PNG has none
+}
+
+/// A value, as a JSON string where a reader would take a part of it for the next setting.
+fn quoted(value: String) -> String {
+    match value.contains([',', ':', '"', '\n']) {
+        true => serde_json::Value::String(value).to_string(),
+        false => value,
     }
-    settings.push(format!("Model: {model}"));
-    format!("{}\n{}", recipe.prompt, settings.join(", "))
 }
 
 /// What a picture can be written as besides PNG.
@@ -123,32 +146,44 @@ pub(crate) enum Encoding {
 }
 
 /// A PNG of ours in another format, with its recipe.
+///
+/// # Errors
+/// In words, where the file is no PNG, or its recipe is too long for a JPEG.
 pub(crate) fn encode_as(encoding: Encoding, file: &[u8]) -> Result<Vec<u8>, String> {
     let picture = image::load_from_memory_with_format(file, image::ImageFormat::Png)
         .map_err(|problem| problem.to_string())?
         .into_rgb8();
-    let recipe = recipe_of(file).ok();
+    let exif = recipe_of(file).ok().map(|recipe| exif_of(&recipe)).transpose()?;
     let mut out = Vec::new();
     let written = match encoding {
-        Encoding::Jpeg => encode_by(
-            JpegEncoder::new_with_quality(&mut out, JPEG_QUALITY),
-            &picture,
-            recipe,
-        ),
-        Encoding::WebP => encode_by(WebPEncoder::new_lossless(&mut out), &picture, recipe),
+        Encoding::Jpeg => {
+            // The encoder writes 16 bits of any length: the file would be damaged.
+            let length = exif.as_ref().map_or(0, Vec::len);
+            if length > exif::JPEG_LIMIT_BYTES {
+                return Err("the prompt is too long for the metadata of a JPEG: write a .png".to_owned());
+            }
+            let encoder = JpegEncoder::new_with_quality(&mut out, JPEG_QUALITY);
+            encode_by(encoder, &picture, exif)
+        }
+        Encoding::WebP => encode_by(WebPEncoder::new_lossless(&mut out), &picture, exif),
     };
     written.map(|()| out)
+}
+
+/// Exif with a recipe, as JSON and as other tools read it.
+fn exif_of(recipe: &Recipe) -> Result<Vec<u8>, String> {
+    let json = serde_json::to_string(recipe).map_err(|problem| problem.to_string())?;
+    Ok(exif::write(&json, &parameters(recipe)))
 }
 
 fn encode_by(
     mut encoder: impl ImageEncoder,
     picture: &image::RgbImage,
-    recipe: Option<Recipe>,
+    exif: Option<Vec<u8>>,
 ) -> Result<(), String> {
-    if let Some(recipe) = recipe {
-        let json = serde_json::to_string(&recipe).map_err(|problem| problem.to_string())?;
+    if let Some(exif) = exif {
         encoder
-            .set_exif_metadata(exif::write(&json, &parameters(&recipe)))
+            .set_exif_metadata(exif)
             .map_err(|problem| problem.to_string())?;
     }
     picture
@@ -370,28 +405,86 @@ mod tests {
         }
     }
 
+    /// What the Python client's tests hold too: recipes, and what is made of them.
+    #[derive(Deserialize)]
+    struct Case {
+        recipe: Recipe,
+        parameters: String,
+        /// In hexadecimal digits; not in every case.
+        #[serde(default)]
+        exif: String,
+    }
+
+    fn cases() -> Vec<Case> {
+        serde_json::from_str(include_str!("../../../client-py/tests/recipes.json")).unwrap()
+    }
+
+    fn bytes(digits: &str) -> Vec<u8> {
+        let pairs = (0..digits.len()).step_by(2);
+        pairs
+            .map(|at| u8::from_str_radix(&digits[at..at + 2], 16).unwrap())
+            .collect()
+    }
+
+    /// The text of that name in a PNG: of the older chunk, which has Latin-1 alone, and of the newer one.
+    fn texts_of(file: &[u8], keyword: &str) -> (Option<String>, Option<String>) {
+        let reader = png::Decoder::new(Cursor::new(file)).read_info().unwrap();
+        let info = reader.info();
+        let mut older = info.uncompressed_latin1_text.iter();
+        let mut newer = info.utf8_text.iter();
+        let older = older.find(|chunk| chunk.keyword == keyword);
+        let newer = newer.find(|chunk| chunk.keyword == keyword);
+        (
+            older.map(|chunk| chunk.text.clone()),
+            newer.map(|chunk| chunk.get_text().unwrap()),
+        )
+    }
+
     #[test]
-    fn other_tools_read_the_settings_too() {
-        let made = Recipe {
-            prompt: "a cat".to_owned(),
-            seed: 7,
-            width: 512,
-            height: 512,
-            steps: 4,
-            guidance: 3.5,
-            model: "me/flux-schnell".to_owned(),
-            ..Recipe::default()
+    fn other_tools_read_the_same_settings_as_in_files_of_the_python_client() {
+        for case in cases() {
+            assert_eq!(parameters(&case.recipe), case.parameters);
+            let file = png(1, 1, &[1, 2, 3], Some(&case.recipe)).unwrap();
+            let is_latin_1 = case.parameters.chars().all(|c| u32::from(c) <= 0xff);
+            let expected = match is_latin_1 {
+                true => (Some(case.parameters), None),
+                false => (None, Some(case.parameters)),
+            };
+            assert_eq!(texts_of(&file, "parameters"), expected);
+        }
+    }
+
+    #[test]
+    fn jpeg_and_webp_have_the_same_exif_as_those_of_the_python_client() {
+        let cases = cases().into_iter().filter(|case| !case.exif.is_empty());
+        let mut checked = 0;
+        for case in cases {
+            let expected = bytes(&case.exif);
+            let file = png(1, 1, &[1, 2, 3], Some(&case.recipe)).unwrap();
+            for encoding in [Encoding::Jpeg, Encoding::WebP] {
+                let file = encode_as(encoding, &file).unwrap();
+                assert!(
+                    file.windows(expected.len()).any(|found| found == expected),
+                    "{encoding:?} of {:?}",
+                    case.recipe
+                );
+                assert_eq!(recipe_of(&file).unwrap(), case.recipe);
+            }
+            checked += 1;
+        }
+        assert!(checked > 0, "the file has such cases");
+    }
+
+    #[test]
+    fn a_prompt_too_long_for_a_jpeg_is_refused_and_webp_has_it() {
+        let long = Recipe {
+            prompt: "very ".repeat(20_000),
+            ..recipe()
         };
-        let expected =
-            "a cat\nSteps: 4, Sampler: Euler, CFG scale: 3.5, Seed: 7, Size: 512x512, Model: flux-schnell";
-        assert_eq!(parameters(&made), expected);
-        let file = png(1, 1, &[1, 2, 3], Some(&made)).unwrap();
-        let reader = png::Decoder::new(Cursor::new(&file)).read_info().unwrap();
-        let found = &reader.info().uncompressed_latin1_text[0];
-        assert_eq!(
-            (found.keyword.as_str(), found.text.as_str()),
-            ("parameters", expected)
-        );
+        let file = png(1, 1, &[1, 2, 3], Some(&long)).unwrap();
+        assert!(encode_as(Encoding::Jpeg, &file).unwrap_err().contains("too long"));
+        let webp = encode_as(Encoding::WebP, &file).unwrap();
+        assert_eq!(recipe_of(&webp).unwrap(), long);
     }
 
     #[test]

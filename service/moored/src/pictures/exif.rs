@@ -1,8 +1,9 @@
-//! The few lines of Exif that hold a recipe in JPEG and WebP: as other tools write it in `UserComment`, and as ours in
-//! `MakerNote`.
+//! The few lines of Exif that hold a recipe in JPEG and WebP: as other tools read it in `UserComment`, and as ours in
+//! `MakerNote`. The Python client writes the same bytes (`client-py/src/moored/_saving.py`).
 
-/// Little endian, then 42, then where the first directory is (TIFF 6.0, section 2).
-const HEADER: [u8; 8] = *b"II*\0\x08\0\0\0";
+/// Big endian, then 42, then where the first directory is (TIFF 6.0, section 2). Readers disagree whether UTF-16 in
+/// `UserComment` is big endian always, or as the file is: here both are right.
+const HEADER: [u8; 8] = *b"MM\0*\0\0\0\x08";
 const EXIF_DIRECTORY: u16 = 0x8769;
 const MAKER_NOTE: u16 = 0x927c;
 const USER_COMMENT: u16 = 0x9286;
@@ -10,15 +11,17 @@ const LONG: u16 = 4;
 const UNDEFINED: u16 = 7;
 /// What our note begins with.
 const OURS: &[u8] = b"moored\0";
+/// What a JPEG takes: a segment's length has 16 bits and counts itself, and `Exif\0\0` stands before ours.
+pub(super) const JPEG_LIMIT_BYTES: usize = 0xffff - 2 - 6;
+
 /// Bytes of a directory with so many entries: their number, the entries, and where the next directory is.
 const fn directory_bytes(entries: usize) -> usize {
     2 + 12 * entries + 4
 }
 
-/// Exif with a recipe as JSON, and in the form of other tools.
+/// Exif with a recipe as JSON, and as other tools read it.
 pub(super) fn write(json: &str, parameters: &str) -> Vec<u8> {
     let note = [OURS, json.as_bytes()].concat();
-    // A1111 has big endian here, whatever the order of the file.
     let comment: Vec<u8> = b"UNICODE\0"
         .iter()
         .copied()
@@ -31,75 +34,106 @@ pub(super) fn write(json: &str, parameters: &str) -> Vec<u8> {
     directory(
         &mut out,
         &[
-            (MAKER_NOTE, UNDEFINED, note.len(), data),
-            (USER_COMMENT, UNDEFINED, comment.len(), data + note.len()),
+            // Behind the comment, whose length is even: TIFF wants values at even places.
+            (MAKER_NOTE, UNDEFINED, note.len(), data + comment.len()),
+            (USER_COMMENT, UNDEFINED, comment.len(), data),
         ],
     );
-    out.extend(note);
     out.extend(comment);
+    out.extend(note);
     out
 }
 
 /// Entries: tag, type, count, and the value or where it is.
 fn directory(out: &mut Vec<u8>, entries: &[(u16, u16, usize, usize)]) {
-    let long = |number: usize| u32::try_from(number).unwrap_or(u32::MAX).to_le_bytes();
-    out.extend(u16::try_from(entries.len()).unwrap_or(u16::MAX).to_le_bytes());
+    let long = |number: usize| u32::try_from(number).unwrap_or(u32::MAX).to_be_bytes();
+    out.extend(u16::try_from(entries.len()).unwrap_or(u16::MAX).to_be_bytes());
     for (tag, kind, count, value) in entries {
-        out.extend(tag.to_le_bytes());
-        out.extend(kind.to_le_bytes());
+        out.extend(tag.to_be_bytes());
+        out.extend(kind.to_be_bytes());
         out.extend(long(*count));
         out.extend(long(*value));
     }
     out.extend([0; 4]); // no directory follows
 }
 
-/// The JSON in Exif of ours.
+/// The JSON in Exif of ours, in either byte order: a tool that wrote the file again may have chosen the other.
 pub(super) fn read(exif: &[u8]) -> Option<String> {
     let exif = exif.strip_prefix(b"Exif\0\0").unwrap_or(exif);
-    if !exif.starts_with(&HEADER[..4]) {
+    let tiff = Tiff {
+        bytes: exif,
+        big_endian: exif.starts_with(b"MM\0*"),
+    };
+    if !tiff.big_endian && !exif.starts_with(b"II*\0") {
         return None;
     }
-    let first = long(exif, 4)?;
-    let (_, inner) = entry(exif, first, EXIF_DIRECTORY)?;
-    let (length, at) = entry(exif, inner, MAKER_NOTE)?;
+    let (_, inner) = tiff.entry(tiff.long(4)?, EXIF_DIRECTORY)?;
+    let (length, at) = tiff.entry(inner, MAKER_NOTE)?;
     let note = exif.get(at..at.checked_add(length)?)?.strip_prefix(OURS)?;
     String::from_utf8(note.to_vec()).ok()
 }
 
-/// Count and value of an entry.
-fn entry(exif: &[u8], directory: usize, tag: u16) -> Option<(usize, usize)> {
-    let count = usize::from(short(exif, directory)?);
-    let places = (0..count).map(|index| directory + 2 + 12 * index);
-    let found = places.into_iter().find(|at| short(exif, *at) == Some(tag))?;
-    Some((long(exif, found + 4)?, long(exif, found + 8)?))
+struct Tiff<'a> {
+    bytes: &'a [u8],
+    big_endian: bool,
 }
 
-fn short(exif: &[u8], at: usize) -> Option<u16> {
-    let bytes = exif.get(at..at.checked_add(2)?)?;
-    Some(u16::from_le_bytes(bytes.try_into().ok()?))
-}
+impl Tiff<'_> {
+    /// Count and value of an entry.
+    fn entry(&self, directory: usize, tag: u16) -> Option<(usize, usize)> {
+        let count = usize::from(self.short(directory)?);
+        let mut places = (0..count).map(|index| directory + 2 + 12 * index);
+        let found = places.find(|at| self.short(*at) == Some(tag))?;
+        Some((self.long(found + 4)?, self.long(found + 8)?))
+    }
 
-fn long(exif: &[u8], at: usize) -> Option<usize> {
-    let bytes = exif.get(at..at.checked_add(4)?)?;
-    usize::try_from(u32::from_le_bytes(bytes.try_into().ok()?)).ok()
+    fn short(&self, at: usize) -> Option<u16> {
+        let bytes: [u8; 2] = self.bytes.get(at..at.checked_add(2)?)?.try_into().ok()?;
+        Some(match self.big_endian {
+            true => u16::from_be_bytes(bytes),
+            false => u16::from_le_bytes(bytes),
+        })
+    }
+
+    fn long(&self, at: usize) -> Option<usize> {
+        let bytes: [u8; 4] = self.bytes.get(at..at.checked_add(4)?)?.try_into().ok()?;
+        let number = match self.big_endian {
+            true => u32::from_be_bytes(bytes),
+            false => u32::from_le_bytes(bytes),
+        };
+        usize::try_from(number).ok()
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const JSON: &str = "{\"prompt\": \"🟥\"}";
+
     #[test]
     fn what_is_written_is_read_and_what_is_cut_is_not() {
-        let exif = write("{\"prompt\": \"🟥\"}", "🟥\nSteps: 4");
-        assert_eq!(read(&exif).unwrap(), "{\"prompt\": \"🟥\"}");
-        assert_eq!(
-            read(&[b"Exif\0\0", &exif[..]].concat()).unwrap(),
-            "{\"prompt\": \"🟥\"}"
-        );
-        for length in 0..exif.len() - 40 {
-            let _ = read(&exif[..length]); // no panic
+        let exif = write(JSON, "🟥\nSteps: 4");
+        assert_eq!(read(&exif).unwrap(), JSON);
+        assert_eq!(read(&[b"Exif\0\0", &exif[..]].concat()).unwrap(), JSON);
+        for length in 0..exif.len() {
+            assert_eq!(read(&exif[..length]), None);
         }
+        assert_eq!(read(b"MM\0*\xff\xff\xff\xff"), None);
         assert_eq!(read(b"II*\0\xff\xff\xff\xff"), None);
-        assert_eq!(read(b"MM\0*"), None);
+        assert_eq!(read(b"MM*\0"), None);
+    }
+
+    #[test]
+    fn exif_in_the_other_byte_order_is_read() {
+        let mut exif = b"II*\0\x08\0\0\0".to_vec();
+        let note = [OURS, JSON.as_bytes()].concat();
+        let length = u8::try_from(note.len()).unwrap();
+        exif.extend(b"\x01\0\x69\x87\x04\0\x01\0\0\0\x1a\0\0\0\0\0\0\0");
+        exif.extend(b"\x01\0\x7c\x92\x07\0");
+        exif.extend([length, 0, 0, 0, 44, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(exif.len(), 44);
+        exif.extend(note);
+        assert_eq!(read(&exif).unwrap(), JSON);
     }
 }
