@@ -702,7 +702,7 @@ def test_without_a_name_files_carry_model_and_seed(service: Service, tmp_path: P
 
 @pytest.mark.parametrize(("ending", "form"), [("jpg", "JPEG"), ("webp", "WEBP"), ("png", "PNG")])
 def test_a_picture_is_what_its_name_says_and_can_be_repeated(
-    service: Service, tmp_path: Path, ending: str, form: str
+    service: Service, client: moored.Client, tmp_path: Path, ending: str, form: str
 ) -> None:
     out, plain = tmp_path / f"a.{ending}", tmp_path / "plain.png"
     given = ["generate", PROMPT, "-m", "small", "--seed", "5", "-g", "2.5", "-s", "3"]
@@ -716,10 +716,27 @@ def test_a_picture_is_what_its_name_says_and_can_be_repeated(
             settings = image.getexif().get_ifd(0x8769)[0x9286].removeprefix(b"UNICODE\0")
             settings = settings.decode("utf-16-be")
     expected = "Steps: 3, Sampler: Euler, CFG scale: 2.5, Seed: 5, Size: 64x64, Model: small"
-    assert settings == f"{PROMPT}\n{expected}"
+    assert settings == f"{PROMPT}\n{expected}, Version: moored {client.server_info().version}"
+    assert moored.read_recipe(out) == moored.read_recipe(plain)
+    assert moored.read_recipe(out)["prompt"] == PROMPT
     again = tmp_path / "again.png"
     good(service.run("generate", "--from", str(out), "-o", str(again)))
     assert pixels(again) == pixels(plain)
+
+
+@pytest.mark.parametrize("ending", ["jpg", "webp", "png"])
+@pytest.mark.parametrize("output", ["png", "raw"])
+def test_a_picture_that_the_python_client_saved_can_be_repeated(
+    service: Service, client: moored.Client, tmp_path: Path, ending: str, output: str
+) -> None:
+    given: dict[str, Any] = {"model": "small", "seed": 5, "guidance": 2.5, "steps": 3}
+    result = client.generate_image("från en klient, 🟥", output=output, **given)
+    saved, plain, again = (tmp_path / name for name in (f"a.{ending}", "plain.png", "again.png"))
+    result.save(saved)
+    result.save(plain)
+    good(service.run("generate", "--from", str(saved), "-o", str(again)))
+    assert pixels(again) == pixels(plain)
+    assert moored.read_recipe(again) == moored.read_recipe(saved) == result.pictures[0].recipe
 
 
 def test_a_format_that_is_not_written_is_refused(service: Service, tmp_path: Path) -> None:
