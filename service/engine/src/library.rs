@@ -201,8 +201,7 @@ impl Library {
             if all.values().any(|other| other.goes_by_path(&opened, index)) {
                 continue;
             }
-            if let Some(id) = self.content_identity(&opened, index, &card.compute_dtype, &entry.quantization)
-            {
+            if let Some(id) = self.content_identity(&opened, index, &card.compute_dtype) {
                 opened.components[index].id = id;
             }
         }
@@ -369,12 +368,12 @@ impl Library {
     /// Switches components to content hashes found since they were opened, each in all models at once, and only if
     /// the old identity is not in use: on a card, pinned, held, or part of a job.
     pub fn adopt(&self, in_use: &dyn Fn(&ComponentId) -> bool) {
-        for ((_, dtype, quantization), opened) in self.lock().iter_mut() {
+        for ((_, dtype, _), opened) in self.lock().iter_mut() {
             for index in 0..opened.components.len() {
                 if !opened.is_provisional(index) || in_use(&opened.components[index].id) {
                     continue;
                 }
-                if let Some(id) = self.content_identity(opened, index, dtype, quantization) {
+                if let Some(id) = self.content_identity(opened, index, dtype) {
                     opened.components[index].id = id;
                 }
             }
@@ -402,11 +401,10 @@ impl Library {
         opened: &Opened,
         index: usize,
         dtype: &str,
-        quantization: &Quantization,
     ) -> Option<ComponentId> {
         let hash = opened.content_hash(index, &|stamp| self.hasher.known(stamp))?;
         let name = &opened.components[index].name;
-        Some(ComponentId::new(match quantization.format_of(name) {
+        Some(ComponentId::new(match opened.model.formats().of(name) {
             None => format!("{}:{dtype}", &hash[..16]),
             Some(format) => format!("{}:{dtype}:{format}", &hash[..16]),
         }))
@@ -456,7 +454,7 @@ impl Opened {
     /// The components that are quantized at load, by name; `None` while their content hash is not known.
     fn wanted(
         &self,
-        (_, dtype, quantization): &ModelKey,
+        (_, dtype, _): &ModelKey,
         known: KnownHash<'_>,
     ) -> Vec<(String, Option<WantedCopy>)> {
         let made = self
@@ -465,7 +463,7 @@ impl Opened {
             .enumerate()
             .filter_map(|(index, component)| {
                 let name = &component.name;
-                let format = quantization.format_of(name)?;
+                let format = self.model.formats().of(name)?;
                 let LoadPlan::Files(sources) = self.model.load_plan(name)? else {
                     return None;
                 };

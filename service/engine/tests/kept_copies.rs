@@ -37,7 +37,7 @@ impl Family for Weights {
         "weight"
     }
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
-        let target = precision.quantization.format_of("transformer");
+        let target = precision.quantization.formats(&["transformer"]).of("transformer");
         let target = target.map_or(Target::Full(precision.dtype), Target::Quantized);
         let range = ByteRange {
             offset: 0,
@@ -48,13 +48,15 @@ impl Family for Weights {
         let shape = vec![ROWS, COLUMNS];
         let source = TensorSource::full("w", &file, [range], Stored::F32, shape, precision.dtype);
         let plan = LoadPlan::Files(vec![TensorSource { target, ..source }]);
+        let formats = precision.quantization.formats(&["transformer"]);
         let component = Component {
-            id: provisional_identity(path, std::slice::from_ref(&opened), "transformer", precision),
+            id: provisional_identity(path, std::slice::from_ref(&opened), "transformer", precision.dtype, formats.of("transformer")),
             name: "transformer".into(),
             bytes: plan.bytes(),
             reload_seconds: 0.0,
         };
         Ok(Some(Arc::new(IdleModel {
+            formats: formats.clone(),
             components: vec![component],
             files: vec![opened],
             plan: Some(plan),

@@ -28,13 +28,15 @@ impl Family for Folders {
             return Ok(None);
         }
         let file = |name: &str| ModelFile::at(&path.join(name)).unwrap();
+        let formats = precision.quantization.formats(&["transformer"]);
         let component = |name: &str| Component {
-            id: provisional_identity(path, &[file(name)], name, precision),
+            id: provisional_identity(path, &[file(name)], name, precision.dtype, formats.of(name)),
             name: name.into(),
             bytes: Bytes(1),
             reload_seconds: 0.0,
         };
         Ok(Some(Arc::new(IdleModel {
+            formats: formats.clone(),
             components: ["transformer", "vae"].map(component).into(),
             files: ["transformer", "vae"].map(file).into(),
             plan: None,

@@ -38,13 +38,15 @@ impl Family for FirstNumber {
         let range = ByteRange { offset: 0, length: 4 };
         let source = TensorSource::full("w", &file.path, [range], Stored::F32, vec![1], precision.dtype);
         let plan = LoadPlan::Files(vec![source]);
+        let formats = precision.quantization.formats(&["transformer"]);
         let component = Component {
-            id: provisional_identity(path, std::slice::from_ref(&file), "transformer", precision),
+            id: provisional_identity(path, std::slice::from_ref(&file), "transformer", precision.dtype, formats.of("transformer")),
             name: "transformer".into(),
             bytes: plan.bytes(),
             reload_seconds: 0.0,
         };
         Ok(Some(Arc::new(IdleModel {
+            formats: formats.clone(),
             components: vec![component],
             files: vec![file],
             plan: Some(plan),

@@ -14,7 +14,7 @@ use crate::identity::ModelFile;
 use crate::media::Piece;
 use crate::out_of_memory::is_out_of_memory;
 use crate::plan::{StagePlan, ValueShape, Values};
-use crate::quantization::Quantization;
+use crate::quantization::{Formats, Quantization};
 use crate::request::{Medium, Request, RequestError};
 
 /// Dtype and quantization of a model.
@@ -231,6 +231,12 @@ pub trait Model: Send + Sync {
             LoadPlan::Synthetic(_) => None,
         }
     }
+
+    /// The components with most of the bytes, which presets quantize.
+    fn large_components(&self) -> &[&str];
+
+    /// The formats to which its components are quantized at load, as asked for when it was opened.
+    fn formats(&self) -> &Formats;
 
     /// The files whose content identifies the component.
     fn files_of(&self, component_name: &str) -> Vec<ModelFile>;

@@ -46,21 +46,22 @@ impl ModelFile {
 }
 
 /// The identity that a component has while the hash of its content is not known: where it is, and a digest of its files'
-/// stamps, so that other bytes at the same path are another component.
+/// stamps, so that other bytes at the same path are another component. `format`: that to which it is quantized at load.
 pub fn provisional_identity(
     path: &Path,
     files: &[ModelFile],
     component_name: &str,
-    precision: &Precision,
+    dtype: DType,
+    format: Option<WeightFormat>,
 ) -> ComponentId {
-    let (path, dtype) = (path.display(), precision.dtype.as_str());
+    let (path, dtype) = (path.display(), dtype.as_str());
     let mut digest = blake3::Hasher::new();
     for file in files {
         digest.update(format!("{:?}", file.stamp).as_bytes());
     }
     let digest = digest.finalize().to_hex();
     let version = &digest[..16];
-    ComponentId::new(match precision.quantization.format_of(component_name) {
+    ComponentId::new(match format {
         None => format!("path:{path}#{component_name}~{version}@{dtype}"),
         Some(format) => format!("path:{path}#{component_name}~{version}@{dtype}:{format}"),
     })

@@ -33,7 +33,7 @@ use serde::{Deserialize, Deserializer};
 
 use crate::family::{Family, Model, ModelError, Precision};
 use crate::files::{damaged, read_json};
-use crate::quantization::Quantization;
+use crate::quantization::Formats;
 use crate::request::{Audio, Image, Medium, Video};
 
 use model::InstantModel;
@@ -75,23 +75,23 @@ impl Family for Instant {
             let problem = format!("{} is none of {}", unknown.name, NAMES.join(", "));
             return Err(damaged(&file, problem));
         }
-        check(&precision.quantization, &description)?;
+        let formats = precision.quantization.formats(&description.large());
+        check(&formats, &description)?;
         tracing::debug!(model = description.name, file = %file.display(), "an instant model was opened");
         Ok(Some(Arc::new(InstantModel::new(
             description,
-            &precision.quantization,
+            formats,
         ))))
     }
 }
 
 /// Rejects formats of components that do not exist, or are stored quantized.
-fn check(quantization: &Quantization, description: &Description) -> Result<(), ModelError> {
-    for (component, _) in quantization.formats() {
+fn check(formats: &Formats, description: &Description) -> Result<(), ModelError> {
+    for (component, _) in formats.iter() {
         let described = description.components.iter().find(|c| c.name == component);
         match described.map(|c| c.stored) {
             Some(None) => {}
             Some(Some(stored)) => return Err(ModelError::stored_quantized(component, stored)),
-            None if NAMES.contains(&component) => {} // a preset names more than a model need have
             None => return Err(ModelError::no_such_component(component, &NAMES)),
         }
     }
@@ -229,7 +229,16 @@ impl DescribedMedium {
     }
 }
 
+/// Components that presets quantize, where a model has them.
+const LARGE: [&str; 2] = ["transformer", "text_encoder_2"];
+
 impl Description {
+    /// The large ones of its components.
+    fn large(&self) -> Vec<&'static str> {
+        let is_there = |name: &&'static str| self.components.iter().any(|c| c.name == **name);
+        LARGE.into_iter().filter(is_there).collect()
+    }
+
     fn medium_of_defaults(&self) -> Medium {
         let &DescribedDefaults { width, height, .. } = &self.defaults;
         match self.medium {

@@ -39,7 +39,7 @@ pub use ops::{
 };
 pub use out_of_memory::is_out_of_memory;
 pub use plan::{PreviewNeed, Role, Rung, StagePlan, ValueShape, Values};
-pub use quantization::{FULL, Preset, Quantization};
+pub use quantization::{FULL, Formats, Preset, Quantization};
 pub use request::{Audio, Clip, Image, InitImage, Medium, Request, RequestError, Video};
 
 /// All families of this build. Adding one is a folder and a line here.

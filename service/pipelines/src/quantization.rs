@@ -9,19 +9,11 @@ use serde::{Deserialize, Serialize};
 /// Public name of the preset without quantization.
 pub const FULL: &str = "full";
 
-/// Components that a preset quantizes, in every family: those with most of a model's bytes. The others are small, and
-/// lose quality out of proportion.
-const LARGE_COMPONENTS: [&str; 2] = ["transformer", LARGE_TEXT_ENCODER];
-
-/// Preset name of the large text encoder, which is its name where there are two.
-const LARGE_TEXT_ENCODER: &str = "text_encoder_2";
-/// Its name where there is only one.
-const ONLY_TEXT_ENCODER: &str = "text_encoder";
-
 /// Named sets of formats.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Preset {
     /// Everything as stored.
+    #[default]
     Full,
     /// `int8`: half the bytes of bf16, at the smallest loss.
     EightBit,
@@ -60,20 +52,21 @@ impl Preset {
     }
 }
 
-/// Formats to which components are quantized at load, normalized so that equivalent requests are equal. A checkpoint
-/// that is stored quantized needs none.
+/// The requested quantization: a preset, and components that are to differ from it. Which components a preset
+/// quantizes is the family's word: those with most of a model's bytes ([`Quantization::formats`]). A checkpoint that is
+/// stored quantized needs none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Quantization {
-    formats: BTreeMap<String, WeightFormat>,
-    /// Whether a single text encoder is explicitly left as stored, whatever the preset.
-    only_text_encoder_is_full: bool,
+    preset: Preset,
+    /// `None`: as stored.
+    components: BTreeMap<String, Option<WeightFormat>>,
 }
 
 impl Quantization {
     /// Everything as stored.
     pub const NONE: Quantization = Quantization {
-        formats: BTreeMap::new(),
-        only_text_encoder_is_full: false,
+        preset: Preset::Full,
+        components: BTreeMap::new(),
     };
 
     /// From a preset, and formats by component that override it: `full` or a format that [`WeightFormat`] parses.
@@ -84,94 +77,115 @@ impl Quantization {
         preset: Preset,
         components: impl IntoIterator<Item = (&'a str, &'a str)>,
     ) -> Result<Quantization, (String, WeightFormatError)> {
-        let large = LARGE_COMPONENTS.into_iter();
-        let mut formats: BTreeMap<String, WeightFormat> = large
-            .filter_map(|name| Some((name.to_owned(), preset.format()?)))
-            .collect();
-        let mut only_text_encoder_is_full = false;
+        let mut overrides = BTreeMap::new();
         for (component, format) in components {
-            if format == FULL {
-                formats.remove(component);
-                only_text_encoder_is_full |= component == ONLY_TEXT_ENCODER && preset != Preset::Full;
-                continue;
-            }
-            let format = format.parse().map_err(|e| (component.to_owned(), e))?;
-            formats.insert(component.to_owned(), format);
+            let format = match format {
+                FULL => None,
+                format => Some(format.parse().map_err(|e| (component.to_owned(), e))?),
+            };
+            overrides.insert(component.to_owned(), format);
         }
+        overrides.retain(|_, format| *format != preset.format() || preset != Preset::Full);
         Ok(Quantization {
-            formats,
-            only_text_encoder_is_full,
+            preset,
+            components: overrides,
         })
     }
 
-    /// This, with the large components among `components` in `format` where they would otherwise have a more accurate
-    /// one.
+    /// A preset alone.
+    pub fn preset(preset: Preset) -> Quantization {
+        Quantization {
+            preset,
+            ..Quantization::NONE
+        }
+    }
+
+    /// The preset that it is, where no component differs from it.
+    pub fn as_preset(&self) -> Option<Preset> {
+        self.components.is_empty().then_some(self.preset)
+    }
+
+    /// Preset, and what differs from it by component: `None` is as stored.
+    pub fn parts(&self) -> (Preset, impl Iterator<Item = (&str, Option<WeightFormat>)>) {
+        let components = self.components.iter();
+        let components = components.map(|(name, format)| (name.as_str(), *format));
+        (self.preset, components)
+    }
+
+    /// The formats of a model with these large components: of each that is named here, and of the large ones by the
+    /// preset.
     #[must_use]
-    pub fn reduced<'a>(
-        &self,
-        format: WeightFormat,
-        components: impl IntoIterator<Item = &'a str>,
-    ) -> Quantization {
+    pub fn formats(&self, large: &[&str]) -> Formats {
+        let by_preset = large
+            .iter()
+            .map(|name| ((*name).to_owned(), self.preset.format()));
+        let mut all: BTreeMap<String, Option<WeightFormat>> = by_preset.collect();
+        all.extend(self.components.clone());
+        let quantized = all.into_iter().filter_map(|(name, format)| Some((name, format?)));
+        Formats(quantized.collect())
+    }
+
+    /// This, with these components in `format` where they would otherwise have a more accurate one. `large` are the
+    /// model's large components, of which `reducible` may be quantized.
+    #[must_use]
+    pub fn reduced(&self, format: WeightFormat, large: &[&str], reducible: &[&str]) -> Quantization {
         let place = |format| {
             WeightFormat::MADE_AT_LOAD
                 .iter()
                 .position(|other| *other == format)
         };
-        let large = components
+        let now = self.formats(large);
+        let is_more_accurate = |name: &&&str| now.of(name).is_none_or(|held| place(held) < place(format));
+        let changed: Vec<&str> = reducible.iter().filter(is_more_accurate).copied().collect();
+        let preset = Preset::ALL
             .into_iter()
-            .filter(|name| LARGE_COMPONENTS.contains(name));
-        let less_faithful = large.filter(|name| {
-            self.format_of(name)
-                .is_none_or(|held| place(held) < place(format))
-        });
-        let mut formats = self.formats.clone();
-        formats.extend(less_faithful.map(|name| (name.to_owned(), format)));
-        Quantization {
-            formats,
-            only_text_encoder_is_full: self.only_text_encoder_is_full,
-        }
-    }
-
-    /// This, for a model with one text encoder: that is the large one, and its own name takes precedence.
-    #[must_use]
-    pub(crate) fn with_one_text_encoder(&self) -> Quantization {
-        let mut formats = self.formats.clone();
-        if let Some(format) = formats.remove(LARGE_TEXT_ENCODER)
-            && !self.only_text_encoder_is_full
+            .find(|preset| preset.format() == Some(format));
+        if let Some(preset) = preset
+            && self.components.is_empty()
+            && large.iter().all(|name| changed.contains(name))
         {
-            formats.entry(ONLY_TEXT_ENCODER.to_owned()).or_insert(format);
+            return Quantization::preset(preset);
         }
-        Quantization {
-            formats,
-            only_text_encoder_is_full: false,
-        }
+        let mut reduced = self.clone();
+        let changed = changed.into_iter().map(|name| (name.to_owned(), Some(format)));
+        reduced.components.extend(changed);
+        reduced
     }
+}
 
+/// Formats to which the components of one model are quantized at load, by name. Others are as stored.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Formats(BTreeMap<String, WeightFormat>);
+
+impl Formats {
     /// The format of a component; `None` if it is left as stored.
-    pub fn format_of(&self, component: &str) -> Option<WeightFormat> {
-        self.formats.get(component).copied()
+    pub fn of(&self, component: &str) -> Option<WeightFormat> {
+        self.0.get(component).copied()
     }
 
     /// Components and formats, ordered by name.
-    pub fn formats(&self) -> impl Iterator<Item = (&str, WeightFormat)> {
-        self.formats.iter().map(|(name, format)| (name.as_str(), *format))
+    pub fn iter(&self) -> impl Iterator<Item = (&str, WeightFormat)> {
+        self.0.iter().map(|(name, format)| (name.as_str(), *format))
     }
 }
 
 impl fmt::Display for Quantization {
-    /// `full`, or `text_encoder_2=nf4,transformer=nf4`: part of an entry's key.
+    /// `full`, `4-bit`, `transformer=nf4` or `4-bit,vae=int8`: part of an entry's key.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.formats.is_empty() {
-            return f.write_str(FULL);
+        if self.preset != Preset::Full || self.components.is_empty() {
+            f.write_str(self.preset.as_str())?;
         }
-        for (index, (component, format)) in self.formats.iter().enumerate() {
-            let comma = if index == 0 { "" } else { "," };
-            write!(f, "{comma}{component}={format}")?;
+        for (index, (component, format)) in self.components.iter().enumerate() {
+            let comma = match index {
+                0 if self.preset == Preset::Full => "",
+                _ => ",",
+            };
+            match format {
+                Some(format) => write!(f, "{comma}{component}={format}")?,
+                None => write!(f, "{comma}{component}={FULL}")?,
+            }
         }
-        match self.only_text_encoder_is_full {
-            true => write!(f, ",{ONLY_TEXT_ENCODER}={FULL}"),
-            false => Ok(()),
-        }
+        Ok(())
     }
 }
 
@@ -179,45 +193,54 @@ impl fmt::Display for Quantization {
 mod tests {
     use super::*;
 
+    const TWO_ENCODERS: [&str; 2] = ["transformer", "text_encoder_2"];
+    const ONE_ENCODER: [&str; 2] = ["transformer", "text_encoder"];
+
+    fn listed(formats: &Formats) -> String {
+        let each: Vec<String> = formats.iter().map(|(name, format)| format!("{name}={format}")).collect();
+        each.join(",")
+    }
+
     #[test]
-    fn equivalent_quantizations_are_equal() {
-        let preset = Quantization::of(Preset::FourBit, []).unwrap();
-        let said =
-            Quantization::of(Preset::Full, [("transformer", "nf4"), ("text_encoder_2", "nf4")]).unwrap();
-        assert_eq!(preset, said);
-        assert_eq!(preset.to_string(), "text_encoder_2=nf4,transformer=nf4");
-        let undone = Quantization::of(
-            Preset::EightBit,
-            [("transformer", "full"), ("text_encoder_2", "full")],
-        );
-        assert_eq!(undone.unwrap().to_string(), "full");
+    fn a_preset_quantizes_what_the_family_calls_large() {
+        let preset = Quantization::preset(Preset::FourBit);
+        assert_eq!(listed(&preset.formats(&TWO_ENCODERS)), "text_encoder_2=nf4,transformer=nf4");
+        assert_eq!(listed(&preset.formats(&ONE_ENCODER)), "text_encoder=nf4,transformer=nf4");
+        assert_eq!(listed(&Quantization::NONE.formats(&TWO_ENCODERS)), "");
+    }
+
+    #[test]
+    fn a_component_that_is_named_differs_from_the_preset() {
+        let of = |formats: &[(&str, &str)]| {
+            let asked = Quantization::of(Preset::EightBit, formats.iter().copied()).unwrap();
+            listed(&asked.formats(&ONE_ENCODER))
+        };
+        assert_eq!(of(&[("text_encoder", "nf4")]), "text_encoder=nf4,transformer=int8");
+        assert_eq!(of(&[("text_encoder", "full")]), "transformer=int8");
+        assert_eq!(of(&[("vae", "fp8")]), "text_encoder=int8,transformer=int8,vae=fp8");
         assert!(Quantization::of(Preset::Full, [("vae", "int7")]).is_err());
         assert_eq!(Preset::named("3-bit"), None);
     }
 
     #[test]
-    fn a_single_text_encoder_counts_as_the_large_one() {
-        let read = |formats: &[(&str, &str)]| {
-            let said = Quantization::of(Preset::EightBit, formats.iter().copied()).unwrap();
-            said.with_one_text_encoder().to_string()
+    fn a_quantization_is_written_as_it_was_asked_for() {
+        let written = |preset, formats: &[(&str, &str)]| {
+            let asked = Quantization::of(preset, formats.iter().copied()).unwrap();
+            asked.to_string()
         };
-        assert_eq!(read(&[]), "text_encoder=int8,transformer=int8");
-        assert_eq!(
-            read(&[("text_encoder", "nf4")]),
-            "text_encoder=nf4,transformer=int8"
-        );
-        assert_eq!(read(&[("text_encoder", "full")]), "transformer=int8");
-        assert_eq!(read(&[("text_encoder_2", "full")]), "transformer=int8");
-        let said = Quantization::of(Preset::EightBit, [("text_encoder", "full")]).unwrap();
-        assert_ne!(said, Quantization::of(Preset::EightBit, []).unwrap());
-        assert_eq!(said.format_of("text_encoder_2"), Some(WeightFormat::Int8));
+        assert_eq!(written(Preset::Full, &[]), "full");
+        assert_eq!(written(Preset::Full, &[("vae", "full")]), "full");
+        assert_eq!(written(Preset::FourBit, &[]), "4-bit");
+        assert_eq!(written(Preset::FourBit, &[("vae", "fp8")]), "4-bit,vae=fp8");
+        assert_eq!(written(Preset::EightBit, &[("text_encoder", "full")]), "8-bit,text_encoder=full");
+        let both = [("transformer", "nf4"), ("text_encoder_2", "int8")];
+        assert_eq!(written(Preset::Full, &both), "text_encoder_2=int8,transformer=nf4");
     }
 
     #[test]
     fn reducing_never_selects_a_more_accurate_format() {
         let mixed = Quantization::of(Preset::Full, [("transformer", "nf4"), ("vae", "int8")]).unwrap();
-        let names = ["transformer", "text_encoder", "text_encoder_2", "vae"];
-        let to = |format| mixed.reduced(format, names).to_string();
+        let to = |format| mixed.reduced(format, &TWO_ENCODERS, &TWO_ENCODERS).to_string();
         assert_eq!(
             to(WeightFormat::Int8),
             "text_encoder_2=int8,transformer=nf4,vae=int8"
@@ -226,7 +249,19 @@ mod tests {
             to(WeightFormat::Nf4Double),
             "text_encoder_2=nf4-double,transformer=nf4-double,vae=int8"
         );
-        let alone = Quantization::NONE.reduced(WeightFormat::Nf4, ["transformer", "vae"]);
-        assert_eq!(alone.to_string(), "transformer=nf4");
+    }
+
+    #[test]
+    fn reducing_all_large_components_is_a_preset() {
+        let to = |format, reducible: &[&str]| {
+            Quantization::NONE.reduced(format, &ONE_ENCODER, reducible).to_string()
+        };
+        assert_eq!(to(WeightFormat::Nf4, &ONE_ENCODER), "4-bit");
+        assert_eq!(to(WeightFormat::Nf4Double, &ONE_ENCODER), "text_encoder=nf4-double,transformer=nf4-double");
+        // The transformer is stored quantized.
+        assert_eq!(to(WeightFormat::Nf4, &["text_encoder"]), "text_encoder=nf4");
+        let eight = Quantization::preset(Preset::EightBit);
+        assert_eq!(eight.reduced(WeightFormat::Nf4, &ONE_ENCODER, &ONE_ENCODER).to_string(), "4-bit");
+        assert_eq!(eight.reduced(WeightFormat::Int8, &ONE_ENCODER, &ONE_ENCODER), eight);
     }
 }

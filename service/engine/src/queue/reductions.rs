@@ -70,17 +70,13 @@ pub(super) fn open_reductions(
     let Some(open) = models.values().next() else {
         return Vec::new();
     };
-    let stored =
-        |name: &str| open.model.format_of(name).is_some() && entry.quantization.format_of(name).is_none();
-    let names: Vec<&str> = open
-        .components
-        .iter()
-        .map(|c| c.name.as_str())
-        .filter(|name| !stored(name))
-        .collect();
+    let model = &open.model;
+    let is_stored = |name: &str| model.format_of(name).is_some() && model.formats().of(name).is_none();
+    let large = model.large_components();
+    let reducible: Vec<&str> = large.iter().copied().filter(|name| !is_stored(name)).collect();
     let mut reductions: Vec<Reduction> = Vec::new();
     for format in WeightFormat::MADE_AT_LOAD {
-        let quantization = entry.quantization.reduced(format, names.iter().copied());
+        let quantization = entry.quantization.reduced(format, large, &reducible);
         if quantization == entry.quantization
             || reductions.iter().any(|r| r.entry.quantization == quantization)
         {
@@ -110,9 +106,7 @@ pub(super) fn open_upgrades(
     cards: &[CardDescription],
 ) -> Vec<Reduction> {
     let bytes = bytes_of(models.values().next());
-    let presets = Preset::ALL
-        .into_iter()
-        .filter_map(|preset| Quantization::of(preset, []).ok());
+    let presets = Preset::ALL.into_iter().map(Quantization::preset);
     let entries = presets.map(|quantization| entry.quantized(quantization));
     let upgrades = entries.filter_map(|larger| {
         let models = open_for(library, &larger, cards).ok()?;
@@ -134,13 +128,10 @@ fn bytes_of(open: Option<&OpenModel>) -> Bytes {
 
 /// `quantization 8-bit (int8)`, or by component where no preset is just that.
 fn label_of(quantization: &Quantization) -> String {
-    let preset = Preset::ALL
-        .into_iter()
-        .find(|preset| Quantization::of(*preset, []).as_ref() == Ok(quantization));
     if *quantization == Quantization::NONE {
         return "quantization full".to_owned();
     }
-    match preset.and_then(|preset| Some((preset, preset.format()?))) {
+    match quantization.as_preset().and_then(|preset| Some((preset, preset.format()?))) {
         Some((preset, format)) => format!("quantization {} ({format})", preset.as_str()),
         None => format!("quantization {quantization}"),
     }

@@ -2,13 +2,14 @@
 
 use gpu::LoadPlan;
 use pipelines::{
-    Image, Medium, Model, ModelFile, Observer, Request, RequestError, StageError, StagePlan, StageRun,
+    Formats, Image, Medium, Model, ModelFile, Observer, Request, RequestError, StageError, StagePlan, StageRun,
     ValueShape, Values,
 };
 use residency::Component;
 
 pub(crate) struct IdleModel {
     pub(crate) components: Vec<Component>,
+    pub(crate) formats: Formats,
     /// The file of each component.
     pub(crate) files: Vec<ModelFile>,
     /// Load plan of the first component.
@@ -29,6 +30,14 @@ impl Model for IdleModel {
         let first = self.components.first()?;
         self.plan.as_ref().filter(|_| first.name == component_name)
     }
+    fn large_components(&self) -> &[&str] {
+        &["transformer"]
+    }
+
+    fn formats(&self) -> &Formats {
+        &self.formats
+    }
+
     fn files_of(&self, component_name: &str) -> Vec<ModelFile> {
         let own = self.components.iter().zip(&self.files);
         own.filter(|(component, _)| component.name == component_name)

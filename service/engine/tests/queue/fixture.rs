@@ -7,7 +7,7 @@ use engine::job::{JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::Entry;
 use gpu::{LoadPlan, WeightFormat};
 use pipelines::{
-    Family, HostTensor, HostType, Image, Medium, Model, ModelError, ModelFile, Observer, Precision, Preset,
+    Family, Formats, HostTensor, HostType, Image, Medium, Model, ModelError, ModelFile, Observer, Precision, Preset,
     PreviewNeed, Quantization, Request, RequestError, Role, Rung, StageError, StagePlan, StageRun,
     ValueShape, Values,
 };
@@ -17,8 +17,8 @@ use residency::{Bytes, Component, ComponentId};
 pub const CARD: Bytes = Bytes::gib(24);
 
 /// One byte per two of bf16, or per four: close enough.
-fn quantized(mut component: Component, quantization: &Quantization) -> Component {
-    if let Some(format) = quantization.format_of(&component.name) {
+fn quantized(mut component: Component, formats: &Formats) -> Component {
+    if let Some(format) = formats.of(&component.name) {
         let parts = match format {
             WeightFormat::Nf4 | WeightFormat::Nf4Double => 4,
             _ => 2,
@@ -33,7 +33,11 @@ fn quantized(mut component: Component, quantization: &Quantization) -> Component
 /// differ in size.
 pub struct FakeModel {
     components: Vec<Component>,
+    formats: Formats,
 }
+
+/// Components that presets quantize.
+const LARGE: [&str; 2] = ["transformer", "text_encoder_2"];
 
 fn component(id: &str, name: &str, gib: u64) -> Component {
     let reload_seconds = gib as f64;
@@ -47,6 +51,7 @@ fn component(id: &str, name: &str, gib: u64) -> Component {
 
 impl FakeModel {
     pub fn named(name: &str, quantization: &Quantization) -> FakeModel {
+        let formats = quantization.formats(&LARGE);
         let transformer_gib = match name {
             "small" => 2,
             "large" => 22,
@@ -61,7 +66,7 @@ impl FakeModel {
             ),
             component(&format!("path:/{name}#vae@F32"), "vae", 1),
         ];
-        let components = components.into_iter().map(|c| quantized(c, quantization));
+        let components = components.into_iter().map(|c| quantized(c, &formats));
         FakeModel {
             components: components.collect(),
         }
@@ -111,6 +116,12 @@ impl Model for FakeModel {
     }
     fn load_plan(&self, _component_name: &str) -> Option<&LoadPlan> {
         None
+    }
+    fn large_components(&self) -> &[&str] {
+        &LARGE
+    }
+    fn formats(&self) -> &Formats {
+        &self.formats
     }
     fn files_of(&self, _component_name: &str) -> Vec<ModelFile> {
         Vec::new()

@@ -144,7 +144,11 @@ fn dispatch(arguments: Arguments) -> Result<(), CliError> {
     if let Command::Config { path, .. } = arguments.command {
         return reports::configuration(&config, path, json);
     }
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    // Threads of blocking work end soon after a burst: an idle service has as many as it began with.
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .thread_keep_alive(Duration::from_secs(1))
+        .enable_all()
+        .build()?;
     let ended = runtime.block_on(async move {
         let client = &config.client;
         match arguments.command {

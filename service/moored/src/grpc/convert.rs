@@ -41,13 +41,16 @@ pub(super) fn fallback_out(fallback: &Fallback) -> v1::Fallback {
 fn change_out(change: &Change) -> v1::fallback::Change {
     use v1::fallback::Change as Out;
     match &change.to {
-        ChangedTo::Quantization(quantization) => Out::Quantization(v1::Quantization {
-            preset: FULL.to_owned(), // what is not named is as it is stored
-            components: quantization
-                .formats()
-                .map(|(name, format)| (name.to_owned(), format.to_string()))
-                .collect(),
-        }),
+        ChangedTo::Quantization(quantization) => {
+            let (preset, components) = quantization.parts();
+            let word = |format: Option<WeightFormat>| format.map_or(FULL.to_owned(), |format| format.to_string());
+            Out::Quantization(v1::Quantization {
+                preset: preset.as_str().to_owned(),
+                components: components
+                    .map(|(name, format)| (name.to_owned(), word(format)))
+                    .collect(),
+            })
+        }
         ChangedTo::Request(request) => {
             let (width, height) = request.medium.size().unwrap_or_default();
             let mut size = v1::ResultSize {

@@ -5,7 +5,7 @@ use gpu::{LoadPlan, Target, TensorSource, WeightFormat};
 use residency::{Bytes, Component};
 
 use super::components::ComponentFiles;
-use crate::{ModelFile, Precision, provisional_identity};
+use crate::{Formats, ModelFile, provisional_identity};
 
 /// Predicted bytes per second of a reload, until measured.
 const RELOAD_BYTES_PER_SECOND: f64 = 4e9;
@@ -16,23 +16,26 @@ pub(crate) struct ComponentSet {
     components: Vec<Component>,
     files: Vec<ComponentFiles>,
     dtype: DType,
+    formats: Formats,
 }
 
 impl ComponentSet {
-    /// From names and files.
+    /// From names and files, computed in `dtype`.
     pub(crate) fn new<'a>(
         named: impl IntoIterator<Item = (&'a str, ComponentFiles)>,
-        precision: &Precision,
+        dtype: DType,
+        formats: Formats,
     ) -> ComponentSet {
         let mut set = ComponentSet {
             components: Vec::new(),
             files: Vec::new(),
-            dtype: precision.dtype,
+            dtype,
+            formats,
         };
         for (name, files) in named {
             let bytes = files.plan.bytes();
             set.components.push(Component {
-                id: provisional_identity(&files.place, &files.files, name, precision),
+                id: provisional_identity(&files.place, &files.files, name, dtype, set.formats.of(name)),
                 name: name.to_owned(),
                 bytes,
                 reload_seconds: bytes.0 as f64 / RELOAD_BYTES_PER_SECOND,
@@ -40,6 +43,11 @@ impl ComponentSet {
             set.files.push(files);
         }
         set
+    }
+
+    /// The formats to which components are quantized at load.
+    pub(crate) fn formats(&self) -> &Formats {
+        &self.formats
     }
 
     /// All components, in order.

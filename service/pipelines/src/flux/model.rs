@@ -7,6 +7,7 @@ use gpu::LoadPlan;
 use residency::{Bytes, Component};
 
 use super::checkpoint::{FOLDERS, PIPELINES};
+use super::open::LARGE;
 use super::config::TransformerConfig;
 use super::stages::{DENOISE, ENCODE_TEXT, POOLED, SEQUENCE, Stage};
 use super::transformer::{codes_bytes, denoise_scratch, is_modulator};
@@ -22,7 +23,7 @@ use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
 use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer, TokenizeError};
 use crate::{
-    Family, Image, Medium, Model, ModelError, ModelFile, Observer, Precision, Request, RequestError, Role,
+    Formats,     Family, Image, Medium, Model, ModelError, ModelFile, Observer, Precision, Request, RequestError, Role,
     Rung, StageError, StagePlan, StageRun, ValueShape, Values,
 };
 
@@ -190,6 +191,14 @@ impl Model for FluxModel {
 
     fn load_plan(&self, component_name: &str) -> Option<&LoadPlan> {
         self.components.load_plan(component_name)
+    }
+
+    fn large_components(&self) -> &[&str] {
+        &LARGE
+    }
+
+    fn formats(&self) -> &Formats {
+        self.components.formats()
     }
 
     fn files_of(&self, component_name: &str) -> Vec<ModelFile> {

@@ -21,6 +21,9 @@ use crate::{Image, Medium, ModelError, Precision, Request};
 /// Component names, in the order of [`FluxModel::components`].
 const COMPONENTS: [&str; 4] = ["transformer", "vae", "text_encoder", "text_encoder_2"];
 
+/// Components that presets quantize: nearly all bytes. The others are small, and lose quality out of proportion.
+pub(super) const LARGE: [&str; 2] = ["transformer", "text_encoder_2"];
+
 impl FluxModel {
     /// Opens a folder in diffusers' layout or a single file, by headers and configurations; `None` if it is not FLUX.
     ///
@@ -30,14 +33,14 @@ impl FluxModel {
         let Some(recognised) = MARKS.recognise(path)? else {
             return Ok(None);
         };
-        let formats = &precision.quantization;
-        if let Some((unknown, _)) = formats.formats().find(|(name, _)| !COMPONENTS.contains(name)) {
+        let formats = precision.quantization.formats(&LARGE);
+        if let Some((unknown, _)) = formats.iter().find(|(name, _)| !COMPONENTS.contains(name)) {
             return Err(ModelError::no_such_component(unknown, &COMPONENTS));
         }
         let wanted = |component: &'static str| Requested {
             component,
             dtype: precision.dtype,
-            format: formats.format_of(component),
+            format: formats.of(component),
             role_of: role_of(component),
         };
         let base = match &recognised {
@@ -112,7 +115,7 @@ impl FluxModel {
         ];
         Ok(Some(FluxModel {
             precision: precision.clone(),
-            components: ComponentSet::new(COMPONENTS.into_iter().zip(files), precision),
+            components: ComponentSet::new(COMPONENTS.into_iter().zip(files), precision.dtype, formats),
             scheduler: checked(
                 &base.join("scheduler/scheduler_config.json"),
                 SchedulerConfig::check,

@@ -15,7 +15,7 @@ use crate::family::{Model, Observer, StageError, StageRun, smaller_lengths, smal
 use crate::identity::ModelFile;
 use crate::media::{MediaFormat, Piece};
 use crate::plan::{PreviewNeed, Role, Rung, StagePlan, ValueShape, Values, only_value};
-use crate::quantization::Quantization;
+use crate::quantization::Formats;
 use crate::request::{Medium, Request, RequestError};
 use crate::start::is_from_latent;
 
@@ -36,6 +36,8 @@ pub(super) struct InstantModel {
     description: Description,
     components: Vec<Component>,
     formats: Vec<Option<WeightFormat>>,
+    made_at_load: Formats,
+    large: Vec<&'static str>,
     plans: Vec<LoadPlan>,
 }
 
@@ -53,11 +55,11 @@ fn bytes_in(described: &DescribedComponent, format: Option<WeightFormat>) -> Byt
 }
 
 impl InstantModel {
-    pub(super) fn new(description: Description, quantization: &Quantization) -> InstantModel {
+    pub(super) fn new(description: Description, made_at_load: Formats) -> InstantModel {
         let described = description.components.iter();
         let formats: Vec<Option<WeightFormat>> = described
             .clone()
-            .map(|c| c.stored.or_else(|| quantization.format_of(&c.name)))
+            .map(|c| c.stored.or_else(|| made_at_load.of(&c.name)))
             .collect();
         let components: Vec<Component> = described
             .zip(&formats)
@@ -78,9 +80,11 @@ impl InstantModel {
             .collect();
         let plans = components.iter().map(|c| LoadPlan::Synthetic(c.bytes)).collect();
         InstantModel {
+            large: description.large(),
             description,
             components,
             formats,
+            made_at_load,
             plans,
         }
     }
@@ -382,6 +386,14 @@ impl Model for InstantModel {
     fn format_of(&self, component_name: &str) -> Option<WeightFormat> {
         let index = self.components.iter().position(|c| c.name == component_name)?;
         *self.formats.get(index)?
+    }
+
+    fn large_components(&self) -> &[&str] {
+        &self.large
+    }
+
+    fn formats(&self) -> &Formats {
+        &self.made_at_load
     }
 
     /// None: the identity is in the model's file.

@@ -7,6 +7,7 @@ use gpu::LoadPlan;
 use residency::{Bytes, Component};
 
 use super::checkpoint::{FOLDERS, PIPELINES};
+use super::open::LARGE;
 use super::config::{MULTIPLE, TransformerConfig};
 use super::positions::Lengths;
 use super::stages::{CAPTION, DENOISE, ENCODE_TEXT, Stage};
@@ -22,7 +23,7 @@ use crate::start::{is_from_latent, steps_run};
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::{QwenTokenizer, TokenizeError};
 use crate::{
-    Family, Image, Medium, Model, ModelError, ModelFile, Observer, Precision, Request, RequestError, Role,
+    Formats,     Family, Image, Medium, Model, ModelError, ModelFile, Observer, Precision, Request, RequestError, Role,
     Rung, StageError, StagePlan, StageRun, ValueShape, Values,
 };
 
@@ -197,6 +198,14 @@ impl Model for ZImageModel {
 
     fn load_plan(&self, component_name: &str) -> Option<&LoadPlan> {
         self.components.load_plan(component_name)
+    }
+
+    fn large_components(&self) -> &[&str] {
+        &LARGE
+    }
+
+    fn formats(&self) -> &Formats {
+        self.components.formats()
     }
 
     fn files_of(&self, component_name: &str) -> Vec<ModelFile> {

@@ -22,6 +22,9 @@ use crate::{Image, Medium, ModelError, Precision, Request};
 /// Its components.
 const COMPONENTS: [&str; 3] = [TRANSFORMER, VAE, TEXT_ENCODER];
 
+/// Components that presets quantize.
+pub(super) const LARGE: [&str; 2] = [TRANSFORMER, TEXT_ENCODER];
+
 /// Name of the component in messages about unexpected tensors.
 const WHAT: &str = "a Z-Image transformer";
 
@@ -40,18 +43,14 @@ impl ZImageModel {
         let Some(recognised) = MARKS.recognise(path)? else {
             return Ok(None);
         };
-        let precision = &Precision {
-            quantization: precision.quantization.with_one_text_encoder(),
-            ..precision.clone()
-        };
-        let formats = &precision.quantization;
-        if let Some((unknown, _)) = formats.formats().find(|(name, _)| !COMPONENTS.contains(name)) {
+        let formats = precision.quantization.formats(&LARGE);
+        if let Some((unknown, _)) = formats.iter().find(|(name, _)| !COMPONENTS.contains(name)) {
             return Err(ModelError::no_such_component(unknown, &COMPONENTS));
         }
         let wanted = |component: &'static str| Requested {
             component,
             dtype: precision.dtype,
-            format: formats.format_of(component),
+            format: formats.of(component),
             role_of: role_of(component),
         };
         let (base, single) = match &recognised {
@@ -97,7 +96,7 @@ impl ZImageModel {
         ];
         Ok(Some(ZImageModel {
             precision: precision.clone(),
-            components: ComponentSet::new(files, precision),
+            components: ComponentSet::new(files, precision.dtype, formats),
             scheduler: checked(
                 &base.join("scheduler/scheduler_config.json"),
                 SchedulerConfig::check,
