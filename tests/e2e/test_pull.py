@@ -268,7 +268,7 @@ def test_a_file_that_never_gets_further_is_given_up_and_kept(
     reason, message = failed(pull())
     assert reason == "PULL_FAILED"
     assert TRANSFORMER in message
-    assert "goes on where this one ended" in message
+    assert "resumes where this one ended" in message
     assert any(path.stat().st_size == 3_000_001 for path in incomplete(home))
     assert not (cache_of(home) / "snapshots").exists(), "half a model is none"
 

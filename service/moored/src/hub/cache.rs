@@ -16,9 +16,9 @@ use super::listing::repo;
 use super::reference::{Reference, is_commit};
 use super::selection::INDEX;
 
-/// How often a lock that another program has is tried.
+/// Interval between attempts to take a lock that another program holds.
 const LOCK_POLL: Duration = Duration::from_millis(200);
-/// What is left free on the disk.
+/// Bytes that a pull leaves free on the disk.
 const MARGIN: Bytes = Bytes::mib(256);
 
 /// One model in the cache.
@@ -27,11 +27,11 @@ pub(super) struct ModelCache {
     /// `models--owner--name`.
     folder_name: String,
     model: Reference,
-    /// What hf-hub knows of the layout.
+    /// Paths of the cache layout, by hf-hub.
     layout: CacheRepo,
 }
 
-/// The lock of a content; dropping it gives it up.
+/// The lock of a content; dropping it releases it.
 pub(super) struct Lock {
     _file: File,
 }
@@ -47,17 +47,17 @@ impl ModelCache {
         }
     }
 
-    /// All of the model's.
+    /// The model's folder in the cache, with all of its revisions.
     fn folder(&self) -> PathBuf {
         self.root.join(&self.folder_name)
     }
 
-    /// Where a content is, or will be.
+    /// Path of a content, whether it is in the cache or not.
     pub(super) fn blob(&self, oid: &Oid) -> PathBuf {
         self.layout.blob_path(oid.name())
     }
 
-    /// Where it is while it comes.
+    /// Path of a content while it is downloaded.
     pub(super) fn partial(&self, oid: &Oid) -> PathBuf {
         self.layout.blob_path(&format!("{}.incomplete", oid.name()))
     }
@@ -66,19 +66,19 @@ impl ModelCache {
         self.layout.pointer_path(commit)
     }
 
-    /// Whether a content is here, whole. It came under its checksum: its size says enough.
+    /// Whether a content is complete in the cache. Its checksum was verified when it was downloaded, so its size suffices.
     pub(super) fn has(&self, oid: &Oid, size: u64) -> bool {
         length(&self.blob(oid)) == Some(size)
     }
 
-    /// Bytes of it that are here already.
+    /// Bytes of it that are downloaded already.
     pub(super) fn bytes_of_partial(&self, oid: &Oid, size: u64) -> u64 {
         length(&self.partial(oid))
             .filter(|length| *length <= size)
             .unwrap_or(0)
     }
 
-    /// The commit that the revision stands for here, if it is known.
+    /// The commit that the cache has for the revision, if any.
     pub(super) fn commit(&self) -> Option<String> {
         if self.model.is_commit() {
             return Some(self.model.revision.clone());
@@ -88,7 +88,7 @@ impl ModelCache {
         Some(commit.trim().to_owned()).filter(|commit| is_commit(commit))
     }
 
-    /// Waits for its turn at a content, in this program and in others.
+    /// Waits for the lock of a content, against this program and others.
     pub(super) async fn lock(&self, oid: &Oid) -> Result<Lock, PullError> {
         let folder = self.root.join(".locks").join(&self.folder_name);
         let path = folder.join(format!("{}.lock", oid.name()));
@@ -96,7 +96,7 @@ impl ModelCache {
         loop {
             let file = File::create(&path).map_err(|problem| failed(&path, &problem))?;
             match file.try_lock() {
-                // Some programs remove a lock when they give it up: what is locked then is nobody else's lock.
+                // Some programs remove the lock file when they release it: a removed file excludes nobody.
                 Ok(()) if file.metadata().is_ok_and(|locked| locked.nlink() > 0) => {
                     return Ok(Lock { _file: file });
                 }
@@ -107,7 +107,7 @@ impl ModelCache {
         }
     }
 
-    /// Refuses what would not fit.
+    /// Refuses a download that the disk has no space for.
     pub(super) fn check_room(&self, bytes: u64) -> Result<(), PullError> {
         if bytes == 0 {
             return Ok(());
@@ -125,8 +125,8 @@ impl ModelCache {
         })
     }
 
-    /// Makes the snapshot of a commit whole, whose contents are all here. What makes it a pipeline comes last: nobody sees
-    /// half of one.
+    /// Completes the snapshot of a commit whose contents are all in the cache. The index is linked last, so that nobody
+    /// finds an incomplete pipeline.
     pub(super) fn link<'a>(
         &self,
         commit: &str,
@@ -141,7 +141,7 @@ impl ModelCache {
             let target = PathBuf::from(format!("{up}blobs/{}", oid.name()));
             make_link(&target, &link).map_err(|problem| failed(&link, &problem))?;
         }
-        // What is right already is left as it is: others may be reading it, and the cache may not be ours to write.
+        // A ref that is right already is not written: others may be reading it, and the cache may be read-only for us.
         if !self.model.is_commit() && self.commit().as_deref() != Some(commit) {
             let named = self.layout.create_ref(commit);
             named.map_err(|problem| failed(&snapshot, &problem))?;
@@ -150,7 +150,7 @@ impl ModelCache {
     }
 }
 
-/// Bytes that a model takes in a cache, all of its revisions, and what has come of those that are not whole.
+/// Bytes that a model takes in a cache: all of its revisions, partial downloads included.
 pub(super) fn size(root: &Path, model: &Reference) -> Option<u64> {
     let folder = ModelCache::new(root, model).folder();
     let contents = children(&folder.join("blobs"));
@@ -159,7 +159,7 @@ pub(super) fn size(root: &Path, model: &Reference) -> Option<u64> {
         .then(|| contents.iter().filter_map(|path| length(path)).sum())
 }
 
-/// Removes a model from a cache. What makes it a pipeline goes first: nobody finds half of one.
+/// Removes a model from a cache. Its refs and snapshots are removed first, so that nobody finds an incomplete pipeline.
 pub(super) fn remove(root: &Path, model: &Reference) -> Result<(), PullError> {
     let folder = ModelCache::new(root, model).folder();
     for part in ["refs", "snapshots"] {
@@ -171,7 +171,7 @@ pub(super) fn remove(root: &Path, model: &Reference) -> Result<(), PullError> {
     std::fs::remove_dir_all(&folder).map_err(|problem| failed(&folder, &problem))
 }
 
-/// The files of a snapshot that are here, with their folders.
+/// The files of a snapshot that are in the cache, as paths within it.
 pub(super) fn files_of(snapshot: &Path) -> Vec<String> {
     let mut files = Vec::new();
     for path in children(snapshot) {
@@ -189,7 +189,7 @@ pub(super) fn files_of(snapshot: &Path) -> Vec<String> {
     files
 }
 
-/// A link in place of whatever is there; two that make the same one do no harm.
+/// Makes a symbolic link atomically, in place of whatever is there.
 fn make_link(target: &Path, link: &Path) -> std::io::Result<()> {
     if std::fs::read_link(link).is_ok_and(|there| there == target) {
         return Ok(());
@@ -215,12 +215,12 @@ pub(super) fn create_folder(folder: &Path) -> Result<(), PullError> {
     std::fs::create_dir_all(folder).map_err(|problem| failed(folder, &problem))
 }
 
-/// What the disk said, of a file or folder in the cache.
+/// The error of a file or folder in the cache.
 pub(super) fn failed(path: &Path, problem: &std::io::Error) -> PullError {
     failed_at(path, problem, 0)
 }
 
-/// The same while so many bytes were still to come.
+/// As [`failed`], when `left` bytes were still to be written.
 pub(super) fn failed_at(path: &Path, problem: &std::io::Error, left: u64) -> PullError {
     match problem.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => PullError::DiskFull {
@@ -240,7 +240,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_lock_that_is_removed_when_it_is_given_up_is_no_lock() {
+    async fn a_lock_file_that_was_removed_is_created_and_locked_again() {
         let root = tempfile::tempdir().unwrap();
         let cache = ModelCache::new(root.path(), &"me/mine".parse().unwrap());
         let oid = Oid::git_blob("b6fc4c620b67d95f953a5c1c1230aaab5db5a1b0").unwrap();
@@ -251,7 +251,7 @@ mod tests {
         let others = cache.lock(&oid).await.unwrap();
         let waiting = cache.lock(&oid);
         tokio::pin!(waiting);
-        // Once: it has found the lock taken.
+        // The first poll finds the lock taken.
         assert!(futures::poll!(&mut waiting).is_pending());
         std::fs::remove_file(&path).unwrap();
         drop(others);

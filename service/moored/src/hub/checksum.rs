@@ -1,9 +1,9 @@
-//! Names of contents, and whether a content deserves its name.
+//! Names of contents, which are their checksums, and their verification.
 
 use sha1::Sha1;
 use sha2::{Digest as _, Sha256};
 
-/// What a hub calls a content, and the cache after it.
+/// Name of a content, on the hub and in the cache.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) enum Oid {
     /// Large files: the SHA-256 of the content.
@@ -21,7 +21,7 @@ impl Oid {
         is_hex(hex, 40).then(|| Oid::GitBlob(hex.to_ascii_lowercase()))
     }
 
-    /// As files in the cache are called.
+    /// Name of its file in the cache.
     pub(super) fn name(&self) -> &str {
         match self {
             Oid::Sha256(name) | Oid::GitBlob(name) => name,
@@ -34,7 +34,7 @@ pub(super) fn is_hex(text: &str, length: usize) -> bool {
     text.len() == length && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// A content's name in the making.
+/// The checksum of a content that is still being read.
 pub(super) enum Summing {
     Sha256(Sha256),
     Sha1(Sha1),
@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn contents_are_named_as_git_and_its_large_files_do() {
+    fn contents_are_named_as_in_git_and_git_lfs() {
         let sums = |oid: &Oid, content: &[u8]| {
             let mut sum = Summing::start(oid, content.len() as u64);
             sum.add(content);

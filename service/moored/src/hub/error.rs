@@ -19,7 +19,7 @@ pub(crate) enum PullError {
         id: String,
     },
     /// Offline, and files are missing.
-    #[error("HF_HUB_OFFLINE is set, and {id} is not whole in {cache}: {} missing; unset it to fetch that", list(.missing))]
+    #[error("HF_HUB_OFFLINE is set, and {id} is not complete in {cache}: {} missing; unset it to fetch that", list(.missing))]
     Offline {
         id: String,
         /// Cache folder.
@@ -75,11 +75,11 @@ pub(crate) enum PullError {
     Answer { endpoint: String, problem: String },
     /// A checksum mismatch.
     #[error(
-        "{file} came with another checksum than the hub announces, twice: what came was thrown away; try again"
+        "the checksum of {file} was not the one that the hub announces, twice: the download was discarded; try again"
     )]
     Checksum { file: String },
     /// The connection broke repeatedly.
-    #[error("{file} stopped coming: {problem}; the same pull goes on where this one ended")]
+    #[error("the download of {file} stopped: {problem}; the same pull resumes where this one ended")]
     Cut { file: String, problem: String },
     /// Not enough disk space.
     #[error(
@@ -97,12 +97,12 @@ pub(crate) enum PullError {
     #[error("{path}: {problem}; hub.cache or HF_HUB_CACHE names another folder")]
     Disk { path: String, problem: String },
     /// The service is shutting down.
-    #[error("the service is shutting down; the same pull goes on where this one ended")]
+    #[error("the service is shutting down; the same pull resumes where this one ended")]
     ShuttingDown,
 }
 
 impl PullError {
-    /// As the API names it.
+    /// The reason that the API reports.
     pub(crate) fn reason(&self) -> Reason {
         match self {
             PullError::Name(_) => Reason::InvalidRequest,
@@ -124,10 +124,10 @@ impl PullError {
     }
 }
 
-/// Most characters of somebody else's words in a sentence of ours.
+/// Most characters of a hub's message that are shown.
 const MOST_SHOWN: usize = 200;
 
-/// What a hub said, fit for a terminal and a log: nothing that moves a cursor, and not without end.
+/// A hub's message, safe for a terminal and a log: without control characters, and cut to a length.
 pub(super) fn shown(said: &str) -> String {
     let plain = said.chars().filter(|character| !character.is_control());
     let mut shown: String = plain.clone().take(MOST_SHOWN).collect();

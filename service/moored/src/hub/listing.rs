@@ -1,4 +1,4 @@
-//! What the hub says: which files a revision has, and why it says no.
+//! Requests to the hub: which files a revision has, and why a request was refused.
 
 use std::error::Error as _;
 use std::time::Duration;
@@ -16,14 +16,14 @@ use super::error::shown;
 use super::reference::{Reference, is_commit, is_part};
 use crate::config;
 
-/// An answer that has not begun within this will not come.
+/// Timeout of a response, and of each chunk of it.
 pub(super) const SILENCE: Duration = Duration::from_secs(30);
-/// How often a question is asked before the hub counts as out of reach.
+/// Attempts of a request before the hub counts as unreachable.
 const ATTEMPTS: u32 = 3;
 const FIRST_PAUSE: Duration = Duration::from_millis(300);
-/// A configuration that is larger is none.
+/// Bytes that a listing or a configuration may have.
 const LARGEST_TEXT_BYTES: usize = 16 << 20;
-/// Longest path of a file that a pipeline may have.
+/// Longest path, in bytes, that a file of a pipeline may have.
 const LONGEST_PATH: usize = 200;
 
 /// One file of a revision.
@@ -34,14 +34,14 @@ pub(super) struct RepoFile {
     pub(super) oid: Oid,
 }
 
-/// A revision as the hub has it.
+/// A revision on the hub.
 #[derive(Clone, Debug)]
 pub(super) struct Listing {
     pub(super) commit: String,
     pub(super) files: Vec<RepoFile>,
 }
 
-/// Asks one hub, with one token.
+/// Sends requests to one hub, with one token.
 pub(super) struct Session {
     api: Api,
     endpoint: String,
@@ -81,13 +81,13 @@ impl Session {
         self.api.client()
     }
 
-    /// Whether an address is the hub's own, rather than one that it sent us to.
+    /// Whether a URL is the hub's own, rather than one that it redirected to.
     pub(super) fn is_hub(&self, url: &reqwest::Url) -> bool {
         let own = reqwest::Url::parse(&self.endpoint);
         own.is_ok_and(|own| own.origin() == url.origin())
     }
 
-    /// Where a file of a commit is.
+    /// URL of a file of a commit.
     pub(super) fn url(&self, id: &str, commit: &str, path: &str) -> String {
         self.api.repo(repo(id, commit)).url(path)
     }
@@ -98,9 +98,9 @@ impl Session {
         let ask = || repo.info_request().query(&[("blobs", "true")]);
         let answer = self.answer(model, ask).await?;
         let told: Told = serde_json::from_slice(&self.text(answer).await?)
-            .map_err(|problem| self.unclear(format!("what is no list of files: {problem}")))?;
+            .map_err(|problem| self.unclear(format!("with an invalid list of files: {problem}")))?;
         if !is_commit(&told.sha) {
-            return Err(self.unclear(format!("with the commit {:?}, which is none", told.sha)));
+            return Err(self.unclear(format!("with {:?}, which is no commit hash", told.sha)));
         }
         let is_bare = |told: &Sibling| told.size.is_none() && told.lfs.is_none();
         if !told.siblings.is_empty() && told.siblings.iter().all(is_bare) {
@@ -156,17 +156,17 @@ impl Session {
         loop {
             match timeout(SILENCE, answer.chunk()).await {
                 Ok(Ok(Some(_))) if text.len() > LARGEST_TEXT_BYTES => {
-                    return Err(self.unclear("far more than was asked for".to_owned()));
+                    return Err(self.unclear("with a response that is too large".to_owned()));
                 }
                 Ok(Ok(Some(chunk))) => text.extend_from_slice(&chunk),
                 Ok(Ok(None)) => return Ok(text),
                 Ok(Err(problem)) => return Err(self.unreachable(words(problem))),
-                Err(_) => return Err(self.unreachable("its answer stopped".to_owned())),
+                Err(_) => return Err(self.unreachable("its response stopped".to_owned())),
             }
         }
     }
 
-    /// What a status means for this model; `None`: it is worth asking again.
+    /// The error that a status stands for; `None`: the request may succeed when it is repeated.
     pub(super) fn refusal(
         &self,
         model: &Reference,
@@ -197,12 +197,12 @@ impl Session {
                 id: id.clone(),
                 revision: model.revision.clone(),
             },
-            // The hub does not tell strangers what there is.
+            // Without a token the hub answers 401 for models that do not exist, too.
             (401, _) if anonymous => no_such_model(),
             (401, _) => PullError::TokenRefused { endpoint },
             (403, _) => gated(),
             (404, _) => no_such_model(),
-            (429, _) => self.unclear("that it was asked too often (429)".to_owned()),
+            (429, _) => self.unclear("that there were too many requests (429)".to_owned()),
             (500.., _) | (408, _) => return None,
             (_, _) => {
                 let said = header("x-error-message");
@@ -232,7 +232,7 @@ pub(super) fn repo(id: &str, revision: &str) -> Repo {
     Repo::with_revision(id.to_owned(), RepoType::Model, revision.to_owned())
 }
 
-/// The innermost reason, without the URL: signed ones are long, and nobody's business.
+/// The innermost reason, without the URL: signed URLs are long, and secret.
 pub(super) fn words(error: reqwest::Error) -> String {
     let error = error.without_url();
     let mut cause: &dyn std::error::Error = &error;
@@ -245,7 +245,7 @@ pub(super) fn words(error: reqwest::Error) -> String {
     }
 }
 
-/// A revision in the hub's words.
+/// The hub's response about a revision.
 #[derive(Deserialize)]
 struct Told {
     sha: String,
@@ -269,8 +269,8 @@ struct Lfs {
 }
 
 impl RepoFile {
-    /// `None`: a hub that does not tell how large a file is, and what its checksum is, has none for us; and what a pipeline
-    /// is read from has names that are safe in paths, in URLs and in a terminal.
+    /// `None` for a file without size or checksum, and for one whose name is not safe in paths, in URLs and in a terminal: no
+    /// pipeline is read from these.
     fn of(told: Sibling) -> Option<RepoFile> {
         if told.rfilename.len() > LONGEST_PATH || !told.rfilename.split('/').all(is_part) {
             return None;

@@ -1,22 +1,22 @@
-//! How far a pull is.
+//! The progress of a pull.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio::sync::watch;
 
-/// How far it is.
+/// The progress of a pull.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Progress {
-    /// Bytes that are here, those that were here before among them.
+    /// Bytes in the cache, those that were there before the pull among them.
     pub(crate) bytes_done: u64,
     pub(crate) bytes_total: u64,
     pub(crate) files_done: u32,
     pub(crate) files_total: u32,
-    /// One that comes; empty while none does.
+    /// A file that is being downloaded; empty while none is.
     pub(crate) file: String,
 }
 
-/// Counts, and tells whoever watches: the latest wins.
+/// Counts bytes and files, and publishes the latest progress.
 pub(super) struct Meter {
     progress: watch::Sender<Progress>,
     fetched: AtomicU64,
@@ -30,17 +30,17 @@ impl Meter {
         }
     }
 
-    /// What there is to do, and what is done already.
+    /// Sets the totals, and what is done already.
     pub(super) fn start(&self, progress: Progress) {
         self.progress.send_replace(progress);
     }
 
-    /// Bytes that were here before.
+    /// Counts bytes that were in the cache before.
     pub(super) fn found(&self, bytes: u64) {
         self.progress.send_modify(|progress| progress.bytes_done += bytes);
     }
 
-    /// Bytes that have come.
+    /// Counts downloaded bytes.
     pub(super) fn fetched(&self, bytes: u64, file: &str) {
         self.fetched.fetch_add(bytes, Ordering::Relaxed);
         self.progress.send_modify(|progress| {
@@ -51,7 +51,7 @@ impl Meter {
         });
     }
 
-    /// Bytes that were no good.
+    /// Takes back bytes that were discarded.
     pub(super) fn lost(&self, bytes: u64) {
         let lose = |progress: &mut Progress| progress.bytes_done = progress.bytes_done.saturating_sub(bytes);
         self.progress.send_modify(lose);
@@ -64,7 +64,7 @@ impl Meter {
         });
     }
 
-    /// Bytes that came, whatever became of them.
+    /// Bytes that were downloaded, discarded ones included.
     pub(super) fn bytes_fetched(&self) -> u64 {
         self.fetched.load(Ordering::Relaxed)
     }

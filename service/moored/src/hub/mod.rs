@@ -36,12 +36,12 @@ use transfer::Transfer;
 
 use crate::config;
 
-/// Files that come at the same time: a connection alone does not fill a line.
+/// Files that are downloaded at the same time: one connection does not use the whole bandwidth.
 const AT_ONCE: usize = 4;
-/// More files than any pipeline has.
+/// Most files of a pipeline; a listing of more is refused.
 const MOST_FILES: usize = 4096;
 
-/// What a pull comes down to.
+/// What a pull would download.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Plan {
     /// Commit hash of the snapshot.
@@ -51,7 +51,7 @@ pub(crate) struct Plan {
     pub(crate) files_total: u32,
 }
 
-/// A model that is here, whole.
+/// A model that is complete in the cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Pulled {
     pub(crate) id: String,
@@ -69,13 +69,13 @@ pub(crate) struct Hub {
     settings: config::Hub,
 }
 
-/// A content of the pipeline, and the files that have it.
+/// A content of the pipeline, and the paths of the files that have it.
 struct Content {
     file: RepoFile,
     paths: Vec<String>,
 }
 
-/// What a revision's pipeline is made of.
+/// The contents of a revision's pipeline.
 struct Contents {
     commit: String,
     contents: Vec<Content>,
@@ -95,7 +95,7 @@ impl Contents {
         self.contents.iter().filter(is_missing)
     }
 
-    /// Bytes that are still to come.
+    /// Bytes that are still to be downloaded.
     fn bytes_missing(&self, cache: &ModelCache) -> u64 {
         let left = |content: &Content| {
             let (oid, size) = (&content.file.oid, content.file.size);
@@ -105,13 +105,13 @@ impl Contents {
     }
 }
 
-/// Files that have these contents.
+/// Number of files that have these contents.
 fn count<'a>(contents: impl IntoIterator<Item = &'a Content>) -> u32 {
     let files: usize = contents.into_iter().map(|content| content.paths.len()).sum();
     u32::try_from(files).unwrap_or(u32::MAX)
 }
 
-/// Of sizes that a hub announces: what is beyond all numbers fits on no disk, and is refused there.
+/// Sum of announced sizes. It saturates: the check of the disk space then refuses it.
 fn sum(sizes: impl Iterator<Item = u64>) -> u64 {
     sizes.fold(0, u64::saturating_add)
 }
@@ -126,7 +126,7 @@ impl Hub {
         self.settings.pull
     }
 
-    /// What a pull would fetch.
+    /// Plans a pull, and downloads nothing.
     pub(crate) async fn plan(&self, model: &Reference) -> Result<Plan, PullError> {
         let cache = ModelCache::new(&self.settings.cache, model);
         if self.settings.offline {
@@ -147,7 +147,7 @@ impl Hub {
         })
     }
 
-    /// Fetches what is missing. Dropping it stops it; what has come stays for the next.
+    /// Downloads what is missing. Dropping the future stops it; what was downloaded stays for the next pull.
     pub(crate) async fn pull(
         &self,
         model: &Reference,
@@ -205,7 +205,7 @@ impl Hub {
         })
     }
 
-    /// The contents of a revision's pipeline, as the hub has it.
+    /// The contents of a revision's pipeline on the hub.
     async fn contents(&self, session: &Session, model: &Reference) -> Result<Contents, PullError> {
         let Listing { commit, files } = session.list(model).await?;
         let names: Vec<&str> = files.iter().map(|file| file.path.as_str()).collect();
@@ -234,15 +234,15 @@ impl Hub {
             content.paths.push(path);
         }
         let mut contents: Vec<Content> = contents.into_values().collect();
-        // The largest first: the small ones then fill the gaps, rather than wait for it at the end.
+        // The largest first, so that it is not the last one alone at the end.
         contents.sort_by_key(|content| std::cmp::Reverse(content.file.size));
         Ok(Contents { commit, contents })
     }
 
-    /// The model as it lies in the cache.
+    /// The model in the cache.
     ///
     /// # Errors
-    /// What is missing.
+    /// [`PullError::Offline`] with the missing files when it is incomplete.
     fn whole_in_cache(&self, model: &Reference, cache: &ModelCache) -> Result<Pulled, PullError> {
         let incomplete = |missing: Vec<String>| PullError::Offline {
             id: model.to_string(),
@@ -270,7 +270,7 @@ impl Hub {
     }
 }
 
-/// Bytes that a model takes in a hub cache; `None`: it is not there.
+/// Bytes that a model takes in a hub cache; `None` when it is not there.
 pub(crate) fn size_in_cache(cache: &Path, model: &Reference) -> Option<u64> {
     cache::size(cache, model)
 }
@@ -280,16 +280,16 @@ pub(crate) fn remove_from_cache(cache: &Path, model: &Reference) -> Result<(), P
     cache::remove(cache, model)
 }
 
-/// Whether a snapshot has what its pipeline is read from, as far as that can be told without the hub: other programs leave
-/// half of one when they are cut. What is no pipeline of ours lacks nothing that we know of.
+/// Whether a snapshot has the files that its pipeline is read from, as far as that can be told without the hub: other
+/// programs leave incomplete ones when they are interrupted. A pipeline of an unknown class counts as complete.
 pub(crate) fn is_whole(snapshot: &Path) -> bool {
     missing_of("", snapshot).unwrap_or_default().is_empty()
 }
 
-/// What is missing of the pipeline in a snapshot.
+/// The files of its pipeline that a snapshot lacks.
 ///
 /// # Errors
-/// When it is no pipeline of ours.
+/// When the pipeline is of an unknown class.
 fn missing_of(id: &str, snapshot: &Path) -> Result<Vec<String>, PullError> {
     let Ok(index) = std::fs::read(snapshot.join(INDEX)) else {
         return Ok(vec![INDEX.to_owned()]);

@@ -1,4 +1,4 @@
-//! Pulls in a service: who asks for what is under way joins it, and a pull that nobody waits for any more ends.
+//! Pulls in a service: a request for a model that is being pulled joins that pull, and a pull without listeners is aborted.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -8,10 +8,10 @@ use tokio::task::AbortHandle;
 
 use super::{Hub, Progress, PullError, Pulled, Reference};
 
-/// Models that are pulled at the same time, whatever clients ask for; others wait for their turn.
+/// Models that are pulled at the same time; others wait.
 const AT_ONCE: usize = 4;
 
-/// The pulls that are under way.
+/// The running pulls.
 #[derive(Clone)]
 pub(crate) struct Pulls {
     hub: Hub,
@@ -19,7 +19,7 @@ pub(crate) struct Pulls {
     running: Arc<Mutex<HashMap<Reference, Weak<Running>>>>,
 }
 
-/// A pull that is under way; the last to drop it ends it.
+/// A running pull; dropping the last reference aborts it.
 struct Running {
     progress: watch::Receiver<Progress>,
     result: watch::Receiver<Option<Result<Pulled, PullError>>>,
@@ -32,7 +32,7 @@ impl Drop for Running {
     }
 }
 
-/// One listener's part in a pull.
+/// One listener of a pull.
 pub(crate) struct Pull {
     /// Refcount of the pull: dropping the last one aborts it.
     _running: Arc<Running>,
@@ -40,7 +40,7 @@ pub(crate) struct Pull {
     result: watch::Receiver<Option<Result<Pulled, PullError>>>,
 }
 
-/// What a pull says next.
+/// An event of a pull.
 pub(crate) enum News {
     Progress(Progress),
     End(Result<Pulled, PullError>),
@@ -84,7 +84,7 @@ impl Pulls {
         let (result, result_seen) = watch::channel(None);
         let (hub, turns) = (self.hub.clone(), Arc::clone(&self.turns));
         let task = tokio::spawn(async move {
-            // Never closed; and given up with the task, however that ends.
+            // The semaphore is never closed, so this cannot fail.
             let _turn = turns.acquire_owned().await;
             tracing::info!(%model, "a pull begins");
             let ended = hub.pull(&model, progress).await;
@@ -103,7 +103,7 @@ impl Pulls {
 }
 
 impl Pull {
-    /// What happens next: the latest progress, at last the end.
+    /// The next event: the latest progress, or the end.
     pub(crate) async fn next(&mut self) -> News {
         tokio::select! {
             biased;
@@ -111,7 +111,7 @@ impl Pull {
                 let ended = ended.ok().and_then(|ended| ended.clone());
                 News::End(ended.unwrap_or(Err(PullError::ShuttingDown)))
             }
-            // Over when the pull is: then only its result is left to wait for.
+            // The channel closes with the pull: then only its result is waited for.
             Ok(()) = self.progress.changed() => News::Progress(self.progress.borrow_and_update().clone()),
         }
     }

@@ -1,4 +1,4 @@
-//! What a model of a hub is called.
+//! References to models of a hub.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,9 +6,9 @@ use std::str::FromStr;
 use super::PullError;
 use super::checksum::is_hex;
 
-/// The branch that is meant where none is named.
+/// The default revision.
 const MAIN: &str = "main";
-/// Longest owner or name, as the hub has it.
+/// Most characters of an owner or a name, by the hub's rules.
 const LONGEST_PART: usize = 96;
 const LONGEST_REVISION: usize = 250;
 
@@ -21,7 +21,7 @@ pub(crate) struct Reference {
 
 impl Reference {
     /// # Errors
-    /// When these are no names of a hub.
+    /// When the id or the revision is not valid on a hub.
     pub(crate) fn new(id: &str, revision: &str) -> Result<Reference, PullError> {
         let wrong = || {
             PullError::Name(format!(
@@ -32,7 +32,7 @@ impl Reference {
         let (owner, name) = id.split_once('/').ok_or_else(wrong)?;
         let revision = if revision.is_empty() { MAIN } else { revision };
         let is_revision = revision.len() <= LONGEST_REVISION && revision.split('/').all(is_part);
-        // In the cache two hyphens stand for the slash: no hub has them in a name.
+        // In the cache two hyphens stand for the slash, so a name cannot have them.
         let is_name = |part: &str| is_part(part) && part.len() <= LONGEST_PART && !part.contains("--");
         if is_name(owner) && is_name(name) && is_revision {
             return Ok(Reference {
@@ -43,7 +43,7 @@ impl Reference {
         Err(wrong())
     }
 
-    /// The model that an entry's name is of (`owner/name+4-bit`), if it is one of a hub.
+    /// The model of an entry's name (`owner/name+4-bit`), if that could be on a hub.
     pub(crate) fn of_entry(name: &str) -> Option<Reference> {
         name.split('+').next()?.parse().ok()
     }
@@ -59,7 +59,7 @@ pub(super) fn is_commit(text: &str) -> bool {
     is_hex(text, 40)
 }
 
-/// A name that is one in a path too: no `..`, nothing hidden, nothing that a URL would read otherwise.
+/// Whether a name is safe as a part of a path and of a URL: no `..`, no leading dot or hyphen, no reserved character.
 pub(super) fn is_part(part: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
     !part.is_empty() && !part.starts_with(['.', '-']) && !part.contains("..") && part.bytes().all(plain)
@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_of_models_are_read_and_what_could_leave_the_cache_is_not() {
+    fn model_names_are_parsed_and_path_traversal_is_refused() {
         let read = |text: &str| text.parse::<Reference>().map(|r| (r.id, r.revision));
         let is = |id: &str, revision: &str| Ok((id.to_owned(), revision.to_owned()));
         assert_eq!(read("me/mine"), is("me/mine", "main"));
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_names_its_model() {
+    fn the_model_is_parsed_from_the_name_of_an_entry() {
         let id = |name: &str| Reference::of_entry(name).map(|reference| reference.to_string());
         assert_eq!(id("me/mine+4-bit").as_deref(), Some("me/mine"));
         assert_eq!(id("me/mine@v1+vae=nf4").as_deref(), Some("me/mine@v1"));

@@ -4,15 +4,15 @@
 use super::PullError;
 use super::error::{list, shown};
 
-/// What makes a repository a pipeline.
+/// The file that a repository needs to be a pipeline.
 pub(super) const INDEX: &str = "model_index.json";
-/// A model's own defaults, where it brings some.
+/// Optional file with a model's own defaults.
 const DEFAULTS: &str = "moored.json";
-/// What weights are called, the way that they are looked for: one file goes before shards.
+/// File names of weights without their ending, in the order in which they are looked for.
 const STEMS: [&str; 2] = ["diffusion_pytorch_model", "model"];
-/// How the files beside the weights end: configurations, vocabularies.
+/// Endings of the files beside the weights: configurations, vocabularies.
 const SMALL: [&str; 3] = [".json", ".txt", ".model"];
-/// How weights end, in any format.
+/// Endings of weights, in any format.
 const WEIGHTS: [&str; 9] = [
     ".safetensors",
     ".bin",
@@ -28,7 +28,7 @@ const WEIGHTS: [&str; 9] = [
 /// The files that these folders of a pipeline are read from, of all the files there are.
 ///
 /// # Errors
-/// When the weights of a folder are not there in a form that is read, or a folder is missing.
+/// When a folder is missing, or its weights are not in safetensors.
 pub(super) fn wanted(id: &str, folders: &[&str], files: &[&str]) -> Result<Vec<String>, PullError> {
     let at_root = [INDEX, DEFAULTS].into_iter().filter(|name| files.contains(name));
     let mut wanted: Vec<String> = at_root.map(str::to_owned).collect();
@@ -57,7 +57,7 @@ pub(super) fn wanted(id: &str, folders: &[&str], files: &[&str]) -> Result<Vec<S
     Ok(wanted)
 }
 
-/// The names in one folder that are needed.
+/// The needed files of one folder.
 fn of_folder<'a>(names: &[&'a str]) -> Result<Vec<&'a str>, String> {
     if names.is_empty() {
         return Err("is missing".to_owned());
@@ -109,7 +109,7 @@ fn shard_of(stem: &str, name: &str) -> Option<(usize, usize)> {
     (is_number(number) && is_number(count)).then_some((number.parse().ok()?, count.parse().ok()?))
 }
 
-/// What is missing of these folders among the files that are here, as far as that can be told without the hub.
+/// The files that these folders lack, as far as that can be told without the hub.
 pub(super) fn missing(folders: &[&str], files: &[&str]) -> Vec<String> {
     let mut missing = Vec::new();
     for folder in folders {
@@ -146,7 +146,7 @@ pub(super) fn missing(folders: &[&str], files: &[&str]) -> Vec<String> {
     missing
 }
 
-/// What to say of a repository that is no pipeline, by what it holds instead.
+/// The error for a repository that is no pipeline, with a remedy for single files.
 pub(super) fn no_pipeline(id: &str, files: &[&str]) -> PullError {
     let ends = [".gguf", ".safetensors"];
     let single: Vec<&str> = files
@@ -172,7 +172,7 @@ mod tests {
         pipelines::catalogue().folders_of("FluxPipeline").unwrap()
     }
 
-    /// As large repositories of this kind are laid out, with all that they hold beside.
+    /// Layout of a large repository, with files that are not needed.
     const FILES: [&str; 45] = [
         ".gitattributes",
         "LICENSE.md",
@@ -222,7 +222,7 @@ mod tests {
     ];
 
     #[test]
-    fn of_a_repository_that_holds_everything_the_pipeline_is_taken_once() {
+    fn one_copy_of_the_weights_is_selected() {
         let mut taken = wanted("me/mine", folders(), &FILES).unwrap();
         taken.sort();
         let expected = [
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_that_are_not_read_are_told_before_anything_is_fetched() {
+    fn weights_that_are_not_in_plain_safetensors_are_refused() {
         let said = |files: &[&str]| wanted("me/mine", &["vae"], files).unwrap_err().to_string();
         let only_bin = said(&["vae/config.json", "vae/diffusion_pytorch_model.bin"]);
         assert!(
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn single_files_are_pointed_elsewhere() {
+    fn the_error_for_single_files_names_models_folders() {
         let said = no_pipeline(
             "me/mine",
             &["README.md", "flux1-dev-Q4_0.gguf", "flux1-dev-Q8_0.gguf"],
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_named() {
+    fn missing_files_are_named() {
         let taken = wanted("me/mine", folders(), &FILES).unwrap();
         let all: Vec<&str> = taken.iter().map(String::as_str).collect();
         assert_eq!(missing(folders(), &all), Vec::<String>::new());

@@ -1,5 +1,6 @@
-//! One file on its way: resumed where it was cut, summed while it comes, and there under its name only when it is what the
-//! hub announced. hf-hub's own download does neither sum nor stop with its caller, so this part is on top of its client.
+//! The download of one file: resumed where it was interrupted, hashed while it arrives, and renamed to its name only when
+//! its checksum is the announced one. hf-hub's own download neither verifies nor stops with its caller, so this uses its
+//! client alone.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read as _, Write as _};
@@ -17,15 +18,15 @@ use super::listing::{RepoFile, SILENCE, Session, words};
 use super::meter::Meter;
 use super::reference::Reference;
 
-/// Bytes that are gathered before they are written.
+/// Bytes that are buffered before they are written.
 const WRITE_BYTES: usize = 256 << 10;
-/// Attempts in a row that bring nothing, before a file is given up.
+/// Consecutive attempts without a new byte after which a download fails.
 const FRUITLESS_ATTEMPTS: u32 = 5;
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
-/// How often a content that is not what was announced is fetched anew.
+/// How often a content with a wrong checksum is downloaded again.
 const FRESH_STARTS: u32 = 1;
 
-/// Where a file comes from, and where it goes.
+/// Source and destination of one file.
 pub(super) struct Transfer<'a> {
     pub(super) session: &'a Session,
     pub(super) cache: &'a ModelCache,
@@ -43,7 +44,7 @@ enum Failure {
 }
 
 impl Transfer<'_> {
-    /// Brings the file into the cache, if it is not there.
+    /// Downloads the file into the cache, if it is not there.
     pub(super) async fn run(&self) -> Result<(), PullError> {
         let RepoFile { size, oid, .. } = self.file;
         let blob = self.cache.blob(oid);
@@ -64,7 +65,7 @@ impl Transfer<'_> {
             if partial.finish().await? {
                 return std::fs::rename(&path, &blob).map_err(|problem| failed(&blob, &problem));
             }
-            // Perhaps what was here before the cut was bad: once more, from the start.
+            // The partial file may have been damaged: once more, from the start.
             self.meter.lost(*size);
             std::fs::remove_file(&path).map_err(|problem| failed(&path, &problem))?;
             if fresh_starts == FRESH_STARTS {
@@ -76,13 +77,13 @@ impl Transfer<'_> {
         }
     }
 
-    /// Attempts until the last byte is here.
+    /// Repeats attempts until the last byte is there.
     async fn complete(&self, mut partial: Partial) -> Result<Partial, PullError> {
         let mut fruitless = 0;
         while partial.length < self.file.size {
             let before = partial.length;
             let problem = match self.attempt(&mut partial).await {
-                Ok(()) => "it ended too early".to_owned(),
+                Ok(()) => "the response ended too early".to_owned(),
                 Err(Failure::Passing(problem)) => problem,
                 Err(Failure::Final(error)) => {
                     partial.flush().await?;
@@ -111,7 +112,7 @@ impl Transfer<'_> {
         Ok(partial)
     }
 
-    /// Asks for what is missing, and takes what comes.
+    /// Requests the missing bytes, and stores what arrives.
     async fn attempt(&self, partial: &mut Partial) -> Result<(), Failure> {
         let url = self.session.url(&self.model.id, self.commit, &self.file.path);
         let mut request = self.session.client().get(url);
@@ -133,7 +134,7 @@ impl Transfer<'_> {
                 range.and_then(start_of).unwrap_or(u64::MAX)
             }
             StatusCode::RANGE_NOT_SATISFIABLE => u64::MAX,
-            // A signed address elsewhere may have expired: the hub gives another.
+            // A signed URL may have expired: the next request to the hub gets another.
             _ if !self.session.is_hub(answer.url()) => return Err(Failure::Passing(status.to_string())),
             _ => {
                 let refused = self.session.refusal(self.model, status, answer.headers());
@@ -141,19 +142,19 @@ impl Transfer<'_> {
             }
         };
         if starts_at != partial.length {
-            // It does not go on where this ended: all of it again.
+            // The response does not continue the partial file: start over.
             self.meter.lost(partial.length);
             partial.start_over().map_err(Failure::Final)?;
             if starts_at != 0 {
                 return Err(Failure::Passing(
-                    "other bytes came than were asked for".to_owned(),
+                    "the response starts at another byte than requested".to_owned(),
                 ));
             }
         }
         loop {
             let chunk = timeout(SILENCE, answer.chunk()).await;
             let chunk = chunk
-                .map_err(|_| Failure::Passing(format!("nothing for {} s", SILENCE.as_secs())))?
+                .map_err(|_| Failure::Passing(format!("no data for {} s", SILENCE.as_secs())))?
                 .map_err(|problem| Failure::Passing(words(problem)))?;
             let Some(chunk) = chunk else { return Ok(()) };
             let room = usize::try_from(self.file.size - partial.length).unwrap_or(usize::MAX);
@@ -172,19 +173,19 @@ fn start_of(range: &str) -> Option<u64> {
     range.strip_prefix("bytes ")?.split_once('-')?.0.parse().ok()
 }
 
-/// What is here of a file.
+/// A partially downloaded file.
 struct Partial {
     path: PathBuf,
     file: RepoFile,
-    /// Taken so far, those not written yet among them.
+    /// Bytes so far, those that are not written yet included.
     length: u64,
     waiting: Vec<u8>,
-    /// Elsewhere while it is written to.
+    /// `None` while a blocking thread writes to it, and after a failed write.
     written: Option<(File, Summing)>,
 }
 
 impl Partial {
-    /// What an earlier pull left, summed.
+    /// Opens what an earlier pull left, and hashes it.
     async fn open(path: PathBuf, file: RepoFile) -> Result<Partial, PullError> {
         let opened = blocking(move || {
             let open = || -> std::io::Result<Partial> {
@@ -231,13 +232,13 @@ impl Partial {
         self.flush().await
     }
 
-    /// Writes what is waiting, away from the async threads.
+    /// Writes the buffered bytes on a blocking thread.
     async fn flush(&mut self) -> Result<(), PullError> {
         if self.waiting.is_empty() {
             return Ok(());
         }
         let Some((mut there, mut sum)) = self.written.take() else {
-            return Ok(()); // an earlier write failed, and was told of
+            return Ok(()); // an earlier write failed, and its error was returned
         };
         let bytes = std::mem::take(&mut self.waiting);
         let path = self.path.clone();
@@ -261,7 +262,7 @@ impl Partial {
         Ok(())
     }
 
-    /// Whether it is what was announced; then it is on the disk for good.
+    /// Whether the checksum is the announced one; if so, the file has been synced to the disk.
     async fn finish(mut self) -> Result<bool, PullError> {
         self.flush().await?;
         let Some((there, sum)) = self.written else {
@@ -279,7 +280,7 @@ impl Partial {
     }
 }
 
-/// Runs what waits for the disk where that holds nobody up.
+/// Runs work that waits for the disk on a blocking thread.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, PullError> + Send + 'static,
 ) -> Result<T, PullError> {
