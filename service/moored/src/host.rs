@@ -9,14 +9,14 @@ use residency::Bytes;
 use crate::process::supervisor::WorkerPids;
 use crate::proto::v1;
 
-/// Between two looks at how much is left.
+/// Time between two readings of the available memory.
 const INTERVAL: Duration = Duration::from_secs(5);
-/// Less than this part of the machine's memory is little.
-const LITTLE: u64 = 20;
+/// Memory is low when less than one part in this many is available.
+const LOW_DIVISOR: u64 = 20;
 
 /// Reads the machine's memory.
 pub(crate) struct Host {
-    /// `None` where the system does not tell.
+    /// `None` where the system does not report its memory.
     reader: Mutex<Option<SystemReader>>,
 }
 
@@ -30,7 +30,7 @@ impl Host {
         }
     }
 
-    /// The figures of now; zeros where the system does not tell.
+    /// The current figures; zeros where the system does not report its memory.
     pub(crate) fn read(&self, workers: &WorkerPids) -> v1::HostMemory {
         let mut reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(reader) = reader.as_mut() else {
@@ -48,7 +48,7 @@ impl Host {
     }
 }
 
-/// Tells in the log when the machine runs low on memory, and when it no longer does.
+/// Logs when the machine runs low on memory, and when it no longer does.
 pub(crate) async fn watch(host: std::sync::Arc<Host>, workers: WorkerPids) {
     let mut looks = tokio::time::interval(INTERVAL);
     let mut was_low = false;
@@ -75,7 +75,7 @@ pub(crate) async fn watch(host: std::sync::Arc<Host>, workers: WorkerPids) {
 }
 
 fn is_low(memory: &SystemMemory) -> bool {
-    memory.available < Bytes(memory.total.0 / LITTLE)
+    memory.available < Bytes(memory.total.0 / LOW_DIVISOR)
 }
 
 #[cfg(test)]
@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_machine_with_less_than_a_twentieth_of_its_memory_left_is_short() {
+    fn memory_is_low_when_less_than_a_twentieth_is_available() {
         let with = |available| SystemMemory {
             total: Bytes::gib(20),
             available,

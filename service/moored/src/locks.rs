@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use gpu::{CardDescription, CardKind};
 
-/// A worker ends by itself when its supervisor is gone; one that does not within this has hung.
+/// A worker exits by itself when its supervisor is gone; one that has not after this time hangs.
 const STRAY_GRACE: Duration = Duration::from_secs(3);
 const STRAY_POLL: Duration = Duration::from_millis(100);
 
@@ -28,7 +28,7 @@ pub(crate) enum LockError {
     File { file: PathBuf, problem: std::io::Error },
 }
 
-/// The locks of a service; dropping them gives the cards up.
+/// The locks of a service; dropping them releases the cards.
 #[derive(Debug)]
 pub(crate) struct Locks {
     _files: Vec<File>,
@@ -65,7 +65,7 @@ fn lock_file(state: &Path, card: &CardDescription, kind: &str) -> Option<PathBuf
     (card.kind != CardKind::Simulated).then(|| state.join("locks").join(format!("{name}.{kind}")))
 }
 
-/// Locks a file and writes our process id into it; the inner error is who has it.
+/// Locks a file and writes our process id into it; the inner error is the process id of its holder.
 pub(crate) fn take(path: &Path) -> Result<Result<File, String>, LockError> {
     let fails = |problem| LockError::File {
         file: path.to_owned(),
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_second_service_is_kept_off_and_told_who_has_the_card() {
+    async fn a_second_service_is_refused_with_the_pid_of_the_first() {
         let state = tempfile::tempdir().unwrap();
         let first = Locks::take(state.path(), &cpu()).await.unwrap();
         let refused = Locks::take(state.path(), &cpu()).await.unwrap_err();

@@ -18,7 +18,7 @@ mod wav;
 
 use std::process::ExitCode;
 
-/// Counts every allocation: on a CPU card this is the truth about activation memory.
+/// Counts every allocation: on a CPU card this measures activation memory.
 #[global_allocator]
 static ALLOCATOR: gpu::CountingAllocator = gpu::CountingAllocator;
 

@@ -1,16 +1,16 @@
-//! The service's own memory: what was used goes back to the system. Of the worker's, residency decides.
+//! The service's own memory: what was freed is returned to the system. The workers' memory is residency's.
 
 use std::time::Duration;
 
 use residency::Bytes;
 
-/// Between two looks.
+/// Time between two checks.
 const INTERVAL: Duration = Duration::from_secs(5);
-/// More than this was freed since the last look: it is worth the walk through the heaps.
+/// Bytes freed since the last check above which the heaps are trimmed.
 const WORTH_A_TRIM: Bytes = Bytes::mib(16);
 
-/// From now on memory that was freed is given back. A picture, a latent or a frame lives for a moment on one of many threads, and the
-/// C library keeps what such threads have freed for the threads to come.
+/// Starts the task that returns freed memory to the system. A picture, a latent or a frame lives for a moment on one of many threads, and the
+/// C library keeps what such threads have freed for later threads.
 pub(crate) fn give_back() {
     gpu::allocator::return_large();
     tokio::spawn(async {

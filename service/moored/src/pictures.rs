@@ -1,4 +1,4 @@
-//! Pictures at the edge: PNG with what made them, init images within limits, previews as JPEG.
+//! Encoding and decoding of pictures: PNG with their recipe, init images within limits, previews as JPEG.
 
 mod exif;
 
@@ -12,18 +12,18 @@ use image::{DynamicImage, ImageDecoder as _, ImageEncoder, ImageReader, Limits};
 use pipelines::{Medium, Request};
 use serde::{Deserialize, Serialize};
 
-/// Largest side of a picture that a client may send.
+/// Longest side of a picture that a client may send.
 const LONGEST_SIDE_PIXELS: u32 = 8192;
-/// Bytes that decoding one may take: a decompression bomb ends here.
+/// Bytes that decoding a picture may take, against decompression bombs.
 const DECODE_LIMIT_BYTES: u64 = 256 << 20;
-/// Largest side of a preview.
+/// Longest side of a preview.
 const PREVIEW_SIDE_PIXELS: u32 = 512;
 const PREVIEW_JPEG_QUALITY: u8 = 80;
 /// Name of the PNG text chunk that holds [`Recipe`] as JSON.
 const RECIPE_KEYWORD: &str = "moored";
 /// Name of the chunk that holds it as other tools write it.
 const PARAMETERS_KEYWORD: &str = "parameters";
-/// Quality of pictures that are written as JPEG.
+/// JPEG quality of pictures, of 100.
 const JPEG_QUALITY: u8 = 95;
 
 /// A picture as pixels.
@@ -35,7 +35,7 @@ pub(crate) struct Pixels {
     pub(crate) rgb: Vec<u8>,
 }
 
-/// Everything that made a result: enough to make it again.
+/// Settings of a result: enough to reproduce it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Recipe {
     pub(crate) prompt: String,
@@ -64,7 +64,7 @@ pub(crate) struct Recipe {
 }
 
 impl Recipe {
-    /// Of a request to a model.
+    /// The recipe of a request to a model.
     pub(crate) fn of(request: &Request, entry: &Entry, from_latent: bool) -> Recipe {
         let (width, height) = request.medium.size().unwrap_or_default();
         let starts = request.medium.init_image().is_some() || from_latent;
@@ -137,11 +137,11 @@ fn quoted(value: String) -> String {
     }
 }
 
-/// What a picture can be written as besides PNG.
+/// Encodings of a picture besides PNG.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Encoding {
     Jpeg,
-    /// Without loss.
+    /// Lossless.
     WebP,
 }
 
@@ -197,7 +197,7 @@ pub(crate) enum PictureError {
     /// Not an image, or a damaged one.
     #[error("cannot be read as PNG, JPEG or WebP: {0}")]
     Unreadable(String),
-    /// It exceeds the limits.
+    /// Its sides or its decoded size exceed the limits.
     #[error(
         "is larger than {LONGEST_SIDE_PIXELS} pixels on a side or than {} MiB decoded",
         DECODE_LIMIT_BYTES >> 20
@@ -253,7 +253,7 @@ pub(crate) fn decode(data: &[u8], scale_to: Option<(u32, u32)>) -> Result<Pixels
 /// Encodes frames of RGB as an animated PNG that repeats for ever.
 ///
 /// # Errors
-/// In words, where bytes are missing or the rate is none.
+/// A message for people, when bytes are missing or the rate is not positive.
 pub(crate) fn animated_png(
     (width, height): (u32, u32),
     frames: u32,
@@ -286,7 +286,7 @@ pub(crate) fn animated_png(
     Ok(file)
 }
 
-/// Encodes a PNG, fast, with its recipe in it unless that is left out.
+/// Encodes a PNG with fast compression, and with a recipe in it if one is given.
 pub(crate) fn png(width: u32, height: u32, rgb: &[u8], recipe: Option<&Recipe>) -> Result<Vec<u8>, String> {
     let mut file = Vec::with_capacity(rgb.len() / 2);
     let mut encoder = png::Encoder::new(&mut file, width, height);
@@ -313,7 +313,7 @@ pub(crate) fn png(width: u32, height: u32, rgb: &[u8], recipe: Option<&Recipe>) 
     Ok(file)
 }
 
-/// The recipe in a picture of ours.
+/// Reads the recipe from a picture that moored saved.
 pub(crate) fn recipe_of(file: &[u8]) -> Result<Recipe, String> {
     const NONE: &str = "has no moored settings; --from needs a picture saved by moored";
     let parse =
@@ -488,7 +488,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_picture_is_refused() {
+    fn unreadable_pictures_are_refused() {
         assert!(matches!(decode(b"", None), Err(PictureError::Unreadable(_))));
         assert!(matches!(
             decode(b"not a picture at all", None),
@@ -500,7 +500,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bomb_is_refused_before_it_is_decoded() {
+    fn a_decompression_bomb_is_refused_before_it_is_decoded() {
         let mut file = Vec::new();
         let mut encoder = png::Encoder::new(&mut file, 40_000, 40_000);
         encoder.set_color(png::ColorType::Rgb);
@@ -513,7 +513,7 @@ mod tests {
     }
 
     #[test]
-    fn previews_are_small() {
+    fn a_preview_is_scaled_to_512_pixels() {
         let file = preview_jpeg(1024, 512, &vec![9; 1024 * 512 * 3]).unwrap();
         let small = decode(&file, None).unwrap();
         assert_eq!((small.width, small.height), (512, 256));

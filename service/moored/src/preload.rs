@@ -1,4 +1,4 @@
-//! Models that the configuration wants in memory from the start: `models.preload` and `models.pinned`.
+//! Models that the configuration has loaded at the start: `models.preload` and `models.pinned`.
 
 use std::sync::Arc;
 
@@ -11,11 +11,11 @@ use crate::config;
 use crate::models::Models;
 use crate::proto::v1;
 
-/// As which client these jobs are listed.
+/// Client name of these jobs.
 const CLIENT: &str = "moored (configuration)";
 
-/// Loads the models, pinned ones first, one after the other. A model that cannot be loaded is told of in the log and left
-/// out: the service is of use without it.
+/// Loads the models, pinned ones first, one after the other. A model that cannot be loaded is logged and skipped:
+/// the service is of use without it.
 pub(crate) async fn run(settings: config::Models, models: Arc<Models>, queue: Queue) {
     let pinned = settings.pinned.iter().map(|name| ("models.pinned", name));
     let preloaded = settings.preload.iter().map(|name| ("models.preload", name));

@@ -29,7 +29,7 @@ use crate::process::supervisor::{self, EarlyWorker, WorkerPids};
 use crate::proto::v1;
 use crate::telemetry;
 
-/// What the copy that is being written at the end may take to be given up.
+/// Timeout, at the end, of giving up a copy that is being written.
 const COPY_LIMIT: Duration = Duration::from_secs(2);
 
 /// Why the service could not start.
@@ -65,14 +65,14 @@ pub(crate) enum ServeError {
     #[error("cards.devices names the card {0} twice")]
     Twice(String),
     /// Device discovery failed.
-    #[error("the cards cannot be looked for: {0}")]
+    #[error("the cards cannot be discovered: {0}")]
     Discovery(String),
     /// Signal handlers cannot be installed.
     #[error("signals cannot be handled: {0}")]
     Signals(std::io::Error),
-    /// The queue's task, by a fault of ours.
+    /// The queue's task ended before the service, which is a bug.
     #[error(
-        "the queue has ended, which is a fault of moored: its last words are in the log; start the service again and report them"
+        "the queue has ended, which is a fault of moored: the log says why; start the service again and report it"
     )]
     QueueEnded,
     /// The gRPC transport failed.
@@ -80,7 +80,7 @@ pub(crate) enum ServeError {
     Transport(#[from] tonic::transport::Error),
 }
 
-/// Runs until it is told to stop: by signal, or through `stop`. `ready` is told the address.
+/// Runs the service until a signal or `stop` ends it. `ready` receives the address.
 pub(crate) async fn run(
     config: Config,
     ready: Option<oneshot::Sender<SocketAddr>>,
@@ -146,7 +146,7 @@ pub(crate) async fn run(
     let names: Vec<String> = cards.iter().map(|(device, _)| device.to_string()).collect();
     tracing::info!(%address, cards = names.join(" "), "moored is listening");
     tell_access(&config, address);
-    // Not awaited: a folder that does not answer holds up nobody.
+    // Not awaited: a folder that does not answer must not delay the start.
     drop(tokio::task::spawn_blocking(move || tell_models(&config, &models)));
     if let Some(ready) = ready {
         let _ = ready.send(address);
@@ -171,7 +171,7 @@ pub(crate) async fn run(
     Ok(())
 }
 
-/// Says in the log who may talk to the service, and what to type next.
+/// Logs who may use the service, and a command to try.
 fn tell_access(config: &Config, address: SocketAddr) {
     let token = config.service.token_file.is_some();
     if address.ip().is_loopback() {
@@ -196,7 +196,7 @@ fn tell_access(config: &Config, address: SocketAddr) {
     tracing::info!("try: moored generate \"a red circle on a white background\"{endpoint}");
 }
 
-/// Says in the log which models there are, and what of the configuration names none.
+/// Logs which models there are, and which settings name missing ones.
 fn tell_models(config: &Config, models: &Models) {
     for folder in missing_folders(config) {
         tracing::warn!(folder = %folder.display(), "models.folders names a folder that is not there");
@@ -235,14 +235,14 @@ pub(crate) fn missing_default<'a>(config: &'a Config, models: &Models) -> Option
     .then_some(id)
 }
 
-/// Resolves when nobody reports any more.
+/// Resolves when the sender of the reports is dropped.
 async fn end_of<T>(mut reports: watch::Receiver<T>) {
     while reports.changed().await.is_ok() {
         reports.mark_unchanged();
     }
 }
 
-/// The library, with copies if they are to be kept.
+/// Opens the library, with kept copies if these are configured.
 fn open_library(config: &Config) -> Result<Library, ServeError> {
     let hashes = config.service.state.join("identities.json");
     let library = Library::new(pipelines::catalogue(), Some(hashes));
@@ -253,7 +253,7 @@ fn open_library(config: &Config) -> Result<Library, ServeError> {
     Ok(library.with_copies(folder))
 }
 
-/// The cards that are configured, under names that stay true: a worker is told the UUID of its card.
+/// The configured cards, by names that do not change: an NVIDIA card by its UUID.
 async fn find_cards(cards: &Cards) -> Result<Vec<(DeviceSpec, CardDescription)>, ServeError> {
     let choices = cards.devices.clone();
     let look = move || {
@@ -277,11 +277,11 @@ async fn find_cards(cards: &Cards) -> Result<Vec<(DeviceSpec, CardDescription)>,
         .map_err(|panic| ServeError::Discovery(panic.to_string()))?
 }
 
-/// The tasks of all cards, and how they are spoken to.
+/// The tasks of all cards, and the channels to them.
 struct Keepers {
     slots: Vec<CardSlot>,
     signals: mpsc::UnboundedReceiver<CardSignal>,
-    /// Each ends once its worker has.
+    /// Each task ends once its worker has.
     tasks: Vec<JoinHandle<()>>,
 }
 
@@ -399,7 +399,7 @@ fn shut_down(
     })
 }
 
-/// Where models lie: those at a place of their own, in the folder around it.
+/// Folders that models lie in: `models.folders`, the hub cache, and the parent folder of each of `models.paths`.
 fn folders_of_models(config: &Config) -> Vec<PathBuf> {
     let around = |path: &PathBuf| path.parent().map(PathBuf::from);
     let apart = config.models.paths.values().filter_map(around);
@@ -413,7 +413,7 @@ fn folders_of_models(config: &Config) -> Vec<PathBuf> {
     folders.chain(apart).map(absolute).collect()
 }
 
-/// The models whose keep-alive is set apart.
+/// The models that have a keep-alive of their own.
 fn keep_alive_of_models(config: &Config) -> BTreeMap<String, Option<Duration>> {
     let settings = config.models.settings.iter();
     settings
@@ -426,12 +426,12 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_queue_without_a_task_is_noticed_and_one_with_a_task_is_not() {
+    async fn the_end_of_the_queue_is_noticed() {
         let (reports, reported) = watch::channel(0);
         let mut end = Box::pin(end_of(reported));
         reports.send_replace(1);
         let pending = futures::poll!(end.as_mut());
-        assert!(pending.is_pending(), "a report is no end");
+        assert!(pending.is_pending(), "a report is not the end");
         drop(reports);
         end.await;
     }

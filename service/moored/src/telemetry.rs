@@ -8,9 +8,9 @@ use tracing_subscriber::EnvFilter;
 
 use crate::config::Log;
 
-/// What is logged unless something else is said.
+/// The default filter.
 pub(crate) const DEFAULT_FILTER: &str = "info";
-/// Libraries whose lines are about frames and handshakes: a filter that names them shows those.
+/// Libraries that log every frame and handshake at `debug`; they log from `info` on, unless a filter names them.
 const LIBRARIES: [&str; 8] = [
     "h2",
     "hyper",
@@ -38,7 +38,7 @@ pub(crate) fn start(log: &Log) {
     };
 }
 
-/// A filter with what `debug` leaves out. What is named in it goes over that.
+/// The directives of a filter: those of [`LIBRARIES`], overridden by what it names.
 fn directives(filter: &str) -> String {
     let quiet = LIBRARIES.map(|library| format!("{library}=info"));
     format!("{},{filter}", quiet.join(","))
@@ -51,8 +51,8 @@ pub(crate) fn start_worker(filter: &str) {
     start(&Log { filter, json });
 }
 
-/// Says in the log how long ago this process began: with what the system did to load its libraries, which nothing in it can
-/// measure.
+/// Logs the age of this process. That includes the time in which the system loaded its libraries, which the process itself
+/// cannot measure.
 pub(crate) fn tell_age(of: &'static str) {
     if let Some(age) = age() {
         Timeline::tell(of, "from the process's start to here", age);
@@ -65,10 +65,10 @@ fn age() -> Option<Duration> {
     age_by(&stat, &std::fs::read_to_string("/proc/uptime").ok()?)
 }
 
-/// By what `/proc` says of a process and of the machine: its start in hundredths of a second behind the machine's, and the
-/// machine's seconds (`proc(5)`).
+/// The age by `/proc/PID/stat`, which has the start in hundredths of a second since boot, and `/proc/uptime`, in seconds
+/// (`proc(5)`).
 fn age_by(stat: &str, uptime: &str) -> Option<Duration> {
-    // Behind the program's name, which may have spaces and parentheses in it, fields are counted from 3; the start is 22.
+    // Fields behind the program's name, which may have spaces and parentheses in it, are counted from 3; the start is 22.
     let ticks: f64 = stat
         .rsplit_once(')')?
         .1
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn debug_leaves_out_frames_and_a_filter_that_names_a_library_has_them() {
+    fn debug_excludes_libraries_unless_the_filter_names_them() {
         let shown = |filter: &str| EnvFilter::new(directives(filter)).to_string();
         assert!(shown("debug").contains("h2=info"), "{}", shown("debug"));
         assert!(shown("debug,h2=trace").contains("h2=trace"));
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_as_old_as_the_system_says() {
+    fn the_age_is_computed_from_proc() {
         let stat = "77 (moored (serve) x) S 1 77 77 0 -1 4194560 98 0 0 0 3 4 5 6 20 0 9 0 123450 7000 800 18446744073709551615";
         assert_eq!(
             age_by(stat, "1236.75 4000.00\n"),

@@ -11,7 +11,7 @@ const HEADER_BYTES: u32 = 44;
 /// 1.0" has it.
 ///
 /// # Errors
-/// When the samples exceed what the format can say: 4 GiB.
+/// When the samples exceed the limit of the format, 4 GiB.
 pub(crate) fn header(samples_per_second: u32, channels: u32, sample_bytes: u64) -> Result<Vec<u8>, String> {
     let too_long = || format!("{sample_bytes} bytes of samples are too many for WAV; ask for them raw");
     let data = u32::try_from(sample_bytes).map_err(|_| too_long())?;

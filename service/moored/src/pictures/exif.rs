@@ -9,7 +9,7 @@ const MAKER_NOTE: u16 = 0x927c;
 const USER_COMMENT: u16 = 0x9286;
 const LONG: u16 = 4;
 const UNDEFINED: u16 = 7;
-/// What our note begins with.
+/// Prefix of our `MakerNote`.
 const OURS: &[u8] = b"moored\0";
 /// What a JPEG takes: a segment's length has 16 bits and counts itself, and `Exif\0\0` stands before ours.
 pub(super) const JPEG_LIMIT_BYTES: usize = 0xffff - 2 - 6;
