@@ -30,7 +30,7 @@ pub(super) enum StartFrom {
 /// What a client asks for. What it leaves open is zero, empty or `None`.
 #[derive(Debug, Default)]
 pub(super) struct Asked {
-    /// `GenerateImage`, ...: for lists of jobs.
+    /// Name of the call in lists of jobs, such as `GenerateImage`.
     pub(super) call: &'static str,
     pub(super) model: Option<v1::ModelRef>,
     pub(super) prompt: String,
@@ -42,7 +42,7 @@ pub(super) struct Asked {
     pub(super) max_sequence_length: u32,
     pub(super) strength: Option<f32>,
     pub(super) count: u32,
-    /// An encoded picture.
+    /// A file in PNG, JPEG or WebP; empty for none.
     pub(super) init_image: bytes::Bytes,
     pub(super) init_latent: Option<String>,
     /// Handle of media that was brought.
@@ -56,7 +56,7 @@ pub(super) struct Asked {
     of_medium: OfMedium,
 }
 
-/// What one medium has and the others have not.
+/// The fields of one medium alone.
 #[derive(Debug, Default)]
 enum OfMedium {
     #[default]
@@ -155,7 +155,7 @@ impl Asked {
         }
     }
 
-    /// What can be said of a request before its model is known: all of it at once.
+    /// Checks what does not depend on the model, and reports all wrong fields at once.
     pub(super) fn check(&self) -> Result<(), Error> {
         let mut problems = Vec::new();
         let mut problem = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
@@ -337,7 +337,7 @@ fn seed_of(options: Option<&v1::JobOptions>) -> u64 {
     if key.is_empty() {
         return (uuid::Uuid::new_v4().as_u128() as u32).into();
     }
-    // A hash that is the same in every build: who asks a newer service again gets the same result.
+    // A hash that is the same in every build, so that a request repeated to a newer service gives the same result.
     let mut seed = [0; 4];
     blake3::Hasher::new()
         .update(key.as_bytes())
@@ -353,7 +353,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_wrong_field_is_told_at_once() {
+    fn all_wrong_fields_are_reported_at_once() {
         let request = v1::GenerateImageRequest {
             prompt: "x".repeat(100_000),
             width: 17,
@@ -364,7 +364,7 @@ mod tests {
             ..Default::default()
         };
         let Err(Error::Invalid(problems)) = Asked::image(request).check() else {
-            panic!("it passed")
+            panic!("the request was accepted")
         };
         let fields: Vec<&str> = problems.iter().map(|p| p.field.as_str()).collect();
         let expected = [
@@ -442,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_open_is_the_models_and_another_medium_is_refused() {
+    fn open_fields_take_the_models_defaults_and_another_medium_is_refused() {
         let request = v1::GenerateAudioRequest {
             seconds: 3.5,
             ..Default::default()

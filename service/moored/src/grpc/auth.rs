@@ -14,7 +14,7 @@ use super::status::unauthenticated;
 #[derive(Clone)]
 pub(crate) struct Token {
     expected: Option<Arc<str>>,
-    /// When a refusal was logged last.
+    /// Time of the last refusal in the log.
     told: Arc<Mutex<Option<Instant>>>,
 }
 
@@ -22,7 +22,7 @@ pub(crate) struct Token {
 const TELL_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Token {
-    /// From a file; `None`: calls need no token.
+    /// Reads the token from a file; without a file, calls need none.
     pub(crate) fn read(file: Option<&Path>) -> Result<Token, String> {
         let Some(file) = file else {
             return Ok(Token::expecting(None));
@@ -59,7 +59,7 @@ impl Interceptor for Token {
         let refused = match sent.and_then(bearer) {
             Some(token) if same(token.as_bytes(), expected.as_bytes()) => return Ok(request),
             Some(_) => "the token is wrong",
-            None => "this service wants a token: send `authorization: Bearer TOKEN`",
+            None => "this service requires a token: send `authorization: Bearer TOKEN`",
         };
         self.tell(request.remote_addr(), refused);
         Err(unauthenticated(refused))
@@ -67,7 +67,7 @@ impl Interceptor for Token {
 }
 
 impl Token {
-    /// A line in the log; one a second at the most, so that whoever guesses cannot fill a disk.
+    /// Logs a refusal; one a second at the most, so that an attack cannot fill the disk.
     fn tell(&self, client: Option<SocketAddr>, why: &str) {
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
         if told.is_some_and(|told| told.elapsed() < TELL_INTERVAL) {
@@ -79,7 +79,7 @@ impl Token {
     }
 }
 
-/// The token of a header. The word before it may be in capitals or not (RFC 9110, 11.1).
+/// The token of a header. The scheme before it is case-insensitive (RFC 9110, 11.1).
 fn bearer(header: &str) -> Option<&str> {
     let (scheme, token) = header.split_once(' ')?;
     scheme

@@ -1,4 +1,4 @@
-//! Who calls: for fair shares, and until when they wait.
+//! The caller of a request: its client, and its deadline.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use super::limits::Client;
 use super::status::short;
 use crate::proto::v1;
 
-/// Who calls, and until when they wait.
+/// The caller of a request.
 pub(super) struct Caller {
     address: Option<SocketAddr>,
     deadline: Option<Instant>,
@@ -33,15 +33,15 @@ impl Caller {
         }
     }
 
-    /// Whose limits it uses.
+    /// The client whose limits the call counts against.
     pub(super) fn client(&self) -> Client {
         self.address.map(|address| address.ip())
     }
 
-    /// The client's name: its own, or its address.
+    /// The client's name: as it gives it, or its address.
     ///
     /// # Errors
-    /// When it is too long to be a name.
+    /// When the name is too long.
     pub(super) fn name(&self, client_id: String) -> Result<String, Error> {
         short("client_id", &client_id)?;
         if !client_id.is_empty() {
@@ -53,10 +53,10 @@ impl Caller {
             .map_or_else(|| "unknown".to_owned(), |address| address.ip().to_string()))
     }
 
-    /// How a job is queued.
+    /// The options of a job in the queue.
     ///
     /// # Errors
-    /// When a name in it is too long to be one.
+    /// When a name in the options is too long.
     pub(super) fn options(&self, options: Option<v1::JobOptions>) -> Result<JobOptions, Error> {
         let options = options.unwrap_or_default();
         short("options.card", &options.card)?;

@@ -1,4 +1,4 @@
-//! Encoded results, shared: a picture that several streams send is encoded once and counts once, read or not.
+//! Encoded results, shared: a picture that several streams send is encoded once and counts once against the limits.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -12,17 +12,17 @@ use super::status::{client_limit, status_of};
 use super::stream::{Output, artifact};
 use crate::proto::v1::event::Event as Kind;
 
-/// What is encoded now, for as long as somebody sends it.
+/// The encoded results that a stream still sends.
 pub(crate) struct Encodings {
     bound: Arc<Budget>,
     recent: Mutex<Vec<Weak<Encoded>>>,
 }
 
-/// One result as some streams send it.
+/// One encoded result.
 pub(super) struct Encoded {
     index: u32,
     seed: u64,
-    /// Kept, so that its memory is no other piece's while it is compared by address.
+    /// Kept alive, because pieces are compared by address.
     piece: Piece,
     output: Output,
     chunks: OnceCell<(Vec<Kind>, Taken)>,
@@ -37,7 +37,7 @@ impl Encoded {
             && self.output == *output
     }
 
-    /// Its chunks, which share their bytes.
+    /// The chunks; copies of them share their bytes.
     pub(super) fn chunks(&self) -> &[Kind] {
         self.chunks.get().map_or(&[], |(chunks, _)| chunks)
     }
@@ -51,7 +51,7 @@ impl Encodings {
         }
     }
 
-    /// The result, encoded by whoever asks first, and counted against that client.
+    /// The encoded result. The first caller encodes it, and it counts against that caller's client.
     pub(super) async fn encode(
         &self,
         index: u32,
@@ -79,7 +79,7 @@ impl Encodings {
     }
 
     fn find_or_begin(&self, index: u32, seed: u64, piece: Piece, output: &Output) -> Arc<Encoded> {
-        // Whoever panicked with it left a list of references.
+        // A panic while the lock was held leaves the list valid.
         let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
         let mut found = None;
         recent.retain(|each| {
@@ -116,12 +116,12 @@ fn bytes_of(chunks: &[Kind]) -> u64 {
 fn refused(exceeded: Exceeded) -> Status {
     client_limit(match exceeded {
         Exceeded::Client(bound) => format!(
-            "results of this client that it has not read have more than {} in all: read them as they come, or raise \
+            "unread results of this client take more than {} in all: read them as they come, or raise \
              limits.results_per_client",
             residency::Bytes(bound)
         ),
         Exceeded::All(bound) => format!(
-            "results that nobody has read have more than {} in all: try again, or raise limits.results",
+            "unread results take more than {} in all: try again, or raise limits.results",
             residency::Bytes(bound)
         ),
     })
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_sends_the_same_picture_sends_the_same_bytes_which_count_once() {
+    async fn streams_of_one_picture_share_its_bytes_which_count_once() {
         let bound = Budget::new(1 << 20, 1 << 20);
         let encodings = Encodings::new(bound.clone());
         let (output, piece) = (Output::without_recipe(Encoding::Png), picture());
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_one_client_leaves_unread_is_bounded() {
+    async fn unread_results_of_one_client_are_bounded() {
         let encodings = Encodings::new(Budget::new(1 << 20, 4 * 64 * 64));
         let output = Output::without_recipe(Encoding::Png);
         let mut unread = Vec::new();

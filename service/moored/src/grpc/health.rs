@@ -8,8 +8,8 @@ use tokio::sync::watch;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
-/// Says how the cards are, and follows them until the service stops. When this returns the first word
-/// is said: a reporter of its own accord calls the whole serving until it is told otherwise.
+/// Sets the health of the service and its cards, and updates it until the service stops. The first statuses are set when
+/// this returns: until then a reporter has the whole service as serving.
 pub(super) async fn report(
     reporter: HealthReporter,
     reports: watch::Receiver<Arc<StatusReport>>,
@@ -39,12 +39,12 @@ async fn follow(
             changed = stopping.changed() => if changed.is_err() { break },
         }
     }
-    // The queue has ended, or the service: nobody is served any more, whatever the last report says.
+    // The queue or the service has ended: nothing serves, whatever the last report says.
     let last = reports.borrow().clone();
     tell_all(&reporter, &mut told, &last, true).await;
 }
 
-/// Each card, and the whole, which serves while one card does.
+/// Sets the health of each card, and of the service, which serves while one card does.
 async fn tell_all(
     reporter: &HealthReporter,
     told: &mut BTreeMap<String, bool>,
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_queue_that_has_ended_does_not_serve_whatever_its_last_report_says() {
+    async fn nothing_serves_after_the_queue_has_ended() {
         let (reporter, _) = tonic_health::server::health_reporter();
         let (reports, reported) = watch::channel(Arc::new(with_a_ready_card()));
         let (_stop, stopping) = watch::channel(false);
@@ -139,7 +139,7 @@ mod tests {
         let (_reports, reported) = watch::channel(Arc::new(StatusReport::default()));
         let (_stop, stopping) = watch::channel(false);
         report(reporter.clone(), reported, stopping).await;
-        // On this thread the task that follows has had no turn yet.
+        // The spawned task has not run yet: the test has one thread.
         assert_eq!(told(&reporter).await, Some(i32::from(Answer::NotServing)));
     }
 }

@@ -13,7 +13,7 @@ use crate::proto::v1;
 use crate::proto::v1::hub_server::Hub;
 use crate::proto::v1::pull_event::Event;
 
-/// Least time between two progresses of one listener.
+/// Least time between two progress events of one listener.
 const INTERVAL: Duration = Duration::from_millis(100);
 
 #[tonic::async_trait]
@@ -44,7 +44,7 @@ impl Hub for Service {
         let mut pull = self.pulls.join(model);
         let (models, mut stopping) = (self.models.clone(), self.stopping.clone());
         Ok(Response::new(Box::pin(async_stream::try_stream! {
-            // Begun, before there is anything to count: whoever joins hears of it at once.
+            // The first event comes at once, before there is anything to count.
             yield event(Event::Progress(Progress::default().into()));
             loop {
                 let news = tokio::select! {
@@ -54,7 +54,7 @@ impl Hub for Service {
                 match news {
                     News::Progress(progress) => yield event(Event::Progress(progress.into())),
                     News::End(Ok(pulled)) => {
-                        // It can be named from now on, and is listed.
+                        // The listing has the model before the client is told.
                         let looked = tokio::task::spawn_blocking(move || drop(models.rescan())).await;
                         if let Err(panic) = looked {
                             tracing::warn!(%panic, "models could not be looked for");
@@ -71,7 +71,7 @@ impl Hub for Service {
 }
 
 impl Service {
-    /// What is asked for, where clients may ask.
+    /// The requested model, if clients may pull.
     fn pullable(&self, request: &v1::PullModelRequest) -> Result<Reference, Status> {
         let model = Reference::new(&request.id, &request.revision);
         let allowed = model.and_then(|model| match self.pulls.hub().is_open() {

@@ -1,4 +1,4 @@
-//! A latent that a client brings, chunk by chunk.
+//! The upload of a latent, in chunks.
 
 use engine::Error;
 use futures::StreamExt as _;
@@ -8,7 +8,7 @@ use tonic::{Status, Streaming};
 use super::status::{invalid, short, status_of};
 use crate::proto::v1;
 
-/// Largest latent that a client may bring: 4096 x 4096 pixels in f32, sixteen channels.
+/// Largest latent that a client may upload: 4096 x 4096 pixels in f32, sixteen channels.
 const LARGEST_LATENT_BYTES: usize = 16 * 512 * 512 * 4;
 
 /// Most tensors of a latent, and dimensions of each: a decoder takes a few.
@@ -75,7 +75,7 @@ pub(super) async fn receive_latent(
     Ok((values, info.vae_id))
 }
 
-/// What is kept of a latent beside its numbers is short.
+/// Bounds the description of a latent, which is kept beside its values.
 fn check(info: &v1::LatentInfo) -> Result<(), Error> {
     short("info.vae_id", &info.vae_id)?;
     short("info.dtype", &info.dtype)?;
@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_said_of_a_latent_is_short() {
+    fn the_description_of_a_latent_is_bounded() {
         let tensor = |name: &str, dimensions| v1::TensorInfo {
             name: name.to_owned(),
             shape: vec![1; dimensions],

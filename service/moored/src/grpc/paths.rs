@@ -1,13 +1,13 @@
-//! Files as clients are told of them: by their place in the folders of models, not by where those are.
+//! Paths in messages to clients: relative to the folders of models.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// The folders of models, each with a `/` at its end, the longest first. Set once, when the service starts: errors are put into words in
-/// many places.
+/// The folders of models, each with a `/` at its end, the longest first. Set once, when the service starts: messages are made in many
+/// places.
 static FOLDERS: OnceLock<Vec<String>> = OnceLock::new();
 
-/// Sets the folders; what they are links to counts too.
+/// Sets the folders, and the targets of those that are links.
 pub(crate) fn set_folders(folders: impl IntoIterator<Item = PathBuf>) {
     let _ = FOLDERS.set(prefixes(folders)); // a second service in one process is a test's, or the demo's
 }
@@ -24,7 +24,7 @@ fn prefixes(folders: impl IntoIterator<Item = PathBuf>) -> Vec<String> {
     prefixes
 }
 
-/// A text in which no file is named by its place in the system.
+/// The text with the folders of models cut from its paths.
 pub(super) fn relative(text: &str) -> String {
     within(text, FOLDERS.get().map_or(&[], Vec::as_slice))
 }
@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_are_named_from_the_folders_of_models_on() {
+    fn paths_are_relative_to_the_folders_of_models() {
         let folder = tempfile::tempdir().unwrap();
         let target = folder.path().canonicalize().unwrap().join("models");
         std::fs::create_dir_all(target.join("more")).unwrap();

@@ -35,11 +35,11 @@ const DEFAULT_RESERVATION: Duration = Duration::from_secs(600);
 const LONGEST_RESERVATION: Duration = Duration::from_secs(86_400);
 /// Models that are opened at once to be listed.
 const LISTED_AT_ONCE: usize = 8;
-/// What one of them may take: it is listed without more then.
+/// Timeout of opening one model; after it the model is listed without its details.
 const LIST_LIMIT: Duration = Duration::from_secs(10);
 /// Least time between two statuses of a watcher that names none.
 const WATCH_INTERVAL: Duration = Duration::from_millis(250);
-/// The longest that a watcher may name.
+/// The longest interval that a watcher may name.
 const LONGEST_WATCH_INTERVAL: Duration = Duration::from_secs(3600);
 
 #[tonic::async_trait]
@@ -266,7 +266,7 @@ impl Residency for Service {
         let ttl = checked().map_err(|e| status_of(&e))?;
         let (bytes, id) = (Bytes(request.bytes), request.reservation_id);
         let key = match id.as_str() {
-            "" => uuid::Uuid::new_v4().to_string(), // each is another
+            "" => uuid::Uuid::new_v4().to_string(), // each call makes a new one
             renewed => self.limits.reservations.key_of(renewed),
         };
         let claim = self.limits.reservations.begin(client, key, ttl)?;
@@ -408,7 +408,7 @@ impl Service {
     }
 }
 
-/// The first report, and each that follows it after an interval at the least; until the service is going down.
+/// The current report and later ones, at least `interval` apart, until the service shuts down.
 fn watched<T: Clone>(
     mut reports: watch::Receiver<T>,
     mut stopping: watch::Receiver<bool>,

@@ -44,17 +44,17 @@ const CAPABILITIES: [&str; 9] = [
     "reserve",
     "quantization",
 ];
-/// What is built, and may be switched off.
+/// Capability that `hub.pull` may switch off.
 const PULL: &str = "pull";
-/// What the API names and this build has not.
+/// Features of the API that are not built.
 const NOT_BUILT: [&str; 2] = ["adapters", "controlnet"];
-/// HTTP/2 windows: a picture crosses without waiting for acknowledgements.
+/// HTTP/2 windows, large enough for a picture.
 const STREAM_WINDOW_BYTES: u32 = 8 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 32 << 20;
-/// Streams of one connection, of which others wait in the client: more than jobs that a queue takes, so that a client with all
-/// of them can cancel one.
+/// Concurrent streams of one connection; others wait in the client. More than the jobs of a queue, so that a client that has
+/// all of them can still cancel one.
 const STREAMS_PER_CONNECTION: u32 = 512;
-/// A connection is asked whether it is there after so long without a word, and closed after as long without an answer.
+/// Idle time after which a connection is pinged, and time after which it is closed without an answer.
 const KEEP_ALIVE: std::time::Duration = std::time::Duration::from_secs(20);
 
 /// Everything that a call needs. Cheap to clone.
@@ -66,13 +66,13 @@ pub(crate) struct Service {
     pub(crate) pulls: Pulls,
     pub(crate) started: Instant,
     pub(crate) max_message: Bytes,
-    /// `None`: by the model.
+    /// Eviction policy; `None`: by the model.
     pub(crate) policy: Option<Policy>,
     pub(crate) host: Arc<Host>,
     pub(crate) workers: WorkerPids,
-    /// Turns at decoding clients' pictures.
+    /// Permits to decode clients' pictures.
     pub(crate) decoding: Arc<Semaphore>,
-    /// What clients may have open.
+    /// Bounds on what clients have open.
     pub(crate) limits: Arc<Limits>,
     pub(crate) encodings: Arc<Encodings>,
     /// What clients have brought for later requests.
@@ -97,7 +97,7 @@ impl Service {
             })
     }
 
-    /// For the results of a caller's job.
+    /// The encoder of results for a caller.
     pub(super) fn encoder(&self, caller: &Caller) -> Encoder {
         Encoder {
             encodings: self.encodings.clone(),
@@ -116,7 +116,7 @@ impl Service {
     }
 }
 
-/// As statuses and `moored doctor` name how room is made.
+/// Name of an eviction policy in statuses and in `moored doctor`.
 pub(crate) fn policy_name(policy: Option<Policy>) -> &'static str {
     match policy {
         Some(Policy::Shared) => "shared",
@@ -158,7 +158,7 @@ pub(crate) async fn serve(
         routes.add_service(v1);
     }
     if let Ok(v1alpha) = reflection().build_v1alpha() {
-        routes.add_service(v1alpha); // what most tools still ask
+        routes.add_service(v1alpha); // which most tools still use
     }
     routes
         .add_service(limited!(GenerationServer))
@@ -181,7 +181,7 @@ pub(crate) async fn serve(
         );
     tokio::select! {
         served = serving => served,
-        () = limits.watch() => Ok(()), // which does not end
+        () = limits.watch() => Ok(()), // which never returns
     }
 }
 

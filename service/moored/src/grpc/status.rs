@@ -17,16 +17,16 @@ use crate::proto::v1::Reason;
 /// Domain of our `ErrorInfo`.
 const DOMAIN: &str = "moored";
 
-/// When a client had better try again.
+/// Retry delays that clients are told.
 const RETRY_FULL_QUEUE: Duration = Duration::from_secs(2);
 const RETRY_MEMORY: Duration = Duration::from_secs(5);
 const RETRY_CARD: Duration = Duration::from_secs(1);
 
-/// A domain error as gRPC tells it.
+/// The gRPC status of an error.
 pub(crate) fn status_of(error: &Error) -> Status {
     let (code, reason) = code_of(error);
     let mut details = vec![match error {
-        // By itself too, so that nobody need read it out of the sentence.
+        // The id is metadata too, so that no client parses the message.
         Error::ModelNotFound { id } => info_with(reason, [("model", cut(id, LONGEST_PROBLEM_CHARACTERS))]),
         _ => error_info(reason),
     }];
@@ -60,7 +60,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
     with_details(code, &words_of(error), details)
 }
 
-/// A pull that failed, as gRPC tells it.
+/// The gRPC status of a failed pull.
 pub(crate) fn status_of_pull(error: &PullError) -> Status {
     let code = match error.reason() {
         Reason::InvalidRequest => return status_of(&invalid("id", error.to_string())),
@@ -71,7 +71,8 @@ pub(crate) fn status_of_pull(error: &PullError) -> Status {
     with_details(code, &error.to_string(), vec![error_info(error.reason())])
 }
 
-/// An error in words. A model that is not here may be in a hub; files are named as they lie in the folders of models.
+/// The message of an error to a client. It suggests a pull for a missing model, and has paths relative to the folders of
+/// models.
 pub(crate) fn words_of(error: &Error) -> String {
     let words = match error {
         Error::ModelNotFound { id } => match Reference::of_entry(id) {
@@ -87,7 +88,7 @@ pub(crate) fn words_of(error: &Error) -> String {
     told
 }
 
-/// A token that is missing or wrong.
+/// The status of a missing or wrong token.
 pub(crate) fn unauthenticated(problem: &str) -> Status {
     with_details(
         Code::Unauthenticated,
@@ -96,13 +97,13 @@ pub(crate) fn unauthenticated(problem: &str) -> Status {
     )
 }
 
-/// A client has more open, or under way, than it may.
+/// The status of a client limit that would be exceeded.
 pub(crate) fn client_limit(problem: impl AsRef<str>) -> Status {
     let details = vec![error_info(Reason::ClientLimit), retry(RETRY_FULL_QUEUE)];
     with_details(Code::ResourceExhausted, problem.as_ref(), details)
 }
 
-/// One field that is wrong, found before there is a job.
+/// The error of one wrong field.
 pub(crate) fn invalid(field: &str, problem: impl Into<String>) -> Error {
     Error::Invalid(vec![pipelines::RequestError {
         field: field.to_owned(),
@@ -113,7 +114,7 @@ pub(crate) fn invalid(field: &str, problem: impl Into<String>) -> Error {
 /// Most characters of a client's name, a key, a label: they are kept, repeated and sent to workers.
 const LONGEST_NAME_CHARACTERS: usize = 256;
 
-/// Refuses a name that is too long to be one.
+/// Refuses a name that is too long.
 pub(crate) fn short(field: &str, name: &str) -> Result<(), Error> {
     if name.len() <= LONGEST_NAME_CHARACTERS {
         return Ok(());
@@ -152,7 +153,7 @@ fn code_of(error: &Error) -> (Code, Reason) {
     }
 }
 
-/// An error travels in headers, of which clients take 8 KiB: what repeats a client's own words is cut.
+/// An error travels in headers, of which clients take 8 KiB: what repeats text of the client is cut.
 const LONGEST_MESSAGE_CHARACTERS: usize = 1_000;
 const LONGEST_PROBLEM_CHARACTERS: usize = 300;
 const MOST_LISTED: usize = 12;
@@ -217,7 +218,7 @@ fn memory(shortfall: &Shortfall) -> Any {
     any("moored.v1.MemoryShortfall", &shortfall_out(shortfall))
 }
 
-/// A shortfall as errors and plans tell it.
+/// The shortfall in errors and plans.
 pub(crate) fn shortfall_out(shortfall: &Shortfall) -> v1::MemoryShortfall {
     v1::MemoryShortfall {
         needed_bytes: shortfall.needed.0,
@@ -250,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_field_names_itself() {
+    fn the_status_of_a_wrong_field_names_it() {
         let status = status_of(&invalid("width", "17 is no multiple of 16; 16 or 32 would do"));
         assert_eq!(status.code(), Code::InvalidArgument);
         assert!(status.message().contains("width"));
@@ -264,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_fits_into_headers_whatever_it_repeats() {
+    fn long_messages_are_cut_to_fit_into_headers() {
         let status = status_of(&invalid("model.id", "ü".repeat(100_000)));
         assert!(status.message().len() + status.details().len() * 4 / 3 < 8 << 10);
         let status = status_of(&Error::ModelNotFound {
@@ -274,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_that_is_not_here_may_be_pulled_if_a_hub_could_have_it() {
+    fn a_pull_is_suggested_for_a_missing_model_with_a_hub_name() {
         let said = |id: &str| {
             status_of(&Error::ModelNotFound { id: id.to_owned() })
                 .message()
@@ -289,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_taken_tells_how_much_and_when_to_try_again() {
+    fn the_status_of_taken_memory_has_the_shortfall_and_a_retry_delay() {
         let shortfall = Shortfall {
             stage: "denoise".to_owned(),
             needed: residency::Bytes::gib(24),

@@ -29,12 +29,12 @@ pub(super) type EventStream = Pin<Box<dyn Stream<Item = Result<v1::Event, Status
 /// How results are sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Encoding {
-    /// Pixels or samples as they are.
+    /// Pixels or samples, not encoded.
     #[default]
     Raw,
-    /// A picture as PNG; what else there is, raw.
+    /// A picture as PNG; other media raw.
     Png,
-    /// A track as WAV; what else there is, raw.
+    /// A track as WAV; other media raw.
     Wav,
 }
 
@@ -42,12 +42,12 @@ pub(super) enum Encoding {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Output {
     pub(super) encoding: Encoding,
-    /// Goes into the PNG and, as text, beside it; the seed is each picture's own.
+    /// Written into the PNG, and sent as metadata; its seed is replaced by each picture's.
     pub(super) recipe: Recipe,
     pub(super) omit_metadata: bool,
 }
 
-/// Where streams get their encoded results from, and whose they are.
+/// Encodes results for one client.
 pub(super) struct Encoder {
     pub(super) encodings: Arc<Encodings>,
     pub(super) client: Client,
@@ -77,7 +77,7 @@ pub(super) fn events_of(
     })
 }
 
-/// What a stream sends of one event: its own, or what others send too.
+/// The chunks of one event: of this stream alone, or shared with others.
 enum Sending {
     Own(Vec<Kind>),
     Shared(Arc<Encoded>),
@@ -136,7 +136,7 @@ impl Output {
         }
     }
 
-    /// Without a word of how it was made.
+    /// Output without a recipe.
     pub(super) fn without_recipe(encoding: Encoding) -> Output {
         Output {
             encoding,
@@ -255,7 +255,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_large_picture_is_cut_and_adds_up() {
+    fn the_chunks_of_a_large_picture_add_up_to_its_file() {
         let rgb = bytes::Bytes::from(vec![5_u8; 1024 * 1024 * 3]);
         let output = Output::without_recipe(Encoding::Raw);
         let kinds = artifact(2, 9, Piece::image(1024, 1024, rgb.clone()), &output).unwrap();

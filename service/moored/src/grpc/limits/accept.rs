@@ -1,4 +1,4 @@
-//! Connections: how many there are, and that each says something soon.
+//! Connections: a bound on their number, and a timeout of their handshake.
 
 use std::io;
 use std::net::SocketAddr;
@@ -15,16 +15,16 @@ use tonic::transport::server::{Connected, TcpConnectInfo};
 
 use super::budget::{Budget, Taken};
 
-/// Between two attempts where the system has no descriptor or memory for a connection.
+/// Pause before the next attempt when the system has no descriptor or memory for a connection.
 const PAUSE: Duration = Duration::from_millis(250);
-/// Between two lines of the log about one thing.
+/// Least time between two log lines of one kind.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
-/// What each client of HTTP/2 sends first: the preface, and the head of its settings.
+/// Bytes that an HTTP/2 client sends first: the preface, and the head of its SETTINGS frame.
 const HANDSHAKE_BYTES: usize = 24 + 9;
 
 pub(in crate::grpc) type Connections = Pin<Box<dyn Stream<Item = io::Result<Connection>> + Send>>;
 
-/// The connections of a listener, without end.
+/// The connections of a listener; the stream never ends.
 pub(in crate::grpc) fn accepted(
     listener: TcpListener,
     bound: Arc<Budget>,
@@ -37,7 +37,7 @@ pub(in crate::grpc) fn accepted(
                 Ok(accepted) => accepted,
                 Err(problem) if is_of_one_connection(&problem) => continue,
                 Err(problem) => {
-                    if out.is_due() {
+                    if out.allow() {
                         tracing::error!(%problem, "no connection can be accepted; clients wait until that is over (`ulimit -n` bounds open files)");
                     }
                     tokio::time::sleep(PAUSE).await;
@@ -46,7 +46,7 @@ pub(in crate::grpc) fn accepted(
             };
             match bound.take(Some(address.ip()), 1) {
                 Ok(taken) => yield Ok(Connection::new(stream, address, handshake, taken)),
-                Err(_) => if full.is_due() {
+                Err(_) => if full.allow() {
                     tracing::warn!(client = %address.ip(), "a connection was closed: there are as many as limits.connections allows");
                 }
             }
@@ -54,7 +54,7 @@ pub(in crate::grpc) fn accepted(
     })
 }
 
-/// Whether only the connection that was to be accepted is gone.
+/// Whether an error of `accept` concerns that connection alone.
 fn is_of_one_connection(problem: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted, TimedOut};
     matches!(
@@ -63,12 +63,13 @@ fn is_of_one_connection(problem: &io::Error) -> bool {
     )
 }
 
-/// When something was told last.
+/// Limits how often something is logged: the time of its last line.
 #[derive(Default)]
 struct LogInterval(Option<Instant>);
 
 impl LogInterval {
-    fn is_due(&mut self) -> bool {
+    /// Whether a line may be logged now, which starts the next interval.
+    fn allow(&mut self) -> bool {
         let is_due = self.0.is_none_or(|last| last.elapsed() >= LOG_INTERVAL);
         if is_due {
             self.0 = Some(Instant::now());
@@ -77,12 +78,12 @@ impl LogInterval {
     }
 }
 
-/// A connection that counts, and is given up when its client does not begin to speak HTTP/2 in time.
+/// A connection that counts against the bound, and is closed when its HTTP/2 handshake takes too long.
 #[derive(Debug)]
 pub(in crate::grpc) struct Connection<S = TcpStream> {
     stream: S,
     info: TcpConnectInfo,
-    /// Until enough has come.
+    /// Deadline of the handshake; `None` once it has come.
     deadline: Option<Pin<Box<Sleep>>>,
     missing: usize,
     _taken: Taken,
@@ -90,7 +91,7 @@ pub(in crate::grpc) struct Connection<S = TcpStream> {
 
 impl Connection {
     fn new(stream: TcpStream, address: SocketAddr, handshake: Duration, taken: Taken) -> Connection {
-        // Without it every small answer waits 40 ms for an acknowledgement. A connection that cannot be set is closed already.
+        // Without it every small answer waits 40 ms for an acknowledgement. An error means that the connection is closed.
         let _ = stream.set_nodelay(true);
         let info = TcpConnectInfo {
             local_addr: stream.local_addr().ok(),
@@ -212,7 +213,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_has_spoken_may_be_silent_for_as_long_as_it_likes() {
+    async fn a_connection_may_be_idle_after_its_handshake() {
         let bound = Budget::new(9, 9);
         let (mut client, mut server) = connection(&bound);
         client.write_all(&[7; HANDSHAKE_BYTES]).await.unwrap();

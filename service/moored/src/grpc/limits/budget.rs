@@ -1,14 +1,13 @@
-//! What clients have of something that is bounded, over all of them and each by itself.
+//! A bounded quantity, with one bound for each client and one for all together.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Who has something: an address. Names that clients give themselves cost nothing and bound nothing. `None`: a transport
-/// without addresses.
+/// A client, by its address: a name can be changed at will. `None`: a transport without addresses.
 pub(crate) type Client = Option<IpAddr>;
 
-/// Two bounds and what is taken of them.
+/// Two bounds, and the amounts taken.
 #[derive(Debug)]
 pub(crate) struct Budget {
     bound: u64,
@@ -19,16 +18,16 @@ pub(crate) struct Budget {
 #[derive(Debug, Default)]
 struct AllTaken {
     sum: u64,
-    /// Without those that have nothing.
+    /// Amounts by client; none is 0.
     clients: HashMap<Client, u64>,
 }
 
 /// A bound that would be exceeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Exceeded {
-    /// That of one client.
+    /// The bound of one client.
     Client(u64),
-    /// That of all clients.
+    /// The bound of all clients together.
     All(u64),
 }
 
@@ -41,14 +40,14 @@ impl Budget {
         })
     }
 
-    /// Takes some for a client, until what is returned is dropped.
+    /// Takes an amount for a client; dropping the result gives it back.
     pub(crate) fn take(self: &Arc<Budget>, client: Client, amount: u64) -> Result<Taken, Exceeded> {
         let mut taken = self.nothing(client);
         taken.grow(amount)?;
         Ok(taken)
     }
 
-    /// Nothing yet, which may grow.
+    /// An amount of 0, which may grow.
     pub(crate) fn nothing(self: &Arc<Budget>, client: Client) -> Taken {
         Taken {
             budget: self.clone(),
@@ -57,19 +56,19 @@ impl Budget {
         }
     }
 
-    /// What all clients have.
+    /// The amount of all clients together.
     #[cfg(test)]
     pub(crate) fn taken(&self) -> u64 {
         self.lock().sum
     }
 
-    /// Whoever panicked with it left two numbers that are one change apart at the most.
+    /// A panic while it is locked leaves the two sums at most one change apart.
     fn lock(&self) -> MutexGuard<'_, AllTaken> {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A client's part of a budget, given back when this is dropped.
+/// An amount of a client, given back when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Taken {
     budget: Arc<Budget>,
@@ -78,7 +77,7 @@ pub(crate) struct Taken {
 }
 
 impl Taken {
-    /// Takes more; at a bound, nothing.
+    /// Takes more, or nothing where a bound would be exceeded.
     pub(crate) fn grow(&mut self, more: u64) -> Result<(), Exceeded> {
         let mut all = self.budget.lock();
         let own = all.clients.get(&self.client).copied().unwrap_or(0);
@@ -118,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_client_and_all_of_them_are_bounded_and_what_is_dropped_is_given_back() {
+    fn both_bounds_hold_and_dropped_amounts_are_given_back() {
         let budget = Budget::new(10, 6);
         let client = |last: u8| Some(IpAddr::from([10, 0, 0, last]));
         let mut first = budget.take(client(1), 4).unwrap();

@@ -27,9 +27,9 @@ const LARGE: [&str; 6] = [
     "PutMedia",
     "Plan",
 ];
-/// Bytes of a request that carries none. A prompt is 40 KB at the most.
+/// Most bytes of a request of another method. A prompt is 40 KB at the most.
 const SMALL_REQUEST_BYTES: u64 = 1 << 20;
-/// Calls by which a person sees what there is, and ends it.
+/// Methods that show health, status and jobs, or cancel: they may use the spare calls.
 const SPARE: [&str; 4] = ["Check", "GetStatus", "List", "Cancel"];
 
 /// A service whose calls are counted.
@@ -46,7 +46,7 @@ impl<S> Limited<S> {
 }
 
 impl Limits {
-    /// Counts a call, for as long as what is returned lives.
+    /// Counts a call until the result is dropped.
     fn call(&self, client: Client, method: &str) -> Result<Taken, Status> {
         self.calls.take(client, 1).or_else(|exceeded| {
             if SPARE.contains(&method)
@@ -65,7 +65,7 @@ impl Limits {
         })
     }
 
-    /// Gives up answers that are not read, for as long as this is polled.
+    /// Drops answers that are not read, for as long as this is polled.
     pub(in crate::grpc) async fn watch(&self) {
         self.readers.watch().await;
     }
@@ -116,7 +116,7 @@ where
             let began = Instant::now();
             let response = answer.await?;
             tracing::debug!(after = ?began.elapsed(), "answered");
-            drop(uploaded); // what came is a job's now, or nobody's
+            drop(uploaded); // the handler has taken the bytes or dropped them
             Ok(response.map(|body| Body::new(limits.readers.follow(body, call, of_answer))))
         };
         Box::pin(answered.instrument(span))

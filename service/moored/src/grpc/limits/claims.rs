@@ -1,4 +1,4 @@
-//! What a client keeps by a name and for a time, holds and reservations: so many of each at the most.
+//! Bounds on the holds and reservations of a client, which it has by a name and for a time.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,7 +12,7 @@ use crate::grpc::status::client_limit;
 
 /// The claims of one kind.
 pub(crate) struct Claims {
-    /// For people, and its setting.
+    /// Plural noun of the kind, in messages and in the name of its setting.
     what: &'static str,
     most_per_client: usize,
     made: Mutex<HashMap<Client, HashMap<String, Made>>>,
@@ -56,7 +56,7 @@ impl Claims {
         })
     }
 
-    /// The name under which a granted claim is counted; its id where there is none.
+    /// The key that a granted claim was counted by; the id itself where no claim has it.
     pub(crate) fn key_of(&self, id: &str) -> String {
         let made = self.lock();
         let mut all = made.values().flatten();
@@ -64,10 +64,10 @@ impl Claims {
         found.map_or_else(|| id.to_owned(), |(key, _)| key.clone())
     }
 
-    /// A claim was released, by whoever knows its id.
+    /// Removes a released claim.
     pub(crate) fn end(&self, id: &str) {
         if id.is_empty() {
-            return; // as of those that are not granted yet
+            return; // claims that are not granted yet have an empty id
         }
         let mut made = self.lock();
         for own in made.values_mut() {
@@ -76,13 +76,13 @@ impl Claims {
         made.retain(|_, own| !own.is_empty());
     }
 
-    /// Whoever panicked with it left a claim too many or too few.
+    /// A panic while it is locked leaves at most one claim too many or too few.
     fn lock(&self) -> MutexGuard<'_, HashMap<Client, HashMap<String, Made>>> {
         self.made.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A claim that is asked for. Dropped without a grant it counts as it did before.
+/// A requested claim. Dropping it without a grant restores the state before the request.
 pub(crate) struct Claim<'a> {
     claims: &'a Claims,
     client: Client,
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_client_has_so_many_and_may_renew_release_or_wait() {
+    async fn claims_are_bounded_by_client_and_end_by_release_or_expiry() {
         let claims = Claims::new("holds", 2);
         assert!(claim(&claims, "a") && claim(&claims, "b"));
         let refusal = claims
@@ -138,7 +138,7 @@ mod tests {
             .err()
             .map(|r| r.message().to_owned());
         assert!(refusal.is_some_and(|refusal| refusal.contains("limits.holds_per_client")));
-        assert!(claim(&claims, "a"), "a renewal is no other claim");
+        assert!(claim(&claims, "a"), "a renewal is not another claim");
         claims.end("id of b");
         assert!(claim(&claims, "c"), "one was released");
         assert!(!claim(&claims, "d"));
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_not_granted_does_not_count() {
+    async fn claims_that_are_not_granted_do_not_count() {
         let claims = Claims::new("holds", 1);
         drop(claims.begin(None, "a".to_owned(), TTL));
         assert!(claim(&claims, "b"));

@@ -28,11 +28,11 @@ pub(crate) struct Limits {
     connections: Arc<Budget>,
     handshake: Duration,
     calls: Arc<Budget>,
-    /// For calls by which a person sees what there is and ends it, where there are no others left.
+    /// Calls to look at jobs and cards, or to cancel, beyond `calls`.
     spare_calls: Arc<Budget>,
     uploads: Arc<Budget>,
     upload_idle: Duration,
-    /// Results that are encoded and not read.
+    /// Bytes of results that are encoded and not read.
     results: Arc<Budget>,
     /// What clients bring for later requests.
     media: Arc<Budget>,
@@ -41,7 +41,7 @@ pub(crate) struct Limits {
     pub(super) reservations: Claims,
 }
 
-/// Calls beyond `limits.calls` that look at jobs and cards, or cancel.
+/// Most of the spare calls at a time.
 const SPARE_CALLS: u64 = 64;
 
 impl Limits {

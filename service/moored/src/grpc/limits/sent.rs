@@ -1,4 +1,4 @@
-//! The answers of calls: one that its client does not read for too long is given up, with all that it holds.
+//! The answers of calls: one that its client does not read for too long is dropped, with all that it holds.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -16,15 +16,15 @@ use crate::grpc::status::client_limit;
 
 /// The answers that are being sent.
 pub(super) struct Readers {
-    /// How long one may stay unread.
+    /// Time that an answer may stay unread.
     unread: Duration,
     answers: Mutex<Vec<Weak<Mutex<Answer>>>>,
 }
 
 struct Answer {
-    /// `None`: it was given up, or told so.
+    /// `None` once it was dropped as unread.
     body: Option<Body>,
-    /// Since when it waits for its client; `None` while its client waits for it.
+    /// Time of the last poll that gave a frame; `None` while the client waits for the service.
     ready_since: Option<Instant>,
     unread_for: Option<Duration>,
 }
@@ -37,7 +37,7 @@ impl Readers {
         }
     }
 
-    /// An answer that is followed, of a call that counts until it is sent.
+    /// Watches an answer, whose call counts until it is sent.
     pub(super) fn follow(&self, body: Body, call: Taken, span: tracing::Span) -> Sent {
         let answer = Arc::new(Mutex::new(Answer {
             body: Some(body),
@@ -56,9 +56,9 @@ impl Readers {
         }
     }
 
-    /// Looks after unread answers for as long as this is polled.
+    /// Drops unread answers for as long as this is polled.
     pub(super) async fn watch(&self) {
-        // Four looks in the time: an answer is given up a quarter later at the most.
+        // Four checks in the time: an answer is dropped at most a quarter late.
         let mut looks = tokio::time::interval((self.unread / 4).max(Duration::from_millis(1)));
         loop {
             looks.tick().await;
@@ -86,7 +86,7 @@ impl Readers {
     }
 }
 
-/// Whoever panicked with one left it as it was.
+/// A panic while it is locked leaves the value valid.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,4 +1,4 @@
-//! The bytes of a request as they arrive: counted against its client, and not waited for without end.
+//! The bytes of a request as they arrive: counted against its client, with a timeout of pauses.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,7 +25,7 @@ pub(super) struct Upload {
     left: u64,
     longest: u64,
     idle: Duration,
-    /// Made when nothing is there for the first time.
+    /// Timeout of the current pause; `None` before the first pause.
     timer: Option<Pin<Box<Sleep>>>,
 }
 
@@ -45,7 +45,7 @@ impl Upload {
     fn count(&mut self, bytes: u64) -> Result<(), Status> {
         self.left = self.left.checked_sub(bytes).ok_or_else(|| {
             client_limit(format!(
-                "a request of this method has {} at the most, and more came",
+                "a request of this method may have {} at the most, and more came",
                 residency::Bytes(self.longest)
             ))
         })?;
@@ -53,8 +53,8 @@ impl Upload {
         counted.grow(bytes).map_err(refused)
     }
 
-    /// Whether nothing has come for too long.
-    fn is_late(&mut self, context: &mut Context<'_>) -> bool {
+    /// Polls the timeout of a pause; true when it is over.
+    fn poll_timeout(&mut self, context: &mut Context<'_>) -> bool {
         let idle = self.idle;
         let timer = self
             .timer
@@ -66,12 +66,12 @@ impl Upload {
 fn refused(exceeded: Exceeded) -> Status {
     client_limit(match exceeded {
         Exceeded::Client(bound) => format!(
-            "requests of this client that are under way have more than {} in all: send them one after another, or raise \
+            "requests of this client that are under way take more than {} in all: send them one after another, or raise \
              limits.uploads_per_client",
             residency::Bytes(bound)
         ),
         Exceeded::All(bound) => format!(
-            "requests that are under way have more than {} in all: try again, or raise limits.uploads",
+            "requests that are under way take more than {} in all: try again, or raise limits.uploads",
             residency::Bytes(bound)
         ),
     })
@@ -94,7 +94,7 @@ impl http_body::Body for Upload {
                 let bytes = frame.data_ref().map_or(0, |data| data.len() as u64);
                 Poll::Ready(Some(self.count(bytes).map(|()| frame)))
             }
-            Poll::Pending if self.is_late(context) => {
+            Poll::Pending if self.poll_timeout(context) => {
                 let idle = humantime::format_duration(self.idle);
                 let problem = format!(
                     "no more of this request arrived for {idle}: send it without pauses, or raise limits.upload_idle"
@@ -123,7 +123,7 @@ pub(super) mod tests {
     use super::*;
     use crate::grpc::limits::Budget;
 
-    /// A body whose client sends some chunks, and nothing more without ending it.
+    /// A body that has some chunks, and then neither more nor an end.
     pub(in crate::grpc::limits) struct Unfinished(VecDeque<Bytes>);
 
     impl Unfinished {
@@ -158,7 +158,7 @@ pub(super) mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_arrives_counts_until_its_call_has_an_answer_and_a_pause_ends_it() {
+    async fn a_pause_ends_a_request_whose_bytes_count_until_its_call_is_answered() {
         let budget = Budget::new(1000, 1000);
         let counted = Arc::new(Mutex::new(budget.nothing(None)));
         let mut upload = Upload::new(Unfinished::body(&[300, 400]), counted.clone(), u64::MAX, IDLE);
@@ -175,7 +175,7 @@ pub(super) mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_beyond_a_bound_is_refused_with_the_name_of_the_bound() {
+    async fn a_refusal_names_the_exceeded_bound() {
         let budgets = [
             (500, 1000, "limits.uploads_per_client"),
             (1000, 500, "limits.uploads"),
