@@ -1,4 +1,4 @@
-//! Frames: a message as postcard writes it, behind its length (32 bits, big-endian), over a pipe.
+//! Frames: a message in postcard, behind its length in bytes (32 bits, big-endian), over a pipe.
 
 use std::io;
 use std::marker::PhantomData;
@@ -9,7 +9,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio_util::codec::Decoder;
 
-/// No message between the two is longer: a 4096 x 4096 picture with its latent fits many times.
+/// Most bytes of a message: a 4096 x 4096 picture with its latent takes far less.
 const LONGEST_FRAME_BYTES: usize = 1 << 30;
 
 /// An invalid frame. Both ends are one build, so this is a bug of ours or a process that was killed in the middle of
@@ -68,7 +68,7 @@ pub(crate) fn write(message: &impl Serialize, pipe: &mut impl io::Write) -> Resu
         .to_be_bytes();
     checked(length)?;
     pipe.write_all(&length)?;
-    // It has a form in bytes, as their number shows, so this is the pipe's error, which postcard does not tell.
+    // The message serializes, as its size was computed, so this is an error of the pipe, which postcard does not report.
     postcard::to_io(message, pipe).map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
     Ok(())
 }

@@ -20,7 +20,7 @@ use tokio_util::codec::FramedRead;
 use super::frames::{self, FrameError, Frames};
 use super::{Configuration, FromWorker, WorkerSettings};
 
-/// Backoff between two starts: doubled from the first to the last while workers die young.
+/// Backoff between two starts: doubled from the first to the last while workers end before [`OLD_ENOUGH`].
 const FIRST_BACK_OFF: Duration = Duration::from_millis(100);
 const LAST_BACK_OFF: Duration = Duration::from_secs(10);
 /// Uptime after which the backoff is reset.
@@ -30,7 +30,7 @@ const START_LIMIT: Duration = Duration::from_secs(120);
 /// Grace period after `Shutdown` before a worker is killed.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 
-/// A worker that is given up has usually ended by then, and it is told how.
+/// Time to wait for the exit status of a lost worker before it is reported without one.
 const USUAL_END: Duration = Duration::from_secs(1);
 
 /// Process ids of the workers, in the order of the cards; 0 where none runs.
@@ -53,7 +53,7 @@ impl WorkerPids {
     }
 }
 
-/// To the task of one card.
+/// A request to the task of one card.
 enum Request {
     Send(Box<Command>),
     Recycle(String),
@@ -80,19 +80,19 @@ impl CardPort for Port {
 pub(crate) struct EarlyWorker(Option<Child>);
 
 impl EarlyWorker {
-    /// Starts it. One that cannot be started is tried again, and told of, by the task of its card.
+    /// Starts it. If that fails, the task of its card tries again, and reports the error.
     pub(crate) fn start() -> EarlyWorker {
         EarlyWorker(spawn().ok())
     }
 
-    /// None: there is one no more.
+    /// Takes the process out of `self`.
     pub(crate) fn take(&mut self) -> EarlyWorker {
         EarlyWorker(self.0.take())
     }
 }
 
-/// Starts the task of one card, with a worker that may be there already. Where none is, it is started at once, and again
-/// whenever it ends, until the queue drops the slot or the service ends: then the task ends once its worker has.
+/// Starts the task of one card, which takes the early worker or starts one, and starts another whenever it ends, until the
+/// queue drops the slot or the service ends: then the task ends once its worker has.
 pub(crate) fn start_card(
     card: usize,
     description: CardDescription,
@@ -121,23 +121,23 @@ pub(crate) fn start_card(
     (slot, task)
 }
 
-/// Keeps one card's worker alive.
+/// State of the task of one card.
 struct Keeper {
     card: usize,
     settings: WorkerSettings,
     signals: mpsc::UnboundedSender<CardSignal>,
     requests: mpsc::UnboundedReceiver<Request>,
     generation: u64,
-    /// For the first life.
+    /// The worker of generation 1, if it was started early.
     early: EarlyWorker,
     pids: WorkerPids,
     /// True once the service ends.
     ending: watch::Receiver<bool>,
 }
 
-/// How a worker's life ended.
+/// Why a worker is no longer used.
 enum End {
-    /// It is to be started again; without a reason where it closed its pipe, which its status tells of.
+    /// It failed, and another is started. The reason is empty when it closed its pipe: its exit status says why.
     Died(String),
     /// The service is going down.
     Dismissed,
@@ -148,24 +148,24 @@ impl Keeper {
         let mut back_off = FIRST_BACK_OFF;
         loop {
             self.generation += 1;
-            let born = Instant::now();
-            let (end, worker) = self.one_life().await;
+            let started = Instant::now();
+            let (end, worker) = self.run_worker().await;
             let reason = match end {
                 End::Dismissed => return self.dismiss(worker).await,
                 End::Died(reason) => reason,
             };
-            if born.elapsed() >= OLD_ENOUGH {
+            if started.elapsed() >= OLD_ENOUGH {
                 back_off = FIRST_BACK_OFF;
             }
-            if let Some(undead) = self.bury(worker, reason, back_off).await {
-                return self.dismiss(Some(undead)).await;
+            if let Some(unreaped) = self.reap(worker, reason, back_off).await {
+                return self.dismiss(Some(unreaped)).await;
             }
             tokio::select! {
                 () = tokio::time::sleep(back_off) => {}
                 () = ended(&mut self.ending) => return,
             }
             back_off = (back_off * 2).min(LAST_BACK_OFF);
-            // What was sent to the dead one is answered by `Lost`, not by its successor.
+            // Requests to the lost worker are answered by `Lost`, not by its successor.
             while let Ok(request) = self.requests.try_recv() {
                 drop(request);
             }
@@ -175,10 +175,10 @@ impl Keeper {
         }
     }
 
-    /// Tells the queue that a worker is given up, then waits until its process has ended: its successor cannot have the
-    /// card before. That may be never, where it is stuck in the driver, and the queue must not wait for it. The process,
-    /// where the service ends before it.
-    async fn bury(&mut self, worker: Option<Child>, reason: String, back_off: Duration) -> Option<Child> {
+    /// Reports a lost worker to the queue, then waits until its process has exited: its successor cannot open the card
+    /// before. A process that is stuck in the driver may never exit, so the queue does not wait for it. Returns the process
+    /// if the service ends first.
+    async fn reap(&mut self, worker: Option<Child>, reason: String, back_off: Duration) -> Option<Child> {
         let (reason, worker) = match worker {
             None => (reason, None),
             Some(mut worker) => match tokio::time::timeout(USUAL_END, worker.wait()).await {
@@ -194,18 +194,18 @@ impl Keeper {
             reason,
             restarts_in: back_off,
         });
-        let undead = match worker {
+        let unreaped = match worker {
             None => None,
-            Some(worker) => self.see_end(worker).await,
+            Some(worker) => self.wait_for_exit(worker).await,
         };
-        if undead.is_none() {
+        if unreaped.is_none() {
             self.pids.set(self.card, None);
         }
-        undead
+        unreaped
     }
 
-    /// Waits for the end of a worker, which is killed after its grace. The process, where the service ends before it.
-    async fn see_end(&mut self, mut worker: Child) -> Option<Child> {
+    /// Waits for the exit of a worker, and kills it after a grace period. Returns the process if the service ends first.
+    async fn wait_for_exit(&mut self, mut worker: Child) -> Option<Child> {
         for grace in [SHUTDOWN_GRACE, SHUTDOWN_GRACE] {
             tokio::select! {
                 _ = worker.wait() => return None,
@@ -228,7 +228,7 @@ impl Keeper {
         }
     }
 
-    /// The service ends: so does its worker, by itself or not.
+    /// Waits for the exit of a worker when the service ends, and kills it after a grace period.
     async fn dismiss(&self, worker: Option<Child>) {
         let Some(mut worker) = worker else { return };
         for _ in 0..2 {
@@ -244,8 +244,8 @@ impl Keeper {
         );
     }
 
-    /// Runs one worker until it is given up; the process, which may live on.
-    async fn one_life(&mut self) -> (End, Option<Child>) {
+    /// Runs one worker until it is no longer used. Its process, which is returned, may not have exited.
+    async fn run_worker(&mut self) -> (End, Option<Child>) {
         let child = match self.early.0.take() {
             Some(early) => Ok(early),
             None => spawn(),
@@ -268,7 +268,7 @@ impl Keeper {
     }
 
     /// Carries frames both ways until one side ends. Writing has a task
-    /// of its own: a worker that does not read must not keep us from hearing that it is to be replaced.
+    /// of its own: a worker that does not read must not delay the request to replace it.
     async fn carry(&mut self, stdin: ChildStdin, stdout: ChildStdout, child: &mut Child) -> End {
         let (commands, mut writing) = start_writer(stdin, self.configuration());
         let mut from_worker = FramedRead::new(stdout, Frames::<FromWorker>::new());
@@ -293,7 +293,7 @@ impl Keeper {
                 request = self.requests.recv() => match request {
                     None => break End::Dismissed,
                     Some(Request::Send(command)) => {
-                        let _ = commands.send(command); // a writer that has ended is told of below
+                        let _ = commands.send(command); // the end of the writer is handled below
                     }
                     Some(Request::Recycle(reason)) => break End::Died(format!("recycled: {reason}")),
                 },
@@ -341,7 +341,7 @@ impl Keeper {
     }
 }
 
-/// Writes the configuration and then commands to the worker, until the pipe fails or nobody has the sender.
+/// Writes the configuration and then commands to the worker, until the pipe fails or the sender is dropped.
 fn start_writer(
     mut stdin: ChildStdin,
     configuration: Configuration,
@@ -360,14 +360,14 @@ fn start_writer(
     (commands, writing)
 }
 
-/// A frame in memory: a pipe that is written asynchronously takes bytes that are there.
+/// Serializes a frame into memory, for a pipe that is written asynchronously.
 fn frame(message: &impl Serialize) -> Result<Vec<u8>, FrameError> {
     let mut frame = Vec::new();
     frames::write(message, &mut frame)?;
     Ok(frame)
 }
 
-/// The same binary, in another part. It has a process group of its own, so that a Ctrl-C in the terminal
+/// Starts this binary as a worker. It has a process group of its own, so that a Ctrl-C in the terminal
 /// reaches the supervisor alone, which then drains.
 fn spawn() -> std::io::Result<Child> {
     tokio::process::Command::new(std::env::current_exe()?)
@@ -382,7 +382,7 @@ fn spawn() -> std::io::Result<Child> {
 
 /// Resolves when the service ends.
 async fn ended(ending: &mut watch::Receiver<bool>) {
-    let _ = ending.wait_for(|ended| *ended).await; // whoever would say so is gone: it ends as well
+    let _ = ending.wait_for(|ended| *ended).await; // an error means that the sender is gone, which ends the service too
 }
 
 /// Why a worker ended, and how its process did.

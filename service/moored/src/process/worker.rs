@@ -15,12 +15,12 @@ use super::{Configuration, FromWorker};
 use crate::locks;
 use crate::telemetry;
 
-/// How the process ends when all went well, and when not.
+/// Exit codes.
 const SUCCESS: i32 = 0;
 const FAILURE: i32 = 1;
 
-/// Runs until the supervisor says so, or is gone. A worker always ends at once: whatever its libraries would do on the
-/// way out, they would do to a card that may be lost, or beside a thread that computes.
+/// Runs until the supervisor shuts it down, or is gone. A worker ends without destructors and exit handlers: those of its
+/// libraries would touch a card that may be lost, or run beside a thread that computes.
 pub(crate) fn run() -> ! {
     let code = serve().unwrap_or_else(|problem| {
         tracing::error!(%problem, "the worker ends");
@@ -41,13 +41,13 @@ fn serve() -> Result<i32, FrameError> {
     telemetry::tell_age("worker process");
     let events = start_writer(output);
     let refuse = |why: String| {
-        let _ = events.send(Frame::Of(Box::new(FromWorker::Refused(why)))); // a supervisor that is gone need not know
+        let _ = events.send(Frame::Of(Box::new(FromWorker::Refused(why)))); // an error means that the supervisor is gone
     };
     let _lock = match lock(configuration.settings.lock_file.as_deref()) {
         Ok(lock) => lock,
         Err(why) => {
             refuse(why);
-            return Ok(last_words(&events));
+            return Ok(flush_then_fail(&events));
         }
     };
     let thread = start_card(configuration, events.clone())?;
@@ -62,10 +62,10 @@ fn serve() -> Result<i32, FrameError> {
         }
         ThreadEnd::Panicked => refuse("the card's thread panicked".to_owned()),
     }
-    Ok(last_words(&events))
+    Ok(flush_then_fail(&events))
 }
 
-/// The pipe to the supervisor, away from standard output, which is the log from here on: what a library prints there would be read as
+/// The pipe to the supervisor, moved away from standard output, which is the log from here on: what a library prints there would be read as
 /// a frame.
 fn take_output() -> std::io::Result<File> {
     let pipe = std::io::stdout().as_fd().try_clone_to_owned()?;
@@ -73,8 +73,8 @@ fn take_output() -> std::io::Result<File> {
     Ok(File::from(pipe))
 }
 
-/// Commands from the pipe to the card thread, until the supervisor is gone. The card thread may then be in the
-/// middle of a stage: nobody waits for it.
+/// Passes commands from the pipe to the card thread, until the supervisor is gone. The process ends then, even in the
+/// middle of a stage.
 fn pass_on(commands: &CardCommands) {
     let mut pipe = std::io::stdin();
     loop {
@@ -104,10 +104,10 @@ fn lock(path: Option<&Path>) -> Result<Option<std::fs::File>, String> {
     }
 }
 
-/// To the writer thread.
+/// A message to the writer thread.
 enum Frame {
     Of(Box<FromWorker>),
-    /// Answered when all before it is written.
+    /// Answered when all frames before it are written.
     Flush(mpsc::Sender<()>),
 }
 
@@ -135,10 +135,11 @@ fn start_writer(pipe: File) -> mpsc::Sender<Frame> {
     sender
 }
 
-fn last_words(events: &mpsc::Sender<Frame>) -> i32 {
+/// Waits until all frames are written; the exit code of a failure.
+fn flush_then_fail(events: &mpsc::Sender<Frame>) -> i32 {
     let (done, written) = mpsc::channel();
     let _ = events.send(Frame::Flush(done));
-    let _ = written.recv(); // an error says that the writer has ended
+    let _ = written.recv(); // an error means that the writer has ended
     FAILURE
 }
 
@@ -148,7 +149,7 @@ fn start_card(configuration: Configuration, events: mpsc::Sender<Frame>) -> Resu
     pipelines::set_fp8_products(settings.fp8_products);
     let open = move || {
         if matches!(settings.device, DeviceSpec::Cuda(_)) {
-            // The system loads them while the driver starts. What is not found now is not found later.
+            // Loads them while the driver starts; the result is cached.
             std::thread::spawn(pipelines::libraries);
         }
         let memory = &settings.memory;

@@ -177,7 +177,7 @@ fn commands() -> Vec<Command> {
     stages.into_iter().chain(others).collect()
 }
 
-/// A ledger with an entry of every sort.
+/// A ledger with an entry of every kind.
 fn ledger() -> Ledger {
     let (vae, clip, t5) = (component("vae"), component("clip"), component("t5"));
     let mut ledger = Ledger::new(Bytes::gib(24), Bytes::mib(512));
@@ -405,8 +405,8 @@ fn every_message_is_read_as_it_was_written() {
 }
 
 #[test]
-fn a_blob_goes_to_the_pipe_as_it_lies_in_memory() {
-    /// Where each piece lay that was written.
+fn a_blob_is_written_to_the_pipe_without_a_copy() {
+    /// Address and length of each piece that was written.
     struct Pieces(Vec<(*const u8, usize)>);
     impl io::Write for Pieces {
         fn write(&mut self, piece: &[u8]) -> io::Result<usize> {
@@ -463,7 +463,7 @@ fn a_frame_that_is_too_large_is_neither_read_nor_written() {
         step: 1,
         width: 1,
         height: 1,
-        rgb: vec![0; LONGEST_FRAME_BYTES].into(), // which nothing touches
+        rgb: vec![0; LONGEST_FRAME_BYTES].into(), // never touched, so that no memory is committed
     };
     let mut pipe = Vec::new();
     assert!(matches!(
