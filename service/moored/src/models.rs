@@ -1,4 +1,4 @@
-//! Which models can be named: folders are scanned, ids resolved, defaults merged.
+//! The models that requests can name: folders are scanned, ids resolved, defaults merged.
 
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -17,20 +17,20 @@ use crate::proto::v1;
 /// Id of the model that ships with the project.
 pub(crate) const SHIPPED_ID: &str = "moored/demo";
 
-/// How the names of models in one file end.
+/// Endings of models in one file.
 const SINGLE_FILES: [&str; 5] = [".instant.json", ".safetensors", ".gguf", ".pth", ".pt"];
 
-/// A folder listing is believed for so long; a model that is not found is looked for at once.
+/// Lifetime of a listing; a model that it lacks is looked for at once.
 const LISTING_LIFETIME: Duration = Duration::from_secs(10);
 
-/// Whoever finds that somebody else looks through the folders waits for so long.
+/// Timeout of waiting for a scan that another thread does.
 const LOOK_LIMIT: Duration = Duration::from_secs(1);
 
 /// A model that can be named.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Found {
     pub(crate) id: String,
-    /// Empty but in a hub cache.
+    /// Commit of a model in a hub cache; else empty.
     pub(crate) revision: String,
     /// Branches and tags of a hub cache that stand for this revision.
     refs: Vec<String>,
@@ -38,7 +38,7 @@ pub(crate) struct Found {
 }
 
 impl Found {
-    /// One that has no revisions.
+    /// A model without revisions.
     fn at(id: String, path: PathBuf) -> Found {
         Found {
             id,
@@ -52,14 +52,14 @@ impl Found {
 /// Finds models by id.
 pub(crate) struct Models {
     settings: Settings,
-    /// Looked through after the folders.
+    /// Scanned after the folders.
     hub_cache: PathBuf,
     listing: RwLock<Option<(Instant, Arc<Vec<Found>>)>>,
-    /// Whoever looks through the folders has it, and nobody else does meanwhile: a folder may never answer.
+    /// One thread scans at a time: a folder may never answer, and must not block more threads.
     looking: Looking,
 }
 
-/// Whether somebody looks through the folders.
+/// Whether a scan of the folders is running.
 #[derive(Default)]
 struct Looking {
     under_way: Mutex<bool>,
@@ -67,7 +67,7 @@ struct Looking {
 }
 
 impl Looking {
-    /// Takes the turn, if nobody has it; else waits for its end, though not for long.
+    /// Begins a scan; `None` when another runs, after waiting for its end up to [`LOOK_LIMIT`].
     fn begin(&self) -> Option<Turn<'_>> {
         let mut under_way = self.under_way.lock().unwrap_or_else(PoisonError::into_inner);
         if *under_way {
@@ -82,7 +82,7 @@ impl Looking {
     }
 }
 
-/// The turn to look through the folders, until it is dropped.
+/// The permit to scan the folders; dropping it releases it.
 struct Turn<'a>(&'a Looking);
 
 impl Drop for Turn<'_> {
@@ -102,7 +102,7 @@ impl Models {
         }
     }
 
-    /// Where models are looked for.
+    /// The configured folders of models, without the hub cache.
     pub(crate) fn folders(&self) -> &[PathBuf] {
         &self.settings.folders
     }
@@ -112,7 +112,7 @@ impl Models {
         model.path.starts_with(&self.hub_cache)
     }
 
-    /// Every model there is, by id.
+    /// Every model, by id; scans when the listing is too old.
     pub(crate) fn list(&self) -> Arc<Vec<Found>> {
         match self.cached() {
             Some((when, listing)) if when.elapsed() < LISTING_LIFETIME => listing,
@@ -120,7 +120,7 @@ impl Models {
         }
     }
 
-    /// Every model as it was listed last. No folder is looked at, unless none ever was.
+    /// The last listing, however old. Scans only when there is none.
     pub(crate) fn known(&self) -> Arc<Vec<Found>> {
         self.cached()
             .map_or_else(|| self.rescan(), |(_, listing)| listing)
@@ -130,8 +130,7 @@ impl Models {
         self.listing.read().ok().and_then(|listing| listing.clone())
     }
 
-    /// Every model there is now, whatever was listed a moment ago. Where a folder does not answer to whoever looks, it is
-    /// what was listed last.
+    /// Scans the folders, however recent the listing. While another scan is blocked by a folder, it is the last listing.
     pub(crate) fn rescan(&self) -> Arc<Vec<Found>> {
         let Some(_turn) = self.looking.begin() else {
             return self.cached().map(|(_, listing)| listing).unwrap_or_default();
@@ -177,7 +176,7 @@ impl Models {
         }
     }
 
-    /// As [`Models::resolve`], on a thread where folders may be looked through.
+    /// As [`Models::resolve`], on a blocking thread, since folders may be scanned.
     pub(crate) async fn entry(self: &Arc<Self>, model: Option<v1::ModelRef>) -> Result<Arc<Entry>, Error> {
         let models = self.clone();
         let resolved = tokio::task::spawn_blocking(move || models.resolve(model.as_ref())).await;
@@ -223,8 +222,8 @@ impl Models {
         })
     }
 
-    /// What a reference asks for. Its name may say that too, as entries are called in reports: `ID+4-bit`,
-    /// `ID@REVISION+text_encoder_2=nf4,transformer=int8`. A model that is called just so goes before that.
+    /// The model and the formats of a reference. The id may include the formats, as in reports: `ID+4-bit`,
+    /// `ID@REVISION+text_encoder_2=nf4,transformer=int8`. A model with exactly that id takes precedence.
     fn formats_of(&self, model: &v1::ModelRef) -> Result<(v1::ModelRef, Quantization), Error> {
         let asked = model.quantization.as_ref();
         let by_key = || match named_by_key(&self.list(), model) {
@@ -341,7 +340,7 @@ fn named_by_key<'a>(
     find(listing, name, revision).map(|_| Some((name, revision, formats)))
 }
 
-/// [`find`], where the name may say the revision too: `owner/name@main`.
+/// [`find`], where the id may include the revision: `owner/name@main`.
 fn find_named(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
     let by_name = || {
         let (name, named) = id.rsplit_once('@')?;
@@ -350,7 +349,7 @@ fn find_named(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
     find(listing, id, revision).or_else(by_name)
 }
 
-/// An id matches whole, or by its last part when only one model ends so.
+/// The model with this id, or the only one whose last part of the id it is.
 fn find(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
     let fits = |m: &&Found| {
         revision.is_empty() || m.revision.starts_with(revision) || m.refs.iter().any(|name| name == revision)
@@ -384,7 +383,7 @@ fn shipped_model() -> Option<PathBuf> {
         .find(|folder| folder.join("model_index.json").is_file())
 }
 
-/// Models in a folder: itself, its children, and their children one level down.
+/// Models in a folder: itself, its children, and their children.
 fn scan(folder: &Path) -> Vec<Found> {
     let mut found = Vec::new();
     let name = folder
@@ -473,7 +472,7 @@ fn hub_model(repository: &Path, id: &str) -> Vec<Found> {
     snapshots.into_iter().map(found).collect()
 }
 
-/// A commit that a branch or tag stands for.
+/// The commit of a branch or tag.
 fn read_ref(path: &Path) -> std::io::Result<String> {
     const LONGEST: u64 = 1024;
     let mut commit = String::new();

@@ -71,7 +71,7 @@ fn a_revision_is_part_of_the_key() {
 }
 
 #[test]
-fn the_hub_cache_is_looked_through_and_revisions_have_names() {
+fn the_hub_cache_is_scanned_and_branches_name_revisions() {
     let folder = folder_with(&["mine/model_index.json"]);
     let cache = folder_with(&[
         "models--me--mine/snapshots/abc/model_index.json",
@@ -101,7 +101,7 @@ fn the_hub_cache_is_looked_through_and_revisions_have_names() {
 }
 
 #[test]
-fn what_is_asked_for_is_part_of_the_key_or_refused() {
+fn formats_are_part_of_the_key_and_unknown_ones_are_refused() {
     let folder = folder_with(&["plain/model_index.json"]);
     let models = models(folder.path());
     let mut asked = reference("plain");
@@ -125,7 +125,7 @@ fn what_is_asked_for_is_part_of_the_key_or_refused() {
 }
 
 #[test]
-fn an_entry_is_named_by_its_key_too() {
+fn an_entry_is_resolved_by_its_key() {
     let folder = folder_with(&[
         "plain/model_index.json",
         "a+b/model_index.json",
@@ -178,7 +178,7 @@ fn an_entry_is_named_by_its_key_too() {
 }
 
 #[test]
-fn two_models_of_one_name_need_the_whole_id() {
+fn an_ambiguous_name_is_refused() {
     let folder = folder_with(&["a/x/model_index.json", "b/x/model_index.json"]);
     let models = models(folder.path());
     assert!(models.resolve(Some(&reference("x"))).is_err());
@@ -200,12 +200,12 @@ fn a_component_that_is_named_twice_is_refused() {
 }
 
 #[test]
-fn whoever_looks_while_a_folder_does_not_answer_gets_what_was_listed_last() {
+fn a_scan_during_a_blocked_scan_returns_the_last_listing() {
     let folder = folder_with(&["plain/model_index.json"]);
     let models = models(folder.path());
     let lists = |listing: &[Found], id: &str| listing.iter().any(|found| found.id == id);
     assert!(lists(&models.list(), "plain"));
-    let turn = models.looking.begin().unwrap(); // somebody who never comes back
+    let turn = models.looking.begin().unwrap(); // a scan that is blocked
     std::fs::create_dir(folder.path().join("more")).unwrap();
     std::fs::write(folder.path().join("more/model_index.json"), "{}").unwrap();
     assert!(!lists(&models.rescan(), "more"));
