@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use super::reader::Reader;
 
-/// Default hub.
+/// URL of the hub unless `HF_ENDPOINT` names another.
 const ENDPOINT: &str = "https://huggingface.co";
 
 /// `[hub]`.
@@ -14,10 +14,10 @@ pub(crate) struct Hub {
     /// Base URL, without a trailing slash.
     pub(crate) endpoint: String,
     pub(crate) cache: PathBuf,
-    /// Whether clients may ask for a pull.
+    /// Whether clients may have the service pull models.
     pub(crate) pull: bool,
     pub(crate) token: Token,
-    /// Never download.
+    /// Whether downloads are forbidden.
     pub(crate) offline: bool,
 }
 
@@ -93,7 +93,7 @@ impl Hub {
             endpoint: endpoint.trim().trim_end_matches('/').to_owned(),
             cache: cache
                 .or_else(|| path("HF_HUB_CACHE"))
-                .or_else(|| path("HUGGINGFACE_HUB_CACHE")) // as it was called before
+                .or_else(|| path("HUGGINGFACE_HUB_CACHE")) // its former name
                 .unwrap_or_else(|| home.join("hub")),
             pull,
             token: Token {
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cache_is_where_other_programs_have_it() {
+    fn the_cache_folder_is_that_of_other_programs() {
         let cache = |variables: &[(&str, &str)]| hub(variables).cache;
         assert_eq!(
             cache(&[("HOME", "/me")]),
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tilde_is_the_home_of_the_user() {
+    fn a_leading_tilde_is_the_users_home() {
         let cache = |home: &str| hub(&[("HOME", "/me"), ("HF_HOME", home)]).cache;
         assert_eq!(cache("~/models"), PathBuf::from("/me/models/hub"));
         assert_eq!(cache("~"), PathBuf::from("/me/hub"));
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn the_token_is_found_and_never_shown() {
+    fn the_token_is_read_and_never_displayed() {
         let folder = tempfile::tempdir().unwrap();
         let home = folder.path().to_str().unwrap();
         std::fs::write(folder.path().join("token"), "from-home\n").unwrap();

@@ -37,16 +37,16 @@ pub(crate) struct Config {
     pub(crate) log: Log,
     /// Every setting with its value and where it comes from, for `moored config`.
     pub(crate) sources: Vec<Setting>,
-    /// Which configuration file there is.
+    /// The configuration file.
     pub(crate) file: FileRead,
 }
 
 /// Which configuration file was read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum FileRead {
-    /// This one.
+    /// The file that was read.
     Read(PathBuf),
-    /// None; this one is read where it is there.
+    /// No file was read; the path where one would be, if there is a home folder.
     NoneAt(Option<PathBuf>),
 }
 
@@ -54,7 +54,7 @@ pub(crate) enum FileRead {
 #[derive(Clone, Debug, serde::Serialize)]
 pub(crate) struct Setting {
     pub(crate) name: String,
-    /// What is in force: where a setting is left open, what it comes to.
+    /// The effective value: that of a setting that is left open is resolved.
     pub(crate) value: serde_json::Value,
     pub(crate) source: String,
 }
@@ -213,18 +213,18 @@ pub(crate) struct Quantization {
 pub(crate) struct Client {
     pub(crate) endpoint: String,
     pub(crate) token_file: Option<PathBuf>,
-    /// Certificates that `https://` is trusted by; `None`: the system's.
+    /// CA certificates for `https://`; `None`: the system's.
     pub(crate) ca_file: Option<PathBuf>,
-    /// Whether the token may leave this machine over a line that is not encrypted.
+    /// Whether the token may be sent to another machine over a connection that is not encrypted.
     pub(crate) insecure_token: bool,
-    /// Name in the job list, and for fair shares.
+    /// Client name in the job list, and for fair shares.
     pub(crate) name: String,
 }
 
 /// `[log]`.
 #[derive(Clone, Debug)]
 pub(crate) struct Log {
-    /// `None`: what the command finds worth saying.
+    /// `None`: the default of the command.
     pub(crate) filter: Option<String>,
     pub(crate) json: bool,
 }
@@ -400,14 +400,14 @@ impl Config {
     }
 }
 
-/// The words for `cards.profile`.
+/// The values of `cards.profile`.
 fn profiles() -> Vec<(&'static str, Option<ProfileName>)> {
     let named = ProfileName::ALL.map(|name| (name.as_str(), Some(name)));
     std::iter::once(("auto", None)).chain(named).collect()
 }
 
-/// Cards that are named more than once. NVIDIA cards may have several names: only who asks the driver knows, so that
-/// these are compared once more when the service starts.
+/// Cards that are named more than once. An NVIDIA card may have several names, which only the driver knows: these are
+/// compared again when the service starts.
 fn names_of_several(devices: &[DeviceChoice]) -> Vec<String> {
     let name = |device: &DeviceChoice| match device {
         DeviceChoice::Card(DeviceSpec::Cuda(settings)) => Some(format!("cuda:{}", settings.which)),
@@ -439,7 +439,7 @@ fn configuration_file(named: Option<PathBuf>) -> Result<FileRead, String> {
     })
 }
 
-/// Who asks, where nothing else is said: so that the people behind one tunnel are several clients.
+/// The default client name, which tells apart users behind one tunnel.
 fn user_at_host() -> String {
     let variable = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
     let user = variable("USER").or_else(|| variable("LOGNAME"));

@@ -36,7 +36,7 @@ impl fmt::Display for Mistakes {
 
 impl std::error::Error for Mistakes {}
 
-/// Takes settings out of the layers and remembers what was wrong and what was asked for.
+/// Reads settings from the layers, and records mistakes and which settings exist.
 pub(super) struct Reader {
     figment: Figment,
     asked_for: Vec<&'static str>,
@@ -55,19 +55,19 @@ impl Reader {
         }
     }
 
-    /// Notes a mistake in a setting.
+    /// Records a mistake in a setting.
     pub(super) fn mistake(&mut self, name: &str, problem: impl fmt::Display) {
         let source = self.source(name);
         self.mistakes.push(format!("{name} ({source}): {problem}"));
     }
 
-    /// Whether something is wrong with a setting already.
+    /// Whether a mistake in a setting was recorded.
     pub(super) fn is_wrong(&self, name: &str) -> bool {
         let start = format!("{name} (");
         self.mistakes.iter().any(|mistake| mistake.starts_with(&start))
     }
 
-    /// A string that stands for something.
+    /// A string that is parsed.
     pub(super) fn parsed<T>(&mut self, name: &'static str, expected: &str) -> T
     where
         T: FromStr + Placeholder,
@@ -79,7 +79,7 @@ impl Reader {
         })
     }
 
-    /// A list of strings that stand for something. A single string is a list of one, split at spaces, as
+    /// A list of strings that are parsed. A single string is a list of one, split at spaces, as
     /// variables and flags write it.
     pub(super) fn parsed_list<T>(&mut self, name: &'static str) -> Vec<T>
     where
@@ -101,7 +101,6 @@ impl Reader {
         self.texts(name).into_iter().map(PathBuf::from).collect()
     }
 
-    /// An integer of at least `least`.
     /// A list of names, none of them empty.
     pub(super) fn words(&mut self, name: &'static str) -> Vec<String> {
         let words = self.texts(name);
@@ -111,6 +110,7 @@ impl Reader {
         words
     }
 
+    /// An integer of at least `least`.
     pub(super) fn at_least<T>(&mut self, name: &'static str, least: T) -> T
     where
         T: DeserializeOwned + PartialOrd + fmt::Display + Copy,
@@ -255,8 +255,8 @@ impl Reader {
         }
     }
 
-    /// Ends the reading: the settings with their sources, or all mistakes. `in_force` is what settings come to that are
-    /// left open.
+    /// Ends the reading: the settings with their sources, or all mistakes. `in_force` has the resolved values of settings
+    /// that are left open.
     pub(super) fn finish(mut self, in_force: &[(&str, String)]) -> Result<Vec<Setting>, Mistakes> {
         match self.figment.data() {
             Ok(profiles) => {
@@ -355,7 +355,7 @@ impl Reader {
     }
 }
 
-/// The variable that a setting can be given by.
+/// The environment variable of a setting.
 fn variable(name: &str) -> String {
     let short = SHORT_NAMES.iter().find(|(_, long)| *long == name);
     let short = short.map_or_else(|| name.replace('.', "_"), |(short, _)| (*short).to_owned());
@@ -366,7 +366,7 @@ fn json_of(value: &Value) -> serde_json::Value {
     serde_json::to_value(value).unwrap_or_default()
 }
 
-/// What is wrong with a value, without the names of types.
+/// The message of a wrong value, without the names of Rust types.
 fn in_words(kind: &Kind) -> String {
     match kind {
         Kind::InvalidType(found, expected) => {
@@ -393,7 +393,7 @@ fn in_words(kind: &Kind) -> String {
     }
 }
 
-/// What stands in for a value that could not be read, until all mistakes are told. It is never used.
+/// The value of a setting that could not be read, until all mistakes are reported. It is never used.
 pub(super) trait Placeholder {
     fn placeholder() -> Self;
 }

@@ -23,7 +23,7 @@ fn the_embedded_defaults_are_valid_and_every_setting_is_read() {
 }
 
 #[test]
-fn all_mistakes_are_told_at_once() {
+fn all_mistakes_are_reported_at_once() {
     let wrong = "service.drain = 'soon'\nqueue.max_jobs = 0\ncards.policy = 'greedy'\nqueue.colour = 'red'\n";
     let told = with(wrong).unwrap_err().to_string();
     for part in [
@@ -40,7 +40,7 @@ fn all_mistakes_are_told_at_once() {
 }
 
 #[test]
-fn limits_that_nothing_could_keep_are_mistakes() {
+fn impossible_limits_are_mistakes() {
     let wrong = "limits.upload_idle = '0s'\nlimits.unread = 'soon'\nlimits.uploads_per_client = '1MiB'";
     let told = with(wrong).unwrap_err().to_string();
     for part in [
@@ -54,7 +54,7 @@ fn limits_that_nothing_could_keep_are_mistakes() {
 }
 
 #[test]
-fn mistakes_of_every_layer_are_told_together() {
+fn mistakes_of_all_layers_are_reported_together() {
     let flags: Flags = vec![
         ("queue.max_jobs".to_owned(), None),
         ("cards.policy".to_owned(), Some("greedy".into())),
@@ -75,7 +75,7 @@ fn mistakes_of_every_layer_are_told_together() {
 }
 
 #[test]
-fn beyond_loopback_needs_a_token() {
+fn an_address_beyond_loopback_needs_a_token() {
     let told = with("service.listen = '0.0.0.0:50051'").unwrap_err().to_string();
     assert!(told.contains("token"), "{told}");
     assert!(with("service.listen = '0.0.0.0:50051'\nservice.token_file = 'token'").is_ok());
@@ -128,7 +128,7 @@ fn model_settings_are_a_table_of_the_users_own() {
 }
 
 #[test]
-fn one_card_is_named_once() {
+fn a_card_that_is_named_twice_is_a_mistake() {
     let told = with("cards.devices = ['sim:1GiB', 'sim:2GiB']")
         .unwrap_err()
         .to_string();
@@ -157,7 +157,7 @@ fn a_profile_goes_by_the_card_unless_it_is_set() {
 }
 
 #[test]
-fn what_is_set_by_itself_wins_over_the_profile() {
+fn a_setting_overrides_the_profile() {
     let small = card("sim:8GiB");
     let by_profile = with("cards.profile = 'constrained'").unwrap().cards;
     assert_eq!(by_profile.memory_of(&small).slack_limit, Bytes::mib(64));
@@ -202,7 +202,7 @@ fn nvidia_cards_are_named_without_asking_the_driver() {
 }
 
 #[test]
-fn what_is_in_force_is_told_once_and_with_what_open_settings_come_to() {
+fn each_setting_is_listed_once_with_its_effective_value() {
     let config = with("").unwrap();
     let value = |name: &str| {
         let found: Vec<_> = config
@@ -221,7 +221,7 @@ fn what_is_in_force_is_told_once_and_with_what_open_settings_come_to() {
 }
 
 #[test]
-fn a_wrong_value_is_told_in_words_and_once() {
+fn a_wrong_value_is_reported_once_without_type_names() {
     let told = with("queue.max_jobs = 'many'").unwrap_err().to_string();
     assert!(told.contains("\"many\" is not a whole number"), "{told}");
     let told = with("cards.devices = 'gpu0'").unwrap_err().to_string();
@@ -232,7 +232,7 @@ fn a_wrong_value_is_told_in_words_and_once() {
 }
 
 #[test]
-fn a_token_may_go_unencrypted_when_a_variable_says_1() {
+fn insecure_token_takes_1_for_true() {
     assert!(with("client.insecure_token = 1").unwrap().client.insecure_token);
     assert!(with("client.insecure_token = '1'").unwrap().client.insecure_token);
     assert!(!with("").unwrap().client.insecure_token);
