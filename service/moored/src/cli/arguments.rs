@@ -1,4 +1,4 @@
-//! What can be written on the command line.
+//! The command line: commands and options.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -25,7 +25,7 @@ pub(super) struct Arguments {
     pub(super) command: Command,
 }
 
-/// What can be said before a command and behind it.
+/// Options that may stand before a command and behind it.
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Common options")]
 struct Common {
@@ -55,11 +55,11 @@ struct Common {
     verbose: u8,
 }
 
-/// Options of [`Common`] that are for talking to a service.
+/// Options of [`Common`] that concern the connection to a service.
 const OF_CONNECTIONS: [&str; 3] = ["endpoint", "token_file", "insecure_token"];
 
 impl Common {
-    /// Both, in their order; the name of what was said twice and can be said once.
+    /// Both, in their order; the error is the name of an option that is given twice and may be given once.
     fn and(self, behind: Common) -> Result<Common, &'static str> {
         fn one<T>(
             name: &'static str,
@@ -179,7 +179,7 @@ pub(super) enum Command {
 }
 
 impl Command {
-    /// What it reads of the settings besides `[log]`: the sections; `None`: any of them.
+    /// Sections of the settings that the command reads besides `[log]`; `None`: all.
     fn sections(&self) -> Option<&'static [&'static str]> {
         match self {
             Command::Generate(_)
@@ -345,7 +345,7 @@ pub(super) struct Settings {
     /// Track: its length
     #[arg(long, help_heading = "Film and track")]
     pub(super) seconds: Option<f32>,
-    /// Track: what is sung
+    /// Track: the lyrics
     #[arg(long, value_name = "TEXT", help_heading = "Film and track")]
     pub(super) lyrics: Option<String>,
     /// Start although memory is short
@@ -377,7 +377,7 @@ pub(super) enum MediumChoice {
 }
 
 impl MediumChoice {
-    /// How the names of its files end unless something else is said.
+    /// The default ending of its files.
     pub(super) fn ending(self) -> &'static str {
         match self {
             MediumChoice::Image => "png",
@@ -387,7 +387,7 @@ impl MediumChoice {
     }
 }
 
-/// How a model's weights are held.
+/// Formats of a model's weights.
 #[derive(Debug, Default, Args)]
 pub(super) struct Formats {
     /// Precision of the weights: full, 8-bit or 4-bit [default: full, as they are stored]; MODEL+4-bit is the same
@@ -407,7 +407,7 @@ fn component_and_format(text: &str) -> Result<(String, String), String> {
 }
 
 impl Formats {
-    /// Those of an entry's key, as a picture of ours has it.
+    /// The formats in the key of an entry, as the recipe of a picture has it.
     pub(super) fn of_key(key: &str) -> Formats {
         let formats = key.rsplit_once('+').map_or("", |(_, formats)| formats);
         let named = formats.split(',').filter_map(|each| each.split_once('='));
@@ -419,12 +419,12 @@ impl Formats {
         }
     }
 
-    /// Whether nothing is asked for.
+    /// Whether no format is given.
     pub(super) fn is_empty(&self) -> bool {
         self.quantization.is_none() && self.formats.is_empty()
     }
 
-    /// A model of this id, held so.
+    /// A reference to the model with this id, in these formats.
     ///
     /// # Errors
     /// When a component is named twice.
@@ -527,8 +527,8 @@ pub(super) struct Pin {
 }
 
 impl Arguments {
-    /// What was written on the command line. clap's own options for all commands would drop what comes before a command where there is
-    /// something behind it, so each command has them once more.
+    /// Parses the command line. clap's global options would drop those before a command where there are some behind it, so
+    /// each command has them once more.
     pub(super) fn read() -> Arguments {
         let matches = whole_command().get_matches();
         Arguments::of(&matches).unwrap_or_else(|mistake| mistake.exit())
@@ -541,7 +541,7 @@ impl Arguments {
             let both = std::mem::take(&mut arguments.common).and(behind);
             arguments.common = both.map_err(|name| {
                 let problem =
-                    format!("{name} is there twice, before the command and behind it: leave one out");
+                    format!("{name} is given twice, before the command and behind it: leave one out");
                 whole_command().error(ErrorKind::ArgumentConflict, problem)
             })?;
         }
@@ -551,7 +551,7 @@ impl Arguments {
         Ok(arguments)
     }
 
-    /// Refuses what the command would not heed.
+    /// Refuses options that the command ignores.
     fn check(&self) -> Result<(), String> {
         let common = &self.common;
         let talks = self
@@ -597,7 +597,7 @@ impl Arguments {
         }
     }
 
-    /// Whether scripts read what is printed.
+    /// Whether output is JSON.
     pub(super) fn json(&self) -> bool {
         self.common.json
     }
@@ -639,11 +639,11 @@ impl Arguments {
             _ => text("client.token_file", &self.common.token_file),
         }
         for setting in &self.common.set {
-            // One without a value is told of with all other mistakes.
+            // One without a value is reported with all other mistakes.
             let (name, value) = setting
                 .split_once('=')
                 .map_or((setting.as_str(), None), |(name, value)| {
-                    // As a variable is read: a number, a list or a table where it looks like one, else text.
+                    // Parsed like an environment variable: a number, a list or a table where it looks like one, else text.
                     (name, Some(value.parse().unwrap_or_else(|never| match never {})))
                 });
             flags.push((name.to_owned(), value));
@@ -678,7 +678,7 @@ pub(crate) enum Verbosity {
     All,
 }
 
-/// The command line with the common options behind each command too; those that a command does not heed are not in its help.
+/// The command line with the common options behind each command too; those that a command ignores are not in its help.
 pub(super) fn whole_command() -> clap::Command {
     Arguments::command().mut_subcommands(|command| {
         let name = command.get_name().to_owned();
@@ -714,7 +714,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_before_a_command_and_behind_it_counts_in_its_order() {
+    fn options_before_and_behind_a_command_count_in_their_order() {
         let line = "moored --set a=1 --json --endpoint x --set b=2 config --set a=3 --config file";
         let (file, flags) = read(line).unwrap().layers();
         let flags: Vec<String> = flags
@@ -727,7 +727,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_be_said_once_is_refused_twice_and_nothing_is_dropped() {
+    fn an_option_given_before_and_behind_a_command_is_refused() {
         for option in ["--endpoint", "--config", "--token-file"] {
             let told = read(&format!("moored {option} a status {option} b"))
                 .unwrap_err()
@@ -739,7 +739,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_command_does_not_heed_is_refused() {
+    fn options_that_a_command_ignores_are_refused() {
         for line in [
             "moored serve --endpoint x",
             "moored pull me/mine --endpoint x",
@@ -762,7 +762,7 @@ mod tests {
     }
 
     #[test]
-    fn formats_are_read_off_a_key() {
+    fn formats_are_parsed_from_a_key() {
         let told = |key: &str| {
             Formats::of_key(key)
                 .of("a")

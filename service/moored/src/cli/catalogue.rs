@@ -1,4 +1,4 @@
-//! The models that have a short name, and what is known of them before they are here.
+//! The models that have a short name, with their sizes and licences before they are downloaded.
 
 use figment::Figment;
 use figment::providers::{Format as _, Toml};
@@ -8,26 +8,26 @@ use serde::Deserialize;
 use super::CliError;
 use crate::hub::Reference;
 
-/// Working memory of a picture of 1024 x 1024, and what a driver takes.
+/// Working memory of a picture of 1024 x 1024, and memory that the driver takes.
 const WORK_GIB: f64 = 2.0;
-/// Presets, the most faithful first, as [`Model::memory_gib`] has them.
+/// Presets, the most faithful first: the order of [`Model::memory_gib`].
 pub(super) const PRESETS: [&str; 3] = ["full", "8-bit", "4-bit"];
 
 /// One model of the catalogue.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Model {
-    /// As it is typed.
+    /// Short name.
     pub(super) name: String,
-    /// As the hub calls it.
+    /// `owner/name` on the hub.
     pub(super) id: String,
     pub(super) licence: String,
-    /// Whether the hub wants a login, and its terms accepted.
+    /// Whether the hub requires a login and accepted terms.
     pub(super) needs_terms: bool,
     pub(super) download_gb: f64,
-    /// All components, by preset.
+    /// GiB of all components, by preset.
     pub(super) memory_gib: [f64; 3],
-    /// The largest component, by preset.
+    /// GiB of the largest component, by preset.
     largest_gib: [f64; 3],
     pub(super) about: String,
 }
@@ -56,7 +56,7 @@ pub(super) fn find(name: &str) -> Result<Option<Model>, CliError> {
         .find(|model| model.name == name || model.id.to_lowercase() == name))
 }
 
-/// What a short name stands for, formats behind it and all (`flux-schnell+4-bit`); another name is itself.
+/// The hub name of a short name, with its formats (`flux-schnell+4-bit`); another name is returned unchanged.
 pub(super) fn full_name(name: &str) -> Result<String, CliError> {
     let (short, formats) = match name.split_once('+') {
         Some((short, formats)) => (short, Some(formats)),
@@ -71,7 +71,7 @@ pub(super) fn full_name(name: &str) -> Result<String, CliError> {
     })
 }
 
-/// What is pulled under a name: a short one, or the hub's.
+/// The reference that a short name or a hub name stands for.
 pub(super) fn reference(name: &str) -> Result<Reference, CliError> {
     if let Some(model) = find(name)? {
         return Ok(model.id.parse()?);
@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_catalogue_is_whole() {
+    fn the_catalogue_is_valid() {
         let models = all().unwrap();
         assert!(models.len() >= 3);
         for model in &models {
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fits_a_card_is_told_by_its_memory() {
+    fn the_best_preset_is_chosen_by_the_memory_of_the_card() {
         let flux = find("flux-dev").unwrap().unwrap();
         let on = |gib| flux.best_on(Bytes::gib(gib), false);
         assert_eq!(on(80), Some("full"));

@@ -1,4 +1,4 @@
-//! The way to a running service, and what its refusals mean to a person.
+//! The connection to a running service, and its errors with remedies.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -24,7 +24,7 @@ use crate::proto::v1::jobs_client::JobsClient;
 use crate::proto::v1::residency_client::ResidencyClient;
 use crate::proto::v1::server_client::ServerClient;
 
-/// Messages that this client takes: an uncompressed 4096 x 4096 picture and more.
+/// Most bytes of a message that this client receives: more than an uncompressed 4096 x 4096 picture.
 const MAX_MESSAGE_BYTES: usize = 256 << 20;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -51,9 +51,9 @@ impl Interceptor for Credentials {
     }
 }
 
-/// Where the service is, as it is written.
+/// The address of a service, as it is configured.
 struct Address {
-    /// With its scheme.
+    /// URL with its scheme.
     url: String,
     encrypted: bool,
     /// Whether it is this machine.
@@ -91,22 +91,22 @@ impl Address {
     }
 }
 
-/// The service that was connected to last, for what is said when it is lost.
+/// Endpoint of the last connection, for the message when it is lost.
 static CONNECTED: Mutex<String> = Mutex::new(String::new());
 
-/// The service, if this failure is that the connection to it was lost.
+/// The endpoint, if this status means that the connection was lost.
 pub(super) fn lost(status: &Status) -> Option<String> {
     let of_connection = matches!(
         status.code(),
         Code::Unknown | Code::Unavailable | Code::Internal | Code::Cancelled
     );
-    // What a service answers has no cause on this side.
+    // A status that the service sent has no source on this side.
     let is_lost = of_connection && status.details().is_empty() && std::error::Error::source(status).is_some();
     is_lost.then(|| CONNECTED.lock().unwrap_or_else(PoisonError::into_inner).clone())
 }
 
 impl Connection {
-    /// Connects, so that a service that is not there is told at once.
+    /// Connects at once, so that an unreachable service is an error here.
     pub(super) async fn open(client: &Client) -> Result<Connection, CliError> {
         let address = Address::of(&client.endpoint).map_err(CliError::Usage)?;
         let header = client.token_file.as_deref().map(header_of).transpose()?;
@@ -170,7 +170,7 @@ impl Connection {
     }
 }
 
-/// What the token's file has calls carry.
+/// The `authorization` header with the token of a file.
 fn header_of(file: &Path) -> Result<MetadataValue<Ascii>, CliError> {
     let failed = |problem: String| CliError::File {
         path: file.display().to_string(),
@@ -182,7 +182,7 @@ fn header_of(file: &Path) -> Result<MetadataValue<Ascii>, CliError> {
         .map_err(|_| failed("holds no token".to_owned()))
 }
 
-/// By which certificates a service is trusted: those of a file, or the system's.
+/// TLS with the CA certificates of a file, or the system's.
 fn tls(ca_file: Option<&Path>) -> Result<ClientTlsConfig, CliError> {
     let config = ClientTlsConfig::new();
     let Some(file) = ca_file else {
@@ -204,13 +204,13 @@ fn root_cause(error: &dyn std::error::Error) -> String {
     cause.to_string()
 }
 
-/// What the service said, with its details read.
+/// An error status of the service, with its details decoded.
 #[derive(Clone, Debug)]
 pub(crate) struct Refusal {
     pub(super) message: String,
     /// The stable reason, or the gRPC code where there is none.
     pub(super) reason: String,
-    /// The model that is not there, where that is it.
+    /// The id of the missing model; empty for other errors.
     pub(super) model: String,
     shortfall: Option<v1::MemoryShortfall>,
 }
@@ -250,7 +250,7 @@ impl Refusal {
             | v1::Reason::ShuttingDown => "try again in a while",
             v1::Reason::MemoryTaken => "`moored status` shows who holds memory; --patience waits longer",
             v1::Reason::LatentNotFound => "latents expire; queue.latent_ttl keeps them longer",
-            v1::Reason::WorkerDied => "the service's log has the worker's last words",
+            v1::Reason::WorkerDied => "the service's log says how the worker ended",
             v1::Reason::Cancelled => {
                 "somebody cancelled this job (`moored cancel`, or whoever unloaded its model by force)"
             }
@@ -313,7 +313,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_known_which_addresses_are_this_machine_and_which_are_encrypted() {
+    fn an_address_tells_loopback_and_encryption() {
         let read = |text: &str| {
             let address = Address::of(text)?;
             Ok::<_, String>((address.encrypted, address.is_here))

@@ -20,7 +20,7 @@ use crate::models::SHIPPED_ID;
 use crate::proto::v1;
 use crate::proto::v1::plan_request::Request as Asked;
 
-/// What is generated: one prompt a line, in the language of the shipped model.
+/// One prompt a line, in the language of the shipped model.
 const PROMPTS: &str = include_str!("demo_prompts.txt");
 /// Space around the pictures of the contact sheet.
 const MARGIN_PIXELS: u32 = 8;

@@ -1,4 +1,4 @@
-//! `moored doctor`: what could go wrong, found before it does.
+//! `moored doctor`: checks of this machine, the configuration and the models.
 
 use std::sync::Arc;
 
@@ -16,14 +16,14 @@ use crate::models::Models;
 use crate::proto::v1;
 use crate::serve;
 
-/// One thing that was looked at.
+/// The result of one check.
 struct Finding {
     well: bool,
     what: &'static str,
     found: String,
 }
 
-/// Looks at the cards, the state folder, the models and the service. Fails when something is wrong.
+/// Checks the cards, the state folder, the models and the service. Fails when a check does.
 pub(super) async fn run(config: Config, as_json: bool) -> Result<(), CliError> {
     let mut findings = Vec::new();
     findings.extend(cards(&config).await);
@@ -46,7 +46,7 @@ pub(super) async fn run(config: Config, as_json: bool) -> Result<(), CliError> {
     }
 }
 
-/// The cards that are configured, and why `auto` came to none.
+/// Checks the configured cards; where `auto` found none, says why.
 async fn cards(config: &Config) -> Vec<Finding> {
     let cards = config.cards.clone();
     let look = move || {
@@ -59,7 +59,7 @@ async fn cards(config: &Config) -> Vec<Finding> {
                     findings.extend(discovered.fallback.map(|why| Finding {
                         well: true,
                         what: "cards",
-                        found: format!("auto comes to cpu: {why}"),
+                        found: format!("auto selects cpu: {why}"),
                     }));
                     for device in devices {
                         let finding = card(&cards, &device);
@@ -89,7 +89,7 @@ async fn cards(config: &Config) -> Vec<Finding> {
     tokio::task::spawn_blocking(look).await.unwrap_or_default()
 }
 
-/// What is looked for when the program runs. Without cuDNN our own kernels compute, and are slower.
+/// Libraries that are loaded at run time. Without cuDNN our own kernels compute, and are slower.
 fn libraries() -> Finding {
     let found = match pipelines::libraries().cudnn {
         Ok(version) => format!("cuDNN {version} computes attention on NVIDIA cards"),
@@ -102,7 +102,7 @@ fn libraries() -> Finding {
     }
 }
 
-/// What a card is, and how its memory is managed.
+/// Describes a card, and how its memory is managed.
 fn card(cards: &Cards, device: &DeviceSpec) -> Finding {
     let description = match device.describe() {
         Ok(description) => description,
@@ -148,7 +148,7 @@ fn driver_facts(device: &DeviceSpec) -> Vec<String> {
         return Vec::new();
     };
     let Ok(card) = NvmlCard::open(&settings.which) else {
-        return Vec::new(); // describing it has told why
+        return Vec::new(); // `describe` has reported why
     };
     let mut facts = Vec::new();
     facts.push(match card.memory() {
@@ -259,7 +259,7 @@ async fn models(config: &Config) -> Vec<Finding> {
                     }
                 }
                 Err(error) => Finding {
-                    // Other programs keep what they run in the hub cache: that is no fault.
+                    // The hub cache has models of other programs too: those are no problem.
                     well: matches!(error, Error::ModelUnsupported(_)) && models.is_of_hub(model),
                     what: "model",
                     found: format!("{}: {error}", model.id),

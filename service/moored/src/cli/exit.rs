@@ -1,9 +1,9 @@
-//! With which code the program ends: scripts tell failures apart by it. docs/OPERATING.md lists them.
+//! Exit codes, by which scripts tell failures apart. docs/OPERATING.md lists them.
 
 use super::CliError;
 use crate::proto::v1::Reason;
 
-/// What went wrong, as far as it matters to whoever tries again.
+/// Kind of a failure, by what the caller can do about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Exit {
@@ -47,7 +47,7 @@ impl Exit {
         }
     }
 
-    /// Of the API's reason, or of the gRPC code where there is none.
+    /// The exit code of the API's reason, or of the gRPC code where there is none.
     fn of_reason(reason: &str) -> Exit {
         let Some(reason) = Reason::from_str_name(reason) else {
             return match reason {
@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn scripts_can_tell_failures_apart() {
+    fn each_reason_has_its_exit_code() {
         let code = |reason: &str| Exit::of_reason(reason) as u8;
         assert_eq!(code("INVALID_REQUEST"), 2);
         assert_eq!(code("QUEUE_FULL"), 4);

@@ -1,4 +1,4 @@
-//! Where results go: under which names, in which format, and never over a file that is there.
+//! Files of results: their names and formats. A file that exists is not overwritten.
 
 use std::fs::OpenOptions;
 use std::io::{ErrorKind, Write as _};
@@ -9,7 +9,7 @@ use super::arguments::MediumChoice;
 use super::results::Arrived;
 use crate::pictures::{self, Encoding};
 
-/// Where the results of a command go.
+/// Destination of the results of a command.
 #[derive(Clone, Debug)]
 pub(super) struct Target {
     place: Place,
@@ -20,28 +20,28 @@ pub(super) struct Target {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Place {
     Stdout,
-    /// Under names of ours in this folder.
+    /// This folder, with generated names.
     Folder(PathBuf),
-    /// This one; several are numbered beside it.
+    /// This file; several results are numbered beside it.
     File(PathBuf),
 }
 
-/// What one result is called by.
+/// Parts of the name of one result.
 pub(super) struct Writing<'a> {
-    /// Its number among those of the command, and how many they are.
+    /// Number from 0 among the results of the command, of which there are `of`.
     pub(super) item: u32,
     pub(super) of: u32,
-    /// Of an item with several tracks.
+    /// Name of the track in an item with several; else empty.
     pub(super) track: &'a str,
     pub(super) model: &'a str,
     pub(super) seed: u64,
 }
 
 impl Target {
-    /// What `-o` says; without it, the folder that one is in.
+    /// The destination of `-o`; without it, the current folder.
     ///
     /// # Errors
-    /// When the file's name promises what is not written.
+    /// When the ending of the file is not of a format of the medium.
     pub(super) fn of(out: Option<&str>, medium: MediumChoice, force: bool) -> Result<Target, CliError> {
         let place = match out {
             None => Place::Folder(PathBuf::new()),
@@ -65,8 +65,7 @@ impl Target {
         self.place == Place::Stdout
     }
 
-    /// Refuses before anything is generated what would be refused when it is written. Tracks have names of their own, which
-    /// are not known yet.
+    /// Refuses an existing file before anything is generated. Names of tracks are not known yet, and not checked.
     pub(super) fn check(&self, results: u32) -> Result<(), CliError> {
         let Place::File(path) = &self.place else {
             return Ok(());
@@ -80,7 +79,7 @@ impl Target {
         }
     }
 
-    /// The file of a result, in the format that its name promises.
+    /// The file of a result, in the format of its ending.
     pub(super) fn encode(&self, result: &Arrived) -> Result<Vec<u8>, CliError> {
         let file = result.file().map_err(CliError::Failed)?;
         match (&self.place, self.medium) {
@@ -92,10 +91,10 @@ impl Target {
         }
     }
 
-    /// Writes a result; the name of its file.
+    /// Writes a result, and returns its path.
     pub(super) fn write(&self, what: &Writing<'_>, contents: &[u8]) -> Result<PathBuf, CliError> {
         match &self.place {
-            Place::Stdout => Ok(PathBuf::from("-")), // not here
+            Place::Stdout => Ok(PathBuf::from("-")), // the caller writes to standard output
             Place::File(path) => {
                 let path = numbered(path, what.item, what.of, what.track);
                 write(&path, contents, self.force)?;
@@ -122,7 +121,7 @@ impl Target {
     }
 }
 
-/// The format that a picture's name promises; `None`: what comes is that already.
+/// The encoding of a picture's ending; `None`: PNG, which the service sends.
 fn encoding_of(path: &Path) -> Option<Encoding> {
     match ending_of(path).as_str() {
         "jpg" | "jpeg" => Some(Encoding::Jpeg),
@@ -156,7 +155,7 @@ fn check_ending(path: &Path, medium: MediumChoice) -> Result<(), CliError> {
     )))
 }
 
-/// One result goes where `-o` says; several are numbered beside it. Tracks of one item are named.
+/// The path of a result: that of `-o`, with a number if there are several, and with the name of its track if it has one.
 fn numbered(path: &Path, item: u32, of: u32, track: &str) -> PathBuf {
     let track = track_suffix(track);
     if of <= 1 && track.is_empty() {
@@ -179,7 +178,7 @@ fn track_suffix(track: &str) -> String {
     }
 }
 
-/// A model's name as it may stand in a file's: without its owner, and in plain characters.
+/// A model's name in a file name: without its owner, in ASCII letters, digits and `._-`.
 fn slug(model: &str) -> String {
     let name = model.rsplit('/').next().unwrap_or_default().to_lowercase();
     let plain = |c: char| {
@@ -196,7 +195,7 @@ fn slug(model: &str) -> String {
     }
 }
 
-/// Writes a file, making its folder; over one that is there by `force` alone.
+/// Writes a file, and makes its folder. Only `force` overwrites a file.
 pub(super) fn write(path: &Path, contents: &[u8], force: bool) -> Result<(), CliError> {
     let failed = |problem: std::io::Error| match problem.kind() {
         ErrorKind::AlreadyExists => CliError::Exists(path.display().to_string()),
@@ -228,7 +227,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn results_go_where_they_are_told() {
+    fn the_output_option_sets_the_destination() {
         let path = |out: &str, item, of| numbered(Path::new(out), item, of, "");
         assert_eq!(path("a.png", 0, 1), Path::new("a.png"));
         assert_eq!(path("b/a.png", 2, 3), Path::new("b/a-0002.png"));

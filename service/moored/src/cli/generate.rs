@@ -20,7 +20,7 @@ use crate::proto::v1;
 use crate::proto::v1::event::Event as Kind;
 use crate::proto::v1::plan_request::Request as Asked;
 
-/// Generates, and writes what was generated.
+/// Generates, and writes the results.
 pub(super) async fn run(client: &Client, options: Generate, json: bool) -> Result<(), CliError> {
     let order = Order::of(
         options.model.as_deref(),
@@ -34,7 +34,7 @@ pub(super) async fn run(client: &Client, options: Generate, json: bool) -> Resul
     order.carry_out(&connection, options.pull, json).await
 }
 
-/// What one command generates: a prompt or several, and where the results go.
+/// The requests of one command, and the destination of their results.
 #[derive(Clone)]
 pub(super) struct Order {
     requests: Vec<Asked>,
@@ -44,7 +44,7 @@ pub(super) struct Order {
 }
 
 impl Order {
-    /// From what is written on the command line; nothing has been asked of a service yet.
+    /// Made from the command line, without a service.
     pub(super) fn of(
         model: Option<&str>,
         prompt: Option<&str>,
@@ -87,7 +87,7 @@ impl Order {
         Ok(order)
     }
 
-    /// How many pictures, films or tracks.
+    /// Number of pictures, films or tracks.
     fn results(&self) -> u32 {
         u32::try_from(self.requests.len())
             .unwrap_or(u32::MAX)
@@ -99,12 +99,12 @@ impl Order {
         self.requests.first()
     }
 
-    /// Asks for this model instead.
+    /// Sets the model of all requests.
     pub(super) fn set_model(&mut self, id: &str) {
         self.models().for_each(|model| id.clone_into(&mut model.id));
     }
 
-    /// Asks for these formats instead.
+    /// Sets the preset of all requests.
     pub(super) fn set_formats(&mut self, preset: &str) {
         self.models().for_each(|model| {
             model.quantization = Some(v1::Quantization {
@@ -122,7 +122,7 @@ impl Order {
         })
     }
 
-    /// Generates one after the other, and writes what comes.
+    /// Sends the requests one after the other, and writes the results.
     pub(super) async fn carry_out(
         &self,
         connection: &Connection,
@@ -192,7 +192,7 @@ impl Order {
     }
 }
 
-/// Refuses a card that the service has not got.
+/// Refuses a card that the service does not have.
 async fn check_card(connection: &Connection, card: Option<&str>) -> Result<(), CliError> {
     let Some(card) = card else { return Ok(()) };
     let info = connection
@@ -226,7 +226,7 @@ pub(super) fn model_of(request: &Asked) -> Option<&v1::ModelRef> {
     }
 }
 
-/// What would be done. Fails, with codes of their own, where it could never be done or not now.
+/// Prints a plan. Fails, with codes of their own, where it can never run or not now.
 pub(super) async fn plan(client: &Client, options: Plan, json: bool) -> Result<(), CliError> {
     let settings = &options.settings;
     let recipe = settings.from.as_deref().map(recipe_of).transpose()?;
@@ -319,7 +319,7 @@ fn show_plan(plan: &v1::PlanResponse) -> Result<(), CliError> {
     screen::text(&format!("on {}: {when}", plan.card))
 }
 
-/// What a generate call gave.
+/// The results of a generate call.
 pub(super) struct Generated {
     pub(super) results: Results,
     pub(super) done: v1::Done,
@@ -333,7 +333,7 @@ pub(super) async fn generate(
     request: Asked,
     show: &mut Show,
 ) -> Result<Generated, CliError> {
-    // Before the job exists, and one listener for all of it: a Ctrl-C between two events is not lost.
+    // One listener, from before the job exists to its end: a Ctrl-C between two events is not lost.
     let mut interrupted = signal(SignalKind::interrupt())?;
     let mut generation = connection.generation();
     let events = match request {
@@ -398,7 +398,7 @@ pub(super) fn summary(done: &v1::Done) -> String {
     line
 }
 
-/// What computed attention, with the stages it did so in where they are not all alike.
+/// The implementation of attention, by stage where the stages differ.
 fn attention(stages: &[v1::StageReport]) -> Option<String> {
     let mut paths: Vec<(&str, Vec<&str>)> = Vec::new();
     for stage in stages.iter().filter(|stage| !stage.attention.is_empty()) {
@@ -458,7 +458,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stages_that_went_different_ways_are_named() {
+    fn attention_is_listed_by_stage_where_stages_differ() {
         let stage = |name: &str, attention: &str| v1::StageReport {
             name: name.to_owned(),
             attention: attention.to_owned(),

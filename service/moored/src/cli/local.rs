@@ -14,17 +14,17 @@ use super::CliError;
 use crate::config::{Client, Config};
 use crate::serve::{self, ServeError};
 
-/// A worker that is not ready by then never will be.
+/// Timeout of a worker's start.
 const START_LIMIT: Duration = Duration::from_secs(120);
 
-/// A service that lives as long as a command.
+/// A service that runs as long as a command.
 pub(super) struct LocalService {
     stop: oneshot::Sender<()>,
     served: JoinHandle<Result<(), ServeError>>,
 }
 
 impl LocalService {
-    /// Starts one, and waits until a card is ready; and how it is spoken to.
+    /// Starts a service, waits until a card is ready, and returns the settings of a client of it.
     pub(super) async fn start(config: Config) -> Result<(LocalService, Client), CliError> {
         let client = config.client.clone();
         let token_file = config.service.token_file.clone();
@@ -33,7 +33,7 @@ impl LocalService {
         let served = tokio::spawn(serve::run(config, Some(ready), Some(stopped)));
         let service = LocalService { stop, served };
         let Ok(address) = address.await else {
-            // It ended before it listened: its own error tells.
+            // It ended before it listened: its own error says why.
             service.end().await?;
             return Err(CliError::Failed(
                 "the service ended before it listened".to_owned(),
@@ -53,7 +53,7 @@ impl LocalService {
         }
     }
 
-    /// Ends it when its jobs have ended.
+    /// Ends the service once its jobs have ended.
     pub(super) async fn end(self) -> Result<(), CliError> {
         drop(self.stop);
         let served = self.served.await;
@@ -61,7 +61,7 @@ impl LocalService {
     }
 }
 
-/// Where a service of this machine would listen that is to answer there.
+/// The address that a service has to listen on to answer at an endpoint; `None` when that is not loopback over HTTP.
 pub(super) fn address_of(endpoint: &str) -> Option<SocketAddr> {
     let bare = endpoint
         .strip_prefix("http://")
@@ -74,7 +74,7 @@ pub(super) fn address_of(endpoint: &str) -> Option<SocketAddr> {
     address.ip().is_loopback().then_some(address)
 }
 
-/// The service answers before its worker does; grpc.health.v1 says when.
+/// Waits for `SERVING` by grpc.health.v1: the service answers before its worker is ready.
 async fn ready_at(client: &Client) -> Result<(), CliError> {
     let unreachable = |problem: String| CliError::Unreachable {
         endpoint: client.endpoint.clone(),
@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_service_is_started_on_this_machine_alone() {
+    fn only_a_loopback_http_endpoint_has_a_listen_address() {
         let told = |endpoint: &str| address_of(endpoint).map(|address| address.to_string());
         assert_eq!(told("http://127.0.0.1:50051").as_deref(), Some("127.0.0.1:50051"));
         assert_eq!(told("localhost:7").as_deref(), Some("127.0.0.1:7"));

@@ -37,7 +37,7 @@ use exit::Exit;
 use crate::config::{Config, DEFAULTS};
 use crate::{process, serve, telemetry};
 
-/// What threads may take to end at the end of a command.
+/// Timeout of ending threads when a command ends.
 const LAST_THREADS: Duration = Duration::from_secs(1);
 
 /// Why a command failed, for people.
@@ -60,7 +60,7 @@ pub(crate) enum CliError {
          and its log)"
     )]
     Lost { endpoint: String },
-    /// The token would be readable on its way.
+    /// The token would be sent unencrypted.
     #[error(
         "the token was not sent: the connection to {endpoint} is not encrypted, and it is another machine\n  use an https:// \
          address (a proxy with TLS in front of the service), or a tunnel: ssh -L 50051:127.0.0.1:50051 HOST; \
@@ -82,13 +82,13 @@ pub(crate) enum CliError {
     /// The arguments are invalid.
     #[error("{0}")]
     Usage(String),
-    /// It was asked for, tried, and did not work.
+    /// The command failed for another reason.
     #[error("{0}")]
     Failed(String),
-    /// What is planned can never run on this card.
+    /// The planned request can never run on this card.
     #[error("{0}")]
     DoesNotFit(String),
-    /// What is planned cannot run now.
+    /// The planned request cannot run now.
     #[error("{0}")]
     NotNow(String),
     /// Ctrl-C.
@@ -187,7 +187,7 @@ fn dispatch(arguments: Arguments) -> Result<(), CliError> {
     ended
 }
 
-/// What is logged: of a service what it does; of other commands, whose own output says that, warnings.
+/// The log filter: `info` for a service, `warn` for other commands, unless options or settings say otherwise.
 fn filter_of(command: &Command, config: &Config, verbosity: Verbosity) -> String {
     let level = match verbosity {
         Verbosity::Quiet => "error",
@@ -206,7 +206,7 @@ fn filter_of(command: &Command, config: &Config, verbosity: Verbosity) -> String
 /// Resolves when standard input is closed.
 fn end_of_stdin() -> oneshot::Receiver<()> {
     let (sender, receiver) = oneshot::channel();
-    // A thread of its own: a blocked read would hold up the runtime's end.
+    // A thread of its own: a blocked read would delay the end of the runtime.
     std::thread::spawn(move || {
         let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink()); // an error ends it as well
         drop(sender);

@@ -85,7 +85,7 @@ pub(super) async fn list(client: &Client, json: bool) -> Result<(), CliError> {
     )
 }
 
-/// What of a model is in memory, and in which form.
+/// The components of a model that are in memory, by entry.
 fn in_memory(model: &v1::ModelInfo, status: &v1::Status) -> Vec<String> {
     let mut forms: BTreeMap<String, (Vec<String>, bool)> = BTreeMap::new();
     for resident in status.cards.iter().flat_map(|card| &card.residents) {
@@ -129,9 +129,9 @@ fn formats(model: &v1::ModelInfo) -> String {
     }
 }
 
-/// What is known where models are to be run: by the service that answers, else by this machine.
+/// Models and card of the service that answers, else of this machine.
 struct Place {
-    /// Models that are there.
+    /// Ids of its models.
     ids: Vec<String>,
     /// The largest card.
     card: Option<Card>,
@@ -196,7 +196,7 @@ impl Place {
     }
 }
 
-/// What can be pulled by a short name, and what fits.
+/// Lists the models of the catalogue, and which fit the card.
 pub(super) async fn available(config: &Config, json: bool) -> Result<(), CliError> {
     let place = Place::of(config).await?;
     let best = |model: &catalogue::Model| {
@@ -260,7 +260,7 @@ pub(super) async fn available(config: &Config, json: bool) -> Result<(), CliErro
     Ok(())
 }
 
-/// What is known of one model, of the service and of the catalogue.
+/// Prints what the service and the catalogue know of one model.
 pub(super) async fn info(config: &Config, name: &str, json: bool) -> Result<(), CliError> {
     let known = catalogue::find(name)?;
     let id = known.as_ref().map_or(name, |model| &model.id);

@@ -1,10 +1,10 @@
-//! What a model's entry is called for people: as it is typed, rather than with every format and all of a commit.
+//! Short forms of entry keys for people: presets instead of formats, abbreviated commits.
 
 use pipelines::Preset;
 
 /// Digits of a commit that are shown.
 const COMMIT_DIGITS: usize = 8;
-/// What the text encoder is called that presets quantize.
+/// Names of the text encoder that presets quantize.
 const ENCODERS: [&str; 2] = ["text_encoder_2", "text_encoder"];
 
 /// An entry's key, shorter: `me/mine@0123abcd+4-bit`.
@@ -23,7 +23,7 @@ pub(super) fn short_key(key: &str) -> String {
     }
 }
 
-/// A commit's first digits; another revision as it is.
+/// The first digits of a commit; another revision unchanged.
 pub(super) fn short_revision(revision: &str) -> &str {
     let is_commit = revision.len() == 40 && revision.bytes().all(|byte| byte.is_ascii_hexdigit());
     match is_commit {
@@ -32,7 +32,7 @@ pub(super) fn short_revision(revision: &str) -> &str {
     }
 }
 
-/// The preset that these formats are.
+/// The preset that stands for these formats.
 fn preset_of(formats: &str) -> Option<&'static str> {
     Preset::ALL.into_iter().find_map(|preset| {
         let format = preset.format()?;
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_is_shown_as_it_is_typed() {
+    fn a_key_is_shown_with_its_preset_and_a_short_commit() {
         let commit = "b28b7af69320201d1cf206ebf28373980add1451";
         assert_eq!(
             short_key(&format!("me/mine@{commit}+full")),

@@ -6,10 +6,10 @@ use residency::Bytes;
 use super::names::short_key;
 use crate::proto::v1;
 
-/// Widths that a picture is drawn in, whatever the terminal's.
+/// Bounds of the width of a drawing, in characters.
 const NARROWEST: usize = 60;
 const WIDEST: usize = 140;
-/// Width where there is no terminal.
+/// Characters of a line where there is no terminal.
 const PIPE_WIDTH: usize = 100;
 /// Characters across the bar of one row.
 const ROW_BAR: usize = 24;
@@ -19,20 +19,20 @@ const LONGEST_NAME: usize = 34;
 const EIGHTHS: [&str; 8] = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"];
 /// Terminal colours (of 256) of components, one after the other: neighbours differ for the colour-blind too.
 const COMPONENT_COLOURS: [u8; 8] = [39, 214, 43, 177, 112, 205, 75, 222];
-/// And of other programs.
+/// Terminal colours of other programs.
 const FOREIGN_COLOURS: [u8; 3] = [203, 167, 131];
 
-/// What is drawn on.
+/// Properties of the output.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Canvas {
     width: usize,
     colour: bool,
-    /// Whether lines end at its width: who reads a pipe wants them whole.
+    /// Whether lines are cut at the width; they are not in a pipe.
     cuts: bool,
 }
 
 impl Canvas {
-    /// Standard output: its width, and colours unless `NO_COLOR` or the terminal are against them.
+    /// Properties of standard output: no colours with `NO_COLOR`, or where the terminal has none.
     pub(super) fn of_stdout() -> Canvas {
         let terminal = console::Term::stdout();
         let width = terminal
@@ -77,7 +77,7 @@ impl Canvas {
     }
 }
 
-/// One thing that takes room on a card.
+/// One user of memory on a card.
 struct Part {
     /// Its character in the card's bar, without colours and with them.
     letter: char,
@@ -85,7 +85,7 @@ struct Part {
     colour: u8,
     name: String,
     bytes: u64,
-    /// In one of these, each coloured alike: what it does, and whose it is.
+    /// Details behind its size: states, and the keys of its entries.
     notes: Vec<String>,
 }
 
@@ -167,13 +167,13 @@ fn card_lines(card: &v1::CardStatus, job: Option<&v1::JobInfo>, canvas: Canvas) 
     lines
 }
 
-/// What takes room, in the order of the bar.
+/// The users of memory, in the order of the bar.
 fn parts(card: &v1::CardStatus, memory: &v1::MemoryAccounts) -> Vec<Part> {
     let mut parts: Vec<Part> = Vec::new();
     let mut unseen = memory.components;
     for (index, resident) in card.residents.iter().enumerate() {
         let component = resident.component.clone().unwrap_or_default();
-        // A component that is still on its way in or out is drawn as far as the card has its bytes.
+        // Bytes of components that are still being loaded or unloaded remain.
         unseen = unseen.saturating_sub(component.bytes);
         parts.push(Part {
             letter: char::from(b'A' + u8::try_from(index % 26).unwrap_or(0)),
@@ -193,7 +193,7 @@ fn parts(card: &v1::CardStatus, memory: &v1::MemoryAccounts) -> Vec<Part> {
         notes: vec![note.to_owned()],
     };
     parts.extend([
-        account('#', '█', 250, "other components", unseen, "coming or going"),
+        account('#', '█', 250, "other components", unseen, "being moved"),
         account(
             '%',
             '▓',
@@ -229,7 +229,7 @@ fn parts(card: &v1::CardStatus, memory: &v1::MemoryAccounts) -> Vec<Part> {
     parts
 }
 
-/// Other programs, one by one where they are known. The holders of a card begin with them; what follows is ours.
+/// Memory of other programs, which the holders of a card begin with; the holders behind them are ours.
 fn foreign_parts(card: &v1::CardStatus, foreign: u64) -> Vec<Part> {
     let mut left = foreign;
     let mut parts = Vec::new();
@@ -276,7 +276,7 @@ fn resident_notes(resident: &v1::ResidentComponent) -> Vec<String> {
     notes
 }
 
-/// The card's bar: exactly as wide as the canvas, and everything that is there at all shows.
+/// The card's bar, as wide as the canvas, in which each part has at least one character.
 fn card_bar(parts: &[Part], total: u64, canvas: Canvas) -> String {
     let bytes: Vec<u64> = parts.iter().map(|part| part.bytes).collect();
     let mut bar = String::new();
@@ -288,7 +288,7 @@ fn card_bar(parts: &[Part], total: u64, canvas: Canvas) -> String {
 }
 
 /// Characters for each share of `total`, `width` together (fewer if the shares are less than it): in proportion, but
-/// at least one for what is not nothing, which the widest give.
+/// at least one for each share above 0, at the cost of the widest.
 fn widths(bytes: &[u64], total: u64, width: usize) -> Vec<usize> {
     let total = u128::from(total.max(bytes.iter().sum()).max(1));
     // Boundaries are rounded, not widths, so that errors do not add up.
@@ -333,7 +333,7 @@ fn row(part: &Part, total: u64, name_width: usize, canvas: Canvas) -> String {
     )
 }
 
-/// A bar of its own, to an eighth of a character: what share of `total` it is.
+/// A bar of the share of `total`, to an eighth of a character.
 fn row_bar(bytes: u64, total: u64, width: usize) -> String {
     let eighths = u128::from(bytes) * width as u128 * 8 / u128::from(total.max(1));
     let eighths = usize::try_from(eighths).unwrap_or(0).clamp(1, width * 8);
@@ -388,7 +388,7 @@ fn job_line(job: &v1::JobInfo) -> String {
     )
 }
 
-/// A time as people read it.
+/// A time, rounded for people.
 fn seconds(milliseconds: u64) -> String {
     let whole = milliseconds / 1000;
     match whole {
@@ -521,7 +521,7 @@ latents 0 (0 B), text encodings 0 (0 B)";
     }
 
     #[test]
-    fn the_bar_is_to_scale_always_as_wide_and_shows_what_is_small() {
+    fn the_bar_is_to_scale_and_each_part_has_a_character() {
         assert_eq!(widths(&[40, 20, 20], 80, 80), [40, 20, 20]);
         assert_eq!(widths(&[1, 40 << 30, 39 << 30], 80 << 30, 60), [1, 29, 29]);
         assert_eq!(widths(&[], 80, 60), [0; 0]);
@@ -534,7 +534,7 @@ latents 0 (0 B), text encodings 0 (0 B)";
     }
 
     #[test]
-    fn colours_are_there_only_where_they_are_wanted() {
+    fn colours_are_drawn_only_on_a_canvas_with_colour() {
         let status = busy_card();
         assert!(!picture(&status, PIPE).contains('\u{1b}'));
         let colour = Canvas { colour: true, ..PIPE };

@@ -1,4 +1,4 @@
-//! `moored pull`, and what is asked when a model is missing.
+//! `moored pull`, and pulls of missing models by other commands.
 
 use std::io::IsTerminal as _;
 use std::path::Path;
@@ -28,7 +28,7 @@ pub(super) async fn run(hub: config::Hub, model: &str, dry_run: bool, json: bool
     here(hub, &catalogue::reference(model)?, dry_run, json).await
 }
 
-/// Pulls into the hub cache of this machine, after saying what that comes down to; no service is needed.
+/// Pulls into the hub cache of this machine, without a service, and prints the plan first.
 pub(super) async fn here(
     settings: config::Hub,
     model: &Reference,
@@ -37,7 +37,7 @@ pub(super) async fn here(
 ) -> Result<(), CliError> {
     let cache = settings.cache.clone();
     let hub = Hub::new(settings);
-    // JSON has the plan where it is asked for: what is pulled says the same at its end.
+    // JSON has the plan only with `--dry-run`: the event at the end of a pull has the same fields.
     if dry_run || !json {
         let plan = hub.plan(model).await?;
         tell_plan(model, &plan, &cache, dry_run, json)?;
@@ -59,7 +59,7 @@ pub(super) async fn here(
             _ = interrupted.recv() => {
                 show.end();
                 return Err(CliError::Interrupted(format!(
-                    "interrupted; what has come stays, and `moored pull {model}` goes on from there"
+                    "interrupted; what was downloaded stays, and `moored pull {model}` resumes there"
                 )));
             }
         }
@@ -70,7 +70,7 @@ pub(super) async fn here(
     tell(&pulled.into(), Some(&path), json)
 }
 
-/// Says what a pull would fetch.
+/// Prints what a pull would download.
 fn tell_plan(
     model: &Reference,
     plan: &Plan,
@@ -106,16 +106,16 @@ fn tell_plan(
     Ok(())
 }
 
-/// How a missing model is come by.
+/// What to do when the service does not have a model.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WhenMissing {
-    /// Pull without a prompt.
+    /// Whether to pull without asking.
     pub(super) pull: bool,
     pub(super) json: bool,
 }
 
 impl WhenMissing {
-    /// Does something with a model; when the service has not got it, has it pulled there and does it again.
+    /// Runs `attempt`; if the service does not have the model, has the service pull it, and runs `attempt` again.
     pub(super) async fn retry<T>(
         self,
         connection: &Connection,
@@ -128,7 +128,7 @@ impl WhenMissing {
             }
             other => return other,
         };
-        // Of a call that names several models, the one that is asked for here; without a name, the service's default.
+        // A call may name several models: only `model` is pulled, or the service's default where that has no name.
         let named = model.map_or("", |model| &model.id);
         let missing = Some(&refused.model).filter(|missing| named.is_empty() || named == *missing);
         let Some(model) = missing.and_then(|missing| Reference::of_entry(missing)) else {
@@ -144,14 +144,15 @@ impl WhenMissing {
             }
             return Err(CliError::Refused(refused));
         };
-        if !self.is_wanted(connection, &model, &refused).await? {
+        if !self.confirm(connection, &model, &refused).await? {
             return Err(CliError::Refused(refused));
         }
         by_service(connection, &model, self.json).await?;
         attempt().await
     }
 
-    async fn is_wanted(
+    /// Whether to pull: by option, or by the answer of the person at the terminal.
+    async fn confirm(
         self,
         connection: &Connection,
         model: &Reference,
@@ -178,7 +179,7 @@ impl WhenMissing {
     }
 }
 
-/// Has the service pull a model to where it runs. Ctrl-C leaves the pull, which ends it.
+/// Has the service pull a model. Ctrl-C leaves the pull, which ends it if nobody else waits for it.
 pub(super) async fn by_service(
     connection: &Connection,
     model: &Reference,
@@ -221,7 +222,7 @@ fn request(model: &Reference) -> v1::PullModelRequest {
     }
 }
 
-/// Says what has been pulled, and where it lies if that is on this machine.
+/// Prints what has been pulled, and its path if that is on this machine.
 fn tell(pulled: &v1::PulledModel, path: Option<&Path>, json: bool) -> Result<(), CliError> {
     let path = path.map(|path| path.display().to_string());
     if json {
@@ -244,12 +245,12 @@ fn tell(pulled: &v1::PulledModel, path: Option<&Path>, json: bool) -> Result<(),
     path.map_or(Ok(()), |path| screen::text(&path))
 }
 
-/// As downloads are sized everywhere: in powers of ten.
+/// A size in decimal units, as hubs show it.
 pub(super) fn decimal(bytes: u64) -> String {
     bytesize::ByteSize(bytes).display().si().to_string()
 }
 
-/// A pull as a person or a script wants to see it.
+/// The progress of a pull: a bar on a terminal, lines in a pipe, or JSON.
 struct ShowPull {
     json: bool,
     bar: Option<ProgressBar>,
@@ -297,10 +298,10 @@ impl ShowPull {
         self.tick()
     }
 
-    /// Says what is the latest, if it is time for it.
+    /// Prints the latest progress, if the interval has passed.
     fn tick(&mut self) -> Result<(), CliError> {
         if let Some(bar) = &self.bar {
-            bar.tick(); // what came faster than it draws
+            bar.tick(); // progress that came faster than the bar is drawn
         }
         let interval = if self.json { JSON_INTERVAL } else { LINE_INTERVAL };
         if self.told.is_some_and(|told| told.elapsed() < interval) {
@@ -339,7 +340,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_those_that_hubs_show() {
+    fn sizes_are_in_decimal_units() {
         assert_eq!(decimal(23_800_000_000), "23.8 GB");
     }
 }

@@ -1,4 +1,4 @@
-//! A request from what is written on the command line.
+//! Requests from the command line.
 
 use std::io::{IsTerminal as _, Read as _};
 use std::path::Path;
@@ -9,18 +9,18 @@ use crate::pictures::{self, Recipe};
 use crate::proto::v1;
 use crate::proto::v1::plan_request::Request as Asked;
 
-/// What a request is made of besides its prompt and its settings.
+/// Parts of a request besides its prompt and its settings.
 pub(super) struct Wanted<'a> {
     pub(super) medium: MediumChoice,
-    /// `None`: the recipe's, else the service's default.
+    /// Id of the model; `None`: the recipe's, else the service's default.
     pub(super) model: Option<&'a str>,
-    /// Of `--from`.
+    /// The recipe of `--from`.
     pub(super) recipe: Option<Recipe>,
-    /// Who asks, unless the settings say.
+    /// Client name, unless the settings have one.
     pub(super) client: &'a str,
 }
 
-/// Refuses options that say nothing of what is generated.
+/// Refuses options that do not apply to the medium.
 fn check_options(options: &Settings, medium: MediumChoice) -> Result<(), CliError> {
     let of_film = [
         ("--frames", options.frames.is_some()),
@@ -48,7 +48,7 @@ fn check_options(options: &Settings, medium: MediumChoice) -> Result<(), CliErro
     }
 }
 
-/// What is generated: what the options say, else a picture.
+/// The medium: by the options, else a picture.
 pub(super) fn medium_of(options: &Settings, out: Option<&str>) -> MediumChoice {
     let ending = out.map(Path::new).and_then(Path::extension);
     match options.medium {

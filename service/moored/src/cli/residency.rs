@@ -52,7 +52,7 @@ pub(super) async fn load(client: &Client, options: Load, json: bool) -> Result<(
     })
 }
 
-/// Loads, showing how far it is.
+/// Loads, and shows the progress.
 async fn bring_in(
     connection: &Connection,
     request: v1::LoadRequest,
@@ -88,7 +88,7 @@ pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Resu
     };
     let mut residency = Connection::open(client).await?.residency();
     let done = residency.unload(request).await?.into_inner();
-    // What another model shares stays as well, and nobody has to do anything for that.
+    // A component that is kept because another model shares it needs no remedy.
     let is_claimed = |kept: &v1::KeptComponent| kept.reason == "pinned" || kept.reason.starts_with("held");
     let stays = done.freed.is_empty() && done.kept.iter().any(is_claimed);
     let only_kept = || match stays {
@@ -109,7 +109,7 @@ pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Resu
     left(&done.freed, &done.kept)?;
     let total: u64 = done.freed.iter().map(|f| f.freed_bytes).sum();
     screen::text(&format!("{} freed in all", Bytes(total)))?;
-    // Nothing was there under this name: perhaps it is under another, in another format.
+    // No entry of this name was in memory: the model may be there in another format.
     if let Some(model) = what.filter(|_| done.freed.is_empty() && done.kept.is_empty()) {
         let status = residency.get_status(v1::GetStatusRequest {}).await?.into_inner();
         let residents = status.cards.into_iter().flat_map(|card| card.residents);
@@ -125,7 +125,7 @@ pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Resu
     only_kept()
 }
 
-/// What left and what stayed, a line each.
+/// Prints a line for each freed and each kept component.
 fn left(freed: &[v1::FreedComponent], kept: &[v1::KeptComponent]) -> Result<(), CliError> {
     let name = |component: &Option<v1::Component>| component.clone().unwrap_or_default().name;
     for freed in freed {
@@ -159,7 +159,7 @@ pub(super) async fn pin(client: &Client, options: Pin, json: bool) -> Result<(),
     };
     let pinned = connection.residency().pin(request).await?.into_inner().pinned;
     if !options.off {
-        // Pinned first, so that nothing evicts what has just come in.
+        // Pinned first, so that it is not evicted once it is loaded.
         let request = v1::LoadRequest {
             model: Some(model),
             ..Default::default()

@@ -19,7 +19,7 @@ pub(super) struct Arrived {
 pub(super) struct Results(BTreeMap<(u32, String), Arrived>);
 
 impl Results {
-    /// Takes the next chunk of one of them.
+    /// Appends a chunk to its result.
     pub(super) fn add(&mut self, chunk: v1::Artifact) {
         let result = self.0.entry((chunk.index, chunk.track)).or_default();
         if result.data.is_empty() {
@@ -39,7 +39,7 @@ impl Arrived {
     /// The file: a film becomes an animated PNG; a picture and a track are files already.
     ///
     /// # Errors
-    /// In words, when frames are missing.
+    /// A message for people, when frames are missing.
     pub(super) fn file(&self) -> Result<Vec<u8>, String> {
         match (&self.format, self.media_type.as_str()) {
             (Some(Format::Video(film)), "video/x-raw-rgb") => pictures::animated_png(

@@ -1,7 +1,7 @@
 //! `moored run`: from a model's name to a picture. What is missing is downloaded, and a service started where none runs.
 //!
-//! A service that is started for this ends with it: a program that stays behind would keep a card's memory of somebody who
-//! asked for one picture, and a second start has its first picture in seconds, since the model's files are in the page cache.
+//! A service that is started for this ends with it: one that stayed would keep the memory of a card, and a second start takes
+//! seconds, since the model's files are in the page cache.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use crate::models::Models;
 use crate::proto::v1;
 use crate::proto::v1::plan_request::Request as Asked;
 
-/// Jobs of other clients that found the service meanwhile may finish.
+/// Time that jobs of other clients have to finish when the service ends.
 const DRAIN: Duration = Duration::from_secs(3600);
 
 pub(super) async fn run(config: Config, options: Run, json: bool) -> Result<(), CliError> {
@@ -77,7 +77,7 @@ pub(super) async fn run(config: Config, options: Run, json: bool) -> Result<(), 
     }
 }
 
-/// The model that is meant: one that is there goes before a short name.
+/// The id of the model: one that exists takes precedence over a short name.
 fn named(typed: &str, is_there: bool, tell: impl Fn(&str)) -> Result<String, CliError> {
     if is_there {
         return Ok(typed.to_owned());
@@ -88,7 +88,7 @@ fn named(typed: &str, is_there: bool, tell: impl Fn(&str)) -> Result<String, Cli
     catalogue::full_name(typed)
 }
 
-/// Whether the service has a model that is called just so.
+/// Whether the service has a model with exactly this id.
 async fn is_listed(connection: &Connection, name: &str) -> Result<bool, CliError> {
     let listed = connection
         .residency()
@@ -98,7 +98,7 @@ async fn is_listed(connection: &Connection, name: &str) -> Result<bool, CliError
     Ok(listed.into_inner().models.iter().any(|model| model.id == name))
 }
 
-/// Whether a service with these models would have the model.
+/// Whether the model is among these models.
 fn is_here(models: &Models, name: &str) -> bool {
     let named = v1::ModelRef {
         id: name.to_owned(),
@@ -117,7 +117,8 @@ fn card_of(request: &Asked) -> String {
     options.map(|options| options.card.clone()).unwrap_or_default()
 }
 
-/// The most faithful precision that runs now on the service's card, else that could run there at all; `None`: as it is.
+/// The most faithful precision that runs now on the service's card, else that could run there at all; `None`:
+/// as stored.
 async fn best_preset(
     connection: &Connection,
     order: &Order,
@@ -138,7 +139,7 @@ async fn best_preset(
         let plan = match connection.residency().plan(request.clone()).await {
             Ok(plan) => plan.into_inner(),
             Err(status) => match CliError::from(status) {
-                // What is missing is pulled by the service, and planned then.
+                // The service pulls a missing model, and plans again.
                 CliError::Refused(refused) if refused.reason == v1::Reason::ModelNotFound.as_str_name() => {
                     let Some(reference) = order
                         .first()
@@ -150,8 +151,7 @@ async fn best_preset(
                     pull::by_service(connection, &reference, json).await?;
                     connection.residency().plan(request.clone()).await?.into_inner()
                 }
-                // Weights that are stored quantized take no other format, and a request that is wrong is told of when it is
-                // carried out.
+                // Weights that are stored quantized take no other format, and a wrong request is reported when it is sent.
                 CliError::Refused(_) => return Ok(None),
                 other => return Err(other),
             },
@@ -181,7 +181,7 @@ fn tell_choice(preset: &str, plan: &v1::PlanResponse, json: bool) {
     components.dedup_by_key(|component| &component.id);
     let bytes: u64 = components.iter().map(|component| component.bytes).sum();
     screen::note(&format!(
-        "in {preset} ({}): more does not fit {}; --quantization says otherwise",
+        "in {preset} ({}): more does not fit {}; --quantization overrides this",
         Bytes(bytes),
         plan.card
     ));

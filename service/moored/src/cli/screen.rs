@@ -1,4 +1,4 @@
-//! The one place that prints.
+//! Output: the only module that prints.
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
 use std::io::{IsTerminal as _, Write as _};
@@ -10,12 +10,12 @@ use serde_json::{Value, json};
 use super::CliError;
 use super::arguments::Verbosity;
 
-/// A line, or several, on standard output.
+/// Prints lines on standard output.
 pub(super) fn text(text: &str) -> Result<(), CliError> {
     Ok(writeln!(std::io::stdout(), "{text}")?)
 }
 
-/// Bytes as they are, on standard output.
+/// Writes bytes to standard output.
 pub(super) fn bytes(bytes: &[u8]) -> Result<(), CliError> {
     Ok(std::io::stdout().write_all(bytes)?)
 }
@@ -25,7 +25,7 @@ static VERBOSITY: OnceLock<Verbosity> = OnceLock::new();
 
 /// Sets how much is printed.
 pub(super) fn set_verbosity(verbosity: Verbosity) {
-    let _ = VERBOSITY.set(verbosity); // the first counts
+    let _ = VERBOSITY.set(verbosity); // only the first call has an effect
 }
 
 /// How much is printed.
@@ -33,32 +33,32 @@ pub(super) fn verbosity() -> Verbosity {
     *VERBOSITY.get().unwrap_or(&Verbosity::Normal)
 }
 
-/// One JSON object on a line of its own.
+/// Prints one JSON object on a line of its own.
 pub(super) fn json(value: &Value) -> Result<(), CliError> {
     text(&value.to_string())
 }
 
-/// A line for the person who waits, on standard error.
+/// Prints a line on standard error, unless `--quiet` is given.
 pub(super) fn note(text: &str) {
     if verbosity() > Verbosity::Quiet {
         eprintln!("{text}");
     }
 }
 
-/// A line for whoever asked for more.
+/// Prints a line on standard error, if `--verbose` is given.
 pub(super) fn detail(text: &str) {
     if verbosity() > Verbosity::Normal {
         eprintln!("{text}");
     }
 }
 
-/// A question, on standard error; the answer is typed behind it.
+/// Prints a question on standard error, without a line break.
 pub(super) fn ask(question: &str) -> Result<(), CliError> {
     eprint!("{question}");
     Ok(std::io::stderr().flush()?)
 }
 
-/// Rows under a heading; in a pipe, tabs between the columns.
+/// Prints rows under a heading; in a pipe, with tabs between the columns.
 pub(super) fn table(heading: &[&str], rows: Vec<Vec<String>>) -> Result<(), CliError> {
     if !std::io::stdout().is_terminal() {
         text(&heading.join("\t"))?;
@@ -78,7 +78,7 @@ pub(super) fn table(heading: &[&str], rows: Vec<Vec<String>>) -> Result<(), CliE
     text(&table.to_string())
 }
 
-/// A failure, and the end of the program.
+/// Prints the error that the program ends with.
 pub(super) fn fail(error: &CliError, as_json: bool) {
     if as_json {
         let reason = match error {

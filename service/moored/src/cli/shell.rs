@@ -1,4 +1,4 @@
-//! What a shell and `man` are told of the command line.
+//! Shell completions and manual pages.
 
 use std::path::Path;
 
@@ -7,14 +7,14 @@ use clap_complete::Shell;
 use super::arguments::whole_command;
 use super::{CliError, screen};
 
-/// Completions, to be read by the shell.
+/// Prints completions for a shell.
 pub(super) fn completions(shell: Shell) -> Result<(), CliError> {
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut whole_command(), "moored", &mut script);
     screen::bytes(&script)
 }
 
-/// Manual pages: all of them into a folder, or the first to standard output.
+/// Writes the manual pages into a folder, or the first to standard output.
 pub(super) fn manual(folder: Option<&Path>) -> Result<(), CliError> {
     let Some(folder) = folder else {
         let mut page = Vec::new();

@@ -1,4 +1,4 @@
-//! A job's events as a person or a script wants to see them: bars on a terminal, plain lines in a pipe, JSON.
+//! The events of a job: as bars on a terminal, as lines in a pipe, or as JSON.
 
 use std::io::IsTerminal as _;
 
@@ -26,7 +26,7 @@ struct Shown {
     bar: ProgressBar,
 }
 
-/// What is said of one step in this many, where each step would be too many lines.
+/// About as many lines are printed for the steps of a job.
 const LINES_OF_STEPS: u32 = 10;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -38,7 +38,7 @@ enum Form {
 }
 
 impl Show {
-    /// In the form that suits where the output goes.
+    /// Chooses the form by where the output goes.
     pub(super) fn new(json: bool) -> Show {
         let form = match (json, std::io::stderr().is_terminal()) {
             (true, _) => Form::Json,
@@ -179,7 +179,7 @@ impl Show {
     }
 }
 
-/// Whether a step is worth a line: the first, the last, and so many between.
+/// Whether a step is printed: the first, the last, and about [`LINES_OF_STEPS`] in all.
 fn is_told(step: u32, of: u32) -> bool {
     let tenth = |step: u32| u64::from(step) * u64::from(LINES_OF_STEPS) / u64::from(of.max(1));
     step <= 1 || tenth(step) != tenth(step - 1)
@@ -189,7 +189,7 @@ const BYTES: &str = "{msg:28} {bar:30} {binary_bytes}/{binary_total_bytes} {bina
 const STEPS: &str = "{msg:28} {bar:30} step {pos}/{len}, {elapsed}, {eta} left";
 const SPINNER: &str = "{msg:28} {spinner} {elapsed}";
 
-/// An event in a line, if it is worth one.
+/// The line of an event, if it has one.
 fn words(kind: &Kind) -> Option<String> {
     Some(match kind {
         Kind::Queued(queued) if queued.position == 0 => "queued, next".to_owned(),
@@ -304,7 +304,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn few_steps_are_all_told_and_many_are_not() {
+    fn few_steps_are_all_printed_and_of_many_about_ten() {
         let told = |of: u32| (1..=of).filter(|step| is_told(*step, of)).count();
         assert_eq!((told(1), told(8), told(10)), (1, 8, 10));
         assert_eq!(told(200), 11);
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_have_a_bar_of_their_own_after_the_stage_they_are_of() {
+    fn steps_replace_the_bar_of_their_stage() {
         let mut show = Show::silent();
         show.form = Form::Bars;
         show.draw(&Kind::Stage(v1::StageStarted {

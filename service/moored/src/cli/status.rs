@@ -13,7 +13,8 @@ use super::{CliError, screen};
 use crate::config::Client;
 use crate::proto::v1;
 
-/// Goes to the top of the screen; what is drawn over it ends each line, and then the screen, so that nothing flickers.
+/// Escape sequences: the cursor goes to the top, and each line and the screen are erased behind what is drawn, which does
+/// not flicker.
 const TOP: &str = "\x1b[H";
 const END_OF_LINE: &str = "\x1b[K";
 const END_OF_SCREEN: &str = "\x1b[J";

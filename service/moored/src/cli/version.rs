@@ -1,8 +1,8 @@
-//! What this build is.
+//! Version texts.
 
 /// The version alone.
 pub(super) const SHORT: &str = env!("CARGO_PKG_VERSION");
-/// The version, the commit with its date, and what the build can drive.
+/// The version, the commit with its date, the features, and the profile.
 pub(super) const LONG: &str = concat!(
     env!("CARGO_PKG_VERSION"),
     "\ncommit: ",
