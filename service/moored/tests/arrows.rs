@@ -65,7 +65,7 @@ fn sources(name: &str) -> Vec<(PathBuf, String)> {
 }
 
 #[test]
-fn arrows_point_one_way() {
+fn crates_import_only_allowed_crates() {
     for (name, dependencies) in dependencies() {
         let ours = dependencies.iter().filter(|d| CRATES.contains(&d.as_str()));
         for other in ours {
@@ -90,7 +90,7 @@ fn only_the_binary_knows_a_protocol() {
 }
 
 #[test]
-fn residency_is_pure() {
+fn residency_imports_no_runtime_io_or_clock() {
     for heavy in ["tokio", "candle-core", "tracing", "cudarc", "sysinfo"] {
         assert!(
             !dependencies()["residency"].contains(heavy),
@@ -170,7 +170,7 @@ fn the_core_of_the_queue_does_no_io_and_reads_no_clock() {
 }
 
 #[test]
-fn unsafe_lives_in_gpu_and_ops_alone() {
+fn only_gpu_and_ops_have_unsafe_code() {
     for name in CRATES.iter().filter(|name| !["gpu", "ops"].contains(name)) {
         for (path, text) in sources(name) {
             let is_code = |line: &&str| !line.trim_start().starts_with("//");

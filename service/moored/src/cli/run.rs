@@ -117,8 +117,7 @@ fn card_of(request: &Asked) -> String {
     options.map(|options| options.card.clone()).unwrap_or_default()
 }
 
-/// The most faithful precision that runs now on the service's card, else that could run there at all; `None`:
-/// as stored.
+/// The most faithful precision that runs now on the service's card, else that could run there at all; `None`: as stored.
 async fn best_preset(
     connection: &Connection,
     order: &Order,
