@@ -18,7 +18,7 @@ def _binary_is_there() -> None:
 
 @pytest.fixture(scope="session")
 def painter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service with the shipped model on the CPU, for all tests that paint."""
+    """A service with the shipped model on the CPU, for all tests of its pictures."""
     service = Service(state=tmp_path_factory.mktemp("painter"))
     yield service
     assert service.stop() == 0

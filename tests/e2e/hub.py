@@ -1,8 +1,8 @@
 """A stand-in of a model hub's HTTP, on loopback: what a client of the real one meets, and faults on demand.
 
-Two servers, as in life: the hub itself, and a store of large files at another address, to which the
+Two servers, as real hubs have: the hub itself, and a store of large files at another address, to which the
 hub redirects. Small files are redirected too, within the hub. What it has and how it answers is set
-by the test; what was asked of it, and how many bytes it sent, is kept in `requests`.
+by the test; its requests, and how many bytes it sent, are kept in `requests`.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ class Asked:
 
 
 def sha256(content: bytes) -> str:
-    """As large files are called."""
+    """The name of a large file: its SHA-256."""
     return hashlib.sha256(content).hexdigest()
 
 
 def git_blob(content: bytes) -> str:
-    """As small files are called."""
+    """The name of a small file: git's SHA-1 of a blob."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 def is_large(path: str) -> bool:
-    """Whether the store has it, rather than the hub."""
+    """Whether a file is in the store, rather than in the hub."""
     return path.endswith(LARGE)
 
 
@@ -159,7 +159,7 @@ class Hub:
             self.requests.append(asked)
 
     def cut_of(self, path: str, start: int) -> tuple[int, bool] | None:
-        """The cut that lies ahead in an answer, if any: it happens once, a limit always."""
+        """Where an answer is to be cut, if anywhere: a cut happens once, a limit in every answer."""
         with self._lock:
             if path in self.limits:
                 return max(self.limits[path], start), False
@@ -179,7 +179,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has left is no error."""
+        """Ignores a client that has disconnected."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -190,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
     name: str
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
@@ -223,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _repository(self, name: str, revision: str) -> tuple[Repository, str] | None:
-        """A repository that this token may see, and the commit; else it has been refused."""
+        """A repository that this token may see, and the commit; `None` after a refusal was sent."""
         if self.token and self.token not in self.hub.tokens:
             self._refuse(401, "", "Invalid credentials in Authorization header")
             return None

@@ -1,6 +1,6 @@
 """Wrong, broken and hostile input: a typed error that names what is wrong, and the service goes on.
 
-After every case a good request works, no worker has died, and the books are back where they were.
+After every case a valid request works, no worker has died, and the memory accounts are as before.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Breaker = Callable[[Path], None]
 
 
 def copy_tiny(folder: Path) -> Path:
-    """A copy of the tiny random pipeline that may be broken."""
+    """Copies the tiny random pipeline, to be damaged by a test."""
     shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("expected"))
     return folder
 
@@ -80,7 +80,7 @@ def house(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 def at_rest(client: moored.Client) -> moored.Status:
-    """The status once no job is left; what it is when that never comes."""
+    """The status once no job is left, or the last status after the deadline."""
     until = time.monotonic() + 60
     while True:
         status = client.status()
@@ -91,7 +91,7 @@ def at_rest(client: moored.Client) -> moored.Status:
 
 
 def scratch_at_rest(client: moored.Client) -> int:
-    """Bytes of scratch on the books, once what has ended is off them."""
+    """Bytes of scratch in the accounts, once ended jobs have released theirs."""
     until = time.monotonic() + 30
     while True:
         scratch = at_rest(client).cards[0].memory.scratch
@@ -102,7 +102,7 @@ def scratch_at_rest(client: moored.Client) -> int:
 
 @pytest.fixture(scope="module")
 def rest(house: Service) -> moored.Status:
-    """The status after one good request."""
+    """The status after one valid request."""
     with house.client() as client:
         client.generate_image("a good request", **QUICK)
         client.encode_image(Image.new("RGB", (32, 32)))
@@ -114,7 +114,7 @@ def rest(house: Service) -> moored.Status:
 
 @pytest.fixture
 def client(house: Service, rest: moored.Status) -> Iterator[moored.Client]:
-    """A client; when the test is over, the service has to be as well as before."""
+    """A client; after the test the service has to be in the state of before."""
     with house.client() as client:
         yield client
     # Anew: a connection may have been the victim.
@@ -141,7 +141,7 @@ def test_at_rest_no_scratch_is_booked(house: Service, rest: moored.Status) -> No
 
 
 def send(client: moored.Client, **fields: Any) -> list[events_pb2.Event]:
-    """GenerateImage as it stands, past the checks and conversions of the client."""
+    """Calls GenerateImage without the checks and conversions of the client."""
     request = generation_pb2.GenerateImageRequest(**({"prompt": "x"} | QUICK | fields))
     try:
         return list(client._stubs.generation.GenerateImage(request, timeout=60))
@@ -212,7 +212,7 @@ def test_a_wrong_field_is_named(
     assert 0 < len(refused.value.message) < 1000
 
 
-def test_sizes_left_open_are_the_models_own(client: moored.Client) -> None:
+def test_a_size_left_open_is_the_models_default(client: moored.Client) -> None:
     (model,) = (model for model in client.list_models() if model.id == GOOD)
     plan = client.plan("x", width=0, height=0)
     own = client.plan("x", width=model.defaults.width, height=model.defaults.height)
@@ -234,7 +234,7 @@ def test_sizes_left_open_are_the_models_own(client: moored.Client) -> None:
     ],
     ids=str,
 )
-def test_what_no_message_can_hold_is_refused_by_the_client(
+def test_the_client_refuses_values_that_no_message_can_hold(
     client: moored.Client, options: dict[str, Any]
 ) -> None:
     with pytest.raises(moored.InvalidRequest):
@@ -246,7 +246,7 @@ def test_what_no_message_can_hold_is_refused_by_the_client(
     ["", " ", "\0", "\n\t" * 50, "🟥" * 2000, "\u202ecircle", "x" * 10_000],
     ids=["empty", "blank", "nul", "control", "emoji", "right to left", "longest"],
 )
-def test_odd_prompts_are_prompts(client: moored.Client, prompt: str) -> None:
+def test_unusual_prompts_are_generated(client: moored.Client, prompt: str) -> None:
     result = client.generate_image(prompt, **QUICK)
     assert json.loads(result.image.info["moored"])["prompt"] == prompt
 
@@ -262,7 +262,9 @@ def test_odd_prompts_are_prompts(client: moored.Client, prompt: str) -> None:
     ],
     ids=lambda job: next(iter(job)),
 )
-def test_odd_job_options_do_no_harm(client: moored.Client, job: dict[str, Any]) -> None:
+def test_unusual_job_options_are_accepted_or_refused(
+    client: moored.Client, job: dict[str, Any]
+) -> None:
     with suppress(moored.InvalidRequest):
         assert send(client, options=job)
 
@@ -287,7 +289,7 @@ def test_an_unknown_model_is_named(client: moored.Client, name: str) -> None:
     assert name[:100] in refused.value.message
 
 
-def test_what_is_not_built_says_so(client: moored.Client) -> None:
+def test_features_that_are_not_built_are_refused(client: moored.Client) -> None:
     model = moored.ModelRef(GOOD, adapters=(moored.Adapter("a/b", NAN),))
     with pytest.raises(moored.NotBuilt):
         client.generate_image("x", model=model, **QUICK)
@@ -315,13 +317,13 @@ def png_chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def png(width: int, height: int, *chunks: bytes, depth: int = 8, colour: int = 2) -> bytes:
-    """A PNG that says to be so large, with these chunks after its header."""
+    """A PNG whose header has this size, with these chunks after it."""
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + b"".join(chunks)
 
 
 def zeros(size: int) -> bytes:
-    """So many zeros, deflated: a thousandth of it."""
+    """So many zeros, deflated to a thousandth."""
     deflate = zlib.compressobj(9)
     pieces = [deflate.compress(bytes(2**20)) for _ in range(size >> 20)]
     return b"".join(pieces) + deflate.flush()
@@ -364,7 +366,7 @@ PICTURES: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_that_is_none_is_refused(client: moored.Client, name: str) -> None:
+def test_an_unreadable_init_image_is_refused(client: moored.Client, name: str) -> None:
     data = PICTURES[name]()
     with pytest.raises(moored.InvalidRequest) as refused:
         client.generate_image("x", init_image=data, **QUICK)
@@ -374,13 +376,13 @@ def test_a_picture_that_is_none_is_refused(client: moored.Client, name: str) -> 
     assert fields_of(refused.value) == ["image"]
 
 
-def test_no_picture_at_all_is_refused(client: moored.Client) -> None:
+def test_encoding_an_empty_picture_is_refused(client: moored.Client) -> None:
     with pytest.raises(moored.InvalidRequest) as refused:
         client.encode_image(b"", width=32, height=32)
     assert fields_of(refused.value) == ["image"]
 
 
-def test_bombs_took_no_memory(house: Service, client: moored.Client) -> None:
+def test_decompression_bombs_take_no_memory(house: Service, client: moored.Client) -> None:
     """Of the supervisor, which decodes them; the peak since it started."""
     for name in ("bomb", "text bomb", "40,000 pixels"):
         with pytest.raises(moored.InvalidRequest):
@@ -401,7 +403,7 @@ def test_a_message_over_the_limit_is_refused(client: moored.Client) -> None:
 
 
 def rewrite_header(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Edits what a safetensors file says of its tensors, and leaves the tensors as they are."""
+    """Edits the header of a safetensors file, and leaves its tensors unchanged."""
     data = file.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
@@ -451,7 +453,7 @@ def strange_dtype(header: dict[str, Any]) -> None:
 
 
 def rename(name: str) -> Callable[[dict[str, Any]], None]:
-    """A tensor is missing, and one is there that nobody asks for."""
+    """Renames a tensor, so that one is missing and one is unknown."""
 
     def change(header: dict[str, Any]) -> None:
         header["nobody_asks_for.this"] = header.pop(name)
@@ -579,7 +581,7 @@ BROKEN: dict[str, tuple[Breaker, tuple[type[moored.MooredError], ...], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_model_is_told_by_its_file(client: moored.Client, name: str) -> None:
+def test_the_error_of_a_broken_model_names_its_file(client: moored.Client, name: str) -> None:
     _, expected, file = BROKEN[name]
     with pytest.raises(expected) as refused:
         client.generate_image("x", model=name, **QUICK)
@@ -589,7 +591,7 @@ def test_a_broken_model_is_told_by_its_file(client: moored.Client, name: str) ->
         client.generate_image("x", model=name, **QUICK)
 
 
-def test_half_a_vae_is_told_at_the_latest_when_it_encodes(
+def test_an_incomplete_vae_is_reported_at_the_latest_when_it_encodes(
     client: moored.Client, models: Path
 ) -> None:
     edit(VAE, rename("encoder.conv_in.weight"))(copy_tiny(models / "no-encoder"))
@@ -599,7 +601,7 @@ def test_half_a_vae_is_told_at_the_latest_when_it_encodes(
 
 
 @pytest.mark.parametrize("name", ["lone-garbage", "lone-empty", "bad"])
-def test_a_broken_file_is_told(client: moored.Client, name: str) -> None:
+def test_the_error_of_a_broken_single_file_names_it(client: moored.Client, name: str) -> None:
     with pytest.raises(STRANGE, match=name):
         client.generate_image("x", model=name, **QUICK)
 
@@ -612,7 +614,9 @@ def test_broken_models_are_listed_with_their_problem(client: moored.Client) -> N
         assert models[name].problem
 
 
-def test_weights_that_are_cut_while_it_runs_are_told(client: moored.Client, models: Path) -> None:
+def test_weights_truncated_while_the_service_runs_are_reported(
+    client: moored.Client, models: Path
+) -> None:
     copy_tiny(models / "later")
     # Other numbers than the good one's, or its components would be shared.
     for path in (TRANSFORMER, VAE, CLIP):
@@ -670,7 +674,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
         "tls",
     ],
 )
-def test_garbage_on_the_port_does_no_harm(
+def test_the_service_survives_garbage_on_its_port(
     house: Service, client: moored.Client, data: bytes
 ) -> None:
     raw_bytes(house, data)
@@ -700,13 +704,15 @@ def raw_call(client: moored.Client, method: str, *messages: bytes) -> grpc.Statu
         "Jobs/Cancel",
     ],
 )
-def test_messages_that_are_none_are_refused(client: moored.Client, method: str) -> None:
+def test_malformed_messages_are_refused(client: moored.Client, method: str) -> None:
     for message in (b"\xff" * 100, b"\x0a\xff\xff\xff\xff\x0f", random.Random(6).randbytes(5000)):
         code = raw_call(client, method, message)
         assert code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
 
 
-def test_no_message_or_two_are_refused(client: moored.Client) -> None:
+def test_a_call_without_a_message_is_refused_and_a_second_one_does_no_harm(
+    client: moored.Client,
+) -> None:
     good = residency_pb2.LoadRequest(model=model_pb2.ModelRef(id=GOOD)).SerializeToString()
     assert raw_call(client, "Residency/Load") != grpc.StatusCode.OK
     raw_call(client, "Residency/Load", good, good)  # a second message may be ignored

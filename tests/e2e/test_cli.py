@@ -33,7 +33,7 @@ PROMPT = "a large red circle in the centre"
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One service for all commands that leave it as it was."""
+    """One service for all commands that do not change its state."""
     service = Service(
         *("--models", str(INSTANT_MODELS)),
         state=tmp_path_factory.mktemp("cli"),
@@ -51,14 +51,14 @@ def client(service: Service) -> Iterator[moored.Client]:
 
 
 def good(result: Completed) -> str:
-    """What a command printed, which went well and left the terminal alone."""
+    """The output of a command that succeeded, and has no escape sequences."""
     assert result.returncode == 0, result.stderr
     assert_plain(result)
     return result.stdout
 
 
 def bad(result: Completed, code: int | None = None) -> str:
-    """What a command complained of; any failure of its own, or the one of this code."""
+    """The error message of a command that failed: with this exit code, or with any."""
     assert result.returncode in ([code] if code else range(1, 100)), (result.stdout, result.stderr)
     assert_plain(result)
     assert "panicked" not in result.stderr
@@ -73,14 +73,14 @@ def assert_plain(result: Completed) -> None:
 
 
 def objects(text: str) -> list[dict[str, object]]:
-    """One JSON object a line, and nothing else."""
+    """Parses output of one JSON object a line, and nothing else."""
     lines = [json.loads(line) for line in text.splitlines()]
     assert all(isinstance(line, dict) for line in lines)
     return lines
 
 
 def table(text: str) -> list[dict[str, str]]:
-    """Rows by their headings."""
+    """The rows of a table, as dictionaries by heading."""
     heading, *rows = (line.split("\t") for line in text.splitlines())
     assert all(len(row) == len(heading) for row in rows)
     return [dict(zip(heading, row, strict=True)) for row in rows]
@@ -163,7 +163,7 @@ def test_generate_reads_the_prompt_from_standard_input(
     assert "prompt" in bad(empty)
 
 
-def test_generate_speaks_json(service: Service, tmp_path: Path) -> None:
+def test_generate_prints_json(service: Service, tmp_path: Path) -> None:
     out = tmp_path / "j.png"
     result = service.run("generate", PROMPT, "-m", "small", "-o", str(out), "--json", "--seed", "1")
     events = objects(good(result))
@@ -451,7 +451,7 @@ def flat(settings: dict[str, object], above: str = "") -> set[str]:
     return names
 
 
-def test_config_defaults_are_a_file_to_start_from(tmp_path: Path) -> None:
+def test_config_defaults_are_a_valid_configuration_file(tmp_path: Path) -> None:
     text = good(run("config", "--defaults"))
     defaults = flat(tomllib.loads(text))
     assert "#" in text, "every setting is explained"
@@ -499,13 +499,13 @@ def test_config_takes_numbers_by_set() -> None:
 @pytest.mark.parametrize(
     "setting", ["queue.nothing=1", "queue.max_jobs=few", "nonsense", "cards.policy=other"]
 )
-def test_config_refuses_what_is_no_setting(setting: str) -> None:
+def test_config_refuses_an_unknown_setting(setting: str) -> None:
     complaint = bad(run("config", "--set", setting))
     assert setting.partition("=")[0] in complaint
     assert "--defaults" in complaint
 
 
-def test_doctor_finds_all_well(service: Service, tmp_path: Path) -> None:
+def test_doctor_reports_no_problem(service: Service, tmp_path: Path) -> None:
     arguments = ("--set", f"service.state={tmp_path / 'state'}")
     shown = good(service.run("doctor", *arguments))
     assert all(line.startswith("ok") for line in shown.splitlines())
@@ -518,7 +518,7 @@ def test_doctor_finds_all_well(service: Service, tmp_path: Path) -> None:
     assert "none runs at" in alone, "which is no fault"
 
 
-def test_doctor_finds_what_is_wrong(tmp_path: Path) -> None:
+def test_doctor_reports_problems(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     (tmp_path / "models" / "broken").mkdir(parents=True)
     (tmp_path / "models" / "broken" / "model_index.json").write_text("{")
@@ -554,7 +554,7 @@ def test_doctor_finds_what_is_wrong(tmp_path: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_no_service_is_told_with_a_remedy(command: list[str]) -> None:
+def test_an_unreachable_service_is_reported_with_a_remedy(command: list[str]) -> None:
     complaint = bad(run(*command, "--endpoint", "http://127.0.0.1:1"))
     assert "http://127.0.0.1:1" in complaint
     assert "refused" in complaint
@@ -568,7 +568,7 @@ def test_no_service_is_told_with_a_remedy(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "plan"])
-def test_wrong_requests_are_told_with_a_remedy(
+def test_wrong_requests_are_reported_with_a_remedy(
     service: Service, tmp_path: Path, command: str
 ) -> None:
     out = tmp_path / "never.png"
@@ -588,7 +588,7 @@ def test_wrong_requests_are_told_with_a_remedy(
     assert not out.exists()
 
 
-def test_models_that_are_not_there_are_told_by_every_command(service: Service) -> None:
+def test_every_command_reports_a_missing_model(service: Service) -> None:
     for command in ("load", "unload", "pin"):
         complaint = bad(service.run(command, "nope"))
         assert "nope" in complaint
@@ -598,7 +598,7 @@ def test_models_that_are_not_there_are_told_by_every_command(service: Service) -
     assert "transformer" in complaint
 
 
-def test_failures_speak_json(service: Service) -> None:
+def test_failures_are_printed_as_json(service: Service) -> None:
     result = service.run("generate", PROMPT, "-m", "nope", "--json")
     assert result.returncode == 5
     failure = objects(result.stdout)[-1]
@@ -608,7 +608,9 @@ def test_failures_speak_json(service: Service) -> None:
     assert result.stderr == ""
 
 
-def test_what_never_fits_is_told_with_what_would(simulate: Simulate, tmp_path: Path) -> None:
+def test_a_request_that_never_fits_is_refused_with_one_that_would(
+    simulate: Simulate, tmp_path: Path
+) -> None:
     service = simulate("sim:24GiB")
     service.client().close()
     given = ["-m", "flux-full", "-W", "2048", "-H", "2048"]
@@ -620,7 +622,7 @@ def test_what_never_fits_is_told_with_what_would(simulate: Simulate, tmp_path: P
     assert "1024x1024 would fit" in planned.stdout
 
 
-def test_a_picture_without_a_recipe_is_told(service: Service, tmp_path: Path) -> None:
+def test_from_refuses_a_picture_without_a_recipe(service: Service, tmp_path: Path) -> None:
     plain = tmp_path / "plain.png"
     Image.new("RGB", (16, 16)).save(plain)
     complaint = bad(service.run("generate", "--from", str(plain), "-o", str(tmp_path / "n.png")))
@@ -631,7 +633,7 @@ def test_a_picture_without_a_recipe_is_told(service: Service, tmp_path: Path) ->
     assert "PNG" in bad(service.run("generate", "--from", str(text)), 8)
 
 
-def test_a_place_that_cannot_be_written_is_told(service: Service, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_is_reported(service: Service, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "x.png"
     assert str(tmp_path / "file") in bad(
@@ -644,11 +646,11 @@ def test_a_place_that_cannot_be_written_is_told(service: Service, tmp_path: Path
     [["paint"], ["generate", "a", "b"], ["load"], ["cancel"], ["generate", "a", "-W", "wide"]],
     ids=" ".join,
 )
-def test_a_wrong_command_line_is_2(arguments: list[str]) -> None:
+def test_a_wrong_command_line_exits_with_2(arguments: list[str]) -> None:
     assert "--help" in bad(run(*arguments), 2)
 
 
-def test_help_names_every_command_and_no_private_one() -> None:
+def test_help_lists_every_command_but_the_hidden_one() -> None:
     shown = good(run("--help"))
     commands = ["serve", "generate", "demo", "status", "models", "load", "unload", "pin", "plan"]
     commands += ["run", "info", "pull", "rm", "completions", "man"]
@@ -658,7 +660,7 @@ def test_help_names_every_command_and_no_private_one() -> None:
     assert "worker" not in shown
 
 
-def test_a_reader_that_leaves_is_no_error(service: Service) -> None:
+def test_a_closed_output_pipe_is_no_error(service: Service) -> None:
     """`moored models | head -1` ends quietly."""
     listing = subprocess.Popen(
         [str(BINARY), "models", "--endpoint", f"http://{service.address}"],
@@ -678,7 +680,7 @@ def test_a_reader_that_leaves_is_no_error(service: Service) -> None:
 # What a script and a person are told apart by.
 
 
-def test_files_that_are_there_are_kept(service: Service, tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(service: Service, tmp_path: Path) -> None:
     out = tmp_path / "mine.png"
     given = ["generate", PROMPT, "-m", "small", "-o", str(out)]
     good(service.run(*given, "--seed", "1"))
@@ -693,7 +695,7 @@ def test_files_that_are_there_are_kept(service: Service, tmp_path: Path) -> None
     assert out.read_bytes() != first
 
 
-def test_without_a_name_files_carry_model_and_seed(service: Service, tmp_path: Path) -> None:
+def test_generated_file_names_have_model_and_seed(service: Service, tmp_path: Path) -> None:
     for name in ("small-3.png", "small-3-2.png"):
         given = ["generate", PROMPT, "-m", "small", "--seed", "3"]
         assert good(service.run(*given, cwd=tmp_path)).strip() == name
@@ -760,7 +762,7 @@ def test_prompts_of_a_file_are_generated_in_turn(service: Service, tmp_path: Pat
     assert "cannot be used" in bad(service.run(*given, "and one more"), 2)
 
 
-def test_wrong_words_are_refused_before_a_job_exists(service: Service, tmp_path: Path) -> None:
+def test_wrong_options_are_refused_before_a_job_exists(service: Service, tmp_path: Path) -> None:
     out = ["-m", "small", "-o", str(tmp_path / "never.png")]
     assert "steps" in bad(service.run("generate", PROMPT, "--steps", "0", *out), 2)
     assert "empty" in bad(service.run("generate", "", *out), 2)
@@ -770,7 +772,7 @@ def test_wrong_words_are_refused_before_a_job_exists(service: Service, tmp_path:
     assert not (tmp_path / "never.png").exists()
 
 
-def test_many_steps_are_few_lines_in_a_pipe_and_none_when_it_is_quiet(
+def test_in_a_pipe_many_steps_are_few_lines_and_quiet_prints_none(
     service: Service, tmp_path: Path
 ) -> None:
     given = ["generate", PROMPT, "-m", "small", "-s", "200"]
@@ -784,7 +786,7 @@ def test_many_steps_are_few_lines_in_a_pipe_and_none_when_it_is_quiet(
     assert quiet.stderr == ""
 
 
-def test_clients_are_named_after_their_users(service: Service, tmp_path: Path) -> None:
+def test_the_default_client_name_is_user_at_host(service: Service, tmp_path: Path) -> None:
     def client(name: str, *more: str, **variables: str) -> str:
         env = clean_environment() | {"USER": "ann"} | variables
         given = ["generate", PROMPT, "-m", "small", "-o", str(tmp_path / name)]
@@ -796,7 +798,7 @@ def test_clients_are_named_after_their_users(service: Service, tmp_path: Path) -
     assert client("c.png", "--client", "bea", MOORED_CLIENT="studio") == "bea"
 
 
-def test_the_end_of_a_service_is_told_plainly(simulate: Simulate, tmp_path: Path) -> None:
+def test_a_lost_connection_is_reported(simulate: Simulate, tmp_path: Path) -> None:
     service = simulate()
     service.client().close()
     command = ["generate", PROMPT, "-m", "slow", "-s", "200", "--json"]
@@ -818,7 +820,7 @@ def test_the_end_of_a_service_is_told_plainly(simulate: Simulate, tmp_path: Path
     assert "was lost before the job ended" in last["message"]
 
 
-def test_the_version_says_what_the_build_is() -> None:
+def test_the_version_has_commit_features_and_profile() -> None:
     assert good(run("-V")).startswith("moored ")
     told = good(run("--version"))
     for word in ("commit: ", "features: ", "profile: "):
@@ -826,7 +828,7 @@ def test_the_version_says_what_the_build_is() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_are_given_completions(shell: str) -> None:
+def test_completions_are_printed(shell: str) -> None:
     script = good(run("completions", shell))
     assert "moored" in script
     assert "generate" in script
@@ -841,7 +843,7 @@ def test_manual_pages_are_written(tmp_path: Path) -> None:
 
 
 def screen_of(*command: str, env: dict[str, str]) -> tuple[int, str]:
-    """Exit code of a command on a terminal of 100 columns, and what it drew there."""
+    """Exit code and output of a command on a terminal of 100 columns."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     drawing = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""`moored demo`: one command that shows everything, and leaves nothing behind but pictures."""
+"""`moored demo`: one command that shows everything, and leaves only pictures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_pictures(out: Path) -> None:
         assert sheet.height > -(-len(PROMPTS) // 4) * 128
 
 
-def test_the_demo_generates_and_says_so_in_a_line_a_picture(
+def test_the_demo_prints_a_line_for_each_picture(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     out = tmp_path / "out"
@@ -57,7 +57,7 @@ def test_the_demo_generates_and_says_so_in_a_line_a_picture(
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
-def test_the_demo_tells_programs_too(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_the_demo_prints_json(tmp_path: Path, environment: dict[str, str]) -> None:
     out = tmp_path / "out"
     demo = run("--json", "demo", "--out", str(out), env=environment, timeout=DEMO_TIMEOUT_S)
     assert demo.returncode == 0, demo.stderr
@@ -71,7 +71,7 @@ def test_the_demo_tells_programs_too(tmp_path: Path, environment: dict[str, str]
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
-def test_a_demo_that_cannot_write_says_so_and_leaves_nothing(
+def test_a_demo_that_cannot_write_fails_and_leaves_nothing(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     (tmp_path / "file").write_text("not a folder", encoding="utf-8")
@@ -81,7 +81,7 @@ def test_a_demo_that_cannot_write_says_so_and_leaves_nothing(
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
-def test_a_demo_keeps_the_pictures_of_an_earlier_one(
+def test_a_demo_does_not_overwrite_earlier_pictures(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     out = tmp_path / "out"

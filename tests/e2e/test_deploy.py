@@ -1,7 +1,7 @@
-"""Dockerfile and docker-compose.yml: right by themselves, and right for the binary.
+"""Dockerfile and docker-compose.yml: valid, and consistent with the binary.
 
-No container is built or run here. What the files say is read, and the binary is started with the
-environment and the commands that they give it.
+No container is built or run here. The files are parsed, and the binary is started with the
+environment and the commands in them.
 """
 
 from __future__ import annotations
@@ -105,14 +105,14 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def final_stage() -> list[tuple[str, str]]:
-    """What makes the image that is run."""
+    """The instructions of the last stage, which makes the image."""
     everything = instructions()
     last = max(index for index, (word, _) in enumerate(everything) if word == "FROM")
     return everything[last:]
 
 
 def value_of(instruction: str) -> str:
-    """What the final stage says last by this instruction."""
+    """The last value of this instruction in the final stage."""
     return [rest for word, rest in final_stage() if word == instruction][-1]
 
 
@@ -136,7 +136,7 @@ def test_the_image_drains_on_its_stop_signal() -> None:
     assert json.loads(value_of("ENTRYPOINT")) == ["moored", "serve"]
 
 
-def test_the_image_runs_as_nobody_special() -> None:
+def test_the_image_runs_as_an_unprivileged_user() -> None:
     user = value_of("USER")
     assert user == "moored"
     made = " ".join(rest for word, rest in final_stage() if word == "RUN")
@@ -162,7 +162,7 @@ def test_the_image_is_small_and_complete() -> None:
     assert "cargo build --release --locked" in built
 
 
-def test_the_image_asks_for_a_token() -> None:
+def test_the_image_requires_a_token() -> None:
     environment = image_environment()
     assert environment["MOORED_SERVICE_LISTEN"] == LISTEN
     assert environment["MOORED_SERVICE_TOKEN_FILE"] == TOKEN_PATH
@@ -173,7 +173,7 @@ def test_the_image_asks_for_a_token() -> None:
 # docker-compose.yml.
 
 
-def test_compose_is_what_our_schema_says() -> None:
+def test_the_compose_file_matches_our_schema() -> None:
     jsonschema.validate(COMPOSE, OUR_PART_OF_COMPOSE)
 
 
@@ -181,7 +181,7 @@ def test_compose_is_what_our_schema_says() -> None:
     ("key", "value"),
     [("stop_grace", "45s"), ("mem_limit", "16 GB"), ("ports", "50051"), ("restart", "often")],
 )
-def test_the_schema_would_find_mistakes(key: str, value: str) -> None:
+def test_the_schema_refuses_mistakes(key: str, value: str) -> None:
     wrong = {"services": {"moored": the_service() | {key: value}}}
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(wrong, OUR_PART_OF_COMPOSE)
@@ -194,7 +194,7 @@ def test_running_jobs_may_finish_before_the_container_is_killed() -> None:
     assert "MOORED_SERVICE_DRAIN" not in image_environment()
 
 
-def test_the_port_is_this_machines_alone() -> None:
+def test_the_port_is_published_on_loopback_alone() -> None:
     assert the_service()["ports"] == [f"127.0.0.1:{PORT}:{PORT}"]
 
 
@@ -212,7 +212,7 @@ def test_the_secret_is_the_token_of_the_image() -> None:
     assert ignored.stdout == "", "the token is in the repository"
 
 
-def test_volumes_are_where_the_image_looks() -> None:
+def test_volumes_are_mounted_at_the_folders_of_the_image() -> None:
     environment = image_environment()
     assert environment["MOORED_SERVICE_STATE"] == STATE_PATH
     assert environment["MOORED_MODELS_FOLDERS"] == MODELS_PATH
@@ -231,7 +231,7 @@ def test_the_card_is_smaller_than_the_container() -> None:
     assert int(card[1]) + 2 <= limit
 
 
-def test_what_is_not_needed_is_taken_away() -> None:
+def test_the_container_drops_unneeded_privileges() -> None:
     service = the_service()
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -249,7 +249,7 @@ def port() -> Iterator[int]:
 
 
 def environment_of_the_image(tmp_path: Path, port: int) -> dict[str, str]:
-    """ENV of the image, with its places moved to where this test may write."""
+    """ENV of the image, with its paths moved to where this test may write."""
     places = {
         TOKEN_PATH: str(tmp_path / "token"),
         STATE_PATH: str(tmp_path / "state"),
@@ -266,7 +266,7 @@ def compose_command() -> list[str]:
     return [re.sub(r"^cpu:\d+GiB$", "cpu:1GiB", word) for word in the_service()["command"]]
 
 
-def test_without_a_token_it_does_not_start(tmp_path: Path, port: int) -> None:
+def test_the_image_does_not_start_without_a_token(tmp_path: Path, port: int) -> None:
     environment = environment_of_the_image(tmp_path, port)
     (tmp_path / "models").mkdir()
     for missing in ({}, {"MOORED_SERVICE_TOKEN_FILE": ""}):
@@ -282,7 +282,9 @@ def test_without_a_token_it_does_not_start(tmp_path: Path, port: int) -> None:
         assert "token" in started.stderr
 
 
-def test_as_composed_it_serves_heals_and_drains(tmp_path: Path, port: int) -> None:
+def test_the_composed_service_generates_replaces_a_killed_worker_and_drains(
+    tmp_path: Path, port: int
+) -> None:
     environment = environment_of_the_image(tmp_path, port)
     (tmp_path / "token").write_text(f"{TOKEN}\n", encoding="utf-8")
     (tmp_path / "models").mkdir()

@@ -1,4 +1,4 @@
-"""Workers that die and hang, loads that fail, clients that vanish: nothing stays behind."""
+"""Workers that die and hang, loads that fail, clients that disconnect: all memory and jobs are released."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def accounts_sum(memory: moored.MemoryAccounts) -> int:
 def until(
     client: moored.Client, holds: Callable[[moored.Status], bool], within: float = DEADLINE_S
 ) -> moored.Status:
-    """The first status that is so. At every moment before it, each card's accounts add up."""
+    """The first status that fulfils the condition. Until then the accounts of each card add up."""
     last = None
     with client.watch_status(interval_s=0.02, timeout=within) as watch:
         try:
@@ -71,7 +71,7 @@ def assert_at_rest(client: moored.Client) -> None:
 def running(
     client: moored.Client, **options: object
 ) -> Iterator[moored.EventStream[moored.ImageResult]]:
-    """A slow job, in its denoising."""
+    """A slow job that is denoising."""
     settings: dict[str, object] = {"model": "slow", "steps": 200}
     with client.stream_image("slow", **(settings | options)) as stream:  # type: ignore[arg-type]
         next(event for event in stream if isinstance(event, moored.Step))
@@ -85,7 +85,7 @@ def worker_pid(client: moored.Client, card: int = 0) -> int:
 
 
 def kill_worker(client: moored.Client, card: int = 0) -> int:
-    """Kills a card's worker as the kernel would; its pid, once it is gone."""
+    """Kills a card's worker by SIGKILL; its pid, once it has exited."""
     pid = worker_pid(client, card)
     gone = os.pidfd_open(pid)
     try:
@@ -97,7 +97,7 @@ def kill_worker(client: moored.Client, card: int = 0) -> int:
 
 
 def ended(client: moored.Client, job: str) -> moored.JobInfo:
-    """What is remembered of a job that has ended."""
+    """The record of a job that has ended."""
     return next(one for one in client.jobs(include_ended=True) if one.id == job)
 
 
@@ -143,7 +143,7 @@ def test_a_job_that_kills_two_workers_is_given_up(simulate: Simulate) -> None:
         assert_at_rest(client)
 
 
-def test_a_worker_that_is_killed_costs_nobody_a_job(simulate: Simulate) -> None:
+def test_a_killed_worker_fails_no_job(simulate: Simulate) -> None:
     with simulate().client() as client, ThreadPoolExecutor() as threads:
         client.pin("small")
         client.load("small")
@@ -170,7 +170,7 @@ def test_a_worker_that_is_killed_costs_nobody_a_job(simulate: Simulate) -> None:
         assert_at_rest(client)
 
 
-def test_a_pinned_model_comes_back_although_nobody_asks(simulate: Simulate) -> None:
+def test_a_pinned_model_is_loaded_again_after_a_kill(simulate: Simulate) -> None:
     with simulate().client() as client:
         client.pin("small")
         client.load("small")
@@ -206,7 +206,7 @@ def test_claims_outlive_a_worker(simulate: Simulate) -> None:
         assert_at_rest(client)
 
 
-def test_a_worker_killed_in_a_load_costs_nobody_a_job(simulate: Simulate) -> None:
+def test_a_worker_killed_in_a_load_fails_no_job(simulate: Simulate) -> None:
     with simulate("sim:40GiB,speed=10GiB/s").client() as client:
         with client.stream_load("flux-full") as stream:
             next(e for e in stream if isinstance(e, moored.Loading) and e.bytes_done > 0)
@@ -239,7 +239,7 @@ def test_a_worker_that_hangs_is_replaced(simulate: Simulate) -> None:
 
 
 def test_a_frozen_worker_is_replaced_although_it_reads_nothing(simulate: Simulate) -> None:
-    """What does not fit into the pipe to it must not keep the service from replacing it."""
+    """A full pipe to the worker must not block its replacement."""
     service = simulate("sim:24GiB", arguments=("--set", "queue.stall_limit=3s"))
     with service.client() as client:
         client.load("small")
@@ -253,14 +253,14 @@ def test_a_frozen_worker_is_replaced_although_it_reads_nothing(simulate: Simulat
 
 
 def test_a_key_without_a_seed_joins_its_job(simulate: Simulate) -> None:
-    """Asking again by key is what a client does whose connection was cut: it need not know the seed."""
+    """A client whose connection was cut repeats its request by key, without knowing the seed."""
     with simulate("sim:24GiB").client() as client:
         first = client.generate_image("again", model="small", idempotency_key="k")
         again = client.generate_image("again", model="small", idempotency_key="k")
         assert (first.job_id, first.seed) == (again.job_id, again.seed)
 
 
-def test_names_that_are_no_names_are_refused(simulate: Simulate) -> None:
+def test_names_that_are_too_long_are_refused(simulate: Simulate) -> None:
     with simulate("sim:24GiB").client() as client:
         for option in ("client_id", "card", "idempotency_key"):
             with pytest.raises(moored.InvalidRequest, match=option):
@@ -292,7 +292,7 @@ def test_a_card_that_is_lost_is_opened_again(simulate: Simulate) -> None:
         assert_at_rest(client)
 
 
-def test_another_card_is_unaffected_by_a_death(simulate: Simulate) -> None:
+def test_the_death_of_a_worker_does_not_affect_another_card(simulate: Simulate) -> None:
     with simulate("sim:24GiB", "sim:24GiB,index=1").client() as client:
         client.wait_until_ready(card="sim:1")
         with (
@@ -424,7 +424,7 @@ def test_a_stream_that_is_closed_ends_its_job(simulate: Simulate) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_client_that_vanishes_ends_its_job(simulate: Simulate, how: signal.Signals) -> None:
+def test_a_client_that_disconnects_ends_its_job(simulate: Simulate, how: signal.Signals) -> None:
     service = simulate()
     with service.client() as client:
         command = [str(BINARY), "generate", "slow", "-m", "slow", "-s", "200", "--json"]
@@ -514,7 +514,7 @@ def test_a_deadline_passes_in_a_running_job(simulate: Simulate) -> None:
         assert_at_rest(client)
 
 
-def test_a_full_queue_says_when_to_come_back(simulate: Simulate) -> None:
+def test_a_full_queue_is_refused_with_a_retry_delay(simulate: Simulate) -> None:
     with simulate(arguments=("--set", "queue.max_jobs=2")).client() as client:
         with running(client), client.stream_image("two", model="slow") as second:
             next(event for event in second if isinstance(event, moored.Accepted))

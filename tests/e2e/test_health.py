@@ -71,7 +71,7 @@ class Watch:
             pass
 
     def wait_for(self, count: int) -> list[int]:
-        """The first answers, once there are so many."""
+        """The first `count` answers, once there are so many."""
         with self._changed:
             there = self._changed.wait_for(lambda: len(self.seen) >= count, DEADLINE_S)
             assert there, f"{count} answers expected, there are {self.seen}"
@@ -89,7 +89,7 @@ def kill_worker(service: Service, card: int = 0) -> None:
 
 @contextmanager
 def without_a_worker(service: Service, world: Path) -> Iterator[None]:
-    """Kills the worker of the first card; the next is not ready before this is over.
+    """Kills the worker of the first card; the next is not ready before this context ends.
 
     It reads who holds memory, from a pipe into which nobody writes. Without that it may be ready before
     a watch, which shows the latest, has shown that there was none.
@@ -123,7 +123,7 @@ def test_the_cpu_is_a_card_too(painter: Service) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "moored.card.sim:0"])
-def test_a_death_is_seen_and_so_is_the_return(
+def test_the_health_of_a_card_follows_the_death_and_restart_of_its_worker(
     simulate: Simulate, tmp_path: Path, name: str
 ) -> None:
     world = tmp_path / "world"
@@ -138,7 +138,7 @@ def test_a_death_is_seen_and_so_is_the_return(
         watch.close()
 
 
-def test_the_whole_serves_while_one_card_does(simulate: Simulate, tmp_path: Path) -> None:
+def test_the_service_is_serving_while_one_card_is(simulate: Simulate, tmp_path: Path) -> None:
     world = tmp_path / "world"
     service = simulate(f"sim:24GiB,world={world}", "sim:24GiB,index=1")
     with channel_to(service) as channel:
@@ -154,7 +154,7 @@ def test_the_whole_serves_while_one_card_does(simulate: Simulate, tmp_path: Path
             watch.close()
 
 
-def test_a_card_that_is_busy_serves(simulate: Simulate) -> None:
+def test_a_busy_card_is_serving(simulate: Simulate) -> None:
     service = simulate()
     with channel_to(service) as channel, service.client() as client:
         watch = Watch(channel, "moored.card.sim:0")
@@ -166,7 +166,7 @@ def test_a_card_that_is_busy_serves(simulate: Simulate) -> None:
         watch.close()
 
 
-def test_a_service_that_drains_does_not_serve(simulate: Simulate) -> None:
+def test_a_draining_service_is_not_serving(simulate: Simulate) -> None:
     service = simulate()
     with channel_to(service) as channel, service.client() as client:
         watches = [Watch(channel, name) for name in ("", "moored.card.sim:0")]
@@ -182,8 +182,8 @@ def test_a_service_that_drains_does_not_serve(simulate: Simulate) -> None:
             watch.close()
 
 
-def test_a_card_that_cannot_come_up_does_not_serve(simulate: Simulate) -> None:
-    """Workers that die again and again: the service answers, says so, and can be ended."""
+def test_a_service_whose_workers_die_repeatedly_answers_and_stops(simulate: Simulate) -> None:
+    """After workers that die repeatedly the service is healthy, and ends when it is told to."""
     service = simulate("sim:24GiB,die-at=denoise:1,die-generations=9")
     with channel_to(service) as channel, service.client() as client:
         with pytest.raises(moored.WorkerDied):
@@ -212,7 +212,7 @@ def test_the_client_reads_health(simulate: Simulate) -> None:
 def reflect(
     channel: grpc.Channel, version: str, request: reflection_pb2.ServerReflectionRequest
 ) -> reflection_pb2.ServerReflectionResponse:
-    """One question to a version of the protocol; their messages are the same on the wire."""
+    """One request in a version of the protocol; their messages are the same on the wire."""
     call = channel.stream_stream(
         f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
         request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
@@ -242,7 +242,7 @@ def test_reflection_describes_a_method(simulate: Simulate) -> None:
         assert any(b"GenerateImageRequest" in file for file in files)
 
 
-def test_reflection_knows_what_it_does_not_know(simulate: Simulate) -> None:
+def test_reflection_reports_an_unknown_symbol_as_not_found(simulate: Simulate) -> None:
     request = reflection_pb2.ServerReflectionRequest(file_containing_symbol="no.such.Thing")
     with channel_to(simulate()) as channel:
         try:

@@ -1,4 +1,4 @@
-"""Copies of what is quantized at load: made by the shipped model, read again, and never in the way."""
+"""Copies of what is quantized at load: made, read again, made again when damaged, and optional."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def keep(tmp_path: Path, folder: Path) -> Keep:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Waits for what is done in the background."""
+    """Waits until the condition holds."""
     end = time.monotonic() + DEADLINE_S
     while not holds():
         assert time.monotonic() < end
@@ -56,7 +56,7 @@ def loads(service: Service) -> list[tuple[str, str]]:
 
 
 def load(client: moored.Client, service: Service) -> dict[str, str]:
-    """Loads anew; what each quantized component came from."""
+    """Unloads and loads; where each quantized component was read from."""
     before = len(loads(service))
     client.unload(timeout=DEADLINE_S)
     client.load(FOUR_BITS, timeout=DEADLINE_S)
@@ -73,7 +73,9 @@ FROM_COPIES = dict.fromkeys(QUANTIZED, "kept copy")
 FROM_CHECKPOINT = dict.fromkeys(QUANTIZED, "checkpoint")
 
 
-def test_the_next_load_reads_the_copies_and_paints_the_same(keep: Keep, folder: Path) -> None:
+def test_the_next_load_reads_the_copies_and_gives_the_same_picture(
+    keep: Keep, folder: Path
+) -> None:
     first = keep(0)
     with first.client() as client:
         assert load(client, first) == FROM_CHECKPOINT
@@ -90,7 +92,7 @@ def test_the_next_load_reads_the_copies_and_paints_the_same(keep: Keep, folder: 
     assert len(list(folder.iterdir())) == 2
 
 
-def test_copies_that_break_or_leave_are_made_again(keep: Keep, folder: Path) -> None:
+def test_damaged_or_removed_copies_are_made_again(keep: Keep, folder: Path) -> None:
     service = keep(0)
     with service.client() as client:
 
@@ -152,9 +154,7 @@ def test_two_services_share_a_folder(keep: Keep, folder: Path) -> None:
     assert len(list(folder.iterdir())) == 2
 
 
-def test_a_service_that_is_killed_leaves_nothing_that_the_next_does_not_tidy(
-    keep: Keep, folder: Path
-) -> None:
+def test_the_next_service_removes_what_a_killed_one_left(keep: Keep, folder: Path) -> None:
     for number in range(4):
         service = keep(number)
         with service.client() as client:

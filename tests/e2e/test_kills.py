@@ -47,7 +47,7 @@ Moment = Callable[["Scene"], None]
 
 
 def children(pid: int) -> dict[int, str]:
-    """Processes that this one has started, with their states; `Z` is a zombie."""
+    """Child processes of a process, with their states; `Z` is a zombie."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -85,7 +85,7 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
 
 
 class Services:
-    """Services that are used for several points, as long as nothing went wrong on them."""
+    """Services that are shared by several points, as long as no test failed on them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -133,7 +133,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
 
 @dataclass
 class Scene:
-    """A service in the middle of something."""
+    """A service in the state that a point describes."""
 
     service: Service
     client: moored.Client
@@ -143,7 +143,7 @@ class Scene:
     """Process ids by card, as they were when `look` looked."""
 
     def look(self) -> moored.Status:
-        """The status; and notes the workers, so that nothing has to be asked when one is to end."""
+        """The status; records the pids of the workers, so that no call is needed to kill one."""
         status = self.client.status()
         self.workers = {index: card.worker_pid for index, card in enumerate(status.cards)}
         return status
@@ -166,7 +166,7 @@ class Scene:
         return pid
 
     def hold(self) -> int:
-        """Stops the worker where it is: it gets no further, however long the test takes to end it."""
+        """Stops the worker by SIGSTOP, so that it makes no progress until the test ends it."""
         return self.kill(signal.SIGSTOP)
 
 
@@ -178,7 +178,7 @@ def end(pid: int, how: signal.Signals) -> None:
 
 
 def at(kind: type[moored.Event], **fields: object) -> Moment:
-    """When the job's stream says this."""
+    """A point: the job's stream has an event of this type."""
 
     def happened(event: moored.Event) -> bool:
         return isinstance(event, kind) and all(
@@ -189,7 +189,7 @@ def at(kind: type[moored.Event], **fields: object) -> Moment:
 
 
 def at_step(n: int, picture: int = 0) -> Moment:
-    """When so many steps are done, or some more: of those that come fast only the latest is told."""
+    """A point: at least so many steps are done; of fast steps only the latest is sent."""
 
     def happened(event: moored.Event) -> bool:
         return (
@@ -200,7 +200,7 @@ def at_step(n: int, picture: int = 0) -> Moment:
 
 
 def amid_the_load_of(component: str) -> Moment:
-    """When some of its bytes are there, and not all."""
+    """A point: some bytes of a component are loaded, and not all."""
 
     def happened(event: moored.Event) -> bool:
         return (
@@ -213,7 +213,7 @@ def amid_the_load_of(component: str) -> Moment:
 
 
 def once(holds: Callable[[moored.Status], bool]) -> Moment:
-    """When the status says so."""
+    """A point: the status fulfils the condition."""
     return lambda scene: drop(until(scene.client, holds))
 
 
@@ -222,7 +222,7 @@ def drop(_: object) -> None:
 
 
 def loading(component: str) -> Moment:
-    """When this component's memory is booked and it is not there."""
+    """A point: the memory of this component is booked, and it is not resident."""
     return once(
         lambda status: any(
             one.state == "loading" and one.component.name == component
@@ -236,7 +236,7 @@ def evicting() -> Moment:
 
 
 def leased(stage: str) -> Moment:
-    """When a stage has begun: this one, as those before it are leased for a moment too."""
+    """A point: this stage has begun; stages before it have leases too, for a moment."""
     return once(
         lambda status: (
             any(one.leases > 0 for one in status.cards[0].residents)
@@ -246,7 +246,7 @@ def leased(stage: str) -> Moment:
 
 
 def at_once(scene: Scene) -> None:
-    """Before anything has happened."""
+    """A point: before the job has begun."""
 
 
 Job = Callable[[moored.Client], moored.EventStream[object]]
@@ -261,12 +261,12 @@ def load(model: str) -> Job:
 
 
 def repaint(client: moored.Client) -> moored.EventStream[object]:
-    """From an image, which is encoded."""
+    """Generates a picture from a picture, which is encoded."""
     return paint("small", init_image=picture())(client)
 
 
 def replace(old: str, new: str) -> Job:
-    """A picture of a model for which another has to leave."""
+    """Generates with a model for which another has to be evicted."""
 
     def start(client: moored.Client) -> moored.EventStream[object]:
         client.load(old)
@@ -512,7 +512,7 @@ def pinned_is_back(card: moored.CardStatus) -> bool:
 def assert_recovered(
     scene: Scene, before: moored.Status, dead: tuple[int, ...] = (0,), deaths: int = 1
 ) -> None:
-    """Cards whose worker died have another, the others the same; nothing is left of the dead."""
+    """Cards whose worker died have another, the others the same; the dead processes are reaped."""
 
     def is_back(status: moored.Status) -> bool:
         for index, (was, card) in enumerate(zip(before.cards, status.cards, strict=True)):
@@ -535,7 +535,7 @@ def assert_recovered(
 
 
 def assert_as_before(scene: Scene) -> None:
-    """What was pinned is back, and can go."""
+    """What was pinned is resident, and can be unloaded."""
     until(scene.client, lambda status: pinned_is_back(status.cards[0]), WITHIN_S)
     scene.client.unpin(PINNED)
     assert_at_rest(scene.client)
@@ -550,7 +550,7 @@ def scene_of(services: Services, *devices: str, arguments: tuple[str, ...] = ())
 
 
 def in_background(threads: ThreadPoolExecutor, scene: Scene) -> Future[moored.ImageResult]:
-    """A job of somebody else, behind what runs."""
+    """Submits a job of another client, behind the running one."""
     seen = len(scene.client.jobs(include_ended=True))
     job = threads.submit(
         scene.client.generate_image, "behind", model=BEHIND, width=128, timeout=WITHIN_S
@@ -560,7 +560,7 @@ def in_background(threads: ThreadPoolExecutor, scene: Scene) -> Future[moored.Im
 
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name.replace(" ", "-"))
-def test_a_worker_that_ends_here_costs_nobody_anything(services: Services, point: Point) -> None:
+def test_a_worker_that_ends_at_any_point_is_replaced(services: Services, point: Point) -> None:
     with scene_of(services, point.card, arguments=point.arguments) as scene:
         client = scene.client
         pin(client)
@@ -596,7 +596,7 @@ def test_a_worker_that_ends_here_costs_nobody_anything(services: Services, point
 
 @dataclass(frozen=True)
 class Errand:
-    """What a worker is asked for beside jobs, and what becomes of it when the worker ends in it."""
+    """A command to a worker beside jobs, and its outcome when the worker ends in it."""
 
     name: str
     ask: Callable[[moored.Client], object]
@@ -627,7 +627,7 @@ ERRANDS = [
 
 
 @pytest.mark.parametrize("errand", ERRANDS, ids=lambda errand: errand.name.replace(" ", "-"))
-def test_a_worker_that_ends_on_an_errand(services: Services, errand: Errand) -> None:
+def test_a_worker_that_ends_in_a_command_beside_jobs(services: Services, errand: Errand) -> None:
     card = "sim:24GiB,slack=keep,release=400ms"
     with scene_of(services, card, arguments=errand.arguments) as scene:
         pin(scene.client)
@@ -657,7 +657,7 @@ def test_a_worker_that_ends_on_an_errand(services: Services, errand: Errand) -> 
 
 
 def test_an_unload_that_leaves_bytes_behind_ends_the_worker(services: Services) -> None:
-    """The last rung of the ladder: what nothing else brings back comes back with the process."""
+    """The last rung of the ladder: bytes that nothing else frees are freed by the end of the process."""
     with scene_of(services, "sim:24GiB,leak-at=unload:1") as scene:
         pin(scene.client)
         scene.client.load("small")
@@ -685,7 +685,7 @@ def test_a_worker_that_ends_while_it_is_idle(services: Services, loaded: bool) -
         assert_as_before(scene)
 
 
-def test_a_job_waits_on_for_foreign_memory_with_the_next_worker(
+def test_a_job_keeps_waiting_for_foreign_memory_with_the_next_worker(
     services: Services, tmp_path: Path
 ) -> None:
     world = tmp_path / "world"
@@ -708,7 +708,7 @@ def test_a_job_waits_on_for_foreign_memory_with_the_next_worker(
         assert_as_before(scene)
 
 
-def test_a_reservation_stands_when_its_worker_does_not(services: Services) -> None:
+def test_a_reservation_outlives_its_worker(services: Services) -> None:
     with scene_of(services, "sim:40GiB") as scene:
         pin(scene.client)
         before = scene.client.status()
@@ -806,7 +806,7 @@ def test_a_job_whose_worker_is_killed_twice_is_given_up_and_the_next_is_not(
         assert_as_before(scene)
 
 
-def test_two_deaths_of_two_jobs_cost_neither(services: Services) -> None:
+def test_two_jobs_survive_the_death_of_a_worker_each(services: Services) -> None:
     with scene_of(services, "sim:24GiB") as scene:
         pin(scene.client)
         for prompt in ("one", "two"):
@@ -831,7 +831,7 @@ def kill_unless_replaced(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_what_was_cancelled_is_not_tried_again(services: Services) -> None:
+def test_a_cancelled_job_is_not_tried_again(services: Services) -> None:
     with scene_of(services, "sim:24GiB,hang-at=denoise:1") as scene:
         pin(scene.client)
         before = scene.look()
@@ -847,7 +847,7 @@ def test_what_was_cancelled_is_not_tried_again(services: Services) -> None:
         assert_as_before(scene)
 
 
-def test_what_nobody_listens_to_is_not_tried_again(services: Services) -> None:
+def test_a_job_without_a_listener_is_not_tried_again(services: Services) -> None:
     with scene_of(services, "sim:24GiB,hang-at=denoise:1") as scene:
         pin(scene.client)
         before = scene.look()
@@ -889,7 +889,7 @@ def test_a_detached_job_outlives_its_worker(services: Services) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-def test_the_other_card_goes_on(services: Services, how: signal.Signals, busy: bool) -> None:
+def test_the_other_card_keeps_running(services: Services, how: signal.Signals, busy: bool) -> None:
     devices = ("sim:24GiB", "sim:24GiB,index=1")
     with scene_of(services, *devices, arguments=IMPATIENT) as scene:
         client = scene.client
@@ -918,7 +918,7 @@ def test_the_other_card_goes_on(services: Services, how: signal.Signals, busy: b
         assert_as_before(scene)
 
 
-def test_both_cards_at_once(services: Services) -> None:
+def test_workers_of_both_cards_that_end_at_once_are_replaced(services: Services) -> None:
     with scene_of(services, "sim:24GiB", "sim:24GiB,index=1") as scene:
         client = scene.client
         client.pin(PINNED)
@@ -962,7 +962,7 @@ def test_a_worker_that_ends_while_the_service_drains(services: Services) -> None
 
 
 def end_supervisor(service: Service) -> None:
-    """As the kernel would, with all that it knows."""
+    """Kills the supervisor by SIGKILL."""
     workers = children(service.process.pid)
     assert workers
     service.process.send_signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Latents in the service: kept, decoded, read, brought back, refused, and not lost by a fault."""
+"""Latents in the service: kept, decoded, downloaded, uploaded, refused, and not lost by a fault."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Simulate = Callable[..., Service]
 
 
 def latents_of(client: moored.Client, expected: int) -> int:
-    """How many the service keeps, awaited: a status is up to a tenth of a second old."""
+    """The number of kept latents, once it is as expected: a status is up to 0.1 s old."""
     until = time.monotonic() + 10
     while (found := client.status().latents) != expected and time.monotonic() < until:
         time.sleep(0.02)
@@ -73,7 +73,7 @@ def test_a_latent_alone_comes_without_a_picture(painting_client: moored.Client) 
     assert np.array_equal(decoded.pictures[0].array, kept(painting_client).pictures[0].array)
 
 
-def test_a_latent_goes_out_and_back_bit_by_bit(painting_client: moored.Client) -> None:
+def test_a_latent_is_downloaded_and_uploaded_unchanged(painting_client: moored.Client) -> None:
     result = kept(painting_client)
     read = painting_client.get_latent(result.latents[0])
     assert read.info.id == result.latents[0].id
@@ -89,7 +89,7 @@ def test_a_latent_goes_out_and_back_bit_by_bit(painting_client: moored.Client) -
     assert np.array_equal(decoded.pictures[0].array, result.pictures[0].array)
 
 
-def test_a_latent_of_several_messages_survives(painting_client: moored.Client) -> None:
+def test_a_latent_of_several_messages_is_uploaded_unchanged(painting_client: moored.Client) -> None:
     vae_id = kept(painting_client).latents[0].vae_id
     # 2.25 MiB: three chunks each way. Never decoded.
     numbers = np.random.default_rng(1).standard_normal((1, 16, 192, 192)).astype("<f4")
@@ -97,7 +97,7 @@ def test_a_latent_of_several_messages_survives(painting_client: moored.Client) -
     assert np.array_equal(painting_client.get_latent(brought).array, numbers)
 
 
-def test_a_changed_latent_is_another_picture(painting_client: moored.Client) -> None:
+def test_a_changed_latent_decodes_to_another_picture(painting_client: moored.Client) -> None:
     result = kept(painting_client)
     read = painting_client.get_latent(result.latents[0])
     mirrored = painting_client.put_latent(read.array[..., ::-1], vae_id=read.info.vae_id)
@@ -105,7 +105,9 @@ def test_a_changed_latent_is_another_picture(painting_client: moored.Client) -> 
     assert not np.array_equal(decoded.pictures[0].array, result.pictures[0].array)
 
 
-def test_an_encoded_picture_can_be_painted_from(painting_client: moored.Client) -> None:
+def test_an_encoded_picture_can_be_the_start_of_a_generation(
+    painting_client: moored.Client,
+) -> None:
     start = Image.new("RGB", (64, 64), (220, 30, 40))
     encoded = painting_client.encode_image(start, seed=3)
     assert encoded.latent.shape == (1, 16, 8, 8)
@@ -144,7 +146,7 @@ def test_an_encoding_is_scaled_when_asked(painting_client: moored.Client) -> Non
 
 
 def bring_and_decode(client: moored.Client, numbers: NDArray[Any], vae_id: str) -> None:
-    """Either may refuse: what is wrong by itself at once, what is wrong for a model later."""
+    """Uploads and decodes a latent. The decode is refused if the latent does not suit the model."""
     client.decode_latent(client.put_latent(numbers, vae_id=vae_id))
 
 
@@ -183,7 +185,7 @@ def test_a_latent_of_another_shape_is_refused(
     assert kept(painting_client).pictures
 
 
-def test_a_latent_of_another_size_is_no_start(painting_client: moored.Client) -> None:
+def test_a_start_latent_of_another_size_is_refused(painting_client: moored.Client) -> None:
     latent = kept(painting_client).latents[0]
     with pytest.raises((moored.LatentMismatch, moored.InvalidRequest)) as refused:
         painting_client.generate_image(
@@ -237,14 +239,16 @@ def test_a_latent_that_is_not_what_it_says_is_refused(
         assert field in [violation.field for violation in refused.value.violations]
 
 
-def test_a_latent_of_no_vae_is_no_models(painting_client: moored.Client) -> None:
+def test_a_latent_without_a_vae_is_refused(painting_client: moored.Client) -> None:
     sent = chunk(b"\0" * 4096, shape=[1, 16, 8, 8], dtype="f32", vae_id="")
     with pytest.raises((moored.InvalidRequest, moored.LatentMismatch)):
         painting_client.decode_latent(put_raw(painting_client, sent).id)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_numbers_that_are_none_do_no_harm(painting_client: moored.Client, number: float) -> None:
+def test_a_latent_that_is_not_finite_is_refused(
+    painting_client: moored.Client, number: float
+) -> None:
     vae_id = kept(painting_client).latents[0].vae_id
     numbers = np.full((1, 16, 8, 8), number, dtype="<f4")
     with pytest.raises((moored.NotFinite, moored.InvalidRequest)):

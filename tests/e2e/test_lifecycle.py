@@ -1,4 +1,4 @@
-"""How the service starts, is refused, drains and ends; and who may talk to it."""
+"""How the service starts, is refused, drains and ends; and who may use it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKEN = "0123456789abcdef-a-token"
 
 @contextmanager
 def end_of(pid: int) -> Iterator[Callable[[float], bool]]:
-    """Tells whether a process has ended within some seconds, whosever child it is."""
+    """Yields a function that waits some seconds for the end of a process, child or not; whether it ended."""
     process = os.pidfd_open(pid)
     try:
         yield lambda within: bool(select.select([process], [], [], within)[0])
@@ -35,7 +35,7 @@ def end_of(pid: int) -> Iterator[Callable[[float], bool]]:
 
 @contextmanager
 def running(client: moored.Client, steps: int) -> Iterator[moored.EventStream[moored.ImageResult]]:
-    """A slow job, in its denoising."""
+    """A slow job that is denoising."""
     with client.stream_image("slow", model="slow", steps=steps) as stream:
         next(event for event in stream if isinstance(event, moored.Step))
         yield stream
@@ -103,7 +103,7 @@ def test_sigterm_without_jobs_ends_at_once(simulate: Simulate) -> None:
         assert time.monotonic() - began < 20, "draining may take 30 seconds"
 
 
-def test_drained_jobs_are_cancelled_when_the_time_is_over(simulate: Simulate) -> None:
+def test_running_jobs_are_cancelled_when_the_drain_time_is_over(simulate: Simulate) -> None:
     service = simulate(arguments=("--set", "service.drain=500ms"))
     with service.client() as client, running(client, steps=200) as stream:
         service.process.send_signal(signal.SIGTERM)
@@ -137,7 +137,7 @@ def test_the_end_of_standard_input_ends_the_service(simulate: Simulate) -> None:
         assert worker_ended(DEADLINE_S)
 
 
-def test_a_killed_supervisor_takes_its_worker_along(simulate: Simulate) -> None:
+def test_the_worker_ends_when_its_supervisor_is_killed(simulate: Simulate) -> None:
     service = simulate()
     with (
         service.client() as client,
@@ -167,7 +167,7 @@ def test_a_killed_service_can_be_started_again_on_its_state(tmp_path: Path) -> N
 # Starts that are refused.
 
 
-def test_a_second_service_is_kept_off_the_card(tmp_path: Path) -> None:
+def test_a_second_service_on_the_card_is_refused(tmp_path: Path) -> None:
     first = Service(state=tmp_path)
     try:
         for device in ("cpu", "cpu:1GiB"):
@@ -184,7 +184,7 @@ def test_a_second_service_is_kept_off_the_card(tmp_path: Path) -> None:
 
 
 def test_two_simulated_cards_of_one_number_are_told_apart(tmp_path: Path) -> None:
-    """The id names a card in status, health and hints: two of the same would be one."""
+    """The id names a card in status, health and errors, so it has to be unique."""
     arguments = ("--listen", "127.0.0.1:0", "--state", str(tmp_path))
     result = refused(*arguments, "--device", "sim:1GiB", "--device", "sim:2GiB")
     assert "sim:0" in result.stderr or "twice" in result.stderr, result.stderr
@@ -208,13 +208,13 @@ def test_a_state_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
-def test_beyond_loopback_a_token_is_wanted(tmp_path: Path, address: str) -> None:
+def test_an_address_beyond_loopback_needs_a_token(tmp_path: Path, address: str) -> None:
     result = refused("--listen", address, "--state", str(tmp_path))
     assert "token" in result.stderr
     assert "service.token_file" in result.stderr
 
 
-def test_beyond_loopback_with_a_token_is_fine(tmp_path: Path) -> None:
+def test_an_address_beyond_loopback_with_a_token_is_served(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN)
     service = Service(
         *("--set", "service.listen=0.0.0.0:0", "--token-file", str(tmp_path / "token")),
@@ -229,9 +229,7 @@ def test_beyond_loopback_with_a_token_is_fine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("contents", "words"), [("short", "16"), (None, "cannot be read")])
-def test_a_token_file_that_is_no_good_is_refused(
-    tmp_path: Path, contents: str | None, words: str
-) -> None:
+def test_an_invalid_token_file_is_refused(tmp_path: Path, contents: str | None, words: str) -> None:
     token = tmp_path / "token"
     if contents is not None:
         token.write_text(contents)
@@ -243,7 +241,7 @@ def test_a_token_file_that_is_no_good_is_refused(
     assert "short" not in result.stderr.replace("shorter", ""), "a token is never printed"
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     file = tmp_path / "moored.toml"
     file.write_text('[queue]\nmax_jobs = 0\nno_such_setting = 1\n[cards]\npolicy = "mine"\n')
     result = refused(
@@ -268,12 +266,12 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     assert "config --defaults" in result.stderr
 
 
-def test_a_configuration_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_configuration_file_is_named(tmp_path: Path) -> None:
     result = refused("--config", str(tmp_path / "none.toml"))
     assert str(tmp_path / "none.toml") in result.stderr
 
 
-def test_a_configuration_file_that_is_no_toml_is_named_with_its_line(tmp_path: Path) -> None:
+def test_an_invalid_configuration_file_is_named_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "broken.toml"
     file.write_text("[queue]\nmax_jobs = = 3\n")
     result = refused("--config", str(file))
@@ -300,7 +298,7 @@ def test_any_setting_can_be_set_by_name(tmp_path: Path) -> None:
 # Tokens.
 
 
-def test_a_token_is_wanted_by_every_call_but_health(tmp_path: Path) -> None:
+def test_every_call_but_health_needs_the_token(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
     service = Service(
@@ -347,7 +345,7 @@ def test_a_token_is_wanted_by_every_call_but_health(tmp_path: Path) -> None:
 # What it says of itself.
 
 
-def test_server_info_tells_what_there_is(simulate: Simulate) -> None:
+def test_server_info_lists_version_cards_and_capabilities(simulate: Simulate) -> None:
     service = simulate("sim:24GiB", "cpu:2GiB")
     with service.client() as client:
         info = client.server_info()
@@ -373,7 +371,7 @@ def test_server_info_tells_what_there_is(simulate: Simulate) -> None:
     assert cpu.name
 
 
-def test_what_is_not_built_says_so(simulate: Simulate) -> None:
+def test_features_that_are_not_built_are_refused(simulate: Simulate) -> None:
     model = moored.ModelRef("small", adapters=(moored.Adapter("owner/lora"),))
     with simulate().client() as client:
         calls: list[Callable[[], object]] = [
@@ -390,7 +388,7 @@ def test_what_is_not_built_says_so(simulate: Simulate) -> None:
             assert refusal.value.reason == "NOT_BUILT"
 
 
-def test_the_binary_without_a_command_says_how_it_is_used() -> None:
+def test_the_binary_without_a_command_prints_its_usage() -> None:
     result = subprocess.run(
         [str(BINARY)], capture_output=True, text=True, env=clean_environment(), timeout=30
     )

@@ -1,6 +1,6 @@
-"""What clients leave open, unfinished or unread has bounds, and what was used is given back to the system.
+"""Bounds on connections, calls, uploads and unread results; and freed memory is returned to the system.
 
-Most of it is said in HTTP/2 by hand: gRPC's own library leaves nothing half done.
+Most of these tests write HTTP/2 frames by hand: gRPC's own library leaves no call unfinished.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def test_uploads_that_pause_for_too_long_are_ended(simulate: Simulate, opened: E
     assert (GOAWAY, 0) not in connection.frames, "the connection itself is well"
 
 
-def test_what_arrives_is_bounded_for_each_client(simulate: Simulate, opened: ExitStack) -> None:
+def test_uploads_are_bounded_for_each_client(simulate: Simulate, opened: ExitStack) -> None:
     service = simulate(arguments=("--set", "limits.uploads_per_client=100MiB"))
     with service.client() as client:
         before = resident(service)
@@ -223,7 +223,7 @@ def test_what_arrives_is_bounded_for_each_client(simulate: Simulate, opened: Exi
         client.generate_image("small", model="small", width=64, height=64)
 
 
-def test_calls_are_bounded_and_looking_and_cancelling_go_on(simulate: Simulate) -> None:
+def test_status_and_cancel_are_served_beyond_the_bound_of_calls(simulate: Simulate) -> None:
     service = simulate(arguments=("--set", "limits.calls_per_client=4"))
     with service.client() as client, ExitStack() as watchers:
         for _ in range(4):
@@ -240,7 +240,7 @@ def test_calls_are_bounded_and_looking_and_cancelling_go_on(simulate: Simulate) 
         client.generate_image("again", model="small", width=64, height=64)
 
 
-def test_connections_that_say_nothing_are_closed(simulate: Simulate) -> None:
+def test_connections_without_a_handshake_are_closed(simulate: Simulate) -> None:
     service = simulate(arguments=("--set", "limits.handshake=500ms"))
     host, port = service.address.rsplit(":", 1)
     for said in (b"", PREFACE[:10], PREFACE):
@@ -250,7 +250,7 @@ def test_connections_that_say_nothing_are_closed(simulate: Simulate) -> None:
                 pass
 
 
-def test_out_of_file_descriptors_it_waits_and_says_so_once(simulate: Simulate) -> None:
+def test_without_file_descriptors_the_service_waits_and_logs_it_once(simulate: Simulate) -> None:
     service = simulate()
     pid = service.process.pid
     with service.client() as client:
@@ -303,7 +303,7 @@ def test_a_picture_that_many_leave_unread_is_held_once(
         assert grew(service, before) < 2 * 48 + 100
 
 
-def test_what_was_used_is_given_back(simulate: Simulate) -> None:
+def test_freed_memory_is_returned_to_the_system(simulate: Simulate) -> None:
     service = simulate()
     with service.client() as client:
         client.generate_image("first", model="small", width=64, height=64)
@@ -339,7 +339,7 @@ def test_holds_and_reservations_are_bounded(simulate: Simulate) -> None:
         client.reserve(MIB)
 
 
-def test_lines_of_the_log_name_the_call_and_the_job(simulate: Simulate) -> None:
+def test_log_lines_have_the_call_and_the_job(simulate: Simulate) -> None:
     service = simulate(arguments=("--set", "log.filter=debug"))
     with service.client(client_id="who asks") as client:
         job = client.generate_image("x", model="small", width=64, height=64).job_id
@@ -353,7 +353,7 @@ def test_lines_of_the_log_name_the_call_and_the_job(simulate: Simulate) -> None:
         )
 
 
-def test_what_a_library_prints_in_a_worker_is_no_frame(simulate: Simulate) -> None:
+def test_output_of_a_library_in_a_worker_is_not_read_as_a_frame(simulate: Simulate) -> None:
     service = simulate()
     with service.client() as client:
         worker = client.status().cards[0].worker_pid

@@ -1,4 +1,4 @@
-"""Films and tracks: whole, as they arrive, in the middle of faults, and as latents."""
+"""Films and tracks: complete, in pieces, through faults, and as latents."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_track(simulate: Simulate, tmp_path: Path, output: moored.AudioOutput)
         assert_at_rest(client)
 
 
-def test_words_of_a_track_reach_its_recipe(simulate: Simulate) -> None:
+def test_the_lyrics_of_a_track_are_in_its_recipe(simulate: Simulate) -> None:
     with simulate().client() as client:
         sung = client.generate_audio("a song", model="track", lyrics="la la", seconds=0.2)
         assert json.loads(sung.metadata["recipe"])["lyrics"] == "la la"
@@ -292,7 +292,9 @@ def test_two_films_and_two_tracks(simulate: Simulate) -> None:
         assert (tracks[0].array[0] != tracks[1].array[0]).any()
 
 
-def test_who_joins_in_the_middle_gets_the_whole(simulate: Simulate, tmp_path: Path) -> None:
+def test_a_client_that_joins_in_the_middle_gets_the_whole_result(
+    simulate: Simulate, tmp_path: Path
+) -> None:
     with simulate(arguments=slow_decoders(tmp_path)).client() as client:
         asked: dict[str, Any] = {"model": "slow-video", "seed": 3, "idempotency_key": "k"}
         with client.stream_video("a wave", **asked) as first:
@@ -404,7 +406,7 @@ def test_another_medium_is_refused(
         assert client.jobs(include_ended=True) == ()
 
 
-def test_what_a_film_or_a_track_cannot_be_is_refused_by_its_field(simulate: Simulate) -> None:
+def test_a_wrong_field_of_a_film_or_track_is_named(simulate: Simulate) -> None:
     with simulate().client() as client:
         with pytest.raises(moored.InvalidRequest) as refused:
             client.generate_video(
@@ -424,7 +426,7 @@ def test_what_a_film_or_a_track_cannot_be_is_refused_by_its_field(simulate: Simu
             client.generate_video("x", model="video", width=17)
 
 
-def test_what_exceeds_the_card_is_refused_with_what_would_fit(simulate: Simulate) -> None:
+def test_a_request_that_exceeds_the_card_is_refused_with_one_that_fits(simulate: Simulate) -> None:
     # `video`: 4 MiB of activations for 25 frames of 64x64; `track`: 2 MiB for two seconds.
     with simulate("sim:1GiB").client() as client:
         with pytest.raises(moored.NeverFits) as refused:
@@ -471,7 +473,7 @@ def test_a_plan_of_each_medium(simulate: Simulate) -> None:
 
 
 @pytest.mark.parametrize("medium", ["video", "audio"])
-def test_a_worker_killed_in_a_decode_costs_no_frame(
+def test_a_worker_killed_in_a_decode_loses_no_frame(
     simulate: Simulate, tmp_path: Path, medium: str
 ) -> None:
     with simulate(arguments=slow_decoders(tmp_path)).client() as client:
@@ -498,8 +500,8 @@ def test_a_worker_killed_in_a_decode_costs_no_frame(
         assert_at_rest(client)
 
 
-def test_frames_go_on_where_a_killed_worker_left_them(simulate: Simulate, tmp_path: Path) -> None:
-    """The second of two films, and between two pieces in its middle."""
+def test_frames_continue_where_a_killed_worker_stopped(simulate: Simulate, tmp_path: Path) -> None:
+    """The worker is killed between two pieces in the middle of the second film."""
     with (
         simulate(arguments=slow_decoders(tmp_path)).client() as client,
         client.stream_video("x", model="slow-video", seed=7, count=2) as stream,

@@ -1,4 +1,4 @@
-"""What an operator sets and asks for: models at the start, reservations, new workers, statuses."""
+"""Settings and commands of an operator: models at the start, reservations, new workers, statuses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_models_of_the_configuration_are_loaded_and_pinned_at_the_start(simulate
     )
 
 
-def test_room_is_reserved_renewed_and_released_from_the_command_line(simulate: Simulate) -> None:
+def test_memory_is_reserved_renewed_and_released_on_the_command_line(simulate: Simulate) -> None:
     service = simulate("sim:24GiB")
     service.client().close()  # its card is ready
 
@@ -68,7 +68,7 @@ def test_room_is_reserved_renewed_and_released_from_the_command_line(simulate: S
     assert "freed_bytes" in told("trim")
 
 
-def test_a_new_worker_serves_the_card_and_the_job_goes_on(simulate: Simulate) -> None:
+def test_a_recycled_worker_is_replaced_and_its_job_finishes(simulate: Simulate) -> None:
     service = simulate("sim:40GiB")
     with service.client() as client:
         before = client.status().cards[0]
@@ -85,7 +85,7 @@ def test_a_new_worker_serves_the_card_and_the_job_goes_on(simulate: Simulate) ->
     assert "a new worker process serves sim:0" in service.run("recycle").stdout
 
 
-def test_a_status_tells_the_memory_of_the_machine(simulate: Simulate) -> None:
+def test_the_status_has_the_memory_of_the_machine(simulate: Simulate) -> None:
     with simulate().client() as client:
         host = client.status().host
         assert host is not None
@@ -94,7 +94,7 @@ def test_a_status_tells_the_memory_of_the_machine(simulate: Simulate) -> None:
         assert 0 < host.workers_bytes < host.total_bytes
 
 
-def test_a_stage_tells_the_cards_memory_before_and_after(simulate: Simulate) -> None:
+def test_a_stage_reports_the_cards_memory_before_and_after(simulate: Simulate) -> None:
     with simulate().client() as client:
         with client.stream_image("a cat", model="small") as stream:
             started = [event for event in stream if isinstance(event, moored.StageStarted)]

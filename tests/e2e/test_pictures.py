@@ -1,4 +1,4 @@
-"""Pictures of the shipped model: they show what was asked, and come as the API says."""
+"""Pictures of the shipped model: they show their prompts, and are sent as the API says."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def load_judge() -> ModuleType:
 
 
 def spread(prompts: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
-    """So many prompts, in turn of one, two and three shapes, evenly from all over the file."""
+    """So many prompts, in turn of one, two and three shapes, taken evenly from the file."""
     by_shapes: dict[int, list[dict[str, Any]]] = {}
     for prompt in prompts:
         by_shapes.setdefault(len(prompt["scene"]["objects"]), []).append(prompt)
@@ -57,7 +57,7 @@ def spread(prompts: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Prompts that the model has not seen in training, and what the service made of them."""
+    """Prompts that the model was not trained on, and their pictures."""
 
     scenes: list[dict[str, Any]]
     images: list[Image.Image]
@@ -74,7 +74,7 @@ def held_out(painting_client: moored.Client) -> HeldOut:
     return HeldOut([prompt["scene"] for prompt in prompts], images)
 
 
-def test_pictures_show_what_was_asked(held_out: HeldOut) -> None:
+def test_pictures_show_their_prompts(held_out: HeldOut) -> None:
     judge = load_judge()
     verdicts = [
         judge.judge(image, scene)
@@ -87,7 +87,7 @@ def test_pictures_show_what_was_asked(held_out: HeldOut) -> None:
     ]
 
 
-def test_the_same_pictures_do_not_show_what_others_asked(held_out: HeldOut) -> None:
+def test_pictures_do_not_show_other_prompts(held_out: HeldOut) -> None:
     judge = load_judge()
     others = held_out.scenes[1:] + held_out.scenes[:1]
     right = [
@@ -97,7 +97,7 @@ def test_the_same_pictures_do_not_show_what_others_asked(held_out: HeldOut) -> N
     assert sum(right) <= MOST_RIGHT_SHUFFLED
 
 
-def test_a_seed_is_a_picture(painting_client: moored.Client) -> None:
+def test_the_same_seed_gives_the_same_picture(painting_client: moored.Client) -> None:
     first, again, other = (
         painting_client.generate_image(PROMPT, seed=seed, **QUICK).pictures[0] for seed in (7, 7, 8)
     )
@@ -105,7 +105,7 @@ def test_a_seed_is_a_picture(painting_client: moored.Client) -> None:
     assert first.array.tobytes() != other.array.tobytes()
 
 
-def test_without_a_seed_the_result_tells_one_that_repeats_it(
+def test_the_result_has_the_random_seed_that_repeats_it(
     painting_client: moored.Client,
 ) -> None:
     random = painting_client.generate_image(PROMPT, **QUICK)
@@ -114,7 +114,7 @@ def test_without_a_seed_the_result_tells_one_that_repeats_it(
     assert repeated.pictures[0].data == random.pictures[0].data
 
 
-def test_several_pictures_are_those_of_the_following_seeds(
+def test_several_pictures_have_consecutive_seeds(
     painting_client: moored.Client,
 ) -> None:
     several = painting_client.generate_image(PROMPT, seed=40, count=3, **QUICK)
@@ -127,7 +127,7 @@ def test_several_pictures_are_those_of_the_following_seeds(
     assert len({picture.data for picture in several.pictures}) == 3
 
 
-def test_raw_pixels_are_those_of_the_png(painting_client: moored.Client) -> None:
+def test_raw_pixels_equal_those_of_the_png(painting_client: moored.Client) -> None:
     png = painting_client.generate_image(PROMPT, seed=3, output="png", **QUICK).pictures[0]
     raw = painting_client.generate_image(PROMPT, seed=3, output="raw", **QUICK).pictures[0]
     assert (png.media_type, raw.media_type) == ("image/png", "image/x-raw-rgb")
@@ -136,7 +136,7 @@ def test_raw_pixels_are_those_of_the_png(painting_client: moored.Client) -> None
     assert np.array_equal(raw.array, png.array)
 
 
-def test_a_png_carries_what_made_it(
+def test_a_png_has_its_recipe(
     painting_client: moored.Client,
 ) -> None:
     prompt = 'ein roter Ring, "größer" als 🟥'
@@ -194,7 +194,7 @@ def test_image_to_image_stays_closer_the_weaker_it_is(
     assert recipe["strength"] == pytest.approx(0.2)
 
 
-def test_each_picture_from_a_picture_is_what_its_seed_alone_gives(
+def test_each_of_several_pictures_from_a_picture_depends_on_its_seed_alone(
     painting_client: moored.Client,
 ) -> None:
     gradient = np.linspace(0, 255, 64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3)
@@ -253,7 +253,7 @@ def test_sizes_need_not_be_square(painting_client: moored.Client) -> None:
     assert (result.metadata["width"], result.metadata["height"]) == ("160", "48")
 
 
-def test_previews_come_when_asked_small_and_not_too_often(
+def test_previews_are_small_and_sent_at_the_interval(
     painting_client: moored.Client,
 ) -> None:
     stream = painting_client.stream_image(
@@ -277,12 +277,12 @@ def test_a_long_interval_gives_few_previews(painting_client: moored.Client) -> N
     assert sum(isinstance(event, moored.Preview) for event in stream) <= 1
 
 
-def test_no_previews_unless_asked(painting_client: moored.Client) -> None:
+def test_no_previews_without_an_interval(painting_client: moored.Client) -> None:
     stream = painting_client.stream_image(PROMPT, seed=1, **QUICK)
     assert not [event for event in stream if isinstance(event, moored.Preview)]
 
 
-def test_a_prompt_that_comes_again_is_not_encoded_again(
+def test_a_repeated_prompt_is_not_encoded_again(
     painting_client: moored.Client,
 ) -> None:
     prompt = "a prompt of this test alone: a small green star on a black background"
@@ -318,7 +318,7 @@ def test_the_command_line_says_what_computed_attention(painter: Service, tmp_pat
     assert by_stage == {"encode_text": "", "denoise": "cpu loops", "decode": "cpu loops"}
 
 
-def test_the_end_tells_times_and_peaks_of_every_stage(painting_client: moored.Client) -> None:
+def test_done_has_times_and_peaks_of_every_stage(painting_client: moored.Client) -> None:
     prompt = "a prompt of this test alone: a large blue square on a white background"
     stream = painting_client.stream_image(prompt, seed=1, steps=4)
     events = list(stream)

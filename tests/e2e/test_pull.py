@@ -1,4 +1,4 @@
-"""Models come from a hub, whole or not at all: from a stand-in of one that serves the shipped model."""
+"""Pulls from a stand-in of a hub that serves the shipped model: a model is complete or absent."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def serve(hub: Hub, home: Path, tmp_path: Path) -> Iterator[Serve]:
 
 
 def told(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """The last that a command said."""
+    """The last event that a command printed."""
     last: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return last
 
@@ -129,7 +129,7 @@ def same_picture(ours: moored.ImageResult, theirs: moored.ImageResult) -> bool:
 # What is there afterwards.
 
 
-def test_a_pulled_model_paints_without_a_restart(
+def test_a_pulled_model_generates_without_a_restart(
     hub: Hub, serve: Serve, pull: Pull, painting_client: moored.Client
 ) -> None:
     with serve().client() as client:
@@ -143,7 +143,7 @@ def test_a_pulled_model_paints_without_a_restart(
         assert same_picture(ours, painting_client.generate_image("a red cube", **QUICK))
 
 
-def test_the_cache_is_laid_out_as_its_other_users_have_it(
+def test_the_cache_has_the_layout_of_other_programs(
     hub: Hub, home: Path, pull: Pull, shipped: dict[str, bytes]
 ) -> None:
     done = pulled(pull())
@@ -210,7 +210,7 @@ def test_a_branch_that_has_not_moved_is_not_written_again(home: Path, pull: Pull
     assert branch.read_text() == f"{commit}\n", "others may be reading it, or nobody may write it"
 
 
-def test_in_a_pipe_a_pull_tells_in_lines_and_ends_with_the_path(hub: Hub, home: Path) -> None:
+def test_in_a_pipe_a_pull_prints_lines_and_at_last_the_path(hub: Hub, home: Path) -> None:
     done = run("pull", MODEL, env=hub.environment(home))
     assert done.returncode == 0
     assert done.stdout.strip().endswith(hub.repositories[MODEL].revisions["main"])
@@ -219,7 +219,7 @@ def test_in_a_pipe_a_pull_tells_in_lines_and_ends_with_the_path(hub: Hub, home: 
     assert "\x1b" not in done.stderr + done.stdout
 
 
-def test_in_a_terminal_a_pull_draws_how_far_it_is(hub: Hub, home: Path) -> None:
+def test_in_a_terminal_a_pull_draws_its_progress(hub: Hub, home: Path) -> None:
     mine, theirs = pty.openpty()
     hub.stall(TRANSFORMER, 5_000_000)
     command, env = [str(BINARY), "pull", MODEL], hub.environment(home, TERM="xterm")
@@ -237,7 +237,7 @@ def test_in_a_terminal_a_pull_draws_how_far_it_is(hub: Hub, home: Path) -> None:
 # Cuts.
 
 
-def test_a_cut_is_resumed_where_it_was(
+def test_a_download_that_was_cut_is_resumed(
     hub: Hub, home: Path, pull: Pull, shipped: dict[str, bytes]
 ) -> None:
     for at in (4_000_000, 9_000_001):
@@ -253,7 +253,9 @@ def test_a_cut_is_resumed_where_it_was(
     assert snapshot_of(home, done["revision"]) == shipped
 
 
-def test_a_reset_is_resumed(hub: Hub, home: Path, pull: Pull, shipped: dict[str, bytes]) -> None:
+def test_a_download_is_resumed_after_a_connection_reset(
+    hub: Hub, home: Path, pull: Pull, shipped: dict[str, bytes]
+) -> None:
     hub.cut(TRANSFORMER, 6_000_000, reset=True)
     done = pulled(pull())
     _, resumed = hub.fetched(TRANSFORMER)
@@ -261,7 +263,7 @@ def test_a_reset_is_resumed(hub: Hub, home: Path, pull: Pull, shipped: dict[str,
     assert snapshot_of(home, done["revision"]) == shipped
 
 
-def test_a_file_that_never_gets_further_is_given_up_and_kept(
+def test_a_download_without_progress_fails_and_keeps_its_partial_file(
     hub: Hub, home: Path, pull: Pull
 ) -> None:
     hub.limit(TRANSFORMER, 3_000_001)
@@ -274,7 +276,7 @@ def test_a_file_that_never_gets_further_is_given_up_and_kept(
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_a_pull_that_was_ended_goes_on_from_there(
+def test_an_interrupted_pull_is_resumed(
     hub: Hub, home: Path, pull: Pull, shipped: dict[str, bytes], how: signal.Signals
 ) -> None:
     stall = 5_000_000
@@ -301,7 +303,7 @@ def test_a_pull_that_was_ended_goes_on_from_there(
     assert snapshot_of(home, done["revision"]) == shipped
 
 
-def test_two_at_once_fetch_each_byte_once(
+def test_two_pulls_at_once_download_each_byte_once(
     hub: Hub, home: Path, pull: Pull, shipped: dict[str, bytes]
 ) -> None:
     results: list[dict[str, Any]] = []
@@ -327,7 +329,7 @@ def test_two_at_once_fetch_each_byte_once(
 # Contents that are not what they should be.
 
 
-def test_what_comes_with_another_checksum_is_thrown_away(hub: Hub, home: Path, pull: Pull) -> None:
+def test_a_file_with_a_wrong_checksum_is_discarded(hub: Hub, home: Path, pull: Pull) -> None:
     hub.corrupt(VAE, 100)
     reason, message = failed(pull())
     assert reason == "PULL_FAILED"
@@ -340,7 +342,7 @@ def test_what_comes_with_another_checksum_is_thrown_away(hub: Hub, home: Path, p
 
 
 @pytest.mark.parametrize("path", [VAE, "model_index.json"])
-def test_a_part_that_went_bad_heals(
+def test_a_damaged_partial_file_is_downloaded_again(
     hub: Hub, home: Path, pull: Pull, shipped: dict[str, bytes], path: str
 ) -> None:
     content = shipped[path]
@@ -371,7 +373,9 @@ def locked(hub: Hub) -> None:
         ("hf_wrong", ["refuses the token"]),
     ],
 )
-def test_a_gated_model_says_what_to_do(hub: Hub, pull: Pull, token: str, says: list[str]) -> None:
+def test_the_error_of_a_gated_model_has_a_remedy(
+    hub: Hub, pull: Pull, token: str, says: list[str]
+) -> None:
     locked(hub)
     done = pull(HF_TOKEN=token)
     reason, message = failed(done)
@@ -380,7 +384,7 @@ def test_a_gated_model_says_what_to_do(hub: Hub, pull: Pull, token: str, says: l
     assert not token or token not in done.stdout + done.stderr
 
 
-def test_the_right_token_opens_it_and_goes_nowhere_else(hub: Hub, home: Path, pull: Pull) -> None:
+def test_the_token_is_sent_to_the_hub_alone(hub: Hub, home: Path, pull: Pull) -> None:
     locked(hub)
     home.mkdir()
     (home / "token").write_text(f"{RIGHT}\n")  # as a login leaves it
@@ -409,7 +413,9 @@ def test_a_private_model_needs_a_token(hub: Hub, pull: Pull) -> None:
         ("me/../../etc", "INVALID_REQUEST", "OWNER/NAME"),
     ],
 )
-def test_what_is_not_there_is_named(pull: Pull, model: str, reason: str, says: str) -> None:
+def test_a_missing_model_or_revision_is_named(
+    pull: Pull, model: str, reason: str, says: str
+) -> None:
     told, message = failed(pull(model))
     assert told == reason
     assert says in message
@@ -424,7 +430,7 @@ def test_what_is_not_there_is_named(pull: Pull, model: str, reason: str, says: s
         ({"model_index.json": b'{"_class_name": "FluxPipeline"}'}, "scheduler is missing"),
     ],
 )
-def test_what_could_not_be_run_is_not_fetched(
+def test_a_repository_that_is_no_pipeline_is_not_downloaded(
     hub: Hub, home: Path, pull: Pull, files: dict[str, bytes], says: str
 ) -> None:
     hub.repositories[MODEL] = Repository(files)
@@ -434,7 +440,7 @@ def test_what_could_not_be_run_is_not_fetched(
     assert not cache_of(home).exists()
 
 
-def test_a_repository_without_some_weights_is_not_fetched(
+def test_a_repository_without_some_weights_is_not_downloaded(
     hub: Hub, home: Path, pull: Pull, shipped: dict[str, bytes]
 ) -> None:
     hub.repositories[MODEL] = Repository({p: c for p, c in shipped.items() if p != VAE})
@@ -455,14 +461,14 @@ def test_a_repository_without_some_weights_is_not_fetched(
         "/vae/up.json",
     ],
 )
-def test_a_file_with_a_name_that_no_pipeline_has_is_left_alone(
+def test_files_with_unsafe_names_are_not_downloaded(
     hub: Hub, home: Path, pull: Pull, shipped: dict[str, bytes], name: str
 ) -> None:
     hub.repositories[MODEL].files[name] = b"{}"
     assert snapshot_of(home, pulled(pull())["revision"]) == shipped
 
 
-def test_what_the_hub_says_is_shown_in_plain_characters_and_not_without_end(
+def test_messages_of_the_hub_are_shown_without_control_characters_and_cut(
     hub: Hub, serve: Serve, pull: Pull
 ) -> None:
     index = json.dumps({"_class_name": "\x1b[31mred" + "x" * 100_000}).encode()
@@ -475,27 +481,27 @@ def test_what_the_hub_says_is_shown_in_plain_characters_and_not_without_end(
         client.pull_model(MODEL)
 
 
-def test_a_hub_that_tells_no_checksums_is_told_of(hub: Hub, pull: Pull) -> None:
+def test_a_hub_without_checksums_is_refused(hub: Hub, pull: Pull) -> None:
     hub.lists_sizes = False
     _, message = failed(pull())
     assert "sizes and checksums" in message
 
 
-def test_a_token_that_cannot_be_sent_is_the_tokens_fault(hub: Hub, pull: Pull) -> None:
+def test_a_token_that_cannot_be_sent_is_reported(hub: Hub, pull: Pull) -> None:
     _, message = failed(pull(HF_TOKEN="hf_caf\ne"))
     assert "HF_TOKEN" in message
     assert "caf" not in message
     assert hub.requests == []
 
 
-def test_a_hub_that_does_not_answer(pull: Pull) -> None:
+def test_an_unreachable_hub_is_named(pull: Pull) -> None:
     reason, message = failed(pull(HF_ENDPOINT="http://127.0.0.1:9"))
     assert reason == "PULL_FAILED"
     assert "http://127.0.0.1:9 cannot be reached" in message
     assert "HF_ENDPOINT" in message
 
 
-def test_room_is_checked_before_the_first_byte(hub: Hub, home: Path, pull: Pull) -> None:
+def test_disk_space_is_checked_before_the_first_byte(hub: Hub, home: Path, pull: Pull) -> None:
     hub.announce(TRANSFORMER, 1 << 50)
     reason, message = failed(pull())
     assert reason == "DISK_FULL"
@@ -504,7 +510,7 @@ def test_room_is_checked_before_the_first_byte(hub: Hub, home: Path, pull: Pull)
     assert not any(one.sent for one in hub.requests if one.server == "store")
 
 
-def test_sizes_beyond_all_numbers_do_not_fit_either(hub: Hub, pull: Pull) -> None:
+def test_a_sum_of_sizes_that_overflows_is_refused_as_a_full_disk(hub: Hub, pull: Pull) -> None:
     for path in (TRANSFORMER, VAE):
         hub.announce(path, (1 << 64) - 1)
     reason, _ = failed(pull())
@@ -514,7 +520,7 @@ def test_sizes_beyond_all_numbers_do_not_fit_either(hub: Hub, pull: Pull) -> Non
 # Offline.
 
 
-def test_offline_says_what_is_missing(hub: Hub, home: Path, pull: Pull) -> None:
+def test_offline_names_missing_files(hub: Hub, home: Path, pull: Pull) -> None:
     _, message = failed(pull(HF_HUB_OFFLINE="1"))
     assert "HF_HUB_OFFLINE" in message
     assert "all of it is missing" in message
@@ -556,7 +562,7 @@ def test_the_service_pulls_for_its_clients(
         assert client.generate_image("a red cube", model=MODEL, **QUICK).pictures
 
 
-def test_a_service_that_is_offline_plans_what_is_here(
+def test_an_offline_service_plans_a_pull_of_what_it_has(
     hub: Hub, serve: Serve, pull: Pull, shipped: dict[str, bytes]
 ) -> None:
     commit = pulled(pull())["revision"]
@@ -623,7 +629,7 @@ def test_a_service_pulls_a_few_models_at_a_time(hub: Hub, serve: Serve) -> None:
         assert {stream.result().id for stream in streams} == set(models)
 
 
-def test_errors_reach_the_client_as_what_they_are(hub: Hub, serve: Serve) -> None:
+def test_errors_of_a_pull_reach_the_client_typed(hub: Hub, serve: Serve) -> None:
     with serve().client() as client:
         with pytest.raises(moored.PullFailed, match="no model me/other"):
             client.pull_model("me/other")
@@ -637,7 +643,7 @@ def test_errors_reach_the_client_as_what_they_are(hub: Hub, serve: Serve) -> Non
             client.pull_model("me/gguf")
 
 
-def test_a_service_that_may_not_pull_does_not(hub: Hub, serve: Serve) -> None:
+def test_a_service_without_hub_pull_refuses_pulls(hub: Hub, serve: Serve) -> None:
     with serve("--set", "hub.pull=false").client() as client:
         assert "pull" not in client.server_info().capabilities
         for call in (client.pull_model, client.plan_pull):
@@ -685,7 +691,7 @@ def test_generate_and_load_pull_when_told_to(hub: Hub, serve: Serve, tmp_path: P
     assert len(hub.requests) == before
 
 
-def test_half_a_model_that_another_program_left_is_missing_and_can_be_pulled(
+def test_an_incomplete_model_of_another_program_can_be_pulled(
     hub: Hub, home: Path, serve: Serve, shipped: dict[str, bytes], tmp_path: Path
 ) -> None:
     commit = hub.repositories[MODEL].revisions["main"]
@@ -725,7 +731,7 @@ def test_in_a_terminal_generate_asks(
 
 
 def read_until(terminal: int, wanted: str | None) -> str:
-    """What a terminal shows until then; without a word to wait for, until its program has ended."""
+    """The output of a terminal up to a word; without one, until its program has ended."""
     shown, until = "", time.monotonic() + WAIT_S
     while (wanted is None or wanted not in shown) and time.monotonic() < until:
         if not select.select([terminal], [], [], 0.1)[0]:

@@ -1,4 +1,4 @@
-"""Models held in fewer bytes: what is asked for, what it is called, what is shared, what is offered."""
+"""Quantized models: formats in requests, keys of entries, shared components, and fallbacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def small(preset: str = "", **formats: str) -> moored.ModelRef:
 
 
 def residents(client: moored.Client) -> dict[str, moored.ResidentComponent]:
-    """By identity."""
+    """Resident components by identity."""
     return {one.component.id: one for one in client.status().cards[0].residents}
 
 
@@ -66,7 +66,7 @@ def test_a_model_has_one_key_however_it_is_asked_for(
         assert entries == {key}
 
 
-def test_two_ways_to_say_the_same_are_resident_once(simulate: Simulate) -> None:
+def test_equal_formats_are_resident_once(simulate: Simulate) -> None:
     with simulate().client() as client:
         client.load(small("4-bit"), timeout=DEADLINE_S)
         before = residents(client)
@@ -179,7 +179,7 @@ def test_every_quantization_that_a_refusal_names_runs(
             assert fallback.fits_now == (there <= set(residents(client)))
 
 
-def test_several_cards_are_asked_for_what_would_fit(simulate: Simulate) -> None:
+def test_a_refusal_names_what_would_fit_on_any_of_several_cards(simulate: Simulate) -> None:
     with simulate("sim:8GiB", "sim:14GiB,index=1").client() as client:
         with pytest.raises(moored.NeverFits) as refused:
             client.generate_image("too large", model="flux-full", timeout=DEADLINE_S)
@@ -251,7 +251,7 @@ def test_what_does_not_fit_in_8_bits_is_offered_in_4(simulate: Simulate) -> None
     ],
     ids=["preset", "format", "component", "stored"],
 )
-def test_what_there_is_not_is_refused_by_its_field(
+def test_unknown_formats_and_components_are_refused_by_field(
     simulate: Simulate, model: moored.ModelRef, field: str, word: str
 ) -> None:
     with simulate().client() as client:
@@ -271,7 +271,7 @@ def test_what_there_is_not_is_refused_by_its_field(
             assert word in violation.description
 
 
-def test_what_is_stored_quantized_says_so_and_is_left_so(
+def test_a_model_stored_quantized_is_listed_so_and_not_converted(
     simulate: Simulate, tmp_path: Path
 ) -> None:
     folder = tmp_path / "models"
@@ -310,7 +310,7 @@ def test_what_is_stored_quantized_says_so_and_is_left_so(
         assert [choice.preset for choice in model.choices] == ["full"]
 
 
-def test_the_command_line_asks_for_formats(simulate: Simulate, tmp_path: Path) -> None:
+def test_formats_are_requested_on_the_command_line(simulate: Simulate, tmp_path: Path) -> None:
     service = simulate()
     service.client().close()
 

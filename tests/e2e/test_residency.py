@@ -1,4 +1,4 @@
-"""What is in a card's memory, and what should be: loads, claims, plans, memory of others."""
+"""The memory of a card: loads, pins, holds, reservations, plans, and memory of other programs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMPONENTS = {"transformer", *SHARED}
 def until(
     client: moored.Client, holds: Callable[[moored.CardStatus], bool], within: float = DEADLINE_S
 ) -> moored.CardStatus:
-    """The first status in which the first card is so. Until then its accounts add up."""
+    """The first status whose first card fulfils the condition. Until then its accounts add up."""
     last = None
     with client.watch_status(interval_s=0.02, timeout=within) as watch:
         try:
@@ -56,7 +56,7 @@ def accounts_sum(memory: moored.MemoryAccounts) -> int:
 
 
 def assert_at_rest(client: moored.Client) -> None:
-    """Everything is unloaded, nothing is left."""
+    """Unloads everything, and checks that nothing is left."""
     unloaded = client.unload(timeout=DEADLINE_S)
     assert unloaded.kept == ()
     assert unloaded.freed_bytes == sum(one.booked_bytes for one in unloaded.freed)
@@ -74,7 +74,7 @@ def assert_at_rest(client: moored.Client) -> None:
 
 @contextmanager
 def running(stream: moored.EventStream[moored.ImageResult]) -> Iterator[str]:
-    """A job that is in its denoising; its id."""
+    """A job that is denoising; its id."""
     with stream:
         next(event for event in stream if isinstance(event, moored.Step))
         yield stream.job_id
@@ -87,7 +87,7 @@ def of_kind(events: list[moored.Event], kind: type) -> list[moored.Event]:
 # Loads.
 
 
-def test_a_load_tells_every_byte_and_the_models_list_what_is_resident(simulate: Simulate) -> None:
+def test_a_load_reports_every_byte_and_models_list_residency(simulate: Simulate) -> None:
     with simulate("sim:40GiB,speed=10GiB/s").client() as client:
         listed = {model.id: model for model in client.list_models()}
         assert {"flux-full", "flux-other", "huge", "small", "slow", "moored/demo"} <= set(listed)
@@ -169,7 +169,7 @@ def test_a_swap_evicts_only_the_transformer(simulate: Simulate) -> None:
         assert_at_rest(client)
 
 
-def test_the_exclusive_policy_paints_a_large_model_on_24_gib(simulate: Simulate) -> None:
+def test_the_exclusive_policy_runs_a_large_model_on_24_gib(simulate: Simulate) -> None:
     with simulate("sim:24GiB", arguments=("--policy", "exclusive")).client() as client:
         assert client.status().cards[0].policy == "exclusive"
         result = client.generate_image("a large one", model="flux-full")
@@ -194,8 +194,8 @@ def test_an_unload_frees_what_was_booked(simulate: Simulate) -> None:
         assert client.unload("flux-full").freed == (), "again is harmless"
 
 
-def test_status_shows_what_has_just_been_done(simulate: Simulate) -> None:
-    """Whoever was told that something is done sees it done."""
+def test_the_status_is_current_after_a_call(simulate: Simulate) -> None:
+    """After a call has returned, the status shows its effect."""
     with simulate("sim:40GiB").client() as client:
         client.load("flux-full")
         assert client.status().cards[0].memory.components == FLUX_BYTES
@@ -225,7 +225,7 @@ def test_an_unload_keeps_what_another_pinned_model_shares(simulate: Simulate) ->
 
 
 def test_an_unload_keeps_what_another_resident_model_shares(simulate: Simulate) -> None:
-    """Both were loaded ahead of use: taking one out does not take the other apart."""
+    """Both were loaded ahead of use: unloading one leaves the other complete."""
     with simulate("sim:80GiB").client() as client:
         client.load("flux-full")
         client.load("flux-other")
@@ -315,7 +315,7 @@ def test_a_forced_unload_cancels_a_running_job(simulate: Simulate) -> None:
         assert_at_rest(client)
 
 
-def test_an_unload_that_nobody_waits_for_any_more_holds_up_nobody(simulate: Simulate) -> None:
+def test_an_abandoned_unload_does_not_block_jobs(simulate: Simulate) -> None:
     with simulate().client() as client:
         with running(client.stream_image("slow", model="slow", steps=200)) as job:
             with pytest.raises(moored.Deadline):
@@ -361,7 +361,7 @@ def test_a_plan_says_what_would_move_and_moves_nothing(simulate: Simulate) -> No
         assert moves[-1].startswith("load transformer")
 
 
-def test_a_plan_of_what_never_fits_tells_what_would(simulate: Simulate) -> None:
+def test_a_plan_that_never_fits_names_one_that_would(simulate: Simulate) -> None:
     with simulate("sim:24GiB").client() as client:
         plan = client.plan("too large", model="flux-full", width=2048, height=2048)
         assert not plan.runs_now
@@ -386,7 +386,7 @@ def test_a_plan_of_what_never_fits_tells_what_would(simulate: Simulate) -> None:
         assert_at_rest(client)
 
 
-def test_what_exceeds_the_card_is_refused_at_once(simulate: Simulate) -> None:
+def test_a_request_that_exceeds_the_card_is_refused_at_once(simulate: Simulate) -> None:
     with simulate("sim:24GiB").client() as client:
         began = time.monotonic()
         with pytest.raises(moored.NeverFits) as refused:
@@ -409,7 +409,7 @@ def test_what_exceeds_the_card_is_refused_at_once(simulate: Simulate) -> None:
         assert_at_rest(client)
 
 
-def test_a_reservation_makes_room_and_gives_it_back(simulate: Simulate) -> None:
+def test_a_reservation_evicts_and_its_release_frees_memory(simulate: Simulate) -> None:
     with simulate("sim:40GiB").client() as client:
         client.load("flux-full")
         reserved = client.reserve(20 * GIB, ttl_s=60, label="blender")
@@ -491,8 +491,8 @@ def test_slack_above_the_limit_goes_back_by_itself(simulate: Simulate) -> None:
 # What earlier jobs taught.
 
 
-def test_what_is_learned_of_a_stage_does_not_grow_by_itself(simulate: Simulate) -> None:
-    """The same request needs the same memory, however often it comes."""
+def test_the_learned_peak_of_a_stage_does_not_grow_by_repetition(simulate: Simulate) -> None:
+    """The same request needs the same memory, however often it is repeated."""
     with simulate().client() as client:
         for number in range(6):
             result = client.generate_image(f"picture {number}", model="small")
@@ -500,8 +500,8 @@ def test_what_is_learned_of_a_stage_does_not_grow_by_itself(simulate: Simulate) 
             assert peaks == {"encode_text": MIB, "denoise": 2 * MIB, "decode": 4 * MIB}, number
 
 
-def test_what_is_learned_of_a_model_is_not_taken_for_another(simulate: Simulate) -> None:
-    """A small model's decode says nothing of a large one's, of the same family and size."""
+def test_the_learned_peak_of_a_model_is_not_used_for_another(simulate: Simulate) -> None:
+    """The peak of a small model's decode does not apply to a large one of the same family and size."""
     with simulate("sim:40GiB").client() as client:
         before = client.plan("a plan", model="flux-full", width=512, height=512)
         assert not any(stage.scratch_learned for stage in before.stages)
@@ -563,7 +563,7 @@ def test_late_memory_is_waited_for(simulate: Simulate) -> None:
 
 
 def test_a_reservation_waits_for_late_memory(simulate: Simulate) -> None:
-    """What it evicted itself is on its way: that is no reason to refuse."""
+    """Memory that the reservation has evicted is late: that is no reason to refuse."""
     with simulate("sim:40GiB,lag=300ms").client() as client:
         client.load("flux-full")
         reserved = client.reserve(20 * GIB, timeout=DEADLINE_S)
@@ -571,8 +571,8 @@ def test_a_reservation_waits_for_late_memory(simulate: Simulate) -> None:
         assert reserved.release() is True
 
 
-def test_late_slack_is_not_taken_for_others(simulate: Simulate) -> None:
-    """Slack that was handed back and is not shown as free yet was ours: nobody else holds it."""
+def test_late_slack_is_not_counted_as_foreign(simulate: Simulate) -> None:
+    """Slack that was trimmed and is not shown as free yet is not foreign memory."""
     service = simulate(
         "sim:40GiB,slack=keep,lag=600ms", arguments=("--set", "cards.slack_limit=40GiB")
     )
@@ -588,7 +588,7 @@ def test_late_slack_is_not_taken_for_others(simulate: Simulate) -> None:
 
 
 def test_late_memory_is_unexplained_until_the_driver_shows_it(simulate: Simulate) -> None:
-    """Freed is what the driver confirms; what it does not show yet has its own account."""
+    """Bytes are freed when the driver confirms them; until then they are unexplained."""
     with simulate("sim:40GiB,lag=400ms").client() as client:
         client.load("flux-full")
         unloaded = client.unload("flux-full", timeout=DEADLINE_S)
@@ -604,7 +604,7 @@ def test_late_memory_is_unexplained_until_the_driver_shows_it(simulate: Simulate
 
 
 def world(tmp_path: Path, *holders: str) -> tuple[str, Path]:
-    """A card of 40 GiB on which others hold memory, and the file that says so."""
+    """A card of 40 GiB on which other programs hold memory, and the file that lists these."""
     script = tmp_path / "world"
     script.write_text("\n".join(holders))
     return f"sim:40GiB,world={script}", script
@@ -651,7 +651,7 @@ def test_foreign_memory_is_waited_for_and_its_holder_is_named(
         assert_at_rest(client)
 
 
-def test_patience_ends_with_who_has_the_memory(simulate: Simulate, tmp_path: Path) -> None:
+def test_the_error_after_the_patience_names_the_holder(simulate: Simulate, tmp_path: Path) -> None:
     device, _ = world(tmp_path, "blender 4242 20GiB", "game 15GiB")
     with simulate(device).client() as client:
         until(client, lambda card: card.memory.foreign == 35 * GIB)
@@ -685,7 +685,9 @@ def test_a_smaller_picture_is_offered_where_others_hold_memory(
             client.generate_image("as told", patience_s=0.5, **as_told(fallback.label, "flux-full"))
 
 
-def test_low_memory_is_risked_on_request(simulate: Simulate, tmp_path: Path) -> None:
+def test_a_job_with_allow_low_memory_starts_although_memory_is_short(
+    simulate: Simulate, tmp_path: Path
+) -> None:
     # Free is enough, but not beyond the headroom.
     needed = TRANSFORMER + 1536 * MIB
     foreign = (40 * GIB - needed) // MIB - 100
@@ -715,7 +717,7 @@ def test_low_memory_that_is_not_enough_ends_only_that_job(
         assert_at_rest(client)
 
 
-def test_the_ledger_rests_after_everything(simulate: Simulate) -> None:
+def test_all_memory_is_released_after_mixed_use(simulate: Simulate) -> None:
     with simulate("sim:40GiB,slack=keep").client() as client:
         for model in ("flux-full", "small", "flux-other", "slow", "flux-full"):
             client.generate_image("all of them", model=model, steps=2, count=2)
@@ -774,7 +776,7 @@ def test_where_both_fit_the_old_model_leaves_when_the_new_one_is_proven(simulate
         ("sim:40GiB,die-at=denoise:1,die-generations=2", moored.WorkerDied, True),
     ],
 )
-def test_whatever_goes_wrong_the_old_model_is_back_before_the_error(
+def test_a_failed_swap_restores_the_old_model_before_the_error(
     simulate: Simulate, device: str, error: type[moored.MooredError], brought_back: bool
 ) -> None:
     with simulate(device).client() as client:
@@ -826,7 +828,7 @@ def test_a_swap_on_the_command_line(simulate: Simulate) -> None:
         assert_at_rest(client)
 
 
-def test_a_real_model_proves_itself(painting_client: moored.Client) -> None:
+def test_the_shipped_model_passes_its_proof(painting_client: moored.Client) -> None:
     result = painting_client.load("moored/demo", prove=True)
     stages = ["load", "encode_text", "denoise", "decode"]
     assert [stage.name for stage in result.stages] == stages

@@ -98,7 +98,7 @@ def test_a_running_service_is_used_and_downloads_the_model(
         assert service.stop() == 0
 
 
-def test_the_most_faithful_precision_that_fits_is_taken(tmp_path: Path) -> None:
+def test_the_most_faithful_precision_that_fits_is_chosen(tmp_path: Path) -> None:
     service = Service(
         *("--models", str(INSTANT_MODELS)), state=tmp_path / "state", devices=("sim:20GiB",)
     )
@@ -128,7 +128,7 @@ def test_a_service_elsewhere_is_not_started_here(alone: Run) -> None:
     assert "192.0.2.1" in done.stderr
 
 
-def test_a_pull_shows_its_plan_and_can_be_tried_dry(hub: Hub, home: Path, alone: Run) -> None:
+def test_a_dry_run_of_a_pull_prints_the_plan_alone(hub: Hub, home: Path, alone: Run) -> None:
     planned = good(alone("pull", SHORT, "--dry-run"))
     assert re.search(rf"{ID}: \d+ files, 15.8 MB to download, into .*home/hub", planned)
     assert blobs(home) == []
@@ -177,7 +177,7 @@ def test_in_a_terminal_rm_asks(hub: Hub, home: Path, answer: str, removed: bool)
     assert (blobs(home) == []) is removed
 
 
-def test_the_catalogue_says_what_fits_this_card(tmp_path: Path, alone: Run) -> None:
+def test_the_catalogue_lists_what_fits_the_card(tmp_path: Path, alone: Run) -> None:
     def fits(device: str) -> dict[str, Any]:
         told = good(alone("models", "--available", "--json", MOORED_CARDS_DEVICES=device))
         return {one["name"]: one["fits"] for one in map(json.loads, told.splitlines())}
@@ -194,7 +194,7 @@ def test_the_catalogue_says_what_fits_this_card(tmp_path: Path, alone: Run) -> N
     assert "non-commercial" in dev["licence"]
 
 
-def test_info_tells_what_is_known_of_a_model(hub: Hub, alone: Run, tmp_path: Path) -> None:
+def test_info_prints_the_facts_of_a_model(hub: Hub, alone: Run, tmp_path: Path) -> None:
     told = json.loads(good(alone("info", SHORT, "--json")))
     assert told["licence"] == "Apache-2.0"
     assert "downloaded" not in told

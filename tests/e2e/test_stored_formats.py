@@ -1,7 +1,7 @@
-"""Weights in fewer bytes, as people have them on disk and as they are made at load.
+"""Quantized weights, in formats of other programs on disk and made at load.
 
-The shipped model, written the way that others write it, still paints what it is asked for; and what
-is not read is refused in a sentence.
+The shipped model, written in these formats, still generates what its prompts say; unsupported
+formats are refused with a reason.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class Tensor:
-    """As a file has it: a dtype in safetensors' words, a shape, and bytes."""
+    """A tensor in a file: a dtype by its name in safetensors, a shape, and bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ Numbers = dict[str, np.ndarray]
 
 
 def read_safetensors(path: Path) -> Numbers:
-    """The numbers of a file in bf16 or f32, by name."""
+    """The tensors of a file in bf16 or f32, by name."""
     data = path.read_bytes()
     end = 8 + struct.unpack("<Q", data[:8])[0]
     numbers = {}
@@ -80,7 +80,7 @@ def write_safetensors(path: Path, tensors: Tensors, metadata: dict[str, str] | N
 
 
 def in_bf16(numbers: np.ndarray) -> Tensor:
-    """Of numbers that were in bf16: nothing is rounded."""
+    """Tensors in bf16, of values that were in bf16: nothing is rounded."""
     halves = (numbers.astype("<f4").view("<u4") >> 16).astype("<u2")
     return Tensor("BF16", numbers.shape, halves.tobytes())
 
@@ -215,7 +215,7 @@ def write_fp8_of_comfyui_in_older_words(folder: Path, weights: Numbers) -> None:
 
 
 def write_fp8_without_scales(folder: Path, weights: Numbers) -> None:
-    """Every tensor, norms and biases too."""
+    """Writes every tensor in e4m3, norms and biases too."""
     tensors = {name: in_bytes(e4m3(numbers), "F8_E4M3") for name, numbers in weights.items()}
     write_safetensors(folder / "fp8-unscaled.safetensors", tensors)
 
@@ -248,7 +248,7 @@ def write_gguf(path: Path, weights: Numbers, kind_of: Callable[[str], GgufKind])
 
 
 def mixed_kind(name: str) -> GgufKind:
-    """As converters mix: modulation and the way out of a block finer than the rest."""
+    """The mixture of converters: modulation and output layers of a block are finer than the rest."""
     if not is_in_a_block(name):
         return GgufKind.F16
     fine = any(part in name for part in ("mod", "linear2", "mlp.2"))
@@ -296,7 +296,7 @@ NF4 = np.array(
 
 
 def dynamic_map() -> np.ndarray:
-    """Theirs but for the last bit of some numbers; whoever reads goes by the table in the file."""
+    """The table of bitsandbytes but for the last bit of some values; readers use the table in the file."""
     values = [0.0, 1.0]
     for power in range(7):
         steps = np.linspace(0.1, 1, 2**power + 1)
@@ -404,7 +404,7 @@ def write_scales_that_are_no_numbers(folder: Path, weights: Numbers) -> None:
 
 @dataclass(frozen=True)
 class Stored:
-    """A model as others store it."""
+    """A model in a format of another program."""
 
     formats: dict[str, str]
     """What the service calls its components' formats, where that is not `full`."""
@@ -424,7 +424,7 @@ def mixed(name: str) -> str:
 
 
 def unscaled(name: str) -> str:
-    """Where full precision is the rule, codes without scales are read as the numbers that they are."""
+    """The format of a tensor of a file in which codes have no scales."""
     return "fp8-unscaled" if is_in_a_block(name) or name == "norm_out.linear.weight" else "full"
 
 
@@ -509,7 +509,7 @@ def prompts(number: int) -> list[dict[str, Any]]:
 def mistakes(
     client: moored.Client, model: moored.ModelRef, formats: dict[str, str], number: int
 ) -> list[tuple[str, ...]]:
-    """Paints held-out prompts, and says what is wrong with each picture that is not right."""
+    """Generates held-out prompts; the mistakes of each wrong picture."""
     judge = load_judge()
     wrong = []
     for seed, prompt in enumerate(prompts(number)):
@@ -525,7 +525,7 @@ def mistakes(
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_what_others_store_paints_what_it_is_asked_for(reader: moored.Client, name: str) -> None:
+def test_pictures_of_foreign_formats_show_their_prompts(reader: moored.Client, name: str) -> None:
     stored = STORED[name]
     (listed,) = (one for one in reader.list_models() if one.id == name)
     assert listed.problem == ""
@@ -552,7 +552,7 @@ def test_what_others_store_paints_what_it_is_asked_for(reader: moored.Client, na
 
 @pytest.mark.parametrize("asked", ["4-bit", "8-bit"])
 @pytest.mark.parametrize("name", [name for name in STORED if STORED[name].formats])
-def test_what_is_stored_quantized_is_not_quantized_again(
+def test_weights_stored_quantized_are_not_quantized_again(
     reader: moored.Client, name: str, asked: str
 ) -> None:
     model = moored.ModelRef(name, quantization=asked)
@@ -577,7 +577,7 @@ def test_a_pickle_in_full_precision_is_quantized_like_any_file(reader: moored.Cl
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_read_is_refused_in_a_sentence(reader: moored.Client, name: str) -> None:
+def test_unsupported_formats_are_refused_with_a_reason(reader: moored.Client, name: str) -> None:
     (listed,) = (one for one in reader.list_models() if one.id == name)
     with pytest.raises(moored.ModelUnsupported) as refused:
         reader.load(name, timeout=DEADLINE_S)
@@ -586,7 +586,7 @@ def test_what_is_not_read_is_refused_in_a_sentence(reader: moored.Client, name: 
             assert words in said
 
 
-def test_a_scale_that_is_no_number_is_taken_as_it_is_and_its_picture_is_refused(
+def test_a_picture_from_a_scale_that_is_not_finite_is_refused(
     reader: moored.Client,
 ) -> None:
     with pytest.raises(moored.NotFinite):
@@ -596,7 +596,7 @@ def test_a_scale_that_is_no_number_is_taken_as_it_is_and_its_picture_is_refused(
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "nf4", "nf4-double"])
-def test_what_is_made_at_load_paints_what_it_is_asked_for(
+def test_pictures_of_formats_made_at_load_show_their_prompts(
     painting_client: moored.Client, name: str
 ) -> None:
     formats = {"transformer": name, "text_encoder_2": name}

@@ -1,4 +1,4 @@
-"""What never answers: a file that cannot be opened, a worker that cannot be ended. All else goes on."""
+"""A file whose opening blocks, and a worker that does not exit: everything else keeps working."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def house(tmp_path: Path) -> Iterator[tuple[Service, Path]]:
     service.kill()
 
 
-def test_a_model_that_does_not_answer_stops_nothing_else(house: tuple[Service, Path]) -> None:
+def test_a_model_on_a_blocked_disk_blocks_nothing_else(house: tuple[Service, Path]) -> None:
     service, dead = house
     with (
         service.client() as client,
@@ -74,7 +74,7 @@ def test_a_model_that_does_not_answer_stops_nothing_else(house: tuple[Service, P
         assert service.process.wait(END_S) == 0
 
 
-def test_what_is_no_regular_file_is_refused(house: tuple[Service, Path]) -> None:
+def test_a_model_that_is_no_regular_file_is_refused(house: tuple[Service, Path]) -> None:
     service, dead = house
     with service.client() as client:
         for name in ["transformer/config.json", "tokenizer_2/tokenizer.json", "model_index.json"]:
@@ -110,7 +110,7 @@ sys.stdin.read()
 
 @contextmanager
 def never_ending(pid: int) -> Iterator[None]:
-    """A process whose end is kept from its parent, as the driver keeps that of one that is stuck in it."""
+    """Keeps the exit of a process from its parent, as for one that is stuck in the driver."""
     tracer = subprocess.Popen(
         [sys.executable, "-c", TRACER, str(pid)],
         stdin=subprocess.PIPE,
@@ -130,7 +130,7 @@ def never_ending(pid: int) -> Iterator[None]:
 Simulate = Callable[..., Service]
 
 
-def test_a_worker_that_does_not_end_keeps_its_card_and_nothing_else(simulate: Simulate) -> None:
+def test_a_worker_that_does_not_exit_blocks_its_card_alone(simulate: Simulate) -> None:
     service = simulate("sim:24GiB", "sim:24GiB,index=1")
     with service.client() as client:
         client.wait_until_ready()
@@ -149,7 +149,7 @@ def test_a_worker_that_does_not_end_keeps_its_card_and_nothing_else(simulate: Si
             assert next(tick for tick in watch if all(c.state == "ready" for c in tick.cards))
 
 
-def test_workers_have_ended_when_the_service_has(simulate: Simulate) -> None:
+def test_the_service_ends_after_its_workers(simulate: Simulate) -> None:
     service = simulate("sim:24GiB", "sim:24GiB,index=1")
     with service.client() as client:
         with client.watch_status(interval_s=0.05, timeout=DEADLINE_S) as watch:

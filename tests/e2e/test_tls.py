@@ -1,4 +1,4 @@
-"""`https://` is TLS, and a token does not leave the machine where others could read it."""
+"""`https://` is TLS, and a token is not sent to another machine unencrypted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKEN = "0123456789abcdef0123456789abcdef"
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate of `localhost` that is signed by itself, and its key."""
+    """A self-signed certificate of `localhost`, and its key."""
     folder = tmp_path_factory.mktemp("tls")
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
@@ -32,7 +32,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 class Proxy(grpc.GenericRpcHandler):
-    """Stands in for a proxy with TLS: answers every call with nothing, and keeps what it was sent."""
+    """A stand-in of a proxy with TLS: answers every call with nothing, and keeps what it received."""
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
@@ -72,9 +72,7 @@ def test_https_is_encrypted_and_trusted_by_the_given_certificates(
     assert [sent["authorization"] for sent in handler.sent] == [f"Bearer {TOKEN}"] * 2
 
 
-def test_a_certificate_that_nobody_vouches_for_is_refused(
-    proxy: tuple[Proxy, int], token_file: Path
-) -> None:
+def test_an_untrusted_certificate_is_refused(proxy: tuple[Proxy, int], token_file: Path) -> None:
     handler, port = proxy
     endpoint = f"https://localhost:{port}"
     done = run("jobs", "--token-file", str(token_file), "--endpoint", endpoint)
@@ -84,7 +82,7 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(
     assert handler.sent == []
 
 
-def test_https_is_not_spoken_in_plain_text(tmp_path: Path) -> None:
+def test_https_to_a_plain_text_service_fails(tmp_path: Path) -> None:
     service = Service(state=tmp_path / "state")
     try:
         done = run("status", "--endpoint", f"https://{service.address}")
@@ -93,7 +91,7 @@ def test_https_is_not_spoken_in_plain_text(tmp_path: Path) -> None:
         service.kill()
 
 
-def test_a_token_does_not_leave_the_machine_unencrypted_unless_told_so(token_file: Path) -> None:
+def test_a_token_is_sent_unencrypted_only_with_insecure_token(token_file: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         # The same machine under a name that is not loopback's.
         endpoint = f"http://0.0.0.0:{listener.getsockname()[1]}"

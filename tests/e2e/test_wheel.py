@@ -1,4 +1,4 @@
-"""The program as a Python wheel: installed by pip, it serves and paints without the checkout."""
+"""The program as a Python wheel: installed by pip, it serves and generates without the checkout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ with moored.Client(sys.argv[1]) as client:
 
 
 def command(*words: object, **options: object) -> str:
-    """Runs a command that has to succeed; what it wrote."""
+    """Runs a command that has to succeed; its output."""
     done = subprocess.run(
         [str(word) for word in words],
         **({"capture_output": True, "text": True, "env": clean_environment()} | options),  # type: ignore[call-overload]
@@ -81,7 +81,7 @@ def environment(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def installed(environment: Path, tmp_path: Path) -> Iterator[Service]:
-    """A service of the installed program, whose shipped model is told from that of the checkout."""
+    """A service of the installed program, whose shipped model differs from that of the checkout."""
     defaults = environment / "share/moored/demo/model/moored.json"
     own = json.loads(defaults.read_text(encoding="utf-8")) | {"width": SIDE, "height": SIDE}
     defaults.write_text(json.dumps(own), encoding="utf-8")
@@ -91,7 +91,7 @@ def installed(environment: Path, tmp_path: Path) -> Iterator[Service]:
     assert service.stop() == 0
 
 
-def test_the_installed_service_paints_for_the_installed_client(
+def test_the_installed_service_generates_for_the_installed_client(
     environment: Path, installed: Service, tmp_path: Path
 ) -> None:
     paint = (environment / "bin/python", "-c", PAINT, installed.address, START_TIMEOUT_S)
