@@ -58,7 +58,7 @@ pub(crate) fn worker_lock(state: &Path, card: &CardDescription) -> Option<PathBu
     lock_file(state, card, "worker.lock")
 }
 
-/// A lock of a card: named after its id, which for an NVIDIA card is the UUID, however it was asked for. A simulated
+/// A lock of a card: named after its id, which for an NVIDIA card is the UUID, however it was configured. A simulated
 /// card has none: it exists in one service's arithmetic only.
 fn lock_file(state: &Path, card: &CardDescription, kind: &str) -> Option<PathBuf> {
     let name = card.id.replace(['/', ':'], "-");

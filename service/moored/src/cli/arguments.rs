@@ -365,7 +365,7 @@ pub(super) struct Settings {
     pub(super) card: Option<String>,
 }
 
-/// What is generated.
+/// Medium of a result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(super) enum MediumChoice {
     /// A picture, written as PNG

@@ -26,7 +26,7 @@ const PROMPTS: &str = include_str!("demo_prompts.txt");
 const MARGIN_PIXELS: u32 = 8;
 const SHEET_COLUMNS: u32 = 4;
 
-/// Runs the demo.
+/// Starts a service, generates a picture for each prompt, and ends the service.
 pub(super) async fn run(mut config: Config, options: Demo, as_json: bool) -> Result<(), CliError> {
     check_free(&options)?;
     config.service.listen = (std::net::Ipv4Addr::LOCALHOST, 0).into();

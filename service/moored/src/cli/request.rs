@@ -177,7 +177,7 @@ fn prompt_from_stdin() -> Result<String, CliError> {
     }
 }
 
-/// The prompts, in their order: from a file, else the one that is written, is in the recipe, or comes by standard input.
+/// The prompts, in their order: from a file; else one from the command line, the recipe or standard input.
 pub(super) fn prompts_of(
     written: Option<&str>,
     file: Option<&Path>,

@@ -433,7 +433,7 @@ fn watched<T: Clone>(
     }
 }
 
-/// `cpu`, `simulated`, `cuda`.
+/// Name of a kind of card: `cpu`, `simulated` or `cuda`.
 pub(super) fn kind_out(kind: CardKind) -> String {
     match kind {
         CardKind::Cpu => "cpu",

@@ -46,7 +46,7 @@ pub(crate) enum PullError {
     #[error("{id} has no revision {revision}: name a branch, a tag or a whole commit")]
     NoSuchRevision {
         id: String,
-        /// The revision.
+        /// The requested branch, tag or commit.
         revision: String,
     },
     /// The model is gated: its license has to be accepted first.
@@ -73,7 +73,7 @@ pub(crate) enum PullError {
     /// An unexpected response of the hub.
     #[error("{endpoint} answered {problem}; try again in a while")]
     Answer { endpoint: String, problem: String },
-    /// A checksum mismatch.
+    /// A downloaded file has another checksum than announced, twice.
     #[error(
         "the checksum of {file} was not the one that the hub announces, twice: the download was discarded; try again"
     )]

@@ -52,8 +52,8 @@ impl Session {
     pub(super) fn open(settings: &config::Hub) -> Result<Session, PullError> {
         let token = settings.token.read();
         let anonymous = token.is_none();
-        // Beside a cache hf-hub looks for a token by itself, and says so in the log: beside this one there is none. The
-        // token is ours to find, and the cache is `ModelCache`'s.
+        // hf-hub looks for a token beside its cache, and logs that. This folder has none: the configuration finds the token,
+        // and the cache is `ModelCache`'s.
         let api = ApiBuilder::from_cache(Cache::new(settings.cache.join("hub")))
             .with_endpoint(settings.endpoint.clone())
             .with_token(token)

@@ -2,7 +2,7 @@
 //! line, which both use it.
 //!
 //! The hub's URLs, its HTTP client with TLS, and the layout of the cache are hf-hub's. What it lacks is here: which files
-//! a pipeline is read from (`selection`), checksums and stopping with whoever asked (`transfer`), the locks that other
+//! a pipeline is read from (`selection`), checksums and cancellation (`transfer`), the locks that other
 //! programs take in the same cache (`cache`), and pulls that several share (`pulls`).
 
 mod cache;

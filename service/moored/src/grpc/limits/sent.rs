@@ -91,7 +91,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The body of an answer. HTTP/2 asks it for more only when there is room in the client's window.
+/// The body of an answer. HTTP/2 polls it only when the client's window has space.
 pub(super) struct Sent {
     answer: Arc<Mutex<Answer>>,
     span: tracing::Span,
