@@ -703,7 +703,7 @@ def test_generated_file_names_have_model_and_seed(service: Service, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("ending", "form"), [("jpg", "JPEG"), ("webp", "WEBP"), ("png", "PNG")])
-def test_a_picture_is_what_its_name_says_and_can_be_repeated(
+def test_the_ending_sets_the_format_and_each_format_can_be_repeated(
     service: Service, client: moored.Client, tmp_path: Path, ending: str, form: str
 ) -> None:
     out, plain = tmp_path / f"a.{ending}", tmp_path / "plain.png"
@@ -741,7 +741,7 @@ def test_a_picture_that_the_python_client_saved_can_be_repeated(
     assert moored.read_recipe(again) == moored.read_recipe(saved) == result.pictures[0].recipe
 
 
-def test_a_format_that_is_not_written_is_refused(service: Service, tmp_path: Path) -> None:
+def test_an_unsupported_ending_is_refused(service: Service, tmp_path: Path) -> None:
     out = tmp_path / "a.gif"
     complaint = bad(service.run("generate", PROMPT, "-m", "small", "-o", str(out)), 2)
     assert ".webp" in complaint

@@ -145,7 +145,7 @@ pub(crate) enum Encoding {
     WebP,
 }
 
-/// A PNG of ours in another format, with its recipe.
+/// Converts a PNG of ours to another encoding, with its recipe.
 ///
 /// # Errors
 /// In words, where the file is no PNG, or its recipe is too long for a JPEG.

@@ -17,7 +17,7 @@ const LEAST_PREVIEW_INTERVAL_MS: u32 = 100;
 /// Strength where a request for image to image names none.
 const DEFAULT_STRENGTH: f32 = 0.6;
 
-/// What a client's request starts from, decoded.
+/// The decoded start of a request.
 #[derive(Debug, Default)]
 pub(super) enum StartFrom {
     /// Noise, or a latent of the service.
@@ -27,7 +27,7 @@ pub(super) enum StartFrom {
     Clip(Clip),
 }
 
-/// What a client asks for. What it leaves open is zero, empty or `None`.
+/// The request of a client. Fields that it leaves open are zero, empty or `None`.
 #[derive(Debug, Default)]
 pub(super) struct Asked {
     /// Name of the call in lists of jobs, such as `GenerateImage`.
@@ -45,7 +45,7 @@ pub(super) struct Asked {
     /// A file in PNG, JPEG or WebP; empty for none.
     pub(super) init_image: bytes::Bytes,
     pub(super) init_latent: Option<String>,
-    /// Handle of media that was brought.
+    /// Id of uploaded media.
     pub(super) init_media: Option<String>,
     pub(super) keep_latent: bool,
     pub(super) latent_only: bool,
@@ -330,8 +330,8 @@ fn start_size(medium: &mut Medium, format: &MediaFormat) {
     }
 }
 
-/// A seed for a request that names none: random, but for an idempotency key always the same, so that asking
-/// again is the same request. Of 32 bits: other tools take no more.
+/// A seed for a request that names none: random, or derived from the idempotency key, so that a repeated request is the
+/// same. Of 32 bits: other tools take no more.
 fn seed_of(options: Option<&v1::JobOptions>) -> u64 {
     let key = options.map_or("", |options| options.idempotency_key.as_str());
     if key.is_empty() {
@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_stands_for_the_same_seed_in_every_build() {
+    fn the_seed_of_a_key_is_the_same_in_every_build() {
         let of_key = |key: &str| {
             let idempotency_key = key.to_owned();
             seed_of(Some(&v1::JobOptions {

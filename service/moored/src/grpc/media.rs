@@ -38,12 +38,12 @@ pub(crate) struct MediaStore {
 struct Kept {
     media: Media,
     until: Instant,
-    /// Given back when it leaves.
+    /// Bytes counted against the client until the media is removed.
     _taken: Taken,
 }
 
 impl MediaStore {
-    /// A store within these bounds, whose media leave when they were not used for `ttl`.
+    /// A store within these bounds, whose media expire when they are not used for `ttl`.
     pub(crate) fn new(bound: Arc<Budget>, ttl: Duration) -> Arc<MediaStore> {
         Arc::new(MediaStore {
             bound,
@@ -52,7 +52,7 @@ impl MediaStore {
         })
     }
 
-    /// Takes media chunk by chunk; its bytes are counted as they come.
+    /// Receives media in chunks, and counts the bytes as they arrive.
     pub(super) async fn receive(
         self: &Arc<MediaStore>,
         mut chunks: Streaming<v1::MediaChunk>,
@@ -112,7 +112,7 @@ impl MediaStore {
         Ok(kept.media.clone())
     }
 
-    /// Gives media up before its time; false: there was none. Jobs that were asked for with it keep it.
+    /// Removes media before it expires; false when there was none. Jobs that use it keep it.
     pub(super) fn release(&self, id: &str) -> bool {
         self.lock().remove(id).is_some()
     }
@@ -134,7 +134,7 @@ impl MediaStore {
         }
     }
 
-    /// Whoever panicked with it left a map that is whole.
+    /// A panic while it is locked leaves the map valid.
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Kept>> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }

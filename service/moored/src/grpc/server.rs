@@ -75,9 +75,9 @@ pub(crate) struct Service {
     /// Bounds on what clients have open.
     pub(crate) limits: Arc<Limits>,
     pub(crate) encodings: Arc<Encodings>,
-    /// What clients have brought for later requests.
+    /// Media that clients have uploaded for later requests.
     pub(crate) media: Arc<MediaStore>,
-    /// Becomes true when the service is going down: streams without an end then end.
+    /// True once the service is shutting down: endless streams end then.
     pub(crate) stopping: watch::Receiver<bool>,
 }
 

@@ -57,7 +57,7 @@ fn directory(out: &mut Vec<u8>, entries: &[(u16, u16, usize, usize)]) {
     out.extend([0; 4]); // no directory follows
 }
 
-/// The JSON in Exif of ours, in either byte order: a tool that wrote the file again may have chosen the other.
+/// The JSON in our `MakerNote`, in either byte order: a tool that rewrote the file may have chosen the other.
 pub(super) fn read(exif: &[u8]) -> Option<String> {
     let exif = exif.strip_prefix(b"Exif\0\0").unwrap_or(exif);
     let tiff = Tiff {
@@ -112,7 +112,7 @@ mod tests {
     const JSON: &str = "{\"prompt\": \"🟥\"}";
 
     #[test]
-    fn what_is_written_is_read_and_what_is_cut_is_not() {
+    fn a_note_round_trips_and_truncated_exif_does_not_panic() {
         let exif = write(JSON, "🟥\nSteps: 4");
         assert_eq!(read(&exif).unwrap(), JSON);
         assert_eq!(read(&[b"Exif\0\0", &exif[..]].concat()).unwrap(), JSON);

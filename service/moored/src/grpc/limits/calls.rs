@@ -18,7 +18,7 @@ use super::budget::{Client, Exceeded, Taken};
 use super::uploads::Upload;
 use crate::grpc::status::client_limit;
 
-/// Calls that carry pictures or latents. Of the others no request is long.
+/// Methods whose requests carry media or latents.
 const LARGE: [&str; 6] = [
     "GenerateImage",
     "GenerateVideo",

@@ -34,7 +34,7 @@ pub(crate) struct Limits {
     upload_idle: Duration,
     /// Bytes of results that are encoded and not read.
     results: Arc<Budget>,
-    /// What clients bring for later requests.
+    /// Media that clients upload for later requests.
     media: Arc<Budget>,
     readers: Readers,
     pub(super) holds: Claims,
@@ -66,7 +66,7 @@ impl Limits {
         Arc::new(Encodings::new(self.results.clone()))
     }
 
-    /// A store of media within these bounds, which leave when they were not used for `ttl`.
+    /// A store of media within these bounds, which expire when they are not used for `ttl`.
     pub(crate) fn media(&self, ttl: Duration) -> Arc<MediaStore> {
         MediaStore::new(self.media.clone(), ttl)
     }
