@@ -15,7 +15,7 @@ Simulate = Callable[..., Service]
 
 GIB = 1 << 30
 DEADLINE_S = 60.0
-FOUR_BITS = "small+text_encoder_2=nf4,transformer=nf4"
+FOUR_BITS = "small+4-bit"
 FULL_BYTES = {
     "transformer": 4 << 20,
     "text_encoder": 1 << 20,
@@ -48,7 +48,7 @@ def entries_of_transformers(client: moored.Client) -> list[tuple[str, ...]]:
         (small("4-bit"), FOUR_BITS),
         (small(transformer="nf4", text_encoder_2="nf4"), FOUR_BITS),
         (small("8-bit", transformer="nf4", text_encoder_2="nf4"), FOUR_BITS),
-        (small("8-bit"), "small+text_encoder_2=int8,transformer=int8"),
+        (small("8-bit"), "small+8-bit"),
         (small("4-bit", text_encoder_2="fp8"), "small+text_encoder_2=fp8,transformer=nf4"),
         (small(text_encoder="nf4-double"), "small+text_encoder=nf4-double"),
     ],
@@ -201,7 +201,7 @@ def test_entries_are_named_by_their_keys_too(simulate: Simulate) -> None:
         client.pin(FOUR_BITS)
 
         # From one format to another, named either way, with the pin.
-        eight_bits = "small+text_encoder_2=int8,transformer=int8"
+        eight_bits = "small+8-bit"
         client.load("small+8-bit", replace=FOUR_BITS, timeout=DEADLINE_S)
         assert entries_of_transformers(client) == [(eight_bits,)]
         replaced = service.run("load", "small", "--quantization", "4-bit", "--replace", eight_bits)

@@ -112,11 +112,11 @@ def test_the_most_faithful_precision_that_fits_is_chosen(tmp_path: Path) -> None
             return next(one["model"] for one in events if one["event"] == "accepted"), told
 
         key, told = model_of()
-        assert key == "flux-full+text_encoder_2=int8,transformer=int8"
+        assert key == "flux-full+8-bit"
         assert "in 8-bit" in told
         assert "sim:0" in told
         key, told = model_of("--quantization", "4-bit")
-        assert key == "flux-full+text_encoder_2=nf4,transformer=nf4"
+        assert key == "flux-full+4-bit"
         assert "in 8-bit" not in told
     finally:
         assert service.stop() == 0

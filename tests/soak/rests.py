@@ -14,6 +14,8 @@ from second_program import SecondProgram
 
 COME_OUT_S = CALL_S + 30.0
 SETTLE_S = 20.0
+AGREE_S = 40.0
+"""Memory that others take while ours leaves is told apart from it after 30 s, where the driver names nobody."""
 STEADY_BYTES = 64 << 10
 LOOK_S = 0.25
 STEADY_LOOKS = 4
@@ -136,7 +138,7 @@ class Rester:
 
     def _agreed(self) -> CardSample:
         """The card once nothing is wrong with its accounts, or as it is after a while."""
-        until = time.monotonic() + SETTLE_S
+        until = time.monotonic() + AGREE_S
         while True:
             card = self._client.status().cards[0]
             sample = CardSample(

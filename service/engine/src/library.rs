@@ -169,6 +169,34 @@ impl Library {
         self.opening.run(path, work).await
     }
 
+    /// The entry as all equal requests name it: formats by component are a preset where they are just that. Reads the
+    /// model's headers where components are named; a model that cannot be read stays as it was asked for.
+    ///
+    /// # Errors
+    /// Those of [`Library::aside`].
+    pub async fn canonical(self: &Arc<Self>, entry: Arc<Entry>) -> Result<Arc<Entry>, Error> {
+        if entry.quantization.as_preset().is_some() {
+            return Ok(entry);
+        }
+        let (library, path) = (self.clone(), entry.path.clone());
+        let read = move || {
+            let any = Precision {
+                dtype: DType::F32,
+                quantization: Quantization::NONE,
+            };
+            Ok(match library.catalogue.open(&entry.path, &any) {
+                Ok(model) => {
+                    Arc::new(entry.quantized(entry.quantization.canonical(model.large_components())))
+                }
+                Err(error) => {
+                    tracing::debug!(entry = entry.key, %error, "named as it was asked for");
+                    entry
+                }
+            })
+        };
+        self.aside(&path, read).await
+    }
+
     /// Opens an entry for a card. Reads headers and hashes small files: blocking.
     ///
     /// # Errors
@@ -396,12 +424,7 @@ impl Library {
     }
 
     /// The name is included: one file may contain several components.
-    fn content_identity(
-        &self,
-        opened: &Opened,
-        index: usize,
-        dtype: &str,
-    ) -> Option<ComponentId> {
+    fn content_identity(&self, opened: &Opened, index: usize, dtype: &str) -> Option<ComponentId> {
         let hash = opened.content_hash(index, &|stamp| self.hasher.known(stamp))?;
         let name = &opened.components[index].name;
         Some(ComponentId::new(match opened.model.formats().of(name) {
@@ -452,11 +475,7 @@ impl Opened {
     }
 
     /// The components that are quantized at load, by name; `None` while their content hash is not known.
-    fn wanted(
-        &self,
-        (_, dtype, _): &ModelKey,
-        known: KnownHash<'_>,
-    ) -> Vec<(String, Option<WantedCopy>)> {
+    fn wanted(&self, (_, dtype, _): &ModelKey, known: KnownHash<'_>) -> Vec<(String, Option<WantedCopy>)> {
         let made = self
             .components
             .iter()

@@ -50,7 +50,13 @@ impl Family for Weights {
         let plan = LoadPlan::Files(vec![TensorSource { target, ..source }]);
         let formats = precision.quantization.formats(&["transformer"]);
         let component = Component {
-            id: provisional_identity(path, std::slice::from_ref(&opened), "transformer", precision.dtype, formats.of("transformer")),
+            id: provisional_identity(
+                path,
+                std::slice::from_ref(&opened),
+                "transformer",
+                precision.dtype,
+                formats.of("transformer"),
+            ),
             name: "transformer".into(),
             bytes: plan.bytes(),
             reload_seconds: 0.0,

@@ -114,6 +114,19 @@ fn identity_depends_on_content_and_dtype() {
     );
 }
 
+/// A preset names no component: which ones it quantizes is the family's word.
+#[test]
+fn identity_depends_on_the_format_that_the_family_gives_a_component() {
+    let folder = tempfile::tempdir().unwrap();
+    let library = library(None);
+    let full = model(folder.path(), "a", b"one", b"vae");
+    let eight_bits = full.quantized(Quantization::preset(Preset::EightBit));
+    let ids_of = |entry: &Entry| ids(&library.open(entry, &card("f32")).unwrap());
+    let (of_full, of_eight_bits) = (ids_of(&full), ids_of(&eight_bits));
+    assert_eq!(of_eight_bits[0], format!("{}:int8", of_full[0]));
+    assert_eq!(of_eight_bits[1], of_full[1], "the VAE is not large");
+}
+
 #[test]
 fn components_in_the_same_file_have_different_identities() {
     let folder = tempfile::tempdir().unwrap();

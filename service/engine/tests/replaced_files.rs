@@ -40,7 +40,13 @@ impl Family for FirstNumber {
         let plan = LoadPlan::Files(vec![source]);
         let formats = precision.quantization.formats(&["transformer"]);
         let component = Component {
-            id: provisional_identity(path, std::slice::from_ref(&file), "transformer", precision.dtype, formats.of("transformer")),
+            id: provisional_identity(
+                path,
+                std::slice::from_ref(&file),
+                "transformer",
+                precision.dtype,
+                formats.of("transformer"),
+            ),
             name: "transformer".into(),
             bytes: plan.bytes(),
             reload_seconds: 0.0,

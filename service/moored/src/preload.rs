@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use engine::Error;
 use engine::job::{JobEventKind, JobOptions, JobSpec, JobWork, Priority};
-use engine::library::Entry;
+use engine::library::{Entry, Library};
 use engine::queue::Queue;
 
 use crate::config;
@@ -16,7 +16,7 @@ const CLIENT: &str = "moored (configuration)";
 
 /// Loads the models, pinned ones first, one after the other. A model that cannot be loaded is logged and skipped:
 /// the service is of use without it.
-pub(crate) async fn run(settings: config::Models, models: Arc<Models>, queue: Queue) {
+pub(crate) async fn run(settings: config::Models, models: Arc<Models>, library: Arc<Library>, queue: Queue) {
     let pinned = settings.pinned.iter().map(|name| ("models.pinned", name));
     let preloaded = settings.preload.iter().map(|name| ("models.preload", name));
     for (setting, name) in pinned.chain(preloaded) {
@@ -25,7 +25,7 @@ pub(crate) async fn run(settings: config::Models, models: Arc<Models>, queue: Qu
                 id: name.clone(),
                 ..Default::default()
             };
-            let entry = models.entry(Some(reference)).await?;
+            let entry = library.canonical(models.entry(Some(reference)).await?).await?;
             if setting == "models.pinned" {
                 queue.pin(entry.clone()).await?;
             }

@@ -122,7 +122,12 @@ pub(crate) async fn run(
     let models = Arc::new(Models::new(config.models.clone(), config.hub.cache.clone()));
     let host = Arc::new(Host::new());
     tokio::spawn(host::watch(host.clone(), workers.clone()));
-    tokio::spawn(preload::run(config.models.clone(), models.clone(), queue.clone()));
+    tokio::spawn(preload::run(
+        config.models.clone(),
+        models.clone(),
+        library.clone(),
+        queue.clone(),
+    ));
     let service = Service {
         queue: queue.clone(),
         library: library.clone(),

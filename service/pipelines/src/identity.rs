@@ -4,10 +4,9 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use gpu::{CheckpointFile, FileStamp};
+use candle_core::DType;
+use gpu::{CheckpointFile, FileStamp, WeightFormat};
 use residency::ComponentId;
-
-use crate::family::Precision;
 
 /// A file that a component is read from, as it was when its model was opened.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -78,10 +78,7 @@ impl Family for Instant {
         let formats = precision.quantization.formats(&description.large());
         check(&formats, &description)?;
         tracing::debug!(model = description.name, file = %file.display(), "an instant model was opened");
-        Ok(Some(Arc::new(InstantModel::new(
-            description,
-            formats,
-        ))))
+        Ok(Some(Arc::new(InstantModel::new(description, formats))))
     }
 }
 

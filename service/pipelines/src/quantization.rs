@@ -125,6 +125,23 @@ impl Quantization {
         Formats(quantized.collect())
     }
 
+    /// The same formats of a model with these large components, as all equal requests are written: a preset where they
+    /// are just that, else component by component.
+    #[must_use]
+    pub fn canonical(&self, large: &[&str]) -> Quantization {
+        let formats = self.formats(large);
+        let presets = Preset::ALL.into_iter().map(Quantization::preset);
+        let mut presets = presets.filter(|preset| preset.formats(large) == formats);
+        presets.next().unwrap_or_else(|| Quantization {
+            preset: Preset::Full,
+            components: formats
+                .0
+                .into_iter()
+                .map(|(name, format)| (name, Some(format)))
+                .collect(),
+        })
+    }
+
     /// This, with these components in `format` where they would otherwise have a more accurate one. `large` are the
     /// model's large components, of which `reducible` may be quantized.
     #[must_use]
@@ -197,15 +214,24 @@ mod tests {
     const ONE_ENCODER: [&str; 2] = ["transformer", "text_encoder"];
 
     fn listed(formats: &Formats) -> String {
-        let each: Vec<String> = formats.iter().map(|(name, format)| format!("{name}={format}")).collect();
+        let each: Vec<String> = formats
+            .iter()
+            .map(|(name, format)| format!("{name}={format}"))
+            .collect();
         each.join(",")
     }
 
     #[test]
     fn a_preset_quantizes_what_the_family_calls_large() {
         let preset = Quantization::preset(Preset::FourBit);
-        assert_eq!(listed(&preset.formats(&TWO_ENCODERS)), "text_encoder_2=nf4,transformer=nf4");
-        assert_eq!(listed(&preset.formats(&ONE_ENCODER)), "text_encoder=nf4,transformer=nf4");
+        assert_eq!(
+            listed(&preset.formats(&TWO_ENCODERS)),
+            "text_encoder_2=nf4,transformer=nf4"
+        );
+        assert_eq!(
+            listed(&preset.formats(&ONE_ENCODER)),
+            "text_encoder=nf4,transformer=nf4"
+        );
         assert_eq!(listed(&Quantization::NONE.formats(&TWO_ENCODERS)), "");
     }
 
@@ -215,9 +241,15 @@ mod tests {
             let asked = Quantization::of(Preset::EightBit, formats.iter().copied()).unwrap();
             listed(&asked.formats(&ONE_ENCODER))
         };
-        assert_eq!(of(&[("text_encoder", "nf4")]), "text_encoder=nf4,transformer=int8");
+        assert_eq!(
+            of(&[("text_encoder", "nf4")]),
+            "text_encoder=nf4,transformer=int8"
+        );
         assert_eq!(of(&[("text_encoder", "full")]), "transformer=int8");
-        assert_eq!(of(&[("vae", "fp8")]), "text_encoder=int8,transformer=int8,vae=fp8");
+        assert_eq!(
+            of(&[("vae", "fp8")]),
+            "text_encoder=int8,transformer=int8,vae=fp8"
+        );
         assert!(Quantization::of(Preset::Full, [("vae", "int7")]).is_err());
         assert_eq!(Preset::named("3-bit"), None);
     }
@@ -232,9 +264,35 @@ mod tests {
         assert_eq!(written(Preset::Full, &[("vae", "full")]), "full");
         assert_eq!(written(Preset::FourBit, &[]), "4-bit");
         assert_eq!(written(Preset::FourBit, &[("vae", "fp8")]), "4-bit,vae=fp8");
-        assert_eq!(written(Preset::EightBit, &[("text_encoder", "full")]), "8-bit,text_encoder=full");
+        assert_eq!(
+            written(Preset::EightBit, &[("text_encoder", "full")]),
+            "8-bit,text_encoder=full"
+        );
         let both = [("transformer", "nf4"), ("text_encoder_2", "int8")];
-        assert_eq!(written(Preset::Full, &both), "text_encoder_2=int8,transformer=nf4");
+        assert_eq!(
+            written(Preset::Full, &both),
+            "text_encoder_2=int8,transformer=nf4"
+        );
+    }
+
+    #[test]
+    fn equal_requests_have_one_canonical_form() {
+        let canonical = |preset, formats: &[(&str, &str)]| {
+            let asked = Quantization::of(preset, formats.iter().copied()).unwrap();
+            asked.canonical(&TWO_ENCODERS).to_string()
+        };
+        let of = |format| [("transformer", format), ("text_encoder_2", format)];
+        assert_eq!(canonical(Preset::FourBit, &of("full")), "full");
+        assert_eq!(canonical(Preset::Full, &of("nf4")), "4-bit");
+        assert_eq!(canonical(Preset::EightBit, &of("nf4")), "4-bit");
+        assert_eq!(
+            canonical(Preset::FourBit, &[("text_encoder_2", "fp8")]),
+            "text_encoder_2=fp8,transformer=nf4"
+        );
+        assert_eq!(
+            canonical(Preset::FourBit, &[("transformer", "full")]),
+            "text_encoder_2=nf4"
+        );
     }
 
     #[test]
@@ -254,14 +312,27 @@ mod tests {
     #[test]
     fn reducing_all_large_components_is_a_preset() {
         let to = |format, reducible: &[&str]| {
-            Quantization::NONE.reduced(format, &ONE_ENCODER, reducible).to_string()
+            Quantization::NONE
+                .reduced(format, &ONE_ENCODER, reducible)
+                .to_string()
         };
         assert_eq!(to(WeightFormat::Nf4, &ONE_ENCODER), "4-bit");
-        assert_eq!(to(WeightFormat::Nf4Double, &ONE_ENCODER), "text_encoder=nf4-double,transformer=nf4-double");
+        assert_eq!(
+            to(WeightFormat::Nf4Double, &ONE_ENCODER),
+            "text_encoder=nf4-double,transformer=nf4-double"
+        );
         // The transformer is stored quantized.
         assert_eq!(to(WeightFormat::Nf4, &["text_encoder"]), "text_encoder=nf4");
         let eight = Quantization::preset(Preset::EightBit);
-        assert_eq!(eight.reduced(WeightFormat::Nf4, &ONE_ENCODER, &ONE_ENCODER).to_string(), "4-bit");
-        assert_eq!(eight.reduced(WeightFormat::Int8, &ONE_ENCODER, &ONE_ENCODER), eight);
+        assert_eq!(
+            eight
+                .reduced(WeightFormat::Nf4, &ONE_ENCODER, &ONE_ENCODER)
+                .to_string(),
+            "4-bit"
+        );
+        assert_eq!(
+            eight.reduced(WeightFormat::Int8, &ONE_ENCODER, &ONE_ENCODER),
+            eight
+        );
     }
 }

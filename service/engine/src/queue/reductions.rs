@@ -131,7 +131,10 @@ fn label_of(quantization: &Quantization) -> String {
     if *quantization == Quantization::NONE {
         return "quantization full".to_owned();
     }
-    match quantization.as_preset().and_then(|preset| Some((preset, preset.format()?))) {
+    match quantization
+        .as_preset()
+        .and_then(|preset| Some((preset, preset.format()?)))
+    {
         Some((preset, format)) => format!("quantization {} ({format})", preset.as_str()),
         None => format!("quantization {quantization}"),
     }

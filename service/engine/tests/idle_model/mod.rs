@@ -2,8 +2,8 @@
 
 use gpu::LoadPlan;
 use pipelines::{
-    Formats, Image, Medium, Model, ModelFile, Observer, Request, RequestError, StageError, StagePlan, StageRun,
-    ValueShape, Values,
+    Formats, Image, Medium, Model, ModelFile, Observer, Request, RequestError, StageError, StagePlan,
+    StageRun, ValueShape, Values,
 };
 use residency::Component;
 

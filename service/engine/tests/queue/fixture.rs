@@ -7,8 +7,8 @@ use engine::job::{JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::Entry;
 use gpu::{LoadPlan, WeightFormat};
 use pipelines::{
-    Family, Formats, HostTensor, HostType, Image, Medium, Model, ModelError, ModelFile, Observer, Precision, Preset,
-    PreviewNeed, Quantization, Request, RequestError, Role, Rung, StageError, StagePlan, StageRun,
+    Family, Formats, HostTensor, HostType, Image, Medium, Model, ModelError, ModelFile, Observer, Precision,
+    Preset, PreviewNeed, Quantization, Request, RequestError, Role, Rung, StageError, StagePlan, StageRun,
     ValueShape, Values,
 };
 use residency::{Bytes, Component, ComponentId};
@@ -69,6 +69,7 @@ impl FakeModel {
         let components = components.into_iter().map(|c| quantized(c, &formats));
         FakeModel {
             components: components.collect(),
+            formats,
         }
     }
 

@@ -155,11 +155,7 @@ async fn a_plan_offers_more_accurate_formats_that_fit() {
         });
         offered.collect::<Vec<String>>()
     };
-    let (full, eight_bits) = (
-        Quantization::NONE.to_string(),
-        "text_encoder_2=int8,transformer=int8",
-    );
-    assert_eq!(upgrades("a").await, [full.as_str(), eight_bits]);
+    assert_eq!(upgrades("a").await, ["full", "8-bit"]);
     let plan = queue.plan(picture("a", "me", ""), "").await.unwrap();
     assert_eq!(plan.upgrades, [], "nothing is better than what is stored");
     at_rest(&queue).await;

@@ -6,6 +6,7 @@ use engine::job::{JobEvent, JobEventKind, JobReport, LatentInfo, Priority, Stage
 use engine::library::{Entry, OpenModel};
 use engine::queue::JobInfo;
 use engine::{Change, ChangedTo, Fallback};
+use gpu::WeightFormat;
 use pipelines::{FULL, Medium, Request, ValueShape};
 use residency::{Component, Fits, Holder, MemorySummary};
 
@@ -43,7 +44,8 @@ fn change_out(change: &Change) -> v1::fallback::Change {
     match &change.to {
         ChangedTo::Quantization(quantization) => {
             let (preset, components) = quantization.parts();
-            let word = |format: Option<WeightFormat>| format.map_or(FULL.to_owned(), |format| format.to_string());
+            let word =
+                |format: Option<WeightFormat>| format.map_or(FULL.to_owned(), |format| format.to_string());
             Out::Quantization(v1::Quantization {
                 preset: preset.as_str().to_owned(),
                 components: components

@@ -161,7 +161,8 @@ impl Service {
     /// The entry that a reference means: folders may be looked through.
     pub(super) async fn entry(&self, model: Option<v1::ModelRef>) -> Result<Arc<Entry>, Error> {
         model.as_ref().map_or(Ok(()), check_reference)?;
-        self.models.entry(model).await
+        let entry = self.models.entry(model).await?;
+        self.library.canonical(entry).await
     }
 
     /// As [`Service::entry`], for what ends a use: where the files are gone, the entry as it was used.

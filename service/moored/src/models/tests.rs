@@ -110,7 +110,7 @@ fn formats_are_part_of_the_key_and_unknown_ones_are_refused() {
         ..Default::default()
     });
     let entry = models.resolve(Some(&asked)).unwrap();
-    assert_eq!(entry.key, "plain+text_encoder_2=nf4,transformer=nf4");
+    assert_eq!(entry.key, "plain+4-bit");
     asked.quantization = Some(v1::Quantization {
         preset: "5-bit".to_owned(),
         ..Default::default()
@@ -140,11 +140,8 @@ fn an_entry_is_resolved_by_its_key() {
     };
     for (id, means) in [
         ("plain+full", "plain+full"),
-        ("plain+4-bit", "plain+text_encoder_2=nf4,transformer=nf4"),
-        (
-            "plain+8-bit,vae=nf4",
-            "plain+text_encoder_2=int8,transformer=int8,vae=nf4",
-        ),
+        ("plain+4-bit", "plain+4-bit"),
+        ("plain+8-bit,vae=nf4", "plain+8-bit,vae=nf4"),
         ("plain+transformer=fp8", "plain+transformer=fp8"),
         ("a+b", "a+b+full"),
         ("a+b+vae=nf4", "a+b+vae=nf4"),

@@ -7,8 +7,8 @@ use gpu::LoadPlan;
 use residency::{Bytes, Component};
 
 use super::checkpoint::{FOLDERS, PIPELINES};
-use super::open::LARGE;
 use super::config::TransformerConfig;
+use super::open::LARGE;
 use super::stages::{DENOISE, ENCODE_TEXT, POOLED, SEQUENCE, Stage};
 use super::transformer::{codes_bytes, denoise_scratch, is_modulator};
 use crate::autoencoder_kl::VaeConfig;
@@ -23,8 +23,8 @@ use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
 use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer, TokenizeError};
 use crate::{
-    Formats,     Family, Image, Medium, Model, ModelError, ModelFile, Observer, Precision, Request, RequestError, Role,
-    Rung, StageError, StagePlan, StageRun, ValueShape, Values,
+    Family, Formats, Image, Medium, Model, ModelError, ModelFile, Observer, Precision, Request, RequestError,
+    Role, Rung, StageError, StagePlan, StageRun, ValueShape, Values,
 };
 
 /// The FLUX.1 family.

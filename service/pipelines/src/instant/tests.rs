@@ -8,6 +8,7 @@ use gpu::{ComponentTensors, LoadPlan};
 use residency::Bytes;
 
 use super::*;
+use crate::Quantization;
 use crate::family::{Observer, StageError, StageRun, Unobserved};
 use crate::media::{MediaFormat, Piece};
 use crate::plan::{Role, StagePlan, ValueShape, Values};
@@ -764,8 +765,8 @@ fn a_format_is_refused_for_an_unknown_or_stored_quantized_component() {
         component == "unet" && problem.contains("transformer"),
         "{problem}"
     );
-    // A component that the family has and this model lacks: a preset may name it.
-    assert!(open_in(&file, &[("text_encoder_2", "nf4")]).is_ok());
+    let (component, _) = refused(&[("text_encoder_2", "nf4")]);
+    assert_eq!(component, "text_encoder_2", "this model lacks it");
 
     std::fs::write(&file, description.replace("Q4_K", "Q4_X")).unwrap();
     let error = Instant.open(&file, &PRECISION).err().unwrap();

@@ -7,8 +7,8 @@ use gpu::LoadPlan;
 use residency::{Bytes, Component};
 
 use super::checkpoint::{FOLDERS, PIPELINES};
-use super::open::LARGE;
 use super::config::{MULTIPLE, TransformerConfig};
+use super::open::LARGE;
 use super::positions::Lengths;
 use super::stages::{CAPTION, DENOISE, ENCODE_TEXT, Stage};
 use super::transformer::{codes_bytes, denoise_scratch, is_modulator};
@@ -23,8 +23,8 @@ use crate::start::{is_from_latent, steps_run};
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::{QwenTokenizer, TokenizeError};
 use crate::{
-    Formats,     Family, Image, Medium, Model, ModelError, ModelFile, Observer, Precision, Request, RequestError, Role,
-    Rung, StageError, StagePlan, StageRun, ValueShape, Values,
+    Family, Formats, Image, Medium, Model, ModelError, ModelFile, Observer, Precision, Request, RequestError,
+    Role, Rung, StageError, StagePlan, StageRun, ValueShape, Values,
 };
 
 /// Names of the components.
