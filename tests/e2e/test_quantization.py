@@ -60,10 +60,48 @@ def test_a_model_has_one_key_however_it_is_asked_for(
     with simulate().client() as client:
         picture = client.generate_image("a cube", model=model, timeout=DEADLINE_S)
         assert picture.model.key == key
-        asked = dict(each.split("=") for each in key.split("+")[1].split(",") if "=" in each)
-        assert dict(picture.model.quantization) == dict.fromkeys(FULL_BYTES, "full") | asked
+        held = {"8-bit": "transformer=int8,text_encoder_2=int8"}
+        held["4-bit"] = held["8-bit"].replace("int8", "nf4")
+        formats = key.split("+")[1]
+        asked = [each for each in held.get(formats, formats).split(",") if "=" in each]
+        asked_of = dict(each.split("=") for each in asked)
+        assert dict(picture.model.quantization) == dict.fromkeys(FULL_BYTES, "full") | asked_of
         entries = {key for one in residents(client).values() for key in one.entries}
         assert entries == {key}
+
+
+def test_auto_takes_the_best_formats_that_fit_and_stays_with_them(simulate: Simulate) -> None:
+    auto = moored.ModelRef("flux-full", quantization="auto")
+    with simulate("sim:20GiB").client() as client:
+        planned = client.plan("a cube", model=auto).model
+        assert planned.key == "flux-full+8-bit"
+        assert "8-bit: full needs" in planned.choice and "sim:0" in planned.choice
+        client.load("flux-full+4-bit", timeout=DEADLINE_S)
+        model = client.generate_image("a cube", model=auto, timeout=DEADLINE_S).model
+        assert (model.key, model.choice) == (
+            "flux-full+4-bit",
+            "4-bit: it is in use in these formats",
+        )
+        client.unload("flux-full+4-bit")
+        assert client.plan("a cube", model="flux-full+auto").model.key == "flux-full+8-bit"
+        assert client.plan("a cube", model="flux-full").model.choice == "", "it was named"
+
+
+def test_auto_leaves_what_is_reserved(simulate: Simulate) -> None:
+    def chosen(client: moored.Client) -> str:
+        return client.plan("a cube", model="flux-full+auto").model.key.removeprefix("flux-full+")
+
+    with simulate("sim:40GiB").client() as client:
+        assert chosen(client) == "full"
+        with client.reserve(30 << 30, ttl_s=600):
+            assert chosen(client) == "4-bit"
+        assert chosen(client) == "full"
+
+
+def test_auto_takes_no_formats_of_components(simulate: Simulate) -> None:
+    with simulate().client() as client:
+        with pytest.raises(moored.InvalidRequest, match=r"model\.quantization\.components"):
+            client.plan("a cube", model=small("auto", vae="nf4"))
 
 
 def test_equal_formats_are_resident_once(simulate: Simulate) -> None:
@@ -289,6 +327,10 @@ def test_a_model_stored_quantized_is_listed_so_and_not_converted(
     with service.client() as client:
         with pytest.raises(moored.InvalidRequest, match=r"Q4_K.*transformer=full"):
             client.load(moored.ModelRef("stored", quantization="4-bit"), timeout=DEADLINE_S)
+        assert client.plan("a cube", model="stored+auto").model.key == "stored+full"
+        with client.reserve(6 << 30):
+            chosen = client.plan("a cube", model="stored+auto").model
+            assert chosen.key == "stored+text_encoder_2=nf4", "the least, though it waits"
         as_advised = moored.ModelRef(
             "stored", quantization="4-bit", formats={"transformer": "full"}
         )

@@ -106,18 +106,18 @@ def test_the_most_faithful_precision_that_fits_is_chosen(tmp_path: Path) -> None
         service.client().close()
 
         def model_of(*more: str) -> tuple[str, str]:
+            told = service.run("run", "flux-full", "a cube", *more, cwd=tmp_path).stderr
             done = service.run("run", "flux-full", "a cube", "--json", *more, cwd=tmp_path)
             events = [json.loads(line) for line in good(done).splitlines()]
-            told = service.run("run", "flux-full", "a cube", *more, cwd=tmp_path).stderr
             return next(one["model"] for one in events if one["event"] == "accepted"), told
 
         key, told = model_of()
         assert key == "flux-full+8-bit"
-        assert "in 8-bit" in told
+        assert "8-bit: full needs" in told
         assert "sim:0" in told
         key, told = model_of("--quantization", "4-bit")
         assert key == "flux-full+4-bit"
-        assert "in 8-bit" not in told
+        assert "8-bit" not in told
     finally:
         assert service.stop() == 0
 

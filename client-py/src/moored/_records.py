@@ -25,13 +25,17 @@ class Component:
 @mirrors(model_pb2.ResolvedModel)
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A model, with its revision and quantization resolved; `key` is its key in the cache."""
+    """A model, with its revision and quantization resolved; `key` is its key in the cache.
+
+    `choice` says what the service chose and why, where the quantization was `auto`.
+    """
 
     key: str
     id: str
     revision: str
     family: str
     quantization: Mapping[str, str]
+    choice: str = ""
 
 
 @mirrors(model_pb2.TensorInfo)

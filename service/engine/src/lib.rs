@@ -11,6 +11,7 @@ pub mod messages;
 pub mod need;
 pub mod queue;
 mod stamps;
+mod standing;
 
 mod error;
 

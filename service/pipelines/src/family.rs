@@ -238,6 +238,15 @@ pub trait Model: Send + Sync {
     /// The formats to which its components are quantized at load, as asked for when it was opened.
     fn formats(&self) -> &Formats;
 
+    /// A quantization with the large components in `format` where they would otherwise have a more accurate one, those
+    /// apart that are stored quantized.
+    fn reduced(&self, from: &Quantization, format: WeightFormat) -> Quantization {
+        let large = self.large_components();
+        let is_stored = |name: &str| self.format_of(name).is_some() && self.formats().of(name).is_none();
+        let reducible: Vec<&str> = large.iter().copied().filter(|name| !is_stored(name)).collect();
+        from.reduced(format, large, &reducible)
+    }
+
     /// The files whose content identifies the component.
     fn files_of(&self, component_name: &str) -> Vec<ModelFile>;
 

@@ -7,6 +7,7 @@ import builtins
 import google.protobuf.descriptor
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+from . import events_pb2
 from . import model_pb2
 import sys
 import typing
@@ -166,6 +167,7 @@ class GenerateImageRequest(google.protobuf.message.Message):
     PREVIEW_INTERVAL_MS_FIELD_NUMBER: builtins.int
     INIT_LATENT_ID_FIELD_NUMBER: builtins.int
     LATENT_ONLY_FIELD_NUMBER: builtins.int
+    INIT_MEDIA_ID_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     prompt: builtins.str
     """At most 10,000 characters."""
@@ -196,9 +198,11 @@ class GenerateImageRequest(google.protobuf.message.Message):
     preview_interval_ms: builtins.int
     """Stream previews while denoising, no oftener than this; 0: none. At least 100."""
     init_latent_id: builtins.str
-    """Paint from this latent of the service instead of `init_image`."""
+    """Start from this latent of the service instead of `init_image`."""
     latent_only: builtins.bool
     """Give the latent only: no decode, no picture. Implies `keep_latent`."""
+    init_media_id: builtins.str
+    """Start from this picture of PutMedia instead of `init_image`."""
     @property
     def model(self) -> model_pb2.ModelRef: ...
     @property
@@ -223,10 +227,11 @@ class GenerateImageRequest(google.protobuf.message.Message):
         preview_interval_ms: builtins.int = ...,
         init_latent_id: builtins.str = ...,
         latent_only: builtins.bool = ...,
+        init_media_id: builtins.str = ...,
         options: global___JobOptions | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "guidance", b"guidance", "model", b"model", "options", b"options", "seed", b"seed", "strength", b"strength"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "count", b"count", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "seed", b"seed", "steps", b"steps", "strength", b"strength", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "count", b"count", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "seed", b"seed", "steps", b"steps", "strength", b"strength", "width", b"width"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_guidance", b"_guidance"]) -> typing.Literal["guidance"] | None: ...
     @typing.overload
@@ -260,6 +265,7 @@ class GenerateVideoRequest(google.protobuf.message.Message):
     INIT_LATENT_ID_FIELD_NUMBER: builtins.int
     LATENT_ONLY_FIELD_NUMBER: builtins.int
     OMIT_METADATA_FIELD_NUMBER: builtins.int
+    INIT_MEDIA_ID_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     prompt: builtins.str
     """At most 10,000 characters."""
@@ -294,6 +300,10 @@ class GenerateVideoRequest(google.protobuf.message.Message):
     """Give the latent only: no decode, no frames. Implies `keep_latent`."""
     omit_metadata: builtins.bool
     """Leave prompt, seed, settings and model out of the metadata."""
+    init_media_id: builtins.str
+    """From PutMedia: a picture, as `init_image`; or, where the model takes one, a film to start from, whose size and length are
+    the defaults.
+    """
     @property
     def model(self) -> model_pb2.ModelRef: ...
     @property
@@ -319,10 +329,11 @@ class GenerateVideoRequest(google.protobuf.message.Message):
         init_latent_id: builtins.str = ...,
         latent_only: builtins.bool = ...,
         omit_metadata: builtins.bool = ...,
+        init_media_id: builtins.str = ...,
         options: global___JobOptions | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "guidance", b"guidance", "model", b"model", "options", b"options", "seed", b"seed", "strength", b"strength"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "count", b"count", "frames", b"frames", "frames_per_second", b"frames_per_second", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "seed", b"seed", "steps", b"steps", "strength", b"strength", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "count", b"count", "frames", b"frames", "frames_per_second", b"frames_per_second", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "seed", b"seed", "steps", b"steps", "strength", b"strength", "width", b"width"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_guidance", b"_guidance"]) -> typing.Literal["guidance"] | None: ...
     @typing.overload
@@ -353,6 +364,7 @@ class GenerateAudioRequest(google.protobuf.message.Message):
     LATENT_ONLY_FIELD_NUMBER: builtins.int
     OMIT_METADATA_FIELD_NUMBER: builtins.int
     OUTPUT_FIELD_NUMBER: builtins.int
+    INIT_MEDIA_ID_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     prompt: builtins.str
     """At most 10,000 characters."""
@@ -381,6 +393,8 @@ class GenerateAudioRequest(google.protobuf.message.Message):
     """Leave prompt, seed, settings and model out of the metadata."""
     output: global___AudioFormat.ValueType
     """WAV (default), or samples alone."""
+    init_media_id: builtins.str
+    """Start from this track of PutMedia, where the model takes one; its length is the default."""
     @property
     def model(self) -> model_pb2.ModelRef: ...
     @property
@@ -403,10 +417,11 @@ class GenerateAudioRequest(google.protobuf.message.Message):
         latent_only: builtins.bool = ...,
         omit_metadata: builtins.bool = ...,
         output: global___AudioFormat.ValueType = ...,
+        init_media_id: builtins.str = ...,
         options: global___JobOptions | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "guidance", b"guidance", "model", b"model", "options", b"options", "seed", b"seed", "strength", b"strength"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "count", b"count", "guidance", b"guidance", "init_latent_id", b"init_latent_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "lyrics", b"lyrics", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "prompt", b"prompt", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "count", b"count", "guidance", b"guidance", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "lyrics", b"lyrics", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "prompt", b"prompt", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_guidance", b"_guidance"]) -> typing.Literal["guidance"] | None: ...
     @typing.overload
@@ -563,3 +578,107 @@ class LatentChunk(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "info", b"info"]) -> None: ...
 
 global___LatentChunk = LatentChunk
+
+@typing.final
+class MediaInfo(google.protobuf.message.Message):
+    """Media that a client has brought."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    MEDIA_TYPE_FIELD_NUMBER: builtins.int
+    IMAGE_FIELD_NUMBER: builtins.int
+    VIDEO_FIELD_NUMBER: builtins.int
+    AUDIO_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    EXPIRES_IN_MS_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    """Handle, for `init_media_id`."""
+    media_type: builtins.str
+    """`image/png`, `image/jpeg`, `image/webp`, `video/x-raw-rgb` (8 bits a channel, row-major, frame after frame), `audio/wav`
+    (16-bit PCM) or `audio/x-raw-s16le` (16-bit little-endian, channels interleaved).
+    """
+    bytes: builtins.int
+    """Bytes in all."""
+    expires_in_ms: builtins.int
+    """Milliseconds until it leaves, unless it is used."""
+    @property
+    def image(self) -> events_pb2.ImageFormat: ...
+    @property
+    def video(self) -> events_pb2.VideoFormat: ...
+    @property
+    def audio(self) -> events_pb2.AudioTrackFormat: ...
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        media_type: builtins.str = ...,
+        image: events_pb2.ImageFormat | None = ...,
+        video: events_pb2.VideoFormat | None = ...,
+        audio: events_pb2.AudioTrackFormat | None = ...,
+        bytes: builtins.int = ...,
+        expires_in_ms: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["audio", b"audio", "format", b"format", "image", b"image", "video", b"video"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["audio", b"audio", "bytes", b"bytes", "expires_in_ms", b"expires_in_ms", "format", b"format", "id", b"id", "image", b"image", "media_type", b"media_type", "video", b"video"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["format", b"format"]) -> typing.Literal["image", "video", "audio"] | None: ...
+
+global___MediaInfo = MediaInfo
+
+@typing.final
+class MediaChunk(google.protobuf.message.Message):
+    """A piece of media."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INFO_FIELD_NUMBER: builtins.int
+    CHUNK_FIELD_NUMBER: builtins.int
+    chunk: builtins.bytes
+    """At most 1 MiB."""
+    @property
+    def info(self) -> global___MediaInfo:
+        """On the first chunk."""
+
+    def __init__(
+        self,
+        *,
+        info: global___MediaInfo | None = ...,
+        chunk: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["info", b"info"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "info", b"info"]) -> None: ...
+
+global___MediaChunk = MediaChunk
+
+@typing.final
+class ReleaseMediaRequest(google.protobuf.message.Message):
+    """Which media."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MEDIA_ID_FIELD_NUMBER: builtins.int
+    media_id: builtins.str
+    def __init__(
+        self,
+        *,
+        media_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["media_id", b"media_id"]) -> None: ...
+
+global___ReleaseMediaRequest = ReleaseMediaRequest
+
+@typing.final
+class ReleaseMediaResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RELEASED_FIELD_NUMBER: builtins.int
+    released: builtins.bool
+    """False: there was none, or it had expired."""
+    def __init__(
+        self,
+        *,
+        released: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["released", b"released"]) -> None: ...
+
+global___ReleaseMediaResponse = ReleaseMediaResponse

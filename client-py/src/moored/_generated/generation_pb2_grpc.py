@@ -58,6 +58,16 @@ class GenerationStub(object):
                 request_serializer=moored_dot_v1_dot_generation__pb2.ReleaseLatentRequest.SerializeToString,
                 response_deserializer=moored_dot_v1_dot_generation__pb2.ReleaseLatentResponse.FromString,
                 )
+        self.PutMedia = channel.stream_unary(
+                '/moored.v1.Generation/PutMedia',
+                request_serializer=moored_dot_v1_dot_generation__pb2.MediaChunk.SerializeToString,
+                response_deserializer=moored_dot_v1_dot_generation__pb2.MediaInfo.FromString,
+                )
+        self.ReleaseMedia = channel.unary_unary(
+                '/moored.v1.Generation/ReleaseMedia',
+                request_serializer=moored_dot_v1_dot_generation__pb2.ReleaseMediaRequest.SerializeToString,
+                response_deserializer=moored_dot_v1_dot_generation__pb2.ReleaseMediaResponse.FromString,
+                )
 
 
 class GenerationServicer(object):
@@ -121,6 +131,22 @@ class GenerationServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PutMedia(self, request_iterator, context):
+        """Brings media that later requests start from (`init_media_id`), in chunks: a film does not fit one message. The first chunk
+        carries `info` (media_type, and format where the bytes do not tell it; `id` is ignored). It stays in the machine's memory
+        until it was not used for the time that latents have; each use renews that.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseMedia(self, request, context):
+        """Gives media up before its time. Jobs that were accepted keep it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -163,6 +189,16 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.ReleaseLatent,
                     request_deserializer=moored_dot_v1_dot_generation__pb2.ReleaseLatentRequest.FromString,
                     response_serializer=moored_dot_v1_dot_generation__pb2.ReleaseLatentResponse.SerializeToString,
+            ),
+            'PutMedia': grpc.stream_unary_rpc_method_handler(
+                    servicer.PutMedia,
+                    request_deserializer=moored_dot_v1_dot_generation__pb2.MediaChunk.FromString,
+                    response_serializer=moored_dot_v1_dot_generation__pb2.MediaInfo.SerializeToString,
+            ),
+            'ReleaseMedia': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseMedia,
+                    request_deserializer=moored_dot_v1_dot_generation__pb2.ReleaseMediaRequest.FromString,
+                    response_serializer=moored_dot_v1_dot_generation__pb2.ReleaseMediaResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -309,5 +345,39 @@ class Generation(object):
         return grpc.experimental.unary_unary(request, target, '/moored.v1.Generation/ReleaseLatent',
             moored_dot_v1_dot_generation__pb2.ReleaseLatentRequest.SerializeToString,
             moored_dot_v1_dot_generation__pb2.ReleaseLatentResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def PutMedia(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(request_iterator, target, '/moored.v1.Generation/PutMedia',
+            moored_dot_v1_dot_generation__pb2.MediaChunk.SerializeToString,
+            moored_dot_v1_dot_generation__pb2.MediaInfo.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ReleaseMedia(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/moored.v1.Generation/ReleaseMedia',
+            moored_dot_v1_dot_generation__pb2.ReleaseMediaRequest.SerializeToString,
+            moored_dot_v1_dot_generation__pb2.ReleaseMediaResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -73,6 +73,21 @@ class GenerationStub:
     ]
     """Gives a latent up before its time. A job that needs it keeps it until it has ended."""
 
+    PutMedia: grpc.StreamUnaryMultiCallable[
+        generation_pb2.MediaChunk,
+        generation_pb2.MediaInfo,
+    ]
+    """Brings media that later requests start from (`init_media_id`), in chunks: a film does not fit one message. The first chunk
+    carries `info` (media_type, and format where the bytes do not tell it; `id` is ignored). It stays in the machine's memory
+    until it was not used for the time that latents have; each use renews that.
+    """
+
+    ReleaseMedia: grpc.UnaryUnaryMultiCallable[
+        generation_pb2.ReleaseMediaRequest,
+        generation_pb2.ReleaseMediaResponse,
+    ]
+    """Gives media up before its time. Jobs that were accepted keep it."""
+
 class GenerationAsyncStub:
     """Generates pictures, films and tracks. Deadlines and cancellation are honoured in the queue, in waits, in loads and between
     steps; dropping the stream cancels the job.
@@ -125,6 +140,21 @@ class GenerationAsyncStub:
         generation_pb2.ReleaseLatentResponse,
     ]
     """Gives a latent up before its time. A job that needs it keeps it until it has ended."""
+
+    PutMedia: grpc.aio.StreamUnaryMultiCallable[
+        generation_pb2.MediaChunk,
+        generation_pb2.MediaInfo,
+    ]
+    """Brings media that later requests start from (`init_media_id`), in chunks: a film does not fit one message. The first chunk
+    carries `info` (media_type, and format where the bytes do not tell it; `id` is ignored). It stays in the machine's memory
+    until it was not used for the time that latents have; each use renews that.
+    """
+
+    ReleaseMedia: grpc.aio.UnaryUnaryMultiCallable[
+        generation_pb2.ReleaseMediaRequest,
+        generation_pb2.ReleaseMediaResponse,
+    ]
+    """Gives media up before its time. Jobs that were accepted keep it."""
 
 class GenerationServicer(metaclass=abc.ABCMeta):
     """Generates pictures, films and tracks. Deadlines and cancellation are honoured in the queue, in waits, in loads and between
@@ -194,5 +224,24 @@ class GenerationServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[generation_pb2.ReleaseLatentResponse, collections.abc.Awaitable[generation_pb2.ReleaseLatentResponse]]:
         """Gives a latent up before its time. A job that needs it keeps it until it has ended."""
+
+    @abc.abstractmethod
+    def PutMedia(
+        self,
+        request_iterator: _MaybeAsyncIterator[generation_pb2.MediaChunk],
+        context: _ServicerContext,
+    ) -> typing.Union[generation_pb2.MediaInfo, collections.abc.Awaitable[generation_pb2.MediaInfo]]:
+        """Brings media that later requests start from (`init_media_id`), in chunks: a film does not fit one message. The first chunk
+        carries `info` (media_type, and format where the bytes do not tell it; `id` is ignored). It stays in the machine's memory
+        until it was not used for the time that latents have; each use renews that.
+        """
+
+    @abc.abstractmethod
+    def ReleaseMedia(
+        self,
+        request: generation_pb2.ReleaseMediaRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[generation_pb2.ReleaseMediaResponse, collections.abc.Awaitable[generation_pb2.ReleaseMediaResponse]]:
+        """Gives media up before its time. Jobs that were accepted keep it."""
 
 def add_GenerationServicer_to_server(servicer: GenerationServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15moored/v1/model.proto\x12\tmoored.v1\"}\n\x08ModelRef\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12-\n\x0cquantization\x18\x03 \x01(\x0b\x32\x17.moored.v1.Quantization\x12$\n\x08\x61\x64\x61pters\x18\x04 \x03(\x0b\x32\x12.moored.v1.Adapter\"\x8e\x01\n\x0cQuantization\x12\x0e\n\x06preset\x18\x01 \x01(\t\x12;\n\ncomponents\x18\x02 \x03(\x0b\x32\'.moored.v1.Quantization.ComponentsEntry\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\'\n\x07\x41\x64\x61pter\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08strength\x18\x02 \x01(\x02\"\xc1\x01\n\rResolvedModel\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x04 \x01(\t\x12@\n\x0cquantization\x18\x05 \x03(\x0b\x32*.moored.v1.ResolvedModel.QuantizationEntry\x1a\x33\n\x11QuantizationEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"4\n\tComponent\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"r\n\x0e\x46reedComponent\x12\'\n\tcomponent\x18\x01 \x01(\x0b\x32\x14.moored.v1.Component\x12\x0c\n\x04\x63\x61rd\x18\x02 \x01(\t\x12\x14\n\x0c\x62ooked_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x66reed_bytes\x18\x04 \x01(\x04\"V\n\rKeptComponent\x12\'\n\tcomponent\x18\x01 \x01(\x0b\x32\x14.moored.v1.Component\x12\x0c\n\x04\x63\x61rd\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x94\x01\n\nLatentInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06vae_id\x18\x04 \x01(\t\x12\x15\n\rexpires_in_ms\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12&\n\x07tensors\x18\x07 \x03(\x0b\x32\x15.moored.v1.TensorInfo\")\n\nTensorInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15moored/v1/model.proto\x12\tmoored.v1\"}\n\x08ModelRef\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12-\n\x0cquantization\x18\x03 \x01(\x0b\x32\x17.moored.v1.Quantization\x12$\n\x08\x61\x64\x61pters\x18\x04 \x03(\x0b\x32\x12.moored.v1.Adapter\"\x8e\x01\n\x0cQuantization\x12\x0e\n\x06preset\x18\x01 \x01(\t\x12;\n\ncomponents\x18\x02 \x03(\x0b\x32\'.moored.v1.Quantization.ComponentsEntry\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\'\n\x07\x41\x64\x61pter\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08strength\x18\x02 \x01(\x02\"\xd1\x01\n\rResolvedModel\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x04 \x01(\t\x12@\n\x0cquantization\x18\x05 \x03(\x0b\x32*.moored.v1.ResolvedModel.QuantizationEntry\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\t\x1a\x33\n\x11QuantizationEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"4\n\tComponent\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"r\n\x0e\x46reedComponent\x12\'\n\tcomponent\x18\x01 \x01(\x0b\x32\x14.moored.v1.Component\x12\x0c\n\x04\x63\x61rd\x18\x02 \x01(\t\x12\x14\n\x0c\x62ooked_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x66reed_bytes\x18\x04 \x01(\x04\"V\n\rKeptComponent\x12\'\n\tcomponent\x18\x01 \x01(\x0b\x32\x14.moored.v1.Component\x12\x0c\n\x04\x63\x61rd\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x94\x01\n\nLatentInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06vae_id\x18\x04 \x01(\t\x12\x15\n\rexpires_in_ms\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12&\n\x07tensors\x18\x07 \x03(\x0b\x32\x15.moored.v1.TensorInfo\")\n\nTensorInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,17 +34,17 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_ADAPTER']._serialized_start=308
   _globals['_ADAPTER']._serialized_end=347
   _globals['_RESOLVEDMODEL']._serialized_start=350
-  _globals['_RESOLVEDMODEL']._serialized_end=543
-  _globals['_RESOLVEDMODEL_QUANTIZATIONENTRY']._serialized_start=492
-  _globals['_RESOLVEDMODEL_QUANTIZATIONENTRY']._serialized_end=543
-  _globals['_COMPONENT']._serialized_start=545
-  _globals['_COMPONENT']._serialized_end=597
-  _globals['_FREEDCOMPONENT']._serialized_start=599
-  _globals['_FREEDCOMPONENT']._serialized_end=713
-  _globals['_KEPTCOMPONENT']._serialized_start=715
-  _globals['_KEPTCOMPONENT']._serialized_end=801
-  _globals['_LATENTINFO']._serialized_start=804
-  _globals['_LATENTINFO']._serialized_end=952
-  _globals['_TENSORINFO']._serialized_start=954
-  _globals['_TENSORINFO']._serialized_end=995
+  _globals['_RESOLVEDMODEL']._serialized_end=559
+  _globals['_RESOLVEDMODEL_QUANTIZATIONENTRY']._serialized_start=508
+  _globals['_RESOLVEDMODEL_QUANTIZATIONENTRY']._serialized_end=559
+  _globals['_COMPONENT']._serialized_start=561
+  _globals['_COMPONENT']._serialized_end=613
+  _globals['_FREEDCOMPONENT']._serialized_start=615
+  _globals['_FREEDCOMPONENT']._serialized_end=729
+  _globals['_KEPTCOMPONENT']._serialized_start=731
+  _globals['_KEPTCOMPONENT']._serialized_end=817
+  _globals['_LATENTINFO']._serialized_start=820
+  _globals['_LATENTINFO']._serialized_end=968
+  _globals['_TENSORINFO']._serialized_start=970
+  _globals['_TENSORINFO']._serialized_end=1011
 # @@protoc_insertion_point(module_scope)

@@ -24,7 +24,7 @@ class ModelRef(google.protobuf.message.Message):
     ADAPTERS_FIELD_NUMBER: builtins.int
     id: builtins.str
     """`owner/name`, or the name of a model folder. Empty: the service's default model. Or an entry as reports call it,
-    quantization included: `owner/name+4-bit`, `owner/name+text_encoder_2=nf4,transformer=int8`.
+    quantization included: `owner/name+4-bit`, `owner/name+text_encoder_2=nf4,transformer=int8`; `owner/name+auto`.
     """
     revision: builtins.str
     """Revision of a model in the hub cache. Empty: the one that is there."""
@@ -76,8 +76,9 @@ class Quantization(google.protobuf.message.Message):
     PRESET_FIELD_NUMBER: builtins.int
     COMPONENTS_FIELD_NUMBER: builtins.int
     preset: builtins.str
-    """`full` (default): as it is stored. `8-bit` is int8 and `4-bit` is nf4, for the transformer and the large text
-    encoder (`text_encoder_2`).
+    """`full` (default): as it is stored. `8-bit` is int8 and `4-bit` is nf4, for the model's large components: the
+    transformer and its large text encoder. `auto`: the service takes the first of `full`, `8-bit`, `4-bit` that fits a card
+    beside what is pinned, reserved or held by other programs, and stays with it while the model is in use.
     """
     @property
     def components(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
@@ -144,14 +145,17 @@ class ResolvedModel(google.protobuf.message.Message):
     REVISION_FIELD_NUMBER: builtins.int
     FAMILY_FIELD_NUMBER: builtins.int
     QUANTIZATION_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
     key: builtins.str
-    """The key, for people and logs: `id@revision+text_encoder_2=nf4,transformer=nf4`, or `id@revision+full`."""
+    """The key, for people and logs: `id@revision+full`, `id@revision+4-bit`, `id@revision+transformer=nf4`."""
     id: builtins.str
     """The id as configured."""
     revision: builtins.str
     """The revision found, if any."""
     family: builtins.str
     """Family: `flux`."""
+    choice: builtins.str
+    """Where the formats were left to the service (`auto`): the preset that it chose and why, for people. Empty otherwise."""
     @property
     def quantization(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Format of each component as it is held: `full`, what it is quantized to at load (`nf4`), or how it is stored
@@ -166,8 +170,9 @@ class ResolvedModel(google.protobuf.message.Message):
         revision: builtins.str = ...,
         family: builtins.str = ...,
         quantization: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        choice: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["family", b"family", "id", b"id", "key", b"key", "quantization", b"quantization", "revision", b"revision"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "family", b"family", "id", b"id", "key", b"key", "quantization", b"quantization", "revision", b"revision"]) -> None: ...
 
 global___ResolvedModel = ResolvedModel
 

@@ -1,19 +1,14 @@
 //! Claims on the card other than running stages: pins, holds and reservations, unloads, and room for other programs.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use gpu::Unloaded;
-use residency::{
-    Bytes, Component, ComponentId, HoldId, Ledger, Millis, Move, ReservationId, Resident, Verdict,
-};
+use residency::{Bytes, Component, ComponentId, Ledger, Move, Resident, Verdict};
 
 use super::moves::MoveError;
 use super::{Card, Flow, Link, millis};
-use crate::messages::{Answer, Event, Standing};
-
-/// The supervisor keeps the times to live: on the card, a claim has no expiry.
-const NO_EXPIRY: Millis = Millis(u64::MAX);
+use crate::messages::{Answer, Event};
 
 /// Timeout of an unload for the driver to show the freed bytes.
 const FREED_TIMEOUT: Duration = Duration::from_secs(2);
@@ -31,49 +26,6 @@ struct UnloadOutcome {
 }
 
 impl Card {
-    /// Replaces pins, holds and reservations by the given set. Unchanged entries keep their state: a reservation
-    /// remembers how much of it is in use.
-    pub(super) fn replace_claims(&mut self, standing: Standing) {
-        let old = std::mem::replace(&mut self.standing, standing);
-        let pins: BTreeSet<&ComponentId> = self.standing.pins.iter().collect();
-        for gone in old.pins.iter().filter(|id| !pins.contains(id)) {
-            self.ledger.unpin(gone);
-        }
-        for id in pins {
-            self.ledger.pin(id.clone());
-        }
-
-        let was: BTreeMap<&str, &[ComponentId]> = old.holds.iter().map(|(n, c)| (&**n, &**c)).collect();
-        let is: BTreeMap<&str, &[ComponentId]> =
-            self.standing.holds.iter().map(|(n, c)| (&**n, &**c)).collect();
-        for &gone in was.keys().filter(|name| !is.contains_key(*name)) {
-            self.ledger.release_hold(&HoldId::new(gone));
-        }
-        for (name, components) in is.iter().filter(|(name, held)| was.get(*name) != Some(held)) {
-            self.ledger
-                .hold(HoldId::new(*name), components.to_vec(), NO_EXPIRY);
-        }
-
-        let was: BTreeMap<&str, (&str, Bytes)> = old
-            .reservations
-            .iter()
-            .map(|(n, l, b)| (&**n, (&**l, *b)))
-            .collect();
-        let is: BTreeMap<&str, (&str, Bytes)> = self
-            .standing
-            .reservations
-            .iter()
-            .map(|(n, l, b)| (&**n, (&**l, *b)))
-            .collect();
-        for &gone in was.keys().filter(|name| !is.contains_key(*name)) {
-            self.ledger.release_reservation(&ReservationId::new(gone));
-        }
-        for (&name, &(label, bytes)) in is.iter().filter(|(name, booked)| was.get(*name) != Some(booked)) {
-            let id = ReservationId::new(name);
-            self.ledger.reserve(id, label.to_owned(), bytes, NO_EXPIRY);
-        }
-    }
-
     /// Unloads components, except those that are in use, pinned or held.
     pub(super) fn unload(&mut self, id: u64, components: &[ComponentId], link: &mut dyn Link) -> Flow {
         let asked: BTreeSet<&ComponentId> = components.iter().collect();

@@ -23,7 +23,7 @@ use gpu::{CardDescription, Gpu, GpuError, Timeline};
 use pipelines::Catalogue;
 use residency::{Bytes, IdlePolicy, Ledger, Millis};
 
-use crate::messages::{Command, Event, Standing};
+use crate::messages::{Command, Event};
 
 pub use link::{Clock, Faults, Link, ProcessFaults, SystemClock};
 pub use thread::{CardCommands, CardThread, ThreadEnd, spawn};
@@ -122,7 +122,6 @@ pub struct Card {
     settings: CardSettings,
     clock: Box<dyn Clock>,
     faults: Box<dyn Faults>,
-    standing: Standing,
     /// The last published snapshot: the next one is sent only if it differs.
     published: Option<Arc<Ledger>>,
     /// End of the last command.
@@ -159,7 +158,6 @@ impl Card {
             settings,
             clock,
             faults: Box::new(ProcessFaults),
-            standing: Standing::default(),
             published: None,
             last_busy: now,
             last_poll: now,
@@ -201,7 +199,7 @@ impl Card {
             // Handled by the owner of the link, concurrently with the order; here it would be too late.
             Command::Cancel(_) => Flow::Continue,
             Command::Standing(standing) => {
-                self.replace_claims(standing);
+                standing.apply_to(&mut self.ledger);
                 Flow::Continue
             }
             Command::Unload { id, components } => self.unload(id, &components, link),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gpu::CardDescription;
-use residency::{Bytes, Component, ComponentId, HoldId, Ledger, Millis, ReservationId};
+use residency::{Bytes, Component, ComponentId, Ledger, Millis};
 use tokio::time::Instant;
 
 use super::report::Reserved;
@@ -250,36 +250,15 @@ impl Card {
         self.ledger = ledger;
         self.ledger_at = now;
         self.snapshots += 1;
-        self.correct_pins();
+        self.apply_claims();
     }
 
-    /// Pins are ours to say: a ledger that was published before the worker heard of a change must not have a job
-    /// refused for a pin that is off already.
-    fn correct_pins(&mut self) {
-        let stale: Vec<ComponentId> = self
-            .ledger
-            .pins()
-            .filter(|id| !self.standing.pins.contains(id))
-            .cloned()
-            .collect();
-        let missing: Vec<ComponentId> = {
-            let seen: BTreeSet<&ComponentId> = self.ledger.pins().collect();
-            self.standing
-                .pins
-                .iter()
-                .filter(|id| !seen.contains(id))
-                .cloned()
-                .collect()
-        };
-        if stale.is_empty() && missing.is_empty() {
-            return;
-        }
-        let ledger = Arc::make_mut(&mut self.ledger);
-        for id in stale {
-            ledger.unpin(&id);
-        }
-        for id in missing {
-            ledger.pin(id);
+    /// Claims are ours to say. A ledger that was published before the worker heard of a change must not have a job
+    /// refused for a claim that is over, nor planned into what has just been reserved; and a worker that hangs publishes
+    /// none.
+    fn apply_claims(&mut self) {
+        if !self.standing.is_applied_to(&self.ledger) {
+            self.standing.apply_to(Arc::make_mut(&mut self.ledger));
         }
     }
 
@@ -353,25 +332,9 @@ impl Card {
     /// Tells the worker what must stay, if that is new to it.
     pub(super) fn tell_claims(&mut self, standing: Standing, fresh_worker: bool) {
         if self.is_ready() && (fresh_worker || standing != self.standing) {
-            let before = std::mem::replace(&mut self.standing, standing.clone());
-            self.correct_pins();
-            self.drop_ended_claims(&before);
+            self.standing = standing.clone();
+            self.apply_claims();
             self.send(Command::Standing(standing));
-        }
-    }
-
-    /// A worker that hangs never says that a hold or a reservation is over: jobs must not be queued behind it for ever.
-    fn drop_ended_claims(&mut self, before: &Standing) {
-        let (ledger, now) = (Arc::make_mut(&mut self.ledger), &self.standing);
-        for (id, _) in before.holds.iter().filter(|hold| !now.holds.contains(hold)) {
-            ledger.release_hold(&HoldId::new(id.as_str()));
-        }
-        for (id, ..) in before
-            .reservations
-            .iter()
-            .filter(|one| !now.reservations.contains(one))
-        {
-            ledger.release_reservation(&ReservationId::new(id.as_str()));
         }
     }
 

@@ -3,7 +3,9 @@
 use std::collections::BTreeSet;
 
 use pipelines::Request;
-use residency::{Alternative, Bytes, Component, ComponentId, Fits, Move, StageNeed, fallbacks, peak_of};
+use residency::{
+    Alternative, Bytes, Component, ComponentId, Fits, Move, StageNeed, WaitCause, fallbacks, peak_of,
+};
 
 use super::placing::Placement;
 use super::record::JobRecord;
@@ -37,6 +39,10 @@ impl View<'_> {
         Ok(PlanReport {
             card: self.cards[index].description.id.clone(),
             runs_now: stages.iter().all(|stage| stage.verdict == "run"),
+            fits: stages.iter().all(|stage| match (stage.verdict, stage.cause) {
+                ("run", _) => true,
+                (_, cause) => matches!(cause, Some(WaitCause::Leases | WaitCause::LateEviction)),
+            }),
             upgrades: self.upgrades(job, index),
             stages,
             predicted_move_seconds: if seconds.is_finite() { seconds } else { 0.0 },
@@ -69,6 +75,10 @@ impl View<'_> {
         let admission = choose_rung(ledger, &need, self.policy(job, card), ledger_now);
         let cached = self.is_cached(job, step, dtype);
         let last = need.rungs().len().saturating_sub(1);
+        let cause = match admission {
+            Admission::Wait { cause, .. } if !cached => Some(cause),
+            _ => None,
+        };
         let (rung, verdict, moves, capacity): (usize, _, Vec<Move>, _) = match admission {
             _ if cached => (0, "run", Vec::new(), None),
             Admission::Run { rung, moves } => (rung, "run", moves, None),
@@ -93,6 +103,7 @@ impl View<'_> {
             scratch_learned: self.learned.knows_scratch(&need, &label, family, description),
             moves,
             verdict,
+            cause,
             shortfall: capacity.map(|capacity| Shortfall {
                 capacity,
                 fallbacks: self.fallbacks(job, &[card]),

@@ -70,13 +70,9 @@ pub(super) fn open_reductions(
     let Some(open) = models.values().next() else {
         return Vec::new();
     };
-    let model = &open.model;
-    let is_stored = |name: &str| model.format_of(name).is_some() && model.formats().of(name).is_none();
-    let large = model.large_components();
-    let reducible: Vec<&str> = large.iter().copied().filter(|name| !is_stored(name)).collect();
     let mut reductions: Vec<Reduction> = Vec::new();
     for format in WeightFormat::MADE_AT_LOAD {
-        let quantization = entry.quantization.reduced(format, large, &reducible);
+        let quantization = open.model.reduced(&entry.quantization, format);
         if quantization == entry.quantization
             || reductions.iter().any(|r| r.entry.quantization == quantization)
         {

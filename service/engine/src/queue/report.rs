@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gpu::CardDescription;
-use residency::{Bytes, Component, ComponentId, Ledger, Millis, Move};
+use residency::{Bytes, Component, ComponentId, Ledger, Millis, Move, WaitCause};
 
 use crate::error::{Error, Fallback, Shortfall};
 use crate::job::{JobId, Priority, StageName};
@@ -50,6 +50,9 @@ pub struct PlanReport {
     pub stages: Vec<PlannedStage>,
     /// Whether each of them would run now.
     pub runs_now: bool,
+    /// Whether each would run now or once the card's other jobs have ended: what is pinned, reserved or of other programs
+    /// stays.
+    pub fits: bool,
     /// Seconds of moves before the first step.
     pub predicted_move_seconds: f64,
     /// The model's formats that lose less and would fit as well, the closest to the original first.
@@ -75,6 +78,8 @@ pub struct PlannedStage {
     pub moves: Vec<Move>,
     /// `run`, `wait`, `never`.
     pub verdict: &'static str,
+    /// What it would wait for; `None` unless the verdict is `wait`.
+    pub cause: Option<WaitCause>,
     /// Set unless the verdict is `run`.
     pub shortfall: Option<Shortfall>,
     /// Label of the rung.

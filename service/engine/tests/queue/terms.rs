@@ -7,7 +7,6 @@ use engine::job::JobEventKind;
 use engine::messages::{Answer, Command, Event, Order, Work};
 use engine::queue::{Queue, Settings, Signal};
 use engine::{ChangedTo, Error};
-use pipelines::Quantization;
 use residency::{Bytes, Policy};
 
 use crate::fixture::{entry, load, picture, run_of, with_formats};

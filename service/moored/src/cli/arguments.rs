@@ -7,6 +7,7 @@ use clap::error::ErrorKind;
 use clap::{
     ArgAction, ArgMatches, Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum,
 };
+use pipelines::FULL;
 
 use super::{CliError, cards, version};
 use crate::config::Flags;
@@ -390,7 +391,8 @@ impl MediumChoice {
 /// Formats of a model's weights.
 #[derive(Debug, Default, Args)]
 pub(super) struct Formats {
-    /// Precision of the weights: full, 8-bit or 4-bit [default: full, as they are stored]; MODEL+4-bit is the same
+    /// Precision of the weights: full, 8-bit, 4-bit, or auto, which takes the best that fits the GPU [default: full, as they
+    /// are stored; of `run`: auto]; MODEL+4-bit is the same
     #[arg(long, value_name = "PRESET", help_heading = "Weights")]
     quantization: Option<String>,
     /// Precision of one component (full, int8, fp8, nf4, nf4-double), over the preset; may be repeated
@@ -410,9 +412,12 @@ impl Formats {
     /// The formats in the key of an entry, as the recipe of a picture has it.
     pub(super) fn of_key(key: &str) -> Formats {
         let formats = key.rsplit_once('+').map_or("", |(_, formats)| formats);
-        let named = formats.split(',').filter_map(|each| each.split_once('='));
+        let (named, presets): (Vec<&str>, Vec<&str>) =
+            formats.split(',').partition(|each| each.contains('='));
+        let preset = presets.first().filter(|preset| !matches!(**preset, "" | FULL));
+        let named = named.into_iter().filter_map(|each| each.split_once('='));
         Formats {
-            quantization: None,
+            quantization: preset.map(|preset| (*preset).to_owned()),
             formats: named
                 .map(|(component, format)| (component.to_owned(), format.to_owned()))
                 .collect(),
@@ -773,5 +778,7 @@ mod tests {
         let both = told("me/a+b@1+text_encoder_2=nf4,transformer=int8").unwrap();
         assert_eq!((both.len(), both["transformer"].as_str()), (2, "int8"));
         assert_eq!((told("me/a+full"), told("a")), (None, None));
+        let preset = Formats::of_key("me/a+4-bit").of("a").unwrap().quantization;
+        assert_eq!(preset.map(|q| q.preset), Some("4-bit".to_owned()));
     }
 }

@@ -5,8 +5,6 @@
 
 use std::time::Duration;
 
-use residency::Bytes;
-
 use super::arguments::Run;
 use super::connection::Connection;
 use super::generate::{Order, model_of};
@@ -17,6 +15,9 @@ use crate::hub::Reference;
 use crate::models::Models;
 use crate::proto::v1;
 use crate::proto::v1::plan_request::Request as Asked;
+
+/// The preset that leaves the formats to the service.
+const AUTO: &str = "auto";
 
 /// Time that jobs of other clients have to finish when the service ends.
 const DRAIN: Duration = Duration::from_secs(3600);
@@ -64,8 +65,9 @@ pub(super) async fn run(config: Config, options: Run, json: bool) -> Result<(), 
     };
     let is_open = options.settings.formats.is_empty() && !options.model.contains('+');
     let outcome = async {
-        if is_open && let Some(preset) = best_preset(&connection, &order, json).await? {
-            order.set_formats(preset);
+        if is_open {
+            order.set_formats(AUTO);
+            prepare(&connection, &order, json).await?;
         }
         order.carry_out(&connection, true, json).await
     }
@@ -117,71 +119,33 @@ fn card_of(request: &Asked) -> String {
     options.map(|options| options.card.clone()).unwrap_or_default()
 }
 
-/// The most faithful precision that runs now on the service's card, else that could run there at all; `None`: as stored.
-async fn best_preset(
-    connection: &Connection,
-    order: &Order,
-    json: bool,
-) -> Result<Option<&'static str>, CliError> {
+/// Has the service pull the model where it is missing, and tells which formats it chooses. A request that is wrong is
+/// reported when it is sent.
+async fn prepare(connection: &Connection, order: &Order, json: bool) -> Result<(), CliError> {
     let Some(first) = order.first() else {
-        return Ok(None);
+        return Ok(());
     };
-    let mut request = v1::PlanRequest {
+    let request = v1::PlanRequest {
         request: Some(first.clone()),
         card: card_of(first),
     };
-    let mut possible = None;
-    for preset in catalogue::PRESETS {
-        let mut order = order.clone();
-        order.set_formats(preset);
-        request.request = order.first().cloned();
-        let plan = match connection.residency().plan(request.clone()).await {
-            Ok(plan) => plan.into_inner(),
-            Err(status) => match CliError::from(status) {
-                // The service pulls a missing model, and plans again.
-                CliError::Refused(refused) if refused.reason == v1::Reason::ModelNotFound.as_str_name() => {
-                    let Some(reference) = order
-                        .first()
-                        .and_then(model_of)
-                        .and_then(|m| Reference::of_entry(&m.id))
-                    else {
-                        return Ok(None);
-                    };
-                    pull::by_service(connection, &reference, json).await?;
-                    connection.residency().plan(request.clone()).await?.into_inner()
-                }
-                // Weights that are stored quantized take no other format, and a wrong request is reported when it is sent.
-                CliError::Refused(_) => return Ok(None),
-                other => return Err(other),
-            },
-        };
-        if plan.runs_now {
-            tell_choice(preset, &plan, json);
-            return Ok(Some(preset));
-        }
-        let never = plan.stages.iter().any(|stage| stage.verdict == "never");
-        if !never && possible.is_none() {
-            possible = Some((preset, plan));
-        }
+    let plan = match connection.residency().plan(request.clone()).await {
+        Ok(plan) => plan.into_inner(),
+        Err(status) => match CliError::from(status) {
+            CliError::Refused(refused) if refused.reason == v1::Reason::ModelNotFound.as_str_name() => {
+                let Some(reference) = model_of(first).and_then(|model| Reference::of_entry(&model.id)) else {
+                    return Ok(());
+                };
+                pull::by_service(connection, &reference, json).await?;
+                connection.residency().plan(request).await?.into_inner()
+            }
+            CliError::Refused(_) => return Ok(()),
+            other => return Err(other),
+        },
+    };
+    let choice = plan.model.map(|model| model.choice).unwrap_or_default();
+    if !json && !choice.is_empty() && !choice.starts_with(pipelines::FULL) {
+        screen::note(&format!("{choice} (--quantization overrides this)"));
     }
-    Ok(possible.map(|(preset, plan)| {
-        tell_choice(preset, &plan, json);
-        preset
-    }))
-}
-
-fn tell_choice(preset: &str, plan: &v1::PlanResponse, json: bool) {
-    if json || preset == catalogue::PRESETS[0] {
-        return;
-    }
-    let mut components: Vec<&v1::Component> =
-        plan.stages.iter().flat_map(|stage| &stage.components).collect();
-    components.sort_by_key(|component| &component.id);
-    components.dedup_by_key(|component| &component.id);
-    let bytes: u64 = components.iter().map(|component| component.bytes).sum();
-    screen::note(&format!(
-        "in {preset} ({}): more does not fit {}; --quantization overrides this",
-        Bytes(bytes),
-        plan.card
-    ));
+    Ok(())
 }

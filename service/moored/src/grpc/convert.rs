@@ -160,6 +160,7 @@ pub(super) fn resolved(entry: &Entry, open: &OpenModel) -> v1::ResolvedModel {
         revision: entry.revision.clone(),
         family: open.model.family().to_owned(),
         quantization: formats_out(open),
+        choice: String::new(),
     }
 }
 

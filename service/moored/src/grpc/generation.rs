@@ -12,6 +12,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::asked::{Asked, LONGEST_SIDE_PIXELS, StartFrom};
 use super::caller::Caller;
+use super::choose::{Chosen, left_open};
 use super::convert::{latent_out, resolved};
 use super::latent_upload::receive_latent;
 use super::media::Media;
@@ -158,11 +159,22 @@ impl Service {
         opened.await
     }
 
-    /// The entry that a reference means: folders may be looked through.
+    /// The entry that a reference means: folders may be looked through, and formats chosen.
     pub(super) async fn entry(&self, model: Option<v1::ModelRef>) -> Result<Arc<Entry>, Error> {
+        Ok(self.chosen(model).await?.entry)
+    }
+
+    /// As [`Service::entry`], with the reason for the formats where the service chose them.
+    pub(super) async fn chosen(&self, model: Option<v1::ModelRef>) -> Result<Chosen, Error> {
         model.as_ref().map_or(Ok(()), check_reference)?;
-        let entry = self.models.entry(model).await?;
-        self.library.canonical(entry).await
+        if let Some(open) = model.as_ref().map(left_open).transpose()?.flatten() {
+            return self.choose(self.models.entry(Some(open)).await?).await;
+        }
+        let entry = self.library.canonical(self.models.entry(model).await?).await?;
+        Ok(Chosen {
+            entry,
+            reason: String::new(),
+        })
     }
 
     /// As [`Service::entry`], for what ends a use: where the files are gone, the entry as it was used.
@@ -190,7 +202,7 @@ impl Service {
     /// Turns a request into a job, with the model's defaults in.
     pub(super) async fn prepare(&self, asked: Asked, caller: &Caller) -> Result<Prepared, Error> {
         asked.check()?;
-        let entry = self.entry(asked.model.clone()).await?;
+        let Chosen { entry, reason } = self.chosen(asked.model.clone()).await?;
         let open = self.open(&entry).await?;
         let mut request = self.models.defaults(&entry.id, open.model.defaults());
         if let Some(id) = &asked.init_latent {
@@ -220,7 +232,10 @@ impl Service {
             keep_latent: asked.keep_latent || asked.latent_only,
             preview_interval_ms: asked.preview_interval_ms,
         };
-        let model = resolved(&entry, &open);
+        let model = v1::ResolvedModel {
+            choice: reason,
+            ..resolved(&entry, &open)
+        };
         let spec = JobSpec {
             options: caller.options(asked.options)?,
             entry,

@@ -4,6 +4,7 @@
 mod asked;
 mod auth;
 mod caller;
+mod choose;
 mod convert;
 mod encodings;
 mod generation;

@@ -18,6 +18,7 @@ use tonic::{Request, Response, Status};
 
 use super::asked::Asked;
 use super::caller::Caller;
+use super::choose::Chosen;
 use super::convert::{
     component_out, defaults_out, fallback_out, formats_out, holder_out, job_out, memory_out, millis, resolved,
 };
@@ -68,7 +69,7 @@ impl Residency for Service {
         let caller = Caller::of(&request);
         let request = request.into_inner();
         let start = async {
-            let entry = self.entry(request.model.clone()).await?;
+            let Chosen { entry, reason } = self.chosen(request.model.clone()).await?;
             let open = self.open(&entry).await?;
             if request.components.len() > open.components.len() {
                 let problem = format!(
@@ -87,7 +88,10 @@ impl Residency for Service {
                     ));
                 }
             }
-            let model = resolved(&entry, &open);
+            let model = v1::ResolvedModel {
+                choice: reason,
+                ..resolved(&entry, &open)
+            };
             let replace = match request.replace {
                 Some(old) if old.id.is_empty() => {
                     return Err(invalid(

@@ -321,11 +321,10 @@ impl InstantModel {
             );
         }
         if let Some(clip) = request.medium.init_clip() {
-            let is_such = match (&request.medium, clip.format) {
-                (Medium::Video(_), MediaFormat::Video { .. })
-                | (Medium::Audio(_), MediaFormat::Audio { .. }) => true,
-                _ => false,
-            };
+            let is_such = matches!(
+                (&request.medium, clip.format),
+                (Medium::Video(_), MediaFormat::Video { .. }) | (Medium::Audio(_), MediaFormat::Audio { .. })
+            );
             let all_there = clip.format.bytes() == Some(clip.data.len() as u64) && !clip.data.is_empty();
             require(
                 is_such && all_there,

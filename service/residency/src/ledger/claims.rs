@@ -111,6 +111,11 @@ impl Ledger {
         self.holds.insert(hold, Hold { components, until });
     }
 
+    /// All holds with their components, which are sorted.
+    pub fn holds(&self) -> impl Iterator<Item = (&HoldId, &[ComponentId])> {
+        self.holds.iter().map(|(id, hold)| (id, &hold.components[..]))
+    }
+
     /// Extends a hold to `until`; never shortens it. False if there is no such hold.
     pub fn renew_hold(&mut self, hold: &HoldId, until: Millis) -> bool {
         let Some(hold) = self.holds.get_mut(hold) else {
@@ -141,6 +146,12 @@ impl Ledger {
             self.foreign_before_reservations = self.book.foreign;
         }
         self.reservations.insert(r, Reservation { label, bytes, until });
+    }
+
+    /// All reservations with their labels and bytes.
+    pub fn reservations(&self) -> impl Iterator<Item = (&ReservationId, &str, Bytes)> {
+        let all = self.reservations.iter();
+        all.map(|(id, reservation)| (id, reservation.label.as_str(), reservation.bytes))
     }
 
     /// Removes a reservation. False if there was none.

@@ -1,0 +1,138 @@
+//! How claims get into a ledger: in the worker's, and in the supervisor's copy of it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use residency::{Bytes, ComponentId, HoldId, Ledger, Millis, ReservationId};
+
+use crate::messages::Standing;
+
+/// The supervisor keeps the times to live: in a ledger, a claim has no expiry.
+const NO_EXPIRY: Millis = Millis(u64::MAX);
+
+/// Claims by their identities.
+#[derive(PartialEq)]
+struct Claims {
+    pins: BTreeSet<ComponentId>,
+    holds: BTreeMap<HoldId, BTreeSet<ComponentId>>,
+    reservations: BTreeMap<ReservationId, (String, Bytes)>,
+}
+
+impl Claims {
+    fn of_ledger(ledger: &Ledger) -> Claims {
+        let holds = ledger.holds();
+        let holds = holds.map(|(id, components)| (id.clone(), components.iter().cloned().collect()));
+        let reservations = ledger.reservations();
+        let reservations = reservations.map(|(id, label, bytes)| (id.clone(), (label.to_owned(), bytes)));
+        Claims {
+            pins: ledger.pins().cloned().collect(),
+            holds: holds.collect(),
+            reservations: reservations.collect(),
+        }
+    }
+
+    fn of(standing: &Standing) -> Claims {
+        let holds = standing.holds.iter();
+        let holds =
+            holds.map(|(id, components)| (HoldId::new(id.as_str()), components.iter().cloned().collect()));
+        let reservations = standing.reservations.iter();
+        let reservations =
+            reservations.map(|(id, label, bytes)| (ReservationId::new(id.as_str()), (label.clone(), *bytes)));
+        Claims {
+            pins: standing.pins.iter().cloned().collect(),
+            holds: holds.collect(),
+            reservations: reservations.collect(),
+        }
+    }
+}
+
+impl Standing {
+    /// Whether a ledger has just these claims.
+    pub(crate) fn is_applied_to(&self, ledger: &Ledger) -> bool {
+        Claims::of(self) == Claims::of_ledger(ledger)
+    }
+
+    /// Gives a ledger these claims in place of those that it has. Unchanged ones keep their state: a reservation remembers
+    /// how much of it is in use.
+    pub(crate) fn apply_to(&self, ledger: &mut Ledger) {
+        let (was, now) = (Claims::of_ledger(ledger), Claims::of(self));
+        for gone in was.pins.difference(&now.pins) {
+            ledger.unpin(gone);
+        }
+        for id in now.pins {
+            ledger.pin(id);
+        }
+        for gone in was.holds.keys().filter(|id| !now.holds.contains_key(id)) {
+            ledger.release_hold(gone);
+        }
+        for (id, components) in now.holds {
+            if was.holds.get(&id) != Some(&components) {
+                ledger.hold(id, components.into_iter().collect(), NO_EXPIRY);
+            }
+        }
+        for gone in was
+            .reservations
+            .keys()
+            .filter(|id| !now.reservations.contains_key(id))
+        {
+            ledger.release_reservation(gone);
+        }
+        for (id, booked) in now.reservations {
+            if was.reservations.get(&id) != Some(&booked) {
+                let (label, bytes) = booked;
+                ledger.reserve(id, label, bytes, NO_EXPIRY);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use residency::DriverTruth;
+
+    fn standing(pins: &[&str], hold: &[&str], reserved_gib: u64) -> Standing {
+        let ids = |names: &[&str]| names.iter().map(|name| ComponentId::new(*name)).collect();
+        Standing {
+            pins: ids(pins),
+            holds: vec![("hold".to_owned(), ids(hold))],
+            reservations: vec![("room".to_owned(), "training".to_owned(), Bytes::gib(reserved_gib))],
+        }
+    }
+
+    #[test]
+    fn a_ledger_takes_claims_over_those_that_it_has() {
+        let mut ledger = Ledger::new(Bytes::gib(24), Bytes::ZERO);
+        let first = standing(&["a", "b"], &["b", "a", "b"], 4);
+        assert!(!first.is_applied_to(&ledger));
+        first.apply_to(&mut ledger);
+        assert!(first.is_applied_to(&ledger));
+        assert_eq!(ledger.usable(), Bytes::gib(20));
+        let second = standing(&["b", "c"], &["c"], 6);
+        assert!(!second.is_applied_to(&ledger));
+        second.apply_to(&mut ledger);
+        assert!(second.is_applied_to(&ledger));
+        assert_eq!(ledger.usable(), Bytes::gib(18));
+        Standing::default().apply_to(&mut ledger);
+        assert!(Standing::default().is_applied_to(&ledger));
+        assert_eq!(ledger.usable(), Bytes::gib(24));
+    }
+
+    #[test]
+    fn a_reservation_that_stays_remembers_how_much_of_it_is_in_use() {
+        let mut ledger = Ledger::new(Bytes::gib(24), Bytes::ZERO);
+        standing(&[], &[], 4).apply_to(&mut ledger);
+        let foreign = DriverTruth {
+            total: Bytes::gib(24),
+            free: Bytes::gib(21),
+            ..DriverTruth::default()
+        };
+        ledger.reconcile(&foreign); // 3 GiB are in use by others
+        assert_eq!(
+            ledger.usable(),
+            Bytes::gib(20),
+            "21 free, 1 of the reservation is left"
+        );
+        standing(&["a"], &[], 4).apply_to(&mut ledger);
+        assert_eq!(ledger.usable(), Bytes::gib(20), "it is the same reservation");
+    }
+}
