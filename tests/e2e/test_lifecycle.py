@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -149,6 +150,26 @@ def test_the_worker_ends_when_its_supervisor_is_killed(simulate: Simulate) -> No
         with pytest.raises(moored.ConnectionFailed) as lost:
             stream.result()
         assert "lost" in lost.value.message
+
+
+def test_a_panic_of_the_queue_ends_the_process_with_its_workers(
+    simulate: Simulate, tmp_path: Path
+) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    component = {"name": "transformer", "bytes": 8 << 30, "identity": "t"}
+    faulty = {"name": "faulty", "components": [component], "panic_at": "smaller"}
+    (folder / "faulty.instant.json").write_text(json.dumps(faulty))
+    service = simulate("sim:4GiB", arguments=("--models", str(folder)))
+    with service.client() as client:
+        pid = worker_pid(client)
+        with end_of(pid) as ends:
+            # What would fit instead is looked for by the queue itself.
+            with pytest.raises(moored.MooredError):
+                client.generate_image("a cube", model="faulty", timeout=DEADLINE_S)
+            assert service.process.wait(DEADLINE_S) == 1
+            assert ends(DEADLINE_S)
+    service.wait_for_log(lambda: any("the queue has ended" in line for line in service.log))
 
 
 def test_a_killed_service_can_be_started_again_on_its_state(tmp_path: Path) -> None:

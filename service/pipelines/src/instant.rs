@@ -13,7 +13,8 @@
 //! of bf16; a component that is quantized at load takes the corresponding fraction. With `"stored": "Q4_K"` a
 //! component is stored quantized: its bytes are taken as given. Scratch figures are for a picture of the default
 //! size. Faults for tests: `real_scratch` (a stage's actual scratch, if different from the prediction),
-//! `not_finite_at_step`, `panic_at` (a stage's name).
+//! `not_finite_at_step`, `panic_at` (a stage's name, or `smaller`: when smaller requests are asked for, which is in the
+//! queue's own task).
 //!
 //! With `"medium": "video"` it generates frames, with `"audio"` samples of two channels, in a few pieces; `steps_ms`
 //! then also applies between pieces. Defaults may have `frames`, `frames_per_second` and `seconds`.

@@ -53,13 +53,17 @@ impl Caller {
             .map_or_else(|| "unknown".to_owned(), |address| address.ip().to_string()))
     }
 
-    /// The options of a job in the queue.
+    /// The options of a job in the queue of a service with these cards.
     ///
     /// # Errors
-    /// When a name in the options is too long.
-    pub(super) fn options(&self, options: Option<v1::JobOptions>) -> Result<JobOptions, Error> {
+    /// When a name in the options is too long, or that of no card.
+    pub(super) fn options(
+        &self,
+        options: Option<v1::JobOptions>,
+        cards: &[CardDescription],
+    ) -> Result<JobOptions, Error> {
         let options = options.unwrap_or_default();
-        short("options.card", &options.card)?;
+        let card_hint = card_named("options.card", &options.card, cards)?;
         short("options.idempotency_key", &options.idempotency_key)?;
         Ok(JobOptions {
             client: self.name(options.client_id)?,
@@ -71,12 +75,42 @@ impl Caller {
             patience: options.patience_ms.map(Duration::from_millis),
             allow_low_memory: options.allow_low_memory,
             headroom: Bytes(options.headroom_bytes.unwrap_or(0)),
-            card_hint: options.card,
+            card_hint,
             idempotency_key: options.idempotency_key,
             detach: options.detach,
             deadline: self.deadline,
         })
     }
+}
+
+/// The id of the card that a client names: by its id, by the beginning of it (eight characters of a UUID at least), or as
+/// `cuda:1` by its place among the service's NVIDIA cards. Empty for none.
+///
+/// # Errors
+/// When there is no such card, or several.
+pub(super) fn card_named(field: &str, name: &str, cards: &[CardDescription]) -> Result<String, Error> {
+    short(field, name)?;
+    if name.is_empty() || cards.iter().any(|card| card.id == name) {
+        return Ok(name.to_owned());
+    }
+    let nvidia = || cards.iter().filter(|card| card.kind == CardKind::Cuda);
+    let place = name.strip_prefix("cuda:").and_then(|place| place.parse::<usize>().ok());
+    let by_place = place.and_then(|place| nvidia().nth(place));
+    let begins = |card: &&CardDescription| name.len() >= SHORTEST_UUID && card.id.starts_with(name);
+    let mut by_beginning = nvidia().filter(begins);
+    let found = match (by_place, by_beginning.next(), by_beginning.next()) {
+        (Some(card), ..) | (None, Some(card), None) => Some(card),
+        _ => None,
+    };
+    found.map(|card| card.id.clone()).ok_or_else(|| {
+        let mut number = 0..;
+        let names = cards.iter().map(|card| match card.kind {
+            CardKind::Cuda => format!("cuda:{} ({})", number.next().unwrap_or_default(), card.id),
+            _ => card.id.clone(),
+        });
+        let there_are = names.collect::<Vec<_>>().join(", ");
+        invalid(field, format!("is {name:?}; there are {there_are}"))
+    })
 }
 
 /// `grpc-timeout`: at most eight digits and a unit.
@@ -99,6 +133,37 @@ fn timeout_of(header: &str) -> Option<Duration> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_card_is_named_by_its_id_its_beginning_or_its_place() {
+        let card = |id: &str, kind| CardDescription {
+            id: id.to_owned(),
+            kind,
+            name: String::new(),
+            total: Bytes::ZERO,
+            compute_capability: None,
+            compute_dtype: "bf16".to_owned(),
+        };
+        let cards = [
+            card("cpu", CardKind::Cpu),
+            card("GPU-1234-aaaa", CardKind::Cuda),
+            card("GPU-1234-bbbb", CardKind::Cuda),
+        ];
+        let named = |name: &str| card_named("options.card", name, &cards);
+        for (name, id) in [
+            ("", ""),
+            ("cpu", "cpu"),
+            ("cuda:0", "GPU-1234-aaaa"),
+            ("cuda:1", "GPU-1234-bbbb"),
+            ("GPU-1234-b", "GPU-1234-bbbb"),
+        ] {
+            assert_eq!(named(name).unwrap(), id, "{name}");
+        }
+        for wrong in ["cuda:2", "cuda:9", "GPU-1234-", "GPU", "cuda", "sim:0", "cuda:-1"] {
+            let refused = named(wrong).unwrap_err().to_string();
+            assert!(refused.contains("cuda:1 (GPU-1234-bbbb)"), "{refused}");
+        }
+    }
 
     #[test]
     fn timeouts_are_read_in_every_unit() {

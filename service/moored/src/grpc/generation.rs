@@ -237,7 +237,7 @@ impl Service {
             ..resolved(&entry, &open)
         };
         let spec = JobSpec {
-            options: caller.options(asked.options)?,
+            options: caller.options(asked.options, &self.cards())?,
             entry,
             work: JobWork::Run(run),
         };
@@ -344,7 +344,7 @@ impl Service {
         };
         let model = resolved(&entry, &open);
         let spec = JobSpec {
-            options: caller.options(request.options)?,
+            options: caller.options(request.options, &self.cards())?,
             entry,
             work: JobWork::Run(run),
         };
@@ -391,7 +391,7 @@ impl Service {
         };
         let model = resolved(&entry, &open);
         let spec = JobSpec {
-            options: caller.options(request.options)?,
+            options: caller.options(request.options, &self.cards())?,
             entry,
             work: JobWork::Run(run),
         };

@@ -17,7 +17,7 @@ use tokio::sync::watch;
 use tonic::{Request, Response, Status};
 
 use super::asked::Asked;
-use super::caller::Caller;
+use super::caller::{Caller, card_named};
 use super::choose::Chosen;
 use super::convert::{
     component_out, defaults_out, fallback_out, formats_out, holder_out, job_out, memory_out, millis, resolved,
@@ -110,7 +110,7 @@ impl Residency for Service {
             let job = self
                 .queue
                 .submit(JobSpec {
-                    options: caller.options(request.options)?,
+                    options: caller.options(request.options, &self.cards())?,
                     entry,
                     work,
                 })
@@ -202,7 +202,7 @@ impl Residency for Service {
                 Planned::Audio(audio) => Asked::audio(audio),
             };
             let prepared = self.prepare(asked, &caller).await?;
-            let report = self.queue.plan(prepared.spec, &request.card).await?;
+            let report = self.queue.plan(prepared.spec, &self.card_id(&request.card)?).await?;
             Ok(v1::PlanResponse {
                 model: Some(prepared.model),
                 card: report.card,
@@ -246,7 +246,7 @@ impl Residency for Service {
     async fn trim(&self, request: Request<v1::TrimRequest>) -> Result<Response<v1::TrimResponse>, Status> {
         let freed = self
             .queue
-            .trim(&request.into_inner().card)
+            .trim(&self.card_id(&request.into_inner().card).map_err(|e| status_of(&e))?)
             .await
             .map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::TrimResponse { freed_bytes: freed.0 }))
@@ -275,7 +275,10 @@ impl Residency for Service {
         };
         let claim = self.limits.reservations.begin(client, key, ttl)?;
         let reserved = match id.as_str() {
-            "" => self.queue.reserve(&request.card, bytes, ttl, request.label).await,
+            "" => {
+                let card = self.card_id(&request.card).map_err(|e| status_of(&e))?;
+                self.queue.reserve(&card, bytes, ttl, request.label).await
+            }
             renewed => self.queue.renew_reservation(renewed, bytes, ttl).await,
         };
         let reserved = reserved.map_err(|e| status_of(&e))?;
@@ -303,7 +306,8 @@ impl Residency for Service {
         request: Request<v1::RecycleRequest>,
     ) -> Result<Response<v1::RecycleResponse>, Status> {
         let request = request.into_inner();
-        let cards = self.queue.recycle(&request.card, request.force).await;
+        let card = self.card_id(&request.card).map_err(|e| status_of(&e))?;
+        let cards = self.queue.recycle(&card, request.force).await;
         let cards = cards.map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::RecycleResponse { cards }))
     }
@@ -368,6 +372,11 @@ impl Service {
         info.quantization = formats_out(&open);
         info.choices = choices;
         info
+    }
+
+    /// The id of the card that a request names.
+    fn card_id(&self, name: &str) -> Result<String, Error> {
+        card_named("card", name, &self.cards())
     }
 
     /// The presets that a model can be loaded with: those that make it smaller, beside `full`.

@@ -105,7 +105,8 @@ impl Service {
         }
     }
 
-    fn cards(&self) -> Vec<CardDescription> {
+    /// The cards of the service.
+    pub(super) fn cards(&self) -> Vec<CardDescription> {
         self.queue
             .status()
             .borrow()

@@ -28,6 +28,9 @@ const SLICE: Duration = Duration::from_millis(1);
 /// Dimensions are multiples of this.
 const GRAIN: u32 = 16;
 
+/// The name of the fault in [`Model::smaller`].
+const SMALLER: &str = "smaller";
+
 /// Number of pieces of a long result.
 const PIECES: u64 = 4;
 
@@ -263,6 +266,12 @@ impl InstantModel {
         Ok(())
     }
 
+    /// A fault for tests.
+    fn panic_if_asked(&self, here: &str) {
+        let asked = self.description.panic_at.as_deref();
+        assert_ne!(asked, Some(here), "the model's file asks for this panic");
+    }
+
     /// All fields of a request that are out of bounds.
     fn problems(&self, request: &Request) -> Vec<RequestError> {
         let made = self.description.medium.name();
@@ -419,6 +428,7 @@ impl Model for InstantModel {
     }
 
     fn smaller(&self, request: &Request) -> Vec<(String, Request)> {
+        self.panic_if_asked(SMALLER);
         [smaller_sides(request, GRAIN), smaller_lengths(request)].concat()
     }
 
@@ -445,11 +455,7 @@ impl Model for InstantModel {
         if observer.cancelled() {
             return Err(StageError::Cancelled);
         }
-        assert_ne!(
-            self.description.panic_at.as_ref(),
-            Some(&plan.name),
-            "the model's file asks for this panic"
-        );
+        self.panic_if_asked(&plan.name);
         let latent = |colour| {
             let latent = latent_of(colour, latent_shape(&request.medium));
             Values::from([(LATENT.to_owned(), latent)])
