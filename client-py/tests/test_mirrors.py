@@ -56,7 +56,11 @@ def test_every_field_of_a_request_has_an_argument() -> None:
     options = {renamed.get(name, name) for name in _requests.JobOptions.__annotations__}
     assert options == set(generation_pb2.JobOptions.DESCRIPTOR.fields_by_name)
 
-    renamed = {"preview_interval_s": "preview_interval_ms", "init_latent": "init_latent_id"}
+    renamed = {
+        "preview_interval_s": "preview_interval_ms",
+        "init_latent": "init_latent_id",
+        "init_media": "init_media_id",
+    }
     for said, request in [
         (_requests.ImageOptions, generation_pb2.GenerateImageRequest),
         (_requests.VideoOptions, generation_pb2.GenerateVideoRequest),

@@ -180,7 +180,9 @@ WRONG_FIELDS: list[tuple[dict[str, Any], set[str]]] = [
     ({"preview_interval_ms": 1}, {"preview_interval_ms"}),
     ({"prompt": "x" * 100_000}, {"prompt"}),
     ({"prompt": "🟥" * 100_000}, {"prompt"}),
-    ({"init_image": b"x", "init_latent_id": "y"}, {"init_latent_id"}),
+    ({"init_image": b"x", "init_latent_id": "y"}, {"init_latent"}),
+    ({"init_image": b"x", "init_media_id": "y"}, {"init_media"}),
+    ({"init_media_id": "x" * 300}, {"init_media"}),
     (
         {"model": {"id": GOOD, "quantization": {"preset": "5-bit"}}},
         {"model.quantization.preset"},
@@ -699,6 +701,7 @@ def raw_call(client: moored.Client, method: str, *messages: bytes) -> grpc.Statu
         "Generation/EncodeImage",
         "Generation/DecodeLatent",
         "Generation/PutLatent",
+        "Generation/PutMedia",
         "Residency/Load",
         "Residency/Reserve",
         "Jobs/Cancel",

@@ -48,12 +48,10 @@ from ._errors import (
 from ._events import (
     Accepted,
     Artifact,
-    AudioTrackFormat,
     BaseEvent,
     Done,
     Event,
     Evicting,
-    ImageFormat,
     LatentKept,
     Loading,
     Preview,
@@ -61,13 +59,13 @@ from ._events import (
     Retrying,
     StageStarted,
     Step,
-    VideoFormat,
     Waiting,
 )
 from ._latents import Latent
 from ._media import Film, Frame, Picture, Samples, Track
 from ._progress import AsyncProgress, Progress, describe, progress
 from ._records import (
+    AudioTrackFormat,
     CardInfo,
     CardStatus,
     Component,
@@ -77,9 +75,11 @@ from ._records import (
     FreedComponent,
     Holder,
     HostMemory,
+    ImageFormat,
     JobInfo,
     KeptComponent,
     LatentInfo,
+    MediaInfo,
     MemoryAccounts,
     MemoryShortfall,
     ModelDefaults,
@@ -100,6 +100,7 @@ from ._records import (
     Status,
     TensorInfo,
     Unloaded,
+    VideoFormat,
 )
 from ._requests import (
     Adapter,
@@ -132,6 +133,7 @@ from ._streams import (
     PullStream,
     StatusStream,
 )
+from ._uploads import MediaInput
 from ._version import __version__
 
 __all__ = [
@@ -194,6 +196,8 @@ __all__ = [
     "LatentNotFound",
     "LatentResult",
     "Loading",
+    "MediaInfo",
+    "MediaInput",
     "MemoryAccounts",
     "MemoryShortage",
     "MemoryShortfall",

@@ -19,9 +19,11 @@ from ._latents import Latent, chunks_of
 from ._mirror import mirror
 from ._options import spelled
 from ._records import (
+    AudioTrackFormat,
     FreedComponent,
     JobInfo,
     LatentInfo,
+    MediaInfo,
     ModelInfo,
     Plan,
     PulledModel,
@@ -29,6 +31,7 @@ from ._records import (
     ServerInfo,
     Status,
     Unloaded,
+    VideoFormat,
 )
 from ._requests import (
     AudioOptions,
@@ -54,6 +57,7 @@ from ._results import (
 )
 from ._streams import EventStream, PullStream, StatusStream, begun
 from ._stubs import Stubs
+from ._uploads import MediaInput, upload_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -407,6 +411,43 @@ class Client:
         """
         request = generation_pb2.ReleaseLatentRequest(latent_id=requests.latent_id(latent))
         method = self._stubs.generation.ReleaseLatent
+        released: bool = self._unary(method, request, timeout).released
+        return released
+
+    def put_media(
+        self,
+        media: MediaInput,
+        *,
+        media_type: str | None = None,
+        format: VideoFormat | AudioTrackFormat | None = None,
+        frames_per_second: float | None = None,
+        timeout: float | None = None,
+    ) -> MediaInfo:
+        """Uploads a picture, a film or a track that jobs can start from, by `init_media=`.
+
+        `media` is the bytes of a PNG, JPEG, WebP or WAV (16-bit PCM); a path to such a file, which
+        is read while it is sent; a PIL image; a result, of which the first picture, film or track
+        is sent; or an array of frames, uint8, [frames, height, width, 3], with `frames_per_second`.
+
+        Raw frames and samples, in bytes or a file, need `format`. `media_type` overrides the type
+        that follows from the content or the ending of the file.
+        """
+        upload = upload_of(media, media_type, format, frames_per_second)
+        try:
+            info = self._unary(self._stubs.generation.PutMedia, upload, timeout)
+        except MooredError:
+            if upload.failure is not None:
+                raise upload.failure from None
+            raise
+        return mirror(MediaInfo, info)
+
+    def release_media(self, media: str | MediaInfo, *, timeout: float | None = QUICK_S) -> bool:
+        """Removes media before it expires. False: there was none, or it had expired.
+
+        Accepted jobs keep it.
+        """
+        request = generation_pb2.ReleaseMediaRequest(media_id=requests.media_id(media))
+        method = self._stubs.generation.ReleaseMedia
         released: bool = self._unary(method, request, timeout).released
         return released
 

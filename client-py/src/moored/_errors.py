@@ -36,6 +36,7 @@ A reason that this version does not know is a plain MooredError, with `.reason`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -377,11 +378,22 @@ def _from_details(value: bytes, text: str) -> MooredError | None:
         return None
     if info is None or info.domain != DOMAIN:
         return None
+    message = text or status.message or info.reason
+    if violations:
+        message = _as_options(message)
+        violations = [
+            Violation(_as_options(v.field), _as_options(v.description)) for v in violations
+        ]
     return BY_REASON.get(info.reason, MooredError)(
-        text or status.message or info.reason,
+        message,
         reason=info.reason,
         retry_after_s=retry_after_s,
         violations=violations,
         shortfall=shortfall,
         metadata=dict(info.metadata),
     )
+
+
+def _as_options(text: str) -> str:
+    """Replaces the names of fields that hold a handle with the names of their options."""
+    return re.sub(r"\binit_(latent|media)_id\b", r"init_\1", text)

@@ -22,14 +22,17 @@ from ._extras import pillow
 from ._generated import events_pb2
 from ._mirror import mirror, mirrors
 from ._records import (
+    AudioTrackFormat,
     Component,
     FreedComponent,
     Holder,
+    ImageFormat,
     KeptComponent,
     LatentInfo,
     MemoryAccounts,
     ResolvedModel,
     StageReport,
+    VideoFormat,
 )
 
 if TYPE_CHECKING:
@@ -154,36 +157,6 @@ class Preview(BaseEvent):
         image: Image.Image = pillow().open(io.BytesIO(self.jpeg))
         image.load()
         return image
-
-
-@mirrors(events_pb2.ImageFormat)
-@dataclass(frozen=True, slots=True)
-class ImageFormat:
-    """What a picture is: pixels across and down."""
-
-    width: int
-    height: int
-
-
-@mirrors(events_pb2.VideoFormat)
-@dataclass(frozen=True, slots=True)
-class VideoFormat:
-    """What a film is: pixels across and down, frames in all, frames a second."""
-
-    width: int
-    height: int
-    frames: int
-    frames_per_second: float
-
-
-@mirrors(events_pb2.AudioTrackFormat)
-@dataclass(frozen=True, slots=True)
-class AudioTrackFormat:
-    """What a track is: samples a second and in all, both of each channel; channels."""
-
-    samples_per_second: int
-    channels: int
-    samples: int
 
 
 @mirrors(events_pb2.Artifact)

@@ -101,13 +101,16 @@ class Picture:
         refuse_existing(path, overwrite)
         if ending != ".png":
             data = picture_file(self.image, ending, self.metadata)
-        elif self.media_type == PNG:
-            data = with_recipe(self.data, self.metadata)
         else:
-            file = io.BytesIO()
-            self.image.save(file, format="PNG")
-            data = with_recipe(file.getvalue(), self.metadata)
+            data = with_recipe(self._png(), self.metadata)
         write(path, data, overwrite)
+
+    def _png(self) -> bytes:
+        if self.media_type == PNG:
+            return self.data
+        file = io.BytesIO()
+        self.image.save(file, format="PNG")
+        return file.getvalue()
 
 
 @dataclass(frozen=True)
@@ -320,16 +323,19 @@ class Track:
         elif ending != ".wav":
             named = repr(ending) if ending else "a file without an ending"
             raise ValueError(f"A track is not written as {named}: .wav, .raw, .pcm")
-        elif self.media_type == WAV:
-            write(path, self.data, overwrite)
         else:
-            whole = io.BytesIO()
-            with wave.open(whole, "wb") as file:
-                file.setnchannels(self.channels)
-                file.setsampwidth(SAMPLE_BYTES)
-                file.setframerate(self.sample_rate)
-                file.writeframes(self._samples())
-            write(path, whole.getvalue(), overwrite)
+            write(path, self._wav(), overwrite)
+
+    def _wav(self) -> memoryview:
+        if self.media_type == WAV:
+            return self.data
+        whole = io.BytesIO()
+        with wave.open(whole, "wb") as file:
+            file.setnchannels(self.channels)
+            file.setsampwidth(SAMPLE_BYTES)
+            file.setframerate(self.sample_rate)
+            file.writeframes(self._samples())
+        return whole.getbuffer()
 
     def _samples(self) -> memoryview:
         start = samples_start(self.media_type, self.data)

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ._generated import errors_pb2, events_pb2, hub_pb2, model_pb2, residency_pb2, server_pb2
+from ._generated import (
+    errors_pb2,
+    events_pb2,
+    generation_pb2,
+    hub_pb2,
+    model_pb2,
+    residency_pb2,
+    server_pb2,
+)
 from ._mirror import mirrors
 
 
@@ -63,6 +71,54 @@ class LatentInfo:
     expires_in_ms: int
     bytes: int
     tensors: tuple[TensorInfo, ...] = ()
+
+
+@mirrors(events_pb2.ImageFormat)
+@dataclass(frozen=True, slots=True)
+class ImageFormat:
+    """What a picture is: pixels across and down."""
+
+    width: int
+    height: int
+
+
+@mirrors(events_pb2.VideoFormat)
+@dataclass(frozen=True, slots=True)
+class VideoFormat:
+    """What a film is: pixels across and down, frames in all, frames a second."""
+
+    width: int
+    height: int
+    frames: int
+    frames_per_second: float
+
+
+@mirrors(events_pb2.AudioTrackFormat)
+@dataclass(frozen=True, slots=True)
+class AudioTrackFormat:
+    """What a track is: samples a second and in all, both of each channel; channels."""
+
+    samples_per_second: int
+    channels: int
+    samples: int
+
+
+@mirrors(generation_pb2.MediaInfo)
+@dataclass(frozen=True, slots=True)
+class MediaInfo:
+    """Media in the store of the service: handle (`id`), media type, bytes, time until it expires.
+
+    A film has `video` and a track `audio`: its format, of a WAV that of the samples in it. `bytes`
+    are those of the frames or samples, of a picture those of its file.
+    """
+
+    id: str
+    media_type: str
+    bytes: int
+    expires_in_ms: int
+    image: ImageFormat | None = None
+    video: VideoFormat | None = None
+    audio: AudioTrackFormat | None = None
 
 
 @mirrors(events_pb2.Holder)

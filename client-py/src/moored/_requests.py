@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from ._errors import InvalidRequest
 from ._generated import generation_pb2, hub_pb2, model_pb2, residency_pb2, rpc_pb2
 from ._options import put
-from ._records import LatentInfo
+from ._records import LatentInfo, MediaInfo
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -129,6 +129,10 @@ class GenerateOptions(JobOptions, total=False):
     max_sequence_length: Annotated[int | None, "Tokens of the prompt, 1 to 512."]
     count: Annotated[int | None, "How many pictures, films or tracks, 1 to 64."]
     init_latent: Annotated[str | LatentInfo | None, "Start from this latent of the service."]
+    init_media: Annotated[
+        str | MediaInfo | None,
+        "Start from this picture, film or track, uploaded by `put_media`.",
+    ]
     strength: Annotated[
         float | None,
         "How strongly to change the start: over 0, up to 1. Default: 0.6 for pictures, else 1.",
@@ -227,6 +231,8 @@ def _fill(message: Message, options: Mapping[str, Any]) -> None:
                 put(message, option, image_bytes(value))
             case "init_latent":
                 put(message, "init_latent_id", latent_id(value), option=option)
+            case "init_media":
+                put(message, "init_media_id", media_id(value, option), option=option)
             case "preview_interval_s" | "patience_s":
                 field = option.removesuffix("s") + "ms"
                 put(message, field, _milliseconds_of(option, value), option=option)
@@ -362,6 +368,18 @@ def pull_request(model: str, revision: str) -> hub_pb2.PullModelRequest:
 def latent_id(latent: str | LatentInfo) -> str:
     """The handle of a latent."""
     return latent.id if isinstance(latent, LatentInfo) else latent
+
+
+def media_id(media: str | MediaInfo, option: str = "media") -> str:
+    """The handle of media. A picture, film or track itself is a TypeError."""
+    if isinstance(media, MediaInfo):
+        return media.id
+    if not isinstance(media, str):
+        raise TypeError(
+            f"{option}: a handle is wanted, not a {type(media).__name__}: upload it by put_media() "
+            "first"
+        )
+    return media
 
 
 def image_bytes(image: ImageInput) -> bytes:

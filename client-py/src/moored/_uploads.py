@@ -1,0 +1,291 @@
+"""Uploads of media: media type, format, and the chunks that are sent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
+
+from ._extras import numpy
+from ._generated import events_pb2, generation_pb2
+from ._latents import CHUNK_BYTES, Latent
+from ._media import PNG, RAW_AUDIO, RAW_VIDEO, WAV, Film, Picture, Track
+from ._records import AudioTrackFormat, ImageFormat, LatentInfo, MediaInfo, VideoFormat
+from ._requests import image_bytes
+from ._results import AudioResult, ImageResult, LatentResult, VideoResult
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from PIL import Image
+
+MediaInput: TypeAlias = Union[
+    bytes,
+    bytearray,
+    memoryview,
+    str,
+    "os.PathLike[str]",
+    "Image.Image",
+    "NDArray[Any]",
+    ImageResult,
+    VideoResult,
+    AudioResult,
+    Picture,
+    Film,
+    Track,
+]
+"""A picture, a film or a track: bytes, a path, a PIL image, an array of frames, or a result."""
+
+_ENDINGS = {
+    ".png": PNG,
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".webp": "image/webp",
+    ".wav": WAV,
+}
+# Bytes of the beginning by which a format is recognised.
+_HEAD_BYTES = 16
+_RAW = (
+    "format=moored.VideoFormat(width, height, frames, frames_per_second) for raw frames, "
+    "format=moored.AudioTrackFormat(samples_per_second, channels, samples) for raw samples"
+)
+# Offset and bytes by which formats are recognised.
+_BEGINNINGS = (
+    (0, b"\x89PNG\r\n\x1a\n", PNG),
+    (0, b"\xff\xd8\xff", "image/jpeg"),
+    (8, b"WEBP", "image/webp"),
+    (8, b"WAVE", WAV),
+)
+_FRAMES = "give its frames as an array, with frames_per_second=..."
+_SOUND = "convert it to a WAV of 16-bit PCM"
+_NOT_DECODED = (
+    (4, b"ftyp", "an MP4 or its like", _FRAMES),
+    (0, b"\x1aE\xdf\xa3", "a WebM or Matroska", _FRAMES),
+    (8, b"AVI ", "an AVI", _FRAMES),
+    (0, b"GIF8", "a GIF", _FRAMES),
+    (0, b"fLaC", "a FLAC", _SOUND),
+    (0, b"OggS", "an Ogg", _SOUND),
+    (0, b"ID3", "an MP3", _SOUND),
+)
+
+
+class Upload(Iterator[generation_pb2.MediaChunk]):
+    """The messages of PutMedia; the first one describes the media."""
+
+    failure: Exception | None = None
+    """The error that ended reading. gRPC reports only that there was one."""
+
+    def __init__(self, info: generation_pb2.MediaInfo, pieces: Iterator[bytes]) -> None:
+        self._info: generation_pb2.MediaInfo | None = info
+        self._pieces = pieces
+
+    def __next__(self) -> generation_pb2.MediaChunk:
+        info, self._info = self._info, None
+        try:
+            piece = next(self._pieces, None)
+        except Exception as error:
+            self.failure = error
+            raise
+        if info is None and piece is None:
+            raise StopIteration
+        return generation_pb2.MediaChunk(info=info, chunk=piece or b"")
+
+
+class AsyncUpload(AsyncIterator[generation_pb2.MediaChunk]):
+    """The same as an asynchronous iterator; files are read on another thread."""
+
+    def __init__(self, upload: Upload) -> None:
+        self._upload = upload
+
+    async def __anext__(self) -> generation_pb2.MediaChunk:
+        chunk = await asyncio.to_thread(next, self._upload, None)
+        if chunk is None:
+            raise StopAsyncIteration
+        return chunk
+
+
+def upload_of(
+    media: MediaInput,
+    media_type: str | None,
+    format: VideoFormat | AudioTrackFormat | None,
+    frames_per_second: float | None,
+) -> Upload:
+    """An upload of media. Type and format follow from the media where they are not given."""
+    is_path = isinstance(media, (str, os.PathLike))
+    if is_path or isinstance(media, (bytes, bytearray, memoryview)):
+        if frames_per_second is not None:
+            raise ValueError(
+                "frames_per_second is for an array of frames. For bytes and files write "
+                "format=moored.VideoFormat(width, height, frames, frames_per_second)"
+            )
+        return (
+            _of_file(media, media_type, format) if is_path else _of_bytes(media, media_type, format)
+        )
+    if media_type is not None or format is not None:
+        raise ValueError(
+            f"media_type and format are for bytes and files; leave them out of a {_name(media)}"
+        )
+    if _is_array(media):
+        return _of_array(media, frames_per_second)
+    if frames_per_second is not None:
+        raise ValueError(
+            f"frames_per_second is for an array of frames; leave it out of a {_name(media)}"
+        )
+    return _of_object(media)
+
+
+def _of_file(media: Any, media_type: str | None, format: Any) -> Upload:
+    path = Path(media)
+    # Opened here too, so that a missing file is an error before the call begins.
+    with path.open("rb") as file:
+        head, size = file.read(_HEAD_BYTES), os.fstat(file.fileno()).st_size
+    found = _type_of(head, media_type, format, path.suffix.lower(), os.fspath(path))
+    return _upload(found, format, size, _pieces_of_file(path))
+
+
+def _of_bytes(media: Any, media_type: str | None, format: Any) -> Upload:
+    data = memoryview(media)
+    data = data.cast("B") if data.c_contiguous else memoryview(data.tobytes())
+    found = _type_of(bytes(data[:_HEAD_BYTES]), media_type, format, "", "media")
+    return _upload(found, format, len(data), _pieces_of(data))
+
+
+def _of_array(frames: Any, frames_per_second: float | None) -> Upload:
+    shape = tuple(frames.shape)
+    if frames.ndim == 3 and shape[-1] == 3:
+        raise ValueError(
+            "An array is a film, [frames, height, width, 3]; of a picture give a PIL image: "
+            "PIL.Image.fromarray(array)"
+        )
+    if frames.ndim == 4 and shape[-1] == 4:
+        raise ValueError("A film has no transparency: write array[..., :3]")
+    if frames.ndim != 4 or shape[-1] != 3 or 0 in shape:
+        raise ValueError(f"An array of frames is [frames, height, width, 3], not {[*shape]}")
+    if frames.dtype != "uint8":
+        raise ValueError(
+            f"An array of frames is uint8, 0 to 255, not {frames.dtype}: write "
+            "(array * 255).round().astype('uint8'), if it is 0 to 1"
+        )
+    if frames_per_second is None:
+        raise ValueError("An array has no frame rate: write frames_per_second=...")
+    count, height, width, _ = shape
+    data = memoryview(numpy().ascontiguousarray(frames)).cast("B")
+    format = VideoFormat(width, height, count, frames_per_second)
+    return _upload(RAW_VIDEO, format, len(data), _pieces_of(data))
+
+
+def _of_object(media: Any) -> Upload:
+    if isinstance(media, VideoResult):
+        media = media.film
+    elif isinstance(media, AudioResult):
+        media = media.track()
+    elif isinstance(media, ImageResult):
+        media = media._first()
+    if isinstance(media, Film):
+        format = VideoFormat(media.width, media.height, media.frame_count, media.frames_per_second)
+        data = media._raw()
+        return _upload(RAW_VIDEO, format, len(data), _pieces_of(data))
+    if isinstance(media, Track):
+        data = media._wav()
+        return _upload(WAV, None, len(data), _pieces_of(data))
+    if isinstance(media, Picture):
+        data = memoryview(media._png())
+        return _upload(PNG, None, len(data), _pieces_of(data))
+    if hasattr(media, "save") and hasattr(media, "mode"):
+        data = memoryview(image_bytes(media))
+        return _upload(PNG, None, len(data), _pieces_of(data))
+    raise TypeError(_no_media(media))
+
+
+def _no_media(media: object) -> str:
+    if isinstance(media, MediaInfo):
+        return "This media is in the service already: use it by init_media=..."
+    if isinstance(media, (Latent, LatentInfo, LatentResult)):
+        return "A latent is uploaded by put_latent() and used by init_latent=..."
+    if isinstance(media, (list, tuple)):
+        return "Frames are one array: numpy.stack(frames), with frames_per_second=..."
+    return (
+        "Media is bytes, a path, a PIL image, an array of frames with frames_per_second=..., or a "
+        f"result, not a {_name(media)}"
+    )
+
+
+def _type_of(head: bytes, media_type: str | None, format: object, ending: str, what: str) -> str:
+    """The media type of bytes: as given, else by their content, else by the ending of the file."""
+    if isinstance(format, ImageFormat):
+        raise ValueError("Raw pixels of a picture are not uploaded: give a PIL image")
+    if format is not None and not isinstance(format, (VideoFormat, AudioTrackFormat)):
+        raise TypeError(f"format: a VideoFormat or AudioTrackFormat is wanted, not {format!r}")
+    if media_type is None and format is not None:
+        return RAW_VIDEO if isinstance(format, VideoFormat) else RAW_AUDIO
+    if media_type is None:
+        found = _type_by_content(head, what) or _ENDINGS.get(ending)
+        if found is None:
+            raise ValueError(f"{what} is no PNG, JPEG, WebP or WAV. Write {_RAW}")
+        return found
+    if format is None and media_type in (RAW_VIDEO, RAW_AUDIO):
+        raise ValueError(f"{media_type} needs a format. Write {_RAW}")
+    return media_type
+
+
+def _type_by_content(head: bytes, what: str) -> str | None:
+    for at, begins, media_type in _BEGINNINGS:
+        if head.startswith(begins, at):
+            return media_type
+    for at, begins, kind, remedy in _NOT_DECODED:
+        if head.startswith(begins, at):
+            raise ValueError(f"{what} is {kind}, which the service does not decode: {remedy}")
+    return None
+
+
+def _upload(
+    media_type: str,
+    format: VideoFormat | AudioTrackFormat | None,
+    size: int,
+    pieces: Iterator[bytes],
+) -> Upload:
+    info = generation_pb2.MediaInfo(media_type=media_type, bytes=size)
+    try:
+        if isinstance(format, VideoFormat):
+            info.video.CopyFrom(
+                events_pb2.VideoFormat(
+                    width=format.width,
+                    height=format.height,
+                    frames=format.frames,
+                    frames_per_second=format.frames_per_second,
+                )
+            )
+        elif isinstance(format, AudioTrackFormat):
+            info.audio.CopyFrom(
+                events_pb2.AudioTrackFormat(
+                    samples_per_second=format.samples_per_second,
+                    channels=format.channels,
+                    samples=format.samples,
+                )
+            )
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{format} cannot be sent: {error}") from None
+    return Upload(info, pieces)
+
+
+def _pieces_of(data: memoryview) -> Iterator[bytes]:
+    for start in range(0, len(data), CHUNK_BYTES):
+        yield bytes(data[start : start + CHUNK_BYTES])
+
+
+def _pieces_of_file(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(CHUNK_BYTES):
+            yield piece
+
+
+def _is_array(media: object) -> bool:
+    # Without numpy in memory there is no array.
+    np = sys.modules.get("numpy")
+    return np is not None and isinstance(media, np.ndarray)
+
+
+def _name(media: object) -> str:
+    return type(media).__name__
