@@ -219,7 +219,10 @@ def test_a_film_larger_than_the_message_limit_is_uploaded(
     path = tmp_path / "film.rgb"
     path.write_bytes(uploaded.tobytes())
     format_ = moored.VideoFormat(256, 256, 30, RATE)
-    service = simulate(arguments=("--set", "service.max_message=2MiB"))
+    # What is brought does not count as a request that is under way.
+    bounds = ("limits.uploads=4MiB", "limits.uploads_per_client=4MiB")
+    settings = [each for one in ("service.max_message=2MiB", *bounds) for each in ("--set", one)]
+    service = simulate(arguments=settings)
     with service.client() as client:
         assert client.server_info().max_message_bytes < uploaded.nbytes
         if kind == "sync":

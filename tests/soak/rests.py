@@ -15,7 +15,7 @@ from second_program import SecondProgram
 COME_OUT_S = CALL_S + 30.0
 SETTLE_S = 20.0
 AGREE_S = 40.0
-"""Memory that others take while ours leaves is told apart from it after 30 s, where the driver names nobody."""
+"""Where the driver names nobody, what others take while ours leaves is told apart after 30 s."""
 STEADY_BYTES = 64 << 10
 LOOK_S = 0.25
 STEADY_LOOKS = 4

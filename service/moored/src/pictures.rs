@@ -208,6 +208,11 @@ pub(crate) enum PictureError {
     Empty,
 }
 
+/// The media type of an encoded picture, by its first bytes.
+pub(crate) fn media_type(data: &[u8]) -> &'static str {
+    image::guess_format(data).map_or("application/octet-stream", |format| format.to_mime_type())
+}
+
 /// Decodes a picture that a client sent, upright, and scales it.
 pub(crate) fn decode(data: &[u8], scale_to: Option<(u32, u32)>) -> Result<Pixels, PictureError> {
     let unreadable = |problem: image::ImageError| match problem {

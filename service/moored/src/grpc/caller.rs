@@ -5,14 +5,18 @@ use std::time::Duration;
 
 use engine::Error;
 use engine::job::JobOptions;
+use gpu::{CardDescription, CardKind};
 use residency::Bytes;
 use tokio::time::Instant;
 use tonic::Request;
 
 use super::convert::priority_in;
 use super::limits::Client;
-use super::status::short;
+use super::status::{invalid, short};
 use crate::proto::v1;
+
+/// The shortest beginning of a UUID that stands for it: `GPU-` and four digits.
+const SHORTEST_UUID: usize = 8;
 
 /// The caller of a request.
 pub(super) struct Caller {
@@ -94,7 +98,9 @@ pub(super) fn card_named(field: &str, name: &str, cards: &[CardDescription]) -> 
         return Ok(name.to_owned());
     }
     let nvidia = || cards.iter().filter(|card| card.kind == CardKind::Cuda);
-    let place = name.strip_prefix("cuda:").and_then(|place| place.parse::<usize>().ok());
+    let place = name
+        .strip_prefix("cuda:")
+        .and_then(|place| place.parse::<usize>().ok());
     let by_place = place.and_then(|place| nvidia().nth(place));
     let begins = |card: &&CardDescription| name.len() >= SHORTEST_UUID && card.id.starts_with(name);
     let mut by_beginning = nvidia().filter(begins);

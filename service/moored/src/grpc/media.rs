@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use engine::Error;
 use futures::StreamExt as _;
 use pipelines::{Clip, MediaFormat};
@@ -60,7 +60,7 @@ impl MediaStore {
     ) -> Result<v1::MediaInfo, Status> {
         let mut taken = self.bound.nothing(client);
         let mut info: Option<v1::MediaInfo> = None;
-        let mut data = BytesMut::new();
+        let mut data = Vec::new();
         while let Some(chunk) = chunks.next().await {
             let chunk = chunk?;
             if info.is_none() {
@@ -69,8 +69,10 @@ impl MediaStore {
             taken.grow(chunk.chunk.len() as u64).map_err(refused)?;
             data.extend_from_slice(&chunk.chunk);
         }
+        data.shrink_to_fit(); // what is held is what is counted
+        let data = Bytes::from(data);
         let info = info.ok_or_else(|| status_of(&invalid("info", "is missing on the first chunk")))?;
-        let media = tokio::task::spawn_blocking(move || read(&info, data.freeze())).await;
+        let media = tokio::task::spawn_blocking(move || read(&info, data)).await;
         let media = media
             .map_err(|panic| status_of(&Error::Internal(panic.to_string())))?
             .map_err(|problem| status_of(&problem))?;
@@ -119,7 +121,7 @@ impl MediaStore {
 
     fn info(&self, id: &str, media: &Media) -> v1::MediaInfo {
         let (media_type, format, bytes) = match media {
-            Media::Picture(data) => ("image", None, data.len()),
+            Media::Picture(data) => (pictures::media_type(data), None, data.len()),
             Media::Clip(clip) => {
                 let (media_type, format) = described(&clip.format);
                 (media_type, Some(format), clip.data.len())
@@ -161,7 +163,7 @@ async fn expire(store: Weak<MediaStore>, id: String, mut until: Instant) {
 fn read(info: &v1::MediaInfo, data: Bytes) -> Result<Media, Error> {
     let wrong = |problem: String| invalid("chunk", problem);
     match (info.media_type.as_str(), info.format) {
-        ("image" | "image/png" | "image/jpeg" | "image/webp", _) => {
+        ("image/png" | "image/jpeg" | "image/webp", _) => {
             pictures::decode(&data, None).map_err(|problem| wrong(problem.to_string()))?;
             Ok(Media::Picture(data))
         }
@@ -349,6 +351,7 @@ mod tests {
             (info("audio/x-raw-s16le", film(3)), bytes(36)),
             (info("video/mp4", film(3)), bytes(36)),
             (info("image/png", None), bytes(36)),
+            (info("image", None), bytes(36)),
             (info("audio/wav", None), bytes(36)),
         ];
         for (info, data) in wrong {

@@ -202,7 +202,10 @@ impl Residency for Service {
                 Planned::Audio(audio) => Asked::audio(audio),
             };
             let prepared = self.prepare(asked, &caller).await?;
-            let report = self.queue.plan(prepared.spec, &self.card_id(&request.card)?).await?;
+            let report = self
+                .queue
+                .plan(prepared.spec, &self.card_id(&request.card)?)
+                .await?;
             Ok(v1::PlanResponse {
                 model: Some(prepared.model),
                 card: report.card,
@@ -246,7 +249,11 @@ impl Residency for Service {
     async fn trim(&self, request: Request<v1::TrimRequest>) -> Result<Response<v1::TrimResponse>, Status> {
         let freed = self
             .queue
-            .trim(&self.card_id(&request.into_inner().card).map_err(|e| status_of(&e))?)
+            .trim(
+                &self
+                    .card_id(&request.into_inner().card)
+                    .map_err(|e| status_of(&e))?,
+            )
             .await
             .map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::TrimResponse { freed_bytes: freed.0 }))

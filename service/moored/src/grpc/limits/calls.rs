@@ -27,6 +27,8 @@ const LARGE: [&str; 6] = [
     "PutMedia",
     "Plan",
 ];
+/// The method whose handler counts the bytes as they come, and keeps them.
+const SELF_COUNTED: &str = "PutMedia";
 /// Most bytes of a request of another method. A prompt is 40 KB at the most.
 const SMALL_REQUEST_BYTES: u64 = 1 << 20;
 /// Methods that show health, status and jobs, or cancel: they may use the spare calls.
@@ -108,7 +110,7 @@ where
             None => tracing::info_span!("call", method = path, client = tracing::field::Empty),
         };
         let idle = limits.upload_idle;
-        let counted = uploaded.clone();
+        let counted = (method != SELF_COUNTED).then(|| uploaded.clone());
         let request = request.map(|body| Body::new(Upload::new(body, counted, longest, idle)));
         let answer = span.in_scope(|| self.inner.call(request));
         let of_answer = span.clone();

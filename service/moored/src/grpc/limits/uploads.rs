@@ -20,7 +20,8 @@ pub(super) type Counted = Arc<Mutex<Taken>>;
 /// A request's body.
 pub(super) struct Upload {
     inner: Body,
-    counted: Counted,
+    /// `None` where whoever reads the body counts it.
+    counted: Option<Counted>,
     /// Bytes that may still come.
     left: u64,
     longest: u64,
@@ -31,7 +32,7 @@ pub(super) struct Upload {
 
 impl Upload {
     /// At most `longest` bytes, with pauses of `idle` at the most.
-    pub(super) fn new(inner: Body, counted: Counted, longest: u64, idle: Duration) -> Upload {
+    pub(super) fn new(inner: Body, counted: Option<Counted>, longest: u64, idle: Duration) -> Upload {
         Upload {
             inner,
             counted,
@@ -49,7 +50,10 @@ impl Upload {
                 residency::Bytes(self.longest)
             ))
         })?;
-        let mut counted = self.counted.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(counted) = &self.counted else {
+            return Ok(());
+        };
+        let mut counted = counted.lock().unwrap_or_else(PoisonError::into_inner);
         counted.grow(bytes).map_err(refused)
     }
 
@@ -161,7 +165,12 @@ pub(super) mod tests {
     async fn a_pause_ends_a_request_whose_bytes_count_until_its_call_is_answered() {
         let budget = Budget::new(1000, 1000);
         let counted = Arc::new(Mutex::new(budget.nothing(None)));
-        let mut upload = Upload::new(Unfinished::body(&[300, 400]), counted.clone(), u64::MAX, IDLE);
+        let mut upload = Upload::new(
+            Unfinished::body(&[300, 400]),
+            Some(counted.clone()),
+            u64::MAX,
+            IDLE,
+        );
         assert_eq!(next(&mut upload).await.unwrap(), 300);
         assert_eq!(next(&mut upload).await.unwrap(), 400);
         let began = Instant::now();
@@ -182,13 +191,13 @@ pub(super) mod tests {
         ];
         for (of_one, of_all, name) in budgets {
             let counted = Arc::new(Mutex::new(Budget::new(of_all, of_one).nothing(None)));
-            let mut upload = Upload::new(Unfinished::body(&[300, 400]), counted, u64::MAX, IDLE);
+            let mut upload = Upload::new(Unfinished::body(&[300, 400]), Some(counted), u64::MAX, IDLE);
             assert_eq!(next(&mut upload).await.unwrap(), 300);
             let refused = next(&mut upload).await.unwrap_err();
             assert!(refused.message().ends_with(name), "{refused}");
         }
         let counted = Arc::new(Mutex::new(Budget::new(1000, 1000).nothing(None)));
-        let mut upload = Upload::new(Unfinished::body(&[300, 400]), counted, 600, IDLE);
+        let mut upload = Upload::new(Unfinished::body(&[300, 400]), Some(counted), 600, IDLE);
         assert_eq!(next(&mut upload).await.unwrap(), 300);
         let refused = next(&mut upload).await.unwrap_err();
         assert!(refused.message().contains("600"), "{refused}");
