@@ -313,11 +313,17 @@ class FreedComponent:
 @mirrors(model_pb2.KeptComponent)
 @dataclass(frozen=True, slots=True)
 class KeptComponent:
-    """A component that stayed, and why: `shared with owner/other`, `pinned`, `held by CLIENT`."""
+    """A component that stayed, and why: `shared with owner/other`, `pinned`, `held by CLIENT`.
+
+    `cause` is the same for programs: `shared`, `pinned`, `held`, `in_use`; `by` is that entry or
+    client.
+    """
 
     component: Component
     card: str
     reason: str
+    cause: str = ""
+    by: str = ""
 
 
 @mirrors(residency_pb2.UnloadResponse)

@@ -1,6 +1,7 @@
 //! Messages between supervisor and worker. They contain no tensors, only serializable data: the binary writes these
 //! types into frames.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -99,6 +100,50 @@ pub struct Standing {
     pub holds: Vec<(String, Vec<ComponentId>)>,
     /// Kept free for other programs: (reservation, label, bytes).
     pub reservations: Vec<(String, String, Bytes)>,
+}
+
+/// Why a component stays that was to leave its card.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum KeptBecause {
+    /// A stage runs with it.
+    InUse,
+    Pinned,
+    /// By this client, where it is known.
+    Held(Option<String>),
+    /// With this entry, which is in use, pinned, held or whole.
+    Shared(String),
+}
+
+impl KeptBecause {
+    /// Public name: `in_use`, `pinned`, `held`, `shared`.
+    pub fn as_str(&self) -> &'static str {
+        match self {
+            KeptBecause::InUse => "in_use",
+            KeptBecause::Pinned => "pinned",
+            KeptBecause::Held(_) => "held",
+            KeptBecause::Shared(_) => "shared",
+        }
+    }
+
+    /// The client that holds it, or the entry that shares it; empty for none.
+    pub fn by(&self) -> &str {
+        match self {
+            KeptBecause::InUse | KeptBecause::Pinned | KeptBecause::Held(None) => "",
+            KeptBecause::Held(Some(by)) | KeptBecause::Shared(by) => by,
+        }
+    }
+}
+
+impl fmt::Display for KeptBecause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            KeptBecause::InUse => f.write_str("in use"),
+            KeptBecause::Pinned => f.write_str("pinned"),
+            KeptBecause::Held(None) => f.write_str("held"),
+            KeptBecause::Held(Some(client)) => write!(f, "held by {client}"),
+            KeptBecause::Shared(entry) => write!(f, "shared with {entry}"),
+        }
+    }
 }
 
 /// Events from the worker.
@@ -286,7 +331,7 @@ pub enum Answer {
         /// Unloaded components.
         freed: Vec<(Component, Unloaded)>,
         /// Components that stayed, and why: `in use`, `pinned`, `held`.
-        kept: Vec<(Component, String)>,
+        kept: Vec<(Component, KeptBecause)>,
         /// For `MakeRoom`: bytes still missing.
         short: Bytes,
     },

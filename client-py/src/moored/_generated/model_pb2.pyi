@@ -241,9 +241,15 @@ class KeptComponent(google.protobuf.message.Message):
     COMPONENT_FIELD_NUMBER: builtins.int
     CARD_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    CAUSE_FIELD_NUMBER: builtins.int
+    BY_FIELD_NUMBER: builtins.int
     card: builtins.str
     reason: builtins.str
-    """`shared with owner/other`, `pinned`, `held by CLIENT`."""
+    """For people: `shared with owner/other`, `pinned`, `held by CLIENT`, `in use`."""
+    cause: builtins.str
+    """Stable: `shared`, `pinned`, `held`, `in_use`."""
+    by: builtins.str
+    """The entry that it is shared with, or the client that holds it."""
     @property
     def component(self) -> global___Component: ...
     def __init__(
@@ -252,9 +258,11 @@ class KeptComponent(google.protobuf.message.Message):
         component: global___Component | None = ...,
         card: builtins.str = ...,
         reason: builtins.str = ...,
+        cause: builtins.str = ...,
+        by: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["component", b"component"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["card", b"card", "component", b"component", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["by", b"by", "card", b"card", "cause", b"cause", "component", b"component", "reason", b"reason"]) -> None: ...
 
 global___KeptComponent = KeptComponent
 

@@ -8,7 +8,7 @@ use residency::{Bytes, Component, ComponentId, Ledger, Move, Resident, Verdict};
 
 use super::moves::MoveError;
 use super::{Card, Flow, Link, millis};
-use crate::messages::{Answer, Event};
+use crate::messages::{Answer, Event, KeptBecause};
 
 /// Timeout of an unload for the driver to show the freed bytes.
 const FREED_TIMEOUT: Duration = Duration::from_secs(2);
@@ -22,7 +22,7 @@ struct UnloadOutcome {
     freed: Vec<(Component, Unloaded)>,
     /// Freed bytes that the driver did not show as free yet.
     late: Bytes,
-    kept: Vec<(Component, String)>,
+    kept: Vec<(Component, KeptBecause)>,
 }
 
 impl Card {
@@ -47,7 +47,7 @@ impl Card {
             };
             let component = resident.component.clone();
             match reason_to_stay(resident) {
-                Some(reason) => left.kept.push((component, reason.to_owned())),
+                Some(reason) => left.kept.push((component, reason)),
                 None => self.unload_one(component, left, link)?,
             }
         }
@@ -126,7 +126,7 @@ impl Card {
             let stays = self
                 .ledger
                 .residents()
-                .filter_map(|r| reason_to_stay(r).map(|reason| (r.component.clone(), reason.to_owned())));
+                .filter_map(|r| reason_to_stay(r).map(|reason| (r.component.clone(), reason)));
             left.kept.extend(stays);
         }
         Ok(short)
@@ -179,12 +179,12 @@ fn evicted(each: Move) -> Option<Component> {
 }
 
 /// Why a component is not unloaded on request.
-fn reason_to_stay(resident: &Resident) -> Option<&'static str> {
+fn reason_to_stay(resident: &Resident) -> Option<KeptBecause> {
     if resident.leases > 0 {
-        return Some("in use");
+        return Some(KeptBecause::InUse);
     }
     if resident.pinned {
-        return Some("pinned");
+        return Some(KeptBecause::Pinned);
     }
-    (resident.held > 0).then_some("held")
+    (resident.held > 0).then_some(KeptBecause::Held(None))
 }

@@ -9,6 +9,7 @@ use super::claims::Known;
 use super::record::JobRecord;
 use super::report::Kept;
 use super::view::View;
+use crate::messages::KeptBecause;
 
 /// What is to leave.
 pub(super) enum Leaving<'a> {
@@ -71,7 +72,7 @@ impl<'a> View<'a> {
         (leave, keep)
     }
 
-    fn why_it_stays(&self, leaving: &Leaving<'_>, id: &ComponentId, index: usize) -> Option<String> {
+    fn why_it_stays(&self, leaving: &Leaving<'_>, id: &ComponentId, index: usize) -> Option<KeptBecause> {
         let dtype = &self.cards[index].description.compute_dtype;
         let users = self
             .claims
@@ -87,14 +88,14 @@ impl<'a> View<'a> {
                     .any(|job| job.entry.key == *key && !self.is_behind_an_unload(job))
             };
             if is_own && self.claims.is_pinned(key) {
-                return Some("pinned".to_owned());
+                return Some(KeptBecause::Pinned);
             }
             if let Some(holder) = holder.filter(|_| is_own) {
-                return Some(format!("held by {holder}"));
+                return Some(KeptBecause::Held(Some(holder.to_owned())));
             }
             let is_whole = || !leaving.is(known.components(dtype)) && self.stays_whole(key, known, index);
             if !is_own && (self.claims.is_pinned(key) || holder.is_some() || in_use() || is_whole()) {
-                shared.get_or_insert_with(|| format!("shared with {key}"));
+                shared.get_or_insert_with(|| KeptBecause::Shared(key.to_owned()));
             }
         }
         shared

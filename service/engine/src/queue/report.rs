@@ -9,6 +9,7 @@ use residency::{Bytes, Component, ComponentId, Ledger, Millis, Move, WaitCause};
 
 use crate::error::{Error, Fallback, Shortfall};
 use crate::job::{JobId, Priority, StageName};
+use crate::messages::KeptBecause;
 
 /// A job as lists show it.
 #[derive(Clone, Debug, PartialEq)]
@@ -121,8 +122,8 @@ pub struct Kept {
     pub component: Component,
     /// Where.
     pub card: String,
-    /// `shared with KEY`, `pinned`, `held by CLIENT`, `in use`.
-    pub reason: String,
+    /// Why it stayed.
+    pub reason: KeptBecause,
 }
 
 /// Room that was made for another program.
@@ -213,7 +214,7 @@ impl Freed {
 
 impl Kept {
     /// What a worker says that it kept on a card, with the reasons.
-    pub(super) fn on(card: &str, kept: Vec<(Component, String)>) -> Vec<Kept> {
+    pub(super) fn on(card: &str, kept: Vec<(Component, KeptBecause)>) -> Vec<Kept> {
         let kept = kept.into_iter().map(|(component, reason)| Kept {
             component,
             card: card.to_owned(),

@@ -169,7 +169,9 @@ fn room_is_made_partially_if_the_full_amount_is_unavailable() {
     };
     assert_eq!(freed.len(), 3);
     assert_eq!(
-        kept.iter().map(|(c, why)| (&*c.name, &**why)).collect::<Vec<_>>(),
+        kept.iter()
+            .map(|(c, why)| (&*c.name, why.as_str()))
+            .collect::<Vec<_>>(),
         [("transformer", "held")]
     );
     assert_eq!(short, Bytes::mib(50));

@@ -289,19 +289,19 @@ async fn shared_pinned_and_held_components_are_not_unloaded() {
     let kept: Vec<_> = report
         .kept
         .iter()
-        .map(|k| (k.component.name.as_str(), k.reason.as_str()))
+        .map(|k| (k.component.name.as_str(), k.reason.to_string()))
         .collect();
-    assert_eq!(kept, [("text_encoder_2", "shared with b")]);
+    assert_eq!(kept, [("text_encoder_2", "shared with b".to_owned())]);
 
     let report = queue.unload(Some(entry("b")), false).await.unwrap();
-    assert_eq!(report.kept[0].reason, "pinned");
+    assert_eq!(report.kept[0].reason.to_string(), "pinned");
     queue.unpin("b").await.unwrap();
     queue
         .hold(entry("b"), "me".into(), Duration::from_secs(60))
         .await
         .unwrap();
     let report = queue.unload(Some(entry("b")), false).await.unwrap();
-    assert_eq!(report.kept[0].reason, "held by me");
+    assert_eq!(report.kept[0].reason.to_string(), "held by me");
     tokio::time::sleep(Duration::from_secs(61)).await;
     let asking = queue.clone();
     let unload = tokio::spawn(async move { asking.unload(Some(entry("b")), false).await });

@@ -98,10 +98,10 @@ async fn unload(queue: &Queue, worker: &mut Worker, entry: Option<Arc<Entry>>) -
     unload.await.unwrap().unwrap()
 }
 
-fn names(report: &UnloadReport) -> (Vec<&str>, Vec<(&str, &str)>) {
+fn names(report: &UnloadReport) -> (Vec<&str>, Vec<(&str, String)>) {
     let freed = report.freed.iter().map(|f| f.component.name.as_str());
     let kept = report.kept.iter();
-    let kept = kept.map(|k| (k.component.name.as_str(), k.reason.as_str()));
+    let kept = kept.map(|k| (k.component.name.as_str(), k.reason.to_string()));
     (freed.collect(), kept.collect())
 }
 
@@ -114,7 +114,7 @@ async fn an_unload_keeps_components_of_another_complete_model() {
     let (freed, kept) = names(&report);
     assert_eq!(
         (freed.len(), kept),
-        (2, vec![("text_encoder_2", "shared with small")])
+        (2, vec![("text_encoder_2", "shared with small".to_owned())])
     );
     let report = unload(&queue, &mut worker, Some(entry("small"))).await;
     assert_eq!(
@@ -143,7 +143,7 @@ async fn unloading_two_models_at_once_frees_shared_components() {
     let report = unload(&queue, &mut worker, Some(entry("a"))).await;
     assert_eq!(
         names(&report).1,
-        [("text_encoder_2", "shared with small")],
+        [("text_encoder_2", "shared with small".to_owned())],
         "a job uses it"
     );
     worker.complete(&order);

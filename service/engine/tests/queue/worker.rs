@@ -7,7 +7,8 @@ use engine::admission::{Admission, choose_rung, choose_rung_low_memory};
 use engine::job::{JobEvent, JobEventKind};
 use engine::library::Library;
 use engine::messages::{
-    Answer, Command, Completed, Event, Failure, Order, Outcome, Progress, Shortage, Standing, Ticket, Work,
+    Answer, Command, Completed, Event, Failure, KeptBecause, Order, Outcome, Progress, Shortage, Standing,
+    Ticket, Work,
 };
 use engine::need::Need;
 use engine::queue::{CardPort, CardSignal, CardSlot, Job, Queue, Settings, Signal};
@@ -367,7 +368,7 @@ impl Worker {
         for component in components {
             let resident = self.ledger.resident(component).unwrap().component.clone();
             if self.ledger.begin_evict(component).is_err() {
-                kept.push((resident, "in use".to_owned()));
+                kept.push((resident, KeptBecause::InUse));
                 continue;
             }
             self.ledger.complete_evict(component, now).unwrap();

@@ -89,7 +89,7 @@ pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Resu
     let mut residency = Connection::open(client).await?.residency();
     let done = residency.unload(request).await?.into_inner();
     // A component that is kept because another model shares it needs no remedy.
-    let is_claimed = |kept: &v1::KeptComponent| kept.reason == "pinned" || kept.reason.starts_with("held");
+    let is_claimed = |kept: &v1::KeptComponent| matches!(kept.cause.as_str(), "pinned" | "held");
     let stays = done.freed.is_empty() && done.kept.iter().any(is_claimed);
     let only_kept = || match stays {
         true => Err(CliError::Failed(
@@ -137,9 +137,9 @@ fn left(freed: &[v1::FreedComponent], kept: &[v1::KeptComponent]) -> Result<(), 
         ))?;
     }
     for kept in kept {
-        let reason = match kept.reason.strip_prefix("shared with ") {
-            Some(key) => format!("shared with {}", short_key(key)),
-            None => kept.reason.clone(),
+        let reason = match kept.cause.as_str() {
+            "shared" => format!("shared with {}", short_key(&kept.by)),
+            _ => kept.reason.clone(),
         };
         screen::text(&format!(
             "kept {} on {}: {reason}",

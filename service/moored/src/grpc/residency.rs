@@ -528,7 +528,9 @@ pub(super) fn kept_out(kept: &Kept) -> v1::KeptComponent {
     v1::KeptComponent {
         component: Some(component_out(&kept.component)),
         card: kept.card.clone(),
-        reason: kept.reason.clone(),
+        reason: kept.reason.to_string(),
+        cause: kept.reason.as_str().to_owned(),
+        by: kept.reason.by().to_owned(),
     }
 }
 

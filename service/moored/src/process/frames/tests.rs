@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use bytes::Bytes as Blob;
 use engine::messages::{
-    Answer, Command, Completed, Event, Failure, ModelLocation, Order, Outcome, Progress, Shortage,
-    StageMemory, StageWork, Standing, Ticket, Work,
+    Answer, Command, Completed, Event, Failure, KeptBecause, ModelLocation, Order, Outcome, Progress,
+    Shortage, StageMemory, StageWork, Standing, Ticket, Work,
 };
 use gpu::{CardDescription, CardKind, MemoryProfile, ProfileName, Unloaded};
 use pipelines::{
@@ -324,7 +324,11 @@ fn from_worker() -> Vec<FromWorker> {
                     freed: Bytes(3),
                 },
             )],
-            kept: vec![(component("clip"), "pinned".to_owned())],
+            kept: vec![
+                (component("clip"), KeptBecause::Pinned),
+                (component("t5"), KeptBecause::Held(Some("me".to_owned()))),
+                (component("vae"), KeptBecause::Shared("a+full".to_owned())),
+            ],
             short: Bytes(1),
         },
         Answer::Trimmed(Bytes::mib(100)),
