@@ -167,8 +167,8 @@ def done(seed: int = 7, **more: Any) -> events_pb2.Event:
     stages = [
         events_pb2.StageReport(name="encode_text", run_ms=3, move_ms=20, chunking="whole"),
         events_pb2.StageReport(name="denoise", run_ms=100, move_ms=40, wait_ms=5),
-        events_pb2.StageReport(name="decode", run_ms=10, picture=0),
-        events_pb2.StageReport(name="decode", run_ms=11, picture=1),
+        events_pb2.StageReport(name="decode", run_ms=10, item=0),
+        events_pb2.StageReport(name="decode", run_ms=11, item=1),
     ]
     last = events_pb2.Done(seed=seed, stages=stages, total_ms=200, model=resolved(), **more)
     return event(at_ms=200, done=last)

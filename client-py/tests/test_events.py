@@ -82,7 +82,7 @@ CASES = [
     (
         event(
             stage=events_pb2.StageStarted(
-                name="decode", index=3, of=3, chunking="strips of 16", card="cpu", picture=1
+                name="decode", index=3, of=3, chunking="strips of 16", card="cpu", item=1
             )
         ),
         moored.StageStarted("decode", 3, 3, "strips of 16", False, "cpu", 1, **AT),
@@ -94,12 +94,12 @@ CASES = [
         "Encoding the text, already done",
     ),
     (
-        event(step=events_pb2.Step(n=7, of=20, picture=1)),
+        event(step=events_pb2.Step(n=7, of=20, item=1)),
         moored.Step(7, 20, 1, **AT),
         "Step 7/20",
     ),
     (
-        event(preview=events_pb2.Preview(jpeg=b"jpeg", step=3, picture=1)),
+        event(preview=events_pb2.Preview(jpeg=b"jpeg", step=3, item=1)),
         moored.Preview(b"jpeg", 3, 1, **AT),
         "Preview at step 3",
     ),
@@ -182,7 +182,7 @@ CASES = [
                     expires_in_ms=9,
                     bytes=16,
                 ),
-                picture=1,
+                item=1,
             )
         ),
         moored.LatentKept(moored.LatentInfo("lat-1", (1, 4), "f32", "vae", 9, 16), 1, **AT),

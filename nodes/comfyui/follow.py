@@ -50,7 +50,7 @@ class Display:
         """Shows an event of a job."""
         match event:
             case moored.Step():
-                before = (self.pictures_before + event.picture) * event.of
+                before = (self.pictures_before + event.item) * event.of
                 self._steps = (before + event.n, self._pictures * event.of)
                 self._step = (event.n, event.of)
                 self._bar.update_absolute(*self._steps)

@@ -188,12 +188,12 @@ def at(kind: type[moored.Event], **fields: object) -> Moment:
     return lambda scene: scene.await_event(happened)
 
 
-def at_step(n: int, picture: int = 0) -> Moment:
+def at_step(n: int, item: int = 0) -> Moment:
     """A point: at least so many steps are done; of fast steps only the latest is sent."""
 
     def happened(event: moored.Event) -> bool:
         return (
-            isinstance(event, moored.Step) and event.picture == picture and n <= event.n < event.of
+            isinstance(event, moored.Step) and event.item == item and n <= event.n < event.of
         )
 
     return lambda scene: scene.await_event(happened)
@@ -372,14 +372,14 @@ POINTS = [
         "denoise of the second picture",
         CARD,
         paint("slow", count=2),
-        at_step(2, picture=1),
+        at_step(2, item=1),
         "denoise",
     ),
     Point(
         "decode of the second picture",
         CARD + ",hang-at=decode:2",
         paint("small", count=2),
-        at(moored.StageStarted, name="decode", picture=1),
+        at(moored.StageStarted, name="decode", item=1),
         "decode",
     ),
     # Signals of another kind.

@@ -117,7 +117,7 @@ class Retrying(BaseEvent):
 @mirrors(events_pb2.StageStarted)
 @dataclass(frozen=True, slots=True)
 class StageStarted(BaseEvent):
-    """A stage begins (`encode_text`, `denoise`, ...): `index` from 1, `picture` from 0.
+    """A stage begins (`encode_text`, `denoise`, ...): `index` from 1, `item` from 0.
 
     `memory` is the card's as it begins; None where nothing runs.
     """
@@ -128,18 +128,18 @@ class StageStarted(BaseEvent):
     chunking: str
     cached: bool
     card: str
-    picture: int
+    item: int
     memory: MemoryAccounts | None = None
 
 
 @mirrors(events_pb2.Step)
 @dataclass(frozen=True, slots=True)
 class Step(BaseEvent):
-    """A denoising step is done: `n` from 1, `picture` from 0."""
+    """A denoising step is done: `n` from 1, `item` from 0."""
 
     n: int
     of: int
-    picture: int
+    item: int
 
 
 @mirrors(events_pb2.Preview)
@@ -149,7 +149,7 @@ class Preview(BaseEvent):
 
     jpeg: bytes
     step: int
-    picture: int
+    item: int
 
     @property
     def image(self) -> Image.Image:
@@ -187,7 +187,7 @@ class LatentKept(BaseEvent):
     """A latent is in the store of the service, on request or because a decode failed."""
 
     latent: LatentInfo
-    picture: int
+    item: int
 
 
 @mirrors(events_pb2.Done)

@@ -125,9 +125,9 @@ def _phase(event: Event) -> tuple[object, ...] | None:
         case Evicting() | Loading():
             return (type(event), event.component.id, event.component.name)
         case StageStarted():
-            return (event.name, event.picture)
+            return (event.name, event.item)
         case Step():
-            return ("denoise", event.picture)
+            return ("denoise", event.item)
         case Waiting() | Retrying():
             return (type(event), event.stage)
         case Queued() | Done():

@@ -240,7 +240,7 @@ class StageReport:
     predicted_scratch_bytes: int
     chunking: str
     cached: bool
-    picture: int
+    item: int
     card: str
     attention: str
     before: MemoryAccounts | None = None

@@ -281,7 +281,7 @@ class Gathered:
         elif isinstance(event, Artifact):
             self._add_piece(event)
         elif isinstance(event, LatentKept):
-            self._latents[event.picture] = event.latent
+            self._latents[event.item] = event.latent
         elif isinstance(event, Done):
             self.done = event
 

@@ -134,10 +134,10 @@ def _phase(event: moored.Event) -> object:
         case moored.Evicting():
             return ("evict", event.component.id)
         case moored.Step():
-            return ("steps", event.picture) if event.n == event.of else None
+            return ("steps", event.item) if event.n == event.of else None
         case moored.Queued():
             return ("queue", event.position)
         case moored.StageStarted():
-            return (event.name, event.picture, event.cached)
+            return (event.name, event.item, event.cached)
         case _:
             return type(event)

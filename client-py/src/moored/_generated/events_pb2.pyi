@@ -15,7 +15,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class Event(google.protobuf.message.Message):
-    """What every long call streams: the same for pictures now and for video and audio later. A client that
+    """What every long call streams: the same for pictures, films and tracks. A client that
     meets an event it does not know ignores it.
     """
 
@@ -296,7 +296,7 @@ class StageStarted(google.protobuf.message.Message):
     CHUNKING_FIELD_NUMBER: builtins.int
     CACHED_FIELD_NUMBER: builtins.int
     CARD_FIELD_NUMBER: builtins.int
-    PICTURE_FIELD_NUMBER: builtins.int
+    ITEM_FIELD_NUMBER: builtins.int
     MEMORY_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`encode_text`, `encode_image`, `denoise`, `decode`, `load`, `restore`."""
@@ -310,8 +310,8 @@ class StageStarted(google.protobuf.message.Message):
     """True when the result was taken from a cache and nothing ran."""
     card: builtins.str
     """The card."""
-    picture: builtins.int
-    """Which picture of a request for several, from 0."""
+    item: builtins.int
+    """Which item (picture, film, track) of a request for several, from 0."""
     @property
     def memory(self) -> global___MemoryAccounts:
         """The card's memory as the stage begins; absent where nothing runs."""
@@ -325,11 +325,11 @@ class StageStarted(google.protobuf.message.Message):
         chunking: builtins.str = ...,
         cached: builtins.bool = ...,
         card: builtins.str = ...,
-        picture: builtins.int = ...,
+        item: builtins.int = ...,
         memory: global___MemoryAccounts | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["memory", b"memory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cached", b"cached", "card", b"card", "chunking", b"chunking", "index", b"index", "memory", b"memory", "name", b"name", "of", b"of", "picture", b"picture"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached", b"cached", "card", b"card", "chunking", b"chunking", "index", b"index", "item", b"item", "memory", b"memory", "name", b"name", "of", b"of"]) -> None: ...
 
 global___StageStarted = StageStarted
 
@@ -386,21 +386,21 @@ class Step(google.protobuf.message.Message):
 
     N_FIELD_NUMBER: builtins.int
     OF_FIELD_NUMBER: builtins.int
-    PICTURE_FIELD_NUMBER: builtins.int
+    ITEM_FIELD_NUMBER: builtins.int
     n: builtins.int
     """From 1."""
     of: builtins.int
     """In all."""
-    picture: builtins.int
-    """Which picture of a request for several, from 0."""
+    item: builtins.int
+    """Which item (picture, film, track) of a request for several, from 0."""
     def __init__(
         self,
         *,
         n: builtins.int = ...,
         of: builtins.int = ...,
-        picture: builtins.int = ...,
+        item: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["n", b"n", "of", b"of", "picture", b"picture"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["item", b"item", "n", b"n", "of", b"of"]) -> None: ...
 
 global___Step = Step
 
@@ -412,21 +412,21 @@ class Preview(google.protobuf.message.Message):
 
     JPEG_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
-    PICTURE_FIELD_NUMBER: builtins.int
+    ITEM_FIELD_NUMBER: builtins.int
     jpeg: builtins.bytes
     """JPEG, at most 512 pixels on the longer side."""
     step: builtins.int
     """The step it was taken at."""
-    picture: builtins.int
-    """Which picture."""
+    item: builtins.int
+    """Which item."""
     def __init__(
         self,
         *,
         jpeg: builtins.bytes = ...,
         step: builtins.int = ...,
-        picture: builtins.int = ...,
+        item: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["jpeg", b"jpeg", "picture", b"picture", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["item", b"item", "jpeg", b"jpeg", "step", b"step"]) -> None: ...
 
 global___Preview = Preview
 
@@ -593,19 +593,19 @@ class LatentKept(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LATENT_FIELD_NUMBER: builtins.int
-    PICTURE_FIELD_NUMBER: builtins.int
-    picture: builtins.int
-    """Which picture."""
+    ITEM_FIELD_NUMBER: builtins.int
+    item: builtins.int
+    """Which item."""
     @property
     def latent(self) -> model_pb2.LatentInfo: ...
     def __init__(
         self,
         *,
         latent: model_pb2.LatentInfo | None = ...,
-        picture: builtins.int = ...,
+        item: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["latent", b"latent"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["latent", b"latent", "picture", b"picture"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["item", b"item", "latent", b"latent"]) -> None: ...
 
 global___LatentKept = LatentKept
 
@@ -624,7 +624,7 @@ class Done(google.protobuf.message.Message):
     FREED_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
     seed: builtins.int
-    """Seed of the first picture; picture i used seed + i."""
+    """Seed of the first item; item i used seed + i."""
     total_ms: builtins.int
     """Milliseconds from acceptance to here."""
     @property
@@ -683,7 +683,7 @@ class StageReport(google.protobuf.message.Message):
     PREDICTED_SCRATCH_BYTES_FIELD_NUMBER: builtins.int
     CHUNKING_FIELD_NUMBER: builtins.int
     CACHED_FIELD_NUMBER: builtins.int
-    PICTURE_FIELD_NUMBER: builtins.int
+    ITEM_FIELD_NUMBER: builtins.int
     CARD_FIELD_NUMBER: builtins.int
     ATTENTION_FIELD_NUMBER: builtins.int
     BEFORE_FIELD_NUMBER: builtins.int
@@ -707,8 +707,8 @@ class StageReport(google.protobuf.message.Message):
     """How it was run."""
     cached: builtins.bool
     """True when it was taken from a cache."""
-    picture: builtins.int
-    """Which picture."""
+    item: builtins.int
+    """Which item."""
     card: builtins.str
     """The card."""
     attention: builtins.str
@@ -737,7 +737,7 @@ class StageReport(google.protobuf.message.Message):
         predicted_scratch_bytes: builtins.int = ...,
         chunking: builtins.str = ...,
         cached: builtins.bool = ...,
-        picture: builtins.int = ...,
+        item: builtins.int = ...,
         card: builtins.str = ...,
         attention: builtins.str = ...,
         before: global___MemoryAccounts | None = ...,
@@ -745,6 +745,6 @@ class StageReport(google.protobuf.message.Message):
         largest_block_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["after", b"after", "before", b"before"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["after", b"after", "attention", b"attention", "before", b"before", "cached", b"cached", "card", b"card", "chunking", b"chunking", "largest_block_bytes", b"largest_block_bytes", "move_ms", b"move_ms", "name", b"name", "peak_bytes", b"peak_bytes", "peak_scratch_bytes", b"peak_scratch_bytes", "picture", b"picture", "predicted_scratch_bytes", b"predicted_scratch_bytes", "run_ms", b"run_ms", "wait_ms", b"wait_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "attention", b"attention", "before", b"before", "cached", b"cached", "card", b"card", "chunking", b"chunking", "item", b"item", "largest_block_bytes", b"largest_block_bytes", "move_ms", b"move_ms", "name", b"name", "peak_bytes", b"peak_bytes", "peak_scratch_bytes", b"peak_scratch_bytes", "predicted_scratch_bytes", b"predicted_scratch_bytes", "run_ms", b"run_ms", "wait_ms", b"wait_ms"]) -> None: ...
 
 global___StageReport = StageReport

@@ -176,7 +176,7 @@ impl Order {
             )?;
             if json {
                 screen::json(
-                    &json!({"event": "written", "picture": item, "path": path.display().to_string()}),
+                    &json!({"event": "written", "item": item, "path": path.display().to_string()}),
                 )?;
             } else {
                 screen::text(&path.display().to_string())?;

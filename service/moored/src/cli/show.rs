@@ -108,7 +108,7 @@ impl Show {
                 bar.set_position(loading.bytes_done);
             }
             Kind::Step(step) => {
-                let title = match step.picture {
+                let title = match step.item {
                     0 => "denoise".to_owned(),
                     more => format!("denoise, picture {}", more + 1),
                 };
@@ -116,7 +116,7 @@ impl Show {
                 bar.set_position(step.n.into());
             }
             Kind::Stage(stage) if !stage.cached => {
-                let title = match stage.picture {
+                let title = match stage.item {
                     0 => stage.name.clone(),
                     more => format!("{}, picture {}", stage.name, more + 1),
                 };
@@ -270,9 +270,9 @@ fn as_json(event: &v1::Event, kind: &Kind) -> serde_json::Value {
             "message": retrying.message, "stage": retrying.stage}),
         Kind::Stage(stage) => {
             json!({"event": "stage", "name": stage.name, "index": stage.index, "of": stage.of,
-            "chunking": stage.chunking, "cached": stage.cached, "card": stage.card, "picture": stage.picture})
+            "chunking": stage.chunking, "cached": stage.cached, "card": stage.card, "item": stage.item})
         }
-        Kind::Step(step) => json!({"event": "step", "n": step.n, "of": step.of, "picture": step.picture}),
+        Kind::Step(step) => json!({"event": "step", "n": step.n, "of": step.of, "item": step.item}),
         Kind::Preview(preview) => {
             json!({"event": "preview", "step": preview.step, "bytes": preview.jpeg.len()})
         }
@@ -281,14 +281,14 @@ fn as_json(event: &v1::Event, kind: &Kind) -> serde_json::Value {
             "track": artifact.track, "last": artifact.last}),
         Kind::Latent(kept) => {
             let latent = kept.latent.clone().unwrap_or_default();
-            json!({"event": "latent", "id": latent.id, "shape": latent.shape, "picture": kept.picture})
+            json!({"event": "latent", "id": latent.id, "shape": latent.shape, "item": kept.item})
         }
         Kind::Done(done) => json!({"event": "done", "seed": done.seed, "total_ms": done.total_ms,
             "resident_already": done.resident_already, "approximations": done.approximations,
             "stages": done.stages.iter().map(|s| json!({"name": s.name, "run_ms": s.run_ms, "move_ms": s.move_ms,
                 "wait_ms": s.wait_ms, "peak_scratch_bytes": s.peak_scratch_bytes, "peak_bytes": s.peak_bytes,
                 "predicted_scratch_bytes": s.predicted_scratch_bytes, "chunking": s.chunking, "cached": s.cached,
-                "picture": s.picture, "card": s.card, "attention": s.attention})).collect::<Vec<_>>(),
+                "item": s.item, "card": s.card, "attention": s.attention})).collect::<Vec<_>>(),
             "freed": done.freed.iter().map(freed_json).collect::<Vec<_>>(),
             "kept": done.kept.iter().map(kept_json).collect::<Vec<_>>()}),
     };

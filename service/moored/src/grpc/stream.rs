@@ -108,7 +108,7 @@ async fn encode(happened: JobEvent, output: &Output, encoder: &Encoder) -> Resul
             Ok(Sending::Own(vec![Kind::Preview(v1::Preview {
                 jpeg,
                 step,
-                picture: item,
+                item,
             })]))
         }
         JobEventKind::Piece { item, seed, piece } if output.keeps(&piece) => {
