@@ -149,9 +149,14 @@ def event(job_id: str = "job-1", at_ms: int = 5, **inner: Message) -> events_pb2
     return events_pb2.Event(job_id=job_id, at_ms=at_ms, **inner)
 
 
-def resolved() -> model_pb2.ResolvedModel:
+def resolved(choice: str = "") -> model_pb2.ResolvedModel:
     return model_pb2.ResolvedModel(
-        key="demo@main", id="demo", revision="main", family="flux", quantization={"vae": "full"}
+        key="demo@main",
+        id="demo",
+        revision="main",
+        family="flux",
+        quantization={"vae": "full"},
+        choice=choice,
     )
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import pytest
@@ -20,6 +21,11 @@ CASES = [
         event(accepted=events_pb2.Accepted(model=resolved(), joined=True)),
         moored.Accepted(MODEL, True, **AT),
         "Joined",
+    ),
+    (
+        event(accepted=events_pb2.Accepted(model=resolved(choice="8-bit: it fits cuda:0"))),
+        moored.Accepted(dataclasses.replace(MODEL, choice="8-bit: it fits cuda:0"), False, **AT),
+        "Accepted, 8-bit: it fits cuda:0",
     ),
     (
         event(queued=events_pb2.Queued(position=0)),

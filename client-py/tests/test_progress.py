@@ -51,6 +51,14 @@ def test_a_log_has_one_line_a_phase(service: Service, client: moored.Client) -> 
     ]
 
 
+def test_a_log_says_what_the_service_chose() -> None:
+    model = moored.ResolvedModel("demo+8-bit", "demo", "", "flux", {}, "8-bit: full needs more")
+    log = io.StringIO()
+    for _ in moored.progress([moored.Accepted(model, False), moored.Queued(0)], file=log):
+        pass
+    assert log.getvalue() == "Accepted, 8-bit: full needs more\nQueued, next\n"
+
+
 def test_a_terminal_is_kept_up_to_date(service: Service, client: moored.Client) -> None:
     service.on("GenerateImage", JOB)
     terminal = Terminal()

@@ -21,7 +21,7 @@ from ._events import (
     Step,
     Waiting,
 )
-from ._records import PullProgress
+from ._records import PullProgress, ResolvedModel
 from ._streams import AsyncEventStream, EventStream
 
 R = TypeVar("R")
@@ -41,7 +41,8 @@ def describe(event: Event | PullProgress) -> str:
     # Longer than most functions here: one case an event, and mypy sees that none is missing.
     match event:
         case Accepted():
-            return "Joined" if event.joined else "Accepted"
+            word = "Joined" if event.joined else "Accepted"
+            return f"{word}, {event.model.choice}" if event.model.choice else word
         case Queued():
             place = f"{event.position} ahead" if event.position else "next"
             soon = event.estimate_ms
@@ -120,7 +121,7 @@ def _time(milliseconds: int) -> str:
 def _phase(event: Event) -> tuple[object, ...] | None:
     """What shares a line with it; None for what is not shown."""
     match event:
-        case Preview() | Artifact() | LatentKept() | Accepted():
+        case Preview() | Artifact() | LatentKept() | Accepted(model=ResolvedModel(choice="")):
             return None
         case Evicting() | Loading():
             return (type(event), event.component.id, event.component.name)
@@ -130,7 +131,7 @@ def _phase(event: Event) -> tuple[object, ...] | None:
             return ("denoise", event.item)
         case Waiting() | Retrying():
             return (type(event), event.stage)
-        case Queued() | Done():
+        case Accepted() | Queued() | Done():
             return (type(event),)
 
 

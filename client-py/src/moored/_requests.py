@@ -59,13 +59,17 @@ class ModelRef:
     """`owner/name`, or the name of a model folder.
 
     Or an entry as reports call it, quantization included: `owner/name+4-bit`,
-    `owner/name+text_encoder_2=nf4,transformer=int8`.
+    `owner/name+text_encoder_2=nf4,transformer=int8`; `owner/name+auto`.
     """
     quantization: str = ""
-    """Preset for what `formats` leaves open: `full` (default), `8-bit` or `4-bit`.
+    """Preset for what `formats` leaves open: `full` (default), `8-bit` or `4-bit`; or `auto`.
 
-    `full` is as it is stored, `8-bit` is int8, `4-bit` is nf4: of the transformer and the large
-    text encoder (`text_encoder_2`).
+    `full` is as it is stored, `8-bit` is int8, `4-bit` is nf4: of the model's large components, the
+    transformer and its large text encoder.
+
+    With `auto`, and without `formats`, the service takes the first of these that fits a card beside
+    what is pinned, reserved or held by other programs, and stays with it while the model is in use.
+    `ResolvedModel.choice` says which and why.
     """
     formats: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Component name -> `full`, `int8`, `fp8`, `nf4` or `nf4-double`."""
