@@ -44,11 +44,17 @@ class Display:
         self._bar = comfy.utils.ProgressBar(1, node_id=node_id)
         self._steps = (0, 1)
         self._step: tuple[int, int] | None = None
+        self._choice = ""
         self._said = ""
 
     def show(self, event: Any) -> None:
         """Shows an event of a job."""
+        said = phase(event)
         match event:
+            case moored.Accepted():
+                self._choice = said
+            case moored.Done() if self._choice:
+                said = f"{said}\n{self._choice}"  # the last text stays on the node
             case moored.Step():
                 before = (self.pictures_before + event.item) * event.of
                 self._steps = (before + event.n, self._pictures * event.of)
@@ -56,7 +62,7 @@ class Display:
                 self._bar.update_absolute(*self._steps)
             case moored.Preview():
                 self._preview(event.image)
-        self.say(phase(event))
+        self.say(said)
 
     def finish(self, image: Image) -> None:
         """Shows the finished picture, so that no early preview stays."""

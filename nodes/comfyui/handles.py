@@ -18,6 +18,9 @@ from .connection import Server
 Residency = Literal["auto", "hold", "pin", "evict after"]
 RESIDENCIES: tuple[Residency, ...] = get_args(Residency)
 
+AUTO = "auto"
+QUANTIZATIONS = (AUTO, "full", "8-bit", "4-bit")
+
 
 @dataclass(frozen=True)
 class ModelRecipe:

@@ -10,7 +10,15 @@ from comfy_api.latest import io
 from . import claims, connection
 from .failures import Failure, told
 from .follow import Deliver, Display, attend
-from .handles import RESIDENCIES, ModelHandle, ModelRecipe, Residency, formats_of
+from .handles import (
+    AUTO,
+    QUANTIZATIONS,
+    RESIDENCIES,
+    ModelHandle,
+    ModelRecipe,
+    Residency,
+    formats_of,
+)
 from .plans import plan_of
 from .schema import CATEGORY, ModelType, ServerType, server_input
 
@@ -64,9 +72,10 @@ class LoadModel(io.ComfyNode):
                 io.Combo.Input("model", options=[], tooltip="The models of the service."),
                 io.Combo.Input(
                     "quantization",
-                    options=["full", "8-bit", "4-bit"],
-                    default="full",
-                    tooltip="Memory for the weights: full, about a half (8-bit) or about a quarter (4-bit).",
+                    options=list(QUANTIZATIONS),
+                    default=AUTO,
+                    tooltip="Memory for the weights: full, about a half (8-bit) or about a quarter (4-bit). "
+                    "auto: the first of these that fits the GPU; the nodes show which and why.",
                 ),
                 io.Combo.Input(
                     "residency",
@@ -104,7 +113,8 @@ class LoadModel(io.ComfyNode):
                     default="",
                     placeholder="text_encoder_2=int8, transformer=nf4",
                     tooltip="Formats of single components, as component=format, separated by commas: "
-                    "text_encoder_2=int8, transformer=nf4. Formats: full, int8, fp8, nf4, nf4-double.",
+                    "text_encoder_2=int8, transformer=nf4. Formats: full, int8, fp8, nf4, nf4-double. "
+                    "Not with quantization auto.",
                     advanced=True,
                 ),
                 io.String.Input(
@@ -144,36 +154,46 @@ class LoadModel(io.ComfyNode):
                 raise Failure(
                     "No model is chosen: choose one in Load Model, after a refresh if its list is empty."
                 )
+            of_components = formats_of(formats)
+            if of_components and quantization == AUTO:
+                raise Failure(
+                    "With quantization auto the service chooses every format: leave formats empty, or choose "
+                    "full, 8-bit or 4-bit for what it does not name."
+                )
             recipe = ModelRecipe(
                 server=server,
                 id=name,
                 quantization=quantization,
-                formats=formats_of(formats),
+                formats=of_components,
                 revision=revision.strip(),
                 residency=residency,
                 evict_after_s=evict_after_s if residency == "evict after" else 0,
             )
             target = connection.target(server)
 
-            async def work(client: moored.AsyncClient, deliver: Deliver) -> None:
-                await _found(client, deliver, recipe, pull=when_missing == "pull")
+            async def work(client: moored.AsyncClient, deliver: Deliver) -> str:
+                choice = await _found(client, deliver, recipe, pull=when_missing == "pull")
                 await claims.use(client, target, recipe)
                 claims.rest(target, recipe)
+                return choice
 
             handle = claims.own_model(ModelHandle(recipe), target)
-            await attend(Display(cls.hidden.unique_id), target, work)
+            display = Display(cls.hidden.unique_id)
+            display.say(await attend(display, target, work))
         return io.NodeOutput(handle)
 
 
 async def _found(
     client: moored.AsyncClient, deliver: Deliver, recipe: ModelRecipe, pull: bool
-) -> None:
-    """Raises unless the service has the model, and can hold it so; pulls it, if told to."""
+) -> str:
+    """Raises unless the service has the model, and can hold it so; pulls it, if told to.
+
+    What the service chose and why, where the quantization is left to it.
+    """
     # What a request would need says all of that, and loads nothing. Whether memory is short is asked later.
     with contextlib.suppress(moored.MemoryShortage, moored.CardNotReady):
         try:
-            await plan_of(client, recipe.ref)
-            return
+            return (await plan_of(client, recipe.ref)).model.choice
         except moored.ModelNotFound:
             if not pull:
                 raise
@@ -181,4 +201,5 @@ async def _found(
             async for event in progress:
                 deliver(event)
             await progress.result()
-        await plan_of(client, recipe.ref)
+        return (await plan_of(client, recipe.ref)).model.choice
+    return ""

@@ -11,13 +11,18 @@ HOLDERS_AT_MOST = 2
 
 
 def phase(event: Any) -> str:
-    """`Queued 2nd`, `Loading transformer 6.1/11.9 GB`, `Step 7/20`; empty for what is not said."""
+    """`Queued 2nd`, `Loading transformer 6.1/11.9 GB`, `Step 7/20`; empty for what is not said.
+
+    Of a job's beginning, what the service chose and why, where the quantization is left to it.
+    """
     match event:
         case moored.Queued():
             return f"Queued {ordinal(event.position + 1)}{_about(event.estimate_ms)}"
         case moored.Waiting():
             return _waiting(event)
-        case moored.Accepted() | moored.Preview() | moored.Artifact() | moored.LatentKept():
+        case moored.Accepted():
+            return event.model.choice
+        case moored.Preview() | moored.Artifact() | moored.LatentKept():
             return ""
         case _:
             return moored.describe(event)

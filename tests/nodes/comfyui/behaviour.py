@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import moored
 import numpy as np
+import pytest
 from conftest import HUB_MODEL
 from PIL import Image
 from prompts import RED, SIZE, Graph, Prompt
@@ -274,6 +275,48 @@ def test_steps_previews_and_phases_are_shown(comfyui: ComfyUI, painter: Service)
     assert previews[-1] == (128, 128), "the finished picture, at its own size"
     last = [one.kind for one in run.messages if one.node == painted and one.kind != "text"][-1]
     assert last == "preview"
+
+
+def test_quantization_auto_says_on_the_nodes_what_was_chosen_and_why(
+    comfyui: ComfyUI, serve: Serve
+) -> None:
+    service = serve("sim:20GiB")
+    graph = Graph(service.address, model="flux-full", quantization="auto")
+    painted = graph.text_to_image()
+    shown(graph, painted)
+    run = comfyui.queue(graph.prompt).succeeded()
+    (chosen,) = run.texts(graph.model)
+    assert re.match(r"8-bit: full needs [\d.]+ GiB in its denoise stage, and sim:0 has ", chosen)
+    texts = run.texts(painted)
+    assert texts[0] == chosen, "as soon as it is known"
+    assert re.fullmatch(r"Done in .*\n" + re.escape(chosen), texts[-1]), "and in the end"
+    with service.client() as client:
+        (job,) = client.jobs(include_ended=True)
+        assert job.model_key == "flux-full+8-bit"
+
+
+@pytest.mark.parametrize("quantization", ["full", "8-bit", "4-bit"])
+def test_a_quantization_of_a_saved_workflow_is_what_it_names(
+    comfyui: ComfyUI, serve: Serve, quantization: str
+) -> None:
+    service = serve("sim:40GiB")
+    graph = Graph(service.address, model="flux-full", quantization=quantization)
+    painted = graph.text_to_image()
+    shown(graph, painted)
+    run = comfyui.queue(graph.prompt).succeeded()
+    assert not run.texts(graph.model)
+    assert "\n" not in run.texts(painted)[-1], "nothing was chosen"
+    with service.client() as client:
+        (job,) = client.jobs(include_ended=True)
+        assert job.model_key == f"flux-full+{quantization}"
+
+
+def test_formats_are_not_taken_with_quantization_auto(comfyui: ComfyUI, painter: Service) -> None:
+    graph = Graph(painter.address, quantization="auto", formats="transformer=int8")
+    shown(graph, graph.text_to_image())
+    run = comfyui.queue(graph.prompt).done()
+    assert run.status == "error"
+    assert "leave formats empty, or choose full, 8-bit or 4-bit" in run.error
 
 
 def test_loading_is_told_by_bytes(comfyui: ComfyUI, serve: Serve) -> None:

@@ -46,6 +46,12 @@ def words_of(info: dict[str, Any]) -> Iterator[str]:
             yield options.get("tooltip", "")
 
 
+def test_the_service_chooses_the_quantization_unless_it_is_named(standin: StandIn) -> None:
+    _, options = standin.object_info()["MooredLoadModel"]["input"]["required"]["quantization"]
+    assert options["default"] == "auto"
+    assert options["options"] == ["auto", "full", "8-bit", "4-bit"]
+
+
 def test_every_node_and_input_says_what_it_is(standin: StandIn) -> None:
     for name, info in standin.object_info().items():
         for words in words_of(info):
