@@ -13,6 +13,7 @@ from griptape_nodes.traits.options import Options
 
 from moored_griptape.choices import ServiceChoices
 from moored_griptape.model_handle import (
+    AUTO,
     DEFAULT_MODEL,
     HANDLE_TYPE,
     PULL,
@@ -37,10 +38,11 @@ class MooredDiffusionModel(DataNode):
         self.add_parameter(
             Parameter(
                 name="quantization_mode",
-                tooltip="Memory for the weights of the transformer and the large text encoder. None: "
-                "as stored; fp8; int8 (the service's 8-bit); int4 (its 4-bit, nf4).",
+                tooltip="Memory for the weights of the transformer and the large text encoder. auto: the "
+                "first of None, int8 and int4 that fits the card; the log of a run says which and why. "
+                "None: as stored; fp8; int8 (the service's 8-bit); int4 (its 4-bit, nf4).",
                 type="str",
-                default_value="None",
+                default_value=AUTO,
                 traits={Options(choices=list(QUANTIZATION_MODES))},
             )
         )

@@ -18,8 +18,10 @@ LONGEST_KEEP_ALIVE_S = 3600.0
 
 # By the mode that the node offers: the service's preset, and formats of single components.
 _FP8 = {"transformer": "fp8", "text_encoder_2": "fp8"}
+AUTO, AS_STORED = "auto", "None"
 QUANTIZATION_MODES: dict[str, tuple[str, Mapping[str, str]]] = {
-    "None": ("", {}),
+    AUTO: ("auto", {}),
+    AS_STORED: ("", {}),
     "fp8": ("", _FP8),
     "int8": ("8-bit", {}),
     "int4": ("4-bit", {}),
@@ -32,7 +34,7 @@ class ModelHandle:
 
     model: str = ""
     """`owner/name` or the name of a model folder; empty: the service's default model."""
-    quantization_mode: str = "None"
+    quantization_mode: str = AS_STORED
     loras: tuple[moored.Adapter, ...] = ()
     keep_alive_s: float = 0.0
     """How long the model stays in after a run; 0: no longer than the memory is wanted."""

@@ -13,7 +13,7 @@ from griptape_nodes.exe_types.node_types import SuccessFailureNode
 from griptape_nodes.files.file import FileLoadError, FileWriteError
 
 from moored_griptape.connection import service_client
-from moored_griptape.model_handle import HANDLE_TYPE, PULL, ModelHandle
+from moored_griptape.model_handle import HANDLE_TYPE, PULL, QUANTIZATION_MODES, ModelHandle
 from moored_griptape.progress_log import ProgressLog
 from moored_griptape.sizes import in_words
 from moored_griptape.system_constraints import OverBudget, SystemConstraints
@@ -221,15 +221,22 @@ def _shortage(error: moored.MemoryShortage) -> list[str]:
     return [*has, *([f"what would fit: {', '.join(fits)}"] if fits else [])]
 
 
+_MODE_OF_PRESET = {preset: mode for mode, (preset, _) in QUANTIZATION_MODES.items() if preset}
 # The mode of these nodes for what a service calls a format, where all that is quantized has that one.
 _MODE_OF_FORMAT = {"fp8": "fp8", "int8": "int8", "nf4": "int4"}
 
 
 def _in_node_words(fallback: moored.Fallback) -> str:
     """8 bits are `quantization_mode int8` to these nodes; other words are the service's."""
-    if fallback.quantization is not None:
-        formats = set(fallback.quantization.components.values())
-        mode = _MODE_OF_FORMAT.get(formats.pop()) if len(formats) == 1 else None
-        if mode is not None:
-            return f"quantization_mode {mode}"
-    return fallback.label
+    mode = _mode_of(fallback.quantization) if fallback.quantization is not None else None
+    return fallback.label if mode is None else f"quantization_mode {mode}"
+
+
+def _mode_of(quantization: moored.Quantization) -> str | None:
+    """A preset alone, or one format of components beside which all is as stored."""
+    formats = set(quantization.components.values())
+    if not formats:
+        return _MODE_OF_PRESET.get(quantization.preset)
+    if len(formats) > 1 or quantization.preset not in ("", "full"):
+        return None
+    return _MODE_OF_FORMAT.get(formats.pop())

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import moored
 
-from moored_griptape.model_handle import ModelHandle
+from moored_griptape.model_handle import AS_STORED, AUTO, ModelHandle
 from moored_griptape.numbers import number_or_none
 from moored_griptape.sizes import GB, in_words
 
@@ -214,7 +214,7 @@ def _of_any_medium(client: moored.AsyncClient) -> Planner:
 
 def _quantized(handle: ModelHandle, options: Options) -> dict[str, Options]:
     """The same request in fewer bytes."""
-    if handle.quantization_mode != "None":
+    if handle.quantization_mode not in (AUTO, AS_STORED):
         return {}
     return {
         f"quantization_mode {mode}": {**options, "model": handle.in_mode(mode)}

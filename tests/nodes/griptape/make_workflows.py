@@ -30,7 +30,7 @@ EDIT = (
 
 async def text_to_image(engine: Headless) -> None:
     """A model, limits, a picture."""
-    model = await engine.node("DiffusionModel", at=(0, 0))
+    model = await engine.node("DiffusionModel", at=(0, 0), quantization_mode="None")
     limits = await engine.node("GPUConfiguration", at=(0, 600))
     picture = await engine.node("GenerateImage", at=(700, 0), prompt=PROMPT)
     await engine.connect(model, "model_handle", picture, "model")
@@ -39,7 +39,7 @@ async def text_to_image(engine: Headless) -> None:
 
 async def edit_image(engine: Headless) -> None:
     """The model is loaded, generates, changes the picture, and is unloaded."""
-    model = await engine.node("DiffusionModel", at=(0, 0))
+    model = await engine.node("DiffusionModel", at=(0, 0), quantization_mode="None")
     limits = await engine.node("GPUConfiguration", at=(0, 600))
     preload = await engine.node("PreloadModel", at=(700, 0))
     picture = await engine.node("GenerateImage", at=(1400, 0), prompt=PROMPT)

@@ -211,16 +211,17 @@ def test_a_budget_bears_on_tracks_and_on_loads_of_any_model(
 
 
 @pytest.mark.parametrize(
-    ("mode", "formats"),
+    ("mode", "key"),
     [
-        ("None", {"transformer": "full", "text_encoder_2": "full"}),
-        ("fp8", {"transformer": "fp8", "text_encoder_2": "fp8"}),
-        ("int8", {"transformer": "int8", "text_encoder_2": "int8"}),
-        ("int4", {"transformer": "nf4", "text_encoder_2": "nf4"}),
+        ("auto", "full"),
+        ("None", "full"),
+        ("fp8", "text_encoder_2=fp8,transformer=fp8"),
+        ("int8", "8-bit"),
+        ("int4", "4-bit"),
     ],
 )
 def test_quantization_modes_are_the_services_formats(
-    painting: Headless, painter: Service, mode: str, formats: dict[str, str]
+    painting: Headless, painter: Service, mode: str, key: str
 ) -> None:
     model = painting.do(painting.node("DiffusionModel", quantization_mode=mode))
     node = painting.do(painting.node("GenerateImage", prompt="a red cube", steps=1))
@@ -235,9 +236,56 @@ def test_quantization_modes_are_the_services_formats(
         }
     said = details(node).partition("Generated with ")[2].partition(", seed")[0]
     assert said in keys
-    wanted = {name: one for name, one in formats.items() if one != "full"}
-    tail = ",".join(f"{name}={one}" for name, one in sorted(wanted.items())) or "full"
-    assert said.endswith(f"+{tail}")
+    assert said.endswith(f"+{key}")
+
+
+def test_the_service_chooses_the_mode_unless_it_is_set(
+    simulate: Simulate, nowhere: Headless
+) -> None:
+    simulate("sim:20GiB")
+    model = nowhere.do(nowhere.node("DiffusionModel", model="flux-full"))
+    node = nowhere.do(nowhere.node("GenerateImage", prompt="a red cube", steps=1))
+    nowhere.do(nowhere.connect(model, "model_handle", node, "model"))
+    succeeds(nowhere)
+    assert outputs(model)["model_handle"]["quantization_mode"] == "auto"
+    assert "Generated with flux-full+8-bit, " in details(node)
+    first = outputs(node)["logs"].splitlines()[0]
+    assert " s  Accepted, 8-bit: full needs " in first
+    assert "sim:0 has " in first
+
+
+def test_what_a_saved_workflow_does_not_say_is_as_it_was(
+    simulate: Simulate, nowhere: Headless
+) -> None:
+    simulate("sim:40GiB")
+    node = nowhere.do(nowhere.node("GenerateImage", prompt="x", model={"model": "flux-full"}))
+    succeeds(nowhere)
+    assert "Generated with flux-full+full, " in details(node)
+    assert outputs(node)["logs"].splitlines()[0].endswith(" s  Accepted"), "nothing was chosen"
+
+
+@pytest.mark.parametrize(
+    ("quantization", "words"),
+    [
+        (moored.Quantization("8-bit", {}), "quantization_mode int8"),
+        (moored.Quantization("4-bit", {}), "quantization_mode int4"),
+        (moored.Quantization("full", {"a": "fp8", "b": "fp8"}), "quantization_mode fp8"),
+        (moored.Quantization("", {"a": "nf4"}), "quantization_mode int4"),
+        (moored.Quantization("8-bit", {"vae": "nf4"}), "as the service says"),
+        (moored.Quantization("full", {"a": "nf4", "b": "int8"}), "as the service says"),
+        (moored.Quantization("full", {"a": "nf4-double"}), "as the service says"),
+        (None, "as the service says"),
+    ],
+)
+def test_what_would_fit_is_told_in_the_modes_of_the_nodes(
+    engine: Headless, quantization: moored.Quantization | None, words: str
+) -> None:
+    from moored_griptape.run_node import in_a_sentence
+
+    fallback = moored.Fallback("as the service says", 1, True, quantization)
+    short = moored.MemoryShortfall(2, 1, 1, (), (fallback,), "denoise")
+    error = moored.NeverFits("too large", reason="NEVER_FITS", shortfall=short)
+    assert in_a_sentence(error) == f"too large; what would fit: {words}."
 
 
 def test_what_runs_twice_in_a_workflow_asks_twice(painting: Headless) -> None:
@@ -487,7 +535,10 @@ def test_a_token_is_asked_for_and_comes_from_the_secrets(nowhere: Headless, tmp_
         ({"prompt": "x", "steps": 1 << 40}, "steps is 0 or more, and less than 2^32"),
         ({"prompt": "x", "seed": -5}, "seed is 0 or more"),
         ({"prompt": "x", "guidance": "much"}, "guidance is a number"),
-        ({"prompt": "x", "model": '{"quantization_mode": "int3"}'}, "one of None, fp8, int8, int4"),
+        (
+            {"prompt": "x", "model": '{"quantization_mode": "int3"}'},
+            "one of auto, None, fp8, int8, int4",
+        ),
         ({"prompt": "x", "model": '{"keep_alive_s": 9999}'}, "0 to 3600 seconds"),
         ({"prompt": "x", "model": '{"keep_alive_s": "long"}'}, "keep_alive_s is a number"),
         ({"prompt": "x", "model": "{broken"}, "connect a Diffusion Model node"),
