@@ -98,10 +98,13 @@ def test_auto_leaves_what_is_reserved(simulate: Simulate) -> None:
         assert chosen(client) == "full"
 
 
-def test_auto_takes_no_formats_of_components(simulate: Simulate) -> None:
+def test_auto_takes_no_other_formats(simulate: Simulate) -> None:
     with simulate().client() as client:
         with pytest.raises(moored.InvalidRequest, match=r"model\.quantization\.components"):
             client.plan("a cube", model=small("auto", vae="nf4"))
+        for both in (moored.ModelRef("small+4-bit", quantization="auto"), "small+4-bit+auto"):
+            with pytest.raises(moored.InvalidRequest, match=r"model\.id.*4-bit already"):
+                client.plan("a cube", model=both)
 
 
 def test_equal_formats_are_resident_once(simulate: Simulate) -> None:

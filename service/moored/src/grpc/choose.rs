@@ -55,8 +55,15 @@ impl Service {
     /// tells what would fit.
     ///
     /// # Errors
-    /// When the model cannot be opened, or no card becomes ready.
+    /// When its id names formats, the model cannot be opened, or no card becomes ready.
     pub(super) async fn choose(&self, stored: Arc<Entry>) -> Result<Chosen, Error> {
+        if stored.quantization != Quantization::NONE {
+            let problem = format!(
+                "says {} already, and with auto the service chooses: leave one of them out",
+                stored.quantization
+            );
+            return Err(invalid("model.id", problem));
+        }
         self.wait_for_card().await?;
         let known = self.queue.known_entries().await;
         let is_in_use = |formats: &Quantization| {
