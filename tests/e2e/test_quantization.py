@@ -93,6 +93,8 @@ def test_auto_leaves_what_is_reserved(simulate: Simulate) -> None:
 
     with simulate("sim:40GiB").client() as client:
         assert chosen(client) == "full"
+        small_left = client.plan("a cube", model="flux-full+auto", headroom_bytes=26 << 30).model
+        assert small_left.key == "flux-full+8-bit", "what the job itself leaves free"
         with client.reserve(30 << 30, ttl_s=600):
             assert chosen(client) == "4-bit"
         assert chosen(client) == "full"

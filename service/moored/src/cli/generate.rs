@@ -175,9 +175,7 @@ impl Order {
                 &file,
             )?;
             if json {
-                screen::json(
-                    &json!({"event": "written", "item": item, "path": path.display().to_string()}),
-                )?;
+                screen::json(&json!({"event": "written", "item": item, "path": path.display().to_string()}))?;
             } else {
                 screen::text(&path.display().to_string())?;
             }

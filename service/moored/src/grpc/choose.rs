@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use engine::Error;
-use engine::job::{JobOptions, JobSpec, JobWork, Priority, Run};
+use engine::job::{JobOptions, JobSpec, JobWork, Run};
 use engine::library::Entry;
 use engine::queue::PlanReport;
 use pipelines::{Preset, Quantization, Role};
@@ -56,7 +56,7 @@ impl Service {
     ///
     /// # Errors
     /// When its id names formats, the model cannot be opened, or no card becomes ready.
-    pub(super) async fn choose(&self, stored: Arc<Entry>) -> Result<Chosen, Error> {
+    pub(super) async fn choose(&self, stored: Arc<Entry>, options: JobOptions) -> Result<Chosen, Error> {
         if stored.quantization != Quantization::NONE {
             let problem = format!(
                 "says {} already, and with auto the service chooses: leave one of them out",
@@ -82,7 +82,7 @@ impl Service {
         let mut possible = None;
         for formats in in_use.into_iter().chain(others) {
             let entry = Arc::new(stored.quantized(formats));
-            let plan = self.plan_default(entry.clone()).await?;
+            let plan = self.plan_default(entry.clone(), options.clone()).await?;
             if plan.fits {
                 let reason = match (is_in_use(&entry.quantization), refused) {
                     (true, _) => "it is in use in these formats".to_owned(),
@@ -100,8 +100,8 @@ impl Service {
         Ok(Chosen::new(entry, &refused.unwrap_or_default()))
     }
 
-    /// A plan of the model's default request.
-    async fn plan_default(&self, entry: Arc<Entry>) -> Result<PlanReport, Error> {
+    /// A plan of the model's default request, with these options.
+    async fn plan_default(&self, entry: Arc<Entry>, options: JobOptions) -> Result<PlanReport, Error> {
         let open = self.open(&entry).await?;
         let request = self.models.defaults(&entry.id, open.model.defaults());
         let run = Run {
@@ -113,12 +113,8 @@ impl Service {
             keep_latent: false,
             preview_interval_ms: 0,
         };
-        let options = JobOptions {
-            priority: Priority::Normal,
-            ..JobOptions::default()
-        };
-        let work = JobWork::Run(run);
-        self.queue.plan(JobSpec { options, entry, work }, "").await
+        let (card, work) = (options.card_hint.clone(), JobWork::Run(run));
+        self.queue.plan(JobSpec { options, entry, work }, &card).await
     }
 
     /// Returns when some card is ready: a plan needs its memory. At the start of a service that takes a moment.

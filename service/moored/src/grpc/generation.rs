@@ -4,7 +4,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use engine::Error;
-use engine::job::{JobSpec, JobWork, Run, Start};
+use engine::job::{JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::{Entry, OpenModel};
 use futures::Stream;
 use pipelines::{Image, InitImage, Medium, Role};
@@ -161,14 +161,19 @@ impl Service {
 
     /// The entry that a reference means: folders may be looked through, and formats chosen.
     pub(super) async fn entry(&self, model: Option<v1::ModelRef>) -> Result<Arc<Entry>, Error> {
-        Ok(self.chosen(model).await?.entry)
+        Ok(self.chosen(model, &JobOptions::default()).await?.entry)
     }
 
-    /// As [`Service::entry`], with the reason for the formats where the service chose them.
-    pub(super) async fn chosen(&self, model: Option<v1::ModelRef>) -> Result<Chosen, Error> {
+    /// As [`Service::entry`], with the reason for the formats where the service chose them for a job with these options.
+    pub(super) async fn chosen(
+        &self,
+        model: Option<v1::ModelRef>,
+        options: &JobOptions,
+    ) -> Result<Chosen, Error> {
         model.as_ref().map_or(Ok(()), check_reference)?;
         if let Some(open) = model.as_ref().map(left_open).transpose()?.flatten() {
-            return self.choose(self.models.entry(Some(open)).await?).await;
+            let stored = self.models.entry(Some(open)).await?;
+            return self.choose(stored, options.clone()).await;
         }
         let entry = self.library.canonical(self.models.entry(model).await?).await?;
         Ok(Chosen {
@@ -184,7 +189,11 @@ impl Service {
             resolved => return resolved,
         };
         let known = self.queue.known_entries().await;
-        self.models.find_known(model, known).ok_or(gone)
+        let found = match left_open(model)? {
+            Some(open) => known.into_iter().find(|entry| entry.id == open.id),
+            None => self.models.find_known(model, known),
+        };
+        found.ok_or(gone)
     }
 
     async fn generate(&self, asked: Asked, caller: &Caller) -> Result<Response<EventStream>, Status> {
@@ -202,7 +211,8 @@ impl Service {
     /// Turns a request into a job, with the model's defaults in.
     pub(super) async fn prepare(&self, asked: Asked, caller: &Caller) -> Result<Prepared, Error> {
         asked.check()?;
-        let Chosen { entry, reason } = self.chosen(asked.model.clone()).await?;
+        let options = caller.options(asked.options.clone(), &self.cards())?;
+        let Chosen { entry, reason } = self.chosen(asked.model.clone(), &options).await?;
         let open = self.open(&entry).await?;
         let mut request = self.models.defaults(&entry.id, open.model.defaults());
         if let Some(id) = &asked.init_latent {
@@ -237,7 +247,7 @@ impl Service {
             ..resolved(&entry, &open)
         };
         let spec = JobSpec {
-            options: caller.options(asked.options, &self.cards())?,
+            options,
             entry,
             work: JobWork::Run(run),
         };

@@ -69,7 +69,8 @@ impl Residency for Service {
         let caller = Caller::of(&request);
         let request = request.into_inner();
         let start = async {
-            let Chosen { entry, reason } = self.chosen(request.model.clone()).await?;
+            let options = caller.options(request.options.clone(), &self.cards())?;
+            let Chosen { entry, reason } = self.chosen(request.model.clone(), &options).await?;
             let open = self.open(&entry).await?;
             if request.components.len() > open.components.len() {
                 let problem = format!(
@@ -107,14 +108,7 @@ impl Residency for Service {
                 prove: request.prove || replace.is_some(),
                 replace,
             };
-            let job = self
-                .queue
-                .submit(JobSpec {
-                    options: caller.options(request.options, &self.cards())?,
-                    entry,
-                    work,
-                })
-                .await?;
+            let job = self.queue.submit(JobSpec { options, entry, work }).await?;
             let output = Output::without_recipe(Encoding::Raw);
             Ok(events_of(job, model, output, self.encoder(&caller)))
         };
