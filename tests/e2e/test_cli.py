@@ -113,7 +113,7 @@ def test_generate_takes_every_option(service: Service, tmp_path: Path) -> None:
     out = tmp_path / "out.png"
     given = [*("-m", "small", "-W", "96", "-H", "32", "-s", "3", "-g", "2.5", "--seed", "9")]
     given += ["--max-sequence-length", "32", "--priority", "high", "--client", "ann"]
-    given += ["--card", "sim:0", "--patience", "10s", "--allow-low-memory"]
+    given += ["--card", "sim:0", "--patience", "10s", "--allow-low-memory", "--headroom", "1MiB"]
     good(service.run("generate", PROMPT, *given, "-o", str(out)))
     with Image.open(out) as image:
         assert image.size == (96, 32)
@@ -128,6 +128,14 @@ def test_generate_takes_every_option(service: Service, tmp_path: Path) -> None:
         assert image.info == {} or not any("red circle" in str(v) for v in image.info.values())
     assert b"red circle" not in bare.read_bytes()
     assert pixels(bare) == pixels(out)
+
+
+def test_headroom_and_a_card_that_is_not_there_are_told_to_the_service(service: Service) -> None:
+    much = bad(service.run("generate", PROMPT, "-m", "small", "--headroom", "10TiB", "-o", "-"))
+    assert "can give 0 B" in much, much
+    assert "headroom" in bad(service.run("generate", PROMPT, "--headroom", "some"))
+    missing = bad(service.run("generate", PROMPT, "-m", "small", "--card", "cuda:9"))
+    assert "cuda:9" in missing and "sim:0" in missing
 
 
 def test_generate_writes_to_standard_output(service: Service) -> None:

@@ -192,9 +192,7 @@ def at_step(n: int, item: int = 0) -> Moment:
     """A point: at least so many steps are done; of fast steps only the latest is sent."""
 
     def happened(event: moored.Event) -> bool:
-        return (
-            isinstance(event, moored.Step) and event.item == item and n <= event.n < event.of
-        )
+        return isinstance(event, moored.Step) and event.item == item and n <= event.n < event.of
 
     return lambda scene: scene.await_event(happened)
 

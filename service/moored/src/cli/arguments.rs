@@ -8,6 +8,7 @@ use clap::{
     ArgAction, ArgMatches, Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum,
 };
 use pipelines::FULL;
+use residency::Bytes;
 
 use super::{CliError, cards, version};
 use crate::config::Flags;
@@ -352,6 +353,9 @@ pub(super) struct Settings {
     /// Start although memory is short
     #[arg(long, help_heading = "Job")]
     pub(super) allow_low_memory: bool,
+    /// Memory of the GPU to keep free meanwhile, for other programs, e.g. 2GiB
+    #[arg(long, value_name = "SIZE", value_parser = gpu::parse_bytes, help_heading = "Job")]
+    pub(super) headroom: Option<Bytes>,
     /// How long to wait for memory that other programs hold, e.g. 10s
     #[arg(long, value_name = "TIME", help_heading = "Job")]
     pub(super) patience: Option<humantime::Duration>,

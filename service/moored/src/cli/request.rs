@@ -97,6 +97,7 @@ pub(super) fn request_of(
             .map(|p| u64::try_from(p.as_millis()).unwrap_or(u64::MAX)),
         allow_low_memory: options.allow_low_memory,
         card: options.card.clone().unwrap_or_default(),
+        headroom_bytes: options.headroom.map(|headroom| headroom.0),
         ..Default::default()
     };
     let (width, height) = (
