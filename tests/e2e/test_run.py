@@ -191,7 +191,7 @@ def test_the_catalogue_lists_what_fits_the_card(tmp_path: Path, alone: Run) -> N
     (dev,) = (dict(zip(heading, row, strict=True)) for row in rows if row[0] == "flux-dev")
     assert dev["fits this card"] == "8-bit"
     assert dev["download"] == "33.7 GB"
-    assert "non-commercial" in dev["licence"]
+    assert "Non-Commercial" in dev["licence"]
 
 
 def test_info_prints_the_facts_of_a_model(hub: Hub, alone: Run, tmp_path: Path) -> None:
