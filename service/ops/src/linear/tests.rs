@@ -269,6 +269,10 @@ mod on_a_card {
     /// significant bits, an error of up to 2^-4, about 0.026 in L2.
     const NATIVE: f64 = 0.05;
 
+    /// The same where the weight becomes e4m3 as well: about 0.037 in L2, and more where random scales of blocks make
+    /// few numbers of a row large.
+    const BOTH_IN_FP8: f64 = 0.07;
+
     /// Whether the card of the tests has native fp8.
     fn is_native() -> Result<bool> {
         let Device::Cuda(device) = test_device() else {
@@ -296,13 +300,9 @@ mod on_a_card {
             .to_vec2::<f32>()?
         {
             let scale = row.iter().fold(0f32, |most, v| most.max(v.abs())) / 448.0;
-            let quantized = |v: &f32| {
-                if scale == 0.0 {
-                    0.0
-                } else {
-                    nearest((v / scale).abs()).copysign(*v) * scale
-                }
-            };
+            // By the reciprocal, as the kernels do: a number halfway between two codes is rounded alike.
+            let by = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+            let quantized = |v: &f32| nearest((v * by).abs()).copysign(*v) * scale;
             out.extend(row.iter().map(quantized));
         }
         Tensor::from_vec(out, x.shape(), &Device::Cpu)
@@ -376,8 +376,7 @@ mod on_a_card {
                 let found = Tensor::from_vec(values, (rows, columns), &Device::Cpu)?
                     .broadcast_mul(&scales.to_device(&Device::Cpu)?.reshape((rows, 1))?)?;
                 let numbers = dequantize(&weight, DType::F32)?;
-                // A number halfway between two codes may become either.
-                assert_close(&found, &rows_in_e4m3(&numbers)?, 1e-3)?;
+                assert_close(&found, &rows_in_e4m3(&numbers)?, 1e-6)?;
             }
         }
         Ok(())
@@ -388,7 +387,7 @@ mod on_a_card {
         if !is_native()? {
             return Ok(());
         }
-        for (tokens, rows, columns) in [(1, 16, 256), (33, 256, 1024), (300, 3072, 512)] {
+        for (tokens, rows, columns) in [(7, 48, 256), (33, 256, 1024), (300, 3072, 512)] {
             let x = random(&[tokens, columns], 1)?;
             for (dtype, format) in [DType::BF16, DType::F16].into_iter().flat_map(|dtype| {
                 let coarse = formats().into_iter().filter(|format| {
@@ -408,7 +407,8 @@ mod on_a_card {
                 let exact = defined(&rows_in_e4m3(&x)?, &rows_in_e4m3(&numbers)?, Some(&bias))?;
                 assert_close(&found, &exact, BF16_OPERATION)?;
                 let dequantized = defined(&x.to_dtype(DType::F32)?, &numbers, Some(&bias))?;
-                assert_close(&found, &dequantized, NATIVE)?;
+                println!("{format} {dtype:?} {tokens}x{rows}x{columns}");
+                assert_close(&found, &dequantized, BOTH_IN_FP8)?;
             }
         }
         Ok(())
