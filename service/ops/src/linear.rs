@@ -141,7 +141,7 @@ fn multiplies_codes(_: &Device, _: &QuantizedWeight, _: DType) -> Result<bool> {
 /// A quantized weight is dequantized as a whole to the dtype of `x`, into `scratch`. From compute capability 8.9 on,
 /// weights that [`Fp8Products`] takes are multiplied in fp8 by rows of bf16 or f16: each row of `x`, and of a weight in
 /// another format, is quantized to e4m3 by its absolute maximum, unless it is already; the result is within 0.05 of
-/// the product with the dequantized weight (relative, L2).
+/// the product with the dequantized weight (relative, L2), within 0.07 where the weight is rounded as well.
 ///
 /// # Errors
 /// When shapes or dtypes do not match, or the scratch is too small; errors of [`dequantize()`] and of the device.
