@@ -85,7 +85,9 @@ impl Quantization {
             };
             overrides.insert(component.to_owned(), format);
         }
-        overrides.retain(|_, format| *format != preset.format() || preset != Preset::Full);
+        if preset == Preset::Full {
+            overrides.retain(|_, format: &mut Option<WeightFormat>| format.is_some());
+        }
         Ok(Quantization {
             preset,
             components: overrides,

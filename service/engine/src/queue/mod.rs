@@ -270,11 +270,7 @@ impl Queue {
     /// # Errors
     /// As [`Queue::submit`], and [`Error::CardNotReady`]; [`Error::Invalid`] when there is no such card.
     pub async fn plan(&self, spec: JobSpec, card: &str) -> Result<PlanReport, Error> {
-        let ask = |submission: Submission| {
-            let card = card.to_owned();
-            self.call(move |core, now| core.plan_report(submission, &card, now))
-        };
-        let report = ask(self.prepare(spec.clone()).await?).await??;
+        let report = self.plan_as_asked(spec.clone(), card).await?;
         let is_short = report.stages.iter().any(|stage| stage.shortfall.is_some());
         if !is_short && spec.entry.quantization == Quantization::NONE {
             return Ok(report);
@@ -291,7 +287,21 @@ impl Queue {
             }
             Ok(submission)
         });
-        ask(submission.await?).await?
+        self.report_of(submission.await?, card).await
+    }
+
+    /// As [`Queue::plan`], without other formats of the model: none is opened to be offered.
+    ///
+    /// # Errors
+    /// Those of [`Queue::plan`].
+    pub async fn plan_as_asked(&self, spec: JobSpec, card: &str) -> Result<PlanReport, Error> {
+        self.report_of(self.prepare(spec).await?, card).await
+    }
+
+    async fn report_of(&self, submission: Submission, card: &str) -> Result<PlanReport, Error> {
+        let card = card.to_owned();
+        self.call(move |core, now| core.plan_report(submission, &card, now))
+            .await?
     }
 
     /// Takes an entry (or everything) off all cards, after the jobs that use it, which `force` cancels. Jobs that are

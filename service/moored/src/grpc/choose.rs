@@ -114,7 +114,9 @@ impl Service {
             preview_interval_ms: 0,
         };
         let (card, work) = (options.card_hint.clone(), JobWork::Run(run));
-        self.queue.plan(JobSpec { options, entry, work }, &card).await
+        self.queue
+            .plan_as_asked(JobSpec { options, entry, work }, &card)
+            .await
     }
 
     /// Returns when some card is ready: a plan needs its memory. At the start of a service that takes a moment.

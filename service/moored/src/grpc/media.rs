@@ -14,8 +14,10 @@ use tonic::{Status, Streaming};
 
 use super::limits::{Budget, Client, Exceeded, Taken};
 use super::status::{client_limit, invalid, short, status_of};
+use super::stream::{format_out, raw_media_type};
 use crate::pictures;
 use crate::proto::v1;
+use crate::proto::v1::artifact::Format as OfArtifact;
 use crate::proto::v1::media_info::Format;
 use crate::wav;
 
@@ -122,10 +124,11 @@ impl MediaStore {
     fn info(&self, id: &str, media: &Media) -> v1::MediaInfo {
         let (media_type, format, bytes) = match media {
             Media::Picture(data) => (pictures::media_type(data), None, data.len()),
-            Media::Clip(clip) => {
-                let (media_type, format) = described(&clip.format);
-                (media_type, Some(format), clip.data.len())
-            }
+            Media::Clip(clip) => (
+                raw_media_type(&clip.format),
+                Some(described(&clip.format)),
+                clip.data.len(),
+            ),
         };
         v1::MediaInfo {
             id: id.to_owned(),
@@ -232,39 +235,12 @@ fn clip(format: MediaFormat, data: Bytes) -> Result<Media, Error> {
     Ok(Media::Clip(Clip { format, data }))
 }
 
-/// Media type and format of a clip.
-fn described(format: &MediaFormat) -> (&'static str, Format) {
-    match *format {
-        MediaFormat::Image { width, height } => (
-            "image/x-raw-rgb",
-            Format::Image(v1::ImageFormat { width, height }),
-        ),
-        MediaFormat::Video {
-            width,
-            height,
-            frames,
-            frames_per_second,
-        } => (
-            "video/x-raw-rgb",
-            Format::Video(v1::VideoFormat {
-                width,
-                height,
-                frames,
-                frames_per_second,
-            }),
-        ),
-        MediaFormat::Audio {
-            samples_per_second,
-            channels,
-            samples,
-        } => (
-            "audio/x-raw-s16le",
-            Format::Audio(v1::AudioTrackFormat {
-                samples_per_second,
-                channels,
-                samples,
-            }),
-        ),
+/// A format as an artifact has it too.
+fn described(format: &MediaFormat) -> Format {
+    match format_out(format) {
+        OfArtifact::Image(image) => Format::Image(image),
+        OfArtifact::Video(video) => Format::Video(video),
+        OfArtifact::Audio(track) => Format::Audio(track),
     }
 }
 

@@ -162,8 +162,6 @@ pub(super) fn artifact(index: u32, seed: u64, piece: Piece, output: &Output) -> 
             let total = file.len() as u64;
             ("image/png", file, total)
         }
-        (MediaFormat::Image { .. }, _) => ("image/x-raw-rgb", piece.data, whole),
-        (MediaFormat::Video { .. }, _) => ("video/x-raw-rgb", piece.data, whole),
         (
             MediaFormat::Audio {
                 samples_per_second,
@@ -180,7 +178,7 @@ pub(super) fn artifact(index: u32, seed: u64, piece: Piece, output: &Output) -> 
             };
             ("audio/wav", file, total)
         }
-        (MediaFormat::Audio { .. }, _) => ("audio/x-raw-s16le", piece.data, whole),
+        (format, _) => (raw_media_type(&format), piece.data, whole),
     };
     let mut first =
         is_first.then(|| Ok::<_, String>((metadata(seed, &piece.format, kept)?, format_out(&piece.format))));
@@ -203,7 +201,16 @@ pub(super) fn artifact(index: u32, seed: u64, piece: Piece, output: &Output) -> 
     Ok(chunks)
 }
 
-fn format_out(format: &MediaFormat) -> Format {
+/// Media type of units as they are.
+pub(super) fn raw_media_type(format: &MediaFormat) -> &'static str {
+    match format {
+        MediaFormat::Image { .. } => "image/x-raw-rgb",
+        MediaFormat::Video { .. } => "video/x-raw-rgb",
+        MediaFormat::Audio { .. } => "audio/x-raw-s16le",
+    }
+}
+
+pub(super) fn format_out(format: &MediaFormat) -> Format {
     match *format {
         MediaFormat::Image { width, height } => Format::Image(v1::ImageFormat { width, height }),
         MediaFormat::Video {

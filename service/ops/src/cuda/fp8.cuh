@@ -18,9 +18,28 @@ struct QuantizeArguments {
     unsigned rows, columns;
 };
 
+// Codes of the row that a block holds in registers, CHUNKS units a thread, and its scale.
+template <int CHUNKS>
+__device__ inline void write_codes(const float numbers[CHUNKS][UNIT], float absmax, unsigned columns, uint8_t* codes,
+                                   float* scale_of_row) {
+    __shared__ float warps[32];
+    const float scale = most_of_block(absmax, warps) / 448.0f;
+    // Denormals have no reciprocal in f32, and are negligible.
+    const float by = scale < 1.2e-38f ? 0.0f : 1.0f / scale;
+    if (threadIdx.x == 0) *scale_of_row = scale;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+        const unsigned at = (c * blockDim.x + threadIdx.x) * UNIT;
+        uint8_t out[UNIT];
+        for (unsigned i = 0; i < UNIT; i++) {
+            out[i] = __nv_cvt_float_to_fp8(numbers[c][i] * by, __NV_SATFINITE, __NV_E4M3);
+        }
+        if (at < columns) store<uint2>(out, codes + at);
+    }
+}
+
 template <class T, int CHUNKS>
 __device__ inline void quantize_rows(const QuantizeArguments& a) {
-    __shared__ float warps[32];
     const unsigned batch = blockIdx.x / a.rows, row = blockIdx.x % a.rows, columns = a.columns;
     const T* x = static_cast<const T*>(a.x) + batch * a.batch_stride + row * a.row_stride;
     uint8_t* codes = a.codes + static_cast<size_t>(blockIdx.x) * columns;
@@ -30,18 +49,7 @@ __device__ inline void quantize_rows(const QuantizeArguments& a) {
         read_unit<true>(x, (c * blockDim.x + threadIdx.x) * UNIT, columns, numbers[c]);
         for (unsigned i = 0; i < UNIT; i++) absmax = fmaxf(absmax, fabsf(numbers[c][i]));
     }
-    const float scale = most_of_block(absmax, warps) / 448.0f;
-    // Denormals have no reciprocal in f32, and are negligible.
-    const float by = scale < 1.2e-38f ? 0.0f : 1.0f / scale;
-    if (threadIdx.x == 0) a.scales[blockIdx.x] = scale;
-    for (int c = 0; c < CHUNKS; c++) {
-        const unsigned at = (c * blockDim.x + threadIdx.x) * UNIT;
-        uint8_t out[UNIT];
-        for (unsigned i = 0; i < UNIT; i++) {
-            out[i] = __nv_cvt_float_to_fp8(numbers[c][i] * by, __NV_SATFINITE, __NV_E4M3);
-        }
-        if (at < columns) store<uint2>(out, codes + at);
-    }
+    write_codes<CHUNKS>(numbers, absmax, columns, codes, a.scales + blockIdx.x);
 }
 
 // As `quantize_rows`, of the rows of a quantized weight, with REQUANTIZED units a thread. Columns are a multiple of
@@ -58,7 +66,6 @@ struct RequantizeArguments {
 
 template <class Format>
 __device__ inline void requantize_rows(const RequantizeArguments& a) {
-    __shared__ float warps[32];
     __shared__ float tables[Format::TABLE * LANES + 1];
     if constexpr (Format::TABLE > 0) {
         for (unsigned i = threadIdx.x; i < Format::TABLE * LANES; i += blockDim.x) tables[i] = f32_at(a.bytes, i / LANES);
@@ -82,18 +89,7 @@ __device__ inline void requantize_rows(const RequantizeArguments& a) {
         }
         for (unsigned i = 0; i < UNIT; i++) absmax = fmaxf(absmax, fabsf(numbers[c][i]));
     }
-    const float scale = most_of_block(absmax, warps) / 448.0f;
-    const float by = scale < 1.2e-38f ? 0.0f : 1.0f / scale;
-    if (threadIdx.x == 0) a.scales[blockIdx.x] = scale;
-#pragma unroll
-    for (int c = 0; c < REQUANTIZED; c++) {
-        const unsigned at = (c * blockDim.x + threadIdx.x) * UNIT;
-        uint8_t out[UNIT];
-        for (unsigned i = 0; i < UNIT; i++) {
-            out[i] = __nv_cvt_float_to_fp8(numbers[c][i] * by, __NV_SATFINITE, __NV_E4M3);
-        }
-        if (at < a.columns) store<uint2>(out, a.codes + begin + at);
-    }
+    write_codes<REQUANTIZED>(numbers, absmax, a.columns, a.codes + begin, a.scales + blockIdx.x);
 }
 
 // In place: act(product * factor * x_scale[row] * w_scale[column] + bias[column]). Block (row, part of the columns).
