@@ -52,8 +52,8 @@ pub use libraries::{
     AttentionPaths, Libraries, PlansMade, attention_by, keep_plans_in, libraries, make_plans, prepare,
 };
 pub use linear::{
-    Epilogue, Fp8Products, LayerTo, Scratch, is_multiplied_in_fp8, linear, linear_into, linear_scratch,
-    linears_into, multiplies_fp8, set_fp8_products,
+    Epilogue, Fp8Products, LayerTo, LinearLayer, LowRank, Scratch, is_multiplied_in_fp8, linear, linear_into,
+    linear_scratch, linears_into, low_rank_scratch, multiplies_fp8, set_fp8_products,
 };
 pub use norm::{
     Activation, Codes, Gate, Modulation, Norm, add_residual, norm_modulate, residual_norm_modulate,

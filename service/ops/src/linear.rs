@@ -68,6 +68,83 @@ pub fn is_multiplied_in_fp8(format: WeightFormat) -> bool {
     FP8_PRODUCTS.get().copied().unwrap_or_default().takes(format)
 }
 
+/// A low-rank term of a linear layer, `factor · (x downᵀ) upᵀ`: an adapter (LoRA, Hu et al. 2021).
+#[derive(Clone, Copy, Debug)]
+pub struct LowRank<'a> {
+    /// `[rank, inputs]`.
+    pub down: &'a Tensor,
+    /// `[outputs, rank]`.
+    pub up: &'a Tensor,
+    pub factor: f64,
+}
+
+/// A linear layer: `x Wᵀ + b`, and low-rank terms, which are added to it before any activation.
+#[derive(Clone, Debug)]
+pub struct LinearLayer<'a> {
+    /// `[outputs, inputs]`.
+    pub weight: &'a Weight,
+    /// `[outputs]`.
+    pub bias: Option<&'a Tensor>,
+    /// Full precision, in the dtype of the rows, each contiguous.
+    pub low_rank: Vec<LowRank<'a>>,
+}
+
+impl<'a> LinearLayer<'a> {
+    /// A layer without low-rank terms.
+    #[must_use]
+    pub fn new(weight: &'a Weight, bias: Option<&'a Tensor>) -> LinearLayer<'a> {
+        LinearLayer {
+            weight,
+            bias,
+            low_rank: Vec::new(),
+        }
+    }
+
+    /// Whether the parts fit together, and to rows of `numbers` elements in all.
+    fn fits(&self, numbers: usize, out: &Tensor) -> bool {
+        let &[outputs, inputs] = self.weight.dims() else {
+            return false;
+        };
+        let is_term = |term: &LowRank<'_>| {
+            let rank = term.down.dims().first().copied().unwrap_or_default();
+            rank > 0
+                && term.down.dims() == [rank, inputs]
+                && term.up.dims() == [outputs, rank]
+                && [term.down, term.up]
+                    .iter()
+                    .all(|factor| factor.dtype() == out.dtype() && factor.is_contiguous())
+        };
+        inputs > 0
+            && outputs > 0
+            && numbers.is_multiple_of(inputs)
+            && out.elem_count() == numbers / inputs * outputs
+            && self
+                .bias
+                .is_none_or(|bias| bias.dims() == [outputs] && bias.dtype() == out.dtype())
+            && self.low_rank.iter().all(is_term)
+    }
+
+    /// Scratch bytes for so many rows of a dtype.
+    fn scratch_bytes(&self, tokens: usize, dtype: DType) -> u64 {
+        let of_weight = match self.weight {
+            Weight::Full(_) => 0,
+            Weight::Quantized(weight) => {
+                let (rows, columns) = gpu::rows_and_columns(&weight.shape);
+                linear_scratch(weight.format, rows, columns, tokens, dtype)
+            }
+        };
+        let ranks = self.low_rank.iter().map(|term| term.up.dims()[1]);
+        of_weight.max(low_rank_scratch(tokens, ranks.max().unwrap_or(0), dtype))
+    }
+}
+
+/// Bytes of [`Scratch`] that low-rank terms of layers over the same rows need, whose ranks together are `rank`: the
+/// rows, projected down. Terms of one layer are added one after the other.
+#[must_use]
+pub fn low_rank_scratch(tokens: usize, rank: usize, dtype: DType) -> u64 {
+    allocated(tokens * rank * dtype.size_in_bytes().max(size_of::<f32>()))
+}
+
 /// Workspace shared by consecutive layers, allocated once per request. The CPU needs none.
 #[derive(Debug)]
 pub struct Scratch {
@@ -134,21 +211,21 @@ fn multiplies_codes(_: &Device, _: &QuantizedWeight, _: DType) -> Result<bool> {
     Ok(false)
 }
 
-/// `act(x Wᵀ + b)`, as `torch.nn.Linear`, written to `out`. `x` is `[.., inputs]` and `out` `[.., outputs]` with as
-/// many rows, in one dtype, and each may be a strided view (strided rows in strided matrices); the last axes of a row
-/// may be split (`[.., heads, width]`). `weight` is `[outputs, inputs]`, `bias` `[outputs]`.
+/// `act(x Wᵀ + b + Σ terms)`, as `torch.nn.Linear` with adapters, written to `out`. `x` is `[.., inputs]` and `out`
+/// `[.., outputs]` with as many rows, in one dtype, and each may be a strided view (strided rows in strided matrices);
+/// the last axes of a row may be split (`[.., heads, width]`).
 ///
 /// A quantized weight is dequantized as a whole to the dtype of `x`, into `scratch`. From compute capability 8.9 on,
 /// weights that [`Fp8Products`] takes are multiplied in fp8 by rows of bf16 or f16: each row of `x`, and of a weight in
 /// another format, is quantized to e4m3 by its absolute maximum, unless it is already; the result is within 0.05 of
-/// the product with the dequantized weight (relative, L2), within 0.07 where the weight is rounded as well.
+/// the product with the dequantized weight (relative, L2), within 0.07 where the weight is rounded as well. Low-rank
+/// terms are computed in the dtype of `x`, with sums in f32, and need `x` in numbers.
 ///
 /// # Errors
 /// When shapes or dtypes do not match, or the scratch is too small; errors of [`dequantize()`] and of the device.
 pub fn linear_into<'a>(
     x: impl Into<Activation<'a>>,
-    weight: &Weight,
-    bias: Option<&Tensor>,
+    layer: &LinearLayer<'_>,
     then: Epilogue,
     out: &Tensor,
     scratch: &Scratch,
@@ -158,36 +235,32 @@ pub fn linear_into<'a>(
         Activation::Numbers(x) => x.elem_count(),
         Activation::Codes(codes) => codes.codes.elem_count(),
     };
-    let dims = weight.dims();
-    let fits = matches!(*dims, [outputs, inputs] if inputs > 0 && outputs > 0
-        && numbers.is_multiple_of(inputs)
-        && out.elem_count() == numbers / inputs * outputs)
-        && bias.is_none_or(|bias| bias.dims() == [dims[0]] && bias.dtype() == out.dtype());
-    if !fits {
+    if !layer.fits(numbers, out) {
+        let terms = layer.low_rank.iter();
+        let terms: Vec<_> = terms.map(|term| (term.down.dims(), term.up.dims())).collect();
         candle_core::bail!(
-            "a linear layer with weight {dims:?} and bias {:?} of {numbers} numbers to {:?}",
-            bias.map(|bias| (bias.dims(), bias.dtype())),
-            out.dims()
+            "a linear layer with weight {:?}, bias {:?} and low-rank terms {terms:?} of {numbers} numbers to {:?} of {:?}",
+            layer.weight.dims(),
+            layer.bias.map(|bias| (bias.dims(), bias.dtype())),
+            out.dims(),
+            out.dtype()
         );
     }
     #[cfg(feature = "cuda")]
     if out.device().is_cuda() {
-        return crate::cuda::linear_into(x, weight, bias, then, out, scratch);
+        return crate::cuda::linear_into(x, layer, then, out, scratch);
     }
     let _ = scratch;
     match x {
-        Activation::Numbers(x) => on_cpu(x, weight, bias, then, out),
+        Activation::Numbers(x) => on_cpu(x, layer, then, out),
         Activation::Codes(_) => candle_core::bail!("only cards multiply codes of fp8"),
     }
 }
 
 /// A layer and its output.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct LayerTo<'a> {
-    /// `[outputs, inputs]`.
-    pub weight: &'a Weight,
-    /// `[outputs]`.
-    pub bias: Option<&'a Tensor>,
+    pub layer: LinearLayer<'a>,
     /// `[.., outputs]`.
     pub out: &'a Tensor,
 }
@@ -208,29 +281,32 @@ pub fn linears_into<'a>(
     if let Activation::Numbers(x) = x
         && x.device().is_cuda()
         && layers.len() > 1
+        && layers.iter().all(|to| to.layer.fits(x.elem_count(), to.out))
         && crate::cuda::linear_as_one(x, layers, then, scratch)?
     {
         return Ok(());
     }
-    for LayerTo { weight, bias, out } in layers {
-        linear_into(x, weight, *bias, then, out, scratch)?;
+    for LayerTo { layer, out } in layers {
+        linear_into(x, layer, then, out, scratch)?;
     }
     Ok(())
 }
 
-fn on_cpu(x: &Tensor, weight: &Weight, bias: Option<&Tensor>, then: Epilogue, out: &Tensor) -> Result<()> {
-    let weight = match weight {
+fn on_cpu(x: &Tensor, layer: &LinearLayer<'_>, then: Epilogue, out: &Tensor) -> Result<()> {
+    let weight = match layer.weight {
         Weight::Full(weight) => weight.clone(),
         Weight::Quantized(quantized) => dequantize(quantized, DType::F32)?,
     };
+    let terms = layer.low_rank.iter().map(|term| projected_down(x, term));
+    let terms = terms.collect::<Result<Vec<_>>>()?;
     let activate = |numbers: &mut [f32]| match then {
         Epilogue::None => {}
         Epilogue::GeluTanh => gelu_tanh_in_place(numbers),
     };
-    match bias {
-        None => product_into(x, &weight, out, &|_, _, numbers| activate(numbers)),
+    match layer.bias {
+        None => product_into(x, &weight, &terms, out, &|_, _, numbers| activate(numbers)),
         Some(bias) => with_numbers(bias, |bias| {
-            product_into(x, &weight, out, &|_, column, numbers| {
+            product_into(x, &weight, &terms, out, &|_, column, numbers| {
                 add_in_place(numbers, &bias[column..column + numbers.len()]);
                 activate(numbers);
             })
@@ -238,33 +314,40 @@ fn on_cpu(x: &Tensor, weight: &Weight, bias: Option<&Tensor>, then: Epilogue, ou
     }
 }
 
+/// The rows of `x` times `down` and the factor, `[rows, rank]` in f32, and `up`.
+fn projected_down(x: &Tensor, term: &LowRank<'_>) -> Result<(Tensor, Tensor)> {
+    let (rank, inputs) = term.down.dims2()?;
+    let rows = x.elem_count() / inputs;
+    let down = Tensor::zeros((rows, rank), DType::F32, x.device())?;
+    let factor = term.factor as f32;
+    let scale = |_: usize, _: usize, numbers: &mut [f32]| numbers.iter_mut().for_each(|n| *n *= factor);
+    product_into(x, term.down, &[], &down, &scale)?;
+    Ok((down, term.up.clone()))
+}
+
 /// [`linear_into`] a newly allocated tensor: `x` is `[.., inputs]`, the result `[.., outputs]`.
 ///
 /// # Errors
 /// Those of [`linear_into`].
-pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Result<Tensor> {
+pub fn linear(x: &Tensor, layer: &LinearLayer<'_>) -> Result<Tensor> {
     let mut shape = x.dims().to_vec();
-    let (Some(inputs), &[outputs, _]) = (shape.pop(), weight.dims()) else {
+    let (Some(inputs), &[outputs, columns]) = (shape.pop(), layer.weight.dims()) else {
         candle_core::bail!(
             "a linear layer with weight {:?} over {:?}",
-            weight.dims(),
+            layer.weight.dims(),
             x.dims()
         );
     };
-    if weight.dims()[1] != inputs {
+    if columns != inputs {
         candle_core::bail!(
             "a linear layer with weight {:?} over {inputs} inputs",
-            weight.dims()
+            layer.weight.dims()
         );
     }
     shape.push(outputs);
     let out = Tensor::zeros(shape, x.dtype(), x.device())?;
     let tokens = x.elem_count() / inputs.max(1);
-    let bytes = match weight {
-        Weight::Full(_) => 0,
-        Weight::Quantized(weight) => linear_scratch(weight.format, outputs, inputs, tokens, x.dtype()),
-    };
-    let scratch = Scratch::new(bytes, x.device())?;
+    let scratch = Scratch::new(layer.scratch_bytes(tokens, x.dtype()), x.device())?;
     let contiguous;
     let x = match x.is_contiguous() {
         true => x,
@@ -273,7 +356,7 @@ pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Result<Tens
             &contiguous
         }
     };
-    linear_into(x, weight, bias, Epilogue::None, &out, &scratch)?;
+    linear_into(x, layer, Epilogue::None, &out, &scratch)?;
     Ok(out)
 }
 

@@ -23,19 +23,26 @@ const VECTOR: usize = 16;
 /// elements, in place.
 pub(crate) type FinishPiece<'a> = &'a (dyn Fn(usize, usize, &mut [f32]) + Sync);
 
-/// `x Wᵀ`: `x` is rows of `k` elements, `weight` is full-precision `[n, k]`, and rows of `n` elements are written to
-/// `out` (all may be strided views; `out` and `weight` are contiguous in the last axis, and `out` must not overlap
-/// `x`). Each element is passed to `finish` exactly once, in a piece of its row of unspecified length. Sums, and the
+/// `x Wᵀ + Σ left rightᵀ`: `x` is rows of `k` elements, `weight` is full-precision `[n, k]`, and rows of `n` elements
+/// are written to `out` (all may be strided views; `out` and `weight` are contiguous in the last axis, and `out` must
+/// not overlap `x`). `added` are pairs `[rows, r]` and `[n, r]`, each contiguous. Each element is passed to `finish`
+/// exactly once, in a piece of its row of unspecified length. Sums, and the
 /// elements passed to `finish`, are f32 whatever the dtypes. The result does not depend on the number of threads.
 ///
 /// # Errors
 /// When shapes do not match or the tensors are not on the CPU.
-pub(crate) fn product_into(x: &Tensor, weight: &Tensor, out: &Tensor, finish: FinishPiece<'_>) -> Result<()> {
+pub(crate) fn product_into(
+    x: &Tensor,
+    weight: &Tensor,
+    added: &[(Tensor, Tensor)],
+    out: &Tensor,
+    finish: FinishPiece<'_>,
+) -> Result<()> {
     let (outputs, inputs) = weight.dims2()?;
     if out.dtype() != DType::F32 {
         let rows = out.elem_count() / outputs.max(1);
         let product = Tensor::zeros((rows, outputs), DType::F32, &Device::Cpu)?;
-        product_into(x, weight, &product, finish)?;
+        product_into(x, weight, added, &product, finish)?;
         return with_rows(&product, outputs, |product| {
             write_rows(out, outputs, |row, numbers| {
                 numbers.copy_from_slice(product.row(row))
@@ -54,6 +61,33 @@ pub(crate) fn product_into(x: &Tensor, weight: &Tensor, out: &Tensor, finish: Fi
             out.dims()
         );
     }
+    let added = added.iter().map(|(left, right)| {
+        let (left, right) = (left.to_dtype(DType::F32)?, right.to_dtype(DType::F32)?);
+        let (rows, rank) = left.dims2()?;
+        let fits = right.dims() == [outputs, rank] && rows == out_rows.count();
+        if !fits || !left.is_contiguous() || !right.is_contiguous() {
+            candle_core::bail!(
+                "the product of {:?} and {:?} added to {:?}",
+                left.dims(),
+                right.dims(),
+                out.dims()
+            );
+        }
+        Ok((left, right, rank))
+    });
+    let added = added.collect::<Result<Vec<_>>>()?;
+    let stored: Vec<_> = added
+        .iter()
+        .map(|(left, right, rank)| (left.storage_and_layout(), right.storage_and_layout(), *rank))
+        .collect();
+    let added = stored.iter().map(|((left, left_at), (right, right_at), rank)| {
+        Ok(Added {
+            left: &numbers_of(left)?[left_at.start_offset()..],
+            right: &numbers_of(right)?[right_at.start_offset()..],
+            rank: *rank,
+        })
+    });
+    let added = added.collect::<Result<Vec<_>>>()?;
     let (x, _) = x.storage_and_layout();
     let (weight, _) = weight.storage_and_layout();
     out.inplace_op1(&LinearProduct {
@@ -62,8 +96,16 @@ pub(crate) fn product_into(x: &Tensor, weight: &Tensor, out: &Tensor, finish: Fi
         weight: numbers_of(&weight)?,
         weight_rows,
         out_rows,
+        added,
         finish,
     })
+}
+
+/// `left rightᵀ` of contiguous matrices `[rows, rank]` and `[outputs, rank]`.
+struct Added<'a> {
+    left: &'a [f32],
+    right: &'a [f32],
+    rank: usize,
 }
 
 fn numbers_of(storage: &Storage) -> Result<&[f32]> {
@@ -79,6 +121,7 @@ struct LinearProduct<'a> {
     weight: &'a [f32],
     weight_rows: Rows,
     out_rows: Rows,
+    added: Vec<Added<'a>>,
     finish: FinishPiece<'a>,
 }
 
@@ -209,6 +252,32 @@ impl LinearProduct<'_> {
                 Parallelism::None,
             );
         }
+        for Added { left, right, rank } in &self.added {
+            // SAFETY: as above; the factors have as many rows as the result has rows and columns (`product_into`).
+            unsafe {
+                gemm::gemm(
+                    rows,
+                    columns,
+                    *rank,
+                    target.0.add(begin),
+                    1,
+                    self.out_rows.row_stride as isize,
+                    true,
+                    left[row * rank..].as_ptr(),
+                    1,
+                    *rank as isize,
+                    right[column * rank..].as_ptr(),
+                    *rank as isize,
+                    1,
+                    1.0,
+                    1.0,
+                    false,
+                    false,
+                    false,
+                    Parallelism::None,
+                );
+            }
+        }
         for i in 0..rows {
             // SAFETY: as above; the slices of two rows do not overlap.
             let numbers = unsafe {
@@ -255,7 +324,7 @@ mod tests {
                     *number += (row * 3 + column + i) as f32 / 100.0;
                 }
             };
-            product_into(&x, &weight, &out, &follow)?;
+            product_into(&x, &weight, &[], &out, &follow)?;
             let place = |count: usize, step: f32| -> Result<Tensor> {
                 Tensor::arange(0f32, count as f32, &Device::Cpu)? * f64::from(step)
             };
@@ -275,7 +344,7 @@ mod tests {
         for shape in [[2, 10, 50], [1, 20, 50]] {
             let all = Tensor::zeros(&shape, DType::F32, &Device::Cpu)?;
             let out = all.narrow(1, 3, 12 / shape[0])?.narrow(2, 7, 20)?;
-            product_into(&x, &weight, &out, &|_, _, _| ())?;
+            product_into(&x, &weight, &[], &out, &|_, _, _| ())?;
             assert_close(&out.contiguous()?.reshape((12, 20))?, &expected, 2e-6)?;
             let rest =
                 all.sqr()?.sum_all()?.to_scalar::<f32>()? - out.sqr()?.sum_all()?.to_scalar::<f32>()?;
@@ -285,7 +354,7 @@ mod tests {
         let all = random(&[12, 40], 3)?;
         let (x, out) = (all.narrow(1, 0, 12)?, all.narrow(1, 20, 20)?);
         let expected = defined(&x.contiguous()?, &weight)?;
-        product_into(&x, &weight, &out, &|_, _, _| ())?;
+        product_into(&x, &weight, &[], &out, &|_, _, _| ())?;
         assert_close(&out, &expected, 2e-6)
     }
 
@@ -295,7 +364,7 @@ mod tests {
         let out = poisoned(&[30, 20])?.to_dtype(DType::BF16)?;
         let narrow = |t: &Tensor| t.to_dtype(DType::BF16);
         let (x, weight) = (narrow(&x)?, narrow(&weight)?);
-        product_into(&x, &weight, &out, &|_, _, row| {
+        product_into(&x, &weight, &[], &out, &|_, _, row| {
             row.iter_mut().for_each(|v| *v *= 3.0)
         })?;
         assert_close(&out, &(defined(&x, &weight)? * 3.0)?, 4e-3)
@@ -305,12 +374,13 @@ mod tests {
     fn shapes_must_fit() -> Result<()> {
         let (x, weight) = (random(&[30, 12], 1)?, random(&[20, 12], 2)?);
         for shape in [[29, 20], [30, 19], [60, 10]] {
-            assert!(product_into(&x, &weight, &poisoned(&shape)?, &|_, _, _| ()).is_err());
+            assert!(product_into(&x, &weight, &[], &poisoned(&shape)?, &|_, _, _| ()).is_err());
         }
         assert!(
             product_into(
                 &random(&[30, 13], 1)?,
                 &weight,
+                &[],
                 &poisoned(&[30, 20])?,
                 &|_, _, _| ()
             )
@@ -326,7 +396,7 @@ mod tests {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
             let out = poisoned(&[300, 700])?;
             pool.map_err(candle_core::Error::wrap)?
-                .install(|| product_into(&x, &weight, &out, &|_, _, _| ()))?;
+                .install(|| product_into(&x, &weight, &[], &out, &|_, _, _| ()))?;
             out.flatten_all()?.to_vec1()
         };
         assert_eq!(with(1)?, with(3)?);

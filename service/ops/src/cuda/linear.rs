@@ -12,7 +12,7 @@ use super::{
     place_of,
 };
 use crate::place::Rows;
-use crate::{Activation, Epilogue, LayerTo, Scratch};
+use crate::{Activation, Epilogue, LayerTo, LinearLayer, LowRank, Scratch};
 
 /// The first compute capability with native fp8 products.
 const SINCE: (i32, i32) = (8, 9);
@@ -51,26 +51,28 @@ pub(crate) fn multiplies_fp8(device: &CudaDevice, weight: &QuantizedWeight, dtyp
 /// A layer with validated shapes.
 pub(crate) fn linear_into(
     x: Activation<'_>,
-    weight: &Weight,
-    bias: Option<&Tensor>,
+    layer: &LinearLayer<'_>,
     then: Epilogue,
     out: &Tensor,
     scratch: &Scratch,
 ) -> Result<()> {
     let device = out.device().as_cuda_device()?;
     let card = Card::of(device)?;
-    let layer = Layer {
+    let (outputs, columns) = (layer.weight.dims()[0], layer.weight.dims()[1]);
+    let product = Layer {
         device,
         card: &card,
         stream: &device.cuda_stream(),
-        outputs: weight.dims()[0],
-        bias,
-        then,
+        outputs,
+        bias: layer.bias,
+        then: match layer.low_rank.is_empty() {
+            true => then,
+            false => Epilogue::None,
+        },
         out,
         scratch,
     };
-    let columns = weight.dims()[1];
-    match (x, weight) {
+    match (x, layer.weight) {
         (Activation::Numbers(x), Weight::Full(weight)) => {
             if weight.dtype() != out.dtype() || !weight.is_contiguous() {
                 candle_core::bail!(
@@ -79,26 +81,184 @@ pub(crate) fn linear_into(
                     weight.dtype()
                 );
             }
-            layer.multiply(x, columns, address_of(weight)?)
+            product.multiply(x, columns, address_of(weight)?)?;
         }
         (Activation::Numbers(x), Weight::Quantized(weight)) => {
             if multiplies_fp8(device, weight, out.dtype())? {
-                let (codes, taken) = layer.quantize(x, columns)?;
-                return layer.multiply_fp8(codes, Rows::of(x, columns)?.count(), weight, taken);
+                let (codes, taken) = product.quantize(x, columns)?;
+                product.multiply_fp8(codes, Rows::of(x, columns)?.count(), weight, taken)?;
+            } else {
+                let (rows, columns) = rows_and_columns(&weight.shape);
+                let place = scratch.place(0, rows * columns * out.dtype().size_in_bytes())?;
+                dequantize_to_address(weight, out.dtype(), place)?;
+                product.multiply(x, columns, place)?;
             }
-            let (rows, columns) = rows_and_columns(&weight.shape);
-            let place = scratch.place(0, rows * columns * out.dtype().size_in_bytes())?;
-            dequantize_to_address(weight, out.dtype(), place)?;
-            layer.multiply(x, columns, place)
         }
         (Activation::Codes(codes), Weight::Quantized(weight)) => {
             let at = (address_of(&codes.codes)?, address_of(&codes.scales)?);
-            layer.multiply_fp8(at, codes.codes.dim(0)?, weight, 0)
+            product.multiply_fp8(at, codes.codes.dim(0)?, weight, 0)?;
         }
         (Activation::Codes(_), Weight::Full(_)) => {
             candle_core::bail!("codes of fp8 by a weight in full precision")
         }
     }
+    match x {
+        _ if layer.low_rank.is_empty() => Ok(()),
+        Activation::Numbers(x) => add_terms(x, &[layer], &[out], then, scratch),
+        Activation::Codes(_) => candle_core::bail!("codes of fp8 by low-rank terms"),
+    }
+}
+
+/// Adds the low-rank terms of layers over the same rows, which have as many terms each, and applies the activation.
+/// Terms of several layers are two batched products, if they have the same shapes and equal strides.
+fn add_terms(
+    x: &Tensor,
+    layers: &[&LinearLayer<'_>],
+    outs: &[&Tensor],
+    then: Epilogue,
+    scratch: &Scratch,
+) -> Result<()> {
+    let terms = layers.first().map_or(0, |layer| layer.low_rank.len());
+    for term in 0..terms {
+        let is_last = term + 1 == terms;
+        let then = if is_last { then } else { Epilogue::None };
+        let of_layers: Vec<LowRank<'_>> = layers.iter().map(|layer| layer.low_rank[term]).collect();
+        if of_layers.len() > 1 && add_term(x, &of_layers, outs, then, scratch)? {
+            continue;
+        }
+        for (term, out) in of_layers.iter().zip(outs) {
+            if !add_term(x, &[*term], &[out], then, scratch)? {
+                candle_core::bail!(
+                    "cuBLASLt has no algorithm for a low-rank term of {:?}",
+                    term.up.dims()
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Adds one low-rank term to each of some results; `false` if this cannot be done at once, or at all.
+fn add_term(
+    x: &Tensor,
+    terms: &[LowRank<'_>],
+    outs: &[&Tensor],
+    then: Epilogue,
+    scratch: &Scratch,
+) -> Result<bool> {
+    let (Some(first), Some(out)) = (terms.first(), outs.first()) else {
+        return Ok(true);
+    };
+    let device = x.device().as_cuda_device()?;
+    let (rank, inputs) = first.down.dims2()?;
+    let outputs = first.up.dims()[0];
+    let size = x.dtype().size_in_bytes();
+    let mut at = Vec::with_capacity(terms.len());
+    for (term, to) in terms.iter().zip(outs) {
+        let is_alike = term.down.dims() == first.down.dims()
+            && term.up.dims() == first.up.dims()
+            && term.factor.to_bits() == first.factor.to_bits()
+            && to.layout().stride() == out.layout().stride();
+        if !is_alike {
+            return Ok(false);
+        }
+        at.push([address_of(term.down)?, address_of(term.up)?, address_of(to)?]);
+    }
+    let Some([downs, ups, results]) = distances(&at, size) else {
+        return Ok(false);
+    };
+    let card = Card::of(device)?;
+    let stream = device.cuda_stream();
+    let rows = Rows::of(x, inputs)?;
+    let tokens = rows.count();
+    let layer = Layer {
+        device,
+        card: &card,
+        stream: &stream,
+        outputs,
+        bias: None,
+        then,
+        out,
+        scratch,
+    };
+    let up = layer.shape(rows, inputs, layer.numbers()?)?;
+    if terms.len() > 1 && up.batch != 1 {
+        return Ok(false);
+    }
+    // Rows of `x` in matrices apart stay so: the projected rows lie behind one another.
+    let projected = scratch.place(0, terms.len() * tokens * rank * size)?;
+    let batch = terms.len().max(up.batch);
+    let down = ProductShape {
+        batch,
+        outputs: rank,
+        x_batch: if terms.len() > 1 { 0 } else { up.x_batch },
+        out_row: rank,
+        out_batch: up.tokens * rank,
+        weight_batch: downs,
+        bias_batch: 0,
+        finish: ProductEpilogue::Nothing,
+        ..up
+    };
+    let places = At {
+        weight: at[0][0],
+        x: address_of(x)?,
+        out: projected,
+        bias: None,
+        scales: None,
+        factor: first.factor as f32,
+        adds: false,
+        workspace: card.workspace(device)?,
+    };
+    if !layer.try_to(&down, ProductEpilogue::Nothing, &places)? {
+        return Ok(false);
+    }
+    let up = ProductShape {
+        batch,
+        inputs: rank,
+        x_row: rank,
+        x_batch: up.tokens * rank,
+        weight_batch: ups,
+        out_batch: if terms.len() > 1 { results } else { up.out_batch },
+        bias_batch: 0,
+        ..up
+    };
+    let places = At {
+        weight: at[0][1],
+        x: projected,
+        out: at[0][2],
+        factor: 1.0,
+        adds: true,
+        ..places
+    };
+    let finish = layer.finish();
+    if layer.try_to(&up, finish, &places)? {
+        return match finish {
+            ProductEpilogue::Nothing => layer.finish_each(outs).map(|()| true),
+            _ => Ok(true),
+        };
+    }
+    if !layer.try_to(&up, ProductEpilogue::Nothing, &places)? {
+        return Ok(false);
+    }
+    layer.finish_each(outs).map(|()| true)
+}
+
+/// Distances in elements between the addresses of each kind, where they are equal; 0 for a single address.
+fn distances<const KINDS: usize>(at: &[[u64; KINDS]], size: usize) -> Option<[usize; KINDS]> {
+    let mut distances = [0; KINDS];
+    for (kind, distance) in distances.iter_mut().enumerate() {
+        let mut all = at.windows(2).map(|pair| pair[1][kind].checked_sub(pair[0][kind]));
+        match all.next() {
+            None => {}
+            Some(Some(apart))
+                if apart.is_multiple_of(size as u64) && all.all(|other| other == Some(apart)) =>
+            {
+                *distance = apart as usize / size;
+            }
+            Some(_) => return None,
+        }
+    }
+    Some(distances)
 }
 
 /// Computes layers over the same rows as one batched product, if all have the same shape, and weights, biases and
@@ -114,11 +274,11 @@ pub(crate) fn linear_as_one(
         return Ok(false);
     };
     let device = x.device().as_cuda_device()?;
-    let (outputs, columns) = (first.weight.dims()[0], first.weight.dims()[1]);
-    let size = x.dtype().size_in_bytes();
-    let dequantized = outputs * columns * size;
+    let (outputs, columns) = (first.layer.weight.dims()[0], first.layer.weight.dims()[1]);
+    let dequantized = outputs * columns * x.dtype().size_in_bytes();
+    let terms = first.layer.low_rank.len();
     let mut at = Vec::with_capacity(layers.len());
-    for (which, layer) in layers.iter().enumerate() {
+    for (which, LayerTo { layer, out }) in layers.iter().enumerate() {
         let weight = match layer.weight {
             Weight::Full(weight) if weight.is_contiguous() && weight.dtype() == x.dtype() => {
                 address_of(weight)?
@@ -133,44 +293,35 @@ pub(crate) fn linear_as_one(
             Weight::Full(_) | Weight::Quantized(_) => return Ok(false),
         };
         let is_alike = layer.weight.dims() == [outputs, columns]
-            && layer.out.dtype() == x.dtype()
-            && layer.out.layout().stride() == first.out.layout().stride();
+            && layer.low_rank.len() == terms
+            && out.dtype() == x.dtype()
+            && out.layout().stride() == first.out.layout().stride();
         let (true, Some(bias)) = (is_alike, layer.bias) else {
             return Ok(false);
         };
-        at.push([weight, address_of(bias)?, address_of(layer.out)?]);
+        at.push([weight, address_of(bias)?, address_of(out)?]);
     }
-    let mut distances = [0; 3];
-    for (which, distance) in distances.iter_mut().enumerate() {
-        let apart = |pair: &[[u64; 3]]| pair[1][which].checked_sub(pair[0][which]);
-        let mut all = at.windows(2).map(apart);
-        match all.next() {
-            Some(Some(apart))
-                if apart.is_multiple_of(size as u64) && all.all(|other| other == Some(apart)) =>
-            {
-                *distance = apart as usize / size;
-            }
-            _ => return Ok(false),
-        }
-    }
+    let Some(distances) = distances(&at, x.dtype().size_in_bytes()) else {
+        return Ok(false);
+    };
     let card = Card::of(device)?;
-    let layer = Layer {
+    let product = Layer {
         device,
         card: &card,
         stream: &device.cuda_stream(),
         outputs,
-        bias: first.bias,
-        then,
+        bias: first.layer.bias,
+        then: if terms == 0 { then } else { Epilogue::None },
         out: first.out,
         scratch,
     };
-    let shape = layer.shape(Rows::of(x, columns)?, columns, layer.numbers()?)?;
-    let finish = layer.finish();
+    let shape = product.shape(Rows::of(x, columns)?, columns, product.numbers()?)?;
+    let finish = product.finish();
     if shape.batch != 1 || finish == ProductEpilogue::Nothing {
         return Ok(false);
     }
-    for (layer, [place, ..]) in layers.iter().zip(&at) {
-        if let Weight::Quantized(weight) = layer.weight {
+    for (to, [place, ..]) in layers.iter().zip(&at) {
+        if let Weight::Quantized(weight) = to.layer.weight {
             dequantize_to_address(weight, x.dtype(), *place)?;
         }
     }
@@ -189,9 +340,16 @@ pub(crate) fn linear_as_one(
         bias: Some(at[0][1]),
         scales: None,
         factor: 1.0,
+        adds: false,
         workspace: card.workspace(device)?,
     };
-    layer.try_to(&shape, finish, &at)
+    if !product.try_to(&shape, finish, &at)? {
+        return Ok(false);
+    }
+    let outs: Vec<&Tensor> = layers.iter().map(|to| to.out).collect();
+    let layers: Vec<&LinearLayer<'_>> = layers.iter().map(|to| &to.layer).collect();
+    add_terms(x, &layers, &outs, then, scratch)?;
+    Ok(true)
 }
 
 /// Mirrors the arguments of `quantize_rows` in `fp8.cuh`.
@@ -233,6 +391,7 @@ unsafe impl DeviceRepr for FinishArguments {}
 /// Addresses of the codes and scales of rows.
 type CodesAt = (u64, u64);
 
+#[derive(Clone, Copy)]
 struct Layer<'a> {
     device: &'a CudaDevice,
     card: &'a Card,
@@ -278,6 +437,7 @@ impl Layer<'_> {
             bias: self.bias.map(address_of).transpose()?,
             scales: None,
             factor: 1.0,
+            adds: false,
             workspace: self.card.workspace(self.device)?,
         };
         let shape = self.shape(rows, columns, self.numbers()?)?;
@@ -336,6 +496,7 @@ impl Layer<'_> {
             bias: self.bias.map(address_of).transpose()?,
             scales: by_rows.then_some((weight_scales, scales)),
             factor: 1.0,
+            adds: false,
             workspace: self.card.workspace(self.device)?,
         };
         let shape = self.shape(rows, columns, ProductTypes::Fp8 { is_bf16, by_rows })?;
@@ -445,6 +606,13 @@ impl Layer<'_> {
         // SAFETY: the structure mirrors `fp8.cuh`, with the rows, columns and strides of the result; scales and bias
         // have as many elements as its rows and columns.
         unsafe { self.card.launch(self.stream, name, grid, THREADS, &arguments) }
+    }
+
+    /// Applies the activation to results, in a separate pass each.
+    fn finish_each(&self, outs: &[&Tensor]) -> Result<()> {
+        let each = outs.iter().map(|out| Layer { out, ..*self });
+        each.into_iter()
+            .try_for_each(|layer| layer.finish_apart((0, 0, 0), 1.0))
     }
 
     /// Quantizes rows to codes with scales, at the beginning of the scratch; returns its bytes in use as well.

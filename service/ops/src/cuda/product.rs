@@ -174,6 +174,8 @@ pub(super) struct At {
     pub(super) scales: Option<(u64, u64)>,
     /// The sum is multiplied by this.
     pub(super) factor: f32,
+    /// Whether the product is added to the result as it is, before bias and activation.
+    pub(super) adds: bool,
     /// Address and bytes.
     pub(super) workspace: (u64, usize),
 }
@@ -258,6 +260,7 @@ impl Products {
                 _ => None,
             },
             factor: 1.0,
+            adds: false,
             workspace,
         };
         let Some(plan) = self.plan(key, &at)? else {
@@ -504,9 +507,9 @@ impl ProductPlan {
     /// stream is capturing.
     unsafe fn queue(&self, at: &At, stream: &CudaStream) -> Result<()> {
         self.point_at(at).map_err(failed)?;
-        let (alpha, beta) = (at.factor, 0f32);
+        let (alpha, beta) = (at.factor, f32::from(u8::from(at.adds)));
         // SAFETY: the plan describes the operands, as the caller promises; the workspace is as large as the algorithm
-        // was chosen for; alpha and beta are read before the call returns. With beta 0 the result is not read.
+        // was chosen for; alpha and beta are read before the call returns. With beta 0 the result is not read before.
         let multiplied = unsafe {
             result::matmul(
                 self.handle,

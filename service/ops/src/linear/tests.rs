@@ -9,6 +9,11 @@ use crate::testing::{BF16_OPERATION, assert_close, formats, here, quantized, ran
 /// Tolerance of sums of up to 768 products in f32 against f64.
 const F32_PRODUCT: f64 = 1e-5;
 
+/// A layer without low-rank terms.
+fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Result<Tensor> {
+    super::linear(x, &LinearLayer::new(weight, bias))
+}
+
 /// Reference `x Wᵀ + b` in f64.
 fn defined(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let numbers = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec2::<f64>();
@@ -116,7 +121,13 @@ fn a_layer_reads_and_writes_views_and_leaves_the_rest_unchanged() -> Result<()> 
                 (Epilogue::GeluTanh, plain.gelu()?),
             ] {
                 let [all, out] = window(tokens, outputs, dtype)?;
-                linear_into(&x_, &held, Some(&to(&bias)?), then, &out, &scratch)?;
+                linear_into(
+                    &x_,
+                    &LinearLayer::new(&held, Some(&to(&bias)?)),
+                    then,
+                    &out,
+                    &scratch,
+                )?;
                 let host = all.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
                 let found = host.narrow(1, 2, tokens)?.narrow(2, 16, outputs)?.contiguous()?;
                 assert_close(&found.flatten_to(1)?, &expected, tolerance)?;
@@ -155,8 +166,7 @@ fn batched_layers_equal_each_layer_alone() -> Result<()> {
         let mut layers: Vec<LayerTo<'_>> = held
             .iter()
             .map(|(weight, bias, out)| LayerTo {
-                weight,
-                bias: Some(bias),
+                layer: LinearLayer::new(weight, Some(bias)),
                 out,
             })
             .collect();
@@ -202,8 +212,7 @@ fn batched_quantized_layers_equal_each_layer_alone() -> Result<()> {
             let layers: Vec<LayerTo<'_>> = held
                 .iter()
                 .map(|(weight, _, bias, out)| LayerTo {
-                    weight,
-                    bias: Some(bias),
+                    layer: LinearLayer::new(weight, Some(bias)),
                     out,
                 })
                 .collect();
@@ -215,6 +224,169 @@ fn batched_quantized_layers_equal_each_layer_alone() -> Result<()> {
             }
         }
     }
+    Ok(())
+}
+
+/// The factors of a low-rank term, `[rank, columns]` and `[rows, rank]`, in a dtype, and the factor.
+struct Term {
+    down: Tensor,
+    up: Tensor,
+    factor: f64,
+}
+
+impl Term {
+    fn random(
+        (rank, rows, columns): (usize, usize, usize),
+        factor: f64,
+        seed: u64,
+        dtype: DType,
+    ) -> Result<Term> {
+        let part = |shape: &[usize], seed: u64| here(&random(shape, seed)?).to_dtype(dtype);
+        Ok(Term {
+            down: part(&[rank, columns], seed)?,
+            up: part(&[rows, rank], seed + 1)?,
+            factor,
+        })
+    }
+
+    fn as_term(&self) -> LowRank<'_> {
+        LowRank {
+            down: &self.down,
+            up: &self.up,
+            factor: self.factor,
+        }
+    }
+}
+
+/// Reference `x (W + Σ factor up down)ᵀ + b` in f64.
+fn defined_with_terms(x: &Tensor, weight: &Tensor, bias: &Tensor, terms: &[Term]) -> Result<Tensor> {
+    let wide = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F64);
+    let mut merged = wide(weight)?;
+    for term in terms {
+        merged = (merged + (wide(&term.up)?.matmul(&wide(&term.down)?)? * term.factor)?)?;
+    }
+    let product = wide(x)?.matmul(&merged.t()?)?;
+    product.broadcast_add(&wide(bias)?)?.to_dtype(DType::F32)
+}
+
+#[test]
+fn low_rank_terms_equal_a_merged_weight_in_every_format() -> Result<()> {
+    let device = crate::testing::test_device();
+    let scratch = Scratch::new(8 << 20, device)?;
+    for (tokens, rows, columns) in [(1, 11, 256), (9, 64, 512)] {
+        for (dtype, tolerance) in [(DType::F32, F32_PRODUCT), (DType::BF16, BF16_OPERATION)] {
+            let terms = [(4, 0.7, 5), (3, -1.3, 7)]
+                .map(|(rank, factor, seed)| Term::random((rank, rows, columns), factor, seed, dtype));
+            let terms: Vec<Term> = terms.into_iter().collect::<Result<_>>()?;
+            let x = here(&random(&[tokens, columns], 1)?).to_dtype(dtype)?;
+            let bias = here(&random(&[rows], 2)?).to_dtype(dtype)?;
+            let full = Weight::Full(here(&random(&[rows, columns], 3)?).to_dtype(dtype)?);
+            let quantized = formats().into_iter().map(|format| {
+                let bytes = moderate_bytes(format, rows, columns, 3);
+                Weight::Quantized(quantized(format, &[rows, columns], bytes))
+            });
+            for weight in quantized.chain([full]) {
+                // What is multiplied in fp8 on a card has its own tests, and another tolerance.
+                if multiplies_fp8(device, &weight, dtype)? {
+                    continue;
+                }
+                let numbers = match &weight {
+                    Weight::Full(weight) => weight.clone(),
+                    Weight::Quantized(weight) => dequantize(weight, dtype)?,
+                };
+                for count in 1..=terms.len() {
+                    let layer = LinearLayer {
+                        low_rank: terms[..count].iter().map(Term::as_term).collect(),
+                        ..LinearLayer::new(&weight, Some(&bias))
+                    };
+                    let plain = defined_with_terms(&x, &numbers, &bias, &terms[..count])?;
+                    for (then, expected) in [
+                        (Epilogue::None, plain.clone()),
+                        (Epilogue::GeluTanh, plain.gelu()?),
+                    ] {
+                        let out = Tensor::zeros((tokens, rows), dtype, device)?;
+                        linear_into(&x, &layer, then, &out, &scratch)?;
+                        assert_close(&out, &expected, tolerance)?;
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn low_rank_terms_of_layers_side_by_side_equal_each_alone() -> Result<()> {
+    let device = crate::testing::test_device();
+    let scratch = Scratch::new(1 << 20, device)?;
+    let (tokens, outputs, columns) = (9, 64, 32);
+    for dtype in [DType::F32, DType::BF16] {
+        let part = |shape: &[usize], seed: u64| here(&random(shape, seed)?).to_dtype(dtype);
+        let (x, biases) = (part(&[1, tokens, columns], 1)?, part(&[3, outputs], 3)?);
+        let weights = part(&[3, outputs, columns], 2)?;
+        // At equal distances, as in an adapter's memory, and apart.
+        let (downs, ups) = (part(&[3, 8, columns], 4)?, part(&[3, outputs, 8], 5)?);
+        for is_together in [true, false] {
+            let joint = Tensor::zeros((1, tokens, 3 * outputs), dtype, device)?;
+            let held = (0..3)
+                .map(|i| {
+                    let factor = if is_together { 0.5 } else { 0.5 + i as f64 };
+                    let term = Term {
+                        down: downs.get(i)?,
+                        up: ups.get(i)?,
+                        factor,
+                    };
+                    let out = joint.narrow(2, outputs * i, outputs)?;
+                    Ok((Weight::Full(weights.get(i)?), biases.get(i)?, term, out))
+                })
+                .collect::<Result<Vec<_>>>()?;
+            let layers: Vec<LayerTo<'_>> = held
+                .iter()
+                .map(|(weight, bias, term, out)| LayerTo {
+                    layer: LinearLayer {
+                        low_rank: vec![term.as_term()],
+                        ..LinearLayer::new(weight, Some(bias))
+                    },
+                    out,
+                })
+                .collect();
+            linears_into(&x, &layers, Epilogue::None, &scratch)?;
+            for (i, (_, bias, term, out)) in held.iter().enumerate() {
+                let terms = std::slice::from_ref(term);
+                let expected = defined_with_terms(&x.get(0)?, &weights.get(i)?, bias, terms)?;
+                assert_close(&out.contiguous()?.get(0)?, &expected, BF16_OPERATION)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn low_rank_terms_that_do_not_fit_are_refused() -> Result<()> {
+    let device = crate::testing::test_device();
+    let scratch = Scratch::new(1 << 20, device)?;
+    let weight = Weight::Full(here(&random(&[16, 32], 1)?));
+    let x = here(&random(&[2, 32], 2)?);
+    let out = Tensor::zeros((2, 16), DType::F32, device)?;
+    let refused = |shapes: [[usize; 2]; 2], dtype: DType| -> Result<bool> {
+        let part = |shape: [usize; 2]| here(&random(&shape, 3)?).to_dtype(dtype);
+        let (down, up) = (part(shapes[0])?, part(shapes[1])?);
+        let term = LowRank {
+            down: &down,
+            up: &up,
+            factor: 1.0,
+        };
+        let layer = LinearLayer {
+            low_rank: vec![term],
+            ..LinearLayer::new(&weight, None)
+        };
+        Ok(linear_into(&x, &layer, Epilogue::None, &out, &scratch).is_err())
+    };
+    assert!(!refused([[4, 32], [16, 4]], DType::F32)?);
+    assert!(refused([[4, 31], [16, 4]], DType::F32)?);
+    assert!(refused([[4, 32], [15, 4]], DType::F32)?);
+    assert!(refused([[4, 32], [16, 3]], DType::F32)?);
+    assert!(refused([[4, 32], [16, 4]], DType::BF16)?);
     Ok(())
 }
 
