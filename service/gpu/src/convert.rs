@@ -249,7 +249,7 @@ fn read_f32(file: &File, offset: u64, stored: Stored, to: &mut [f32]) -> std::io
         Stored::F64 => through(file, offset, to, |from: &[f64], to| each(from, to, |x| x as f32)),
         Stored::U8 => through(file, offset, to, |from: &[u8], to| each(from, to, f32::from)),
         Stored::F8E4M3 => through(file, offset, to, |from: &[u8], to| each(from, to, e4m3_to_f32)),
-        Stored::I8 | Stored::Gguf(_) => Err(not_converted()),
+        Stored::I8 | Stored::I32 | Stored::Gguf(_) => Err(not_converted()),
         Stored::I64 => through(file, offset, to, |from: &[i64], to| each(from, to, |x| x as f32)),
     }
 }
@@ -264,7 +264,7 @@ fn read_f64(file: &File, offset: u64, stored: Stored, to: &mut [f64]) -> std::io
         Stored::F8E4M3 => through(file, offset, to, |from: &[u8], to| {
             each(from, to, |x| f64::from(e4m3_to_f32(x)));
         }),
-        Stored::I8 | Stored::Gguf(_) => Err(not_converted()),
+        Stored::I8 | Stored::I32 | Stored::Gguf(_) => Err(not_converted()),
         Stored::I64 => through(file, offset, to, |from: &[i64], to| each(from, to, |x| x as f64)),
     }
 }
@@ -285,7 +285,7 @@ fn read_f16(file: &File, offset: u64, stored: Stored, to: &mut [f16]) -> std::io
         Stored::F8E4M3 => through(file, offset, to, |from: &[u8], to| {
             each(from, to, |x| f16::from_f32(e4m3_to_f32(x)));
         }),
-        Stored::I8 | Stored::Gguf(_) => Err(not_converted()),
+        Stored::I8 | Stored::I32 | Stored::Gguf(_) => Err(not_converted()),
         Stored::I64 => through(file, offset, to, |from: &[i64], to| {
             each(from, to, |x| f16::from_f64(x as f64));
         }),
@@ -308,7 +308,7 @@ fn read_bf16(file: &File, offset: u64, stored: Stored, to: &mut [bf16]) -> std::
         Stored::F8E4M3 => through(file, offset, to, |from: &[u8], to| {
             each(from, to, |x| bf16::from_f32(e4m3_to_f32(x)));
         }),
-        Stored::I8 | Stored::Gguf(_) => Err(not_converted()),
+        Stored::I8 | Stored::I32 | Stored::Gguf(_) => Err(not_converted()),
         Stored::I64 => through(file, offset, to, |from: &[i64], to| {
             each(from, to, |x| bf16::from_f64(x as f64));
         }),

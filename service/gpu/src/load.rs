@@ -24,6 +24,8 @@ pub enum Stored {
     /// E4M3: 1 sign, 4 exponent, 3 mantissa bits; no infinities.
     F8E4M3,
     I64,
+    /// Read as a single number only: the alpha of an adapter.
+    I32,
     /// Block-quantized types of llama.cpp.
     Gguf(GgufType),
 }
@@ -34,7 +36,7 @@ impl Stored {
         match self {
             Stored::U8 | Stored::I8 | Stored::F8E4M3 => (1, 1),
             Stored::F16 | Stored::Bf16 => (1, 2),
-            Stored::F32 => (1, 4),
+            Stored::F32 | Stored::I32 => (1, 4),
             Stored::F64 | Stored::I64 => (1, 8),
             Stored::Gguf(kind) => kind.block(),
         }

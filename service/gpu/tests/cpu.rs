@@ -94,6 +94,7 @@ fn samples(stored: Stored) -> (Vec<u8>, Vec<f32>) {
             (halves.iter().flat_map(|h| h.to_le_bytes()).collect(), means)
         }
         Stored::U8 => ((0..=255).collect(), (0..=255u8).map(f32::from).collect()),
+        Stored::I32 => panic!("read as a single number only"),
         Stored::I64 => {
             let whole = [0i64, 1, -1, 1 << 20];
             (

@@ -71,6 +71,7 @@ fn values(stored: Stored, bytes: &[u8]) -> Vec<f64> {
         Stored::I8 => (chunk[0] as i8).into(),
         Stored::F8E4M3 => gpu::e4m3_to_f32(chunk[0]).into(),
         Stored::I64 => i64::from_le_bytes(chunk.try_into().unwrap()) as f64,
+        Stored::I32 => i32::from_le_bytes(chunk.try_into().unwrap()).into(),
         Stored::Gguf(_) => panic!("blocks have no values here"),
     };
     bytes.chunks_exact(stored.width()).map(value).collect()

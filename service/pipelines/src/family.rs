@@ -8,6 +8,7 @@ use candle_core::DType;
 use gpu::{ComponentTensors, LoadPlan, Target, TensorSource, WeightFormat};
 use residency::{Bytes, Component};
 
+use crate::adapters::{AdapterError, AdapterFile, AdapterReport};
 use crate::files::pipeline_class;
 use crate::host::HostTensor;
 use crate::identity::ModelFile;
@@ -92,6 +93,13 @@ pub enum ModelError {
         component: String,
         /// What is not possible, and what is.
         problem: String,
+    },
+    /// An adapter cannot be attached to the model.
+    #[error("adapter {name}: {error}")]
+    Adapter {
+        name: String,
+        #[source]
+        error: AdapterError,
     },
 }
 
@@ -245,6 +253,25 @@ pub trait Model: Send + Sync {
         let is_stored = |name: &str| self.format_of(name).is_some() && self.formats().of(name).is_none();
         let reducible: Vec<&str> = large.iter().copied().filter(|name| !is_stored(name)).collect();
         from.reduced(format, large, &reducible)
+    }
+
+    /// The same model with these adapters attached, each as components of its own beside the others.
+    ///
+    /// # Errors
+    /// [`ModelError::Adapter`] for the first that cannot be attached.
+    fn with_adapters(&self, files: &[AdapterFile]) -> Result<Arc<dyn Model>, ModelError> {
+        let name = files.first().map(|file| file.name.clone());
+        Err(ModelError::Adapter {
+            name: name.unwrap_or_default(),
+            error: AdapterError::NotTaken {
+                family: self.family(),
+            },
+        })
+    }
+
+    /// What its adapters change.
+    fn adapters(&self) -> Vec<AdapterReport> {
+        Vec::new()
     }
 
     /// The files whose content identifies the component.

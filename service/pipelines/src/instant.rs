@@ -16,6 +16,8 @@
 //! `not_finite_at_step`, `panic_at` (a stage's name, or `smaller`: when smaller requests are asked for, which is in the
 //! queue's own task).
 //!
+//! An adapter is a JSON file too, with `bytes` and `identity`: it adds red.
+//!
 //! With `"medium": "video"` it generates frames, with `"audio"` samples of two channels, in a few pieces; `steps_ms`
 //! then also applies between pieces. Defaults may have `frames`, `frames_per_second` and `seconds`.
 
@@ -142,6 +144,14 @@ struct DescribedComponent {
     identity: String,
     #[serde(default, deserialize_with = "stored_format")]
     stored: Option<WeightFormat>,
+}
+
+/// Content of an adapter's file: `{ "bytes": 1024, "identity": "red" }`.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct DescribedAdapter {
+    bytes: Bytes,
+    identity: String,
 }
 
 /// A format by its displayed name, including those that can only be stored.

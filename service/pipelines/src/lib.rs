@@ -1,6 +1,7 @@
 //! GENERATES. Model families: detection and reading of their checkpoints, the stages of a request, and their
 //! mathematics. A family never loads or evicts, and does not know the client.
 
+mod adapters;
 pub mod autoencoder_kl;
 mod bounds;
 mod checkpoint;
@@ -26,6 +27,10 @@ mod tensors;
 pub mod text;
 pub mod z_image;
 
+pub use adapters::{
+    AdapterError, AdapterFile, AdapterReport, AdapterUse, CurveError, MAX_POINTS, MAX_STRENGTH,
+    StrengthCurve, is_adapter_folder,
+};
 pub use bounds::{MAX_PROMPT_BYTES, MAX_SIDE, MAX_STEPS, MAX_TOKENS, PIXELS_PER_TOKEN};
 pub use family::{
     Catalogue, Family, Model, ModelError, Observer, Precision, StageError, StageRun, Unobserved,

@@ -1,24 +1,31 @@
 //! The linear layer of all families, for any weight format.
 
 use candle_core::{DType, Tensor};
-use gpu::{ComponentTensors, MissingTensor, Weight};
-use ops::{Activation, Epilogue, LayerTo, Scratch};
+use gpu::{MissingTensor, Weight};
+use ops::{Activation, Epilogue, LayerTo, LinearLayer, Scratch};
 
-/// `x Wᵀ + b`, as `torch.nn.Linear`.
+use crate::adapters::{AdaptedTensors, LayerTerm};
+
+/// Layers over the same rows whose terms may be computed at once: the projections of an attention.
+pub(crate) const SIDE_BY_SIDE: usize = 3;
+
+/// `x Wᵀ + b`, as `torch.nn.Linear`, with the terms of adapters.
 #[derive(Debug, Clone)]
 pub(crate) struct Linear {
     /// `[outputs, inputs]`.
     weight: Weight,
     bias: Option<Tensor>,
+    terms: Vec<LayerTerm>,
 }
 
 impl Linear {
-    /// Takes `{name}.weight` `[outputs, inputs]` and `{name}.bias` `[outputs]` from a component.
+    /// Takes `{name}.weight` `[outputs, inputs]` and `{name}.bias` `[outputs]` from a component, and the terms of its
+    /// adapters.
     ///
     /// # Errors
     /// When one of them is missing or of another shape.
     pub(crate) fn new(
-        tensors: &ComponentTensors,
+        tensors: &AdaptedTensors<'_>,
         name: &str,
         inputs: usize,
         outputs: usize,
@@ -30,18 +37,30 @@ impl Linear {
         })
     }
 
-    /// Takes only `{name}.weight` `[outputs, inputs]`.
+    /// As [`Linear::new`], without a bias.
     ///
     /// # Errors
     /// When it is missing or of another shape.
     pub(crate) fn without_bias(
-        tensors: &ComponentTensors,
+        tensors: &AdaptedTensors<'_>,
         name: &str,
         inputs: usize,
         outputs: usize,
     ) -> Result<Linear, MissingTensor> {
         let weight = tensors.shaped_weight(&format!("{name}.weight"), &[outputs, inputs])?;
-        Ok(Linear { weight, bias: None })
+        Ok(Linear {
+            weight,
+            bias: None,
+            terms: tensors.terms(name, inputs, outputs)?,
+        })
+    }
+
+    /// The layer at the current strengths of its adapters.
+    fn now(&self) -> LinearLayer<'_> {
+        LinearLayer {
+            low_rank: self.terms.iter().filter_map(LayerTerm::now).collect(),
+            ..LinearLayer::new(&self.weight, self.bias.as_ref())
+        }
     }
 
     /// `x` is `[.., inputs]`; the result is `[.., outputs]`.
@@ -49,7 +68,7 @@ impl Linear {
     /// # Errors
     /// Errors of [`ops::linear`].
     pub(crate) fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        ops::linear(x, &self.weight, self.bias.as_ref())
+        ops::linear(x, &self.now())
     }
 
     /// [`Linear::forward`] with an activation, written to `out`, which may be a strided view.
@@ -63,23 +82,26 @@ impl Linear {
         out: &Tensor,
         scratch: &Scratch,
     ) -> candle_core::Result<()> {
-        ops::linear_into(x, &self.weight, self.bias.as_ref(), then, out, scratch)
+        ops::linear_into(x, &self.now(), then, out, scratch)
     }
 
     /// The layer with its output, for [`ops::linears_into`].
     pub(crate) fn to<'a>(&'a self, out: &'a Tensor) -> LayerTo<'a> {
         LayerTo {
-            weight: &self.weight,
-            bias: self.bias.as_ref(),
+            layer: self.now(),
             out,
         }
     }
 
-    /// Whether its input rows, of this dtype, should be quantized where they are computed, for products in fp8.
+    /// Whether its input rows, of this dtype, should be quantized where they are computed, for products in fp8. Terms of
+    /// adapters take numbers.
     ///
     /// # Errors
     /// Errors of the device.
     pub(crate) fn takes_codes(&self, dtype: DType) -> candle_core::Result<bool> {
+        if !self.terms.is_empty() {
+            return Ok(false);
+        }
         let device = match &self.weight {
             Weight::Full(weight) => weight.device(),
             Weight::Quantized(weight) => weight.bytes.device(),
@@ -89,13 +111,15 @@ impl Linear {
 
     /// Scratch bytes for so many tokens.
     fn scratch_bytes(&self, tokens: usize, dtype: DType) -> u64 {
-        match &self.weight {
+        let of_weight = match &self.weight {
             Weight::Full(_) => 0,
             Weight::Quantized(weight) => {
                 let (rows, columns) = gpu::rows_and_columns(&weight.shape);
                 ops::linear_scratch(weight.format, rows, columns, tokens, dtype)
             }
-        }
+        };
+        let rank = self.terms.iter().map(LayerTerm::rank).max().unwrap_or(0);
+        of_weight.max(ops::low_rank_scratch(tokens, SIDE_BY_SIDE * rank, dtype))
     }
 }
 

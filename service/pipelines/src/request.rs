@@ -3,6 +3,7 @@
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
+use crate::adapters::AdapterUse;
 use crate::media::MediaFormat;
 
 /// A picture provided by the client.
@@ -39,6 +40,8 @@ pub struct Request {
     pub preview: bool,
     /// Whether sampling starts from given values of an earlier job, instead of from noise.
     pub from_values: bool,
+    /// Adapters, in the order in which their terms are added.
+    pub adapters: Vec<AdapterUse>,
     pub medium: Medium,
 }
 
@@ -162,6 +165,7 @@ impl Request {
             strength: 1.0,
             preview: false,
             from_values: false,
+            adapters: Vec::new(),
             medium,
         }
     }

@@ -158,6 +158,7 @@ fn stored(dtype: &str) -> Option<Stored> {
         "F16" => Stored::F16,
         "BF16" => Stored::Bf16,
         "I64" => Stored::I64,
+        "I32" => Stored::I32,
         "U8" => Stored::U8,
         "I8" => Stored::I8,
         "F8_E4M3" => Stored::F8E4M3,

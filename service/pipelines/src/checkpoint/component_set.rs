@@ -11,7 +11,7 @@ use crate::{Formats, ModelFile, provisional_identity};
 const RELOAD_BYTES_PER_SECOND: f64 = 4e9;
 
 /// All components of a model, by name.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct ComponentSet {
     components: Vec<Component>,
     files: Vec<ComponentFiles>,
@@ -33,16 +33,27 @@ impl ComponentSet {
             formats,
         };
         for (name, files) in named {
-            let bytes = files.plan.bytes();
-            set.components.push(Component {
-                id: provisional_identity(&files.place, &files.files, name, dtype, set.formats.of(name)),
-                name: name.to_owned(),
-                bytes,
-                reload_seconds: bytes.0 as f64 / RELOAD_BYTES_PER_SECOND,
-            });
-            set.files.push(files);
+            set.push(name, files);
         }
         set
+    }
+
+    /// Adds a component.
+    pub(crate) fn push(&mut self, name: &str, files: ComponentFiles) {
+        let bytes = files.plan.bytes();
+        let format = self.formats.of(name);
+        self.components.push(Component {
+            id: provisional_identity(&files.place, &files.files, name, self.dtype, format),
+            name: name.to_owned(),
+            bytes,
+            reload_seconds: bytes.0 as f64 / RELOAD_BYTES_PER_SECOND,
+        });
+        self.files.push(files);
+    }
+
+    /// The computation dtype.
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
     }
 
     /// The formats to which components are quantized at load.
@@ -79,6 +90,11 @@ impl ComponentSet {
             Some(LoadPlan::Files(sources)) => sources,
             Some(LoadPlan::Synthetic(_)) | None => &[],
         }
+    }
+
+    /// Whether a component has a tensor of this name.
+    pub(crate) fn has_tensor(&self, component: &str, tensor: &str) -> bool {
+        self.sources(component).iter().any(|source| source.name == tensor)
     }
 
     /// Predicted scratch of the quantized layers of a component for so many tokens: layers run one at a time, so it

@@ -339,16 +339,18 @@ impl Checkpoint {
                 held: StoredAs::Quantized(WeightFormat::Gguf(kind)),
                 ..plain(name, place)
             }),
-            Stored::F32 | Stored::F16 | Stored::Bf16 | Stored::F64 | Stored::I64 => match scales {
-                Some(_) => Err(unsupported(
-                    &place.file,
-                    format!(
-                        "tensor {name} has a scale and is stored as {:?}: {SUPPORTED}",
-                        place.entry.stored
-                    ),
-                )),
-                None => Ok(plain(name, place)),
-            },
+            Stored::F32 | Stored::F16 | Stored::Bf16 | Stored::F64 | Stored::I64 | Stored::I32 => {
+                match scales {
+                    Some(_) => Err(unsupported(
+                        &place.file,
+                        format!(
+                            "tensor {name} has a scale and is stored as {:?}: {SUPPORTED}",
+                            place.entry.stored
+                        ),
+                    )),
+                    None => Ok(plain(name, place)),
+                }
+            }
         }
     }
 

@@ -4,11 +4,12 @@
 //! begins with normalized rows, and ends by normalizing for the next block.
 
 use candle_core::{DType, Result, Tensor};
-use gpu::{ComponentTensors, MissingTensor};
+use gpu::MissingTensor;
 use ops::{Angles, Epilogue, Mask, Pairs, QkNorm, Scratch};
 
 use super::buffers::{EPS, FluxBuffers, Next, Part};
 use super::config::TransformerConfig;
+use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
 use crate::rotary::Rotations;
 
@@ -24,7 +25,7 @@ struct Projection {
 impl Projection {
     /// `names` are those of the query, key and value projections and of the two norms.
     fn new(
-        tensors: &ComponentTensors,
+        tensors: &AdaptedTensors<'_>,
         block: &str,
         names: [&str; 5],
         config: &TransformerConfig,
@@ -81,7 +82,7 @@ struct FeedForward {
 
 impl FeedForward {
     fn new(
-        tensors: &ComponentTensors,
+        tensors: &AdaptedTensors<'_>,
         name: &str,
         config: &TransformerConfig,
     ) -> std::result::Result<Self, MissingTensor> {
@@ -102,7 +103,7 @@ pub(super) struct Modulator {
 
 impl Modulator {
     pub(super) fn new(
-        tensors: &ComponentTensors,
+        tensors: &AdaptedTensors<'_>,
         name: &str,
         width: usize,
         parts: usize,
@@ -199,7 +200,7 @@ pub(super) struct DoubleBlock {
 
 impl DoubleBlock {
     pub(super) fn new(
-        tensors: &ComponentTensors,
+        tensors: &AdaptedTensors<'_>,
         name: &str,
         config: &TransformerConfig,
     ) -> std::result::Result<DoubleBlock, MissingTensor> {
@@ -296,7 +297,7 @@ pub(super) struct SingleBlock {
 
 impl SingleBlock {
     pub(super) fn new(
-        tensors: &ComponentTensors,
+        tensors: &AdaptedTensors<'_>,
         name: &str,
         config: &TransformerConfig,
     ) -> std::result::Result<SingleBlock, MissingTensor> {

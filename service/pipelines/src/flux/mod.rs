@@ -3,6 +3,7 @@
 //! References are diffusers' `FluxPipeline` and `FluxImg2ImgPipeline` with their models; tensors have diffusers'
 //! names.
 
+mod adapter_targets;
 mod blocks;
 mod buffers;
 mod checkpoint;

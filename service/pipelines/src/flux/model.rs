@@ -6,11 +6,13 @@ use std::sync::Arc;
 use gpu::LoadPlan;
 use residency::{Bytes, Component};
 
+use super::adapter_targets::adapter_targets;
 use super::checkpoint::{FOLDERS, PIPELINES};
 use super::config::TransformerConfig;
 use super::open::LARGE;
 use super::stages::{DENOISE, ENCODE_TEXT, POOLED, SEQUENCE, Stage};
 use super::transformer::{codes_bytes, denoise_scratch, is_modulator};
+use crate::adapters::{AdapterFile, AdapterReport, AdapterSet, UsedAs};
 use crate::autoencoder_kl::VaeConfig;
 use crate::autoencoder_kl::plan::{Autoencoder, LATENT};
 use crate::bounds::{self, PIXELS_PER_TOKEN, problems};
@@ -50,7 +52,7 @@ impl Family for Flux {
 }
 
 /// A FLUX.1 checkpoint, dev or schnell.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct FluxModel {
     pub(super) precision: Precision,
     pub(super) transformer: TransformerConfig,
@@ -63,9 +65,21 @@ pub struct FluxModel {
     /// The default request.
     pub(super) defaults: Request,
     pub(super) components: ComponentSet,
+    pub(super) adapters: AdapterSet,
 }
 
 impl FluxModel {
+    /// The same model with these adapters, instead of its own.
+    ///
+    /// # Errors
+    /// [`ModelError::Adapter`] for the first that cannot be attached.
+    pub fn adapted(&self, files: &[AdapterFile]) -> Result<FluxModel, ModelError> {
+        let targets = adapter_targets(&self.transformer, &self.clip, &self.t5, &self.components);
+        let mut adapted = self.clone();
+        adapted.adapters = AdapterSet::open(files, "FLUX.1", &targets, &mut adapted.components)?;
+        Ok(adapted)
+    }
+
     /// The autoencoder, for planning.
     pub(super) fn autoencoder(&self) -> Autoencoder<'_> {
         Autoencoder {
@@ -92,15 +106,17 @@ impl FluxModel {
         let tokens = request.max_sequence_length as usize;
         let dtype = self.precision.dtype;
         let pooled = self.clip_tokenizer.length();
-        let scratch = (self.clip.scratch(pooled, dtype)
-            + self.components.dequantizing("text_encoder", pooled, |_| true))
-        .max(
-            self.t5.scratch(tokens, dtype) + self.components.dequantizing("text_encoder_2", tokens, |_| true),
-        );
+        let encoder = |name: &str, tokens: usize| {
+            let dequantizing = self.components.dequantizing(name, tokens, |_| true);
+            dequantizing.max(self.adapters.scratch(name, tokens, dtype))
+        };
+        let scratch = (self.clip.scratch(pooled, dtype) + encoder("text_encoder", pooled))
+            .max(self.t5.scratch(tokens, dtype) + encoder("text_encoder_2", tokens));
+        let (bases, uses) = (["text_encoder", "text_encoder_2"], &request.adapters);
         Ok(StagePlan {
             name: ENCODE_TEXT.to_owned(),
             role: Role::Encode,
-            components: names(&["text_encoder", "text_encoder_2"]),
+            components: self.adapters.beside(&bases, uses, UsedAs::Text),
             rungs: vec![Rung::whole(scratch)],
             shape: format!("t{tokens}{}", self.components.as_multiplied("text_encoder_2")),
             steps: 1,
@@ -127,6 +143,7 @@ impl FluxModel {
                 hash.update(&id.to_le_bytes());
             });
         }
+        self.adapters.hash_text(&request.adapters, &mut hash);
         Ok(format!("flux:{}", hash.finalize().to_hex()))
     }
 
@@ -143,11 +160,11 @@ impl FluxModel {
             steps,
             dtype,
         ));
-        scratch += self
+        let all_tokens = tokens as usize + picture;
+        let dequantizing = self
             .components
-            .dequantizing("transformer", tokens as usize + picture, |name| {
-                !is_modulator(name)
-            });
+            .dequantizing("transformer", all_tokens, |name| !is_modulator(name));
+        scratch += dequantizing.max(self.adapters.scratch("transformer", all_tokens, dtype));
         if self.components.is_multiplied_in_fp8("transformer") {
             scratch += Bytes(codes_bytes(&self.transformer, tokens as usize, picture));
         }
@@ -160,7 +177,9 @@ impl FluxModel {
         StagePlan {
             name: DENOISE.to_owned(),
             role: Role::Sample,
-            components: names(&["transformer"]),
+            components: self
+                .adapters
+                .beside(&["transformer"], &request.adapters, UsedAs::Steps),
             rungs: vec![Rung::whole(scratch)],
             shape: format!(
                 "{width}x{height} t{tokens}{}",
@@ -201,12 +220,21 @@ impl Model for FluxModel {
         self.components.formats()
     }
 
+    fn with_adapters(&self, files: &[AdapterFile]) -> Result<Arc<dyn Model>, ModelError> {
+        Ok(Arc::new(self.adapted(files)?))
+    }
+
+    fn adapters(&self) -> Vec<AdapterReport> {
+        self.adapters.reports()
+    }
+
     fn files_of(&self, component_name: &str) -> Vec<ModelFile> {
         self.components.files_of(component_name)
     }
 
     fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
-        let problems = problems(request);
+        let mut problems = problems(request);
+        problems.extend(self.adapters.problems(&request.adapters));
         if !problems.is_empty() {
             return Err(problems);
         }

@@ -7,6 +7,7 @@ use super::components::{transformer_of_folder, transformer_of_single_file};
 use super::config::TransformerConfig;
 use super::model::FluxModel;
 use super::quantize_rule::role_of;
+use crate::adapters::AdapterSet;
 use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
 use crate::bounds::{PIXELS_PER_TOKEN, problems};
 use crate::checkpoint::{ComponentSet, Recognised, Requested, companion, component_of_folder};
@@ -123,6 +124,7 @@ impl FluxModel {
             clip_tokenizer,
             t5_tokenizer: t5_tokenizer?,
             defaults: folder_defaults(base, defaults(transformer.guidance_embeds), problems)?,
+            adapters: AdapterSet::default(),
             transformer,
             vae,
             clip,

@@ -13,6 +13,7 @@ use ops::{Finite, euler};
 
 use super::model::FluxModel;
 use super::transformer::{Prompted, Transformer, pack, unpack};
+use crate::adapters::{AdaptedTensors, AttachedAdapters, UsedAs};
 use crate::autoencoder_kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::autoencoder_kl::stages::Run;
 use crate::autoencoder_kl::{Chunking, Rgb8, VaeDecoder};
@@ -81,11 +82,9 @@ impl Stage<'_> {
         let cancelled = || self.observer.cancelled();
 
         let ids = self.model.clip_tokenizer.encode(prompt).map_err(refused)?;
-        let clip = ClipEncoder::new(
-            &self.model.clip,
-            "text_encoder",
-            &*(self.tensors)("text_encoder")?,
-        )?;
+        let component = (self.tensors)("text_encoder")?;
+        let adapted = AdaptedTensors::new(&component, &self.attached("text_encoder", UsedAs::Text)?);
+        let clip = ClipEncoder::with_adapters(&self.model.clip, "text_encoder", &adapted)?;
         let pooled = to_host(&clip.forward(&ids, &cancelled)?.pooled)?;
 
         let ids = self
@@ -93,11 +92,9 @@ impl Stage<'_> {
             .t5_tokenizer
             .encode(prompt, *max_sequence_length as usize)
             .map_err(refused)?;
-        let t5 = T5Encoder::new(
-            &self.model.t5,
-            "text_encoder_2",
-            &*(self.tensors)("text_encoder_2")?,
-        )?;
+        let component = (self.tensors)("text_encoder_2")?;
+        let adapted = AdaptedTensors::new(&component, &self.attached("text_encoder_2", UsedAs::Text)?);
+        let t5 = T5Encoder::with_adapters(&self.model.t5, "text_encoder_2", &adapted)?;
         let sequence = to_host(&t5.forward(&ids, &cancelled)?)?;
         Ok(Values::from([
             (POOLED.to_owned(), pooled),
@@ -136,10 +133,13 @@ impl Stage<'_> {
         let Start { sigmas, latent } = start(sigmas, self.request, &shape, image_latent)?;
 
         let component = (self.tensors)("transformer")?;
-        let transformer = Transformer::new(config, &component).map_err(|missing| StageError::Missing {
-            component: "transformer".to_owned(),
-            missing,
-        })?;
+        let adapters = self.attached("transformer", UsedAs::Steps)?;
+        let adapted = AdaptedTensors::new(&component, &adapters);
+        let transformer =
+            Transformer::with_adapters(config, &adapted).map_err(|missing| StageError::Missing {
+                component: "transformer".to_owned(),
+                missing,
+            })?;
         let guidance = self.request.guidance;
         let prompted = Prompted {
             sequence: &sequence,
@@ -155,7 +155,7 @@ impl Stage<'_> {
             .map(|sigma| sigma * 1000.0 / 1000.0)
             .collect();
         self.check_cancelled()?;
-        let conditioning = transformer.condition(&prompted, &times)?;
+        let mut conditioning = transformer.condition(&prompted, &times)?;
 
         // Transposing a latent on the host costs nothing. Two tensors, since both are written.
         let dtype = self.model.precision.dtype;
@@ -166,7 +166,14 @@ impl Stage<'_> {
         let finite = Finite::new(self.device)?;
         for step in 0..steps {
             self.check_cancelled()?;
-            let velocity = transformer.velocity(&seen, &conditioning, step, &step_buffers, &mut || {
+            // Strengths that change are those of what all steps share, too.
+            let mut row = step;
+            if !adapters.are_constant() {
+                adapters.set_step(step, steps);
+                conditioning = transformer.condition(&prompted, &times[step..=step])?;
+                row = 0;
+            }
+            let velocity = transformer.velocity(&seen, &conditioning, row, &step_buffers, &mut || {
                 self.check_cancelled()
             })?;
             let (sigma, next) = (sigmas[step], sigmas[step + 1]);
@@ -175,10 +182,10 @@ impl Stage<'_> {
             // cancelled one is the last. The card idles for the microseconds until the next step is enqueued.
             if !finite.is_finite()? {
                 let step = step as u32 + 1;
-                return Err(StageError::NotFinite {
+                return Err(adapters.named_as_cause(StageError::NotFinite {
                     component: "transformer".to_owned(),
                     step,
-                });
+                }));
             }
             self.observer.step(step as u32 + 1, steps as u32);
             if self.request.preview && step + 1 < steps && self.observer.wants_preview() {
@@ -190,6 +197,12 @@ impl Stage<'_> {
             }
         }
         to_host(&unpack(&latent.to_device(&Device::Cpu)?, rows, columns)?)
+    }
+
+    /// The request's adapters for a component.
+    fn attached(&self, base: &str, used_as: UsedAs) -> Result<AttachedAdapters, StageError> {
+        let uses = &self.request.adapters;
+        self.model.adapters.attach(uses, base, used_as, self.tensors)
     }
 
     /// One tensor of the encoded text, in the dtype of the card.

@@ -9,6 +9,7 @@ use super::buffers::{FluxBuffers, Layers, Next};
 use super::config::TransformerConfig;
 use super::positions::{positions, rotations};
 use crate::StageError;
+use crate::adapters::AdaptedTensors;
 use crate::linear::{Linear, largest_scratch};
 use crate::rotary::Rotations;
 use crate::sinusoids::sinusoids;
@@ -63,7 +64,7 @@ struct TwoLayers {
 
 impl TwoLayers {
     fn new(
-        tensors: &ComponentTensors,
+        tensors: &AdaptedTensors<'_>,
         name: &str,
         inputs: usize,
         width: usize,
@@ -88,6 +89,14 @@ impl Transformer {
     /// # Errors
     /// The first tensor that is missing or of another shape.
     pub fn new(config: &TransformerConfig, tensors: &ComponentTensors) -> Result<Transformer, MissingTensor> {
+        Transformer::with_adapters(config, &AdaptedTensors::from(tensors))
+    }
+
+    /// As [`Transformer::new`], with adapters.
+    pub(super) fn with_adapters(
+        config: &TransformerConfig,
+        tensors: &AdaptedTensors<'_>,
+    ) -> Result<Transformer, MissingTensor> {
         let width = config.width();
         let guidance = config
             .guidance_embeds

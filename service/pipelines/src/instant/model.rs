@@ -10,8 +10,12 @@ use super::colour::{
     Colour, colour_of, encode, encoded_shapes, latent_of, loudness_of, mean_of_start, read_latent,
 };
 use super::content::{content_of, format_of, latent_shape, medium_of, units_of};
-use super::{DECODE, DENOISE, DescribedComponent, Description, ENCODE_IMAGE, ENCODE_TEXT, LATENT};
-use crate::family::{Model, Observer, StageError, StageRun, smaller_lengths, smaller_sides};
+use super::{
+    DECODE, DENOISE, DescribedAdapter, DescribedComponent, Description, ENCODE_IMAGE, ENCODE_TEXT, LATENT,
+};
+use crate::adapters::{AdapterError, AdapterFile, AdapterReport};
+use crate::family::{Model, ModelError, Observer, StageError, StageRun, smaller_lengths, smaller_sides};
+use crate::files::read_json;
 use crate::identity::ModelFile;
 use crate::media::{MediaFormat, Piece};
 use crate::plan::{PreviewNeed, Role, Rung, StagePlan, ValueShape, Values, only_value};
@@ -34,7 +38,11 @@ const SMALLER: &str = "smaller";
 /// Number of pieces of a long result.
 const PIECES: u64 = 4;
 
+/// Bytes of red that an adapter of strength 1 adds.
+const RED_OF_ADAPTER: f32 = 40.0;
+
 /// An opened instant model.
+#[derive(Clone)]
 pub(super) struct InstantModel {
     description: Description,
     components: Vec<Component>,
@@ -42,6 +50,13 @@ pub(super) struct InstantModel {
     made_at_load: Formats,
     large: Vec<&'static str>,
     plans: Vec<LoadPlan>,
+    /// Names of the adapters that are attached.
+    adapters: Vec<String>,
+}
+
+/// Name of the component of an adapter.
+fn component_of(adapter: &str) -> String {
+    format!("adapter:{adapter}:transformer")
 }
 
 /// Bytes of a component in its format. Quantized at load, it takes a fraction of bf16: half for 8 bits; for nf4 half
@@ -89,7 +104,24 @@ impl InstantModel {
             formats,
             made_at_load,
             plans,
+            adapters: Vec::new(),
         }
+    }
+
+    /// Adds the component of an adapter.
+    fn attach(&mut self, file: &AdapterFile) -> Result<(), AdapterError> {
+        let described: DescribedAdapter =
+            read_json(&file.path).map_err(|error| AdapterError::File(error.to_string()))?;
+        self.components.push(Component {
+            id: ComponentId::new(format!("instant:{}", described.identity)),
+            name: component_of(&file.name),
+            bytes: described.bytes,
+            reload_seconds: described.bytes.0 as f64 / LOAD_SPEED,
+        });
+        self.formats.push(None);
+        self.plans.push(LoadPlan::Synthetic(described.bytes));
+        self.adapters.push(file.name.clone());
+        Ok(())
     }
 
     /// Those of these component names that the model has.
@@ -169,7 +201,11 @@ impl InstantModel {
         StagePlan {
             name: name.to_owned(),
             role,
-            components: self.named(components),
+            components: {
+                let adapters = request.adapters.iter().filter(|_| name == DENOISE);
+                let adapters = adapters.map(|each| component_of(&each.name));
+                self.named(components).into_iter().chain(adapters).collect()
+            },
             rungs: self.rungs(name, request),
             shape,
             steps: if name == DENOISE {
@@ -208,7 +244,9 @@ impl InstantModel {
         let text = text.iter().map(|name| Ok((name.as_str(), stage.value(name)?)));
         let text = text.collect::<Result<Vec<_>, StageError>>()?;
         let init = stage.value_if_taken(LATENT)?.map(read_latent).transpose()?;
-        let colour = colour_of(&text, request, init);
+        let mut colour = colour_of(&text, request, init);
+        let strength: f32 = request.adapters.iter().map(|each| each.strength.first()).sum();
+        colour[0] = colour[0].wrapping_add((strength * RED_OF_ADAPTER).round() as i32 as u8);
         let pretended = Duration::from_millis(self.description.steps_ms);
         for step in 1..=steps {
             sleep(pretended, observer)?;
@@ -279,6 +317,14 @@ impl InstantModel {
             return vec![RequestError::other_medium(&request.medium, made)];
         }
         let mut wrong = Vec::new();
+        let unknown = request
+            .adapters
+            .iter()
+            .find(|each| !self.adapters.contains(&each.name));
+        if let Some(unknown) = unknown {
+            let problem = format!("{} is not attached to the model", unknown.name);
+            wrong.push(RequestError::new("adapters", problem));
+        }
         let mut require = |holds: bool, field: &str, problem: &str| {
             if !holds {
                 wrong.push(RequestError::new(field, problem));
@@ -402,6 +448,26 @@ impl Model for InstantModel {
 
     fn formats(&self) -> &Formats {
         &self.made_at_load
+    }
+
+    fn with_adapters(&self, files: &[AdapterFile]) -> Result<Arc<dyn Model>, ModelError> {
+        let mut adapted = self.clone();
+        for file in files {
+            adapted.attach(file).map_err(|error| ModelError::Adapter {
+                name: file.name.clone(),
+                error,
+            })?;
+        }
+        Ok(Arc::new(adapted))
+    }
+
+    fn adapters(&self) -> Vec<AdapterReport> {
+        let report = |name: &String| AdapterReport {
+            name: name.clone(),
+            layers: [("transformer".to_owned(), 1)].into(),
+            ..AdapterReport::default()
+        };
+        self.adapters.iter().map(report).collect()
     }
 
     /// None: the identity is in the model's file.

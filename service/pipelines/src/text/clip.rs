@@ -10,6 +10,7 @@ use residency::Bytes;
 use serde::Deserialize;
 
 use super::encoding::{check_finite, check_ids};
+use crate::adapters::AdaptedTensors;
 use crate::checkpoint::QuantizeRole;
 use crate::family::StageError;
 use crate::linear::{Linear, largest_scratch};
@@ -211,7 +212,11 @@ struct ClipLayer {
 }
 
 impl ClipLayer {
-    fn new(tensors: &ComponentTensors, name: &str, config: &ClipConfig) -> Result<ClipLayer, MissingTensor> {
+    fn new(
+        tensors: &AdaptedTensors<'_>,
+        name: &str,
+        config: &ClipConfig,
+    ) -> Result<ClipLayer, MissingTensor> {
         let (width, inner) = (config.hidden_size, config.intermediate_size);
         let square = |part: &str| Linear::new(tensors, &format!("{name}.self_attn.{part}"), width, width);
         Ok(ClipLayer {
@@ -362,6 +367,15 @@ impl ClipEncoder {
         config: &ClipConfig,
         component: &str,
         tensors: &ComponentTensors,
+    ) -> Result<ClipEncoder, StageError> {
+        ClipEncoder::with_adapters(config, component, &AdaptedTensors::from(tensors))
+    }
+
+    /// As [`ClipEncoder::new`], with adapters.
+    pub(crate) fn with_adapters(
+        config: &ClipConfig,
+        component: &str,
+        tensors: &AdaptedTensors<'_>,
     ) -> Result<ClipEncoder, StageError> {
         let bad = |problem| StageError::BadInput(format!("the CLIP encoder has {problem}"));
         config.check().map_err(bad)?;

@@ -17,6 +17,7 @@ use serde::Deserialize;
 
 use super::candle;
 use super::encoding::{check_finite, check_ids};
+use crate::adapters::AdaptedTensors;
 use crate::checkpoint::QuantizeRole;
 use crate::family::StageError;
 use crate::linear::{Linear, largest_scratch};
@@ -286,7 +287,7 @@ struct Qwen3Layer {
 
 impl Qwen3Layer {
     fn new(
-        tensors: &ComponentTensors,
+        tensors: &AdaptedTensors<'_>,
         name: &str,
         config: &Qwen3Config,
     ) -> Result<Qwen3Layer, MissingTensor> {
@@ -508,8 +509,9 @@ impl Qwen3Encoder<'_> {
         let read = || -> Result<(Tensor, Vec<Qwen3Layer>), MissingTensor> {
             let prefix = prefix_of(&|name| self.tensors.contains(name));
             let table = self.tensors.get(&format!("{prefix}embed_tokens.weight"))?;
+            let tensors = AdaptedTensors::from(self.tensors);
             let layers = (0..self.depth)
-                .map(|i| Qwen3Layer::new(self.tensors, &format!("{prefix}layers.{i}"), &self.config));
+                .map(|i| Qwen3Layer::new(&tensors, &format!("{prefix}layers.{i}"), &self.config));
             Ok((table, layers.collect::<Result<_, _>>()?))
         };
         let (table, layers) = read().map_err(|missing| StageError::Missing {

@@ -11,6 +11,7 @@ use residency::Bytes;
 use serde::Deserialize;
 
 use super::encoding::{check_finite, check_ids};
+use crate::adapters::AdaptedTensors;
 use crate::checkpoint::QuantizeRole;
 use crate::family::StageError;
 use crate::linear::{Linear, largest_scratch};
@@ -218,7 +219,7 @@ struct T5Layer {
 }
 
 impl T5Layer {
-    fn new(tensors: &ComponentTensors, name: &str, config: &T5Config) -> Result<T5Layer, MissingTensor> {
+    fn new(tensors: &AdaptedTensors<'_>, name: &str, config: &T5Config) -> Result<T5Layer, MissingTensor> {
         let (width, inner) = (config.d_model, config.num_heads * config.d_kv);
         let attention = |part: &str, from: usize, to: usize| {
             Linear::without_bias(tensors, &format!("{name}.layer.0.SelfAttention.{part}"), from, to)
@@ -365,6 +366,15 @@ impl T5Encoder {
         config: &T5Config,
         component: &str,
         tensors: &ComponentTensors,
+    ) -> Result<T5Encoder, StageError> {
+        T5Encoder::with_adapters(config, component, &AdaptedTensors::from(tensors))
+    }
+
+    /// As [`T5Encoder::new`], with adapters.
+    pub(crate) fn with_adapters(
+        config: &T5Config,
+        component: &str,
+        tensors: &AdaptedTensors<'_>,
     ) -> Result<T5Encoder, StageError> {
         let bad = |problem| StageError::BadInput(format!("the T5 encoder has {problem}"));
         config.check().map_err(bad)?;

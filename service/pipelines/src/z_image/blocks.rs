@@ -4,11 +4,12 @@
 //! A block begins with normalized rows, and ends by normalizing for the next block.
 
 use candle_core::{DType, Device, Result, Tensor};
-use gpu::{ComponentTensors, MissingTensor};
+use gpu::MissingTensor;
 use ops::{Angles, Epilogue, Mask, Nonlinearity, Pairs, QkNorm};
 
 use super::buffers::{Close, Next, Part, ZImageBuffers};
 use super::config::TransformerConfig;
+use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
 
 /// Epsilon of the norms of queries and keys.
@@ -57,7 +58,7 @@ impl Modulations {
 
 impl Block {
     pub(super) fn new(
-        tensors: &ComponentTensors,
+        tensors: &AdaptedTensors<'_>,
         name: &str,
         is_modulated: bool,
         config: &TransformerConfig,

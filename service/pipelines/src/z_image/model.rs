@@ -8,10 +8,12 @@ use residency::{Bytes, Component};
 
 use super::checkpoint::{FOLDERS, PIPELINES};
 use super::config::{MULTIPLE, TransformerConfig};
+use super::layout::layout;
 use super::open::LARGE;
 use super::positions::Lengths;
 use super::stages::{CAPTION, DENOISE, ENCODE_TEXT, Stage};
 use super::transformer::{codes_bytes, denoise_scratch, is_modulator};
+use crate::adapters::{AdapterFile, AdapterReport, AdapterSet, TargetComponent, UsedAs};
 use crate::autoencoder_kl::VaeConfig;
 use crate::autoencoder_kl::plan::{Autoencoder, LATENT};
 use crate::bounds::{self, MAX_TOKENS, PIXELS_PER_TOKEN};
@@ -68,7 +70,7 @@ pub(super) fn problems(request: &Request) -> Vec<RequestError> {
 }
 
 /// A Z-Image-Turbo checkpoint.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct ZImageModel {
     pub(super) precision: Precision,
     pub(super) transformer: TransformerConfig,
@@ -81,9 +83,21 @@ pub struct ZImageModel {
     /// The default request.
     pub(super) defaults: Request,
     pub(super) components: ComponentSet,
+    pub(super) adapters: AdapterSet,
 }
 
 impl ZImageModel {
+    /// The same model with these adapters.
+    ///
+    /// # Errors
+    /// [`ModelError::Adapter`] for the first that cannot be attached.
+    pub fn adapted(&self, files: &[AdapterFile]) -> Result<ZImageModel, ModelError> {
+        let targets = [TargetComponent::denoiser(TRANSFORMER, &layout(&self.transformer))];
+        let mut adapted = self.clone();
+        adapted.adapters = AdapterSet::open(files, "Z-Image", &targets, &mut adapted.components)?;
+        Ok(adapted)
+    }
+
     /// The autoencoder, for planning.
     pub(super) fn autoencoder(&self) -> Autoencoder<'_> {
         Autoencoder {
@@ -143,9 +157,10 @@ impl ZImageModel {
         let steps = steps_run(request);
         let dtype = self.precision.dtype;
         let mut scratch = Bytes(denoise_scratch(&self.transformer, &lengths, steps, dtype));
-        scratch += self
+        let dequantizing = self
             .components
             .dequantizing(TRANSFORMER, lengths.all(), |name| !is_modulator(name));
+        scratch += dequantizing.max(self.adapters.scratch(TRANSFORMER, lengths.all(), dtype));
         if self.components.is_multiplied_in_fp8(TRANSFORMER) {
             scratch += Bytes(codes_bytes(&self.transformer, &lengths));
         }
@@ -158,7 +173,9 @@ impl ZImageModel {
         StagePlan {
             name: DENOISE.to_owned(),
             role: Role::Sample,
-            components: names(&[TRANSFORMER]),
+            components: self
+                .adapters
+                .beside(&[TRANSFORMER], &request.adapters, UsedAs::Steps),
             rungs: vec![Rung::whole(scratch)],
             shape: format!(
                 "{width}x{height} t{tokens}{}",
@@ -208,12 +225,21 @@ impl Model for ZImageModel {
         self.components.formats()
     }
 
+    fn with_adapters(&self, files: &[AdapterFile]) -> Result<Arc<dyn Model>, ModelError> {
+        Ok(Arc::new(self.adapted(files)?))
+    }
+
+    fn adapters(&self) -> Vec<AdapterReport> {
+        self.adapters.reports()
+    }
+
     fn files_of(&self, component_name: &str) -> Vec<ModelFile> {
         self.components.files_of(component_name)
     }
 
     fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
-        let problems = problems(request);
+        let mut problems = problems(request);
+        problems.extend(self.adapters.problems(&request.adapters));
         if !problems.is_empty() {
             return Err(problems);
         }

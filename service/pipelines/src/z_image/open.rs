@@ -6,6 +6,7 @@ use super::checkpoint::{MARKS, ZImageNaming, config_of_single_file, timestep_inn
 use super::config::TransformerConfig;
 use super::model::{TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel, problems};
 use super::quantize_rule::role_of;
+use crate::adapters::AdapterSet;
 use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
 use crate::bounds::{MAX_TOKENS, PIXELS_PER_TOKEN};
 use crate::checkpoint::{
@@ -95,6 +96,7 @@ impl ZImageModel {
             (TEXT_ENCODER, text_files),
         ];
         Ok(Some(ZImageModel {
+            adapters: AdapterSet::default(),
             precision: precision.clone(),
             components: ComponentSet::new(files, precision.dtype, formats),
             scheduler: checked(

@@ -9,6 +9,7 @@ use ops::{Finite, euler};
 
 use super::model::{TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel};
 use super::transformer::{Transformer, latent_of, patches_of, times};
+use crate::adapters::{AdaptedTensors, UsedAs};
 use crate::autoencoder_kl::Rgb8;
 use crate::autoencoder_kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::autoencoder_kl::stages::Run;
@@ -108,14 +109,23 @@ impl Stage<'_> {
         let Start { sigmas, latent } = start(sigmas, self.run.request, &shape, brought)?;
 
         let component = (self.run.tensors)(TRANSFORMER)?;
+        let uses = &self.run.request.adapters;
+        let adapters = self
+            .model
+            .adapters
+            .attach(uses, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
+        let adapted = AdaptedTensors::new(&component, &adapters);
         let transformer =
-            Transformer::new(&self.model.transformer, &component).map_err(|missing| StageError::Missing {
-                component: TRANSFORMER.to_owned(),
-                missing,
+            Transformer::with_adapters(&self.model.transformer, &adapted).map_err(|missing| {
+                StageError::Missing {
+                    component: TRANSFORMER.to_owned(),
+                    missing,
+                }
             })?;
-        let conditioning = transformer.condition(&caption, (rows, columns), &times(&sigmas), &mut || {
-            self.check_cancelled()
-        })?;
+        let times = times(&sigmas);
+        let size = (rows, columns);
+        let mut conditioning =
+            transformer.condition(&caption, size, &times, &mut || self.check_cancelled())?;
 
         // Transposing a latent on the host costs nothing. Two tensors, since both are written.
         let latent = patches_of(&latent)?.contiguous()?;
@@ -126,7 +136,16 @@ impl Stage<'_> {
         let steps = sigmas.len() - 1;
         for step in 0..steps {
             self.check_cancelled()?;
-            let direction = transformer.direction(&seen, &conditioning, step, &step_buffers, &mut || {
+            // Strengths that change are those of what all steps share, too.
+            let mut row = step;
+            if !adapters.are_constant() {
+                adapters.set_step(step, steps);
+                let times = &times[step..=step];
+                conditioning =
+                    transformer.condition(&caption, size, times, &mut || self.check_cancelled())?;
+                row = 0;
+            }
+            let direction = transformer.direction(&seen, &conditioning, row, &step_buffers, &mut || {
                 self.check_cancelled()
             })?;
             let (sigma, next) = (sigmas[step], sigmas[step + 1]);
@@ -134,10 +153,10 @@ impl Stage<'_> {
             euler(&latent, direction, f64::from(sigma - next), &seen, &finite)?;
             // Checking for finiteness synchronizes with the card, on purpose: a reported step has completed.
             if !finite.is_finite()? {
-                return Err(StageError::NotFinite {
+                return Err(adapters.named_as_cause(StageError::NotFinite {
                     component: TRANSFORMER.to_owned(),
                     step: step as u32 + 1,
-                });
+                }));
             }
             self.observer.step(step as u32 + 1, steps as u32);
             if self.run.request.preview && step + 1 < steps && self.observer.wants_preview() {

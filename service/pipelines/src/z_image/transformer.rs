@@ -13,6 +13,7 @@ use super::config::{PATCH, TransformerConfig};
 use super::layout::{LAST, PATCH_IN};
 use super::positions::{Lengths, positions, rotations};
 use crate::StageError;
+use crate::adapters::AdaptedTensors;
 use crate::linear::{Linear, largest_scratch};
 use crate::rotary::Rotations;
 use crate::sinusoids::sinusoids;
@@ -59,6 +60,14 @@ impl Transformer {
     /// # Errors
     /// The first tensor that is missing or of another shape.
     pub fn new(config: &TransformerConfig, tensors: &ComponentTensors) -> Result<Transformer, MissingTensor> {
+        Transformer::with_adapters(config, &AdaptedTensors::from(tensors))
+    }
+
+    /// As [`Transformer::new`], with adapters.
+    pub(super) fn with_adapters(
+        config: &TransformerConfig,
+        tensors: &AdaptedTensors<'_>,
+    ) -> Result<Transformer, MissingTensor> {
         let (width, timestep) = (config.dim, config.timestep_width());
         let kinds = config.blocks().map(|blocks| {
             let block = |i| {

@@ -100,6 +100,11 @@ impl Workshop {
         let model = FluxModel::open(path, &precision)
             .expect("a sound model")
             .expect("a FLUX model");
+        Workshop::of(model)
+    }
+
+    /// With the components of a model resident.
+    pub(crate) fn of(model: FluxModel) -> Workshop {
         let mut card = CpuCard::new(CpuSettings::default()).expect("a card");
         let mut components = HashMap::new();
         for component in model.components() {

@@ -1,0 +1,220 @@
+//! Adapters attached to the layers of a component, at the strengths of a request.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Deref;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use candle_core::{DType, Device, Tensor};
+use gpu::{ComponentTensors, MissingTensor};
+use ops::LowRank;
+
+use super::StrengthCurve;
+use super::open::AdapterPart;
+use crate::StageError;
+
+/// The strength of an attached adapter in the step that is computed.
+#[derive(Clone, Debug)]
+struct CurrentStrength(Arc<AtomicU32>);
+
+impl CurrentStrength {
+    fn new(strength: f32) -> CurrentStrength {
+        CurrentStrength(Arc::new(AtomicU32::new(strength.to_bits())))
+    }
+
+    fn get(&self) -> f32 {
+        f32::from_bits(self.0.load(Ordering::Relaxed))
+    }
+
+    fn set(&self, strength: f32) {
+        self.0.store(strength.to_bits(), Ordering::Relaxed);
+    }
+}
+
+/// The low-rank term of one layer.
+#[derive(Clone, Debug)]
+pub(crate) struct LayerTerm {
+    /// `[rank, inputs]`.
+    down: Tensor,
+    /// `[outputs, rank]`.
+    up: Tensor,
+    /// Alpha by the rank.
+    scale: f64,
+    strength: CurrentStrength,
+}
+
+impl LayerTerm {
+    /// The term at its current strength; `None` at strength 0, at which the base computes alone.
+    pub(crate) fn now(&self) -> Option<LowRank<'_>> {
+        let strength = self.strength.get();
+        (strength != 0.0).then(|| LowRank {
+            down: &self.down,
+            up: &self.up,
+            factor: self.scale * f64::from(strength),
+        })
+    }
+
+    /// Its rank.
+    pub(crate) fn rank(&self) -> usize {
+        self.down.dims()[0]
+    }
+}
+
+/// An adapter's part for a component, with its tensors.
+#[derive(Clone)]
+struct AttachedAdapter {
+    component: String,
+    tensors: Arc<ComponentTensors>,
+    scales: Arc<BTreeMap<String, f64>>,
+    curve: StrengthCurve,
+    strength: CurrentStrength,
+}
+
+/// The adapters that a request attaches to one component.
+#[derive(Clone, Default)]
+pub(crate) struct AttachedAdapters(Vec<AttachedAdapter>);
+
+impl fmt::Debug for AttachedAdapters {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list()
+            .entries(self.0.iter().map(|attached| &attached.component))
+            .finish()
+    }
+}
+
+impl AttachedAdapters {
+    /// Adds an adapter's part with its tensors, at the strengths of a curve.
+    pub(super) fn add(&mut self, part: &AdapterPart, tensors: Arc<ComponentTensors>, curve: StrengthCurve) {
+        self.0.push(AttachedAdapter {
+            component: part.component.clone(),
+            tensors,
+            scales: Arc::clone(&part.scales),
+            strength: CurrentStrength::new(curve.first()),
+            curve,
+        });
+    }
+
+    /// Whether strengths are the same in every step.
+    pub(crate) fn are_constant(&self) -> bool {
+        self.0.iter().all(|attached| attached.curve.is_constant())
+    }
+
+    /// Sets the strengths of step `step` (from 0) of `steps`, for all layers.
+    pub(crate) fn set_step(&self, step: usize, steps: usize) {
+        for attached in &self.0 {
+            attached.strength.set(attached.curve.at(step, steps));
+        }
+    }
+
+    /// The terms of a layer.
+    ///
+    /// # Errors
+    /// When a tensor is missing.
+    fn of_layer(&self, layer: &str, inputs: usize, outputs: usize) -> Result<Vec<LayerTerm>, MissingTensor> {
+        let with_layer = self.0.iter().filter_map(|attached| {
+            let scale = attached.scales.get(layer)?;
+            Some((attached, *scale))
+        });
+        let terms = with_layer.map(|(attached, scale)| {
+            let down = attached.tensors.get(&format!("{layer}.down"))?;
+            let rank = down.dims().first().copied().unwrap_or_default();
+            attached
+                .tensors
+                .shaped(&format!("{layer}.down"), &[rank, inputs])?;
+            Ok(LayerTerm {
+                down,
+                up: attached
+                    .tensors
+                    .shaped(&format!("{layer}.up"), &[outputs, rank])?,
+                scale,
+                strength: attached.strength.clone(),
+            })
+        });
+        terms.collect()
+    }
+
+    /// The first tensor of these adapters with a number that is not finite: its component and its name. Reads all of
+    /// them: for the error of a stage that failed.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(crate) fn not_finite(&self) -> candle_core::Result<Option<(&str, String)>> {
+        for attached in &self.0 {
+            for layer in attached.scales.keys() {
+                for name in ["down", "up"].map(|factor| format!("{layer}.{factor}")) {
+                    let Ok(tensor) = attached.tensors.get(&name) else {
+                        continue;
+                    };
+                    let numbers = tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+                    let numbers: Vec<f32> = numbers.flatten_all()?.to_vec1()?;
+                    if !numbers.iter().all(|number| number.is_finite()) {
+                        return Ok(Some((&attached.component, name)));
+                    }
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Replaces the error of a stage by one that names the adapter, if an adapter is its cause.
+    pub(crate) fn named_as_cause(&self, error: StageError) -> StageError {
+        match error {
+            StageError::NotFinite { .. } => match self.not_finite() {
+                Ok(Some((component, tensor))) => StageError::NotFinite {
+                    component: format!("{component} (its tensor {tensor})"),
+                    step: 0,
+                },
+                Ok(None) | Err(_) => error,
+            },
+            other => other,
+        }
+    }
+}
+
+/// The tensors of a component, and the adapters that are attached to it.
+#[derive(Debug)]
+pub(crate) struct AdaptedTensors<'a> {
+    base: &'a ComponentTensors,
+    adapters: AttachedAdapters,
+}
+
+impl<'a> AdaptedTensors<'a> {
+    /// A component with adapters.
+    pub(crate) fn new(base: &'a ComponentTensors, adapters: &AttachedAdapters) -> AdaptedTensors<'a> {
+        AdaptedTensors {
+            base,
+            adapters: adapters.clone(),
+        }
+    }
+
+    /// The terms of a layer of this name.
+    ///
+    /// # Errors
+    /// When a tensor of an adapter is missing.
+    pub(crate) fn terms(
+        &self,
+        layer: &str,
+        inputs: usize,
+        outputs: usize,
+    ) -> Result<Vec<LayerTerm>, MissingTensor> {
+        self.adapters.of_layer(layer, inputs, outputs)
+    }
+}
+
+impl<'a> From<&'a ComponentTensors> for AdaptedTensors<'a> {
+    fn from(base: &'a ComponentTensors) -> AdaptedTensors<'a> {
+        AdaptedTensors {
+            base,
+            adapters: AttachedAdapters::default(),
+        }
+    }
+}
+
+impl Deref for AdaptedTensors<'_> {
+    type Target = ComponentTensors;
+
+    fn deref(&self) -> &ComponentTensors {
+        self.base
+    }
+}

@@ -1,0 +1,333 @@
+//! Opens adapters by their headers.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::DType;
+use gpu::{CheckpointFile, LoadError, LoadPlan, Stored, TensorEntry, TensorSource};
+
+use super::scales::{Configured, read_number};
+use super::spelling::{PairPart, layer_and_part};
+use super::targets::{Part, TargetComponent};
+use super::{AdapterError, AdapterFile, AdapterReport};
+use crate::checkpoint::{ComponentFiles, Rows};
+use crate::{ModelError, ModelFile};
+
+/// Names of an adapter's weights in a folder of peft or diffusers.
+const WEIGHTS: [&str; 2] = ["adapter_model.safetensors", "pytorch_lora_weights.safetensors"];
+
+/// The configuration beside them.
+const CONFIGURATION: &str = "adapter_config.json";
+
+/// The part of an adapter that changes one component.
+#[derive(Clone, Debug)]
+pub(crate) struct AdapterPart {
+    /// Name of the base's component.
+    pub(crate) base: &'static str,
+    /// Name of this component.
+    pub(crate) component: String,
+    /// By layer of the base, the scale of its term. Its factors are the tensors `{layer}.down` and `{layer}.up`.
+    pub(crate) scales: Arc<BTreeMap<String, f64>>,
+    /// The largest rank.
+    pub(crate) rank: usize,
+}
+
+/// An open adapter, known by its header.
+#[derive(Clone, Debug)]
+pub(crate) struct Adapter {
+    pub(crate) report: AdapterReport,
+    pub(crate) parts: Vec<AdapterPart>,
+}
+
+/// A pair of factors as the file has them.
+#[derive(Default)]
+struct Pair<'a> {
+    down: Option<(&'a str, &'a TensorEntry)>,
+    up: Option<(&'a str, &'a TensorEntry)>,
+    alpha: Option<(&'a str, &'a TensorEntry)>,
+}
+
+/// A layer's term: its name, rank and scale, and its sources.
+struct Term {
+    layer: usize,
+    rank: usize,
+    scale: f64,
+    down: TensorSource,
+    up: TensorSource,
+    /// The layer's name in the file.
+    in_file: String,
+}
+
+/// Opens adapters for a model of `family` with these target components: each with its components' files, in `dtype`.
+///
+/// # Errors
+/// [`ModelError::Adapter`] for the first that cannot be used.
+pub(crate) fn open_adapters(
+    files: &[AdapterFile],
+    family: &'static str,
+    targets: &[TargetComponent],
+    dtype: DType,
+) -> Result<Vec<(Adapter, Vec<ComponentFiles>)>, ModelError> {
+    let opened = files.iter().map(|file| {
+        open(file, family, targets, dtype).map_err(|error| ModelError::Adapter {
+            name: file.name.clone(),
+            error,
+        })
+    });
+    opened.collect()
+}
+
+fn open(
+    file: &AdapterFile,
+    family: &'static str,
+    targets: &[TargetComponent],
+    dtype: DType,
+) -> Result<(Adapter, Vec<ComponentFiles>), AdapterError> {
+    let is_folder = file.path.is_dir();
+    let weights = match is_folder {
+        true => {
+            let mut there = WEIGHTS.iter().map(|name| file.path.join(name));
+            there.find(|path| path.is_file()).ok_or_else(|| {
+                AdapterError::File(format!("its folder has neither of {}", WEIGHTS.join(", ")))
+            })?
+        }
+        false => file.path.clone(),
+    };
+    let checkpoint = CheckpointFile::open(&weights).map_err(of_header)?;
+    let configuration = Some(file.path.join(CONFIGURATION)).filter(|path| is_folder && path.is_file());
+
+    let (pairs, unknown) = pairs(&checkpoint, targets)?;
+    let tensors = checkpoint.tensors().count();
+    if let Some(first) = unknown.first() {
+        if pairs.is_empty() {
+            return Err(AdapterError::OtherFamily {
+                family,
+                tensors,
+                first: first.clone(),
+            });
+        }
+        if !file.ignores_unknown {
+            return Err(AdapterError::Unknown {
+                family,
+                count: unknown.len(),
+                first: first.clone(),
+            });
+        }
+    }
+    if pairs.is_empty() {
+        return Err(AdapterError::File("it has no tensors".to_owned()));
+    }
+
+    let mut files = vec![ModelFile::of(&checkpoint)];
+    if let Some(path) = &configuration {
+        let problem = |e: std::io::Error| AdapterError::File(format!("{}: {e}", path.display()));
+        files.push(ModelFile::at(path).map_err(problem)?);
+    }
+    let mut adapter = Adapter {
+        report: AdapterReport {
+            name: file.name.clone(),
+            ignored: unknown,
+            ..AdapterReport::default()
+        },
+        parts: Vec::new(),
+    };
+    let mut components = Vec::new();
+    for (index, target) in targets.iter().enumerate() {
+        let configured = match &configuration {
+            Some(path) => Configured::of_folder(path)?,
+            None => Configured::of_metadata(checkpoint.metadata(), target.name)?,
+        };
+        let of_target = pairs.iter().filter(|((component, _), _)| *component == index);
+        let mut terms = Vec::new();
+        for ((_, layer), (parts, pair)) in of_target {
+            terms.extend(terms_of(
+                layer,
+                parts,
+                pair,
+                target,
+                &configured,
+                &checkpoint,
+                dtype,
+            )?);
+        }
+        if terms.is_empty() {
+            continue;
+        }
+        terms.sort_by_key(|term| term.layer);
+        if let Some(twice) = terms.windows(2).find(|pair| pair[0].layer == pair[1].layer) {
+            return Err(AdapterError::Twice {
+                layer: target.layers[twice[0].layer].name.clone(),
+                first: twice[0].in_file.clone(),
+                second: twice[1].in_file.clone(),
+            });
+        }
+        let rank = terms.iter().map(|term| term.rank).max().unwrap_or_default();
+        let scales = terms
+            .iter()
+            .map(|term| (target.layers[term.layer].name.clone(), term.scale));
+        adapter.report.layers.insert(target.name.to_owned(), terms.len());
+        adapter.report.rank = adapter.report.rank.max(rank);
+        adapter.parts.push(AdapterPart {
+            base: target.name,
+            component: format!("adapter:{}:{}", file.name, target.name),
+            scales: Arc::new(scales.collect()),
+            rank,
+        });
+        components.push(ComponentFiles {
+            place: file.path.clone(),
+            plan: LoadPlan::Files(terms.into_iter().flat_map(|term| [term.down, term.up]).collect()),
+            files: files.clone(),
+        });
+    }
+    Ok((adapter, components))
+}
+
+fn of_header(error: LoadError) -> AdapterError {
+    AdapterError::File(error.to_string())
+}
+
+/// Pairs by target component and by the layer's name in the file, with the layers that it stands for.
+type Pairs<'a> = BTreeMap<(usize, &'a str), (&'a [Part], Pair<'a>)>;
+
+/// The pairs of a file, and the names of its tensors that are of no target.
+fn pairs<'a>(
+    checkpoint: &'a CheckpointFile,
+    targets: &'a [TargetComponent],
+) -> Result<(Pairs<'a>, Vec<String>), AdapterError> {
+    let mut pairs = Pairs::new();
+    let mut unknown = Vec::new();
+    for (tensor, entry) in checkpoint.tensors() {
+        let Some((layer, part)) = layer_and_part(tensor)? else {
+            unknown.push(tensor.to_owned());
+            continue;
+        };
+        let mut found = targets.iter().enumerate();
+        let found = found.find_map(|(index, target)| Some((index, target.find(layer)?)));
+        let Some((index, parts)) = found else {
+            unknown.push(tensor.to_owned());
+            continue;
+        };
+        let (_, pair) = pairs
+            .entry((index, layer))
+            .or_insert_with(|| (parts, Pair::default()));
+        let slot = match part {
+            PairPart::Down => &mut pair.down,
+            PairPart::Up => &mut pair.up,
+            PairPart::Alpha => &mut pair.alpha,
+        };
+        if let Some((first, _)) = slot.replace((tensor, entry)) {
+            return Err(AdapterError::Twice {
+                layer: layer.to_owned(),
+                first: first.to_owned(),
+                second: tensor.to_owned(),
+            });
+        }
+    }
+    Ok((pairs, unknown))
+}
+
+/// The terms of a pair: one for each layer that its name stands for. Layers that are fused in the file share `down`,
+/// and have rows of `up` each.
+fn terms_of(
+    in_file: &str,
+    parts: &[Part],
+    pair: &Pair<'_>,
+    target: &TargetComponent,
+    configured: &Configured,
+    checkpoint: &CheckpointFile,
+    dtype: DType,
+) -> Result<Vec<Term>, AdapterError> {
+    let ((down_name, down), (up_name, up)) = match (pair.down, pair.up) {
+        (Some(down), Some(up)) => (down, up),
+        (Some((found, _)), None) | (None, Some((found, _))) => {
+            return Err(AdapterError::Half {
+                found: found.to_owned(),
+            });
+        }
+        (None, None) => {
+            let found = pair.alpha.map_or(in_file, |(name, _)| name);
+            return Err(AdapterError::Half {
+                found: found.to_owned(),
+            });
+        }
+    };
+    let shape = |tensor: &str, entry: &TensorEntry, expected: String| AdapterError::Shape {
+        tensor: tensor.to_owned(),
+        found: entry.shape.clone(),
+        expected,
+    };
+    let inputs = target.layers[parts[0].layer].inputs;
+    let outputs: usize = parts
+        .iter()
+        .flat_map(|part| &part.rows)
+        .map(|rows| rows.count)
+        .sum();
+    let rank = match matrix(down) {
+        Some([rank, columns]) if rank > 0 && columns == inputs => rank,
+        _ => return Err(shape(down_name, down, format!("[rank, {inputs}]"))),
+    };
+    if matrix(up) != Some([outputs, rank]) {
+        return Err(shape(up_name, up, format!("[{outputs}, {rank}]")));
+    }
+    for (name, entry) in [(down_name, down), (up_name, up)] {
+        if !entry.stored.is_float() && entry.stored != Stored::F8E4M3 {
+            let problem = format!("tensor {name} is stored as {:?}, which is no float", entry.stored);
+            return Err(AdapterError::File(problem));
+        }
+    }
+    let own = pair
+        .alpha
+        .map(|(name, entry)| read_number(checkpoint.path(), name, entry));
+    let scale = configured.scale(in_file, rank, own.transpose()?)?;
+    let source = |name: String, entry: &TensorEntry, rows: &[Rows], shape: [usize; 2]| {
+        let flat = TensorEntry {
+            shape: matrix(entry).map_or_else(|| entry.shape.clone(), |sides| sides.to_vec()),
+            ..entry.clone()
+        };
+        let ranges = rows.iter().filter_map(|rows| flat.rows(rows.first, rows.count));
+        let ranges: Vec<_> = ranges.map(|entry| entry.range).collect();
+        TensorSource::full(
+            name,
+            checkpoint.path(),
+            ranges,
+            entry.stored,
+            shape.to_vec(),
+            dtype,
+        )
+    };
+    let all_of_down = [Rows {
+        first: 0,
+        count: rank,
+    }];
+    let terms = parts.iter().map(|part| {
+        let layer = &target.layers[part.layer];
+        Term {
+            layer: part.layer,
+            rank,
+            scale,
+            down: source(format!("{}.down", layer.name), down, &all_of_down, [rank, inputs]),
+            up: source(
+                format!("{}.up", layer.name),
+                up,
+                &part.rows,
+                [layer.outputs, rank],
+            ),
+            in_file: in_file.to_owned(),
+        }
+    });
+    Ok(terms.collect())
+}
+
+/// Rows and columns of a matrix, or of a convolution of one pixel.
+fn matrix(entry: &TensorEntry) -> Option<[usize; 2]> {
+    match *entry.shape.as_slice() {
+        [rows, columns] | [rows, columns, 1, 1] => Some([rows, columns]),
+        _ => None,
+    }
+}
+
+/// Whether a folder is an adapter of peft or of diffusers.
+pub fn is_adapter_folder(path: &Path) -> bool {
+    path.is_dir() && WEIGHTS.iter().any(|name| path.join(name).is_file())
+}

@@ -1,0 +1,147 @@
+//! The adapters of an open model, for its plans and its stages.
+
+use std::sync::Arc;
+
+use candle_core::DType;
+use gpu::ComponentTensors;
+use residency::Bytes;
+
+use super::attached::AttachedAdapters;
+use super::open::{Adapter, AdapterPart, open_adapters};
+use super::targets::TargetComponent;
+use super::{AdapterFile, AdapterReport, AdapterUse};
+use crate::checkpoint::ComponentSet;
+use crate::linear::SIDE_BY_SIDE;
+use crate::{ModelError, RequestError, StageError};
+
+/// Which of an adapter's strengths counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum UsedAs {
+    /// That in text encoders.
+    Text,
+    /// The curve over the steps.
+    Steps,
+}
+
+impl UsedAs {
+    /// Whether the adapter changes anything.
+    fn is_active(self, each: &AdapterUse) -> bool {
+        match self {
+            UsedAs::Text => each.text_strength != 0.0,
+            UsedAs::Steps => !each.strength.is_zero(),
+        }
+    }
+}
+
+/// The adapters of an open model.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct AdapterSet(Vec<Adapter>);
+
+impl AdapterSet {
+    /// Opens adapters for a model of `family` (its display name), and adds their components to the model's.
+    ///
+    /// # Errors
+    /// [`ModelError::Adapter`] for the first that cannot be used.
+    pub(crate) fn open(
+        files: &[AdapterFile],
+        family: &'static str,
+        targets: &[TargetComponent],
+        components: &mut ComponentSet,
+    ) -> Result<AdapterSet, ModelError> {
+        let opened = open_adapters(files, family, targets, components.dtype())?;
+        let adapters = opened.into_iter().map(|(adapter, files)| {
+            for (part, files) in adapter.parts.iter().zip(files) {
+                components.push(&part.component, files);
+            }
+            adapter
+        });
+        Ok(AdapterSet(adapters.collect()))
+    }
+
+    /// What they change.
+    pub(crate) fn reports(&self) -> Vec<AdapterReport> {
+        self.0.iter().map(|adapter| adapter.report.clone()).collect()
+    }
+
+    /// Problems of a request's adapters: those that the model was not opened with.
+    pub(crate) fn problems(&self, uses: &[AdapterUse]) -> Vec<RequestError> {
+        let unknown = uses.iter().filter(|each| self.adapter(&each.name).is_none());
+        let problem = |each: &AdapterUse| {
+            RequestError::new("adapters", format!("{} is not attached to the model", each.name))
+        };
+        unknown.map(problem).collect()
+    }
+
+    fn adapter(&self, name: &str) -> Option<&Adapter> {
+        self.0.iter().find(|adapter| adapter.report.name == name)
+    }
+
+    /// The parts for a component of the adapters that a request uses.
+    fn parts<'a>(
+        &'a self,
+        uses: &'a [AdapterUse],
+        base: &'a str,
+        used_as: UsedAs,
+    ) -> impl Iterator<Item = (&'a AdapterUse, &'a AdapterPart)> {
+        let active = uses.iter().filter(move |each| used_as.is_active(each));
+        active.flat_map(move |each| {
+            let parts = self
+                .adapter(&each.name)
+                .into_iter()
+                .flat_map(|adapter| &adapter.parts);
+            parts
+                .filter(move |part| part.base == base)
+                .map(move |part| (each, part))
+        })
+    }
+
+    /// These components, and those of the adapters that a request uses on them.
+    pub(crate) fn beside(&self, bases: &[&str], uses: &[AdapterUse], used_as: UsedAs) -> Vec<String> {
+        let parts = bases.iter().flat_map(|base| self.parts(uses, base, used_as));
+        let own = bases.iter().map(|&base| base.to_owned());
+        own.chain(parts.map(|(_, part)| part.component.clone())).collect()
+    }
+
+    /// Predicted scratch of the terms of a component's layers, which are computed one after the other.
+    pub(crate) fn scratch(&self, base: &str, tokens: usize, dtype: DType) -> Bytes {
+        let parts = self.0.iter().flat_map(|adapter| &adapter.parts);
+        let rank = parts.filter(|part| part.base == base).map(|part| part.rank).max();
+        Bytes(ops::low_rank_scratch(
+            tokens,
+            SIDE_BY_SIDE * rank.unwrap_or(0),
+            dtype,
+        ))
+    }
+
+    /// Adds what changes the text encoders to the identity of encoded text. The components of the adapters are a part of
+    /// it already.
+    pub(crate) fn hash_text(&self, uses: &[AdapterUse], hash: &mut blake3::Hasher) {
+        for each in uses.iter().filter(|each| UsedAs::Text.is_active(each)) {
+            hash.update(each.name.as_bytes());
+            hash.update(&each.text_strength.to_le_bytes());
+        }
+    }
+
+    /// Attaches the adapters that a request uses on a component.
+    ///
+    /// # Errors
+    /// When a component is not resident.
+    pub(crate) fn attach(
+        &self,
+        uses: &[AdapterUse],
+        base: &str,
+        used_as: UsedAs,
+        tensors: &dyn Fn(&str) -> Result<Arc<ComponentTensors>, StageError>,
+    ) -> Result<AttachedAdapters, StageError> {
+        let mut attached = AttachedAdapters::default();
+        for (each, part) in self.parts(uses, base, used_as) {
+            let curve = match used_as {
+                UsedAs::Steps => each.strength.clone(),
+                UsedAs::Text => super::StrengthCurve::constant(each.text_strength)
+                    .map_err(|error| StageError::BadInput(format!("text_strength {error}")))?,
+            };
+            attached.add(part, tensors(&part.component)?, curve);
+        }
+        Ok(attached)
+    }
+}

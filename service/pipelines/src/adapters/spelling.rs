@@ -1,0 +1,83 @@
+//! How programs name the tensors of adapters.
+//!
+//! | program | names of a layer `L` |
+//! |---|---|
+//! | diffusers, peft, ai-toolkit | `L.lora_A.weight`, `L.lora_B.weight`, also with `.default` |
+//! | kohya, OneTrainer, ComfyUI | `L.lora_down.weight`, `L.lora_up.weight`, `L.alpha`, with `_` for `.` in `L` |
+//! | older diffusers | `L.lora.down.weight`, `L_lora.up.weight` |
+//! | XLabs | `L.down.weight`, `L.up.weight` |
+
+use super::AdapterError;
+
+/// Part of an adapter's pair that a tensor is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PairPart {
+    /// `[rank, inputs]`.
+    Down,
+    /// `[outputs, rank]`.
+    Up,
+    /// A number: the scale of the pair is this by the rank.
+    Alpha,
+}
+
+/// Endings of the names of supported tensors. The first that fits counts.
+const ENDINGS: [(&str, PairPart); 17] = [
+    (".lora_A.default.weight", PairPart::Down),
+    (".lora_B.default.weight", PairPart::Up),
+    (".lora_A.weight", PairPart::Down),
+    (".lora_B.weight", PairPart::Up),
+    (".lora_A.default", PairPart::Down),
+    (".lora_B.default", PairPart::Up),
+    (".lora_A", PairPart::Down),
+    (".lora_B", PairPart::Up),
+    (".lora_down.weight", PairPart::Down),
+    (".lora_up.weight", PairPart::Up),
+    (".lora.down.weight", PairPart::Down),
+    (".lora.up.weight", PairPart::Up),
+    ("_lora.down.weight", PairPart::Down),
+    ("_lora.up.weight", PairPart::Up),
+    (".down.weight", PairPart::Down),
+    (".up.weight", PairPart::Up),
+    (".alpha", PairPart::Alpha),
+];
+
+/// Parts of names by which unsupported kinds are known.
+const UNSUPPORTED: [(&str, &str); 22] = [
+    ("lokr_", "LoKr"),
+    ("hada_", "LoHa"),
+    ("dora_scale", "DoRA"),
+    ("lora_magnitude_vector", "DoRA"),
+    ("lora_mid", "LoCon with a middle convolution"),
+    ("lora_embedding_", "an adapter of an embedding"),
+    ("oft_", "OFT"),
+    ("boft_", "BOFT"),
+    ("vera_", "VeRA"),
+    ("glora", "GLoRA"),
+    (".a1.weight", "GLoRA"),
+    ("ia3_l", "IA3"),
+    ("on_input", "IA3"),
+    (".bias_", "a bias in a sparse form"),
+    ("query_norm.scale", "a control adapter of Black Forest Labs"),
+    ("key_norm.scale", "a control adapter of Black Forest Labs"),
+    ("lora_B.bias", "a bias beside its pairs"),
+    ("lora_up.bias", "a bias beside its pairs"),
+    (".reshape_weight", "a layer of another shape"),
+    (".set_weight", "a whole weight"),
+    (".diff_b", "a difference of a bias"),
+    (".diff", "a difference of a whole weight"),
+];
+
+/// The layer that a tensor belongs to, as the file names it, and its part; `None` if the name has no known ending.
+///
+/// # Errors
+/// [`AdapterError::Unsupported`] for a kind that is known and not supported.
+pub(super) fn layer_and_part(tensor: &str) -> Result<Option<(&str, PairPart)>, AdapterError> {
+    if let Some((_, kind)) = UNSUPPORTED.iter().find(|(part, _)| tensor.contains(part)) {
+        return Err(AdapterError::Unsupported {
+            kind,
+            tensor: tensor.to_owned(),
+        });
+    }
+    let mut known = ENDINGS.iter();
+    Ok(known.find_map(|(ending, part)| Some((tensor.strip_suffix(ending)?, *part))))
+}

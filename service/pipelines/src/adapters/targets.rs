@@ -1,0 +1,163 @@
+//! The layers of a model that adapters may change, under every name that they have in files.
+
+use std::collections::HashMap;
+
+use crate::checkpoint::{Rows, TensorSpec};
+
+/// Prefixes of the denoiser's layers in files: none, diffusers, ComfyUI and ai-toolkit, peft, kohya, OneTrainer, and
+/// SimpleTuner.
+const DENOISER: [&str; 9] = [
+    "",
+    "transformer.",
+    "diffusion_model.",
+    "model.diffusion_model.",
+    "base_model.model.",
+    "base_model.model.transformer.",
+    "lora_unet_",
+    "lora_transformer_",
+    "lycoris_",
+];
+
+/// A layer that a name in a file stands for, or a part of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Part {
+    /// Index into [`TargetComponent::layers`].
+    pub(super) layer: usize,
+    /// The rows of the named layer's output that are this layer's, in its order.
+    pub(super) rows: Vec<Rows>,
+}
+
+/// A linear layer of a component.
+#[derive(Clone, Debug)]
+pub(super) struct TargetLayer {
+    /// Its name in the component: that of its weight without `.weight`.
+    pub(super) name: String,
+    pub(super) outputs: usize,
+    pub(super) inputs: usize,
+}
+
+/// A component whose layers adapters may change.
+#[derive(Clone, Debug)]
+pub(crate) struct TargetComponent {
+    /// Name of the component in the base.
+    pub(crate) name: &'static str,
+    prefixes: Vec<&'static str>,
+    pub(super) layers: Vec<TargetLayer>,
+    /// By every name of a layer, with dots and with underscores: its parts.
+    by_name: HashMap<String, Vec<Part>>,
+}
+
+impl TargetComponent {
+    /// The layers of a denoiser, whose weights are these tensors.
+    pub(crate) fn denoiser(name: &'static str, specs: &[TensorSpec]) -> TargetComponent {
+        TargetComponent::of(name, DENOISER.to_vec(), specs, &[])
+    }
+
+    /// The layers of a text encoder, whose names in files begin with one of `prefixes`. `optional` is a part of layers'
+    /// names that may be left out.
+    pub(crate) fn text_encoder(
+        name: &'static str,
+        prefixes: &[&'static str],
+        specs: &[TensorSpec],
+        optional: &str,
+    ) -> TargetComponent {
+        TargetComponent::of(name, prefixes.to_vec(), specs, &[optional])
+    }
+
+    fn of(
+        name: &'static str,
+        prefixes: Vec<&'static str>,
+        specs: &[TensorSpec],
+        optional: &[&str],
+    ) -> TargetComponent {
+        let mut component = TargetComponent {
+            name,
+            prefixes,
+            layers: Vec::new(),
+            by_name: HashMap::new(),
+        };
+        for spec in specs {
+            let (Some(layer), Some(in_file)) = (
+                spec.name.strip_suffix(".weight"),
+                spec.tensor.strip_suffix(".weight"),
+            ) else {
+                continue;
+            };
+            let &[outputs, inputs] = spec.shape.as_slice() else {
+                continue;
+            };
+            if !is_linear(layer) {
+                continue;
+            }
+            let index = component.layers.len();
+            component.layers.push(TargetLayer {
+                name: layer.to_owned(),
+                outputs,
+                inputs,
+            });
+            let whole = vec![Rows {
+                first: 0,
+                count: outputs,
+            }];
+            component.add(layer, index, &whole);
+            for optional in optional {
+                match layer.strip_prefix(optional) {
+                    Some(short) if !optional.is_empty() => component.add(short, index, &whole),
+                    _ if !optional.is_empty() => component.add(&format!("{optional}{layer}"), index, &whole),
+                    _ => {}
+                }
+            }
+            if in_file != layer {
+                component.add(in_file, index, &spec.rows);
+            }
+        }
+        component
+    }
+
+    fn add(&mut self, name: &str, layer: usize, rows: &[Rows]) {
+        for name in [name.to_owned(), name.replace('.', "_")] {
+            let parts = self.by_name.entry(name).or_default();
+            if !parts.iter().any(|part| part.layer == layer) {
+                parts.push(Part {
+                    layer,
+                    rows: rows.to_vec(),
+                });
+            }
+        }
+    }
+
+    /// Adds a further name for what `of` stands for; of fused layers only the first `outputs` rows, if given.
+    pub(crate) fn alias(&mut self, name: &str, of: &str, outputs: Option<usize>) {
+        let parts = self.by_name.get(of).cloned().unwrap_or_default();
+        let within = |part: &Part| {
+            let last = part.rows.iter().map(|rows| rows.first + rows.count).max();
+            outputs.is_none_or(|outputs| last.is_some_and(|last| last <= outputs))
+        };
+        let parts = parts.into_iter().filter(within).collect();
+        self.by_name.insert(name.to_owned(), parts);
+    }
+
+    /// What a layer's name in a file stands for; `None` if it is of no layer of this component.
+    pub(super) fn find(&self, name: &str) -> Option<&[Part]> {
+        let mut stripped = self
+            .prefixes
+            .iter()
+            .filter_map(|prefix| name.strip_prefix(prefix));
+        stripped
+            .find_map(|name| self.by_name.get(name))
+            .map(Vec::as_slice)
+    }
+}
+
+/// Whether a two-dimensional weight is that of a linear layer: tables of embeddings are not.
+fn is_linear(layer: &str) -> bool {
+    let last = layer.rsplit('.').next().unwrap_or(layer);
+    ![
+        "shared",
+        "token_embedding",
+        "position_embedding",
+        "embed_tokens",
+        "relative_attention_bias",
+    ]
+    .contains(&last)
+}
