@@ -16,7 +16,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::DType;
 use gpu::{CardDescription, FileStamp, KeptFolder, LoadPlan, TensorSource, Timeline};
-use pipelines::{Catalogue, Model, ModelError, ModelFile, Precision, Quantization, RequestError};
+use pipelines::{
+    AdapterFile, Catalogue, Model, ModelError, ModelFile, Precision, Quantization, RequestError,
+};
 use residency::{Bytes, Component, ComponentId};
 
 use crate::error::Error;
@@ -40,7 +42,7 @@ const REMEMBERED: usize = 1024;
 /// [`Library::open`].
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Entry {
-    /// Cache key: `id@revision+component=format`, everything resolved.
+    /// Cache key: `id@revision+component=format&adapter`, everything resolved.
     pub key: String,
     /// As configured.
     pub id: String,
@@ -49,6 +51,8 @@ pub struct Entry {
     pub path: PathBuf,
     /// Formats of its components.
     pub quantization: Quantization,
+    /// Adapters that are attached to it, in order.
+    pub adapters: Vec<AdapterFile>,
 }
 
 impl Entry {
@@ -61,6 +65,7 @@ impl Entry {
             revision,
             path,
             quantization,
+            adapters: Vec::new(),
         }
     }
 
@@ -68,13 +73,43 @@ impl Entry {
     #[must_use]
     pub fn quantized(&self, quantization: Quantization) -> Entry {
         let (id, revision, path) = (self.id.clone(), self.revision.clone(), self.path.clone());
-        Entry::new(id, revision, path, quantization)
+        Entry::new(id, revision, path, quantization).with_adapters(self.adapters.clone())
+    }
+
+    /// The same model with these adapters instead of its own.
+    #[must_use]
+    pub fn with_adapters(&self, adapters: Vec<AdapterFile>) -> Entry {
+        let mut key = self.base_key().to_owned();
+        for adapter in &adapters {
+            key.push(BEFORE_ADAPTER);
+            key.extend(adapter.name.chars().map(|c| if c == '+' { ' ' } else { c }));
+            if adapter.ignores_unknown {
+                key.push('~');
+            }
+        }
+        Entry {
+            key,
+            adapters,
+            ..self.clone()
+        }
+    }
+
+    /// Key of the model without adapters.
+    pub fn base_key(&self) -> &str {
+        match self.adapters.is_empty() {
+            true => &self.key,
+            false => {
+                let formats = self.key.rfind('+').unwrap_or_default();
+                let behind = self.key[formats..].find(BEFORE_ADAPTER);
+                &self.key[..behind.map_or(self.key.len(), |behind| formats + behind)]
+            }
+        }
     }
 
     /// Whether a key is of this model, in any format.
     pub fn is_of_same_model(&self, key: &str) -> bool {
         fn model_of(key: &str) -> Option<&str> {
-            key.rsplit_once('+').map(|(model, _)| model) // formats contain no plus
+            key.rsplit_once('+').map(|(model, _)| model) // formats and adapters contain no plus
         }
         model_of(key) == model_of(&self.key)
     }
@@ -85,6 +120,7 @@ impl Entry {
             key: self.key.clone(),
             path: self.path.clone(),
             quantization: self.quantization.clone(),
+            adapters: self.adapters.clone(),
             kept: Vec::new(),
             identities: Vec::new(),
         }
@@ -116,8 +152,11 @@ pub struct Library {
     opening: Opening,
 }
 
-/// Cache key of an open model: path, computation dtype, and quantization.
-type ModelKey = (PathBuf, String, Quantization);
+/// Cache key of an open model: path, computation dtype, quantization, and adapters.
+type ModelKey = (PathBuf, String, Quantization, Vec<AdapterFile>);
+
+/// Separates the adapters in an entry's key.
+const BEFORE_ADAPTER: char = '&';
 
 #[derive(Clone)]
 struct Opened {
@@ -384,7 +423,15 @@ impl Library {
             dtype: dtype_of(&card.compute_dtype)?,
             quantization: entry.quantization.clone(),
         };
-        self.catalogue.open(&entry.path, &precision).map_err(error_of)
+        if entry.adapters.is_empty() {
+            return self.catalogue.open(&entry.path, &precision).map_err(error_of);
+        }
+        let (path, dtype, quantization, _) = shelf_of(entry, &card.compute_dtype);
+        let base = match self.open_already(&(path, dtype, quantization, Vec::new())) {
+            Some(open) => open.model,
+            None => self.catalogue.open(&entry.path, &precision).map_err(error_of)?,
+        };
+        base.with_adapters(&entry.adapters).map_err(error_of)
     }
 
     /// The components of an open entry, with their current identities. Does no IO.
@@ -396,7 +443,7 @@ impl Library {
     /// Switches components to content hashes found since they were opened, each in all models at once, and only if
     /// the old identity is not in use: on a card, pinned, held, or part of a job.
     pub fn adopt(&self, in_use: &dyn Fn(&ComponentId) -> bool) {
-        for ((_, dtype, _), opened) in self.lock().iter_mut() {
+        for ((_, dtype, ..), opened) in self.lock().iter_mut() {
             for index in 0..opened.components.len() {
                 if !opened.is_provisional(index) || in_use(&opened.components[index].id) {
                     continue;
@@ -475,7 +522,7 @@ impl Opened {
     }
 
     /// The components that are quantized at load, by name; `None` while their content hash is not known.
-    fn wanted(&self, (_, dtype, _): &ModelKey, known: KnownHash<'_>) -> Vec<(String, Option<WantedCopy>)> {
+    fn wanted(&self, (_, dtype, ..): &ModelKey, known: KnownHash<'_>) -> Vec<(String, Option<WantedCopy>)> {
         let made = self
             .components
             .iter()
@@ -542,6 +589,7 @@ fn shelf_of(entry: &Entry, compute_dtype: &str) -> ModelKey {
         entry.path.clone(),
         compute_dtype.to_owned(),
         entry.quantization.clone(),
+        entry.adapters.clone(),
     )
 }
 
@@ -564,6 +612,10 @@ fn error_of(error: ModelError) -> Error {
         ModelError::Quantization { .. } => Error::Invalid(vec![RequestError {
             field: "model.quantization.components".to_owned(),
             problem: message,
+        }]),
+        ModelError::Adapter { name, error } => Error::Invalid(vec![RequestError {
+            field: format!("adapters[{name}]"),
+            problem: error.to_string(),
         }]),
     }
 }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use gpu::{CardDescription, Unloaded};
-use pipelines::{Piece, Quantization, Request, StagePlan, Values};
+use pipelines::{AdapterFile, Piece, Quantization, Request, StagePlan, Values};
 use residency::{Bytes, Component, ComponentId, Holder, Ledger, MemorySummary, Policy, WaitCause};
 use serde::{Deserialize, Serialize};
 
@@ -25,6 +25,8 @@ pub struct ModelLocation {
     pub path: PathBuf,
     /// Formats of its components.
     pub quantization: Quantization,
+    /// Adapters that are attached to it, in order.
+    pub adapters: Vec<AdapterFile>,
     /// Kept copies of quantized components, by name: read instead of the checkpoint if possible.
     pub kept: Vec<(String, PathBuf)>,
     /// Of components that go by their content: that identity, and the provisional one of the files that have it.

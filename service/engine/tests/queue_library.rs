@@ -70,6 +70,7 @@ fn model(folder: &Path, name: &str, transformer: &[u8], vae: &[u8]) -> Entry {
         revision: String::new(),
         path,
         quantization: pipelines::Quantization::NONE,
+        adapters: Vec::new(),
     }
 }
 
@@ -193,6 +194,7 @@ fn a_path_that_is_not_a_model_is_refused() {
         revision: String::new(),
         path: folder.path().into(),
         quantization: pipelines::Quantization::NONE,
+        adapters: Vec::new(),
     };
     assert!(matches!(
         library(None).open(&entry, &card("f32")),

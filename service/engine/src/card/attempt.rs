@@ -144,7 +144,9 @@ impl Card {
                 ModelError::NotAPipeline { .. } | ModelError::Unsupported { .. } => {
                     Failure::Unsupported { message }
                 }
-                ModelError::Damaged { .. } | ModelError::Quantization { .. } => Failure::Model { message },
+                ModelError::Damaged { .. } | ModelError::Quantization { .. } | ModelError::Adapter { .. } => {
+                    Failure::Model { message }
+                }
             })
         })
     }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use candle_core::DType;
-use pipelines::{Catalogue, Model, ModelError, Precision, Quantization};
+use pipelines::{AdapterFile, Catalogue, Model, ModelError, Precision, Quantization};
 
 use crate::messages::ModelLocation;
 use crate::stamps::{Around, Stamps};
@@ -13,12 +13,14 @@ use crate::stamps::{Around, Stamps};
 /// Capacity of the cache. Opening a model again costs milliseconds.
 const CAPACITY: usize = 64;
 
-/// CachedModel models by path and quantization.
+/// Open models by path, quantization, and adapters.
 pub(super) struct Models {
     catalogue: Catalogue,
     dtype: DType,
-    opened: HashMap<(PathBuf, Quantization), CachedModel>,
+    opened: HashMap<ModelKey, CachedModel>,
 }
+
+type ModelKey = (PathBuf, Quantization, Vec<AdapterFile>);
 
 struct CachedModel {
     model: Arc<dyn Model>,
@@ -42,14 +44,18 @@ impl Models {
         }
     }
 
+    /// An open model, if none of its files has changed.
+    fn current(&self, key: &ModelKey) -> Option<Arc<dyn Model>> {
+        let known = self.opened.get(key)?;
+        known.stamps.are_current().then(|| Arc::clone(&known.model))
+    }
+
     /// The model at a path: from the cache, if none of its files has changed.
     pub(super) fn open(&mut self, location: &ModelLocation) -> Result<Arc<dyn Model>, ModelError> {
         let (path, quantization) = (&location.path, &location.quantization);
-        let shelf = (path.clone(), quantization.clone());
-        if let Some(known) = self.opened.get(&shelf)
-            && known.stamps.are_current()
-        {
-            return Ok(Arc::clone(&known.model));
+        let shelf = (path.clone(), quantization.clone(), location.adapters.clone());
+        if let Some(known) = self.current(&shelf) {
+            return Ok(known);
         }
         self.opened.remove(&shelf);
         let precision = Precision {
@@ -57,7 +63,14 @@ impl Models {
             quantization: quantization.clone(),
         };
         let around = Around::of(path);
-        let model = self.catalogue.open(path, &precision)?;
+        let base = (path.clone(), quantization.clone(), Vec::new());
+        let mut model = match self.current(&base) {
+            Some(base) => base,
+            None => self.catalogue.open(path, &precision)?,
+        };
+        if !location.adapters.is_empty() {
+            model = model.with_adapters(&location.adapters)?;
+        }
         if self.opened.len() >= CAPACITY {
             self.opened.clear();
         }

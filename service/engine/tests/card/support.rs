@@ -267,6 +267,7 @@ impl Bench {
                 key: path.display().to_string(),
                 path: path.to_owned(),
                 quantization: pipelines::Quantization::NONE,
+                adapters: Vec::new(),
                 kept: Vec::new(),
                 identities: Vec::new(),
             },

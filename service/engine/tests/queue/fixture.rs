@@ -237,6 +237,7 @@ pub fn entry(name: &str) -> Arc<Entry> {
         revision: String::new(),
         path: format!("/models/{name}").into(),
         quantization: pipelines::Quantization::NONE,
+        adapters: Vec::new(),
     })
 }
 

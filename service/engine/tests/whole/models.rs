@@ -90,6 +90,7 @@ impl Models {
             revision: String::new(),
             path: self.folder.path().join(format!("{name}.instant.json")),
             quantization: pipelines::Quantization::NONE,
+            adapters: Vec::new(),
         })
     }
 
