@@ -1,5 +1,7 @@
 //! The models that requests can name: folders are scanned, ids resolved, defaults merged.
 
+mod adapters;
+
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock};
@@ -187,11 +189,7 @@ impl Models {
     pub(crate) fn resolve(&self, model: Option<&v1::ModelRef>) -> Result<Arc<Entry>, Error> {
         let none = v1::ModelRef::default();
         let model = model.unwrap_or(&none);
-        if !model.adapters.is_empty() {
-            return Err(Error::NotBuilt {
-                what: "adapters".to_owned(),
-            });
-        }
+        let adapters = &model.adapters;
         let (model, quantization) = self.formats_of(model)?;
         let id = if model.id.is_empty() {
             self.default_id(&self.list()).ok_or_else(|| {
@@ -207,7 +205,7 @@ impl Models {
             .or_else(|| find_named(&self.rescan(), &id, &model.revision))
             .ok_or_else(|| Error::ModelNotFound { id: id.clone() })?;
         let entry = Entry::new(found.id, found.revision, found.path, quantization);
-        Ok(Arc::new(entry))
+        self.with_adapters(entry, adapters).map(Arc::new)
     }
 
     /// The entry among `known` that a reference means, whose files may be gone: of this id (or key), revision where one is
@@ -367,9 +365,14 @@ fn find(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
     }
 }
 
-/// The model that ships in `demo/model`: beside the program, where it is installed to (`share/moored` of the same
-/// prefix), in the current folder, or in the checkout that it was built in.
+/// The model that ships in `demo/model`.
 fn shipped_model() -> Option<PathBuf> {
+    shipped_folder("demo/model").filter(|folder| is_pipeline(folder))
+}
+
+/// A folder that ships with the project: beside the program, where it is installed to (`share/moored` of the same prefix),
+/// in the current folder, or in the checkout that it was built in.
+fn shipped_folder(name: &str) -> Option<PathBuf> {
     let program = std::env::current_exe().ok();
     let beside = program
         .iter()
@@ -379,8 +382,8 @@ fn shipped_model() -> Option<PathBuf> {
     beside
         .chain(std::env::current_dir().ok())
         .chain([built])
-        .map(|folder| folder.join("demo/model"))
-        .find(|folder| folder.join("model_index.json").is_file())
+        .map(|folder| folder.join(name))
+        .find(|folder| folder.is_dir())
 }
 
 /// Models in a folder: itself, its children, and their children.

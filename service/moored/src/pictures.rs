@@ -9,7 +9,7 @@ use image::codecs::jpeg::JpegEncoder;
 use image::codecs::webp::WebPEncoder;
 use image::imageops::FilterType;
 use image::{DynamicImage, ImageDecoder as _, ImageEncoder, ImageReader, Limits};
-use pipelines::{Medium, Request};
+use pipelines::{AdapterUse, Medium, Request};
 use serde::{Deserialize, Serialize};
 
 /// Longest side of a picture that a client may send.
@@ -59,8 +59,40 @@ pub(crate) struct Recipe {
     pub(crate) model: String,
     /// Entry key: revision and quantization too.
     pub(crate) model_key: String,
+    /// Adapters, in order.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) adapters: Vec<RecipeAdapter>,
     /// Version of the service.
     pub(crate) version: String,
+}
+
+/// An adapter in a [`Recipe`].
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct RecipeAdapter {
+    pub(crate) id: String,
+    /// In every step; with a curve, that of the first.
+    pub(crate) strength: f32,
+    /// Points of position and strength; empty for one strength.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) curve: Vec<(f32, f32)>,
+    /// Absent: as `strength`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) text_strength: Option<f32>,
+}
+
+impl RecipeAdapter {
+    fn of(each: &AdapterUse) -> RecipeAdapter {
+        let strength = each.strength.first();
+        RecipeAdapter {
+            id: each.name.clone(),
+            strength,
+            curve: match each.strength.is_constant() {
+                true => Vec::new(),
+                false => each.strength.points().to_vec(),
+            },
+            text_strength: (each.text_strength != strength).then_some(each.text_strength),
+        }
+    }
 }
 
 impl Recipe {
@@ -78,7 +110,8 @@ impl Recipe {
             max_sequence_length: request.max_sequence_length,
             strength: starts.then_some(request.strength),
             model: entry.id.clone(),
-            model_key: entry.key.clone(),
+            model_key: entry.base_key().to_owned(),
+            adapters: request.adapters.iter().map(RecipeAdapter::of).collect(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             ..Recipe::default()
         };

@@ -12,6 +12,7 @@ use residency::Bytes;
 
 use super::{CliError, cards, version};
 use crate::config::Flags;
+use crate::pictures::Recipe;
 use crate::proto::v1;
 
 /// Run FLUX and other image models on your GPU, shared by ComfyUI, Griptape Nodes, scripts and this command.
@@ -392,8 +393,8 @@ impl MediumChoice {
     }
 }
 
-/// Formats of a model's weights.
-#[derive(Debug, Default, Args)]
+/// Formats of a model's weights, and its adapters.
+#[derive(Clone, Debug, Default, Args)]
 pub(super) struct Formats {
     /// Precision of the weights: full, 8-bit, 4-bit, or auto, which takes the best that fits the GPU [default: full, as they
     /// are stored; of `run`: auto]; MODEL+4-bit is the same
@@ -402,6 +403,13 @@ pub(super) struct Formats {
     /// Precision of one component (full, int8, fp8, nf4, nf4-double), over the preset; may be repeated
     #[arg(long = "format", value_name = "COMPONENT=FORMAT", value_parser = component_and_format, help_heading = "Weights")]
     formats: Vec<(String, String)>,
+    /// A LoRA, by its name in `moored models`, and its strength [default: 1]; may be repeated. NAME:0.8, NAME:1,0.5,0 over
+    /// the steps, NAME:0.8:0 with a strength of its own in text encoders
+    #[arg(long = "lora", value_name = "NAME[:STRENGTH]", value_parser = super::adapter::adapter_of, help_heading = "Weights")]
+    adapters: Vec<v1::Adapter>,
+    /// Ignore tensors of LoRA that are of no layer of the model
+    #[arg(long, requires = "adapters", help_heading = "Weights")]
+    lora_ignore_unknown: bool,
 }
 
 fn component_and_format(text: &str) -> Result<(String, String), String> {
@@ -413,9 +421,12 @@ fn component_and_format(text: &str) -> Result<(String, String), String> {
 }
 
 impl Formats {
-    /// The formats in the key of an entry, as the recipe of a picture has it.
-    pub(super) fn of_key(key: &str) -> Formats {
-        let formats = key.rsplit_once('+').map_or("", |(_, formats)| formats);
+    /// The formats and adapters in the recipe of a picture.
+    pub(super) fn of_recipe(recipe: &Recipe) -> Formats {
+        let formats = recipe
+            .model_key
+            .rsplit_once('+')
+            .map_or("", |(_, formats)| formats);
         let (named, presets): (Vec<&str>, Vec<&str>) =
             formats.split(',').partition(|each| each.contains('='));
         let preset = presets.first().filter(|preset| !matches!(**preset, "" | FULL));
@@ -425,7 +436,24 @@ impl Formats {
             formats: named
                 .map(|(component, format)| (component.to_owned(), format.to_owned()))
                 .collect(),
+            adapters: recipe.adapters.iter().map(super::adapter::of_recipe).collect(),
+            lora_ignore_unknown: false,
         }
+    }
+
+    /// The same formats, with the adapters of a recipe where none are given.
+    #[must_use]
+    pub(super) fn or_adapters_of(&self, recipe: &Recipe) -> Formats {
+        let mut formats = self.clone();
+        if formats.adapters.is_empty() {
+            formats.adapters = Formats::of_recipe(recipe).adapters;
+        }
+        formats
+    }
+
+    /// Whether neither a format nor an adapter is given.
+    pub(super) fn is_plain(&self) -> bool {
+        self.is_empty() && self.adapters.is_empty()
     }
 
     /// Whether no format is given.
@@ -453,6 +481,14 @@ impl Formats {
         Ok(v1::ModelRef {
             id: id.to_owned(),
             quantization: (!self.is_empty()).then_some(quantization),
+            adapters: self
+                .adapters
+                .iter()
+                .map(|adapter| v1::Adapter {
+                    ignore_unknown: self.lora_ignore_unknown,
+                    ..adapter.clone()
+                })
+                .collect(),
             ..Default::default()
         })
     }
@@ -772,17 +808,17 @@ mod tests {
 
     #[test]
     fn formats_are_parsed_from_a_key() {
-        let told = |key: &str| {
-            Formats::of_key(key)
-                .of("a")
-                .unwrap()
-                .quantization
-                .map(|q| q.components)
+        let of_key = |key: &str| {
+            Formats::of_recipe(&Recipe {
+                model_key: key.to_owned(),
+                ..Recipe::default()
+            })
         };
+        let told = |key: &str| of_key(key).of("a").unwrap().quantization.map(|q| q.components);
         let both = told("me/a+b@1+text_encoder_2=nf4,transformer=int8").unwrap();
         assert_eq!((both.len(), both["transformer"].as_str()), (2, "int8"));
         assert_eq!((told("me/a+full"), told("a")), (None, None));
-        let preset = Formats::of_key("me/a+4-bit").of("a").unwrap().quantization;
+        let preset = of_key("me/a+4-bit").of("a").unwrap().quantization;
         assert_eq!(preset.map(|q| q.preset), Some("4-bit".to_owned()));
     }
 }

@@ -1,6 +1,7 @@
 //! The command line. `serve` and `worker` are the service; the others are clients of one, as any other would
 //! be; `demo` is both.
 
+mod adapter;
 mod arguments;
 mod cards;
 mod catalogue;

@@ -21,12 +21,17 @@ use crate::proto::v1;
 pub(super) async fn list(client: &Client, json: bool) -> Result<(), CliError> {
     let mut residency = Connection::open(client).await?.residency();
     let status = residency.get_status(v1::GetStatusRequest {}).await?.into_inner();
-    let listed = residency
+    let v1::ListModelsResponse {
+        models: listed,
+        adapters,
+    } = residency
         .list_models(v1::ListModelsRequest {})
         .await?
-        .into_inner()
-        .models;
+        .into_inner();
     if json {
+        for adapter in adapters {
+            screen::json(&json!({ "adapter": adapter.id, "bytes": adapter.bytes }))?;
+        }
         for model in listed {
             screen::json(&json!({
                 "id": model.id, "revision": model.revision, "family": model.family, "media": model.media,
@@ -82,7 +87,14 @@ pub(super) async fn list(client: &Client, json: bool) -> Result<(), CliError> {
             "",
         ],
         rows.collect(),
-    )
+    )?;
+    if adapters.is_empty() {
+        return Ok(());
+    }
+    let rows = adapters
+        .into_iter()
+        .map(|adapter| vec![adapter.id, Bytes(adapter.bytes).to_string()]);
+    screen::table(&["adapter (--lora)", "file"], rows.collect())
 }
 
 /// The components of a model that are in memory, by entry.

@@ -80,9 +80,9 @@ pub(super) fn request_of(
         ));
     }
     let model = match asked.model {
-        None if options.formats.is_empty() => Formats::of_key(&recipe.model_key).of(&recipe.model),
-        None => options.formats.of(&recipe.model),
-        Some(model) => options.formats.of(model),
+        None if options.formats.is_plain() => Formats::of_recipe(&recipe).of(&recipe.model),
+        None => options.formats.or_adapters_of(&recipe).of(&recipe.model),
+        Some(model) => options.formats.or_adapters_of(&recipe).of(model),
     }?;
     let job = v1::JobOptions {
         client_id: options.client.clone().unwrap_or_else(|| asked.client.to_owned()),

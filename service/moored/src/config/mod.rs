@@ -70,9 +70,11 @@ pub(crate) struct Service {
 }
 
 /// `[models]`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Models {
     pub(crate) folders: Vec<PathBuf>,
+    /// Folders of adapters.
+    pub(crate) adapters: Vec<PathBuf>,
     pub(crate) default: Option<String>,
     pub(crate) paths: BTreeMap<String, PathBuf>,
     /// Loaded when the service starts, by name, in order.
@@ -274,6 +276,7 @@ impl Config {
         };
         let models = Models {
             folders: r.paths("models.folders"),
+            adapters: r.paths("models.adapters"),
             default: r.optional_text("models.default"),
             paths: r.table("models.paths"),
             preload: r.words("models.preload"),

@@ -297,6 +297,7 @@ impl Asked {
             strength: self.strength.unwrap_or(1.0),
             preview: self.preview_interval_ms > 0,
             from_values: self.init_latent.is_some(),
+            adapters: defaults.adapters,
             medium,
         })
     }

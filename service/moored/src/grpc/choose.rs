@@ -7,7 +7,7 @@ use engine::Error;
 use engine::job::{JobOptions, JobSpec, JobWork, Run};
 use engine::library::Entry;
 use engine::queue::PlanReport;
-use pipelines::{Preset, Quantization, Role};
+use pipelines::{AdapterFile, AdapterUse, Preset, Quantization, Role, StrengthCurve};
 
 use super::server::Service;
 use super::status::invalid;
@@ -103,7 +103,15 @@ impl Service {
     /// A plan of the model's default request, with these options.
     async fn plan_default(&self, entry: Arc<Entry>, options: JobOptions) -> Result<PlanReport, Error> {
         let open = self.open(&entry).await?;
-        let request = self.models.defaults(&entry.id, open.model.defaults());
+        let mut request = self.models.defaults(&entry.id, open.model.defaults());
+        let used = |file: &AdapterFile| {
+            Some(AdapterUse {
+                name: file.name.clone(),
+                strength: StrengthCurve::constant(1.0).ok()?,
+                text_strength: 1.0,
+            })
+        };
+        request.adapters = entry.adapters.iter().filter_map(used).collect();
         let run = Run {
             call: AUTO,
             request,

@@ -7,7 +7,7 @@ use engine::library::{Entry, OpenModel};
 use engine::queue::JobInfo;
 use engine::{Change, ChangedTo, Fallback};
 use gpu::WeightFormat;
-use pipelines::{FULL, Medium, Request, ValueShape};
+use pipelines::{AdapterReport, FULL, Medium, Request, ValueShape};
 use residency::{Component, Fits, Holder, MemorySummary};
 
 use super::residency::{freed_out, kept_out};
@@ -161,6 +161,25 @@ pub(super) fn resolved(entry: &Entry, open: &OpenModel) -> v1::ResolvedModel {
         family: open.model.family().to_owned(),
         quantization: formats_out(open),
         choice: String::new(),
+        adapters: open.model.adapters().into_iter().map(adapter_out).collect(),
+    }
+}
+
+/// Most names of ignored tensors that are told.
+const IGNORED_TOLD: usize = 100;
+
+fn adapter_out(report: AdapterReport) -> v1::AttachedAdapter {
+    let ignored_count = report.ignored.len() as u32;
+    v1::AttachedAdapter {
+        id: report.name,
+        layers: report
+            .layers
+            .into_iter()
+            .map(|(component, layers)| (component, layers as u32))
+            .collect(),
+        rank: report.rank as u32,
+        ignored: report.ignored.into_iter().take(IGNORED_TOLD).collect(),
+        ignored_count,
     }
 }
 

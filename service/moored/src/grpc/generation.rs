@@ -19,6 +19,7 @@ use super::media::Media;
 use super::server::Service;
 use super::status::{invalid, short, status_of};
 use super::stream::{CHUNK_BYTES, Encoding, EventStream, Output, events_of};
+use crate::models::Models;
 use crate::pictures::{self, Pixels, Recipe};
 use crate::proto::v1;
 use crate::proto::v1::generation_server::Generation;
@@ -215,6 +216,8 @@ impl Service {
         let Chosen { entry, reason } = self.chosen(asked.model.clone(), &options).await?;
         let open = self.open(&entry).await?;
         let mut request = self.models.defaults(&entry.id, open.model.defaults());
+        let adapters = asked.model.as_ref().map_or(&[][..], |model| &model.adapters);
+        request.adapters = Models::uses_of(&entry, adapters)?;
         if let Some(id) = &asked.init_latent {
             let values = self.queue.latent(id).await?.info.values;
             if let Some(of_latent) = open.model.request_of(&values) {

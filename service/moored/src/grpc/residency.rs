@@ -50,7 +50,8 @@ impl Residency for Service {
         _request: Request<v1::ListModelsRequest>,
     ) -> Result<Response<v1::ListModelsResponse>, Status> {
         let models = self.models.clone();
-        let found = tokio::task::spawn_blocking(move || models.list())
+        let listing = move || (models.list(), models.adapters());
+        let (found, adapters) = tokio::task::spawn_blocking(listing)
             .await
             .map_err(|panic| status_of(&Error::Internal(panic.to_string())))?;
         let default = self.models.default_id(&found).unwrap_or_default();
@@ -60,7 +61,14 @@ impl Residency for Service {
             let listed = some.iter().map(|model| self.model_info(model, &default, &report));
             models.extend(futures::future::join_all(listed).await);
         }
-        Ok(Response::new(v1::ListModelsResponse { models }))
+        let adapters = adapters.into_iter().map(|adapter| v1::AdapterInfo {
+            bytes: adapter.bytes(),
+            id: adapter.id,
+        });
+        Ok(Response::new(v1::ListModelsResponse {
+            models,
+            adapters: adapters.collect(),
+        }))
     }
 
     type LoadStream = EventStream;

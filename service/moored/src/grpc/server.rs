@@ -33,7 +33,7 @@ use crate::proto::v1::residency_server::ResidencyServer;
 use crate::proto::v1::server_server::{Server, ServerServer};
 
 /// Capabilities of this build, as `GetServerInfo` lists them.
-const CAPABILITIES: [&str; 9] = [
+const CAPABILITIES: [&str; 10] = [
     "text_to_image",
     "image_to_image",
     "encode_image",
@@ -43,11 +43,12 @@ const CAPABILITIES: [&str; 9] = [
     "preview",
     "reserve",
     "quantization",
+    "adapters",
 ];
 /// Capability that `hub.pull` may switch off.
 const PULL: &str = "pull";
 /// Features of the API that are not built.
-const NOT_BUILT: [&str; 2] = ["adapters", "controlnet"];
+const NOT_BUILT: [&str; 1] = ["controlnet"];
 /// HTTP/2 windows, large enough for a picture.
 const STREAM_WINDOW_BYTES: u32 = 8 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 32 << 20;

@@ -139,6 +139,7 @@ fn order(work: Work) -> Command {
             key: "flux:transformer=int8".to_owned(),
             path: PathBuf::from("/models/flux 1"),
             quantization: Quantization::of(Preset::FourBit, [("vae", "fp8")]).unwrap(),
+            adapters: Vec::new(),
             kept: vec![("transformer".to_owned(), PathBuf::from("/kept/1f.moored"))],
             identities: vec![(
                 ComponentId::new("0a1b:f32"),

@@ -1,0 +1,322 @@
+//! The adapters that requests can name: files and folders of peft in the configured folders, repositories of the hub cache,
+//! and what ships with the project.
+
+use std::path::{Path, PathBuf};
+
+use engine::Error;
+use engine::library::Entry;
+use pipelines::{AdapterFile, AdapterUse, RequestError, StrengthCurve, is_adapter_folder};
+
+use super::{Models, children, hub_model, shipped_folder};
+use crate::proto::v1;
+
+/// Most adapters of one request.
+const MOST_ADAPTERS: usize = 16;
+
+/// Ending of adapters in one file.
+const ENDING: &str = ".safetensors";
+
+/// Prefix of the ids of adapters that ship with the project.
+const SHIPPED: &str = "moored/";
+
+/// Depth of folders that are looked through.
+const DEPTH: usize = 3;
+
+/// An adapter that can be named.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct FoundAdapter {
+    pub(crate) id: String,
+    /// A file, or a folder of peft.
+    pub(crate) path: PathBuf,
+}
+
+impl FoundAdapter {
+    /// Bytes of its file, or of the files in its folder.
+    pub(crate) fn bytes(&self) -> u64 {
+        let length = |path: &Path| path.metadata().map_or(0, |metadata| metadata.len());
+        match self.path.is_dir() {
+            true => children(&self.path).iter().map(|path| length(path)).sum(),
+            false => length(&self.path),
+        }
+    }
+}
+
+impl Models {
+    /// Every adapter, by id; of several with one id, the first that was found. Scans folders.
+    pub(crate) fn adapters(&self) -> Vec<FoundAdapter> {
+        let mut found = Vec::new();
+        for folder in &self.settings.adapters {
+            scan(folder, "", DEPTH, &mut found);
+        }
+        for repository in children(&self.hub_cache) {
+            let name = repository.file_name().and_then(|name| name.to_str());
+            if let Some(id) = name.and_then(|name| name.strip_prefix("models--")) {
+                found.extend(of_hub(&repository, &id.replacen("--", "/", 1)));
+            }
+        }
+        if let Some(folder) = shipped_folder("demo/adapters") {
+            scan(&folder, SHIPPED, 1, &mut found);
+        }
+        let mut listed: Vec<FoundAdapter> = Vec::new();
+        for adapter in found {
+            if !listed.iter().any(|other| other.id == adapter.id) {
+                listed.push(adapter);
+            }
+        }
+        listed.sort_by(|a, b| a.id.cmp(&b.id));
+        listed
+    }
+
+    /// The entry with the adapters that a reference names, without those of strength 0.
+    pub(super) fn with_adapters(&self, entry: Entry, asked: &[v1::Adapter]) -> Result<Entry, Error> {
+        if asked.is_empty() {
+            return Ok(entry);
+        }
+        if asked.len() > MOST_ADAPTERS {
+            let problem = format!("has {} adapters; {MOST_ADAPTERS} are the most", asked.len());
+            return Err(invalid("model.adapters", problem));
+        }
+        let there = self.adapters();
+        let mut files: Vec<AdapterFile> = Vec::new();
+        for (index, asked) in asked.iter().enumerate() {
+            let field = |name: &str| format!("model.adapters[{index}].{name}");
+            let found = find(&there, &asked.id);
+            let found = found.ok_or_else(|| invalid(&field("id"), not_found(&asked.id, &there)))?;
+            if files.iter().any(|file| file.name == found.id) {
+                let problem = format!("{:?} is named twice; give it one strength", found.id);
+                return Err(invalid(&field("id"), problem));
+            }
+            if is_active(&use_of(asked, index)?) {
+                files.push(AdapterFile {
+                    name: found.id.clone(),
+                    path: found.path.clone(),
+                    ignores_unknown: asked.ignore_unknown,
+                });
+            }
+        }
+        Ok(match files.is_empty() {
+            true => entry,
+            false => entry.with_adapters(files),
+        })
+    }
+
+    /// How a request uses the adapters that its reference names and its entry has.
+    pub(crate) fn uses_of(entry: &Entry, asked: &[v1::Adapter]) -> Result<Vec<AdapterUse>, Error> {
+        let uses = asked.iter().enumerate();
+        let uses = uses
+            .map(|(index, asked)| use_of(asked, index))
+            .collect::<Result<Vec<_>, _>>()?;
+        // Those of strength 0 were left out of the entry; the others are in it in the same order.
+        let active = uses.into_iter().filter(is_active);
+        let named = entry.adapters.iter().zip(active).map(|(file, each)| AdapterUse {
+            name: file.name.clone(),
+            ..each
+        });
+        Ok(named.collect())
+    }
+}
+
+/// An adapter by its id, with or without its ending, or by the path of its file.
+fn find<'a>(there: &'a [FoundAdapter], asked: &str) -> Option<&'a FoundAdapter> {
+    let name = asked.strip_suffix(ENDING).unwrap_or(asked);
+    let path = Path::new(asked);
+    let is_it = |adapter: &&FoundAdapter| {
+        adapter.id == name
+            || (path.is_absolute() && std::fs::canonicalize(&adapter.path).is_ok_and(|own| own == path))
+    };
+    there.iter().find(is_it)
+}
+
+/// Whether an adapter changes anything.
+fn is_active(each: &AdapterUse) -> bool {
+    !each.strength.is_zero() || each.text_strength != 0.0
+}
+
+fn use_of(asked: &v1::Adapter, index: usize) -> Result<AdapterUse, Error> {
+    let field = |name: &str| format!("model.adapters[{index}].{name}");
+    let strength = match (asked.curve.as_slice(), asked.strength) {
+        ([], strength) => StrengthCurve::constant(strength.unwrap_or(1.0))
+            .map_err(|error| invalid(&field("strength"), error.to_string()))?,
+        (_, Some(_)) => {
+            let problem = "excludes a strength for all steps: leave one out".to_owned();
+            return Err(invalid(&field("curve"), problem));
+        }
+        (points, None) => {
+            let points = points.iter().map(|point| (point.position, point.strength));
+            StrengthCurve::of(points.collect())
+                .map_err(|error| invalid(&field("curve"), error.to_string()))?
+        }
+    };
+    let text_strength = asked.text_strength.unwrap_or_else(|| strength.first());
+    StrengthCurve::constant(text_strength)
+        .map_err(|error| invalid(&field("text_strength"), error.to_string()))?;
+    Ok(AdapterUse {
+        name: asked.id.clone(),
+        strength,
+        text_strength,
+    })
+}
+
+fn not_found(id: &str, there: &[FoundAdapter]) -> String {
+    match there {
+        [] => format!(
+            "{id:?} is not there, and no other adapter: set models.adapters to the folders that they are in"
+        ),
+        _ => format!("{id:?} is not there; `moored models` lists the adapters"),
+    }
+}
+
+fn invalid(field: &str, problem: String) -> Error {
+    Error::Invalid(vec![RequestError::new(field, problem)])
+}
+
+/// Adapters in a folder and the folders in it: files, and folders of peft. Ids are paths without the ending.
+fn scan(folder: &Path, prefix: &str, depth: usize, found: &mut Vec<FoundAdapter>) {
+    for child in children(folder) {
+        let Some(name) = child.file_name().and_then(|name| name.to_str()) else {
+            continue;
+        };
+        if name.starts_with('.') {
+            continue;
+        }
+        if is_adapter_folder(&child) {
+            found.push(FoundAdapter {
+                id: format!("{prefix}{name}"),
+                path: child,
+            });
+        } else if child.is_dir() {
+            if depth > 1 {
+                scan(&child, &format!("{prefix}{name}/"), depth - 1, found);
+            }
+        } else if let Some(stem) = name.strip_suffix(ENDING) {
+            found.push(FoundAdapter {
+                id: format!("{prefix}{stem}"),
+                path: child,
+            });
+        }
+    }
+}
+
+/// The adapters of a repository in a hub cache: of the revision of `main`, or the newest. A repository with a pipeline is
+/// a model. The only file goes by the repository's name, several by that and theirs.
+fn of_hub(repository: &Path, id: &str) -> Vec<FoundAdapter> {
+    let Some(snapshot) = hub_model(repository, id).into_iter().next() else {
+        return Vec::new();
+    };
+    if snapshot.path.join("model_index.json").is_file() {
+        return Vec::new();
+    }
+    if is_adapter_folder(&snapshot.path) {
+        return vec![FoundAdapter {
+            id: id.to_owned(),
+            path: snapshot.path,
+        }];
+    }
+    let mut files = Vec::new();
+    scan(&snapshot.path, "", 1, &mut files);
+    match &mut files[..] {
+        [only] => only.id = id.to_owned(),
+        several => several
+            .iter_mut()
+            .for_each(|adapter| adapter.id = format!("{id}/{}", adapter.id)),
+    }
+    files
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Models as Settings;
+
+    fn models(folder: &Path) -> Models {
+        let settings = Settings {
+            adapters: vec![folder.to_owned()],
+            ..Settings::default()
+        };
+        Models::new(settings, folder.join("no-hub-cache"))
+    }
+
+    fn folder_with(files: &[&str]) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        for file in files {
+            let path = folder.path().join(file);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, "{}").unwrap();
+        }
+        folder
+    }
+
+    fn adapter(id: &str, strength: Option<f32>) -> v1::Adapter {
+        v1::Adapter {
+            id: id.to_owned(),
+            strength,
+            ..Default::default()
+        }
+    }
+
+    fn base() -> Entry {
+        let quantization = pipelines::Quantization::NONE;
+        Entry::new("base".to_owned(), String::new(), "/base".into(), quantization)
+    }
+
+    #[test]
+    fn files_and_folders_of_peft_are_found_by_their_paths() {
+        let folder = folder_with(&[
+            "ink.safetensors",
+            "styles/oil.safetensors",
+            "styles/old/wax.safetensors",
+            "a/b/c/too-deep.safetensors",
+            "peft/adapter_model.safetensors",
+            "peft/adapter_config.json",
+            "notes.txt",
+            ".hidden.safetensors",
+        ]);
+        let models = models(folder.path());
+        let ids = models.adapters().into_iter().map(|adapter| adapter.id);
+        let ids: Vec<String> = ids.filter(|id| !id.starts_with(SHIPPED)).collect();
+        assert_eq!(ids, ["ink", "peft", "styles/oil", "styles/old/wax"]);
+    }
+
+    #[test]
+    fn adapters_are_a_part_of_the_key_and_of_strength_0_they_are_not() {
+        let folder = folder_with(&["ink.safetensors", "styles/oil.safetensors"]);
+        let models = models(folder.path());
+        let key = |asked: &[v1::Adapter]| models.with_adapters(base(), asked).unwrap().key;
+        assert_eq!(key(&[]), "base+full");
+        assert_eq!(
+            key(&[adapter("styles/oil.safetensors", None), adapter("ink", Some(0.5))]),
+            "base+full&styles/oil&ink"
+        );
+        assert_eq!(key(&[adapter("ink", Some(0.0))]), "base+full");
+        let entry = models.with_adapters(base(), &[adapter("ink", None)]).unwrap();
+        assert_eq!(entry.base_key(), "base+full");
+    }
+
+    #[test]
+    fn an_adapter_that_cannot_be_used_is_refused_by_its_field() {
+        let folder = folder_with(&["ink.safetensors"]);
+        let models = models(folder.path());
+        let refused = |asked: &[v1::Adapter]| match models.with_adapters(base(), asked) {
+            Err(Error::Invalid(problems)) => problems[0].field.clone(),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(refused(&[adapter("oil", None)]), "model.adapters[0].id");
+        assert_eq!(refused(&[adapter("../ink", None)]), "model.adapters[0].id");
+        let twice = [adapter("ink", None), adapter("ink", Some(2.0))];
+        assert_eq!(refused(&twice), "model.adapters[1].id");
+        assert_eq!(
+            refused(&[adapter("ink", Some(f32::NAN))]),
+            "model.adapters[0].strength"
+        );
+        let curved = v1::Adapter {
+            curve: vec![v1::StrengthPoint {
+                position: 2.0,
+                strength: 1.0,
+            }],
+            ..adapter("ink", None)
+        };
+        assert_eq!(refused(&[curved]), "model.adapters[0].curve");
+        let many = vec![adapter("ink", None); MOST_ADAPTERS + 1];
+        assert_eq!(refused(&many), "model.adapters");
+    }
+}
