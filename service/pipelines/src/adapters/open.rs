@@ -8,7 +8,7 @@ use candle_core::DType;
 use gpu::{CheckpointFile, LoadError, LoadPlan, Stored, TensorEntry, TensorSource};
 
 use super::scales::{Configured, read_number};
-use super::spelling::{PairPart, layer_and_part};
+use super::spelling::{PairPart, layers_and_parts};
 use super::targets::{Part, TargetComponent};
 use super::{AdapterError, AdapterFile, AdapterReport};
 use crate::checkpoint::{ComponentFiles, Rows};
@@ -198,13 +198,12 @@ fn pairs<'a>(
     let mut pairs = Pairs::new();
     let mut unknown = Vec::new();
     for (tensor, entry) in checkpoint.tensors() {
-        let Some((layer, part)) = layer_and_part(tensor)? else {
-            unknown.push(tensor.to_owned());
-            continue;
-        };
-        let mut found = targets.iter().enumerate();
-        let found = found.find_map(|(index, target)| Some((index, target.find(layer)?)));
-        let Some((index, parts)) = found else {
+        let found = layers_and_parts(tensor)?.find_map(|(layer, part)| {
+            let mut targets = targets.iter().enumerate();
+            let (index, parts) = targets.find_map(|(index, target)| Some((index, target.find(layer)?)))?;
+            Some((index, layer, part, parts))
+        });
+        let Some((index, layer, part, parts)) = found else {
             unknown.push(tensor.to_owned());
             continue;
         };

@@ -20,7 +20,7 @@ pub(super) enum PairPart {
     Alpha,
 }
 
-/// Endings of the names of supported tensors. The first that fits counts.
+/// Endings of the names of supported tensors.
 const ENDINGS: [(&str, PairPart); 17] = [
     (".lora_A.default.weight", PairPart::Down),
     (".lora_B.default.weight", PairPart::Up),
@@ -67,17 +67,17 @@ const UNSUPPORTED: [(&str, &str); 22] = [
     (".diff", "a difference of a whole weight"),
 ];
 
-/// The layer that a tensor belongs to, as the file names it, and its part; `None` if the name has no known ending.
+/// The layers that a tensor may belong to, as the file names them, each with the tensor's part: one for each known ending.
 ///
 /// # Errors
 /// [`AdapterError::Unsupported`] for a kind that is known and not supported.
-pub(super) fn layer_and_part(tensor: &str) -> Result<Option<(&str, PairPart)>, AdapterError> {
+pub(super) fn layers_and_parts(tensor: &str) -> Result<impl Iterator<Item = (&str, PairPart)>, AdapterError> {
     if let Some((_, kind)) = UNSUPPORTED.iter().find(|(part, _)| tensor.contains(part)) {
         return Err(AdapterError::Unsupported {
             kind,
             tensor: tensor.to_owned(),
         });
     }
-    let mut known = ENDINGS.iter();
-    Ok(known.find_map(|(ending, part)| Some((tensor.strip_suffix(ending)?, *part))))
+    let known = ENDINGS.iter();
+    Ok(known.filter_map(move |(ending, part)| Some((tensor.strip_suffix(ending)?, *part))))
 }

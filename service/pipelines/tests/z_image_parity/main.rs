@@ -2,6 +2,7 @@
 
 #![allow(clippy::expect_used)] // What tests share is outside of them.
 
+mod adapters;
 mod checkpoints;
 mod components;
 #[path = "../../../ops/tests/device/mod.rs"]

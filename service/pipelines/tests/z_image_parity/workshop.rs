@@ -65,6 +65,11 @@ impl Workshop {
     pub(crate) fn open(path: &Path, precision: &Precision) -> Workshop {
         let model = catalogue().open(path, precision).expect("a sound model");
         assert_eq!(model.family(), "z-image");
+        Workshop::of(model)
+    }
+
+    /// With the components of a model resident.
+    pub(crate) fn of(model: Arc<dyn Model>) -> Workshop {
         let mut card = CpuCard::new(CpuSettings::default()).expect("a card");
         let mut components = HashMap::new();
         for component in model.components() {
