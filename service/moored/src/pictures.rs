@@ -7,7 +7,6 @@ use std::io::Cursor;
 use engine::library::Entry;
 use image::codecs::jpeg::JpegEncoder;
 use image::codecs::webp::WebPEncoder;
-use image::imageops::FilterType;
 use image::{DynamicImage, ImageDecoder as _, ImageEncoder, ImageReader, Limits};
 use pipelines::{AdapterUse, Medium, Request};
 use serde::{Deserialize, Serialize};
@@ -246,8 +245,36 @@ pub(crate) fn media_type(data: &[u8]) -> &'static str {
     image::guess_format(data).map_or("application/octet-stream", |format| format.to_mime_type())
 }
 
-/// Decodes a picture that a client sent, upright, and scales it.
+/// Decodes a picture that a client sent, upright, and scales it as the references do.
 pub(crate) fn decode(data: &[u8], scale_to: Option<(u32, u32)>) -> Result<Pixels, PictureError> {
+    let rgb = upright(data)?.into_rgb8();
+    let size = rgb.dimensions();
+    let (width, height) = scale_to.unwrap_or(size);
+    let rgb = match (width, height) == size {
+        true => rgb.into_raw(),
+        false => pipelines::resized(&rgb, 3, size, (width, height)),
+    };
+    Ok(Pixels { width, height, rgb })
+}
+
+/// Decodes a mask that a client sent: its grey, a byte for each pixel of this size. Colours are weighed as ITU-R 601 does.
+pub(crate) fn decode_mask(data: &[u8], size: (u32, u32)) -> Result<Vec<u8>, PictureError> {
+    let picture = upright(data)?;
+    let from = (picture.width(), picture.height());
+    if picture.color().has_color() {
+        let rgb = pipelines::resized(&picture.into_rgb8(), 3, from, size);
+        let grey = |pixel: &[u8]| {
+            let weighed = pixel.iter().zip([19_595u32, 38_470, 7_471]);
+            let sum: u32 = weighed.map(|(&byte, weight)| u32::from(byte) * weight).sum();
+            ((sum + (1 << 15)) >> 16) as u8
+        };
+        return Ok(rgb.chunks_exact(3).map(grey).collect());
+    }
+    Ok(pipelines::resized(&picture.into_luma8(), 1, from, size))
+}
+
+/// Decodes a picture within limits, and turns it as its orientation says.
+fn upright(data: &[u8]) -> Result<DynamicImage, PictureError> {
     let unreadable = |problem: image::ImageError| match problem {
         image::ImageError::Limits(_) => PictureError::TooLarge,
         other => PictureError::Unreadable(other.to_string()),
@@ -274,18 +301,7 @@ pub(crate) fn decode(data: &[u8], scale_to: Option<(u32, u32)>) -> Result<Pixels
     let orientation = decoder.orientation().map_err(unreadable)?;
     let mut picture = DynamicImage::from_decoder(decoder).map_err(unreadable)?;
     picture.apply_orientation(orientation);
-    let picture = match scale_to {
-        Some((w, h)) if (w, h) != (picture.width(), picture.height()) => {
-            picture.resize_exact(w, h, FilterType::Lanczos3)
-        }
-        _ => picture,
-    };
-    let rgb = picture.into_rgb8();
-    Ok(Pixels {
-        width: rgb.width(),
-        height: rgb.height(),
-        rgb: rgb.into_raw(),
-    })
+    Ok(picture)
 }
 
 /// Encodes frames of RGB as an animated PNG that repeats for ever.

@@ -111,6 +111,7 @@ fn main() {
         .squeeze(0)
         .expect("a row");
     let prompted = Prompted {
+        reference: None,
         sequence: &sequence,
         pooled: &pooled,
         guidance: 3.5,

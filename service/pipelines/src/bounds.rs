@@ -24,6 +24,13 @@ pub(crate) fn smallest(defaults: Request) -> Request {
     }
 }
 
+/// The refusal of reference pictures, by a model that takes none.
+pub(crate) fn no_references(request: &Request) -> Option<RequestError> {
+    let has = matches!(&request.medium, Medium::Image(image) if !image.references.is_empty());
+    let problem = "are not taken by this model; FLUX.1 Kontext takes one";
+    has.then(|| RequestError::new("references", problem))
+}
+
 /// All fields of a request that are out of bounds.
 pub(crate) fn problems(request: &Request) -> Vec<RequestError> {
     let Medium::Image(picture) = &request.medium else {
@@ -79,6 +86,33 @@ pub(crate) fn problems(request: &Request) -> Vec<RequestError> {
             refuse(
                 "init_image",
                 format!("has {} bytes for {found:?} pixels of RGB", image.rgb.len()),
+            );
+        }
+    }
+    if let Some(mask) = &picture.mask {
+        let (found, expected) = ((mask.width, mask.height), (picture.width, picture.height));
+        if picture.init_image.is_none() && !request.from_values {
+            refuse(
+                "mask",
+                "is given without a picture to change (init_image)".to_owned(),
+            );
+        } else if found != expected || mask.grey.len() as u64 != u64::from(found.0) * u64::from(found.1) {
+            let bytes = mask.grey.len();
+            refuse(
+                "mask",
+                format!("is {found:?} pixels in {bytes} bytes; {expected:?} is expected, a byte for each"),
+            );
+        }
+    }
+    for image in &picture.references {
+        let (width, height) = (image.width, image.height);
+        let fits = [width, height].into_iter().all(|side| {
+            (PIXELS_PER_TOKEN..=MAX_SIDE).contains(&side) && side.is_multiple_of(PIXELS_PER_TOKEN)
+        });
+        if !fits || image.rgb.len() as u64 != 3 * u64::from(width) * u64::from(height) {
+            refuse(
+                "references",
+                format!("one is {width}x{height} pixels; multiples of {PIXELS_PER_TOKEN} are expected"),
             );
         }
     }

@@ -287,6 +287,14 @@ pub trait Model: Send + Sync {
     /// A default request whose decode takes values of these shapes; `None` if there is none.
     fn request_of(&self, values: &[ValueShape]) -> Option<Request>;
 
+    /// The size in which the model takes a reference picture of this size; `None` if it takes none.
+    ///
+    /// # Errors
+    /// When the picture is too small or too narrow.
+    fn reference_size(&self, _width: u32, _height: u32) -> Result<Option<(u32, u32)>, RequestError> {
+        Ok(None)
+    }
+
     /// Smaller variants of a request that may fit where it does not, each with a label, the closest first.
     fn smaller(&self, request: &Request) -> Vec<(String, Request)>;
 
@@ -312,9 +320,20 @@ pub(crate) fn smaller_sides(request: &Request, grain: u32) -> Vec<(String, Reque
     let smaller = [3, 2, 1].map(|quarters| {
         let side = |side: u32| side * quarters / 4 / grain * grain;
         let mut smaller = request.clone();
-        let (width, height, init_image) = match &mut smaller.medium {
-            Medium::Image(image) => (&mut image.width, &mut image.height, &mut image.init_image),
-            Medium::Video(video) => (&mut video.width, &mut video.height, &mut video.init_image),
+        let mut no_mask = None;
+        let (width, height, init_image, mask) = match &mut smaller.medium {
+            Medium::Image(image) => (
+                &mut image.width,
+                &mut image.height,
+                &mut image.init_image,
+                &mut image.mask,
+            ),
+            Medium::Video(video) => (
+                &mut video.width,
+                &mut video.height,
+                &mut video.init_image,
+                &mut no_mask,
+            ),
             Medium::Audio(_) => return None,
         };
         (*width, *height) = (side(*width), side(*height));
@@ -323,6 +342,9 @@ pub(crate) fn smaller_sides(request: &Request, grain: u32) -> Vec<(String, Reque
         }
         if let Some(image) = init_image {
             *image = image.resampled(*width, *height);
+        }
+        if let Some(mask) = mask {
+            *mask = mask.resampled(*width, *height);
         }
         Some((format!("{width}x{height}"), smaller))
     });

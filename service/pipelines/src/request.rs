@@ -15,6 +15,19 @@ pub struct InitImage {
     pub rgb: Bytes,
 }
 
+/// Default strength of image to image.
+const IMAGE_STRENGTH: f32 = 0.6;
+
+/// Which part of a picture changes, of the picture's size.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Mask {
+    pub width: u32,
+    pub height: u32,
+    /// A byte for each pixel, row-major: 0 stays as it is, 255 changes. Sampling takes 128 and more as changing; between,
+    /// the result is mixed with the picture that it started from.
+    pub grey: Bytes,
+}
+
 /// A film or a track provided by the client, whole.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Clip {
@@ -60,6 +73,12 @@ pub struct Image {
     pub height: u32,
     /// Image to image: the starting picture, already of `width` x `height`.
     pub init_image: Option<InitImage>,
+    /// Inpainting: the part of the start that changes, already of `width` x `height`.
+    pub mask: Option<Mask>,
+    /// Editing: pictures that the prompt is about, in sizes that the model takes ([`Model::reference_size`]).
+    ///
+    /// [`Model::reference_size`]: crate::Model::reference_size
+    pub references: Vec<InitImage>,
 }
 
 /// Parameters of a video.
@@ -154,7 +173,8 @@ impl Medium {
 }
 
 impl Request {
-    /// A default request: no prompt, seed 0, no starting point, no previews.
+    /// A default request: no prompt, seed 0, no starting point, no previews. From a picture, a picture runs 0.6 of its
+    /// schedule, as diffusers' pipelines do; other media run all of it.
     pub fn of(medium: Medium, steps: u32, guidance: f32, max_sequence_length: u32) -> Request {
         Request {
             prompt: String::new(),
@@ -162,7 +182,10 @@ impl Request {
             guidance,
             seed: 0,
             max_sequence_length,
-            strength: 1.0,
+            strength: match medium {
+                Medium::Image(_) => IMAGE_STRENGTH,
+                Medium::Video(_) | Medium::Audio(_) => 1.0,
+            },
             preview: false,
             from_values: false,
             adapters: Vec::new(),
@@ -192,7 +215,14 @@ impl Request {
     pub fn input_bytes(&self) -> u64 {
         let image = self.medium.init_image().map(|image| &image.rgb);
         let clip = self.medium.init_clip().map(|clip| &clip.data);
-        image.into_iter().chain(clip).map(|data| data.len() as u64).sum()
+        let (mask, references) = match &self.medium {
+            Medium::Image(image) => (image.mask.as_ref(), &image.references[..]),
+            Medium::Video(_) | Medium::Audio(_) => (None, &[][..]),
+        };
+        let further = mask.map(|mask| &mask.grey).into_iter();
+        let further = further.chain(references.iter().map(|image| &image.rgb));
+        let all = image.into_iter().chain(clip).chain(further);
+        all.map(|data| data.len() as u64).sum()
     }
 }
 
@@ -202,7 +232,46 @@ impl Image {
         Image {
             width,
             height,
-            init_image: None,
+            ..Image::default()
+        }
+    }
+}
+
+impl Image {
+    /// Puts the start's pixels back where the mask keeps them. Nothing without a mask, or where the start is a latent.
+    pub(crate) fn keep_unmasked(&self, generated: &mut [u8]) {
+        if let (Some(mask), Some(start)) = (&self.mask, &self.init_image) {
+            mask.keep_unmasked(start, generated);
+        }
+    }
+}
+
+impl Mask {
+    /// Nearest-neighbour resampling: for planning a smaller request.
+    pub(crate) fn resampled(&self, width: u32, height: u32) -> Mask {
+        let from = |to: u32, to_side: u32, side: u32| {
+            (u64::from(to) * u64::from(side) / u64::from(to_side.max(1))) as usize
+        };
+        let at = |x: u32, y: u32| {
+            let place = from(y, height, self.height) * self.width as usize + from(x, width, self.width);
+            self.grey.get(place).copied().unwrap_or_default()
+        };
+        let grey = (0..height).flat_map(|y| (0..width).map(move |x| at(x, y)));
+        Mask {
+            width,
+            height,
+            grey: grey.collect(),
+        }
+    }
+
+    /// Mixes a generated picture with the one that it started from, RGB of this size: unmasked pixels are the start's.
+    pub(crate) fn keep_unmasked(&self, start: &InitImage, generated: &mut [u8]) {
+        let pixels = generated.chunks_exact_mut(3).zip(start.rgb.chunks_exact(3));
+        for ((pixel, before), &mask) in pixels.zip(&self.grey) {
+            let mask = u32::from(mask);
+            for (now, &before) in pixel.iter_mut().zip(before) {
+                *now = ((u32::from(*now) * mask + u32::from(before) * (255 - mask) + 127) / 255) as u8;
+            }
         }
     }
 }

@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use crate::flow_match::first_step;
 use crate::noise::Generator;
 use crate::tensors::from_host;
-use crate::{HostTensor, Request, StageError};
+use crate::{HostTensor, Mask, Medium, Request, StageError};
 
 /// Initial state of a request's denoising.
 #[derive(Debug)]
@@ -14,7 +14,72 @@ pub(crate) struct Start {
     pub(crate) sigmas: Vec<f32>,
     /// f32, in host memory.
     pub(crate) latent: Tensor,
+    /// What a mask keeps; `None` without one.
+    pub(crate) kept: Option<Kept>,
 }
+
+/// The part of a latent that a mask keeps: as diffusers' inpainting pipelines, a cell of the latent changes if the top left
+/// of its pixels does. All f32, in host memory.
+#[derive(Debug)]
+pub(crate) struct Kept {
+    /// 1 where the latent changes, else 0.
+    pub(crate) mask: Tensor,
+    /// The noise that the start is mixed with.
+    pub(crate) noise: Tensor,
+    /// The latent of the start.
+    pub(crate) image: Tensor,
+}
+
+impl Kept {
+    /// The same with every tensor rearranged.
+    ///
+    /// # Errors
+    /// Those of `arrange`.
+    pub(crate) fn arranged(
+        &self,
+        arrange: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
+    ) -> candle_core::Result<Kept> {
+        Ok(Kept {
+            mask: arrange(&self.mask)?.contiguous()?,
+            noise: arrange(&self.noise)?.contiguous()?,
+            image: arrange(&self.image)?.contiguous()?,
+        })
+    }
+
+    /// The latent after a step to `sigma`, with what is kept as it is at that noise.
+    ///
+    /// # Errors
+    /// When shapes do not match.
+    pub(crate) fn blended(&self, latent: &Tensor, sigma: f32) -> candle_core::Result<Tensor> {
+        let sigma = f64::from(sigma);
+        let kept = ((&self.noise * sigma)? + (&self.image * (1.0 - sigma))?)?;
+        let latent = latent.to_device(&Device::Cpu)?;
+        (self.mask.affine(-1.0, 1.0)? * kept)? + (&self.mask * latent)?
+    }
+}
+
+/// The cells of a mask, `[1, channels, h, w]` of 0 and 1, for a latent of this shape.
+fn cells(mask: &Mask, shape: &[usize]) -> candle_core::Result<Tensor> {
+    let &[_, channels, h, w] = shape else {
+        candle_core::bail!("a mask for a latent of shape {shape:?}");
+    };
+    let (width, height) = (mask.width as usize, mask.height as usize);
+    let cell = |row: usize, column: usize| {
+        let place = (row * height / h) * width + column * width / w;
+        f32::from(u8::from(
+            mask.grey.get(place).is_some_and(|grey| *grey >= CHANGES),
+        ))
+    };
+    let cells: Vec<f32> = (0..h)
+        .flat_map(|row| (0..w).map(move |column| cell(row, column)))
+        .collect();
+    Tensor::from_vec(cells, (1, 1, h, w), &Device::Cpu)?
+        .broadcast_as((1, channels, h, w))?
+        .contiguous()
+}
+
+/// The least grey of a mask that changes.
+pub(crate) const CHANGES: u8 = 128;
 
 /// Whether a request starts from a latent, encoded or given, rather than from noise alone.
 pub(crate) fn is_from_latent(request: &Request) -> bool {
@@ -58,6 +123,7 @@ pub(crate) fn start(
         return Ok(Start {
             sigmas,
             latent: noise,
+            kept: None,
         });
     };
     let first = first_step(steps, strength);
@@ -69,6 +135,21 @@ pub(crate) fn start(
     sigmas.drain(..first as usize);
     let image = from_host(brought, "the latent", DType::F32, &Device::Cpu)?;
     let sigma = f64::from(sigmas[0]);
-    let latent = ((noise * sigma)? + (image * (1.0 - sigma))?)?;
-    Ok(Start { sigmas, latent })
+    let latent = ((&noise * sigma)? + (&image * (1.0 - sigma))?)?;
+    let mask = match &request.medium {
+        Medium::Image(picture) => picture.mask.as_ref(),
+        Medium::Video(_) | Medium::Audio(_) => None,
+    };
+    let kept = mask.map(|mask| -> Result<Kept, StageError> {
+        Ok(Kept {
+            mask: cells(mask, shape)?,
+            noise,
+            image,
+        })
+    });
+    Ok(Start {
+        sigmas,
+        latent,
+        kept: kept.transpose()?,
+    })
 }

@@ -62,6 +62,7 @@ fn a_step_allocates_the_predicted_bytes() {
         let pooled = zeros(&[1, config.pooled_projection_dim], device);
         let step = || {
             let prompted = Prompted {
+                reference: None,
                 sequence: &sequence,
                 pooled: &pooled,
                 guidance: 3.5,

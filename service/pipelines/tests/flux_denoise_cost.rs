@@ -54,6 +54,7 @@ fn denoise(config: &TransformerConfig, side: usize, text: usize, steps: usize) -
     let before = allocator::mark();
     let start = processor_time::of_process();
     let prompted = Prompted {
+        reference: None,
         sequence: &sequence,
         pooled: &pooled,
         guidance: 3.5,

@@ -12,10 +12,10 @@ const LONGEST_PROMPT_CHARACTERS: usize = 10_000;
 pub(super) const LONGEST_SIDE_PIXELS: u32 = 4096;
 /// Items of one request.
 const MOST_ITEMS: u32 = 64;
+/// Reference pictures of one request.
+const MOST_REFERENCES: usize = 8;
 /// Least time between previews.
 const LEAST_PREVIEW_INTERVAL_MS: u32 = 100;
-/// Strength where a request for image to image names none.
-const DEFAULT_STRENGTH: f32 = 0.6;
 
 /// The decoded start of a request.
 #[derive(Debug, Default)]
@@ -47,6 +47,8 @@ pub(super) struct Asked {
     pub(super) init_latent: Option<String>,
     /// Id of uploaded media.
     pub(super) init_media: Option<String>,
+    pub(super) mask: Option<v1::PictureInput>,
+    pub(super) references: Vec<v1::PictureInput>,
     pub(super) keep_latent: bool,
     pub(super) latent_only: bool,
     pub(super) preview_interval_ms: u32,
@@ -84,7 +86,9 @@ impl Asked {
             guidance: request.guidance,
             seed: request.seed,
             max_sequence_length: request.max_sequence_length,
-            strength: Some(request.strength.unwrap_or(DEFAULT_STRENGTH)),
+            strength: request.strength,
+            mask: request.mask,
+            references: request.references,
             count: request.count,
             init_image: request.init_image,
             init_latent: Some(request.init_latent_id).filter(|id| !id.is_empty()),
@@ -121,6 +125,8 @@ impl Asked {
             omit_metadata: request.omit_metadata,
             encoding: Encoding::Raw,
             options: request.options,
+            mask: None,
+            references: Vec::new(),
             of_medium: OfMedium::Video {
                 frames: request.frames,
                 frames_per_second: request.frames_per_second,
@@ -197,6 +203,23 @@ impl Asked {
             && !(strength > 0.0 && strength <= 1.0)
         {
             problem("strength", format!("{strength} is not over 0 and up to 1"));
+        }
+        if self.references.len() > MOST_REFERENCES {
+            let count = self.references.len();
+            problem(
+                "references",
+                format!("are {count}; {MOST_REFERENCES} are the most"),
+            );
+        }
+        for (field, picture) in self
+            .mask
+            .iter()
+            .map(|mask| ("mask", mask))
+            .chain(self.references.iter().map(|reference| ("references", reference)))
+        {
+            if picture.data.is_empty() == picture.media_id.is_empty() {
+                problem(field, "needs data or a media_id, and not both".to_owned());
+            }
         }
         let starts = [
             ("init_image", !self.init_image.is_empty()),
@@ -294,7 +317,7 @@ impl Asked {
             guidance: self.guidance.unwrap_or(defaults.guidance),
             seed: self.seed.unwrap_or_else(|| seed_of(self.options.as_ref())),
             max_sequence_length: named(self.max_sequence_length, defaults.max_sequence_length),
-            strength: self.strength.unwrap_or(1.0),
+            strength: self.strength.unwrap_or(defaults.strength),
             preview: self.preview_interval_ms > 0,
             from_values: self.init_latent.is_some(),
             adapters: defaults.adapters,

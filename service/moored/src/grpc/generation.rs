@@ -7,7 +7,7 @@ use engine::Error;
 use engine::job::{JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::{Entry, OpenModel};
 use futures::Stream;
-use pipelines::{Image, InitImage, Medium, Role};
+use pipelines::{Image, InitImage, Mask, Medium, Model, Role};
 use tonic::{Request, Response, Status, Streaming};
 
 use super::asked::{Asked, LONGEST_SIDE_PIXELS, StartFrom};
@@ -20,7 +20,7 @@ use super::server::Service;
 use super::status::{invalid, short, status_of};
 use super::stream::{CHUNK_BYTES, Encoding, EventStream, Output, events_of};
 use crate::models::Models;
-use crate::pictures::{self, Pixels, Recipe};
+use crate::pictures::{self, PictureError, Pixels, Recipe};
 use crate::proto::v1;
 use crate::proto::v1::generation_server::Generation;
 
@@ -225,7 +225,17 @@ impl Service {
             }
         }
         let start = self.start_of(&asked, &request.medium).await?;
-        let request = asked.request(request, start)?;
+        let references = self.references_of(&asked, &*open.model).await?;
+        if let (Medium::Image(image), [first, ..]) = (&mut request.medium, &references[..])
+            && matches!(start, StartFrom::Nothing)
+        {
+            (image.width, image.height) = (first.width, first.height);
+        }
+        let mut request = asked.request(request, start)?;
+        if let Medium::Image(image) = &mut request.medium {
+            image.mask = self.mask_of(&asked, (image.width, image.height)).await?;
+            image.references = references;
+        }
         let output = Output {
             encoding: asked.encoding,
             recipe: Recipe::of(&request, &entry, asked.init_latent.is_some()),
@@ -279,6 +289,54 @@ impl Service {
         Ok(StartFrom::Picture(image))
     }
 
+    /// The bytes of a picture in a request.
+    fn picture_data(&self, field: &'static str, picture: &v1::PictureInput) -> Result<bytes::Bytes, Error> {
+        if picture.media_id.is_empty() {
+            return Ok(picture.data.clone());
+        }
+        match self.media.get(field, &picture.media_id)? {
+            Media::Picture(picture) => Ok(picture),
+            Media::Clip(_) => Err(invalid(field, "is no picture")),
+        }
+    }
+
+    /// The mask of a request, in the size of its picture.
+    async fn mask_of(&self, asked: &Asked, size: (u32, u32)) -> Result<Option<Mask>, Error> {
+        const MASK: &str = "mask";
+        let Some(mask) = &asked.mask else {
+            return Ok(None);
+        };
+        let data = self.picture_data(MASK, mask)?;
+        let grey = self
+            .decoded(MASK, move || pictures::decode_mask(&data, size))
+            .await?;
+        Ok(Some(Mask {
+            width: size.0,
+            height: size.1,
+            grey: grey.into(),
+        }))
+    }
+
+    /// The reference pictures of a request, in the sizes that the model takes.
+    async fn references_of(&self, asked: &Asked, model: &dyn Model) -> Result<Vec<InitImage>, Error> {
+        const REFERENCES: &str = "references";
+        let mut references = Vec::new();
+        for reference in &asked.references {
+            let data = self.picture_data(REFERENCES, reference)?;
+            let pixels = self.decode_picture(REFERENCES, data.clone(), None).await?;
+            let size = model.reference_size(pixels.width, pixels.height);
+            let size = size.map_err(|problem| Error::Invalid(vec![problem]))?;
+            references.push(init_image(match size {
+                Some(size) if size != (pixels.width, pixels.height) => {
+                    self.decode_picture(REFERENCES, data, Some(size)).await?
+                }
+                // The plan of a model that takes none refuses it.
+                Some(_) | None => pixels,
+            }));
+        }
+        Ok(references)
+    }
+
     /// A picture to start from. A side that is left open (0) is that of the picture, cut to a multiple of 16.
     async fn init_image(
         &self,
@@ -307,12 +365,21 @@ impl Service {
         data: bytes::Bytes,
         scale_to: Option<(u32, u32)>,
     ) -> Result<Pixels, Error> {
+        self.decoded(field, move || pictures::decode(&data, scale_to))
+            .await
+    }
+
+    async fn decoded<T: Send + 'static>(
+        &self,
+        field: &'static str,
+        decode: impl FnOnce() -> Result<T, PictureError> + Send + 'static,
+    ) -> Result<T, Error> {
         let _turn = self
             .decoding
             .acquire()
             .await
             .map_err(|closed| Error::Internal(closed.to_string()))?;
-        let decoded = tokio::task::spawn_blocking(move || pictures::decode(&data, scale_to)).await;
+        let decoded = tokio::task::spawn_blocking(decode).await;
         decoded
             .map_err(|panic| Error::Internal(panic.to_string()))?
             .map_err(|problem| invalid(field, problem.to_string()))

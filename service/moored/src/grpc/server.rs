@@ -33,7 +33,7 @@ use crate::proto::v1::residency_server::ResidencyServer;
 use crate::proto::v1::server_server::{Server, ServerServer};
 
 /// Capabilities of this build, as `GetServerInfo` lists them.
-const CAPABILITIES: [&str; 10] = [
+const CAPABILITIES: [&str; 12] = [
     "text_to_image",
     "image_to_image",
     "encode_image",
@@ -44,6 +44,8 @@ const CAPABILITIES: [&str; 10] = [
     "reserve",
     "quantization",
     "adapters",
+    "mask",
+    "references",
 ];
 /// Capability that `hub.pull` may switch off.
 const PULL: &str = "pull";

@@ -56,6 +56,15 @@ impl Autoencoder<'_> {
         }
     }
 
+    /// A stage that encodes another picture than the start, under other names.
+    pub(crate) fn encode_stage_named(&self, name: &str, gives: &str, image: &Image) -> StagePlan {
+        StagePlan {
+            name: name.to_owned(),
+            gives: names(&[gives]),
+            ..self.encode_stage(image)
+        }
+    }
+
     /// The stage from latent to picture.
     pub(crate) fn decode_stage(&self, image: &Image) -> StagePlan {
         let (h, w) = self.config.latent_sides(image.width, image.height);
@@ -105,12 +114,9 @@ impl Autoencoder<'_> {
 
     /// Shapes for which [`Self::encode_stage`] uses cuDNN.
     pub(crate) fn planned_to_encode(&self, image: &Image) -> Vec<Planned> {
-        match (
-            &image.init_image,
-            self.config.latent_sides(image.width, image.height),
-        ) {
-            (None, _) | (_, (0, _) | (_, 0)) => Vec::new(),
-            (Some(_), (h, w)) => self.config.planned_to_encode((h, w), h, self.dtype),
+        match self.config.latent_sides(image.width, image.height) {
+            (0, _) | (_, 0) => Vec::new(),
+            (h, w) => self.config.planned_to_encode((h, w), h, self.dtype),
         }
     }
 

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 
 use super::scratch::{Chunking, encode_ladder, ladder};
-use super::{Rgb8, VaeConfig, VaeDecoder, VaeEncoder};
+use super::{Moments, Rgb8, VaeConfig, VaeDecoder, VaeEncoder};
 use crate::noise::Generator;
 use crate::tensors::{from_host, to_host};
 use crate::{HostTensor, InitImage, Rung, StageError};
@@ -32,14 +32,55 @@ impl Run<'_> {
         rung: usize,
     ) -> Result<HostTensor, StageError> {
         let image = image.ok_or_else(|| StageError::BadInput("there is no image to encode".to_owned()))?;
-        let (width, height) = (image.width as usize, image.height as usize);
+        self.sample(&self.moments(image, rung)?, seed, 0)
+    }
+
+    /// Encodes a picture without drawing: the mode of its distribution, scaled.
+    ///
+    /// # Errors
+    /// [`StageError`].
+    pub(crate) fn encode_mode(&self, image: &InitImage, rung: usize) -> Result<HostTensor, StageError> {
+        to_host(&self.config.scaled(&self.moments(image, rung)?.mean)?)
+    }
+
+    /// Encodes what a mask leaves of a picture, f32 `[1, 3, height, width]` of -1 to 1 in host memory, and draws a sample
+    /// behind so many draws of its size.
+    ///
+    /// # Errors
+    /// [`StageError`].
+    pub(crate) fn encode_masked(
+        &self,
+        picture: &Tensor,
+        (seed, draws_before): (u64, usize),
+        rung: usize,
+    ) -> Result<HostTensor, StageError> {
+        let (_, _, height, width) = picture.dims4()?;
+        let chunking = self.chunking((width, height), rung)?;
+        let encoder = VaeEncoder::new(self.config, self.tensors)?;
+        let picture = picture.to_device(self.device)?;
+        let moments = encoder.encode(&picture, chunking, self.cancelled)?;
+        self.sample(&moments, seed, draws_before)
+    }
+
+    fn chunking(&self, (width, height): (usize, usize), rung: usize) -> Result<Chunking, StageError> {
         let factor = self.config.factor();
         let rungs = encode_ladder(self.config, height / factor, width / factor, self.dtype);
-        let chunking = chunking_of(&rungs, rung)?;
+        chunking_of(&rungs, rung)
+    }
+
+    fn moments(&self, image: &InitImage, rung: usize) -> Result<Moments, StageError> {
+        let size = (image.width as usize, image.height as usize);
         let encoder = VaeEncoder::new(self.config, self.tensors)?;
-        let moments = encoder.encode_rgb8(&image.rgb, (width, height), chunking, self.cancelled)?;
-        let noise = Generator::new(seed).normal(moments.mean.elem_count());
-        let noise = Tensor::from_vec(noise, moments.mean.shape(), &Device::Cpu)?;
+        encoder.encode_rgb8(&image.rgb, size, self.chunking(size, rung)?, self.cancelled)
+    }
+
+    fn sample(&self, moments: &Moments, seed: u64, draws_before: usize) -> Result<HostTensor, StageError> {
+        let mut generator = Generator::new(seed);
+        let count = moments.mean.elem_count();
+        for _ in 0..draws_before {
+            let _of_another_stage = generator.normal(count);
+        }
+        let noise = Tensor::from_vec(generator.normal(count), moments.mean.shape(), &Device::Cpu)?;
         to_host(&self.config.scaled(&moments.sample(&noise)?)?)
     }
 

@@ -93,7 +93,17 @@ impl FluxBuffers {
         self.part(0, self.text)
     }
 
-    /// Rows of the picture, `[batch, picture, width]`.
+    /// The first rows of the pictures, of the one that is generated.
+    pub(super) fn generated(&self, count: usize) -> Result<Part> {
+        self.part(self.text, count)
+    }
+
+    /// The last rows of the pictures, of a reference.
+    pub(super) fn reference(&self, count: usize) -> Result<Part> {
+        self.part(self.hidden.dim(1)? - count, count)
+    }
+
+    /// Rows of the pictures, `[batch, pictures, width]`.
     pub(super) fn picture(&self) -> Result<Part> {
         self.part(self.text, self.hidden.dim(1)? - self.text)
     }

@@ -18,7 +18,12 @@ use crate::checkpoint::{self, Checkpoint, Marks, TensorSpec, whole};
 use crate::files::damaged;
 
 /// The supported pipeline classes.
-pub(super) const PIPELINES: [&str; 2] = ["FluxPipeline", "FluxImg2ImgPipeline"];
+pub(super) const PIPELINES: [&str; 4] = [
+    "FluxPipeline",
+    "FluxImg2ImgPipeline",
+    "FluxKontextPipeline",
+    "FluxFillPipeline",
+];
 
 /// The folders of such a pipeline.
 pub(super) const FOLDERS: [&str; 7] = [

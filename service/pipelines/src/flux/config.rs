@@ -8,7 +8,8 @@ use serde::Deserialize;
 pub struct TransformerConfig {
     /// Patch size of the model itself; 1, since the pipeline packs.
     pub patch_size: usize,
-    /// Width of a packed token: four times the latent's channels.
+    /// Width of a packed token, with what conditions it: four times the latent's channels, or for Fill twice that and 256
+    /// of the mask.
     pub in_channels: usize,
     /// Output width; `in_channels` if missing.
     pub out_channels: Option<usize>,
@@ -27,6 +28,9 @@ pub struct TransformerConfig {
     /// Widths of the rotary axes in a head.
     pub axes_dims_rope: [usize; 3],
 }
+
+/// Width of a mask in a packed token: 8 by 8 pixels of each of four cells.
+pub(super) const MASK_WIDTH: usize = 256;
 
 impl Default for TransformerConfig {
     fn default() -> TransformerConfig {
@@ -57,9 +61,19 @@ impl TransformerConfig {
         4 * self.width()
     }
 
+    /// Width of a packed token of the latent.
+    pub fn out_width(&self) -> usize {
+        self.out_channels.unwrap_or(self.in_channels)
+    }
+
+    /// Whether it takes a masked picture and its mask beside the latent, as Fill does.
+    pub fn takes_mask(&self) -> bool {
+        self.in_channels == 2 * self.out_width() + MASK_WIDTH
+    }
+
     /// Channels of the latent that is packed two by two.
     pub fn latent_channels(&self) -> usize {
-        self.in_channels / 4
+        self.out_width() / 4
     }
 
     /// Checks that this configuration is supported.
@@ -91,10 +105,11 @@ impl TransformerConfig {
         if self.in_channels == 0 || !self.in_channels.is_multiple_of(4) {
             return Err(format!("in_channels is {}, no multiple of 4", self.in_channels));
         }
-        if self.out_channels.is_some_and(|out| out != self.in_channels) {
+        let out = self.out_width();
+        if out == 0 || !out.is_multiple_of(4) || !(out == self.in_channels || self.takes_mask()) {
             return Err(format!(
-                "out_channels is {:?} and in_channels {}: models with another input (Fill, Canny, Depth) are \
-                 not supported yet",
+                "out_channels is {:?} and in_channels {}: of models with another input, Fill is supported, and Canny and \
+                 Depth are not",
                 self.out_channels, self.in_channels
             ));
         }

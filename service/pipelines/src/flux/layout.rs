@@ -146,7 +146,7 @@ pub(super) fn layout(config: &TransformerConfig) -> Vec<TensorSpec> {
         let swapped = [(width, width), (0, width)];
         spec.rows = swapped.map(|(first, count)| Rows { first, count }).to_vec();
     }
-    list.linear("proj_out", [config.in_channels, width], "final_layer.linear", 0);
+    list.linear("proj_out", [config.out_width(), width], "final_layer.linear", 0);
     list.0
 }
 

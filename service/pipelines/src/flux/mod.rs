@@ -9,6 +9,7 @@ mod buffers;
 mod checkpoint;
 mod components;
 mod config;
+mod edit;
 mod layout;
 mod model;
 mod open;

@@ -9,6 +9,7 @@ use residency::{Bytes, Component};
 use super::adapter_targets::adapter_targets;
 use super::checkpoint::{FOLDERS, PIPELINES};
 use super::config::TransformerConfig;
+use super::edit::{Variant, preferred_size};
 use super::open::LARGE;
 use super::stages::{DENOISE, ENCODE_TEXT, POOLED, SEQUENCE, Stage};
 use super::transformer::{codes_bytes, denoise_scratch, is_modulator};
@@ -20,7 +21,7 @@ use crate::checkpoint::ComponentSet;
 use crate::family::smaller_sides;
 use crate::flow_match::SchedulerConfig;
 use crate::plan::names;
-use crate::start::{is_from_latent, steps_run};
+use crate::start::steps_run;
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
 use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer, TokenizeError};
@@ -66,6 +67,7 @@ pub struct FluxModel {
     pub(super) defaults: Request,
     pub(super) components: ComponentSet,
     pub(super) adapters: AdapterSet,
+    pub(super) variant: Variant,
 }
 
 impl FluxModel {
@@ -150,8 +152,13 @@ impl FluxModel {
     fn denoise_stage(&self, request: &Request, image: &Image) -> StagePlan {
         let &Image { width, height, .. } = image;
         let tokens = request.max_sequence_length;
-        let picture = (width / PIXELS_PER_TOKEN) as usize * (height / PIXELS_PER_TOKEN) as usize;
-        let steps = steps_run(request);
+        let generated = (width / PIXELS_PER_TOKEN) as usize * (height / PIXELS_PER_TOKEN) as usize;
+        let reference = self.reference_tokens(image);
+        let picture = generated + reference;
+        let steps = match self.starts_from_latent(request) {
+            true => steps_run(request),
+            false => request.steps,
+        };
         let dtype = self.precision.dtype;
         let mut scratch = Bytes(denoise_scratch(
             &self.transformer,
@@ -173,7 +180,14 @@ impl FluxModel {
             self.components
                 .dequantizing("transformer", steps as usize, is_modulator),
         );
-        let latent = is_from_latent(request).then(|| self.autoencoder().latent(image));
+        let latent = self
+            .starts_from_latent(request)
+            .then(|| self.autoencoder().latent(image));
+        let beside = if reference > 0 {
+            format!(" r{reference}")
+        } else {
+            String::new()
+        };
         StagePlan {
             name: DENOISE.to_owned(),
             role: Role::Sample,
@@ -182,11 +196,16 @@ impl FluxModel {
                 .beside(&["transformer"], &request.adapters, UsedAs::Steps),
             rungs: vec![Rung::whole(scratch)],
             shape: format!(
-                "{width}x{height} t{tokens}{}",
+                "{width}x{height} t{tokens}{beside}{}",
                 self.components.as_multiplied("transformer"),
             ),
             steps,
-            takes: self.encodings(request).into_iter().chain(latent).collect(),
+            takes: self
+                .encodings(request)
+                .into_iter()
+                .chain(latent)
+                .chain(self.editing_values(image))
+                .collect(),
             gives: names(&[LATENT]),
             per_item: true,
             memo: None,
@@ -240,10 +259,14 @@ impl Model for FluxModel {
         }
         let refused = |problem| vec![problem];
         let image = request.image().map_err(refused)?;
+        if let Some(problem) = self.editing_problems(image) {
+            return Err(vec![problem]);
+        }
         let mut stages = vec![self.encode_text_stage(request).map_err(refused)?];
         if image.init_image.is_some() && !request.from_values {
             stages.push(self.autoencoder().encode_stage(image));
         }
+        stages.extend(self.editing_stages(image));
         stages.extend([
             self.denoise_stage(request, image),
             self.autoencoder().decode_stage(image),
@@ -257,6 +280,13 @@ impl Model for FluxModel {
             medium: Medium::Image(image),
             ..self.defaults()
         })
+    }
+
+    fn reference_size(&self, width: u32, height: u32) -> Result<Option<(u32, u32)>, RequestError> {
+        match self.variant {
+            Variant::Kontext => preferred_size(width, height).map(Some),
+            Variant::Plain | Variant::Fill => Ok(None),
+        }
     }
 
     fn smaller(&self, request: &Request) -> Vec<(String, Request)> {

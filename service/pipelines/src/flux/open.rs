@@ -5,6 +5,7 @@ use std::path::Path;
 use super::checkpoint::{MARKS, config_of_single_file};
 use super::components::{transformer_of_folder, transformer_of_single_file};
 use super::config::TransformerConfig;
+use super::edit::Variant;
 use super::model::FluxModel;
 use super::quantize_rule::role_of;
 use crate::adapters::AdapterSet;
@@ -12,7 +13,7 @@ use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
 use crate::bounds::{PIXELS_PER_TOKEN, problems};
 use crate::checkpoint::{ComponentSet, Recognised, Requested, companion, component_of_folder};
 use crate::defaults::folder_defaults;
-use crate::files::{checked, damaged, read_json, unsupported};
+use crate::files::{checked, damaged, pipeline_class, read_json, unsupported};
 use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
@@ -51,6 +52,15 @@ impl FluxModel {
         let base = &std::fs::canonicalize(base).map_err(|e| damaged(base, e.to_string()))?;
         let folder_config = base.join("transformer").join("config.json");
         let is_folder = matches!(recognised, Recognised::Folder(_));
+        let class = pipeline_class(base)?.unwrap_or_default();
+        let file_name = match is_folder {
+            true => String::new(),
+            false => path
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned(),
+        };
         let (transformer, transformer_files) = match recognised {
             Recognised::Folder(_) => {
                 let config: TransformerConfig = checked(&folder_config, TransformerConfig::check)?;
@@ -123,8 +133,9 @@ impl FluxModel {
             )?,
             clip_tokenizer,
             t5_tokenizer: t5_tokenizer?,
-            defaults: folder_defaults(base, defaults(transformer.guidance_embeds), problems)?,
+            defaults: folder_defaults(base, defaults(&transformer, &class), problems)?,
             adapters: AdapterSet::default(),
+            variant: Variant::of(&class, &file_name, &transformer),
             transformer,
             vae,
             clip,
@@ -170,8 +181,17 @@ fn check_widths(
     }
 }
 
-/// The default request of dev or schnell.
-fn defaults(guided: bool) -> Request {
-    let (steps, guidance, tokens) = if guided { (28, 3.5, 512) } else { (4, 0.0, 256) };
-    Request::of(Medium::Image(Image::of(1024, 1024)), steps, guidance, tokens)
+/// The default request of dev, schnell, Kontext or Fill: what their pipelines or their model cards say.
+fn defaults(config: &TransformerConfig, class: &str) -> Request {
+    let (steps, guidance, tokens) = match Variant::of(class, "", config) {
+        Variant::Fill => (50, 30.0, 512),
+        Variant::Kontext => (28, 2.5, 512),
+        Variant::Plain if config.guidance_embeds => (28, 3.5, 512),
+        Variant::Plain => (4, 0.0, 256),
+    };
+    let mut defaults = Request::of(Medium::Image(Image::of(1024, 1024)), steps, guidance, tokens);
+    if config.takes_mask() {
+        defaults.strength = 1.0;
+    }
+    defaults
 }

@@ -3,11 +3,12 @@
 use ops::Planned;
 
 use super::buffers::FluxBuffers;
+use super::edit::{ENCODE_MASKED, ENCODE_REFERENCE};
 use super::model::FluxModel;
 use super::stages::{DENOISE, ENCODE_TEXT};
-use crate::Request;
 use crate::autoencoder_kl::plan::{DECODE, ENCODE_IMAGE};
 use crate::bounds::PIXELS_PER_TOKEN;
+use crate::{Image, Request};
 
 impl FluxModel {
     /// cuDNN shapes of a stage on a card, in order of use. Pictures are decoded and encoded whole: a lower rung
@@ -24,9 +25,17 @@ impl FluxModel {
                 self.clip.planned(self.clip_tokenizer.length(), dtype),
                 self.t5.planned(tokens, dtype),
             ],
-            ENCODE_IMAGE => autoencoder.planned_to_encode(image),
+            ENCODE_IMAGE if image.init_image.is_none() => Vec::new(),
+            ENCODE_IMAGE | ENCODE_MASKED => autoencoder.planned_to_encode(image),
+            ENCODE_REFERENCE => {
+                let references = image.references.iter().map(|r| Image::of(r.width, r.height));
+                references
+                    .flat_map(|r| autoencoder.planned_to_encode(&r))
+                    .collect()
+            }
             DENOISE => {
-                let picture = (width / PIXELS_PER_TOKEN) as usize * (height / PIXELS_PER_TOKEN) as usize;
+                let picture = (width / PIXELS_PER_TOKEN) as usize * (height / PIXELS_PER_TOKEN) as usize
+                    + self.reference_tokens(image);
                 let mut planned = vec![FluxBuffers::planned(&self.transformer, tokens + picture, dtype)];
                 if request.preview {
                     // At half the size.

@@ -14,6 +14,12 @@ pub fn positions(text: usize, rows: usize, columns: usize) -> Vec<[u32; 3]> {
     std::iter::repeat_n([0; 3], text).chain(picture).collect()
 }
 
+/// Positions of a reference picture of `rows` by `columns` tokens, which follow those of the generated one: `[1, row,
+/// column]`. (`FluxKontextPipeline.prepare_latents`.)
+pub(super) fn reference_positions(rows: usize, columns: usize) -> impl Iterator<Item = [u32; 3]> {
+    (0..rows as u32).flat_map(move |row| (0..columns as u32).map(move |column| [1, row, column]))
+}
+
 /// The rotations of these positions: `FluxPosEmbed`, computed in f64 and rounded once. `axes` are the widths of the
 /// axes in a head (16, 56 and 56 of 128).
 ///

@@ -11,8 +11,11 @@ use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 use ops::{Finite, euler};
 
+use super::edit::{
+    ENCODE_MASKED, ENCODE_REFERENCE, MASKED, REFERENCE, Variant, fill_conditioning, masked_picture,
+};
 use super::model::FluxModel;
-use super::transformer::{Prompted, Transformer, pack, unpack};
+use super::transformer::{Prompted, Reference, Transformer, pack, unpack};
 use crate::adapters::{AdaptedTensors, AttachedAdapters, UsedAs};
 use crate::autoencoder_kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::autoencoder_kl::stages::Run;
@@ -53,10 +56,15 @@ impl Stage<'_> {
     /// # Errors
     /// [`StageError`].
     pub fn run(&mut self, stage: &StageRun<'_>) -> Result<Values, StageError> {
-        let latent = |latent| Values::from([(LATENT.to_owned(), latent)]);
+        let named = |name: &str, value| Values::from([(name.to_owned(), value)]);
+        let latent = |latent| named(LATENT, latent);
         let result = match stage.plan.name.as_str() {
             ENCODE_TEXT => self.encode_text(),
             ENCODE_IMAGE => self.encode_image(stage.rung).map(latent),
+            ENCODE_MASKED => self.encode_masked(stage.rung).map(|value| named(MASKED, value)),
+            ENCODE_REFERENCE => self
+                .encode_reference(stage.rung)
+                .map(|value| named(REFERENCE, value)),
             DENOISE => self.denoise(stage).map(latent),
             DECODE => self.decode(stage).map(|()| Values::new()),
             other => Err(StageError::BadInput(format!("there is no stage {other}"))),
@@ -119,18 +127,37 @@ impl Stage<'_> {
         self.vae(|vae| vae.encode(image, self.request.seed, rung))
     }
 
+    /// The latent of what the mask leaves of the start, whose draw is behind those of the start and of the noise.
+    fn encode_masked(&mut self, rung: usize) -> Result<HostTensor, StageError> {
+        let image = self.image()?;
+        let draws = if image.init_image.is_some() { 2 } else { 1 };
+        let picture = masked_picture(image)?;
+        self.vae(|vae| vae.encode_masked(&picture, (self.request.seed, draws), rung))
+    }
+
+    fn encode_reference(&mut self, rung: usize) -> Result<HostTensor, StageError> {
+        let reference = self.image()?.references.first();
+        let reference = reference
+            .ok_or_else(|| StageError::BadInput("there is no reference picture to encode".to_owned()))?;
+        self.vae(|vae| vae.encode_mode(reference, rung))
+    }
+
     fn denoise(&mut self, stage: &StageRun<'_>) -> Result<HostTensor, StageError> {
         let config = &self.model.transformer;
         let pooled = self.encoding(stage, POOLED)?;
         let tokens = self.request.max_sequence_length as usize;
         let sequence = self.encoding(stage, SEQUENCE)?;
         let image_latent = stage.value_if_taken(LATENT)?;
-        let &Image { width, height, .. } = self.image()?;
+        let image = self.image()?.clone();
+        let Image { width, height, .. } = image;
         let rows = (height / PIXELS_PER_TOKEN) as usize;
         let columns = (width / PIXELS_PER_TOKEN) as usize;
         let sigmas = self.model.scheduler.sigmas(self.request.steps, rows * columns);
-        let shape = self.model.autoencoder().latent(self.image()?).shape;
-        let Start { sigmas, latent } = start(sigmas, self.request, &shape, image_latent)?;
+        let shape = self.model.autoencoder().latent(&image).shape;
+        let Start { sigmas, latent, kept } = start(sigmas, self.request, &shape, image_latent)?;
+        // Fill blends nothing: the mask is its input.
+        let kept = kept.filter(|_| self.model.variant != Variant::Fill);
+        let kept = kept.map(|kept| kept.arranged(pack)).transpose()?;
 
         let component = (self.tensors)("transformer")?;
         let adapters = self.attached("transformer", UsedAs::Steps)?;
@@ -141,7 +168,19 @@ impl Stage<'_> {
                 missing,
             })?;
         let guidance = self.request.guidance;
+        let dtype = self.model.precision.dtype;
+        let reference = match stage.value_if_taken(REFERENCE)? {
+            Some(latent) => Some(self.packed(latent, REFERENCE)?),
+            None => None,
+        };
+        let reference = image.references.first().zip(reference.as_ref());
+        let reference = reference.map(|(picture, tokens)| Reference {
+            tokens,
+            rows: (picture.height / PIXELS_PER_TOKEN) as usize,
+            columns: (picture.width / PIXELS_PER_TOKEN) as usize,
+        });
         let prompted = Prompted {
+            reference,
             sequence: &sequence,
             pooled: &pooled,
             guidance,
@@ -158,11 +197,24 @@ impl Stage<'_> {
         let mut conditioning = transformer.condition(&prompted, &times)?;
 
         // Transposing a latent on the host costs nothing. Two tensors, since both are written.
-        let dtype = self.model.precision.dtype;
         let latent = pack(&latent)?.contiguous()?;
-        let seen = latent.to_dtype(dtype)?.copy()?.to_device(self.device)?;
-        let latent = latent.to_device(self.device)?;
-        let step_buffers = transformer.step_buffers(1, tokens, rows * columns, (dtype, self.device))?;
+        let mut seen = latent.to_dtype(dtype)?.copy()?.to_device(self.device)?;
+        let mut latent = latent.to_device(self.device)?;
+        let beside = (rows * columns, self.model.reference_tokens(&image));
+        let step_buffers = transformer.step_buffers_beside(1, tokens, beside, (dtype, self.device))?;
+        // The latent, and behind it in each token what conditions it.
+        let input = match stage.value_if_taken(MASKED)? {
+            Some(masked) => {
+                let masked = from_host(masked, MASKED, DType::F32, &Device::Cpu)?;
+                let conditioning = fill_conditioning(&image, &masked)?.to_dtype(dtype)?;
+                let input = Tensor::zeros((1, rows * columns, config.in_channels), dtype, self.device)?;
+                let width = config.out_width();
+                let behind = input.narrow(2, width, config.in_channels - width)?;
+                ops::copy_rows(&conditioning.contiguous()?.to_device(self.device)?, &behind)?;
+                Some(input)
+            }
+            None => None,
+        };
         let finite = Finite::new(self.device)?;
         for step in 0..steps {
             self.check_cancelled()?;
@@ -173,7 +225,11 @@ impl Stage<'_> {
                 conditioning = transformer.condition(&prompted, &times[step..=step])?;
                 row = 0;
             }
-            let velocity = transformer.velocity(&seen, &conditioning, row, &step_buffers, &mut || {
+            if let Some(input) = &input {
+                ops::copy_rows(&seen, &input.narrow(2, 0, config.out_width())?)?;
+            }
+            let input = input.as_ref().unwrap_or(&seen);
+            let velocity = transformer.velocity(input, &conditioning, row, &step_buffers, &mut || {
                 self.check_cancelled()
             })?;
             let (sigma, next) = (sigmas[step], sigmas[step + 1]);
@@ -186,6 +242,11 @@ impl Stage<'_> {
                     component: "transformer".to_owned(),
                     step,
                 }));
+            }
+            if let Some(kept) = &kept {
+                let blended = kept.blended(&latent, next)?;
+                seen = blended.to_dtype(dtype)?.copy()?.to_device(self.device)?;
+                latent = blended.to_device(self.device)?;
             }
             self.observer.step(step as u32 + 1, steps as u32);
             if self.request.preview && step + 1 < steps && self.observer.wants_preview() {
@@ -205,6 +266,15 @@ impl Stage<'_> {
         self.model.adapters.attach(uses, base, used_as, self.tensors)
     }
 
+    /// A latent as tokens, in the dtype of the card.
+    fn packed(&self, latent: &HostTensor, name: &str) -> Result<Tensor, StageError> {
+        let latent = from_host(latent, name, DType::F32, &Device::Cpu)?;
+        let tokens = pack(&latent)?
+            .contiguous()?
+            .to_dtype(self.model.precision.dtype)?;
+        Ok(tokens.to_device(self.device)?)
+    }
+
     /// One tensor of the encoded text, in the dtype of the card.
     fn encoding(&self, stage: &StageRun<'_>, name: &str) -> Result<Tensor, StageError> {
         from_host(stage.value(name)?, name, self.model.precision.dtype, self.device)
@@ -219,7 +289,12 @@ impl Stage<'_> {
     fn decode(&mut self, stage: &StageRun<'_>) -> Result<(), StageError> {
         self.image()?;
         let latent = stage.value(LATENT)?;
-        let Rgb8 { width, height, rgb } = self.vae(|vae| vae.decode(latent, stage.rung))?;
+        let Rgb8 {
+            width,
+            height,
+            mut rgb,
+        } = self.vae(|vae| vae.decode(latent, stage.rung))?;
+        self.image()?.keep_unmasked(&mut rgb);
         self.observer
             .deliver(Piece::image(width as u32, height as u32, rgb));
         Ok(())

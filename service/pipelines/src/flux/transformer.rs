@@ -7,7 +7,7 @@ use ops::{Epilogue, Nonlinearity};
 use super::blocks::{DoubleBlock, Modulator, SingleBlock};
 use super::buffers::{FluxBuffers, Layers, Next};
 use super::config::TransformerConfig;
-use super::positions::{positions, rotations};
+use super::positions::{positions, reference_positions, rotations};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::{Linear, largest_scratch};
@@ -36,6 +36,8 @@ pub struct Transformer {
 pub struct Conditioning {
     /// T5's hidden states, `[batch, tokens, joint_attention_dim]`.
     sequence: Tensor,
+    /// Packed latent of a reference picture.
+    reference: Option<Tensor>,
     rotations: Rotations,
     double: Vec<(Vec<Tensor>, Vec<Tensor>)>,
     single: Vec<Vec<Tensor>>,
@@ -53,6 +55,17 @@ pub struct Prompted<'a> {
     /// Rows of picture tokens: 1/16 of the picture's height.
     pub rows: usize,
     /// Columns of picture tokens: 1/16 of the picture's width.
+    pub columns: usize,
+    /// A picture to edit (Kontext).
+    pub reference: Option<Reference<'a>>,
+}
+
+/// A reference picture, beside the one that is generated.
+#[derive(Clone, Copy, Debug)]
+pub struct Reference<'a> {
+    /// Its packed latent, `[1, rows * columns, in_channels]`.
+    pub tokens: &'a Tensor,
+    pub rows: usize,
     pub columns: usize,
 }
 
@@ -117,7 +130,7 @@ impl Transformer {
             double,
             single,
             last_modulator: Modulator::new(tensors, "norm_out", width, 2)?,
-            last: Linear::new(tensors, "proj_out", width, config.in_channels)?,
+            last: Linear::new(tensors, "proj_out", width, config.out_width())?,
             config: config.clone(),
         })
     }
@@ -133,6 +146,7 @@ impl Transformer {
             guidance,
             rows,
             columns,
+            reference,
         } = *prompted;
         let (device, dtype) = (sequence.device(), sequence.dtype());
         let embedded = |thousandths: Vec<f32>| sinusoids(&thousandths, SINUSOIDS, dtype, device);
@@ -148,9 +162,13 @@ impl Transformer {
         }
         ops::add_residual(&vector, &self.pooled.forward(pooled)?, None)?;
         ops::activate(&vector, Nonlinearity::Silu)?;
-        let places = positions(sequence.dim(1)?, rows, columns);
+        let mut places = positions(sequence.dim(1)?, rows, columns);
+        if let Some(reference) = reference {
+            places.extend(reference_positions(reference.rows, reference.columns));
+        }
         Ok(Conditioning {
             sequence: sequence.clone(),
+            reference: reference.map(|reference| reference.tokens.clone()),
             rotations: rotations(&places, self.config.axes_dims_rope, device)?,
             double: self
                 .double
@@ -175,8 +193,23 @@ impl Transformer {
         batch: usize,
         text: usize,
         picture: usize,
+        on: (DType, &Device),
+    ) -> candle_core::Result<StepBuffers> {
+        self.step_buffers_beside(batch, text, (picture, 0), on)
+    }
+
+    /// As [`Transformer::step_buffers`], with so many tokens of a reference picture beside those of the generated one.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(super) fn step_buffers_beside(
+        &self,
+        batch: usize,
+        text: usize,
+        (generated, reference): (usize, usize),
         (dtype, device): (DType, &Device),
     ) -> candle_core::Result<StepBuffers> {
+        let picture = generated + reference;
         let tokens = batch * (text + picture);
         let layers = || {
             let double = self.double.iter().flat_map(DoubleBlock::layers);
@@ -194,15 +227,15 @@ impl Transformer {
             scratch_bytes: largest_scratch(layers(), tokens, dtype),
         };
         let buffers = FluxBuffers::new(&self.config, (batch, text, picture), layers, (dtype, device))?;
-        let shape = (batch, picture, self.config.in_channels);
+        let shape = (batch, generated, self.config.out_width());
         Ok(StepBuffers {
             velocity: Tensor::zeros(shape, dtype, device)?,
             buffers,
         })
     }
 
-    /// The velocity at `latent` `[batch, rows * columns, in_channels]` in step `step` (from 0), of the same shape. It
-    /// is in the step buffers, valid until the next step. `go_on` is called before every block.
+    /// The velocity at `latent` `[batch, rows * columns, in_channels]` in step `step` (from 0), `[batch, rows * columns,
+    /// out_width]`. It is in the step buffers, valid until the next step. `go_on` is called before every block.
     ///
     /// # Errors
     /// Errors of candle and of `go_on`.
@@ -217,8 +250,14 @@ impl Transformer {
         let buffers = &step_buffers.buffers;
         let (picture, text, whole) = (buffers.picture()?, buffers.text()?, buffers.whole()?);
         let scratch = buffers.scratch();
+        let generated = buffers.generated(latent.dim(1)?)?;
         self.picture_in
-            .forward_into(latent, Epilogue::None, &picture.hidden, scratch)?;
+            .forward_into(latent, Epilogue::None, &generated.hidden, scratch)?;
+        if let Some(tokens) = &conditioning.reference {
+            let reference = buffers.reference(tokens.dim(1)?)?;
+            self.picture_in
+                .forward_into(tokens, Epilogue::None, &reference.hidden, scratch)?;
+        }
         self.text_in
             .forward_into(&conditioning.sequence, Epilogue::None, &text.hidden, scratch)?;
         let last = Next {
@@ -266,11 +305,11 @@ impl Transformer {
             let rotations = &conditioning.rotations;
             match single_at(i + 1)? {
                 Some(next) => block.forward(buffers, modulation, step, rotations, (&whole, &next))?,
-                None => block.forward(buffers, modulation, step, rotations, (&picture, &last))?,
+                None => block.forward(buffers, modulation, step, rotations, (&generated, &last))?,
             }
         }
         self.last.forward_into(
-            picture.last_normed(),
+            generated.last_normed(),
             Epilogue::None,
             &step_buffers.velocity,
             scratch,
@@ -332,9 +371,14 @@ pub fn denoise_scratch(
     let rotations = (tokens * config.attention_head_dim * 4) as u64;
     let modulations = config.num_layers * 12 + config.num_single_layers * 3 + 2;
     let modulations = (modulations * width * number) as u64 * u64::from(steps);
-    // The latent in f32 and in the computation dtype, and its velocity; the encoded text.
-    let latents =
-        picture * config.in_channels * (4 + 2 * number) + text * config.joint_attention_dim * number;
+    // The latent in f32 and in the computation dtype, and its velocity; what conditions it; the encoded text.
+    let input = if config.takes_mask() {
+        config.in_channels
+    } else {
+        0
+    };
+    let latents = picture * (config.out_width() * (4 + 2 * number) + input * number)
+        + text * config.joint_attention_dim * number;
     buffers + rotations + modulations + latents as u64 + LIBRARIES
 }
 

@@ -14,6 +14,7 @@ use super::{
     DECODE, DENOISE, DescribedAdapter, DescribedComponent, Description, ENCODE_IMAGE, ENCODE_TEXT, LATENT,
 };
 use crate::adapters::{AdapterError, AdapterFile, AdapterReport};
+use crate::bounds::no_references;
 use crate::family::{Model, ModelError, Observer, StageError, StageRun, smaller_lengths, smaller_sides};
 use crate::files::read_json;
 use crate::identity::ModelFile;
@@ -294,6 +295,9 @@ impl InstantModel {
                     }
                 }
             }
+            if let Medium::Image(image) = &stage.request.medium {
+                image.keep_unmasked(&mut data);
+            }
             observer.deliver(Piece {
                 track: String::new(),
                 format,
@@ -375,6 +379,17 @@ impl InstantModel {
                 "must have the size of the picture",
             );
         }
+        if let (Medium::Image(image), Some(size)) = (&request.medium, request.medium.size())
+            && let Some(mask) = &image.mask
+        {
+            let all_there = mask.grey.len() == mask.width as usize * mask.height as usize;
+            let has_start = image.init_image.is_some() || request.from_values;
+            require(
+                (mask.width, mask.height) == size && all_there && has_start,
+                "mask",
+                "must have the size of the picture, and a picture to change (init_image)",
+            );
+        }
         if let Some(clip) = request.medium.init_clip() {
             let is_such = matches!(
                 (&request.medium, clip.format),
@@ -387,6 +402,7 @@ impl InstantModel {
                 "must be whole, and of the medium that is generated",
             );
         }
+        wrong.extend(no_references(request));
         wrong
     }
 }

@@ -577,6 +577,7 @@ fn invalid_fields_are_refused_by_name() {
             height: 64,
             rgb: vec![0; 3].into(),
         }),
+        ..Image::default()
     });
     assert_eq!(
         wrong_fields(&*model, &wrong),

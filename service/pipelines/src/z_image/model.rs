@@ -16,7 +16,7 @@ use super::transformer::{codes_bytes, denoise_scratch, is_modulator};
 use crate::adapters::{AdapterFile, AdapterReport, AdapterSet, TargetComponent, UsedAs};
 use crate::autoencoder_kl::VaeConfig;
 use crate::autoencoder_kl::plan::{Autoencoder, LATENT};
-use crate::bounds::{self, MAX_TOKENS, PIXELS_PER_TOKEN};
+use crate::bounds::{self, MAX_TOKENS, PIXELS_PER_TOKEN, no_references};
 use crate::checkpoint::ComponentSet;
 use crate::family::smaller_sides;
 use crate::flow_match::SchedulerConfig;
@@ -66,6 +66,7 @@ pub(super) fn problems(request: &Request) -> Vec<RequestError> {
         );
         problems.push(RequestError::new("guidance", problem));
     }
+    problems.extend(no_references(request));
     problems
 }
 

@@ -23,6 +23,7 @@ impl ZImageModel {
                 let planned = self.text.planned(self.text_tokens(request), is_quantized, dtype);
                 planned.into_iter().collect()
             }
+            ENCODE_IMAGE if image.init_image.is_none() => Vec::new(),
             ENCODE_IMAGE => autoencoder.planned_to_encode(image),
             DENOISE => {
                 let lengths = self.lengths(image, self.text_tokens(request));

@@ -106,7 +106,8 @@ impl Stage<'_> {
             .model
             .scheduler
             .sigmas_from_both_ends(steps, lengths.picture());
-        let Start { sigmas, latent } = start(sigmas, self.run.request, &shape, brought)?;
+        let Start { sigmas, latent, kept } = start(sigmas, self.run.request, &shape, brought)?;
+        let kept = kept.map(|kept| kept.arranged(patches_of)).transpose()?;
 
         let component = (self.run.tensors)(TRANSFORMER)?;
         let uses = &self.run.request.adapters;
@@ -129,8 +130,8 @@ impl Stage<'_> {
 
         // Transposing a latent on the host costs nothing. Two tensors, since both are written.
         let latent = patches_of(&latent)?.contiguous()?;
-        let seen = latent.to_dtype(dtype)?.copy()?.to_device(self.run.device)?;
-        let latent = latent.to_device(self.run.device)?;
+        let mut seen = latent.to_dtype(dtype)?.copy()?.to_device(self.run.device)?;
+        let mut latent = latent.to_device(self.run.device)?;
         let step_buffers = transformer.step_buffers(&lengths, (dtype, self.run.device))?;
         let finite = Finite::new(self.run.device)?;
         let steps = sigmas.len() - 1;
@@ -158,6 +159,11 @@ impl Stage<'_> {
                     step: step as u32 + 1,
                 }));
             }
+            if let Some(kept) = &kept {
+                let blended = kept.blended(&latent, next)?;
+                seen = blended.to_dtype(dtype)?.copy()?.to_device(self.run.device)?;
+                latent = blended.to_device(self.run.device)?;
+            }
             self.observer.step(step as u32 + 1, steps as u32);
             if self.run.request.preview && step + 1 < steps && self.observer.wants_preview() {
                 let clean = without_noise(&latent, direction, next)?;
@@ -173,7 +179,12 @@ impl Stage<'_> {
     fn decode(&mut self) -> Result<(), StageError> {
         self.image()?;
         let latent = self.run.value(LATENT)?;
-        let Rgb8 { width, height, rgb } = self.vae(|vae| vae.decode(latent, self.run.rung))?;
+        let Rgb8 {
+            width,
+            height,
+            mut rgb,
+        } = self.vae(|vae| vae.decode(latent, self.run.rung))?;
+        self.image()?.keep_unmasked(&mut rgb);
         self.observer
             .deliver(Piece::image(width as u32, height as u32, rgb));
         Ok(())

@@ -16,6 +16,7 @@ pub(crate) fn velocity(folder: &str, tensors: &ComponentTensors, inputs: &HashMa
     let config: TransformerConfig = json(&format!("{folder}/transformer/config.json"));
     let transformer = Transformer::new(&config, tensors).expect("all tensors");
     let prompted = Prompted {
+        reference: None,
         sequence: &here(&inputs["encoder_hidden_states"]),
         pooled: &here(&inputs["pooled_projections"]),
         guidance: inputs

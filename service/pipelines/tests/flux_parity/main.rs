@@ -7,6 +7,7 @@ mod checkpoints;
 mod components;
 #[path = "../../../ops/tests/device/mod.rs"]
 mod device;
+mod edits;
 mod mutations;
 mod numbers;
 mod pictures;

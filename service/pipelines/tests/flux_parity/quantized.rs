@@ -774,7 +774,7 @@ fn unsupported_quantizations_are_detected_by_tensor_names() {
             "double_blocks.0.img_attn.qkv.qweight",
             Dtype::I32,
             4,
-            &["qweight", "I32", "Nunchaku", "what is read is"],
+            &["Nunchaku", "what is read is"],
         ),
         (
             "double_blocks.0.img_attn.qkv.weight_scale_2",

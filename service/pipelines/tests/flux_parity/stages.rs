@@ -473,6 +473,7 @@ fn every_wrong_field_is_named() {
             width: 63,
             height: 8192,
             init_image: Some(image),
+            ..Image::default()
         }),
         ..request()
     };

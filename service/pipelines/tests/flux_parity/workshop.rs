@@ -292,6 +292,7 @@ pub(crate) fn from_image(image: InitImage, strength: f32) -> Request {
             width: image.width,
             height: image.height,
             init_image: Some(image),
+            ..Image::default()
         }),
         ..request()
     }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Tensor};
-use pipelines::{HostTensor, Image, Medium, Precision, Request, Unobserved, Values};
+use pipelines::{HostTensor, Image, Mask, Medium, Precision, Request, Unobserved, Values, resized};
 use serde::Deserialize;
 
 use crate::device::{BF16_PIPELINE, tolerances};
@@ -112,5 +112,56 @@ fn bf16_generates_the_same_pictures_within_its_rounding() {
         let of_latent = distance(&on_cpu(&host), &expected[&format!("{}.latent", case.name)]);
         println!("{} in bf16: latent {of_latent:.2e}", case.name);
         assert!(of_latent < BF16_PIPELINE, "{}: {of_latent:e}", case.name);
+    }
+}
+
+#[test]
+fn masked_pictures_equal_the_references() {
+    #[derive(Deserialize)]
+    struct Masked {
+        name: String,
+        prompt: String,
+        width: u32,
+        height: u32,
+        steps: u32,
+        seed: u64,
+        max_sequence_length: u32,
+        strength: f32,
+    }
+    let expected = tensors("z-image-tiny/expected/masks.safetensors");
+    let folder = folder();
+    let workshop = Workshop::open(folder.path(), &F32);
+    for case in json::<Vec<Masked>>("z-image-tiny/expected/masks.json") {
+        let grey = &expected[&format!("{}.mask", case.name)];
+        let (from_height, from_width) = grey.dims2().expect("a mask");
+        let bytes = grey
+            .flatten_all()
+            .and_then(|grey| grey.to_vec1::<u8>())
+            .expect("bytes");
+        let from = (from_width as u32, from_height as u32);
+        let image = Image {
+            init_image: Some(init_image(&expected[&format!("{}.init", case.name)])),
+            mask: Some(Mask {
+                width: case.width,
+                height: case.height,
+                grey: resized(&bytes, 1, from, (case.width, case.height)).into(),
+            }),
+            ..Image::of(case.width, case.height)
+        };
+        let request = Request {
+            prompt: case.prompt.clone(),
+            seed: case.seed,
+            strength: case.strength,
+            ..Request::of(Medium::Image(image), case.steps, 0.0, case.max_sequence_length)
+        };
+        let latent = on_cpu(&workshop.denoised(&request, &mut Unobserved).expect("a latent"));
+        let apart = distance(&latent, &expected[&format!("{}.latent", case.name)]);
+        let picture = workshop.picture(&latent);
+        let reference = &expected[&format!("{}.picture", case.name)];
+        let largest = f64::from(largest_difference(&picture, reference));
+        println!("{}: latent {apart:.2e}, picture {largest:.2e}", case.name);
+        let tolerance = tolerances().pipeline;
+        assert!(apart < tolerance, "{}: {apart:e}", case.name);
+        assert!(largest < tolerance.max(1e-4), "{}: {largest:e}", case.name);
     }
 }

@@ -106,6 +106,8 @@ fn media() -> [Medium; 3] {
             width: 32,
             height: 16,
             init_image: Some(image.clone()),
+            mask: None,
+            references: Vec::new(),
         }),
         Medium::Video(Video {
             width: 32,

@@ -1,0 +1,196 @@
+//! Editing: FLUX.1 Kontext, which takes a reference picture, and FLUX.1 Fill, which takes a masked picture and its mask.
+//!
+//! References are diffusers' `FluxKontextPipeline` and `FluxFillPipeline`. A Kontext reference is encoded without a draw, and
+//! follows the generated picture in the sequence. Fill's masked picture is encoded with a draw of its own, behind that of the
+//! start and that of the noise.
+
+use candle_core::{Device, Tensor};
+
+use super::config::{MASK_WIDTH, TransformerConfig};
+use super::model::FluxModel;
+use super::transformer::pack;
+use crate::bounds::PIXELS_PER_TOKEN;
+use crate::start::CHANGES;
+use crate::{Image, InitImage, Mask, Request, RequestError, StageError, StagePlan, ValueShape};
+
+/// Names of the stages.
+pub(super) const ENCODE_REFERENCE: &str = "encode_reference";
+pub(super) const ENCODE_MASKED: &str = "encode_masked";
+
+/// Name of the reference's latent, f32 `[1, channels, h, w]` in the transformer's scale.
+pub(super) const REFERENCE: &str = "reference";
+/// Name of the masked picture's latent, of the shape of the latent.
+pub(super) const MASKED: &str = "masked";
+
+/// Pixels of a latent's cell along each axis.
+const PIXELS_PER_CELL: usize = 8;
+
+/// What a checkpoint generates from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Variant {
+    /// A prompt, and possibly a picture to start from.
+    Plain,
+    /// A prompt, and possibly a reference picture.
+    Kontext,
+    /// A prompt, a picture, and a mask of what changes in it.
+    Fill,
+}
+
+impl Variant {
+    /// By the pipeline's class, the name of a single file, and the transformer's inputs. A single file of Kontext has the
+    /// tensors of dev.
+    pub(super) fn of(class: &str, file_name: &str, config: &TransformerConfig) -> Variant {
+        let is_kontext = |name: &str| name.to_ascii_lowercase().contains("kontext");
+        match config.takes_mask() {
+            true => Variant::Fill,
+            false if is_kontext(class) || is_kontext(file_name) => Variant::Kontext,
+            false => Variant::Plain,
+        }
+    }
+}
+
+/// Width and height of the pictures that Kontext was trained on (`PREFERRED_KONTEXT_RESOLUTIONS`).
+const PREFERRED: [(u32, u32); 17] = [
+    (672, 1568),
+    (688, 1504),
+    (720, 1456),
+    (752, 1392),
+    (800, 1328),
+    (832, 1248),
+    (880, 1184),
+    (944, 1104),
+    (1024, 1024),
+    (1104, 944),
+    (1184, 880),
+    (1248, 832),
+    (1328, 800),
+    (1392, 752),
+    (1456, 720),
+    (1504, 688),
+    (1568, 672),
+];
+
+/// The preferred size whose aspect is closest to that of a picture of this size, cut to whole tokens.
+pub(super) fn preferred_size(width: u32, height: u32) -> Result<(u32, u32), RequestError> {
+    let cut = |side: u32| side / PIXELS_PER_TOKEN * PIXELS_PER_TOKEN;
+    let (width, height) = (cut(width), cut(height));
+    if width == 0 || height == 0 {
+        let problem = format!("one has a side of less than {PIXELS_PER_TOKEN} pixels");
+        return Err(RequestError::new("references", problem));
+    }
+    let aspect = f64::from(width) / f64::from(height);
+    let apart = |&(width, height): &(u32, u32)| (aspect - f64::from(width) / f64::from(height)).abs();
+    let closest = PREFERRED.into_iter().min_by(|a, b| apart(a).total_cmp(&apart(b)));
+    Ok(closest.unwrap_or((1024, 1024)))
+}
+
+impl FluxModel {
+    /// Problems of what a request gives to edit.
+    pub(super) fn editing_problems(&self, image: &Image) -> Option<RequestError> {
+        let refused = |problem: &str| Some(RequestError::new("references", problem));
+        match (self.variant, image.references.len()) {
+            (_, 0) | (Variant::Kontext, 1) => None,
+            (Variant::Kontext, _) => refused("are several; FLUX.1 Kontext takes one"),
+            (Variant::Plain | Variant::Fill, _) => {
+                refused("are not taken by this model; FLUX.1 Kontext takes one")
+            }
+        }
+    }
+
+    /// The stages that encode what a request gives to edit.
+    pub(super) fn editing_stages(&self, image: &Image) -> Vec<StagePlan> {
+        let autoencoder = self.autoencoder();
+        if self.variant == Variant::Fill {
+            return vec![autoencoder.encode_stage_named(ENCODE_MASKED, MASKED, image)];
+        }
+        let stage = |reference: &InitImage| {
+            let size = Image::of(reference.width, reference.height);
+            let mut hash = blake3::Hasher::new();
+            hash.update(&reference.width.to_le_bytes());
+            hash.update(&reference.rgb);
+            StagePlan {
+                per_item: false,
+                memo: Some(format!("flux-reference:{}", hash.finalize().to_hex())),
+                ..autoencoder.encode_stage_named(ENCODE_REFERENCE, REFERENCE, &size)
+            }
+        };
+        image.references.iter().map(stage).collect()
+    }
+
+    /// Values of those stages.
+    pub(super) fn editing_values(&self, image: &Image) -> Vec<ValueShape> {
+        let latent = |name: &str, image: &Image| {
+            let shape = self.autoencoder().latent(image).shape;
+            ValueShape::new(name, shape)
+        };
+        match self.variant {
+            Variant::Fill => vec![latent(MASKED, image)],
+            Variant::Plain | Variant::Kontext => {
+                let references = image.references.iter();
+                references
+                    .map(|r| latent(REFERENCE, &Image::of(r.width, r.height)))
+                    .collect()
+            }
+        }
+    }
+
+    /// Whether sampling starts from the latent of a request's picture. Fill does not, where it runs the whole schedule.
+    pub(super) fn starts_from_latent(&self, request: &Request) -> bool {
+        let is_whole = request.strength >= 1.0 && !request.from_values;
+        crate::start::is_from_latent(request) && !(self.variant == Variant::Fill && is_whole)
+    }
+
+    /// Tokens of reference pictures.
+    pub(super) fn reference_tokens(&self, image: &Image) -> usize {
+        let tokens =
+            |r: &InitImage| (r.width / PIXELS_PER_TOKEN) as usize * (r.height / PIXELS_PER_TOKEN) as usize;
+        image.references.iter().map(tokens).sum()
+    }
+}
+
+/// What a mask leaves of a picture, f32 `[1, 3, height, width]` of -1 to 1: 0 where it changes, and everywhere without a
+/// picture. In host memory.
+pub(super) fn masked_picture(image: &Image) -> candle_core::Result<Tensor> {
+    let (width, height) = (image.width as usize, image.height as usize);
+    let mut picture = vec![0f32; 3 * width * height];
+    if let Some(init) = &image.init_image {
+        for (place, pixel) in init.rgb.chunks_exact(3).enumerate() {
+            if changes(image.mask.as_ref(), place) {
+                continue;
+            }
+            for (channel, &byte) in pixel.iter().enumerate() {
+                picture[channel * width * height + place] = 2.0 * (f32::from(byte) / 255.0) - 1.0;
+            }
+        }
+    }
+    Tensor::from_vec(picture, (1, 3, height, width), &Device::Cpu)
+}
+
+/// Whether a pixel changes; without a mask, all do.
+fn changes(mask: Option<&Mask>, place: usize) -> bool {
+    mask.is_none_or(|mask| mask.grey.get(place).is_none_or(|grey| *grey >= CHANGES))
+}
+
+/// Fill's conditioning, f32 `[1, tokens, width + 256]` in host memory: the packed masked latent, and the mask's pixels, 8 by 8
+/// of each cell as channels, packed alike.
+///
+/// # Errors
+/// When shapes do not match.
+pub(super) fn fill_conditioning(image: &Image, masked: &Tensor) -> Result<Tensor, StageError> {
+    let (width, height) = (image.width as usize, image.height as usize);
+    let (h, w) = (height / PIXELS_PER_CELL, width / PIXELS_PER_CELL);
+    let cell = PIXELS_PER_CELL;
+    let mut pixels = vec![0f32; cell * cell * h * w];
+    for y in 0..height {
+        for x in 0..width {
+            if changes(image.mask.as_ref(), y * width + x) {
+                let channel = (y % cell) * cell + x % cell;
+                pixels[(channel * h + y / cell) * w + x / cell] = 1.0;
+            }
+        }
+    }
+    let mask = Tensor::from_vec(pixels, (1, cell * cell, h, w), &Device::Cpu)?;
+    let mask = pack(&mask)?;
+    debug_assert_eq!(mask.dim(2).unwrap_or_default(), MASK_WIDTH);
+    Ok(Tensor::cat(&[&pack(masked)?, &mask], 2)?)
+}

@@ -1,0 +1,143 @@
+//! Scaling of pictures, to the byte as Pillow 13 does it with its Lanczos filter: the references scale what they start from
+//! so, and a pixel more or less is another picture.
+
+use std::f64::consts::PI;
+
+/// Fraction bits of the weights (`PRECISION_BITS` in Pillow's `Resample.c`, for bytes).
+const PRECISION: u32 = 22;
+/// Half the width of the filter, in pixels of the result.
+const SUPPORT: f64 = 3.0;
+
+/// Scales rows of interleaved bytes, `channels` for each pixel, from one size to another (width, height).
+///
+/// # Panics
+/// When there are fewer bytes than `from` has.
+#[must_use]
+pub fn resized(
+    bytes: &[u8],
+    channels: usize,
+    (width, height): (u32, u32),
+    (to_width, to_height): (u32, u32),
+) -> Vec<u8> {
+    let (width, height) = (width as usize, height as usize);
+    let (to_width, to_height) = (to_width as usize, to_height as usize);
+    // The order of the passes, each of which rounds. Signed: a side may grow.
+    let shrinks_by = |from: usize, to: usize| from as i64 - to as i64;
+    let is_vertical_first =
+        to_height < height && shrinks_by(height, to_height) > 2 * shrinks_by(width, to_width);
+    if is_vertical_first {
+        let rows = vertical(bytes, channels * width, (height, to_height));
+        horizontal(&rows, channels, to_height, (width, to_width))
+    } else {
+        let columns = horizontal(bytes, channels, height, (width, to_width));
+        vertical(&columns, channels * to_width, (height, to_height))
+    }
+}
+
+/// The weights of one pixel of the result: the first of the pixels that it is made of, and theirs.
+struct Weights {
+    first: usize,
+    weights: Vec<i32>,
+}
+
+/// The weights of every pixel of an axis.
+fn weights(from: usize, to: usize) -> Vec<Weights> {
+    let scale = from as f64 / to as f64;
+    let stretch = scale.max(1.0);
+    let support = SUPPORT * stretch;
+    let of_pixel = |pixel: usize| {
+        let centre = (pixel as f64 + 0.5) * scale;
+        let first = (centre - support + 0.5).max(0.0) as usize;
+        let last = ((centre + support + 0.5) as usize).min(from);
+        let weights = (first..last).map(|at| lanczos((at as f64 - centre + 0.5) / stretch));
+        let weights: Vec<f64> = weights.collect();
+        let sum: f64 = weights.iter().sum();
+        let fixed = |weight: &f64| {
+            let scaled = weight / sum * f64::from(1u32 << PRECISION);
+            (scaled + if scaled < 0.0 { -0.5 } else { 0.5 }) as i32
+        };
+        Weights {
+            first,
+            weights: weights.iter().map(fixed).collect(),
+        }
+    };
+    (0..to).map(of_pixel).collect()
+}
+
+fn lanczos(x: f64) -> f64 {
+    let sinc = |x: f64| if x == 0.0 { 1.0 } else { (PI * x).sin() / (PI * x) };
+    if x.abs() < SUPPORT {
+        sinc(x) * sinc(x / SUPPORT)
+    } else {
+        0.0
+    }
+}
+
+/// The weighted sum of bytes at a distance from each other.
+fn sum(bytes: &[u8], begin: usize, stride: usize, weights: &[i32]) -> u8 {
+    let products = weights.iter().enumerate();
+    let products = products.map(|(i, weight)| i32::from(bytes[begin + i * stride]) * weight);
+    let sum: i32 = (1i32 << (PRECISION - 1)) + products.sum::<i32>();
+    (sum >> PRECISION).clamp(0, 255) as u8
+}
+
+fn horizontal(bytes: &[u8], channels: usize, rows: usize, (from, to): (usize, usize)) -> Vec<u8> {
+    if from == to {
+        return bytes[..rows * from * channels].to_vec();
+    }
+    let weights = weights(from, to);
+    let mut out = Vec::with_capacity(rows * to * channels);
+    for row in bytes[..rows * from * channels].chunks_exact(from * channels) {
+        for Weights { first, weights } in &weights {
+            out.extend((0..channels).map(|channel| sum(row, first * channels + channel, channels, weights)));
+        }
+    }
+    out
+}
+
+fn vertical(bytes: &[u8], row_bytes: usize, (from, to): (usize, usize)) -> Vec<u8> {
+    if from == to {
+        return bytes[..from * row_bytes].to_vec();
+    }
+    let mut out = Vec::with_capacity(to * row_bytes);
+    for Weights { first, weights } in &weights(from, to) {
+        out.extend((0..row_bytes).map(|at| sum(bytes, first * row_bytes + at, row_bytes, weights)));
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use candle_core::{Device, Tensor};
+
+    use super::*;
+
+    #[test]
+    fn scaled_pictures_equal_pillows_to_the_byte() {
+        let path = "fixtures/flux-kontext-tiny/expected/resize.safetensors";
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
+        let tensors = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+        let bytes = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<u8>().unwrap();
+        let size = |t: &Tensor| (t.dims()[1] as u32, t.dims()[0] as u32);
+        let mut checked = 0;
+        for (name, before) in &tensors {
+            let Some(case) = name.strip_suffix(".from").filter(|case| *case != "luminance") else {
+                continue;
+            };
+            let after = &tensors[&format!("{case}.to")];
+            let channels = before.dims().get(2).copied().unwrap_or(1);
+            let found = resized(&bytes(before), channels, size(before), size(after));
+            assert!(found == bytes(after), "{case}");
+            checked += 1;
+        }
+        assert!(checked > 3, "{checked}");
+    }
+
+    #[test]
+    fn a_picture_of_the_right_size_is_left_as_it_is() {
+        let bytes: Vec<u8> = (0..48).collect();
+        assert_eq!(resized(&bytes, 3, (4, 4), (4, 4)), bytes);
+    }
+}
