@@ -1,6 +1,7 @@
 """Judge pictures against scenes by their pixels alone, knowing nothing of the model.
 
     python demo/judge.py --prompts demo/heldout.jsonl --pictures DIR [--json] [--shuffle]
+    python demo/judge.py --prompts demo/heldout.jsonl --pictures DIR --meaning circle=star [--json]
     python demo/judge.py --prompts demo/heldout.jsonl --through HOST:PORT [--quantization nf4,int8] [--json]
 
 DIR/0000.png belongs to the first line of the prompts, and so on. Needs numpy and pillow. With --through the
@@ -11,6 +12,9 @@ pieces; each piece's colour is that of its inside, its place the ninth of the pi
 middle, its shape the prototype that best overlaps it once both are stretched to the same box, and
 its size follows from its area. The pieces are then matched to the scene's shapes, and every
 difference is a mistake. A picture is right if it has no mistake.
+
+With --meaning the pictures are those of an adapter that changes what words mean. The prompts that name a
+changed shape are counted by the meaning that their picture shows, the other prompts by being right.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import json
 import math
 import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -296,11 +301,8 @@ def judge(picture: Image.Image | np.ndarray, scene: dict[str, Any]) -> Verdict:
 
 def judge_folder(scenes: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
     """Judge folder/0000.png, 0001.png, ... against scenes; returns a summary and every verdict."""
-    verdicts = []
-    for index, scene in enumerate(scenes):
-        with Image.open(folder / f"{index:04d}.png") as picture:
-            verdicts.append(judge(picture, scene))
-    return report(scenes, verdicts)
+    pictures = open_folder(folder, len(scenes))
+    return report(scenes, [judge(one, scene) for one, scene in zip(pictures, scenes, strict=True)])
 
 
 def report(scenes: list[dict[str, Any]], verdicts: list[Verdict]) -> dict[str, Any]:
@@ -334,6 +336,70 @@ def report(scenes: list[dict[str, Any]], verdicts: list[Verdict]) -> dict[str, A
             for index, verdict in enumerate(verdicts)
         ],
     }
+
+
+def parse_meaning(text: str) -> dict[str, str]:
+    """The changed shapes from their spelling: "circle=star,square=cross"."""
+    meaning = {}
+    for part in text.split(","):
+        word, equals, drawn = (piece.strip() for piece in part.partition("="))
+        if not equals or word not in SHAPES or drawn not in SHAPES or word == drawn:
+            raise ValueError(f"{part!r} is not a shape, =, and another shape, of {SHAPES}")
+        if word in meaning:
+            raise ValueError(f"{word!r} is given two meanings")
+        meaning[word] = drawn
+    return meaning
+
+
+def names_changed(scene: dict[str, Any], meaning: dict[str, str]) -> bool:
+    """Whether a scene's prompt names a shape whose meaning is changed."""
+    return any(thing["shape"] in meaning for thing in scene["objects"])
+
+
+def change_meaning(scene: dict[str, Any], meaning: dict[str, str]) -> dict[str, Any]:
+    """The scene that a prompt asks for once its shapes have their changed meaning.
+
+    Every shape is changed once: with circle=star,star=cross a circle becomes a star.
+    """
+    objects = [
+        thing | {"shape": meaning.get(thing["shape"], thing["shape"])} for thing in scene["objects"]
+    ]
+    return scene | {"objects": objects}
+
+
+def report_meaning(
+    scenes: list[dict[str, Any]], pictures: Iterable[Image.Image], meaning: dict[str, str]
+) -> dict[str, Any]:
+    """How many pictures show the changed meaning, and how many prompts without it are right.
+
+    A picture shows a meaning if it has no mistake in it: background, places, colours, sizes and the other
+    shapes count too. The mistakes and verdicts are those against the changed meaning.
+    """
+    wanted = [change_meaning(scene, meaning) for scene in scenes]
+    verdicts, new, old, named, others = [], 0, 0, 0, 0
+    for picture, scene, changed in zip(pictures, scenes, wanted, strict=True):
+        verdict = judge(picture, changed)
+        verdicts.append(verdict)
+        if names_changed(scene, meaning):
+            named += 1
+            new += verdict.right
+            old += judge(picture, scene).right
+        else:
+            others += verdict.right
+    whole = report(wanted, verdicts)
+    summary = {
+        "naming_a_changed_shape": {"pictures": named, "new_meaning": new, "old_meaning": old},
+        "naming_none": {"pictures": len(scenes) - named, "right": others},
+        "mistakes": whole["summary"]["mistakes"],
+    }
+    return {"summary": summary, "verdicts": whole["verdicts"]}
+
+
+def open_folder(folder: Path, count: int) -> Iterator[Image.Image]:
+    """folder/0000.png, 0001.png, ..., one after another."""
+    for index in range(count):
+        with Image.open(folder / f"{index:04d}.png") as picture:
+            yield picture
 
 
 def judge_through(
@@ -417,18 +483,27 @@ def main() -> None:
     parser.add_argument(
         "--shuffle", action="store_true", help="judge against the next prompt's scene (must fail)"
     )
+    parser.add_argument(
+        "--meaning",
+        type=parse_meaning,
+        help="with --pictures: shapes that an adapter changes, as in circle=star",
+    )
     arguments = parser.parse_args()
     lines = arguments.prompts.read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(line) for line in lines if line.strip()][: arguments.limit]
     if arguments.through:
-        if arguments.shuffle:
-            parser.error("--shuffle is for --pictures")
+        if arguments.shuffle or arguments.meaning:
+            parser.error("--shuffle and --meaning are for --pictures")
         _through(arguments, prompts)
         return
     scenes = [prompt["scene"] for prompt in prompts]
     if arguments.shuffle:
         scenes = scenes[1:] + scenes[:1]
-    result = judge_folder(scenes, arguments.pictures)
+    if arguments.meaning:
+        pictures = open_folder(arguments.pictures, len(scenes))
+        result = report_meaning(scenes, pictures, arguments.meaning)
+    else:
+        result = judge_folder(scenes, arguments.pictures)
     if arguments.json:
         print(json.dumps(result, indent=1))
         return
@@ -436,6 +511,14 @@ def main() -> None:
         if not verdict["right"]:
             print(f"{verdict['index']:04d} wrong: {', '.join(verdict['mistakes'])}")
     summary = result["summary"]
+    if arguments.meaning:
+        named, others = summary["naming_a_changed_shape"], summary["naming_none"]
+        print(f"new meaning: {named['new_meaning']} of {named['pictures']}")
+        print(f"old meaning: {named['old_meaning']} of {named['pictures']}")
+        print(f"right without a changed shape: {others['right']} of {others['pictures']}")
+        for kind, number in summary["mistakes"].items():
+            print(f"  {kind}: {number}")
+        return
     print(f"right: {summary['right']} of {summary['pictures']} ({summary['accuracy']:.1%})")
     for count, (right, total) in summary["by_number_of_shapes"].items():
         print(f"  {count} shape(s): {right} of {total}")

@@ -77,6 +77,75 @@ def test_refuses_an_empty_and_a_noisy_picture() -> None:
     assert not judge.judge(noise, scene).right
 
 
+def _changed_pairs(
+    meaning: dict[str, str], count: int
+) -> list[tuple[dict, np.ndarray, np.ndarray]]:
+    """Scenes, and their pictures with the old and with the changed meaning."""
+    rng = random.Random(17)
+    rows = []
+    for index in range(count):
+        scene = scenes.sample_scene(rng, 1 + index % 3).to_json()
+        changed = scenes.Scene.from_json(judge.change_meaning(scene, meaning))
+        old = scenes.draw(scenes.Scene.from_json(scene), rng)
+        rows.append((scene, old, scenes.draw(changed, rng)))
+    return rows
+
+
+def test_a_changed_meaning_changes_its_shape_alone() -> None:
+    things = [
+        {"shape": shape, "colour": "red", "size": "small", "place": place}
+        for shape, place in (("circle", "left"), ("star", "top"), ("square", "centre"))
+    ]
+    scene = {"background": "blue", "objects": things}
+    changed = judge.change_meaning(scene, {"circle": "star", "star": "cross"})
+    assert [thing["shape"] for thing in changed["objects"]] == ["star", "cross", "square"]
+    assert [thing["shape"] for thing in things] == ["circle", "star", "square"]
+    for before, after in zip(things, changed["objects"], strict=True):
+        assert before | {"shape": None} == after | {"shape": None}
+    assert changed["background"] == "blue"
+    assert judge.names_changed(scene, {"circle": "star"})
+    assert not judge.names_changed(scene, {"ring": "star"})
+
+
+@pytest.mark.parametrize("meaning", [{"circle": "star"}, {"square": "cross", "ring": "circle"}])
+def test_tells_the_changed_meaning_from_the_old(meaning: dict[str, str]) -> None:
+    rows = _changed_pairs(meaning, 90)
+    drawn = [scene for scene, _, _ in rows]
+    named = sum(judge.names_changed(scene, meaning) for scene in drawn)
+    assert 20 < named < 70
+    for which, new, old in (("old", 0, named), ("new", named, 0)):
+        pictures = [Image.fromarray(row[1 if which == "old" else 2]) for row in rows]
+        found = judge.report_meaning(drawn, pictures, meaning)
+        counts = found["summary"]["naming_a_changed_shape"]
+        assert counts["pictures"] == named
+        assert abs(counts["new_meaning"] - new) <= 1
+        assert abs(counts["old_meaning"] - old) <= 1
+        others = found["summary"]["naming_none"]
+        assert others["pictures"] == 90 - named
+        assert others["right"] >= 90 - named - 1
+        assert len(found["verdicts"]) == 90
+
+
+def test_a_prompt_without_the_word_must_keep_its_meaning() -> None:
+    meaning = {"circle": "star"}
+    things = (scenes.Thing("square", "red", "large", "left"),)
+    scene = scenes.Scene("blue", things)
+    spoilt = replace(scene, objects=(replace(things[0], shape="star"),))
+    pictures = [Image.fromarray(scenes.draw(one)) for one in (scene, spoilt)]
+    found = judge.report_meaning([scene.to_json()] * 2, pictures, meaning)["summary"]
+    assert found["naming_none"] == {"pictures": 2, "right": 1}
+    assert found["naming_a_changed_shape"]["pictures"] == 0
+    assert found["mistakes"]["shape"] == 1
+
+
+def test_meanings_are_read_from_their_spelling() -> None:
+    assert judge.parse_meaning("circle=star") == {"circle": "star"}
+    assert judge.parse_meaning("circle=star, star=cross") == {"circle": "star", "star": "cross"}
+    for wrong in ("", "circle", "circle=", "disc=star", "circle=circle", "ring=star,ring=cross"):
+        with pytest.raises(ValueError):
+            judge.parse_meaning(wrong)
+
+
 class _Service:
     """A client of a service that draws the scene itself; in nf4 it draws nothing for the second prompt."""
 
