@@ -685,6 +685,23 @@ def contact_sheet(pictures: list[Any], columns: int = 20) -> Any:
     return sheet
 
 
+def paint(pipeline: FluxPipeline, prompts: list[str], steps: int) -> list[Any]:
+    """The prompts' pictures, prompt i with seed i."""
+    pictures = []
+    for first in range(0, len(prompts), 40):
+        part = prompts[first : first + 40]
+        pictures += pipeline(
+            part,
+            width=scenes.PICTURE_SIZE,
+            height=scenes.PICTURE_SIZE,
+            num_inference_steps=steps,
+            guidance_scale=GUIDANCE,
+            max_sequence_length=tokens.T5_LENGTH,
+            generator=[torch.Generator().manual_seed(first + i) for i in range(len(part))],
+        ).images
+    return pictures
+
+
 def evaluate(
     out: Path, results: Path, device: str, steps: int, prompts: Path, limit: int | None
 ) -> None:
@@ -695,18 +712,7 @@ def evaluate(
     rows = [json.loads(line) for line in prompts.read_text().splitlines()][:limit]
     pipeline = FluxPipeline.from_pretrained(out, torch_dtype=torch.float32).to(device)
     pipeline.set_progress_bar_config(disable=True)
-    pictures = []
-    for first in range(0, len(rows), 40):
-        part = rows[first : first + 40]
-        pictures += pipeline(
-            [row["prompt"] for row in part],
-            width=scenes.PICTURE_SIZE,
-            height=scenes.PICTURE_SIZE,
-            num_inference_steps=steps,
-            guidance_scale=GUIDANCE,
-            max_sequence_length=tokens.T5_LENGTH,
-            generator=[torch.Generator().manual_seed(first + i) for i in range(len(part))],
-        ).images
+    pictures = paint(pipeline, [row["prompt"] for row in rows], steps)
     folder = results / "pictures"
     folder.mkdir(parents=True, exist_ok=True)
     for index, picture in enumerate(pictures):
