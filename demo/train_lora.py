@@ -67,10 +67,12 @@ class Plan:
     seed: int = 20261123
     rank: int = 8
     alpha: int = 16
-    steps: int = 800
-    batch: int = 32
+    steps: int = 300
+    scenes: int = 12
+    noises: int = 2
+    """Noisy copies of each scene in a batch: a copy costs less than another scene's encoding."""
     rate: float = 3e-3
-    warmup: int = 30
+    warmup: int = 20
     share: float = 0.6
     """Share of the scenes whose prompt names a changed shape."""
 
@@ -167,7 +169,7 @@ class Batches:
         """Packed latents of the pictures, T5's states and CLIP's pooled states of the prompts."""
         device, vae = generator.device, self._pipeline.vae
         codes, clip_ids, t5_ids = [], [], []
-        for _ in range(self._plan.batch):
+        for _ in range(self._plan.scenes):
             scene, drawn = sample_pair(self._rng, self._meaning, self._plan.share)
             assert not scenes.is_held_out(scene) and not scenes.is_held_out(drawn)
             codes.append(scene_codes(drawn))
@@ -179,7 +181,8 @@ class Batches:
         latents = pack((latents - vae.config.shift_factor) * vae.config.scaling_factor)
         text = self._pipeline.text_encoder_2(torch.tensor(t5_ids, device=device)).last_hidden_state
         pooled = self._pipeline.text_encoder(torch.tensor(clip_ids, device=device)).pooler_output
-        return latents, text, pooled
+        copies = self._plan.noises
+        return tuple(one.repeat_interleave(copies, 0) for one in (latents, text, pooled))
 
 
 def load_model(model: Path, device: str) -> FluxPipeline:
@@ -229,11 +232,16 @@ def train_lora(
     text_places = torch.zeros(tokens.T5_LENGTH, 3, device=device)
     loss_sum, losses, step = 0.0, 0, start
 
+    def keep() -> None:
+        state = {"step": step, "pairs": [p.data for p in parameters]}
+        save(path, state | {"optimizer": optimizer.state_dict()})
+        write_adapter(out, pairs, plan)
+
     while step < plan.steps and time.monotonic() - began < 60 * minutes:
         set_rate(optimizer, plan.rate, step, (step + 1) / plan.warmup, plan.steps)
         clean, text, pooled = batches.draw(generator)
-        sigmas = sample_sigmas(plan.batch, device, generator)
-        guidance = torch.rand(plan.batch, device=device, generator=generator) * 7 + 1
+        sigmas = sample_sigmas(len(clean), device, generator)
+        guidance = torch.rand(len(clean), device=device, generator=generator) * 7 + 1
         noise = torch.randn(clean.shape, device=device, generator=generator)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             velocity = flux(
@@ -255,9 +263,9 @@ def train_lora(
         if step % 20 == 0:
             log(step=step, flow=loss_sum / losses, s=time.monotonic() - began)
             loss_sum, losses = 0.0, 0
-    state = {"step": step, "pairs": [p.data for p in parameters]}
-    save(path, state | {"optimizer": optimizer.state_dict()})
-    write_adapter(out, pairs, plan)
+        if step % 100 == 0:
+            keep()
+    keep()
     log(done=step >= plan.steps, step=step, adapter=str(out), bytes=out.stat().st_size)
 
 
