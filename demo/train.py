@@ -685,7 +685,7 @@ def contact_sheet(pictures: list[Any], columns: int = 20) -> Any:
     return sheet
 
 
-def paint(pipeline: FluxPipeline, prompts: list[str], steps: int) -> list[Any]:
+def generate(pipeline: FluxPipeline, prompts: list[str], steps: int) -> list[Any]:
     """The prompts' pictures, prompt i with seed i."""
     pictures = []
     for first in range(0, len(prompts), 40):
@@ -712,7 +712,7 @@ def evaluate(
     rows = [json.loads(line) for line in prompts.read_text().splitlines()][:limit]
     pipeline = FluxPipeline.from_pretrained(out, torch_dtype=torch.float32).to(device)
     pipeline.set_progress_bar_config(disable=True)
-    pictures = paint(pipeline, [row["prompt"] for row in rows], steps)
+    pictures = generate(pipeline, [row["prompt"] for row in rows], steps)
     folder = results / "pictures"
     folder.mkdir(parents=True, exist_ok=True)
     for index, picture in enumerate(pictures):

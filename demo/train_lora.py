@@ -36,7 +36,7 @@ from train import (
     draw_batch,
     log,
     pack,
-    paint,
+    generate,
     sample_sigmas,
     save,
     scene_batch,
@@ -296,7 +296,7 @@ def evaluate(
                 )
             pipeline.set_adapters([adapter.stem], [strength])
         name = "without" if strength is None else f"strength-{strength:g}"
-        pictures = paint(pipeline, [row["prompt"] for row in rows], steps)
+        pictures = generate(pipeline, [row["prompt"] for row in rows], steps)
         folder = results / "pictures" / name
         folder.mkdir(parents=True, exist_ok=True)
         for index, picture in enumerate(pictures):
