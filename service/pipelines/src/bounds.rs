@@ -24,8 +24,15 @@ pub(crate) fn smallest(defaults: Request) -> Request {
     }
 }
 
-/// The refusal of reference pictures, by a model that takes none.
+/// Maximum absolute scale of a ControlNet: many times what any use has.
+const MAX_CONTROL_SCALE: f32 = 100.0;
+
+/// The refusal of reference and control pictures, by a model that takes none.
 pub(crate) fn no_references(request: &Request) -> Option<RequestError> {
+    if matches!(&request.medium, Medium::Image(image) if !image.controls.is_empty()) {
+        let problem = "are not taken by this model; FLUX.1 takes ControlNets";
+        return Some(RequestError::new("controls", problem));
+    }
     let has = matches!(&request.medium, Medium::Image(image) if !image.references.is_empty());
     let problem = "are not taken by this model; FLUX.1 Kontext takes one";
     has.then(|| RequestError::new("references", problem))
@@ -102,6 +109,33 @@ pub(crate) fn problems(request: &Request) -> Vec<RequestError> {
                 "mask",
                 format!("is {found:?} pixels in {bytes} bytes; {expected:?} is expected, a byte for each"),
             );
+        }
+    }
+    for control in &picture.controls {
+        let (found, expected) = (
+            (control.image.width, control.image.height),
+            (picture.width, picture.height),
+        );
+        if found != expected || control.image.rgb.len() as u64 != 3 * u64::from(found.0) * u64::from(found.1)
+        {
+            refuse(
+                "controls.image",
+                format!("is {found:?} pixels; {expected:?} is expected"),
+            );
+        }
+        if !(0.0..=1.0).contains(&control.start) || !(control.start..=1.0).contains(&control.end) {
+            let problem = format!(
+                "from {} to {}; parts of the steps, from 0 to 1",
+                control.start, control.end
+            );
+            refuse("controls.start", problem);
+        }
+        if !(-MAX_CONTROL_SCALE..=MAX_CONTROL_SCALE).contains(&control.scale) {
+            let problem = format!(
+                "is {}; -{MAX_CONTROL_SCALE} to {MAX_CONTROL_SCALE} is expected",
+                control.scale
+            );
+            refuse("controls.scale", problem);
         }
     }
     for image in &picture.references {

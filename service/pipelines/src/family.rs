@@ -320,19 +320,21 @@ pub(crate) fn smaller_sides(request: &Request, grain: u32) -> Vec<(String, Reque
     let smaller = [3, 2, 1].map(|quarters| {
         let side = |side: u32| side * quarters / 4 / grain * grain;
         let mut smaller = request.clone();
-        let mut no_mask = None;
-        let (width, height, init_image, mask) = match &mut smaller.medium {
+        let (mut no_mask, mut no_controls) = (None, Vec::new());
+        let (width, height, init_image, mask, controls) = match &mut smaller.medium {
             Medium::Image(image) => (
                 &mut image.width,
                 &mut image.height,
                 &mut image.init_image,
                 &mut image.mask,
+                &mut image.controls,
             ),
             Medium::Video(video) => (
                 &mut video.width,
                 &mut video.height,
                 &mut video.init_image,
                 &mut no_mask,
+                &mut no_controls,
             ),
             Medium::Audio(_) => return None,
         };
@@ -345,6 +347,9 @@ pub(crate) fn smaller_sides(request: &Request, grain: u32) -> Vec<(String, Reque
         }
         if let Some(mask) = mask {
             *mask = mask.resampled(*width, *height);
+        }
+        for control in controls {
+            control.image = control.image.resampled(*width, *height);
         }
         Some((format!("{width}x{height}"), smaller))
     });

@@ -192,7 +192,7 @@ pub fn first_step(steps: u32, strength: f32) -> u32 {
 }
 
 /// The double nearest to the shortest decimal form of an f32: 0.6 is 0.6, not 0.60000002384.
-fn decimal(value: f32) -> f64 {
+pub(crate) fn decimal(value: f32) -> f64 {
     value.to_string().parse().unwrap_or_else(|_| f64::from(value))
 }
 

@@ -79,6 +79,24 @@ pub struct Image {
     ///
     /// [`Model::reference_size`]: crate::Model::reference_size
     pub references: Vec<InitImage>,
+    /// ControlNets, in order.
+    pub controls: Vec<ControlUse>,
+}
+
+/// A ControlNet in a request.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ControlUse {
+    /// Name of the ControlNet, as in [`AdapterFile::name`](crate::AdapterFile::name).
+    pub name: String,
+    /// The control picture, already of the picture's `width` x `height`.
+    pub image: InitImage,
+    /// Factor of what it adds.
+    pub scale: f32,
+    /// The part of the steps in which it acts, from 0 to 1.
+    pub start: f32,
+    pub end: f32,
+    /// Of a union: which of its modes.
+    pub mode: Option<u32>,
 }
 
 /// Parameters of a video.
@@ -215,12 +233,13 @@ impl Request {
     pub fn input_bytes(&self) -> u64 {
         let image = self.medium.init_image().map(|image| &image.rgb);
         let clip = self.medium.init_clip().map(|clip| &clip.data);
-        let (mask, references) = match &self.medium {
-            Medium::Image(image) => (image.mask.as_ref(), &image.references[..]),
-            Medium::Video(_) | Medium::Audio(_) => (None, &[][..]),
+        let (mask, references, controls) = match &self.medium {
+            Medium::Image(image) => (image.mask.as_ref(), &image.references[..], &image.controls[..]),
+            Medium::Video(_) | Medium::Audio(_) => (None, &[][..], &[][..]),
         };
         let further = mask.map(|mask| &mask.grey).into_iter();
         let further = further.chain(references.iter().map(|image| &image.rgb));
+        let further = further.chain(controls.iter().map(|control| &control.image.rgb));
         let all = image.into_iter().chain(clip).chain(further);
         all.map(|data| data.len() as u64).sum()
     }

@@ -97,7 +97,8 @@ pub(crate) fn steps_run(request: &Request) -> u32 {
 
 /// The initial noise of a request, mixed with a latent of the same shape if there is one: an encoded picture, or a
 /// latent from the client. `get_timesteps` and `prepare_latents` of diffusers' image to image pipelines. `sigmas` are
-/// those of all steps, with the final zero. Computed in host memory: a card would have to load kernels for it.
+/// those of all steps, with the final zero. So many draws of other stages are before that of the start. Computed in host
+/// memory: a card would have to load kernels for it.
 ///
 /// # Errors
 /// [`StageError::BadInput`] if the strength leaves no step.
@@ -106,6 +107,7 @@ pub(crate) fn start(
     request: &Request,
     shape: &[usize],
     latent: Option<&HostTensor>,
+    draws_before: usize,
 ) -> Result<Start, StageError> {
     let &Request {
         steps,
@@ -115,8 +117,9 @@ pub(crate) fn start(
     } = request;
     let count = shape.iter().product();
     let mut generator = Generator::new(seed);
-    if request.medium.has_start() && !request.from_values {
-        let _sample_of_the_encoded_start = generator.normal(count);
+    let draws_start = request.medium.has_start() && !request.from_values;
+    for _ in 0..draws_before + usize::from(draws_start) {
+        let _sample_of_what_was_encoded = generator.normal(count);
     }
     let noise = Tensor::from_vec(generator.normal(count), shape, &Device::Cpu)?;
     let Some(brought) = latent else {

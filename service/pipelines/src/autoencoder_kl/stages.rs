@@ -20,19 +20,19 @@ pub(crate) struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Encodes a picture, draws the sample that `retrieve_latents` draws with this seed, and scales it as the
-    /// transformer expects.
+    /// Encodes a picture, draws the sample that `retrieve_latents` draws with this seed behind so many draws of its size,
+    /// and scales it as the transformer expects.
     ///
     /// # Errors
     /// [`StageError`].
     pub(crate) fn encode(
         &self,
         image: Option<&InitImage>,
-        seed: u64,
+        (seed, draws_before): (u64, usize),
         rung: usize,
     ) -> Result<HostTensor, StageError> {
         let image = image.ok_or_else(|| StageError::BadInput("there is no image to encode".to_owned()))?;
-        self.sample(&self.moments(image, rung)?, seed, 0)
+        self.sample(&self.moments(image, rung)?, seed, draws_before)
     }
 
     /// Encodes a picture without drawing: the mode of its distribution, scaled.

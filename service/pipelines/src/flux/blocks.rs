@@ -7,7 +7,7 @@ use candle_core::{DType, Result, Tensor};
 use gpu::MissingTensor;
 use ops::{Angles, Epilogue, Mask, Pairs, QkNorm, Scratch};
 
-use super::buffers::{EPS, FluxBuffers, Next, Part};
+use super::buffers::{Added, EPS, FluxBuffers, Next, Part};
 use super::config::TransformerConfig;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
@@ -166,13 +166,14 @@ impl Stream {
         next_of(modulation, step, self.projection.layers())
     }
 
-    /// Adds attention to the residual, and runs the feed-forward; normalizes for `next`.
+    /// Adds attention to the residual, runs the feed-forward, and adds what is `added` to the first rows; normalizes for
+    /// `next`.
     fn close(
         &self,
         part: &Part,
         modulation: &StreamModulation,
         step: usize,
-        next: &Next,
+        (next, added): (&Next, &[Added<'_>]),
         scratch: &Scratch,
     ) -> Result<()> {
         let gates = at_step(modulation, step)?;
@@ -188,6 +189,7 @@ impl Stream {
             scratch,
         )?;
         down.forward_into(&part.inner, Epilogue::None, &part.branch, scratch)?;
+        part.add(added)?;
         part.pass_on(&gates[5], next)
     }
 }
@@ -260,7 +262,8 @@ impl DoubleBlock {
         ))
     }
 
-    /// Runs the block over normalized rows, and normalizes them for `next`: picture and text.
+    /// Runs the block over normalized rows, and normalizes them for `next`: picture and text. What is `added` goes to the
+    /// first rows of the picture.
     pub(super) fn forward(
         &self,
         buffers: &FluxBuffers,
@@ -268,6 +271,7 @@ impl DoubleBlock {
         step: usize,
         rotations: &Rotations,
         next: (&Next, &Next),
+        added: &[Added<'_>],
     ) -> Result<()> {
         let (picture, text, whole) = (buffers.picture()?, buffers.text()?, buffers.whole()?);
         let (of_picture, of_text) = self.first(modulation, step)?;
@@ -282,8 +286,9 @@ impl DoubleBlock {
             .forward(&text, of_text.as_codes, turned.angles(), scratch)?;
         attend(&whole)?;
         self.picture
-            .close(&picture, &modulation.0, step, next.0, scratch)?;
-        self.text.close(&text, &modulation.1, step, next.1, scratch)
+            .close(&picture, &modulation.0, step, (next.0, added), scratch)?;
+        self.text
+            .close(&text, &modulation.1, step, (next.1, &[]), scratch)
     }
 }
 
@@ -331,7 +336,8 @@ impl SingleBlock {
     }
 
     /// Runs the block over normalized rows; `rows` of them are needed afterwards, and are normalized for `next`.
-    /// Layers whose results only those rows need skip the others: after the last block the text is not needed.
+    /// Layers whose results only those rows need skip the others: after the last block the text is not needed. What is
+    /// `added` goes to the first rows of the picture.
     pub(super) fn forward(
         &self,
         buffers: &FluxBuffers,
@@ -339,6 +345,7 @@ impl SingleBlock {
         step: usize,
         rotations: &Rotations,
         (rows, next): (&Part, &Next),
+        added: &[Added<'_>],
     ) -> Result<()> {
         let whole = buffers.whole()?;
         let as_codes = self.first(modulation, step)?.as_codes;
@@ -352,6 +359,9 @@ impl SingleBlock {
         attend(&whole)?;
         self.output
             .forward_into(&rows.wide, Epilogue::None, &rows.branch, scratch)?;
+        if !added.is_empty() {
+            buffers.picture()?.add(added)?;
+        }
         rows.pass_on(&modulation[2].narrow(0, step, 1)?, next)
     }
 }

@@ -152,6 +152,9 @@ pub(super) struct Layers {
     pub(super) scratch_bytes: u64,
 }
 
+/// What a block adds to the residual, `[1, rows, width]`, and its factor, `[1, width]`.
+pub(super) type Added<'a> = (&'a Tensor, &'a Tensor);
+
 /// Rows of the buffers: text, picture, or both.
 #[derive(Debug)]
 pub(super) struct Part {
@@ -185,6 +188,15 @@ impl Part {
             Some(next.modulation()),
             self.normed(next.as_codes),
         )
+    }
+
+    /// Adds to the residual of the first rows.
+    pub(super) fn add(&self, added: &[Added<'_>]) -> Result<()> {
+        for (sample, factor) in added {
+            let first = self.hidden.narrow(1, 0, sample.dim(1)?)?;
+            ops::add_residual(&first, sample, Some(Gate::from(*factor)))?;
+        }
+        Ok(())
     }
 
     /// Adds the branch to the residual, and normalizes for `next`.

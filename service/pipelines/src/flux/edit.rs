@@ -7,18 +7,22 @@
 use candle_core::{Device, Tensor};
 
 use super::config::{MASK_WIDTH, TransformerConfig};
+use super::control_net::OpenControlNet;
 use super::model::FluxModel;
 use super::transformer::pack;
 use crate::bounds::PIXELS_PER_TOKEN;
 use crate::start::CHANGES;
-use crate::{Image, InitImage, Mask, Request, RequestError, StageError, StagePlan, ValueShape};
+use crate::{ControlUse, Image, InitImage, Mask, Request, RequestError, StageError, StagePlan, ValueShape};
 
-/// Names of the stages.
+/// Names of the stages. That of a control picture is followed by its number.
+pub(super) const ENCODE_CONTROL: &str = "encode_control_";
 pub(super) const ENCODE_REFERENCE: &str = "encode_reference";
 pub(super) const ENCODE_MASKED: &str = "encode_masked";
 
 /// Name of the reference's latent, f32 `[1, channels, h, w]` in the transformer's scale.
 pub(super) const REFERENCE: &str = "reference";
+/// Name of a control picture's latent, of the shape of the latent, followed by its number.
+pub(super) const CONTROL: &str = "control_";
 /// Name of the masked picture's latent, of the shape of the latent.
 pub(super) const MASKED: &str = "masked";
 
@@ -85,8 +89,44 @@ pub(super) fn preferred_size(width: u32, height: u32) -> Result<(u32, u32), Requ
 }
 
 impl FluxModel {
+    /// The ControlNets that a request uses, in order.
+    pub(super) fn controls_of<'a>(
+        &'a self,
+        image: &'a Image,
+    ) -> impl Iterator<Item = (&'a ControlUse, &'a OpenControlNet)> {
+        let net = |each: &ControlUse| self.control_nets.iter().find(|net| net.name == each.name);
+        image
+            .controls
+            .iter()
+            .filter_map(move |each| Some((each, net(each)?)))
+    }
+
+    /// Problems of a request's ControlNets.
+    fn control_problem(&self, image: &Image) -> Option<RequestError> {
+        for each in &image.controls {
+            let Some(net) = self.control_nets.iter().find(|net| net.name == each.name) else {
+                let problem = format!("{} is not attached to the model", each.name);
+                return Some(RequestError::new("controls.id", problem));
+            };
+            let modes = net.config.num_mode;
+            if let Some(modes) = modes
+                && each.mode.is_none_or(|mode| mode as usize >= modes)
+            {
+                let problem = format!(
+                    "is missing or beyond those of {}, which is a union of {modes} modes",
+                    each.name
+                );
+                return Some(RequestError::new("controls.mode", problem));
+            }
+        }
+        None
+    }
+
     /// Problems of what a request gives to edit.
     pub(super) fn editing_problems(&self, image: &Image) -> Option<RequestError> {
+        if let Some(problem) = self.control_problem(image) {
+            return Some(problem);
+        }
         let refused = |problem: &str| Some(RequestError::new("references", problem));
         match (self.variant, image.references.len()) {
             (_, 0) | (Variant::Kontext, 1) => None,
@@ -100,8 +140,13 @@ impl FluxModel {
     /// The stages that encode what a request gives to edit.
     pub(super) fn editing_stages(&self, image: &Image) -> Vec<StagePlan> {
         let autoencoder = self.autoencoder();
+        let controls = (0..image.controls.len()).map(|i| {
+            let (stage, value) = (format!("{ENCODE_CONTROL}{i}"), format!("{CONTROL}{i}"));
+            autoencoder.encode_stage_named(&stage, &value, image)
+        });
+        let mut stages: Vec<StagePlan> = controls.collect();
         if self.variant == Variant::Fill {
-            return vec![autoencoder.encode_stage_named(ENCODE_MASKED, MASKED, image)];
+            stages.push(autoencoder.encode_stage_named(ENCODE_MASKED, MASKED, image));
         }
         let stage = |reference: &InitImage| {
             let size = Image::of(reference.width, reference.height);
@@ -114,7 +159,8 @@ impl FluxModel {
                 ..autoencoder.encode_stage_named(ENCODE_REFERENCE, REFERENCE, &size)
             }
         };
-        image.references.iter().map(stage).collect()
+        stages.extend(image.references.iter().map(stage));
+        stages
     }
 
     /// Values of those stages.
@@ -123,15 +169,11 @@ impl FluxModel {
             let shape = self.autoencoder().latent(image).shape;
             ValueShape::new(name, shape)
         };
-        match self.variant {
-            Variant::Fill => vec![latent(MASKED, image)],
-            Variant::Plain | Variant::Kontext => {
-                let references = image.references.iter();
-                references
-                    .map(|r| latent(REFERENCE, &Image::of(r.width, r.height)))
-                    .collect()
-            }
-        }
+        let masked = (self.variant == Variant::Fill).then(|| latent(MASKED, image));
+        let references = image.references.iter();
+        let references = references.map(|r| latent(REFERENCE, &Image::of(r.width, r.height)));
+        let controls = (0..image.controls.len()).map(|i| latent(&format!("{CONTROL}{i}"), image));
+        masked.into_iter().chain(references).chain(controls).collect()
     }
 
     /// Whether sampling starts from the latent of a request's picture. Fill does not, where it runs the whole schedule.

@@ -9,6 +9,7 @@ mod buffers;
 mod checkpoint;
 mod components;
 mod config;
+mod control_net;
 mod edit;
 mod layout;
 mod model;
@@ -18,6 +19,7 @@ mod positions;
 mod quantize_rule;
 mod stages;
 mod transformer;
+mod trunk;
 
 pub use crate::bounds::{MAX_PROMPT_BYTES, MAX_SIDE, MAX_STEPS, MAX_TOKENS, PIXELS_PER_TOKEN};
 pub use config::TransformerConfig;

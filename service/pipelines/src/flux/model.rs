@@ -9,6 +9,7 @@ use residency::{Bytes, Component};
 use super::adapter_targets::adapter_targets;
 use super::checkpoint::{FOLDERS, PIPELINES};
 use super::config::TransformerConfig;
+use super::control_net::OpenControlNet;
 use super::edit::{Variant, preferred_size};
 use super::open::LARGE;
 use super::stages::{DENOISE, ENCODE_TEXT, POOLED, SEQUENCE, Stage};
@@ -68,6 +69,7 @@ pub struct FluxModel {
     pub(super) components: ComponentSet,
     pub(super) adapters: AdapterSet,
     pub(super) variant: Variant,
+    pub(super) control_nets: Vec<OpenControlNet>,
 }
 
 impl FluxModel {
@@ -78,7 +80,21 @@ impl FluxModel {
     pub fn adapted(&self, files: &[AdapterFile]) -> Result<FluxModel, ModelError> {
         let targets = adapter_targets(&self.transformer, &self.clip, &self.t5, &self.components);
         let mut adapted = self.clone();
-        adapted.adapters = AdapterSet::open(files, "FLUX.1", &targets, &mut adapted.components)?;
+        let (nets, loras): (Vec<_>, Vec<_>) = files
+            .iter()
+            .cloned()
+            .partition(|file| OpenControlNet::is_at(&file.path));
+        adapted.adapters = AdapterSet::open(&loras, "FLUX.1", &targets, &mut adapted.components)?;
+        adapted.control_nets.clear();
+        for file in nets {
+            let opened = OpenControlNet::open(&file, &self.transformer, self.precision.dtype);
+            let (net, files) = opened.map_err(|error| ModelError::Adapter {
+                name: file.name.clone(),
+                error,
+            })?;
+            adapted.components.push(&net.component, files);
+            adapted.control_nets.push(net);
+        }
         Ok(adapted)
     }
 
@@ -180,20 +196,29 @@ impl FluxModel {
             self.components
                 .dequantizing("transformer", steps as usize, is_modulator),
         );
+        let mut components = self
+            .adapters
+            .beside(&["transformer"], &request.adapters, UsedAs::Steps);
+        for (_, net) in self.controls_of(image) {
+            scratch += Bytes(net.config.scratch(tokens as usize, generated, steps, dtype));
+            if !components.contains(&net.component) {
+                components.push(net.component.clone());
+            }
+        }
         let latent = self
             .starts_from_latent(request)
             .then(|| self.autoencoder().latent(image));
-        let beside = if reference > 0 {
-            format!(" r{reference}")
-        } else {
-            String::new()
+        let mut beside = match reference {
+            0 => String::new(),
+            tokens => format!(" r{tokens}"),
         };
+        if !image.controls.is_empty() {
+            beside.push_str(&format!(" c{}", image.controls.len()));
+        }
         StagePlan {
             name: DENOISE.to_owned(),
             role: Role::Sample,
-            components: self
-                .adapters
-                .beside(&["transformer"], &request.adapters, UsedAs::Steps),
+            components,
             rungs: vec![Rung::whole(scratch)],
             shape: format!(
                 "{width}x{height} t{tokens}{beside}{}",
@@ -244,7 +269,8 @@ impl Model for FluxModel {
     }
 
     fn adapters(&self) -> Vec<AdapterReport> {
-        self.adapters.reports()
+        let nets = self.control_nets.iter().map(OpenControlNet::report);
+        self.adapters.reports().into_iter().chain(nets).collect()
     }
 
     fn files_of(&self, component_name: &str) -> Vec<ModelFile> {

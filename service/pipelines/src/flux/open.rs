@@ -135,6 +135,7 @@ impl FluxModel {
             t5_tokenizer: t5_tokenizer?,
             defaults: folder_defaults(base, defaults(&transformer, &class), problems)?,
             adapters: AdapterSet::default(),
+            control_nets: Vec::new(),
             variant: Variant::of(&class, &file_name, &transformer),
             transformer,
             vae,

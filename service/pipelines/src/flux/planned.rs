@@ -3,7 +3,7 @@
 use ops::Planned;
 
 use super::buffers::FluxBuffers;
-use super::edit::{ENCODE_MASKED, ENCODE_REFERENCE};
+use super::edit::{ENCODE_CONTROL, ENCODE_MASKED, ENCODE_REFERENCE};
 use super::model::FluxModel;
 use super::stages::{DENOISE, ENCODE_TEXT};
 use crate::autoencoder_kl::plan::{DECODE, ENCODE_IMAGE};
@@ -26,6 +26,7 @@ impl FluxModel {
                 self.t5.planned(tokens, dtype),
             ],
             ENCODE_IMAGE if image.init_image.is_none() => Vec::new(),
+            stage if stage.starts_with(ENCODE_CONTROL) => autoencoder.planned_to_encode(image),
             ENCODE_IMAGE | ENCODE_MASKED => autoencoder.planned_to_encode(image),
             ENCODE_REFERENCE => {
                 let references = image.references.iter().map(|r| Image::of(r.width, r.height));
@@ -37,6 +38,11 @@ impl FluxModel {
                 let picture = (width / PIXELS_PER_TOKEN) as usize * (height / PIXELS_PER_TOKEN) as usize
                     + self.reference_tokens(image);
                 let mut planned = vec![FluxBuffers::planned(&self.transformer, tokens + picture, dtype)];
+                for (_, net) in self.controls_of(image) {
+                    let generated = picture - self.reference_tokens(image);
+                    let all = net.config.text_tokens(tokens) + generated;
+                    planned.push(FluxBuffers::planned(&net.config.trunk, all, dtype));
+                }
                 if request.preview {
                     // At half the size.
                     planned.extend(autoencoder.planned_to_preview(image));

@@ -11,8 +11,10 @@ use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 use ops::{Finite, euler};
 
+use super::control_net::{ControlNet, Controls, PreparedControl, acts_in};
 use super::edit::{
-    ENCODE_MASKED, ENCODE_REFERENCE, MASKED, REFERENCE, Variant, fill_conditioning, masked_picture,
+    CONTROL, ENCODE_CONTROL, ENCODE_MASKED, ENCODE_REFERENCE, MASKED, REFERENCE, Variant, fill_conditioning,
+    masked_picture,
 };
 use super::model::FluxModel;
 use super::transformer::{Prompted, Reference, Transformer, pack, unpack};
@@ -67,7 +69,17 @@ impl Stage<'_> {
                 .map(|value| named(REFERENCE, value)),
             DENOISE => self.denoise(stage).map(latent),
             DECODE => self.decode(stage).map(|()| Values::new()),
-            other => Err(StageError::BadInput(format!("there is no stage {other}"))),
+            other => match other
+                .strip_prefix(ENCODE_CONTROL)
+                .and_then(|number| number.parse().ok())
+            {
+                Some(number) => {
+                    let value = format!("{CONTROL}{number}");
+                    self.encode_control(number, stage.rung)
+                        .map(|control| named(&value, control))
+                }
+                None => Err(StageError::BadInput(format!("there is no stage {other}"))),
+            },
         };
         result.map_err(|error| error.of_stage(&stage.plan.name))
     }
@@ -123,14 +135,21 @@ impl Stage<'_> {
     }
 
     fn encode_image(&mut self, rung: usize) -> Result<HostTensor, StageError> {
-        let image = self.image()?.init_image.as_ref();
-        self.vae(|vae| vae.encode(image, self.request.seed, rung))
+        let image = self.image()?;
+        let (start, draws) = (image.init_image.as_ref(), image.controls.len());
+        self.vae(|vae| vae.encode(start, (self.request.seed, draws), rung))
+    }
+
+    /// The latent of a control picture, whose draw is behind those of the control pictures before it.
+    fn encode_control(&mut self, number: usize, rung: usize) -> Result<HostTensor, StageError> {
+        let control = self.image()?.controls.get(number).map(|control| &control.image);
+        self.vae(|vae| vae.encode(control, (self.request.seed, number), rung))
     }
 
     /// The latent of what the mask leaves of the start, whose draw is behind those of the start and of the noise.
     fn encode_masked(&mut self, rung: usize) -> Result<HostTensor, StageError> {
         let image = self.image()?;
-        let draws = if image.init_image.is_some() { 2 } else { 1 };
+        let draws = image.controls.len() + 1 + usize::from(image.init_image.is_some());
         let picture = masked_picture(image)?;
         self.vae(|vae| vae.encode_masked(&picture, (self.request.seed, draws), rung))
     }
@@ -154,7 +173,8 @@ impl Stage<'_> {
         let columns = (width / PIXELS_PER_TOKEN) as usize;
         let sigmas = self.model.scheduler.sigmas(self.request.steps, rows * columns);
         let shape = self.model.autoencoder().latent(&image).shape;
-        let Start { sigmas, latent, kept } = start(sigmas, self.request, &shape, image_latent)?;
+        let Start { sigmas, latent, kept } =
+            start(sigmas, self.request, &shape, image_latent, image.controls.len())?;
         // Fill blends nothing: the mask is its input.
         let kept = kept.filter(|_| self.model.variant != Variant::Fill);
         let kept = kept.map(|kept| kept.arranged(pack)).transpose()?;
@@ -196,6 +216,8 @@ impl Stage<'_> {
         self.check_cancelled()?;
         let mut conditioning = transformer.condition(&prompted, &times)?;
 
+        let controls = self.prepared_controls(stage, &image, &prompted, &times)?;
+
         // Transposing a latent on the host costs nothing. Two tensors, since both are written.
         let latent = pack(&latent)?.contiguous()?;
         let mut seen = latent.to_dtype(dtype)?.copy()?.to_device(self.device)?;
@@ -229,9 +251,27 @@ impl Stage<'_> {
                 ops::copy_rows(&seen, &input.narrow(2, 0, config.out_width())?)?;
             }
             let input = input.as_ref().unwrap_or(&seen);
-            let velocity = transformer.velocity(input, &conditioning, row, &step_buffers, &mut || {
-                self.check_cancelled()
-            })?;
+            let mut go_on = || self.check_cancelled();
+            let (double_blocks, single_blocks) = (config.num_layers, config.num_single_layers);
+            let mut beside = Controls {
+                active: Vec::new(),
+                double_blocks,
+                single_blocks,
+            };
+            for (control, each) in controls.iter().zip(&image.controls) {
+                if acts_in(each, step, steps) {
+                    control.compute(&seen, step, &mut go_on)?;
+                    beside.active.push(control);
+                }
+            }
+            let velocity = transformer.velocity_beside(
+                input,
+                &conditioning,
+                row,
+                &step_buffers,
+                &mut beside,
+                &mut go_on,
+            )?;
             let (sigma, next) = (sigmas[step], sigmas[step + 1]);
             euler(&latent, velocity, f64::from(next - sigma), &seen, &finite)?;
             // Checking for finiteness synchronizes with the card, on purpose: a reported step has completed, and a
@@ -264,6 +304,28 @@ impl Stage<'_> {
     fn attached(&self, base: &str, used_as: UsedAs) -> Result<AttachedAdapters, StageError> {
         let uses = &self.request.adapters;
         self.model.adapters.attach(uses, base, used_as, self.tensors)
+    }
+
+    /// The request's ControlNets, with what all steps share.
+    fn prepared_controls(
+        &self,
+        stage: &StageRun<'_>,
+        image: &Image,
+        prompted: &Prompted<'_>,
+        times: &[f32],
+    ) -> Result<Vec<PreparedControl>, StageError> {
+        let controls = self.model.controls_of(image).enumerate();
+        let prepared = controls.map(|(number, (each, net))| {
+            let name = format!("{CONTROL}{number}");
+            let control = self.packed(stage.value(&name)?, &name)?;
+            let tensors = (self.tensors)(&net.component)?;
+            let net = ControlNet::new(&net.config, &tensors).map_err(|missing| StageError::Missing {
+                component: net.component.clone(),
+                missing,
+            })?;
+            net.prepared(prompted, times, control, each)
+        });
+        prepared.collect()
     }
 
     /// A latent as tokens, in the dtype of the card.

@@ -2,31 +2,19 @@
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
-use ops::{Epilogue, Nonlinearity};
+use ops::Epilogue;
 
-use super::blocks::{DoubleBlock, Modulator, SingleBlock};
-use super::buffers::{FluxBuffers, Layers, Next};
+use super::blocks::Modulator;
+use super::buffers::{FluxBuffers, Next};
 use super::config::TransformerConfig;
-use super::positions::{positions, reference_positions, rotations};
+use super::trunk::{Alone, BesideBlocks, Trunk, TrunkConditioning};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
-use crate::linear::{Linear, largest_scratch};
-use crate::rotary::Rotations;
-use crate::sinusoids::sinusoids;
-
-/// Width of the sinusoidal embedding of timesteps and guidance.
-const SINUSOIDS: usize = 256;
+use crate::linear::Linear;
 
 /// The transformer over resident tensors. It holds handles only, and allocates nothing.
 pub struct Transformer {
-    config: TransformerConfig,
-    picture_in: Linear,
-    text_in: Linear,
-    timestep: TwoLayers,
-    guidance: Option<TwoLayers>,
-    pooled: TwoLayers,
-    double: Vec<DoubleBlock>,
-    single: Vec<SingleBlock>,
+    trunk: Trunk,
     last_modulator: Modulator,
     last: Linear,
 }
@@ -34,13 +22,9 @@ pub struct Transformer {
 /// State shared by all steps of a request: rotations, and the modulation of every block for every step (from a
 /// quarter of the weights, which are only used here).
 pub struct Conditioning {
-    /// T5's hidden states, `[batch, tokens, joint_attention_dim]`.
-    sequence: Tensor,
+    trunk: TrunkConditioning,
     /// Packed latent of a reference picture.
     reference: Option<Tensor>,
-    rotations: Rotations,
-    double: Vec<(Vec<Tensor>, Vec<Tensor>)>,
-    single: Vec<Vec<Tensor>>,
     last: Vec<Tensor>,
 }
 
@@ -69,33 +53,6 @@ pub struct Reference<'a> {
     pub columns: usize,
 }
 
-/// Linear, SiLU, linear.
-struct TwoLayers {
-    first: Linear,
-    second: Linear,
-}
-
-impl TwoLayers {
-    fn new(
-        tensors: &AdaptedTensors<'_>,
-        name: &str,
-        inputs: usize,
-        width: usize,
-    ) -> Result<TwoLayers, MissingTensor> {
-        let name = format!("time_text_embed.{name}_embedder");
-        Ok(TwoLayers {
-            first: Linear::new(tensors, &format!("{name}.linear_1"), inputs, width)?,
-            second: Linear::new(tensors, &format!("{name}.linear_2"), width, width)?,
-        })
-    }
-
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let hidden = self.first.forward(x)?;
-        ops::activate(&hidden, Nonlinearity::Silu)?;
-        self.second.forward(&hidden)
-    }
-}
-
 impl Transformer {
     /// Takes the tensors from a component and checks their shapes.
     ///
@@ -111,27 +68,10 @@ impl Transformer {
         tensors: &AdaptedTensors<'_>,
     ) -> Result<Transformer, MissingTensor> {
         let width = config.width();
-        let guidance = config
-            .guidance_embeds
-            .then(|| TwoLayers::new(tensors, "guidance", SINUSOIDS, width))
-            .transpose()?;
-        let double = (0..config.num_layers)
-            .map(|i| DoubleBlock::new(tensors, &format!("transformer_blocks.{i}"), config))
-            .collect::<Result<_, _>>()?;
-        let single = (0..config.num_single_layers)
-            .map(|i| SingleBlock::new(tensors, &format!("single_transformer_blocks.{i}"), config))
-            .collect::<Result<_, _>>()?;
         Ok(Transformer {
-            picture_in: Linear::new(tensors, "x_embedder", config.in_channels, width)?,
-            text_in: Linear::new(tensors, "context_embedder", config.joint_attention_dim, width)?,
-            timestep: TwoLayers::new(tensors, "timestep", SINUSOIDS, width)?,
-            guidance,
-            pooled: TwoLayers::new(tensors, "text", config.pooled_projection_dim, width)?,
-            double,
-            single,
+            trunk: Trunk::new(config, tensors)?,
             last_modulator: Modulator::new(tensors, "norm_out", width, 2)?,
             last: Linear::new(tensors, "proj_out", width, config.out_width())?,
-            config: config.clone(),
         })
     }
 
@@ -140,46 +80,10 @@ impl Transformer {
     /// # Errors
     /// When shapes do not match.
     pub fn condition(&self, prompted: &Prompted<'_>, times: &[f32]) -> candle_core::Result<Conditioning> {
-        let Prompted {
-            sequence,
-            pooled,
-            guidance,
-            rows,
-            columns,
-            reference,
-        } = *prompted;
-        let (device, dtype) = (sequence.device(), sequence.dtype());
-        let embedded = |thousandths: Vec<f32>| sinusoids(&thousandths, SINUSOIDS, dtype, device);
-        let vector = self
-            .timestep
-            .forward(&embedded(times.iter().map(|t| t * 1000.0).collect())?)?;
-        if let Some(layers) = &self.guidance {
-            ops::add_residual(
-                &vector,
-                &layers.forward(&embedded(vec![guidance * 1000.0])?)?,
-                None,
-            )?;
-        }
-        ops::add_residual(&vector, &self.pooled.forward(pooled)?, None)?;
-        ops::activate(&vector, Nonlinearity::Silu)?;
-        let mut places = positions(sequence.dim(1)?, rows, columns);
-        if let Some(reference) = reference {
-            places.extend(reference_positions(reference.rows, reference.columns));
-        }
+        let vector = self.trunk.embedded(prompted, times)?;
         Ok(Conditioning {
-            sequence: sequence.clone(),
-            reference: reference.map(|reference| reference.tokens.clone()),
-            rotations: rotations(&places, self.config.axes_dims_rope, device)?,
-            double: self
-                .double
-                .iter()
-                .map(|block| block.modulate(&vector))
-                .collect::<Result<_, _>>()?,
-            single: self
-                .single
-                .iter()
-                .map(|block| block.modulate(&vector))
-                .collect::<Result<_, _>>()?,
+            trunk: self.trunk.condition(prompted, &vector, None)?,
+            reference: prompted.reference.map(|reference| reference.tokens.clone()),
             last: self.last_modulator.forward(&vector)?,
         })
     }
@@ -210,27 +114,13 @@ impl Transformer {
         (dtype, device): (DType, &Device),
     ) -> candle_core::Result<StepBuffers> {
         let picture = generated + reference;
-        let tokens = batch * (text + picture);
-        let layers = || {
-            let double = self.double.iter().flat_map(DoubleBlock::layers);
-            let single = self.single.iter().flat_map(SingleBlock::layers);
-            double
-                .chain(single)
-                .chain([&self.picture_in, &self.text_in, &self.last])
-        };
-        let mut take_codes = false;
-        for layer in layers() {
-            take_codes |= layer.takes_codes(dtype)?;
-        }
-        let layers = Layers {
-            take_codes,
-            scratch_bytes: largest_scratch(layers(), tokens, dtype),
-        };
-        let buffers = FluxBuffers::new(&self.config, (batch, text, picture), layers, (dtype, device))?;
-        let shape = (batch, generated, self.config.out_width());
+        let layers = self.trunk.layers([&self.last], batch * (text + picture), dtype)?;
+        let shape = (batch, generated, self.trunk.config.out_width());
         Ok(StepBuffers {
             velocity: Tensor::zeros(shape, dtype, device)?,
-            buffers,
+            buffers: self
+                .trunk
+                .buffers((batch, text, picture), layers, (dtype, device))?,
         })
     }
 
@@ -247,67 +137,48 @@ impl Transformer {
         step_buffers: &'a StepBuffers,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<&'a Tensor, StageError> {
+        self.velocity_beside(latent, conditioning, step, step_buffers, &mut Alone, go_on)
+    }
+
+    /// As [`Transformer::velocity`], with what is added by ControlNets.
+    ///
+    /// # Errors
+    /// Those of [`Transformer::velocity`].
+    pub(super) fn velocity_beside<'a>(
+        &self,
+        latent: &Tensor,
+        conditioning: &Conditioning,
+        step: usize,
+        step_buffers: &'a StepBuffers,
+        beside: &mut dyn BesideBlocks,
+        go_on: &mut dyn FnMut() -> Result<(), StageError>,
+    ) -> Result<&'a Tensor, StageError> {
         let buffers = &step_buffers.buffers;
-        let (picture, text, whole) = (buffers.picture()?, buffers.text()?, buffers.whole()?);
         let scratch = buffers.scratch();
         let generated = buffers.generated(latent.dim(1)?)?;
-        self.picture_in
+        self.trunk
+            .picture_in
             .forward_into(latent, Epilogue::None, &generated.hidden, scratch)?;
         if let Some(tokens) = &conditioning.reference {
             let reference = buffers.reference(tokens.dim(1)?)?;
-            self.picture_in
+            self.trunk
+                .picture_in
                 .forward_into(tokens, Epilogue::None, &reference.hidden, scratch)?;
         }
-        self.text_in
-            .forward_into(&conditioning.sequence, Epilogue::None, &text.hidden, scratch)?;
         let last = Next {
             // Scale before shift here (`AdaLayerNormContinuous`), shift before scale in every block.
             scale: conditioning.last[0].narrow(0, step, 1)?,
             shift: conditioning.last[1].narrow(0, step, 1)?,
             as_codes: false,
         };
-        let single_at = |i: usize| match (self.single.get(i), conditioning.single.get(i)) {
-            (Some(block), Some(modulation)) => block.first(modulation, step).map(Some),
-            _ => Ok(None),
-        };
-        for (i, (block, modulation)) in self.double.iter().zip(&conditioning.double).enumerate() {
-            go_on()?;
-            if i == 0 {
-                let (of_picture, of_text) = block.first(modulation, step)?;
-                picture.enter(&of_picture)?;
-                text.enter(&of_text)?;
-            }
-            let behind = self.double.get(i + 1).zip(conditioning.double.get(i + 1));
-            match (behind, single_at(0)?) {
-                (Some((next, modulations)), _) => {
-                    let (of_picture, of_text) = next.first(modulations, step)?;
-                    block.forward(
-                        buffers,
-                        modulation,
-                        step,
-                        &conditioning.rotations,
-                        (&of_picture, &of_text),
-                    )?;
-                }
-                (None, Some(next)) => {
-                    block.forward(buffers, modulation, step, &conditioning.rotations, (&next, &next))?;
-                }
-                (None, None) => {
-                    block.forward(buffers, modulation, step, &conditioning.rotations, (&last, &last))?;
-                }
-            }
-        }
-        for (i, (block, modulation)) in self.single.iter().zip(&conditioning.single).enumerate() {
-            go_on()?;
-            if i == 0 && self.double.is_empty() {
-                whole.enter(&block.first(modulation, step)?)?;
-            }
-            let rotations = &conditioning.rotations;
-            match single_at(i + 1)? {
-                Some(next) => block.forward(buffers, modulation, step, rotations, (&whole, &next))?,
-                None => block.forward(buffers, modulation, step, rotations, (&generated, &last))?,
-            }
-        }
+        self.trunk.run(
+            buffers,
+            &conditioning.trunk,
+            step,
+            (&generated, &last),
+            beside,
+            go_on,
+        )?;
         self.last.forward_into(
             generated.last_normed(),
             Epilogue::None,

@@ -90,7 +90,7 @@ impl Stage<'_> {
 
     fn encode_image(&mut self) -> Result<HostTensor, StageError> {
         let image = self.image()?.init_image.as_ref();
-        self.vae(|vae| vae.encode(image, self.run.request.seed, self.run.rung))
+        self.vae(|vae| vae.encode(image, (self.run.request.seed, 0), self.run.rung))
     }
 
     fn denoise(&mut self) -> Result<HostTensor, StageError> {
@@ -106,7 +106,7 @@ impl Stage<'_> {
             .model
             .scheduler
             .sigmas_from_both_ends(steps, lengths.picture());
-        let Start { sigmas, latent, kept } = start(sigmas, self.run.request, &shape, brought)?;
+        let Start { sigmas, latent, kept } = start(sigmas, self.run.request, &shape, brought, 0)?;
         let kept = kept.map(|kept| kept.arranged(patches_of)).transpose()?;
 
         let component = (self.run.tensors)(TRANSFORMER)?;

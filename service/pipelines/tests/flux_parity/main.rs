@@ -5,6 +5,7 @@
 mod adapters;
 mod checkpoints;
 mod components;
+mod controls;
 #[path = "../../../ops/tests/device/mod.rs"]
 mod device;
 mod edits;

@@ -1,0 +1,201 @@
+//! ControlNets: the same latents and pictures as diffusers.
+
+use pipelines::flux::FluxModel;
+use pipelines::{
+    AdapterError, AdapterFile, ControlUse, Image, InitImage, Medium, Model, ModelError, Request, Unobserved,
+    resized,
+};
+use serde::Deserialize;
+
+use crate::device::tolerances;
+use crate::numbers::{distance, fixtures, json, largest_difference, tensors};
+use crate::workshop::{F32, Workshop, black, folder, init_image, on_cpu, request};
+
+/// The largest difference of a picture that is allowed on a CPU, from 0 to 1.
+const PICTURE: f64 = 1e-4;
+
+fn adapted(folder_of_net: &str) -> Result<FluxModel, ModelError> {
+    let base = folder("dev");
+    let model = FluxModel::open(base.path(), &F32)
+        .expect("a sound model")
+        .expect("a FLUX model");
+    model.adapted(&[AdapterFile {
+        name: "net".to_owned(),
+        path: fixtures().join(folder_of_net),
+        ignores_unknown: false,
+    }])
+}
+
+fn with(net: &str) -> Workshop {
+    Workshop::of(adapted(&format!("flux-controlnet-tiny/{net}")).expect("a ControlNet"))
+}
+
+fn used(image: InitImage) -> ControlUse {
+    ControlUse {
+        name: "net".to_owned(),
+        image,
+        scale: 0.7,
+        start: 0.0,
+        end: 1.0,
+        mode: None,
+    }
+}
+
+fn picture(controls: Vec<ControlUse>) -> Request {
+    Request {
+        medium: Medium::Image(Image {
+            controls,
+            ..Image::of(64, 64)
+        }),
+        ..request()
+    }
+}
+
+#[derive(Deserialize)]
+struct Case {
+    name: String,
+    prompt: String,
+    width: u32,
+    height: u32,
+    steps: u32,
+    seed: u64,
+    max_sequence_length: u32,
+    guidance: f32,
+    controlnet: String,
+    control_mode: Option<u32>,
+    controlnet_conditioning_scale: f32,
+    control_guidance_start: f32,
+    control_guidance_end: f32,
+}
+
+#[test]
+fn pictures_with_control_nets_equal_the_references() {
+    let expected = tensors("flux-controlnet-tiny/expected/pipelines.safetensors");
+    for case in json::<Vec<Case>>("flux-controlnet-tiny/expected/pipelines.json") {
+        let workshop = with(&case.controlnet);
+        let control = init_image(&expected[&format!("{}.control", case.name)]);
+        let from = (control.width, control.height);
+        let control = InitImage {
+            width: case.width,
+            height: case.height,
+            rgb: resized(&control.rgb, 3, from, (case.width, case.height)).into(),
+        };
+        let image = Image {
+            controls: vec![ControlUse {
+                scale: case.controlnet_conditioning_scale,
+                start: case.control_guidance_start,
+                end: case.control_guidance_end,
+                mode: case.control_mode,
+                ..used(control)
+            }],
+            ..Image::of(case.width, case.height)
+        };
+        let request = Request {
+            prompt: case.prompt.clone(),
+            seed: case.seed,
+            ..Request::of(
+                Medium::Image(image),
+                case.steps,
+                case.guidance,
+                case.max_sequence_length,
+            )
+        };
+        let latent = on_cpu(&workshop.denoised(&request, &mut Unobserved).expect("a latent"));
+        let apart = distance(&latent, &expected[&format!("{}.latent", case.name)]);
+        let found = workshop.picture(&request, &latent);
+        let largest = f64::from(largest_difference(
+            &found,
+            &expected[&format!("{}.picture", case.name)],
+        ));
+        println!("{}: latent {apart:.2e}, picture {largest:.2e}", case.name);
+        let tolerance = tolerances().pipeline;
+        assert!(apart < tolerance, "{}: {apart:e}", case.name);
+        assert!(largest < tolerance.max(PICTURE), "{}: {largest:e}", case.name);
+    }
+}
+
+#[test]
+fn a_control_net_is_a_component_of_the_stage_that_uses_it() {
+    let workshop = with("single");
+    let named = |request: &Request| workshop.stage(request, "denoise").components;
+    assert!(!named(&request()).contains(&"controlnet:net".to_owned()));
+    let request = picture(vec![used(black(64, 64))]);
+    assert!(named(&request).contains(&"controlnet:net".to_owned()));
+    let stages: Vec<String> = workshop
+        .stages(&request)
+        .into_iter()
+        .map(|stage| stage.name)
+        .collect();
+    assert_eq!(stages, ["encode_text", "encode_control_0", "denoise", "decode"]);
+}
+
+#[test]
+fn several_control_nets_add_up_and_scale_zero_adds_nothing() {
+    let workshop = with("single");
+    let latent = |scales: &[f32]| {
+        let controls = scales.iter().map(|scale| ControlUse {
+            scale: *scale,
+            ..used(black(64, 64))
+        });
+        let request = picture(controls.collect());
+        on_cpu(&workshop.denoised(&request, &mut Unobserved).expect("a latent"))
+    };
+    // As many draws are made before the noise.
+    let none = latent(&[0.0, 0.0]);
+    assert!(distance(&latent(&[0.7, 0.0]), &none) > 1e-3);
+    assert!(distance(&latent(&[0.0, 0.7]), &latent(&[0.7, 0.0])) > 0.0);
+    assert!(distance(&latent(&[0.7, 0.7]), &latent(&[0.7, 0.0])) > 1e-3);
+}
+
+#[test]
+fn wrong_controls_are_refused_by_their_fields() {
+    let field = |workshop: &Workshop, control: ControlUse| {
+        workshop.model.plan(&picture(vec![control])).unwrap_err()[0]
+            .field
+            .clone()
+    };
+    let single = with("single");
+    let control = || used(black(64, 64));
+    let other = ControlUse {
+        name: "other".to_owned(),
+        ..control()
+    };
+    assert_eq!(field(&single, other), "controls.id");
+    assert_eq!(field(&single, used(black(64, 48))), "controls.image");
+    let backwards = ControlUse {
+        start: 0.8,
+        end: 0.2,
+        ..control()
+    };
+    assert_eq!(field(&single, backwards), "controls.start");
+    let loud = ControlUse {
+        scale: f32::INFINITY,
+        ..control()
+    };
+    assert_eq!(field(&single, loud), "controls.scale");
+    let union = with("union");
+    assert_eq!(field(&union, control()), "controls.mode");
+    let beyond = ControlUse {
+        mode: Some(4),
+        ..control()
+    };
+    assert_eq!(field(&union, beyond), "controls.mode");
+    let base = folder("dev");
+    let without = Workshop::open(base.path());
+    assert_eq!(field(&without, control()), "controls.id");
+}
+
+#[test]
+fn what_is_no_control_net_for_the_model_is_refused() {
+    let text_encoder = adapted("flux-tiny/text_encoder").unwrap_err();
+    let is_file = |error: &ModelError| {
+        matches!(
+            error,
+            ModelError::Adapter {
+                error: AdapterError::File(_),
+                ..
+            }
+        )
+    };
+    assert!(is_file(&text_encoder), "{text_encoder}");
+}
