@@ -16,6 +16,7 @@ import time
 import traceback
 from pathlib import Path
 
+import adapters
 import endings
 import formats
 import loading
@@ -25,7 +26,15 @@ import speed
 from bench import FULL, ROOT, SMALL, Bench, NeedsCard, Scale
 from figures import PartResult, Recorder, Results, read_part, table
 
-PARTS = loading.PARTS | pressure.PARTS | endings.PARTS | others.PARTS | formats.PARTS | speed.PARTS
+PARTS = (
+    loading.PARTS
+    | pressure.PARTS
+    | endings.PARTS
+    | others.PARTS
+    | formats.PARTS
+    | speed.PARTS
+    | adapters.PARTS
+)
 # Sets of parts, by the name of the file of figures that they make in docs/benchmarks.
 SUITES = {
     "card": (
@@ -33,6 +42,7 @@ SUITES = {
     ).split(),
     "quantization": "make link formats kept mixed bitsandbytes".split(),
     "speed": ["make", "link", *speed.PARTS],
+    "adapters": ["make", "link", *adapters.PARTS],
 }
 ORDER = list(dict.fromkeys(name for suite in SUITES.values() for name in suite))
 assert sorted(ORDER) == sorted(PARTS)
@@ -46,6 +56,7 @@ LIMITS_S = (
         "bitsandbytes": 300.0,
     }
     | speed.LIMITS_S
+    | adapters.LIMITS_S
 )
 LAST_LINES = 25
 LEAST_S = 5.0

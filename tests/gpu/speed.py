@@ -412,9 +412,12 @@ def _options(name: str, width: int, height: int) -> dict[str, Any]:
     }
 
 
-def _denoise(bench: Bench, running: Running, name: str, width: int, height: int) -> Denoising:
-    """A job of a few steps, after one that brings what stays."""
-    prompt, options = "a step at a time", _options(name, width, height)
+def _denoise(
+    bench: Bench, running: Running, name: str | moored.ModelRef, width: int, height: int
+) -> Denoising:
+    """A job of a few steps, after one that brings what stays: of a format, or of a model."""
+    model = in_format(name) if isinstance(name, str) else name
+    prompt, options = "a step at a time", _options(FULL, width, height) | {"model": model}
     running.client.generate_image(prompt, steps=1, **options)
     at: list[tuple[int, float]] = []
     done: moored.Done | None = None

@@ -12,6 +12,8 @@ const LONGEST_PROMPT_CHARACTERS: usize = 10_000;
 pub(super) const LONGEST_SIDE_PIXELS: u32 = 4096;
 /// Items of one request.
 const MOST_ITEMS: u32 = 64;
+/// ControlNets of one request.
+const MOST_CONTROLS: usize = 4;
 /// Reference pictures of one request.
 const MOST_REFERENCES: usize = 8;
 /// Least time between previews.
@@ -49,6 +51,7 @@ pub(super) struct Asked {
     pub(super) init_media: Option<String>,
     pub(super) mask: Option<v1::PictureInput>,
     pub(super) references: Vec<v1::PictureInput>,
+    pub(super) controls: Vec<v1::Control>,
     pub(super) keep_latent: bool,
     pub(super) latent_only: bool,
     pub(super) preview_interval_ms: u32,
@@ -89,6 +92,7 @@ impl Asked {
             strength: request.strength,
             mask: request.mask,
             references: request.references,
+            controls: request.controls,
             count: request.count,
             init_image: request.init_image,
             init_latent: Some(request.init_latent_id).filter(|id| !id.is_empty()),
@@ -127,6 +131,7 @@ impl Asked {
             options: request.options,
             mask: None,
             references: Vec::new(),
+            controls: Vec::new(),
             of_medium: OfMedium::Video {
                 frames: request.frames,
                 frames_per_second: request.frames_per_second,
@@ -210,6 +215,19 @@ impl Asked {
                 "references",
                 format!("are {count}; {MOST_REFERENCES} are the most"),
             );
+        }
+        if self.controls.len() > MOST_CONTROLS {
+            let count = self.controls.len();
+            problem("controls", format!("are {count}; {MOST_CONTROLS} are the most"));
+        }
+        for (index, control) in self.controls.iter().enumerate() {
+            let image = control.image.clone().unwrap_or_default();
+            if image.data.is_empty() == image.media_id.is_empty() {
+                problem(
+                    &format!("controls[{index}].image"),
+                    "needs data or a media_id, and not both".to_owned(),
+                );
+            }
         }
         for (field, picture) in self
             .mask

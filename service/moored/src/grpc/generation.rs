@@ -7,7 +7,7 @@ use engine::Error;
 use engine::job::{JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::{Entry, OpenModel};
 use futures::Stream;
-use pipelines::{Image, InitImage, Mask, Medium, Model, Role};
+use pipelines::{ControlUse, Image, InitImage, Mask, Medium, Model, Role};
 use tonic::{Request, Response, Status, Streaming};
 
 use super::asked::{Asked, LONGEST_SIDE_PIXELS, StartFrom};
@@ -214,6 +214,7 @@ impl Service {
         asked.check()?;
         let options = caller.options(asked.options.clone(), &self.cards())?;
         let Chosen { entry, reason } = self.chosen(asked.model.clone(), &options).await?;
+        let entry = self.with_control_nets(entry, &asked).await?;
         let open = self.open(&entry).await?;
         let mut request = self.models.defaults(&entry.id, open.model.defaults());
         let adapters = asked.model.as_ref().map_or(&[][..], |model| &model.adapters);
@@ -235,6 +236,9 @@ impl Service {
         if let Medium::Image(image) = &mut request.medium {
             image.mask = self.mask_of(&asked, (image.width, image.height)).await?;
             image.references = references;
+            image.controls = self
+                .controls_of(&asked, &entry, (image.width, image.height))
+                .await?;
         }
         let output = Output {
             encoding: asked.encoding,
@@ -315,6 +319,43 @@ impl Service {
             height: size.1,
             grey: grey.into(),
         }))
+    }
+
+    /// The entry with the ControlNets that a request names.
+    async fn with_control_nets(&self, entry: Arc<Entry>, asked: &Asked) -> Result<Arc<Entry>, Error> {
+        if asked.controls.is_empty() {
+            return Ok(entry);
+        }
+        let ids: Vec<String> = asked.controls.iter().map(|control| control.id.clone()).collect();
+        let models = self.models.clone();
+        let with = tokio::task::spawn_blocking(move || models.with_control_nets(&entry, &ids)).await;
+        with.map_err(|panic| Error::Internal(panic.to_string()))?
+            .map(Arc::new)
+    }
+
+    /// The ControlNets of a request, with their pictures in its size.
+    async fn controls_of(
+        &self,
+        asked: &Asked,
+        entry: &Entry,
+        size: (u32, u32),
+    ) -> Result<Vec<ControlUse>, Error> {
+        const CONTROLS: &str = "controls.image";
+        let mut controls = Vec::new();
+        for control in &asked.controls {
+            let image = control.image.clone().unwrap_or_default();
+            let data = self.picture_data(CONTROLS, &image)?;
+            let pixels = self.decode_picture(CONTROLS, data, Some(size)).await?;
+            controls.push(ControlUse {
+                name: Models::name_in(entry, &control.id),
+                image: init_image(pixels),
+                scale: control.scale.unwrap_or(1.0),
+                start: control.start.unwrap_or(0.0),
+                end: control.end.unwrap_or(1.0),
+                mode: control.mode,
+            });
+        }
+        Ok(controls)
     }
 
     /// The reference pictures of a request, in the sizes that the model takes.

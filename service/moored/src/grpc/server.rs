@@ -33,7 +33,7 @@ use crate::proto::v1::residency_server::ResidencyServer;
 use crate::proto::v1::server_server::{Server, ServerServer};
 
 /// Capabilities of this build, as `GetServerInfo` lists them.
-const CAPABILITIES: [&str; 12] = [
+const CAPABILITIES: [&str; 13] = [
     "text_to_image",
     "image_to_image",
     "encode_image",
@@ -46,11 +46,10 @@ const CAPABILITIES: [&str; 12] = [
     "adapters",
     "mask",
     "references",
+    "controlnet",
 ];
 /// Capability that `hub.pull` may switch off.
 const PULL: &str = "pull";
-/// Features of the API that are not built.
-const NOT_BUILT: [&str; 1] = ["controlnet"];
 /// HTTP/2 windows, large enough for a picture.
 const STREAM_WINDOW_BYTES: u32 = 8 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 32 << 20;
@@ -207,7 +206,7 @@ impl Server for Service {
                 .chain(self.pulls.hub().is_open().then_some(PULL))
                 .map(str::to_owned)
                 .collect(),
-            not_built: NOT_BUILT.map(str::to_owned).to_vec(),
+            not_built: Vec::new(),
             cards: cards
                 .iter()
                 .map(|card| v1::CardInfo {

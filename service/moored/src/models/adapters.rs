@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 
 use engine::Error;
 use engine::library::Entry;
-use pipelines::{AdapterFile, AdapterUse, RequestError, StrengthCurve, is_adapter_folder};
+use pipelines::{
+    AdapterFile, AdapterUse, RequestError, StrengthCurve, is_adapter_folder, is_control_net_folder,
+};
 
 use super::{Models, children, hub_model, shipped_folder};
 use crate::proto::v1;
@@ -100,6 +102,34 @@ impl Models {
         })
     }
 
+    /// The entry with these ControlNets behind its adapters, each once.
+    pub(crate) fn with_control_nets(&self, entry: &Entry, ids: &[String]) -> Result<Entry, Error> {
+        let there = self.adapters();
+        let mut files = entry.adapters.clone();
+        for (index, id) in ids.iter().enumerate() {
+            let found = find(&there, id);
+            let field = format!("controls[{index}].id");
+            let found = found.ok_or_else(|| invalid(&field, not_found(id, &there)))?;
+            if !files.iter().any(|file| file.name == found.id) {
+                files.push(AdapterFile {
+                    name: found.id.clone(),
+                    path: found.path.clone(),
+                    ignores_unknown: false,
+                });
+            }
+        }
+        Ok(entry.with_adapters(files))
+    }
+
+    /// The name of an adapter of an entry, which a request may call by its file.
+    pub(crate) fn name_in(entry: &Entry, id: &str) -> String {
+        let there = entry.adapters.iter().map(|file| FoundAdapter {
+            id: file.name.clone(),
+            path: file.path.clone(),
+        });
+        find(&there.collect::<Vec<_>>(), id).map_or_else(|| id.to_owned(), |found| found.id.clone())
+    }
+
     /// How a request uses the adapters that its reference names and its entry has.
     pub(crate) fn uses_of(entry: &Entry, asked: &[v1::Adapter]) -> Result<Vec<AdapterUse>, Error> {
         let uses = asked.iter().enumerate();
@@ -179,7 +209,7 @@ fn scan(folder: &Path, prefix: &str, depth: usize, found: &mut Vec<FoundAdapter>
         if name.starts_with('.') {
             continue;
         }
-        if is_adapter_folder(&child) {
+        if is_adapter_folder(&child) || is_control_net_folder(&child) {
             found.push(FoundAdapter {
                 id: format!("{prefix}{name}"),
                 path: child,
@@ -206,7 +236,7 @@ fn of_hub(repository: &Path, id: &str) -> Vec<FoundAdapter> {
     if snapshot.path.join("model_index.json").is_file() {
         return Vec::new();
     }
-    if is_adapter_folder(&snapshot.path) {
+    if is_adapter_folder(&snapshot.path) || is_control_net_folder(&snapshot.path) {
         return vec![FoundAdapter {
             id: id.to_owned(),
             path: snapshot.path,

@@ -12,6 +12,7 @@ use super::spelling::{PairPart, layers_and_parts};
 use super::targets::{Part, TargetComponent};
 use super::{AdapterError, AdapterFile, AdapterReport};
 use crate::checkpoint::{ComponentFiles, Rows};
+use crate::files::read_json;
 use crate::{ModelError, ModelFile};
 
 /// Names of an adapter's weights in a folder of peft or diffusers.
@@ -329,4 +330,15 @@ fn matrix(entry: &TensorEntry) -> Option<[usize; 2]> {
 /// Whether a folder is an adapter of peft or of diffusers.
 pub fn is_adapter_folder(path: &Path) -> bool {
     path.is_dir() && WEIGHTS.iter().any(|name| path.join(name).is_file())
+}
+
+/// Whether a folder is a ControlNet: its configuration says so.
+pub fn is_control_net_folder(path: &Path) -> bool {
+    #[derive(serde::Deserialize)]
+    struct Class {
+        #[serde(rename = "_class_name", default)]
+        class: String,
+    }
+    let class = || read_json::<Class>(&path.join("config.json")).ok();
+    path.is_dir() && class().is_some_and(|read| read.class.contains("ControlNet"))
 }

@@ -3,8 +3,6 @@
 //! A ControlNet is a copy of some of the transformer's blocks that reads a control picture beside the latent. What its blocks
 //! leave is added to the residual of the transformer's blocks, each to several in turn. It is a component of its own.
 
-use std::path::Path;
-
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
 use ops::Epilogue;
@@ -49,17 +47,6 @@ pub(super) struct OpenControlNet {
 }
 
 impl OpenControlNet {
-    /// Whether a folder is a ControlNet for FLUX.
-    pub(super) fn is_at(path: &Path) -> bool {
-        #[derive(Deserialize)]
-        struct Class {
-            #[serde(rename = "_class_name", default)]
-            class: String,
-        }
-        let read = read_json::<Class>(&path.join("config.json"));
-        path.is_dir() && read.is_ok_and(|read| read.class.contains("ControlNet"))
-    }
-
     /// Opens a ControlNet for a transformer, in full precision.
     ///
     /// # Errors

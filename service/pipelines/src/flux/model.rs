@@ -14,7 +14,7 @@ use super::edit::{Variant, preferred_size};
 use super::open::LARGE;
 use super::stages::{DENOISE, ENCODE_TEXT, POOLED, SEQUENCE, Stage};
 use super::transformer::{codes_bytes, denoise_scratch, is_modulator};
-use crate::adapters::{AdapterFile, AdapterReport, AdapterSet, UsedAs};
+use crate::adapters::{AdapterFile, AdapterReport, AdapterSet, UsedAs, is_control_net_folder};
 use crate::autoencoder_kl::VaeConfig;
 use crate::autoencoder_kl::plan::{Autoencoder, LATENT};
 use crate::bounds::{self, PIXELS_PER_TOKEN, problems};
@@ -83,7 +83,7 @@ impl FluxModel {
         let (nets, loras): (Vec<_>, Vec<_>) = files
             .iter()
             .cloned()
-            .partition(|file| OpenControlNet::is_at(&file.path));
+            .partition(|file| is_control_net_folder(&file.path));
         adapted.adapters = AdapterSet::open(&loras, "FLUX.1", &targets, &mut adapted.components)?;
         adapted.control_nets.clear();
         for file in nets {

@@ -108,6 +108,7 @@ fn media() -> [Medium; 3] {
             init_image: Some(image.clone()),
             mask: None,
             references: Vec::new(),
+            controls: Vec::new(),
         }),
         Medium::Video(Video {
             width: 32,
