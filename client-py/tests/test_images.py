@@ -113,6 +113,7 @@ def test_all_options_reach_the_service(service: Service, ask: Ask) -> None:
             revision="main",
             adapters=(moored.Adapter("lora", 0.5),),
         ),
+        adapters=["ink"],
         width=64,
         height=32,
         steps=3,
@@ -141,7 +142,10 @@ def test_all_options_reach_the_service(service: Service, ask: Ask) -> None:
             id="demo",
             revision="main",
             quantization=model_pb2.Quantization(preset="4-bit", components={"vae": "full"}),
-            adapters=[model_pb2.Adapter(id="lora", strength=0.5)],
+            adapters=[
+                model_pb2.Adapter(id="lora", strength=0.5),
+                model_pb2.Adapter(id="ink"),
+            ],
         ),
         prompt="a cube",
         width=64,
@@ -250,6 +254,8 @@ def test_signatures_and_help_have_every_option(
         ("generator", "write seed="),
         ("negative_prompt", "has no negative prompt"),
         ("image", "write init_image="),
+        ("joint_attention_kwargs", "write adapters="),
+        ("lora_scale", "write adapters="),
         ("quite_different", "help"),
     ],
 )
@@ -263,7 +269,7 @@ def test_an_option_of_elsewhere_is_a_type_error_that_names_ours(
 def test_every_name_of_elsewhere_leads_to_an_option_that_there_is() -> None:
     everything = {name for options in METHODS for name in _options.words_of(options)}
     for remedy in _options.ELSEWHERE.values():
-        assert {*re.findall(r"(\w+)=", remedy)} - {"adapters"} <= everything
+        assert {*re.findall(r"(\w+)=", remedy)} <= everything
     assert not everything & _options.ELSEWHERE.keys()
 
 

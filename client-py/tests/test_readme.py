@@ -9,7 +9,7 @@ import pytest
 from scripted import Service, accepted, done, event, film, pieces, step
 
 import moored
-from moored._generated import events_pb2, residency_pb2
+from moored._generated import events_pb2, model_pb2, residency_pb2
 from moored._options import words_of
 
 README = Path(__file__).parent.parent / "README.md"
@@ -23,11 +23,12 @@ SAID = [
     "frame 0 1.0\nframe 1 2.0\n(2, 2, 4, 3) 24.0\n",
     "demo@main ()\n",
     "demo@main {'vae': 'full'}\ndemo {'full': 100, '4-bit': 30}\n",
+    "['styles/ink']\nstyles/ink {'transformer': 304} 16\n",
 ]
 
 
-def test_there_are_six() -> None:
-    assert len(EXAMPLES) == 6
+def test_there_are_seven() -> None:
+    assert len(EXAMPLES) == 7
 
 
 @pytest.mark.parametrize(
@@ -59,13 +60,16 @@ def test_an_example(
 ) -> None:
     waiting = events_pb2.Waiting(needed_bytes=3_000_000_000, patience_left_ms=4000)
     pictures = [*pieces(png), *pieces(png, index=1)]
-    service.on("GenerateImage", [accepted(), step(1), event(waiting=waiting), *pictures, done()])
+    end = done()
+    end.done.model.adapters.add(id="styles/ink", layers={"transformer": 304}, rank=16)
+    service.on("GenerateImage", [accepted(), step(1), event(waiting=waiting), *pictures, end])
     service.on("GenerateVideo", [accepted(), *film(2)[1], done()])
     choices = {"full": 100, "4-bit": 30}
     model = residency_pb2.ModelInfo(id="demo")
+    adapter = model_pb2.AdapterInfo(id="styles/ink", bytes=1000)
     for preset, size in choices.items():
         model.choices.add(preset=preset, bytes=size)
-    service.on("ListModels", residency_pb2.ListModelsResponse(models=[model]))
+    service.on("ListModels", residency_pb2.ListModelsResponse(models=[model], adapters=[adapter]))
     monkeypatch.setenv("MOORED_ENDPOINT", address)
     monkeypatch.chdir(tmp_path)
     exec(compile(example, "README.md", "exec"), {"__name__": "readme"})

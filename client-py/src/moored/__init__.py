@@ -65,6 +65,8 @@ from ._latents import Latent
 from ._media import Film, Frame, Picture, Samples, Track
 from ._progress import AsyncProgress, Progress, describe, progress
 from ._records import (
+    AdapterInfo,
+    AttachedAdapter,
     AudioTrackFormat,
     CardInfo,
     CardStatus,
@@ -104,6 +106,7 @@ from ._records import (
 )
 from ._requests import (
     Adapter,
+    AdapterLike,
     AudioOptions,
     AudioOutput,
     GenerateOptions,
@@ -139,6 +142,8 @@ from ._version import __version__
 __all__ = [
     "Accepted",
     "Adapter",
+    "AdapterInfo",
+    "AdapterLike",
     "Artifact",
     "AsyncClient",
     "AsyncEventStream",
@@ -147,6 +152,7 @@ __all__ = [
     "AsyncPullStream",
     "AsyncReservedMemory",
     "AsyncStatusStream",
+    "AttachedAdapter",
     "AudioOptions",
     "AudioOutput",
     "AudioResult",

@@ -22,6 +22,7 @@ from ._latents import Latent, chunks_of
 from ._mirror import mirror
 from ._options import spelled
 from ._records import (
+    AdapterInfo,
     AudioTrackFormat,
     FreedComponent,
     JobInfo,
@@ -506,6 +507,12 @@ class AsyncClient:
         request = residency_pb2.ListModelsRequest()
         models = (await self._unary(self._stubs.residency.ListModels, request, timeout)).models
         return tuple(mirror(ModelInfo, model) for model in models)
+
+    async def list_adapters(self, *, timeout: float | None = QUICK_S) -> tuple[AdapterInfo, ...]:
+        """Adapters (LoRA) that can be named."""
+        request = residency_pb2.ListModelsRequest()
+        adapters = (await self._unary(self._stubs.residency.ListModels, request, timeout)).adapters
+        return tuple(mirror(AdapterInfo, adapter) for adapter in adapters)
 
     @spelled(JobOptions)
     async def load(

@@ -19,6 +19,7 @@ from ._latents import Latent, chunks_of
 from ._mirror import mirror
 from ._options import spelled
 from ._records import (
+    AdapterInfo,
     AudioTrackFormat,
     FreedComponent,
     JobInfo,
@@ -489,6 +490,12 @@ class Client:
         request = residency_pb2.ListModelsRequest()
         models = self._unary(self._stubs.residency.ListModels, request, timeout).models
         return tuple(mirror(ModelInfo, model) for model in models)
+
+    def list_adapters(self, *, timeout: float | None = QUICK_S) -> tuple[AdapterInfo, ...]:
+        """Adapters (LoRA) that can be named."""
+        request = residency_pb2.ListModelsRequest()
+        adapters = self._unary(self._stubs.residency.ListModels, request, timeout).adapters
+        return tuple(mirror(AdapterInfo, adapter) for adapter in adapters)
 
     @spelled(JobOptions)
     def load(

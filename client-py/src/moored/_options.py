@@ -68,9 +68,12 @@ ELSEWHERE: Mapping[str, str] = {
     "scheduler": "the scheduler belongs to the model: leave it out",
     "sigmas": "the schedule belongs to the model: write steps=...",
     "timesteps": "the schedule belongs to the model: write steps=...",
-    "lora_scale": "write model=ModelRef(..., adapters=(Adapter(name, strength),))",
-    "joint_attention_kwargs": "write model=ModelRef(..., adapters=(Adapter(name, strength),))",
-    "cross_attention_kwargs": "write model=ModelRef(..., adapters=(Adapter(name, strength),))",
+    "lora": "write adapters=[name], or adapters=[(name, strength)]",
+    "loras": "write adapters=[name], or adapters=[(name, strength)]",
+    "lora_weights": "write adapters=[(name, strength)]",
+    "lora_scale": "write adapters=[(name, strength)]",
+    "joint_attention_kwargs": "write adapters=[(name, strength)]",
+    "cross_attention_kwargs": "write adapters=[(name, strength)]",
 }
 
 

@@ -30,12 +30,38 @@ class Component:
     bytes: int
 
 
+@mirrors(model_pb2.AttachedAdapter)
+@dataclass(frozen=True, slots=True)
+class AttachedAdapter:
+    """What an adapter changes in a model.
+
+    `layers` counts the layers that it changes, by component; `rank` is the largest of its terms.
+    `ignored_count` of its tensors were ignored; `ignored` has the first hundred by name.
+    """
+
+    id: str
+    layers: Mapping[str, int]
+    rank: int
+    ignored: tuple[str, ...] = ()
+    ignored_count: int = 0
+
+
+@mirrors(model_pb2.AdapterInfo)
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """An adapter that can be named, and the bytes of its file."""
+
+    id: str
+    bytes: int
+
+
 @mirrors(model_pb2.ResolvedModel)
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
     """A model, with its revision and quantization resolved; `key` is its key in the cache.
 
-    `choice` says what the service chose and why, where the quantization was `auto`.
+    `choice` says what the service chose and why, where the quantization was `auto`. `adapters` says
+    what each adapter changes.
     """
 
     key: str
@@ -44,6 +70,7 @@ class ResolvedModel:
     family: str
     quantization: Mapping[str, str]
     choice: str = ""
+    adapters: tuple[AttachedAdapter, ...] = ()
 
 
 @mirrors(model_pb2.TensorInfo)

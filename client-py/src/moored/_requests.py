@@ -9,7 +9,7 @@ import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypedDict, TypeVar, Union
 
@@ -42,10 +42,32 @@ AudioOutput: TypeAlias = Literal["wav", "raw"]
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA or its like: `owner/name` or a file, and its strength (1: as trained)."""
+    """A LoRA, and how strongly it changes the model.
+
+    moored.Adapter("styles/ink", 0.8)
+    moored.Adapter("styles/ink", curve=[(0, 1), (0.5, 0)])
+    """
 
     id: str
-    strength: float = 1.0
+    """Its name, as `list_adapters()` tells it."""
+    strength: float | None = None
+    """-100 to 100. None: 1, as trained. 0: left out, and the result is that of the model alone."""
+    curve: Sequence[tuple[float, float]] = field(default=(), hash=False)
+    """Strength over the steps, instead of `strength`: a line through these points.
+
+    Each is a position, from 0 (the first step) to 1 (the last), and the strength there.
+    """
+    text_strength: float | None = None
+    """Strength in text encoders, which run once. None: that of the first step."""
+    ignore_unknown: bool = False
+    """Ignore tensors that are of no layer of the model, instead of refusing the adapter."""
+
+
+AdapterLike: TypeAlias = str | tuple[str, float] | Adapter | Mapping[str, Any]
+"""An adapter's name, a pair of it and its strength, or an Adapter that says more.
+
+Or one of `adapters` in a recipe, as `read_recipe` gives it.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,8 +97,8 @@ class ModelRef:
     """Component name -> `full`, `int8`, `fp8`, `nf4` or `nf4-double`."""
     revision: str = ""
     """Revision of a model in the hub cache; empty: the one that is there."""
-    adapters: tuple[Adapter, ...] = ()
-    """Adapters, applied in order."""
+    adapters: tuple[AdapterLike, ...] = ()
+    """Adapters (LoRA), in order; at most 16."""
 
 
 ModelLike: TypeAlias = str | ModelRef
@@ -124,6 +146,10 @@ class GenerateOptions(JobOptions, total=False):
 
     model: Annotated[
         ModelLike | None, "`owner/name`, or a ModelRef. Default: the service's default model."
+    ]
+    adapters: Annotated[
+        Sequence[AdapterLike] | None,
+        "LoRA: names, (name, strength) pairs, or Adapter. Behind those of a ModelRef.",
     ]
     steps: Annotated[int | None, "Denoising steps, 1 to 200."]
     guidance: Annotated[float | None, "How closely to follow the prompt."]
@@ -206,14 +232,59 @@ def model_of(model: ModelLike | None) -> model_pb2.ModelRef | None:
     if isinstance(model, str):
         return model_pb2.ModelRef(id=model)
     quantization = model_pb2.Quantization(preset=model.quantization, components=model.formats)
-    adapters = [model_pb2.Adapter(id=one.id, strength=one.strength) for one in model.adapters]
     has_quantization = bool(model.quantization or model.formats)
     return model_pb2.ModelRef(
         id=model.id,
         revision=model.revision,
         quantization=quantization if has_quantization else None,
-        adapters=adapters,
+        adapters=[_adapter_of(one, number) for number, one in enumerate(model.adapters)],
     )
+
+
+def _with_adapters(model: ModelLike | None, adapters: Sequence[AdapterLike]) -> ModelLike | None:
+    """A model with these adapters behind its own; None is the service's default model."""
+    if isinstance(adapters, (str, Adapter)) or not isinstance(adapters, Sequence):
+        raise TypeError(f"adapters: a list is wanted, not {adapters!r}")
+    if not adapters:
+        return model
+    ref = model if isinstance(model, ModelRef) else ModelRef(model or "")
+    return replace(ref, adapters=(*ref.adapters, *adapters))
+
+
+def _adapter_of(adapter: AdapterLike, number: int) -> model_pb2.Adapter:
+    given: Any = adapter
+    match given:
+        case Adapter():
+            adapter = given
+        case str(name):
+            adapter = Adapter(name)
+        case [str(name), strength]:
+            adapter = Adapter(name, strength)
+        case {"id": str(name)}:
+            # A recipe has the strength of the first step beside a curve.
+            curve = given.get("curve", ())
+            strength = None if curve else given.get("strength")
+            adapter = Adapter(name, strength, curve, given.get("text_strength"))
+        case _:
+            wanted = "a name, a (name, strength) pair or an Adapter"
+            raise TypeError(f"adapters[{number}]: {wanted} is wanted, not {given!r}")
+    message = model_pb2.Adapter()
+    for name in ("id", "strength", "text_strength", "ignore_unknown"):
+        value = getattr(adapter, name)
+        if value is not None:
+            put(message, name, value, option=f"adapters[{number}].{name}")
+    for place in adapter.curve:
+        try:
+            position, strength = place
+        except (TypeError, ValueError):
+            wanted = "a (position, strength) pair"
+            raise TypeError(
+                f"adapters[{number}].curve: {wanted} is wanted, not {place!r}"
+            ) from None
+        point = message.curve.add()
+        put(point, "position", position, option=f"adapters[{number}].curve")
+        put(point, "strength", strength, option=f"adapters[{number}].curve")
+    return message
 
 
 _PRIORITIES = {
@@ -288,6 +359,9 @@ def _request(message: M, prompt: str, options: GenerateOptions, client_id: str |
         if name in rest:
             job[name] = rest.pop(name)  # type: ignore[literal-required]
     put(message, "prompt", prompt)
+    adapters = rest.pop("adapters", None)
+    if adapters is not None:
+        rest["model"] = _with_adapters(rest.get("model"), adapters)
     if "output" in message.DESCRIPTOR.fields_by_name and rest.get("output") is None:
         is_audio = isinstance(message, generation_pb2.GenerateAudioRequest)
         rest["output"] = "wav" if is_audio else "png"

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15moored/v1/model.proto\x12\tmoored.v1\"}\n\x08ModelRef\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12-\n\x0cquantization\x18\x03 \x01(\x0b\x32\x17.moored.v1.Quantization\x12$\n\x08\x61\x64\x61pters\x18\x04 \x03(\x0b\x32\x12.moored.v1.Adapter\"\x8e\x01\n\x0cQuantization\x12\x0e\n\x06preset\x18\x01 \x01(\t\x12;\n\ncomponents\x18\x02 \x03(\x0b\x32\'.moored.v1.Quantization.ComponentsEntry\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\'\n\x07\x41\x64\x61pter\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08strength\x18\x02 \x01(\x02\"\xd1\x01\n\rResolvedModel\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x04 \x01(\t\x12@\n\x0cquantization\x18\x05 \x03(\x0b\x32*.moored.v1.ResolvedModel.QuantizationEntry\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\t\x1a\x33\n\x11QuantizationEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"4\n\tComponent\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"r\n\x0e\x46reedComponent\x12\'\n\tcomponent\x18\x01 \x01(\x0b\x32\x14.moored.v1.Component\x12\x0c\n\x04\x63\x61rd\x18\x02 \x01(\t\x12\x14\n\x0c\x62ooked_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x66reed_bytes\x18\x04 \x01(\x04\"q\n\rKeptComponent\x12\'\n\tcomponent\x18\x01 \x01(\x0b\x32\x14.moored.v1.Component\x12\x0c\n\x04\x63\x61rd\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05\x63\x61use\x18\x04 \x01(\t\x12\n\n\x02\x62y\x18\x05 \x01(\t\"\x94\x01\n\nLatentInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06vae_id\x18\x04 \x01(\t\x12\x15\n\rexpires_in_ms\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12&\n\x07tensors\x18\x07 \x03(\x0b\x32\x15.moored.v1.TensorInfo\")\n\nTensorInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15moored/v1/model.proto\x12\tmoored.v1\"}\n\x08ModelRef\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12-\n\x0cquantization\x18\x03 \x01(\x0b\x32\x17.moored.v1.Quantization\x12$\n\x08\x61\x64\x61pters\x18\x04 \x03(\x0b\x32\x12.moored.v1.Adapter\"\x8e\x01\n\x0cQuantization\x12\x0e\n\x06preset\x18\x01 \x01(\t\x12;\n\ncomponents\x18\x02 \x03(\x0b\x32\'.moored.v1.Quantization.ComponentsEntry\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa8\x01\n\x07\x41\x64\x61pter\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\x08strength\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\'\n\x05\x63urve\x18\x03 \x03(\x0b\x32\x18.moored.v1.StrengthPoint\x12\x1a\n\rtext_strength\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x16\n\x0eignore_unknown\x18\x05 \x01(\x08\x42\x0b\n\t_strengthB\x10\n\x0e_text_strength\"3\n\rStrengthPoint\x12\x10\n\x08position\x18\x01 \x01(\x02\x12\x10\n\x08strength\x18\x02 \x01(\x02\"\xba\x01\n\x0f\x41ttachedAdapter\x12\n\n\x02id\x18\x01 \x01(\t\x12\x36\n\x06layers\x18\x02 \x03(\x0b\x32&.moored.v1.AttachedAdapter.LayersEntry\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07ignored\x18\x04 \x03(\t\x12\x15\n\rignored_count\x18\x05 \x01(\r\x1a-\n\x0bLayersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"(\n\x0b\x41\x64\x61pterInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"\xff\x01\n\rResolvedModel\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x04 \x01(\t\x12@\n\x0cquantization\x18\x05 \x03(\x0b\x32*.moored.v1.ResolvedModel.QuantizationEntry\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\t\x12,\n\x08\x61\x64\x61pters\x18\x07 \x03(\x0b\x32\x1a.moored.v1.AttachedAdapter\x1a\x33\n\x11QuantizationEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"4\n\tComponent\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"r\n\x0e\x46reedComponent\x12\'\n\tcomponent\x18\x01 \x01(\x0b\x32\x14.moored.v1.Component\x12\x0c\n\x04\x63\x61rd\x18\x02 \x01(\t\x12\x14\n\x0c\x62ooked_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x66reed_bytes\x18\x04 \x01(\x04\"q\n\rKeptComponent\x12\'\n\tcomponent\x18\x01 \x01(\x0b\x32\x14.moored.v1.Component\x12\x0c\n\x04\x63\x61rd\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05\x63\x61use\x18\x04 \x01(\t\x12\n\n\x02\x62y\x18\x05 \x01(\t\"\x94\x01\n\nLatentInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06vae_id\x18\x04 \x01(\t\x12\x15\n\rexpires_in_ms\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12&\n\x07tensors\x18\x07 \x03(\x0b\x32\x15.moored.v1.TensorInfo\")\n\nTensorInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -23,6 +23,8 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
   _globals['_QUANTIZATION_COMPONENTSENTRY']._options = None
   _globals['_QUANTIZATION_COMPONENTSENTRY']._serialized_options = b'8\001'
+  _globals['_ATTACHEDADAPTER_LAYERSENTRY']._options = None
+  _globals['_ATTACHEDADAPTER_LAYERSENTRY']._serialized_options = b'8\001'
   _globals['_RESOLVEDMODEL_QUANTIZATIONENTRY']._options = None
   _globals['_RESOLVEDMODEL_QUANTIZATIONENTRY']._serialized_options = b'8\001'
   _globals['_MODELREF']._serialized_start=36
@@ -31,20 +33,28 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_QUANTIZATION']._serialized_end=306
   _globals['_QUANTIZATION_COMPONENTSENTRY']._serialized_start=257
   _globals['_QUANTIZATION_COMPONENTSENTRY']._serialized_end=306
-  _globals['_ADAPTER']._serialized_start=308
-  _globals['_ADAPTER']._serialized_end=347
-  _globals['_RESOLVEDMODEL']._serialized_start=350
-  _globals['_RESOLVEDMODEL']._serialized_end=559
-  _globals['_RESOLVEDMODEL_QUANTIZATIONENTRY']._serialized_start=508
-  _globals['_RESOLVEDMODEL_QUANTIZATIONENTRY']._serialized_end=559
-  _globals['_COMPONENT']._serialized_start=561
-  _globals['_COMPONENT']._serialized_end=613
-  _globals['_FREEDCOMPONENT']._serialized_start=615
-  _globals['_FREEDCOMPONENT']._serialized_end=729
-  _globals['_KEPTCOMPONENT']._serialized_start=731
-  _globals['_KEPTCOMPONENT']._serialized_end=844
-  _globals['_LATENTINFO']._serialized_start=847
-  _globals['_LATENTINFO']._serialized_end=995
-  _globals['_TENSORINFO']._serialized_start=997
-  _globals['_TENSORINFO']._serialized_end=1038
+  _globals['_ADAPTER']._serialized_start=309
+  _globals['_ADAPTER']._serialized_end=477
+  _globals['_STRENGTHPOINT']._serialized_start=479
+  _globals['_STRENGTHPOINT']._serialized_end=530
+  _globals['_ATTACHEDADAPTER']._serialized_start=533
+  _globals['_ATTACHEDADAPTER']._serialized_end=719
+  _globals['_ATTACHEDADAPTER_LAYERSENTRY']._serialized_start=674
+  _globals['_ATTACHEDADAPTER_LAYERSENTRY']._serialized_end=719
+  _globals['_ADAPTERINFO']._serialized_start=721
+  _globals['_ADAPTERINFO']._serialized_end=761
+  _globals['_RESOLVEDMODEL']._serialized_start=764
+  _globals['_RESOLVEDMODEL']._serialized_end=1019
+  _globals['_RESOLVEDMODEL_QUANTIZATIONENTRY']._serialized_start=968
+  _globals['_RESOLVEDMODEL_QUANTIZATIONENTRY']._serialized_end=1019
+  _globals['_COMPONENT']._serialized_start=1021
+  _globals['_COMPONENT']._serialized_end=1073
+  _globals['_FREEDCOMPONENT']._serialized_start=1075
+  _globals['_FREEDCOMPONENT']._serialized_end=1189
+  _globals['_KEPTCOMPONENT']._serialized_start=1191
+  _globals['_KEPTCOMPONENT']._serialized_end=1304
+  _globals['_LATENTINFO']._serialized_start=1307
+  _globals['_LATENTINFO']._serialized_end=1455
+  _globals['_TENSORINFO']._serialized_start=1457
+  _globals['_TENSORINFO']._serialized_end=1498
 # @@protoc_insertion_point(module_scope)

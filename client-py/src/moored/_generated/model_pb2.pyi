@@ -34,7 +34,7 @@ class ModelRef(google.protobuf.message.Message):
 
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Adapter]:
-        """Adapters (LoRA), applied in order. Not built yet: a request with any is UNIMPLEMENTED."""
+        """Adapters (LoRA), added in order; at most 16. The base stays as it is: other requests use it without them at the same time."""
 
     def __init__(
         self,
@@ -98,25 +98,143 @@ global___Quantization = Quantization
 
 @typing.final
 class Adapter(google.protobuf.message.Message):
-    """A LoRA or its like."""
+    """A LoRA."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ID_FIELD_NUMBER: builtins.int
     STRENGTH_FIELD_NUMBER: builtins.int
+    CURVE_FIELD_NUMBER: builtins.int
+    TEXT_STRENGTH_FIELD_NUMBER: builtins.int
+    IGNORE_UNKNOWN_FIELD_NUMBER: builtins.int
     id: builtins.str
-    """`owner/name` or a file."""
+    """Its name, as ListModels tells it: a file in the service's folders of adapters (`styles/ink`, with or without its ending),
+    or `owner/name` of the hub cache.
+    """
     strength: builtins.float
-    """Strength; 1 is as trained."""
+    """Strength, -100 to 100; 1 is as trained, and the default. 0: it is left out, and the result is the base's exactly."""
+    text_strength: builtins.float
+    """Strength in text encoders, which run once. Absent: that of the first step."""
+    ignore_unknown: builtins.bool
+    """Ignore tensors that are of no layer of the model, instead of refusing the adapter."""
+    @property
+    def curve(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StrengthPoint]:
+        """Strength over the steps, instead of one for all: a line through these points."""
+
     def __init__(
         self,
         *,
         id: builtins.str = ...,
-        strength: builtins.float = ...,
+        strength: builtins.float | None = ...,
+        curve: collections.abc.Iterable[global___StrengthPoint] | None = ...,
+        text_strength: builtins.float | None = ...,
+        ignore_unknown: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["id", b"id", "strength", b"strength"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_strength", b"_strength", "_text_strength", b"_text_strength", "strength", b"strength", "text_strength", b"text_strength"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_strength", b"_strength", "_text_strength", b"_text_strength", "curve", b"curve", "id", b"id", "ignore_unknown", b"ignore_unknown", "strength", b"strength", "text_strength", b"text_strength"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_strength", b"_strength"]) -> typing.Literal["strength"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_text_strength", b"_text_strength"]) -> typing.Literal["text_strength"] | None: ...
 
 global___Adapter = Adapter
+
+@typing.final
+class StrengthPoint(google.protobuf.message.Message):
+    """A point of a curve of strength."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: builtins.int
+    STRENGTH_FIELD_NUMBER: builtins.int
+    position: builtins.float
+    """0 is the first step, 1 the last."""
+    strength: builtins.float
+    def __init__(
+        self,
+        *,
+        position: builtins.float = ...,
+        strength: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["position", b"position", "strength", b"strength"]) -> None: ...
+
+global___StrengthPoint = StrengthPoint
+
+@typing.final
+class AttachedAdapter(google.protobuf.message.Message):
+    """What an adapter changes in a model."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class LayersEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    ID_FIELD_NUMBER: builtins.int
+    LAYERS_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    IGNORED_FIELD_NUMBER: builtins.int
+    IGNORED_COUNT_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    """Its name."""
+    rank: builtins.int
+    """The largest rank of its terms."""
+    ignored_count: builtins.int
+    """How many were ignored in all."""
+    @property
+    def layers(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Numbers of layers that it changes, by component of the model."""
+
+    @property
+    def ignored(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Tensors that were ignored, the first hundred by name."""
+
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        layers: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        rank: builtins.int = ...,
+        ignored: collections.abc.Iterable[builtins.str] | None = ...,
+        ignored_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["id", b"id", "ignored", b"ignored", "ignored_count", b"ignored_count", "layers", b"layers", "rank", b"rank"]) -> None: ...
+
+global___AttachedAdapter = AttachedAdapter
+
+@typing.final
+class AdapterInfo(google.protobuf.message.Message):
+    """An adapter that can be named."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    """Its name."""
+    bytes: builtins.int
+    """Bytes of its file."""
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "id", b"id"]) -> None: ...
+
+global___AdapterInfo = AdapterInfo
 
 @typing.final
 class ResolvedModel(google.protobuf.message.Message):
@@ -146,8 +264,11 @@ class ResolvedModel(google.protobuf.message.Message):
     FAMILY_FIELD_NUMBER: builtins.int
     QUANTIZATION_FIELD_NUMBER: builtins.int
     CHOICE_FIELD_NUMBER: builtins.int
+    ADAPTERS_FIELD_NUMBER: builtins.int
     key: builtins.str
-    """The key, for people and logs: `id@revision+full`, `id@revision+4-bit`, `id@revision+transformer=nf4`."""
+    """The key, for people and logs: `id@revision+full`, `id@revision+4-bit`, `id@revision+transformer=nf4`, and with adapters
+    `id+full&styles/ink`.
+    """
     id: builtins.str
     """The id as configured."""
     revision: builtins.str
@@ -162,6 +283,10 @@ class ResolvedModel(google.protobuf.message.Message):
         (`Q4_K`).
         """
 
+    @property
+    def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AttachedAdapter]:
+        """What its adapters change."""
+
     def __init__(
         self,
         *,
@@ -171,8 +296,9 @@ class ResolvedModel(google.protobuf.message.Message):
         family: builtins.str = ...,
         quantization: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         choice: builtins.str = ...,
+        adapters: collections.abc.Iterable[global___AttachedAdapter] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "family", b"family", "id", b"id", "key", b"key", "quantization", b"quantization", "revision", b"revision"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "choice", b"choice", "family", b"family", "id", b"id", "key", b"key", "quantization", b"quantization", "revision", b"revision"]) -> None: ...
 
 global___ResolvedModel = ResolvedModel
 

@@ -32,14 +32,20 @@ class ListModelsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MODELS_FIELD_NUMBER: builtins.int
+    ADAPTERS_FIELD_NUMBER: builtins.int
     @property
     def models(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ModelInfo]: ...
+    @property
+    def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[model_pb2.AdapterInfo]:
+        """Adapters that can be named, by name."""
+
     def __init__(
         self,
         *,
         models: collections.abc.Iterable[global___ModelInfo] | None = ...,
+        adapters: collections.abc.Iterable[model_pb2.AdapterInfo] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["models", b"models"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "models", b"models"]) -> None: ...
 
 global___ListModelsResponse = ListModelsResponse
 

@@ -88,7 +88,7 @@ class ResidencyServicer(object):
     """
 
     def ListModels(self, request, context):
-        """Models that can be named, with their components and defaults.
+        """Models that can be named, with their components and defaults, and adapters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

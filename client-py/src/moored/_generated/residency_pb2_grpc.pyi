@@ -26,7 +26,7 @@ class ResidencyStub:
         residency_pb2.ListModelsRequest,
         residency_pb2.ListModelsResponse,
     ]
-    """Models that can be named, with their components and defaults."""
+    """Models that can be named, with their components and defaults, and adapters."""
 
     Load: grpc.UnaryStreamMultiCallable[
         residency_pb2.LoadRequest,
@@ -107,7 +107,7 @@ class ResidencyAsyncStub:
         residency_pb2.ListModelsRequest,
         residency_pb2.ListModelsResponse,
     ]
-    """Models that can be named, with their components and defaults."""
+    """Models that can be named, with their components and defaults, and adapters."""
 
     Load: grpc.aio.UnaryStreamMultiCallable[
         residency_pb2.LoadRequest,
@@ -190,7 +190,7 @@ class ResidencyServicer(metaclass=abc.ABCMeta):
         request: residency_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> typing.Union[residency_pb2.ListModelsResponse, collections.abc.Awaitable[residency_pb2.ListModelsResponse]]:
-        """Models that can be named, with their components and defaults."""
+        """Models that can be named, with their components and defaults, and adapters."""
 
     @abc.abstractmethod
     def Load(
