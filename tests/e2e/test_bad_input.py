@@ -291,10 +291,15 @@ def test_an_unknown_model_is_named(client: moored.Client, name: str) -> None:
     assert name[:100] in refused.value.message
 
 
-def test_features_that_are_not_built_are_refused(client: moored.Client) -> None:
-    model = moored.ModelRef(GOOD, adapters=(moored.Adapter("a/b", NAN),))
-    with pytest.raises(moored.NotBuilt):
-        client.generate_image("x", model=model, **QUICK)
+@pytest.mark.parametrize(
+    "name", ["", "a/b", "../../etc/passwd", "/etc/passwd", "x" * 9999, "\0", "&"]
+)
+def test_an_adapter_that_is_not_there_is_refused(client: moored.Client, name: str) -> None:
+    for strength in (None, 0.0, NAN, 1e38):
+        with pytest.raises(moored.InvalidRequest) as refused:
+            client.generate_image("x", model=GOOD, adapters=[(name, strength)], **QUICK)
+        (violation,) = refused.value.violations
+        assert violation.field == "model.adapters[0].id"
 
 
 def test_claims_out_of_bounds_are_refused(client: moored.Client) -> None:

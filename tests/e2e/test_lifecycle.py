@@ -375,8 +375,8 @@ def test_server_info_lists_version_cards_and_capabilities(simulate: Simulate) ->
     assert {"text_to_image", "image_to_image", "encode_image", "decode_latent"} <= set(
         info.capabilities
     )
-    assert {"preview", "latents", "reserve", "quantization"} <= set(info.capabilities)
-    assert set(info.not_built) == {"adapters", "controlnet"}
+    assert {"preview", "latents", "reserve", "quantization", "adapters"} <= set(info.capabilities)
+    assert set(info.not_built) == {"controlnet"}
     assert not set(info.capabilities) & set(info.not_built)
     assert info.default_model == "moored/demo"
     assert set(info.families) == {"flux", "instant", "z-image"}
@@ -390,23 +390,6 @@ def test_server_info_lists_version_cards_and_capabilities(simulate: Simulate) ->
     assert (cpu.id, cpu.kind, cpu.total_bytes) == ("cpu", "cpu", 2 << 30)
     assert cpu.compute_dtype == "f32"
     assert cpu.name
-
-
-def test_features_that_are_not_built_are_refused(simulate: Simulate) -> None:
-    model = moored.ModelRef("small", adapters=(moored.Adapter("owner/lora"),))
-    with simulate().client() as client:
-        calls: list[Callable[[], object]] = [
-            lambda: client.generate_image("no", model=model),
-            lambda: client.load(model),
-            lambda: client.plan("no", model=model),
-            lambda: client.pin(model),
-            lambda: client.hold(model),
-            lambda: client.unload(model),
-        ]
-        for call in calls:
-            with pytest.raises(moored.NotBuilt) as refusal:
-                call()
-            assert refusal.value.reason == "NOT_BUILT"
 
 
 def test_the_binary_without_a_command_prints_its_usage() -> None:
