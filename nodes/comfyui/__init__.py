@@ -16,6 +16,7 @@ def _client() -> str:
 
 try:
     from .latent_nodes import LatentFromComfyUI, LatentToComfyUI, VAEDecode, VAEEncode
+    from .lora_nodes import LoadLoRA
     from .media_nodes import Audio, Video
     from .model_nodes import LoadModel, Server
     from .panel import register_routes
@@ -35,6 +36,7 @@ WEB_DIRECTORY = "./web"
 NODES: list[type[io.ComfyNode]] = [
     Server,
     LoadModel,
+    LoadLoRA,
     TextToImage,
     ImageToImage,
     Video,

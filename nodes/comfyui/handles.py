@@ -24,7 +24,7 @@ QUANTIZATIONS = (AUTO, "full", "8-bit", "4-bit")
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """A model of a service, how its weights are held, and for how long it stays."""
+    """A model of a service, how its weights are held, for how long it stays, and its adapters."""
 
     server: Server | None
     id: str
@@ -33,6 +33,7 @@ class ModelRecipe:
     revision: str = ""
     residency: Residency = "auto"
     evict_after_s: int = 0
+    adapters: tuple[moored.Adapter, ...] = ()
 
     @property
     def ref(self) -> moored.ModelRef:
@@ -42,6 +43,7 @@ class ModelRecipe:
             quantization="" if self.quantization == "full" else self.quantization,
             formats=dict(self.formats),
             revision=self.revision,
+            adapters=self.adapters,
         )
 
 

@@ -3,6 +3,7 @@
     GET  /moored/status   one snapshot of the service
     GET  /moored/events   the same as server-sent events, each time it changes
     GET  /moored/models   the names of the models, the default first
+    GET  /moored/loras    the names of the LoRAs
     GET  /moored/defaults by model, the values that a node's 0 or -1 stands for
     GET  /moored/test     one sentence: which service answers and what cards it has, or why none does
     POST /moored/unload   {"model": KEY, "force": BOOL}
@@ -66,6 +67,7 @@ def register_routes(routes: web.RouteTableDef) -> None:
     routes.get("/moored/status")(_status)
     routes.get("/moored/events")(_events)
     routes.get("/moored/models")(_models)
+    routes.get("/moored/loras")(_loras)
     routes.get("/moored/defaults")(_defaults)
     routes.get("/moored/test")(_test)
     routes.post("/moored/unload")(_unload)
@@ -100,6 +102,16 @@ async def _models(request: web.Request) -> web.Response:
         models = await client.list_models(timeout=QUICK_S)
         usable = [one for one in models if not one.problem]
         return [one.id for one in sorted(usable, key=lambda one: not one.is_default)]
+
+    return await _answer_of(work, QUICK_S)
+
+
+async def _loras(request: web.Request) -> web.Response:
+    """The names for Load LoRA. An error is an error, as above."""
+    _refuse_other_sites(request)
+
+    async def work(client: moored.AsyncClient) -> list[str]:
+        return [one.id for one in await client.list_adapters(timeout=QUICK_S)]
 
     return await _answer_of(work, QUICK_S)
 

@@ -8,6 +8,7 @@ from typing import Any
 import moored
 
 HOLDERS_AT_MOST = 2
+IGNORED_AT_MOST = 3
 
 
 def phase(event: Any) -> str:
@@ -54,6 +55,23 @@ def status_text(status: moored.Status) -> str:
     running = [job for job in status.jobs if job.state == "running"]
     lines.append(f"{len(running)} running, {len(waiting)} waiting, {status.latents} latents kept")
     return "\n".join(lines)
+
+
+def adapter_text(attached: moored.AttachedAdapter) -> str:
+    """What a LoRA changes: `304 layers of transformer, rank 16; 2 tensors ignored (a, b)`."""
+    layers = [
+        f"{count} layer{'s' if count != 1 else ''} of {component}"
+        for component, count in sorted(attached.layers.items())
+    ]
+    ranks = [f"rank {attached.rank}"] if attached.rank else []
+    text = ", ".join([*layers, *ranks])
+    if not attached.ignored_count:
+        return text
+    named = list(attached.ignored[:IGNORED_AT_MOST])
+    if attached.ignored_count > len(named):
+        named.append("...")
+    plural = "s" if attached.ignored_count != 1 else ""
+    return f"{text}; {attached.ignored_count} tensor{plural} ignored ({', '.join(named)})"
 
 
 def kept_lines(unloaded: moored.Unloaded) -> list[str]:

@@ -1,9 +1,9 @@
-// What ComfyUI's frontend loads of this pack: settings, the sidebar panel, and the list of models.
+// What ComfyUI's frontend loads of this pack: settings, the sidebar panel, and the lists of models and LoRAs.
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { Labels, fold } from "./panel/inputs.js";
-import { ModelNames, feed, isLoadModel, withoutRemote } from "./panel/models.js";
+import { LoraNames, ModelNames, feed, isLoadLora, isLoadModel, withoutRemote } from "./panel/models.js";
 import { Panel } from "./panel/panel.js";
 import { testButton } from "./panel/test.js";
 import { chooseLanguage, words } from "./panel/words.js";
@@ -11,11 +11,13 @@ import { chooseLanguage, words } from "./panel/words.js";
 const TAB = "moored";
 
 const names = new ModelNames(api);
+const loras = new LoraNames(api);
 const labels = new Labels(app, names);
 let panel = null;
 
 function addressChanged() {
   names.forget();
+  loras.forget();
   panel?.reconnect();
 }
 
@@ -94,11 +96,12 @@ app.registerExtension({
   },
 
   beforeRegisterNodeDef(_type, definition) {
-    if (isLoadModel(definition.name)) withoutRemote(definition);
+    if (isLoadModel(definition.name) || isLoadLora(definition.name)) withoutRemote(definition);
   },
 
   nodeCreated(node) {
     if (isLoadModel(node.comfyClass)) feed(node, names);
+    if (isLoadLora(node.comfyClass)) feed(node, loras);
     fold(node);
     labels.follow(node);
   },
@@ -108,6 +111,6 @@ app.registerExtension({
   },
 
   refreshComboInNodes() {
-    return names.refresh();
+    return Promise.all([names.refresh(), loras.refresh()]);
   },
 });

@@ -16,6 +16,7 @@ import moored
 import numpy as np
 import pytest
 from conftest import HUB_MODEL
+from lora_files import LAYERS, RANK, instant_adapter, random_lora, write_safetensors
 from PIL import Image
 from prompts import RED, SIZE, Graph, Prompt
 from runs import Run
@@ -188,6 +189,108 @@ def test_a_latent_alone_is_painted_and_says_where_it_belongs(
     assert not [text for text in run.texts(painted) if text.startswith("Decoding")]
     shown(graph, painted)
     assert "VAE Decode" in comfyui.queue(graph.prompt).done().error
+
+
+# LoRAs.
+
+
+@pytest.fixture(scope="module")
+def adapting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service with the shipped model and LoRAs for it."""
+    folder = tmp_path_factory.mktemp("loras")
+    tensors = random_lora()
+    write_safetensors(folder / "styles" / "ink.safetensors", tensors)
+    write_safetensors(folder / "oil.safetensors", random_lora(seed=2))
+    unknown = {f"transformer.none.lora_{part}.weight": tensors.popitem()[1] for part in "BA"}
+    write_safetensors(folder / "unknown.safetensors", tensors | unknown)
+    arguments = ("--set", f"models.adapters={json.dumps([str(folder)])}")
+    service = Service(*arguments, state=tmp_path_factory.mktemp("adapting"))
+    with service.client():
+        pass
+    yield service
+    assert service.stop() == 0
+
+
+def test_loras_one_behind_the_other_are_the_clients_own(
+    comfyui: ComfyUI, adapting: Service
+) -> None:
+    graph = Graph(adapting.address)
+    first = graph.lora("styles/ink", 0.5)
+    second = graph.lora("", text_strength=" 0 ", other_lora=" oil ", model=first)
+    shows = [shown(graph, graph.text_to_image(model=model)) for model in ("", first, second)]
+    run = comfyui.queue(graph.prompt).succeeded()
+    ink, oil = moored.Adapter("styles/ink", 0.5), moored.Adapter("oil", 1, text_strength=0)
+    with adapting.client() as client:
+        for show, adapters in zip(shows, ([], [ink], [ink, oil]), strict=True):
+            own = client.generate_image(RED, seed=7, steps=2, adapters=adapters, **SIZE)
+            same(run.pictures(show), [own.pictures[0].array])
+    assert not np.array_equal(run.pictures(shows[0])[0], run.pictures(shows[1])[0])
+    said = f"{LAYERS} layers of transformer, rank {RANK}"
+    assert [run.texts(node)[-1] for node in (first, second)] == [said, said]
+
+
+def test_a_lora_of_strength_0_is_left_out(comfyui: ComfyUI, adapting: Service) -> None:
+    graph = Graph(adapting.address)
+    lora = graph.lora("styles/ink", 0.0)
+    shows = [shown(graph, graph.text_to_image(model=model)) for model in ("", lora)]
+    run = comfyui.queue(graph.prompt).succeeded()
+    same(run.pictures(shows[0]), run.pictures(shows[1]))
+    assert run.texts(lora)[-1] == "Strength 0: left out"
+
+
+def test_a_lora_says_which_tensors_it_ignored(comfyui: ComfyUI, adapting: Service) -> None:
+    graph = Graph(adapting.address)
+    lora = graph.lora("unknown", ignore_unknown=True)
+    shown(graph, graph.text_to_image(model=lora))
+    run = comfyui.queue(graph.prompt).succeeded()
+    assert run.texts(lora)[-1] == (
+        f"{LAYERS - 1} layers of transformer, rank {RANK}; 2 tensors ignored "
+        "(transformer.none.lora_A.weight, transformer.none.lora_B.weight)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"name": ""}, "No LoRA is chosen"),
+        ({"name": "gone"}, "gone.* is not there"),
+        ({"name": "unknown"}, r"transformer\.none\.lora_A\.weight"),
+        ({"name": "oil", "text_strength": "much"}, "text_strength is a number.*'much'"),
+        ({"name": "oil", "text_strength": "nan"}, "text_strength is a number"),
+        ({"name": "oil", "text_strength": "11"}, "text_strength is a number from -10 to 10"),
+    ],
+)
+def test_a_lora_that_cannot_be_used_is_a_sentence_on_its_node(
+    comfyui: ComfyUI, adapting: Service, options: dict[str, Any], said: str
+) -> None:
+    graph = Graph(adapting.address)
+    lora = graph.lora(**options)
+    shown(graph, graph.text_to_image(model=lora))
+    run = comfyui.queue(graph.prompt).done()
+    assert run.status == "error"
+    assert re.search(said, run.error), run.error
+    assert "Traceback" not in run.error
+    assert run.texts(lora)[-1] in run.error
+
+
+def test_a_model_with_a_lora_is_held_and_unloaded_as_such(
+    comfyui: ComfyUI, serve: Serve, tmp_path: Path
+) -> None:
+    instant_adapter(tmp_path / "loras", "red", 1 << 20)
+    service = serve("sim:24GiB", adapters=tmp_path / "loras")
+    with service.client() as client:
+        graph = Graph(service.address, model="small", residency="hold")
+        lora = graph.lora("red")
+        graph.add("MooredPreload", model=[lora, 0], prove=False)
+        comfyui.queue(graph.prompt).succeeded()
+        held = {one.component.name: one.held for one in client.status().cards[0].residents}
+        assert held["adapter:red:transformer"]
+        assert all(held.values())
+        gone = Graph(service.address, model="small", residency="hold")
+        gone.add("MooredUnload", model=[gone.lora("red"), 0], force=False)
+        comfyui.queue(gone.prompt).succeeded()
+        there = {one.component.name for one in client.status().cards[0].residents}
+        assert "adapter:red:transformer" not in there
 
 
 # Films.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -110,10 +111,17 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     """Starts services; on simulated cards with the instant models: `serve("sim:24GiB")`."""
     started: list[Service] = []
 
-    def start(*devices: str, listen: str | None = None, more_models: Path | None = None) -> Service:
+    def start(
+        *devices: str,
+        listen: str | None = None,
+        more_models: Path | None = None,
+        adapters: Path | None = None,
+    ) -> Service:
         models: tuple[str, ...] = ("--models", str(INSTANT_MODELS)) if devices else ()
         if more_models is not None:
             models += ("--models", str(more_models))
+        if adapters is not None:
+            models += ("--set", f"models.adapters={json.dumps([str(adapters)])}")
         state = tmp_path / f"state-{len(started)}"
         service = Service(*models, state=state, devices=devices or ("cpu",), listen=listen)
         started.append(service)

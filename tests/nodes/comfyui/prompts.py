@@ -48,6 +48,18 @@ class Graph:
         self.prompt[name] = {"class_type": kind, "inputs": inputs}
         return name
 
+    def lora(self, name: str, strength: float = 1.0, model: str = "", **options: Any) -> str:
+        """Load LoRA, behind Load Model or another node with a model."""
+        inputs: dict[str, Any] = {
+            "model": [model or self.model, 0],
+            "lora": name,
+            "strength": strength,
+            "text_strength": "",
+            "ignore_unknown": False,
+            "other_lora": "",
+        }
+        return self.add("MooredLoadLoRA", **(inputs | options))
+
     def text_to_image(self, prompt: str = RED, model: str = "", **options: Any) -> str:
         """Text to Image."""
         link = [model or self.model, 0]

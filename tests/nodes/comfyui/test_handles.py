@@ -38,7 +38,9 @@ def recipe(pack: ModuleType, **more: Any) -> Any:
 
 def test_handles_survive_a_pickle(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     handles = pack.handles
-    model = recipe(pack, quantization="4-bit", formats=(("transformer", "int8"),))
+    ink = moored.Adapter("ink", 0.5, text_strength=0.0)
+    more = {"formats": (("transformer", "int8"),), "adapters": (ink,)}
+    model = recipe(pack, quantization="4-bit", **more)
     start = handles.KeptLatent(
         model, handles.Encoding(b"png", 64, 64, 3), "latent-1", (1, 16, 8, 8)
     )
@@ -48,7 +50,7 @@ def test_handles_survive_a_pickle(pack: ModuleType, monkeypatch: pytest.MonkeyPa
     copies = pickle.loads(pickle.dumps([handles.ModelHandle(model), latents, brought]))
     assert copies[0].recipe == model
     assert copies[0].recipe.ref == moored.ModelRef(
-        "moored/demo", quantization="4-bit", formats={"transformer": "int8"}
+        "moored/demo", quantization="4-bit", formats={"transformer": "int8"}, adapters=(ink,)
     )
     assert copies[1].latents[0].id == "latent-2"
     assert copies[1].latents[0].recipe.start.recipe == start.recipe
@@ -72,6 +74,32 @@ def test_formats_are_read(pack: ModuleType, text: str, formats: Any) -> None:
 def test_formats_that_are_none_are_refused(pack: ModuleType, text: str) -> None:
     with pytest.raises(moored.InvalidRequest, match="component=format"):
         pack.handles.formats_of(text)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, "304 layers of transformer, rank 16"),
+        ({"layers": {"transformer": 1, "text_encoder": 12}, "rank": 4}, None),
+        ({"layers": {}, "rank": 0}, ""),
+        (
+            {"ignored": ("a",), "ignored_count": 1},
+            "304 layers of transformer, rank 16; 1 tensor ignored (a)",
+        ),
+        (
+            {"ignored": ("a", "b", "c", "d"), "ignored_count": 900},
+            "304 layers of transformer, rank 16; 900 tensors ignored (a, b, c, ...)",
+        ),
+    ],
+)
+def test_what_a_lora_changes_is_told_in_a_line(
+    pack: ModuleType, more: dict[str, Any], said: str | None
+) -> None:
+    settings = {"layers": {"transformer": 304}, "rank": 16} | more
+    told = pack.phases.adapter_text(moored.AttachedAdapter("ink", **settings))
+    if said is None:
+        said = "12 layers of text_encoder, 1 layer of transformer, rank 4"
+    assert told == said
 
 
 def test_seeds_go_round(pack: ModuleType) -> None:

@@ -59,7 +59,7 @@ def fits(value: Any, kind: str, options: dict[str, Any]) -> bool:
 
 def test_there_are_examples_for_what_people_begin_with() -> None:
     names = {path.stem for path in WORKFLOWS}
-    assert names == {"text_to_image", "image_to_image", "low_memory", "latent_round_trip"}
+    assert names == {"text_to_image", "image_to_image", "lora", "low_memory", "latent_round_trip"}
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import moored
 import pytest
 from behaviour import until
 from browser import DEADLINE_S, LONG, PanelPage, chromium, instant_model, opened
+from lora_files import instant_adapter
 from playwright.sync_api import Browser, Page, expect
 
 from service import Service
@@ -434,6 +436,41 @@ def test_load_model_lists_the_service_and_keeps_what_was_saved(
         assert page.evaluate(values) == [
             ["moored/demo", listed],
             [MODEL, listed],
+            ["gone/away", [*listed, "gone/away"]],
+        ]
+
+
+LOAD_LORA = {
+    "name": "MooredLoadLoRA",
+    "input": {"required": {"lora": ["COMBO", {"options": [], "remote": {"route": "/x"}}]}},
+}
+
+
+def test_load_lora_lists_the_service_and_keeps_what_was_saved(
+    browser: Browser, panel: PanelPage, start: Start, tmp_path: Path
+) -> None:
+    create = """async ([definition, saved]) => {
+        const node = await app.createNode(definition, saved);
+        window.nodes = [...(window.nodes ?? []), node];
+        return definition.input.required.lora[1];
+    }"""
+    values = "nodes.map(({widgets: [it]}) => [it.value, it.options.values])"
+    for name in ("ink", "styles/oil"):
+        instant_adapter(tmp_path / "loras", name, 1 << 20)
+    panel.settings(endpoint="127.0.0.1:1")
+    with opened(browser, panel) as page:
+        for saved in (None, "styles/oil", "gone/away"):
+            options = page.evaluate(create, [LOAD_LORA, *([saved] if saved else [])])
+            assert options == {"options": []}
+        expect(page.get_by_role("alert")).to_be_visible()
+        service = start("--set", f"models.adapters={json.dumps([str(tmp_path / 'loras')])}")
+        with service.client() as client:
+            listed = [one.id for one in client.list_adapters()]
+        assert {"ink", "styles/oil"} <= {*listed}
+        page.evaluate("app.extensions[0].refreshComboInNodes()")
+        assert page.evaluate(values) == [
+            [listed[0], listed],
+            ["styles/oil", listed],
             ["gone/away", [*listed, "gone/away"]],
         ]
 

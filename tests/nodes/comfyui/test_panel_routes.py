@@ -17,6 +17,7 @@ import moored
 import pytest
 from behaviour import until
 from browser import DEADLINE_S, LONG, PanelPage, instant_model
+from lora_files import instant_adapter
 
 from service import INSTANT_MODELS, Service
 
@@ -120,6 +121,19 @@ def test_models_are_named_the_default_first_and_an_error_is_no_empty_list(
     code, said = panel.ask("/moored/models")
     assert code == 503
     assert said == {"error": down(service.address)}
+
+
+def test_loras_are_named_and_an_error_is_no_empty_list(
+    panel: PanelPage, start: Start, tmp_path: Path
+) -> None:
+    instant_adapter(tmp_path / "loras", "styles/red", 1 << 20)
+    service = start("--set", f"models.adapters={json.dumps([str(tmp_path / 'loras')])}")
+    with service.client():
+        code, names = panel.ask("/moored/loras")
+        assert code == 200
+        assert [name for name in names if not name.startswith("moored/")] == ["styles/red"]
+    service.kill()
+    assert panel.ask("/moored/loras")[0] == 503
 
 
 def down(address: str) -> str:
