@@ -15,6 +15,7 @@ HANDLE_TYPE = "MooredModel"
 DEFAULT_MODEL = "default"
 STOP, PULL = "stop with an error", "pull"
 LONGEST_KEEP_ALIVE_S = 3600.0
+IGNORED_AT_MOST = 3
 
 # By the mode that the node offers: the service's preset, and formats of single components.
 _FP8 = {"transformer": "fp8", "text_encoder_2": "fp8"}
@@ -78,7 +79,7 @@ class ModelHandle:
         return {
             "model": self.model,
             "quantization_mode": self.quantization_mode,
-            "loras": [{"id": one.id, "strength": one.strength} for one in self.loras],
+            "loras": [lora_json(one) for one in self.loras],
             "keep_alive_s": self.keep_alive_s,
             "if_missing": self.if_missing,
         }
@@ -104,7 +105,7 @@ class ModelHandle:
 
 
 def parse_loras(value: object) -> tuple[moored.Adapter, ...]:
-    """LoRAs: names, `{"id": ..., "strength": ...}` objects, or a JSON list of them."""
+    """LoRAs: names, also as `NAME:STRENGTH`, objects with `id` and `strength`, or a JSON list of them."""
     if value is None or value == "":
         return ()
     if isinstance(value, str):
@@ -122,12 +123,73 @@ def parse_loras(value: object) -> tuple[moored.Adapter, ...]:
     return tuple(_lora(one) for one in value if one)
 
 
+_LORA_KEYS = ("id", "strength", "curve", "text_strength", "ignore_unknown")
+
+
 def _lora(value: object) -> moored.Adapter:
-    if isinstance(value, str):
-        return moored.Adapter(value.strip())
-    if isinstance(value, Mapping) and value.get("id"):
-        return moored.Adapter(str(value["id"]), number(value.get("strength", 1.0), "strength"))
+    match value:
+        case str(text):
+            name, colon, strength = text.rpartition(":")
+            if colon and name.strip():
+                return moored.Adapter(name.strip(), number(strength, "strength"))
+            return moored.Adapter(text.strip())
+        case [str(name), strength]:
+            return moored.Adapter(name.strip(), number(strength, "strength"))
+        case Mapping() if value.get("id"):
+            return _lora_of_object(value)
     raise ValueError(f"{value!r} is no LoRA: give a name, or an object with `id` and `strength`")
+
+
+def _lora_of_object(value: Mapping[str, Any]) -> moored.Adapter:
+    unknown = sorted(str(key) for key in value if key not in _LORA_KEYS)
+    if unknown:
+        raise ValueError(f"A LoRA has no {', '.join(unknown)}: it has {', '.join(_LORA_KEYS)}")
+    curve = []
+    for point in value.get("curve") or ():
+        if not isinstance(point, Sequence) or isinstance(point, str) or len(point) != 2:
+            raise ValueError(
+                f"The curve of a LoRA is pairs of position and strength, not {point!r}"
+            )
+        curve.append((number(point[0], "curve"), number(point[1], "curve")))
+    strength, text_strength = value.get("strength"), value.get("text_strength")
+    if strength is None and not curve:
+        strength = 1.0
+    return moored.Adapter(
+        str(value["id"]).strip(),
+        None if strength is None else number(strength, "strength"),
+        tuple(curve),
+        None if text_strength is None else number(text_strength, "text_strength"),
+        bool(value.get("ignore_unknown")),
+    )
+
+
+def lora_json(lora: moored.Adapter) -> dict[str, Any]:
+    """A LoRA as `parse_loras` reads it: what is left to the service is left out."""
+    whole: dict[str, Any] = {
+        "id": lora.id,
+        "strength": lora.strength if lora.strength is not None or lora.curve else 1.0,
+        "curve": [list(point) for point in lora.curve] or None,
+        "text_strength": lora.text_strength,
+        "ignore_unknown": lora.ignore_unknown or None,
+    }
+    return {key: value for key, value in whole.items() if value is not None}
+
+
+def lora_words(lora: moored.AttachedAdapter) -> str:
+    """What a LoRA changes: `styles/ink: 304 layers of transformer, rank 16; 2 tensors ignored (a, b)`."""
+    layers = [
+        f"{count} layer{'s' if count != 1 else ''} of {component}"
+        for component, count in sorted(lora.layers.items())
+    ]
+    ranks = [f"rank {lora.rank}"] if lora.rank else []
+    words = f"{lora.id}: {', '.join([*layers, *ranks]) or 'attached'}"
+    if not lora.ignored_count:
+        return words
+    named = list(lora.ignored[:IGNORED_AT_MOST])
+    if lora.ignored_count > len(named):
+        named.append("...")
+    plural = "s" if lora.ignored_count != 1 else ""
+    return f"{words}; {lora.ignored_count} tensor{plural} ignored ({', '.join(named)})"
 
 
 def _model_name(value: object) -> str:

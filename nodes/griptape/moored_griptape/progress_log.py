@@ -10,6 +10,7 @@ from griptape_nodes.exe_types.node_types import BaseNode
 from griptape_nodes.exe_types.param_components.log_parameter import LogParameter
 from griptape_nodes.exe_types.param_components.progress_bar_component import ProgressBarComponent
 
+from moored_griptape.model_handle import lora_words
 from moored_griptape.sizes import in_words
 
 
@@ -115,6 +116,8 @@ class ProgressLog:
             for name, stage in result.timings.items()
         }
         self.timings({**timings, "total_s": result.total_ms / 1000})
+        for adapter in result.model.adapters:
+            self.line(f"LoRA {lora_words(adapter)}")
         for one in result.approximations:
             self.line(f"Memory forced an approximation: {one}")
 

@@ -198,8 +198,6 @@ def in_a_sentence(error: Exception) -> str:
             more = ["see whether `moored serve` still runs there, and run again"]
         case moored.Unauthenticated():
             more = ["set the secret MOORED_TOKEN to the service's token"]
-        case moored.NotBuilt() if "adapters" in text:
-            return "The service has not built LoRAs yet; leave loras of Diffusion Model empty."
         case moored.Cancelled():
             return "Somebody cancelled this job, or unloaded its model by force; run it again."
         case moored.ModelNotFound():

@@ -138,7 +138,7 @@ class SystemConstraints:
         """The same for a whole model that is to be in."""
         options: Options = {"model": handle.ref, **self.job_options}
         tries = _quantized(handle, options)
-        await self._check_plan(client, _of_any_medium(client), "", options, tries, _whole, log)
+        await self._check_plan(client, of_any_medium(client), "", options, tries, _whole, log)
 
     async def _check_plan(
         self,
@@ -193,7 +193,7 @@ class SystemConstraints:
         return min(limits)
 
 
-def _of_any_medium(client: moored.AsyncClient) -> Planner:
+def of_any_medium(client: moored.AsyncClient) -> Planner:
     """A plan of what the model generates, for options that a request for any medium has."""
 
     async def plan(prompt: str, **options: Any) -> moored.Plan:
