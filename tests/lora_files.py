@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 192
 """Of the shipped model's transformer."""
 DOUBLE_BLOCKS, SINGLE_BLOCKS = 2, 4
@@ -57,6 +58,21 @@ def random_lora(seed: int = 1, size: float = 0.05) -> dict[str, NDArray[np.float
             values = random.normal(0, size, shape).astype(np.float32)
             tensors[f"{layer}.{part}.weight"] = values
     return tensors
+
+
+def random_text_lora(seed: int = 3, size: float = 0.3) -> dict[str, NDArray[np.float32]]:
+    """Random pairs for the attention of the shipped model's CLIP."""
+    config = json.loads((ROOT / "demo/model/text_encoder/config.json").read_text(encoding="utf-8"))
+    width = config["hidden_size"]
+    random = np.random.default_rng(seed)
+    return {
+        f"text_encoder.text_model.encoder.layers.{layer}.self_attn.{name}.{part}.weight": (
+            random.normal(0, size, shape).astype(np.float32)
+        )
+        for layer in range(config["num_hidden_layers"])
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj")
+        for part, shape in (("lora_A", (RANK, width)), ("lora_B", (width, RANK)))
+    }
 
 
 LAYERS = DOUBLE_BLOCKS * 4 + SINGLE_BLOCKS * 3

@@ -14,7 +14,15 @@ from typing import Any
 import moored
 import numpy as np
 import pytest
-from lora_files import LAYERS, RANK, instant_adapter, random_lora, write_safetensors
+from lora_files import (
+    LAYERS,
+    RANK,
+    WIDTH,
+    instant_adapter,
+    random_lora,
+    random_text_lora,
+    write_safetensors,
+)
 
 from service import Service
 
@@ -273,6 +281,11 @@ def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layer = "transformer.transformer_blocks.0.attn.to_q"
     wrong = good | {f"{layer}.lora_B.weight": np.zeros((WRONG_SIDE, RANK), np.float32)}
     write_safetensors(folder / "wrong-shape.safetensors", wrong)
+    text = random_text_lora()
+    write_safetensors(folder / "text.safetensors", text)
+    write_safetensors(folder / "whole.safetensors", good | text)
+    infinite = good | {f"{layer}.lora_A.weight": np.full((RANK, WIDTH), np.inf, np.float32)}
+    write_safetensors(folder / "not-finite.safetensors", infinite)
     half = {name: one for name, one in good.items() if name != f"{layer}.lora_A.weight"}
     write_safetensors(folder / "half.safetensors", half)
     unknown = {"transformer.no_such_layer.lora_A.weight": np.zeros((RANK, 8), np.float32)}
@@ -280,7 +293,7 @@ def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_safetensors(folder / "unknown.safetensors", good | unknown)
     write_safetensors(folder / "foreign.safetensors", unknown)
     (folder / "cut.safetensors").write_bytes((folder / "other.safetensors").read_bytes()[: 1 << 14])
-    (folder / "text.safetensors").write_text("no tensors")
+    (folder / "prose.safetensors").write_text("no tensors")
     return folder
 
 
@@ -341,6 +354,54 @@ def test_a_curve_is_the_strength_of_each_step(client: moored.Client) -> None:
     )
 
 
+def test_text_encoders_have_a_strength_of_their_own(client: moored.Client) -> None:
+    whole, text = "whole", "text"
+    assert painted(client, adapters=[moored.Adapter(whole, 1, text_strength=0)]) == painted(
+        client, adapters=["styles/random"]
+    )
+    only_text = painted(client, adapters=[moored.Adapter(whole, 0, text_strength=1)])
+    assert only_text == painted(client, adapters=[text])
+    # An encoding that is remembered is of its strength.
+    half = painted(client, adapters=[moored.Adapter(whole, 0, text_strength=0.5)])
+    assert len({half, only_text, painted(client)}) == 3
+    fading = moored.Adapter(text, curve=[(0, 0.5), (1, 0)])
+    assert painted(client, adapters=[fading]) == half, "the first step's"
+    told = client.plan(PROMPT, adapters=[whole]).model.adapters[0].layers
+    assert told.keys() == {"transformer", "text_encoder"}
+
+
+def test_a_file_that_is_written_anew_is_another_adapter(client: moored.Client, loras: Path) -> None:
+    write_safetensors(loras / "changing.safetensors", random_lora(seed=4))
+    before = painted(client, adapters=["changing"])
+    write_safetensors(loras / "changing.safetensors", random_lora(seed=5))
+    after = painted(client, adapters=["changing"])
+    assert after not in (before, painted(client))
+    assert painted(client, adapters=["changing"]) == after
+
+
+@pytest.mark.xfail(strict=True, reason="an adapter that is gone is refused, loaded or not")
+def test_a_model_is_unloaded_with_an_adapter_whose_file_is_gone(
+    client: moored.Client, loras: Path
+) -> None:
+    write_safetensors(loras / "going.safetensors", random_lora(seed=6))
+    model = moored.ModelRef("moored/demo", adapters=("going",))
+    client.load(model)
+    (loras / "going.safetensors").unlink()
+    try:
+        client.unload(model)
+        assert component_of("going") not in residents(client)
+    finally:
+        client.unload()
+
+
+def test_a_lora_that_is_not_finite_fails_its_job_alone(client: moored.Client) -> None:
+    base = painted(client)
+    with pytest.raises(moored.NotFinite) as failed:
+        painted(client, adapters=["not-finite"])
+    assert "not-finite" in failed.value.message
+    assert painted(client) == base
+
+
 def test_a_result_says_what_was_changed(client: moored.Client) -> None:
     plan = client.plan(PROMPT, adapters=["styles/random"])
     (told,) = plan.model.adapters
@@ -374,7 +435,7 @@ def test_the_same_lora_changes_the_model_in_4_bits(client: moored.Client) -> Non
         ("unknown", r"no_such_layer.*ignore"),
         ("foreign", r"no_such_layer"),
         ("cut", r"cut"),
-        ("text", r"text"),
+        ("prose", r"prose"),
     ],
 )
 def test_a_lora_that_does_not_fit_is_refused_with_the_tensors_name(
