@@ -70,8 +70,9 @@ def write_adapter(path: Path, sizes: checkpoints.Sizes, rank: int, seed: int) ->
 
 
 def rank_of(sizes: checkpoints.Sizes, wanted: int) -> int:
-    """The rank at which an adapter takes so many bytes."""
-    return max(1, round(wanted / sum(2 * (out + into) for _, out, into in layers(sizes))))
+    """The rank, a multiple of 8 as people train, at which an adapter takes so many bytes or more."""
+    of_one = sum(2 * (out + into) for _, out, into in layers(sizes))
+    return max(8, -(-wanted // (8 * of_one)) * 8)
 
 
 def adapters(bench: Bench) -> None:

@@ -264,7 +264,8 @@ def _adapter_of(adapter: AdapterLike, number: int) -> model_pb2.Adapter:
             # A recipe has the strength of the first step beside a curve.
             curve = given.get("curve", ())
             strength = None if curve else given.get("strength")
-            adapter = Adapter(name, strength, curve, given.get("text_strength"))
+            ignores = given.get("ignore_unknown", False)
+            adapter = Adapter(name, strength, curve, given.get("text_strength"), ignores)
         case _:
             wanted = "a name, a (name, strength) pair or an Adapter"
             raise TypeError(f"adapters[{number}]: {wanted} is wanted, not {given!r}")

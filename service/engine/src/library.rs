@@ -82,9 +82,14 @@ impl Entry {
         let mut key = self.base_key().to_owned();
         for adapter in &adapters {
             key.push(BEFORE_ADAPTER);
-            key.extend(adapter.name.chars().map(|c| if c == '+' { ' ' } else { c }));
+            for c in adapter.name.chars() {
+                match ESCAPED.iter().find(|(escaped, _)| *escaped == c) {
+                    Some((_, code)) => key.push_str(code),
+                    None => key.push(c),
+                }
+            }
             if adapter.ignores_unknown {
-                key.push('~');
+                key.push(IGNORES_UNKNOWN);
             }
         }
         Entry {
@@ -94,15 +99,35 @@ impl Entry {
         }
     }
 
+    /// A key's part without adapters, and the adapters that it names, each with whether unknown tensors are ignored.
+    pub fn adapters_in_key(key: &str) -> (&str, Vec<(String, bool)>) {
+        let formats = key.rfind('+').unwrap_or_default();
+        let Some(behind) = key[formats..].find(BEFORE_ADAPTER) else {
+            return (key, Vec::new());
+        };
+        let (base, adapters) = key.split_at(formats + behind);
+        let named = adapters[BEFORE_ADAPTER.len_utf8()..].split(BEFORE_ADAPTER);
+        let named = named.map(|name| {
+            let (name, ignores) = match name.strip_suffix(IGNORES_UNKNOWN) {
+                Some(name) => (name, true),
+                None => (name, false),
+            };
+            let plain = ESCAPED
+                .iter()
+                .rev()
+                .fold(name.to_owned(), |name, (escaped, code)| {
+                    name.replace(code, &escaped.to_string())
+                });
+            (plain, ignores)
+        });
+        (base, named.collect())
+    }
+
     /// Key of the model without adapters.
     pub fn base_key(&self) -> &str {
         match self.adapters.is_empty() {
             true => &self.key,
-            false => {
-                let formats = self.key.rfind('+').unwrap_or_default();
-                let behind = self.key[formats..].find(BEFORE_ADAPTER);
-                &self.key[..behind.map_or(self.key.len(), |behind| formats + behind)]
-            }
+            false => Entry::adapters_in_key(&self.key).0,
         }
     }
 
@@ -157,6 +182,11 @@ type ModelKey = (PathBuf, String, Quantization, Vec<AdapterFile>);
 
 /// Separates the adapters in an entry's key.
 const BEFORE_ADAPTER: char = '&';
+/// Behind an adapter whose unknown tensors are ignored.
+const IGNORES_UNKNOWN: char = '~';
+/// Characters that have a meaning in a key, and how an adapter's name has them there. The escape itself is the first to be
+/// written and the last to be read.
+const ESCAPED: [(char, &str); 4] = [('%', "%25"), ('+', "%2B"), ('&', "%26"), ('~', "%7E")];
 
 #[derive(Clone)]
 struct Opened {
@@ -614,7 +644,7 @@ fn error_of(error: ModelError) -> Error {
             problem: message,
         }]),
         ModelError::Adapter { name, error } => Error::Invalid(vec![RequestError {
-            field: format!("adapters[{name}]"),
+            field: format!("model.adapters[{name}]"),
             problem: error.to_string(),
         }]),
     }

@@ -189,6 +189,14 @@ impl Models {
     pub(crate) fn resolve(&self, model: Option<&v1::ModelRef>) -> Result<Arc<Entry>, Error> {
         let none = v1::ModelRef::default();
         let model = model.unwrap_or(&none);
+        let named;
+        let model = match self.by_key_with_adapters(model)? {
+            Some(without_key) => {
+                named = without_key;
+                &named
+            }
+            None => model,
+        };
         let adapters = &model.adapters;
         let (model, quantization) = self.formats_of(model)?;
         let id = if model.id.is_empty() {
@@ -208,14 +216,38 @@ impl Models {
         self.with_adapters(entry, adapters).map(Arc::new)
     }
 
+    /// A reference whose id is a key with adapters (`ID+4-bit&styles/ink`), with the adapters where a request has them;
+    /// `None` for any other. A model with exactly that id takes precedence.
+    fn by_key_with_adapters(&self, model: &v1::ModelRef) -> Result<Option<v1::ModelRef>, Error> {
+        let (base, adapters) = Entry::adapters_in_key(&model.id);
+        if adapters.is_empty() || self.known().iter().any(|found| found.id == model.id) {
+            return Ok(None);
+        }
+        if !model.adapters.is_empty() {
+            let problem = "names adapters already: name them there, or by model.adapters";
+            return Err(invalid("model.id", problem));
+        }
+        let adapters = adapters.into_iter().map(|(id, ignore_unknown)| v1::Adapter {
+            id,
+            ignore_unknown,
+            ..Default::default()
+        });
+        Ok(Some(v1::ModelRef {
+            id: base.to_owned(),
+            adapters: adapters.collect(),
+            ..model.clone()
+        }))
+    }
+
     /// The entry among `known` that a reference means, whose files may be gone: of this id (or key), revision where one is
-    /// named, and formats.
+    /// named, formats, and adapters.
     pub(crate) fn find_known(&self, model: &v1::ModelRef, known: Vec<Arc<Entry>>) -> Option<Arc<Entry>> {
         let quantization = quantization_of(model.quantization.as_ref()).ok();
         known.into_iter().find(|entry| {
             let is_named = entry.id == model.id
                 && (model.revision.is_empty() || entry.revision == model.revision)
-                && Some(&entry.quantization) == quantization.as_ref();
+                && Some(&entry.quantization) == quantization.as_ref()
+                && adapters::are_named(&entry.adapters, &model.adapters);
             is_named || entry.key == model.id
         })
     }

@@ -77,10 +77,14 @@ pub(crate) struct RecipeAdapter {
     /// Absent: as `strength`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) text_strength: Option<f32>,
+    /// Tensors that are of no layer of the model were ignored.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) ignore_unknown: bool,
 }
 
 impl RecipeAdapter {
-    fn of(each: &AdapterUse) -> RecipeAdapter {
+    fn of(each: &AdapterUse, entry: &Entry) -> RecipeAdapter {
+        let mut files = entry.adapters.iter();
         let strength = each.strength.first();
         RecipeAdapter {
             id: each.name.clone(),
@@ -90,6 +94,7 @@ impl RecipeAdapter {
                 false => each.strength.points().to_vec(),
             },
             text_strength: (each.text_strength != strength).then_some(each.text_strength),
+            ignore_unknown: files.any(|file| file.name == each.name && file.ignores_unknown),
         }
     }
 }
@@ -110,7 +115,11 @@ impl Recipe {
             strength: starts.then_some(request.strength),
             model: entry.id.clone(),
             model_key: entry.base_key().to_owned(),
-            adapters: request.adapters.iter().map(RecipeAdapter::of).collect(),
+            adapters: request
+                .adapters
+                .iter()
+                .map(|each| RecipeAdapter::of(each, entry))
+                .collect(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             ..Recipe::default()
         };

@@ -62,7 +62,7 @@ pub(super) fn of_recipe(adapter: &RecipeAdapter) -> v1::Adapter {
             .map(|&(position, strength)| v1::StrengthPoint { position, strength })
             .collect(),
         text_strength: adapter.text_strength,
-        ignore_unknown: false,
+        ignore_unknown: adapter.ignore_unknown,
     }
 }
 

@@ -485,7 +485,7 @@ impl Formats {
                 .adapters
                 .iter()
                 .map(|adapter| v1::Adapter {
-                    ignore_unknown: self.lora_ignore_unknown,
+                    ignore_unknown: adapter.ignore_unknown || self.lora_ignore_unknown,
                     ..adapter.clone()
                 })
                 .collect(),

@@ -187,6 +187,7 @@ impl Service {
     pub(super) async fn entry_in_use(&self, model: &v1::ModelRef) -> Result<Arc<Entry>, Error> {
         let gone = match self.entry(Some(model.clone())).await {
             Err(gone @ Error::ModelNotFound { .. }) => gone,
+            Err(gone @ Error::Invalid(_)) if model.id.contains('&') || !model.adapters.is_empty() => gone,
             resolved => return resolved,
         };
         let known = self.queue.known_entries().await;

@@ -157,6 +157,13 @@ fn find<'a>(there: &'a [FoundAdapter], asked: &str) -> Option<&'a FoundAdapter> 
     there.iter().find(is_it)
 }
 
+/// Whether adapters are just those that a reference names, in order.
+pub(super) fn are_named(adapters: &[AdapterFile], asked: &[v1::Adapter]) -> bool {
+    let name = |asked: &v1::Adapter| asked.id.strip_suffix(ENDING).unwrap_or(&asked.id).to_owned();
+    let names = adapters.iter().map(|file| file.name.clone());
+    names.eq(asked.iter().map(name))
+}
+
 /// Whether an adapter changes anything.
 fn is_active(each: &AdapterUse) -> bool {
     !each.strength.is_zero() || each.text_strength != 0.0

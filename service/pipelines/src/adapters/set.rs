@@ -113,11 +113,11 @@ impl AdapterSet {
         ))
     }
 
-    /// Adds what changes the text encoders to the identity of encoded text. The components of the adapters are a part of
-    /// it already.
-    pub(crate) fn hash_text(&self, uses: &[AdapterUse], hash: &mut blake3::Hasher) {
-        for each in uses.iter().filter(|each| UsedAs::Text.is_active(each)) {
-            hash.update(each.name.as_bytes());
+    /// Adds what changes these text encoders to the identity of encoded text: the strengths of the adapters that have a part
+    /// for one of them. The components of the adapters are a part of that identity already.
+    pub(crate) fn hash_text(&self, bases: &[&str], uses: &[AdapterUse], hash: &mut blake3::Hasher) {
+        for (each, part) in bases.iter().flat_map(|base| self.parts(uses, base, UsedAs::Text)) {
+            hash.update(part.component.as_bytes());
             hash.update(&each.text_strength.to_le_bytes());
         }
     }

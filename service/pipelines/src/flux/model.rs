@@ -161,7 +161,8 @@ impl FluxModel {
                 hash.update(&id.to_le_bytes());
             });
         }
-        self.adapters.hash_text(&request.adapters, &mut hash);
+        let encoders = ["text_encoder", "text_encoder_2"];
+        self.adapters.hash_text(&encoders, &request.adapters, &mut hash);
         Ok(format!("flux:{}", hash.finalize().to_hex()))
     }
 

@@ -249,6 +249,11 @@ fn text_of_other_strengths_is_not_taken_for_the_same() {
     assert_ne!(memo(&strong), memo(&request()));
     weak.adapters[0].text_strength = 0.0;
     assert_eq!(memo(&weak), memo(&request()));
+    // An adapter of the transformer alone changes no text.
+    let name = "diffusers-peft.safetensors";
+    let workshop = with(&[name]);
+    let memo = |request: &Request| workshop.stage(request, "encode_text").memo;
+    assert_eq!(memo(&request_with(name, &[1.0])), memo(&request()));
 }
 
 #[test]
