@@ -336,6 +336,24 @@ pub(super) struct Settings {
     /// Image to image: how strongly to change the picture: more than 0, up to 1
     #[arg(long, help_heading = "Picture")]
     pub(super) strength: Option<f32>,
+    /// Inpainting: a picture that is white where --init changes, and black where it stays exactly as it is
+    #[arg(long, value_name = "PICTURE", requires = "init", help_heading = "Picture")]
+    pub(super) mask: Option<PathBuf>,
+    /// Editing: a picture that the prompt is about (FLUX.1 Kontext)
+    #[arg(long, value_name = "PICTURE", help_heading = "Picture")]
+    pub(super) reference: Vec<PathBuf>,
+    /// A ControlNet, by its name in `moored models`, and the picture that it reads; may be repeated
+    #[arg(long, value_name = "NAME=PICTURE", value_parser = name_and_picture, help_heading = "Picture")]
+    pub(super) control: Vec<(String, PathBuf)>,
+    /// Factor of what ControlNets add [default: 1]
+    #[arg(long, value_name = "SCALE", requires = "control", help_heading = "Picture")]
+    pub(super) control_scale: Option<f32>,
+    /// The part of the steps in which ControlNets act, such as 0-0.6 [default: all of them]
+    #[arg(long, value_name = "START-END", value_parser = start_and_end, requires = "control", help_heading = "Picture")]
+    pub(super) control_steps: Option<(f32, f32)>,
+    /// Mode of a union of ControlNets, from 0
+    #[arg(long, value_name = "NUMBER", requires = "control", help_heading = "Picture")]
+    pub(super) control_mode: Option<u32>,
     /// What to generate [default: what the other options are of, else a picture]
     #[arg(long, value_enum, help_heading = "Film and track")]
     pub(super) medium: Option<MediumChoice>,
@@ -410,6 +428,21 @@ pub(super) struct Formats {
     /// Ignore tensors of LoRA that are of no layer of the model
     #[arg(long, requires = "adapters", help_heading = "Weights")]
     lora_ignore_unknown: bool,
+}
+
+fn name_and_picture(text: &str) -> Result<(String, PathBuf), String> {
+    let (name, picture) = text
+        .split_once('=')
+        .filter(|(name, picture)| !name.is_empty() && !picture.is_empty())
+        .ok_or("write a ControlNet and its picture, such as canny=edges.png")?;
+    Ok((name.to_owned(), picture.into()))
+}
+
+fn start_and_end(text: &str) -> Result<(f32, f32), String> {
+    let number = |text: &str| text.parse::<f32>().ok();
+    let both = text.split_once('-');
+    let both = both.and_then(|(start, end)| Some((number(start)?, number(end)?)));
+    both.ok_or_else(|| "write two parts of the steps, such as 0-0.6".to_owned())
 }
 
 fn component_and_format(text: &str) -> Result<(String, String), String> {

@@ -35,10 +35,15 @@ fn check_options(options: &Settings, medium: MediumChoice) -> Result<(), CliErro
         ("--height", options.height.is_some()),
         ("--init", options.init.is_some()),
     ];
+    let of_picture = [
+        ("--mask", options.mask.is_some()),
+        ("--reference", !options.reference.is_empty()),
+        ("--control", !options.control.is_empty()),
+    ];
     let (others, what) = match medium {
         MediumChoice::Image => ([&of_film[..], &of_track[..]].concat(), "a picture"),
-        MediumChoice::Video => (of_track.to_vec(), "a film"),
-        MediumChoice::Audio => ([&of_film[..], &seen[..]].concat(), "a track"),
+        MediumChoice::Video => ([&of_track[..], &of_picture[..]].concat(), "a film"),
+        MediumChoice::Audio => ([&of_film[..], &seen[..], &of_picture[..]].concat(), "a track"),
     };
     match others.iter().find(|(_, given)| *given) {
         Some((option, _)) => Err(CliError::Usage(format!(
@@ -79,6 +84,26 @@ pub(super) fn request_of(
             "that picture was made from another: name it with --init to repeat it".to_owned(),
         ));
     }
+    let input = |path: &Path| -> Result<v1::PictureInput, CliError> {
+        Ok(v1::PictureInput {
+            data: read(path)?.into(),
+            ..Default::default()
+        })
+    };
+    let mask = options.mask.as_deref().map(input).transpose()?;
+    let references = options.reference.iter().map(|path| input(path));
+    let references = references.collect::<Result<Vec<_>, _>>()?;
+    let controls = options.control.iter().map(|(name, path)| {
+        Ok(v1::Control {
+            id: name.clone(),
+            image: Some(input(path)?),
+            scale: options.control_scale,
+            start: options.control_steps.map(|(start, _)| start),
+            end: options.control_steps.map(|(_, end)| end),
+            mode: options.control_mode,
+        })
+    });
+    let controls = controls.collect::<Result<Vec<_>, CliError>>()?;
     let model = match asked.model {
         None if options.formats.is_plain() => Formats::of_recipe(&recipe).of(&recipe.model),
         None => options.formats.or_adapters_of(&recipe).of(&recipe.model),
@@ -122,6 +147,9 @@ pub(super) fn request_of(
             max_sequence_length,
             count,
             init_image: init_image.into(),
+            mask,
+            references,
+            controls,
             strength,
             output: v1::OutputFormat::Png.into(),
             omit_metadata,
