@@ -173,6 +173,22 @@ def test_an_entry_is_named_by_its_key(simulated: Callable[[], Service]) -> None:
         assert residents(client) == {}
 
 
+def test_an_adapter_without_room_is_read_from_the_machines_memory(
+    simulate: Simulate, tmp_path: Path
+) -> None:
+    instant_adapter(tmp_path, "huge", 40 << 30)
+    setting = f"models.adapters={json.dumps([str(tmp_path)])}"
+    with simulate("sim:24GiB", arguments=("--set", setting)).client() as client:
+        base = client.generate_image("x", model="small", seed=1)
+        result = client.generate_image("x", model="small", seed=1, adapters=["huge"])
+        assert result.pictures[0].data != base.pictures[0].data
+        (denoise,) = [stage for stage in result.done.stages if stage.name == "denoise"]
+        assert denoise.chunking == "adapters from the machine's memory"
+        assert not result.done.approximate
+        there = residents(client)
+        assert component_of("huge") not in there and there.keys() >= BASE
+
+
 def test_adapters_leave_where_room_is_needed(simulate: Simulate, tmp_path: Path) -> None:
     for number in range(6):
         instant_adapter(tmp_path, f"red-{number}", 4 << 30)

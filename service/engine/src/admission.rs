@@ -2,7 +2,9 @@
 //! order, the worker again before it runs one: by the same function, so that they differ only if their ledgers do.
 
 use pipelines::Rung;
-use residency::{Bytes, Component, Ledger, Millis, Move, Policy, Verdict, WaitCause, plan, plan_low_memory};
+use residency::{
+    Bytes, Component, Ledger, Millis, Move, Policy, StageNeed, Verdict, WaitCause, plan, plan_low_memory,
+};
 
 use crate::need::Need;
 
@@ -45,23 +47,20 @@ pub struct LowAdmission {
     pub short: Bytes,
 }
 
-/// Chooses a rung: the first exact one that runs without evictions, else the first exact one that runs; approximate
-/// ones by the same rule only if no exact one runs. An empty list is a plain load: the components without scratch,
-/// rung 0.
+/// Chooses a rung: the first exact one that runs without evictions, else the first exact one that runs; those that leave
+/// components in the machine's memory by the same rule only if no other exact one runs, and approximate ones after that. An
+/// empty list is a plain load: the components without scratch, rung 0.
 pub fn choose_rung(ledger: &Ledger, need: &Need, policy: Policy, now: Millis) -> Admission {
-    let verdicts: Vec<(bool, Verdict)> = ladder(need.rungs())
-        .map(|(scratch, approximate)| {
-            let verdict = plan(ledger, &need.with_scratch(scratch), policy, now);
-            (approximate, verdict)
-        })
+    let verdicts: Vec<(Kind, Verdict)> = ways(need)
+        .map(|(kind, stage)| (kind, plan(ledger, &stage, policy, now)))
         .collect();
-    for approximate in [false, true] {
+    for kind in [Kind::Resident, Kind::FromHost, Kind::Approximate] {
         let runs = |evicting_too: bool| {
             verdicts
                 .iter()
                 .enumerate()
-                .find_map(|(rung, (differs, verdict))| match verdict {
-                    Verdict::Run { moves } if *differs == approximate && (evicting_too || !evicts(moves)) => {
+                .find_map(|(rung, (of, verdict))| match verdict {
+                    Verdict::Run { moves } if *of == kind && (evicting_too || !evicts(moves)) => {
                         Some(Admission::Run {
                             rung,
                             moves: moves.clone(),
@@ -85,14 +84,12 @@ pub fn choose_rung_low_memory(
     policy: Policy,
     now: Millis,
 ) -> Option<LowAdmission> {
-    let weights = need.with_scratch(Bytes::ZERO);
-    if matches!(plan(ledger, &weights, policy, now), Verdict::Never { .. }) {
-        return None;
-    }
-    let (rung, (scratch, _)) = ladder(need.rungs())
-        .enumerate()
-        .min_by_key(|(_, (scratch, _))| *scratch)?;
-    let low = plan_low_memory(ledger, &need.with_scratch(scratch), policy, now);
+    let possible = ways(need).enumerate().filter(|(rung, _)| {
+        let weights = need.on_rung(*rung, Some(Bytes::ZERO));
+        !matches!(plan(ledger, &weights, policy, now), Verdict::Never { .. })
+    });
+    let (rung, (_, stage)) = possible.min_by_key(|(_, (_, stage))| stage.peak())?;
+    let low = plan_low_memory(ledger, &stage, policy, now);
     Some(LowAdmission {
         rung,
         moves: low.moves,
@@ -106,18 +103,42 @@ pub fn not_resident_yet(ledger: &Ledger, components: &[Component], scratch: Byte
     missing.map(|c| c.bytes).sum::<Bytes>() + scratch
 }
 
-fn ladder(rungs: &[Rung]) -> impl Iterator<Item = (Bytes, bool)> {
-    let plain_load = rungs.is_empty().then_some((Bytes::ZERO, false));
-    plain_load
-        .into_iter()
-        .chain(rungs.iter().map(|r| (r.scratch, r.approximate)))
+/// Kind of a way to run a stage, in the order in which they are tried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// Exact, with all components resident.
+    Resident,
+    /// Exact, with some in the machine's memory.
+    FromHost,
+    Approximate,
+}
+
+impl Kind {
+    fn of(rung: &Rung) -> Kind {
+        match (rung.approximate, rung.from_host.is_empty()) {
+            (true, _) => Kind::Approximate,
+            (false, true) => Kind::Resident,
+            (false, false) => Kind::FromHost,
+        }
+    }
+}
+
+/// All ways to run a stage, with their demands on the ledger; a load has one.
+fn ways(need: &Need) -> impl Iterator<Item = (Kind, StageNeed)> {
+    let rungs = need.rungs();
+    let plain_load = rungs
+        .is_empty()
+        .then(|| (Kind::Resident, need.with_scratch(Bytes::ZERO)));
+    let rungs = rungs.iter().enumerate();
+    let rungs = rungs.map(|(index, rung)| (Kind::of(rung), need.on_rung(index, None)));
+    plain_load.into_iter().chain(rungs)
 }
 
 fn evicts(moves: &[Move]) -> bool {
     moves.iter().any(|m| matches!(m, Move::Evict(_)))
 }
 
-fn least_short(verdicts: &[(bool, Verdict)]) -> Admission {
+fn least_short(verdicts: &[(Kind, Verdict)]) -> Admission {
     let mut wait: Option<(usize, Bytes, WaitCause)> = None;
     let mut never = (Bytes(u64::MAX), Bytes::ZERO);
     for (rung, (_, verdict)) in verdicts.iter().enumerate() {
@@ -160,6 +181,7 @@ mod tests {
             label: label.into(),
             scratch: Bytes::gib(gib),
             approximate,
+            from_host: Vec::new(),
         }
     }
 
@@ -269,5 +291,44 @@ mod tests {
         let admission = low(component("vae", 1)).unwrap();
         assert_eq!((admission.rung, admission.short), (1, Bytes::gib(10)));
         assert_eq!(low(component("huge", 11)), None);
+    }
+
+    /// A sampling with a base of 6 GiB and an adapter of 3, which a second rung reads from the machine's memory.
+    fn sample() -> (Need, [Component; 2]) {
+        let parts = [component("base", 6), component("adapter", 3)];
+        let mut need = decode(
+            parts[0].clone(),
+            &[rung("whole", 1, false), rung("host", 2, false)],
+        );
+        need.components.push(parts[1].clone());
+        if let Some(plan) = &mut need.plan {
+            plan.rungs[1].from_host = vec!["adapter".to_owned()];
+        }
+        (need, parts)
+    }
+
+    #[test]
+    fn what_does_not_fit_beside_stays_in_the_machines_memory_after_evictions_were_tried() {
+        let (need, [base, adapter]) = sample();
+        let choose = |ledger: &Ledger| choose_rung(ledger, &need, Policy::Shared, Millis(1));
+        let moves = |ledger: &Ledger| match choose(ledger) {
+            Admission::Run { rung, moves } => (rung, moves),
+            other => panic!("{other:?}"),
+        };
+        // All fits.
+        let (rung, loads) = moves(&ledger_with(&[]));
+        assert_eq!(
+            (rung, loads),
+            (0, vec![Move::Load(base.clone()), Move::Load(adapter)])
+        );
+        // Something idle leaves for it.
+        let (rung, _) = moves(&ledger_with(&[component("idle", 4)]));
+        assert_eq!(rung, 0);
+        // Another program leaves too little.
+        let (rung, loads) = moves(&foreign(1));
+        assert_eq!((rung, loads), (1, vec![Move::Load(base)]));
+        let least = need.least();
+        assert_eq!((least.peak(), least.components.len()), (Bytes::gib(8), 1));
+        assert!(matches!(choose(&foreign(3)), Admission::Wait { .. }));
     }
 }

@@ -69,7 +69,7 @@ impl Need {
             .unwrap_or(Bytes::ZERO)
     }
 
-    /// The demand on the ledger with this scratch.
+    /// The demand on the ledger with this scratch, with all components resident.
     pub(crate) fn with_scratch(&self, scratch: Bytes) -> StageNeed {
         StageNeed {
             name: self.name.to_string(),
@@ -77,6 +77,31 @@ impl Need {
             scratch,
             headroom: self.headroom,
         }
+    }
+
+    /// The components that must be resident for one way to run it.
+    pub(crate) fn components_on(&self, rung: usize) -> Vec<Component> {
+        let from_host = self.rungs().get(rung).map_or(&[][..], |rung| &rung.from_host);
+        let resident = self.components.iter().filter(|c| !from_host.contains(&c.name));
+        resident.cloned().collect()
+    }
+
+    /// The demand on the ledger of one way to run it, with its scratch or another.
+    pub(crate) fn on_rung(&self, rung: usize, scratch: Option<Bytes>) -> StageNeed {
+        StageNeed {
+            components: self.components_on(rung),
+            ..self.with_scratch(scratch.unwrap_or_else(|| self.scratch(rung)))
+        }
+    }
+
+    /// The demand of the exact way that needs the least memory, or of any if there is no exact one.
+    pub(crate) fn least(&self) -> StageNeed {
+        let all = 0..self.rungs().len();
+        let is_exact = |rung: &usize| !self.rungs()[*rung].approximate;
+        let peak = |rung: &usize| self.on_rung(*rung, None).peak();
+        let exact = all.clone().filter(is_exact).min_by_key(peak);
+        let least = exact.or_else(|| all.min_by_key(peak));
+        least.map_or_else(|| self.with_scratch(Bytes::ZERO), |rung| self.on_rung(rung, None))
     }
 }
 

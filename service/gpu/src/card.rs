@@ -8,6 +8,7 @@ use candle_core::{DType, Device};
 use residency::{Bytes, Component, ComponentId, DriverTruth};
 use serde::{Deserialize, Serialize};
 
+use crate::cpu::read_on_host;
 use crate::faults::FaultAction;
 use crate::load::{LoadError, LoadPlan, LoadProgress};
 use crate::tensors::ComponentTensors;
@@ -108,6 +109,15 @@ pub trait Gpu {
     /// # Errors
     /// [`GpuError::NotLoaded`].
     fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError>;
+
+    /// Reads a component into the machine's memory, from where the card reads it when it is used: for components that the
+    /// card has no memory for. The handle frees it when it is dropped.
+    ///
+    /// # Errors
+    /// [`LoadError`].
+    fn read_on_host(&mut self, plan: &LoadPlan) -> Result<ComponentTensors, LoadError> {
+        read_on_host(plan)
+    }
 
     /// Frees a component and verifies by the driver's figures that its memory was freed.
     ///

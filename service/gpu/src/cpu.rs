@@ -84,6 +84,17 @@ impl CpuCard {
     }
 }
 
+/// Reads a component's tensors into system memory.
+pub(crate) fn read_on_host(plan: &LoadPlan) -> Result<ComponentTensors, LoadError> {
+    match plan {
+        LoadPlan::Synthetic(_) => Ok(ComponentTensors::default()),
+        LoadPlan::Files(sources) => {
+            let tensors = read_tensors(sources, &mut |_| ControlFlow::Continue(()))?;
+            Ok(ComponentTensors::of_weights(tensors))
+        }
+    }
+}
+
 fn capacity(settings: &CpuSettings, system_total: Bytes) -> Bytes {
     settings
         .capacity

@@ -69,12 +69,12 @@ pub fn is_multiplied_in_fp8(format: WeightFormat) -> bool {
 }
 
 /// A low-rank term of a linear layer, `factor · (x downᵀ) upᵀ`: an adapter (LoRA, Hu et al. 2021).
-#[derive(Clone, Copy, Debug)]
-pub struct LowRank<'a> {
+#[derive(Clone, Debug)]
+pub struct LowRank {
     /// `[rank, inputs]`.
-    pub down: &'a Tensor,
+    pub down: Tensor,
     /// `[outputs, rank]`.
-    pub up: &'a Tensor,
+    pub up: Tensor,
     pub factor: f64,
 }
 
@@ -86,7 +86,7 @@ pub struct LinearLayer<'a> {
     /// `[outputs]`.
     pub bias: Option<&'a Tensor>,
     /// Full precision, in the dtype of the rows, each contiguous.
-    pub low_rank: Vec<LowRank<'a>>,
+    pub low_rank: Vec<LowRank>,
 }
 
 impl<'a> LinearLayer<'a> {
@@ -105,12 +105,12 @@ impl<'a> LinearLayer<'a> {
         let &[outputs, inputs] = self.weight.dims() else {
             return false;
         };
-        let is_term = |term: &LowRank<'_>| {
+        let is_term = |term: &LowRank| {
             let rank = term.down.dims().first().copied().unwrap_or_default();
             rank > 0
                 && term.down.dims() == [rank, inputs]
                 && term.up.dims() == [outputs, rank]
-                && [term.down, term.up]
+                && [&term.down, &term.up]
                     .iter()
                     .all(|factor| factor.dtype() == out.dtype() && factor.is_contiguous())
         };
@@ -315,13 +315,13 @@ fn on_cpu(x: &Tensor, layer: &LinearLayer<'_>, then: Epilogue, out: &Tensor) -> 
 }
 
 /// The rows of `x` times `down` and the factor, `[rows, rank]` in f32, and `up`.
-fn projected_down(x: &Tensor, term: &LowRank<'_>) -> Result<(Tensor, Tensor)> {
+fn projected_down(x: &Tensor, term: &LowRank) -> Result<(Tensor, Tensor)> {
     let (rank, inputs) = term.down.dims2()?;
     let rows = x.elem_count() / inputs;
     let down = Tensor::zeros((rows, rank), DType::F32, x.device())?;
     let factor = term.factor as f32;
     let scale = |_: usize, _: usize, numbers: &mut [f32]| numbers.iter_mut().for_each(|n| *n *= factor);
-    product_into(x, term.down, &[], &down, &scale)?;
+    product_into(x, &term.down, &[], &down, &scale)?;
     Ok((down, term.up.clone()))
 }
 

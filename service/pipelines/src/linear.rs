@@ -1,6 +1,6 @@
 //! The linear layer of all families, for any weight format.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use gpu::{MissingTensor, Weight};
 use ops::{Activation, Epilogue, LayerTo, LinearLayer, Scratch};
 
@@ -55,12 +55,14 @@ impl Linear {
         })
     }
 
-    /// The layer at the current strengths of its adapters.
-    fn now(&self) -> LinearLayer<'_> {
-        LinearLayer {
-            low_rank: self.terms.iter().filter_map(LayerTerm::now).collect(),
+    /// The layer at the current strengths of its adapters, on the device of what it computes.
+    fn now(&self, device: &Device) -> candle_core::Result<LinearLayer<'_>> {
+        let terms = self.terms.iter().map(|term| term.now(device));
+        let terms = terms.collect::<candle_core::Result<Vec<_>>>()?;
+        Ok(LinearLayer {
+            low_rank: terms.into_iter().flatten().collect(),
             ..LinearLayer::new(&self.weight, self.bias.as_ref())
-        }
+        })
     }
 
     /// `x` is `[.., inputs]`; the result is `[.., outputs]`.
@@ -68,7 +70,7 @@ impl Linear {
     /// # Errors
     /// Errors of [`ops::linear`].
     pub(crate) fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        ops::linear(x, &self.now())
+        ops::linear(x, &self.now(x.device())?)
     }
 
     /// [`Linear::forward`] with an activation, written to `out`, which may be a strided view.
@@ -82,15 +84,18 @@ impl Linear {
         out: &Tensor,
         scratch: &Scratch,
     ) -> candle_core::Result<()> {
-        ops::linear_into(x, &self.now(), then, out, scratch)
+        ops::linear_into(x, &self.now(out.device())?, then, out, scratch)
     }
 
     /// The layer with its output, for [`ops::linears_into`].
-    pub(crate) fn to<'a>(&'a self, out: &'a Tensor) -> LayerTo<'a> {
-        LayerTo {
-            layer: self.now(),
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(crate) fn to<'a>(&'a self, out: &'a Tensor) -> candle_core::Result<LayerTo<'a>> {
+        Ok(LayerTo {
+            layer: self.now(out.device())?,
             out,
-        }
+        })
     }
 
     /// Whether its input rows, of this dtype, should be quantized where they are computed, for products in fp8. Terms of

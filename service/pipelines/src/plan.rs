@@ -31,6 +31,9 @@ pub struct Rung {
     pub scratch: Bytes,
     /// Whether the result differs from the first rung's by more than rounding.
     pub approximate: bool,
+    /// Names of components that need not be resident: they stay in the machine's memory, and what a layer needs of them is
+    /// copied to the card when it runs. Slower than evicting others for them, so it is tried after that.
+    pub from_host: Vec<String>,
 }
 
 impl Rung {
@@ -40,9 +43,25 @@ impl Rung {
             label: "whole".to_owned(),
             scratch,
             approximate: false,
+            from_host: Vec::new(),
         }
     }
 }
+
+impl Rung {
+    /// The same way with these adapters in the machine's memory, and so many bytes more for what is copied of them.
+    pub(crate) fn with_from_host(&self, adapters: Vec<String>, further: Bytes) -> Rung {
+        Rung {
+            label: FROM_HOST.to_owned(),
+            scratch: self.scratch + further,
+            from_host: adapters,
+            ..self.clone()
+        }
+    }
+}
+
+/// Label of a rung that reads adapters from the machine's memory.
+const FROM_HOST: &str = "adapters from the machine's memory";
 
 /// Names of components or values.
 pub(crate) fn names(names: &[&str]) -> Vec<String> {

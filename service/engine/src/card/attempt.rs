@@ -222,7 +222,7 @@ impl Card {
     fn wait(&self, need: &Need, rung: usize, short: Bytes, cause: WaitCause) -> Halt {
         let shortage = Shortage {
             short,
-            needed: not_resident_yet(&self.ledger, &need.components, need.scratch(rung)),
+            needed: not_resident_yet(&self.ledger, &need.components_on(rung), need.scratch(rung)),
             usable: self.ledger.usable(),
             cause,
             holders: self.ledger.holders(),
@@ -234,7 +234,7 @@ impl Card {
     pub(super) fn out_of_memory(&self, need: &Need, rung: usize) -> Halt {
         Halt::failed(Failure::OutOfMemory {
             stage: need.name.to_string(),
-            needed: need.with_scratch(need.scratch(rung)).peak(),
+            needed: need.on_rung(rung, None).peak(),
             usable: self.ledger.usable(),
             holders: self.ledger.holders(),
         })

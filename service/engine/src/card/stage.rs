@@ -1,6 +1,7 @@
 //! Runs a stage under its lease, with retries when it runs out of memory.
 
 use std::any::Any;
+use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -100,7 +101,7 @@ impl Card {
         report: &mut Completed,
         link: &mut dyn Link,
     ) -> Result<Result<Values, StageFailure>, Halt> {
-        let stage = run.need.with_scratch(run.need.scratch(rung));
+        let stage = run.need.on_rung(rung, None);
         let mut timeline = Timeline::begin("run");
         let largest_block = self.defragment(stage.scratch, link)?;
         let room = self.ledger.usable();
@@ -177,9 +178,13 @@ impl Card {
         let StageAttempt {
             ticket, work, model, ..
         } = *run;
+        let from_host = self.read_on_host(run, rung)?;
         let gpu = &*self.gpu;
         let plan = &work.plan;
         let tensors = |name: &str| -> Result<Arc<ComponentTensors>, StageError> {
+            if let Some(tensors) = from_host.get(name) {
+                return Ok(Arc::clone(tensors));
+            }
             let component = work.components.iter().find(|c| c.name == name);
             let component = component
                 .ok_or_else(|| StageError::BadInput(format!("{name} is not among the stage's components")))?;
@@ -209,6 +214,30 @@ impl Card {
             Ok(result) => result.map_err(StageFailure::Error),
             Err(panic) => Err(StageFailure::Panic(panic_message(&*panic))),
         }
+    }
+
+    /// Reads the components that a rung leaves in the machine's memory.
+    fn read_on_host(
+        &mut self,
+        run: &StageAttempt<'_>,
+        rung: usize,
+    ) -> Result<HashMap<String, Arc<ComponentTensors>>, StageFailure> {
+        let names = run
+            .work
+            .plan
+            .rungs
+            .get(rung)
+            .map_or(&[][..], |rung| &rung.from_host);
+        let read = names.iter().map(|name| {
+            let plan = run.model.load_plan(name);
+            let plan =
+                plan.ok_or_else(|| StageError::BadInput(format!("the model has no component {name}")))?;
+            let tensors = self.gpu.read_on_host(plan);
+            let tensors = tensors.map_err(|error| StageError::BadInput(format!("{name}: {error}")))?;
+            Ok((name.clone(), Arc::new(tensors)))
+        });
+        let read: Result<HashMap<_, _>, StageError> = read.collect();
+        read.map_err(StageFailure::Error)
     }
 
     /// Converts a failure to the attempt's outcome. If the card may be at fault, runs the canary.

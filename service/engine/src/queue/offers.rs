@@ -33,7 +33,7 @@ impl View<'_> {
         let first = ahead.take(self.next_step(job, &dtype) + 1).last();
         let (ledger, policy) = (&self.cards[index].ledger, self.policy(job, index));
         let seconds = first.map_or(0.0, |need| {
-            let need = need.with_scratch(need.least_scratch());
+            let need = need.least();
             residency::predicted_move_seconds(ledger, &need, policy, self.cards[index].ledger_now(self.now))
         });
         Ok(PlanReport {
@@ -107,7 +107,7 @@ impl View<'_> {
             shortfall: capacity.map(|capacity| Shortfall {
                 capacity,
                 fallbacks: self.fallbacks(job, &[card]),
-                ..self.cards[card].shortfall(&need, need.with_scratch(scratch).peak())
+                ..self.cards[card].shortfall(&need, need.least().peak())
             }),
             chunking: label,
             approximate: chosen.is_some_and(|rung| rung.approximate),
@@ -176,9 +176,7 @@ impl View<'_> {
     /// have to go.
     fn unpinned(&self, job: &JobRecord, card: usize) -> Option<Fallback> {
         let steps = (0..job.steps.len()).filter_map(|step| self.need_on(job, step, card));
-        let stages: Vec<StageNeed> = steps
-            .map(|need| need.with_scratch(need.least_scratch()))
-            .collect();
+        let stages: Vec<StageNeed> = steps.map(|need| need.least()).collect();
         let needed = stages.iter().flat_map(|stage| &stage.components);
         let needed: BTreeSet<&ComponentId> = needed.map(|component| &component.id).collect();
         let mut ledger = self.ledger_for(job, card).into_owned();
@@ -245,9 +243,7 @@ impl View<'_> {
         let dtype = &self.cards[card].description.compute_dtype;
         let request = job.run().map(|run| &run.request);
         let steps = (0..job.steps.len()).filter_map(|step| self.need_on(job, step, card));
-        let asked: Vec<StageNeed> = steps
-            .map(|need| need.with_scratch(need.least_scratch()))
-            .collect();
+        let asked: Vec<StageNeed> = steps.map(|need| need.least()).collect();
         let whole = peak_of(&asked);
         let fidelities = (1..=job.reductions().len() as u32).rev();
         let reductions = job.reductions().iter().zip(fidelities);
@@ -289,7 +285,7 @@ impl View<'_> {
                 let plan = plan.get(index)?.clone();
                 let mut need = Need::of_stage(plan, &open.components, job.options.headroom);
                 self.learned.improve(&mut need, open.model.family(), description);
-                stages.push(need.with_scratch(need.least_scratch()));
+                stages.push(need.least());
             }
         }
         let loaded = match &job.work {

@@ -207,7 +207,7 @@ impl View<'_> {
                     })
                 }
                 _ if job.attempt.never_on.contains(&card) => {
-                    let (needed, capacity) = (need.with_scratch(need.least_scratch()).peak(), ledger.total());
+                    let (needed, capacity) = (need.least().peak(), ledger.total());
                     Some(Answer::Never {
                         index: *index,
                         needed,
@@ -247,7 +247,7 @@ impl View<'_> {
         let ledger = &self.cards[card].ledger;
         Shortage {
             short,
-            needed: not_resident_yet(ledger, &need.components, need.scratch(rung)),
+            needed: not_resident_yet(ledger, &need.components_on(rung), need.scratch(rung)),
             usable: ledger.usable(),
             cause,
             holders: ledger.holders(),
@@ -266,8 +266,6 @@ fn could_risk(ledger: &Ledger, need: &Need, policy: Policy, now: Millis) -> bool
 
 fn move_seconds(ledger: &Ledger, needs: &[(usize, Need)], policy: Policy, now: Millis) -> f64 {
     let seconds = |need: &StageNeed| predicted_move_seconds(ledger, need, policy, now);
-    let each = needs
-        .iter()
-        .map(|(_, need)| seconds(&need.with_scratch(need.least_scratch())));
+    let each = needs.iter().map(|(_, need)| seconds(&need.least()));
     each.filter(|seconds| seconds.is_finite()).sum()
 }

@@ -139,6 +139,7 @@ mod tests {
                 label: "whole".into(),
                 scratch: Bytes::ZERO,
                 approximate: false,
+                from_host: Vec::new(),
             }],
             shape: String::new(),
             steps: 1,

@@ -102,6 +102,7 @@ fn rung(label: &str, bytes: u64) -> Rung {
         label: label.into(),
         scratch: Bytes(bytes),
         approximate: false,
+        from_host: Vec::new(),
     }
 }
 

@@ -122,12 +122,12 @@ fn add_terms(
     for term in 0..terms {
         let is_last = term + 1 == terms;
         let then = if is_last { then } else { Epilogue::None };
-        let of_layers: Vec<LowRank<'_>> = layers.iter().map(|layer| layer.low_rank[term]).collect();
+        let of_layers: Vec<LowRank> = layers.iter().map(|layer| layer.low_rank[term].clone()).collect();
         if of_layers.len() > 1 && add_term(x, &of_layers, outs, then, scratch)? {
             continue;
         }
         for (term, out) in of_layers.iter().zip(outs) {
-            if !add_term(x, &[*term], &[out], then, scratch)? {
+            if !add_term(x, std::slice::from_ref(term), &[out], then, scratch)? {
                 candle_core::bail!(
                     "cuBLASLt has no algorithm for a low-rank term of {:?}",
                     term.up.dims()
@@ -141,7 +141,7 @@ fn add_terms(
 /// Adds one low-rank term to each of some results; `false` if this cannot be done at once, or at all.
 fn add_term(
     x: &Tensor,
-    terms: &[LowRank<'_>],
+    terms: &[LowRank],
     outs: &[&Tensor],
     then: Epilogue,
     scratch: &Scratch,
@@ -162,7 +162,7 @@ fn add_term(
         if !is_alike {
             return Ok(false);
         }
-        at.push([address_of(term.down)?, address_of(term.up)?, address_of(to)?]);
+        at.push([address_of(&term.down)?, address_of(&term.up)?, address_of(to)?]);
     }
     let Some([downs, ups, results]) = distances(&at, size) else {
         return Ok(false);

@@ -249,10 +249,10 @@ impl Term {
         })
     }
 
-    fn as_term(&self) -> LowRank<'_> {
+    fn as_term(&self) -> LowRank {
         LowRank {
-            down: &self.down,
-            up: &self.up,
+            down: self.down.clone(),
+            up: self.up.clone(),
             factor: self.factor,
         }
     }
@@ -372,8 +372,8 @@ fn low_rank_terms_that_do_not_fit_are_refused() -> Result<()> {
         let part = |shape: [usize; 2]| here(&random(&shape, 3)?).to_dtype(dtype);
         let (down, up) = (part(shapes[0])?, part(shapes[1])?);
         let term = LowRank {
-            down: &down,
-            up: &up,
+            down,
+            up,
             factor: 1.0,
         };
         let layer = LinearLayer {

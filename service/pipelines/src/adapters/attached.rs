@@ -45,14 +45,21 @@ pub(crate) struct LayerTerm {
 }
 
 impl LayerTerm {
-    /// The term at its current strength; `None` at strength 0, at which the base computes alone.
-    pub(crate) fn now(&self) -> Option<LowRank<'_>> {
+    /// The term at its current strength, on the device that computes: factors that are in the machine's memory are copied
+    /// there. `None` at strength 0, at which the base computes alone.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(crate) fn now(&self, device: &Device) -> candle_core::Result<Option<LowRank>> {
         let strength = self.strength.get();
-        (strength != 0.0).then(|| LowRank {
-            down: &self.down,
-            up: &self.up,
+        if strength == 0.0 {
+            return Ok(None);
+        }
+        Ok(Some(LowRank {
+            down: self.down.to_device(device)?,
+            up: self.up.to_device(device)?,
             factor: self.scale * f64::from(strength),
-        })
+        }))
     }
 
     /// Its rank.

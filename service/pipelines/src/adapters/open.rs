@@ -9,7 +9,7 @@ use gpu::{CheckpointFile, LoadError, LoadPlan, Stored, TensorEntry, TensorSource
 
 use super::scales::{Configured, read_number};
 use super::spelling::{PairPart, layers_and_parts};
-use super::targets::{Part, TargetComponent};
+use super::targets::{Part, TargetComponent, TargetLayer};
 use super::{AdapterError, AdapterFile, AdapterReport};
 use crate::checkpoint::{ComponentFiles, Rows};
 use crate::files::read_json;
@@ -32,6 +32,8 @@ pub(crate) struct AdapterPart {
     pub(crate) scales: Arc<BTreeMap<String, f64>>,
     /// The largest rank.
     pub(crate) rank: usize,
+    /// Numbers of the factors of the largest layer.
+    pub(crate) largest_numbers: usize,
 }
 
 /// An open adapter, known by its header.
@@ -164,6 +166,11 @@ fn open(
             });
         }
         let rank = terms.iter().map(|term| term.rank).max().unwrap_or_default();
+        let numbers = terms.iter().map(|term| {
+            let TargetLayer { outputs, inputs, .. } = &target.layers[term.layer];
+            term.rank * (outputs + inputs)
+        });
+        let largest_numbers = numbers.max().unwrap_or_default();
         let scales = terms
             .iter()
             .map(|term| (target.layers[term.layer].name.clone(), term.scale));
@@ -174,6 +181,7 @@ fn open(
             component: format!("adapter:{}:{}", file.name, target.name),
             scales: Arc::new(scales.collect()),
             rank,
+            largest_numbers,
         });
         components.push(ComponentFiles {
             place: file.path.clone(),

@@ -12,7 +12,7 @@ use super::targets::TargetComponent;
 use super::{AdapterFile, AdapterReport, AdapterUse};
 use crate::checkpoint::ComponentSet;
 use crate::linear::SIDE_BY_SIDE;
-use crate::{ModelError, RequestError, StageError};
+use crate::{ModelError, RequestError, Rung, StageError};
 
 /// Which of an adapter's strengths counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,6 +111,25 @@ impl AdapterSet {
             SIDE_BY_SIDE * rank.unwrap_or(0),
             dtype,
         ))
+    }
+
+    /// The ways to sample with this scratch: all resident, or, if there are adapters, with those in the machine's memory.
+    pub(crate) fn rungs(&self, base: &str, uses: &[AdapterUse], scratch: Bytes, dtype: DType) -> Vec<Rung> {
+        let whole = Rung::whole(scratch);
+        let parts: Vec<&AdapterPart> = self
+            .parts(uses, base, UsedAs::Steps)
+            .map(|(_, part)| part)
+            .collect();
+        let names: Vec<String> = parts.iter().map(|part| part.component.clone()).collect();
+        // Of layers side by side all factors are on the card at once.
+        let largest = parts
+            .iter()
+            .map(|part| part.largest_numbers)
+            .max()
+            .unwrap_or_default();
+        let copied = SIDE_BY_SIDE * parts.len() * largest * dtype.size_in_bytes();
+        let from_host = (!names.is_empty()).then(|| whole.with_from_host(names, Bytes(copied as u64)));
+        std::iter::once(whole).chain(from_host).collect()
     }
 
     /// Adds what changes these text encoders to the identity of encoded text: the strengths of the adapters that have a part

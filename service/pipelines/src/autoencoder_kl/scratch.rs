@@ -81,6 +81,7 @@ fn rungs(
             continue;
         }
         let rung = Rung {
+            from_host: Vec::new(),
             label: chunking.label(),
             scratch,
             approximate: chunking.is_approximate(),

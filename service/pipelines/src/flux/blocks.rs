@@ -54,9 +54,9 @@ impl Projection {
     /// Queries, keys and values of a part, normalized and rotated, into the joint buffer.
     fn forward(&self, part: &Part, as_codes: bool, angles: Angles<'_>, scratch: &Scratch) -> Result<()> {
         let layers = [
-            self.query.to(&part.query),
-            self.key.to(&part.key),
-            self.value.to(&part.value),
+            self.query.to(&part.query)?,
+            self.key.to(&part.key)?,
+            self.value.to(&part.value)?,
         ];
         ops::linears_into(part.normed(as_codes), &layers, Epilogue::None, scratch)?;
         let norm = QkNorm::PerHead {

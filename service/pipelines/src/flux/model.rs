@@ -220,7 +220,9 @@ impl FluxModel {
             name: DENOISE.to_owned(),
             role: Role::Sample,
             components,
-            rungs: vec![Rung::whole(scratch)],
+            rungs: self
+                .adapters
+                .rungs("transformer", &request.adapters, scratch, dtype),
             shape: format!(
                 "{width}x{height} t{tokens}{beside}{}",
                 self.components.as_multiplied("transformer"),

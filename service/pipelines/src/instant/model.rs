@@ -143,6 +143,7 @@ impl InstantModel {
     fn rungs(&self, stage: &str, request: &Request) -> Vec<Rung> {
         let whole = self.description.scratch.of(stage);
         let rung = |label: &str, part: u64, approximate: bool| Rung {
+            from_host: Vec::new(),
             label: label.to_owned(),
             scratch: Bytes(self.scaled(whole, request).0 / part),
             approximate,
@@ -150,7 +151,13 @@ impl InstantModel {
         match stage {
             // Text has one size for every result.
             ENCODE_TEXT => vec![Rung::whole(whole.unwrap_or_default())],
-            DENOISE => vec![Rung::whole(self.scaled(whole, request))],
+            DENOISE => {
+                let whole = Rung::whole(self.scaled(whole, request));
+                let adapters = request.adapters.iter().map(|each| component_of(&each.name));
+                let adapters: Vec<String> = adapters.collect();
+                let from_host = (!adapters.is_empty()).then(|| whole.with_from_host(adapters, Bytes::ZERO));
+                std::iter::once(whole).chain(from_host).collect()
+            }
             _ => vec![
                 Rung::whole(self.scaled(whole, request)),
                 rung("strips of 16", 2, false),

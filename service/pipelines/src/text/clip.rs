@@ -263,7 +263,7 @@ impl ClipLayer {
         let head = width / heads;
         let [query, key, value] = [0, 1, 2].map(|i| queries_keys_values.narrow(1, i * width, width));
         let (query, key, value) = (query?, key?, value?);
-        let layers = [self.query.to(&query), self.key.to(&key), self.value.to(&value)];
+        let layers = [self.query.to(&query)?, self.key.to(&key)?, self.value.to(&value)?];
         linears_into(normed, &layers, Epilogue::None, scratch)?;
         let by_head = queries_keys_values.reshape((1, tokens, 3 * heads, head))?;
         let [query, key, value] = [0, 1, 2].map(|i| by_head.narrow(2, i * heads, heads));

@@ -347,7 +347,7 @@ impl Qwen3Layer {
             weight: Some(weight),
             eps: *eps,
         };
-        let layers = [self.query.to(query), self.key.to(key), self.value.to(value)];
+        let layers = [self.query.to(query)?, self.key.to(key)?, self.value.to(value)?];
         linears_into(normed, &layers, Epilogue::None, scratch)?;
         let norm = QkNorm::PerHead {
             q: &self.query_norm,
@@ -359,7 +359,7 @@ impl Qwen3Layer {
         attention(query, key, value, scale, Mask::Causal, attended)?;
         self.out.forward_into(attended, Epilogue::None, normed, scratch)?;
         residual_norm_modulate(sum, normed, None, rms(&self.norm2), None, normed)?;
-        let layers = [self.gate.to(gate), self.raise.to(raised)];
+        let layers = [self.gate.to(gate)?, self.raise.to(raised)?];
         linears_into(normed, &layers, Epilogue::None, scratch)?;
         ops::glu(gate, raised, Nonlinearity::Silu, gate)?;
         self.lower.forward_into(gate, Epilogue::None, normed, scratch)?;

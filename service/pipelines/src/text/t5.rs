@@ -280,7 +280,7 @@ impl T5Layer {
         };
         let [query, key, value] = [0, 1, 2].map(|i| queries_keys_values.narrow(1, i * inner, inner));
         let (query, key, value) = (query?, key?, value?);
-        let layers = [self.query.to(&query), self.key.to(&key), self.value.to(&value)];
+        let layers = [self.query.to(&query)?, self.key.to(&key)?, self.value.to(&value)?];
         linears_into(normed, &layers, Epilogue::None, scratch)?;
         let by_head = queries_keys_values.reshape((1, tokens, 3 * heads, head))?;
         let [query, key, value] = [0, 1, 2].map(|i| by_head.narrow(2, i * heads, heads));
@@ -289,7 +289,7 @@ impl T5Layer {
         attention(&query?, &key?, &value?, 1.0, Mask::Bias(bias), &seen)?;
         self.out.forward_into(attended, Epilogue::None, normed, scratch)?;
         residual_norm_modulate(sum, normed, None, rms(&self.norm2), None, normed)?;
-        let layers = [self.gate.to(gate), self.widen.to(raised)];
+        let layers = [self.gate.to(gate)?, self.widen.to(raised)?];
         linears_into(normed, &layers, Epilogue::None, scratch)?;
         ops::glu(gate, raised, Nonlinearity::GeluTanh, gate)?;
         self.narrow.forward_into(gate, Epilogue::None, normed, scratch)?;

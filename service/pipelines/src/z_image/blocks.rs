@@ -172,9 +172,9 @@ impl Block {
             as_codes &= layer.takes_codes(dtype)?;
         }
         let projections = [
-            self.query.to(&rows.query),
-            self.key.to(&rows.key),
-            self.value.to(&rows.value),
+            self.query.to(&rows.query)?,
+            self.key.to(&rows.key)?,
+            self.value.to(&rows.value)?,
         ];
         ops::linears_into(rows.normed(as_codes), &projections, Epilogue::None, scratch)?;
         let norm = QkNorm::PerHead {
@@ -196,7 +196,7 @@ impl Block {
             .forward_into(&go_on.attended, Epilogue::None, &go_on.branch, scratch)?;
         let inside = self.next(modulations, 1, step, dtype)?;
         go_on.pass_on(&self.close(modulations, 0, step)?, &inside)?;
-        let halves = [self.gate.to(&go_on.gate), self.raise.to(&go_on.raised)];
+        let halves = [self.gate.to(&go_on.gate)?, self.raise.to(&go_on.raised)?];
         let normed = go_on.normed(matches!(inside, Next::Block { as_codes: true, .. }));
         ops::linears_into(normed, &halves, Epilogue::None, scratch)?;
         ops::glu(&go_on.gate, &go_on.raised, Nonlinearity::Silu, &go_on.gated)?;

@@ -177,7 +177,9 @@ impl ZImageModel {
             components: self
                 .adapters
                 .beside(&[TRANSFORMER], &request.adapters, UsedAs::Steps),
-            rungs: vec![Rung::whole(scratch)],
+            rungs: self
+                .adapters
+                .rungs(TRANSFORMER, &request.adapters, scratch, dtype),
             shape: format!(
                 "{width}x{height} t{tokens}{}",
                 self.components.as_multiplied(TRANSFORMER),

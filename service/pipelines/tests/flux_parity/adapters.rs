@@ -294,6 +294,22 @@ fn adapters_apply_to_weights_of_every_format() {
 }
 
 #[test]
+fn an_adapter_in_the_machines_memory_gives_the_same() {
+    let name = "diffusers-peft.safetensors";
+    let workshop = with(&[name]);
+    let request = request_with(name, &[0.7]);
+    let values = workshop.values(&request, &mut Unobserved).expect("values");
+    let plan = workshop.stage(&request, "denoise");
+    assert_eq!(plan.rungs.len(), 2);
+    assert_eq!(plan.rungs[1].from_host, [format!("adapter:{name}:transformer")]);
+    assert!(plan.rungs[1].scratch > plan.rungs[0].scratch);
+    let given = workshop
+        .run(&plan, 1, &request, &values, &mut Unobserved)
+        .expect("a latent");
+    assert_eq!(given["latent"], values["latent"]);
+}
+
+#[test]
 fn several_adapters_add_up_in_any_order() {
     let (a, b) = ("diffusers-peft.safetensors", "modulators.safetensors");
     let latent = |names: [&str; 2]| {

@@ -71,6 +71,7 @@ fn stage(medium: Medium) -> StageWork {
                 label: "whole".to_owned(),
                 scratch: Bytes::gib(5),
                 approximate: true,
+                from_host: Vec::new(),
             }],
             shape: "1024x1024 t512".to_owned(),
             steps: 28,
