@@ -749,3 +749,53 @@ def test_a_cache_that_cannot_be_written_is_named(hub: Hub, home: Path, pull: Pul
     reason, message = failed(pull())
     assert reason == "PULL_FAILED"
     assert str(home) in message
+
+
+def adapter_bytes() -> bytes:
+    return (ROOT / "demo/adapters/circle-to-star.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("asked", "files", "id"),
+    [
+        ("me/star", {"pytorch_lora_weights.safetensors": None, "README.md": b"# A star"}, "me/star"),
+        ("me/star", {"star.safetensors": None, "star.png": b"a picture"}, "me/star"),
+        ("me/many:styles/star.safetensors", {"styles/star.safetensors": None, "b.safetensors": b"x"}, ""),
+    ],
+)
+def test_an_adapter_is_pulled_and_used_by_its_repository(
+    hub: Hub,
+    pull: Pull,
+    serve: Serve,
+    asked: str,
+    files: dict[str, bytes | None],
+    id: str,
+) -> None:
+    repository, _, file = asked.partition(":")
+    contents = {name: content or adapter_bytes() for name, content in files.items()}
+    hub.repositories[repository] = Repository(contents)
+    pulled = pull(asked)
+    assert pulled.returncode == 0, pulled.stderr
+    fetched = [name for name in files if hub.fetched(name)]
+    assert fetched == [file or next(iter(files))], "nothing else"
+    with serve().client() as client:
+        ids = [adapter.id for adapter in client.list_adapters()]
+        id = id or repository  # of a repository with one file here, its own
+        assert id in ids
+        assert repository not in [model.id for model in client.list_models()]
+        circle = "a large red circle in the centre on a white background"
+        options = {"model": "moored/demo", "seed": 1, "steps": 2}
+        with_it = client.generate_image(circle, adapters=[id], **options).pictures[0].data
+        assert with_it != client.generate_image(circle, **options).pictures[0].data
+
+
+def test_a_file_that_a_repository_lacks_is_told_with_those_that_it_has(hub: Hub, pull: Pull) -> None:
+    hub.repositories["me/many"] = Repository({"a.safetensors": b"x", "b.safetensors": b"y"})
+    for asked, said in [
+        ("me/many:c.safetensors", "it has a.safetensors, b.safetensors"),
+        ("me/many", "me/many:FILE"),
+        ("me/many:../c.safetensors", "me/many:../c.safetensors"),
+    ]:
+        pulled = pull(asked)
+        assert pulled.returncode != 0
+        assert said in pulled.stdout + pulled.stderr, asked

@@ -435,7 +435,8 @@ fn scan(folder: &Path) -> Vec<Found> {
             .map(|n| n.to_string_lossy().into_owned())
             .unwrap_or_default();
         if let Some(id) = name.strip_prefix("models--") {
-            found.extend(hub_model(&child, &id.replacen("--", "/", 1)));
+            let snapshots = hub_model(&child, &id.replacen("--", "/", 1)).into_iter();
+            found.extend(snapshots.filter(|snapshot| is_pipeline(&snapshot.path)));
         } else if let Some(id) = single_file_id(&child) {
             found.push(Found::at(id, child));
         } else if is_pipeline(&child) {

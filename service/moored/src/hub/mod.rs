@@ -209,14 +209,15 @@ impl Hub {
     async fn contents(&self, session: &Session, model: &Reference) -> Result<Contents, PullError> {
         let Listing { commit, files } = session.list(model).await?;
         let names: Vec<&str> = files.iter().map(|file| file.path.as_str()).collect();
-        if !names.contains(&INDEX) {
-            return Err(selection::no_pipeline(&model.id, &names));
-        }
-        let index = session.read(model, &commit, INDEX).await?;
-        let folders = folders_of(&model.id, &index)?;
-        let wanted: HashSet<String> = selection::wanted(&model.id, folders, &names)?
-            .into_iter()
-            .collect();
+        let wanted = match &model.file {
+            Some(file) => selection::of_file(&model.id, file, &names)?,
+            None if names.contains(&INDEX) => {
+                let index = session.read(model, &commit, INDEX).await?;
+                selection::wanted(&model.id, folders_of(&model.id, &index)?, &names)?
+            }
+            None => self.adapter_files(session, model, &commit, &names).await?,
+        };
+        let wanted: HashSet<String> = wanted.into_iter().collect();
         if wanted.len() > MOST_FILES {
             return Err(PullError::NotAPipeline(format!(
                 "{} has {} files where a pipeline has a few dozen; nothing was fetched",
@@ -237,6 +238,33 @@ impl Hub {
         // The largest first, so that it is not the last one alone at the end.
         contents.sort_by_key(|content| std::cmp::Reverse(content.file.size));
         Ok(Contents { commit, contents })
+    }
+
+    /// The files of a repository that is no pipeline, but an adapter or a ControlNet.
+    async fn adapter_files(
+        &self,
+        session: &Session,
+        model: &Reference,
+        commit: &str,
+        names: &[&str],
+    ) -> Result<Vec<String>, PullError> {
+        if let Some(files) = selection::of_adapter(names) {
+            return Ok(files);
+        }
+        #[derive(Deserialize)]
+        struct Configuration {
+            #[serde(rename = "_class_name", default)]
+            class: String,
+        }
+        let no_pipeline = || selection::no_pipeline(&model.id, names);
+        if !names.contains(&selection::CONFIGURATION) {
+            return Err(no_pipeline());
+        }
+        let text = session.read(model, commit, selection::CONFIGURATION).await?;
+        let read: Option<Configuration> = serde_json::from_slice(&text).ok();
+        let is_control_net = read.is_some_and(|read| read.class.contains("ControlNet"));
+        let files = is_control_net.then(|| selection::of_control_net(names)).flatten();
+        files.ok_or_else(no_pipeline)
     }
 
     /// The model in the cache.
@@ -291,12 +319,18 @@ pub(crate) fn is_whole(snapshot: &Path) -> bool {
 /// # Errors
 /// When the pipeline is of an unknown class.
 fn missing_of(id: &str, snapshot: &Path) -> Result<Vec<String>, PullError> {
-    let Ok(index) = std::fs::read(snapshot.join(INDEX)) else {
-        return Ok(vec![INDEX.to_owned()]);
-    };
-    let folders = folders_of(id, &index)?;
     let files = files_of(snapshot);
     let names: Vec<&str> = files.iter().map(String::as_str).collect();
+    let Ok(index) = std::fs::read(snapshot.join(INDEX)) else {
+        // A file is linked into a snapshot when it is whole: an adapter is there, or it is not.
+        let is_adapter = names.iter().any(|name| name.ends_with(".safetensors"));
+        return Ok(if is_adapter {
+            Vec::new()
+        } else {
+            vec![INDEX.to_owned()]
+        });
+    };
+    let folders = folders_of(id, &index)?;
     Ok(selection::missing(folders, &names))
 }
 

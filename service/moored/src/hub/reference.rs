@@ -12,11 +12,13 @@ const MAIN: &str = "main";
 const LONGEST_PART: usize = 96;
 const LONGEST_REVISION: usize = 250;
 
-/// `owner/name`, and a branch, a tag or a commit. Its parts are safe in paths and in URLs.
+/// `owner/name`, a branch, a tag or a commit, and possibly one file. Its parts are safe in paths and in URLs.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Reference {
     pub(crate) id: String,
     pub(crate) revision: String,
+    /// One file of the repository, an adapter; `None` for what the repository is.
+    pub(crate) file: Option<String>,
 }
 
 impl Reference {
@@ -38,9 +40,26 @@ impl Reference {
             return Ok(Reference {
                 id: id.to_owned(),
                 revision: revision.to_owned(),
+                file: None,
             });
         }
         Err(wrong())
+    }
+
+    /// One file of this repository.
+    ///
+    /// # Errors
+    /// When the path is none in a repository, or not in safetensors.
+    fn with_file(self, file: &str) -> Result<Reference, PullError> {
+        let is_file =
+            file.len() <= LONGEST_REVISION && file.split('/').all(is_part) && file.ends_with(".safetensors");
+        match is_file {
+            true => Ok(Reference {
+                file: Some(file.to_owned()),
+                ..self
+            }),
+            false => Err(PullError::Name(format!("{self}:{file}"))),
+        }
     }
 
     /// The model of an entry's name (`owner/name+4-bit`), if that could be on a hub.
@@ -68,8 +87,11 @@ pub(super) fn is_part(part: &str) -> bool {
 impl FromStr for Reference {
     type Err = PullError;
 
-    /// `owner/name` or `owner/name@revision`.
+    /// `owner/name` or `owner/name@revision`, and behind a colon a file.
     fn from_str(text: &str) -> Result<Reference, PullError> {
+        if let Some((repository, file)) = text.split_once(':') {
+            return repository.parse::<Reference>()?.with_file(file);
+        }
         match text.split_once('@') {
             Some((_, "")) => Err(PullError::Name(text.to_owned())),
             Some((id, revision)) => Reference::new(id, revision),
@@ -81,8 +103,12 @@ impl FromStr for Reference {
 impl fmt::Display for Reference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.revision.as_str() {
-            MAIN => f.write_str(&self.id),
-            revision => write!(f, "{}@{revision}", self.id),
+            MAIN => f.write_str(&self.id)?,
+            revision => write!(f, "{}@{revision}", self.id)?,
+        }
+        match &self.file {
+            Some(file) => write!(f, ":{file}"),
+            None => Ok(()),
         }
     }
 }
@@ -98,6 +124,12 @@ mod tests {
         assert_eq!(read("me/mine"), is("me/mine", "main"));
         assert_eq!(read("me/mine@refs/pr/1"), is("me/mine", "refs/pr/1"));
         assert_eq!(read("me/my-model_1.0@v1.0"), is("me/my-model_1.0", "v1.0"));
+        let of_file: Reference = "me/mine@v1:styles/ink.safetensors".parse().unwrap();
+        assert_eq!(of_file.file.as_deref(), Some("styles/ink.safetensors"));
+        assert_eq!(of_file.to_string(), "me/mine@v1:styles/ink.safetensors");
+        for wrong in ["me/mine:", "me/mine:../ink.safetensors", "me/mine:ink.bin"] {
+            assert!(wrong.parse::<Reference>().is_err(), "{wrong}");
+        }
         let long = format!("me/{}", "x".repeat(97));
         for wrong in [
             "mine",

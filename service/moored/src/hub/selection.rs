@@ -146,6 +146,67 @@ pub(super) fn missing(folders: &[&str], files: &[&str]) -> Vec<String> {
     missing
 }
 
+/// File names of an adapter's weights that say what they are.
+const ADAPTERS: [&str; 2] = ["adapter_model.safetensors", "pytorch_lora_weights.safetensors"];
+/// The configuration of an adapter of peft.
+const ADAPTER_CONFIGURATION: &str = "adapter_config.json";
+/// The configuration of a ControlNet.
+pub(super) const CONFIGURATION: &str = "config.json";
+
+/// The files of an adapter in a repository that is no pipeline: of peft or diffusers, or the only file in safetensors at its
+/// root. `None` if there is none, or more than one.
+pub(super) fn of_adapter(files: &[&str]) -> Option<Vec<String>> {
+    let has = |name: &str| files.contains(&name);
+    let mut at_root = files
+        .iter()
+        .filter(|file| !file.contains('/') && file.ends_with(".safetensors"));
+    let weights = match (
+        ADAPTERS.iter().find(|name| has(name)),
+        at_root.next(),
+        at_root.next(),
+    ) {
+        (Some(named), _, _) => *named,
+        (None, Some(only), None) if !has(CONFIGURATION) => *only,
+        _ => return None,
+    };
+    let configuration = Some(ADAPTER_CONFIGURATION).filter(|name| has(name));
+    let all = std::iter::once(weights).chain(configuration);
+    Some(all.map(str::to_owned).collect())
+}
+
+/// The files of a ControlNet in a repository with a configuration at its root.
+pub(super) fn of_control_net(files: &[&str]) -> Option<Vec<String>> {
+    let at_root: Vec<&str> = files.iter().copied().filter(|file| !file.contains('/')).collect();
+    let weights = STEMS.iter().find_map(|stem| in_safetensors(stem, &at_root))?;
+    let all = std::iter::once(CONFIGURATION).chain(weights);
+    Some(all.map(str::to_owned).collect())
+}
+
+/// The file that a reference names, with the configuration beside it.
+///
+/// # Errors
+/// When the repository does not have it.
+pub(super) fn of_file(id: &str, file: &str, files: &[&str]) -> Result<Vec<String>, PullError> {
+    if !files.contains(&file) {
+        let there: Vec<&str> = files
+            .iter()
+            .copied()
+            .filter(|file| file.ends_with(".safetensors"))
+            .collect();
+        return Err(PullError::NotAPipeline(match &there[..] {
+            [] => format!("{id} has no file {file}, and none in safetensors"),
+            there => format!("{id} has no file {file}; it has {}", shown(&there.join(", "))),
+        }));
+    }
+    let folder = file.rsplit_once('/').map_or("", |(folder, _)| folder);
+    let configuration = match folder {
+        "" => ADAPTER_CONFIGURATION.to_owned(),
+        folder => format!("{folder}/{ADAPTER_CONFIGURATION}"),
+    };
+    let configuration = Some(configuration).filter(|name| files.contains(&name.as_str()));
+    Ok(std::iter::once(file.to_owned()).chain(configuration).collect())
+}
+
 /// The error for a repository that is no pipeline, with a remedy for single files.
 pub(super) fn no_pipeline(id: &str, files: &[&str]) -> PullError {
     let ends = [".gguf", ".safetensors"];
@@ -156,8 +217,9 @@ pub(super) fn no_pipeline(id: &str, files: &[&str]) -> PullError {
         .collect();
     PullError::NotAPipeline(match single.first() {
         Some(first) => format!(
-            "{id} is no pipeline but {} single file(s), such as {first}: fetch the one that you want into a folder of \
-             models.folders (`hf download {id} {first} --local-dir FOLDER`), beside the pipeline that it belongs to",
+            "{id} is no pipeline but {} single file(s), such as {first}: name the adapter that you want (`moored pull \
+             {id}:FILE`), or fetch a model into a folder of models.folders (`hf download {id} {first} --local-dir FOLDER`), \
+             beside the pipeline that it belongs to",
             single.len()
         ),
         None => format!("{id} is no pipeline: it has no {INDEX}"),

@@ -250,7 +250,7 @@ fn of_hub(repository: &Path, id: &str) -> Vec<FoundAdapter> {
         }];
     }
     let mut files = Vec::new();
-    scan(&snapshot.path, "", 1, &mut files);
+    scan(&snapshot.path, "", DEPTH, &mut files);
     match &mut files[..] {
         [only] => only.id = id.to_owned(),
         several => several
