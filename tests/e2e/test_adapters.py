@@ -97,7 +97,7 @@ def test_adapters_are_listed_with_the_models(simulated: Callable[[], Service]) -
         info = client.server_info()
         assert "adapters" in info.capabilities
         assert not info.not_built
-    shown = service.run("models")
+    shown = service.run("models", "--adapters")
     assert shown.returncode == 0
     assert name_of(3) in shown.stdout
 
@@ -184,7 +184,7 @@ def test_an_adapter_without_room_is_read_from_the_machines_memory(
         assert result.pictures[0].data != base.pictures[0].data
         (denoise,) = [stage for stage in result.done.stages if stage.name == "denoise"]
         assert denoise.chunking == "adapters from the machine's memory"
-        assert not result.done.approximate
+        assert not result.done.approximations
         there = residents(client)
         assert component_of("huge") not in there and there.keys() >= BASE
 

@@ -103,6 +103,9 @@ pub(super) enum Command {
         /// List what `moored run` and `moored pull` know by a short name, and what fits this card
         #[arg(long)]
         available: bool,
+        /// List the adapters: LoRA (--lora) and ControlNets (--control)
+        #[arg(long, conflicts_with = "available")]
+        adapters: bool,
     },
     /// Show what is known of one model: sizes, formats, defaults, licence
     Info {
@@ -111,7 +114,7 @@ pub(super) enum Command {
     },
     /// Download a model from the hub
     Pull {
-        /// A short name, OWNER/NAME, or OWNER/NAME@REVISION
+        /// A short name, OWNER/NAME, OWNER/NAME@REVISION, or OWNER/NAME:FILE for one adapter
         model: String,
         /// Show what would be downloaded, and how much, without doing it
         #[arg(long)]
@@ -342,7 +345,7 @@ pub(super) struct Settings {
     /// Editing: a picture that the prompt is about (FLUX.1 Kontext)
     #[arg(long, value_name = "PICTURE", help_heading = "Picture")]
     pub(super) reference: Vec<PathBuf>,
-    /// A ControlNet, by its name in `moored models`, and the picture that it reads; may be repeated
+    /// A ControlNet, by its name in `moored models --adapters`, and the picture that it reads; may be repeated
     #[arg(long, value_name = "NAME=PICTURE", value_parser = name_and_picture, help_heading = "Picture")]
     pub(super) control: Vec<(String, PathBuf)>,
     /// Factor of what ControlNets add [default: 1]
@@ -421,7 +424,7 @@ pub(super) struct Formats {
     /// Precision of one component (full, int8, fp8, nf4, nf4-double), over the preset; may be repeated
     #[arg(long = "format", value_name = "COMPONENT=FORMAT", value_parser = component_and_format, help_heading = "Weights")]
     formats: Vec<(String, String)>,
-    /// A LoRA, by its name in `moored models`, and its strength [default: 1]; may be repeated. NAME:0.8, NAME:1,0.5,0 over
+    /// A LoRA, by its name in `moored models --adapters`, and its strength [default: 1]; may be repeated. NAME:0.8, NAME:1,0.5,0 over
     /// the steps, NAME:0.8:0 with a strength of its own in text encoders
     #[arg(long = "lora", value_name = "NAME[:STRENGTH]", value_parser = super::adapter::adapter_of, help_heading = "Weights")]
     adapters: Vec<v1::Adapter>,

@@ -29,9 +29,6 @@ pub(super) async fn list(client: &Client, json: bool) -> Result<(), CliError> {
         .await?
         .into_inner();
     if json {
-        for adapter in adapters {
-            screen::json(&json!({ "adapter": adapter.id, "bytes": adapter.bytes }))?;
-        }
         for model in listed {
             screen::json(&json!({
                 "id": model.id, "revision": model.revision, "family": model.family, "media": model.media,
@@ -88,13 +85,34 @@ pub(super) async fn list(client: &Client, json: bool) -> Result<(), CliError> {
         ],
         rows.collect(),
     )?;
+    if !adapters.is_empty() {
+        let count = adapters.len();
+        screen::note(&format!(
+            "{count} adapters are there too: `moored models --adapters`"
+        ));
+    }
+    Ok(())
+}
+
+/// Lists the adapters of the service.
+pub(super) async fn list_adapters(client: &Client, json: bool) -> Result<(), CliError> {
+    let mut residency = Connection::open(client).await?.residency();
+    let listed = residency.list_models(v1::ListModelsRequest {}).await?;
+    let adapters = listed.into_inner().adapters;
+    if json {
+        return adapters
+            .into_iter()
+            .try_for_each(|adapter| screen::json(&json!({ "id": adapter.id, "bytes": adapter.bytes })));
+    }
     if adapters.is_empty() {
-        return Ok(());
+        return screen::text(
+            "no adapters: download one with `moored pull OWNER/NAME`, or set models.adapters to the folders that they are in",
+        );
     }
     let rows = adapters
         .into_iter()
         .map(|adapter| vec![adapter.id, Bytes(adapter.bytes).to_string()]);
-    screen::table(&["adapter (--lora)", "file"], rows.collect())
+    screen::table(&["adapter", "size"], rows.collect())
 }
 
 /// The components of a model that are in memory, by entry.

@@ -199,7 +199,7 @@ fn not_found(id: &str, there: &[FoundAdapter]) -> String {
         [] => format!(
             "{id:?} is not there, and no other adapter: set models.adapters to the folders that they are in"
         ),
-        _ => format!("{id:?} is not there; `moored models` lists the adapters"),
+        _ => format!("{id:?} is not there; `moored models --adapters` lists them"),
     }
 }
 
