@@ -758,9 +758,17 @@ def adapter_bytes() -> bytes:
 @pytest.mark.parametrize(
     ("asked", "files", "id"),
     [
-        ("me/star", {"pytorch_lora_weights.safetensors": None, "README.md": b"# A star"}, "me/star"),
+        (
+            "me/star",
+            {"pytorch_lora_weights.safetensors": None, "README.md": b"# A star"},
+            "me/star",
+        ),
         ("me/star", {"star.safetensors": None, "star.png": b"a picture"}, "me/star"),
-        ("me/many:styles/star.safetensors", {"styles/star.safetensors": None, "b.safetensors": b"x"}, ""),
+        (
+            "me/many:styles/star.safetensors",
+            {"styles/star.safetensors": None, "b.safetensors": b"x"},
+            "",
+        ),
     ],
 )
 def test_an_adapter_is_pulled_and_used_by_its_repository(
@@ -789,7 +797,9 @@ def test_an_adapter_is_pulled_and_used_by_its_repository(
         assert with_it != client.generate_image(circle, **options).pictures[0].data
 
 
-def test_a_file_that_a_repository_lacks_is_told_with_those_that_it_has(hub: Hub, pull: Pull) -> None:
+def test_a_file_that_a_repository_lacks_is_told_with_those_that_it_has(
+    hub: Hub, pull: Pull
+) -> None:
     hub.repositories["me/many"] = Repository({"a.safetensors": b"x", "b.safetensors": b"y"})
     for asked, said in [
         ("me/many:c.safetensors", "it has a.safetensors, b.safetensors"),

@@ -15,7 +15,7 @@ import moored
 import numpy as np
 from bench import Bench, Running
 from formats import FULL, in_format
-from speed import _denoise, _options, _serve_flux
+from speed import _denoise, _options
 
 RANKS = {16: 1.05, 128: 1.12}
 """Rank of an adapter, and what a step with it may take of the base's."""
@@ -132,7 +132,9 @@ def _attach(bench: Bench, running: Running, side: int) -> None:
         for number in range(ATTACHES)
     ]
     told = f"first step with a new adapter of {ATTACHED_BYTES >> 20} MiB, later than without"
-    bench.record.add("adapters.attach", told, 1e3 * statistics.median(taken), "ms", target=ATTACH_MS)
+    bench.record.add(
+        "adapters.attach", told, 1e3 * statistics.median(taken), "ms", target=ATTACH_MS
+    )
     again = [
         _first_step_s(running, _with(base, moored.Adapter(f"new-{number}")), side) - without
         for number in range(ATTACHES)

@@ -40,7 +40,6 @@ pub(super) struct Order {
     requests: Vec<Asked>,
     target: Target,
     count: u32,
-    card: Option<String>,
 }
 
 impl Order {
@@ -74,7 +73,6 @@ impl Order {
             .collect::<Result<Vec<Asked>, CliError>>()?;
         let order = Order {
             count: settings.count,
-            card: settings.card.clone(),
             requests,
             target,
         };
@@ -129,7 +127,6 @@ impl Order {
         pull: bool,
         json: bool,
     ) -> Result<(), CliError> {
-        check_card(connection, self.card.as_deref()).await?;
         let to_stdout = self.target.is_stdout();
         let when_missing = WhenMissing {
             pull,
@@ -190,24 +187,6 @@ impl Order {
     }
 }
 
-/// Refuses a card that the service does not have.
-async fn check_card(connection: &Connection, card: Option<&str>) -> Result<(), CliError> {
-    let Some(card) = card else { return Ok(()) };
-    let info = connection
-        .server()
-        .get_server_info(v1::GetServerInfoRequest {})
-        .await?
-        .into_inner();
-    let ids: Vec<String> = info.cards.into_iter().map(|card| card.id).collect();
-    if ids.iter().any(|id| id == card) {
-        return Ok(());
-    }
-    Err(CliError::Usage(format!(
-        "--card {card}: the service has no such card; it has {}",
-        ids.join(", ")
-    )))
-}
-
 fn prompt_of(request: &Asked) -> &str {
     match request {
         Asked::Generate(image) => &image.prompt,
@@ -241,7 +220,6 @@ pub(super) async fn plan(client: &Client, options: Plan, json: bool) -> Result<(
         card: settings.card.clone().unwrap_or_default(),
     };
     let connection = Connection::open(client).await?;
-    check_card(&connection, settings.card.as_deref()).await?;
     let plan = connection.residency().plan(request).await?.into_inner();
     if json {
         screen::json(&plan_json(&plan))?;
