@@ -59,16 +59,24 @@ pub(crate) fn linear_into(
     let device = out.device().as_cuda_device()?;
     let card = Card::of(device)?;
     let (outputs, columns) = (layer.weight.dims()[0], layer.weight.dims()[1]);
+    let order = Order::of(layer, &card, device, out.dtype())?;
+    if order == Order::TermsFirst {
+        let Activation::Numbers(x) = x else {
+            candle_core::bail!("codes of fp8 by low-rank terms");
+        };
+        add_terms(x, &[layer], &[out], Epilogue::None, false, scratch)?;
+    }
     let product = Layer {
         device,
         card: &card,
         stream: &device.cuda_stream(),
         outputs,
         bias: layer.bias,
-        then: match layer.low_rank.is_empty() {
-            true => then,
-            false => Epilogue::None,
+        then: match order {
+            Order::NoTerms | Order::TermsFirst => then,
+            Order::TermsLast => Epilogue::None,
         },
+        adds: order == Order::TermsFirst,
         out,
         scratch,
     };
@@ -103,31 +111,64 @@ pub(crate) fn linear_into(
         }
     }
     match x {
-        _ if layer.low_rank.is_empty() => Ok(()),
-        Activation::Numbers(x) => add_terms(x, &[layer], &[out], then, scratch),
+        _ if order != Order::TermsLast => Ok(()),
+        Activation::Numbers(x) => add_terms(x, &[layer], &[out], then, true, scratch),
         Activation::Codes(_) => candle_core::bail!("codes of fp8 by low-rank terms"),
     }
 }
 
-/// Adds the low-rank terms of layers over the same rows, which have as many terms each, and applies the activation.
-/// Terms of several layers are two batched products, if they have the same shapes and equal strides.
+/// When low-rank terms are computed. Before the layer's product, they are written, and the product reads them while it
+/// computes, which costs nothing; behind it, they would read and write all of the result once more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Order {
+    NoTerms,
+    TermsFirst,
+    /// Where scales are applied behind the product, and would be to the terms.
+    TermsLast,
+}
+
+impl Order {
+    fn of(layer: &LinearLayer<'_>, card: &Card, device: &CudaDevice, dtype: DType) -> Result<Order> {
+        if layer.low_rank.is_empty() {
+            return Ok(Order::NoTerms);
+        }
+        let Weight::Quantized(weight) = layer.weight else {
+            return Ok(Order::TermsFirst);
+        };
+        let by_rows = match weight.format {
+            WeightFormat::Fp8(kind) => kind == Fp8Scales::Rows,
+            _ => true, // they become fp8 with a scale a row
+        };
+        let in_product = by_rows && card.compute_capability == BY_ROWS;
+        Ok(match multiplies_fp8(device, weight, dtype)? && !in_product {
+            true => Order::TermsLast,
+            false => Order::TermsFirst,
+        })
+    }
+}
+
+/// Computes the low-rank terms of layers over the same rows, which have as many terms each, adds them to the results or
+/// (the first, unless `adds`) writes them there, and applies the activation. Terms of several layers are two batched
+/// products, if they have the same shapes and equal strides.
 fn add_terms(
     x: &Tensor,
     layers: &[&LinearLayer<'_>],
     outs: &[&Tensor],
     then: Epilogue,
+    adds: bool,
     scratch: &Scratch,
 ) -> Result<()> {
     let terms = layers.first().map_or(0, |layer| layer.low_rank.len());
     for term in 0..terms {
+        let adds = adds || term > 0;
         let is_last = term + 1 == terms;
         let then = if is_last { then } else { Epilogue::None };
         let of_layers: Vec<LowRank> = layers.iter().map(|layer| layer.low_rank[term].clone()).collect();
-        if of_layers.len() > 1 && add_term(x, &of_layers, outs, then, scratch)? {
+        if of_layers.len() > 1 && add_term(x, &of_layers, outs, (then, adds), scratch)? {
             continue;
         }
         for (term, out) in of_layers.iter().zip(outs) {
-            if !add_term(x, std::slice::from_ref(term), &[out], then, scratch)? {
+            if !add_term(x, std::slice::from_ref(term), &[out], (then, adds), scratch)? {
                 candle_core::bail!(
                     "cuBLASLt has no algorithm for a low-rank term of {:?}",
                     term.up.dims()
@@ -138,12 +179,12 @@ fn add_terms(
     Ok(())
 }
 
-/// Adds one low-rank term to each of some results; `false` if this cannot be done at once, or at all.
+/// Adds one low-rank term to each of some results, or writes it there; `false` if this cannot be done at once, or at all.
 fn add_term(
     x: &Tensor,
     terms: &[LowRank],
     outs: &[&Tensor],
-    then: Epilogue,
+    (then, adds): (Epilogue, bool),
     scratch: &Scratch,
 ) -> Result<bool> {
     let (Some(first), Some(out)) = (terms.first(), outs.first()) else {
@@ -178,6 +219,7 @@ fn add_term(
         outputs,
         bias: None,
         then,
+        adds: false,
         out,
         scratch,
     };
@@ -227,7 +269,7 @@ fn add_term(
         x: projected,
         out: at[0][2],
         factor: 1.0,
-        adds: true,
+        adds,
         ..places
     };
     let finish = layer.finish();
@@ -311,7 +353,8 @@ pub(crate) fn linear_as_one(
         stream: &device.cuda_stream(),
         outputs,
         bias: first.layer.bias,
-        then: if terms == 0 { then } else { Epilogue::None },
+        then,
+        adds: terms > 0,
         out: first.out,
         scratch,
     };
@@ -319,6 +362,11 @@ pub(crate) fn linear_as_one(
     let finish = product.finish();
     if shape.batch != 1 || finish == ProductEpilogue::Nothing {
         return Ok(false);
+    }
+    if terms > 0 {
+        let outs: Vec<&Tensor> = layers.iter().map(|to| to.out).collect();
+        let with_terms: Vec<&LinearLayer<'_>> = layers.iter().map(|to| &to.layer).collect();
+        add_terms(x, &with_terms, &outs, Epilogue::None, false, scratch)?;
     }
     for (to, [place, ..]) in layers.iter().zip(&at) {
         if let Weight::Quantized(weight) = to.layer.weight {
@@ -340,16 +388,10 @@ pub(crate) fn linear_as_one(
         bias: Some(at[0][1]),
         scales: None,
         factor: 1.0,
-        adds: false,
+        adds: terms > 0,
         workspace: card.workspace(device)?,
     };
-    if !product.try_to(&shape, finish, &at)? {
-        return Ok(false);
-    }
-    let outs: Vec<&Tensor> = layers.iter().map(|to| to.out).collect();
-    let layers: Vec<&LinearLayer<'_>> = layers.iter().map(|to| &to.layer).collect();
-    add_terms(x, &layers, &outs, then, scratch)?;
-    Ok(true)
+    product.try_to(&shape, finish, &at)
 }
 
 /// Mirrors the arguments of `quantize_rows` in `fp8.cuh`.
@@ -399,6 +441,8 @@ struct Layer<'a> {
     outputs: usize,
     bias: Option<&'a Tensor>,
     then: Epilogue,
+    /// Whether products are added to what the result holds.
+    adds: bool,
     out: &'a Tensor,
     scratch: &'a Scratch,
 }
@@ -437,7 +481,7 @@ impl Layer<'_> {
             bias: self.bias.map(address_of).transpose()?,
             scales: None,
             factor: 1.0,
-            adds: false,
+            adds: self.adds,
             workspace: self.card.workspace(self.device)?,
         };
         let shape = self.shape(rows, columns, self.numbers()?)?;
@@ -496,7 +540,7 @@ impl Layer<'_> {
             bias: self.bias.map(address_of).transpose()?,
             scales: by_rows.then_some((weight_scales, scales)),
             factor: 1.0,
-            adds: false,
+            adds: self.adds,
             workspace: self.card.workspace(self.device)?,
         };
         let shape = self.shape(rows, columns, ProductTypes::Fp8 { is_bf16, by_rows })?;
@@ -507,6 +551,11 @@ impl Layer<'_> {
             if self.try_to(&shape, ProductEpilogue::Nothing, &at)? {
                 return self.finish_apart((0, 0, 0), 1.0);
             }
+        }
+        if self.adds {
+            candle_core::bail!(
+                "cuBLASLt has no algorithm for {shape:?} with scales by rows, added to low-rank terms"
+            );
         }
         // A sum of so many products of at most 448² must fit f16: it is scaled by a power of two, which loses
         // nothing.
