@@ -122,6 +122,9 @@ def test_all_options_reach_the_service(service: Service, ask: Ask) -> None:
         max_sequence_length=128,
         count=2,
         init_image=b"picture",
+        mask=b"mask",
+        references=[b"reference"],
+        controls=[moored.Control("edges", b"control", 0.5, 0.25, 0.75, 2)],
         init_latent=latent,
         strength=0.25,
         output="png",
@@ -156,6 +159,18 @@ def test_all_options_reach_the_service(service: Service, ask: Ask) -> None:
         max_sequence_length=128,
         count=2,
         init_image=b"picture",
+        mask=generation_pb2.PictureInput(data=b"mask"),
+        references=[generation_pb2.PictureInput(data=b"reference")],
+        controls=[
+            generation_pb2.Control(
+                id="edges",
+                image=generation_pb2.PictureInput(data=b"control"),
+                scale=0.5,
+                start=0.25,
+                end=0.75,
+                mode=2,
+            )
+        ],
         init_latent_id="lat-9",
         strength=0.25,
         output=generation_pb2.PNG,
@@ -180,7 +195,7 @@ def test_what_is_left_open_stays_open(service: Service, ask: Ask) -> None:
     service.on("GenerateImage", [accepted(), done()])
     ask("generate_image", "x", model=None, seed=None, guidance=None, patience_s=None, detach=None)
     request = service.requests["GenerateImage"]
-    for field in ("model", "seed", "guidance", "strength"):
+    for field in ("model", "seed", "guidance", "strength", "mask"):
         assert not request.HasField(field)
     assert not request.options.HasField("patience_ms")
     assert request.options.client_id == moored.Client().client_id
@@ -253,7 +268,11 @@ def test_signatures_and_help_have_every_option(
         ("num_images_per_prompt", "write count="),
         ("generator", "write seed="),
         ("negative_prompt", "has no negative prompt"),
-        ("image", "write init_image="),
+        ("image", "write init_image=.*Kontext references="),
+        ("mask_image", "write mask="),
+        ("controlnet", "write controls="),
+        ("control_image", "write controls="),
+        ("controlnet_conditioning_scale", "write controls=.*scale"),
         ("joint_attention_kwargs", "write adapters="),
         ("lora_scale", "write adapters="),
         ("quite_different", "help"),

@@ -78,6 +78,8 @@ def test_every_field_of_a_request_has_an_argument() -> None:
     assert named == set(model_pb2.ModelRef.DESCRIPTOR.fields_by_name)
     named = {field.name for field in dataclasses.fields(moored.Adapter)}
     assert named == set(model_pb2.Adapter.DESCRIPTOR.fields_by_name)
+    named = {field.name for field in dataclasses.fields(moored.Control)}
+    assert named == set(generation_pb2.Control.DESCRIPTOR.fields_by_name)
 
 
 def test_both_clients_have_the_same_methods() -> None:

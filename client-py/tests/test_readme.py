@@ -24,11 +24,12 @@ SAID = [
     "demo@main ()\n",
     "demo@main {'vae': 'full'}\ndemo {'full': 100, '4-bit': 30}\n",
     "['styles/ink']\nstyles/ink {'transformer': 304} 16\n",
+    "",
 ]
 
 
-def test_there_are_seven() -> None:
-    assert len(EXAMPLES) == 7
+def test_there_are_eight() -> None:
+    assert len(EXAMPLES) == 8
 
 
 @pytest.mark.parametrize(
@@ -72,5 +73,7 @@ def test_an_example(
     service.on("ListModels", residency_pb2.ListModelsResponse(models=[model], adapters=[adapter]))
     monkeypatch.setenv("MOORED_ENDPOINT", address)
     monkeypatch.chdir(tmp_path)
+    for given in ("house", "door", "edges"):
+        (tmp_path / f"{given}.png").write_bytes(png)
     exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
     assert capsys.readouterr().out == said

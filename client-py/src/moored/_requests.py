@@ -63,6 +63,31 @@ class Adapter:
     """Ignore tensors that are of no layer of the model, instead of refusing the adapter."""
 
 
+PictureLike: TypeAlias = ImageInput | MediaInfo
+"""A picture as an ImageInput, or one that `put_media` has uploaded."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """A ControlNet, and the picture that it reads.
+
+    moored.Control("union-pro", "edges.png", scale=0.7, end=0.65, mode=0)
+    """
+
+    id: str
+    """Its name, as `list_adapters()` tells it."""
+    image: PictureLike = field(hash=False, repr=False)
+    """What it reads, made beforehand: edges, depth, a pose. Scaled to the size."""
+    scale: float | None = None
+    """Factor of what it adds, -100 to 100. None: 1."""
+    start: float | None = None
+    """From this part of the steps on, 0 to 1. None: 0."""
+    end: float | None = None
+    """Up to this part of the steps, `start` to 1. None: 1."""
+    mode: int | None = None
+    """Which mode of a union, from 0, as its description says. Others have none."""
+
+
 AdapterLike: TypeAlias = str | tuple[str, float] | Adapter | Mapping[str, Any]
 """An adapter's name, a pair of it and its strength, or an Adapter that says more.
 
@@ -165,7 +190,7 @@ class GenerateOptions(JobOptions, total=False):
     ]
     strength: Annotated[
         float | None,
-        "How strongly to change the start: over 0, up to 1. Default: 0.6 for pictures, else 1.",
+        "How strongly to change the start: over 0, up to 1. Default: the model's, mostly 0.6 or 1.",
     ]
     omit_metadata: Annotated[
         bool | None, "Leave prompt, seed, settings and model out of the metadata."
@@ -183,6 +208,15 @@ class ImageOptions(GenerateOptions, total=False):
         ImageInput | None,
         "A picture to start from: bytes, a path or a PIL image. Scaled to the size.",
     ]
+    mask: Annotated[
+        PictureLike | None,
+        "What of the start changes: white does, black stays exactly. Scaled to the size.",
+    ]
+    references: Annotated[
+        Sequence[PictureLike] | None,
+        "Editing: pictures that the prompt is about. FLUX.1 Kontext takes one.",
+    ]
+    controls: Annotated[Sequence[Control] | None, "ControlNets, at most 4: a list of Control."]
     output: Annotated[
         OutputFormat | None, "How pictures are sent: `png`, or `raw` pixels. Default: `png`."
     ]
@@ -305,6 +339,14 @@ def _fill(message: Message, options: Mapping[str, Any]) -> None:
                 put(message, option, model_of(value))
             case "init_image":
                 put(message, option, image_bytes(value))
+            case "mask":
+                put(message, option, _picture_of(value, option, as_mask=True))
+            case "references":
+                for number, one in enumerate(_listed(value, option, "pictures")):
+                    getattr(message, option).append(_picture_of(one, f"{option}[{number}]"))
+            case "controls":
+                for number, one in enumerate(_listed(value, option, "Control")):
+                    getattr(message, option).append(_control_of(one, f"{option}[{number}]"))
             case "init_latent":
                 put(message, "init_latent_id", latent_id(value), option=option)
             case "init_media":
@@ -322,6 +364,44 @@ def _fill(message: Message, options: Mapping[str, Any]) -> None:
                 put(message, option, _PRIORITIES[value])
             case _:
                 put(message, option, value)
+
+
+def _listed(value: Any, option: str, wanted: str) -> Sequence[Any]:
+    # Text and bytes are sequences too, and here they are one picture.
+    is_one = isinstance(value, (str, bytes, bytearray, memoryview))
+    if is_one or not isinstance(value, Sequence):
+        kind = type(value).__name__
+        raise TypeError(f"{option}: a list of {wanted} is wanted, not a {kind}")
+    return value
+
+
+def _picture_of(
+    picture: PictureLike, option: str, *, as_mask: bool = False
+) -> generation_pb2.PictureInput:
+    if isinstance(picture, MediaInfo):
+        return generation_pb2.PictureInput(media_id=picture.id)
+    given: Any = picture
+    is_pil = hasattr(given, "convert") and hasattr(given, "mode")
+    is_data = isinstance(given, (bytes, bytearray, memoryview, str, os.PathLike))
+    if not is_pil and not is_data:
+        wanted = "bytes, a path, a PIL image or the MediaInfo of put_media()"
+        raise TypeError(f"{option}: {wanted} is wanted, not a {type(given).__name__}")
+    # A grey PNG has no palette and no alpha. 16 bits are grey already; `convert` would cut them.
+    if as_mask and is_pil and not given.mode.startswith("I"):
+        given = given.convert("L")
+    return generation_pb2.PictureInput(data=image_bytes(given))
+
+
+def _control_of(control: Control, option: str) -> generation_pb2.Control:
+    if not isinstance(control, Control):
+        raise TypeError(f"{option}: a Control is wanted, not a {type(control).__name__}")
+    image = _picture_of(control.image, f"{option}.image")
+    message = generation_pb2.Control(image=image)
+    for name in ("id", "scale", "start", "end", "mode"):
+        value = getattr(control, name)
+        if value is not None:
+            put(message, name, value, option=f"{option}.{name}")
+    return message
 
 
 def _milliseconds_of(option: str, seconds: Any) -> int:

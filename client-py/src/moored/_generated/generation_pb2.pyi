@@ -4,7 +4,9 @@ isort:skip_file
 """
 
 import builtins
+import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 from . import events_pb2
@@ -168,6 +170,9 @@ class GenerateImageRequest(google.protobuf.message.Message):
     INIT_LATENT_ID_FIELD_NUMBER: builtins.int
     LATENT_ONLY_FIELD_NUMBER: builtins.int
     INIT_MEDIA_ID_FIELD_NUMBER: builtins.int
+    MASK_FIELD_NUMBER: builtins.int
+    REFERENCES_FIELD_NUMBER: builtins.int
+    CONTROLS_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     prompt: builtins.str
     """At most 10,000 characters."""
@@ -188,7 +193,7 @@ class GenerateImageRequest(google.protobuf.message.Message):
     init_image: builtins.bytes
     """Image to image: a PNG, JPEG or WebP to start from; scaled to width x height."""
     strength: builtins.float
-    """Image to image: over 0 to 1, how much of the schedule runs. Absent: 0.6."""
+    """Image to image: over 0 to 1, how much of the schedule runs. Absent: the model's (0.6; of FLUX.1 Fill 1)."""
     output: global___OutputFormat.ValueType
     """Output format."""
     omit_metadata: builtins.bool
@@ -205,6 +210,22 @@ class GenerateImageRequest(google.protobuf.message.Message):
     """Start from this picture of PutMedia instead of `init_image`."""
     @property
     def model(self) -> model_pb2.ModelRef: ...
+    @property
+    def mask(self) -> global___PictureInput:
+        """Inpainting: what changes of the picture that it starts from. White changes, black stays exactly as it is; grey between is
+        mixed. Scaled to width x height. FLUX.1 Fill paints what is masked; other models sample there from the start.
+        """
+
+    @property
+    def references(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PictureInput]:
+        """Editing: pictures that the prompt is about. FLUX.1 Kontext takes one, in the size that it prefers for the aspect. Width and
+        height that are left out are that size.
+        """
+
+    @property
+    def controls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Control]:
+        """ControlNets, whose parts are added in order; at most 4."""
+
     @property
     def options(self) -> global___JobOptions: ...
     def __init__(
@@ -228,10 +249,13 @@ class GenerateImageRequest(google.protobuf.message.Message):
         init_latent_id: builtins.str = ...,
         latent_only: builtins.bool = ...,
         init_media_id: builtins.str = ...,
+        mask: global___PictureInput | None = ...,
+        references: collections.abc.Iterable[global___PictureInput] | None = ...,
+        controls: collections.abc.Iterable[global___Control] | None = ...,
         options: global___JobOptions | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "guidance", b"guidance", "model", b"model", "options", b"options", "seed", b"seed", "strength", b"strength"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "count", b"count", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "seed", b"seed", "steps", b"steps", "strength", b"strength", "width", b"width"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "guidance", b"guidance", "mask", b"mask", "model", b"model", "options", b"options", "seed", b"seed", "strength", b"strength"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "controls", b"controls", "count", b"count", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "mask", b"mask", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "references", b"references", "seed", b"seed", "steps", b"steps", "strength", b"strength", "width", b"width"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_guidance", b"_guidance"]) -> typing.Literal["guidance"] | None: ...
     @typing.overload
@@ -240,6 +264,78 @@ class GenerateImageRequest(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_strength", b"_strength"]) -> typing.Literal["strength"] | None: ...
 
 global___GenerateImageRequest = GenerateImageRequest
+
+@typing.final
+class Control(google.protobuf.message.Message):
+    """A ControlNet, and the picture that it reads."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    IMAGE_FIELD_NUMBER: builtins.int
+    SCALE_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
+    MODE_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    """Its name, as ListModels tells it among the adapters: a folder in the service's folders of adapters, or `owner/name` of the
+    hub cache.
+    """
+    scale: builtins.float
+    """Factor of what it adds, -100 to 100. Absent: 1."""
+    start: builtins.float
+    """The part of the steps in which it acts, from 0 to 1. Absent: all of them."""
+    end: builtins.float
+    mode: builtins.int
+    """Of a union: which of its modes, from 0."""
+    @property
+    def image(self) -> global___PictureInput:
+        """What it reads: edges, depth, a pose. Scaled to the picture's size."""
+
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        image: global___PictureInput | None = ...,
+        scale: builtins.float | None = ...,
+        start: builtins.float | None = ...,
+        end: builtins.float | None = ...,
+        mode: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_end", b"_end", "_mode", b"_mode", "_scale", b"_scale", "_start", b"_start", "end", b"end", "image", b"image", "mode", b"mode", "scale", b"scale", "start", b"start"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_end", b"_end", "_mode", b"_mode", "_scale", b"_scale", "_start", b"_start", "end", b"end", "id", b"id", "image", b"image", "mode", b"mode", "scale", b"scale", "start", b"start"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_end", b"_end"]) -> typing.Literal["end"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_mode", b"_mode"]) -> typing.Literal["mode"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_scale", b"_scale"]) -> typing.Literal["scale"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_start", b"_start"]) -> typing.Literal["start"] | None: ...
+
+global___Control = Control
+
+@typing.final
+class PictureInput(google.protobuf.message.Message):
+    """A picture in a request: one of both."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: builtins.int
+    MEDIA_ID_FIELD_NUMBER: builtins.int
+    data: builtins.bytes
+    """A PNG, JPEG or WebP."""
+    media_id: builtins.str
+    """A picture of PutMedia."""
+    def __init__(
+        self,
+        *,
+        data: builtins.bytes = ...,
+        media_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "media_id", b"media_id"]) -> None: ...
+
+global___PictureInput = PictureInput
 
 @typing.final
 class GenerateVideoRequest(google.protobuf.message.Message):
