@@ -15,12 +15,13 @@ def _client() -> str:
 
 
 try:
+    from .control_nodes import ApplyControlNet
     from .latent_nodes import LatentFromComfyUI, LatentToComfyUI, VAEDecode, VAEEncode
     from .lora_nodes import LoadLoRA
     from .media_nodes import Audio, Video
     from .model_nodes import LoadModel, Server
     from .panel import register_routes
-    from .picture_nodes import ImageToImage, TextToImage
+    from .picture_nodes import EditImage, ImageToImage, TextToImage
     from .residency_nodes import GPUStatus, Pin, Preload, Unload
 except ModuleNotFoundError as missing:
     if missing.name != "moored":
@@ -37,8 +38,10 @@ NODES: list[type[io.ComfyNode]] = [
     Server,
     LoadModel,
     LoadLoRA,
+    ApplyControlNet,
     TextToImage,
     ImageToImage,
+    EditImage,
     Video,
     Audio,
     VAEEncode,

@@ -52,6 +52,8 @@ class ModelHandle:
     """A MOORED_MODEL."""
 
     recipe: ModelRecipe
+    controls: tuple[moored.Control, ...] = ()
+    """ControlNets of whatever is painted with it, and what they read."""
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class LoadLoRA(io.ComfyNode):
                 claims.rest(target, recipe)
                 return said
 
-            handle = claims.own_model(ModelHandle(recipe), target)
+            handle = claims.own_model(ModelHandle(recipe, model.controls), target)
             display = Display(cls.hidden.unique_id)
             display.say(await attend(display, target, work))
         return io.NodeOutput(handle)

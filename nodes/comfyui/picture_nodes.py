@@ -32,10 +32,8 @@ NO_IMAGE = (
 Start = bytes | KeptLatent | None
 
 
-def _prompt_input() -> io.Input:
-    return io.String.Input(
-        "prompt", multiline=True, dynamic_prompts=True, tooltip="What the picture shows."
-    )
+def _prompt_input(tooltip: str = "What the picture shows.") -> io.Input:
+    return io.String.Input("prompt", multiline=True, dynamic_prompts=True, tooltip=tooltip)
 
 
 def _outputs() -> list[io.Output]:
@@ -88,7 +86,7 @@ class ImageToImage(io.ComfyNode):
             display_name="Image to Image (moored)",
             category=f"{CATEGORY}/image",
             description="Generates pictures from a prompt and a picture, or a latent.",
-            search_aliases=["img2img", "edit", "variation"],
+            search_aliases=["img2img", "inpaint", "variation"],
             inputs=[
                 model_input(),
                 _prompt_input(),
@@ -96,13 +94,18 @@ class ImageToImage(io.ComfyNode):
                     "image", optional=True, tooltip="What to start from: a picture, or a batch."
                 ),
                 latent_input(optional=True),
+                io.Mask.Input(
+                    "mask",
+                    optional=True,
+                    tooltip="What changes of the picture: 1 does, 0 stays exactly. Without it: all.",
+                ),
                 io.Float.Input(
                     "strength",
                     default=0.6,
                     min=0.01,
                     max=1.0,
                     step=0.01,
-                    tooltip="How strongly to change the picture: more than 0, up to 1.",
+                    tooltip="How strongly to change the picture: more than 0, up to 1. FLUX.1 Fill: 1.",
                 ),
                 *size_inputs("the picture's own"),
                 *picture_inputs(),
@@ -122,6 +125,7 @@ class ImageToImage(io.ComfyNode):
         count: int,
         image: Any = None,
         latent: LatentHandle | None = None,
+        mask: Any = None,
         **painting: Any,
     ) -> io.NodeOutput:
         """Generates."""
@@ -137,9 +141,59 @@ class ImageToImage(io.ComfyNode):
                 starts = [(png, size) for png in tensors.pngs_of(image)]
             elif latent is not None:
                 starts = [(one, _size_of(one)) for one in latent.latents]
+            if mask is not None:
+                masks = tensors.masks_of(mask)
+                starts = [
+                    (start, size | {"mask": masks[n % len(masks)]})
+                    for n, (start, size) in enumerate(starts)
+                ]
             node = cls.hidden.unique_id
             painting |= {"strength": strength, "count": count}
             return await _generated(node, model, prompt, starts, **painting)
+
+
+class EditImage(io.ComfyNode):
+    """Pictures from a prompt that is about a picture."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema(
+            node_id="MooredEditImage",
+            display_name="Edit Image (moored)",
+            category=f"{CATEGORY}/image",
+            description="Changes a picture as the prompt says, with FLUX.1 Kontext.",
+            search_aliases=["kontext", "edit", "reference", "instruct"],
+            inputs=[
+                model_input(),
+                _prompt_input("What is to change, as in: make it snow."),
+                io.Image.Input(
+                    "image", tooltip="What the prompt is about. Of a batch each picture is edited."
+                ),
+                *size_inputs("that which the model prefers for the picture"),
+                *picture_inputs(),
+            ],
+            outputs=_outputs(),
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    async def execute(
+        cls,
+        model: ModelHandle,
+        prompt: str,
+        image: Any,
+        width: int,
+        height: int,
+        **painting: Any,
+    ) -> io.NodeOutput:
+        """Generates."""
+        with told(cls.hidden.unique_id):
+            size = {"width": width or None, "height": height or None}
+            edits: list[tuple[Start, dict[str, Any]]] = [
+                (None, size | {"references": (png,)}) for png in tensors.pngs_of(image)
+            ]
+            return await _generated(cls.hidden.unique_id, model, prompt, edits, **painting)
 
 
 def _size_of(latent: KeptLatent) -> dict[str, Any]:
@@ -171,6 +225,7 @@ async def _generated(
     options = {
         **sampling_options(steps, guidance, max_sequence_length),
         "strength": strength,
+        "controls": model.controls,
         **job_options(**job),
     }
     shown = {

@@ -75,6 +75,18 @@ def first_png_of(image: Any) -> bytes:
     return pngs_of(image if len(image.shape) == 3 else image[:1])[0]
 
 
+def masks_of(mask: Any) -> list[bytes]:
+    """Every MASK of a batch ([B, H, W], 1 changes) as a grey PNG."""
+    pixels = np.asarray(mask.detach().cpu().float().numpy())
+    if pixels.ndim == 2:
+        pixels = pixels[np.newaxis]
+    if not len(pixels):
+        raise Failure("The batch has no mask: link one that has.")
+    # A value that is no number keeps the picture as it is.
+    pixels = np.nan_to_num(pixels, nan=0.0, posinf=1.0, neginf=0.0)
+    return [_png(one) for one in np.rint(np.clip(pixels, 0.0, 1.0) * 255.0).astype(np.uint8)]
+
+
 def size_of(image: Any) -> tuple[int, int]:
     """Width and height of an IMAGE, each to the nearest multiple that the service takes."""
     height, width = image.shape[-3:-1]

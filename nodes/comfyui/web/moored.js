@@ -3,7 +3,7 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { Labels, fold } from "./panel/inputs.js";
-import { LoraNames, ModelNames, feed, isLoadLora, isLoadModel, withoutRemote } from "./panel/models.js";
+import { LoraNames, ModelNames, feed, isLoadModel, takesAdapter, withoutRemote } from "./panel/models.js";
 import { Panel } from "./panel/panel.js";
 import { testButton } from "./panel/test.js";
 import { chooseLanguage, words } from "./panel/words.js";
@@ -96,12 +96,12 @@ app.registerExtension({
   },
 
   beforeRegisterNodeDef(_type, definition) {
-    if (isLoadModel(definition.name) || isLoadLora(definition.name)) withoutRemote(definition);
+    if (isLoadModel(definition.name) || takesAdapter(definition.name)) withoutRemote(definition);
   },
 
   nodeCreated(node) {
     if (isLoadModel(node.comfyClass)) feed(node, names);
-    if (isLoadLora(node.comfyClass)) feed(node, loras);
+    if (takesAdapter(node.comfyClass)) feed(node, loras);
     fold(node);
     labels.follow(node);
   },

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from PIL import Image
 from prompts import RED, SIZE, Graph, Prompt
 from runs import Run
 
-from service import INSTANT_MODELS, Service, slower_model
+from service import INSTANT_MODELS, ROOT, Service, slower_model
 
 Serve = Callable[..., Service]
 
@@ -291,6 +292,136 @@ def test_a_model_with_a_lora_is_held_and_unloaded_as_such(
         comfyui.queue(gone.prompt).succeeded()
         there = {one.component.name for one in client.status().cards[0].residents}
         assert "adapter:red:transformer" not in there
+
+
+# Masks, references and ControlNets.
+
+TINY = ROOT / "service/pipelines/fixtures"
+
+
+@pytest.fixture(scope="module")
+def editing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service with a tiny FLUX.1, the same as Kontext, and two ControlNets."""
+    models, nets = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("nets")
+    for name in ("plain", "kontext"):
+        shutil.copytree(TINY / "flux-tiny", models / name)
+    shutil.copytree(TINY / "flux-kontext-tiny", models / "kontext", dirs_exist_ok=True)
+    for name in ("single", "union"):
+        shutil.copytree(TINY / "flux-controlnet-tiny" / name, nets / name)
+    arguments = ("--models", str(models), "--set", f"models.adapters={json.dumps([str(nets)])}")
+    service = Service(*arguments, state=tmp_path_factory.mktemp("editing"))
+    with service.client():
+        pass
+    yield service
+    assert service.stop() == 0
+
+
+def masked(seed: int) -> Image.Image:
+    """A picture whose left half is transparent, as the mask editor writes it."""
+    picture = scene(seed).convert("RGBA")
+    picture.paste((0, 0, 0, 0), (0, 0, 32, 64))
+    return picture
+
+
+def test_a_mask_keeps_what_it_does_not_cover(
+    comfyui: ComfyUI, painter: Service, client: moored.Client
+) -> None:
+    graph = Graph(painter.address)
+    loaded = graph.add("LoadImage", image=comfyui.upload("start.png", scene(1)))
+    cover = graph.add("LoadImage", image=comfyui.upload("masked.png", masked(1)))
+    inputs: dict[str, Any] = {"image": [loaded, 0], "mask": [cover, 1], "count": 2, **HALF}
+    show = shown(graph, graph.image_to_image(**inputs))
+    run = comfyui.queue(graph.prompt).succeeded()
+    mask = Image.new("L", (64, 64), 0)
+    mask.paste(255, (0, 0, 32, 64))
+    own = [
+        client.generate_image(RED, init_image=scene(1), mask=mask, seed=seed, **HALF, **SIZE)
+        for seed in (7, 8)
+    ]
+    same(run.pictures(show), [one.pictures[0].array for one in own])
+    for picture in run.pictures(show):
+        assert np.array_equal(picture[:, 32:], np.asarray(scene(1))[:, 32:])
+
+
+def test_a_mask_goes_with_a_latent(comfyui: ComfyUI, painter: Service) -> None:
+    graph = Graph(painter.address)
+    loaded = graph.add("LoadImage", image=comfyui.upload("masked.png", masked(1)))
+    encoded = graph.encode([loaded, 0])
+    inputs = {"latent": [encoded, 0], "mask": [loaded, 1], **HALF}
+    painted = graph.image_to_image(**inputs)
+    show = shown(graph, graph.decode([painted, 1]))
+    before = comfyui.queue(graph.prompt).succeeded().pictures(show)
+    free = Graph(painter.address)
+    again = free.add("LoadImage", image=comfyui.upload("masked.png", masked(1)))
+    other = shown(free, free.image_to_image(latent=[free.encode([again, 0]), 0], **HALF))
+    without = comfyui.queue(free.prompt).succeeded().pictures(other)
+    assert not np.array_equal(before[0], without[0])
+
+
+def test_a_picture_is_edited_by_kontext(comfyui: ComfyUI, editing: Service) -> None:
+    graph = Graph(editing.address, model="kontext")
+    loaded = graph.add("LoadImage", image=comfyui.upload("edited.png", scene(2)))
+    edited = graph.edit([loaded, 0], steps=1)
+    show = shown(graph, edited)
+    run = comfyui.queue(graph.prompt).succeeded()
+    with editing.client() as client:
+        options: dict[str, Any] = {"model": "kontext", "steps": 1, "seed": 7, **SIZE}
+        own = client.generate_image(RED, references=[scene(2)], **options)
+    same(run.pictures(show), [own.pictures[0].array])
+    plain = Graph(editing.address, model="plain")
+    loaded = plain.add("LoadImage", image=comfyui.upload("edited.png", scene(2)))
+    shown(plain, plain.edit([loaded, 0], steps=1))
+    run = comfyui.queue(plain.prompt).done()
+    assert run.status == "error"
+    assert "FLUX.1 Kontext takes one" in run.error
+
+
+def test_control_nets_one_behind_the_other_are_the_clients_own(
+    comfyui: ComfyUI, editing: Service
+) -> None:
+    graph = Graph(editing.address, model="plain")
+    loaded = graph.add("LoadImage", image=comfyui.upload("edges.png", scene(3)))
+    edges = [loaded, 0]
+    none = graph.control(edges, "single", strength=0.0)
+    first = graph.control(edges, "single", strength=0.5, end_percent=0.5)
+    second = graph.control(
+        edges, "", other_control_net=" union ", mode=2, start_percent=0.25, model=first
+    )
+    shows = [shown(graph, graph.text_to_image(model=model)) for model in (none, first, second)]
+    run = comfyui.queue(graph.prompt).succeeded()
+    single = moored.Control("single", scene(3), 0.5, 0.0, 0.5)
+    union = moored.Control("union", scene(3), 1.0, 0.25, 1.0, 2)
+    with editing.client() as client:
+        for show, controls in zip(shows, ([], [single], [single, union]), strict=True):
+            own = client.generate_image(
+                RED, model="plain", seed=7, steps=2, controls=controls, **SIZE
+            )
+            same(run.pictures(show), [own.pictures[0].array])
+    assert run.texts(none)[-1] == "Strength 0: left out"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("", {}, "No ControlNet is chosen"),
+        ("gone", {}, "gone.* is not there"),
+        ("union", {}, "union of 4 modes"),
+        ("union", {"mode": 4}, "union of 4 modes"),
+        ("single", {"start_percent": 0.5, "end_percent": 0.25}, "parts of the steps"),
+    ],
+)
+def test_a_control_net_that_cannot_be_used_is_a_sentence_on_its_node(
+    comfyui: ComfyUI, editing: Service, name: str, options: dict[str, Any], said: str
+) -> None:
+    graph = Graph(editing.address, model="plain")
+    loaded = graph.add("LoadImage", image=comfyui.upload("edges.png", scene(3)))
+    control = graph.control([loaded, 0], name, **options)
+    shown(graph, graph.text_to_image(model=control))
+    run = comfyui.queue(graph.prompt).done()
+    assert run.status == "error"
+    assert re.search(said, run.error), run.error
+    assert "Traceback" not in run.error
+    assert run.texts(control)[-1] in run.error
 
 
 # Films.

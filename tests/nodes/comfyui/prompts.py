@@ -73,6 +73,25 @@ class Graph:
             "MooredImageToImage", **(inputs | {"width": 0, "height": 0} | PAINTING | options)
         )
 
+    def edit(self, image: Link, prompt: str = RED, model: str = "", **options: Any) -> str:
+        """Edit Image."""
+        inputs = {"model": [model or self.model, 0], "prompt": prompt, "image": image}
+        return self.add("MooredEditImage", **(inputs | SIZE | PAINTING | options))
+
+    def control(self, image: Link, name: str, model: str = "", **options: Any) -> str:
+        """Apply ControlNet, behind Load Model or another node with a model."""
+        inputs: dict[str, Any] = {
+            "model": [model or self.model, 0],
+            "image": image,
+            "control_net": name,
+            "strength": 1.0,
+            "start_percent": 0.0,
+            "end_percent": 1.0,
+            "mode": -1,
+            "other_control_net": "",
+        }
+        return self.add("MooredApplyControlNet", **(inputs | options))
+
     def encode(self, image: Link, **options: Any) -> str:
         """VAE Encode."""
         inputs = {"model": [self.model, 0], "image": image, "seed": 0} | JOB | options

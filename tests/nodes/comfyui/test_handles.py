@@ -47,7 +47,10 @@ def test_handles_survive_a_pickle(pack: ModuleType, monkeypatch: pytest.MonkeyPa
     painting = handles.Painting("a cube", (("steps", 2), ("seed", 7)), start)
     latents = handles.LatentHandle([handles.KeptLatent(model, painting, "latent-2")])
     brought = handles.KeptLatent(model, handles.Bringing(b"\0" * 16, (1, 1, 2, 2)))
-    copies = pickle.loads(pickle.dumps([handles.ModelHandle(model), latents, brought]))
+    edges = moored.Control("edges", b"png", 0.5)
+    handle = handles.ModelHandle(model, (edges,))
+    copies = pickle.loads(pickle.dumps([handle, latents, brought]))
+    assert copies[0].controls == (edges,)
     assert copies[0].recipe == model
     assert copies[0].recipe.ref == moored.ModelRef(
         "moored/demo", quantization="4-bit", formats={"transformer": "int8"}, adapters=(ink,)

@@ -440,19 +440,22 @@ def test_load_model_lists_the_service_and_keeps_what_was_saved(
         ]
 
 
-LOAD_LORA = {
-    "name": "MooredLoadLoRA",
-    "input": {"required": {"lora": ["COMBO", {"options": [], "remote": {"route": "/x"}}]}},
-}
-
-
-def test_load_lora_lists_the_service_and_keeps_what_was_saved(
-    browser: Browser, panel: PanelPage, start: Start, tmp_path: Path
+@pytest.mark.parametrize(
+    ("node", "adapter_input"), [("LoadLoRA", "lora"), ("ApplyControlNet", "control_net")]
+)
+def test_a_list_of_adapters_is_the_services_and_keeps_what_was_saved(
+    browser: Browser, panel: PanelPage, start: Start, tmp_path: Path, node: str, adapter_input: str
 ) -> None:
+    definition = {
+        "name": f"Moored{node}",
+        "input": {
+            "required": {adapter_input: ["COMBO", {"options": [], "remote": {"route": "/x"}}]}
+        },
+    }
     create = """async ([definition, saved]) => {
         const node = await app.createNode(definition, saved);
         window.nodes = [...(window.nodes ?? []), node];
-        return definition.input.required.lora[1];
+        return Object.values(definition.input.required)[0][1];
     }"""
     values = "nodes.map(({widgets: [it]}) => [it.value, it.options.values])"
     for name in ("ink", "styles/oil"):
@@ -460,7 +463,7 @@ def test_load_lora_lists_the_service_and_keeps_what_was_saved(
     panel.settings(endpoint="127.0.0.1:1")
     with opened(browser, panel) as page:
         for saved in (None, "styles/oil", "gone/away"):
-            options = page.evaluate(create, [LOAD_LORA, *([saved] if saved else [])])
+            options = page.evaluate(create, [definition, *([saved] if saved else [])])
             assert options == {"options": []}
         expect(page.get_by_role("alert")).to_be_visible()
         service = start("--set", f"models.adapters={json.dumps([str(tmp_path / 'loras')])}")

@@ -1,15 +1,15 @@
-// The names in the lists of Load Model and Load LoRA.
+// The names in the lists of Load Model, Load LoRA and Apply ControlNet.
 //
 // The frontend's own remote list replaces the model of a saved workflow by the first of the list as soon as the service
 // answers, and sends the label of its refresh button along as an input. So the lists are fed from here, and what a
 // workflow names stays in them, whether the service has it, lacks it, or is down.
 
 // By node, the input that has the list.
-const INPUTS = { MooredLoadModel: "model", MooredLoadLoRA: "lora" };
+const INPUTS = { MooredLoadModel: "model", MooredLoadLoRA: "lora", MooredApplyControlNet: "control_net" };
 const FRESH_MS = 5000;
 
 export const isLoadModel = (name) => name === "MooredLoadModel";
-export const isLoadLora = (name) => name === "MooredLoadLoRA";
+export const takesAdapter = (name) => name === "MooredLoadLoRA" || name === "MooredApplyControlNet";
 
 // A definition whose list is a plain one.
 export function withoutRemote(definition) {

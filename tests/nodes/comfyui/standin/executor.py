@@ -223,7 +223,9 @@ class LoadImage(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         """Inputs and outputs."""
         return io.Schema(
-            "LoadImage", inputs=[io.String.Input("image")], outputs=[io.Image.Output()]
+            "LoadImage",
+            inputs=[io.String.Input("image")],
+            outputs=[io.Image.Output(), io.Mask.Output()],
         )
 
     @classmethod
@@ -232,8 +234,13 @@ class LoadImage(io.ComfyNode):
         server = PromptServer.instance
         assert server is not None
         folder = server.send.__self__.folder  # type: ignore[attr-defined]
-        pixels = np.asarray(Image.open(folder / image).convert("RGB"), dtype=np.float32)
-        return io.NodeOutput(torch.from_numpy(pixels[np.newaxis] / np.float32(255)))
+        brought = Image.open(folder / image)
+        pixels = np.asarray(brought.convert("RGB"), dtype=np.float32)
+        alpha = np.asarray(brought.convert("RGBA").getchannel("A"), dtype=np.float32)
+        # What is transparent is masked.
+        mask = 1 - alpha[np.newaxis] / np.float32(255)
+        pixels = pixels[np.newaxis] / np.float32(255)
+        return io.NodeOutput(torch.from_numpy(pixels), torch.from_numpy(mask))
 
 
 class ImageBatch(io.ComfyNode):

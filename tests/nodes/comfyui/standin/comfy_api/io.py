@@ -65,6 +65,7 @@ def Custom(io_type: str) -> type[_Type]:
 
 AnyType = _type("*")
 Image = _type("IMAGE")
+Mask = _type("MASK")
 Audio = _type("AUDIO")
 Latent = _type("LATENT")
 Boolean = _type("BOOLEAN", (*_WIDGET, "label_on", "label_off"))
