@@ -10,9 +10,9 @@ from typing import Any
 import moored
 from griptape_nodes.exe_types.param_types.parameter_float import ParameterFloat
 from griptape_nodes.exe_types.param_types.parameter_image import ParameterImage
-from griptape_nodes.files.file import File
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from moored_griptape.given_pictures import picture_data
 from moored_griptape.numbers import number
 from moored_griptape.picture_node import PictureNode
 
@@ -33,9 +33,16 @@ class MooredEditImage(PictureNode):
             )
         )
         self.add_parameter(
+            ParameterImage(
+                name="mask",
+                tooltip="What changes of it: white does, black stays exactly. Empty: all of it.",
+                allow_output=False,
+            )
+        )
+        self.add_parameter(
             ParameterFloat(
                 name="strength",
-                tooltip="How strongly to change the picture: more than 0, up to 1.",
+                tooltip="How strongly to change the picture: more than 0, up to 1. FLUX.1 Fill: 1.",
                 default_value=0.6,
             )
         )
@@ -48,6 +55,9 @@ class MooredEditImage(PictureNode):
         options = moored.ImageOptions(
             init_image=data, strength=number(self.get_parameter_value("strength"), "strength")
         )
+        mask = self.get_parameter_value("mask")
+        if mask:
+            options["mask"] = await asyncio.to_thread(picture_data, mask)
         options["width"] = self._whole("width") or width
         options["height"] = self._whole("height") or height
         return options
@@ -55,8 +65,7 @@ class MooredEditImage(PictureNode):
 
 def _read(given: Any) -> tuple[bytes, int, int]:
     """The bytes of an artifact or a path, and its size to the nearest multiple. Blocks."""
-    value = given.get("value") if isinstance(given, dict) else getattr(given, "value", given)
-    data = value if isinstance(value, bytes) else File(str(value)).read_bytes()
+    data = picture_data(given)
     try:
         picture = Image.open(io.BytesIO(data))
     except UnidentifiedImageError as error:

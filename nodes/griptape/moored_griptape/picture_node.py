@@ -9,6 +9,7 @@ from typing import Any
 
 import moored
 from griptape.artifacts import ImageUrlArtifact
+from griptape_nodes.exe_types.core_types import Parameter
 from griptape_nodes.exe_types.param_types.parameter_bool import ParameterBool
 from griptape_nodes.exe_types.param_types.parameter_image import ParameterImage
 from griptape_nodes.exe_types.param_types.parameter_int import ParameterInt
@@ -16,6 +17,7 @@ from griptape_nodes.retained_mode.events.os_events import ExistingFilePolicy
 from griptape_nodes.retained_mode.griptape_nodes import GriptapeNodes
 
 from moored_griptape.generating_node import GeneratingNode
+from moored_griptape.given_pictures import parse_controls, picture_data
 
 PREVIEW_INTERVAL_S = 0.5
 
@@ -35,6 +37,30 @@ class PictureNode(GeneratingNode):
 
     def _add_inputs_of_its_own(self) -> None:
         self._add_picture_inputs()
+        self.add_parameter(
+            ParameterImage(
+                name="reference_image",
+                tooltip="A picture that the prompt is about, for FLUX.1 Kontext: make it snow.",
+                allow_output=False,
+            )
+        )
+        self.add_parameter(
+            Parameter(
+                name="controls",
+                tooltip="ControlNets of the service, at most four: names, NAME:SCALE, or objects with "
+                "`id`, `image`, `scale`, `start`, `end` and `mode`.",
+                type="list",
+                input_types=["list", "json", "str"],
+                default_value=None,
+            )
+        )
+        self.add_parameter(
+            ParameterImage(
+                name="control_image",
+                tooltip="What ControlNets read that have no image of their own: edges, depths, a pose.",
+                allow_output=False,
+            )
+        )
         for side in ("width", "height"):
             self.add_parameter(
                 ParameterInt(
@@ -84,6 +110,7 @@ class PictureNode(GeneratingNode):
         prompt = self._prompt()
         size = {side: self._whole(side) for side in ("width", "height")}
         options: dict[str, Any] = {**self._options(), **size, **await self._picture_options()}
+        options |= await asyncio.to_thread(self._guides)
 
         def begin() -> moored.AsyncEventStream[moored.ImageResult]:
             shown = bool(self.get_parameter_value("previews"))
@@ -96,6 +123,15 @@ class PictureNode(GeneratingNode):
         return (
             f"Generated with {result.model.key}, seed {result.seed}, in "
             f"{result.total_ms / 1000:.1f} s: {Path(image.value).name}"
+        )
+
+    def _guides(self) -> moored.ImageOptions:
+        """The reference and the ControlNets. Blocks: run it in a thread."""
+        reference = self.get_parameter_value("reference_image")
+        controls = self.get_parameter_value("controls")
+        return moored.ImageOptions(
+            references=[picture_data(reference)] if reference else None,
+            controls=parse_controls(controls, self.get_parameter_value("control_image")),
         )
 
     def _saved(self, data: bytes) -> ImageUrlArtifact:

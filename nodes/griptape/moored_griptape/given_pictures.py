@@ -1,0 +1,70 @@
+"""Pictures that a node is given, and ControlNets with what they read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import moored
+from griptape_nodes.files.file import File
+
+from moored_griptape.numbers import number_or_none
+
+_CONTROL_KEYS = ("id", "image", "scale", "start", "end", "mode")
+
+
+def picture_data(given: Any) -> bytes:
+    """The bytes of an artifact, or of a file by its path or URL. Blocks."""
+    value = given.get("value") if isinstance(given, Mapping) else getattr(given, "value", given)
+    return value if isinstance(value, bytes) else File(str(value)).read_bytes()
+
+
+def parse_controls(value: object, picture: Any) -> tuple[moored.Control, ...]:
+    """ControlNets: names, also as `NAME:SCALE`, objects, or a JSON list of them. Blocks.
+
+    `picture` is what those read that name no `image`.
+    """
+    if value is None or value == "":
+        return ()
+    if isinstance(value, str):
+        text = value.strip()
+        try:
+            value = json.loads(text) if text.startswith(("[", "{")) else text.split(",")
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"controls is no JSON list ({error}): give names, or objects with `id`"
+            ) from error
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, Sequence):
+        raise ValueError("controls is a list of names, or of objects with `id`")
+    return tuple(_control(one, picture) for one in value if one)
+
+
+def _control(value: object, picture: Any) -> moored.Control:
+    match value:
+        case str(text):
+            name, colon, scale = text.rpartition(":")
+            value = {"id": name, "scale": scale} if colon and name.strip() else {"id": text}
+        case Mapping() if value.get("id"):
+            pass
+        case _:
+            raise ValueError(f"{value!r} is no ControlNet: give a name, or an object with `id`")
+    unknown = sorted(str(key) for key in value if key not in _CONTROL_KEYS)
+    if unknown:
+        raise ValueError(
+            f"A ControlNet has no {', '.join(unknown)}: it has {', '.join(_CONTROL_KEYS)}"
+        )
+    name = str(value["id"]).strip()
+    image = value.get("image") or picture
+    if not image:
+        raise ValueError(f"{name} has no picture to read: connect or choose a control_image")
+    scale, start, end = (
+        number_or_none(value.get(key), f"{key} of {name}") for key in ("scale", "start", "end")
+    )
+    mode = number_or_none(value.get("mode"), f"mode of {name}")
+    if mode is not None and (mode < 0 or mode % 1):
+        raise ValueError(f"mode of {name} is a whole number from 0, not {value['mode']!r}")
+    whole = None if mode is None else int(mode)
+    return moored.Control(name, picture_data(image), scale, start, end, whole)

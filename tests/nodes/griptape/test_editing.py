@@ -1,0 +1,174 @@
+"""Masks, reference pictures and ControlNets, on the real service."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import moored
+import pytest
+from headless import ROOT, Headless
+from PIL import Image
+
+from service import Service
+
+FIXTURES = ROOT / "service/pipelines/fixtures"
+PROMPT = "a large red circle in the centre on a black background"
+QUICK: dict[str, Any] = {"seed": 7, "steps": 2, "width": 64, "height": 64}
+
+
+@pytest.fixture(scope="module")
+def editing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service with the shipped model, a tiny FLUX.1, the same as Kontext, and two ControlNets."""
+    models, nets = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("nets")
+    for name in ("plain", "kontext"):
+        shutil.copytree(FIXTURES / "flux-tiny", models / name)
+    shutil.copytree(FIXTURES / "flux-kontext-tiny", models / "kontext", dirs_exist_ok=True)
+    for name in ("single", "union"):
+        shutil.copytree(FIXTURES / "flux-controlnet-tiny" / name, nets / name)
+    arguments = ("--models", str(models), "--set", f"models.adapters={json.dumps([str(nets)])}")
+    service = Service(*arguments, state=tmp_path_factory.mktemp("editing"))
+    service.client().close()
+    yield service
+    assert service.stop() == 0
+
+
+@pytest.fixture
+def engine_with(nowhere: Headless, editing: Service) -> Headless:
+    """The engine with a fresh workflow, speaking to `editing`."""
+    nowhere.do(nowhere.settings(endpoint=editing.address))
+    return nowhere
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Path:
+    """A picture: a gradient."""
+    path = tmp_path / "start.png"
+    Image.merge("RGB", [Image.linear_gradient("L").resize((64, 64))] * 3).save(path)
+    return path
+
+
+@pytest.fixture
+def mask(tmp_path: Path) -> Path:
+    """A mask by which the left half changes."""
+    path = tmp_path / "mask.png"
+    image = Image.new("L", (64, 64), 0)
+    image.paste(255, (0, 0, 32, 64))
+    image.save(path)
+    return path
+
+
+def picture(node: Any) -> Image.Image:
+    """The picture that a node gave."""
+    from griptape_nodes.files.file import File
+
+    data = File(node.parameter_output_values["image"].value).read_bytes()
+    return Image.open(io.BytesIO(data)).convert("RGB")
+
+
+def same(one: Image.Image, other: Image.Image) -> bool:
+    return one.tobytes() == other.convert("RGB").tobytes()
+
+
+def test_a_mask_keeps_what_is_black(
+    engine_with: Headless, editing: Service, start: Path, mask: Path
+) -> None:
+    values = {"input_image": str(start), "mask": str(mask), "seed": 7, "steps": 2}
+    node = engine_with.do(engine_with.node("EditImage", prompt=PROMPT, strength=0.9, **values))
+    result = engine_with.do(engine_with.run())
+    assert result.succeeded(), result.result_details
+    with editing.client() as client:
+        own = client.generate_image(
+            PROMPT, init_image=start, mask=mask, strength=0.9, seed=7, steps=2
+        )
+    assert same(picture(node), own.image)
+    right = (32, 0, 64, 64)
+    assert same(picture(node).crop(right), Image.open(start).crop(right))
+
+
+def test_a_reference_is_what_kontext_edits(
+    engine_with: Headless, editing: Service, start: Path
+) -> None:
+    values = {"model": "kontext", "reference_image": str(start), **QUICK, "steps": 1}
+    node = engine_with.do(engine_with.node("GenerateImage", prompt=PROMPT, **values))
+    result = engine_with.do(engine_with.run())
+    assert result.succeeded(), result.result_details
+    options = {"model": "kontext", **QUICK, "steps": 1}
+    with editing.client() as client:
+        own = client.generate_image(PROMPT, references=[start], **options)
+        assert not same(client.generate_image(PROMPT, **options).image, own.image)
+    assert same(picture(node), own.image)
+
+
+@pytest.mark.parametrize(
+    ("controls", "own"),
+    [
+        ("single", [("single", {})]),
+        ("single:0.5", [("single", {"scale": 0.5})]),
+        ([{"id": "union", "mode": 2, "end": 0.5}], [("union", {"mode": 2, "end": 0.5})]),
+        (
+            '["single", {"id": "union", "mode": "1", "start": 0.25}]',
+            [("single", {}), ("union", {"mode": 1, "start": 0.25})],
+        ),
+    ],
+)
+def test_control_nets_are_the_clients_own(
+    engine_with: Headless,
+    editing: Service,
+    start: Path,
+    controls: Any,
+    own: list[tuple[str, dict[str, Any]]],
+) -> None:
+    values = {"model": "plain", "controls": controls, "control_image": str(start), **QUICK}
+    node = engine_with.do(engine_with.node("GenerateImage", prompt=PROMPT, **values))
+    result = engine_with.do(engine_with.run())
+    assert result.succeeded(), result.result_details
+    asked = [moored.Control(name, start, **more) for name, more in own]
+    with editing.client() as client:
+        expected = client.generate_image(PROMPT, model="plain", controls=asked, **QUICK).image
+    assert same(picture(node), expected)
+
+
+def test_a_control_net_may_have_a_picture_of_its_own(
+    engine_with: Headless, editing: Service, start: Path
+) -> None:
+    controls = [{"id": "single", "image": {"type": "ImageUrlArtifact", "value": str(start)}}]
+    node = engine_with.do(
+        engine_with.node("GenerateImage", prompt=PROMPT, model="plain", controls=controls, **QUICK)
+    )
+    result = engine_with.do(engine_with.run())
+    assert result.succeeded(), result.result_details
+    asked = [moored.Control("single", start)]
+    with editing.client() as client:
+        expected = client.generate_image(PROMPT, model="plain", controls=asked, **QUICK).image
+    assert same(picture(node), expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"controls": "single", "control_image": None}, "single has no picture to read"),
+        ({"controls": "gone"}, '"gone" is not there'),
+        ({"controls": "union"}, "union of 4 modes"),
+        ({"controls": "single:much"}, "scale of single is a number"),
+        ({"controls": [{"id": "union", "mode": 0.5}]}, "mode of union is a whole number"),
+        ({"controls": [{"id": "single", "weight": 1}]}, "A ControlNet has no weight"),
+        ({"controls": [{"name": "single"}]}, "is no ControlNet"),
+        ({"controls": "[1"}, "controls is no JSON list"),
+        ({"reference": True}, "FLUX.1 Kontext takes one"),
+    ],
+)
+def test_what_cannot_be_used_is_told_in_a_sentence(
+    engine_with: Headless, start: Path, values: dict[str, Any], said: str
+) -> None:
+    values = {"model": "plain", "control_image": str(start), **QUICK} | values
+    if values.pop("reference", False):
+        values["reference_image"] = str(start)
+    node = engine_with.do(engine_with.node("GenerateImage", prompt=PROMPT, **values))
+    assert engine_with.do(engine_with.run()).failed()
+    assert said in str(node.parameter_output_values["result_details"])
+    assert "image" not in node.parameter_output_values
