@@ -111,7 +111,8 @@ async def _loras(request: web.Request) -> web.Response:
     _refuse_other_sites(request)
 
     async def work(client: moored.AsyncClient) -> list[str]:
-        return [one.id for one in await client.list_adapters(timeout=QUICK_S)]
+        there = await client.list_adapters(timeout=QUICK_S)
+        return [one.id for one in there if one.kind != "controlnet"]
 
     return await _answer_of(work, QUICK_S)
 

@@ -49,10 +49,14 @@ class AttachedAdapter:
 @mirrors(model_pb2.AdapterInfo)
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """An adapter that can be named, and the bytes of its file."""
+    """An adapter that can be named, and the bytes of its file.
+
+    `kind` is `lora`, for `adapters=`, or `controlnet`, for `controls=`.
+    """
 
     id: str
     bytes: int
+    kind: str = ""
 
 
 @mirrors(model_pb2.ResolvedModel)

@@ -162,7 +162,7 @@ async def _report(handle: ModelHandle) -> str:
 
 
 async def _lora_names(client: moored.AsyncClient) -> list[str]:
-    return [adapter.id for adapter in await client.list_adapters()]
+    return [one.id for one in await client.list_adapters() if one.kind != "controlnet"]
 
 
 async def _models(client: moored.AsyncClient) -> list[str]:

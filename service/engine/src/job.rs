@@ -64,6 +64,10 @@ pub struct JobSpec {
 
 /// The work of a job.
 #[derive(Clone, Debug, PartialEq)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "jobs are few, and most of them are runs"
+)]
 pub enum JobWork {
     /// Run stages of a request.
     Run(Run),

@@ -61,6 +61,9 @@ pub(crate) struct Recipe {
     /// Adapters, in order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) adapters: Vec<RecipeAdapter>,
+    /// Pictures that the request had besides a start, and that the recipe does not hold: `mask`, `reference`, `control`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) pictures: Vec<String>,
     /// Version of the service.
     pub(crate) version: String,
 }
@@ -124,7 +127,15 @@ impl Recipe {
             ..Recipe::default()
         };
         match &request.medium {
-            Medium::Image(_) => {}
+            Medium::Image(image) => {
+                let given = [
+                    ("mask", image.mask.is_some()),
+                    ("reference", !image.references.is_empty()),
+                    ("control", !image.controls.is_empty()),
+                ];
+                let given = given.iter().filter(|(_, is_given)| *is_given);
+                recipe.pictures = given.map(|(name, _)| (*name).to_owned()).collect();
+            }
             Medium::Video(video) => {
                 recipe.frames = Some(video.frames);
                 recipe.frames_per_second = Some(video.frames_per_second);

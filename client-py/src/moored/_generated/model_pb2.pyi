@@ -222,17 +222,21 @@ class AdapterInfo(google.protobuf.message.Message):
 
     ID_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
     id: builtins.str
     """Its name."""
     bytes: builtins.int
     """Bytes of its file."""
+    kind: builtins.str
+    """`lora`, for ModelRef.adapters; `controlnet`, for GenerateImageRequest.controls."""
     def __init__(
         self,
         *,
         id: builtins.str = ...,
         bytes: builtins.int = ...,
+        kind: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "id", b"id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "id", b"id", "kind", b"kind"]) -> None: ...
 
 global___AdapterInfo = AdapterInfo
 

@@ -100,9 +100,9 @@ pub(super) async fn list_adapters(client: &Client, json: bool) -> Result<(), Cli
     let listed = residency.list_models(v1::ListModelsRequest {}).await?;
     let adapters = listed.into_inner().adapters;
     if json {
-        return adapters
-            .into_iter()
-            .try_for_each(|adapter| screen::json(&json!({ "id": adapter.id, "bytes": adapter.bytes })));
+        return adapters.into_iter().try_for_each(|adapter| {
+            screen::json(&json!({ "id": adapter.id, "kind": adapter.kind, "bytes": adapter.bytes }))
+        });
     }
     if adapters.is_empty() {
         return screen::text(
@@ -111,8 +111,8 @@ pub(super) async fn list_adapters(client: &Client, json: bool) -> Result<(), Cli
     }
     let rows = adapters
         .into_iter()
-        .map(|adapter| vec![adapter.id, Bytes(adapter.bytes).to_string()]);
-    screen::table(&["adapter", "size"], rows.collect())
+        .map(|adapter| vec![adapter.id, adapter.kind, Bytes(adapter.bytes).to_string()]);
+    screen::table(&["adapter", "kind", "size"], rows.collect())
 }
 
 /// The components of a model that are in memory, by entry.

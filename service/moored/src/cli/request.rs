@@ -104,6 +104,21 @@ pub(super) fn request_of(
         })
     });
     let controls = controls.collect::<Result<Vec<_>, CliError>>()?;
+    let given = [
+        ("mask", mask.is_some()),
+        ("reference", !references.is_empty()),
+        ("control", !controls.is_empty()),
+    ];
+    let is_missing = |name: &&String| {
+        given
+            .iter()
+            .any(|(given, is_given)| *given == **name && !is_given)
+    };
+    if let Some(missing) = recipe.pictures.iter().find(is_missing) {
+        return Err(CliError::Usage(format!(
+            "that picture was made with another: name it with --{missing} to repeat it"
+        )));
+    }
     let model = match asked.model {
         None if options.formats.is_plain() => Formats::of_recipe(&recipe).of(&recipe.model),
         None => options.formats.or_adapters_of(&recipe).of(&recipe.model),

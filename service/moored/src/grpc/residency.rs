@@ -63,6 +63,7 @@ impl Residency for Service {
         }
         let adapters = adapters.into_iter().map(|adapter| v1::AdapterInfo {
             bytes: adapter.bytes(),
+            kind: adapter.kind().to_owned(),
             id: adapter.id,
         });
         Ok(Response::new(v1::ListModelsResponse {

@@ -33,6 +33,19 @@ pub(crate) struct FoundAdapter {
 }
 
 impl FoundAdapter {
+    /// Whether it is a ControlNet, rather than a LoRA.
+    fn is_control_net(&self) -> bool {
+        is_control_net_folder(&self.path)
+    }
+
+    /// Public name of its kind.
+    pub(crate) fn kind(&self) -> &'static str {
+        match self.is_control_net() {
+            true => "controlnet",
+            false => "lora",
+        }
+    }
+
     /// Bytes of its file, or of the files in its folder.
     pub(crate) fn bytes(&self) -> u64 {
         let length = |path: &Path| path.metadata().map_or(0, |metadata| metadata.len());
@@ -84,6 +97,10 @@ impl Models {
             let field = |name: &str| format!("model.adapters[{index}].{name}");
             let found = find(&there, &asked.id);
             let found = found.ok_or_else(|| invalid(&field("id"), not_found(&asked.id, &there)))?;
+            if found.is_control_net() {
+                let problem = "is a ControlNet: name it in controls, with its picture".to_owned();
+                return Err(invalid(&field("id"), problem));
+            }
             if files.iter().any(|file| file.name == found.id) {
                 let problem = format!("{:?} is named twice; give it one strength", found.id);
                 return Err(invalid(&field("id"), problem));
@@ -110,6 +127,10 @@ impl Models {
             let found = find(&there, id);
             let field = format!("controls[{index}].id");
             let found = found.ok_or_else(|| invalid(&field, not_found(id, &there)))?;
+            if !found.is_control_net() {
+                let problem = "is no ControlNet; a LoRA is named in model.adapters".to_owned();
+                return Err(invalid(&field, problem));
+            }
             if !files.iter().any(|file| file.name == found.id) {
                 files.push(AdapterFile {
                     name: found.id.clone(),
