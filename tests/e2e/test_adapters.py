@@ -163,6 +163,14 @@ def test_a_job_with_adapters_is_unloaded_held_and_pinned_by_them(
         assert residents(client) == {}
 
 
+def test_a_key_generates_with_its_adapters(simulated: Callable[[], Service]) -> None:
+    with simulated().client() as client:
+        adapters = [name_of(0), name_of(1)]
+        key = client.plan("x", model="small", adapters=adapters).model.key
+        by_key = client.generate_image("x", model=key, seed=1, output="raw").pictures[0].data
+        assert bytes(by_key) == pixels(client, adapters=adapters) != pixels(client)
+
+
 def test_an_entry_is_named_by_its_key(simulated: Callable[[], Service]) -> None:
     with simulated().client() as client:
         key = client.generate_image("x", model="small", adapters=[name_of(0), name_of(1)]).model.key

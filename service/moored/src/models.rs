@@ -189,14 +189,9 @@ impl Models {
     pub(crate) fn resolve(&self, model: Option<&v1::ModelRef>) -> Result<Arc<Entry>, Error> {
         let none = v1::ModelRef::default();
         let model = model.unwrap_or(&none);
-        let named;
-        let model = match self.by_key_with_adapters(model)? {
-            Some(without_key) => {
-                named = without_key;
-                &named
-            }
-            None => model,
-        };
+        let named = self.by_key_with_adapters(model)?;
+        let from_key = named.is_some();
+        let model = named.as_ref().unwrap_or(model);
         let adapters = &model.adapters;
         let (model, quantization) = self.formats_of(model)?;
         let id = if model.id.is_empty() {
@@ -213,7 +208,16 @@ impl Models {
             .or_else(|| find_named(&self.rescan(), &id, &model.revision))
             .ok_or_else(|| Error::ModelNotFound { id: id.clone() })?;
         let entry = Entry::new(found.id, found.revision, found.path, quantization);
-        self.with_adapters(entry, adapters).map(Arc::new)
+        self.with_adapters(entry, adapters, from_key).map(Arc::new)
+    }
+
+    /// The adapters that a reference names: one by one, or in its id, where that is a key.
+    pub(crate) fn adapters_named(&self, model: Option<&v1::ModelRef>) -> Result<Vec<v1::Adapter>, Error> {
+        let Some(model) = model else {
+            return Ok(Vec::new());
+        };
+        let named = self.by_key_with_adapters(model)?;
+        Ok(named.map_or_else(|| model.adapters.clone(), |named| named.adapters))
     }
 
     /// A reference whose id is a key with adapters (`ID+4-bit&styles/ink`), with the adapters where a request has them;

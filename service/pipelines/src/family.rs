@@ -287,6 +287,11 @@ pub trait Model: Send + Sync {
     /// A default request whose decode takes values of these shapes; `None` if there is none.
     fn request_of(&self, values: &[ValueShape]) -> Option<Request>;
 
+    /// Most reference pictures of one request.
+    fn most_references(&self) -> usize {
+        0
+    }
+
     /// The size in which the model takes a reference picture of this size; `None` if it takes none.
     ///
     /// # Errors

@@ -477,6 +477,20 @@ impl Formats {
         }
     }
 
+    /// These formats and adapters, each with those of a recipe where none are given.
+    #[must_use]
+    pub(super) fn or_those_of(&self, recipe: &Recipe) -> Formats {
+        let formats = self.or_adapters_of(recipe);
+        match self.is_empty() {
+            true => Formats {
+                adapters: formats.adapters,
+                lora_ignore_unknown: formats.lora_ignore_unknown,
+                ..Formats::of_recipe(recipe)
+            },
+            false => formats,
+        }
+    }
+
     /// The same formats, with the adapters of a recipe where none are given.
     #[must_use]
     pub(super) fn or_adapters_of(&self, recipe: &Recipe) -> Formats {
@@ -485,11 +499,6 @@ impl Formats {
             formats.adapters = Formats::of_recipe(recipe).adapters;
         }
         formats
-    }
-
-    /// Whether neither a format nor an adapter is given.
-    pub(super) fn is_plain(&self) -> bool {
-        self.is_empty() && self.adapters.is_empty()
     }
 
     /// Whether no format is given.

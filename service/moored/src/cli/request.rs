@@ -4,7 +4,7 @@ use std::io::{IsTerminal as _, Read as _};
 use std::path::Path;
 
 use super::CliError;
-use super::arguments::{Formats, MediumChoice, PriorityChoice, Settings};
+use super::arguments::{MediumChoice, PriorityChoice, Settings};
 use crate::pictures::{self, Recipe};
 use crate::proto::v1;
 use crate::proto::v1::plan_request::Request as Asked;
@@ -120,8 +120,7 @@ pub(super) fn request_of(
         )));
     }
     let model = match asked.model {
-        None if options.formats.is_plain() => Formats::of_recipe(&recipe).of(&recipe.model),
-        None => options.formats.or_adapters_of(&recipe).of(&recipe.model),
+        None => options.formats.or_those_of(&recipe).of(&recipe.model),
         Some(model) => options.formats.or_adapters_of(&recipe).of(model),
     }?;
     let job = v1::JobOptions {

@@ -7,7 +7,7 @@ use engine::Error;
 use engine::job::{JobOptions, JobSpec, JobWork, Run};
 use engine::library::Entry;
 use engine::queue::PlanReport;
-use pipelines::{AdapterFile, AdapterUse, Preset, Quantization, Role, StrengthCurve};
+use pipelines::{AdapterFile, AdapterUse, Preset, Quantization, Role, StrengthCurve, is_control_net_folder};
 
 use super::server::Service;
 use super::status::invalid;
@@ -111,7 +111,8 @@ impl Service {
                 text_strength: 1.0,
             })
         };
-        request.adapters = entry.adapters.iter().filter_map(used).collect();
+        let is_lora = |file: &&AdapterFile| !is_control_net_folder(&file.path);
+        request.adapters = entry.adapters.iter().filter(is_lora).filter_map(used).collect();
         let run = Run {
             call: AUTO,
             request,

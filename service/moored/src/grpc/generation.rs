@@ -218,8 +218,8 @@ impl Service {
         let entry = self.with_control_nets(entry, &asked).await?;
         let open = self.open(&entry).await?;
         let mut request = self.models.defaults(&entry.id, open.model.defaults());
-        let adapters = asked.model.as_ref().map_or(&[][..], |model| &model.adapters);
-        request.adapters = Models::uses_of(&entry, adapters)?;
+        let adapters = self.models.adapters_named(asked.model.as_ref())?;
+        request.adapters = Models::uses_of(&entry, &adapters)?;
         if let Some(id) = &asked.init_latent {
             let values = self.queue.latent(id).await?.info.values;
             if let Some(of_latent) = open.model.request_of(&values) {
@@ -230,6 +230,7 @@ impl Service {
         let references = self.references_of(&asked, &*open.model).await?;
         if let (Medium::Image(image), [first, ..]) = (&mut request.medium, &references[..])
             && matches!(start, StartFrom::Nothing)
+            && asked.init_latent.is_none()
         {
             (image.width, image.height) = (first.width, first.height);
         }
@@ -362,6 +363,13 @@ impl Service {
     /// The reference pictures of a request, in the sizes that the model takes.
     async fn references_of(&self, asked: &Asked, model: &dyn Model) -> Result<Vec<InitImage>, Error> {
         const REFERENCES: &str = "references";
+        if asked.references.len() > model.most_references() {
+            let problem = match model.most_references() {
+                0 => "are not taken by this model; FLUX.1 Kontext takes one".to_owned(),
+                most => format!("are {}; this model takes {most}", asked.references.len()),
+            };
+            return Err(invalid(REFERENCES, problem));
+        }
         let mut references = Vec::new();
         for reference in &asked.references {
             let data = self.picture_data(REFERENCES, reference)?;

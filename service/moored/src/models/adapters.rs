@@ -82,8 +82,14 @@ impl Models {
         listed
     }
 
-    /// The entry with the adapters that a reference names, without those of strength 0.
-    pub(super) fn with_adapters(&self, entry: Entry, asked: &[v1::Adapter]) -> Result<Entry, Error> {
+    /// The entry with the adapters that a reference names, without those of strength 0. ControlNets are taken from a key
+    /// (`from_key`), where reports name them, and refused elsewhere.
+    pub(super) fn with_adapters(
+        &self,
+        entry: Entry,
+        asked: &[v1::Adapter],
+        from_key: bool,
+    ) -> Result<Entry, Error> {
         if asked.is_empty() {
             return Ok(entry);
         }
@@ -97,8 +103,11 @@ impl Models {
             let field = |name: &str| format!("model.adapters[{index}].{name}");
             let found = find(&there, &asked.id);
             let found = found.ok_or_else(|| invalid(&field("id"), not_found(&asked.id, &there)))?;
-            if found.is_control_net() {
-                let problem = "is a ControlNet: name it in controls, with its picture".to_owned();
+            if found.is_control_net() && !from_key {
+                let problem = format!(
+                    "{:?} is a ControlNet: name it in controls, with its picture",
+                    found.id
+                );
                 return Err(invalid(&field("id"), problem));
             }
             if files.iter().any(|file| file.name == found.id) {
@@ -128,7 +137,10 @@ impl Models {
             let field = format!("controls[{index}].id");
             let found = found.ok_or_else(|| invalid(&field, not_found(id, &there)))?;
             if !found.is_control_net() {
-                let problem = "is no ControlNet; a LoRA is named in model.adapters".to_owned();
+                let problem = format!(
+                    "{:?} is no ControlNet; a LoRA is named in model.adapters",
+                    found.id
+                );
                 return Err(invalid(&field, problem));
             }
             if !files.iter().any(|file| file.name == found.id) {
@@ -159,11 +171,13 @@ impl Models {
             .collect::<Result<Vec<_>, _>>()?;
         // Those of strength 0 were left out of the entry; the others are in it in the same order.
         let active = uses.into_iter().filter(is_active);
-        let named = entry.adapters.iter().zip(active).map(|(file, each)| AdapterUse {
+        let named = entry.adapters.iter().zip(active);
+        let loras = named.filter(|(file, _)| !is_control_net_folder(&file.path));
+        let uses = loras.map(|(file, each)| AdapterUse {
             name: file.name.clone(),
             ..each
         });
-        Ok(named.collect())
+        Ok(uses.collect())
     }
 }
 
@@ -339,14 +353,16 @@ mod tests {
     fn adapters_are_a_part_of_the_key_and_of_strength_0_they_are_not() {
         let folder = folder_with(&["ink.safetensors", "styles/oil.safetensors"]);
         let models = models(folder.path());
-        let key = |asked: &[v1::Adapter]| models.with_adapters(base(), asked).unwrap().key;
+        let key = |asked: &[v1::Adapter]| models.with_adapters(base(), asked, false).unwrap().key;
         assert_eq!(key(&[]), "base+full");
         assert_eq!(
             key(&[adapter("styles/oil.safetensors", None), adapter("ink", Some(0.5))]),
             "base+full&styles/oil&ink"
         );
         assert_eq!(key(&[adapter("ink", Some(0.0))]), "base+full");
-        let entry = models.with_adapters(base(), &[adapter("ink", None)]).unwrap();
+        let entry = models
+            .with_adapters(base(), &[adapter("ink", None)], false)
+            .unwrap();
         assert_eq!(entry.base_key(), "base+full");
     }
 
@@ -354,7 +370,7 @@ mod tests {
     fn an_adapter_that_cannot_be_used_is_refused_by_its_field() {
         let folder = folder_with(&["ink.safetensors"]);
         let models = models(folder.path());
-        let refused = |asked: &[v1::Adapter]| match models.with_adapters(base(), asked) {
+        let refused = |asked: &[v1::Adapter]| match models.with_adapters(base(), asked, false) {
             Err(Error::Invalid(problems)) => problems[0].field.clone(),
             other => panic!("{other:?}"),
         };

@@ -42,15 +42,15 @@ const ENDINGS: [(&str, PairPart); 17] = [
 ];
 
 /// Parts of names by which unsupported kinds are known.
-const UNSUPPORTED: [(&str, &str); 22] = [
+const UNSUPPORTED: [(&str, &str); 18] = [
     ("lokr_", "LoKr"),
     ("hada_", "LoHa"),
     ("dora_scale", "DoRA"),
     ("lora_magnitude_vector", "DoRA"),
     ("lora_mid", "LoCon with a middle convolution"),
     ("lora_embedding_", "an adapter of an embedding"),
-    ("oft_", "OFT"),
     ("boft_", "BOFT"),
+    ("oft_", "OFT"),
     ("vera_", "VeRA"),
     ("glora", "GLoRA"),
     (".a1.weight", "GLoRA"),
@@ -61,6 +61,10 @@ const UNSUPPORTED: [(&str, &str); 22] = [
     ("key_norm.scale", "a control adapter of Black Forest Labs"),
     ("lora_B.bias", "a bias beside its pairs"),
     ("lora_up.bias", "a bias beside its pairs"),
+];
+
+/// Endings of names by which unsupported kinds are known.
+const UNSUPPORTED_ENDINGS: [(&str, &str); 4] = [
     (".reshape_weight", "a layer of another shape"),
     (".set_weight", "a whole weight"),
     (".diff_b", "a difference of a bias"),
@@ -72,7 +76,12 @@ const UNSUPPORTED: [(&str, &str); 22] = [
 /// # Errors
 /// [`AdapterError::Unsupported`] for a kind that is known and not supported.
 pub(super) fn layers_and_parts(tensor: &str) -> Result<impl Iterator<Item = (&str, PairPart)>, AdapterError> {
-    if let Some((_, kind)) = UNSUPPORTED.iter().find(|(part, _)| tensor.contains(part)) {
+    let mut parts = UNSUPPORTED.iter();
+    let mut endings = UNSUPPORTED_ENDINGS.iter();
+    let known = parts
+        .find(|(part, _)| tensor.contains(part))
+        .or_else(|| endings.find(|(ending, _)| tensor.ends_with(ending)));
+    if let Some((_, kind)) = known {
         return Err(AdapterError::Unsupported {
             kind,
             tensor: tensor.to_owned(),
@@ -80,4 +89,33 @@ pub(super) fn layers_and_parts(tensor: &str) -> Result<impl Iterator<Item = (&st
     }
     let known = ENDINGS.iter();
     Ok(known.filter_map(move |(ending, part)| Some((tensor.strip_suffix(ending)?, *part))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kind(tensor: &str) -> Option<&'static str> {
+        match layers_and_parts(tensor) {
+            Err(AdapterError::Unsupported { kind, .. }) => Some(kind),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn a_prefix_is_not_taken_for_a_difference_of_weights() {
+        let layer = "model.diffusion_model.double_blocks.0.img_mlp.0";
+        assert_eq!(kind(&format!("{layer}.lora_A.weight")), None);
+        assert_eq!(
+            kind(&format!("{layer}.diff")),
+            Some("a difference of a whole weight")
+        );
+        assert_eq!(kind(&format!("{layer}.diff_b")), Some("a difference of a bias"));
+    }
+
+    #[test]
+    fn boft_is_not_taken_for_oft() {
+        assert_eq!(kind("double_blocks.0.img_mlp.0.boft_R"), Some("BOFT"));
+        assert_eq!(kind("double_blocks.0.img_mlp.0.oft_R"), Some("OFT"));
+    }
 }

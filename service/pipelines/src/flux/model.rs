@@ -192,16 +192,21 @@ impl FluxModel {
         if self.components.is_multiplied_in_fp8("transformer") {
             scratch += Bytes(codes_bytes(&self.transformer, tokens as usize, picture));
         }
-        // Modulators run before the buffers are allocated.
-        scratch = scratch.max(
-            self.components
-                .dequantizing("transformer", steps as usize, is_modulator),
-        );
+        // Modulators run before the buffers are allocated, and again in each step while they are there where strengths change.
+        let of_modulators = self
+            .components
+            .dequantizing("transformer", steps as usize, is_modulator);
+        let is_curved = request.adapters.iter().any(|each| !each.strength.is_constant());
+        scratch = match is_curved {
+            true => scratch + of_modulators,
+            false => scratch.max(of_modulators),
+        };
         let mut components = self
             .adapters
             .beside(&["transformer"], &request.adapters, UsedAs::Steps);
         for (_, net) in self.controls_of(image) {
             scratch += Bytes(net.config.scratch(tokens as usize, generated, steps, dtype));
+            scratch += self.components.dequantizing(&net.component, all_tokens, |_| true);
             if !components.contains(&net.component) {
                 components.push(net.component.clone());
             }
@@ -213,6 +218,9 @@ impl FluxModel {
             0 => String::new(),
             tokens => format!(" r{tokens}"),
         };
+        if is_curved {
+            beside.push_str(" curve");
+        }
         if !image.controls.is_empty() {
             beside.push_str(&format!(" c{}", image.controls.len()));
         }
@@ -309,6 +317,13 @@ impl Model for FluxModel {
             medium: Medium::Image(image),
             ..self.defaults()
         })
+    }
+
+    fn most_references(&self) -> usize {
+        match self.variant {
+            Variant::Kontext => 1,
+            Variant::Plain | Variant::Fill => 0,
+        }
     }
 
     fn reference_size(&self, width: u32, height: u32) -> Result<Option<(u32, u32)>, RequestError> {

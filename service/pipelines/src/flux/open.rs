@@ -124,6 +124,7 @@ impl FluxModel {
                 t5.tensor_shapes(has)
             })?,
         ];
+        let variant = Variant::of(&class, &file_name, &transformer);
         Ok(Some(FluxModel {
             precision: precision.clone(),
             components: ComponentSet::new(COMPONENTS.into_iter().zip(files), precision.dtype, formats),
@@ -133,10 +134,10 @@ impl FluxModel {
             )?,
             clip_tokenizer,
             t5_tokenizer: t5_tokenizer?,
-            defaults: folder_defaults(base, defaults(&transformer, &class), problems)?,
+            defaults: folder_defaults(base, defaults(&transformer, variant), problems)?,
             adapters: AdapterSet::default(),
             control_nets: Vec::new(),
-            variant: Variant::of(&class, &file_name, &transformer),
+            variant,
             transformer,
             vae,
             clip,
@@ -183,8 +184,8 @@ fn check_widths(
 }
 
 /// The default request of dev, schnell, Kontext or Fill: what their pipelines or their model cards say.
-fn defaults(config: &TransformerConfig, class: &str) -> Request {
-    let (steps, guidance, tokens) = match Variant::of(class, "", config) {
+fn defaults(config: &TransformerConfig, variant: Variant) -> Request {
+    let (steps, guidance, tokens) = match variant {
         Variant::Fill => (50, 30.0, 512),
         Variant::Kontext => (28, 2.5, 512),
         Variant::Plain if config.guidance_embeds => (28, 3.5, 512),

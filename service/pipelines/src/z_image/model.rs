@@ -165,11 +165,16 @@ impl ZImageModel {
         if self.components.is_multiplied_in_fp8(TRANSFORMER) {
             scratch += Bytes(codes_bytes(&self.transformer, &lengths));
         }
-        // Modulations are computed before the buffers are allocated.
+        // Modulations are computed before the buffers are allocated, and again in each step while they are there where
+        // strengths change.
         let of_modulators = self
             .components
             .dequantizing(TRANSFORMER, steps as usize, is_modulator);
-        scratch = scratch.max(of_modulators);
+        let is_curved = request.adapters.iter().any(|each| !each.strength.is_constant());
+        scratch = match is_curved {
+            true => scratch + of_modulators,
+            false => scratch.max(of_modulators),
+        };
         let latent = is_from_latent(request).then(|| self.autoencoder().latent(image));
         StagePlan {
             name: DENOISE.to_owned(),
@@ -181,8 +186,9 @@ impl ZImageModel {
                 .adapters
                 .rungs(TRANSFORMER, &request.adapters, scratch, dtype),
             shape: format!(
-                "{width}x{height} t{tokens}{}",
+                "{width}x{height} t{tokens}{}{}",
                 self.components.as_multiplied(TRANSFORMER),
+                if is_curved { " curve" } else { "" },
             ),
             steps,
             takes: std::iter::once(caption).chain(latent).collect(),

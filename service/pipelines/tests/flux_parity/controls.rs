@@ -107,7 +107,6 @@ fn pictures_with_control_nets_equal_the_references() {
             &found,
             &expected[&format!("{}.picture", case.name)],
         ));
-        println!("{}: latent {apart:.2e}, picture {largest:.2e}", case.name);
         let tolerance = tolerances().pipeline;
         assert!(apart < tolerance, "{}: {apart:e}", case.name);
         assert!(largest < tolerance.max(PICTURE), "{}: {largest:e}", case.name);

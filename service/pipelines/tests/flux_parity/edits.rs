@@ -98,7 +98,6 @@ fn assert_equal(
         &picture,
         &expected[&format!("{case}.picture")],
     ));
-    println!("{case}: latent {apart:.2e}, picture {largest:.2e}");
     let tolerance = tolerances().pipeline;
     assert!(apart < tolerance, "{case}: {apart:e}");
     assert!(largest < tolerance.max(PICTURE), "{case}: {largest:e}");
