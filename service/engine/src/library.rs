@@ -18,6 +18,7 @@ use candle_core::DType;
 use gpu::{CardDescription, FileStamp, KeptFolder, LoadPlan, TensorSource, Timeline};
 use pipelines::{
     AdapterFile, Catalogue, Model, ModelError, ModelFile, Precision, Quantization, RequestError,
+    digest_of_names,
 };
 use residency::{Bytes, Component, ComponentId};
 
@@ -192,6 +193,8 @@ const ESCAPED: [(char, &str); 4] = [('%', "%25"), ('+', "%2B"), ('&', "%26"), ('
 struct Opened {
     model: Arc<dyn Model>,
     components: Vec<Component>,
+    /// Digests of the names of what each component loads.
+    loaded: Vec<String>,
     stamps: Stamps,
     /// Which use of any model was the last of this one.
     used: u64,
@@ -281,7 +284,12 @@ impl Library {
         let around = Around::of(&entry.path);
         let model = self.read(entry, card)?;
         timeline.part("read headers, tokenizers");
+        let loaded = |component: &Component| {
+            let plan = model.load_plan(&component.name);
+            plan.map(digest_of_names).unwrap_or_default()
+        };
         let mut opened = Opened {
+            loaded: model.components().iter().map(loaded).collect(),
             components: model.components().to_vec(),
             stamps: Stamps::of(around, &*model),
             used: self.uses.fetch_add(1, Ordering::Relaxed),
@@ -545,6 +553,7 @@ impl Opened {
         let files = self.stamps.files.get(index).filter(|files| !files.is_empty())?;
         let mut whole = blake3::Hasher::new();
         whole.update(self.components[index].name.as_bytes());
+        whole.update(self.loaded.get(index)?.as_bytes());
         for file in files {
             whole.update(known(&file.stamp)?.as_bytes());
         }

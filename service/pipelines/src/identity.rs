@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::DType;
-use gpu::{CheckpointFile, FileStamp, WeightFormat};
+use gpu::{CheckpointFile, FileStamp, LoadPlan, WeightFormat};
 use residency::ComponentId;
 
 /// A file that a component is read from, as it was when its model was opened.
@@ -64,4 +64,16 @@ pub fn provisional_identity(
         None => format!("path:{path}#{component_name}~{version}@{dtype}"),
         Some(format) => format!("path:{path}#{component_name}~{version}@{dtype}:{format}"),
     })
+}
+
+/// A digest of the names of what is loaded. The same file gives a LoRA other tensors beside another base.
+pub fn digest_of_names(plan: &LoadPlan) -> String {
+    let mut digest = blake3::Hasher::new();
+    if let LoadPlan::Files(sources) = plan {
+        for source in sources {
+            digest.update(source.name.as_bytes());
+            digest.update(b"\n");
+        }
+    }
+    digest.finalize().to_hex()[..16].to_owned()
 }

@@ -37,7 +37,7 @@ pub use family::{
     Catalogue, Family, Model, ModelError, Observer, Precision, StageError, StageRun, Unobserved,
 };
 pub use host::{HostTensor, HostType};
-pub use identity::{ModelFile, provisional_identity};
+pub use identity::{ModelFile, digest_of_names, provisional_identity};
 pub use media::{MediaFormat, Piece};
 pub use ops::{
     AttentionPaths, Fp8Products, Libraries, Planned, attention_by, keep_plans_in, libraries, make_plans,

@@ -5,7 +5,7 @@ use gpu::{LoadPlan, Target, TensorSource, WeightFormat};
 use residency::{Bytes, Component};
 
 use super::components::ComponentFiles;
-use crate::{Formats, ModelFile, provisional_identity};
+use crate::{Formats, ModelFile, digest_of_names, provisional_identity};
 
 /// Predicted bytes per second of a reload, until measured.
 const RELOAD_BYTES_PER_SECOND: f64 = 4e9;
@@ -42,8 +42,9 @@ impl ComponentSet {
     pub(crate) fn push(&mut self, name: &str, files: ComponentFiles) {
         let bytes = files.plan.bytes();
         let format = self.formats.of(name);
+        let loaded = format!("{name}:{}", digest_of_names(&files.plan));
         self.components.push(Component {
-            id: provisional_identity(&files.place, &files.files, name, self.dtype, format),
+            id: provisional_identity(&files.place, &files.files, &loaded, self.dtype, format),
             name: name.to_owned(),
             bytes,
             reload_seconds: bytes.0 as f64 / RELOAD_BYTES_PER_SECOND,

@@ -327,6 +327,30 @@ fn several_adapters_add_up_in_any_order() {
     assert!(apart < tolerances().pipeline, "{apart:e}");
 }
 
+/// dev and schnell have different blocks here, so that the same file gives them different tensors.
+#[test]
+fn an_adapter_has_an_identity_for_each_set_of_layers() {
+    let name = "kohya.safetensors";
+    let lenient = AdapterFile {
+        ignores_unknown: true,
+        ..file(name)
+    };
+    let loaded = |kind: &str| {
+        let folder = folder(kind);
+        let model = FluxModel::open(folder.path(), &F32)
+            .expect("a sound model")
+            .expect("a FLUX model");
+        let model = model.adapted(std::slice::from_ref(&lenient)).expect("an adapter");
+        let name = format!("adapter:{name}:transformer");
+        let component = model.components().iter().find(|component| component.name == name);
+        component.expect("a component").clone()
+    };
+    let (dev, schnell) = (loaded("dev"), loaded("schnell"));
+    assert_ne!(dev.bytes, schnell.bytes);
+    assert_ne!(dev.id, schnell.id);
+    assert_eq!(dev.id, loaded("dev").id);
+}
+
 #[test]
 fn an_adapter_is_a_component_with_exact_bytes() {
     let name = "kohya.safetensors";
