@@ -80,7 +80,9 @@ def test_what_a_control_leaves_open_stays_open(service: Service, ask: Ask) -> No
 
 
 @pytest.mark.parametrize("none", [None, [], ()])
-def test_none_of_them_is_none(service: Service, ask: Ask, none: Any) -> None:
+def test_an_empty_list_of_pictures_leaves_the_fields_unset(
+    service: Service, ask: Ask, none: Any
+) -> None:
     request = asked_for(service, ask, mask=None, references=none, controls=none)
     assert not request.HasField("mask")
     assert not request.references

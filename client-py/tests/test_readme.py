@@ -28,7 +28,7 @@ SAID = [
 ]
 
 
-def test_there_are_eight() -> None:
+def test_the_readme_has_eight_examples() -> None:
     assert len(EXAMPLES) == 8
 
 

@@ -105,7 +105,7 @@ def test_adapters_are_listed_with_the_models(simulated: Callable[[], Service]) -
 def test_clients_with_different_adapters_share_one_base(simulated: Callable[[], Service]) -> None:
     service = simulated()
 
-    def paint(number: int) -> Counter[str]:
+    def generate(number: int) -> Counter[str]:
         with service.client(client_id=f"client-{number}") as client:
             adapters = [name_of(number)]
             with client.stream_image("x", model="small", adapters=adapters, seed=1) as stream:
@@ -113,7 +113,7 @@ def test_clients_with_different_adapters_share_one_base(simulated: Callable[[], 
 
     with service.client() as client:
         with ThreadPoolExecutor(CLIENTS) as pool:
-            begun = sum(pool.map(paint, range(CLIENTS)), Counter())
+            begun = sum(pool.map(generate, range(CLIENTS)), Counter())
         assert all(begun[name] == 1 for name in BASE), begun
         there = residents(client)
         assert there.keys() == BASE | {component_of(name_of(n)) for n in range(CLIENTS)}

@@ -134,7 +134,7 @@ def test_a_mask_of_black_changes_nothing_and_of_white_all(client: moored.Client)
     assert same(all_of_it, generated(client, init_image=START))
 
 
-def test_grey_mixes(client: moored.Client) -> None:
+def test_a_grey_mask_mixes_both_pictures(client: moored.Client) -> None:
     full = generated(client, init_image=START, mask=MASK).astype(int)
     # From the middle on a cell is sampled, and its pixels are mixed.
     mixed = generated(client, init_image=START, mask=mask(grey=191)).astype(int)

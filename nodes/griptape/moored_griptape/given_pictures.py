@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import moored
 from griptape_nodes.files.file import File
 
-from moored_griptape.numbers import number_or_none
+from moored_griptape.numbers import listed, number_or_none
 
 _CONTROL_KEYS = ("id", "image", "scale", "start", "end", "mode")
 
@@ -25,21 +24,7 @@ def parse_controls(value: object, picture: Any) -> tuple[moored.Control, ...]:
 
     `picture` is what those read that name no `image`.
     """
-    if value is None or value == "":
-        return ()
-    if isinstance(value, str):
-        text = value.strip()
-        try:
-            value = json.loads(text) if text.startswith(("[", "{")) else text.split(",")
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"controls is no JSON list ({error}): give names, or objects with `id`"
-            ) from error
-    if isinstance(value, Mapping):
-        value = [value]
-    if not isinstance(value, Sequence):
-        raise ValueError("controls is a list of names, or of objects with `id`")
-    return tuple(_control(one, picture) for one in value if one)
+    return tuple(_control(one, picture) for one in listed(value, "controls", "`id`"))
 
 
 def _control(value: object, picture: Any) -> moored.Control:

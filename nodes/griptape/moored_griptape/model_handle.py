@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import moored
 
-from moored_griptape.numbers import number
+from moored_griptape.numbers import listed, number
 
 HANDLE_TYPE = "MooredModel"
 DEFAULT_MODEL = "default"
@@ -106,21 +106,7 @@ class ModelHandle:
 
 def parse_loras(value: object) -> tuple[moored.Adapter, ...]:
     """LoRAs: names, also as `NAME:STRENGTH`, objects with `id` and `strength`, or a JSON list of them."""
-    if value is None or value == "":
-        return ()
-    if isinstance(value, str):
-        text = value.strip()
-        try:
-            value = json.loads(text) if text.startswith(("[", "{")) else text.split(",")
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"loras is no JSON list ({error}): give names, or objects with `id` and `strength`"
-            ) from error
-    if isinstance(value, Mapping):
-        value = [value]
-    if not isinstance(value, Sequence):
-        raise ValueError("loras is a list of names, or of objects with `id` and `strength`")
-    return tuple(_lora(one) for one in value if one)
+    return tuple(_lora(one) for one in listed(value, "loras", "`id` and `strength`"))
 
 
 _LORA_KEYS = ("id", "strength", "curve", "text_strength", "ignore_unknown")

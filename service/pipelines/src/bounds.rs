@@ -33,9 +33,19 @@ pub(crate) fn no_references(request: &Request) -> Option<RequestError> {
         let problem = "are not taken by this model; FLUX.1 takes ControlNets";
         return Some(RequestError::new("controls", problem));
     }
-    let has = matches!(&request.medium, Medium::Image(image) if !image.references.is_empty());
-    let problem = "are not taken by this model; FLUX.1 Kontext takes one";
-    has.then(|| RequestError::new("references", problem))
+    match &request.medium {
+        Medium::Image(image) => too_many_references(image.references.len(), 0),
+        Medium::Video(_) | Medium::Audio(_) => None,
+    }
+}
+
+/// The refusal of more reference pictures than a model takes.
+pub(crate) fn too_many_references(count: usize, most: usize) -> Option<RequestError> {
+    let problem = match most {
+        0 => "are not taken by this model; FLUX.1 Kontext takes one".to_owned(),
+        most => format!("are {count}; this model takes {most}"),
+    };
+    (count > most).then(|| RequestError::new("references", problem))
 }
 
 /// All fields of a request that are out of bounds.

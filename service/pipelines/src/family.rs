@@ -9,6 +9,7 @@ use gpu::{ComponentTensors, LoadPlan, Target, TensorSource, WeightFormat};
 use residency::{Bytes, Component};
 
 use crate::adapters::{AdapterError, AdapterFile, AdapterReport};
+use crate::bounds::too_many_references;
 use crate::files::pipeline_class;
 use crate::host::HostTensor;
 use crate::identity::ModelFile;
@@ -292,7 +293,12 @@ pub trait Model: Send + Sync {
         0
     }
 
-    /// The size in which the model takes a reference picture of this size; `None` if it takes none.
+    /// The refusal of so many reference pictures; `None` if the model takes them.
+    fn too_many_references(&self, count: usize) -> Option<RequestError> {
+        too_many_references(count, self.most_references())
+    }
+
+    /// The size in which the model takes a reference picture of this size; `None` if it prefers none.
     ///
     /// # Errors
     /// When the picture is too small or too narrow.

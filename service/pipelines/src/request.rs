@@ -191,6 +191,11 @@ impl Medium {
 }
 
 impl Request {
+    /// Whether the strength of an adapter changes over the steps.
+    pub(crate) fn has_curves(&self) -> bool {
+        self.adapters.iter().any(|each| !each.strength.is_constant())
+    }
+
     /// A default request: no prompt, seed 0, no starting point, no previews. From a picture, a picture runs 0.6 of its
     /// schedule, as diffusers' pipelines do; other media run all of it.
     pub fn of(medium: Medium, steps: u32, guidance: f32, max_sequence_length: u32) -> Request {

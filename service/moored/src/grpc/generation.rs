@@ -363,12 +363,9 @@ impl Service {
     /// The reference pictures of a request, in the sizes that the model takes.
     async fn references_of(&self, asked: &Asked, model: &dyn Model) -> Result<Vec<InitImage>, Error> {
         const REFERENCES: &str = "references";
-        if asked.references.len() > model.most_references() {
-            let problem = match model.most_references() {
-                0 => "are not taken by this model; FLUX.1 Kontext takes one".to_owned(),
-                most => format!("are {}; this model takes {most}", asked.references.len()),
-            };
-            return Err(invalid(REFERENCES, problem));
+        // Before they are decoded: each may take hundreds of megabytes.
+        if let Some(problem) = model.too_many_references(asked.references.len()) {
+            return Err(Error::Invalid(vec![problem]));
         }
         let mut references = Vec::new();
         for reference in &asked.references {
@@ -380,7 +377,6 @@ impl Service {
                 Some(size) if size != (pixels.width, pixels.height) => {
                     self.decode_picture(REFERENCES, data, Some(size)).await?
                 }
-                // The plan of a model that takes none refuses it.
                 Some(_) | None => pixels,
             }));
         }

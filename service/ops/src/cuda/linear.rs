@@ -305,7 +305,7 @@ fn distances<const KINDS: usize>(at: &[[u64; KINDS]], size: usize) -> Option<[us
 
 /// Computes layers over the same rows as one batched product, if all have the same shape, and weights, biases and
 /// results have equal strides. Quantized weights get equal strides in the scratch, if it is large enough. Otherwise
-/// returns `false`, and nothing is done.
+/// returns `false`; terms may have been written into the results.
 pub(crate) fn linear_as_one(
     x: &Tensor,
     layers: &[LayerTo<'_>],

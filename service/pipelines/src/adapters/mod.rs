@@ -141,7 +141,7 @@ pub struct AdapterUse {
 pub struct AdapterFile {
     /// Unique name, part of the names of its components.
     pub name: String,
-    /// A file, or the folder of an adapter of peft.
+    /// A file, the folder of an adapter of peft, or that of a ControlNet.
     pub path: PathBuf,
     /// Ignore tensors that are of no layer of the model, instead of refusing the adapter.
     pub ignores_unknown: bool,

@@ -12,7 +12,7 @@ use super::buffers::{Added, FluxBuffers, Next};
 use super::config::TransformerConfig;
 use super::layout::layout;
 use super::transformer::Prompted;
-use super::trunk::{BesideBlocks, BlockPlace, Trunk, TrunkConditioning};
+use super::trunk::{BlockHook, BlockPlace, Trunk, TrunkConditioning};
 use crate::adapters::{AdaptedTensors, AdapterError, AdapterFile, AdapterReport};
 use crate::checkpoint::{Checkpoint, ComponentFiles, QuantizeRole, Requested, exact_component, whole};
 use crate::files::read_json;
@@ -153,7 +153,7 @@ impl ControlNetConfig {
         tokens + usize::from(self.num_mode.is_some())
     }
 
-    /// Predicted activation bytes beside those of the transformer: what its blocks leave, its modulations, and its own
+    /// Predicted activation bytes beside those of the transformer: the residual samples of its blocks, its modulations, and its own
     /// buffers.
     pub(super) fn scratch(&self, text: usize, picture: usize, steps: u32, dtype: DType) -> u64 {
         let (width, number) = (self.trunk.width(), dtype.size_in_bytes());
@@ -273,7 +273,7 @@ impl ControlNet {
     }
 }
 
-/// What the blocks leave, `[1, tokens, width]` each.
+/// The residual samples of the blocks, `[1, tokens, width]` each.
 struct Samples {
     double: Vec<Tensor>,
     single: Vec<Tensor>,
@@ -309,7 +309,7 @@ impl PreparedControl {
             .picture_in
             .forward_into(latent, Epilogue::None, &picture.hidden, buffers.scratch())?;
         picture.add(&[(&self.embedded, &self.ones)])?;
-        // The last block normalizes for nobody.
+        // The result of the last block's norm is not used.
         let nobody = Next {
             scale: self.ones.clone(),
             shift: self.ones.clone(),
@@ -317,24 +317,24 @@ impl PreparedControl {
         };
         let whole = buffers.whole()?;
         let wanted = if trunk.single.is_empty() { &picture } else { &whole };
-        let mut leave = Leave { control: self };
+        let mut collect = CollectSamples { control: self };
         trunk.run(
             buffers,
             &self.conditioning,
             step,
             (wanted, &nobody),
-            &mut leave,
+            &mut collect,
             go_on,
         )
     }
 }
 
 /// Takes what each block of a ControlNet leaves.
-struct Leave<'a> {
+struct CollectSamples<'a> {
     control: &'a PreparedControl,
 }
 
-impl BesideBlocks for Leave<'_> {
+impl BlockHook for CollectSamples<'_> {
     fn behind(&mut self, block: BlockPlace, buffers: &FluxBuffers) -> Result<(), StageError> {
         let (net, samples) = (&self.control.net, &self.control.samples);
         let (layer, sample) = match block {
@@ -354,7 +354,7 @@ pub(super) struct Controls<'a> {
     pub(super) single_blocks: usize,
 }
 
-impl BesideBlocks for Controls<'_> {
+impl BlockHook for Controls<'_> {
     fn added(&self, block: BlockPlace) -> Vec<Added<'_>> {
         let sample = |control: &&PreparedControl| -> Option<(usize, bool)> {
             let (samples, blocks, index) = match block {

@@ -11,6 +11,7 @@ use super::control_net::OpenControlNet;
 use super::model::FluxModel;
 use super::transformer::pack;
 use crate::bounds::PIXELS_PER_TOKEN;
+use crate::family::Model;
 use crate::start::CHANGES;
 use crate::{ControlUse, Image, InitImage, Mask, Request, RequestError, StageError, StagePlan, ValueShape};
 
@@ -127,14 +128,7 @@ impl FluxModel {
         if let Some(problem) = self.control_problem(image) {
             return Some(problem);
         }
-        let refused = |problem: &str| Some(RequestError::new("references", problem));
-        match (self.variant, image.references.len()) {
-            (_, 0) | (Variant::Kontext, 1) => None,
-            (Variant::Kontext, _) => refused("are several; FLUX.1 Kontext takes one"),
-            (Variant::Plain | Variant::Fill, _) => {
-                refused("are not taken by this model; FLUX.1 Kontext takes one")
-            }
-        }
+        self.too_many_references(image.references.len())
     }
 
     /// The stages that encode what a request gives to edit.

@@ -53,7 +53,7 @@ impl Family for Flux {
     }
 }
 
-/// A FLUX.1 checkpoint, dev or schnell.
+/// A FLUX.1 checkpoint: dev, schnell, Kontext or Fill.
 #[derive(Clone, Debug)]
 pub struct FluxModel {
     pub(super) precision: Precision,
@@ -196,7 +196,7 @@ impl FluxModel {
         let of_modulators = self
             .components
             .dequantizing("transformer", steps as usize, is_modulator);
-        let is_curved = request.adapters.iter().any(|each| !each.strength.is_constant());
+        let is_curved = request.has_curves();
         scratch = match is_curved {
             true => scratch + of_modulators,
             false => scratch.max(of_modulators),

@@ -7,7 +7,7 @@ use ops::Epilogue;
 use super::blocks::Modulator;
 use super::buffers::{FluxBuffers, Next};
 use super::config::TransformerConfig;
-use super::trunk::{Alone, BesideBlocks, Trunk, TrunkConditioning};
+use super::trunk::{BlockHook, NoHook, Trunk, TrunkConditioning};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
@@ -137,7 +137,7 @@ impl Transformer {
         step_buffers: &'a StepBuffers,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<&'a Tensor, StageError> {
-        self.velocity_beside(latent, conditioning, step, step_buffers, &mut Alone, go_on)
+        self.velocity_beside(latent, conditioning, step, step_buffers, &mut NoHook, go_on)
     }
 
     /// As [`Transformer::velocity`], with what is added by ControlNets.
@@ -150,7 +150,7 @@ impl Transformer {
         conditioning: &Conditioning,
         step: usize,
         step_buffers: &'a StepBuffers,
-        beside: &mut dyn BesideBlocks,
+        beside: &mut dyn BlockHook,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<&'a Tensor, StageError> {
         let buffers = &step_buffers.buffers;

@@ -77,7 +77,7 @@ pub(super) enum BlockPlace {
 }
 
 /// What goes along with the blocks of a pass.
-pub(super) trait BesideBlocks {
+pub(super) trait BlockHook {
     /// What a block adds to the residual of the generated picture.
     fn added(&self, _block: BlockPlace) -> Vec<Added<'_>> {
         Vec::new()
@@ -93,9 +93,9 @@ pub(super) trait BesideBlocks {
 }
 
 /// Nothing beside the blocks.
-pub(super) struct Alone;
+pub(super) struct NoHook;
 
-impl BesideBlocks for Alone {}
+impl BlockHook for NoHook {}
 
 impl Trunk {
     /// Takes the tensors from a component and checks their shapes.
@@ -230,7 +230,7 @@ impl Trunk {
         conditioning: &TrunkConditioning,
         step: usize,
         (wanted, last): (&Part, &Next),
-        beside: &mut dyn BesideBlocks,
+        beside: &mut dyn BlockHook,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<(), StageError> {
         let (picture, text, whole) = (buffers.picture()?, buffers.text()?, buffers.whole()?);

@@ -170,7 +170,7 @@ impl ZImageModel {
         let of_modulators = self
             .components
             .dequantizing(TRANSFORMER, steps as usize, is_modulator);
-        let is_curved = request.adapters.iter().any(|each| !each.strength.is_constant());
+        let is_curved = request.has_curves();
         scratch = match is_curved {
             true => scratch + of_modulators,
             false => scratch.max(of_modulators),

@@ -3,16 +3,12 @@
 use pipelines::flux::FluxModel;
 use pipelines::{
     AdapterError, AdapterFile, ControlUse, Image, InitImage, Medium, Model, ModelError, Request, Unobserved,
-    resized,
 };
 use serde::Deserialize;
 
-use crate::device::tolerances;
-use crate::numbers::{distance, fixtures, json, largest_difference, tensors};
+use crate::edits::{assert_equal, scaled};
+use crate::numbers::{distance, fixtures, json, tensors};
 use crate::workshop::{F32, Workshop, black, folder, init_image, on_cpu, request};
-
-/// The largest difference of a picture that is allowed on a CPU, from 0 to 1.
-const PICTURE: f64 = 1e-4;
 
 fn adapted(folder_of_net: &str) -> Result<FluxModel, ModelError> {
     let base = folder("dev");
@@ -74,12 +70,7 @@ fn pictures_with_control_nets_equal_the_references() {
     for case in json::<Vec<Case>>("flux-controlnet-tiny/expected/pipelines.json") {
         let workshop = with(&case.controlnet);
         let control = init_image(&expected[&format!("{}.control", case.name)]);
-        let from = (control.width, control.height);
-        let control = InitImage {
-            width: case.width,
-            height: case.height,
-            rgb: resized(&control.rgb, 3, from, (case.width, case.height)).into(),
-        };
+        let control = scaled(&control, (case.width, case.height));
         let image = Image {
             controls: vec![ControlUse {
                 scale: case.controlnet_conditioning_scale,
@@ -100,16 +91,7 @@ fn pictures_with_control_nets_equal_the_references() {
                 case.max_sequence_length,
             )
         };
-        let latent = on_cpu(&workshop.denoised(&request, &mut Unobserved).expect("a latent"));
-        let apart = distance(&latent, &expected[&format!("{}.latent", case.name)]);
-        let found = workshop.picture(&request, &latent);
-        let largest = f64::from(largest_difference(
-            &found,
-            &expected[&format!("{}.picture", case.name)],
-        ));
-        let tolerance = tolerances().pipeline;
-        assert!(apart < tolerance, "{}: {apart:e}", case.name);
-        assert!(largest < tolerance.max(PICTURE), "{}: {largest:e}", case.name);
+        assert_equal(&workshop, &request, &case.name, &expected);
     }
 }
 

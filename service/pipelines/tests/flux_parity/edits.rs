@@ -61,7 +61,8 @@ impl Case {
     }
 }
 
-fn scaled(image: &InitImage, (width, height): (u32, u32)) -> InitImage {
+/// A picture of a fixture in another size, scaled as the reference scales it.
+pub(crate) fn scaled(image: &InitImage, (width, height): (u32, u32)) -> InitImage {
     let rgb = resized(&image.rgb, 3, (image.width, image.height), (width, height));
     InitImage {
         width,
@@ -84,7 +85,8 @@ pub(crate) fn mask_of(grey: &Tensor) -> Mask {
     }
 }
 
-fn assert_equal(
+/// Compares the latent and the picture of a request with those of a reference.
+pub(crate) fn assert_equal(
     workshop: &Workshop,
     request: &Request,
     case: &str,
