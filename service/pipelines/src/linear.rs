@@ -55,6 +55,34 @@ impl Linear {
         })
     }
 
+    /// A convolution whose steps are as long as its filter, as a layer over patches: takes `{name}.weight`
+    /// `[outputs, patch..]` and `{name}.bias` `[outputs]`. The weight is in full precision.
+    ///
+    /// # Errors
+    /// When one of them is missing or of another shape.
+    pub(crate) fn of_patches(
+        tensors: &AdaptedTensors<'_>,
+        name: &str,
+        patch: &[usize],
+        outputs: usize,
+    ) -> Result<Linear, MissingTensor> {
+        let shape: Vec<usize> = std::iter::once(outputs).chain(patch.iter().copied()).collect();
+        let inputs: usize = patch.iter().product();
+        let full_name = format!("{name}.weight");
+        let weight = tensors.shaped(&full_name, &shape)?;
+        let weight = weight
+            .reshape((outputs, inputs))
+            .map_err(|error| MissingTensor {
+                name: full_name,
+                problem: error.to_string(),
+            })?;
+        Ok(Linear {
+            weight: Weight::Full(weight),
+            bias: Some(tensors.shaped(&format!("{name}.bias"), &[outputs])?),
+            terms: tensors.terms(name, inputs, outputs)?,
+        })
+    }
+
     /// The layer at the current strengths of its adapters, on the device of what it computes.
     fn now(&self, device: &Device) -> candle_core::Result<LinearLayer<'_>> {
         let terms = self.terms.iter().map(|term| term.now(device));

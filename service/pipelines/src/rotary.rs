@@ -60,23 +60,8 @@ pub(crate) fn rotations<const N: usize>(
     }
     let mut tables = Vec::with_capacity(N);
     for (&width, most) in axes.iter().zip(most) {
-        let frequency = |i: usize| match rounded {
-            Rounded::Results | Rounded::Angles => theta.powf(-((2 * i) as f64) / width as f64),
-            Rounded::Frequencies => {
-                let period = theta.powf((2 * i) as f64 / width as f64);
-                f64::from(1.0 / period as f32)
-            }
-        };
-        let frequencies: Vec<f64> = (0..width / 2).map(frequency).collect();
-        let turn = |at: u32, frequency: f64| {
-            let angle = f64::from(at) * frequency;
-            let (sin, cos) = match rounded {
-                Rounded::Results => angle.sin_cos(),
-                Rounded::Angles | Rounded::Frequencies => f64::from(angle as f32).sin_cos(),
-            };
-            (sin as f32, cos as f32)
-        };
-        let table = (0..=most).map(|at| frequencies.iter().map(|&f| turn(at, f)).collect());
+        let frequencies = frequencies(width, theta, rounded);
+        let table = (0..=most).map(|at| turned(at, &frequencies, rounded));
         tables.push(table.collect::<Vec<Vec<(f32, f32)>>>());
     }
     let pairs = axes.iter().sum::<usize>() / 2;
@@ -95,4 +80,34 @@ pub(crate) fn rotations<const N: usize>(
         cos: Tensor::from_vec(cos, shape, device)?,
         sin: Tensor::from_vec(sin, shape, device)?,
     })
+}
+
+/// Frequencies of the pairs of an axis.
+fn frequencies(width: usize, theta: f64, rounded: Rounded) -> Vec<f64> {
+    let frequency = |i: usize| match rounded {
+        Rounded::Results | Rounded::Angles => theta.powf(-((2 * i) as f64) / width as f64),
+        Rounded::Frequencies => {
+            let period = theta.powf((2 * i) as f64 / width as f64);
+            f64::from(1.0 / period as f32)
+        }
+    };
+    (0..width / 2).map(frequency).collect()
+}
+
+/// Sine and cosine of a position at these frequencies.
+fn turned(at: u32, frequencies: &[f64], rounded: Rounded) -> Vec<(f32, f32)> {
+    let turn = |&frequency: &f64| {
+        let angle = f64::from(at) * frequency;
+        let (sin, cos) = match rounded {
+            Rounded::Results => angle.sin_cos(),
+            Rounded::Angles | Rounded::Frequencies => f64::from(angle as f32).sin_cos(),
+        };
+        (sin as f32, cos as f32)
+    };
+    frequencies.iter().map(turn).collect()
+}
+
+/// Sine and cosine of the pairs of one axis of this width, at a position.
+pub(crate) fn turns(at: u32, width: usize, theta: f64, rounded: Rounded) -> Vec<(f32, f32)> {
+    turned(at, &frequencies(width, theta, rounded), rounded)
 }

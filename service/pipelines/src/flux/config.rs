@@ -2,6 +2,8 @@
 
 use serde::Deserialize;
 
+use crate::mmdit::BlocksShape;
+
 /// Configuration of the transformer, diffusers' `FluxTransformer2DModel`; missing fields have that class's defaults.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default)]
@@ -58,7 +60,17 @@ impl TransformerConfig {
 
     /// Width of the feed-forward layers.
     pub fn feed_forward_width(&self) -> usize {
-        4 * self.width()
+        self.blocks().feed_forward_width()
+    }
+
+    /// Its blocks.
+    pub(crate) fn blocks(&self) -> BlocksShape {
+        BlocksShape {
+            heads: self.num_attention_heads,
+            head: self.attention_head_dim,
+            double: self.num_layers,
+            single: self.num_single_layers,
+        }
     }
 
     /// Width of a packed token of the latent.

@@ -8,16 +8,16 @@ use gpu::{ComponentTensors, MissingTensor};
 use ops::Epilogue;
 use serde::Deserialize;
 
-use super::buffers::{Added, FluxBuffers, Next};
 use super::config::TransformerConfig;
 use super::layout::layout;
 use super::transformer::Prompted;
-use super::trunk::{BlockHook, BlockPlace, Trunk, TrunkConditioning};
+use super::trunk::{Trunk, TrunkConditioning};
 use crate::adapters::{AdaptedTensors, AdapterError, AdapterFile, AdapterReport};
 use crate::checkpoint::{Checkpoint, ComponentFiles, QuantizeRole, Requested, exact_component, whole};
 use crate::files::read_json;
 use crate::flow_match::decimal;
 use crate::linear::Linear;
+use crate::mmdit::{Added, BlockHook, BlockPlace, Buffers, Next};
 use crate::{ControlUse, StageError};
 
 /// The class in its configuration.
@@ -244,8 +244,7 @@ impl ControlNet {
             .iter()
             .chain(&self.single_out)
             .chain([&self.control_in]);
-        let layers = self.trunk.layers(out, text + picture, dtype)?;
-        let buffers = self.trunk.buffers((1, text, picture), layers, (dtype, &device))?;
+        let buffers = self.trunk.buffers((1, text, picture), out, (dtype, &device))?;
         let width = self.trunk.config.width();
         let sample = || Tensor::zeros((1, picture, width), dtype, &device);
         let samples = |count: usize| {
@@ -283,7 +282,7 @@ struct Samples {
 pub(super) struct PreparedControl {
     net: ControlNet,
     conditioning: TrunkConditioning,
-    buffers: FluxBuffers,
+    buffers: Buffers,
     /// The control picture's latent, embedded.
     embedded: Tensor,
     samples: Samples,
@@ -316,7 +315,7 @@ impl PreparedControl {
             as_codes: false,
         };
         let whole = buffers.whole()?;
-        let wanted = if trunk.single.is_empty() { &picture } else { &whole };
+        let wanted = if trunk.config.num_single_layers == 0 { &picture } else { &whole };
         let mut collect = CollectSamples { control: self };
         trunk.run(
             buffers,
@@ -335,7 +334,7 @@ struct CollectSamples<'a> {
 }
 
 impl BlockHook for CollectSamples<'_> {
-    fn behind(&mut self, block: BlockPlace, buffers: &FluxBuffers) -> Result<(), StageError> {
+    fn behind(&mut self, block: BlockPlace, buffers: &Buffers) -> Result<(), StageError> {
         let (net, samples) = (&self.control.net, &self.control.samples);
         let (layer, sample) = match block {
             BlockPlace::Double(i) => (&net.double_out[i], &samples.double[i]),

@@ -150,6 +150,7 @@ impl FluxModel {
             StagePlan {
                 per_item: false,
                 memo: Some(format!("flux-reference:{}", hash.finalize().to_hex())),
+                section: None,
                 ..autoencoder.encode_stage_named(ENCODE_REFERENCE, REFERENCE, &size)
             }
         };

@@ -4,8 +4,6 @@
 //! names.
 
 mod adapter_targets;
-mod blocks;
-mod buffers;
 mod checkpoint;
 mod components;
 mod config;

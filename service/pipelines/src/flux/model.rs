@@ -13,7 +13,7 @@ use super::control_net::OpenControlNet;
 use super::edit::{Variant, preferred_size};
 use super::open::LARGE;
 use super::stages::{DENOISE, ENCODE_TEXT, POOLED, SEQUENCE, Stage};
-use super::transformer::{codes_bytes, denoise_scratch, is_modulator};
+use super::transformer::denoise_scratch;
 use crate::adapters::{AdapterFile, AdapterReport, AdapterSet, UsedAs, is_control_net_folder};
 use crate::autoencoder_kl::VaeConfig;
 use crate::autoencoder_kl::plan::{Autoencoder, LATENT};
@@ -21,6 +21,7 @@ use crate::bounds::{self, PIXELS_PER_TOKEN, problems};
 use crate::checkpoint::ComponentSet;
 use crate::family::smaller_sides;
 use crate::flow_match::SchedulerConfig;
+use crate::mmdit::is_modulator;
 use crate::plan::names;
 use crate::start::steps_run;
 use crate::text::clip::ClipConfig;
@@ -142,6 +143,7 @@ impl FluxModel {
             gives: names(&[POOLED, SEQUENCE]),
             per_item: false,
             memo: Some(self.text_memo(request)?),
+            section: None,
             preview: None,
         })
     }
@@ -190,7 +192,7 @@ impl FluxModel {
             .dequantizing("transformer", all_tokens, |name| !is_modulator(name));
         scratch += dequantizing.max(self.adapters.scratch("transformer", all_tokens, dtype));
         if self.components.is_multiplied_in_fp8("transformer") {
-            scratch += Bytes(codes_bytes(&self.transformer, tokens as usize, picture));
+            scratch += Bytes(self.transformer.blocks().codes_bytes(all_tokens));
         }
         // Modulators run before the buffers are allocated, and again in each step while they are there where strengths change.
         let of_modulators = self
@@ -245,6 +247,7 @@ impl FluxModel {
             gives: names(&[LATENT]),
             per_item: true,
             memo: None,
+            section: None,
             preview: request.preview.then(|| self.autoencoder().preview_need(image)),
         }
     }

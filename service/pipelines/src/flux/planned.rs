@@ -2,7 +2,6 @@
 
 use ops::Planned;
 
-use super::buffers::FluxBuffers;
 use super::edit::{ENCODE_CONTROL, ENCODE_MASKED, ENCODE_REFERENCE};
 use super::model::FluxModel;
 use super::stages::{DENOISE, ENCODE_TEXT};
@@ -37,11 +36,11 @@ impl FluxModel {
             DENOISE => {
                 let picture = (width / PIXELS_PER_TOKEN) as usize * (height / PIXELS_PER_TOKEN) as usize
                     + self.reference_tokens(image);
-                let mut planned = vec![FluxBuffers::planned(&self.transformer, tokens + picture, dtype)];
+                let mut planned = vec![self.transformer.blocks().planned(tokens + picture, dtype)];
                 for (_, net) in self.controls_of(image) {
                     let generated = picture - self.reference_tokens(image);
                     let all = net.config.text_tokens(tokens) + generated;
-                    planned.push(FluxBuffers::planned(&net.config.trunk, all, dtype));
+                    planned.push(net.config.trunk.blocks().planned(all, dtype));
                 }
                 if request.preview {
                     // At half the size.

@@ -4,13 +4,12 @@ use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
 use ops::Epilogue;
 
-use super::blocks::Modulator;
-use super::buffers::{FluxBuffers, Next};
 use super::config::TransformerConfig;
-use super::trunk::{BlockHook, NoHook, Trunk, TrunkConditioning};
+use super::trunk::{Trunk, TrunkConditioning};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
+use crate::mmdit::{BlockHook, Buffers, Modulator, Next, NoHook};
 
 /// The transformer over resident tensors. It holds handles only, and allocates nothing.
 pub struct Transformer {
@@ -114,13 +113,12 @@ impl Transformer {
         (dtype, device): (DType, &Device),
     ) -> candle_core::Result<StepBuffers> {
         let picture = generated + reference;
-        let layers = self.trunk.layers([&self.last], batch * (text + picture), dtype)?;
         let shape = (batch, generated, self.trunk.config.out_width());
         Ok(StepBuffers {
             velocity: Tensor::zeros(shape, dtype, device)?,
             buffers: self
                 .trunk
-                .buffers((batch, text, picture), layers, (dtype, device))?,
+                .buffers((batch, text, picture), [&self.last], (dtype, device))?,
         })
     }
 
@@ -192,7 +190,7 @@ impl Transformer {
 /// Buffers of a request's steps.
 #[derive(Debug)]
 pub struct StepBuffers {
-    buffers: FluxBuffers,
+    buffers: Buffers,
     velocity: Tensor,
 }
 
@@ -237,11 +235,9 @@ pub fn denoise_scratch(
     steps: u32,
     dtype: DType,
 ) -> u64 {
-    let (tokens, width, number) = (text + picture, config.width(), dtype.size_in_bytes());
-    let buffers = FluxBuffers::bytes(width, tokens, number);
-    let rotations = (tokens * config.attention_head_dim * 4) as u64;
-    let modulations = config.num_layers * 12 + config.num_single_layers * 3 + 2;
-    let modulations = (modulations * width * number) as u64 * u64::from(steps);
+    let (blocks, number) = (config.blocks(), dtype.size_in_bytes());
+    let buffers = blocks.buffers_bytes(text + picture, dtype);
+    let modulations = blocks.modulations_bytes(steps, dtype);
     // The latent in f32 and in the computation dtype, and its velocity; what conditions it; the encoded text.
     let input = if config.takes_mask() {
         config.in_channels
@@ -250,15 +246,5 @@ pub fn denoise_scratch(
     };
     let latents = picture * (config.out_width() * (4 + 2 * number) + input * number)
         + text * config.joint_attention_dim * number;
-    buffers + rotations + modulations + latents as u64 + LIBRARIES
-}
-
-/// Whether a tensor is the weight of a [`Modulator`], which steps do not use.
-pub(super) fn is_modulator(name: &str) -> bool {
-    name.ends_with(".linear.weight")
-}
-
-/// Bytes of the codes of rows for native fp8 products.
-pub(super) fn codes_bytes(config: &TransformerConfig, text: usize, picture: usize) -> u64 {
-    ((text + picture) * (config.width() + size_of::<f32>())) as u64
+    buffers + modulations + latents as u64 + LIBRARIES
 }

@@ -4,19 +4,15 @@ use candle_core::{DType, Device, Tensor};
 use gpu::MissingTensor;
 use ops::{Epilogue, Nonlinearity};
 
-use super::blocks::{DoubleBlock, SingleBlock};
-use super::buffers::{Added, FluxBuffers, Layers, Next, Part};
 use super::config::TransformerConfig;
 use super::positions::{positions, reference_positions, rotations};
 use super::transformer::Prompted;
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
-use crate::linear::{Linear, largest_scratch};
+use crate::linear::Linear;
+use crate::mmdit::{BlockHook, Blocks, Buffers, Modulations, Next, Part, Pass, SINUSOIDS, TwoLayers};
 use crate::rotary::Rotations;
 use crate::sinusoids::sinusoids;
-
-/// Width of the sinusoidal embedding of timesteps and guidance.
-const SINUSOIDS: usize = 256;
 
 /// Embedders and blocks over resident tensors. It holds handles only, and allocates nothing.
 pub(super) struct Trunk {
@@ -26,76 +22,18 @@ pub(super) struct Trunk {
     timestep: TwoLayers,
     guidance: Option<TwoLayers>,
     pooled: TwoLayers,
-    pub(super) double: Vec<DoubleBlock>,
-    pub(super) single: Vec<SingleBlock>,
+    blocks: Blocks,
 }
 
-/// State shared by all steps of a request: rotations, and the modulation of every block for every step (from a
-/// quarter of the weights, which are only used here).
+/// State shared by all steps of a request: rotations, and the modulation of every block for every step.
 pub(super) struct TrunkConditioning {
     /// T5's hidden states, `[batch, tokens, joint_attention_dim]`.
     sequence: Tensor,
     /// A token before the text, `[1, 1, width]`: the mode of a ControlNet.
     mode: Option<Tensor>,
-    pub(super) rotations: Rotations,
-    double: Vec<(Vec<Tensor>, Vec<Tensor>)>,
-    single: Vec<Vec<Tensor>>,
+    rotations: Rotations,
+    modulations: Modulations,
 }
-
-/// Linear, SiLU, linear.
-struct TwoLayers {
-    first: Linear,
-    second: Linear,
-}
-
-impl TwoLayers {
-    fn new(
-        tensors: &AdaptedTensors<'_>,
-        name: &str,
-        inputs: usize,
-        width: usize,
-    ) -> Result<TwoLayers, MissingTensor> {
-        let name = format!("time_text_embed.{name}_embedder");
-        Ok(TwoLayers {
-            first: Linear::new(tensors, &format!("{name}.linear_1"), inputs, width)?,
-            second: Linear::new(tensors, &format!("{name}.linear_2"), width, width)?,
-        })
-    }
-
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let hidden = self.first.forward(x)?;
-        ops::activate(&hidden, Nonlinearity::Silu)?;
-        self.second.forward(&hidden)
-    }
-}
-
-/// A block, by its place among those of its kind.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum BlockPlace {
-    Double(usize),
-    Single(usize),
-}
-
-/// What goes along with the blocks of a pass.
-pub(super) trait BlockHook {
-    /// What a block adds to the residual of the generated picture.
-    fn added(&self, _block: BlockPlace) -> Vec<Added<'_>> {
-        Vec::new()
-    }
-
-    /// Called behind every block, when the residual is whole.
-    ///
-    /// # Errors
-    /// Its own.
-    fn behind(&mut self, _block: BlockPlace, _buffers: &FluxBuffers) -> Result<(), StageError> {
-        Ok(())
-    }
-}
-
-/// Nothing beside the blocks.
-pub(super) struct NoHook;
-
-impl BlockHook for NoHook {}
 
 impl Trunk {
     /// Takes the tensors from a component and checks their shapes.
@@ -107,24 +45,25 @@ impl Trunk {
         tensors: &AdaptedTensors<'_>,
     ) -> Result<Trunk, MissingTensor> {
         let width = config.width();
+        let embedder = |name: &str, inputs: usize| {
+            TwoLayers::new(
+                tensors,
+                &format!("time_text_embed.{name}_embedder"),
+                inputs,
+                width,
+            )
+        };
         let guidance = config
             .guidance_embeds
-            .then(|| TwoLayers::new(tensors, "guidance", SINUSOIDS, width))
+            .then(|| embedder("guidance", SINUSOIDS))
             .transpose()?;
-        let double = (0..config.num_layers)
-            .map(|i| DoubleBlock::new(tensors, &format!("transformer_blocks.{i}"), config))
-            .collect::<Result<_, _>>()?;
-        let single = (0..config.num_single_layers)
-            .map(|i| SingleBlock::new(tensors, &format!("single_transformer_blocks.{i}"), config))
-            .collect::<Result<_, _>>()?;
         Ok(Trunk {
             picture_in: Linear::new(tensors, "x_embedder", config.in_channels, width)?,
             text_in: Linear::new(tensors, "context_embedder", config.joint_attention_dim, width)?,
-            timestep: TwoLayers::new(tensors, "timestep", SINUSOIDS, width)?,
+            timestep: embedder("timestep", SINUSOIDS)?,
             guidance,
-            pooled: TwoLayers::new(tensors, "text", config.pooled_projection_dim, width)?,
-            double,
-            single,
+            pooled: embedder("text", config.pooled_projection_dim)?,
+            blocks: Blocks::new(config.blocks(), tensors)?,
             config: config.clone(),
         })
     }
@@ -169,54 +108,23 @@ impl Trunk {
             sequence: prompted.sequence.clone(),
             mode,
             rotations: rotations(&places, self.config.axes_dims_rope, device)?,
-            double: self
-                .double
-                .iter()
-                .map(|block| block.modulate(vector))
-                .collect::<Result<_, _>>()?,
-            single: self
-                .single
-                .iter()
-                .map(|block| block.modulate(vector))
-                .collect::<Result<_, _>>()?,
+            modulations: self.blocks.modulate(vector)?,
         })
     }
 
-    /// Requirements of the blocks and embedders, and of `further` layers, on the buffers.
+    /// Buffers of steps for a batch of pictures, with these token counts of text and of each picture. `further` layers
+    /// compute in them too.
     ///
     /// # Errors
     /// Errors of the device.
-    pub(super) fn layers<'a>(
+    pub(super) fn buffers<'a>(
         &'a self,
+        counts: (usize, usize, usize),
         further: impl IntoIterator<Item = &'a Linear>,
-        tokens: usize,
-        dtype: DType,
-    ) -> candle_core::Result<Layers> {
-        let double = self.double.iter().flat_map(DoubleBlock::layers);
-        let single = self.single.iter().flat_map(SingleBlock::layers);
-        let own = double.chain(single).chain([&self.picture_in, &self.text_in]);
-        let all: Vec<&Linear> = own.chain(further).collect();
-        let mut take_codes = false;
-        for layer in &all {
-            take_codes |= layer.takes_codes(dtype)?;
-        }
-        Ok(Layers {
-            take_codes,
-            scratch_bytes: largest_scratch(all, tokens, dtype),
-        })
-    }
-
-    /// Buffers of steps for a batch of pictures, with these token counts of text and of each picture.
-    ///
-    /// # Errors
-    /// Errors of the device.
-    pub(super) fn buffers(
-        &self,
-        (batch, text, picture): (usize, usize, usize),
-        layers: Layers,
         on: (DType, &Device),
-    ) -> candle_core::Result<FluxBuffers> {
-        FluxBuffers::new(&self.config, (batch, text, picture), layers, on)
+    ) -> candle_core::Result<Buffers> {
+        let own = [&self.picture_in, &self.text_in];
+        self.blocks.buffers(counts, own.into_iter().chain(further), on)
     }
 
     /// Embeds the text, and runs all blocks over the rows of the picture, which are embedded already. `wanted` are the rows
@@ -226,14 +134,14 @@ impl Trunk {
     /// Errors of candle, of `go_on`, and of what is beside.
     pub(super) fn run(
         &self,
-        buffers: &FluxBuffers,
+        buffers: &Buffers,
         conditioning: &TrunkConditioning,
         step: usize,
         (wanted, last): (&Part, &Next),
         beside: &mut dyn BlockHook,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<(), StageError> {
-        let (picture, text, whole) = (buffers.picture()?, buffers.text()?, buffers.whole()?);
+        let text = buffers.text()?;
         let scratch = buffers.scratch();
         match &conditioning.mode {
             None => {
@@ -248,51 +156,14 @@ impl Trunk {
                     .forward_into(&conditioning.sequence, Epilogue::None, &rest, scratch)?;
             }
         }
-        let single_at = |i: usize| match (self.single.get(i), conditioning.single.get(i)) {
-            (Some(block), Some(modulation)) => block.first(modulation, step).map(Some),
-            _ => Ok(None),
+        let pass = Pass {
+            buffers,
+            modulations: &conditioning.modulations,
+            rotations: &conditioning.rotations,
+            step,
+            wanted,
+            last,
         };
-        let rotations = &conditioning.rotations;
-        for (i, (block, modulation)) in self.double.iter().zip(&conditioning.double).enumerate() {
-            go_on()?;
-            if i == 0 {
-                let (of_picture, of_text) = block.first(modulation, step)?;
-                picture.enter(&of_picture)?;
-                text.enter(&of_text)?;
-            }
-            let behind = self.double.get(i + 1).zip(conditioning.double.get(i + 1));
-            let place = BlockPlace::Double(i);
-            let added = beside.added(place);
-            match (behind, single_at(0)?) {
-                (Some((next, modulations)), _) => {
-                    let (of_picture, of_text) = next.first(modulations, step)?;
-                    let next = (&of_picture, &of_text);
-                    block.forward(buffers, modulation, step, rotations, next, &added)?;
-                }
-                (None, Some(next)) => {
-                    block.forward(buffers, modulation, step, rotations, (&next, &next), &added)?;
-                }
-                (None, None) => {
-                    block.forward(buffers, modulation, step, rotations, (last, last), &added)?;
-                }
-            }
-            beside.behind(place, buffers)?;
-        }
-        for (i, (block, modulation)) in self.single.iter().zip(&conditioning.single).enumerate() {
-            go_on()?;
-            if i == 0 && self.double.is_empty() {
-                whole.enter(&block.first(modulation, step)?)?;
-            }
-            let place = BlockPlace::Single(i);
-            let added = beside.added(place);
-            match single_at(i + 1)? {
-                Some(next) => {
-                    block.forward(buffers, modulation, step, rotations, (&whole, &next), &added)?;
-                }
-                None => block.forward(buffers, modulation, step, rotations, (wanted, last), &added)?,
-            }
-            beside.behind(place, buffers)?;
-        }
-        Ok(())
+        self.blocks.run(&pass, beside, go_on)
     }
 }

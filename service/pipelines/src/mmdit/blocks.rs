@@ -1,4 +1,4 @@
-//! The transformer's blocks. They compute in [`FluxBuffers`], allocated once per request: a step allocates nothing.
+//! The transformer's blocks. They compute in [`Buffers`], allocated once per request: a step allocates nothing.
 //!
 //! Between two layers there is one fused pass: the residual, and the norm and modulation of what follows. So a block
 //! begins with normalized rows, and ends by normalizing for the next block.
@@ -7,8 +7,8 @@ use candle_core::{DType, Result, Tensor};
 use gpu::MissingTensor;
 use ops::{Angles, Epilogue, Mask, Pairs, QkNorm, Scratch};
 
-use super::buffers::{Added, EPS, FluxBuffers, Next, Part};
-use super::config::TransformerConfig;
+use super::buffers::{Added, EPS, Buffers, Next, Part};
+use super::shape::BlocksShape;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
 use crate::rotary::Rotations;
@@ -28,14 +28,14 @@ impl Projection {
         tensors: &AdaptedTensors<'_>,
         block: &str,
         names: [&str; 5],
-        config: &TransformerConfig,
+        shape: &BlocksShape,
     ) -> std::result::Result<Projection, MissingTensor> {
-        let width = config.width();
+        let width = shape.width();
         let linear = |name: &str| Linear::new(tensors, &format!("{block}.attn.{name}"), width, width);
         let norm = |name: &str| {
             tensors.shaped(
                 &format!("{block}.attn.{name}.weight"),
-                &[config.attention_head_dim],
+                &[shape.head],
             )
         };
         Ok(Projection {
@@ -84,9 +84,9 @@ impl FeedForward {
     fn new(
         tensors: &AdaptedTensors<'_>,
         name: &str,
-        config: &TransformerConfig,
+        shape: &BlocksShape,
     ) -> std::result::Result<Self, MissingTensor> {
-        let (width, inner) = (config.width(), config.feed_forward_width());
+        let (width, inner) = (shape.width(), shape.feed_forward_width());
         Ok(FeedForward {
             up: Linear::new(tensors, &format!("{name}.net.0.proj"), width, inner)?,
             down: Linear::new(tensors, &format!("{name}.net.2"), inner, width)?,
@@ -96,13 +96,17 @@ impl FeedForward {
 
 /// The linear layer of adaptive norms: projects the conditioning to `parts` vectors of the hidden width. It depends
 /// on the step alone, so all steps are projected at once.
-pub(super) struct Modulator {
+pub(crate) struct Modulator {
     linear: Linear,
     parts: usize,
 }
 
 impl Modulator {
-    pub(super) fn new(
+    /// From `{name}.linear`.
+    ///
+    /// # Errors
+    /// When it is missing or of another shape.
+    pub(crate) fn new(
         tensors: &AdaptedTensors<'_>,
         name: &str,
         width: usize,
@@ -115,7 +119,10 @@ impl Modulator {
     }
 
     /// `activated` is SiLU of the conditioning, `[steps, width]`; returns one `[steps, width]` per part.
-    pub(super) fn forward(&self, activated: &Tensor) -> Result<Vec<Tensor>> {
+    ///
+    /// # Errors
+    /// Those of the layer.
+    pub(crate) fn forward(&self, activated: &Tensor) -> Result<Vec<Tensor>> {
         self.linear.forward(activated)?.chunk(self.parts, 1)
     }
 }
@@ -204,19 +211,19 @@ impl DoubleBlock {
     pub(super) fn new(
         tensors: &AdaptedTensors<'_>,
         name: &str,
-        config: &TransformerConfig,
+        shape: &BlocksShape,
     ) -> std::result::Result<DoubleBlock, MissingTensor> {
         let stream = |norm: &str, projections: [&str; 5], output: &str, feed_forward: &str| {
             Ok(Stream {
-                modulator: Modulator::new(tensors, &format!("{name}.{norm}"), config.width(), 6)?,
-                projection: Projection::new(tensors, name, projections, config)?,
+                modulator: Modulator::new(tensors, &format!("{name}.{norm}"), shape.width(), 6)?,
+                projection: Projection::new(tensors, name, projections, shape)?,
                 output: Linear::new(
                     tensors,
                     &format!("{name}.attn.{output}"),
-                    config.width(),
-                    config.width(),
+                    shape.width(),
+                    shape.width(),
                 )?,
-                feed_forward: FeedForward::new(tensors, &format!("{name}.{feed_forward}"), config)?,
+                feed_forward: FeedForward::new(tensors, &format!("{name}.{feed_forward}"), shape)?,
             })
         };
         let of_text = [
@@ -266,7 +273,7 @@ impl DoubleBlock {
     /// first rows of the picture.
     pub(super) fn forward(
         &self,
-        buffers: &FluxBuffers,
+        buffers: &Buffers,
         modulation: &(StreamModulation, StreamModulation),
         step: usize,
         rotations: &Rotations,
@@ -304,13 +311,13 @@ impl SingleBlock {
     pub(super) fn new(
         tensors: &AdaptedTensors<'_>,
         name: &str,
-        config: &TransformerConfig,
+        shape: &BlocksShape,
     ) -> std::result::Result<SingleBlock, MissingTensor> {
-        let (width, inner) = (config.width(), config.feed_forward_width());
+        let (width, inner) = (shape.width(), shape.feed_forward_width());
         let projections = ["to_q", "to_k", "to_v", "norm_q", "norm_k"];
         Ok(SingleBlock {
             modulator: Modulator::new(tensors, &format!("{name}.norm"), width, 3)?,
-            projection: Projection::new(tensors, name, projections, config)?,
+            projection: Projection::new(tensors, name, projections, shape)?,
             up: Linear::new(tensors, &format!("{name}.proj_mlp"), width, inner)?,
             output: Linear::new(tensors, &format!("{name}.proj_out"), width + inner, width)?,
         })
@@ -340,7 +347,7 @@ impl SingleBlock {
     /// `added` goes to the first rows of the picture.
     pub(super) fn forward(
         &self,
-        buffers: &FluxBuffers,
+        buffers: &Buffers,
         modulation: &[Tensor],
         step: usize,
         rotations: &Rotations,

@@ -3,10 +3,10 @@
 use candle_core::{DType, Device, Result, Tensor};
 use ops::{Activation, AttentionShape, Codes, Gate, MaskShape, Modulation, Norm, Planned, Scratch};
 
-use super::config::TransformerConfig;
+use super::shape::BlocksShape;
 
 /// Epsilon of every norm in the transformer.
-pub(super) const EPS: f64 = 1e-6;
+pub(crate) const EPS: f64 = 1e-6;
 
 /// The norm of every block, without weights: those are in the modulation.
 const NORM: Norm<'static> = Norm::Layer {
@@ -19,7 +19,7 @@ const WIDE: usize = 5;
 
 /// Buffers of a step, `[batch, tokens, ..]` in the dtype of the card. Text comes first, then the picture.
 #[derive(Debug)]
-pub(super) struct FluxBuffers {
+pub(crate) struct Buffers {
     /// The residual stream, `[batch, tokens, width]`.
     hidden: Tensor,
     /// Normalized input of the next layers; then their output, before it is added to the residual.
@@ -34,18 +34,18 @@ pub(super) struct FluxBuffers {
     scratch: Scratch,
     heads: usize,
     /// Number of text tokens.
-    pub(super) text: usize,
+    pub(crate) text: usize,
 }
 
-impl FluxBuffers {
+impl Buffers {
     /// For a batch of pictures, with these token counts of text and of each picture.
-    pub(super) fn new(
-        config: &TransformerConfig,
+    pub(crate) fn new(
+        shape: &BlocksShape,
         (batch, text, picture): (usize, usize, usize),
         layers: Layers,
         (dtype, device): (DType, &Device),
-    ) -> Result<FluxBuffers> {
-        let (tokens, width) = (text + picture, config.width());
+    ) -> Result<Buffers> {
+        let (tokens, width) = (text + picture, shape.width());
         let rows = |widths: usize| Tensor::zeros((batch, tokens, widths * width), dtype, device);
         let codes = || -> Result<Codes> {
             Ok(Codes {
@@ -53,27 +53,27 @@ impl FluxBuffers {
                 scales: Tensor::zeros(batch * tokens, DType::F32, device)?,
             })
         };
-        Ok(FluxBuffers {
+        Ok(Buffers {
             hidden: rows(1)?,
             branch: rows(1)?,
             codes: if layers.take_codes { Some(codes()?) } else { None },
             joint: rows(3)?,
             wide: rows(WIDE)?,
             scratch: Scratch::new(layers.scratch_bytes, device)?,
-            heads: config.num_attention_heads,
+            heads: shape.heads,
             text,
         })
     }
 
     /// Bytes of the buffers for so many rows.
-    pub(super) fn bytes(width: usize, rows: usize, number: usize) -> u64 {
+    pub(crate) fn bytes(width: usize, rows: usize, number: usize) -> u64 {
         ((1 + 1 + 3 + WIDE) * width * rows * number) as u64
     }
 
     /// Shape of the attention over the tokens of one picture and its text.
-    pub(super) fn planned(config: &TransformerConfig, tokens: usize, dtype: DType) -> Planned {
-        let by_head = (config.num_attention_heads, config.attention_head_dim);
-        let rows = (3 * config.width(), WIDE * config.width());
+    pub(crate) fn planned(shape: &BlocksShape, tokens: usize, dtype: DType) -> Planned {
+        let by_head = (shape.heads, shape.head);
+        let rows = (3 * shape.width(), WIDE * shape.width());
         Planned::Attention(AttentionShape::of_rows(
             tokens,
             by_head,
@@ -84,33 +84,38 @@ impl FluxBuffers {
     }
 
     /// Workspace of linear layers.
-    pub(super) fn scratch(&self) -> &Scratch {
+    pub(crate) fn scratch(&self) -> &Scratch {
         &self.scratch
     }
 
     /// Rows of text, `[batch, text, width]`.
-    pub(super) fn text(&self) -> Result<Part> {
+    pub(crate) fn text(&self) -> Result<Part> {
         self.part(0, self.text)
     }
 
     /// The first rows of the pictures, of the one that is generated.
-    pub(super) fn generated(&self, count: usize) -> Result<Part> {
+    pub(crate) fn generated(&self, count: usize) -> Result<Part> {
         self.part(self.text, count)
     }
 
     /// The last rows of the pictures, of a reference.
-    pub(super) fn reference(&self, count: usize) -> Result<Part> {
+    pub(crate) fn reference(&self, count: usize) -> Result<Part> {
         self.part(self.hidden.dim(1)? - count, count)
     }
 
     /// Rows of the pictures, `[batch, pictures, width]`.
-    pub(super) fn picture(&self) -> Result<Part> {
+    pub(crate) fn picture(&self) -> Result<Part> {
         self.part(self.text, self.hidden.dim(1)? - self.text)
     }
 
     /// All rows, `[batch, text + picture, width]`.
-    pub(super) fn whole(&self) -> Result<Part> {
+    pub(crate) fn whole(&self) -> Result<Part> {
         self.part(0, self.hidden.dim(1)?)
+    }
+
+    /// Any rows: of the text, then of what is generated.
+    pub(crate) fn rows(&self, first: usize, count: usize) -> Result<Part> {
+        self.part(first, count)
     }
 
     fn part(&self, first: usize, count: usize) -> Result<Part> {
@@ -145,35 +150,35 @@ impl FluxBuffers {
 
 /// Requirements of a transformer's layers on its buffers.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Layers {
+pub(crate) struct Layers {
     /// Whether some have native fp8 products.
-    pub(super) take_codes: bool,
+    pub(crate) take_codes: bool,
     /// Scratch bytes of the largest layer.
-    pub(super) scratch_bytes: u64,
+    pub(crate) scratch_bytes: u64,
 }
 
 /// What a block adds to the residual, `[1, rows, width]`, and its factor, `[1, width]`.
-pub(super) type Added<'a> = (&'a Tensor, &'a Tensor);
+pub(crate) type Added<'a> = (&'a Tensor, &'a Tensor);
 
 /// Rows of the buffers: text, picture, or both.
 #[derive(Debug)]
-pub(super) struct Part {
-    pub(super) hidden: Tensor,
-    pub(super) branch: Tensor,
+pub(crate) struct Part {
+    pub(crate) hidden: Tensor,
+    pub(crate) branch: Tensor,
     codes: Option<Codes>,
     /// `[batch, tokens, heads, head width]`.
-    pub(super) query: Tensor,
-    pub(super) key: Tensor,
-    pub(super) value: Tensor,
-    pub(super) attended: Tensor,
+    pub(crate) query: Tensor,
+    pub(crate) key: Tensor,
+    pub(crate) value: Tensor,
+    pub(crate) attended: Tensor,
     /// `[batch, tokens, 4 width]`.
-    pub(super) inner: Tensor,
-    pub(super) wide: Tensor,
+    pub(crate) inner: Tensor,
+    pub(crate) wide: Tensor,
 }
 
 impl Part {
     /// The destination of normalized rows, in the representation that the next layers take.
-    pub(super) fn normed(&self, as_codes: bool) -> Activation<'_> {
+    pub(crate) fn normed(&self, as_codes: bool) -> Activation<'_> {
         match &self.codes {
             Some(codes) if as_codes => Activation::Codes(codes),
             _ => Activation::Numbers(&self.branch),
@@ -181,7 +186,7 @@ impl Part {
     }
 
     /// Normalizes the input for the first layer of a step.
-    pub(super) fn enter(&self, next: &Next) -> Result<()> {
+    pub(crate) fn enter(&self, next: &Next) -> Result<()> {
         ops::norm_modulate(
             &self.hidden,
             NORM,
@@ -191,7 +196,7 @@ impl Part {
     }
 
     /// Adds to the residual of the first rows.
-    pub(super) fn add(&self, added: &[Added<'_>]) -> Result<()> {
+    pub(crate) fn add(&self, added: &[Added<'_>]) -> Result<()> {
         for (sample, factor) in added {
             let first = self.hidden.narrow(1, 0, sample.dim(1)?)?;
             ops::add_residual(&first, sample, Some(Gate::from(*factor)))?;
@@ -200,7 +205,7 @@ impl Part {
     }
 
     /// Adds the branch to the residual, and normalizes for `next`.
-    pub(super) fn pass_on(&self, gate: &Tensor, next: &Next) -> Result<()> {
+    pub(crate) fn pass_on(&self, gate: &Tensor, next: &Next) -> Result<()> {
         ops::residual_norm_modulate(
             &self.hidden,
             &self.branch,
@@ -212,16 +217,16 @@ impl Part {
     }
 
     /// The last normalized rows, not quantized.
-    pub(super) fn last_normed(&self) -> &Tensor {
+    pub(crate) fn last_normed(&self) -> &Tensor {
         &self.branch
     }
 }
 
 /// The norm before layers: its modulation in one step, `[1, width]` each, and the representation that they take.
-pub(super) struct Next {
-    pub(super) scale: Tensor,
-    pub(super) shift: Tensor,
-    pub(super) as_codes: bool,
+pub(crate) struct Next {
+    pub(crate) scale: Tensor,
+    pub(crate) shift: Tensor,
+    pub(crate) as_codes: bool,
 }
 
 impl Next {

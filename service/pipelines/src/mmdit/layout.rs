@@ -1,0 +1,176 @@
+//! Names and shapes of the blocks' tensors in diffusers, and their places in a single file of their authors, which fuses
+//! queries, keys, values and feed-forwards.
+
+use super::shape::BlocksShape;
+use crate::checkpoint::{Rows, TensorSpec};
+
+/// Names of one stream of a double block in a single file, behind `double_blocks.N.`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StreamNames {
+    pub(crate) modulation: &'static str,
+    /// Of queries, keys and values in one.
+    pub(crate) projections: &'static str,
+    /// Of queries and keys, with what follows the layer's name.
+    pub(crate) norms: [&'static str; 2],
+    pub(crate) output: &'static str,
+    pub(crate) feed_forward: [&'static str; 2],
+}
+
+/// Names of a single block in a single file, behind `single_blocks.N.`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SingleNames {
+    pub(crate) modulation: &'static str,
+    pub(crate) norms: [&'static str; 2],
+}
+
+/// How an author's single files name the tensors of blocks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BlockNames {
+    /// Of what is generated, then of the text.
+    pub(crate) streams: [StreamNames; 2],
+    pub(crate) single: SingleNames,
+}
+
+/// Names of one stream of a double block in diffusers.
+struct DiffusersStream {
+    modulation: &'static str,
+    projections: [&'static str; 3],
+    output: &'static str,
+    feed_forward: &'static str,
+    norms: [&'static str; 2],
+}
+
+const STREAMS: [DiffusersStream; 2] = [
+    DiffusersStream {
+        modulation: "norm1",
+        projections: ["to_q", "to_k", "to_v"],
+        output: "to_out.0",
+        feed_forward: "ff",
+        norms: ["norm_q", "norm_k"],
+    },
+    DiffusersStream {
+        modulation: "norm1_context",
+        projections: ["add_q_proj", "add_k_proj", "add_v_proj"],
+        output: "to_add_out",
+        feed_forward: "ff_context",
+        norms: ["norm_added_q", "norm_added_k"],
+    },
+];
+
+/// A list of tensors as it grows.
+#[derive(Debug, Default)]
+pub(crate) struct Layout(pub(crate) Vec<TensorSpec>);
+
+impl Layout {
+    /// A weight `[outputs, inputs]` and a bias `[outputs]`, which in a single file are rows of `theirs` from `first` on.
+    pub(crate) fn linear(
+        &mut self,
+        name: &str,
+        [outputs, inputs]: [usize; 2],
+        theirs: &str,
+        first: usize,
+    ) {
+        for (kind, shape) in [("weight", vec![outputs, inputs]), ("bias", vec![outputs])] {
+            self.rows(&format!("{name}.{kind}"), shape, &format!("{theirs}.{kind}"), first);
+        }
+    }
+
+    /// A tensor, which in a single file is rows of `theirs` from `first` on.
+    pub(crate) fn rows(&mut self, name: &str, shape: Vec<usize>, theirs: &str, first: usize) {
+        let count = shape.first().copied().unwrap_or_default();
+        self.0.push(TensorSpec {
+            name: name.to_owned(),
+            shape,
+            tensor: theirs.to_owned(),
+            rows: vec![Rows { first, count }],
+        });
+    }
+
+    /// A layer of two parts, the last layer's modulation, whose parts are in the other order in single files.
+    pub(crate) fn swapped(&mut self, name: &str, width: usize, theirs: &str) {
+        self.linear(name, [2 * width, width], theirs, 0);
+        for spec in self.0.iter_mut().rev().take(2) {
+            let swapped = [(width, width), (0, width)];
+            spec.rows = swapped.map(|(first, count)| Rows { first, count }).to_vec();
+        }
+    }
+
+    /// All blocks.
+    pub(crate) fn blocks(&mut self, shape: &BlocksShape, theirs: &BlockNames) {
+        let (width, inner) = (shape.width(), shape.feed_forward_width());
+        for i in 0..shape.double {
+            let (block, file) = (format!("transformer_blocks.{i}"), format!("double_blocks.{i}"));
+            for (stream, theirs) in STREAMS.iter().zip(&theirs.streams) {
+                let modulation = format!("{block}.{}.linear", stream.modulation);
+                let in_file = format!("{file}.{}", theirs.modulation);
+                self.linear(&modulation, [6 * width, width], &in_file, 0);
+                for (part, name) in stream.projections.iter().enumerate() {
+                    self.linear(
+                        &format!("{block}.attn.{name}"),
+                        [width, width],
+                        &format!("{file}.{}", theirs.projections),
+                        part * width,
+                    );
+                }
+                let output = format!("{block}.attn.{}", stream.output);
+                self.linear(&output, [width, width], &format!("{file}.{}", theirs.output), 0);
+                let feed_forward = format!("{block}.{}", stream.feed_forward);
+                let [up, down] = theirs.feed_forward;
+                self.linear(
+                    &format!("{feed_forward}.net.0.proj"),
+                    [inner, width],
+                    &format!("{file}.{up}"),
+                    0,
+                );
+                self.linear(
+                    &format!("{feed_forward}.net.2"),
+                    [width, inner],
+                    &format!("{file}.{down}"),
+                    0,
+                );
+                for (norm, in_file) in stream.norms.iter().zip(theirs.norms) {
+                    let name = format!("{block}.attn.{norm}.weight");
+                    self.rows(&name, vec![shape.head], &format!("{file}.{in_file}"), 0);
+                }
+            }
+        }
+        for i in 0..shape.single {
+            let (block, file) = (
+                format!("single_transformer_blocks.{i}"),
+                format!("single_blocks.{i}"),
+            );
+            let modulation = format!("{file}.{}", theirs.single.modulation);
+            self.linear(
+                &format!("{block}.norm.linear"),
+                [3 * width, width],
+                &modulation,
+                0,
+            );
+            let fused = format!("{file}.linear1");
+            for (part, name) in ["to_q", "to_k", "to_v"].iter().enumerate() {
+                self.linear(
+                    &format!("{block}.attn.{name}"),
+                    [width, width],
+                    &fused,
+                    part * width,
+                );
+            }
+            self.linear(
+                &format!("{block}.proj_mlp"),
+                [inner, width],
+                &fused,
+                3 * width,
+            );
+            self.linear(
+                &format!("{block}.proj_out"),
+                [width, width + inner],
+                &format!("{file}.linear2"),
+                0,
+            );
+            for (norm, in_file) in ["norm_q", "norm_k"].iter().zip(theirs.single.norms) {
+                let name = format!("{block}.attn.{norm}.weight");
+                self.rows(&name, vec![shape.head], &format!("{file}.{in_file}"), 0);
+            }
+        }
+    }
+}

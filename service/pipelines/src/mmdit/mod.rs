@@ -1,0 +1,18 @@
+//! The blocks of multimodal diffusion transformers (Esser et al. 2024): double blocks, in which text and what is generated
+//! have weights of their own and one attention, then single blocks over both together (Black Forest Labs, FLUX.1).
+//! FLUX.1 and HunyuanVideo have them in the same form and with the same names in diffusers; a family brings what is
+//! before and behind: embedders, positions, and the last layer.
+
+mod blocks;
+mod buffers;
+mod embedder;
+mod layout;
+mod shape;
+mod stack;
+
+pub(crate) use blocks::Modulator;
+pub(crate) use buffers::{Added, Buffers, Next, Part};
+pub(crate) use embedder::{SINUSOIDS, TwoLayers};
+pub(crate) use layout::{BlockNames, Layout, SingleNames, StreamNames};
+pub(crate) use shape::{BlocksShape, is_modulator};
+pub(crate) use stack::{BlockHook, BlockPlace, Blocks, Modulations, NoHook, Pass};

@@ -1,0 +1,58 @@
+//! The sizes of a stack of blocks, and the memory that follows from them.
+
+use candle_core::DType;
+use ops::Planned;
+
+use super::buffers::Buffers;
+
+/// Sizes of a stack of blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BlocksShape {
+    pub(crate) heads: usize,
+    /// Width of a head.
+    pub(crate) head: usize,
+    /// Number of double-stream blocks.
+    pub(crate) double: usize,
+    /// Number of single-stream blocks.
+    pub(crate) single: usize,
+}
+
+impl BlocksShape {
+    /// Width of the hidden states.
+    pub(crate) fn width(&self) -> usize {
+        self.heads * self.head
+    }
+
+    /// Width of the feed-forward layers.
+    pub(crate) fn feed_forward_width(&self) -> usize {
+        4 * self.width()
+    }
+
+    /// Bytes of the buffers of a step over so many tokens of a batch, and of their rotations.
+    pub(crate) fn buffers_bytes(&self, tokens: usize, dtype: DType) -> u64 {
+        let rotations = (tokens * self.head * size_of::<f32>()) as u64;
+        Buffers::bytes(self.width(), tokens, dtype.size_in_bytes()) + rotations
+    }
+
+    /// Bytes of the modulations of all blocks and of a last layer, of so many steps.
+    pub(crate) fn modulations_bytes(&self, steps: u32, dtype: DType) -> u64 {
+        let vectors = self.double * 12 + self.single * 3 + 2;
+        (vectors * self.width() * dtype.size_in_bytes()) as u64 * u64::from(steps)
+    }
+
+    /// Bytes of the codes of rows for native fp8 products.
+    pub(crate) fn codes_bytes(&self, tokens: usize) -> u64 {
+        (tokens * (self.width() + size_of::<f32>())) as u64
+    }
+
+    /// Shape of the attention over all tokens of one item.
+    pub(crate) fn planned(&self, tokens: usize, dtype: DType) -> Planned {
+        Buffers::planned(self, tokens, dtype)
+    }
+}
+
+/// Whether a tensor is the weight of a modulator, which steps do not use.
+pub(crate) fn is_modulator(name: &str) -> bool {
+    let of_block = ["transformer_blocks.", "single_transformer_blocks.", "norm_out."];
+    of_block.iter().any(|prefix| name.starts_with(prefix)) && name.ends_with(".linear.weight")
+}

@@ -1,0 +1,199 @@
+//! All blocks of a transformer, and one pass through them.
+
+use candle_core::{DType, Result, Tensor};
+use gpu::MissingTensor;
+
+use super::blocks::{DoubleBlock, SingleBlock};
+use super::buffers::{Added, Buffers, Layers, Next, Part};
+use super::shape::BlocksShape;
+use crate::StageError;
+use crate::adapters::AdaptedTensors;
+use crate::linear::{Linear, largest_scratch};
+use crate::rotary::Rotations;
+
+/// The blocks over resident tensors. They hold handles only, and allocate nothing.
+pub(crate) struct Blocks {
+    pub(crate) shape: BlocksShape,
+    double: Vec<DoubleBlock>,
+    single: Vec<SingleBlock>,
+}
+
+/// The modulation of every block for every step (from a quarter of the weights, which are only used here).
+pub(crate) struct Modulations {
+    double: Vec<(Vec<Tensor>, Vec<Tensor>)>,
+    single: Vec<Vec<Tensor>>,
+}
+
+/// A block, by its place among those of its kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum BlockPlace {
+    Double(usize),
+    Single(usize),
+}
+
+/// What goes along with the blocks of a pass.
+pub(crate) trait BlockHook {
+    /// What a block adds to the residual of what is generated.
+    fn added(&self, _block: BlockPlace) -> Vec<Added<'_>> {
+        Vec::new()
+    }
+
+    /// Called behind every block, when the residual is whole.
+    ///
+    /// # Errors
+    /// Its own.
+    fn behind(&mut self, _block: BlockPlace, _buffers: &Buffers) -> std::result::Result<(), StageError> {
+        Ok(())
+    }
+}
+
+/// Nothing beside the blocks.
+pub(crate) struct NoHook;
+
+impl BlockHook for NoHook {}
+
+/// Inputs of one pass through the blocks.
+pub(crate) struct Pass<'a> {
+    /// Its residual streams are embedded already.
+    pub(crate) buffers: &'a Buffers,
+    pub(crate) modulations: &'a Modulations,
+    /// Of all tokens: text, then what is generated.
+    pub(crate) rotations: &'a Rotations,
+    /// The row of the modulations.
+    pub(crate) step: usize,
+    /// The rows that are needed behind the last block.
+    pub(crate) wanted: &'a Part,
+    /// What they are normalized for.
+    pub(crate) last: &'a Next,
+}
+
+impl Blocks {
+    /// Takes the tensors from a component and checks their shapes.
+    ///
+    /// # Errors
+    /// The first tensor that is missing or of another shape.
+    pub(crate) fn new(
+        shape: BlocksShape,
+        tensors: &AdaptedTensors<'_>,
+    ) -> std::result::Result<Blocks, MissingTensor> {
+        let double = (0..shape.double)
+            .map(|i| DoubleBlock::new(tensors, &format!("transformer_blocks.{i}"), &shape));
+        let single = (0..shape.single)
+            .map(|i| SingleBlock::new(tensors, &format!("single_transformer_blocks.{i}"), &shape));
+        Ok(Blocks {
+            shape,
+            double: double.collect::<std::result::Result<_, _>>()?,
+            single: single.collect::<std::result::Result<_, _>>()?,
+        })
+    }
+
+    /// The modulations of `vector`, SiLU of what conditions each step, `[steps, width]`.
+    ///
+    /// # Errors
+    /// When shapes do not match.
+    pub(crate) fn modulate(&self, vector: &Tensor) -> Result<Modulations> {
+        Ok(Modulations {
+            double: self
+                .double
+                .iter()
+                .map(|block| block.modulate(vector))
+                .collect::<Result<_>>()?,
+            single: self
+                .single
+                .iter()
+                .map(|block| block.modulate(vector))
+                .collect::<Result<_>>()?,
+        })
+    }
+
+    /// Buffers of steps for a batch of items, with these token counts of text and of each item. `further` layers compute in
+    /// them too.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(crate) fn buffers<'a>(
+        &'a self,
+        (batch, text, generated): (usize, usize, usize),
+        further: impl IntoIterator<Item = &'a Linear>,
+        on: (DType, &candle_core::Device),
+    ) -> Result<Buffers> {
+        let double = self.double.iter().flat_map(DoubleBlock::layers);
+        let single = self.single.iter().flat_map(SingleBlock::layers);
+        let all: Vec<&Linear> = double.chain(single).chain(further).collect();
+        let mut take_codes = false;
+        for layer in &all {
+            take_codes |= layer.takes_codes(on.0)?;
+        }
+        let layers = Layers {
+            take_codes,
+            scratch_bytes: largest_scratch(all, batch * (text + generated), on.0),
+        };
+        Buffers::new(&self.shape, (batch, text, generated), layers, on)
+    }
+
+    /// Runs all blocks. `go_on` is called before every block.
+    ///
+    /// # Errors
+    /// Errors of candle, of `go_on`, and of what is beside.
+    pub(crate) fn run(
+        &self,
+        pass: &Pass<'_>,
+        beside: &mut dyn BlockHook,
+        go_on: &mut dyn FnMut() -> std::result::Result<(), StageError>,
+    ) -> std::result::Result<(), StageError> {
+        let &Pass {
+            buffers,
+            modulations,
+            rotations,
+            step,
+            wanted,
+            last,
+        } = pass;
+        let (generated, text, whole) = (buffers.picture()?, buffers.text()?, buffers.whole()?);
+        let single_at = |i: usize| match (self.single.get(i), modulations.single.get(i)) {
+            (Some(block), Some(modulation)) => block.first(modulation, step).map(Some),
+            _ => Ok(None),
+        };
+        for (i, (block, modulation)) in self.double.iter().zip(&modulations.double).enumerate() {
+            go_on()?;
+            if i == 0 {
+                let (of_generated, of_text) = block.first(modulation, step)?;
+                generated.enter(&of_generated)?;
+                text.enter(&of_text)?;
+            }
+            let behind = self.double.get(i + 1).zip(modulations.double.get(i + 1));
+            let place = BlockPlace::Double(i);
+            let added = beside.added(place);
+            match (behind, single_at(0)?) {
+                (Some((next, modulations)), _) => {
+                    let (of_generated, of_text) = next.first(modulations, step)?;
+                    let next = (&of_generated, &of_text);
+                    block.forward(buffers, modulation, step, rotations, next, &added)?;
+                }
+                (None, Some(next)) => {
+                    block.forward(buffers, modulation, step, rotations, (&next, &next), &added)?;
+                }
+                (None, None) => {
+                    block.forward(buffers, modulation, step, rotations, (last, last), &added)?;
+                }
+            }
+            beside.behind(place, buffers)?;
+        }
+        for (i, (block, modulation)) in self.single.iter().zip(&modulations.single).enumerate() {
+            go_on()?;
+            if i == 0 && self.double.is_empty() {
+                whole.enter(&block.first(modulation, step)?)?;
+            }
+            let place = BlockPlace::Single(i);
+            let added = beside.added(place);
+            match single_at(i + 1)? {
+                Some(next) => {
+                    block.forward(buffers, modulation, step, rotations, (&whole, &next), &added)?;
+                }
+                None => block.forward(buffers, modulation, step, rotations, (wanted, last), &added)?,
+            }
+            beside.behind(place, buffers)?;
+        }
+        Ok(())
+    }
+}
