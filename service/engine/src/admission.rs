@@ -218,6 +218,7 @@ mod tests {
             gives: Vec::new(),
             per_item: true,
             memo: None,
+            section: None,
             preview: None,
         };
         Need {

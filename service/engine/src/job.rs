@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pipelines::{Piece, Request, Role, ValueShape, Values};
+use pipelines::{Piece, Request, Role, Section, ValueShape, Values};
 use residency::{Bytes, Component, Holder, MemorySummary};
 use tokio::time::Instant;
 
@@ -181,6 +181,8 @@ pub enum JobEventKind {
         item: u32,
         /// The card's memory as it starts; `None` if nothing runs.
         memory: Option<MemorySummary>,
+        /// Which section of the result; `None` where it is not made in sections.
+        section: Option<Section>,
     },
     /// A step is done.
     Step {

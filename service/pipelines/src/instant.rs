@@ -19,7 +19,9 @@
 //! An adapter is a JSON file too, with `bytes` and `identity`: it adds red.
 //!
 //! With `"medium": "video"` it generates frames, with `"audio"` samples of two channels, in a few pieces; `steps_ms`
-//! then also applies between pieces. Defaults may have `frames`, `frames_per_second` and `seconds`.
+//! then also applies between pieces. Defaults may have `frames`, `frames_per_second` and `seconds`. With `"sections": 3`
+//! a video is sampled and decoded in as many sections, the last part of the film first, as FramePack does: each decode
+//! leaves its first frame's colour for the next, which checks that it got it.
 
 mod colour;
 mod content;
@@ -27,6 +29,7 @@ mod model;
 #[cfg(test)]
 mod tests;
 
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -53,8 +56,11 @@ const ENCODE_IMAGE: &str = "encode_image";
 const DENOISE: &str = "denoise";
 const DECODE: &str = "decode";
 
-/// Name of the value from sampling to decoding.
+/// Name of the value from sampling to decoding; of a section with its number behind it.
 const LATENT: &str = "latent";
+
+/// Name of the value that the decode of a section leaves for the next.
+const LEFT: &str = "left";
 
 /// The `instant` family.
 #[derive(Clone, Copy, Debug, Default)]
@@ -128,6 +134,8 @@ struct Description {
     real_scratch: StageBytes,
     #[serde(default)]
     steps_ms: u64,
+    #[serde(default)]
+    sections: Option<NonZeroU32>,
     #[serde(default)]
     defaults: DescribedDefaults,
     #[serde(default)]

@@ -11,10 +11,12 @@ mod files;
 pub mod flow_match;
 pub mod flux;
 mod host;
+pub mod hunyuan;
 mod identity;
 pub mod instant;
 mod linear;
 mod media;
+mod mmdit;
 pub mod noise;
 mod out_of_memory;
 mod plan;
@@ -44,7 +46,7 @@ pub use ops::{
     prepare, set_fp8_products,
 };
 pub use out_of_memory::is_out_of_memory;
-pub use plan::{PreviewNeed, Role, Rung, StagePlan, ValueShape, Values};
+pub use plan::{PreviewNeed, Role, Rung, Section, StagePlan, ValueShape, Values};
 pub use quantization::{FULL, Formats, Preset, Quantization};
 pub use request::{Audio, Clip, ControlUse, Image, InitImage, Mask, Medium, Request, RequestError, Video};
 pub use resize::resized;
@@ -54,6 +56,7 @@ pub fn catalogue() -> Catalogue {
     Catalogue::new(vec![
         Box::new(flux::Flux),
         Box::new(z_image::ZImage),
+        Box::new(hunyuan::Hunyuan),
         Box::new(instant::Instant),
     ])
 }

@@ -1,5 +1,7 @@
 //! Results of a decode, in pieces: a picture, frames of a video, samples of a track.
 
+use std::ops::Range;
+
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
@@ -51,7 +53,8 @@ impl MediaFormat {
     }
 }
 
-/// Consecutive units of a result. Pieces of one track are delivered in order and without gaps.
+/// Consecutive units of a result. The pieces of a track cover it once. They are delivered in order, but where a result is
+/// made section by section: then the sections are delivered in the order in which they are made.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Piece {
     /// Name of the track, if a request has several (a stem of a song, the sound of a video); empty for a single one.
@@ -82,16 +85,19 @@ impl Piece {
         (self.first.checked_add(units)? <= self.format.units()).then_some(units)
     }
 
-    /// The part from unit `from` on; `None` if it is empty.
-    pub fn from_unit(mut self, from: u64) -> Option<Piece> {
-        let skipped = from.saturating_sub(self.first);
-        if skipped >= self.units()? {
+    /// These units of it, which share its memory; `None` if it has not all of them, or they are none.
+    pub fn of_units(&self, units: Range<u64>) -> Option<Piece> {
+        let end = self.first.checked_add(self.units()?)?;
+        if units.is_empty() || units.start < self.first || units.end > end {
             return None;
         }
-        let bytes = usize::try_from(skipped * self.format.unit_bytes()).ok()?;
-        self.data = self.data.slice(bytes..);
-        self.first += skipped;
-        Some(self)
+        let byte = |unit: u64| usize::try_from((unit - self.first) * self.format.unit_bytes()).ok();
+        Some(Piece {
+            track: self.track.clone(),
+            format: self.format,
+            first: units.start,
+            data: self.data.slice(byte(units.start)?..byte(units.end)?),
+        })
     }
 
     /// Splits it into pieces of at most so many bytes, and of at least one unit each.
@@ -164,10 +170,12 @@ mod tests {
     }
 
     #[test]
-    fn units_delivered_before_are_cut_off() {
-        let rest = frames(1, 3).from_unit(3).unwrap();
+    fn units_of_a_piece_are_whole_and_its_own() {
+        let rest = frames(1, 3).of_units(3..4).unwrap();
         assert_eq!((rest.first, rest.units(), rest.data[0]), (3, Some(1), 12));
-        assert_eq!(frames(1, 3).from_unit(0), Some(frames(1, 3)));
-        assert_eq!(frames(1, 3).from_unit(4), None);
+        assert_eq!(frames(1, 3).of_units(1..4), Some(frames(1, 3)));
+        assert_eq!(frames(1, 3).of_units(0..2), None, "units before it");
+        assert_eq!(frames(1, 3).of_units(3..5), None, "units behind it");
+        assert_eq!(frames(1, 3).of_units(2..2), None, "no units");
     }
 }

@@ -120,6 +120,17 @@ pub struct StagePlan {
     /// What previews of its state need beside it; `None` if none are wanted. Whether the stage fits does not depend on
     /// them: without this memory it runs without previews.
     pub preview: Option<PreviewNeed>,
+    /// Its place among the stages of its name, where a result is made section by section.
+    pub section: Option<Section>,
+}
+
+/// A section of a result, which is sampled and decoded on its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Section {
+    /// Number of the section, from 1, in order of sampling.
+    pub number: u32,
+    /// Number of sections.
+    pub of: u32,
 }
 
 /// What previews need beside the stage that sends them.

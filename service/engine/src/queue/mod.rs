@@ -16,6 +16,7 @@
 mod cards;
 mod claims;
 mod core;
+mod coverage;
 mod decide;
 mod ended;
 mod latents;

@@ -4,10 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use pipelines::{MediaFormat, Piece, Role, StagePlan, Values};
+use pipelines::{Piece, Role, StagePlan, ValueShape, Values};
 use residency::{Bytes, Component, ComponentId, Wait};
 use tokio::time::Instant;
 
+use super::coverage::Coverage;
 use super::listener::{Mailbox, Unread, is_coalescible};
 use super::memos::Memos;
 use super::reductions::{Reduction, Reductions};
@@ -121,7 +122,7 @@ pub(super) struct JobRecord {
     /// What the job started from.
     pub(super) brought: Values,
     /// How much of each item's tracks the client has.
-    pub(super) delivered: BTreeMap<(u32, String), (MediaFormat, u64)>,
+    pub(super) delivered: BTreeMap<(u32, String), Coverage>,
     /// The run that proves a load's model.
     pub(super) proof: Option<Run>,
     /// What a load replaces.
@@ -306,6 +307,9 @@ impl JobRecord {
     /// Whether a value that the step that comes next gives belongs in the store: what is decoded next, and what the job
     /// ends with.
     pub(super) fn belongs_in_store(&self, step: Step, name: &str) -> bool {
+        if self.is_of(step, Role::Decode) {
+            return false; // left for the next decode
+        }
         let takes = |stage: &StagePlan| stage.takes.iter().any(|value| value.name == name);
         let next = self.later_of(step.item).find(|(_, stage)| takes(stage));
         match next {
@@ -315,6 +319,13 @@ impl JobRecord {
                 decodable(plan).iter().any(|value| value.name == name)
             }
         }
+    }
+
+    /// Whether these are all the values that its decodes take.
+    pub(super) fn is_decodable(&self, values: &[ValueShape]) -> bool {
+        let plan = self.plans.values().next().map_or(&[][..], Vec::as_slice);
+        let has = |name: &str| values.iter().any(|value| value.name == name);
+        decodable(plan).iter().all(|value| has(&value.name))
     }
 
     /// Whether a later step of an item decodes.
@@ -449,23 +460,23 @@ impl JobRecord {
         decodes.map(|step| step.item).collect()
     }
 
-    /// Takes down how far a track has come, and makes of a piece what the client has not got yet: a stage that is run again
+    /// Takes down what there is of a track, and makes of a piece what the client has not got yet: a stage that is run again
     /// delivers from the beginning. Nobody gets what belongs to a proof.
-    pub(super) fn deliver(&mut self, item: u32, piece: Piece) -> Option<JobEventKind> {
+    pub(super) fn deliver(&mut self, item: u32, piece: &Piece) -> Vec<JobEventKind> {
         let Some(units) = piece.units() else {
             tracing::warn!(job = %self.id, format = ?piece.format, "a stage delivered what is no piece of its result");
-            return None;
+            return Vec::new();
         };
-        let (track, first, format) = (piece.track.clone(), piece.first, piece.format);
-        let (_, done) = *self.delivered.entry((item, track.clone())).or_insert((format, 0));
-        if first > done {
-            tracing::warn!(job = %self.id, first, done, "a stage left out a part of its result");
-            return None;
+        let track = self.delivered.entry((item, piece.track.clone()));
+        let track = track.or_insert_with(|| Coverage::of(piece.format));
+        let new = track.add(piece.first..piece.first + units);
+        if self.is_load() {
+            return Vec::new();
         }
-        let piece = piece.from_unit(done)?;
-        self.delivered.insert((item, track), (format, first + units));
         let seed = self.seed().wrapping_add(u64::from(item));
-        (!self.is_load()).then_some(JobEventKind::Piece { item, seed, piece })
+        let new = new.into_iter().filter_map(|units| piece.of_units(units));
+        new.map(|piece| JobEventKind::Piece { item, seed, piece })
+            .collect()
     }
 
     /// Whether all of an item has been delivered, in the format that was asked for.
@@ -473,8 +484,8 @@ impl JobRecord {
         let of_item = self.delivered.iter().filter(|((item, _), _)| *item == step.item);
         let tracks: Vec<_> = of_item.map(|(_, delivered)| delivered).collect();
         let asked = self.run().map(|run| &run.request.medium);
-        let is_whole = |(format, units): &&(MediaFormat, u64)| {
-            *units == format.units() && asked.is_some_and(|asked| asked.is_made_as(format))
+        let is_whole = |track: &&Coverage| {
+            track.is_whole() && asked.is_some_and(|asked| asked.is_made_as(&track.format))
         };
         if !tracks.is_empty() && tracks.iter().all(is_whole) {
             return Ok(());

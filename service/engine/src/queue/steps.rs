@@ -45,10 +45,18 @@ impl Step {
     }
 }
 
-/// The values that decoding takes: what a client may keep, bring back, and have decoded later.
+/// The values that decoding takes, each once: what a client may keep, bring back, and have decoded later. Not those that one
+/// decode leaves for the next.
 pub(super) fn decodable(plan: &[StagePlan]) -> Vec<&ValueShape> {
-    let decodes = plan.iter().filter(|stage| stage.role == Role::Decode);
-    decodes.flat_map(|stage| &stage.takes).collect()
+    let decodes = || plan.iter().filter(|stage| stage.role == Role::Decode);
+    let is_left = |name: &String| decodes().any(|stage| stage.gives.contains(name));
+    let mut values: Vec<&ValueShape> = Vec::new();
+    for value in decodes().flat_map(|stage| &stage.takes) {
+        if !is_left(&value.name) && !values.iter().any(|known| known.name == value.name) {
+            values.push(value);
+        }
+    }
+    values
 }
 
 /// The stages that are needed for what a run asks for, by their indices in the plan. Values that it brings are there from
@@ -80,8 +88,13 @@ pub(super) fn needed(plan: &[StagePlan], run: &Run) -> Vec<usize> {
     needed
 }
 
+/// Whether a result is made section by section: then each is decoded when it is sampled, and is there to be seen.
+fn is_in_sections(plan: &[StagePlan]) -> bool {
+    plan.iter().any(|stage| stage.section.is_some_and(|section| section.of > 1))
+}
+
 /// The steps of a run: what is run once, then item by item. Where one large component at a time is on the card, all
-/// sampling is done before the first decode.
+/// sampling is done before the first decode, but for sections.
 pub(super) fn steps_of(plan: &[StagePlan], run: &Run, policy: Policy) -> Vec<Step> {
     let needed = needed(plan, run);
     let step = |stage: &usize, item| Step {
@@ -93,7 +106,7 @@ pub(super) fn steps_of(plan: &[StagePlan], run: &Run, policy: Policy) -> Vec<Ste
     for item in 0..run.count.max(1) {
         steps.extend(each.iter().map(|stage| step(stage, item)));
     }
-    if policy == Policy::Exclusive {
+    if policy == Policy::Exclusive && !is_in_sections(plan) {
         let decodes =
             |step: &Step| matches!(step.kind, StepKind::Stage(stage) if plan[stage].role == Role::Decode);
         steps.sort_by_key(decodes); // stable: items stay in order
@@ -147,6 +160,7 @@ mod tests {
             gives: gives.iter().map(|&name| name.into()).collect(),
             per_item,
             memo: None,
+            section: None,
             preview: None,
         }
     }
@@ -213,6 +227,46 @@ mod tests {
         );
         let decoded = run(Some(Role::Decode), Role::Decode, 1);
         assert_eq!(names(&plan(true), &decoded), ["frames", "sound"]);
+    }
+
+    /// Two sections, of which the second decode takes what the first leaves.
+    fn sections() -> Vec<StagePlan> {
+        let section = |number: u32, stage: StagePlan| StagePlan {
+            section: Some(pipelines::Section { number, of: 2 }),
+            ..stage
+        };
+        vec![
+            stage("text", Role::Encode, &[], &["text"], false),
+            section(1, stage("sample1", Role::Sample, &["text"], &["s1"], true)),
+            section(1, stage("decode1", Role::Decode, &["s1"], &["left"], true)),
+            section(2, stage("sample2", Role::Sample, &["text", "s1"], &["s2"], true)),
+            section(2, stage("decode2", Role::Decode, &["s1", "s2", "left"], &[], true)),
+        ]
+    }
+
+    #[test]
+    fn sections_are_decoded_one_by_one_whatever_the_policy() {
+        let plan = sections();
+        for policy in [Policy::Shared, Policy::Exclusive] {
+            let steps = steps_of(&plan, &run(None, Role::Decode, 1), policy);
+            let stages: Vec<StepKind> = steps.iter().map(|step| step.kind).collect();
+            assert_eq!(stages, [0, 1, 2, 3, 4].map(StepKind::Stage));
+        }
+    }
+
+    #[test]
+    fn a_latent_in_sections_is_what_was_sampled_and_not_what_decodes_leave() {
+        let plan = sections();
+        let names_of: Vec<&str> = decodable(&plan).iter().map(|v| v.name.as_str()).collect();
+        assert_eq!(names_of, ["s1", "s2"]);
+        assert_eq!(
+            names(&plan, &run(None, Role::Sample, 1)),
+            ["text", "sample1", "sample2"]
+        );
+        assert_eq!(
+            names(&plan, &run(Some(Role::Decode), Role::Decode, 1)),
+            ["decode1", "decode2"]
+        );
     }
 
     #[test]

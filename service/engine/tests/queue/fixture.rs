@@ -85,6 +85,7 @@ impl FakeModel {
             gives: Vec::new(),
             per_item: true,
             memo: None,
+            section: None,
             preview: None,
         }
     }
@@ -142,6 +143,7 @@ impl Model for FakeModel {
             gives: vec!["sequence".into()],
             per_item: false,
             memo: Some(request.prompt.clone()),
+            section: None,
             ..self.stage("encode_text", Role::Encode, 0, whole(1 << 20), "t16".into())
         }];
         if of_image && !request.from_values {

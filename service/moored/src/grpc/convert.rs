@@ -295,6 +295,7 @@ pub(super) fn convert(event: &JobEvent, model: &v1::ResolvedModel) -> Converted 
             card,
             item,
             memory,
+            section: _,
         } => Kind::Stage(v1::StageStarted {
             name: name.to_string(),
             index: *index,

@@ -93,6 +93,7 @@ impl Autoencoder<'_> {
             gives: Vec::new(),
             per_item: true,
             memo: None,
+            section: None,
             preview: None,
         }
     }

@@ -11,7 +11,7 @@ use super::colour::{
 };
 use super::content::{content_of, format_of, latent_shape, medium_of, units_of};
 use super::{
-    DECODE, DENOISE, DescribedAdapter, DescribedComponent, Description, ENCODE_IMAGE, ENCODE_TEXT, LATENT,
+    DECODE, DENOISE, DescribedAdapter, DescribedComponent, Description, ENCODE_IMAGE, ENCODE_TEXT, LATENT, LEFT,
 };
 use crate::adapters::{AdapterError, AdapterFile, AdapterReport};
 use crate::bounds::no_references;
@@ -19,7 +19,7 @@ use crate::family::{Model, ModelError, Observer, StageError, StageRun, smaller_l
 use crate::files::read_json;
 use crate::identity::ModelFile;
 use crate::media::{MediaFormat, Piece};
-use crate::plan::{PreviewNeed, Role, Rung, StagePlan, ValueShape, Values, only_value};
+use crate::plan::{PreviewNeed, Role, Rung, Section, StagePlan, ValueShape, Values, only_value};
 use crate::quantization::Formats;
 use crate::request::{Medium, Request, RequestError};
 use crate::start::is_from_latent;
@@ -53,6 +53,11 @@ pub(super) struct InstantModel {
     plans: Vec<LoadPlan>,
     /// Names of the adapters that are attached.
     adapters: Vec<String>,
+}
+
+/// Name of what a section's sampling gives.
+fn latent_of_section(number: u32) -> String {
+    format!("{LATENT}_{number}")
 }
 
 /// Name of the component of an adapter.
@@ -176,6 +181,46 @@ impl InstantModel {
         ((request.steps as f32 * part).round() as u32).clamp(1, request.steps.max(1))
     }
 
+    /// The sections of a request's result; `None` where it is made in one.
+    fn sections(&self, request: &Request) -> Option<u32> {
+        let sections = self.description.sections?.get();
+        match &request.medium {
+            Medium::Video(video) => Some(sections.min(video.frames)),
+            Medium::Image(_) | Medium::Audio(_) => None,
+        }
+    }
+
+    /// The stages that sample and decode.
+    fn stages_of_result(&self, request: &Request) -> Vec<StagePlan> {
+        let Some(of) = self.sections(request) else {
+            return vec![self.stage(DENOISE, request), self.stage(DECODE, request)];
+        };
+        let numbers = 1..=of;
+        let of_section = |number: u32| {
+            let section = Some(Section { number, of });
+            let sampled = ValueShape::new(&latent_of_section(number), latent_shape(&request.medium));
+            let left = || ValueShape::new(LEFT, latent_shape(&request.medium));
+            let denoise = self.stage(DENOISE, request);
+            let decode = self.stage(DECODE, request);
+            [
+                StagePlan {
+                    gives: vec![sampled.name.clone()],
+                    section,
+                    ..denoise
+                },
+                StagePlan {
+                    takes: std::iter::once(sampled)
+                        .chain((number > 1).then(left))
+                        .collect(),
+                    gives: (number < of).then(|| LEFT.to_owned()).into_iter().collect(),
+                    section,
+                    ..decode
+                },
+            ]
+        };
+        numbers.flat_map(of_section).collect()
+    }
+
     fn stage(&self, name: &'static str, request: &Request) -> StagePlan {
         let size = content_of(&request.medium);
         let tokens = request.max_sequence_length;
@@ -229,6 +274,7 @@ impl InstantModel {
                 components: self.named(&["vae"]),
                 scratch: Bytes::ZERO,
             }),
+            section: None,
         }
     }
 
@@ -277,16 +323,35 @@ impl InstantModel {
     }
 
     /// Delivers the result in a few pieces, each of which takes the time of a step if pieces are slow.
-    fn decode(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<(), StageError> {
-        let colour = read_latent(stage.value(LATENT)?)?;
+    fn decode(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError> {
         let format = format_of(&stage.request.medium);
-        let (units, unit_bytes) = (format.units(), format.unit_bytes() as usize);
-        let at_once = units.div_ceil(PIECES).max(1);
-        for first in (0..units).step_by(at_once as usize) {
-            if first > 0 {
+        let unit_bytes = format.unit_bytes() as usize;
+        let latent = match stage.plan.section {
+            None => stage.value(LATENT)?,
+            Some(section) => stage.value(&latent_of_section(section.number))?,
+        };
+        let colour = read_latent(latent)?;
+        if let Some(left) = stage.value_if_taken(LEFT)?
+            && read_latent(left)? != colour
+        {
+            return Err(StageError::BadInput(
+                "what the section before left is not of this film".to_owned(),
+            ));
+        }
+        let left = latent.clone();
+        let units = match stage.plan.section {
+            None => 0..format.units(),
+            Some(Section { number, of }) => {
+                let share = |sections: u32| format.units() * u64::from(sections) / u64::from(of);
+                share(of - number)..share(of - number + 1)
+            }
+        };
+        let at_once = (units.end - units.start).div_ceil(PIECES).max(1);
+        for first in units.clone().step_by(at_once as usize) {
+            if first > units.start {
                 sleep(Duration::from_millis(self.description.steps_ms), observer)?;
             }
-            let last = (first + at_once).min(units);
+            let last = (first + at_once).min(units.end);
             let mut data = Vec::with_capacity((last - first) as usize * unit_bytes);
             for unit in first..last {
                 match format {
@@ -312,7 +377,11 @@ impl InstantModel {
                 data: data.into(),
             });
         }
-        Ok(())
+        let gives_left = stage.plan.gives.iter().any(|name| name == LEFT);
+        Ok(gives_left
+            .then(|| (LEFT.to_owned(), left))
+            .into_iter()
+            .collect())
     }
 
     /// A fault for tests.
@@ -504,13 +573,18 @@ impl Model for InstantModel {
             return Err(problems);
         }
         let encodes_start = request.medium.has_start() && !request.from_values;
-        let names = [ENCODE_TEXT, ENCODE_IMAGE, DENOISE, DECODE].into_iter();
+        let names = [ENCODE_TEXT, ENCODE_IMAGE].into_iter();
         let names = names.filter(|name| *name != ENCODE_IMAGE || encodes_start);
-        Ok(names.map(|name| self.stage(name, request)).collect())
+        let encodes = names.map(|name| self.stage(name, request));
+        Ok(encodes.chain(self.stages_of_result(request)).collect())
     }
 
     fn request_of(&self, values: &[ValueShape]) -> Option<Request> {
-        let shape = only_value(values, LATENT)?;
+        let shape = match self.description.sections {
+            None => only_value(values, LATENT)?,
+            // All have the shape of the whole.
+            Some(_) => &values.first()?.shape,
+        };
         let mut request = self.defaults();
         request.medium = medium_of(shape, &request.medium)?;
         Some(request)
@@ -557,8 +631,13 @@ impl Model for InstantModel {
                     mean.ok_or_else(|| StageError::BadInput("there is nothing to encode".to_owned()))?;
                 Ok(latent(mean))
             }
-            DENOISE => self.denoise(stage, observer).map(latent),
-            DECODE => self.decode(stage, observer).map(|()| Values::new()),
+            DENOISE => {
+                let colour = self.denoise(stage, observer)?;
+                let sampled = latent_of(colour, latent_shape(&request.medium));
+                let names = plan.gives.iter().cloned();
+                Ok(names.map(|name| (name, sampled.clone())).collect())
+            }
+            DECODE => self.decode(stage, observer),
             other => Err(StageError::BadInput(format!("there is no stage {other}"))),
         }
     }

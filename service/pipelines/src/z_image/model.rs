@@ -146,6 +146,7 @@ impl ZImageModel {
             gives: names(&[CAPTION]),
             per_item: false,
             memo: Some(memo(ids)),
+            section: None,
             preview: None,
         }
     }
@@ -195,6 +196,7 @@ impl ZImageModel {
             gives: names(&[LATENT]),
             per_item: true,
             memo: None,
+            section: None,
             preview: request.preview.then(|| self.autoencoder().preview_need(image)),
         }
     }

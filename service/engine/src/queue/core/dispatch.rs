@@ -272,6 +272,7 @@ impl Core {
             card: card.clone(),
             item: step.item,
             memory: None,
+            section: None,
         };
         job.emit(now, event);
         job.report.stages.push(StageReport {

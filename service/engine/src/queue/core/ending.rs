@@ -132,13 +132,15 @@ impl Core {
         }
     }
 
-    /// Tells the client of an item's latent, once.
+    /// Tells the client of an item's latent, once, when it has all that its decodes take.
     pub(super) fn tell_latent(&mut self, id: &JobId, item: u32, now: Instant) {
         let Some(job) = self.jobs.get_mut(id) else { return };
         let Some(latent) = job.latents.get(&item).filter(|_| !job.told.contains(&item)) else {
             return;
         };
-        if let Ok(info) = self.latents.info(latent, now) {
+        if let Ok(info) = self.latents.info(latent, now)
+            && job.is_decodable(&info.values)
+        {
             self.latents.keep(latent);
             job.told.insert(item);
             job.emit(now, JobEventKind::Latent { info, item });

@@ -119,6 +119,7 @@ impl Core {
                     card: card_id,
                     item,
                     memory: Some(memory),
+                    section: job.stage(step).and_then(|stage| stage.section),
                 }
             }
             Progress::Step { n, of } => {
@@ -138,7 +139,7 @@ impl Core {
                 rgb,
             },
             Progress::Piece(piece) => {
-                if let Some(event) = job.deliver(item, piece) {
+                for event in job.deliver(item, &piece) {
                     job.emit(now, event);
                 }
                 return;
@@ -354,13 +355,15 @@ impl Core {
     /// Puts values of an item into the store, under a lease of the job.
     fn keep_values(&mut self, id: &JobId, step: Step, dtype: &str, kept: Values, now: Instant) {
         let Some(job) = self.jobs.get_mut(id) else { return };
-        if let Some(latent) = job.latents.get(&step.item) {
-            self.latents.extend_leased(latent, kept);
-            return;
+        let keeps = job.keeps_latents();
+        match job.latents.get(&step.item) {
+            Some(latent) => self.latents.extend_leased(latent, kept),
+            None => {
+                let decoder = job.decoder_id(dtype);
+                let latent = self.latents.put_leased(kept, decoder, id.clone(), keeps, now);
+                job.latents.insert(step.item, latent);
+            }
         }
-        let (decoder, keeps) = (job.decoder_id(dtype), job.keeps_latents());
-        let latent = self.latents.put_leased(kept, decoder, id.clone(), keeps, now);
-        job.latents.insert(step.item, latent);
         if keeps {
             self.tell_latent(id, step.item, now);
         }

@@ -79,6 +79,7 @@ fn stage(medium: Medium) -> StageWork {
             gives: vec!["latent".to_owned()],
             per_item: true,
             memo: Some("a memo".to_owned()),
+            section: None,
             preview: None,
         },
         components: vec![component("transformer"), component("vae")],
