@@ -22,12 +22,14 @@ mod out_of_memory;
 mod plan;
 mod quantization;
 mod request;
+mod resident;
 mod resize;
 pub mod rotary;
 mod sinusoids;
 mod start;
 mod tensors;
 pub mod text;
+pub mod vision;
 pub mod z_image;
 
 pub use adapters::{

@@ -1,19 +1,60 @@
-//! Scaling of pictures, to the byte as Pillow 13 does it with its Lanczos filter: the references scale what they start from
-//! so, and a pixel more or less is another picture.
+//! Scaling of pictures, to the byte as Pillow 13 does it: the references scale what they start from so, and a pixel more or
+//! less is another picture.
 
 use std::f64::consts::PI;
 
 /// Fraction bits of the weights (`PRECISION_BITS` in Pillow's `Resample.c`, for bytes).
 const PRECISION: u32 = 22;
-/// Half the width of the filter, in pixels of the result.
-const SUPPORT: f64 = 3.0;
 
-/// Scales rows of interleaved bytes, `channels` for each pixel, from one size to another (width, height).
+/// The weight of a pixel by its distance, in pixels of the result where it is smaller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Filter {
+    /// A sinc in the window of a wider one, of three lobes.
+    Lanczos,
+    /// Cubic convolution (Keys 1981) with `a = -1/2`.
+    Bicubic,
+}
+
+impl Filter {
+    /// Half its width.
+    fn support(self) -> f64 {
+        match self {
+            Filter::Lanczos => 3.0,
+            Filter::Bicubic => 2.0,
+        }
+    }
+
+    fn weight(self, x: f64) -> f64 {
+        const A: f64 = -0.5;
+        let sinc = |x: f64| if x == 0.0 { 1.0 } else { (PI * x).sin() / (PI * x) };
+        let distance = x.abs();
+        match self {
+            _ if distance >= self.support() => 0.0,
+            Filter::Lanczos => sinc(x) * sinc(x / self.support()),
+            Filter::Bicubic if distance < 1.0 => {
+                ((A + 2.0) * distance - (A + 3.0)) * distance * distance + 1.0
+            }
+            Filter::Bicubic => (((distance - 5.0) * distance + 8.0) * distance - 4.0) * A,
+        }
+    }
+}
+
+/// Scales rows of interleaved bytes, `channels` for each pixel, from one size to another (width, height), by Lanczos'
+/// filter.
 ///
 /// # Panics
 /// When there are fewer bytes than `from` has.
 #[must_use]
-pub fn resized(
+pub fn resized(bytes: &[u8], channels: usize, from: (u32, u32), to: (u32, u32)) -> Vec<u8> {
+    resized_by(Filter::Lanczos, bytes, channels, from, to)
+}
+
+/// [`resized`] by another filter.
+///
+/// # Panics
+/// As [`resized`].
+pub(crate) fn resized_by(
+    filter: Filter,
     bytes: &[u8],
     channels: usize,
     (width, height): (u32, u32),
@@ -26,11 +67,11 @@ pub fn resized(
     let is_vertical_first =
         to_height < height && shrinks_by(height, to_height) > 2 * shrinks_by(width, to_width);
     if is_vertical_first {
-        let rows = vertical(bytes, channels * width, (height, to_height));
-        horizontal(&rows, channels, to_height, (width, to_width))
+        let rows = vertical(filter, bytes, channels * width, (height, to_height));
+        horizontal(filter, &rows, channels, to_height, (width, to_width))
     } else {
-        let columns = horizontal(bytes, channels, height, (width, to_width));
-        vertical(&columns, channels * to_width, (height, to_height))
+        let columns = horizontal(filter, bytes, channels, height, (width, to_width));
+        vertical(filter, &columns, channels * to_width, (height, to_height))
     }
 }
 
@@ -41,15 +82,15 @@ struct Weights {
 }
 
 /// The weights of every pixel of an axis.
-fn weights(from: usize, to: usize) -> Vec<Weights> {
+fn weights(filter: Filter, from: usize, to: usize) -> Vec<Weights> {
     let scale = from as f64 / to as f64;
     let stretch = scale.max(1.0);
-    let support = SUPPORT * stretch;
+    let support = filter.support() * stretch;
     let of_pixel = |pixel: usize| {
         let centre = (pixel as f64 + 0.5) * scale;
         let first = (centre - support + 0.5).max(0.0) as usize;
         let last = ((centre + support + 0.5) as usize).min(from);
-        let weights = (first..last).map(|at| lanczos((at as f64 - centre + 0.5) / stretch));
+        let weights = (first..last).map(|at| filter.weight((at as f64 - centre + 0.5) / stretch));
         let weights: Vec<f64> = weights.collect();
         let sum: f64 = weights.iter().sum();
         let fixed = |weight: &f64| {
@@ -64,15 +105,6 @@ fn weights(from: usize, to: usize) -> Vec<Weights> {
     (0..to).map(of_pixel).collect()
 }
 
-fn lanczos(x: f64) -> f64 {
-    let sinc = |x: f64| if x == 0.0 { 1.0 } else { (PI * x).sin() / (PI * x) };
-    if x.abs() < SUPPORT {
-        sinc(x) * sinc(x / SUPPORT)
-    } else {
-        0.0
-    }
-}
-
 /// The weighted sum of bytes at a distance from each other.
 fn sum(bytes: &[u8], begin: usize, stride: usize, weights: &[i32]) -> u8 {
     let products = weights.iter().enumerate();
@@ -81,11 +113,17 @@ fn sum(bytes: &[u8], begin: usize, stride: usize, weights: &[i32]) -> u8 {
     (sum >> PRECISION).clamp(0, 255) as u8
 }
 
-fn horizontal(bytes: &[u8], channels: usize, rows: usize, (from, to): (usize, usize)) -> Vec<u8> {
+fn horizontal(
+    filter: Filter,
+    bytes: &[u8],
+    channels: usize,
+    rows: usize,
+    (from, to): (usize, usize),
+) -> Vec<u8> {
     if from == to {
         return bytes[..rows * from * channels].to_vec();
     }
-    let weights = weights(from, to);
+    let weights = weights(filter, from, to);
     let mut out = Vec::with_capacity(rows * to * channels);
     for row in bytes[..rows * from * channels].chunks_exact(from * channels) {
         for Weights { first, weights } in &weights {
@@ -95,12 +133,12 @@ fn horizontal(bytes: &[u8], channels: usize, rows: usize, (from, to): (usize, us
     out
 }
 
-fn vertical(bytes: &[u8], row_bytes: usize, (from, to): (usize, usize)) -> Vec<u8> {
+fn vertical(filter: Filter, bytes: &[u8], row_bytes: usize, (from, to): (usize, usize)) -> Vec<u8> {
     if from == to {
         return bytes[..from * row_bytes].to_vec();
     }
     let mut out = Vec::with_capacity(to * row_bytes);
-    for Weights { first, weights } in &weights(from, to) {
+    for Weights { first, weights } in &weights(filter, from, to) {
         out.extend((0..row_bytes).map(|at| sum(bytes, first * row_bytes + at, row_bytes, weights)));
     }
     out

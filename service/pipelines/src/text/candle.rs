@@ -1,87 +1,27 @@
-//! Encoders of candle-transformers over resident tensors: they look tensors up by name and get handles, so nothing is
-//! copied and residency is unaffected.
+//! Qwen3 by candle-transformers, over resident tensors.
 //!
 //! Its `models::qwen3::Model` ends with the last norm, but the states before it are needed;
 //! `models::z_image::ZImageTextEncoder` is the same decoder and returns those. Full-precision weights only.
 
-use candle_core::{DType, Device, Shape, Tensor};
-use candle_nn::var_builder::SimpleBackend;
-use candle_nn::{Activation, Init, VarBuilder};
+use candle_core::{DType, Tensor};
+use candle_nn::Activation;
 use candle_transformers::models::z_image::{TextEncoderConfig, ZImageTextEncoder};
 use gpu::ComponentTensors;
 use ops::allocated;
 use residency::Bytes;
 
-use super::qwen3::{Qwen3Config, prefix_of};
+use super::decoder::{Decoder, prefix_of};
+use crate::resident;
 
 /// Prefix of all names that the encoder looks up.
 const PREFIX: &str = "model.";
-
-/// The tensors of a component as a tensor source of candle-transformers.
-struct Resident<'a> {
-    tensors: &'a ComponentTensors,
-    /// Prefix of names in the component.
-    prefix: &'static str,
-    /// The layer that is looked up and never run, and the one whose tensors are substituted.
-    unused: (String, String),
-}
-
-impl Resident<'_> {
-    fn name(&self, asked: &str) -> String {
-        let name = asked.strip_prefix(PREFIX).unwrap_or(asked);
-        let (unused, instead) = &self.unused;
-        match name.strip_prefix(unused.as_str()) {
-            Some(part) => format!("{}{instead}{part}", self.prefix),
-            None => format!("{}{name}", self.prefix),
-        }
-    }
-}
-
-impl SimpleBackend for Resident<'_> {
-    fn get(
-        &self,
-        shape: Shape,
-        name: &str,
-        _: Init,
-        dtype: DType,
-        device: &Device,
-    ) -> candle_core::Result<Tensor> {
-        let tensor = self.get_unchecked(name, dtype, device)?;
-        if *tensor.shape() != shape {
-            candle_core::bail!(
-                "tensor {name} is {:?} where {shape:?} is expected",
-                tensor.shape()
-            );
-        }
-        Ok(tensor)
-    }
-
-    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
-        let tensor = self
-            .tensors
-            .get(&self.name(name))
-            .map_err(candle_core::Error::wrap)?;
-        // Another dtype or device would mean a copy.
-        if tensor.dtype() != dtype || !tensor.device().same_device(device) {
-            candle_core::bail!(
-                "tensor {name} is {:?} where {dtype:?} is expected",
-                tensor.dtype()
-            );
-        }
-        Ok(tensor)
-    }
-
-    fn contains_tensor(&self, name: &str) -> bool {
-        self.tensors.contains(&self.name(name))
-    }
-}
 
 /// The sum of the first `depth` layers over these tokens, `[tokens, hidden_size]` in the dtype of the weights.
 ///
 /// # Errors
 /// Errors of the device.
 pub(super) fn encode(
-    config: &Qwen3Config,
+    decoder: &Decoder,
     depth: usize,
     tensors: &ComponentTensors,
     ids: &[u32],
@@ -90,30 +30,34 @@ pub(super) fn encode(
     let table = tensors.get(&format!("{prefix}embed_tokens.weight"));
     let table = table.map_err(candle_core::Error::wrap)?;
     let (device, dtype) = (table.device(), table.dtype());
-    let resident = Resident {
-        tensors,
-        prefix,
-        unused: (format!("layers.{depth}."), format!("layers.{}.", depth - 1)),
+    // The last layer is looked up and never run: the tensors of the one before it stand in.
+    let (unused, instead) = (format!("layers.{depth}."), format!("layers.{}.", depth - 1));
+    let name_of = move |asked: &str| {
+        let name = asked.strip_prefix(PREFIX).unwrap_or(asked);
+        match name.strip_prefix(unused.as_str()) {
+            Some(part) => format!("{prefix}{instead}{part}"),
+            None => format!("{prefix}{name}"),
+        }
     };
-    let vars = VarBuilder::from_backend(Box::new(resident), dtype, device.clone());
-    let encoder = ZImageTextEncoder::new(&config_of(config, depth, ids.len()), vars)?;
+    let vars = resident::vars(tensors, dtype, device, name_of);
+    let encoder = ZImageTextEncoder::new(&config_of(decoder, depth, ids.len()), vars)?;
     encoder
         .forward(&Tensor::new(ids, device)?.unsqueeze(0)?)?
         .squeeze(0)
 }
 
 /// The encoder stops one layer before the configured last.
-fn config_of(config: &Qwen3Config, depth: usize, tokens: usize) -> TextEncoderConfig {
+fn config_of(decoder: &Decoder, depth: usize, tokens: usize) -> TextEncoderConfig {
     TextEncoderConfig {
-        vocab_size: config.vocab_size,
-        hidden_size: config.hidden_size,
-        intermediate_size: config.intermediate_size,
+        vocab_size: decoder.vocab_size,
+        hidden_size: decoder.hidden_size,
+        intermediate_size: decoder.intermediate_size,
         num_hidden_layers: depth + 1,
-        num_attention_heads: config.num_attention_heads,
-        num_key_value_heads: config.num_key_value_heads,
-        head_dim: config.head_dim,
-        rms_norm_eps: config.rms_norm_eps,
-        rope_theta: config.theta(),
+        num_attention_heads: decoder.heads,
+        num_key_value_heads: decoder.heads_kv,
+        head_dim: decoder.head_dim,
+        rms_norm_eps: decoder.rms_norm_eps,
+        rope_theta: decoder.theta,
         attention_bias: false,
         hidden_act: Activation::Silu,
         // Size of the table of rotations.
@@ -121,29 +65,18 @@ fn config_of(config: &Qwen3Config, depth: usize, tokens: usize) -> TextEncoderCo
     }
 }
 
-/// Bytes of packing buffers that a thread has for matrix products on a CPU: 2.1 MB were measured on 16 cores.
-const PACKING_BYTES: u64 = 5 << 19;
-
-/// Bytes of those of all threads. Where half precision is computed in, products are a card's.
-fn packing_bytes(dtype: DType) -> u64 {
-    match dtype {
-        DType::F32 => PACKING_BYTES * candle_core::utils::get_num_threads() as u64,
-        _ => 0,
-    }
-}
-
 /// Predicted peak of activations. Every operation allocates its result: the peaks are attention (scores, scaled,
 /// masked, beside queries, keys and values of all heads), and the feed-forward (the gate, the gated values, and their
 /// product).
-pub(super) fn scratch(config: &Qwen3Config, tokens: usize, dtype: DType) -> Bytes {
+pub(super) fn scratch(decoder: &Decoder, tokens: usize, dtype: DType) -> Bytes {
     let size = dtype.size_in_bytes();
-    let (heads, width) = (config.num_attention_heads, config.hidden_size);
-    let of_heads = heads * config.head_dim;
+    let (heads, width) = (decoder.heads, decoder.hidden_size);
+    let of_heads = heads * decoder.head_dim;
     let scores = allocated(heads * tokens * tokens * size);
     let mask = allocated(tokens * tokens * size_of::<f32>()) + allocated(tokens * tokens * size);
-    let rotations = 6 * allocated(tokens * config.head_dim / 2 * size_of::<f32>());
+    let rotations = 6 * allocated(tokens * decoder.head_dim / 2 * size_of::<f32>());
     let hidden = allocated(tokens * width * size);
     let attention = 3 * scores + 6 * allocated(tokens * of_heads * size);
-    let feed_forward = 3 * allocated(tokens * config.intermediate_size * size);
-    Bytes(4 * hidden + mask + rotations + attention.max(feed_forward) + packing_bytes(dtype))
+    let feed_forward = 3 * allocated(tokens * decoder.intermediate_size * size);
+    Bytes(4 * hidden + mask + rotations + attention.max(feed_forward) + resident::packing_bytes(dtype))
 }

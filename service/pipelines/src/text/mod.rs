@@ -2,7 +2,9 @@
 
 mod candle;
 pub mod clip;
-mod encoding;
+mod decoder;
+pub(crate) mod encoding;
+pub mod llama;
 pub mod qwen3;
 mod shared;
 pub mod t5;

@@ -1,8 +1,11 @@
-//! Tokenization, as by transformers' `CLIPTokenizer`, `T5Tokenizer` and `Qwen2Tokenizer`.
+//! Tokenization, as by transformers' `CLIPTokenizer`, `T5Tokenizer` and `Qwen2Tokenizer`, and as LLaMA 3's
+//! `PreTrainedTokenizerFast`.
 //!
-//! Those classes read a vocabulary from a folder and apply their own fixed rules, ignoring the rules of the folder's
+//! The former read a vocabulary from a folder and apply their own fixed rules, ignoring the rules of the folder's
 //! `tokenizer.json`; so do these. Truncation and padding are done here: ids end with the prompt's end token for any
 //! prompt length.
+
+mod llama;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -15,6 +18,8 @@ use tokenizers::{AddedToken, Tokenizer};
 use super::shared::Shared;
 use crate::family::ModelError;
 use crate::files::{damaged, read_json, read_text};
+
+pub use llama::{LlamaTokenizer, TemplatedIds};
 
 /// A failed tokenization.
 #[derive(Debug, thiserror::Error)]

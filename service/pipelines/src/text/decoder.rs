@@ -1,0 +1,357 @@
+//! A causal decoder as a text encoder: the sum of its first layers over resident tensors of any weight format, without
+//! the last norm (transformers' `LlamaModel`, `Qwen3Model`, `hidden_states[depth]`).
+//!
+//! Attention is causal, so padding behind a prompt does not affect its states, and is not computed.
+
+mod layer;
+
+use candle_core::{DType, Tensor};
+use gpu::{ComponentTensors, MissingTensor, Weight};
+use ops::{AttentionShape, MaskShape, Norm, Planned, Scratch, allocated, norm_modulate};
+use residency::Bytes;
+use serde::Deserialize;
+
+use self::layer::{Buffers, Layer};
+use super::encoding::{check_finite, check_ids};
+use crate::adapters::AdaptedTensors;
+use crate::checkpoint::QuantizeRole;
+use crate::family::StageError;
+use crate::linear::largest_scratch;
+
+/// Maximum tokens of a prompt: attention is quadratic.
+const MAX_TOKENS: usize = 4096;
+
+/// Bytes of packing buffers of matrix products on a CPU, and of other allocations independent of the request.
+const LIBRARIES: u64 = 4 << 20;
+
+/// Prefix of all names in most checkpoints.
+const PREFIX: &str = "model.";
+
+/// The prefixes that are recognized: none where the decoder was saved alone, and those of older and newer
+/// `LlavaForConditionalGeneration`.
+const PREFIXES: [&str; 3] = ["", "language_model.model.", "model.language_model."];
+
+/// Prefix of the names of a checkpoint's tensors.
+pub(super) fn prefix_of(has: &dyn Fn(&str) -> bool) -> &'static str {
+    let known = |prefix: &&str| has(&format!("{prefix}embed_tokens.weight"));
+    PREFIXES.into_iter().find(known).unwrap_or(PREFIX)
+}
+
+/// Attention and feed-forward may be quantized.
+pub(crate) fn role(name: &str) -> QuantizeRole {
+    let Some(layer) = name.strip_suffix(".weight") else {
+        return QuantizeRole::Full;
+    };
+    match layer.ends_with("_proj") && (layer.contains(".self_attn.") || layer.contains(".mlp.")) {
+        true => QuantizeRole::Quantized,
+        false => QuantizeRole::Full,
+    }
+}
+
+/// The rotary embedding of a configuration, in either of its spellings.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(default)]
+pub(super) struct Rope {
+    /// Base of the frequencies, in older files.
+    rope_theta: Option<f64>,
+    /// The same, in newer files.
+    rope_parameters: Option<RopeParameters>,
+    /// Must be null.
+    rope_scaling: Option<serde_json::Value>,
+}
+
+/// `rope_parameters` of a configuration.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(default)]
+struct RopeParameters {
+    rope_theta: Option<f64>,
+    rope_type: Option<String>,
+}
+
+impl Rope {
+    /// Of this base.
+    pub(super) fn of(theta: f64) -> Rope {
+        Rope {
+            rope_theta: Some(theta),
+            ..Rope::default()
+        }
+    }
+
+    /// Base of the frequencies.
+    pub(super) fn theta(&self) -> f64 {
+        let newer = self.rope_parameters.as_ref().and_then(|rope| rope.rope_theta);
+        newer.or(self.rope_theta).unwrap_or(10_000.0)
+    }
+
+    /// Checks that it is not scaled.
+    pub(super) fn check(&self) -> Result<(), String> {
+        let kind = self
+            .rope_parameters
+            .as_ref()
+            .and_then(|rope| rope.rope_type.as_deref());
+        if self
+            .rope_scaling
+            .as_ref()
+            .is_some_and(|scaling| !scaling.is_null())
+            || kind.is_some_and(|kind| kind != "default")
+        {
+            return Err("rotary embeddings that are scaled, which are not known".to_owned());
+        }
+        Ok(())
+    }
+}
+
+/// The sizes and constants of a decoder.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Decoder {
+    pub(super) vocab_size: usize,
+    /// Width of a token.
+    pub(super) hidden_size: usize,
+    /// Width inside the feed-forward layers.
+    pub(super) intermediate_size: usize,
+    pub(super) layers: usize,
+    /// Query heads.
+    pub(super) heads: usize,
+    /// Key and value heads; divides the query heads.
+    pub(super) heads_kv: usize,
+    /// Width of a head.
+    pub(super) head_dim: usize,
+    /// Epsilon of the norms.
+    pub(super) rms_norm_eps: f64,
+    /// Base of the rotary frequencies.
+    pub(super) theta: f64,
+    /// Whether each head of queries and keys has a norm (Qwen3).
+    pub(super) has_head_norms: bool,
+}
+
+impl Decoder {
+    /// Checks the sizes, which come from files.
+    ///
+    /// # Errors
+    /// What is not supported.
+    pub(super) fn check(&self, hidden_act: &str) -> Result<(), String> {
+        // Far above any published model: untrusted values must not overflow, nor exhaust memory.
+        let widths = [self.hidden_size, self.intermediate_size, self.head_dim];
+        let counts = [self.layers, self.heads];
+        if widths.iter().any(|width| *width > 1 << 17)
+            || counts.iter().any(|count| *count > 1 << 10)
+            || self.vocab_size > 1 << 24
+        {
+            return Err("sizes beyond all reason".to_owned());
+        }
+        if widths.contains(&0) || counts.contains(&0) || !self.head_dim.is_multiple_of(2) {
+            return Err("layers of no width, none of them, or heads of an odd one".to_owned());
+        }
+        let (heads, of_keys) = (self.heads, self.heads_kv);
+        if of_keys == 0 || !heads.is_multiple_of(of_keys) {
+            return Err(format!("{heads} heads of queries over {of_keys} of keys"));
+        }
+        if hidden_act != "silu" {
+            return Err(format!("the activation {hidden_act:?}; only silu is known"));
+        }
+        if !(self.theta > 0.0 && self.rms_norm_eps > 0.0) {
+            return Err(format!(
+                "a base of {} or an epsilon of {}",
+                self.theta, self.rms_norm_eps
+            ));
+        }
+        Ok(())
+    }
+
+    /// Names and shapes of the tensors of the first `depth` layers, by the names that `has` knows.
+    pub(super) fn tensor_shapes(
+        &self,
+        depth: usize,
+        has: &dyn Fn(&str) -> bool,
+    ) -> Vec<(String, Vec<usize>)> {
+        let (width, inner, head) = (self.hidden_size, self.intermediate_size, self.head_dim);
+        let (queries, keys) = (self.heads * head, self.heads_kv * head);
+        let prefix = prefix_of(has);
+        let mut list = vec![(
+            format!("{prefix}embed_tokens.weight"),
+            vec![self.vocab_size, width],
+        )];
+        for i in 0..depth {
+            let mut add = |name: &str, shape: &[usize]| {
+                list.push((format!("{prefix}layers.{i}.{name}.weight"), shape.to_vec()));
+            };
+            add("input_layernorm", &[width]);
+            add("self_attn.q_proj", &[queries, width]);
+            add("self_attn.k_proj", &[keys, width]);
+            add("self_attn.v_proj", &[keys, width]);
+            add("self_attn.o_proj", &[width, queries]);
+            if self.has_head_norms {
+                add("self_attn.q_norm", &[head]);
+                add("self_attn.k_norm", &[head]);
+            }
+            add("post_attention_layernorm", &[width]);
+            add("mlp.gate_proj", &[inner, width]);
+            add("mlp.up_proj", &[inner, width]);
+            add("mlp.down_proj", &[width, inner]);
+        }
+        list
+    }
+
+    /// Predicted peak of activations of encoding `tokens`: the buffers, and the workspace of attention where cuDNN has
+    /// no plan.
+    pub(super) fn scratch(&self, tokens: usize, dtype: DType) -> Bytes {
+        let size = dtype.size_in_bytes();
+        let sum = allocated(tokens * self.hidden_size * size_of::<f32>());
+        let others = [self.hidden_size, self.first_width(), self.second_width()];
+        let others: u64 = others.iter().map(|width| allocated(tokens * width * size)).sum();
+        let rotations = 2 * allocated(tokens * self.head_dim / 2 * size_of::<f32>());
+        let encoded = allocated(tokens * self.hidden_size * size);
+        let attention = ops::attention_workspace(self.heads, tokens, tokens);
+        Bytes(
+            sum + others
+                + rotations
+                + encoded
+                + allocated(tokens * size_of::<u32>())
+                + allocated(attention)
+                + LIBRARIES,
+        )
+    }
+
+    /// cuDNN shape of each layer's attention.
+    pub(super) fn planned(&self, tokens: usize, dtype: DType) -> Planned {
+        let by_head = (self.heads, self.head_dim);
+        let rows = (self.joint_width(), self.second_width());
+        let shape = AttentionShape::of_rows(tokens, by_head, rows, dtype, MaskShape::Causal);
+        Planned::Attention(AttentionShape {
+            heads_kv: self.heads_kv,
+            ..shape
+        })
+    }
+
+    /// Elements per token of queries, keys and values.
+    fn joint_width(&self) -> usize {
+        (self.heads + 2 * self.heads_kv) * self.head_dim
+    }
+
+    /// Elements per token of the first shared buffer: queries, keys and values, then the gate.
+    fn first_width(&self) -> usize {
+        self.joint_width().max(self.intermediate_size)
+    }
+
+    /// Elements per token of the second: attention output, then the gated values, rounded up to whole heads.
+    fn second_width(&self) -> usize {
+        let attended = self.heads * self.head_dim;
+        attended.max(self.intermediate_size.next_multiple_of(self.head_dim))
+    }
+}
+
+/// The first layers of a decoder, over resident tensors.
+#[derive(Debug)]
+pub(super) struct ResidentDecoder<'a> {
+    pub(super) decoder: Decoder,
+    pub(super) depth: usize,
+    component: String,
+    pub(super) tensors: &'a ComponentTensors,
+}
+
+impl ResidentDecoder<'_> {
+    /// The first `depth` layers, at least 1, from the tensors of this component.
+    ///
+    /// # Errors
+    /// [`StageError::BadInput`] for another number of layers, [`StageError::Missing`] for a tensor that is missing or
+    /// of another shape.
+    pub(super) fn new<'a>(
+        decoder: Decoder,
+        depth: usize,
+        component: &str,
+        tensors: &'a ComponentTensors,
+    ) -> Result<ResidentDecoder<'a>, StageError> {
+        if depth == 0 || depth > decoder.layers {
+            let problem = format!(
+                "the text encoder has {} layers, and {depth} are asked for",
+                decoder.layers
+            );
+            return Err(StageError::BadInput(problem));
+        }
+        for (name, shape) in decoder.tensor_shapes(depth, &|name| tensors.contains(name)) {
+            let found = match role(&name) {
+                QuantizeRole::Quantized => tensors.shaped_weight(&name, &shape).map(|_| ()),
+                QuantizeRole::AsStored | QuantizeRole::Full => tensors.shaped(&name, &shape).map(|_| ()),
+            };
+            found.map_err(|missing| StageError::Missing {
+                component: component.to_owned(),
+                missing,
+            })?;
+        }
+        Ok(ResidentDecoder {
+            decoder,
+            depth,
+            component: component.to_owned(),
+            tensors,
+        })
+    }
+
+    /// Whether any of its weights is quantized.
+    pub(super) fn is_quantized(&self) -> bool {
+        let is_quantized = |name: &str| matches!(self.tensors.weight(name), Ok(Weight::Quantized(_)));
+        self.tensors.names().any(is_quantized)
+    }
+
+    /// Encodes tokens by `work`, and checks them and the result.
+    ///
+    /// # Errors
+    /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for ids out of range, or too
+    /// many.
+    pub(super) fn checked(
+        &self,
+        ids: &[u32],
+        cancelled: &dyn Fn() -> bool,
+        work: impl FnOnce() -> Result<Tensor, StageError>,
+    ) -> Result<Tensor, StageError> {
+        check_ids(ids, self.decoder.vocab_size, MAX_TOKENS)?;
+        if cancelled() {
+            return Err(StageError::Cancelled);
+        }
+        let encoded = work()?;
+        check_finite(&encoded, &self.component)?;
+        Ok(encoded)
+    }
+
+    /// The sum of the layers, `[tokens, hidden_size]` in the dtype of the weights. `cancelled` is called before every
+    /// layer.
+    ///
+    /// # Errors
+    /// Errors of the device, [`StageError::Cancelled`], [`StageError::Missing`].
+    pub(super) fn encode(&self, ids: &[u32], cancelled: &dyn Fn() -> bool) -> Result<Tensor, StageError> {
+        let decoder = &self.decoder;
+        let read = || -> Result<(Tensor, Vec<Layer>), MissingTensor> {
+            let prefix = prefix_of(&|name| self.tensors.contains(name));
+            let table = self.tensors.get(&format!("{prefix}embed_tokens.weight"))?;
+            let tensors = AdaptedTensors::from(self.tensors);
+            let layers =
+                (0..self.depth).map(|i| Layer::new(&tensors, &format!("{prefix}layers.{i}"), decoder));
+            Ok((table, layers.collect::<Result<_, _>>()?))
+        };
+        let (table, layers) = read().map_err(|missing| StageError::Missing {
+            component: self.component.clone(),
+            missing,
+        })?;
+        let (device, dtype) = (table.device(), table.dtype());
+        let linears = layers.iter().flat_map(Layer::linears);
+        let scratch = Scratch::new(largest_scratch(linears, ids.len(), dtype), device)?;
+        let buffers = Buffers::new(decoder, ids.len(), dtype, scratch, device)?;
+        ops::embed(&table, &Tensor::new(ids, device)?, &buffers.sum.squeeze(0)?)?;
+        if let Some(first) = layers.first() {
+            let norm = Norm::Rms {
+                weight: Some(&first.norm1),
+                eps: decoder.rms_norm_eps,
+            };
+            norm_modulate(&buffers.sum, norm, None, &buffers.normed)?;
+        }
+        let next = layers.iter().skip(1).map(|layer| Some(&layer.norm1));
+        for (layer, next) in layers.iter().zip(next.chain([None])) {
+            if cancelled() {
+                return Err(StageError::Cancelled);
+            }
+            layer.forward(&buffers, next)?;
+        }
+        let encoded = Tensor::zeros((ids.len(), decoder.hidden_size), dtype, device)?;
+        ops::copy_rows(&buffers.sum.squeeze(0)?, &encoded)?;
+        Ok(encoded)
+    }
+}

@@ -1,0 +1,4 @@
+//! Encoders of pictures shared by families.
+
+pub mod processor;
+pub mod siglip;
