@@ -37,6 +37,38 @@ pub enum Pad {
     Replicate,
 }
 
+/// Nearest-neighbour upsampling along an axis.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Enlarge {
+    /// Every position once.
+    Not,
+    /// Every position twice (`Upsample2D`).
+    Twice,
+    /// Every position twice but the first, which is there once: frames of a causal autoencoder
+    /// (`HunyuanVideoUpsampleCausal3D`).
+    TwiceButFirst,
+}
+
+impl Enlarge {
+    /// Number of positions after upsampling `size` of them, which is at least 1.
+    pub const fn size(self, size: usize) -> usize {
+        match self {
+            Enlarge::Not => size,
+            Enlarge::Twice => 2 * size,
+            Enlarge::TwiceButFirst => 2 * size - 1,
+        }
+    }
+
+    /// The position before upsampling, for one after it.
+    const fn source(self, place: usize) -> usize {
+        match self {
+            Enlarge::Not => place,
+            Enlarge::Twice => place / 2,
+            Enlarge::TwiceButFirst => place.div_ceil(2),
+        }
+    }
+}
+
 /// How a feature map is read.
 #[derive(Clone, Copy, Debug)]
 pub struct MapReading<'a> {
@@ -44,8 +76,8 @@ pub struct MapReading<'a> {
     pub norm: ChannelNorm<'a>,
     /// Apply SiLU, `x * sigmoid(x)`, after the norm.
     pub silu: bool,
-    /// Upsample rows and columns by 2, nearest neighbour (`Upsample2D`).
-    pub twice: bool,
+    /// Upsampling of frames, rows and columns.
+    pub enlarge: [Enlarge; 3],
     /// Padding mode.
     pub pad: Pad,
 }
@@ -55,7 +87,7 @@ impl MapReading<'_> {
     pub const PLAIN: MapReading<'static> = MapReading {
         norm: ChannelNorm::None,
         silu: false,
-        twice: false,
+        enlarge: [Enlarge::Not; 3],
         pad: Pad::Zero,
     };
 }
@@ -73,8 +105,8 @@ pub(crate) fn sides(map: &Tensor) -> Result<[usize; 4]> {
 
 /// Reads a region of a map `x` `[h, w, c]` or `[t, h, w, c]` into `out`, of the same rank, channels and dtype. The
 /// region starts at `from` (frame, row, column, in coordinates of the upsampled map; positions outside of the map are
-/// padding) and has the size of `out`. Rows of both must be contiguous; `out` may be a strided view, and must not
-/// overlap `x`.
+/// padding) and has the size of `out`. Both may be strided views whose rows are contiguous; the positions of `x` may
+/// also be a part of longer ones (`narrow` along channels) in a contiguous map. `out` must not overlap `x`.
 ///
 /// # Errors
 /// When shapes do not match.
@@ -102,13 +134,12 @@ pub fn apply_norm(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], out: &Te
 }
 
 /// The source position for a position along an axis; `None` for zero padding.
-fn source(place: i64, size: usize, twice: bool, pad: Pad) -> Option<usize> {
-    let scale = if twice { 2 } else { 1 };
-    let last = size as i64 * scale - 1;
+fn source(place: i64, size: usize, enlarge: Enlarge, pad: Pad) -> Option<usize> {
+    let last = enlarge.size(size) as i64 - 1;
     let inside = (0..=last).contains(&place);
     match pad {
         Pad::Zero if !inside => None,
-        _ => Some((place.clamp(0, last) / scale) as usize),
+        _ => Some(enlarge.source(place.clamp(0, last) as usize)),
     }
 }
 
@@ -118,18 +149,28 @@ fn read_on_cpu(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], out: &Tenso
     let of_position = OfPosition::new(reading, channels)?;
     let x = apart_from(x, out)?;
     let columns: Vec<Option<usize>> = (0..columns_out)
-        .map(|column| source(from[2] + column as i64, width, reading.twice, reading.pad))
+        .map(|column| source(from[2] + column as i64, width, reading.enlarge[2], reading.pad))
         .collect();
     Rows::of(out, columns_out * channels)?;
-    with_rows(&x, width * channels, |x| {
+    // Rows of the map; or its positions, where they are parts of longer ones.
+    let of_row = match Rows::of(&x, width * channels) {
+        Ok(_) => width,
+        Err(_) => 1,
+    };
+    with_rows(&x, of_row * channels, |x| {
         write_rows(out, columns_out * channels, |row, numbers| {
             let (frame, row) = (row / rows_out, row % rows_out);
-            let frame = source(from[0] + frame as i64, frames, false, reading.pad);
-            let row = source(from[1] + row as i64, height, reading.twice, reading.pad);
+            let frame = source(from[0] + frame as i64, frames, reading.enlarge[0], reading.pad);
+            let row = source(from[1] + row as i64, height, reading.enlarge[1], reading.pad);
             let (Some(frame), Some(row)) = (frame, row) else {
                 return numbers.fill(0.0);
             };
-            let line = x.row(frame * height + row);
+            let line = frame * height + row;
+            let whole = (of_row == width).then(|| x.row(line));
+            let position = |column: usize| match whole {
+                Some(whole) => &whole[column * channels..][..channels],
+                None => x.row(line * width + column),
+            };
             let mut before = None;
             for (index, column) in columns.iter().enumerate() {
                 let (written, rest) = numbers.split_at_mut(index * channels);
@@ -140,7 +181,7 @@ fn read_on_cpu(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], out: &Tenso
                     Some(_) if before == Some(column) => {
                         target.copy_from_slice(&written[(index - 1) * channels..]);
                     }
-                    Some(column) => of_position.read(&line[column * channels..][..channels], target),
+                    Some(column) => of_position.read(position(*column), target),
                 }
                 before = Some(column);
             }
@@ -280,12 +321,19 @@ mod tests {
         for (t, y, x) in (0..frames_out as i64)
             .flat_map(|t| (0..rows as i64).flat_map(move |y| (0..columns as i64).map(move |x| (t, y, x))))
         {
-            let by = if reading.twice { 2 } else { 1 };
             let at = [from[0] + t, from[1] + y, from[2] + x];
-            let ends = [frames as i64, height as i64 * by, width as i64 * by];
-            let outside = at.iter().zip(ends).any(|(&at, end)| at < 0 || at >= end);
-            let [t, y, x] = [0, 1, 2].map(|i| at[i].max(0).min(ends[i] - 1));
-            let begin = ((t * height as i64 + y / by) * width as i64 + x / by) as usize * channels;
+            // The source of every position of the enlarged map, listed.
+            let listed = [frames, height, width].iter().zip(reading.enlarge);
+            let listed: Vec<Vec<usize>> = listed
+                .map(|(&size, enlarge)| match enlarge {
+                    Enlarge::Not => (0..size).collect(),
+                    Enlarge::Twice => (0..size).flat_map(|i| [i, i]).collect(),
+                    Enlarge::TwiceButFirst => (0..size).flat_map(|i| [i, i]).skip(1).collect(),
+                })
+                .collect();
+            let outside = (0..3).any(|i| at[i] < 0 || at[i] >= listed[i].len() as i64);
+            let [t, y, x] = [0, 1, 2].map(|i| listed[i][(at[i].max(0) as usize).min(listed[i].len() - 1)]);
+            let begin = ((t * height + y) * width + x) * channels;
             let position = &numbers[begin..][..channels];
             let length: f64 = position.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt();
             for channel in 0..channels {
@@ -323,16 +371,19 @@ mod tests {
                 let there_x = there(&x)?;
                 let exact = there_x.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
                 for norm in [ChannelNorm::None, ChannelNorm::Affine(&affine), rms] {
-                    for (twice, pad, silu) in [
-                        (false, Pad::Zero, true),
-                        (true, Pad::Zero, false),
-                        (false, Pad::Replicate, false),
-                        (true, Pad::Replicate, true),
+                    use Enlarge::{Not, Twice, TwiceButFirst};
+                    for (enlarge, pad, silu) in [
+                        ([Not; 3], Pad::Zero, true),
+                        ([Not, Twice, Twice], Pad::Zero, false),
+                        ([Not; 3], Pad::Replicate, false),
+                        ([Not, Twice, Twice], Pad::Replicate, true),
+                        ([TwiceButFirst, Twice, Not], Pad::Zero, false),
+                        ([Twice, TwiceButFirst, Twice], Pad::Replicate, true),
                     ] {
                         let reading = MapReading {
                             norm,
                             silu,
-                            twice,
+                            enlarge,
                             pad,
                         };
                         let places = [
@@ -374,6 +425,33 @@ mod tests {
                         }
                     }
                 }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_map_is_read_with_its_axes_exchanged_or_out_of_longer_positions() -> Result<()> {
+        let x = random(&[3, 4, 5, 16], 1)?;
+        let reading = MapReading {
+            enlarge: [Enlarge::Twice, Enlarge::TwiceButFirst, Enlarge::Twice],
+            pad: Pad::Replicate,
+            ..MapReading::PLAIN
+        };
+        for dtype in [DType::F32, DType::BF16] {
+            let there = here(&x).to_dtype(dtype)?;
+            let exact = there.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+            let views = |x: &Tensor| {
+                let part = x.narrow(3, 8, 8)?;
+                Ok::<_, candle_core::Error>([x.permute((1, 0, 2, 3))?, part.clone(), part.narrow(0, 1, 2)?])
+            };
+            for (view, exact) in views(&there)?.iter().zip(views(&exact)?) {
+                let shape = [5, 6, 9, view.dim(3)?];
+                let out = here(&Tensor::zeros(&shape[..], DType::F32, &Device::Cpu)?).to_dtype(dtype)?;
+                apply_norm(view, &reading, [-1, -2, 1], &out)?;
+                let expected = naive(&exact.contiguous()?, &reading, [-1, -2, 1], &shape)?;
+                let found = out.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+                assert_close(&found, &expected, 0.0)?;
             }
         }
         Ok(())

@@ -60,6 +60,34 @@ impl Sides {
     }
 }
 
+/// Order in which a filter holds its taps.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TapOrder {
+    /// Sides of the weight: frames, rows, columns.
+    pub(crate) kernel: [usize; 3],
+    /// Whether rows come before frames.
+    pub(crate) exchanged: bool,
+}
+
+impl TapOrder {
+    /// Frames, rows and columns of the weight as the order has them: as one axis of frames where it is the weight's.
+    pub(crate) fn sides(self) -> [usize; 3] {
+        let [frames, rows, columns] = self.kernel;
+        match self.exchanged {
+            true => [frames, rows, columns],
+            false => [1, frames * rows, columns],
+        }
+    }
+
+    /// The tap of the weight at a place of the filter.
+    pub(crate) fn source(self, tap: usize) -> usize {
+        let [frames, rows, columns] = self.sides();
+        let (line, column) = (tap / columns, tap % columns);
+        let (row, frame) = (line / frames, line % frames);
+        (frame * rows + row) * columns + column
+    }
+}
+
 /// A convolution's weight in the layout of the device.
 #[derive(Clone, Debug)]
 pub struct Filter {
@@ -77,10 +105,33 @@ impl Filter {
     /// # Errors
     /// When the shape is not of this form.
     pub fn new(weight: &Weight, dtype: DType) -> Result<Filter> {
-        let Some(sides) = Sides::of(weight.dims()) else {
+        Filter::of_taps(weight, dtype, false)
+    }
+
+    /// [`Filter::new`] of a weight `[out, in, frames, rows, columns]` (`torch.nn.Conv3d`) for maps `[rows, frames,
+    /// columns, in]`.
+    ///
+    /// # Errors
+    /// Those of [`Filter::new`], and a weight of another rank.
+    pub fn rows_first(weight: &Weight, dtype: DType) -> Result<Filter> {
+        if weight.dims().len() != 5 {
+            candle_core::bail!("a filter of shape {:?} over frames and rows", weight.dims());
+        }
+        Filter::of_taps(weight, dtype, true)
+    }
+
+    fn of_taps(weight: &Weight, dtype: DType, exchanged: bool) -> Result<Filter> {
+        let Some(mut sides) = Sides::of(weight.dims()) else {
             candle_core::bail!("a filter of shape {:?}", weight.dims());
         };
         let (outputs, inputs) = (sides.outputs, sides.inputs);
+        let order = TapOrder {
+            kernel: sides.kernel,
+            exchanged,
+        };
+        if exchanged {
+            sides.kernel.swap(0, 1);
+        }
         let taps: usize = sides.kernel.iter().product();
         let device = match weight {
             Weight::Full(weight) => weight.device(),
@@ -95,9 +146,9 @@ impl Filter {
         let dense = dense.contiguous()?.reshape((outputs, inputs, taps))?;
         let held = match (taps, dense.device()) {
             (1, _) => dense.reshape((outputs, 1, inputs))?,
-            (_, Device::Cpu) => convolve_cpu::taps_first(&dense)?,
+            (_, Device::Cpu) => convolve_cpu::taps_first(&dense, order)?,
             #[cfg(feature = "cuda")]
-            (_, Device::Cuda(_)) => crate::cuda::taps_first(&dense)?,
+            (_, Device::Cuda(_)) => crate::cuda::taps_first(&dense, order)?,
             (_, other) => {
                 candle_core::bail!("maps are convolved on the CPU and on CUDA devices, not on {other:?}")
             }
@@ -453,6 +504,28 @@ mod tests {
             let most = if x.device().is_cpu() { 0.0 } else { 1e-6 };
             assert_close(&parts, &whole.to_device(&Device::Cpu)?, most)?;
         }
+        Ok(())
+    }
+
+    #[test]
+    fn a_filter_of_rows_before_frames_convolves_a_map_of_rows_before_frames() -> Result<()> {
+        for dtype in [DType::F32, DType::BF16] {
+            let x = here(&random(&[4, 6, 7, 16], 1)?).to_dtype(dtype)?;
+            let weight = Weight::Full(here(&random(&[8, 16, 2, 3, 1], 2)?).to_dtype(dtype)?);
+            let plain = here(&Tensor::zeros((3, 4, 7, 8), dtype, &Device::Cpu)?);
+            let filter = Filter::new(&weight, dtype)?;
+            convolve(&x, &filter, None, &Steps::EACH, &plain, Onto::Nothing)?;
+            let turned = here(&Tensor::zeros((4, 3, 7, 8), dtype, &Device::Cpu)?);
+            let filter = Filter::rows_first(&weight, dtype)?;
+            let x = x.permute((1, 0, 2, 3))?.contiguous()?;
+            convolve(&x, &filter, None, &Steps::EACH, &turned, Onto::Nothing)?;
+            let host = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F32);
+            let expected = host(&plain)?.permute((1, 0, 2, 3))?.contiguous()?;
+            let most = if dtype == DType::F32 { 1e-6 } else { BF16_OPERATION };
+            assert_close(&host(&turned)?, &expected, most)?;
+        }
+        let flat = Weight::Full(here(&random(&[8, 16, 3, 3], 2)?));
+        assert!(Filter::rows_first(&flat, DType::F32).is_err());
         Ok(())
     }
 

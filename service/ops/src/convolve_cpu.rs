@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Tensor};
 use gemm::Parallelism;
 use rayon::prelude::*;
 
-use crate::convolve::{Filter, MapShape, Onto};
+use crate::convolve::{Filter, MapShape, Onto, TapOrder};
 use crate::place::{apart_from, with_rows, write_rows};
 use crate::rows::with_numbers;
 
@@ -21,14 +21,15 @@ const MIN_POSITIONS: usize = 32;
 /// Maximum of rows of a task. More rows make no product faster.
 const MAX_ROWS: usize = 8;
 
-/// Permutes `[out, in, taps]` to `[taps, in, out]`, f32.
-pub(crate) fn taps_first(weight: &Tensor) -> Result<Tensor> {
+/// Permutes `[out, in, taps]` to `[taps, in, out]`, f32, with taps in this order.
+pub(crate) fn taps_first(weight: &Tensor, order: TapOrder) -> Result<Tensor> {
     let (outputs, inputs, taps) = weight.dims3()?;
     let mut held = vec![0f32; outputs * inputs * taps];
     with_numbers(weight, |numbers| {
         held.par_chunks_mut(inputs * outputs)
             .enumerate()
             .for_each(|(tap, of_tap)| {
+                let tap = order.source(tap);
                 for (input, of_input) in of_tap.chunks_mut(outputs).enumerate() {
                     for (output, number) in of_input.iter_mut().enumerate() {
                         *number = numbers[(output * inputs + input) * taps + tap];

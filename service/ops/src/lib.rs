@@ -38,7 +38,7 @@ mod rows;
 
 pub use activation::{Nonlinearity, activate};
 pub use allocated::allocated;
-pub use apply_norm::{ChannelNorm, MapReading, Pad, add_rows, apply_norm};
+pub use apply_norm::{ChannelNorm, Enlarge, MapReading, Pad, add_rows, apply_norm};
 pub use attention::{Mask, attention};
 pub use attention_workspace::attention_workspace;
 pub use convolve::{Filter, Onto, Steps, convolve, convolve_scratch};

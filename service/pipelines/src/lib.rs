@@ -2,6 +2,7 @@
 //! mathematics. A family never loads or evicts, and does not know the client.
 
 mod adapters;
+pub mod autoencoder_hunyuan;
 pub mod autoencoder_kl;
 mod bounds;
 mod checkpoint;

@@ -15,14 +15,16 @@ struct ApplyArguments {
     const float* factors;   // [channels]; null: no affine norm
     const float* summands;  // [channels]
     const void* weight;     // T, [channels]: divided by the length of a position; null: not
-    unsigned long long x_frame, x_row, out_frame, out_row;
+    unsigned long long x_frame, x_row, x_column, out_frame, out_row;
     int frames, height, width;  // of the map
     int from_frame, from_row, from_column;  // counted in the enlarged map
     unsigned out_height, out_width;
     unsigned positions;  // that are written
     unsigned channels;
     float least_length;
-    unsigned silu, twice, replicate;
+    unsigned silu;
+    unsigned enlarge[3];  // by axis: 0 not, 1 twice, 2 twice but the first
+    unsigned replicate;
 };
 
 // Uses the card's fast exponential for narrow dtypes: its error is some units in the last place of f32.
@@ -35,21 +37,26 @@ __device__ inline float silu(float value) {
     }
 }
 
+// Positions along an axis after upsampling, and the source of one of them.
+__device__ inline int enlarged(unsigned how, int size) { return how == 0 ? size : how == 1 ? 2 * size : 2 * size - 1; }
+__device__ inline int shrunk(unsigned how, int place) { return how == 0 ? place : (place + static_cast<int>(how - 1)) / 2; }
+
 // Source of an output position; false for zero padding.
 __device__ inline bool source_of(const ApplyArguments& a, unsigned position, unsigned long long& from,
                                  unsigned long long& to) {
     const unsigned column = position % a.out_width, line = position / a.out_width;
     const unsigned row = line % a.out_height, frame = line / a.out_height;
     to = frame * a.out_frame + row * a.out_row + static_cast<unsigned long long>(column) * a.channels;
-    const int scale = a.twice ? 2 : 1;
     int t = a.from_frame + static_cast<int>(frame), y = a.from_row + static_cast<int>(row);
     int x = a.from_column + static_cast<int>(column);
-    const bool inside = t >= 0 && t < a.frames && y >= 0 && y < a.height * scale && x >= 0 && x < a.width * scale;
+    const int frames = enlarged(a.enlarge[0], a.frames), height = enlarged(a.enlarge[1], a.height);
+    const int width = enlarged(a.enlarge[2], a.width);
+    const bool inside = t >= 0 && t < frames && y >= 0 && y < height && x >= 0 && x < width;
     if (!inside && !a.replicate) return false;
-    t = min(max(t, 0), a.frames - 1);
-    y = min(max(y, 0), a.height * scale - 1) / scale;
-    x = min(max(x, 0), a.width * scale - 1) / scale;
-    from = t * a.x_frame + y * a.x_row + static_cast<unsigned long long>(x) * a.channels;
+    t = shrunk(a.enlarge[0], min(max(t, 0), frames - 1));
+    y = shrunk(a.enlarge[1], min(max(y, 0), height - 1));
+    x = shrunk(a.enlarge[2], min(max(x, 0), width - 1));
+    from = t * a.x_frame + y * a.x_row + x * a.x_column;
     return true;
 }
 

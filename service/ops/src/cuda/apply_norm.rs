@@ -5,7 +5,7 @@ use cudarc::driver::DeviceRepr;
 
 use super::moments::is_wide;
 use super::{Card, UNIT, address_of, kernel_dtype};
-use crate::apply_norm::{ChannelNorm, MapReading, Pad, sides};
+use crate::apply_norm::{ChannelNorm, Enlarge, MapReading, Pad, sides};
 use crate::place::Rows;
 
 /// As in `apply_norm.cuh`.
@@ -23,6 +23,7 @@ struct ApplyNormArguments {
     weight: u64,
     x_frame: u64,
     x_row: u64,
+    x_column: u64,
     out_frame: u64,
     out_row: u64,
     frames: i32,
@@ -35,22 +36,36 @@ struct ApplyNormArguments {
     channels: u32,
     least_length: f32,
     silu: u32,
-    twice: u32,
+    enlarge: [u32; 3],
     replicate: u32,
 }
 
 // SAFETY: plain data with C layout.
 unsafe impl DeviceRepr for ApplyNormArguments {}
 
-/// Strides of frames and rows of a map with contiguous rows.
-fn strides(map: &Tensor) -> Result<(usize, usize)> {
-    let [_, _, width, channels] = sides(map)?;
-    Rows::of(map, width * channels)?;
-    Ok(match *map.stride() {
+/// Strides of frames and rows of a map.
+fn strides(map: &Tensor) -> (usize, usize) {
+    match *map.stride() {
         [row, ..] if map.rank() == 3 => (0, row),
         [frame, row, ..] => (frame, row),
         _ => (0, 0),
-    })
+    }
+}
+
+/// Stride of columns of a map whose positions are contiguous.
+fn stride_of_columns(map: &Tensor) -> Result<usize> {
+    match *map.stride() {
+        [.., columns, 1] => Ok(columns),
+        _ => candle_core::bail!("a map of {:?} with strides {:?}", map.dims(), map.stride()),
+    }
+}
+
+fn kernel_enlarge(enlarge: Enlarge) -> u32 {
+    match enlarge {
+        Enlarge::Not => 0,
+        Enlarge::Twice => 1,
+        Enlarge::TwiceButFirst => 2,
+    }
 }
 
 /// Shapes and dtypes are validated by the caller.
@@ -67,9 +82,11 @@ pub(crate) fn apply_norm(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], o
     let dtype = kernel_dtype(x.dtype())?;
     let device = x.device().as_cuda_device()?;
     let (card, stream) = (Card::of(device)?, device.cuda_stream());
-    let ((x_frame, x_row), (out_frame, out_row)) = (strides(x)?, strides(out)?);
+    let x_column = stride_of_columns(x)?;
+    Rows::of(out, out_width * channels)?;
+    let ((x_frame, x_row), (out_frame, out_row)) = (strides(x), strides(out));
     let (x_at, out_at) = (address_of(x)?, address_of(out)?);
-    let mut wide = is_wide(x_at, &[x_frame, x_row], channels, x.dtype())
+    let mut wide = is_wide(x_at, &[x_frame, x_row, x_column], channels, x.dtype())
         && is_wide(out_at, &[out_frame, out_row], channels, x.dtype());
     let vector = |vector: &Tensor| {
         Rows::of(vector, channels)?;
@@ -94,6 +111,7 @@ pub(crate) fn apply_norm(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], o
         weight: weight_at,
         x_frame: x_frame as u64,
         x_row: x_row as u64,
+        x_column: x_column as u64,
         out_frame: out_frame as u64,
         out_row: out_row as u64,
         frames: frames as i32,
@@ -106,7 +124,7 @@ pub(crate) fn apply_norm(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], o
         channels: channels as u32,
         least_length,
         silu: u32::from(reading.silu),
-        twice: u32::from(reading.twice),
+        enlarge: reading.enlarge.map(kernel_enlarge),
         replicate: u32::from(reading.pad == Pad::Replicate),
     };
     let wide = if wide { "wide_" } else { "" };

@@ -4,22 +4,24 @@
 
 namespace moored {
 
-// `[outputs, inputs, taps]` to `[outputs, taps, inputs]`.
+// `[outputs, inputs, frames, rows, columns]` to `[outputs, rows, frames, columns, inputs]`.
 struct TapsArguments {
     const void* weight;
     void* out;
     unsigned long long numbers;
-    unsigned inputs, taps;
+    unsigned inputs, frames, rows, columns;
 };
 
 template <class T>
 __device__ inline void taps_first(const TapsArguments& a) {
     const unsigned long long i = static_cast<unsigned long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= a.numbers) return;
-    const unsigned of_output = a.inputs * a.taps;
+    const unsigned taps = a.frames * a.rows * a.columns, of_output = a.inputs * taps;
     const unsigned long long output = i / of_output;
     const unsigned rest = static_cast<unsigned>(i % of_output), tap = rest / a.inputs, input = rest % a.inputs;
-    static_cast<T*>(a.out)[i] = static_cast<const T*>(a.weight)[output * of_output + input * a.taps + tap];
+    const unsigned line = tap / a.columns, row = line / a.frames, frame = line % a.frames;
+    const unsigned from = (frame * a.rows + row) * a.columns + tap % a.columns;
+    static_cast<T*>(a.out)[i] = static_cast<const T*>(a.weight)[output * of_output + input * taps + from];
 }
 
 // Mirrors the struct in `cuda/convolve.rs`.

@@ -8,7 +8,7 @@ use half::{bf16, f16};
 use super::apply_norm::add_rows;
 use super::moments::is_wide;
 use super::{Card, UNIT, address_of, kernel_dtype, tensor};
-use crate::convolve::{Filter, MapShape, Onto, unrolled_positions};
+use crate::convolve::{Filter, MapShape, Onto, TapOrder, unrolled_positions};
 use crate::cudnn::{self, ConvolutionAt};
 use crate::planned::uses_cudnn_in;
 
@@ -22,7 +22,9 @@ struct TapsArguments {
     out: u64,
     numbers: u64,
     inputs: u32,
-    taps: u32,
+    frames: u32,
+    rows: u32,
+    columns: u32,
 }
 
 // SAFETY: plain data with C layout.
@@ -62,17 +64,20 @@ pub(crate) fn unwritten(shape: &[usize], dtype: DType, device: &CudaDevice) -> R
     })
 }
 
-/// Permutes `[out, in, taps]` to `[out, taps, in]`.
-pub(crate) fn taps_first(weight: &Tensor) -> Result<Tensor> {
+/// Permutes `[out, in, taps]` to `[out, taps, in]`, with taps in this order.
+pub(crate) fn taps_first(weight: &Tensor, order: TapOrder) -> Result<Tensor> {
     let (outputs, inputs, taps) = weight.dims3()?;
     let device = weight.device().as_cuda_device()?;
+    let [frames, rows, columns] = order.sides().map(|side| side as u32);
     let held = unwritten(&[outputs, taps, inputs], weight.dtype(), device)?;
     let arguments = TapsArguments {
         weight: address_of(weight)?,
         out: address_of(&held)?,
         numbers: weight.elem_count() as u64,
         inputs: inputs as u32,
-        taps: taps as u32,
+        frames,
+        rows,
+        columns,
     };
     let name = format!("taps_first_{}", kernel_dtype(weight.dtype())?);
     let grid = (weight.elem_count().div_ceil(THREADS), 1, 1);

@@ -36,20 +36,20 @@ impl Walk<'_> {
 
 /// Takes the tensors of one layer out of a component.
 #[derive(Clone, Copy)]
-pub(super) struct LayerSource<'a> {
-    pub(super) tensors: &'a ComponentTensors,
-    pub(super) dtype: DType,
-    pub(super) groups: usize,
+pub(crate) struct LayerSource<'a> {
+    pub(crate) tensors: &'a ComponentTensors,
+    pub(crate) dtype: DType,
+    pub(crate) groups: usize,
 }
 
 impl LayerSource<'_> {
-    fn tensor(&self, name: &str, shape: &[usize]) -> std::result::Result<Tensor, StageError> {
+    pub(crate) fn tensor(&self, name: &str, shape: &[usize]) -> std::result::Result<Tensor, StageError> {
         let tensor = self.tensors.shaped(name, shape).map_err(missing)?;
         Ok(tensor.to_dtype(self.dtype)?)
     }
 
     /// A weight; if in full precision, in the dtype of maps.
-    fn weight(&self, name: &str, shape: &[usize]) -> std::result::Result<Weight, StageError> {
+    pub(crate) fn weight(&self, name: &str, shape: &[usize]) -> std::result::Result<Weight, StageError> {
         match self.tensors.shaped_weight(name, shape).map_err(missing)? {
             Weight::Full(tensor) => Ok(Weight::Full(tensor.to_dtype(self.dtype)?)),
             quantized @ Weight::Quantized(_) => Ok(quantized),
@@ -70,7 +70,7 @@ impl LayerSource<'_> {
         Ok(Convolution::new(weight, bias, stride)?)
     }
 
-    pub(super) fn norm(&self, name: &str, channels: usize) -> std::result::Result<GroupNorm, StageError> {
+    pub(crate) fn norm(&self, name: &str, channels: usize) -> std::result::Result<GroupNorm, StageError> {
         let weight = self.tensor(&format!("{name}.weight"), &[channels])?;
         let bias = self.tensor(&format!("{name}.bias"), &[channels])?;
         Ok(GroupNorm::new(weight, bias, self.groups)?)

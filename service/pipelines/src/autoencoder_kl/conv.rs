@@ -6,11 +6,11 @@
 
 use candle_core::{DType, Result, Tensor};
 use gpu::Weight;
-use ops::{Affine, ChannelNorm, Filter, MapReading, Onto, Steps};
+use ops::{Affine, ChannelNorm, Enlarge, Filter, MapReading, Onto, Steps};
 
 /// Maximum bytes of a strip on the CPU, unless one row exceeds it: it is read and convolved while it is in a cache.
 /// On a card strips are as large as possible.
-pub(super) const MAX_STRIP_BYTES: usize = 8 << 20;
+pub(crate) const MAX_STRIP_BYTES: usize = 8 << 20;
 
 /// Zero padding around a map.
 #[derive(Clone, Copy, Debug)]
@@ -62,7 +62,10 @@ impl Reading<'_> {
         let reading = MapReading {
             norm: self.normed.map_or(ChannelNorm::None, ChannelNorm::Affine),
             silu: self.normed.is_some(),
-            twice: self.enlarged,
+            enlarge: match self.enlarged {
+                true => [Enlarge::Not, Enlarge::Twice, Enlarge::Twice],
+                false => [Enlarge::Not; 3],
+            },
             ..MapReading::PLAIN
         };
         ops::apply_norm(map, &reading, [0, first as i64, 0], out)

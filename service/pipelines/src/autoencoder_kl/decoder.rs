@@ -33,7 +33,7 @@ pub struct VaeDecoder {
 }
 
 /// The dtype of maps: on a card that of the biases, which are always in full precision; f32 on the CPU.
-pub(super) fn dtype_of_maps(
+pub(crate) fn dtype_of_maps(
     tensors: &ComponentTensors,
     probe: &str,
 ) -> std::result::Result<DType, StageError> {
@@ -224,7 +224,7 @@ impl VaeDecoder {
 }
 
 /// The error for a result that is not finite.
-pub(super) fn finite(is_finite: bool) -> Result<(), StageError> {
+pub(crate) fn finite(is_finite: bool) -> Result<(), StageError> {
     if is_finite {
         return Ok(());
     }

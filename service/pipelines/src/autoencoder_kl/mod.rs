@@ -26,11 +26,16 @@ mod shapes;
 pub(crate) mod stages;
 mod tiles;
 
+pub(crate) use blocks::LayerSource;
 pub use config::VaeConfig;
+pub(crate) use conv::MAX_STRIP_BYTES;
 pub use decoder::VaeDecoder;
+pub(crate) use decoder::{dtype_of_maps, finite};
 pub use encoder::{Moments, VaeEncoder};
 pub(crate) use names::autoencoder_of_single_file;
 pub use names::diffusers_name_of_bfl;
+pub(crate) use norm::GroupNorm;
 pub use picture::{Rgb8, from_rgb8, to_rgb8};
 pub(crate) use role::role;
+pub(crate) use tiles::Cut;
 pub use scratch::{Chunking, decode_scratch, encode_ladder, encode_scratch, ladder};

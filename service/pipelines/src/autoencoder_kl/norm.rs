@@ -8,7 +8,7 @@ const EPSILON: f64 = 1e-6;
 
 /// Parameters of a group norm.
 #[derive(Clone, Debug)]
-pub(super) struct GroupNorm {
+pub(crate) struct GroupNorm {
     /// `[c]`, in the dtype of maps.
     weight: Tensor,
     /// `[c]`.
@@ -17,7 +17,7 @@ pub(super) struct GroupNorm {
 }
 
 impl GroupNorm {
-    pub(super) fn new(weight: Tensor, bias: Tensor, groups: usize) -> Result<GroupNorm> {
+    pub(crate) fn new(weight: Tensor, bias: Tensor, groups: usize) -> Result<GroupNorm> {
         Ok(GroupNorm {
             weight: weight.contiguous()?,
             bias: bias.contiguous()?,
@@ -26,12 +26,12 @@ impl GroupNorm {
     }
 
     /// Device of the weights.
-    pub(super) fn device(&self) -> &Device {
+    pub(crate) fn device(&self) -> &Device {
         self.weight.device()
     }
 
     /// Statistics of a whole map `[h, w, c]`.
-    pub(super) fn measure(&self, map: &Tensor) -> Result<Affine> {
+    pub(crate) fn measure(&self, map: &Tensor) -> Result<Affine> {
         let norm = ops::GroupNorm {
             groups: self.groups,
             weight: &self.weight,

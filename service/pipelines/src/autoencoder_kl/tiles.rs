@@ -36,15 +36,15 @@ pub(super) fn encode_tiles(
 
 /// Step, extent and blending of tiles, in output units except where noted.
 #[derive(Clone, Copy)]
-pub(super) struct Cut {
+pub(crate) struct Cut {
     /// Distance between tiles, in input units.
-    step: usize,
-    kept: usize,
-    pub(super) blended: usize,
+    pub(crate) step: usize,
+    pub(crate) kept: usize,
+    pub(crate) blended: usize,
 }
 
 impl Cut {
-    pub(super) fn of(size_in: usize, size_out: usize) -> Cut {
+    pub(crate) fn of(size_in: usize, size_out: usize) -> Cut {
         let blended = (size_out as f64 * OVERLAP) as usize;
         Cut {
             step: (size_in as f64 * (1.0 - OVERLAP)) as usize,

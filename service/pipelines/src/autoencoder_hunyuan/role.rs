@@ -1,0 +1,45 @@
+//! Quantization roles of the autoencoder's tensors.
+
+use crate::checkpoint::QuantizeRole;
+
+/// Convolutions and linear layers may be quantized, except for the first and the last.
+#[allow(dead_code)] // until the families of films use it
+pub(crate) fn role(name: &str) -> QuantizeRole {
+    let Some(layer) = name.strip_suffix(".weight") else {
+        return QuantizeRole::Full;
+    };
+    // A causal convolution is a layer that contains one named `conv`.
+    let layer = layer.strip_suffix(".conv").unwrap_or(layer);
+    match layer.rsplit('.').next().unwrap_or(layer) {
+        norm if norm.contains("norm") => QuantizeRole::Full,
+        "conv_in" | "conv_out" => QuantizeRole::AsStored,
+        _ => QuantizeRole::Quantized,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::HunyuanVaeConfig;
+    use super::*;
+
+    #[test]
+    fn the_first_and_the_last_layers_are_left_as_stored() {
+        let names = HunyuanVaeConfig::default().tensor_shapes();
+        let of = |wanted: QuantizeRole| -> Vec<&str> {
+            let names = names.iter().map(|(name, _)| name.as_str());
+            names.filter(|name| role(name) == wanted).collect()
+        };
+        let stored = [
+            "encoder.conv_in.conv.weight",
+            "encoder.conv_out.conv.weight",
+            "decoder.conv_in.conv.weight",
+            "decoder.conv_out.conv.weight",
+        ];
+        assert_eq!(of(QuantizeRole::AsStored), stored);
+        let full = of(QuantizeRole::Full);
+        assert!(full.iter().all(|name| name.contains("norm") || name.ends_with(".bias")));
+        let quantized = of(QuantizeRole::Quantized);
+        assert!(quantized.contains(&"decoder.mid_block.attentions.0.to_out.0.weight"));
+        assert!(quantized.contains(&"decoder.up_blocks.0.upsamplers.0.conv.conv.weight"));
+    }
+}
