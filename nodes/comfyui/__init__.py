@@ -15,10 +15,11 @@ def _client() -> str:
 
 
 try:
+    from .audio_nodes import Audio
     from .control_nodes import ApplyControlNet
+    from .film_nodes import ImageToVideo, TextToVideo
     from .latent_nodes import LatentFromComfyUI, LatentToComfyUI, VAEDecode, VAEEncode
     from .lora_nodes import LoadLoRA
-    from .media_nodes import Audio, Video
     from .model_nodes import LoadModel, Server
     from .panel import register_routes
     from .picture_nodes import EditImage, ImageToImage, TextToImage
@@ -42,7 +43,8 @@ NODES: list[type[io.ComfyNode]] = [
     TextToImage,
     ImageToImage,
     EditImage,
-    Video,
+    TextToVideo,
+    ImageToVideo,
     Audio,
     VAEEncode,
     VAEDecode,

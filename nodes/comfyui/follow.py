@@ -16,7 +16,7 @@ from . import claims, connection
 from .connection import Target
 from .handles import ModelRecipe
 from .node_text import show_on
-from .phases import phase
+from .phases import phase, section_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -43,7 +43,7 @@ class Display:
         self._pictures = pictures
         self._bar = comfy.utils.ProgressBar(1, node_id=node_id)
         self._steps = (0, 1)
-        self._step: tuple[int, int] | None = None
+        self._place = ""
         self._choice = ""
         self._said = ""
 
@@ -56,24 +56,26 @@ class Display:
             case moored.Done() if self._choice:
                 said = f"{said}\n{self._choice}"  # the last text stays on the node
             case moored.Step():
-                before = (self.pictures_before + event.item) * event.of
-                self._steps = (before + event.n, self._pictures * event.of)
-                self._step = (event.n, event.of)
+                section, sections = section_of(event)
+                of_item = sections * event.of
+                before = (self.pictures_before + event.item) * of_item + (section - 1) * event.of
+                self._steps = (before + event.n, self._pictures * of_item)
+                of_section = f" in section {section} of {sections}" if sections > 1 else ""
+                self._place = f"{of_section} at step {event.n} of {event.of}"
                 self._bar.update_absolute(*self._steps)
             case moored.Preview():
                 self._preview(event.image)
         self.say(said)
 
     def finish(self, image: Image) -> None:
-        """Shows the finished picture, so that no early preview stays."""
+        """Shows the finished picture, or a frame of the finished film, so that no early preview stays."""
         self._steps = (self._steps[1], self._steps[1])
         with _left_for_others():
             self._preview(image)
 
     def interrupted(self) -> None:
         """Says how far it had come."""
-        step = f" at step {self._step[0]} of {self._step[1]}" if self._step else ""
-        self.say(f"Interrupted{step}")
+        self.say(f"Interrupted{self._place}")
 
     def _preview(self, image: Image) -> None:
         # ComfyUI scales up to this side too: a small picture stays as it is.

@@ -12,7 +12,7 @@ IGNORED_AT_MOST = 3
 
 
 def phase(event: Any) -> str:
-    """`Queued 2nd`, `Loading transformer 6.1/11.9 GB`, `Step 7/20`; empty for what is not said.
+    """`Queued 2nd`, `Loading transformer 6.1/11.9 GB`, `Section 2/4, step 7/20`; empty for what is not said.
 
     Of a job's beginning, what the service chose and why, where the quantization is left to it.
     """
@@ -23,10 +23,21 @@ def phase(event: Any) -> str:
             return _waiting(event)
         case moored.Accepted():
             return event.model.choice
+        case moored.Step():
+            section, sections = section_of(event)
+            of_section = f"Section {section}/{sections}, step" if sections > 1 else "Step"
+            return f"{of_section} {event.n}/{event.of}"
         case moored.Preview() | moored.Artifact() | moored.LatentKept():
             return ""
         case _:
             return moored.describe(event)
+
+
+def section_of(step: moored.Step) -> tuple[int, int]:
+    """Which section of a film a step is of, from 1, and how many there are: 1 of 1 where there are none."""
+    # Older clients know of no sections.
+    section, sections = getattr(step, "part", None), getattr(step, "parts", None)
+    return (section, sections) if section and sections else (1, 1)
 
 
 def ordinal(number: int) -> str:

@@ -15,6 +15,9 @@ LatentType = io.Custom("MOORED_LATENT")
 MAX_SEED = 0xFFFFFFFFFFFFFFFF
 MAX_SIDE = 4096
 MAX_COUNT = 64
+MAX_FRAMES = 10_000
+MAX_FRAMES_PER_SECOND = 240.0
+MAX_FILM_SECONDS = 600.0
 
 SERVICE_PATIENCE = -1.0
 MODEL_GUIDANCE = -1.0
@@ -73,6 +76,48 @@ def picture_inputs() -> list[io.Input]:
             default=False,
             advanced=True,
             tooltip="Make only a latent, for VAE Decode. What is linked to image does not run.",
+        ),
+        text_length_input(),
+        preview_input(),
+        *job_inputs(),
+    ]
+
+
+def film_inputs() -> list[io.Input]:
+    """What both film nodes ask for besides their start."""
+    return [
+        io.Float.Input(
+            "seconds",
+            default=0.0,
+            min=0.0,
+            max=MAX_FILM_SECONDS,
+            step=0.1,
+            tooltip="How long. 0: the model's default, or by frames.",
+        ),
+        io.Int.Input(
+            "frames",
+            default=0,
+            min=0,
+            max=MAX_FRAMES,
+            advanced=True,
+            tooltip="How many, instead of seconds. Some models take certain numbers only. 0: by seconds.",
+        ),
+        io.Float.Input(
+            "fps",
+            default=0.0,
+            min=0.0,
+            max=MAX_FRAMES_PER_SECOND,
+            step=0.01,
+            advanced=True,
+            tooltip="Frames a second. 0: the model's default.",
+        ),
+        *sampling_inputs(),
+        seed_input("Another seed is another film."),
+        io.Boolean.Input(
+            "give_frames",
+            default=False,
+            advanced=True,
+            tooltip="Give the frames too, as a batch of pictures. If off, what is linked to frames stops.",
         ),
         text_length_input(),
         preview_input(),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import moored
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 SIDE_MULTIPLE = 16
 LATENT_SCALE = 8
+# That of broadcasting: 30000/1001 frames a second.
+MAX_RATE_DENOMINATOR = 1001
 
 # What ComfyUI multiplies a family's latents with, and what it takes off before, on their way from its LATENT
 # to the transformer. Its LATENT is as its VAE gives it; the service's latents are as the transformer sees
@@ -43,6 +46,15 @@ def frames_of(film: moored.Film) -> Any:
     pixels = film.array.astype(np.float32)
     pixels /= np.float32(255)  # in place: a film is large
     return torch.from_numpy(pixels)
+
+
+def video_of(frames: Any, frames_per_second: float) -> Any:
+    """A VIDEO of an IMAGE's pictures."""
+    from comfy_api.latest import InputImpl, Types
+
+    # The service's rate is an f32: 23.976 came as 23.97599983.
+    rate = Fraction(frames_per_second).limit_denominator(MAX_RATE_DENOMINATOR)
+    return InputImpl.VideoFromComponents(Types.VideoComponents(images=frames, frame_rate=rate))
 
 
 def audio_of(tracks: Sequence[moored.Track]) -> Any:
@@ -95,7 +107,12 @@ def size_of(image: Any) -> tuple[int, int]:
             f"The picture is {width} x {height}, and {MAX_SIDE} is the most on a side: scale it down before, "
             "or name width and height where the node has them."
         )
-    return _nearest(width), _nearest(height)
+    return nearest_side(width), nearest_side(height)
+
+
+def nearest_side(pixels: float) -> int:
+    """A width or height to the nearest multiple that the service takes."""
+    return max(SIDE_MULTIPLE, round(pixels / SIDE_MULTIPLE) * SIDE_MULTIPLE)
 
 
 def samples_of(latents: Sequence[NDArray[Any]], family: str) -> Any:
@@ -142,7 +159,3 @@ def _png(pixels: NDArray[Any]) -> bytes:
     # It travels once: small enough soon, not as small as can be.
     Image.fromarray(pixels).save(encoded, format="PNG", compress_level=1)
     return encoded.getvalue()
-
-
-def _nearest(side: int) -> int:
-    return max(SIDE_MULTIPLE, round(side / SIDE_MULTIPLE) * SIDE_MULTIPLE)

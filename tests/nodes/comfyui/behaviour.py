@@ -441,26 +441,154 @@ def test_a_film_is_the_clients_own(comfyui: ComfyUI, serve: Serve) -> None:
     service = serve("sim:24GiB")
     with service.client() as client:
         graph = Graph(service.address, model="video")
-        show = shown(graph, graph.video())
-        sized = shown(graph, graph.video(frames=3, width=96, height=32, fps=12.0, seed=8))
+        film = graph.text_to_video()
+        show = shown(graph, graph.film_parts(film))
+        named = {"frames": 3, "width": 96, "height": 32, "fps": 12.0, "seed": 8}
+        sized = graph.text_to_video(**named, give_frames=True)
+        batch = shown(graph, sized, 1)
+        taken_apart = shown(graph, graph.film_parts(sized))
         run = comfyui.queue(graph.prompt).succeeded()
         own = client.generate_video(RED, model="video", seed=7, steps=2)
         same(run.pictures(show), list(own.array))
         small = {"frames": 3, "width": 96, "height": 32, "frames_per_second": 12.0}
         own = client.generate_video(RED, model="video", seed=8, steps=2, **small)
-        same(run.pictures(sized), list(own.array))
+        same(run.pictures(batch), list(own.array))
+        same(run.pictures(taken_apart), list(own.array))
+
+
+def test_frames_are_given_where_they_are_asked_for(comfyui: ComfyUI, serve: Serve) -> None:
+    graph = Graph(serve("sim:24GiB").address, model="video")
+    film = graph.text_to_video(frames=2)
+    show = shown(graph, film, 1)
+    run = comfyui.queue(graph.prompt).done()
+    assert "give_frames" in run.error
+    assert show not in run.outputs
+
+
+def test_a_film_is_as_long_as_its_seconds(comfyui: ComfyUI, serve: Serve) -> None:
+    graph = Graph(serve("sim:24GiB").address, model="video")
+    films = {
+        film: frames
+        for film, frames in (
+            (graph.text_to_video(seconds=0.5), 12),  # of the 24 that the model makes a second
+            (graph.text_to_video(seconds=0.5, fps=10.0), 5),
+            (graph.text_to_video(seconds=0.1, fps=1.0), 1),
+        )
+    }
+    shows = {shown(graph, graph.film_parts(film)): frames for film, frames in films.items()}
+    run = comfyui.queue(graph.prompt).succeeded()
+    assert {show: len(run.pictures(show)) for show in shows} == shows
+    graph = Graph(serve("sim:24GiB").address, model="video")
+    twice = graph.text_to_video(seconds=0.5, frames=3)
+    shown(graph, graph.film_parts(twice))
+    run = comfyui.queue(graph.prompt).done()
+    assert "either seconds or frames" in run.error
+    assert run.texts(twice)[-1] in run.error
 
 
 def test_a_film_starts_from_a_picture_of_any_size(comfyui: ComfyUI, serve: Serve) -> None:
-    graph = Graph(serve("sim:24GiB").address, model="video")
-    odd = comfyui.upload("first.png", scene(1).resize((75, 50)))
-    loaded = graph.add("LoadImage", image=odd)
-    made = graph.video(image=[loaded, 0], frames=2)
-    show = shown(graph, made)
+    service = serve("sim:24GiB")
+    graph = Graph(service.address, model="video")
+    # The model's own size is 64 x 64.
+    large, small = (
+        graph.add(
+            "LoadImage", image=comfyui.upload(f"{side}.png", scene(1).resize((side, side * 2 // 3)))
+        )
+        for side in (750, 30)
+    )
+    films = {
+        graph.image_to_video([large, 0], frames=2): (48, 80),
+        graph.image_to_video([small, 0], frames=2): (48, 80),
+        graph.image_to_video([large, 0], frames=2, width=96): (64, 96),
+        graph.image_to_video([large, 0], frames=2, height=32): (32, 48),
+        graph.image_to_video([large, 0], frames=2, width=32, height=64): (64, 32),
+    }
+    shows = {film: shown(graph, graph.film_parts(film)) for film in films}
     run = comfyui.queue(graph.prompt).succeeded()
-    assert [frame.shape for frame in run.pictures(show)] == [(48, 80, 3)] * 2
-    assert "Encoding the picture" in run.texts(made)
-    assert run.texts(made)[-1].startswith("Done in")
+    for film, size in films.items():
+        assert [frame.shape for frame in run.pictures(shows[film])] == [(*size, 3)] * 2
+        assert "Encoding the picture" in run.texts(film)
+        assert run.texts(film)[-1].startswith("Done in")
+
+
+def test_a_film_from_a_picture_is_the_clients_own(comfyui: ComfyUI, serve: Serve) -> None:
+    service = serve("sim:24GiB")
+    graph = Graph(service.address, model="video")
+    loaded = [
+        graph.add("LoadImage", image=comfyui.upload(f"start-{n}.png", scene(n))) for n in (1, 2)
+    ]
+    batch = graph.add("ImageBatch", image1=[loaded[0], 0], image2=[loaded[1], 0])
+    shows = [
+        shown(graph, graph.film_parts(graph.image_to_video(start)))
+        for start in ([batch, 0], [loaded[1], 0])
+    ]
+    run = comfyui.queue(graph.prompt).succeeded()
+    with service.client() as client:
+        for show, n in zip(shows, (1, 2), strict=True):
+            own = client.generate_video(
+                RED, model="video", seed=7, steps=2, init_image=scene(n), **SIZE
+            )
+            same(run.pictures(show), list(own.array))
+    assert not np.array_equal(run.pictures(shows[0])[0], run.pictures(shows[1])[0])
+
+
+def test_a_lora_changes_a_film(comfyui: ComfyUI, serve: Serve, tmp_path: Path) -> None:
+    instant_adapter(tmp_path / "loras", "red", 1 << 20)
+    service = serve("sim:24GiB", adapters=tmp_path / "loras")
+    graph = Graph(service.address, model="video")
+    lora = graph.lora("red")
+    films = [graph.text_to_video(model=model, frames=1) for model in ("", lora)]
+    shows = [shown(graph, graph.film_parts(film)) for film in films]
+    run = comfyui.queue(graph.prompt).succeeded()
+    with service.client() as client:
+        for show, adapters in zip(shows, ([], ["red"]), strict=True):
+            own = client.generate_video(
+                RED, model="video", seed=7, steps=2, frames=1, adapters=adapters
+            )
+            same(run.pictures(show), list(own.array))
+    assert not np.array_equal(run.pictures(shows[0])[0], run.pictures(shows[1])[0])
+
+
+def test_a_film_takes_no_control_nets(comfyui: ComfyUI, editing: Service) -> None:
+    graph = Graph(editing.address, model="plain")
+    loaded = graph.add("LoadImage", image=comfyui.upload("edges.png", scene(3)))
+    film = graph.text_to_video(model=graph.control([loaded, 0], "single"))
+    shown(graph, graph.film_parts(film))
+    run = comfyui.queue(graph.prompt).done()
+    assert run.status == "error"
+    assert "ControlNets are for pictures" in run.error
+    assert run.texts(film)[-1] in run.error
+
+
+def test_steps_and_previews_of_a_film_are_shown(comfyui: ComfyUI, serve: Serve) -> None:
+    graph = Graph(serve("sim:24GiB").address, model="video")
+    film = graph.text_to_video(steps=8, preview_every_s=0.1, width=96, height=48)
+    shown(graph, graph.film_parts(film))
+    run = comfyui.queue(graph.prompt).succeeded()
+    assert {"Step 8/8", "Decoding"} <= set(run.texts(film))
+    bar = [one.what for one in run.messages if one.kind == "progress" and one.node == film]
+    assert bar[-1] == (8, 8)
+    assert [value for value, _ in bar] == sorted(value for value, _ in bar)
+    previews = [one.what for one in run.messages if one.kind == "preview"]
+    assert len(previews) > 1, "while it is sampled, too"
+    assert previews[-1] == (96, 48), "a frame of the finished film"
+
+
+def test_an_interrupt_ends_a_film_within_a_step(
+    comfyui: ComfyUI, serve: Serve, tmp_path: Path
+) -> None:
+    service = serve("sim:24GiB", more_models=film_model(tmp_path, steps_ms=3000))
+    with service.client() as client:
+        graph = Graph(service.address, model="film")
+        film = graph.text_to_video(steps=100)
+        shown(graph, graph.film_parts(film))
+        run = comfyui.queue(graph.prompt)
+        run.text("Step ")
+        (before,) = client.jobs()
+        (job,) = interrupted(comfyui, client, run)
+        assert job.step - before.step <= 1
+        assert re.fullmatch(r"Interrupted at step \d+ of 100", run.texts(film)[-1])
+        assert client.status().latents == 0
 
 
 def test_an_interrupt_ends_a_film_that_is_decoded(
@@ -469,7 +597,7 @@ def test_an_interrupt_ends_a_film_that_is_decoded(
     service = serve("sim:24GiB", more_models=film_model(tmp_path, steps_ms=10_000))
     with service.client() as client:
         graph = Graph(service.address, model="film")
-        shown(graph, graph.video(steps=1))
+        shown(graph, graph.film_parts(graph.text_to_video(steps=1)))
         run = comfyui.queue(graph.prompt)
         run.text("Decoding")
         (job,) = interrupted(comfyui, client, run)
@@ -479,7 +607,7 @@ def test_an_interrupt_ends_a_film_that_is_decoded(
 
 def test_a_model_of_another_medium_is_told(comfyui: ComfyUI, painter: Service) -> None:
     graph = Graph(painter.address)
-    shown(graph, graph.video())
+    shown(graph, graph.film_parts(graph.text_to_video()))
     run = comfyui.queue(graph.prompt).done()
     assert run.status == "error"
     assert "generates image" in run.error

@@ -19,6 +19,15 @@ PAINTING: dict[str, Any] = {
     **JOB,
 }
 MAKING = {name: value for name, value in PAINTING.items() if name not in ("count", "latent_only")}
+FILMING: dict[str, Any] = {
+    "width": 0,
+    "height": 0,
+    "seconds": 0.0,
+    "frames": 0,
+    "fps": 0.0,
+    "give_frames": False,
+    **MAKING,
+}
 SIZE: dict[str, Any] = {"width": 64, "height": 64}
 MODEL: dict[str, Any] = {
     "model": "moored/demo",
@@ -102,15 +111,19 @@ class Graph:
         inputs = {"model": [self.model, 0], "latent": latent} | JOB | options
         return self.add("MooredVAEDecode", **inputs)
 
-    def video(self, prompt: str = RED, **options: Any) -> str:
-        """Video."""
-        inputs: dict[str, Any] = {
-            "model": [self.model, 0],
-            "prompt": prompt,
-            "frames": 0,
-            "fps": 0.0,
-        }
-        return self.add("MooredVideo", **(inputs | {"width": 0, "height": 0} | MAKING | options))
+    def text_to_video(self, prompt: str = RED, model: str = "", **options: Any) -> str:
+        """Text to Video."""
+        inputs: dict[str, Any] = {"model": [model or self.model, 0], "prompt": prompt}
+        return self.add("MooredTextToVideo", **(inputs | FILMING | options))
+
+    def image_to_video(self, image: Link, prompt: str = RED, **options: Any) -> str:
+        """Image to Video."""
+        inputs: dict[str, Any] = {"model": [self.model, 0], "prompt": prompt, "image": image}
+        return self.add("MooredImageToVideo", **(inputs | FILMING | options))
+
+    def film_parts(self, film: str) -> str:
+        """ComfyUI's own node that takes a film apart: pictures, sound, rate."""
+        return self.add("GetVideoComponents", video=[film, 0])
 
     def audio(self, prompt: str = RED, **options: Any) -> str:
         """Audio."""

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import pickle
 import traceback
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -361,6 +362,34 @@ def test_texts_go_to_whoever_queued_the_prompt(pack: ModuleType, prompt_server: 
         ("ann", "text", "5", "Queued 2nd, about 4 s"),
         ("ann", "progress", "5", (5, 8)),
         ("ann", "text", "5", "Step 1/4"),
+    ]
+
+
+@dataclass(frozen=True)
+class SectionStep(moored.Step):
+    """A step of a section of a film."""
+
+    part: int | None = None
+    parts: int | None = None
+
+
+def test_steps_of_a_film_are_told_by_section(pack: ModuleType, prompt_server: Any) -> None:
+    told: list[Any] = []
+    prompt_server.client_id = "ann"
+    prompt_server.send = lambda *message: told.append(message[1::2])
+    display = pack.follow.Display("5")
+    for section in (1, 3):
+        display.show(SectionStep(2, 4, 0, section, 3))
+    display.interrupted()
+    display.show(SectionStep(4, 4, 0, 1, 1))
+    assert told == [
+        ("progress", (2, 12)),
+        ("text", "Section 1/3, step 2/4"),
+        ("progress", (10, 12)),
+        ("text", "Section 3/3, step 2/4"),
+        ("text", "Interrupted in section 3 of 3 at step 2 of 4"),
+        ("progress", (4, 4)),
+        ("text", "Step 4/4"),
     ]
 
 

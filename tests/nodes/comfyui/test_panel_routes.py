@@ -315,6 +315,21 @@ def test_the_values_of_a_model_are_told_by_the_names_of_inputs(
     assert "frames" not in said[MODEL]
 
 
+@pytest.mark.parametrize(
+    ("of", "told"),
+    [
+        ({"frames": 145, "frames_per_second": 30.0}, {"fps": 30, "frames": 145, "seconds": 4.8}),
+        ({"seconds": 2.5}, {"seconds": 2.5}),
+        ({}, {}),
+    ],
+)
+def test_a_length_is_told_as_the_nodes_ask_for_it(
+    pack: ModuleType, of: dict[str, Any], told: dict[str, Any]
+) -> None:
+    shown = pack.snapshot.defaults(moored.ModelDefaults(4, 1.0, 64, 0, 0, **of))
+    assert {name: shown[name] for name in shown if name in ("fps", "frames", "seconds")} == told
+
+
 def test_a_page_that_does_not_read_piles_nothing_up(
     pack: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

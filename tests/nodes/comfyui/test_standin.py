@@ -50,6 +50,7 @@ def test_tracks_are_the_clients_own(comfyui: StandIn, serve: Serve) -> None:
 def test_a_film_says_its_rate(comfyui: StandIn, serve: Serve) -> None:
     graph = Graph(serve("sim:24GiB").address, model="video")
     for fps in (0.0, 12.5):
-        rate = graph.add("PreviewAny", source=[graph.video(fps=fps, frames=1), 1])
+        parts = graph.film_parts(graph.text_to_video(fps=fps, frames=1))
+        rate = graph.add("PreviewAny", source=[parts, 2])
         run = comfyui.queue(graph.prompt).succeeded()
         assert run.outputs[rate]["text"] == (str(fps or 24.0),)

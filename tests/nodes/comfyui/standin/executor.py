@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from comfy import model_management
 from comfy_api import io
+from comfy_api.video import VideoFromComponents
 from comfy_execution.graph_utils import ExecutionBlocker
 from PIL import Image
 from runs import Message, Run
@@ -292,6 +293,22 @@ class PreviewAudio(io.ComfyNode):
         return io.NodeOutput(ui={"audio": [(samples, audio["sample_rate"])]})
 
 
+class GetVideoComponents(io.ComfyNode):
+    """A film as its parts."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        outputs = [io.Image.Output("images"), io.Audio.Output("audio"), io.Float.Output("fps")]
+        return io.Schema("GetVideoComponents", inputs=[io.Video.Input("video")], outputs=outputs)
+
+    @classmethod
+    def execute(cls, video: VideoFromComponents) -> io.NodeOutput:
+        """Takes it apart."""
+        parts = video.get_components()
+        return io.NodeOutput(parts.images, parts.audio, float(parts.frame_rate))
+
+
 class PreviewAny(io.ComfyNode):
     """Shows anything as text."""
 
@@ -309,6 +326,7 @@ class PreviewAny(io.ComfyNode):
 CORE: dict[str, type[Any]] = {
     "LoadImage": LoadImage,
     "ImageBatch": ImageBatch,
+    "GetVideoComponents": GetVideoComponents,
     "PreviewImage": PreviewImage,
     "PreviewAudio": PreviewAudio,
     "PreviewAny": PreviewAny,

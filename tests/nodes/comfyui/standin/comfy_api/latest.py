@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import io
+from .video import InputImpl, Types
 
 
 class ComfyExtension:
@@ -16,4 +17,4 @@ class ComfyExtension:
         raise NotImplementedError
 
 
-__all__ = ["ComfyExtension", "io"]
+__all__ = ["ComfyExtension", "InputImpl", "Types", "io"]

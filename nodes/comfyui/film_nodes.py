@@ -1,0 +1,170 @@
+"""The nodes that make films."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import moored
+from comfy_api.latest import io
+from comfy_execution.graph_utils import ExecutionBlocker
+
+from . import connection, films, tensors
+from .failures import Failure, told
+from .follow import Deliver, Display, attend, follow
+from .handles import ModelHandle
+from .schema import (
+    CATEGORY,
+    film_inputs,
+    job_options,
+    model_input,
+    sampling_options,
+    size_inputs,
+)
+
+NO_FRAMES = (
+    "The node before gives its film as video alone: switch its give_frames on, or link the video to Get "
+    "Video Components."
+)
+NO_CONTROLS = "ControlNets are for pictures: link the model as it is before Apply ControlNet."
+ONE_LENGTH = "The length is named twice: set either seconds or frames to 0."
+
+
+def _prompt_input() -> io.Input:
+    return io.String.Input(
+        "prompt", multiline=True, dynamic_prompts=True, tooltip="What the film shows."
+    )
+
+
+def _outputs() -> list[io.Output]:
+    return [
+        io.Video.Output("video", tooltip="The film, at its rate: for Save Video."),
+        io.Image.Output("frames", tooltip="Its frames as a batch, where give_frames is on."),
+    ]
+
+
+class TextToVideo(io.ComfyNode):
+    """A film from a prompt."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema(
+            node_id="MooredTextToVideo",
+            display_name="Text to Video (moored)",
+            category=f"{CATEGORY}/video",
+            description="Generates a film from a prompt.",
+            search_aliases=["txt2vid", "t2v", "film", "hunyuan"],
+            inputs=[
+                model_input(),
+                _prompt_input(),
+                *size_inputs("the model's default"),
+                *film_inputs(),
+            ],
+            outputs=_outputs(),
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    async def execute(cls, model: ModelHandle, prompt: str, **filming: Any) -> io.NodeOutput:
+        """Generates."""
+        with told(cls.hidden.unique_id):
+            return await _filmed(cls.hidden.unique_id, model, prompt, None, **filming)
+
+
+class ImageToVideo(io.ComfyNode):
+    """A film from a prompt and the picture that it starts from."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema(
+            node_id="MooredImageToVideo",
+            display_name="Image to Video (moored)",
+            category=f"{CATEGORY}/video",
+            description="Generates a film from a prompt and the picture that it starts from.",
+            search_aliases=["img2vid", "i2v", "film", "animate", "framepack"],
+            inputs=[
+                model_input(),
+                _prompt_input(),
+                io.Image.Input(
+                    "image", tooltip="The first frame. Of a batch, the first picture is taken."
+                ),
+                *size_inputs(
+                    "the picture's shape, with about as many pixels as the model's default"
+                ),
+                *film_inputs(),
+            ],
+            outputs=_outputs(),
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    async def execute(
+        cls, model: ModelHandle, prompt: str, image: Any, **filming: Any
+    ) -> io.NodeOutput:
+        """Generates."""
+        with told(cls.hidden.unique_id):
+            return await _filmed(cls.hidden.unique_id, model, prompt, image, **filming)
+
+
+async def _filmed(
+    node: str | None,
+    model: ModelHandle,
+    prompt: str,
+    image: Any,
+    *,
+    width: int,
+    height: int,
+    seconds: float,
+    steps: int,
+    guidance: float,
+    seed: int,
+    frames: int = 0,
+    fps: float = 0.0,
+    give_frames: bool = False,
+    max_sequence_length: int = 0,
+    preview_every_s: float = 0.0,
+    **job: Any,
+) -> io.NodeOutput:
+    """A film, from an IMAGE or from none (None)."""
+    if model.controls:
+        raise Failure(NO_CONTROLS)
+    if seconds and frames:
+        raise Failure(ONE_LENGTH)
+    recipe, display = model.recipe, Display(node)
+    target = connection.target(recipe.server)
+    start = None if image is None else tensors.first_png_of(image)
+
+    async def ask(client: moored.AsyncClient, deliver: Deliver) -> moored.ModelDefaults:
+        return await films.defaults_of(client, recipe)
+
+    if image is not None or seconds:
+        defaults = await attend(display, target, ask)
+        if image is not None:
+            down, across = image.shape[-3:-1]
+            width, height = films.size_after((across, down), width, height, defaults)
+        if seconds:
+            frames = films.frames_of(seconds, fps, defaults)
+    result = await follow(
+        display,
+        target,
+        recipe,
+        lambda client: client.stream_video(
+            prompt,
+            model=recipe.ref,
+            width=width or None,
+            height=height or None,
+            frames=frames or None,
+            frames_per_second=fps or None,
+            init_image=start,
+            seed=seed,
+            preview_interval_s=preview_every_s or None,
+            **sampling_options(steps, guidance, max_sequence_length),
+            **job_options(**job),
+        ),
+    )
+    if preview_every_s and result.film.frame_count:
+        display.finish(result.film.frame(0).image)
+    batch = tensors.frames_of(result.film)
+    video = tensors.video_of(batch, result.frames_per_second)
+    return io.NodeOutput(video, batch if give_frames else ExecutionBlocker(NO_FRAMES))
