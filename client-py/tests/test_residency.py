@@ -67,6 +67,35 @@ def test_what_models_generate(service: Service, ask: Ask) -> None:
     assert audio.defaults == moored.ModelDefaults(8, 0, 0, 0, 0, seconds=2.5)
 
 
+@pytest.mark.parametrize(
+    ("picture", "named", "own", "size"),
+    [
+        ((4000, 3000), (0, 0), (640, 640), (736, 560)),
+        ((3000, 4000), (0, 0), (640, 640), (560, 736)),
+        ((30, 20), (0, 0), (64, 64), (80, 48)),
+        ((4000, 3000), (640, 0), (640, 640), (640, 480)),
+        ((4000, 3000), (0, 48), (640, 640), (64, 48)),
+        ((4000, 3000), (16, 16), (640, 640), (16, 16)),
+        ((90, 100), (0, 0), (0, 0), (96, 96)),
+        ((4000, 10), (0, 0), (640, 640), (4096, 32)),
+        ((1, 3000), (0, 0), (64, 64), (16, 3504)),
+    ],
+)
+def test_a_film_has_the_shape_of_its_picture(
+    picture: tuple[int, int], named: tuple[int, int], own: tuple[int, int], size: tuple[int, int]
+) -> None:
+    assert moored.ModelDefaults(1, 1.0, 1, *own).film_size(picture, *named) == size
+
+
+def test_a_film_is_as_many_frames_as_its_seconds_have() -> None:
+    defaults = moored.ModelDefaults(1, 1.0, 1, 64, 64, frames_per_second=24.0)
+    assert defaults.film_frames(0.5) == 12
+    assert defaults.film_frames(0.5, 10.0) == 5
+    assert defaults.film_frames(0.01) == 1
+    with pytest.raises(ValueError, match="name the frames a second"):
+        moored.ModelDefaults(1, 1.0, 1, 64, 64).film_frames(2.0)
+
+
 def test_a_model_in_other_formats_may_be_loaded_replaced_and_unloaded(
     service: Service, ask: Ask
 ) -> None:

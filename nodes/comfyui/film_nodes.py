@@ -8,10 +8,10 @@ import moored
 from comfy_api.latest import io
 from comfy_execution.graph_utils import ExecutionBlocker
 
-from . import connection, films, tensors
+from . import connection, tensors
 from .failures import Failure, told
 from .follow import Deliver, Display, attend, follow
-from .handles import ModelHandle
+from .handles import ModelHandle, ModelRecipe
 from .schema import (
     CATEGORY,
     film_inputs,
@@ -27,6 +27,7 @@ NO_FRAMES = (
 )
 NO_CONTROLS = "ControlNets are for pictures: link the model as it is before Apply ControlNet."
 ONE_LENGTH = "The length is named twice: set either seconds or frames to 0."
+NO_RATE = "This model has no rate of its own: set fps beside seconds."
 
 
 def _prompt_input() -> io.Input:
@@ -136,15 +137,17 @@ async def _filmed(
     start = None if image is None else tensors.first_png_of(image)
 
     async def ask(client: moored.AsyncClient, deliver: Deliver) -> moored.ModelDefaults:
-        return await films.defaults_of(client, recipe)
+        return await _defaults_of(client, recipe)
 
     if image is not None or seconds:
         defaults = await attend(display, target, ask)
         if image is not None:
             down, across = image.shape[-3:-1]
-            width, height = films.size_after((across, down), width, height, defaults)
+            width, height = defaults.film_size((across, down), width, height)
+        if seconds and not (fps or defaults.frames_per_second):
+            raise Failure(NO_RATE)
         if seconds:
-            frames = films.frames_of(seconds, fps, defaults)
+            frames = defaults.film_frames(seconds, fps)
     result = await follow(
         display,
         target,
@@ -168,3 +171,13 @@ async def _filmed(
     batch = tensors.frames_of(result.film)
     video = tensors.video_of(batch, result.frames_per_second)
     return io.NodeOutput(video, batch if give_frames else ExecutionBlocker(NO_FRAMES))
+
+
+async def _defaults_of(client: moored.AsyncClient, model: ModelRecipe) -> moored.ModelDefaults:
+    """The model's own values; all of them 0 where the service does not list it."""
+    # A name may bring a quantization: owner/name+4-bit.
+    name = model.id.partition("+")[0]
+    for listed in await client.list_models():
+        if listed.id == name:
+            return listed.defaults
+    return moored.ModelDefaults(0, 0.0, 0, 0, 0)

@@ -107,12 +107,7 @@ def size_of(image: Any) -> tuple[int, int]:
             f"The picture is {width} x {height}, and {MAX_SIDE} is the most on a side: scale it down before, "
             "or name width and height where the node has them."
         )
-    return nearest_side(width), nearest_side(height)
-
-
-def nearest_side(pixels: float) -> int:
-    """A width or height to the nearest multiple that the service takes."""
-    return max(SIDE_MULTIPLE, round(pixels / SIDE_MULTIPLE) * SIDE_MULTIPLE)
+    return _nearest(width), _nearest(height)
 
 
 def samples_of(latents: Sequence[NDArray[Any]], family: str) -> Any:
@@ -159,3 +154,7 @@ def _png(pixels: NDArray[Any]) -> bytes:
     # It travels once: small enough soon, not as small as can be.
     Image.fromarray(pixels).save(encoded, format="PNG", compress_level=1)
     return encoded.getvalue()
+
+
+def _nearest(side: int) -> int:
+    return max(SIDE_MULTIPLE, round(side / SIDE_MULTIPLE) * SIDE_MULTIPLE)

@@ -5,6 +5,7 @@ Numbers carry their unit in their name; everything that is not named otherwise i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,10 @@ from ._generated import (
     server_pb2,
 )
 from ._mirror import mirrors
+
+# What the service takes for a width or height of a film, in pixels.
+_SIDE_MULTIPLE = 16
+_LONGEST_SIDE = 4096
 
 
 @mirrors(model_pb2.Component)
@@ -296,6 +301,37 @@ class ModelDefaults:
     frames: int = 0
     frames_per_second: float = 0.0
     seconds: float = 0.0
+
+    def film_size(
+        self, picture: tuple[int, int], width: int = 0, height: int = 0
+    ) -> tuple[int, int]:
+        """Width and height of a film that starts from a picture of this width and height.
+
+        Sides that are named stay. Others (0) follow the picture's shape; where both are open, with
+        about as many pixels as the model's own size: a photograph has more than any film.
+        """
+        across, down = picture
+        if width or height:
+            scale = width / across if width else height / down
+        else:
+            pixels = self.width * self.height or across * down
+            scale = math.sqrt(pixels / (across * down))
+        return width or _film_side(across * scale), height or _film_side(down * scale)
+
+    def film_frames(self, seconds: float, frames_per_second: float = 0.0) -> int:
+        """The number of frames of a film so long, at a rate or at the model's own (0).
+
+        A model that takes certain numbers of frames alone may refuse it, and names those nearest.
+        """
+        rate = frames_per_second or self.frames_per_second
+        if not rate:
+            raise ValueError("The model has no rate of its own: name the frames a second")
+        return max(1, round(seconds * rate))
+
+
+def _film_side(pixels: float) -> int:
+    """A side of a film as the service takes it."""
+    return min(max(_SIDE_MULTIPLE, round(pixels / _SIDE_MULTIPLE) * _SIDE_MULTIPLE), _LONGEST_SIDE)
 
 
 @mirrors(residency_pb2.QuantizationChoice)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import moored
 from griptape.artifacts import AudioUrlArtifact
@@ -58,8 +59,8 @@ class MooredGenerateAudio(GeneratingNode):
             "seconds": number(self.get_parameter_value("seconds") or 0, "seconds") or None,
         }
 
-        def begin() -> moored.AsyncEventStream[moored.AudioResult]:
-            return client.stream_audio(prompt, **options)
+        def begin(whole: dict[str, Any]) -> moored.AsyncEventStream[moored.AudioResult]:
+            return client.stream_audio(prompt, **whole)
 
         result = await self._made(client, client.plan_audio, options, begin)
         track = result.track()

@@ -91,18 +91,23 @@ class GeneratingNode(RunNode):
         client: moored.AsyncClient,
         plan: Callable[..., Awaitable[moored.Plan]],
         options: dict[str, Any],
-        begin: Callable[[], moored.AsyncEventStream[R]],
+        begin: Callable[[dict[str, Any]], moored.AsyncEventStream[R]],
     ) -> R:
-        """Follows the job that `begin` begins, once its plan keeps to the constraints."""
+        """Follows the job that `begin` begins with all options, once its plan keeps to the constraints."""
         handle, constraints, prompt = self._handle, self._constraints, self._prompt()
 
         async def make() -> R:
-            await constraints.check(client, plan, handle, prompt, options, self._shown.line)
-            return await self._follow(begin())
+            whole = options | await self._options_by_model(client)
+            await constraints.check(client, plan, handle, prompt, whole, self._shown.line)
+            return await self._follow(begin(whole))
 
         result = await self._with_model(client, handle, make)
         self._shown.done(result)
         return result
+
+    async def _options_by_model(self, client: moored.AsyncClient) -> dict[str, Any]:
+        """The options that depend on the model's own values. Asked again once a missing model was pulled."""
+        return {}
 
     def _whole(self, name: str) -> int | None:
         """A number that 0 leaves to the model."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Mapping
 from typing import Any
 
 import moored
 from griptape_nodes.files.file import File
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from moored_griptape.numbers import listed, number_or_none
 
+# Orientations of a camera that was turned by a quarter.
+_LYING = (5, 6, 7, 8)
 _CONTROL_KEYS = ("id", "image", "scale", "start", "end", "mode")
 
 
@@ -17,6 +22,31 @@ def picture_data(given: Any) -> bytes:
     """The bytes of an artifact, or of a file by its path or URL. Blocks."""
     value = given.get("value") if isinstance(given, Mapping) else getattr(given, "value", given)
     return value if isinstance(value, bytes) else File(str(value)).read_bytes()
+
+
+def sized_picture(given: Any, name: str) -> tuple[bytes, tuple[int, int]]:
+    """The bytes of an artifact or a path, and the picture's width and height. Blocks.
+
+    `name` is for messages: the field.
+    """
+    data = picture_data(given)
+    try:
+        picture = Image.open(io.BytesIO(data))
+    except UnidentifiedImageError as error:
+        raise ValueError(f"The {name} is no picture: give a PNG, JPEG or WebP") from error
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"The {name} is too large to be read: give a smaller one") from error
+    width, height = picture.size
+    return data, (height, width) if _turned(picture) else (width, height)
+
+
+def _turned(picture: Image.Image) -> bool:
+    """Whether the service, which turns a picture as its camera says, makes its width its height."""
+    exif = Image.Exif()
+    # Not `getexif`, which decodes all of a PNG; and what is broken turns nothing.
+    with contextlib.suppress(Exception):
+        exif.load(picture.info.get("exif"))
+    return exif.get(ExifTags.Base.Orientation) in _LYING
 
 
 def parse_controls(value: object, picture: Any) -> tuple[moored.Control, ...]:

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from pathlib import Path
 from typing import Any
 
 import moored
 from griptape.artifacts import ImageUrlArtifact
 from griptape_nodes.exe_types.core_types import Parameter
-from griptape_nodes.exe_types.param_types.parameter_bool import ParameterBool
 from griptape_nodes.exe_types.param_types.parameter_image import ParameterImage
 from griptape_nodes.exe_types.param_types.parameter_int import ParameterInt
-from griptape_nodes.retained_mode.events.os_events import ExistingFilePolicy
-from griptape_nodes.retained_mode.griptape_nodes import GriptapeNodes
 
-from moored_griptape.generating_node import GeneratingNode
 from moored_griptape.given_pictures import parse_controls, picture_data
-
-PREVIEW_INTERVAL_S = 0.5
-
-# The first artifact that is serialized imports much of griptape, for half a second: while the library
-# loads, and not on the engine's loop in the middle of a run.
-ImageUrlArtifact("").to_dict()
+from moored_griptape.previewing_node import PreviewingNode
 
 
-class PictureNode(GeneratingNode):
+class PictureNode(PreviewingNode):
     """A node that gives a picture, as a file of the project."""
 
+    shown = "picture"
     prompt_tooltip = "What the picture shows."
     prompt_example = "a red cube on a blue plane"
     without_prompt = "There is no prompt: say what the picture is to show"
@@ -70,32 +61,14 @@ class PictureNode(GeneratingNode):
                 )
             )
 
-    def _add_inputs_before_the_file(self) -> None:
-        self.add_parameter(
-            ParameterBool(
-                name="previews",
-                tooltip="Show what the picture looks like while it is generated.",
-                default_value=True,
-            )
-        )
-
     def _add_picture_inputs(self) -> None:
         """Adds what is between the prompt and the size."""
 
-    def _add_outputs(self) -> None:
+    def _add_result(self) -> None:
         self.add_parameter(
             ParameterImage(
                 name="image",
                 tooltip="The picture, a file of the project.",
-                allow_input=False,
-                allow_property=False,
-                settable=False,
-            )
-        )
-        self.add_parameter(
-            ParameterImage(
-                name="preview",
-                tooltip="What the picture looks like so far.",
                 allow_input=False,
                 allow_property=False,
                 settable=False,
@@ -112,10 +85,9 @@ class PictureNode(GeneratingNode):
         options: dict[str, Any] = {**self._options(), **size, **await self._picture_options()}
         options |= await asyncio.to_thread(self._guides)
 
-        def begin() -> moored.AsyncEventStream[moored.ImageResult]:
-            shown = bool(self.get_parameter_value("previews"))
-            interval = PREVIEW_INTERVAL_S if shown else None
-            return client.stream_image(prompt, preview_interval_s=interval, **options)
+        def begin(whole: dict[str, Any]) -> moored.AsyncEventStream[moored.ImageResult]:
+            interval_s = self._preview_interval_s
+            return client.stream_image(prompt, preview_interval_s=interval_s, **whole)
 
         result = await self._made(client, client.plan, options, begin)
         image = await asyncio.to_thread(self._saved, result.pictures[0].data)
@@ -137,19 +109,3 @@ class PictureNode(GeneratingNode):
     def _saved(self, data: bytes) -> ImageUrlArtifact:
         """The picture as a file, by the project's rules. Blocks: run it in a thread."""
         return ImageUrlArtifact(self._file.build_file().write_bytes(data).location)
-
-    async def _show_preview(self, preview: moored.Preview) -> None:
-        artifact = await asyncio.to_thread(self._saved_preview, preview.jpeg)
-        self.publish_update_to_parameter("preview", artifact)
-
-    def _saved_preview(self, jpeg: bytes) -> ImageUrlArtifact:
-        """The preview as a file, always over the last one. Blocks: run it in a thread."""
-        name = re.sub(r"\W+", "_", self.name)
-        return ImageUrlArtifact(
-            GriptapeNodes.StaticFilesManager().save_static_file(
-                jpeg,
-                f"{name}_preview.jpg",
-                ExistingFilePolicy.OVERWRITE,
-                skip_metadata_injection=True,
-            )
-        )

@@ -7,6 +7,7 @@ import gc
 import pickle
 import traceback
 from dataclasses import dataclass
+from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
@@ -135,6 +136,17 @@ def test_the_first_picture_of_a_batch_is_taken(pack: ModuleType) -> None:
         assert moored.Picture(0, "image/png", png).array.tolist() == [[[51] * 3] * 3] * 2
     with pytest.raises(pack.failures.Failure, match="no picture"):
         tensors.first_png_of(torch.from_numpy(batch[:0]))
+
+
+@pytest.mark.parametrize(
+    ("told", "rate"),
+    [(24.0, (24, 1)), (12.5, (25, 2)), (29.97, (2997, 100)), (30_000 / 1001, (30_000, 1001))],
+)
+def test_a_film_has_its_true_rate(pack: ModuleType, told: float, rate: tuple[int, int]) -> None:
+    """The wire has singles, and ComfyUI's encoder wants a fraction."""
+    frames = torch.from_numpy(np.zeros((1, 2, 2, 3), dtype=np.float32))
+    video = pack.tensors.video_of(frames, float(np.float32(told)))
+    assert video.get_components().frame_rate == Fraction(*rate)
 
 
 def test_a_film_and_tracks_go_to_tensors(pack: ModuleType) -> None:

@@ -26,6 +26,8 @@ PROMPT = (
 EDIT = (
     "a large red circle at the top left and a small green star in the centre on a yellow background"
 )
+FILM_MODEL = "hunyuanvideo-community/HunyuanVideo"
+FILM_PROMPT = "a lighthouse on a cliff while waves break below it, evening light"
 
 
 async def text_to_image(engine: Headless) -> None:
@@ -55,12 +57,22 @@ async def edit_image(engine: Headless) -> None:
         await engine.connect(before, "exec_out", after, "exec_in")
 
 
+async def generate_video(engine: Headless) -> None:
+    """A model of films, limits, a film."""
+    model = await engine.node("DiffusionModel", at=(0, 0), model=FILM_MODEL)
+    limits = await engine.node("GPUConfiguration", at=(0, 600))
+    film = await engine.node("GenerateVideo", at=(700, 0), prompt=FILM_PROMPT)
+    await engine.connect(model, "model_handle", film, "model")
+    await engine.connect(limits, "system_constraints", film, "system_constraints")
+
+
 DESCRIPTIONS = {
     "moored_text_to_image": (text_to_image, "A picture from a prompt, within limits."),
     "moored_edit_image": (
         edit_image,
         "A picture, and a change of it; the model is loaded and unloaded.",
     ),
+    "moored_generate_video": (generate_video, "A film from a prompt, within limits."),
 }
 
 

@@ -16,6 +16,7 @@ NODES = {
     "MooredDiffusionModel",
     "MooredGenerateImage",
     "MooredEditImage",
+    "MooredGenerateVideo",
     "MooredGenerateAudio",
     "MooredPreloadModel",
     "MooredUnloadModels",
