@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import moored
@@ -174,10 +175,13 @@ async def _filmed(
 
 
 async def _defaults_of(client: moored.AsyncClient, model: ModelRecipe) -> moored.ModelDefaults:
-    """The model's own values; all of them 0 where the service does not list it."""
+    """The values of a model that makes films; all of them 0 where the service does not list it."""
     # A name may bring a quantization: owner/name+4-bit.
     name = model.id.partition("+")[0]
     for listed in await client.list_models():
-        if listed.id == name:
+        if listed.id == name and listed.defaults.frames:
             return listed.defaults
+    # Whether it is there, and makes films, is the service's to say; whether memory is short, later.
+    with contextlib.suppress(moored.MemoryShortage, moored.CardNotReady):
+        await client.plan_video(model=model.ref)
     return moored.ModelDefaults(0, 0.0, 0, 0, 0)

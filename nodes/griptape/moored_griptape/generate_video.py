@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -126,14 +127,16 @@ class MooredGenerateVideo(PreviewingNode):
         }
 
     async def _defaults(self, client: moored.AsyncClient) -> moored.ModelDefaults:
-        """The model's own values; all of them 0 where the service does not list it."""
+        """The values of a model that makes films; all of them 0 where the service does not list it."""
         # A name may bring a quantization: owner/name+4-bit.
         name = self._handle.model.partition("+")[0]
         for listed in await client.list_models():
-            if listed.id == name or (not name and listed.is_default):
+            is_it = listed.id == name or (not name and listed.is_default)
+            if is_it and listed.defaults.frames:
                 return listed.defaults
-        # Whether it is there at all, and what to do if not, is the service's to say.
-        await client.plan_video(model=self._handle.ref)
+        # Whether it is there, and makes films, is the service's to say; whether memory is short, later.
+        with contextlib.suppress(moored.MemoryShortage, moored.CardNotReady):
+            await client.plan_video(model=self._handle.ref)
         return moored.ModelDefaults(0, 0.0, 0, 0, 0)
 
     def _positive(self, name: str) -> float:

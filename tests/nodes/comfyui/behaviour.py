@@ -586,9 +586,12 @@ def test_an_interrupt_ends_a_film_that_is_decoded(
         assert client.status().latents == 0
 
 
-def test_a_model_of_another_medium_is_told(comfyui: ComfyUI, painter: Service) -> None:
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_a_model_of_another_medium_is_told(
+    comfyui: ComfyUI, painter: Service, seconds: float
+) -> None:
     graph = Graph(painter.address)
-    shown(graph, graph.film_parts(graph.text_to_video()))
+    shown(graph, graph.film_parts(graph.text_to_video(seconds=seconds)))
     run = comfyui.queue(graph.prompt).done()
     assert run.status == "error"
     assert "generates image" in run.error

@@ -185,6 +185,7 @@ def test_a_budget_bears_on_films(simulate: Simulate, nowhere: Headless) -> None:
         ({"seconds": 1.0, "frames": 3}, "either seconds or frames"),
         ({"frames": 5000}, "frames"),
         ({"model": "small"}, "generates image"),
+        ({"model": "small", "seconds": 1.0}, "generates image"),
         ({"model": "no/such-model", "seconds": 1.0}, "no/such-model"),
         ({"input_image": "/gone.png"}, "gone.png"),
     ],

@@ -37,8 +37,13 @@ def pulling(nowhere: Headless, hub: Hub, tmp_path: Path) -> Iterator[Headless]:
 
 def painter(engine: Headless, model: str, **values: Any) -> Any:
     """Generate Image behind Diffusion Model."""
+    return generating(engine, "GenerateImage", model, **values)
+
+
+def generating(engine: Headless, kind: str, model: str, **values: Any) -> Any:
+    """A node behind Diffusion Model."""
     source = engine.do(engine.node("DiffusionModel", model=model, **values))
-    node = engine.do(engine.node("GenerateImage", prompt="a red circle", steps=1))
+    node = engine.do(engine.node(kind, prompt="a red circle", steps=1))
     engine.do(engine.connect(source, "model_handle", node, "model"))
     return node
 
@@ -51,6 +56,15 @@ def test_a_missing_model_is_pulled_where_that_is_asked_for(pulling: Headless, hu
     assert "Generated with me/mine" in shown["result_details"]
     assert "Pulled me/mine, 15.8 MB fetched" in shown["logs"]
     assert hub.fetched(TRANSFORMER)
+
+
+def test_a_film_asks_for_the_values_of_its_model_once_that_was_pulled(pulling: Headless) -> None:
+    node = generating(pulling, "GenerateVideo", MODEL, if_missing="pull")
+    pulling.do(pulling.set(node, seconds=1.0))
+    assert pulling.do(pulling.run()).failed(), "the shipped model makes no films"
+    shown = dict(node.parameter_output_values)
+    assert "Pulled me/mine" in shown["logs"]
+    assert "generates image" in shown["result_details"]
 
 
 def test_a_missing_model_is_not_pulled_unasked(pulling: Headless, hub: Hub) -> None:
