@@ -139,10 +139,10 @@ def _words(event: moored.Event) -> str:
     return moored.describe(event)
 
 
-def _section(step: moored.Step) -> tuple[int, int]:
-    """Which section of a film a step is of, from 1, and how many there are: 1 of 1 where there are none."""
+def _section(event: moored.Step | moored.StageStarted) -> tuple[int, int]:
+    """Which section of a film it is of, from 1, and how many there are: 1 of 1 where there are none."""
     # Older clients know of no sections.
-    section, sections = getattr(step, "part", None), getattr(step, "parts", None)
+    section, sections = getattr(event, "part", None), getattr(event, "parts", None)
     return (section, sections) if section and sections else (1, 1)
 
 
@@ -158,6 +158,6 @@ def _phase(event: moored.Event) -> object:
         case moored.Queued():
             return ("queue", event.position)
         case moored.StageStarted():
-            return (event.name, event.item, event.cached)
+            return (event.name, event.item, event.cached, *_section(event))
         case _:
             return type(event)
