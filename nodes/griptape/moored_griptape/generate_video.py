@@ -96,9 +96,9 @@ class MooredGenerateVideo(PreviewingNode):
         video = await asyncio.to_thread(self._saved, film)
         self.parameter_output_values["video"] = video
         return (
-            f"Generated with {result.model.key}, seed {result.seed}, {film.frame_count} frames, "
-            f"{film.frame_count / film.frames_per_second:.1f} s long, in "
-            f"{result.total_ms / 1000:.1f} s: {Path(video.value).name}"
+            f"Generated with {result.model.key}, seed {result.seed}, {film.frame_count} frames of "
+            f"{film.width} x {film.height}, {film.frame_count / film.frames_per_second:.1f} s long, "
+            f"in {result.total_ms / 1000:.1f} s: {Path(video.value).name}"
         )
 
     async def _options_by_model(self, client: moored.AsyncClient) -> dict[str, Any]:
