@@ -1,7 +1,7 @@
-//! Bounds of picture requests, shared by families whose transformer has a token per 16 by 16 pixels.
+//! Bounds of requests for pictures and films, shared by families whose transformer has a token per 16 by 16 pixels.
 
 use crate::flow_match::first_step;
-use crate::{Image, Medium, Request, RequestError};
+use crate::{Image, InitImage, Medium, Request, RequestError};
 
 /// Pixels per token along each axis.
 pub const PIXELS_PER_TOKEN: u32 = 16;
@@ -48,24 +48,38 @@ pub(crate) fn too_many_references(count: usize, most: usize) -> Option<RequestEr
     (count > most).then(|| RequestError::new("references", problem))
 }
 
-/// All fields of a request that are out of bounds.
-pub(crate) fn problems(request: &Request) -> Vec<RequestError> {
-    let Medium::Image(picture) = &request.medium else {
-        return vec![RequestError::other_medium(&request.medium, "image")];
-    };
-    let mut problems = Vec::new();
-    let mut refuse = |field: &str, problem: String| {
-        problems.push(RequestError {
-            field: field.to_owned(),
-            problem,
-        });
-    };
-    for (field, side) in [("width", picture.width), ("height", picture.height)] {
-        if !(PIXELS_PER_TOKEN..=MAX_SIDE).contains(&side) || !side.is_multiple_of(PIXELS_PER_TOKEN) {
+/// Width and height that are out of bounds.
+pub(crate) fn side_problems(width: u32, height: u32) -> Vec<RequestError> {
+    let is_wrong =
+        |side: u32| !(PIXELS_PER_TOKEN..=MAX_SIDE).contains(&side) || !side.is_multiple_of(PIXELS_PER_TOKEN);
+    let wrong = [("width", width), ("height", height)]
+        .into_iter()
+        .filter(|(_, side)| is_wrong(*side));
+    wrong
+        .map(|(field, side)| {
             let bounds = format!("a multiple of {PIXELS_PER_TOKEN} from {PIXELS_PER_TOKEN} to {MAX_SIDE}");
-            refuse(field, format!("is {side}; {bounds} is expected"));
-        }
-    }
+            RequestError::new(field, format!("is {side}; {bounds} is expected"))
+        })
+        .collect()
+}
+
+/// A starting picture that has not these sides, or not all of its bytes.
+pub(crate) fn start_problem(image: &InitImage, expected: (u32, u32)) -> Option<RequestError> {
+    let found = (image.width, image.height);
+    let problem = if found != expected {
+        format!("is {found:?} pixels; {expected:?} is expected")
+    } else if image.rgb.len() as u64 != 3 * u64::from(found.0) * u64::from(found.1) {
+        format!("has {} bytes for {found:?} pixels of RGB", image.rgb.len())
+    } else {
+        return None;
+    };
+    Some(RequestError::new("init_image", problem))
+}
+
+/// Fields that requests for all media have, and that are out of bounds.
+pub(crate) fn common_problems(request: &Request) -> Vec<RequestError> {
+    let mut problems = Vec::new();
+    let mut refuse = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
     if !(1..=MAX_STEPS).contains(&request.steps) {
         refuse(
             "steps",
@@ -92,20 +106,19 @@ pub(crate) fn problems(request: &Request) -> Vec<RequestError> {
             format!("has {found} bytes; at most {MAX_PROMPT_BYTES} are expected"),
         );
     }
-    if let Some(image) = &picture.init_image {
-        let (found, expected) = ((image.width, image.height), (picture.width, picture.height));
-        if found != expected {
-            refuse(
-                "init_image",
-                format!("is {found:?} pixels; {expected:?} is expected"),
-            );
-        } else if image.rgb.len() as u64 != 3 * u64::from(found.0) * u64::from(found.1) {
-            refuse(
-                "init_image",
-                format!("has {} bytes for {found:?} pixels of RGB", image.rgb.len()),
-            );
-        }
-    }
+    problems
+}
+
+/// All fields of a request for a picture that are out of bounds.
+pub(crate) fn problems(request: &Request) -> Vec<RequestError> {
+    let Medium::Image(picture) = &request.medium else {
+        return vec![RequestError::other_medium(&request.medium, "image")];
+    };
+    let mut problems = side_problems(picture.width, picture.height);
+    problems.extend(common_problems(request));
+    let start = picture.init_image.as_ref();
+    problems.extend(start.and_then(|image| start_problem(image, (picture.width, picture.height))));
+    let mut refuse = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
     if let Some(mask) = &picture.mask {
         let (found, expected) = ((mask.width, mask.height), (picture.width, picture.height));
         if picture.init_image.is_none() && !request.from_values {

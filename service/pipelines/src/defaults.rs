@@ -5,9 +5,9 @@ use std::path::Path;
 use serde::Deserialize;
 
 use crate::files::{damaged, read_json};
-use crate::{Image, Medium, ModelError, Request, RequestError};
+use crate::{Medium, ModelError, Request, RequestError};
 
-/// Applies `moored.json` in a model's folder to the family's default request, which is for a picture.
+/// Applies `moored.json` in a model's folder to the family's default request, which is for a picture or a film.
 ///
 /// # Errors
 /// When the file cannot be read, or has values out of bounds.
@@ -24,6 +24,8 @@ pub(crate) fn folder_defaults(
         max_sequence_length: Option<u32>,
         width: Option<u32>,
         height: Option<u32>,
+        frames: Option<u32>,
+        frames_per_second: Option<f32>,
     }
     let path = folder.join("moored.json");
     let folder_defaults: FolderDefaults = if path.is_file() {
@@ -31,18 +33,28 @@ pub(crate) fn folder_defaults(
     } else {
         FolderDefaults::default()
     };
-    let (width, height) = otherwise.medium.size().unwrap_or_default();
-    let image = Image::of(
-        folder_defaults.width.unwrap_or(width),
-        folder_defaults.height.unwrap_or(height),
-    );
+    let mut medium = otherwise.medium.clone();
+    let sides = match &mut medium {
+        Medium::Image(image) => Some((&mut image.width, &mut image.height)),
+        Medium::Video(video) => {
+            video.frames = folder_defaults.frames.unwrap_or(video.frames);
+            let rate = folder_defaults.frames_per_second;
+            video.frames_per_second = rate.unwrap_or(video.frames_per_second);
+            Some((&mut video.width, &mut video.height))
+        }
+        Medium::Audio(_) => None,
+    };
+    if let Some((width, height)) = sides {
+        *width = folder_defaults.width.unwrap_or(*width);
+        *height = folder_defaults.height.unwrap_or(*height);
+    }
     let defaults = Request {
         steps: folder_defaults.steps.unwrap_or(otherwise.steps),
         guidance: folder_defaults.guidance.unwrap_or(otherwise.guidance),
         max_sequence_length: folder_defaults
             .max_sequence_length
             .unwrap_or(otherwise.max_sequence_length),
-        medium: Medium::Image(image),
+        medium,
         ..otherwise
     };
     let problems: Vec<String> = problems(&defaults)

@@ -70,12 +70,10 @@ impl Linear {
         let inputs: usize = patch.iter().product();
         let full_name = format!("{name}.weight");
         let weight = tensors.shaped(&full_name, &shape)?;
-        let weight = weight
-            .reshape((outputs, inputs))
-            .map_err(|error| MissingTensor {
-                name: full_name,
-                problem: error.to_string(),
-            })?;
+        let weight = weight.reshape((outputs, inputs)).map_err(|error| MissingTensor {
+            name: full_name,
+            problem: error.to_string(),
+        })?;
         Ok(Linear {
             weight: Weight::Full(weight),
             bias: Some(tensors.shaped(&format!("{name}.bias"), &[outputs])?),

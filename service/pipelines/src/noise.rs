@@ -53,6 +53,18 @@ impl Generator {
         numbers
     }
 
+    /// Draws as [`Generator::normal`] does, and forgets the numbers.
+    pub fn skip_normal(&mut self, count: usize) {
+        if count < BLOCK {
+            self.normal(count);
+            return;
+        }
+        let again = if count.is_multiple_of(BLOCK) { 0 } else { BLOCK };
+        for _ in 0..count + again {
+            self.bits();
+        }
+    }
+
     /// One normal number in f64; every second call returns the second of a pair.
     fn one_normal(&mut self) -> f64 {
         if let Some(kept) = self.kept.take() {
@@ -121,6 +133,16 @@ mod tests {
         let mut generator = Generator::new(5489);
         let words: Vec<u32> = (0..10_000).map(|_| generator.bits()).collect();
         assert_eq!((words[0], words[9_999]), (3_499_211_612, 4_123_659_995));
+    }
+
+    #[test]
+    fn what_is_skipped_is_what_would_be_drawn() {
+        for count in [1, 3, 15, 16, 17, 32, 700] {
+            let (mut drawn, mut skipped) = (Generator::new(7), Generator::new(7));
+            drawn.normal(count);
+            skipped.skip_normal(count);
+            assert_eq!(drawn.normal(20), skipped.normal(20), "{count}");
+        }
     }
 
     #[test]

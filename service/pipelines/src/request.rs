@@ -234,6 +234,17 @@ impl Request {
         }
     }
 
+    /// The requested film.
+    ///
+    /// # Errors
+    /// When the request is for another medium.
+    pub fn video(&self) -> Result<&Video, RequestError> {
+        match &self.medium {
+            Medium::Video(video) => Ok(video),
+            other => Err(RequestError::other_medium(other, "video")),
+        }
+    }
+
     /// Bytes of the pictures, films and tracks that it contains.
     pub fn input_bytes(&self) -> u64 {
         let image = self.medium.init_image().map(|image| &image.rgb);

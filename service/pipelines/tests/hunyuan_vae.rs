@@ -87,7 +87,9 @@ fn delivered(decoder: &HunyuanVaeDecoder, latents: &Tensor, how: &FrameDecoding<
         groups.push((first, frames));
         Ok(())
     };
-    decoder.decode_frames(&here(latents), how, &mut deliver).expect("frames");
+    decoder
+        .decode_frames(&here(latents), how, &mut deliver)
+        .expect("frames");
     groups
 }
 
@@ -108,7 +110,15 @@ fn decode(decoder: &HunyuanVaeDecoder, latents: &Tensor, how: &FrameDecoding<'_>
 fn distance(actual: &Tensor, expected: &Tensor) -> f64 {
     assert_eq!(actual.dims(), expected.dims());
     let [actual, expected] = [actual, expected].map(|t| t.to_dtype(DType::F64).unwrap());
-    let norm = |t: &Tensor| t.sqr().unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap().sqrt();
+    let norm = |t: &Tensor| {
+        t.sqr()
+            .unwrap()
+            .sum_all()
+            .unwrap()
+            .to_scalar::<f64>()
+            .unwrap()
+            .sqrt()
+    };
     norm(&(actual - &expected).unwrap()) / norm(&expected)
 }
 
@@ -128,7 +138,10 @@ fn films_of_every_length_are_decoded_as_diffusers_decodes_them() {
             &whole(Chunking::Whole),
         );
         assert_eq!(frames.dims(), [4 * (length - 1) + 1, 24, 16, 3]);
-        let error = distance(&projected(&frames), &expected[&format!("decode.{length}.projected")]);
+        let error = distance(
+            &projected(&frames),
+            &expected[&format!("decode.{length}.projected")],
+        );
         println!("{length} latents: {error:.2e}");
         assert!(error < tolerances().component, "{length}: {error:e}");
     }
@@ -142,7 +155,10 @@ fn decoded_bytes_equal_those_of_the_reference() {
     let frames = decode(&decoder(), &latents("6", 4, 6, SIDES), &how);
     let error = distance(&frames, reference);
     assert!(error < tolerances().component, "{error:e}");
-    let (found, right) = (frames_to_rgb8(&frames).unwrap(), frames_to_rgb8(reference).unwrap());
+    let (found, right) = (
+        frames_to_rgb8(&frames).unwrap(),
+        frames_to_rgb8(reference).unwrap(),
+    );
     let values = reference.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     let mut compared = 0;
     for ((found, right), value) in found.iter().zip(&right).zip(values) {
@@ -174,7 +190,11 @@ fn strips_and_pieces_change_no_bit() {
                     assert!(bits(&frames) == bits(&expected), "{length} {}", chunking.label());
                 } else {
                     let error = distance(&frames, &expected);
-                    assert!(error < tolerances().strips, "{length} {}: {error:e}", chunking.label());
+                    assert!(
+                        error < tolerances().strips,
+                        "{length} {}: {error:e}",
+                        chunking.label()
+                    );
                 }
             }
         }
@@ -243,14 +263,25 @@ fn pictures_and_films_are_encoded_as_diffusers_encodes_them() {
                 .encode_rgb8(&bytes, count, (16, 24), chunking, &|| false)
                 .expect("moments");
             let mean = distance(&moments.mean, &expected[&format!("encode.{count}.mean")]);
-            let spread = distance(&moments.log_variance, &expected[&format!("encode.{count}.logvar")]);
+            let spread = distance(
+                &moments.log_variance,
+                &expected[&format!("encode.{count}.logvar")],
+            );
             println!("{count} frames, {}: {mean:.2e} {spread:.2e}", chunking.label());
             let most = tolerances().component;
-            assert!(mean < most && spread < most, "{count} {chunking:?}: {mean:e} {spread:e}");
+            assert!(
+                mean < most && spread < most,
+                "{count} {chunking:?}: {mean:e} {spread:e}"
+            );
         }
-        let numbers = bytes.iter().map(|b| 2.0 * (f32::from(*b) / 255.0) - 1.0).collect();
+        let numbers = bytes
+            .iter()
+            .map(|b| 2.0 * (f32::from(*b) / 255.0) - 1.0)
+            .collect();
         let frames = here(&Tensor::from_vec(numbers, (count, 24, 16, 3), &Device::Cpu).unwrap());
-        let moments = encoder.encode(&frames, Chunking::Whole, &|| false).expect("moments");
+        let moments = encoder
+            .encode(&frames, Chunking::Whole, &|| false)
+            .expect("moments");
         let error = distance(&moments.mean, &expected[&format!("encode.{count}.mean")]);
         assert!(error < tolerances().component, "{count}: {error:e}");
     }
@@ -344,16 +375,28 @@ fn inputs_that_do_not_match_are_refused_by_name() {
     tensors.remove(name);
     let error = HunyuanVaeDecoder::new(&config(), &resident(tensors)).unwrap_err();
     assert!(error.to_string().contains(name), "{error}");
-    for shape in [vec![1, 5, 2, 3, 2], vec![1, 4, 3, 2], vec![2, 4, 2, 3, 2], vec![1, 4, 0, 3, 2]] {
+    for shape in [
+        vec![1, 5, 2, 3, 2],
+        vec![1, 4, 3, 2],
+        vec![2, 4, 2, 3, 2],
+        vec![1, 4, 0, 3, 2],
+    ] {
         let latents = Tensor::zeros(shape.as_slice(), DType::F32, test_device()).unwrap();
         let how = whole(Chunking::Whole);
         let result = decoder().decode_frames(&latents, &how, &mut |_, _| Ok(()));
         assert!(matches!(result, Err(StageError::BadInput(_))), "{shape:?}");
     }
     let encoder = encoder();
-    for (bytes, count, size) in [(24 * 16 * 3, 2, (16, 24)), (20 * 16 * 3, 1, (16, 20)), (0, 0, (16, 24))] {
+    for (bytes, count, size) in [
+        (24 * 16 * 3, 2, (16, 24)),
+        (20 * 16 * 3, 1, (16, 20)),
+        (0, 0, (16, 24)),
+    ] {
         let result = encoder.encode_rgb8(&vec![0; bytes], count, size, Chunking::Whole, &|| false);
-        assert!(matches!(result, Err(StageError::BadInput(_))), "{count} of {size:?}");
+        assert!(
+            matches!(result, Err(StageError::BadInput(_))),
+            "{count} of {size:?}"
+        );
     }
     let strange = HunyuanVaeConfig {
         act_fn: "mish".to_owned(),
@@ -410,7 +453,10 @@ fn names_of_the_original_checkpoint_are_those_of_diffusers() {
         assert_eq!(diffusers_name_of_original(strange), None, "{strange}");
     }
     let weights = HunyuanVaeConfig::default().tensor_shapes();
-    let count: usize = weights.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
+    let count: usize = weights
+        .iter()
+        .map(|(_, shape)| shape.iter().product::<usize>())
+        .sum();
     assert_eq!(count / 100_000, 2464, "{count}");
 }
 
@@ -493,7 +539,11 @@ fn encode_needs_what_was_predicted() {
             Chunking::Strips { bytes: 1 << 18 },
             Chunking::Tiles { latent_size: 8 },
         ] {
-            let run = || encoder.encode_rgb8(&film, count, (80, 96), chunking, &|| false).unwrap();
+            let run = || {
+                encoder
+                    .encode_rgb8(&film, count, (80, 96), chunking, &|| false)
+                    .unwrap()
+            };
             drop(run()); // threads, and what they keep for products
             let (measured, moments) = peak_of(run);
             drop(moments);
@@ -528,7 +578,11 @@ fn every_rung_is_predicted_to_need_less_than_the_one_before() {
             };
             assert!(rungs.iter().all(declared));
             let encode = encode_ladder(&config, (h, w), 4 * length + 1, DType::BF16);
-            assert!(encode.windows(2).all(|pair| pair[1].1.scratch < pair[0].1.scratch));
+            assert!(
+                encode
+                    .windows(2)
+                    .all(|pair| pair[1].1.scratch < pair[0].1.scratch)
+            );
         }
     }
     // The target for a tile of 832x480.

@@ -89,7 +89,9 @@ mod tests {
             frames: 6,
             frames_per_second: 30.0,
         };
-        let ranges: Vec<Range<u64>> = (0..6).flat_map(|start| (start + 1..7).map(move |end| start..end)).collect();
+        let ranges: Vec<Range<u64>> = (0..6)
+            .flat_map(|start| (start + 1..7).map(move |end| start..end))
+            .collect();
         for first in &ranges {
             for second in &ranges {
                 for third in &ranges {

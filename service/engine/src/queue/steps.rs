@@ -90,7 +90,8 @@ pub(super) fn needed(plan: &[StagePlan], run: &Run) -> Vec<usize> {
 
 /// Whether a result is made section by section: then each is decoded when it is sampled, and is there to be seen.
 fn is_in_sections(plan: &[StagePlan]) -> bool {
-    plan.iter().any(|stage| stage.section.is_some_and(|section| section.of > 1))
+    plan.iter()
+        .any(|stage| stage.section.is_some_and(|section| section.of > 1))
 }
 
 /// The steps of a run: what is run once, then item by item. Where one large component at a time is on the card, all
@@ -240,7 +241,10 @@ mod tests {
             section(1, stage("sample1", Role::Sample, &["text"], &["s1"], true)),
             section(1, stage("decode1", Role::Decode, &["s1"], &["left"], true)),
             section(2, stage("sample2", Role::Sample, &["text", "s1"], &["s2"], true)),
-            section(2, stage("decode2", Role::Decode, &["s1", "s2", "left"], &[], true)),
+            section(
+                2,
+                stage("decode2", Role::Decode, &["s1", "s2", "left"], &[], true),
+            ),
         ]
     }
 

@@ -19,7 +19,12 @@ pub(super) fn causal(
     kernel: usize,
     halved: Resize,
 ) -> Outcome<Convolution> {
-    convolution(source, &format!("{name}.conv"), &[to, from, kernel, kernel, kernel], halved)
+    convolution(
+        source,
+        &format!("{name}.conv"),
+        &[to, from, kernel, kernel, kernel],
+        halved,
+    )
 }
 
 /// A convolution of one position (`torch.nn.Conv3d`).
@@ -157,7 +162,12 @@ impl Resnet {
 
     /// Norm and first convolution of a map into the first half of its channels, and the shortcut into the second. Each
     /// strip is written once the next one, which reads some of its rows, was read.
-    fn first_half_of(&self, map: &Tensor, shortcut: &Convolution, walk: Walk<'_>) -> Outcome<(Tensor, Tensor)> {
+    fn first_half_of(
+        &self,
+        map: &Tensor,
+        shortcut: &Convolution,
+        walk: Walk<'_>,
+    ) -> Outcome<(Tensor, Tensor)> {
         let halves = [0, self.outputs].map(|first| map.narrow(3, first, self.outputs));
         let [inner, outer] = halves;
         let (inner, outer) = (inner?, outer?);
@@ -232,7 +242,12 @@ struct Attention {
 impl Attention {
     fn new(source: LayerSource<'_>, name: &str, channels: usize) -> Outcome<Attention> {
         let linear = |layer: &str| {
-            convolution(source, &format!("{name}.{layer}"), &[channels, channels], Resize::NONE)
+            convolution(
+                source,
+                &format!("{name}.{layer}"),
+                &[channels, channels],
+                Resize::NONE,
+            )
         };
         Ok(Attention {
             norm: source.norm(&format!("{name}.group_norm"), channels)?,

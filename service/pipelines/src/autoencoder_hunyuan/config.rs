@@ -196,8 +196,14 @@ mod tests {
             config.check().expect_err("not supported")
         };
         for (change, word) in [
-            (&(|c: &mut HunyuanVaeConfig| c.act_fn = "mish".to_owned()) as &dyn Fn(&mut HunyuanVaeConfig), "mish"),
-            (&|c| c.down_block_types[1] = "DownEncoderBlock2D".to_owned(), "DownEncoderBlock2D"),
+            (
+                &(|c: &mut HunyuanVaeConfig| c.act_fn = "mish".to_owned()) as &dyn Fn(&mut HunyuanVaeConfig),
+                "mish",
+            ),
+            (
+                &|c| c.down_block_types[1] = "DownEncoderBlock2D".to_owned(),
+                "DownEncoderBlock2D",
+            ),
             (&|c| c.up_block_types.truncate(3), "3 blocks"),
             (&|c| c.temporal_compression_ratio = 8, "8 frames"),
             (&|c| c.spatial_compression_ratio = 6, "6 pixels"),

@@ -4,9 +4,7 @@ use candle_core::{DType, Tensor};
 use gpu::ComponentTensors;
 use ops::Onto;
 
-use super::blocks::{
-    InPlace, Middle, Resnet, causal, convolve, norm_and_convolve_to_frames, of_positions,
-};
+use super::blocks::{InPlace, Middle, Resnet, causal, convolve, norm_and_convolve_to_frames, of_positions};
 use super::config::{HunyuanVaeConfig, Resize};
 use super::conv::{Convolution, Reading, Walk};
 use super::scratch::Chunking;

@@ -118,7 +118,10 @@ impl HunyuanVaeEncoder {
         cancelled: &dyn Fn() -> bool,
     ) -> Result<Moments, StageError> {
         let Ok((count, height, width, channels)) = frames.dims4() else {
-            let problem = format!("frames of shape {:?} where [n, h, w, c] are expected", frames.dims());
+            let problem = format!(
+                "frames of shape {:?} where [n, h, w, c] are expected",
+                frames.dims()
+            );
             return Err(StageError::BadInput(problem));
         };
         let shape = [count, height, width, channels];
@@ -209,7 +212,9 @@ impl HunyuanVaeEncoder {
         let lines = joined.reshape((length * h, w, 2 * channels))?;
         let (planes, is_finite) = ops::map_to_planes(&lines)?;
         finite(is_finite)?;
-        let planes = planes.to_device(&Device::Cpu)?.reshape((1, 2 * channels, length, h, w))?;
+        let planes = planes
+            .to_device(&Device::Cpu)?
+            .reshape((1, 2 * channels, length, h, w))?;
         Ok(Moments {
             mean: planes.narrow(1, 0, channels)?.contiguous()?,
             log_variance: planes

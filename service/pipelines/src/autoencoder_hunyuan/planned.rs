@@ -68,8 +68,7 @@ fn planned(account: &Account, all: &mut Vec<Planned>) {
             PlannedLayer::Attention(map) => {
                 let [height, frames, width] = map.sides;
                 for frame in 0..frames {
-                    let shape =
-                        attention_shape(frame, frames, height * width, map.channels, account.dtype);
+                    let shape = attention_shape(frame, frames, height * width, map.channels, account.dtype);
                     add(Planned::Attention(shape), all);
                 }
             }

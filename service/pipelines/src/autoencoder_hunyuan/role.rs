@@ -37,7 +37,10 @@ mod tests {
         ];
         assert_eq!(of(QuantizeRole::AsStored), stored);
         let full = of(QuantizeRole::Full);
-        assert!(full.iter().all(|name| name.contains("norm") || name.ends_with(".bias")));
+        assert!(
+            full.iter()
+                .all(|name| name.contains("norm") || name.ends_with(".bias"))
+        );
         let quantized = of(QuantizeRole::Quantized);
         assert!(quantized.contains(&"decoder.mid_block.attentions.0.to_out.0.weight"));
         assert!(quantized.contains(&"decoder.up_blocks.0.upsamplers.0.conv.conv.weight"));

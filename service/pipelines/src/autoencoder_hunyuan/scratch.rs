@@ -276,7 +276,13 @@ impl Account {
     }
 
     /// A convolution of a map into a new one.
-    fn convolve(&mut self, from: Map, channels: usize, (enlarge, halved): (Resize, Resize), goes: Goes) -> Map {
+    fn convolve(
+        &mut self,
+        from: Map,
+        channels: usize,
+        (enlarge, halved): (Resize, Resize),
+        goes: Goes,
+    ) -> Map {
         let pass = Pass::new(from.sides, (from.channels, channels), enlarge, halved);
         let to = Map {
             channels,

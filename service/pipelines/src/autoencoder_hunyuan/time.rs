@@ -125,7 +125,11 @@ mod tests {
             let kept: usize = tiles.iter().map(|tile| tile.kept).sum();
             assert_eq!(kept, 4 * (latents - 1) + 1, "{latents}");
             assert!(tiles.windows(2).all(|pair| pair[0].carried >= pair[1].blended));
-            assert!(tiles.iter().all(|tile| tile.count <= most_latents(&config, latents)));
+            assert!(
+                tiles
+                    .iter()
+                    .all(|tile| tile.count <= most_latents(&config, latents))
+            );
         }
         for frames in 1..90 {
             let tiles = encode_tiles(&config, frames);
@@ -142,7 +146,10 @@ mod tests {
             .into_iter()
             .map(|t| [t.first, t.count, t.dropped, t.blended, t.kept, t.carried])
             .collect();
-        assert_eq!(cuts, [[0, 5, 0, 0, 13, 4], [3, 5, 1, 4, 12, 4], [6, 3, 1, 4, 8, 0]]);
+        assert_eq!(
+            cuts,
+            [[0, 5, 0, 0, 13, 4], [3, 5, 1, 4, 12, 4], [6, 3, 1, 4, 8, 0]]
+        );
         // The fourth would begin with the last latent alone, which has no result.
         assert_eq!(decode_tiles(&config, 10).len(), 3);
         assert_eq!(decode_tiles(&config, 4).len(), 1);

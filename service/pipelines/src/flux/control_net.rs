@@ -315,7 +315,11 @@ impl PreparedControl {
             as_codes: false,
         };
         let whole = buffers.whole()?;
-        let wanted = if trunk.config.num_single_layers == 0 { &picture } else { &whole };
+        let wanted = if trunk.config.num_single_layers == 0 {
+            &picture
+        } else {
+            &whole
+        };
         let mut collect = CollectSamples { control: self };
         trunk.run(
             buffers,

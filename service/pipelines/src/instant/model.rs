@@ -11,7 +11,8 @@ use super::colour::{
 };
 use super::content::{content_of, format_of, latent_shape, medium_of, units_of};
 use super::{
-    DECODE, DENOISE, DescribedAdapter, DescribedComponent, Description, ENCODE_IMAGE, ENCODE_TEXT, LATENT, LEFT,
+    DECODE, DENOISE, DescribedAdapter, DescribedComponent, Description, ENCODE_IMAGE, ENCODE_TEXT, LATENT,
+    LEFT,
 };
 use crate::adapters::{AdapterError, AdapterFile, AdapterReport};
 use crate::bounds::no_references;
@@ -209,9 +210,7 @@ impl InstantModel {
                     ..denoise
                 },
                 StagePlan {
-                    takes: std::iter::once(sampled)
-                        .chain((number > 1).then(left))
-                        .collect(),
+                    takes: std::iter::once(sampled).chain((number > 1).then(left)).collect(),
                     gives: (number < of).then(|| LEFT.to_owned()).into_iter().collect(),
                     section,
                     ..decode
@@ -378,10 +377,7 @@ impl InstantModel {
             });
         }
         let gives_left = stage.plan.gives.iter().any(|name| name == LEFT);
-        Ok(gives_left
-            .then(|| (LEFT.to_owned(), left))
-            .into_iter()
-            .collect())
+        Ok(gives_left.then(|| (LEFT.to_owned(), left)).into_iter().collect())
     }
 
     /// A fault for tests.

@@ -7,7 +7,7 @@ use candle_core::{DType, Result, Tensor};
 use gpu::MissingTensor;
 use ops::{Angles, Epilogue, Mask, Pairs, QkNorm, Scratch};
 
-use super::buffers::{Added, EPS, Buffers, Next, Part};
+use super::buffers::{Added, Buffers, EPS, Next, Part};
 use super::shape::BlocksShape;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
@@ -32,12 +32,7 @@ impl Projection {
     ) -> std::result::Result<Projection, MissingTensor> {
         let width = shape.width();
         let linear = |name: &str| Linear::new(tensors, &format!("{block}.attn.{name}"), width, width);
-        let norm = |name: &str| {
-            tensors.shaped(
-                &format!("{block}.attn.{name}.weight"),
-                &[shape.head],
-            )
-        };
+        let norm = |name: &str| tensors.shaped(&format!("{block}.attn.{name}.weight"), &[shape.head]);
         Ok(Projection {
             query: linear(names[0])?,
             key: linear(names[1])?,

@@ -63,15 +63,14 @@ pub(crate) struct Layout(pub(crate) Vec<TensorSpec>);
 
 impl Layout {
     /// A weight `[outputs, inputs]` and a bias `[outputs]`, which in a single file are rows of `theirs` from `first` on.
-    pub(crate) fn linear(
-        &mut self,
-        name: &str,
-        [outputs, inputs]: [usize; 2],
-        theirs: &str,
-        first: usize,
-    ) {
+    pub(crate) fn linear(&mut self, name: &str, [outputs, inputs]: [usize; 2], theirs: &str, first: usize) {
         for (kind, shape) in [("weight", vec![outputs, inputs]), ("bias", vec![outputs])] {
-            self.rows(&format!("{name}.{kind}"), shape, &format!("{theirs}.{kind}"), first);
+            self.rows(
+                &format!("{name}.{kind}"),
+                shape,
+                &format!("{theirs}.{kind}"),
+                first,
+            );
         }
     }
 
@@ -155,12 +154,7 @@ impl Layout {
                     part * width,
                 );
             }
-            self.linear(
-                &format!("{block}.proj_mlp"),
-                [inner, width],
-                &fused,
-                3 * width,
-            );
+            self.linear(&format!("{block}.proj_mlp"), [inner, width], &fused, 3 * width);
             self.linear(
                 &format!("{block}.proj_out"),
                 [width, width + inner],

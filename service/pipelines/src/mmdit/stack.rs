@@ -76,8 +76,8 @@ impl Blocks {
         shape: BlocksShape,
         tensors: &AdaptedTensors<'_>,
     ) -> std::result::Result<Blocks, MissingTensor> {
-        let double = (0..shape.double)
-            .map(|i| DoubleBlock::new(tensors, &format!("transformer_blocks.{i}"), &shape));
+        let double =
+            (0..shape.double).map(|i| DoubleBlock::new(tensors, &format!("transformer_blocks.{i}"), &shape));
         let single = (0..shape.single)
             .map(|i| SingleBlock::new(tensors, &format!("single_transformer_blocks.{i}"), &shape));
         Ok(Blocks {

@@ -56,9 +56,15 @@ pub(crate) fn film(count: usize, (h, w): (usize, usize)) -> Vec<u8> {
 pub(crate) fn projected(frames: &Tensor) -> Tensor {
     const SUMS: usize = 16;
     let count = frames.dim(0).expect("frames");
-    let flat = frames.flatten_all().expect("numbers").to_vec1::<f32>().expect("numbers");
+    let flat = frames
+        .flatten_all()
+        .expect("numbers")
+        .to_vec1::<f32>()
+        .expect("numbers");
     let of_frame = flat.len() / count;
-    let weights: Vec<Vec<f64>> = (0..SUMS).map(|i| numbers(&format!("sum.{i}"), of_frame)).collect();
+    let weights: Vec<Vec<f64>> = (0..SUMS)
+        .map(|i| numbers(&format!("sum.{i}"), of_frame))
+        .collect();
     let sums = flat.chunks(of_frame).flat_map(|frame| {
         weights.iter().map(move |weights| {
             let sum: f64 = frame.iter().zip(weights).map(|(x, w)| f64::from(*x) * w).sum();

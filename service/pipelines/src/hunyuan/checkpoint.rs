@@ -1,0 +1,158 @@
+//! Detection of HunyuanVideo and FramePack checkpoints, by headers alone, and the configuration of single files.
+//!
+//! A **folder in diffusers' layout** has `model_index.json`. A **single file** has the transformer only, in the naming of
+//! Tencent or of diffusers; its companions are found as those of other families are.
+
+use std::path::Path;
+
+use super::config::TransformerConfig;
+use super::layout::layout;
+use crate::ModelError;
+use crate::checkpoint::{self, Checkpoint, Marks, TensorSpec, whole};
+use crate::files::damaged;
+
+/// The pipeline classes: text to film, and FramePack.
+pub(super) const PIPELINES: [&str; 2] = ["HunyuanVideoPipeline", "HunyuanVideoFramepackPipeline"];
+
+/// The folders of such a pipeline.
+pub(super) const FOLDERS: [&str; 9] = [
+    "feature_extractor",
+    "image_encoder",
+    "scheduler",
+    "text_encoder",
+    "text_encoder_2",
+    "tokenizer",
+    "tokenizer_2",
+    "transformer",
+    "vae",
+];
+
+/// Naming scheme of the tensors in a single file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum HunyuanNaming {
+    Tencent,
+    Diffusers,
+}
+
+impl checkpoint::Naming for HunyuanNaming {
+    fn marks(self) -> &'static [&'static str] {
+        match self {
+            HunyuanNaming::Tencent => &[
+                "double_blocks.0.img_attn_qkv.",
+                "txt_in.individual_token_refiner.",
+            ],
+            HunyuanNaming::Diffusers => &[
+                "transformer_blocks.0.",
+                "context_embedder.token_refiner.",
+                "x_embedder.proj.weight",
+            ],
+        }
+    }
+}
+
+/// Detection rules of the family.
+pub(super) const MARKS: Marks<HunyuanNaming> = Marks {
+    family: "HunyuanVideo",
+    class_prefix: "HunyuanVideo",
+    pipelines: &PIPELINES,
+    namings: &[HunyuanNaming::Tencent, HunyuanNaming::Diffusers],
+    unused: None,
+};
+
+impl HunyuanNaming {
+    /// The tensors of a transformer of this configuration in a single file.
+    pub(super) fn specs(self, config: &TransformerConfig) -> Vec<TensorSpec> {
+        match self {
+            HunyuanNaming::Tencent => layout(config),
+            HunyuanNaming::Diffusers => whole(config.tensor_shapes().collect()),
+        }
+    }
+}
+
+/// The configuration of a single file's transformer, from the shapes of its tensors. The rotary axes and the base of their
+/// frequencies cannot be derived: they are those of the base folder, or the published ones.
+pub(super) fn config_of_single_file(
+    path: &Path,
+    checkpoint: &Checkpoint,
+    naming: HunyuanNaming,
+    base: &TransformerConfig,
+) -> Result<TransformerConfig, ModelError> {
+    let [
+        latent_in,
+        text_in,
+        pooled_in,
+        guidance_in,
+        norm,
+        double,
+        single,
+        refiner,
+    ] = match naming {
+        HunyuanNaming::Tencent => [
+            "img_in.proj.weight",
+            "txt_in.input_embedder.weight",
+            "vector_in.in_layer.weight",
+            "guidance_in.mlp.0.weight",
+            "double_blocks.0.img_attn_q_norm.weight",
+            "double_blocks",
+            "single_blocks",
+            "txt_in.individual_token_refiner.blocks",
+        ],
+        HunyuanNaming::Diffusers => [
+            "x_embedder.proj.weight",
+            "context_embedder.proj_in.weight",
+            "time_text_embed.text_embedder.linear_1.weight",
+            "time_text_embed.guidance_embedder.linear_1.weight",
+            "transformer_blocks.0.attn.norm_q.weight",
+            "transformer_blocks",
+            "single_transformer_blocks",
+            "context_embedder.token_refiner.refiner_blocks",
+        ],
+    };
+    let shape = |name: &str| Ok(checkpoint.tensor(name)?.shape);
+    let second = |name: &str| {
+        let shape: Vec<usize> = shape(name)?;
+        let columns = shape.get(1).copied();
+        columns.ok_or_else(|| damaged(path, format!("tensor {name} has one axis")))
+    };
+    let head = shape(norm)?.iter().product::<usize>();
+    let width = shape(latent_in)?.first().copied().unwrap_or_default();
+    if head == 0 || !width.is_multiple_of(head) {
+        return Err(damaged(
+            path,
+            format!("{width} channels do not divide into heads of {head}"),
+        ));
+    }
+    let blocks = |kind: &str| {
+        let has = |i: &usize| {
+            let block = format!("{kind}.{i}.");
+            checkpoint.names().any(|name| name.starts_with(&block))
+        };
+        (0..).take_while(has).count()
+    };
+    let axes = match base.rope_axes_dim.iter().sum::<usize>() == head {
+        true => base.rope_axes_dim,
+        false => TransformerConfig::default().rope_axes_dim,
+    };
+    let vision = "image_projection.up.weight";
+    let has_vision = checkpoint.has(vision);
+    Ok(TransformerConfig {
+        in_channels: second(latent_in)?,
+        num_attention_heads: width / head,
+        attention_head_dim: head,
+        num_layers: blocks(double),
+        num_single_layers: blocks(single),
+        num_refiner_layers: blocks(refiner),
+        guidance_embeds: checkpoint.has(guidance_in),
+        text_embed_dim: second(text_in)?,
+        pooled_projection_dim: second(pooled_in)?,
+        rope_theta: base.rope_theta,
+        rope_axes_dim: axes,
+        has_image_proj: has_vision,
+        image_proj_dim: match has_vision {
+            true => second(vision)?,
+            false => base.image_proj_dim,
+        },
+        has_clean_x_embedder: checkpoint.has("clean_x_embedder.proj.weight"),
+        ..TransformerConfig::default()
+    })
+}

@@ -1,0 +1,23 @@
+//! HunyuanVideo (text to film) and FramePack (picture to film, in sections).
+//!
+//! References are diffusers' `HunyuanVideoPipeline` and `HunyuanVideoFramepackPipeline` with their models; tensors have
+//! diffusers' names. Its checkpoints are in `checkpoint`, the sections of a film in `sections`, its stages in `plan` and
+//! `stages`.
+
+mod checkpoint;
+mod config;
+mod film;
+mod layout;
+mod model;
+mod open;
+mod patches;
+mod plan;
+mod positions;
+mod quantize_rule;
+mod refiner;
+mod sections;
+mod stages;
+mod transformer;
+
+pub use config::TransformerConfig;
+pub use model::{Hunyuan, HunyuanModel};

@@ -1,0 +1,352 @@
+//! An open HunyuanVideo or FramePack checkpoint: its answers to a planner, and the stages of a request.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use gpu::LoadPlan;
+use residency::Component;
+
+use super::checkpoint::{FOLDERS, PIPELINES};
+use super::config::TransformerConfig;
+use super::layout::layout;
+use super::open::LARGE;
+use super::plan::{DENOISE, ENCODE_IMAGE, ENCODE_TEXT, ENCODE_VISION};
+use super::sections::{Order, Sections};
+use super::stages::Stage;
+use crate::adapters::{AdapterFile, AdapterReport, AdapterSet, TargetComponent};
+use crate::autoencoder_hunyuan::{Chunking, HunyuanVaeConfig};
+use crate::bounds::{PIXELS_PER_TOKEN, common_problems, side_problems, start_problem};
+use crate::checkpoint::ComponentSet;
+use crate::family::smaller_sides;
+use crate::flow_match::SchedulerConfig;
+use crate::text::clip::ClipConfig;
+use crate::text::llama::LlamaConfig;
+use crate::text::tokenizers::{ClipTokenizer, LlamaTokenizer};
+use crate::vision::processor::ImageProcessor;
+use crate::vision::siglip::SiglipConfig;
+use crate::{
+    Family, Formats, InitImage, Medium, Model, ModelError, ModelFile, Observer, Precision, Request,
+    RequestError, StageError, StagePlan, StageRun, ValueShape, Values, Video,
+};
+
+/// Names of the components.
+pub(super) const TRANSFORMER: &str = "transformer";
+pub(super) const VAE: &str = "vae";
+pub(super) const LLAMA: &str = "text_encoder";
+pub(super) const CLIP: &str = "text_encoder_2";
+pub(super) const VISION: &str = "image_encoder";
+
+/// Latent frames of a section: what FramePack was trained with.
+const WINDOW: usize = 9;
+
+/// Most frames of a film: ten minutes.
+const MAX_FRAMES: u32 = 18_000;
+
+/// The family of HunyuanVideo and FramePack.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Hunyuan;
+
+impl Family for Hunyuan {
+    fn name(&self) -> &'static str {
+        "hunyuan-video"
+    }
+
+    fn pipelines(&self) -> &'static [&'static str] {
+        &PIPELINES
+    }
+
+    fn folders(&self) -> &'static [&'static str] {
+        &FOLDERS
+    }
+
+    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
+        Ok(HunyuanModel::open(path, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
+    }
+}
+
+/// What FramePack has beside HunyuanVideo.
+#[derive(Clone, Debug)]
+pub(super) struct FramePack {
+    pub(super) order: Order,
+    pub(super) vision: SiglipConfig,
+    pub(super) processor: ImageProcessor,
+}
+
+/// A checkpoint of HunyuanVideo or FramePack.
+#[derive(Clone, Debug)]
+pub struct HunyuanModel {
+    pub(super) precision: Precision,
+    pub(super) transformer: TransformerConfig,
+    pub(super) vae: HunyuanVaeConfig,
+    pub(super) llama: LlamaConfig,
+    pub(super) clip: ClipConfig,
+    /// `None`: HunyuanVideo, text to film.
+    pub(super) framepack: Option<FramePack>,
+    pub(super) scheduler: SchedulerConfig,
+    pub(super) llama_tokenizer: Arc<LlamaTokenizer>,
+    pub(super) clip_tokenizer: Arc<ClipTokenizer>,
+    /// The default request.
+    pub(super) defaults: Request,
+    pub(super) components: ComponentSet,
+    pub(super) adapters: AdapterSet,
+}
+
+/// All fields of a request that are out of bounds.
+pub(super) fn problems(framepack: Option<Order>, request: &Request) -> Vec<RequestError> {
+    let Medium::Video(video) = &request.medium else {
+        return vec![RequestError::other_medium(&request.medium, "video")];
+    };
+    let mut problems = side_problems(video.width, video.height);
+    problems.extend(common_problems(request));
+    let mut refuse = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
+    let rate = video.frames_per_second;
+    if !(1.0..=240.0).contains(&rate) {
+        refuse("frames_per_second", format!("is {rate}; 1 to 240 is expected"));
+    }
+    if let Err(problem) = check_frames(framepack, video.frames) {
+        refuse("frames", problem);
+    }
+    if video.init_video.is_some() {
+        refuse(
+            "init_media_id",
+            "is not taken by this model, which starts from no film".to_owned(),
+        );
+    }
+    if request.from_values {
+        refuse(
+            "init_latent_id",
+            "is not taken by this model: its latents are decoded, and not started from".to_owned(),
+        );
+    }
+    match (&video.init_image, framepack) {
+        (Some(image), Some(_)) => problems.extend(start_problem(image, (video.width, video.height))),
+        (None, Some(_)) => refuse(
+            "init_image",
+            "is missing: FramePack continues a picture, which is the first frame".to_owned(),
+        ),
+        (Some(_), None) => refuse(
+            "init_image",
+            "is not taken by HunyuanVideo's text to film; FramePack takes one".to_owned(),
+        ),
+        (None, None) => {}
+    }
+    problems
+}
+
+/// Refuses a number of frames that the model has no length for.
+fn check_frames(framepack: Option<Order>, frames: u32) -> Result<(), String> {
+    if frames > MAX_FRAMES {
+        return Err(format!("is {frames}; at most {MAX_FRAMES} are expected"));
+    }
+    match framepack {
+        None if frames % 4 == 1 => Ok(()),
+        None => {
+            let (below, above) = (
+                frames.saturating_sub(1) / 4 * 4 + 1,
+                frames.saturating_sub(1).div_ceil(4) * 4 + 1,
+            );
+            Err(format!(
+                "is {frames}; a multiple of 4 and 1 more is expected, such as {below} or {}",
+                above.max(5)
+            ))
+        }
+        Some(order) => {
+            if Sections::of_film(order, WINDOW, frames as usize).is_some() {
+                return Ok(());
+            }
+            let above = Sections::at_least(order, WINDOW, frames as usize);
+            let below = Sections {
+                count: above.count.saturating_sub(1).max(1),
+                ..above
+            };
+            Err(format!(
+                "is {frames}; FramePack's sections have 36 frames, and the first one more: such as {} or {}",
+                below.frames(),
+                above.frames()
+            ))
+        }
+    }
+}
+
+impl HunyuanModel {
+    /// The same model with these adapters.
+    ///
+    /// # Errors
+    /// [`ModelError::Adapter`] for the first that cannot be attached.
+    pub fn adapted(&self, files: &[AdapterFile]) -> Result<HunyuanModel, ModelError> {
+        let targets = [TargetComponent::denoiser(TRANSFORMER, &layout(&self.transformer))];
+        let mut adapted = self.clone();
+        adapted.adapters = AdapterSet::open(files, "HunyuanVideo", &targets, &mut adapted.components)?;
+        Ok(adapted)
+    }
+
+    pub(super) fn order(&self) -> Option<Order> {
+        self.framepack.as_ref().map(|framepack| framepack.order)
+    }
+
+    /// The sections of a film; `None` where it is made in one piece.
+    pub(super) fn sections(&self, video: &Video) -> Option<Sections> {
+        Sections::of_film(self.order()?, WINDOW, video.frames as usize)
+    }
+
+    /// Height and width of a film's latents.
+    pub(super) fn sides(&self, video: &Video) -> (usize, usize) {
+        self.vae.latent_sides(video.width, video.height)
+    }
+
+    fn with_frames(&self, request: &Request, frames: u32) -> Option<(String, Request)> {
+        let mut shorter = request.clone();
+        let Medium::Video(video) = &mut shorter.medium else {
+            return None;
+        };
+        video.frames = frames;
+        Some((format!("{frames} frames"), shorter))
+    }
+
+    /// The same film with fewer frames.
+    fn smaller_lengths(&self, request: &Request) -> Vec<(String, Request)> {
+        let Ok(video) = request.video() else {
+            return Vec::new();
+        };
+        let lengths: Vec<u32> = match self.sections(video) {
+            Some(_) => Vec::new(), // a section takes as much memory in a film of any length
+            None => [3, 2, 1]
+                .into_iter()
+                .map(|quarters| video.frames.saturating_sub(1) / 4 * quarters / 4 * 4 + 1)
+                .filter(|frames| *frames < video.frames)
+                .collect(),
+        };
+        let shorter = lengths
+            .into_iter()
+            .filter_map(|frames| self.with_frames(request, frames));
+        shorter.collect()
+    }
+}
+
+impl Model for HunyuanModel {
+    fn family(&self) -> &'static str {
+        "hunyuan-video"
+    }
+
+    fn defaults(&self) -> Request {
+        self.defaults.clone()
+    }
+
+    fn components(&self) -> &[Component] {
+        self.components.all()
+    }
+
+    fn load_plan(&self, component_name: &str) -> Option<&LoadPlan> {
+        self.components.load_plan(component_name)
+    }
+
+    fn large_components(&self) -> &[&str] {
+        &LARGE
+    }
+
+    fn formats(&self) -> &Formats {
+        self.components.formats()
+    }
+
+    fn with_adapters(&self, files: &[AdapterFile]) -> Result<Arc<dyn Model>, ModelError> {
+        Ok(Arc::new(self.adapted(files)?))
+    }
+
+    fn adapters(&self) -> Vec<AdapterReport> {
+        self.adapters.reports()
+    }
+
+    fn files_of(&self, component_name: &str) -> Vec<ModelFile> {
+        self.components.files_of(component_name)
+    }
+
+    fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
+        let mut problems = problems(self.order(), request);
+        problems.extend(self.adapters.problems(&request.adapters));
+        if !problems.is_empty() {
+            return Err(problems);
+        }
+        let video = request.video().map_err(|problem| vec![problem])?;
+        self.stages(request, video)
+            .map_err(|error| vec![RequestError::new("prompt", error.to_string())])
+    }
+
+    fn request_of(&self, values: &[ValueShape]) -> Option<Request> {
+        let video = self.video_of(values)?;
+        Some(Request {
+            medium: Medium::Video(video),
+            ..self.defaults()
+        })
+    }
+
+    fn smaller(&self, request: &Request) -> Vec<(String, Request)> {
+        [
+            smaller_sides(request, PIXELS_PER_TOKEN),
+            self.smaller_lengths(request),
+        ]
+        .concat()
+    }
+
+    fn smallest(&self) -> Request {
+        let mut request = self.defaults();
+        (request.prompt, request.steps) = ("the smallest film".to_owned(), 1);
+        if let Medium::Video(video) = &mut request.medium {
+            let side = 2 * PIXELS_PER_TOKEN;
+            (video.width, video.height) = (side, side);
+            video.frames = match self.order() {
+                Some(order) => Sections::at_least(order, WINDOW, 1).frames() as u32,
+                None => 1,
+            };
+            video.init_image = self.order().map(|_| black(side, side));
+        }
+        request
+    }
+
+    fn planned(&self, stage: &str, request: &Request) -> Vec<ops::Planned> {
+        let Ok(video) = request.video() else {
+            return Vec::new();
+        };
+        let (sides, dtype) = (self.sides(video), self.precision.dtype);
+        if sides.0 * sides.1 == 0 {
+            return Vec::new();
+        }
+        match stage {
+            ENCODE_TEXT => {
+                let Ok(prompt) = self.prompt_ids(request) else {
+                    return Vec::new();
+                };
+                vec![
+                    self.llama.planned(prompt.ids.len(), dtype),
+                    self.clip.planned(self.clip_tokenizer.length(), dtype),
+                ]
+            }
+            ENCODE_IMAGE => self.vae.planned_to_encode(sides, 1, Chunking::Whole, dtype),
+            ENCODE_VISION => Vec::new(),
+            DENOISE => {
+                let tokens = self.tokens(request, video);
+                vec![self.transformer.blocks().planned(tokens.all(), dtype)]
+            }
+            _ => self
+                .vae
+                .planned_to_decode(sides, self.decoded_at_once(video), Chunking::Whole, dtype),
+        }
+    }
+
+    fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError> {
+        Stage {
+            model: self,
+            run: *stage,
+            observer,
+        }
+        .run()
+    }
+}
+
+/// A black picture.
+pub(super) fn black(width: u32, height: u32) -> InitImage {
+    InitImage {
+        width,
+        height,
+        rgb: vec![0; 3 * width as usize * height as usize].into(),
+    }
+}

@@ -1,0 +1,375 @@
+//! The stages of a request. FramePack's are, section by section, one that samples and one that decodes, so that each section
+//! is there to be seen when it is sampled, and whatever fails behind it costs none of what is done.
+
+use residency::Bytes;
+
+use super::model::{CLIP, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, black};
+use super::sections::{LatentFrame, Sections};
+use super::transformer::{Tokens, denoise_scratch};
+use crate::adapters::UsedAs;
+use crate::autoencoder_hunyuan::{decode_ladder, encode_ladder};
+use crate::mmdit::is_modulator;
+use crate::plan::{names, only_value};
+use crate::text::tokenizers::{TemplatedIds, TokenizeError};
+use crate::{Request, Role, Rung, Section, StagePlan, ValueShape, Video};
+
+/// Names of the stages.
+pub(super) const ENCODE_TEXT: &str = "encode_text";
+pub(super) const ENCODE_VISION: &str = "encode_vision";
+pub(super) const ENCODE_IMAGE: &str = "encode_image";
+pub(super) const DENOISE: &str = "denoise";
+pub(super) const DECODE: &str = "decode";
+
+/// Name of LLaMA's states among the values, `[1, tokens, text_embed_dim]`.
+pub(super) const TEXT: &str = "text";
+/// Name of CLIP's pooled output, `[1, pooled_projection_dim]`.
+pub(super) const POOLED: &str = "pooled";
+/// Name of the picture encoder's states, `[1, tokens, image_proj_dim]`.
+pub(super) const VISION_STATES: &str = "vision";
+/// Name of the start picture's latent, in the transformer's scale: f32 `[1, channels, 1, height / 8, width / 8]`.
+pub(super) const START: &str = "start";
+/// Name of a film's latent: f32 `[1, channels, frames, height / 8, width / 8]`.
+pub(super) const LATENT: &str = "latent";
+/// Name of the frames that a decode leaves for the next, `[frames, height, width, 3]` in the dtype of maps.
+pub(super) const LEFT: &str = "left";
+
+/// Number of a section with which prompts are rounded up, so that prompts of similar length share learned peaks.
+const TOKENS_AT_A_TIME: usize = 32;
+
+/// Name of a section's latent, by its number in order of sampling, from 0.
+pub(super) fn latent_of_section(section: usize) -> String {
+    format!("{LATENT}_{}", section + 1)
+}
+
+impl HunyuanModel {
+    /// The token ids of a request's prompt, in the template.
+    pub(super) fn prompt_ids(&self, request: &Request) -> Result<TemplatedIds, TokenizeError> {
+        let most = request.max_sequence_length as usize;
+        self.llama_tokenizer.encode_video_prompt(&request.prompt, most)
+    }
+
+    /// Counts of tokens of a sampling.
+    pub(super) fn tokens(&self, request: &Request, video: &Video) -> Tokens {
+        let most = request.max_sequence_length as usize;
+        let text = self.prompt_ids(request).map_or(most, |prompt| {
+            prompt.ids.len() - prompt.head.min(prompt.ids.len())
+        });
+        let (h, w) = self.sides(video);
+        let in_patches = |cells: usize| h.div_ceil(cells) * w.div_ceil(cells);
+        match (&self.framepack, self.sections(video)) {
+            (Some(framepack), Some(sections)) => Tokens {
+                text,
+                vision: framepack.vision.tokens(),
+                seen: 4 * in_patches(8) + in_patches(4) + 2 * in_patches(2),
+                sampled: sections.window * in_patches(2),
+            },
+            _ => Tokens {
+                text,
+                sampled: self.vae.latents(video.frames as usize) * in_patches(2),
+                ..Tokens::default()
+            },
+        }
+    }
+
+    /// Latent frames that a decode of a film is given.
+    pub(super) fn decoded_at_once(&self, video: &Video) -> usize {
+        match self.sections(video) {
+            Some(sections) => (0..sections.count)
+                .map(|section| sections.decoded(section).len())
+                .max()
+                .unwrap_or_default(),
+            None => self.vae.latents(video.frames as usize),
+        }
+    }
+
+    /// The film whose decode takes these values; `None` if there is none.
+    pub(super) fn video_of(&self, values: &[ValueShape]) -> Option<Video> {
+        let channels = self.vae.latent_channels;
+        let (latents, h, w) = match self.order() {
+            None => {
+                let &[1, found, latents, h, w] = only_value(values, LATENT)? else {
+                    return None;
+                };
+                (found == channels).then_some((latents, h, w))?
+            }
+            Some(_) => {
+                let mut sides = None;
+                let mut latents = 0;
+                for section in 0..values.len() {
+                    let name = latent_of_section(section);
+                    let value = values.iter().find(|value| value.name == name)?;
+                    let &[1, found, of_section, h, w] = value.shape.as_slice() else {
+                        return None;
+                    };
+                    if found != channels || sides.is_some_and(|sides| sides != (h, w)) {
+                        return None;
+                    }
+                    sides = Some((h, w));
+                    latents += of_section;
+                }
+                let (h, w) = sides?;
+                (latents, h, w)
+            }
+        };
+        let frames = u32::try_from(self.vae.frames(latents)).ok()?;
+        let side = |cells: usize| u32::try_from(cells.checked_mul(self.vae.factor())?).ok();
+        let (width, height) = (side(w)?, side(h)?);
+        let defaults = self.defaults.video().ok()?;
+        let video = Video {
+            width,
+            height,
+            frames,
+            // Decoding does not look at it.
+            init_image: self.order().map(|_| black(width, height)),
+            init_video: None,
+            ..defaults.clone()
+        };
+        let is_whole = self.order().is_none()
+            || self
+                .sections(&video)
+                .is_some_and(|sections| sections.count == values.len());
+        is_whole.then_some(video)
+    }
+
+    /// The stages of a valid request.
+    pub(super) fn stages(&self, request: &Request, video: &Video) -> Result<Vec<StagePlan>, TokenizeError> {
+        let mut stages = vec![self.encode_text_stage(request)?];
+        let Some(sections) = self.sections(video) else {
+            stages.push(self.denoise_stage(request, video, None));
+            stages.push(self.decode_stage(video, None));
+            return Ok(stages);
+        };
+        stages.extend([self.encode_vision_stage(video), self.encode_image_stage(video)]);
+        for section in 0..sections.count {
+            stages.push(self.denoise_stage(request, video, Some((sections, section))));
+            stages.push(self.decode_stage(video, Some((sections, section))));
+        }
+        Ok(stages)
+    }
+
+    fn encode_text_stage(&self, request: &Request) -> Result<StagePlan, TokenizeError> {
+        let prompt = self.prompt_ids(request)?;
+        let clip = self.clip_tokenizer.encode(&request.prompt)?;
+        let dtype = self.precision.dtype;
+        let tokens = prompt.ids.len().next_multiple_of(TOKENS_AT_A_TIME);
+        let pooled = self.clip_tokenizer.length();
+        let scratch = (self.llama.scratch(tokens, dtype)
+            + self.components.dequantizing(LLAMA, tokens, |_| true))
+        .max(self.clip.scratch(pooled, dtype) + self.components.dequantizing(CLIP, pooled, |_| true));
+        let mut hash = blake3::Hasher::new();
+        for ids in [&prompt.ids, &clip] {
+            hash.update(&(ids.len() as u64).to_le_bytes());
+            ids.iter().for_each(|id| {
+                hash.update(&id.to_le_bytes());
+            });
+        }
+        Ok(StagePlan {
+            name: ENCODE_TEXT.to_owned(),
+            role: Role::Encode,
+            components: names(&[LLAMA, CLIP]),
+            rungs: vec![Rung::whole(scratch)],
+            shape: format!("t{tokens}{}", self.components.as_multiplied(LLAMA)),
+            steps: 1,
+            takes: Vec::new(),
+            gives: names(&[POOLED, TEXT]),
+            per_item: false,
+            memo: Some(format!("hunyuan-video:{}", hash.finalize().to_hex())),
+            preview: None,
+            section: None,
+        })
+    }
+
+    fn encode_vision_stage(&self, video: &Video) -> StagePlan {
+        let vision = self.framepack.as_ref().map(|framepack| &framepack.vision);
+        let scratch = vision.map_or(Bytes::ZERO, |vision| vision.scratch(self.precision.dtype));
+        let mut hash = blake3::Hasher::new();
+        if let Some(image) = &video.init_image {
+            hash.update(&image.width.to_le_bytes()).update(&image.rgb);
+        }
+        StagePlan {
+            name: ENCODE_VISION.to_owned(),
+            role: Role::Encode,
+            components: names(&[VISION]),
+            rungs: vec![Rung::whole(scratch)],
+            shape: String::new(),
+            steps: 1,
+            takes: Vec::new(),
+            gives: names(&[VISION_STATES]),
+            per_item: false,
+            memo: Some(format!("hunyuan-video:{}", hash.finalize().to_hex())),
+            preview: None,
+            section: None,
+        }
+    }
+
+    fn encode_image_stage(&self, video: &Video) -> StagePlan {
+        let rungs = encode_ladder(&self.vae, self.sides(video), 1, self.precision.dtype);
+        StagePlan {
+            name: ENCODE_IMAGE.to_owned(),
+            role: Role::Encode,
+            components: names(&[VAE]),
+            rungs: rungs.into_iter().map(|(_, rung)| rung).collect(),
+            shape: format!("{}x{}", video.width, video.height),
+            steps: 1,
+            takes: Vec::new(),
+            gives: names(&[START]),
+            per_item: true,
+            memo: None,
+            preview: None,
+            section: None,
+        }
+    }
+
+    fn denoise_stage(
+        &self,
+        request: &Request,
+        video: &Video,
+        section: Option<(Sections, usize)>,
+    ) -> StagePlan {
+        let tokens = self.tokens(request, video);
+        let dtype = self.precision.dtype;
+        let mut scratch = Bytes(denoise_scratch(&self.transformer, &tokens, request.steps, dtype));
+        let dequantizing = self
+            .components
+            .dequantizing(TRANSFORMER, tokens.all(), |name| !is_modulator(name));
+        scratch += dequantizing.max(self.adapters.scratch(TRANSFORMER, tokens.all(), dtype));
+        if self.components.is_multiplied_in_fp8(TRANSFORMER) {
+            scratch += Bytes(self.transformer.blocks().codes_bytes(tokens.all()));
+        }
+        // Modulators run before the buffers are allocated, and again in each step while they are there where strengths
+        // change.
+        let of_modulators = self
+            .components
+            .dequantizing(TRANSFORMER, request.steps as usize, is_modulator);
+        let is_curved = request.has_curves();
+        scratch = match is_curved {
+            true => scratch + of_modulators,
+            false => scratch.max(of_modulators),
+        };
+        let text = ValueShape::new(TEXT, vec![1, tokens.text, self.transformer.text_embed_dim]);
+        let pooled = ValueShape::new(POOLED, vec![1, self.transformer.pooled_projection_dim]);
+        let mut takes = vec![text, pooled];
+        let gives = match section {
+            None => LATENT.to_owned(),
+            Some((sections, section)) => {
+                let vision = vec![1, tokens.vision, self.transformer.image_proj_dim];
+                takes.push(ValueShape::new(VISION_STATES, vision));
+                takes.push(ValueShape::new(START, self.latent_shape(video, 1)));
+                let context = sections.context(section);
+                let seen = context.full.iter().map(|(frame, _)| frame);
+                let seen = seen.chain(&context.half.0).chain(&context.quarter.0);
+                takes.extend(self.latents_of(video, sections, seen));
+                latent_of_section(section)
+            }
+        };
+        StagePlan {
+            name: DENOISE.to_owned(),
+            role: Role::Sample,
+            components: self
+                .adapters
+                .beside(&[TRANSFORMER], &request.adapters, UsedAs::Steps),
+            rungs: self
+                .adapters
+                .rungs(TRANSFORMER, &request.adapters, scratch, dtype),
+            shape: format!(
+                "{}x{} {} frames t{}{}{}",
+                video.width,
+                video.height,
+                tokens.sampled,
+                tokens.text.next_multiple_of(TOKENS_AT_A_TIME),
+                self.components.as_multiplied(TRANSFORMER),
+                if is_curved { " curve" } else { "" },
+            ),
+            steps: request.steps,
+            takes,
+            gives: vec![gives],
+            per_item: true,
+            memo: None,
+            preview: None,
+            section: section.map(of_film),
+        }
+    }
+
+    /// Shape of so many latent frames of a film.
+    pub(super) fn latent_shape(&self, video: &Video, frames: usize) -> Vec<usize> {
+        let (h, w) = self.sides(video);
+        vec![1, self.vae.latent_channels, frames, h, w]
+    }
+
+    /// Latent frames of a section's value: its own, and the start picture where it is next to them in the film.
+    pub(super) fn frames_of_section(sections: &Sections, section: usize) -> usize {
+        sections.window + usize::from(sections.holds_start(section))
+    }
+
+    /// The sections' latents that these frames are of.
+    fn latents_of<'a>(
+        &self,
+        video: &Video,
+        sections: Sections,
+        frames: impl Iterator<Item = &'a LatentFrame>,
+    ) -> Vec<ValueShape> {
+        let mut of: Vec<usize> = frames
+            .filter_map(|frame| match frame {
+                LatentFrame::Of { section, .. } => Some(*section),
+                LatentFrame::Zero | LatentFrame::Start => None,
+            })
+            .collect();
+        of.sort_unstable();
+        of.dedup();
+        let value = |section: usize| {
+            let frames = HunyuanModel::frames_of_section(&sections, section);
+            ValueShape::new(&latent_of_section(section), self.latent_shape(video, frames))
+        };
+        of.into_iter().map(value).collect()
+    }
+
+    fn decode_stage(&self, video: &Video, section: Option<(Sections, usize)>) -> StagePlan {
+        let (takes, gives, latents) = match section {
+            None => {
+                let latents = self.vae.latents(video.frames as usize);
+                let latent = ValueShape::new(LATENT, self.latent_shape(video, latents));
+                (vec![latent], Vec::new(), latents)
+            }
+            Some((sections, section)) => {
+                let decoded = sections.decoded(section);
+                let mut takes = self.latents_of(video, sections, decoded.iter());
+                let (width, height) = (video.width as usize, video.height as usize);
+                let left = ValueShape::new(LEFT, vec![sections.overlap(), height, width, 3]);
+                takes.extend((section > 0).then_some(left));
+                let leaves = section + 1 < sections.count;
+                let gives = leaves.then(|| LEFT.to_owned()).into_iter().collect();
+                (takes, gives, decoded.len())
+            }
+        };
+        let dequantizing = self.components.dequantizing(VAE, 0, |_| true);
+        let rungs = decode_ladder(&self.vae, self.sides(video), latents, self.precision.dtype);
+        StagePlan {
+            name: DECODE.to_owned(),
+            role: Role::Decode,
+            components: names(&[VAE]),
+            rungs: rungs
+                .into_iter()
+                .map(|(_, rung)| Rung {
+                    scratch: rung.scratch + dequantizing,
+                    ..rung
+                })
+                .collect(),
+            shape: format!("{}x{} {latents} latents", video.width, video.height),
+            steps: 1,
+            takes,
+            gives,
+            per_item: true,
+            memo: None,
+            preview: None,
+            section: section.map(of_film),
+        }
+    }
+}
+
+/// A section as queue and clients know it.
+fn of_film((sections, section): (Sections, usize)) -> Section {
+    Section {
+        number: section as u32 + 1,
+        of: sections.count as u32,
+    }
+}

@@ -1,0 +1,368 @@
+//! Computation of a request's stages, as in diffusers' `HunyuanVideoPipeline` and `HunyuanVideoFramepackPipeline`.
+//!
+//! Random draws are in the order of the reference: FramePack first draws the sample of the start picture, then the noise of
+//! each section. Each is a stage of its own here, and passes over what the stages before it draw. Numbers are drawn in f32
+//! on every card, as in the reference.
+
+use candle_core::{DType, Device, Tensor};
+use ops::{Finite, euler};
+
+use super::film::Film;
+use super::model::{CLIP, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION};
+use super::patches::{FULL, HALF, QUARTER, patches, unpatched};
+use super::plan::{
+    DECODE, DENOISE, ENCODE_IMAGE, ENCODE_TEXT, ENCODE_VISION, LATENT, LEFT, POOLED, START, TEXT,
+    VISION_STATES, latent_of_section,
+};
+use super::positions::{self, Axes};
+use super::sections::{LatentFrame, Sections};
+use super::transformer::{Prompted, Seen, Transformer};
+use crate::adapters::{AdaptedTensors, UsedAs};
+use crate::autoencoder_hunyuan::{
+    Chunking, FrameDecoding, HunyuanVaeDecoder, HunyuanVaeEncoder, decode_ladder, encode_ladder,
+};
+use crate::noise::Generator;
+use crate::tensors::{from_host, to_host};
+use crate::text::clip::ClipEncoder;
+use crate::text::llama::LlamaEncoder;
+use crate::text::tokenizers::TokenizeError;
+use crate::vision::processor::bytes_through_floats;
+use crate::vision::siglip::SiglipEncoder;
+use crate::{HostTensor, InitImage, Observer, Request, Rung, StageError, StageRun, Values, Video};
+
+/// A stage of one request.
+pub(super) struct Stage<'a> {
+    pub(super) model: &'a HunyuanModel,
+    /// Inputs of the stage.
+    pub(super) run: StageRun<'a>,
+    /// Receives progress and results.
+    pub(super) observer: &'a mut dyn Observer,
+}
+
+/// The chunking of a rung.
+fn chunking_of(rungs: &[(Chunking, Rung)], rung: usize) -> Result<Chunking, StageError> {
+    let chosen = rungs.get(rung).map(|(chunking, _)| *chunking);
+    chosen.ok_or_else(|| StageError::BadInput(format!("there is no rung {rung}; there are {}", rungs.len())))
+}
+
+impl Stage<'_> {
+    /// Computes the values that the stage gives.
+    ///
+    /// # Errors
+    /// [`StageError`].
+    pub(super) fn run(&mut self) -> Result<Values, StageError> {
+        let named = |name: &str, value| Values::from([(name.to_owned(), value)]);
+        let name = self.run.plan.name.as_str();
+        let result = match name {
+            ENCODE_TEXT => self.encode_text(),
+            ENCODE_VISION => self.encode_vision().map(|states| named(VISION_STATES, states)),
+            ENCODE_IMAGE => self.encode_image().map(|latent| named(START, latent)),
+            DENOISE => self.denoise(),
+            DECODE => self.decode(),
+            other => Err(StageError::BadInput(format!("there is no stage {other}"))),
+        };
+        result.map_err(|error| error.of_stage(name))
+    }
+
+    fn check_cancelled(&self) -> Result<(), StageError> {
+        if self.observer.cancelled() {
+            Err(StageError::Cancelled)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// The requested film.
+    fn video(&self) -> Result<&Video, StageError> {
+        let video = self.run.request.video();
+        video.map_err(|error| StageError::BadInput(error.to_string()))
+    }
+
+    /// The sections, and the number of the one that the stage is about, from 0.
+    fn section(&self) -> Result<Option<(Sections, usize)>, StageError> {
+        let sections = self.model.sections(self.video()?);
+        match (sections, self.run.plan.section) {
+            (Some(sections), Some(section)) if (1..=sections.count).contains(&(section.number as usize)) => {
+                Ok(Some((sections, section.number as usize - 1)))
+            }
+            (None, None) => Ok(None),
+            (_, section) => Err(StageError::BadInput(format!(
+                "a film of other sections than {section:?}"
+            ))),
+        }
+    }
+
+    fn encode_text(&mut self) -> Result<Values, StageError> {
+        let refused = |error: TokenizeError| StageError::BadInput(error.to_string());
+        let cancelled = || self.observer.cancelled();
+        let Request { prompt, .. } = self.run.request;
+
+        let ids = self.model.clip_tokenizer.encode(prompt).map_err(refused)?;
+        let component = (self.run.tensors)(CLIP)?;
+        let clip = ClipEncoder::new(&self.model.clip, CLIP, &component)?;
+        let pooled = to_host(&clip.forward(&ids, &cancelled)?.pooled)?;
+
+        let ids = self.model.prompt_ids(self.run.request).map_err(refused)?;
+        let component = (self.run.tensors)(LLAMA)?;
+        let llama = LlamaEncoder::new(&self.model.llama, LLAMA, &component)?;
+        let text = to_host(&llama.forward(&ids, &cancelled)?)?;
+        Ok(Values::from([
+            (POOLED.to_owned(), pooled),
+            (TEXT.to_owned(), text),
+        ]))
+    }
+
+    /// The start picture.
+    fn start(&self) -> Result<&InitImage, StageError> {
+        let start = self.video()?.init_image.as_ref();
+        start.ok_or_else(|| StageError::BadInput("there is no picture to start from".to_owned()))
+    }
+
+    fn encode_vision(&mut self) -> Result<HostTensor, StageError> {
+        let image = self.start()?;
+        let framepack = self.model.framepack.as_ref();
+        let framepack =
+            framepack.ok_or_else(|| StageError::BadInput("the model has no picture encoder".to_owned()))?;
+        let bytes = bytes_through_floats(&image.rgb);
+        let pixels = framepack.processor.pixels(&bytes, (image.width, image.height))?;
+        let component = (self.run.tensors)(VISION)?;
+        let encoder = SiglipEncoder::new(&framepack.vision, VISION, &component)?;
+        to_host(&encoder.forward(&pixels, &|| self.observer.cancelled())?)
+    }
+
+    fn encode_image(&mut self) -> Result<HostTensor, StageError> {
+        let image = self.start()?;
+        let config = &self.model.vae;
+        let sides = config.latent_sides(image.width, image.height);
+        let rungs = encode_ladder(config, sides, 1, self.model.precision.dtype);
+        let chunking = chunking_of(&rungs, self.run.rung)?;
+        let component = (self.run.tensors)(VAE)?;
+        let encoder = HunyuanVaeEncoder::new(config, &component)?;
+        let size = (image.width as usize, image.height as usize);
+        let cancelled = || self.observer.cancelled();
+        let moments = encoder.encode_rgb8(&image.rgb, 1, size, chunking, &cancelled)?;
+        let mut generator = Generator::new(self.run.request.seed);
+        let noise = generator.normal(moments.mean.elem_count());
+        let noise = Tensor::from_vec(noise, moments.mean.shape(), &Device::Cpu)?;
+        to_host(&(moments.sample(&noise)? * config.scaling_factor)?)
+    }
+
+    /// A value in host memory, f32, without its first axis.
+    fn latent(&self, name: &str) -> Result<Tensor, StageError> {
+        let latent = from_host(self.run.value(name)?, name, DType::F32, &Device::Cpu)?;
+        Ok(latent.squeeze(0)?)
+    }
+
+    /// Latent frames `[channels, frames, h, w]`, of the sections that the stage takes.
+    fn frames(&self, frames: &[LatentFrame], sections: &Sections) -> Result<Tensor, StageError> {
+        let video = self.video()?;
+        let shape = self.model.latent_shape(video, 1);
+        let mut found = Vec::with_capacity(frames.len());
+        for frame in frames {
+            found.push(match *frame {
+                LatentFrame::Zero => Tensor::zeros(&shape[1..], DType::F32, &Device::Cpu)?,
+                LatentFrame::Start => match self.run.value_if_taken(START)? {
+                    Some(_) => self.latent(START)?,
+                    // A section's latent begins with it.
+                    None => {
+                        let holds = (0..sections.count).find(|section| sections.holds_start(*section));
+                        self.latent(&latent_of_section(holds.unwrap_or_default()))?
+                            .narrow(1, 0, 1)?
+                    }
+                },
+                LatentFrame::Of { section, frame } => {
+                    let first = usize::from(sections.holds_start(section));
+                    self.latent(&latent_of_section(section))?
+                        .narrow(1, first + frame, 1)?
+                }
+            });
+        }
+        Ok(Tensor::cat(&found, 1)?)
+    }
+
+    /// The noise that a sampling starts from, `[channels, frames, h, w]`.
+    fn noise(&self, section: Option<(Sections, usize)>) -> Result<Tensor, StageError> {
+        let video = self.video()?;
+        let frames = match section {
+            Some((sections, _)) => sections.window,
+            None => self.model.vae.latents(video.frames as usize),
+        };
+        let shape = self.model.latent_shape(video, frames);
+        let count: usize = shape.iter().product();
+        let mut generator = Generator::new(self.run.request.seed);
+        if let Some((_, section)) = section {
+            generator.skip_normal(self.model.latent_shape(video, 1).iter().product());
+            (0..section).for_each(|_| generator.skip_normal(count));
+        }
+        Ok(Tensor::from_vec(
+            generator.normal(count),
+            &shape[1..],
+            &Device::Cpu,
+        )?)
+    }
+
+    fn denoise(&mut self) -> Result<Values, StageError> {
+        let config = &self.model.transformer;
+        let dtype = self.model.precision.dtype;
+        let (device, request) = (self.run.device, self.run.request);
+        let video = self.video()?.clone();
+        let section = self.section()?;
+        let (h, w) = self.model.sides(&video);
+        let sides = (h / 2, w / 2);
+        let axes = Axes {
+            widths: config.rope_axes_dim,
+            theta: config.rope_theta,
+        };
+
+        let states = from_host(self.run.value(TEXT)?, TEXT, DType::F32, &Device::Cpu)?;
+        let on_card = |tensor: &Tensor| tensor.to_dtype(dtype)?.contiguous()?.to_device(device);
+        let mean = on_card(&states.mean(1)?)?;
+        let text = on_card(&states)?;
+        let pooled = from_host(self.run.value(POOLED)?, POOLED, dtype, device)?;
+
+        let component = (self.run.tensors)(TRANSFORMER)?;
+        let adapters =
+            self.model
+                .adapters
+                .attach(&request.adapters, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
+        let adapted = AdaptedTensors::new(&component, &adapters);
+        let transformer = Transformer::new(config, &adapted).map_err(|missing| StageError::Missing {
+            component: TRANSFORMER.to_owned(),
+            missing,
+        })?;
+
+        let mut tokens = self.model.tokens(request, &video);
+        tokens.text = states.dim(1)?;
+        let before = tokens.text + tokens.vision;
+        let noise = self.noise(section)?;
+        let frames = noise.dim(1)?;
+        let (rotations, seen) = match section {
+            None => (positions::film(before, frames, sides, axes, device)?, None),
+            Some((sections, section)) => {
+                let context = sections.context(section);
+                let rotations = positions::section(before, &context, sides, axes, device)?;
+                let full = context.full.map(|(frame, _)| frame);
+                let tokens = |frames: &[LatentFrame], patch| -> Result<Tensor, StageError> {
+                    Ok(on_card(&patches(&self.frames(frames, &sections)?, patch)?)?)
+                };
+                let vision = from_host(self.run.value(VISION_STATES)?, VISION_STATES, dtype, device)?;
+                let seen = [
+                    tokens(&context.quarter.0, QUARTER)?,
+                    tokens(&context.half.0, HALF)?,
+                    tokens(&full, FULL)?,
+                    vision,
+                ];
+                (rotations, Some(seen))
+            }
+        };
+        let prompted = Prompted {
+            text: &text,
+            mean: &mean,
+            pooled: &pooled,
+            guidance: request.guidance,
+            rotations,
+            seen: seen.as_ref().map(|[quarter, half, full, vision]| Seen {
+                quarter,
+                half,
+                full,
+                vision,
+            }),
+        };
+        let sigmas = self.model.scheduler.sigmas(request.steps, tokens.sampled);
+        let steps = sigmas.len() - 1;
+        self.check_cancelled()?;
+        let mut conditioning = transformer.condition(&prompted, &sigmas[..steps])?;
+
+        let latent = patches(&noise, FULL)?;
+        // Two tensors, since both are written.
+        let seen = latent.to_dtype(dtype)?.copy()?.to_device(device)?;
+        let latent = latent.to_device(device)?;
+        let step_buffers = transformer.step_buffers(&tokens, (dtype, device))?;
+        let finite = Finite::new(device)?;
+        for step in 0..steps {
+            self.check_cancelled()?;
+            // Strengths that change are those of what all steps share, too.
+            let mut row = step;
+            if !adapters.are_constant() {
+                adapters.set_step(step, steps);
+                conditioning = transformer.condition(&prompted, &sigmas[step..=step])?;
+                row = 0;
+            }
+            let mut go_on = || self.check_cancelled();
+            let velocity = transformer.velocity(&seen, &conditioning, row, &step_buffers, &mut go_on)?;
+            let stride = f64::from(sigmas[step + 1] - sigmas[step]);
+            euler(&latent, velocity, stride, &seen, &finite)?;
+            // Checking for finiteness synchronizes with the card, on purpose: a reported step has completed, and a
+            // cancelled one is the last.
+            if !finite.is_finite()? {
+                let step = step as u32 + 1;
+                return Err(adapters.named_as_cause(StageError::NotFinite {
+                    component: TRANSFORMER.to_owned(),
+                    step,
+                }));
+            }
+            self.observer.step(step as u32 + 1, steps as u32);
+        }
+        let sampled = unpatched(&latent.to_device(&Device::Cpu)?, frames, sides)?;
+        let (name, sampled) = match section {
+            None => (LATENT.to_owned(), sampled),
+            Some((sections, section)) => {
+                let whole = match sections.holds_start(section) {
+                    true => Tensor::cat(&[self.latent(START)?, sampled], 1)?,
+                    false => sampled,
+                };
+                (latent_of_section(section), whole)
+            }
+        };
+        Ok(Values::from([(name, to_host(&sampled.unsqueeze(0)?)?)]))
+    }
+
+    fn decode(&mut self) -> Result<Values, StageError> {
+        let video = self.video()?.clone();
+        let section = self.section()?;
+        let dtype = self.model.precision.dtype;
+        let (latents, parts) = match section {
+            None => {
+                let latent = self.latent(LATENT)?;
+                let parts = Film::whole_parts(video.frames as usize);
+                (latent, parts)
+            }
+            Some((sections, section)) => {
+                let latents = self.frames(&sections.decoded(section), &sections)?;
+                (latents, sections.parts(section))
+            }
+        };
+        let config = &self.model.vae;
+        let rungs = decode_ladder(config, self.model.sides(&video), latents.dim(1)?, dtype);
+        let chunking = chunking_of(&rungs, self.run.rung)?;
+        let component = (self.run.tensors)(VAE)?;
+        let decoder = HunyuanVaeDecoder::new(config, &component)?;
+        let left = match self.run.value_if_taken(LEFT)? {
+            Some(left) => Some(from_host(left, LEFT, decoder.dtype(), &Device::Cpu)?),
+            None => None,
+        };
+        let latents = latents.unsqueeze(0)?.contiguous()?.to_device(self.run.device)?;
+        let is_cancelled = self.observer.cancelled();
+        if is_cancelled {
+            return Err(StageError::Cancelled);
+        }
+        let observer = std::cell::RefCell::new(&mut *self.observer);
+        let mut film = Film::new(&video, parts, left);
+        let cancelled = || observer.borrow().cancelled();
+        let how = FrameDecoding {
+            chunking,
+            frames_at_a_time: usize::MAX,
+            factor: config.unscaling(),
+            cancelled: &cancelled,
+        };
+        decoder.decode_frames(&latents, &how, &mut |first, frames| {
+            film.take(first, &frames, &mut |piece| observer.borrow_mut().deliver(piece))
+        })?;
+        let left = film.left()?;
+        Ok(left
+            .map(|left| Ok::<_, StageError>((LEFT.to_owned(), to_host(&left)?)))
+            .transpose()?
+            .into_iter()
+            .collect())
+    }
+}

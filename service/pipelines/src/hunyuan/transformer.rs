@@ -1,0 +1,298 @@
+//! The transformer of HunyuanVideo and FramePack: diffusers' `HunyuanVideoTransformer3DModel` and
+//! `HunyuanVideoFramepackTransformer3DModel`, with their tensor names. Here text stands before what is generated, in the
+//! references behind it: attention does not depend on the order.
+
+use candle_core::{DType, Device, Tensor};
+use gpu::MissingTensor;
+use ops::{Epilogue, Nonlinearity};
+
+use super::config::TransformerConfig;
+use super::patches::{FULL, HALF, Patch, QUARTER};
+use super::refiner::{Refiner, RefinerConditioning};
+use crate::StageError;
+use crate::adapters::AdaptedTensors;
+use crate::linear::Linear;
+use crate::mmdit::{Blocks, Buffers, Modulations, Modulator, Next, NoHook, Pass, SINUSOIDS, TwoLayers};
+use crate::rotary::Rotations;
+use crate::sinusoids::sinusoids;
+
+/// Bytes of packing buffers of matrix products on a CPU, and of other allocations independent of the request.
+const LIBRARIES: u64 = 4 << 20;
+
+/// The transformer over resident tensors. It holds handles only, and allocates nothing.
+pub(super) struct Transformer {
+    config: TransformerConfig,
+    latent_in: Linear,
+    framepack: Option<FramePackLayers>,
+    refiner: Refiner,
+    timestep: TwoLayers,
+    guidance: Option<TwoLayers>,
+    pooled: TwoLayers,
+    blocks: Blocks,
+    last_modulator: Modulator,
+    last: Linear,
+}
+
+/// What FramePack has beside HunyuanVideo's layers.
+struct FramePackLayers {
+    full: Linear,
+    half: Linear,
+    quarter: Linear,
+    vision_up: Linear,
+    vision_down: Linear,
+}
+
+/// What a section of FramePack sees, as tokens of the patches of their resolution, `[1, tokens, channels * cells]`, and the
+/// start picture.
+pub(super) struct Seen<'a> {
+    pub(super) quarter: &'a Tensor,
+    pub(super) half: &'a Tensor,
+    /// The start picture and one frame.
+    pub(super) full: &'a Tensor,
+    /// States of the picture encoder, `[1, tokens, image_proj_dim]`.
+    pub(super) vision: &'a Tensor,
+}
+
+/// Inputs of the transformer other than the latent. All in the dtype of the card.
+pub(super) struct Prompted<'a> {
+    /// States of the text encoder, `[1, tokens, text_embed_dim]`, without padding.
+    pub(super) text: &'a Tensor,
+    /// Their mean, `[1, text_embed_dim]`.
+    pub(super) mean: &'a Tensor,
+    /// CLIP's pooled output, `[1, pooled_projection_dim]`.
+    pub(super) pooled: &'a Tensor,
+    pub(super) guidance: f32,
+    /// Of all tokens: text, what is seen, what is sampled.
+    pub(super) rotations: Rotations,
+    /// `None`: HunyuanVideo.
+    pub(super) seen: Option<Seen<'a>>,
+}
+
+/// State shared by all steps.
+pub(super) struct Conditioning {
+    rotations: Rotations,
+    modulations: Modulations,
+    last: Vec<Tensor>,
+    refiner: RefinerConditioning,
+    /// Embedded states of the picture encoder, `[1, tokens, width]`, and what is seen, `[1, tokens, width]`.
+    seen: Option<(Tensor, Tensor)>,
+}
+
+/// Buffers of a request's steps.
+pub(super) struct StepBuffers {
+    buffers: Buffers,
+    velocity: Tensor,
+    /// Tokens that are seen and not sampled.
+    seen: usize,
+}
+
+/// Counts of tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Tokens {
+    /// Of the prompt.
+    pub(super) text: usize,
+    /// Of the picture encoder.
+    pub(super) vision: usize,
+    /// Seen of frames of before.
+    pub(super) seen: usize,
+    /// Sampled.
+    pub(super) sampled: usize,
+}
+
+impl Tokens {
+    /// All of them.
+    pub(super) fn all(&self) -> usize {
+        self.text + self.vision + self.seen + self.sampled
+    }
+}
+
+impl Transformer {
+    /// Takes the tensors from a component and checks their shapes.
+    ///
+    /// # Errors
+    /// The first tensor that is missing or of another shape.
+    pub(super) fn new(
+        config: &TransformerConfig,
+        tensors: &AdaptedTensors<'_>,
+    ) -> Result<Transformer, MissingTensor> {
+        let width = config.width();
+        let patches = |name: &str, patch: Patch| {
+            let [t, h, w] = patch;
+            Linear::of_patches(tensors, name, &[config.in_channels, t, h, w], width)
+        };
+        let embedder = |name: &str, inputs: usize| {
+            let name = format!("time_text_embed.{name}_embedder");
+            TwoLayers::new(tensors, &name, inputs, width)
+        };
+        let framepack = || -> Result<FramePackLayers, MissingTensor> {
+            let vision = config.image_proj_dim;
+            Ok(FramePackLayers {
+                full: patches("clean_x_embedder.proj", FULL)?,
+                half: patches("clean_x_embedder.proj_2x", HALF)?,
+                quarter: patches("clean_x_embedder.proj_4x", QUARTER)?,
+                vision_up: Linear::new(tensors, "image_projection.up", vision, 3 * width)?,
+                vision_down: Linear::new(tensors, "image_projection.down", 3 * width, width)?,
+            })
+        };
+        Ok(Transformer {
+            latent_in: patches("x_embedder.proj", FULL)?,
+            framepack: config.is_framepack().then(framepack).transpose()?,
+            refiner: Refiner::new(config, tensors)?,
+            timestep: embedder("timestep", SINUSOIDS)?,
+            guidance: config
+                .guidance_embeds
+                .then(|| embedder("guidance", SINUSOIDS))
+                .transpose()?,
+            pooled: embedder("text", config.pooled_projection_dim)?,
+            blocks: Blocks::new(config.blocks(), tensors)?,
+            last_modulator: Modulator::new(tensors, "norm_out", width, 2)?,
+            last: Linear::new(tensors, "proj_out", width, config.token_width())?,
+            config: config.clone(),
+        })
+    }
+
+    /// Computes the shared state. `sigmas` are those of the steps.
+    ///
+    /// # Errors
+    /// When shapes do not match.
+    pub(super) fn condition(
+        &self,
+        prompted: &Prompted<'_>,
+        sigmas: &[f32],
+    ) -> candle_core::Result<Conditioning> {
+        let (device, dtype) = (prompted.text.device(), prompted.text.dtype());
+        let thousandths: Vec<f32> = sigmas.iter().map(|sigma| sigma * 1000.0).collect();
+        let embedded = |values: &[f32]| sinusoids(values, SINUSOIDS, dtype, device);
+        let vector = self.timestep.forward(&embedded(&thousandths)?)?;
+        if let Some(layers) = &self.guidance {
+            let guidance = layers.forward(&embedded(&[prompted.guidance * 1000.0])?)?;
+            ops::add_residual(&vector, &guidance, None)?;
+        }
+        ops::add_residual(&vector, &self.pooled.forward(prompted.pooled)?, None)?;
+        ops::activate(&vector, Nonlinearity::Silu)?;
+        let seen = match (&self.framepack, &prompted.seen) {
+            (Some(layers), Some(seen)) => Some(layers.embedded(seen)?),
+            _ => None,
+        };
+        Ok(Conditioning {
+            rotations: prompted.rotations.clone(),
+            modulations: self.blocks.modulate(&vector)?,
+            last: self.last_modulator.forward(&vector)?,
+            refiner: self
+                .refiner
+                .condition(prompted.text, prompted.mean, &thousandths)?,
+            seen,
+        })
+    }
+
+    /// Buffers of steps.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(super) fn step_buffers(
+        &self,
+        tokens: &Tokens,
+        (dtype, device): (DType, &Device),
+    ) -> candle_core::Result<StepBuffers> {
+        let counts = (1, tokens.text + tokens.vision, tokens.seen + tokens.sampled);
+        let further = self.refiner.layers().chain([&self.latent_in, &self.last]);
+        let shape = (1, tokens.sampled, self.config.token_width());
+        Ok(StepBuffers {
+            velocity: Tensor::zeros(shape, dtype, device)?,
+            buffers: self.blocks.buffers(counts, further, (dtype, device))?,
+            seen: tokens.seen,
+        })
+    }
+
+    /// The velocity at `latent` `[1, tokens, 4 * channels]` in step `step` (from 0), of the same shape. It is in the step
+    /// buffers, valid until the next step. `go_on` is called before every block.
+    ///
+    /// # Errors
+    /// Errors of candle and of `go_on`.
+    pub(super) fn velocity<'a>(
+        &self,
+        latent: &Tensor,
+        conditioning: &Conditioning,
+        step: usize,
+        step_buffers: &'a StepBuffers,
+        go_on: &mut dyn FnMut() -> Result<(), StageError>,
+    ) -> Result<&'a Tensor, StageError> {
+        let buffers = &step_buffers.buffers;
+        let scratch = buffers.scratch();
+        let text = conditioning.refiner.tokens()?;
+        let vision = buffers.text - text;
+        let refined = buffers.rows(vision, text)?;
+        self.refiner
+            .forward(&conditioning.refiner, step, &refined, scratch)?;
+        if let Some((of_vision, of_frames)) = &conditioning.seen {
+            ops::copy_rows(of_vision, &buffers.rows(0, vision)?.hidden)?;
+            let seen = buffers.rows(buffers.text, step_buffers.seen)?;
+            ops::copy_rows(of_frames, &seen.hidden)?;
+        }
+        let sampled = buffers.rows(buffers.text + step_buffers.seen, latent.dim(1)?)?;
+        self.latent_in
+            .forward_into(latent, Epilogue::None, &sampled.hidden, scratch)?;
+        let last = Next {
+            // Scale before shift here (`AdaLayerNormContinuous`), shift before scale in every block.
+            scale: conditioning.last[0].narrow(0, step, 1)?,
+            shift: conditioning.last[1].narrow(0, step, 1)?,
+            as_codes: false,
+        };
+        let pass = Pass {
+            buffers,
+            modulations: &conditioning.modulations,
+            rotations: &conditioning.rotations,
+            step,
+            wanted: &sampled,
+            last: &last,
+        };
+        self.blocks.run(&pass, &mut NoHook, go_on)?;
+        self.last.forward_into(
+            sampled.last_normed(),
+            Epilogue::None,
+            &step_buffers.velocity,
+            scratch,
+        )?;
+        Ok(&step_buffers.velocity)
+    }
+}
+
+impl FramePackLayers {
+    /// The tokens of the picture encoder, and those of what is seen, `[1, tokens, width]` each.
+    fn embedded(&self, seen: &Seen<'_>) -> candle_core::Result<(Tensor, Tensor)> {
+        let hidden = self.vision_up.forward(seen.vision)?;
+        ops::activate(&hidden, Nonlinearity::Silu)?;
+        let vision = self.vision_down.forward(&hidden)?;
+        let parts = [
+            self.quarter.forward(seen.quarter)?,
+            self.half.forward(seen.half)?,
+            self.full.forward(seen.full)?,
+        ];
+        let tokens = parts.iter().map(|part| part.dims()[1]).sum::<usize>();
+        let all = Tensor::zeros((1, tokens, vision.dim(2)?), vision.dtype(), vision.device())?;
+        let mut first = 0;
+        for part in &parts {
+            let count = part.dim(1)?;
+            ops::copy_rows(part, &all.narrow(1, first, count)?)?;
+            first += count;
+        }
+        Ok((vision, all))
+    }
+}
+
+/// Predicted activation bytes of `steps` steps over these tokens: the buffers, the modulation of all steps, the embedded
+/// inputs and the latent. Not included are the scratch of quantized layers, and the codes of rows for native fp8 products.
+pub(super) fn denoise_scratch(config: &TransformerConfig, tokens: &Tokens, steps: u32, dtype: DType) -> u64 {
+    let (blocks, number) = (config.blocks(), dtype.size_in_bytes());
+    let width = config.width();
+    let gates = 2 * config.num_refiner_layers * width * steps as usize * number;
+    let embedded = (tokens.vision + 2 * tokens.seen) * width * number
+        + tokens.vision * (3 * width + config.image_proj_dim) * number
+        + tokens.seen * config.in_channels * 256 * number;
+    let latents = tokens.sampled * config.token_width() * (4 + 2 * number)
+        + tokens.text * config.text_embed_dim * number;
+    blocks.buffers_bytes(tokens.all(), dtype)
+        + blocks.modulations_bytes(steps, dtype)
+        + (gates + embedded + latents) as u64
+        + LIBRARIES
+}

@@ -1,0 +1,13 @@
+//! HunyuanVideo and FramePack against their diffusers reference, on the tiny pipelines of
+//! `fixtures/make_hunyuan_fixtures.py`.
+
+#![allow(clippy::expect_used)] // What tests share is outside of them.
+
+#[path = "../../../ops/tests/device/mod.rs"]
+mod device;
+mod films;
+#[allow(dead_code)] // each binary takes what it needs
+#[path = "../flux_parity/numbers.rs"]
+mod numbers;
+mod plans;
+mod workshop;

@@ -1,0 +1,140 @@
+//! Plans and refusals.
+
+use pipelines::{Medium, Request, Role, Video};
+
+use crate::workshop::{F32, Workshop, film_folder, request, section_folder, start};
+
+fn fields(workshop: &Workshop, request: &Request) -> Vec<(String, String)> {
+    let refused = workshop.model.plan(request).expect_err("a refusal");
+    refused
+        .into_iter()
+        .map(|error| (error.field, error.problem))
+        .collect()
+}
+
+fn with(request: &Request, change: impl FnOnce(&mut Video)) -> Request {
+    let mut request = request.clone();
+    if let Medium::Video(video) = &mut request.medium {
+        change(video);
+    }
+    request
+}
+
+#[test]
+fn each_section_is_sampled_and_decoded_in_stages_of_its_own() {
+    let folder = section_folder(false);
+    let workshop = Workshop::open(folder.path(), &F32);
+    let plan = workshop
+        .model
+        .plan(&request(109, Some(start()), 2, 7))
+        .expect("a plan");
+    let stages: Vec<_> = plan
+        .iter()
+        .map(|stage| {
+            (
+                stage.role,
+                stage.section.map(|section| (section.number, section.of)),
+            )
+        })
+        .collect();
+    let section = |number| Some((number, 3));
+    assert_eq!(
+        stages[3..],
+        [
+            (Role::Sample, section(1)),
+            (Role::Decode, section(1)),
+            (Role::Sample, section(2)),
+            (Role::Decode, section(2)),
+            (Role::Sample, section(3)),
+            (Role::Decode, section(3)),
+        ]
+    );
+    // A later section takes as much memory as an early one, and sees three sections at most.
+    assert_eq!(plan[5].rungs, plan[7].rungs);
+    let long = workshop
+        .model
+        .plan(&request(36 * 34 + 1, Some(start()), 2, 7))
+        .expect("a plan");
+    assert!(long.iter().all(|stage| stage.takes.len() <= 7));
+}
+
+#[test]
+fn a_film_is_known_by_what_its_decodes_take() {
+    let folder = section_folder(false);
+    let workshop = Workshop::open(folder.path(), &F32);
+    let asked = request(109, Some(start()), 2, 7);
+    let plan = workshop.model.plan(&asked).expect("a plan");
+    let mut values: Vec<_> = plan
+        .iter()
+        .filter(|stage| stage.role == Role::Decode)
+        .flat_map(|stage| &stage.takes)
+        .filter(|value| value.name != "left")
+        .cloned()
+        .collect();
+    values.sort_by(|one, other| one.name.cmp(&other.name));
+    values.dedup();
+    let found = workshop.model.request_of(&values).expect("a request");
+    let film = |request: &Request| match &request.medium {
+        Medium::Video(video) => (video.width, video.height, video.frames),
+        Medium::Image(_) | Medium::Audio(_) => (0, 0, 0),
+    };
+    assert_eq!(film(&found), film(&asked));
+    assert!(workshop.model.plan(&found).is_ok());
+    assert!(
+        workshop.model.request_of(&values[..1]).is_none(),
+        "a section is no film"
+    );
+    assert!(workshop.model.request_of(&[]).is_none());
+}
+
+#[test]
+fn what_a_film_cannot_be_is_refused_by_its_field() {
+    let folder = section_folder(false);
+    let workshop = Workshop::open(folder.path(), &F32);
+    let sound = request(73, Some(start()), 2, 7);
+    assert!(workshop.model.plan(&sound).is_ok());
+    for frames in [0, 1, 36, 72, 74, 75, 100_000] {
+        let [(field, problem)] = &fields(&workshop, &with(&sound, |video| video.frames = frames))[..] else {
+            panic!("{frames} frames");
+        };
+        assert_eq!(field, "frames");
+        assert!(problem.contains(&frames.to_string()), "{problem}");
+    }
+    let missing = with(&sound, |video| video.init_image = None);
+    assert_eq!(fields(&workshop, &missing)[0].0, "init_image");
+    let other_shape = with(&sound, |video| video.width = 64);
+    assert_eq!(fields(&workshop, &other_shape)[0].0, "init_image");
+    let odd = with(&sound, |video| video.height = 33);
+    assert!(fields(&workshop, &odd).iter().any(|(field, _)| field == "height"));
+    let still = with(&sound, |video| video.frames_per_second = 0.0);
+    assert_eq!(fields(&workshop, &still)[0].0, "frames_per_second");
+    let long = Request {
+        prompt: "a".repeat(50_000),
+        ..sound.clone()
+    };
+    assert_eq!(fields(&workshop, &long)[0].0, "prompt");
+
+    let folder = film_folder();
+    let workshop = Workshop::open(folder.path(), &F32);
+    let sound = request(33, None, 2, 7);
+    assert!(workshop.model.plan(&sound).is_ok());
+    assert_eq!(
+        fields(&workshop, &with(&sound, |video| video.frames = 32))[0].0,
+        "frames"
+    );
+    let started = with(&sound, |video| video.init_image = Some(start()));
+    assert_eq!(fields(&workshop, &started)[0].0, "init_image");
+}
+
+#[test]
+fn the_smallest_request_proves_a_model() {
+    for folder in [film_folder(), section_folder(false), section_folder(true)] {
+        let workshop = Workshop::open(folder.path(), &F32);
+        let smallest = workshop.model.smallest();
+        let (_, film) = workshop.film(&smallest, 0);
+        let Medium::Video(video) = &smallest.medium else {
+            panic!("a film");
+        };
+        assert_eq!(film.frames().len(), video.frames as usize);
+    }
+}

@@ -1,0 +1,243 @@
+//! Models with all components resident, and functions that run their stages.
+
+use std::collections::HashMap;
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{DType, Tensor};
+use gpu::{ComponentTensors, CpuCard, CpuSettings, Gpu, QuantizedWeight, Weight};
+use pipelines::{
+    InitImage, Medium, Model, Observer, Piece, Precision, Request, StageError, StagePlan, StageRun, Values,
+    Video, catalogue,
+};
+use tempfile::TempDir;
+
+use crate::device::{here, test_device};
+use crate::numbers::{fixtures, numbers, tensors};
+
+/// Precision of the fixtures.
+pub(crate) const F32: Precision = Precision::full(DType::F32);
+
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).expect("a folder");
+    for entry in std::fs::read_dir(from).expect("a folder").flatten() {
+        let target = to.join(entry.file_name());
+        if entry.path().is_dir() {
+            copy(&entry.path(), &target);
+        } else {
+            std::fs::copy(entry.path(), target).expect("a copy");
+        }
+    }
+}
+
+/// A folder of HunyuanVideo's pipeline that a test may modify: CLIP is FLUX's.
+pub(crate) fn film_folder() -> TempDir {
+    let folder = TempDir::new().expect("a folder");
+    let fixtures = fixtures();
+    copy(&fixtures.join("hunyuan-tiny"), folder.path());
+    copy(
+        &fixtures.join("flux-tiny/text_encoder"),
+        &folder.path().join("text_encoder_2"),
+    );
+    copy(
+        &fixtures.join("flux-tiny/tokenizer"),
+        &folder.path().join("tokenizer_2"),
+    );
+    folder
+}
+
+/// A folder of FramePack's pipeline; the rest of it is HunyuanVideo's.
+pub(crate) fn section_folder(is_forward: bool) -> TempDir {
+    let folder = film_folder();
+    copy(&fixtures().join("framepack-tiny"), folder.path());
+    if is_forward {
+        let written = r#"{"sampling_order": "forward"}"#;
+        std::fs::write(folder.path().join("moored.json"), written).expect("a file");
+    }
+    folder
+}
+
+/// A component on the device of the tests.
+fn moved(tensors: &ComponentTensors) -> ComponentTensors {
+    let weights = tensors.names().map(|name| {
+        let weight = match tensors.weight(name).expect("a tensor") {
+            Weight::Full(tensor) => Weight::Full(here(&tensor)),
+            Weight::Quantized(quantized) => Weight::Quantized(QuantizedWeight {
+                bytes: here(&quantized.bytes),
+                ..quantized
+            }),
+        };
+        (name.to_owned(), weight)
+    });
+    ComponentTensors::of_weights(weights.collect())
+}
+
+/// A model with all components resident.
+pub(crate) struct Workshop {
+    pub(crate) model: Arc<dyn Model>,
+    components: HashMap<String, Arc<ComponentTensors>>,
+}
+
+impl Workshop {
+    /// Opens a model, loads it with the CPU card and puts it on the device of the tests.
+    pub(crate) fn open(path: &Path, precision: &Precision) -> Workshop {
+        let model = catalogue().open(path, precision).expect("a sound model");
+        assert_eq!(model.family(), "hunyuan-video");
+        let mut card = CpuCard::new(CpuSettings::default()).expect("a card");
+        let mut components = HashMap::new();
+        for component in model.components() {
+            let plan = model.load_plan(&component.name).expect("a plan");
+            assert_eq!(plan.bytes(), component.bytes, "{}", component.name);
+            card.load(component, plan, &mut |_| ControlFlow::Continue(()))
+                .expect("a load");
+            let mut tensors = card.tensors(&component.id).expect("tensors");
+            if !test_device().is_cpu() {
+                tensors = Arc::new(moved(&tensors));
+            }
+            components.insert(component.name.clone(), tensors);
+        }
+        Workshop { model, components }
+    }
+
+    /// Runs one stage over the values that it takes, and checks that it used only its named components and gave its
+    /// named values.
+    pub(crate) fn run(
+        &self,
+        plan: &StagePlan,
+        rung: usize,
+        request: &Request,
+        values: &Values,
+        observer: &mut dyn Observer,
+    ) -> Result<Values, StageError> {
+        let tensors = |name: &str| {
+            assert!(plan.components.iter().any(|named| named == name), "{name}");
+            Ok(Arc::clone(&self.components[name]))
+        };
+        let taken = plan.takes.iter().map(|taken| {
+            let value = values.get(&taken.name).expect("what the stage takes");
+            assert_eq!(value.shape, taken.shape, "{}", taken.name);
+            (taken.name.clone(), value.clone())
+        });
+        let stage = StageRun {
+            plan,
+            rung,
+            request,
+            values: &taken.collect(),
+            tensors: &tensors,
+            device: test_device(),
+        };
+        let result = self.model.run(&stage, observer);
+        if let Ok(given) = &result {
+            assert!(
+                given.keys().eq(plan.gives.iter()),
+                "{}: {:?}",
+                plan.name,
+                given.keys()
+            );
+        }
+        result
+    }
+
+    /// Runs all stages on their rungs of this number: all values, and the film.
+    pub(crate) fn film(&self, request: &Request, rung: usize) -> (Values, Film) {
+        let plan = self.model.plan(request).expect("a valid request");
+        let mut values = Values::new();
+        let mut film = Film::default();
+        for stage in &plan {
+            let rung = rung.min(stage.rungs.len() - 1);
+            let given = self
+                .run(stage, rung, request, &values, &mut film)
+                .expect("a stage");
+            values.extend(given);
+        }
+        (values, film)
+    }
+}
+
+/// A film as it is delivered.
+#[derive(Default)]
+pub(crate) struct Film {
+    pub(crate) pieces: Vec<Piece>,
+    pub(crate) steps: Vec<(u32, u32)>,
+}
+
+impl Film {
+    /// All frames, each of which was delivered once.
+    pub(crate) fn frames(&self) -> Vec<Vec<u8>> {
+        let format = self.pieces[0].format;
+        let mut frames: Vec<Option<Vec<u8>>> = vec![None; format.units() as usize];
+        for piece in &self.pieces {
+            assert_eq!(piece.format, format);
+            let bytes = format.unit_bytes() as usize;
+            assert!(piece.units().is_some_and(|units| units > 0));
+            for (frame, data) in frames[piece.first as usize..]
+                .iter_mut()
+                .zip(piece.data.chunks_exact(bytes))
+            {
+                assert!(frame.is_none(), "a frame was delivered twice");
+                *frame = Some(data.to_vec());
+            }
+        }
+        let frames = frames.into_iter();
+        frames.map(|frame| frame.expect("a delivered frame")).collect()
+    }
+}
+
+impl Observer for Film {
+    fn step(&mut self, n: u32, of: u32) {
+        self.steps.push((n, of));
+    }
+    fn wants_preview(&mut self) -> bool {
+        false
+    }
+    fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
+    fn deliver(&mut self, piece: Piece) {
+        self.pieces.push(piece);
+    }
+    fn cancelled(&self) -> bool {
+        false
+    }
+}
+
+/// Width and height of the reference's films.
+pub(crate) const SIZE: (u32, u32) = (48, 32);
+
+/// What the reference answers.
+pub(crate) fn expected() -> HashMap<String, Tensor> {
+    tensors("hunyuan-tiny/expected/pipelines.safetensors")
+}
+
+/// The picture that the reference starts from.
+pub(crate) fn start() -> InitImage {
+    let rgb = numbers(&expected()["start"]);
+    InitImage {
+        width: SIZE.0,
+        height: SIZE.1,
+        rgb: rgb.into_iter().map(|byte| byte as u8).collect(),
+    }
+}
+
+/// A request of so many frames, as the reference was asked.
+pub(crate) fn request(frames: u32, init_image: Option<InitImage>, steps: u32, seed: u64) -> Request {
+    let video = Video {
+        width: SIZE.0,
+        height: SIZE.1,
+        frames,
+        frames_per_second: 30.0,
+        init_image,
+        init_video: None,
+    };
+    Request {
+        prompt: "a red circle on the left of a blue square".to_owned(),
+        seed,
+        ..Request::of(Medium::Video(video), steps, 6.0, 64)
+    }
+}
+
+/// A host tensor of f32 as a tensor.
+pub(crate) fn on_cpu(tensor: &pipelines::HostTensor) -> Tensor {
+    let numbers = tensor.data.as_chunks::<4>().0.iter();
+    let numbers: Vec<f32> = numbers.map(|&bytes| f32::from_le_bytes(bytes)).collect();
+    Tensor::from_vec(numbers, tensor.shape.as_slice(), &candle_core::Device::Cpu).expect("a tensor")
+}
