@@ -13,6 +13,7 @@ mod open;
 mod patches;
 mod plan;
 mod positions;
+mod preview;
 mod quantize_rule;
 mod refiner;
 mod sections;

@@ -15,6 +15,7 @@ use super::plan::{
     VISION_STATES, latent_of_section,
 };
 use super::positions::{self, Axes};
+use super::preview::ColourMap;
 use super::sections::{LatentFrame, Sections};
 use super::transformer::{Prompted, Seen, Transformer};
 use crate::adapters::{AdaptedTensors, UsedAs};
@@ -279,6 +280,11 @@ impl Stage<'_> {
         let latent = latent.to_device(device)?;
         let step_buffers = transformer.step_buffers(&tokens, (dtype, device))?;
         let finite = Finite::new(device)?;
+        // Only a film that continues a picture has one to learn from.
+        let colours = match (&video.init_image, request.preview && section.is_some()) {
+            (Some(image), true) => Some(ColourMap::learned(image, &self.latent(START)?)?),
+            _ => None,
+        };
         for step in 0..steps {
             self.check_cancelled()?;
             // Strengths that change are those of what all steps share, too.
@@ -302,6 +308,17 @@ impl Stage<'_> {
                 }));
             }
             self.observer.step(step as u32 + 1, steps as u32);
+            if let Some(colours) = &colours
+                && step + 1 < steps
+                && self.observer.wants_preview()
+            {
+                // The predicted result: the latent less the velocity times the remaining sigma.
+                let on_host = |tensor: &Tensor| tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32);
+                let remaining = (on_host(velocity)? * f64::from(sigmas[step + 1]))?;
+                let clean = unpatched(&(on_host(&latent)? - remaining)?, frames, sides)?;
+                let preview = colours.preview(&clean.narrow(1, frames / 2, 1)?)?;
+                self.observer.preview(preview.width, preview.height, preview.rgb);
+            }
         }
         let sampled = unpatched(&latent.to_device(&Device::Cpu)?, frames, sides)?;
         let (name, sampled) = match section {

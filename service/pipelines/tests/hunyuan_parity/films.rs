@@ -96,3 +96,51 @@ fn films_in_sections_equal_the_reference_forward() {
         assert!(firsts.is_sorted(), "{firsts:?}");
     }
 }
+
+/// A preview shows the predicted result in the colours of the start, without the autoencoder, and changes nothing.
+#[test]
+fn previews_need_no_autoencoder() {
+    let folder = section_folder(false);
+    let workshop = Workshop::open(folder.path(), &F32);
+    let asked = pipelines::Request {
+        preview: true,
+        ..request(37, Some(start()), 3, 7)
+    };
+    let stages = workshop.model.plan(&asked).expect("a plan");
+    assert!(stages.iter().all(|stage| stage.preview.is_none()));
+    let (_, film) = workshop.film(&asked, 0);
+    let sizes: Vec<_> = film
+        .previews
+        .iter()
+        .map(|(w, h, rgb)| (*w, *h, rgb.len()))
+        .collect();
+    assert_eq!(
+        sizes,
+        [(24, 16, 24 * 16 * 3); 2],
+        "behind every step but the last"
+    );
+    let (_, without) = workshop.film(&request(37, Some(start()), 3, 7), 0);
+    assert!(without.previews.is_empty());
+    assert_eq!(film.frames(), without.frames());
+}
+
+/// Strips change the memory of a decode, and no byte of a film.
+#[test]
+fn a_film_is_the_same_on_every_exact_rung() {
+    let folder = section_folder(false);
+    let workshop = Workshop::open(folder.path(), &F32);
+    let asked = request(73, Some(start()), 1, 7);
+    let whole = workshop.film(&asked, 0).1.frames();
+    let plan = workshop.model.plan(&asked).expect("a plan");
+    let decode = plan.last().expect("a decode");
+    for (rung, of_decode) in decode.rungs.iter().enumerate() {
+        if !of_decode.approximate {
+            assert_eq!(
+                workshop.film(&asked, rung).1.frames(),
+                whole,
+                "{}",
+                of_decode.label
+            );
+        }
+    }
+}

@@ -160,6 +160,8 @@ impl Workshop {
 pub(crate) struct Film {
     pub(crate) pieces: Vec<Piece>,
     pub(crate) steps: Vec<(u32, u32)>,
+    /// Width, height and bytes of each preview.
+    pub(crate) previews: Vec<(u32, u32, Vec<u8>)>,
 }
 
 impl Film {
@@ -189,9 +191,11 @@ impl Observer for Film {
         self.steps.push((n, of));
     }
     fn wants_preview(&mut self) -> bool {
-        false
+        true
     }
-    fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
+    fn preview(&mut self, width: u32, height: u32, rgb: Vec<u8>) {
+        self.previews.push((width, height, rgb));
+    }
     fn deliver(&mut self, piece: Piece) {
         self.pieces.push(piece);
     }
