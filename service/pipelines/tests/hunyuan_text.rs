@@ -20,7 +20,7 @@ mod device;
 mod numbers;
 mod shapes_asked;
 
-use device::{BF16_COMPONENT, ON_CPU, here, tolerances};
+use device::{BF16_COMPONENT, ON_CPU, here, test_device, tolerances};
 use numbers::{distance, fixtures, json, numbers, resident, tensors};
 use shapes_asked::{asked, words};
 
@@ -43,8 +43,8 @@ fn weights(component: &str) -> Tensors {
     tensors.into_iter().map(|(name, t)| (name, wide(t))).collect()
 }
 
-fn narrow(tensors: Tensors) -> Tensors {
-    let narrow = |t: Tensor| t.to_dtype(DType::BF16).expect("bf16");
+fn narrow(tensors: Tensors, dtype: DType) -> Tensors {
+    let narrow = |t: Tensor| t.to_dtype(dtype).expect("numbers");
     tensors.into_iter().map(|(name, t)| (name, narrow(t))).collect()
 }
 
@@ -175,7 +175,7 @@ fn attention_has_the_planned_shape() {
 #[test]
 fn text_encoding_in_bf16_equals_f32_within_its_rounding() {
     let (prompt, expected) = first();
-    let found = encode(&resident(&narrow(weights("text_encoder"))), &prompt);
+    let found = encode(&resident(&narrow(weights("text_encoder"), DType::BF16)), &prompt);
     assert_eq!(found.dtype(), DType::BF16);
     let apart = distance(&found, &expected);
     println!("bf16: {apart:.2e}");
@@ -467,15 +467,18 @@ fn encoding_of_pictures_equals_the_reference() {
 }
 
 #[test]
-fn encoding_of_pictures_in_bf16_equals_f32_within_its_rounding() {
+fn encoding_of_pictures_in_half_precision_equals_f32_within_its_rounding() {
     let expected = tensors(&path("expected/image_encoder.safetensors"));
-    let found = see(
-        &resident(&narrow(weights("image_encoder"))),
-        &expected["thin.pixels"],
-    );
-    assert_eq!(found.dtype(), DType::BF16);
+    // candle's convolution on a CPU has no bf16, and pipelines are not computed in it there.
+    let dtype = match test_device().is_cpu() {
+        true => DType::F16,
+        false => DType::BF16,
+    };
+    let weights = narrow(weights("image_encoder"), dtype);
+    let found = see(&resident(&weights), &expected["thin.pixels"]);
+    assert_eq!(found.dtype(), dtype);
     let apart = distance(&found, &expected["thin.hidden"]);
-    println!("bf16: {apart:.2e}");
+    println!("{dtype:?}: {apart:.2e}");
     assert!(apart < BF16_COMPONENT, "{apart:e}");
 }
 

@@ -220,3 +220,69 @@ impl LlamaEncoder<'_> {
         Ok(states.narrow(0, *head, tokens)?.unsqueeze(0)?)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use gpu::{Fp8Scales, LoadPlan, Target, WeightFormat};
+    use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
+
+    use super::*;
+    use crate::checkpoint::{Checkpoint, Requested, component_of_checkpoint, open};
+
+    /// The component of a file as ComfyUI's users have: all layers and the head of a language model, `model.` before
+    /// the names, and linear layers in fp8 with a scale each.
+    #[test]
+    fn a_single_file_in_scaled_fp8_is_read_without_what_is_not_used() {
+        let json = r#"{"vocab_size": 5, "hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 4,
+            "num_attention_heads": 2, "num_key_value_heads": 1}"#;
+        let config: LlamaConfig = serde_json::from_str(json).unwrap();
+        let mut shapes = config.decoder().tensor_shapes(4, &|_| false);
+        shapes.push(("model.norm.weight".to_owned(), vec![8]));
+        shapes.push(("lm_head.weight".to_owned(), vec![5, 8]));
+        let zeros = vec![0u8; 1 << 10];
+        let mut views = vec![("scaled_fp8".to_owned(), Dtype::F8_E4M3, vec![2])];
+        for (name, shape) in shapes {
+            if role(&name) == crate::checkpoint::QuantizeRole::Quantized {
+                views.push((name.replace(".weight", ".scale_weight"), Dtype::F32, vec![]));
+                views.push((name, Dtype::F8_E4M3, shape));
+            } else {
+                views.push((name, Dtype::F16, shape));
+            }
+        }
+        let views = views.into_iter().map(|(name, dtype, shape)| {
+            let bytes = shape.iter().product::<usize>() * dtype.bitsize() / 8;
+            (name, TensorView::new(dtype, shape, &zeros[..bytes]).unwrap())
+        });
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("llava_llama3_fp8_scaled.safetensors");
+        serialize_to_file(views.collect::<Vec<_>>(), None, &file).unwrap();
+
+        let checkpoint = Checkpoint::of_file(&open(&file).unwrap(), |name| Some(name.to_owned())).unwrap();
+        let wanted = Requested {
+            component: "text_encoder",
+            dtype: DType::BF16,
+            format: None,
+            role_of: role,
+        };
+        let component =
+            component_of_checkpoint(&file, checkpoint, wanted, |has| config.tensor_shapes(has)).unwrap();
+        let LoadPlan::Files(sources) = component.plan else {
+            panic!("files")
+        };
+        let used = config.tensor_shapes(&|_| false);
+        assert!(
+            sources
+                .iter()
+                .map(|source| &source.name)
+                .eq(used.iter().map(|(name, _)| name))
+        );
+        assert_eq!(used.len(), 1 + 2 * 9);
+        for source in &sources {
+            let expected = match source.name.contains("_proj.") {
+                true => Target::Quantized(WeightFormat::Fp8(Fp8Scales::Tensor)),
+                false => Target::Full(DType::BF16),
+            };
+            assert_eq!(source.target, expected, "{}", source.name);
+        }
+    }
+}

@@ -34,7 +34,8 @@ pub struct TemplatedIds {
     pub head: usize,
 }
 
-/// LLaMA 3's tokenizer: `PreTrainedTokenizerFast`, whose rules are the file's.
+/// LLaMA 3's tokenizer: `PreTrainedTokenizerFast`, whose rules are the file's. (transformers 5 reads such a folder as
+/// `LlamaTokenizerFast`, which `model_index.json` names, by the rules of LLaMA 2, and gets other tokens.)
 #[derive(Clone, Debug)]
 pub struct LlamaTokenizer {
     tokenizer: Tokenizer,
