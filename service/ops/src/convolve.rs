@@ -508,6 +508,25 @@ mod tests {
     }
 
     #[test]
+    fn a_filter_of_one_tap_gives_the_same_for_any_number_of_positions() -> Result<()> {
+        for (inputs, outputs) in [(16, 8), (7, 3), (9, 1), (3, 300)] {
+            let x = here(&random(&[40, inputs], 1)?);
+            let filter = Filter::new(&Weight::Full(here(&random(&[outputs, inputs], 2)?)), DType::F32)?;
+            let whole = here(&Tensor::zeros((40, outputs), DType::F32, &Device::Cpu)?);
+            convolve(&x, &filter, None, &Steps::EACH, &whole, Onto::Nothing)?;
+            for count in [1, 2, 9, 31] {
+                let part = here(&Tensor::zeros((count, outputs), DType::F32, &Device::Cpu)?);
+                let some = x.narrow(0, 4, count)?;
+                convolve(&some, &filter, None, &Steps::EACH, &part, Onto::Nothing)?;
+                let most = if x.device().is_cpu() { 0.0 } else { 1e-6 };
+                let expected = whole.narrow(0, 4, count)?.to_device(&Device::Cpu)?;
+                assert_close(&part, &expected.contiguous()?, most)?;
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
     fn a_filter_of_rows_before_frames_convolves_a_map_of_rows_before_frames() -> Result<()> {
         for dtype in [DType::F32, DType::BF16] {
             let x = here(&random(&[4, 6, 7, 16], 1)?).to_dtype(dtype)?;

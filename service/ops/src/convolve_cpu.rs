@@ -18,6 +18,10 @@ const TASKS: usize = 4;
 const MAX_POSITIONS: usize = 512;
 const MIN_POSITIONS: usize = 32;
 
+/// Most elements of a product that `gemm` may compute as dot products, where both operands have their depth in place:
+/// these add in another order.
+const MAX_DOT_PRODUCTS: usize = 16 * 16;
+
 /// Maximum of rows of a task. More rows make no product faster.
 const MAX_ROWS: usize = 8;
 
@@ -288,22 +292,31 @@ impl ConvolutionTask<'_> {
         }
     }
 
-    /// A single position would take another code path, with another order of summation: it is computed twice, so that
-    /// an output does not depend on the number of positions computed with it.
+    /// Few positions would take another code path, with another order of summation: each of them is computed several
+    /// times, so that an output does not depend on the number of positions computed with it.
     fn multiply_any(&self, product: RowProduct<'_>) {
-        if product.positions > 1 {
+        let outputs = self.shape.outputs;
+        let least = match self.stride_of_input {
+            1 => (MAX_DOT_PRODUCTS / outputs + 1).max(2),
+            _ => 2,
+        };
+        if product.positions >= least {
             return self.multiply(product);
         }
-        let position = &mut product.out[..self.shape.outputs];
-        let mut twice = [&*position, &*position].concat();
-        self.multiply(RowProduct {
-            out: &mut twice,
-            out_stride: self.shape.outputs,
-            positions: 2,
-            x_stride: 0,
-            ..product
-        });
-        product.out[..self.shape.outputs].copy_from_slice(&twice[..self.shape.outputs]);
+        for position in 0..product.positions {
+            let out = &mut product.out[position * product.out_stride..][..outputs];
+            let mut repeated = out.repeat(least);
+            self.multiply(RowProduct {
+                out: &mut repeated,
+                out_stride: outputs,
+                positions: least,
+                x: &product.x[position * product.x_stride..],
+                x_stride: 0,
+                filter: product.filter,
+                depth: product.depth,
+            });
+            out.copy_from_slice(&repeated[..outputs]);
+        }
     }
 
     fn multiply(&self, product: RowProduct<'_>) {

@@ -516,7 +516,9 @@ fn decode_needs_what_was_predicted() {
                 chunking.label(),
                 scratch.0
             );
-            assert!((0.9..1.15).contains(&ratio), "{chunking:?}");
+            // The largest tile in space is the first, before there are edges and a whole to join.
+            let most = if chunking.is_approximate() { 1.25 } else { 1.15 };
+            assert!((0.9..most).contains(&ratio), "{chunking:?}");
         }
     }
 }

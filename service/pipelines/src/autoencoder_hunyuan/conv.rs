@@ -130,8 +130,6 @@ pub(super) enum Goes {
 pub(super) struct Pass {
     /// Channels of input and output.
     pub(super) channels: (usize, usize),
-    /// The input, after upsampling.
-    pub(super) read: Sides,
     pub(super) to: Sides,
     pub(super) strides: Sides,
 }
@@ -144,7 +142,6 @@ impl Pass {
         let strides = [of(halved.space), of(halved.time), of(halved.space)];
         Pass {
             channels,
-            read,
             to: [0, 1, 2].map(|axis| (read[axis] - 1) / strides[axis] + 1),
             strides,
         }
