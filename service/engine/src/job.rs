@@ -191,6 +191,8 @@ pub enum JobEventKind {
         /// Number of steps.
         of: u32,
         item: u32,
+        /// Which section of the result; `None` where it is not made in sections.
+        section: Option<Section>,
     },
     /// A preview of the current state.
     Preview {

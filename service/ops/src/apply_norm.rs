@@ -323,9 +323,10 @@ mod tests {
         {
             let at = [from[0] + t, from[1] + y, from[2] + x];
             // The source of every position of the enlarged map, listed.
-            let listed = [frames, height, width].iter().zip(reading.enlarge);
-            let listed: Vec<Vec<usize>> = listed
-                .map(|(&size, enlarge)| match enlarge {
+            let listed: Vec<Vec<usize>> = [frames, height, width]
+                .into_iter()
+                .zip(reading.enlarge)
+                .map(|(size, enlarge)| match enlarge {
                     Enlarge::Not => (0..size).collect(),
                     Enlarge::Twice => (0..size).flat_map(|i| [i, i]).collect(),
                     Enlarge::TwiceButFirst => (0..size).flat_map(|i| [i, i]).skip(1).collect(),

@@ -235,7 +235,8 @@ async fn a_slow_reader_gets_coalesced_steps_and_all_other_events() {
         [&JobEventKind::Step {
             n: 1000,
             of: 1000,
-            item: 0
+            item: 0,
+            section: None
         }]
     );
     assert_eq!(

@@ -306,7 +306,12 @@ pub(super) fn convert(event: &JobEvent, model: &v1::ResolvedModel) -> Converted 
             item: *item,
             memory: memory.as_ref().map(memory_out),
         }),
-        JobEventKind::Step { n, of, item } => Kind::Step(v1::Step {
+        JobEventKind::Step {
+            n,
+            of,
+            item,
+            section: _,
+        } => Kind::Step(v1::Step {
             n: *n,
             of: *of,
             item: *item,

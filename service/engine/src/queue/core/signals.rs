@@ -124,7 +124,13 @@ impl Core {
             }
             Progress::Step { n, of } => {
                 job.steps_done = (n, of);
-                JobEventKind::Step { n, of, item }
+                let section = job.stage(step).and_then(|stage| stage.section);
+                JobEventKind::Step {
+                    n,
+                    of,
+                    item,
+                    section,
+                }
             }
             Progress::Preview {
                 step,

@@ -1,0 +1,199 @@
+"""Films that are made section by section, the end of the film first: FramePack's, and instant ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import moored
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from test_faults import assert_at_rest, kill_worker, retries, until
+from test_media import RATE, SIDE, assert_film
+
+from service import INSTANT_MODELS, ROOT, Service
+
+Simulate = Callable[..., Service]
+
+FIXTURES = ROOT / "service/pipelines/fixtures"
+SECTIONS, FRAMES = 3, 25
+# As fixtures/make_hunyuan_fixtures.py asked the reference.
+PROMPT = "a red circle on the left of a blue square"
+ASKED: dict[str, Any] = {
+    "width": 48,
+    "height": 32,
+    "steps": 2,
+    "guidance": 6.0,
+    "seed": 7,
+    "max_sequence_length": 64,
+}
+
+
+def in_sections(folder: Path, steps_ms: int = 0) -> tuple[str, ...]:
+    """Settings with `sections`, whose films are made in three of them."""
+    models = folder / "models"
+    models.mkdir()
+    model = json.loads((INSTANT_MODELS / "video.instant.json").read_text(encoding="utf-8"))
+    model |= {"name": "sections", "sections": SECTIONS, "steps_ms": steps_ms}
+    (models / "sections.instant.json").write_text(json.dumps(model), encoding="utf-8")
+    return ("--models", str(models))
+
+
+def framepack(folder: Path) -> tuple[str, ...]:
+    """Settings with `framepack` and `hunyuan`, the tiny models of the fixtures."""
+    models = folder / "models"
+    for name, parts in (("hunyuan", ("hunyuan-tiny",)), ("framepack", ("hunyuan-tiny", "framepack-tiny"))):
+        for part in parts:
+            shutil.copytree(FIXTURES / part, models / name, dirs_exist_ok=True)
+        shutil.copytree(FIXTURES / "flux-tiny/text_encoder", models / name / "text_encoder_2")
+        shutil.copytree(FIXTURES / "flux-tiny/tokenizer", models / name / "tokenizer_2")
+        shutil.rmtree(models / name / "expected")
+    return ("--models", str(models))
+
+
+def stages(events: list[moored.Event]) -> list[str]:
+    return [event.name for event in events if isinstance(event, moored.StageStarted)]
+
+
+def pieces(events: list[moored.Event]) -> list[moored.Artifact]:
+    return [event for event in events if isinstance(event, moored.Artifact)]
+
+
+def expected() -> dict[str, NDArray[np.uint8]]:
+    """What the reference answers: the tensors of bytes of a safetensors file."""
+    content = (FIXTURES / "hunyuan-tiny/expected/pipelines.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    found = {}
+    for name, tensor in header.items():
+        if tensor.get("dtype") == "U8":
+            first, last = tensor["data_offsets"]
+            data = np.frombuffer(content[8 + length + first : 8 + length + last], np.uint8)
+            found[name] = data.reshape(tensor["shape"])
+    return found
+
+
+def kept(film: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Those of a film's frames that the fixtures have."""
+    described = json.loads((FIXTURES / "hunyuan-tiny/expected/pipelines.json").read_text())
+    return film[[frame for frame in described["frames"] if frame < len(film)]]
+
+
+def test_the_end_of_a_film_comes_first(simulate: Simulate, tmp_path: Path) -> None:
+    with simulate(arguments=in_sections(tmp_path)).client() as client:
+        stream = client.stream_video("a wave", model="sections", seed=7)
+        events = list(stream)
+        assert stages(events) == ["encode_text", *["denoise", "decode"] * SECTIONS]
+        result = stream.result()
+        assert_film(result.array)
+        firsts = [piece.first for piece in pieces(events)]
+        assert firsts[0] > firsts[-1] > 0, firsts
+        assert [piece.last for piece in pieces(events)].count(True) == 1
+        assert pieces(events)[-1].last
+        # A decode is told of before the next sampling begins: each section is there to be seen.
+        kinds = [type(e) for e in events if isinstance(e, (moored.StageStarted, moored.Artifact))]
+        first_piece = kinds.index(moored.Artifact)
+        assert kinds[first_piece:].count(moored.StageStarted) == 2 * (SECTIONS - 1)
+        whole = client.generate_video("a wave", model="video", seed=7)
+        assert (whole.array == result.array).all(), "sections change no frame"
+        assert_at_rest(client)
+
+
+def test_steps_say_which_section_they_are_of(simulate: Simulate, tmp_path: Path) -> None:
+    with simulate(arguments=in_sections(tmp_path)).client() as client:
+        events = list(client.stream_video("a wave", model="sections", seed=7))
+        started = [e for e in events if isinstance(e, moored.StageStarted) and e.name == "denoise"]
+        assert [(e.part, e.parts) for e in started] == [(n, SECTIONS) for n in (1, 2, 3)]
+
+
+def test_a_worker_that_dies_costs_the_section_under_way_alone(
+    simulate: Simulate, tmp_path: Path
+) -> None:
+    with simulate(arguments=in_sections(tmp_path, steps_ms=300)).client() as client:
+        whole = client.generate_video("a wave", model="sections", seed=7).array
+        events: list[moored.Event] = []
+        with client.stream_video("a wave", model="sections", seed=7) as stream:
+            for event in stream:
+                events.append(event)
+                started = stages(events)
+                if isinstance(event, moored.Step) and started.count("denoise") == 2:
+                    kill_worker(client)
+                    break
+            events.extend(stream)
+        assert retries(events) == [("WORKER_DIED", "denoise")]
+        assert (stream.result().array == whole).all()
+        # The first section was sampled and decoded once, the second sampled twice.
+        assert stages(events).count("denoise") == SECTIONS + 1
+        assert stages(events).count("decode") == SECTIONS
+        until(client, lambda status: status.cards[0].worker_restarts == 1)
+        assert_at_rest(client)
+
+
+def test_the_latent_of_a_film_in_sections(simulate: Simulate, tmp_path: Path) -> None:
+    with simulate(arguments=in_sections(tmp_path)).client() as client:
+        result = client.generate_video("a wave", model="sections", seed=7, keep_latent=True)
+        (latent,) = result.latents
+        assert [t.name for t in latent.tensors] == [f"latent_{n + 1}" for n in range(SECTIONS)]
+        decoded = client.decode_video(latent, model="sections")
+        assert (decoded.array == result.array).all()
+        sampled = client.generate_video("a wave", model="sections", seed=7, latent_only=True)
+        assert sampled.films == ()
+        decoded = client.decode_video(sampled.latents[0], model="sections")
+        assert (decoded.array == result.array).all()
+
+
+def test_two_films_in_sections(simulate: Simulate, tmp_path: Path) -> None:
+    with simulate(arguments=in_sections(tmp_path)).client() as client:
+        result = client.generate_video("a wave", model="sections", seed=7, count=2)
+        for number, film in enumerate(result.films):
+            assert_film(film.array)
+            assert film.seed == 7 + number
+        assert (SIDE, RATE) == (result.films[0].array.shape[1], result.frames_per_second)
+
+
+@pytest.mark.parametrize("policy", ["shared", "exclusive"])
+def test_framepack_films_as_the_reference_does(
+    simulate: Simulate, tmp_path: Path, policy: str
+) -> None:
+    arguments = (*framepack(tmp_path), "--set", f"cards.policy={policy}")
+    with simulate("cpu", arguments=arguments).client() as client:
+        answers = expected()
+        stream = client.stream_video(
+            PROMPT, model="framepack", frames=109, init_image=answers["start"], **ASKED
+        )
+        events = list(stream)
+        result = stream.result()
+        assert result.array.shape == (109, 32, 48, 3)
+        assert result.frames_per_second == 30.0
+        found, answer = kept(result.array).astype(int), answers["i2v.3.frames"].astype(int)
+        assert np.abs(found - answer).max() <= 1
+        assert (found != answer).mean() < 0.01
+        assert stages(events)[-6:] == ["denoise", "decode"] * 3
+        assert_at_rest(client)
+
+
+def test_hunyuan_video_films_as_the_reference_does(simulate: Simulate, tmp_path: Path) -> None:
+    with simulate("cpu", arguments=framepack(tmp_path)).client() as client:
+        result = client.generate_video(
+            PROMPT, model="hunyuan", frames=33, **(ASKED | {"steps": 3, "seed": 5})
+        )
+        found = kept(result.array).astype(int)
+        assert np.abs(found - expected()["film.frames"].astype(int)).max() <= 1
+
+
+def test_what_framepack_cannot_film_is_refused_by_its_field(
+    simulate: Simulate, tmp_path: Path
+) -> None:
+    with simulate("cpu", arguments=framepack(tmp_path)).client() as client:
+        start = expected()["start"]
+        with pytest.raises(moored.InvalidRequest, match="frames"):
+            client.generate_video(PROMPT, model="framepack", frames=40, init_image=start, **ASKED)
+        with pytest.raises(moored.InvalidRequest, match="init_image"):
+            client.generate_video(PROMPT, model="framepack", frames=37, **ASKED)
+        with pytest.raises(moored.InvalidRequest, match="init_image"):
+            client.generate_video(PROMPT, model="hunyuan", frames=33, init_image=start, **ASKED)
+        assert_at_rest(client)
