@@ -53,7 +53,9 @@ def linked_crates(features: str) -> list[dict[str, Any]]:
 def licence_texts(crate: dict[str, Any]) -> list[str]:
     """The licences and notices that a crate carries."""
     folder = Path(crate["manifest_path"]).parent
-    files = {path for path in folder.iterdir() if path.is_file() and TEXTS.match(path.name)}
+    # Its own, and those of sources by others that it carries in a folder.
+    there = (path for pattern in ("*", "*/*") for path in folder.glob(pattern))
+    files = {path for path in there if path.is_file() and TEXTS.match(path.name)}
     if crate["license_file"]:
         files.add(folder / crate["license_file"])
     return [path.read_text(encoding="utf-8", errors="replace") for path in sorted(files)]

@@ -119,7 +119,8 @@ class Retrying(BaseEvent):
 class StageStarted(BaseEvent):
     """A stage begins (`encode_text`, `denoise`, ...): `index` from 1, `item` from 0.
 
-    `memory` is the card's as it begins; None where nothing runs.
+    `memory` is the card's as it begins; None where nothing runs. `part` is the section of a film,
+    from 1, of `parts`; both 0 where there are none.
     """
 
     name: str
@@ -130,16 +131,23 @@ class StageStarted(BaseEvent):
     card: str
     item: int
     memory: MemoryAccounts | None = None
+    part: int = 0
+    parts: int = 0
 
 
 @mirrors(events_pb2.Step)
 @dataclass(frozen=True, slots=True)
 class Step(BaseEvent):
-    """A denoising step is done: `n` from 1, `item` from 0."""
+    """A denoising step is done: `n` from 1, `item` from 0.
+
+    `part` is the section of a film, from 1, of `parts`; both 0 where there are none.
+    """
 
     n: int
     of: int
     item: int
+    part: int = 0
+    parts: int = 0
 
 
 @mirrors(events_pb2.Preview)
@@ -164,9 +172,11 @@ class Preview(BaseEvent):
 class Artifact(BaseEvent):
     """A piece of a result. `EventStream` puts them together: `pictures`, `films`, `tracks`.
 
-    The first piece of an artifact carries its metadata, `total_bytes`, and its format: one of
-    `image`, `video` and `audio`. The last has `last` set. `track` is which of several results of
-    one item it is of, such as a stem of a song; empty where there is one alone.
+    The first piece of an artifact that comes carries its metadata, `total_bytes`, and its format:
+    one of `image`, `video` and `audio`. The last that comes has `last` set. `offset` is where its
+    bytes belong in the artifact: frames of a film come in any order; None: behind the piece before
+    it. `track` is which of several results of one item it is of, such as a stem of a song; empty
+    where there is one alone.
     """
 
     index: int
@@ -179,6 +189,7 @@ class Artifact(BaseEvent):
     image: ImageFormat | None = None
     video: VideoFormat | None = None
     audio: AudioTrackFormat | None = None
+    offset: int | None = None
 
 
 @mirrors(events_pb2.LatentKept)

@@ -2,6 +2,7 @@
 
 mod cli;
 mod config;
+mod films;
 mod grpc;
 mod host;
 mod hub;
@@ -13,6 +14,7 @@ mod preload;
 mod process;
 mod proto;
 mod serve;
+mod spans;
 mod telemetry;
 mod wav;
 

@@ -11,6 +11,8 @@ use image::{DynamicImage, ImageDecoder as _, ImageEncoder, ImageReader, Limits};
 use pipelines::{AdapterUse, Medium, Request};
 use serde::{Deserialize, Serialize};
 
+use crate::films;
+
 /// Longest side of a picture that a client may send.
 const LONGEST_SIDE_PIXELS: u32 = 8192;
 /// Bytes that decoding a picture may take, against decompression bombs.
@@ -387,11 +389,14 @@ pub(crate) fn png(width: u32, height: u32, rgb: &[u8], recipe: Option<&Recipe>) 
     Ok(file)
 }
 
-/// Reads the recipe from a picture that moored saved.
+/// Reads the recipe from a picture or an MP4 that moored saved.
 pub(crate) fn recipe_of(file: &[u8]) -> Result<Recipe, String> {
-    const NONE: &str = "has no moored settings; --from needs a picture saved by moored";
+    const NONE: &str = "has no moored settings; --from needs a picture or a film saved by moored";
     let parse =
         |text: &str| serde_json::from_str(text).map_err(|e| format!("its settings cannot be read: {e}"));
+    if films::is_mp4(file) {
+        return parse(films::recipe_of(file).ok_or(NONE)?);
+    }
     if !matches!(image::guess_format(file), Ok(image::ImageFormat::Png)) {
         let reader = ImageReader::new(Cursor::new(file)).with_guessed_format();
         let mut decoder = reader

@@ -298,6 +298,8 @@ class StageStarted(google.protobuf.message.Message):
     CARD_FIELD_NUMBER: builtins.int
     ITEM_FIELD_NUMBER: builtins.int
     MEMORY_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`encode_text`, `encode_image`, `denoise`, `decode`, `load`, `restore`."""
     index: builtins.int
@@ -312,6 +314,9 @@ class StageStarted(google.protobuf.message.Message):
     """The card."""
     item: builtins.int
     """Which item (picture, film, track) of a request for several, from 0."""
+    part: builtins.int
+    """Of a film that is made in sections, which one this is, from 1, and how many there are; both 0 where there are none."""
+    parts: builtins.int
     @property
     def memory(self) -> global___MemoryAccounts:
         """The card's memory as the stage begins; absent where nothing runs."""
@@ -327,9 +332,11 @@ class StageStarted(google.protobuf.message.Message):
         card: builtins.str = ...,
         item: builtins.int = ...,
         memory: global___MemoryAccounts | None = ...,
+        part: builtins.int = ...,
+        parts: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["memory", b"memory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cached", b"cached", "card", b"card", "chunking", b"chunking", "index", b"index", "item", b"item", "memory", b"memory", "name", b"name", "of", b"of"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached", b"cached", "card", b"card", "chunking", b"chunking", "index", b"index", "item", b"item", "memory", b"memory", "name", b"name", "of", b"of", "part", b"part", "parts", b"parts"]) -> None: ...
 
 global___StageStarted = StageStarted
 
@@ -387,20 +394,27 @@ class Step(google.protobuf.message.Message):
     N_FIELD_NUMBER: builtins.int
     OF_FIELD_NUMBER: builtins.int
     ITEM_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
     n: builtins.int
     """From 1."""
     of: builtins.int
     """In all."""
     item: builtins.int
     """Which item (picture, film, track) of a request for several, from 0."""
+    part: builtins.int
+    """The section of a film that the step is of, from 1, and how many there are; both 0 where there are none."""
+    parts: builtins.int
     def __init__(
         self,
         *,
         n: builtins.int = ...,
         of: builtins.int = ...,
         item: builtins.int = ...,
+        part: builtins.int = ...,
+        parts: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["item", b"item", "n", b"n", "of", b"of"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["item", b"item", "n", b"n", "of", b"of", "part", b"part", "parts", b"parts"]) -> None: ...
 
 global___Step = Step
 
@@ -432,8 +446,9 @@ global___Preview = Preview
 
 @typing.final
 class Artifact(google.protobuf.message.Message):
-    """A piece of a result. The first chunk of an artifact carries its metadata. Chunks of one artifact come in order, as the
-    result is made: those of several tracks of an item may alternate.
+    """A piece of a result. The first chunk of an artifact that comes carries its metadata. Chunks come as the result is made, each
+    byte once: those of several tracks of an item may alternate, and frames may come in any order, for a film whose end is made
+    first. `offset` says where a chunk belongs.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -461,23 +476,28 @@ class Artifact(google.protobuf.message.Message):
     TOTAL_BYTES_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
     TRACK_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
     IMAGE_FIELD_NUMBER: builtins.int
     VIDEO_FIELD_NUMBER: builtins.int
     AUDIO_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Index among the artifacts of this job."""
     media_type: builtins.str
-    """`image/png`, or `image/x-raw-rgb` (8 bits a channel, row-major); `video/x-raw-rgb`, frame after frame of the same;
-    `audio/wav`, or `audio/x-raw-s16le` (16-bit little-endian, channels interleaved).
+    """`image/png`, or `image/x-raw-rgb` (8 bits a channel, row-major); `video/x-raw-rgb`, frame after frame of the same, or
+    `video/mp4`; `audio/wav`, or `audio/x-raw-s16le` (16-bit little-endian, channels interleaved).
     """
     chunk: builtins.bytes
     """At most 1 MiB."""
     total_bytes: builtins.int
     """Bytes of the whole artifact; on the first chunk."""
     last: builtins.bool
-    """True on the last chunk."""
+    """True on the last chunk that comes: then every byte is there."""
     track: builtins.str
     """Which of several results of one item, such as a stem of a song or the sound of a film; empty where there is one alone."""
+    offset: builtins.int
+    """Where the chunk begins in the artifact, in bytes; absent: behind the chunk before it. Of raw frames, `offset` divided by the
+    bytes of a frame is the number of its first frame.
+    """
     @property
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """width, height, seed, prompt, ... ; on the first chunk."""
@@ -498,12 +518,16 @@ class Artifact(google.protobuf.message.Message):
         total_bytes: builtins.int = ...,
         last: builtins.bool = ...,
         track: builtins.str = ...,
+        offset: builtins.int | None = ...,
         image: global___ImageFormat | None = ...,
         video: global___VideoFormat | None = ...,
         audio: global___AudioTrackFormat | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["audio", b"audio", "format", b"format", "image", b"image", "video", b"video"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["audio", b"audio", "chunk", b"chunk", "format", b"format", "image", b"image", "index", b"index", "last", b"last", "media_type", b"media_type", "metadata", b"metadata", "total_bytes", b"total_bytes", "track", b"track", "video", b"video"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_offset", b"_offset", "audio", b"audio", "format", b"format", "image", b"image", "offset", b"offset", "video", b"video"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_offset", b"_offset", "audio", b"audio", "chunk", b"chunk", "format", b"format", "image", b"image", "index", b"index", "last", b"last", "media_type", b"media_type", "metadata", b"metadata", "offset", b"offset", "total_bytes", b"total_bytes", "track", b"track", "video", b"video"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_offset", b"_offset"]) -> typing.Literal["offset"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["format", b"format"]) -> typing.Literal["image", "video", "audio"] | None: ...
 
 global___Artifact = Artifact

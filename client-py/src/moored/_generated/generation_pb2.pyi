@@ -49,6 +49,34 @@ HIGH: Priority.ValueType  # 3
 """Four shares."""
 global___Priority = Priority
 
+class _FilmFormat:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _FilmFormatEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_FilmFormat.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    FILM_FORMAT_UNSPECIFIED: _FilmFormat.ValueType  # 0
+    """Raw frames."""
+    RAW_FRAMES: _FilmFormat.ValueType  # 1
+    """RGB, 8 bits a channel, row-major, frame after frame: each as soon as it is decoded."""
+    MP4: _FilmFormat.ValueType  # 2
+    """One MP4 file (H.264, yuv420p in the colours of BT.709, index in front), with the recipe as its comment. Sides are even and
+    at most 3840 and 2160. It comes when the last frame is decoded; sound comes as WAV.
+    """
+
+class FilmFormat(_FilmFormat, metaclass=_FilmFormatEnumTypeWrapper):
+    """How a film is sent."""
+
+FILM_FORMAT_UNSPECIFIED: FilmFormat.ValueType  # 0
+"""Raw frames."""
+RAW_FRAMES: FilmFormat.ValueType  # 1
+"""RGB, 8 bits a channel, row-major, frame after frame: each as soon as it is decoded."""
+MP4: FilmFormat.ValueType  # 2
+"""One MP4 file (H.264, yuv420p in the colours of BT.709, index in front), with the recipe as its comment. Sides are even and
+at most 3840 and 2160. It comes when the last frame is decoded; sound comes as WAV.
+"""
+global___FilmFormat = FilmFormat
+
 class _AudioFormat:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -362,6 +390,8 @@ class GenerateVideoRequest(google.protobuf.message.Message):
     LATENT_ONLY_FIELD_NUMBER: builtins.int
     OMIT_METADATA_FIELD_NUMBER: builtins.int
     INIT_MEDIA_ID_FIELD_NUMBER: builtins.int
+    OUTPUT_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     prompt: builtins.str
     """At most 10,000 characters."""
@@ -400,6 +430,10 @@ class GenerateVideoRequest(google.protobuf.message.Message):
     """From PutMedia: a picture, as `init_image`; or, where the model takes one, a film to start from, whose size and length are
     the defaults.
     """
+    output: global___FilmFormat.ValueType
+    """Raw frames (default), or an MP4 file."""
+    seconds: builtins.float
+    """The length in seconds, instead of `frames`: at the rate that the film has."""
     @property
     def model(self) -> model_pb2.ModelRef: ...
     @property
@@ -426,10 +460,12 @@ class GenerateVideoRequest(google.protobuf.message.Message):
         latent_only: builtins.bool = ...,
         omit_metadata: builtins.bool = ...,
         init_media_id: builtins.str = ...,
+        output: global___FilmFormat.ValueType = ...,
+        seconds: builtins.float = ...,
         options: global___JobOptions | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "guidance", b"guidance", "model", b"model", "options", b"options", "seed", b"seed", "strength", b"strength"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "count", b"count", "frames", b"frames", "frames_per_second", b"frames_per_second", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "seed", b"seed", "steps", b"steps", "strength", b"strength", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "count", b"count", "frames", b"frames", "frames_per_second", b"frames_per_second", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength", "width", b"width"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_guidance", b"_guidance"]) -> typing.Literal["guidance"] | None: ...
     @typing.overload

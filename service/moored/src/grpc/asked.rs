@@ -3,7 +3,9 @@
 use engine::Error;
 use pipelines::{Clip, InitImage, MediaFormat, Medium, Request, RequestError};
 
+use super::status::invalid;
 use super::stream::Encoding;
+use crate::films::FilmFormat;
 use crate::proto::v1;
 
 /// Longest prompt, and longest lyrics, in characters. T5 reads 512 tokens at the most: what is longer is a mistake.
@@ -16,6 +18,8 @@ const MOST_ITEMS: u32 = 64;
 const MOST_CONTROLS: usize = 4;
 /// Reference pictures of one request.
 const MOST_REFERENCES: usize = 8;
+/// Longest film that is asked for by its seconds; a model may take less.
+const LONGEST_FILM_SECONDS: f32 = 3600.0;
 /// Least time between previews.
 const LEAST_PREVIEW_INTERVAL_MS: u32 = 100;
 
@@ -69,6 +73,8 @@ enum OfMedium {
     Video {
         frames: u32,
         frames_per_second: f32,
+        /// Instead of frames; 0: open.
+        seconds: f32,
     },
     Audio {
         lyrics: String,
@@ -108,6 +114,7 @@ impl Asked {
     }
 
     pub(super) fn video(request: v1::GenerateVideoRequest) -> Asked {
+        let is_file = request.output == v1::FilmFormat::Mp4 as i32;
         Asked {
             call: "GenerateVideo",
             model: request.model,
@@ -127,7 +134,7 @@ impl Asked {
             latent_only: request.latent_only,
             preview_interval_ms: request.preview_interval_ms,
             omit_metadata: request.omit_metadata,
-            encoding: Encoding::Raw,
+            encoding: if is_file { Encoding::Mp4 } else { Encoding::Raw },
             options: request.options,
             mask: None,
             references: Vec::new(),
@@ -135,6 +142,7 @@ impl Asked {
             of_medium: OfMedium::Video {
                 frames: request.frames,
                 frames_per_second: request.frames_per_second,
+                seconds: request.seconds,
             },
         }
     }
@@ -209,6 +217,16 @@ impl Asked {
         {
             problem("strength", format!("{strength} is not over 0 and up to 1"));
         }
+        if let OfMedium::Video { frames, seconds, .. } = self.of_medium {
+            if !(0.0..=LONGEST_FILM_SECONDS).contains(&seconds) {
+                problem(
+                    "seconds",
+                    format!("{seconds} is not from 0 to {LONGEST_FILM_SECONDS}"),
+                );
+            } else if seconds > 0.0 && frames > 0 {
+                problem("seconds", "excludes frames: leave one out".to_owned());
+            }
+        }
         if self.references.len() > MOST_REFERENCES {
             let count = self.references.len();
             problem(
@@ -255,6 +273,21 @@ impl Asked {
         }
     }
 
+    /// Checks that a request can be sent as it asks: before anything is computed.
+    pub(super) fn check_output(&self, request: &Request) -> Result<(), Error> {
+        let (Encoding::Mp4, Medium::Video(video)) = (self.encoding, &request.medium) else {
+            return Ok(());
+        };
+        let film = FilmFormat {
+            width: video.width,
+            height: video.height,
+            frames: video.frames,
+            frames_per_second: video.frames_per_second,
+        };
+        film.check()
+            .map_err(|problem| invalid("output", problem.to_string()))
+    }
+
     /// The request, with `defaults` for what is left open. Sides, frames and seconds that are left open are those of what
     /// it starts from.
     ///
@@ -294,11 +327,15 @@ impl Asked {
                 &OfMedium::Video {
                     frames,
                     frames_per_second,
+                    seconds,
                 },
             ) => {
                 (video.width, video.height) = sides(video.width, video.height);
-                video.frames = named(frames, video.frames);
                 video.frames_per_second = set(frames_per_second, video.frames_per_second);
+                video.frames = match seconds > 0.0 {
+                    true => frames_of(seconds, video.frames_per_second),
+                    false => named(frames, video.frames),
+                };
                 video.init_image = init_image;
                 if clip
                     .as_ref()
@@ -386,6 +423,12 @@ fn seed_of(options: Option<&v1::JobOptions>) -> u64 {
         .finalize_xof()
         .fill(&mut seed);
     u32::from_le_bytes(seed).into()
+}
+
+/// Frames of a film of this length, at least one.
+fn frames_of(seconds: f32, frames_per_second: f32) -> u32 {
+    let frames = (f64::from(seconds) * f64::from(frames_per_second)).round();
+    (frames as u32).max(1)
 }
 
 #[cfg(test)]

@@ -305,6 +305,8 @@ pub(super) fn convert(event: &JobEvent, model: &v1::ResolvedModel) -> Converted 
             card: card.clone(),
             item: *item,
             memory: memory.as_ref().map(memory_out),
+            part: 0,
+            parts: 0,
         }),
         JobEventKind::Step {
             n,
@@ -315,6 +317,8 @@ pub(super) fn convert(event: &JobEvent, model: &v1::ResolvedModel) -> Converted 
             n: *n,
             of: *of,
             item: *item,
+            part: 0,
+            parts: 0,
         }),
         JobEventKind::Latent { info, item } => Kind::Latent(v1::LatentKept {
             latent: Some(latent_out(info)),

@@ -235,6 +235,7 @@ impl Service {
             (image.width, image.height) = (first.width, first.height);
         }
         let mut request = asked.request(request, start)?;
+        asked.check_output(&request)?;
         if let Medium::Image(image) = &mut request.medium {
             image.mask = self.mask_of(&asked, (image.width, image.height)).await?;
             image.references = references;

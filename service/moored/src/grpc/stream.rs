@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::pin::Pin;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use engine::job::{JobEvent, JobEventKind};
 use engine::queue::Job;
 use futures::Stream;
@@ -12,19 +13,24 @@ use pipelines::{MediaFormat, Piece};
 use tonic::Status;
 
 use super::convert::{Converted, convert, event};
-use super::encodings::{Encoded, Encodings};
+use super::encodings::{Encodings, FilmOf, SharedFilm};
 use super::limits::Client;
 use super::status::status_of;
+use crate::films::{EncodedFilm, FilmPosition};
 use crate::pictures::{self, Recipe};
 use crate::proto::v1;
 use crate::proto::v1::artifact::Format;
 use crate::proto::v1::event::Event as Kind;
+use crate::spans::Spans;
 use crate::wav;
 
 /// Bytes of one artifact or latent chunk. A stream that is not read holds a few of them.
 pub(super) const CHUNK_BYTES: usize = 256 << 10;
 
 pub(super) type EventStream = Pin<Box<dyn Stream<Item = Result<v1::Event, Status>> + Send>>;
+
+/// Chunks of one event, made as they are sent.
+type Chunks = Box<dyn Iterator<Item = Kind> + Send>;
 
 /// How results are sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -36,13 +42,15 @@ pub(super) enum Encoding {
     Png,
     /// A track as WAV; other media raw.
     Wav,
+    /// A film as MP4, once it is whole; a track as WAV; a picture raw.
+    Mp4,
 }
 
 /// How the results of a job are sent.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Output {
     pub(super) encoding: Encoding,
-    /// Written into the PNG, and sent as metadata; its seed is replaced by each picture's.
+    /// Written into the PNG or the MP4, and sent as metadata; its seed is replaced by each item's.
     pub(super) recipe: Recipe,
     pub(super) omit_metadata: bool,
 }
@@ -60,6 +68,7 @@ pub(super) fn events_of(
     output: Output,
     encoder: Encoder,
 ) -> EventStream {
+    let mut results = Results::new(job.id.to_string(), output, encoder);
     Box::pin(async_stream::try_stream! {
         while let Some(happened) = job.next().await {
             match convert(&happened, &model) {
@@ -67,8 +76,7 @@ pub(super) fn events_of(
                 Converted::Failed(error) => Err(status_of(&error))?,
                 Converted::Media => {
                     let at_ms = happened.at_ms;
-                    let encoded = encode(happened, &output, &encoder).await?;
-                    for kind in encoded.chunks().iter().cloned() {
+                    for kind in results.encode(happened).await? {
                         yield event(&job.id, at_ms, kind);
                     }
                 }
@@ -77,65 +85,135 @@ pub(super) fn events_of(
     })
 }
 
-/// The chunks of one event: of this stream alone, or shared with others.
-enum Sending {
-    Own(Vec<Kind>),
-    Shared(Arc<Encoded>),
+/// The results of a job on the way to one client.
+struct Results {
+    job: String,
+    output: Output,
+    encoder: Encoder,
+    /// What has come of each, by item and track.
+    come: HashMap<(u32, String), Come>,
 }
 
-impl Sending {
-    fn chunks(&self) -> &[Kind] {
-        match self {
-            Sending::Own(chunks) => chunks,
-            Sending::Shared(encoded) => encoded.chunks(),
+/// What has come of one result.
+#[derive(Default)]
+struct Come {
+    /// In units.
+    spans: Spans,
+    /// Where it is sent as one file.
+    film: Option<Arc<SharedFilm>>,
+}
+
+/// Which part of its result a piece is, in the order of sending.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Part {
+    /// Nothing of it was sent before.
+    pub(super) is_first: bool,
+    /// With it all of it is sent.
+    pub(super) is_last: bool,
+}
+
+impl Part {
+    /// The only part.
+    pub(super) const WHOLE: Part = Part {
+        is_first: true,
+        is_last: true,
+    };
+}
+
+fn internal(why: impl ToString) -> Status {
+    status_of(&engine::Error::Internal(why.to_string()))
+}
+
+impl Results {
+    fn new(job: String, output: Output, encoder: Encoder) -> Results {
+        Results {
+            job,
+            output,
+            encoder,
+            come: HashMap::new(),
         }
     }
-}
 
-async fn encode(happened: JobEvent, output: &Output, encoder: &Encoder) -> Result<Sending, Status> {
-    let internal = |why: String| status_of(&engine::Error::Internal(why));
-    match happened.kind {
-        JobEventKind::Preview {
-            step,
-            item,
-            width,
-            height,
-            rgb,
-        } => {
-            let encoded = tokio::task::spawn_blocking(move || pictures::preview_jpeg(width, height, &rgb));
-            let jpeg = encoded.await.map_err(|panic| internal(panic.to_string()))?;
-            let jpeg = jpeg.map_err(internal)?.into();
-            Ok(Sending::Own(vec![Kind::Preview(v1::Preview {
-                jpeg,
+    async fn encode(&mut self, happened: JobEvent) -> Result<Chunks, Status> {
+        match happened.kind {
+            JobEventKind::Preview {
                 step,
                 item,
-            })]))
+                width,
+                height,
+                rgb,
+            } => {
+                let encoded =
+                    tokio::task::spawn_blocking(move || pictures::preview_jpeg(width, height, &rgb));
+                let jpeg = encoded.await.map_err(internal)?.map_err(internal)?.into();
+                Ok(Box::new(std::iter::once(Kind::Preview(v1::Preview {
+                    jpeg,
+                    step,
+                    item,
+                }))))
+            }
+            JobEventKind::Piece { item, seed, piece } => self.piece(item, seed, piece).await,
+            _ => Ok(Box::new(std::iter::empty())),
         }
-        JobEventKind::Piece { item, seed, piece } if output.keeps(&piece) => {
-            artifact(item, seed, piece, output)
-                .map(Sending::Own)
-                .map_err(internal)
+    }
+
+    /// Pieces of a result come in any order, and each unit of it once.
+    async fn piece(&mut self, item: u32, seed: u64, piece: Piece) -> Result<Chunks, Status> {
+        let units = piece
+            .units()
+            .ok_or_else(|| internal("a piece that is no whole units"))?;
+        let come = self.come.entry((item, piece.track.clone())).or_default();
+        let is_first = come.spans.is_empty();
+        let added = come.spans.add(piece.first, piece.first + units);
+        added.map_err(|twice| internal(format!("a result: {twice}")))?;
+        let part = Part {
+            is_first,
+            is_last: come.spans.are_whole(piece.format.units()),
+        };
+        let (encodings, client) = (&self.encoder.encodings, self.encoder.client);
+        match (&piece.format, self.output.encoding) {
+            (MediaFormat::Video { .. }, Encoding::Mp4) => {
+                let film = match &come.film {
+                    Some(film) => film.clone(),
+                    None => {
+                        let of = FilmOf {
+                            job: self.job.clone(),
+                            item,
+                            seed,
+                            track: piece.track.clone(),
+                            output: self.output.clone(),
+                        };
+                        let film = encodings.film(of, &piece.format, client)?;
+                        come.film.insert(film).clone()
+                    }
+                };
+                let (format, track) = (piece.format, piece.track.clone());
+                film.add(piece).await?;
+                match part.is_last {
+                    false => Ok(Box::new(std::iter::empty())),
+                    true => {
+                        come.film = None;
+                        let whole = film.whole().await?;
+                        film_chunks(item, seed, track, format, &self.output, whole).map_err(internal)
+                    }
+                }
+            }
+            (MediaFormat::Image { .. }, Encoding::Png) => {
+                let encoded = encodings.encode(item, seed, piece, &self.output, client).await?;
+                let count = encoded.chunks().len();
+                Ok(Box::new(
+                    (0..count).filter_map(move |index| encoded.chunks().get(index).cloned()),
+                ))
+            }
+            _ => {
+                let chunks = artifact(item, seed, piece, &self.output, part).map_err(internal)?;
+                Ok(Box::new(chunks.into_iter()))
+            }
         }
-        JobEventKind::Piece { item, seed, piece } => {
-            let shared = encoder
-                .encodings
-                .encode(item, seed, piece, output, encoder.client);
-            shared.await.map(Sending::Shared)
-        }
-        _ => Ok(Sending::Own(Vec::new())),
     }
 }
 
 impl Output {
-    /// Whether a piece is sent as it is, without a copy.
-    fn keeps(&self, piece: &Piece) -> bool {
-        match (&piece.format, self.encoding) {
-            (MediaFormat::Image { .. }, Encoding::Png) => false,
-            (MediaFormat::Audio { .. }, Encoding::Wav) => piece.first > 0,
-            _ => true,
-        }
-    }
-
     /// Output without a recipe.
     pub(super) fn without_recipe(encoding: Encoding) -> Output {
         Output {
@@ -144,23 +222,60 @@ impl Output {
             omit_metadata: true,
         }
     }
+
+    /// The recipe of an item; `None` where it is left out.
+    pub(super) fn recipe_of(&self, seed: u64) -> Option<Recipe> {
+        let recipe = || Recipe {
+            seed,
+            ..self.recipe.clone()
+        };
+        (!self.omit_metadata).then(recipe)
+    }
+}
+
+/// What all chunks of an artifact say, and what the first of them says besides.
+struct Envelope {
+    index: u32,
+    track: String,
+    media_type: &'static str,
+    total_bytes: u64,
+    first: Option<(HashMap<String, String>, Format)>,
+}
+
+impl Envelope {
+    fn chunk(&mut self, offset: u64, chunk: Bytes, last: bool) -> Kind {
+        let (metadata, format) = self.first.take().unzip();
+        Kind::Artifact(v1::Artifact {
+            index: self.index,
+            media_type: self.media_type.to_owned(),
+            metadata: metadata.unwrap_or_default(),
+            chunk,
+            total_bytes: self.total_bytes,
+            last,
+            track: self.track.clone(),
+            offset: Some(offset),
+            format,
+        })
+    }
 }
 
 /// A piece of a result as chunks of its artifact.
-pub(super) fn artifact(index: u32, seed: u64, piece: Piece, output: &Output) -> Result<Vec<Kind>, String> {
+pub(super) fn artifact(
+    index: u32,
+    seed: u64,
+    piece: Piece,
+    output: &Output,
+    part: Part,
+) -> Result<Vec<Kind>, String> {
     let timeline = Timeline::begin("encode a result");
-    let recipe = Recipe {
-        seed,
-        ..output.recipe.clone()
-    };
-    let kept = (!output.omit_metadata).then_some(&recipe);
-    let (is_first, is_last) = (piece.first == 0, piece.is_last());
+    let recipe = output.recipe_of(seed);
     let whole = piece.format.bytes().ok_or("a result of too many bytes")?;
-    let (media_type, file, total) = match (piece.format, output.encoding) {
+    let place = piece.first * piece.format.unit_bytes();
+    let (media_type, header, file, total_bytes, place) = match (piece.format, output.encoding) {
         (MediaFormat::Image { width, height }, Encoding::Png) => {
-            let file = bytes::Bytes::from(pictures::png(width, height, &piece.data, kept)?);
+            let file = Bytes::from(pictures::png(width, height, &piece.data, recipe.as_ref())?);
             let total = file.len() as u64;
-            ("image/png", file, total)
+            ("image/png", None, file, total, 0)
         }
         (
             MediaFormat::Audio {
@@ -168,37 +283,65 @@ pub(super) fn artifact(index: u32, seed: u64, piece: Piece, output: &Output) -> 
                 channels,
                 ..
             },
-            Encoding::Wav,
+            Encoding::Wav | Encoding::Mp4,
         ) => {
             let header = wav::header(samples_per_second, channels, whole)?;
-            let total = whole + header.len() as u64;
-            let file = match is_first {
-                true => [&header[..], &piece.data].concat().into(),
-                false => piece.data,
-            };
-            ("audio/wav", file, total)
+            let behind = header.len() as u64;
+            let header = part.is_first.then(|| header.into());
+            ("audio/wav", header, piece.data, whole + behind, place + behind)
         }
-        (format, _) => (raw_media_type(&format), piece.data, whole),
+        (format, _) => (raw_media_type(&format), None, piece.data, whole, place),
     };
-    let mut first =
-        is_first.then(|| Ok::<_, String>((metadata(seed, &piece.format, kept)?, format_out(&piece.format))));
-    let mut chunks = Vec::with_capacity(file.len().div_ceil(CHUNK_BYTES));
+    let mut envelope = Envelope {
+        index,
+        track: piece.track,
+        media_type,
+        total_bytes,
+        first: match part.is_first {
+            true => Some((
+                metadata(seed, &piece.format, recipe.as_ref())?,
+                format_out(&piece.format),
+            )),
+            false => None,
+        },
+    };
+    let mut chunks = Vec::with_capacity(1 + file.len().div_ceil(CHUNK_BYTES));
+    if let Some(header) = header {
+        chunks.push(envelope.chunk(0, header, false));
+    }
     for start in (0..file.len()).step_by(CHUNK_BYTES) {
         let end = (start + CHUNK_BYTES).min(file.len());
-        let (metadata, format) = first.take().transpose()?.unzip();
-        chunks.push(Kind::Artifact(v1::Artifact {
-            index,
-            media_type: media_type.to_owned(),
-            metadata: metadata.unwrap_or_default(),
-            chunk: file.slice(start..end),
-            total_bytes: total,
-            last: is_last && end == file.len(),
-            track: piece.track.clone(),
-            format,
-        }));
+        let is_last = part.is_last && end == file.len();
+        chunks.push(envelope.chunk(place + start as u64, file.slice(start..end), is_last));
     }
     timeline.end();
     Ok(chunks)
+}
+
+/// The chunks of a film's file.
+fn film_chunks(
+    index: u32,
+    seed: u64,
+    track: String,
+    format: MediaFormat,
+    output: &Output,
+    film: Arc<EncodedFilm>,
+) -> Result<Chunks, String> {
+    let recipe = output.recipe_of(seed);
+    let mut envelope = Envelope {
+        index,
+        track,
+        media_type: "video/mp4",
+        total_bytes: film.bytes(),
+        first: Some((metadata(seed, &format, recipe.as_ref())?, format_out(&format))),
+    };
+    let (mut position, mut offset) = (FilmPosition::default(), 0);
+    Ok(Box::new(std::iter::from_fn(move || {
+        let chunk = film.read(&mut position, CHUNK_BYTES)?;
+        let start = offset;
+        offset += chunk.len() as u64;
+        Some(envelope.chunk(start, chunk, offset == film.bytes()))
+    })))
 }
 
 /// Media type of units as they are.
@@ -260,12 +403,14 @@ fn metadata(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::grpc::limits::Budget;
 
     #[test]
     fn the_chunks_of_a_large_picture_add_up_to_its_file() {
         let rgb = bytes::Bytes::from(vec![5_u8; 1024 * 1024 * 3]);
         let output = Output::without_recipe(Encoding::Raw);
-        let kinds = artifact(2, 9, Piece::image(1024, 1024, rgb.clone()), &output).unwrap();
+        let picture = Piece::image(1024, 1024, rgb.clone());
+        let kinds = artifact(2, 9, picture, &output, Part::WHOLE).unwrap();
         assert_eq!(kinds.len(), (3 << 20) / CHUNK_BYTES);
         let mut joined = Vec::new();
         for (i, kind) in kinds.iter().enumerate() {
@@ -297,24 +442,156 @@ mod tests {
             first,
             data: vec![first as u8; 4 * samples].into(),
         };
-        let mut file = Vec::new();
-        for (piece, last) in [(piece(0, 3), false), (piece(3, 2), true)] {
-            let output = Output::without_recipe(Encoding::Wav);
-            let kinds = artifact(0, 1, piece, &output).unwrap();
-            let [Kind::Artifact(chunk)] = &kinds[..] else {
-                panic!("{kinds:?}")
-            };
-            assert_eq!(
-                (chunk.last, chunk.track.as_str(), chunk.total_bytes),
-                (last, "drums", 64)
-            );
-            assert_eq!(chunk.format.is_some(), !last);
-            file.extend_from_slice(&chunk.chunk);
+        // The header comes first, whatever piece does.
+        for pieces in [[piece(0, 3), piece(3, 2)], [piece(3, 2), piece(0, 3)]] {
+            let mut file = vec![0; 64];
+            let mut chunks = Vec::new();
+            for (piece, is_first) in pieces.into_iter().zip([true, false]) {
+                let output = Output::without_recipe(Encoding::Wav);
+                let part = Part {
+                    is_first,
+                    is_last: !is_first,
+                };
+                chunks.extend(artifact(0, 1, piece, &output, part).unwrap());
+            }
+            let count = chunks.len();
+            for (number, kind) in (1..).zip(chunks) {
+                let Kind::Artifact(chunk) = kind else {
+                    panic!("{kind:?}")
+                };
+                assert_eq!((chunk.track.as_str(), chunk.total_bytes), ("drums", 64));
+                assert_eq!(
+                    (chunk.format.is_some(), chunk.last),
+                    (number == 1, number == count)
+                );
+                let place = chunk.offset.unwrap() as usize;
+                file[place..place + chunk.chunk.len()].copy_from_slice(&chunk.chunk);
+            }
+            assert_eq!((&file[..4], &file[8..12]), (&b"RIFF"[..], &b"WAVE"[..]));
+            assert_eq!(file[44..], [[0; 4].repeat(3), [3; 4].repeat(2)].concat());
         }
+    }
+
+    const FILM: MediaFormat = MediaFormat::Video {
+        width: 32,
+        height: 16,
+        frames: 6,
+        frames_per_second: 8.0,
+    };
+
+    /// Frames of a film, each of one grey.
+    fn frames(numbers: std::ops::Range<u64>) -> JobEvent {
+        let grey = |number| vec![40 * number as u8; 3 * 32 * 16];
+        let piece = Piece {
+            track: String::new(),
+            format: FILM,
+            first: numbers.start,
+            data: numbers.flat_map(grey).collect::<Vec<_>>().into(),
+        };
+        JobEvent {
+            at_ms: 0,
+            kind: JobEventKind::Piece {
+                item: 0,
+                seed: 7,
+                piece,
+            },
+        }
+    }
+
+    fn results(encoding: Encoding, encodings: &Arc<Encodings>) -> Results {
+        let encoder = Encoder {
+            encodings: encodings.clone(),
+            client: None,
+        };
+        let output = Output {
+            encoding,
+            recipe: Recipe::default(),
+            omit_metadata: false,
+        };
+        Results::new("job".to_owned(), output, encoder)
+    }
+
+    /// The chunks that a stream sends of these pieces.
+    async fn sent(results: &mut Results, pieces: &[std::ops::Range<u64>]) -> Vec<v1::Artifact> {
+        let mut sent = Vec::new();
+        for piece in pieces {
+            sent.extend(results.encode(frames(piece.clone())).await.unwrap());
+        }
+        let artifact = |kind| match kind {
+            Kind::Artifact(artifact) => artifact,
+            other => panic!("{other:?}"),
+        };
+        sent.into_iter().map(artifact).collect()
+    }
+
+    fn joined(chunks: &[v1::Artifact]) -> Vec<u8> {
+        let mut file = vec![0; chunks[0].total_bytes as usize];
+        for chunk in chunks {
+            let place = chunk.offset.unwrap() as usize;
+            file[place..place + chunk.chunk.len()].copy_from_slice(&chunk.chunk);
+        }
+        file
+    }
+
+    #[tokio::test]
+    async fn frames_come_in_any_order_and_the_last_that_comes_says_so() {
+        let encodings = Arc::new(Encodings::new(Budget::new(1 << 20, 1 << 20)));
+        let mut stream = results(Encoding::Raw, &encodings);
+        let chunks = sent(&mut stream, &[4..6, 0..1, 1..4]).await;
+        let said: Vec<_> = chunks
+            .iter()
+            .map(|chunk| (chunk.offset, chunk.last, chunk.format.is_some()))
+            .collect();
+        let bytes = 3 * 32 * 16;
         assert_eq!(
-            (file.len(), &file[..4], &file[8..12]),
-            (64, &b"RIFF"[..], &b"WAVE"[..])
+            said,
+            [
+                (Some(4 * bytes), false, true),
+                (Some(0), false, false),
+                (Some(bytes), true, false)
+            ]
         );
-        assert_eq!(file[44..], [[0; 4].repeat(3), [3; 4].repeat(2)].concat());
+        let expected: Vec<u8> = (0..6).flat_map(|n| vec![40 * n as u8; bytes as usize]).collect();
+        assert_eq!(joined(&chunks), expected);
+        let mut twice = results(Encoding::Raw, &encodings);
+        sent(&mut twice, &[0..3]).await;
+        let refused = twice.encode(frames(2..4)).await.err().unwrap();
+        assert_eq!(refused.code(), tonic::Code::Internal);
+    }
+
+    #[tokio::test]
+    async fn a_film_as_mp4_comes_when_it_is_whole_and_is_encoded_once_for_all_streams() {
+        let bound = Budget::new(1 << 20, 1 << 20);
+        let encodings = Arc::new(Encodings::new(bound.clone()));
+        let (mut one, mut other) = (
+            results(Encoding::Mp4, &encodings),
+            results(Encoding::Mp4, &encodings),
+        );
+        assert_eq!(sent(&mut one, &[3..6, 0..2]).await, []);
+        let taken = bound.taken();
+        assert!(taken > 0, "what is encoded counts");
+        assert_eq!(sent(&mut other, &[3..6, 0..2]).await, []);
+        assert_eq!(bound.taken(), taken, "once");
+        let file = sent(&mut one, &[2..3]).await;
+        assert_eq!(file[0].media_type, "video/mp4");
+        assert_eq!(file[0].metadata["seed"], "7");
+        assert!(file[0].format.is_some() && file.last().unwrap().last);
+        let made = joined(&file);
+        assert_eq!(pictures::recipe_of(&made).unwrap().seed, 7);
+        assert_eq!(joined(&sent(&mut other, &[2..3]).await), made);
+        drop((one, other));
+        assert_eq!(bound.taken(), 0, "nothing is left");
+    }
+
+    #[tokio::test]
+    async fn encoded_films_are_bounded() {
+        let encodings = Arc::new(Encodings::new(Budget::new(100, 100)));
+        let mut stream = results(Encoding::Mp4, &encodings);
+        let refused = stream.encode(frames(0..6)).await.err().unwrap();
+        assert_eq!(refused.code(), tonic::Code::ResourceExhausted);
+        assert!(
+            refused.message().contains("limits.results_per_client"),
+            "{refused}"
+        );
     }
 }

@@ -1,0 +1,242 @@
+//! Films as MP4 files: H.264, with their recipe, made from pieces of frames in any order.
+//!
+//! A [`FilmFile`] encodes each piece as it comes and keeps the encoded frames by number: FramePack makes the end of a film
+//! first. Frames that follow each other are one group of pictures; any other piece begins with a key frame, so that groups
+//! may be put together in any order. The whole file is written at the end, its index in front.
+
+mod colour;
+mod h264;
+mod mp4;
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use pipelines::MediaFormat;
+
+pub(crate) use mp4::{is_mp4, recipe_of};
+
+use crate::pictures::Recipe;
+use h264::{Encoder, ParameterSets};
+
+/// Sides that the encoder takes: its own limits are 3840 x 2160, in either orientation, and chroma has half the resolution.
+const LONGER_SIDE_PIXELS: u32 = 3840;
+const SHORTER_SIDE_PIXELS: u32 = 2160;
+const LEAST_SIDE_PIXELS: u32 = 16;
+/// Frames a second that a level of H.264 is chosen for.
+const MOST_FRAMES_PER_SECOND: f32 = 240.0;
+
+/// Why a film is not encoded.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub(crate) enum FilmError {
+    /// Its sides are odd, too long or too short.
+    #[error(
+        "{width}x{height} is no size of an MP4: sides are even, at least {LEAST_SIDE_PIXELS}, and at most \
+         {LONGER_SIDE_PIXELS} and {SHORTER_SIDE_PIXELS}; ask for raw frames, or another size"
+    )]
+    Size { width: u32, height: u32 },
+    /// Frames a second that a file cannot have.
+    #[error("{0} frames a second are not over 0 and at most {MOST_FRAMES_PER_SECOND}")]
+    Rate(f32),
+    /// Bytes that are not frames of the film.
+    #[error("{bytes} bytes from frame {first} on are not whole frames of {frames}")]
+    NotFrames { first: u64, bytes: usize, frames: u32 },
+    /// The encoder failed.
+    #[error("the H.264 encoder failed: {0}")]
+    Encoder(String),
+    /// The file cannot be written.
+    #[error("the MP4 file cannot be written: {0}")]
+    Container(String),
+}
+
+/// What a film is: known before its first frame.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct FilmFormat {
+    /// Pixels across.
+    pub(crate) width: u32,
+    /// Pixels down.
+    pub(crate) height: u32,
+    /// Frames in all.
+    pub(crate) frames: u32,
+    pub(crate) frames_per_second: f32,
+}
+
+impl FilmFormat {
+    /// That of a film; `None` for another medium.
+    pub(crate) fn of(format: &MediaFormat) -> Option<FilmFormat> {
+        match *format {
+            MediaFormat::Video {
+                width,
+                height,
+                frames,
+                frames_per_second,
+            } => Some(FilmFormat {
+                width,
+                height,
+                frames,
+                frames_per_second,
+            }),
+            MediaFormat::Image { .. } | MediaFormat::Audio { .. } => None,
+        }
+    }
+
+    /// Whether a file can hold such a film.
+    ///
+    /// # Errors
+    /// For people, when its size or its rate is not one of H.264.
+    pub(crate) fn check(&self) -> Result<(), FilmError> {
+        let (width, height) = (self.width, self.height);
+        let fits = |side: u32| side >= LEAST_SIDE_PIXELS && side.is_multiple_of(2);
+        let is_small_enough =
+            width.max(height) <= LONGER_SIDE_PIXELS && width.min(height) <= SHORTER_SIDE_PIXELS;
+        if !fits(width) || !fits(height) || !is_small_enough {
+            return Err(FilmError::Size { width, height });
+        }
+        if !(self.frames_per_second > 0.0 && self.frames_per_second <= MOST_FRAMES_PER_SECOND) {
+            return Err(FilmError::Rate(self.frames_per_second));
+        }
+        Ok(())
+    }
+
+    /// Bytes of one frame: RGB, 8 bits each.
+    fn frame_bytes(&self) -> usize {
+        3 * self.width as usize * self.height as usize
+    }
+}
+
+/// One encoded frame, as a file has it.
+#[derive(Clone, Debug, PartialEq)]
+struct Sample {
+    /// NAL units, each behind its length in 4 bytes.
+    data: Bytes,
+    /// Decoding can begin here.
+    is_key: bool,
+}
+
+/// A film that is being encoded. It holds the encoded frames and the encoder's few pictures, never the film's pixels.
+pub(crate) struct FilmFile {
+    format: FilmFormat,
+    encoder: Encoder,
+    /// By number.
+    samples: BTreeMap<u32, Sample>,
+    /// The frame that would go on with the group of pictures that is open.
+    next: Option<u32>,
+}
+
+impl FilmFile {
+    /// Begins a film.
+    ///
+    /// # Errors
+    /// As [`FilmFormat::check`]; and when the encoder does not start.
+    pub(crate) fn new(format: FilmFormat) -> Result<FilmFile, FilmError> {
+        format.check()?;
+        Ok(FilmFile {
+            encoder: Encoder::new(&format)?,
+            format,
+            samples: BTreeMap::new(),
+            next: None,
+        })
+    }
+
+    /// Encodes frames from number `first` on: RGB, 8 bits each, row-major, frame after frame. Those that are there already
+    /// are left out. Gives the bytes that they take now.
+    ///
+    /// # Errors
+    /// When these are not whole frames of the film, or the encoder fails.
+    pub(crate) fn add(&mut self, first: u64, rgb: &[u8]) -> Result<u64, FilmError> {
+        let (frames, size) = (self.format.frames, self.format.frame_bytes());
+        let wrong = || FilmError::NotFrames {
+            first,
+            bytes: rgb.len(),
+            frames,
+        };
+        let count = (rgb.len() / size) as u64;
+        if rgb.len() % size != 0 || first.saturating_add(count) > u64::from(frames) {
+            return Err(wrong());
+        }
+        let first = u32::try_from(first).map_err(|_| wrong())?;
+        let mut bytes = 0;
+        for (number, frame) in (first..).zip(rgb.chunks_exact(size)) {
+            if self.samples.contains_key(&number) {
+                continue;
+            }
+            let sample = self.encoder.encode(frame, self.next != Some(number))?;
+            self.next = Some(number + 1);
+            bytes += sample.data.len() as u64;
+            self.samples.insert(number, sample);
+        }
+        Ok(bytes)
+    }
+
+    /// Whether every frame is there.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.samples.len() == self.format.frames as usize
+    }
+
+    /// The whole file, with a recipe in its metadata if one is given.
+    ///
+    /// # Errors
+    /// When frames are missing.
+    pub(crate) fn finish(self, recipe: Option<&Recipe>) -> Result<EncodedFilm, FilmError> {
+        if !self.is_complete() {
+            let missing = self.format.frames as usize - self.samples.len();
+            return Err(FilmError::Container(format!("{missing} frames are missing")));
+        }
+        let sets = self.encoder.parameter_sets()?;
+        let samples: Vec<Sample> = self.samples.into_values().collect();
+        EncodedFilm::of(&self.format, &sets, samples, recipe)
+    }
+}
+
+/// An MP4 file in parts, of which no copy is made: what comes before the frames, and each frame.
+#[derive(Debug)]
+pub(crate) struct EncodedFilm {
+    parts: Vec<Bytes>,
+    bytes: u64,
+}
+
+impl EncodedFilm {
+    fn of(
+        format: &FilmFormat,
+        sets: &ParameterSets,
+        samples: Vec<Sample>,
+        recipe: Option<&Recipe>,
+    ) -> Result<EncodedFilm, FilmError> {
+        let head = mp4::head(format, sets, &samples, recipe)?;
+        let mut parts = vec![Bytes::from(head)];
+        parts.extend(samples.into_iter().map(|sample| sample.data));
+        let bytes = parts.iter().map(|part| part.len() as u64).sum();
+        Ok(EncodedFilm { parts, bytes })
+    }
+
+    /// Bytes of the file.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The next bytes of the file from where the reader stands, at most so many; `None` at the end.
+    pub(crate) fn read(&self, at: &mut FilmPosition, most: usize) -> Option<Bytes> {
+        let mut chunk = Vec::new();
+        while let Some(part) = self.parts.get(at.part) {
+            let end = part.len().min(at.byte + most - chunk.len());
+            chunk.extend_from_slice(&part[at.byte..end]);
+            at.byte = end;
+            if end == part.len() {
+                (at.part, at.byte) = (at.part + 1, 0);
+            }
+            if chunk.len() == most {
+                break;
+            }
+        }
+        (!chunk.is_empty()).then(|| chunk.into())
+    }
+}
+
+/// Where a reader of an [`EncodedFilm`] stands.
+#[derive(Debug, Default)]
+pub(crate) struct FilmPosition {
+    part: usize,
+    byte: usize,
+}
+
+#[cfg(test)]
+mod tests;
