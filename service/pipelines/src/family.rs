@@ -306,6 +306,11 @@ pub trait Model: Send + Sync {
         Ok(None)
     }
 
+    /// Frames of a film of about this length, of the lengths that the model makes; at least one.
+    fn frames_of(&self, seconds: f32, frames_per_second: f32) -> u32 {
+        nearest_frames(seconds, frames_per_second)
+    }
+
     /// Smaller variants of a request that may fit where it does not, each with a label, the closest first.
     fn smaller(&self, request: &Request) -> Vec<(String, Request)>;
 
@@ -323,6 +328,12 @@ pub trait Model: Send + Sync {
     /// # Errors
     /// [`StageError`].
     fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError>;
+}
+
+/// Frames in so many seconds, rounded; at least one.
+pub(crate) fn nearest_frames(seconds: f32, frames_per_second: f32) -> u32 {
+    let frames = (f64::from(seconds) * f64::from(frames_per_second)).round();
+    (frames as u32).max(1)
 }
 
 /// The same request with its sides in three, two and one quarters, rounded down to a multiple of `grain` pixels: the

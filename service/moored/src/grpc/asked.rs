@@ -288,6 +288,14 @@ impl Asked {
             .map_err(|problem| invalid("output", problem.to_string()))
     }
 
+    /// The length of a film in seconds, where it is asked for so.
+    pub(super) fn film_seconds(&self) -> Option<f32> {
+        match self.of_medium {
+            OfMedium::Video { seconds, .. } => (seconds > 0.0).then_some(seconds),
+            OfMedium::Image | OfMedium::Audio { .. } => None,
+        }
+    }
+
     /// The request, with `defaults` for what is left open. Sides, frames and seconds that are left open are those of what
     /// it starts from.
     ///
@@ -327,15 +335,12 @@ impl Asked {
                 &OfMedium::Video {
                     frames,
                     frames_per_second,
-                    seconds,
+                    ..
                 },
             ) => {
                 (video.width, video.height) = sides(video.width, video.height);
                 video.frames_per_second = set(frames_per_second, video.frames_per_second);
-                video.frames = match seconds > 0.0 {
-                    true => frames_of(seconds, video.frames_per_second),
-                    false => named(frames, video.frames),
-                };
+                video.frames = named(frames, video.frames);
                 video.init_image = init_image;
                 if clip
                     .as_ref()
@@ -423,12 +428,6 @@ fn seed_of(options: Option<&v1::JobOptions>) -> u64 {
         .finalize_xof()
         .fill(&mut seed);
     u32::from_le_bytes(seed).into()
-}
-
-/// Frames of a film of this length, at least one.
-fn frames_of(seconds: f32, frames_per_second: f32) -> u32 {
-    let frames = (f64::from(seconds) * f64::from(frames_per_second)).round();
-    (frames as u32).max(1)
 }
 
 #[cfg(test)]

@@ -295,7 +295,7 @@ pub(super) fn convert(event: &JobEvent, model: &v1::ResolvedModel) -> Converted 
             card,
             item,
             memory,
-            section: _,
+            section,
         } => Kind::Stage(v1::StageStarted {
             name: name.to_string(),
             index: *index,
@@ -305,20 +305,15 @@ pub(super) fn convert(event: &JobEvent, model: &v1::ResolvedModel) -> Converted 
             card: card.clone(),
             item: *item,
             memory: memory.as_ref().map(memory_out),
-            part: 0,
-            parts: 0,
+            part: section.map_or(0, |section| section.number),
+            parts: section.map_or(0, |section| section.of),
         }),
-        JobEventKind::Step {
-            n,
-            of,
-            item,
-            section: _,
-        } => Kind::Step(v1::Step {
+        JobEventKind::Step { n, of, item, section } => Kind::Step(v1::Step {
             n: *n,
             of: *of,
             item: *item,
-            part: 0,
-            parts: 0,
+            part: section.map_or(0, |section| section.number),
+            parts: section.map_or(0, |section| section.of),
         }),
         JobEventKind::Latent { info, item } => Kind::Latent(v1::LatentKept {
             latent: Some(latent_out(info)),

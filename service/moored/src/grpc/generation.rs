@@ -235,6 +235,9 @@ impl Service {
             (image.width, image.height) = (first.width, first.height);
         }
         let mut request = asked.request(request, start)?;
+        if let (Some(seconds), Medium::Video(video)) = (asked.film_seconds(), &mut request.medium) {
+            video.frames = open.model.frames_of(seconds, video.frames_per_second);
+        }
         asked.check_output(&request)?;
         if let Medium::Image(image) = &mut request.medium {
             image.mask = self.mask_of(&asked, (image.width, image.height)).await?;

@@ -17,7 +17,7 @@ use crate::adapters::{AdapterFile, AdapterReport, AdapterSet, TargetComponent};
 use crate::autoencoder_hunyuan::{Chunking, HunyuanVaeConfig};
 use crate::bounds::{PIXELS_PER_TOKEN, common_problems, side_problems, start_problem};
 use crate::checkpoint::ComponentSet;
-use crate::family::smaller_sides;
+use crate::family::{nearest_frames, smaller_sides};
 use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
 use crate::text::llama::LlamaConfig;
@@ -277,6 +277,17 @@ impl Model for HunyuanModel {
             medium: Medium::Video(video),
             ..self.defaults()
         })
+    }
+
+    fn frames_of(&self, seconds: f32, frames_per_second: f32) -> u32 {
+        let frames = nearest_frames(seconds, frames_per_second);
+        let step = match self.order() {
+            Some(order) => Sections::at_least(order, WINDOW, 1).frames() as u32 - 1,
+            None => 4,
+        };
+        let least = if self.order().is_some() { 1 } else { 0 };
+        // The nearest: halves are rounded up.
+        ((frames - 1 + step / 2) / step).max(least) * step + 1
     }
 
     fn smaller(&self, request: &Request) -> Vec<(String, Request)> {

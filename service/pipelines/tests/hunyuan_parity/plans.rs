@@ -138,3 +138,15 @@ fn the_smallest_request_proves_a_model() {
         assert_eq!(film.frames().len(), video.frames as usize);
     }
 }
+
+#[test]
+fn a_length_in_seconds_is_the_nearest_that_the_model_makes() {
+    let folder = section_folder(false);
+    let sections = Workshop::open(folder.path(), &F32).model;
+    let frames = |seconds: f32| sections.frames_of(seconds, 30.0);
+    assert_eq!([0.1, 1.0, 2.0, 5.0, 40.0].map(frames), [37, 37, 73, 145, 1189]);
+    let folder = film_folder();
+    let whole = Workshop::open(folder.path(), &F32).model;
+    let frames = |seconds: f32| whole.frames_of(seconds, 24.0);
+    assert_eq!([0.01, 1.0, 5.0].map(frames), [1, 25, 121]);
+}

@@ -125,12 +125,7 @@ impl Core {
             Progress::Step { n, of } => {
                 job.steps_done = (n, of);
                 let section = job.stage(step).and_then(|stage| stage.section);
-                JobEventKind::Step {
-                    n,
-                    of,
-                    item,
-                    section,
-                }
+                JobEventKind::Step { n, of, item, section }
             }
             Progress::Preview {
                 step,
