@@ -71,11 +71,6 @@ impl Spans {
     pub(crate) fn are_whole(&self, length: u64) -> bool {
         self.spans.len() == 1 && self.spans.get(&0) == Some(&length)
     }
-
-    /// The end of what came last to be behind all else; 0 for nothing.
-    pub(crate) fn end(&self) -> u64 {
-        self.spans.values().next_back().copied().unwrap_or(0)
-    }
 }
 
 #[cfg(test)]
@@ -90,7 +85,6 @@ mod tests {
             spans.add(start, end).unwrap();
         }
         assert!(spans.are_whole(9) && !spans.are_whole(10));
-        assert_eq!(spans.end(), 9);
     }
 
     #[test]

@@ -93,6 +93,8 @@ pub(super) enum Command {
     Run(Run),
     /// Generate a picture, film or track with a running service
     Generate(Generate),
+    /// Generate a film with a running service: from text, or from a picture with --init
+    Film(Generate),
     /// Try it out: generate twelve small pictures with the model that is included
     Demo(Demo),
     /// Start the service
@@ -189,6 +191,7 @@ impl Command {
     fn sections(&self) -> Option<&'static [&'static str]> {
         match self {
             Command::Generate(_)
+            | Command::Film(_)
             | Command::Plan(_)
             | Command::Status(_)
             | Command::Load(_)
@@ -293,7 +296,7 @@ pub(super) struct Prompts {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Output")]
 pub(super) struct Output {
-    /// A file (.png, .jpg, .webp, .apng, .wav), a folder, or - for standard output [default: MODEL-SEED.png]
+    /// A file (.png, .jpg, .webp, .mp4, .apng, .wav), a folder, or - for standard output [default: MODEL-SEED.png, .mp4 or .wav]
     #[arg(short, long, value_name = "PATH")]
     pub(super) out: Option<String>,
     /// Overwrite files that are there
@@ -330,10 +333,10 @@ pub(super) struct Settings {
     /// Longest prompt, in tokens of the large text encoder
     #[arg(long, value_name = "TOKENS", help_heading = "Picture")]
     pub(super) max_sequence_length: Option<u32>,
-    /// Regenerate a picture from the settings stored in it. Other options override them
-    #[arg(long, value_name = "PICTURE", help_heading = "Picture")]
+    /// Regenerate a picture or film from the settings stored in its file. Other options override them
+    #[arg(long, value_name = "FILE", help_heading = "Picture")]
     pub(super) from: Option<PathBuf>,
-    /// Image to image: the picture to start from
+    /// The picture to start from: image to image; of a film, its first frame
     #[arg(long, value_name = "PICTURE", help_heading = "Picture")]
     pub(super) init: Option<PathBuf>,
     /// Image to image: how strongly to change the picture: more than 0, up to 1
@@ -366,8 +369,8 @@ pub(super) struct Settings {
     /// Film: frames a second
     #[arg(long, help_heading = "Film and track")]
     pub(super) fps: Option<f32>,
-    /// Track: its length
-    #[arg(long, help_heading = "Film and track")]
+    /// Film and track: the length
+    #[arg(long, conflicts_with = "frames", help_heading = "Film and track")]
     pub(super) seconds: Option<f32>,
     /// Track: the lyrics
     #[arg(long, value_name = "TEXT", help_heading = "Film and track")]
@@ -397,7 +400,7 @@ pub(super) struct Settings {
 pub(super) enum MediumChoice {
     /// A picture, written as PNG
     Image,
-    /// A film, written as animated PNG
+    /// A film, written as MP4 or animated PNG
     Video,
     /// A track, written as WAV
     Audio,
@@ -408,7 +411,7 @@ impl MediumChoice {
     pub(super) fn ending(self) -> &'static str {
         match self {
             MediumChoice::Image => "png",
-            MediumChoice::Video => "apng",
+            MediumChoice::Video => "mp4",
             MediumChoice::Audio => "wav",
         }
     }

@@ -8,6 +8,7 @@ use super::CliError;
 use super::arguments::MediumChoice;
 use super::results::Arrived;
 use crate::pictures::{self, Encoding};
+use crate::proto::v1;
 
 /// Destination of the results of a command.
 #[derive(Clone, Debug)]
@@ -59,6 +60,14 @@ impl Target {
             check_ending(path, medium)?;
         }
         Ok(Target { place, medium, force })
+    }
+
+    /// How films are sent: as the file that they are written to; of frames an animated PNG is made here.
+    pub(super) fn film_format(&self) -> v1::FilmFormat {
+        match &self.place {
+            Place::File(path) if ending_of(path) != "mp4" => v1::FilmFormat::RawFrames,
+            Place::File(_) | Place::Folder(_) | Place::Stdout => v1::FilmFormat::Mp4,
+        }
     }
 
     pub(super) fn is_stdout(&self) -> bool {
@@ -140,7 +149,7 @@ fn ending_of(path: &Path) -> String {
 fn check_ending(path: &Path, medium: MediumChoice) -> Result<(), CliError> {
     let (what, endings): (_, &[&str]) = match medium {
         MediumChoice::Image => ("a picture", &["png", "jpg", "jpeg", "webp"]),
-        MediumChoice::Video => ("a film", &["apng", "png"]),
+        MediumChoice::Video => ("a film", &["mp4", "apng", "png"]),
         MediumChoice::Audio => ("a track", &["wav"]),
     };
     let ending = ending_of(path);
@@ -285,11 +294,23 @@ mod tests {
         for (out, medium) in [
             ("a.gif", MediumChoice::Image),
             ("a.wav", MediumChoice::Image),
-            ("a.mp4", MediumChoice::Video),
+            ("a.mp4", MediumChoice::Image),
+            ("a.mov", MediumChoice::Video),
             ("a.mp3", MediumChoice::Audio),
         ] {
             assert!(Target::of(Some(out), medium, false).is_err(), "{out}");
         }
         assert!(Target::of(Some("a.JPG"), MediumChoice::Image, false).is_ok());
+    }
+
+    #[test]
+    fn a_film_is_an_mp4_unless_its_file_is_an_animated_png() {
+        let sent = |out| Target::of(out, MediumChoice::Video, false).unwrap().film_format();
+        for out in [Some("a.mp4"), Some("a.MP4"), Some("folder/"), Some("-"), None] {
+            assert_eq!(sent(out), v1::FilmFormat::Mp4, "{out:?}");
+        }
+        for out in [Some("a.apng"), Some("a.png")] {
+            assert_eq!(sent(out), v1::FilmFormat::RawFrames, "{out:?}");
+        }
     }
 }

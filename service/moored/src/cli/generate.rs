@@ -7,7 +7,7 @@ use residency::Bytes;
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::arguments::{Generate, Output, Plan, Settings};
+use super::arguments::{Generate, MediumChoice, Output, Plan, Settings};
 use super::connection::{Connection, when_of};
 use super::files::{Target, Writing};
 use super::pull::WhenMissing;
@@ -19,6 +19,19 @@ use crate::config::Client;
 use crate::proto::v1;
 use crate::proto::v1::event::Event as Kind;
 use crate::proto::v1::plan_request::Request as Asked;
+
+/// Generates a film, and writes it.
+pub(super) async fn film(client: &Client, mut options: Generate, json: bool) -> Result<(), CliError> {
+    match options.settings.medium {
+        None | Some(MediumChoice::Video) => options.settings.medium = Some(MediumChoice::Video),
+        Some(_) => {
+            return Err(CliError::Usage(
+                "`moored film` makes films: leave --medium out, or use `moored generate`".to_owned(),
+            ));
+        }
+    }
+    run(client, options, json).await
+}
 
 /// Generates, and writes the results.
 pub(super) async fn run(client: &Client, options: Generate, json: bool) -> Result<(), CliError> {
@@ -53,16 +66,17 @@ impl Order {
         client: &Client,
     ) -> Result<Order, CliError> {
         let recipe = settings.from.as_deref().map(recipe_of).transpose()?;
-        let medium = medium_of(settings, output.out.as_deref());
+        let medium = medium_of(settings, output.out.as_deref(), recipe.as_ref());
         let target = Target::of(output.out.as_deref(), medium, output.force)?;
         if target.is_stdout() && std::io::stdout().is_terminal() {
             return Err(CliError::Usage(
-                "a picture is not written to a terminal: redirect it, or use -o FILE".to_owned(),
+                "a result is not written to a terminal: redirect it, or use -o FILE".to_owned(),
             ));
         }
         let prompts = prompts_of(prompt, prompts, recipe.as_ref())?;
         let wanted = Wanted {
             medium,
+            film: target.film_format(),
             model,
             recipe,
             client: &client.name,
@@ -78,7 +92,7 @@ impl Order {
         };
         if order.target.is_stdout() && order.results() > 1 {
             return Err(CliError::Usage(
-                "standard output takes one picture: use -o FOLDER for several".to_owned(),
+                "standard output takes one result: use -o FOLDER for several".to_owned(),
             ));
         }
         order.target.check(order.results())?;
@@ -209,7 +223,8 @@ pub(super) async fn plan(client: &Client, options: Plan, json: bool) -> Result<(
     let recipe = settings.from.as_deref().map(recipe_of).transpose()?;
     let mut prompts = prompts_of(options.prompt.as_deref(), None, recipe.as_ref())?;
     let wanted = Wanted {
-        medium: medium_of(settings, None),
+        medium: medium_of(settings, None, recipe.as_ref()),
+        film: v1::FilmFormat::RawFrames,
         model: options.model.as_deref(),
         recipe,
         client: &client.name,
@@ -335,7 +350,10 @@ pub(super) async fn generate(
         let event = event.inspect_err(|_| show.end())?;
         show.event(&event)?;
         match event.event {
-            Some(Kind::Artifact(chunk)) => generated.results.add(chunk),
+            Some(Kind::Artifact(chunk)) => {
+                let added = generated.results.add(chunk);
+                added.map_err(CliError::Failed).inspect_err(|_| show.end())?;
+            }
             Some(Kind::Accepted(accepted)) => generated.model = accepted.model.unwrap_or_default().id,
             Some(Kind::Done(done)) => generated.done = done,
             _ => {}

@@ -162,6 +162,7 @@ fn dispatch(arguments: Arguments) -> Result<(), CliError> {
             Command::Demo(options) => demo::run(config, options, json).await,
             Command::Doctor => doctor::run(config, json).await,
             Command::Generate(options) => generate::run(client, options, json).await,
+            Command::Film(options) => generate::film(client, options, json).await,
             Command::Plan(options) => generate::plan(client, options, json).await,
             Command::Status(options) => status::run(client, options, json).await,
             Command::Models { available: true, .. } => models::available(&config, json).await,

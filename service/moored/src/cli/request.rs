@@ -12,6 +12,8 @@ use crate::proto::v1::plan_request::Request as Asked;
 /// Parts of a request besides its prompt and its settings.
 pub(super) struct Wanted<'a> {
     pub(super) medium: MediumChoice,
+    /// How films are sent.
+    pub(super) film: v1::FilmFormat,
     /// Id of the model; `None`: the recipe's, else the service's default.
     pub(super) model: Option<&'a str>,
     /// The recipe of `--from`.
@@ -26,10 +28,8 @@ fn check_options(options: &Settings, medium: MediumChoice) -> Result<(), CliErro
         ("--frames", options.frames.is_some()),
         ("--fps", options.fps.is_some()),
     ];
-    let of_track = [
-        ("--seconds", options.seconds.is_some()),
-        ("--lyrics", options.lyrics.is_some()),
-    ];
+    let of_time = [("--seconds", options.seconds.is_some())];
+    let of_track = [("--lyrics", options.lyrics.is_some())];
     let seen = [
         ("--width", options.width.is_some()),
         ("--height", options.height.is_some()),
@@ -41,7 +41,7 @@ fn check_options(options: &Settings, medium: MediumChoice) -> Result<(), CliErro
         ("--control", !options.control.is_empty()),
     ];
     let (others, what) = match medium {
-        MediumChoice::Image => ([&of_film[..], &of_track[..]].concat(), "a picture"),
+        MediumChoice::Image => ([&of_film[..], &of_time[..], &of_track[..]].concat(), "a picture"),
         MediumChoice::Video => ([&of_track[..], &of_picture[..]].concat(), "a film"),
         MediumChoice::Audio => ([&of_film[..], &seen[..], &of_picture[..]].concat(), "a track"),
     };
@@ -53,16 +53,25 @@ fn check_options(options: &Settings, medium: MediumChoice) -> Result<(), CliErro
     }
 }
 
-/// The medium: by the options, else a picture.
-pub(super) fn medium_of(options: &Settings, out: Option<&str>) -> MediumChoice {
+/// The medium: by the options, the file or the recipe, else a picture.
+pub(super) fn medium_of(options: &Settings, out: Option<&str>, recipe: Option<&Recipe>) -> MediumChoice {
     let ending = out.map(Path::new).and_then(Path::extension);
-    match options.medium {
+    let ending = ending.map(|ending| ending.to_string_lossy().to_ascii_lowercase());
+    let of_file = match ending.as_deref() {
+        Some("wav") => Some(MediumChoice::Audio),
+        Some("mp4" | "apng") => Some(MediumChoice::Video),
+        _ => None,
+    };
+    let of_recipe = recipe.and_then(|recipe| match (recipe.frames, recipe.seconds) {
+        (Some(_), _) => Some(MediumChoice::Video),
+        (None, Some(_)) => Some(MediumChoice::Audio),
+        (None, None) => None,
+    });
+    match options.medium.or(of_file) {
         Some(medium) => medium,
         None if options.frames.is_some() || options.fps.is_some() => MediumChoice::Video,
         None if options.seconds.is_some() || options.lyrics.is_some() => MediumChoice::Audio,
-        None if ending.is_some_and(|ending| ending == "wav") => MediumChoice::Audio,
-        None if ending.is_some_and(|ending| ending == "apng") => MediumChoice::Video,
-        None => MediumChoice::Image,
+        None => of_recipe.unwrap_or(MediumChoice::Image),
     }
 }
 
@@ -175,7 +184,12 @@ pub(super) fn request_of(
             prompt,
             width,
             height,
-            frames: options.frames.or(recipe.frames).unwrap_or(0),
+            // A length that is named stands over the recipe's frames.
+            frames: match options.seconds {
+                Some(_) => options.frames.unwrap_or(0),
+                None => options.frames.or(recipe.frames).unwrap_or(0),
+            },
+            seconds: options.seconds.unwrap_or(0.0),
             frames_per_second: options.fps.or(recipe.frames_per_second).unwrap_or(0.0),
             steps,
             guidance,
@@ -185,6 +199,7 @@ pub(super) fn request_of(
             init_image: init_image.into(),
             strength,
             omit_metadata,
+            output: asked.film.into(),
             options: Some(job),
             ..Default::default()
         }),

@@ -5,13 +5,19 @@ use std::collections::BTreeMap;
 use crate::pictures;
 use crate::proto::v1;
 use crate::proto::v1::artifact::Format;
+use crate::spans::Spans;
 
 /// One result of a job.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Arrived {
     media_type: String,
     format: Option<Format>,
+    total_bytes: u64,
+    /// In place: chunks come in any order.
     data: Vec<u8>,
+    come: Spans,
+    /// Where a chunk belongs that does not say so.
+    next: u64,
 }
 
 /// Results by item and track.
@@ -19,13 +25,32 @@ pub(super) struct Arrived {
 pub(super) struct Results(BTreeMap<(u32, String), Arrived>);
 
 impl Results {
-    /// Appends a chunk to its result.
-    pub(super) fn add(&mut self, chunk: v1::Artifact) {
+    /// Puts a chunk in its place.
+    ///
+    /// # Errors
+    /// A message for people, when it is there already, or beyond the end of its result.
+    pub(super) fn add(&mut self, chunk: v1::Artifact) -> Result<(), String> {
+        let of = format!("result {}", chunk.index);
         let result = self.0.entry((chunk.index, chunk.track)).or_default();
-        if result.data.is_empty() {
-            (result.media_type, result.format) = (chunk.media_type, chunk.format);
+        if result.come.is_empty() {
+            result.media_type = chunk.media_type;
+            result.format = chunk.format;
+            result.total_bytes = chunk.total_bytes;
         }
-        result.data.extend_from_slice(&chunk.chunk);
+        let start = chunk.offset.unwrap_or(result.next);
+        let end = start.saturating_add(chunk.chunk.len() as u64);
+        if result.total_bytes > 0 && end > result.total_bytes {
+            return Err(format!("{of} has more than its {} bytes", result.total_bytes));
+        }
+        let added = result.come.add(start, end);
+        added.map_err(|twice| format!("{of} is damaged: {twice}"))?;
+        let (start, place) = (start as usize, end as usize);
+        if result.data.len() < place {
+            result.data.resize(place, 0);
+        }
+        result.data[start..place].copy_from_slice(&chunk.chunk);
+        result.next = end;
+        Ok(())
     }
 
     /// Item, track and result, in order.
@@ -36,11 +61,14 @@ impl Results {
 }
 
 impl Arrived {
-    /// The file: a film becomes an animated PNG; a picture and a track are files already.
+    /// The file: raw frames become an animated PNG; an MP4, a picture and a track are files already.
     ///
     /// # Errors
-    /// A message for people, when frames are missing.
+    /// A message for people, when bytes are missing.
     pub(super) fn file(&self) -> Result<Vec<u8>, String> {
+        if self.total_bytes > 0 && !self.come.are_whole(self.total_bytes) {
+            return Err("the result is not complete: a part of it did not come".to_owned());
+        }
         match (&self.format, self.media_type.as_str()) {
             (Some(Format::Video(film)), "video/x-raw-rgb") => pictures::animated_png(
                 (film.width, film.height),
@@ -50,5 +78,54 @@ impl Arrived {
             ),
             _ => Ok(self.data.clone()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chunk(offset: Option<u64>, chunk: &[u8]) -> v1::Artifact {
+        v1::Artifact {
+            media_type: "video/mp4".to_owned(),
+            total_bytes: 6,
+            chunk: chunk.to_vec().into(),
+            offset,
+            ..Default::default()
+        }
+    }
+
+    fn file(chunks: &[v1::Artifact]) -> Result<Vec<u8>, String> {
+        let mut results = Results::default();
+        for chunk in chunks {
+            results.add(chunk.clone())?;
+        }
+        let (_, _, result) = results.iter().next().unwrap();
+        result.file()
+    }
+
+    #[test]
+    fn chunks_are_put_where_they_belong() {
+        let shuffled = [
+            chunk(Some(4), b"ef"),
+            chunk(Some(0), b"ab"),
+            chunk(Some(2), b"cd"),
+        ];
+        assert_eq!(file(&shuffled).unwrap(), b"abcdef");
+        let in_order = [chunk(None, b"abc"), chunk(None, b"def")];
+        assert_eq!(
+            file(&in_order).unwrap(),
+            b"abcdef",
+            "of a service that does not say where"
+        );
+    }
+
+    #[test]
+    fn what_came_twice_is_missing_or_is_too_much_is_refused() {
+        let refused = |chunks: &[v1::Artifact]| file(chunks).unwrap_err();
+        assert!(refused(&[chunk(Some(0), b"abcd"), chunk(Some(3), b"def")]).contains("twice"));
+        assert!(refused(&[chunk(Some(0), b"ab"), chunk(Some(4), b"ef")]).contains("not complete"));
+        assert!(refused(&[chunk(Some(4), b"efg")]).contains("more than its 6 bytes"));
+        assert!(refused(&[chunk(Some(u64::MAX), b"a")]).contains("more than its 6 bytes"));
     }
 }

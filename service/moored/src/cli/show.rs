@@ -26,8 +26,25 @@ struct Shown {
     bar: ProgressBar,
 }
 
+/// How far the steps of a job are: over all sections of a film, so that the time left is that of the film.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Steps {
+    done: u64,
+    of: u64,
+}
+
+impl Steps {
+    fn of(step: &v1::Step) -> Steps {
+        let (of, before) = (u64::from(step.of), u64::from(step.part.saturating_sub(1)));
+        Steps {
+            done: before * of + u64::from(step.n),
+            of: u64::from(step.parts.max(1)) * of,
+        }
+    }
+}
+
 /// About as many lines are printed for the steps of a job.
-const LINES_OF_STEPS: u32 = 10;
+const LINES_OF_STEPS: u64 = 10;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Form {
@@ -107,6 +124,16 @@ impl Show {
                 let bar = self.bar(&format!("loading {name}"), loading.bytes_total, BYTES);
                 bar.set_position(loading.bytes_done);
             }
+            Kind::Step(step) if step.parts > 0 => {
+                let steps = Steps::of(step);
+                let title = match step.item {
+                    0 => "film".to_owned(),
+                    more => format!("film {}", more + 1),
+                };
+                let bar = self.bar(&title, steps.of, SECTIONS);
+                bar.set_message(words(kind).unwrap_or_default());
+                bar.set_position(steps.done);
+            }
             Kind::Step(step) => {
                 let title = match step.item {
                     0 => "denoise".to_owned(),
@@ -114,6 +141,12 @@ impl Show {
                 };
                 let bar = self.bar(&title, step.of.into(), STEPS);
                 bar.set_position(step.n.into());
+            }
+            // Between the sections of a film its bar stays, so that it goes on counting the time left.
+            other if self.is_within_film() && !matches!(other, Kind::Done(_)) => {
+                if let (Some(line), Some(shown)) = (words(other), &self.bar) {
+                    shown.bar.set_message(line);
+                }
             }
             Kind::Stage(stage) if !stage.cached => {
                 let title = match stage.item {
@@ -129,6 +162,13 @@ impl Show {
                 }
             }
         }
+    }
+
+    /// Whether the bar is of a film that has steps to go.
+    fn is_within_film(&self) -> bool {
+        self.bar.as_ref().is_some_and(|shown| {
+            shown.template == SECTIONS && Some(shown.bar.position()) < shown.bar.length()
+        })
     }
 
     /// The bar of this title and form; another is finished.
@@ -166,7 +206,7 @@ impl Show {
             self.last_loaded = name;
         }
         if let Kind::Step(step) = kind
-            && !is_told(step.n, step.of)
+            && !is_told(Steps::of(step))
         {
             return;
         }
@@ -180,13 +220,15 @@ impl Show {
 }
 
 /// Whether a step is printed: the first, the last, and about [`LINES_OF_STEPS`] in all.
-fn is_told(step: u32, of: u32) -> bool {
-    let tenth = |step: u32| u64::from(step) * u64::from(LINES_OF_STEPS) / u64::from(of.max(1));
-    step <= 1 || tenth(step) != tenth(step - 1)
+fn is_told(steps: Steps) -> bool {
+    let tenth = |done: u64| done * LINES_OF_STEPS / steps.of.max(1);
+    steps.done <= 1 || tenth(steps.done) != tenth(steps.done - 1)
 }
 
 const BYTES: &str = "{msg:28} {bar:30} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta} left";
 const STEPS: &str = "{msg:28} {bar:30} step {pos}/{len}, {elapsed}, {eta} left";
+/// The message says the section and its step; the bar is over those of all sections.
+const SECTIONS: &str = "{msg:36} {bar:30} {percent}%, {elapsed}, {eta} left";
 const SPINNER: &str = "{msg:28} {spinner} {elapsed}";
 
 /// The line of an event, if it has one.
@@ -220,15 +262,23 @@ fn words(kind: &Kind) -> Option<String> {
         Kind::Retrying(retrying) if retrying.reason == "RESTORING" => retrying.message.clone(),
         Kind::Retrying(retrying) => format!("retrying {}: {}", retrying.stage, retrying.message),
         Kind::Stage(stage) => format!(
-            "{} (stage {} of {}){}{}",
+            "{} (stage {} of {}{}){}{}",
             stage.name,
             stage.index,
             stage.of,
+            match stage.parts {
+                0 => String::new(),
+                parts => format!(", section {} of {parts}", stage.part),
+            },
             if stage.cached { ", cached" } else { "" },
             match stage.chunking.as_str() {
                 "" | "whole" => String::new(),
                 chunking => format!(", {chunking}"),
             }
+        ),
+        Kind::Step(step) if step.parts > 0 => format!(
+            "section {} of {}, step {} of {}",
+            step.part, step.parts, step.n, step.of
         ),
         Kind::Step(step) => format!("step {} of {}", step.n, step.of),
         Kind::Latent(kept) => format!("latent kept: {}", kept.latent.clone().unwrap_or_default().id),
@@ -270,15 +320,18 @@ fn as_json(event: &v1::Event, kind: &Kind) -> serde_json::Value {
             "message": retrying.message, "stage": retrying.stage}),
         Kind::Stage(stage) => {
             json!({"event": "stage", "name": stage.name, "index": stage.index, "of": stage.of,
-            "chunking": stage.chunking, "cached": stage.cached, "card": stage.card, "item": stage.item})
+            "chunking": stage.chunking, "cached": stage.cached, "card": stage.card, "item": stage.item,
+            "part": stage.part, "parts": stage.parts})
         }
-        Kind::Step(step) => json!({"event": "step", "n": step.n, "of": step.of, "item": step.item}),
+        Kind::Step(step) => json!({"event": "step", "n": step.n, "of": step.of, "item": step.item,
+            "part": step.part, "parts": step.parts}),
         Kind::Preview(preview) => {
             json!({"event": "preview", "step": preview.step, "bytes": preview.jpeg.len()})
         }
         Kind::Artifact(artifact) => json!({"event": "artifact", "index": artifact.index,
             "media_type": artifact.media_type, "metadata": artifact.metadata, "bytes": artifact.chunk.len(),
-            "track": artifact.track, "last": artifact.last}),
+            "track": artifact.track, "last": artifact.last, "offset": artifact.offset,
+            "total_bytes": artifact.total_bytes}),
         Kind::Latent(kept) => {
             let latent = kept.latent.clone().unwrap_or_default();
             json!({"event": "latent", "id": latent.id, "shape": latent.shape, "item": kept.item})
@@ -305,10 +358,49 @@ mod tests {
 
     #[test]
     fn few_steps_are_all_printed_and_of_many_about_ten() {
-        let told = |of: u32| (1..=of).filter(|step| is_told(*step, of)).count();
+        let told = |of: u64| (1..=of).filter(|&done| is_told(Steps { done, of })).count();
         assert_eq!((told(1), told(8), told(10)), (1, 8, 10));
         assert_eq!(told(200), 11);
-        assert!(is_told(200, 200));
+        assert!(is_told(Steps { done: 200, of: 200 }));
+    }
+
+    /// A step of a film of three sections.
+    fn step(part: u32, n: u32) -> Kind {
+        Kind::Step(v1::Step {
+            n,
+            of: 25,
+            part,
+            parts: 3,
+            ..Default::default()
+        })
+    }
+
+    #[test]
+    fn the_bar_of_a_film_goes_over_all_sections_and_stays_between_them() {
+        let mut show = Show::silent();
+        show.form = Form::Bars;
+        let seen = |show: &Show| {
+            let bar = &show.bar.as_ref().unwrap().bar;
+            (bar.position(), bar.length().unwrap(), bar.message())
+        };
+        show.draw(&step(1, 25));
+        assert_eq!(seen(&show), (25, 75, "section 1 of 3, step 25 of 25".to_owned()));
+        show.draw(&Kind::Stage(v1::StageStarted {
+            name: "decode".to_owned(),
+            index: 4,
+            of: 8,
+            part: 1,
+            parts: 3,
+            ..Default::default()
+        }));
+        let decoding = "decode (stage 4 of 8, section 1 of 3)".to_owned();
+        assert_eq!(seen(&show), (25, 75, decoding));
+        show.draw(&step(2, 10));
+        assert_eq!(seen(&show), (35, 75, "section 2 of 3, step 10 of 25".to_owned()));
+        show.draw(&step(3, 25));
+        show.draw(&Kind::Stage(v1::StageStarted::default()));
+        assert_eq!(show.bar.as_ref().unwrap().template, SPINNER, "no step is left");
+        show.end();
     }
 
     #[test]
