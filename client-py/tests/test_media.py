@@ -221,23 +221,77 @@ def test_a_film_is_saved_raw_and_not_as_what_it_is_not(
     result = ask("generate_video", "waves")
     result.save(tmp_path / "film.rgb")
     assert (tmp_path / "film.rgb").read_bytes() == data
-    for name in ("film.mp4", "film"):
-        with pytest.raises(ValueError, match=r"\.webp"):
+    for name, why in (("film.mov", r"\.webp"), ("film", r"\.webp"), ("film.mp4", 'output="mp4"')):
+        with pytest.raises(ValueError, match=why):
             result.save(tmp_path / name)
         assert not (tmp_path / name).exists()
+    with pytest.raises(ValueError, match='output="mp4"'):
+        _ = result.mp4
+
+
+def encoded(media_type: str) -> list[events_pb2.Event]:
+    """A film of nine frames that came as a file, in two pieces."""
+    format_ = events_pb2.VideoFormat(width=2, height=2, frames=9, frames_per_second=24)
+    first = events_pb2.Artifact(
+        chunk=b"m", total_bytes=3, media_type=media_type, video=format_, offset=0
+    )
+    last = events_pb2.Artifact(chunk=b"p4", last=True, offset=1)
+    return [event(artifact=first), event(artifact=last)]
+
+
+def test_a_film_as_mp4(service: Service, ask: Ask, tmp_path: Path) -> None:
+    service.on("GenerateVideo", [accepted(), *encoded("video/mp4"), done()])
+    result = ask("generate_video", "waves", output="mp4")
+    assert service.requests["GenerateVideo"].output == generation_pb2.MP4
+    assert (result.mp4, result.film.frame_count, result.frames_per_second) == (b"mp4", 9, 24)
+    result.save(tmp_path / "film.mp4")
+    assert (tmp_path / "film.mp4").read_bytes() == b"mp4"
+    with pytest.raises(FileExistsError):
+        result.save(tmp_path / "film.mp4")
+    with pytest.raises(ValueError, match=r"\.mp4"):
+        result.save(tmp_path / "film.webp")
+    with pytest.raises(ValueError, match='output="raw"'):
+        _ = result.array
+    with pytest.raises(moored.InvalidRequest, match="raw or mp4"):
+        ask("generate_video", "waves", output="gif")
 
 
 def test_a_film_of_another_kind_is_kept_as_it_came(service: Service, ask: Ask) -> None:
-    format_ = events_pb2.VideoFormat(width=2, height=2, frames=9, frames_per_second=24)
-    piece = events_pb2.Artifact(
-        chunk=b"mp4", total_bytes=3, last=True, media_type="video/mp4", video=format_
-    )
-    service.on("GenerateVideo", [accepted(), event(artifact=piece), done()])
+    service.on("GenerateVideo", [accepted(), *encoded("video/webm"), done()])
     *frames, result = pieces_of(ask, "stream_video", "frames")
     assert frames == []
     assert bytes(result.film.data) == b"mp4"
-    with pytest.raises(ValueError, match="video/mp4"):
+    with pytest.raises(ValueError, match="video/webm"):
         _ = result.array
+
+
+@pytest.mark.parametrize("size", [7, FRAME_BYTES, 2 * FRAME_BYTES + 1])
+def test_frames_come_in_any_order(service: Service, ask: Ask, size: int) -> None:
+    data, chunks = film(7, size=size)
+    first = chunks[0].artifact
+    for place, chunk in enumerate(chunks):
+        chunk.artifact.offset = place * size
+        chunk.artifact.last = place == 0
+    # The one with the format comes first, whatever its place is.
+    chunks[-1].artifact.video.CopyFrom(first.video)
+    chunks[-1].artifact.media_type = first.media_type
+    chunks[-1].artifact.total_bytes = first.total_bytes
+    service.on("GenerateVideo", [accepted(), *reversed(chunks), done()])
+    *frames, result = pieces_of(ask, "stream_video", "frames")
+    assert sorted(frame.number for frame in frames) == [*range(7)]
+    assert frames[0].number > 0
+    for frame in frames:
+        assert frame.data == data[frame.number * FRAME_BYTES :][:FRAME_BYTES]
+    assert result.film.data == data
+
+
+def test_frames_that_come_twice_are_an_error(service: Service, ask: Ask) -> None:
+    chunks = film(3, size=30)[1]
+    for place, offset in enumerate((0, 20, 60)):
+        chunks[place].artifact.offset = offset
+    service.on("GenerateVideo", [accepted(), *chunks, done()])
+    with pytest.raises(moored.InternalError, match="twice, from 20 to 50"):
+        ask("generate_video", "waves")
 
 
 @pytest.mark.parametrize(
@@ -292,6 +346,7 @@ def test_all_options_of_a_film_reach_the_service(service: Service, ask: Ask) -> 
         height=32,
         frames=81,
         frames_per_second=23.5,
+        seconds=2.5,
         steps=3,
         guidance=0.0,
         seed=0,
@@ -313,6 +368,8 @@ def test_all_options_of_a_film_reach_the_service(service: Service, ask: Ask) -> 
         height=32,
         frames=81,
         frames_per_second=23.5,
+        seconds=2.5,
+        output=generation_pb2.RAW_FRAMES,
         steps=3,
         guidance=0.0,
         seed=0,
@@ -490,8 +547,8 @@ def test_what_no_field_can_hold_is_refused_here(
 
 
 def test_an_option_of_another_medium_is_a_type_error(client: moored.Client) -> None:
-    with pytest.raises(TypeError, match="seconds"):
-        client.generate_video("x", seconds=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="lyrics"):
+        client.generate_video("x", lyrics="la")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="frames"):
         client.generate_audio("x", frames=3)  # type: ignore[call-arg]
 

@@ -1,7 +1,11 @@
-"""Pieces of results, put together as they arrive. A film and a track are kept once: in place."""
+"""Pieces of results, put together as they arrive, in any order.
+
+A film and a track are kept once: in place.
+"""
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 
 from ._errors import InternalError
@@ -18,6 +22,36 @@ from ._media import (
 )
 
 
+class _Spans:
+    """The bytes that are there, each of them once."""
+
+    def __init__(self) -> None:
+        # In order; no two touch.
+        self._spans: list[tuple[int, int]] = []
+
+    def add(self, start: int, end: int) -> tuple[int, int] | None:
+        """Adds a range and gives the one that it is now in; None: a part of it was there."""
+        if start >= end:
+            return (start, end)
+        at = bisect.bisect_left(self._spans, (start, start))
+        if at and self._spans[at - 1][1] > start:
+            return None
+        if at < len(self._spans) and self._spans[at][0] < end:
+            return None
+        first, last = at, at
+        if at and self._spans[at - 1][1] == start:
+            first, start = at - 1, self._spans[at - 1][0]
+        if at < len(self._spans) and self._spans[at][0] == end:
+            last, end = at + 1, self._spans[at][1]
+        self._spans[first:last] = [(start, end)]
+        return (start, end)
+
+    @property
+    def prefix(self) -> int:
+        """How many there are from the start on, without a gap."""
+        return self._spans[0][1] if self._spans and self._spans[0][0] == 0 else 0
+
+
 class Assembly:
     """A result that arrives."""
 
@@ -26,18 +60,28 @@ class Assembly:
         self.arrived = 0
         self.whole: Picture | Film | Track | None = None
         """What it is, once all of it is there."""
+        self._there = _Spans()
+        self._next = 0
 
     def add(self, piece: Artifact) -> None:
-        """Takes the next piece; the last one must make it whole."""
-        self._put(piece.chunk)
+        """Takes a piece; the last one must make it whole."""
+        start = self._next if piece.offset is None else piece.offset
+        end, total = start + len(piece.chunk), self.first.total_bytes
+        if total and end > total:
+            raise self._wrong(f"has more than its {total} bytes")
+        span = self._there.add(start, end)
+        if span is None:
+            raise self._wrong(f"has bytes twice, from {start} to {end}")
+        self._put(start, piece.chunk, span)
         self.arrived += len(piece.chunk)
-        total = self.first.total_bytes
+        self._next = end
         if piece.last and total and self.arrived != total:
             raise self._wrong(f"ended after {self.arrived} of {total} bytes")
         if piece.last:
             self.whole = self._finish()
 
-    def _put(self, chunk: bytes) -> None:
+    def _put(self, start: int, chunk: bytes, span: tuple[int, int]) -> None:
+        """Keeps a chunk; `span` is what there is around it now, without a gap."""
         raise NotImplementedError
 
     def _finish(self) -> Picture | Film | Track:
@@ -55,8 +99,10 @@ class PictureAssembly(Assembly):
         super().__init__(first)
         self._data = bytearray()
 
-    def _put(self, chunk: bytes) -> None:
-        self._data += chunk
+    def _put(self, start: int, chunk: bytes, span: tuple[int, int]) -> None:
+        if start > len(self._data):
+            self._data += bytes(start - len(self._data))
+        self._data[start : start + len(chunk)] = chunk
 
     def _finish(self) -> Picture:
         first, data = self.first, bytes(self._data)
@@ -65,18 +111,18 @@ class PictureAssembly(Assembly):
 
 
 class _InPlace(Assembly):
-    """What is kept in the place that it has in the end, so that views of its start stay true."""
+    """What is kept in the place that it has in the end, so that views of its parts stay true."""
 
     def __init__(self, first: Artifact) -> None:
         super().__init__(first)
         # What is not written yet takes no memory.
         self._buffer = bytearray(first.total_bytes)
 
-    def _put(self, chunk: bytes) -> None:
-        end = self.arrived + len(chunk)
+    def _put(self, start: int, chunk: bytes, span: tuple[int, int]) -> None:
+        end = start + len(chunk)
         if end > len(self._buffer):
             raise self._wrong(f"has more than its {len(self._buffer)} bytes")
-        self._buffer[self.arrived : end] = chunk
+        self._buffer[start:end] = chunk
 
     def _view(self, start: int, end: int) -> memoryview:
         return memoryview(self._buffer).toreadonly()[start:end]
@@ -90,20 +136,30 @@ class FilmAssembly(_InPlace):
         assert first.video is not None
         self._format = first.video
         self._frame_bytes = 3 * first.video.width * first.video.height
-        self._told = 0
+        # Numbers of frames that are there and were not given yet, as they came.
+        self._ready: list[int] = []
         whole = self._frame_bytes * first.video.frames
         if first.media_type == RAW_VIDEO and whole != first.total_bytes:
             raise self._wrong(f"has {first.total_bytes} bytes where its frames have {whole}")
 
-    def frames(self) -> Iterator[Frame]:
-        """The frames that are there and that it has not given before."""
-        first, format_ = self.first, self._format
-        if first.media_type != RAW_VIDEO:
-            return
+    def _put(self, start: int, chunk: bytes, span: tuple[int, int]) -> None:
+        super()._put(start, chunk, span)
         size = self._frame_bytes
-        while self._told < format_.frames and (self._told + 1) * size <= self.arrived:
-            number = self._told
-            self._told += 1
+        if self.first.media_type != RAW_VIDEO or not chunk:
+            return
+        # Of the frames that the chunk has a part of, those that are whole by it.
+        touched = range(start // size, (start + len(chunk) - 1) // size + 1)
+        self._ready += [
+            number
+            for number in touched
+            if span[0] <= number * size and (number + 1) * size <= span[1]
+        ]
+
+    def frames(self) -> Iterator[Frame]:
+        """The frames that are there and that it has not given before, as they came."""
+        first, format_, size = self.first, self._format, self._frame_bytes
+        while self._ready:
+            number = self._ready.pop(0)
             data = self._view(number * size, (number + 1) * size)
             yield Frame(first.index, number, format_.width, format_.height, data, first.track)
 
@@ -132,13 +188,17 @@ class TrackAssembly(_InPlace):
         self._told = 0
 
     def samples(self) -> Samples | None:
-        """The samples that are there and that it has not given before; None: there are none."""
+        """The samples that are there from the start on and that it has not given before.
+
+        None: there are none.
+        """
         first, format_ = self.first, self._format
-        start = samples_start(first.media_type, self._view(0, self.arrived))
+        there = self._there.prefix
+        start = samples_start(first.media_type, self._view(0, there))
         if start is None:
             return None
         size = SAMPLE_BYTES * format_.channels
-        there = min((self.arrived - start) // size, format_.samples)
+        there = min((there - start) // size, format_.samples)
         told, self._told = self._told, there
         if there <= told:
             return None

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 PNG = "image/png"
 RAW_RGB = "image/x-raw-rgb"
 RAW_VIDEO = "video/x-raw-rgb"
+MP4 = "video/mp4"
 WAV = "audio/wav"
 RAW_AUDIO = "audio/x-raw-s16le"
 
@@ -147,12 +148,12 @@ class Frame:
 
 @dataclass(frozen=True)
 class Film:
-    """A film as it came: `data` is frame after frame of raw RGB, as `media_type` says."""
+    """A film as it came: `data` is an MP4 file, or its raw frames, as `media_type` says."""
 
     index: int
     """Its place among the films of the job, from 0."""
     media_type: str
-    """`video/x-raw-rgb`."""
+    """`video/mp4`, or `video/x-raw-rgb`: frame after frame, RGB, 8 bits a channel."""
     width: int
     height: int
     frame_count: int
@@ -167,6 +168,11 @@ class Film:
     def data(self) -> memoryview:
         """Its bytes, without a copy. Not to be written."""
         return memoryview(self._buffer).toreadonly()
+
+    @property
+    def mp4(self) -> bytes:
+        """The MP4 file, with the recipe in it, of a film that was asked for by `output="mp4"`."""
+        return bytes(self._mp4())
 
     @property
     def array(self) -> NDArray[Any]:
@@ -196,22 +202,33 @@ class Film:
         """The seed that it was made with; None where the service did not tell."""
         return _seed(self.metadata)
 
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        """What it was made with; empty where the service was asked to leave that out."""
+        return recipe_in(self.metadata)
+
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Writes it to a file, in the format of its ending.
 
-        `.png` or `.apng`, `.webp` and `.gif` are animations, at the film's rate to the nearest
-        millisecond (`.gif`: hundredth of a second); they need `moored[images]`. `.rgb` and `.raw`
-        are its bytes as they are. Other formats are for other libraries: they take `array`, or the
-        frames as they come. `.png` and `.webp` have the recipe in them. A file that is there is
-        replaced by `overwrite` alone.
+        `.mp4` is the file of a film that was asked for by `output="mp4"`, and the only one of such
+        a film. Of frames, `.png` or `.apng`, `.webp` and `.gif` are animations, at the film's rate
+        to the nearest millisecond (`.gif`: hundredth of a second); they need `moored[images]`.
+        `.rgb` and `.raw` are its bytes as they are. Other formats are for other libraries: they
+        take `array`, or the frames as they come. `.mp4`, `.png` and `.webp` have the recipe in
+        them. A file that is there is replaced by `overwrite` alone.
         """
         ending = Path(path).suffix.lower()
         refuse_existing(path, overwrite)
+        if ending == ".mp4" or self.media_type == MP4:
+            if ending != ".mp4":
+                raise ValueError(f"It came as an MP4: name a file .mp4, not {ending or path!r}")
+            write(path, self._mp4(), overwrite)
+            return
         if ending in _RAW_ENDINGS:
             write(path, self.data, overwrite)
             return
         if ending not in _ANIMATIONS:
-            known = ", ".join((*_ANIMATIONS, *_RAW_ENDINGS))
+            known = ", ".join((".mp4", *_ANIMATIONS, *_RAW_ENDINGS))
             raise ValueError(
                 f"A film is not written as {ending or 'a file without an ending'!r}: {known}"
             )
@@ -236,7 +253,14 @@ class Film:
         ends = [round(n * units_a_frame) * unit_ms for n in range(self.frame_count + 1)]
         return [end - start for start, end in itertools.pairwise(ends)]
 
+    def _mp4(self) -> memoryview:
+        if self.media_type != MP4:
+            raise ValueError('It came as frames: ask for a file by output="mp4"')
+        return self.data
+
     def _raw(self) -> memoryview:
+        if self.media_type == MP4:
+            raise ValueError('It came as an MP4: ask for frames by output="raw"')
         if self.media_type != RAW_VIDEO:
             raise ValueError(f"The frames of {self.media_type} are not known to this version")
         return self.data

@@ -61,9 +61,12 @@ def describe(event: Event | PullProgress) -> str:
             words = _STAGES.get(event.name, event.name)
             if event.cached:
                 return f"{words}, already done"
+            words += f", section {event.part}/{event.parts}" if event.parts else ""
             return words + (f", {event.chunking}" if event.chunking not in ("", "whole") else "")
-        case Step():
+        case Step(parts=0):
             return f"Step {event.n}/{event.of}"
+        case Step():
+            return f"Section {event.part}/{event.parts}, step {event.n}/{event.of}"
         case Preview():
             return f"Preview at step {event.step}"
         case Artifact():
@@ -126,9 +129,9 @@ def _phase(event: Event) -> tuple[object, ...] | None:
         case Evicting() | Loading():
             return (type(event), event.component.id, event.component.name)
         case StageStarted():
-            return (event.name, event.item)
+            return (event.name, event.item, event.part)
         case Step():
-            return ("denoise", event.item)
+            return ("denoise", event.item, event.part)
         case Waiting() | Retrying():
             return (type(event), event.stage)
         case Accepted() | Queued() | Done():

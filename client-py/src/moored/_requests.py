@@ -39,6 +39,9 @@ OutputFormat: TypeAlias = Literal["png", "raw"]
 AudioOutput: TypeAlias = Literal["wav", "raw"]
 """How tracks travel: as WAV, or as samples alone, 16-bit little-endian."""
 
+FilmOutput: TypeAlias = Literal["raw", "mp4"]
+"""How films travel: as raw frames, each as it is decoded, or as one MP4 file at the end."""
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -232,8 +235,13 @@ class VideoOptions(GenerateOptions, total=False):
     height: Annotated[int | None, "Pixels down; a multiple of 16."]
     frames: Annotated[int | None, "Frames in all. A model may take certain numbers only."]
     frames_per_second: Annotated[float | None, "Rate of the film."]
+    seconds: Annotated[float | None, "Length in seconds, instead of frames."]
     init_image: Annotated[
         ImageInput | None, "Image to video: the first frame; scaled to width x height."
+    ]
+    output: Annotated[
+        FilmOutput | None,
+        "How films are sent: `raw` frames as they are decoded, or one `mp4`. Default: `raw`.",
     ]
     preview_interval_s: Annotated[
         float | None, "Seconds between previews, at least 0.1. Default: none."
@@ -329,6 +337,10 @@ _PRIORITIES = {
 }
 
 
+# How a result travels unless it is said, by the name of the request.
+_OUTPUTS = {"GenerateVideoRequest": "raw", "GenerateAudioRequest": "wav"}
+
+
 def _fill(message: Message, options: Mapping[str, Any]) -> None:
     """Writes options into a message. None leaves a field to the service."""
     for option, value in options.items():
@@ -356,6 +368,8 @@ def _fill(message: Message, options: Mapping[str, Any]) -> None:
                 put(message, field, _milliseconds_of(option, value), option=option)
             case "output" if isinstance(message, generation_pb2.GenerateAudioRequest):
                 put(message, option, audio_output_of(value))
+            case "output" if isinstance(message, generation_pb2.GenerateVideoRequest):
+                put(message, option, film_output_of(value))
             case "output":
                 put(message, option, output_of(value))
             case "priority" if value not in _PRIORITIES:
@@ -444,8 +458,7 @@ def _request(message: M, prompt: str, options: GenerateOptions, client_id: str |
     if adapters is not None:
         rest["model"] = _with_adapters(rest.get("model"), adapters)
     if "output" in message.DESCRIPTOR.fields_by_name and rest.get("output") is None:
-        is_audio = isinstance(message, generation_pb2.GenerateAudioRequest)
-        rest["output"] = "wav" if is_audio else "png"
+        rest["output"] = _OUTPUTS.get(message.DESCRIPTOR.name, "png")
     _fill(message, rest)
     put(message, "options", job_request(job, client_id))
     return message
@@ -516,6 +529,15 @@ def audio_output_of(output: AudioOutput | None) -> generation_pb2.AudioFormat.Va
     if output == "raw":
         return generation_pb2.RAW_S16LE
     raise InvalidRequest(f"output is wav or raw, not {output!r}")
+
+
+def film_output_of(output: FilmOutput | None) -> generation_pb2.FilmFormat.ValueType:
+    """How a film travels, as its number."""
+    if output is None or output == "raw":
+        return generation_pb2.RAW_FRAMES
+    if output == "mp4":
+        return generation_pb2.MP4
+    raise InvalidRequest(f"output is raw or mp4, not {output!r}")
 
 
 def pull_request(model: str, revision: str) -> hub_pb2.PullModelRequest:

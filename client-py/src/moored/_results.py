@@ -165,6 +165,11 @@ class VideoResult(JobResult):
         return self.film.frames
 
     @property
+    def mp4(self) -> bytes:
+        """The MP4 file of the first film, where it was asked for by `output="mp4"`."""
+        return self.film.mp4
+
+    @property
     def frames_per_second(self) -> float:
         """The rate of the first film."""
         return self.film.frames_per_second

@@ -2,8 +2,9 @@
 
 The recipe is what the service says of a result: JSON, enough to make it again. It stands in a PNG
 as the text `moored`, beside the text `parameters` that other tools read; in the EXIF of a JPEG or
-WebP as `MakerNote`, and the same parameters as `UserComment`. The command line writes and reads the
-same (`service/moored/src/pictures.rs`); `tests/recipes.json` holds both to it.
+WebP as `MakerNote`, and the same parameters as `UserComment`; in an MP4, which the service writes,
+as its comment. The command line writes and reads the same (`service/moored/src/pictures.rs`);
+`tests/recipes.json` holds both to it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import zlib
 from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ._extras import pillow
 
@@ -164,17 +165,45 @@ def picture_file(image: Any, ending: str, metadata: Mapping[str, str]) -> bytes:
 
 
 def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a picture was made with: the recipe in a file of `save`, or of the command line.
+    """What a picture or film was made with: the recipe in a file of `save`, or of the command line.
 
-    Its keys are those of the options of `generate_image`, and `prompt`, `model_key`, `version`.
-    Empty where the file has none. Needs `moored[images]`.
+    Its keys are those of the options of `generate_image` or `generate_video`, and `prompt`,
+    `model_key`, `version`. Empty where the file has none. Needs `moored[images]`, but for an MP4.
     """
+    with Path(path).open("rb") as file:
+        if file.read(8)[4:] == b"ftyp":
+            return recipe_in({"recipe": _comment_in(file)})
     with pillow().open(path) as image:
         image.load()
         text = image.info.get(KEYWORD)
         if text is None:
             text = _note_in(image)
     return recipe_in({"recipe": text})
+
+
+def _comment_in(file: BinaryIO) -> str:
+    """The comment of an MP4 (ISO/IEC 14496-12; metadata as iTunes has it)."""
+    start, end = 0, file.seek(0, io.SEEK_END)
+    # `meta` has a version before what is in it; `data` a type and a locale before its text.
+    path = {b"moov": 0, b"udta": 0, b"meta": 4, b"ilst": 0, b"\xa9cmt": 0, b"data": 8}
+    for wanted, skipped in path.items():
+        while True:
+            file.seek(start)
+            head = file.read(16)
+            if len(head) < 8 or start + 8 > end:
+                return "{}"
+            size, kind = struct.unpack(">I4s", head[:8])
+            behind = 8
+            if size == 1 and len(head) == 16:
+                size, behind = int.from_bytes(head[8:], "big"), 16
+            if size < behind or start + size > end:
+                return "{}"
+            if kind == wanted:
+                start, end = start + behind + skipped, start + size
+                break
+            start += size
+    file.seek(start)
+    return file.read(max(0, end - start)).decode("utf-8", "replace")
 
 
 def _note_in(image: Any) -> str:
