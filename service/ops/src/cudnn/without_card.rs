@@ -218,6 +218,7 @@ fn convolutions() -> Vec<(&'static str, ConvolutionShape)> {
     };
     let strip = || convolution(&[66, 1024], [128, 128], 3);
     let film = || convolution(&[18, 256, 256], [128, 128], 3);
+    let rows_first = |channels| convolution(&[33, 19, 834], channels, 3);
     vec![
         ("512 at 128", convolution(&[128, 128], [512, 512], 3)),
         ("512 at 512", convolution(&[512, 512], [512, 512], 3)),
@@ -278,6 +279,29 @@ fn convolutions() -> Vec<(&'static str, ConvolutionShape)> {
         ),
         ("film, Hunyuan 128", padded(film(), &[0, 0, 0], &[0, 0, 0])),
         ("film, first frames", padded(film(), &[2, 1, 1], &[0, 1, 1])),
+        (
+            "film, Hunyuan's rows first",
+            padded(rows_first([256, 256]), &[0; 3], &[0; 3]),
+        ),
+        (
+            "film, Hunyuan 256 to 128",
+            padded(rows_first([256, 128]), &[0; 3], &[0; 3]),
+        ),
+        (
+            "film, Hunyuan 128 to 3",
+            padded(rows_first([128, 3]), &[0; 3], &[0; 3]),
+        ),
+        (
+            "film, Hunyuan 3 to 128",
+            padded(rows_first([3, 128]), &[0; 3], &[0; 3]),
+        ),
+        (
+            "film, Hunyuan's halved",
+            ConvolutionShape {
+                strides: vec![2, 2, 2],
+                ..padded(rows_first([128, 128]), &[0; 3], &[0; 3])
+            },
+        ),
         ("sound, 7", convolution(&[4096], [512, 512], 7)),
         (
             "sound, 7, apart by 9",
