@@ -28,7 +28,7 @@ pub(super) struct Arguments {
     pub(super) command: Command,
 }
 
-/// Options that may stand before a command and behind it.
+// Options that may stand before a command and behind it.
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Common options")]
 struct Common {
