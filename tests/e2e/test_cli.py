@@ -661,10 +661,14 @@ def test_a_wrong_command_line_exits_with_2(arguments: list[str]) -> None:
 def test_help_lists_every_command_but_the_hidden_one() -> None:
     shown = good(run("--help"))
     commands = ["serve", "generate", "demo", "status", "models", "load", "unload", "pin", "plan"]
-    commands += ["run", "info", "pull", "rm", "completions", "man"]
+    commands += ["run", "info", "pull", "rm", "completions", "man", "film"]
+    abouts = set()
     for command in [*commands, "jobs", "cancel", "config", "doctor"]:
         assert f"\n  {command} " in shown
-        assert "Usage" in good(run(command, "--help"))
+        help_of_command = good(run(command, "--help"))
+        assert "Usage" in help_of_command
+        abouts.add(help_of_command.splitlines()[0])
+    assert len(abouts) == len(commands) + 4, "each says what it does"
     assert "worker" not in shown
 
 

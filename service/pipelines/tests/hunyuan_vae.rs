@@ -507,7 +507,7 @@ fn decode_needs_what_was_predicted() {
                 decoder.decode_frames(&latents, &how, &mut |_, frames| frames_to_rgb8(&frames).map(drop))
             };
             run().unwrap(); // threads, and what they keep for products
-            let (measured, _) = peak_of(|| run().unwrap());
+            let measured = least_peak(|| run().unwrap());
             let scratch = decode_scratch(&config, sides, length, chunking, DType::F32);
             let ratio = scratch.0 as f64 / measured as f64;
             println!(
@@ -521,6 +521,12 @@ fn decode_needs_what_was_predicted() {
             assert!((0.9..most).contains(&ratio), "{chunking:?}");
         }
     }
+}
+
+/// The least peak of a few runs: a thread that takes part for the first time allocates what it keeps for products.
+fn least_peak<R>(run: impl Fn() -> R) -> usize {
+    let peaks = (0..4).map(|_| peak_of(&run).0);
+    peaks.min().unwrap_or_default()
 }
 
 #[test]
@@ -546,9 +552,7 @@ fn encode_needs_what_was_predicted() {
                     .encode_rgb8(&film, count, (80, 96), chunking, &|| false)
                     .unwrap()
             };
-            drop(run()); // threads, and what they keep for products
-            let (measured, moments) = peak_of(run);
-            drop(moments);
+            let measured = least_peak(run);
             let scratch = encode_scratch(&config, sides, count, chunking, DType::F32);
             let ratio = scratch.0 as f64 / measured as f64;
             println!(

@@ -3,7 +3,6 @@
 use crate::checkpoint::QuantizeRole;
 
 /// Convolutions and linear layers may be quantized, except for the first and the last.
-#[allow(dead_code)] // until the families of films use it
 pub(crate) fn role(name: &str) -> QuantizeRole {
     let Some(layer) = name.strip_suffix(".weight") else {
         return QuantizeRole::Full;

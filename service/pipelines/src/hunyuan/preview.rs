@@ -107,12 +107,14 @@ impl ColourMap {
 fn solved(mut rows: Vec<Vec<f64>>, mut right: Vec<f64>) -> Vec<f64> {
     let size = right.len();
     for pivot in 0..size {
-        for row in pivot + 1..size {
-            let factor = rows[row][pivot] / rows[pivot][pivot];
-            for column in pivot..size {
-                rows[row][column] -= factor * rows[pivot][column];
+        let (above, below) = rows.split_at_mut(pivot + 1);
+        let of_pivot = &above[pivot];
+        for (offset, row) in below.iter_mut().enumerate() {
+            let factor = row[pivot] / of_pivot[pivot];
+            for (number, over) in row.iter_mut().zip(of_pivot).skip(pivot) {
+                *number -= factor * over;
             }
-            right[row] -= factor * right[pivot];
+            right[pivot + 1 + offset] -= factor * right[pivot];
         }
     }
     for pivot in (0..size).rev() {
