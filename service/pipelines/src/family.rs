@@ -388,8 +388,13 @@ pub trait Family: Send + Sync {
         &[]
     }
 
-    /// The folders that it reads of a pipeline in diffusers' layout; others are not needed.
-    fn folders(&self) -> &'static [&'static str] {
+    /// The folders that it reads of a pipeline of this class in diffusers' layout; others are not needed.
+    fn folders(&self, _class: &str) -> &'static [&'static str] {
+        &[]
+    }
+
+    /// Classes of other pipelines that have parts of its own, with the folders that it reads of them.
+    fn parts(&self) -> &'static [(&'static str, &'static [&'static str])] {
         &[]
     }
 
@@ -442,10 +447,13 @@ impl Catalogue {
         self.families.iter().flat_map(|f| f.pipelines()).copied()
     }
 
-    /// The folders that are read of a pipeline of this class; `None` if it is of no family.
+    /// The folders that are read of a pipeline of this class; `None` if it is of no family, and has no parts of one.
     pub fn folders_of(&self, class: &str) -> Option<&'static [&'static str]> {
         let family = self.families.iter().find(|f| f.pipelines().contains(&class));
-        family.map(|family| family.folders())
+        let mut parts = self.families.iter().flat_map(|family| family.parts());
+        family
+            .map(|family| family.folders(class))
+            .or_else(|| parts.find(|(of, _)| *of == class).map(|(_, folders)| *folders))
     }
 
     /// Opens a checkpoint by its headers.

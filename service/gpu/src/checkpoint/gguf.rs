@@ -18,10 +18,11 @@ use crate::load::{ByteRange, Stored};
 const ORIGINAL_SHAPE: &str = "comfy.gguf.orig_shape.";
 /// Default alignment of tensor data.
 const ALIGNMENT: u32 = 32;
-/// Maximum of dimensions of a tensor in GGUF.
-const MAX_DIMENSIONS: u32 = 4;
+/// Maximum of dimensions of a tensor. ggml has four; files for ComfyUI have the convolutions of films in five, or in
+/// four with their shape under [`ORIGINAL_SHAPE`].
+const MAX_DIMENSIONS: u32 = 8;
 /// Maximum of dimensions of a shape under [`ORIGINAL_SHAPE`].
-const MAX_ORIGINAL_DIMENSIONS: u64 = 8;
+const MAX_ORIGINAL_DIMENSIONS: u64 = MAX_DIMENSIONS as u64;
 /// Maximum of tensors, and of metadata keys. An entry takes ten times its bytes in the file.
 const MAX_ENTRIES: u64 = 1 << 18;
 /// Maximum nesting of arrays.

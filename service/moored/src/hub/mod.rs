@@ -240,7 +240,7 @@ impl Hub {
         Ok(Contents { commit, contents })
     }
 
-    /// The files of a repository that is no pipeline, but an adapter or a ControlNet.
+    /// The files of a repository that is no pipeline, but an adapter, a ControlNet or a transformer alone.
     async fn adapter_files(
         &self,
         session: &Session,
@@ -262,8 +262,10 @@ impl Hub {
         }
         let text = session.read(model, commit, selection::CONFIGURATION).await?;
         let read: Option<Configuration> = serde_json::from_slice(&text).ok();
-        let is_control_net = read.is_some_and(|read| read.class.contains("ControlNet"));
-        let files = is_control_net.then(|| selection::of_control_net(names)).flatten();
+        let is_run =
+            |class: &str| class.contains("ControlNet") || pipelines::hunyuan::is_transformer_class(class);
+        let is_run = read.is_some_and(|read| is_run(&read.class));
+        let files = is_run.then(|| selection::of_root(names)).flatten();
         files.ok_or_else(no_pipeline)
     }
 
@@ -322,6 +324,9 @@ fn missing_of(id: &str, snapshot: &Path) -> Result<Vec<String>, PullError> {
     let files = files_of(snapshot);
     let names: Vec<&str> = files.iter().map(String::as_str).collect();
     let Ok(index) = std::fs::read(snapshot.join(INDEX)) else {
+        if pipelines::hunyuan::is_transformer_folder(snapshot) {
+            return Ok(selection::missing_at_root(&names));
+        }
         // A file is linked into a snapshot when it is whole: an adapter is there, or it is not.
         let is_adapter = names.iter().any(|name| name.ends_with(".safetensors"));
         return Ok(if is_adapter {

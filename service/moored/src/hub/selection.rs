@@ -111,36 +111,45 @@ fn shard_of(stem: &str, name: &str) -> Option<(usize, usize)> {
 
 /// The files that these folders lack, as far as that can be told without the hub.
 pub(super) fn missing(folders: &[&str], files: &[&str]) -> Vec<String> {
-    let mut missing = Vec::new();
-    for folder in folders {
+    let of_folder = |folder: &&str| {
         let prefix = format!("{folder}/");
         let inside: Vec<&str> = files
             .iter()
             .filter_map(|file| file.strip_prefix(&prefix))
             .collect();
-        let has_config = inside
-            .iter()
-            .any(|name| name.ends_with(".json") && !name.contains(".index."));
-        if !has_config {
-            missing.push(format!("the configuration in {folder}/"));
-        }
-        if !inside.contains(&"config.json") {
-            continue; // a scheduler or a tokenizer: no weights
-        }
-        match STEMS
-            .iter()
-            .find_map(|stem| Some((stem, in_safetensors(stem, &inside)?)))
-        {
-            None => missing.push(format!("the weights of {folder}")),
-            Some((stem, chosen)) => {
-                let shards: Vec<(usize, usize)> =
-                    chosen.iter().filter_map(|name| shard_of(stem, name)).collect();
-                let count = shards.first().map_or(0, |(_, count)| *count);
-                let absent = (1..=count).filter(|number| !shards.contains(&(*number, count)));
-                missing.extend(
-                    absent.map(|number| format!("{folder}/{stem}-{number:05}-of-{count:05}.safetensors")),
-                );
-            }
+        missing_in(folder, &prefix, &inside)
+    };
+    folders.iter().flat_map(of_folder).collect()
+}
+
+/// The files that a repository with a component at its root lacks.
+pub(super) fn missing_at_root(files: &[&str]) -> Vec<String> {
+    missing_in("the model", "", files)
+}
+
+/// The files that a folder lacks, whose names there begin with `prefix`.
+fn missing_in(folder: &str, prefix: &str, inside: &[&str]) -> Vec<String> {
+    let mut missing = Vec::new();
+    let has_config = inside
+        .iter()
+        .any(|name| name.ends_with(".json") && !name.contains(".index."));
+    if !has_config {
+        missing.push(format!("the configuration in {prefix}"));
+    }
+    if !inside.contains(&CONFIGURATION) {
+        return missing; // a scheduler or a tokenizer: no weights
+    }
+    match STEMS
+        .iter()
+        .find_map(|stem| Some((stem, in_safetensors(stem, inside)?)))
+    {
+        None => missing.push(format!("the weights of {folder}")),
+        Some((stem, chosen)) => {
+            let shards: Vec<(usize, usize)> = chosen.iter().filter_map(|name| shard_of(stem, name)).collect();
+            let count = shards.first().map_or(0, |(_, count)| *count);
+            let absent = (1..=count).filter(|number| !shards.contains(&(*number, count)));
+            missing
+                .extend(absent.map(|number| format!("{prefix}{stem}-{number:05}-of-{count:05}.safetensors")));
         }
     }
     missing
@@ -150,7 +159,7 @@ pub(super) fn missing(folders: &[&str], files: &[&str]) -> Vec<String> {
 const ADAPTERS: [&str; 2] = ["adapter_model.safetensors", "pytorch_lora_weights.safetensors"];
 /// The configuration of an adapter of peft.
 const ADAPTER_CONFIGURATION: &str = "adapter_config.json";
-/// The configuration of a ControlNet.
+/// The configuration of a ControlNet, or of a transformer alone.
 pub(super) const CONFIGURATION: &str = "config.json";
 
 /// The files of an adapter in a repository that is no pipeline: of peft or diffusers, or the only file in safetensors at its
@@ -174,8 +183,8 @@ pub(super) fn of_adapter(files: &[&str]) -> Option<Vec<String>> {
     Some(all.map(str::to_owned).collect())
 }
 
-/// The files of a ControlNet in a repository with a configuration at its root.
-pub(super) fn of_control_net(files: &[&str]) -> Option<Vec<String>> {
+/// The files of a ControlNet or a transformer in a repository with a configuration at its root.
+pub(super) fn of_root(files: &[&str]) -> Option<Vec<String>> {
     let at_root: Vec<&str> = files.iter().copied().filter(|file| !file.contains('/')).collect();
     let weights = STEMS.iter().find_map(|stem| in_safetensors(stem, &at_root))?;
     let all = std::iter::once(CONFIGURATION).chain(weights);
@@ -361,6 +370,71 @@ mod tests {
             no_pipeline("me/mine", &["README.md"])
                 .to_string()
                 .contains("model_index.json")
+        );
+    }
+
+    #[test]
+    fn a_film_pipeline_is_selected_whole_and_framepacks_parts_by_repository() {
+        let catalogue = pipelines::catalogue();
+        let folders = |class: &str| catalogue.folders_of(class).unwrap();
+        let component = |folder: &str, stem: &str| {
+            [
+                format!("{folder}/config.json"),
+                format!("{folder}/{stem}.safetensors"),
+            ]
+        };
+        let mut files: Vec<String> = [
+            component("transformer", "diffusion_pytorch_model"),
+            component("vae", "diffusion_pytorch_model"),
+            component("text_encoder", "model"),
+            component("text_encoder_2", "model"),
+        ]
+        .concat();
+        for small in [
+            "scheduler/scheduler_config.json",
+            "tokenizer/tokenizer.json",
+            "tokenizer_2/tokenizer.json",
+            "model_index.json",
+        ] {
+            files.push(small.to_owned());
+        }
+        let names: Vec<&str> = files.iter().map(String::as_str).collect();
+        let mut taken = wanted("me/film", folders("HunyuanVideoPipeline"), &names).unwrap();
+        taken.sort();
+        files.sort();
+        assert_eq!(taken, files);
+        let said = wanted("me/film", folders("HunyuanVideoFramepackPipeline"), &names).unwrap_err();
+        assert!(
+            said.to_string().contains("feature_extractor is missing"),
+            "{said}"
+        );
+
+        let redux = [
+            "model_index.json",
+            "feature_extractor/preprocessor_config.json",
+            "image_embedder/config.json",
+            "image_embedder/diffusion_pytorch_model.safetensors",
+            "image_encoder/config.json",
+            "image_encoder/model.safetensors",
+        ];
+        let taken = wanted("me/redux", folders("FluxPriorReduxPipeline"), &redux).unwrap();
+        assert!(taken.contains(&redux[5].to_owned()) && !taken.contains(&redux[3].to_owned()));
+        assert_eq!(taken.len(), 4);
+
+        let transformer = [
+            "README.md",
+            "config.json",
+            "diffusion_pytorch_model-00001-of-00002.safetensors",
+            "diffusion_pytorch_model-00002-of-00002.safetensors",
+            "diffusion_pytorch_model.safetensors.index.json",
+        ];
+        let mut taken = of_root(&transformer).unwrap();
+        taken.sort();
+        assert_eq!(taken, transformer[1..]);
+        assert_eq!(missing_at_root(&transformer), Vec::<String>::new());
+        assert_eq!(
+            missing_at_root(&[&transformer[..2], &transformer[3..]].concat()),
+            transformer[2..3]
         );
     }
 

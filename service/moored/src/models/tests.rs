@@ -55,6 +55,21 @@ fn folders_files_and_hub_caches_are_found() {
     ));
 }
 
+/// FramePack's own repositories have a transformer alone, at their root.
+#[test]
+fn a_transformer_alone_is_found_when_it_is_whole() {
+    let weights = "models--me--pack/snapshots/abc/diffusion_pytorch_model.safetensors";
+    let folder = folder_with(&["pack/config.json", "other/config.json", weights]);
+    let config = r#"{"_class_name": "HunyuanVideoTransformer3DModelPacked"}"#;
+    for name in ["pack", "models--me--pack/snapshots/abc"] {
+        std::fs::write(folder.path().join(name).join("config.json"), config).unwrap();
+    }
+    let found = |id: &str| models(folder.path()).resolve(Some(&reference(id))).is_ok();
+    assert!(found("pack") && found("me/pack") && !found("other"));
+    std::fs::remove_file(folder.path().join(weights)).unwrap();
+    assert!(!found("me/pack"));
+}
+
 #[test]
 fn a_revision_is_part_of_the_key() {
     let folder = folder_with(&["models--me--mine/snapshots/abc/model_index.json"]);

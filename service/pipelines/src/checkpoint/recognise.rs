@@ -26,6 +26,8 @@ pub(crate) struct Marks<N: 'static> {
     pub(crate) namings: &'static [N],
     /// A tensor of single files that is never used.
     pub(crate) unused: Option<&'static str>,
+    /// What `X.moored.json` beside a single file may say beside its base.
+    pub(crate) sidecar_keys: &'static [&'static str],
 }
 
 /// A detected checkpoint.
@@ -77,12 +79,17 @@ impl<N: Naming> Marks<N> {
             checkpoint: Checkpoint::of_file(&file, name_of)?,
             path: path.to_owned(),
             naming,
-            base: base_folder(path, self.family, &|folder| self.is_folder(folder))?,
+            base: base_folder(path, self.family, self.sidecar_keys, &|folder| {
+                self.is_folder(folder)
+            })?,
         }))
     }
 
     /// Whether a folder's `model_index.json` names a pipeline of this family.
-    fn is_folder(&self, path: &Path) -> Result<bool, ModelError> {
+    ///
+    /// # Errors
+    /// When the index cannot be read, or names another pipeline of the family.
+    pub(crate) fn is_folder(&self, path: &Path) -> Result<bool, ModelError> {
         let Some(class_name) = pipeline_class(path)? else {
             return Ok(false);
         };

@@ -1,5 +1,6 @@
 //! Single-file checkpoints, which have the transformer only, and their companions.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -25,57 +26,104 @@ pub(crate) fn is_single_file(path: &Path) -> bool {
 }
 
 /// The folder of a single file's companions: the folder that `X.moored.json` beside it names, its own folder, or the
-/// only folder of the family beside it. `family` is the display name.
+/// only folder of the family beside it. `family` is the display name; `further` are the keys that the family reads of
+/// `X.moored.json` itself.
 ///
 /// # Errors
 /// When there is none, or more than one.
 pub(crate) fn base_folder(
     file: &Path,
     family: &str,
+    further: &[&str],
     is_of_family: &dyn Fn(&Path) -> Result<bool, ModelError>,
 ) -> Result<PathBuf, ModelError> {
     #[derive(Deserialize)]
-    #[serde(deny_unknown_fields)]
     struct Sidecar {
-        base: PathBuf,
+        base: Option<PathBuf>,
+        #[serde(flatten)]
+        others: BTreeMap<String, serde::de::IgnoredAny>,
     }
     let folder = file.parent().unwrap_or(Path::new("."));
     let sidecar = file.with_extension("moored.json");
     if sidecar.is_file() {
-        let Sidecar { base } = read_json(&sidecar)?;
-        let base = folder.join(base);
-        return match is_of_family(&base)? {
-            true => Ok(base),
-            false => Err(damaged(
+        let Sidecar { base, others } = read_json(&sidecar)?;
+        if let Some(unknown) = others.keys().find(|key| !further.contains(&key.as_str())) {
+            let known = [&["base"], further].concat().join(", ");
+            return Err(damaged(
                 &sidecar,
-                format!("its base {} is no {family} folder", base.display()),
-            )),
-        };
+                format!("it has {unknown}, and what is read is {known}"),
+            ));
+        }
+        if let Some(base) = base {
+            return named_base(&sidecar, family, &folder.join(base), is_of_family);
+        }
     }
     if is_of_family(folder)? {
         return Ok(folder.to_owned());
     }
-    let entries =
-        std::fs::read_dir(folder).map_err(|e| damaged(folder, format!("it cannot be listed: {e}")))?;
-    let mut beside: Vec<PathBuf> = entries
-        .flatten()
-        .map(|entry| entry.path())
-        .filter(|path| path.is_dir() && is_of_family(path).unwrap_or(false))
+    only_base(file, &sidecar, family, &folders_in(folder)?, is_of_family)
+}
+
+/// The base that a sidecar names.
+///
+/// # Errors
+/// When it is of another family, or none.
+pub(crate) fn named_base(
+    sidecar: &Path,
+    family: &str,
+    base: &Path,
+    is_of_family: &dyn Fn(&Path) -> Result<bool, ModelError>,
+) -> Result<PathBuf, ModelError> {
+    match is_of_family(base)? {
+        true => Ok(base.to_owned()),
+        false => Err(damaged(
+            sidecar,
+            format!("its base {} is no {family} folder", base.display()),
+        )),
+    }
+}
+
+/// The only base among the folders beside a transformer.
+///
+/// # Errors
+/// When there is none, or more than one: what to write in the sidecar.
+pub(crate) fn only_base(
+    transformer: &Path,
+    sidecar: &Path,
+    family: &str,
+    beside: &[PathBuf],
+    is_of_family: &dyn Fn(&Path) -> Result<bool, ModelError>,
+) -> Result<PathBuf, ModelError> {
+    let bases: Vec<&PathBuf> = beside
+        .iter()
+        .filter(|folder| is_of_family(folder).unwrap_or(false))
         .collect();
-    beside.sort();
-    match beside.as_slice() {
-        [one] => Ok(one.clone()),
+    match bases.as_slice() {
+        [one] => Ok((*one).clone()),
         _ => Err(unsupported(
-            file,
+            transformer,
             format!(
                 "it holds a transformer only, and {} folders beside it hold the VAE, text encoders and \
                  tokenizers of a {family} pipeline: write {} with {{\"base\": \"path of a {family} folder in \
                  diffusers' layout\"}}",
-                beside.len(),
+                bases.len(),
                 sidecar.display()
             ),
         )),
     }
+}
+
+/// The folders in a folder, in order.
+///
+/// # Errors
+/// When it cannot be listed.
+pub(crate) fn folders_in(folder: &Path) -> Result<Vec<PathBuf>, ModelError> {
+    let entries =
+        std::fs::read_dir(folder).map_err(|e| damaged(folder, format!("it cannot be listed: {e}")))?;
+    let paths = entries.flatten().map(|entry| entry.path());
+    let mut folders: Vec<PathBuf> = paths.filter(|path| path.is_dir()).collect();
+    folders.sort();
+    Ok(folders)
 }
 
 /// The single file of a component for which the base has no folder: its name is `stem`, or `stem` followed by `_`,

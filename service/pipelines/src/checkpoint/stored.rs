@@ -262,12 +262,10 @@ impl Checkpoint {
     /// When there are none, or they are quantized in an unsupported way.
     pub(crate) fn of_folder(folder: &Path) -> Result<Checkpoint, ModelError> {
         check_configuration(&folder.join("config.json"))?;
-        for stem in ["diffusion_pytorch_model", "model"] {
-            let single = folder.join(format!("{stem}.safetensors"));
+        for (single, index) in weights_in(folder) {
             if single.is_file() {
                 return Checkpoint::of_file(&open(&single)?, |name| Some(name.to_owned()));
             }
-            let index = folder.join(format!("{stem}.safetensors.index.json"));
             if index.is_file() {
                 return Checkpoint::of_index(&index, folder);
             }
@@ -276,6 +274,13 @@ impl Checkpoint {
             folder,
             "it has neither diffusion_pytorch_model.safetensors, model.safetensors nor an index",
         ))
+    }
+
+    /// Whether a folder has the weights of a component.
+    pub(crate) fn is_in(folder: &Path) -> bool {
+        weights_in(folder)
+            .iter()
+            .any(|(single, index)| single.is_file() || index.is_file())
     }
 
     /// Whether there is a tensor of this name.
@@ -364,6 +369,16 @@ impl Checkpoint {
         self.names()
             .find(|name| name.strip_prefix(&of_layer).is_some_and(|behind| !known(behind)))
     }
+}
+
+/// Where a component's folder may have its weights: one file, or the index of several, in the order of lookup.
+fn weights_in(folder: &Path) -> [(PathBuf, PathBuf); 2] {
+    ["diffusion_pytorch_model", "model"].map(|stem| {
+        (
+            folder.join(format!("{stem}.safetensors")),
+            folder.join(format!("{stem}.safetensors.index.json")),
+        )
+    })
 }
 
 /// A tensor without further parts.

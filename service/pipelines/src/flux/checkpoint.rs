@@ -63,6 +63,7 @@ pub(super) const MARKS: Marks<FluxNaming> = Marks {
     pipelines: &PIPELINES,
     namings: &[FluxNaming::Bfl, FluxNaming::Diffusers],
     unused: None,
+    sidecar_keys: &[],
 };
 
 impl FluxNaming {

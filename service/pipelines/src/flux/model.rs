@@ -45,7 +45,7 @@ impl Family for Flux {
         &PIPELINES
     }
 
-    fn folders(&self) -> &'static [&'static str] {
+    fn folders(&self, _class: &str) -> &'static [&'static str] {
         &FOLDERS
     }
 

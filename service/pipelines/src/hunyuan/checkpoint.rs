@@ -1,7 +1,7 @@
 //! Detection of HunyuanVideo and FramePack checkpoints, by headers alone, and the configuration of single files.
 //!
 //! A **folder in diffusers' layout** has `model_index.json`. A **single file** has the transformer only, in the naming of
-//! Tencent or of diffusers; its companions are found as those of other families are.
+//! Tencent or of diffusers. A **transformer's folder** and the companions of both are in `places`.
 
 use std::path::Path;
 
@@ -11,11 +11,14 @@ use crate::ModelError;
 use crate::checkpoint::{self, Checkpoint, Marks, TensorSpec, whole};
 use crate::files::damaged;
 
-/// The pipeline classes: text to film, and FramePack.
-pub(super) const PIPELINES: [&str; 2] = ["HunyuanVideoPipeline", "HunyuanVideoFramepackPipeline"];
+/// The pipeline class of FramePack.
+pub(super) const FRAMEPACK: &str = "HunyuanVideoFramepackPipeline";
 
-/// The folders of such a pipeline.
-pub(super) const FOLDERS: [&str; 9] = [
+/// The pipeline classes: text to film, and FramePack.
+pub(super) const PIPELINES: [&str; 2] = ["HunyuanVideoPipeline", FRAMEPACK];
+
+/// The folders of FramePack's pipeline; behind the first two, those of text to film.
+const FOLDERS: [&str; 9] = [
     "feature_extractor",
     "image_encoder",
     "scheduler",
@@ -26,6 +29,18 @@ pub(super) const FOLDERS: [&str; 9] = [
     "transformer",
     "vae",
 ];
+
+/// The folders of a pipeline of this class.
+pub(super) fn folders_of(class: &str) -> &'static [&'static str] {
+    match class {
+        FRAMEPACK => &FOLDERS,
+        _ => &FOLDERS[2..],
+    }
+}
+
+/// A pipeline of others whose SigLIP FramePack takes, and the folders of that (`lllyasviel/flux_redux_bfl`).
+pub(super) const PARTS: [(&str, &[&str]); 1] =
+    [("FluxPriorReduxPipeline", &["feature_extractor", "image_encoder"])];
 
 /// Naming scheme of the tensors in a single file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,6 +72,7 @@ pub(super) const MARKS: Marks<HunyuanNaming> = Marks {
     pipelines: &PIPELINES,
     namings: &[HunyuanNaming::Tencent, HunyuanNaming::Diffusers],
     unused: None,
+    sidecar_keys: &["image_encoder", "sampling_order"],
 };
 
 impl HunyuanNaming {

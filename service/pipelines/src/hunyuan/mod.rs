@@ -11,6 +11,7 @@ mod layout;
 mod model;
 mod open;
 mod patches;
+mod places;
 mod plan;
 mod positions;
 mod preview;
@@ -22,3 +23,4 @@ mod transformer;
 
 pub use config::TransformerConfig;
 pub use model::{Hunyuan, HunyuanModel};
+pub use places::{is_transformer_class, is_transformer_folder};

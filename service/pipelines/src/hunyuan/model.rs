@@ -6,7 +6,7 @@ use std::sync::Arc;
 use gpu::LoadPlan;
 use residency::Component;
 
-use super::checkpoint::{FOLDERS, PIPELINES};
+use super::checkpoint::{PARTS, PIPELINES, folders_of};
 use super::config::TransformerConfig;
 use super::layout::layout;
 use super::open::LARGE;
@@ -55,8 +55,12 @@ impl Family for Hunyuan {
         &PIPELINES
     }
 
-    fn folders(&self) -> &'static [&'static str] {
-        &FOLDERS
+    fn folders(&self, class: &str) -> &'static [&'static str] {
+        folders_of(class)
+    }
+
+    fn parts(&self) -> &'static [(&'static str, &'static [&'static str])] {
+        &PARTS
     }
 
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {

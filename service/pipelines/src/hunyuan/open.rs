@@ -1,23 +1,18 @@
 //! Opens a checkpoint by its headers and configurations, and validates that its components match.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use serde::Deserialize;
-
-use super::checkpoint::{HunyuanNaming, MARKS, config_of_single_file};
+use super::checkpoint::config_of_single_file;
 use super::config::TransformerConfig;
 use super::model::{CLIP, FramePack, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, problems};
+use super::places::{PROCESSOR, Places, TransformerPlace};
 use super::quantize_rule::role_of;
-use super::sections::Order;
 use crate::adapters::AdapterSet;
-use crate::autoencoder_hunyuan::HunyuanVaeConfig;
+use crate::autoencoder_hunyuan::{HunyuanVaeConfig, diffusers_name_of_original};
 use crate::bounds::PIXELS_PER_TOKEN;
-use crate::checkpoint::{
-    Checkpoint, ComponentFiles, ComponentSet, Recognised, Requested, component_of_folder, exact_component,
-    whole,
-};
+use crate::checkpoint::{Checkpoint, ComponentFiles, ComponentSet, Requested, exact_component, whole};
 use crate::defaults::folder_defaults;
-use crate::files::{checked, damaged, read_json, unsupported};
+use crate::files::{checked, read_json, unsupported};
 use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
 use crate::text::llama::LlamaConfig;
@@ -34,48 +29,6 @@ pub(super) const LARGE: [&str; 2] = [TRANSFORMER, LLAMA];
 
 /// Name of the component in messages about unexpected tensors.
 const WHAT: &str = "a HunyuanVideo transformer";
-
-/// What `moored.json` in a FramePack's folder may say beside a default request.
-#[derive(Debug, Default, Deserialize)]
-#[serde(default)]
-struct Written {
-    /// `backward` (FramePack's I2V) or `forward` (FramePack-F1).
-    sampling_order: Option<WrittenOrder>,
-}
-
-#[derive(Clone, Copy, Debug, Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum WrittenOrder {
-    Backward,
-    Forward,
-}
-
-/// The order in which a FramePack samples sections. No configuration tells: it is written in `moored.json`, or in the name,
-/// where published files of FramePack-F1 have it.
-fn order_of(base: &Path, name: &Path) -> Result<Order, ModelError> {
-    let path = base.join("moored.json");
-    let written: Written = match path.is_file() {
-        true => read_json(&path)?,
-        false => Written::default(),
-    };
-    Ok(match written.sampling_order {
-        Some(WrittenOrder::Backward) => Order::Backward,
-        Some(WrittenOrder::Forward) => Order::Forward,
-        None if is_named_f1(name) => Order::Forward,
-        None => Order::Backward,
-    })
-}
-
-/// Whether a file or folder is named as FramePack-F1's are: `FramePack_F1_I2V_HY_20250503`.
-fn is_named_f1(path: &Path) -> bool {
-    let name = path
-        .file_name()
-        .unwrap_or_default()
-        .to_string_lossy()
-        .to_lowercase();
-    name.split(|letter: char| !letter.is_alphanumeric())
-        .any(|word| word == "f1" || word == "framepackf1")
-}
 
 /// The default request of HunyuanVideo or FramePack: what their authors say.
 fn defaults(is_framepack: bool) -> Request {
@@ -96,13 +49,13 @@ fn defaults(is_framepack: bool) -> Request {
 }
 
 impl HunyuanModel {
-    /// Opens a folder in diffusers' layout or a single file, by headers and configurations; `None` if it is of another
-    /// family.
+    /// Opens a pipeline's folder in diffusers' layout, a transformer's folder or a single file, by headers and
+    /// configurations; `None` if it is of another family.
     ///
     /// # Errors
     /// When it is of this family and damaged or not supported, or cannot be quantized as requested.
     pub fn open(path: &Path, precision: &Precision) -> Result<Option<HunyuanModel>, ModelError> {
-        let Some(recognised) = MARKS.recognise(path)? else {
+        let Some((places, transformer_place)) = Places::of(path)? else {
             return Ok(None);
         };
         let formats = precision.quantization.formats(&LARGE);
@@ -115,44 +68,44 @@ impl HunyuanModel {
             format: formats.of(component),
             role_of: role_of(component),
         };
-        let base = match &recognised {
-            Recognised::Folder(folder) => folder,
-            Recognised::SingleFile { base, .. } => base,
-        };
-        let base = &std::fs::canonicalize(base).map_err(|e| damaged(base, e.to_string()))?;
-        let (transformer, transformer_files) = transformer(recognised, base, wanted(TRANSFORMER))?;
-        let config_of = |folder: &str| -> PathBuf { base.join(folder).join("config.json") };
-        let vae: HunyuanVaeConfig = checked(&config_of(VAE), HunyuanVaeConfig::check)?;
-        let llama: LlamaConfig = checked(&config_of(LLAMA), LlamaConfig::check)?;
-        let clip: ClipConfig = checked(&config_of(CLIP), ClipConfig::check)?;
+        let base = places.base.as_path();
+        let (transformer, transformer_files) = transformer(transformer_place, base, wanted(TRANSFORMER))?;
+        let (vae, vae_place) =
+            places.component(base, VAE, HunyuanVaeConfig::default, HunyuanVaeConfig::check)?;
+        let (llama, llama_place) =
+            places.component(base, LLAMA, LlamaConfig::llava_llama3_8b, LlamaConfig::check)?;
+        let (clip, clip_place) = places.component(base, CLIP, ClipConfig::clip_l, ClipConfig::check)?;
         check_parts(base, &transformer, &vae, &llama, &clip)?;
+        let as_named = |name: &str| Some(name.to_owned());
+        let vae_files = vae_place.files(wanted(VAE), diffusers_name_of_original, |_| vae.tensor_shapes())?;
+        let llama_files = llama_place.files(wanted(LLAMA), as_named, |has| llama.tensor_shapes(has))?;
+        let clip_files = clip_place.files(wanted(CLIP), as_named, |has| clip.tensor_shapes(has))?;
         let mut files = vec![
             (TRANSFORMER, transformer_files),
-            (
-                VAE,
-                component_of_folder(&base.join(VAE), wanted(VAE), |_| vae.tensor_shapes())?,
-            ),
-            (
-                LLAMA,
-                component_of_folder(&base.join(LLAMA), wanted(LLAMA), |has| llama.tensor_shapes(has))?,
-            ),
-            (
-                CLIP,
-                component_of_folder(&base.join(CLIP), wanted(CLIP), |has| clip.tensor_shapes(has))?,
-            ),
+            (VAE, vae_files),
+            (LLAMA, llama_files),
+            (CLIP, clip_files),
         ];
         let framepack = match transformer.is_framepack() {
             false => None,
             true => {
-                let vision: SiglipConfig = checked(&config_of(VISION), SiglipConfig::check)?;
-                let processor = ImageProcessor::open(&base.join("feature_extractor"))?;
+                let root = places.vision_root()?;
+                let (vision, place): (SiglipConfig, _) = places.component(
+                    &root,
+                    VISION,
+                    SiglipConfig::so400m_patch14_384,
+                    SiglipConfig::check,
+                )?;
+                let processor = root.join(PROCESSOR);
+                let processor = match processor.is_dir() || !places.is_alone {
+                    true => ImageProcessor::open(&processor)?,
+                    false => ImageProcessor::of_side(vision.image_size as u32),
+                };
                 check_vision(base, &transformer, &vision, &processor)?;
-                let shapes = component_of_folder(&base.join(VISION), wanted(VISION), |has| {
-                    vision.tensor_shapes(has)
-                })?;
-                files.push((VISION, shapes));
+                let vision_files = place.files(wanted(VISION), as_named, |has| vision.tensor_shapes(has))?;
+                files.push((VISION, vision_files));
                 Some(FramePack {
-                    order: order_of(base, path)?,
+                    order: places.order()?,
                     vision,
                     processor,
                 })
@@ -180,7 +133,10 @@ impl HunyuanModel {
             )?,
             llama_tokenizer: LlamaTokenizer::shared(&base.join("tokenizer"))?,
             clip_tokenizer,
-            defaults: folder_defaults(base, defaults(framepack.is_some()), check)?,
+            defaults: match places.has_defaults_of(framepack.is_some())? {
+                true => folder_defaults(places.folder_of_defaults(), defaults(framepack.is_some()), check)?,
+                false => defaults(framepack.is_some()),
+            },
             transformer,
             vae,
             llama,
@@ -191,26 +147,24 @@ impl HunyuanModel {
 }
 
 fn transformer(
-    recognised: Recognised<HunyuanNaming>,
+    place: TransformerPlace,
     base: &Path,
     wanted: Requested,
 ) -> Result<(TransformerConfig, ComponentFiles), ModelError> {
-    let folder = base.join(TRANSFORMER);
-    let config_file = folder.join("config.json");
-    match recognised {
-        Recognised::Folder(_) => {
-            let config: TransformerConfig = checked(&config_file, TransformerConfig::check)?;
+    match place {
+        TransformerPlace::Folder(folder) => {
+            let config: TransformerConfig = checked(&folder.join("config.json"), TransformerConfig::check)?;
             let specs = whole(config.tensor_shapes().collect());
             let checkpoint = Checkpoint::of_folder(&folder)?;
             let files = exact_component(&folder, checkpoint, &specs, wanted, WHAT)?;
             Ok((config, files))
         }
-        Recognised::SingleFile {
+        TransformerPlace::SingleFile {
             path,
             checkpoint,
             naming,
-            ..
         } => {
+            let config_file = base.join(TRANSFORMER).join("config.json");
             let of_base = match config_file.is_file() {
                 true => read_json(&config_file)?,
                 false => TransformerConfig::default(),
@@ -288,23 +242,4 @@ fn check_vision(
             ("its processor's height", size.height as usize, vision.image_size),
         ],
     )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn framepack_f1_is_known_by_its_name() {
-        for name in [
-            "FramePack_F1_I2V_HY_20250503",
-            "FramePack-F1.safetensors",
-            "framepackf1_fp8",
-        ] {
-            assert!(is_named_f1(Path::new(name)), "{name}");
-        }
-        for name in ["FramePackI2V_HY", "models/F1x", "film1"] {
-            assert!(!is_named_f1(Path::new(name)), "{name}");
-        }
-    }
 }

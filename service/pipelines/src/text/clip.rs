@@ -61,6 +61,16 @@ impl Default for ClipConfig {
 }
 
 impl ClipConfig {
+    /// CLIP-L's, whose single files have no configuration.
+    pub fn clip_l() -> ClipConfig {
+        ClipConfig {
+            hidden_size: 768,
+            intermediate_size: 3072,
+            num_attention_heads: 12,
+            ..ClipConfig::default()
+        }
+    }
+
     /// Checks that this encoder is supported.
     ///
     /// # Errors

@@ -44,6 +44,7 @@ pub(super) const MARKS: Marks<ZImageNaming> = Marks {
     pipelines: &PIPELINES,
     namings: &[ZImageNaming::Own, ZImageNaming::Diffusers],
     unused: Some(UNUSED),
+    sidecar_keys: &[],
 };
 
 impl ZImageNaming {

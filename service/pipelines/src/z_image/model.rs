@@ -47,7 +47,7 @@ impl Family for ZImage {
         &PIPELINES
     }
 
-    fn folders(&self) -> &'static [&'static str] {
+    fn folders(&self, _class: &str) -> &'static [&'static str] {
         &FOLDERS
     }
 

@@ -3,6 +3,8 @@
 
 #![allow(clippy::expect_used)] // What tests share is outside of them.
 
+mod adapters;
+mod checkpoints;
 #[path = "../../../ops/tests/device/mod.rs"]
 mod device;
 mod films;
@@ -10,4 +12,7 @@ mod films;
 #[path = "../flux_parity/numbers.rs"]
 mod numbers;
 mod plans;
+mod quantized;
+mod refusals;
+mod spellings;
 mod workshop;

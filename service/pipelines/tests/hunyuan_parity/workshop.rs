@@ -19,7 +19,8 @@ use crate::numbers::{fixtures, numbers, tensors};
 /// Precision of the fixtures.
 pub(crate) const F32: Precision = Precision::full(DType::F32);
 
-fn copy(from: &Path, to: &Path) {
+/// Copies a folder with all that is in it.
+pub(crate) fn copy(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).expect("a folder");
     for entry in std::fs::read_dir(from).expect("a folder").flatten() {
         let target = to.join(entry.file_name());
@@ -84,6 +85,11 @@ impl Workshop {
     pub(crate) fn open(path: &Path, precision: &Precision) -> Workshop {
         let model = catalogue().open(path, precision).expect("a sound model");
         assert_eq!(model.family(), "hunyuan-video");
+        Workshop::of(model)
+    }
+
+    /// With the components of a model resident.
+    pub(crate) fn of(model: Arc<dyn Model>) -> Workshop {
         let mut card = CpuCard::new(CpuSettings::default()).expect("a card");
         let mut components = HashMap::new();
         for component in model.components() {
@@ -98,6 +104,10 @@ impl Workshop {
             components.insert(component.name.clone(), tensors);
         }
         Workshop { model, components }
+    }
+
+    pub(crate) fn tensors(&self, name: &str) -> Arc<ComponentTensors> {
+        Arc::clone(&self.components[name])
     }
 
     /// Runs one stage over the values that it takes, and checks that it used only its named components and gave its
