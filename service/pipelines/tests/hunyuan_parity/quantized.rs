@@ -7,6 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use gpu::{GgufType, Weight, WeightFormat};
 use pipelines::{Precision, Preset, Quantization, catalogue};
 
+use crate::device::tolerances;
 use crate::numbers::{distance, tensors};
 use crate::spellings::{FILM, InGguf, single_file, tencents, write, write_gguf};
 use crate::workshop::{F32, Workshop, film_folder, on_cpu, request};
@@ -94,7 +95,7 @@ fn components_quantized_at_load_equal_their_dequantized_weights() {
         let apart = distance(&found, &expected);
         let far = distance(&found, &exact);
         println!("{name}: {apart:.2e} from dequantized weights, {far:.2e} from full precision");
-        assert!(apart < 1e-4, "{name}: {apart:e}");
+        assert!(apart < tolerances().pipeline, "{name}: {apart:e}");
         assert!(far > 1e-3, "{name}: {far:e}");
     }
 }
@@ -134,7 +135,7 @@ fn quantized_gguf_equals_its_dequantized_weights() {
     let expected = latent_with(&[(TRANSFORMER, dequantized(&workshop, "transformer"))]);
     let apart = distance(&latent(&workshop), &expected);
     println!("Q8_0: {apart:.2e}");
-    assert!(apart < 1e-4, "{apart:e}");
+    assert!(apart < tolerances().pipeline, "{apart:e}");
     // It is not quantized again.
     let said = crate::checkpoints::refused(&path, &quantized("nf4")).to_string();
     assert!(said.contains("transformer is stored as Q8_0 already"), "{said}");
