@@ -24,7 +24,7 @@ use crate::checkpoint::{
     Checkpoint, ComponentFiles, Recognised, Requested, Shapes, companion, component_of_checkpoint,
     folders_in, named_base, only_base, open,
 };
-use crate::files::{checked, damaged, pipeline_class, read_json, unsupported};
+use crate::files::{checked, damaged, pipeline_class, read_json, read_text, unsupported};
 use crate::{ModelError, ModelFile};
 
 /// Classes of transformers: diffusers' two, and what FramePack's own repositories call theirs.
@@ -351,7 +351,7 @@ fn beside(opened: &Path) -> Result<Vec<PathBuf>, ModelError> {
     };
     let mut snapshots = Vec::new();
     for repository in folders_in(cache)?.iter().filter(|repository| *repository != own) {
-        let main = std::fs::read_to_string(repository.join("refs/main")).unwrap_or_default();
+        let main = read_text(&repository.join("refs/main")).unwrap_or_default();
         let of_repository = folders_in(&repository.join("snapshots")).unwrap_or_default();
         match of_repository.iter().find(|folder| folder.ends_with(main.trim())) {
             Some(named) if !main.trim().is_empty() => snapshots.push(named.clone()),
