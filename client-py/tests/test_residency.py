@@ -87,15 +87,6 @@ def test_a_film_has_the_shape_of_its_picture(
     assert moored.ModelDefaults(1, 1.0, 1, *own).film_size(picture, *named) == size
 
 
-def test_a_film_is_as_many_frames_as_its_seconds_have() -> None:
-    defaults = moored.ModelDefaults(1, 1.0, 1, 64, 64, frames_per_second=24.0)
-    assert defaults.film_frames(0.5) == 12
-    assert defaults.film_frames(0.5, 10.0) == 5
-    assert defaults.film_frames(0.01) == 1
-    with pytest.raises(ValueError, match="name the frames a second"):
-        moored.ModelDefaults(1, 1.0, 1, 64, 64).film_frames(2.0)
-
-
 def test_a_model_in_other_formats_may_be_loaded_replaced_and_unloaded(
     service: Service, ask: Ask
 ) -> None:

@@ -147,8 +147,6 @@ async def _filmed(
             width, height = defaults.film_size((across, down), width, height)
         if seconds and not (fps or defaults.frames_per_second):
             raise Failure(NO_RATE)
-        if seconds:
-            frames = defaults.film_frames(seconds, fps)
     result = await follow(
         display,
         target,
@@ -158,7 +156,8 @@ async def _filmed(
             model=recipe.ref,
             width=width or None,
             height=height or None,
-            frames=frames or None,
+            frames=None if seconds else frames or None,
+            seconds=seconds or None,
             frames_per_second=fps or None,
             init_image=start,
             seed=seed,

@@ -318,16 +318,6 @@ class ModelDefaults:
             scale = math.sqrt(pixels / (across * down))
         return width or _film_side(across * scale), height or _film_side(down * scale)
 
-    def film_frames(self, seconds: float, frames_per_second: float = 0.0) -> int:
-        """The number of frames of a film so long, at a rate or at the model's own (0).
-
-        A model that takes certain numbers of frames alone may refuse it, and names those nearest.
-        """
-        rate = frames_per_second or self.frames_per_second
-        if not rate:
-            raise ValueError("The model has no rate of its own: name the frames a second")
-        return max(1, round(seconds * rate))
-
 
 def _film_side(pixels: float) -> int:
     """A side of a film as the service takes it."""

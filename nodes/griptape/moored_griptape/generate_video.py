@@ -117,12 +117,13 @@ class MooredGenerateVideo(PreviewingNode):
             defaults = await self._defaults(client)
             if not (fps or defaults.frames_per_second):
                 raise ValueError("This model has no rate of its own: set fps beside seconds")
-            frames = defaults.film_frames(seconds, fps)
+            frames = None
         return {
             "init_image": start,
             "width": width,
             "height": height,
             "frames": frames,
+            "seconds": seconds or None,
             "frames_per_second": fps or None,
         }
 
