@@ -150,7 +150,7 @@ impl FilmFile {
             frames,
         };
         let count = (rgb.len() / size) as u64;
-        if rgb.len() % size != 0 || first.saturating_add(count) > u64::from(frames) {
+        if !rgb.len().is_multiple_of(size) || first.saturating_add(count) > u64::from(frames) {
             return Err(wrong());
         }
         let first = u32::try_from(first).map_err(|_| wrong())?;
