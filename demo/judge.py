@@ -80,13 +80,18 @@ FORMATS = ("full", "int8", "fp8", "nf4", "nf4-double")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One object seen in a picture; `shape` and `colour` are None if nothing fits."""
+    """One object seen in a picture; `shape` and `colour` are None if nothing fits.
+
+    `across` and `down` are its middle's, as shares of the picture's width and height.
+    """
 
     shape: str | None
     colour: str | None
     size: str
     place: str
     overlap: float
+    across: float
+    down: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +245,8 @@ def _describe(pixels: np.ndarray, ground: np.ndarray, mask: np.ndarray) -> Found
         size=size,
         place=place,
         overlap=round(float(overlap), 3),
+        across=round(float(across), 4),
+        down=round(float(down), 4),
     )
 
 

@@ -27,7 +27,7 @@ def _words() -> list[str]:
     return sorted({part for word in scenes.language_words() for part in word.split("-")})
 
 
-def _byte_symbols() -> list[str]:
+def byte_symbols() -> list[str]:
     """The 256 printable stand-ins of a byte-level BPE, in CLIP's order."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     moved = len([byte for byte in range(256) if byte not in kept])
@@ -56,27 +56,29 @@ def _bpe_merges(words: list[str]) -> list[tuple[str, str]]:
             split[index] = merged
 
 
-def _dump(path: Path, data: object) -> None:
+def dump(path: Path, data: object) -> None:
+    """Write indented JSON."""
     path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_clip_tokenizer(folder: Path) -> int:
+def write_clip_tokenizer(folder: Path, words: list[str] | None = None) -> int:
     """Write CLIPTokenizer's files into `folder`; returns the vocabulary's size.
 
-    As in CLIP-L the start and end tokens have the two highest ids, and the end token also pads.
+    Each of `words` (the picture language's, if none are given) becomes one token. As in CLIP-L the start
+    and end tokens have the two highest ids, and the end token also pads.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    merges = _bpe_merges(_words())
-    symbols = _byte_symbols()
+    merges = _bpe_merges(words or _words())
+    symbols = byte_symbols()
     pieces = symbols + [symbol + "</w>" for symbol in symbols]
     pieces += ["".join(pair) for pair in merges] + [CLIP_START, CLIP_END]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    _dump(folder / "vocab.json", vocabulary)
+    dump(folder / "vocab.json", vocabulary)
     lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
     (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     tokens = {"bos_token": CLIP_START, "eos_token": CLIP_END}
     tokens |= {"unk_token": CLIP_END, "pad_token": CLIP_END}
-    _dump(folder / "special_tokens_map.json", tokens)
+    dump(folder / "special_tokens_map.json", tokens)
     settings = {
         "add_prefix_space": False,
         "do_lower_case": True,
@@ -84,7 +86,7 @@ def write_clip_tokenizer(folder: Path) -> int:
         "model_max_length": CLIP_LENGTH,
         "tokenizer_class": "CLIPTokenizer",
     }
-    _dump(folder / "tokenizer_config.json", settings | tokens)
+    dump(folder / "tokenizer_config.json", settings | tokens)
     return len(vocabulary)
 
 
@@ -156,11 +158,11 @@ def write_t5_tokenizer(folder: Path) -> int:
             "byte_fallback": False,
         },
     }
-    _dump(folder / "tokenizer.json", tokenizer)
+    dump(folder / "tokenizer.json", tokenizer)
     tokens = {"eos_token": T5_EOS, "unk_token": T5_UNKNOWN, "pad_token": T5_PAD}
-    _dump(folder / "special_tokens_map.json", tokens)
+    dump(folder / "special_tokens_map.json", tokens)
     settings = {"extra_ids": 0, "model_max_length": 512, "tokenizer_class": "T5Tokenizer"}
-    _dump(folder / "tokenizer_config.json", settings | tokens)
+    dump(folder / "tokenizer_config.json", settings | tokens)
     return len(vocabulary)
 
 

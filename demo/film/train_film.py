@@ -1,0 +1,394 @@
+"""Make the film model from nothing: python demo/film/train_film.py --work DIR --stage STAGE.
+
+One GPU, no downloads; the films and prompts are drawn here. Each stage stops after --minutes and goes on
+from its checkpoint in the work folder when called again; its learning rate falls to zero over the minutes
+that the plan gives it, whatever the pieces:
+
+    python demo/film/train_film.py --work /tmp/film --stage vae
+    python demo/film/train_film.py --work /tmp/film --stage flow --minutes 5     (again until it says done)
+    python demo/film/train_film.py --work /tmp/film --stage export --out demo/film/model
+    python demo/film/train_film.py --work /tmp/film --stage evaluate --out demo/film/model
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import film_data
+import film_networks
+import films
+import torch
+from film_evaluation import evaluate, export
+from film_networks import Filmer, make_vae, speed_up
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+HERE = Path(__file__).resolve().parent
+STAGES = ("vae", "flow", "export", "evaluate")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes, rates and minutes of the training."""
+
+    seed: int = 20261123
+    vae_minutes: float = 3.5
+    vae_batch: int = 32
+    vae_rate: float = 2e-3
+    kl_weight: float = 3e-4
+    latent_noise: float = 0.05
+    flow_minutes: float = 12.0
+    flow_batch: int = 1024
+    flow_rate: float = 1.5e-3
+    warmup: int = 200
+    auxiliary_weight: float = 0.1
+    bank: int = 40_000
+    bank_seconds: float = 45
+    prompts_per_film: int = 4
+    average: float = 0.999
+
+
+def log(**fields: Any) -> None:
+    """Print one line of named numbers."""
+    values = {k: round(v, 5) if isinstance(v, float) else v for k, v in fields.items()}
+    print(json.dumps(values), flush=True)
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint whole or not at all."""
+    torch.save(state, path.with_suffix(".part"))
+    path.with_suffix(".part").rename(path)
+
+
+class Clock:
+    """How far a stage is: the minutes of all its pieces against those that the plan gives it."""
+
+    def __init__(self, spent: float, planned: float, piece: float) -> None:
+        """All in minutes; `spent` by earlier pieces, `piece` is what this one may take."""
+        self._spent, self._planned, self._piece = spent, planned, piece
+        self.began = time.monotonic()
+        self._training = self.began
+
+    def start_training(self) -> None:
+        """Count from now on: what was prepared before is not training."""
+        self._training = time.monotonic()
+
+    def spent(self) -> float:
+        """Minutes of training so far."""
+        return self._spent + (time.monotonic() - self._training) / 60
+
+    def progress(self) -> float:
+        """The share of the plan that is done, from 0 to 1."""
+        return min(1.0, self.spent() / self._planned)
+
+    def seconds(self) -> float:
+        """Since this piece began."""
+        return time.monotonic() - self.began
+
+    def over(self) -> bool:
+        """Whether the plan or this piece is at its end."""
+        return self.progress() >= 1 or self.seconds() >= 60 * self._piece
+
+
+def set_rate(optimizer: torch.optim.Optimizer, peak: float, warm: float, progress: float) -> None:
+    """Half a cosine to zero, times the done share of a warm-up."""
+    for group in optimizer.param_groups:
+        group["lr"] = peak * min(1.0, warm) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+# ---------------------------------------------------------------------------------------------
+# The autoencoder
+
+
+def clip_loss(vae: nn.Module, clips: Tensor, noise: float, kl_weight: float) -> tuple[Tensor, Tensor]:
+    """The loss of clips [batch, 3, 4n + 1, 64, 64], and the mean absolute error.
+
+    Half of the clips have the first latent of their first frame alone, which is all the pipeline has of a
+    start picture. Long clips are decoded a second time from their second latent on, as tiles that begin in
+    the middle of a film are.
+    """
+
+    def encode(frames: Tensor) -> tuple[Tensor, Tensor]:
+        mean, logvar = vae.quant_conv(vae.encoder(frames)).float().chunk(2, 1)
+        return mean, logvar.clamp(-20, 10)
+
+    def error(latents: Tensor, frames: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        drawn = vae.decoder(vae.post_quant_conv(latents)).float()
+        difference = (drawn - frames) * weight
+        return difference.abs().mean(), difference.square().mean()
+
+    # Most weight lies on the shape and its edges.
+    shape = (clips - clips[:, :, :, :1, :1]).abs().amax(1) > 0.02
+    weight = 1 + 6 * F.max_pool2d(shape.to(clips.dtype), 5, 1, 2)[:, None]
+    weight = weight / weight.mean()
+    mean, logvar = encode(clips)
+    half = len(clips) // 2
+    alone, alone_logvar = encode(clips[:half, :, :1])
+    first = torch.cat([alone, mean[half:, :, :1]])
+    mean = torch.cat([first, mean[:, :, 1:]], 2)
+    first = torch.cat([alone_logvar, logvar[half:, :, :1]])
+    logvar = torch.cat([first, logvar[:, :, 1:]], 2)
+    kl = 0.5 * (mean**2 + logvar.exp() - 1 - logvar).mean()
+    spread = torch.exp(0.5 * logvar) * torch.randn_like(mean) + noise * torch.randn_like(mean)
+    latents = mean + spread
+    absolute, square = error(latents, clips, weight)
+    loss = absolute + 2 * square + kl_weight * kl
+    if latents.shape[2] > 2:
+        late, late_square = error(latents[half:, :, 1:], clips[half:, :, 4:], weight[half:, :, 4:])
+        loss = loss + 0.5 * (late + 2 * late_square)
+    return loss, absolute
+
+
+def train_vae(plan: Plan, work: Path, minutes: float, device: str) -> None:
+    """Train the autoencoder, then measure the latents' spread."""
+    path = work / "vae.pt"
+    state = torch.load(path, map_location=device) if path.exists() else {"step": 0, "spent": 0.0}
+    clock = Clock(state["spent"], plan.vae_minutes, minutes)
+    torch.manual_seed(plan.seed + state["step"])
+    source = film_data.FilmSource(
+        device, torch.Generator(device).manual_seed(plan.seed + state["step"])
+    )
+    vae = make_vae().to(device)
+    speed_up(vae)
+    optimizer = torch.optim.AdamW(
+        vae.parameters(), lr=plan.vae_rate, betas=(0.9, 0.99), weight_decay=1e-4
+    )
+    if state["step"]:
+        vae.load_state_dict(state["vae"])
+        optimizer.load_state_dict(state["optimizer"])
+    step, sums = state["step"], torch.zeros(2, device=device)
+    clock.start_training()
+    while True:
+        set_rate(optimizer, plan.vae_rate, (step + 1) / 100, clock.progress())
+        # Short clips are quick; the decoder's tiles have 17 frames.
+        frames, count = (17, plan.vae_batch) if step % 3 == 2 else (5, 2 * plan.vae_batch)
+        with torch.no_grad():
+            clips = film_data.moving_clips(source, count, frames)
+        with film_data.half_precision(device):
+            loss, absolute = clip_loss(vae, clips, plan.latent_noise, plan.kl_weight)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        sums += torch.stack([loss.detach(), absolute.detach()])
+        step += 1
+        if step % 10 == 0:
+            if device == "cuda":
+                torch.cuda.synchronize()
+            over = clock.over()
+            if step % 100 == 0 or over:
+                mean = (sums / (step % 100 or 100)).tolist()
+                log(step=step, loss=mean[0], l1=mean[1], s=clock.seconds())
+                sums.zero_()
+            if over:
+                break
+    batch, _ = source.draw(64)
+    latents = film_data.encode_films(vae, batch, 3)
+    scaling = 1 / latents.std().item()
+    with torch.no_grad(), film_data.half_precision(device):
+        clips = film_data.moving_clips(source, 32, 17)
+        mean = vae.quant_conv(vae.encoder(clips)).float().chunk(2, 1)[0]
+        drawn = vae.decoder(vae.post_quant_conv(mean)).float().clamp(-1, 1)
+    psnr = -10 * math.log10((drawn - clips).square().mean().item() / 4)
+    done = {"vae": vae.state_dict(), "optimizer": optimizer.state_dict(), "scaling": scaling}
+    save(path, done | {"step": step, "spent": clock.spent()})
+    log(
+        done=clock.progress() >= 1,
+        step=step,
+        psnr=psnr,
+        scaling=scaling,
+        mean=latents.mean().item(),
+        s=clock.seconds(),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# The transformer and the encoders
+
+
+def sample_sigmas(source: film_data.FilmSource, count: int) -> Tensor:
+    """Noise levels: half uniform, half logit-normal, shifted as the scheduler shifts them."""
+    uniform, normal = source.rand(count), source.randn(count).sigmoid()
+    even = torch.arange(count, device=uniform.device) % 2 == 0
+    level, shift = torch.where(even, uniform, normal), film_networks.SHIFT
+    return shift * level / (1 + (shift - 1) * level)
+
+
+def load_flow(work: Path) -> dict[str, Any]:
+    """The flow stage's checkpoint, which lies in several files; step 0 if there is none."""
+    if not (work / "flow.pt").exists():
+        return {"step": 0, "spent": 0.0}
+    state = torch.load(work / "flow.pt", map_location="cpu")
+    for name in ("average", "moment1", "moment2"):
+        if (work / f"flow-{name}.pt").exists():
+            state[name] = torch.load(work / f"flow-{name}.pt", map_location="cpu")
+    return state
+
+
+def train_flow(plan: Plan, work: Path, minutes: float, device: str, compiled: bool) -> None:
+    """Train the encoders and the transformer on the flow-matching loss of single sections."""
+    state = load_flow(work)
+    step = start = state["step"]
+    clock = Clock(state["spent"], plan.flow_minutes, minutes)
+    torch.manual_seed(plan.seed + start)
+    generator = torch.Generator(device).manual_seed(plan.seed + 1 + start)
+    source = film_data.FilmSource(device, generator)
+    sizes = film_data.write_tokenizers(work)
+    prompts = film_data.encode_prompts(work, source, plan.seed + start, plan.prompts_per_film)
+    log(films=len(source.films), prompts=len(prompts.llama), s=clock.seconds())
+    trained = torch.load(work / "vae.pt", map_location=device)
+    vae = make_vae().to(device).requires_grad_(False)
+    vae.load_state_dict(trained["vae"])
+    speed_up(vae)
+    bank = film_data.LatentBank(vae, source, trained["scaling"], plan.bank, plan.bank_seconds)
+    log(bank=bank.films, latents=bank.size, std=bank.std(), s=clock.seconds())
+    del vae
+
+    model, average = Filmer(*sizes).to(device), Filmer(*sizes).to(device).requires_grad_(False)
+    average.load_state_dict(model.state_dict())
+    live = [p for p in model.parameters() if p.requires_grad]
+    names = {name for name, p in model.named_parameters() if p.requires_grad}
+    shadow = [p for name, p in average.named_parameters() if name in names]
+    groups = [
+        {"params": [p for p in live if p.ndim > 1], "weight_decay": 0.01},
+        {"params": [p for p in live if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=plan.flow_rate, betas=(0.9, 0.98), fused=device == "cuda")
+    if start:
+        model.load_state_dict(state["model"])
+        average.load_state_dict(state["average"])
+        restore_moments(optimizer, state)
+    model.prepare_training(compiled)
+    clock.start_training()
+    sums = torch.zeros(3, device=device)
+    since = step
+    while True:
+        set_rate(optimizer, plan.flow_rate, (step + 1) / plan.warmup, clock.progress())
+        with torch.no_grad():
+            rows, pictures, padding, first, clean, history = bank.sections(plan.flow_batch)
+            chosen = source.integers(plan.prompts_per_film, plan.flow_batch)
+            llama, mask, clip, end = prompts.of(rows, chosen)
+            sigmas = sample_sigmas(source, plan.flow_batch)
+            guidance = source.rand(plan.flow_batch) * 9 + 1
+            noise = source.randn(*clean.shape)
+            noisy = torch.lerp(clean, noise, sigmas[:, None, None, None, None])
+            # What is sampled is not perfect: the history it becomes is blurred a little here.
+            known = history.abs().amax((1, 3, 4), keepdim=True) > 0
+            blur = source.rand(plan.flow_batch, 1, 1, 1, 1) * 0.15 * known
+            history = history + blur * source.randn(*history.shape)
+            first = first + 0.03 * source.randn(*first.shape)
+        with film_data.half_precision(device):
+            text, pooled = model.read_text(llama, clip, prompts.head)
+            velocity = model.velocity(
+                noisy, sigmas, padding, first, history, text, mask, pooled, pictures, guidance
+            )
+            last = text[torch.arange(len(mask), device=device), mask.sum(1) - 1]
+            read = model.read_places(torch.cat([last, pooled], 1)).float()
+        flow, reading = F.mse_loss(velocity.float(), noise - clean), F.cross_entropy(read, end)
+        optimizer.zero_grad(set_to_none=True)
+        (flow + plan.auxiliary_weight * (1 - clock.progress()) * reading).backward()
+        nn.utils.clip_grad_norm_(live, 1.0)
+        optimizer.step()
+        decay = min(plan.average, (step + 1) / (step + 10))
+        with torch.no_grad():
+            torch._foreach_lerp_(shadow, live, 1 - decay)
+            right = (read.argmax(1) == end).float().mean()
+            sums += torch.stack([flow.detach(), reading.detach(), right])
+        step += 1
+        if step % 20 == 0:
+            if device == "cuda":
+                torch.cuda.synchronize()
+            over = clock.over()
+            if step % 200 == 0 or over:
+                mean = (sums / (step - since)).tolist()
+                sums.zero_()
+                since = step
+                log(step=step, flow=mean[0], heads=mean[1], read=mean[2], s=clock.seconds())
+            if over:
+                break
+    save(work / "flow.pt", {"step": step, "spent": clock.spent(), "model": model.state_dict()})
+    save(work / "flow-average.pt", average.state_dict())
+    for name, moments in read_moments(optimizer).items():
+        save(work / f"flow-{name}.pt", moments)
+    log(done=clock.progress() >= 1, step=step, spent=clock.spent(), s=clock.seconds())
+
+
+def read_moments(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """AdamW's state in two small files; the first moment in bf16."""
+    states = list(optimizer.state.values())
+    count = states[0]["step"].cpu()
+    return {
+        "moment1": {"step": count, "values": [s["exp_avg"].bfloat16().cpu() for s in states]},
+        "moment2": {"step": count, "values": [s["exp_avg_sq"].cpu() for s in states]},
+    }
+
+
+def restore_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """The inverse of `read_moments`."""
+    if "moment1" not in state or "moment2" not in state:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    firsts, seconds = state["moment1"]["values"], state["moment2"]["values"]
+    fused = optimizer.defaults.get("fused")
+    for parameter, one, two in zip(parameters, firsts, seconds, strict=True):
+        count = state["moment1"]["step"].clone()
+        optimizer.state[parameter] = {
+            "step": count.to(parameter.device) if fused else count,
+            "exp_avg": one.float().to(parameter.device),
+            "exp_avg_sq": two.to(parameter.device),
+        }
+
+
+def main() -> None:
+    """Run one stage."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--stage", choices=STAGES, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints")
+    parser.add_argument("--out", type=Path, default=HERE / "model", help="folder of the model")
+    parser.add_argument("--minutes", type=float, default=60, help="stop and save after this long")
+    parser.add_argument("--steps", type=int, default=film_networks.STEPS, help="evaluate: steps")
+    parser.add_argument("--sections", type=int, default=3, help="evaluate: sections of each film")
+    parser.add_argument("--prompts", type=Path, default=HERE / "heldout.jsonl")
+    parser.add_argument("--limit", type=int, help="evaluate only so many prompts")
+    parser.add_argument("--batch", type=int, default=1, help="evaluate: films at a time")
+    parser.add_argument(
+        "--shuffle", action="store_true", help="evaluate: with the next row's prompt (must fail)"
+    )
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--plan", type=json.loads, default={}, help="JSON over the Plan's fields")
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    plan, training = Plan(**arguments.plan), arguments.stage in STAGES[:2]
+    torch.backends.cuda.matmul.allow_tf32 = training
+    torch.backends.cudnn.benchmark = training
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass broke on an H100
+    if arguments.stage == "vae":
+        train_vae(plan, arguments.work, arguments.minutes, arguments.device)
+    elif arguments.stage == "flow":
+        compiled = arguments.device == "cuda" and not arguments.no_compile
+        train_flow(plan, arguments.work, arguments.minutes, arguments.device, compiled)
+    elif arguments.stage == "export":
+        export(arguments.work, arguments.out)
+    else:
+        rows = [json.loads(line) for line in arguments.prompts.read_text().splitlines()]
+        evaluate(
+            arguments.out,
+            arguments.work,
+            arguments.device,
+            rows[: arguments.limit],
+            steps=arguments.steps,
+            sections=arguments.sections,
+            batch=arguments.batch,
+            shuffled=arguments.shuffle,
+        )
+
+
+if __name__ == "__main__":
+    main()
