@@ -10,14 +10,13 @@ from pathlib import Path
 import film_networks
 import film_tokens
 import films
+import scenes
 import torch
 from diffusers import AutoencoderKLHunyuanVideo
 from film_networks import HISTORY, LATENT_CHANNELS, LATENT_SIDE, PROMPT_TOKENS
 from films import WINDOW
 from torch import Tensor
 from transformers import CLIPTokenizer, PreTrainedTokenizerFast
-
-import scenes
 
 CLIP_TOKENS = 24
 """Room for a prompt's CLIP tokens; CLIP is causal and pooled at the first end token."""
@@ -215,13 +214,13 @@ class LatentBank:
         """Encode up to `count` films, but no longer than about `seconds`."""
         began = time.monotonic()
         device = source._device
-        part = 64 if device == "cuda" else 8
-        rounds = max(1, count // (part * len(SECTION_WEIGHTS) * 4))
+        part, scale = (64, 24) if device == "cuda" else (1, 4)
+        rounds = max(1, count // (part * scale))
         parts, batches, rows, offsets, lengths = [], [], [], [], []
         self.size = 0
         for _ in range(rounds):
             for sections, weight in SECTION_WEIGHTS.items():
-                for _ in range(max(1, round(weight * 24))):
+                for _ in range(max(1, round(weight * scale))):
                     batch, drawn = source.draw(part)
                     latents = encode_films(vae, batch, sections) * scaling
                     own = latents.shape[1]

@@ -43,6 +43,19 @@ def _rename(file: Path, prefix: str, own: tuple[str, ...] = ()) -> None:
     save_file(named, file, metadata={"format": "pt"})
 
 
+def _name_classes_plainly(out: Path) -> None:
+    """Undo the class names that depend on the version of transformers and on what is installed."""
+    plain = {
+        "SiglipImageProcessorPil": "SiglipImageProcessor",
+        "TokenizersBackend": "PreTrainedTokenizerFast",
+    }
+    for file in (out / "model_index.json", out / "feature_extractor" / "preprocessor_config.json"):
+        text = file.read_text()
+        for changed, name in plain.items():
+            text = text.replace(changed, name)
+        file.write_text(text)
+
+
 def export(work: Path, out: Path) -> None:
     """Write the averaged weights as a HunyuanVideoFramepackPipeline folder, in bf16."""
     sizes = film_data.write_tokenizers(out)
@@ -69,6 +82,7 @@ def export(work: Path, out: Path) -> None:
     for name in ("tokenizer", "tokenizer_2"):
         shutil.rmtree(out / name)
     film_data.write_tokenizers(out)
+    _name_classes_plainly(out)
     _rename(out / "text_encoder_2" / "model.safetensors", "text_model.")
     _rename(out / "image_encoder" / "model.safetensors", "vision_model.")
     for file in out.rglob("*.safetensors"):
@@ -109,7 +123,9 @@ def contact_sheet(shown: list[np.ndarray], columns: int = 7) -> Image.Image:
     rows = []
     for frames in shown:
         picked = np.linspace(0, len(frames) - 1, columns).round().astype(int)
-        rows.append(np.concatenate([np.pad(frames[i], ((1, 1), (1, 1), (0, 0))) for i in picked], 1))
+        rows.append(
+            np.concatenate([np.pad(frames[i], ((1, 1), (1, 1), (0, 0))) for i in picked], 1)
+        )
     return Image.fromarray(np.concatenate(rows))
 
 

@@ -29,7 +29,6 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import films  # noqa: E402
-
 import judge  # noqa: E402
 
 TOLERANCE = 7 / 64

@@ -13,6 +13,7 @@ from types import MethodType
 import film_tokens
 import films
 import torch
+import torch._dynamo
 from diffusers import (
     AutoencoderKLHunyuanVideo,
     FlowMatchEulerDiscreteScheduler,
@@ -221,9 +222,11 @@ class Filmer(nn.Module):
     def prepare_training(self, compiled: bool) -> None:
         """Use the batched attention in the transformer's blocks, and compile them one by one."""
         blocks = [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]
+        attention = _BatchedAttention()
         for block in blocks:
-            block.attn.processor = _BatchedAttention()
+            block.attn.processor = attention
         if compiled:
+            torch._dynamo.config.suppress_errors = True  # what does not compile runs as it is
             blocks += [*self.llama.layers[:2], self.transformer.context_embedder.token_refiner]
             for block in blocks:
                 block.compile(dynamic=False)
@@ -263,7 +266,12 @@ class Filmer(nn.Module):
                 sizes = [1, padding * films.WINDOW, films.WINDOW, *HISTORY]
                 first, _, window, one, two, four = torch.arange(sum(sizes)).split(sizes)
                 parts = []
-                for index, factor in ((four, 4), (two, 2), (torch.cat([first, one]), 1), (window, 1)):
+                for index, factor in (
+                    (four, 4),
+                    (two, 2),
+                    (torch.cat([first, one]), 1),
+                    (window, 1),
+                ):
                     table = film.rope(index, LATENT_SIDE, LATENT_SIDE, device)
                     if factor > 1:
                         table = film._pad_rotary_emb(table, side, side, (factor,) * 3)

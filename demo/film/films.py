@@ -121,9 +121,7 @@ def _colour_words(colour: str) -> tuple[str, ...]:
 def write_prompt(rng: random.Random, film: Film) -> str:
     """One of many phrasings of a film; each names the end place, and most name the start too."""
     article = "the " if rng.random() < 0.5 else ""
-    start, end = (
-        article + rng.choice(PLACE_WORDS[place]) for place in (film.start, film.end)
-    )
+    start, end = (article + rng.choice(PLACE_WORDS[place]) for place in (film.start, film.end))
     way = f"from {start} to {end}" if rng.random() < 0.85 else f"to {end}"
     text = f"{_noun(rng, film)} {rng.choice(_VERBS)} {way}"
     colour = rng.choice(_colour_words(film.background))
@@ -221,7 +219,9 @@ def held_out_prompts(count: int, seed: int = 20261123) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     while len(rows) < count:
         film = sample_film(rng)
-        taken = {row["film"]["end"] for row in (rows[-1:] + (rows[:1] if len(rows) == count - 1 else []))}
+        taken = {
+            row["film"]["end"] for row in (rows[-1:] + (rows[:1] if len(rows) == count - 1 else []))
+        }
         if is_held_out(film) and film.end not in taken:
             rows.append({"prompt": write_prompt(rng, film), "film": film.to_json()})
     return rows

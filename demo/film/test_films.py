@@ -31,7 +31,11 @@ def _three_frames(film: films.Film, rng: random.Random | None = None) -> list[np
 
 def _mistakes(frames: list[np.ndarray], film: films.Film) -> list[str]:
     shares = (0.0, 0.5, 1.0)
-    return [m for f, s in zip(frames, shares, strict=True) for m in film_judge.judge_frame(f, film, s)[0]]
+    return [
+        m
+        for f, s in zip(frames, shares, strict=True)
+        for m in film_judge.judge_frame(f, film, s)[0]
+    ]
 
 
 def test_accepts_true_frames() -> None:
@@ -106,7 +110,9 @@ def test_prompts_use_the_languages_words_and_name_the_end() -> None:
     for film in _sampled(400):
         prompt = films.write_prompt(rng, film)
         assert set(prompt.replace(",", "").split()) <= words
-        assert any(f"to {end}" in prompt.replace("to the ", "to ") for end in films.PLACE_WORDS[film.end])
+        assert any(
+            f"to {end}" in prompt.replace("to the ", "to ") for end in films.PLACE_WORDS[film.end]
+        )
 
 
 def test_motion_covers_the_way_once_whatever_the_number_of_sections() -> None:

@@ -22,7 +22,6 @@ from typing import Any
 
 import film_data
 import film_networks
-import films
 import torch
 from film_evaluation import evaluate, export
 from film_networks import Filmer, make_vae, speed_up
@@ -38,18 +37,22 @@ class Plan:
     """Sizes, rates and minutes of the training."""
 
     seed: int = 20261123
-    vae_minutes: float = 3.5
-    vae_batch: int = 32
-    vae_rate: float = 2e-3
+    warmup: int = 200
+    vae_minutes: float = 4.0
+    vae_batch: int = 16
+    vae_rate: float = 1.5e-3
+    short: int = 5
+    """Frames of short clips."""
+    long_every: int = 3
+    """One step in so many has clips as long as the decoder's tiles, the others short ones."""
     kl_weight: float = 3e-4
     latent_noise: float = 0.05
-    flow_minutes: float = 12.0
+    flow_minutes: float = 9.0
     flow_batch: int = 1024
     flow_rate: float = 1.5e-3
-    warmup: int = 200
     auxiliary_weight: float = 0.1
     bank: int = 40_000
-    bank_seconds: float = 45
+    bank_seconds: float = 30
     prompts_per_film: int = 4
     average: float = 0.999
 
@@ -69,15 +72,20 @@ def save(path: Path, state: dict[str, Any]) -> None:
 class Clock:
     """How far a stage is: the minutes of all its pieces against those that the plan gives it."""
 
-    def __init__(self, spent: float, planned: float, piece: float) -> None:
-        """All in minutes; `spent` by earlier pieces, `piece` is what this one may take."""
-        self._spent, self._planned, self._piece = spent, planned, piece
+    def __init__(self, spent: float, planned: float, piece: float, last: bool) -> None:
+        """All in minutes; `spent` by earlier pieces, `piece` is what this one may take.
+
+        If it is the `last` piece, the plan ends with it.
+        """
+        self._spent, self._planned, self._piece, self._last = spent, planned, piece, last
         self.began = time.monotonic()
         self._training = self.began
 
     def start_training(self) -> None:
         """Count from now on: what was prepared before is not training."""
         self._training = time.monotonic()
+        if self._last:
+            self._planned = self._spent + max(self._piece - self.seconds() / 60, 0.01)
 
     def spent(self) -> float:
         """Minutes of training so far."""
@@ -106,7 +114,9 @@ def set_rate(optimizer: torch.optim.Optimizer, peak: float, warm: float, progres
 # The autoencoder
 
 
-def clip_loss(vae: nn.Module, clips: Tensor, noise: float, kl_weight: float) -> tuple[Tensor, Tensor]:
+def clip_loss(
+    vae: nn.Module, clips: Tensor, noise: float, kl_weight: float
+) -> tuple[Tensor, Tensor]:
     """The loss of clips [batch, 3, 4n + 1, 64, 64], and the mean absolute error.
 
     Half of the clips have the first latent of their first frame alone, which is all the pipeline has of a
@@ -145,11 +155,11 @@ def clip_loss(vae: nn.Module, clips: Tensor, noise: float, kl_weight: float) -> 
     return loss, absolute
 
 
-def train_vae(plan: Plan, work: Path, minutes: float, device: str) -> None:
+def train_vae(plan: Plan, work: Path, minutes: float, last: bool, device: str) -> None:
     """Train the autoencoder, then measure the latents' spread."""
     path = work / "vae.pt"
     state = torch.load(path, map_location=device) if path.exists() else {"step": 0, "spent": 0.0}
-    clock = Clock(state["spent"], plan.vae_minutes, minutes)
+    clock = Clock(state["spent"], plan.vae_minutes, minutes, last)
     torch.manual_seed(plan.seed + state["step"])
     source = film_data.FilmSource(
         device, torch.Generator(device).manual_seed(plan.seed + state["step"])
@@ -161,13 +171,15 @@ def train_vae(plan: Plan, work: Path, minutes: float, device: str) -> None:
     )
     if state["step"]:
         vae.load_state_dict(state["vae"])
-        optimizer.load_state_dict(state["optimizer"])
-    step, sums = state["step"], torch.zeros(2, device=device)
+        if "optimizer" in state:
+            optimizer.load_state_dict(state["optimizer"])
+    step = since = state["step"]
+    sums = torch.zeros(2, device=device)
     clock.start_training()
     while True:
-        set_rate(optimizer, plan.vae_rate, (step + 1) / 100, clock.progress())
-        # Short clips are quick; the decoder's tiles have 17 frames.
-        frames, count = (17, plan.vae_batch) if step % 3 == 2 else (5, 2 * plan.vae_batch)
+        set_rate(optimizer, plan.vae_rate, (step + 1) / plan.warmup, clock.progress())
+        long = step % plan.long_every == plan.long_every - 1
+        frames, count = (17, plan.vae_batch) if long else (plan.short, 2 * plan.vae_batch)
         with torch.no_grad():
             clips = film_data.moving_clips(source, count, frames)
         with film_data.half_precision(device):
@@ -182,10 +194,11 @@ def train_vae(plan: Plan, work: Path, minutes: float, device: str) -> None:
             if device == "cuda":
                 torch.cuda.synchronize()
             over = clock.over()
-            if step % 100 == 0 or over:
-                mean = (sums / (step % 100 or 100)).tolist()
+            if step % 100 == 0 or over or device == "cpu":
+                mean = (sums / (step - since)).tolist()
                 log(step=step, loss=mean[0], l1=mean[1], s=clock.seconds())
                 sums.zero_()
+                since = step
             if over:
                 break
     batch, _ = source.draw(64)
@@ -196,8 +209,9 @@ def train_vae(plan: Plan, work: Path, minutes: float, device: str) -> None:
         mean = vae.quant_conv(vae.encoder(clips)).float().chunk(2, 1)[0]
         drawn = vae.decoder(vae.post_quant_conv(mean)).float().clamp(-1, 1)
     psnr = -10 * math.log10((drawn - clips).square().mean().item() / 4)
-    done = {"vae": vae.state_dict(), "optimizer": optimizer.state_dict(), "scaling": scaling}
-    save(path, done | {"step": step, "spent": clock.spent()})
+    done = {"vae": vae.state_dict(), "scaling": scaling, "step": step, "spent": clock.spent()}
+    unfinished = {} if clock.progress() >= 1 else {"optimizer": optimizer.state_dict()}
+    save(path, done | unfinished)
     log(
         done=clock.progress() >= 1,
         step=step,
@@ -231,11 +245,13 @@ def load_flow(work: Path) -> dict[str, Any]:
     return state
 
 
-def train_flow(plan: Plan, work: Path, minutes: float, device: str, compiled: bool) -> None:
+def train_flow(
+    plan: Plan, work: Path, minutes: float, last: bool, device: str, compiled: bool
+) -> None:
     """Train the encoders and the transformer on the flow-matching loss of single sections."""
     state = load_flow(work)
-    step = start = state["step"]
-    clock = Clock(state["spent"], plan.flow_minutes, minutes)
+    step = start = fresh = state["step"]  # fresh: where the optimizer's moments began
+    clock = Clock(state["spent"], plan.flow_minutes, minutes, last)
     torch.manual_seed(plan.seed + start)
     generator = torch.Generator(device).manual_seed(plan.seed + 1 + start)
     source = film_data.FilmSource(device, generator)
@@ -259,17 +275,21 @@ def train_flow(plan: Plan, work: Path, minutes: float, device: str, compiled: bo
         {"params": [p for p in live if p.ndim > 1], "weight_decay": 0.01},
         {"params": [p for p in live if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=plan.flow_rate, betas=(0.9, 0.98), fused=device == "cuda")
+    optimizer = torch.optim.AdamW(
+        groups, lr=plan.flow_rate, betas=(0.9, 0.98), fused=device == "cuda"
+    )
     if start:
         model.load_state_dict(state["model"])
-        average.load_state_dict(state["average"])
-        restore_moments(optimizer, state)
+        average.load_state_dict(state.get("average", state["model"]))
+        if "moment1" in state and "moment2" in state:
+            restore_moments(optimizer, state)
+            fresh = 0
     model.prepare_training(compiled)
     clock.start_training()
     sums = torch.zeros(3, device=device)
     since = step
     while True:
-        set_rate(optimizer, plan.flow_rate, (step + 1) / plan.warmup, clock.progress())
+        set_rate(optimizer, plan.flow_rate, (step + 1 - fresh) / plan.warmup, clock.progress())
         with torch.no_grad():
             rows, pictures, padding, first, clean, history = bank.sections(plan.flow_batch)
             chosen = source.integers(plan.prompts_per_film, plan.flow_batch)
@@ -288,8 +308,8 @@ def train_flow(plan: Plan, work: Path, minutes: float, device: str, compiled: bo
             velocity = model.velocity(
                 noisy, sigmas, padding, first, history, text, mask, pooled, pictures, guidance
             )
-            last = text[torch.arange(len(mask), device=device), mask.sum(1) - 1]
-            read = model.read_places(torch.cat([last, pooled], 1)).float()
+            turn_end = text[torch.arange(len(mask), device=device), mask.sum(1) - 1]
+            read = model.read_places(torch.cat([turn_end, pooled], 1)).float()
         flow, reading = F.mse_loss(velocity.float(), noise - clean), F.cross_entropy(read, end)
         optimizer.zero_grad(set_to_none=True)
         (flow + plan.auxiliary_weight * (1 - clock.progress()) * reading).backward()
@@ -305,7 +325,7 @@ def train_flow(plan: Plan, work: Path, minutes: float, device: str, compiled: bo
             if device == "cuda":
                 torch.cuda.synchronize()
             over = clock.over()
-            if step % 200 == 0 or over:
+            if step % 200 == 0 or over or device == "cpu":
                 mean = (sums / (step - since)).tolist()
                 sums.zero_()
                 since = step
@@ -319,29 +339,27 @@ def train_flow(plan: Plan, work: Path, minutes: float, device: str, compiled: bo
     log(done=clock.progress() >= 1, step=step, spent=clock.spent(), s=clock.seconds())
 
 
-def read_moments(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """AdamW's state in two small files; the first moment in bf16."""
-    states = list(optimizer.state.values())
-    count = states[0]["step"].cpu()
+def read_moments(optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor | None]]:
+    """AdamW's state for two small files, in bf16; None for what has had no gradient."""
+    states = [optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"]]
     return {
-        "moment1": {"step": count, "values": [s["exp_avg"].bfloat16().cpu() for s in states]},
-        "moment2": {"step": count, "values": [s["exp_avg_sq"].cpu() for s in states]},
+        name: [state[key].bfloat16().cpu() if state else None for state in states]
+        for name, key in (("moment1", "exp_avg"), ("moment2", "exp_avg_sq"))
     }
 
 
 def restore_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """The inverse of `read_moments`."""
-    if "moment1" not in state or "moment2" not in state:
-        return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    firsts, seconds = state["moment1"]["values"], state["moment2"]["values"]
     fused = optimizer.defaults.get("fused")
-    for parameter, one, two in zip(parameters, firsts, seconds, strict=True):
-        count = state["moment1"]["step"].clone()
+    for parameter, one, two in zip(parameters, state["moment1"], state["moment2"], strict=True):
+        if one is None or two is None:
+            continue
+        count = torch.tensor(float(state["step"]))
         optimizer.state[parameter] = {
             "step": count.to(parameter.device) if fused else count,
             "exp_avg": one.float().to(parameter.device),
-            "exp_avg_sq": two.to(parameter.device),
+            "exp_avg_sq": two.float().to(parameter.device),
         }
 
 
@@ -352,6 +370,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints")
     parser.add_argument("--out", type=Path, default=HERE / "model", help="folder of the model")
     parser.add_argument("--minutes", type=float, default=60, help="stop and save after this long")
+    parser.add_argument(
+        "--last", action="store_true", help="end the stage with this piece, whatever the plan says"
+    )
     parser.add_argument("--steps", type=int, default=film_networks.STEPS, help="evaluate: steps")
     parser.add_argument("--sections", type=int, default=3, help="evaluate: sections of each film")
     parser.add_argument("--prompts", type=Path, default=HERE / "heldout.jsonl")
@@ -370,10 +391,12 @@ def main() -> None:
     torch.backends.cudnn.benchmark = training
     torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass broke on an H100
     if arguments.stage == "vae":
-        train_vae(plan, arguments.work, arguments.minutes, arguments.device)
+        train_vae(plan, arguments.work, arguments.minutes, arguments.last, arguments.device)
     elif arguments.stage == "flow":
         compiled = arguments.device == "cuda" and not arguments.no_compile
-        train_flow(plan, arguments.work, arguments.minutes, arguments.device, compiled)
+        train_flow(
+            plan, arguments.work, arguments.minutes, arguments.last, arguments.device, compiled
+        )
     elif arguments.stage == "export":
         export(arguments.work, arguments.out)
     else:
