@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import film_networks
 import film_tokens
 import films
 import scenes
@@ -22,8 +21,8 @@ CLIP_TOKENS = 24
 """Room for a prompt's CLIP tokens; CLIP is causal and pooled at the first end token."""
 SECTION_WEIGHTS = {1: 0.1, 2: 0.15, 3: 0.5, 4: 0.15, 5: 0.05, 6: 0.05}
 """How often films of so many sections are trained on."""
-TILE_FRAMES, TILE_STRIDE = 17, 12
-"""The autoencoder's tiles in time, in frames."""
+TILE_FRAMES, TILE_STRIDE, TILE_LATENTS = 17, 12, 5
+"""The autoencoder's tiles in time: their frames, the frames from one to the next, and their latents."""
 
 
 def half_precision(device: str) -> torch.autocast:
@@ -119,6 +118,16 @@ def draw_frames(batch: FilmBatch, shares: Tensor) -> Tensor:
     return torch.lerp(ground, paint, cover)
 
 
+def film_shares(sections: Tensor, frames: Tensor) -> Tensor:
+    """`films.progress` of frames [batch, times] of films with so many sections [batch]."""
+    longest = max(SECTION_WEIGHTS)
+    rows = [films.boundaries(count) + [1.0] * (longest - count) for count in range(1, longest + 1)]
+    bounds = torch.tensor(rows, device=frames.device)[sections - 1]
+    place = (frames / films.SECTION_FRAMES).clamp(max=longest - 1e-4)
+    low = place.long()
+    return torch.lerp(bounds.gather(1, low), bounds.gather(1, low + 1), place - low)
+
+
 def moving_clips(source: FilmSource, count: int, frames: int) -> Tensor:
     """Clips for the autoencoder: parts of films of many speeds, some standing still."""
     batch, _ = source.draw(count)
@@ -183,13 +192,9 @@ def encode_films(vae: AutoencoderKLHunyuanVideo, batch: FilmBatch, sections: int
     device, count = batch.radius.device, len(batch.radius)
     tiles = 3 * sections
     frames = torch.arange(TILE_FRAMES, device=device)[None]
-    frames = (frames + TILE_STRIDE * torch.arange(tiles, device=device)[:, None]).flatten().float()
-    bounds = torch.tensor(films.boundaries(sections), device=device)
-    place = (frames / films.SECTION_FRAMES).clamp(0, sections - 1e-4)
-    low = place.long()
-    shares = torch.lerp(bounds[low], bounds[low + 1], place - low)
-    shares = torch.where(frames >= films.SECTION_FRAMES * sections, 1.0, shares)
-    shown = draw_frames(batch, shares[None].expand(count, -1))
+    frames = (frames + TILE_STRIDE * torch.arange(tiles, device=device)[:, None]).flatten()[None]
+    shares = film_shares(torch.full((1,), sections, device=device), frames)
+    shown = draw_frames(batch, shares.expand(count, -1))
     first = shown[:, :, :1]
     shown = shown.unflatten(2, (tiles, TILE_FRAMES)).transpose(1, 2).flatten(0, 1)
     with half_precision(device.type):
@@ -253,6 +258,23 @@ class LatentBank:
         """The spread of the scaled latents."""
         return self._latents[: self.size : 7].float().std().item()
 
+    def tiles(self, count: int) -> tuple[Tensor, Tensor]:
+        """Random tiles as the decoder meets them: scaled latents [count, 16, 5, 8, 8] and their frames.
+
+        The frames [count, 3, 17, 64, 64] begin with the first latent's last one. One tile in four begins
+        with its film.
+        """
+        index = self._source.integers(self.films, count)
+        sections, offset = self._sections[index], self._offsets[index]
+        starts = WINDOW * sections + 1 - (TILE_LATENTS - 1)
+        start = (self._source.rand(count) * starts).long()
+        start = torch.where(self._source.rand(count) < 0.25, 0, start)
+        window = start[:, None] + torch.arange(TILE_LATENTS, device=index.device)
+        latents = self._latents[offset[:, None] + window].float().transpose(1, 2)
+        frames = 4 * start[:, None] + torch.arange(TILE_FRAMES, device=index.device)
+        shares = film_shares(sections, frames)
+        return latents, draw_frames(self._films.select(index), shares)
+
     def sections(self, count: int) -> tuple[Tensor, ...]:
         """Random sections: film rows, start pictures, padding, start latent, section and history.
 
@@ -287,7 +309,3 @@ def write_tokenizers(folder: Path) -> tuple[int, int]:
         film_tokens.write_llama_tokenizer(folder / "tokenizer"),
         film_tokens.write_clip_tokenizer(folder / "tokenizer_2"),
     )
-
-
-__all__ = ["FilmSource", "LatentBank", "encode_prompts", "moving_clips", "write_tokenizers"]
-assert film_networks.PLACES == len(scenes.PLACES)

@@ -2,9 +2,10 @@
 
 One GPU, no downloads; the films and prompts are drawn here. Each stage stops after --minutes and goes on
 from its checkpoint in the work folder when called again; its learning rate falls to zero over the minutes
-that the plan gives it, whatever the pieces:
+that the plan gives it, whatever the pieces. The decoder and the flow stages may run side by side:
 
     python demo/film/train_film.py --work /tmp/film --stage vae
+    python demo/film/train_film.py --work /tmp/film --stage decoder
     python demo/film/train_film.py --work /tmp/film --stage flow --minutes 5     (again until it says done)
     python demo/film/train_film.py --work /tmp/film --stage export --out demo/film/model
     python demo/film/train_film.py --work /tmp/film --stage evaluate --out demo/film/model
@@ -14,216 +15,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import film_data
 import film_networks
 import torch
+from film_autoencoder import train_decoder, train_vae
 from film_evaluation import evaluate, export
 from film_networks import Filmer, make_vae, speed_up
+from film_training import Clock, Plan, log, save, set_rate
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 HERE = Path(__file__).resolve().parent
-STAGES = ("vae", "flow", "export", "evaluate")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Sizes, rates and minutes of the training."""
-
-    seed: int = 20261123
-    warmup: int = 200
-    vae_minutes: float = 4.0
-    vae_batch: int = 16
-    vae_rate: float = 1.5e-3
-    short: int = 5
-    """Frames of short clips."""
-    long_every: int = 3
-    """One step in so many has clips as long as the decoder's tiles, the others short ones."""
-    kl_weight: float = 3e-4
-    latent_noise: float = 0.05
-    flow_minutes: float = 9.0
-    flow_batch: int = 1024
-    flow_rate: float = 1.5e-3
-    auxiliary_weight: float = 0.1
-    bank: int = 40_000
-    bank_seconds: float = 30
-    prompts_per_film: int = 4
-    average: float = 0.999
-
-
-def log(**fields: Any) -> None:
-    """Print one line of named numbers."""
-    values = {k: round(v, 5) if isinstance(v, float) else v for k, v in fields.items()}
-    print(json.dumps(values), flush=True)
-
-
-def save(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint whole or not at all."""
-    torch.save(state, path.with_suffix(".part"))
-    path.with_suffix(".part").rename(path)
-
-
-class Clock:
-    """How far a stage is: the minutes of all its pieces against those that the plan gives it."""
-
-    def __init__(self, spent: float, planned: float, piece: float, last: bool) -> None:
-        """All in minutes; `spent` by earlier pieces, `piece` is what this one may take.
-
-        If it is the `last` piece, the plan ends with it.
-        """
-        self._spent, self._planned, self._piece, self._last = spent, planned, piece, last
-        self.began = time.monotonic()
-        self._training = self.began
-
-    def start_training(self) -> None:
-        """Count from now on: what was prepared before is not training."""
-        self._training = time.monotonic()
-        if self._last:
-            self._planned = self._spent + max(self._piece - self.seconds() / 60, 0.01)
-
-    def spent(self) -> float:
-        """Minutes of training so far."""
-        return self._spent + (time.monotonic() - self._training) / 60
-
-    def progress(self) -> float:
-        """The share of the plan that is done, from 0 to 1."""
-        return min(1.0, self.spent() / self._planned)
-
-    def seconds(self) -> float:
-        """Since this piece began."""
-        return time.monotonic() - self.began
-
-    def over(self) -> bool:
-        """Whether the plan or this piece is at its end."""
-        return self.progress() >= 1 or self.seconds() >= 60 * self._piece
-
-
-def set_rate(optimizer: torch.optim.Optimizer, peak: float, warm: float, progress: float) -> None:
-    """Half a cosine to zero, times the done share of a warm-up."""
-    for group in optimizer.param_groups:
-        group["lr"] = peak * min(1.0, warm) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-# ---------------------------------------------------------------------------------------------
-# The autoencoder
-
-
-def clip_loss(
-    vae: nn.Module, clips: Tensor, noise: float, kl_weight: float
-) -> tuple[Tensor, Tensor]:
-    """The loss of clips [batch, 3, 4n + 1, 64, 64], and the mean absolute error.
-
-    Half of the clips have the first latent of their first frame alone, which is all the pipeline has of a
-    start picture. Long clips are decoded a second time from their second latent on, as tiles that begin in
-    the middle of a film are.
-    """
-
-    def encode(frames: Tensor) -> tuple[Tensor, Tensor]:
-        mean, logvar = vae.quant_conv(vae.encoder(frames)).float().chunk(2, 1)
-        return mean, logvar.clamp(-20, 10)
-
-    def error(latents: Tensor, frames: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        drawn = vae.decoder(vae.post_quant_conv(latents)).float()
-        difference = (drawn - frames) * weight
-        return difference.abs().mean(), difference.square().mean()
-
-    # Most weight lies on the shape and its edges.
-    shape = (clips - clips[:, :, :, :1, :1]).abs().amax(1) > 0.02
-    weight = 1 + 6 * F.max_pool2d(shape.to(clips.dtype), 5, 1, 2)[:, None]
-    weight = weight / weight.mean()
-    mean, logvar = encode(clips)
-    half = len(clips) // 2
-    alone, alone_logvar = encode(clips[:half, :, :1])
-    first = torch.cat([alone, mean[half:, :, :1]])
-    mean = torch.cat([first, mean[:, :, 1:]], 2)
-    first = torch.cat([alone_logvar, logvar[half:, :, :1]])
-    logvar = torch.cat([first, logvar[:, :, 1:]], 2)
-    kl = 0.5 * (mean**2 + logvar.exp() - 1 - logvar).mean()
-    spread = torch.exp(0.5 * logvar) * torch.randn_like(mean) + noise * torch.randn_like(mean)
-    latents = mean + spread
-    absolute, square = error(latents, clips, weight)
-    loss = absolute + 2 * square + kl_weight * kl
-    if latents.shape[2] > 2:
-        late, late_square = error(latents[half:, :, 1:], clips[half:, :, 4:], weight[half:, :, 4:])
-        loss = loss + 0.5 * (late + 2 * late_square)
-    return loss, absolute
-
-
-def train_vae(plan: Plan, work: Path, minutes: float, last: bool, device: str) -> None:
-    """Train the autoencoder, then measure the latents' spread."""
-    path = work / "vae.pt"
-    state = torch.load(path, map_location=device) if path.exists() else {"step": 0, "spent": 0.0}
-    clock = Clock(state["spent"], plan.vae_minutes, minutes, last)
-    torch.manual_seed(plan.seed + state["step"])
-    source = film_data.FilmSource(
-        device, torch.Generator(device).manual_seed(plan.seed + state["step"])
-    )
-    vae = make_vae().to(device)
-    speed_up(vae)
-    optimizer = torch.optim.AdamW(
-        vae.parameters(), lr=plan.vae_rate, betas=(0.9, 0.99), weight_decay=1e-4
-    )
-    if state["step"]:
-        vae.load_state_dict(state["vae"])
-        if "optimizer" in state:
-            optimizer.load_state_dict(state["optimizer"])
-    step = since = state["step"]
-    sums = torch.zeros(2, device=device)
-    clock.start_training()
-    while True:
-        set_rate(optimizer, plan.vae_rate, (step + 1) / plan.warmup, clock.progress())
-        long = step % plan.long_every == plan.long_every - 1
-        frames, count = (17, plan.vae_batch) if long else (plan.short, 2 * plan.vae_batch)
-        with torch.no_grad():
-            clips = film_data.moving_clips(source, count, frames)
-        with film_data.half_precision(device):
-            loss, absolute = clip_loss(vae, clips, plan.latent_noise, plan.kl_weight)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        sums += torch.stack([loss.detach(), absolute.detach()])
-        step += 1
-        if step % 10 == 0:
-            if device == "cuda":
-                torch.cuda.synchronize()
-            over = clock.over()
-            if step % 100 == 0 or over or device == "cpu":
-                mean = (sums / (step - since)).tolist()
-                log(step=step, loss=mean[0], l1=mean[1], s=clock.seconds())
-                sums.zero_()
-                since = step
-            if over:
-                break
-    batch, _ = source.draw(64)
-    latents = film_data.encode_films(vae, batch, 3)
-    scaling = 1 / latents.std().item()
-    with torch.no_grad(), film_data.half_precision(device):
-        clips = film_data.moving_clips(source, 32, 17)
-        mean = vae.quant_conv(vae.encoder(clips)).float().chunk(2, 1)[0]
-        drawn = vae.decoder(vae.post_quant_conv(mean)).float().clamp(-1, 1)
-    psnr = -10 * math.log10((drawn - clips).square().mean().item() / 4)
-    done = {"vae": vae.state_dict(), "scaling": scaling, "step": step, "spent": clock.spent()}
-    unfinished = {} if clock.progress() >= 1 else {"optimizer": optimizer.state_dict()}
-    save(path, done | unfinished)
-    log(
-        done=clock.progress() >= 1,
-        step=step,
-        psnr=psnr,
-        scaling=scaling,
-        mean=latents.mean().item(),
-        s=clock.seconds(),
-    )
-
-
-# ---------------------------------------------------------------------------------------------
-# The transformer and the encoders
+STAGES = ("vae", "decoder", "flow", "export", "evaluate")
 
 
 def sample_sigmas(source: film_data.FilmSource, count: int) -> Tensor:
@@ -386,12 +192,14 @@ def main() -> None:
     parser.add_argument("--plan", type=json.loads, default={}, help="JSON over the Plan's fields")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
-    plan, training = Plan(**arguments.plan), arguments.stage in STAGES[:2]
+    plan, training = Plan(**arguments.plan), arguments.stage in STAGES[:3]
     torch.backends.cuda.matmul.allow_tf32 = training
     torch.backends.cudnn.benchmark = training
     torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass broke on an H100
     if arguments.stage == "vae":
         train_vae(plan, arguments.work, arguments.minutes, arguments.last, arguments.device)
+    elif arguments.stage == "decoder":
+        train_decoder(plan, arguments.work, arguments.minutes, arguments.last, arguments.device)
     elif arguments.stage == "flow":
         compiled = arguments.device == "cuda" and not arguments.no_compile
         train_flow(
