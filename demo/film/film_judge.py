@@ -8,7 +8,8 @@ files in the order of their names. Needs numpy and pillow.
 
 A film is looked at in its first, middle and last frame. In each the background must have the prompt's
 colour and there must be one object, of the right shape and colour, no further than `TOLERANCE` from where
-the motion has it. A film is right if all three frames are.
+the motion has it. A film is right if all three frames are. It is in place if the object is where it should
+be at all three moments, whatever else is wrong.
 """
 
 from __future__ import annotations
@@ -48,6 +49,11 @@ class Verdict:
     mistakes: tuple[str, ...]
     distances: tuple[float | None, ...]
     """How far the object is from its true position at each moment, as a share of the width."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether an object is near its true position at every moment, whatever it looks like."""
+        return all(distance is not None and distance <= TOLERANCE for distance in self.distances)
 
 
 def judge_frame(
@@ -92,6 +98,7 @@ def report(verdicts: list[Verdict]) -> dict[str, Any]:
     return {
         "summary": {
             "right": right,
+            "in_place": sum(verdict.in_place for verdict in verdicts),
             "films": len(verdicts),
             "accuracy": round(right / max(len(verdicts), 1), 4),
             "mistakes": {
@@ -133,6 +140,7 @@ def open_folder(folder: Path, count: int) -> Iterator[np.ndarray]:
 def print_summary(summary: dict[str, Any]) -> None:
     """The counts of `report` in words."""
     print(f"right: {summary['right']} of {summary['films']} ({summary['accuracy']:.1%})")
+    print(f"in place: {summary['in_place']} of {summary['films']}")
     for moment, kinds in summary["mistakes"].items():
         print(f"  {moment}: " + ", ".join(f"{kind} {count}" for kind, count in kinds.items()))
 

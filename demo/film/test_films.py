@@ -124,6 +124,16 @@ def test_motion_covers_the_way_once_whatever_the_number_of_sections() -> None:
     assert films.progress(3, 54) == pytest.approx(0.5)
 
 
+def test_a_film_can_be_in_place_though_it_is_not_right() -> None:
+    film = films.Film("square", "cyan", "purple", "right", "top left")
+    recoloured = film_judge.judge_film(films.draw_film(replace(film, colour="red"), 1), film)
+    assert recoloured.in_place and not recoloured.right
+    elsewhere = film_judge.judge_film(films.draw_film(replace(film, end="bottom"), 1), film)
+    assert not elsewhere.in_place
+    empty = film_judge.judge_film(np.zeros((37, 64, 64, 3), np.uint8), film)
+    assert not empty.in_place
+
+
 def test_folders_of_arrays_and_of_pictures_are_read(tmp_path: Path) -> None:
     from PIL import Image
 
