@@ -16,8 +16,14 @@ use crate::config::Models as Settings;
 use crate::hub;
 use crate::proto::v1;
 
-/// Id of the model that ships with the project.
+/// Id of the model that ships with the project, and is the default where nothing else is.
 pub(crate) const SHIPPED_ID: &str = "moored/demo";
+
+/// Models that ship with the project: their ids, and their folders in it.
+const SHIPPED: [(&str, &str); 2] = [
+    (SHIPPED_ID, "demo/model"),
+    ("moored/demo-film", "demo/film/model"),
+];
 
 /// Endings of models in one file.
 const SINGLE_FILES: [&str; 5] = [".instant.json", ".safetensors", ".gguf", ".pth", ".pt"];
@@ -146,7 +152,7 @@ impl Models {
             .map(|(id, path)| Found::at(id.clone(), path.clone()));
         let folders = self.settings.folders.iter().chain([&self.hub_cache]);
         let scanned = folders.flat_map(|folder| scan(folder));
-        let shipped = shipped_model().map(|path| Found::at(SHIPPED_ID.to_owned(), path));
+        let shipped = shipped_models().map(|(id, path)| Found::at(id.to_owned(), path));
         let mut found: Vec<Found> = Vec::new();
         for model in configured.chain(scanned).chain(shipped) {
             if !found
@@ -401,9 +407,12 @@ fn find(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
     }
 }
 
-/// The model that ships in `demo/model`.
-fn shipped_model() -> Option<PathBuf> {
-    shipped_folder("demo/model").filter(|folder| is_pipeline(folder))
+/// The shipped models that are there.
+fn shipped_models() -> impl Iterator<Item = (&'static str, PathBuf)> {
+    let there = SHIPPED
+        .into_iter()
+        .filter_map(|(id, folder)| Some((id, shipped_folder(folder)?)));
+    there.filter(|(_, folder)| is_pipeline(folder))
 }
 
 /// A folder that ships with the project: beside the program, where it is installed to (`share/moored` of the same prefix),
