@@ -58,9 +58,14 @@ fn assert_same(found: &Workshop, expected: &Workshop) {
 /// Whether the sections of a film are sampled in its order.
 fn is_forward(workshop: &Workshop) -> bool {
     // The start picture's latent is kept with the section next to it: the first that is sampled, or the last.
-    let plan = workshop.model.plan(&request(109, Some(start()), 1, 7)).expect("a plan");
+    let plan = workshop
+        .model
+        .plan(&request(109, Some(start()), 1, 7))
+        .expect("a plan");
     let decodes = || plan.iter().filter(|stage| stage.role == pipelines::Role::Decode);
-    let first = decodes().flat_map(|stage| &stage.takes).find(|value| value.name == "latent_1");
+    let first = decodes()
+        .flat_map(|stage| &stage.takes)
+        .find(|value| value.name == "latent_1");
     first.expect("the first section").shape[2] == 10
 }
 
