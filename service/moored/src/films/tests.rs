@@ -1,4 +1,3 @@
-#![allow(clippy::single_range_in_vec_init)] // lists of pieces, some of one piece
 use openh264::decoder::Decoder;
 use openh264::formats::YUVSource as _;
 use shiguredo_mp4::aux::SampleTableAccessor;
