@@ -444,7 +444,7 @@ mod tests {
         };
         // The header comes first, whatever piece does.
         for pieces in [[piece(0, 3), piece(3, 2)], [piece(3, 2), piece(0, 3)]] {
-            let mut file = vec![0; 64];
+            let mut file = [0; 64];
             let mut chunks = Vec::new();
             for (piece, is_first) in pieces.into_iter().zip([true, false]) {
                 let output = Output::without_recipe(Encoding::Wav);

@@ -401,7 +401,8 @@ mod tests {
         let names: Vec<&str> = files.iter().map(String::as_str).collect();
         let mut taken = wanted("me/film", folders("HunyuanVideoPipeline"), &names).unwrap();
         let mut expected = files.clone();
-        (taken.sort(), expected.sort());
+        taken.sort();
+        expected.sort();
         assert_eq!(taken, expected);
         let said = wanted("me/film", folders("HunyuanVideoFramepackPipeline"), &names).unwrap_err();
         assert!(

@@ -97,7 +97,7 @@ pub(super) fn film(
     rotations_of(text, &[whole], sides, axes, device)
 }
 
-/// Rotations of `text` tokens and of a section with what it sees, in the order of [`super::history::Seen`].
+/// Rotations of `text` tokens and of a section with what it sees, in the order of [`super::transformer::Seen`].
 ///
 /// # Errors
 /// Errors of the device.

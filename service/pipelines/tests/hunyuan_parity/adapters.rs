@@ -48,17 +48,18 @@ fn groups() -> Vec<Group> {
             parts.insert(part, (layer.to_owned(), outputs));
         }
     }
-    let group = |(i, (theirs, parts)): (usize, (String, BTreeMap<usize, (String, usize)>))| {
+    let mut groups = Vec::new();
+    for (i, (theirs, parts)) in layers.into_iter().enumerate() {
         let parts: Vec<(String, usize)> = parts.into_values().collect();
         let outputs = parts.iter().map(|(_, outputs)| outputs).sum();
-        Group {
+        groups.push(Group {
             down: scattered(2 * i, RANK, inputs[&theirs]),
             up: scattered(2 * i + 1, outputs, RANK),
             parts,
             theirs,
-        }
-    };
-    layers.into_iter().enumerate().map(group).collect()
+        });
+    }
+    groups
 }
 
 impl Group {

@@ -1,7 +1,8 @@
 //! HunyuanVideo and FramePack against their diffusers reference, on the tiny pipelines of
 //! `fixtures/make_hunyuan_fixtures.py`.
 
-#![allow(clippy::expect_used)] // What tests share is outside of them.
+// What tests share is outside of them; figures are for whoever reads the tests' output.
+#![allow(clippy::expect_used, clippy::print_stdout)]
 
 mod adapters;
 mod checkpoints;
