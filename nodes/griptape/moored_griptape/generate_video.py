@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from moored_griptape.previewing_node import PreviewingNode
 # While the library loads, and not on the engine's loop in the middle of a run.
 VideoUrlArtifact("").to_dict()
 
+_RAW_FRAMES = "video/x-raw-rgb"
+
 
 class MooredGenerateVideo(PreviewingNode):
     """Generates a film from a prompt, or from a prompt and a picture, as a file of the project."""
@@ -29,6 +32,7 @@ class MooredGenerateVideo(PreviewingNode):
     prompt_tooltip = "What the film shows."
     prompt_example = "a red cube that turns slowly on a blue plane"
     without_prompt = "There is no prompt: say what the film is to show"
+    # The engine gives a file the ending of what is in it.
     default_file = "film.mp4"
 
     def _add_inputs_of_its_own(self) -> None:
@@ -85,7 +89,7 @@ class MooredGenerateVideo(PreviewingNode):
 
         def begin(whole: dict[str, Any]) -> moored.AsyncEventStream[moored.VideoResult]:
             interval_s = self._preview_interval_s
-            return client.stream_video(prompt, output="mp4", preview_interval_s=interval_s, **whole)
+            return client.stream_video(prompt, preview_interval_s=interval_s, **whole)
 
         result = await self._made(client, client.plan_video, options, begin)
         film = result.film
@@ -145,4 +149,14 @@ class MooredGenerateVideo(PreviewingNode):
 
     def _saved(self, film: moored.Film) -> VideoUrlArtifact:
         """The film as a file, by the project's rules. Blocks: run it in a thread."""
-        return VideoUrlArtifact(self._file.build_file().write_bytes(bytes(film.data)).location)
+        return VideoUrlArtifact(self._file.build_file().write_bytes(_file_of(film)).location)
+
+
+def _file_of(film: moored.Film) -> bytes:
+    """The bytes of a film's file: as it came, or, of bare frames, an animated WebP. Blocks."""
+    if film.media_type != _RAW_FRAMES:
+        return bytes(film.data)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "film.webp"
+        film.save(path)
+        return path.read_bytes()
