@@ -47,7 +47,10 @@ def in_sections(folder: Path, steps_ms: int = 0) -> tuple[str, ...]:
 def framepack(folder: Path) -> tuple[str, ...]:
     """Settings with `framepack` and `hunyuan`, the tiny models of the fixtures."""
     models = folder / "models"
-    for name, parts in (("hunyuan", ("hunyuan-tiny",)), ("framepack", ("hunyuan-tiny", "framepack-tiny"))):
+    for name, parts in (
+        ("hunyuan", ("hunyuan-tiny",)),
+        ("framepack", ("hunyuan-tiny", "framepack-tiny")),
+    ):
         for part in parts:
             shutil.copytree(FIXTURES / part, models / name, dirs_exist_ok=True)
         shutil.copytree(FIXTURES / "flux-tiny/text_encoder", models / name / "text_encoder_2")

@@ -2,9 +2,10 @@
 
     python tests/gpu/film.py --binary moored --work FOLDER --out film.json
 
-It makes FramePack and HunyuanVideo in full size from random numbers (28 GB; LLaMA has one layer of those that are
-computed, unless `--llama` says how many), and needs torch, diffusers, transformers, and what the Python client needs.
-`--parts` chooses among make, peers, steps and hog. One line of JSON for each figure, a table last.
+It makes FramePack and HunyuanVideo in full size from random numbers (54 GB; LLaMA has one layer of those
+that are computed, unless `--llama` says how many), and needs torch, diffusers, transformers, and what the
+Python client needs. `--parts` chooses among make, peers, steps and hog. One line of JSON for each figure, a
+table last.
 """
 
 from __future__ import annotations
@@ -93,14 +94,16 @@ def transformer(framepack: bool) -> torch.nn.Module:
     return made(diffusers.HunyuanVideoTransformer3DModel)
 
 
-def configuration(module: torch.nn.Module) -> dict[str, Any]:
-    return json.loads(module.to_json_string()) if hasattr(module, "to_json_string") else {}
-
-
 def make(work: Path, llama_layers: int) -> None:
     import diffusers
-    from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
-    from transformers import SiglipVisionConfig, SiglipVisionModel
+    from transformers import (
+        CLIPTextConfig,
+        CLIPTextModel,
+        LlamaConfig,
+        LlamaModel,
+        SiglipVisionConfig,
+        SiglipVisionModel,
+    )
 
     began = time.perf_counter()
     folder = work / "framepack"
@@ -192,21 +195,21 @@ def timed(work: Any, runs: int) -> float:
 
 @torch.no_grad()
 def peers(text: int) -> None:
-    import diffusers
-
     torch.manual_seed(1)
+    for peer in (_framepack_peer, _hunyuan_peer, _decode_peer):
+        peer(text)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _framepack_peer(text: int) -> None:
     module = transformer(framepack=True)
     given = inputs(module.config, (640, 640), 9, text)
-    seen = {
-        name: torch.randn(1, 16, count, 80, 80, device="cuda", dtype=torch.bfloat16)
-        for name, count in (
-            ("latents_clean", 2),
-            ("latents_history_2x", 2),
-            ("latents_history_4x", 16),
-        )
-    }
+    counts = {"latents_clean": 2, "latents_history_2x": 2, "latents_history_4x": 16}
+    for name, count in counts.items():
+        given[name] = torch.randn(1, 16, count, 80, 80, device="cuda", dtype=torch.bfloat16)
     positions = torch.arange(0, 38).split([1, 9, 9, 1, 2, 16])
-    given |= seen | {
+    given |= {
         "image_embeds": torch.randn(1, 729, 1152, device="cuda", dtype=torch.bfloat16),
         "indices_latents": positions[2],
         "indices_latents_clean": torch.cat([positions[0], positions[3]]),
@@ -215,31 +218,29 @@ def peers(text: int) -> None:
     }
     ms = timed(lambda: module(**given, return_dict=False), 3)
     tell("step, FramePack 640x640", ms, "ms", who="diffusers eager")
-    del module, given, seen
-    gc.collect()
-    torch.cuda.empty_cache()
+
+
+def _hunyuan_peer(text: int) -> None:
     module = transformer(framepack=False)
     for frames in (49, 129):
         given = inputs(module.config, (832, 480), (frames - 1) // 4 + 1, text)
         ms = timed(lambda given=given: module(**given, return_dict=False), 2)
         tell(f"step, HunyuanVideo 832x480, {frames} frames", ms, "ms", who="diffusers eager")
-    del module, given
-    gc.collect()
-    torch.cuda.empty_cache()
+
+
+def _decode_peer(_text: int) -> None:
+    import diffusers
+
     vae = made(diffusers.AutoencoderKLHunyuanVideo)
     for width, height in ((832, 480), (640, 640)):
-        latents = torch.randn(
-            1, 16, 5, height // 8, width // 8, device="cuda", dtype=torch.bfloat16
-        )
+        shape = (1, 16, 5, height // 8, width // 8)
+        latents = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
         ms = timed(lambda latents=latents: vae.decode(latents, return_dict=False), 3)
         peak = (torch.cuda.max_memory_allocated() - held) / 2**30
         name = f"decode of 5 latents, {width}x{height}"
         tell(name, ms, "ms", who="diffusers eager", peak_gib=round(peak, 2))
-    del vae
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 class Service:
@@ -361,7 +362,9 @@ def hog(binary: Path, work: Path, left_gib: float) -> None:
             try:
                 for preset in ("8-bit", "fp8", "4-bit"):
                     model = f"framepack+{preset}"
-                    what = f"film 640x640, 2 sections of 3 steps, {preset}, {left_gib:g} GiB, {policy}"
+                    what = (
+                        f"film 640x640, 2 sections of 3 steps, {preset}, {left_gib:g} GiB, {policy}"
+                    )
                     try:
                         film(service, model, (640, 640), 73, 1)
                         began = time.perf_counter()
@@ -408,7 +411,9 @@ def main() -> None:
         print(f"# {part}: {time.perf_counter() - began:.1f} s", flush=True)
         settings.out.write_text(json.dumps(FIGURES, indent=1) + "\n")
     for each in FIGURES:
-        print(f"{each.get('who', ''):16} {each['measure']:60} {each['figure']:10.1f} {each['unit']}")
+        print(
+            f"{each.get('who', ''):16} {each['measure']:60} {each['figure']:10.1f} {each['unit']}"
+        )
 
 
 if __name__ == "__main__":
