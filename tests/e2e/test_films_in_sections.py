@@ -119,7 +119,7 @@ def test_steps_say_which_section_they_are_of(simulate: Simulate, tmp_path: Path)
         assert [(e.part, e.parts) for e in started] == [(n, SECTIONS) for n in (1, 2, 3)]
 
 
-def test_a_worker_that_dies_costs_the_section_under_way_alone(
+def test_a_worker_that_dies_costs_only_the_section_under_way(
     simulate: Simulate, tmp_path: Path
 ) -> None:
     with simulate(arguments=in_sections(tmp_path, steps_ms=300)).client() as client:
@@ -194,7 +194,7 @@ def test_hunyuan_video_films_as_the_reference_does(simulate: Simulate, tmp_path:
         assert np.abs(found - expected()["film.frames"].astype(int)).max() <= 1
 
 
-def test_what_framepack_cannot_film_is_refused_by_its_field(
+def test_a_field_out_of_bounds_is_refused_by_name(
     simulate: Simulate, tmp_path: Path
 ) -> None:
     with simulate("cpu", arguments=framepack(tmp_path)).client() as client:

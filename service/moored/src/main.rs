@@ -14,7 +14,6 @@ mod preload;
 mod process;
 mod proto;
 mod serve;
-mod spans;
 mod telemetry;
 mod wav;
 

@@ -471,7 +471,7 @@ fn scan(folder: &Path) -> Vec<Found> {
 
 /// Whether a folder can be opened: a pipeline, or a transformer alone that finds the rest beside it.
 fn is_pipeline(folder: &Path) -> bool {
-    folder.join("model_index.json").is_file() || pipelines::hunyuan::is_transformer_folder(folder)
+    folder.join("model_index.json").is_file() || pipelines::catalogue().has_transformer(folder)
 }
 
 fn single_file_id(path: &Path) -> Option<String> {

@@ -10,7 +10,7 @@ use residency::{Bytes, Component};
 
 use crate::adapters::{AdapterError, AdapterFile, AdapterReport};
 use crate::bounds::too_many_references;
-use crate::files::pipeline_class;
+use crate::files::{pipeline_class, transformer_class};
 use crate::host::HostTensor;
 use crate::identity::ModelFile;
 use crate::media::Piece;
@@ -398,6 +398,11 @@ pub trait Family: Send + Sync {
         &[]
     }
 
+    /// Classes of its transformers that come alone, in a folder of their own.
+    fn transformers(&self) -> &'static [&'static str] {
+        &[]
+    }
+
     /// Opens a folder or file of this family; `None` if it is of another.
     ///
     /// # Errors
@@ -454,6 +459,16 @@ impl Catalogue {
         family
             .map(|family| family.folders(class))
             .or_else(|| parts.find(|(of, _)| *of == class).map(|(_, folders)| *folders))
+    }
+
+    /// Whether this is the class of a transformer that a family opens without its pipeline.
+    pub fn is_transformer(&self, class: &str) -> bool {
+        self.families.iter().any(|f| f.transformers().contains(&class))
+    }
+
+    /// Whether a folder has such a transformer at its root, and no pipeline.
+    pub fn has_transformer(&self, folder: &Path) -> bool {
+        transformer_class(folder).is_some_and(|class| self.is_transformer(&class))
     }
 
     /// Opens a checkpoint by its headers.

@@ -80,3 +80,18 @@ pub(crate) fn pipeline_class(folder: &Path) -> Result<Option<String>, ModelError
     let ModelIndex { class_name } = read_json(&index)?;
     Ok(Some(class_name))
 }
+
+/// The class of a transformer at the root of a folder that is no pipeline; `None` if there is no such configuration.
+pub(crate) fn transformer_class(folder: &Path) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Class {
+        #[serde(rename = "_class_name", default)]
+        class: String,
+    }
+    let is_pipeline = folder.join("model_index.json").is_file();
+    let read = || read_json::<Class>(&folder.join("config.json")).ok();
+    (folder.is_dir() && !is_pipeline)
+        .then(read)
+        .flatten()
+        .map(|read| read.class)
+}

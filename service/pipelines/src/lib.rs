@@ -6,6 +6,7 @@ pub mod autoencoder_hunyuan;
 pub mod autoencoder_kl;
 mod bounds;
 mod checkpoint;
+mod covered;
 mod defaults;
 mod family;
 mod files;
@@ -15,6 +16,7 @@ mod host;
 pub mod hunyuan;
 mod identity;
 pub mod instant;
+mod layer_norm;
 mod linear;
 mod media;
 mod mmdit;
@@ -26,6 +28,7 @@ mod request;
 mod resident;
 mod resize;
 pub mod rotary;
+mod sampling;
 mod sinusoids;
 mod start;
 mod tensors;
@@ -38,6 +41,7 @@ pub use adapters::{
     StrengthCurve, is_adapter_folder, is_control_net_folder,
 };
 pub use bounds::{MAX_PROMPT_BYTES, MAX_SIDE, MAX_STEPS, MAX_TOKENS, PIXELS_PER_TOKEN};
+pub use covered::{Covered, Twice};
 pub use family::{
     Catalogue, Family, Model, ModelError, Observer, Precision, StageError, StageRun, Unobserved,
 };

@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_skipped_is_what_would_be_drawn() {
+    fn skipping_leaves_the_generator_as_drawing_does() {
         for count in [1, 3, 15, 16, 17, 32, 700] {
             let (mut drawn, mut skipped) = (Generator::new(7), Generator::new(7));
             drawn.normal(count);

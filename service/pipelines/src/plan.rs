@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use residency::Bytes;
 use serde::{Deserialize, Serialize};
 
+use crate::family::StageError;
 use crate::host::HostTensor;
 
 /// Host tensors by name: inputs and outputs of stages.
@@ -62,6 +63,15 @@ impl Rung {
 
 /// Label of a rung that reads adapters from the machine's memory.
 const FROM_HOST: &str = "adapters from the machine's memory";
+
+/// What belongs to the rung of this number.
+///
+/// # Errors
+/// [`StageError::BadInput`] if there is no such rung.
+pub(crate) fn of_rung<T: Copy>(rungs: &[(T, Rung)], rung: usize) -> Result<T, StageError> {
+    let chosen = rungs.get(rung).map(|(way, _)| *way);
+    chosen.ok_or_else(|| StageError::BadInput(format!("there is no rung {rung}; there are {}", rungs.len())))
+}
 
 /// Names of components or values.
 pub(crate) fn names(names: &[&str]) -> Vec<String> {

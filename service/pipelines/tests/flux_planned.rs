@@ -8,6 +8,8 @@ mod device;
 #[allow(dead_code)] // each binary takes what it needs
 #[path = "flux_parity/numbers.rs"]
 mod numbers;
+#[path = "resident/mod.rs"]
+mod resident;
 mod shapes_asked;
 #[allow(dead_code)] // each binary takes what it needs
 #[path = "flux_parity/workshop.rs"]

@@ -16,7 +16,6 @@
 mod cards;
 mod claims;
 mod core;
-mod coverage;
 mod decide;
 mod ended;
 mod latents;

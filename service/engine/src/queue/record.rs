@@ -4,11 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use pipelines::{Piece, Role, StagePlan, ValueShape, Values};
+use pipelines::{Covered, MediaFormat, Piece, Role, StagePlan, ValueShape, Values};
 use residency::{Bytes, Component, ComponentId, Wait};
 use tokio::time::Instant;
 
-use super::coverage::Coverage;
 use super::listener::{Mailbox, Unread, is_coalescible};
 use super::memos::Memos;
 use super::reductions::{Reduction, Reductions};
@@ -122,7 +121,7 @@ pub(super) struct JobRecord {
     /// What the job started from.
     pub(super) brought: Values,
     /// How much of each item's tracks the client has.
-    pub(super) delivered: BTreeMap<(u32, String), Coverage>,
+    pub(super) delivered: BTreeMap<(u32, String), (MediaFormat, Covered)>,
     /// The run that proves a load's model.
     pub(super) proof: Option<Run>,
     /// What a load replaces.
@@ -468,8 +467,8 @@ impl JobRecord {
             return Vec::new();
         };
         let track = self.delivered.entry((item, piece.track.clone()));
-        let track = track.or_insert_with(|| Coverage::of(piece.format));
-        let new = track.add(piece.first..piece.first + units);
+        let (_, covered) = track.or_insert_with(|| (piece.format, Covered::default()));
+        let new = covered.add(piece.first..piece.first + units);
         if self.is_load() {
             return Vec::new();
         }
@@ -484,8 +483,8 @@ impl JobRecord {
         let of_item = self.delivered.iter().filter(|((item, _), _)| *item == step.item);
         let tracks: Vec<_> = of_item.map(|(_, delivered)| delivered).collect();
         let asked = self.run().map(|run| &run.request.medium);
-        let is_whole = |track: &&Coverage| {
-            track.is_whole() && asked.is_some_and(|asked| asked.is_made_as(&track.format))
+        let is_whole = |(format, covered): &&(MediaFormat, Covered)| {
+            covered.is_whole(format.units()) && asked.is_some_and(|asked| asked.is_made_as(format))
         };
         if !tracks.is_empty() && tracks.iter().all(is_whole) {
             return Ok(());

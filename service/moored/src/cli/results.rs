@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use pipelines::Covered;
+
 use crate::pictures;
 use crate::proto::v1;
 use crate::proto::v1::artifact::Format;
-use crate::spans::Spans;
 
 /// One result of a job.
 #[derive(Clone, Debug, Default)]
@@ -15,7 +16,7 @@ pub(super) struct Arrived {
     total_bytes: u64,
     /// In place: chunks come in any order.
     data: Vec<u8>,
-    come: Spans,
+    covered: Covered,
     /// Where a chunk belongs that does not say so.
     next: u64,
 }
@@ -32,7 +33,7 @@ impl Results {
     pub(super) fn add(&mut self, chunk: v1::Artifact) -> Result<(), String> {
         let of = format!("result {}", chunk.index);
         let result = self.0.entry((chunk.index, chunk.track)).or_default();
-        if result.come.is_empty() {
+        if result.covered.is_empty() {
             result.media_type = chunk.media_type;
             result.format = chunk.format;
             result.total_bytes = chunk.total_bytes;
@@ -42,7 +43,7 @@ impl Results {
         if result.total_bytes > 0 && end > result.total_bytes {
             return Err(format!("{of} has more than its {} bytes", result.total_bytes));
         }
-        let added = result.come.add(start, end);
+        let added = result.covered.add_once(start..end);
         added.map_err(|twice| format!("{of} is damaged: {twice}"))?;
         let (start, place) = (start as usize, end as usize);
         if result.data.len() < place {
@@ -66,7 +67,7 @@ impl Arrived {
     /// # Errors
     /// A message for people, when bytes are missing.
     pub(super) fn file(&self) -> Result<Vec<u8>, String> {
-        if self.total_bytes > 0 && !self.come.are_whole(self.total_bytes) {
+        if self.total_bytes > 0 && !self.covered.is_whole(self.total_bytes) {
             return Err("the result is not complete: a part of it did not come".to_owned());
         }
         match (&self.format, self.media_type.as_str()) {

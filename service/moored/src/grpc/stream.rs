@@ -9,7 +9,7 @@ use engine::job::{JobEvent, JobEventKind};
 use engine::queue::Job;
 use futures::Stream;
 use gpu::Timeline;
-use pipelines::{MediaFormat, Piece};
+use pipelines::{Covered, MediaFormat, Piece};
 use tonic::Status;
 
 use super::convert::{Converted, convert, event};
@@ -21,7 +21,6 @@ use crate::pictures::{self, Recipe};
 use crate::proto::v1;
 use crate::proto::v1::artifact::Format;
 use crate::proto::v1::event::Event as Kind;
-use crate::spans::Spans;
 use crate::wav;
 
 /// Bytes of one artifact or latent chunk. A stream that is not read holds a few of them.
@@ -98,7 +97,7 @@ struct Results {
 #[derive(Default)]
 struct Come {
     /// In units.
-    spans: Spans,
+    covered: Covered,
     /// Where it is sent as one file.
     film: Option<Arc<SharedFilm>>,
 }
@@ -163,12 +162,12 @@ impl Results {
             .units()
             .ok_or_else(|| internal("a piece that is no whole units"))?;
         let come = self.come.entry((item, piece.track.clone())).or_default();
-        let is_first = come.spans.is_empty();
-        let added = come.spans.add(piece.first, piece.first + units);
+        let is_first = come.covered.is_empty();
+        let added = come.covered.add_once(piece.first..piece.first + units);
         added.map_err(|twice| internal(format!("a result: {twice}")))?;
         let part = Part {
             is_first,
-            is_last: come.spans.are_whole(piece.format.units()),
+            is_last: come.covered.is_whole(piece.format.units()),
         };
         let (encodings, client) = (&self.encoder.encodings, self.encoder.client);
         match (&piece.format, self.output.encoding) {

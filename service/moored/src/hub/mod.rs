@@ -263,7 +263,7 @@ impl Hub {
         let text = session.read(model, commit, selection::CONFIGURATION).await?;
         let read: Option<Configuration> = serde_json::from_slice(&text).ok();
         let is_run =
-            |class: &str| class.contains("ControlNet") || pipelines::hunyuan::is_transformer_class(class);
+            |class: &str| class.contains("ControlNet") || pipelines::catalogue().is_transformer(class);
         let is_run = read.is_some_and(|read| is_run(&read.class));
         let files = is_run.then(|| selection::of_root(names)).flatten();
         files.ok_or_else(no_pipeline)
@@ -324,7 +324,7 @@ fn missing_of(id: &str, snapshot: &Path) -> Result<Vec<String>, PullError> {
     let files = files_of(snapshot);
     let names: Vec<&str> = files.iter().map(String::as_str).collect();
     let Ok(index) = std::fs::read(snapshot.join(INDEX)) else {
-        if pipelines::hunyuan::is_transformer_folder(snapshot) {
+        if pipelines::catalogue().has_transformer(snapshot) {
             return Ok(selection::missing_at_root(&names));
         }
         // A file is linked into a snapshot when it is whole: an adapter is there, or it is not.

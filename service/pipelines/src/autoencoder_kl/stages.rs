@@ -6,8 +6,9 @@ use gpu::ComponentTensors;
 use super::scratch::{Chunking, encode_ladder, ladder};
 use super::{Moments, Rgb8, VaeConfig, VaeDecoder, VaeEncoder};
 use crate::noise::Generator;
+use crate::plan::of_rung;
 use crate::tensors::{from_host, to_host};
-use crate::{HostTensor, InitImage, Rung, StageError};
+use crate::{HostTensor, InitImage, StageError};
 
 /// One run of the autoencoder for a request.
 pub(crate) struct Run<'a> {
@@ -65,7 +66,7 @@ impl Run<'_> {
     fn chunking(&self, (width, height): (usize, usize), rung: usize) -> Result<Chunking, StageError> {
         let factor = self.config.factor();
         let rungs = encode_ladder(self.config, height / factor, width / factor, self.dtype);
-        chunking_of(&rungs, rung)
+        of_rung(&rungs, rung)
     }
 
     fn moments(&self, image: &InitImage, rung: usize) -> Result<Moments, StageError> {
@@ -96,7 +97,7 @@ impl Run<'_> {
             );
             return Err(StageError::BadInput(problem));
         };
-        let chunking = chunking_of(&ladder(self.config, h, w, self.dtype), rung)?;
+        let chunking = of_rung(&ladder(self.config, h, w, self.dtype), rung)?;
         let latent = from_host(latent, "the latent", DType::F32, self.device)?;
         self.rgb8(&latent, chunking)
     }
@@ -120,9 +121,4 @@ impl Run<'_> {
             }
         }
     }
-}
-
-fn chunking_of(rungs: &[(Chunking, Rung)], rung: usize) -> Result<Chunking, StageError> {
-    let chosen = rungs.get(rung).map(|(chunking, _)| *chunking);
-    chosen.ok_or_else(|| StageError::BadInput(format!("there is no rung {rung}; there are {}", rungs.len())))
 }

@@ -100,7 +100,7 @@ impl ComponentSet {
 
     /// Predicted scratch of the quantized layers of a component for so many tokens: layers run one at a time, so it
     /// is that of the largest layer for which `is_run` holds.
-    pub(crate) fn dequantizing(&self, name: &str, tokens: usize, is_run: fn(&str) -> bool) -> Bytes {
+    pub(crate) fn dequantizing(&self, name: &str, tokens: usize, is_run: impl Fn(&str) -> bool) -> Bytes {
         let of_layer = |source: &TensorSource| match source.target {
             Target::Quantized(format) => {
                 let (rows, columns) = gpu::rows_and_columns(&source.shape);

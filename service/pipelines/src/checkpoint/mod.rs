@@ -18,4 +18,4 @@ pub(crate) use recognise::{Marks, Naming, Recognised};
 pub(crate) use role::{QuantizeRole, RoleOf};
 pub(crate) use single_file::{companion, folders_in, named_base, only_base};
 pub(crate) use spec::{Rows, TensorSpec};
-pub(crate) use stored::Checkpoint;
+pub(crate) use stored::{Checkpoint, heads};

@@ -283,6 +283,15 @@ impl Checkpoint {
             .any(|(single, index)| single.is_file() || index.is_file())
     }
 
+    /// Number of blocks whose tensors have names that begin with `{kind}.0.`, `{kind}.1.` and so on.
+    pub(crate) fn blocks(&self, kind: &str) -> usize {
+        let has = |i: &usize| {
+            let block = format!("{kind}.{i}.");
+            self.names().any(|name| name.starts_with(&block))
+        };
+        (0..).take_while(has).count()
+    }
+
     /// Whether there is a tensor of this name.
     pub(crate) fn has(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
@@ -368,6 +377,20 @@ impl Checkpoint {
         };
         self.names()
             .find(|name| name.strip_prefix(&of_layer).is_some_and(|behind| !known(behind)))
+    }
+}
+
+/// The number of heads of width `head` in `width` channels.
+///
+/// # Errors
+/// When they do not divide.
+pub(crate) fn heads(path: &Path, width: usize, head: usize) -> Result<usize, ModelError> {
+    match head > 0 && width.is_multiple_of(head) {
+        true => Ok(width / head),
+        false => Err(damaged(
+            path,
+            format!("{width} channels do not divide into heads of {head}"),
+        )),
     }
 }
 

@@ -14,7 +14,7 @@ use std::path::Path;
 use super::config::TransformerConfig;
 use super::layout::layout;
 use crate::ModelError;
-use crate::checkpoint::{self, Checkpoint, Marks, TensorSpec, whole};
+use crate::checkpoint::{self, Checkpoint, Marks, TensorSpec, heads, whole};
 use crate::files::damaged;
 
 /// The supported pipeline classes.
@@ -123,19 +123,8 @@ pub(super) fn config_of_single_file(
     };
     let head = shape(norm)?.iter().product::<usize>();
     let width = shape(picture_in)?.first().copied().unwrap_or_default();
-    if head == 0 || !width.is_multiple_of(head) {
-        return Err(damaged(
-            path,
-            format!("{width} channels do not divide into heads of {head}"),
-        ));
-    }
-    let blocks = |kind: &str| {
-        let has = |i: &usize| {
-            let block = format!("{kind}.{i}.");
-            checkpoint.names().any(|name| name.starts_with(&block))
-        };
-        (0..).take_while(has).count()
-    };
+    let heads = heads(path, width, head)?;
+    let blocks = |kind| checkpoint.blocks(kind);
     let axes = match base.axes_dims_rope.iter().sum::<usize>() == head {
         true => base.axes_dims_rope,
         false => TransformerConfig::default().axes_dims_rope,
@@ -146,7 +135,7 @@ pub(super) fn config_of_single_file(
         num_layers: blocks(double),
         num_single_layers: blocks(single),
         attention_head_dim: head,
-        num_attention_heads: width / head,
+        num_attention_heads: heads,
         joint_attention_dim: columns(text_in)?,
         pooled_projection_dim: columns(pooled_in)?,
         guidance_embeds: checkpoint.has(guidance_in),

@@ -23,6 +23,7 @@ use crate::family::smaller_sides;
 use crate::flow_match::SchedulerConfig;
 use crate::mmdit::is_modulator;
 use crate::plan::names;
+use crate::sampling::Denoiser;
 use crate::start::steps_run;
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
@@ -179,30 +180,16 @@ impl FluxModel {
             false => request.steps,
         };
         let dtype = self.precision.dtype;
-        let mut scratch = Bytes(denoise_scratch(
-            &self.transformer,
-            tokens as usize,
-            picture,
-            steps,
-            dtype,
-        ));
         let all_tokens = tokens as usize + picture;
-        let dequantizing = self
-            .components
-            .dequantizing("transformer", all_tokens, |name| !is_modulator(name));
-        scratch += dequantizing.max(self.adapters.scratch("transformer", all_tokens, dtype));
-        if self.components.is_multiplied_in_fp8("transformer") {
-            scratch += Bytes(self.transformer.blocks().codes_bytes(all_tokens));
-        }
-        // Modulators run before the buffers are allocated, and again in each step while they are there where strengths change.
-        let of_modulators = self
-            .components
-            .dequantizing("transformer", steps as usize, is_modulator);
-        let is_curved = request.has_curves();
-        scratch = match is_curved {
-            true => scratch + of_modulators,
-            false => scratch.max(of_modulators),
+        let denoiser = Denoiser {
+            components: &self.components,
+            adapters: &self.adapters,
+            name: "transformer",
+            width: self.transformer.width(),
+            is_modulator,
         };
+        let buffers = denoise_scratch(&self.transformer, tokens as usize, picture, steps, dtype);
+        let mut scratch = denoiser.scratch(buffers, all_tokens, steps, request);
         let mut components = self
             .adapters
             .beside(&["transformer"], &request.adapters, UsedAs::Steps);
@@ -220,7 +207,7 @@ impl FluxModel {
             0 => String::new(),
             tokens => format!(" r{tokens}"),
         };
-        if is_curved {
+        if request.has_curves() {
             beside.push_str(" curve");
         }
         if !image.controls.is_empty() {

@@ -18,32 +18,16 @@
 //! quantized. Embeddings, norms and biases may not, except as unscaled fp8, which is read as a plain number type.
 
 use crate::checkpoint::{QuantizeRole, RoleOf};
-use crate::{autoencoder_kl, text};
+use crate::{autoencoder_kl, mmdit, text};
 
 /// The rule of a component.
 pub(super) fn role_of(component: &str) -> RoleOf {
     match component {
-        "transformer" => of_transformer,
+        "transformer" => mmdit::role,
         "text_encoder_2" => text::t5::role,
         "text_encoder" => text::clip::role,
         "vae" => autoencoder_kl::role,
         _ => |_| QuantizeRole::Full,
-    }
-}
-
-/// The role of a tensor of the transformer, by its name in diffusers.
-fn of_transformer(name: &str) -> QuantizeRole {
-    let Some(layer) = name.strip_suffix(".weight") else {
-        return QuantizeRole::Full;
-    };
-    let last = layer.rsplit('.').next().unwrap_or(layer);
-    if last.starts_with("norm") {
-        return QuantizeRole::Full;
-    }
-    let of_block = ["transformer_blocks.", "single_transformer_blocks."];
-    match of_block.iter().any(|prefix| layer.starts_with(prefix)) || layer == "norm_out.linear" {
-        true => QuantizeRole::Quantized,
-        false => QuantizeRole::AsStored,
     }
 }
 

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use gpu::MissingTensor;
-use ops::{Epilogue, Nonlinearity};
+use ops::Epilogue;
 
 use super::config::TransformerConfig;
 use super::positions::{positions, reference_positions, rotations};
@@ -10,18 +10,15 @@ use super::transformer::Prompted;
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
-use crate::mmdit::{BlockHook, Blocks, Buffers, Modulations, Next, Part, Pass, SINUSOIDS, TwoLayers};
+use crate::mmdit::{BlockHook, Blocks, Buffers, Modulations, Next, Part, Pass, StepEmbedder};
 use crate::rotary::Rotations;
-use crate::sinusoids::sinusoids;
 
 /// Embedders and blocks over resident tensors. It holds handles only, and allocates nothing.
 pub(super) struct Trunk {
     pub(super) config: TransformerConfig,
     pub(super) picture_in: Linear,
     text_in: Linear,
-    timestep: TwoLayers,
-    guidance: Option<TwoLayers>,
-    pooled: TwoLayers,
+    embedder: StepEmbedder,
     blocks: Blocks,
 }
 
@@ -45,24 +42,11 @@ impl Trunk {
         tensors: &AdaptedTensors<'_>,
     ) -> Result<Trunk, MissingTensor> {
         let width = config.width();
-        let embedder = |name: &str, inputs: usize| {
-            TwoLayers::new(
-                tensors,
-                &format!("time_text_embed.{name}_embedder"),
-                inputs,
-                width,
-            )
-        };
-        let guidance = config
-            .guidance_embeds
-            .then(|| embedder("guidance", SINUSOIDS))
-            .transpose()?;
+        let sizes = (config.pooled_projection_dim, width);
         Ok(Trunk {
             picture_in: Linear::new(tensors, "x_embedder", config.in_channels, width)?,
             text_in: Linear::new(tensors, "context_embedder", config.joint_attention_dim, width)?,
-            timestep: embedder("timestep", SINUSOIDS)?,
-            guidance,
-            pooled: embedder("text", config.pooled_projection_dim)?,
+            embedder: StepEmbedder::new(tensors, "time_text_embed", sizes, config.guidance_embeds)?,
             blocks: Blocks::new(config.blocks(), tensors)?,
             config: config.clone(),
         })
@@ -74,18 +58,7 @@ impl Trunk {
     /// # Errors
     /// When shapes do not match.
     pub(super) fn embedded(&self, prompted: &Prompted<'_>, times: &[f32]) -> candle_core::Result<Tensor> {
-        let (device, dtype) = (prompted.sequence.device(), prompted.sequence.dtype());
-        let embedded = |thousandths: Vec<f32>| sinusoids(&thousandths, SINUSOIDS, dtype, device);
-        let vector = self
-            .timestep
-            .forward(&embedded(times.iter().map(|t| t * 1000.0).collect())?)?;
-        if let Some(layers) = &self.guidance {
-            let guidance = embedded(vec![prompted.guidance * 1000.0])?;
-            ops::add_residual(&vector, &layers.forward(&guidance)?, None)?;
-        }
-        ops::add_residual(&vector, &self.pooled.forward(prompted.pooled)?, None)?;
-        ops::activate(&vector, Nonlinearity::Silu)?;
-        Ok(vector)
+        self.embedder.forward(times, prompted.guidance, prompted.pooled)
     }
 
     /// Computes the shared state from what [`Trunk::embedded`] gives. `mode` is a token before the text.

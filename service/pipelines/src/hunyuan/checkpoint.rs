@@ -8,7 +8,7 @@ use std::path::Path;
 use super::config::TransformerConfig;
 use super::layout::layout;
 use crate::ModelError;
-use crate::checkpoint::{self, Checkpoint, Marks, TensorSpec, whole};
+use crate::checkpoint::{self, Checkpoint, Marks, TensorSpec, heads, whole};
 use crate::files::damaged;
 
 /// The pipeline class of FramePack.
@@ -132,19 +132,8 @@ pub(super) fn config_of_single_file(
     };
     let head = shape(norm)?.iter().product::<usize>();
     let width = shape(latent_in)?.first().copied().unwrap_or_default();
-    if head == 0 || !width.is_multiple_of(head) {
-        return Err(damaged(
-            path,
-            format!("{width} channels do not divide into heads of {head}"),
-        ));
-    }
-    let blocks = |kind: &str| {
-        let has = |i: &usize| {
-            let block = format!("{kind}.{i}.");
-            checkpoint.names().any(|name| name.starts_with(&block))
-        };
-        (0..).take_while(has).count()
-    };
+    let heads = heads(path, width, head)?;
+    let blocks = |kind| checkpoint.blocks(kind);
     let axes = match base.rope_axes_dim.iter().sum::<usize>() == head {
         true => base.rope_axes_dim,
         false => TransformerConfig::default().rope_axes_dim,
@@ -153,7 +142,7 @@ pub(super) fn config_of_single_file(
     let has_vision = checkpoint.has(vision);
     Ok(TransformerConfig {
         in_channels: second(latent_in)?,
-        num_attention_heads: width / head,
+        num_attention_heads: heads,
         attention_head_dim: head,
         num_layers: blocks(double),
         num_single_layers: blocks(single),

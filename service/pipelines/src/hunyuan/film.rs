@@ -67,7 +67,7 @@ impl Film {
                 Part::Final { first } => (first, some),
                 Part::FadingOut { first } | Part::FadingIn { first } => {
                     let before = self.before.as_ref().ok_or_else(|| {
-                        StageError::BadInput("there is no section before to blend with".to_owned())
+                        StageError::BadInput("the frames of the section before are missing".to_owned())
                     })?;
                     let other = before.narrow(0, offset, here.len())?;
                     let own = some.to_device(&Device::Cpu)?;

@@ -23,4 +23,3 @@ mod transformer;
 
 pub use config::TransformerConfig;
 pub use model::{Hunyuan, HunyuanModel};
-pub use places::{is_transformer_class, is_transformer_folder};

@@ -10,6 +10,7 @@ use super::checkpoint::{PARTS, PIPELINES, folders_of};
 use super::config::TransformerConfig;
 use super::layout::layout;
 use super::open::LARGE;
+use super::places::TRANSFORMERS;
 use super::plan::{DENOISE, ENCODE_IMAGE, ENCODE_TEXT, ENCODE_VISION};
 use super::sections::{Order, Sections};
 use super::stages::Stage;
@@ -61,6 +62,10 @@ impl Family for Hunyuan {
 
     fn parts(&self) -> &'static [(&'static str, &'static [&'static str])] {
         &PARTS
+    }
+
+    fn transformers(&self) -> &'static [&'static str] {
+        &TRANSFORMERS
     }
 
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
@@ -150,7 +155,7 @@ fn check_frames(framepack: Option<Order>, frames: u32) -> Result<(), String> {
                 frames.saturating_sub(1).div_ceil(4) * 4 + 1,
             );
             Err(format!(
-                "is {frames}; a multiple of 4 and 1 more is expected, such as {below} or {}",
+                "is {frames}; a multiple of 4 plus 1 is expected, such as {below} or {}",
                 above.max(5)
             ))
         }
@@ -164,7 +169,7 @@ fn check_frames(framepack: Option<Order>, frames: u32) -> Result<(), String> {
                 ..above
             };
             Err(format!(
-                "is {frames}; FramePack's sections have 36 frames, and the first one more: such as {} or {}",
+                "is {frames}; FramePack makes a multiple of 36 plus 1, such as {} or {}",
                 below.frames(),
                 above.frames()
             ))
@@ -338,7 +343,10 @@ impl Model for HunyuanModel {
             ENCODE_IMAGE => self.vae.planned_to_encode(sides, 1, Chunking::Whole, dtype),
             ENCODE_VISION => Vec::new(),
             DENOISE => {
-                let tokens = self.tokens(request, video);
+                let Ok(prompt) = self.prompt_ids(request) else {
+                    return Vec::new();
+                };
+                let tokens = self.tokens(prompt.used(), video);
                 vec![self.transformer.blocks().planned(tokens.all(), dtype)]
             }
             _ => self

@@ -24,11 +24,11 @@ use crate::checkpoint::{
     Checkpoint, ComponentFiles, Recognised, Requested, Shapes, companion, component_of_checkpoint,
     folders_in, named_base, only_base, open,
 };
-use crate::files::{checked, damaged, pipeline_class, read_json, read_text, unsupported};
+use crate::files::{checked, damaged, pipeline_class, read_json, read_text, transformer_class, unsupported};
 use crate::{ModelError, ModelFile};
 
 /// Classes of transformers: diffusers' two, and what FramePack's own repositories call theirs.
-const TRANSFORMERS: [&str; 3] = [
+pub(super) const TRANSFORMERS: [&str; 3] = [
     "HunyuanVideoTransformer3DModel",
     "HunyuanVideoFramepackTransformer3DModel",
     "HunyuanVideoTransformer3DModelPacked",
@@ -310,21 +310,8 @@ impl ComponentPlace {
 }
 
 /// Whether a folder has a transformer of this family at its root, as FramePack's own repositories do, and no pipeline.
-pub fn is_transformer_folder(folder: &Path) -> bool {
-    #[derive(Deserialize)]
-    struct Class {
-        #[serde(rename = "_class_name", default)]
-        class: String,
-    }
-    let class = || read_json::<Class>(&folder.join("config.json")).ok();
-    folder.is_dir()
-        && !folder.join("model_index.json").is_file()
-        && class().is_some_and(|read| is_transformer_class(&read.class))
-}
-
-/// Whether this is the `_class_name` of a transformer of this family.
-pub fn is_transformer_class(class: &str) -> bool {
-    TRANSFORMERS.contains(&class)
+fn is_transformer_folder(folder: &Path) -> bool {
+    transformer_class(folder).is_some_and(|class| TRANSFORMERS.contains(&class.as_str()))
 }
 
 /// The hub cache and the folder there of a repository whose snapshot this folder is

@@ -10,6 +10,7 @@ use crate::adapters::UsedAs;
 use crate::autoencoder_hunyuan::{decode_ladder, encode_ladder};
 use crate::mmdit::is_modulator;
 use crate::plan::{names, only_value};
+use crate::sampling::Denoiser;
 use crate::text::tokenizers::{TemplatedIds, TokenizeError};
 use crate::{Request, Role, Rung, Section, StagePlan, ValueShape, Video};
 
@@ -48,12 +49,8 @@ impl HunyuanModel {
         self.llama_tokenizer.encode_video_prompt(&request.prompt, most)
     }
 
-    /// Counts of tokens of a sampling.
-    pub(super) fn tokens(&self, request: &Request, video: &Video) -> Tokens {
-        let most = request.max_sequence_length as usize;
-        let text = self.prompt_ids(request).map_or(most, |prompt| {
-            prompt.ids.len() - prompt.head.min(prompt.ids.len())
-        });
+    /// Counts of tokens of a sampling, with so many of text.
+    pub(super) fn tokens(&self, text: usize, video: &Video) -> Tokens {
         let (h, w) = self.sides(video);
         let in_patches = |cells: usize| h.div_ceil(cells) * w.div_ceil(cells);
         match (&self.framepack, self.sections(video)) {
@@ -133,22 +130,27 @@ impl HunyuanModel {
 
     /// The stages of a valid request.
     pub(super) fn stages(&self, request: &Request, video: &Video) -> Result<Vec<StagePlan>, TokenizeError> {
-        let mut stages = vec![self.encode_text_stage(request)?];
+        let prompt = self.prompt_ids(request)?;
+        let tokens = &self.tokens(prompt.used(), video);
+        let mut stages = vec![self.encode_text_stage(request, &prompt)?];
         let Some(sections) = self.sections(video) else {
-            stages.push(self.denoise_stage(request, video, None));
+            stages.push(self.denoise_stage(request, video, tokens, None));
             stages.push(self.decode_stage(video, None));
             return Ok(stages);
         };
         stages.extend([self.encode_vision_stage(video), self.encode_image_stage(video)]);
         for section in 0..sections.count {
-            stages.push(self.denoise_stage(request, video, Some((sections, section))));
+            stages.push(self.denoise_stage(request, video, tokens, Some((sections, section))));
             stages.push(self.decode_stage(video, Some((sections, section))));
         }
         Ok(stages)
     }
 
-    fn encode_text_stage(&self, request: &Request) -> Result<StagePlan, TokenizeError> {
-        let prompt = self.prompt_ids(request)?;
+    fn encode_text_stage(
+        &self,
+        request: &Request,
+        prompt: &TemplatedIds,
+    ) -> Result<StagePlan, TokenizeError> {
         let clip = self.clip_tokenizer.encode(&request.prompt)?;
         let dtype = self.precision.dtype;
         let tokens = prompt.ids.len().next_multiple_of(TOKENS_AT_A_TIME);
@@ -224,28 +226,19 @@ impl HunyuanModel {
         &self,
         request: &Request,
         video: &Video,
+        tokens: &Tokens,
         section: Option<(Sections, usize)>,
     ) -> StagePlan {
-        let tokens = self.tokens(request, video);
         let dtype = self.precision.dtype;
-        let mut scratch = Bytes(denoise_scratch(&self.transformer, &tokens, request.steps, dtype));
-        let dequantizing = self
-            .components
-            .dequantizing(TRANSFORMER, tokens.all(), |name| !is_modulator(name));
-        scratch += dequantizing.max(self.adapters.scratch(TRANSFORMER, tokens.all(), dtype));
-        if self.components.is_multiplied_in_fp8(TRANSFORMER) {
-            scratch += Bytes(self.transformer.blocks().codes_bytes(tokens.all()));
-        }
-        // Modulators run before the buffers are allocated, and again in each step while they are there where strengths
-        // change.
-        let of_modulators = self
-            .components
-            .dequantizing(TRANSFORMER, request.steps as usize, is_modulator);
-        let is_curved = request.has_curves();
-        scratch = match is_curved {
-            true => scratch + of_modulators,
-            false => scratch.max(of_modulators),
+        let denoiser = Denoiser {
+            components: &self.components,
+            adapters: &self.adapters,
+            name: TRANSFORMER,
+            width: self.transformer.width(),
+            is_modulator,
         };
+        let buffers = denoise_scratch(&self.transformer, tokens, request.steps, dtype);
+        let scratch = denoiser.scratch(buffers, tokens.all(), request.steps, request);
         let text = ValueShape::new(TEXT, vec![1, tokens.text, self.transformer.text_embed_dim]);
         let pooled = ValueShape::new(POOLED, vec![1, self.transformer.pooled_projection_dim]);
         let mut takes = vec![text, pooled];
@@ -278,7 +271,7 @@ impl HunyuanModel {
                 tokens.sampled,
                 tokens.text.next_multiple_of(TOKENS_AT_A_TIME),
                 self.components.as_multiplied(TRANSFORMER),
-                if is_curved { " curve" } else { "" },
+                if request.has_curves() { " curve" } else { "" },
             ),
             steps: request.steps,
             takes,

@@ -3,7 +3,7 @@
 //! layer stay in full precision: three percent of the bytes.
 
 use crate::checkpoint::{QuantizeRole, RoleOf};
-use crate::{autoencoder_hunyuan, text, vision};
+use crate::{autoencoder_hunyuan, mmdit, text, vision};
 
 /// The rule of a component.
 pub(super) fn role_of(component: &str) -> RoleOf {
@@ -17,22 +17,11 @@ pub(super) fn role_of(component: &str) -> RoleOf {
     }
 }
 
-/// The role of a tensor of the transformer, by its name in diffusers.
+/// The role of a tensor of the transformer, by its name in diffusers: convolutions over patches are computed in full precision.
 fn of_transformer(name: &str) -> QuantizeRole {
-    let Some(layer) = name.strip_suffix(".weight") else {
-        return QuantizeRole::Full;
-    };
-    let last = layer.rsplit('.').next().unwrap_or(layer);
-    if last.starts_with("norm") || last.starts_with("proj_2x") || last.starts_with("proj_4x") {
-        return QuantizeRole::Full;
-    }
-    let of_block = ["transformer_blocks.", "single_transformer_blocks."];
-    if of_block.iter().any(|prefix| layer.starts_with(prefix)) || layer == "norm_out.linear" {
-        return QuantizeRole::Quantized;
-    }
-    match layer {
-        // Convolutions, which are computed in full precision.
-        "x_embedder.proj" | "clean_x_embedder.proj" => QuantizeRole::Full,
-        _ => QuantizeRole::AsStored,
+    let of_patches = ["x_embedder.", "clean_x_embedder."];
+    match of_patches.iter().any(|prefix| name.starts_with(prefix)) {
+        true => QuantizeRole::Full,
+        false => mmdit::role(name),
     }
 }

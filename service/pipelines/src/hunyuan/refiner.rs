@@ -2,45 +2,19 @@
 
 use candle_core::{Result, Tensor};
 use gpu::MissingTensor;
-use ops::{Activation, Epilogue, Gate, Mask, Nonlinearity, Norm, Scratch, linears_into};
+use ops::{Activation, Epilogue, Gate, Mask, Nonlinearity, Scratch, linears_into};
 
 use super::config::TransformerConfig;
 use crate::adapters::AdaptedTensors;
+use crate::layer_norm::LayerNorm;
 use crate::linear::Linear;
-use crate::mmdit::{Part, SINUSOIDS, TwoLayers};
-use crate::sinusoids::sinusoids;
+use crate::mmdit::{Part, StepEmbedder};
 
 /// Epsilon of its norms.
 const EPS: f64 = 1e-6;
 
 /// Prefix of its tensors.
 const NAME: &str = "context_embedder";
-
-/// A norm with weight and bias, `[width]` each.
-struct LayerNorm {
-    weight: Tensor,
-    bias: Tensor,
-}
-
-impl LayerNorm {
-    fn new(
-        tensors: &AdaptedTensors<'_>,
-        name: &str,
-        width: usize,
-    ) -> std::result::Result<LayerNorm, MissingTensor> {
-        Ok(LayerNorm {
-            weight: tensors.shaped(&format!("{name}.weight"), &[width])?,
-            bias: tensors.shaped(&format!("{name}.bias"), &[width])?,
-        })
-    }
-
-    fn as_norm(&self) -> Norm<'_> {
-        Norm::Layer {
-            affine: Some((&self.weight, &self.bias)),
-            eps: EPS,
-        }
-    }
-}
 
 /// `HunyuanVideoIndividualTokenRefinerBlock`.
 struct Block {
@@ -61,10 +35,10 @@ impl Block {
     ) -> std::result::Result<Block, MissingTensor> {
         let square = |part: &str| Linear::new(tensors, &format!("{name}.attn.{part}"), width, width);
         Ok(Block {
-            norm: LayerNorm::new(tensors, &format!("{name}.norm1"), width)?,
+            norm: LayerNorm::new(tensors, &format!("{name}.norm1"), width, EPS)?,
             projections: [square("to_q")?, square("to_k")?, square("to_v")?],
             output: square("to_out.0")?,
-            inner_norm: LayerNorm::new(tensors, &format!("{name}.norm2"), width)?,
+            inner_norm: LayerNorm::new(tensors, &format!("{name}.norm2"), width, EPS)?,
             up: Linear::new(tensors, &format!("{name}.ff.net.0.proj"), width, 4 * width)?,
             down: Linear::new(tensors, &format!("{name}.ff.net.2"), 4 * width, width)?,
             gates: Linear::new(tensors, &format!("{name}.norm_out.linear"), width, 2 * width)?,
@@ -116,8 +90,7 @@ impl Block {
 /// The refiner over resident tensors.
 pub(super) struct Refiner {
     text_in: Linear,
-    timestep: TwoLayers,
-    pooled: TwoLayers,
+    embedder: StepEmbedder,
     blocks: Vec<Block>,
 }
 
@@ -145,10 +118,6 @@ impl Refiner {
         tensors: &AdaptedTensors<'_>,
     ) -> std::result::Result<Refiner, MissingTensor> {
         let (width, text) = (config.width(), config.text_embed_dim);
-        let embedder = |name: &str, inputs: usize| {
-            let name = format!("{NAME}.time_text_embed.{name}_embedder");
-            TwoLayers::new(tensors, &name, inputs, width)
-        };
         let block = |i| {
             Block::new(
                 tensors,
@@ -158,8 +127,7 @@ impl Refiner {
         };
         Ok(Refiner {
             text_in: Linear::new(tensors, &format!("{NAME}.proj_in"), text, width)?,
-            timestep: embedder("timestep", SINUSOIDS)?,
-            pooled: embedder("text", text)?,
+            embedder: StepEmbedder::new(tensors, &format!("{NAME}.time_text_embed"), (text, width), false)?,
             blocks: (0..config.num_refiner_layers)
                 .map(block)
                 .collect::<std::result::Result<_, _>>()?,
@@ -172,8 +140,8 @@ impl Refiner {
         blocks.chain([&self.text_in])
     }
 
-    /// Computes what steps share. `mean` is the mean of the text's states, `[1, text_embed_dim]`; `thousandths` are the
-    /// timesteps, from 0 to 1000.
+    /// Computes what steps share. `mean` is the mean of the text's states, `[1, text_embed_dim]`; `sigmas` are those of
+    /// the steps.
     ///
     /// # Errors
     /// When shapes do not match.
@@ -181,14 +149,10 @@ impl Refiner {
         &self,
         text: &Tensor,
         mean: &Tensor,
-        thousandths: &[f32],
+        sigmas: &[f32],
     ) -> Result<RefinerConditioning> {
-        let (dtype, device) = (text.dtype(), text.device());
-        let vector = self
-            .timestep
-            .forward(&sinusoids(thousandths, SINUSOIDS, dtype, device)?)?;
-        ops::add_residual(&vector, &self.pooled.forward(mean)?, None)?;
-        ops::activate(&vector, Nonlinearity::Silu)?;
+        // It has no guidance.
+        let vector = self.embedder.forward(sigmas, 0.0, mean)?;
         let gates = self.blocks.iter().map(|block| -> Result<[Tensor; 2]> {
             let gates = block.gates.forward(&vector)?;
             let width = gates.dim(1)? / 2;

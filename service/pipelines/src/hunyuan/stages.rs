@@ -4,6 +4,9 @@
 //! each section. Each is a stage of its own here, and passes over what the stages before it draw. Numbers are drawn in f32
 //! on every card, as in the reference.
 
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+
 use candle_core::{DType, Device, Tensor};
 use ops::{Finite, euler};
 
@@ -20,16 +23,17 @@ use super::sections::{LatentFrame, Sections};
 use super::transformer::{Prompted, Seen, Transformer};
 use crate::adapters::{AdaptedTensors, UsedAs};
 use crate::autoencoder_hunyuan::{
-    Chunking, FrameDecoding, HunyuanVaeDecoder, HunyuanVaeEncoder, decode_ladder, encode_ladder,
+    FrameDecoding, HunyuanVaeDecoder, HunyuanVaeEncoder, decode_ladder, encode_ladder,
 };
 use crate::noise::Generator;
+use crate::plan::of_rung;
 use crate::tensors::{from_host, to_host};
 use crate::text::clip::ClipEncoder;
 use crate::text::llama::LlamaEncoder;
 use crate::text::tokenizers::TokenizeError;
 use crate::vision::processor::bytes_through_floats;
 use crate::vision::siglip::SiglipEncoder;
-use crate::{HostTensor, InitImage, Observer, Request, Rung, StageError, StageRun, Values, Video};
+use crate::{HostTensor, InitImage, Observer, Request, StageError, StageRun, Values, Video};
 
 /// A stage of one request.
 pub(super) struct Stage<'a> {
@@ -38,12 +42,6 @@ pub(super) struct Stage<'a> {
     pub(super) run: StageRun<'a>,
     /// Receives progress and results.
     pub(super) observer: &'a mut dyn Observer,
-}
-
-/// The chunking of a rung.
-fn chunking_of(rungs: &[(Chunking, Rung)], rung: usize) -> Result<Chunking, StageError> {
-    let chosen = rungs.get(rung).map(|(chunking, _)| *chunking);
-    chosen.ok_or_else(|| StageError::BadInput(format!("there is no rung {rung}; there are {}", rungs.len())))
 }
 
 impl Stage<'_> {
@@ -136,7 +134,7 @@ impl Stage<'_> {
         let config = &self.model.vae;
         let sides = config.latent_sides(image.width, image.height);
         let rungs = encode_ladder(config, sides, 1, self.model.precision.dtype);
-        let chunking = chunking_of(&rungs, self.run.rung)?;
+        let chunking = of_rung(&rungs, self.run.rung)?;
         let component = (self.run.tensors)(VAE)?;
         let encoder = HunyuanVaeEncoder::new(config, &component)?;
         let size = (image.width as usize, image.height as usize);
@@ -156,27 +154,34 @@ impl Stage<'_> {
 
     /// Latent frames `[channels, frames, h, w]`, of the sections that the stage takes.
     fn frames(&self, frames: &[LatentFrame], sections: &Sections) -> Result<Tensor, StageError> {
-        let video = self.video()?;
-        let shape = self.model.latent_shape(video, 1);
+        let shape = self.model.latent_shape(self.video()?, 1);
+        let mut read: BTreeMap<String, Tensor> = BTreeMap::new();
         let mut found = Vec::with_capacity(frames.len());
         for frame in frames {
-            found.push(match *frame {
-                LatentFrame::Zero => Tensor::zeros(&shape[1..], DType::F32, &Device::Cpu)?,
-                LatentFrame::Start => match self.run.value_if_taken(START)? {
-                    Some(_) => self.latent(START)?,
-                    // A section's latent begins with it.
-                    None => {
-                        let holds = (0..sections.count).find(|section| sections.holds_start(*section));
-                        self.latent(&latent_of_section(holds.unwrap_or_default()))?
-                            .narrow(1, 0, 1)?
-                    }
-                },
+            let (name, index) = match *frame {
+                LatentFrame::Zero => {
+                    found.push(Tensor::zeros(&shape[1..], DType::F32, &Device::Cpu)?);
+                    continue;
+                }
+                LatentFrame::Start if self.run.value_if_taken(START)?.is_some() => (START.to_owned(), 0),
+                // The latent of a section begins with it.
+                LatentFrame::Start => {
+                    let holds = (0..sections.count).find(|section| sections.holds_start(*section));
+                    (latent_of_section(holds.unwrap_or_default()), 0)
+                }
                 LatentFrame::Of { section, frame } => {
                     let first = usize::from(sections.holds_start(section));
-                    self.latent(&latent_of_section(section))?
-                        .narrow(1, first + frame, 1)?
+                    (latent_of_section(section), first + frame)
                 }
-            });
+            };
+            let latent = match read.entry(name) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(new) => {
+                    let latent = self.latent(new.key())?;
+                    new.insert(latent)
+                }
+            };
+            found.push(latent.narrow(1, index, 1)?);
         }
         Ok(Tensor::cat(&found, 1)?)
     }
@@ -232,8 +237,7 @@ impl Stage<'_> {
             missing,
         })?;
 
-        let mut tokens = self.model.tokens(request, &video);
-        tokens.text = states.dim(1)?;
+        let tokens = self.model.tokens(states.dim(1)?, &video);
         let before = tokens.text + tokens.vision;
         let noise = self.noise(section)?;
         let frames = noise.dim(1)?;
@@ -243,14 +247,14 @@ impl Stage<'_> {
                 let context = sections.context(section);
                 let rotations = positions::section(before, &context, sides, axes, device)?;
                 let full = context.full.map(|(frame, _)| frame);
-                let tokens = |frames: &[LatentFrame], patch| -> Result<Tensor, StageError> {
+                let in_patches = |frames: &[LatentFrame], patch| -> Result<Tensor, StageError> {
                     Ok(on_card(&patches(&self.frames(frames, &sections)?, patch)?)?)
                 };
                 let vision = from_host(self.run.value(VISION_STATES)?, VISION_STATES, dtype, device)?;
                 let seen = [
-                    tokens(&context.quarter.0, QUARTER)?,
-                    tokens(&context.half.0, HALF)?,
-                    tokens(&full, FULL)?,
+                    in_patches(&context.quarter.0, QUARTER)?,
+                    in_patches(&context.half.0, HALF)?,
+                    in_patches(&full, FULL)?,
                     vision,
                 ];
                 (rotations, Some(seen))
@@ -351,7 +355,7 @@ impl Stage<'_> {
         };
         let config = &self.model.vae;
         let rungs = decode_ladder(config, self.model.sides(&video), latents.dim(1)?, dtype);
-        let chunking = chunking_of(&rungs, self.run.rung)?;
+        let chunking = of_rung(&rungs, self.run.rung)?;
         let component = (self.run.tensors)(VAE)?;
         let decoder = HunyuanVaeDecoder::new(config, &component)?;
         let left = match self.run.value_if_taken(LEFT)? {
@@ -359,10 +363,7 @@ impl Stage<'_> {
             None => None,
         };
         let latents = latents.unsqueeze(0)?.contiguous()?.to_device(self.run.device)?;
-        let is_cancelled = self.observer.cancelled();
-        if is_cancelled {
-            return Err(StageError::Cancelled);
-        }
+        self.check_cancelled()?;
         let observer = std::cell::RefCell::new(&mut *self.observer);
         let mut film = Film::new(&video, parts, left);
         let cancelled = || observer.borrow().cancelled();

@@ -12,9 +12,8 @@ use super::refiner::{Refiner, RefinerConditioning};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
-use crate::mmdit::{Blocks, Buffers, Modulations, Modulator, Next, NoHook, Pass, SINUSOIDS, TwoLayers};
+use crate::mmdit::{Blocks, Buffers, Modulations, Modulator, Next, NoHook, Pass, StepEmbedder};
 use crate::rotary::Rotations;
-use crate::sinusoids::sinusoids;
 
 /// Bytes of packing buffers of matrix products on a CPU, and of other allocations independent of the request.
 const LIBRARIES: u64 = 4 << 20;
@@ -25,9 +24,7 @@ pub(super) struct Transformer {
     latent_in: Linear,
     framepack: Option<FramePackLayers>,
     refiner: Refiner,
-    timestep: TwoLayers,
-    guidance: Option<TwoLayers>,
-    pooled: TwoLayers,
+    embedder: StepEmbedder,
     blocks: Blocks,
     last_modulator: Modulator,
     last: Linear,
@@ -120,10 +117,7 @@ impl Transformer {
             let [t, h, w] = patch;
             Linear::of_patches(tensors, name, &[config.in_channels, t, h, w], width)
         };
-        let embedder = |name: &str, inputs: usize| {
-            let name = format!("time_text_embed.{name}_embedder");
-            TwoLayers::new(tensors, &name, inputs, width)
-        };
+        let sizes = (config.pooled_projection_dim, width);
         let framepack = || -> Result<FramePackLayers, MissingTensor> {
             let vision = config.image_proj_dim;
             Ok(FramePackLayers {
@@ -138,12 +132,7 @@ impl Transformer {
             latent_in: patches("x_embedder.proj", FULL)?,
             framepack: config.is_framepack().then(framepack).transpose()?,
             refiner: Refiner::new(config, tensors)?,
-            timestep: embedder("timestep", SINUSOIDS)?,
-            guidance: config
-                .guidance_embeds
-                .then(|| embedder("guidance", SINUSOIDS))
-                .transpose()?,
-            pooled: embedder("text", config.pooled_projection_dim)?,
+            embedder: StepEmbedder::new(tensors, "time_text_embed", sizes, config.guidance_embeds)?,
             blocks: Blocks::new(config.blocks(), tensors)?,
             last_modulator: Modulator::new(tensors, "norm_out", width, 2)?,
             last: Linear::new(tensors, "proj_out", width, config.token_width())?,
@@ -160,16 +149,9 @@ impl Transformer {
         prompted: &Prompted<'_>,
         sigmas: &[f32],
     ) -> candle_core::Result<Conditioning> {
-        let (device, dtype) = (prompted.text.device(), prompted.text.dtype());
-        let thousandths: Vec<f32> = sigmas.iter().map(|sigma| sigma * 1000.0).collect();
-        let embedded = |values: &[f32]| sinusoids(values, SINUSOIDS, dtype, device);
-        let vector = self.timestep.forward(&embedded(&thousandths)?)?;
-        if let Some(layers) = &self.guidance {
-            let guidance = layers.forward(&embedded(&[prompted.guidance * 1000.0])?)?;
-            ops::add_residual(&vector, &guidance, None)?;
-        }
-        ops::add_residual(&vector, &self.pooled.forward(prompted.pooled)?, None)?;
-        ops::activate(&vector, Nonlinearity::Silu)?;
+        let vector = self
+            .embedder
+            .forward(sigmas, prompted.guidance, prompted.pooled)?;
         let seen = match (&self.framepack, &prompted.seen) {
             (Some(layers), Some(seen)) => Some(layers.embedded(seen)?),
             _ => None,
@@ -178,9 +160,7 @@ impl Transformer {
             rotations: prompted.rotations.clone(),
             modulations: self.blocks.modulate(&vector)?,
             last: self.last_modulator.forward(&vector)?,
-            refiner: self
-                .refiner
-                .condition(prompted.text, prompted.mean, &thousandths)?,
+            refiner: self.refiner.condition(prompted.text, prompted.mean, sigmas)?,
             seen,
         })
     }

@@ -12,7 +12,7 @@ mod stack;
 
 pub(crate) use blocks::Modulator;
 pub(crate) use buffers::{Added, Buffers, Next, Part};
-pub(crate) use embedder::{SINUSOIDS, TwoLayers};
+pub(crate) use embedder::{SINUSOIDS, StepEmbedder};
 pub(crate) use layout::{BlockNames, Layout, SingleNames, StreamNames};
-pub(crate) use shape::{BlocksShape, is_modulator};
+pub(crate) use shape::{BlocksShape, is_modulator, role};
 pub(crate) use stack::{BlockHook, BlockPlace, Blocks, Modulations, NoHook, Pass};

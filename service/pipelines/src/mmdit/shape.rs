@@ -4,6 +4,7 @@ use candle_core::DType;
 use ops::Planned;
 
 use super::buffers::Buffers;
+use crate::checkpoint::QuantizeRole;
 
 /// Sizes of a stack of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,14 +41,29 @@ impl BlocksShape {
         (vectors * self.width() * dtype.size_in_bytes()) as u64 * u64::from(steps)
     }
 
-    /// Bytes of the codes of rows for native fp8 products.
-    pub(crate) fn codes_bytes(&self, tokens: usize) -> u64 {
-        (tokens * (self.width() + size_of::<f32>())) as u64
-    }
-
     /// Shape of the attention over all tokens of one item.
     pub(crate) fn planned(&self, tokens: usize, dtype: DType) -> Planned {
         Buffers::planned(self, tokens, dtype)
+    }
+}
+
+/// The quantization role of a tensor of a transformer of such blocks: the linear layers of blocks and the last modulation are
+/// quantized; norms and biases stay in full precision, and other weights as they are stored.
+pub(crate) fn role(name: &str) -> QuantizeRole {
+    let Some(layer) = name.strip_suffix(".weight") else {
+        return QuantizeRole::Full;
+    };
+    if layer
+        .rsplit('.')
+        .next()
+        .is_some_and(|last| last.starts_with("norm"))
+    {
+        return QuantizeRole::Full;
+    }
+    let of_block = ["transformer_blocks.", "single_transformer_blocks."];
+    match of_block.iter().any(|prefix| layer.starts_with(prefix)) || layer == "norm_out.linear" {
+        true => QuantizeRole::Quantized,
+        false => QuantizeRole::AsStored,
     }
 }
 

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
 use ops::{
-    AttentionShape, Epilogue, Mask, MaskShape, Nonlinearity, Norm, Planned, Scratch, add_residual, allocated,
+    AttentionShape, Epilogue, Mask, MaskShape, Nonlinearity, Planned, Scratch, add_residual, allocated,
     attention, linears_into, norm_modulate, residual_norm_modulate,
 };
 use residency::Bytes;
@@ -13,6 +13,7 @@ use super::encoding::{check_finite, check_ids};
 use crate::adapters::AdaptedTensors;
 use crate::checkpoint::QuantizeRole;
 use crate::family::StageError;
+use crate::layer_norm::LayerNorm;
 use crate::linear::{Linear, largest_scratch};
 
 /// Prefix of all names in published checkpoints.
@@ -182,32 +183,6 @@ fn activation_named(name: &str) -> Result<Nonlinearity, String> {
     }
 }
 
-/// A layer norm's weight and bias, `[width]` each.
-#[derive(Clone, Debug)]
-struct LayerNorm {
-    weight: Tensor,
-    bias: Tensor,
-    eps: f64,
-}
-
-impl LayerNorm {
-    fn new(tensors: &ComponentTensors, name: &str, config: &ClipConfig) -> Result<LayerNorm, MissingTensor> {
-        let width = [config.hidden_size];
-        Ok(LayerNorm {
-            weight: tensors.shaped(&format!("{name}.weight"), &width)?,
-            bias: tensors.shaped(&format!("{name}.bias"), &width)?,
-            eps: config.layer_norm_eps,
-        })
-    }
-
-    fn as_norm(&self) -> Norm<'_> {
-        Norm::Layer {
-            affine: Some((&self.weight, &self.bias)),
-            eps: self.eps,
-        }
-    }
-}
-
 /// `CLIPEncoderLayer`: norms before attention and feed-forward.
 #[derive(Clone, Debug)]
 struct ClipLayer {
@@ -230,12 +205,22 @@ impl ClipLayer {
         let (width, inner) = (config.hidden_size, config.intermediate_size);
         let square = |part: &str| Linear::new(tensors, &format!("{name}.self_attn.{part}"), width, width);
         Ok(ClipLayer {
-            norm1: LayerNorm::new(tensors, &format!("{name}.layer_norm1"), config)?,
+            norm1: LayerNorm::new(
+                tensors,
+                &format!("{name}.layer_norm1"),
+                config.hidden_size,
+                config.layer_norm_eps,
+            )?,
             query: square("q_proj")?,
             key: square("k_proj")?,
             value: square("v_proj")?,
             out: square("out_proj")?,
-            norm2: LayerNorm::new(tensors, &format!("{name}.layer_norm2"), config)?,
+            norm2: LayerNorm::new(
+                tensors,
+                &format!("{name}.layer_norm2"),
+                config.hidden_size,
+                config.layer_norm_eps,
+            )?,
             widen: Linear::new(tensors, &format!("{name}.mlp.fc1"), width, inner)?,
             narrow: Linear::new(tensors, &format!("{name}.mlp.fc2"), inner, width)?,
         })
@@ -404,7 +389,12 @@ impl ClipEncoder {
                 tokens: embedding("token", config.vocab_size)?,
                 positions: embedding("position", config.max_position_embeddings)?,
                 layers: layers.collect::<Result<_, _>>()?,
-                norm: LayerNorm::new(tensors, &format!("{prefix}final_layer_norm"), config)?,
+                norm: LayerNorm::new(
+                    tensors,
+                    &format!("{prefix}final_layer_norm"),
+                    config.hidden_size,
+                    config.layer_norm_eps,
+                )?,
                 activation,
                 component: component.to_owned(),
                 config: config.clone(),

@@ -210,7 +210,7 @@ impl LlamaEncoder<'_> {
     /// or none behind the head.
     pub fn forward(&self, prompt: &TemplatedIds, cancelled: &dyn Fn() -> bool) -> Result<Tensor, StageError> {
         let TemplatedIds { ids, head } = prompt;
-        let tokens = ids.len().saturating_sub(*head);
+        let tokens = prompt.used();
         if tokens == 0 {
             let problem = format!("{} tokens, of which the template has {head}", ids.len());
             return Err(StageError::BadInput(problem));

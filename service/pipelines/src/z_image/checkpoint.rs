@@ -11,7 +11,7 @@ use std::path::Path;
 use super::config::TransformerConfig;
 use super::layout::{PATCH_IN, UNUSED, layout};
 use crate::ModelError;
-use crate::checkpoint::{self, Checkpoint, Marks, TensorSpec, whole};
+use crate::checkpoint::{self, Checkpoint, Marks, TensorSpec, heads, whole};
 use crate::files::damaged;
 
 /// The supported pipeline classes.
@@ -82,19 +82,8 @@ pub(super) fn config_of_single_file(
     let (dim, patch) = sides(patch_in)?;
     let (_, cap_feat_dim) = sides("cap_embedder.1.weight")?;
     let head = checkpoint.tensor(norm)?.shape.iter().product::<usize>();
-    if head == 0 || !dim.is_multiple_of(head) {
-        return Err(damaged(
-            path,
-            format!("{dim} channels do not divide into heads of {head}"),
-        ));
-    }
-    let blocks = |kind: &str| {
-        let has = |i: &usize| {
-            let block = format!("{kind}.{i}.");
-            checkpoint.names().any(|name| name.starts_with(&block))
-        };
-        (0..).take_while(has).count()
-    };
+    let heads = heads(path, dim, head)?;
+    let blocks = |kind| checkpoint.blocks(kind);
     let axes = match base.axes_dims.iter().sum::<usize>() == head {
         true => base.axes_dims,
         false => TransformerConfig::default().axes_dims,
@@ -104,8 +93,8 @@ pub(super) fn config_of_single_file(
         dim,
         n_layers: blocks("layers"),
         n_refiner_layers: blocks("noise_refiner"),
-        n_heads: dim / head,
-        n_kv_heads: dim / head,
+        n_heads: heads,
+        n_kv_heads: heads,
         cap_feat_dim,
         axes_dims: axes,
         timestep_inner: timestep_inner(checkpoint)?,

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use gpu::LoadPlan;
-use residency::{Bytes, Component};
+use residency::Component;
 
 use super::checkpoint::{FOLDERS, PIPELINES};
 use super::config::{MULTIPLE, TransformerConfig};
@@ -12,7 +12,7 @@ use super::layout::layout;
 use super::open::LARGE;
 use super::positions::Lengths;
 use super::stages::{CAPTION, DENOISE, ENCODE_TEXT, Stage};
-use super::transformer::{codes_bytes, denoise_scratch, is_modulator};
+use super::transformer::{denoise_scratch, is_modulator};
 use crate::adapters::{AdapterFile, AdapterReport, AdapterSet, TargetComponent, UsedAs};
 use crate::autoencoder_kl::VaeConfig;
 use crate::autoencoder_kl::plan::{Autoencoder, LATENT};
@@ -21,6 +21,7 @@ use crate::checkpoint::ComponentSet;
 use crate::family::smaller_sides;
 use crate::flow_match::SchedulerConfig;
 use crate::plan::names;
+use crate::sampling::Denoiser;
 use crate::start::{is_from_latent, steps_run};
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::{QwenTokenizer, TokenizeError};
@@ -158,24 +159,15 @@ impl ZImageModel {
         let lengths = self.lengths(image, tokens);
         let steps = steps_run(request);
         let dtype = self.precision.dtype;
-        let mut scratch = Bytes(denoise_scratch(&self.transformer, &lengths, steps, dtype));
-        let dequantizing = self
-            .components
-            .dequantizing(TRANSFORMER, lengths.all(), |name| !is_modulator(name));
-        scratch += dequantizing.max(self.adapters.scratch(TRANSFORMER, lengths.all(), dtype));
-        if self.components.is_multiplied_in_fp8(TRANSFORMER) {
-            scratch += Bytes(codes_bytes(&self.transformer, &lengths));
-        }
-        // Modulations are computed before the buffers are allocated, and again in each step while they are there where
-        // strengths change.
-        let of_modulators = self
-            .components
-            .dequantizing(TRANSFORMER, steps as usize, is_modulator);
-        let is_curved = request.has_curves();
-        scratch = match is_curved {
-            true => scratch + of_modulators,
-            false => scratch.max(of_modulators),
+        let denoiser = Denoiser {
+            components: &self.components,
+            adapters: &self.adapters,
+            name: TRANSFORMER,
+            width: self.transformer.dim,
+            is_modulator,
         };
+        let buffers = denoise_scratch(&self.transformer, &lengths, steps, dtype);
+        let scratch = denoiser.scratch(buffers, lengths.all(), steps, request);
         let latent = is_from_latent(request).then(|| self.autoencoder().latent(image));
         StagePlan {
             name: DENOISE.to_owned(),
@@ -189,7 +181,7 @@ impl ZImageModel {
             shape: format!(
                 "{width}x{height} t{tokens}{}{}",
                 self.components.as_multiplied(TRANSFORMER),
-                if is_curved { " curve" } else { "" },
+                if request.has_curves() { " curve" } else { "" },
             ),
             steps,
             takes: std::iter::once(caption).chain(latent).collect(),

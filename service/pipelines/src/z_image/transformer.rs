@@ -391,8 +391,3 @@ pub fn denoise_scratch(config: &TransformerConfig, lengths: &Lengths, steps: u32
 pub(super) fn is_modulator(name: &str) -> bool {
     name.contains(".adaLN_modulation.")
 }
-
-/// Bytes of the codes of rows for native fp8 products.
-pub(super) fn codes_bytes(config: &TransformerConfig, lengths: &Lengths) -> u64 {
-    (lengths.all() * (config.dim + size_of::<f32>())) as u64
-}

@@ -14,5 +14,7 @@ mod numbers;
 mod pictures;
 mod quantized;
 mod refusals;
+#[path = "../resident/mod.rs"]
+mod resident;
 mod stages;
 mod workshop;

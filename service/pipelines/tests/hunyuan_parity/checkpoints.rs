@@ -6,15 +6,15 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use gpu::Weight;
-use pipelines::hunyuan::is_transformer_folder;
 use pipelines::{Precision, catalogue};
 
 use crate::device::tolerances;
 use crate::numbers::tensors;
+use crate::resident::copy;
 use crate::spellings::{
     FILM, FRAMEPACK, InGguf, base, bytes_of, framepack_repositories, single_file, tencents, write, write_gguf,
 };
-use crate::workshop::{F32, Workshop, copy, film_folder, on_cpu, request, section_folder, start};
+use crate::workshop::{F32, Workshop, film_folder, on_cpu, request, section_folder, start};
 
 /// The error of a checkpoint that is refused.
 pub(crate) fn refused(path: &Path, precision: &Precision) -> pipelines::ModelError {
@@ -179,7 +179,7 @@ fn companions_may_be_single_files_in_comfyuis_folders() {
 fn framepacks_own_repository_finds_hunyuan_video_and_siglip_beside_it() {
     for (name, forward) in [("FramePackI2V_HY", false), ("FramePack_F1_I2V_HY_20250503", true)] {
         let (_root, folder) = framepack_repositories(name);
-        assert!(is_transformer_folder(&folder));
+        assert!(catalogue().has_transformer(&folder));
         let (found, expected) = (
             Workshop::open(&folder, &F32),
             Workshop::open(section_folder(forward).path(), &F32),
@@ -188,7 +188,7 @@ fn framepacks_own_repository_finds_hunyuan_video_and_siglip_beside_it() {
         assert_eq!(is_forward(&found), forward);
         assert_eq!(found.model.defaults(), expected.model.defaults());
     }
-    assert!(!is_transformer_folder(section_folder(false).path()));
+    assert!(!catalogue().has_transformer(section_folder(false).path()));
 }
 
 /// The folders of a hub cache, where nothing else is beside a snapshot.

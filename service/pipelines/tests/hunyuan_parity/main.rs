@@ -15,5 +15,7 @@ mod numbers;
 mod plans;
 mod quantized;
 mod refusals;
+#[path = "../resident/mod.rs"]
+mod resident;
 mod spellings;
 mod workshop;

@@ -59,7 +59,7 @@ fn each_section_is_sampled_and_decoded_in_stages_of_its_own() {
 }
 
 #[test]
-fn a_film_is_known_by_what_its_decodes_take() {
+fn the_request_of_a_latent_has_its_size_and_length() {
     let folder = section_folder(false);
     let workshop = Workshop::open(folder.path(), &F32);
     let asked = request(109, Some(start()), 2, 7);
@@ -88,7 +88,7 @@ fn a_film_is_known_by_what_its_decodes_take() {
 }
 
 #[test]
-fn what_a_film_cannot_be_is_refused_by_its_field() {
+fn a_field_out_of_bounds_is_refused_by_name() {
     let folder = section_folder(false);
     let workshop = Workshop::open(folder.path(), &F32);
     let sound = request(73, Some(start()), 2, 7);

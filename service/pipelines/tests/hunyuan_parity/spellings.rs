@@ -7,7 +7,8 @@ use candle_core::{DType, Tensor};
 use tempfile::TempDir;
 
 use crate::numbers::{numbers, tensors};
-use crate::workshop::{copy, film_folder, section_folder};
+use crate::resident::copy;
+use crate::workshop::{film_folder, section_folder};
 
 pub(crate) const FILM: &str = "hunyuan-tiny/transformer/diffusion_pytorch_model.safetensors";
 pub(crate) const FRAMEPACK: &str = "framepack-tiny/transformer/diffusion_pytorch_model.safetensors";

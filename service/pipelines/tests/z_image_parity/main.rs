@@ -12,6 +12,8 @@ mod mutations;
 #[path = "../flux_parity/numbers.rs"]
 mod numbers;
 mod pictures;
+#[path = "../resident/mod.rs"]
+mod resident;
 mod stages;
 mod text;
 mod workshop;

@@ -1,12 +1,11 @@
 //! A model with all components on a card, and functions that run its stages.
 
 use std::collections::HashMap;
-use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use gpu::{ComponentTensors, CpuCard, CpuSettings, Gpu, QuantizedWeight, Weight};
+use gpu::ComponentTensors;
 use pipelines::autoencoder_kl::{Chunking, VaeConfig, VaeDecoder};
 use pipelines::{
     HostTensor, Image, InitImage, Medium, Model, Observer, Piece, Precision, Request, Role, StageError,
@@ -16,42 +15,17 @@ use tempfile::TempDir;
 
 use crate::device::{here, test_device};
 use crate::numbers::{fixtures, json};
+use crate::resident::{components_of, copy};
 
 /// Precision of the fixtures.
 pub(crate) const F32: Precision = Precision::full(DType::F32);
 
 /// A folder of the whole pipeline that a test may modify: its autoencoder is FLUX's.
 pub(crate) fn folder() -> TempDir {
-    fn copy(from: &Path, to: &Path) {
-        std::fs::create_dir_all(to).expect("a folder");
-        for entry in std::fs::read_dir(from).expect("a folder").flatten() {
-            let target = to.join(entry.file_name());
-            if entry.path().is_dir() {
-                copy(&entry.path(), &target);
-            } else {
-                std::fs::copy(entry.path(), target).expect("a copy");
-            }
-        }
-    }
     let folder = TempDir::new().expect("a folder");
     copy(&fixtures().join("z-image-tiny"), folder.path());
     copy(&fixtures().join("flux-tiny/vae"), &folder.path().join("vae"));
     folder
-}
-
-/// A component on the device of the tests.
-fn moved(tensors: &ComponentTensors) -> ComponentTensors {
-    let weights = tensors.names().map(|name| {
-        let weight = match tensors.weight(name).expect("a tensor") {
-            Weight::Full(tensor) => Weight::Full(here(&tensor)),
-            Weight::Quantized(quantized) => Weight::Quantized(QuantizedWeight {
-                bytes: here(&quantized.bytes),
-                ..quantized
-            }),
-        };
-        (name.to_owned(), weight)
-    });
-    ComponentTensors::of_weights(weights.collect())
 }
 
 /// A model with all components resident.
@@ -70,19 +44,7 @@ impl Workshop {
 
     /// With the components of a model resident.
     pub(crate) fn of(model: Arc<dyn Model>) -> Workshop {
-        let mut card = CpuCard::new(CpuSettings::default()).expect("a card");
-        let mut components = HashMap::new();
-        for component in model.components() {
-            let plan = model.load_plan(&component.name).expect("a plan");
-            assert_eq!(plan.bytes(), component.bytes, "{}", component.name);
-            card.load(component, plan, &mut |_| ControlFlow::Continue(()))
-                .expect("a load");
-            let mut tensors = card.tensors(&component.id).expect("tensors");
-            if !test_device().is_cpu() {
-                tensors = Arc::new(moved(&tensors));
-            }
-            components.insert(component.name.clone(), tensors);
-        }
+        let components = components_of(&*model);
         Workshop { model, components }
     }
 

@@ -34,6 +34,13 @@ pub struct TemplatedIds {
     pub head: usize,
 }
 
+impl TemplatedIds {
+    /// Number of tokens behind the template's head, whose states are used.
+    pub fn used(&self) -> usize {
+        self.ids.len().saturating_sub(self.head)
+    }
+}
+
 /// LLaMA 3's tokenizer: `PreTrainedTokenizerFast`, whose rules are the file's. (transformers 5 reads such a folder as
 /// `LlamaTokenizerFast`, which `model_index.json` names, by the rules of LLaMA 2, and gets other tokens.)
 #[derive(Clone, Debug)]
