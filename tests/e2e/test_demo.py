@@ -13,6 +13,7 @@ from service import ROOT, clean_environment, run
 
 PROMPTS = (ROOT / "service/moored/src/cli/demo_prompts.txt").read_text(encoding="utf-8").split("\n")
 PROMPTS = [prompt for prompt in PROMPTS if prompt]
+FILM_PROMPT = "the red circle moves to the top left on a yellow background"
 DEMO_TIMEOUT_S = 600
 
 
@@ -25,7 +26,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def check_pictures(out: Path) -> None:
     names = [f"{number:02}.png" for number in range(1, len(PROMPTS) + 1)]
-    assert sorted(path.name for path in out.iterdir()) == [*names, "contact-sheet.png"]
+    assert sorted(path.name for path in out.iterdir()) == [*names, "contact-sheet.png", "film.mp4"]
     for name, prompt in zip(names, PROMPTS, strict=True):
         with Image.open(out / name) as picture:
             assert picture.size == (128, 128)
@@ -34,6 +35,9 @@ def check_pictures(out: Path) -> None:
         # Four in a row, with their margins.
         assert sheet.width > 4 * 128
         assert sheet.height > -(-len(PROMPTS) // 4) * 128
+    film = (out / "film.mp4").read_bytes()
+    assert film[4:8] == b"ftyp"
+    assert FILM_PROMPT.encode() in film, "the recipe is in the file"
 
 
 def test_the_demo_prints_a_line_for_each_picture(
@@ -44,8 +48,9 @@ def test_the_demo_prints_a_line_for_each_picture(
     assert demo.returncode == 0, demo.stderr
     check_pictures(out)
     # One line a picture, one with where to look; nothing of what the service does.
-    *lines, last = demo.stdout.splitlines()
+    *lines, film, last = demo.stdout.splitlines()
     assert len(lines) == len(PROMPTS)
+    assert re.fullmatch(rf"{re.escape(str(out))}/film\.mp4  \d+\.\d s  {FILM_PROMPT}", film)
     for number, (line, prompt) in enumerate(zip(lines, PROMPTS, strict=True), start=1):
         assert re.fullmatch(
             rf"{re.escape(str(out))}/{number:02}\.png  \d+\.\d s  {re.escape(prompt)}", line
@@ -64,7 +69,7 @@ def test_the_demo_prints_json(tmp_path: Path, environment: dict[str, str]) -> No
     check_pictures(out)
     lines = [json.loads(line) for line in demo.stdout.splitlines()]
     written = [line for line in lines if line.get("event") == "written"]
-    assert [line["prompt"] for line in written] == PROMPTS
+    assert [line["prompt"] for line in written] == [*PROMPTS, FILM_PROMPT]
     assert all(Path(line["path"]).is_file() for line in written)
     assert lines[-1]["event"] == "contact_sheet"
     assert lines[-1]["pictures"] == len(PROMPTS)

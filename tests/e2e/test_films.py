@@ -144,6 +144,20 @@ def test_a_film_that_is_left_in_the_middle_leaves_nothing(
         assert_at_rest(client)
 
 
+def test_a_client_that_stops_reading_a_film_is_let_go(simulate: Simulate) -> None:
+    with simulate().client() as client:
+        asked: dict[str, Any] = {"model": "video", "width": 1024, "height": 1024, "frames": 121}
+        with client.stream_video("a wave", **asked) as stream:
+            next(stream)
+            # 363 MiB of frames, of which nobody reads any.
+            until(client, lambda status: status.jobs == ())
+            assert ended(client, stream.job_id).state == "cancelled"
+            with pytest.raises(moored.SlowReader):
+                stream.result()
+        assert len(client.generate_video("a wave", model="video").array) == FRAMES
+        assert_at_rest(client)
+
+
 def test_streams_of_one_job_get_the_same_file(simulate: Simulate, tmp_path: Path) -> None:
     with simulate(arguments=slow_decoders(tmp_path, 300)).client() as client:
         asked: dict[str, Any] = {

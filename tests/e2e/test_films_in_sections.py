@@ -185,6 +185,22 @@ def test_framepack_films_as_the_reference_does(
         assert_at_rest(client)
 
 
+@pytest.mark.parametrize("frames_at_a_time", [16, 4, 1])
+def test_frames_at_a_time_change_no_pixel(
+    simulate: Simulate, tmp_path: Path, frames_at_a_time: int
+) -> None:
+    asked: dict[str, Any] = ASKED | {"frames": 37, "init_image": start_picture()}
+    with simulate("cpu", arguments=framepack(tmp_path)).client() as client:
+        whole = client.generate_video(PROMPT, model="framepack", **asked)
+        stream = client.stream_video(
+            PROMPT, model="framepack", frames_at_a_time=frames_at_a_time, **asked
+        )
+        sent = [len(piece.chunk) for piece in pieces(list(stream))]
+        assert (stream.result().array == whole.array).all()
+        assert max(sent) <= frames_at_a_time * 48 * 32 * 3
+        assert sum(sent) == 37 * 48 * 32 * 3
+
+
 def test_hunyuan_video_films_as_the_reference_does(simulate: Simulate, tmp_path: Path) -> None:
     with simulate("cpu", arguments=framepack(tmp_path)).client() as client:
         result = client.generate_video(

@@ -236,6 +236,10 @@ class VideoOptions(GenerateOptions, total=False):
     frames: Annotated[int | None, "Frames in all. A model may take certain numbers only."]
     frames_per_second: Annotated[float | None, "Rate of the film."]
     seconds: Annotated[float | None, "Length in seconds, instead of frames."]
+    frames_at_a_time: Annotated[
+        int | None,
+        "Most frames to bring from the card at a time, such as 16, 4 or 1: less memory, the same pixels.",
+    ]
     init_image: Annotated[
         ImageInput | None, "Image to video: the first frame; scaled to width x height."
     ]

@@ -132,6 +132,12 @@ pub enum Error {
     /// An idempotency key was reused for a different request.
     #[error("the idempotency key {0} was used for another request")]
     KeyReused(String),
+    /// A job by this idempotency key is under way, and more of its result was sent than is kept for a second listener.
+    #[error(
+        "the job of the idempotency key {0} goes on, but so much of its result was sent already that it is not kept for another \
+         listener: wait for its end, or submit the request under another key"
+    )]
+    TooLargeToJoin(String),
     /// The service is shutting down.
     #[error("the service is shutting down")]
     ShuttingDown,

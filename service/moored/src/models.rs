@@ -18,12 +18,11 @@ use crate::proto::v1;
 
 /// Id of the model that ships with the project, and is the default where nothing else is.
 pub(crate) const SHIPPED_ID: &str = "moored/demo";
+/// Id of the film model that ships with it.
+pub(crate) const SHIPPED_FILM_ID: &str = "moored/demo-film";
 
 /// Models that ship with the project: their ids, and their folders in it.
-const SHIPPED: [(&str, &str); 2] = [
-    (SHIPPED_ID, "demo/model"),
-    ("moored/demo-film", "demo/film/model"),
-];
+const SHIPPED: [(&str, &str); 2] = [(SHIPPED_ID, "demo/model"), (SHIPPED_FILM_ID, "demo/film/model")];
 
 /// Endings of models in one file.
 const SINGLE_FILES: [&str; 5] = [".instant.json", ".safetensors", ".gguf", ".pth", ".pt"];

@@ -264,8 +264,7 @@ impl Description {
                 height,
                 frames: self.defaults.frames,
                 frames_per_second: self.defaults.frames_per_second,
-                init_image: None,
-                init_video: None,
+                ..Video::default()
             }),
             DescribedMedium::Audio => Medium::Audio(Audio {
                 seconds: self.defaults.seconds,

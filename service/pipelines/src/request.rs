@@ -106,6 +106,8 @@ pub struct Video {
     pub height: u32,
     pub frames: u32,
     pub frames_per_second: f32,
+    /// Most frames that are delivered at a time; 0: as they are decoded. It never changes a pixel.
+    pub frames_at_a_time: u32,
     /// Image to video: the first frame; already of `width` x `height`.
     pub init_image: Option<InitImage>,
     /// Video to video: the film to start from, in its own size and length.

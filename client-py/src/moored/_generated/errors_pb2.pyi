@@ -71,7 +71,9 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     INTERNAL: _Reason.ValueType  # 21
     """A fault of the service. INTERNAL."""
     KEY_REUSED: _Reason.ValueType  # 22
-    """An idempotency key was used before for another request. ALREADY_EXISTS."""
+    """An idempotency key was used before: for another request, or for a job under way whose result is too large to be kept for
+    a second listener. ALREADY_EXISTS.
+    """
     PULL_FAILED: _Reason.ValueType  # 23
     """A model could not be pulled: the hub cannot be reached, knows no such model, refuses the token, or sent something
     else than it announced. FAILED_PRECONDITION.
@@ -132,7 +134,9 @@ SHUTTING_DOWN: Reason.ValueType  # 20
 INTERNAL: Reason.ValueType  # 21
 """A fault of the service. INTERNAL."""
 KEY_REUSED: Reason.ValueType  # 22
-"""An idempotency key was used before for another request. ALREADY_EXISTS."""
+"""An idempotency key was used before: for another request, or for a job under way whose result is too large to be kept for
+a second listener. ALREADY_EXISTS.
+"""
 PULL_FAILED: Reason.ValueType  # 23
 """A model could not be pulled: the hub cannot be reached, knows no such model, refuses the token, or sent something
 else than it announced. FAILED_PRECONDITION.

@@ -392,6 +392,7 @@ class GenerateVideoRequest(google.protobuf.message.Message):
     INIT_MEDIA_ID_FIELD_NUMBER: builtins.int
     OUTPUT_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
+    FRAMES_AT_A_TIME_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     prompt: builtins.str
     """At most 10,000 characters."""
@@ -434,6 +435,10 @@ class GenerateVideoRequest(google.protobuf.message.Message):
     """Raw frames (default), or an MP4 file."""
     seconds: builtins.float
     """The length in seconds, instead of `frames`: at the rate that the film has."""
+    frames_at_a_time: builtins.int
+    """Most frames that are brought from the card and sent at a time, such as 16, 4 or 1; 0: as they are decoded. It changes memory
+    and how soon frames come, never a pixel.
+    """
     @property
     def model(self) -> model_pb2.ModelRef: ...
     @property
@@ -462,10 +467,11 @@ class GenerateVideoRequest(google.protobuf.message.Message):
         init_media_id: builtins.str = ...,
         output: global___FilmFormat.ValueType = ...,
         seconds: builtins.float = ...,
+        frames_at_a_time: builtins.int = ...,
         options: global___JobOptions | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "guidance", b"guidance", "model", b"model", "options", b"options", "seed", b"seed", "strength", b"strength"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "count", b"count", "frames", b"frames", "frames_per_second", b"frames_per_second", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "count", b"count", "frames", b"frames", "frames_at_a_time", b"frames_at_a_time", "frames_per_second", b"frames_per_second", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength", "width", b"width"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_guidance", b"_guidance"]) -> typing.Literal["guidance"] | None: ...
     @typing.overload

@@ -8,13 +8,12 @@ use tokio::time::Instant;
 
 use super::listener::piece_bytes;
 use super::record::{JobRecord, input_bytes};
+use super::replay::Replay;
 use super::report::JobInfo;
 use crate::job::{JobEvent, JobId, JobWork};
 
 /// How long the events of a job with an idempotency key are kept after its end.
 const RETAINED_FOR: Duration = Duration::from_secs(60);
-/// Bound on the pictures among them and on the init images of their jobs, over all ended jobs.
-const RETAINED_BYTES: Bytes = Bytes::mib(256);
 /// How many of these jobs there are at the most.
 const RETAINED_JOBS: usize = 1_000;
 
@@ -64,23 +63,27 @@ impl Ended {
     }
 
     /// Keeps the events of a job for those who ask by its idempotency key.
-    pub(super) fn retain_events(&mut self, job: JobRecord, now: Instant) {
-        if let Some(events) = job.retained {
-            self.retain(Retained {
-                key: job.options.idempotency_key,
-                id: job.id,
-                model_key: job.entry.key.clone(),
-                work: job.work,
-                events,
-                until: now + RETAINED_FOR,
-            });
+    /// Beyond `bound`, which is that of their pieces and inputs together, the oldest go.
+    pub(super) fn retain_events(&mut self, job: JobRecord, bound: Bytes, now: Instant) {
+        if let Replay::Kept { events, .. } = job.replay {
+            self.retain(
+                Retained {
+                    key: job.options.idempotency_key,
+                    id: job.id,
+                    model_key: job.entry.key.clone(),
+                    work: job.work,
+                    events,
+                    until: now + RETAINED_FOR,
+                },
+                bound,
+            );
         }
     }
 
-    fn retain(&mut self, retained: Retained) {
+    fn retain(&mut self, retained: Retained, bound: Bytes) {
         self.retained.push_back(retained);
         let mut bytes = self.retained.iter().map(Retained::bytes).sum::<Bytes>();
-        while bytes > RETAINED_BYTES || self.retained.len() > RETAINED_JOBS {
+        while bytes > bound || self.retained.len() > RETAINED_JOBS {
             let Some(oldest) = self.retained.pop_front() else {
                 return;
             };
@@ -134,7 +137,7 @@ mod tests {
     fn oldest_of(count: usize, rgb: Option<bytes::Bytes>) -> (usize, String) {
         let mut ended = Ended::default();
         for key in 0..count {
-            ended.retain(retained(key, rgb.clone()));
+            ended.retain(retained(key, rgb.clone()), Bytes::mib(256));
         }
         let oldest = ended.retained.front().map(|retained| retained.key.clone());
         (ended.retained.len(), oldest.unwrap_or_default())

@@ -29,6 +29,7 @@ mod placing;
 mod record;
 mod recycles;
 mod reductions;
+mod replay;
 mod report;
 mod request;
 mod shares;
@@ -89,6 +90,9 @@ pub struct Settings {
     pub headroom: Bytes,
     /// Bound on values of stages that are cached for other jobs: encoded prompts.
     pub text_cache: Bytes,
+    /// Bound on the results that are kept for those who join a job by its idempotency key: of one that is under way, and of
+    /// all that have ended, together with their inputs.
+    pub replay: Bytes,
     /// Bound on the results that one listener has not read yet; beyond, it is dropped as one that does not read.
     pub unread_pictures: Bytes,
     /// The same for all jobs of one account together, each piece counted once however many listen: see
@@ -127,6 +131,7 @@ impl Default for Settings {
             headroom: Bytes::mib(512),
             text_cache: Bytes::mib(256),
             unread_pictures: Bytes::mib(256),
+            replay: Bytes::mib(256),
             unread_of_account: Bytes::mib(512),
             latents: Bytes::mib(512),
             latent_ttl: Duration::from_secs(600),

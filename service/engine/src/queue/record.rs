@@ -8,9 +8,10 @@ use pipelines::{Covered, MediaFormat, Piece, Role, StagePlan, ValueShape, Values
 use residency::{Bytes, Component, ComponentId, Wait};
 use tokio::time::Instant;
 
-use super::listener::{Mailbox, Unread, is_coalescible};
+use super::listener::{Mailbox, Unread};
 use super::memos::Memos;
 use super::reductions::{Reduction, Reductions};
+use super::replay::Replay;
 use super::request::OpenModels;
 use super::steps::{Model, Step, StepKind, decodable};
 use super::swap::Swap;
@@ -151,8 +152,8 @@ pub(super) struct JobRecord {
     /// Counts what its listeners have not read.
     pub(super) unread: Arc<Unread>,
     pub(super) detached: bool,
-    /// For those who join later, if anybody can.
-    pub(super) retained: Option<Vec<JobEvent>>,
+    /// For those who join later.
+    pub(super) replay: Replay,
 }
 
 impl JobRecord {
@@ -352,11 +353,7 @@ impl JobRecord {
             at_ms: now.duration_since(self.accepted).as_millis() as u64,
             kind,
         };
-        if let Some(retained) = &mut self.retained
-            && !is_coalescible(&event.kind)
-        {
-            retained.push(event.clone());
-        }
+        self.replay.keep(&event);
         if let JobEventKind::Piece { piece, .. } = &mut event.kind {
             piece.data = self.unread.count(std::mem::take(&mut piece.data));
         }

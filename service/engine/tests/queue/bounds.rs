@@ -129,6 +129,40 @@ async fn a_detached_job_continues_without_slow_listeners() {
     at_rest(&queue).await;
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_job_whose_result_is_too_large_to_be_kept_cannot_be_joined() {
+    let (queue, mut worker) = one_card_with(Settings {
+        replay: Bytes(2 * PICTURE_BYTES),
+        ..Settings::default()
+    })
+    .await;
+    let mut job = queue.submit(four_pictures()).await.unwrap();
+    let reading = tokio::spawn(async move { pictures(&mut job).await });
+    for _ in 0..5 {
+        worker.work(1).await; // the text, and two pictures
+    }
+    let early = queue.submit(four_pictures()).await;
+    assert!(early.is_ok(), "two are kept");
+    drop(early);
+    for _ in 0..2 {
+        worker.work(1).await;
+    }
+    assert_eq!(
+        queue.submit(four_pictures()).await.err(),
+        Some(Error::TooLargeToJoin("key".into()))
+    );
+    for _ in 0..2 {
+        worker.work(1).await;
+    }
+    assert_eq!(reading.await.unwrap(), 4, "who listened all along has everything");
+    let again = queue.submit(four_pictures()).await.unwrap();
+    assert!(!again.joined, "nothing of it was kept: it is a job of its own");
+    drop(again);
+    let order = worker.order().await;
+    worker.finish(order.ticket, engine::messages::Outcome::Cancelled);
+    at_rest(&queue).await;
+}
+
 /// An image to image job with an input of this many bytes.
 fn of_image(bytes: usize) -> JobSpec {
     let mut spec = picture("a", "me", "a cat");

@@ -95,7 +95,7 @@ pub(super) enum Command {
     Generate(Generate),
     /// Generate a film with a running service: from text, or from a picture with --init
     Film(Generate),
-    /// Try it out: generate twelve small pictures with the model that is included
+    /// Try it out: generate twelve small pictures and a film with the models that are included
     Demo(Demo),
     /// Start the service
     Serve(Serve),
@@ -369,6 +369,9 @@ pub(super) struct Settings {
     /// Film: frames a second
     #[arg(long, help_heading = "Film and track")]
     pub(super) fps: Option<f32>,
+    /// Film: most frames to bring from the card at a time, such as 16, 4 or 1; less memory, the same pixels
+    #[arg(long, value_name = "NUMBER", help_heading = "Film and track")]
+    pub(super) frames_at_a_time: Option<u32>,
     /// Film and track: the length
     #[arg(long, conflicts_with = "frames", help_heading = "Film and track")]
     pub(super) seconds: Option<f32>,
@@ -552,7 +555,7 @@ pub(super) enum PriorityChoice {
 
 #[derive(Debug, Args)]
 pub(super) struct Demo {
-    /// Folder for the pictures
+    /// Folder for the pictures and the film
     #[arg(long, value_name = "DIR", default_value = "moored-demo")]
     pub(super) out: PathBuf,
     /// Seed of the first picture

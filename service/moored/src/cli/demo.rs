@@ -1,7 +1,7 @@
-//! `moored demo`: everything in one command. It starts a service with the shipped model, asks it for pictures as any client
-//! would, and ends it.
+//! `moored demo`: everything in one command. It starts a service with the shipped models, asks it for pictures and a film as any
+//! client would, and ends it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use image::{Rgb, RgbImage, imageops};
@@ -16,17 +16,19 @@ use super::picture::{Canvas, picture};
 use super::show::Show;
 use super::{CliError, screen};
 use crate::config::{Client, Config};
-use crate::models::SHIPPED_ID;
+use crate::models::{SHIPPED_FILM_ID, SHIPPED_ID};
 use crate::proto::v1;
 use crate::proto::v1::plan_request::Request as Asked;
 
 /// One prompt a line, in the language of the shipped model.
 const PROMPTS: &str = include_str!("demo_prompts.txt");
+/// The film that begins with the first picture.
+const FILM_PROMPT: &str = "the red circle moves to the top left on a yellow background";
 /// Space around the pictures of the contact sheet.
 const MARGIN_PIXELS: u32 = 8;
 const SHEET_COLUMNS: u32 = 4;
 
-/// Starts a service, generates a picture for each prompt, and ends the service.
+/// Starts a service, generates a picture for each prompt and a film of the first, and ends the service.
 pub(super) async fn run(mut config: Config, options: Demo, as_json: bool) -> Result<(), CliError> {
     check_free(&options)?;
     config.service.listen = (std::net::Ipv4Addr::LOCALHOST, 0).into();
@@ -53,15 +55,19 @@ fn picture_path(options: &Demo, index: usize) -> PathBuf {
     options.out.join(format!("{:02}.png", index + 1))
 }
 
+fn film_path(options: &Demo) -> PathBuf {
+    options.out.join("film.mp4")
+}
+
 fn prompts() -> impl Iterator<Item = (usize, &'static str)> {
     PROMPTS.lines().filter(|line| !line.is_empty()).enumerate()
 }
 
-/// Refuses to write over pictures of an earlier run before any is made.
+/// Refuses to write over the files of an earlier run before any is made.
 fn check_free(options: &Demo) -> Result<(), CliError> {
     let pictures = prompts().map(|(index, _)| picture_path(options, index));
     let there = pictures
-        .chain([contact_sheet(options)])
+        .chain([contact_sheet(options), film_path(options)])
         .find(|path| path.exists());
     match there {
         Some(path) if !options.force => Err(CliError::Exists(path.display().to_string())),
@@ -72,36 +78,41 @@ fn check_free(options: &Demo) -> Result<(), CliError> {
 async fn generate_all(client: &Client, options: &Demo, as_json: bool) -> Result<(), CliError> {
     let connection = Connection::open(client).await?;
     let mut sheet = Vec::new();
+    let mut start = Vec::new();
     let started = Instant::now();
     for (index, prompt) in prompts() {
-        let request = v1::GenerateImageRequest {
-            model: Some(v1::ModelRef {
-                id: SHIPPED_ID.to_owned(),
-                ..Default::default()
-            }),
+        let request = Asked::Generate(v1::GenerateImageRequest {
+            model: Some(shipped(SHIPPED_ID)),
             prompt: prompt.to_owned(),
             seed: Some(options.seed + index as u64),
-            options: Some(v1::JobOptions {
-                client_id: "demo".to_owned(),
-                ..Default::default()
-            }),
+            options: Some(of_demo()),
             ..Default::default()
-        };
-        let mut show = match as_json {
-            true => Show::new(true),
-            false => Show::terminal_only(),
-        };
-        let generated = generate(&connection, Asked::Generate(request), &mut show).await?;
-        report(index, prompt, &generated, options, as_json)?;
-        for (_, _, picture) in generated.results.iter() {
-            let file = picture.file().map_err(CliError::Failed)?;
-            sheet.push(
-                image::load_from_memory(&file)
-                    .map_err(|e| CliError::Failed(e.to_string()))?
-                    .into_rgb8(),
-            );
+        });
+        let generated = generate(&connection, request, &mut show(as_json)).await?;
+        let file = write_result(
+            &picture_path(options, index),
+            prompt,
+            &generated,
+            options,
+            as_json,
+        )?;
+        let picture = image::load_from_memory(&file).map_err(|e| CliError::Failed(e.to_string()))?;
+        sheet.push(picture.into_rgb8());
+        if start.is_empty() {
+            start = file;
         }
     }
+    let request = Asked::Video(v1::GenerateVideoRequest {
+        model: Some(shipped(SHIPPED_FILM_ID)),
+        prompt: FILM_PROMPT.to_owned(),
+        seed: Some(options.seed),
+        init_image: start.into(),
+        output: v1::FilmFormat::Mp4.into(),
+        options: Some(of_demo()),
+        ..Default::default()
+    });
+    let film = generate(&connection, request, &mut show(as_json)).await?;
+    write_result(&film_path(options), FILM_PROMPT, &film, options, as_json)?;
     let path = contact_sheet(options);
     write_sheet(&sheet, &path)?;
     let seconds = started.elapsed().as_secs_f64();
@@ -119,7 +130,7 @@ async fn generate_all(client: &Client, options: &Demo, as_json: bool) -> Result<
         ))?;
     }
     screen::text(&format!(
-        "{} pictures in {seconds:.1} s; look at {}",
+        "{} pictures and a film in {seconds:.1} s; look at {}",
         sheet.len(),
         path.display()
     ))?;
@@ -127,30 +138,53 @@ async fn generate_all(client: &Client, options: &Demo, as_json: bool) -> Result<
     Ok(())
 }
 
-/// A line for each picture: where it is, how long it took, and what it shows.
-fn report(
-    index: usize,
+fn shipped(id: &str) -> v1::ModelRef {
+    v1::ModelRef {
+        id: id.to_owned(),
+        ..Default::default()
+    }
+}
+
+fn of_demo() -> v1::JobOptions {
+    v1::JobOptions {
+        client_id: "demo".to_owned(),
+        ..Default::default()
+    }
+}
+
+fn show(as_json: bool) -> Show {
+    match as_json {
+        true => Show::new(true),
+        false => Show::terminal_only(),
+    }
+}
+
+/// Writes a result, and a line on it: where it is, how long it took, and what it shows. Returns the file.
+fn write_result(
+    path: &Path,
     prompt: &str,
     generated: &Generated,
     options: &Demo,
     as_json: bool,
-) -> Result<(), CliError> {
-    for (_, _, picture) in generated.results.iter() {
-        let file = picture.file().map_err(CliError::Failed)?;
-        let path = picture_path(options, index);
-        write(&path, &file, options.force)?;
-        if as_json {
-            screen::json(&json!({"event": "written", "prompt": prompt, "path": path.display().to_string()}))?;
-        } else {
-            let seconds = generated.done.total_ms as f64 / 1000.0;
-            screen::text(&format!("{}  {seconds:.1} s  {prompt}", path.display()))?;
-            screen::detail(&summary(&generated.done));
-        }
+) -> Result<Vec<u8>, CliError> {
+    let (_, _, result) = generated
+        .results
+        .iter()
+        .next()
+        .ok_or_else(|| CliError::Failed("the service sent no result".to_owned()))?;
+    let file = result.file().map_err(CliError::Failed)?;
+    write(path, &file, options.force)?;
+    if as_json {
+        screen::json(&json!({"event": "written", "prompt": prompt, "path": path.display().to_string()}))?;
+    } else {
+        let seconds = generated.done.total_ms as f64 / 1000.0;
+        screen::text(&format!("{}  {seconds:.1} s  {prompt}", path.display()))?;
+        screen::detail(&summary(&generated.done));
     }
-    Ok(())
+    Ok(file)
 }
 
-fn write_sheet(pictures: &[RgbImage], path: &std::path::Path) -> Result<(), CliError> {
+fn write_sheet(pictures: &[RgbImage], path: &Path) -> Result<(), CliError> {
     let Some(first) = pictures.first() else {
         return Ok(());
     };

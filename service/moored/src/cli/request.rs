@@ -27,6 +27,7 @@ fn check_options(options: &Settings, medium: MediumChoice) -> Result<(), CliErro
     let of_film = [
         ("--frames", options.frames.is_some()),
         ("--fps", options.fps.is_some()),
+        ("--frames-at-a-time", options.frames_at_a_time.is_some()),
     ];
     let of_time = [("--seconds", options.seconds.is_some())];
     let of_track = [("--lyrics", options.lyrics.is_some())];
@@ -190,6 +191,7 @@ pub(super) fn request_of(
                 None => options.frames.or(recipe.frames).unwrap_or(0),
             },
             seconds: options.seconds.unwrap_or(0.0),
+            frames_at_a_time: options.frames_at_a_time.unwrap_or(0),
             frames_per_second: options.fps.or(recipe.frames_per_second).unwrap_or(0.0),
             steps,
             guidance,

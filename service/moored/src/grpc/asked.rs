@@ -75,6 +75,7 @@ enum OfMedium {
         frames_per_second: f32,
         /// Instead of frames; 0: open.
         seconds: f32,
+        frames_at_a_time: u32,
     },
     Audio {
         lyrics: String,
@@ -143,6 +144,7 @@ impl Asked {
                 frames: request.frames,
                 frames_per_second: request.frames_per_second,
                 seconds: request.seconds,
+                frames_at_a_time: request.frames_at_a_time,
             },
         }
     }
@@ -335,9 +337,11 @@ impl Asked {
                 &OfMedium::Video {
                     frames,
                     frames_per_second,
+                    frames_at_a_time,
                     ..
                 },
             ) => {
+                video.frames_at_a_time = frames_at_a_time;
                 (video.width, video.height) = sides(video.width, video.height);
                 video.frames_per_second = set(frames_per_second, video.frames_per_second);
                 video.frames = named(frames, video.frames);

@@ -55,6 +55,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
         | Error::JobNotFound(_)
         | Error::InUse(_)
         | Error::KeyReused(_)
+        | Error::TooLargeToJoin(_)
         | Error::Internal(_) => {}
     }
     with_details(code, &words_of(error), details)
@@ -147,7 +148,7 @@ fn code_of(error: &Error) -> (Code, Reason) {
         Error::LatentMismatch(_) => (Code::FailedPrecondition, Reason::LatentMismatch),
         Error::JobNotFound(_) => (Code::NotFound, Reason::JobNotFound),
         Error::InUse(_) => (Code::FailedPrecondition, Reason::InUse),
-        Error::KeyReused(_) => (Code::AlreadyExists, Reason::KeyReused),
+        Error::KeyReused(_) | Error::TooLargeToJoin(_) => (Code::AlreadyExists, Reason::KeyReused),
         Error::ShuttingDown => (Code::Unavailable, Reason::ShuttingDown),
         Error::Internal(_) => (Code::Internal, Reason::Internal),
     }

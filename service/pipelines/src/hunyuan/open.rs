@@ -38,8 +38,7 @@ fn defaults(is_framepack: bool) -> Request {
             height,
             frames,
             frames_per_second,
-            init_image: None,
-            init_video: None,
+            ..Video::default()
         })
     };
     match is_framepack {

@@ -369,7 +369,10 @@ impl Stage<'_> {
         let cancelled = || observer.borrow().cancelled();
         let how = FrameDecoding {
             chunking,
-            frames_at_a_time: usize::MAX,
+            frames_at_a_time: match video.frames_at_a_time {
+                0 => usize::MAX,
+                most => most as usize,
+            },
             factor: config.unscaling(),
             cancelled: &cancelled,
         };

@@ -346,6 +346,12 @@ impl InstantModel {
             }
         };
         let at_once = (units.end - units.start).div_ceil(PIECES).max(1);
+        let at_once = match stage.request.medium {
+            Medium::Video(ref video) if video.frames_at_a_time > 0 => {
+                at_once.min(video.frames_at_a_time.into())
+            }
+            _ => at_once,
+        };
         for first in units.clone().step_by(at_once as usize) {
             if first > units.start {
                 sleep(Duration::from_millis(self.description.steps_ms), observer)?;

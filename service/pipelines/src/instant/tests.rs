@@ -608,8 +608,7 @@ fn invalid_fields_are_refused_by_name() {
         height: 8208,
         frames: 0,
         frames_per_second: f32::INFINITY,
-        init_image: None,
-        init_video: None,
+        ..Video::default()
     });
     assert_eq!(
         wrong_fields(&*model, &wrong),

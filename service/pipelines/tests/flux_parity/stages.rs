@@ -512,8 +512,7 @@ fn a_request_of_another_medium_is_refused() {
         height: 64,
         frames: 5,
         frames_per_second: 24.0,
-        init_image: None,
-        init_video: None,
+        ..Video::default()
     });
     let track = Medium::Audio(Audio {
         seconds: 1.0,

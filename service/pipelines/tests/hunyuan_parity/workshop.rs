@@ -200,7 +200,7 @@ pub(crate) fn request(frames: u32, init_image: Option<InitImage>, steps: u32, se
         frames,
         frames_per_second: 30.0,
         init_image,
-        init_video: None,
+        ..Video::default()
     };
     Request {
         prompt: "a red circle on the left of a blue square".to_owned(),

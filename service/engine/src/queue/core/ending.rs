@@ -119,7 +119,7 @@ impl Core {
             unload.job_ended(&job.id);
         }
         self.ended.list(info, self.settings.ended_kept);
-        self.ended.retain_events(job, now);
+        self.ended.retain_events(job, self.settings.replay, now);
     }
 
     /// A job that fails before a decode hands out the latents, so that the sampling need not be paid for again.

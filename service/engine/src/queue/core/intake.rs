@@ -16,6 +16,7 @@ use crate::queue::latents::shapes_of;
 use crate::queue::listener::{Joined, Mailbox, Unread};
 use crate::queue::record::{Attempt, JobRecord, State, content_of, input_bytes};
 use crate::queue::reductions::Reductions;
+use crate::queue::replay::Replay;
 use crate::queue::report::{JobInfo, PlanReport};
 use crate::queue::request::{OpenModels, Submission};
 use crate::queue::steps::{decodable, steps_of, steps_of_load};
@@ -117,7 +118,10 @@ impl Core {
             Box::new(Swap::new(old, opened))
         });
         let (arrival, unread) = (self.number(), self.unread_of(&options.account));
-        let retained = (!options.idempotency_key.is_empty()).then(Vec::new);
+        let replay = match options.idempotency_key.is_empty() {
+            true => Replay::Nobody,
+            false => Replay::within(self.settings.replay),
+        };
         let mut job = JobRecord {
             id: format!("job-{}", &uuid::Uuid::new_v4().simple().to_string()[..16]).into(),
             arrival,
@@ -152,7 +156,7 @@ impl Core {
             steps_done: (0, 0),
             listeners: BTreeMap::new(),
             unread,
-            retained,
+            replay,
         };
         // In the order of the card with the most memory: which one it will be is not known yet.
         let largest = (0..self.cards.len()).max_by_key(|&card| self.cards[card].ledger.capacity());
@@ -257,10 +261,13 @@ impl Core {
         if job.entry.key != spec.entry.key || job.work != spec.work {
             return Err(Error::KeyReused(spec.options.idempotency_key.clone()));
         }
+        if job.replay.events().is_none() {
+            return Err(Error::TooLargeToJoin(spec.options.idempotency_key.clone()));
+        }
         let handle = listen(job, listener, mailbox, true);
         job.joined_by(&spec.options);
         let at_ms = now.duration_since(job.accepted).as_millis() as u64;
-        let missed = job.retained.as_deref().unwrap_or_default();
+        let missed = job.replay.events().unwrap_or_default();
         replay(&handle.mailbox, at_ms, missed);
         Ok(handle)
     }

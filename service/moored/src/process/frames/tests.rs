@@ -117,6 +117,7 @@ fn media() -> [Medium; 3] {
             height: 16,
             frames: 81,
             frames_per_second: 23.976,
+            frames_at_a_time: 4,
             init_image: Some(image),
             init_video: Some(Clip {
                 format: MediaFormat::Video {

@@ -1,0 +1,57 @@
+//! Events of a job for those who submit it again by its idempotency key.
+
+use residency::Bytes;
+
+use super::listener::{is_coalescible, piece_bytes};
+use crate::job::JobEvent;
+
+/// The events so far that a later listener would miss.
+#[derive(Debug, Default)]
+pub(super) enum Replay {
+    /// The job has no key: nobody can join it.
+    #[default]
+    Nobody,
+    /// All of them, with the bytes of their pieces and the most that there may be.
+    Kept {
+        events: Vec<JobEvent>,
+        bytes: Bytes,
+        bound: Bytes,
+    },
+    /// The pieces were more than the bound: nothing is kept, and nobody can join any more.
+    TooLarge,
+}
+
+impl Replay {
+    /// For a job with a key.
+    pub(super) fn within(bound: Bytes) -> Replay {
+        Replay::Kept {
+            events: Vec::new(),
+            bytes: Bytes::ZERO,
+            bound,
+        }
+    }
+
+    /// Keeps an event that is never lost; others, of which the latest counts alone, are not kept.
+    pub(super) fn keep(&mut self, event: &JobEvent) {
+        let Replay::Kept { events, bytes, bound } = self else {
+            return;
+        };
+        if is_coalescible(&event.kind) {
+            return;
+        }
+        *bytes += piece_bytes(&event.kind);
+        if *bytes > *bound {
+            *self = Replay::TooLarge;
+        } else {
+            events.push(event.clone());
+        }
+    }
+
+    /// What a listener missed that joins now; `None` if it cannot be told.
+    pub(super) fn events(&self) -> Option<&[JobEvent]> {
+        match self {
+            Replay::Kept { events, .. } => Some(events),
+            Replay::Nobody | Replay::TooLarge => None,
+        }
+    }
+}
