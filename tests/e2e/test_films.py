@@ -86,6 +86,18 @@ def test_a_film_as_mp4_is_the_film(simulate: Simulate, tmp_path: Path) -> None:
         assert_at_rest(client)
 
 
+def test_a_decoded_latent_is_a_file_too(simulate: Simulate) -> None:
+    with simulate().client() as client:
+        made = client.generate_video("a wave", model="video", seed=7, keep_latent=True)
+        (latent,) = made.latents
+        decoded = client.decode_video(latent, model="video", output="mp4")
+        shown = read(decoded.mp4)
+        assert (len(shown.frames), shown.rate) == (FRAMES, 24)
+        whole = client.generate_video("a wave", model="video", seed=7, output="mp4")
+        assert (read(whole.mp4).frames == shown.frames).all()
+        assert "comment" not in shown.metadata
+
+
 def test_length_rate_and_size_are_as_asked(simulate: Simulate) -> None:
     with simulate().client() as client:
         asked: dict[str, Any] = {"model": "video", "output": "mp4", "seed": 1}

@@ -210,9 +210,7 @@ def test_hunyuan_video_films_as_the_reference_does(simulate: Simulate, tmp_path:
         assert np.abs(found - expected()["film.frames"].astype(int)).max() <= 1
 
 
-def test_a_field_out_of_bounds_is_refused_by_name(
-    simulate: Simulate, tmp_path: Path
-) -> None:
+def test_a_field_out_of_bounds_is_refused_by_name(simulate: Simulate, tmp_path: Path) -> None:
     with simulate("cpu", arguments=framepack(tmp_path)).client() as client:
         start = start_picture()
         with pytest.raises(moored.InvalidRequest, match="frames"):

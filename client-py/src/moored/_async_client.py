@@ -39,6 +39,7 @@ from ._records import (
 )
 from ._requests import (
     AudioOptions,
+    FilmOutput,
     ImageInput,
     ImageOptions,
     JobOptions,
@@ -330,12 +331,13 @@ class AsyncClient:
         latent: str | LatentInfo,
         *,
         model: ModelLike | None = None,
+        output: FilmOutput | None = None,
         timeout: float | None = None,
         **options: Unpack[JobOptions],
     ) -> VideoResult:
-        """Decodes the latent of a film that is in the service, by its handle."""
+        """Decodes the latent of a film of the service, by its handle: to frames, or an mp4."""
         return await self.stream_decode_video(
-            latent, model=model, timeout=timeout, **options
+            latent, model=model, output=output, timeout=timeout, **options
         ).result()
 
     @spelled(JobOptions)
@@ -344,12 +346,13 @@ class AsyncClient:
         latent: str | LatentInfo,
         *,
         model: ModelLike | None = None,
+        output: FilmOutput | None = None,
         timeout: float | None = None,
         **options: Unpack[JobOptions],
     ) -> AsyncEventStream[VideoResult]:
         """The same as an iterator of events; closing it cancels the job."""
         job = requests.job_request(options, self.client_id)
-        request = requests.decode_request(latent, model, None, job)
+        request = requests.decode_request(latent, model, None, job, output)
         return self._events(self._stubs.generation.DecodeLatent, request, timeout, video_result)
 
     @spelled(JobOptions)

@@ -36,6 +36,7 @@ from ._records import (
 )
 from ._requests import (
     AudioOptions,
+    FilmOutput,
     ImageInput,
     ImageOptions,
     JobOptions,
@@ -322,11 +323,14 @@ class Client:
         latent: str | LatentInfo,
         *,
         model: ModelLike | None = None,
+        output: FilmOutput | None = None,
         timeout: float | None = None,
         **options: Unpack[JobOptions],
     ) -> VideoResult:
-        """Decodes the latent of a film that is in the service, by its handle."""
-        return self.stream_decode_video(latent, model=model, timeout=timeout, **options).result()
+        """Decodes the latent of a film of the service, by its handle: to frames, or an mp4."""
+        return self.stream_decode_video(
+            latent, model=model, output=output, timeout=timeout, **options
+        ).result()
 
     @spelled(JobOptions)
     def stream_decode_video(
@@ -334,12 +338,13 @@ class Client:
         latent: str | LatentInfo,
         *,
         model: ModelLike | None = None,
+        output: FilmOutput | None = None,
         timeout: float | None = None,
         **options: Unpack[JobOptions],
     ) -> EventStream[VideoResult]:
         """The same as an iterator of events; closing it cancels the job."""
         job = requests.job_request(options, self.client_id)
-        request = requests.decode_request(latent, model, None, job)
+        request = requests.decode_request(latent, model, None, job, output)
         return self._events(self._stubs.generation.DecodeLatent, request, timeout, video_result)
 
     @spelled(JobOptions)

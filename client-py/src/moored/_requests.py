@@ -238,7 +238,7 @@ class VideoOptions(GenerateOptions, total=False):
     seconds: Annotated[float | None, "Length in seconds, instead of frames."]
     frames_at_a_time: Annotated[
         int | None,
-        "Most frames to bring from the card at a time, such as 16, 4 or 1: less memory, the same pixels.",
+        "Most frames to bring from the card at a time, such as 16, 4 or 1: it changes no pixel.",
     ]
     init_image: Annotated[
         ImageInput | None, "Image to video: the first frame; scaled to width x height."
@@ -507,12 +507,14 @@ def decode_request(
     model: ModelLike | None,
     output: OutputFormat | None,
     options: generation_pb2.JobOptions,
+    film_output: FilmOutput | None = None,
 ) -> generation_pb2.DecodeLatentRequest:
-    """The request of decode_latent."""
+    """The request of decode_latent, decode_video and decode_audio."""
     return generation_pb2.DecodeLatentRequest(
         model=model_of(model),
         latent_id=latent_id(latent),
         output=output_of(output),
+        film_output=film_output_of(film_output),
         options=options,
     )
 

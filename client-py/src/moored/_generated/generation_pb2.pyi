@@ -619,10 +619,14 @@ class DecodeLatentRequest(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     LATENT_ID_FIELD_NUMBER: builtins.int
     OUTPUT_FIELD_NUMBER: builtins.int
+    FILM_OUTPUT_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     latent_id: builtins.str
     """From `latent` events, EncodeImage or PutLatent."""
     output: global___OutputFormat.ValueType
+    """How a picture is sent."""
+    film_output: global___FilmFormat.ValueType
+    """How a film is sent, at the model's own rate."""
     @property
     def model(self) -> model_pb2.ModelRef:
         """Whose VAE."""
@@ -635,10 +639,11 @@ class DecodeLatentRequest(google.protobuf.message.Message):
         model: model_pb2.ModelRef | None = ...,
         latent_id: builtins.str = ...,
         output: global___OutputFormat.ValueType = ...,
+        film_output: global___FilmFormat.ValueType = ...,
         options: global___JobOptions | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model", "options", b"options"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["latent_id", b"latent_id", "model", b"model", "options", b"options", "output", b"output"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["film_output", b"film_output", "latent_id", b"latent_id", "model", b"model", "options", b"options", "output", b"output"]) -> None: ...
 
 global___DecodeLatentRequest = DecodeLatentRequest
 

@@ -277,17 +277,7 @@ impl Asked {
 
     /// Checks that a request can be sent as it asks: before anything is computed.
     pub(super) fn check_output(&self, request: &Request) -> Result<(), Error> {
-        let (Encoding::Mp4, Medium::Video(video)) = (self.encoding, &request.medium) else {
-            return Ok(());
-        };
-        let film = FilmFormat {
-            width: video.width,
-            height: video.height,
-            frames: video.frames,
-            frames_per_second: video.frames_per_second,
-        };
-        film.check()
-            .map_err(|problem| invalid("output", problem.to_string()))
+        check_output("output", self.encoding, request)
     }
 
     /// The length of a film in seconds, where it is asked for so.
@@ -388,6 +378,21 @@ impl Asked {
             medium,
         })
     }
+}
+
+/// Checks that what a request makes can be sent so: an MP4 cannot hold every size and rate.
+pub(super) fn check_output(field: &str, encoding: Encoding, request: &Request) -> Result<(), Error> {
+    let (Encoding::Mp4, Medium::Video(video)) = (encoding, &request.medium) else {
+        return Ok(());
+    };
+    let film = FilmFormat {
+        width: video.width,
+        height: video.height,
+        frames: video.frames,
+        frames_per_second: video.frames_per_second,
+    };
+    film.check()
+        .map_err(|problem| invalid(field, problem.to_string()))
 }
 
 /// Gives a request the size of the film, or the length of the track, that it starts from; sides become multiples of 16.

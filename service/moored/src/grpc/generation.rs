@@ -10,7 +10,7 @@ use futures::Stream;
 use pipelines::{ControlUse, Image, InitImage, Mask, Medium, Model, Role};
 use tonic::{Request, Response, Status, Streaming};
 
-use super::asked::{Asked, LONGEST_SIDE_PIXELS, StartFrom};
+use super::asked::{Asked, LONGEST_SIDE_PIXELS, StartFrom, check_output};
 use super::caller::Caller;
 use super::choose::{Chosen, left_open};
 use super::convert::{latent_out, resolved};
@@ -506,7 +506,13 @@ impl Service {
                 entry.key
             ))
         })?;
-        let raw = request.output == v1::OutputFormat::RawRgb as i32;
+        let encoding = match of_latent.medium {
+            Medium::Video(_) if request.film_output == v1::FilmFormat::Mp4 as i32 => Encoding::Mp4,
+            Medium::Video(_) => Encoding::Raw,
+            _ if request.output == v1::OutputFormat::RawRgb as i32 => Encoding::Raw,
+            _ => Encoding::Png,
+        };
+        check_output("film_output", encoding, &of_latent)?;
         let run = Run {
             call: "DecodeLatent",
             request: of_latent,
@@ -525,7 +531,7 @@ impl Service {
             entry,
             work: JobWork::Run(run),
         };
-        let output = Output::without_recipe(if raw { Encoding::Raw } else { Encoding::Png });
+        let output = Output::without_recipe(encoding);
         Ok(events_of(
             self.queue.submit(spec).await?,
             model,
