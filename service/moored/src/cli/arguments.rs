@@ -399,7 +399,8 @@ pub(super) struct Settings {
 }
 
 /// Medium of a result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub(super) enum MediumChoice {
     /// A picture, written as PNG
     Image,

@@ -6,10 +6,9 @@ use residency::Bytes;
 use serde::Deserialize;
 
 use super::CliError;
+use super::arguments::MediumChoice;
 use crate::hub::Reference;
 
-/// Working memory of a picture of 1024 x 1024, and memory that the driver takes.
-const WORK_GIB: f64 = 2.0;
 /// Presets, the most faithful first: the order of [`Model::memory_gib`].
 pub(super) const PRESETS: [&str; 3] = ["full", "8-bit", "4-bit"];
 
@@ -29,6 +28,10 @@ pub(super) struct Model {
     pub(super) memory_gib: [f64; 3],
     /// GiB of the largest component, by preset.
     largest_gib: [f64; 3],
+    /// GiB of working memory of its default request, and of what the driver takes.
+    work_gib: f64,
+    /// What it generates.
+    pub(super) medium: MediumChoice,
     pub(super) about: String,
 }
 
@@ -86,7 +89,7 @@ impl Model {
         let fits = |index: &usize| {
             // A CPU computes in f32, so that what is not quantized takes twice as much.
             let factor = if is_cpu && *index == 0 { 2.0 } else { 1.0 };
-            gib(self.largest_gib[*index] * factor + WORK_GIB) <= card
+            gib(self.largest_gib[*index] * factor + self.work_gib) <= card
         };
         (0..PRESETS.len()).find(fits).map(|index| PRESETS[index])
     }

@@ -22,7 +22,11 @@ const AUTO: &str = "auto";
 /// Time that jobs of other clients have to finish when the service ends.
 const DRAIN: Duration = Duration::from_secs(3600);
 
-pub(super) async fn run(config: Config, options: Run, json: bool) -> Result<(), CliError> {
+pub(super) async fn run(config: Config, mut options: Run, json: bool) -> Result<(), CliError> {
+    if options.settings.medium.is_none() {
+        let known = catalogue::find(options.model.split('+').next().unwrap_or_default())?;
+        options.settings.medium = known.map(|model| model.medium);
+    }
     let mut order = Order::of(
         Some(&options.model),
         options.prompt.as_deref(),
