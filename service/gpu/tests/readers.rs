@@ -165,6 +165,7 @@ fn state_dicts_are_read_back_as_written() {
         read.get("head.weight").unwrap().range
     );
     compare("nested.pth");
+    compare("module.pth");
 }
 
 #[test]

@@ -1,8 +1,10 @@
-//! Previews of a sampling that need neither autoencoder nor memory: a linear map from latent to colour, learned by least
-//! squares from the start picture and its latent. It shows shapes and motion; colours that the start does not have are rough.
+//! Previews of a sampling that need neither autoencoder nor memory: a linear map from latent to colour. A film that begins with
+//! a picture has a map learned by least squares from the picture and its latent, which fits any autoencoder; others take the
+//! published map of HunyuanVideo's. It shows shapes and motion; colours are rough.
 
 use candle_core::{DType, Device, Tensor};
 
+use crate::autoencoder_hunyuan::HunyuanVaeConfig;
 use crate::resize::resized;
 use crate::{InitImage, StageError};
 
@@ -11,6 +13,28 @@ const RIDGE: f64 = 1e-3;
 
 /// How much larger than the latent a preview is.
 const ENLARGED: u32 = 4;
+
+/// What HunyuanVideo's 16 latent channels add to red, green and blue of 0 to 1, as FramePack's program has it
+/// (`diffusers_helper/hunyuan.py`, `vae_decode_fake`), and the colour of a latent of zeros.
+const PUBLISHED: [[f64; 3]; 16] = [
+    [-0.0395, -0.0331, 0.0445],
+    [0.0696, 0.0795, 0.0518],
+    [0.0135, -0.0945, -0.0282],
+    [0.0108, -0.0250, -0.0765],
+    [-0.0209, 0.0032, 0.0224],
+    [-0.0804, -0.0254, -0.0639],
+    [-0.0991, 0.0271, -0.0669],
+    [-0.0646, -0.0422, -0.0400],
+    [-0.0696, -0.0595, -0.0894],
+    [-0.0799, -0.0208, -0.0375],
+    [0.1166, 0.1627, 0.0962],
+    [0.1165, 0.0432, 0.0407],
+    [-0.2315, -0.1920, -0.1355],
+    [-0.0270, 0.0401, -0.0821],
+    [-0.0616, -0.0997, -0.0727],
+    [0.0249, -0.0469, -0.1703],
+];
+const PUBLISHED_OF_ZEROS: [f64; 3] = [0.0259, -0.0192, -0.0761];
 
 /// A linear map from the channels of a latent to red, green and blue.
 #[derive(Clone, Debug)]
@@ -72,6 +96,19 @@ impl ColourMap {
             weights,
             mean,
             middle,
+        })
+    }
+
+    /// The published map, for the autoencoder that it was made for: that of HunyuanVideo's size and scaling.
+    pub(super) fn published(config: &HunyuanVaeConfig) -> Option<ColourMap> {
+        let original = HunyuanVaeConfig::default();
+        let is_original = config.block_out_channels == original.block_out_channels
+            && config.latent_channels == PUBLISHED.len()
+            && config.scaling_factor == original.scaling_factor;
+        is_original.then(|| ColourMap {
+            weights: std::array::from_fn(|c| PUBLISHED.iter().map(|channel| 255.0 * channel[c]).collect()),
+            mean: PUBLISHED_OF_ZEROS.map(|level| 255.0 * level),
+            middle: vec![0.0; PUBLISHED.len()],
         })
     }
 
@@ -176,6 +213,23 @@ mod tests {
             f64::from(preview.rgb[3 * (row * 8 + column) + c])
         };
         assert!((cell(1, 0, 0) - 97.0).abs() < 60.0, "{}", cell(1, 0, 0));
+        Ok(())
+    }
+
+    #[test]
+    fn the_published_map_is_of_hunyuan_videos_autoencoder_alone() -> Result<(), StageError> {
+        let original = HunyuanVaeConfig::default();
+        let map = ColourMap::published(&original).expect("its own map");
+        let mut latent = vec![0.0f32; 16];
+        latent[10] = 4.0;
+        let latent = Tensor::from_vec(latent, (16, 1, 1, 1), &Device::Cpu)?;
+        // 255 (0.0259 + 4 * 0.1166), and so on.
+        assert_eq!(map.preview(&latent)?.rgb[..3], [126, 161, 79]);
+        let another = HunyuanVaeConfig {
+            scaling_factor: 0.3726,
+            ..original
+        };
+        assert!(ColourMap::published(&another).is_none());
         Ok(())
     }
 

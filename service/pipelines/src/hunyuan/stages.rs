@@ -284,10 +284,12 @@ impl Stage<'_> {
         let latent = latent.to_device(device)?;
         let step_buffers = transformer.step_buffers(&tokens, (dtype, device))?;
         let finite = Finite::new(device)?;
-        // Only a film that continues a picture has one to learn from.
-        let colours = match (&video.init_image, request.preview && section.is_some()) {
-            (Some(image), true) => Some(ColourMap::learned(image, &self.latent(START)?)?),
-            _ => None,
+        let colours = match (&video.init_image, request.preview) {
+            (_, false) => None,
+            (Some(image), true) if section.is_some() => {
+                Some(ColourMap::learned(image, &self.latent(START)?)?)
+            }
+            (_, true) => ColourMap::published(&self.model.vae),
         };
         for step in 0..steps {
             self.check_cancelled()?;
