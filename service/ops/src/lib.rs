@@ -56,7 +56,8 @@ pub use linear::{
     linear_scratch, linears_into, low_rank_scratch, multiplies_fp8, set_fp8_products,
 };
 pub use norm::{
-    Activation, Codes, Gate, Modulation, Norm, add_residual, norm_modulate, residual_norm_modulate,
+    Activation, Codes, CodesOfRows, Gate, Modulation, Norm, add_residual, norm_modulate,
+    residual_norm_modulate,
 };
 pub use pictures::{blank, blend, bytes_to_map, map_to_bytes, map_to_planes, planes_to_map};
 pub use planned::{AttentionShape, ConvolutionShape, MaskShape, PLANNED_TARGET, Planned};

@@ -1,8 +1,6 @@
 //! Residual, norm and modulation of tokens in one pass, as between two linear layers of a transformer.
 
-#[cfg(feature = "cuda")]
-use candle_core::DType;
-use candle_core::{D, Result, Tensor};
+use candle_core::{D, DType, Device, Result, Tensor};
 
 use crate::loops::{add_in_place, gated_in_place, modulate_in_place, multiply_in_place, normalised_row};
 use crate::place::{RowsOf, apart_from, with_rows, write_rows};
@@ -92,8 +90,49 @@ impl<'a> From<&'a Codes> for Activation<'a> {
 pub struct Codes {
     /// u8 `[rows, d]`, contiguous.
     pub codes: Tensor,
-    /// f32 `[rows]`, contiguous.
+    /// f32 `[rows]`, contiguous. cuBLASLt applies them within the product where they begin at a multiple of 16 bytes.
     pub scales: Tensor,
+}
+
+/// Memory for the codes of all rows of a buffer, any part of which can be used.
+#[derive(Clone, Debug)]
+pub struct CodesOfRows {
+    codes: Tensor,
+    /// Those of the part from row `r` on begin at `SCALES_APART * r`: aligned for any `r`, and parts that do not overlap
+    /// have scales that do not.
+    scales: Tensor,
+}
+
+/// So many scales are 16 bytes.
+const SCALES_APART: usize = 4;
+
+impl CodesOfRows {
+    /// For so many rows of this width.
+    ///
+    /// # Errors
+    /// Errors of candle.
+    pub fn new(rows: usize, width: usize, device: &Device) -> Result<CodesOfRows> {
+        Ok(CodesOfRows {
+            codes: Tensor::zeros((rows, width), DType::U8, device)?,
+            scales: Tensor::zeros(SCALES_APART * rows, DType::F32, device)?,
+        })
+    }
+
+    /// Bytes of the memory for so many rows of this width.
+    pub fn bytes(rows: usize, width: usize) -> u64 {
+        (rows * (width + SCALES_APART * size_of::<f32>())) as u64
+    }
+
+    /// The place of `count` rows from `first` on.
+    ///
+    /// # Errors
+    /// When there are fewer rows.
+    pub fn part(&self, first: usize, count: usize) -> Result<Codes> {
+        Ok(Codes {
+            codes: self.codes.narrow(0, first, count)?,
+            scales: self.scales.narrow(0, SCALES_APART * first, count)?,
+        })
+    }
 }
 
 /// A branch that is added to the residual before the norm.

@@ -29,7 +29,7 @@ impl Denoiser<'_> {
         let of_adapters = self.adapters.scratch(self.name, tokens, self.components.dtype());
         let mut scratch = Bytes(buffers) + dequantizing(tokens, false).max(of_adapters);
         if self.components.is_multiplied_in_fp8(self.name) {
-            scratch += Bytes((tokens * (self.width + size_of::<f32>())) as u64);
+            scratch += Bytes(ops::CodesOfRows::bytes(tokens, self.width));
         }
         // Modulators run before the buffers are allocated, and again in each step while they are there where strengths
         // change.

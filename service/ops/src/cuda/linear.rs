@@ -532,7 +532,10 @@ impl Layer<'_> {
             batch_stride: 0,
             row_stride: columns,
         };
-        let by_rows = kind == Fp8Scales::Rows && self.card.compute_capability == BY_ROWS;
+        let by_rows = kind == Fp8Scales::Rows
+            && self.card.compute_capability == BY_ROWS
+            && scales.is_multiple_of(ALIGNMENT)
+            && weight_scales.is_multiple_of(ALIGNMENT);
         let mut at = At {
             weight: stored,
             x: codes,

@@ -235,3 +235,20 @@ fn shapes_that_do_not_fit_are_refused() -> Result<()> {
     assert!(norm_modulate(&x, norm, None, &x).is_err());
     Ok(())
 }
+
+#[test]
+fn the_scales_of_any_part_are_aligned_and_its_own() -> Result<()> {
+    let start = |tensor: &Tensor| tensor.layout().start_offset();
+    let (rows, width) = (23, 32);
+    let all = CodesOfRows::new(rows, width, &Device::Cpu)?;
+    assert_eq!(CodesOfRows::bytes(rows, width), (rows * width + 16 * rows) as u64);
+    for split in 0..=rows {
+        let (text, picture) = (all.part(0, split)?, all.part(split, rows - split)?);
+        assert_eq!(picture.codes.dims(), [rows - split, width]);
+        assert_eq!(picture.scales.dims(), [rows - split]);
+        assert_eq!(start(&picture.scales) * size_of::<f32>() % 16, 0);
+        assert!(start(&text.scales) + split <= start(&picture.scales));
+    }
+    assert!(all.part(20, 4).is_err());
+    Ok(())
+}

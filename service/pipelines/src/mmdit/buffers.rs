@@ -1,7 +1,9 @@
 //! The buffers of a transformer step, and the fused pass between two layers: residual, norm, modulation.
 
 use candle_core::{DType, Device, Result, Tensor};
-use ops::{Activation, AttentionShape, Codes, Gate, MaskShape, Modulation, Norm, Planned, Scratch};
+use ops::{
+    Activation, AttentionShape, Codes, CodesOfRows, Gate, MaskShape, Modulation, Norm, Planned, Scratch,
+};
 
 use super::shape::BlocksShape;
 
@@ -25,7 +27,7 @@ pub(crate) struct Buffers {
     /// Normalized input of the next layers; then their output, before it is added to the residual.
     branch: Tensor,
     /// The normalized input quantized to fp8, for native products: u8 `[batch * tokens, width]`.
-    codes: Option<Codes>,
+    codes: Option<CodesOfRows>,
     /// Queries, keys and values, concatenated in each row, `[batch, tokens, 3 width]`.
     joint: Tensor,
     /// Attention output, then the inside of the feed-forward, `[batch, tokens, 5 width]`.
@@ -47,16 +49,13 @@ impl Buffers {
     ) -> Result<Buffers> {
         let (tokens, width) = (text + picture, shape.width());
         let rows = |widths: usize| Tensor::zeros((batch, tokens, widths * width), dtype, device);
-        let codes = || -> Result<Codes> {
-            Ok(Codes {
-                codes: Tensor::zeros((batch * tokens, width), DType::U8, device)?,
-                scales: Tensor::zeros(batch * tokens, DType::F32, device)?,
-            })
-        };
         Ok(Buffers {
             hidden: rows(1)?,
             branch: rows(1)?,
-            codes: if layers.take_codes { Some(codes()?) } else { None },
+            codes: match layers.take_codes {
+                true => Some(CodesOfRows::new(batch * tokens, width, device)?),
+                false => None,
+            },
             joint: rows(3)?,
             wide: rows(WIDE)?,
             scratch: Scratch::new(layers.scratch_bytes, device)?,
@@ -132,10 +131,7 @@ impl Buffers {
             branch: rows(&self.branch)?,
             codes: match &self.codes {
                 // Codes are contiguous, so those of a part are not a view of those of the whole.
-                Some(all) => Some(Codes {
-                    codes: all.codes.narrow(0, batch * first, batch * count)?,
-                    scales: all.scales.narrow(0, batch * first, batch * count)?,
-                }),
+                Some(all) => Some(all.part(batch * first, batch * count)?),
                 None => None,
             },
             query: joint.narrow(2, 0, self.heads)?,

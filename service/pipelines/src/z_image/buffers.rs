@@ -2,7 +2,9 @@
 //! modulation.
 
 use candle_core::{DType, Device, Result, Tensor};
-use ops::{Activation, AttentionShape, Codes, Gate, MaskShape, Modulation, Norm, Planned, Scratch};
+use ops::{
+    Activation, AttentionShape, Codes, CodesOfRows, Gate, MaskShape, Modulation, Norm, Planned, Scratch,
+};
 
 use super::config::TransformerConfig;
 
@@ -22,7 +24,7 @@ pub(super) struct ZImageBuffers {
     /// Normalized input of the next layers; then their output, before it is added to the residual.
     branch: Tensor,
     /// The normalized input quantized to fp8, for native products: u8 `[tokens, dim]`.
-    codes: Option<Codes>,
+    codes: Option<CodesOfRows>,
     /// Queries, keys and values, concatenated in each row, then the gated values, `[1, tokens, 3 dim]`.
     joint: Tensor,
     /// Attention output, then both halves of the feed-forward, `[1, tokens, 2 inner]`, rounded up to whole heads.
@@ -45,16 +47,13 @@ impl ZImageBuffers {
     ) -> Result<ZImageBuffers> {
         let width = config.dim;
         let rows = |width: usize| Tensor::zeros((1, tokens, width), dtype, device);
-        let codes = || -> Result<Codes> {
-            Ok(Codes {
-                codes: Tensor::zeros((tokens, width), DType::U8, device)?,
-                scales: Tensor::zeros(tokens, DType::F32, device)?,
-            })
-        };
         Ok(ZImageBuffers {
             hidden: rows(width)?,
             branch: rows(width)?,
-            codes: if layers.take_codes { Some(codes()?) } else { None },
+            codes: match layers.take_codes {
+                true => Some(CodesOfRows::new(tokens, width, device)?),
+                false => None,
+            },
             joint: rows(3 * width)?,
             wide: rows(wide(config))?,
             scratch: Scratch::new(layers.scratch_bytes, device)?,
@@ -100,10 +99,7 @@ impl ZImageBuffers {
             hidden: rows(&self.hidden)?,
             branch: rows(&self.branch)?,
             codes: match &self.codes {
-                Some(all) => Some(Codes {
-                    codes: all.codes.narrow(0, first, count)?,
-                    scales: all.scales.narrow(0, first, count)?,
-                }),
+                Some(all) => Some(all.part(first, count)?),
                 None => None,
             },
             query: joint.narrow(2, 0, heads)?,
