@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 
 import moored
 import pytest
+from test_faults import until
 
 from service import Service
 
@@ -39,6 +41,27 @@ def test_models_of_the_configuration_are_loaded_and_pinned_at_the_start(simulate
     service.wait_for_log(
         lambda: any("not-there" in line and "WARN" in line for line in service.log)
     )
+
+
+def test_a_reservation_ends_with_its_process(simulate: Simulate) -> None:
+    service = simulate("sim:24GiB")
+    with service.client() as client, subprocess.Popen(["sleep", "600"]) as other:
+        try:
+            reserved = client.reserve(6 * GIB, label="TensorRT", process_id=other.pid)
+            (kept,) = client.status().cards[0].reservations
+            assert (kept.id, kept.process_id) == (reserved.id, other.pid)
+            assert f"TensorRT (process {other.pid})" in service.run("status").stdout
+            # Renewed by nobody but its time, it stays its process's.
+            service.run("reserve", "--renew", reserved.id, "--for", "1h")
+            assert client.status().cards[0].reservations[0].process_id == other.pid
+        finally:
+            other.kill()
+        other.wait()
+        until(client, lambda status: status.cards[0].reservations == ())
+        with pytest.raises(moored.InvalidRequest, match=rf"process_id.*no process {other.pid}"):
+            client.reserve(6 * GIB, process_id=other.pid)
+        told = service.run("reserve", "1GiB", "--process", str(other.pid))
+        assert told.returncode != 0 and "no process" in told.stderr
 
 
 def test_memory_is_reserved_renewed_and_released_on_the_command_line(simulate: Simulate) -> None:

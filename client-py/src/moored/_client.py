@@ -681,13 +681,15 @@ class Client:
         ttl_s: float | None = None,
         label: str = "",
         card: str = "",
+        process_id: int = 0,
         timeout: float | None = None,
     ) -> ReservedMemory:
         """Makes room for another program on a card: idle components leave, the bytes stay free.
 
-        For `ttl_s` seconds: at most a day; default: ten minutes. Usable by `with`.
+        For `ttl_s` seconds: at most a day; default: ten minutes. Usable by `with`. With the
+        `process_id` of a process of the service's machine it ends when that process does.
         """
-        request = requests.reserve_request(size_bytes, ttl_s, label, card)
+        request = requests.reserve_request(size_bytes, ttl_s, label, card, process_id=process_id)
         made = self._unary(self._stubs.residency.Reserve, request, timeout)
 
         def release() -> bool:

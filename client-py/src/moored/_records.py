@@ -449,12 +449,16 @@ class ResidentComponent:
 @mirrors(residency_pb2.Reservation)
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Memory that is kept free for another program."""
+    """Memory that is kept free for another program.
+
+    `process_id` is the process that it ends with; 0: none.
+    """
 
     id: str
     label: str
     bytes: int
     expires_in_ms: int
+    process_id: int = 0
 
 
 @mirrors(residency_pb2.CardStatus)

@@ -606,12 +606,22 @@ def component_names(components: Sequence[str]) -> list[str]:
 
 
 def reserve_request(
-    size_bytes: int, ttl_s: float | None, label: str = "", card: str = "", renews: str = ""
+    size_bytes: int,
+    ttl_s: float | None,
+    label: str = "",
+    card: str = "",
+    renews: str = "",
+    process_id: int = 0,
 ) -> residency_pb2.ReserveRequest:
     """The request of reserve; of a renewal, where `renews` is the id of a reservation."""
     with _checked():
         return residency_pb2.ReserveRequest(
-            bytes=size_bytes, ttl=duration(ttl_s), label=label, card=card, reservation_id=renews
+            bytes=size_bytes,
+            ttl=duration(ttl_s),
+            label=label,
+            card=card,
+            reservation_id=renews,
+            process_id=process_id,
         )
 
 

@@ -765,10 +765,13 @@ class Reservation(google.protobuf.message.Message):
     LABEL_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     EXPIRES_IN_MS_FIELD_NUMBER: builtins.int
+    PROCESS_ID_FIELD_NUMBER: builtins.int
     id: builtins.str
     label: builtins.str
     bytes: builtins.int
     expires_in_ms: builtins.int
+    process_id: builtins.int
+    """The process that it ends with; 0: none."""
     def __init__(
         self,
         *,
@@ -776,8 +779,9 @@ class Reservation(google.protobuf.message.Message):
         label: builtins.str = ...,
         bytes: builtins.int = ...,
         expires_in_ms: builtins.int = ...,
+        process_id: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "expires_in_ms", b"expires_in_ms", "id", b"id", "label", b"label"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "expires_in_ms", b"expires_in_ms", "id", b"id", "label", b"label", "process_id", b"process_id"]) -> None: ...
 
 global___Reservation = Reservation
 
@@ -877,6 +881,7 @@ class ReserveRequest(google.protobuf.message.Message):
     LABEL_FIELD_NUMBER: builtins.int
     CARD_FIELD_NUMBER: builtins.int
     RESERVATION_ID_FIELD_NUMBER: builtins.int
+    PROCESS_ID_FIELD_NUMBER: builtins.int
     bytes: builtins.int
     label: builtins.str
     """For people: who wants it."""
@@ -884,6 +889,10 @@ class ReserveRequest(google.protobuf.message.Message):
     reservation_id: builtins.str
     """Renews this reservation, with a new time and as many bytes as are given (0: as many as it has), instead of making
     another. Its card and label stay. INVALID_REQUEST where there is none: it may have expired.
+    """
+    process_id: builtins.int
+    """It ends with this process of the service's machine, if not before. INVALID_REQUEST where there is no such process. A renewal
+    keeps the process that the reservation has.
     """
     @property
     def ttl(self) -> google.protobuf.duration_pb2.Duration:
@@ -897,9 +906,10 @@ class ReserveRequest(google.protobuf.message.Message):
         label: builtins.str = ...,
         card: builtins.str = ...,
         reservation_id: builtins.str = ...,
+        process_id: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ttl", b"ttl"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "card", b"card", "label", b"label", "reservation_id", b"reservation_id", "ttl", b"ttl"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "card", b"card", "label", b"label", "process_id", b"process_id", "reservation_id", b"reservation_id", "ttl", b"ttl"]) -> None: ...
 
 global___ReserveRequest = ReserveRequest
 

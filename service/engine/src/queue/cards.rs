@@ -8,6 +8,7 @@ use gpu::CardDescription;
 use residency::{Bytes, Component, ComponentId, Ledger, Millis};
 use tokio::time::Instant;
 
+use super::claims::Reserver;
 use super::report::Reserved;
 use super::request::Reply;
 use super::watchdog::Pace;
@@ -90,7 +91,7 @@ pub(super) enum Errand {
 
 /// Room that another program is to have.
 pub(super) struct ReservationRequest {
-    pub(super) label: String,
+    pub(super) by: Reserver,
     pub(super) bytes: Bytes,
     pub(super) ttl: Duration,
     /// The reservation that it renews; empty: a new one.

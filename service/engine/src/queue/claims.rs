@@ -37,9 +37,28 @@ struct Hold {
     until: Instant,
 }
 
+/// Who reserves memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Reserver {
+    /// For people.
+    pub label: String,
+    /// The process that the reservation ends with. Whoever reserves watches it.
+    pub process: Option<u32>,
+}
+
+impl From<&str> for Reserver {
+    /// A label alone.
+    fn from(label: &str) -> Reserver {
+        Reserver {
+            label: label.to_owned(),
+            process: None,
+        }
+    }
+}
+
 struct Reservation {
     card: usize,
-    label: String,
+    by: Reserver,
     bytes: Bytes,
     until: Instant,
 }
@@ -182,11 +201,11 @@ impl Claims {
         self.holds.remove(id).is_some()
     }
 
-    pub(super) fn reserve(&mut self, card: usize, label: String, bytes: Bytes, until: Instant) -> String {
+    pub(super) fn reserve(&mut self, card: usize, by: Reserver, bytes: Bytes, until: Instant) -> String {
         let id = format!("reservation-{}", uuid::Uuid::new_v4().simple());
         let reservation = Reservation {
             card,
-            label,
+            by,
             bytes,
             until,
         };
@@ -253,7 +272,7 @@ impl Claims {
         of_card
             .map(|(id, reservation)| ReservationStatus {
                 id: id.clone(),
-                label: reservation.label.clone(),
+                by: reservation.by.clone(),
                 bytes: reservation.bytes,
                 expires_in: reservation.until.saturating_duration_since(now),
             })
@@ -284,7 +303,7 @@ impl Claims {
                 .chain(beside)
                 .collect(),
             reservations: reservations
-                .map(|(id, r)| (id.clone(), r.label.clone(), r.bytes))
+                .map(|(id, r)| (id.clone(), r.by.label.clone(), r.bytes))
                 .collect(),
         }
     }

@@ -54,6 +54,7 @@ use tokio::time::Instant;
 
 use self::core::{Call, Core, Input};
 use cards::ReservationRequest;
+pub use claims::Reserver;
 pub use listener::Job;
 use reductions::{open_reductions, open_upgrades};
 pub use report::{
@@ -396,10 +397,10 @@ impl Queue {
         card: &str,
         bytes: Bytes,
         ttl: Duration,
-        label: String,
+        by: Reserver,
     ) -> Result<Reserved, Error> {
         let request = ReservationRequest {
-            label,
+            by,
             bytes,
             ttl,
             renews: String::new(),
@@ -416,7 +417,7 @@ impl Queue {
     /// As [`Queue::reserve`]; [`Error::Invalid`] when there is no such reservation, or it has expired.
     pub async fn renew_reservation(&self, id: &str, bytes: Bytes, ttl: Duration) -> Result<Reserved, Error> {
         let request = ReservationRequest {
-            label: String::new(),
+            by: Reserver::default(),
             bytes,
             ttl,
             renews: id.to_owned(),

@@ -7,6 +7,7 @@ use std::time::Duration;
 use gpu::CardDescription;
 use residency::{Bytes, Component, ComponentId, Ledger, Millis, Move, WaitCause};
 
+use super::claims::Reserver;
 use crate::error::{Error, Fallback, Shortfall};
 use crate::job::{JobId, Priority, StageName};
 use crate::messages::KeptBecause;
@@ -192,7 +193,7 @@ pub struct ReservationStatus {
     /// Its name.
     pub id: String,
     /// Who wants it.
-    pub label: String,
+    pub by: Reserver,
     /// How much.
     pub bytes: Bytes,
     /// Until it is given up.

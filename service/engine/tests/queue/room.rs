@@ -420,7 +420,7 @@ async fn making_room_for_other_programs_blocks_orders() {
     end(&mut big).await.unwrap();
     tokio::time::sleep(Duration::from_millis(200)).await;
     let status = queue.status().borrow().clone();
-    assert_eq!(status.cards[0].reservations[0].label, "game");
+    assert_eq!(status.cards[0].reservations[0].by.label, "game");
     assert!(queue.release_reservation(&reserved.id).await);
 
     let asking = queue.clone();

@@ -185,7 +185,7 @@ async fn a_reservation_is_renewed_by_its_id_and_grows_by_what_is_missing() {
         let status = queue.status_now().await;
         let reservations = status.cards[0].reservations.iter();
         reservations
-            .map(|r| (r.label.clone(), r.bytes))
+            .map(|r| (r.by.label.clone(), r.bytes))
             .collect::<Vec<_>>()
     };
 

@@ -30,6 +30,9 @@ pub(super) struct Reserve {
     /// The card [default: the one with the most free memory]
     #[arg(long, conflicts_with = "renew")]
     pub(super) card: Option<String>,
+    /// The process that it is for: the reservation ends with it, if not before
+    #[arg(long, value_name = "PID", conflicts_with = "renew")]
+    pub(super) process: Option<u32>,
     /// Renew this reservation instead of making another
     #[arg(long, value_name = "ID")]
     pub(super) renew: Option<String>,
@@ -73,6 +76,7 @@ pub(super) async fn reserve(client: &Client, options: Reserve, json: bool) -> Re
         label: options.label,
         card: options.card.unwrap_or_default(),
         reservation_id: options.renew.unwrap_or_default(),
+        process_id: options.process.unwrap_or(0),
     };
     let mut residency = Connection::open(client).await?.residency();
     let reserved = residency.reserve(request).await?.into_inner();

@@ -154,8 +154,12 @@ fn card_lines(card: &v1::CardStatus, job: Option<&v1::JobInfo>, canvas: Canvas) 
         lines.push(canvas.fit(&row(part, memory.total, name_width, canvas)));
     }
     for reservation in &card.reservations {
+        let process = match reservation.process_id {
+            0 => String::new(),
+            id => format!(" (process {id})"),
+        };
         lines.push(canvas.fit(&format!(
-            "    kept free for {}: {}, {} left",
+            "    kept free for {}{process}: {}, {} left",
             reservation.label,
             Bytes(reservation.bytes),
             seconds(reservation.expires_in_ms)
@@ -466,6 +470,7 @@ mod tests {
                     label: "training".to_owned(),
                     bytes: 10 * GIB,
                     expires_in_ms: 55_000,
+                    process_id: 0,
                 }],
                 ..Default::default()
             }],

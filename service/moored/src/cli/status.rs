@@ -70,7 +70,7 @@ fn status_json(status: &v1::Status) -> serde_json::Value {
                 "holders": card.holders.iter().map(|h| json!({"name": h.name, "pid": h.pid, "bytes": h.bytes}))
                     .collect::<Vec<_>>(),
                 "reservations": card.reservations.iter().map(|r| json!({"id": r.id, "label": r.label,
-                    "bytes": r.bytes, "expires_in_ms": r.expires_in_ms})).collect::<Vec<_>>(),
+                    "bytes": r.bytes, "expires_in_ms": r.expires_in_ms, "process_id": r.process_id})).collect::<Vec<_>>(),
             })
         })
         .collect();

@@ -8,7 +8,7 @@ use std::time::Duration;
 use engine::Error;
 use engine::job::{JobSpec, JobWork};
 use engine::library::{Entry, OpenModel};
-use engine::queue::{CardStatus, Freed, Kept, PlannedStage, StatusReport};
+use engine::queue::{CardStatus, Freed, Kept, PlannedStage, Reserver, StatusReport};
 use futures::{Stream, StreamExt as _};
 use gpu::CardKind;
 use pipelines::{Preset, Quantization};
@@ -26,6 +26,7 @@ use super::server::{Service, policy_name};
 use super::status::{invalid, short, shortfall_out, status_of, words_of};
 use super::stream::{Encoding, EventStream, Output, events_of};
 use crate::models::Found;
+use crate::process::other::OtherProcess;
 use crate::proto::v1;
 use crate::proto::v1::plan_request::Request as Planned;
 use crate::proto::v1::residency_server::Residency;
@@ -33,6 +34,8 @@ use crate::proto::v1::residency_server::Residency;
 const DEFAULT_HOLD: Duration = Duration::from_secs(60);
 const LONGEST_HOLD: Duration = Duration::from_secs(3600);
 const DEFAULT_RESERVATION: Duration = Duration::from_secs(600);
+/// How often the process of a reservation is looked after.
+const LOOKED_AFTER: Duration = Duration::from_secs(1);
 const LONGEST_RESERVATION: Duration = Duration::from_secs(86_400);
 /// Models that are opened at once to be listed.
 const LISTED_AT_ONCE: usize = 8;
@@ -275,9 +278,20 @@ impl Residency for Service {
             if request.bytes == 0 && request.reservation_id.is_empty() {
                 return Err(invalid("bytes", "is 0: nothing to make room for"));
             }
-            Ok(ttl)
+            if request.process_id > 0 && !request.reservation_id.is_empty() {
+                return Err(invalid(
+                    "process_id",
+                    "is that of the reservation: leave it out to renew one",
+                ));
+            }
+            let process = (request.process_id > 0).then(|| OtherProcess::open(request.process_id));
+            let process = process.transpose();
+            Ok((
+                ttl,
+                process.map_err(|problem| invalid("process_id", problem.to_string()))?,
+            ))
         };
-        let ttl = checked().map_err(|e| status_of(&e))?;
+        let (ttl, process) = checked().map_err(|e| status_of(&e))?;
         let (bytes, id) = (Bytes(request.bytes), request.reservation_id);
         let key = match id.as_str() {
             "" => uuid::Uuid::new_v4().to_string(), // each call makes a new one
@@ -287,12 +301,19 @@ impl Residency for Service {
         let reserved = match id.as_str() {
             "" => {
                 let card = self.card_id(&request.card).map_err(|e| status_of(&e))?;
-                self.queue.reserve(&card, bytes, ttl, request.label).await
+                let by = Reserver {
+                    label: request.label,
+                    process: process.as_ref().map(OtherProcess::id),
+                };
+                self.queue.reserve(&card, bytes, ttl, by).await
             }
             renewed => self.queue.renew_reservation(renewed, bytes, ttl).await,
         };
         let reserved = reserved.map_err(|e| status_of(&e))?;
         claim.granted(&reserved.id);
+        if let Some(process) = process {
+            self.release_with(process, reserved.id.clone());
+        }
         Ok(Response::new(v1::ReserveResponse {
             reservation_id: reserved.id,
             bytes: reserved.bytes.0,
@@ -324,6 +345,23 @@ impl Residency for Service {
 }
 
 impl Service {
+    /// Releases a reservation when a process ends.
+    fn release_with(&self, process: OtherProcess, id: String) {
+        let (queue, limits) = (self.queue.clone(), self.limits.clone());
+        tokio::spawn(async move {
+            while !process.has_ended() {
+                tokio::time::sleep(LOOKED_AFTER).await;
+                let status = queue.status_now().await;
+                let mut there = status.cards.iter().flat_map(|card| &card.reservations);
+                if !there.any(|reservation| reservation.id == id) {
+                    return; // it was released, or has expired
+                }
+            }
+            queue.release_reservation(&id).await;
+            limits.reservations.end(&id);
+        });
+    }
+
     async fn model_info(&self, model: &Found, default: &str, report: &StatusReport) -> v1::ModelInfo {
         let mut info = v1::ModelInfo {
             id: model.id.clone(),
@@ -485,9 +523,10 @@ fn card_out(card: &CardStatus, report: &StatusReport) -> v1::CardStatus {
             .iter()
             .map(|reservation| v1::Reservation {
                 id: reservation.id.clone(),
-                label: reservation.label.clone(),
+                label: reservation.by.label.clone(),
                 bytes: reservation.bytes.0,
                 expires_in_ms: millis(reservation.expires_in),
+                process_id: reservation.by.process.unwrap_or(0),
             })
             .collect(),
         worker_restarts: card.restarts,

@@ -11,6 +11,7 @@ use residency::Bytes;
 use serde::{Deserialize, Serialize};
 
 pub(crate) mod frames;
+pub(crate) mod other;
 pub(crate) mod supervisor;
 pub(crate) mod worker;
 

@@ -189,9 +189,7 @@ impl Core {
                 self.renewed(request, card.clone(), Freed::on(&card, freed), now)
             }
             Answer::Unloaded { freed, short, .. } if short == Bytes::ZERO => {
-                let id = self
-                    .claims
-                    .reserve(index, request.label, bytes, now + request.ttl);
+                let id = self.claims.reserve(index, request.by, bytes, now + request.ttl);
                 let evicted = Freed::on(&card, freed);
                 Ok(Reserved {
                     id,

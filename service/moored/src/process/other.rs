@@ -1,0 +1,82 @@
+//! A process that is not ours: whether it has ended.
+
+use std::io;
+use std::os::fd::OwnedFd;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+/// A process of this machine. It is this very process for as long as this value lives, even if its id is given to another.
+#[derive(Debug)]
+pub(crate) struct OtherProcess {
+    id: u32,
+    /// Readable once the process has ended.
+    end: OwnedFd,
+}
+
+/// Why a process cannot be watched.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum OtherProcessError {
+    #[error("there is no process {0} on the machine of the service, or in its container")]
+    None(u32),
+    #[error("process {id} cannot be watched: {problem}")]
+    Unwatchable { id: u32, problem: io::Error },
+}
+
+impl OtherProcess {
+    /// Finds a process by its id.
+    ///
+    /// # Errors
+    /// When there is none, or the system cannot watch it.
+    pub(crate) fn open(id: u32) -> Result<OtherProcess, OtherProcessError> {
+        let pid = i32::try_from(id).ok().and_then(Pid::from_raw);
+        let pid = pid.ok_or(OtherProcessError::None(id))?;
+        match pidfd_open(pid, PidfdFlags::NONBLOCK) {
+            Ok(end) => Ok(OtherProcess { id, end }),
+            Err(rustix::io::Errno::SRCH | rustix::io::Errno::INVAL) => Err(OtherProcessError::None(id)),
+            Err(problem) => Err(OtherProcessError::Unwatchable {
+                id,
+                problem: problem.into(),
+            }),
+        }
+    }
+
+    pub(crate) fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// Whether it has ended. One that cannot be asked counts as ended.
+    pub(crate) fn has_ended(&self) -> bool {
+        let mut end = [PollFd::new(&self.end, PollFlags::IN)];
+        !matches!(
+            poll(&mut end, Some(&Timespec::default())),
+            Ok(0) | Err(rustix::io::Errno::INTR)
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn the_end_of_a_process_is_seen() {
+        let mut sleeping = Command::new("sleep").arg("600").spawn().unwrap();
+        let process = OtherProcess::open(sleeping.id()).unwrap();
+        assert_eq!(process.id(), sleeping.id());
+        assert!(!process.has_ended());
+        sleeping.kill().unwrap();
+        sleeping.wait().unwrap();
+        assert!(process.has_ended());
+        let gone = OtherProcess::open(sleeping.id());
+        assert!(matches!(gone, Err(OtherProcessError::None(_))), "{gone:?}");
+        for none in [0, u32::MAX] {
+            assert!(matches!(
+                OtherProcess::open(none),
+                Err(OtherProcessError::None(_))
+            ));
+        }
+    }
+}
