@@ -427,6 +427,33 @@ def test_a_raw_track_is_saved_as_a_file(service: Service, ask: Ask, tmp_path: Pa
     assert (tmp_path / "track.wav").read_bytes() == wav(samples)
 
 
+def test_a_track_as_flac_is_a_file(service: Service, ask: Ask, tmp_path: Path) -> None:
+    file = b"fLaC" + bytes(range(40))
+    chunks = track(file, samples=20, media_type="audio/flac", size=7)
+    service.on("GenerateAudio", [accepted(), *chunks, done()])
+    result = ask("generate_audio", "a drum", output="flac")
+    assert service.requests["GenerateAudio"].output == generation_pb2.FLAC
+    assert (result.flac, result.track().flac) == (file, file)
+    assert (result.sample_rate, result.track().sample_count) == (SAMPLES_PER_SECOND, 20)
+    result.save(tmp_path / "track.flac")
+    assert (tmp_path / "track.flac").read_bytes() == file
+    # It is not decoded here, and its samples do not come one by one.
+    for path in ("track.wav", "track.pcm", "track"):
+        with pytest.raises(ValueError, match=r"\.flac"):
+            result.save(tmp_path / path)
+    with pytest.raises(ValueError, match='output="wav"'):
+        _ = result.array
+    service.on("GenerateAudio", [accepted(), *chunks, done()])
+    assert len(pieces_of(ask, "stream_audio", "samples")) == 1
+
+
+def test_samples_are_not_saved_as_flac(service: Service, ask: Ask, tmp_path: Path) -> None:
+    service.on("GenerateAudio", [accepted(), *track(sound(20), samples=20, size=7), done()])
+    with pytest.raises(ValueError, match='output="flac"'):
+        ask("generate_audio", "a drum").save(tmp_path / "track.flac")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_with_more_in_it_than_samples(service: Service, ask: Ask) -> None:
     samples = sound(6)
     file = bytearray(wav(samples))
@@ -483,6 +510,14 @@ def test_all_options_of_a_track_reach_the_service(service: Service, ask: Ask) ->
         model="track",
         lyrics="la",
         seconds=2.5,
+        task="lego",
+        tracks=["drums", "bass"],
+        window=(0.5, 2.0),
+        reference="media-3",
+        bpm=120,
+        key="C major",
+        time_signature="3",
+        language="en",
         steps=3,
         guidance=0.0,
         seed=0,
@@ -490,7 +525,7 @@ def test_all_options_of_a_track_reach_the_service(service: Service, ask: Ask) ->
         count=2,
         init_latent="lat-9",
         strength=0.25,
-        output="wav",
+        output="flac",
         omit_metadata=True,
         keep_latent=True,
         latent_only=True,
@@ -501,6 +536,15 @@ def test_all_options_of_a_track_reach_the_service(service: Service, ask: Ask) ->
         prompt="a drum",
         lyrics="la",
         seconds=2.5,
+        task=generation_pb2.LEGO,
+        tracks=["drums", "bass"],
+        window_start_seconds=0.5,
+        window_end_seconds=2.0,
+        reference_media_id="media-3",
+        beats_per_minute=120,
+        key="C major",
+        time_signature="3",
+        language="en",
         steps=3,
         guidance=0.0,
         seed=0,
@@ -508,7 +552,7 @@ def test_all_options_of_a_track_reach_the_service(service: Service, ask: Ask) ->
         count=2,
         init_latent_id="lat-9",
         strength=0.25,
-        output=generation_pb2.WAV,
+        output=generation_pb2.FLAC,
         omit_metadata=True,
         keep_latent=True,
         latent_only=True,
@@ -537,6 +581,8 @@ def test_what_is_left_open_stays_open(service: Service, ask: Ask, method: str) -
         ("generate_video", {"width": 2**40}),
         ("generate_audio", {"seed": -1}),
         ("generate_audio", {"output": "mp3"}),
+        ("generate_audio", {"task": "remix"}),
+        ("generate_audio", {"bpm": -1}),
     ],
 )
 def test_what_no_field_can_hold_is_refused_here(
@@ -544,6 +590,17 @@ def test_what_no_field_can_hold_is_refused_here(
 ) -> None:
     with pytest.raises(moored.InvalidRequest):
         ask(method, "x", **wrong)
+
+
+def test_half_a_window_leaves_the_other_end_open(service: Service, ask: Ask) -> None:
+    service.on("GenerateAudio", [accepted(), done()])
+    ask("generate_audio", "x", task="repaint", window=(1.5, None))
+    request = service.requests["GenerateAudio"]
+    assert request.window_start_seconds == 1.5
+    assert not request.HasField("window_end_seconds")
+    for wrong in ({"window": 3}, {"window": (1, 2, 3)}, {"tracks": "drums"}, {"tracks": [1]}):
+        with pytest.raises(TypeError):
+            ask("generate_audio", "x", **wrong)
 
 
 def test_an_option_of_another_medium_is_a_type_error(client: moored.Client) -> None:

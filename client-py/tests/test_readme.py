@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from scripted import Service, accepted, done, event, film, pieces, step
+from scripted import Service, accepted, done, event, film, pieces, sound, step, track
 
 import moored
-from moored._generated import events_pb2, model_pb2, residency_pb2
+from moored._generated import events_pb2, generation_pb2, model_pb2, residency_pb2
 from moored._options import words_of
 
 README = Path(__file__).parent.parent / "README.md"
@@ -21,6 +21,7 @@ SAID = [
     "",
     "step 1 of 4\nWaiting for 3.0 GB, 4.0 s left\n2 pictures\n",
     "frame 0 1.0\nframe 1 2.0\n(2, 2, 4, 3) 24.0\n",
+    "8000 (5, 2)\n",
     "demo@main ()\n",
     "demo@main {'vae': 'full'}\ndemo {'full': 100, '4-bit': 30}\n",
     "['styles/ink']\nstyles/ink {'transformer': 304} 16\n",
@@ -28,8 +29,8 @@ SAID = [
 ]
 
 
-def test_the_readme_has_eight_examples() -> None:
-    assert len(EXAMPLES) == 8
+def test_the_readme_has_nine_examples() -> None:
+    assert len(EXAMPLES) == 9
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,10 @@ def test_an_example(
     end.done.model.adapters.add(id="styles/ink", layers={"transformer": 304}, rank=16)
     service.on("GenerateImage", [accepted(), step(1), event(waiting=waiting), *pictures, end])
     service.on("GenerateVideo", [accepted(), *film(2)[1], done()])
+    flac = track(b"fLaC" + bytes(40), samples=5, media_type="audio/flac")
+    wanted = {generation_pb2.FLAC: flac, generation_pb2.WAV: track(sound(5), samples=5)}
+    service.on("GenerateAudio", lambda asked, _: iter([accepted(), *wanted[asked.output], done()]))
+    service.on("PutMedia", generation_pb2.MediaInfo(id="media-1"))
     choices = {"full": 100, "4-bit": 30}
     model = residency_pb2.ModelInfo(id="demo")
     adapter = model_pb2.AdapterInfo(id="styles/ink", bytes=1000)

@@ -37,6 +37,7 @@ PARAMETERS = (
 # What the service's tests hold too: recipes, and what is made of them.
 CASES = json.loads(Path(__file__).with_name("recipes.json").read_text(encoding="utf-8"))
 EXIF_CASES = [case for case in CASES if "exif" in case]
+WAV_CASES = [case for case in CASES if "wav" in case]
 
 
 def as_sent(recipe: dict[str, Any]) -> str:
@@ -258,3 +259,49 @@ def test_an_animation_keeps_the_recipe(
         assert moored.read_recipe(tmp_path / name) == recipe
     with Image.open(tmp_path / "a.png") as image:
         assert image.n_frames == 2
+
+
+@pytest.mark.parametrize("case", WAV_CASES, ids=lambda case: case["why"])
+def test_a_wav_has_the_recipe_as_the_service_writes_it(
+    service: Service, client: moored.Client, tmp_path: Path, case: dict[str, Any]
+) -> None:
+    samples, recipe = sound(5), as_sent(case["recipe"])
+    service.on("GenerateAudio", [accepted(), *track(samples, samples=5, recipe=recipe), done()])
+    result = client.generate_audio("x", output="raw")
+    result.save(tmp_path / "a.wav")
+    assert (tmp_path / "a.wav").read_bytes() == bytes.fromhex(case["wav"]) + samples
+    assert moored.read_recipe(tmp_path / "a.wav") == case["recipe"] == result.track().recipe
+    with wave.open(str(tmp_path / "a.wav")) as file:
+        assert file.readframes(5) == samples
+
+
+def test_a_track_without_a_recipe_is_saved_without_one(
+    service: Service, client: moored.Client, tmp_path: Path
+) -> None:
+    service.on("GenerateAudio", [accepted(), *track(sound(5), samples=5), done()])
+    client.generate_audio("x", output="raw").save(tmp_path / "a.wav")
+    assert len((tmp_path / "a.wav").read_bytes()) == 44 + len(sound(5))
+    assert moored.read_recipe(tmp_path / "a.wav") == {}
+
+
+def flac_block(kind: int, content: bytes) -> bytes:
+    return bytes([kind]) + len(content).to_bytes(3, "big") + content
+
+
+def test_the_recipe_of_a_flac_is_read_from_its_comments(tmp_path: Path) -> None:
+    def counted(text: str) -> bytes:
+        return struct.pack("<I", len(text.encode())) + text.encode()
+
+    recipe = {"prompt": "ein tiefer Ton \u2013 \U0001f3b5", "bpm": 120}
+    tags = ["TITLE=x=y", f"comment={as_sent(recipe)}", "COMMENT=another"]
+    comments = counted("who") + struct.pack("<I", len(tags)) + b"".join(map(counted, tags))
+    file = b"fLaC" + flac_block(0, bytes(34)) + flac_block(4 | 0x80, comments) + b"frames"
+    path = tmp_path / "a.flac"
+    path.write_bytes(file)
+    assert moored.read_recipe(path) == recipe
+    path.write_bytes(b"fLaC" + flac_block(0x80, bytes(34)))
+    assert moored.read_recipe(path) == {}
+    # Cut anywhere it is no other recipe, and no error.
+    for end in range(12, len(file)):
+        path.write_bytes(file[:end])
+        assert moored.read_recipe(path) in ({}, recipe)

@@ -92,6 +92,7 @@ FILES = {
     "image/jpeg": lambda: encoded("JPEG"),
     "image/webp": lambda: encoded("WEBP"),
     "audio/wav": lambda: wav(sound(9)),
+    "audio/flac": lambda: b"fLaC" + bytes(40),
 }
 
 
@@ -131,6 +132,7 @@ def test_the_media_type_of_unknown_content_follows_from_the_ending(
         "jpeg": "image/jpeg",
         "webp": "image/webp",
         "wav": "audio/wav",
+        "flac": "audio/flac",
     }.items():
         path = tmp_path / f"odd.{ending}"
         path.write_bytes(b"unknown content")
@@ -186,6 +188,48 @@ def test_an_array_of_frames_is_sent_as_a_film(store: Store, ask: Ask) -> None:
     assert info.video == moored.VideoFormat(400, 320, 5, 12.5)
     assert len(store.chunks) > 1
     assert store.data == frames.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("array", "sent", "channels"),
+    [
+        (np.array([[1, -2], [3, -4]], "i2"), [1, -2, 3, -4], 2),
+        (np.array([1, -2, 3], "i2"), [1, -2, 3], 1),
+        # Floats: 1 is full scale, and what is louder is cut.
+        (np.array([[-1.0], [0.5], [1.0], [7.0]], "f4"), [-32768, 16384, 32767, 32767], 1),
+        (np.zeros((2, 3), "i2").T, [0] * 6, 2),
+    ],
+)
+def test_an_array_of_samples_is_sent_as_a_track(
+    store: Store, ask: Ask, array: Any, sent: list[int], channels: int
+) -> None:
+    info = ask("put_media", array, sample_rate=8000)
+    assert info.media_type == "audio/x-raw-s16le"
+    assert info.audio == moored.AudioTrackFormat(8000, channels, len(sent) // channels)
+    assert np.frombuffer(store.data, "<i2").tolist() == sent
+
+
+@pytest.mark.parametrize(
+    ("array", "told"),
+    [
+        (np.zeros((2, 9), "i2"), r"array\.T"),
+        (np.zeros((9, 8), "i2"), "1 or 2 channels"),
+        (np.zeros((0, 2), "i2"), r"\[samples, channels\]"),
+        (np.zeros((9, 2), "i4"), "int16"),
+        (np.array([[np.nan]], "f4"), "no numbers"),
+    ],
+)
+def test_an_array_that_is_no_track_is_refused(ask: Ask, array: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        ask("put_media", array, sample_rate=8000)
+
+
+def test_a_sample_rate_is_of_an_array(ask: Ask) -> None:
+    for media in (b"RIFF", "a.wav"):
+        with pytest.raises(ValueError, match="sample_rate"):
+            ask("put_media", media, sample_rate=8000)
+    with pytest.raises(ValueError, match="sample_rate"):
+        ask("put_media", np.zeros((2, 2, 2, 3), "u1"), sample_rate=8000, frames_per_second=8.0)
 
 
 def test_results_are_sent_in_their_own_format(service: Service, ask: Ask, png: bytes) -> None:
@@ -327,15 +371,14 @@ def test_a_file_is_not_read_on_the_thread_of_the_event_loop(
 @pytest.mark.parametrize(
     ("media", "more", "said"),
     [
-        (b"words", {}, r"no PNG, JPEG, WebP or WAV.*format=moored\.VideoFormat"),
+        (b"words", {}, r"no PNG, JPEG, WebP, WAV or FLAC.*format=moored\.VideoFormat"),
         (b"", {}, "no PNG"),
         (b"....ftypisom", {}, "MP4.*frames as an array"),
         (b"\x1aE\xdf\xa3", {}, "WebM.*frames as an array"),
         (b"GIF89a", {}, "GIF.*frames as an array"),
         (b"RIFF....AVI ", {}, "AVI.*frames as an array"),
-        (b"ID3", {}, "MP3.*WAV of 16-bit PCM"),
-        (b"OggS", {}, "WAV of 16-bit PCM"),
-        (b"fLaC", {}, "WAV of 16-bit PCM"),
+        (b"ID3", {}, "MP3.*WAV or FLAC"),
+        (b"OggS", {}, "WAV or FLAC"),
         (b"\0", {"media_type": "video/x-raw-rgb"}, r"format=moored\.VideoFormat"),
         (b"\0", {"media_type": "audio/x-raw-s16le"}, r"format=moored\.AudioTrackFormat"),
         (b"\0", {"format": moored.ImageFormat(1, 1)}, "PIL image"),

@@ -15,12 +15,12 @@ def _client() -> str:
 
 
 try:
-    from .audio_nodes import Audio
     from .control_nodes import ApplyControlNet
     from .film_nodes import ImageToVideo, TextToVideo
     from .latent_nodes import LatentFromComfyUI, LatentToComfyUI, VAEDecode, VAEEncode
     from .lora_nodes import LoadLoRA
     from .model_nodes import LoadModel, Server
+    from .music_nodes import CoverMusic, RepaintMusic, TextToMusic
     from .panel import register_routes
     from .picture_nodes import EditImage, ImageToImage, TextToImage
     from .residency_nodes import GPUStatus, Pin, Preload, Unload
@@ -45,7 +45,9 @@ NODES: list[type[io.ComfyNode]] = [
     EditImage,
     TextToVideo,
     ImageToVideo,
-    Audio,
+    TextToMusic,
+    RepaintMusic,
+    CoverMusic,
     VAEEncode,
     VAEDecode,
     LatentToComfyUI,

@@ -18,6 +18,7 @@ MAX_COUNT = 64
 MAX_FRAMES = 10_000
 MAX_FRAMES_PER_SECOND = 240.0
 MAX_FILM_SECONDS = 600.0
+MAX_BEATS_PER_MINUTE = 999
 
 SERVICE_PATIENCE = -1.0
 MODEL_GUIDANCE = -1.0
@@ -121,6 +122,53 @@ def film_inputs() -> list[io.Input]:
         ),
         text_length_input(),
         preview_input(),
+        *job_inputs(),
+    ]
+
+
+def seconds_input(name: str, most: float, tooltip: str) -> io.Input:
+    """Seconds of a track."""
+    return io.Float.Input(name, default=0.0, min=0.0, max=most, step=0.1, tooltip=tooltip)
+
+
+def music_start_inputs() -> list[io.Input]:
+    """What every music node is told besides its prompt."""
+    return [
+        io.String.Input("lyrics", multiline=True, tooltip="What is sung. Empty: nothing."),
+        io.Audio.Input(
+            "reference",
+            optional=True,
+            tooltip="A track whose timbre is taken, where the model takes one.",
+        ),
+    ]
+
+
+def music_inputs() -> list[io.Input]:
+    """What every music node asks for besides its start."""
+    return [
+        io.Int.Input(
+            "bpm",
+            default=0,
+            min=0,
+            max=MAX_BEATS_PER_MINUTE,
+            advanced=True,
+            tooltip="Beats a minute. 0: the model's choice.",
+        ),
+        io.String.Input(
+            "key", advanced=True, tooltip="Key and scale: C major. Empty: the model's choice."
+        ),
+        io.String.Input(
+            "time_signature",
+            advanced=True,
+            tooltip="Beats of a bar: 4. Empty: the model's choice.",
+        ),
+        io.String.Input(
+            "language", advanced=True, tooltip="Language of the lyrics: en. Empty: the model's."
+        ),
+        *sampling_inputs(),
+        seed_input("Track n of several uses seed + n, from 0."),
+        count_input("How many tracks."),
+        text_length_input(),
         *job_inputs(),
     ]
 

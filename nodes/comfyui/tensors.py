@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SIDE_MULTIPLE = 16
 LATENT_SCALE = 8
+MAX_CHANNELS = 2
 # That of broadcasting: 30000/1001 frames a second.
 MAX_RATE_DENOMINATOR = 1001
 
@@ -64,6 +65,24 @@ def audio_of(tracks: Sequence[moored.Track]) -> Any:
     samples = np.stack([track.array.T for track in tracks]).astype(np.float32)
     samples /= np.float32(1 << 15)
     return {"waveform": torch.from_numpy(samples), "sample_rate": tracks[0].sample_rate}
+
+
+def samples_of_audio(audio: Any) -> tuple[NDArray[Any], int]:
+    """The first track of an AUDIO: float [samples, channels], and its rate."""
+    # numpy has no bfloat16.
+    waveform = np.asarray(audio["waveform"].detach().cpu().float().numpy())
+    if waveform.ndim == 2:
+        waveform = waveform[np.newaxis]
+    if waveform.ndim != 3 or 0 in waveform.shape:
+        raise Failure("The audio has no samples: link one that has.")
+    channels = waveform.shape[1]
+    if channels > MAX_CHANNELS:
+        raise Failure(
+            f"The audio has {channels} channels, and one or two are taken: mix it down before."
+        )
+    # A value that is no number is silent.
+    samples = np.nan_to_num(waveform[0].T, nan=0.0, posinf=1.0, neginf=-1.0)
+    return samples, int(audio["sample_rate"])
 
 
 def pngs_of(image: Any) -> list[bytes]:

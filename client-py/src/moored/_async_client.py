@@ -439,18 +439,20 @@ class AsyncClient:
         media_type: str | None = None,
         format: VideoFormat | AudioTrackFormat | None = None,
         frames_per_second: float | None = None,
+        sample_rate: int | None = None,
         timeout: float | None = None,
     ) -> MediaInfo:
         """Uploads a picture, a film or a track that jobs can start from, by `init_media=`.
 
-        `media` is the bytes of a PNG, JPEG, WebP or WAV (16-bit PCM); a path to such a file, which
-        is read while it is sent; a PIL image; a result, of which the first picture, film or track
-        is sent; or an array of frames, uint8, [frames, height, width, 3], with `frames_per_second`.
+        `media` is the bytes of a PNG, JPEG, WebP, WAV or FLAC; a path to such a file, which is read
+        while it is sent; a PIL image; a result, of which the first picture, film or track is sent;
+        an array of frames, uint8, [frames, height, width, 3], with `frames_per_second`; or an array
+        of samples, int16 or floating with 1 as full scale, [samples, channels], with `sample_rate`.
 
         Raw frames and samples, in bytes or a file, need `format`. `media_type` overrides the type
         that follows from the content or the ending of the file.
         """
-        upload = upload_of(media, media_type, format, frames_per_second)
+        upload = upload_of(media, media_type, format, frames_per_second, sample_rate)
         try:
             info = await self._unary(self._stubs.generation.PutMedia, AsyncUpload(upload), timeout)
         except (MooredError, asyncio.CancelledError):

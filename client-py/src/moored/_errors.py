@@ -394,6 +394,18 @@ def _from_details(value: bytes, text: str) -> MooredError | None:
     )
 
 
+# Fields of a request whose options go by another name.
+_OPTIONS = {
+    "init_latent_id": "init_latent",
+    "init_media_id": "init_media",
+    "reference_media_id": "reference",
+    "window_start_seconds": "window",
+    "window_end_seconds": "window",
+    "beats_per_minute": "bpm",
+}
+_FIELDS = re.compile(rf"\b({'|'.join(_OPTIONS)})\b")
+
+
 def _as_options(text: str) -> str:
     """Replaces the names of fields that hold a handle with the names of their options."""
-    return re.sub(r"\binit_(latent|media)_id\b", r"init_\1", text)
+    return _FIELDS.sub(lambda found: _OPTIONS[found[0]], text)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import os
-import wave
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._extras import numpy, pillow
-from ._saving import exif_of, picture_file, recipe_in, refuse_existing, with_recipe, write
+from ._saving import (
+    exif_of,
+    picture_file,
+    recipe_in,
+    refuse_existing,
+    wav_file,
+    with_recipe,
+    write,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,6 +31,7 @@ RAW_RGB = "image/x-raw-rgb"
 RAW_VIDEO = "video/x-raw-rgb"
 MP4 = "video/mp4"
 WAV = "audio/wav"
+FLAC = "audio/flac"
 RAW_AUDIO = "audio/x-raw-s16le"
 
 SAMPLE_BYTES = 2
@@ -294,14 +302,14 @@ class Samples:
 
 @dataclass(frozen=True)
 class Track:
-    """A track as it came: `data` is a WAV file, or its samples alone, as `media_type` says."""
+    """A track as it came: `data` is a WAV or FLAC file, or its samples, as `media_type` says."""
 
     index: int
     """Its item's place among those of the job, from 0."""
     name: str
     """Which of several tracks of one item; empty where there is one alone."""
     media_type: str
-    """`audio/wav` or `audio/x-raw-s16le`."""
+    """`audio/wav`, `audio/flac` or `audio/x-raw-s16le`."""
     sample_rate: int
     """Samples a second, of each channel."""
     channels: int
@@ -335,33 +343,52 @@ class Track:
         """The seed that it was made with; None where the service did not tell."""
         return _seed(self.metadata)
 
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        """What it was made with; empty where the service was asked to leave that out."""
+        return recipe_in(self.metadata)
+
+    @property
+    def flac(self) -> bytes:
+        """The FLAC file, with the recipe in it, of a track asked for by `output="flac"`."""
+        return bytes(self._flac())
+
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Writes it to a file, in the format of its ending.
 
-        `.wav` is a WAV file, `.raw` and `.pcm` are its samples alone. Other formats are for other
-        libraries: they take `array`. A file that is there is replaced by `overwrite` alone.
+        `.flac` is the file of a track that was asked for by `output="flac"`, and the only one of
+        such a track. Of samples, `.wav` is a WAV file, `.raw` and `.pcm` are the samples alone.
+        `.flac` and `.wav` have the recipe in them. Other formats are for other libraries: they
+        take `array`. A file that is there is replaced by `overwrite` alone.
         """
         ending = Path(path).suffix.lower()
-        if ending in (".raw", ".pcm"):
+        refuse_existing(path, overwrite)
+        if ending == ".flac" or self.media_type == FLAC:
+            if ending != ".flac":
+                raise ValueError(f"It came as FLAC: name a file .flac, not {ending or path!r}")
+            write(path, self._flac(), overwrite)
+        elif ending in (".raw", ".pcm"):
             write(path, self._samples(), overwrite)
         elif ending != ".wav":
             named = repr(ending) if ending else "a file without an ending"
-            raise ValueError(f"A track is not written as {named}: .wav, .raw, .pcm")
+            raise ValueError(f"A track is not written as {named}: .flac, .wav, .raw, .pcm")
         else:
             write(path, self._wav(), overwrite)
 
     def _wav(self) -> memoryview:
         if self.media_type == WAV:
             return self.data
-        whole = io.BytesIO()
-        with wave.open(whole, "wb") as file:
-            file.setnchannels(self.channels)
-            file.setsampwidth(SAMPLE_BYTES)
-            file.setframerate(self.sample_rate)
-            file.writeframes(self._samples())
-        return whole.getbuffer()
+        recipe = self.metadata.get("recipe", "") if self.recipe else ""
+        return memoryview(wav_file(self._samples(), self.sample_rate, self.channels, recipe))
+
+    def _flac(self) -> memoryview:
+        if self.media_type != FLAC:
+            raise ValueError('It came as samples: ask for a FLAC by output="flac"')
+        return self.data
 
     def _samples(self) -> memoryview:
+        if self.media_type == FLAC:
+            raise ValueError('It came as FLAC: ask for samples by output="wav"')
         start = samples_start(self.media_type, self.data)
         if start is None:
             raise ValueError(f"The samples of {self.media_type} are not known to this version")

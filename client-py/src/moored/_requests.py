@@ -36,8 +36,17 @@ Priority: TypeAlias = Literal["low", "normal", "high"]
 OutputFormat: TypeAlias = Literal["png", "raw"]
 """How pictures travel: as PNG, or as raw RGB, which costs more bytes and no encoding."""
 
-AudioOutput: TypeAlias = Literal["wav", "raw"]
-"""How tracks travel: as WAV, or as samples alone, 16-bit little-endian."""
+AudioOutput: TypeAlias = Literal["wav", "flac", "raw"]
+"""How tracks travel: as WAV, or as samples alone, 16-bit little-endian, as they are decoded; or as
+one FLAC file at the end."""
+
+AudioTask: TypeAlias = Literal["repaint", "cover", "extract", "lego", "complete"]
+"""What is made of the track that is given by `init_media`.
+
+`repaint` makes a window of it anew, `cover` gives its melody and rhythm another style, `extract`
+gives one of its tracks alone, `lego` makes one track more that fits it, `complete` adds tracks. A
+model may know some of them only.
+"""
 
 FilmOutput: TypeAlias = Literal["raw", "mp4"]
 """How films travel: as raw frames, each as it is decoded, or as one MP4 file at the end."""
@@ -256,9 +265,32 @@ class AudioOptions(GenerateOptions, total=False):
     """What a track is made with. None is the same as left out: the model's default."""
 
     lyrics: Annotated[str | None, "What is sung. Default: nothing."]
-    seconds: Annotated[float | None, "Length in seconds."]
+    seconds: Annotated[
+        float | None, "Length in seconds. Default: that of the start, else the model's."
+    ]
+    task: Annotated[
+        AudioTask | None,
+        "What to make of `init_media`: `repaint`, `cover`, `extract`, `lego` or `complete`.",
+    ]
+    tracks: Annotated[
+        Sequence[str] | None,
+        "Of extract, lego and complete: tracks by the model's names, such as `vocals`.",
+    ]
+    window: Annotated[
+        tuple[float | None, float | None] | None,
+        "Of repaint and lego: start and end in seconds of what is made anew. Default: all of it.",
+    ]
+    reference: Annotated[
+        str | MediaInfo | None, "A track whose timbre is taken, uploaded by `put_media`."
+    ]
+    bpm: Annotated[int | None, "Beats a minute. Default: the model's choice."]
+    key: Annotated[str | None, "Key and scale: `C major`. Default: the model's choice."]
+    time_signature: Annotated[str | None, "Beats of a bar: `4`. Default: the model's choice."]
+    language: Annotated[str | None, "Language of the lyrics: `en`."]
     output: Annotated[
-        AudioOutput | None, "How sound is sent: `wav`, or `raw` samples. Default: `wav`."
+        AudioOutput | None,
+        "How sound is sent: `wav` or `raw` samples as they are decoded, or one `flac`. "
+        "Default: `wav`.",
     ]
 
 
@@ -367,6 +399,18 @@ def _fill(message: Message, options: Mapping[str, Any]) -> None:
                 put(message, "init_latent_id", latent_id(value), option=option)
             case "init_media":
                 put(message, "init_media_id", media_id(value, option), option=option)
+            case "reference":
+                put(message, "reference_media_id", media_id(value, option), option=option)
+            case "task":
+                put(message, option, audio_task_of(value))
+            case "tracks":
+                _put_tracks(message, _listed(value, option, "names"))
+            case "window":
+                for side, second in zip(("start", "end"), _window_of(value), strict=True):
+                    if second is not None:
+                        put(message, f"window_{side}_seconds", second, option=option)
+            case "bpm":
+                put(message, "beats_per_minute", value, option=option)
             case "preview_interval_s" | "patience_s":
                 field = option.removesuffix("s") + "ms"
                 put(message, field, _milliseconds_of(option, value), option=option)
@@ -420,6 +464,21 @@ def _control_of(control: Control, option: str) -> generation_pb2.Control:
         if value is not None:
             put(message, name, value, option=f"{option}.{name}")
     return message
+
+
+def _put_tracks(message: Any, names: Sequence[Any]) -> None:
+    for number, name in enumerate(names):
+        if not isinstance(name, str):
+            raise TypeError(f"tracks[{number}]: a str is wanted, not {name!r}")
+        message.tracks.append(name)
+
+
+def _window_of(window: Any) -> tuple[Any, Any]:
+    try:
+        start, end = window
+    except (TypeError, ValueError):
+        raise TypeError(f"window: a (start, end) pair is wanted, not {window!r}") from None
+    return start, end
 
 
 def _milliseconds_of(option: str, seconds: Any) -> int:
@@ -532,9 +591,27 @@ def audio_output_of(output: AudioOutput | None) -> generation_pb2.AudioFormat.Va
     """How a track travels, as its number."""
     if output is None or output == "wav":
         return generation_pb2.WAV
+    if output == "flac":
+        return generation_pb2.FLAC
     if output == "raw":
         return generation_pb2.RAW_S16LE
-    raise InvalidRequest(f"output is wav or raw, not {output!r}")
+    raise InvalidRequest(f"output is wav, flac or raw, not {output!r}")
+
+
+_TASKS: Mapping[str, generation_pb2.AudioTask.ValueType] = {
+    "repaint": generation_pb2.REPAINT,
+    "cover": generation_pb2.COVER,
+    "extract": generation_pb2.EXTRACT,
+    "lego": generation_pb2.LEGO,
+    "complete": generation_pb2.COMPLETE,
+}
+
+
+def audio_task_of(task: AudioTask) -> generation_pb2.AudioTask.ValueType:
+    """What is made of a track, as its number."""
+    if task not in _TASKS:
+        raise InvalidRequest(f"task is one of {', '.join(_TASKS)}, not {task!r}")
+    return _TASKS[task]
 
 
 def film_output_of(output: FilmOutput | None) -> generation_pb2.FilmFormat.ValueType:

@@ -210,6 +210,11 @@ class AudioResult(JobResult):
         return self.track().array
 
     @property
+    def flac(self) -> bytes:
+        """The FLAC file of the first track, where it was asked for by `output="flac"`."""
+        return self.track().flac
+
+    @property
     def sample_rate(self) -> int:
         """Samples a second of the first track, of each channel."""
         return self.track().sample_rate

@@ -3,8 +3,9 @@
 The recipe is what the service says of a result: JSON, enough to make it again. It stands in a PNG
 as the text `moored`, beside the text `parameters` that other tools read; in the EXIF of a JPEG or
 WebP as `MakerNote`, and the same parameters as `UserComment`; in an MP4, which the service writes,
-as its comment. The command line writes and reads the same (`service/moored/src/pictures.rs`);
-`tests/recipes.json` holds both to it.
+as its comment; in a WAV as the comment among its texts (`ICMT`), and in a FLAC, which the service
+writes, as the comment `COMMENT`. The command line writes and reads the same
+(`service/moored/src/pictures.rs`, `tracks.rs`); `tests/recipes.json` holds both to it.
 """
 
 from __future__ import annotations
@@ -164,15 +165,50 @@ def picture_file(image: Any, ending: str, metadata: Mapping[str, str]) -> bytes:
     return file.getvalue()
 
 
-def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a picture or film was made with: the recipe in a file of `save`, or of the command line.
+def wav_file(samples: memoryview, sample_rate: int, channels: int, recipe: str = "") -> bytearray:
+    """A WAV of 16-bit samples, channels interleaved; with a recipe as its comment, if it has one.
 
-    Its keys are those of the options of `generate_image` or `generate_video`, and `prompt`,
-    `model_key`, `version`. Empty where the file has none. Needs `moored[images]`, but for an MP4.
+    RIFF, as Microsoft's "Multimedia Programming Interface and Data Specifications 1.0" has it; the
+    same bytes as the service writes.
+    """
+    chunks = [
+        _riff(
+            b"fmt ",
+            struct.pack(
+                "<HHIIHH", 1, channels, sample_rate, sample_rate * channels * 2, channels * 2, 16
+            ),
+        )
+    ]
+    if recipe:
+        software = f"moored {json.loads(recipe).get('version', '')}"
+        texts = ((b"ICMT", recipe), (b"ISFT", software))
+        info = b"".join(_riff(name, text.encode() + b"\0") for name, text in texts)
+        chunks.append(_riff(b"LIST", b"INFO" + info))
+    head = b"".join(chunks) + b"data" + struct.pack("<I", len(samples))
+    file = bytearray(b"RIFF" + struct.pack("<I", 4 + len(head) + len(samples)) + b"WAVE" + head)
+    file += samples
+    return file
+
+
+def _riff(name: bytes, content: bytes) -> bytes:
+    """A chunk; one of odd length has a byte behind it that is not counted."""
+    return name + struct.pack("<I", len(content)) + content + b"\0" * (len(content) % 2)
+
+
+def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What something was made with: the recipe in a file of `save`, or of the command line.
+
+    Its keys are those of the options of `generate_image` and its like, and `prompt`, `model_key`,
+    `version`. Empty where the file has none. Needs `moored[images]` for a picture.
     """
     with Path(path).open("rb") as file:
-        if file.read(8)[4:] == b"ftyp":
+        head = file.read(12)
+        if head[4:8] == b"ftyp":
             return recipe_in({"recipe": _comment_in(file)})
+        if head[:4] == b"RIFF" and head[8:] == b"WAVE":
+            return recipe_in({"recipe": _wav_comment_in(file)})
+        if head[:4] == b"fLaC":
+            return recipe_in({"recipe": _flac_comment_in(file)})
     with pillow().open(path) as image:
         image.load()
         text = image.info.get(KEYWORD)
@@ -204,6 +240,45 @@ def _comment_in(file: BinaryIO) -> str:
             start += size
     file.seek(start)
     return file.read(max(0, end - start)).decode("utf-8", "replace")
+
+
+def _wav_comment_in(file: BinaryIO) -> str:
+    """The comment among the texts of a WAV."""
+    file.seek(12)
+    while len(head := file.read(8)) == 8:
+        name, size = struct.unpack("<4sI", head)
+        if name != b"LIST" or file.read(4) != b"INFO":
+            file.seek(size + size % 2 - (4 if name == b"LIST" else 0), io.SEEK_CUR)
+            continue
+        texts, at = file.read(size - 4), 0
+        while at + 8 <= len(texts):
+            name, size = struct.unpack_from("<4sI", texts, at)
+            if name == b"ICMT":
+                return texts[at + 8 : at + 8 + size].partition(b"\0")[0].decode("utf-8", "replace")
+            at += 8 + size + size % 2
+    return "{}"
+
+
+def _flac_comment_in(file: BinaryIO) -> str:
+    """The comment among the tags of a FLAC (RFC 9639, section 8.6)."""
+    file.seek(4)
+    last = False
+    while not last and len(head := file.read(4)) == 4:
+        last, kind, size = head[0] & 0x80 != 0, head[0] & 0x7F, int.from_bytes(head[1:], "big")
+        if kind != 4:
+            file.seek(size, io.SEEK_CUR)
+            continue
+        tags = file.read(size)
+        at = 4 + int.from_bytes(tags[:4], "little")  # behind who wrote them
+        count = int.from_bytes(tags[at : at + 4], "little")
+        at += 4
+        while count and at + 4 <= len(tags):
+            size = int.from_bytes(tags[at : at + 4], "little")
+            name, _, text = tags[at + 4 : at + 4 + size].partition(b"=")
+            if name.upper() == b"COMMENT":
+                return text.decode("utf-8", "replace")
+            at, count = at + 4 + size, count - 1
+    return "{}"
 
 
 def _note_in(image: Any) -> str:

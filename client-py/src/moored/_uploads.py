@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 from ._extras import numpy
 from ._generated import events_pb2, generation_pb2
 from ._latents import CHUNK_BYTES, Latent
-from ._media import PNG, RAW_AUDIO, RAW_VIDEO, WAV, Film, Picture, Track
+from ._media import FLAC, PNG, RAW_AUDIO, RAW_VIDEO, WAV, Film, Picture, Track
 from ._records import AudioTrackFormat, ImageFormat, LatentInfo, MediaInfo, VideoFormat
 from ._requests import image_bytes
 from ._results import AudioResult, ImageResult, LatentResult, VideoResult
@@ -36,7 +36,8 @@ MediaInput: TypeAlias = Union[
     Film,
     Track,
 ]
-"""A picture, a film or a track: bytes, a path, a PIL image, an array of frames, or a result."""
+"""A picture, a film or a track: bytes, a path, a PIL image, an array of frames or of samples, or a
+result."""
 
 _ENDINGS = {
     ".png": PNG,
@@ -44,6 +45,7 @@ _ENDINGS = {
     ".jpeg": "image/jpeg",
     ".webp": "image/webp",
     ".wav": WAV,
+    ".flac": FLAC,
 }
 # Bytes of the beginning by which a format is recognised.
 _HEAD_BYTES = 16
@@ -57,15 +59,15 @@ _BEGINNINGS = (
     (0, b"\xff\xd8\xff", "image/jpeg"),
     (8, b"WEBP", "image/webp"),
     (8, b"WAVE", WAV),
+    (0, b"fLaC", FLAC),
 )
 _FRAMES = "give its frames as an array, with frames_per_second=..."
-_SOUND = "convert it to a WAV of 16-bit PCM"
+_SOUND = "convert it to a WAV or FLAC"
 _NOT_DECODED = (
     (4, b"ftyp", "an MP4 or its like", _FRAMES),
     (0, b"\x1aE\xdf\xa3", "a WebM or Matroska", _FRAMES),
     (8, b"AVI ", "an AVI", _FRAMES),
     (0, b"GIF8", "a GIF", _FRAMES),
-    (0, b"fLaC", "a FLAC", _SOUND),
     (0, b"OggS", "an Ogg", _SOUND),
     (0, b"ID3", "an MP3", _SOUND),
 )
@@ -111,6 +113,7 @@ def upload_of(
     media_type: str | None,
     format: VideoFormat | AudioTrackFormat | None,
     frames_per_second: float | None,
+    sample_rate: int | None = None,
 ) -> Upload:
     """An upload of media. Type and format follow from the media where they are not given."""
     is_path = isinstance(media, (str, os.PathLike))
@@ -120,6 +123,11 @@ def upload_of(
                 "frames_per_second is for an array of frames. For bytes and files write "
                 "format=moored.VideoFormat(width, height, frames, frames_per_second)"
             )
+        if sample_rate is not None:
+            raise ValueError(
+                "sample_rate is for an array of samples. For bytes and files write "
+                "format=moored.AudioTrackFormat(samples_per_second, channels, samples)"
+            )
         return (
             _of_file(media, media_type, format) if is_path else _of_bytes(media, media_type, format)
         )
@@ -128,7 +136,15 @@ def upload_of(
             f"media_type and format are for bytes and files; leave them out of a {_name(media)}"
         )
     if _is_array(media):
-        return _of_array(media, frames_per_second)
+        if sample_rate is None:
+            return _of_array(media, frames_per_second)
+        if frames_per_second is not None:
+            raise ValueError("An array is frames or samples: leave sample_rate out, or the other")
+        return _of_samples(media, sample_rate)
+    if sample_rate is not None:
+        raise ValueError(
+            f"sample_rate is for an array of samples; leave it out of a {_name(media)}"
+        )
     if frames_per_second is not None:
         raise ValueError(
             f"frames_per_second is for an array of frames; leave it out of a {_name(media)}"
@@ -176,6 +192,35 @@ def _of_array(frames: Any, frames_per_second: float | None) -> Upload:
     return _upload(RAW_VIDEO, format, len(data), _pieces_of(data))
 
 
+_MOST_CHANNELS = 2
+
+
+def _of_samples(samples: Any, sample_rate: int) -> Upload:
+    np, shape = numpy(), tuple(samples.shape)
+    if samples.ndim == 1:
+        samples = samples[:, None]
+    if samples.ndim != 2 or 0 in shape:
+        raise ValueError(f"An array of samples is [samples, channels], not {[*shape]}")
+    if samples.shape[1] > _MOST_CHANNELS:
+        hint = ": write array.T" if samples.shape[0] <= _MOST_CHANNELS else ""
+        raise ValueError(
+            f"An array of samples is [samples, channels] with 1 or 2 channels, not {[*shape]}{hint}"
+        )
+    if samples.dtype.kind == "f":
+        if not np.isfinite(samples).all():
+            raise ValueError("An array of samples has some that are no numbers")
+        # As the service reads a WAV of such samples: 1 is full scale, and what is louder is cut.
+        samples = (samples.astype("f8") * 32768).round().clip(-32768, 32767).astype("<i2")
+    elif samples.dtype != "int16":
+        raise ValueError(
+            f"An array of samples is int16, or floating with 1 as full scale, not {samples.dtype}"
+        )
+    count, channels = samples.shape
+    data = memoryview(np.ascontiguousarray(samples, dtype="<i2")).cast("B")
+    format = AudioTrackFormat(sample_rate, channels, count)
+    return _upload(RAW_AUDIO, format, len(data), _pieces_of(data))
+
+
 def _of_object(media: Any) -> Upload:
     if isinstance(media, VideoResult):
         media = media.film
@@ -187,6 +232,8 @@ def _of_object(media: Any) -> Upload:
         format = VideoFormat(media.width, media.height, media.frame_count, media.frames_per_second)
         data = media._raw()
         return _upload(RAW_VIDEO, format, len(data), _pieces_of(data))
+    if isinstance(media, Track) and media.media_type == FLAC:
+        return _upload(FLAC, None, len(media.data), _pieces_of(media.data))
     if isinstance(media, Track):
         data = media._wav()
         return _upload(WAV, None, len(data), _pieces_of(data))
@@ -207,8 +254,8 @@ def _no_media(media: object) -> str:
     if isinstance(media, (list, tuple)):
         return "Frames are one array: numpy.stack(frames), with frames_per_second=..."
     return (
-        "Media is bytes, a path, a PIL image, an array of frames with frames_per_second=..., or a "
-        f"result, not a {_name(media)}"
+        "Media is bytes, a path, a PIL image, an array of frames with frames_per_second=... or of "
+        f"samples with sample_rate=..., or a result, not a {_name(media)}"
     )
 
 
@@ -223,7 +270,7 @@ def _type_of(head: bytes, media_type: str | None, format: object, ending: str, w
     if media_type is None:
         found = _type_by_content(head, what) or _ENDINGS.get(ending)
         if found is None:
-            raise ValueError(f"{what} is no PNG, JPEG, WebP or WAV. Write {_RAW}")
+            raise ValueError(f"{what} is no PNG, JPEG, WebP, WAV or FLAC. Write {_RAW}")
         return found
     if format is None and media_type in (RAW_VIDEO, RAW_AUDIO):
         raise ValueError(f"{media_type} needs a format. Write {_RAW}")

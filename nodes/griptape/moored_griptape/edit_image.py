@@ -8,7 +8,7 @@ import moored
 from griptape_nodes.exe_types.param_types.parameter_float import ParameterFloat
 from griptape_nodes.exe_types.param_types.parameter_image import ParameterImage
 
-from moored_griptape.given_pictures import picture_data, sized_picture
+from moored_griptape.given_pictures import file_data, sized_picture
 from moored_griptape.numbers import number
 from moored_griptape.picture_node import PictureNode
 
@@ -51,7 +51,7 @@ class MooredEditImage(PictureNode):
         )
         mask = self.get_parameter_value("mask")
         if mask:
-            options["mask"] = await asyncio.to_thread(picture_data, mask)
+            options["mask"] = await asyncio.to_thread(file_data, mask)
         options["width"] = self._whole("width") or _nearest(width)
         options["height"] = self._whole("height") or _nearest(height)
         return options

@@ -1,4 +1,4 @@
-"""Pictures that a node is given, and ControlNets with what they read."""
+"""Files that a node is given: pictures, and ControlNets with what they read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LYING = (5, 6, 7, 8)
 _CONTROL_KEYS = ("id", "image", "scale", "start", "end", "mode")
 
 
-def picture_data(given: Any) -> bytes:
+def file_data(given: Any) -> bytes:
     """The bytes of an artifact, or of a file by its path or URL. Blocks."""
     value = given.get("value") if isinstance(given, Mapping) else getattr(given, "value", given)
     return value if isinstance(value, bytes) else File(str(value)).read_bytes()
@@ -29,7 +29,7 @@ def sized_picture(given: Any, name: str) -> tuple[bytes, tuple[int, int]]:
 
     `name` is for messages: the field.
     """
-    data = picture_data(given)
+    data = file_data(given)
     try:
         picture = Image.open(io.BytesIO(data))
     except UnidentifiedImageError as error:
@@ -82,4 +82,4 @@ def _control(value: object, picture: Any) -> moored.Control:
     if mode is not None and (mode < 0 or mode % 1):
         raise ValueError(f"mode of {name} is a whole number from 0, not {value['mode']!r}")
     whole = None if mode is None else int(mode)
-    return moored.Control(name, picture_data(image), scale, start, end, whole)
+    return moored.Control(name, file_data(image), scale, start, end, whole)

@@ -12,7 +12,7 @@ from griptape_nodes.exe_types.core_types import Parameter
 from griptape_nodes.exe_types.param_types.parameter_image import ParameterImage
 from griptape_nodes.exe_types.param_types.parameter_int import ParameterInt
 
-from moored_griptape.given_pictures import parse_controls, picture_data
+from moored_griptape.given_pictures import file_data, parse_controls
 from moored_griptape.previewing_node import PreviewingNode
 
 
@@ -102,7 +102,7 @@ class PictureNode(PreviewingNode):
         reference = self.get_parameter_value("reference_image")
         controls = self.get_parameter_value("controls")
         return moored.ImageOptions(
-            references=[picture_data(reference)] if reference else None,
+            references=[file_data(reference)] if reference else None,
             controls=parse_controls(controls, self.get_parameter_value("control_image")),
         )
 

@@ -15,8 +15,9 @@ use pipelines::MediaFormat;
 
 pub(crate) use mp4::{is_mp4, recipe_of};
 
+use crate::encoded::EncodedFile;
 use crate::pictures::Recipe;
-use h264::{Encoder, ParameterSets};
+use h264::Encoder;
 
 /// Sides that the encoder takes: its own limits are 3840 x 2160, in either orientation, and chroma has half the resolution.
 const LONGER_SIDE_PIXELS: u32 = 3840;
@@ -176,66 +177,18 @@ impl FilmFile {
     ///
     /// # Errors
     /// When frames are missing.
-    pub(crate) fn finish(self, recipe: Option<&Recipe>) -> Result<EncodedFilm, FilmError> {
+    pub(crate) fn finish(self, recipe: Option<&Recipe>) -> Result<EncodedFile, FilmError> {
         if !self.is_complete() {
             let missing = self.format.frames as usize - self.samples.len();
             return Err(FilmError::Container(format!("{missing} frames are missing")));
         }
         let sets = self.encoder.parameter_sets()?;
         let samples: Vec<Sample> = self.samples.into_values().collect();
-        EncodedFilm::of(&self.format, &sets, samples, recipe)
-    }
-}
-
-/// An MP4 file in parts, of which no copy is made: what comes before the frames, and each frame.
-#[derive(Debug)]
-pub(crate) struct EncodedFilm {
-    parts: Vec<Bytes>,
-    bytes: u64,
-}
-
-impl EncodedFilm {
-    fn of(
-        format: &FilmFormat,
-        sets: &ParameterSets,
-        samples: Vec<Sample>,
-        recipe: Option<&Recipe>,
-    ) -> Result<EncodedFilm, FilmError> {
-        let head = mp4::head(format, sets, &samples, recipe)?;
+        let head = mp4::head(&self.format, &sets, &samples, recipe)?;
         let mut parts = vec![Bytes::from(head)];
         parts.extend(samples.into_iter().map(|sample| sample.data));
-        let bytes = parts.iter().map(|part| part.len() as u64).sum();
-        Ok(EncodedFilm { parts, bytes })
+        Ok(EncodedFile::of(parts))
     }
-
-    /// Bytes of the file.
-    pub(crate) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// The next bytes of the file from where the reader stands, at most so many; `None` at the end.
-    pub(crate) fn read(&self, at: &mut FilmPosition, most: usize) -> Option<Bytes> {
-        let mut chunk = Vec::new();
-        while let Some(part) = self.parts.get(at.part) {
-            let end = part.len().min(at.byte + most - chunk.len());
-            chunk.extend_from_slice(&part[at.byte..end]);
-            at.byte = end;
-            if end == part.len() {
-                (at.part, at.byte) = (at.part + 1, 0);
-            }
-            if chunk.len() == most {
-                break;
-            }
-        }
-        (!chunk.is_empty()).then(|| chunk.into())
-    }
-}
-
-/// Where a reader of an [`EncodedFilm`] stands.
-#[derive(Debug, Default)]
-pub(crate) struct FilmPosition {
-    part: usize,
-    byte: usize,
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 mod cli;
 mod config;
+mod encoded;
 mod films;
 mod grpc;
 mod host;
@@ -15,7 +16,7 @@ mod process;
 mod proto;
 mod serve;
 mod telemetry;
-mod wav;
+mod tracks;
 
 use std::process::ExitCode;
 

@@ -8,10 +8,10 @@ use engine::library::Entry;
 use image::codecs::jpeg::JpegEncoder;
 use image::codecs::webp::WebPEncoder;
 use image::{DynamicImage, ImageDecoder as _, ImageEncoder, ImageReader, Limits};
-use pipelines::{AdapterUse, Medium, Request};
+use pipelines::{AdapterUse, Audio, AudioTask, Medium, Request};
 use serde::{Deserialize, Serialize};
 
-use crate::films;
+use crate::{films, tracks};
 
 /// Longest side of a picture that a client may send.
 const LONGEST_SIDE_PIXELS: u32 = 8192;
@@ -56,6 +56,23 @@ pub(crate) struct Recipe {
     pub(crate) seconds: Option<f32>,
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub(crate) lyrics: String,
+    /// What was made of a source: `repaint`, `cover`, `extract`, `lego` or `complete`; empty for a new track.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub(crate) task: String,
+    /// Tracks that the task names.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) tracks: Vec<String>,
+    /// Start and end of the part that was made anew, in seconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) window: Option<(f32, f32)>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) bpm: Option<u32>,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub(crate) key: String,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub(crate) time_signature: String,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub(crate) language: String,
     /// Id of the model.
     pub(crate) model: String,
     /// Entry key: revision and quantization too.
@@ -66,6 +83,9 @@ pub(crate) struct Recipe {
     /// Pictures that the request had besides a start, and that the recipe does not hold: `mask`, `reference`, `control`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) pictures: Vec<String>,
+    /// Tracks that the request had, and that the recipe does not hold: `source`, `reference`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) sounds: Vec<String>,
     /// Version of the service.
     pub(crate) version: String,
 }
@@ -144,10 +164,45 @@ impl Recipe {
             }
             Medium::Audio(audio) => {
                 recipe.seconds = Some(audio.seconds);
-                recipe.lyrics.clone_from(&audio.lyrics);
+                recipe.set_track(audio);
+                if audio.init_audio.is_some() {
+                    recipe.strength = Some(request.strength);
+                }
             }
         }
         recipe
+    }
+
+    fn set_track(&mut self, audio: &Audio) {
+        self.lyrics.clone_from(&audio.lyrics);
+        (self.bpm, self.key) = (audio.beats_per_minute, audio.key.clone());
+        (self.time_signature, self.language) = (audio.time_signature.clone(), audio.language.clone());
+        if audio.task != AudioTask::TextToMusic {
+            audio.task.name().clone_into(&mut self.task);
+        }
+        match &audio.task {
+            AudioTask::TextToMusic | AudioTask::Cover => {}
+            &AudioTask::Repaint {
+                start_seconds,
+                end_seconds,
+            } => self.window = Some((start_seconds, end_seconds)),
+            AudioTask::Extract { track } => self.tracks = vec![track.clone()],
+            AudioTask::Lego {
+                track,
+                start_seconds,
+                end_seconds,
+            } => {
+                self.tracks = vec![track.clone()];
+                self.window = Some((*start_seconds, *end_seconds));
+            }
+            AudioTask::Complete { tracks } => self.tracks.clone_from(tracks),
+        }
+        let given = [
+            ("source", audio.init_audio.is_some()),
+            ("reference", audio.reference.is_some()),
+        ];
+        let given = given.iter().filter(|(_, is_given)| *is_given);
+        self.sounds = given.map(|(name, _)| (*name).to_owned()).collect();
     }
 }
 
@@ -389,13 +444,16 @@ pub(crate) fn png(width: u32, height: u32, rgb: &[u8], recipe: Option<&Recipe>) 
     Ok(file)
 }
 
-/// Reads the recipe from a picture or an MP4 that moored saved.
+/// Reads the recipe from a picture, an MP4 or a track that moored saved.
 pub(crate) fn recipe_of(file: &[u8]) -> Result<Recipe, String> {
-    const NONE: &str = "has no moored settings; --from needs a picture or a film saved by moored";
+    const NONE: &str = "has no moored settings; --from needs a picture, a film or a track saved by moored";
     let parse =
         |text: &str| serde_json::from_str(text).map_err(|e| format!("its settings cannot be read: {e}"));
     if films::is_mp4(file) {
         return parse(films::recipe_of(file).ok_or(NONE)?);
+    }
+    if tracks::is_track(file) {
+        return parse(&tracks::recipe_of(file).ok_or(NONE)?);
     }
     if !matches!(image::guess_format(file), Ok(image::ImageFormat::Png)) {
         let reader = ImageReader::new(Cursor::new(file)).with_guessed_format();
@@ -492,6 +550,9 @@ mod tests {
         /// In hexadecimal digits; not in every case.
         #[serde(default)]
         exif: String,
+        /// The header of a WAV of 5 samples of 2 channels, 8000 a second; of tracks.
+        #[serde(default)]
+        wav: String,
     }
 
     fn cases() -> Vec<Case> {
@@ -549,6 +610,25 @@ mod tests {
                 );
                 assert_eq!(recipe_of(&file).unwrap(), case.recipe);
             }
+            checked += 1;
+        }
+        assert!(checked > 0, "the file has such cases");
+    }
+
+    #[test]
+    fn a_wav_has_the_same_header_as_one_of_the_python_client() {
+        let cases = cases().into_iter().filter(|case| !case.wav.is_empty());
+        let mut checked = 0;
+        for case in cases {
+            let format = tracks::TrackFormat {
+                samples_per_second: 8000,
+                channels: 2,
+                samples: 5,
+            };
+            let header = tracks::wav_header(format, Some(&case.recipe)).unwrap();
+            assert_eq!(header, bytes(&case.wav));
+            let file = [header, vec![0; 20]].concat();
+            assert_eq!(recipe_of(&file).unwrap(), case.recipe);
             checked += 1;
         }
         assert!(checked > 0, "the file has such cases");

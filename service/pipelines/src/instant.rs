@@ -268,8 +268,7 @@ impl Description {
             }),
             DescribedMedium::Audio => Medium::Audio(Audio {
                 seconds: self.defaults.seconds,
-                lyrics: String::new(),
-                init_audio: None,
+                ..Audio::default()
             }),
         }
     }

@@ -55,7 +55,9 @@ pub use ops::{
 pub use out_of_memory::is_out_of_memory;
 pub use plan::{PreviewNeed, Role, Rung, Section, StagePlan, ValueShape, Values};
 pub use quantization::{FULL, Formats, Preset, Quantization};
-pub use request::{Audio, Clip, ControlUse, Image, InitImage, Mask, Medium, Request, RequestError, Video};
+pub use request::{
+    Audio, AudioTask, Clip, ControlUse, Image, InitImage, Mask, Medium, Request, RequestError, Video,
+};
 pub use resize::resized;
 
 /// All families of this build. Adding one is a folder and a line here.

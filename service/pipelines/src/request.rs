@@ -120,8 +120,55 @@ pub struct Audio {
     pub seconds: f32,
     /// Lyrics; empty for an instrumental.
     pub lyrics: String,
-    /// Audio to audio: the track to start from, in its own rate and length.
+    /// Audio to audio: the track to start from, in its own rate and length: the source of [`AudioTask`].
     pub init_audio: Option<Clip>,
+    /// A track whose timbre is taken, in its own rate and length.
+    pub reference: Option<Clip>,
+    pub task: AudioTask,
+    /// Tempo; `None`: the model's choice.
+    pub beats_per_minute: Option<u32>,
+    /// Key and scale: `C major`; empty: the model's choice.
+    pub key: String,
+    /// Beats in a bar: `4`; empty: the model's choice.
+    pub time_signature: String,
+    /// Language of the lyrics: `en`; empty: the model's default.
+    pub language: String,
+}
+
+/// What is made of a track. Windows are in seconds of the track; names of tracks are the model's (`vocals`, `drums`).
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub enum AudioTask {
+    /// A new track.
+    #[default]
+    TextToMusic,
+    /// The source with a window made anew.
+    Repaint { start_seconds: f32, end_seconds: f32 },
+    /// The source's melody and rhythm in another style.
+    Cover,
+    /// One track of the source, alone.
+    Extract { track: String },
+    /// One track more, to the source, within a window.
+    Lego {
+        track: String,
+        start_seconds: f32,
+        end_seconds: f32,
+    },
+    /// The source with further tracks.
+    Complete { tracks: Vec<String> },
+}
+
+impl AudioTask {
+    /// Name of the task: `text2music`, `repaint`, `cover`, `extract`, `lego`, `complete`.
+    pub fn name(&self) -> &'static str {
+        match self {
+            AudioTask::TextToMusic => "text2music",
+            AudioTask::Repaint { .. } => "repaint",
+            AudioTask::Cover => "cover",
+            AudioTask::Extract { .. } => "extract",
+            AudioTask::Lego { .. } => "lego",
+            AudioTask::Complete { .. } => "complete",
+        }
+    }
 }
 
 impl Medium {
@@ -258,6 +305,11 @@ impl Request {
         let further = mask.map(|mask| &mask.grey).into_iter();
         let further = further.chain(references.iter().map(|image| &image.rgb));
         let further = further.chain(controls.iter().map(|control| &control.image.rgb));
+        let reference = match &self.medium {
+            Medium::Audio(audio) => audio.reference.as_ref(),
+            Medium::Image(_) | Medium::Video(_) => None,
+        };
+        let further = further.chain(reference.map(|clip| &clip.data));
         let all = image.into_iter().chain(clip).chain(further);
         all.map(|data| data.len() as u64).sum()
     }

@@ -125,17 +125,24 @@ class Graph:
         """ComfyUI's own node that takes a film apart: pictures, sound, rate."""
         return self.add("GetVideoComponents", video=[film, 0])
 
-    def audio(self, prompt: str = RED, **options: Any) -> str:
-        """Audio."""
-        inputs = {
-            "model": [self.model, 0],
-            "prompt": prompt,
-            "lyrics": "",
-            "seconds": 0.0,
-            "count": 1,
-        }
+    def text_to_music(self, prompt: str = RED, **options: Any) -> str:
+        """Text to Music."""
+        return self._music("MooredTextToMusic", prompt, {"seconds": 0.0} | options)
+
+    def repaint_music(self, audio: Link, prompt: str = RED, **options: Any) -> str:
+        """Repaint Music."""
+        inputs = {"audio": audio, "start_seconds": 0.0, "end_seconds": 0.0}
+        return self._music("MooredRepaintMusic", prompt, inputs | options)
+
+    def cover_music(self, audio: Link, prompt: str = RED, **options: Any) -> str:
+        """Cover Music."""
+        return self._music("MooredCoverMusic", prompt, {"audio": audio} | options)
+
+    def _music(self, node: str, prompt: str, options: dict[str, Any]) -> str:
+        inputs = {"model": [self.model, 0], "prompt": prompt, "lyrics": "", "count": 1, "bpm": 0}
+        inputs |= dict.fromkeys(("key", "time_signature", "language"), "")
         making = {name: value for name, value in MAKING.items() if name != "preview_every_s"}
-        return self.add("MooredAudio", **(inputs | making | options))
+        return self.add(node, **(inputs | making | options))
 
     def preview(self, image: Link) -> str:
         """Shows pictures."""

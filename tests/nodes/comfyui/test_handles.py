@@ -162,6 +162,25 @@ def test_a_film_and_tracks_go_to_tensors(pack: ModuleType) -> None:
     assert audio["sample_rate"] == 8000
     assert (audio["waveform"].shape, audio["waveform"].dtype) == ((2, 2, 3), "float32")
     assert np.array_equal(audio["waveform"].numpy()[1].T * 2**15, samples)
+    back, rate = tensors.samples_of_audio(audio)
+    assert np.array_equal(back * 2**15, samples)
+    assert rate == 8000
+
+
+def test_an_audio_of_odd_shapes_and_values_is_taken_or_refused_with_words(pack: ModuleType) -> None:
+    def given(values: object) -> object:
+        array = np.array(values, dtype=np.float32)
+        return {"waveform": torch.from_numpy(array), "sample_rate": 8000}
+
+    samples, _ = pack.tensors.samples_of_audio(given([[np.nan, np.inf, -np.inf, 0.5]]))
+    assert samples.tolist() == [[0.0], [1.0], [-1.0], [0.5]]
+    for values, told in (
+        (np.zeros((1, 2, 0)), "no samples"),
+        (np.zeros((0, 2, 9)), "no samples"),
+        (np.zeros((1, 8, 9)), "8 channels"),
+    ):
+        with pytest.raises(pack.failures.Failure, match=told):
+            pack.tensors.samples_of_audio(given(values))
 
 
 def test_pictures_of_any_channels_and_values_are_taken(pack: ModuleType) -> None:

@@ -31,7 +31,7 @@ def test_tracks_are_the_clients_own(comfyui: StandIn, serve: Serve) -> None:
     service = serve("sim:24GiB")
     with service.client() as client:
         graph = Graph(service.address, model="track")
-        made = graph.audio(lyrics="la", seconds=0.5, count=2)
+        made = graph.text_to_music(lyrics="la", seconds=0.5, count=2)
         show = graph.add("PreviewAudio", audio=[made, 0])
         run = comfyui.queue(graph.prompt).succeeded()
         ((samples, rate),) = run.outputs[show]["audio"]
@@ -45,6 +45,57 @@ def test_tracks_are_the_clients_own(comfyui: StandIn, serve: Serve) -> None:
             assert np.array_equal((one.T * 2**15).astype(int), track.array)
         assert (samples[0] != samples[1]).any()
         assert run.texts(made)[-1].startswith("Done in")
+
+
+def test_music_is_made_of_music(comfyui: StandIn, serve: Serve) -> None:
+    service = serve("sim:24GiB")
+    metre = {"bpm": 96, "key": "C major", "time_signature": "3", "language": "en"}
+    with service.client() as client:
+        graph = Graph(service.address, model="track")
+        song = graph.text_to_music(seconds=0.5)
+        part = graph.repaint_music(
+            [song, 0], start_seconds=0.1, end_seconds=0.3, reference=[song, 0], **metre
+        )
+        cover = graph.cover_music([song, 0], count=2)
+        shows = {made: graph.add("PreviewAudio", audio=[made, 0]) for made in (part, cover)}
+        run = comfyui.queue(graph.prompt).succeeded()
+        asked = {"model": "track", "seed": 7, "steps": 2}
+        own = client.generate_audio(RED, seconds=0.5, **asked)
+        source = client.put_media(own)
+        parts = client.generate_audio(
+            RED,
+            task="repaint",
+            window=(0.1, 0.3),
+            init_media=source,
+            reference=source,
+            **metre,
+            **asked,
+        )
+        covers = client.generate_audio(RED, task="cover", init_media=source, count=2, **asked)
+        for made, result in ((part, parts), (cover, covers)):
+            ((samples, _),) = run.outputs[shows[made]]["audio"]
+            assert samples.shape == (len(result.tracks), 2, 24_000)
+            for one, track in zip(samples, result.tracks, strict=True):
+                assert np.array_equal((one.T * 2**15).astype(int), track.array)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"start_seconds": 0.3, "end_seconds": 0.2}, "Nothing lies between"),
+        ({"start_seconds": 0.1, "end_seconds": 0.9}, "behind the end of the source"),
+    ],
+)
+def test_a_window_that_is_not_in_the_music_is_told(
+    comfyui: StandIn, serve: Serve, options: dict[str, float], told: str
+) -> None:
+    graph = Graph(serve("sim:24GiB").address, model="track")
+    made = graph.repaint_music([graph.text_to_music(seconds=0.5), 0], **options)
+    graph.add("PreviewAudio", audio=[made, 0])
+    run = comfyui.queue(graph.prompt).done()
+    assert run.status == "error"
+    assert told in run.error
+    assert "Traceback" not in run.error
 
 
 def test_a_film_says_its_rate(comfyui: StandIn, serve: Serve) -> None:

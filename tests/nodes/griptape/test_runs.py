@@ -179,6 +179,60 @@ def test_a_prompt_becomes_a_track_by_url(simulate: Simulate, nowhere: Headless) 
         assert words in shown["logs"]
 
 
+def test_a_part_of_a_track_is_made_anew_as_flac(
+    simulate: Simulate, nowhere: Headless, tmp_path: Path
+) -> None:
+    client = simulate()
+    song = client.generate_audio("a song", model="track", seconds=0.5, output="flac")
+    path = tmp_path / "song.flac"
+    song.save(path)
+    metre: dict[str, Any] = {"bpm": 96, "key": "C major", "time_signature": "3", "language": "en"}
+    values = {"prompt": "a brass band", "model": "track", "seed": 7, "steps": 2}
+    node = nowhere.do(
+        nowhere.node(
+            "GenerateAudio",
+            input_audio=str(path),
+            reference_audio=str(path),
+            task="repaint",
+            start_seconds=0.1,
+            end_seconds=0.3,
+            file_format="flac",
+            **metre,
+            **values,
+        )
+    )
+    succeeds(nowhere)
+    source = client.put_media(path)
+    own: dict[str, Any] = {"model": "track", "seed": 7, "steps": 2, "init_media": source}
+    same = client.generate_audio(
+        "a brass band",
+        task="repaint",
+        window=(0.1, 0.3),
+        reference=source,
+        output="flac",
+        **metre,
+        **own,
+    )
+    assert track(node) == same.flac
+    assert outputs(node)["audio"].value.endswith(".flac")
+    # Of two tracks by name, to the end.
+    nowhere.do(
+        nowhere.set(node, task="complete", tracks="drums, bass", start_seconds=0, end_seconds=0)
+    )
+    succeeds(nowhere)
+    made = tmp_path / "made.flac"
+    made.write_bytes(track(node))
+    assert moored.read_recipe(made)["tracks"] == ["drums", "bass"]
+    for values, told in (
+        ({"task": "extract"}, "tracks"),
+        ({"task": "repaint", "tracks": "", "end_seconds": 0.9}, "behind the end of the source"),
+        ({"end_seconds": 0, "input_audio": None}, "init_media"),
+        ({"task": "cover", "input_audio": __file__}, "The input_audio cannot be taken"),
+    ):
+        nowhere.do(nowhere.set(node, **values))
+        assert told in fails(nowhere, node)
+
+
 def test_a_track_that_cannot_be_is_told_in_a_sentence(
     simulate: Simulate, nowhere: Headless
 ) -> None:

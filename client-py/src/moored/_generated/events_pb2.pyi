@@ -484,7 +484,7 @@ class Artifact(google.protobuf.message.Message):
     """Index among the artifacts of this job."""
     media_type: builtins.str
     """`image/png`, or `image/x-raw-rgb` (8 bits a channel, row-major); `video/x-raw-rgb`, frame after frame of the same, or
-    `video/mp4`; `audio/wav`, or `audio/x-raw-s16le` (16-bit little-endian, channels interleaved).
+    `video/mp4`; `audio/wav`, `audio/flac`, or `audio/x-raw-s16le` (16-bit little-endian, channels interleaved).
     """
     chunk: builtins.bytes
     """At most 1 MiB."""

@@ -77,6 +77,42 @@ at most 3840 and 2160. It comes when the last frame is decoded; sound comes as W
 """
 global___FilmFormat = FilmFormat
 
+class _AudioTask:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _AudioTaskEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_AudioTask.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    AUDIO_TASK_UNSPECIFIED: _AudioTask.ValueType  # 0
+    """A new track, from text; or from a track, where the model starts from one."""
+    REPAINT: _AudioTask.ValueType  # 1
+    """The source, with a window made anew."""
+    COVER: _AudioTask.ValueType  # 2
+    """The melody and rhythm of the source, in another style."""
+    EXTRACT: _AudioTask.ValueType  # 3
+    """One track of the source alone."""
+    LEGO: _AudioTask.ValueType  # 4
+    """One track more, that fits the source, within a window."""
+    COMPLETE: _AudioTask.ValueType  # 5
+    """The source, with further tracks."""
+
+class AudioTask(_AudioTask, metaclass=_AudioTaskEnumTypeWrapper):
+    """What is made of a track."""
+
+AUDIO_TASK_UNSPECIFIED: AudioTask.ValueType  # 0
+"""A new track, from text; or from a track, where the model starts from one."""
+REPAINT: AudioTask.ValueType  # 1
+"""The source, with a window made anew."""
+COVER: AudioTask.ValueType  # 2
+"""The melody and rhythm of the source, in another style."""
+EXTRACT: AudioTask.ValueType  # 3
+"""One track of the source alone."""
+LEGO: AudioTask.ValueType  # 4
+"""One track more, that fits the source, within a window."""
+COMPLETE: AudioTask.ValueType  # 5
+"""The source, with further tracks."""
+global___AudioTask = AudioTask
+
 class _AudioFormat:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -86,17 +122,23 @@ class _AudioFormatEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     AUDIO_FORMAT_UNSPECIFIED: _AudioFormat.ValueType  # 0
     """WAV."""
     WAV: _AudioFormat.ValueType  # 1
+    """16-bit PCM: samples come as they are decoded."""
     RAW_S16LE: _AudioFormat.ValueType  # 2
-    """16-bit little-endian samples, channels interleaved."""
+    """16-bit little-endian samples, channels interleaved: as they are decoded."""
+    FLAC: _AudioFormat.ValueType  # 3
+    """16-bit, without loss: one file, which comes when the last sample is decoded."""
 
 class AudioFormat(_AudioFormat, metaclass=_AudioFormatEnumTypeWrapper):
-    """How a track is sent."""
+    """How a track is sent. Files have the recipe in them as a comment."""
 
 AUDIO_FORMAT_UNSPECIFIED: AudioFormat.ValueType  # 0
 """WAV."""
 WAV: AudioFormat.ValueType  # 1
+"""16-bit PCM: samples come as they are decoded."""
 RAW_S16LE: AudioFormat.ValueType  # 2
-"""16-bit little-endian samples, channels interleaved."""
+"""16-bit little-endian samples, channels interleaved: as they are decoded."""
+FLAC: AudioFormat.ValueType  # 3
+"""16-bit, without loss: one file, which comes when the last sample is decoded."""
 global___AudioFormat = AudioFormat
 
 class _OutputFormat:
@@ -503,6 +545,15 @@ class GenerateAudioRequest(google.protobuf.message.Message):
     OMIT_METADATA_FIELD_NUMBER: builtins.int
     OUTPUT_FIELD_NUMBER: builtins.int
     INIT_MEDIA_ID_FIELD_NUMBER: builtins.int
+    TASK_FIELD_NUMBER: builtins.int
+    TRACKS_FIELD_NUMBER: builtins.int
+    WINDOW_START_SECONDS_FIELD_NUMBER: builtins.int
+    WINDOW_END_SECONDS_FIELD_NUMBER: builtins.int
+    REFERENCE_MEDIA_ID_FIELD_NUMBER: builtins.int
+    BEATS_PER_MINUTE_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    TIME_SIGNATURE_FIELD_NUMBER: builtins.int
+    LANGUAGE_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     prompt: builtins.str
     """At most 10,000 characters."""
@@ -530,11 +581,35 @@ class GenerateAudioRequest(google.protobuf.message.Message):
     omit_metadata: builtins.bool
     """Leave prompt, seed, settings and model out of the metadata."""
     output: global___AudioFormat.ValueType
-    """WAV (default), or samples alone."""
+    """WAV (default), FLAC, or samples alone."""
     init_media_id: builtins.str
-    """Start from this track of PutMedia, where the model takes one; its length is the default."""
+    """Start from this track of PutMedia, where the model takes one; its length is the default. Every task but that of a new
+    track needs it: it is the source.
+    """
+    task: global___AudioTask.ValueType
+    """What is made of the source. A model may know some of them only."""
+    window_start_seconds: builtins.float
+    """Of REPAINT and LEGO: the part that is made anew, in seconds of the source. Absent: its start."""
+    window_end_seconds: builtins.float
+    """Absent: the end of the source."""
+    reference_media_id: builtins.str
+    """A track of PutMedia whose timbre is taken, where the model takes one."""
+    beats_per_minute: builtins.int
+    """Tempo, 1 to 999. Absent: the model's choice, as of what follows."""
+    key: builtins.str
+    """Key and scale: `C major`. At most 64 characters, as of what follows."""
+    time_signature: builtins.str
+    """Beats of a bar: `4`."""
+    language: builtins.str
+    """Language of the lyrics: `en`."""
     @property
     def model(self) -> model_pb2.ModelRef: ...
+    @property
+    def tracks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Tracks that the task names, as the model knows them (`vocals`, `drums`): one of EXTRACT and LEGO, at least one of
+        COMPLETE, at most 32.
+        """
+
     @property
     def options(self) -> global___JobOptions: ...
     def __init__(
@@ -556,16 +631,31 @@ class GenerateAudioRequest(google.protobuf.message.Message):
         omit_metadata: builtins.bool = ...,
         output: global___AudioFormat.ValueType = ...,
         init_media_id: builtins.str = ...,
+        task: global___AudioTask.ValueType = ...,
+        tracks: collections.abc.Iterable[builtins.str] | None = ...,
+        window_start_seconds: builtins.float | None = ...,
+        window_end_seconds: builtins.float | None = ...,
+        reference_media_id: builtins.str = ...,
+        beats_per_minute: builtins.int | None = ...,
+        key: builtins.str = ...,
+        time_signature: builtins.str = ...,
+        language: builtins.str = ...,
         options: global___JobOptions | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "guidance", b"guidance", "model", b"model", "options", b"options", "seed", b"seed", "strength", b"strength"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "count", b"count", "guidance", b"guidance", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "lyrics", b"lyrics", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "prompt", b"prompt", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_beats_per_minute", b"_beats_per_minute", "_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "_window_end_seconds", b"_window_end_seconds", "_window_start_seconds", b"_window_start_seconds", "beats_per_minute", b"beats_per_minute", "guidance", b"guidance", "model", b"model", "options", b"options", "seed", b"seed", "strength", b"strength", "window_end_seconds", b"window_end_seconds", "window_start_seconds", b"window_start_seconds"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_beats_per_minute", b"_beats_per_minute", "_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "_window_end_seconds", b"_window_end_seconds", "_window_start_seconds", b"_window_start_seconds", "beats_per_minute", b"beats_per_minute", "count", b"count", "guidance", b"guidance", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "key", b"key", "language", b"language", "latent_only", b"latent_only", "lyrics", b"lyrics", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "prompt", b"prompt", "reference_media_id", b"reference_media_id", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength", "task", b"task", "time_signature", b"time_signature", "tracks", b"tracks", "window_end_seconds", b"window_end_seconds", "window_start_seconds", b"window_start_seconds"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_beats_per_minute", b"_beats_per_minute"]) -> typing.Literal["beats_per_minute"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_guidance", b"_guidance"]) -> typing.Literal["guidance"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_strength", b"_strength"]) -> typing.Literal["strength"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_window_end_seconds", b"_window_end_seconds"]) -> typing.Literal["window_end_seconds"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_window_start_seconds", b"_window_start_seconds"]) -> typing.Literal["window_start_seconds"] | None: ...
 
 global___GenerateAudioRequest = GenerateAudioRequest
 
@@ -736,10 +826,12 @@ class MediaInfo(google.protobuf.message.Message):
     BYTES_FIELD_NUMBER: builtins.int
     EXPIRES_IN_MS_FIELD_NUMBER: builtins.int
     id: builtins.str
-    """Handle, for `init_media_id`."""
+    """Handle, for `init_media_id` and its like."""
     media_type: builtins.str
     """`image/png`, `image/jpeg`, `image/webp`, `video/x-raw-rgb` (8 bits a channel, row-major, frame after frame), `audio/wav`
-    (16-bit PCM) or `audio/x-raw-s16le` (16-bit little-endian, channels interleaved).
+    (PCM of 8 to 32 bits, or numbers of 32 bits with a point), `audio/flac` (8 to 24 bits) or `audio/x-raw-s16le` (16-bit
+    little-endian, channels interleaved). Tracks have 1 or 2 channels of 8,000 to 192,000 samples a second, last an hour at
+    most, and are kept as 16-bit samples.
     """
     bytes: builtins.int
     """Bytes in all."""

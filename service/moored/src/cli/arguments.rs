@@ -1,5 +1,7 @@
 //! The command line: commands and options.
 
+mod play;
+
 use std::collections::HashMap;
 use std::path::PathBuf;
 
@@ -9,6 +11,8 @@ use clap::{
 };
 use pipelines::FULL;
 use residency::Bytes;
+
+pub(super) use play::{Play, TaskChoice, TrackSettings};
 
 use super::{CliError, cards, version};
 use crate::config::Flags;
@@ -95,6 +99,8 @@ pub(super) enum Command {
     Generate(Generate),
     /// Generate a film with a running service: from text, or from a picture with --init
     Film(Generate),
+    /// Generate music with a running service: from text and lyrics, or from a track with --task and --source
+    Play(Play),
     /// Try it out: generate twelve small pictures and a film with the models that are included
     Demo(Demo),
     /// Start the service
@@ -192,6 +198,7 @@ impl Command {
         match self {
             Command::Generate(_)
             | Command::Film(_)
+            | Command::Play(_)
             | Command::Plan(_)
             | Command::Status(_)
             | Command::Load(_)
@@ -296,7 +303,7 @@ pub(super) struct Prompts {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Output")]
 pub(super) struct Output {
-    /// A file (.png, .jpg, .webp, .mp4, .apng, .wav), a folder, or - for standard output [default: MODEL-SEED.png, .mp4 or .wav]
+    /// A file (.png, .jpg, .webp, .mp4, .apng, .wav, .flac), a folder, or - for standard output [default: MODEL-SEED.png, .mp4 or .wav]
     #[arg(short, long, value_name = "PATH")]
     pub(super) out: Option<String>,
     /// Overwrite files that are there
@@ -308,7 +315,7 @@ pub(super) struct Output {
 }
 
 /// What is generated, and how its job is run.
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 pub(super) struct Settings {
     #[command(flatten)]
     pub(super) formats: Formats,
@@ -318,35 +325,19 @@ pub(super) struct Settings {
     /// Height in pixels
     #[arg(short = 'H', long, help_heading = "Picture")]
     pub(super) height: Option<u32>,
-    /// Denoising steps
-    #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..), help_heading = "Picture")]
-    pub(super) steps: Option<u32>,
-    /// Guidance scale
-    #[arg(short, long, help_heading = "Picture")]
-    pub(super) guidance: Option<f32>,
-    /// Seed; item i uses seed + i [default: random]
-    #[arg(long, help_heading = "Picture")]
-    pub(super) seed: Option<u64>,
-    /// How many pictures, films or tracks
-    #[arg(short = 'n', long, default_value_t = 1, help_heading = "Picture")]
-    pub(super) count: u32,
-    /// Longest prompt, in tokens of the large text encoder
-    #[arg(long, value_name = "TOKENS", help_heading = "Picture")]
-    pub(super) max_sequence_length: Option<u32>,
-    /// Regenerate a picture or film from the settings stored in its file. Other options override them
+    #[command(flatten)]
+    pub(super) sampling: Sampling,
+    /// Regenerate a picture, film or track from the settings stored in its file. Other options override them
     #[arg(long, value_name = "FILE", help_heading = "Picture")]
     pub(super) from: Option<PathBuf>,
-    /// The picture to start from: image to image; of a film, its first frame
-    #[arg(long, value_name = "PICTURE", help_heading = "Picture")]
+    /// The picture to start from: image to image; of a film, its first frame; of a track, the WAV or FLAC to start from
+    #[arg(long, value_name = "FILE", help_heading = "Picture")]
     pub(super) init: Option<PathBuf>,
-    /// Image to image: how strongly to change the picture: more than 0, up to 1
-    #[arg(long, help_heading = "Picture")]
-    pub(super) strength: Option<f32>,
     /// Inpainting: a picture that is white where --init changes, and black where it stays exactly as it is
     #[arg(long, value_name = "PICTURE", requires = "init", help_heading = "Picture")]
     pub(super) mask: Option<PathBuf>,
-    /// Editing: a picture that the prompt is about (FLUX.1 Kontext)
-    #[arg(long, value_name = "PICTURE", help_heading = "Picture")]
+    /// Editing: a picture that the prompt is about (FLUX.1 Kontext); of a track, a WAV or FLAC whose timbre is taken
+    #[arg(long, value_name = "FILE", help_heading = "Picture")]
     pub(super) reference: Vec<PathBuf>,
     /// A ControlNet, by its name in `moored models --adapters`, and the picture that it reads; may be repeated
     #[arg(long, value_name = "NAME=PICTURE", value_parser = name_and_picture, help_heading = "Picture")]
@@ -378,6 +369,39 @@ pub(super) struct Settings {
     /// Track: the lyrics
     #[arg(long, value_name = "TEXT", help_heading = "Film and track")]
     pub(super) lyrics: Option<String>,
+    #[command(flatten)]
+    pub(super) job: JobSettings,
+    /// Of `moored play` alone.
+    #[arg(skip)]
+    pub(super) track: TrackSettings,
+}
+
+/// How sampling goes.
+#[derive(Debug, Default, Args)]
+pub(super) struct Sampling {
+    /// Denoising steps
+    #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..), help_heading = "Sampling")]
+    pub(super) steps: Option<u32>,
+    /// Guidance scale
+    #[arg(short, long, help_heading = "Sampling")]
+    pub(super) guidance: Option<f32>,
+    /// Seed; item i uses seed + i [default: random]
+    #[arg(long, help_heading = "Sampling")]
+    pub(super) seed: Option<u64>,
+    /// How many pictures, films or tracks
+    #[arg(short = 'n', long, default_value_t = 1, help_heading = "Sampling")]
+    pub(super) count: u32,
+    /// Longest prompt, in tokens of the large text encoder
+    #[arg(long, value_name = "TOKENS", help_heading = "Sampling")]
+    pub(super) max_sequence_length: Option<u32>,
+    /// With a start: how strongly to change it: more than 0, up to 1
+    #[arg(long, help_heading = "Sampling")]
+    pub(super) strength: Option<f32>,
+}
+
+/// How a job is run.
+#[derive(Debug, Default, Args)]
+pub(super) struct JobSettings {
     /// Start although memory is short
     #[arg(long, help_heading = "Job")]
     pub(super) allow_low_memory: bool,
@@ -406,7 +430,7 @@ pub(super) enum MediumChoice {
     Image,
     /// A film, written as MP4 or animated PNG
     Video,
-    /// A track, written as WAV
+    /// A track, written as WAV or FLAC
     Audio,
 }
 

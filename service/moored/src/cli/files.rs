@@ -70,6 +70,14 @@ impl Target {
         }
     }
 
+    /// How tracks are sent: as the file that they are written to.
+    pub(super) fn track_format(&self) -> v1::AudioFormat {
+        match &self.place {
+            Place::File(path) if ending_of(path) == "flac" => v1::AudioFormat::Flac,
+            Place::File(_) | Place::Folder(_) | Place::Stdout => v1::AudioFormat::Wav,
+        }
+    }
+
     pub(super) fn is_stdout(&self) -> bool {
         self.place == Place::Stdout
     }
@@ -150,7 +158,7 @@ fn check_ending(path: &Path, medium: MediumChoice) -> Result<(), CliError> {
     let (what, endings): (_, &[&str]) = match medium {
         MediumChoice::Image => ("a picture", &["png", "jpg", "jpeg", "webp"]),
         MediumChoice::Video => ("a film", &["mp4", "apng", "png"]),
-        MediumChoice::Audio => ("a track", &["wav"]),
+        MediumChoice::Audio => ("a track", &["wav", "flac"]),
     };
     let ending = ending_of(path);
     if endings.contains(&ending.as_str()) {
@@ -312,5 +320,18 @@ mod tests {
         for out in [Some("a.apng"), Some("a.png")] {
             assert_eq!(sent(out), v1::FilmFormat::RawFrames, "{out:?}");
         }
+    }
+
+    #[test]
+    fn a_track_is_a_wav_unless_its_file_is_a_flac() {
+        let sent = |out| {
+            Target::of(out, MediumChoice::Audio, false)
+                .unwrap()
+                .track_format()
+        };
+        for out in [Some("a.wav"), Some("folder/"), Some("-"), None] {
+            assert_eq!(sent(out), v1::AudioFormat::Wav, "{out:?}");
+        }
+        assert_eq!(sent(Some("a.FLAC")), v1::AudioFormat::Flac);
     }
 }

@@ -8,6 +8,7 @@ use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::arguments::{Generate, MediumChoice, Output, Plan, Settings};
+use super::brought::Brought;
 use super::connection::{Connection, when_of};
 use super::files::{Target, Writing};
 use super::pull::WhenMissing;
@@ -51,6 +52,7 @@ pub(super) async fn run(client: &Client, options: Generate, json: bool) -> Resul
 #[derive(Clone)]
 pub(super) struct Order {
     requests: Vec<Asked>,
+    brought: Brought,
     target: Target,
     count: u32,
 }
@@ -77,6 +79,7 @@ impl Order {
         let wanted = Wanted {
             medium,
             film: target.film_format(),
+            track: target.track_format(),
             model,
             recipe,
             client: &client.name,
@@ -86,7 +89,11 @@ impl Order {
             .map(|prompt| request_of(&wanted, prompt, settings, output.no_metadata))
             .collect::<Result<Vec<Asked>, CliError>>()?;
         let order = Order {
-            count: settings.count,
+            count: settings.sampling.count,
+            brought: match medium {
+                MediumChoice::Audio => Brought::of(settings)?,
+                MediumChoice::Image | MediumChoice::Video => Brought::default(),
+            },
             requests,
             target,
         };
@@ -160,7 +167,13 @@ impl Order {
                     prompt_of(request)
                 ));
             }
-            let attempt = async || generate(connection, request.clone(), &mut show).await;
+            let attempt = async || {
+                let mut request = request.clone();
+                let handles = self.brought.bring(connection, &mut request).await?;
+                let generated = generate(connection, request, &mut show).await;
+                handles.release(connection).await;
+                generated
+            };
             let generated = when_missing.retry(connection, model_of(request), attempt).await?;
             self.write(&generated, index * self.count, json)?;
         }
@@ -225,6 +238,7 @@ pub(super) async fn plan(client: &Client, options: Plan, json: bool) -> Result<(
     let wanted = Wanted {
         medium: medium_of(settings, None, recipe.as_ref()),
         film: v1::FilmFormat::RawFrames,
+        track: v1::AudioFormat::Wav,
         model: options.model.as_deref(),
         recipe,
         client: &client.name,
@@ -232,7 +246,7 @@ pub(super) async fn plan(client: &Client, options: Plan, json: bool) -> Result<(
     let asked = request_of(&wanted, prompts.swap_remove(0), settings, false)?;
     let request = v1::PlanRequest {
         request: Some(asked),
-        card: settings.card.clone().unwrap_or_default(),
+        card: settings.job.card.clone().unwrap_or_default(),
     };
     let connection = Connection::open(client).await?;
     let plan = connection.residency().plan(request).await?.into_inner();

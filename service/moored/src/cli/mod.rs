@@ -3,6 +3,7 @@
 
 mod adapter;
 mod arguments;
+mod brought;
 mod cards;
 mod catalogue;
 mod connection;
@@ -163,6 +164,7 @@ fn dispatch(arguments: Arguments) -> Result<(), CliError> {
             Command::Doctor => doctor::run(config, json).await,
             Command::Generate(options) => generate::run(client, options, json).await,
             Command::Film(options) => generate::film(client, options, json).await,
+            Command::Play(options) => generate::run(client, options.into_generate(), json).await,
             Command::Plan(options) => generate::plan(client, options, json).await,
             Command::Status(options) => status::run(client, options, json).await,
             Command::Models { available: true, .. } => models::available(&config, json).await,

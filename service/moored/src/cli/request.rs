@@ -4,7 +4,7 @@ use std::io::{IsTerminal as _, Read as _};
 use std::path::Path;
 
 use super::CliError;
-use super::arguments::{MediumChoice, PriorityChoice, Settings};
+use super::arguments::{JobSettings, MediumChoice, PriorityChoice, Settings, TaskChoice};
 use crate::pictures::{self, Recipe};
 use crate::proto::v1;
 use crate::proto::v1::plan_request::Request as Asked;
@@ -14,6 +14,8 @@ pub(super) struct Wanted<'a> {
     pub(super) medium: MediumChoice,
     /// How films are sent.
     pub(super) film: v1::FilmFormat,
+    /// How tracks are sent.
+    pub(super) track: v1::AudioFormat,
     /// Id of the model; `None`: the recipe's, else the service's default.
     pub(super) model: Option<&'a str>,
     /// The recipe of `--from`.
@@ -34,16 +36,18 @@ fn check_options(options: &Settings, medium: MediumChoice) -> Result<(), CliErro
     let seen = [
         ("--width", options.width.is_some()),
         ("--height", options.height.is_some()),
-        ("--init", options.init.is_some()),
     ];
     let of_picture = [
         ("--mask", options.mask.is_some()),
-        ("--reference", !options.reference.is_empty()),
         ("--control", !options.control.is_empty()),
     ];
+    let of_pictures = [("--reference", !options.reference.is_empty())];
     let (others, what) = match medium {
         MediumChoice::Image => ([&of_film[..], &of_time[..], &of_track[..]].concat(), "a picture"),
-        MediumChoice::Video => ([&of_track[..], &of_picture[..]].concat(), "a film"),
+        MediumChoice::Video => (
+            [&of_track[..], &of_picture[..], &of_pictures[..]].concat(),
+            "a film",
+        ),
         MediumChoice::Audio => ([&of_film[..], &seen[..], &of_picture[..]].concat(), "a track"),
     };
     match others.iter().find(|(_, given)| *given) {
@@ -59,7 +63,7 @@ pub(super) fn medium_of(options: &Settings, out: Option<&str>, recipe: Option<&R
     let ending = out.map(Path::new).and_then(Path::extension);
     let ending = ending.map(|ending| ending.to_string_lossy().to_ascii_lowercase());
     let of_file = match ending.as_deref() {
-        Some("wav") => Some(MediumChoice::Audio),
+        Some("wav" | "flac") => Some(MediumChoice::Audio),
         Some("mp4" | "apng") => Some(MediumChoice::Video),
         _ => None,
     };
@@ -87,7 +91,9 @@ pub(super) fn request_of(
     check_options(options, medium)?;
     let recipe = asked.recipe.clone().unwrap_or_default();
     let zero = |value: u32| (value > 0).then_some(value);
-    let from_recipe = options.from.is_some();
+    if medium == MediumChoice::Audio {
+        return track_of(asked, prompt, options, omit_metadata);
+    }
     let init_image = options.init.as_deref().map(read).transpose()?.unwrap_or_default();
     if init_image.is_empty() && recipe.strength.is_some() {
         return Err(CliError::Usage(
@@ -129,36 +135,20 @@ pub(super) fn request_of(
             "that picture was made with another: name it with --{missing} to repeat it"
         )));
     }
-    let model = match asked.model {
-        None => options.formats.or_those_of(&recipe).of(&recipe.model),
-        Some(model) => options.formats.or_adapters_of(&recipe).of(model),
-    }?;
-    let job = v1::JobOptions {
-        client_id: options.client.clone().unwrap_or_else(|| asked.client.to_owned()),
-        priority: match options.priority {
-            PriorityChoice::Low => v1::Priority::Low,
-            PriorityChoice::Normal => v1::Priority::Normal,
-            PriorityChoice::High => v1::Priority::High,
-        }
-        .into(),
-        patience_ms: options
-            .patience
-            .map(|p| u64::try_from(p.as_millis()).unwrap_or(u64::MAX)),
-        allow_low_memory: options.allow_low_memory,
-        card: options.card.clone().unwrap_or_default(),
-        headroom_bytes: options.headroom.map(|headroom| headroom.0),
-        ..Default::default()
-    };
+    let Common {
+        model,
+        job,
+        steps,
+        guidance,
+        seed,
+        max_sequence_length,
+        strength,
+    } = Common::of(asked, options, &recipe)?;
     let (width, height) = (
         options.width.or(zero(recipe.width)).unwrap_or(0),
         options.height.or(zero(recipe.height)).unwrap_or(0),
     );
-    let steps = options.steps.or(zero(recipe.steps)).unwrap_or(0);
-    let guidance = options.guidance.or(from_recipe.then_some(recipe.guidance));
-    let seed = options.seed.or(from_recipe.then_some(recipe.seed));
-    let tokens = options.max_sequence_length.or(zero(recipe.max_sequence_length));
-    let (max_sequence_length, strength) = (tokens.unwrap_or(0), options.strength.or(recipe.strength));
-    let (model, count) = (Some(model), options.count);
+    let (model, count) = (Some(model), options.sampling.count);
     Ok(match medium {
         MediumChoice::Image => Asked::Generate(v1::GenerateImageRequest {
             model,
@@ -205,22 +195,129 @@ pub(super) fn request_of(
             options: Some(job),
             ..Default::default()
         }),
-        MediumChoice::Audio => Asked::Audio(v1::GenerateAudioRequest {
-            model,
-            prompt,
-            lyrics: options.lyrics.clone().unwrap_or(recipe.lyrics),
-            seconds: options.seconds.or(recipe.seconds).unwrap_or(0.0),
-            steps,
-            guidance,
-            seed,
-            max_sequence_length,
-            count,
-            strength,
-            omit_metadata,
-            options: Some(job),
-            ..Default::default()
-        }),
+        MediumChoice::Audio => track_of(asked, prompt, options, omit_metadata)?,
     })
+}
+
+/// What requests of all media have.
+struct Common {
+    model: v1::ModelRef,
+    job: v1::JobOptions,
+    steps: u32,
+    guidance: Option<f32>,
+    seed: Option<u64>,
+    max_sequence_length: u32,
+    strength: Option<f32>,
+}
+
+impl Common {
+    fn of(asked: &Wanted<'_>, options: &Settings, recipe: &Recipe) -> Result<Common, CliError> {
+        let zero = |value: u32| (value > 0).then_some(value);
+        let from_recipe = options.from.is_some();
+        let model = match asked.model {
+            None => options.formats.or_those_of(recipe).of(&recipe.model),
+            Some(model) => options.formats.or_adapters_of(recipe).of(model),
+        }?;
+        let sampling = &options.sampling;
+        let tokens = sampling.max_sequence_length.or(zero(recipe.max_sequence_length));
+        Ok(Common {
+            model,
+            job: job_of(&options.job, asked.client),
+            steps: sampling.steps.or(zero(recipe.steps)).unwrap_or(0),
+            guidance: sampling.guidance.or(from_recipe.then_some(recipe.guidance)),
+            seed: sampling.seed.or(from_recipe.then_some(recipe.seed)),
+            max_sequence_length: tokens.unwrap_or(0),
+            strength: sampling.strength.or(recipe.strength),
+        })
+    }
+}
+
+fn job_of(job: &JobSettings, client: &str) -> v1::JobOptions {
+    v1::JobOptions {
+        client_id: job.client.clone().unwrap_or_else(|| client.to_owned()),
+        priority: match job.priority {
+            PriorityChoice::Low => v1::Priority::Low,
+            PriorityChoice::Normal => v1::Priority::Normal,
+            PriorityChoice::High => v1::Priority::High,
+        }
+        .into(),
+        patience_ms: job
+            .patience
+            .map(|p| u64::try_from(p.as_millis()).unwrap_or(u64::MAX)),
+        allow_low_memory: job.allow_low_memory,
+        card: job.card.clone().unwrap_or_default(),
+        headroom_bytes: job.headroom.map(|headroom| headroom.0),
+        ..Default::default()
+    }
+}
+
+/// The request of a track. Its source and its reference are brought before it, and named then.
+fn track_of(
+    asked: &Wanted<'_>,
+    prompt: String,
+    options: &Settings,
+    omit_metadata: bool,
+) -> Result<Asked, CliError> {
+    let recipe = asked.recipe.clone().unwrap_or_default();
+    let track = &options.track;
+    let given = [
+        ("source", "--init", options.init.is_some()),
+        ("reference", "--reference", !options.reference.is_empty()),
+    ];
+    for (sound, option, is_given) in given {
+        if recipe.sounds.iter().any(|each| each == sound) && !is_given {
+            return Err(CliError::Usage(format!(
+                "that track was made with another: name it with {option} to repeat it"
+            )));
+        }
+    }
+    if options.reference.len() > 1 {
+        return Err(CliError::Usage("--reference of a track is one".to_owned()));
+    }
+    let lyrics = track.lyrics.as_deref().map(text).transpose()?;
+    let task = match track.task {
+        Some(task) => task_of(task),
+        None => v1::AudioTask::from_str_name(&recipe.task.to_uppercase()).unwrap_or_default(),
+    };
+    let common = Common::of(asked, options, &recipe)?;
+    let word = |given: &Option<String>, of_recipe: String| given.clone().unwrap_or(of_recipe);
+    Ok(Asked::Audio(v1::GenerateAudioRequest {
+        model: Some(common.model),
+        prompt,
+        lyrics: lyrics.or(options.lyrics.clone()).unwrap_or(recipe.lyrics),
+        seconds: options.seconds.or(recipe.seconds).unwrap_or(0.0),
+        steps: common.steps,
+        guidance: common.guidance,
+        seed: common.seed,
+        max_sequence_length: common.max_sequence_length,
+        count: options.sampling.count,
+        strength: common.strength,
+        omit_metadata,
+        output: asked.track.into(),
+        task: task.into(),
+        tracks: match track.tracks.is_empty() {
+            true => recipe.tracks,
+            false => track.tracks.clone(),
+        },
+        window_start_seconds: track.from.or(recipe.window.map(|(start, _)| start)),
+        window_end_seconds: track.to.or(recipe.window.map(|(_, end)| end)),
+        beats_per_minute: track.bpm.or(recipe.bpm),
+        key: word(&track.key, recipe.key),
+        time_signature: word(&track.time_signature, recipe.time_signature),
+        language: word(&track.language, recipe.language),
+        options: Some(common.job),
+        ..Default::default()
+    }))
+}
+
+fn task_of(task: TaskChoice) -> v1::AudioTask {
+    match task {
+        TaskChoice::Repaint => v1::AudioTask::Repaint,
+        TaskChoice::Cover => v1::AudioTask::Cover,
+        TaskChoice::Extract => v1::AudioTask::Extract,
+        TaskChoice::Lego => v1::AudioTask::Lego,
+        TaskChoice::Complete => v1::AudioTask::Complete,
+    }
 }
 
 fn prompt_from_stdin() -> Result<String, CliError> {
@@ -247,8 +344,7 @@ pub(super) fn prompts_of(
         let text = if file == Path::new("-") {
             std::io::read_to_string(std::io::stdin())?
         } else {
-            let text = String::from_utf8(read(file)?);
-            text.map_err(|problem| failed(file, problem.utf8_error().to_string()))?
+            text(file)?
         };
         let prompts: Vec<String> = text
             .lines()
@@ -274,6 +370,11 @@ pub(super) fn prompts_of(
     Ok(vec![prompt])
 }
 
+fn text(path: &Path) -> Result<String, CliError> {
+    let text = String::from_utf8(read(path)?);
+    text.map_err(|problem| failed(path, problem.utf8_error().to_string()))
+}
+
 fn failed(path: &Path, problem: String) -> CliError {
     CliError::File {
         path: path.display().to_string(),
@@ -288,7 +389,7 @@ pub(super) fn recipe_of(path: &Path) -> Result<Recipe, CliError> {
     })
 }
 
-fn read(path: &Path) -> Result<Vec<u8>, CliError> {
+pub(super) fn read(path: &Path) -> Result<Vec<u8>, CliError> {
     std::fs::read(path).map_err(|problem| CliError::File {
         path: path.display().to_string(),
         problem: problem.to_string(),

@@ -5,6 +5,7 @@ use shiguredo_mp4::boxes::{MoovBox, RootBox, SampleEntry, StblBox};
 use shiguredo_mp4::{Decode as _, Mp4File};
 
 use super::*;
+use crate::encoded::FilePosition;
 
 const FORMAT: FilmFormat = FilmFormat {
     width: 96,
@@ -56,8 +57,8 @@ fn film(format: FilmFormat, pieces: &[std::ops::Range<u32>], recipe: Option<&Rec
 }
 
 /// The file, read in chunks of this many bytes.
-fn bytes_of(film: &EncodedFilm, most: usize) -> Vec<u8> {
-    let mut at = FilmPosition::default();
+fn bytes_of(film: &EncodedFile, most: usize) -> Vec<u8> {
+    let mut at = FilePosition::default();
     let mut file = Vec::new();
     while let Some(chunk) = film.read(&mut at, most) {
         assert!(chunk.len() == most || file.len() + chunk.len() == film.bytes() as usize);

@@ -1,7 +1,11 @@
 //! A request to generate, whatever its medium: the same checks and defaults for all three calls.
 
+mod track;
+
 use engine::Error;
 use pipelines::{Clip, InitImage, MediaFormat, Medium, Request, RequestError};
+
+use track::{AskedTrack, seconds_of};
 
 use super::status::invalid;
 use super::stream::Encoding;
@@ -77,10 +81,7 @@ enum OfMedium {
         seconds: f32,
         frames_at_a_time: u32,
     },
-    Audio {
-        lyrics: String,
-        seconds: f32,
-    },
+    Audio(AskedTrack),
 }
 
 impl Asked {
@@ -149,8 +150,8 @@ impl Asked {
         }
     }
 
-    pub(super) fn audio(request: v1::GenerateAudioRequest) -> Asked {
-        let raw = request.output == v1::AudioFormat::RawS16le as i32;
+    pub(super) fn audio(mut request: v1::GenerateAudioRequest) -> Asked {
+        let of_medium = OfMedium::Audio(AskedTrack::take_of(&mut request));
         Asked {
             call: "GenerateAudio",
             model: request.model,
@@ -166,12 +167,13 @@ impl Asked {
             keep_latent: request.keep_latent,
             latent_only: request.latent_only,
             omit_metadata: request.omit_metadata,
-            encoding: if raw { Encoding::Raw } else { Encoding::Wav },
-            options: request.options,
-            of_medium: OfMedium::Audio {
-                lyrics: request.lyrics,
-                seconds: request.seconds,
+            encoding: match v1::AudioFormat::try_from(request.output) {
+                Ok(v1::AudioFormat::RawS16le) => Encoding::Raw,
+                Ok(v1::AudioFormat::Flac) => Encoding::Flac,
+                Ok(v1::AudioFormat::Unspecified | v1::AudioFormat::Wav) | Err(_) => Encoding::Wav,
             },
+            options: request.options,
+            of_medium,
             ..Asked::default()
         }
     }
@@ -181,7 +183,7 @@ impl Asked {
         let mut problems = Vec::new();
         let mut problem = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
         let lyrics = match &self.of_medium {
-            OfMedium::Audio { lyrics, .. } => lyrics.as_str(),
+            OfMedium::Audio(track) => track.lyrics.as_str(),
             OfMedium::Image | OfMedium::Video { .. } => "",
         };
         for (field, text) in [("prompt", self.prompt.as_str()), ("lyrics", lyrics)] {
@@ -268,6 +270,9 @@ impl Asked {
         if let (Some((first, _)), Some((second, _))) = (starts.next(), starts.next()) {
             problem(second, format!("excludes {first}: leave one out"));
         }
+        if let OfMedium::Audio(track) = &self.of_medium {
+            track.check(self.init_media.is_some(), &mut problems);
+        }
         if problems.is_empty() {
             Ok(())
         } else {
@@ -280,11 +285,19 @@ impl Asked {
         check_output("output", self.encoding, request)
     }
 
+    /// Id of the uploaded track whose timbre is taken.
+    pub(super) fn reference_media(&self) -> Option<&str> {
+        match &self.of_medium {
+            OfMedium::Audio(track) => track.reference_media.as_deref(),
+            OfMedium::Image | OfMedium::Video { .. } => None,
+        }
+    }
+
     /// The length of a film in seconds, where it is asked for so.
     pub(super) fn film_seconds(&self) -> Option<f32> {
         match self.of_medium {
             OfMedium::Video { seconds, .. } => (seconds > 0.0).then_some(seconds),
-            OfMedium::Image | OfMedium::Audio { .. } => None,
+            OfMedium::Image | OfMedium::Audio(_) => None,
         }
     }
 
@@ -344,17 +357,11 @@ impl Asked {
                 }
                 video.init_video = clip;
             }
-            (Medium::Audio(audio), OfMedium::Audio { lyrics, seconds }) => {
-                if init_image.is_some()
-                    || clip
-                        .as_ref()
-                        .is_some_and(|clip| !matches!(clip.format, MediaFormat::Audio { .. }))
-                {
+            (Medium::Audio(audio), OfMedium::Audio(track)) => {
+                if init_image.is_some() {
                     return Err(wrong_start("a track"));
                 }
-                audio.init_audio = clip;
-                audio.seconds = set(*seconds, audio.seconds);
-                audio.lyrics.clone_from(lyrics);
+                track.fill(audio, clip)?;
             }
             (made, _) => {
                 let problem = format!(
@@ -411,14 +418,7 @@ fn start_size(medium: &mut Medium, format: &MediaFormat) {
             (video.width, video.height) = (side(width), side(height));
             (video.frames, video.frames_per_second) = (frames, frames_per_second);
         }
-        (
-            Medium::Audio(audio),
-            MediaFormat::Audio {
-                samples_per_second,
-                samples,
-                ..
-            },
-        ) => audio.seconds = (samples as f64 / f64::from(samples_per_second.max(1))) as f32,
+        (Medium::Audio(audio), track @ MediaFormat::Audio { .. }) => audio.seconds = seconds_of(&track),
         _ => {}
     }
 }
@@ -544,7 +544,7 @@ mod tests {
         let track = Medium::Audio(Audio {
             seconds: 60.0,
             lyrics: "la".into(),
-            init_audio: None,
+            ..Audio::default()
         });
         let resolved = asked
             .request(Request::of(track, 8, 2.0, 16), StartFrom::Nothing)

@@ -1,24 +1,24 @@
-//! Encoded results, shared: a picture or a film that several streams send is encoded once and counts once against the limits.
+//! Encoded results, shared: what several streams send is encoded once and counts once against the
+//! limits. Files that are made of pieces are in `shared_files.rs`.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use engine::Error;
-use gpu::Timeline;
-use pipelines::{MediaFormat, Piece};
+use pipelines::Piece;
 use tokio::sync::OnceCell;
 use tonic::Status;
 
 use super::limits::{Budget, Client, Exceeded, Taken};
+use super::shared_files::SharedFile;
 use super::status::{client_limit, status_of};
 use super::stream::{Output, Part, artifact};
-use crate::films::{EncodedFilm, FilmFile, FilmFormat};
 use crate::proto::v1::event::Event as Kind;
 
 /// The encoded results that a stream still sends.
 pub(crate) struct Encodings {
-    bound: Arc<Budget>,
+    pub(super) bound: Arc<Budget>,
     recent: Mutex<Vec<Weak<Encoded>>>,
-    films: Mutex<Vec<Weak<SharedFilm>>>,
+    pub(super) files: Mutex<Vec<Weak<SharedFile>>>,
 }
 
 /// One encoded result.
@@ -51,7 +51,7 @@ impl Encodings {
         Encodings {
             bound,
             recent: Mutex::default(),
-            films: Mutex::default(),
+            files: Mutex::default(),
         }
     }
 
@@ -111,98 +111,7 @@ impl Encodings {
     }
 }
 
-/// Which film of which job, and how it is sent.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct FilmOf {
-    pub(super) job: String,
-    pub(super) item: u32,
-    pub(super) seed: u64,
-    pub(super) track: String,
-    pub(super) output: Output,
-}
-
-/// A film that is encoded while its pieces come, for all streams that send it.
-#[derive(Debug)]
-pub(super) struct SharedFilm {
-    of: FilmOf,
-    /// Held by a thread as long as it encodes: also where the stream that asked for it has gone.
-    state: Arc<tokio::sync::Mutex<FilmState>>,
-}
-
-struct FilmState {
-    file: Option<FilmFile>,
-    whole: Option<Arc<EncodedFilm>>,
-    /// Bytes that are encoded.
-    taken: Taken,
-}
-
-impl std::fmt::Debug for FilmState {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("FilmState").field("whole", &self.whole).finish()
-    }
-}
-
-impl Encodings {
-    /// The film that others encode already, or a new one, which counts against this client.
-    pub(super) fn film(
-        &self,
-        of: FilmOf,
-        format: &MediaFormat,
-        client: Client,
-    ) -> Result<Arc<SharedFilm>, Status> {
-        // A panic while the lock was held leaves the list valid.
-        let mut films = self.films.lock().unwrap_or_else(PoisonError::into_inner);
-        films.retain(|each| each.strong_count() > 0);
-        let found = films.iter().filter_map(Weak::upgrade).find(|film| film.of == of);
-        if let Some(film) = found {
-            return Ok(film);
-        }
-        let format = FilmFormat::of(format).ok_or_else(|| internal("no film"))?;
-        let state = FilmState {
-            file: Some(FilmFile::new(format).map_err(internal)?),
-            whole: None,
-            taken: self.bound.nothing(client),
-        };
-        let film = Arc::new(SharedFilm {
-            of,
-            state: Arc::new(tokio::sync::Mutex::new(state)),
-        });
-        films.push(Arc::downgrade(&film));
-        Ok(film)
-    }
-}
-
-impl SharedFilm {
-    /// Encodes the frames of a piece that no stream has brought yet.
-    pub(super) async fn add(&self, piece: Piece) -> Result<(), Status> {
-        let mut state = self.state.clone().lock_owned().await;
-        let recipe = self.of.output.recipe_of(self.of.seed);
-        let work = tokio::task::spawn_blocking(move || {
-            let timeline = Timeline::begin("encode a film");
-            let FilmState { file, whole, taken } = &mut *state;
-            let Some(film) = file else { return Ok(()) };
-            let bytes = film.add(piece.first, &piece.data).map_err(internal)?;
-            drop(piece);
-            taken.grow(bytes).map_err(refused)?;
-            if film.is_complete()
-                && let Some(film) = file.take()
-            {
-                *whole = Some(Arc::new(film.finish(recipe.as_ref()).map_err(internal)?));
-            }
-            timeline.end();
-            Ok(())
-        });
-        work.await.map_err(internal)?
-    }
-
-    /// The whole film, once every piece was added.
-    pub(super) async fn whole(&self) -> Result<Arc<EncodedFilm>, Status> {
-        let whole = self.state.lock().await.whole.clone();
-        whole.ok_or_else(|| internal("a film that is not whole"))
-    }
-}
-
-fn internal(why: impl ToString) -> Status {
+pub(super) fn internal(why: impl ToString) -> Status {
     status_of(&Error::Internal(why.to_string()))
 }
 
@@ -214,7 +123,7 @@ fn bytes_of(chunks: &[Kind]) -> u64 {
     chunks.iter().map(bytes).sum()
 }
 
-fn refused(exceeded: Exceeded) -> Status {
+pub(super) fn refused(exceeded: Exceeded) -> Status {
     client_limit(match exceeded {
         Exceeded::Client(bound) => format!(
             "unread results of this client take more than {} in all: read them as they come, or raise \

@@ -7,7 +7,7 @@ use engine::Error;
 use engine::job::{JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::{Entry, OpenModel};
 use futures::Stream;
-use pipelines::{ControlUse, Image, InitImage, Mask, Medium, Model, Role};
+use pipelines::{Clip, ControlUse, Image, InitImage, Mask, MediaFormat, Medium, Model, Role};
 use tonic::{Request, Response, Status, Streaming};
 
 use super::asked::{Asked, LONGEST_SIDE_PIXELS, StartFrom, check_output};
@@ -246,6 +246,9 @@ impl Service {
                 .controls_of(&asked, &entry, (image.width, image.height))
                 .await?;
         }
+        if let (Medium::Audio(audio), Some(id)) = (&mut request.medium, asked.reference_media()) {
+            audio.reference = Some(self.track(REFERENCE_MEDIA, id)?);
+        }
         let output = Output {
             encoding: asked.encoding,
             recipe: Recipe::of(&request, &entry, asked.init_latent.is_some()),
@@ -297,6 +300,14 @@ impl Service {
             .init_image(field, picture, (asked.width, asked.height))
             .await?;
         Ok(StartFrom::Picture(image))
+    }
+
+    /// An uploaded track, by its id.
+    fn track(&self, field: &'static str, id: &str) -> Result<Clip, Error> {
+        match self.media.get(field, id)? {
+            Media::Clip(clip) if matches!(clip.format, MediaFormat::Audio { .. }) => Ok(clip),
+            Media::Clip(_) | Media::Picture(_) => Err(invalid(field, "is no track")),
+        }
     }
 
     /// The bytes of a picture in a request.
@@ -540,6 +551,9 @@ impl Service {
         ))
     }
 }
+
+/// The field with the id of the track whose timbre is taken.
+const REFERENCE_MEDIA: &str = "reference_media_id";
 
 /// Most components that formats can be named for.
 const MOST_FORMATS: usize = 64;

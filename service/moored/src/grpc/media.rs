@@ -19,7 +19,7 @@ use crate::pictures;
 use crate::proto::v1;
 use crate::proto::v1::artifact::Format as OfArtifact;
 use crate::proto::v1::media_info::Format;
-use crate::wav;
+use crate::tracks::{self, TrackError, TrackFormat};
 
 /// Media of a client, as requests use it.
 #[derive(Clone, Debug, PartialEq)]
@@ -74,10 +74,17 @@ impl MediaStore {
         data.shrink_to_fit(); // what is held is what is counted
         let data = Bytes::from(data);
         let info = info.ok_or_else(|| status_of(&invalid("info", "is missing on the first chunk")))?;
-        let media = tokio::task::spawn_blocking(move || read(&info, data)).await;
-        let media = media
+        let work = tokio::task::spawn_blocking(move || {
+            let media = read(&info, data, &mut taken)?;
+            Ok::<_, Refusal>((media, taken))
+        });
+        let read = work.await;
+        let (media, taken) = read
             .map_err(|panic| status_of(&Error::Internal(panic.to_string())))?
-            .map_err(|problem| status_of(&problem))?;
+            .map_err(|refusal| match refusal {
+                Refusal::Invalid(problem) => status_of(&problem),
+                Refusal::NoRoom(exceeded) => refused(exceeded),
+            })?;
         Ok(self.put(media, taken))
     }
 
@@ -162,18 +169,42 @@ async fn expire(store: Weak<MediaStore>, id: String, mut until: Instant) {
     }
 }
 
-/// Media as its description says.
-fn read(info: &v1::MediaInfo, data: Bytes) -> Result<Media, Error> {
+/// Why media is not taken.
+#[derive(Debug)]
+enum Refusal {
+    Invalid(Error),
+    /// Decoded, it takes more than a client, or all of them, may have.
+    NoRoom(Exceeded),
+}
+
+impl From<Error> for Refusal {
+    fn from(problem: Error) -> Refusal {
+        Refusal::Invalid(problem)
+    }
+}
+
+impl From<TrackError> for Refusal {
+    fn from(problem: TrackError) -> Refusal {
+        Refusal::Invalid(invalid("chunk", problem.to_string()))
+    }
+}
+
+/// Media as its description says. `taken` has the bytes that came; what they are decoded to is taken beside them as it is
+/// made, and then instead of them.
+fn read(info: &v1::MediaInfo, data: Bytes, taken: &mut Taken) -> Result<Media, Refusal> {
     let wrong = |problem: String| invalid("chunk", problem);
-    match (info.media_type.as_str(), info.format) {
+    let mut decoded = 0;
+    let mut room = |bytes| {
+        decoded += bytes;
+        taken.grow(bytes).map_err(Refusal::NoRoom)
+    };
+    let media = match (info.media_type.as_str(), info.format) {
         ("image/png" | "image/jpeg" | "image/webp", _) => {
             pictures::decode(&data, None).map_err(|problem| wrong(problem.to_string()))?;
             Ok(Media::Picture(data))
         }
-        ("audio/wav", _) => {
-            let (format, samples) = wav::read(&data).map_err(wrong)?;
-            clip(format, data.slice(samples))
-        }
+        ("audio/wav", _) => tracks::read_wav(&data, &mut room).map(Media::Clip),
+        ("audio/flac", _) => tracks::read_flac(&data, &mut room).map(Media::Clip),
         (
             "video/x-raw-rgb",
             Some(Format::Video(v1::VideoFormat {
@@ -182,7 +213,7 @@ fn read(info: &v1::MediaInfo, data: Bytes) -> Result<Media, Error> {
                 frames,
                 frames_per_second,
             })),
-        ) => clip(
+        ) => Ok(clip(
             MediaFormat::Video {
                 width,
                 height,
@@ -190,7 +221,7 @@ fn read(info: &v1::MediaInfo, data: Bytes) -> Result<Media, Error> {
                 frames_per_second,
             },
             data,
-        ),
+        )?),
         (
             "audio/x-raw-s16le",
             Some(Format::Audio(v1::AudioTrackFormat {
@@ -198,32 +229,44 @@ fn read(info: &v1::MediaInfo, data: Bytes) -> Result<Media, Error> {
                 channels,
                 samples,
             })),
-        ) => clip(
+        ) => Ok(clip(
             MediaFormat::Audio {
                 samples_per_second,
                 channels,
                 samples,
             },
             data,
-        ),
+        )?),
         ("video/x-raw-rgb" | "audio/x-raw-s16le", _) => Err(invalid(
             "info.format",
             format!(
                 "is needed for {}: `video` or `audio`, as in an artifact",
                 info.media_type
             ),
-        )),
+        )
+        .into()),
         (other, _) => Err(invalid(
             "info.media_type",
             format!(
-                "{:?} is none of image/png, image/jpeg, image/webp, video/x-raw-rgb, audio/wav, audio/x-raw-s16le",
+                "{:?} is none of image/png, image/jpeg, image/webp, video/x-raw-rgb, audio/wav, audio/flac, \
+                 audio/x-raw-s16le",
                 other.chars().take(64).collect::<String>()
             ),
-        )),
+        )
+        .into()),
+    }?;
+    if decoded > 0 {
+        taken.set(decoded).map_err(Refusal::NoRoom)?;
     }
+    Ok(media)
 }
 
 fn clip(format: MediaFormat, data: Bytes) -> Result<Media, Error> {
+    if let Some(track) = TrackFormat::of(&format) {
+        track
+            .check()
+            .map_err(|problem| invalid("info.audio", problem.to_string()))?;
+    }
     let needed = format.bytes().filter(|bytes| *bytes > 0);
     if needed != Some(data.len() as u64) {
         let needed = needed.map_or("none".to_owned(), |bytes| bytes.to_string());
@@ -263,6 +306,11 @@ mod tests {
 
     fn store(bound: u64) -> Arc<MediaStore> {
         MediaStore::new(Budget::new(bound, bound), Duration::from_secs(10))
+    }
+
+    /// Media that nothing bounds.
+    fn read(info: &v1::MediaInfo, data: Bytes) -> Result<Media, Refusal> {
+        super::read(info, data, &mut Budget::new(u64::MAX, u64::MAX).nothing(None))
     }
 
     fn track(samples: u64) -> Media {
@@ -317,6 +365,13 @@ mod tests {
                 frames_per_second: 8.0,
             }))
         };
+        let sound = |samples_per_second, channels, samples| {
+            Some(Format::Audio(v1::AudioTrackFormat {
+                samples_per_second,
+                channels,
+                samples,
+            }))
+        };
         let bytes = |count: usize| Bytes::from(vec![0; count]);
         assert!(read(&info("video/x-raw-rgb", film(3)), bytes(36)).is_ok());
         let wrong = [
@@ -329,29 +384,53 @@ mod tests {
             (info("image/png", None), bytes(36)),
             (info("image", None), bytes(36)),
             (info("audio/wav", None), bytes(36)),
+            (info("audio/flac", None), bytes(36)),
+            (info("audio/x-raw-s16le", sound(48_000, 8, 1)), bytes(16)),
+            (info("audio/x-raw-s16le", sound(7500, 1, 8)), bytes(16)),
+            (info("audio/x-raw-s16le", sound(8000, 0, 8)), bytes(16)),
+            (info("audio/x-raw-s16le", sound(8000, 1, 0)), bytes(0)),
         ];
+        assert!(read(&info("audio/x-raw-s16le", sound(8000, 1, 8)), bytes(16)).is_ok());
         for (info, data) in wrong {
             assert!(read(&info, data).is_err(), "{info:?}");
         }
     }
 
-    #[test]
-    fn a_wav_file_is_read_as_its_samples() {
-        let samples = [1_u8, 2, 3, 4, 5, 6, 7, 8];
-        let file = [wav::header(8000, 2, 8).unwrap(), samples.to_vec()].concat();
-        let info = v1::MediaInfo {
-            media_type: "audio/wav".to_owned(),
-            ..Default::default()
-        };
-        let Media::Clip(clip) = read(&info, file.into()).unwrap() else {
-            panic!("a track is a clip")
-        };
-        assert_eq!(clip.data.as_ref(), samples);
-        let expected = MediaFormat::Audio {
+    /// A second of silence as FLAC, 8 kHz.
+    fn silence() -> Bytes {
+        let format = tracks::TrackFormat {
             samples_per_second: 8000,
             channels: 2,
-            samples: 2,
+            samples: 8000,
         };
-        assert_eq!(clip.format, expected);
+        let mut file = tracks::TrackFile::new(format, None).unwrap();
+        file.add(0, &vec![0; 32_000].into()).unwrap();
+        let file = file.finish().unwrap();
+        file.read(&mut Default::default(), usize::MAX / 2).unwrap()
+    }
+
+    #[test]
+    fn decoded_tracks_count_by_their_samples_and_are_bounded_while_they_are_decoded() {
+        let (file, info) = (
+            silence(),
+            v1::MediaInfo {
+                media_type: "audio/flac".to_owned(),
+                ..Default::default()
+            },
+        );
+        assert!(file.len() < 1000, "silence takes next to nothing");
+        let came = file.len() as u64;
+        let bound = Budget::new(40_000, 40_000);
+        let mut taken = bound.take(None, came).unwrap();
+        let read = super::read(&info, file.clone(), &mut taken).unwrap();
+        assert!(matches!(&read, Media::Clip(clip) if clip.data.len() == 32_000));
+        assert_eq!(bound.taken(), 32_000);
+        drop(taken);
+        let small = Budget::new(20_000, 20_000);
+        let mut taken = small.take(None, came).unwrap();
+        let refused = super::read(&info, file, &mut taken);
+        assert!(matches!(refused, Err(Refusal::NoRoom(Exceeded::Client(20_000)))));
+        drop(taken);
+        assert_eq!(small.taken(), 0);
     }
 }

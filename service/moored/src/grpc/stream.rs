@@ -13,15 +13,16 @@ use pipelines::{Covered, MediaFormat, Piece};
 use tonic::Status;
 
 use super::convert::{Converted, convert, event};
-use super::encodings::{Encodings, FilmOf, SharedFilm};
+use super::encodings::Encodings;
 use super::limits::Client;
+use super::shared_files::{FileOf, SharedFile};
 use super::status::status_of;
-use crate::films::{EncodedFilm, FilmPosition};
+use crate::encoded::{EncodedFile, FilePosition};
 use crate::pictures::{self, Recipe};
 use crate::proto::v1;
 use crate::proto::v1::artifact::Format;
 use crate::proto::v1::event::Event as Kind;
-use crate::wav;
+use crate::tracks::{TrackFormat, wav_header};
 
 /// Bytes of one artifact or latent chunk. A stream that is not read holds a few of them.
 pub(super) const CHUNK_BYTES: usize = 256 << 10;
@@ -41,6 +42,8 @@ pub(super) enum Encoding {
     Png,
     /// A track as WAV; other media raw.
     Wav,
+    /// A track as FLAC, once it is whole; other media raw.
+    Flac,
     /// A film as MP4, once it is whole; a track as WAV; a picture raw.
     Mp4,
 }
@@ -49,7 +52,7 @@ pub(super) enum Encoding {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Output {
     pub(super) encoding: Encoding,
-    /// Written into the PNG or the MP4, and sent as metadata; its seed is replaced by each item's.
+    /// Written into the file, and sent as metadata; its seed is replaced by each item's.
     pub(super) recipe: Recipe,
     pub(super) omit_metadata: bool,
 }
@@ -99,7 +102,7 @@ struct Come {
     /// In units.
     covered: Covered,
     /// Where it is sent as one file.
-    film: Option<Arc<SharedFilm>>,
+    file: Option<Arc<SharedFile>>,
 }
 
 /// Which part of its result a piece is, in the order of sending.
@@ -171,29 +174,29 @@ impl Results {
         };
         let (encodings, client) = (&self.encoder.encodings, self.encoder.client);
         match (&piece.format, self.output.encoding) {
-            (MediaFormat::Video { .. }, Encoding::Mp4) => {
-                let film = match &come.film {
-                    Some(film) => film.clone(),
+            (MediaFormat::Video { .. }, Encoding::Mp4) | (MediaFormat::Audio { .. }, Encoding::Flac) => {
+                let file = match &come.file {
+                    Some(file) => file.clone(),
                     None => {
-                        let of = FilmOf {
+                        let of = FileOf {
                             job: self.job.clone(),
                             item,
                             seed,
                             track: piece.track.clone(),
                             output: self.output.clone(),
                         };
-                        let film = encodings.film(of, &piece.format, client)?;
-                        come.film.insert(film).clone()
+                        let file = encodings.file(of, &piece.format, client)?;
+                        come.file.insert(file).clone()
                     }
                 };
                 let (format, track) = (piece.format, piece.track.clone());
-                film.add(piece).await?;
+                file.add(piece).await?;
                 match part.is_last {
                     false => Ok(Box::new(std::iter::empty())),
                     true => {
-                        come.film = None;
-                        let whole = film.whole().await?;
-                        film_chunks(item, seed, track, format, &self.output, whole).map_err(internal)
+                        come.file = None;
+                        let whole = file.whole().await?;
+                        file_chunks(item, seed, track, format, &self.output, whole).map_err(internal)
                     }
                 }
             }
@@ -276,15 +279,9 @@ pub(super) fn artifact(
             let total = file.len() as u64;
             ("image/png", None, file, total, 0)
         }
-        (
-            MediaFormat::Audio {
-                samples_per_second,
-                channels,
-                ..
-            },
-            Encoding::Wav | Encoding::Mp4,
-        ) => {
-            let header = wav::header(samples_per_second, channels, whole)?;
+        (format @ MediaFormat::Audio { .. }, Encoding::Wav | Encoding::Mp4) => {
+            let track = TrackFormat::of(&format).ok_or("no track")?;
+            let header = wav_header(track, recipe.as_ref())?;
             let behind = header.len() as u64;
             let header = part.is_first.then(|| header.into());
             ("audio/wav", header, piece.data, whole + behind, place + behind)
@@ -317,29 +314,32 @@ pub(super) fn artifact(
     Ok(chunks)
 }
 
-/// The chunks of a film's file.
-fn film_chunks(
+/// The chunks of a film's or a track's file.
+fn file_chunks(
     index: u32,
     seed: u64,
     track: String,
     format: MediaFormat,
     output: &Output,
-    film: Arc<EncodedFilm>,
+    file: Arc<EncodedFile>,
 ) -> Result<Chunks, String> {
     let recipe = output.recipe_of(seed);
     let mut envelope = Envelope {
         index,
         track,
-        media_type: "video/mp4",
-        total_bytes: film.bytes(),
+        media_type: match format {
+            MediaFormat::Audio { .. } => "audio/flac",
+            MediaFormat::Image { .. } | MediaFormat::Video { .. } => "video/mp4",
+        },
+        total_bytes: file.bytes(),
         first: Some((metadata(seed, &format, recipe.as_ref())?, format_out(&format))),
     };
-    let (mut position, mut offset) = (FilmPosition::default(), 0);
+    let (mut position, mut offset) = (FilePosition::default(), 0);
     Ok(Box::new(std::iter::from_fn(move || {
-        let chunk = film.read(&mut position, CHUNK_BYTES)?;
+        let chunk = file.read(&mut position, CHUNK_BYTES)?;
         let start = offset;
         offset += chunk.len() as u64;
-        Some(envelope.chunk(start, chunk, offset == film.bytes()))
+        Some(envelope.chunk(start, chunk, offset == file.bytes()))
     })))
 }
 

@@ -356,8 +356,7 @@ fn a_track_runs_through_all_stages_and_is_delivered_in_pieces() {
     for (seconds, tenths) in [(2.5, 25), (0.1, 1), (1.26, 13)] {
         request.medium = Medium::Audio(Audio {
             seconds,
-            lyrics: String::new(),
-            init_audio: None,
+            ..Audio::default()
         });
         assert_eq!(names(&*model, &request), ["encode_text", "denoise", "decode"]);
         let (values, pieces) = through_stages(&*model, &request);
@@ -619,8 +618,7 @@ fn invalid_fields_are_refused_by_name() {
         let mut wrong = request(&*model);
         wrong.medium = Medium::Audio(Audio {
             seconds,
-            lyrics: String::new(),
-            init_audio: None,
+            ..Audio::default()
         });
         assert_eq!(wrong_fields(&*model, &wrong), ["seconds"], "{seconds}");
     }

@@ -516,8 +516,7 @@ fn a_request_of_another_medium_is_refused() {
     });
     let track = Medium::Audio(Audio {
         seconds: 1.0,
-        lyrics: String::new(),
-        init_audio: None,
+        ..Audio::default()
     });
     for (medium, name) in [(film, "video"), (track, "audio")] {
         let other = Request { medium, ..request() };

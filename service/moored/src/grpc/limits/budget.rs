@@ -94,21 +94,37 @@ impl Taken {
         self.amount += more;
         Ok(())
     }
-}
 
-impl Drop for Taken {
-    fn drop(&mut self) {
+    /// Takes more, or gives back, so that it is this amount.
+    pub(crate) fn set(&mut self, amount: u64) -> Result<(), Exceeded> {
+        match self.amount.checked_sub(amount) {
+            None => self.grow(amount - self.amount),
+            Some(less) => {
+                self.give_back(less);
+                Ok(())
+            }
+        }
+    }
+
+    fn give_back(&mut self, amount: u64) {
         let mut all = self.budget.lock();
-        all.sum = all.sum.saturating_sub(self.amount);
+        all.sum = all.sum.saturating_sub(amount);
         let left = all
             .clients
             .get(&self.client)
-            .map_or(0, |own| own.saturating_sub(self.amount));
+            .map_or(0, |own| own.saturating_sub(amount));
         if left == 0 {
             all.clients.remove(&self.client);
         } else {
             all.clients.insert(self.client, left);
         }
+        self.amount -= amount;
+    }
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        self.give_back(self.amount);
     }
 }
 
@@ -125,6 +141,8 @@ mod tests {
         assert_eq!(first.grow(2), Ok(()));
         let second = budget.take(client(2), 4).unwrap();
         assert_eq!(budget.take(client(3), 1).unwrap_err(), Exceeded::All(10));
+        assert_eq!(first.set(3), Ok(()));
+        assert_eq!((budget.taken(), first.set(7)), (7, Err(Exceeded::Client(6))));
         drop(first);
         let again = budget.take(client(1), 6).unwrap();
         drop((second, again));

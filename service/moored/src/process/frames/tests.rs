@@ -132,7 +132,7 @@ fn media() -> [Medium; 3] {
         Medium::Audio(Audio {
             seconds: 12.5,
             lyrics: "la".to_owned(),
-            init_audio: None,
+            ..Audio::default()
         }),
     ]
 }

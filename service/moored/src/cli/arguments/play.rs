@@ -1,0 +1,112 @@
+//! Options of `moored play`.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+
+use super::{Formats, Generate, JobSettings, MediumChoice, Output, Prompts, Sampling, Settings};
+
+#[derive(Debug, Args)]
+pub(in crate::cli) struct Play {
+    /// The prompt: style, instruments, mood; read from standard input when it is left out or "-"
+    pub(in crate::cli) prompt: Option<String>,
+    /// The model [default: the service's]
+    #[arg(short, long, value_name = "ID")]
+    pub(in crate::cli) model: Option<String>,
+    /// Download the model if it is missing, without asking
+    #[arg(long)]
+    pub(in crate::cli) pull: bool,
+    /// Length in seconds [default: that of the source, else the model's]
+    #[arg(long, help_heading = "Track")]
+    pub(in crate::cli) seconds: Option<f32>,
+    /// A WAV or FLAC that the task is about, or to start from
+    #[arg(long, value_name = "FILE", help_heading = "Track")]
+    pub(in crate::cli) source: Option<PathBuf>,
+    /// A WAV or FLAC whose timbre is taken
+    #[arg(long, value_name = "FILE", help_heading = "Track")]
+    pub(in crate::cli) reference: Option<PathBuf>,
+    #[command(flatten)]
+    pub(in crate::cli) track: TrackSettings,
+    #[command(flatten)]
+    pub(in crate::cli) prompts: Prompts,
+    #[command(flatten)]
+    pub(in crate::cli) formats: Formats,
+    #[command(flatten)]
+    pub(in crate::cli) sampling: Sampling,
+    #[command(flatten)]
+    pub(in crate::cli) job: JobSettings,
+    #[command(flatten)]
+    pub(in crate::cli) output: Output,
+}
+
+/// What is of tracks alone.
+#[derive(Debug, Default, Args)]
+#[command(next_help_heading = "Track")]
+pub(in crate::cli) struct TrackSettings {
+    /// File with the lyrics: text, with [verse] and [chorus] as the model knows them
+    #[arg(long, value_name = "FILE")]
+    pub(in crate::cli) lyrics: Option<PathBuf>,
+    /// What to make of the source [default: a new track]
+    #[arg(long, value_enum, requires = "source")]
+    pub(in crate::cli) task: Option<TaskChoice>,
+    /// Repaint and lego: where the part that is made anew begins [default: at the start]
+    #[arg(long, value_name = "SECONDS", requires = "task")]
+    pub(in crate::cli) from: Option<f32>,
+    /// Repaint and lego: where it ends [default: at the end of the source]
+    #[arg(long, value_name = "SECONDS", requires = "task")]
+    pub(in crate::cli) to: Option<f32>,
+    /// Extract, lego and complete: a track by the model's name for it, such as vocals or drums; of complete it may be repeated
+    #[arg(long = "track", value_name = "NAME", requires = "task")]
+    pub(in crate::cli) tracks: Vec<String>,
+    /// Beats a minute [default: the model's choice]
+    #[arg(long)]
+    pub(in crate::cli) bpm: Option<u32>,
+    /// Key and scale, such as "C major" [default: the model's choice]
+    #[arg(long)]
+    pub(in crate::cli) key: Option<String>,
+    /// Beats of a bar, such as 4 [default: the model's choice]
+    #[arg(long, value_name = "BEATS")]
+    pub(in crate::cli) time_signature: Option<String>,
+    /// Language of the lyrics, such as en
+    #[arg(long)]
+    pub(in crate::cli) language: Option<String>,
+}
+
+/// What to make of a track.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(in crate::cli) enum TaskChoice {
+    /// Make a part of it anew
+    Repaint,
+    /// Its melody and rhythm in another style
+    Cover,
+    /// One of its tracks alone
+    Extract,
+    /// One track more that fits it
+    Lego,
+    /// It, with further tracks
+    Complete,
+}
+
+impl Play {
+    /// The same as `moored generate` takes it.
+    pub(in crate::cli) fn into_generate(self) -> Generate {
+        Generate {
+            prompt: self.prompt,
+            model: self.model,
+            pull: self.pull,
+            prompts: self.prompts,
+            settings: Settings {
+                formats: self.formats,
+                sampling: self.sampling,
+                job: self.job,
+                track: self.track,
+                medium: Some(MediumChoice::Audio),
+                seconds: self.seconds,
+                init: self.source,
+                reference: self.reference.into_iter().collect(),
+                ..Settings::default()
+            },
+            output: self.output,
+        }
+    }
+}

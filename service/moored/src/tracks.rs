@@ -1,0 +1,198 @@
+//! Tracks as files: the WAV and FLAC that clients bring, and those that results are sent as, with their recipe.
+//!
+//! What is brought becomes 16-bit samples, whatever file it came in. Nothing that a file says of itself is believed before
+//! the bytes are there: memory is asked for as samples are decoded, and never more than the longest track takes.
+
+mod flac;
+mod wav;
+
+use pipelines::{Clip, MediaFormat};
+
+pub(crate) use flac::TrackFile;
+pub(crate) use wav::header as wav_header;
+
+use crate::pictures::Recipe;
+
+/// Rates of tracks that are brought: from telephones to the best of sound cards. A model resamples, and may take fewer.
+const LEAST_SAMPLES_PER_SECOND: u32 = 8_000;
+const MOST_SAMPLES_PER_SECOND: u32 = 192_000;
+/// Mono and stereo: more channels have an order that no model here knows.
+const MOST_CHANNELS: u32 = 2;
+/// Longest track that is brought, or asked for; a model may take less.
+pub(crate) const LONGEST_TRACK_SECONDS: u32 = 3600;
+/// Bytes of a sample of one channel: 16 bits, little-endian.
+const SAMPLE_BYTES: u64 = 2;
+
+/// Why a track is refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum TrackError {
+    /// Not such a file, a damaged one, or of a kind that is not read.
+    #[error("cannot be read as {what}: {problem}")]
+    Unreadable { what: &'static str, problem: String },
+    /// It ends before its samples do.
+    #[error("is a {0} file that is cut off")]
+    CutOff(&'static str),
+    /// It has no samples.
+    #[error("has no samples")]
+    Empty,
+    /// A sample is not a number.
+    #[error("has samples that are no numbers: the first is sample {sample} of channel {channel}")]
+    NotFinite { sample: u64, channel: u64 },
+    /// Its rate is out of range.
+    #[error(
+        "has {0} samples a second; {LEAST_SAMPLES_PER_SECOND} to {MOST_SAMPLES_PER_SECOND} are read: resample it"
+    )]
+    Rate(u32),
+    /// It has too many channels.
+    #[error("has {0} channels; 1 and {MOST_CHANNELS} are read: mix it down")]
+    Channels(u32),
+    /// It is too long.
+    #[error("is longer than {LONGEST_TRACK_SECONDS} seconds: cut out the part that matters")]
+    TooLong,
+    /// It is too long for its format.
+    #[error("{0} bytes of samples are too many for WAV; ask for FLAC, or for the samples alone")]
+    TooLongForWav(u64),
+    /// It cannot be written.
+    #[error("the FLAC encoder failed: {0}")]
+    Encoder(String),
+}
+
+/// What a track is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TrackFormat {
+    pub(crate) samples_per_second: u32,
+    pub(crate) channels: u32,
+    /// Of each channel.
+    pub(crate) samples: u64,
+}
+
+impl TrackFormat {
+    /// That of a track; `None` for another medium.
+    pub(crate) fn of(format: &MediaFormat) -> Option<TrackFormat> {
+        match *format {
+            MediaFormat::Audio {
+                samples_per_second,
+                channels,
+                samples,
+            } => Some(TrackFormat {
+                samples_per_second,
+                channels,
+                samples,
+            }),
+            MediaFormat::Image { .. } | MediaFormat::Video { .. } => None,
+        }
+    }
+
+    /// Whether a track that is brought may be so.
+    ///
+    /// # Errors
+    /// For people: no samples, too many, a rate or channels that no model takes.
+    pub(crate) fn check(&self) -> Result<(), TrackError> {
+        if self.samples == 0 {
+            return Err(TrackError::Empty);
+        }
+        if !(1..=MOST_CHANNELS).contains(&self.channels) {
+            return Err(TrackError::Channels(self.channels));
+        }
+        if !(LEAST_SAMPLES_PER_SECOND..=MOST_SAMPLES_PER_SECOND).contains(&self.samples_per_second) {
+            return Err(TrackError::Rate(self.samples_per_second));
+        }
+        if self.samples > self.most_samples() {
+            return Err(TrackError::TooLong);
+        }
+        Ok(())
+    }
+
+    /// Samples of the longest track of this rate.
+    fn most_samples(&self) -> u64 {
+        u64::from(LONGEST_TRACK_SECONDS) * u64::from(self.samples_per_second)
+    }
+
+    /// Bytes of one sample of all channels.
+    fn unit_bytes(&self) -> u64 {
+        SAMPLE_BYTES * u64::from(self.channels)
+    }
+
+    /// The clip of these samples.
+    fn clip(self, data: bytes::Bytes) -> Clip {
+        let format = MediaFormat::Audio {
+            samples_per_second: self.samples_per_second,
+            channels: self.channels,
+            samples: self.samples,
+        };
+        Clip { format, data }
+    }
+}
+
+/// The samples of a WAV file: PCM of 8, 16, 24 or 32 bits, or numbers of 32 bits with a point, of which 1 is full scale.
+/// 16-bit samples are shared with the file. `room` is asked for the bytes of others before they are decoded.
+///
+/// # Errors
+/// When it is no such file, or a track that no model takes; and what `room` refuses with.
+pub(crate) fn read_wav<E: From<TrackError>>(
+    file: &bytes::Bytes,
+    room: impl FnMut(u64) -> Result<(), E>,
+) -> Result<Clip, E> {
+    wav::read(file, room)
+}
+
+/// The samples of a FLAC file of 8 to 24 bits. `room` is asked for the bytes of each frame as it is decoded.
+///
+/// # Errors
+/// As [`read_wav`].
+pub(crate) fn read_flac<E: From<TrackError>>(
+    file: &[u8],
+    room: impl FnMut(u64) -> Result<(), E>,
+) -> Result<Clip, E> {
+    flac::read(file, room)
+}
+
+/// Whether this is the start of a WAV or FLAC file.
+pub(crate) fn is_track(file: &[u8]) -> bool {
+    media_type(file).is_some()
+}
+
+/// The media type of a track's file, by its first bytes.
+pub(crate) fn media_type(file: &[u8]) -> Option<&'static str> {
+    if file.starts_with(flac::MARKER) {
+        return Some("audio/flac");
+    }
+    (file.starts_with(b"RIFF") && file.get(8..12) == Some(b"WAVE")).then_some("audio/wav")
+}
+
+/// The recipe in a track's file, as JSON.
+pub(crate) fn recipe_of(file: &[u8]) -> Option<String> {
+    match media_type(file)? {
+        "audio/flac" => flac::recipe_of(file),
+        _ => wav::recipe_of(file),
+    }
+}
+
+/// What is written of a recipe: as JSON, and the program that wrote it.
+struct Tags {
+    comment: String,
+    software: String,
+}
+
+impl Tags {
+    fn of(recipe: &Recipe) -> Result<Tags, String> {
+        Ok(Tags {
+            comment: serde_json::to_string(recipe).map_err(|problem| problem.to_string())?,
+            software: format!("moored {}", recipe.version),
+        })
+    }
+}
+
+/// A sample of this many bits (8 to 32), signed, as one of 16: to the nearest.
+fn to_16_bits(sample: i32, bits: u32) -> i16 {
+    let sample = i64::from(sample);
+    let scaled = match bits.checked_sub(16) {
+        None => sample << (16 - bits),
+        Some(0) => sample,
+        Some(less) => (sample + (1 << (less - 1))) >> less,
+    };
+    scaled.clamp(i16::MIN.into(), i16::MAX.into()) as i16
+}
+
+#[cfg(test)]
+mod tests;
