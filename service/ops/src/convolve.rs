@@ -156,6 +156,18 @@ impl Filter {
         Ok(Filter { held, sides })
     }
 
+    /// A filter that is held already, of a weight with these dimensions ([`Sides::of`]).
+    ///
+    /// # Errors
+    /// When the dimensions are not of a weight, or of another number of elements.
+    pub(crate) fn folded(held: Tensor, weight: &[usize]) -> Result<Filter> {
+        let sides = Sides::of(weight).filter(|_| held.elem_count() == weight.iter().product::<usize>());
+        let Some(sides) = sides else {
+            candle_core::bail!("a filter of shape {weight:?} held as {:?}", held.dims());
+        };
+        Ok(Filter { held, sides })
+    }
+
     /// Number of output channels.
     pub fn outputs(&self) -> usize {
         self.sides.outputs
@@ -230,6 +242,13 @@ impl MapShape {
     /// Whether each output depends on its own position only (a 1x1 convolution).
     pub(crate) fn is_product(&self) -> bool {
         self.taps() == 1 && self.steps == Steps::EACH
+    }
+
+    /// Whether the filter is a column, without padding: each tap is at one distance for all positions of a map.
+    pub(crate) fn is_by_columns(&self) -> bool {
+        let [frames, taps, columns] = self.kernel;
+        let is_flat = frames == 1 && columns == 1 && self.sides[0] == 1;
+        is_flat && taps > 1 && self.steps == Steps::EACH
     }
 
     /// The shape to plan with cuDNN; `None` for a 1x1 convolution, which is a matrix product.

@@ -145,6 +145,9 @@ impl ConvolutionTask<'_> {
         } = self.shape;
         let [_, height, width] = sides;
         let tasks = TASKS * rayon::current_num_threads();
+        if self.shape.is_by_columns() {
+            return self.by_columns(out, tasks);
+        }
         for (frame, plane) in out.chunks_mut(height * width * outputs).enumerate() {
             if height >= tasks / 2 {
                 let rows = (height / tasks).clamp(1, MAX_ROWS);
@@ -186,7 +189,42 @@ impl ConvolutionTask<'_> {
         }
     }
 
-    fn part(&self, part: Part, out: &mut [f32]) {
+    /// Rows lie behind one another, and so do the inputs of one tap: positions of several rows are one product.
+    fn by_columns(&self, out: &mut [f32], tasks: usize) {
+        let MapShape {
+            sides: [_, height, width],
+            out: [_, written, _],
+            kernel: [_, taps, _],
+            inputs,
+            outputs,
+            ..
+        } = self.shape;
+        let positions = (written * width)
+            .div_ceil(tasks)
+            .clamp(MIN_POSITIONS, MAX_POSITIONS);
+        let maps = out.chunks_mut(written * width * outputs);
+        for (x, map) in self.x.chunks(height * width * inputs).zip(maps) {
+            map.par_chunks_mut(positions * outputs)
+                .enumerate()
+                .for_each(|(index, out)| {
+                    self.begin(out);
+                    for tap in 0..taps {
+                        self.multiply_any(RowProduct {
+                            positions: out.len() / outputs,
+                            out: &mut *out,
+                            out_stride: outputs,
+                            x: &x[(index * positions + tap * width) * inputs..],
+                            x_stride: inputs,
+                            filter: &self.filter[tap * inputs * outputs..],
+                            depth: inputs,
+                        });
+                    }
+                });
+        }
+    }
+
+    /// The bias, or what is there with the bias.
+    fn begin(&self, out: &mut [f32]) {
         for position in out.chunks_mut(self.shape.outputs) {
             match self.onto {
                 Onto::Nothing => position.copy_from_slice(self.bias),
@@ -197,6 +235,10 @@ impl ConvolutionTask<'_> {
                 }
             }
         }
+    }
+
+    fn part(&self, part: Part, out: &mut [f32]) {
+        self.begin(out);
         let MapShape {
             sides,
             kernel,

@@ -28,6 +28,7 @@ mod linear;
 mod linear_cpu;
 mod loops;
 mod norm;
+mod pcm16;
 mod pictures;
 mod place;
 mod planned;
@@ -35,6 +36,8 @@ mod product;
 mod relative_bias;
 mod rope;
 mod rows;
+mod sequence;
+mod snake;
 
 pub use activation::{Nonlinearity, activate};
 pub use allocated::allocated;
@@ -59,10 +62,13 @@ pub use norm::{
     Activation, Codes, CodesOfRows, Gate, Modulation, Norm, add_residual, norm_modulate,
     residual_norm_modulate,
 };
+pub use pcm16::pcm16;
 pub use pictures::{blank, blend, bytes_to_map, map_to_bytes, map_to_planes, planes_to_map};
 pub use planned::{AttentionShape, ConvolutionShape, MaskShape, PLANNED_TARGET, Planned};
 pub use relative_bias::relative_bias;
 pub use rope::{Angles, Pairs, QkNorm, qk_norm_rope};
+pub use sequence::{Reach, SequenceFilter, SequenceShape, Through};
+pub use snake::{NormedWeight, Snake, pad_sequence, snake_in_place};
 
 #[cfg(test)]
 mod testing;

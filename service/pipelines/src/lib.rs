@@ -4,6 +4,7 @@
 mod adapters;
 pub mod autoencoder_hunyuan;
 pub mod autoencoder_kl;
+pub mod autoencoder_oobleck;
 mod bounds;
 mod checkpoint;
 mod covered;

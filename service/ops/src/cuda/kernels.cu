@@ -71,6 +71,7 @@ FINISH_PRODUCT(bf16, __nv_bfloat16)
 #include "convolve.cuh"
 #include "moments.cuh"
 #include "pictures.cuh"
+#include "sequence.cuh"
 
 #define MAP_KERNEL(name, arguments, ...)                                                                         \
     extern "C" __global__ void __launch_bounds__(256) name(const moored::arguments a) { moored::__VA_ARGS__(a); }
@@ -91,7 +92,12 @@ FINISH_PRODUCT(bf16, __nv_bfloat16)
     MAP_KERNEL(map_to_planes_##dtype, PictureArguments, map_to_planes<T>)                                        \
     MAP_KERNEL(map_to_bytes_##dtype, PictureArguments, map_to_bytes<T>)                                          \
     MAP_KERNEL(bytes_to_map_##dtype, PictureArguments, bytes_to_map<T>)                                          \
-    MAP_KERNEL(blend_##dtype, BlendArguments, blend<T>)
+    MAP_KERNEL(blend_##dtype, BlendArguments, blend<T>)                                                          \
+    MAP_KERNEL(snake_##dtype, SnakeArguments, snake<T, false>)                                                   \
+    MAP_KERNEL(snake_wide_##dtype, SnakeArguments, snake<T, true>)                                               \
+    MAP_KERNEL(weight_scales_##dtype, ScalesArguments, weight_scales<T>)                                         \
+    MAP_KERNEL(fold_weight_##dtype, FoldArguments, fold_weight<T>)
+MAP_KERNEL(pcm16, Pcm16Arguments, pcm16)
 MAPS_OF(f32, float)
 MAPS_OF(f16, __half)
 MAPS_OF(bf16, __nv_bfloat16)

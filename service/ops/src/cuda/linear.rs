@@ -117,6 +117,27 @@ pub(crate) fn linear_into(
     }
 }
 
+/// `out += x weightᵀ + bias`, rounded once: `x` is `[n, inputs]`, `weight` `[outputs, .., inputs]` and contiguous, `out`
+/// `[n, outputs]`. Shapes are validated by the caller.
+pub(crate) fn add_product(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, out: &Tensor) -> Result<()> {
+    let device = out.device().as_cuda_device()?;
+    if weight.dtype() != out.dtype() || !weight.is_contiguous() {
+        candle_core::bail!("rows of {:?} and a weight of {:?}", out.dtype(), weight.dtype());
+    }
+    let product = Layer {
+        device,
+        card: &*Card::of(device)?,
+        stream: &device.cuda_stream(),
+        outputs: weight.dim(0)?,
+        bias,
+        then: Epilogue::None,
+        adds: true,
+        out,
+        scratch: &Scratch::new(0, out.device())?,
+    };
+    product.multiply(x, x.dim(candle_core::D::Minus1)?, address_of(weight)?)
+}
+
 /// When low-rank terms are computed. Before the layer's product, they are written, and the product reads them while it
 /// computes, which costs nothing; behind it, they would read and write all of the result once more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

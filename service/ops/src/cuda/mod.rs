@@ -14,6 +14,7 @@ mod norm;
 mod pictures;
 mod product;
 mod rope;
+mod sequence;
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
@@ -40,11 +41,12 @@ pub(crate) use elementwise::{all_finite, copy_rows, glu, relative_bias};
 pub(crate) use euler::euler;
 #[cfg(test)]
 pub(crate) use linear::requantized;
-pub(crate) use linear::{linear_as_one, linear_into, multiplies_fp8};
+pub(crate) use linear::{add_product, linear_as_one, linear_into, multiplies_fp8};
 pub(crate) use moments::group_moments;
 pub(crate) use norm::norm;
 pub(crate) use pictures::{blend, bytes_to_map, map_to_bytes, map_to_planes, planes_to_map};
 pub(crate) use rope::qk_norm_rope;
+pub(crate) use sequence::{folded, pcm16, snake, weight_scales};
 
 /// Fat binary of `kernels.cu`. Empty in type checks.
 static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));

@@ -68,11 +68,11 @@ impl ConversionPass<'_> {
 }
 
 /// A zeroed flag for a kernel to set.
-fn cleared_flag(device: &CudaDevice) -> Result<Tensor> {
+pub(super) fn cleared_flag(device: &CudaDevice) -> Result<Tensor> {
     Ok(tensor(device.alloc_zeros::<u32>(1)?, device, 1))
 }
 
-fn is_finite(not_finite: &Tensor) -> Result<bool> {
+pub(super) fn is_finite(not_finite: &Tensor) -> Result<bool> {
     Ok(not_finite.to_vec1::<u32>()? == [0])
 }
 

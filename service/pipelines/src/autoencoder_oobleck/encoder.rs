@@ -1,0 +1,162 @@
+//! Sound to latents: diffusers' `OobleckEncoder`.
+
+use candle_core::{DType, Device, Tensor};
+use gpu::ComponentTensors;
+use ops::{SequenceFilter, Snake, copy_rows};
+
+use super::config::OobleckConfig;
+use super::layers::{Source, Unit, convolve, from_samples, sample_channels, strided, to_moments};
+use super::moments::OobleckMoments;
+use super::windows::{Window, Windows, windows_of};
+use crate::autoencoder_kl::{dtype_of_maps, finite};
+use crate::family::StageError;
+
+/// `OobleckEncoderBlock`.
+#[derive(Clone, Debug)]
+struct Block {
+    units: Vec<Unit>,
+    snake1: Snake,
+    conv1: SequenceFilter,
+}
+
+/// The encoder of tracks. Weights are folded into filters when it is made, which takes the bytes that
+/// [`super::encode_scratch`] counts.
+#[derive(Clone, Debug)]
+pub struct OobleckEncoder {
+    config: OobleckConfig,
+    dtype: DType,
+    device: Device,
+    conv1: SequenceFilter,
+    blocks: Vec<Block>,
+    snake1: Snake,
+    conv2: SequenceFilter,
+}
+
+impl OobleckEncoder {
+    /// From the tensors of the `vae` component, with diffusers' names (`encoder.*`,
+    /// [`OobleckConfig::tensor_shapes`]).
+    ///
+    /// # Errors
+    /// [`StageError::BadInput`] for an unsupported autoencoder, [`StageError::Missing`] for a tensor that is missing
+    /// or not of the configuration's shape.
+    pub fn new(config: &OobleckConfig, tensors: &ComponentTensors) -> Result<OobleckEncoder, StageError> {
+        let dtype = dtype_of_maps(tensors, "encoder.conv1.bias")?;
+        OobleckEncoder::in_dtype(config, tensors, dtype)
+    }
+
+    /// [`OobleckEncoder::new`] with sequences of this dtype, on any device (see
+    /// [`super::OobleckDecoder::in_dtype`]).
+    ///
+    /// # Errors
+    /// Those of [`OobleckEncoder::new`].
+    pub fn in_dtype(
+        config: &OobleckConfig,
+        tensors: &ComponentTensors,
+        dtype: DType,
+    ) -> Result<OobleckEncoder, StageError> {
+        config
+            .check()
+            .map_err(|problem| StageError::BadInput(format!("the VAE has {problem}")))?;
+        let source = Source { tensors, dtype };
+        let finest = config.encoder_hidden_size;
+        let levels = config.levels(finest);
+        let coarsest = levels.last().map_or(finest, |level| level.coarser);
+        let mut blocks = Vec::with_capacity(levels.len());
+        for (index, level) in levels.into_iter().enumerate() {
+            let name = format!("encoder.block.{index}");
+            blocks.push(Block {
+                units: source.units(&name, level.finer)?,
+                snake1: source.snake(&format!("{name}.snake1"), level.finer)?,
+                conv1: source.plain(&format!("{name}.conv1"), strided(level))?,
+            });
+        }
+        let snake1 = source.snake("encoder.snake1", coarsest)?;
+        let first = from_samples(config);
+        Ok(OobleckEncoder {
+            dtype,
+            device: snake1.alpha.device().clone(),
+            conv1: source.convolution("encoder.conv1", first, (config.audio_channels, finest), true)?,
+            blocks,
+            snake1,
+            conv2: source.plain("encoder.conv2", to_moments(config, coarsest))?,
+            config: config.clone(),
+        })
+    }
+
+    /// Encodes samples `[n, audio_channels]`, f32, f16 or bf16, in host memory or on the device of the weights, of any
+    /// number that has a latent frame ([`OobleckConfig::frames`]; the reference pipeline pads with zeros to whole frames
+    /// first, and here the caller does). [`super::samples_from_pcm16`] makes samples of 16 bits. From host memory a
+    /// window at a time is brought to the device.
+    ///
+    /// Moments of all windows are put together, and can be sampled once. They do not depend on `windows`: to the bit on
+    /// the CPU, within rounding on a card. `cancelled` is polled before every layer.
+    ///
+    /// # Errors
+    /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for samples of another shape, and
+    /// for too few.
+    pub fn encode(
+        &self,
+        samples: &Tensor,
+        windows: Windows,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<OobleckMoments, StageError> {
+        let expected = self.config.audio_channels;
+        let (length, frames) = match *samples.dims() {
+            [length, channels] if channels == expected => (length, self.config.frames(length)),
+            _ => (0, 0),
+        };
+        if frames == 0 {
+            let found = samples.dims();
+            let problem =
+                format!("samples of shape {found:?} where [n, {expected}] of a latent frame are expected");
+            return Err(StageError::BadInput(problem));
+        }
+        let hop = self.config.hop();
+        let whole = length.div_ceil(hop);
+        let mut parts = Vec::new();
+        for window in windows_of(whole, 0..whole, windows, self.config.encode_margins()) {
+            // Strides may make more frames of a track than it has hops, or fewer; all of that is at its end.
+            let keep_end = if window.end == whole {
+                frames
+            } else {
+                window.keep_end
+            };
+            if window.keep_first >= keep_end {
+                continue;
+            }
+            let end = (window.end * hop).min(length);
+            let piece = samples.narrow(0, window.first * hop, end - window.first * hop)?;
+            let encoded = self.encode_window(&piece, cancelled)?;
+            parts.push(kept(&encoded, window, keep_end)?);
+        }
+        let output = Tensor::cat(&parts, 0)?;
+        finite(ops::all_finite(&output)?)?;
+        Ok(OobleckMoments::of(&output)?)
+    }
+
+    /// Encodes the samples of a window.
+    fn encode_window(&self, samples: &Tensor, cancelled: &dyn Fn() -> bool) -> Result<Tensor, StageError> {
+        let (length, channels) = samples.dims2()?;
+        let samples = samples.to_device(&self.device)?;
+        // Channels beyond the track's are zeros.
+        let mut x = Tensor::zeros((length, sample_channels(&self.config)), self.dtype, &self.device)?;
+        copy_rows(&samples, &x.narrow(1, 0, channels)?)?;
+        drop(samples);
+        x = convolve(x, None, &self.conv1, cancelled)?;
+        for block in &self.blocks {
+            for unit in &block.units {
+                unit.forward(&x, cancelled)?;
+            }
+            x = convolve(x, Some(&block.snake1), &block.conv1, cancelled)?;
+        }
+        convolve(x, Some(&self.snake1), &self.conv2, cancelled)
+    }
+}
+
+/// The frames of a window that are kept, f32 in host memory.
+fn kept(encoded: &Tensor, window: Window, keep_end: usize) -> Result<Tensor, StageError> {
+    let kept = encoded.narrow(0, window.keep_first - window.first, keep_end - window.keep_first)?;
+    let wide = ops::blank(kept.dims(), DType::F32, kept.device())?;
+    copy_rows(&kept, &wide)?;
+    Ok(wide.to_device(&Device::Cpu)?)
+}
