@@ -27,12 +27,14 @@ class Plan:
     """One step in so many has clips as long as the decoder's tiles, the others short ones."""
     kl_weight: float = 3e-4
     latent_noise: float = 0.05
-    decoder_minutes: float = 5.0
+    decoder_minutes: float = 7.5
     decoder_batch: int = 32
     decoder_rate: float = 1e-3
     decoder_noise: float = 0.06
     """Largest noise on the latents that the decoder learns from, for latents of spread 1."""
-    flow_minutes: float = 9.0
+    far_weight: float = 10.0
+    """Weight of the decoder's errors beyond `FAR`, squared."""
+    flow_minutes: float = 10.5
     flow_batch: int = 1024
     flow_rate: float = 1.5e-3
     auxiliary_weight: float = 0.1

@@ -193,15 +193,17 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     plan, training = Plan(**arguments.plan), arguments.stage in STAGES[:3]
+    compiled = arguments.device == "cuda" and not arguments.no_compile
     torch.backends.cuda.matmul.allow_tf32 = training
     torch.backends.cudnn.benchmark = training
     torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass broke on an H100
     if arguments.stage == "vae":
         train_vae(plan, arguments.work, arguments.minutes, arguments.last, arguments.device)
     elif arguments.stage == "decoder":
-        train_decoder(plan, arguments.work, arguments.minutes, arguments.last, arguments.device)
+        train_decoder(
+            plan, arguments.work, arguments.minutes, arguments.last, arguments.device, compiled
+        )
     elif arguments.stage == "flow":
-        compiled = arguments.device == "cuda" and not arguments.no_compile
         train_flow(
             plan, arguments.work, arguments.minutes, arguments.last, arguments.device, compiled
         )

@@ -4,8 +4,9 @@
 
 It makes FramePack and HunyuanVideo in full size from random numbers (54 GB; LLaMA has one layer of those
 that are computed, unless `--llama` says how many), and needs torch, diffusers, transformers, and what the
-Python client needs. `--parts` chooses among make, peers, steps and hog. One line of JSON for each figure, a
-table last.
+Python client needs. `--parts` chooses among make, peers, steps, unload and hog, `--only` figures by a pattern
+of their names. One line of JSON for each figure, and all of them in the file, of which `film_rows.py` makes
+the rows of docs/benchmarks/film.json.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +37,32 @@ SHARD_BYTES = 2 << 30
 FIGURES: list[dict[str, Any]] = []
 
 
+@dataclass
+class Asked:
+    """What the command line asks for."""
+
+    out: Path = Path(os.devnull)
+    only: str = ""
+    device: str = ""
+
+
+ASKED = Asked()
+
+
+def machine() -> str:
+    """The card, its driver, and the processors, as all rows name them."""
+    from beside import nvml_reader
+
+    return f"{nvml_reader(0)[1]}, {len(os.sched_getaffinity(0))} cores"
+
+
 def tell(measure: str, figure: float, unit: str, **more: object) -> None:
-    FIGURES.append({"measure": measure, "figure": round(figure, 4), "unit": unit, **more})
-    print(json.dumps(FIGURES[-1]), flush=True)
+    """Notes a figure, and writes all that there are: a run that is ended loses none."""
+    date = datetime.now(timezone.utc).date().isoformat()
+    known = {"measure": measure, "figure": round(figure, 4), "unit": unit}
+    FIGURES.append(known | more | {"device": ASKED.device, "date": date})
+    print(json.dumps(known | more), flush=True)
+    ASKED.out.write_text(json.dumps(FIGURES, indent=1) + "\n")
 
 
 def made(build: Any) -> torch.nn.Module:
@@ -196,8 +223,12 @@ def timed(work: Any, runs: int) -> float:
 @torch.no_grad()
 def peers(text: int) -> None:
     torch.manual_seed(1)
-    for peer in (_framepack_peer, _hunyuan_peer, _decode_peer):
-        peer(text)
+    for name, peer in (
+        ("step, FramePack", _framepack_peer),
+        ("step, HunyuanVideo", _hunyuan_peer),
+        ("decode", _decode_peer),
+    ):
+        guarded(name, partial(peer, text))
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -216,7 +247,7 @@ def _framepack_peer(text: int) -> None:
         "indices_latents_history_2x": positions[4],
         "indices_latents_history_4x": positions[5],
     }
-    ms = timed(lambda: module(**given, return_dict=False), 3)
+    ms = timed(lambda: module(**given, return_dict=False), 4)
     tell("step, FramePack 640x640", ms, "ms", who="diffusers eager")
 
 
@@ -285,19 +316,25 @@ class Service:
 
 def start_picture(size: tuple[int, int]) -> Any:
     import numpy as np
+    from PIL import Image
 
     width, height = size
     y, x = np.mgrid[0:height, 0:width]
-    return np.stack([x % 256, y % 256, (x + y) % 256], -1).astype(np.uint8)
+    return Image.fromarray(np.stack([x % 256, y % 256, (x + y) % 256], -1).astype(np.uint8))
 
 
 def film(service: Service, model: str, size: tuple[int, int], frames: int, steps: int) -> Any:
+    """A film; `model` may end with `+` and a format for its transformer."""
+    import moored
+
     options: dict[str, Any] = {}
-    if model.startswith("framepack"):
+    name, _, quantized = model.partition("+")
+    formats = {"transformer": quantized} if quantized else {}
+    if name == "framepack":
         options["init_image"] = start_picture(size)
     return service.client.generate_video(
         "a red circle on the left of a blue square",
-        model=model,
+        model=moored.ModelRef(name, formats=formats),
         width=size[0],
         height=size[1],
         frames=frames,
@@ -308,77 +345,210 @@ def film(service: Service, model: str, size: tuple[int, int], frames: int, steps
 
 
 def run_ms(result: Any, name: str) -> list[tuple[float, Any]]:
-    return [(stage.run_ms, stage) for stage in result.report.stages if stage.name == name]
+    return [(stage.run_ms, stage) for stage in result.stages if stage.name == name]
+
+
+def show(result: Any) -> None:
+    for stage in result.stages:
+        words = [stage.name, f"run {stage.run_ms}", f"move {stage.move_ms}", stage.chunking]
+        words += [
+            f"peak {stage.peak_scratch_bytes >> 20}",
+            f"of {stage.predicted_scratch_bytes >> 20} MiB",
+        ]
+        print("   ", *words, stage.attention, flush=True)
 
 
 def steps_of(service: Service, model: str, size: tuple[int, int], frames: int, what: str) -> None:
-    few, many = (
-        run_ms(film(service, model, size, frames, count), "denoise")[-1][0] for count in (2, 6)
-    )
-    tell(what, (many - few) / 4, "ms", who="moored")
+    # A step is the difference of two films, after one that brings in all that only a first one needs.
+    film(service, model, size, frames, 1)
+    few, many = (film(service, model, size, frames, count) for count in (1, 4))
+    show(many)
+    ms, stage = run_ms(many, "denoise")[-1]
+    more = {"attention": stage.attention, "peak_gib": round(stage.peak_scratch_bytes / 2**30, 2)}
+    tell(what, (ms - run_ms(few, "denoise")[-1][0]) / 3, "ms", who="moored", **more)
+
+
+def guarded(what: str, work: Any) -> None:
+    """Does it, if it is wanted; what fails costs its own figures only."""
+    if not re.search(ASKED.only, what):
+        return
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001
+        print(f"{what} failed: {error!r}", flush=True)
 
 
 def steps(binary: Path, work: Path) -> None:
-    service = Service(binary, work)
+    service = Service(binary, work, "log.filter=info,timeline=debug")
     try:
         for name, model in (
             ("", "framepack"),
             (" fp8", "framepack+fp8"),
-            (" int8", "framepack+8-bit"),
-            (" nf4", "framepack+4-bit"),
+            (" int8", "framepack+int8"),
+            (" nf4", "framepack+nf4"),
         ):
-            steps_of(service, model, (640, 640), 37, f"step, FramePack 640x640{name}")
+            what = f"step, FramePack 640x640{name}"
+            guarded(what, partial(steps_of, service, model, (640, 640), 37, what))
         for frames in (49, 129):
             what = f"step, HunyuanVideo 832x480, {frames} frames"
-            steps_of(service, "hunyuan", (832, 480), frames, what)
+            guarded(what, partial(steps_of, service, "hunyuan", (832, 480), frames, what))
         for size in ((832, 480), (640, 640)):
-            film(service, "hunyuan", size, 17, 1)
-            result = film(service, "hunyuan", size, 17, 1)
-            ms, stage = run_ms(result, "decode")[-1]
-            more = {
-                "peak_gib": round(stage.peak_scratch_bytes / 2**30, 2),
-                "predicted_gib": round(stage.predicted_scratch_bytes / 2**30, 2),
-                "attention": stage.attention,
-            }
             name = f"decode of 5 latents, {size[0]}x{size[1]}"
-            tell(name, ms, "ms", who="moored", **more)
-        result = film(service, "framepack", (640, 640), 109, 2)
-        for stage in result.report.stages:
-            print(stage.name, round(stage.run_ms), round(stage.move_ms), stage.chunking, flush=True)
+            guarded(name, partial(decode_of, service, size, name))
+        guarded("film", lambda: show(film(service, "framepack", (640, 640), 109, 2)))
+    finally:
+        service.stop()
+        (work / "steps.log").write_text("".join(service.log))
+
+
+def decode_of(service: Service, size: tuple[int, int], name: str) -> None:
+    film(service, "hunyuan", size, 17, 1)
+    ms, stage = min(
+        (run_ms(film(service, "hunyuan", size, 17, 1), "decode")[-1] for _ in range(3)),
+        key=lambda one: one[0],
+    )
+    more = {
+        "peak_gib": round(stage.peak_scratch_bytes / 2**30, 2),
+        "predicted_gib": round(stage.predicted_scratch_bytes / 2**30, 2),
+        "attention": stage.attention,
+        "chunking": stage.chunking,
+    }
+    tell(name, ms, "ms", who="moored", **more)
+
+
+def settled(used: Any) -> int:
+    """The driver's figure of what is used, once two readings agree."""
+    last = used()
+    for _ in range(40):
+        time.sleep(0.05)
+        now = used()
+        if now == last:
+            break
+        last = now
+    return int(last)
+
+
+def bytes_of(service: Service) -> int:
+    """What the service's processes hold of the card by the driver; of all programs where it does not tell."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    card = pynvml.nvmlDeviceGetHandleByIndex(0)
+    parents = {service.process.pid}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            number, parent = status.parent.name, status.read_text().rpartition(")")[2].split()[1]
+        except OSError:
+            continue
+        if int(parent) == service.process.pid:
+            parents.add(int(number))
+    every = pynvml.nvmlDeviceGetComputeRunningProcesses(card)
+    found = [one.usedGpuMemory for one in every if one.pid in parents and one.usedGpuMemory]
+    return int(sum(found) or pynvml.nvmlDeviceGetMemoryInfo(card).used)
+
+
+def unload(binary: Path, work: Path) -> None:
+    """What is left on the card when everything is unloaded, and after many mixed films and pictures."""
+    service = Service(binary, work)
+
+    def used() -> int:
+        return bytes_of(service)
+
+    client = service.client
+
+    def after(*jobs: Any) -> int:
+        for job in jobs:
+            job()
+        client.unload(timeout=60)
+        client.trim()
+        return settled(used)
+
+    def of_framepack(model: str) -> Any:
+        return lambda: film(service, model, (320, 320), 37, 1)
+
+    def small_film(seed: int) -> None:
+        client.generate_video(
+            "the red circle moves to the top left on a blue background",
+            model="moored/demo-film",
+            init_image=start_picture((64, 64)),
+            frames=37 + 36 * (seed % 3),
+            steps=2,
+            seed=seed,
+        )
+
+    def picture(seed: int) -> None:
+        client.generate_image("a red circle", model="moored/demo", steps=2, seed=seed)
+
+    try:
+        client.wait_until_ready(60)
+        idle = settled(used)
+        # The first time brings the code of kernels, which stays with the process.
+        before = after(of_framepack("framepack"), lambda: small_film(0), lambda: picture(0))
+        tell("code and context that a first film leaves", (before - idle) / 2**20, "MiB")
+        left = max(after(of_framepack("framepack")) - before for _ in range(3))
+        tell("bytes left after a film and unloading", left, "bytes", who="moored")
+        for preset in ("fp8", "int8", "nf4"):
+            before = after(of_framepack(f"framepack+{preset}"))
+        began, samples = time.perf_counter(), []
+        for number in range(50):
+            if number % 10 == 9:
+                preset = ("", "+fp8", "+int8", "+nf4")
+                job = of_framepack("framepack" + preset[number // 10 % 4])
+            else:
+                job = partial((small_film, picture)[number % 2], number)
+            samples.append(after(job) - before)
+        seconds = round(time.perf_counter() - began, 1)
+        what = "bytes left after unloading, 50 mixed films and pictures"
+        tell(what, samples[-1], "bytes", who="moored", most=max(samples), seconds=seconds)
     except BaseException:
         print("".join(service.log[-40:]))
         raise
     finally:
         service.stop()
+        (work / "unload.log").write_text("".join(service.log))
 
 
-def hog(binary: Path, work: Path, left_gib: float) -> None:
+# GiB that the other program leaves, and the formats; 12.4 GiB are the weights in int8 and fp8.
+BEHIND = (
+    (24.0, ("shared", "exclusive"), ("int8", "fp8", "nf4")),
+    (12.0, ("shared", "exclusive"), ("nf4",)),
+    (16.0, ("shared", "exclusive"), ("fp8",)),
+    (12.0, ("shared",), ("int8", "fp8")),
+)
+
+
+def hog(binary: Path, work: Path) -> None:
     """Films behind a program that leaves so much of the card."""
-    total = torch.cuda.mem_get_info()[0]
-    held = torch.empty(int(total - left_gib * 2**30), dtype=torch.uint8, device="cuda")
-    try:
-        for policy in ("shared", "exclusive"):
-            service = Service(binary, work, f"cards.policy={policy}")
+    for left_gib, policies, formats in BEHIND:
+        free = torch.cuda.mem_get_info()[0]
+        held = torch.empty(int(free - left_gib * 2**30), dtype=torch.uint8, device="cuda")
+        for policy in policies:
+            settings = (f"cards.policy={policy}", "queue.patience_foreign=2s")
+            service = Service(binary, work, *settings, "log.filter=info,timeline=debug")
             try:
-                for preset in ("8-bit", "fp8", "4-bit"):
-                    model = f"framepack+{preset}"
-                    what = (
-                        f"film 640x640, 2 sections of 3 steps, {preset}, {left_gib:g} GiB, {policy}"
-                    )
-                    try:
-                        film(service, model, (640, 640), 73, 1)
-                        began = time.perf_counter()
-                        result = film(service, model, (640, 640), 73, 3)
-                        seconds = time.perf_counter() - began
-                        kinds = sorted({stage.chunking for stage in result.report.stages})
-                        tell(what, seconds, "s", who="moored", chunking=kinds)
-                    except Exception as error:  # noqa: BLE001
-                        print(f"{what}: {error}", flush=True)
+                for name in formats:
+                    what = f"film 640x640, 2 sections, {name}, {left_gib:g} GiB left, {policy}"
+                    guarded(what, partial(_behind, service, f"framepack+{name}", what))
             finally:
                 service.stop()
-    finally:
+                log = work / f"hog-{left_gib:g}-{policy}-{formats[0]}.log"
+                log.write_text("".join(service.log))
         del held
         torch.cuda.empty_cache()
+
+
+def _behind(service: Service, model: str, what: str) -> None:
+    film(service, model, (640, 640), 73, 1)
+    began = time.perf_counter()
+    result = film(service, model, (640, 640), 73, 2)
+    seconds = time.perf_counter() - began
+    show(result)
+    decodes = [stage.chunking for stage in result.stages if stage.name == "decode"]
+    moved = sum(stage.move_ms for stage in result.stages) / 1e3
+    ran = sum(stage.run_ms for stage in result.stages) / 1e3
+    approximations = list(result.approximations)
+    more = {"chunking": decodes, "moved_s": moved, "ran_s": ran, "approximations": approximations}
+    tell(what, seconds, "s", who="moored", **more)
 
 
 def main() -> None:
@@ -387,8 +557,10 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--llama", type=int, default=3)
-    parser.add_argument("--parts", default="make,peers,steps,hog")
+    parser.add_argument("--parts", default="make,peers,steps,unload,hog")
+    parser.add_argument("--only", default="", help="a pattern of names: of peers, steps and hog")
     settings = parser.parse_args()
+    ASKED.out, ASKED.only, ASKED.device = settings.out, settings.only, machine()
     settings.work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(1)
     for part in settings.parts.split(","):
@@ -401,15 +573,15 @@ def main() -> None:
                     peers(text=16)
                 case "steps":
                     steps(settings.binary, settings.work)
+                case "unload":
+                    unload(settings.binary, settings.work)
                 case "hog":
-                    for left in (24.0, 12.0):
-                        hog(settings.binary, settings.work, left)
+                    hog(settings.binary, settings.work)
         except Exception as error:  # noqa: BLE001
             print(f"{part} failed: {error!r}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
         print(f"# {part}: {time.perf_counter() - began:.1f} s", flush=True)
-        settings.out.write_text(json.dumps(FIGURES, indent=1) + "\n")
     for each in FIGURES:
         print(
             f"{each.get('who', ''):16} {each['measure']:60} {each['figure']:10.1f} {each['unit']}"

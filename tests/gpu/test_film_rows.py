@@ -1,0 +1,48 @@
+"""What films were measured to take, as rows. Run: pytest tests/gpu."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests/gpu")]
+
+import film_rows  # noqa: E402
+
+STEP, DECODE = film_rows.STEP, "decode of 5 latents, 832x480"
+
+
+def figure(measure: str, value: float, who: str = "moored", **more: Any) -> film_rows.Figure:
+    known = {"measure": measure, "figure": value, "unit": "ms", "who": who}
+    return known | more | {"device": "a card", "date": "2026-11-23"}
+
+
+def by_measure(*runs: list[film_rows.Figure]) -> dict[object, dict[str, object]]:
+    return {row["measure"]: row for row in film_rows.rows_of(runs)}
+
+
+def test_a_target_is_a_share_of_what_diffusers_took_in_the_same_run() -> None:
+    first = [figure(STEP, 1000.0, "diffusers eager"), figure(STEP, 740.0)]
+    second = [
+        figure(STEP, 900.0, "diffusers eager"),
+        figure(STEP, 700.0),
+        figure(f"{STEP} fp8", 500.0),
+    ]
+    rows = by_measure(first, second)
+    assert (rows[STEP]["value"], rows[STEP]["target"], rows[STEP]["peer_value"]) == (700, 675, 900)
+    assert rows[f"{STEP} fp8"]["target"] == 540
+
+
+def test_a_later_run_without_diffusers_does_not_replace_one_beside_it() -> None:
+    beside = [figure(DECODE, 800.0, "diffusers eager", peak_gib=21.0)]
+    rows = by_measure(
+        [*beside, figure(DECODE, 300.0, peak_gib=4.0)],
+        [figure(DECODE, 290.0, peak_gib=4.5), figure(f"{STEP} nf4", 700.0)],
+    )
+    assert (rows[DECODE]["value"], rows[DECODE]["peer_value"]) == (300, 800)
+    scratch = rows[f"{DECODE}: scratch"]
+    assert (scratch["value"], scratch["unit"], scratch["target"]) == (4, "GiB", 5)
+    assert scratch["peer_value"] == 21
+    assert rows[f"{STEP} nf4"]["target"] is None and rows[f"{STEP} nf4"]["peer"] == ""
